@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from contrastile._dispatch import Options
 from contrastile._types import Backend, ExchangeName, Gradient, Reduction
 from contrastile.engine.plan import prepare, share_error
+from contrastile.gradcache.inputs import Ragged
 from contrastile.losses.base import PairLoss
 from contrastile.losses.softmax import Softmax
+from contrastile.scorers import padded
 
 
 def contrast(
@@ -80,7 +82,8 @@ def contrast(
         scorer: a module whose `scorer(rows, columns)` are the scores [I, J] of a block, instead of dot products:
             x_ij = scale · Φ(q_i, k_j; Ω) + bias, gradients of its parameters Ω included (Gao et al. 2021, section
             5). Then q, k and negatives are anything nested of tensors whose first axis is the batch, cut into
-            blocks and handed over as they are; scale is 1 by default. See `contrastile.scorers`, and docs/scorers.md.
+            blocks and handed over as they are; scale is 1 by default. A side that is `Ragged(values [T, D], lengths)`
+            is handed over as vectors [B, L, D] and mask [B, L]. See `contrastile.scorers`, and docs/scorers.md.
 
     How it is computed, the same keywords for every loss:
         backend: "dense" holds the matrix, "eager" goes tile by tile in PyTorch, "triton" in fused kernels.
@@ -124,6 +127,8 @@ def contrast(
     except ValueError as error:
         share_error(error, group, exchange)
         raise
+    if scorer is not None:
+        q, k, negatives = (padded_texts(side, 1) if isinstance(side, Ragged) else side for side in (q, k, negatives))
     operation, inputs = prepare(
         q, k, scale, loss, options, bias=bias, positives=positives, negatives=negatives, query_labels=query_labels,
         key_labels=key_labels, query_ids=query_ids, key_ids=key_ids, negative_ids=negative_ids, weights=weights,
@@ -131,3 +136,9 @@ def contrast(
     )  # fmt: skip
     value: Tensor = operation(*inputs)
     return value
+
+
+def padded_texts(texts: Ragged, least: int = 0) -> tuple[Tensor, Tensor]:
+    """Packed vectors as `[B, L, D]` with their mask `[B, L]`; L is the longest text's number of tokens, or `least`."""
+    lengths = torch.tensor(texts.lengths, dtype=torch.int64, device=texts.values.device)
+    return padded(texts.values, lengths, max((least, *texts.lengths)))

@@ -18,8 +18,9 @@ from torch import Tensor
 from contrastile._errors import invalid
 from contrastile._types import TokenFeatures
 from contrastile.evaluate.retrieval import best_of, no_matches
+from contrastile.functional import padded_texts
 from contrastile.gradcache.inputs import Ragged
-from contrastile.scorers import MaxSim, padded
+from contrastile.scorers import MaxSim
 
 Positions = npt.NDArray[np.int64]
 
@@ -61,11 +62,6 @@ class TokenVectors:
             stop = min(max(start + 1, int(within)), len(self))
             yield start, stop
             start = stop
-
-
-def padded_texts(texts: Ragged) -> TokenFeatures:
-    lengths = torch.tensor(texts.lengths, dtype=torch.int64, device=texts.values.device)
-    return padded(texts.values, lengths, max(texts.lengths, default=0))
 
 
 def joined(parts: Sequence[Ragged], rows: Tensor) -> Ragged:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from contrastile._errors import invalid, one_of, whole_number
-from contrastile._torch import add_each, add_each_, pytree, version
+from contrastile._torch import add_each, add_each_, version
 from contrastile._types import accumulator
 from contrastile.gradcache.auto import with_fitting_size
 from contrastile.gradcache.batching import SubBatches, split, split_by_tokens, stand_ins
@@ -103,8 +103,9 @@ def encode(
             copied at once; a loss with `device=` reads them there, and their gradients come back from there sub-batch
             by sub-batch. Normalise them in the encoder then. Without an accelerator both are the same.
 
-    Returns the encoder's result (tensor, tuple, dict, nested), each leaf for the whole batch. A number of shape [] or
-    [1] that is not a row for each example, such as a scale, must be the same for every sub-batch, and is returned so.
+    Returns the encoder's result (tensor, tuple, dict, nested), each leaf for the whole batch. Packed values, `Ragged`,
+    are joined along their first axis. A number of shape [] or [1] that is not a row for each example, such as a scale,
+    must be the same for every sub-batch, and is returned so.
     Warns once where the second pass gives other features than the first; on a GPU in a later call.
     Raises ValueError for inputs that cannot be split, for batch normalisation in training mode, whose statistics over a
     sub-batch are not those of the batch, for modules that change a buffer when they run, for encoders that write over
@@ -167,15 +168,15 @@ def encode(
         batches = batches.extended(sharding.most(len(batches.bounds)))
         planned, ordered = replace(job, batches=batches), batches.sort(leaves)
         if not planned.differentiates(ordered):
-            return batches.unsort(first_pass(planned, ordered, form, grad=False)[0])
+            return form.unsort(first_pass(planned, ordered, form, grad=False)[0], batches)
         with sharding.in_step():
-            return batches.unsort(_Encode.apply(planned, form, ordered, *parameters, *differentiable(ordered)))
+            return form.unsort(_Encode.apply(planned, form, ordered, *parameters, *differentiable(ordered)), batches)
 
     # a search for the size handles its own errors, outside of `in_step`
     encoded = partial(with_fitting_size, job, leaves, batch, wrapper, run) if examples == AUTO else run
     with refusing_batch_norm(reached.modules):
         outputs = encoded() if wrapper is None else as_forward_of(wrapper, encoded)
-    return pytree.tree_unflatten(outputs, form.structure)
+    return form.unflatten(outputs)
 
 
 class _Encode(torch.autograd.Function):
@@ -295,14 +296,20 @@ class GradientSums:
     unowned: list[ReferenceType[Tensor]] = field(default_factory=list)
 
     def add(self, index: int, outputs: Sequence[Any], inputs: list[Tensor]) -> None:
-        """Back-propagate one sub-batch from its rows of the cached gradients."""
-        start, stop = self.form.bounds[index]
+        """Back-propagate one sub-batch from its part of the cached gradients."""
         pairs = [
             # gradients that wait on the host are copied now; that of a shared number counts once
-            (out, (whole if shared else whole[start:stop]).to(out.device, non_blocking=True))
-            for out, whole, shared in zip(outputs, self.upstream, self.form.shared, strict=True)
+            (out, (whole if shared else whole[slice(*rows)]).to(out.device, non_blocking=True))
+            for out, whole, shared, rows in zip(
+                outputs, self.upstream, self.form.shared, self.form.bounds[index], strict=True
+            )
             if out is not None and out.requires_grad and whole is not None and (index == 0 or not shared)
         ]
+        for out, cached in pairs:
+            if out.shape != cached.shape:
+                got = f"{list(cached.shape)} and {list(out.shape)}"
+                remedy = "Change nothing that it depends on before the backward."
+                raise invalid("encoder", "return features of one shape in both passes", got, remedy)
         # a parameter that was frozen after the first pass gets no gradient, as in plain autograd
         trained = [position for position, parameter in enumerate(self.parameters) if parameter.requires_grad]
         if not pairs or not (trained or inputs):
@@ -316,6 +323,7 @@ class GradientSums:
             if gradient is not None:
                 if place.tensor not in self.inputs:
                     self.inputs[place.tensor] = torch.zeros_like(self.leaves[place.tensor])
+                start, stop = self.job.bounds[index]
                 # an empty sub-batch ran on a row of another
                 if start < stop:
                     place.of(self.inputs[place.tensor]).copy_(gradient)

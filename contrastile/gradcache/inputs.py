@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from contrastile._errors import invalid
@@ -27,8 +28,11 @@ class Ragged:
     """Values of a batch in one tensor, of each example as many as its length says.
 
     Such are the patches of images of many sizes (`pixel_values` of Qwen-VL, with `image_grid_thw`), or the tokens of
-    texts without padding (`cu_seqlens`). The encoder gets the values of its examples, a plain tensor; None if they have
-    none. It learns of lengths from an input of its own, as [B, ...] rows or ragged as well.
+    texts without padding (`cu_seqlens`). As an input of `encode` the encoder gets the values of its examples, a plain
+    tensor; None if they have none. It learns of lengths from an input of its own, as [B, ...] rows or ragged as well.
+
+    An encoder may also return one, such as a vector for each token: `encode` returns that of the whole batch, packed
+    along the first axis. `contrast(..., scorer=MaxSim())` takes it as a side. Lengths as a list spare a GPU a wait.
 
     Arguments:
         values: [..., Σ lengths, ...], packed in the order of the examples.
@@ -250,6 +254,25 @@ def laid_out_parts(parts: Sequence[Any], borrowed: Any = None) -> tuple[Parts, l
         remedy = "Leave the call out. Where other ranks have one, pass the wrapper that joins the ranks."
         raise invalid("parts", "hold a sub-batch", "none", remedy)
     return Parts(len(parts), made), tensors
+
+
+def flatten_outputs(tree: Any) -> tuple[list[Any], Any, list[int]]:
+    """Leaves of what an encoder returned, its nesting, and the positions of packed values among the leaves.
+
+    Packed values are two leaves: the values, and behind them the lengths [B] of their examples, in host memory.
+    """
+    leaves, structure = pytree.tree_flatten(tree, is_leaf=lambda x: isinstance(x, Ragged))
+    outputs, packed = list[Any](), list[int]()
+    for leaf in leaves:
+        if not isinstance(leaf, Ragged):
+            outputs.append(leaf)
+            continue
+        if leaf.axis % leaf.values.ndim:
+            rule, remedy = "return values packed along their first axis", "Transpose them."
+            raise invalid("encoder", rule, f"axis {leaf.axis}", remedy)
+        packed.append(len(outputs))
+        outputs += [leaf.values, torch.tensor(leaf.lengths, dtype=torch.int64, device="cpu")]
+    return outputs, structure, packed
 
 
 def _flatten(inputs: Any) -> tuple[list[str], list[Any], Any]:

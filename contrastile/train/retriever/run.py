@@ -16,7 +16,8 @@ from contrastile._errors import invalid
 from contrastile.data.base import Indices, silent
 from contrastile.data.registry import open_texts
 from contrastile.data.texts import Passage, TextSet, text_digest
-from contrastile.evaluate.late import joined, padded_texts
+from contrastile.evaluate.late import joined
+from contrastile.functional import padded_texts
 from contrastile.gradcache.batching import rounded_length
 from contrastile.gradcache.encode import encode
 from contrastile.gradcache.inputs import Ragged
