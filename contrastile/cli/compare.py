@@ -105,10 +105,8 @@ def _of_pairs(recipe: Any, arguments: argparse.Namespace, sizes: dict[str, list[
 
     kind = "--losses" if arguments.losses else "--batches" if arguments.batches else ""
     if recipe.data.copies > 1:
-        rule, remedy = (
-            "be 1 for a comparison, whose seeds share their data",
-            "Pictures are bent anew in every run without it.",
-        )
+        rule = "be 1 for a comparison, whose seeds share their data"
+        remedy = "Pictures are bent anew in every run without it."
         raise invalid("data.copies", rule, recipe.data.copies, remedy)
     shares, rates = arguments.data or [1.0], arguments.rates or ["fixed"]
     if kind == "--batches":
