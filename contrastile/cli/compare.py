@@ -23,9 +23,8 @@ SUMMARY = "train many times: one memory or one loss in several ways, several los
 EXAMPLE = "contrastile compare glyphs train.examples=100_000"
 
 
-def add_to(verbs: Any) -> None:
+def add_to(parser: argparse.ArgumentParser) -> None:
     sizes = "accuracy at these sizes; a retriever's: 128 512 4096 16k by default"
-    parser = verbs.add_parser("compare", help=SUMMARY)
     add, kind = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
     add("recipe", help=RECIPE)
     add("overrides", **OVERRIDES, help="as for train")
@@ -41,7 +40,6 @@ def add_to(verbs: Any) -> None:
     add("--resume", action="store_true", help="go on with what was interrupted, or with more seeds")
     add("--memory", metavar="BYTES", help="of a retriever: what a plain step may take (default: 1GiB)")
     add("--updates", nargs="+", metavar="SIZE", help="of a retriever: time updates of these sizes")
-    parser.set_defaults(verb=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Data bundle and batch builder: from the rows that `data/batches.py` samples to pixels, tokens and ids.
+"""Data bundle and batch builder: from the rows that `Batches` samples to pixels, tokens and ids.
 
 Titles are tokenised once for the run; pictures are augmented anew every time, in host memory, from where `encode`
 copies them; pictures that take little of a GPU's memory stay and are augmented there.

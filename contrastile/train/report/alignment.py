@@ -1,6 +1,6 @@
 """Alignment: which tokens of a passage the tokens of a question matched, for the pages of a late retriever.
 
-Under `questions.py`, and `retrieval/late.py`. Plain JSON: `query` and `passage` are tokens, `shares` the similarity of
+Under `questions.py` and `search.py`. Plain JSON: `query` and `passage` are tokens, `shares` the similarity of
 each pair as a part of the largest one, `best` the column of each row's match, `values` its similarity.
 """
 
