@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +42,8 @@ MOST_HELD_OUT = 10_000
 # files of an index, by the names of its fields
 HEADER, ARRAYS = "index.json", {"where": "where.npy", "ends": "ends.npy", "fractions": "lots.npy", "text": "titles.npy"}
 
-T = TypeVar("T")
+# the caption and the image file of a row
+Reader = Callable[[Any], tuple[str, Path | BytesIO]]
 
 
 def open_table(source: str, options: PairOptions) -> PairSet:
@@ -95,11 +96,7 @@ def _first_missing(rows: Sequence[Row | str], folder: Path) -> str:
 
 
 def _decode_all(
-    writer: ImageWriter,
-    rows: Sequence[T],
-    read: Callable[[T], tuple[str, Path | BytesIO]],
-    progress: ProgressFactory,
-    title: str,
+    writer: ImageWriter, rows: Sequence[Any], read: Reader, progress: ProgressFactory, title: str
 ) -> tuple[list[str], list[bytes], dict[str, int]]:
     """Decode what `read` returns of each row: captions, digests of images, numbers of the unusable rows by reason."""
     captions, digests, skipped = [], [], Counter[str]()
