@@ -155,7 +155,7 @@ def test_copies_of_a_recipe_are_not_cropped(tmp_path, monkeypatch):
     def few(*_, **__):
         return some_pairs()
 
-    monkeypatch.setattr("contrastile.data.registry.PAIR_SOURCES", [(lambda _: True, few)])
+    monkeypatch.setattr("contrastile.data.registry.open_glyphs", few)
     recipe = tiny_recipe(tmp_path, "data.source=glyphs", "data.copies=4", "seed=5")
     materials = open_data_bundle(recipe)
     rows = next(Batches(materials.pairs.splits["train"], sizes=[40], seed=5))

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from contrastile._errors import invalid, one_of, whole_number
 from contrastile.cli.options import DEFAULT, add_device, number
@@ -41,9 +41,8 @@ SUMMARY = "time and memory, beside what people run today"
 EXAMPLE = "contrastile bench loss --quick"
 
 
-def add_to(verbs: Any) -> None:
-    """Declare the verb, its sub-verbs and their arguments."""
-    bench = verbs.add_parser("bench", help=SUMMARY)
+def add_to(bench: argparse.ArgumentParser) -> None:
+    """Declare the sub-verbs and their arguments."""
     kinds = bench.add_subparsers(title="what to measure", metavar="WHAT", required=True)
     loss = kinds.add_parser(
         "loss",

@@ -23,9 +23,8 @@ SUMMARY = "train many times: one memory or one loss in several ways, several los
 EXAMPLE = "contrastile compare glyphs train.examples=100_000"
 
 
-def add_to(verbs: Any) -> None:
+def add_to(parser: argparse.ArgumentParser) -> None:
     sizes = "accuracy at these sizes; a retriever's: 128 512 4096 16k by default"
-    parser = verbs.add_parser("compare", help=SUMMARY)
     add, kind = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
     add("recipe", help=RECIPE)
     add("overrides", **OVERRIDES, help="as for train")
@@ -41,7 +40,6 @@ def add_to(verbs: Any) -> None:
     add("--resume", action="store_true", help="go on with what was interrupted, or with more seeds")
     add("--memory", metavar="BYTES", help="of a retriever: what a plain step may take (default: 1GiB)")
     add("--updates", nargs="+", metavar="SIZE", help="of a retriever: time updates of these sizes")
-    parser.set_defaults(verb=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -101,20 +99,22 @@ def _of_ways(recipe: Any, arguments: argparse.Namespace, _: dict[str, list[int]]
 
 
 def _of_pairs(recipe: Any, arguments: argparse.Namespace, sizes: dict[str, list[int]]) -> Study:
-    from contrastile.experiments.arguments import check_grid, large_and_small, report_overrides
+    from contrastile.experiments.arguments import RATES, large_and_small, report_overrides
 
     kind = "--losses" if arguments.losses else "--batches" if arguments.batches else ""
     if recipe.data.copies > 1:
-        rule, remedy = (
-            "be 1 for a comparison, whose seeds share their data",
-            "Pictures are bent anew in every run without it.",
-        )
+        rule = "be 1 for a comparison, whose seeds share their data"
+        remedy = "Pictures are bent anew in every run without it."
         raise invalid("data.copies", rule, recipe.data.copies, remedy)
     shares, rates = arguments.data or [1.0], arguments.rates or ["fixed"]
-    if kind == "--batches":
-        check_grid(sizes["batches"], shares, rates)
-    elif not kind:
+    if not kind:
         large_and_small(recipe)
+    if kind == "--batches" and min(sizes["batches"]) < 2:
+        raise invalid("batches", "be sizes of at least 2", sizes["batches"], "Such as 256 1024 4096.")
+    if not all(0 < share <= 1 for share in shares):
+        raise invalid("data", "be shares above 0, up to 1", shares, "Such as 0.1 0.3 1.0.")
+    if not RATES.keys() >= set(rates):
+        raise invalid("rates", f"be among {', '.join(RATES)}", rates, "Such as fixed sqrt.")
     report_overrides(f"compare {kind}".strip(), recipe, arguments.recipe, arguments.overrides)
 
     from contrastile.experiments.pairs import BatchSizes, FourWays, Losses

@@ -13,8 +13,7 @@ SUMMARY = 'what this machine has, and what "auto" would choose and why'
 EXAMPLE = "contrastile doctor glyphs"
 
 
-def add_to(verbs: Any) -> None:
-    parser = verbs.add_parser("doctor", help=SUMMARY)
+def add_to(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("recipe", nargs="?", help=f"{RECIPE}: also what it would use")
     add("overrides", **OVERRIDES, help="as for train")
@@ -22,7 +21,6 @@ def add_to(verbs: Any) -> None:
     add("--batch", type=int, default=32_768, help="pairs of all ranks, without a recipe (default: 32768)")
     add("--features", type=int, default=512, help="features, without a recipe (default: 512)")
     add("--json", action="store_true", help="the same as JSON")
-    parser.set_defaults(verb=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

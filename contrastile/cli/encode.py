@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from contrastile._errors import invalid, written_to
 from contrastile.cli.options import add_device, at_least, check_bad_rows, check_source, finished_run_on
@@ -12,8 +11,7 @@ SUMMARY = "turn texts or pictures into features with a run, to be searched"
 EXAMPLE = "contrastile encode runs/docstrings"
 
 
-def add_to(verbs: Any) -> None:
-    parser = verbs.add_parser("encode", help=SUMMARY)
+def add_to(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     corpus = "a BEIR folder, .jsonl, .tsv, or a folder of code (default: the run's own); a folder of pictures"
     bad_rows = "unusable rows allowed in the corpus (default: the recipe's)"
@@ -24,7 +22,6 @@ def add_to(verbs: Any) -> None:
     add("--dimensions", type=int, metavar="N", help="keep the first N features only")
     add("--bad-rows", type=float, metavar="SHARE", help=bad_rows)
     add_device(parser)
-    parser.set_defaults(verb=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -26,8 +26,7 @@ SUMMARY = "measure the saved weights of a run and write its report again"
 EXAMPLE = "contrastile evaluate runs/glyphs"
 
 
-def add_to(verbs: Any) -> None:
-    parser = verbs.add_parser("evaluate", help=SUMMARY)
+def add_to(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run", help="a run folder, such as runs/glyphs, or a file of rankings in TREC's form")
     add("--judgements", metavar="FILE", help="of rankings: judgements, TREC's or BEIR's qrels")
@@ -47,7 +46,6 @@ def add_to(verbs: Any) -> None:
     add("--name", help="name of the measures (default: the folder's or file's name)")
     add_candidates(parser)
     add_device(parser)
-    parser.set_defaults(verb=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -77,31 +75,23 @@ def run(arguments: argparse.Namespace) -> int:
     for test in tests:
         _check_files(test)
 
-    index: Any = None
-    stage: Any = None
-    if arguments.index is not None or picked is not None:
-        from contrastile.retrieval.index import open_index
-        from contrastile.retrieval.search import first_stage
+    from contrastile.retrieval.index import open_index
+    from contrastile.retrieval.search import first_stage
+    from contrastile.train.evaluation import evaluate_transfer
+    from contrastile.train.loop import evaluate_run
+    from contrastile.train.retriever.job import RetrieverJob, evaluate_texts
 
-        index = open_index(folder, arguments.index) if arguments.index is not None else None
-        stage = first_stage(*picked, arguments.device) if picked is not None else None
+    device = arguments.device
+    index = None if arguments.index is None else open_index(folder, arguments.index)
+    stage: Any = None if picked is None else first_stage(*picked, device)
     if texts:
-        from contrastile.train.retriever.job import evaluate_texts
-
-        print(evaluate_texts(folder, device=arguments.device, index=index, first_stage=stage, **texts))
+        print(evaluate_texts(folder, device=device, index=index, first_stage=stage, **texts))
     elif index is not None or stage is not None:
-        from contrastile.train.retriever.job import RetrieverJob
-
-        job = RetrieverJob.of_run(folder, device=arguments.device, index=index, first_stage=stage)
-        print(job.report(folder))
+        print(RetrieverJob.of_run(folder, device=device, index=index, first_stage=stage).report(folder))
     elif tests:
-        from contrastile.train.evaluation import evaluate_transfer
-
-        print(evaluate_transfer(folder.path, tests, device=arguments.device))
+        print(evaluate_transfer(folder.path, tests, device=device))
     else:
-        from contrastile.train.loop import evaluate_run
-
-        print(evaluate_run(folder.path, device=arguments.device))
+        print(evaluate_run(folder.path, device=device))
     print(f"report: {folder / 'report.html'}")
     return 0
 

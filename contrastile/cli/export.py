@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from contrastile._errors import invalid, one_of
 from contrastile.cli.options import finished_run_on
@@ -19,15 +18,13 @@ SUMMARY = "write a run, or its index, as other libraries load it"
 EXAMPLE = "contrastile export runs/docstrings --as sentence-transformers --out my/model"
 
 
-def add_to(verbs: Any) -> None:
-    parser = verbs.add_parser("export", help=SUMMARY)
+def add_to(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     kinds = ", ".join((*LIBRARIES, *INDEXES))
     add("run", help="a run's folder, such as runs/docstrings")
     add("--as", dest="kind", required=True, metavar="KIND", help=f"one of {kinds}; the last two for an index")
     add("--out", required=True, metavar="FOLDER", help="folder to be made")
     add("--index", metavar="FOLDER", help="index that `contrastile encode` wrote (default: RUN/index)")
-    parser.set_defaults(verb=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

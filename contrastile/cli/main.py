@@ -69,7 +69,10 @@ def build_parser() -> Page:
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True, parser_class=Parser)
     for verb in chain(*VERBS.values()):
-        verb.add_to(verbs)
+        own = verbs.add_parser(verb.__name__.rpartition(".")[2], help=verb.SUMMARY)
+        # sub-verbs have their own
+        own.set_defaults(verb=getattr(verb, "run", None))
+        verb.add_to(own)
     return parser
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from contrastile._errors import invalid
 from contrastile.cli.options import DEFAULT, OVERRIDES, RECIPE, number
@@ -20,9 +20,9 @@ SUMMARY = "the batch that fits, and the time of a run, on any machines"
 EXAMPLE = "contrastile plan clip-vit-l-14 --gpus 8xH100-80GB --largest"
 
 
-def add_to(verbs: Any) -> None:
+def add_to(parser: argparse.ArgumentParser) -> None:
     text = "Adds up what every part of a step declares. Needs neither the machines nor the data, and makes no weights."
-    parser = verbs.add_parser("plan", help=SUMMARY, description=text)
+    parser.description = text
     add = parser.add_argument
     add("recipe", nargs="?", help=RECIPE)
     add("overrides", **OVERRIDES, help="as for train")
@@ -33,7 +33,6 @@ def add_to(verbs: Any) -> None:
     add("--hours", nargs="?", const="", metavar="PAIRS", help="the run's time; PAIRS to train on, for epochs")
     add("--calibrate", action="store_true", help="measure this machine for 20 seconds, and keep its profile")
     add("--json", action="store_true", help="the same as JSON")
-    parser.set_defaults(verb=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

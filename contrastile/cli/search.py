@@ -7,7 +7,6 @@ import sys
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
-from typing import Any
 
 from contrastile._errors import invalid
 from contrastile.cli.options import add_candidates, add_device, at_least, candidates, finished_run_on
@@ -16,8 +15,7 @@ SUMMARY = "find passages by a question, or pictures by a text; without one, ask 
 EXAMPLE = 'contrastile search runs/docstrings "bracket a minimum"'
 
 
-def add_to(verbs: Any) -> None:
-    parser = verbs.add_parser("search", help=SUMMARY)
+def add_to(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run", help="a run folder, such as runs/docstrings")
     add("question", nargs="?", help='such as "how do I bracket a minimum"')
@@ -29,7 +27,6 @@ def add_to(verbs: Any) -> None:
     add("--page", metavar="FILE", help="of a late retriever: write an HTML page that shows which tokens matched")
     add_candidates(parser)
     add_device(parser)
-    parser.set_defaults(verb=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

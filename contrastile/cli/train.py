@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import Any
 
 from contrastile.cli.options import OVERRIDES, RECIPE
 
@@ -12,14 +11,12 @@ SUMMARY = "train what a recipe describes, evaluate it and write its report"
 EXAMPLE = "contrastile train glyphs"
 
 
-def add_to(verbs: Any) -> None:
-    parser = verbs.add_parser("train", help=SUMMARY)
+def add_to(parser: argparse.ArgumentParser) -> None:
     add, runs = parser.add_argument, "parent of the run folders, made if missing (default: runs)"
     add("recipe", help=RECIPE)
     add("overrides", **OVERRIDES, help="such as train.minutes=2 or loss.kind=siglip")
     add("--runs", default="runs", metavar="FOLDER", help=runs)
     add("--resume", action="store_true", help="continue the interrupted run of that name")
-    parser.set_defaults(verb=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

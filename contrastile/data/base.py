@@ -24,6 +24,8 @@ from contrastile._errors import invalid
 
 Indices = npt.NDArray[np.int64]
 Images = npt.NDArray[np.uint8]
+# channels, height and width of an image
+Shape = tuple[int, int, int]
 # maker of progress bars: `with progress(total, "rendering", "pictures") as bar: ... bar.update(1)`
 ProgressFactory = Callable[[int, str, str], AbstractContextManager[Any]]
 

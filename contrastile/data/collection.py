@@ -16,25 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from contrastile._errors import invalid
-from contrastile.data.base import (
-    FEW_CAPTIONS,
-    Indices,
-    ProgressFactory,
-    Skipped,
-    check_bad,
-    counted,
-    groups_by_id,
-    hash_fraction,
-    hash_split,
-    image_split,
-    joined_ids,
-)
+from contrastile.data import base
+from contrastile.data.base import Indices, ProgressFactory, Skipped
 from contrastile.data.files import cached_folder, file_state, is_whole
 from contrastile.data.images import decode
 from contrastile.data.loader import Piece
@@ -53,7 +42,8 @@ MOST_HELD_OUT = 10_000
 # files of an index, by the names of its fields
 HEADER, ARRAYS = "index.json", {"where": "where.npy", "ends": "ends.npy", "fractions": "lots.npy", "text": "titles.npy"}
 
-T = TypeVar("T")
+# the caption and the image file of a row
+Reader = Callable[[Any], tuple[str, Path | BytesIO]]
 
 
 def open_table(source: str, options: PairOptions) -> PairSet:
@@ -74,16 +64,16 @@ def open_table(source: str, options: PairOptions) -> PairSet:
 
     def make(writer: ImageWriter) -> Labels:
         captions, digests, skipped = _decode_all(writer, rows, read, options.progress, "reading the pictures")
-        ids = joined_ids(captions, digests)
+        ids = base.joined_ids(captions, digests)
         if len(set(ids.tolist())) < 2:
-            got = f"{len(captions)} readable pairs" + (f" and skipped {counted(skipped)}" if skipped else "")
+            got = f"{len(captions)} readable pairs" + (f" and skipped {base.counted(skipped)}" if skipped else "")
             got += _first_missing(rows, Path(source).parent)
             remedy = "One is needed to train on, one to be held out."
             raise invalid("source", f"hold at least two pairs that differ and can be read ({source})", got, remedy)
-        splits = hash_split(groups_by_id(captions, ids), options.held_out)
+        splits = base.hash_split(base.groups_by_id(captions, ids), options.held_out)
         train = splits["train"]
-        if len(np.unique(ids[splits["held_out"]])) < FEW_CAPTIONS:
-            images = image_split(ids[train], [digests[row].hex() for row in train], options.held_out)
+        if len(np.unique(ids[splits["held_out"]])) < base.FEW_CAPTIONS:
+            images = base.image_split(ids[train], [digests[row].hex() for row in train], options.held_out)
             if len(images):
                 splits = {**splits, "train": np.delete(train, images), "images": train[images]}
         return captions, ids, splits, skipped
@@ -91,10 +81,9 @@ def open_table(source: str, options: PairOptions) -> PairSet:
     pairs = cached_pairs(options.cache, "table", settings, shape=options.shape, make=make)
     if pairs.skipped:
         count, example = sum(pairs.skipped.values()), _first_missing(rows, Path(source).parent)
-        logger.warning(
-            "%s: %d of %d rows are skipped (%s)%s", source, count, len(rows), counted(pairs.skipped), example
-        )
-        check_bad(pairs.skipped, len(rows), options.most_bad, example=example)
+        message = "%s: %d of %d rows are skipped (%s)%s"
+        logger.warning(message, source, count, len(rows), base.counted(pairs.skipped), example)
+        base.check_bad(pairs.skipped, len(rows), options.most_bad, example=example)
     return pairs
 
 
@@ -107,11 +96,7 @@ def _first_missing(rows: Sequence[Row | str], folder: Path) -> str:
 
 
 def _decode_all(
-    writer: ImageWriter,
-    rows: Sequence[T],
-    read: Callable[[T], tuple[str, Path | BytesIO]],
-    progress: ProgressFactory,
-    title: str,
+    writer: ImageWriter, rows: Sequence[Any], read: Reader, progress: ProgressFactory, title: str
 ) -> tuple[list[str], list[bytes], dict[str, int]]:
     """Decode what `read` returns of each row: captions, digests of images, numbers of the unusable rows by reason."""
     captions, digests, skipped = [], [], Counter[str]()
@@ -141,9 +126,9 @@ def open_collection(source: str, options: PairOptions) -> PairSet:
         raise invalid("weights", f"be one for each of the {len(sources)} sources", len(weights), "Or leave them out.")
     digest = hashlib.sha256(json.dumps([FORMAT, *map(state, sources)]).encode()).hexdigest()
     index = open_index(digest, sources, options)
-    check_bad(index.skipped, len(index) + sum(index.skipped.values()), options.most_bad)
+    base.check_bad(index.skipped, len(index) + sum(index.skipped.values()), options.most_bad)
     if len(np.unique(index.fractions)) < 2:
-        unread = f" and skipped {counted(index.skipped)}" if index.skipped else ""
+        unread = f" and skipped {base.counted(index.skipped)}" if index.skipped else ""
         got = f'{len(index)} pairs in "{source}"{unread}'
         remedy = "Name a folder with pictures below it, or shards of pairs, as shards/{000..099}.tar."
         if len(index):
@@ -167,10 +152,10 @@ def open_collection(source: str, options: PairOptions) -> PairSet:
             splits[name] = np.arange(len(captions), len(captions) + len(decoded))
             captions += decoded
             skipped.update(bad)
-        return captions, joined_ids(captions), splits, dict(skipped)
+        return captions, base.joined_ids(captions), splits, dict(skipped)
 
     pairs = cached_pairs(options.cache, "held-out", settings, shape=options.shape, make=make)
-    check_bad(pairs.skipped, int(held_out.sum()), options.most_bad, of=len(index))
+    base.check_bad(pairs.skipped, int(held_out.sum()), options.most_bad, of=len(index))
     source_of_pair = np.repeat(np.arange(len(sources)), index.parts)
     times = np.asarray(weights or [1] * len(sources))[source_of_pair] * ~held_out
     rows = np.repeat(np.arange(len(index)), times)
@@ -202,7 +187,7 @@ class Index:
         return bytes(self.text[self.ends[row - 1] if row else 0 : self.ends[row]]).decode()
 
     def identity(self, caption: str) -> int:
-        return int(hash_fraction(caption) * 2**53)
+        return int(base.hash_fraction(caption) * 2**53)
 
     def origin(self, row: int, example: int) -> Piece:  # noqa: ARG002
         number, offset, size = self.where[row].tolist()
@@ -244,7 +229,7 @@ def _write_index(folder: Path, sources: Sequence[Source], unpacked: Path, progre
                     where.extend((files.setdefault(pair.path, len(files)), pair.offset, pair.size))
                     text += pair.caption.encode()
                     ends.append(len(text))
-                    fractions.append(hash_fraction(pair.caption))
+                    fractions.append(base.hash_fraction(pair.caption))
                 bar.update(1)
             parts.append(len(ends) - before)
     places = np.frombuffer(where, np.int64).reshape(-1, 3)
@@ -266,9 +251,9 @@ def _held_out_images(index: Index, held_out: npt.NDArray[np.bool_], share: float
     """Pairs of other captions that are held out where few captions are, at most `MOST_HELD_OUT`."""
     train = np.flatnonzero(~held_out)
     captions = np.unique(index.fractions[train], return_inverse=True)[1]
-    if len(np.unique(index.fractions[held_out])) >= FEW_CAPTIONS or len(train) < 2 * (captions.max() + 1):
+    if len(np.unique(index.fractions[held_out])) >= base.FEW_CAPTIONS or len(train) < 2 * (captions.max() + 1):
         # before the keys, which take seconds for millions of pairs
         return train[:0]
     pieces = [(row, index.origin(row, 0)) for row in train.tolist()]
     keys = [f"{index.caption(row)} {Path(piece.path).name} {piece.offset}" for row, piece in pieces]
-    return train[image_split(captions, keys, share)[:MOST_HELD_OUT]]
+    return train[base.image_split(captions, keys, share)[:MOST_HELD_OUT]]

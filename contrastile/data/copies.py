@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from contrastile._errors import invalid
-from contrastile.data.base import Batches, Images, Indices
+from contrastile.data.base import Batches, Images, Indices, Shape
 from contrastile.data.files import locked, new_file
 from contrastile.data.images import augment, draw_parameters
 from contrastile.data.pairs import PairSet, Stream
@@ -149,7 +149,7 @@ def with_copies(
     settings = [FORMAT, copies, seed, size, list(pairs.images.shape), pairs.captions]
     digest = hashlib.sha256(json.dumps(settings).encode() + rows.tobytes() + pairs.images.tobytes()).hexdigest()
     library = Copies(pairs, rows, seed=seed, folder=cache / f"shards-{digest[:16]}", size=size, on_disk=on_disk)
-    shape: tuple[int, int, int] = pairs.images.shape[1:]
+    shape: Shape = pairs.images.shape[1:]
     # the shards are written here, so not one image may be bad
     stream = Stream(library, rows, shape=shape, most_bad=0.0, digest=digest, copies=copies, augmented=True)
     training = np.arange(len(pairs), len(pairs) + len(stream))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
+import json
 import platform
 import re
 import sysconfig
@@ -25,7 +26,7 @@ from typing import NamedTuple
 
 from contrastile._errors import invalid
 from contrastile.data.base import ProgressFactory, hash_fraction, sorted_rows
-from contrastile.data.files import cached_folder
+from contrastile.data.files import cached_folder, file_state
 from contrastile.data.texts import FILES, Passage, Query, TextSet, read_texts, with_mined_negatives, write_texts
 
 # increased whenever the harvest changes
@@ -93,14 +94,8 @@ def _version(name: str) -> str:
 
 def files_digest(roots: Sequence[tuple[Path, str]]) -> str:
     """A digest of the paths, sizes and dates of the files: a package's version does not change with a local change."""
-    digest = hashlib.sha256()
-    for root, _ in roots:
-        for path in source_files(root):
-            # a broken link is no file
-            if path.is_file():
-                stat = path.stat()
-                digest.update(f"{path} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
+    states = [file_state(str(path)) for root, _ in roots for path in source_files(root)]
+    return hashlib.sha256(json.dumps(states).encode()).hexdigest()
 
 
 def harvest(roots: Sequence[tuple[Path, str]], progress: ProgressFactory) -> Iterator[Documented]:

@@ -118,12 +118,10 @@ class Pen:
             width, height = (max(1, round(length * ratio)) for length in ink.size)
             ink = ink.resize((width, height), Image.Resampling.BOX)
         # moved as little as needed for the ink to lie within the margins
-        corner = [
-            min(max(round(start), SUPERSAMPLING), self.side - SUPERSAMPLING - length)
-            for start, length in zip((x, y), ink.size, strict=True)
-        ]
+        low, high = SUPERSAMPLING, self.side - SUPERSAMPLING
+        left, top = (min(max(round(start), low), high - length) for start, length in zip((x, y), ink.size, strict=True))
         canvas = Image.new("L", (self.side, self.side))
-        canvas.paste(ink, (corner[0], corner[1]))
+        canvas.paste(ink, (left, top))
         return np.asarray(canvas.reduce(SUPERSAMPLING))
 
 

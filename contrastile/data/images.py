@@ -19,17 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile._errors import invalid
-from contrastile.data.base import Images, Skipped
+from contrastile.data import image_limits as limits
+from contrastile.data.base import Images, Shape, Skipped
 from contrastile.data.files import read_whole
-from contrastile.data.image_limits import (
-    MOST_BYTES,
-    ORIENTATION,
-    check_memory,
-    check_parts,
-    check_size,
-    decoding_memory,
-    stored,
-)
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -48,6 +40,8 @@ TURNS = {
     7: "TRANSVERSE",
     8: "ROTATE_90",
 }
+# of an augmentation: degrees and a factor, both either way, a share of the image, the weight of a smoothed copy
+RANGES = {"rotation": 8.0, "shear": 12.0, "scale": 1.25, "shift": 0.08, "blur": 1.0}
 # the pixels that are converted at once, so that a conversion takes no second copy of an image
 BAND = 1 << 17
 
@@ -55,7 +49,7 @@ BAND = 1 << 17
 Box = tuple[float, float, float, float]
 
 
-def decode(file: Path | BytesIO, shape: tuple[int, int, int], crop: Callable[[int, int], Box] | None = None) -> Images:
+def decode(file: Path | BytesIO, shape: Shape, crop: Callable[[int, int], Box] | None = None) -> Images:
     """One image as uint8 `[C, S, S]`, resampled: its middle square, or the box that `crop(width, height)` returns.
 
     Raises `Skipped` with the reason; for an image over the limits of `image_limits.py` before it is decoded.
@@ -84,40 +78,38 @@ def decode(file: Path | BytesIO, shape: tuple[int, int, int], crop: Callable[[in
         raise Skipped("broken picture") from failure
 
 
-def _opened(
-    file: Path | BytesIO, shape: tuple[int, int, int], crop: Callable[[int, int], Box] | None
-) -> tuple[Image.Image, object]:
+def _opened(file: Path | BytesIO, shape: Shape, crop: Callable[[int, int], Box] | None) -> tuple[Image.Image, object]:
     """The image, or its part within the box, in grey or colour as it lies in the file, and its orientation."""
     from PIL import Image
 
-    content = read_whole(file, MOST_BYTES) if isinstance(file, Path) else file.getvalue()
-    beside, mode = check_parts(content), _mode(shape)
+    content = read_whole(file, limits.MOST_BYTES) if isinstance(file, Path) else file.getvalue()
+    beside, mode = limits.check_parts(content), _mode(shape)
     with Image.open(BytesIO(content), formats=FORMATS) as image:
-        check_size(image)
+        limits.check_size(image)
         width, height = image.size
         left, top, right, bottom = crop(width, height) if crop else (0, 0, width, height)
         # a JPEG can be decoded at a fraction of its size; the box keeps at least twice the size wanted
         image.draft(None, (round(2 * shape[1] * width / (right - left)), round(2 * shape[2] * height / (bottom - top))))
-        check_memory(decoding_memory(image) + beside)
+        limits.check_memory(limits.decoding_memory(image) + beside)
         across, down = image.width / width, image.height / height
         image.load()
-        turn, box = image.getexif().get(ORIENTATION), (0, 0, *image.size)
+        turn, box = image.getexif().get(limits.ORIENTATION), (0, 0, *image.size)
         if crop is not None:
             left, top = round(left * across), round(top * down)
             box = (left, top, max(round(right * across), left + 1), max(round(bottom * down), top + 1))
         copied = crop is not None or turn in TURNS or not _is_plain(image, mode)
         # a part that is cut out is copied once more, for torch
-        check_memory(image.width * image.height * (8 if crop else stored(image.mode) + 4 * copied))
+        limits.check_memory(image.width * image.height * (8 if crop else limits.stored(image.mode) + 4 * copied))
         return _converted(image, mode, box), turn
 
 
-def squared(image: Image.Image, shape: tuple[int, int, int]) -> Images:
+def squared(image: Image.Image, shape: Shape) -> Images:
     """An image of any size as uint8 `[C, S, S]`: upright, its middle square, resampled, grey or in colour."""
     plain = _converted(image, _mode(shape), (0, 0, *image.size))
-    return _middle(_turned(plain, image.getexif().get(ORIENTATION)), shape)
+    return _middle(_turned(plain, image.getexif().get(limits.ORIENTATION)), shape)
 
 
-def _mode(shape: tuple[int, int, int]) -> str:
+def _mode(shape: Shape) -> str:
     return "L" if shape[0] == 1 else "RGB"
 
 
@@ -127,7 +119,7 @@ def _turned(image: Image.Image, orientation: object) -> Image.Image:
     return image.transpose(Image.Transpose[TURNS[orientation]]) if orientation in TURNS else image
 
 
-def _middle(image: Image.Image, shape: tuple[int, int, int]) -> Images:
+def _middle(image: Image.Image, shape: Shape) -> Images:
     from PIL import Image, ImageOps
 
     channels, size, _ = shape
@@ -226,21 +218,13 @@ def crop_box(seed: int, example: int, width: int, height: int) -> Box:
     return left, top, left + w, top + h
 
 
-def draw_parameters(
-    count: int,
-    generator: torch.Generator,
-    *,
-    rotation: float = 8.0,
-    shear: float = 12.0,
-    scale: float = 1.25,
-    shift: float = 0.08,
-    blur: float = 1.0,
-) -> Tensor:
-    """Random distortions of `count` images, on the generator's device: `[count, 7]`.
+def draw_parameters(count: int, generator: torch.Generator, **ranges: float) -> Tensor:
+    """Random distortions of `count` images within `RANGES`, on the generator's device: `[count, 7]`.
 
     Six numbers are the matrix `[2, 3]` for affine_grid (shift after rotation after shear after scale), the last is the
-    weight of a smoothed copy, up to `blur`. Angles are in degrees either way, shifts a share of the image.
+    weight of a smoothed copy.
     """
+    rotation, shear, scale, shift, blur = (RANGES | ranges).values()
 
     def uniform(low: float, high: float) -> Tensor:
         return low + (high - low) * torch.rand(count, generator=generator, device=generator.device)

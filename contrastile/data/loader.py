@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from contrastile.data.base import Images, Skipped
+from contrastile.data.base import Images, Shape, Skipped
 from contrastile.data.files import open_file
 from contrastile.data.image_limits import MOST_BYTES
 from contrastile.data.images import crop_box, decode
@@ -192,13 +192,7 @@ class ImageLoader:
     """
 
     def __init__(
-        self,
-        origin: Callable[[int, int], Origin],
-        shape: tuple[int, int, int],
-        workers: int,
-        *,
-        apart: bool,
-        timeout: float = TIMEOUT,
+        self, origin: Callable[[int, int], Origin], shape: Shape, workers: int, *, apart: bool, timeout: float = TIMEOUT
     ) -> None:
         self._origin, self._shape = origin, shape
         self._pool = ThreadPoolExecutor(workers, "decoding")
@@ -219,10 +213,8 @@ class ImageLoader:
         self._keys, self._images = keys, torch.empty(shape, dtype=torch.uint8) if buffer is None else buffer.lend(shape)
         # a task that held the tensor of a shared buffer would keep it from being idle
         target = self._images.numpy() if buffer is None else buffer
-        starts = range(0, len(keys), GROUP)
-        self._tasks = [
-            self._pool.submit(self._decode, target, shape, start, keys[start : start + GROUP]) for start in starts
-        ]
+        decode, starts = partial(self._decode, target, shape), range(0, len(keys), GROUP)
+        self._tasks = [self._pool.submit(decode, start, keys[start : start + GROUP]) for start in starts]
         if buffer is not None:
             buffer.tasks = self._tasks
 
@@ -267,7 +259,7 @@ class ImageLoader:
 
 
 def read_chunks(
-    paths: Sequence[str], shape: tuple[int, int, int], *, chunk: int, apart: bool, timeout: float = TIMEOUT
+    paths: Sequence[str], shape: Shape, *, chunk: int, apart: bool, timeout: float = TIMEOUT
 ) -> Iterator[tuple[range, Tensor, Reasons]]:
     """Whole images of files, `chunk` at a time, the next chunk decoded meanwhile: rows, uint8 `[n, C, S, S]`, reasons.
 

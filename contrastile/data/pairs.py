@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from contrastile._errors import invalid
-from contrastile.data.base import Images, Indices, ProgressFactory, check_bad, counted, silent
+from contrastile.data.base import Images, Indices, ProgressFactory, Shape, check_bad, counted, silent
 from contrastile.data.files import cached_folder, open_in_place, write_text
 from contrastile.data.loader import TIMEOUT, ImageLoader, Key, Origin, Piece, Reasons, cores
 
@@ -48,7 +48,7 @@ class PairOptions:
     most_bad: float = 1.0
 
     @property
-    def shape(self) -> tuple[int, int, int]:
+    def shape(self) -> Shape:
         return self.channels, self.image_size, self.image_size
 
     @property
@@ -78,14 +78,11 @@ class PairSet:
 
 
 class Library(Protocol):
-    def origin(self, row: int, example: int) -> Origin:
-        """The origin of a row's image, for this example of the run; a `Piece` where other processes can read it."""
+    """Images and captions by row; an origin is a `Piece` where other processes can read it."""
 
-    def caption(self, row: int) -> str:
-        """The caption of a row."""
-
-    def identity(self, caption: str) -> int:
-        """An id that captions share which could be each other's right answer."""
+    def origin(self, row: int, example: int) -> Origin: ...
+    def caption(self, row: int) -> str: ...
+    def identity(self, caption: str) -> int: ...
 
 
 @dataclass(eq=False)
@@ -99,7 +96,7 @@ class Stream:
 
     library: Library
     rows: Indices
-    shape: tuple[int, int, int]
+    shape: Shape
     most_bad: float
     digest: str
     copies: int = 1
@@ -202,9 +199,8 @@ class Stream:
 class ImageWriter:
     """Appends images of one shape to a .npy file whose length, in a header with room for it, is known at the end."""
 
-    def __init__(self, path: Path, shape: tuple[int, int, int]) -> None:
-        self.shape = shape
-        self.written = 0
+    def __init__(self, path: Path, shape: Shape) -> None:
+        self.shape, self.written = shape, 0
         self._file = open_in_place(path, "wb")
         self._header()
 
@@ -230,12 +226,7 @@ class ImageWriter:
 
 
 def cached_pairs(
-    cache: Path,
-    kind: str,
-    settings: Mapping[str, Any],
-    *,
-    shape: tuple[int, int, int],
-    make: Callable[[ImageWriter], Labels],
+    cache: Path, kind: str, settings: Mapping[str, Any], *, shape: Shape, make: Callable[[ImageWriter], Labels]
 ) -> PairSet:
     """The pairs whose images `make(writer)` adds and whose labels it returns, from the cache for these `settings`."""
 

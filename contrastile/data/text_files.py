@@ -1,12 +1,11 @@
 """Source: the user's own questions and passages, in the usual formats.
 
-Stands between `entries.py` and the registry. A folder in BEIR's format has corpus.jsonl, queries.jsonl and judgements
-in qrels. An entry of a file is read by its keys: DPR (`question`, `positive_ctxs`, `hard_negative_ctxs`, `answers`),
-Tevatron (`query`, `positive_passages`, `negative_passages`, or ids into a corpus), FlagEmbedding (`query`, `pos`,
-`neg`, and a teacher's `pos_scores`, `neg_scores`); any other entry is a pair or triplet as in sentence-transformers, by
-the names `anchor`, `query` or `question`, `positive`, `negative...`, else in the order of its columns: question,
-positive, negatives, with a list `scores` of the passages in this order. A passage that is an object may have a `score`.
-An entry that cannot be used is counted by its reason.
+A folder in BEIR's format has corpus.jsonl, queries.jsonl and judgements in qrels. An entry of a file is read by its
+keys: DPR (`question`, `positive_ctxs`, `hard_negative_ctxs`, `answers`), Tevatron (`query`, `positive_passages`,
+`negative_passages`, or ids into a corpus), FlagEmbedding (`query`, `pos`, `neg`, and a teacher's `pos_scores`,
+`neg_scores`); any other entry is a pair or triplet as in sentence-transformers, by the names `anchor`, `query` or
+`question`, `positive`, `negative...`, else in the order of its columns: question, positive, negatives, with a list
+`scores` of the passages in this order. A passage that is an object may have a `score`.
 """
 
 from __future__ import annotations
@@ -160,9 +159,8 @@ class TextSetBuilder:
         wrong = tuple(row for row in negatives if row not in positives)
         scored = zip(map(self._row, (*question.positives, *question.negatives)), question.scores, strict=False)
         scores = {passage: score for passage, score in scored if passage is not None and score is not None}
-        query = Query(
-            _id(question.id), text, tuple(positives), negatives=wrong, answers=answers, scores=tuple(scores.items())
-        )
+        all_scores, identity = tuple(scores.items()), _id(question.id)
+        query = Query(identity, text, tuple(positives), negatives=wrong, answers=answers, scores=all_scores)
         row = self._query_rows.setdefault(text, len(self.queries))
         if row == len(self.queries):
             self.queries.append(query if query.id else replace(query, id=f"q{row}"))
@@ -239,9 +237,8 @@ def _columns(entry: Entry, place: str) -> Question:
         if answers is not None:
             return Question(question, answers=_texts(answers))
     right, wrong = _plain(positive, place), [passage for text in others for passage in _plain(text, place)]
-    return Question(
-        question, right, wrong, scores=_scores(scores, [*right, *wrong]) if isinstance(scores, list) else ()
-    )
+    listed = _scores(scores, [*right, *wrong]) if isinstance(scores, list) else ()
+    return Question(question, right, wrong, scores=listed)
 
 
 def _scores(values: Any, passages: Sequence[Passage]) -> list[float | None]:

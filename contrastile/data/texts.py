@@ -81,10 +81,8 @@ class TextSet:
         return digest.hexdigest()
 
     def scores_digest(self) -> str:
-        digest = hashlib.sha256()
-        for query in self.queries:
-            digest.update(repr([(row, score) for row, score in query.scores]).encode())
-        return digest.hexdigest()
+        scores = "".join(repr([(row, score) for row, score in query.scores]) for query in self.queries)
+        return hashlib.sha256(scores.encode()).hexdigest()
 
 
 def text_digest(passage: Passage) -> bytes:

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile._errors import invalid
 from contrastile._types import TokenFeatures
-from contrastile.evaluate.retrieval import best_of, no_matches
+from contrastile.evaluate.retrieval import Matches, best_of, no_matches
 from contrastile.functional import padded_texts
 from contrastile.gradcache.inputs import Ragged
 from contrastile.scorers import MaxSim
@@ -116,9 +117,7 @@ def _of_like_length(lengths: Positions) -> Iterator[Positions]:
 
 
 @torch.no_grad()
-def topk(
-    query: TokenFeatures, shards: Sequence[TokenVectors], k: int, candidates: Positions | None = None
-) -> tuple[Tensor, Tensor]:
+def topk(query: TokenFeatures, shards: Sequence[TokenVectors], k: int, candidates: Positions | None = None) -> Matches:
     """The `k` best passages of each query: scores float32 and rows int64, both `[N, k]`, best first.
 
     Rows count the passages of all shards; of equal scores the lower row comes first. candidates `[N, C]`: the rows that
@@ -131,7 +130,8 @@ def topk(
     if candidates is not None:
         scores, rows = no_matches(vectors, k)
         for row, chosen in enumerate(candidates):
-            scores[row], rows[row] = _among(query, shards, row, k, chosen)
+            one = slice(row, row + 1)
+            scores[one], rows[one] = _among((vectors[one], query[1][one]), shards, k, chosen)
         return scores, rows
     best, first = no_matches(vectors), 0
     for shard in shards:
@@ -142,22 +142,16 @@ def topk(
     return best
 
 
-def _among(
-    query: TokenFeatures, shards: Sequence[TokenVectors], row: int, k: int, candidates: Positions
-) -> tuple[Tensor, Tensor]:
-    """The `k` best of the candidates of one query, scores and rows `[k]`."""
-    one, device = (query[0][row : row + 1].float(), query[1][row : row + 1]), query[0].device
+def _among(query: TokenFeatures, shards: Sequence[TokenVectors], k: int, candidates: Positions) -> Matches:
+    """The `k` best of the candidates of one query, scores and rows `[1, k]`."""
     # in the order of rows, which decides among equal scores
-    chosen = np.unique(candidates[candidates >= 0])
-    parts, first = [torch.empty(1, 0, device=device)], 0
+    chosen, best, first = np.unique(candidates[candidates >= 0]), no_matches(query[0]), 0
     for shard in shards:
-        of_shard = chosen[(chosen >= first) & (chosen < first + len(shard))] - first
-        if len(of_shard):
-            passages = shard.ragged(of_shard, device)
-            parts.append(maxsim(one, TokenVectors.of(passages.values, passages.lengths)))
+        rows = chosen[(chosen >= first) & (chosen < first + len(shard))]
+        if len(rows):
+            passages = shard.ragged(rows - first, query[0].device)
+            scores = maxsim(query, TokenVectors.of(passages.values, passages.lengths))
+            best = best_of(best, (scores, torch.from_numpy(rows).to(scores.device)[None]), k)
         first += len(shard)
-    best = torch.cat(parts, 1)[0].sort(descending=True, stable=True)
-    scores, rows = torch.full((k,), -torch.inf, device=device), torch.full((k,), -1, device=device)
-    count = min(k, len(chosen))
-    scores[:count], rows[:count] = best.values[:count], torch.from_numpy(chosen).to(device)[best.indices[:count]]
-    return scores, rows
+    missing = (0, k - best[0].shape[1])
+    return F.pad(best[0], missing, value=-torch.inf), F.pad(best[1], missing, value=-1)

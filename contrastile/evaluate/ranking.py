@@ -22,6 +22,7 @@ logger = logging.getLogger("contrastile")
 
 Run = Mapping[str, Mapping[str, float]]
 Judgements = Mapping[str, Mapping[str, int]]
+Texts = Sequence[Sequence[str]]
 
 USUAL = ("hit@1", "hit@5", "hit@20", "hit@100", "nDCG@10", "MRR@10", "MAP", "recall@100")
 MATCHES = ("string", "regex")
@@ -103,11 +104,7 @@ def _parsed(name: str) -> tuple[Formula, int | None]:
 
 
 def answer_recall(
-    passages: Sequence[Sequence[str]],
-    answers: Sequence[Sequence[str]],
-    *,
-    match: str = "string",
-    ks: Sequence[int] = (1, 5, 20, 100),
+    passages: Texts, answers: Texts, *, match: str = "string", ks: Sequence[int] = (1, 5, 20, 100)
 ) -> dict[int, float]:
     """The share of questions with an answer in one of their first k passages, for each k (Karpukhin et al. 2020, 5).
 

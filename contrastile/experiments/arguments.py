@@ -77,13 +77,3 @@ def large_and_small(recipe: Recipe) -> tuple[int, int]:
         got = f"{large} and {small}"
         raise invalid("train.batch", "have a size above train.sub_batch.image", got, "There is nothing to compare.")
     return large, small
-
-
-def check_grid(batches: Sequence[int], shares: Sequence[float], rates: Sequence[str]) -> None:
-    """Check batch sizes, shares of the data and rules of the learning rate."""
-    if min(batches) < 2:
-        raise invalid("batches", "be sizes of at least 2", list(batches), "Such as 256 1024 4096.")
-    if not all(0 < share <= 1 for share in shares):
-        raise invalid("data", "be shares above 0, up to 1", list(shares), "Such as 0.1 0.3 1.0.")
-    if not RATES.keys() >= set(rates):
-        raise invalid("rates", f"be among {', '.join(RATES)}", list(rates), "Such as fixed sqrt.")

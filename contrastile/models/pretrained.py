@@ -21,16 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from contrastile._errors import invalid
-from contrastile.models.base import (
-    PixelTower,
-    Tower,
-    TowerPair,
-    check_image_input,
-    check_text_input,
-    differences,
-    evaluating,
-    feature_size,
-)
+from contrastile.models import base
 from contrastile.models.remote_code import RULE, read_table, refuse_remote_code, remote_code
 from contrastile.models.text import Tokenizer
 
@@ -150,10 +141,10 @@ def _load(folder: str, pooling: str) -> nn.Module:
         transformers_logging.set_verbosity(verbosity)
     unused = {name for name in report["missing_keys"] if pooling != POOLER and name.startswith(f"{POOLER}.")}
     missing = report["missing_keys"] - unused
-    if text := differences(lacking=missing, reshaped={name for name, *_ in report["mismatched_keys"]}):
+    if text := base.differences(lacking=missing, reshaped={name for name, *_ in report["mismatched_keys"]}):
         remedy = f"Save the whole model there; it may lack a {POOLER} where another pooling is taken."
         raise invalid("folder", "hold the weights of its model", f'"{folder}": {text}', remedy)
-    if text := differences(lacking=unused, besides=report["unexpected_keys"]):
+    if text := base.differences(lacking=unused, besides=report["unexpected_keys"]):
         logger.warning('the weights in "%s" fit but for what is not used: %s', folder, text)
     return model
 
@@ -229,7 +220,7 @@ POOLINGS: dict[str, Callable[[Any, Tensor | None], Tensor]] = {
 }
 
 
-class ImageTower(PixelTower):
+class ImageTower(base.PixelTower):
     def __init__(self, model: nn.Module, pooling: str, mean: list[float], std: list[float]) -> None:
         channels: Any = model.config.num_channels  # type: ignore[union-attr]
         super().__init__(model, channels, mean, std)
@@ -269,37 +260,37 @@ def _plain(config: Any) -> dict[str, Any]:
     return json.loads(config.to_json_string(use_diff=True))
 
 
-def image_tower(library: Library, *, image_size: int, channels: int, model: nn.Module | None = None) -> Tower:
+def image_tower(library: Library, *, image_size: int, channels: int, model: nn.Module | None = None) -> base.Tower:
     model = model or library.build(image_size=image_size, num_channels=channels)
     config: Any = model.config
     size = getattr(config, "image_size", None)
-    check_image_input(image_size, channels, size=size, colours=config.num_channels)
+    base.check_image_input(image_size, channels, size=size, colours=config.num_channels)
     mean, std = library.normalisation()
     tower = ImageTower(model, library.pooling, mean, std)
     try:
-        features = feature_size(tower, torch.zeros(1, channels, image_size, image_size))
+        features = base.feature_size(tower, torch.zeros(1, channels, image_size, image_size))
     # a text model raises an error of its own for images
     except (ValueError, TypeError) as error:
         if str(error).startswith("`"):
             raise
         got = f"{type(model).__name__} ({' '.join(str(error).split())})"
         raise invalid("image", "be a model of pictures", got, "Name another model_type or folder.") from error
-    return Tower(tower, features, {"config": _plain(config), "pooling": library.pooling, "mean": mean, "std": std})
+    return base.Tower(tower, features, {"config": _plain(config), "pooling": library.pooling, "mean": mean, "std": std})
 
 
-def text_tower(library: Library, *, tokenizer: Tokenizer, model: nn.Module | None = None) -> Tower:
+def text_tower(library: Library, *, tokenizer: Tokenizer, model: nn.Module | None = None) -> base.Tower:
     model = model or library.build(vocab_size=tokenizer.vocabulary_size, pad_token_id=tokenizer.pad)
     config: Any = model.config
     longest = getattr(config, "max_position_embeddings", None)
-    check_text_input(tokenizer, vocabulary=config.vocab_size, longest=longest)
+    base.check_text_input(tokenizer, vocabulary=config.vocab_size, longest=longest)
     pooling = _pooling_of(model, tokenizer) if library.pooling == "pooler" else library.pooling
     tower = TextTower(model, pooling)
     # weights without values give no features to compare
     if not next(tower.parameters()).is_meta and _sees_padding(tower, tokenizer):
         tower = TextTower(model, pooling, length=tokenizer.length, pad=tokenizer.pad)
     trial = torch.full((1, min(4, tokenizer.length)), tokenizer.pad)
-    features = feature_size(tower, trial, torch.ones_like(trial))
-    return Tower(tower, features, {"config": _plain(config), "pooling": pooling})
+    features = base.feature_size(tower, trial, torch.ones_like(trial))
+    return base.Tower(tower, features, {"config": _plain(config), "pooling": pooling})
 
 
 @torch.no_grad()
@@ -319,7 +310,7 @@ def _pooling_of(model: nn.Module, tokenizer: Tokenizer) -> str:
     # a high token, because some poolers look for the highest one, but none of the end tokens
     ends = torch.tensor(getattr(model.config, "eos_token_id", None) or []).flatten().tolist()
     other[0, 1] = next(token for token in range(tokenizer.vocabulary_size - 2, -1, -1) if token not in ends)
-    with evaluating(model):
+    with base.evaluating(model):
         outputs = [model(input_ids=one, attention_mask=mask) for one in (ids, other)]
     states = [one.last_hidden_state for one in outputs]
     pooled, last = ([pool(one, mask) for one in outputs] for pool in (_pooler, _last))
@@ -333,12 +324,12 @@ def _sees_padding(tower: TextTower, tokenizer: Tokenizer) -> bool:
     """Return True where features depend on the amount of padding, as SigLIP's do, which pools the last position."""
     text = tokenizer.tokenise(["a"])
     trimmed = {name: ids[:, : int(text["attention_mask"].sum())] for name, ids in text.items()}
-    with evaluating(tower):
+    with base.evaluating(tower):
         padded, short = tower(**text), tower(**trimmed)
     return bool((padded - short).norm() > 1e-2 * padded.norm())
 
 
-def whole_model(library: Library, *, image_size: int, channels: int, tokenizer: Tokenizer) -> TowerPair:
+def whole_model(library: Library, *, image_size: int, channels: int, tokenizer: Tokenizer) -> base.TowerPair:
     model: Any = library.build()
     if not (hasattr(model, "vision_model") and hasattr(model, "text_model")):
         remedy = "Take a CLIP or a SigLIP, or give the two sides a tower each."
@@ -348,5 +339,5 @@ def whole_model(library: Library, *, image_size: int, channels: int, tokenizer: 
     text = text_tower(pooled, tokenizer=tokenizer, model=model.text_model)
     visual, textual = (getattr(model, f"{name}_projection", nn.Identity()) for name in ("visual", "text"))
     settings = {"config": _plain(model.config), "mean": image.settings["mean"], "std": image.settings["std"]}
-    pair = TowerPair(image, text, visual, textual, settings)
+    pair = base.TowerPair(image, text, visual, textual, settings)
     return pair if library.folder is None else pair.with_scale_of(model)

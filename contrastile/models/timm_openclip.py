@@ -18,16 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from contrastile._errors import invalid
-from contrastile.models.base import (
-    PixelTower,
-    Settings,
-    Tower,
-    TowerPair,
-    check_image_input,
-    check_text_input,
-    differences,
-    feature_size,
-)
+from contrastile.models import base
 from contrastile.models.remote_code import read_open_clip
 from contrastile.models.text import CLIP_ENDS, Tokenizer, WordTokenizer, bpe_as_clip
 
@@ -78,7 +69,7 @@ def load_weights_into(module: nn.Module, weights: dict[str, Tensor], checkpoint:
     """Load exactly the module's weights; raises ValueError with the names that are missing, extra or of other shape."""
     own = module.state_dict()
     shared = own.keys() & weights.keys()
-    text = differences(
+    text = base.differences(
         lacking=own.keys() - weights.keys(),
         besides=weights.keys() - own.keys(),
         reshaped={name for name in shared if own[name].shape != weights[name].shape},
@@ -92,13 +83,13 @@ def load_weights_into(module: nn.Module, weights: dict[str, Tensor], checkpoint:
 def timm_tower(
     name: str,
     checkpoint: str | None = None,
-    config: Settings | None = None,
+    config: base.Settings | None = None,
     mean: list[float] | None = None,
     std: list[float] | None = None,
     *,
     image_size: int,
     channels: int,
-) -> Tower:
+) -> base.Tower:
     """A model of timm without its classifier; `config` holds further arguments of timm.create_model.
 
     With random weights, a model of fixed image size is built for the recipe's images; with a checkpoint, it keeps its
@@ -118,7 +109,7 @@ def timm_tower(
     config.setdefault("in_chans", channels if checkpoint is None else 3)
     if known is not None and known.fixed_input_size and "img_size" not in config:
         config["img_size"] = image_size if checkpoint is None else known.input_size[-1]
-    check_image_input(image_size, channels, size=config.get("img_size"), colours=config["in_chans"])
+    base.check_image_input(image_size, channels, size=config.get("img_size"), colours=config["in_chans"])
     model = timm.create_model(name, pretrained=False, num_classes=0, **config)
     if checkpoint is not None:
         names = model.pretrained_cfg.get("classifier") or ()
@@ -127,9 +118,9 @@ def timm_tower(
         load_weights_into(model, weights, checkpoint)
     own = timm.data.resolve_model_data_config(model)
     mean, std = list(mean or own["mean"]), list(std or own["std"])
-    tower = PixelTower(model, config["in_chans"], mean, std)
-    features = feature_size(tower, torch.zeros(1, channels, image_size, image_size))
-    return Tower(tower, features, {"name": name, "config": config, "mean": mean, "std": std})
+    tower = base.PixelTower(model, config["in_chans"], mean, std)
+    features = base.feature_size(tower, torch.zeros(1, channels, image_size, image_size))
+    return base.Tower(tower, features, {"name": name, "config": config, "mean": mean, "std": std})
 
 
 @dataclass(frozen=True)
@@ -212,29 +203,29 @@ class OpenClip:
             load_weights_into(model, weights, self._weights)
         return model
 
-    def image(self, *, image_size: int, channels: int) -> Tower:
+    def image(self, *, image_size: int, channels: int) -> base.Tower:
         import open_clip
 
         size = self.shapes["vision_cfg"].get("image_size", IMAGE_SIZE)
-        check_image_input(image_size, channels, size=size)
+        base.check_image_input(image_size, channels, size=size)
         own = self._described.get("preprocess_cfg", {})
         mean = list(self.mean or own.get("mean") or open_clip.OPENAI_DATASET_MEAN)
         std = list(self.std or own.get("std") or open_clip.OPENAI_DATASET_STD)
-        tower = PixelTower(self.model.visual, 3, mean, std)
-        features = feature_size(tower, torch.zeros(1, channels, image_size, image_size))
-        return Tower(tower, features, {"config": self.shapes, "mean": mean, "std": std})
+        tower = base.PixelTower(self.model.visual, 3, mean, std)
+        features = base.feature_size(tower, torch.zeros(1, channels, image_size, image_size))
+        return base.Tower(tower, features, {"config": self.shapes, "mean": mean, "std": std})
 
-    def text(self, *, tokenizer: Tokenizer) -> Tower:
+    def text(self, *, tokenizer: Tokenizer) -> base.Tower:
         vocabulary = self.shapes["text_cfg"].get("vocab_size", len(_clip_words()[0]))
         context = self.shapes["text_cfg"].get("context_length", CONTEXT)
-        check_text_input(tokenizer, vocabulary=vocabulary, longest=context)
+        base.check_text_input(tokenizer, vocabulary=vocabulary, longest=context)
         tower = OpenClipText(self.model.text, context, tokenizer.pad)
         trial = torch.full((1, 1), tokenizer.pad)
-        return Tower(tower, feature_size(tower, trial, torch.ones_like(trial)), {"config": self.shapes})
+        return base.Tower(tower, base.feature_size(tower, trial, torch.ones_like(trial)), {"config": self.shapes})
 
-    def pair(self, *, image_size: int, channels: int, tokenizer: Tokenizer) -> TowerPair:
+    def pair(self, *, image_size: int, channels: int, tokenizer: Tokenizer) -> base.TowerPair:
         image = self.image(image_size=image_size, channels=channels)
-        pair = TowerPair(image, self.text(tokenizer=tokenizer), nn.Identity(), nn.Identity(), image.settings)
+        pair = base.TowerPair(image, self.text(tokenizer=tokenizer), nn.Identity(), nn.Identity(), image.settings)
         return pair if self._weights is None else pair.with_scale_of(self.model)
 
 

@@ -17,16 +17,7 @@ from torch import Tensor, nn
 
 from contrastile._errors import invalid, whole_number
 from contrastile._torch import is_compiled
-from contrastile.models.base import (
-    ProjectedTower,
-    Settings,
-    Tower,
-    TowerBuilder,
-    TowerPair,
-    build_tower,
-    completed,
-    eval_frozen,
-)
+from contrastile.models import base
 from contrastile.models.pretrained import Library, image_tower, text_tower, whole_model
 from contrastile.models.small import BagTower, ConvTower, WordsTower
 from contrastile.models.text import Tokenizer
@@ -70,7 +61,7 @@ class DualEncoder(nn.Module):
         return F.normalize(features.to(self.logit_scale.dtype), dim=-1)
 
 
-class Projected(ProjectedTower):
+class Projected(base.ProjectedTower):
     """A tower with a projection; frozen parts of the tower stay in eval mode during training."""
 
     def forward(self, *inputs: Tensor, ahead: bool = False) -> Tensor:
@@ -79,7 +70,7 @@ class Projected(ProjectedTower):
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
-        eval_frozen(self.tower)
+        base.eval_frozen(self.tower)
         return self
 
 
@@ -90,7 +81,7 @@ PAIR_DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def build_model(settings: Settings, *, tokenizer: Tokenizer) -> DualEncoder:
+def build_model(settings: base.Settings, *, tokenizer: Tokenizer) -> DualEncoder:
     """The towers that `settings` describe, with random weights or those of the local folders that they name.
 
     `features`: the size of the common features. `image`, `text`: a table each, its `kind` one of `IMAGE_TOWERS` and
@@ -103,7 +94,7 @@ def build_model(settings: Settings, *, tokenizer: Tokenizer) -> DualEncoder:
     >>> model.encode_text(**tokenizer.tokenise(["LETTER A", "LETTER B"])).shape
     torch.Size([2, 64])
     """
-    complete = completed(settings, PAIR_DEFAULTS)
+    complete = base.completed(settings, PAIR_DEFAULTS)
     pair = (_separate_towers if complete["both"] is None else _whole_model)(complete, tokenizer)
     bias = pair.bias if complete["bias"] is None else complete["bias"]
     scale = next(scale for scale in (complete["scale"], pair.scale, SCALE) if scale is not None)
@@ -113,14 +104,14 @@ def build_model(settings: Settings, *, tokenizer: Tokenizer) -> DualEncoder:
     return DualEncoder(image, text, scale=scale, bias=bias, settings={**complete, **pair.settings, "bias": bias})
 
 
-def _separate_towers(settings: Settings, tokenizer: Tokenizer) -> TowerPair:
-    image = build_tower("image", IMAGE_TOWERS, settings, tokenizer)
-    text = build_tower("text", TEXT_TOWERS, settings, tokenizer)
+def _separate_towers(settings: base.Settings, tokenizer: Tokenizer) -> base.TowerPair:
+    image = base.build_tower("image", IMAGE_TOWERS, settings, tokenizer)
+    text = base.build_tower("text", TEXT_TOWERS, settings, tokenizer)
     first, second = (nn.Linear(tower.features, settings["features"], bias=False) for tower in (image, text))
-    return TowerPair(image, text, first, second, {"image": image.settings, "text": text.settings})
+    return base.TowerPair(image, text, first, second, {"image": image.settings, "text": text.settings})
 
 
-def _whole_model(settings: Settings, tokenizer: Tokenizer) -> TowerPair:
+def _whole_model(settings: base.Settings, tokenizer: Tokenizer) -> base.TowerPair:
     own = dict(settings["both"])
     kind = own.pop("kind", "transformers")
     if kind not in WHOLE:
@@ -130,21 +121,21 @@ def _whole_model(settings: Settings, tokenizer: Tokenizer) -> TowerPair:
     return replace(pair, settings={"both": {"kind": kind, **pair.settings}})
 
 
-def _image_input(settings: Settings) -> dict[str, Any]:
+def _image_input(settings: base.Settings) -> dict[str, Any]:
     return {"image_size": settings["image_size"], "channels": settings["channels"]}
 
 
-def small_tower(tower: ConvTower | WordsTower | BagTower, own: dict[str, Any]) -> Tower:
-    return Tower(tower, tower.features, own)
+def small_tower(tower: ConvTower | WordsTower | BagTower, own: dict[str, Any]) -> base.Tower:
+    return base.Tower(tower, tower.features, own)
 
 
-IMAGE_TOWERS: dict[str, TowerBuilder] = {
+IMAGE_TOWERS: dict[str, base.TowerBuilder] = {
     "conv": lambda own, settings, _: small_tower(ConvTower(channels=settings["channels"], **own), own),
     "transformers": lambda own, settings, _: image_tower(Library(**own), **_image_input(settings)),
     "timm": lambda own, settings, _: timm_tower(**own, **_image_input(settings)),
     "open_clip": lambda own, settings, _: OpenClip(**own).image(**_image_input(settings)),
 }
-TEXT_TOWERS: dict[str, TowerBuilder] = {
+TEXT_TOWERS: dict[str, base.TowerBuilder] = {
     "words": lambda own, _, tokenizer: small_tower(
         WordsTower(vocabulary=tokenizer.vocabulary_size, length=tokenizer.length, **own), own
     ),
@@ -152,7 +143,7 @@ TEXT_TOWERS: dict[str, TowerBuilder] = {
     "open_clip": lambda own, _, tokenizer: OpenClip(**own).text(tokenizer=tokenizer),
 }
 # the settings of a model with both towers, and the function that builds its towers
-WHOLE: dict[str, tuple[Callable[..., Any], Callable[..., TowerPair]]] = {
+WHOLE: dict[str, tuple[Callable[..., Any], Callable[..., base.TowerPair]]] = {
     "transformers": (Library, whole_model),
     "open_clip": (OpenClip, OpenClip.pair),
 }
@@ -204,7 +195,7 @@ RETRIEVER_DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def build_retriever(settings: Settings, *, tokenizer: Tokenizer) -> Retriever:
+def build_retriever(settings: base.Settings, *, tokenizer: Tokenizer) -> Retriever:
     """The encoders that `settings` describe, with random weights or those of the local folders that they name.
 
     `both`, or `query` and `passage`: a table each, its `kind` one of `ENCODERS`, the rest that encoder's own settings.
@@ -216,7 +207,7 @@ def build_retriever(settings: Settings, *, tokenizer: Tokenizer) -> Retriever:
     >>> model.encode_query(**tokenizer.tokenise(["a minimum", "a function"])).shape
     torch.Size([2, 8])
     """
-    complete = completed(settings, RETRIEVER_DEFAULTS)
+    complete = base.completed(settings, RETRIEVER_DEFAULTS)
     towers = encoder_towers(complete, tokenizer)
     common = complete["features"]
     sizes = {common or tower.features for tower in towers.values()}
@@ -225,25 +216,25 @@ def build_retriever(settings: Settings, *, tokenizer: Tokenizer) -> Retriever:
     encoders = {side: tower.module for side, tower in towers.items()}
     if common is not None:
         for side, tower in towers.items():
-            encoders[side] = ProjectedTower(tower.module, nn.Linear(tower.features, common, bias=False))
+            encoders[side] = base.ProjectedTower(tower.module, nn.Linear(tower.features, common, bias=False))
     rebuilding = {**complete, **{side: tower.settings for side, tower in towers.items()}}
     return Retriever(encoders, features=sizes.pop(), settings=rebuilding)
 
 
-def encoder_towers(complete: Settings, tokenizer: Tokenizer) -> dict[str, Tower]:
+def encoder_towers(complete: base.Settings, tokenizer: Tokenizer) -> dict[str, base.Tower]:
     """The towers of a retriever's sides with their adapters, "both" or "query" and "passage", by its settings."""
     sides = [side for side in ("both", "query", "passage") if complete[side] is not None]
     if sides not in (["both"], ["query", "passage"]):
         remedy = "One encoder for both sides, or one for each."
         raise invalid("settings", "have both, or query and passage", ", ".join(sides) or "none", remedy)
-    towers = {side: build_tower(side, ENCODERS, complete, tokenizer) for side in sides}
+    towers = {side: base.build_tower(side, ENCODERS, complete, tokenizer) for side in sides}
     if complete["lora"] is not None:
         for tower in towers.values():
             add_adapters(tower.module, **complete["lora"])
     return towers
 
 
-ENCODERS: dict[str, TowerBuilder] = {
+ENCODERS: dict[str, base.TowerBuilder] = {
     "bag": lambda own, _, tokenizer: small_tower(BagTower(vocabulary=tokenizer.vocabulary_size, **own), own),
     "words": TEXT_TOWERS["words"],
     "transformers": TEXT_TOWERS["transformers"],

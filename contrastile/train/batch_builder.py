@@ -1,4 +1,4 @@
-"""Data bundle and batch builder: from the rows that `data/batches.py` samples to pixels, tokens and ids.
+"""Data bundle and batch builder: from the rows that `Batches` samples to pixels, tokens and ids.
 
 Titles are tokenised once; pictures are augmented anew every time, in host memory, or on a GPU where they take little.
 """
