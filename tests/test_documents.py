@@ -1,11 +1,13 @@
 """What is written for readers holds: examples in docstrings run, links lead somewhere, the page of keys is complete."""
 
+import ast
 import doctest
 import importlib
 import re
 import shlex
 import sys
 import tomllib
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -136,6 +138,24 @@ def test_every_table_is_on_a_page():
     tables = _written_by("tables")
     pages = "".join(document.read_text(encoding="utf-8") for document in DOCUMENTS)
     assert {mark[1] for mark in tables.MARKS.findall(pages)} == set(tables.TABLES)
+
+
+def test_the_index_of_errors_has_those_of_functions_that_check():
+    calls = (
+        'number("sigma", x, holds, "be positive", "0.5, say.")',
+        'one_of("form", x, ("out", "in"), "Take one.")',
+        'whole_number("size", x, 1, "Count.")',
+        'whole_number("k", x, 1, "Count.", rule="be a rank")',
+    )
+    tree = ast.parse("def check(x):\n    " + "\n    ".join(calls))
+    found = defaultdict(set)
+    _written_by("reference")._collect(tree.body[0], ROOT / "contrastile" / "losses" / "x.py", {}, found)
+    assert sorted(row[:3] for row in found["Losses"]) == [
+        ("form", "be one of out, in", "Take one."),
+        ("k", "be a rank", "Count."),
+        ("sigma", "be positive", "0.5, say."),
+        ("size", "be a whole number of at least 1", "Count."),
+    ]
 
 
 class Tokens(nn.Module):

@@ -57,7 +57,7 @@ NOBODY: dict[str, Callable[..., Tensor]] = {
     [
         *[(name, route) for name in NOBODY for route in ("eager", "strips", "dense")],
         # listed scores have no kernel, and the other losses share these kernels
-        *[(name, "triton") for name in ("ids", "weights", "pairwise", "guide")],
+        *[(name, "triton") for name in ("ids", "weights", "pairwise")],
         ("weights", "compile"),
     ],
 )

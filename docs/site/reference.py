@@ -235,7 +235,8 @@ def errors() -> str:
         words: dict[str, str] = {}
         for node in tree.body:
             if isinstance(node, ast.Assign):
-                _assign(node.targets[0], node.value, words)
+                for target in node.targets:
+                    _assign(target, node.value, words)
         for scope in ast.walk(tree):
             if isinstance(scope, ast.FunctionDef):
                 _collect(scope, path, dict(words), found)
@@ -255,6 +256,16 @@ def errors() -> str:
     return "\n".join(parts)
 
 
+# calls that raise an error of the one form, by their number of arguments: words before the rule, and positions of name,
+# rule and remedy
+RAISED = {
+    ("invalid", 4): ("", 0, 1, 3),
+    ("number", 5): ("", 0, 3, 4),
+    ("one_of", 4): ("be one of ", 0, 2, 3),
+    ("whole_number", 4): ("be a whole number of at least ", 0, 2, 3),
+}
+
+
 def _collect(
     scope: ast.FunctionDef, path: Path, texts: dict[str, str], found: dict[str, set[tuple[str, str, str, str]]]
 ) -> None:
@@ -265,9 +276,12 @@ def _collect(
         if isinstance(node, ast.Assign) and len(node.targets) == 1:
             _assign(node.targets[0], node.value, texts)
     for node in ast.walk(scope):
-        if isinstance(node, ast.Call) and _name(node.func) == "invalid" and len(node.args) == 4:
-            name, rule, _, remedy = (_text(arg, texts) for arg in node.args)
-            if rule.strip("…. "):
+        if isinstance(node, ast.Call) and (_name(node.func), len(node.args)) in RAISED:
+            before, *at = RAISED[_name(node.func), len(node.args)]
+            name, rule, remedy = (_text(node.args[index], texts) for index in at)
+            own = [_text(word.value, texts) for word in node.keywords if word.arg == "rule"]
+            rule = own[0] if own else before + rule
+            if rule.strip("…. ") and (name != "…" or not before):
                 found[part].add((name, rule, remedy, source))
         elif isinstance(node, ast.Yield) and isinstance(node.value, ast.Tuple) and len(node.value.elts) == 3:
             # a rule of a recipe's section: condition, key, sentence
@@ -362,4 +376,6 @@ def _text(node: ast.expr, texts: dict[str, str]) -> str:
         return f"{_text(node.body, texts)} / {_text(node.orelse, texts)}"
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _text(node.left, texts) + _text(node.right, texts)
+    if isinstance(node, ast.Tuple):
+        return ", ".join(_text(each, texts) for each in node.elts)
     return "…"
