@@ -52,7 +52,7 @@ def training_words(source: str, cache: Path) -> list[str]:
     """The overrides of the recipe that train a CLIP ViT-B/16 in plain steps."""
     sizes = "projection_dim=512, vision_config={patch_size=16}"
     return [
-        f"data.source={source}", f"data.cache={cache}", "data.held_out=0.002", "data.augment=false",
+        f"data.source={source}", f"data.cache={cache}", "data.held_out=0.002",
         f"model.both={{mean=[0.5], std=[0.5], config={{model_type='clip', {sizes}}}}}",
         "model.tokenizer={size=1000, length=77}", "optim={kind='adamw'}", "evaluate={every=1.0, probe=1}",
         f"train={{examples=100_000_000, minutes={TRAINING / 60}, batch={BATCH}, sub_batch={BATCH}, precision='bf16'}}",

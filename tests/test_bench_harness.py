@@ -3,6 +3,7 @@
 import csv
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -158,6 +159,17 @@ def test_the_peak_is_what_a_step_holds_at_once():
             torch.ones(size // 4)
 
     assert size * 0.9 < machine().peak(run) < size * 1.5
+
+
+def test_a_limit_is_a_share_of_the_device_and_ends(monkeypatch):
+    shares = []
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=2**30))
+    monkeypatch.setattr("torch.cuda.set_per_process_memory_fraction", lambda *of: shares.append(of))
+    # torch refuses a device without an index there, and takes the index None for the current one
+    with pytest.raises(KeyError), machine(device="cuda").limited(2**28):
+        raise KeyError
+    assert shares == [(0.25, None), (1.0, None)]
 
 
 @pytest.mark.parametrize(("device", "load", "warned"), [("cpu", 3.0, True), ("cpu", 0.5, False), ("cuda", 3.0, False)])

@@ -162,9 +162,7 @@ def _differentiated(loss: Tensor) -> Tensor:
 def _inf_cl(machine: Machine, world: int) -> Way:
     """Inf-CLIP's ring, by its package."""
     peer = next(peer for peer in rank_peers(0, world) if peer.name == "inf-cl")
-    missing = not_installed(peer.module)
-    if machine.device.type != "cuda":
-        missing = "needs a cuda device"
+    missing = not_installed(peer.module) if machine.device.type == "cuda" else "needs a cuda device"
 
     def step(q: Tensor, k: Tensor) -> Tensor:
         return _differentiated(peer.losses["clip"](q, k, torch.tensor(SCALE, device=q.device)))
@@ -278,49 +276,41 @@ class MemoryBench:
             "dtype": str(dtype).removeprefix("torch."), "ms": None, "peak_bytes": None,
             "planned_bytes": self._planned(way, world, N, d, dtype), **provenance(machine.device, package),
         }  # fmt: skip
-        rows, columns = way.block(N, world)
-        need, ahead = DENSE_BYTES * rows * columns, self._pace.get(way.label, 0.0) * N * b * d
-        if need > machine.free_bytes() or ahead > self.longest:
-            line = TABLE.line(row).rstrip()
-            if ahead > self.longest:
-                self.report.say(f"{line} left out, it would take about {ahead:,.0f} s")
-            else:
-                self.report.result(f"{line} does not fit", row)
+        (rows, columns), ahead = way.block(N, world), self._pace.get(way.label, 0.0) * N * b * d
+        line = TABLE.line(row).rstrip()
+        if ahead > self.longest:
+            self.report.say(f"{line} left out, it would take about {ahead:,.0f} s")
             return
         with self.report.failures(way.label, judged=way.impl == "contrastile"):
             try:
+                if DENSE_BYTES * rows * columns > machine.free_bytes():
+                    raise torch.OutOfMemoryError
                 row |= self._numbers(way, N, d, dtype, once=ahead > ONCE_SECONDS)
-                self._pace[way.label] = row["ms"] / 1e3 / (N * b * d)
             except torch.OutOfMemoryError:
-                self.report.result(f"{TABLE.line(row).rstrip()} does not fit", row)
+                self.report.result(f"{line} does not fit", row)
                 return
+            self._pace[way.label] = row["ms"] / 1e3 / (N * b * d)
             self.report.result(TABLE.line(row), row)
 
     def _numbers(self, way: Way, N: int, d: int, dtype: torch.dtype, *, once: bool) -> Row:
         """The peak of a step beside its features, and the milliseconds of the next, or `once` of the same."""
-        machine = self.machine
-        generator = torch.Generator(machine.device).manual_seed(0)
-        q, k = (
-            F.normalize(torch.randn(N, d, device=machine.device, generator=generator), dim=-1)
-            .to(dtype)
-            .requires_grad_()
-            for _ in range(2)
-        )
-
-        seconds: list[float] = []
+        device, seconds = self.machine.device, list[float]()
+        generator = torch.Generator(device).manual_seed(0)
+        drawn = (torch.randn(N, d, device=device, generator=generator) for _ in range(2))
+        q, k = (F.normalize(side, dim=-1).to(dtype).requires_grad_() for side in drawn)
 
         def step() -> None:
             q.grad = k.grad = None
             way.step(q, k)
 
         def timed() -> None:
-            seconds.append(machine.time(step))
+            seconds.append(self.machine.time(step))
 
         if not once:
             # compiles kernels, and makes what stays
             step()
             q.grad = k.grad = None
-        peak = machine.peak(timed)
+        peak = self.machine.peak(timed)
         if not once:
             timed()
         return {"peak_bytes": peak, "ms": round(seconds[-1] * 1e3, 3)}

@@ -201,12 +201,13 @@ def run_memory(arguments: argparse.Namespace) -> int:
     if _world_size() > 1:
         raise invalid("memory", "run in one process, which is a rank of any world", "torchrun", "Start it alone.")
     worlds = arguments.ranks or WORLDS
-    for name, least in (("ranks", min(worlds)), ("features", arguments.features)):
-        smallest = 2 if name == "ranks" else 1
-        if least < smallest:
-            raise invalid(name, f"be at least {smallest}", least, DEFAULT)
-    if not arguments.longest >= 0:
-        raise invalid("longest", "be at least 0", arguments.longest, DEFAULT)
+    for name, got, least in (
+        ("ranks", min(worlds), 2),
+        ("features", arguments.features, 1),
+        ("longest", arguments.longest, 0),
+    ):
+        if not got >= least:
+            raise invalid(name, f"be at least {least}", got, DEFAULT)
     sizes = _numbers(arguments, "sizes")
     if uneven := [(b, world) for b in sizes for world in worlds if b % world]:
         raise invalid(
