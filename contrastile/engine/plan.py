@@ -145,8 +145,8 @@ def waits_on_host(features: Tensor, device: torch.device) -> bool:
 def _call(problem: Problem, plan: Plan, exchange: Exchange) -> Call:
     return Call(
         plan, exchange, problem.loss, problem.rows, problem.cols, weights=problem.weights,
-        reduction=problem.options.reduction, device=problem.device, scorer=problem.scorer, given=problem.given(),
-        indexed=problem.indexed,
+        reduction=problem.options.reduction, device=problem.device, scorer=problem.scorer,
+        input_dtypes=problem.input_dtypes(), indexed=problem.indexed,
     )  # fmt: skip
 
 

@@ -184,7 +184,7 @@ class Problem:
             scorer=sides.scorer, statement=statement,
         )  # fmt: skip
 
-    def given(self) -> tuple[torch.dtype, ...] | None:
+    def input_dtypes(self) -> tuple[torch.dtype, ...] | None:
         """The types of the features as passed, where autocast has cast those of the shards; else None."""
         if self.scorer is not None:
             return None
