@@ -1,18 +1,16 @@
 """Time and memory of a training step by sentence-transformers' losses, and by ours in their place.
 
-Forward and backward of random texts of 8 to 64 tokens by an encoder of MiniLM's size with random weights, in
-interleaved rounds, under bf16 autocast on a GPU; no download. Takes 90 seconds on an H200, loading included; begins no
-further loss once --budget seconds have passed. Steps that take seconds run twice, of which the second is timed.
+    python benchmarks/doors.py [--sub-batch 2048] [--csv FILE]
 
-    python benchmarks/doors.py --out benchmarks/results
-    python benchmarks/doors.py --pairs 256 --sub-batch 32 --layers 2
+Forward and backward of random texts of 8 to 64 tokens by an encoder of MiniLM's size with random weights, in
+interleaved rounds, under bf16 autocast on a GPU; no download. Takes 90 seconds on an H200, loading included; without a
+GPU sizes are small. Steps that take seconds run twice, of which the second is timed.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
-from contrastile.bench.harness import COLUMNS, Machine, Report, Row, Step, Table, busy, results_file
+from contrastile.bench.harness import COLUMNS, Machine, Report, Row, Step, Table, reporting
 from contrastile.integrations.sentence_transformers import CachedGISTLoss, CachedMultiVectorLoss, CachedRankingLoss
 from contrastile.train.provenance import provenance
 
@@ -34,12 +32,11 @@ with warnings.catch_warnings():
     from sentence_transformers import SentenceTransformer, losses, models
 
 PACKAGES = ("sentence-transformers", "transformers")
-LOSSES = ["ranking", "multi-vector", "gist"]
 SHORTEST, LONGEST, WORDS = 8, 64, 30522
 # late interaction compares every token of every pair: an eighth of the pairs, and vectors of this size
 MULTI_VECTOR_SHARE, VECTOR = 8, 128
-# a step that takes longer is timed once
-LONG_STEP = 2.0
+# seconds of each loss; a step that takes longer than the second is timed once
+SECONDS, LONG_STEP = 2.0, 2.0
 TABLE = Table(
     ("loss", "loss", "14"), ("impl", "by", "22"), ("retain", "retain", "7"), ("batch", "pairs", ">6"),
     ("ms", "ms", ">9.1f"), ("peak_bytes", "MiB", ">9.0f"),
@@ -59,7 +56,7 @@ class Projection(nn.Module):
 
 @dataclass(frozen=True)
 class Bench:
-    """The sizes of a measurement, and the folder of a model with random weights."""
+    """Sizes of a measurement on a device, and the folder of a model with random weights."""
 
     device: torch.device
     pairs: int
@@ -74,9 +71,8 @@ class Bench:
         )
         BertTokenizerFast(str(self.folder / "vocab.txt")).save_pretrained(self.folder)
         sizes = {"hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536, "vocab_size": WORDS}
-        config = BertConfig(
-            **sizes, num_hidden_layers=self.layers, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
-        )
+        config = BertConfig(**sizes, num_hidden_layers=self.layers)
+        config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
         BertModel(config).save_pretrained(self.folder)
 
     def encoder(self) -> Any:
@@ -123,94 +119,68 @@ class Bench:
 
     def problems(self) -> Iterator[tuple[str, int, dict[tuple[str, Any], Callable[[], nn.Module]]]]:
         """Each loss with its number of pairs, and the modules that compute it by implementation and `retain`."""
-        theirs, size = "sentence-transformers", self.sub_batch
-        model = self.encoder()
-        yield (
-            "ranking",
-            self.pairs,
-            {
-                (theirs, ""): lambda: losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=size),
-                ("contrastile", 0): lambda: CachedRankingLoss(model, mini_batch_size=size),
-                ("contrastile", "auto"): lambda: CachedRankingLoss(model, mini_batch_size=size, retain="auto"),
-            },
-        )
+        theirs, pairs, size, model = "sentence-transformers", self.pairs, self.sub_batch, self.encoder()
+        modules: dict[tuple[str, Any], Callable[[], nn.Module]] = {
+            (theirs, ""): lambda: losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=size),
+            ("contrastile", 0): lambda: CachedRankingLoss(model, mini_batch_size=size),
+            ("contrastile", "auto"): lambda: CachedRankingLoss(model, mini_batch_size=size, retain="auto"),
+        }
+        yield "ranking", pairs, modules
         from sentence_transformers.multi_vector_encoder.losses import CachedMultiVectorMultipleNegativesRankingLoss
 
         vectors = self.multi_vector()
-        yield (
-            "multi-vector",
-            self.pairs // MULTI_VECTOR_SHARE,
-            {
-                (theirs, ""): lambda: CachedMultiVectorMultipleNegativesRankingLoss(vectors, mini_batch_size=size),
-                ("contrastile", 0): lambda: CachedMultiVectorLoss(vectors, mini_batch_size=size),
-            },
-        )
+        modules = {
+            (theirs, ""): lambda: CachedMultiVectorMultipleNegativesRankingLoss(vectors, mini_batch_size=size),
+            ("contrastile", 0): lambda: CachedMultiVectorLoss(vectors, mini_batch_size=size),
+        }
+        yield "multi-vector", pairs // MULTI_VECTOR_SHARE, modules
         guide = self.encoder().eval().requires_grad_(False)
         # apart, because theirs may take a minute
-        yield "gist", self.pairs, {("contrastile", 0): lambda: CachedGISTLoss(model, guide, mini_batch_size=size)}
-        yield "gist", self.pairs, {(theirs, ""): lambda: losses.CachedGISTEmbedLoss(model, guide, mini_batch_size=size)}
+        yield "gist", pairs, {("contrastile", 0): lambda: CachedGISTLoss(model, guide, mini_batch_size=size)}
+        yield "gist", pairs, {(theirs, ""): lambda: losses.CachedGISTEmbedLoss(model, guide, mini_batch_size=size)}
 
 
-def measure(bench: Bench, machine: Machine, names: list[str], budget: float, report: Report) -> None:
-    """Report the time and the peak of every loss that begins within the budget of seconds."""
-    end, origin = time.perf_counter() + budget, provenance(bench.device, *PACKAGES)
+def measure(bench: Bench, machine: Machine, report: Report) -> None:
+    """Report the time and the peak of every loss."""
+    origin = provenance(bench.device, *PACKAGES)
     report.say(TABLE.header())
     with report.failures("losses of version 6", judged=False):
         for loss, pairs, modules in bench.problems():
-            if loss not in names:
-                continue
-            if time.perf_counter() > end:
-                report.note(f"{loss}: not begun within {budget:.0f} seconds")
-                continue
             columns, steps, rows = bench.columns(pairs), dict[str, Step](), dict[str, Row]()
             for (impl, retain), make in modules.items():
                 step, name = bench.step(make(), columns), f"{impl} {retain}"
                 with report.failures(f"{loss} by {impl}", judged=impl == "contrastile"):
                     # compiles and allocates
-                    first = machine.time(step)
-                    report.say(f"  {loss} by {impl}: first step {first:.1f} s")
-                    start = time.perf_counter()
-                    peak, seconds = machine.peak(step), time.perf_counter() - start
+                    step()
+                    seconds: list[float] = []
+                    peak = machine.peak(lambda step=step, seconds=seconds: seconds.append(machine.time(step)))
                     rows[name] = {
                         "impl": impl, "loss": loss, "model": f"bert-384-{bench.layers}", "batch": pairs,
                         "sub_batch": bench.sub_batch, "length": LONGEST, "retain": retain,
                         "dtype": "bfloat16" if bench.device.type == "cuda" else "float32",
-                        "peak_bytes": peak, "ms": seconds * 1e3, **origin,
+                        "peak_bytes": peak, "ms": seconds[0] * 1e3, **origin,
                     }  # fmt: skip
-                    if seconds > LONG_STEP:
-                        report.result(TABLE.line(rows[name]), rows[name])
-                    else:
+                    if seconds[0] <= LONG_STEP:
                         steps[name] = step
-            for name, timing in machine.race(steps).items():
-                row = {**rows[name], "ms": timing.ms}
+            timings = machine.race(steps)
+            for name, row in rows.items():
+                row["ms"] = timings[name].ms if name in timings else row["ms"]
                 report.result(TABLE.line(row), row)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    on_gpu = torch.cuda.is_available()
-    parser.add_argument("--pairs", type=int, default=8192 if on_gpu else 256, help="of a batch")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write rows there, behind those that it has")
+    device, pairs, sub_batch, layers = ("cuda", 8192, 256, 6) if torch.cuda.is_available() else ("cpu", 256, 32, 2)
     parser.add_argument(
-        "--sub-batch", type=int, default=256 if on_gpu else 32, help="texts that the encoder sees at once"
+        "--sub-batch", type=int, default=sub_batch, help=f"texts encoded at once (default: {sub_batch})"
     )
-    parser.add_argument("--layers", type=int, default=6, help="of the encoder (default: 6, as MiniLM)")
-    parser.add_argument("--losses", nargs="+", default=LOSSES, choices=LOSSES, help="those to measure (default: all)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="how long each may be measured (default: 2)")
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds after which no loss begins (default: 60)")
-    parser.add_argument("--out", type=Path, help="folder to whose doors.csv rows are appended")
-    options = parser.parse_args()
+    options, device = parser.parse_args(), torch.device(device)
     torch.manual_seed(0)
-    device = torch.device("cuda" if on_gpu else "cpu")
-    machine = Machine.of(device, options.seconds)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        results_file(options.out and options.out / "doors.csv", COLUMNS["doors"]) as write,
-    ):
-        bench = Bench(device, options.pairs, options.sub_batch, options.layers, Path(folder))
+    with tempfile.TemporaryDirectory() as folder, reporting(options.csv, COLUMNS["doors"], device, *PACKAGES) as report:
+        bench = Bench(device, pairs, options.sub_batch, layers, Path(folder))
         bench.save()
-        if warning := busy(device):
-            print(warning)
-        measure(bench, machine, options.losses, options.budget, Report(lambda line: print(line, flush=True), write))
+        measure(bench, Machine.of(device, SECONDS), report)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from contrastile.bench.harness import COLUMNS, Machine, Table, results_file
+from contrastile.bench.harness import COLUMNS, Machine, Table, reporting
 from contrastile.losses.softmax import Softmax
 from contrastile.tiles.triton import launch, plan
 from contrastile.tiles.triton.plan import Masks, Pair, Shape, epilogue_for
@@ -54,21 +54,16 @@ def main() -> None:
     parser.add_argument("--features", type=int, nargs="+", default=[512, 768, 1024])
     options = parser.parse_args()
     machine, b = Machine.of(torch.device("cuda"), SECONDS), options.rows
-    print(TABLE.header())
-    with results_file(options.csv, COLUMNS["kernels"]) as write:
+    with reporting(options.csv, COLUMNS["kernels"], machine.device) as report:
+        report.say(TABLE.header())
         for d in options.features:
             q, k = (F.normalize(torch.randn(b, d, device="cuda"), dim=-1).bfloat16() for _ in range(2))
             for name, operations, call in chain(kernels(q, k), accumulations(q, k)):
                 timing = machine.race({name: call})[name]
                 rate, product = operations / timing.ms / 1e9, timing.product_rate / 1e12
-                rates = {
-                    "tflops": round(rate, 1),
-                    "product_tflops": round(product, 1),
-                    "ratio": round(rate / product, 3),
-                }
-                row = {"what": name, "b": b, "d": d, "ms": round(timing.ms, 4), **rates}
-                print(TABLE.line(row), flush=True)
-                write(row)
+                row = {"what": name, "b": b, "d": d, "ms": round(timing.ms, 4), "ratio": round(rate / product, 3)}
+                row |= {"tflops": round(rate, 1), "product_tflops": round(product, 1)}
+                report.result(TABLE.line(row), row)
 
 
 def kernels(q: Tensor, k: Tensor) -> Iterator[Candidate]:

@@ -22,6 +22,13 @@ B_16 = (
     "model.both={mean=[0.5], std=[0.5], config={model_type='clip', projection_dim=512, vision_config={patch_size=16}}}",
 )
 MODELS = {"ViT-B/16": B_16, "ViT-L/14": ()}
+# towers of a few thousand weights in the same recipe, for other scripts without a GPU
+_TINY_SIDE = "hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2"
+TINY_CLIP = (
+    "data.image_size=32",
+    "model.both={mean=[0.5], std=[0.5], config={model_type='clip', projection_dim=32, vision_config={image_size=32, "
+    f"patch_size=8, {_TINY_SIDE}}}, text_config={{{_TINY_SIDE}}}}}}}",
+)
 CLIP, OPENCLIP = 18.07, 16.19
 K = 1024
 # GB of the loss (of the peak) in Inf-CL's table 1, with data offload where both are given for Inf-CL

@@ -9,7 +9,6 @@ tests/test_planner_accuracy.py reads the same rows and fails where a bound is br
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import sys
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 
-from contrastile.bench.harness import MOST_PRODUCT_SECONDS
+from contrastile.bench.harness import MOST_PRODUCT_SECONDS, read_rows
 from contrastile.bench.loss import float32_products
 from contrastile.bench.towers import MODELS, POOL, Pairs, Towers
 from contrastile.losses.sigmoid import Sigmoid
@@ -92,8 +91,7 @@ class Case:
 
 
 def rows(name: str) -> list[dict[str, str]]:
-    with (RESULTS / f"{name}.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+    return read_rows(RESULTS / f"{name}.csv")
 
 
 def loss_cases(memory: int) -> Iterator[Case]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from statistics import median
 
 from contrastile.bench.harness import Machine
-from contrastile.data.batches import Batches
+from contrastile.data.base import Batches
 from contrastile.train.image_text import ImageText
 from contrastile.train.loop import step
 from contrastile.train.optim import build_optimizer

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -20,30 +20,12 @@ from torch import Tensor
 
 from contrastile import ClipLoss, InfoNCELoss, SigLipLoss
 from contrastile.bench.harness import Machine, Step
-
-Loss = Callable[..., Tensor]
+from contrastile.bench.peers import FORMULAS, Loss
 
 
 def features(*sizes: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
     """Unit features on the GPU that want gradients."""
     return [F.normalize(torch.randn(size, device="cuda"), dim=-1).to(dtype).requires_grad_() for size in sizes]
-
-
-def plain_clip(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    """The formula of open_clip's ClipLoss, products in autocast's type."""
-    x, labels = scale * (q @ k.T), torch.arange(len(q), device=q.device)
-    return (F.cross_entropy(x, labels) + F.cross_entropy(x.T, labels)) / 2
-
-
-def plain_one_way(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    """Key i is the positive of query i."""
-    return F.cross_entropy(scale * (q @ k.T), torch.arange(len(q), device=q.device))
-
-
-def plain_sigmoid(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    """The formula of the SigLIP paper with a bias of -10."""
-    x = scale * (q @ k.T) - 10.0
-    return -F.logsigmoid(x * (2 * torch.eye(len(q), device=q.device) - 1)).sum() / len(q)
 
 
 def step(loss: Loss, leaves: list[Tensor], *, autocast: bool = True) -> Step:
@@ -59,38 +41,34 @@ def step(loss: Loss, leaves: list[Tensor], *, autocast: bool = True) -> Step:
 
 def calls() -> Iterator[tuple[str, dict[str, Step]]]:
     """Each problem's name, and the steps that are timed together."""
+    clip, one_way = FORMULAS["clip"], FORMULAS["infonce"]
     scale = torch.tensor(100.0, device="cuda", requires_grad=True)
 
     def beside(ours: Loss, plain: Loss, leaves: list[Tensor], **more: Step) -> dict[str, Step]:
-        compiled = torch.compile(plain, dynamic=False)
-        return {
-            "contrastile": step(ours, leaves),
-            **more,
-            "plain": step(plain, leaves),
-            "compiled": step(compiled, leaves),
-        }
+        ways = {"plain": step(plain, leaves), "compiled": step(torch.compile(plain, dynamic=False), leaves)}
+        return {"contrastile": step(ours, leaves), **more, **ways}
 
     for b, d in ((1024, 512), (4096, 512), (8192, 768), (16384, 768), (32768, 768)):
         wide, narrow = features((b, d), (b, d), dtype=torch.float32), features((b, d), (b, d))
         cast = {"contrastile, bf16 features": step(ClipLoss(), [*narrow, scale], autocast=False)}
-        yield f"clip {b} x {d}, float32 features under autocast", beside(ClipLoss(), plain_clip, [*wide, scale], **cast)
+        yield f"clip {b} x {d}, float32 features under autocast", beside(ClipLoss(), clip, [*wide, scale], **cast)
     for b in (1024, 4096):
         leaves = [*features((b, 512), (b, 512)), scale]
         ids, weights = torch.randint(b // 3, (b,), device="cuda"), torch.rand(b, device="cuda")
         options = {"none": {}, "weights": {"weights": weights}, "ids": {"ids": ids}}
         steps = {f"contrastile, {name}": step(partial(ClipLoss(), **given), leaves) for name, given in options.items()}
         steps["contrastile, smoothing"] = step(ClipLoss(label_smoothing=0.1), leaves)
-        yield f"clip {b} x 512, options", {**steps, "plain": step(plain_clip, leaves)}
+        yield f"clip {b} x 512, options", {**steps, "plain": step(clip, leaves)}
     for n, m, d in ((1024, 4096, 512), (1024, 65536, 768), (4096, 32768, 768), (2048, 131072, 512)):
         leaves = [*features((n, d), (m, d)), scale]
-        steps = beside(InfoNCELoss(), plain_one_way, leaves)
+        steps = beside(InfoNCELoss(), one_way, leaves)
         at = torch.randperm(m, device="cuda")[:n]
         steps["contrastile, positives"] = step(partial(InfoNCELoss(), positives=at), leaves)
         yield f"infonce {n} x {m} x {d}", steps
+    sigmoids = ((SigLipLoss(), {"logit_bias": -10.0}), (FORMULAS["siglip"], {"bias": -10.0}))
     for b in (1024, 4096, 8192):
         leaves = [*features((b, 768), (b, 768)), scale]
-        ours = partial(SigLipLoss(), logit_bias=-10.0)
-        yield f"siglip {b} x 768", beside(ours, plain_sigmoid, leaves)
+        yield f"siglip {b} x 768", beside(*(partial(loss, **bias) for loss, bias in sigmoids), leaves)
 
 
 def host_ms(run: Step, rounds: int = 9, steps: int = 5) -> float:

@@ -7,10 +7,12 @@ before torch is loaded. Checks of tensors are in `engine/arguments.py`.
 from __future__ import annotations
 
 import errno
+import math
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any
 
 # error numbers of a full disk
@@ -30,6 +32,13 @@ def one_of(name: str, value: object, known: tuple[str, ...], remedy: str) -> Non
     """Raise ValueError unless the value is one of the known words."""
     if value not in known:
         raise invalid(name, f"be one of {', '.join(known)}", repr(value), remedy)
+
+
+def number(name: str, value: Any, holds: Callable[[float], bool], rule: str, remedy: str) -> None:
+    """A finite number for which this holds."""
+    real = isinstance(value, Real) and not isinstance(value, bool)
+    if not real or not math.isfinite(value) or not holds(value):
+        raise invalid(name, rule, value if real else repr(value), remedy)
 
 
 def whole_number(name: str, value: Any, least: int, remedy: str, *, rule: str = "", most: int | None = None) -> int:

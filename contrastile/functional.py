@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from contrastile._dispatch import Options
 from contrastile._types import Backend, ExchangeName, Gradient, Reduction
 from contrastile.engine.plan import prepare, share_error
+from contrastile.gradcache.inputs import Ragged
 from contrastile.losses.base import PairLoss
 from contrastile.losses.softmax import Softmax
+from contrastile.scorers import padded
 
 
 def contrast(
@@ -65,9 +67,8 @@ def contrast(
         loss: `Softmax(...)`, `Sigmoid(...)`, `Decoupled(...)` and others of `contrastile.losses`.
         positives: [N] or [N, P] indices into this rank's keys, −1 pads; without it (and without labels) key i is the
             positive of query i. The loss of a row is the mean over its positives of −log p. A row without any
-            leaves the mean; if no row has one the mean is NaN, as `F.cross_entropy` has it when every target is
-            ignored. On a GPU indices out of range raise in the first 16 calls of a process; later calls do not wait
-            for the device, and return NaN for them.
+            leaves the mean; if no row has one, the loss and its gradients are 0. On a GPU indices out of range raise
+            in the first 16 calls of a process; later calls do not wait for the device, and return NaN for them.
         negatives: [H, D] further keys, negatives of every query of all ranks; or [N, H, D], H of each query alone.
         query_labels, key_labels: [N], [M] integers; pairs of equal labels are the positives.
         query_ids, key_ids: [N], [M] integers; pairs of equal ids that are not positive do not count at all. With
@@ -76,12 +77,13 @@ def contrast(
         negative_ids: [N, H] integers for negatives [N, H, D]: one with the id of its query does not count, a pad.
         guide_q, guide_k: [N, G], [M, G] features of another model, constants, for losses that compare them too:
             `Guided(...)`. With `negatives`, guide_k goes on over them.
-        weights: [N]; the loss is Σ w·loss / Σ w. In a symmetric loss they weigh the keys' direction too. They are
-            constants: weights that require a gradient are refused.
+        weights: [N]; the loss is Σ w·loss / Σ w, and 0 where all are 0. In a symmetric loss they weigh the keys'
+            direction too. They are constants: weights that require a gradient are refused.
         scorer: a module whose `scorer(rows, columns)` are the scores [I, J] of a block, instead of dot products:
             x_ij = scale · Φ(q_i, k_j; Ω) + bias, gradients of its parameters Ω included (Gao et al. 2021, section
             5). Then q, k and negatives are anything nested of tensors whose first axis is the batch, cut into
-            blocks and handed over as they are; scale is 1 by default. See `contrastile.scorers`, and docs/scorers.md.
+            blocks and handed over as they are; scale is 1 by default. A side that is `Ragged(values [T, D], lengths)`
+            is handed over as vectors [B, L, D] and mask [B, L]. See `contrastile.scorers`, and docs/scorers.md.
 
     How it is computed, the same keywords for every loss:
         backend: "dense" holds the matrix, "eager" goes tile by tile in PyTorch, "triton" in fused kernels.
@@ -90,8 +92,9 @@ def contrast(
         group: the process group that shares the batch; None is the default group.
         gradient: what the data-parallel wrapper does with the ranks' gradients, their "mean" (DDP, FSDP) or "sum".
         label_smoothing: the share of each target that is spread over all keys that count.
-        reduction: "mean" or "sum" over the global batch, or "none": this rank's rows, scaled so that their mean is
-            "mean".
+        reduction: "mean" or "sum" over the global batch, or "none": this rank's rows [N], scaled so that the mean
+            over all ranks' rows is "mean". Call backward from the mean of a rank's rows: the gradients are then those
+            of "mean", also where ranks have unequal numbers of rows.
         workspace: bytes that may be used beside inputs, outputs and accumulators; by default 1/64 of the device's
             memory.
         device: where to compute while features wait in host memory, streamed from there, their gradients returned to
@@ -124,6 +127,8 @@ def contrast(
     except ValueError as error:
         share_error(error, group, exchange)
         raise
+    if scorer is not None:
+        q, k, negatives = (padded_texts(side, 1) if isinstance(side, Ragged) else side for side in (q, k, negatives))
     operation, inputs = prepare(
         q, k, scale, loss, options, bias=bias, positives=positives, negatives=negatives, query_labels=query_labels,
         key_labels=key_labels, query_ids=query_ids, key_ids=key_ids, negative_ids=negative_ids, weights=weights,
@@ -131,3 +136,9 @@ def contrast(
     )  # fmt: skip
     value: Tensor = operation(*inputs)
     return value
+
+
+def padded_texts(texts: Ragged, least: int = 0) -> tuple[Tensor, Tensor]:
+    """Packed vectors as `[B, L, D]` with their mask `[B, L]`; L is the longest text's number of tokens, or `least`."""
+    lengths = torch.tensor(texts.lengths, dtype=torch.int64, device=texts.values.device)
+    return padded(texts.values, lengths, max((least, *texts.lengths)))

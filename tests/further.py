@@ -285,6 +285,33 @@ def gist_relative() -> Case:
     return _gist("relative", 0.05)
 
 
+def gist_all_pairs() -> Case:
+    """Queries among queries and keys among keys too, with ids, weights and hard negatives."""
+    margin = 0.05
+
+    def formula(
+        query: Tensor, key: Tensor, scale: Tensor, negatives: Tensor, guide_query: Tensor, guide_key: Tensor,
+        guide_negatives: Tensor, query_ids: Tensor, key_ids: Tensor,
+    ) -> list[RowLosses]:  # fmt: skip
+        def products(q: Tensor, k: Tensor, further: Tensor) -> Tensor:
+            return torch.cat([q @ k.T, q @ q.T, q @ further.T, k @ k.T], 1)
+
+        rows, apart = query_ids[:, None], torch.zeros(N, N, dtype=torch.bool)
+        same = torch.cat([rows == key_ids, rows == query_ids, apart, rows == key_ids], 1)
+        guide = products(guide_query, guide_key, guide_negatives)
+        out = (guide > guide.diagonal()[:, None] - margin) | same
+        x = scale * products(query, key, negatives)
+        return _cross_entropy(x.masked_fill(out & ~torch.eye(*x.shape, dtype=torch.bool), -torch.inf), torch.arange(N))
+
+    def module(**how: Any) -> nn.Module:
+        return GISTLoss(margin=margin, contrast_anchors=True, contrast_positives=True, **how)
+
+    constants = _gist("absolute", margin).constants
+    del constants["positives"]
+    weights = torch.rand(N, generator=_generator(4), dtype=torch.float64) + 0.1
+    return Case(module, formula, _leaves(negatives=unit(N, D, seed=2)), {**constants, "weights": weights})
+
+
 def _kl(x: Tensor, teacher: Tensor) -> Tensor:
     """Σ q log(q / p) of each row; pairs that do not count are −∞ in both."""
     log_p, log_q = x.log_softmax(1), teacher.log_softmax(1)
@@ -464,6 +491,7 @@ CASES = {
         dclw_labels,
         gist_absolute,
         gist_relative,
+        gist_all_pairs,
         distill_clip,
         distill_labels,
         scores_kl,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from types import ModuleType
 from typing import Any
 
-REPLACED = {"_patch_lang", "_patch_builtin", "_patch_attr", "_get_np_dtype", "interpreter_builder"}
+REPLACED = {"_patch_lang", "_patch_builtin", "_patch_attr", "_get_np_dtype", "_convert_float", "interpreter_builder"}
 
 
 def quicken() -> None:
@@ -20,6 +21,7 @@ def quicken() -> None:
     so only where it debugs.
     """
     try:
+        from triton.language import core
         from triton.runtime import interpreter
     except ImportError:
         return
@@ -30,6 +32,63 @@ def quicken() -> None:
     interpreter._patch_builtin, interpreter._get_np_dtype = _patch(interpreter), _numpy_type(interpreter)
     interpreter._patch_lang = _patch_once(interpreter)
     interpreter.InterpreterBuilder.create_fma = _fused(interpreter)
+    interpreter._convert_float = _bfloat16(interpreter)
+    _remember_shapes(core)
+
+
+def _bfloat16(interpreter: ModuleType) -> Callable[..., Any]:
+    """The interpreter's casts between float32 and bfloat16, to the bit, in shifts of whole arrays.
+
+    Its own way is kept for other types, and for arrays with subnormal numbers.
+    """
+    import numpy as np
+
+    convert, language = interpreter._convert_float, interpreter.tl
+    nearest = interpreter._ir.ROUNDING_MODE.RTNE
+
+    def cast(x: Any, source: Any, target: Any, rounding: Any) -> Any:
+        wide = (source, target) == (language.bfloat16, language.float32)
+        if not wide and (source, target) != (language.float32, language.bfloat16):
+            return convert(x, source, target, rounding)
+        bits = x.view(np.uint16 if wide else np.uint32)
+        size = bits & (0x7FFF if wide else 0x7FFFFFFF)
+        if np.any((size < (0x80 if wide else 0x800000)) & (size > 0)):
+            return convert(x, source, target, rounding)
+        if wide:
+            return bits.astype(np.uint32) << 16
+        if rounding != nearest:
+            return (bits >> 16).astype(np.uint16)
+        # a carry out of the digits meets the exponent's last bit, and is lost where that is set
+        return ((bits >> 16 & 0xFF80) | ((bits >> 16 & 0x7F) + (bits >> 15 & 1))).astype(np.uint16)
+
+    return cast
+
+
+def _remember_shapes(core: ModuleType) -> None:
+    """Let types and values share what follows from their shape, which Triton makes anew for each of them."""
+
+    @cache
+    def of(shape: tuple[int, ...]) -> tuple[Any, int, str]:
+        type_ = real.__new__(core.block_type)
+        made(type_, core.float32, [*shape])
+        return type_.shape, type_.numel, str(type_.shape)
+
+    @cache
+    def constants(shape: tuple[int, ...]) -> tuple[Any, Any]:
+        return core.tuple([core.constexpr(size) for size in shape]), core.constexpr(math.prod(shape))
+
+    real, made = core.block_type, core.block_type.__init__
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        self.element_ty = element_ty
+        self.shape, self.numel, name = of(tuple([getattr(size, "value", size) for size in shape]))
+        self.name = f"<{name}, {element_ty}>"
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:  # noqa: A002 (Triton's name)
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = constants(tuple(type.shape) if type.is_block() else ())
+
+    core.block_type.__init__, core.tensor.__init__ = block_type, tensor
 
 
 def _fused(interpreter: ModuleType) -> Callable[..., Any]:

@@ -185,11 +185,3 @@ def test_every_row_of_results_has_its_provenance(path):
     assert signatures
     assert all(map(all, signatures)) == (path.stem not in UNSIGNED)
     assert sum(commit.endswith("-dirty") for *_, commit in signatures) == DIRTY.get(path.stem, 0)
-
-
-def test_the_table_of_the_readme_is_made_of_the_results(monkeypatch):
-    monkeypatch.syspath_prepend(RESULTS.parent)
-    import readme_table
-
-    page = readme_table.PAGE.read_text(encoding="utf-8")
-    assert readme_table.written(page) == page

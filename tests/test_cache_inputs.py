@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from contrastile import ClipLoss, Ragged, encode
 
 N, WIDTH = 7, 8
+NO_PARTS = "`parts` must hold a sub-batch; got none. Leave the call out. Where other ranks have one, pass the wrapper"
 # images of each example, and the height and width of each image in patches
 IMAGES = [1, 0, 2, 1, 3, 0, 1]
 GRID = [(2, 2), (4, 2), (2, 4), (2, 2), (2, 6), (4, 4), (2, 2), (6, 2)]
@@ -156,10 +157,12 @@ def test_gradients_of_packed_inputs_and_of_parts(model: Embedder) -> None:
 
 
 def on_a_rank(rank: int, group: Any, model: Embedder, inputs: dict[str, Any], how: str) -> Any:
-    sizes = {1: [N], 2: [3, N - 3], 3: [3, 3, 1]}[dist.get_world_size(group)]
+    sizes = {1: [N], 2: [3, N - 3], 3: [1, 1, 5]}[dist.get_world_size(group)]
+    if how.startswith("none"):
+        sizes = {2: [N, 0], 3: [0, N - 3, 3]}[dist.get_world_size(group)]
     start = sum(sizes[:rank])
     mine = halves(inputs, 1)[start : start + sizes[rank]]
-    if how == "parts of shards":
+    if how.endswith("shards"):
         mesh = DeviceMesh.from_group(group, "cpu")
         wrapped: Any = fully_shard(deepcopy(model), mesh=mesh)
     else:
@@ -168,7 +171,11 @@ def on_a_rank(rank: int, group: Any, model: Embedder, inputs: dict[str, Any], ho
         images = [len(part.get("image_grid_thw", ())) for part in mine]
         patches = [len(part.get("pixel_values", ())) for part in mine]
         names = ("input_ids", "attention_mask", "pixel_values", "image_grid_thw")
-        stacks: dict[str, Any] = {name: torch.cat([part[name] for part in mine if name in part]) for name in names}
+        # of a rank without any image the rows are none
+        nothing = {"pixel_values": inputs["pixel_values"][:0], "image_grid_thw": inputs["image_grid_thw"][:0]}
+        stacks: dict[str, Any] = {
+            name: torch.cat([part[name] for part in (nothing, *mine) if name in part]) for name in names
+        }
         stacks.update(pooling="last", pixel_values=Ragged(stacks["pixel_values"], patches))
         stacks.update(image_grid_thw=Ragged(stacks["image_grid_thw"], images))
         features = encode(wrapped, stacks, sub_batch=2)
@@ -181,13 +188,32 @@ def on_a_rank(rank: int, group: Any, model: Embedder, inputs: dict[str, Any], ho
     return loss.detach(), {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in found.items()}
 
 
-@pytest.mark.parametrize("how", ["ragged", "parts", "parts of shards"])
-@pytest.mark.parametrize("W", [1, 2, 3])
+WAYS = [(W, how) for W in (1, 2, 3) for how in ("ragged", "parts", "parts of shards")]
+# a rank without any sub-batch
+WAYS += [(W, how) for W in (2, 3) for how in ("none", "none of shards")]
+
+
+@pytest.mark.parametrize(("W", "how"), WAYS)
 def test_ranks_have_the_gradient_of_the_whole_batch(pool: Pool, model: Embedder, W: int, how: str) -> None:
     inputs, plain = batch(), deepcopy(model)
     truth = back(plain(**inputs), plain)
     for found in pool.run(on_a_rank, W, model, inputs, how):
         torch.testing.assert_close(found, truth, rtol=1e-9, atol=1e-12)
+
+
+def refused_on_a_rank(rank: int, group: Any, model: Embedder, lends: bool) -> str:
+    wrapped = DistributedDataParallel(model, process_group=group)
+    with pytest.raises(ValueError) as raised:
+        # a function inside a function cannot be stored
+        encode(wrapped, parts=[{"input_ids": lambda: None}] if lends and rank == 0 else [])
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("lends", [False, True])
+def test_ranks_raise_the_same_sentence_where_none_can_lend(pool: Pool, model: Embedder, lends: bool) -> None:
+    unsendable = "rank 0: `parts` must hold sub-batches for a rank without any; got one that cannot be sent ("
+    for sentence in pool.run(refused_on_a_rank, 2, model, lends):
+        assert sentence.startswith(unsendable if lends else NO_PARTS)
 
 
 class Packed(nn.Module):
@@ -279,7 +305,7 @@ SENTENCES: dict[str, Any] = {
     "`encoder` must hold its parameters whole; got parameters of DeepSpeed's ZeRO stage 3. Shard with fully_shard": (
         lambda: encode(PARTED, torch.randn(2, 3), sub_batch=2)
     ),
-    "`parts` must hold a sub-batch; got none. Leave the call out.": lambda: encode(LINEAR, parts=[]),
+    NO_PARTS: lambda: encode(LINEAR, parts=[]),
     "`parts` must be a list of sub-batches; got Tensor. Pass [part, part, ...]": lambda: encode(
         LINEAR, parts=torch.randn(2, 3)
     ),

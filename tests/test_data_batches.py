@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from contrastile.data.batches import Batches
+from contrastile.data.base import Batches
 
 ROWS = np.arange(100, 110)
 

@@ -6,8 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from contrastile.data.bm25 import BM25, with_mined_negatives, words
-from contrastile.data.texts import Passage, Query, TextSet
+from contrastile.data.texts import BM25, Passage, Query, TextSet, with_mined_negatives, words
 
 TEXTS = ["the cat sat on the mat", "a dog sat", "cats and dogs", "the mat of the dog", "nothing here"]
 

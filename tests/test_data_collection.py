@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from test_data_shards import add, jpeg, opened, write_shard, write_shards
 
-from contrastile.data.batches import Batches
+from contrastile.data.base import Batches
 from contrastile.data.pairs import Stream
 from contrastile.data.registry import open_pairs
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_runs import tiny_recipe
 
-from contrastile.data.batches import Batches
+from contrastile.data.base import Batches
 from contrastile.data.copies import with_copies
 from contrastile.data.pairs import PairSet, Stream
 from contrastile.data.registry import open_pairs

@@ -23,11 +23,11 @@ from contrastile.data.loader import ImageLoader, Piece, SharedBuffer, Worker, re
 
 
 @contextmanager
-def stream_in(folder, processes):
-    """A stream of 40 pictures, one of them broken, decoded by two processes or threads."""
+def stream_in(folder, processes, workers=2):
+    """A stream of 40 pictures, one of them broken, decoded by so many processes or threads."""
     contents = [jpeg(number) for number in range(39)] + [b"<html>"]
     stream = stream_of(folder, contents, most_bad=0.5)
-    stream.workers, stream.apart = 2, processes
+    stream.workers, stream.apart = workers, processes
     yield stream
     stream.close()
 
@@ -90,7 +90,7 @@ def test_there_is_a_worker_for_each_core_that_the_container_has(monkeypatch):
 
 
 def test_a_file_that_is_gone_or_a_process_that_is_lost_is_an_error(tmp_path):
-    with stream_in(tmp_path, processes=True) as stream:
+    with stream_in(tmp_path, processes=True, workers=1) as stream:
         (tmp_path / "a.tar").unlink()
         with pytest.raises(ValueError, match="unreadable file \\(No such file or directory\\): 220"):
             stream.read(range(20), range(20), None)

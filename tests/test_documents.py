@@ -46,8 +46,16 @@ def test_the_examples_of_a_chapter_run(chapter):
 
 
 def test_every_public_name_has_an_example():
-    for name in contrastile.__all__:
-        assert ">>> " in getattr(contrastile, name).__doc__, name
+    for house in (contrastile, contrastile.losses):
+        for name in house.__all__:
+            assert ">>> " in getattr(house, name).__doc__, name
+
+
+def test_every_loss_has_its_formula_and_its_source():
+    modules = [getattr(contrastile, name) for name in contrastile.__all__ if name.endswith("Loss")]
+    for loss in (*modules, *(getattr(contrastile.losses, name) for name in contrastile.losses.__all__)):
+        assert "Naively" in loss.__doc__, loss
+        assert re.search(r"et al\. 20\d\d|Solatorio 2024|siglip-kernel", loss.__doc__), loss
 
 
 def _prose(document):

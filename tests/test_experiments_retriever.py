@@ -3,12 +3,14 @@
 import csv
 import json
 import math
+import multiprocessing
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from ranks import server
 from tiny_texts import tiny_retriever, write_text_recipe
 
 from contrastile.cli.main import main
@@ -26,9 +28,9 @@ from contrastile.experiments.retriever_memory import (
 from contrastile.experiments.sweep import Comparison, compare, overridden
 from contrastile.train.log import Metrics, read_metrics
 from contrastile.train.loop import run_recipe, train
-from contrastile.train.metadata import TrainResult
 from contrastile.train.retriever.job import RetrieverJob
 from contrastile.train.retriever.run import build_retriever_run, open_text_materials
+from contrastile.train.state import TrainResult
 
 MIB = 2**20
 
@@ -105,8 +107,11 @@ def test_every_way_is_run_with_every_seed_beside_bm25(tmp_path, four_fit):
     assert (folder / "updates.svg").read_text().count("queries per update") == 1
 
 
-def test_trials_side_by_side_have_the_results_of_trials_one_by_one(compared, tmp_path, four_fit):
+def test_trials_side_by_side_have_the_results_of_trials_one_by_one(compared, tmp_path, four_fit, monkeypatch):
     recipe, alone = compared
+    # processes that need not import anything; a comparison of batch sizes starts them as users do
+    context = server()
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
     tables = []
     for folder in (alone, compare(study_of(recipe, jobs=2), tmp_path).folder):
         rows = rows_of(folder / "compare.csv")

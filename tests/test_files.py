@@ -17,8 +17,7 @@ from contrastile.experiments import workers
 from contrastile.train.checkpoints import Checkpoints
 from contrastile.train.config import Recipe, SaveSettings
 from contrastile.train.folder import RunFolder
-from contrastile.train.log import Metrics
-from contrastile.train.trackers import TensorBoard, WandB
+from contrastile.train.log import Metrics, TensorBoard, WandB
 
 SECRET = "the reader's own\n"
 # the files that an evaluation writes whole

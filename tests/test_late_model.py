@@ -13,6 +13,7 @@ from tokenizers import processors
 import contrastile
 from contrastile import Ragged
 from contrastile.evaluate import late
+from contrastile.functional import padded_texts
 from contrastile.models.late import build_late, marker
 from contrastile.models.text import WordTokenizer, train_tokenizer
 from contrastile.scorers import MaxSim
@@ -188,12 +189,12 @@ def test_scores_of_packed_passages_are_exact(tmp_path, monkeypatch, memory):
 def test_texts_are_packed_and_padded():
     values, lengths = packed([2, 0, 3])
     ragged = Ragged(values.requires_grad_(), lengths)
-    vectors, mask = late.padded_texts(ragged)
+    vectors, mask = padded_texts(ragged)
     assert (vectors.shape, mask.sum(1).tolist()) == ((3, 3, 8), lengths)
     assert torch.equal(Ragged.of(vectors, mask).values, values)
     vectors.sum().backward()
     assert torch.equal(values.grad, torch.ones_like(values))
-    assert late.padded_texts(Ragged(values[:0], []))[0].shape == (0, 0, 8)
+    assert padded_texts(Ragged(values[:0], []))[0].shape == (0, 0, 8)
     chosen = late.joined([ragged, Ragged(values[:1], [1])], torch.tensor([3, 1, 2]))
     assert (chosen.lengths, torch.equal(chosen.values, torch.cat([values[:1], values[2:]]))) == ([1, 0, 3], True)
 

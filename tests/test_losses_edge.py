@@ -167,13 +167,14 @@ def test_ids_of_any_integers_leave_negatives_to_nobody(dtype: torch.dtype) -> No
     assert wide == narrow
 
 
-def test_a_batch_without_any_positive_has_no_mean() -> None:
+def test_labels_that_are_all_different_are_told() -> None:
     labels = torch.arange(5)
     features = F.normalize(torch.randn(5, 8), dim=-1)
-    with pytest.warns(UserWarning, match=r"all different: no example has a positive, and the loss is NaN"):
-        assert SupConLoss()(features, labels, 1.0).isnan()
-    # NaN for another reason has no such warning
-    assert SupConLoss()(features * torch.nan, labels // 2, 1.0).isnan()
+    with pytest.warns(UserWarning, match=r"all different: no example has a positive, and the loss is 0"):
+        assert SupConLoss()(features, labels, 1.0) == 0
+    # a loss of 0 for another reason, and NaN, have no such warning
+    assert SupConLoss()(features[:2], labels[:2] * 0, 1.0) == 0
+    assert SupConLoss()(features * torch.nan, labels, 1.0).isnan()
 
 
 def test_negatives_are_keys_of_every_query() -> None:

@@ -26,6 +26,8 @@ from contrastile import (
     encode,
 )
 from contrastile.losses import BalancedSigmoid, Guided, Hardness, Softmax
+from contrastile.losses.reference import dense_decoupled, mises_fisher_weights
+from contrastile.scorers import Bilinear
 from contrastile.tiles import eager
 
 # the loss is one number, which can be right by luck
@@ -205,16 +207,40 @@ def test_a_guide_that_is_not_finite_gives_nan() -> None:
     assert all(x.isnan().all() for x in gradients.values())
 
 
-@pytest.mark.parametrize("name", ["hardness_own", "hardness_all"])
-def test_hardness_at_a_scale_of_zero(name: str) -> None:
-    """The weights do not depend on the scale."""
+@pytest.mark.parametrize("name", ["hardness_own", "hardness_all", "dclw", "dclw_labels"])
+def test_weights_by_similarity_at_a_scale_of_zero(name: str) -> None:
+    """They do not depend on the scale."""
     case = CASES[name]()
-    case.leaves["scale"] = torch.zeros((), dtype=torch.float64)
+    (number,) = (key for key, x in case.leaves.items() if not x.ndim)
+    case.leaves[number] = torch.zeros((), dtype=torch.float64)
     tensors = case.tensors(torch.float64)
     truth, true_gradients = case.by_formula(tensors)
     loss, gradients = case.by_tiles(tensors)
     assert distance(loss, truth) <= 1e-14
-    assert all(distance(gradient, true_gradients[key]) <= 1e-12 for key, gradient in gradients.items())
+    for key, true in true_gradients.items():
+        # those of features are 0 with the decoupled loss
+        assert (gradients[key] - true).norm() <= 1e-12 * (true.norm() if true.any() else 1e-12), key
+
+
+def test_weights_of_a_small_sigma() -> None:
+    """exp(s / σ) is beyond float32."""
+    image = F.normalize(torch.randn(9, 8), dim=-1)
+    text = F.normalize(image + 0.1 * torch.randn(9, 8), dim=-1)
+    weights = mises_fisher_weights(image.double(), text.double(), 0.008)
+    truth = dense_decoupled(image.double(), text.double(), 10.0, of_positives=weights, symmetric=True)
+    assert distance(DCLLoss(sigma=0.008)(image, text, 10.0), truth) <= 1e-4
+
+
+def test_ids_of_shared_negatives_may_follow_those_of_keys() -> None:
+    """Also where queries and keys are compared among themselves; without them negatives have the id of nobody."""
+    case = CASES["gist_all_pairs"]()
+    tensors = case.tensors(torch.float64)
+    truth = case.by_tiles(tensors)[0]
+    ids = case.constants["key_ids"]
+    case.constants["key_ids"] = torch.cat([ids, torch.full((N,), 99)])
+    assert torch.equal(case.by_tiles(tensors)[0], truth)
+    case.constants["key_ids"] = torch.cat([ids, ids])
+    assert not torch.equal(case.by_tiles(tensors)[0], truth)
 
 
 def test_one_positive_each_is_balanced() -> None:
@@ -298,6 +324,27 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`guide_negatives` must be given just where `negatives` is; got None. Pass both, or neither.": lambda: GISTLoss()(
         _x(3, 4), _x(3, 4), 1.0, guide_query=_x(3, 5), guide_key=_x(3, 5), negatives=_x(2, 4)
     ),
+    "`positives` must be left out with contrast_anchors=True; got both. Key i belongs to query i.": lambda: GISTLoss(
+        contrast_anchors=True
+    )(_x(3, 4), _x(3, 4), 1.0, guide_query=_x(3, 5), guide_key=_x(3, 5), positives=torch.arange(3)),
+    "`key` must have at least as many rows as `query`; got 3 and 2. Key i belongs to query i.": lambda: GISTLoss(
+        contrast_positives=True
+    )(_x(3, 4), _x(2, 4), 1.0, guide_query=_x(3, 5), guide_key=_x(2, 5)),
+    "`guide_query` must have as many rows as `query`; got 3 and 2. One row for each, and for each of the "
+    "`negatives`.": lambda: GISTLoss(contrast_positives=True)(
+        _x(3, 4), _x(3, 4), 1.0, guide_query=_x(2, 5), guide_key=_x(3, 5)
+    ),
+    "`key_ids` must be a tensor of shape [3], one entry for each row of `key`; got shape [2]. Check it.": lambda: (
+        GISTLoss(contrast_positives=True)(
+            _x(3, 4),
+            _x(3, 4),
+            1.0,
+            guide_query=_x(3, 5),
+            guide_key=_x(3, 5),
+            query_ids=torch.arange(3),
+            key_ids=torch.arange(2),
+        )
+    ),
     "`negatives` must be shared by all queries with a guide; got shape [3, 2, 4]. Pass them as [H, "
     "features].": lambda: contrast(
         _x(3, 4), _x(3, 4), scale=1.0, loss=Guided(), guide_q=_x(3, 5), guide_k=_x(3, 5), negatives=_x(3, 2, 4)
@@ -348,6 +395,73 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     ),
     "`lists` must have two dimensions [N, P]; got shape [3]. List several keys.": lambda: ScoreDistillLoss()(
         _x(3, 4), _x(5, 4), _x(3, 2), lists=torch.arange(3)
+    ),
+    "`lists` must index this rank's 5 keys, or be -1; got -2. Count from this rank's first key.": lambda: (
+        ScoreDistillLoss()(_x(3, 4), _x(5, 4), _x(3, 2), lists=torch.tensor([[0, -2]] * 3))
+    ),
+    "`lists` must be integers; got torch.float32. Pass indices of keys, -1 where there is none.": lambda: (
+        ScoreDistillLoss()(_x(3, 4), _x(5, 4), _x(3, 2), lists=_x(3, 2))
+    ),
+    "`key` must have a row or more for `lists`; got shape [0, 4]. Pass the listed keys.": lambda: ScoreDistillLoss()(
+        _x(3, 4), _x(0, 4), _x(3, 2), lists=torch.full((3, 2), -1)
+    ),
+    "`key` must be lists of 2 queries where they have three dimensions; got shape [3, 2, 4]. List each query's own, or "
+    "pass shared ones as [H, features].": lambda: ScoreDistillLoss()(_x(2, 4), _x(3, 2, 4), _x(3, 2)),
+    "`scores` must have a column or more; got shape [3, 0]. List the keys to score.": lambda: ScoreDistillLoss()(
+        _x(3, 4), _x(3, 0, 4), _x(3, 0)
+    ),
+    "`scores` must be floating point of shape [3, 2], one for each listed key; got list. Score the keys that are "
+    "listed, with anything for pads.": lambda: ScoreDistillLoss()(
+        _x(3, 4),
+        _x(3, 2, 4),
+        [[1.0, 2.0]] * 3,  # type: ignore[arg-type]
+    ),
+    "`dist_text_features` must be a tensor; got NoneType. Convert it with torch.as_tensor.": lambda: DistillClipLoss()(
+        _x(3, 4),
+        _x(3, 4),
+        1.0,
+        _x(3, 5),
+        None,
+        1.0,  # type: ignore[arg-type]
+    ),
+    "`weight` must be from 0 to 1; got 'half'. 0.5 weighs teacher and labels alike.": lambda: DistillClipLoss(
+        weight="half"  # type: ignore[arg-type]
+    ),
+    "`margin` must be a finite number; got nan. 0.0 is the paper's.": lambda: GISTLoss(margin=float("nan")),
+    "`margin` must be a finite number; got None. 0.0 is the paper's.": lambda: GISTLoss(
+        margin=None  # type: ignore[arg-type]
+    ),
+    "`sigma` must be positive; got inf. The paper has 0.5.": lambda: DCLLoss(sigma=float("inf")),
+    "`hardness_strength` must be at least 0; got '5'. 5 to 9 is usual.": lambda: InfoNCELoss(
+        hardness_mode="all_negatives",
+        hardness_strength="5",  # type: ignore[arg-type]
+    ),
+    "`guide_negatives` must have the same feature size as `guide_key`; got 5 and 6. Project one side first.": lambda: (
+        GISTLoss()(
+            _x(3, 4),
+            _x(3, 4),
+            1.0,
+            guide_query=_x(3, 5),
+            guide_key=_x(3, 5),
+            negatives=_x(2, 4),
+            guide_negatives=_x(2, 6),
+        )
+    ),
+    "`guide_key` must have as many rows as `key`; got 5 and 4. One row for each, and for each of the `negatives`.": (
+        lambda: GISTLoss()(
+            _x(3, 4),
+            _x(3, 4),
+            1.0,
+            guide_query=_x(3, 5),
+            guide_key=_x(3, 5),
+            negatives=_x(2, 4),
+            guide_negatives=_x(1, 5),
+        )
+    ),
+    "`guide_q` must have as many rows as `q`; got 3 and 2. One row for each, and for each of the `negatives`.": (
+        lambda: contrast(
+            _x(3, 4), _x(3, 4), scale=1.0, loss=Guided(), guide_q=_x(2, 5), guide_k=_x(3, 5), scorer=Bilinear(4, 4)
+        )
     ),
     "`kind` must be one of kl, margin_mse; got 'mse'. Leave it out for the divergence.": lambda: ScoreDistillLoss(
         kind="mse"  # type: ignore[arg-type]

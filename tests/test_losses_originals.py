@@ -76,10 +76,11 @@ def test_decoupled_losses_of_lightly(sigma: float | None) -> None:
     _equal((ours[0] + ours[1]) / 2, theirs(a, b), leaves)
 
 
+@pytest.mark.parametrize("contrast_positives", [False, True])
 @pytest.mark.parametrize("contrast_anchors", [False, True])
 @pytest.mark.parametrize("strategy", ["absolute", "relative"])
-def test_guided_loss_of_sentence_transformers(strategy: Any, contrast_anchors: bool) -> None:
-    """Theirs normalises; the anchors are further keys. Pairs of positives are rows of their own, which ours has not."""
+def test_guided_loss_of_sentence_transformers(strategy: Any, contrast_anchors: bool, contrast_positives: bool) -> None:
+    """Theirs normalises."""
     losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
     leaves = _leaves(*[(N, D)] * (2 + H))
     guide = unit(N, 5, seed=11)
@@ -89,14 +90,13 @@ def test_guided_loss_of_sentence_transformers(strategy: Any, contrast_anchors: b
     torch.nn.Module.__init__(theirs)
     theirs.temperature, theirs.mini_batch_size, theirs.show_progress_bar = 0.05, 5, False
     theirs.margin, theirs.margin_strategy, theirs.gather_across_devices = 0.1, strategy, False
-    theirs.contrast_anchors, theirs.contrast_positives = contrast_anchors, False
+    theirs.contrast_anchors, theirs.contrast_positives = contrast_anchors, contrast_positives
     theirs.similarity_fct = torch.nn.CosineSimilarity(dim=-1)
     theirs.cross_entropy_loss = torch.nn.CrossEntropyLoss()
     anchor, positive, *negatives = [F.normalize(x, dim=-1) for x in leaves]
     guide_anchor, guide_positive, *guide_negatives = guides
-    if contrast_anchors:
-        negatives, guide_negatives = [anchor, *negatives], [guide_anchor, *guide_negatives]
-    loss = GISTLoss(margin=0.1, margin_strategy=strategy)(
+    pairs = {"contrast_anchors": contrast_anchors, "contrast_positives": contrast_positives}
+    loss = GISTLoss(margin=0.1, margin_strategy=strategy, **pairs)(
         anchor, positive, 20.0, negatives=torch.cat(negatives), guide_query=guide_anchor, guide_key=guide_positive,
         guide_negatives=torch.cat(guide_negatives),
     )  # fmt: skip

@@ -101,6 +101,13 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`ids` must be integers of shape [1], one for each key; got list. Or leave them out.": lambda: KeyQueue(4, D).push(
         torch.ones(1, D), [7]
     ),  # type: ignore[arg-type]
+    "`ids` must be integers of shape [1], one for each key; got shape [1], torch.complex64. Or leave them out.": (
+        lambda: KeyQueue(4, D).push(torch.ones(1, D), torch.ones(1, dtype=torch.complex64))
+    ),
+    "`key` must be floating point; got torch.int64. Convert it with .float().": lambda: KeyQueue(4, D).push(
+        torch.ones(1, D).long()
+    ),
+    "`dtype` must be floating point; got torch.int64. Keys are features.": lambda: KeyQueue(4, D, dtype=torch.int64),
 }
 
 

@@ -17,9 +17,10 @@ from contrastile.models.compiled import compile_tower, uncompile_tower
 from contrastile.models.text import train_tokenizer
 from contrastile.models.towers import build_model
 from contrastile.train.batch_builder import open_data_bundle
-from contrastile.train.image_text import activations_per_pair
+from contrastile.train.image_text import ImageText
 from contrastile.train.loop import run_recipe
 from contrastile.train.run import build_run
+from contrastile.train.state import TrainResult
 
 
 @pytest.fixture(autouse=True)
@@ -152,10 +153,10 @@ def test_patches_are_embedded_by_a_product_in_training(monkeypatch, bias):
 def test_measuring_activations_does_not_change_batch_statistics(tmp_path):
     image = "{kind='transformers', config={model_type='resnet', embedding_size=8, hidden_sizes=[8], depths=[1]}}"
     recipe = tiny_recipe(tmp_path, f"model.image={image}")
-    materials = open_data_bundle(recipe)
-    run = build_run(recipe, materials.tokenizer)
+    job = ImageText.open(recipe)
+    run = job.run
     run.model.train()
     before = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
     assert any("running_mean" in name for name in before)
-    assert activations_per_pair(run, materials) > 0
+    assert job.metadata(TrainResult())["memory"]["per_example"] > 0
     assert all(torch.equal(buffer, before[name]) for name, buffer in run.model.named_buffers())

@@ -31,8 +31,8 @@ from contrastile.train.memory import Weighed
 from contrastile.train.optim import build_optimizer, state_bytes
 from contrastile.train.planned import planned_memory
 from contrastile.train.recipe import load_recipe
-from contrastile.train.report.figures import memory_bars
-from contrastile.train.report.page import _memory_figure
+from contrastile.train.report.figures import StepColumns, memory_bars
+from contrastile.train.report.page import IMAGE_TEXT, _figures
 
 CPU = torch.device("cpu")
 WIDTH, D, SUB_BATCH = 96, 32, 16
@@ -336,7 +336,8 @@ def test_the_report_shows_the_plan_beside_the_measured_peak() -> None:
     assert svg.startswith("<svg")
     assert all(f">{word}<" in svg for word in ("planned", "measured", "graphs", "weights"))
     # earlier versions wrote no plan, and on a CPU there is none
-    assert [*_memory_figure({"peak_bytes": 1}), *_memory_figure({"planned_memory": None, "peak_bytes": 1})] == []
+    for plan in ({}, {"planned_memory": None}):
+        assert _figures(StepColumns([]), {"peak_bytes": 1, **plan}, IMAGE_TEXT) == []
 
 
 def test_a_plan_that_fails_costs_a_finished_run_nothing(caplog: Any) -> None:

@@ -70,7 +70,8 @@ def _joined(*parts: Tensor | None) -> Tensor | None:
     return whole.requires_grad_(parts[0].requires_grad)
 
 
-# every scorer and loss on three ranks, one of them without rows, and a few of them on other numbers of ranks
+# every scorer, loss and exchange on three ranks, one of them without rows; a few on other numbers of ranks, each with
+# an exchange of its own
 FEW = [("clip_ids_weights_smoothing", "projected"), ("info_nce", "mlp"), ("siglip", "mlp")]
 MANY = [
     *(("clip_ids_weights_smoothing", kind) for kind in KINDS if kind != "projected"),
@@ -80,13 +81,12 @@ MANY = [
 ]
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize(
-    ("name", "kind", "W", "gradient"),
+    ("name", "kind", "W", "exchange", "gradient"),
     [
-        *((*which, 3, "mean") for which in MANY),
-        *((*which, W, "mean") for which in FEW for W in SHARES),
-        *((*which, 3, "sum") for which in FEW),
+        *((*which, 3, exchange, "mean") for which in (*MANY, *FEW) for exchange in EXCHANGES),
+        *((*which, W, exchange, "mean") for which, exchange in zip(FEW, EXCHANGES, strict=True) for W in (1, 2, 4)),
+        *((*which, 3, exchange, "sum") for which, exchange in zip(FEW, EXCHANGES, strict=True)),
     ],
 )
 def test_as_one_process(pool: Pool, name: str, kind: str, W: int, exchange: str, gradient: str) -> None:

@@ -1,6 +1,6 @@
-"""Every tile kernel compiles for every chip, ahead of time and without one, and fits its shared memory.
+"""Every kernel compiles ahead of time, without a chip, and fits its shared memory; `make test-kernels`: on every chip.
 
-Compiled in a process of its own: in this one kernels are interpreted. Run as a program, this file compiles all
+Compiled in a process of its own: in this one kernels are interpreted. Run as a program, this file compiles the
 kernels for each capability that it reads, and prints what each takes.
 """
 
@@ -37,13 +37,16 @@ TAUGHT = "teacher"
 BUSY = ("totals plain", "gradient plain", "totals sigmoid", "gradient sigmoid")
 # the same where they are compiled
 GUIDED = ("totals teacher", "gradient teacher", "totals mask", "gradient mask")
-# capabilities for which the kernels without products are compiled too
-COMPLETE = (80, 90)
-# capabilities for which kernels with a guide are compiled; `make test-kernels` compiles all of them, a minute more
+# every kernel and option on every chip, for `make test-kernels`
 EVERY = "CONTRASTILE_EVERY_KERNEL" in os.environ
+# capabilities compiled for: the oldest, the main one and the newest have all ways to load a tile
+CHIPS = tuple(SHARED) if EVERY else (80, 90, 120)
+# capabilities for which the kernels without products are compiled, which are the same code on all
+COMPLETE = (80, 90) if EVERY else (80,)
+# capabilities for which kernels with a guide are compiled
 GUIDED_ON = (80, 90, 100) if EVERY else (90,)
-# capability whose shapes and instructions are those of another, 86
-ALIKE = (89,)
+# capabilities for which the busy kernels alone are compiled; shapes and instructions of 89 are those of 86
+BUSY_ON = (89,) if EVERY else (120,)
 # of late interaction: the tiling of a chip with wide products, and a small one of the same code on others
 LATE = {"BM": 256, "BN": 64, "BD": 128, "SLOT": 32, "CHUNK": 2048, "GROUP": 64}
 LATE_SMALL = {"BM": 64, "BN": 32, "BD": 32, "SLOT": 8, "CHUNK": 256, "GROUP": 32}
@@ -74,15 +77,17 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int
 
 
 @pytest.mark.unpoisoned
-@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("capability", CHIPS)
 def test_every_kernel_compiles_and_fits(capability: int, compiled: Callable[[int], dict[str, int]]) -> None:
     taken = compiled(capability)
     names = {name.split()[0] for name in taken}
+    late = {"sweep", "query_gradients", "document_gradients"}
     if capability in COMPLETE:
         # gradients of late interaction are the same code on every chip
         known = {kernel.fn.__name__ for kernel in _kernels()}
-        assert known - names <= ({"query_gradients", "document_gradients"} if capability == 80 else set())
-    assert names >= ({"totals", "gradient"} if capability in ALIKE else set(TILE_KERNELS))
+        assert known - names <= (late - {"sweep"} if capability == 80 else set())
+    assert names >= ({"totals", "gradient"} if capability in BUSY_ON else {*TILE_KERNELS})
+    assert names >= late or capability != 90
     assert max(taken.values()) <= SHARED[capability]
     for name in (*BUSY, *(name for name in GUIDED if name in taken)):
         programs = _shape(capability, taught=name.endswith(TAUGHT)).programs
@@ -131,7 +136,7 @@ def _kernels() -> list[Any]:
 def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
     """The kernels, and the options that each is compiled with.
 
-    All options on one chip, all tile kernels on every one; those without products are the same on two.
+    Every kernel and every option comes on one chip at least; EVERY: all options on one, all tile kernels on every one.
     """
     from contrastile.tiles.triton.masks import UNROLLED
 
@@ -153,22 +158,26 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
                 if "PRODUCTS" in kernel.arg_names:
                     yield kernel, f"{name} six products", plain | EVERYTHING | SIX | {"ROWS": 64, "BLOCK": 32}
             continue
-        if f"{name} plain" not in BUSY and capability in ALIKE:
+        busy = f"{name} plain" in BUSY
+        if not busy and capability in BUSY_ON:
             continue
-        yield kernel, f"{name} plain", plain
-        if f"{name} sigmoid" in BUSY:
+        # elsewhere these come with labels, or with six products
+        if busy or EVERY or (name, capability) == ("maxima", 90):
+            yield kernel, f"{name} plain", plain
+        if busy:
             yield kernel, f"{name} sigmoid", plain | sigmoid
-        if capability in GUIDED_ON and (EVERY or f"{name} plain" in BUSY):
+        if capability in GUIDED_ON and (EVERY or busy):
             yield kernel, f"{name} {TAUGHT}", plain | teacher
             if EVERY:
                 yield kernel, f"{name} mask", plain | {"GUIDE": 1, "GUIDE_PRODUCTS": 1, "COLUMNS": False}
                 weighed = {"LABELS": True, "WEIGHED": True, "DIAGONAL": False}
-                yield kernel, f"{name} weighed", plain | (sigmoid if f"{name} plain" in BUSY else {}) | weighed
-        if capability == 90:
+                yield kernel, f"{name} weighed", plain | (sigmoid if busy else {}) | weighed
+        if capability == 90 and (EVERY or name != "maxima"):
             yield kernel, f"{name} six products, ids, smooth, several positives", plain | SIX | several
-            if name == "gradient":
+            if EVERY and name == "gradient":
                 yield kernel, f"{name} six products, sigmoid", plain | SIX | sigmoid
-            if f"{name} plain" in BUSY:
+        if capability == (90 if EVERY else 80):
+            if busy:
                 yield kernel, f"{name} one positive", plain | {"DIAGONAL": False, "POSITIVES": 1, "FLATTEN": True}
             else:
                 labels = {"DIAGONAL": False, "LABELS": True, "SELF": True, "COLUMNS": False, "INSIDE": True}

@@ -43,8 +43,8 @@ pytestmark = [
 SYMMETRIC = Softmax(symmetric=True)
 EPILOGUE = epilogue_for(SYMMETRIC)
 SHAPE = shape_for(DEVICE) if torch.cuda.is_available() or not COMPILED else SHAPE_INTERPRETED
-# three rows of tiles, the last one short
-N, D = 2 * SHAPE.rows + 6, 40
+# rows of tiles, the last one short: three; two where every tile takes long
+N, D = (2 if COMPILED else 1) * SHAPE.rows + 6, 40
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if COMPILED else [])]
 
 
@@ -237,7 +237,7 @@ def test_features_with_dense_columns_give_the_same_result(reduction: Reduction) 
 
 def test_shards_of_columns_merge_into_the_whole() -> None:
     tiles, (rows, cols) = _tiles(), _pair(_unit(N), _unit(N))
-    shards = [cols.narrow(0, 41), cols.narrow(41, N)]
+    shards = [cols.narrow(0, 21), cols.narrow(21, N)]
     (one, left), (other, right) = (tiles.forward(rows, shard) for shard in shards)
     assert left is not None
     assert right is not None
@@ -326,7 +326,8 @@ def _constants(factor: float, shift: float) -> Tensor:
 def test_integers_are_summed_exactly(masks: Masks) -> None:
     q, k = (torch.randint(-1, 2, (n, D)).half() for n in (N, 45))
     # factor 1, no shift: every term is a power of two, every sum a number of at most 24 bits
-    row_part, col_part = torch.empty(1, plan.tiles_of(45, SHAPE.cols), N), torch.empty(1, 3, 45)
+    row_part = torch.empty(1, plan.tiles_of(45, SHAPE.cols), N)
+    col_part = torch.empty(1, plan.tiles_of(N, SHAPE.rows), 45)
     launch.sums(_as_pair(q, k, masks), _constants(1.0, 6.0), [row_part, col_part], EPILOGUE)
     exact = torch.exp2(q.double() @ k.double().T - 6)
     for offset in (masks.diagonal, masks.self_diagonal):
@@ -407,7 +408,7 @@ def test_confident_models_keep_their_digits(gap: float) -> None:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_features_that_are_not_finite_give_nan(value: float) -> None:
     q, k = _unit(N), _unit(N)
-    k[60, 3] = value
+    k[N - 10, 3] = value
     assert contrast(q, k, scale=10.0, backend="triton").isnan()
 
 
@@ -503,9 +504,15 @@ def _against_float64(q: Tensor, k: Tensor, scale: float, **given: Any) -> None:
         assert distance(found, true) <= max(2 * distance(plain, true), least), index
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("scale", [20.0, 1000.0])
-@pytest.mark.parametrize("loss", [Decoupled(), Decoupled(symmetric=True), Decoupled(exclude_self=True)], ids=repr)
+@pytest.mark.parametrize(
+    ("loss", "scale", "reduction"),
+    [
+        *((loss, 1000.0, "mean") for loss in (Decoupled(), Decoupled(symmetric=True), Decoupled(exclude_self=True))),
+        (Decoupled(), 20.0, "mean"),
+        (Decoupled(symmetric=True), 20.0, "none"),
+    ],
+    ids=str,
+)
 def test_decoupled_positives_by_label_are_exact(loss: Decoupled, scale: float, reduction: Reduction) -> None:
     n, m = N, N if loss.exclude_self or loss.symmetric else N + SHAPE.cols
     labels = {"query_labels": torch.arange(n) % 7, "key_labels": torch.arange(m) % 9}
@@ -523,8 +530,8 @@ def test_a_row_whose_only_keys_are_positives_has_no_decoupled_loss(symmetric: bo
     _against_float64(q, k, scale=20.0, loss=loss, **ids)
     nobody = {name: torch.zeros(N, dtype=torch.int64) for name in ids}
     lone = contrast(q.requires_grad_(), k, scale=20.0, loss=loss, backend="triton", **nobody)
-    assert lone.isnan()
-    assert contrast(q, k, scale=20.0, loss=loss, backend="eager", **nobody).isnan()
+    assert lone == 0
+    assert contrast(q, k, scale=20.0, loss=loss, backend="eager", **nobody) == 0
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 1), (1, 77), (33, 2)])
@@ -533,11 +540,10 @@ def test_decoupled_losses_of_few_rows_or_keys(shape: tuple[int, int]) -> None:
     how = {"scale": 10.0, "loss": Decoupled(), "positives": torch.arange(n) % m}
     q, k = _unit(n, torch.float32).requires_grad_(), _unit(m, torch.float32)
     found, truth = (contrast(q, k, backend=backend, **how) for backend in ("triton", "eager"))
-    assert found.isnan() == truth.isnan() == (m == 1)
-    if m > 1:
-        gradients = [torch.autograd.grad(loss, q)[0] for loss in (found, truth)]
-        assert distance(found.detach(), truth.detach()) <= 1e-6
-        assert distance(*gradients) <= 1e-6
+    gradients = [torch.autograd.grad(loss, q)[0] for loss in (found, truth)]
+    assert distance(found.detach(), truth.detach()) <= 1e-6
+    assert distance(*gradients) <= 1e-6
+    assert m > 1 or found == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

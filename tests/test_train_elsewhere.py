@@ -101,8 +101,9 @@ def test_the_measures_are_those_of_the_features(finished):
     """Class by class and picture by picture, in float64, with the templates put in by hand."""
     recipe, outcome = finished
     run = load(outcome.folder, device="cpu")
-    test = open_test(recipe.evaluate.zero_shot[0])
-    pictures = torch.from_numpy(np.stack([decode(Path(path), (1, 16, 16)) for path in test.folder.paths]))
+    test = recipe.evaluate.zero_shot[0]
+    paths = evaluation.open_class_folder(test.folder, classes=test.classes, mapping=test.mapping).paths
+    pictures = torch.from_numpy(np.stack([decode(Path(path), (1, 16, 16)) for path in paths]))
     image = run.encode_image(pictures).double()
     texts = [run.encode_text([name, f"{name} left"]).double().mean(dim=0) for name in NAMES.values()]
     scores = (image @ torch.nn.functional.normalize(torch.stack(texts), dim=-1).T).float()
@@ -296,8 +297,9 @@ def test_equal_captions_are_one_answer_and_one_query(tmp_path):
 def test_classes_with_equal_features_are_logged(finished, tmp_path, caplog):
     run = load(finished[1].folder, device="cpu")
     (tmp_path / "names.json").write_text(json.dumps({**NAMES, "n00000001": "letter A", "n00000004": "letter A"}))
-    settings = ZeroShotSettings(folder=finished[0].evaluate.zero_shot[0].folder, classes=str(tmp_path / "names.json"))
-    (row,) = evaluation.ZeroShot("x", open_test(settings).folder, ["{}"]).measure(run)
+    folder = finished[0].evaluate.zero_shot[0].folder
+    folder = evaluation.open_class_folder(folder, classes=str(tmp_path / "names.json"))
+    (row,) = evaluation.zero_shot("x", folder, ["{}"], run)
     assert "x: 2 classes have the very features of others: names that are equal, or cut at 4 tokens" in caplog.text
     # ties count against the model
     assert row["metrics"]["x-zeroshot-val-mean-per-class-recall"] <= 5 / 8

@@ -24,15 +24,14 @@ from contrastile.train.folder import RunFolder
 from contrastile.train.image_text import ImageText
 from contrastile.train.log import Metrics, read_metrics
 from contrastile.train.loop import run_recipe, step
-from contrastile.train.metadata import TrainResult
 from contrastile.train.optim import build_optimizer
 from contrastile.train.ranks import ALONE
 from contrastile.train.recipe import load_recipe
 from contrastile.train.report import figures
+from contrastile.train.report.figures import StepColumns
 from contrastile.train.report.page import IMAGE_TEXT, _figures, memory_saved, table_text, write_report
-from contrastile.train.report.steps import StepColumns
 from contrastile.train.run import settled
-from contrastile.train.state import Progress
+from contrastile.train.state import Progress, TrainResult
 
 
 @pytest.fixture(scope="module")
@@ -359,7 +358,7 @@ def test_a_failure_that_destroys_the_weights_leaves_those_of_the_folder(finished
     with interrupted(3):
         folder = run_recipe(recipe, tmp_path).folder
     before = weights(folder)
-    monkeypatch.setattr(loop, "weight_norm", destroyed)
+    monkeypatch.setattr(loop.optim, "weight_norm", destroyed)
     with pytest.raises(FloatingPointError, match="the newest checkpoint has the last finite ones"):
         run_recipe(recipe, tmp_path, resume=True)
     assert all(torch.equal(value, before[name]) for name, value in weights(folder).items())
@@ -563,7 +562,7 @@ def test_a_constant_scale_has_no_figure(finished):
     lines = [line for line in read_metrics(finished[1].folder / "metrics.jsonl") if line["kind"] == "step"]
     for scale, count in ((20.0, 4), (None, 5)):
         changed = [{**line, "scale": scale or line["scale"]} for line in lines]
-        assert len(_figures(StepColumns(changed), "siglip", IMAGE_TEXT)) == count
+        assert len(_figures(StepColumns(changed), {"loss": "siglip"}, IMAGE_TEXT)) == count
 
 
 def test_few_queries_or_choices_are_named_below_the_table():

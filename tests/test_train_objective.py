@@ -23,7 +23,7 @@ import contrastile
 from contrastile.data.files import checksum
 from contrastile.losses.reference import dense_decoupled, dense_distilled, dense_sigmoid, dense_softmax
 from contrastile.scorers import MaxSim
-from contrastile.train import teacher as teacher_module
+from contrastile.train import objective as teacher_module
 from contrastile.train.log import read_metrics
 from contrastile.train.loop import run_recipe
 from contrastile.train.objective import PairObjective, QueryObjective

@@ -18,6 +18,7 @@ from contrastile.train import loop
 from contrastile.train.batch_builder import FeatureTable
 from contrastile.train.image_text import ImageText
 from contrastile.train.loop import run_recipe
+from contrastile.train.state import TrainResult
 
 LOCKED = ("model.locked=['image']", "data.augment=false", "train.examples=160", "evaluate.every=1.0")
 ONCE = "model.precompute=true"
@@ -123,7 +124,7 @@ def test_pairs_whose_picture_cannot_be_read_are_left_out_and_counted(few, tmp_pa
     assert write_again == source
     words += [f"data.source='{source}'", "data.max_bad_fraction=0.2"]
     job = ImageText.open(tiny_recipe(tmp_path, *words))
-    told = json.loads(json.dumps(job.metadata_so_far(contrastile.train.metadata.TrainResult())))
+    told = json.loads(json.dumps(job.metadata_so_far(TrainResult())))
     assert told["skipped"] == {"broken picture": 2}
     stream, rows = job.stream, job.rows - len(job.bundle.pairs)
     titles = stream.captions(rows.tolist())

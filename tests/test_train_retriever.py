@@ -21,10 +21,9 @@ from contrastile.train.loop import evaluate_run, run_recipe, step
 from contrastile.train.optim import build_optimizer
 from contrastile.train.recipe import RecipeError, load_any_recipe, load_recipe
 from contrastile.train.report.page import table
-from contrastile.train.report.questions import WORDING, question_samples
 from contrastile.train.retriever.batches import SampledQuery, TextBatchBuilder
-from contrastile.train.retriever.evaluation import Rankings, evaluate
-from contrastile.train.retriever.job import RetrieverJob, retriever_loss
+from contrastile.train.retriever.evaluation import WORDING, Rankings, evaluate, question_samples
+from contrastile.train.retriever.job import RetrieverJob
 from contrastile.train.retriever.run import TokenStore, open_text_materials, training_texts
 from contrastile.train.run import settled
 
@@ -293,7 +292,7 @@ def test_the_loss_is_the_dense_formula(tmp_path):
     materials, run, feed = made(recipe)
     run.model.double()
     batch = feed.batch(feed.sample(torch.from_numpy(materials.texts.splits["train"][:24]), 1))
-    got = retriever_loss(run, InfoNCELoss(), batch)
+    got = RetrieverJob(run, materials).loss(batch)
     queries, passages = run.model.encode_query(**batch.queries), run.model.encode_passage(**batch.passages)
     expected = []
     for cut in (16, 4, 8):
@@ -345,7 +344,7 @@ def test_the_cached_gradients_are_the_plain_ones_with_dropout_on(tmp_path, encod
     expected = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
     model.zero_grad()
     torch.manual_seed(5)
-    value = retriever_loss(run, InfoNCELoss(), batch)
+    value = RetrieverJob(run, materials).loss(batch)
     value.backward()
     assert len(batch.queries["input_ids"]) > 2 * sub_batch.query
     assert value.item() == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
@@ -359,7 +358,7 @@ def test_the_cached_gradients_are_the_plain_ones_with_dropout_on(tmp_path, encod
     assert seen >= 4
     # the dropout was real: another seed gives another loss
     torch.manual_seed(6)
-    assert retriever_loss(run, InfoNCELoss(), batch).item() != value.item()
+    assert RetrieverJob(run, materials).loss(batch).item() != value.item()
 
 
 def test_accumulated_parts_have_their_own_negatives(tmp_path):
@@ -367,8 +366,8 @@ def test_accumulated_parts_have_their_own_negatives(tmp_path):
     materials, run, feed = made(recipe)
     drawn = feed.sample(torch.from_numpy(materials.texts.splits["train"][:12]), 1)
     parts = feed.parts(drawn, 3)
-    expected = sum(retriever_loss(run, InfoNCELoss(), part).item() for part in parts) / 3
-    together = retriever_loss(run, InfoNCELoss(), feed.batch(drawn)).item()
+    expected = sum(RetrieverJob(run, materials).loss(part).item() for part in parts) / 3
+    together = RetrieverJob(run, materials).loss(feed.batch(drawn)).item()
     said, _ = step(RetrieverJob(run, materials), build_optimizer(run.model, recipe.optim), parts)
     assert [len(part) for part in parts] == [4, 4, 4]
     assert said == pytest.approx(expected, rel=1e-5)

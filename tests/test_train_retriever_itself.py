@@ -16,11 +16,10 @@ from contrastile.data.registry import open_texts
 from contrastile.evaluate.ranking import read_judgements, read_run
 from contrastile.experiments.retriever_memory import BM25_LABELS, RetrieverMemory
 from contrastile.experiments.sweep import Trial
-from contrastile.modules import InfoNCELoss
 from contrastile.train.loop import run_recipe
 from contrastile.train.ranks import Ranks
 from contrastile.train.retriever.evaluation import probe
-from contrastile.train.retriever.job import RetrieverJob, retriever_loss
+from contrastile.train.retriever.job import RetrieverJob
 from contrastile.train.retriever.run import open_text_materials
 
 ANIMALS = ["fox", "cat", "owl", "bee", "eel", "ant", "cow", "dog", "elk", "hen", "jay", "koi"]
@@ -131,7 +130,7 @@ def test_a_question_is_no_negative_of_itself_in_a_batch(tmp_path, size):
         itself = batch.query_ids[:, None] == batch.key_ids
         assert itself.sum() == 7
         expected = F.cross_entropy(logits.masked_fill(itself, float("-inf")), batch.positives[:, 0])
-        assert retriever_loss(run, InfoNCELoss(), batch).item() == pytest.approx(expected.item(), rel=1e-5)
+        assert job.loss(batch).item() == pytest.approx(expected.item(), rel=1e-5)
         assert abs(F.cross_entropy(logits, batch.positives[:, 0]).item() - expected.item()) > 0.1
 
 

@@ -47,22 +47,20 @@ SAVED = ("train.examples=160", "save.steps=4", END, "optim.ema=0.9")
 @pytest.mark.parametrize(
     ("W", "overrides"),
     [
-        (2, ("train.examples=96", "optim.ema=0.9")),
         # parts of each batch, the last batch a single pair: two ranks have nothing of it
-        (3, ("train.batch=23", "train.examples=47", "train.accumulate=2")),
+        (3, ("train.batch=23", "train.examples=47", "train.accumulate=2", "optim.ema=0.9")),
         (
             2,
             (
                 "loss.kind=siglip",
                 "loss.exchange=ring",
                 "loss.gradient=sum",
+                "optim.kind=muon",
                 "train.examples=64",
                 "train.retain=auto",
-                END,
             ),
         ),
         (3, ("optim.kind=adafactor", "train.examples=64")),
-        (2, ("optim.kind=muon", "train.examples=64")),
         # a tower that does not train, and one whose layers are computed again in the backward
         (
             2,
@@ -72,7 +70,6 @@ SAVED = ("train.examples=160", "save.steps=4", END, "optim.ema=0.9")
                 STILL,
                 "train.batch=16",
                 "train.examples=48",
-                END,
             ),
         ),
     ],
@@ -122,7 +119,7 @@ def test_a_retriever_with_adapters_and_fp16_trains(tmp_path: Path) -> None:
 def test_a_stopped_run_resumes_bit_identically_on_as_many_ranks(tmp_path: Path, kind: str) -> None:
     # layers that are gathered one at a time, with dropout, and a state of the optimizer that is factored
     towers = {"adamw": LAYERS, "adafactor": "train.sub_batch=8"}
-    overrides = (*SAVED, SHARD, "train.examples=80", "train.batch=16", f"optim.kind={kind}", towers[kind])
+    overrides = (*SAVED, SHARD, "train.examples=64", "train.batch=16", f"optim.kind={kind}", towers[kind])
     whole = _trained(tmp_path, 2, *overrides).rename(tmp_path / "whole")
     words = _words(tmp_path, *overrides)
     with Launched(2, tmp_path, _late_signal, words, signal.SIGTERM) as launched:
@@ -140,7 +137,7 @@ def test_a_stopped_run_resumes_bit_identically_on_as_many_ranks(tmp_path: Path, 
 
 
 def test_a_sharded_run_resumes_on_other_ranks_and_unsharded(tmp_path: Path) -> None:
-    overrides = ("optim.kind=muon", "train.examples=160", "save.steps=2", "evaluate.every=1.0", "optim.ema=0.9")
+    overrides = ("optim.kind=muon", "train.examples=128", "save.steps=2", "evaluate.every=1.0", "optim.ema=0.9")
     (tmp_path / "alone").mkdir()
     alone = run_recipe(tiny_recipe(tmp_path / "alone", *overrides), tmp_path / "alone" / "runs").folder
     words, folder = _words(tmp_path, *overrides), tmp_path / "runs" / "tiny"
@@ -230,7 +227,6 @@ def _errs(rank: int, words: list[str], who: tuple[int, ...], when: tuple[str, in
     ("when", "kind"),
     [
         (("probe", 1), ValueError),
-        (("probe", 1), FloatingPointError),
         (("replay", 2), torch.OutOfMemoryError),
         (("backward", 2), FloatingPointError),
         (("end", 1), ValueError),
@@ -239,7 +235,7 @@ def _errs(rank: int, words: list[str], who: tuple[int, ...], when: tuple[str, in
 def test_an_error_of_one_rank_ends_all_with_its_message(
     tmp_path: Path, when: tuple[str, int], kind: type[Exception]
 ) -> None:
-    words = _words(tmp_path, SHARD, "train.sub_batch=2", "evaluate.every=1.0")
+    words = _words(tmp_path, SHARD, "train.sub_batch=2", "train.examples=64", "evaluate.every=1.0")
     with Launched(3, tmp_path, _errs, words, (1,), when, kind) as launched:
         assert launched.codes() == [1, 2 if kind is ValueError else 1, 1]
         sentence = (
@@ -370,7 +366,8 @@ def _measured(rank: int, words: list[str], folder: Path) -> int:
 
 
 def test_a_rank_holds_a_part_of_weights_moments_and_ema(tmp_path: Path) -> None:
-    with Launched(2, tmp_path, _measured, _words(tmp_path, *SAVED, SHARD), tmp_path) as launched:
+    words = _words(tmp_path, *SAVED, SHARD, "train.examples=32")
+    with Launched(2, tmp_path, _measured, words, tmp_path) as launched:
         assert launched.codes() == [0, 0]
     parts = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     entire = parts[0][-1]

@@ -11,7 +11,7 @@ from contrastile.data import sources
 from contrastile.models import small
 from contrastile.models.text import train_tokenizer
 from contrastile.train import image_text
-from contrastile.train.config import base, sizes
+from contrastile.train.config import base, towers
 from contrastile.train.image_text import ImageText
 from contrastile.train.recipe import RecipeError, load_any_recipe
 from contrastile.train.retriever import job
@@ -91,7 +91,7 @@ TOO_LARGE = {
 
 @pytest.mark.parametrize("mistake", TOO_LARGE)
 def test_a_model_larger_than_memory_is_one_line(tmp_path, monkeypatch, mistake):
-    monkeypatch.setattr(sizes, "host_memory", lambda: 8 * 2**30 - 1)
+    monkeypatch.setattr(towers, "host_memory", lambda: 8 * 2**30 - 1)
     text, key, got = TOO_LARGE[mistake]
     (tmp_path / "x.toml").write_text(text + "\n")
     with pytest.raises(RecipeError) as caught:
@@ -108,8 +108,8 @@ def test_the_estimate_of_weights_matches_the_towers():
         "words": small.WordsTower(vocabulary=8, length=2, width=96),
         "bag": small.BagTower(vocabulary=8, width=96),
     }
-    assert made.keys() == sizes.GROWTH.keys()
-    for kind, (squares, outputs) in sizes.GROWTH.items():
+    assert made.keys() == towers.GROWTH.keys()
+    for kind, (squares, outputs) in towers.GROWTH.items():
         assert squares * 96**2 <= sum(x.numel() for x in made[kind].parameters()) <= 1.1 * squares * 96**2
         assert made[kind].features == outputs * 96
 

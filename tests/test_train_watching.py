@@ -13,13 +13,13 @@ from test_train_resume import Killed
 from tiny_runs import interrupted, left, same_run, tiny_recipe
 from torch import nn
 
-from contrastile.train import loop, trackers
+from contrastile.train import loop
 from contrastile.train.folder import RunFolder
-from contrastile.train.log import Metrics, read_metrics
+from contrastile.train.log import Metrics, read_metrics, scalars
 from contrastile.train.loop import run_recipe
 from contrastile.train.recipe import RecipeError
-from contrastile.train.stopwatch import DeviceTimer, Stopwatch, shares_text
-from contrastile.train.trackers import scalars
+from contrastile.train.report import page as report_page
+from contrastile.train.state import DeviceTimer, Stopwatch, shares_text
 
 SHORT = ("train.examples=96", "train.batch=16", "save.steps=2")
 
@@ -336,7 +336,7 @@ def test_trackers_may_change_on_resume(plain, tmp_path, monkeypatch):
 
 @pytest.mark.drawn
 def test_the_report_is_written_while_the_run_trains(plain, tmp_path, monkeypatch):
-    monkeypatch.setattr(trackers, "MOST", float("inf"))
+    monkeypatch.setattr(report_page, "MOST", float("inf"))
     pages, real = [], loop.step
 
     def look(*arguments):
@@ -369,7 +369,7 @@ def test_the_report_of_a_stopped_run_has_curves_and_says_how_to_resume(plain, tm
     assert "64 seen" in page
     assert page.count("<svg") == 6
     # one that fails is told, and the run is resumed all the same
-    monkeypatch.setattr(trackers, "write_report", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(report_page, "write_report", lambda *_, **__: 1 / 0)
     with interrupted(at=1):
         run_recipe(recipe, tmp_path, resume=True)
     assert "the report failed, the run is kept: ZeroDivisionError('division by zero')" in caplog.messages
@@ -379,14 +379,14 @@ def test_the_report_of_a_stopped_run_has_curves_and_says_how_to_resume(plain, tm
 
 def test_live_reports_take_at_most_their_share_of_the_time(plain, tmp_path, monkeypatch):
     written, now = [], [100.0]
-    monkeypatch.setattr(trackers.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(report_page.time, "monotonic", lambda: now[0])
 
     def draw(*names, **words):
         written.append(now[0])
         now[0] += 1.0
 
-    monkeypatch.setattr(trackers, "write_report", draw)
-    heard = trackers.LiveReport(RunFolder(tmp_path), dict)
+    monkeypatch.setattr(report_page, "write_report", draw)
+    heard = report_page.LiveReport(RunFolder(tmp_path), dict)
     for _ in range(100):
         heard.log("probe", {})
         now[0] += 1.0
@@ -396,14 +396,14 @@ def test_live_reports_take_at_most_their_share_of_the_time(plain, tmp_path, monk
 
 
 def test_a_failing_report_does_not_end_the_run(plain, tmp_path, monkeypatch, caplog):
-    real = trackers.write_report
+    real = report_page.write_report
 
     def fail_while_training(*names, so_far=None, **words):
         if so_far is not None:
             raise OSError("the disk is full")
         return real(*names, **words)
 
-    monkeypatch.setattr(trackers, "write_report", fail_while_training)
+    monkeypatch.setattr(report_page, "write_report", fail_while_training)
     recipe, whole = plain
     folder = run_recipe(recipe, tmp_path).folder
     same_run(folder, whole)

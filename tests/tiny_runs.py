@@ -5,6 +5,7 @@ And what a run leaves behind, for tests that compare two.
 
 import signal
 import tarfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -100,7 +101,7 @@ def timed(seconds: Callable[[int], float]) -> Iterator[None]:
         return real(job, optimizer, parts, *others)
 
     with (
-        patch.object(state, "time", SimpleNamespace(monotonic=lambda: now[0])),
+        patch.object(state, "time", SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)),
         patch.object(loop, "step", step),
     ):
         yield

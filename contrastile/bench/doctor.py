@@ -65,7 +65,6 @@ def examine(*, ranks: int = 1, batch: int = 32_768, features: int = 512, recipe:
 
 
 def broken(values: Values) -> list[str]:
-    """Return one sentence per broken device."""
     return [f"{device['name']}: {device['broken']}" for device in values["devices"] if device["broken"] is not None]
 
 
@@ -102,13 +101,12 @@ def device_fault(device: torch.device) -> str | None:
 
 
 def _choices(device: torch.device, ranks: int, batch: int, features: int) -> Values:
-    """The choices of "auto" on a device."""
-    cases = [(name, loss, dtype) for name, loss in LOSSES.items() for dtype in DTYPES]
     return {
         "device": str(device),
         "backends": [
             {"loss": name, "dtype": str(dtype).removeprefix("torch."), **backend_choice(loss, dtype, device)}
-            for name, loss, dtype in cases
+            for name, loss in LOSSES.items()
+            for dtype in DTYPES
         ],
         "exchange": exchange_choice(ranks, batch, features, torch.float32, device),
         "workspace": workspace_on(device, None),
@@ -164,8 +162,7 @@ def _recipe_plan(recipe: Any, ranks: int) -> Values:
     if backend["takes"] == "auto":
         backend = backend_choice(loss, dtype, device)
     if exchange["takes"] == "auto":
-        features = costs[0].dimensions
-        exchange = exchange_choice(ranks, batch, features, dtype, device, keys=keys)
+        exchange = exchange_choice(ranks, batch, costs[0].dimensions, dtype, device, keys=keys)
     held = plan.step.held
     return {
         "name": recipe.name,
@@ -190,8 +187,6 @@ def _recipe_plan(recipe: Any, ranks: int) -> Values:
 
 
 def _side(side: Side) -> Values:
-    """The sub-batches of a side, and the bytes that their graphs keep."""
-    cost = side.cost
-    activations = cost.graph // cost.sub_batch
-    plan = {"name": cost.name, "examples": side.examples, "sub_batch": cost.sub_batch, "activations": activations}
-    return {**plan, "graph": activations * cost.sub_batch, "graphs": side.count}
+    activations, size = side.cost.graph // side.cost.sub_batch, side.cost.sub_batch
+    plan = {"name": side.cost.name, "examples": side.examples, "sub_batch": size, "activations": activations}
+    return {**plan, "graph": activations * size, "graphs": side.count}

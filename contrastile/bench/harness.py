@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from contrastile._dispatch import device_memory
 from contrastile._errors import invalid, written_to
 from contrastile.distributed import collectives, consistency
 from contrastile.train.memory import Weighed
-from contrastile.train.provenance import ORIGIN
+from contrastile.train.provenance import ORIGIN, signature
 from contrastile.train.ranks import Ranks
 
 Step = Callable[[], object]
@@ -234,6 +235,21 @@ class Machine:
         """Return all bytes of the device's memory."""
         return device_memory(self.device)
 
+    @contextmanager
+    def limited(self, limit: int) -> Iterator[None]:
+        """Let torch allocate `limit` bytes of a GPU."""
+        if self.device.type != "cuda":
+            yield
+            return
+        torch.cuda.empty_cache()
+        # a device without an index is refused; the index None is the current device
+        share, index = limit / torch.cuda.get_device_properties(self.device).total_memory, self.device.index
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share), index)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, index)
+
     def load(self) -> None:
         """Run products until the device is in its steady state."""
         end = time.perf_counter() + LOAD_SECONDS.get(self.device.type, 0.0)
@@ -343,6 +359,21 @@ class Report:
                 raise
             self.passed = self.passed and not judged
             self.note(f"{subject}: {sentence_of(error)}")
+
+
+@contextmanager
+def reporting(
+    path: Path | None, columns: Sequence[str], device: torch.device, *packages: str, world: World = ALONE
+) -> Iterator[Report]:
+    """Print device and versions; yield a report that prints lines and appends rows to a file, on the first rank."""
+    first = world.rank == 0
+    say = partial(print, flush=True) if first else lambda _: None
+    with results_file(path if first else None, columns) as write:
+        ranks = f"{world.size} ranks on " if world.size > 1 else ""
+        say("\n".join(filter(None, (ranks + signature(device, *packages), busy(device)))))
+        yield Report(say, write, world)
+    if path:
+        say(f"rows: {path}")
 
 
 def sentence_of(error: Exception) -> str:

@@ -261,15 +261,17 @@ class LossBench:
         The ratio of a row is that to the first resident loss.
         """
         machine, device = self.machine, self.machine.device
-        if device.type == "cuda":
-            total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
         self.head(host=True)
         first_rate = 0.0
         for case, name in product(cases, ("resident", "host")):
             one = _contrastile(case.loss, device, case.workspaces[0], name, device=device)
-            with float32_products(case.precision), self.report.failures(_subject(case, one), judged=name == "host"):
-                gate, memory, place = Gate(case, device), PeakMemory(device), device if name == "resident" else "cpu"
+            place = device if name == "resident" else "cpu"
+            with (
+                machine.limited(limit),
+                float32_products(case.precision),
+                self.report.failures(_subject(case, one), judged=name == "host"),
+            ):
+                gate, memory = Gate(case, device), PeakMemory(device)
                 distance = gate.distance(step(one.losses[case.loss], placed(gate.leaves, place)))
                 if self._rejected(case, one, gate.red(distance)):
                     continue

@@ -192,7 +192,7 @@ def run_step(arguments: argparse.Namespace) -> int:
         from contrastile.bench.figure import draw
 
         draw(Path(arguments.csv), Path(arguments.figure))
-        _say(f"figure: {arguments.figure}")
+        print(f"figure: {arguments.figure}")
     return 0 if report.passed else 1
 
 
@@ -238,16 +238,11 @@ def _reporting(
     arguments: argparse.Namespace, kind: str, columns: str, *packages: str
 ) -> Iterator[tuple[torch.device, Report]]:
     """Join the ranks; yield this rank's device, and a report whose lines and rows the first rank writes."""
-    from contrastile.bench.harness import COLUMNS, Report, busy, joined, results_file
-    from contrastile.train.provenance import signature
+    from contrastile.bench.harness import COLUMNS, joined, reporting
 
-    path = Path(arguments.csv) if arguments.csv and _is_first() else None
-    with joined(kind) as (device, world), results_file(path, COLUMNS[columns]) as write:
-        ranks = f"{world.size} ranks on " if world.size > 1 else ""
-        _say("\n".join(filter(None, (ranks + signature(device, *packages), busy(device)))))
-        yield device, Report(_say, write, world)
-    if arguments.csv:
-        _say(f"rows: {arguments.csv}")
+    path = Path(arguments.csv) if arguments.csv else None
+    with joined(kind) as (device, world), reporting(path, COLUMNS[columns], device, *packages, world=world) as report:
+        yield device, report
 
 
 def _world_size() -> int:
@@ -256,12 +251,6 @@ def _world_size() -> int:
 
 def _is_first() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
-
-
-def _say(line: str) -> None:
-    """Print on the first rank."""
-    if _is_first():
-        print(line, flush=True)
 
 
 def _seconds(arguments: argparse.Namespace, kind: str) -> float:

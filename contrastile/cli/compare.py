@@ -24,7 +24,6 @@ EXAMPLE = "contrastile compare glyphs train.examples=100_000"
 
 
 def add_to(verbs: Any) -> None:
-    """Declare the verb and its arguments."""
     sizes = "accuracy at these sizes; a retriever's: 128 512 4096 16k by default"
     parser = verbs.add_parser("compare", help=SUMMARY)
     add, kind = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
@@ -102,10 +101,15 @@ def _of_ways(recipe: Any, arguments: argparse.Namespace, _: dict[str, list[int]]
 
 
 def _of_pairs(recipe: Any, arguments: argparse.Namespace, sizes: dict[str, list[int]]) -> Study:
-    from contrastile.experiments.arguments import check_copies, check_grid, large_and_small, report_overrides
+    from contrastile.experiments.arguments import check_grid, large_and_small, report_overrides
 
     kind = "--losses" if arguments.losses else "--batches" if arguments.batches else ""
-    check_copies(recipe)
+    if recipe.data.copies > 1:
+        rule, remedy = (
+            "be 1 for a comparison, whose seeds share their data",
+            "Pictures are bent anew in every run without it.",
+        )
+        raise invalid("data.copies", rule, recipe.data.copies, remedy)
     shares, rates = arguments.data or [1.0], arguments.rates or ["fixed"]
     if kind == "--batches":
         check_grid(sizes["batches"], shares, rates)
@@ -122,10 +126,11 @@ def _of_pairs(recipe: Any, arguments: argparse.Namespace, sizes: dict[str, list[
 
 
 def _of_retrievers(recipe: Any, arguments: argparse.Namespace, sizes: dict[str, list[int]]) -> Study:
-    from contrastile.experiments.arguments import check_rising, report_overrides
+    from contrastile.experiments.arguments import report_overrides
 
     batches, memory = sizes["batches"] or BATCHES, sizes["memory"][0]
-    check_rising(batches)
+    if min(batches) < 2 or batches != sorted(set(batches)):
+        raise invalid("batches", "be rising sizes of at least 2", batches, "Such as 128 512 4096.")
     report_overrides("compare of retrievers", recipe, arguments.recipe, arguments.overrides)
 
     from contrastile.experiments.retriever_memory import RetrieverMemory, limit_loss

@@ -14,7 +14,6 @@ EXAMPLE = "contrastile doctor glyphs"
 
 
 def add_to(verbs: Any) -> None:
-    """Declare the verb and its arguments."""
     parser = verbs.add_parser("doctor", help=SUMMARY)
     add = parser.add_argument
     add("recipe", nargs="?", help=f"{RECIPE}: also what it would use")

@@ -13,7 +13,6 @@ EXAMPLE = "contrastile encode runs/docstrings"
 
 
 def add_to(verbs: Any) -> None:
-    """Declare the verb and its arguments."""
     parser = verbs.add_parser("encode", help=SUMMARY)
     add = parser.add_argument
     corpus = "a BEIR folder, .jsonl, .tsv, or a folder of code (default: the run's own); a folder of pictures"

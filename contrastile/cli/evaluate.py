@@ -27,7 +27,6 @@ EXAMPLE = "contrastile evaluate runs/glyphs"
 
 
 def add_to(verbs: Any) -> None:
-    """Declare the verb and its arguments."""
     parser = verbs.add_parser("evaluate", help=SUMMARY)
     add = parser.add_argument
     add("run", help="a run folder, such as runs/glyphs, or a file of rankings in TREC's form")
@@ -78,16 +77,14 @@ def run(arguments: argparse.Namespace) -> int:
     for test in tests:
         _check_files(test)
 
-    index = None
-    if arguments.index is not None:
-        from contrastile.retrieval.index import open_index
-
-        index = open_index(folder, arguments.index)
+    index: Any = None
     stage: Any = None
-    if picked is not None:
-        from contrastile.retrieval.late import first_stage
+    if arguments.index is not None or picked is not None:
+        from contrastile.retrieval.index import open_index
+        from contrastile.retrieval.search import first_stage
 
-        stage = first_stage(*picked, arguments.device)
+        index = open_index(folder, arguments.index) if arguments.index is not None else None
+        stage = first_stage(*picked, arguments.device) if picked is not None else None
     if texts:
         from contrastile.train.retriever.job import evaluate_texts
 
@@ -110,7 +107,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """The options of these names that have a value."""
     return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
 
@@ -132,7 +128,6 @@ def _refuse_rankings(arguments: argparse.Namespace) -> None:
 
 
 def _text_test(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `evaluate_texts` for --texts; empty without it."""
     source, name = arguments.texts, arguments.name
     if source is None:
         _refuse(arguments, TEXTS, "come with --texts", "Name the folder or the file.", "no --texts")
@@ -147,29 +142,24 @@ def _text_test(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _picture_tests(arguments: argparse.Namespace) -> list[Any]:
-    """The settings of the tests on pictures that the options name."""
     if arguments.texts is not None:
         return []
     from contrastile.train.config.image_text import RetrievalSettings, ZeroShotSettings
 
     tests: list[Any] = []
-    kinds = (
-        ("zero_shot", "folder", ZERO_SHOT, ZeroShotSettings),
-        ("captions", "captions", CAPTIONS, RetrievalSettings),
-    )
-    for option, key, names, settings in kinds:
-        source, given = getattr(arguments, option), _given(arguments, names)
-        if source is not None:
-            tests.append(settings(**{key: source}, name=arguments.name, **given))
-        rule = f"come with {flag(option)}"
-        _refuse(arguments, () if source is not None else names, rule, "Say what to measure on.", f"no {flag(option)}")
+    zero_shot = "zero_shot", "folder", ZERO_SHOT, ZeroShotSettings
+    for option, key, names, settings in (zero_shot, ("captions", "captions", CAPTIONS, RetrievalSettings)):
+        if (source := getattr(arguments, option)) is None:
+            missing = f"no {flag(option)}"
+            _refuse(arguments, names, f"come with {flag(option)}", "Say what to measure on.", missing)
+        else:
+            tests.append(settings(**{key: source}, name=arguments.name, **_given(arguments, names)))
     if arguments.name is not None and len(tests) != 1:
         raise invalid("--name", "come with one test", len(tests), "Measure them one after the other.")
     return tests
 
 
 def _check_files(test: Any) -> None:
-    """Raise ValueError where files or folders of a test on pictures are missing."""
     from pydantic import ValidationError
 
     try:
@@ -182,15 +172,14 @@ def _check_files(test: Any) -> None:
 
 
 def _measure(rankings: str, judgements: str, names: Sequence[str] | None) -> int:
-    """Print the measures of a file of rankings."""
-    from contrastile.evaluate.ranking import USUAL, judged_of, means, measure, read_judgements, read_run
+    from contrastile.evaluate.ranking import USUAL, means, measure, read_judgements, read_run
 
     ranked, judged = read_run(rankings), read_judgements(judgements)
     try:
         measured = means(measure(ranked, judged, names or USUAL))
     except ValueError as error:
         raise ValueError(str(error).replace("`names`", "`--measures`")) from None
-    print(f"{len(judged):,} judged queries, {judged_of(ranked, judged):,} of them answered")
+    print(f"{len(judged):,} judged queries, {len(judged.keys() & ranked):,} of them answered")
     for name, value in measured.items():
         print(f"{name:<12}{value:.4f}")
     return 0

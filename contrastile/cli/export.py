@@ -20,7 +20,6 @@ EXAMPLE = "contrastile export runs/docstrings --as sentence-transformers --out m
 
 
 def add_to(verbs: Any) -> None:
-    """Declare the verb and its arguments."""
     parser = verbs.add_parser("export", help=SUMMARY)
     add = parser.add_argument
     kinds = ", ".join((*LIBRARIES, *INDEXES))
@@ -39,12 +38,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     one_of("--as", arguments.kind, (*LIBRARIES, *INDEXES), "The last two are for an index.")
     folder, recipe = finished_run_on(arguments.run, "auto")
-    kind = recipe.kind
-    if arguments.kind in LIBRARIES:
-        libraries, noun = OF_KIND[kind]
-        if arguments.kind not in libraries:
-            rule, remedy = f"be one of {', '.join(libraries)} for {noun}", "Other kinds of runs have the others."
-            raise invalid("--as", rule, repr(arguments.kind), remedy)
+    libraries, noun = OF_KIND[recipe.kind]
+    if arguments.kind not in (*libraries, *INDEXES):
+        rule, remedy = f"be one of {', '.join(libraries)} for {noun}", "Other kinds of runs have the others."
+        raise invalid("--as", rule, repr(arguments.kind), remedy)
     index = Path(arguments.index) if arguments.index else folder / "index"
     if arguments.kind in INDEXES and not (index / INDEX).is_file():
         raise invalid("index", f"hold an {INDEX}", f'"{index}"', f"Make it first: contrastile encode {arguments.run}")
@@ -55,9 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.kind in INDEXES:
         written = export_index(index, arguments.kind, Path(arguments.out))
     else:
-        written = (export_pair if kind == "image-text" else export_run)(
-            folder.path, arguments.kind, Path(arguments.out)
-        )
+        export = export_pair if recipe.kind == "image-text" else export_run
+        written = export(folder.path, arguments.kind, Path(arguments.out))
     for path in written:
         print(path)
     return 0

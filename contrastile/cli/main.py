@@ -1,8 +1,7 @@
 """The command `contrastile`: reads its arguments, calls a verb, turns errors into one line and an exit code.
 
-The outermost layer. Nothing heavy is imported until a verb runs. Exit codes: 0 done, 1 the machine failed (a full disk,
-no memory), 2 the user must change something, 130 stopped by Ctrl-C (143 by SIGTERM), 141 the reader of the output has
-gone.
+Nothing heavy is imported until a verb runs. Exit codes: 0 done, 1 the machine failed (a full disk, no memory), 2 the
+user must change something, 130 stopped by Ctrl-C (143 by SIGTERM), 141 the reader of the output has gone.
 """
 
 from __future__ import annotations
@@ -65,7 +64,6 @@ class Page(Parser):
 
 
 def build_parser() -> Page:
-    """Build the parser, to which every verb adds its own."""
     parser = Page(prog="contrastile", description="Contrastive training with batches of any size.")
     parser.add_argument("--version", action="version", version=f"contrastile {__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")

@@ -28,7 +28,6 @@ def flag(name: str) -> str:
 
 
 def at_least(name: str, number: int | None, least: int = 1, reason: str = DEFAULT) -> None:
-    """Raise ValueError for a number of this option that is too small."""
     if number is not None and number < least:
         raise invalid(flag(name), f"be at least {least}", number, reason)
 
@@ -48,7 +47,6 @@ def number(name: str, text: str) -> int:
 
 
 def check_bad_rows(fraction: float | None) -> None:
-    """Raise ValueError where --bad-rows is no fraction of rows."""
     if fraction is not None and not 0 <= fraction < 1:
         raise invalid("--bad-rows", "be a share from 0 to below 1", fraction, "0.01 is one row of a hundred.")
 
@@ -66,10 +64,8 @@ def candidates(text: str | None, recipe: Any) -> tuple[str, int] | None:
 
     kind = getattr(recipe.model, "kind", "single")
     if kind != "late":
-        remedy = "It compares all passages at once anyway."
-        raise invalid(
-            "--candidates", "be left out unless the run is a late retriever", f'a run of kind "{kind}"', remedy
-        )
+        rule, remedy = "be left out unless the run is a late retriever", "It compares all passages at once anyway."
+        raise invalid("--candidates", rule, f'a run of kind "{kind}"', remedy)
     head, colon, tail = text.rpartition(":")
     source, count = (head, int(tail)) if colon and tail.isdecimal() else (text, CANDIDATES)
     at_least("--candidates", count, reason="Such as bm25:1000.")
@@ -80,7 +76,6 @@ def candidates(text: str | None, recipe: Any) -> tuple[str, int] | None:
 
 
 def check_source(name: str, path: str | None) -> None:
-    """Raise ValueError where a file or folder of texts is missing."""
     if path is not None and not os.path.exists(path):
         raise invalid(name, "be a file or folder", f'"{path}"', "Check its path.")
 

@@ -11,9 +11,9 @@ from contrastile._errors import invalid
 from contrastile.cli.options import DEFAULT, OVERRIDES, RECIPE, number
 
 if TYPE_CHECKING:
-    from contrastile.planner.memory import Moment
     from contrastile.planner.plan import Plan
 
+# characters of a bar that shows a part's share of the memory
 WIDTH = 40
 
 SUMMARY = "the batch that fits, and the time of a run, on any machines"
@@ -21,13 +21,8 @@ EXAMPLE = "contrastile plan clip-vit-l-14 --gpus 8xH100-80GB --largest"
 
 
 def add_to(verbs: Any) -> None:
-    """Declare the verb and its arguments."""
-    parser = verbs.add_parser(
-        "plan",
-        help=SUMMARY,
-        description="Adds up what every part of a step declares. Needs neither the machines nor the data, and makes no "
-        "weights.",
-    )
+    text = "Adds up what every part of a step declares. Needs neither the machines nor the data, and makes no weights."
+    parser = verbs.add_parser("plan", help=SUMMARY, description=text)
     add = parser.add_argument
     add("recipe", nargs="?", help=RECIPE)
     add("overrides", **OVERRIDES, help="as for train")
@@ -81,7 +76,9 @@ def lines(plan: Plan) -> Iterator[str]:
         graphs = f"{kept:,} of {side.count:,} graphs kept, {size(side.cost.graph)} each"
         yield f"  {side.cost.name}: sub-batches of {side.cost.sub_batch:,}, {graphs}"
     yield f"  loss: exchange {step.loss.exchange_name}, backend {step.loss.backend_name}"
-    yield from memory_lines(plan.peak)
+    yield f"\npeak of a rank: {size(plan.peak.bytes)}, {plan.peak.name}"
+    for name, count in sorted(plan.peak.parts.items(), key=lambda part: -part[1]):
+        yield f"  {name:12} {size(count):>10}  {'█' * round(WIDTH * count / plan.peak.bytes)}"
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     yield f"  {verdict}: a rank may take {size(plan.allowed)} of {size(target.memory)}"
     yield f"  host memory of a node: {size(plan.host)}, beside libraries and the data's own"
@@ -104,15 +101,6 @@ def lines(plan: Plan) -> Iterator[str]:
     for choice in plan.choices():
         time = "" if choice.seconds is None else _seconds(choice.seconds)
         yield f"  {choice.name:{width}}  {size(choice.peak):>10}  {time:>9}  {choice.largest:>15,}"
-
-
-def memory_lines(peak: Moment) -> Iterator[str]:
-    """Yield a moment's parts, each with a bar of its share."""
-    from contrastile.train.log import size
-
-    yield f"\npeak of a rank: {size(peak.bytes)}, {peak.name}"
-    for name, count in sorted(peak.parts.items(), key=lambda part: -part[1]):
-        yield f"  {name:12} {size(count):>10}  {'█' * round(WIDTH * count / peak.bytes)}"
 
 
 def _seconds(seconds: float) -> str:

@@ -17,7 +17,6 @@ EXAMPLE = 'contrastile search runs/docstrings "bracket a minimum"'
 
 
 def add_to(verbs: Any) -> None:
-    """Declare the verb and its arguments."""
     parser = verbs.add_parser("search", help=SUMMARY)
     add = parser.add_argument
     add("run", help="a run folder, such as runs/docstrings")
@@ -44,25 +43,24 @@ def run(arguments: argparse.Namespace) -> int:
     at_least("-k", arguments.k)
     at_least("lines", arguments.lines, 0)
     picked = candidates(arguments.candidates, recipe)
-    if arguments.page is not None:
-        _check_page(arguments, recipe)
+    if arguments.page is not None and arguments.question is None:
+        raise invalid("--page", "come with a question", "none", "Name it behind the run.")
+    if arguments.page is not None and getattr(recipe.model, "kind", "single") != "late":
+        rule, remedy = "be left out unless the run is a late retriever", "One vector a text has no tokens to show."
+        raise invalid("--page", rule, f'"{arguments.page}"', remedy)
     if arguments.question is not None and not arguments.question.strip():
         raise invalid("question", "have words", "none", "Leave it out to be asked for some.")
     if not (index / INDEX).is_file():
         command = f"contrastile encode {arguments.run}" + (f" --out {index}" if arguments.index else "")
         raise invalid("index", f"hold an {INDEX}", f'"{index}"', f"Make it first: {command}")
 
-    from contrastile.retrieval.search import open_search
+    from contrastile.retrieval.search import first_stage, open_search, write_page
 
     how = {"engine": arguments.engine, "device": arguments.device, "verify": arguments.verify}
     search = open_search(folder, index, **how)
     if picked is not None:
-        from contrastile.retrieval.late import first_stage
-
         search = replace(search, candidates=first_stage(*picked, arguments.device)(search.index))
     if arguments.page is not None:
-        from contrastile.retrieval.late import write_page
-
         write_page(search, arguments.question, arguments.k, Path(arguments.page))
     if arguments.question is not None:
         print(search.results_text(arguments.question, arguments.k, lines=arguments.lines))
@@ -72,23 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         with suppress(ImportError):
             import_module("readline")
     print(f"{len(search.index):,} {'passages' if search.index[0].text else 'pictures'}; an empty line ends it")
-    while question := _next_question():
-        print(search.results_text(question, arguments.k, lines=arguments.lines))
+    with suppress(EOFError):
+        while question := input("? ").strip():
+            print(search.results_text(question, arguments.k, lines=arguments.lines))
     return 0
-
-
-def _check_page(arguments: argparse.Namespace, recipe: Any) -> None:
-    """Raise ValueError where --page has nothing to show."""
-    if arguments.question is None:
-        raise invalid("--page", "come with a question", "none", "Name it behind the run.")
-    if getattr(recipe.model, "kind", "single") != "late":
-        remedy = "One vector a text has no tokens to show."
-        raise invalid("--page", "be left out unless the run is a late retriever", f'"{arguments.page}"', remedy)
-
-
-def _next_question() -> str:
-    """The next line of the terminal; empty at its end."""
-    try:
-        return input("? ").strip()
-    except EOFError:
-        return ""

@@ -13,7 +13,6 @@ EXAMPLE = "contrastile train glyphs"
 
 
 def add_to(verbs: Any) -> None:
-    """Declare the verb and its arguments."""
     parser = verbs.add_parser("train", help=SUMMARY)
     add, runs = parser.add_argument, "parent of the run folders, made if missing (default: runs)"
     add("recipe", help=RECIPE)

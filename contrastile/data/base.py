@@ -1,6 +1,6 @@
-"""Ground of this folder: array types, splits by hash, ids shared by equal examples, counts of skipped ones.
+"""Ground of this folder: array types, splits by hash, ids that equal examples share, skipped ones, order of training.
 
-Every other file here may import it; it imports none of them.
+The only state of the order is the position, so a resumed run sees exactly the examples that it would have seen.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from contrastile._errors import invalid
 
@@ -40,11 +42,7 @@ def silent(*_: object) -> Iterator[Any]:
 
 
 def hash_fraction(text: str) -> float:
-    """A number in [0, 1) that depends on the text alone: the same on every machine, in every set of examples.
-
-    >>> hash_fraction("LATIN SMALL LETTER A") == hash_fraction("LATIN SMALL LETTER A")
-    True
-    """
+    """A number in [0, 1) that depends on the text alone: the same on every machine, in every set of examples."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
 
 
@@ -56,7 +54,7 @@ def sorted_by_hash(groups: Iterable[tuple[str, Sequence[int]]]) -> list[tuple[fl
 def hash_split(groups: Iterable[tuple[str, Sequence[int]]], share: float) -> dict[str, Indices]:
     """Rows of "train" and "held_out": groups of rows whose key has a hash fraction below `share` are held out.
 
-    At least one group lies on either side. A group keeps its side when others are added.
+    A group keeps its side when others are added. At least one group lies on either side.
     """
     ordered = sorted_by_hash(groups)
     below = sum(fraction < share for fraction, _ in ordered)
@@ -66,22 +64,19 @@ def hash_split(groups: Iterable[tuple[str, Sequence[int]]], share: float) -> dic
 
 
 def image_split(captions: Indices, keys: Sequence[str], share: float) -> Indices:
-    """Rows of images to hold out whose captions stay in training: those whose key has a hash fraction below `share`.
+    """Rows of images to hold out whose captions stay in training, which keep their first image; perhaps none.
 
-    captions: `[n]` ids of the training rows. keys: one for each image, equal for equal images. A caption keeps its
-    first image; at least one row is held out, and none where captions have fewer than two images on average.
+    captions: `[n]` ids of the training rows. keys: one for each image, equal for equal images.
     """
     first = np.unique(captions, return_index=True)[1]
     if len(captions) < 2 * len(first):
         return sorted_rows([])
     spared = {keys[row] for row in first}
-    fractions = [(hash_fraction(key), row) for row, key in enumerate(keys) if key not in spared]
-    below = [row for fraction, row in fractions if fraction < share]
-    return sorted_rows(below or [row for _, row in sorted(fractions)[:1]])
+    ordered = sorted((hash_fraction(key), row) for row, key in enumerate(keys) if key not in spared)
+    return sorted_rows([row for number, (fraction, row) in enumerate(ordered) if fraction < share or number == 0])
 
 
 def sorted_rows(rows: Sequence[int]) -> Indices:
-    """Rows as a sorted array."""
     return np.sort(np.array(rows, dtype=np.int64))
 
 
@@ -135,8 +130,7 @@ def check_bad(
 ) -> None:
     """Raise ValueError where more than the share `most_bad` of the pairs `seen` could not be used.
 
-    Where the pairs seen are a part of `of` pairs, the share is taken of at least `SMALLEST_SAMPLE`. `example` says
-    where the first of them is.
+    Where these are a part of `of` pairs, the share is taken of at least `SMALLEST_SAMPLE`.
     """
     seen = seen if of is None else max(seen, min(of, SMALLEST_SAMPLE))
     if (bad := sum(skipped.values())) > most_bad * seen:
@@ -160,10 +154,7 @@ class SkipCounter:
         self.skipped[str(reason)] += 1
 
     def close(self, source: Path, limit: float, *, allowed_by: str = "data.bad_rows") -> dict[str, int]:
-        """Log and return the counts; raise ValueError where they are more than the share `limit` of all rows.
-
-        `allowed_by` names the setting that allows more.
-        """
+        """Log and return the counts; raise ValueError where they are more than the share `limit` of all rows."""
         count, reasons = self.skipped.total(), counted(self.skipped)
         if count > limit * self.rows:
             got = f"{count:,} of {self.rows:,} ({reasons}), the first at {self._first}"
@@ -173,3 +164,49 @@ class SkipCounter:
             message = "%s: %d of %d rows are skipped (%s), the first at %s"
             logger.warning(message, source, count, self.rows, reasons, self._first)
         return dict(self.skipped)
+
+
+class Batches(Iterator[Tensor]):
+    """Rows of a pair set, int64 `[b]` per step: shuffled epoch after epoch, a batch may reach over into the next.
+
+    `rows` are the training rows, `sizes` the batch size of every step; the first `step` steps cost nothing.
+
+    >>> first = list(Batches(np.arange(5), sizes=[2, 2, 2], seed=0))
+    >>> later = list(Batches(np.arange(5), sizes=[2, 2, 2], seed=0, step=1))
+    >>> [torch.equal(a, b) for a, b in zip(first[1:], later)]
+    [True, True]
+    """
+
+    def __init__(self, rows: Indices, *, sizes: Sequence[int], seed: int, step: int = 0) -> None:
+        if len(rows) == 0:
+            raise invalid("rows", "not be empty", "no rows", "Give the training split of a pair set.")
+        if not 0 <= step <= len(sizes):
+            rule = f"be between 0 and the {len(sizes)} steps of the run"
+            raise invalid("step", rule, step, "Start again from step 0.")
+        self._rows, self._sizes, self._seed = rows, sizes, seed
+        self.step = step
+        self.examples = sum(sizes[:step])
+        self._shuffled = (-1, rows)
+
+    def __next__(self) -> Tensor:
+        if self.step == len(self._sizes):
+            raise StopIteration
+        rows = self.ahead(self._sizes[self.step])
+        self.examples += len(rows)
+        self.step += 1
+        return rows
+
+    def ahead(self, count: int) -> Tensor:
+        """The next `count` rows, in whatever batches they come."""
+        pieces, position, end = [], self.examples, self.examples + count
+        while position < end:
+            epoch, start = divmod(position, len(self._rows))
+            pieces.append(self._epoch(epoch)[start : start + end - position])
+            position += len(pieces[-1])
+        return torch.from_numpy(np.concatenate(pieces))
+
+    def _epoch(self, number: int) -> Indices:
+        if self._shuffled[0] != number:
+            shuffled = np.random.default_rng((self._seed, number)).permutation(self._rows)
+            self._shuffled = (number, shuffled)
+        return self._shuffled[1]

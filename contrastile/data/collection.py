@@ -1,9 +1,8 @@
 """Source: the user's own images with captions, in a table or in a collection too large to be decoded beforehand.
 
-Stands between `shards.py`, which finds the pairs, the `Stream` that reads them, and the registry. A table lies decoded
-in the cache. Of a collection the held-out pairs do, which are few, and an index of all pairs: the place of each, its
-caption and its hash fraction; the training pairs are read by their row in it. So `batches.py` alone decides the order,
-on any number of ranks and workers, and a run resumes in the middle of an epoch at no cost.
+A table lies decoded in the cache. Of a collection the held-out pairs do, which are few, and an index of all pairs: the
+place of each, its caption and its hash fraction; the training pairs are read by their row in it. So `Batches` alone
+decides the order, on any number of ranks and workers, and a run resumes in the middle of an epoch at no cost.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from contrastile.data.base import (
     image_split,
     joined_ids,
 )
-from contrastile.data.files import cached_folder, is_whole
+from contrastile.data.files import cached_folder, file_state, is_whole
 from contrastile.data.images import decode
 from contrastile.data.loader import Piece
 from contrastile.data.pairs import ImageWriter, Labels, PairOptions, PairSet, Stream, cached_pairs
-from contrastile.data.shards import file_state, find_pairs, manifest_state, state
+from contrastile.data.shards import find_pairs, manifest_state, state
 from contrastile.data.sources import Source, read_source
 from contrastile.data.tables import Row, read_table
 
@@ -51,11 +50,8 @@ FORMAT, TABLE_FORMAT = 1, 2
 # the most pairs that are held out, whatever the share: they are decoded beforehand and compared with each other
 MOST_HELD_OUT = 10_000
 
-# remedies for a source that gives too few pairs
-NO_PAIRS = "Name a folder with pictures below it, or shards of pairs, as shards/{000..099}.tar."
-ONE_CAPTION = "One is to be held out. In a folder a picture's title is the .txt beside it, or its folder's name."
-
-HEADER, ARRAYS = "index.json", ("where.npy", "ends.npy", "lots.npy", "titles.npy")
+# files of an index, by the names of its fields
+HEADER, ARRAYS = "index.json", {"where": "where.npy", "ends": "ends.npy", "fractions": "lots.npy", "text": "titles.npy"}
 
 T = TypeVar("T")
 
@@ -64,8 +60,7 @@ def open_table(source: str, options: PairOptions) -> PairSet:
     """The pairs of a table, decoded once into the cache, with the splits "train", "held_out" and perhaps "images".
 
     Pairs that share a caption or the very image share an id, and lie on the same side of the split, which is drawn by
-    the hash of their captions: a pair stays on its side when others are added. Raises ValueError where more than the
-    share `most_bad` of the rows is skipped. Where few captions are held out, so are "images" of the other captions.
+    the hash of their captions. Where few captions are held out, so are "images" of the other captions.
     """
     rows = read_table(Path(source))
     states = [row if isinstance(row, str) else [*file_state(str(row[0])), row[1]] for row in rows]
@@ -106,12 +101,9 @@ def open_table(source: str, options: PairOptions) -> PairSet:
 def _first_missing(rows: Sequence[Row | str], folder: Path) -> str:
     """The first picture of a table that is no file, and the folder that its path is relative to; empty without one."""
     path = next((row[0] for row in rows if not isinstance(row, str) and not row[0].is_file()), None)
-    if path is None:
-        return ""
-    inside = path.is_relative_to(folder)
-    return (
-        f'; there is no "{path.relative_to(folder)}" in the folder "{folder}"' if inside else f'; there is no "{path}"'
-    )
+    if path is not None and path.is_relative_to(folder):
+        return f'; there is no "{path.relative_to(folder)}" in the folder "{folder}"'
+    return "" if path is None else f'; there is no "{path}"'
 
 
 def _decode_all(
@@ -121,10 +113,7 @@ def _decode_all(
     progress: ProgressFactory,
     title: str,
 ) -> tuple[list[str], list[bytes], dict[str, int]]:
-    """Decode every row that can be used: captions, digests of images, and the number of the other rows by reason.
-
-    `read` returns the caption and the image file of a row.
-    """
+    """Decode what `read` returns of each row: captions, digests of images, numbers of the unusable rows by reason."""
     captions, digests, skipped = [], [], Counter[str]()
     with progress(len(rows), title, "pictures") as bar:
         for row in rows:
@@ -142,12 +131,10 @@ def _decode_all(
 
 
 def open_collection(source: str, options: PairOptions) -> PairSet:
-    """The pairs of a collection: held-out pairs as rows of the set, training pairs in its stream.
+    """The pairs of a collection: held-out pairs as rows of the set, training pairs, from these on, in its stream.
 
-    Where few captions are held out, so are "images" of the other captions.
-
-    A pair of source `i` comes `weights[i]` times an epoch; once without weights. Training rows are numbered from the
-    number of held-out pairs on. Pairs that share a caption share an id and lie on the same side of the split.
+    A pair of source `i` comes `weights[i]` times an epoch. Pairs that share a caption share an id and a side of the
+    split. Where few captions are held out, so are "images" of the other captions.
     """
     sources, weights = read_source(source), options.weights
     if weights and len(weights) != len(sources):
@@ -158,14 +145,15 @@ def open_collection(source: str, options: PairOptions) -> PairSet:
     if len(np.unique(index.fractions)) < 2:
         unread = f" and skipped {counted(index.skipped)}" if index.skipped else ""
         got = f'{len(index)} pairs in "{source}"{unread}'
-        remedy = ONE_CAPTION if len(index) else NO_PAIRS
+        remedy = "Name a folder with pictures below it, or shards of pairs, as shards/{000..099}.tar."
+        if len(index):
+            remedy = "One is to be held out. In a folder a picture's title is the .txt beside it, or its folder's name."
         raise invalid("source", "hold at least two pairs that differ in their titles", got, remedy)
     held_out = _held_out(index, options.held_out)
-    parts = {"held_out": np.flatnonzero(held_out), "images": _held_out_images(index, held_out, options.held_out)}
-    held_out[parts["images"]] = True
+    parts = {"held_out": np.flatnonzero(held_out)}
     settings = {"format": FORMAT, "index": digest, "held_out": options.held_out, "channels": options.channels}
-    if len(parts["images"]):
-        settings["images"] = len(parts["images"])
+    if len(images := _held_out_images(index, held_out, options.held_out)):
+        parts["images"], settings["images"], held_out[images] = images, len(images), True
 
     def read(row: int) -> tuple[str, BytesIO]:
         return index.caption(row), BytesIO(index.origin(row, 0)())
@@ -174,12 +162,11 @@ def open_collection(source: str, options: PairOptions) -> PairSet:
         captions: list[str] = []
         splits, skipped = {}, Counter[str]()
         for name, rows in parts.items():
-            if name == "held_out" or len(rows):
-                title = "reading the held-out pictures"
-                decoded, _, bad = _decode_all(writer, rows.tolist(), read, options.progress, title)
-                splits[name] = np.arange(len(captions), len(captions) + len(decoded))
-                captions += decoded
-                skipped.update(bad)
+            title = "reading the held-out pictures"
+            decoded, _, bad = _decode_all(writer, rows.tolist(), read, options.progress, title)
+            splits[name] = np.arange(len(captions), len(captions) + len(decoded))
+            captions += decoded
+            skipped.update(bad)
         return captions, joined_ids(captions), splits, dict(skipped)
 
     pairs = cached_pairs(options.cache, "held-out", settings, shape=options.shape, make=make)
@@ -212,15 +199,12 @@ class Index:
         return len(self.where)
 
     def caption(self, row: int) -> str:
-        """The caption of a pair."""
         return bytes(self.text[self.ends[row - 1] if row else 0 : self.ends[row]]).decode()
 
     def identity(self, caption: str) -> int:
-        """An id that equal captions share."""
         return int(hash_fraction(caption) * 2**53)
 
     def origin(self, row: int, example: int) -> Piece:  # noqa: ARG002
-        """The place of a pair's image in its file."""
         number, offset, size = self.where[row].tolist()
         return Piece(self.files[number], offset, size)
 
@@ -239,10 +223,9 @@ def open_index(digest: str, sources: Sequence[Source], options: PairOptions) -> 
         _write_index(folder, sources, unpacked, options.progress)
 
     key = [digest, [line for source in sources for line in manifest_state(source)]]
-    folder = cached_folder(options.cache, "index", key, files=(HEADER, *ARRAYS), make=make, usable=usable)
+    folder = cached_folder(options.cache, "index", key, files=(HEADER, *ARRAYS.values()), make=make, usable=usable)
     header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
-    arrays = (np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in ARRAYS)
-    return Index(header["files"], header["parts"], header["skipped"], *arrays)
+    return Index(**header, **{key: np.load(folder / name, mmap_mode="r") for key, name in ARRAYS.items()})
 
 
 def _write_index(folder: Path, sources: Sequence[Source], unpacked: Path, progress: ProgressFactory) -> None:
@@ -264,10 +247,9 @@ def _write_index(folder: Path, sources: Sequence[Source], unpacked: Path, progre
                     fractions.append(hash_fraction(pair.caption))
                 bar.update(1)
             parts.append(len(ends) - before)
-    np.save(folder / ARRAYS[0], np.frombuffer(where, np.int64).reshape(-1, 3))
-    np.save(folder / ARRAYS[1], np.frombuffer(ends, np.int64))
-    np.save(folder / ARRAYS[2], np.frombuffer(fractions, np.float64))
-    np.save(folder / ARRAYS[3], np.frombuffer(text, np.uint8))
+    places = np.frombuffer(where, np.int64).reshape(-1, 3)
+    for name, values in zip(ARRAYS.values(), (places, ends, fractions, np.frombuffer(text, np.uint8)), strict=True):
+        np.save(folder / name, np.asarray(values))
     header = {"files": list(files), "parts": parts, "skipped": skipped}
     (folder / HEADER).write_text(json.dumps(header), encoding="utf-8")
 

@@ -1,9 +1,8 @@
 """Augmented copies of every training pair, in tar shards that are written ahead of a run and removed behind it.
 
-Stands between a source that lies decoded (glyphs, a table) and the `Stream` that reads from here. A shard holds the
-next pairs of the run in the run's own order; seed and example number alone decide the order and the augmentation. Any
-process of a run that misses a shard writes the same bytes, one process at a time; a shard that was removed, or damaged,
-is written again. A few shards lie on the disk at once, however large the set is.
+A shard holds the next pairs of the run in the run's own order; seed and example number alone decide the order and the
+augmentation. Any process of a run that misses a shard writes the same bytes, one process at a time; a shard that was
+removed, or damaged, is written again. A few shards lie on the disk at once, however large the set is.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ import numpy as np
 import torch
 
 from contrastile._errors import invalid
-from contrastile.data.base import Images, Indices
-from contrastile.data.batches import Batches
+from contrastile.data.base import Batches, Images, Indices
 from contrastile.data.files import locked, new_file
 from contrastile.data.images import augment, draw_parameters
 from contrastile.data.pairs import PairSet, Stream
@@ -56,11 +54,9 @@ class Copies:
         self._lock = threading.Lock()
 
     def caption(self, row: int) -> str:
-        """The caption of a pair."""
         return self._pairs.captions[row]
 
     def identity(self, caption: str) -> int:
-        """The id of a caption in the pair set."""
         return self._ids[caption]
 
     def origin(self, row: int, example: int) -> Callable[[], bytes]:

@@ -1,14 +1,10 @@
 """Source: the built-in texts, functions of the Python that runs this, with their docstrings as queries.
 
-Stands below the registry; `entries.py` makes passages of any folder of Python files with it. Nothing is downloaded and
-nothing is imported: files are parsed in place. The query is the docstring's first paragraph, of five words or more; the
-passage is the function's source without docstring and decorators. Equal code and equal paragraphs are taken once: a
-second copy would be a right answer that counts as wrong.
-
-**Splits.** "packages": every function of some whole packages (`email`, `scipy.optimize`: two names at most), chosen by
-the hash of their names. "functions": a share of the other functions, chosen by the hash of their own names. Both are
-searched among all passages. The cache's manifest lists all versions; the set's `digest` is equal on two machines with
-equal texts. A file that was moved or written since makes the harvest run again.
+Nothing is downloaded or imported: files are parsed in place. The query is the docstring's first paragraph, of five
+words or more; the passage is the function's source without docstring and decorators. Equal code and equal paragraphs
+are taken once: a second copy would be a right answer that counts as wrong. Splits: "packages", every function of some
+whole packages (`email`, `scipy.optimize`), and "functions", a share of the other functions, by the hash of their names.
+A file that was moved or written since makes the harvest run again.
 """
 
 from __future__ import annotations
@@ -29,9 +25,8 @@ from typing import NamedTuple
 
 from contrastile._errors import invalid
 from contrastile.data.base import ProgressFactory, hash_fraction, sorted_rows
-from contrastile.data.bm25 import with_mined_negatives
 from contrastile.data.files import cached_folder
-from contrastile.data.texts import FILES, Passage, Query, TextSet, read_texts, write_texts
+from contrastile.data.texts import FILES, Passage, Query, TextSet, read_texts, with_mined_negatives, write_texts
 
 # increased whenever the harvest changes
 HARVEST = 1
@@ -79,12 +74,10 @@ def open_docstrings(
 
 
 def library_folder() -> Path:
-    """The folder of Python's own library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def package_folder(name: str) -> Path:
-    """The folder of an installed package, which is not imported."""
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
         raise invalid("packages", "be installed packages", f'"{name}"', "Install it, or leave it out.")
@@ -99,10 +92,7 @@ def _version(name: str) -> str:
 
 
 def files_digest(roots: Sequence[tuple[Path, str]]) -> str:
-    """A digest of the files under the roots: their paths, sizes and dates.
-
-    The version of a package is not enough: it is the same in every environment, and before and after a local change.
-    """
+    """A digest of the paths, sizes and dates of the files: a package's version does not change with a local change."""
     digest = hashlib.sha256()
     for root, _ in roots:
         for path in source_files(root):
@@ -114,10 +104,7 @@ def files_digest(roots: Sequence[tuple[Path, str]]) -> str:
 
 
 def harvest(roots: Sequence[tuple[Path, str]], progress: ProgressFactory) -> Iterator[Documented]:
-    """Every function with a docstring in the Python files under each root, in the order of their paths.
-
-    A root comes with the prefix of its modules' names, such as "numpy.".
-    """
+    """Every documented function in the Python files under each root, a folder with the prefix of its modules."""
     files = [(root, prefix, path) for root, prefix in roots for path in source_files(root)]
     with progress(len(files), "reading the library's functions", "files") as bar:
         for root, prefix, path in files:
@@ -168,19 +155,17 @@ def as_texts(functions: Sequence[Documented], skipped: dict[str, int], held_out:
     """The text set of the functions, with its splits: query i belongs to passage i."""
     times: Counter[str] = Counter()
     passages: list[Passage] = []
+    queries: list[Query] = []
     splits: dict[str, list[int]] = {"train": [], "functions": [], "packages": []}
     for row, function in enumerate(functions):
         times[function.name] += 1
         suffix = f"#{times[function.name]}" if times[function.name] > 1 else ""
         passages.append(Passage(function.name + suffix, function.code, source=function.source))
+        queries.append(Query(passages[row].id, function.summary, positives=(row,)))
         if hash_fraction(f"package {function.package}") < held_out:
             splits["packages"].append(row)
         else:
             splits["functions" if hash_fraction(passages[row].id) < held_out else "train"].append(row)
-    queries = [
-        Query(passage.id, function.summary, positives=(row,))
-        for row, (function, passage) in enumerate(zip(functions, passages, strict=True))
-    ]
     return TextSet(passages, queries, {name: sorted_rows(rows) for name, rows in splits.items()}, skipped)
 
 
@@ -197,10 +182,7 @@ def module_name(path: Path, root: Path) -> str:
 
 
 def parse_functions(path: Path, module: str) -> Iterator[tuple[str, Function, str]]:
-    """Every function of a file with a body: its full name, its node, its code without docstring.
-
-    A file that is no Python, or larger than `MOST_BYTES`, has none.
-    """
+    """Every function of a file: full name, node, code without docstring. None of a file that is no Python."""
     try:
         if path.stat().st_size > MOST_BYTES:
             return

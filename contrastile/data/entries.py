@@ -1,8 +1,7 @@
 """Entries of text files and the passages among them, one by one, however large a file is.
 
-Stands below `text_files.py`, which interprets the entries of questions: lines of JSON, JSON lists, comma- and
-tab-separated tables, parquet. A `SkipCounter` counts the entries that cannot be used by reason, and keeps the location
-of the first one.
+Lines of JSON, JSON lists, comma- and tab-separated tables, parquet. A `SkipCounter` counts the entries that cannot be
+used by reason, and keeps the location of the first one.
 """
 
 from __future__ import annotations
@@ -52,10 +51,7 @@ def reading(sources: list[Path], progress: ProgressFactory) -> Iterator[SkipCoun
 
 
 def read_entries(path: Path, counter: SkipCounter) -> Iterator[tuple[str, Entry]]:
-    """The entries of a file behind the places "file:line" where they begin; rows that are no entry are counted.
-
-    By the file's name: .jsonl and .json (a list, or lines), .csv, .tsv, .parquet; all but the last also as .gz.
-    """
+    """The entries of a file behind the places "file:line" where they begin; rows that are no entry are counted."""
     kind = _kind(path)
     if kind not in READERS:
         raise invalid("source", f"end in {', '.join(READERS)}", path, "Or give a folder in BEIR's format.")
@@ -82,7 +78,6 @@ def text_of(value: Any) -> str:
 
 
 def first(entry: Entry, names: tuple[str, ...]) -> object:
-    """The value under the first of `names` that the entry has."""
     return next((entry[name] for name in names if name in entry), None)
 
 
@@ -91,8 +86,6 @@ def _kind(path: Path) -> str:
 
 
 class _ProgressFile(io.FileIO):
-    """A file that moves a bar by the bytes read."""
-
     def __init__(self, path: Path, advance: Callable[[int], object]) -> None:
         super().__init__(plain_file(str(path)), "rb")
         self._advance = advance

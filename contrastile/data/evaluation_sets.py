@@ -1,9 +1,6 @@
 """Images to evaluate with: of classes, for zero-shot classification, or of several captions each, for retrieval.
 
-Stands above `tables.py`; evaluation alone reads these, and makes features of names and prompts
-(`evaluate/retrieval.py`). Nothing is decoded here: `loader.py` reads the images when they are measured.
-
-Classes are sub-folders, as ImageNet has them. The known layouts:
+Nothing is decoded here. Classes are sub-folders, as ImageNet has them. The known layouts:
 
     ImageNet val             1000 folders n01440764, ...; names by folder
     ImageNet-V2              1000 folders "0" ... "999": numbers of the classes, in numeric order
@@ -16,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -26,7 +23,7 @@ import numpy.typing as npt
 
 from contrastile._errors import invalid
 from contrastile.data.base import Indices, counted
-from contrastile.data.files import open_file
+from contrastile.data.files import files_below, open_file
 from contrastile.data.sources import PICTURES, PROMPTS
 from contrastile.data.tables import read_table
 
@@ -46,7 +43,6 @@ def read_classes(path: str | Path) -> list[Class]:
 
     JSON: a list of names, or an object from folder to name; a name may be a list of synonyms. Keras's object from
     number to folder and name is read too. Any other file is text, a line `folder<TAB>name, synonym, ...` a class.
-    Raises ValueError for any other content, for a class without a name and for one that comes twice.
     """
     entries = (_json_entries if Path(path).suffix == ".json" else _lines)(_text(path, "classes"), path)
     classes = [Class(key, _names(value)) for key, value in entries]
@@ -64,7 +60,6 @@ def read_classes(path: str | Path) -> list[Class]:
 
 
 def _json_entries(text: str, path: str | Path) -> list[tuple[str | None, Any]]:
-    """Folders, or None, with one name or several."""
     # pairs, because a dict would silently lose the first of two equal keys
     content = _loads(text, path, "classes", "be a JSON file where its name says so", object_pairs_hook=list)
     if not isinstance(content, list):
@@ -93,7 +88,6 @@ def _lines(text: str, path: str | Path) -> Iterator[tuple[str | None, Any]]:
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    """One name or several; none for any other value."""
     values = value if isinstance(value, list) else [value]
     if not all(isinstance(name, str) for name in values):
         return ()
@@ -101,10 +95,7 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def read_mapping(path: str | Path) -> dict[str, list[int | str]]:
-    """The classes that are right for each folder, by number or by folder: a JSON object, such as ObjectNet's.
-
-    Raises ValueError for a file that cannot be read or is no such object, and for a folder without classes.
-    """
+    """The classes that are right for each folder, by number or by folder: a JSON object, such as ObjectNet's."""
     content = _loads(_text(path, "mapping"), path, "mapping", "be a JSON file")
     if not isinstance(content, dict) or not content:
         raise invalid("mapping", "be a JSON object from folder to classes", path, 'For example {"chair": [423, 559]}.')
@@ -117,13 +108,7 @@ def read_mapping(path: str | Path) -> dict[str, list[int | str]]:
 
 
 def read_prompts(name: str | Path) -> tuple[str, ...]:
-    """A set of `PROMPTS` by its name, or a file with a prompt a line; the place of the class's name is `{}` or `{c}`.
-
-    Raises ValueError for a file that cannot be read or is empty, and for a prompt with no such place, or two.
-
-    >>> read_prompts("plain")
-    ('a photo of a {}.',)
-    """
+    """A set of `PROMPTS` by name, or a file with a prompt a line, each with `{}` or `{c}` in the place of the class."""
     if name in PROMPTS:
         return PROMPTS[str(name)]
     lines = [line.strip() for line in _text(name, "templates").splitlines()]
@@ -145,11 +130,9 @@ def _text(path: str | Path, name: str) -> str:
         raise invalid(name, "be a file that can be read", path, f"{failure.strerror}.") from failure
 
 
-def _loads(
-    text: str, path: str | Path, name: str, rule: str, *, object_pairs_hook: Callable[[Any], Any] | None = None
-) -> Any:
+def _loads(text: str, path: str | Path, name: str, rule: str, **options: Any) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=object_pairs_hook)
+        return json.loads(text, **options)
     except (ValueError, RecursionError) as failure:
         raise invalid(name, rule, f"{path}: {failure}", "Mend it.") from failure
 
@@ -182,9 +165,6 @@ def open_class_folder(
     the class of that number; else, where the file is a list of as many names, the class at its alphabetical place.
     Without a file, the name of a sub-folder is its class, underscores read as spaces. `mapping`, a JSON file, gives a
     sub-folder several classes. Answers are the classes that are right for some folder, or "all".
-
-    Raises ValueError for a folder without sub-folders or images, for links that lead out of it, and for sub-folders
-    without a class.
     """
     root = Path(folder)
     folders = _folders(root)
@@ -262,7 +242,7 @@ def _mapped_class(key: int | str, folder: str, numbers: dict[str, int], count: i
 
 
 def _images(folder: Path, root: Path) -> list[str]:
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in PICTURES and path.is_file())
+    paths = files_below(folder, PICTURES)
     for path in (folder, *paths):
         if path.is_symlink() and not path.resolve().is_relative_to(root):
             remedy = "Copy what they show, or name it instead."
@@ -282,13 +262,9 @@ class Captioned:
 def open_captions(file: str | Path, *, images: str | Path | None = None, split: str | None = None) -> Captioned:
     """The images of a split with all of their captions, in the file's order.
 
-    A `.json` file is read as Karpathy's (`dataset_coco.json`, `dataset_flickr30k.json`): `images`, each with `split`,
-    `filename`, perhaps `filepath`, and `sentences` with `raw`; the images lie at images/filepath/filename or at
-    images/filename; `split` is "test" by default. Any other file is a table with the columns filepath and title, a line
-    for each caption, and has no splits. `images`: the folder of the images; by default the file's own.
-
-    Raises ValueError for a file in another format, a split that it lacks, images outside of the folder, and fewer than
-    two images.
+    A `.json` file is Karpathy's (`dataset_coco.json`): its `images` have `split`, `filename`, perhaps `filepath`, and
+    `sentences` with `raw`; `split` is "test" by default. Any other file is a table with the columns filepath and title,
+    and has no splits. `images`: the folder of the images, by default the file's own; none may lie outside of it.
     """
     file = Path(file)
     folder = Path(images) if images is not None else file.parent
@@ -296,7 +272,14 @@ def open_captions(file: str | Path, *, images: str | Path | None = None, split: 
         raise invalid("images", "be the folder of the pictures", folder, "There is no such folder.")
     if file.suffix != ".json" and split is not None:
         raise invalid("split", "be left out with a table", f'"{split}"', "Only Karpathy's JSON has splits.")
-    pairs = _json_captions(file, folder, split or "test") if file.suffix == ".json" else _table_captions(file, folder)
+    if file.suffix == ".json":
+        pairs = _json_captions(file, folder, split or "test")
+    else:
+        rows = read_table(file, folder, name="captions")
+        if bad := Counter(row for row in rows if isinstance(row, str)):
+            got = f"{counted(bad)} in {file}"
+            raise invalid("captions", "have a picture and a caption in each line", got, "Mend them.")
+        pairs = [(row[0], [row[1]]) for row in rows if not isinstance(row, str)]
     captions = defaultdict[Path, list[str]](list)
     for path, texts in pairs:
         # links are followed too
@@ -335,11 +318,3 @@ def _json_captions(file: Path, folder: Path, split: str) -> list[tuple[Path, lis
 
 def _texts(entry: Any) -> list[str]:
     return [text for sentence in entry["sentences"] if (text := " ".join(sentence["raw"].split()))]
-
-
-def _table_captions(file: Path, folder: Path) -> list[tuple[Path, list[str]]]:
-    rows = read_table(file, folder, name="captions")
-    if bad := Counter(row for row in rows if isinstance(row, str)):
-        got = f"{counted(bad)} in {file}"
-        raise invalid("captions", "have a picture and a caption in each line", got, "Mend them.")
-    return [(row[0], [row[1]]) for row in rows if not isinstance(row, str)]

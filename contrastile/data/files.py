@@ -1,11 +1,9 @@
 """Files that are written, never through a symbolic link; and the cache, folders that are made once.
 
-Under whatever writes: sources of data, run folders, checkpoints. A folder may come from somebody else, with links under
-the names that are written there. Followed, they would lead to any file of its reader. Only the last part of a path is
-looked at: a folder that the user names may be a link.
-
-A folder of the cache is written under a temporary name and renamed, under a lock, so that neither a kill nor a second
-process leaves half of it. Its checksums are compared whenever it is opened; a damaged folder is made again.
+A folder may come from somebody else, with links under the names that are written there, which would lead to any file of
+its reader. Only the last part of a path is looked at: a folder that the user names may be a link. A folder of the cache
+is written under a temporary name and renamed, under a lock, so that neither a kill nor a second process leaves half of
+it. Its checksums are compared whenever it is opened; a damaged folder is made again.
 """
 
 from __future__ import annotations
@@ -48,10 +46,7 @@ def as_open_makes_it(path: Path) -> Iterator[None]:
 
 
 def open_in_place(path: Path, mode: str, *, buffering: int = -1, encoding: str | None = None) -> IO[Any]:
-    """The built-in `open` of a file that is appended to, truncated or written where it lies.
-
-    Raises ValueError where `path` is a symbolic link.
-    """
+    """The built-in `open` of a file that is written where it lies; ValueError where `path` is a symbolic link."""
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NOFOLLOW, 0o666)
@@ -65,10 +60,7 @@ def open_in_place(path: Path, mode: str, *, buffering: int = -1, encoding: str |
 
 
 def plain_file(path: str) -> int:
-    """The descriptor of a file that is read; OSError for a pipe or a device, whose end may never come.
-
-    The opening alone could wait for the other end of a pipe.
-    """
+    """The descriptor of a file that is read; OSError for a pipe or a device, whose end may never come."""
     if "\0" in path:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -124,7 +116,6 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file's bytes, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -133,7 +124,6 @@ def sync(path: Path) -> None:
 
 
 def checksum(path: Path) -> str:
-    """The SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -147,7 +137,7 @@ def cached_folder(
     make: Callable[[Path], object],
     usable: Callable[[Path], bool] = lambda _: True,
 ) -> Path:
-    """The folder under `cache` that belongs to exactly these `settings`, with `files`, which `make(folder)` writes.
+    """The folder under `cache` of exactly these `settings`, with `files`, which `make(folder)` writes.
 
     A folder that is damaged, or not `usable`, is made again, with a warning.
     """
@@ -180,6 +170,19 @@ def cached_folder(
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     return folder
+
+
+def files_below(folder: Path, suffixes: Sequence[str]) -> list[Path]:
+    """The files below a folder with one of the suffixes, in order."""
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes and path.is_file())
+
+
+def file_state(path: str) -> list[Any]:
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return [os.path.abspath(path), None]
+    return [os.path.abspath(path), stat.st_size, stat.st_mtime_ns]
 
 
 def is_whole(folder: Path, files: Sequence[str]) -> bool:

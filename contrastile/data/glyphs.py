@@ -1,17 +1,12 @@
 """Source: the built-in glyphs, images of characters from the fonts of matplotlib, each with its Unicode name.
 
-Stands below the registry. Nothing is downloaded: matplotlib ships the fonts, Python the names. About 54,000 pairs of
-7,300 names in 18 faces. The handwritten digits of scikit-learn, in the same form, are a zero-shot test of them.
+Nothing is downloaded. About 54,000 pairs of 7,300 names in 18 faces; the handwritten digits of scikit-learn, in the
+same form, are a zero-shot test of them. Two pairs share an id when they share the name or the very image, directly or
+through other pairs: capital A is LATIN, GREEK, CYRILLIC ... CAPITAL LETTER A or ALPHA.
 
-**Ids.** Capital A is LATIN, GREEK, CYRILLIC, LISU ... CAPITAL LETTER A or ALPHA: one image, several right names. Two
-pairs share an id when they share the name or the very image, directly or through other pairs, so names are joined that
-some face draws identically. The groups stay small: the largest joins 19 names (the capital I's), and four fifths of the
-names stay alone, because a group grows only by images that agree in every pixel.
-
-**Splits.** "faces": two whole faces, for the names of the training set; an image that the training set has in the same
-pixels (a face often borrows its neighbour's) tests nothing and is left out. "names": whole groups of names, whose every
-word still occurs in at least two names of the training set, so that they are new compositions of known words. The names
-of the ten digits are never held out, because they label the handwritten digits.
+**Splits.** "faces": two whole faces, for the names of the training set, without images that the training set has in the
+same pixels. "names": whole groups of names, whose every word still occurs in at least two names of the training set, so
+that they are new compositions of known words. The names of the ten digits, which label scans, are never held out.
 """
 
 from __future__ import annotations
@@ -26,7 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from contrastile.data.base import Images, Indices, groups_by_id, joined_ids, sorted_by_hash
+from contrastile.data.base import Images, Indices, groups_by_id, joined_ids, sorted_by_hash, sorted_rows
 from contrastile.data.files import FORMAT
 from contrastile.data.pairs import ImageWriter, Labels, PairOptions, PairSet, cached_pairs
 
@@ -44,10 +39,7 @@ WORD_OCCURRENCES = 2
 
 
 def font_files() -> list[Path]:
-    """The DejaVu and STIXGeneral faces of matplotlib, which map characters by Unicode.
-
-    The others do not: cm* uses TeX's encodings, STIXNonUni* private code points, LastResort draws placeholders.
-    """
+    """The faces of matplotlib that map characters by Unicode; cm* has codes of TeX, STIXNonUni* private ones."""
     import matplotlib
 
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
@@ -55,7 +47,6 @@ def font_files() -> list[Path]:
 
 
 def open_glyphs(source: str, options: PairOptions) -> PairSet:  # noqa: ARG001
-    """All pairs of `font_files()`, drawn once into the cache."""
     faces = font_files()
     settings = {
         **options.settings,
@@ -74,16 +65,12 @@ def open_glyphs(source: str, options: PairOptions) -> PairSet:  # noqa: ARG001
 def _draw_all(faces: list[Path], options: PairOptions, writer: ImageWriter) -> Labels:
     """Draw every named character of every face that leaves ink."""
     characters = [named_characters(face) for face in faces]
-    names: list[str] = []
-    style_held_out: list[bool] = []
-    digests: list[bytes] = []
-    blank = 0
+    names, style_held_out, digests, blank = list[str](), list[bool](), list[bytes](), 0
     with options.progress(sum(map(len, characters)), "drawing the glyphs", "pictures") as bar:
         for face, named in zip(faces, characters, strict=True):
             pen = Pen(face, writer.shape[1])
             for character, name in named:
-                image = pen.draw(character)
-                if image is None:
+                if (image := pen.draw(character)) is None:
                     blank += 1
                     continue
                 writer.add(np.broadcast_to(image, writer.shape))
@@ -106,11 +93,7 @@ def named_characters(face: Path) -> list[tuple[str, str]]:
 
 
 class Pen:
-    """Draws single characters of one face as `[size, size]` uint8, ink bright on dark.
-
-    The em and the baseline are the same for all, so that a comma stays small and low; a character larger than the
-    image is shrunk to it.
-    """
+    """Draws characters of one face as `[size, size]` uint8, bright on dark, with one em and one baseline."""
 
     def __init__(self, face: Path, size: int) -> None:
         from PIL import ImageFont
@@ -120,7 +103,6 @@ class Pen:
         self._font = ImageFont.truetype(face, round(EM * self.side), layout_engine=ImageFont.Layout.BASIC)
 
     def draw(self, character: str) -> Images | None:
-        """The image of a character; None where it leaves no ink."""
         from PIL import Image
 
         mask, (left, top) = self._font.getmask2(character, mode="L", anchor="ms")
@@ -154,12 +136,9 @@ def split(
     train = np.flatnonzero(~style_held_out & ~name_held_out)
     known_names = {names[row] for row in train}
     known_images = {digests[row] for row in train}
-    new_style = [
-        row
-        for row in np.flatnonzero(style_held_out & ~name_held_out)
-        if names[row] in known_names and digests[row] not in known_images
-    ]
-    return {"train": train, "faces": np.array(new_style, dtype=np.int64), "names": np.flatnonzero(name_held_out)}
+    faces = np.flatnonzero(style_held_out & ~name_held_out).tolist()
+    faces = [row for row in faces if names[row] in known_names and digests[row] not in known_images]
+    return {"train": train, "faces": sorted_rows(faces), "names": np.flatnonzero(name_held_out)}
 
 
 def _names_to_hold_out(names: list[str], ids: Indices, trainable: Indices, share: float) -> list[int]:
@@ -181,10 +160,7 @@ def _names_to_hold_out(names: list[str], ids: Indices, trainable: Indices, share
 
 
 def handwritten_digits(*, image_size: int, channels: int = 1) -> tuple[Images, Indices]:
-    """The scans, uint8 `[1797, channels, image_size, image_size]`, ink bright on dark, and their digits `[1797]`.
-
-    The name of digit `k` is `DIGIT_NAMES[k]`. They have 8 × 8 pixels and are never trained on.
-    """
+    """The scans of scikit-learn, uint8 `[1797, channels, image_size, image_size]`, and their digits `[1797]`."""
     from sklearn.datasets import load_digits
 
     scans = load_digits()

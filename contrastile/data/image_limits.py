@@ -1,8 +1,8 @@
 """Limits of what decoding one image may take: 100 MB beside the bytes of its file, and about a second.
 
-Stands beneath `images.py`. A few bytes may promise gigabytes of pixels, hundreds of passes over them, or millions of
-parts. The header says how many, so an image over a limit is skipped before a pixel is decoded. The bytes per pixel were
-measured with Pillow 13; `tests/test_hostile_images.py` measures them again.
+A few bytes may promise gigabytes of pixels, hundreds of passes over them, or millions of parts. The header says how
+many, so an image over a limit is skipped before a pixel is decoded. The bytes per pixel were measured with Pillow 13;
+`tests/test_hostile_images.py` measures them again.
 """
 
 from __future__ import annotations
@@ -43,12 +43,10 @@ COMMENT = re.compile(rb"#[^\r\n]*")
 
 
 def stored(mode: str) -> int:
-    """The bytes of a pixel in Pillow's memory."""
     return 2 if mode.startswith("I;16") else 1 if mode in ("1", "L", "P") else 4
 
 
 def check_memory(size: int) -> None:
-    """Raise `Skipped` where `size` bytes are too many for one image."""
     if size > MOST_MEMORY:
         raise Skipped("picture over 100 MB to decode")
 
@@ -129,7 +127,6 @@ def _coefficients(frame: bytes) -> int:
 
 
 def _png(content: bytes) -> Iterator[int]:
-    """The chunks of a PNG."""
     position = 8
     while position + 8 <= len(content):
         size, kind = struct.unpack_from(">I4s", content, position)
@@ -138,7 +135,6 @@ def _png(content: bytes) -> Iterator[int]:
 
 
 def _riff(content: bytes) -> Iterator[int]:
-    """The chunks of a WebP."""
     position = 12
     while position + 8 <= len(content):
         (size,) = struct.unpack_from("<I", content, position + 4)
@@ -162,7 +158,6 @@ def _gif(content: bytes) -> Iterator[int]:
 
 
 def _tiff(content: bytes) -> Iterator[int]:
-    """The numbers in the first directory of a TIFF."""
     order = "<" if content.startswith(b"II") else ">"
     big = content[2:4] in (b"+\0", b"\0+")
     where, count, entry = ("8xQ", "Q", "HHQ8x") if big else ("4xI", "H", "HHI4x")

@@ -1,8 +1,7 @@
 """Pixels of an image: decoding, random crops, and the augmentation of a whole batch.
 
-Stands below every source of images and the training step. The header of a file is checked before anything is decoded
-(`image_limits.py`), and only formats that Pillow decodes itself are opened. All randomness comes from a seed or
-generator passed in.
+The header of a file is checked before anything is decoded (`image_limits.py`), and only formats that Pillow decodes
+itself are opened. All randomness comes from a seed or generator passed in.
 """
 
 from __future__ import annotations
@@ -70,9 +69,10 @@ def decode(file: Path | BytesIO, shape: tuple[int, int, int], crop: Callable[[in
         plain = _turned(plain, turn)
         if crop is None:
             return _middle(plain, shape)
-        pixels = _array(plain)
+        pixels = torch.from_numpy(_array(plain))[None].permute(0, 3, 1, 2)
         del plain
-        return _resampled(pixels, shape)
+        # the filter of Pillow but for a rounding, in a quarter of its time
+        return F.interpolate(pixels, shape[1:], mode="bicubic", antialias=True)[0].numpy()
     except FileNotFoundError as failure:
         raise Skipped("missing picture") from failure
     except Image.DecompressionBombError as failure:
@@ -122,14 +122,12 @@ def _mode(shape: tuple[int, int, int]) -> str:
 
 
 def _turned(image: Image.Image, orientation: object) -> Image.Image:
-    """The image upright."""
     from PIL import Image
 
     return image.transpose(Image.Transpose[TURNS[orientation]]) if orientation in TURNS else image
 
 
 def _middle(image: Image.Image, shape: tuple[int, int, int]) -> Images:
-    """The middle square of a grey or coloured image, resampled."""
     from PIL import Image, ImageOps
 
     channels, size, _ = shape
@@ -137,17 +135,7 @@ def _middle(image: Image.Image, shape: tuple[int, int, int]) -> Images:
     return np.asarray(square).reshape(size, size, channels).transpose(2, 0, 1).copy()
 
 
-def _resampled(pixels: Images, shape: tuple[int, int, int]) -> Images:
-    """Pixels `[h, w, C]` as `[C, S, S]`.
-
-    The filter is torch's bicubic with antialiasing: Pillow's own but for a rounding, in a quarter of its time.
-    """
-    batch = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)
-    return F.interpolate(batch, shape[1:], mode="bicubic", antialias=True)[0].numpy()
-
-
 def _bands(box: tuple[int, ...]) -> Iterator[tuple[int, int, int, int]]:
-    """The box in bands of whole rows."""
     left, top, right, bottom = box
     rows = max(1, BAND // (right - left))
     for start in range(top, bottom, rows):
@@ -155,7 +143,6 @@ def _bands(box: tuple[int, ...]) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _array(image: Image.Image) -> Images:
-    """The pixels of a grey or coloured image, uint8 `[h, w, C]`."""
     pixels = np.empty((image.height, image.width, len(image.getbands())), np.uint8)
     for band in _bands((0, 0, *image.size)):
         pixels[band[1] : band[3]] = np.asarray(image.crop(band)).reshape(-1, *pixels.shape[1:])
@@ -187,8 +174,7 @@ def _converted(image: Image.Image, mode: str, box: tuple[int, ...]) -> Image.Ima
 def _stretch(image: Image.Image) -> tuple[float, float] | None:
     """The factor and the summand that bring pixels of 32 bits to 0 ... 255; None for other images.
 
-    The range of the pixels is 1 (numbers with a fraction), 255 or 65,535, the first that holds them all; pixels beyond
-    these, or below 0, are stretched from the least to the largest.
+    Their range is 1 (with a fraction), 255 or 65,535, the first that holds them, else from the least to the largest.
     """
     if image.mode not in ("I", "F"):
         return None
@@ -221,11 +207,10 @@ def _flattened(image: Image.Image, stretch: tuple[float, float] | None) -> Image
 
 
 def crop_box(seed: int, example: int, width: int, height: int) -> Box:
-    """The box of a random resized crop, the augmentation of CLIP, in whole pixels.
+    """The box of a random resized crop, the augmentation of CLIP, in whole pixels, by `seed` and `example` alone.
 
-    Its area and its width over height are drawn as Inception's (Szegedy et al. 2014; section 4.1 of Inf-CL,
-    arXiv:2410.17243); `seed` and the number of the example in the run decide alone. No mirroring, because a caption may
-    name left and right.
+    Area and width over height are drawn as Inception's (Szegedy et al. 2014; section 4.1 of Inf-CL, arXiv:2410.17243).
+    No mirroring, because a caption may name left and right.
     """
     (low, high), random = CROP_RATIO, np.random.default_rng((seed, example))
     for _ in range(CROP_TRIES):
@@ -253,9 +238,8 @@ def draw_parameters(
 ) -> Tensor:
     """Random distortions of `count` images, on the generator's device: `[count, 7]`.
 
-    Six numbers are the matrix `[2, 3]` for affine_grid (shift after rotation after shear after scale, in its
-    coordinates from -1 to 1), the last is the weight of a smoothed copy, up to `blur`. Angles are in degrees either
-    way, scales a factor either way, shifts a share of the image.
+    Six numbers are the matrix `[2, 3]` for affine_grid (shift after rotation after shear after scale), the last is the
+    weight of a smoothed copy, up to `blur`. Angles are in degrees either way, shifts a share of the image.
     """
 
     def uniform(low: float, high: float) -> Tensor:
@@ -271,19 +255,12 @@ def draw_parameters(
 
 
 def prepare(images: Tensor) -> Tensor:
-    """uint8 `[B, C, S, S]` as float32 in [0, 1].
-
-    >>> prepare(torch.full((1, 1, 2, 2), 255, dtype=torch.uint8)).max()
-    tensor(1.)
-    """
+    """uint8 `[B, C, S, S]` as float32 in [0, 1]."""
     return images.float() / 255
 
 
 def augment(images: Tensor, parameters: Tensor) -> Tensor:
-    """uint8 `[B, C, S, S]` as float32 in [0, 1], each image distorted and blurred by its own `parameters` `[B, 7]`.
-
-    Pixels from outside of an image repeat its border.
-    """
+    """uint8 `[B, C, S, S]` as float32 in [0, 1], each image distorted and blurred by its own `parameters` `[B, 7]`."""
     matrices, blur = parameters[:, :6].reshape(-1, 2, 3), parameters[:, 6]
     grid = F.affine_grid(matrices, list(images.shape), align_corners=False)
     warped = F.grid_sample(prepare(images), grid, padding_mode="border", align_corners=False)

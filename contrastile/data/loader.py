@@ -1,12 +1,9 @@
 """Loading of images beside the training step: one batch, decoded by threads or processes ahead of its use.
 
-Stands between the bytes of images and `Stream`, which decides the rows. Threads share one interpreter with the training
-step: all of them together decode about a thousand images a second, and slow a step on a GPU to a third. So processes
-feed a GPU. They are plain programs without a terminal: this process sends them their tasks over a socket, and when it
-ends, however it ends, so do they. Nothing is pickled; images travel through memory that both sides map.
-
-torch's `DataLoader`, measured in their place, reads half as many JPEGs per second (docs/log.md). It also copies each
-group once more, through /dev/shm, of which a container has 64 MB by default: less than 512 images of 224 pixels.
+Threads share one interpreter with the training step: all of them together decode about a thousand images a second, and
+slow a step on a GPU to a third. So processes feed a GPU. They are plain programs without a terminal, which get their
+tasks over a socket and end with this process. Nothing is pickled; images travel through memory that both sides map.
+torch's `DataLoader`, measured in their place, reads half as many JPEGs per second (docs/log.md).
 """
 
 from __future__ import annotations
@@ -91,10 +88,7 @@ def fill(images: Images, origins: Sequence[Origin], examples: Sequence[int], cro
 
 
 class SharedBuffer:
-    """Anonymous memory that processes share, lent to one batch after another; pinned where there is a GPU.
-
-    It is released when neither a tensor nor the loader refers to it.
-    """
+    """Anonymous memory that processes share, lent to one batch after another; pinned where there is a GPU."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -117,7 +111,6 @@ class SharedBuffer:
         return self._lent() is None and all(task.done() for task in self.tasks)
 
     def lend(self, shape: tuple[int, ...]) -> Tensor:
-        """The memory as images."""
         array = self._bytes[: math.prod(shape)].reshape(shape)
         self._lent = weakref.ref(array)
         return torch.from_numpy(array)
@@ -195,8 +188,7 @@ def serve(connection: socket.socket) -> None:
 class ImageLoader:
     """Loads one batch ahead of its use, by `workers` threads; with `apart`, each leaves the decoding to a process.
 
-    `origin(row, example)` is the origin of a row's image; processes need a `Piece`, and have `timeout` seconds for
-    each group of images.
+    `origin(row, example)` is the origin of a row's image; processes need a `Piece`.
     """
 
     def __init__(
@@ -260,10 +252,7 @@ class ImageLoader:
             self._idle.put(worker)
 
     def load(self, keys: list[Key]) -> tuple[Tensor, Reasons]:
-        """Images, uint8 `[n, C, S, S]`, and the reasons why some could not be read.
-
-        They are decoded now unless they begin the batch that was expected. The memory is the caller's own.
-        """
+        """Images, uint8 `[n, C, S, S]`, the caller's own, and the reasons why some could not be read."""
         if self._images is None or self._keys[: len(keys)] != keys:
             self.expect(keys)
         assert self._images is not None
@@ -272,7 +261,6 @@ class ImageLoader:
         return images, reasons[: len(keys)]
 
     def close(self) -> None:
-        """End the workers."""
         self._pool.shutdown(wait=bool(self._workers), cancel_futures=True)
         for worker in self._workers:
             worker.close()
@@ -283,7 +271,7 @@ def read_chunks(
 ) -> Iterator[tuple[range, Tensor, Reasons]]:
     """Whole images of files, `chunk` at a time, the next chunk decoded meanwhile: rows, uint8 `[n, C, S, S]`, reasons.
 
-    An image that cannot be read has a reason, and arbitrary pixels. Processes decode where `apart` is set.
+    An image that cannot be read has a reason, and arbitrary pixels.
     """
     chunks = [range(len(paths))[start : start + chunk] for start in range(0, len(paths), chunk)]
     workers = min(cores(), max(len(paths) // GROUP, 1))

@@ -1,9 +1,7 @@
 """Pairs of an image and its caption, and their cache: the form in which every source hands over its data.
 
-Stands between `loader.py`, which decodes, and the sources; `registry.py` opens a source by its name. A `PairSet` lies
-decoded in the cache. The pairs of a set too large for that are read and decoded by row from its `Stream`, the next
-batch ahead of its use; seed and example number alone decide what is read, so that a run resumes in the middle of an
-epoch at no cost.
+A `PairSet` lies decoded in the cache. The pairs of a set too large for that are read and decoded by row from its
+`Stream`, the next batch ahead of its use.
 """
 
 from __future__ import annotations
@@ -51,12 +49,10 @@ class PairOptions:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """The shape `[C, S, S]` of an image."""
         return self.channels, self.image_size, self.image_size
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that the content of a cached folder depends on."""
         return {"image_size": self.image_size, "channels": self.channels, "held_out": self.held_out}
 
 
@@ -64,12 +60,10 @@ class PairOptions:
 class PairSet:
     """Images with their captions.
 
-    images: `[n, C, S, S]` uint8, memory-mapped and read-only; glyphs are bright ink on a dark ground.
-    captions: `n` texts.
-    ids: `[n]`; pairs with equal ids could each be the other's right answer, so they are not each other's negatives.
-    splits: sorted indices; "train" always, the held-out parts by their names.
-    skipped: the number of the source's rows that gave no pair, by reason.
-    stream: the training pairs of a collection, too many to be held here: rows from `n` on, read on demand.
+    images: `[n, C, S, S]` uint8, memory-mapped and read-only. captions: `n` texts. ids: `[n]`, equal for pairs that
+    could each be the other's right answer. splits: sorted indices, "train" and the held-out parts by their names.
+    skipped: the number of the source's rows that gave no pair, by reason. stream: the training pairs of a collection,
+    rows from `n` on, read on demand.
     """
 
     images: Images
@@ -84,8 +78,6 @@ class PairSet:
 
 
 class Library(Protocol):
-    """Images with their captions, by row."""
-
     def origin(self, row: int, example: int) -> Origin:
         """The origin of a row's image, for this example of the run; a `Piece` where other processes can read it."""
 
@@ -100,12 +92,9 @@ class Library(Protocol):
 class Stream:
     """Training pairs of a library, by row: row i of the stream is row `rows[i]` of the library.
 
-    The same pairs come `copies` times. `augmented`: the library's images are augmented already.
-
-    An image that cannot be read is counted by reason in `skipped`; the pair before it in the batch, or in this rank's
-    share, replaces it: their ids are equal, so it is no negative. `check` refuses more than the share `most_bad`.
-    `workers` decode: processes where `apart` is set, which leave this process free to keep a GPU busy, else threads.
-    A process that does not answer for `timeout` seconds is an error.
+    The same pairs come `copies` times. `augmented`: the library's images are augmented already. An image that cannot be
+    read is counted in `skipped`; the pair before it replaces it: their ids are equal, so it is no negative. `workers`
+    decode: processes where `apart` is set, which leave this process free to keep a GPU busy, else threads.
     """
 
     library: Library
@@ -126,7 +115,6 @@ class Stream:
         return len(self.rows)
 
     def captions(self, rows: Iterable[int]) -> list[str]:
-        """The captions of `rows`."""
         return [self.library.caption(self.rows[row]) for row in rows]
 
     def sample_captions(self, most: int) -> list[str]:
@@ -135,7 +123,6 @@ class Stream:
         return self.captions(range(0, count, -(-count // most)))
 
     def identities(self, captions: Iterable[str]) -> list[int]:
-        """The ids of captions: equal for captions that could be each other's right answer."""
         return [self.library.identity(caption) for caption in captions]
 
     def expect(self, rows: Sequence[int], examples: Sequence[int], crop_seed: int | None) -> None:
@@ -155,10 +142,9 @@ class Stream:
     def read(
         self, rows: Sequence[int], examples: Sequence[int], crop_seed: int | None, *, tries: int = TRIES
     ) -> tuple[Tensor, list[int]]:
-        """Images `[b, C, S, S]` uint8 of `rows`, and the rows they are of where one replaces another.
+        """Images `[b, C, S, S]` uint8 of `rows`, the caller's own, and the rows they are of where one replaces another.
 
-        `examples`, their numbers in the run, and `crop_seed` decide the crops; without a seed images are whole. The
-        tensor is the caller's own.
+        `examples`, their numbers in the run, and `crop_seed` decide the crops; without a seed images are whole.
         """
         if not rows:
             return torch.empty((0, *self.shape), dtype=torch.uint8), []
@@ -180,10 +166,7 @@ class Stream:
         return images, chosen
 
     def look(self, rows: Sequence[int], following: Sequence[int]) -> tuple[Tensor, Reasons]:
-        """Whole images of `rows`, and the reasons why some have none; the `following` are decoded meanwhile.
-
-        Nothing is replaced or counted.
-        """
+        """Whole images of `rows`, none replaced, and the reasons why some have none; `following` are decoded next."""
         images = self._loading().load(self._keys(rows, rows, None))
         if following:
             self.expect(following, following, None)
@@ -217,10 +200,7 @@ class Stream:
 
 
 class ImageWriter:
-    """Appends images of one shape to a .npy file whose length is known only at the end.
-
-    The header is written twice: numpy pads it so that the first axis can grow.
-    """
+    """Appends images of one shape to a .npy file whose length, in a header with room for it, is known at the end."""
 
     def __init__(self, path: Path, shape: tuple[int, int, int]) -> None:
         self.shape = shape
@@ -234,7 +214,6 @@ class ImageWriter:
         np.lib.format.write_array_header_1_0(self._file, header)
 
     def add(self, image: Images) -> None:
-        """Append one image, `[C, S, S]`."""
         if image.shape != self.shape or image.dtype != np.uint8:
             raise invalid("picture", f"be uint8 {self.shape}", f"{image.dtype} {image.shape}", "Convert it first.")
         self._file.write(image.tobytes())
@@ -244,7 +223,6 @@ class ImageWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Write the header with the true length and flush the file to the disk."""
         with self._file:
             self._header()
             self._file.flush()
@@ -259,10 +237,7 @@ def cached_pairs(
     shape: tuple[int, int, int],
     make: Callable[[ImageWriter], Labels],
 ) -> PairSet:
-    """The pairs that `make` writes, from the folder under `cache` that belongs to exactly these `settings`.
-
-    `make(writer)` adds every image and returns captions, ids, splits and the counts of skipped rows.
-    """
+    """The pairs whose images `make(writer)` adds and whose labels it returns, from the cache for these `settings`."""
 
     def write(folder: Path) -> None:
         with ImageWriter(folder / IMAGES, shape) as writer:

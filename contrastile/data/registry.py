@@ -1,17 +1,15 @@
 """The registry of data sources: opens pairs and texts by the name that a recipe gives.
 
-Stands above all sources. A new source of pairs is one file with an open function, and one line in `PAIR_SOURCES`, where
-the first line that accepts the name opens it; `open_texts` names the sources of texts.
+A new source is one file with an open function, and a name in `open_pairs` or `open_texts`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from contrastile._errors import invalid
 from contrastile.data.base import ProgressFactory, silent
-from contrastile.data.bm25 import with_mined_negatives
 from contrastile.data.collection import open_collection, open_table
 from contrastile.data.copies import with_copies
 from contrastile.data.docstrings import open_docstrings
@@ -19,13 +17,7 @@ from contrastile.data.glyphs import open_glyphs
 from contrastile.data.pairs import PairOptions, PairSet
 from contrastile.data.sources import is_collection
 from contrastile.data.text_files import open_beir, open_text_files
-from contrastile.data.texts import TextSet
-
-PAIR_SOURCES: list[tuple[Callable[[str], bool], Callable[[str, PairOptions], PairSet]]] = [
-    (lambda source: source == "glyphs", open_glyphs),
-    (is_collection, open_collection),
-    (lambda _: True, open_table),
-]
+from contrastile.data.texts import TextSet, with_mined_negatives
 
 
 def open_pairs(
@@ -41,17 +33,12 @@ def open_pairs(
     seed: int = 0,
     progress: ProgressFactory = silent,
 ) -> PairSet:
-    """The pairs of `source`: "glyphs", the path of a table (.tsv, .csv) with the columns `filepath` and `title`, or a
-    collection: tar shards, parquet files, several tables, folders of images, in the syntax of `sources.py`.
+    """The pairs of `source`: "glyphs", the path of a table with the columns `filepath` and `title`, or a collection.
 
-    Images are `image_size` pixels square, with 1 channel (grey) or 3 (colour). They are made once and kept in a folder
-    under `cache`; of a collection only the held-out ones, the others are read on demand. `held_out` is the share kept
-    from training: of the names (glyphs), of the pairs (a table, a collection). `most_bad`: the share of pairs that may
-    be unusable. `weights`: how often each source of a collection comes in an epoch. `copies`: the number of augmented
+    Images are `image_size` pixels square, with 1 channel (grey) or 3 (colour), kept in a folder under `cache`; those of
+    a collection's training pairs are read on demand. `held_out`: the share kept from training. `most_bad`: the share of
+    pairs that may be unusable. `weights`: how often each source of a collection comes in an epoch. `copies`: augmented
     copies of each pair of the other sources, written to shards in the order of `seed`; see `copies.py`.
-
-    Raises ValueError for a size, a number of channels or a share that makes no sense, for a table without pairs, and
-    for more bad pairs than `most_bad`.
     """
     if image_size < 8:
         raise invalid("image_size", "be at least 8 pixels", image_size, "Glyphs are legible from 32 on.")
@@ -59,7 +46,7 @@ def open_pairs(
         raise invalid("channels", "be 1 (grey) or 3 (colour)", channels, "Pictures are converted to either.")
     _check_share(held_out)
     options = PairOptions(image_size, channels, held_out, cache, progress, weights, most_bad)
-    open_source = next(opener for accepts, opener in PAIR_SOURCES if accepts(source))
+    open_source = open_glyphs if source == "glyphs" else open_collection if is_collection(source) else open_table
     pairs = open_source(source, options)
     return pairs if copies == 1 else with_copies(pairs, copies, seed=seed, cache=cache)
 
@@ -79,13 +66,8 @@ def open_texts(
     """The texts of `source`: "docstrings", a folder in BEIR's format, or a file of questions with their passages.
 
     "docstrings" are the functions of Python's library and of the installed `packages`. For a file, `corpus` has further
-    passages, and `test` is a second file, whose questions are the held-out part; without it `held_out`, a share of the
-    questions, is. `mined`: the number of hard negatives that BM25 looks up for each training query without negatives.
-    `bad_rows`: the share of rows that may be unusable; they are counted in `skipped`. Texts made of "docstrings" are
-    kept in a folder under `cache`.
-
-    Raises ValueError for a share that makes no sense, for `corpus` or `test` where they have no place, for a source
-    that cannot be read or has no questions, and for more bad rows than allowed.
+    passages, and the questions of the file `test`, else the share `held_out` of all, are held out. `mined`: the number
+    of hard negatives that BM25 looks up for each training query without any. `bad_rows`: the share of unusable rows.
     """
     _check_share(held_out)
     path = Path(source).expanduser()

@@ -1,12 +1,9 @@
 """Places of every pair of a collection: tar shards of key.jpg and key.txt, parquet files, tables, folders of images.
 
-Stands below `collection.py`, which stores the places. Only headers and captions are read, no image. A shard that was
-cut anywhere is an error: a tar file must end in the zeros that its format asks for, in no more of them than tools
-write, and agree with the manifests beside it: `sizes.json`, numbers of pairs, and `SHA256SUMS`, checksums. Names inside
-a shard are keys and never become paths; links, devices and anything else that is no plain file are passed over.
-
-No library in use keeps these promises: readers end silently where a shard is cut at or in a header, and their shuffling
-and resuming depend on the number of ranks and workers.
+Only headers and captions are read, no image. A shard that was cut anywhere is an error: a tar file must end in the
+zeros that its format asks for, in no more of them than tools write, and agree with the manifests beside it,
+`sizes.json` and `SHA256SUMS`. Names inside a shard are keys and never become paths; whatever is no plain file is passed
+over. No library in use keeps these promises.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from contrastile._errors import invalid
-from contrastile.data.files import cached_folder, checksum, open_file, plain_file, sync
+from contrastile.data.files import cached_folder, checksum, file_state, files_below, open_file, plain_file, sync
 from contrastile.data.image_limits import MOST_BYTES
 from contrastile.data.sources import PICTURES, TABLES, Source
 from contrastile.data.tables import check_names, read_table
@@ -58,7 +55,6 @@ Finding = Pair | str
 
 
 def find_pairs(kind: str, path: Path, unpacked: Path) -> Iterator[Finding]:
-    """Every pair of one file or folder of a source."""
     if kind == "folder":
         return find_in_folder(path)
     if kind in TABLES:
@@ -67,10 +63,7 @@ def find_pairs(kind: str, path: Path, unpacked: Path) -> Iterator[Finding]:
 
 
 def find_in_tar(shard: Path, unpacked: Path | None = None) -> Iterator[Finding]:
-    """Every pair of a tar shard, or of a parquet file, which is unpacked into a tar shard under the folder `unpacked`.
-
-    Raises ValueError where the shard is not whole.
-    """
+    """Every pair of a whole tar shard, or of a parquet file, which is unpacked into one under the folder `unpacked`."""
     _compare_sum(shard)
     tar = shard if unpacked is None else unpack(shard, unpacked)
     count = 0
@@ -105,7 +98,6 @@ def _compare_sum(shard: Path) -> None:
 
 
 def _stated_size(shard: Path) -> int | None:
-    """The number of pairs that a sizes.json beside the shard states."""
     sizes = shard.parent / SIZES
     if not sizes.is_file():
         return None
@@ -118,16 +110,14 @@ def _stated_size(shard: Path) -> int | None:
 
 
 def _key(name: str) -> tuple[str, str]:
-    """The folder and the name up to its first dot."""
     folder, _, last = str(PurePosixPath(name)).rpartition("/")
     return folder, last.partition(".")[0] or last
 
 
 class _Headers(io.BufferedReader):
-    """A tar file of which the headers are read alone, each up to `MOST_HEADER` bytes with its extensions.
+    """A tar file of which the headers are read alone, each up to `left` bytes, set anew for each member.
 
-    The library parses extensions in quadratic time, in the length of a number too. `left`: the bytes that the next
-    header may have, set anew for each member.
+    The library parses extensions in quadratic time, in the length of a number too.
     """
 
     def __init__(self, path: Path) -> None:
@@ -212,7 +202,6 @@ def _checked(path: Path, offset: int, size: int, caption: bytes) -> Finding:
 
 
 def find_in_table(table: Path) -> Iterator[Finding]:
-    """Every row of a table of images."""
     for row in read_table(table):
         if isinstance(row, str):
             yield row
@@ -222,12 +211,9 @@ def find_in_table(table: Path) -> Iterator[Finding]:
 
 
 def find_in_folder(folder: Path) -> Iterator[Finding]:
-    """Every image below a folder: its caption is the .txt beside it, or else the name of the folder that it lies in.
-
-    Links are followed only to files that lie inside too.
-    """
+    """Every image below a folder, captioned by the .txt beside it or its folder's name; no link leads outside."""
     root = folder.resolve()
-    for path in _files(folder, PICTURES):
+    for path in files_below(folder, PICTURES):
         text = path.with_suffix(".txt")
         if not all(file.resolve().is_relative_to(root) for file in (path, text)):
             yield "outside the folder"
@@ -239,15 +225,11 @@ def find_in_folder(folder: Path) -> Iterator[Finding]:
         yield _checked(path, 0, path.stat().st_size, caption)
 
 
-def _files(folder: Path, suffixes: Sequence[str]) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes and path.is_file())
-
-
 def state(source: Source) -> list[Any]:
     """The state of a source, by which an index is known to be its own: paths, sizes and dates of all its files."""
     paths = list(source.paths)
     if source.kind == "folder":
-        paths = [str(path) for path in _files(Path(paths[0]), (*PICTURES, ".txt"))]
+        paths = [str(path) for path in files_below(Path(paths[0]), (*PICTURES, ".txt"))]
     elif source.kind in TABLES:
         paths += [str(row[0]) for table in source.paths for row in read_table(Path(table)) if not isinstance(row, str)]
     return [source.kind, *map(file_state, paths)]
@@ -261,21 +243,11 @@ def manifest_state(source: Source) -> list[Any]:
     return [file_state(path) for path in manifests if os.path.isfile(path)]
 
 
-def file_state(path: str) -> list[Any]:
-    """The state of a file: its path, its size and its date."""
-    try:
-        stat = os.stat(path)
-    except OSError:
-        return [os.path.abspath(path), None]
-    return [os.path.abspath(path), stat.st_size, stat.st_mtime_ns]
-
-
 def unpack(table: Path, cache: Path) -> Path:
     """The path of a tar shard with the rows of a parquet file, in a folder of its own under `cache`.
 
     The file has a column of captions and one of images: bytes, or as `datasets` writes them, a struct of bytes and
-    path, whose path is never followed. A row without a caption or an image has an empty entry. Raises ValueError where
-    a column is missing, and for a file that is damaged or unpacks to far more than its size.
+    path, whose path is never followed. A row without a caption or an image has an empty entry.
     """
     # files of an earlier version, which killed processes left too
     for leftover in (*cache.glob("*.tar"), *cache.glob("*.part-*")):
@@ -309,7 +281,6 @@ def _unpack(table: Path, folder: Path) -> None:
 
 
 def add_to_tar(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    """Append a file to a tar shard."""
     entry = tarfile.TarInfo(name)
     entry.size = len(content)
     tar.addfile(entry, io.BytesIO(content))
@@ -327,7 +298,6 @@ def _rows(file: Any, table: Path) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _column(schema: Any, names: Sequence[str], content: str, table: Path) -> str:
-    """The first of `names` that the schema has."""
     import pyarrow
 
     name = next((name for name in names if name in schema.names), None)

@@ -73,7 +73,6 @@ def _source(pattern: str) -> Source:
 
 
 def missing(source: Source) -> str | None:
-    """The first of its paths that does not exist."""
     exists = os.path.isdir if source.kind == "folder" else os.path.isfile
     return next((path for path in source.paths if not exists(path)), None)
 

@@ -1,11 +1,8 @@
 """Tables of delimited text: rows of .csv and .tsv files, and of those that pair an image with a caption.
 
-Stands below `shards.py`, `collection.py` and `entries.py`. A quote that is never closed would swallow all lines behind
-it. So quotes are read strictly, and a row ends within `ROW_LINES` lines, or is refused with the number of its first
-line. A row that is broken within so few lines costs these lines, and each of them is counted.
-
-The first line of a table of images names the columns; paths are relative to the file's own folder. A .tsv file has tabs
-and no quoting; a .csv file has commas, or tabs where its first line has one, and fields may stand in quotes.
+A quote that is never closed would swallow all lines behind it. So quotes are read strictly, and a row ends within
+`ROW_LINES` lines, or is refused with the number of its first line. The first line of a table of images names the
+columns. A .tsv file has tabs and no quoting; a .csv file has commas, or tabs where its first line has one, and quotes.
 """
 
 from __future__ import annotations
@@ -32,11 +29,9 @@ Row = tuple[Path, str]
 def read_rows(
     lines: Iterable[str], delimiter: str, path: Path, *, name: str = "source", quotes: bool = True
 ) -> Iterator[tuple[int, list[str] | str]]:
-    """Rows that are not empty, each with the number of its first line; of an unusable row, the reason.
+    """Rows that are not empty, each with the number of its first line; of each unusable line, the reason.
 
-    A broken row gives a reason for each of its lines. `lines` keep their ends, as those of a file opened with
-    `newline=""`, and have lone surrogates for bytes that are not UTF-8; `name` is what errors call the file at `path`.
-    Raises ValueError for a quote that stays open for more than `ROW_LINES` lines, or to the end.
+    `lines` keep their ends, and have lone surrogates for bytes that are not UTF-8. `name` is what errors call the file.
 
     >>> list(read_rows(['a,"b\\n', 'c"\\n', '"d" e,f\\n'], ",", Path("x.csv")))
     [(1, ['a', 'b\\nc']), (3, 'broken row')]
@@ -74,10 +69,7 @@ def read_rows(
 
 
 def read_table(table: Path, folder: Path | None = None, *, name: str = "source") -> list[Row | str]:
-    """Every row below the first: the path of its image and its caption, or the reason why it has none.
-
-    Paths are relative to `folder`, by default the table's own; `name` is what errors call the table.
-    """
+    """Every row below the first: the path of its image, in `folder` or the table's own, and its caption; or why not."""
     try:
         with open_file(table) as file:
             content = file.read()

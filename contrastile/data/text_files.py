@@ -55,10 +55,7 @@ def open_text_files(
 def open_questions(
     source: Path, *, corpus: Path | None, bad_rows: float, allowed_by: str, progress: ProgressFactory
 ) -> TextSet:
-    """The questions of a file for evaluation alone: the split "questions", and an empty one to train on.
-
-    The corpus has the passages of `corpus`, and those of the file.
-    """
+    """The questions of a file, for evaluation alone, over its passages and those of `corpus`; none to train on."""
     options: dict[str, Any] = {"bad_rows": bad_rows, "allowed_by": allowed_by, "progress": progress}
     texts = _read_files(source, corpus, None, answers_suffice=True, **options)
     if not texts.queries:
@@ -76,7 +73,6 @@ def _read_files(
     allowed_by: str = "data.bad_rows",
     answers_suffice: bool = False,
 ) -> TextSet:
-    """The texts of all files, with the questions of "source" and of "test" as its splits."""
     builder = TextSetBuilder()
     with reading([path for path in (source, corpus, test) if path is not None], progress) as counter:
         for passage in read_passages(corpus, counter) if corpus is not None else ():
@@ -202,9 +198,9 @@ def interpret(entry: Entry, place: str) -> Question:
         both = _contexts(right, place), _contexts(hard, place)
         return Question(entry["question"], *both, answers, scores=_own_scores(right, hard))
     if "positive_passages" in entry:
-        right, wrong = (_contexts(entry.get(f"{side}_passages"), place) for side in ("positive", "negative"))
-        scores = _own_scores(entry["positive_passages"], entry.get("negative_passages"))
-        return Question(query, right, wrong, answers, identity, scores)
+        right, wrong = entry["positive_passages"], entry.get("negative_passages")
+        both = _contexts(right, place), _contexts(wrong, place)
+        return Question(query, *both, answers, identity, _own_scores(right, wrong))
     if "positive_document_ids" in entry:
         positives, negatives = (_document_ids(entry.get(f"{side}_document_ids")) for side in ("positive", "negative"))
         return Question(query, positives, negatives, id=identity)
@@ -249,7 +245,6 @@ def _columns(entry: Entry, place: str) -> Question:
 
 
 def _scores(values: Any, passages: Sequence[Passage]) -> list[float | None]:
-    """A score for each of the passages; None for each where there are no values."""
     if not values:
         return [None] * len(passages)
     if not isinstance(values, list) or len(values) != len(passages):
@@ -269,7 +264,6 @@ def _score(value: Any) -> float | None:
 
 
 def _own_scores(*lists: Any) -> list[float | None]:
-    """The scores within the objects of passages."""
     return [_score(entry.get("score")) for entries in lists for entry in entries or ()]
 
 
@@ -301,7 +295,6 @@ def _document_ids(ids: Any) -> list[str]:
 
 
 def _id(value: object) -> str:
-    """An id as a text, "" where there is none; 0 is one."""
     return "" if value is None else str(value)
 
 
@@ -310,9 +303,8 @@ def _plain(value: Any, place: str) -> list[Passage]:
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    return tuple(map(text_of, value if isinstance(value, list | tuple) else [value]))
+    values = () if value is None else value if isinstance(value, list | tuple) else [value]
+    return tuple(map(text_of, values))
 
 
 def open_beir(
@@ -320,8 +312,7 @@ def open_beir(
 ) -> TextSet:
     """A folder with corpus.jsonl, queries.jsonl and qrels/*.tsv; each file of qrels is a split by its name.
 
-    A passage with a question's own id is that question (ArguAna, Quora), and no result of it, as in BEIR's evaluation,
-    unless it is judged to be right.
+    A passage with a question's own id is that question (ArguAna, Quora), and no result of it unless it is judged so.
     """
     judged = sorted((folder / "qrels").glob("*.tsv"))
     missing = [name for name in (BEIR_CORPUS, "queries.jsonl") if not (folder / name).is_file()]

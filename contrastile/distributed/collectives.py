@@ -186,11 +186,11 @@ def sum_into(x: Tensor, group: Any, operation: str) -> None:
         dist.all_reduce(x, group=group)
 
 
-def broadcast(x: Tensor, group: Any) -> None:
-    """Replace x by the first rank's x."""
+def broadcast(x: Tensor, group: Any, source: int = 0) -> None:
+    """Replace x by that of one rank, the first one unless another is named."""
     sent = x.contiguous()
     with collective("broadcast", group):
-        dist.broadcast(sent, dist.get_global_rank(resolved(group), 0), group=group)
+        dist.broadcast(sent, dist.get_global_rank(resolved(group), source), group=group)
     if sent is not x:
         x.copy_(sent)
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from io import BytesIO
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from contrastile._errors import invalid
 from contrastile._torch import nccl_timeout
+from contrastile.distributed import collectives
 from contrastile.distributed.collectives import all_gather, collective
 from contrastile.distributed.failure import progress, resolved, size, state_of
 
@@ -81,6 +83,40 @@ def _compare(group: Any, statement: dict[str, Any], free: Sequence[str]) -> list
 def most(number: int, group: Any) -> int:
     """The largest of the ranks' whole numbers; like `tally`, it does not wait for this rank's device."""
     return number if size(group) == 1 else int(_gather(torch.tensor([number]), group).max())
+
+
+def any_of(flags: Sequence[bool], group: Any) -> list[bool]:
+    """Return for each flag whether it is set on any rank of the group."""
+    gathered = _gather(torch.tensor(flags, dtype=torch.uint8), group)
+    return gathered.view(size(group), -1).any(0).tolist()
+
+
+def lent(group: Any, make: Callable[[], Any] | None) -> Any:
+    """The object that the first rank with `make` makes, on a rank without; None where all ranks have one, or none has.
+
+    make: makes what `torch.load(weights_only=True)` reads: tensors, numbers and texts, in dicts, lists and tuples.
+    Raises ValueError on all ranks for anything else.
+    """
+    has = _gather(torch.tensor([int(make is not None)]), group).tolist()
+    if all(has) or not any(has):
+        return None
+    lender, file, statement = has.index(1), BytesIO(), dict[str, Any]()
+    if make is not None and collectives.rank(group) == lender:
+        try:
+            torch.save(make(), file)
+            file.seek(0)
+            # as the others will read it
+            torch.load(file, weights_only=True)
+        except Exception as error:
+            got = f"one that cannot be sent ({type(error).__name__})"
+            remedy = "Give every rank one, or make it of tensors, numbers and texts in dicts, lists and tuples."
+            statement["error"] = str(invalid("parts", "hold sub-batches for a rank without any", got, remedy))
+    stored = file.getvalue()
+    length = tally(group, statement, [len(stored)])[lender][0]
+    carrier, device = _carrier(group)
+    content = torch.frombuffer(bytearray(stored or length), dtype=torch.uint8).to(device)
+    collectives.broadcast(content, carrier, lender)
+    return None if make is not None else torch.load(BytesIO(content.cpu().numpy().tobytes()), weights_only=True)
 
 
 def _gather(own: Tensor, group: Any) -> Tensor:

@@ -21,7 +21,7 @@ from contrastile._types import Reduction
 from contrastile.engine import arguments as checks
 from contrastile.exchange.base import Exchange
 from contrastile.gradcache.first_order import first_order
-from contrastile.losses.base import Finished, PairLoss, Shard, changed, with_states
+from contrastile.losses.base import Finished, PairLoss, Shard, changed, divisor, with_states
 from contrastile.tiles import own
 from contrastile.tiles.base import Accumulated, ForwardResult, Tiles, reduced
 from contrastile.tiles.scored import Scorer
@@ -73,7 +73,10 @@ class Call:
         """The tiles of this call, with its numbers in the accumulator's type."""
         plan, loss = self.plan, self.loss
         used = None if bias is None or not loss.uses_bias else self._number(bias)
-        tiles = plan.tiles(loss, self._number(scale), used, plan.workspace)
+        number = self._number(scale)
+        if loss.least_scale:
+            number = number.masked_fill(number == 0, loss.least_scale)
+        tiles = plan.tiles(loss, number, used, plan.workspace)
         tiles.grad_dtypes = None if self.input_dtypes is None else (self.input_dtypes[0], self.input_dtypes[1])
         if len(self.exchange.layout.rows) > 1:
             tiles.reserve(self.exchange.reserved())
@@ -173,8 +176,8 @@ def with_gradients(
     flag = tiles.nonfinite(rows, cols)
     weights = flag.new_ones(len(rows)) if call.weights is None else call.weights.to(flag.dtype)
     # summed over ranks, so that a value that is not finite makes the gradients of all of them NaN
-    mass, flag = exchange.total(torch.stack([weights.sum(), flag])).unbind()
-    coefficient = (weights / mass if call.reduction == "mean" else weights) + flag
+    mass, size, flag = exchange.total(torch.stack([weights.sum(), weights.abs().sum(), flag])).unbind()
+    coefficient = (weights / divisor(size, mass) if call.reduction == "mean" else weights) + flag
     # a pairwise loss leaves no state
     rows = changed(rows, coefficient=coefficient, state=coefficient.new_empty(0, len(rows)))
     row_stats = tiles.init(rows)
@@ -208,7 +211,7 @@ def in_strips(call: Call, tiles: Tiles, rows: Shard, cols: Shard, wanted: Wanted
         return results[0].value, Accumulated(u, v, sums)
     every = Finished(*(torch.cat(parts, -1) for parts in zip(*(ends for (ends,) in strips), strict=True)))
     mass = every.counts if call.weights is None else every.counts * call.weights.to(every.counts.dtype)
-    factor = flag + (1 / mass.sum() if call.reduction == "mean" else 1.0)
+    factor = flag + (1 / divisor((mass * every.loss).sum(), mass.sum()) if call.reduction == "mean" else 1.0)
     for total in (u, v, sums):
         if total is not None:
             total.mul_(factor)

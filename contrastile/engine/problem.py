@@ -154,6 +154,8 @@ class Problem:
         scale = 1.0 if scale is None else scale
         if not checked:
             checks.number("scale", scale, q, options.device)
+            if scorer is not None:
+                checks.guides(arguments.guides, q, sides.cols[0], None)
             if bias is not None:
                 checks.number("bias", bias, q, options.device)
         loss = arguments.loss

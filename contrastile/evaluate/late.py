@@ -17,8 +17,10 @@ from torch import Tensor
 
 from contrastile._errors import invalid
 from contrastile._types import TokenFeatures
+from contrastile.evaluate.retrieval import best_of, no_matches
+from contrastile.functional import padded_texts
 from contrastile.gradcache.inputs import Ragged
-from contrastile.scorers import MaxSim, padded
+from contrastile.scorers import MaxSim
 
 Positions = npt.NDArray[np.int64]
 
@@ -28,17 +30,13 @@ BLOCK, COLUMN_TOKENS, ROW_TOKENS = 2**18, 2**14, 2**9
 
 @dataclass(frozen=True)
 class TokenVectors:
-    """Vectors of passages' tokens: values `[T, D]`, a tensor or a memory-mapped array, and where each passage begins.
-
-    starts `[n + 1]`: the first token of each passage, and T.
-    """
+    """Vectors of passages' tokens `[T, D]`, a tensor or an array; starts `[n + 1]`: each one's first token, and T."""
 
     values: Any
     starts: Positions
 
     @classmethod
     def of(cls, values: Any, lengths: Sequence[int] | Positions) -> TokenVectors:
-        """The vectors of passages of so many tokens each."""
         return cls(values, np.cumsum([0, *lengths], dtype=np.int64))
 
     def __len__(self) -> int:
@@ -64,12 +62,6 @@ class TokenVectors:
             stop = min(max(start + 1, int(within)), len(self))
             yield start, stop
             start = stop
-
-
-def padded_texts(texts: Ragged) -> TokenFeatures:
-    """Packed vectors as `[n, longest, D]` with their mask."""
-    lengths = torch.tensor(texts.lengths, dtype=torch.int64, device=texts.values.device)
-    return padded(texts.values, lengths, max(texts.lengths, default=0))
 
 
 def joined(parts: Sequence[Ragged], rows: Tensor) -> Ragged:
@@ -129,35 +121,25 @@ def topk(
 ) -> tuple[Tensor, Tensor]:
     """The `k` best passages of each query: scores float32 and rows int64, both `[N, k]`, best first.
 
-    Rows count the passages of all shards; among equal scores the lower row comes first. candidates `[N, C]`: the rows
-    that are scored, −1 pads; without it all are. A query with fewer candidates than k gets rows of −1, scores of −∞.
-
-    Raises ValueError for a k that is not between 1 and the number of passages.
+    Rows count the passages of all shards; of equal scores the lower row comes first. candidates `[N, C]`: the rows that
+    are scored, −1 pads. A query with fewer candidates than k gets rows of −1, scores of −∞.
     """
     total = sum(map(len, shards))
     if not 1 <= k <= total:
         raise invalid("k", f"be between 1 and the {total} passages", k, "Ask for fewer.")
     vectors, _ = query
     if candidates is not None:
-        found = [_among(query, shards, row, k, chosen) for row, chosen in enumerate(candidates)]
-        scores, rows = (torch.stack(each) for each in zip(*found, strict=True)) if found else _none(vectors, k)
+        scores, rows = no_matches(vectors, k)
+        for row, chosen in enumerate(candidates):
+            scores[row], rows[row] = _among(query, shards, row, k, chosen)
         return scores, rows
-    scores, rows = _none(vectors, 0)
-    first = 0
+    best, first = no_matches(vectors), 0
     for shard in shards:
         for start, stop in shard.blocks():
-            more = torch.arange(first + start, first + stop, device=vectors.device).expand(len(vectors), -1)
-            scores = torch.cat([scores, _of_block(query, shard, start, stop)], dim=1)
-            rows = torch.cat([rows, more], dim=1)
-            order = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
-            scores, rows = scores.gather(1, order), rows.gather(1, order)
+            rows = torch.arange(first + start, first + stop, device=vectors.device).expand(len(vectors), -1)
+            best = best_of(best, (_of_block(query, shard, start, stop), rows), k)
         first += len(shard)
-    return scores, rows
-
-
-def _none(vectors: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    scores = vectors.new_empty((len(vectors), k), dtype=torch.float32)
-    return scores, torch.empty((len(vectors), k), dtype=torch.int64, device=vectors.device)
+    return best
 
 
 def _among(

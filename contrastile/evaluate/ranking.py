@@ -1,8 +1,7 @@
 """Measures of rankings: by judged passages as trec_eval computes them, by answers as DPR does; and their files.
 
-Beside `retrieval.py`, which ranks features, this takes the run of any search engine. A run holds the scores of the
-passages retrieved for each query; judgements hold the grade of a passage, 0 or below for a wrong one. Passages are
-ordered by score, those of equal score (in float32, trec_eval's type) by descending id.
+A run holds the scores of the passages retrieved for each query; judgements hold the grade of a passage, 0 or below for
+a wrong one. Passages of equal score (in float32, trec_eval's type) are ordered by descending id.
 """
 
 from __future__ import annotations
@@ -66,20 +65,10 @@ def measure(run: Run, judgements: Judgements, names: Sequence[str] = USUAL) -> d
 
 
 def means(measured: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each measure over all queries. Raises ValueError for no queries.
-
-    >>> means({"q": {"MAP": 1.0}, "r": {"MAP": 0.0}})
-    {'MAP': 0.5}
-    """
     if not measured:
         raise invalid("judgements", "not be empty", "no queries", "There is nothing to measure.")
     names = next(iter(measured.values()))
     return {name: math.fsum(values[name] for values in measured.values()) / len(measured) for name in names}
-
-
-def judged_of(run: Run, judgements: Judgements) -> int:
-    """The number of judged queries that are in the run."""
-    return sum(query in run for query in judgements)
 
 
 # arguments: the retrieved grades up to the cutoff, best first; all positive grades, highest first; the cutoff
@@ -123,10 +112,7 @@ def answer_recall(
     """The share of questions with an answer in one of their first k passages, for each k (Karpukhin et al. 2020, 5).
 
     passages: the ranked texts of each question, the best first. answers: those of each question. match: as in
-    `has_answer`. Raises ValueError for lists of unequal or zero length.
-
-    >>> answer_recall([["no", "yes it is"], ["no", "no"]], [["yes"], ["yes"]], ks=[1, 2])
-    {1: 0.0, 2: 0.5}
+    `has_answer`.
     """
     if len(passages) != len(answers) or not passages:
         got = f"{len(passages)} and {len(answers)}"
@@ -142,8 +128,7 @@ def answer_recall(
 def has_answer(text: str, answers: Sequence[str], match: str = "string") -> bool:
     """True where `text` contains one of `answers`, as a sequence of words ("string") or as a pattern ("regex").
 
-    False for a pattern that is invalid or takes too long, and for an answer without words, which DPR's own code finds
-    in every text. Raises ValueError for another `match`.
+    False for a pattern that is invalid or takes too long, and for an answer without words.
 
     >>> has_answer("He was born in Ulm, Germany.", ["ulm"]), has_answer("He was born in Ulmenhof.", ["ulm"])
     (True, False)
@@ -196,10 +181,7 @@ def _has_pattern(pattern: str, text: str) -> bool:
 
 
 def write_run(path: Path, run: Run, *, tag: str = "contrastile") -> None:
-    """Write lines of `query Q0 passage rank score tag`, the best first; scores read back as the same float64.
-
-    Raises ValueError for ids with blanks, because blanks separate the fields.
-    """
+    """Write lines of `query Q0 passage rank score tag`, the best first; scores read back as the same float64."""
     ranked = ((query, enumerate(ranking(scores), start=1)) for query, scores in run.items())
     _write(path, ((q, "Q0", p, rank, repr(run[q][p]), tag) for q, passages in ranked for rank, p in passages))
 
@@ -221,10 +203,7 @@ def _write(path: Path, lines: Iterable[Sequence[object]]) -> None:
 
 
 def read_run(path: str | Path) -> dict[str, dict[str, float]]:
-    """Read a run file; its ranks are ignored, as trec_eval does.
-
-    Raises ValueError with file and line for a malformed line, and for a passage that a query has twice.
-    """
+    """Read a run file; its ranks are ignored, as trec_eval does."""
     run: dict[str, dict[str, float]] = {}
     for quoted, fields in _fields(Path(path), "run"):
         score = _number(fields[4]) if len(fields) == 6 else math.nan
@@ -238,10 +217,7 @@ def read_run(path: str | Path) -> dict[str, dict[str, float]]:
 
 
 def read_judgements(path: str | Path) -> dict[str, dict[str, int]]:
-    """Read judgements of TREC (`query 0 passage grade`) or BEIR (`query passage grade` after a line of names).
-
-    Raises ValueError with file and line for a malformed line.
-    """
+    """Read judgements of TREC (`query 0 passage grade`) or BEIR (`query passage grade` after a line of names)."""
     judgements: dict[str, dict[str, int]] = {}
     for number, (quoted, fields) in enumerate(_fields(Path(path), "judgements")):
         grade = _number(fields[-1])

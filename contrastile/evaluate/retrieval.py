@@ -1,13 +1,11 @@
 """Retrieval by features: the best keys of each query, and recall, the share of queries with a right one among them.
 
-Scores are computed in tiles, so that the whole score matrix is never in memory. A query with several right keys is
-answered as soon as one of them is among the first k. Zero-shot classification is retrieval among classes, each of which
-is represented by the features of its names in prompts.
+Scores are computed in tiles, so that the whole score matrix is never in memory. Zero-shot classification is retrieval
+among classes, each of which is represented by the features of its names in prompts.
 
 **Ties** count against the model: a wrong key with exactly the score of the best right one ranks before it. So a
 collapsed model, all of whose features are equal, has a recall of 0 and not of 1. Recall rounds dot products in float64
-to float32: keys with equal features, such as equal captions of two images, have equal scores. trec_eval, which compares
-float32 scores too, counts the same where wrong keys are named so that ties rank them first.
+to float32: keys with equal features, such as equal captions of two images, have equal scores.
 """
 
 from __future__ import annotations
@@ -23,6 +21,8 @@ from contrastile._errors import invalid, whole_number
 
 # a tile of 1024 × 4096 scores has 16 MiB in float32, and twice that where it is computed in float64
 ROWS, COLUMNS = 1024, 4096
+# scores float32 and rows int64 of keys for each query, both [N, k]
+Matches = tuple[Tensor, Tensor]
 # marks the right keys of a tile: slices of queries and keys to booleans [rows, columns]
 Right = Callable[[slice, slice], Tensor]
 
@@ -51,7 +51,6 @@ def _score_tiles(tile: Tensor, key: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Dot products of a tile of queries with all keys in float32, tile by tile, with the slice of keys.
 
     Products are computed in the dtype of `tile`, then rounded: in float64, equal keys have equal scores in every tile.
-    The same inputs give the same bits at every sweep.
     """
     for start in range(0, len(key), COLUMNS):
         columns = slice(start, min(start + COLUMNS, len(key)))
@@ -62,10 +61,7 @@ def _score_tiles(tile: Tensor, key: Tensor) -> Iterator[tuple[slice, Tensor]]:
 def topk(query: Tensor, key: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The `k` best keys of each query by dot product: scores float32 and indices int64, both `[N, k]`, best first.
 
-    The first `k` of `(query @ key.T).sort(descending=True, stable=True)`: among equal scores the key with the lower
-    index comes first. NaN scores come last.
-
-    query `[N, D]`, key `[M, D]`, floating point. Raises ValueError for features that do not fit and for `k` over M.
+    The first `k` of `(query @ key.T).sort(descending=True, stable=True)`, NaN last; query `[N, D]`, key `[M, D]`.
 
     >>> topk(torch.eye(2), torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0]]), k=2)[1]
     tensor([[1, 2],
@@ -74,17 +70,27 @@ def topk(query: Tensor, key: Tensor, k: int) -> tuple[Tensor, Tensor]:
     check_features(query, key)
     rule = f"be between 1 and the {len(key)} keys"
     k = whole_number("k", k, 1, "Ask for fewer, or give more keys.", rule=rule, most=len(key))
-    values = query.new_empty((len(query), k), dtype=torch.float32)
-    indices = torch.empty((len(query), k), dtype=torch.int64, device=query.device)
+    values, indices = no_matches(query, k)
     for rows, tile in _row_tiles(query, torch.float32):
-        best, best_keys = tile.new_empty((len(tile), 0)), indices.new_empty((len(tile), 0))
+        best = no_matches(tile)
         for columns, scores in _score_tiles(tile, key):
             keys = torch.arange(columns.start, columns.stop, device=query.device).expand(len(tile), -1)
-            candidates = torch.cat([best, scores.nan_to_num(nan=float("-inf"), posinf=None, neginf=None)], dim=1)
-            order = candidates.sort(dim=1, descending=True, stable=True).indices[:, :k]
-            best, best_keys = candidates.gather(1, order), torch.cat([best_keys, keys], dim=1).gather(1, order)
-        values[rows], indices[rows] = best, best_keys
+            best = best_of(best, (scores.nan_to_num(nan=float("-inf"), posinf=None, neginf=None), keys), k)
+        values[rows], indices[rows] = best
     return values, indices
+
+
+def no_matches(query: Tensor, k: int = 0) -> Matches:
+    """Scores and rows `[N, k]` without values."""
+    rows = torch.empty((len(query), k), dtype=torch.int64, device=query.device)
+    return query.new_empty((len(query), k), dtype=torch.float32), rows
+
+
+def best_of(first: Matches, second: Matches, k: int) -> Matches:
+    """The `k` best of both for each query, best first; of equal scores those that come first."""
+    scores, rows = (torch.cat(both, dim=1) for both in zip(first, second, strict=True))
+    order = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    return scores.gather(1, order), rows.gather(1, order)
 
 
 def recall(
@@ -92,9 +98,7 @@ def recall(
 ) -> dict[int, float]:
     """The share of queries with a right key, one of equal id, among their first k by dot product, for each k.
 
-    query `[N, D]`, key `[M, D]`: floating point. query_ids `[N]`, key_ids `[M]`: integers. A query without right keys
-    counts as not answered; ties as described above. Raises ValueError for shapes that do not fit, for no queries or
-    keys, and for a k below 1.
+    query `[N, D]`, key `[M, D]`: floating point. query_ids `[N]`, key_ids `[M]`: integers.
 
     >>> features = torch.eye(3)
     >>> recall(features, features.roll(1, dims=0), torch.arange(3), torch.tensor([2, 0, 0]), ks=[1])
@@ -112,15 +116,7 @@ def recall(
 def recall_where(
     query: Tensor, key: Tensor, right: Right, *, aside: Right | None = None, ks: Sequence[int]
 ) -> dict[int, float]:
-    """`recall` with right keys marked by `right`; keys marked by `aside` are left out of a query's ranking.
-
-    >>> everything, own = torch.ones(2, 2, dtype=torch.bool), torch.eye(2, dtype=torch.bool)
-    >>> options = {"right": lambda rows, columns: (everything ^ own)[rows, columns], "ks": [1]}
-    >>> recall_where(torch.eye(2), torch.eye(2), **options)
-    {1: 0.0}
-    >>> recall_where(torch.eye(2), torch.eye(2), **options, aside=lambda rows, columns: own[rows, columns])
-    {1: 1.0}
-    """
+    """`recall` with right keys marked by `right`; keys marked by `aside` are left out of a query's ranking."""
     return _shares(ranks(query, key, right, aside), len(key), ks)
 
 
@@ -128,10 +124,7 @@ def recall_where(
 def ranks(query: Tensor, key: Tensor, right: Right, aside: Right | None = None) -> Tensor:
     """The number of wrong keys that score at least as high as the best right one, int64 `[N]`; M where none is right.
 
-    `right` and `aside` as of `recall_where`. NaN scores count as high on wrong keys and as low on right ones.
-
-    >>> ranks(torch.eye(2), torch.eye(2), lambda rows, columns: torch.tensor([[True, True], [False, False]]))
-    tensor([0, 2])
+    NaN scores count as high on wrong keys and as low on right ones. `right`, `aside`: as of `recall_where`.
     """
     result = torch.empty(len(query), dtype=torch.int64, device=query.device)
     for rows, tile in _row_tiles(query, torch.float64):
@@ -160,15 +153,10 @@ def both_ways(
 
     image `[N, D]`, text `[M, D]`; owner `[P]`, caption `[P]`: rows of an image and of a caption that belong together.
     Without `caption`, owner `[M]` is the one image of each caption. `image_to_text_R@k`: the share of images with any
-    of their captions among the first k; `text_to_image_R@k`: the share of captions with any of their images there.
-    `..._mean_rank`, `..._median_rank`: the rank of the first right key, from 1; the floor of the median. Raises
-    ValueError as `recall` does.
+    of their captions among the first k. `..._mean_rank`, `..._median_rank`: the rank of the first right key, from 1.
 
     >>> both_ways(torch.eye(2), torch.eye(2)[[0, 1, 0]], torch.tensor([0, 1, 1]), ks=[1])["text_to_image_R@1"]
     0.6666666666666666
-    >>> shared = {"owner": torch.tensor([0, 1]), "caption": torch.tensor([0, 0]), "ks": [1]}
-    >>> both_ways(torch.eye(2), torch.ones(1, 2), **shared)["image_to_text_R@1"]
-    1.0
     """
     check_features(image, text)
     caption = torch.arange(len(text), device=text.device) if caption is None else caption
@@ -201,7 +189,7 @@ def _right_pairs(query_rows: Tensor, key_rows: Tensor) -> Right:
 
 
 def chance(query_ids: Tensor, key_ids: Tensor, *, ks: Sequence[int] = (1, 5, 10)) -> dict[int, float]:
-    """The recall of a random order, where equal ids are right; raises ValueError as `chance_among` does.
+    """The recall of a random order, where equal ids are right.
 
     >>> chance(torch.tensor([0, 1]), torch.tensor([0, 1, 2, 2]), ks=[1, 4])
     {1: 0.25, 4: 1.0}
@@ -212,13 +200,7 @@ def chance(query_ids: Tensor, key_ids: Tensor, *, ks: Sequence[int] = (1, 5, 10)
 
 
 def chance_among(right: Tensor, total: int, *, ks: Sequence[int] = (1, 5, 10)) -> dict[int, float]:
-    """The recall of a random order: the mean over queries of 1 − C(M − r, k) / C(M, k), with r right keys of M.
-
-    right `[N]`: r of each query; total: M. Raises ValueError for no queries, and for a k below 1.
-
-    >>> chance_among(torch.tensor([1, 2]), 4, ks=[1])
-    {1: 0.375}
-    """
+    """The recall of a random order: the mean over queries of 1 − C(M − r, k) / C(M, k), right r, total M."""
     if len(right) == 0:
         raise invalid("query_ids", "not be empty", "no queries", "There is nothing to measure.")
     counts, queries = (each.tolist() for each in right.unique(return_counts=True))
@@ -236,13 +218,7 @@ def class_features(
 ) -> Tensor:
     """Unit features `[classes, D]` of class names: the normalised mean over prompts and names of unit features.
 
-    `encode(texts)` returns `[len(texts), D]`; each prompt has one `{}` for the name. A class with several names has a
-    text for each of them in every prompt. Raises ValueError for a prompt without exactly one `{}`, and for a class
-    without names.
-
-    >>> class_features(["ZERO", "ONE"], encode=lambda texts: torch.ones(len(texts), 4), prompts=["{}", "DIGIT {}"])
-    tensor([[0.5000, 0.5000, 0.5000, 0.5000],
-            [0.5000, 0.5000, 0.5000, 0.5000]])
+    `encode(texts)` returns `[len(texts), D]`; each prompt has one `{}` for the name, of which a class may have several.
     """
     if not prompts or any(prompt.count("{}") != 1 for prompt in prompts):
         remedy = 'For example "a photo of {}".'
@@ -266,12 +242,7 @@ def classified(
     """Accuracies `top1`, `top5` of images, and `mean-per-class-recall`, the mean of top 1 over labels with images.
 
     image `[n, D]`, classes `[C, D]`; labels `[n]`: the label of each image; right `[L, C]`, booleans: the right classes
-    of each label. A k that is not below the number of classes is left out. Raises ValueError for features that do not
-    fit and for no images.
-
-    >>> features, labels = torch.eye(3), torch.tensor([0, 1, 1])
-    >>> classified(features, features, labels, torch.eye(3, dtype=torch.bool), ks=[1])
-    {'top1': 0.6666666666666666, 'mean-per-class-recall': 0.75}
+    of each label. A k that is not below the number of classes is left out.
     """
     check_features(image, classes)
     if len(image) == 0:

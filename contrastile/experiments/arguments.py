@@ -56,10 +56,7 @@ def report_overrides(comparison: str, recipe: AnyRecipe, origin: str, overrides:
 
 
 def read_ways(path: str, origin: str, overrides: Sequence[str]) -> dict[str, AnyRecipe]:
-    """Read the ways of a comparison: under `[ways]`, the overrides of the recipe at `origin` for each.
-
-    Ways share their data and their model; raises ValueError for a file that is none, and for other keys.
-    """
+    """Read the ways of a comparison: under `[ways]`, the overrides of the recipe at `origin` for each."""
     ways = read_tables(path).get("ways")
     if not isinstance(ways, dict) or len(ways) < 2 or not all(isinstance(words, list) for words in ways.values()):
         remedy = 'Such as clip = [] and siglip = ["loss.kind=siglip"].'
@@ -71,13 +68,6 @@ def read_ways(path: str, origin: str, overrides: Sequence[str]) -> dict[str, Any
             rule, remedy = f"override keys of {', '.join(OF_WAYS)}", "All ways share data and model."
             raise invalid("--ways", rule, f"{text!r} in {path}", remedy)
     return {name: load_any_recipe(origin, [*overrides, *words]) for name, words in ways.items()}
-
-
-def check_copies(recipe: Recipe) -> None:
-    """Refuse augmented copies, which differ from seed to seed."""
-    if recipe.data.copies > 1:
-        remedy = "Pictures are bent anew in every run without it."
-        raise invalid("data.copies", "be 1 for a comparison, whose seeds share their data", recipe.data.copies, remedy)
 
 
 def large_and_small(recipe: Recipe) -> tuple[int, int]:
@@ -97,9 +87,3 @@ def check_grid(batches: Sequence[int], shares: Sequence[float], rates: Sequence[
         raise invalid("data", "be shares above 0, up to 1", list(shares), "Such as 0.1 0.3 1.0.")
     if not RATES.keys() >= set(rates):
         raise invalid("rates", f"be among {', '.join(RATES)}", list(rates), "Such as fixed sqrt.")
-
-
-def check_rising(batches: Sequence[int]) -> None:
-    """Check the batch sizes of a retriever."""
-    if min(batches) < 2 or list(batches) != sorted(set(batches)):
-        raise invalid("batches", "be rising sizes of at least 2", list(batches), "Such as 128 512 4096.")

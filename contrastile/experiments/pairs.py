@@ -1,8 +1,8 @@
 """Studies of images and texts: tables and figures of the papers on a recipe's own pairs.
 
-Studies of `sweep.py`. `FourWays` is table 1 of the gradient cache's paper (Gao et al. 2021): four ways to spend the
-memory of one sub-batch. `Losses` is table 3 of the Inf-CL paper (Cheng et al. 2024): one loss computed in five ways.
-`BatchSizes` is its figure 5 and appendix A.3: accuracy against batch size.
+`FourWays` is table 1 of the gradient cache's paper (Gao et al. 2021): four ways to spend the memory of one sub-batch.
+`Losses` is table 3 of the Inf-CL paper (Cheng et al. 2024): one loss computed in five ways. `BatchSizes` is its figure
+5 and appendix A.3: accuracy against batch size.
 """
 
 from __future__ import annotations
@@ -42,38 +42,28 @@ FIGURE = "compare.svg"
 
 @dataclass(frozen=True, kw_only=True)
 class FourWays(Study):
-    """Sequential, accumulated and cached batches, and the recipe's schedule, for equal examples and equal time.
-
-    Each way is trained twice: for equal examples, and for the time that the sequential way took.
-    """
+    """Sequential, accumulated and cached batches, and the schedule: for equal examples, and for equal time."""
 
     title = "the same memory in four ways"
 
-    def ways(self) -> dict[str, dict[str, Any]]:
-        """Overrides of `[train]`: the small batch is a sub-batch of images, the large one the recipe's largest."""
+    def trials(self, data: DataBundle) -> list[Trial]:
+        """The small batch is a sub-batch of images, the large one the recipe's largest."""
         large, small = large_and_small(self.recipe)
-        batches = {
+        # batch and accumulate
+        ways = {
             "sequential": (((0.0, small),), 1),
             "accumulated": (((0.0, large),), -(-large // small)),
             "cached": (((0.0, large),), 1),
             "schedule": (self.recipe.train.batch, 1),
         }
-        # retain = 1 keeps the activations of one sub-batch, even where the recipe has room for more
-        return {
-            way: {"batch": batch, "accumulate": count, "epochs": None, "retain": 1}
-            for way, (batch, count) in batches.items()
-        }
-
-    def trials(self, data: DataBundle) -> list[Trial]:
-        lengths = {"examples": self.examples(data), "time": ENDLESS}
-        return [
-            Trial(
-                {"budget": budget, "way": way}, seed, {"train": {**train, "examples": lengths[budget], "minutes": None}}
-            )
-            for budget in BUDGETS
-            for way, train in self.ways().items()
-            for seed in self.all_seeds
-        ]
+        trials = []
+        for budget, examples in {"examples": self.examples(data), "time": ENDLESS}.items():
+            for way, (batch, count) in ways.items():
+                # retain = 1 keeps the activations of one sub-batch, even where the recipe has room for more
+                train = {"batch": batch, "accumulate": count, "retain": 1, "examples": examples}
+                overrides = {"train": {**train, "epochs": None, "minutes": None}}
+                trials += [Trial({"budget": budget, "way": way}, seed, overrides) for seed in self.all_seeds]
+        return trials
 
     def ready(self, trial: Trial, results: Sequence[Result]) -> Trial:
         """Equal time is the mean over the seeds of the sequential way."""
@@ -108,8 +98,7 @@ recipe's. Equal time: the mean time of the sequential way. Mean and standard dev
 class Losses(Study):
     """Every way with every seed, seed by seed, on several ranks.
 
-    All ways are exact: runs of equal seed differ by rounding only, and the table shows how far rounding grows over a
-    run. Differences are taken seed by seed.
+    All ways are exact: runs of equal seed differ by rounding only, and the table shows how far rounding grows.
     """
 
     suffix = "losses"
@@ -132,14 +121,11 @@ class Losses(Study):
         """Recall at 1 of every way over the seeds, and its difference from the baseline in points."""
         tests, groups = measures_of(results), by_labels(results)
         columns = (head for test in tests for head in (f"{test}, @1", f"from {BASELINE}, points"))
-        heads = ["way", "exchange", "block", "seconds", *columns]
-        rows = [
-            [way, *words, mean_cost(groups[way,], "seconds"),
-             *(cell for test in tests for cell in (spread(groups[way,], test), _gap(results, way, test)))]
-            for way, words in LOSS_WAYS.items()
-            if (way,) in groups
-        ]  # fmt: skip
-        return markdown(heads, rows)
+        rows = []
+        for way, group in ((way, groups[way,]) for way in LOSS_WAYS if (way,) in groups):
+            cells = (cell for test in tests for cell in (spread(group, test), _gap(results, way, test)))
+            rows.append([way, *LOSS_WAYS[way], mean_cost(group, "seconds"), *cells])
+        return markdown(["way", "exchange", "block", "seconds", *columns], rows)
 
     def introduction(self, results: Sequence[Result]) -> str:
         batches = ", ".join(f"{batch:,}" for _, batch in self.recipe.train.batch)
@@ -179,8 +165,6 @@ def negligible(mean: float, half: float) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSizes(Study):
-    """Every batch size on every share of the pairs by every rule of the learning rate, for equal examples."""
-
     batches: Sequence[int]
     shares: Sequence[float] = (1.0,)
     rates: Sequence[str] = ("fixed",)
@@ -189,20 +173,14 @@ class BatchSizes(Study):
 
     def trials(self, data: DataBundle) -> list[Trial]:
         """Seed by seed, and the longest first; at the smallest batch all rules are the same."""
-        examples, smallest = self.examples(data), min(self.batches)
-        return [
-            Trial(
-                {"data": f"{share:g}", "batch": str(batch), "rate": rule},
-                seed,
-                {
-                    "train": {"batch": ((0.0, batch),), "epochs": None, "examples": examples, "minutes": None},
-                    "optim": {"rate_scaling": RATES[rule], "base_batch": None if rule == "fixed" else smallest},
-                },
-                share,
-            )
-            for seed, batch, share in product(self.all_seeds, sorted({*self.batches}), self.shares)
-            for rule in (self.rates if batch > smallest else self.rates[:1])
-        ]
+        examples, smallest, trials = self.examples(data), min(self.batches), []
+        for seed, batch, share in product(self.all_seeds, sorted({*self.batches}), self.shares):
+            train = {"batch": ((0.0, batch),), "epochs": None, "examples": examples, "minutes": None}
+            for rule in self.rates if batch > smallest else self.rates[:1]:
+                optim = {"rate_scaling": RATES[rule], "base_batch": None if rule == "fixed" else smallest}
+                labels = {"data": f"{share:g}", "batch": str(batch), "rate": rule}
+                trials.append(Trial(labels, seed, {"train": train, "optim": optim}, share))
+        return trials
 
     def order(self, result: Result) -> tuple[float, int, int, int | None]:
         labels = result.labels
@@ -210,14 +188,12 @@ class BatchSizes(Study):
 
     def table(self, results: Sequence[Result]) -> str:
         """A table for each test: a line for each share and batch, a column for each rule."""
-        rules, points = _rules(results), _points(results)
-        blocks = []
+        rules, blocks = _rules(results), []
         for test in measures_of(results):
-            rows = [
-                [share, batch, next(iter(groups.values()))[0].costs["steps"],
-                 *(spread(groups.get(rule, []), test) for rule in rules)]
-                for (share, batch), groups in points.items()
-            ]  # fmt: skip
+            rows = []
+            for (share, batch), groups in _points(results).items():
+                steps = next(iter(groups.values()))[0].costs["steps"]
+                rows.append([share, batch, steps, *(spread(groups.get(rule, []), test) for rule in rules)])
             heads = ["data", "batch", "steps", *(f"{rule} rate" for rule in rules)]
             blocks.append(f"{test}, recall at 1\n\n{markdown(heads, rows)}")
         return "\n\n".join(blocks)
@@ -266,7 +242,6 @@ def _rules(results: Sequence[Result]) -> list[str]:
 
 
 def _points(results: Sequence[Result]) -> dict[tuple[str, str], dict[str, list[Result]]]:
-    """Group results by share and batch, then by rule; those at the smallest batch count for every rule."""
     smallest, rules = min((one.labels["batch"] for one in results), key=int), _rules(results)
     points: dict[tuple[str, str], dict[str, list[Result]]] = {}
     for result in results:

@@ -21,7 +21,7 @@ COSTS = ("examples", "steps", "queries", "learning_rate", "seconds", "update_sec
 class Result:
     """One finished trial: its cost and its measures (shares of 1, by column), or the reason why it `failed`.
 
-    The seed is None for BM25, which draws nothing. `origin` holds chip, versions, date and commit.
+    The seed is None for BM25. `origin` holds chip, versions, date and commit.
     """
 
     labels: dict[str, str]
@@ -33,7 +33,6 @@ class Result:
 
 
 def to_csv(results: Iterable[Result]) -> str:
-    """Write one line per result, with every column that any of them has."""
     rows = [
         {**one.labels, "seed": one.seed, **one.costs, **one.measures, "failed": one.failed, **one.origin}
         for one in results
@@ -65,7 +64,6 @@ def read_results(folder: RunFolder) -> list[Result]:
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
-    """Write a Markdown table."""
     return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in (heads, ["---"] * len(heads), *rows))
 
 
@@ -78,12 +76,10 @@ def by_labels(results: Iterable[Result]) -> dict[tuple[str, ...], list[Result]]:
 
 
 def measures_of(results: Iterable[Result]) -> list[str]:
-    """List the measures that any of the results has."""
     return list(dict.fromkeys(name for result in results for name in result.measures))
 
 
 def mean_cost(results: Iterable[Result], name: str) -> str:
-    """Write the mean of a cost as a whole number."""
     return f"{statistics.mean(result.costs[name] for result in results):,.0f}"
 
 
@@ -101,6 +97,5 @@ def spread(results: Sequence[Result], measure: str) -> str:
 
 
 def seeds_of(results: Iterable[Result]) -> str:
-    """Write the number of seeds."""
     count = len({result.seed for result in results} - {None})
     return f"{count} seed{'' if count == 1 else 's'}"

@@ -1,10 +1,9 @@
 """Several ways to spend a memory on a retriever: table 1 and figure 1 of the gradient cache's paper (Gao et al. 2021).
 
-A study of `sweep.py`. *Sequential*: plain steps of the largest batch that fits. *Accumulated*: batches of the first
-size of a list, in parts of that largest batch, each with its own negatives. *Cached*: every size of the list with all
-negatives, while the encoders see no more tokens at once than in the plain step. All ways see as many queries. Updates
-(a batch is drawn, encoded and compared, gradients flow back, the optimizer steps) are timed before, one after the other
-in one process, since trials that run side by side slow each other down.
+*Sequential*: plain steps of the largest batch that fits. *Accumulated*: batches of the first size of a list, in parts
+of that largest batch, each with its own negatives. *Cached*: every size of the list with all negatives, while the
+encoders see no more tokens at once than in the plain step. All ways see as many queries. Updates are timed before, one
+after the other in one process, since trials that run side by side slow each other down.
 """
 
 from __future__ import annotations
@@ -20,13 +19,12 @@ from dataclasses import dataclass, field, replace
 from itertools import count, product
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from contrastile._errors import invalid
-from contrastile.data.batches import Batches
-from contrastile.data.bm25 import BM25
+from contrastile.data.base import Batches
+from contrastile.data.texts import BM25
 from contrastile.experiments.results import Result, by_labels, markdown, mean_percent, measures_of, seeds_of
 from contrastile.experiments.sweep import Study, Trial, overridden
 from contrastile.gradcache.memory import spare_bytes
@@ -34,7 +32,7 @@ from contrastile.train.folder import RunFolder
 from contrastile.train.log import progress, size
 from contrastile.train.loop import step
 from contrastile.train.memory import Weighed
-from contrastile.train.metadata import TrainResult
+from contrastile.train.objective import open_teacher
 from contrastile.train.optim import build_optimizer, rate_factor
 from contrastile.train.provenance import provenance
 from contrastile.train.ranks import ALONE, Ranks
@@ -44,7 +42,7 @@ from contrastile.train.retriever.evaluation import PARTS, Rankings, evaluate, he
 from contrastile.train.retriever.job import RetrieverJob, check_scores
 from contrastile.train.retriever.run import TextMaterials, build_retriever_run, open_text_materials
 from contrastile.train.run import choose_device
-from contrastile.train.teacher import open_teacher
+from contrastile.train.state import TrainResult
 
 logger = logging.getLogger("contrastile")
 
@@ -75,7 +73,27 @@ def limit_loss(recipe: RetrieverRecipe, memory: int) -> RetrieverRecipe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetrieverMemory(Study):
+class OfRetrievers(Study):
+    """A study of retrievers: shares of queries with a right passage among the first k, and nDCG@10."""
+
+    # texts are tokenised once, which takes longer than to hand over the tokens
+    pickles_data = True
+
+    def open(self) -> TextMaterials:
+        return open_text_materials(self.recipe)
+
+    def examples(self, data: Any) -> int:
+        return int(self.recipe.train.length(len(data.texts.splits["train"])))
+
+    def job(self, recipe: RetrieverRecipe, data: TextMaterials, _share: float = 1.0) -> RetrieverJob:
+        return retriever_job(recipe, data)
+
+    def measures(self, job: RetrieverJob, data: TextMaterials) -> dict[str, float]:
+        return ranking_measures(job.run.recipe, data, rank_all(job.run, data.texts, data.passages))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrieverMemory(OfRetrievers):
     """Every way with every seed, beside BM25.
 
     `memory`: bytes that a plain step may add to the model. `batches`: the sizes that are cached. `sizes`: those whose
@@ -89,11 +107,6 @@ class RetrieverMemory(Study):
     largest: int = 0
     updates: Mapping[tuple[str, ...], Update] = field(default_factory=dict)
     title = "the same memory in several ways"
-    # texts are tokenised once, which takes longer than to hand over the tokens
-    pickles_data = True
-
-    def open(self) -> TextMaterials:
-        return open_text_materials(self.recipe)
 
     def prepared(self, data: TextMaterials, folder: RunFolder) -> RetrieverMemory:
         """Find the largest plain batch, and time an update of each way; the figure's updates too, where wanted."""
@@ -121,7 +134,7 @@ class RetrieverMemory(Study):
 
     def trials(self, data: TextMaterials) -> list[Trial]:
         """BM25, then seed by seed, the longest runs first: side by side they end together."""
-        queries = self.recipe.train.length(len(data.texts.splits["train"]))
+        queries = self.examples(data)
         seconds = {labels: update.seconds * queries / int(labels[1]) for labels, update in self.updates.items()}
         trials = [Trial(BM25_LABELS, None, {})] if self.recipe.evaluate.bm25 else []
         for seed in self.all_seeds:
@@ -142,9 +155,6 @@ class RetrieverMemory(Study):
         answered = [rank_part(texts, part, "BM25", texts.passages, engine.search, depth) for part in held_out(texts)]
         return Result(trial.labels, None, measures=ranking_measures(self.recipe, data, answered))
 
-    def job(self, recipe: RetrieverRecipe, data: TextMaterials, _share: float) -> RetrieverJob:
-        return retriever_job(recipe, data)
-
     def costs(self, trial: Trial, trained: TrainResult) -> dict[str, float]:
         """Add the costs of an update, measured alone, to those of a training beside others."""
         optim, update = self.recipe.optim, self.updates[tuple(trial.labels.values())]
@@ -156,9 +166,6 @@ class RetrieverMemory(Study):
             "update_seconds": round(update.seconds, 5),
             "update_bytes": update.bytes,
         }
-
-    def measures(self, job: RetrieverJob, data: TextMaterials) -> dict[str, float]:
-        return ranking_measures(job.run.recipe, data, rank_all(job.run, data.texts, data.passages))
 
     def order(self, result: Result) -> tuple[int, int]:
         """Way and seed; BM25 last. Raise ValueError for an earlier result of another memory or other batches."""
@@ -212,20 +219,18 @@ def retriever_job(recipe: RetrieverRecipe, data: TextMaterials) -> RetrieverJob:
 def ranking_measures(recipe: RetrieverRecipe, data: TextMaterials, answered: Sequence[Rankings]) -> dict[str, float]:
     """For each part the share of queries with a right passage among the first k, and nDCG@10."""
     measures: dict[str, float] = {}
-    for one in answered:
-        for row in evaluate(recipe, data.texts, [one]):
-            if row["measures"]:
-                values = {f"@{k}": share for k, share in row["recall"].items()} | row["measures"]
-                part = PARTS.get(one.part, one.part)
-                measures |= {f"{part} {name}": values[name] for name in MEASURES if name in values}
+    for ranked, row in ((one, row) for one in answered for row in evaluate(recipe, data.texts, [one])):
+        if row["measures"]:
+            values = {f"@{k}": share for k, share in row["recall"].items()} | row["measures"]
+            part = PARTS.get(ranked.part, ranked.part)
+            measures |= {f"{part} {name}": values[name] for name in MEASURES if name in values}
     return measures
 
 
 def update_overrides(recipe: RetrieverRecipe, way: str, batch: int, largest: int) -> dict[str, Any]:
     """Overrides for batches of one size, made one way; `largest` is the plain batch that fits.
 
-    Plain and accumulated ways keep the graph of a part, of at most `largest` queries with their passages. A cached
-    encoder sees one side at a time, and at most as many tokens as the passages of the plain batch may have.
+    A cached encoder sees one side at a time, and at most as many tokens as the passages of the plain batch may have.
     """
     queries = batch if way == "plain" else min(batch, largest)
     passages = queries * (recipe.data.positives + recipe.data.negatives)
@@ -239,8 +244,7 @@ def update_overrides(recipe: RetrieverRecipe, way: str, batch: int, largest: int
 def time_updates(recipe: RetrieverRecipe, materials: TextMaterials, rows: Tensor | None = None) -> Update:
     """Time updates of a recipe's first batch size, with fresh weights; all of them of `rows` where these are given.
 
-    Each update is made twice. Memory is measured the first time, and time the second time: kernels are compiled for
-    the shapes that they meet, and two updates may have different numbers of passages.
+    Each update is made twice, its memory measured first and its time then, when kernels are compiled for its shapes.
     """
     job = retriever_job(recipe, materials)
     model, seconds = job.run.model.train(), [0.0]
@@ -266,10 +270,7 @@ def time_updates(recipe: RetrieverRecipe, materials: TextMaterials, rows: Tensor
 
 
 def fitting_batch(recipe: RetrieverRecipe, materials: TextMaterials, memory: int) -> int:
-    """Return the largest power of two of queries, those with the longest passages, whose plain update fits in `memory`.
-
-    0 where the update of a single query does not fit.
-    """
+    """The largest power of two of queries, those with the longest passages, whose plain update fits; 0 for none."""
     rows, largest = by_length(materials), 0
 
     def update(batch: int, rows: Tensor | None = None) -> Update:
@@ -294,17 +295,15 @@ def by_length(materials: TextMaterials) -> Tensor:
     def tokens(row: int) -> int:
         return max(int(lengths[passage]) for passage in (*queries[row].positives, *queries[row].negatives))
 
-    rows = materials.texts.splits["train"]
-    order = np.argsort([-tokens(row) for row in rows.tolist()], kind="stable")
-    return torch.from_numpy(rows[order])
+    rows = sorted(materials.texts.splits["train"].tolist(), key=tokens, reverse=True)
+    return torch.tensor(rows, dtype=torch.int64)
 
 
 def time_sizes(
     recipe: RetrieverRecipe, materials: TextMaterials, largest: int, sizes: Sequence[int]
 ) -> dict[tuple[str, int], Update]:
     """Time an update of every way and size; plain ones up to the size that the device has room for."""
-    updates: dict[tuple[str, int], Update] = {}
-    expected = 0.0
+    updates, expected = dict[tuple[str, int], Update](), 0.0
     with progress(len(sizes) * len(WAYS), "timing updates of all sizes", "updates") as bar:
         for way, batch in product(WAYS, sizes):
             bar.update(1)

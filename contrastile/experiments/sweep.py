@@ -1,8 +1,7 @@
 """The sweep runner of `contrastile compare`: the trials of a study, one after the other or several at a time.
 
-Above `workers.py`, which runs several trials at a time, and `results.py`. A study is one file of this folder for a
-table or figure of the papers: it lists trials and lays out their results. Each trial is one training by
-`train/loop.py`.
+A study, for a table or figure of the papers, lists trials and lays out their results. Each trial is one training by
+`train/loop.py`; `workers.py` runs several at a time.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ import statistics
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from contrastile.data.batches import Batches
+from contrastile.data.base import Batches
 from contrastile.experiments.results import PAGE, RESULTS, Result, read_results, to_csv
 from contrastile.experiments.workers import run_parallel
 from contrastile.train.batch_builder import DataBundle, open_data_bundle, with_cached_features
@@ -29,13 +28,13 @@ from contrastile.train.folder import RECIPE, RunFolder, begun_run, new_run, resu
 from contrastile.train.image_text import ImageText
 from contrastile.train.log import Metrics, clock, progress
 from contrastile.train.loop import step, train
-from contrastile.train.metadata import TrainResult
+from contrastile.train.objective import open_teacher
 from contrastile.train.optim import build_optimizer
 from contrastile.train.provenance import provenance
 from contrastile.train.ranks import ALONE, Ranks
 from contrastile.train.recipe import to_toml
 from contrastile.train.run import build_run, choose_device, same_recipe
-from contrastile.train.teacher import open_teacher
+from contrastile.train.state import TrainResult
 
 # steps that are timed beforehand, the first of which does not count
 TIMED_STEPS = 4
@@ -124,15 +123,12 @@ class Study(ABC):
         return range(self.recipe.seed, self.recipe.seed + self.seeds)
 
     def open(self) -> Any:
-        """Open the data that all trials share."""
         return open_data_bundle(self.recipe)
 
     def examples(self, data: DataBundle) -> int:
-        """Count the pairs that the recipe trains on, repetitions included."""
         return int(self.recipe.train.length(len(data.pairs.splits["train"])))
 
     def job(self, recipe: Any, data: Any, share: float) -> Any:
-        """Build the job of `train`, with a share of the training data."""
         run = build_run(recipe, data.tokenizer)
         bundle = with_cached_features(run, training_share(data, share))
         return ImageText(run, bundle, teacher=open_teacher(recipe))
@@ -140,31 +136,19 @@ class Study(ABC):
     def seconds(self, data: Any) -> float:
         """Estimate the seconds of one training from a few steps of the recipe's first batch."""
         size = min(self.recipe.train.batch[0][1], len(data.pairs.splits["train"]))
-        job, times = self.job(self.recipe, data, 1.0), []
-        optimizer = build_optimizer(job.run.model, self.recipe.optim)
-        batches = Batches(job.rows, sizes=[size] * TIMED_STEPS, seed=self.recipe.seed)
-        with closing(job):
-            for number, rows in enumerate(batches, start=1):
-                began = time.perf_counter()
-                step(job, optimizer, job.parts(rows, number, ALONE))
-                times.append(time.perf_counter() - began)
+        times = timed_steps(self.job(self.recipe, data, 1.0), self.recipe, size, TIMED_STEPS)
         # the first step allocates and compiles
         return statistics.median(times[1:]) / size * self.examples(data)
 
     def costs(self, _trial: Trial, trained: TrainResult) -> dict[str, float]:
-        """List the costs of a training, by columns of compare.csv."""
         return {"examples": trained.examples, "steps": trained.steps, "seconds": round(trained.seconds, 3)}
 
     def measures(self, job: Any, data: Any) -> dict[str, float]:
-        """Evaluate a trained job: shares of 1, by columns of compare.csv."""
         rows = evaluate(job.run, encode_held_out(job.run, data.pairs))
         return {row["test"]: row["recall"]["1"] for row in rows if row["headline"]}
 
     def run(self, trial: Trial, data: Any, ranks: Ranks, folder: RunFolder) -> Result | int | None:
-        """Train and evaluate one trial; its metrics go to the folder.
-
-        Return the signal that stopped it where one did, and None on all ranks but the first.
-        """
+        """Train and evaluate one trial; return the signal that stopped it, if one did, None on ranks but the first."""
         trained, failed = TrainResult(ranks=ranks.size), ""
         job = self.job(overridden(self.recipe, {**trial.overrides, "seed": trial.seed}), data, trial.share)
         path = folder / "-".join([*trial.labels.values(), f"{trial.seed}.jsonl"]).replace(" ", "_")
@@ -185,11 +169,23 @@ class Study(ABC):
         return Result(trial.labels, trial.seed, self.costs(trial, trained), measures, failed)
 
     def write(self, folder: RunFolder, results: Sequence[Result]) -> None:
-        """Write compare.csv and compare.md."""
         machines = dict.fromkeys(f"{one.origin['chip']} · {one.origin['versions']}" for one in results)
         page = [f"# {self.recipe.name}: {self.title}", self.introduction(results), self.table(results)]
         folder.write_text(RESULTS, to_csv(results))
         folder.write_text(PAGE, "\n\n".join([*page, "  \n".join(machines)]) + "\n")
+
+
+def timed_steps(
+    job: Any, recipe: Any, size: int, count: int, clock: Callable[[], float] = time.perf_counter
+) -> list[float]:
+    """Make `count` steps of `size` examples with fresh weights; return the seconds of each."""
+    optimizer, seconds = build_optimizer(job.run.model.train(), recipe.optim), []
+    with closing(job):
+        for number, rows in enumerate(Batches(job.rows, sizes=[size] * count, seed=recipe.seed), start=1):
+            began = clock()
+            step(job, optimizer, job.parts(rows, number, ALONE))
+            seconds.append(clock() - began)
+    return seconds
 
 
 def training_share(data: DataBundle, share: float) -> DataBundle:
@@ -202,14 +198,17 @@ def training_share(data: DataBundle, share: float) -> DataBundle:
 
 
 def compare(study: Study, runs: str | Path, *, resume: bool = False) -> Comparison:
-    """Run all trials of a study; write compare.csv and compare.md again after each of them.
-
-    With `resume` an earlier comparison of the same recipe goes on with the trials that its compare.csv lacks.
-    """
+    """Run all trials of a study, or with `resume` those that compare.csv lacks; write the results after each one."""
     # mistakes in the data are reported before an earlier folder is moved aside
     data, processes = study.open(), study.jobs * study.ranks
     origin, stopped_by = provenance(choose_device(study.recipe.device), processes=processes), None
-    with _folder(study, runs, resume=resume) as folder:
+    name = f"{study.recipe.name}-{study.suffix}"
+    begun = begun_run(runs, name) if resume else None
+    if begun is not None:
+        same_recipe(begun, study.recipe, "compare")
+    with resumed_run(begun) if begun is not None else new_run(runs, name) as folder:
+        if begun is None:
+            folder.write_text(RECIPE, to_toml(study.recipe))
         study = study.prepared(data, folder)
         results = sorted(read_results(folder), key=study.order)
         finished = [(result.labels, result.seed) for result in results]
@@ -230,24 +229,11 @@ def compare(study: Study, runs: str | Path, *, resume: bool = False) -> Comparis
                 results.append(replace(outcome, origin=origin))
                 results.sort(key=study.order)
                 study.write(folder, results)
-                if study.jobs * study.ranks > 1:
+                if processes > 1:
                     # side by side they end in any order
                     sys.stderr.write(f"finished: {_named(outcome)}\n")
                 bar.update(1)
     return Comparison(folder.path, study.table(results) if results else "nothing was finished", stopped_by)
-
-
-@contextmanager
-def _folder(study: Study, runs: str | Path, *, resume: bool) -> Iterator[RunFolder]:
-    """Make the folder `<recipe>-<suffix>` with the recipe in it, or go on in an earlier one of the same recipe."""
-    name = f"{study.recipe.name}-{study.suffix}"
-    begun = begun_run(runs, name) if resume else None
-    if begun is not None:
-        same_recipe(begun, study.recipe, "compare")
-    with resumed_run(begun) if begun is not None else new_run(runs, name) as folder:
-        if begun is None:
-            folder.write_text(RECIPE, to_toml(study.recipe))
-        yield folder
 
 
 def _outcomes(
@@ -262,9 +248,8 @@ def _outcomes(
         return
     work, opening = partial(study.run, folder=folder), partial(_same, data) if study.pickles_data else study.open
     del data
-    yield from run_parallel(
-        work, trials, opening, folder, jobs=study.jobs, ranks=study.ranks, device=study.recipe.device
-    )
+    how = {"jobs": study.jobs, "ranks": study.ranks, "device": study.recipe.device}
+    yield from run_parallel(work, trials, opening, folder, **how)
 
 
 def _named(run: Trial | Result) -> str:

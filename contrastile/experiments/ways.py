@@ -1,8 +1,7 @@
 """Ways of one's own to train a recipe, such as its losses, for equal time: `contrastile compare --ways FILE`.
 
-Studies of `sweep.py`. A way is a list of overrides of the recipe. Steps of each way are timed beforehand; the first way
-sees the recipe's examples, the others as many as take the same time. Time is the processor's on a CPU, so that other
-processes of the machine do not count.
+Steps of each way are timed beforehand; the first way sees the recipe's examples, the others as many as take the same
+time. Time is the processor's on a CPU, so that other processes of the machine do not count.
 """
 
 from __future__ import annotations
@@ -10,25 +9,18 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from contrastile._errors import invalid
-from contrastile.data.batches import Batches
 from contrastile.experiments.arguments import OF_WAYS
 from contrastile.experiments.pairs import difference
 from contrastile.experiments.results import Result, by_labels, markdown, mean_cost, measures_of, seeds_of, spread
-from contrastile.experiments.retriever_memory import ranking_measures, retriever_job
-from contrastile.experiments.sweep import Study, Trial
+from contrastile.experiments.retriever_memory import OfRetrievers
+from contrastile.experiments.sweep import Study, Trial, timed_steps
 from contrastile.train.config import AnyRecipe
 from contrastile.train.folder import RunFolder
 from contrastile.train.log import progress
-from contrastile.train.loop import step
-from contrastile.train.optim import build_optimizer
-from contrastile.train.ranks import ALONE
-from contrastile.train.retriever.evaluation import rank_all
-from contrastile.train.retriever.run import TextMaterials, open_text_materials
 from contrastile.train.run import choose_device
 
 PACES = "paces.json"
@@ -65,18 +57,10 @@ class Ways(Study):
         return replace(self, paces={way: pace for way, (pace, _) in known.items()})
 
     def _pace(self, recipe: Any, data: Any) -> float:
-        """Seconds of an example: the least of a few steps with fresh weights."""
         clock = time.process_time if choose_device(recipe.device).type == "cpu" else time.perf_counter
-        job, seconds = self.job(recipe, data, 1.0), []
+        job = self.job(recipe, data, 1.0)
         size = min(max(size for _, size in recipe.train.batch), len(job.rows))
-        optimizer = build_optimizer(job.run.model.train(), recipe.optim)
-        with closing(job):
-            batches = Batches(job.rows, sizes=[size] * (WARM + TIMED), seed=recipe.seed)
-            for number, rows in enumerate(batches, start=1):
-                began = clock()
-                step(job, optimizer, job.parts(rows, number, ALONE))
-                seconds.append(clock() - began)
-        return min(seconds[WARM:]) / size
+        return min(timed_steps(job, recipe, size, WARM + TIMED, clock)[WARM:]) / size
 
     def trials(self, data: Any) -> list[Trial]:
         """Seed by seed; sections that may differ are overridden as a whole."""
@@ -86,13 +70,10 @@ class Ways(Study):
             for way, recipe in self.recipes.items():
                 count = max(1, round(examples * self.paces[first] / self.paces[way]))
                 train = recipe.train.model_copy(update={"examples": count, "epochs": None, "minutes": None})
-                overrides = {"loss": recipe.loss, "optim": recipe.optim, "train": train, **self.evaluation()}
+                evaluate = {"every": 1.0} | ({"bm25": False} if recipe.kind == "retriever" else {})
+                overrides = {"loss": recipe.loss, "optim": recipe.optim, "train": train, "evaluate": evaluate}
                 trials.append(Trial({"way": way}, seed, overrides, seconds=count * self.paces[way]))
         return trials
-
-    def evaluation(self) -> dict[str, Any]:
-        """Overrides of the evaluation."""
-        return {"evaluate": {"every": 1.0}}
 
     def order(self, result: Result) -> tuple[int, int | None]:
         """Way and seed; raise ValueError for an earlier result of another way."""
@@ -114,18 +95,14 @@ class Ways(Study):
 
     def introduction(self, results: Sequence[Result]) -> str:
         first, *_ = self.recipes
+        examples = next((int(one.costs["examples"]) for one in results if one.labels["way"] == first), 0)
         ways = "\n".join(f"- {way}: `{json.dumps(_keys(recipe)['loss'])}`" for way, recipe in self.recipes.items())
         return f"""\
-Every way learns for the time that {first} takes for {self.examples_of(results):,} examples, by steps that were timed
+Every way learns for the time that {first} takes for {examples:,} examples, by steps that were timed
 beforehand; seconds are those of the training itself, beside whatever else the machine did. Mean and standard deviation
 over {seeds_of(results)}; differences are taken seed by seed, mean and 95 % interval in points. The losses:
 
 {ways}"""
-
-    def examples_of(self, results: Sequence[Result]) -> int:
-        """The examples of the first way."""
-        first, *_ = self.recipes
-        return next((int(one.costs["examples"]) for one in results if one.labels["way"] == first), 0)
 
 
 def gap(results: Sequence[Result], way: str, test: str, first: str) -> str:
@@ -135,28 +112,10 @@ def gap(results: Sequence[Result], way: str, test: str, first: str) -> str:
 
 
 def _keys(recipe: Any) -> dict[str, Any]:
-    """The keys of the sections that may differ."""
     keys = {name: getattr(recipe, name).model_dump(mode="json", exclude_defaults=True) for name in OF_WAYS}
     return keys | {"loss": {"kind": recipe.loss.kind, **keys["loss"]}}
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetrieverWays(Ways):
-    """The same of retrievers; shares of queries whose passage is among the first k, and nDCG@10."""
-
-    pickles_data = True
-
-    def open(self) -> TextMaterials:
-        return open_text_materials(self.recipe)
-
-    def examples(self, data: Any) -> int:
-        return int(self.recipe.train.length(len(data.texts.splits["train"])))
-
-    def job(self, recipe: Any, data: TextMaterials, _share: float) -> Any:
-        return retriever_job(recipe, data)
-
-    def evaluation(self) -> dict[str, Any]:
-        return {"evaluate": {"every": 1.0, "bm25": False}}
-
-    def measures(self, job: Any, data: TextMaterials) -> dict[str, float]:
-        return ranking_measures(job.run.recipe, data, rank_all(job.run, data.texts, data.passages))
+class RetrieverWays(OfRetrievers, Ways):
+    """The same of retrievers."""

@@ -1,7 +1,6 @@
 """Worker processes of a comparison: several trials at a time, each on one or several ranks.
 
-Below `sweep.py`. `concurrent.futures` starts the processes, hands over tasks and notices a process that died. Groups of
-ranks are formed here, because an executor knows nothing of them: each rank is an executor of a single process.
+An executor knows nothing of groups of ranks, so each rank is an executor of a single process.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from contrastile.data.files import open_in_place
 from contrastile.offload import usable_cpus
 from contrastile.train.folder import RunFolder
 from contrastile.train.ranks import Ranks
-from contrastile.train.signals import StopRequest
+from contrastile.train.state import StopRequest
 
 # seconds between two checks for a request to stop
 POLL = 0.2
@@ -49,10 +48,9 @@ def run_parallel(
 ) -> Generator[Any, None, None]:
     """Yield the outcome of each task when it is ready, and the signal that asked to stop, if one did.
 
-    `jobs` groups of `ranks` processes each take one task after the other. `work`, `opening` (which opens the data once
-    in each process) and the tasks are pickled. The standard error of a group goes to `crew-<number>.log` in the folder.
-    The groups are spread over the GPUs that torch sees, unless `device` names one. A process that fails or dies ends
-    them all with a RuntimeError.
+    `jobs` groups of `ranks` processes each take one task after the other, spread over the GPUs unless `device` names
+    one. `work`, `opening` (which opens the data once in each process) and the tasks are pickled. The standard error of
+    a group goes to `crew-<number>.log`. A process that fails or dies ends them all with a RuntimeError.
     """
     # models in reference cycles, and blocks that torch's allocator caches, are released to the processes
     gc.collect()
@@ -92,7 +90,8 @@ def run_parallel(
                         break
                     group = running.pop(future)
                     if error := future.exception():
-                        raise RuntimeError(f"a process of {logs[group]} ended: {_last_line(logs[group])}") from error
+                        *_, last = ("without a word", *logs[group].read_text(encoding="utf-8").strip().splitlines())
+                        raise RuntimeError(f"a process of {logs[group]} ended: {last}") from error
                     if future.result() is not None:
                         yield future.result()
                     if group not in running.values():
@@ -107,16 +106,8 @@ def run_parallel(
             executor.shutdown(cancel_futures=True)
 
 
-def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8").strip().splitlines() if log.exists() else []
-    return lines[-1] if lines else "without a word"
-
-
 def assigned_gpu(process: int, ranks: int, processes: int) -> tuple[int, int]:
-    """Return the GPU of a process, and the most processes that share one.
-
-    Where there are fewer GPUs than ranks each rank gets its own number, and `Ranks` refuses the one that is missing.
-    """
+    """Return the GPU of a process, and the most processes that share one; `Ranks` refuses a GPU that is missing."""
     gpus = max(torch.cuda.device_count(), ranks)
     return process % gpus, math.ceil(processes / gpus)
 

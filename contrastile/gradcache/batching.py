@@ -72,6 +72,15 @@ class SubBatches:
             for x in features
         ]
 
+    def unsort_packed(self, values: Tensor, lengths: list[int]) -> tuple[Tensor, list[int]]:
+        """Packed values, and the lengths of their examples, in the batch's own order."""
+        if self.order is None:
+            return values, lengths
+        position, before = self.order.argsort(), torch.tensor(lengths, dtype=torch.int64)
+        starts, after = (before.cumsum(0) - before)[position], before[position]
+        index = (starts - (after.cumsum(0) - after)).repeat_interleave(after) + torch.arange(len(values))
+        return values.index_select(0, index.to(values.device)), after.tolist()
+
     def trim(self, index: int, rows: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The inputs of a sub-batch without the positions that none of its texts uses."""
         if not self.widths or self.widths[index] == self.length:

@@ -131,6 +131,33 @@ def as_forward_of(wrapper: DistributedDataParallel, run: Callable[[], Result]) -
         wrapper.module = wrapped
 
 
+def lent_part(encoder: Any, wrapper: DistributedDataParallel | None, make: Callable[[], Any] | None) -> Any:
+    """A sub-batch of another rank, for a rank that has none of its own; None where none is needed, or none exists.
+
+    The ranks are those that this call meets in any case: those of the wrapper, where gradients will be reduced, or
+    those over which FSDP2 shards. make: makes the sub-batch that this rank would lend; None where it has none.
+    """
+    borrowed = None
+    for group in _groups_of_call(encoder, wrapper):
+        received = consistency.lent(group, make)
+        if received is not None:
+            borrowed = received
+            make = partial(lambda part: part, received)
+    return borrowed
+
+
+def _groups_of_call(encoder: Any, wrapper: DistributedDataParallel | None) -> list[Any]:
+    """Process groups of several ranks whose ranks all call `encode` for this encoder."""
+    encoder, wrapper = without_partials(encoder), wrapper or running_ddp()
+    if wrapper is not None:
+        reduces = torch.is_grad_enabled() and wrapper.require_backward_grad_sync
+        reduces = reduces and any(parameter.requires_grad for parameter in wrapper.parameters())
+        return [wrapper.process_group] if reduces and collectives.size(wrapper.process_group) > 1 else []
+    module = encoder[0] if isinstance(encoder, tuple) and encoder else getattr(encoder, "__self__", encoder)
+    modules = module.modules() if isinstance(module, nn.Module) else ()
+    return Sharding([each for each in modules if isinstance(each, fsdp_module_class())]).groups()
+
+
 def refuse_bypass(wrapper: Any, modules: Sequence[nn.Module], parameters: Sequence[Tensor]) -> None:
     """Raise where a wrapper would not reduce the gradients, or would reduce them for every sub-batch."""
     fully_sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
@@ -226,20 +253,26 @@ class Sharding:
 
     def most(self, value: int) -> int:
         """The largest value of any rank: each run is a collective, so all ranks must run equally often."""
-        for group in self._ranks():
+        for group in self.groups():
             value = consistency.most(value, group)
         return value
+
+    def any_of(self, flags: Sequence[bool]) -> list[bool]:
+        """Return for each flag whether it is set on any rank: FSDP2 scatters the same gradients on all of them."""
+        for group in self.groups():
+            flags = consistency.any_of(flags, group)
+        return list(flags)
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
         """Make an error of one rank, such as too little memory, an error on all: they would wait for its shards."""
         with ExitStack() as stack:
-            for group in self._ranks():
+            for group in self.groups():
                 stack.enter_context(in_step(group))
                 stack.enter_context(collectives.reporting_lost_ranks("exchange of shards", group))
             yield
 
-    def _ranks(self) -> list[Any]:
+    def groups(self) -> list[Any]:
         """The process groups of several ranks over which parameters are sharded or replicated."""
         meshes: list[Any] = [getattr(shard, "device_mesh", None) for shard, _ in fsdp_parameters(self._states)]
         groups = [mesh.get_group(axis) for mesh in dict.fromkeys(meshes) for axis in range(mesh.ndim)]

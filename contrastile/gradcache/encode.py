@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from contrastile._errors import invalid, one_of, whole_number
-from contrastile._torch import add_each, add_each_, pytree, version
+from contrastile._torch import add_each, add_each_, version
 from contrastile._types import accumulator
 from contrastile.gradcache.auto import with_fitting_size
 from contrastile.gradcache.batching import SubBatches, split, split_by_tokens, stand_ins
@@ -29,6 +29,7 @@ from contrastile.gradcache.ddp_fsdp import (
     Sharding,
     as_forward_of,
     engine_of,
+    lent_part,
     refuse_bare_backward,
     refuse_bypass,
     refuse_missing_autocast,
@@ -36,7 +37,7 @@ from contrastile.gradcache.ddp_fsdp import (
 )
 from contrastile.gradcache.first_order import first_order
 from contrastile.gradcache.forward import Features, Job, OutputForm, Record, detached, differentiable, refuse_gradients
-from contrastile.gradcache.inputs import Place, laid_out, laid_out_parts
+from contrastile.gradcache.inputs import Place, laid_out, laid_out_parts, lendable, listed
 from contrastile.gradcache.introspect import (
     graph_leaves,
     graph_may_change_bits,
@@ -82,7 +83,10 @@ def encode(
             for each example, and no tensor in it, is cut as well; everything else that is no tensor is passed on as it
             is.
         parts: in place of `inputs`, the sub-batches as a data loader made them, a list of what `inputs` may be, and of
-            anything that the encoder takes: each is passed whole, and its features follow those of the one before.
+            anything that the encoder takes: each is passed whole, and its features follow those of the one before. Of
+            ranks that DistributedDataParallel or FSDP2 joins, which all pass `parts`, one may pass `[]`: it gets
+            features without rows, and runs the encoder on a sub-batch that another rank sends, which counts for
+            nothing.
         sub_batch: examples encoded at once; the last sub-batch may be shorter, on which a compiled encoder runs
             uncompiled. "auto": as many as fit into memory, measured at the first call for an encoder and remembered,
             and halved if memory ends after all. Ranks that a wrapper joins take the smallest size of any.
@@ -99,8 +103,9 @@ def encode(
             copied at once; a loss with `device=` reads them there, and their gradients come back from there sub-batch
             by sub-batch. Normalise them in the encoder then. Without an accelerator both are the same.
 
-    Returns the encoder's result (tensor, tuple, dict, nested), each leaf for the whole batch. A number of shape [] or
-    [1] that is not a row for each example, such as a scale, must be the same for every sub-batch, and is returned so.
+    Returns the encoder's result (tensor, tuple, dict, nested), each leaf for the whole batch. Packed values, `Ragged`,
+    are joined along their first axis. A number of shape [] or [1] that is not a row for each example, such as a scale,
+    must be the same for every sub-batch, and is returned so.
     Warns once where the second pass gives other features than the first; on a GPU in a later call.
     Raises ValueError for inputs that cannot be split, for batch normalisation in training mode, whose statistics over a
     sub-batch are not those of the batch, for modules that change a buffer when they run, for encoders that write over
@@ -127,9 +132,12 @@ def encode(
     examples, retain = _count("sub_batch", sub_batch, 1), _count("retain", retain, 0, (AUTO,))
     tokens = _count("sub_batch_tokens", sub_batch_tokens, 1, (None,))
     one_of("features", features, ("device", "host"), "The host has room for more.")
-    layout, leaves = laid_out(inputs) if parts is None else laid_out_parts(parts)
+    if parts is not None:
+        parts = listed(parts)
+        borrowed = lent_part(encoder, wrapper, partial(lendable, parts) if parts else None)
+    layout, leaves = laid_out(inputs) if parts is None else laid_out_parts(parts, borrowed)
     batch = layout.batch
-    if batch == 0:
+    if batch == 0 and parts is None:
         leaves = stand_ins(leaves, inputs)
     if tokens is not None and not layout.plain:
         remedy = "Cut by examples with sub_batch."
@@ -160,15 +168,15 @@ def encode(
         batches = batches.extended(sharding.most(len(batches.bounds)))
         planned, ordered = replace(job, batches=batches), batches.sort(leaves)
         if not planned.differentiates(ordered):
-            return batches.unsort(first_pass(planned, ordered, form, grad=False)[0])
+            return form.unsort(first_pass(planned, ordered, form, grad=False)[0], batches)
         with sharding.in_step():
-            return batches.unsort(_Encode.apply(planned, form, ordered, *parameters, *differentiable(ordered)))
+            return form.unsort(_Encode.apply(planned, form, ordered, *parameters, *differentiable(ordered)), batches)
 
     # a search for the size handles its own errors, outside of `in_step`
     encoded = partial(with_fitting_size, job, leaves, batch, wrapper, run) if examples == AUTO else run
     with refusing_batch_norm(reached.modules):
         outputs = encoded() if wrapper is None else as_forward_of(wrapper, encoded)
-    return pytree.tree_unflatten(outputs, form.structure)
+    return form.unflatten(outputs)
 
 
 class _Encode(torch.autograd.Function):
@@ -288,14 +296,20 @@ class GradientSums:
     unowned: list[ReferenceType[Tensor]] = field(default_factory=list)
 
     def add(self, index: int, outputs: Sequence[Any], inputs: list[Tensor]) -> None:
-        """Back-propagate one sub-batch from its rows of the cached gradients."""
-        start, stop = self.form.bounds[index]
+        """Back-propagate one sub-batch from its part of the cached gradients."""
         pairs = [
             # gradients that wait on the host are copied now; that of a shared number counts once
-            (out, (whole if shared else whole[start:stop]).to(out.device, non_blocking=True))
-            for out, whole, shared in zip(outputs, self.upstream, self.form.shared, strict=True)
+            (out, (whole if shared else whole[slice(*rows)]).to(out.device, non_blocking=True))
+            for out, whole, shared, rows in zip(
+                outputs, self.upstream, self.form.shared, self.form.bounds[index], strict=True
+            )
             if out is not None and out.requires_grad and whole is not None and (index == 0 or not shared)
         ]
+        for out, cached in pairs:
+            if out.shape != cached.shape:
+                got = f"{list(cached.shape)} and {list(out.shape)}"
+                remedy = "Change nothing that it depends on before the backward."
+                raise invalid("encoder", "return features of one shape in both passes", got, remedy)
         # a parameter that was frozen after the first pass gets no gradient, as in plain autograd
         trained = [position for position, parameter in enumerate(self.parameters) if parameter.requires_grad]
         if not pairs or not (trained or inputs):
@@ -309,6 +323,7 @@ class GradientSums:
             if gradient is not None:
                 if place.tensor not in self.inputs:
                     self.inputs[place.tensor] = torch.zeros_like(self.leaves[place.tensor])
+                start, stop = self.job.bounds[index]
                 # an empty sub-batch ran on a row of another
                 if start < stop:
                     place.of(self.inputs[place.tensor]).copy_(gradient)
@@ -358,6 +373,11 @@ class GradientSums:
         for reference in self.unowned:
             if (leaf := reference()) is not None:
                 raise not_owned(leaf)
+        # a rank of which no example reaches a parameter has zeros for it, where another rank has a gradient
+        reached = self.job.sharding.any_of([position in self.totals for position in range(len(self.parameters))])
+        for position, (parameter, elsewhere) in enumerate(zip(self.parameters, reached, strict=True)):
+            if elsewhere and position not in self.totals:
+                self.totals[position] = torch.zeros_like(parameter)
         totals = [
             self.totals[position].to(parameter.dtype) if position in self.totals else None
             for position, parameter in enumerate(self.parameters)

@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import compress
-from operator import not_
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +20,7 @@ from contrastile._torch import pytree, without_parametrization_cache
 from contrastile._types import shape_or_type
 from contrastile.gradcache.batching import SubBatches
 from contrastile.gradcache.ddp_fsdp import Sharding
-from contrastile.gradcache.inputs import Layout, Parts
+from contrastile.gradcache.inputs import Layout, Parts, Ragged, flatten_outputs
 from contrastile.gradcache.introspect import Reached, graph_leaves, not_owned, without_partials
 from contrastile.gradcache.memory import AUTO, Graph, RetainedGraphs, as_written, free_a_graph, later_bytes
 from contrastile.gradcache.modes import Autocast
@@ -42,21 +40,48 @@ class OutputForm:
     row_shapes: list[torch.Size | None] = field(default_factory=list)
     # outputs that are one number for all examples, such as a scale
     shared: list[bool] = field(default_factory=list)
-    # rows of the features that each sub-batch returned
-    bounds: list[Bounds] = field(default_factory=list)
+    # positions of packed values among the outputs; behind each are the lengths of their examples
+    packed: list[int] = field(default_factory=list)
+    # of each sub-batch, the part of each output of the whole batch
+    bounds: list[list[Bounds]] = field(default_factory=list)
+    # lengths of all examples, by position of their packed values
+    lengths: dict[int, list[int]] = field(default_factory=dict)
 
     def flatten(self, tree: Any) -> list[Any]:
         """The outputs as a list. Raises ValueError where their structure is another one."""
-        outputs, structure = pytree.tree_flatten(tree)
+        outputs, structure, packed = flatten_outputs(tree)
         if self.structure is None:
             if all(out is None for out in outputs):
                 raise invalid("encoder", "return features", "nothing", "See whether it has a `return`.")
-            self.structure = structure
+            self.structure, self.packed = structure, packed
             self.row_shapes = [out.shape[1:] if isinstance(out, Tensor) else None for out in outputs]
-        if structure != self.structure:
+        if (structure, packed) != (self.structure, self.packed):
             remedy = "Check what depends on the input."
             raise invalid("encoder", "return the same structure each time", structure, remedy)
         return outputs
+
+    def unflatten(self, outputs: Sequence[Any]) -> Any:
+        """The outputs of the whole batch, as the encoder nests them."""
+        leaves = [
+            Ragged(out, self.lengths[position]) if position in self.packed else out
+            for position, out in enumerate(outputs)
+            if position - 1 not in self.packed
+        ]
+        return pytree.tree_unflatten(leaves, self.structure)
+
+    def by_example(self, outputs: Sequence[Any]) -> list[Any]:
+        """Outputs that have a row for each example: all but packed values, and numbers that examples share."""
+        shared = self.shared or [False] * len(outputs)
+        return [out for at, out in enumerate(outputs) if at not in self.packed and not shared[at]]
+
+    def unsort(self, features: Sequence[Tensor | None], batches: SubBatches) -> list[Tensor | None]:
+        """Features in the batch's own order."""
+        ordered = batches.unsort([None if at in self.packed else x for at, x in enumerate(features)])
+        for position in self.packed:
+            ordered[position], self.lengths[position] = batches.unsort_packed(
+                cast(Tensor, features[position]), self.lengths[position]
+            )
+        return ordered
 
 
 @dataclass(frozen=True)
@@ -146,10 +171,11 @@ class Job:
             outputs = form.flatten(self.encoder(*args, **kwargs))
             outputs = [self.batches.pad(index, out, shape) for out, shape in zip(outputs, form.row_shapes, strict=True)]
             if start == stop:
-                ran = self.layout.count(examples, outputs)
+                ran = self.layout.count(examples, form.by_example(outputs))
+                has_rows = [isinstance(out, Tensor) and out.shape[:1] == (ran,) for out in outputs]
                 outputs = [
-                    out[:0] if isinstance(out, Tensor) and out.shape[:1] == (ran,) and not shared else out
-                    for out, shared in zip(outputs, form.shared or [False] * len(outputs), strict=True)
+                    out[:0] if at in form.packed or (has_rows[at] and not (form.shared and form.shared[at])) else out
+                    for at, out in enumerate(outputs)
                 ]
         return outputs, inputs
 
@@ -203,8 +229,11 @@ class Job:
 
         A sub-batch of one row may also return [1] as a number for each example. Then the encoder runs on two rows.
         """
-        batch, rows = self.bounds[-1][1], self.layout.count(self.bounds[0], outputs)
-        one_axis = isinstance(self.layout, Layout) and any(isinstance(x, Tensor) and x.ndim == 1 for x in outputs)
+        batch, rows = self.bounds[-1][1], self.layout.count(self.bounds[0], form.by_example(outputs))
+        ragged = {position for values in form.packed for position in (values, values + 1)}
+        one_axis = isinstance(self.layout, Layout) and any(
+            isinstance(x, Tensor) and x.ndim == 1 and position not in ragged for position, x in enumerate(outputs)
+        )
         # all ranks of a sharded encoder take the same branch, because their outputs have the same axes
         if one_axis and self.sharding.most(int(rows == 1 < batch)):
             probe = self.layout.probe
@@ -212,7 +241,10 @@ class Job:
             with torch.no_grad(), self.reached.random().restoring(), as_written():
                 outputs, _ = self.with_room(partial(self.run, 0, two, form, examples=probe), random)
             rows = min(probe[1], batch)
-        return [isinstance(out, Tensor) and (out.ndim == 0 or (out.shape == (1,) and rows != 1)) for out in outputs]
+        return [
+            isinstance(out, Tensor) and at not in ragged and (out.ndim == 0 or (out.shape == (1,) and rows != 1))
+            for at, out in enumerate(outputs)
+        ]
 
 
 @dataclass
@@ -234,20 +266,23 @@ class Features:
     def __init__(self, job: Job, form: OutputForm) -> None:
         self.job, self.form = job, form
         form.bounds.clear()
-        # for each output memory for all rows; or a list, of a shared number, or of rows whose count is not known before
+        # for each output memory for all rows; or a list: of a shared number, packed values, or rows of unknown count
         self.wholes: list[Any] = []
         self.devices: set[torch.device] = set()
 
     def add(self, index: int, outputs: Sequence[Any]) -> None:
         """Copy a sub-batch's outputs to their rows."""
-        shared = self.form.shared
-        start = self.form.bounds[-1][1] if self.form.bounds else 0
-        stop = start + self.job.layout.count(self.job.bounds[index], list(compress(outputs, map(not_, shared))))
-        self.form.bounds.append((start, stop))
+        shared, packed = self.form.shared, self.form.packed
+        count = self.job.layout.count(self.job.bounds[index], self.form.by_example(outputs))
+        counts = [len(out) if at in packed else count for at, out in enumerate(outputs)]
+        before = self.form.bounds[-1] if self.form.bounds else [(0, 0)] * len(outputs)
+        bounds = [(stop, stop + more) for (_, stop), more in zip(before, counts, strict=True)]
+        self.form.bounds.append(bounds)
         self.wholes = self.wholes or [
-            [] if one else self._room(out, stop - start) for out, one in zip(outputs, shared, strict=True)
+            [] if one or at in packed else self._room(out, count)
+            for at, (out, one) in enumerate(zip(outputs, shared, strict=True))
         ]
-        for whole, rows, one in zip(self.wholes, outputs, shared, strict=True):
+        for whole, rows, one, (start, stop) in zip(self.wholes, outputs, shared, bounds, strict=True):
             if isinstance(whole, list) and rows is not None and _fits(whole, rows, None if one else stop - start):
                 whole.append(self._copy(rows))
             elif isinstance(whole, Tensor) and rows is not None and rows.shape == (stop - start, *whole.shape[1:]):
@@ -277,13 +312,17 @@ class Features:
         return host_room(shape, out.dtype) if self.job.to_host and on_accelerator(out) else out.new_empty(shape)
 
     def finish(self) -> list[Tensor | None]:
-        """The features, after their copies to the host are done."""
+        """The features, after their copies to the host are done; the lengths of packed ones go into the form."""
         for device in self.devices if self.job.to_host else ():
             settle(device)
-        return [
+        features = [
             (_equal_number if one else torch.cat)(whole) if isinstance(whole, list) else whole
             for whole, one in zip(self.wholes, self.form.shared, strict=True)
         ]
+        for position in self.form.packed:
+            self.form.lengths[position] = features[position + 1].tolist()
+            features[position + 1] = None
+        return features
 
 
 def _fits(before: Sequence[Tensor], rows: Tensor, count: int | None) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from contrastile._errors import invalid
@@ -27,8 +28,11 @@ class Ragged:
     """Values of a batch in one tensor, of each example as many as its length says.
 
     Such are the patches of images of many sizes (`pixel_values` of Qwen-VL, with `image_grid_thw`), or the tokens of
-    texts without padding (`cu_seqlens`). The encoder gets the values of its examples, a plain tensor; None if they have
-    none. It learns of lengths from an input of its own, as [B, ...] rows or ragged as well.
+    texts without padding (`cu_seqlens`). As an input of `encode` the encoder gets the values of its examples, a plain
+    tensor; None if they have none. It learns of lengths from an input of its own, as [B, ...] rows or ragged as well.
+
+    An encoder may also return one, such as a vector for each token: `encode` returns that of the whole batch, packed
+    along the first axis. `contrast(..., scorer=MaxSim())` takes it as a side. Lengths as a list spare a GPU a wait.
 
     Arguments:
         values: [..., Σ lengths, ...], packed in the order of the examples.
@@ -209,15 +213,37 @@ def laid_out(inputs: Any) -> tuple[Layout, list[Tensor]]:
     return layout, [leaf.values if isinstance(leaf, Ragged) else leaf for leaf in values]
 
 
-def laid_out_parts(parts: Iterable[Any]) -> tuple[Parts, list[Tensor]]:
-    """The layout of ready-made sub-batches, and the tensors of all of them."""
+def listed(parts: Iterable[Any]) -> list[Any]:
+    """Ready-made sub-batches as a list."""
     # a tensor would be cut into its rows, and a mapping into its names
     if isinstance(parts, (Tensor, Mapping, str)) or not isinstance(parts, Iterable):
         remedy = "Pass [part, part, ...], or inputs and sub_batch."
         raise invalid("parts", "be a list of sub-batches", type(parts).__name__, remedy)
+    return list(parts)
+
+
+def lendable(parts: Sequence[Any]) -> Any:
+    """The smallest of the sub-batches, with copies of its tensors in host memory."""
+
+    def stored(part: Any) -> tuple[int, list[Any], Any]:
+        _, leaves, structure = _flatten(part)
+        leaves = [leaf.values if isinstance(leaf, Ragged) else leaf for leaf in leaves]
+        return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor)), leaves, structure
+
+    _, leaves, structure = min(map(stored, parts), key=lambda each: each[0])
+    # a view would be stored with its whole batch
+    leaves = [leaf.detach().clone().cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return pytree.tree_unflatten(leaves, structure)
+
+
+def laid_out_parts(parts: Sequence[Any], borrowed: Any = None) -> tuple[Parts, list[Tensor]]:
+    """The layout of ready-made sub-batches, and the tensors of all of them.
+
+    borrowed: a sub-batch on which a rank without any runs, and of which it returns no rows.
+    """
     made: list[tuple[Any, list[Any], list[int], int]] = []
     tensors: list[Tensor] = []
-    for part in parts:
+    for part in parts or ([] if borrowed is None else [borrowed]):
         _, leaves, structure = _flatten(part)
         leaves = [leaf.values if isinstance(leaf, Ragged) else leaf for leaf in leaves]
         positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -225,8 +251,28 @@ def laid_out_parts(parts: Iterable[Any]) -> tuple[Parts, list[Tensor]]:
         made.append((structure, others, positions, len(tensors)))
         tensors += [leaves[position] for position in positions]
     if not made:
-        raise invalid("parts", "hold a sub-batch", "none", "Leave the call out.")
-    return Parts(len(made), made), tensors
+        remedy = "Leave the call out. Where other ranks have one, pass the wrapper that joins the ranks."
+        raise invalid("parts", "hold a sub-batch", "none", remedy)
+    return Parts(len(parts), made), tensors
+
+
+def flatten_outputs(tree: Any) -> tuple[list[Any], Any, list[int]]:
+    """Leaves of what an encoder returned, its nesting, and the positions of packed values among the leaves.
+
+    Packed values are two leaves: the values, and behind them the lengths [B] of their examples, in host memory.
+    """
+    leaves, structure = pytree.tree_flatten(tree, is_leaf=lambda x: isinstance(x, Ragged))
+    outputs, packed = list[Any](), list[int]()
+    for leaf in leaves:
+        if not isinstance(leaf, Ragged):
+            outputs.append(leaf)
+            continue
+        if leaf.axis % leaf.values.ndim:
+            rule, remedy = "return values packed along their first axis", "Transpose them."
+            raise invalid("encoder", rule, f"axis {leaf.axis}", remedy)
+        packed.append(len(outputs))
+        outputs += [leaf.values, torch.tensor(leaf.lengths, dtype=torch.int64, device="cpu")]
+    return outputs, structure, packed
 
 
 def _flatten(inputs: Any) -> tuple[list[str], list[Any], Any]:

@@ -22,8 +22,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 
 from contrastile._errors import invalid
-from contrastile._torch import BatchNorm, is_compiled, pytree, uncompiled, version, without_parametrization_cache
-from contrastile.gradcache.inputs import Layout, Parts
+from contrastile._torch import BatchNorm, is_compiled, uncompiled, version, without_parametrization_cache
+from contrastile.gradcache.inputs import Layout, Parts, flatten_outputs
 from contrastile.gradcache.memory import as_written
 from contrastile.gradcache.rng import Generator, RandomState, own_generators
 from contrastile.offload import stream
@@ -154,7 +154,7 @@ def _probe(
     (rows,) = stream([few], device)
     args, kwargs = layout.arguments(rows, layout.probe)
     with RandomState.capture(device, own=own).restoring(), without_parametrization_cache(), as_written():
-        return [out for out in pytree.tree_leaves(encoder(*args, **kwargs)) if isinstance(out, Tensor)]
+        return [out for out in flatten_outputs(encoder(*args, **kwargs))[0] if isinstance(out, Tensor)]
 
 
 @contextmanager

@@ -24,9 +24,9 @@ from contrastile.losses.sigmoid import Sigmoid
 
 @dataclass(frozen=True)
 class BalancedSigmoid(Sigmoid):
-    """The sigmoid loss of positives by label, weighted by their number.
+    """The sigmoid loss of positives by label, weighted by their number (SigLIP+ of siglip-kernel).
 
-    Naively, with `positive` [N, M], `z = 2 * positive - 1` and
+    Naively, with logits x and `positive` [N, M], `z = 2 * positive - 1` and
 
         v = torch.where(positive, (1 / positive.sum(1, keepdim=True) + 1 / positive.sum(0)) / 2, 1)
         (-v * F.logsigmoid(z * x)).sum() / N

@@ -271,6 +271,11 @@ def target(rows: Shard, cols: Shard) -> Tensor | None:
     return weights.scatter_add_(1, torch.where(inside, column, J), rows.targets)[:, :J]
 
 
+def divisor(sums: Tensor, mass: Tensor) -> Tensor:
+    """The mass that a mean of these sums divides by: 1 where both are 0, because no row has a loss."""
+    return mass.masked_fill((mass == 0) & (sums == 0), 1.0)
+
+
 class Finished(NamedTuple):
     """The results of a direction: of the rows, or of the columns."""
 
@@ -321,6 +326,8 @@ class PairLoss(ABC):
     counts_positives: ClassVar[bool] = False
     # a bias may be given; without `uses_bias` it changes nothing
     takes_bias: ClassVar[bool] = True
+    # scale of the tiles' logits in place of 0, for a loss that reads similarities off them
+    least_scale: ClassVar[float] = 0.0
     # the loss of a row depends on no other row
     rowwise: ClassVar[bool] = True
     # the class and all fields as a string; None if a field is no number, truth value or string
@@ -342,7 +349,8 @@ class PairLoss(ABC):
     def __post_init__(self) -> None:
         values = [(field.name, getattr(self, field.name)) for field in fields(self)]  # type: ignore[arg-type]
         plain = all(isinstance(value, (bool, int, float, str)) for _, value in values)
-        words = [f"{name}={value!r}" for name, value in values]
+        # a float of NumPy is written as Python's
+        words = [f"{name}={float(value) if isinstance(value, float) else value!r}" for name, value in values]
         object.__setattr__(self, "spelled", " ".join([type(self).__name__, *words]) if plain else None)
 
     @staticmethod

@@ -17,17 +17,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from contrastile._errors import invalid
-from contrastile.losses.base import Finished, Formula
+from contrastile._errors import invalid, number
+from contrastile.losses.base import Finished, Formula, divisor
 from contrastile.losses.softmax import Softmax, SoftmaxState, SoftmaxStats, finite
 
 
 @dataclass(frozen=True)
 class Decoupled(Softmax):
-    """The softmax loss without the positives in the denominator; a row without a negative has no loss.
+    """The softmax loss without the positives in the denominator (DCL, Yeh et al. 2022, equation 6).
 
-    Naively, with a diagonal of positives, `torch.logsumexp(x.masked_fill(eye, -inf), 1) - x.diagonal()`, averaged over
-    rows; and over the columns too where `symmetric`.
+    A row without a negative has no loss. Naively, with logits x [N, M] and a diagonal of positives,
+    `torch.logsumexp(x.masked_fill(eye, -inf), 1) - x.diagonal()`, averaged over rows; and over the columns too where
+    `symmetric`.
 
     >>> from contrastile import contrast
     >>> q, k = torch.nn.functional.normalize(torch.randn(2, 6, 16), dim=-1)
@@ -80,8 +81,7 @@ class DecoupledWeighted(Decoupled):
         w = 2 - N * torch.softmax(s / sigma, 0)
         (torch.logsumexp(x.masked_fill(eye, -inf), 1) - w * x.diagonal()).mean()
 
-    sigma: σ, for rows of unit length; 0.5 in the paper. A bias is refused: with weights of rows it would not cancel. A
-    scale of 0, which hides the similarities, gives NaN.
+    sigma: σ, for rows of unit length; 0.5 in the paper. A bias is refused: with weights of rows it would not cancel.
 
     >>> from contrastile import contrast
     >>> q, k = torch.nn.functional.normalize(torch.randn(2, 6, 16), dim=-1)
@@ -92,13 +92,14 @@ class DecoupledWeighted(Decoupled):
     formula = Formula("exponential", finish_fields=frozenset({"sigma"}))
     rowwise: ClassVar[bool] = False
     takes_bias: ClassVar[bool] = False
+    # logits that change no sum and no exponential
+    least_scale: ClassVar[float] = 2.0**-100
 
     sigma: float = 0.5
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.sigma > 0.0:
-            raise invalid("sigma", "be positive", self.sigma, "The paper has 0.5.")
+        number("sigma", self.sigma, lambda sigma: sigma > 0.0, "be positive", "The paper has 0.5.")
 
     def finish_all(
         self, directions: Sequence[Tensor], scale: Tensor, total: Callable[[Tensor], Tensor]
@@ -108,11 +109,13 @@ class DecoupledWeighted(Decoupled):
             named = SoftmaxStats(*stats)
             mean = finite(named.positive_top) + named.positive_sum / named.positive_count.clamp(min=1)
             counts = _counts(stats)
-            kernels.append(torch.stack([torch.where(counts > 0, (mean / (scale * self.sigma)).exp(), 0.0), counts]))
+            # in float64: a small sigma makes exponentials that float32 does not hold
+            similar = (mean.double() / (scale.double() * self.sigma)).exp()
+            kernels.append(torch.stack([torch.where(counts > 0, similar, 0.0), counts.double()]))
         # of each direction the sum over all ranks' rows, and their number
         sums = total(torch.stack([kernel.sum(1) for kernel in kernels]))
         return [
-            self._finished(stats, 2 - kernel[0] * (number / whole))
+            self._finished(stats, (2 - kernel[0] * (number / divisor(number, whole))).to(stats.dtype))
             for stats, kernel, (whole, number) in zip(directions, kernels, sums, strict=True)
         ]
 

@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from contrastile._errors import invalid
+from contrastile._errors import invalid, number
 from contrastile.losses.base import Diagonal, Finished, Formula, Shard, Tile, changed
 from contrastile.losses.softmax import Softmax, SoftmaxState, SoftmaxStats, finite
 
@@ -41,10 +41,10 @@ class TeacherStats(NamedTuple):
 
 @dataclass(frozen=True)
 class Distilled(Softmax):
-    """The softmax loss mixed with the divergence of its probabilities from a teacher's.
+    """The softmax loss mixed with the divergence of its probabilities from a teacher's (Hinton et al. 2015).
 
-    Naively, with a diagonal of positives and the teacher's logits `t = guide_q @ guide_k.T`, one side of which has
-    its scale,
+    Naively, with logits x [N, M], a diagonal of positives and the teacher's logits `t = guide_q @ guide_k.T`, of which
+    guide_q [N, G] or guide_k [M, G] has the scale,
 
         hard = F.cross_entropy(x, labels)
         soft = F.kl_div(x.log_softmax(1), t.log_softmax(1), log_target=True, reduction="batchmean")
@@ -69,8 +69,8 @@ class Distilled(Softmax):
         if self.label_smoothing:
             remedy = "The teacher's targets are soft already."
             raise invalid("label_smoothing", "be 0 for distillation", self.label_smoothing, remedy)
-        if not 0.0 <= self.weight <= 1.0:
-            raise invalid("weight", "be from 0 to 1", self.weight, "0.5 weighs teacher and labels alike.")
+        remedy = "0.5 weighs teacher and labels alike."
+        number("weight", self.weight, lambda weight: 0.0 <= weight <= 1.0, "be from 0 to 1", remedy)
 
     @property
     def soft_share(self) -> float:

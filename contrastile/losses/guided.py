@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from contrastile._errors import invalid, one_of
+from contrastile._errors import invalid, number, one_of
 from contrastile._types import accumulator
 from contrastile.losses.base import Formula, Shard, Tile, fill
 from contrastile.losses.softmax import Softmax
@@ -31,9 +31,10 @@ TIES = 16
 
 @dataclass(frozen=True)
 class Guided(Softmax):
-    """The softmax loss of one direction without the negatives that a guide finds too similar to the query.
+    """The softmax loss of one direction without the negatives that a guide finds too similar to the query (GIST,
+    Solatorio 2024).
 
-    Naively, with a diagonal of positives,
+    Naively, with logits x [N, M], a diagonal of positives, and guide_q [N, G], guide_k [M, G],
 
         guide = guide_q @ guide_k.T
         threshold = guide.diagonal()[:, None]
@@ -60,6 +61,7 @@ class Guided(Softmax):
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("margin_strategy", self.margin_strategy, STRATEGIES, "They are sentence-transformers' words.")
+        number("margin", self.margin, lambda _: True, "be a finite number", "0.0 is the paper's.")
         if self.symmetric:
             remedy = "Add the loss of the exchanged sides for both directions."
             raise invalid("symmetric", "be False for a guided loss", self.symmetric, remedy)

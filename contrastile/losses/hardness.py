@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from contrastile._errors import invalid, one_of
+from contrastile._errors import number, one_of
 from contrastile.losses.base import Formula, Shard, Tile
 from contrastile.losses.softmax import Softmax
 
@@ -26,9 +26,9 @@ IN_BATCH, OWN, ALL = MODES = ("in_batch_negatives", "hard_negatives", "all_negat
 
 @dataclass(frozen=True)
 class Hardness(Softmax):
-    """The softmax loss with β · ⟨q, k⟩ added to the logits of negatives, as a constant.
+    """The softmax loss with β · ⟨q, k⟩ added to the logits of negatives, as a constant (Robinson et al. 2021).
 
-    Naively, with a diagonal of positives, and `eye` as ones on it,
+    Naively, with logits x [N, M], a diagonal of positives, and `eye` as ones on it,
     `F.cross_entropy(x + hardness_strength * (q @ k.T).detach() * (1 - eye), labels)`; label smoothing spreads over
     these logits.
 
@@ -52,8 +52,8 @@ class Hardness(Softmax):
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("hardness_mode", self.hardness_mode, MODES, "They are sentence-transformers' words.")
-        if not self.hardness_strength >= 0.0:
-            raise invalid("hardness_strength", "be at least 0", self.hardness_strength, "5 to 9 is usual.")
+        strength = self.hardness_strength
+        number("hardness_strength", strength, lambda beta: beta >= 0.0, "be at least 0", "5 to 9 is usual.")
 
     @property
     def block_hardness(self) -> float:

@@ -21,9 +21,10 @@ from contrastile.losses.softmax import Softmax, SoftmaxState, SoftmaxStats
 
 @dataclass(frozen=True)
 class SoftmaxInside(Softmax):
-    """The softmax loss with the positives' probabilities averaged before the logarithm.
+    """The softmax loss with the positives' probabilities averaged before the logarithm (SupCon in, Khosla et al. 2020).
 
-    Naively `x.logsumexp(1) - x.masked_fill(~positive, -inf).logsumexp(1) + positive.sum(1).log()`.
+    Naively, with logits x and `positive` [N, M],
+    `x.logsumexp(1) - x.masked_fill(~positive, -inf).logsumexp(1) + positive.sum(1).log()`.
 
     >>> from contrastile import contrast
     >>> x, labels = torch.nn.functional.normalize(torch.randn(6, 16), dim=-1), torch.arange(6) // 3

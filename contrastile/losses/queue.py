@@ -22,7 +22,7 @@ NOBODY = torch.iinfo(torch.int64).min
 
 
 class KeyQueue(nn.Module):
-    """The last `size` keys that were pushed, detached, with their ids: a ring buffer.
+    """The last `size` keys that were pushed, detached, with their ids: a ring buffer (MoCo, He et al. 2020).
 
     Naively `keys = torch.cat([keys, key.detach()])[-size:]`, for the keys of all ranks in rank order. It is part of a
     checkpoint by its `state_dict`, and has no parameters.
@@ -53,8 +53,11 @@ class KeyQueue(nn.Module):
         self.size = whole_number("size", size, 1, "Pass the number of keys to keep.")
         self.features = whole_number("features", features, 1, "Pass the size of a key.")
         self.group = group
+        dtype = dtype or torch.get_default_dtype()
+        if not dtype.is_floating_point:
+            raise invalid("dtype", "be floating point", dtype, "Keys are features.")
         # a host promises memory that it does not have
-        needed, memory = self.size * self.features * (dtype or torch.get_default_dtype()).itemsize, free_memory(None)[1]
+        needed, memory = self.size * self.features * dtype.itemsize, free_memory(None)[1]
         if needed > memory:
             rule = f"make keys that fit into the {memory / 2**30:,.1f} GiB of this machine"
             raise invalid("size", rule, f"{self.size}, for {needed / 2**30:,.1f} GiB", "Hold fewer.")
@@ -109,12 +112,14 @@ class KeyQueue(nn.Module):
         if not isinstance(key, Tensor) or key.ndim != 2 or key.shape[1] != self.features:
             rule = f"be a tensor [n, {self.features}]"
             return invalid("key", rule, shape_or_type(key), "Pass the features of the keys.")
+        if not key.is_floating_point():
+            return invalid("key", "be floating point", key.dtype, "Convert it with .float().")
         if key.device != self._keys.device:
             got = f"{self._keys.device} and {key.device}"
             return invalid("key", "be on the device of the queue", got, "Move the queue with .to(device).")
-        tensor = isinstance(ids, Tensor)
-        if ids is not None and (not tensor or ids.shape != key.shape[:1] or ids.is_floating_point()):
-            got = f"shape {list(ids.shape)}, {ids.dtype}" if tensor else type(ids).__name__
+        whole = isinstance(ids, Tensor) and not ids.is_floating_point() and not ids.is_complex()
+        if ids is not None and (not whole or ids.shape != key.shape[:1]):
+            got = f"shape {list(ids.shape)}, {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
             return invalid("ids", f"be integers of shape [{len(key)}], one for each key", got, "Or leave them out.")
         return None
 

@@ -186,6 +186,8 @@ def _decoupled(x: Tensor, positive: Tensor, excluded: Tensor, *, of_positives: T
 
 
 def _reduce(weighted: Tensor, weight_sum: Tensor, reduction: Reduction) -> Tensor:
+    # no row has a loss: 0, with gradients of 0
+    weight_sum = weight_sum.masked_fill(weighted.detach().eq(0).all() & (weight_sum == 0), 1.0)
     if reduction == "mean":
         return weighted.sum() / weight_sum
     if reduction == "sum":

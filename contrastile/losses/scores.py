@@ -70,9 +70,14 @@ class _Scores(PairLoss):
 
 @dataclass(frozen=True)
 class ScoreDivergence(_Scores):
-    """The divergence of a row's probabilities from those of the scores; a list of one key has a loss of 0.
+    """The divergence of a row's probabilities from those of the scores (ColBERTv2, Santhanam et al. 2022).
 
-    Naively `F.kl_div(x.log_softmax(1), scores.log_softmax(1), log_target=True, reduction="batchmean")`.
+    Naively `F.kl_div(x.log_softmax(1), scores.log_softmax(1), log_target=True, reduction="batchmean")`, with logits x
+    and scores [N, P]. A list of one key has a loss of 0. `ScoreDistillLoss` gives it its lists.
+
+    >>> from contrastile import ScoreDistillLoss
+    >>> ScoreDistillLoss(kind="kl").loss == ScoreDivergence()
+    True
     """
 
     def _losses(self, tile: Tile) -> tuple[Tensor, Tensor]:
@@ -88,9 +93,14 @@ class ScoreDivergence(_Scores):
 
 @dataclass(frozen=True)
 class ScoreMargins(_Scores):
-    """The squared errors of the first key's margins over the others.
+    """The squared errors of the first key's margins over the others (MarginMSE, Hofstätter et al. 2020).
 
-    Naively `F.mse_loss(x[:, :1] - x[:, 1:], scores[:, :1] - scores[:, 1:])`, where all lists are equally long.
+    Naively `F.mse_loss(x[:, :1] - x[:, 1:], scores[:, :1] - scores[:, 1:])`, with logits x and scores [N, P], where all
+    lists are equally long. `ScoreDistillLoss` gives it its lists.
+
+    >>> from contrastile import ScoreDistillLoss
+    >>> ScoreDistillLoss(kind="margin_mse").loss == ScoreMargins()
+    True
     """
 
     def _losses(self, tile: Tile) -> tuple[Tensor, Tensor]:

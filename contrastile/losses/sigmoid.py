@@ -19,9 +19,9 @@ from contrastile.losses.base import Diagonal, Finished, Formula, PairLoss, Shard
 
 @dataclass(frozen=True)
 class Sigmoid(PairLoss):
-    """Binary cross-entropy of every pair that counts.
+    """Binary cross-entropy of every pair that counts (SigLIP, Zhai et al. 2023).
 
-    Naively `-F.logsigmoid(z * x).sum() / N`, with z = 1 for a positive pair and −1 for all others.
+    Naively `-F.logsigmoid(z * x).sum() / N` with logits x [N, M], and z = 1 for a positive pair and −1 for all others.
 
     >>> from contrastile import contrast
     >>> q, k = torch.nn.functional.normalize(torch.randn(2, 6, 16), dim=-1)

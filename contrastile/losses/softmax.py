@@ -60,10 +60,11 @@ class SoftmaxState(NamedTuple):
 
 @dataclass(frozen=True)
 class Softmax(PairLoss):
-    """Cross-entropy over the keys of each row, and over the rows of each key too when symmetric.
+    """Cross-entropy over the keys of each row (van den Oord et al. 2018), and over the rows of each key too when
+    symmetric (Radford et al. 2021).
 
-    Naively `F.cross_entropy(x, positives)`, or the mean of it and of the transposed. With `exclude_self` row i and key
-    i are the same example, which is not compared with itself (SimCLR, SupCon).
+    Naively `F.cross_entropy(x, positives)` with logits x [N, M], or the mean of it and of the transposed. With
+    `exclude_self` row i and key i are the same example, which is not compared with itself (SimCLR, SupCon).
 
     >>> from contrastile import contrast
     >>> views = torch.nn.functional.normalize(torch.randn(8, 16), dim=-1)

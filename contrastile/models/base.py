@@ -1,8 +1,7 @@
 """The common form of a tower, its layers that are frozen or checkpointed, and checks that a recipe fits it.
 
-Below `pretrained.py` and `timm_openclip.py`, which build the towers of libraries, and below `towers.py`, which combines
-them. A recipe asks for frozen weights (LiT, Zhai et al. 2022) with `model.locked` and `model.unlocked`, and for
-activations that are computed again with `model.checkpointing`.
+Below the files that build towers. A recipe asks for frozen weights (LiT, Zhai et al. 2022) with `model.locked` and
+`model.unlocked`, and for activations that are computed again with `model.checkpointing`.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ class TowerPair:
     bias: float | None = None
 
     def with_scale_of(self, model: Any) -> TowerPair:
-        """The pair with the scale and the bias, if there is one, of a model with loaded weights."""
         bias = getattr(model, "logit_bias", None)
         return replace(self, scale=math.exp(model.logit_scale.item()), bias=None if bias is None else bias.item())
 
@@ -73,19 +71,15 @@ class PixelTower(nn.Module):
         return self._features((pixels - self.mean) / self.std)
 
     def _features(self, pixels: Tensor) -> Tensor:
-        """Features of normalised pixels."""
         return self.model(pixels)
 
 
 class ProjectedTower(nn.Module):
-    """A tower followed by a projection of its features."""
-
     def __init__(self, tower: nn.Module, projection: nn.Module) -> None:
         super().__init__()
         self.tower, self.projection = tower, projection
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """The tower's inputs to `[B, features]`."""
         return self.projection(self.tower(*inputs))
 
 
@@ -107,7 +101,6 @@ def build_tower(side: str, kinds: Mapping[str, TowerBuilder], settings: Settings
 
 
 def completed(settings: Settings, defaults: Settings) -> dict[str, Any]:
-    """The settings, completed with defaults; raises ValueError for an unknown key."""
     unknown = sorted(set(settings) - set(defaults))
     if unknown:
         raise invalid("settings", f"have keys among {', '.join(defaults)}", ", ".join(unknown), "Leave the others out.")
@@ -132,17 +125,12 @@ def feature_size(tower: nn.Module, *inputs: Tensor) -> int:
 
 
 def repeated_modules(tower: nn.Module) -> list[nn.Module]:
-    """Modules with children that share a list or sequence with others of their type, such as attention blocks.
-
-    In order of construction; a module precedes those inside of it.
-    """
+    """Modules with children that share a list with others of their type, such as attention blocks; outer ones first."""
     repeated: list[nn.Module] = []
     for row in tower.modules():
         if isinstance(row, (nn.ModuleList, nn.Sequential)):
-            types = Counter(type(module) for module in row)
-            repeated += [
-                module for module in row if types[type(module)] > 1 and next(module.children(), None) is not None
-            ]
+            types = Counter(map(type, row))
+            repeated += [module for module in row if types[type(module)] > 1 and [*module.children()]]
     return repeated
 
 
@@ -189,11 +177,7 @@ def eval_frozen(module: nn.Module) -> None:
 
 
 def checkpoint_activations(tower: nn.Module, side: str) -> None:
-    """Let the tower's backward recompute the activations of its layers instead of storing them.
-
-    Uses the switch of transformers, or `set_grad_checkpointing` of open_clip and timm; raises ValueError for a tower
-    with neither.
-    """
+    """Recompute the activations of a tower's layers in its backward, by the switch of its library."""
     switched = False
     module: Any
     for module in tower.modules():
@@ -218,11 +202,11 @@ def check_image_input(
 ) -> None:
     """Raise ValueError where an image tower takes images of another `size`, or other `colours` than one grey."""
     if size is not None and size not in (image_size, [image_size, image_size], (image_size, image_size)):
-        remedy = "Set data.image_size to it."
-        raise invalid("image_size", f"be the {size} pixels of the image tower", image_size, remedy)
+        rule = f"be the {size} pixels of the image tower"
+        raise invalid("image_size", rule, image_size, "Set data.image_size to it.")
     if colours is not None and channels not in (1, colours):
-        remedy = "Set data.channels to it, or to 1."
-        raise invalid("channels", f"be the {colours} of the image tower", channels, remedy)
+        rule = f"be the {colours} of the image tower"
+        raise invalid("channels", rule, channels, "Set data.channels to it, or to 1.")
 
 
 def check_text_input(tokenizer: Tokenizer, *, vocabulary: int, longest: int | None) -> None:

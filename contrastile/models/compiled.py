@@ -1,8 +1,7 @@
 """Towers through torch.compile: their repeated layers, in place, where that pays.
 
-Beside `base.py`, which knows the layers of a tower. All layers of a kind share one compiled graph, so a tower of 24
-layers is compiled as quickly as one of 12, and a further shape costs seconds. Weights keep their names, and hooks,
-wrappers and checkpoints of activations around a layer stay as they are.
+All layers of a kind share one compiled graph, so a tower of 24 layers is compiled as quickly as one of 12. Weights keep
+their names, and hooks, wrappers and checkpoints of activations around a layer stay as they are.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ def compile_tower(tower: nn.Module) -> None:
 
 
 def uncompile_tower(tower: nn.Module) -> None:
-    """Run the tower as it is written again."""
     for module in (*_compiled_parts(tower), *_patch_embeddings(tower)):
         uncompile(module)
 

@@ -1,7 +1,6 @@
 """The retriever with many vectors: one of each token, compared by late interaction (ColBERT, Khattab and Zaharia 2020).
 
-Above `towers.py`, whose encoders it projects token by token. The score of a query and a passage is Σ_l max_m ⟨q_l, k_m⟩
-over the query's tokens l and the passage's tokens m, which `contrastile.scorers.MaxSim` computes.
+The score of a query and a passage is Σ_l max_m ⟨q_l, k_m⟩ over the query's tokens l and the passage's tokens m.
 """
 
 from __future__ import annotations
@@ -36,16 +35,14 @@ class TokenStates(nn.Module):
         self.tower = tower
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        states: Tensor = self.tower.states(input_ids, attention_mask)
-        return states
+        return self.tower.states(input_ids, attention_mask)
 
 
 class LateRetriever(Retriever):
     """Vectors of the tokens of queries and of passages, not normalised, and the scale of their comparison.
 
-    A query is filled up to `query_length` with mask tokens, whose vectors are compared like those of its words, unless
-    `query_expansion` is false; its own tokens attend to them with `attend_to_expansion`. A passage's vectors leave out
-    punctuation with `skip_punctuation`. Markers are tokens of the texts: see `marker`.
+    With `query_expansion`, a query is filled up to `query_length` with mask tokens, which are compared too; its own
+    tokens attend to them with `attend_to_expansion`. A passage leaves out punctuation with `skip_punctuation`.
     """
 
     punctuation: Tensor
@@ -90,8 +87,7 @@ class LateRetriever(Retriever):
         return attention_mask.bool() & ~torch.isin(input_ids, self.punctuation.to(input_ids.device))
 
     def _vectors(self, side: str, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        vectors: Tensor = self.encoders[side if side in self.encoders else "both"](input_ids, attention_mask)
-        return vectors
+        return self.encoders[side if side in self.encoders else "both"](input_ids, attention_mask)
 
     def comparable(  # type: ignore[override]
         self, features: TokenFeatures, dimensions: int | None = None

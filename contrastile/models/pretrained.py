@@ -1,7 +1,7 @@
 """Towers of the library transformers: any vision or text model, from a configuration or a local folder.
 
-Below `towers.py`. Nothing is downloaded: a configuration gives random weights, a folder its own. A CLIP or SigLIP is
-split into its two towers and their projections, so that it trains like any other pair.
+Nothing is downloaded: a configuration gives random weights, a folder its own. A CLIP or SigLIP is split into its two
+towers and their projections, so that it trains like any other pair.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ from contrastile.models.text import Tokenizer
 
 logger = logging.getLogger("contrastile")
 
-# the number of tokens that finds a tower's feature size; a text that finds the position of its pooling
-TRIAL_LENGTH = 4
+# the text that finds the position of a tower's pooling
 TRIAL_TEXT = "a small red fox in the snow"
 # weights are float32, because half precision loses small updates; `train.precision` sets the precision of products
 DTYPE = torch.float32
@@ -53,9 +52,8 @@ POOLER = "pooler"
 class Library:
     """The origin of a model, a local `folder` or a `config` with its `model_type`, and the pooling of its outputs.
 
-    Weights are float32, also those that a folder stores in half precision. `pooling`, one of `POOLINGS`: "mean" over
-    all positions without padding, "cls" the first position, "last" the last one without padding, "pooler" the model's
-    own. `mean` and `std` normalise the pixels, by default a folder's own.
+    `pooling`, one of `POOLINGS`: "mean" over all positions without padding, "cls" the first position, "last" the last
+    one without padding, "pooler" the model's own. `mean` and `std` normalise the pixels, by default a folder's own.
     """
 
     folder: str | None = None
@@ -113,7 +111,6 @@ class Library:
         return config
 
     def normalisation(self) -> tuple[list[float], list[float]]:
-        """Mean and standard deviation of the pixels, one per channel or one for all."""
         own: dict[str, Any] = {}
         if self.folder is not None and (path := Path(self.folder) / "preprocessor_config.json").is_file():
             own = read_table(path)
@@ -139,10 +136,7 @@ def _check_files(folder: Path) -> None:
 
 
 def _load(folder: str, pooling: str) -> nn.Module:
-    """The model of a folder with its weights, except a pooler that `pooling` does not use.
-
-    Raises ValueError with the names of weights that are missing or have another shape.
-    """
+    """The model of a folder; ValueError for weights that are missing, except a pooler that `pooling` does not use."""
     from transformers import AutoModel
     from transformers.utils import logging as transformers_logging
 
@@ -201,11 +195,11 @@ def _refuse_unknown_keys(entries: Mapping[str, Any], config: Any, path: str = "c
             _refuse_unknown_keys(value, getattr(config, key), f"{path}.{key}")
 
 
+# models of patches or with added tokens have other positions than the mask, and no padding
 def _mean(output: Any, mask: Tensor | None) -> Tensor:
     states = output.last_hidden_state
     if states.ndim == 4:
         return states.mean(dim=(2, 3))
-    # models of patches or with added tokens have other positions than the mask, and no padding
     if mask is None or mask.shape[1] != states.shape[1]:
         return states.mean(dim=1)
     weight = mask[..., None].to(states.dtype)
@@ -216,8 +210,7 @@ def _last(output: Any, mask: Tensor | None) -> Tensor:
     states = output.last_hidden_state
     if mask is None or mask.shape[1] != states.shape[1]:
         return states[:, -1]
-    positions = torch.arange(mask.shape[1], device=mask.device)
-    last = (mask * (positions + 1)).argmax(dim=1)
+    last = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(dim=1)
     return states[torch.arange(len(states), device=states.device), last]
 
 
@@ -237,8 +230,6 @@ POOLINGS: dict[str, Callable[[Any, Tensor | None], Tensor]] = {
 
 
 class ImageTower(PixelTower):
-    """A vision model with pooling."""
-
     def __init__(self, model: nn.Module, pooling: str, mean: list[float], std: list[float]) -> None:
         channels: Any = model.config.num_channels  # type: ignore[union-attr]
         super().__init__(model, channels, mean, std)
@@ -261,7 +252,6 @@ class TextTower(nn.Module):
         self.options = {"use_cache": False} if decodes else {}
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """`[B, L]` twice to `[B, features]`."""
         return POOLINGS[self.pooling](*self._output(input_ids, attention_mask))
 
     def states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -276,12 +266,10 @@ class TextTower(nn.Module):
 
 
 def _plain(config: Any) -> dict[str, Any]:
-    """A configuration as a dict of JSON values, as in a recipe."""
     return json.loads(config.to_json_string(use_diff=True))
 
 
 def image_tower(library: Library, *, image_size: int, channels: int, model: nn.Module | None = None) -> Tower:
-    """A vision tower of `model`, by default the library's; size and channels complete a configuration without them."""
     model = model or library.build(image_size=image_size, num_channels=channels)
     config: Any = model.config
     size = getattr(config, "image_size", None)
@@ -300,7 +288,6 @@ def image_tower(library: Library, *, image_size: int, channels: int, model: nn.M
 
 
 def text_tower(library: Library, *, tokenizer: Tokenizer, model: nn.Module | None = None) -> Tower:
-    """A text tower of `model`, by default the library's; the tokenizer completes a configuration without vocabulary."""
     model = model or library.build(vocab_size=tokenizer.vocabulary_size, pad_token_id=tokenizer.pad)
     config: Any = model.config
     longest = getattr(config, "max_position_embeddings", None)
@@ -310,7 +297,7 @@ def text_tower(library: Library, *, tokenizer: Tokenizer, model: nn.Module | Non
     # weights without values give no features to compare
     if not next(tower.parameters()).is_meta and _sees_padding(tower, tokenizer):
         tower = TextTower(model, pooling, length=tokenizer.length, pad=tokenizer.pad)
-    trial = torch.full((1, min(TRIAL_LENGTH, tokenizer.length)), tokenizer.pad)
+    trial = torch.full((1, min(4, tokenizer.length)), tokenizer.pad)
     features = feature_size(tower, trial, torch.ones_like(trial))
     return Tower(tower, features, {"config": _plain(config), "pooling": pooling})
 
@@ -319,8 +306,8 @@ def text_tower(library: Library, *, tokenizer: Tokenizer, model: nn.Module | Non
 def _pooling_of(model: nn.Module, tokenizer: Tokenizer) -> str:
     """Choose "pooler", or "last" for a causal model whose pooler takes another position than the last token's.
 
-    CLIP's pooler takes the position of the end token. With a tokenizer that writes none it takes another, mostly the
-    first, whose state depends on no other token, so that all texts with the same first word would be equal.
+    CLIP's pooler takes that of the end token. With a tokenizer that writes none it mostly takes the first, whose state
+    depends on no other token, so that all texts with the same first word would be equal.
     """
     if next(model.parameters()).is_meta:
         return "pooler"
@@ -352,7 +339,6 @@ def _sees_padding(tower: TextTower, tokenizer: Tokenizer) -> bool:
 
 
 def whole_model(library: Library, *, image_size: int, channels: int, tokenizer: Tokenizer) -> TowerPair:
-    """The two towers and projections of a CLIP or SigLIP, with its own pooling."""
     model: Any = library.build()
     if not (hasattr(model, "vision_model") and hasattr(model, "text_model")):
         remedy = "Take a CLIP or a SigLIP, or give the two sides a tower each."
@@ -360,8 +346,7 @@ def whole_model(library: Library, *, image_size: int, channels: int, tokenizer: 
     pooled = replace(library, pooling="pooler")
     image = image_tower(pooled, image_size=image_size, channels=channels, model=model.vision_model)
     text = text_tower(pooled, tokenizer=tokenizer, model=model.text_model)
-    image_projection = getattr(model, "visual_projection", nn.Identity())
-    text_projection = getattr(model, "text_projection", nn.Identity())
+    visual, textual = (getattr(model, f"{name}_projection", nn.Identity()) for name in ("visual", "text"))
     settings = {"config": _plain(model.config), "mean": image.settings["mean"], "std": image.settings["std"]}
-    pair = TowerPair(image, text, image_projection, text_projection, settings)
+    pair = TowerPair(image, text, visual, textual, settings)
     return pair if library.folder is None else pair.with_scale_of(model)

@@ -1,15 +1,13 @@
 """Refusal of configurations that ask for code, or for a model, that is not on this machine.
 
-Under `pretrained.py` and `text.py`, which load folders, and under `train/config/image_text.py`, which reads a
-recipe before torch is loaded. The argument `trust_remote_code=False` stops modules of Python alone: transformers
-fetches kernels for attention and experts from its hub, looks up backbones there, and leaves quantised weights to
-further packages.
+The argument `trust_remote_code=False` stops modules of Python alone: transformers fetches kernels for attention and
+experts from its hub, looks up backbones there, and leaves quantised weights to further packages.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +62,9 @@ def _is_remote(key: str, value: Any, entries: Mapping[Any, Any]) -> bool:
     return (key in CODE and bool(value)) or (key == "model_type" and value in FETCHING)
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def _leaves(value: Any) -> list[Any]:
     """The values of nested tables; an implementation may be given for each part of a model."""
-    if isinstance(value, Mapping):
-        for nested in value.values():
-            yield from _leaves(nested)
-    else:
-        yield value
+    return [leaf for nested in value.values() for leaf in _leaves(nested)] if isinstance(value, Mapping) else [value]
 
 
 def refuse_remote_code(folder: str | Path) -> dict[str, Any]:
@@ -100,7 +94,6 @@ def read_table(path: Path) -> dict[str, Any]:
 
 
 def read_open_clip(folder: str | Path) -> dict[str, Any]:
-    """The configuration of a folder of open_clip; raises ValueError for one without a model in it."""
     described = read_table(Path(folder) / OPEN_CLIP)
     if not isinstance(described.get("model_cfg"), dict):
         raise invalid("folder", f"hold a {OPEN_CLIP} with a model_cfg", f'"{folder}"', "Save the model there again.")

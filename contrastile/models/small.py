@@ -1,8 +1,7 @@
 """Small towers for the demos, fast on two cores and sufficient for glyphs with their names and for code search.
 
-Below `towers.py`, which adds the projection. Measured at equal training time: one residual block on the coarsest map
-learns more than two on different maps, and 4 × 4 positions more than 2 × 2 or one, because glyphs differ in where their
-strokes are.
+Measured at equal training time: one residual block on the coarsest map learns more than two on different maps, and
+4 × 4 positions more than 2 × 2 or one, because glyphs differ in where their strokes are.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ class ResidualBlock(nn.Module):
         self.conv_out = nn.Conv2d(width, width, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[B, width, H, W]` to the same."""
         return x + self.conv_out(F.relu(self.norm(self.conv_in(x))))
 
 
@@ -32,10 +30,7 @@ def _norm(width: int) -> nn.GroupNorm:
 
 
 class ConvTower(nn.Module):
-    """Images `[B, C, S, S]` to features `[B, features]`: three convolutions of stride 2, then a residual block.
-
-    The last map is averaged to `POSITIONS` × `POSITIONS`, for images of any size.
-    """
+    """Three convolutions of stride 2, then a residual block, whose map is averaged to `POSITIONS` × `POSITIONS`."""
 
     POSITIONS = 4
 
@@ -55,7 +50,6 @@ class ConvTower(nn.Module):
         self.features = 4 * width * self.POSITIONS**2
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """`[B, C, S, S]` to `[B, features]`."""
         features = self.body(pixels.contiguous(memory_format=torch.channels_last))
         if features.shape[-2:] != (self.POSITIONS, self.POSITIONS):
             features = F.adaptive_avg_pool2d(features, self.POSITIONS)
@@ -77,7 +71,6 @@ class WordsTower(nn.Module):
         self.features = 2 * width
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """`[B, L]` twice to `[B, features]`; masked tokens have no influence."""
         mask, x = attention_mask[..., None].bool(), self.states(input_ids, attention_mask)
         mean = (x * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
         highest = x.masked_fill(~mask, torch.finfo(x.dtype).min).amax(dim=1)
@@ -93,10 +86,9 @@ class WordsTower(nn.Module):
 
 
 class BagTower(nn.Module):
-    """Tokens `[B, L]` to features `[B, width]`: a weighted mean of their vectors, then one residual layer.
+    """Tokens `[B, L]` to features `[B, width]`: Σ exp(a_t) · E_t / Σ exp(a_t), a mean, then one residual layer.
 
-    Σ exp(a_t) · E_t / Σ exp(a_t) with a learned number a per token. A token costs one row of the table and no product,
-    because order is ignored. As the encoder of both sides it matches equal words before any training.
+    As the encoder of both sides it matches equal words before any training. A token costs one row of the table.
     """
 
     def __init__(self, *, vocabulary: int, width: int = 256) -> None:
@@ -113,7 +105,6 @@ class BagTower(nn.Module):
         self.features = width
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """`[B, L]` twice to `[B, width]`; masked tokens have no influence."""
         weight = self.weight(input_ids).squeeze(-1).exp() * attention_mask
         share = weight / weight.sum(dim=1, keepdim=True).clamp(min=1e-6)
         mean = F.embedding_bag(input_ids, self.words.weight, per_sample_weights=share, mode="sum")

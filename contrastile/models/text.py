@@ -28,33 +28,24 @@ MOST_TOKENS = 100_000
 
 
 class Tokenizer(Protocol):
-    """The interface that text towers and training need."""
+    """The interface that text towers and training need; see `WordTokenizer`."""
 
     length: int
-    # the padding token, and the number of tokens, those for padding and other purposes included
     pad: int
     vocabulary_size: int
-    # the mask token; that of padding where there is none
     mask: int
 
-    def tokenise(self, texts: Sequence[str], length: int | None = None) -> dict[str, Tensor]:
-        """`input_ids` and `attention_mask`, int64 `[B, length]`, by default its own; longer texts are truncated."""
-
-    def token_id(self, token: str) -> int | None:
-        """The number of a token; None for one that is not in the vocabulary."""
-
-    def tokens(self, ids: Sequence[int]) -> list[str]:
-        """The tokens of these numbers."""
-
-    def save(self, folder: Path) -> None:
-        """Write the files that `load_tokenizer` reads."""
+    def tokenise(self, texts: Sequence[str], length: int | None = None) -> dict[str, Tensor]: ...
+    def token_id(self, token: str) -> int | None: ...
+    def tokens(self, ids: Sequence[int]) -> list[str]: ...
+    def save(self, folder: Path) -> None: ...
 
 
 class WordTokenizer:
     """A tokenizer of the library `tokenizers`: words, single digits and punctuation marks, regardless of case.
 
-    Of the kind "words", a word that is not in the vocabulary becomes `[UNK]`: BRAILLE PATTERN DOTS-12 reads `braille
-    pattern dots - 1 2`. Of the kind "bpe", it is split into subwords, and `snake_case` into its parts.
+    Of the kind "words", an unknown word becomes `[UNK]`. Of the kind "bpe", it is split into subwords, and `snake_case`
+    into its parts. `pad`, `mask`: the numbers of these tokens; the mask is that of padding where there is none.
     """
 
     def __init__(self, serialised: str, *, length: int) -> None:
@@ -74,6 +65,7 @@ class WordTokenizer:
         self._engine.enable_padding(length=length, pad_id=self.pad, pad_token=padding.get("pad_token", PAD))
 
     def tokenise(self, texts: Sequence[str], length: int | None = None) -> dict[str, Tensor]:
+        """`input_ids` and `attention_mask`, int64 `[B, length]`, by default its own; longer texts are truncated."""
         encoded = self._engine.encode_batch(list(texts))
         rows = {
             "input_ids": [text.ids for text in encoded],
@@ -82,20 +74,16 @@ class WordTokenizer:
         return {name: torch.tensor(ids).view(len(encoded), self.length)[:, :length] for name, ids in rows.items()}
 
     def token_id(self, token: str) -> int | None:
-        number: int | None = self._engine.token_to_id(token)
-        return number
+        return self._engine.token_to_id(token)
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
         return [self._engine.id_to_token(number) or UNKNOWN for number in ids]
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json, which includes the length."""
         self._engine.save(str(folder / "tokenizer.json"))
 
 
 class FolderTokenizer:
-    """Any tokenizer that transformers reads from a local folder."""
-
     def __init__(self, folder: Path, *, length: int) -> None:
         from transformers import AutoTokenizer
         from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
@@ -123,15 +111,13 @@ class FolderTokenizer:
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids) if mask is None else mask}
 
     def token_id(self, token: str) -> int | None:
-        number: int | None = self._engine.get_vocab().get(token)
-        return number
+        return self._engine.get_vocab().get(token)
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
         # a number may have no token
         return [token or UNKNOWN for token in self._engine.convert_ids_to_tokens(list(ids))]
 
     def save(self, folder: Path) -> None:
-        """Write the files of transformers, which include the length."""
         self._engine.model_max_length = self.length
         self._engine.save_pretrained(folder)
 
@@ -194,10 +180,7 @@ def bpe_as_clip(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> st
 
 
 def load_tokenizer(folder: Path, *, length: int | None = None) -> Tokenizer:
-    """The tokenizer of a folder: one that `save` wrote, or any that transformers reads.
-
-    `length` is the folder's own by default. Raises ValueError for a folder with no tokenizer, or a damaged one.
-    """
+    """The tokenizer of a folder, one that `save` wrote or any that transformers reads; its own `length` by default."""
     serialised, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
     # the libraries raise errors of many types, tokenizers a bare Exception
     try:
@@ -213,8 +196,7 @@ def load_tokenizer(folder: Path, *, length: int | None = None) -> Tokenizer:
         # a sentence of ours
         if isinstance(error, ValueError) and str(error).startswith("`"):
             raise
-        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-        got = f"{folder} ({reason})"
+        got = f"{folder} ({' '.join(str(error).split()).rstrip('.') or type(error).__name__})"
         raise invalid("tokenizer", "be one that can be read", got, "Restore or replace it.") from error
 
 

@@ -1,12 +1,9 @@
 """Towers of timm and open_clip by name or configuration, with random weights or those of a local file.
 
-Below `towers.py`. A name gives shapes that the library ships, and downloads nothing. Of timm, the adapter uses
-`timm.create_model(name, pretrained=False, num_classes=0, ...)`, which pools, and `timm.data.resolve_model_data_config`
-for the normalisation of pixels; of open_clip `get_model_config`, `CustomTextCLIP`, whose two sides are separate
-modules, and `SimpleTokenizer`. A folder of open_clip has the files of its hub: a configuration, with the normalisation
-of pixels, and weights. Both libraries need torchvision, open_clip timm as well. Tested with timm 1.0.31, open_clip
-3.3.0 and an empty stand-in for torchvision: forward, backward, weights from files in both layouts of open_clip, whose
-features and tokens are equal. Weights that the libraries publish were not tested. Nothing but tensors is unpickled.
+A name gives shapes that the library ships, and downloads nothing. A folder of open_clip has the files of its hub: a
+configuration, with the normalisation of pixels, and weights. Both libraries need torchvision, open_clip timm as well.
+Tested with timm 1.0.31, open_clip 3.3.0 and an empty stand-in for torchvision; weights that the libraries publish were
+not tested. Nothing but tensors is unpickled.
 """
 
 from __future__ import annotations
@@ -104,8 +101,8 @@ def timm_tower(
 ) -> Tower:
     """A model of timm without its classifier; `config` holds further arguments of timm.create_model.
 
-    With random weights, a model of fixed image size is built for the recipe's images. With a checkpoint, it keeps its
-    own image size and three channels. `mean` and `std` normalise the pixels, by default the model's own.
+    With random weights, a model of fixed image size is built for the recipe's images; with a checkpoint, it keeps its
+    own size and three channels. `mean` and `std` normalise the pixels, by default the model's own.
     """
     config = dict(config or {})
     # timm would unpickle or download the weights that these name
@@ -137,10 +134,7 @@ def timm_tower(
 
 @dataclass(frozen=True)
 class OpenClip:
-    """A model's `name` in open_clip or its `config`, and a `checkpoint` with its weights; or a `folder` of all three.
-
-    `mean` and `std` normalise the pixels, by default a folder's own, else OpenAI's.
-    """
+    """A model's `name` in open_clip or its `config`, with a `checkpoint` of weights; or a `folder` of all three."""
 
     name: str | None = None
     config: dict[str, Any] | None = None
@@ -159,23 +153,20 @@ class OpenClip:
 
     @cached_property
     def _described(self) -> dict[str, Any]:
-        """The configuration file of the folder, empty without one."""
         return {} if self.folder is None else read_open_clip(self.folder)
 
     @property
     def _weights(self) -> str | Path | None:
-        """The file with the weights."""
         if self.folder is None:
             return self.checkpoint
-        files = [path for name in WEIGHTS_FILES if (path := Path(self.folder, name)).is_file()]
-        if not files:
-            remedy = "Save the model there with its weights."
-            raise invalid("folder", f"hold one of {', '.join(WEIGHTS_FILES)}", f'"{self.folder}"', remedy)
-        return files[0]
+        for name in WEIGHTS_FILES:
+            if (path := Path(self.folder, name)).is_file():
+                return path
+        rule, remedy = f"hold one of {', '.join(WEIGHTS_FILES)}", "Save the model there with its weights."
+        raise invalid("folder", rule, f'"{self.folder}"', remedy)
 
     @cached_property
     def shapes(self) -> dict[str, Any]:
-        """The configuration in the format of open_clip's own files."""
         import open_clip
 
         config = self.config if self.name is None else open_clip.get_model_config(self.name)
@@ -198,7 +189,6 @@ class OpenClip:
 
     @cached_property
     def model(self) -> Any:
-        """The whole model."""
         import open_clip
 
         vision = dict(self.shapes["vision_cfg"])
@@ -223,7 +213,6 @@ class OpenClip:
         return model
 
     def image(self, *, image_size: int, channels: int) -> Tower:
-        """The image side with its projection."""
         import open_clip
 
         size = self.shapes["vision_cfg"].get("image_size", IMAGE_SIZE)
@@ -236,7 +225,6 @@ class OpenClip:
         return Tower(tower, features, {"config": self.shapes, "mean": mean, "std": std})
 
     def text(self, *, tokenizer: Tokenizer) -> Tower:
-        """The text side with its projection."""
         vocabulary = self.shapes["text_cfg"].get("vocab_size", len(_clip_words()[0]))
         context = self.shapes["text_cfg"].get("context_length", CONTEXT)
         check_text_input(tokenizer, vocabulary=vocabulary, longest=context)
@@ -245,7 +233,6 @@ class OpenClip:
         return Tower(tower, feature_size(tower, trial, torch.ones_like(trial)), {"config": self.shapes})
 
     def pair(self, *, image_size: int, channels: int, tokenizer: Tokenizer) -> TowerPair:
-        """Both sides, with the scale and bias of the checkpoint."""
         image = self.image(image_size=image_size, channels=channels)
         pair = TowerPair(image, self.text(tokenizer=tokenizer), nn.Identity(), nn.Identity(), image.settings)
         return pair if self._weights is None else pair.with_scale_of(self.model)
@@ -259,16 +246,12 @@ class OpenClipText(nn.Module):
         self.model, self.context, self.pad = model, context, pad
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """`[B, L]` twice to `[B, features]`."""
         del attention_mask
         return self.model(F.pad(input_ids, (0, self.context - input_ids.shape[1]), value=self.pad))
 
 
 def clip_tokenizer(length: int = CONTEXT) -> WordTokenizer:
-    """CLIP's tokenizer, from the vocabulary that open_clip ships; a run saves it and then works without open_clip.
-
-    Equal to `open_clip.SimpleTokenizer` except for the repairs of ftfy (wrongly decoded text, HTML entities).
-    """
+    """CLIP's tokenizer, from open_clip's vocabulary: equal to its `SimpleTokenizer` but for the repairs of ftfy."""
     return WordTokenizer(bpe_as_clip(*_clip_words()), length=length)
 
 
@@ -276,8 +259,7 @@ def _clip_words() -> tuple[dict[str, int], list[tuple[str, str]]]:
     import open_clip
 
     engine = open_clip.SimpleTokenizer()
-    absent = [end for end in CLIP_ENDS if end not in engine.encoder]
-    if absent:
+    if absent := [end for end in CLIP_ENDS if end not in engine.encoder]:
         remedy = "Another version of open_clip has them."
         raise invalid("open_clip", f"have the tokens {', '.join(CLIP_ENDS)}", ", ".join(absent), remedy)
     return dict(engine.encoder), sorted(engine.bpe_ranks, key=engine.bpe_ranks.__getitem__)

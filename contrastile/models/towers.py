@@ -1,8 +1,7 @@
 """The two models: image and text towers with their projections, and the encoders of a retriever.
 
-Built from a recipe's settings; each has the scale of its comparison. A tower is any module that maps its inputs to
-`[B, features]`: one of `small.py`, or one of the libraries transformers (`pretrained.py`), timm and open_clip
-(`timm_openclip.py`).
+A tower is any module that maps its inputs to `[B, features]`: one of `small.py`, or one of the libraries transformers
+(`pretrained.py`), timm and open_clip (`timm_openclip.py`).
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ from contrastile.models.timm_openclip import OpenClip, timm_tower
 class DualEncoder(nn.Module):
     """Features of images and of texts, not normalised, and the scale and bias of their comparison.
 
-    `logit_scale` is the logarithm of the scale, shape `[]`; `logit_bias` has shape `[]`, or is None for a loss without
-    bias. `build_model(settings)` rebuilds the same shapes without any folder.
+    `logit_scale` is the logarithm of the scale, shape `[]`; `logit_bias` has shape `[]`, or is None for a loss without.
     """
 
     def __init__(
@@ -69,7 +67,6 @@ class DualEncoder(nn.Module):
         return self.unit_rows(features) if unit else features
 
     def unit_rows(self, features: Tensor) -> Tensor:
-        """Features with rows of unit length, in the type of the scale."""
         return F.normalize(features.to(self.logit_scale.dtype), dim=-1)
 
 
@@ -81,7 +78,6 @@ class Projected(ProjectedTower):
         return self.projection(*inputs) if ahead else super().forward(*inputs)
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of everything but the frozen parts."""
         super().train(mode)
         eval_frozen(self.tower)
         return self
@@ -110,30 +106,21 @@ def build_model(settings: Settings, *, tokenizer: Tokenizer) -> DualEncoder:
     complete = completed(settings, PAIR_DEFAULTS)
     pair = (_separate_towers if complete["both"] is None else _whole_model)(complete, tokenizer)
     bias = pair.bias if complete["bias"] is None else complete["bias"]
-    return DualEncoder(
-        Projected(pair.image.module, pair.image_projection),
-        Projected(pair.text.module, pair.text_projection),
-        scale=next(scale for scale in (complete["scale"], pair.scale, SCALE) if scale is not None),
-        bias=bias,
-        # without the folder of trained weights nothing else would say that there is a bias
-        settings={**complete, **pair.settings, "bias": bias},
-    )
+    scale = next(scale for scale in (complete["scale"], pair.scale, SCALE) if scale is not None)
+    image = Projected(pair.image.module, pair.image_projection)
+    text = Projected(pair.text.module, pair.text_projection)
+    # without the folder of trained weights nothing else would say that there is a bias
+    return DualEncoder(image, text, scale=scale, bias=bias, settings={**complete, **pair.settings, "bias": bias})
 
 
 def _separate_towers(settings: Settings, tokenizer: Tokenizer) -> TowerPair:
-    """One tower per side, each with a projection of its own."""
     image = build_tower("image", IMAGE_TOWERS, settings, tokenizer)
     text = build_tower("text", TEXT_TOWERS, settings, tokenizer)
-    image_projection, text_projection = (
-        nn.Linear(tower.features, settings["features"], bias=False) for tower in (image, text)
-    )
-    return TowerPair(
-        image, text, image_projection, text_projection, settings={"image": image.settings, "text": text.settings}
-    )
+    first, second = (nn.Linear(tower.features, settings["features"], bias=False) for tower in (image, text))
+    return TowerPair(image, text, first, second, {"image": image.settings, "text": text.settings})
 
 
 def _whole_model(settings: Settings, tokenizer: Tokenizer) -> TowerPair:
-    """Both towers of one model."""
     own = dict(settings["both"])
     kind = own.pop("kind", "transformers")
     if kind not in WHOLE:
@@ -148,7 +135,6 @@ def _image_input(settings: Settings) -> dict[str, Any]:
 
 
 def small_tower(tower: ConvTower | WordsTower | BagTower, own: dict[str, Any]) -> Tower:
-    """A tower of `small.py` with its own settings."""
     return Tower(tower, tower.features, own)
 
 
@@ -173,11 +159,7 @@ WHOLE: dict[str, tuple[Callable[..., Any], Callable[..., TowerPair]]] = {
 
 
 class Retriever(nn.Module):
-    """Features of queries and of passages, not normalised, and the scale of their comparison.
-
-    `logit_scale` is the logarithm of the scale, shape `[]`. `features`: their number. `build_retriever(settings)`
-    rebuilds the same shapes without any folder.
-    """
+    """Features of queries and of passages, not normalised, their number, and the scale of their comparison."""
 
     def __init__(self, encoders: Mapping[str, nn.Module], *, features: int, settings: dict[str, Any]) -> None:
         super().__init__()
@@ -191,11 +173,9 @@ class Retriever(nn.Module):
         self.features, self.settings = features, settings
 
     def encode_query(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Tokens `[B, L]` to features `[B, D]`."""
         return self._encode("query", input_ids, attention_mask)
 
     def encode_passage(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Tokens `[B, L]` to features `[B, D]`."""
         return self._encode("passage", input_ids, attention_mask)
 
     def _encode(self, side: str, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -209,10 +189,7 @@ class Retriever(nn.Module):
         return encoder(input_ids[:, :longest], attention_mask[:, :longest])
 
     def comparable(self, features: Tensor, dimensions: int | None = None) -> Tensor:
-        """Features as they are compared: float32, the first `dimensions`, of length 1 where `normalise` is set.
-
-        Raises ValueError for more dimensions than there are features.
-        """
+        """Features as they are compared: float32, the first `dimensions`, of length 1 where `normalise` is set."""
         if dimensions is not None:
             most, remedy = features.shape[1], "The first so many are kept."
             rule = f"be between 1 and the {most} features"
@@ -247,8 +224,8 @@ def build_retriever(settings: Settings, *, tokenizer: Tokenizer) -> Retriever:
         raise invalid("features", "be given for encoders of unequal sizes", sorted(sizes), "Set model.features.")
     encoders = {side: tower.module for side, tower in towers.items()}
     if common is not None:
-        projections = {side: nn.Linear(tower.features, common, bias=False) for side, tower in towers.items()}
-        encoders = {side: ProjectedTower(encoder, projections[side]) for side, encoder in encoders.items()}
+        for side, tower in towers.items():
+            encoders[side] = ProjectedTower(tower.module, nn.Linear(tower.features, common, bias=False))
     rebuilding = {**complete, **{side: tower.settings for side, tower in towers.items()}}
     return Retriever(encoders, features=sizes.pop(), settings=rebuilding)
 
@@ -259,11 +236,10 @@ def encoder_towers(complete: Settings, tokenizer: Tokenizer) -> dict[str, Tower]
     if sides not in (["both"], ["query", "passage"]):
         remedy = "One encoder for both sides, or one for each."
         raise invalid("settings", "have both, or query and passage", ", ".join(sides) or "none", remedy)
-    towers: dict[str, Tower] = {}
-    for side in sides:
-        towers[side] = build_tower(side, ENCODERS, complete, tokenizer)
-        if complete["lora"] is not None:
-            add_adapters(towers[side].module, **complete["lora"])
+    towers = {side: build_tower(side, ENCODERS, complete, tokenizer) for side in sides}
+    if complete["lora"] is not None:
+        for tower in towers.values():
+            add_adapters(tower.module, **complete["lora"])
     return towers
 
 
@@ -275,10 +251,7 @@ ENCODERS: dict[str, TowerBuilder] = {
 
 
 def add_adapters(module: nn.Module, *, rank: int, alpha: float, dropout: float, targets: tuple[str, ...]) -> None:
-    """Freeze `module` and add low-rank adapters to its layers whose names end in one of `targets` (Hu et al. 2021).
-
-    A layer W x becomes W x + alpha / rank · B A x; only A and B are trained.
-    """
+    """Freeze `module` but for low-rank adapters B A x · alpha / rank of layers named in `targets` (Hu et al. 2021)."""
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(targets))

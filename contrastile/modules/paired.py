@@ -107,7 +107,7 @@ class DCLLoss(PairedLoss):
 
 
 class DistillClipLoss(Loss):
-    """CLIP's loss mixed with a distillation from a teacher, as open_clip's class of this name.
+    """CLIP's loss mixed with a distillation from a teacher (TinyCLIP, Wu et al. 2023), as open_clip's class so named.
 
     Naively, with x = logit_scale * image_features @ text_features.T and t the teacher's logits,
 

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import Any, ClassVar, Literal, Unpack
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -13,9 +14,10 @@ from contrastile._errors import invalid, one_of
 from contrastile._torch import pytree
 from contrastile._types import accumulator, shape_or_type
 from contrastile.engine import arguments as checks
-from contrastile.engine.problem import autocast_type
+from contrastile.engine.problem import Arguments, autocast_type
 from contrastile.losses.guided import Guided
 from contrastile.losses.hardness import Hardness
+from contrastile.losses.queue import NOBODY
 from contrastile.losses.scores import ScoreDivergence, ScoreMargins
 from contrastile.losses.softmax import Softmax
 from contrastile.modules.base import How, Loss
@@ -152,8 +154,17 @@ class GISTLoss(Loss):
     margin_strategy="relative" the margin is multiplied by the size of the positive's similarity. Of several positives
     the least similar one counts. Returns and raises what `ClipLoss` does.
 
+    `GISTLoss(contrast_anchors=True, contrast_positives=True)` is the loss of sentence-transformers' class: queries are
+    compared with queries, and their keys with each other, in the same denominator,
+
+        x = torch.cat([query @ key.T, query @ query.T, key[:N] @ key[:N].T], 1) * scale
+
+    with the guide's similarities likewise, of which each is compared with that of the row's own pair. Key i belongs to
+    query i then. Products of keys with keys are made with features of twice the size, zeros among them.
+
     Arguments of the call:
-        query, key, scale, positives, negatives [H, D], query_ids, key_ids, weights: as of `InfoNCELoss`.
+        query, key, scale, positives, negatives [H, D], query_ids, key_ids, weights: as of `InfoNCELoss`; with
+            `contrast_anchors` or `contrast_positives` no `positives`.
         guide_query, guide_key: [N, G], [M, G] the guide's features, constants; rows of unit length.
         guide_negatives: [H, G], where there are negatives.
 
@@ -174,11 +185,14 @@ class GISTLoss(Loss):
         *,
         margin: float = 0.0,
         margin_strategy: Literal["absolute", "relative"] = "absolute",
+        contrast_anchors: bool = False,
+        contrast_positives: bool = False,
         **how: Unpack[How],
     ) -> None:
         super().__init__(**how)
         smoothing = self.options.label_smoothing
         self.loss = Guided(label_smoothing=smoothing, margin=margin, margin_strategy=margin_strategy)
+        self.contrast_anchors, self.contrast_positives = contrast_anchors, contrast_positives
 
     def forward(
         self,
@@ -215,15 +229,53 @@ class GISTLoss(Loss):
                 checks.features("guide_negatives", guide_negatives)
                 checks.alike("guide_negatives", guide_negatives, "guide_key", guide_key)
                 guide_key = torch.cat([guide_key, guide_negatives])
+            guides = ((guide_query, guide_key),)
+            if self.contrast_anchors or self.contrast_positives:
+                Arguments(query, key, scale, self.loss, self.options, negatives=negatives, guides=guides).check()
+                if positives is not None:
+                    name = "contrast_anchors" if self.contrast_anchors else "contrast_positives"
+                    raise invalid("positives", f"be left out with {name}=True", "both", "Key i belongs to query i.")
+                if len(key) < len(query):
+                    got = f"{len(query)} and {len(key)}"
+                    raise invalid("key", "have at least as many rows as `query`", got, "Key i belongs to query i.")
+                if query_ids is not None and key_ids is not None:
+                    key_ids = self._ids(query, key, negatives, query_ids, key_ids)
+                guides = (self._sides(guide_query, guide_key, len(key)),)
+                query, key = self._sides(query, key if negatives is None else torch.cat([key, negatives]), len(key))
+                negatives = None
         except ValueError as error:
-            self._tell_all(error)
+            self._tell_all(self._in_own_words(error))
             raise
         operation, inputs = self._prepared(
             query, key, scale, positives=positives, negatives=negatives, query_ids=query_ids, key_ids=key_ids,
-            weights=weights, guides=((guide_query, guide_key),),
+            weights=weights, guides=guides,
         )  # fmt: skip
         loss: Tensor = operation(*inputs)
         return loss
+
+    def _sides(self, rows: Tensor, keys: Tensor, M: int) -> tuple[Tensor, Tensor]:
+        """Rows [N, ...], and the M keys with all other columns: rows, negatives and the rows' own keys once more.
+
+        Where keys are compared with keys, a row has the features of its key beside its own, and a column has zeros in
+        the place of those that it is not compared with.
+        """
+        columns = torch.cat([keys[:M], *[rows] * self.contrast_anchors, keys[M:]])
+        if not self.contrast_positives:
+            return rows, columns
+        own, D = keys[: len(rows)], rows.shape[1]
+        return torch.cat([rows, own], 1), torch.cat([F.pad(columns, (0, D)), F.pad(own, (D, 0))])
+
+    def _ids(self, query: Tensor, key: Tensor, negatives: Tensor | None, of_rows: Tensor, of_keys: Tensor) -> Tensor:
+        """The ids of all columns of `_sides`; `of_keys`: of the keys, or of keys and negatives."""
+        checks.vector("query_ids", of_rows, "q", query, integer=True)
+        H = 0 if negatives is None else len(negatives)
+        if isinstance(of_keys, Tensor) and of_keys.shape == (len(key) + H,):
+            of_keys, of_negatives = of_keys.split([len(key), H])
+        else:
+            of_negatives = torch.full((H,), NOBODY, device=key.device)
+        checks.vector("key_ids", of_keys, "k", key, integer=True)
+        anchors, own = [of_rows] * self.contrast_anchors, [of_keys[: len(query)]] * self.contrast_positives
+        return torch.cat([x.long() for x in (of_keys, *anchors, of_negatives, *own)])
 
 
 class ScoreDistillLoss(Loss):
@@ -326,6 +378,10 @@ class ScoreDistillLoss(Loss):
             got = f"shape {list(scores.shape)}, {scores.dtype}" if isinstance(scores, Tensor) else type(scores).__name__
             rule = f"be floating point of shape {list(listed.shape[:2])}, one for each listed key"
             raise invalid("scores", rule, got, "Score the keys that are listed, with anything for pads.")
+        if not scores.shape[1]:
+            raise invalid("scores", "have a column or more", f"shape {list(scores.shape)}", "List the keys to score.")
+        if lists is not None and len(lists) and not len(key):
+            raise invalid("key", "have a row or more for `lists`", f"shape {list(key.shape)}", "Pass the listed keys.")
         checks.constant("scores", scores)
         checks.same_device("scores", scores, "key", listed)
         return key if lists is None else key[lists.clamp(0, len(key) - 1)]

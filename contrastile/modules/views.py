@@ -25,9 +25,9 @@ class SupConLoss(Loss):
 
         loss_i = −mean_{p ∈ P(i)} log(exp x_ip / Σ_{j ≠ i} exp x_ij)
 
-    and the mean over the i that have a positive; NaN if none has. With form="in" the mean is inside the logarithm
-    (equation 3). Made as `SupConLoss(form="out", **how)`, with the keywords that `contrast` tells; returns and raises
-    what `ClipLoss` does.
+    and the mean over the i that have a positive; 0, with a warning, if none has. With form="in" the mean is inside the
+    logarithm (equation 3). Made as `SupConLoss(form="out", **how)`, with the keywords that `contrast` tells; returns
+    and raises what `ClipLoss` does.
 
     Arguments of the call:
         features: [N, D], or [N, views, D] for several views of each example; rows of unit length.
@@ -72,7 +72,8 @@ class SupConLoss(Loss):
         operation, inputs = self._prepared(features, features, scale, query_labels=labels, key_labels=labels)
         loss: Tensor = operation(*inputs)
         # a GPU is not waited for, except at the first calls
-        if not torch.compiler.is_compiling() and (loss.device.type == "cpu" or self._unseen):
+        mean = self.options.reduction == "mean" and not torch.compiler.is_compiling()
+        if mean and (loss.device.type == "cpu" or self._unseen):
             _warn_without_positives(loss.detach(), labels)
         if self._unseen:
             self._look(scale, features)
@@ -80,10 +81,10 @@ class SupConLoss(Loss):
 
 
 def _warn_without_positives(loss: Tensor, labels: Tensor) -> None:
-    """Warn where a loss is NaN because no label comes twice."""
-    if loss.ndim == 0 and not checks.captured(loss) and bool(loss.isnan()) and len(labels.unique()) == len(labels):
+    """Warn where a loss is 0 because no label comes twice."""
+    if not checks.captured(loss) and bool(loss == 0) and len(labels.unique()) == len(labels):
         warnings.warn(
-            "SupConLoss got labels that are all different: no example has a positive, and the loss is NaN. Draw "
+            "SupConLoss got labels that are all different: no example has a positive, and the loss is 0. Draw "
             "several examples of each label, or pass several views.",
             stacklevel=5,
         )

@@ -5,14 +5,15 @@ of shards, each written completely or not at all: `00000.npy` holds the features
 `00000.ids` one id per line, `00000.jsonl` the passages, `00000.offsets.npy` the byte at which each of their lines
 begins. Of a late retriever the features are the vectors of all tokens, packed, and `00000.lengths.npy` their number in
 each passage. `index.json` lists the finished shards with checksums, so that an interrupted call is continued after the
-last of them, once features and passages are verified to be the same. `integrity.py` compares them when an index is
-opened.
+last of them, once features and passages are verified to be the same; `integrity.py` compares them. A picture of a
+folder is a passage without words, whose id is its path in the folder.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -27,28 +28,31 @@ from torch import Tensor
 from contrastile._errors import invalid, whole_number
 from contrastile.data.base import Indices, SkipCounter
 from contrastile.data.entries import read_passages
+from contrastile.data.files import file_state, files_below
+from contrastile.data.loader import read_chunks
+from contrastile.data.sources import PICTURES
 from contrastile.data.texts import Passage
 from contrastile.evaluate import late
-from contrastile.evaluate.retrieval import topk
+from contrastile.evaluate.retrieval import best_of, no_matches, topk
 from contrastile.retrieval.integrity import LENGTHS, check_index, described, sealed
-from contrastile.retrieval.pictures import picture_features, picture_passages
 from contrastile.train.folder import INDEX, RECIPE, WEIGHTS, RunFolder, one_writer
+from contrastile.train.log import progress
 from contrastile.train.recipe import load_any_recipe
 from contrastile.train.retriever.run import RetrieverRun, load_retriever, open_run_texts, passage_tokens
 from contrastile.train.run import Run, load
 
 FORMAT = 2
+# pictures that are read and encoded at once
+CHUNK = 256
 # the kind of runs and indices with one vector for each text or picture
 SINGLE = "single"
 
 
 def run_checksums(run_folder: RunFolder) -> dict[str, str]:
-    """Checksums of the files that decide a run's features: its weights, and the recipe with prefixes and lengths."""
     return {name: run_folder.checksum(name) for name in (WEIGHTS, RECIPE)}
 
 
 def load_run(folder: RunFolder, *, device: str) -> Run | RetrieverRun:
-    """The encoders of a run of either kind."""
     pictures = load_any_recipe(folder / RECIPE, files=False).kind == "image-text"
     return load(folder.path, device=device) if pictures else load_retriever(folder.path, device=device)
 
@@ -63,21 +67,17 @@ def encode_source(
     device: str,
     bad_rows: float | None = None,
 ) -> Index:
-    """The index of `corpus`, or of the run's own passages where it is None; of a folder, for a run of pictures.
-
-    `bad_rows`: the share of unusable rows that is allowed, the recipe's by default.
-    """
+    """The index of `corpus`, by default the run's own passages; of a folder of pictures, for a run of pictures."""
     made_by = run_checksums(folder)
     run = load_run(folder, device=device)
+    passages: Iterable[Passage]
     if isinstance(run, Run):
         if dimensions is not None:
             remedy = "Prefixes of features were not trained."
             raise invalid("dimensions", "be left out for a run of pictures and texts", dimensions, remedy)
-        pictures, name = picture_passages(corpus)
-        return encode_corpus(run, pictures, out, corpus=name, made_by=made_by, shard=shard)
-    if corpus is None:
-        passages: Iterable[Passage] = open_run_texts(run.recipe).passages
-        name = run.recipe.data.source
+        passages, name = picture_passages(corpus)
+    elif corpus is None:
+        passages, name = open_run_texts(run.recipe).passages, run.recipe.data.source
     else:
         passages = _read_passages(Path(corpus), run.recipe.data.bad_rows if bad_rows is None else bad_rows)
         name = str(Path(corpus).resolve())
@@ -104,8 +104,7 @@ def encode_corpus(
 ) -> Index:
     """Write the features of `passages` into `folder`, `shard` of them per file; continue an earlier call.
 
-    `corpus` and `made_by` identify the contents. Raises ValueError for a folder with other contents, and for a corpus
-    whose passages have changed; passages appended to the corpus are added.
+    `corpus` and `made_by` identify the contents. Passages appended to the corpus are added; other changes are refused.
     """
     shard = whole_number("shard", shard, 1, "65536 is usual.", rule="be at least 1 passage")
     folder.mkdir(parents=True, exist_ok=True)
@@ -132,7 +131,12 @@ def _write_shards(
     check_index(files.path, metadata, whole=True)
     stream = iter(passages)
     for finished in metadata["shards"]:
-        _verify_shard(finished, list(islice(stream, finished["passages"])))
+        begun = list(islice(stream, finished["passages"]))
+        if hashlib.sha256(b"".join(_lines(begun))).hexdigest() != finished["passages_sha256"]:
+            fewer = len(begun) < finished["passages"]
+            got = "fewer passages" if fewer else f"another passage in shard {finished['name']}"
+            remedy = "Choose another folder with --out, or remove this one."
+            raise invalid("corpus", "be the one that was begun with", got, remedy)
     while chunk := list(islice(stream, shard)):
         metadata["shards"].append(_write_shard(run, chunk, files, len(metadata["shards"]), dimensions))
         metadata["complete"] = False
@@ -143,21 +147,11 @@ def _write_shards(
         files.write_json(INDEX, sealed({**metadata, "complete": True}))
 
 
-def _verify_shard(finished: dict[str, Any], passages: Sequence[Passage]) -> None:
-    """Raise ValueError unless a finished shard was made of these passages."""
-    if hashlib.sha256(b"".join(_lines(passages))).hexdigest() != finished["passages_sha256"]:
-        fewer = len(passages) < finished["passages"]
-        got = "fewer passages" if fewer else f"another passage in shard {finished['name']}"
-        remedy = "Choose another folder with --out, or remove this one."
-        raise invalid("corpus", "be the one that was begun with", got, remedy)
-
-
 def _write_shard(
     run: Run | RetrieverRun, passages: Sequence[Passage], files: RunFolder, number: int, dimensions: int | None
 ) -> dict[str, Any]:
     """Encode and write one shard; return its entry in index.json."""
-    name, lengths = f"{number:05}", None
-    title = f"encoding shard {number + 1}"
+    name, lengths, title = f"{number:05}", None, f"encoding shard {number + 1}"
     if isinstance(run, Run):
         encoded = picture_features(run, passages, title)
     else:
@@ -205,8 +199,7 @@ class Index:
     """A finished index with memory-mapped features, of one vector a passage or of one for each of its tokens.
 
     `engine`: "torch" multiplies tile by tile on the queries' device; "faiss" holds all features in a flat faiss index,
-    which is equally exact and, on a CPU, several times as fast once it is filled. verify: compare every byte with its
-    checksum, not only a sample; raises ValueError for a damaged file.
+    equally exact, on a CPU several times as fast. verify: compare every byte with its checksum, not only a sample.
     """
 
     def __init__(self, folder: str | Path, *, engine: str = "torch", verify: bool = False) -> None:
@@ -246,19 +239,17 @@ class Index:
 
     @property
     def dimensions(self) -> int:
-        """The number of features of a passage, or of each of its tokens."""
         return int(self._features[0].shape[1])
 
     @property
     def kind(self) -> str:
-        """The kind of its features: "single" or "late"."""
         return str(self.metadata.get("kind", SINGLE))
 
     def search(self, queries: Any, k: int, candidates: Indices | None = None) -> tuple[Tensor, Tensor]:
         """The `k` best passages of each query, float `[n, D]`: scores float32 and rows int64, both `[n, k]`.
 
-        Of an index of kind "late", queries are vectors `[n, L, D]` with their mask `[n, L]`, and `candidates` `[n, C]`
-        the rows that are scored, −1 for none. Raises ValueError for queries of the other kind.
+        Of an index of kind "late", queries are vectors `[n, L, D]` with their mask, and `candidates` `[n, C]` the rows
+        that are scored, −1 for none.
         """
         if isinstance(queries, Tensor) != (self.kind == SINGLE):
             rule = f'be encoded by a run of the index\'s kind, "{self.kind}"'
@@ -268,12 +259,10 @@ class Index:
         return self._search(queries, k=min(k, len(self)), **further)
 
     def ids(self) -> list[str]:
-        """The ids of all passages, in their order."""
         files = [path.with_suffix(".ids") for path in self._passages]
         return [json.loads(f'"{line}"') for file in files for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
 
     def __getitem__(self, row: int) -> Passage:
-        """The passage at a row."""
         shard = int(np.searchsorted(self._starts, row, side="right")) - 1
         with self._passages[shard].open("rb") as file:
             file.seek(int(self._offsets[shard][row - self._starts[shard]]))
@@ -286,22 +275,18 @@ def _torch_search(shards: Sequence[Any]) -> SearchEngine:
     numbered = list(zip(starts, shards, strict=True))
 
     def search(queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        scores = queries.new_empty((len(queries), 0), dtype=torch.float32)
-        rows = torch.empty((len(queries), 0), dtype=torch.int64, device=queries.device)
+        best = no_matches(queries)
         for start, shard in numbered:
             # a copy, because torch warns about tensors over read-only memory; a shard has 65,536 rows by default
             features = torch.from_numpy(np.array(shard)).to(queries.device)
-            shard_scores, shard_rows = topk(queries, features, min(k, len(shard)))
-            scores, rows = torch.cat([scores, shard_scores], dim=1), torch.cat([rows, shard_rows + start], dim=1)
-            order = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
-            scores, rows = scores.gather(1, order), rows.gather(1, order)
-        return scores, rows
+            scores, rows = topk(queries, features, min(k, len(shard)))
+            best = best_of(best, (scores, rows + start), k)
+        return best
 
     return search
 
 
 def _faiss_search(shards: Sequence[Any]) -> SearchEngine:
-    """Search in one flat faiss index of float16 on the CPU."""
     import faiss
 
     width = int(shards[0].shape[1])
@@ -325,10 +310,37 @@ def open_index(folder: RunFolder, index: str | Path, *, engine: str = "torch", v
     """The index of a run; raises ValueError where another run, or other weights, made it."""
     opened = Index(index, engine=engine, verify=verify)
     kind = kind_of(load_any_recipe(folder / RECIPE, files=False))
+    remedy = f"Encode the corpus again: contrastile encode {folder.path}"
     if opened.kind != kind:
-        remedy = f"Encode the corpus again: contrastile encode {folder.path}"
         raise invalid("index", f'be of the run\'s kind, "{kind}"', f'"{index}", of kind "{opened.kind}"', remedy)
     if opened.metadata["made_by"] != run_checksums(folder):
-        remedy = f"Encode the corpus again: contrastile encode {folder.path}"
         raise invalid("index", "be made by this run", f'"{index}", made by another', remedy)
     return opened
+
+
+def picture_passages(folder: str | None) -> tuple[list[Passage], str]:
+    """The pictures below `folder`, in the order of their paths, and a name that changes with any of the files."""
+    if folder is None or not os.path.isdir(folder):
+        got = "none" if folder is None else f'"{folder}"'
+        raise invalid("corpus", "be a folder of pictures, for this run", got, "Name it behind the run.")
+    root = Path(folder).resolve()
+    paths = files_below(root, PICTURES)
+    if not paths:
+        raise invalid("corpus", f"have pictures ({', '.join(PICTURES)})", f'"{folder}", without any', "Check its path.")
+    digest = hashlib.sha256(json.dumps([file_state(str(path)) for path in paths]).encode()).hexdigest()[:16]
+    return [Passage(str(path.relative_to(root)), "", "", str(path)) for path in paths], f"{root} {digest}"
+
+
+def picture_features(run: Run, passages: Sequence[Passage], title: str) -> Tensor:
+    """Features `[n, D]` of the pictures; raises ValueError for one that cannot be read."""
+    data, features = run.recipe.data, []
+    shape, paths = (data.channels, data.image_size, data.image_size), [passage.source for passage in passages]
+    with progress(len(paths), title, "pictures") as bar:
+        for rows, pictures, reasons in read_chunks(paths, shape, chunk=CHUNK, apart=False):
+            for row, reason in zip(rows, reasons, strict=True):
+                if reason is not None:
+                    raise invalid("corpus", "have pictures that can be read", f"{reason}: {paths[row]}", "Remove it.")
+            # the next pictures are decoded into the same memory
+            features.append(run.encode_image(pictures.clone()))
+            bar.update(len(rows))
+    return torch.cat(features)

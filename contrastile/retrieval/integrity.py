@@ -1,9 +1,8 @@
 """Integrity of an index: the sizes and checksums of its files in index.json, compared when it is opened.
 
-Under `index.py`. A file is described by its size and by a checksum of each block of 1 MiB, so that an index of any size
-is checked in a fraction of a second: every size, every block of the offsets, which are read anyway, and a random sample
-of the other blocks, which are all blocks of a small index. They protect against damage, not against somebody who
-writes a whole index with its checksums.
+A file has a size and a checksum of each block of 1 MiB. Compared are every size, every block of the offsets, which are
+read anyway, and a random sample of the other blocks: a fraction of a second for an index of any size. They protect
+against damage, not against somebody who writes a whole index with its checksums.
 """
 
 from __future__ import annotations
@@ -42,10 +41,9 @@ def sealed(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_index(folder: Path, metadata: Any, *, whole: bool = False) -> None:
-    """Raise ValueError where files of an index are not what was written; `whole`: every byte is compared.
+    """Raise ValueError where files of an index are not what index.json, `metadata`, says; `whole`: in any byte.
 
-    metadata: index.json, which has a checksum of its own. Indices of earlier versions have none there, and checksums
-    of two of the four files of a shard, which only `whole` compares.
+    Indices of earlier versions have checksums of two of the four files of a shard, which only `whole` compares.
     """
     if not _well_formed(metadata):
         raise invalid(INDEX, "list the shards that were written", f'others in "{folder}"', REMEDY)

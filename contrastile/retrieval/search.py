@@ -1,45 +1,46 @@
 """Search for a terminal: a run, the index of its features, and questions in words.
 
 Above `index.py`; the body of `contrastile search`. Some passage is always the nearest one. Made-up questions, of random
-words of the corpus, say how near that is where nothing fits.
+words of the corpus, say how near that is where nothing fits. A late retriever may have a first stage, which picks the
+passages whose token vectors are scored, and a page with a picture of the tokens that matched.
 """
 
 from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from contrastile._errors import printable
-from contrastile.data.bm25 import words
-from contrastile.retrieval.index import Index, load_run, open_index
+from contrastile._errors import invalid, printable
+from contrastile.data.texts import words
+from contrastile.retrieval.index import SINGLE, Index, load_run, open_index
 from contrastile.train.folder import RunFolder
-from contrastile.train.retriever.evaluation import Candidates
+from contrastile.train.report.page import template
+from contrastile.train.retriever.evaluation import Candidates, FirstStage, Passages, alignment, bm25_candidates
 from contrastile.train.retriever.run import RetrieverRun
 from contrastile.train.run import Run
 
 # made-up questions, their words, and the passages that these come from; a smaller corpus says too little
 MADE_UP, WORDS_EACH, PASSAGES, LEAST = 64, 6, 512, 200
+# sources of candidates beside the index of a run
+BM25, ALL = "bm25", "all"
 # share of the made-up questions whose best score is below the threshold
 BELOW = 0.75
 
 
 @dataclass(frozen=True)
 class Search:
-    """A run and an index of its features."""
-
     run: Run | RetrieverRun
     index: Index
     # picks the passages that a late retriever scores
     candidates: Candidates | None = None
 
     def encoded(self, questions: list[str]) -> Any:
-        """Features of questions, or of texts that pictures are to be found for."""
         if isinstance(self.run, Run):
             return self.run.encode_text(questions)
         return self.run.encode_query(questions, dimensions=self.index.dimensions)
@@ -61,8 +62,7 @@ class Search:
     def best(self, questions: list[str], k: int) -> tuple[Tensor, Tensor]:
         """The `k` best passages of each question: scores and rows `[n, k]`.
 
-        A score of a late retriever is divided by the number of the question's tokens, so that a long question has no
-        better ones.
+        A late retriever's score is divided by the number of the question's tokens, so that long ones have no better.
         """
         features = self.encoded(questions)
         if isinstance(features, Tensor):
@@ -72,10 +72,7 @@ class Search:
         return scores / features[1].sum(1, keepdim=True).clamp(min=1), rows
 
     def results_text(self, question: str, k: int, *, lines: int) -> str:
-        """The `k` best passages for a terminal: score, name, source, and the first `lines` lines of each.
-
-        A first line says so where nothing is close.
-        """
+        """The `k` best passages for a terminal, `lines` lines of each, and a first line where nothing is close."""
         scores, rows = self.best([question], k)
         blocks, best = [], float(scores[0, 0])
         if self.threshold is not None and best < self.threshold:
@@ -101,3 +98,41 @@ def open_search(
     """A run with its index; raises ValueError where another run, or other weights, made the index."""
     opened = open_index(folder, index, engine=engine, verify=verify)
     return Search(index=opened, run=load_run(folder, device=device))
+
+
+def first_stage(source: str, count: int, device: str) -> FirstStage:
+    """The stage that picks `count` passages: "bm25", or a run's folder with its index; "all" scores every passage."""
+    if source == ALL:
+        return lambda _: lambda _: None
+    if source == BM25:
+        return partial(bm25_candidates, count=count)
+    return partial(_run_candidates, RunFolder(Path(source)), count, device)
+
+
+def _run_candidates(folder: RunFolder, count: int, device: str, passages: Passages) -> Candidates:
+    """The first `count` passages of another run's index, as rows of `passages`, found by their ids."""
+    first = open_search(folder, folder / "index", device=device)
+    if first.index.kind != SINGLE:
+        remedy = "Name a run of kind single, or bm25."
+        raise invalid("--candidates", "have one vector a passage", f'an index of kind "{first.index.kind}"', remedy)
+    ids = passages.ids() if isinstance(passages, Index) else [passage.id for passage in passages]
+    rows = {identity: row for row, identity in reversed([*enumerate(ids)])}
+    known = np.array([rows.get(identity, -1) for identity in first.index.ids()])
+    if (known < 0).all():
+        remedy = "Encode the same corpus with both runs."
+        raise invalid("--candidates", "hold passages of the index", f'none of their ids in "{folder.path}"', remedy)
+    return lambda questions: known[first.best(list(questions), count)[1].numpy(force=True)]
+
+
+def write_page(search: Search, question: str, k: int, path: Path) -> None:
+    """Write the best passages for a question as one HTML file, with the alignment of their tokens."""
+    scores, rows = search.best([question], k)
+    # the command line asks for a late retriever
+    run: Any = search.run
+    ranked = [(score, row) for score, row in zip(scores[0].tolist(), rows[0].tolist(), strict=True) if row >= 0]
+    passages = [
+        {"passage": search.index[row], "score": score, "alignment": alignment(run, question, search.index[row])}
+        for score, row in ranked
+    ]
+    content = template("search.html.jinja").render(question=question, run=search.run.recipe.name, passages=passages)
+    path.write_text(content, encoding="utf-8")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from contrastile._types import Reduction, accumulator
-from contrastile.losses.base import Finished, PairLoss, Shard
+from contrastile.losses.base import Finished, PairLoss, Shard, divisor
 
 # rows converted to float32 at a time where an inner product over all features is summed
 ROWS_AT_ONCE = 8192
@@ -292,20 +292,23 @@ def reduced(
     """The loss of the global batch, and for each direction ∂(loss)/∂(loss of each row) for an upstream gradient of 1.
 
     Naively, with w the weights of rows that have a loss: Σ w·loss / Σ w for "mean", Σ w·loss for "sum", each averaged
-    over the directions; with "none" this rank's rows, scaled so that their mean over all ranks is "mean".
+    over the directions; with "none" this rank's rows, scaled so that their mean over all ranks is "mean". A direction
+    in which no row has a loss adds 0.
     """
     n = directions[0].loss.shape[0]
     masses = [each.counts if weights is None else each.counts * weights.to(each.counts.dtype) for each in directions]
     local = [(w * each.loss).sum() for w, each in zip(masses, directions, strict=True)]
     local += [w.sum() for w in masses]
-    *sums, rows, nonfinite = total(torch.stack([*local, nonfinite + n, nonfinite])).unbind()
-    losses, mass = sums[: len(directions)], sums[len(directions) :]
-    share = 1 / len(directions)
+    number = len(directions)
+    losses, mass, others = total(torch.stack([*local, nonfinite + n, nonfinite])).split([number, number, 2])
+    (rows, nonfinite), share = others.unbind(), 1 / number
+    if reduction != "sum":
+        mass = divisor(losses, mass)
     if reduction == "sum":
-        value = sum(losses, nonfinite) * share
+        value = losses.sum() * share
         coefficients = [w * share + nonfinite for w in masses]
     elif reduction == "mean":
-        value = sum([a / b for a, b in zip(losses, mass, strict=True)], nonfinite * 0) * share
+        value = (losses / mass).sum() * share
         coefficients = [w * (share / b) + nonfinite for w, b in zip(masses, mass, strict=True)]
     else:
         scaled = [w * (share / b) for w, b in zip(masses, mass, strict=True)]

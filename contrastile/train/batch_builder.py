@@ -1,7 +1,6 @@
 """Data bundle and batch builder: from the rows that `data/batches.py` samples to pixels, tokens and ids.
 
-Titles are tokenised once for the run; pictures are augmented anew every time, in host memory, from where `encode`
-copies them; pictures that take little of a GPU's memory stay and are augmented there.
+Titles are tokenised once; pictures are augmented anew every time, in host memory, or on a GPU where they take little.
 """
 
 from __future__ import annotations
@@ -31,13 +30,12 @@ from contrastile.data.loader import TIMEOUT
 from contrastile.data.pairs import PairSet, Stream
 from contrastile.data.registry import open_pairs
 from contrastile.gradcache.encode import encode
-from contrastile.models.text import Tokenizer, load_tokenizer, train_tokenizer
-from contrastile.models.timm_openclip import clip_tokenizer
+from contrastile.models.text import Tokenizer, train_tokenizer
 from contrastile.offload import free_memory
 from contrastile.train.config import Recipe
 from contrastile.train.config.image_text import TokenizerSettings
 from contrastile.train.log import progress
-from contrastile.train.run import Run, choose_device
+from contrastile.train.run import Run, choose_device, ready_tokenizer
 
 Tokens = dict[str, Tensor]
 
@@ -89,7 +87,8 @@ def open_data_bundle(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Data
     settings = data.model_dump(include={"image_size", "channels", "held_out", "weights", "copies"})
     cache, most_bad = Path(data.cache).expanduser(), data.max_bad_fraction
     pairs = open_pairs(data.source, **settings, cache=cache, most_bad=most_bad, seed=recipe.seed, progress=progress)
-    tokenizer = tokenizer or _build_tokenizer(pairs, recipe.model.tokenizer)
+    named = recipe.model.tokenizer
+    tokenizer = tokenizer or ready_tokenizer(named) or _trained_tokenizer(pairs, named)
     return DataBundle(pairs, tokenizer, tokenizer.tokenise(pairs.captions), _home(pairs, choose_device(recipe.device)))
 
 
@@ -100,12 +99,8 @@ def _home(pairs: PairSet, device: torch.device) -> torch.device | None:
     return device if pairs.images.nbytes <= SHARE_OF_DEVICE * free_memory(device)[0] else None
 
 
-def _build_tokenizer(pairs: PairSet, settings: TokenizerSettings) -> Tokenizer:
-    """The tokenizer of the settings, trained on all titles, or on a million spread over a collection."""
-    if settings.folder is not None:
-        return load_tokenizer(Path(settings.folder), length=settings.length)
-    if settings.kind == "open_clip":
-        return clip_tokenizer(settings.length)
+def _trained_tokenizer(pairs: PairSet, settings: TokenizerSettings) -> Tokenizer:
+    """A tokenizer trained on all titles, or on a million spread over a collection."""
     if pairs.stream is None:
         titles = [pairs.captions[row] for row in pairs.splits["train"]]
     else:

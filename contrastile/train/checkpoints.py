@@ -228,14 +228,7 @@ def _remove(path: Path) -> None:
 
 
 def split_tensors(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` as plain JSON; its tensors go into `tensors` under their paths.
-
-    >>> import torch
-    >>> tensors = {}
-    >>> plain = split_tensors({"state": {0: {"average": torch.ones(2)}}, "rates": (0.1, None)}, "adam", tensors)
-    >>> list(tensors), join_tensors(plain, tensors)["rates"]
-    (['adam.state.0.average'], (0.1, None))
-    """
+    """`value` as plain JSON; its tensors go into `tensors` under their paths, such as adam.state.0.average."""
     if isinstance(value, Tensor):
         # a copy, because safetensors refuses tensors that share memory
         tensors[path] = value.detach().cpu().contiguous().clone()

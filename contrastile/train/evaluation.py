@@ -2,14 +2,17 @@
 
 Held-out parts: recall in both directions, zero-shot by prompts, handwritten digits. Tests: zero-shot classification and
 caption retrieval, measured on samples at each probe, and whole at the end of a run and by `contrastile evaluate`.
-`evaluate/` has the arithmetic; this file selects queries and keys. Ranks share the pictures of a test out.
+`evaluate/` has the arithmetic; this file selects queries and keys, and samples of them for the report. Ranks share the
+pictures of a test out.
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,13 +29,13 @@ from contrastile.data.glyphs import DIGIT_NAMES, handwritten_digits
 from contrastile.data.loader import read_chunks
 from contrastile.data.pairs import PairSet
 from contrastile.distributed import collectives, consistency
-from contrastile.evaluate.retrieval import both_ways, chance, chance_among, class_features, classified, recall
+from contrastile.evaluate.retrieval import both_ways, chance, chance_among, class_features, classified, recall, topk
 from contrastile.models.base import evaluating
 from contrastile.offload import settle
-from contrastile.train.config.image_text import EvaluateSettings, RetrievalSettings, ZeroShotSettings
-from contrastile.train.folder import EVALUATION, METADATA, METRICS, RunFolder, finished_run
+from contrastile.train.config.image_text import RetrievalSettings, ZeroShotSettings
+from contrastile.train.folder import METADATA, METRICS, RunFolder, finished_run
 from contrastile.train.log import Metrics, progress
-from contrastile.train.report.page import IMAGE_TEXT, table_text, write_report
+from contrastile.train.report.page import IMAGE_TEXT, Samples, table_text, write_report, write_results
 from contrastile.train.run import Run, load
 from contrastile.train.sharded import is_sharded
 from contrastile.train.task import Measure
@@ -50,6 +53,12 @@ Gathered = tuple[Tensor, Indices, Counter[str]]
 AnyTest = ZeroShotSettings | RetrievalSettings
 # picture files of one rank that are read and encoded at once, at least a sub-batch
 FILES = 256
+# queries shown of each held-out part, and answers shown to each query
+PICTURES, NAMES, NEAREST = 9, 6, 5
+# the largest width of a picture in the page, in pixels, so that the file stays small
+THUMBNAIL = 96
+READS = "The right name in bold; below it the five nearest of all {:,} names, the best first. Right ones are marked."
+FINDS = "Each name with the five nearest of {:,} pictures, the best first. Right ones are marked."
 # with fewer files threads have finished before decoding processes have started
 MANY = 4000
 
@@ -104,6 +113,54 @@ def digits(run: Run) -> Row:
     images = Encoded(np.arange(len(pictures)), features, torch.from_numpy(labels).to(run.device))
     classes = Encoded(np.arange(len(names)), names, torch.arange(len(names), device=run.device))
     return _compare("handwritten digits, zero-shot", images, classes, headline=True)
+
+
+def picture_samples(pairs: PairSet, held_out: HeldOut) -> Samples:
+    """Galleries in both directions for each held-out part. The queries are random, the same every time."""
+    generator = np.random.default_rng(0)
+    classes, galleries = held_out.classes, []
+    for name, (pictures, names) in held_out.parts.items():
+        sides = {
+            True: (pictures, classes, PICTURES, "What it reads", READS.format(len(classes.rows))),
+            False: (names, pictures, NAMES, "What it finds", FINDS.format(len(pictures.rows))),
+        }
+        for by_picture, (queries, keys, count, title, sentence) in sides.items():
+            chosen = generator.permutation(len(queries.rows))[:count]
+            finds = _finds(pairs, queries, keys, chosen, by_picture=by_picture)
+            title = f"{title}: {PARTS.get(name, name)}"
+            galleries.append({"title": title, "sentence": sentence, "by_picture": by_picture, "finds": finds})
+    return galleries
+
+
+def _finds(pairs: PairSet, queries: Encoded, keys: Encoded, chosen: Indices, *, by_picture: bool) -> Samples:
+    """The nearest keys of the `chosen` queries. One side is shown as a picture, the other as a name."""
+
+    def shown(row: int, *, as_picture: bool) -> str:
+        return picture_address(pairs.images[row]) if as_picture else pairs.captions[row]
+
+    _, best = topk(queries.features[chosen], keys.features, min(NEAREST, len(keys.ids)))
+    finds = []
+    for index, nearest in zip(chosen.tolist(), best.tolist(), strict=True):
+        right = (keys.ids[nearest] == queries.ids[index]).tolist()
+        answers = [
+            {"shown": shown(row, as_picture=not by_picture), "truth": pairs.captions[row], "right": is_right}
+            for row, is_right in zip(keys.rows[nearest], right, strict=True)
+        ]
+        row = queries.rows[index]
+        find = {"query": shown(row, as_picture=by_picture), "truth": pairs.captions[row], "answers": answers}
+        finds.append(find)
+    return finds
+
+
+def picture_address(picture: Images) -> str:
+    """A picture `[C, S, S]` uint8 as a data URL of a small PNG."""
+    from PIL import Image
+
+    image = Image.fromarray(picture[0] if len(picture) == 1 else picture.transpose(1, 2, 0))
+    image.thumbnail((THUMBNAIL, THUMBNAIL))
+    file = io.BytesIO()
+    image.save(file, format="PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def probe(run: Run, pairs: PairSet) -> dict[str, dict[str, float]]:
@@ -172,73 +229,63 @@ def ids_of(run: Run, pairs: PairSet, rows: Indices) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ZeroShot:
-    """A test: images by class, and the prompts for the classes' names. `name` begins the names of its measures."""
+class Test:
+    """A test on other pictures: `measure(run, most)` of all, or of at most `most`; `name` begins its measures."""
 
     name: str
-    folder: ClassFolder
-    templates: Sequence[str]
-
-    def measure(self, run: Run, most: int | None = None) -> list[Row]:
-        """Top 1, top 5 and the mean per class, of all pictures or of a sample of at most `most`."""
-        rows = _sample(len(self.folder.paths), most)
-        with evaluating(run.model):
-            pictures, readable, skipped = _encode(run, [self.folder.paths[row] for row in rows], self.name)
-            names = class_features(self.folder.names, encode=run.encode_text, prompts=self.templates)
-        if (alike := len(names) - len(names.unique(dim=0))) > 0:
-            # ties count as wrong, so these classes cannot be recognised
-            message = "%s: %d classes have the very features of others: names that are equal, or cut at %d tokens"
-            logger.warning(message, self.name, alike, run.tokenizer.length)
-        labels = torch.from_numpy(self.folder.labels[rows][readable]).to(run.device)
-        right = torch.from_numpy(self.folder.right).to(run.device)
-        measured = classified(pictures, names, labels, right)
-        guessed = right.double().mean(dim=1)[labels].mean().item()
-        metrics = {f"{self.name}-zeroshot-val-{name}": value for name, value in measured.items()}
-        shares = {name.removeprefix("top"): value for name, value in measured.items() if name.startswith("top")}
-        counts = len(pictures), len(names)
-        test = f"{self.name}, zero-shot"
-        return [result_row(test, counts, shares, guessed, headline=True, metrics=metrics, skipped=skipped)]
+    measure: Callable[..., list[Row]]
 
 
-@dataclass(frozen=True)
-class Retrieval:
-    """A test: images with their captions. `name` begins the names of its measures."""
-
-    name: str
-    captioned: Captioned
-
-    def measure(self, run: Run, most: int | None = None) -> list[Row]:
-        """Recall and ranks of the first right answer, in both directions, of all pictures or of a sample."""
-        paths, owner = self.captioned.paths, self.captioned.owner
-        rows = _sample(len(paths), most)
-        with evaluating(run.model):
-            pictures, readable, skipped = _encode(run, [paths[row] for row in rows], self.name)
-            # the position of each picture among the encoded ones, −1 for those without features
-            number = np.full(len(paths), -1)
-            number[rows[readable]] = np.arange(len(readable))
-            chosen = np.flatnonzero(number[owner] >= 0)
-            # equal captions are one query and one answer
-            distinct: dict[str, int] = {}
-            caption = [distinct.setdefault(self.captioned.texts[row], len(distinct)) for row in chosen]
-            texts = run.encode_text(list(distinct))
-        matches = torch.from_numpy(np.unique([number[owner[chosen]], caption], axis=1)).to(run.device)
-        measured = both_ways(pictures, texts, *matches)
-        results, sizes = [], (len(pictures), len(texts))
-        directions = (
-            ("image_to_text", "picture → caption", sizes),
-            ("text_to_image", "caption → picture", sizes[::-1]),
-        )
-        for (direction, label, counts), queries in zip(directions, matches, strict=True):
-            shares = {str(k): measured[f"{direction}_R@{k}"] for k in ranks_below(counts[1])}
-            guessed = chance_among(queries.bincount(minlength=counts[0]), counts[1], ks=(1,))[1]
-            metrics = {name: value for name, value in measured.items() if name.startswith(direction)}
-            test = f"{self.name}, {label}"
-            row = result_row(test, counts, shares, guessed, headline=True, metrics=metrics, skipped=skipped)
-            results.append(row)
-        return results
+def zero_shot(name: str, folder: ClassFolder, templates: Sequence[str], run: Run, most: int | None = None) -> list[Row]:
+    """Top 1, top 5 and the mean per class, of all pictures or of a sample of at most `most`."""
+    rows = _sample(len(folder.paths), most)
+    with evaluating(run.model):
+        pictures, readable, skipped = _encode(run, [folder.paths[row] for row in rows], name)
+        names = class_features(folder.names, encode=run.encode_text, prompts=templates)
+    if (alike := len(names) - len(names.unique(dim=0))) > 0:
+        # ties count as wrong, so these classes cannot be recognised
+        message = "%s: %d classes have the very features of others: names that are equal, or cut at %d tokens"
+        logger.warning(message, name, alike, run.tokenizer.length)
+    labels = torch.from_numpy(folder.labels[rows][readable]).to(run.device)
+    right = torch.from_numpy(folder.right).to(run.device)
+    measured = classified(pictures, names, labels, right)
+    guessed = right.double().mean(dim=1)[labels].mean().item()
+    metrics = {f"{name}-zeroshot-val-{metric}": value for metric, value in measured.items()}
+    shares = {metric.removeprefix("top"): value for metric, value in measured.items() if metric.startswith("top")}
+    counts = len(pictures), len(names)
+    test = f"{name}, zero-shot"
+    return [result_row(test, counts, shares, guessed, headline=True, metrics=metrics, skipped=skipped)]
 
 
-Test = ZeroShot | Retrieval
+def retrieval(name: str, captioned: Captioned, run: Run, most: int | None = None) -> list[Row]:
+    """Recall and ranks of the first right answer, in both directions, of all pictures or of a sample."""
+    paths, owner = captioned.paths, captioned.owner
+    rows = _sample(len(paths), most)
+    with evaluating(run.model):
+        pictures, readable, skipped = _encode(run, [paths[row] for row in rows], name)
+        # the position of each picture among the encoded ones, −1 for those without features
+        number = np.full(len(paths), -1)
+        number[rows[readable]] = np.arange(len(readable))
+        chosen = np.flatnonzero(number[owner] >= 0)
+        # equal captions are one query and one answer
+        distinct: dict[str, int] = {}
+        caption = [distinct.setdefault(captioned.texts[row], len(distinct)) for row in chosen]
+        texts = run.encode_text(list(distinct))
+    matches = torch.from_numpy(np.unique([number[owner[chosen]], caption], axis=1)).to(run.device)
+    measured = both_ways(pictures, texts, *matches)
+    results, sizes = [], (len(pictures), len(texts))
+    directions = (
+        ("image_to_text", "picture → caption", sizes),
+        ("text_to_image", "caption → picture", sizes[::-1]),
+    )
+    for (direction, label, counts), queries in zip(directions, matches, strict=True):
+        shares = {str(k): measured[f"{direction}_R@{k}"] for k in ranks_below(counts[1])}
+        guessed = chance_among(queries.bincount(minlength=counts[0]), counts[1], ks=(1,))[1]
+        metrics = {metric: value for metric, value in measured.items() if metric.startswith(direction)}
+        test = f"{name}, {label}"
+        row = result_row(test, counts, shares, guessed, headline=True, metrics=metrics, skipped=skipped)
+        results.append(row)
+    return results
 
 
 def _sample(count: int, most: int | None) -> Indices:
@@ -302,26 +349,19 @@ def _encode_own(run: Run, paths: Sequence[str], name: str) -> Gathered:
     return torch.cat(features), own[np.array(readable, np.int64)], skipped
 
 
-def settings_of(settings: EvaluateSettings) -> tuple[AnyTest, ...]:
-    """The settings of all tests of a recipe."""
-    return (*settings.zero_shot, *settings.retrieval)
-
-
 def open_test(test: AnyTest) -> Test:
     """Open a test: read its lists, no picture yet; raises ValueError where the lists do not fit together."""
     if isinstance(test, RetrievalSettings):
-        return Retrieval(test.called, open_captions(test.captions, images=test.images, split=test.split))
+        captioned = open_captions(test.captions, images=test.images, split=test.split)
+        return Test(test.called, partial(retrieval, test.called, captioned))
     folder = open_class_folder(test.folder, classes=test.classes, mapping=test.mapping, among=test.among)
     if folder.left_out:
         logger.warning("%s: %d folders have no class and are left out", test.called, folder.left_out)
-    return ZeroShot(test.called, folder, read_prompts(test.templates))
+    return Test(test.called, partial(zero_shot, test.called, folder, read_prompts(test.templates)))
 
 
 def measures(run: Run, tests: Sequence[Test], results: dict[int, list[Row]] | None = None) -> list[Measure]:
-    """A measurement of each test for metrics.jsonl: on a sample, or on all pictures where `results` takes the rows.
-
-    results: rows of each test by its index.
-    """
+    """A measurement of each test for metrics.jsonl: on a sample, or on all where `results` takes the rows by index."""
 
     def measure(index: int, test: Test) -> list[dict[str, Any]]:
         if results is None:
@@ -345,7 +385,7 @@ def measure_all(run: Run, folder: RunFolder, results: Mapping[int, list[Row]]) -
     """
     rows: list[Row] = []
     lines: list[tuple[str, dict[str, Any]]] = []
-    tests, examples = settings_of(run.recipe.evaluate), folder.read_json(METADATA)["examples"]
+    tests, examples = run.recipe.evaluate.tests, folder.read_json(METADATA)["examples"]
     for index, test in enumerate(tests):
         try:
             measured = results[index] if index in results else open_test(test).measure(run)
@@ -371,8 +411,6 @@ def evaluate_transfer(path: str | Path, tests: Sequence[AnyTest], *, device: str
     opened = [open_test(test) for test in tests]
     run = load(folder.path, device=device)
     rows = [row for test in opened for row in test.measure(run)]
-    tested = {row["test"] for row in rows}
-    before = folder.read_json(EVALUATION) if (folder / EVALUATION).is_file() else []
-    folder.write_json(EVALUATION, [*(row for row in before if row["test"] not in tested), *rows])
+    write_results(folder, rows, beside=True)
     write_report(folder)
     return table_text(rows)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from typing import Any, Self
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from contrastile.data.base import Indices
 from contrastile.data.pairs import Stream
 from contrastile.gradcache.encode import encode
-from contrastile.gradcache.memory import as_written, bytes_per_example
+from contrastile.gradcache.memory import bytes_per_example
 from contrastile.models.base import evaluating
 from contrastile.models.text import load_tokenizer
 from contrastile.train.batch_builder import Batch, BatchBuilder, DataBundle, open_data_bundle, with_cached_features
@@ -27,20 +28,15 @@ from contrastile.train.evaluation import (
     measure_all,
     measures,
     open_test,
+    picture_samples,
     probe,
-    settings_of,
 )
-from contrastile.train.folder import EVALUATION, RunFolder
-from contrastile.train.memory import dense_need
-from contrastile.train.metadata import TrainResult, base_metadata, examples_retained
-from contrastile.train.objective import PairObjective
-from contrastile.train.planned import planned_memory
+from contrastile.train.folder import RunFolder
+from contrastile.train.objective import BothTokenizers, PairObjective, Teacher, apart, open_teacher
 from contrastile.train.ranks import Ranks
-from contrastile.train.report.page import IMAGE_TEXT, table_text, write_report
-from contrastile.train.report.samples import picture_samples
-from contrastile.train.run import Run, build_run, choose_device, fingerprint, load
+from contrastile.train.report.page import IMAGE_TEXT, table_text, write_report, write_results
+from contrastile.train.run import Run, build_run, choose_device, load
 from contrastile.train.task import Measure, Task
-from contrastile.train.teacher import BothTokenizers, Teacher, apart, open_teacher
 
 
 class ImageText(Task[Batch]):
@@ -72,7 +68,7 @@ class ImageText(Task[Batch]):
         choose_device(recipe.device)
         # the loss checks its keys
         PairObjective(recipe.loss)
-        tests = [open_test(test) for test in settings_of(recipe.evaluate)]
+        tests = [open_test(test) for test in recipe.evaluate.tests]
         teacher = open_teacher(recipe)
         bundle = open_data_bundle(recipe, load_tokenizer(begun.path) if begun is not None else None)
         run = build_run(recipe, bundle.tokenizer)
@@ -93,7 +89,12 @@ class ImageText(Task[Batch]):
 
     @property
     def data(self) -> str:
-        return fingerprint(self.bundle.pairs, self.bundle.tokens)
+        pairs = self.bundle.pairs
+        digest = sha256(pairs.splits["train"].tobytes() + pairs.ids.tobytes())
+        digest.update(pairs.stream.digest.encode() if pairs.stream is not None else b"")
+        for name, ids in self.bundle.tokens.items():
+            digest.update(name.encode() + ids.numpy().tobytes())
+        return digest.hexdigest()
 
     def parts(self, rows: Tensor, step: int, ranks: Ranks) -> list[Batch]:  # noqa: ARG002
         """This rank's share of a batch; augmentation draws from the builder's own generator, step after step."""
@@ -133,25 +134,31 @@ class ImageText(Task[Batch]):
         """Transfer evaluation; the report reuses the rows of `whole` tests."""
         return measures(self.run, self._tests, self._results if whole else None)
 
-    def metadata(self, result: TrainResult) -> dict[str, Any]:
-        train, largest = self.run.recipe.train, max(result.largest_batch, 1)
-        retained = examples_retained(train.retain, train.sub_batch.image, largest)
-        need = dense_need(activations_per_pair(self.run, self.bundle), largest, retained)
-        planned = planned_memory(self.run, largest, result.ranks)
-        return {**self.metadata_so_far(result), "memory": need, "planned_memory": planned}
+    @property
+    def skipped(self) -> Counter[str]:
+        pairs = self.bundle.pairs
+        return Counter(pairs.skipped) + Counter(pairs.stream.skipped if pairs.stream is not None else {})
 
-    def metadata_so_far(self, result: TrainResult) -> dict[str, Any]:
-        pairs, recipe = self.bundle.pairs, self.run.recipe
-        # by reason: skipped at opening, and while reading
-        skipped = Counter(pairs.skipped) + Counter(pairs.stream.skipped if pairs.stream is not None else {})
-        batch = [batch for _, batch in recipe.train.fitted(len(self.rows)).batch]
-        own = {"pairs": len(self.rows), "skipped": dict(skipped), "loss": recipe.loss.kind, "batch": batch}
-        return {**base_metadata(self.run, result), **own}
+    def activations(self) -> tuple[int, int]:
+        model, recipe, device = self.run.model, self.run.recipe, self.run.device
+        data, sub_batch, row = recipe.data, recipe.train.sub_batch, torch.zeros(1, dtype=torch.int64)
+
+        def image(count: int) -> object:
+            return model.encode_image(
+                torch.zeros(count, data.channels, data.image_size, data.image_size, device=device)
+            )
+
+        def text(count: int) -> object:
+            tokens: dict[str, Any] = {name: ids[row.expand(count)] for name, ids in self.bundle.tokens.items()}
+            return model.encode_text(**{name: ids.to(device) for name, ids in tokens.items()})
+
+        texts = sub_batch.at_once("text", recipe.model.tokenizer.length)
+        return bytes_per_example(image, sub_batch.image) + bytes_per_example(text, texts), sub_batch.image
 
     def report(self, folder: RunFolder) -> str:
         encoded = encode_held_out(self.run, self.bundle.pairs)
         results = [*evaluate(self.run, encoded), *measure_all(self.run, folder, self._results)]
-        folder.write_json(EVALUATION, results)
+        write_results(folder, results)
         write_report(folder, picture_samples(self.bundle.pairs, encoded))
         return table_text(results)
 
@@ -163,26 +170,3 @@ def objective_of(run: Run) -> PairObjective:
     with evaluating(run.model):
         features = run.encode_text([""]).shape[1]
     return PairObjective(run.recipe.loss, features=features, dtype=run.model.logit_scale.dtype)
-
-
-def activations_per_pair(run: Run, bundle: DataBundle) -> int:
-    """Bytes that autograd keeps for one pair in both towers, measured on sub-batches of the data's shape."""
-    sub_batch, data = run.recipe.train.sub_batch, run.recipe.data
-    row = torch.zeros(1, dtype=torch.int64)
-
-    def image(count: int) -> object:
-        pixels = torch.zeros(count, data.channels, data.image_size, data.image_size, device=run.device)
-        return run.model.encode_image(pixels)
-
-    def text(count: int) -> object:
-        tokens: dict[str, Any] = {name: ids[row.expand(count)].to(run.device) for name, ids in bundle.tokens.items()}
-        return run.model.encode_text(**tokens)
-
-    # black pictures must not enter the running statistics of batch norm
-    buffers = [(buffer, buffer.clone()) for buffer in run.model.buffers()]
-    with run.autocast(), as_written():
-        texts = sub_batch.at_once("text", run.recipe.model.tokenizer.length)
-        total = bytes_per_example(image, sub_batch.image) + bytes_per_example(text, texts)
-    for buffer, value in buffers:
-        buffer.copy_(value)
-    return total

@@ -8,32 +8,45 @@ A type checker cannot know which kind a folder holds; a method of the other kind
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from contrastile._errors import invalid
 
 if TYPE_CHECKING:
-    import torch
     from PIL.Image import Image
-    from torch import Tensor
 
     from contrastile.data.texts import Passage
     from contrastile.models.text import Tokenizer
-    from contrastile.train.config import Recipe
-    from contrastile.train.retriever.config import RetrieverRecipe
 
 # each kind of run, and its methods
 PICTURES = "of pictures and texts", "encode_image, encode_text and transform"
 RETRIEVER = "a retriever's", "encode_query and encode_passage"
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
+    """The autocast context of a precision; without effect for those that weights are stored in."""
+    half = HALVES.get(precision)
+    return torch.autocast(device.type, dtype=half, enabled=half is not None)
+
+
+@dataclass(frozen=True, repr=False)
 class LoadedRun:
     """The encoders of a run with tokenizer and device; raises ValueError at a method of the other kind."""
 
-    recipe: Recipe | RetrieverRecipe
+    recipe: Any
     model: Any
     tokenizer: Tokenizer
     device: torch.device
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The precision that the run's encoders train with."""
+        return autocast(self.device, self.recipe.train.precision)
 
     def __repr__(self) -> str:
         """One line: the name, the methods, the size and the device."""

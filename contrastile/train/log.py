@@ -1,25 +1,36 @@
-"""Progress bars and metrics: a bar on every long wait, and one line of JSON per step in `metrics.jsonl`."""
+"""Progress bars and metrics: a bar on every long wait, one line of JSON per step in `metrics.jsonl`, and its listeners.
+
+The x-axis of all curves is the number of examples seen. No listener can end a run, or see a repeated step twice.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import secrets
 import shutil
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TextIO
 
-from contrastile.data.files import open_in_place
+from contrastile.data.files import open_in_place, own_folder
+from contrastile.train.folder import RunFolder
 
 logger = logging.getLogger("contrastile")
 
 # seconds between two lines where there is no terminal
 LINE_EVERY = 10.0
+# limits on wandb's login and on reaching its server: other ranks wait meanwhile
+LOGIN_SECONDS, REACH_SECONDS = 15.0, 30.0
+# the folder of TensorBoard's files, and the file with the run id that wandb resumes
+TENSORBOARD, WANDB = "tensorboard", "wandb.json"
 
 
 class Bar:
@@ -39,10 +50,13 @@ class Bar:
         self._tqdm: Any = None
         self._fact_lines: list[Any] = []
         if stream is not None and stream.isatty():
+            from tqdm import tqdm
+
             # tqdm shows nothing on a terminal of unknown size, which here counts as 80 × 24
             size = shutil.get_terminal_size()
-            self._size: dict[str, Any] = {"ncols": size.columns - 1, "nrows": size.lines, "file": stream}
-            self._tqdm = _tqdm()(total=total, desc=label, initial=begun, unit=f" {unit}", unit_scale=True, **self._size)
+            self._columns = size.columns - 1
+            self._made = partial(tqdm, ncols=self._columns, nrows=size.lines, file=stream)
+            self._tqdm = self._made(total=total, desc=label, initial=begun, unit=f" {unit}", unit_scale=True)
 
     def update(self, n: int, *, total: int | None = None, **facts: str) -> None:
         """Add `n` finished units; `total`: a new estimate; `facts` are shown behind the bar."""
@@ -74,12 +88,11 @@ class Bar:
     def _show_facts(self) -> None:
         """Draw the facts below the bar; a line breaks between two facts."""
         facts = (f"{name} {value}".replace(" ", "\N{NO-BREAK SPACE}") for name, value in self._facts.items())
-        lines = textwrap.wrap(" · ".join(facts), self._size["ncols"])
-        for number in range(len(self._fact_lines), len(lines)):
-            line = _tqdm()(total=0, position=number + 1, bar_format="{desc}", **self._size)
-            self._fact_lines.append(line)
-        for number, line in enumerate(self._fact_lines):
-            text = lines[number] if number < len(lines) else ""
+        lines = textwrap.wrap(" · ".join(facts), self._columns)
+        while len(self._fact_lines) < len(lines):
+            self._fact_lines.append(self._made(total=0, position=len(self._fact_lines) + 1, bar_format="{desc}"))
+        line: Any
+        for line, text in zip_longest(self._fact_lines, lines, fillvalue=""):
             line.set_description_str(text.replace("\N{NO-BREAK SPACE}", " "))
 
     def _line(self) -> str:
@@ -96,12 +109,6 @@ class Bar:
             *(f"{name} {value}" for name, value in self._facts.items()),
         ]
         return " · ".join(parts)
-
-
-def _tqdm() -> Any:
-    from tqdm import tqdm
-
-    return tqdm
 
 
 @contextmanager
@@ -142,6 +149,89 @@ class Listener:
 
     def close(self) -> None:
         """Finish after the last line."""
+
+
+class TensorBoard(Listener):
+    """Scalars in the run's folder. A resumed run hides the steps that it repeats."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._writer: Any = None
+
+    def log(self, kind: str, values: Mapping[str, Any]) -> None:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(own_folder(self._folder / TENSORBOARD)), purge_step=values["examples"])
+        for name, value in scalars(kind, values):
+            self._writer.add_scalar(name, value, global_step=values["examples"])
+        if kind != "step":
+            self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class WandB(Listener):
+    """Scalars in a project of wandb. A resumed run continues under its id, and wandb drops the steps that it repeats.
+
+    wandb's own settings, such as WANDB_MODE=offline, say where it writes and if it sends anything.
+    """
+
+    def __init__(self, folder: RunFolder, project: str, recipe: Any) -> None:
+        self._folder, self._project, self._recipe = folder, project, recipe
+        self._run: Any = None
+
+    def log(self, kind: str, values: Mapping[str, Any]) -> None:
+        if self._run is None:
+            import wandb
+
+            # the name that the library gives its folder
+            own_folder(self._folder / "wandb")
+            if not (self._folder / WANDB).is_file():
+                self._folder.write_json(WANDB, {"id": secrets.token_hex(8)})
+            self._run = wandb.init(
+                project=self._project,
+                name=self._recipe.name,
+                id=str(self._folder.read_json(WANDB)["id"]),
+                resume="allow",
+                dir=str(self._folder.path),
+                config=self._recipe.model_dump(mode="json", exclude_none=True),
+                settings=wandb.Settings(login_timeout=LOGIN_SECONDS, init_timeout=REACH_SECONDS, console="off"),
+            )
+        # wandb merges two lines about the same number of examples
+        self._run.log(dict(scalars(kind, values)), step=values["examples"])
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+
+def scalars(kind: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers of a line by their path in it; a test's lines also by its name.
+
+    >>> list(scalars("probe", {"examples": 64, "recall": {"faces": {"1": 0.5}}, "why": "no"}))
+    [('probe/recall/faces/1', 0.5)]
+    >>> list(scalars("test", {"examples": 64, "test": "coco", "image_to_text_R@1": 0.5}))
+    [('test/coco/image_to_text_R@1', 0.5)]
+    """
+    kind = f"{kind}/{values['test']}" if "test" in values else kind
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from scalars(f"{kind}/{name}", value)
+        elif name != "examples" and isinstance(value, int | float) and not isinstance(value, bool):
+            yield f"{kind}/{name}", float(value)
+
+
+def trackers(recipe: Any, folder: RunFolder) -> dict[str, Listener]:
+    """The trackers that the recipe names."""
+    chosen: dict[str, Listener] = {}
+    if recipe.log.tensorboard:
+        chosen["TensorBoard"] = TensorBoard(folder)
+    if recipe.log.wandb is not None:
+        chosen["wandb"] = WandB(folder, recipe.log.wandb, recipe)
+    return chosen
 
 
 # values that differ between equal runs, because the clock and the machine decide them

@@ -1,7 +1,7 @@
 """The outer loop of a run: data, model, optimizer, steps, evaluation, report.
 
-`run_recipe` is the whole of it, for the command line; `train`, the part between model and weights, is also called by
-comparisons. A `Task` says what is trained. Every rank runs this file on its share of each batch; see `ranks.py`.
+`run_recipe` is the whole of it; comparisons call `train`, the part between model and weights. A `Task` says what is
+trained. Every rank runs this file on its share of each batch.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from contrastile.data.batches import Batches
+from contrastile.data.base import Batches
 from contrastile.distributed.failure import all_failed
 from contrastile.gradcache.rng import begin_random
+from contrastile.train import optim
+from contrastile.train import state as states
 from contrastile.train.checkpoints import Checkpoints, Parts, step_seed
 from contrastile.train.config import Recipe
 from contrastile.train.folder import (
@@ -36,29 +38,17 @@ from contrastile.train.folder import (
 )
 from contrastile.train.image_text import ImageText
 from contrastile.train.load import load
-from contrastile.train.log import Bar, Metrics, progress, size
+from contrastile.train.log import Bar, Listener, Metrics, progress, size, trackers
 from contrastile.train.memory import PeakMemory
-from contrastile.train.metadata import TrainResult, finished_result
-from contrastile.train.optim import (
-    build_optimizer,
-    clamp_scale,
-    clip_gradients,
-    learning_rate,
-    set_learning_rate,
-    weight_norm,
-    with_warmup,
-)
 from contrastile.train.ranks import ALONE, Ranks
 from contrastile.train.recipe import load_any_recipe
+from contrastile.train.report.page import LiveReport, write_stopped_report
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.job import RetrieverJob
 from contrastile.train.run import begin_run, learned_by, same_recipe, save_run, settled
 from contrastile.train.sharded import full, is_sharded
-from contrastile.train.signals import StopRequest
-from contrastile.train.state import Ema, NonFiniteGuard, Progress, all_finite
-from contrastile.train.stopwatch import DeviceTimer, HostTimer, Stopwatch, shares_text
+from contrastile.train.state import Progress, StopRequest, TrainResult, all_finite
 from contrastile.train.task import BatchPart, Task
-from contrastile.train.trackers import listeners, write_stopped_report
 
 logger = logging.getLogger("contrastile")
 
@@ -96,14 +86,14 @@ def run_recipe(recipe: Recipe | RetrieverRecipe, runs: str | Path, *, resume: bo
         recipe={**learned_by(recipe), **task.origin},
     )  # fmt: skip
     if ranks.rank > 0:
-        result = finished_result(begun) if begun is not None else None
+        result = states.finished_result(begun) if begun is not None else None
         result = result or train_run(None, task, checkpoints_of(writes=False), ranks)
         return Outcome(None, result.examples, "", result.stopped_by, task.unit)
     with resumed_run(begun) if begun is not None else new_run(runs, recipe.name) as folder:
         if begun is None:
             begin_run(folder, task.run)
         checkpoints = checkpoints_of(run=folder)
-        result = finished_result(folder)
+        result = states.finished_result(folder)
         if result is None:
             result = train_run(folder, task, checkpoints, ranks)
             if result.finished and result.examples < result.planned:
@@ -130,11 +120,13 @@ def train_run(folder: RunFolder | None, task: Task[Any], checkpoints: Checkpoint
     """Train. With a folder, which the first rank has, write metrics and report, and save the weights at the end."""
     result = TrainResult(ranks=ranks.size)
     with ExitStack() as at_end:
-        path, receivers = None, {}
+        path: Path | None = None
+        receivers: dict[str, Listener] = {}
         if folder is not None:
             at_end.enter_context(saved_at_end(folder, task, result))
             path = folder / METRICS
-            receivers = listeners(task.run.recipe, folder, lambda: task.metadata_so_far(result), task.wording)
+            report = LiveReport(folder, lambda: task.metadata_so_far(result), task.wording)
+            receivers = {"the report": report, **trackers(task.run.recipe, folder)}
         metrics = at_end.enter_context(Metrics(path, receivers))
         at_end.enter_context(task.joined(ranks))
         train(task, metrics, result, checkpoints, ranks)
@@ -182,8 +174,13 @@ def train(
             trainer.show(bar)
             trainer.foretell_end()
             trainer.guard.check_weights(len(now.sizes), trainer.weight_norm, trainer.model)
-            trainer.probe_if_due()
-            trainer.save_if_due(checkpoints)
+            if now.next_probe <= now.share() < 1:
+                now.next_probe += trainer.recipe.evaluate.every
+                trainer.probe()
+            # the clock that all ranks share says so
+            if checkpoints.due(len(now.sizes), now.now):
+                ranks.collect_counts(task.stream)
+                trainer.save(checkpoints)
         trainer.end(checkpoints)
         if result.stopped_by is None:
             # a run that train.minutes ended is complete, too
@@ -202,18 +199,19 @@ class Trainer:
         self.task, self.recipe, self.model = task, recipe, task.run.model
         self.metrics, self.result, self.ranks = metrics, result, ranks
         self.steps = recipe.train.fitted(len(task.rows))
-        self.optim = with_warmup(recipe.optim, self.steps, len(task.rows))
-        self.optimizer = build_optimizer(self.model, self.optim)
+        self.optim = optim.with_warmup(recipe.optim, self.steps, len(task.rows))
+        self.optimizer = optim.build_optimizer(self.model, self.optim)
         self.scaler = torch.amp.GradScaler(task.run.device.type, enabled=recipe.train.precision == "fp16")
-        self.ema = Ema(self.model, recipe.optim.ema)
-        self.stopwatch = Stopwatch(DeviceTimer() if task.run.device.type == "cuda" else HostTimer())
+        self.ema = states.Ema(self.model, recipe.optim.ema)
+        timer = states.DeviceTimer if task.run.device.type == "cuda" else states.HostTimer
+        self.stopwatch = states.Stopwatch(timer())
         self.stopwatch.follow(self.optimizer)
         task.timed(self.stopwatch)
         self.memory = PeakMemory(task.run.device)
         result.base_bytes = self.memory.start()
         result.planned = recipe.train.length(len(task.rows))
         self.progress = Progress(result.planned, recipe.train.minutes, recipe.evaluate.every)
-        self.guard = NonFiniteGuard()
+        self.guard = states.NonFiniteGuard()
         # numbers the measurements, of which two of one name may follow the same step
         self.measurements = 0
         # that of all trained weights after the last step
@@ -265,8 +263,8 @@ class Trainer:
         planned, count = self._planned()
         state.sizes.append(count)
         number = len(state.sizes)
-        rate = learning_rate(state.share(ahead=count / 2), self.optim, planned)
-        set_learning_rate(self.optimizer, rate)
+        rate = optim.learning_rate(state.share(ahead=count / 2), self.optim, planned)
+        optim.set_learning_rate(self.optimizer, rate)
         # torch.manual_seed would take half a millisecond to record the stack for absent devices
         begin_random(task.run.device, step_seed(self.recipe.seed, number, ranks.rank))
         self.stopwatch.start()
@@ -276,7 +274,7 @@ class Trainer:
         value, norm = step(task, self.optimizer, parts, self.scaler, ranks)
         timing = self.stopwatch.read(count)
         # read together, because each reading waits for the device
-        both = torch.stack([full(self.model.logit_scale.exp()), weight_norm(self.model)])
+        both = torch.stack([full(self.model.logit_scale.exp()), optim.weight_norm(self.model)])
         scale, self.weight_norm = both.tolist()
         state.step_taken(count)
         if self._finite(number, value, norm, parts):
@@ -289,7 +287,7 @@ class Trainer:
             self.metrics.write("skip", examples=state.seen, batch=count, loss=str(value), norm=str(norm))
         self.shown = {
             "loss": f"{value:.3f}", "norm": f"{norm:.2f}", "rate": f"{rate:.1e}", "scale": f"{scale:.1f}",
-            "time": shares_text(timing["shares"]),
+            "time": states.shares_text(timing["shares"]),
         }  # fmt: skip
 
     def _finite(self, number: int, value: float, norm: float, parts: Sequence[BatchPart]) -> bool:
@@ -327,12 +325,6 @@ class Trainer:
             )
         logger.warning(sentence)
 
-    def probe_if_due(self) -> None:
-        """Probe the averaged weights between two steps, `evaluate.every` share of the run apart."""
-        if self.progress.next_probe <= self.progress.share() < 1:
-            self.progress.next_probe += self.recipe.evaluate.every
-            self.probe()
-
     def probe(self) -> None:
         """Measure on samples; a failure is logged and does not end the training.
 
@@ -362,23 +354,17 @@ class Trainer:
             logger.warning("the %s after %d %s failed, the training goes on: %r", name, examples, unit, failure)
             self.metrics.write("failure", examples=examples, what=name, why=repr(failure), **failed)
 
-    def save_if_due(self, checkpoints: Checkpoints) -> None:
-        """Save a checkpoint if the clock that all ranks share says so."""
-        if checkpoints.due(len(self.progress.sizes), self.progress.now):
-            self.ranks.collect_counts(self.task.stream)
-            self._save(checkpoints)
-
-    def _save(self, checkpoints: Checkpoints, *, must: bool = False) -> None:
+    def save(self, checkpoints: Checkpoints, *, must: bool = False) -> None:
         self.ranks.save(checkpoints, len(self.progress.sizes), self.progress.now, self.state, must=must)
 
     def end(self, checkpoints: Checkpoints) -> None:
         """Collect the counts of all ranks, save a stopped run's checkpoint, log an end by `train.minutes`."""
         self.ranks.collect_counts(self.task.stream)
         if self.result.stopped_by is not None:
-            self._save(checkpoints, must=True)
+            self.save(checkpoints, must=True)
         elif self.ranks.size > 1 and self.task.tests():
             # tests may take long, and start again where they are interrupted
-            self._save(checkpoints)
+            self.save(checkpoints)
         # after the checkpoint, because a run that is resumed at its end writes this line again
         if self.result.stopped_by is None and self.progress.seen < self.progress.examples:
             self.metrics.write("end", examples=self.progress.seen, of=self.progress.examples, why="train.minutes")
@@ -410,11 +396,11 @@ def step(
     # reduced before the scaler inspects them, so that the factors of all ranks stay equal
     total = ranks.combine(run.model, total, settings.loss.gradient)
     scaler.unscale_(optimizer)
-    value, norm = torch.stack([total, clip_gradients(run.model, settings.optim.clip_norm)]).tolist()
+    value, norm = torch.stack([total, optim.clip_gradients(run.model, settings.optim.clip_norm)]).tolist()
     taken = math.isfinite(value + norm)
     if taken:
         optimizer.step()
-        clamp_scale(run.model.logit_scale)
+        optim.clamp_scale(run.model.logit_scale)
     scaler.update()
     task.end_step(taken)
     return value, norm

@@ -1,44 +1,54 @@
-"""Objectives: the losses of recipes, as the tasks call them on the features of a batch.
+"""Objectives: the losses of recipes, as the tasks call them on the features of a batch; and the teachers of some.
 
-Between the section `[loss]` of a recipe (`config/losses.py`) and the tasks. An objective makes the loss module, which
-checks the values of its own keys, chooses the module's inputs, and has the state that outlasts a step: queues of
-earlier keys. The features of a guide or a teacher come from `teacher.py`.
+An objective makes the loss module of the section `[loss]`, which checks the values of its own keys, chooses the
+module's inputs, and has the state that outlasts a step: queues of earlier keys. A guide or a teacher is a finished run,
+or a folder of transformers, that encodes the same batch and stays as it is.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from hashlib import sha256
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from contrastile import modules
+from contrastile._errors import invalid
 from contrastile.functional import contrast
+from contrastile.gradcache.encode import encode
 from contrastile.losses.base import PairLoss
 from contrastile.losses.decoupled import Decoupled, DecoupledWeighted
 from contrastile.losses.distilled import Distilled
 from contrastile.losses.queue import KeyQueue
-from contrastile.modules import (
-    ClipLoss,
-    DCLLoss,
-    DistillClipLoss,
-    GISTLoss,
-    InfoNCELoss,
-    ScoreDistillLoss,
-    SigLipLoss,
-    SupConLoss,
-)
+from contrastile.models.text import Tokenizer, load_tokenizer
 from contrastile.train.checkpoints import Parts
+from contrastile.train.config import Recipe
 from contrastile.train.config.base import LossSettings
+from contrastile.train.config.image_text import ModelSettings
+from contrastile.train.folder import RECIPE
+from contrastile.train.load import load
+from contrastile.train.retriever.config import RetrieverSettings
+from contrastile.train.retriever.run import build_retriever_run
+from contrastile.train.run import build_run
+
+Tokens = dict[str, Tensor]
+# prefix of the names of a teacher's tokens, beside those of the model that learns
+BESIDE = "teacher_"
+KINDS = {"image-text": "pictures and texts", "retriever": "questions and passages"}
 
 
 class Objective:
     """A recipe's loss, the `queues` of its sides, and keys that wait for the end of the step to be queued."""
 
     # the loss module of each kind, and the sides that have a queue
-    modules: ClassVar[Mapping[str, Callable[..., Any]]]
+    kinds: ClassVar[Mapping[str, Callable[..., Any]]]
     sides: ClassVar[tuple[str, ...]]
 
     def __init__(
@@ -54,7 +64,7 @@ class Objective:
         device: of the products, where the features wait in host memory.
         """
         self.settings = settings
-        self.loss = _made(settings, self.modules[settings.kind], {} if device is None else {"device": device})
+        self.loss = _made(settings, self.kinds[settings.kind], {} if device is None else {"device": device})
         size, sides = getattr(settings, "queue", 0), self.sides if features else ()
         self.queues = nn.ModuleDict({side: KeyQueue(size, features, dtype=dtype) for side in sides if size})
         self._waiting: list[dict[str, Tensor]] = []
@@ -106,9 +116,9 @@ class PairObjective(Objective):
     of one direction is the mean of both.
     """
 
-    modules: ClassVar = {
-        "clip": ClipLoss, "siglip": SigLipLoss, "dcl": DCLLoss, "supcon": SupConLoss, "infonce": InfoNCELoss,
-        "gist": GISTLoss, "distill": DistillClipLoss,
+    kinds: ClassVar = {
+        "clip": modules.ClipLoss, "siglip": modules.SigLipLoss, "dcl": modules.DCLLoss, "supcon": modules.SupConLoss,
+        "infonce": modules.InfoNCELoss, "gist": modules.GISTLoss, "distill": modules.DistillClipLoss,
     }  # fmt: skip
     sides: ClassVar = ("image", "text")
 
@@ -116,34 +126,24 @@ class PairObjective(Objective):
         self, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None, *, ids: Tensor, guides: Any = None
     ) -> Tensor:
         """The loss of features [b, D] of unit length; guides: the other model's features, and its scale."""
-        ways: dict[str, Callable[..., Tensor]] = {
-            "supcon": self._views, "infonce": self._queued, "gist": self._guided, "distill": self._distilled,
-        }  # fmt: skip
-        return ways.get(self.settings.kind, self._paired)(image, text, scale, bias, ids, guides)
-
-    def _paired(self, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None, ids: Tensor, _: None) -> Tensor:
-        return self.loss(image, text, scale, bias, **{"labels" if self.settings.labels else "ids": ids})
-
-    def _views(self, image: Tensor, text: Tensor, scale: Tensor, _: Any, ids: Tensor, __: None) -> Tensor:
-        return self.loss(torch.stack([image, text], 1), ids, scale)
-
-    def _queued(self, image: Tensor, text: Tensor, scale: Tensor, _: Any, ids: Tensor, __: None) -> Tensor:
-        losses = []
-        for query, key, side in ((image, text, "text"), (text, image, "image")):
-            keys, key_ids = _behind(key, ids, self.queued(side)) if len(self.queues) else (key, ids)
-            losses.append(self.loss(query, keys, scale, query_ids=ids, key_ids=key_ids))
-        self.keep(ids, image=image, text=text)
+        kind, loss, losses = self.settings.kind, self.loss, []
+        if kind == "supcon":
+            return loss(torch.stack([image, text], 1), ids, scale)
+        if kind == "distill":
+            return loss(image, text, scale, *guides, ids=ids)
+        if kind == "gist":
+            sides = ((image, guides[0]), (text, guides[1]))
+            for (query, guide_query), (key, guide_key) in (sides, sides[::-1]):
+                given = {"guide_query": guide_query, "guide_key": guide_key, "query_ids": ids, "key_ids": ids}
+                losses.append(loss(query, key, scale, **given))
+        elif kind == "infonce":
+            for query, key, side in ((image, text, "text"), (text, image, "image")):
+                keys, key_ids = _behind(key, ids, self.queued(side)) if len(self.queues) else (key, ids)
+                losses.append(loss(query, keys, scale, query_ids=ids, key_ids=key_ids))
+            self.keep(ids, image=image, text=text)
+        else:
+            return loss(image, text, scale, bias, **{"labels" if self.settings.labels else "ids": ids})
         return (losses[0] + losses[1]) / 2
-
-    def _guided(self, image: Tensor, text: Tensor, scale: Tensor, _: Any, ids: Tensor, guides: Any) -> Tensor:
-        sides, losses = ((image, guides[0]), (text, guides[1])), []
-        for (query, guide_query), (key, guide_key) in (sides, sides[::-1]):
-            given = {"guide_query": guide_query, "guide_key": guide_key, "query_ids": ids, "key_ids": ids}
-            losses.append(self.loss(query, key, scale, **given))
-        return (losses[0] + losses[1]) / 2
-
-    def _distilled(self, image: Tensor, text: Tensor, scale: Tensor, _: Any, ids: Tensor, guides: Any) -> Tensor:
-        return self.loss(image, text, scale, *guides, ids=ids)
 
 
 def _behind(key: Tensor, ids: Tensor, queued: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -168,9 +168,10 @@ def _decoupled(sigma: float | None) -> Decoupled:
 class QueryObjective(Objective):
     """The loss of queries that find passages."""
 
-    modules: ClassVar = {
-        "infonce": InfoNCELoss, "gist": GISTLoss, "dcl": _one_way(_decoupled, "sigma"),
-        "distill": _one_way(Distilled, "weight"), "kl": ScoreDistillLoss, "margin_mse": ScoreDistillLoss,
+    kinds: ClassVar = {
+        "infonce": modules.InfoNCELoss, "gist": modules.GISTLoss, "dcl": _one_way(_decoupled, "sigma"),
+        "distill": _one_way(Distilled, "weight"),
+        "kl": modules.ScoreDistillLoss, "margin_mse": modules.ScoreDistillLoss,
     }  # fmt: skip
     sides: ClassVar = ("passage",)
 
@@ -182,7 +183,7 @@ class QueryObjective(Objective):
             self.loss = partial(self.loss, scorer=scorer) if by_scores else _scored(self.loss, scorer)
         if by_scores:
             how = {name: getattr(settings, name) for name in ("backend", "exchange", "gradient", "workspace")}
-            in_batch = InfoNCELoss(**how)
+            in_batch = modules.InfoNCELoss(**how)
             self._in_batch: Any = in_batch if scorer is None else _scored(in_batch, scorer)
 
     def __call__(
@@ -231,7 +232,7 @@ class QueryObjective(Objective):
         return value
 
 
-def _scored(loss: InfoNCELoss, scorer: nn.Module) -> Callable[..., Tensor]:
+def _scored(loss: modules.InfoNCELoss, scorer: nn.Module) -> Callable[..., Tensor]:
     """The loss with a scorer in place of the dot product."""
     # it has its smoothing already
     words: dict[str, Any] = vars(loss.options) | {"label_smoothing": 0.0, "scorer": scorer}
@@ -245,3 +246,104 @@ def _some(side: Any, rows: Tensor) -> Any:
 
 # the objective of each kind of recipe
 OBJECTIVES: dict[str, type[Objective]] = {"image-text": PairObjective, "retriever": QueryObjective}
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A model with fixed weights, and the scale of its similarities; `run` is one of the kind that learns."""
+
+    run: Any
+    scale: Tensor | float
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of its weights and its scale, which the run that learns from it depends on."""
+        digest = sha256(str(float(self.scale)).encode())
+        for name, weight in self.run.model.state_dict().items():
+            digest.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
+            digest.update(weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+    @torch.no_grad()
+    def pairs(self, pixels: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | float]:
+        """Features [b, G] of pictures and of texts, float32 of unit length, and the scale."""
+        model, size = self.run.model, self.run.recipe.train.sub_batch
+        with self.run.autocast():
+            image = encode(model.encode_image, pixels, sub_batch=size.image)
+            text = encode(model.encode_text, tokens, **size.words("text"))
+        return F.normalize(image.float(), dim=-1), F.normalize(text.float(), dim=-1), self.scale
+
+    @torch.no_grad()
+    def texts(self, queries: Tokens, passages: Tokens) -> tuple[Tensor, Tensor, Tensor | float]:
+        """Features [b, G] of queries and of passages, as the teacher's own recipe compares them, and the scale."""
+        run = self.run
+        with run.autocast():
+            query, passage = run.encoded("query", queries), run.encoded("passage", passages)
+        return run.model.comparable(query), run.model.comparable(passage), self.scale
+
+
+def open_teacher(recipe: Any) -> Teacher | None:
+    """The model in the folder that the recipe's loss names; None for a loss without one.
+
+    Raises ValueError for a run of the other kind, pictures of another size, and a distillation without a scale.
+    """
+    settings: LossSettings = recipe.loss
+    if not settings.other_model:
+        return None
+    key, folder = f"loss.{settings.other_model}", Path(getattr(settings, settings.other_model))
+    finished = (folder / RECIPE).is_file()
+    if not finished and not (folder / "config.json").is_file():
+        remedy = "Train one first, or name a folder with a config.json and a tokenizer."
+        raise invalid(key, "be the folder of a run, or of a model of transformers", f'"{folder}"', remedy)
+    run: Any = load(folder, device=recipe.device) if finished else _of_transformers(recipe, folder)
+    if run.recipe.kind != recipe.kind:
+        got = f'"{folder}", of {KINDS[run.recipe.kind]}'
+        raise invalid(key, f"be a model of {KINDS[recipe.kind]}", got, "It encodes the same batch.")
+    if getattr(run.recipe.model, "kind", "single") == "late":
+        got = f'"{folder}", with a vector for each token'
+        raise invalid(key, "have one vector for each text", got, 'Take a retriever of model.kind = "single".')
+    if isinstance(recipe, Recipe):
+        own, other = ((data.image_size, data.channels) for data in (recipe.data, run.recipe.data))
+        if own != other:
+            rule, remedy = "encode pictures of {} pixels and {} channels", "It encodes the same batch."
+            raise invalid(key, rule.format(*own), "{} and {}".format(*other), remedy)
+    run.model.eval().requires_grad_(False)
+    scale = getattr(settings, "teacher_scale", None)
+    if scale is None and settings.other_model == "teacher" and not finished and not isinstance(recipe, Recipe):
+        remedy = "Its products are multiplied by it; 20 suits features of unit length."
+        raise invalid("loss.teacher_scale", "be given for a teacher without a scale of its own", f'"{folder}"', remedy)
+    return Teacher(run, run.model.logit_scale.exp().float() if scale is None else scale)
+
+
+def _of_transformers(recipe: Any, folder: Path) -> Any:
+    """A run with the model of a folder of transformers, for the data and the lengths of `recipe`."""
+    lengths = recipe.model.tokenizer.model_dump(include={"length", "query_length"})
+    sections = {"both": {"folder": str(folder)}, "tokenizer": {"folder": str(folder), **lengths}}
+    settings: Any = ModelSettings if isinstance(recipe, Recipe) else RetrieverSettings
+    if settings is RetrieverSettings:
+        sections["both"]["kind"] = "transformers"
+    # the scale is the folder's own
+    loss = {"loss": type(recipe).model_fields["loss"].default}
+    other = recipe.model_copy(update={"model": settings.model_validate(sections), **loss})
+    build: Any = build_run if isinstance(recipe, Recipe) else build_retriever_run
+    return build(other, load_tokenizer(folder, length=lengths["length"]))
+
+
+class BothTokenizers:
+    """The tokenizer of the model that learns and a teacher's, whose tokens have names of their own."""
+
+    def __init__(self, own: Tokenizer, teacher: Tokenizer) -> None:
+        self._own, self._teacher = own, teacher
+        self.length, self.pad, self.vocabulary_size, self.save = own.length, own.pad, own.vocabulary_size, own.save
+        self.mask, self.token_id, self.tokens = own.mask, own.token_id, own.tokens
+
+    def tokenise(self, texts: Sequence[str], length: int | None = None) -> Tokens:
+        """The tokens of both; `length`: of the model that learns."""
+        beside = self._teacher.tokenise(texts).items()
+        return {**self._own.tokenise(texts, length), **{BESIDE + name: ids for name, ids in beside}}
+
+
+def apart(tokens: Tokens) -> tuple[Tokens, Tokens]:
+    """The tokens of the model that learns, and the teacher's."""
+    own = {name: ids for name, ids in tokens.items() if not name.startswith(BESIDE)}
+    return own, {name.removeprefix(BESIDE): ids for name, ids in tokens.items() if name not in own}

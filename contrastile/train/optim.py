@@ -61,14 +61,6 @@ class Adafactor(PerParameterOptimizer):
     so that decay follows the schedule of the rate, not its height; `peak` is the initial `lr` of the group. A tensor
     with more axes is factored over its two longest. State is float32: `m` and two vectors for a matrix. The momentum
     `m` of sharded weights is sharded; the means, those of the whole matrix, are on every rank.
-
-    >>> weight = torch.nn.Parameter(torch.ones(2, 2))
-    >>> optimizer = Adafactor([weight], lr=0.1, betas=(0.0, 0.95))
-    >>> weight.grad = torch.full((2, 2), 7.0)
-    >>> optimizer.step(); weight
-    Parameter containing:
-    tensor([[0.9000, 0.9000],
-            [0.9000, 0.9000]], requires_grad=True)
     """
 
     def __init__(
@@ -120,13 +112,6 @@ class Muon(PerParameterOptimizer):
     which is `torch.optim.Muon(..., adjust_lr_fn="match_rms_adamw")`, bit for bit; torch's would orthogonalise each
     shard of a matrix alone. The momentum of sharded weights is sharded; each matrix is gathered on every rank while it
     is made orthogonal.
-
-    >>> weight = torch.nn.Parameter(torch.zeros(2, 2))
-    >>> optimizer = Muon([weight], lr=1.0, momentum=0.95, weight_decay=0.0)
-    >>> weight.grad = 9 * torch.eye(2)
-    >>> optimizer.step(); weight.abs() > 0.1
-    tensor([[ True, False],
-            [False,  True]])
     """
 
     def __init__(self, params: Iterable[Any], lr: float, momentum: float, weight_decay: float) -> None:
@@ -180,13 +165,7 @@ def matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 class CombinedOptimizer(Optimizer):
-    """Several optimizers with disjoint parameters as one: their groups in one list, their states by class name.
-
-    >>> one, other = nn.Linear(2, 2).parameters(), nn.Linear(2, 2).parameters()
-    >>> both = CombinedOptimizer(torch.optim.SGD(one, lr=0.1), torch.optim.AdamW(other, lr=0.2))
-    >>> [group["lr"] for group in both.param_groups], list(both.state_dict())
-    ([0.1, 0.2], ['SGD', 'AdamW'])
-    """
+    """Several optimizers with disjoint parameters as one: their groups in one list, their states by class name."""
 
     def __init__(self, *members: Optimizer) -> None:
         self.members = {type(member).__name__: member for member in members}
@@ -220,36 +199,22 @@ def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) ->
     return [group for group in groups if group["params"]]
 
 
-def _adamw(parameters: Iterable[nn.Parameter], settings: AdamWSettings | MuonSettings) -> Optimizer:
-    groups = parameter_groups(parameters, settings.weight_decay)
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps)
-
-
-def _adafactor(model: nn.Module, settings: AdafactorSettings) -> Optimizer:
-    groups = parameter_groups(model.parameters(), settings.weight_decay)
-    return Adafactor(groups, lr=settings.learning_rate, betas=settings.betas, beta2_decay=settings.beta2_decay)
-
-
-def _muon(model: nn.Module, settings: MuonSettings) -> Optimizer:
-    """Muon for the matrices inside the towers, AdamW for all other parameters."""
-    inner = matrices(model)
+def build_optimizer(model: nn.Module, settings: OptimSettings) -> Optimizer:
+    """The recipe's optimizer over the model's trained parameters; Muon for the matrices inside the towers alone."""
+    rate, decay, parameters = settings.learning_rate, settings.weight_decay, model.parameters()
+    if isinstance(settings, AdafactorSettings):
+        groups = parameter_groups(parameters, decay)
+        return Adafactor(groups, lr=rate, betas=settings.betas, beta2_decay=settings.beta2_decay)
+    assert isinstance(settings, AdamWSettings | MuonSettings)
+    inner = matrices(model) if isinstance(settings, MuonSettings) else []
+    own = {id(parameter) for parameter in inner}
+    groups = parameter_groups((p for p in parameters if id(p) not in own), decay)
+    adamw = torch.optim.AdamW(groups, lr=rate, betas=settings.betas, eps=settings.eps)
+    if isinstance(settings, AdamWSettings):
+        return adamw
     if not inner:
         raise invalid("optim.kind", "suit towers with matrices", "muon, and they have none", 'Use "adamw".')
-    own = {id(parameter) for parameter in inner}
-    muon = Muon(inner, settings.learning_rate, settings.momentum, settings.weight_decay)
-    return CombinedOptimizer(muon, _adamw((p for p in model.parameters() if id(p) not in own), settings))
-
-
-OPTIMIZERS: dict[type[OptimSettings], Callable[[nn.Module, Any], Optimizer]] = {
-    AdamWSettings: lambda model, settings: _adamw(model.parameters(), settings),
-    AdafactorSettings: _adafactor,
-    MuonSettings: _muon,
-}
-
-
-def build_optimizer(model: nn.Module, settings: OptimSettings) -> Optimizer:
-    """The recipe's optimizer over the model's trained parameters."""
-    return OPTIMIZERS[type(settings)](model, settings)
+    return CombinedOptimizer(Muon(inner, rate, settings.momentum, decay), adamw)
 
 
 def state_bytes(model: nn.Module, settings: OptimSettings) -> int:

@@ -1,7 +1,6 @@
 """A recipe as the planner sees it: its towers, made without memory, its loss, its optimizer, its batches.
 
-Beside the loop, whose steps it describes; `planner/` adds up what every part of a step declares. Under `plan.py`, which
-is `contrastile.plan`.
+`planner/` adds up what every part of a step declares.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice, pairwise, product
 from math import ceil
-from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
@@ -21,8 +19,7 @@ from torch import Tensor, nn
 from contrastile._errors import invalid
 from contrastile.data.sources import is_collection
 from contrastile.models.base import feature_size
-from contrastile.models.text import load_tokenizer, train_tokenizer
-from contrastile.models.timm_openclip import clip_tokenizer
+from contrastile.models.text import train_tokenizer
 from contrastile.offload import free_memory
 from contrastile.planner.loss import LossSize
 from contrastile.planner.memory import LIBRARIES, Held, Side, StepMemory
@@ -30,14 +27,13 @@ from contrastile.planner.plan import Plan
 from contrastile.planner.profile import Target, target
 from contrastile.planner.towers import TowerCost, made_without_memory, measure, shapes_only, without_memory
 from contrastile.train.config import AnyRecipe, Recipe
-from contrastile.train.config.sizes import without_folders
-from contrastile.train.loaded import LoadedRun
+from contrastile.train.config.towers import without_folders
+from contrastile.train.loaded import HALVES, LoadedRun, autocast
 from contrastile.train.objective import OBJECTIVES
 from contrastile.train.optim import state_bytes, step_bytes
-from contrastile.train.ranks import Ranks
 from contrastile.train.recipe import load_any_recipe
 from contrastile.train.retriever.run import build_retriever_run
-from contrastile.train.run import HALVES, autocast, build_run
+from contrastile.train.run import build_run, ready_tokenizer
 
 logger = logging.getLogger("contrastile")
 
@@ -133,7 +129,7 @@ def towers(recipe: Any, ranks: int, batch: int) -> tuple[nn.Module, list[TowerCo
                 # the tower ran before the first step
                 tower: Any = module.tower
                 width = feature_size(tower, *inputs(1))
-                inputs = partial(_cached_features, width)
+                inputs = partial(lambda features, n: [torch.zeros(n, features)], width)
             costs.append(measure(name, encoder, inputs, module, size, context))
     return model, costs
 
@@ -154,11 +150,6 @@ def _inputs(recipe: Any, length: int, n: int) -> list[Tensor]:
     data = recipe.data
     dtype = torch.uint8 if is_collection(data.source) else torch.float32
     return [torch.zeros(n, data.channels, data.image_size, data.image_size, dtype=dtype)]
-
-
-def _cached_features(width: int, n: int) -> list[Tensor]:
-    """A sub-batch of a locked tower's features, for recipes with `model.precompute`."""
-    return [torch.zeros(n, width)]
 
 
 def plan_of(
@@ -185,10 +176,11 @@ def plan_of(
     weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
     trained = sum(x.nbytes for x in model.parameters() if x.requires_grad)
     share = ranks if train.parallel == "shard" else 1
+    # `Ranks.combine` takes one buffer of all gradients
     held = Held(
         weights // share, state_bytes(model, recipe.optim) // share, trained // share if recipe.optim.ema else 0,
         trained if train.accumulate > 1 else 0,
-        max(step_bytes(model, recipe.optim) // share, Ranks(0, ranks).combined_bytes(trained)),
+        max(step_bytes(model, recipe.optim) // share, trained if ranks > 1 else 0),
         LIBRARIES if on_gpu else 0,
     )  # fmt: skip
     pictures = isinstance(recipe, Recipe) and is_collection(recipe.data.source) and not recipe.model.precompute
@@ -204,12 +196,10 @@ def plan_of(
 
 def made_up_tokenizer(settings: Any) -> Any:
     """The recipe's tokenizer; one that the run would train on its texts is trained on as many made-up words."""
-    if (tokens := learned_tokens(settings)) is not None:
-        words = map("".join, islice(product(ascii_lowercase, repeat=5), tokens))
-        return train_tokenizer(words, size=tokens, length=settings.length)
-    if settings.folder is not None:
-        return load_tokenizer(Path(settings.folder), length=settings.length)
-    return clip_tokenizer(settings.length)
+    if (ready := ready_tokenizer(settings)) is not None:
+        return ready
+    words = map("".join, islice(product(ascii_lowercase, repeat=5), settings.size))
+    return train_tokenizer(words, size=settings.size, length=settings.length)
 
 
 def learned_tokens(settings: Any) -> int | None:

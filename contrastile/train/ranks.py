@@ -1,7 +1,7 @@
 """Ranks: processes that train one model together, under torchrun.
 
-Beside `loop.py`, which runs alike on every rank. A batch is shared out among the ranks, the losses exchange features,
-and after the backward one sum gives every rank the gradient of the whole batch. Only the first rank writes.
+A batch is shared out among the ranks, the losses exchange features, and after the backward one sum gives every rank the
+gradient of the whole batch. Only the first rank writes.
 """
 
 from __future__ import annotations
@@ -171,10 +171,6 @@ class Ranks:
         signals = [statement["signal"] for statement in statements if statement["signal"] is not None]
         return statements[0]["seconds"], statements[0]["over"], signals[0] if signals else None
 
-    def combined_bytes(self, trained: int) -> int:
-        """Bytes that `combine` takes for a moment, beside gradients of `trained` bytes: one buffer of all of them."""
-        return trained if self.size > 1 else 0
-
     @torch.no_grad()
     def combine(self, model: nn.Module, loss: Tensor, how: Gradient) -> Tensor:
         """Give every parameter the mean (or sum) of its gradient over ranks; return the mean of the loss.
@@ -260,15 +256,12 @@ class Heartbeat:
         with suppress(RuntimeError):
             while not self._done.wait(self._every):
                 dist.send(torch.tensor([ALIVE]), self._next, self._group)
-                self._follow_launcher()
+                if self._launcher not in (None, os.getppid()):
+                    self._launcher = None
+                    logger.warning("the launcher of this rank has gone; the run stops after this step, as by SIGTERM")
+                    os.kill(os.getpid(), signal.SIGTERM)
             if not self._failed:
                 dist.send(torch.tensor([GOODBYE]), self._next, self._group)
-
-    def _follow_launcher(self) -> None:
-        if self._launcher not in (None, os.getppid()):
-            self._launcher = None
-            logger.warning("the launcher of this rank has gone; the run stops after this step, as by SIGTERM")
-            os.kill(os.getpid(), signal.SIGTERM)
 
     def _receive(self) -> None:
         beat = torch.tensor([ALIVE])

@@ -1,7 +1,6 @@
 """Recipes in and out: TOML text and overrides become a checked `Recipe`, and a `Recipe` becomes TOML again.
 
-Around the classes of `config/`, which do the checking. Every mistake, in the file or in an override, is one line that
-names the file or the override, the key and the reason.
+Every mistake is one line that names the file or the override, the key and the reason.
 """
 
 from __future__ import annotations

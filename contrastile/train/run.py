@@ -10,9 +10,6 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,15 +20,15 @@ from torch import Tensor, nn
 from contrastile._errors import invalid
 from contrastile.data.files import as_open_makes_it, sync
 from contrastile.data.images import squared
-from contrastile.data.pairs import PairSet
 from contrastile.gradcache.encode import encode
 from contrastile.models.base import checkpoint_activations, freeze
 from contrastile.models.compiled import compile_tower, no_compiler
 from contrastile.models.text import Tokenizer, load_tokenizer
+from contrastile.models.timm_openclip import clip_tokenizer
 from contrastile.models.towers import DualEncoder, build_model
 from contrastile.train.config import AnyRecipe, Recipe
 from contrastile.train.config.base import unused_keys
-from contrastile.train.config.sizes import GROWTH
+from contrastile.train.config.towers import GROWTH
 from contrastile.train.folder import METADATA, RECIPE, WEIGHTS, RunFolder, finished_run
 from contrastile.train.loaded import LoadedRun
 from contrastile.train.recipe import load_any_recipe, load_recipe, to_toml
@@ -46,17 +43,10 @@ R = TypeVar("R", bound=AnyRecipe)
 HOW_TRAINED = {"tokenizer", "locked", "unlocked", "precompute", "checkpointing"}
 # Linux's description of the CPU, and its names of bf16 instructions
 CPU, BF16 = Path("/proc/cpuinfo"), re.compile(r"\b(avx512_bf16|amx_bf16|svebf16|bf16)\b")
-HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # examples of a run from which on compiled towers save more time than they take to compile
 WORTH_COMPILING = 200_000
 
 logger = logging.getLogger("contrastile")
-
-
-def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
-    """The autocast context of a precision; without effect for those that weights are stored in."""
-    half = HALVES.get(precision)
-    return torch.autocast(device.type, dtype=half, enabled=half is not None)
 
 
 def checked_list(name: str, values: Any, noun: str, *kinds: type) -> list[Any]:
@@ -72,18 +62,11 @@ def checked_list(name: str, values: Any, noun: str, *kinds: type) -> list[Any]:
     return items
 
 
-@dataclass(frozen=True, repr=False)
 class Run(LoadedRun):
     """The towers of a run, with transform and tokenizer; features are unit rows, whose product is the cosine."""
 
     recipe: Recipe
     model: DualEncoder
-    tokenizer: Tokenizer
-    device: torch.device
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The precision that the run's towers train with."""
-        return autocast(self.device, self.recipe.train.precision)
 
     def transform(self, images: Sequence[Image]) -> Tensor:
         """Pillow pictures of any size as uint8 `[n, C, S, S]`, in the run's size and number of channels."""
@@ -149,6 +132,13 @@ def load_weights(model: nn.Module, folder: RunFolder) -> None:
     except RuntimeError as error:
         remedy = "Another version of contrastile wrote it; train again or install that version."
         raise invalid("run", "hold weights of these towers", f'"{folder.path}", whose shapes differ', remedy) from error
+
+
+def ready_tokenizer(settings: Any) -> Tokenizer | None:
+    """The tokenizer that a recipe's settings name; None where one is trained on the run's texts."""
+    if settings.folder is not None:
+        return load_tokenizer(Path(settings.folder), length=settings.length)
+    return clip_tokenizer(settings.length) if settings.kind == "open_clip" else None
 
 
 def build_run(recipe: Recipe, tokenizer: Tokenizer) -> Run:
@@ -258,15 +248,6 @@ def save_run(folder: RunFolder, run: LoadedRun, metadata: dict[str, Any]) -> Non
             sentence = f"the weights could not be saved into {folder.path} ({failure})"
             raise OSError(f"{sentence}; what was saved before is there, free the disk and resume") from failure
     folder.write_json(METADATA, {**metadata, "towers": run.model.settings, "weights_sha256": folder.checksum(WEIGHTS)})
-
-
-def fingerprint(pairs: PairSet, tokens: Mapping[str, Tensor]) -> str:
-    """A digest of a run's training data: rows of the training split, ids, and the tokens of every title."""
-    digest = sha256(pairs.splits["train"].tobytes() + pairs.ids.tobytes())
-    digest.update(pairs.stream.digest.encode() if pairs.stream is not None else b"")
-    for name, ids in tokens.items():
-        digest.update(name.encode() + ids.numpy().tobytes())
-    return digest.hexdigest()
 
 
 # keys that may change when a run is resumed

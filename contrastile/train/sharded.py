@@ -1,8 +1,7 @@
 """Sharded training (FSDP2): each rank holds a part of every parameter, of its gradient and of its optimizer state.
 
-Beside `ranks.py`, for recipes with `train.parallel = "shard"`: the choice of layers, the scale and bias that every rank
-holds whole, and full tensors for checkpoints and final weights. Checkpoints are not those of
-`torch.distributed.checkpoint`, whose metadata file is a pickle; full tensors also let any number of ranks resume a run.
+For recipes with `train.parallel = "shard"`. Checkpoints hold full tensors, which any number of ranks can resume; those
+of `torch.distributed.checkpoint` have a pickle as metadata.
 """
 
 from __future__ import annotations

@@ -1,26 +1,33 @@
-"""State of a run beside model and optimizer: its progress, the average of its weights, the guard of its steps.
+"""State of a run beside model and optimizer: its progress and result, the average of its weights, its guard.
 
-`loop.py` updates all three after every step, and each is a part of a checkpoint.
+`loop.py` updates them after every step; progress, average and guard are parts of a checkpoint. Also the stopwatch of a
+step, and the request to stop between two.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import signal
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import chain, groupby
+from dataclasses import asdict, dataclass, field
+from itertools import chain, groupby, pairwise
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from contrastile.train.folder import METADATA, RunFolder
 from contrastile.train.sharded import AllRanksError, local
 
 logger = logging.getLogger("contrastile")
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # skipped steps in a row that end the run
 MOST_IN_A_ROW = 3
 # a norm of the weights beyond which no training comes back: squares of float32 end at 1e38, and one step of the
@@ -84,6 +91,43 @@ class Progress:
     def expected(self) -> int:
         """The estimated number of examples at the end of the run."""
         return round(self.seen / min(self.share(), 1.0))
+
+
+@dataclass
+class TrainResult:
+    """Outcome of the training so far; memory is that of one rank.
+
+    planned: the examples of the whole run. finished: all steps are done, or all that `train.minutes` had time for.
+    stopped_by: the signal that ended the training early.
+    """
+
+    examples: int = 0
+    planned: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    largest_batch: int = 0
+    base_bytes: int = 0
+    peak_bytes: int = 0
+    ranks: int = 1
+    skipped_steps: int = 0
+    finished: bool = False
+    stopped_by: int | None = None
+
+    def update(self, progress: Progress, skipped_steps: int) -> None:
+        """Record the progress after a step."""
+        self.examples, self.steps, self.seconds = progress.seen, len(progress.sizes), progress.seconds
+        self.largest_batch, self.peak_bytes = max(progress.sizes, default=0), progress.peak_bytes
+        self.skipped_steps = skipped_steps
+
+
+def finished_result(folder: RunFolder) -> TrainResult | None:
+    """The result of a run whose training has finished; None of any other."""
+    if not (folder / METADATA).is_file():
+        return None
+    metadata = folder.read_json(METADATA)
+    # earlier versions wrote fewer fields
+    fields = {name: metadata[name] for name in asdict(TrainResult()) if name in metadata}
+    return TrainResult(**fields) if metadata.get("finished") else None
 
 
 class Ema:
@@ -216,3 +260,127 @@ def _first_nonfinite(model: nn.Module, inputs: Iterable[Mapping[str, Tensor]]) -
     )
     nonfinite = (name for name, tensor in named if not local(tensor).isfinite().all())
     return next(nonfinite, "the loss or the norm alone")
+
+
+class HostTimer:
+    """Marks, and the seconds between two of them, on a device that computes synchronously."""
+
+    def mark(self) -> Any:
+        return time.perf_counter()
+
+    def between(self, start: Any, end: Any) -> float:
+        return float(end - start)
+
+
+class DeviceTimer(HostTimer):
+    """The same on a CUDA device; a mark is the moment at which the device's queue reaches it."""
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        # the device may not have reached the later event
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+
+
+class Stopwatch:
+    """Marks of one step after the other; a mark names the part of the step that begins there.
+
+    The optimizer's time is that of the step before, because a device still runs the optimizer when its step is logged.
+    The sum of gradients over ranks counts as towers.
+    """
+
+    def __init__(self, timer: HostTimer) -> None:
+        self._timer = timer
+        # None: outside any step
+        self._marks: list[tuple[str | None, Any]] = []
+        self._began = time.perf_counter()
+
+    def start(self) -> None:
+        """Begin a step, which waits for its data first."""
+        self._began = time.perf_counter()
+        # a step that the guard skipped has no mark at the optimizer's end
+        if self._marks and self._marks[-1][0] is not None:
+            self._marks.clear()
+        self.mark("data")
+
+    def mark(self, part: str | None) -> None:
+        """Begin `part` of the step."""
+        self._marks.append((part, self._timer.mark()))
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Mark the begin and the end of each step of the optimizer."""
+        optimizer.register_step_pre_hook(lambda *_: self.mark("optimizer"))
+        optimizer.register_step_post_hook(lambda *_: self.mark(None))
+
+    def around(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """The same loss with marks at its ends, forward and backward; its first two inputs are the towers' features."""
+
+        def marked(*inputs: Any, **options: Any) -> Tensor:
+            self.mark("loss")
+            for side in inputs[:2]:
+                # token vectors come with their mask
+                features = side[0] if isinstance(side, tuple) else side
+                if features.requires_grad:
+                    features.register_hook(lambda _: self.mark("towers"))
+            value = loss(*inputs, **options)
+            if value.requires_grad:
+                value.register_hook(lambda _: self.mark("loss"))
+            return value
+
+        return marked
+
+    def read(self, examples: int) -> dict[str, Any]:
+        """Values of the finished step for `metrics.jsonl`: host seconds, examples per second, shares that sum to 1."""
+        spent: dict[str, float] = defaultdict(float)
+        # the time of this step's optimizer belongs to the next step
+        marks = self._marks[:-1] if self._marks[-1][0] is None else self._marks
+        for (part, start), (_, end) in pairwise(marks):
+            if part is not None:
+                spent[part] += self._timer.between(start, end)
+        self._marks = self._marks[-2:]
+        seconds, total = time.perf_counter() - self._began, sum(spent.values())
+        shares = {part: round(took / total, 4) for part, took in sorted(spent.items())} if total > 0 else {}
+        return {"seconds": seconds, "speed": examples / max(seconds, 1e-9), "shares": shares}
+
+
+def shares_text(shares: dict[str, float]) -> str:
+    """The shares for a log line.
+
+    >>> shares_text({"data": 0.031, "loss": 0.25, "towers": 0.719})
+    'towers 72%, loss 25%, data 3%'
+    """
+    return ", ".join(f"{part} {share:.0%}" for part, share in sorted(shares.items(), key=lambda item: -item[1]))
+
+
+class StopRequest:
+    """`with StopRequest() as stop:` stores the first Ctrl-C or SIGTERM in `stop.signal`, read between two steps.
+
+    A second signal stops at once. A `patient` request ignores it, because a launcher of several ranks passes on a
+    Ctrl-C that the terminal has sent to each rank already.
+    """
+
+    def __init__(self, *, patient: bool = False) -> None:
+        self.signal: int | None = None
+        self._patient = patient
+        self._handlers: dict[int, Any] = {}
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        if self.signal is not None and not self._patient:
+            raise KeyboardInterrupt(number)
+        self.signal = self.signal or number
+
+    def __enter__(self) -> StopRequest:
+        try:
+            self._handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        except ValueError:
+            # Python sets handlers in the main thread only; in others signals keep theirs
+            self._handlers = {}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)

@@ -9,22 +9,25 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from torch import Tensor
 
 from contrastile.data.base import Indices
 from contrastile.data.pairs import Stream
+from contrastile.gradcache.memory import as_written
 from contrastile.train.checkpoints import Parts
 from contrastile.train.folder import RunFolder
-from contrastile.train.metadata import TrainResult
-from contrastile.train.objective import Objective
+from contrastile.train.memory import dense_need
+from contrastile.train.objective import Objective, Teacher
+from contrastile.train.planned import planned_memory
+from contrastile.train.provenance import chip, versions
 from contrastile.train.ranks import Ranks
 from contrastile.train.recipe import to_toml
 from contrastile.train.report.page import Wording
-from contrastile.train.stopwatch import Stopwatch
-from contrastile.train.teacher import Teacher
+from contrastile.train.state import Stopwatch, TrainResult
 
 # a named measurement, which gives lines for metrics.jsonl
 Measure = tuple[str, Callable[[], Sequence[Mapping[str, Any]]]]
@@ -133,13 +136,45 @@ class Task(ABC, Generic[P]):
         """Measurements on other data, on samples or on the `whole` of them; collective over ranks."""
         return ()
 
+    @property
     @abstractmethod
-    def metadata(self, result: TrainResult) -> dict[str, Any]:
-        """The contents of run.json."""
+    def skipped(self) -> Mapping[str, int]:
+        """Counts of the examples that were left out, by reason."""
 
     @abstractmethod
+    def activations(self) -> tuple[int, int]:
+        """The bytes that autograd saves for one example, as measured, and the examples of a sub-batch."""
+
+    def metadata(self, result: TrainResult) -> dict[str, Any]:
+        """The contents of run.json."""
+        retain, largest = self.run.recipe.train.retain, max(result.largest_batch, 1)
+        # a measurement must not enter the running statistics of batch norm
+        buffers = [(buffer, buffer.clone()) for buffer in self.run.model.buffers()]
+        with self.run.autocast(), as_written():
+            per_example, at_once = self.activations()
+        for buffer, value in buffers:
+            buffer.copy_(value)
+        # "auto" counts as all, so that the report never overstates the saving
+        retained = largest if retain == "auto" else at_once * max(retain, 1)
+        need = dense_need(per_example, largest, retained)
+        planned = planned_memory(self.run, largest, result.ranks)
+        return {**self.metadata_so_far(result), "memory": need, "planned_memory": planned}
+
     def metadata_so_far(self, result: TrainResult) -> dict[str, Any]:
         """The metadata without values that take the model, or long, to compute."""
+        recipe, pairs = self.run.recipe, len(self.rows)
+        return {
+            "name": recipe.name,
+            "parameters": sum(parameter.numel() for parameter in self.run.model.parameters()),
+            "device": chip(self.run.device),
+            **asdict(result),
+            "versions": versions(),
+            "ended": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            "pairs": pairs,
+            "skipped": dict(self.skipped),
+            "loss": recipe.loss.kind,
+            "batch": [size for _, size in recipe.train.fitted(pairs).batch],
+        }
 
     @abstractmethod
     def report(self, folder: RunFolder) -> str:

@@ -38,11 +38,60 @@ STEPS = (
     ("sentence-transformers", "sentence-transformers", "cached loss"),
     ("open_clip, `--accum-freq`", "open_clip", "accum-freq"),
 )
+# of README: file, loss, rows, features, ranks, and our way; sizes at which another way wins are among them
+README = (
+    ("h200_loss", "clip", 8_192, 512, 1, "triton"),
+    ("h200_loss", "clip", 65_536, 512, 1, "triton"),
+    ("h200_loss", "clip", 65_536, 512, 1, "triton, workspace 192 MiB"),
+    ("h200_loss", "clip", 1_048_576, 1_024, 1, "triton"),
+    ("h200_loss", "siglip", 4_096, 768, 1, "triton"),
+    ("h200_loss", "siglip", 65_536, 768, 1, "triton"),
+    ("h200_4_ranks", "clip", 65_536, 768, 4, "triton, gather"),
+    ("h200_4_ranks", "clip", 65_536, 768, 4, "triton, ring"),
+    ("h200_4_ranks", "clip", 262_144, 768, 4, "triton, ring"),
+    ("cpu_loss", "clip", 8_192, 128, 1, "eager"),
+    ("cpu_loss", "infonce", 4_096, 128, 1, "eager"),
+    ("cpu_loss", "infonce", 8_192, 128, 1, "eager"),
+)
 # losses of sentence-transformers, as the files name them, theirs and ours
 DOORS = (
     ("ranking", "CachedMultipleNegativesRankingLoss", "CachedRankingLoss"),
     ("multi-vector", "CachedMultiVectorMultipleNegativesRankingLoss", "CachedMultiVectorLoss"),
 )
+
+
+def readme() -> str:
+    """Forward and backward by contrastile, and by the fastest other way: times as fast, bold where that way wins."""
+    names = {"clip": "ClipLoss", "siglip": "SigLipLoss", "infonce": "InfoNCELoss"}
+    cells = []
+    for file, loss, b, d, world, way in README:
+        rows = [
+            row
+            for row in rows_of(f"{file}.csv", loss=loss, b=str(b), d=str(d), world=str(world))
+            # on a GPU in 16 bits
+            if row["ms"] and row["dtype"] == ("float32" if file == "cpu_loss" else "bfloat16")
+        ]
+        # of rows measured again the newest one
+        newest = {(row["impl"], row["backend"]): row for row in rows}
+        ours = newest["contrastile", way]
+        bits = {"bfloat16": "bf16", "float32": "float32"}[ours["dtype"]]
+        shape = f"`{names[loss]}` {b:,} x {d:,}, {bits}{way.removeprefix('triton').removeprefix('eager')}"
+        device = f"{ours['chip'].split(' of ')[0]} CPU cores" if "CPU" in ours["chip"] else "H200"
+        others = [row for row in newest.values() if row["impl"] != "contrastile"]
+        beside = "none fits", ""
+        if others:
+            best = min(others, key=lambda row: float(row["ms"]))
+            title = {
+                "dense": f"plain formula, {best['backend']}",
+                "linear_cross_entropy": "torch's `linear_cross_entropy`",
+            }.get(best["impl"], best["impl"])
+            times = float(best["ms"]) / float(ours["ms"])
+            beside = (
+                f"{title}: {cost(best)}",
+                f"{times:.1f}" if times >= 1.95 else f"{times:.2f}" if times >= 1 else f"**{times:.2f}**",
+            )
+        cells.append((shape, f"{world} x {device}" if world > 1 else device, cost(ours), *beside))
+    return table_of(("forward and backward", "device", "contrastile", "fastest other", "times as fast"), cells)
 
 
 def steps() -> str:
@@ -254,6 +303,11 @@ WAYS_TESTS = {
     "held-out names, picture → name": "held-out names",
     "handwritten digits, zero-shot": "digits",
 }
+QUERY_TESTS = {
+    "held-out queries @1": "first",
+    "held-out queries @20": "among the first 20",
+    "held-out queries nDCG@10": "nDCG@10",
+}
 VIT_B = ("vit-b-16", "512", (1024, 8192, 65536, 262144, 1048576))
 VIT_L = ("vit-l-14", "192", (384, 1024, 8192, 65536, 262144))
 
@@ -453,11 +507,24 @@ TABLES: dict[str, Callable[[], str]] = {
     **{
         each.__name__: each
         for each in (
-            *(steps, cpu_loss, h200_loss, h200_peers, ranks, two_ranks, four_ranks, one_gpu, batches, retrieval),
+            *(
+                readme,
+                steps,
+                cpu_loss,
+                h200_loss,
+                h200_peers,
+                ranks,
+                two_ranks,
+                four_ranks,
+                one_gpu,
+                batches,
+                retrieval,
+            ),
             *(updates, small_sub_batches, formula, open_clip, siglip, doors, late_interaction, compiled_towers),
         )
     },
     "ways_glyphs": partial(ways, "cpu_loss_ways_glyphs.csv", WAYS_TESTS),
+    "ways_docstrings": partial(ways, "cpu_loss_ways_docstrings.csv", QUERY_TESTS),
     **{f"losses_{name}": partial(losses, f"{file}.csv") for name, file in LOSSES.items()},
     "vit_b_time": partial(side_by_side, *VIT_B, _pace),
     "vit_b_peak": partial(side_by_side, *VIT_B, _peak),

@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from contrastile import contrast
+from contrastile import GISTLoss
 from contrastile._errors import invalid
 from contrastile.integrations.sentence_transformers.base import CachedLoss
-from contrastile.losses import Guided
 
 GIST_CITATION = """
 @misc{solatorio2024gistembed,
@@ -90,17 +89,28 @@ class CachedGISTLoss(CachedLoss):
         self.must_retokenize = vocabularies[0] != vocabularies[1] or shorter
         # the trainer replaces the model by a wrapper, which has none
         self.tokenizer = model.tokenizer
-        self.guided = Guided(margin=margin, margin_strategy=margin_strategy)
         self.margin_strategy, self.margin = margin_strategy, margin
         self.contrast_anchors, self.contrast_positives = contrast_anchors, contrast_positives
+        _ = self.loss
+
+    @property
+    def loss(self) -> GISTLoss:
+        """The loss of embeddings. Raises ValueError for another strategy."""
+        return GISTLoss(
+            margin=self.margin, margin_strategy=self.margin_strategy, contrast_anchors=self.contrast_anchors,
+            contrast_positives=self.contrast_positives, exchange=self.exchange,
+        )  # fmt: skip
 
     def compute_loss_from_embeddings(self, embeddings: Sequence[Tensor], others: Any = None) -> Tensor:
         """The loss of the columns' embeddings, each [N, D]; `others`: the guide's, each [N, G]."""
-        (rows, keys), (guide_q, guide_k) = self._sides(embeddings), self._sides(others)
-        return contrast(
-            rows, keys, scale=self.scale, loss=self.guided, guide_q=guide_q, guide_k=guide_k,
-            exchange=self.exchange,
+        anchors, positives, *negatives = (F.normalize(x, dim=-1) for x in embeddings)
+        guide_anchors, guide_positives, *guide_negatives = (F.normalize(x, dim=-1) for x in others)
+        loss: Tensor = self.loss(
+            anchors, positives, self.scale, guide_query=guide_anchors, guide_key=guide_positives,
+            negatives=torch.cat(negatives) if negatives else None,
+            guide_negatives=torch.cat(guide_negatives) if negatives else None,
         )  # fmt: skip
+        return loss
 
     def _embed_columns(self, columns: Sequence[Mapping[str, Any]], labels: Tensor | None) -> tuple[list[Tensor], Any]:
         embeddings, _ = super()._embed_columns(columns, labels)
@@ -122,22 +132,6 @@ class CachedGISTLoss(CachedLoss):
         tokenize = getattr(self.guide, "preprocess", None) or self.guide.tokenize
         tokens_of_guide: Mapping[str, Any] = batch_to_device(tokenize(texts), self.guide.device)
         return tokens_of_guide
-
-    def _sides(self, columns: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Rows and keys whose products are all scores of an anchor, the positive's first.
-
-        A row has the anchor's features beside the positive's, where positives are compared; a key has zeros in the
-        place of the one that it is not compared with.
-        """
-        anchors, *documents = (F.normalize(x, dim=-1) for x in columns)
-        keys = [*documents[:1], *([anchors] if self.contrast_anchors else []), *documents[1:]]
-        if not self.contrast_positives:
-            return anchors, torch.cat(keys)
-        of_anchors, of_positives = (
-            F.pad(torch.cat(keys), (0, anchors.shape[1])),
-            F.pad(documents[0], (len(anchors[0]), 0)),
-        )
-        return torch.cat([anchors, documents[0]], 1), torch.cat([of_anchors, of_positives])
 
 
 def _vocabulary(name: str, model: Any) -> Any:

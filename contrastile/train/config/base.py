@@ -1,8 +1,7 @@
 """The sections that every recipe has, and the rules and types that all sections are made of.
 
-Every section is a frozen pydantic class. Rules about files, packages and devices hold only for a recipe that is to be
-trained (`needs_files`), so that a run folder stays readable after its data are gone. `image_text.py` and
-`train/retriever/config.py` add the sections of their own jobs.
+Rules about files, packages and devices hold only for a recipe that is to be trained (`needs_files`), so that a run
+folder stays readable after its data are gone.
 """
 
 from __future__ import annotations
@@ -37,6 +36,9 @@ Many = Annotated[int, Field(ge=1, le=2**53)]
 Width = Annotated[int, Field(ge=1, le=2**20)]
 
 DEVICE, DEVICE_RULE = re.compile(r"auto|cpu|cuda(:[0-9]+)?"), 'be "auto", "cpu", "cuda" or "cuda:1"'
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+NAME_RULE = 'must be a folder name of letters, digits, ".", "_" and "-"; got {got}'
 
 # the smallest batch that `train.epoch_steps` leaves, because a pair needs negatives
 LEAST = 16
@@ -155,6 +157,10 @@ def must(sentence: str, holds: Callable[[Any], object], *, files: bool = False) 
     return check
 
 
+CHOICE_RULE = 'must be "auto", true or false; got {got}'
+Choice = Annotated[bool | Literal["auto"], BeforeValidator(must(CHOICE_RULE, lambda x: x in (True, False, "auto")))]
+
+
 def on_disk(kind: str, is_there: Callable[[str], bool], got: str = "there is no") -> AfterValidator:
     """A path that has to be there before the training."""
     return AfterValidator(must(f"must be {kind}; {got} {{got}}", is_there, files=True))
@@ -202,16 +208,20 @@ def torch_is_cpu_only() -> bool:
 class LossSettings(Settings):
     """Settings of every loss: `backend`, `exchange` and `gradient` are the arguments of that name.
 
-    `other_model`: the key of the folder whose model encodes the same batch, for losses that need one.
+    `scale`: where a learned one starts; 14.3 is CLIP's temperature of 0.07. `other_model`: the key of the folder whose
+    model encodes the same batch, for losses that need one.
     """
 
     backend: Literal["auto", "dense", "eager", "triton"] = "auto"
     exchange: Literal["auto", "single", "replicate", "gather", "ring", "hierarchical"] = "auto"
     gradient: Literal["mean", "sum"] = "mean"
-    scale: Scale
+    scale: Scale = 14.3
     other_model: ClassVar[str] = ""
-    # keys that are no keywords of the loss module
-    own: ClassVar[frozenset[str]] = frozenset({"kind", "scale", "bias", "learn_scale"})
+    # keys that are no keywords of the loss module: they choose its inputs
+    own: ClassVar[frozenset[str]] = frozenset(
+        {"kind", "scale", "bias", "learn_scale", "labels", "queue"}
+        | {"guide", "teacher", "teacher_scale", "own_negatives", "score_scale"}
+    )
 
     def words(self) -> dict[str, Any]:
         """The keyword arguments of the loss module."""
@@ -219,10 +229,9 @@ class LossSettings(Settings):
 
 
 class OptimSettings(Settings):
-    """Settings of every optimizer: `docs/recipe.md` explains the keys.
+    """Settings of every optimizer.
 
-    With `rate_scaling` a step of b pairs has the rate times b / base_batch ("linear"), or times its root ("sqrt"), at
-    every stage of `train.batch`.
+    With `rate_scaling` a step of b pairs has the rate times b / base_batch ("linear"), or times its root ("sqrt").
     """
 
     # larger ones lead from finite weights to others in a single step
@@ -322,9 +331,6 @@ def _constant_schedule(batch: Any) -> Any:
     return batch
 
 
-COMPILE = 'must be "auto", true or false; got {got}'
-
-
 class Steps(Settings):
     """The length of a run, in examples or epochs, and its batches: a schedule of pairs (fraction of the run, size)."""
 
@@ -337,9 +343,7 @@ class Steps(Settings):
     epoch_steps: Count | None = None
     timeout: Annotated[float, Field(gt=0.0, le=1e6)] = 100.0
     parallel: Literal["replicate", "shard"] = "replicate"
-    compile: Annotated[bool | Literal["auto"], BeforeValidator(must(COMPILE, lambda x: x in (True, False, "auto")))] = (
-        "auto"
-    )
+    compile: Choice = "auto"
     instead: ClassVar = one_of("examples", "epochs")
     # a pair needs another one for its negatives; a question may have negatives of its own
     smallest_part: ClassVar[int] = 1
@@ -396,14 +400,11 @@ class LogSettings(Settings):
     wandb: Annotated[str | None, needs("wandb", '"contrastile[log]"')] = None
 
 
-FOLDER_NAME = 'must be a folder name of letters, digits, ".", "_" and "-"; got {got}'
-
-
 class AnyRecipe(Settings):
     """Keys and sections of every recipe. `name` is that of the run's folder, by default the recipe file's own."""
 
     kind: str
-    name: Annotated[str, AfterValidator(must(FOLDER_NAME, re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*").fullmatch))]
+    name: Annotated[str, AfterValidator(must(NAME_RULE, NAME.fullmatch))]
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     device: Annotated[str, AfterValidator(must(f"must {DEVICE_RULE}; got {{got}}", DEVICE.fullmatch))] = "auto"
     log: LogSettings = LogSettings()

@@ -1,8 +1,6 @@
 """The recipe of pictures and texts: its data, towers, losses, steps and tests, and how they fit together.
 
-Part of the configuration, on top of the sections of every run (`base.py`). `towers.py` has the settings of a tower of
-each kind; `models/` builds the towers, `sizes.py` compares their sizes with the data. Files and folders must be there;
-their contents are read before the first step.
+Files and folders must be there; their contents are read before the first step.
 """
 
 from __future__ import annotations
@@ -38,8 +36,7 @@ from contrastile.train.config.base import (
     same_for,
 )
 from contrastile.train.config.losses import AnyLoss, ClipSettings
-from contrastile.train.config.sizes import size_clashes
-from contrastile.train.config.towers import AnyImageTower, AnyTextTower, AnyWhole, OpenClipModel
+from contrastile.train.config.towers import AnyImageTower, AnyTextTower, AnyWhole, OpenClipModel, size_clashes
 
 logger = logging.getLogger("contrastile")
 
@@ -216,10 +213,6 @@ class TrainSettings(Steps):
         return sub_batch.model_copy(update={side: min(size, largest) for side, size in given.items()})
 
 
-def _has_pictures(folder: str) -> bool:
-    return any(name.lower().endswith(PICTURES) for _, _, files in os.walk(folder) for name in files)
-
-
 KNOWN = ", ".join(f'"{name}"' for name in PROMPTS)
 Templates = Annotated[str, on_disk(f"{KNOWN} or a file", lambda name: name in PROMPTS or os.path.isfile(name))]
 
@@ -248,7 +241,8 @@ class ZeroShotSettings(Settings):
             classes = [entry.path for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
         none, pictures = f'"{self.folder}" has none', ", ".join(PICTURES)
         yield not classes, "", f"must have a folder with a sub-folder for each class; {none}"
-        empty = not any(map(_has_pictures, classes))
+        files = (name for folder in classes for _, _, names in os.walk(folder) for name in names)
+        empty = not any(name.lower().endswith(PICTURES) for name in files)
         yield empty, "", f"must have a folder with pictures ({pictures}) of each class; {none}"
 
 
@@ -287,6 +281,11 @@ class EvaluateSettings(Settings):
     digits: bool = True
     zero_shot: tuple[ZeroShotSettings, ...] = ()
     retrieval: tuple[RetrievalSettings, ...] = ()
+
+    @property
+    def tests(self) -> tuple[ZeroShotSettings | RetrievalSettings, ...]:
+        """The tests on other pictures."""
+        return *self.zero_shot, *self.retrieval
 
     def clashes(self) -> Iterable[Clash]:
         for names in ([test.called for test in tests] for tests in (self.zero_shot, self.retrieval)):

@@ -1,8 +1,7 @@
 """The section `[loss]` of both jobs: a class for each loss, with a key for each of its own fields.
 
-Part of the configuration. A field that the loss's constructor takes too has its name and default, and the constructor
-checks its value when the run opens, before any data are read (`train/objective.py`). Keys in `OWN` belong to the
-recipe: they choose the inputs of the loss.
+A field that the loss's constructor takes too has its name and default; the constructor checks its value when the run
+opens, before any data are read.
 """
 
 from __future__ import annotations
@@ -25,17 +24,8 @@ from contrastile.train.config.base import (
     kind_or,
 )
 
-# keys of the recipe alone, beside those of every loss
-OWN = LossSettings.own | {"labels", "queue", "guide", "teacher", "teacher_scale", "own_negatives", "score_scale"}
 
-
-class ModuleSettings(LossSettings):
-    """A loss of `contrastile.modules`."""
-
-    own: ClassVar = OWN
-
-
-class Hardness(ModuleSettings):
+class Hardness(LossSettings):
     """InfoNCELoss. Negatives have the weight exp(hardness_strength · similarity). `queue`: keys of earlier steps."""
 
     kind: Literal["infonce"] = "infonce"
@@ -61,7 +51,7 @@ class Hardness(ModuleSettings):
         yield none, "hardness_mode", reason + 'got "hard_negatives"'
 
 
-class Guided(ModuleSettings):
+class Guided(LossSettings):
     """GISTLoss. `guide`: the folder of a run, or of a model of transformers, that encodes the same batch."""
 
     other_model: ClassVar = "guide"
@@ -72,7 +62,7 @@ class Guided(ModuleSettings):
     margin_strategy: str = "absolute"
 
 
-class Distilled(ModuleSettings):
+class Distilled(LossSettings):
     """A distillation from `teacher`, a folder as `guide` is. `teacher_scale`: in the place of the teacher's own."""
 
     other_model: ClassVar = "teacher"
@@ -82,19 +72,15 @@ class Distilled(ModuleSettings):
     weight: float = 0.5
 
 
-class ClipSettings(ModuleSettings):
-    """ClipLoss. The learned scale starts at `scale`; 14.3 is CLIP's temperature of 0.07.
-
-    `labels`: pairs of equal titles are positives of each other, instead of being left out.
-    """
+class ClipSettings(LossSettings):
+    """ClipLoss. `labels`: pairs of equal titles are positives of each other, instead of being left out."""
 
     kind: Literal["clip"] = "clip"
-    scale: Scale = 14.3
     label_smoothing: Fraction = 0.0
     labels: bool = False
 
 
-class SigLipSettings(ModuleSettings):
+class SigLipSettings(LossSettings):
     """SigLipLoss. The learned scale and bias start at `scale` and `bias`, by default SigLIP's values."""
 
     kind: Literal["siglip"] = "siglip"
@@ -107,49 +93,29 @@ class SigLipSettings(ModuleSettings):
         yield Unused(not self.labels, "balanced", ("labels",), "leave it out, or set loss.labels = true")
 
 
-class DclSettings(ModuleSettings):
+class DclSettings(LossSettings):
     """DCLLoss; with `sigma` positives have von Mises-Fisher weights."""
 
     kind: Literal["dcl"] = "dcl"
-    scale: Scale = 14.3
     sigma: Positive | None = None
     labels: bool = False
 
 
-class SupConSettings(ModuleSettings):
+class SupConSettings(LossSettings):
     """SupConLoss of images and texts together: a title is the label of its pictures and of itself."""
 
     kind: Literal["supcon"] = "supcon"
-    scale: Scale = 14.3
     form: str = "out"
 
 
-class PairInfoNCE(Hardness):
-    """InfoNCELoss in both directions, each with a queue of its own."""
-
-    scale: Scale = 14.3
-
-
-class PairGuided(Guided):
-    """GISTLoss in both directions."""
-
-    scale: Scale = 14.3
-
-
-class PairDistilled(Distilled):
-    """DistillClipLoss."""
-
-    scale: Scale = 14.3
-
-
 AnyLoss = Annotated[
-    ClipSettings | SigLipSettings | DclSettings | SupConSettings | PairInfoNCE | PairGuided | PairDistilled,
+    ClipSettings | SigLipSettings | DclSettings | SupConSettings | Hardness | Guided | Distilled,
     Field(discriminator="kind"),
     kind_or("clip"),
 ]
 
 
-class OfQueries(ModuleSettings):
+class OfQueries(LossSettings):
     """A loss from queries to passages. The scale is fixed unless `learn_scale`; DPR's dot product has a scale of 1."""
 
     scale: Scale = 20.0
@@ -192,7 +158,7 @@ class RetrieverDcl(OfQueries):
 class RetrieverScores(OfQueries):
     """ScoreDistillLoss of that kind, by the scores of the data times `score_scale`; 1 − `weight` of it InfoNCELoss."""
 
-    own: ClassVar = OWN - {"kind"} | {"weight"}
+    own: ClassVar = LossSettings.own - {"kind"} | {"weight"}
     kind: Literal["kl", "margin_mse"]
     weight: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     score_scale: Positive = 1.0

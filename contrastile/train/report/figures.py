@@ -1,4 +1,4 @@
-"""Curves of the report, drawn with matplotlib as SVG.
+"""Figures of the report: the steps of metrics.jsonl as columns of numbers, drawn with matplotlib as SVG.
 
 Text stays text and colours are variables of the page's style, so a figure fits light and dark screens.
 """
@@ -6,12 +6,20 @@ Text stays text and colours are variables of the page's style, so a figure fits 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+import logging
+import math
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+logger = logging.getLogger("contrastile")
 
 # placeholder colours for matplotlib, and the variables of the page's style that replace them
 INK, SOFT, FAINT = "#010203", "#020103", "#030201"
@@ -20,7 +28,98 @@ COLOURS = ("#3f7fc4", "#d97b29", "#4a9c6d", "#a26bb5")
 # letters of a legend of one line
 LEGEND = 44
 
-Curve = tuple[Sequence[float], Sequence[float]]
+Column = npt.NDArray[np.float64]
+Curve = tuple[list[float], list[float]]
+
+
+# values of a step that the page draws
+VALUES = ("examples", "batch", "planned", "loss", "scale", "learning_rate", "seconds")
+
+
+class StepColumns:
+    """Columns of the steps of a run by name; `shares`: columns of the parts of a step's time, where these are known.
+
+    others: the lines of measurements. As dictionaries the lines of 300,000 steps would fill 700 MB, as columns 30.
+    """
+
+    def __init__(self, lines: Iterable[dict[str, Any]]) -> None:
+        columns = {name: array("d") for name in VALUES}
+        shares: dict[str, array[float]] = {}
+        # rows of the steps with shares, which earlier versions did not write
+        timed = array("q")
+        self.others: list[dict[str, Any]] = []
+        incomplete = 0
+        for line in lines:
+            kind = line.get("kind")
+            if kind in ("probe", "test"):
+                self.others.append(line)
+            elif kind == "step":
+                try:
+                    numbers = [float(line[name]) for name in VALUES]
+                except (KeyError, TypeError, ValueError):
+                    incomplete += 1
+                    continue
+                for column, number in zip(columns.values(), numbers, strict=True):
+                    column.append(number)
+                if parts := line.get("shares"):
+                    for part in parts.keys() - shares.keys():
+                        shares[part] = array("d", [0.0]) * len(timed)
+                    for part, column in shares.items():
+                        column.append(parts.get(part, 0.0))
+                    timed.append(len(columns["examples"]) - 1)
+        if incomplete:
+            logger.warning("%d steps of the metrics lack values and are left out", incomplete)
+        self.columns: dict[str, Column] = {name: np.array(column) for name, column in columns.items()}
+        self.shares: dict[str, Column] = {part: np.array(shares[part]) for part in sorted(shares)}
+        self.timed = np.array(timed, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.columns["examples"])
+
+    def __getitem__(self, name: str) -> Column:
+        return self.columns[name]
+
+    @property
+    def full(self) -> int:
+        """The number of steps without a short last one, whose loss has fewer negatives."""
+        short = len(self) > 1 and self["batch"][-1] < self["planned"][-1]
+        return len(self) - short
+
+    @property
+    def stages(self) -> list[tuple[float, str]]:
+        """The begin of each batch size, and its name; a short last step is no stage."""
+        firsts = _firsts(self["planned"])
+        begins = (self["examples"] - self["batch"])[firsts].tolist()
+        return [(begin, f"batch {size:,.0f}") for begin, size in zip(begins, self["planned"][firsts], strict=True)]
+
+    def averaged(self, values: Column, rows: Any = slice(None), points: int = 200) -> Curve:
+        """`values` of the steps `rows` over examples seen: means of `points` equal intervals at most.
+
+        A gap stands where the batch size changes.
+        """
+        seen, planned = self["examples"][rows], self["planned"][rows]
+        firsts = _firsts(planned, np.floor(seen / (seen[-1] / points)))
+        counts = np.diff([*firsts, len(seen)])
+        means = [np.add.reduceat(column, firsts) / counts for column in (seen, values)]
+        curve: Curve = ([], [])
+        before = planned[0]
+        for size, *point in zip(planned[firsts], *means, strict=True):
+            if size != before:
+                curve[0].append(curve[0][-1])
+                curve[1].append(math.nan)
+            before = size
+            for axis, value in zip(curve, point, strict=True):
+                axis.append(float(value))
+        return curve
+
+
+def _firsts(*columns: Column) -> npt.NDArray[np.int64]:
+    """The rows at which a value of any column differs from the row before, the first row included."""
+    changes = np.zeros(len(columns[0]), dtype=bool)
+    changes[:1] = True
+    for column in columns:
+        changes[1:] |= column[1:] != column[:-1]
+    return np.flatnonzero(changes)
 
 
 def curves(
@@ -35,42 +134,31 @@ def curves(
     """An SVG of `lines` over the examples seen. stages: begin and name of each batch size. under: dashed lines."""
     import matplotlib
 
+    under = under or {}
     # a name from the data may hold dollar signs, which begin a formula
     with matplotlib.rc_context({"text.parse_math": False}):
-        return _curves(lines, title, stages, unit, under or {}, percent=percent)
-
-
-def _curves(
-    lines: Mapping[str, Curve],
-    title: str,
-    stages: Sequence[tuple[float, str]],
-    unit: str,
-    under: Mapping[str, Curve],
-    *,
-    percent: bool,
-) -> str:
-    figure, axes = _canvas(title, unit)
-    for name, (seen, values) in under.items():
-        axes.plot(seen, values, color=SOFT, linewidth=1.2, linestyle=(0, (3, 2)), label=name)
-    for (name, (seen, values)), colour in zip(lines.items(), COLOURS, strict=False):
-        # a single point needs a marker
-        marker = "o" if percent or len(values) == 1 else ""
-        axes.plot(seen, values, color=colour, linewidth=1.6, label=name, marker=marker, markersize=3.5)
-    # the name of the first stage stands at 0, which a run of few steps would not show
-    axes.set_xlim(left=0)
-    above = ("data", "axes fraction")
-    for index, (begin, name) in enumerate(stages):
-        if index:
-            axes.axvline(begin, color=FAINT, linewidth=1.0)
-        axes.annotate(name, (begin, 1.02), xycoords=above, va="bottom", fontsize=8, color=INK, alpha=0.7)
-    if percent:
-        axes.set_ylim(0, 100)
-        axes.yaxis.set_major_formatter("{x:.0f}%")
-    if len(lines) + len(under) > 1:
-        # below the axes, where it covers no curve
-        columns = 4 if sum(map(len, [*lines, *under])) < LEGEND else 2
-        figure.legend(frameon=False, labelcolor=INK, fontsize=8, loc="outside lower center", ncols=columns)
-    return _svg(figure)
+        figure, axes = _canvas(title, unit)
+        for name, (seen, values) in under.items():
+            axes.plot(seen, values, color=SOFT, linewidth=1.2, linestyle=(0, (3, 2)), label=name)
+        for (name, (seen, values)), colour in zip(lines.items(), COLOURS, strict=False):
+            # a single point needs a marker
+            marker = "o" if percent or len(values) == 1 else ""
+            axes.plot(seen, values, color=colour, linewidth=1.6, label=name, marker=marker, markersize=3.5)
+        # the name of the first stage stands at 0, which a run of few steps would not show
+        axes.set_xlim(left=0)
+        above = ("data", "axes fraction")
+        for index, (begin, name) in enumerate(stages):
+            if index:
+                axes.axvline(begin, color=FAINT, linewidth=1.0)
+            axes.annotate(name, (begin, 1.02), xycoords=above, va="bottom", fontsize=8, color=INK, alpha=0.7)
+        if percent:
+            axes.set_ylim(0, 100)
+            axes.yaxis.set_major_formatter("{x:.0f}%")
+        if len(lines) + len(under) > 1:
+            # below the axes, where it covers no curve
+            columns = 4 if sum(map(len, [*lines, *under])) < LEGEND else 2
+            figure.legend(frameon=False, labelcolor=INK, fontsize=8, loc="outside lower center", ncols=columns)
+        return _svg(figure)
 
 
 def memory_bars(planned: Mapping[str, int], measured: int) -> str:

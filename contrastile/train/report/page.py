@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -11,19 +13,22 @@ import numpy as np
 
 from contrastile._errors import printable
 from contrastile.train.folder import EVALUATION, GALLERIES, METADATA, METRICS, QUESTIONS, RECIPE, REPORT, RunFolder
-from contrastile.train.log import clock, metrics_lines, size
-from contrastile.train.report.figures import Curve, curves, memory_bars
-from contrastile.train.report.steps import StepColumns
+from contrastile.train.log import Listener, clock, metrics_lines, size
+from contrastile.train.report.figures import Curve, StepColumns, curves, memory_bars
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
+logger = logging.getLogger("contrastile")
+
 Line = Mapping[str, Any]
+# the largest share of a run's time that its reports may take: one takes about half a second
+MOST = 0.05
 # share of the plain way's memory from which its saving is shown
 SAVED = 0.25
 # fewer queries or choices say nothing about a model
 FEW_QUERIES, FEW_CHOICES = 20, 5
-# JSON of the samples that a page shows, as `samples.py` and `questions.py` make it
+# JSON of the samples that a page shows, as the evaluations make it
 Samples = list[dict[str, Any]]
 
 
@@ -71,15 +76,49 @@ def write_report(
         wording=wording,
         unit=wording.unit,
         measures=measures(results),
-        figures=[
-            *_figures(StepColumns(metrics_lines(folder / METRICS)), metadata["loss"], wording),
-            *_memory_figure(metadata),
-        ],
+        figures=_figures(StepColumns(metrics_lines(folder / METRICS)), metadata, wording),
         galleries=stored_samples(folder, GALLERIES, galleries),
         questions=stored_samples(folder, QUESTIONS, questions),
         recipe=(folder / RECIPE).read_text(encoding="utf-8"),
     )
     folder.write_text(REPORT, page)
+
+
+def write_results(folder: RunFolder, results: Sequence[Mapping[str, Any]], *, beside: bool = False) -> None:
+    """Write the rows of evaluation.json; `beside`: behind those of other tests that are there."""
+    tested = {row["test"] for row in results}
+    before = folder.read_json(EVALUATION) if beside and (folder / EVALUATION).is_file() else []
+    folder.write_json(EVALUATION, [*(row for row in before if row["test"] not in tested), *results])
+
+
+class LiveReport(Listener):
+    """The report of a run that still trains, written after each probe from the folder and from `metadata()`.
+
+    A probe writes none where reports would take more than the share `MOST` of the time since the run started.
+    """
+
+    def __init__(
+        self, folder: RunFolder, metadata: Callable[[], Mapping[str, Any]], wording: Wording | None = None
+    ) -> None:
+        self._folder, self._metadata, self._wording = folder, metadata, wording
+        self._began = time.monotonic()
+        self._spent = self._last = 0.0
+
+    def log(self, kind: str, values: Mapping[str, Any]) -> None:  # noqa: ARG002
+        now = time.monotonic()
+        if kind != "probe" or self._spent + self._last > MOST * (now - self._began):
+            return
+        write_report(self._folder, wording=self._wording, so_far=self._metadata())
+        self._last = time.monotonic() - now
+        self._spent += self._last
+
+
+def write_stopped_report(folder: RunFolder, metadata: Mapping[str, Any], wording: Wording) -> None:
+    """Write the report of a run that a signal stopped; a failure is logged, because the run can be resumed."""
+    try:
+        write_report(folder, wording=wording, so_far=metadata)
+    except Exception as failure:
+        logger.warning("the report failed, the run is kept: %r", failure)
 
 
 @cache
@@ -201,18 +240,19 @@ def table_text(results: Sequence[Mapping[str, Any]], wording: Wording = IMAGE_TE
         cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
         lines.append("  ".join([first.ljust(widths[0]), *cells]))
     named = [f"{name}  {value}" for test in measures(results).values() for name, value in test]
-    few = [few] if (few := few_text(results)) else []
-    rows_text = [lines[0], "─" * len(lines[0]), *lines[1:], *([""] if named else []), *named, *few]
-    return "\n".join(map(printable, rows_text))
+    rows_text = [lines[0], "─" * len(lines[0]), *lines[1:], *([""] if named else []), *named]
+    return "\n".join(map(printable, [*rows_text, *filter(None, [few_text(results)])]))
 
 
-def _figures(steps: StepColumns, loss: str, wording: Wording) -> list[str]:
-    """The curves of a run as SVG; none before the first step."""
+def _figures(steps: StepColumns, metadata: Mapping[str, Any], wording: Wording) -> list[str]:
+    """The curves of a run as SVG, none before the first step, and where it is known its planned memory."""
+    planned = metadata.get("planned_memory")
+    memory = [memory_bars(planned, metadata["peak_bytes"])] if planned else []
     if not len(steps):
-        return []
+        return memory
     draw, whole = partial(curves, stages=steps.stages, unit=wording.unit), slice(steps.full)
     # the loss of a uniform guess among the b texts of a batch is ln b
-    guess = {"guessing": steps.averaged(np.log(steps["planned"]))} if loss == "clip" else {}
+    guess = {"guessing": steps.averaged(np.log(steps["planned"]))} if metadata["loss"] == "clip" else {}
     figures = [draw({"loss": steps.averaged(steps["loss"][whole], whole)}, title="Loss", under=guess)]
     # there are no recalls if every probe failed, or if no question has known right passages
     if recalls := _probed(steps.others, wording.parts):
@@ -231,13 +271,7 @@ def _figures(steps: StepColumns, loss: str, wording: Wording) -> list[str]:
     if steps.shares:
         shares = {part: steps.averaged(100 * values, steps.timed) for part, values in steps.shares.items()}
         figures.append(draw(shares, title="Where a step's time goes, in percent"))
-    return figures
-
-
-def _memory_figure(metadata: Mapping[str, Any]) -> list[str]:
-    """Planned memory beside the measured; none of a run on CPUs, of one that still trains, or of earlier versions."""
-    planned = metadata.get("planned_memory")
-    return [memory_bars(planned, metadata["peak_bytes"])] if planned else []
+    return figures + memory
 
 
 def _probed(metrics: Sequence[Line], parts: Mapping[str, str]) -> dict[str, Curve]:

@@ -1,7 +1,6 @@
 """Batches of a retriever's steps: queries, the passages sampled for them, and their marks.
 
-Stands beside `run.py`, which has the texts as tokens; `data/batches.py` orders the queries. The passages of a step are
-distinct: one that two queries share is encoded once, and is a negative of neither.
+The passages of a step are distinct: one that two queries share is encoded once, and is a negative of neither.
 """
 
 from __future__ import annotations

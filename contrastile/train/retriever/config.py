@@ -1,7 +1,4 @@
-"""The recipe of a retriever: its data, encoders, loss and steps, beside the sections that every recipe has.
-
-Part of the configuration: `train/config/` has the sections that both jobs share.
-"""
+"""The recipe of a retriever: its data, encoders, loss and steps, beside the sections that every recipe has."""
 
 from __future__ import annotations
 
@@ -33,8 +30,7 @@ from contrastile.train.config.base import (
 )
 from contrastile.train.config.image_text import LearnedTokenizer, Vocabulary, without_tokenizer
 from contrastile.train.config.losses import AnyRetrieverLoss, RetrieverLoss
-from contrastile.train.config.sizes import size_clashes
-from contrastile.train.config.towers import TransformersModel, WordsTower
+from contrastile.train.config.towers import TransformersModel, WordsTower, size_clashes
 
 # files of a folder of questions, passages and judgements
 BEIR = ("corpus.jsonl", "queries.jsonl", "qrels/*.tsv")

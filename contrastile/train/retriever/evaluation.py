@@ -1,12 +1,14 @@
 """Evaluation of a retriever: all passages ranked for every held-out query, beside BM25; the measures are trec_eval's.
 
-Runs after training, and as a `probe` on a sample between steps. Measures are computed by `evaluate/`; this file ranks
-the passages and makes the rows of the results.
+This file ranks the passages, for all queries or for the sample of a `probe`, and makes the rows of the results, their
+files for other tools, and the samples of the report.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -18,15 +20,19 @@ from torch import Tensor
 
 from contrastile._errors import invalid
 from contrastile.data.base import Indices
-from contrastile.data.bm25 import BM25
-from contrastile.data.texts import Passage, TextSet
+from contrastile.data.texts import BM25, WORD, Passage, Query, TextSet, words
 from contrastile.evaluate import late
-from contrastile.evaluate.ranking import answer_recall, means, measure
+from contrastile.evaluate.ranking import answer_recall, has_answer, means, measure, write_judgements, write_run
 from contrastile.evaluate.retrieval import Right, recall_where, topk
 from contrastile.gradcache.inputs import Ragged
+from contrastile.train.folder import QUESTIONS, RunFolder
 from contrastile.train.log import progress
+from contrastile.train.report import page
+from contrastile.train.report.page import Samples, percent, write_report
 from contrastile.train.retriever.config import RetrieverRecipe
-from contrastile.train.retriever.run import RetrieverRun, TextMaterials, TokenStore
+from contrastile.train.retriever.run import RetrieverRun, TextMaterials, TokenStore, passage_tokens, query_tokens
+
+logger = logging.getLogger("contrastile")
 
 Row = dict[str, Any]
 
@@ -35,6 +41,20 @@ KS = (1, 5, 20, 100)
 MEASURES = ("nDCG@10", "MRR@10", "MAP", f"recall@{KS[-1]}")
 PARTS = {"functions": "held-out functions", "packages": "held-out packages", "held_out": "held-out queries"}
 
+
+# questions shown of each part, passages shown to each, letters shown of each passage
+SHOWN, ANSWERS, LETTERS = 8, 4, 2400
+# the shortest word of a question that is marked in a passage, in letters, and longer ones that say nothing
+MARKED = 3
+UNMARKED = re.compile(
+    "about|after|all|also|and|any|are|been|before|but|can|could|did|does|each|for|from|had|has|have|how|into|its|may|"
+    "more|most|not|only|other|our|out|over|should|some|such|than|that|the|their|them|then|there|these|they|this|those|"
+    "through|under|use|using|very|was|were|what|when|where|which|who|why|will|with|would|you|your"
+)
+SENTENCE = (
+    "Random questions and the best of all {:,} passages; words of the question are marked. A tick marks a passage that "
+    "the data list as right, or one with an answer if none is listed; others may be right as well."
+)
 
 # encoded passages that are searched, as `retrieval/index.py` has them: `len`, a passage by its row, and `search`
 Searchable = Any
@@ -237,3 +257,138 @@ def _mask(run: RetrieverRun, materials: TextMaterials, keys: list[int], passages
     """Marks the `keys` that are among each query's `passages`."""
     mask = torch.from_numpy(np.stack([np.isin(keys, materials.same[list(rows)]) for rows in passages])).to(run.device)
     return lambda rows, columns: mask[rows, columns]
+
+
+def evaluate_and_report(
+    folder: RunFolder,
+    run: RetrieverRun,
+    texts: TextSet,
+    passages: TokenStore | Searchable,
+    first_stage: FirstStage | None = None,
+    *,
+    beside: bool = False,
+) -> str:
+    """Evaluate; write evaluation.json, the run files and report.html; the table of results as text.
+
+    passages: the tokens of the texts' own, or an index. first_stage: the candidates that a late retriever scores.
+    beside: keep the folder's results on other texts.
+    """
+    answered = rank_all(run, texts, passages, first_stage)
+    results, match = evaluate(run.recipe, texts, answered), run.recipe.evaluate.match
+    retrieved = [rankings for rankings in answered if rankings.system == "retriever"]
+    # a picture for the first passage of each question alone: it takes an encoding of both
+    picture = partial(alignment, run) if run.recipe.model.kind == "late" else None
+    questions = [question_samples(rankings, texts, match, picture) for rankings in retrieved]
+    page.write_results(folder, results, beside=beside)
+    write_runs(folder, texts, answered)
+    titles = {sample["title"] for sample in questions}
+    stored = page.stored_samples(folder, QUESTIONS) if beside else []
+    shown = [sample for sample in stored if sample["title"] not in titles]
+    write_report(folder, questions=[*shown, *questions], wording=WORDING)
+    return page.table_text(results, WORDING)
+
+
+def write_runs(folder: RunFolder, texts: TextSet, answered: Sequence[Rankings]) -> None:
+    """Write `<part>.<system>.trec` and `<part>.qrels`, the formats of trec_eval."""
+    try:
+        for rankings in answered:
+            with folder.written_whole(f"{rankings.part}.qrels") as path:
+                write_judgements(path, judgements_of(rankings.queries, texts))
+            with folder.written_whole(f"{rankings.part}.{rankings.system}.trec") as path:
+                write_run(path, run_of(rankings, texts), tag=rankings.system)
+    except ValueError as reason:
+        # these formats have no ids with blanks; all other files are complete
+        logger.warning("run files are not written: %s", reason)
+
+
+def _row(row: Mapping[str, Any]) -> list[str]:
+    values = (percent(row["measures"].get(name)) for name in MEASURES)
+    return [*page.counted(row), *(percent(row["recall"].get(str(k))) for k in KS), *values]
+
+
+WORDING = page.Wording(
+    heads=("", "queries", "passages", *(f"@{k}" for k in KS), *MEASURES),
+    row=_row,
+    probes="Right passage first or among five (a sample among its own)",
+    legend="@k: the share of queries with a right passage among the first k. nDCG, MRR, MAP, recall are trec_eval's.",
+    use="""\
+contrastile encode {run}
+contrastile search {run} "a question\"""",
+    unit="queries",
+    parts=PARTS,
+)
+
+
+def question_samples(
+    answered: Rankings, texts: TextSet, match: str, picture: Callable[[str, Passage], Any] | None = None
+) -> dict[str, Any]:
+    """Samples of one part: random questions, the same every time, with their best passages, drawn by `picture`."""
+    chosen = np.random.default_rng(0).permutation(len(answered.queries))[:SHOWN]
+    samples: Samples = []
+    for index in chosen.tolist():
+        query = texts.queries[answered.queries[index]]
+        ranking = answered.ranking(index)
+        right = [is_right(passage, query, texts, match) for passage, _ in ranking]
+        passages: Samples = []
+        for (passage, score), one_right in zip(ranking[:ANSWERS], right, strict=False):
+            pieces, name = marked(passage.text[:LETTERS], query.text), passage.title or passage.id
+            shown = {"name": name, "source": passage.source, "score": score, "pieces": pieces, "right": one_right}
+            if picture is not None and not passages:
+                shown["alignment"] = picture(query.text, passage)
+            passages.append(shown)
+        rank = right.index(True) + 1 if any(right) else 0
+        samples.append({"question": query.text, "found": passages, "place": rank})
+    title = f"What it finds: {PARTS.get(answered.part, answered.part)}"
+    return {"title": title, "sentence": SENTENCE.format(len(answered.passages)), "asks": samples}
+
+
+def is_right(passage: Passage, query: Query, texts: TextSet, match: str) -> bool:
+    """True if a passage is listed as right for a query, or contains an answer if none is listed."""
+    if not query.positives:
+        return has_answer(passage.text, query.answers, match)
+    # by ids, because the rows of an index differ
+    return any(texts.passages[row].id == passage.id for row in query.positives)
+
+
+def marked(text: str, question: str) -> list[tuple[str, bool]]:
+    """`text` in pieces, with a mark on words of the question.
+
+    >>> marked("the minimum_value", "find the minimum")
+    [('the ', False), ('minimum', True), ('_value', False)]
+    """
+    question_words = {word for word in words(question) if len(word) >= MARKED and not UNMARKED.fullmatch(word)}
+    pieces: list[tuple[str, bool]] = []
+    end = 0
+    for match in WORD.finditer(text):
+        if match.group().lower() in question_words:
+            pieces += [(text[end : match.start()], False), (match.group(), True)]
+            end = match.end()
+    return [(piece, mark) for piece, mark in [*pieces, (text[end:], False)] if piece]
+
+
+@torch.no_grad()
+def alignment(run: RetrieverRun, question: str, passage: Passage) -> dict[str, Any] | None:
+    """The matches of a question's own tokens, in the order of the passage; None where the passage has no vector.
+
+    Mask tokens, which the score counts too, are left out.
+    """
+    model: Any = run.model
+    first = torch.zeros(1, dtype=torch.int64)
+    asked = query_tokens([question], run.tokenizer, run.recipe).rows(first)
+    read = passage_tokens([passage], run.tokenizer, run.recipe).rows(first)
+    compared = read["input_ids"][model.compared(**read)].tolist()
+    (query, _), (key, mask) = run.encode_query([question]), run.encode_passage([passage])
+    words = asked["input_ids"][0].tolist()
+    if not words or not compared:
+        return None
+    similar = query[0, : len(words)] @ key[0][mask[0]].T
+    best = similar.max(dim=1)
+    columns = best.indices.unique()
+    shares = (similar[:, columns] / similar.abs().max().clamp(min=1e-9)).clamp(min=0)
+    return {
+        "query": run.tokenizer.tokens(words),
+        "passage": run.tokenizer.tokens([compared[column] for column in columns.tolist()]),
+        "shares": [[round(share, 3) for share in row] for row in shares.tolist()],
+        "best": torch.searchsorted(columns, best.indices).tolist(),
+        "values": [round(value, 3) for value in best.values.tolist()],
+    }

@@ -1,12 +1,11 @@
-"""The training job of retrievers for `train/loop.py`: their data, loss, probe and report; and tests on other texts.
+"""The task of retrievers: their data, loss, probe and report; and tests on other texts.
 
-A step encodes the queries and all passages of the batch once, each side sub-batch by sub-batch, and compares every
-query with every passage.
+A step encodes the queries and all passages of the batch once, and compares every query with every passage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
 from hashlib import sha256
 from importlib.util import find_spec
@@ -21,28 +20,22 @@ from contrastile._errors import invalid
 from contrastile.data.base import Indices
 from contrastile.data.text_files import open_beir, open_questions
 from contrastile.data.texts import TextSet
-from contrastile.gradcache.encode import encode
-from contrastile.gradcache.memory import as_written, bytes_per_example
+from contrastile.gradcache.memory import bytes_per_example
 from contrastile.models.late import LateRetriever
 from contrastile.models.text import load_tokenizer
 from contrastile.scorers import MaxSim
 from contrastile.train.config.losses import RetrieverScores
 from contrastile.train.folder import RunFolder
 from contrastile.train.log import progress
-from contrastile.train.memory import dense_need
-from contrastile.train.metadata import TrainResult, base_metadata, examples_retained
-from contrastile.train.objective import Objective, QueryObjective
-from contrastile.train.planned import planned_memory
+from contrastile.train.objective import QueryObjective, Teacher, open_teacher
 from contrastile.train.ranks import Ranks
-from contrastile.train.report.questions import WORDING, evaluate_and_report
 from contrastile.train.retriever.batches import TextBatch, TextBatchBuilder
 from contrastile.train.retriever.config import RetrieverRecipe
-from contrastile.train.retriever.evaluation import FirstStage, Searchable, probe
+from contrastile.train.retriever.evaluation import WORDING, FirstStage, Searchable, evaluate_and_report, probe
 from contrastile.train.retriever.run import (
     RetrieverRun,
     Side,
     TextMaterials,
-    Tokens,
     TokenStore,
     build_retriever_run,
     load_retriever,
@@ -51,8 +44,8 @@ from contrastile.train.retriever.run import (
     text_stores,
 )
 from contrastile.train.run import choose_device
+from contrastile.train.state import TrainResult
 from contrastile.train.task import Task
-from contrastile.train.teacher import Teacher, open_teacher
 
 
 class RetrieverJob(Task[TextBatch]):
@@ -137,11 +130,29 @@ class RetrieverJob(Task[TextBatch]):
         return self.builder.parts(sampled, self.run.recipe.train.accumulate, ranks.rank, ranks.size)
 
     def loss(self, part: TextBatch) -> Tensor:
-        guides, teacher = None, self.teacher
-        if teacher is not None and part.teacher_tokens is not None:
-            queries, passages = part.teacher_tokens
-            guides = teacher.texts("query", queries), teacher.texts("passage", passages), teacher.scale
-        return retriever_loss(self.run, self._loss, part, self.objective, guides)
+        """The mean over all features and each of the recipe's `dimensions`."""
+        run, model, retain = self.run, self.run.model, self.run.recipe.train.retain
+        inputs: dict[str, Any] = part.inputs(run.device)
+        if self.teacher is not None and part.teacher_tokens is not None:
+            inputs["guides"] = self.teacher.texts(*part.teacher_tokens)
+        with run.autocast():
+            queries = run.encoded("query", part.queries, retain=retain)
+            passages = run.encoded("passage", part.passages, retain=retain)
+            if isinstance(model, LateRetriever):
+                # vectors that do not count would cost as much as others
+                passages = model.compact(passages, **part.passages)
+            losses, queued = [], len(self.objective.queues) > 0
+            for size in (None, *run.recipe.model.dimensions):
+                if queued:
+                    keys, ids = self.objective.queued("passage")
+                    inputs["queue"] = model.comparable(keys, size), ids
+                # the loss makes its products in autocast's type
+                sides = model.comparable(queries, size), model.comparable(passages, size)
+                losses.append(self._loss(*sides, model.logit_scale.exp(), **inputs))
+            if queued:
+                of_all = inputs.get("shared", slice(None))
+                self.objective.keep(inputs["key_ids"][of_all], passage=passages[of_all].float())
+        return torch.stack(losses).mean()
 
     def probe(self) -> dict[str, dict[str, float]]:
         return probe(self.run, self.materials)
@@ -150,29 +161,32 @@ class RetrieverJob(Task[TextBatch]):
         passages = self.materials.passages if self._index is None else self._index
         return evaluate_and_report(folder, self.run, self.materials.texts, passages, self._first_stage)
 
+    @property
+    def skipped(self) -> Mapping[str, int]:
+        return self.materials.texts.skipped
+
+    def activations(self) -> tuple[int, int]:
+        """Measured on texts of median length; a query comes with its passages."""
+        run, materials, sub_batch = self.run, self.materials, self.run.recipe.train.sub_batch
+
+        def measured(side: Side, store: TokenStore) -> int:
+            median, encoder = store.lengths.argsort()[len(store) // 2], getattr(run.model, f"encode_{side}")
+
+            def forward(count: int) -> object:
+                return encoder(**{name: ids.to(run.device) for name, ids in store.rows(median.expand(count)).items()})
+
+            return bytes_per_example(forward, sub_batch.at_once(side, max(int(store.lengths[median]), 1)))
+
+        passages = run.recipe.data.positives + run.recipe.data.negatives
+        total = measured("query", materials.queries) + measured("passage", materials.passages) * passages
+        return total, sub_batch.at_once("query", run.recipe.model.tokenizer.query_length)
+
     def metadata(self, result: TrainResult) -> dict[str, Any]:
-        train, largest = self.run.recipe.train, max(result.largest_batch, 1)
-        at_once = train.sub_batch.at_once("query", self.run.recipe.model.tokenizer.query_length)
-        retained = examples_retained(train.retain, at_once, largest)
-        need = dense_need(activations_per_query(self.run, self.materials), largest, retained)
-        own = {"texts_sha256": self.materials.texts.digest(), "memory": need}
-        return {
-            **self.metadata_so_far(result),
-            **own,
-            "planned_memory": planned_memory(self.run, largest, result.ranks),
-        }
+        return {**super().metadata(result), "texts_sha256": self.materials.texts.digest()}
 
     def metadata_so_far(self, result: TrainResult) -> dict[str, Any]:
-        texts = self.materials.texts
-        return {
-            **base_metadata(self.run, result),
-            "pairs": len(self.rows),
-            "unit": self.unit,
-            "passages": len(texts.passages),
-            "skipped": texts.skipped,
-            "loss": self.run.recipe.loss.kind,
-            "batch": [batch for _, batch in self.run.recipe.train.fitted(len(self.rows)).batch],
-        }
+        own = {"unit": self.unit, "passages": len(self.materials.texts.passages)}
+        return {**super().metadata_so_far(result), **own}
 
 
 def check_scores(recipe: RetrieverRecipe, texts: TextSet) -> None:
@@ -180,60 +194,6 @@ def check_scores(recipe: RetrieverRecipe, texts: TextSet) -> None:
     if isinstance(recipe.loss, RetrieverScores) and not any(query.scores for query in texts.queries):
         rule, source = f'have scores of its passages for loss.kind = "{recipe.loss.kind}"', recipe.data.source
         raise invalid("data.source", rule, f'none in "{source}"', "Write pos_scores and neg_scores there.")
-
-
-def retriever_loss(
-    run: RetrieverRun,
-    loss: Callable[..., Tensor],
-    batch: TextBatch,
-    objective: Objective | None = None,
-    guides: Any = None,
-) -> Tensor:
-    """The loss of a batch of any size, the mean over all features and each of the recipe's `dimensions`.
-
-    objective: that of the loss, with its queue. guides: the features of both sides by another model, and its scale.
-    """
-    model, retain = run.model, run.recipe.train.retain
-
-    def features(side: Side, tokens: Tokens) -> Any:
-        return encode(getattr(model, f"encode_{side}"), tokens, **run.sub_batch(side, tokens), retain=retain)
-
-    with run.autocast():
-        queries, passages = features("query", batch.queries), features("passage", batch.passages)
-        if isinstance(model, LateRetriever):
-            # vectors that do not count would cost as much as others
-            passages = model.compact(passages, **batch.passages)
-        inputs: dict[str, Any] = batch.inputs(run.device) | ({} if guides is None else {"guides": guides})
-        losses = []
-        for size in (None, *run.recipe.model.dimensions):
-            if objective is not None and len(objective.queues):
-                keys, ids = objective.queued("passage")
-                inputs["queue"] = model.comparable(keys, size), ids
-            # the loss makes its products in autocast's type
-            sides = model.comparable(queries, size), model.comparable(passages, size)
-            losses.append(loss(*sides, model.logit_scale.exp(), **inputs))
-        if objective is not None and len(objective.queues):
-            of_all = slice(None) if "shared" not in inputs else inputs["shared"]
-            objective.keep(inputs["key_ids"][of_all], passage=passages[of_all].float())
-    return torch.stack(losses).mean()
-
-
-def activations_per_query(run: RetrieverRun, materials: TextMaterials) -> int:
-    """The bytes that autograd saves for one query and its passages, measured on texts of median length."""
-
-    def activations(side: Side, store: TokenStore) -> int:
-        median = store.lengths.argsort()[len(store) // 2]
-        encoder = getattr(run.model, f"encode_{side}")
-
-        def forward(count: int) -> object:
-            return encoder(**{name: ids.to(run.device) for name, ids in store.rows(median.expand(count)).items()})
-
-        at_once = run.recipe.train.sub_batch.at_once(side, max(int(store.lengths[median]), 1))
-        return bytes_per_example(forward, at_once)
-
-    with run.autocast(), as_written():
-        passages = run.recipe.data.positives + run.recipe.data.negatives
-        return activations("query", materials.queries) + activations("passage", materials.passages) * passages
 
 
 def evaluate_texts(

@@ -1,13 +1,8 @@
-"""A retriever in memory and on disk, and its texts as tokens.
-
-`job.py` builds a `RetrieverRun`, the loop trains and saves its model, and `contrastile.load` returns it; folders have
-the format of `train/run.py`. Texts are tokenised once per run and stored without padding.
-"""
+"""A retriever in memory and on disk, and its texts as tokens, made once per run and stored without padding."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,7 +16,8 @@ from contrastile._errors import invalid
 from contrastile.data.base import Indices, silent
 from contrastile.data.registry import open_texts
 from contrastile.data.texts import Passage, TextSet, text_digest
-from contrastile.evaluate.late import joined, padded_texts
+from contrastile.evaluate.late import joined
+from contrastile.functional import padded_texts
 from contrastile.gradcache.batching import rounded_length
 from contrastile.gradcache.encode import encode
 from contrastile.gradcache.inputs import Ragged
@@ -35,7 +31,7 @@ from contrastile.train.loaded import LoadedRun
 from contrastile.train.log import progress
 from contrastile.train.recipe import load_retriever_recipe
 from contrastile.train.retriever.config import RetrieverRecipe, TextDataSettings
-from contrastile.train.run import autocast, checked_list, checked_towers, choose_device, load_weights, settled
+from contrastile.train.run import checked_list, checked_towers, choose_device, load_weights, ready_tokenizer, settled
 
 Side = Literal["query", "passage"]
 Tokens = dict[str, Tensor]
@@ -128,7 +124,6 @@ def _marker(tokenizer: Tokenizer, recipe: RetrieverRecipe, side: Side) -> int | 
     return marker(tokenizer, recipe.model, side) if recipe.model.kind == "late" else None
 
 
-@dataclass(frozen=True, repr=False)
 class RetrieverRun(LoadedRun):
     """The encoders of a run with their recipe and tokenizer.
 
@@ -139,16 +134,11 @@ class RetrieverRun(LoadedRun):
 
     recipe: RetrieverRecipe
     model: Retriever
-    tokenizer: Tokenizer
-    device: torch.device
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The precision of the run's encoders."""
-        return autocast(self.device, self.recipe.train.precision)
-
-    def sub_batch(self, side: Side, tokens: Tokens) -> dict[str, Any]:
-        """The sub-batch arguments of `encode` for these texts."""
-        return self.recipe.train.sub_batch.words(side, tokens["input_ids"].shape[1])
+    def encoded(self, side: Side, tokens: Tokens, **words: Any) -> Any:
+        """The encoder's features of these texts, sub-batch by sub-batch; `words`: further ones of `encode`."""
+        words |= self.recipe.train.sub_batch.words(side, tokens["input_ids"].shape[1])
+        return encode(getattr(self.model, f"encode_{side}"), tokens, **words)
 
     def encode_query(self, texts: Sequence[str], *, dimensions: int | None = None) -> Any:
         """Features `[n, D]`, float32, of questions; the first `dimensions` features where that is given."""
@@ -180,15 +170,14 @@ class RetrieverRun(LoadedRun):
         if len(store) == 0:
             nothing = torch.empty(0, dimensions or (self.model.features if late else 0), device=self.device)
             return Ragged(nothing, []) if late else nothing
-        encoder = getattr(self.model, f"encode_{side}")
         order = store.lengths.argsort(descending=True, stable=True)
         parts: list[Any] = []
         with evaluating(self.model), (progress if title else silent)(len(store), title or "", "texts") as bar:
             for rows in order.split(CHUNK):
                 tokens = store.rows(rows)
                 with self.autocast():
-                    features = encode(encoder, tokens, **self.sub_batch(side, tokens))
-                features = self.model.comparable(features, dimensions)
+                    encoded = self.encoded(side, tokens)
+                features = self.model.comparable(encoded, dimensions)
                 parts.append(Ragged.of(features[0].to(dtype), features[1]) if late else features.to(dtype))
                 bar.update(len(rows))
         if late:
@@ -252,8 +241,7 @@ def open_text_materials(recipe: RetrieverRecipe, tokenizer: Tokenizer | None = N
     """Read and tokenise the texts of a recipe; without a `tokenizer`, load the recipe's or train one on the texts."""
     data, settings = recipe.data, recipe.model.tokenizer
     texts = open_run_texts(recipe)
-    if tokenizer is None and settings.folder is not None:
-        tokenizer = load_tokenizer(Path(settings.folder), length=settings.length)
+    tokenizer = tokenizer or ready_tokenizer(settings)
     if tokenizer is None:
         corpus = training_texts(texts, data)
         sizes: dict[str, Any] = settings.model_dump(include={"kind", "size", "length"})
