@@ -89,7 +89,7 @@ def encode(
             nothing.
         sub_batch: examples encoded at once; the last sub-batch may be shorter, on which a compiled encoder runs
             uncompiled. "auto": as many as fit into memory, measured at the first call for an encoder and remembered,
-            and halved if memory ends after all. Ranks that a wrapper joins take the smallest size of any.
+            and halved if memory runs out later. Ranks that a wrapper joins take the smallest size of any.
         sub_batch_tokens: tokens encoded at once, padding included, for a mapping with an `attention_mask` [batch,
             length], which is 0 at padding. Texts are sorted by length, so that short ones share a sub-batch, and
             trimmed to the longest of their sub-batch, in every tensor whose second axis is as long as the mask's. A
