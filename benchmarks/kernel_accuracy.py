@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from contrastile.bench.gate import SCALE, SUBJECTS, Distance, double, step
+from contrastile.bench.gate import SCALE, Distance, double, step
+from contrastile.bench.subjects import SUBJECTS
 from contrastile.tiles.triton.forward import products
 from contrastile.tiles.triton.launch import operand
 from contrastile.tiles.triton.plan import products_of, shape_for

@@ -1,13 +1,13 @@
 """Images per second from tar shards, by processes and by threads; and the share of a training step spent waiting.
 
-    python benchmarks/loading.py [--pictures 2000] [--workers 1 2 4 8] [--seconds 40] [--batch 1024] [--folder FOLDER]
+    python benchmarks/loading.py [--folder FOLDER]
 
 The shards hold JPEGs of 256 to 500 pixels a side, smooth shapes under a little noise, 30 to 60 kB each. They are read
 through `data/collection.py` and cropped at random to 224 pixels; a rate is the images over the seconds of the clock.
 
-On a GPU a CLIP ViT-B/16 in bf16, with every activation kept, is then trained on the shards for `--seconds`. `waiting`
-is the share of the steps' time, without the first few, before the batch is there. `without data` is the rate of the
-same step on a resident batch, while nothing else happens.
+On a GPU a CLIP ViT-B/16 in bf16, with every activation kept, is then trained on the shards. `waiting` is the share of
+the steps' time, without the first few, before the batch is there. `without data` is the rate of the same step on a
+resident batch, while nothing else happens.
 """
 
 from __future__ import annotations
@@ -36,36 +36,27 @@ from contrastile.train.optim import build_optimizer
 from contrastile.train.ranks import ALONE
 from contrastile.train.recipe import load_recipe
 
-SHARD = 250
+# pictures, those of a shard, and numbers of workers
+PICTURES, SHARD, WORKERS = 2000, 250, (1, 2, 4, 8, 12, 16)
 WORDS = ("red", "blue", "round", "long", "old", "small", "house", "river", "bird", "stone", "cloud", "field")
 # seconds per rate
 SECONDS = 2.0
 # steps before the clocks of a GPU and its allocator are steady
 WARMUP = 5
-# a CLIP ViT-B/16 in plain steps; {source}, {cache}, {minutes} and {batch} are filled in
-RECIPE = """
-data = {{ source = "{source}", image_size = 224, channels = 3, held_out = 0.002, cache = "{cache}" }}
-evaluate = {{ every = 1.0, probe = 1 }}
+# of the training: pairs of a plain step, and seconds
+BATCH, TRAINING = 1024, 40.0
+RECIPE = "recipes/clip-vit-l-14.toml"
 
-[model]
-tokenizer = {{ size = 1000, length = 77 }}
 
-[model.both]
-mean = [0.4815, 0.4578, 0.4082]
-std = [0.2686, 0.2613, 0.2758]
-
-# the other sizes of transformers' CLIP are those of ViT-B
-[model.both.config]
-model_type = "clip"
-vision_config = {{ patch_size = 16 }}
-
-[train]
-examples = 100_000_000
-minutes = {minutes}
-batch = {batch}
-sub_batch = {batch}
-precision = "bf16"
-"""
+def training_words(source: str, cache: Path) -> list[str]:
+    """The overrides of the recipe that train a CLIP ViT-B/16 in plain steps."""
+    sizes = "projection_dim=512, vision_config={patch_size=16}"
+    return [
+        f"data.source={source}", f"data.cache={cache}", "data.held_out=0.002", "data.augment=false",
+        f"model.both={{mean=[0.5], std=[0.5], config={{model_type='clip', {sizes}}}}}",
+        "model.tokenizer={size=1000, length=77}", "optim={kind='adamw'}", "evaluate={every=1.0, probe=1}",
+        f"train={{examples=100_000_000, minutes={TRAINING / 60}, batch={BATCH}, sub_batch={BATCH}, precision='bf16'}}",
+    ]  # fmt: skip
 
 
 def write_shards(folder: Path, pictures: int) -> str:
@@ -108,9 +99,9 @@ def rate(stream: Stream, workers: int, batch: int, *, apart: bool) -> float:
     return count / seconds
 
 
-def waiting(path: Path, folder: Path) -> None:
+def waiting(words: list[str], folder: Path) -> None:
     """Train on the shards; print the share of the steps' time that was waiting, and the rate on a resident batch."""
-    main_command(["train", str(path), "--runs", str(folder / "runs")])
+    main_command(["train", RECIPE, *words, "--runs", str(folder / "runs")])
     lines = read_metrics(next((folder / "runs").glob("*/metrics.jsonl")))
     steps = [line for line in lines if line["kind"] == "step"][WARMUP:]
     waits = [line["seconds"] * line["shares"].get("data", 0.0) for line in steps]
@@ -118,7 +109,7 @@ def waiting(path: Path, folder: Path) -> None:
     share, pairs = sum(waits) / total, size * len(steps) / total
     print(f"{len(steps)} steps of {size}: {pairs:,.0f} pairs/s, waiting {share:.1%} (longest {max(waits):.3f} s)")
 
-    job = ImageText.open(load_recipe(path))
+    job = ImageText.open(load_recipe(RECIPE, words))
     optimizer = build_optimizer(job.run.model, job.run.recipe.optim)
     resident = job.parts(torch.from_numpy(job.rows[:size]), 0, ALONE)
     job.close()
@@ -127,28 +118,22 @@ def waiting(path: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pictures", type=int, default=2000)
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8, 12, 16])
-    parser.add_argument("--batch", type=int, default=1024)
-    parser.add_argument("--seconds", type=float, default=40.0)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", help="folder for the shards, which stay there (default: a temporary folder)")
-    options = parser.parse_args()
+    given = parser.parse_args().folder
     with TemporaryDirectory() as temporary:
-        folder = Path(options.folder or temporary)
+        folder = Path(given or temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        source, cache = write_shards(folder, options.pictures), folder / "cache"
-        size = sum(path.stat().st_size for path in folder.glob("*.tar")) / options.pictures
-        print(f"{options.pictures:,} pictures of {size / 1000:.0f} kB, {cores()} cores, torch {torch.__version__}")
+        source, cache = write_shards(folder, PICTURES), folder / "cache"
+        size = sum(path.stat().st_size for path in folder.glob("*.tar")) / PICTURES
+        print(f"{PICTURES:,} pictures of {size / 1000:.0f} kB, {cores()} cores, torch {torch.__version__}")
         stream = open_pairs(source, image_size=224, channels=3, held_out=0.002, cache=cache).stream
-        workers = [number for number in options.workers if number <= cores()]
+        workers = [number for number in WORKERS if number <= cores()]
         for number, (apart, kind) in product(workers, ((True, "processes"), (False, "threads"))):
             images = rate(stream, number, 256, apart=apart)
             print(f"{number:3} {kind:9}: {images:8,.0f} pictures/s, {images / number:6,.0f} each")
         if torch.cuda.is_available():
-            path, minutes = folder / "loading.toml", options.seconds / 60
-            path.write_text(RECIPE.format(source=source, cache=cache, batch=options.batch, minutes=minutes))
-            waiting(path, folder)
+            waiting(training_words(source, cache), folder)
 
 
 if __name__ == "__main__":

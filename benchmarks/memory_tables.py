@@ -14,23 +14,22 @@ import argparse
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from papers import B_16, CLIP, OPENCLIP, RECIPE, TINY_CLIP, K
+from papers import B_16, RECIPE, TINY_CLIP, K, dense_bytes, dense_peak
 from torch import Tensor, nn
 
 from contrastile import ClipLoss, encode
 from contrastile.bench.harness import Machine, Report, Row, Table, reporting
 from contrastile.bench.loss import OURS
 from contrastile.bench.memory import SCALE, clip, one_rank_of
-from contrastile.planner.memory import CONTEXT, StepMemory
+from contrastile.planner.memory import CONTEXT
 from contrastile.planner.plan import Plan
 from contrastile.planner.profile import target
 from contrastile.train.memory import PeakMemory
@@ -190,21 +189,9 @@ def peak_of(card: Card, one: Plan, batch: int) -> int:
     step = one.at(batch).step
     if card.impl == OURS:
         return step.peak().bytes
-    return max(moment.bytes - _tiles(moment.parts) + added for moment, added in _dense(card, step, batch))
-
-
-def _tiles(parts: dict[str, int]) -> int:
-    return sum(parts.get(name, 0) for name in ("loss", "exchange"))
-
-
-def _dense(card: Card, step: StepMemory, batch: int) -> Iterator[tuple[Any, int]]:
-    """The moments of a step, with the bytes of a dense loss in that of the loss."""
-    rows, D = step.loss.rows, step.loss.dimensions
-    pairs = CLIP * batch**2 if card.impl == "CLIP" else OPENCLIP * rows * batch
     # gathered features of both sides in float32, and of OpenCLIP their gradients
-    gathered = 2 * 4 * batch * D * (1 if card.impl == "CLIP" else 2)
-    for moment in step.moments():
-        yield moment, int(pairs) + gathered if moment.name == "loss" else 0
+    gathered = 2 * 4 * batch * step.loss.dimensions * (1 if card.impl == "CLIP" else 2)
+    return dense_peak(step, dense_bytes(card.impl, step) + gathered)
 
 
 def main() -> None:

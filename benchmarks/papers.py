@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import sqrt
 
+from contrastile.planner.memory import StepMemory
 from contrastile.planner.plan import Plan
 from contrastile.train.plan import plan
 
@@ -58,6 +59,21 @@ def planned(model: str, ranks: int) -> Plan:
     return plan(RECIPE, *COMMON, *MODELS[model], gpus=f"{nodes}8xA800-80GB", batch=32 * K)
 
 
+def dense_bytes(impl: str, step: StepMemory) -> int:
+    """The bytes that the loss of a baseline took in measured rows, of one rank."""
+    rows, batch = step.loss.rows, step.loss.rows * step.loss.ranks
+    return int(CLIP * batch**2 if impl == "CLIP" else OPENCLIP * rows * batch)
+
+
+def dense_peak(step: StepMemory, loss_bytes: int) -> int:
+    """The peak of a step whose loss takes these bytes; everything else of its moments stays."""
+    peaks = []
+    for moment in step.moments():
+        others = moment.bytes - sum(moment.parts.get(name, 0) for name in ("loss", "exchange"))
+        peaks.append(others + loss_bytes if moment.name == "loss" else others)
+    return max(peaks)
+
+
 def gb(count: float) -> str:
     return f"{count / 2**30:.2f}"
 
@@ -70,19 +86,13 @@ def table_1(plans: dict[int, Plan]) -> Iterator[str]:
             yield (
                 f"| {ranks} | {name}, paper | " + " | ".join(cells.get(k, "") for k in (32, 64, 128, 256, 1024)) + " |"
             )
-        for name, each in (("CLIP", CLIP * ranks), ("OpenCLIP", OPENCLIP), ("ours", 0.0)):
+        for name in ("CLIP", "OpenCLIP", "ours"):
             cells = []
             for k in (32, 64, 128, 256, 1024):
                 step = plans[ranks].at(k * K).step
                 step = replace(step, loss=replace(step.loss, exchange="ring"))
-                loss, peak = step.loss.peak, step.peak().bytes
-                if each:
-                    # everything else of the loss's moment stays
-                    loss_moment = next(moment for moment in step.moments() if moment.name == "loss")
-                    rest = loss_moment.bytes - sum(loss_moment.parts.get(key, 0) for key in ("loss", "exchange"))
-                    loss = int(each * step.loss.rows * k * K)
-                    backbone = max(one.bytes for one in step.moments() if one.name != "loss")
-                    peak = max(backbone, rest + loss)
+                loss = step.loss.peak if name == "ours" else dense_bytes(name, step)
+                peak = step.peak().bytes if name == "ours" else dense_peak(step, loss)
                 fits = peak <= plans[ranks].allowed
                 cells.append(f"{gb(loss)} ({gb(peak)})" if fits else f"{gb(loss)} (does not fit)")
             yield f"| {ranks} | {name}, planned | " + " | ".join(cells) + " |"

@@ -9,10 +9,11 @@ import torch
 from contrastile import ClipLoss
 from contrastile.bench import gate as bench_gate
 from contrastile.bench import loss as bench_loss
-from contrastile.bench.gate import SUBJECTS, Gate, Sample, problem
+from contrastile.bench.gate import Gate, Sample, problem
 from contrastile.bench.harness import COLUMNS, Machine, Report, Timing, read_rows, results_file
 from contrastile.bench.loss import LossBench, Result, suite
 from contrastile.bench.peers import DENSE, Case, Contestant
+from contrastile.bench.subjects import SUBJECTS, guides
 from contrastile.losses.reference import dense_clip
 
 CPU = torch.device("cpu")
@@ -257,6 +258,6 @@ def test_a_problem_is_the_same_wherever_its_features_are(on_host, monkeypatch):
 @pytest.mark.parametrize("d", [512, 768, 1024])
 def test_the_guide_of_a_case_is_the_same_in_every_type(d):
     leaves = problem(Case("gist", 64, d, "bfloat16"), CPU)[:2]
-    found, true = (bench_gate._further_gist(*sides) for sides in (leaves, bench_gate.double(leaves)))
+    found, true = (guides(*sides) for sides in (leaves, bench_gate.double(leaves)))
     assert all(torch.equal(found[name].double(), true[name]) for name in true)
     assert 0.5 < float(true["guide_query"].abs().mean()) < 0.8

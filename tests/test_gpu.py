@@ -20,9 +20,10 @@ from torch import Tensor, nn
 pytest.importorskip("triton")
 
 from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, contrast, encode
-from contrastile.bench.gate import SUBJECTS, Gate, Sample, problem
+from contrastile.bench.gate import Gate, Sample, problem
 from contrastile.bench.loss import float32_products
 from contrastile.bench.peers import Case
+from contrastile.bench.subjects import SUBJECTS
 from contrastile.bench.towers import Pairs, Towers
 from contrastile.bench.ways import Task, cached
 from contrastile.engine import arguments as checks

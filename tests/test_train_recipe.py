@@ -203,9 +203,8 @@ def test_a_recipe_reads_back_where_its_files_are_gone(recipe_file, tmp_path):
 
 
 def test_the_recipe_of_the_loading_benchmark_is_valid(tmp_path):
-    source = Path(__file__).parent.parent / "benchmarks" / "loading.py"
-    recipe = runpy.run_path(str(source))["RECIPE"]
+    loading = runpy.run_path(str(Path(__file__).parent.parent / "benchmarks" / "loading.py"))
     (tmp_path / "a.tar").touch()
-    path = tmp_path / "loading.toml"
-    path.write_text(recipe.format(source=tmp_path / "a.tar", cache=tmp_path, batch=64, minutes=1.0))
-    assert load_recipe(path).train.batch == ((0.0, 64),)
+    recipe = load_recipe(loading["RECIPE"], loading["training_words"](tmp_path / "a.tar", tmp_path))
+    assert recipe.train.batch == ((0.0, 1024),)
+    assert recipe.model.both.config["vision_config"] == {"patch_size": 16}

@@ -7,32 +7,18 @@ with all the weight on a few rows and columns, for which the truth is cheap.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from contrastile.bench import subjects as sub
 from contrastile.bench.peers import Case, Loss
-from contrastile.losses.reference import (
-    dense_clip,
-    dense_decoupled,
-    dense_distilled,
-    dense_sigmoid,
-    dense_softmax,
-    mises_fisher_weights,
-)
-from contrastile.modules import ClipLoss, DCLLoss, DistillClipLoss, GISTLoss, InfoNCELoss, SigLipLoss
+from contrastile.bench.subjects import SUBJECTS
 
 SCALE = 100.0
-# of dclw, of hardness, and of a teacher
-SIGMA, HARDNESS, TEACHER_SCALE, TEACHER_WEIGHT = 0.5, sub.HARDNESS, 50.0, 0.5
-# every so many features of a key's guide are those of its query's
-SHARED = 8
 # rows on which whole results are compared with float64
 GATE_ROWS = {"cuda": 10048}
 GATE_ROWS_ELSEWHERE = 1000
@@ -47,176 +33,6 @@ ROUNDINGS = 2.0**-20
 CHUNK, DRAWN = 2**27, 2**16
 # rows and columns that have all the weight at a case's own size
 SAMPLE_ROWS = 32
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A loss: its reference, contrastile's module, and the operations per b^2 d that it needs.
-
-    A softmax needs its logits twice, before and after the normaliser is known, and two products for the gradients; a
-    sigmoid needs its logits once. sampled: the reference for weights on a few rows and, if symmetric, their columns.
-    summed: how many times the loss is the sum that is rounded.
-    """
-
-    reference: Loss
-    sampled: Callable[..., Tensor]
-    module: Callable[..., torch.nn.Module]
-    operations: int
-    bias: float | None = None
-    summed: float = 1.0
-
-
-def _some_rows(loss: Loss, some: Tensor, q: Tensor, k: Tensor, *scalars: Tensor) -> Tensor:
-    """The mean loss of a few rows over all columns."""
-    positive = some[:, None] == torch.arange(len(k), device=k.device)
-    return loss(q[some], k, *scalars, positive=positive)
-
-
-def _some_clip(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    return (_some_rows(dense_softmax, some, q, k, scale) + _some_rows(dense_softmax, some, k, q, scale)) / 2
-
-
-def _some_dclw(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    """Both directions of a few rows; their weights depend on all."""
-    weighted = partial(dense_decoupled, of_positives=mises_fisher_weights(q, k, SIGMA)[some])
-    return (_some_rows(weighted, some, q, k, scale) + _some_rows(weighted, some, k, q, scale)) / 2
-
-
-def _some_dcl(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    return (_some_rows(dense_decoupled, some, q, k, scale) + _some_rows(dense_decoupled, some, k, q, scale)) / 2
-
-
-def _dense_dclw(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    return dense_decoupled(q, k, scale, symmetric=True, of_positives=mises_fisher_weights(q, k, SIGMA))
-
-
-class _With(torch.nn.Module):
-    """A loss with further inputs, which are made of the features at the first call with them."""
-
-    def __init__(
-        self, loss: Callable[..., torch.nn.Module], further: Callable[..., dict[str, Any]], **how: Any
-    ) -> None:
-        super().__init__()
-        self.loss, self.further = loss(**how), further
-        self._of: tuple[Tensor, ...] = ()
-        self._made: dict[str, Any] = {}
-
-    def forward(self, q: Tensor, k: Tensor, *numbers: Tensor, **others: Any) -> Tensor:
-        if not self._of or self._of[0] is not q or self._of[1] is not k:
-            self._of, self._made = (q, k), self.further(q, k)
-        value: Tensor = self.loss(q, k, *numbers, **self._made, **others)
-        return value
-
-
-def _guide(x: Tensor) -> Tensor:
-    """Features of a guide: −1, 0 and 1, whose similarities are exact in every type.
-
-    Zero up to a power of two near half of a feature's size: a product with the size would be rounded across another
-    bound in 16 bits, and not in float64.
-    """
-    bound = 2.0 ** round(math.log2(0.5 / x.shape[1] ** 0.5))
-    return x.detach().sign() * (x.detach().abs() > bound)
-
-
-def _guide_key(q: Tensor, k: Tensor) -> Tensor:
-    """Features by which most keys are less similar to a query than its own."""
-    return torch.where(torch.arange(k.shape[1], device=k.device) % SHARED == 0, _guide(q), _guide(k))
-
-
-def _teachers(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Features of a teacher, which are exact in every type: those of the student, of one side in another order."""
-    return q.detach(), k.detach().roll(1, 1)
-
-
-def _some_gist(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    guide = _guide(q)[some].float() @ _guide_key(q, k).float().T
-    positive = some[:, None] == torch.arange(len(k), device=k.device)
-    false = (guide > guide.masked_fill(~positive, torch.inf).amin(1, keepdim=True)) & ~positive
-    return dense_softmax(q[some], k, scale, positive=positive, excluded=false)
-
-
-def _dense_distill(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    image, text = _teachers(q, k)
-    teacher = TEACHER_SCALE * image @ text.T
-    ways = ((q, k, teacher), (k, q, teacher.T))
-    return sum(dense_distilled(a, b, scale, t, TEACHER_WEIGHT) for a, b, t in ways) / 2  # type: ignore[return-value]
-
-
-def _some_distill(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    losses = []
-    image, text = _teachers(q, k)
-    for a, b, of_a, of_b in ((q, k, image, text), (k, q, text, image)):
-        teacher = TEACHER_SCALE * of_a[some] @ of_b.T
-        positive = some[:, None] == torch.arange(len(b), device=b.device)
-        losses.append(dense_distilled(a[some], b, scale, teacher, TEACHER_WEIGHT, positive=positive))
-    return (losses[0] + losses[1]) / 2
-
-
-def _some_own(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    x = torch.cat([q[some] @ k.T, (sub.own(k)[some] @ q[some][..., None])[..., 0]], 1)
-    return F.cross_entropy(scale * x, some)
-
-
-def _further_gist(q: Tensor, k: Tensor) -> dict[str, Any]:
-    return {"guide_query": _guide(q), "guide_key": _guide_key(q, k)}
-
-
-def _further_distill(q: Tensor, k: Tensor) -> dict[str, Any]:
-    image, text = _teachers(q, k)
-    return {"dist_image_features": image, "dist_text_features": text, "dist_logit_scale": TEACHER_SCALE}
-
-
-def _further_own(q: Tensor, k: Tensor) -> dict[str, Any]:
-    del q
-    return {"negatives": sub.own(k)}
-
-
-def _labelled(
-    rows: Callable[..., Tensor], module: Callable[..., torch.nn.Module], operations: int, bias: float | None = None
-) -> Subject:
-    """Positives by label."""
-    labelled = partial(_With, module, lambda q, _: {"labels": sub.labels_of(q)})
-    return Subject(sub.over_all(rows), rows, labelled, operations, bias)
-
-
-def _views(form: str) -> Subject:
-    """A matrix of twice the rows and columns."""
-    rows = partial(sub.some_views, form)
-    return Subject(sub.over_all(rows), rows, partial(sub.Views, form), 32)
-
-
-def _scored(kind: str) -> Subject:
-    """Lists, whose products are not those of b² pairs: no rate."""
-    rows = partial(sub.some_scores, kind)
-    return Subject(sub.over_all(rows), rows, partial(sub.Listed, kind), 0)
-
-
-_distill = partial(DistillClipLoss, weight=TEACHER_WEIGHT)
-_dense_hardness = partial(dense_softmax, hardness=HARDNESS)
-_hardness = partial(InfoNCELoss, hardness_mode="all_negatives", hardness_strength=HARDNESS)
-SUBJECTS = {
-    "clip": Subject(dense_clip, _some_clip, ClipLoss, 8),
-    "siglip": Subject(dense_sigmoid, partial(_some_rows, dense_sigmoid), SigLipLoss, 6, bias=-10.0),
-    "infonce": Subject(dense_softmax, partial(_some_rows, dense_softmax), InfoNCELoss, 8),
-    "dcl": Subject(partial(dense_decoupled, symmetric=True), _some_dcl, DCLLoss, 8),
-    "dclw": Subject(_dense_dclw, _some_dclw, partial(DCLLoss, sigma=SIGMA), 8),
-    "gist": Subject(sub.over_all(_some_gist), _some_gist, partial(_With, GISTLoss, _further_gist), 12),
-    "distill": Subject(_dense_distill, _some_distill, partial(_With, _distill, _further_distill), 12),
-    "own": Subject(sub.over_all(_some_own), _some_own, partial(_With, InfoNCELoss, _further_own), 8),
-    "hardness_own": Subject(
-        sub.over_all(sub.some_hardness_own), sub.some_hardness_own, partial(_With, sub.hardness_own, _further_own), 8
-    ),
-    "queue": Subject(sub.over_all(sub.some_queue), sub.some_queue, partial(_With, InfoNCELoss, sub.queued), 16),
-    "clip_labels": _labelled(sub.some_clip_labels, ClipLoss, 8),
-    "siglip_labels": _labelled(sub.some_siglip_labels, SigLipLoss, 6, -10.0),
-    # a tile's sum has every positive at full weight, before the share that balance takes is subtracted
-    "siglip_balanced": replace(
-        _labelled(sub.some_siglip_balanced, partial(SigLipLoss, balanced=True), 6, -10.0), summed=sub.OF_A_LABEL
-    ),
-    **{name: _views(form) for name, form in (("supcon", "out"), ("supcon_in", "in"))},
-    **{kind: _scored(kind) for kind in ("kl", "margin_mse")},
-    "hardness": Subject(_dense_hardness, partial(_some_rows, _dense_hardness), _hardness, 8),
-}
 
 
 def problem(case: Case, device: torch.device, *, on_host: bool = False) -> list[Tensor]:

@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from contrastile.bench.gate import SAMPLE_ROWS, SUBJECTS, Distance, Gate, Sample, gate_rows, placed, problem, step
+from contrastile.bench.gate import SAMPLE_ROWS, Distance, Gate, Sample, gate_rows, placed, problem, step
 from contrastile.bench.harness import Machine, Report, Row, Step, Table, Timing, World, sentence_of
 from contrastile.bench.peers import ANY_NUMBER, DENSE, PEERS, Case, Contestant, rank_peers
+from contrastile.bench.subjects import SUBJECTS
 from contrastile.distributed import collectives
 from contrastile.train.memory import PeakMemory
 from contrastile.train.provenance import provenance

@@ -1,12 +1,14 @@
-"""Losses of `bench loss` whose inputs are more than two sides: modules that make these inputs, and plain formulas.
+"""The losses of `bench loss` by name: a plain formula, contrastile's module, and the operations that each needs.
 
-Under `gate.py`, which compares them. The inputs follow from the features or from the row alone, so that both sides of a
-comparison have the same. A formula `some_...` is the mean loss of a few rows, those `some` [n] of b.
+Under `gate.py`, which compares the two. Inputs beside two sides, such as labels or a guide, follow from the features or
+from the row alone, so that both have the same. A formula is the mean loss of a few rows, those `some` [n] of b.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,19 +16,62 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from contrastile.bench.peers import Loss
 from contrastile.functional import contrast
-from contrastile.losses.reference import dense_sigmoid, dense_softmax
-from contrastile.modules import InfoNCELoss, ScoreDistillLoss, SupConLoss
+from contrastile.losses.reference import (
+    dense_clip,
+    dense_decoupled,
+    dense_distilled,
+    dense_sigmoid,
+    dense_softmax,
+    mises_fisher_weights,
+)
+from contrastile.modules import (
+    ClipLoss,
+    DCLLoss,
+    DistillClipLoss,
+    GISTLoss,
+    InfoNCELoss,
+    ScoreDistillLoss,
+    SigLipLoss,
+    SupConLoss,
+)
 
-# examples of a label, negatives of each query, and the strength of hardness
-OF_A_LABEL, OWN, HARDNESS = 4, 8, 5.0
+# of dclw, of hardness, and of a teacher
+SIGMA, HARDNESS, TEACHER_SCALE, TEACHER_WEIGHT = 0.5, 5.0, 50.0, 0.5
+# every so many features of a key's guide are those of its query's
+SHARED = 8
+# examples of a label, and negatives of each query
+OF_A_LABEL, OWN = 4, 8
 
 Some = Callable[..., Tensor]
+Module = Callable[..., nn.Module]
 
 
-def over_all(some_rows: Some) -> Some:
-    """The formula of all rows."""
-    return lambda q, *others: some_rows(torch.arange(len(q), device=q.device), q, *others)
+@dataclass(frozen=True)
+class Subject:
+    """A loss: the formula of a few rows and, if symmetric, their columns, contrastile's module, and its operations.
+
+    operations: per b² d. A softmax needs its logits twice, before and after the normaliser is known, and two products
+    for the gradients; a sigmoid needs its logits once; lists have no rate. summed: how many times the loss is the sum
+    that is rounded. dense: the plain formula of all rows, where another one is usual.
+    """
+
+    sampled: Some
+    module: Module
+    operations: int
+    bias: float | None = None
+    summed: float = 1.0
+    dense: Loss | None = None
+
+    @property
+    def reference(self) -> Loss:
+        """The plain formula of all rows."""
+        return self.dense or (lambda q, *others: self.sampled(torch.arange(len(q), device=q.device), q, *others))
+
+
+def _own_key(some: Tensor, x: Tensor) -> Tensor:
+    return some[:, None] == torch.arange(len(x), device=x.device)
 
 
 def labels_of(x: Tensor) -> Tensor:
@@ -38,28 +83,107 @@ def _same_label(some: Tensor, x: Tensor) -> Tensor:
     return labels_of(x)[some][:, None] == labels_of(x)
 
 
-def some_clip_labels(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    """Both directions of the softmax loss, with positives by label."""
-    positive = _same_label(some, q)
-    return (
-        dense_softmax(q[some], k, scale, positive=positive) + dense_softmax(k[some], q, scale, positive=positive)
-    ) / 2
+def _rows(loss: Loss, positives: Callable[[Tensor, Tensor], Tensor] = _own_key) -> Some:
+    """The formula of a few rows, whose positives `positives` marks."""
+    return lambda some, q, k, *scalars: loss(q[some], k, *scalars, positive=positives(some, k))
 
 
-def some_siglip_labels(some: Tensor, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    """The sigmoid loss with positives by label."""
-    return dense_sigmoid(q[some], k, scale, bias, positive=_same_label(some, q))
+def _both_ways(rows: Some) -> Some:
+    """The mean of a few rows and of their columns."""
+    return lambda some, q, k, *scalars: (rows(some, q, k, *scalars) + rows(some, k, q, *scalars)) / 2
 
 
-def some_siglip_balanced(some: Tensor, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    """The same, the positives of each example of one weight together."""
+def _weighted(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+    """The decoupled loss with weights of the positives, which depend on all rows."""
+    weighted = partial(dense_decoupled, of_positives=mises_fisher_weights(q, k, SIGMA)[some])
+    return _rows(weighted)(some, q, k, scale)
+
+
+class _With(nn.Module):
+    """A loss with further inputs, which are made of the features at the first call with them."""
+
+    def __init__(self, loss: Module, further: Callable[[Tensor, Tensor], dict[str, Any]], **how: Any) -> None:
+        super().__init__()
+        self.loss, self.further = loss(**how), further
+        self._of: tuple[Tensor, ...] = ()
+        self._made: dict[str, Any] = {}
+
+    def forward(self, q: Tensor, k: Tensor, *numbers: Tensor, **others: Any) -> Tensor:
+        if not self._of or self._of[0] is not q or self._of[1] is not k:
+            self._of, self._made = (q, k), self.further(q, k)
+        value: Tensor = self.loss(q, k, *numbers, **self._made, **others)
+        return value
+
+
+def guides(q: Tensor, k: Tensor) -> dict[str, Tensor]:
+    """Features of a guide, by which most keys are less similar to a query than its own."""
+    shared = torch.arange(k.shape[1], device=k.device) % SHARED == 0
+    return {"guide_query": _guide(q), "guide_key": torch.where(shared, _guide(q), _guide(k))}
+
+
+def _guide(x: Tensor) -> Tensor:
+    """Features of −1, 0 and 1, whose similarities are exact in every type.
+
+    Zero up to a power of two near half of a feature's size: a product with the size would be rounded across another
+    bound in 16 bits, and not in float64.
+    """
+    bound = 2.0 ** round(math.log2(0.5 / x.shape[1] ** 0.5))
+    return x.detach().sign() * (x.detach().abs() > bound)
+
+
+def _some_gist(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+    query, key = guides(q, k).values()
+    guide, positive = query[some].float() @ key.float().T, _own_key(some, k)
+    false = (guide > guide.masked_fill(~positive, torch.inf).amin(1, keepdim=True)) & ~positive
+    return dense_softmax(q[some], k, scale, positive=positive, excluded=false)
+
+
+def _teachers(q: Tensor, k: Tensor) -> dict[str, Any]:
+    """Features of a teacher, which are exact in every type: those of the student, of one side in another order."""
+    teachers = {"dist_image_features": q.detach(), "dist_text_features": k.detach().roll(1, 1)}
+    return {**teachers, "dist_logit_scale": TEACHER_SCALE}
+
+
+def _some_distill(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+    image, text, _ = _teachers(q, k).values()
+    losses = []
+    for a, b, of_a, of_b in ((q, k, image, text), (k, q, text, image)):
+        teacher = TEACHER_SCALE * of_a[some] @ of_b.T
+        losses.append(dense_distilled(a[some], b, scale, teacher, TEACHER_WEIGHT, positive=_own_key(some, b)))
+    return (losses[0] + losses[1]) / 2
+
+
+def _negatives(k: Tensor) -> Tensor:
+    """Negatives of each query [b, H, d]: the keys that follow its own."""
+    return torch.stack([k.roll(-shift, 0) for shift in range(1, OWN + 1)], 1)
+
+
+def _some_own(hardness: float, some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+    """Keys of the batch, and negatives of each query that weigh exp(hardness · similarity)."""
+    similar = (_negatives(k)[some] @ q[some][..., None])[..., 0]
+    return F.cross_entropy(torch.cat([scale * q[some] @ k.T, scale * similar + hardness * similar.detach()], 1), some)
+
+
+def _queue(q: Tensor, k: Tensor) -> dict[str, Tensor]:
+    """As many earlier keys as there are rows, constants."""
+    del q
+    return {"negatives": k.detach().roll(1, 1)}
+
+
+def _some_queue(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+    """Keys of the batch and of the queue."""
+    return F.cross_entropy(scale * q[some] @ torch.cat([k, *_queue(q, k).values()]).T, some)
+
+
+def _some_balanced(some: Tensor, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """The sigmoid loss with positives by label, those of each example of one weight together."""
     positive, count = _same_label(some, q), labels_of(q).bincount()[labels_of(q)]
     weights = torch.where(positive, (1 / count[some][:, None] + 1 / count) / 2, 1.0)
     x = scale * q[some] @ k.T + bias
     return -(weights * F.logsigmoid(torch.where(positive, x, -x))).sum() / len(some)
 
 
-class Views(nn.Module):
+class _Views(nn.Module):
     """SupConLoss of both sides as views of one example, with weights."""
 
     def __init__(self, form: Any = "out", **how: Any) -> None:
@@ -74,10 +198,10 @@ class Views(nn.Module):
         )
 
 
-def some_views(form: str, some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+def _some_views(form: str, some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     """SupCon's loss of a few examples in both views."""
     views, labels, rows = torch.cat([q, k]), labels_of(q).repeat(2), torch.cat([some, some + len(q)])
-    itself = rows[:, None] == torch.arange(len(views), device=q.device)
+    itself = _own_key(rows, views)
     positive = (labels[rows][:, None] == labels) & ~itself
     if form == "out":
         return dense_softmax(views[rows], views, scale, positive=positive, excluded=itself)
@@ -86,32 +210,7 @@ def some_views(form: str, some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> 
     return (x.logsumexp(1) - inside).mean()
 
 
-def own(k: Tensor) -> Tensor:
-    """Negatives of each query [b, H, d]: the keys that follow its own."""
-    return torch.stack([k.roll(-shift, 0) for shift in range(1, OWN + 1)], 1)
-
-
-def some_hardness_own(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    """Keys of the batch, and negatives of each query that weigh exp(hardness · similarity)."""
-    similar = (own(k)[some] @ q[some][..., None])[..., 0]
-    return F.cross_entropy(torch.cat([scale * q[some] @ k.T, scale * similar + HARDNESS * similar.detach()], 1), some)
-
-
-hardness_own = partial(InfoNCELoss, hardness_mode="hard_negatives", hardness_strength=HARDNESS)
-
-
-def queued(q: Tensor, k: Tensor) -> dict[str, Any]:
-    """As many earlier keys as there are rows, constants."""
-    del q
-    return {"negatives": k.detach().roll(1, 1)}
-
-
-def some_queue(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    """Keys of the batch and of the queue."""
-    return F.cross_entropy(scale * q[some] @ torch.cat([k, queued(q, k)["negatives"]]).T, some)
-
-
-class Listed(nn.Module):
+class _Listed(nn.Module):
     """ScoreDistillLoss of each query's own key and negatives."""
 
     def __init__(self, kind: Any, **how: Any) -> None:
@@ -119,24 +218,54 @@ class Listed(nn.Module):
         self.loss = ScoreDistillLoss(kind=kind, **how)
 
     def forward(self, q: Tensor, k: Tensor, scale: Tensor, weights: Tensor | None = None) -> Tensor:
-        value: Tensor = self.loss(q, listed(k), scores(k), scale, weights=weights)
+        value: Tensor = self.loss(q, *_lists(k), scale, weights=weights)
         return value
 
 
-def listed(k: Tensor) -> Tensor:
-    """The keys of each query [b, 1 + H, d]."""
-    return torch.cat([k[:, None], own(k)], 1)
-
-
-def scores(k: Tensor) -> Tensor:
-    """Scores [b, 1 + H], eighths, which every type holds."""
+def _lists(k: Tensor) -> tuple[Tensor, Tensor]:
+    """The keys of each query [b, 1 + H, d], and their scores [b, 1 + H], eighths, which every type holds."""
     count = torch.arange(len(k) * (1 + OWN), device=k.device)
-    return ((count * 7 % 64).to(torch.float32) / 8).view(len(k), -1)
+    scores = ((count * 7 % 64).to(torch.float32) / 8).view(len(k), -1)
+    return torch.cat([k[:, None], _negatives(k)], 1), scores
 
 
-def some_scores(kind: str, some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+def _some_scores(kind: str, some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     """The distance of a few rows' logits from their scores."""
-    x, s = scale * (listed(k)[some] @ q[some][..., None])[..., 0], scores(k)[some].to(q.dtype)
+    keys, scores = (x[some] for x in _lists(k))
+    x, s = scale * (keys @ q[some][..., None])[..., 0], scores.to(q.dtype)
     if kind == "margin_mse":
         return F.mse_loss(x[:, :1] - x[:, 1:], s[:, :1] - s[:, 1:])
     return F.kl_div(x.log_softmax(1), s.log_softmax(1), log_target=True, reduction="batchmean")
+
+
+def _with(further: Callable[[Tensor, Tensor], dict[str, Any]], loss: Module, **how: Any) -> Module:
+    return partial(_With, partial(loss, **how), further)
+
+
+_labelled = partial(_with, lambda q, _: {"labels": labels_of(q)})
+_with_own = partial(_with, lambda _, k: {"negatives": _negatives(k)}, InfoNCELoss)
+_hard = partial(InfoNCELoss, hardness_strength=HARDNESS, hardness_mode="all_negatives")
+SUBJECTS = {
+    "clip": Subject(_both_ways(_rows(dense_softmax)), ClipLoss, 8, dense=dense_clip),
+    "siglip": Subject(_rows(dense_sigmoid), SigLipLoss, 6, bias=-10.0),
+    "infonce": Subject(_rows(dense_softmax), InfoNCELoss, 8),
+    "dcl": Subject(_both_ways(_rows(dense_decoupled)), DCLLoss, 8),
+    "dclw": Subject(_both_ways(_weighted), partial(DCLLoss, sigma=SIGMA), 8),
+    "gist": Subject(_some_gist, _with(guides, GISTLoss), 12),
+    "distill": Subject(_some_distill, _with(_teachers, DistillClipLoss, weight=TEACHER_WEIGHT), 12),
+    "own": Subject(partial(_some_own, 0.0), _with_own(), 8),
+    "hardness_own": Subject(
+        partial(_some_own, HARDNESS), _with_own(hardness_mode="hard_negatives", hardness_strength=HARDNESS), 8
+    ),
+    "queue": Subject(_some_queue, _with(_queue, InfoNCELoss), 16),
+    "clip_labels": Subject(_both_ways(_rows(dense_softmax, _same_label)), _labelled(ClipLoss), 8),
+    "siglip_labels": Subject(_rows(dense_sigmoid, _same_label), _labelled(SigLipLoss), 6, bias=-10.0),
+    # a tile's sum has every positive at full weight, before the share that balance takes is subtracted
+    "siglip_balanced": Subject(_some_balanced, _labelled(SigLipLoss, balanced=True), 6, -10.0, summed=OF_A_LABEL),
+    # a matrix of twice the rows and columns
+    "supcon": Subject(partial(_some_views, "out"), partial(_Views, "out"), 32),
+    "supcon_in": Subject(partial(_some_views, "in"), partial(_Views, "in"), 32),
+    "kl": Subject(partial(_some_scores, "kl"), partial(_Listed, "kl"), 0),
+    "margin_mse": Subject(partial(_some_scores, "margin_mse"), partial(_Listed, "margin_mse"), 0),
+    "hardness": Subject(_rows(partial(dense_softmax, hardness=HARDNESS)), _hard, 8),
+}

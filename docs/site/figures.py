@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 import io
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import torch
 import torch.nn.functional as F
+from cells import rows_of
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 from torch import Tensor
@@ -27,8 +26,6 @@ from contrastile.losses import (
     Softmax,
     SoftmaxInside,
 )
-
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 class Colours(NamedTuple):
@@ -115,72 +112,66 @@ def _stack(axis: Any, c: Colours, n: int, lit: Callable[[int], str]) -> None:
         axis.text(x, n + 0.15, text, ha="center", va="bottom", color=colour, fontsize=11)
 
 
-def walls(c: Colours) -> Figure:
+def _matrix_and_stack(
+    c: Colours, tile: Callable[[int, int], str], layer: Callable[[int], str], *texts: tuple[str, str]
+) -> Figure:
+    """The matrix of a loss beside the activations of an encoder, each with its title and a text below."""
     figure, (left, right) = _panels(9.5, 4.2, 2)
-    _matrix(left, c, 6, lambda *_: c.now)
-    left.set_title("Wall 1: the b × b matrix of the loss", fontsize=13)
-    left.text(3, -0.35, "65,536 pairs: 16 GiB in float32\n1,048,576 pairs: 4 TiB", ha="center", va="top")
-    _limits(left, -1.7, 6.3, -1.6, 7.6)
-    _stack(right, c, 6, lambda *_: c.now)
-    right.set_title("Wall 2: the activations of the encoders", fontsize=13)
-    right.text(
-        2, -0.35, f"a ViT-B/16 and its text tower:\n{_steps()[0]:.0f} GiB for 1,024 pairs", ha="center", va="top"
-    )
-    _limits(right, -1.7, 5.7, -1.6, 7.6)
+    _matrix(left, c, 6, tile)
+    _stack(right, c, 6, layer)
+    for axis, x, (title, text) in zip((left, right), (3, 2), texts, strict=True):
+        axis.set_title(title, fontsize=13)
+        axis.text(x, -0.35, text, ha="center", va="top")
+        _limits(axis, -1.7, 2 * x + (0.3 if axis is left else 1.7), -1.6, 7.6)
     return figure
 
 
+def walls(c: Colours) -> Figure:
+    matrix = "Wall 1: the b × b matrix of the loss", "65,536 pairs: 16 GiB in float32\n1,048,576 pairs: 4 TiB"
+    towers = f"a ViT-B/16 and its text tower:\n{_steps()[0]:.0f} GiB for 1,024 pairs"
+    activations = "Wall 2: the activations of the encoders", towers
+    return _matrix_and_stack(c, lambda *_: c.now, lambda *_: c.now, matrix, activations)
+
+
 def instead(c: Colours) -> Figure:
-    figure, (left, right) = _panels(9.5, 4.2, 2)
-    _matrix(left, c, 6, lambda i, j: c.now if (i, j) == (2, 3) else c.ghost)
-    left.set_title("Tiles: one block of the matrix at a time", fontsize=13)
-    left.text(
-        3, -0.35, "the loss needs sums of rows and columns,\nand a tile can be computed again", ha="center", va="top"
-    )
-    _limits(left, -1.7, 6.3, -1.6, 7.6)
-    _stack(right, c, 6, lambda i: c.now if i == 2 else c.ghost)
-    right.set_title("Gradient cache: one sub-batch at a time", fontsize=13)
-    right.text(2, -0.35, "features stay, activations go;\nthe backward computes them again", ha="center", va="top")
-    _limits(right, -1.7, 5.7, -1.6, 7.6)
+    text = "the loss needs sums of rows and columns,\nand a tile can be computed again"
+    tiles = "Tiles: one block of the matrix at a time", text
+    text = "features stay, activations go;\nthe backward computes them again"
+    cache = "Gradient cache: one sub-batch at a time", text
+    tile, layer = (lambda i, j: c.now if (i, j) == (2, 3) else c.ghost), (lambda i: c.now if i == 2 else c.ghost)
+    return _matrix_and_stack(c, tile, layer, tiles, cache)
+
+
+def _one_tile(
+    c: Colours, done: int, arrows: Iterable[tuple[tuple[float, float], tuple[float, float], str]], *texts: str
+) -> Figure:
+    """A tile in a matrix whose first `done` tiles are dropped, with arrows, and texts of rows, columns and tile."""
+    figure, (axis,) = _panels(8.5, 4.6)
+    _matrix(axis, c, 5, lambda i, j: c.now if (i, j) == (1, 2) else c.faint if 5 * i + j < done else c.ghost)
+    for i in range(5):
+        _box(axis, 5.35, 4 - i + 0.06, 0.5, 0.88, c.row if not done or i <= 1 else c.ghost)
+        _box(axis, i + 0.06, -0.85, 0.88, 0.5, c.column)
+    for start, end, colour in arrows:
+        _arrow(axis, start, end, colour)
+    for y, text, colour in zip((3.5, -0.6, 2.0), texts, (c.row, c.column, c.ink), strict=True):
+        axis.text(6.1, y, text, va="center", color=colour)
+    _limits(axis, -1.7, 12.2, -1.1, 6.4)
     return figure
 
 
 def tiles_forward(c: Colours) -> Figure:
-    figure, (axis,) = _panels(8.5, 4.6)
-
-    def lit(i: int, j: int) -> str:
-        return c.now if (i, j) == (1, 2) else c.faint if 5 * i + j < 7 else c.ghost
-
-    _matrix(axis, c, 5, lit)
-    for i in range(5):
-        _box(axis, 5.35, 4 - i + 0.06, 0.5, 0.88, c.row if i <= 1 else c.ghost)
-        _box(axis, i + 0.06, -0.85, 0.88, 0.5, c.column)
-    _arrow(axis, (2.5, 3.5), (5.5, 3.5), c.row)
-    _arrow(axis, (2.5, 3.4), (2.5, -0.5), c.column)
-    axis.text(6.1, 3.5, "for each image: the largest logit,\nthe sum of exponentials", va="center", color=c.row)
-    axis.text(6.1, -0.6, "the same for each text", va="center", color=c.column)
-    axis.text(6.1, 2.0, "green: the tile in memory\ngrey: done and dropped\npale: still to come", va="center")
-    _limits(axis, -1.7, 12.2, -1.1, 6.4)
-    return figure
+    arrows = (((2.5, 3.5), (5.5, 3.5), c.row), ((2.5, 3.4), (2.5, -0.5), c.column))
+    rows = "for each image: the largest logit,\nthe sum of exponentials"
+    tile = "green: the tile in memory\ngrey: done and dropped\npale: still to come"
+    return _one_tile(c, 7, arrows, rows, "the same for each text", tile)
 
 
 def tiles_backward(c: Colours) -> Figure:
-    figure, (axis,) = _panels(8.5, 4.6)
-    _matrix(axis, c, 5, lambda i, j: c.now if (i, j) == (1, 2) else c.ghost)
-    for i in range(5):
-        _box(axis, 5.35, 4 - i + 0.06, 0.5, 0.88, c.row)
-        _box(axis, i + 0.06, -0.85, 0.88, 0.5, c.column)
-    _arrow(axis, (-0.5, 3.3), (2.1, 3.3), c.row)
-    _arrow(axis, (2.3, 5.5), (2.3, 3.8), c.column)
-    _arrow(axis, (2.9, 3.5), (5.5, 3.5), c.row)
-    _arrow(axis, (2.5, 3.1), (2.5, -0.5), c.column)
-    axis.text(6.1, 3.5, "+ w · texts: the images' gradient", va="center", color=c.row)
-    axis.text(6.1, -0.6, "+ wᵀ · images: the texts' gradient", va="center", color=c.column)
-    axis.text(
-        6.1, 2.0, "the tile is multiplied again;\nthe sums of the forward turn its\nlogits into weights w", va="center"
-    )
-    _limits(axis, -1.7, 12.2, -1.1, 6.4)
-    return figure
+    inputs = (((-0.5, 3.3), (2.1, 3.3), c.row), ((2.3, 5.5), (2.3, 3.8), c.column))
+    gradients = (((2.9, 3.5), (5.5, 3.5), c.row), ((2.5, 3.1), (2.5, -0.5), c.column))
+    tile = "the tile is multiplied again;\nthe sums of the forward turn its\nlogits into weights w"
+    rows, columns = "+ w · texts: the images' gradient", "+ wᵀ · images: the texts' gradient"
+    return _one_tile(c, 0, (*inputs, *gradients), rows, columns, tile)
 
 
 def ring(c: Colours) -> Figure:
@@ -207,23 +198,18 @@ def gradcache(c: Colours) -> Figure:
     figure, (axis,) = _panels(10, 3.4)
     for top, (title, retain) in zip((4.0, 0.9), (("retain=0", 0), ("retain=2", 2)), strict=True):
         axis.text(-0.4, top + 0.95, title, ha="right", va="center", fontsize=12, family="monospace")
-        x = 0.0
         for k in range(5):
-            kept = k >= 5 - retain
-            _box(axis, x, top + 0.5, 0.9, 0.9, c.now if kept else c.row, f"f{k + 1}", c.paper)
-            x += 1.0
+            _box(axis, k, top + 0.5, 0.9, 0.9, c.row if k < 5 - retain else c.now, f"f{k + 1}", c.paper)
         axis.text(2.45, top + 1.6, "1  forward", ha="center", va="bottom")
         _box(axis, 5.3, top + 0.5, 1.7, 0.9, c.column, "loss", c.paper)
         axis.text(6.15, top + 1.6, "2  loss", ha="center", va="bottom")
-        x = 7.3
-        start = x
-        order = [4, 3, 0, 1, 2] if retain else [0, 1, 2, 3, 4]
-        for k in order:
+        x = start = 7.3
+        for k in [4, 3, 0, 1, 2] if retain else range(5):
             if k < 5 - retain:
                 _box(axis, x, top + 0.5, 0.9, 0.9, c.row, f"f{k + 1}", c.paper)
-                x += 1.0
-            _box(axis, x - (0.1 if k < 5 - retain else 0.0), top + 0.5, 1.4, 0.9, c.faint, f"b{k + 1}", c.paper)
-            x += 1.5 - (0.1 if k < 5 - retain else 0.0)
+                x += 0.9
+            _box(axis, x, top + 0.5, 1.4, 0.9, c.faint, f"b{k + 1}", c.paper)
+            x += 1.5
         axis.text((start + x) / 2, top + 1.6, "3  replay and backward", ha="center", va="bottom")
     notes = (
         (c.row, "forward without a graph, or its replay"),
@@ -240,8 +226,7 @@ def gradcache(c: Colours) -> Figure:
 
 def _steps() -> tuple[float, dict[int, float]]:
     """Peak GiB of a plain step of 1,024 pairs, and by their batch of steps in sub-batches of 512 without graphs."""
-    with open(RESULTS / "h200_step.csv", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["model"] == "vit-b-16" and row["peak_bytes"]]
+    rows = [row for row in rows_of("h200_step.csv", model="vit-b-16") if row["peak_bytes"]]
     peaks: dict[str, dict[int, float]] = {"plain": {}, "contrastile": {}}
     for row in rows:
         ours = [row[name] for name in ("impl", "retain", "sub_batch")] == ["contrastile", "0", "512"]

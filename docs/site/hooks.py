@@ -81,7 +81,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def on_post_build(config: Any) -> None:
-    """Refuse a site with dead links, or with scripts, styles, fonts or images of other hosts."""
+    """Refuse a site with scripts, styles, fonts or images of other hosts."""
     checks.check(Path(config["site_dir"]))
 
 

@@ -1,0 +1,147 @@
+"""Tables of trainings: measures of losses, batches and retrievers, by the files of `compare`. Part of `tables.py`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+
+from cells import last, mib, rows_of, table_of
+
+from contrastile.experiments.pairs import LOSS_WAYS, difference
+from contrastile.experiments.results import Result, by_labels, mean_cost, mean_percent
+from contrastile.experiments.ways import gap
+
+# columns of the files, and their heads on the pages; earlier versions called fonts faces
+TESTS = {
+    "held-out faces, picture → name": "held-out fonts",
+    "held-out names, picture → name": "held-out names",
+    "handwritten digits, zero-shot": "digits",
+}
+LATE_WAYS = {"single": "one vector a text", "late": "late interaction", "BM25": "BM25"}
+LOSSES = {"float64": "cpu_losses_float64", "float32": "cpu_losses_float32", "h200": "h200_losses"}
+WAYS_TESTS = {name.replace("faces", "fonts"): title for name, title in TESTS.items()}
+QUERY_TESTS = {
+    "held-out queries @1": "first",
+    "held-out queries @20": "among the first 20",
+    "held-out queries nDCG@10": "nDCG@10",
+}
+
+
+def _trials(name: str, *labels: str, **wanted: str) -> list[Result]:
+    """The trials of a comparison."""
+    return [
+        Result(
+            {label: row[label] for label in labels},
+            int(row["seed"]) if row["seed"] else None,
+            {cost: float(row[cost]) for cost in ("steps", "examples", "update_bytes") if row.get(cost)},
+            {test: float(got) for test, got in row.items() if test.startswith(("held-out", "handwritten")) and got},
+        )
+        for row in rows_of(name, **wanted)
+    ]
+
+
+def losses(file: str) -> str:
+    """Recall at 1 of one loss in five ways, and the differences from dense."""
+    trials = _trials(file, "way")
+    # the seeds that every way has
+    seeds = set.intersection(*({trial.seed for trial in group} for group in by_labels(trials).values()))
+    groups = by_labels(trial for trial in trials if trial.seed in seeds)
+    rows = []
+    for way, words in LOSS_WAYS.items():
+        cells = []
+        for test in TESTS:
+            gap = difference(trials, way, test) if way != "dense" else None
+            signed = f"{round(gap[0], 2) + 0.0:+.2f} ± {gap[1]:.2f}".replace("-", "−") if gap else ""
+            cells += [mean_percent(groups[way,], test), signed]
+        rows.append((way, ", ".join(words), *cells))
+    head = ("way", "exchange, block", *(cell for title in TESTS.values() for cell in (title, "from dense")))
+    return table_of(head, rows)
+
+
+def ways(file: str, tests: dict[str, str]) -> str:
+    """Measures of several losses for equal time, and the differences from the first."""
+    trials = _trials(file, "way")
+    groups = by_labels(trials)
+    (first,), *_ = groups
+    rows = []
+    for (way,), group in groups.items():
+        cells = [way, mean_cost(group, "examples")]
+        for test in tests:
+            cells += [mean_percent(group, test), gap(trials, way, test, first).replace("-", "−")]
+        rows.append(cells)
+    return table_of(("loss", "examples", *(cell for test in tests.values() for cell in (test, "from the first"))), rows)
+
+
+def batches() -> str:
+    """Recall at 1 against batch size, share of the data and rule of the rate."""
+    groups = by_labels(_trials("h200_2_batches.csv", "data", "batch", "rate"))
+    rows = []
+    for data, batch, _ in sorted(
+        (key for key in groups if key[2] == "fixed"), key=lambda key: tuple(map(float, key[:2]))
+    ):
+        rules = [groups[data, batch, rate] for rate in ("fixed", "sqrt") if (data, batch, rate) in groups]
+        recalls = (" / ".join(mean_percent(trials, test) for trials in rules) for test in TESTS)
+        rows.append((f"{float(data):.0%}", f"{int(batch):,}", f"{rules[0][0].costs['steps']:,.0f}", *recalls))
+    return table_of(("data", "batch", "steps", *TESTS.values()), rows)
+
+
+def late_interaction() -> str:
+    """nDCG@10 of one vector a text, of late interaction and of BM25, the mean of the seeds and their spread."""
+    rows = []
+    by_way: dict[tuple[str, ...], dict[str, list[float]]] = {}
+    for row in rows_of("late_docstrings.csv"):
+        way = tuple(row[name] for name in ("towers", "way", "queries", "batch", "candidates", "chip"))
+        by_way.setdefault(way, {}).setdefault(row["part"], []).append(float(row["ndcg_10"]))
+    for (towers, way, queries, batch, candidates, chip), parts in by_way.items():
+        spread = [
+            f"{100 * statistics.mean(values):.1f}"
+            + (f" ± {100 * (max(values) - min(values)) / 2:.1f}" if queries else "")
+            for values in (parts["held-out functions"], parts["held-out packages"])
+        ]
+        name = LATE_WAYS[way] + (f", of {candidates} candidates of BM25" if candidates not in ("", "0") else "")
+        cells = [towers, f"{int(queries):,}" if queries else "", batch, *spread]
+        rows.append((name, *cells, "H200" if "H200" in chip else "CPU"))
+    heads = ("", "towers", "questions", "batch", "functions, nDCG@10", "packages, nDCG@10", "on")
+    return table_of(heads, rows)
+
+
+def retrieval() -> str:
+    """A retriever trained in three ways in the same memory; seconds are those of an update, times the updates."""
+    file = "h200_retrieval.csv"
+    measures = [f"held-out functions {name}" for name in ("@1", "@5", "@20", "@100", "nDCG@10")]
+    measures += ["held-out packages @1", "held-out packages nDCG@10"]
+    rows = []
+    groups = by_labels(
+        [*_trials(file, "way", "batch", queries="108560"), *_trials(file, "way", "batch", way="BM25")[:1]]
+    )
+    for (way, batch), trials in groups.items():
+        cost = ["", "", ""]
+        if batch:
+            updates = statistics.mean(trial.costs["steps"] for trial in trials)
+            one = last("h200_updates.csv", way="plain" if way == "sequential" else way, queries=batch)
+            cost = [f"{updates:,.0f}", f"{updates * float(one['seconds']):.0f}", mib(trials[0].costs["update_bytes"])]
+        rows.append(
+            (way, f"{int(batch):,}" if batch else "", *cost, *(mean_percent(trials, name) for name in measures))
+        )
+    heads = ("way", "batch", "updates", "seconds", "MiB", "@1", "@5", "@20", "@100", "nDCG@10")
+    return table_of((*heads, "packages: @1", "nDCG@10"), rows)
+
+
+def updates() -> str:
+    """Time and memory of an update of a retriever."""
+    ways = ("plain", "accumulated", "cached")
+    rows = []
+    for queries in dict.fromkeys(row["queries"] for row in rows_of("h200_updates.csv", way="plain")):
+        measured = [last("h200_updates.csv", way=way, queries=queries) for way in ways]
+        times = (f"{1000 * float(row['seconds']):,.0f}" for row in measured)
+        rows.append((f"{int(queries):,}", *times, *(mib(row["bytes"]) for row in measured)))
+    return table_of(("queries", *(f"{way}, ms" for way in ways), *(f"{way}, MiB" for way in ways)), rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    **{each.__name__: each for each in (batches, retrieval, updates, late_interaction)},
+    "ways_glyphs": partial(ways, "cpu_loss_ways_glyphs.csv", WAYS_TESTS),
+    "ways_docstrings": partial(ways, "cpu_loss_ways_docstrings.csv", QUERY_TESTS),
+    **{f"losses_{name}": partial(losses, f"{file}.csv") for name, file in LOSSES.items()},
+}
