@@ -97,15 +97,15 @@ def contrast(
             of "mean", also where ranks have unequal numbers of rows.
         workspace: bytes that may be used beside inputs, outputs and accumulators; by default 1/64 of the device's
             memory.
-        device: where to compute while features wait in host memory, streamed from there, their gradients returned to
-            it; by default where the features are. Several ranks are then a ring through host memory.
-    `backend` and `exchange` are "auto" by default, which says once in the log what it took.
+        device: device of the computation for features in host memory, which are streamed to it, and their gradients
+            back; by default that of the features. Several ranks are then a ring through host memory.
+    `backend` and `exchange` are "auto" by default, and the choice is logged once.
 
     Returns the loss, a scalar (or [N] with reduction="none") in float32, or float64 for float64 features.
-    Raises ValueError for anything that does not fit together, naming it, what it must be and what it is; on all ranks
-    what one finds wrong, but for exchange="single". Where a rank is lost the others raise `LostRankError`, of
-    `contrastile.distributed.failure`. Features or a scale that are not finite give NaN, in the loss and in the
-    gradients; so does a bias, in a loss that it changes.
+    Raises ValueError for arguments that do not fit together; the sentence has the name of the argument, the rule and
+    the value. An error of one rank is raised on all of them, except with exchange="single". If a rank is lost, the
+    others raise `LostRankError` of `contrastile.distributed.failure`. Features or a scale that are not finite give NaN,
+    in the loss and in the gradients; so does a bias, in a loss that depends on it.
 
     >>> import torch.nn.functional as F
     >>> q, k = F.normalize(torch.randn(2, 6, 16), dim=-1)

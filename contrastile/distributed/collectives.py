@@ -30,7 +30,7 @@ from contrastile.distributed.failure import size as size
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# parts of Gloo's messages; the second is that of a connection which this rank closed itself
+# texts in Gloo's errors; the second one is of a connection that this rank has closed itself
 GLOO_ERRORS = ("gloo", "pair closure")
 RING = "ring exchange"
 # types that every backend sends; tensors of another one are sent as bytes
@@ -43,7 +43,7 @@ SENDABLE = (
 def collective(operation: str, group: Any, carrier: Any = None) -> Iterator[None]:
     """Run an operation of all ranks of the group; where it fails, raise an error that names rank, step and operation.
 
-    carrier: the group whose connections carry it, if that is another one.
+    carrier: the group whose connections carry it, if not this one.
     """
     group = resolved(group)
     state = state_of(group)
@@ -230,7 +230,7 @@ def _misused(got: str) -> RuntimeError:
 
 
 def _as_bytes(x: Tensor) -> Tensor:
-    """x, or the bytes of its numbers in a last axis where not every backend sends its type."""
+    """x, or its bytes in a last axis if some backend does not send its type."""
     return x if x.dtype in SENDABLE else x.contiguous().unsqueeze(-1).view(torch.uint8)
 
 

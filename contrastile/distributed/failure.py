@@ -1,12 +1,12 @@
-"""Process groups: what this process remembers of each, and the failure of a rank, which becomes an error on all.
+"""Process groups: the state of each in this process, and failures of a rank, which become errors on all ranks.
 
-Stands on the ground of the house, under the other files of `distributed/`. None means the default group; without
-torch.distributed there is one rank. Ranks are counted within the group.
+Lowest file of `distributed/`. None means the default group; without torch.distributed there is one rank. Ranks are
+counted within the group.
 
-`collectives.py` calls `lost` where a backend raises. A backend reports an address,
-or a time-out. The ranks that see the failure sign in the store in which the processes met; the ranks that do not are
-missing, or have not looked yet. Where a connection is closed, the rank behind it is the missing one. A rank that leaves
-by an error of its own writes that error there. Nothing is written or read while all goes well.
+`collectives.py` calls `lost` where a backend raises. A backend reports an address or a time-out, not a rank. So the
+ranks that see the failure sign in the store in which the processes met. A rank that does not sign in time is missing;
+where a connection is closed, the rank behind it is. A rank that leaves by an error of its own writes the error into the
+store. Without a failure nothing is written or read.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ import torch.distributed as dist
 from contrastile._errors import invalid
 from contrastile._torch import default_store
 
-# seconds that the others have for signing, twice as many where several have not; and seconds between two looks
+# seconds that other ranks have for signing, twice as many if several have not; and seconds between two looks
 PATIENCE, LOOK = 1.5, 0.05
-# letters of an error that a rank leaves by
+# most letters of the error by which a rank leaves
 LETTERS = 200
 # keys of the store, by rank: the error by which it left, and its signature
 REASON, SIGNATURE = "contrastile/has left by/{}", "contrastile/sees the failure/{}"
@@ -43,7 +43,7 @@ UNUSED_TAG = 31337
 class GroupState:
     """The state of one process group in this process."""
 
-    # transfer that was posted and not waited for; it keeps its buffers alive, whatever becomes of the caller
+    # transfer that was posted and not waited for; kept here, because its buffers must live until it ends
     in_flight: Any = None
     # operations that this rank has begun
     operations: int = 0
@@ -57,7 +57,7 @@ _states: WeakKeyDictionary[Any, GroupState] = WeakKeyDictionary()
 
 
 def state_of(group: Any) -> GroupState:
-    """The state of a group, made when it is first asked for."""
+    """The state of a group, made at the first call."""
     return _states.setdefault(resolved(group), GroupState())
 
 
@@ -101,7 +101,7 @@ class Progress:
     step: int = 0
     operation: str | None = None
     counted_by_loop: bool = False
-    # the main thread has met the failure, and is about to report it
+    # the main thread has seen the failure, and will report it
     failing: bool = False
 
     def count(self) -> None:

@@ -1,10 +1,9 @@
-"""The call as a custom operation, for torch.compile: one node in the graph for forward and backward each.
+"""The call as two custom operations for torch.compile: one node of the graph for the forward, one for the backward.
 
-The twin of `operation.py`, used only while a graph is being traced, because a custom operation costs more per call than
-an autograd.Function. It covers one process: several ranks agree on the host, which a graph cannot, so there the graph
-breaks before the call. A loss travels as the string of its class and all its fields (`PairLoss.spelled`); one that
-cannot be written so breaks the graph too.
-"""
+The twin of `operation.py`, used only while a graph is traced, because a custom operation costs more per call than an
+autograd.Function. It covers one process: several ranks agree on the host, which breaks the graph before the call. A
+loss is passed as the string of its class and fields (`PairLoss.spelled`); one without such a string breaks the graph
+too."""
 
 from __future__ import annotations
 
@@ -30,10 +29,10 @@ IN_RANGE = -1
 
 
 def traceable(arguments: Arguments) -> bool:
-    """The call can be written as tensors, numbers and words.
+    """Return whether the call can be written as tensors, numbers and strings.
 
-    A scorer's tiles come from measuring a module, which may be compiled itself; features on the host are streamed;
-    several ranks agree: none of these can be traced.
+    None of these can be traced: the tiles of a scorer, whose module is measured; features streamed from host memory;
+    the agreement of several ranks.
     """
     options, loss = arguments.options, arguments.loss
     alone = options.exchange == "single" or collectives.size(options.group) == 1
@@ -44,7 +43,7 @@ def traceable(arguments: Arguments) -> bool:
 
 
 def traced(arguments: Arguments) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-    """The operation and its inputs. The backend is chosen when it runs: a graph cannot ask the device."""
+    """The operation and its inputs. The backend is chosen when the operation runs, on the device of the tensors."""
     problem = Problem.of(arguments, checked=False, alone=True)
     rows, cols, options = problem.rows, problem.cols, problem.options
     # autocast's cast is an operation of the graph
@@ -79,7 +78,7 @@ def operation_forward(
 ) -> list[Tensor]:
     """The loss, then the states, then the coefficients of each direction."""
     if positives is not None and numbers[-1] != IN_RANGE:
-        # a graph cannot read them; the operation can
+        # checked here, because a graph cannot read values
         checks.in_range(positives, numbers[-1])
         positives, scale = checks.mask_out_of_range(positives, numbers[-1], scale)
     call = _call(q, k, [positives, row_labels, row_ids, col_labels, col_ids, weights], loss, words, numbers)
@@ -118,7 +117,7 @@ def operation_backward(
 
 
 def _own_memory(x: Tensor) -> Tensor:
-    """x in memory of its own, from its start: outputs share none, and compiled code relies on their alignment."""
+    """x at the start of memory of its own: outputs share none, and compiled code relies on their alignment."""
     own = x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
     return x if own else x.clone(memory_format=torch.contiguous_format)
 
@@ -140,7 +139,7 @@ def _call(q: Tensor, k: Tensor, groups: Sequence[Tensor | None], loss: str, word
 def _shapes_forward(q: Tensor, k: Tensor, *rest: Any) -> list[Tensor]:
     *_, loss, words, _ = rest
     wide, parsed = accumulator(q.dtype), PairLoss.parsed(loss)
-    # the length of a tensor would be a number that the graph is bound to, and compiled anew for others
+    # shapes, not `len`, which would be a constant of the graph and compile it anew for other lengths
     sides = [q.shape[0], k.shape[0]] if parsed.symmetric else [q.shape[0]]
     value = q.new_empty([q.shape[0]] if words.endswith("none") else [], dtype=wide)
     states = [q.new_empty((parsed.state_rows, n), dtype=wide) for n in sides]

@@ -65,7 +65,7 @@ class Call:
     device: torch.device
     scorer: Scorer | None = None
     # types of the features as passed, and of their gradients, where autocast has cast those of the shards
-    given: tuple[torch.dtype, ...] | None = None
+    input_dtypes: tuple[torch.dtype, ...] | None = None
     # number of keys that positives must be below, to be checked in the call; None where that is done
     indexed: int | None = None
 
@@ -77,7 +77,7 @@ class Call:
         if loss.least_scale:
             number = number.masked_fill(number == 0, loss.least_scale)
         tiles = plan.tiles(loss, number, used, plan.workspace)
-        tiles.given = None if self.given is None else (self.given[0], self.given[1])
+        tiles.grad_dtypes = None if self.input_dtypes is None else (self.input_dtypes[0], self.input_dtypes[1])
         if len(self.exchange.layout.rows) > 1:
             tiles.reserve(self.exchange.reserved())
         return tiles
@@ -120,7 +120,7 @@ class Operation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, scale: Tensor, bias: Tensor | None, *inputs: Tensor) -> Tensor:
         tiles = call.tiles(scale, bias)
-        if call.given is not None:
+        if call.input_dtypes is not None:
             inputs = (call.rows.features, call.cols.features, *[x for x in (call.rows.own,) if x is not None])
         ctx.held = None
         with call.exchange.in_step(), without_autocast(call.device):
@@ -256,7 +256,7 @@ def _with_own(
     of_scale, of_bias, of_q, of_k, of_own = wanted
     # the scale's gradient is read off the rows' accumulator, which has the products of their own columns too
     accumulated = call.exchange.accumulate(tiles, rows, cols, (of_scale, of_bias, of_q or of_scale, of_k))
-    dtype = None if call.given is None else call.given[2]
+    dtype = None if call.input_dtypes is None else call.input_dtypes[2]
     gradient = own.backward(tiles, rows, accumulated, dtype, wanted=of_own)
     return [*tiles.gradients(accumulated, rows, cols, wanted[:4], numbers, None), gradient]
 

@@ -24,8 +24,8 @@ from contrastile.engine.compiled import traceable, traced
 from contrastile.engine.graph import replayed, small
 from contrastile.engine.operation import AtOnce, Call, MakeTiles, Operation, Plan, with_gradients
 from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cast_features, indices
+from contrastile.exchange import host
 from contrastile.exchange.base import Exchange, Layout
-from contrastile.exchange.host import Host, without_features_on
 from contrastile.losses.base import PairLoss, Shard, changed
 from contrastile.tiles.scored import Scored, fitting_side
 
@@ -145,8 +145,8 @@ def waits_on_host(features: Tensor, device: torch.device) -> bool:
 def _call(problem: Problem, plan: Plan, exchange: Exchange) -> Call:
     return Call(
         plan, exchange, problem.loss, problem.rows, problem.cols, weights=problem.weights,
-        reduction=problem.options.reduction, device=problem.device, scorer=problem.scorer, given=problem.given(),
-        indexed=problem.indexed,
+        reduction=problem.options.reduction, device=problem.device, scorer=problem.scorer,
+        input_dtypes=problem.input_dtypes(), indexed=problem.indexed,
     )  # fmt: skip
 
 
@@ -225,9 +225,10 @@ def _streamed(problem: Problem) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     if collectives.size(options.group) > 1 and options.exchange != "single":
         layout = agreed_layout(options, problem.loss, rows, cols, problem.statement)
         carrier = consistency.carrier_on_host(options.group)
-    exchange = Host.of(options.gradient, layout, carrier, rows, cols, device, problem.dtype, workspace)
+    cuts = host.cut(len(rows), len(cols), rows.features.shape[1], rows.features.dtype, device, workspace)
+    exchange = host.Host(options.gradient, layout, device, problem.dtype, cuts, carrier)
     with exchange.in_step():
-        rows, cols = (without_features_on(shard, device) for shard in (rows, cols))
+        rows, cols = (host.without_features_on(shard, device) for shard in (rows, cols))
         problem = replace(problem, rows=rows, cols=cols).placed(exchange)
         samples = [replace(shard, features=shard.features[:0].to(device, problem.dtype)) for shard in (rows, cols)]
         tiles = choose_tiles(options.backend, problem.loss, *samples)

@@ -159,7 +159,9 @@ class Problem:
             if bias is not None:
                 checks.number("bias", bias, q, options.device)
         loss = arguments.loss
-        dtype = cast_type(q, arguments.cast()) if sides.scorer is None else sides.scorer.dtype
+        # autocast leaves float64 as it is
+        autocast = None if q.dtype == torch.float64 else arguments.cast()
+        dtype = (autocast or q.dtype) if sides.scorer is None else sides.scorer.dtype
         device = q.device if options.device is None else _device(q.device, options, scored=scorer is not None)
         # features in host memory are cast on the device
         cast = dtype if sides.scorer is None and device == q.device else None
@@ -186,7 +188,7 @@ class Problem:
             scorer=sides.scorer, statement=statement,
         )  # fmt: skip
 
-    def given(self) -> tuple[torch.dtype, ...] | None:
+    def input_dtypes(self) -> tuple[torch.dtype, ...] | None:
         """The types of the features as passed, where autocast has cast those of the shards; else None."""
         if self.scorer is not None:
             return None
@@ -252,7 +254,8 @@ class _Sides:
                     got = f"{key.dtype} on {key.device} and {negative.dtype} on {negative.device}"
                     rule = "have the types of `k`, and lie beside it"
                     raise invalid("negatives", rule, got, "Convert one side first.")
-            col_form, cols = Form.of("k", pytree.tree_map(_concatenated, k, negatives))
+            together = pytree.tree_map(lambda a, b: None if a is None or b is None else torch.cat([a, b]), k, negatives)
+            col_form, cols = Form.of("k", together)
         checks.same_device("k", cols[0], "q", rows[0])
         return cls(tuple(rows), tuple(cols), keys, Scorer.of(module, (row_form, rows), (col_form, cols)))
 
@@ -346,11 +349,6 @@ def autocast_type(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if known and torch.is_autocast_enabled(kind) else None
 
 
-def cast_type(x: Tensor, cast: torch.dtype | None) -> torch.dtype:
-    """The type in which `torch.matmul` would multiply x: that of autocast, which leaves float64 as it is."""
-    return x.dtype if cast is None or x.dtype == torch.float64 else cast
-
-
 def cast_features(q: Tensor, k: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Both sides in the type of products; one tensor as both sides is cast once."""
     of_rows = q.detach() if q.dtype == dtype else q.detach().to(dtype)
@@ -429,7 +427,3 @@ def _stated(x: Tensor | float | None) -> Any:
 def _require_grad(*inputs: Any) -> list[bool]:
     """Return for each input whether it gets a gradient, which ranks compute together."""
     return [torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad for x in inputs]
-
-
-def _concatenated(k: Tensor | None, negatives: Tensor | None) -> Tensor | None:
-    return None if k is None or negatives is None else torch.cat([k, negatives])

@@ -83,6 +83,8 @@ class Exchange(ABC):
     layout: Layout
     # every pair is computed on one rank only
     once: ClassVar[bool] = True
+    # number of times that a column is sent to another rank: for the forward and for the backward
+    column_sends: ClassVar[int] = 2
     # positives on a diagonal become indices
     by_index: ClassVar[bool] = False
 
@@ -119,7 +121,8 @@ class Exchange(ABC):
     @classmethod
     def sent_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
         """Bytes that a rank receives in both passes: every column of the others, and their gradient's sums."""
-        return (sum(layout.cols) - min(layout.cols)) * D * (dtype.itemsize + bytes_per_feature(dtype))
+        each = cls.column_sends * dtype.itemsize + accumulator(dtype).itemsize
+        return (sum(layout.cols) - min(layout.cols)) * D * each
 
     def finish(
         self, tiles: Tiles, stats: Sequence[Tensor], rows: Shard, cols: Shard, weights: Tensor | None,

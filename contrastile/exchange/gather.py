@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from contrastile.tiles.base import STATISTICS, Tiles
 @dataclass(frozen=True)
 class Gather(Exchange):
     """All-gather of the columns, reduce-scatter of their gradients."""
+
+    # the gathered columns stay for the backward
+    column_sends: ClassVar[int] = 1
 
     def forward(self, tiles: Tiles, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
         pending = gather_shard(cols, self.layout.cols, self.layout.group, self.layout.start(0))
@@ -70,11 +74,6 @@ class Gather(Exchange):
         # its own, and the first rank meets all other columns at once
         widths = sorted((max(layout.cols), sum(layout.cols[1:])))
         return [(max(layout.rows), width) for width in widths if width]
-
-    @classmethod
-    def sent_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
-        # the columns are kept for the backward
-        return (sum(layout.cols) - min(layout.cols)) * D * bytes_per_feature(dtype)
 
     def _all_columns(self, tiles: Tiles, cols: Shard) -> Shard:
         """All ranks' columns, gathered in the forward, with the states and coefficients of the backward."""

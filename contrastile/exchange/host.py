@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastile._types import Gradient, accumulator
-from contrastile.exchange.base import Exchange, Layout
+from contrastile._types import accumulator
+from contrastile.exchange.base import Exchange
 from contrastile.exchange.ring import Ring
 from contrastile.losses.base import Shard
 from contrastile.offload import BlockStream, free_memory, host_room
@@ -67,16 +67,6 @@ class Host(Exchange):
     cuts: Cut
     # group that carries tensors in host memory between several ranks
     carrier: Any = None
-
-    @classmethod
-    def of(
-        cls, gradient: Gradient, layout: Layout, carrier: Any, rows: Shard, cols: Shard, device: torch.device,
-        dtype: torch.dtype, workspace: int,
-    ) -> Host:  # fmt: skip
-        """The exchange for features of these shards, with strips that fit the device beside the workspace."""
-        q, k = rows.features, cols.features
-        cuts = cut(len(q), len(k), q.shape[1], q.dtype, device, workspace)
-        return cls(gradient, layout, device, dtype, cuts, carrier)
 
     def forward(self, tiles: Tiles, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
         if len(self.layout) == 1:

@@ -20,7 +20,7 @@ from contrastile.distributed import consistency
 from contrastile.gradcache.forward import Job, OutputForm, detached, differentiable
 from contrastile.gradcache.introspect import without_partials
 from contrastile.gradcache.memory import bytes_per_example, footprint, kept_bytes, later_bytes, spare_bytes
-from contrastile.gradcache.modes import back_propagated, silent
+from contrastile.gradcache.modes import back_propagated, without_hooks
 from contrastile.offload import stream
 
 Result = TypeVar("Result")
@@ -145,7 +145,7 @@ def search(job: Job, leaves: Sequence[Tensor], batch: int) -> int:
             return outputs
 
     measure = kept_bytes if differentiates else footprint
-    with job.reached.random().restoring(), job.sharding.gathered(), silent(parameters):
+    with job.reached.random().restoring(), job.sharding.gathered(), without_hooks(parameters):
         few, each = halving(lambda n: bytes_per_example(encoded, n, measure) if n > 1 else 1, min(batch, FEW))
         most = batch if few == min(batch, FEW) else few
         factor = BACKWARD_TRIED if tries(job.device) else BACKWARD

@@ -40,7 +40,7 @@ from contrastile.gradcache.forward import Features, Job, OutputForm, Record, det
 from contrastile.gradcache.inputs import Place, laid_out, laid_out_parts, lendable, listed
 from contrastile.gradcache.introspect import (
     graph_leaves,
-    has_other_path,
+    graph_may_change_bits,
     not_owned,
     reach,
     refusing_batch_norm,
@@ -49,7 +49,7 @@ from contrastile.gradcache.introspect import (
     runs_compiled,
 )
 from contrastile.gradcache.memory import AUTO
-from contrastile.gradcache.modes import Autocast, back_propagated, in_modes, sharing_casts, silent
+from contrastile.gradcache.modes import Autocast, back_propagated, in_modes, sharing_casts, without_hooks
 from contrastile.gradcache.replay_check import ReplayCheck, poll
 from contrastile.offload import numbered, present_device, settle, stream
 
@@ -89,7 +89,7 @@ def encode(
             nothing.
         sub_batch: examples encoded at once; the last sub-batch may be shorter, on which a compiled encoder runs
             uncompiled. "auto": as many as fit into memory, measured at the first call for an encoder and remembered,
-            and halved if memory ends after all. Ranks that a wrapper joins take the smallest size of any.
+            and halved if memory runs out later. Ranks that a wrapper joins take the smallest size of any.
         sub_batch_tokens: tokens encoded at once, padding included, for a mapping with an `attention_mask` [batch,
             length], which is 0 at padding. Texts are sorted by length, so that short ones share a sub-batch, and
             trimmed to the longest of their sub-batch, in every tensor whose second axis is as long as the mask's. A
@@ -153,7 +153,7 @@ def encode(
     job = Job(
         encoder=function, layout=layout, batches=SubBatches([(0, batch)]), retain=retain, to_host=features == "host",
         reached=replace(reached, parameters=parameters), autocast=Autocast.current(reached.device), sharding=sharding,
-        other_path=has_other_path(function, reached.modules), engine=engine,
+        graph_changes_bits=graph_may_change_bits(function, reached.modules), engine=engine,
     )  # fmt: skip
     form, rounded = OutputForm(), tokens is not None and runs_compiled(function, reached.modules)
     # evaluation reduces nothing, so it needs no forward of the wrapper
@@ -210,7 +210,7 @@ def first_pass(job: Job, leaves: Sequence[Tensor], form: OutputForm, *, grad: bo
     """The features of the whole batch, and the record for the second pass. grad: a backward will follow."""
     values, wanted = detached(leaves)
     record = Record(form, job.graphs(leaves, grad), [module.training for module in job.reached.modules])
-    with_graph = wanted if grad and job.other_path else None
+    with_graph = wanted if grad and job.graph_changes_bits else None
     features = Features(job, form)
     # in the caller's grad mode: without `grad`, an output with a graph shows a parameter that was missed
     with refusing_state(job.reached.modules), refusing_changes(leaves):
@@ -258,7 +258,7 @@ def second_pass(
         job.sharding.settle()
 
     modes = in_modes(job.reached.modules, record.training)
-    with after.restoring(), job.sharding.in_step(), silent(parameters), job.sharding.holding_back(), modes:
+    with after.restoring(), job.sharding.in_step(), without_hooks(parameters), job.sharding.holding_back(), modes:
         done = _consume_graphs(job, record, sums)
         replayed = [index for index in range(len(job.bounds)) if index not in done]
         with sharing_casts(job.device):

@@ -98,7 +98,7 @@ class Job:
     autocast: Autocast
     sharding: Sharding
     # without a graph the encoder may compute other bits, so that the first pass builds each graph and drops it
-    other_path: bool
+    graph_changes_bits: bool
     # engine of DeepSpeed, which must run the backward
     engine: Any = None
 
@@ -165,7 +165,7 @@ class Job:
             without_parametrization_cache(),
             nullcontext() if start < stop else self.reached.random().restoring(),
             # a compilation for the shape of a last, shorter sub-batch does not pay
-            as_written() if self.other_path and self.batches.is_short(index) else nullcontext(),
+            as_written() if self.graph_changes_bits and self.batches.is_short(index) else nullcontext(),
         ):
             args, kwargs = self.layout.arguments(self.batches.trim(index, rows), examples)
             outputs = form.flatten(self.encoder(*args, **kwargs))

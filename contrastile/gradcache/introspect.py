@@ -189,7 +189,7 @@ def not_owned(leaf: Tensor, owner: str = "elsewhere") -> ValueError:
     return invalid("encoder", "own every parameter that it uses", got, remedy)
 
 
-def has_other_path(encoder: Callable[..., Any], modules: Sequence[nn.Module]) -> bool:
+def graph_may_change_bits(encoder: Callable[..., Any], modules: Sequence[nn.Module]) -> bool:
     """Return whether the encoder may compute other bits, or draw other random numbers, without a graph than with one.
 
     Compiled code does, and so do torch's attention modules in eval mode. Attention with a learned bias takes another

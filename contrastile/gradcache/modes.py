@@ -79,7 +79,7 @@ def in_modes(modules: Sequence[nn.Module], training: Sequence[bool]) -> Iterator
 
 
 @contextmanager
-def silent(parameters: Sequence[Tensor]) -> Iterator[None]:
+def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Suspend the parameters' hooks, which autograd would call for each sub-batch; they get the sum once, later."""
     suspended = [(hooks, dict(hooks)) for parameter in parameters if (hooks := backward_hooks(parameter))]
     for hooks, _ in suspended:

@@ -91,7 +91,8 @@ def export_run(folder: Path, library: str, target: Path) -> list[Path]:
     with written_to(target):
         for side, (tower, projection) in parts.items():
             targets[side].mkdir(parents=True)
-            _save_model(run.tokenizer, tower, targets[side])
+            tower.model.save_pretrained(targets[side])  # type: ignore[operator]
+            save_tokenizer(run.tokenizer, targets[side])
             if library == "sentence-transformers":
                 _save_modules(run, tower, projection, targets[side])
             card = _card(run, folder, library, side, tower, targets[side].name)
@@ -120,12 +121,6 @@ def refuse_existing(target: Path) -> None:
     """Raise ValueError for a target that exists."""
     if target.exists():
         raise invalid("--out", "be a folder that is not there yet", f'"{target}"', "Choose another one.")
-
-
-def _save_model(tokenizer: Tokenizer, tower: TextTower, target: Path) -> None:
-    """Write the weights and the tokenizer as transformers does."""
-    tower.model.save_pretrained(target)  # type: ignore[operator]
-    save_tokenizer(tokenizer, target)
 
 
 def save_tokenizer(tokenizer: Tokenizer, target: Path) -> None:

@@ -23,7 +23,7 @@ from contrastile.losses.base import Diagonal, Finished, Formula, Shard, Tile, ch
 from contrastile.losses.softmax import Softmax, SoftmaxState, SoftmaxStats, finite
 
 HARD = len(SoftmaxStats._fields)
-# of the state of a row: behind those of the softmax the teacher's top, and 1 / its sum of exponentials
+# rows of the softmax's state; the teacher's follow: its top, and 1 / its sum of exponentials
 STATE = len(SoftmaxState._fields)
 
 
@@ -88,7 +88,7 @@ class Distilled(Softmax):
         teacher = _teacher(tile)
         dims = (1, 0) if self.symmetric else (1,)
         soft = [_soft_stats(tile.x, teacher, dim) for dim in dims]
-        # the parent makes its statistics by `init`, of which the first rows are its own
+        # by the softmax itself: the parent's `absorb` would make its statistics with the teacher's rows
         hard = Softmax(symmetric=self.symmetric, exclude_self=self.exclude_self).absorb(tile)
         return tuple([torch.cat(both) for both in zip(hard, soft, strict=True)])
 
@@ -126,7 +126,7 @@ class Distilled(Softmax):
             assert side.coefficient is not None
             top, inverse = side.state[STATE:]
             coefficient = side.coefficient * self.weight
-            # back to (1 − w) / |P|, before the teacher's probability goes off
+            # from 1 / |P| to (1 − w) / |P|; then the teacher's probability is subtracted
             target = SoftmaxState(*side.state[:STATE]).positive_share * coefficient
             if isinstance(positive, Diagonal):
                 positive.of(grad).add_(target[positive.along(grad)[at]])

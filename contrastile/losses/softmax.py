@@ -129,7 +129,7 @@ class Softmax(PairLoss):
         # differences of maxima first: they are exact where their logits are alike
         gap = (named.top - named.positive_top) + (named.total.log() - named.positive_total.log())
         positive_share = 1 / named.positive_count.clamp(min=1)
-        # of the positives, relative to their largest, as that of the negatives below
+        # mean of the positives relative to their top, as that of the negatives below
         mean = named.positive_sum * positive_share
         share = zero = torch.zeros_like(gap)
         # exactly 0 for one positive
@@ -138,7 +138,7 @@ class Softmax(PairLoss):
         if self.label_smoothing:
             share = 1 / (named.positive_count + named.logit_count).clamp(min=1)
             others = named.logit_sum / named.logit_count.clamp(min=1)
-            # from the mean of the positives to that of all, which is as far as the negatives pull it
+            # difference of the positives' mean and the negatives'
             pull = (named.positive_top - finite(named.top)) + (mean - others)
             loss = loss + self.label_smoothing * (pull * (named.logit_count * share))
         top, total, *_ = _merge(*stats.unflatten(0, (2, -1)))
@@ -199,7 +199,7 @@ class Softmax(PairLoss):
                 weight = sum(weights, x.new_zeros(()))
                 return x.sub_(top).exp_().mul_(weight)
         (state, coefficient), *more = directions
-        # in place where no other direction needs the logits: a new tile costs as much as its exponentials
+        # in place if no other direction needs the logits: a new tile costs as much as its exponentials
         below = x - state.top if more else x.sub_(state.top)
         grad = below.exp_().mul_(state.inverse * coefficient)
         for state, coefficient in more:

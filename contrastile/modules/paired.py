@@ -23,7 +23,7 @@ class ClipLoss(PairedLoss):
         logits = logit_scale * image_features @ text_features.T + logit_bias
         loss = (F.cross_entropy(logits, torch.arange(N)) + F.cross_entropy(logits.T, torch.arange(N))) / 2
 
-    over the batch of all ranks. Made as `ClipLoss(**how)`, with the keywords that `contrast` tells: `backend`,
+    over the batch of all ranks. Made as `ClipLoss(**how)`, with the options of `contrast`: `backend`,
     `exchange`, `group`, `gradient`, `label_smoothing`, `reduction`, `workspace`, `device`.
 
     Arguments of the call:
@@ -57,7 +57,7 @@ class SigLipLoss(PairedLoss):
         z = 2 * torch.eye(N) - 1
         loss = -F.logsigmoid(z * (logit_scale * image_features @ text_features.T + logit_bias)).sum() / N
 
-    Made, called and refused as `ClipLoss`, but for `label_smoothing`, which it does not take. Pairs of equal ids leave
+    Options, arguments and errors are those of `ClipLoss`, except `label_smoothing`. Pairs of equal ids leave
     the sum; the divisor stays N. With `labels` every pair of equal labels has z = 1; `SigLipLoss(balanced=True)` gives
     the positives of each example one weight together (see `contrastile.losses.BalancedSigmoid`).
 
@@ -86,7 +86,7 @@ class DCLLoss(PairedLoss):
         loss = (negatives.logsumexp(1) + negatives.logsumexp(0)).mean() / 2 - (w * x.diagonal()).mean()
 
     with w = 1 or, with `DCLLoss(sigma=0.5)`, the weights 2 - N * softmax(⟨image_i, text_i⟩ / sigma), constants
-    (DCLW). Called and refused as `ClipLoss`, but for `label_smoothing`, which it does not take. A row without a
+    (DCLW). Arguments and errors are those of `ClipLoss`, except `label_smoothing`. A row without a
     negative leaves the mean.
 
     >>> import torch, torch.nn.functional as F
@@ -117,7 +117,7 @@ class DistillClipLoss(Loss):
 
     where kl(t, x) is `F.kl_div(x.log_softmax(1), t.log_softmax(1), log_target=True, reduction="batchmean")`. open_clip
     returns hard and soft apart, and soft as a cross-entropy: the teacher's entropy more, which has no gradient. Made as
-    `DistillClipLoss(weight=0.5, **how)`, with the keywords that `contrast` tells but `label_smoothing`; returns and
+    `DistillClipLoss(weight=0.5, **how)`, with the options of `contrast` except `label_smoothing`; returns and
     raises what `ClipLoss` does.
 
     Arguments of the call:

@@ -30,7 +30,7 @@ class InfoNCELoss(Loss):
 
         loss = F.cross_entropy(scale * query @ torch.cat([key, negatives]).T, positives)
 
-    Made as `InfoNCELoss(**how)`, with the keywords that `contrast` tells; returns and raises what `ClipLoss` does.
+    Made as `InfoNCELoss(**how)`, with the options of `contrast`; returns and raises what `ClipLoss` does.
 
     Arguments of the call:
         query, key: [N, D] and [M, D], of one type; all keys of all ranks are compared with every query.
@@ -150,7 +150,7 @@ class GISTLoss(Loss):
         x = (scale * query @ key.T).masked_fill(false & ~torch.eye(N, M, dtype=torch.bool), -torch.inf)
         loss = F.cross_entropy(x, torch.arange(N))
 
-    Made as `GISTLoss(margin=0.0, margin_strategy="absolute", **how)`, with the keywords that `contrast` tells; with
+    Made as `GISTLoss(margin=0.0, margin_strategy="absolute", **how)`, with the options of `contrast`; with
     margin_strategy="relative" the margin is multiplied by the size of the positive's similarity. Of several positives
     the least similar one counts. Returns and raises what `ClipLoss` does.
 
@@ -287,7 +287,7 @@ class ScoreDistillLoss(Loss):
         kind="margin_mse"    F.mse_loss(x[:, :1] - x[:, 1:], scores[:, :1] - scores[:, 1:])
 
     No other keys are compared; add `InfoNCELoss` for those of the batch. Made as `ScoreDistillLoss(kind="kl", **how)`,
-    with the keywords that `contrast` tells but `label_smoothing`; returns and raises what `ClipLoss` does.
+    with the options of `contrast` except `label_smoothing`; returns and raises what `ClipLoss` does.
 
     Arguments of the call:
         query: [N, D].

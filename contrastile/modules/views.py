@@ -26,7 +26,7 @@ class SupConLoss(Loss):
         loss_i = −mean_{p ∈ P(i)} log(exp x_ip / Σ_{j ≠ i} exp x_ij)
 
     and the mean over the i that have a positive; 0, with a warning, if none has. With form="in" the mean is inside the
-    logarithm (equation 3). Made as `SupConLoss(form="out", **how)`, with the keywords that `contrast` tells; returns
+    logarithm (equation 3). Made as `SupConLoss(form="out", **how)`, with the options of `contrast`; returns
     and raises what `ClipLoss` does.
 
     Arguments of the call:
@@ -99,7 +99,7 @@ class NTXentLoss(Loss):
         x = (scale * views @ views.T).fill_diagonal_(-torch.inf)
         loss = F.cross_entropy(x, torch.arange(2 * N).roll(N))
 
-    Made as `NTXentLoss(**how)`, with the keywords that `contrast` tells; returns and raises what `ClipLoss` does.
+    Made as `NTXentLoss(**how)`, with the options of `contrast`; returns and raises what `ClipLoss` does.
 
     Arguments of the call:
         view_a, view_b: [N, D], of one type; rows of unit length.

@@ -167,12 +167,9 @@ class StepMemory:
     def with_features_on_host(self) -> StepMemory:
         """The same step whose features wait in host memory: of `encode` and the loss."""
         sides = [replace(side, host=True, copies=0) for side in self.sides]
-        held = sum(self.base().values()) + sum(self.held_graphs())
+        graphs = sum(side.graphs(count) for side, count in zip(self.sides, self.graphs(), strict=True))
+        held = sum(self.base().values()) + graphs
         return replace(self, sides=sides, loss=replace(self.loss, host=True, held=held))
-
-    def held_graphs(self) -> list[int]:
-        """Bytes of each side's graphs between its passes."""
-        return [side.graphs(count) for side, count in zip(self.sides, self.graphs(), strict=True)]
 
     def with_batch(self, rows: int, keys: int) -> StepMemory:
         """The same step for another number of examples on a rank."""

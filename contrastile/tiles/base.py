@@ -113,7 +113,7 @@ class Tiles(ABC):
     # u and v are the gradients of the features, scaled and in their own types, and the sums those of `pair_sums`
     final: bool = field(default=False, init=False, repr=False)
     # types of the gradients of rows and columns; None: those of the features
-    given: tuple[torch.dtype, torch.dtype] | None = field(default=None, init=False, repr=False)
+    grad_dtypes: tuple[torch.dtype, torch.dtype] | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def declines(cls, loss: PairLoss, rows: Shard, cols: Shard) -> str | None:
@@ -238,7 +238,7 @@ class Tiles(ABC):
         if self.final:
             return [dscale, dbias, u, v]
         keep = upstream is not None
-        of_q, of_k = self.given or (rows.features.dtype, cols.features.dtype)
+        of_q, of_k = self.grad_dtypes or (rows.features.dtype, cols.features.dtype)
         if self.joined and u is not None and v is not None and of_q == of_k:
             both = joined(u, v)
             of_rows, of_cols = self.scaled(both, of_q, upstream, keep=keep).split([len(u), len(v)])

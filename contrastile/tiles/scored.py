@@ -28,13 +28,13 @@ from contrastile._torch import pytree, without_parametrization_cache
 from contrastile._types import accumulator, shape_or_type
 from contrastile.gradcache.introspect import (
     graph_leaves,
-    has_other_path,
+    graph_may_change_bits,
     refusing_batch_norm,
     refusing_changes,
     refusing_state,
 )
 from contrastile.gradcache.memory import as_written, footprint
-from contrastile.gradcache.modes import Autocast, back_propagated, in_modes, silent
+from contrastile.gradcache.modes import Autocast, back_propagated, in_modes, without_hooks
 from contrastile.gradcache.rng import RandomState, begin_random, own_generators
 from contrastile.losses.base import Shard
 from contrastile.scorers import MaxSim
@@ -114,7 +114,7 @@ class Scorer:
     # seed of its random numbers; None if it draws none
     seed: int | None
     # scores without a graph may differ in bits from those with one; the forward then computes them with one too
-    other_path: bool
+    graph_changes_bits: bool
     # names of the process's generators (Python's, NumPy's) that it draws from
     process: tuple[str, ...] = ()
 
@@ -137,7 +137,7 @@ class Scorer:
         device = rows[1][0].device
         modules = list(module.modules())
         training = [one.training for one in modules]
-        autocast, other = Autocast.current(device), has_other_path(module, modules)
+        autocast, other = Autocast.current(device), graph_may_change_bits(module, modules)
         # dtype and random numbers are those of the trial
         draft = cls(
             module, modules, training, rows[0], cols[0], parameters, torch.float32, device, autocast, None, other
@@ -242,7 +242,7 @@ class Scored(Eager):
     def backward(
         self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None = None
     ) -> Tensor:
-        with silent(self.scorer.parameters):
+        with without_hooks(self.scorer.parameters):
             return super().backward(rows, cols, u, v, row_stats)
 
     def nonfinite(self, rows: Shard, cols: Shard) -> Tensor:
@@ -303,7 +303,7 @@ class Scored(Eager):
         del room
         self.computed = True
         self._seed_tile(rows, cols)
-        if with_graph or (self.scorer.other_path and self.scorer.wanted):
+        if with_graph or (self.scorer.graph_changes_bits and self.scorer.wanted):
             scores, leaves = self.scorer.with_graph(rows, cols)
         else:
             with torch.no_grad():
@@ -434,7 +434,7 @@ def _bytes(scorer: Scorer, rows: Shard, cols: Shard, side: int) -> int:
             return
         scores, leaves = scorer.with_graph(row_tile, col_tile)
         if scores.requires_grad:
-            with silent(scorer.parameters):
+            with without_hooks(scorer.parameters):
                 back_propagated([scores], [*leaves, *scorer.parameters], [torch.ones_like(scores)], "scorer")
 
     outputs = sum(parameter.nbytes for parameter in scorer.parameters)
