@@ -49,8 +49,9 @@ docs: $(VENV)/.docs ## build the documentation site, build/site/index.html; runs
 tutorials: $(VENV)/.docs ## run the five tutorials anew, for the site (five to ten minutes on 2 cores)
 	$(BIN)/python docs/site/tutorials.py
 
+# With bytecode kept, whatever the shell says: without it every one of some sixty processes compiles the tests anew.
 test: $(VENV)/.dev ## the test suite
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 test-hostile: $(VENV)/.dev ## all attacks on the readers of data: bombs, damage, random bytes (two minutes)
 	$(BIN)/python -m pytest -m 'hostile or not hostile' tests/test_hostile_*.py

@@ -5,6 +5,9 @@ import math
 import pytest
 import torch
 
+# once, before the ranks are forked
+import transformers.models.clip.modeling_clip  # noqa: F401
+
 from contrastile.bench import harness
 from contrastile.bench import step as bench_step
 from contrastile.bench.figure import draw, series
@@ -355,7 +358,7 @@ def _on_a_rank(rank, group, path):
     world, ways = World(rank, 4), rank_ways(CPU)
     with results_file(path if rank == 0 else None, COLUMNS["rank steps"]) as write:
         report = Report(lambda line: None, write, world)
-        bench = StepBench(Machine(CPU, 0.5, world=world), torch.float32, report, ways, longest=math.inf)
+        bench = StepBench(Machine(CPU, 0.05, world=world), torch.float32, report, ways, longest=math.inf)
         bench.measure("tiny", {32: list(ways), 64: ["ring-tiles"]}, sub_batch=5)
     return report.passed
 

@@ -36,17 +36,17 @@ SOON = 60
 LATE = "late"
 
 
-def _joined(rank: int, folder: Path, seconds: float = LONG) -> None:
-    """Join this process to the other ranks, with a time-out in seconds."""
+def _joined(rank: int, folder: Path) -> None:
+    """Join this process to the other ranks."""
     torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=seconds)
-    store = dist.TCPStore("localhost", _port(folder, rank), W, rank == 0, datetime.timedelta(seconds=LONG))
+    timeout = datetime.timedelta(seconds=LONG)
+    store = dist.TCPStore("localhost", _port(folder, rank), W, rank == 0, timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=W, timeout=timeout)
 
 
 def _train(rank: int, folder: Path, exchange: str, victim: int, how: signal.Signals) -> None:
     """Run a loop over a loss, in which one rank gets a signal."""
-    _joined(rank, folder, TIMEOUT if how == signal.SIGSTOP else LONG)
+    _joined(rank, folder)
     try:
         if exchange == "chain":
             # each waits for the previous rank alone, and learns of the death through it
@@ -59,7 +59,8 @@ def _train(rank: int, folder: Path, exchange: str, victim: int, how: signal.Sign
             if rank == 0:
                 _computes_until(folder / "2.txt")
             _receive(victim)
-        loss, features = ClipLoss(exchange=exchange), torch.eye(4, 8)
+        features = torch.eye(4, 8)
+        loss = ClipLoss(exchange=exchange, group=_impatient(features) if how == signal.SIGSTOP else None)
         for step in range(1, 10_000):
             if (rank, step) == (victim, STEP):
                 # when it waits for the others, after the agreement
@@ -70,6 +71,13 @@ def _train(rank: int, folder: Path, exchange: str, victim: int, how: signal.Sign
     except ConnectionError as error:
         (folder / f"{rank}.txt").write_text(str(error))
         raise SystemExit(1) from error
+
+
+def _impatient(features: torch.Tensor) -> Any:
+    """All ranks in a group with a short time-out, made once each has started, which may take some of them long."""
+    ClipLoss(exchange="single")(features.requires_grad_(), features, 10.0).backward()
+    dist.barrier()
+    return dist.new_group(timeout=datetime.timedelta(seconds=TIMEOUT))
 
 
 def _computes_until(path: Path) -> None:

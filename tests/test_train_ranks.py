@@ -173,9 +173,10 @@ def test_a_killed_rank_ends_the_run_and_the_weights_are_saved(tmp_path: Path) ->
 
 def _busy(rank: int, victim: int, how: int) -> int:
     """No rank waits for another: all compute when one is struck."""
-    timeout = timedelta(seconds=TIMEOUT if how == signal.SIGSTOP else LONG)
-    dist.init_process_group("gloo", timeout=timeout)
-    with Heartbeat(timeout):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=LONG))
+    # on a busy machine a rank may start long after the others
+    dist.barrier()
+    with Heartbeat(timedelta(seconds=TIMEOUT if how == signal.SIGSTOP else LONG)):
         if rank == victim:
             os.kill(os.getpid(), how)
         time.sleep(LONG)
@@ -392,7 +393,7 @@ def _killed_at(launched: Launched, metrics: Path, step: int, seconds: float, vic
             for process in launched.processes:
                 process.join(2)
             return True
-        time.sleep(0.005)
+        time.sleep(0.02)
     assert launched.codes() == [0] * len(launched.processes)
     return False
 

@@ -159,7 +159,8 @@ class Ema:
         self._step += 1
         decay = min(self._decay, (1 + self._step) / (10 + self._step))
         for name, mean in self._means.items():
-            mean.lerp_(self._weights[name].float(), 1 - decay)
+            # of a sharded model each rank averages its own part: DTensor would look up each operation anew
+            local(mean).lerp_(local(self._weights[name]).float(), 1 - decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
