@@ -56,11 +56,12 @@ test: $(VENV)/.dev ## the test suite
 test-hostile: $(VENV)/.dev ## all attacks on the readers of data: bombs, damage, random bytes (two minutes)
 	$(BIN)/python -m pytest -m 'hostile or not hostile' tests/test_hostile_*.py
 
-test-integrations: .venv-integrations/.done .venv-sentences-5/.done .venv-open-clip/.done ## the adapters with the libraries themselves, in environments of their own
+test-integrations: .venv-integrations/.done .venv-sentences-5/.done .venv-open-clip/.done .venv-open-clip-2/.done ## the adapters with the libraries themselves, in environments of their own
 	.venv-integrations/bin/python -m pytest tests/integrations
 	.venv-sentences-5/bin/python -m pytest tests/integrations/test_sentence_transformers*.py
 	.venv-open-clip/bin/python -m pytest tests/integrations/test_open_clip.py tests/integrations/test_export_pairs.py \
 		tests/integrations/test_retrievers.py -k 'open_clip or colpali'
+	.venv-open-clip-2/bin/python -m pytest tests/integrations/test_open_clip.py tests/integrations/test_export_pairs.py -k open_clip
 
 test-faults: $(VENV)/.dev ## kill, tear and fail file events of every command that writes, a sample of 30 (a minute on 2 cores)
 	PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(BIN)/python tests/faults.py $(FAULTS)
@@ -99,7 +100,7 @@ PINNED := --constraint constraints.txt --constraint constraints-integrations.txt
 	$(@D)/bin/python -m pip install --quiet $(PINNED) --editable '.[train,search,integrations]' pytest pytest-timeout peft faiss-cpu \
 		deepspeed
 	@# without what they require, which is older: only their losses are loaded
-	$(@D)/bin/python -m pip install --quiet $(PINNED) --no-deps FlagEmbedding pylate
+	$(@D)/bin/python -m pip install --quiet $(PINNED) --no-deps FlagEmbedding pylate tevatron
 	@touch $@
 
 # Environments that stand on the one above, whose packages follow their own: a second torch would take a minute and 1.6 GB.
@@ -122,6 +123,14 @@ ON_INTEGRATIONS = test -d $(@D) || $(PYTHON) -m venv $(@D); \
 	$(ON_INTEGRATIONS)
 	$(@D)/bin/python -m pip install --quiet $(PINNED) open_clip_torch webdataset pandas braceexpand
 	$(@D)/bin/python -m pip install --quiet $(PINNED) --no-deps colpali-engine
+	@touch $@
+
+# the last version 2 of open_clip
+.venv-open-clip-2/.done: .venv-integrations/.done
+	$(ON_INTEGRATIONS)
+	grep -v ^open_clip_torch constraints-integrations.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet --constraint constraints.txt --constraint $(@D)/constraints.txt \
+		open_clip_torch==2.32.0 webdataset pandas braceexpand
 	@touch $@
 
 $(VENV)/.train: $(BIN)/python pyproject.toml constraints.txt

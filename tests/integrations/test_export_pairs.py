@@ -122,7 +122,7 @@ def test_transformers(tmp_path: Path, words: list[str], kind: str, channels: int
 
 @pytest.mark.parametrize("kind", ["clip's words", "a tokenizer", "one number"])
 def test_open_clip(tmp_path: Path, words: list[str], kind: str) -> None:
-    open_clip = pytest.importorskip("open_clip")
+    open_clip = pytest.importorskip("open_clip", minversion="3")
     how = ["model.tokenizer.length=9", "loss.kind='siglip'", "data.channels=3"]
     config = OPEN_CLIP
     if kind == "a tokenizer":
@@ -155,6 +155,17 @@ def refused(capsys: Any, *words: str) -> str:
     capsys.readouterr()
     assert main(["export", *words]) == 2
     return capsys.readouterr().err
+
+
+def test_open_clip_2_reads_no_local_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    version = pytest.importorskip("open_clip").__version__
+    if int(version.split(".")[0]) > 2:
+        pytest.skip("it reads local folders")
+    run = trained(tmp_path, f"model.both={{kind='open_clip',config={OPEN_CLIP}}}", "model.tokenizer.length=9")
+    error = refused(capsys, str(run), "--as", "open_clip", "--out", str(tmp_path / "out"))
+    sentence = f"`open_clip` must be of version 3, which reads local folders; got {version}. Run: pip install"
+    assert sentence in error
+    assert not (tmp_path / "out").exists()
 
 
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

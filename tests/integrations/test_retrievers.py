@@ -1,4 +1,4 @@
-"""Subclasses on the pages for FlagEmbedding, PyLate and colpali-engine beside the classes that they extend."""
+"""Subclasses on the pages for FlagEmbedding, Tevatron, PyLate and colpali-engine beside what they extend."""
 
 from __future__ import annotations
 
@@ -67,6 +67,30 @@ def test_flag_embedding(words: dict[str, Any], size: int, listed: bool) -> None:
         results.append(step(model, lambda model=model: model(*sides).loss))
         with torch.no_grad():
             assert model.eval()(queries, None if words else passages).loss is None
+    same(*results)
+
+
+@pytest.mark.parametrize("place", ["tevatron.retriever.modeling", "tevatron.modeling"])
+def test_tevatron(place: str) -> None:
+    module = pytest.importorskip(place, exc_type=ImportError)
+    torch.manual_seed(0)
+    queries, passages, encoder = tokens(N), tokens(2 * N), Encoder().double()
+    results = []
+    for cached in (True, False):
+        inner, kind = deepcopy(encoder), module.DenseModel
+        if place == "tevatron.modeling":
+            # the repository's has the first subclass of the page
+            names = {"DenseModel": kind, "DenseOutput": module.DenseOutput}
+            kind = run(blocks("Tevatron")[1], **names)["CachedModel"] if cached else kind
+            how = {"train_args": SimpleNamespace(negatives_x_device=False, per_device_train_batch_size=N)}
+            model = kind(inner, inner, data_args=SimpleNamespace(train_n_passages=2), **how)
+        else:
+            names = {"DenseModel": kind, "EncoderOutput": module.EncoderOutput}
+            kind = run(blocks("Tevatron")[0], **names)["CachedModel"] if cached else kind
+            model = kind(inner, pooling="mean", normalize=True, temperature=0.5)
+        results.append(step(model.train(), lambda model=model: model(queries, passages).loss))
+        with torch.no_grad():
+            assert model.eval()(queries, queries).loss is None
     same(*results)
 
 
