@@ -25,6 +25,9 @@ from contrastile.bench.loss import float32_products
 from contrastile.bench.towers import MODELS, POOL, Pairs, Towers
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
+from contrastile.models.compiled import compiled_parts
+from contrastile.planner.compiled import as_compiled
+from contrastile.planner.late import LateSize
 from contrastile.planner.loss import LossSize
 from contrastile.planner.memory import Held, Side, StepMemory
 from contrastile.planner.profile import Profile, target
@@ -35,10 +38,12 @@ RESULTS = Path(__file__).parent / "results"
 TOWERS = RESULTS / "planner_towers.json"
 LOSS_FILES = ("h200_loss", "h200_2_ranks", "h200_4_ranks")
 # rows that nothing was fitted to
-NEW_LOSSES, MEMORY = "h200_planner_loss", "h200_memory"
+NEW_LOSSES, MEMORY, TOKENS = "h200_planner_loss", "h200_memory", "h200_maxsim"
 # TFLOP/s of the product beside a loss on most H200s; others run at other clocks
 USUAL_PRODUCT = 665
-STEP_FILES = ("h200_step", "h200_2_step", "h200_4_step", "h200_8_step")
+STEP_FILES = ("h200_step", "h200_2_step", "h200_4_step", "h200_8_step", "h200_towers")
+# behind the name of a model whose towers are compiled
+COMPILED = ", compiled"
 LOSSES = {"clip": Softmax(symmetric=True), "siglip": Sigmoid()}
 SUB_BATCHES = {"vit-b-16": (128, 256, 512, 1024), "vit-l-14": (192, 384)}
 WORKSPACES = {"workspace 192 MiB": 192 * 2**20, "workspace 32 MiB": 32 * 2**20}
@@ -136,12 +141,16 @@ def step_cases(memory: int) -> Iterator[Case]:
     for name in STEP_FILES:
         for row in rows(name):
             plain = row["impl"] == "plain" and row["way"] == "whole batch"
-            if not row["ms"] or not (row["impl"] in ("contrastile", "by hand") or plain):
+            plain |= row["impl"] == "plain" and row["way"] == "whole batch, compiled"
+            # the towers of texts alone have other inputs than pairs
+            if not row["ms"] or row["model"] == "bert-base" or not (row["impl"] in ("contrastile", "by hand") or plain):
                 continue
             world, model, way = int(row["world"]), row["model"], row["way"]
+            if compiled := way.endswith(COMPILED):
+                model, way = model + COMPILED, way.removesuffix(COMPILED)
             b = int(row["batch"]) // world
             size = min(int(row["sub_batch"] or b), b)
-            sides = [Side(cost, b, _inputs(row, model, b, size, cost)) for cost in costs[model, size]]
+            sides = [Side(cost, b, _inputs(row, b, size, cost)) for cost in costs[model, size]]
             count = sides[0].count
             words = {"all": count, "half": count // 2, "auto": "auto"}
             retain: Any = count if plain else words.get(row.get("retain", "0"), 0)
@@ -151,18 +160,35 @@ def step_cases(memory: int) -> Iterator[Case]:
             step = StepMemory(sides, loss, Held(weights=weights, step=trained if world > 1 else 0), retain)
             label = f"{model} {row['impl']}, {way}, {row['batch']} by {row['sub_batch']} on {world}"
             # plain steps and those by hand hold other tensors: their times alone are planned
-            measured = int(row["peak_bytes"]) if row["impl"] == "contrastile" else None
+            measured = int(row["peak_bytes"]) if row["impl"] == "contrastile" or compiled else None
             reason = OTHER_CODE.get((name, way, int(row["batch"]), row["sub_batch"], row["peak_bytes"]))
-            number += 1
-            seconds = float(row["ms"]) / 1e3
-            yield Case(name, label, measured, seconds, None, step, other_code=reason, fitted=number % 2 == 1)
+            # nothing was fitted to the rows of h200_towers
+            number += name != "h200_towers"
+            seconds, fitted = float(row["ms"]) / 1e3, number % 2 == 1 and name != "h200_towers"
+            yield Case(name, label, measured, seconds, None, step, other_code=reason, fitted=fitted)
 
 
-def _inputs(row: dict[str, str], model: str, b: int, size: int, cost: TowerCost) -> int:
+def token_cases(memory: int) -> Iterator[Case]:
+    """Whole losses of token vectors with gradients; the constants of their seconds are from the rows of 1,024²."""
+    for row in rows(TOKENS):
+        if row["what"] != "loss + grads" or not row["impl"].startswith(("contrastile", "one way")):
+            continue
+        names = ("queries", "documents", "query_tokens", "document_tokens", "d")
+        N, M, L, T, D = (int(row[name]) for name in names)
+        backend = "eager" if "eager" in row["impl"] else "triton"
+        loss = Softmax(symmetric="one way" not in row["impl"])
+        size = LateSize(N, M, 1, D, memory, "single", backend, loss=loss, tokens=(L, T), masked=False)
+        label = f"{'symmetric' if loss.symmetric else 'one way'}, {backend}, {N} x {M} of {L} x {T} tokens"
+        peak, seconds = int(float(row["peak_mib"]) * 2**20), float(row["ms"]) / 1e3
+        if backend == "triton":
+            yield Case(TOKENS, label, peak, seconds, size, fitted=N == 1024)
+
+
+def _inputs(row: dict[str, str], b: int, size: int, cost: TowerCost) -> int:
     """Bytes of a side's inputs on the device: the batch, two sub-batches, or a pool and indices into it."""
     inputs = row.get("inputs", "device")
     if inputs == "pool":
-        return min(POOL, 16 * MODELS[model].sub_batch) * cost.inputs + 8 * b
+        return min(POOL, 16 * MODELS[row["model"]].sub_batch) * cost.inputs + 8 * b
     return {"device": b, "host": 2 * size}[inputs] * cost.inputs
 
 
@@ -175,7 +201,7 @@ def tower_costs() -> dict[tuple[str, int], list[TowerCost]]:
     return costs
 
 
-def measured_towers(model: str, sub_batches: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+def measured_towers(model: str, sub_batches: tuple[int, ...], *, compiled: bool = False) -> Iterator[dict[str, Any]]:
     """The costs of a model's towers, as they are committed."""
     with shapes_only():
         towers = Towers(model, torch.device("cpu"))
@@ -184,7 +210,16 @@ def measured_towers(model: str, sub_batches: tuple[int, ...]) -> Iterator[dict[s
         for size in sub_batches:
             for name, tower, pool in (("image", towers.image, pairs.images), ("text", towers.text, pairs.texts)):
                 inputs = partial(_empty, pool)
-                yield {"model": model, **asdict(measure(name, tower, inputs, tower, size, context))}
+                layers = compiled_parts(tower) if compiled else ()
+                with as_compiled(layers, partial(_called, tower, inputs, context), size):
+                    cost = measure(name, tower, inputs, tower, size, context, builds_graph=compiled)
+                yield {"model": model + COMPILED * compiled, **asdict(cost)}
+
+
+def _called(tower: Any, inputs: Any, context: Any, n: int) -> torch.Tensor:
+    with context():
+        features: torch.Tensor = tower(*inputs(n))
+    return features
 
 
 def _empty(pool: torch.Tensor, n: int) -> list[torch.Tensor]:
@@ -217,12 +252,13 @@ def unsteady(cases: Iterable[Case]) -> set[str]:
     return {label for label, several in seconds.items() if max(several) > 1.1 / 0.9 * min(several)}
 
 
-KINDS = {"losses": loss_cases, "ranks": rank_cases, "steps": step_cases}
+KINDS = {"losses": loss_cases, "ranks": rank_cases, "steps": step_cases, "tokens": token_cases}
 
 
 def main() -> None:
     if "--towers" in sys.argv:
         entries = [entry for model, sizes in SUB_BATCHES.items() for entry in measured_towers(model, sizes)]
+        entries += measured_towers("vit-b-16", (512,), compiled=True)
         TOWERS.write_text(json.dumps(entries, indent=1) + "\n")
         return
     profile = target("H200").profile
@@ -240,7 +276,7 @@ def main() -> None:
     outside = []
     for kind, several in cases.items():
         memory = [case.planned_bytes / case.bytes - 1 for case in several if case.bytes and not case.other_code]
-        apart = unsteady(several) if kind == "losses" else set()
+        apart = unsteady(several) if kind in ("losses", "tokens") else set()
         new = [case for case in several if case.seconds and not case.fitted]
         times = [case.planned_seconds(profile) / case.seconds - 1 for case in new if case.label not in apart]
         cells = [kind, len(memory), *(sum(abs(x) <= most for x in memory) for most in (0.05, 0.1)), len(times)]

@@ -107,6 +107,34 @@ def uncompile(module: nn.Module) -> None:
     module._compiled_call_impl = None
 
 
+def partitioned(
+    function: Callable[..., Any], runner: Callable[[Any], Callable[[list[Any]], Any]]
+) -> Callable[..., Any]:
+    """The function by graphs of its forward and its backward, traced at its first call and cut as for torch.compile.
+
+    runner: makes a graph a function of the list of its inputs.
+    """
+    from torch._functorch.aot_autograd import aot_function
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    def compiled(graph: Any, inputs: Any) -> Any:
+        del inputs
+        run = runner(graph)
+
+        def boxed(inputs: list[Any]) -> Any:
+            return run(inputs)
+
+        boxed._boxed_call = True  # type: ignore[attr-defined]
+        return boxed
+
+    compilers: Any = {"fw_compiler": compiled, "bw_compiler": compiled}
+    by_graphs: Callable[..., Any] = aot_function(
+        function, **compilers, decompositions=select_decomp_table(), partition_fn=min_cut_rematerialization_partition
+    )
+    return by_graphs
+
+
 @contextmanager
 def without_parametrization_cache() -> Iterator[None]:
     """Suspend `parametrize.cached()`, which would hand out weights that were computed without a graph."""

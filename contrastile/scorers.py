@@ -123,6 +123,14 @@ class MaxSim(nn.Module):
         """This class itself, without hooks and not compiled: it draws no random numbers and has no state."""
         return type(self) is MaxSim and not (self._forward_hooks or self._forward_pre_hooks or self._compiled_call_impl)
 
+    @staticmethod
+    def tile_bytes(rows: int, columns: int, L: int, M: int, D: int, size: int) -> int:
+        """Bytes of a tile of scores on a CPU, with its gradients, in numbers of `size` bytes."""
+        # the best matches with their gradients, the winning tokens, and both once more in another order
+        matches, at_once = 2 * (size + 4) * rows * columns * L, min(ROWS, rows * L)
+        similar = 2 * size * at_once * min(max(COLUMNS, M), columns * M)
+        return matches + max(similar, size * (rows * L + columns * M) * D + 8 * at_once * columns)
+
     def pad_tokens(self, side: Tokens, length: int | None = None) -> tuple[Tensor, Tensor]:
         """A side as vectors [B, length, D] and a bool mask, with masked padding. length: by default its own.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ UNSTEADY = {
     "clip triton, workspace 32 MiB 65536 x 512 bfloat16 on 1",
     "clip triton, workspace 32 MiB 65536 x 768 bfloat16 on 1",
 }
+UNSTEADY_TOKENS = {"symmetric, triton, 128 x 128 of 32 x 180 tokens"}
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +33,7 @@ def cases() -> dict[str, list[Any]]:
     memory = target("H200").memory
     cases = {kind: list(make(memory)) for kind, make in module.KINDS.items()}
     assert module.unsteady(cases["losses"]) == UNSTEADY
+    assert module.unsteady(cases["tokens"]) == UNSTEADY_TOKENS
     return cases
 
 
@@ -44,6 +47,40 @@ def test_peaks_are_within_5_percent_of_nine_rows_in_ten_and_10_of_all(cases: dic
     assert len(off) >= 48
     assert max(off) <= 0.1
     assert sum(x <= 0.05 for x in off) >= 0.9 * len(off)
+
+
+def test_communication_is_fitted_to_one_half_of_the_rows_of_several_ranks_and_meets_the_other(
+    cases: dict[str, list[Any]],
+) -> None:
+    profile = target("H200").profile
+    several = [case for case in cases["losses"] if case.loss.ranks > 1]
+    fitted, new = ([case for case in several if case.fitted is half] for half in (True, False))
+    assert (len(fitted), len(new)) == (5, 5)
+    # both halves have both exchanges, on two ranks and on four
+    assert {(c.loss.exchange_name, c.loss.ranks) for c in fitted} == {(c.loss.exchange_name, c.loss.ranks) for c in new}
+    assert max(abs(case.planned_seconds(profile) / case.seconds - 1) for case in new) <= 0.03
+    # without the term the short ones are planned too short
+    silent = replace(profile, hop=1e-12, link=1e18)
+    assert min(case.planned_seconds(silent) / case.seconds - 1 for case in new) < -0.1
+
+
+def test_token_vectors_of_a_gpu(cases: dict[str, list[Any]]) -> None:
+    several = cases["tokens"]
+    assert len(several) == 9
+    assert max(map(_bytes_off, several)) <= 0.005
+    profile = target("H200").profile
+    new = [case for case in several if not case.fitted and case.label not in UNSTEADY_TOKENS]
+    assert len(new) == 5
+    assert max(abs(case.planned_seconds(profile) / case.seconds - 1) for case in new) <= 0.06
+
+
+def test_compiled_towers_of_a_gpu(cases: dict[str, list[Any]]) -> None:
+    """Nothing was fitted to these rows."""
+    several = [case for case in cases["steps"] if case.file == "h200_towers" and "compiled" in case.label]
+    assert len(several) == 3
+    assert max(map(_bytes_off, several)) <= 0.02
+    profile = target("H200").profile
+    assert max(abs(case.planned_seconds(profile) / case.seconds - 1) for case in several) <= 0.05
 
 
 def test_rows_of_other_code_are_named_one_by_one(cases: dict[str, list[Any]]) -> None:

@@ -24,18 +24,19 @@ COLOURS = 4
 
 def compile_tower(tower: nn.Module) -> None:
     """Compile the tower's layers, or all of it where it has none that repeat; for training, not for evaluation."""
-    for module in _compiled_parts(tower):
+    for module in compiled_parts(tower):
         compile_graphs(module)
     for module in _patch_embeddings(tower):
         replace_calls(module, partial(_as_product, module))
 
 
 def uncompile_tower(tower: nn.Module) -> None:
-    for module in (*_compiled_parts(tower), *_patch_embeddings(tower)):
+    for module in (*compiled_parts(tower), *_patch_embeddings(tower)):
         uncompile(module)
 
 
-def _compiled_parts(tower: nn.Module) -> list[nn.Module]:
+def compiled_parts(tower: nn.Module) -> list[nn.Module]:
+    """The modules of a tower that are compiled, each for itself."""
     # torch.compile skips modules of torch itself, unless another one is around them
     return [layer for layer in layers_of(tower) if not type(layer).__module__.startswith("torch.nn.")] or [tower]
 

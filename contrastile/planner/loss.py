@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -25,7 +26,8 @@ class LossSize:
     """The loss of `rows` rows and `keys` columns on each of `ranks` ranks, with `dimensions` features.
 
     dtype: of the products. given: of the features. memory: bytes of the device, of which "auto" and the default
-    workspace are shares. exchange, backend: words of the losses' options.
+    workspace are shares. exchange, backend: words of the losses' options. queue: a rank's keys of earlier steps, which
+    are columns too. directions: such losses in a step, one after the other.
     """
 
     rows: int
@@ -43,10 +45,22 @@ class LossSize:
     # the features wait in host memory; bytes of the device that other parts hold meanwhile
     host: bool = False
     held: int = 0
+    queue: int = 0
+    directions: int = 1
+
+    @property
+    def columns(self) -> int:
+        """Columns of a rank: its keys, and those of the queue."""
+        return self.keys + self.queue
+
+    @property
+    def carried(self) -> int:
+        """Numbers of a column that other ranks send."""
+        return self.dimensions
 
     @cached_property
     def layout(self) -> Layout:
-        return Layout(None, 0, (self.rows,) * self.ranks, (self.keys,) * self.ranks)
+        return Layout(None, 0, (self.rows,) * self.ranks, (self.columns,) * self.ranks)
 
     @cached_property
     def exchange_name(self) -> str:
@@ -57,7 +71,7 @@ class LossSize:
             return "ring"
         if self.exchange != "auto":
             return self.exchange
-        return automatic_exchange(self.layout, self.dimensions, self.dtype, self.memory // GATHERED_SHARE)
+        return automatic_exchange(self.layout, self.carried, self.dtype, self.memory // GATHERED_SHARE)
 
     @cached_property
     def backend_name(self) -> str:
@@ -77,11 +91,14 @@ class LossSize:
 
     @cached_property
     def workspace_bytes(self) -> int:
-        """Bytes of the block that takes most."""
-        sizes, allowed = self.exchange_class.blocks(self.layout), self._allowed
         if self.host:
             cuts = self._cuts()
-            sizes = [(min(cuts.strip, self.rows), min(cuts.shard, self.keys))]
+            return self._blocks([(min(cuts.strip, self.rows), min(cuts.shard, self.columns))])
+        return self._blocks(self.exchange_class.blocks(self.layout))
+
+    def _blocks(self, sizes: Sequence[tuple[int, int]]) -> int:
+        """Bytes of the block that takes most."""
+        allowed = self._allowed
         try:
             tiles = TILES[self.backend_name]()
         except ImportError:
@@ -103,20 +120,24 @@ class LossSize:
         """Bytes of what other ranks send."""
         if self.host:
             return 0
-        return self.exchange_class.expected_bytes(self.layout, self.dimensions, self.dtype)
+        return self.exchange_class.expected_bytes(self.layout, self.carried, self.dtype)
 
     @cached_property
     def resident(self) -> tuple[int, int]:
         """Bytes beside both: throughout, and at the end."""
         if self.host:
-            sizes = (self.rows, self.keys, self.dimensions, self.given, self.dtype)
+            sizes = (self.rows, self.columns, self.dimensions, self.given, self.dtype)
             return device_bytes(self._cuts(), *sizes), 0
-        return resident_bytes(self.rows, self.keys, self.dimensions, self.dtype, self.given)
+        throughout, end = resident_bytes(self.rows, self.columns, self.dimensions, self.dtype, self.given)
+        # the sums of those before wait for the backward; keys of a queue, their copies behind the batch's, stay too
+        queued = self.columns * self.dimensions * self.given.itemsize if self.queue else 0
+        others = (self.directions - 1) * throughout + self.directions * queued
+        return throughout + others, end + others
 
     def _cuts(self) -> Cut:
         """Strips and shards of features in host memory."""
         free = self.memory - self.held - self._allowed
-        return cut_within(self.rows, self.keys, self.dimensions, self.given, free)
+        return cut_within(self.rows, self.columns, self.dimensions, self.given, free)
 
     @property
     def peak(self) -> int:
@@ -133,7 +154,7 @@ class LossSize:
     def pairs(self) -> float:
         """Pairs that a rank computes."""
         share = 1 if self.exchange_class.once else self.ranks
-        return float(self.rows * share) * self.keys * self.ranks
+        return float(self.rows * share) * self.columns * self.ranks * self.directions
 
     @property
     def matrices(self) -> float:
@@ -145,7 +166,7 @@ class LossSize:
         """Bytes that a rank receives from others in both passes."""
         if self.ranks == 1:
             return 0
-        return self.exchange_class.sent_bytes(self.layout, self.dimensions, self.dtype)
+        return self.exchange_class.sent_bytes(self.layout, self.carried, self.dtype)
 
     @property
     def wide(self) -> int:

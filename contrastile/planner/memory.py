@@ -19,6 +19,8 @@ from contrastile.planner.towers import TowerCost
 LIBRARIES = 2 * 32 * 2**20
 # bytes of a GPU outside torch's allocator: the context, kernels, buffers of NCCL
 CONTEXT = 2**30
+# bytes of a number of a guide's features
+GUIDE = 4
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Side:
     inputs: int = 0
     # bytes of features per example beside those that the encoder returns, such as normalised ones
     copies: int = 0
+    # bytes per example, for a moment, while the gradient goes back from the loss's features to the encoder's
+    between: int = 0
     # features and their gradients wait in host memory
     host: bool = False
 
@@ -59,7 +63,8 @@ class Held:
     """Bytes that stay during the whole step: of weights, of the optimizer's state, of the weights' average.
 
     gradients: those there before the first pass, of parts of the batch whose gradients are accumulated. step: temporary
-    bytes of the optimizer's step, or of the sum of gradients over ranks. libraries: of matrix products.
+    bytes of the optimizer's step, or of the sum of gradients over ranks. libraries: of matrix products. teacher: a
+    guide's or a teacher's weights. queue: keys of earlier steps.
     """
 
     weights: int = 0
@@ -68,6 +73,8 @@ class Held:
     gradients: int = 0
     step: int = 0
     libraries: int = LIBRARIES
+    teacher: int = 0
+    queue: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,18 +91,23 @@ class Moment:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """The step whose memory is planned. `retain`: graphs that each side keeps, or "auto"."""
+    """The step whose memory is planned. `retain`: graphs that each side keeps, or "auto".
+
+    guides: the same batch by a guide or a teacher, whose features in float32 stay until the loss's backward.
+    """
 
     sides: Sequence[Side]
     loss: LossSize
     held: Held
     retain: int | Literal["auto"] = 0
+    guides: Sequence[Side] = ()
 
     def base(self) -> dict[str, int]:
         """Parts that every moment has."""
         held, inputs = self.held, sum(side.inputs for side in self.sides)
         parts = {"weights": held.weights, "optimizer": held.optimizer, "average": held.average, "inputs": inputs}
         parts |= {"accumulated": held.gradients, "libraries": held.libraries}
+        parts |= {"teacher": held.teacher, "queue": held.queue}
         return {name: count for name, count in parts.items() if count}
 
     def graphs(self) -> list[int]:
@@ -129,9 +141,17 @@ class StepMemory:
             alive = graphs + side.graphs(count) - built
             add(f"{cost.name}: first pass", graphs=alive, features=features, activations=max(cost.forward, built))
             graphs += side.graphs(count)
-        add("loss", graphs=graphs, features=features, **self._loss_parts())
+        guided = 0
+        for side in self.guides:
+            cost, own = side.cost, GUIDE * side.examples * side.cost.dimensions
+            held = features + guided + side.examples * cost.features + own
+            add(f"teacher, {cost.name}", graphs=graphs, features=held, activations=cost.forward)
+            guided += own
+        add("loss", graphs=graphs, features=features + guided, **self._loss_parts())
         # the features' own gradients wait beside them
         features += sum(side.gradients for side in self.sides)
+        if between := max(side.between * side.examples for side in self.sides):
+            add("gradients of features", graphs=graphs, features=features + guided, activations=between)
         gradients = 0
         for side, count in reversed(list(zip(self.sides, retained, strict=True))):
             cost, graphs = side.cost, graphs - side.graphs(count)
@@ -173,5 +193,8 @@ class StepMemory:
 
     def with_batch(self, rows: int, keys: int) -> StepMemory:
         """The same step for another number of examples on a rank."""
-        sides = [replace(side, examples=count) for side, count in zip(self.sides, (rows, keys), strict=True)]
-        return replace(self, sides=sides, loss=replace(self.loss, rows=rows, keys=keys))
+        sides, guides = (
+            [replace(side, examples=count) for side, count in zip(several, (rows, keys), strict=False)]
+            for several in (self.sides, self.guides)
+        )
+        return replace(self, sides=sides, guides=guides, loss=replace(self.loss, rows=rows, keys=keys))

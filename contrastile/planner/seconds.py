@@ -12,6 +12,7 @@ from math import ceil, hypot
 import torch
 
 from contrastile.engine.graph import MOST_BYTES, MOST_ROWS
+from contrastile.planner.late import LateSize
 from contrastile.planner.loss import LossSize
 from contrastile.planner.memory import Side, StepMemory
 from contrastile.planner.profile import Profile
@@ -25,6 +26,10 @@ FLOAT32_LOSS = {"highest": 7.0, "high": 3.5, "medium": 1.2}
 # the host's time, in those of a small call: of a pairwise loss's call, of a block of a larger loss, and until the first
 # block of one begins
 PAIRWISE_CALLS, BLOCK_CALLS, START_CALLS = 1.4, 0.5, 0.6
+# of token vectors: a sweep's rate over that of large losses; the time of a sweep that notes the winning tokens over
+# that of one that does not; the time of gathering them over that of memory; the host's time, and its time before the
+# device begins, in calls. From the rows of 1,024² and of 128² pairs of 32 x 180 tokens in h200_maxsim.csv
+SWEEP, WINNERS, GATHERED, LATE_CALLS, LATE_START = 0.83, 1.61, 0.45, 7.5, 3.1
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,9 @@ def step_seconds(
     for side, retained in zip(step.sides, step.graphs(), strict=True):
         seconds, host = _tower_seconds(side, retained, profile, half)
         towers, waiting = towers + seconds, waiting + host
+    for side in step.guides:
+        seconds, host = _tower_seconds(side, 0, profile, half)
+        towers, waiting = towers + seconds, waiting + host
     loss, ranks = step.loss, step.loss.ranks
     link = profile.link if ranks <= per_node else profile.network
     reduced = 2 * trained * (ranks - 1) / ranks / link
@@ -103,8 +111,22 @@ def pass_seconds(work: Work, profile: Profile, share: float = 1.0, *, half: bool
     return share * (products + work.moved / profile.bandwidth), work.kernels * profile.launch
 
 
+def late_seconds(loss: LateSize, profile: Profile) -> float:
+    """Seconds of a rank's pairs of token vectors: one sweep or two, and what the gradients gather."""
+    gathered = GATHERED * loss.gathered / profile.bandwidth
+    if loss.backend_name != "triton":
+        return hypot(profile.call, 2 * loss.operations / (profile.loss * profile.float32) + gathered)
+    sweep = loss.operations / (profile.loss * SWEEP)
+    if loss.dtype == torch.float32:
+        sweep *= FLOAT32_LOSS[torch.get_float32_matmul_precision()]
+    device = sweep * (WINNERS if loss.at_once else 1 + WINNERS) + gathered
+    return max(LATE_CALLS * profile.call, LATE_START * profile.call + device)
+
+
 def loss_seconds(loss: LossSize, profile: Profile) -> float:
     """Seconds of a rank's pairs: those of the device, or for small losses those of the host's calls."""
+    if isinstance(loss, LateSize):
+        return late_seconds(loss, profile)
     wide, fused = loss.dtype == torch.float32, loss.backend_name == "triton"
     factor = 1 / FLOAT32_LOSS[torch.get_float32_matmul_precision()] if fused else profile.float32
     speed = factor if wide else 1.0

@@ -6,11 +6,11 @@ the same shapes. Weights are neither made nor read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -75,36 +75,62 @@ class TowerCost:
         return cls(**{**values, **works})
 
 
-class _Counted(DispatchMode):
+class Counted(DispatchMode):
     """Add up the work of every operation."""
+
+    # the counter that runs; None where an operation is counted otherwise
+    running: ClassVar[Counted | None] = None
 
     def __init__(self) -> None:
         super().__init__()
         self.work = Work()
 
+    @classmethod
+    @contextmanager
+    def instead(cls, work: Work) -> Iterator[None]:
+        """Count this work instead of that of the operations within."""
+        counter, cls.running = cls.running, None
+        if counter is not None:
+            counter.work += work
+        try:
+            yield
+        finally:
+            cls.running = counter
+
+    def __enter__(self) -> Self:
+        Counted.running = self
+        return super().__enter__()
+
+    def __exit__(self, *failure: object) -> None:
+        Counted.running = None
+        super().__exit__(*failure)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
-        out, name = func(*args, **(kwargs or {})), func._schema.name
-        if not (func.is_view or name in FREE or name.startswith("prim::")):
-            inputs, outputs = (
-                [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)] for tree in ((args, kwargs), out)
-            )
-            self.work += self._work(func, name, args, kwargs or {}, inputs, out, outputs)
+        out = func(*args, **(kwargs or {}))
+        if Counted.running is self and not is_free(func):
+            self.work += work_of(func, args, kwargs or {}, out)
         return out
 
-    @staticmethod
-    def _work(
-        func: Any, name: str, args: Any, kwargs: Any, inputs: Sequence[Tensor], out: Any, outputs: Sequence[Tensor]
-    ) -> Work:
-        if "scaled_dot_product" in name:
-            backward = "backward" in name
-            # the backward's first tensor is the gradient of the output
-            q, k = inputs[backward : backward + 2]
-            each = ATTENTION_BACKWARD if backward else ATTENTION
-            return Work(attention=each * prod(q.shape) * k.shape[-2], kernels=1)
-        if func._overloadpacket in flop_registry:
-            return Work(products=flop_registry[func._overloadpacket](*args, **kwargs, out_val=out), kernels=1)
-        return Work(moved=sum(x.nbytes for x in (*inputs, *outputs)), kernels=1)
+
+def is_free(func: Any) -> bool:
+    """The operation takes no kernel."""
+    name = func._schema.name
+    return bool(func.is_view or name in FREE or name.startswith("prim::"))
+
+
+def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
+    """The work of an operation; that of products has no bytes."""
+    inputs, outputs = ([x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)] for tree in ((args, kwargs), out))
+    if "scaled_dot_product" in func._schema.name:
+        backward = "backward" in func._schema.name
+        # the backward's first tensor is the gradient of the output
+        q, k = inputs[backward : backward + 2]
+        each = ATTENTION_BACKWARD if backward else ATTENTION
+        return Work(attention=each * prod(q.shape) * k.shape[-2], kernels=1)
+    if func._overloadpacket in flop_registry:
+        return Work(products=flop_registry[func._overloadpacket](*args, **kwargs, out_val=out), kernels=1)
+    return Work(moved=sum(x.nbytes for x in (*inputs, *outputs)), kernels=1)
 
 
 def measure(
@@ -114,8 +140,12 @@ def measure(
     module: nn.Module,
     sub_batch: int,
     autocast: Callable[[], AbstractContextManager[Any]],
+    *,
+    builds_graph: bool = False,
 ) -> TowerCost:
     """The cost of `encoder(*inputs(n))` for n = `sub_batch` examples; within `shapes_only`, like the module's making.
+
+    builds_graph: the first pass builds each graph and drops it, as that of compiled towers.
 
     >>> with shapes_only():
     ...     layer = nn.Linear(1000, 1000, bias=False)
@@ -129,11 +159,11 @@ def measure(
     shape: list[Tensor] = []
 
     def run(n: int, grad: bool) -> list[Tensor]:
-        with autocast(), torch.set_grad_enabled(grad):
+        with autocast(), torch.set_grad_enabled(grad or builds_graph):
             return [encoder(*inputs(n))]
 
     def counted(grad: bool) -> None:
-        with _Counted() as counter:
+        with Counted() as counter:
             outs = run(sub_batch, grad)
             if grad:
                 torch.autograd.grad(outs, trained, [torch.empty_like(out) for out in outs], allow_unused=True)
@@ -158,7 +188,7 @@ def measure(
     (features,) = shape
     return TowerCost(
         name, sub_batch, sum(x.nbytes for x in weights), sum(x.nbytes for x in trained), retained, forward, replay,
-        features.nbytes // sub_batch, features.shape[1], sum(x.nbytes for x in inputs(1)),
+        features.nbytes // sub_batch, features[0].numel(), sum(x.nbytes for x in inputs(1)),
         works[False], works.get(True, works[False]),
     )  # fmt: skip
 

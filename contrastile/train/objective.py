@@ -34,6 +34,7 @@ from contrastile.train.config.base import LossSettings
 from contrastile.train.config.image_text import ModelSettings
 from contrastile.train.folder import RECIPE
 from contrastile.train.load import load
+from contrastile.train.recipe import load_any_recipe
 from contrastile.train.retriever.config import RetrieverSettings
 from contrastile.train.retriever.run import build_retriever_run
 from contrastile.train.run import build_run
@@ -290,11 +291,7 @@ def open_teacher(recipe: Any) -> Teacher | None:
     settings: LossSettings = recipe.loss
     if not settings.other_model:
         return None
-    key, folder = f"loss.{settings.other_model}", Path(getattr(settings, settings.other_model))
-    finished = (folder / RECIPE).is_file()
-    if not finished and not (folder / "config.json").is_file():
-        remedy = "Train one first, or name a folder with a config.json and a tokenizer."
-        raise invalid(key, "be the folder of a run, or of a model of transformers", f'"{folder}"', remedy)
+    key, folder, finished = _folder(settings)
     run: Any = load(folder, device=recipe.device) if finished else _of_transformers(recipe, folder)
     if run.recipe.kind != recipe.kind:
         got = f'"{folder}", of {KINDS[run.recipe.kind]}'
@@ -315,8 +312,33 @@ def open_teacher(recipe: Any) -> Teacher | None:
     return Teacher(run, run.model.logit_scale.exp().float() if scale is None else scale)
 
 
+def _folder(settings: LossSettings) -> tuple[str, Path, bool]:
+    """The key and the folder of a loss's other model, and whether that is a run; raises ValueError for no model."""
+    key, folder = f"loss.{settings.other_model}", Path(getattr(settings, str(settings.other_model)))
+    finished = (folder / RECIPE).is_file()
+    if not finished and not (folder / "config.json").is_file():
+        remedy = "Train one first, or name a folder with a config.json and a tokenizer."
+        raise invalid(key, "be the folder of a run, or of a model of transformers", f'"{folder}"', remedy)
+    return key, folder, finished
+
+
+def teacher_recipe(recipe: Any) -> Any:
+    """The recipe of the model that the recipe's loss names, whose weights are not read; None for a loss without one."""
+    if not recipe.loss.other_model:
+        return None
+    _, folder, finished = _folder(recipe.loss)
+    return load_any_recipe(folder / RECIPE, files=False) if finished else _recipe_of_transformers(recipe, folder)
+
+
 def _of_transformers(recipe: Any, folder: Path) -> Any:
     """A run with the model of a folder of transformers, for the data and the lengths of `recipe`."""
+    build: Any = build_run if isinstance(recipe, Recipe) else build_retriever_run
+    length = recipe.model.tokenizer.length
+    return build(_recipe_of_transformers(recipe, folder), load_tokenizer(folder, length=length))
+
+
+def _recipe_of_transformers(recipe: Any, folder: Path) -> Any:
+    """The recipe of such a run."""
     lengths = recipe.model.tokenizer.model_dump(include={"length", "query_length"})
     sections = {"both": {"folder": str(folder)}, "tokenizer": {"folder": str(folder), **lengths}}
     settings: Any = ModelSettings if isinstance(recipe, Recipe) else RetrieverSettings
@@ -324,9 +346,7 @@ def _of_transformers(recipe: Any, folder: Path) -> Any:
         sections["both"]["kind"] = "transformers"
     # the scale is the folder's own
     loss = {"loss": type(recipe).model_fields["loss"].default}
-    other = recipe.model_copy(update={"model": settings.model_validate(sections), **loss})
-    build: Any = build_run if isinstance(recipe, Recipe) else build_retriever_run
-    return build(other, load_tokenizer(folder, length=lengths["length"]))
+    return recipe.model_copy(update={"model": settings.model_validate(sections), **loss})
 
 
 class BothTokenizers:

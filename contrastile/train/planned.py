@@ -19,8 +19,12 @@ from torch import Tensor, nn
 from contrastile._errors import invalid
 from contrastile.data.sources import is_collection
 from contrastile.models.base import feature_size
+from contrastile.models.compiled import compiled_parts
+from contrastile.models.late import special_tokens
 from contrastile.models.text import train_tokenizer
 from contrastile.offload import free_memory
+from contrastile.planner.compiled import as_compiled
+from contrastile.planner.late import LateSize
 from contrastile.planner.loss import LossSize
 from contrastile.planner.memory import LIBRARIES, Held, Side, StepMemory
 from contrastile.planner.plan import Plan
@@ -29,7 +33,7 @@ from contrastile.planner.towers import TowerCost, made_without_memory, measure, 
 from contrastile.train.config import AnyRecipe, Recipe
 from contrastile.train.config.towers import without_folders
 from contrastile.train.loaded import HALVES, LoadedRun, autocast
-from contrastile.train.objective import OBJECTIVES
+from contrastile.train.objective import OBJECTIVES, teacher_recipe
 from contrastile.train.optim import state_bytes, step_bytes
 from contrastile.train.recipe import load_any_recipe
 from contrastile.train.retriever.run import build_retriever_run
@@ -41,6 +45,10 @@ logger = logging.getLogger("contrastile")
 TOKEN_TENSORS = 2
 # sub-batches of inputs on a device: the present one, and the next that is copied meanwhile
 STREAMED = 2
+# tensors that the gradient of a normalisation takes for a moment, of its inputs' size
+NORMALISED = 5
+# bytes of the id of a key in a queue
+ID = 8
 CPU = torch.device("cpu")
 
 
@@ -48,9 +56,6 @@ def planned(recipe: Any, overrides: Sequence[str], gpus: str | None, batch: int 
     """`contrastile.plan`."""
     machines = target(gpus)
     settings: Any = recipe if isinstance(recipe, AnyRecipe) else load_any_recipe(recipe, overrides, files=False)
-    if _late(settings):
-        remedy = "Train a few steps, whose memory and time are in the report."
-        raise invalid("recipe", 'have model.kind = "single" for a plan', '"late"', remedy)
     largest = max(size for _, size in settings.train.batch)
     if batch is not None and batch < machines.ranks:
         raise invalid("batch", f"be at least a pair for each of the {machines.ranks} ranks", batch, "Take more.")
@@ -66,8 +71,6 @@ def planned_memory(run: LoadedRun, batch: int, ranks: int) -> dict[str, int] | N
     if run.device.type != "cuda" or not batch:
         return None
     try:
-        if _late(run.recipe):
-            return None
         memory = free_memory(run.device)[1]
         machines = Target(str(run.device), None, memory, ranks, ranks, run.device.type)
         return plan_of(run.recipe, machines, batch, *towers(run.recipe, ranks, batch)).peak.parts
@@ -77,7 +80,7 @@ def planned_memory(run: LoadedRun, batch: int, ranks: int) -> dict[str, int] | N
 
 
 def _late(recipe: Any) -> bool:
-    """True for a retriever with many vectors, whose loss is not planned."""
+    """True for a retriever with many vectors."""
     return getattr(recipe.model, "kind", "single") == "late"
 
 
@@ -107,18 +110,24 @@ def keys_of(recipe: Any) -> int:
     return 1 if isinstance(recipe, Recipe) else recipe.data.positives + recipe.data.negatives
 
 
-def towers(recipe: Any, ranks: int, batch: int) -> tuple[nn.Module, list[TowerCost]]:
-    """The recipe's model without memory, and the cost of each side's sub-batch for a batch of all ranks."""
+def towers(recipe: Any, ranks: int, batch: int, *, frozen: bool = False) -> tuple[nn.Module, list[TowerCost]]:
+    """The recipe's model without memory, and the cost of each side's sub-batch for a batch of all ranks.
+
+    frozen: none of its weights is trained, as a teacher's.
+    """
     rows = ceil(batch / ranks / recipe.train.accumulate)
     build: Callable[..., Any] = build_run if isinstance(recipe, Recipe) else build_retriever_run
-    tokenizer = made_up_tokenizer(recipe.model.tokenizer)
-    # compiled towers take no more; weights in folders are not read
+    special = special_tokens(recipe.model) if _late(recipe) else ()
+    tokenizer = made_up_tokenizer(recipe.model.tokenizer, special)
+    # weights in folders are not read, and nothing is compiled
     settings = without_folders(recipe)
     settings = settings.model_copy(
         update={"device": "meta", "train": settings.train.model_copy(update={"compile": False})}
     )
     with made_without_memory():
         model = build(settings, tokenizer).model.train()
+    if frozen:
+        model.eval().requires_grad_(False)
     context, costs = partial(autocast, CPU, recipe.train.precision), []
     with shapes_only():
         without_memory(model)
@@ -130,8 +139,17 @@ def towers(recipe: Any, ranks: int, batch: int) -> tuple[nn.Module, list[TowerCo
                 tower: Any = module.tower
                 width = feature_size(tower, *inputs(1))
                 inputs = partial(lambda features, n: [torch.zeros(n, features)], width)
-            costs.append(measure(name, encoder, inputs, module, size, context))
+            compiled = recipe.train.compile is True and not frozen
+            layers = compiled_parts(module) if compiled else ()
+            with as_compiled(layers, partial(_called, encoder, inputs, context), size):
+                costs.append(measure(name, encoder, inputs, module, size, context, builds_graph=compiled))
     return model, costs
+
+
+def _called(encoder: Callable[..., Tensor], inputs: Callable[[int], list[Tensor]], context: Any, n: int) -> Tensor:
+    """The features of `n` examples."""
+    with context():
+        return encoder(*inputs(n))
 
 
 def _encoder(model: Any, side: str) -> tuple[Callable[..., Tensor], nn.Module]:
@@ -162,17 +180,35 @@ def plan_of(
     half = HALVES.get(train.precision)
     products = half or (torch.float64 if train.precision == "float64" else torch.float32)
     given = torch.float64 if train.precision == "float64" else torch.float32
-    on_gpu = machines.device == "cuda"
+    on_gpu, late = machines.device == "cuda", _late(recipe)
     sides = []
     for cost, (examples, size, _) in zip(costs, sub_batches(recipe, rows).values(), strict=True):
         # features in the type of the loss, and normalised
         copies = 2 * given.itemsize * cost.dimensions
-        sides.append(Side(cost, examples, (STREAMED * size if on_gpu else 0) * cost.inputs, copies))
-    loss = LossSize(
-        rows, keys * rows, ranks, costs[0].dimensions, machines.memory, recipe.loss.exchange, recipe.loss.backend,
+        if late:
+            # in float32 where they are not, without those that do not count, and normalised
+            copies = given.itemsize * cost.dimensions * ((half is not None) + recipe.model.normalise)
+            copies += cost.features if cost.name == "passage" else 0
+        inputs = (STREAMED * size if on_gpu else 0) * cost.inputs
+        sides.append(Side(cost, examples, inputs, copies, NORMALISED * given.itemsize * cost.dimensions * late))
+    kind, queue = recipe.loss.kind, getattr(recipe.loss, "queue", 0)
+    both_ways = isinstance(recipe, Recipe) and kind in ("infonce", "gist")
+    size_of: Any = LossSize
+    dimensions = costs[0].dimensions
+    if late:
+        dimensions = recipe.model.features
+        size_of = partial(LateSize, tokens=tuple([cost.dimensions // dimensions for cost in costs]))
+    loss = size_of(
+        rows, keys * rows, ranks, dimensions, machines.memory, recipe.loss.exchange, recipe.loss.backend,
         machines.device, getattr(recipe.loss, "workspace", None), products, given,
-        OBJECTIVES[recipe.kind](recipe.loss).pair_loss,
+        OBJECTIVES[recipe.kind](recipe.loss).pair_loss, queue=queue // ranks, directions=2 if both_ways else 1,
     )  # fmt: skip
+    teacher, guides = 0, list[Side]()
+    if (other := teacher_recipe(recipe)) is not None:
+        guide, guide_costs = towers(other, ranks, batch, frozen=True)
+        teacher = sum(x.nbytes for x in (*guide.parameters(), *guide.buffers()))
+        guides = [Side(cost, side.examples) for cost, side in zip(guide_costs, sides, strict=True)]
+    queues = (2 if both_ways else 1) * queue * (dimensions * given.itemsize + ID)
     weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
     trained = sum(x.nbytes for x in model.parameters() if x.requires_grad)
     share = ranks if train.parallel == "shard" else 1
@@ -181,11 +217,11 @@ def plan_of(
         weights // share, state_bytes(model, recipe.optim) // share, trained // share if recipe.optim.ema else 0,
         trained if train.accumulate > 1 else 0,
         max(step_bytes(model, recipe.optim) // share, trained if ranks > 1 else 0),
-        LIBRARIES if on_gpu else 0,
+        LIBRARIES if on_gpu else 0, teacher, queues,
     )  # fmt: skip
     pictures = isinstance(recipe, Recipe) and is_collection(recipe.data.source) and not recipe.model.precompute
     inputs = sum(side.examples * side.cost.inputs for side in sides) // max(1, rows)
-    step = StepMemory(sides, loss, held, train.retain)
+    step = StepMemory(sides, loss, held, train.retain, guides)
     if getattr(train, "features", "device") == "host":
         step = step.with_features_on_host()
     return Plan(
@@ -194,12 +230,15 @@ def plan_of(
     )  # fmt: skip
 
 
-def made_up_tokenizer(settings: Any) -> Any:
-    """The recipe's tokenizer; one that the run would train on its texts is trained on as many made-up words."""
+def made_up_tokenizer(settings: Any, special: Sequence[str] = ()) -> Any:
+    """The recipe's tokenizer; one that the run would train on its texts is trained on as many made-up words.
+
+    special: tokens that stand for no word.
+    """
     if (ready := ready_tokenizer(settings)) is not None:
         return ready
     words = map("".join, islice(product(ascii_lowercase, repeat=5), settings.size))
-    return train_tokenizer(words, size=settings.size, length=settings.length)
+    return train_tokenizer(words, size=settings.size, length=settings.length, special=special)
 
 
 def learned_tokens(settings: Any) -> int | None:

@@ -104,10 +104,7 @@ class Entries:
     @classmethod
     def of(cls, vectors: Tensor, mask: Tensor | None) -> Entries:
         N, L, _ = vectors.shape
-        most = tiling_for(vectors).entries
-        slot = next((s for s in SLOTS if s <= most and tiles_of(L, s) * s <= (1 + PADDING) * L), SLOTS[-1])
-        if mask is not None:
-            slot = min(slot, SLOT_MASKED)
+        slot = slot_of(L, tiling_for(vectors).entries, masked=mask is not None)
         per_query = tiles_of(L, slot)
         entries = cls(vectors, slot, per_query * slot, N * per_query * slot)
         if mask is None:
@@ -270,6 +267,36 @@ def _pair_bytes(rows: Shard, cols: Shard) -> float:
     """Bytes of a pair of the workspace: its score, logit and gradient, its winning tokens and their lists."""
     entries, documents = Entries.of(rows.features[:0], None), Documents(cols.features[:0])
     return (PAIR_BYTES + entries.padded * (documents.index.itemsize + 4 / entries.slot)) / (1 - 1 / LISTS)
+
+
+def slot_of(L: int, most: int, *, masked: bool) -> int:
+    """Entries of a slot of queries of L tokens, `most` of which fit a tile."""
+    slot = next((s for s in SLOTS if s <= most and tiles_of(L, s) * s <= (1 + PADDING) * L), SLOTS[-1])
+    return min(slot, SLOT_MASKED) if masked else slot
+
+
+def expected_bytes(
+    N: int, M: int, tokens: tuple[int, int], D: int, workspace: int, *, symmetric: bool, copies: int = 0
+) -> tuple[int, bool]:
+    """Bytes of a loss with gradients beside inputs and accumulators, for a planner, and whether it is one tile.
+
+    copies: bytes of a feature in tokens without those behind a mask, or in another type; 0 without a mask.
+    """
+    L, T = tokens
+    most = 256 if D <= 128 else 128
+    padded = tiles_of(L, slot := slot_of(L, most, masked=copies > 0)) * slot
+    winners = padded * (1 if T < MOST_SMALL else 2)
+    pair = (PAIR_BYTES + winners + 4 * padded / slot) / (1 - 1 / LISTS)
+    whole = workspace >= pair * N * M
+    side = max(LEAST_STRIP, min(SIDE_ACCELERATOR, int((workspace / pair) ** 0.5)))
+    # a loss of one way has all columns in a strip
+    strip = 0 if symmetric else int(workspace / (pair * M))
+    rows, cols = (N, M) if whole else (strip, M) if strip >= LEAST_STRIP else (min(N, side), min(M, side))
+    lists = 4 * rows * padded * max(1, min(cols, workspace // LISTS // (4 * rows * padded)))
+    # scores, logits and gradients; of the tile before, its winners and three of them are still there
+    first = (winners + 12 + 4 * symmetric) * rows * cols + lists
+    next_one = 0 if whole else (2 * winners + 20) * rows * cols
+    return max(first, next_one) + copies * (rows * L + cols * T) * D, whole or strip >= LEAST_STRIP
 
 
 def _sides(scorer: Scorer, rows: Shard, cols: Shard) -> Sequence[tuple[str, Any, Shard]]:

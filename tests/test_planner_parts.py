@@ -1,0 +1,155 @@
+"""Plans of late interaction, guides, queues and compiled towers, beside real steps on a CPU."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_planner import SUB_BATCH, _cost, _inputs, _tower
+from tiny_texts import tiny_retriever, write_text_recipe
+from torch import Tensor
+
+import contrastile
+from contrastile.models.late import special_tokens
+from contrastile.planner.compiled import as_compiled
+from contrastile.planner.profile import target
+from contrastile.planner.towers import measure, shapes_only
+from contrastile.scorers import MaxSim
+from contrastile.train.memory import Weighed
+from contrastile.train.objective import QueryObjective, Teacher
+from contrastile.train.planned import made_up_tokenizer, plan_of, towers
+from contrastile.train.recipe import load_any_recipe
+from contrastile.train.retriever.job import RetrieverJob
+from contrastile.train.retriever.run import build_retriever_run
+
+CPU = torch.device("cpu")
+LENGTHS = {"query": 12, "passage": 24}
+WORDS = (
+    "model.features=32", "data.negatives=1", "train.sub_batch={query=32,passage=32}", "model.tokenizer.length=24",
+    "model.tokenizer.query_length=12", "loss.workspace=2097152", "loss.learn_scale=true",
+)  # fmt: skip
+LATE = ("model.kind=late",)
+GUIDED = ("loss.kind=gist", "loss.guide={folder}/guide")
+QUEUED = ("loss.queue=4096",)
+
+
+def write_guide(folder: Path) -> Path:
+    """The recipe of a finished run with larger features."""
+    (folder / "guide").mkdir()
+    recipe = folder / "guide" / "recipe.toml"
+    recipe.write_text(write_text_recipe(folder).read_text().replace("[model]", "[model]\nfeatures = 256"))
+    return recipe
+
+
+@pytest.mark.parametrize(("words", "batch", "moment"), [
+    (LATE, 32, "loss"), ((*LATE, "train.retain=3"), 100, "gradients of features"), (GUIDED, 500, "loss"),
+    (QUEUED, 100, "loss"),
+])  # fmt: skip
+def test_the_planned_peak_is_that_of_a_real_step(
+    tmp_path: Path, words: tuple[str, ...], batch: int, moment: str
+) -> None:
+    guide = write_guide(tmp_path)
+    recipe = tiny_retriever(tmp_path, *WORDS, *[word.format(folder=tmp_path) for word in words])
+    late = recipe.model.kind == "late"
+    tokenizer = made_up_tokenizer(recipe.model.tokenizer, special_tokens(recipe.model) if late else ())
+    run = build_retriever_run(recipe, tokenizer)
+    objective = QueryObjective(recipe.loss, features=32, scorer=MaxSim() if late else None)
+    for queue in objective.queues.values():
+        queue.push(torch.randn(4096, 32))  # type: ignore[operator]
+    passages, teacher = 2 * batch, None
+    if recipe.loss.other_model:
+        teacher = Teacher(build_retriever_run(load_any_recipe(guide, files=False), tokenizer), 1.0)
+        teacher.run.model.eval().requires_grad_(False)
+    texts: Any = {
+        side: {name: torch.full((n, LENGTHS[side]), 5) for name in ("input_ids", "attention_mask")}
+        for side, n in (("query", batch), ("passage", passages))
+    }
+    marks = {"positives": torch.arange(batch)[:, None], "query_ids": torch.arange(batch)}
+    marks["key_ids"] = torch.arange(passages)
+    both = texts["query"], texts["passage"]
+    part: Any = SimpleNamespace(queries=both[0], passages=both[1], teacher_tokens=both, inputs=lambda _: dict(marks))
+    job: Any = SimpleNamespace(run=run, objective=objective, teacher=teacher, _loss=objective)
+
+    def step() -> None:
+        RetrieverJob.loss(job, part).backward()
+        objective.end_step(taken=False)
+
+    step()
+    run.model.zero_grad()
+    with Weighed(CPU) as weighed:
+        step()
+    plan = plan_of(recipe, target(None), batch, *towers(recipe, 1, batch))
+    held = plan.step.held
+    planned = plan.peak.bytes - held.weights - held.optimizer - held.teacher - held.queue
+    assert plan.peak.name == moment
+    assert weighed.bytes <= 1.15 * planned
+    assert planned <= 1.2 * weighed.bytes
+
+
+def test_a_guide_and_a_queue_are_parts_of_the_plan(tmp_path: Path) -> None:
+    write_guide(tmp_path)
+    path, lone = write_text_recipe(tmp_path), {"gpus": "H100", "batch": 64}
+    plain = contrastile.plan(path, *WORDS, **lone)
+    guided = contrastile.plan(path, *WORDS, *[word.format(folder=tmp_path) for word in GUIDED], **lone)
+    assert [one.cost.dimensions for one in guided.step.guides] == [256, 256]
+    assert guided.step.held.teacher > plain.step.held.weights
+    assert guided.seconds.towers > plain.seconds.towers
+    assert "teacher, passage" in [moment.name for moment in guided.step.moments()]
+    assert guided.at(128).step.guides[1].examples == 256
+    queued = contrastile.plan(path, *WORDS, *QUEUED, gpus="2xH100", batch=64)
+    assert queued.peak.parts["queue"] == 4096 * (4 * 32 + 8)
+    # each rank has its share of the queue as columns
+    assert (queued.step.loss.columns, queued.at(128).step.loss.columns) == (2 * 32 + 2048, 2 * 64 + 2048)
+    with pytest.raises(ValueError, match=re.escape("`loss.guide` must be the folder of a run, or of a model of trans")):
+        contrastile.plan(path, "loss.kind=gist", f"loss.guide={tmp_path}", **lone)
+
+
+def test_the_plan_of_token_vectors(tmp_path: Path) -> None:
+    path = write_text_recipe(tmp_path)
+    plan = contrastile.plan(path, *WORDS, *LATE, "train.precision=bf16", gpus="4xH100", batch=64)
+    assert plan.step.loss.tokens == (12, 24)
+    assert plan.step.loss.operations == 2 * 16 * 4 * 32 * 12 * 24 * 32
+    # a ring or a gather carries the vectors of all tokens of a passage
+    one = contrastile.plan(path, *WORDS, "train.precision=bf16", gpus="4xH100", batch=64).step.loss
+    assert plan.step.loss.sent == 24 * one.sent
+    largest = plan.largest()
+    assert plan.at(largest).fits
+    assert not plan.at(int(1.02 * largest)).fits
+    assert plan.seconds.loss < plan.at(2**14).seconds.loss
+
+
+def test_compiled_towers_keep_less_and_launch_fewer_kernels() -> None:
+    """The layer norm's input and the activation are computed again from the first product."""
+    as_written = _cost()
+    with shapes_only():
+        tower = _tower()
+
+        def features(n: int) -> Tensor:
+            return tower(*_inputs(n))
+
+        with as_compiled([tower], features, SUB_BATCH):
+            cost = measure("tower", tower, _inputs, tower, SUB_BATCH, torch.enable_grad, builds_graph=True)
+        again = measure("tower", tower, _inputs, tower, SUB_BATCH, torch.enable_grad)
+    assert again == as_written
+    assert cost.replay_work.products == as_written.replay_work.products
+    assert cost.replay_work.kernels < as_written.replay_work.kernels
+    assert cost.replay_work.moved < as_written.replay_work.moved
+    assert cost.graph < as_written.graph
+    # the first pass builds its graph
+    assert as_written.forward < cost.forward <= cost.replay
+
+
+def test_layers_that_cannot_be_traced_are_planned_as_written(caplog: Any) -> None:
+    class Reading(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError("not now")
+
+    layer = Reading()
+    with shapes_only(), as_compiled([layer], partial(torch.nn.Module.__call__, layer), 4):  # type: ignore[arg-type]
+        assert layer._compiled_call_impl is None
+    assert "compiled towers are planned as written ones: RuntimeError: not now" in caplog.text
