@@ -95,8 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif index is not None or stage is not None:
         from contrastile.train.retriever.job import RetrieverJob
 
-        job = RetrieverJob.of_run(folder, device=arguments.device, index=index, first_stage=stage)
-        print(job.report(folder))
+        print(RetrieverJob.of_run(folder, device=arguments.device).report(folder, index, stage))
     elif tests:
         from contrastile.train.evaluation import evaluate_transfer
 
