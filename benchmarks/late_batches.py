@@ -37,7 +37,7 @@ from contrastile.train.optim import build_optimizer
 from contrastile.train.planned import made_up_tokenizer, plan_of, towers
 from contrastile.train.provenance import ORIGIN, provenance
 from contrastile.train.recipe import load_retriever_recipe
-from contrastile.train.retriever.job import retriever_loss
+from contrastile.train.retriever.job import RetrieverJob
 from contrastile.train.retriever.run import build_retriever_run
 
 COLUMNS = ("what", "impl", "batch", "query_tokens", "passage_tokens", "d", "dtype", "seconds", "ratio", "peak_mib",
@@ -108,6 +108,7 @@ def batches(device: torch.device, write: Callable[[dict[str, Any]], None], optio
     tokenizer = made_up_tokenizer(recipe.model.tokenizer, special_tokens(recipe.model))
     run, settings = build_retriever_run(recipe, tokenizer), recipe.model.tokenizer
     objective = QueryObjective(recipe.loss, features=run.model.features, scorer=MaxSim())
+    job: Any = SimpleNamespace(run=run, objective=objective, teacher=None, _loss=objective)
     optimizer, lengths = build_optimizer(run.model, recipe.optim), (settings.query_length, settings.length)
     generator, before = torch.Generator().manual_seed(0), (0, 0.0)
     for b in options.sizes:
@@ -129,7 +130,7 @@ def batches(device: torch.device, write: Callable[[dict[str, Any]], None], optio
 
         def step(part: Any = part) -> None:
             optimizer.zero_grad()
-            retriever_loss(run, objective, part, objective).backward()
+            RetrieverJob.loss(job, part).backward()
             optimizer.step()
 
         # the first update also makes the optimizer's state

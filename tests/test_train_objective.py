@@ -187,9 +187,7 @@ def computed(
 
     scorer: of token vectors; a text has one token then.
     """
-    kind, own = recipe.loss.kind, getattr(recipe.loss, "own_negatives", False)
-    lists: Any = "scores" if kind in ("kl", "margin_mse") else "own" if own else ""
-    builder = TextBatchBuilder(materials, recipe.data, seed=0, lists=lists)
+    builder = TextBatchBuilder(materials, recipe)
     batch = builder.batch(builder.sample(torch.from_numpy(materials.texts.splits["train"][:16]), 1), rank, size)
     query, passage = (table.clone().requires_grad_() for table in tables()[:2])
     objective = QueryObjective(recipe.loss, features=D, scorer=scorer)
@@ -217,7 +215,7 @@ def computed(
 def formula(recipe: RetrieverRecipe, materials: TextMaterials) -> Tensor:
     """The loss of 16 queries, query by query."""
     settings: Any = recipe.loss
-    builder = TextBatchBuilder(materials, recipe.data, seed=0)
+    builder = TextBatchBuilder(materials, recipe)
     sampled = builder.sample(torch.from_numpy(materials.texts.splits["train"][:16]), 1)
     query, passage, a, b = tables()
     rows = torch.tensor([one.positives[0] for one in sampled])

@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     if texts:
         print(evaluate_texts(folder, device=device, index=index, first_stage=stage, **texts))
     elif index is not None or stage is not None:
-        print(RetrieverJob.of_run(folder, device=device, index=index, first_stage=stage).report(folder))
+        print(RetrieverJob.of_run(folder, device=device).report(folder, index, stage))
     elif tests:
         print(evaluate_transfer(folder.path, tests, device=device))
     else:

@@ -38,7 +38,6 @@ from contrastile.train.log import Metrics, progress
 from contrastile.train.report.page import IMAGE_TEXT, Samples, table_text, write_report, write_results
 from contrastile.train.run import Run, load
 from contrastile.train.sharded import is_sharded
-from contrastile.train.task import Measure
 
 logger = logging.getLogger("contrastile")
 
@@ -360,19 +359,7 @@ def open_test(test: AnyTest) -> Test:
     return Test(test.called, partial(zero_shot, test.called, folder, read_prompts(test.templates)))
 
 
-def measures(run: Run, tests: Sequence[Test], results: dict[int, list[Row]] | None = None) -> list[Measure]:
-    """A measurement of each test for metrics.jsonl: on a sample, or on all where `results` takes the rows by index."""
-
-    def measure(index: int, test: Test) -> list[dict[str, Any]]:
-        if results is None:
-            return [_line(row) for row in test.measure(run, run.recipe.evaluate.probe)]
-        results[index] = test.measure(run)
-        return [_line(row, whole=True) for row in results[index]]
-
-    return [(test.name, partial(measure, index, test)) for index, test in enumerate(tests)]
-
-
-def _line(row: Row, **more: Any) -> dict[str, Any]:
+def metrics_line(row: Row, **more: Any) -> dict[str, Any]:
     """A row for metrics.jsonl."""
     return {"test": row["test"], "queries": row["queries"], "choices": row["choices"], **row["metrics"], **more}
 
@@ -388,8 +375,8 @@ def measure_all(run: Run, folder: RunFolder, results: Mapping[int, list[Row]]) -
     tests, examples = run.recipe.evaluate.tests, folder.read_json(METADATA)["examples"]
     for index, test in enumerate(tests):
         try:
-            measured = results[index] if index in results else open_test(test).measure(run)
-            lines += [("test", _line(row, whole=True)) for row in measured]
+            measured = results.get(index) or open_test(test).measure(run)
+            lines += [("test", metrics_line(row, whole=True)) for row in measured]
         except Exception as failure:
             logger.warning("the test %s failed, the others go on: %r", test.called, failure)
             lines.append(("failure", {"what": test.called, "why": repr(failure), "whole": True}))

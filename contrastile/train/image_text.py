@@ -26,7 +26,7 @@ from contrastile.train.evaluation import (
     encode_held_out,
     evaluate,
     measure_all,
-    measures,
+    metrics_line,
     open_test,
     picture_samples,
     probe,
@@ -132,7 +132,14 @@ class ImageText(Task[Batch]):
 
     def tests(self, *, whole: bool = False) -> list[Measure]:
         """Transfer evaluation; the report reuses the rows of `whole` tests."""
-        return measures(self.run, self._tests, self._results if whole else None)
+
+        def measure(index: int, test: Test) -> list[Row]:
+            if not whole:
+                return [metrics_line(row) for row in test.measure(self.run, self.run.recipe.evaluate.probe)]
+            self._results[index] = test.measure(self.run)
+            return [metrics_line(row, whole=True) for row in self._results[index]]
+
+        return [(test.name, partial(measure, index, test)) for index, test in enumerate(self._tests)]
 
     @property
     def skipped(self) -> Counter[str]:

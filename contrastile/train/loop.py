@@ -177,7 +177,7 @@ def train(
             if now.next_probe <= now.share() < 1:
                 now.next_probe += trainer.recipe.evaluate.every
                 trainer.probe()
-            # the clock that all ranks share says so
+            # due by the clock that all ranks share
             if checkpoints.due(len(now.sizes), now.now):
                 ranks.collect_counts(task.stream)
                 trainer.save(checkpoints)

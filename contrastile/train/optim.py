@@ -20,8 +20,6 @@ from contrastile.train.config import Steps
 from contrastile.train.config.base import AdafactorSettings, AdamWSettings, MuonSettings, OptimSettings
 from contrastile.train.sharded import full, shard_like
 
-Groups = list[dict[str, Any]]
-
 # CLIP's bounds of the scale, 1 and 100
 LOG_SCALE_BOUNDS = (0.0, math.log(100.0))
 # Adafactor: a matrix with fewer rows or columns keeps its whole second moment
@@ -191,7 +189,7 @@ class CombinedOptimizer(Optimizer):
         self._join_groups()
 
 
-def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> Groups:
+def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     """Two groups of trained parameters: matrices and filters with decay; gains, biases and the scale without."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     decaying, free = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
@@ -280,10 +278,8 @@ def rate_factor(settings: OptimSettings, batch: int | None) -> float:
     """The factor of a step of `batch` pairs: (batch / base_batch) to the power of 0, 1/2 or 1."""
     if settings.base_batch is None or batch is None:
         return 1.0
-    return float((batch / settings.base_batch) ** POWERS[settings.rate_scaling])
-
-
-POWERS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
+    power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[settings.rate_scaling]
+    return float((batch / settings.base_batch) ** power)
 
 
 # from 1 to 0 after the warm-up, by the share of the run that is done

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from contrastile.train.retriever.config import TextDataSettings
+from contrastile.train.config.losses import RetrieverScores
+from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.run import TextMaterials, Tokens, TokenStore
 
 
@@ -63,25 +63,20 @@ class TextBatch:
 
 
 class TextBatchBuilder:
-    """Samples passages for queries, seeded by `seed` and the step's number alone, and builds batches of them.
+    """Samples passages for queries, seeded by the recipe and the step's number alone, and builds batches of them.
 
-    lists: "own", each query's negatives are its own alone; "scores", the scored passages of each query are listed too.
-    teacher: the tokens of all queries and passages for another model. rounded: tokens are padded to few lengths, for
-    encoders that are compiled for each.
+    teacher: the tokens of all queries and passages for another model.
     """
 
     def __init__(
-        self,
-        materials: TextMaterials,
-        data: TextDataSettings,
-        *,
-        seed: int,
-        rounded: bool = False,
-        lists: Literal["", "own", "scores"] = "",
-        teacher: tuple[TokenStore, TokenStore] | None = None,
+        self, materials: TextMaterials, recipe: RetrieverRecipe, teacher: tuple[TokenStore, TokenStore] | None = None
     ) -> None:
-        self._materials, self._data, self._seed, self._rounded = materials, data, seed, rounded
-        self._lists, self._teacher = lists, teacher
+        self._materials, self._data, self._seed, self._teacher = materials, recipe.data, recipe.seed, teacher
+        # encoders are compiled for each length: tokens are then padded to few
+        self._rounded = recipe.train.compile is True
+        # "own": each query's negatives are its own alone; "scores": the scored passages of each query are listed too
+        own = "own" if getattr(recipe.loss, "own_negatives", False) else ""
+        self._lists = "scores" if isinstance(recipe.loss, RetrieverScores) else own
 
     def sample(self, rows: Tensor, step: int) -> list[SampledQuery]:
         """The queries at `rows` with sampled passages; copies of a passage are replaced by its first row."""

@@ -49,35 +49,19 @@ from contrastile.train.task import Task
 
 
 class RetrieverJob(Task[TextBatch]):
-    """The job of a retriever's recipe. The report searches `index` where that is given, else the run's passages."""
+    """The job of a retriever's recipe."""
 
     unit = "queries"
     wording = WORDING
     run: RetrieverRun
 
-    def __init__(
-        self,
-        run: RetrieverRun,
-        materials: TextMaterials,
-        index: Searchable | None = None,
-        first_stage: FirstStage | None = None,
-        teacher: Teacher | None = None,
-    ) -> None:
+    def __init__(self, run: RetrieverRun, materials: TextMaterials, teacher: Teacher | None = None) -> None:
         recipe = run.recipe
         scorer = MaxSim() if recipe.model.kind == "late" else None
         super().__init__(run, QueryObjective(recipe.loss, features=run.model.features, scorer=scorer), teacher)
         self.materials = materials
-        lists: Any = "scores" if self._by_scores else "own" if getattr(recipe.loss, "own_negatives", False) else ""
         stores = None if teacher is None else text_stores(materials.texts, teacher.run.recipe, teacher.run.tokenizer)
-        rounded = recipe.train.compile is True
-        self.builder = TextBatchBuilder(
-            materials, recipe.data, seed=recipe.seed, rounded=rounded, lists=lists, teacher=stores
-        )
-        self._index, self._first_stage = index, first_stage
-
-    @property
-    def _by_scores(self) -> bool:
-        return isinstance(self.run.recipe.loss, RetrieverScores)
+        self.builder = TextBatchBuilder(materials, recipe, stores)
 
     @classmethod
     def open(cls, recipe: RetrieverRecipe, begun: RunFolder | None = None) -> Self:
@@ -96,20 +80,9 @@ class RetrieverJob(Task[TextBatch]):
         return cls(build_retriever_run(recipe, materials.tokenizer), materials, teacher=teacher)
 
     @classmethod
-    def of_run(
-        cls,
-        folder: RunFolder,
-        *,
-        device: str = "auto",
-        index: Searchable | None = None,
-        first_stage: FirstStage | None = None,
-    ) -> Self:
-        """The job of a finished run; `index`: passages to search, which may be more than fit into memory.
-
-        first_stage: the candidates that a late retriever scores.
-        """
+    def of_run(cls, folder: RunFolder, *, device: str = "auto") -> Self:
         run = load_retriever(folder.path, device=device)
-        return cls(run, open_text_materials(run.recipe, run.tokenizer), index, first_stage)
+        return cls(run, open_text_materials(run.recipe, run.tokenizer))
 
     @property
     def rows(self) -> Indices:
@@ -120,7 +93,7 @@ class RetrieverJob(Task[TextBatch]):
         digest = sha256(self.materials.texts.digest().encode())
         for store in (self.materials.queries, self.materials.passages):
             digest.update(store.to_bytes())
-        if self._by_scores:
+        if isinstance(self.run.recipe.loss, RetrieverScores):
             digest.update(self.materials.texts.scores_digest().encode())
         return digest.hexdigest()
 
@@ -157,9 +130,13 @@ class RetrieverJob(Task[TextBatch]):
     def probe(self) -> dict[str, dict[str, float]]:
         return probe(self.run, self.materials)
 
-    def report(self, folder: RunFolder) -> str:
-        passages = self.materials.passages if self._index is None else self._index
-        return evaluate_and_report(folder, self.run, self.materials.texts, passages, self._first_stage)
+    def report(self, folder: RunFolder, index: Searchable | None = None, first_stage: FirstStage | None = None) -> str:
+        """Search the run's passages or `index`, which may be more than fit into memory.
+
+        first_stage: the candidates that a late retriever scores.
+        """
+        passages = self.materials.passages if index is None else index
+        return evaluate_and_report(folder, self.run, self.materials.texts, passages, first_stage)
 
     @property
     def skipped(self) -> Mapping[str, int]:
