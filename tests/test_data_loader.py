@@ -3,8 +3,6 @@
 import ctypes
 import os
 import signal
-import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ranks import fresh
 from test_data_collection import stream_of
 from test_data_shards import jpeg
 
@@ -194,16 +193,16 @@ def test_pinned_memory_is_released_with_its_last_tensor(monkeypatch):
     assert calls == ["register", b"\x07"]
 
 
-def test_processes_end_with_their_parent():
-    program = (
-        "import os, signal\n"
-        "from contrastile.data.loader import Worker\n"
-        "print(Worker()._process.pid, flush=True)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == -9
-    assert ended(int(done.stdout))
+def _parent(_, path):
+    path.write_text(str(Worker()._process.pid))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_processes_end_with_their_parent(tmp_path):
+    with fresh(1, _parent, tmp_path / "pid") as (process,):
+        process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert ended(int((tmp_path / "pid").read_text()))
 
 
 def ended(process):

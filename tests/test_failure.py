@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RANKS, Pool, fresh
+from torch.distributed.run import main as torchrun
 
 from contrastile import ClipLoss, SigLipLoss
 from contrastile._torch import nccl_timeout
@@ -146,19 +146,27 @@ def test_a_rank_that_is_computing_is_not_named(tmp_path: Path) -> None:
         assert f"got no answer from rank 1, on rank {rank} in step 0 (" in sentence
 
 
+def _torchrun(_: int, path: Path) -> None:
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    sys.stderr = path.open("w")
+    # the ranks write there too
+    os.dup2(sys.stderr.fileno(), 2)
+    program = [str(Path(__file__).with_name("loop_on_ranks.py")), "2"]
+    torchrun(["--standalone", "--nproc-per-node", str(W), *program])
+
+
 def test_torchrun_ends_the_others(tmp_path: Path) -> None:
     """torchrun sends SIGTERM to all at once; a rank that has seen the failure reports it before it ends."""
-    program = [str(Path(__file__).with_name("loop_on_ranks.py")), "2"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(W), *program]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
-    assert done.returncode == 1
+    with fresh(1, _torchrun, tmp_path / "said.txt") as (process,):
+        process.join(200)
+    assert process.exitcode == 1
+    output = (tmp_path / "said.txt").read_text()
     # what torchrun knows of how each ended; its own half minute, after which it kills, is not needed
-    codes = re.findall(r"exitcode +: (\S+) ", done.stderr)
+    codes = re.findall(r"exitcode +: (\S+) ", output)
     codes.remove("-9")
     assert len(codes) == W - 1
     assert set(codes) <= {"-15", "1"}
-    for sentence in re.findall("`.+` must be carried out by all ranks.*", done.stderr):
+    for sentence in re.findall("`.+` must be carried out by all ranks.*", output):
         assert re.search(r"got no answer from rank 2, on rank [01] in step 4 \(", sentence), sentence
 
 
