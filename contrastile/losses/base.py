@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from contrastile._errors import invalid
+
 # the tensors of a shard whose first axis are its rows
 ROWS_FIRST = (
     "features", "positives", "targets", "labels", "ids", "numbers", "coefficient", "own", "own_excluded",
@@ -328,6 +330,8 @@ class PairLoss(ABC):
     takes_bias: ClassVar[bool] = True
     # scale of the tiles' logits in place of 0, for a loss that reads similarities off them
     least_scale: ClassVar[float] = 0.0
+    # words for the loss, and a remedy, in the error of label smoothing; None: it has label smoothing
+    unsmoothed: ClassVar[tuple[str, str] | None] = ("this loss", "Leave it out.")
     # the loss of a row depends on no other row
     rowwise: ClassVar[bool] = True
     # the class and all fields as a string; None if a field is no number, truth value or string
@@ -360,9 +364,11 @@ class PairLoss(ABC):
         values = (word.split("=", 1) for word in words)
         return PairLoss.registry[name](**{field: literal_eval(value) for field, value in values})
 
-    @abstractmethod
     def smoothed(self, label_smoothing: float) -> PairLoss:
-        """The same loss with this share of every target spread over the keys that count."""
+        """The same loss with this share of every target spread over the keys that count; an error by default."""
+        assert self.unsmoothed is not None
+        loss, remedy = self.unsmoothed
+        raise invalid("label_smoothing", f"be 0 for {loss}", label_smoothing, remedy)
 
     def guide_numbers(self, rows: Shard, cols: Shard) -> Tensor | None:
         """The numbers [n] of the rows for a tile's `guides`, where positions are still counted on this rank."""

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from contrastile._errors import invalid, number
+from contrastile._errors import number
 from contrastile.losses.base import Finished, Formula, divisor
 from contrastile.losses.softmax import Softmax, SoftmaxState, SoftmaxStats, finite
 
@@ -37,12 +37,7 @@ class Decoupled(Softmax):
     """
 
     formula = Formula("exponential", denominator="negatives")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.label_smoothing:
-            remedy = "Leave it out, or take the softmax loss."
-            raise invalid("label_smoothing", "be 0 for the decoupled loss", self.label_smoothing, remedy)
+    unsmoothed = "the decoupled loss", "Leave it out, or take the softmax loss."
 
     def finish(self, stats: Tensor) -> Finished:
         return self._finished(stats, None)

@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from contrastile._errors import invalid, number
+from contrastile._errors import number
 from contrastile.losses.base import Diagonal, Finished, Formula, Shard, Tile, changed
 from contrastile.losses.softmax import Softmax, SoftmaxState, SoftmaxStats, finite
 
@@ -59,6 +59,7 @@ class Distilled(Softmax):
     """
 
     formula = Formula("exponential", finish_fields=frozenset({"weight"}), guide="teacher")
+    unsmoothed = "distillation", "The teacher's targets are soft already."
     guides: ClassVar[int] = 1
     state_rows: ClassVar[int] = STATE + 2
 
@@ -66,9 +67,6 @@ class Distilled(Softmax):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.label_smoothing:
-            remedy = "The teacher's targets are soft already."
-            raise invalid("label_smoothing", "be 0 for distillation", self.label_smoothing, remedy)
         remedy = "0.5 weighs teacher and labels alike."
         number("weight", self.weight, lambda weight: 0.0 <= weight <= 1.0, "be from 0 to 1", remedy)
 

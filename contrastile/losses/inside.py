@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from contrastile._errors import invalid
 from contrastile.losses.base import Finished, Formula
 from contrastile.losses.softmax import Softmax, SoftmaxState, SoftmaxStats
 
@@ -33,12 +32,7 @@ class SoftmaxInside(Softmax):
     """
 
     formula = Formula("exponential", inside=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.label_smoothing:
-            remedy = "Leave it out, or take the softmax loss."
-            raise invalid("label_smoothing", "be 0 for the mean inside", self.label_smoothing, remedy)
+    unsmoothed = "the mean inside", "Leave it out, or take the softmax loss."
 
     def finish(self, stats: Tensor) -> Finished:
         named, whole = SoftmaxStats(*stats), super().finish(stats)

@@ -16,7 +16,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from contrastile._errors import invalid
 from contrastile.losses.base import Finished, PairLoss, Shard, Tile
 
 
@@ -25,15 +24,12 @@ class _Scores(PairLoss):
     """The base of both: statistics are a row's loss and whether it has one."""
 
     state_rows: ClassVar[int] = 0
+    unsmoothed = "a distillation of scores", "Soften the scores instead."
 
     symmetric: bool = False
     exclude_self: bool = False
     uses_bias: bool = False
     pairwise: bool = False
-
-    def smoothed(self, label_smoothing: float) -> PairLoss:
-        remedy = "Soften the scores instead."
-        raise invalid("label_smoothing", "be 0 for a distillation of scores", label_smoothing, remedy)
 
     def init(self, n: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(2, n, dtype=dtype, device=device)

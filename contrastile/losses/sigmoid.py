@@ -13,7 +13,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from contrastile._errors import invalid
 from contrastile.losses.base import Diagonal, Finished, Formula, PairLoss, Shard, Tile
 
 
@@ -31,16 +30,12 @@ class Sigmoid(PairLoss):
 
     state_rows: ClassVar[int] = 0
     formula = Formula("softplus")
+    unsmoothed = "the sigmoid loss", "Leave it out, or take a softmax loss."
 
     symmetric: bool = False
     exclude_self: bool = False
     uses_bias: bool = True
     pairwise: bool = True
-
-    def smoothed(self, label_smoothing: float) -> Sigmoid:
-        raise invalid(
-            "label_smoothing", "be 0 for the sigmoid loss", label_smoothing, "Leave it out, or take a softmax loss."
-        )
 
     def init(self, n: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(1, n, dtype=dtype, device=device)

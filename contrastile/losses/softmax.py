@@ -75,6 +75,7 @@ class Softmax(PairLoss):
 
     state_rows: ClassVar[int] = len(SoftmaxState._fields)
     formula = Formula("exponential", denominator="all")
+    unsmoothed: ClassVar[tuple[str, str] | None] = None
 
     symmetric: bool = False
     exclude_self: bool = False
@@ -83,7 +84,12 @@ class Softmax(PairLoss):
     uses_bias: bool = False
     pairwise: bool = False
 
-    def smoothed(self, label_smoothing: float) -> Softmax:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.label_smoothing and self.unsmoothed is not None:
+            super().smoothed(self.label_smoothing)
+
+    def smoothed(self, label_smoothing: float) -> PairLoss:
         return replace(self, label_smoothing=label_smoothing)
 
     def init(self, n: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
