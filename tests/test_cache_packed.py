@@ -171,7 +171,7 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`encoder` must return features of one shape in both passes; got [7, 2] and [6, 2]. Change": lambda: (
         encode(changing, (ROWS, [9]), sub_batch=4).values.sum().backward()
     ),
-    "`q` must be a tensor; got Ragged. Pass scorer=MaxSim(), say.": lambda: contrast(
+    "`q` must be a tensor; got Ragged. Call contrast(..., scorer=MaxSim()).": lambda: contrast(
         Ragged(ROWS, [4]), ROWS, scale=1.0
     ),
 }

@@ -45,7 +45,7 @@ def features(name: str, x: Tensor, *, own: bool = False) -> None:
     """Check that x is [rows, features] of a supported floating type; `own`: or [rows, H, features]."""
     if not isinstance(x, Tensor):
         ragged = type(x).__name__ == "Ragged"
-        remedy = "Pass scorer=MaxSim(), say." if ragged else "Convert it with torch.as_tensor."
+        remedy = "Call contrast(..., scorer=MaxSim())." if ragged else "Convert it with torch.as_tensor."
         raise invalid(name, "be a tensor", type(x).__name__, remedy)
     if x.ndim != 2 and not (own and x.ndim == 3):
         rule = "have two dimensions [rows, features]" + ", or three [queries, H, features]" * own

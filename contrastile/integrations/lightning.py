@@ -54,7 +54,7 @@ class ContrastileMixin:
         log: Any
 
     def scale(self) -> Tensor | float:
-        """The factor of the scores; 20 by default."""
+        """The factor of the scores; 20 by default. A number as an attribute takes its place."""
         return 20.0
 
     def contrastive_loss(self, batch: Any) -> Tensor:
@@ -64,6 +64,8 @@ class ContrastileMixin:
         if not 2 <= len(names) == len(sides):
             remedy = "Let the data loader return the inputs of each encoder."
             raise invalid("batch", f"have two sides or more, one for each of {len(names)} encoders", len(sides), remedy)
+        if isinstance(self.loss, type):
+            raise invalid("loss", "be a loss as an object", self.loss.__name__, f"Write loss = {self.loss.__name__}().")
         encoders: list[Any] = []
         for name in names:
             path, _, method = name.rpartition(".")
@@ -72,7 +74,10 @@ class ContrastileMixin:
             encode(encoder, inputs, sub_batch=self.sub_batch, retain=self.retain)
             for encoder, inputs in zip(encoders, sides, strict=True)
         )
-        return self.loss(query, torch.cat(keys) if len(keys) > 1 else keys[0], self.scale())
+        # a subclass may have a number in the place of the method
+        scale: Any = self.scale
+        scale = scale() if callable(scale) else scale
+        return self.loss(query, torch.cat(keys) if len(keys) > 1 else keys[0], scale)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Log the loss as `train_loss` and return it."""

@@ -228,15 +228,19 @@ def main(words: Sequence[str] | None = None) -> Any:
     sub_batch = own.sub_batch
     if sub_batch is not None:
         whole_number("--sub-batch", sub_batch, 1, "Count the pairs that the model encodes at once.")
+    if {"-h", "--help"} & set(theirs):
+        # open_clip's own help follows, and ends the process
+        parser.print_help()
     import open_clip_train.main as open_clip_main
 
     if not hasattr(open_clip_main, "create_loss"):
         remedy = 'Run: pip install "open_clip_torch>=2.30,<4".'
         raise invalid("open_clip", "be of version 2.30 to 3.x", "another, which trains by tasks", remedy)
+    # before any model is built
+    _refuse(open_clip_main.parse_args(theirs))
     its_epoch = open_clip_main.train_one_epoch
 
     def epoch(model: Any, data: Any, *positional: Any, **named: Any) -> Any:
-        _refuse(positional[-1])
         return train_one_epoch(model, data, *positional, sub_batch=sub_batch, own=its_epoch, **named)
 
     replace_losses()

@@ -39,13 +39,21 @@ def mean_pooled(model: nn.Module, /, **inputs: Any) -> Tensor:
 
 
 class TextPairs:
-    """A collator for columns of texts: each side's tokenizer output, padded, under the name of its column."""
+    """A collator for columns of texts: each side's tokenizer output, padded, under the name of its column.
+
+    Raises ValueError for examples without such a column.
+    """
 
     def __init__(self, tokenizer: Any, sides: Sequence[str] = ("query", "key"), **how: Any) -> None:
         self.tokenizer, self.sides = tokenizer, tuple(sides)
         self.how = {"padding": True, "truncation": True, "return_tensors": "pt", **how}
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Tensor]]:
+        missing = [side for side in self.sides if side not in examples[0]]
+        if missing:
+            got = f"{', '.join(missing)}, of examples with {', '.join(examples[0])}"
+            remedy = "Pass the same sides=(...) to TextPairs and to the trainer."
+            raise invalid("sides", "name columns of the data", got, remedy)
         return {side: dict(self.tokenizer([row[side] for row in examples], **self.how)) for side in self.sides}
 
 
@@ -74,7 +82,6 @@ class ContrastileMixin:
         args: Any
         accelerator: Any
         model: Any
-        _prepare_inputs: Any
 
     def __init__(
         self,
@@ -89,6 +96,8 @@ class ContrastileMixin:
     ) -> None:
         if len(sides) < 2:
             raise invalid("sides", "name two columns or more", tuple(sides), 'Pass ("query", "key").')
+        if isinstance(loss, type):
+            raise invalid("loss", "be a loss as an object", loss.__name__, f"Pass {loss.__name__}().")
         one = isinstance(encoders, str) or callable(encoders)
         self.encoders: list[Encoder] = [encoders] * len(sides) if one else list(encoders)  # type: ignore[list-item,arg-type]
         if len(self.encoders) != len(sides):
@@ -125,6 +134,13 @@ class ContrastileMixin:
             scale = self.scale(self.accelerator.unwrap_model(model)) if callable(self.scale) else self.scale
             loss = self.contrastive_loss(query, torch.cat(keys) if len(keys) > 1 else keys[0], scale)
         return (loss, features) if return_outputs else loss
+
+    def _prepare_inputs(self, inputs: Mapping[str, Any]) -> Any:
+        """The batch on the device."""
+        if not inputs:
+            got, remedy = "nothing, as the default one does of texts", "Pass data_collator=TextPairs(tokenizer)."
+            raise invalid("data_collator", "return the inputs of each side", got, remedy)
+        return super()._prepare_inputs(inputs)  # type: ignore[misc]
 
     def inputs_of(self, inputs: Mapping[str, Any], side: str) -> Any:
         """The inputs of a side's encoder."""

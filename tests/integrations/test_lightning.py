@@ -16,6 +16,8 @@ from comparison import same
 from lightning_on_ranks import Cached, Plain, pairs, quiet, train
 from torch.utils.data import DataLoader, TensorDataset
 
+from contrastile import ClipLoss
+
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.unpoisoned]
 
 
@@ -68,3 +70,16 @@ def test_two_ranks_have_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
 def test_a_batch_of_another_number_of_sides_is_refused() -> None:
     with pytest.raises(ValueError, match=r"`batch` must have two sides or more, one for each of 2 encoders; got 1."):
         Cached().contrastive_loss([torch.randn(4, 6)])
+
+
+def test_a_scale_may_be_a_number_and_the_loss_an_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = Cached(), [side[:4] for side in pairs().tensors]
+    monkeypatch.setattr(Cached, "scale", lambda self: 7.0)
+    truth = model.contrastive_loss(batch)
+    monkeypatch.setattr(Cached, "scale", 7.0)
+    torch.testing.assert_close(model.contrastive_loss(batch), truth)
+    monkeypatch.setattr(Cached, "loss", ClipLoss)
+    with pytest.raises(
+        ValueError, match=r"`loss` must be a loss as an object; got ClipLoss. Write loss = ClipLoss\(\)."
+    ):
+        model.contrastive_loss(batch)

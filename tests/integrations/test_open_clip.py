@@ -140,13 +140,19 @@ SENTENCES = {
     ),
     "`dist_impl` must be one of bidir, shift, reduce, gather; got 'ring'.": lambda: ours.SigLipLoss(dist_impl="ring"),
     "`--sub-batch` must be a whole number of at least 1; got 0. Count": lambda: ours.main(["--sub-batch", "0"]),
-    "`--model` must be one of two towers alone; got coca_tiny. Run open_clip_train.main": lambda: ours._refuse(
-        Namespace(model="coca_tiny", horovod=False)
+    "`--model` must be one of two towers alone; got coca_tiny. Run open_clip_train.main": lambda: ours.main(
+        ["--model", "coca_tiny"]
     ),
-    "`--horovod` must be left out; got True. Launch with torchrun.": lambda: ours._refuse(
-        Namespace(model="tiny", horovod=True)
-    ),
+    "`--horovod` must be left out; got True. Launch with torchrun.": lambda: ours.main(["--horovod"]),
 }
+
+
+def test_the_help_names_the_flag_and_theirs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        ours.main(["--help"])
+    text = capsys.readouterr().out
+    assert "--sub-batch" in text
+    assert "--accum-freq" in text
 
 
 @pytest.mark.parametrize("sentence", SENTENCES)

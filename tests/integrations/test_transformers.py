@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 from comparison import same
 from trainer_on_ranks import CASES, Model, Pairs, collate, result, trainer
 
+from contrastile import ClipLoss
 from contrastile.integrations import transformers as adapter
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.unpoisoned]
@@ -96,6 +97,9 @@ def test_texts_and_hard_negatives(tmp_path: Path) -> None:
 
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
     run = adapter.ContrastileTrainer(model=Model(), args=arguments, sub_batch=1, sides=sides)
+    sentence = "`sides` must name columns of the data; got query, positive, negative, of examples with anchor. Pass the"
+    with pytest.raises(ValueError, match=sentence):
+        adapter.TextPairs(None, sides)([{"anchor": "a"}])
     loss, features = run.compute_loss(run.model, batch, return_outputs=True)
     keys = torch.cat([features["positive"], features["negative"]])
     wanted = torch.nn.functional.cross_entropy(20.0 * features["query"] @ keys.T, torch.arange(2))
@@ -107,12 +111,17 @@ def test_texts_and_hard_negatives(tmp_path: Path) -> None:
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for words, sentence in (
         ({"sides": ("query",)}, r"`sides` must name two columns or more; got \('query',\). Pass"),
+        ({"loss": ClipLoss}, r"`loss` must be a loss as an object; got ClipLoss. Pass ClipLoss\(\)."),
         ({"encoders": ["a"]}, "`encoders` must be one, or one for each of 2 sides; got 1. Add some."),
     ):
         with pytest.raises(ValueError, match=sentence):
             adapter.ContrastileTrainer(model=Model(), sub_batch=3, **words)
     with pytest.warns(UserWarning, match="gradient_accumulation_steps adds no negatives"):
         made = trainer("ours", tmp_path, 8, gradient_accumulation_steps=2)
+    with pytest.raises(
+        ValueError, match="`data_collator` must return the inputs of each side; got nothing, as the def"
+    ):
+        made._prepare_inputs({})
     monkeypatch.setattr(type(made.args), "n_gpu", 2)
     with pytest.raises(ValueError, match=r"`n_gpu` must be 1; got 2. Launch one process for each GPU"):
         adapter.ContrastileTrainer(model=Model(), args=made.args, sub_batch=3)
