@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
-from contrastile.gradcache.memory import AUTO, BESIDE, MARGIN, WORKSPACE, retained_graphs
+from contrastile.gradcache.memory import AUTO, BESIDE, HEAD, MARGIN, WORKSPACE, retained_graphs
 from contrastile.planner.loss import LossSize
 from contrastile.planner.towers import TowerCost
 
@@ -36,6 +36,8 @@ class Side:
     between: int = 0
     # features and their gradients wait in host memory
     host: bool = False
+    # some weights of the encoder's model are not trained: `encode` keeps all graphs if they are small
+    partly_frozen: bool = False
 
     @property
     def count(self) -> int:
@@ -51,6 +53,12 @@ class Side:
     def gradients(self) -> int:
         """Bytes of all features' gradients."""
         return 0 if self.host else self.examples * self.cost.features
+
+    @property
+    def keeps_all(self) -> bool:
+        """Graphs are so small that `encode` keeps them whatever `retain` is."""
+        each = max(self.cost.inputs, HEAD * self.cost.features) * self.cost.sub_batch
+        return self.partly_frozen and self.cost.trained > 0 and self.cost.graph <= each
 
     def graphs(self, retained: int) -> int:
         """Bytes of the last `retained` graphs; the last sub-batch may be shorter."""
@@ -113,7 +121,8 @@ class StepMemory:
     def graphs(self) -> list[int]:
         """Graphs that each side keeps; of "auto" as many as `gradcache/` would find room for."""
         if self.retain != AUTO:
-            return [min(self.retain, side.count) if side.cost.trained else 0 for side in self.sides]
+            counts = [side.count if side.keeps_all else min(self.retain, side.count) for side in self.sides]
+            return [count if side.cost.trained else 0 for count, side in zip(counts, self.sides, strict=True)]
         retained: list[int] = []
         total = self.loss.memory
         spare = int(total * (1 - MARGIN - WORKSPACE)) - CONTEXT - sum(self.base().values())
@@ -123,7 +132,8 @@ class StepMemory:
             later = 2 * cost.trained + side.examples * (2 * cost.features + self.loss.wide * cost.dimensions)
             each = max(1, cost.graph + copies)
             beside = min(each, int(BESIDE * total))
-            retained.append(retained_graphs(side.count, spare, later + beside, each) if cost.trained else 0)
+            most = side.count if side.keeps_all else retained_graphs(side.count, spare, later + beside, each)
+            retained.append(most if cost.trained else 0)
             spare -= side.graphs(retained[-1]) + side.features + copies
         return retained
 
