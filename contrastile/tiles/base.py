@@ -207,7 +207,7 @@ class Tiles(ABC):
         needs_u, needs_v = self.needed(wanted)
         wide = self.scale.dtype
         new = torch.empty if self.fresh else torch.zeros
-        (N, D), M = rows.features.shape, len(cols)
+        (N, D), M = rows.features.shape, cols.features.shape[0]
         # v would take other kernels if it began at an odd address
         self.joined = self.joined and all(wanted[2:]) and N * D % 4 == 0
         if self.joined:
