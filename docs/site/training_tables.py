@@ -86,24 +86,38 @@ def batches() -> str:
     return table_of(("data", "batch", "steps", *TESTS.values()), rows)
 
 
-def late_interaction() -> str:
+def late_interaction(file: str = "late_docstrings.csv") -> str:
     """nDCG@10 of one vector a text, of late interaction and of BM25, the mean of the seeds and their spread."""
     rows = []
     by_way: dict[tuple[str, ...], dict[str, list[float]]] = {}
-    for row in rows_of("late_docstrings.csv"):
-        way = tuple(row[name] for name in ("towers", "way", "queries", "batch", "candidates", "chip"))
+    seen: dict[tuple[str, ...], list[int]] = {}
+    for row in rows_of(file):
+        way = tuple(row[name] for name in ("towers", "way", "batch", "candidates", "chip"))
         by_way.setdefault(way, {}).setdefault(row["part"], []).append(float(row["ndcg_10"]))
-    for (towers, way, queries, batch, candidates, chip), parts in by_way.items():
+        seen.setdefault(way, []).extend([int(row["queries"])] if row["queries"] else [])
+    for (towers, way, batch, candidates, chip), parts in by_way.items():
+        questions = seen[towers, way, batch, candidates, chip]
+        queries = round(statistics.mean(questions)) if questions else 0
         spread = [
             f"{100 * statistics.mean(values):.1f}"
-            + (f" ± {100 * (max(values) - min(values)) / 2:.1f}" if queries else "")
+            + (f" ± {100 * (max(values) - min(values)) / 2:.1f}" if len(values) > 1 else "")
             for values in (parts["held-out functions"], parts["held-out packages"])
         ]
         name = LATE_WAYS[way] + (f", of {candidates} candidates of BM25" if candidates not in ("", "0") else "")
-        cells = [towers, f"{int(queries):,}" if queries else "", batch, *spread]
+        cells = [towers, f"{queries:,}" if queries else "", batch, *spread]
         rows.append((name, *cells, "H200" if "H200" in chip else "CPU"))
     heads = ("", "towers", "questions", "batch", "functions, nDCG@10", "packages, nDCG@10", "on")
     return table_of(heads, rows)
+
+
+def late_batches() -> str:
+    """Seconds and memory of an update of the small late model, by batch."""
+    rows = [
+        (f"{int(row['batch']):,}", f"{float(row['seconds']):.1f}", row["peak_mib"], row["planned_mib"])
+        for row in rows_of("late_batches.csv")
+        if row["what"] == "update"
+    ]
+    return table_of(("questions", "seconds", "MiB", "MiB by the plan"), rows)
 
 
 def retrieval() -> str:
@@ -140,7 +154,8 @@ def updates() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    **{each.__name__: each for each in (batches, retrieval, updates, late_interaction)},
+    **{each.__name__: each for each in (batches, retrieval, updates, late_interaction, late_batches)},
+    "late_interaction_time": partial(late_interaction, "late_docstrings_time.csv"),
     "ways_glyphs": partial(ways, "cpu_loss_ways_glyphs.csv", WAYS_TESTS),
     "ways_docstrings": partial(ways, "cpu_loss_ways_docstrings.csv", QUERY_TESTS),
     **{f"losses_{name}": partial(losses, f"{file}.csv") for name, file in LOSSES.items()},
