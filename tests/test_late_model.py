@@ -10,7 +10,6 @@ from tiny_texts import tiny_retriever
 from tokenizers import Tokenizer as Engine
 from tokenizers import processors
 
-import contrastile
 from contrastile import Ragged
 from contrastile.evaluate import late
 from contrastile.functional import padded_texts
@@ -213,12 +212,6 @@ def test_what_does_not_go_with_a_kind_is_refused(tmp_path, tokenizer):
     with pytest.raises(RecipeError, match=r"candidates: must be 0, or at least evaluate\.depth; got 9 and 10"):
         tiny_retriever(tmp_path, *LATE, "evaluate.candidates=9", "evaluate.depth=10")
     recipe = tiny_retriever(tmp_path, *LATE)
-    with pytest.raises(ValueError) as caught:
-        contrastile.plan(recipe)
-    assert str(caught.value) == (
-        '`recipe` must have model.kind = "single" for a plan; got "late". '
-        "Train a few steps, whose memory and time are in the report."
-    )
     settings = recipe.model.model_copy(update={"query_marker": "[X]", "passage_marker": ""})
     with pytest.raises(ValueError) as caught:
         marker(tokenizer, settings, "query")

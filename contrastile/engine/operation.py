@@ -176,8 +176,10 @@ def with_gradients(
     flag = tiles.nonfinite(rows, cols)
     weights = flag.new_ones(len(rows)) if call.weights is None else call.weights.to(flag.dtype)
     # summed over ranks, so that a value that is not finite makes the gradients of all of them NaN
-    mass, size, flag = exchange.total(torch.stack([weights.sum(), weights.abs().sum(), flag])).unbind()
-    coefficient = (weights / divisor(size, mass) if call.reduction == "mean" else weights) + flag
+    sums = [weights.sum(), flag, *([] if call.weights is None else [weights.abs().sum()])]
+    mass, flag, *size = exchange.total(torch.stack(sums)).unbind()
+    mass = divisor(size[0], mass) if size else mass
+    coefficient = (weights / mass if call.reduction == "mean" else weights) + flag
     # a pairwise loss leaves no state
     rows = changed(rows, coefficient=coefficient, state=coefficient.new_empty(0, len(rows)))
     row_stats = tiles.init(rows)

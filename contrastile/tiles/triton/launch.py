@@ -15,7 +15,6 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from contrastile.losses.base import divisor
 from contrastile.tiles.triton import backward, forward, reductions
 from contrastile.tiles.triton import careful as careful_kernels
 from contrastile.tiles.triton import positives as by_position
@@ -403,12 +402,10 @@ def finish(
         weights_ptr=constants if weights is None else weights, sums_ptr=sums, blocks=blocks, BLOCK=BLOCK,
         smoothing=epilogue.label_smoothing, WEIGHTS=weights is not None, **epilogue.flags,
     )  # fmt: skip
-    value, coefficients, totals = constants.new_empty(()), constants.new_empty(n), total(sums.sum(1))
-    if mean:
-        totals[sides : 2 * sides] = divisor(totals[:sides], totals[sides : 2 * sides])
+    value, coefficients = constants.new_empty(()), constants.new_empty(n)
     # at least one program: a rank without rows has a value too
     run(
-        reductions.coefficients, (max(tiles_of(n, BLOCK), 1),), weight_ptr=out[WEIGHT], totals_ptr=totals,
+        reductions.coefficients, (max(tiles_of(n, BLOCK), 1),), weight_ptr=out[WEIGHT], totals_ptr=total(sums.sum(1)),
         out_ptr=coefficients, value_ptr=value, N=N, n=n, MEAN=mean, SIDES=sides, BLOCK=BLOCK,
     )  # fmt: skip
     return value, list(out[:STATE].split(lengths, 1)), list(coefficients.split(lengths))

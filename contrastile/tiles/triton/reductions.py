@@ -437,6 +437,9 @@ def coefficients(weight_ptr, totals_ptr, out_ptr, value_ptr, N, n, MEAN: tl.cons
         other_mass = tl.load(totals_ptr + 3)
     nonfinite = tl.load(totals_ptr + 2 * SIDES + 1)
     if MEAN:
+        # a mean over nothing is 0, as `losses.base.divisor` has it
+        mass = tl.where((mass == 0.0) & (loss == 0.0), 1.0, mass)
+        other_mass = tl.where((other_mass == 0.0) & (other_loss == 0.0), 1.0, other_mass)
         value = 0.5 * (loss / mass) + 0.5 * (other_loss / other_mass)
         factor = tl.where(at < N, (1.0 / SIDES) / mass, (1.0 / SIDES) / other_mass)
     else:
