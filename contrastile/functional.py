@@ -124,11 +124,14 @@ def contrast(
         options = Options(backend, exchange, group, gradient, label_smoothing, reduction, workspace, device)
         if label_smoothing and isinstance(loss, PairLoss):
             loss = loss.smoothed(label_smoothing)
+        if scorer is not None:
+            # keys and negatives are one side, of texts of one length
+            longest = max([1, *(n for side in (k, negatives) if isinstance(side, Ragged) for n in side.lengths)])
+            q = padded_texts(q, 1) if isinstance(q, Ragged) else q
+            k, negatives = (padded_texts(x, longest) if isinstance(x, Ragged) else x for x in (k, negatives))
     except ValueError as error:
         share_error(error, group, exchange)
         raise
-    if scorer is not None:
-        q, k, negatives = (padded_texts(side, 1) if isinstance(side, Ragged) else side for side in (q, k, negatives))
     operation, inputs = prepare(
         q, k, scale, loss, options, bias=bias, positives=positives, negatives=negatives, query_labels=query_labels,
         key_labels=key_labels, query_ids=query_ids, key_ids=key_ids, negative_ids=negative_ids, weights=weights,
@@ -140,5 +143,5 @@ def contrast(
 
 def padded_texts(texts: Ragged, least: int = 0) -> tuple[Tensor, Tensor]:
     """Packed vectors as `[B, L, D]` with their mask `[B, L]`; L is the longest text's number of tokens, or `least`."""
-    lengths = torch.tensor(texts.lengths, dtype=torch.int64, device=texts.values.device)
-    return padded(texts.values, lengths, max((least, *texts.lengths)))
+    lengths = torch.tensor(texts.lengths, dtype=torch.int64).to(texts.values.device, non_blocking=True)
+    return padded(texts.values.movedim(texts.axis, 0), lengths, max((least, *texts.lengths)))

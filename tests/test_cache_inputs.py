@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from contrastile import ClipLoss, Ragged, encode
 
 N, WIDTH = 7, 8
-NO_PARTS = "`parts` must hold a sub-batch; got none. Leave the call out. Where other ranks have one, pass the wrapper"
+NO_PARTS = "`parts` must hold a sub-batch; got none. Leave the call out; in a step whose gradients are reduced over"
 # images of each example, and the height and width of each image in patches
 IMAGES = [1, 0, 2, 1, 3, 0, 1]
 GRID = [(2, 2), (4, 2), (2, 4), (2, 2), (2, 6), (4, 4), (2, 2), (6, 2)]

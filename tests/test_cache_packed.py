@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from contrastile import Ragged, contrast, encode
+from contrastile.losses import Softmax
 from contrastile.scorers import MaxSim
 
 LENGTHS, WIDTH = [3, 1, 5, 2, 2, 4, 1], 4
@@ -188,3 +189,34 @@ def test_texts_without_any_token_score_nothing() -> None:
     query, document = Ragged(torch.ones(2, 3), [1, 0, 1]), Ragged(torch.ones(0, 3), [0, 0, 0])
     loss = contrast(query, document, scorer=MaxSim())
     torch.testing.assert_close(loss, torch.tensor(3.0).log())
+
+
+# lengths of the texts of queries, keys and negatives
+SIDES = [2, 3], [4, 1], [7, 2, 1]
+
+
+def test_keys_and_negatives_are_padded_alike_and_any_axis_is_packed() -> None:
+    draw = torch.Generator().manual_seed(0)
+    query, key, negative = (torch.randn(sum(n), 3, generator=draw) for n in SIDES)
+    packed = [Ragged(x, n) for x, n in zip((query, key, negative), SIDES, strict=True)]
+    one_way: Any = {"loss": Softmax(), "scorer": MaxSim()}
+    loss = contrast(packed[0], packed[1], negatives=packed[2], **one_way)
+    both = Ragged(torch.cat([key, negative]), [*SIDES[1], *SIDES[2]])
+    torch.testing.assert_close(loss, contrast(packed[0], both, positives=torch.arange(2), **one_way))
+    across = [Ragged(x.T.contiguous(), n, axis=1) for x, n in zip((query, key), SIDES, strict=False)]
+    torch.testing.assert_close(contrast(*across, scorer=MaxSim()), contrast(*packed[:2], scorer=MaxSim()))
+
+
+def test_an_error_of_packed_values_is_raised_on_all_ranks(pool: Pool) -> None:
+    said = pool.run(_packed_wrongly, 2)
+    assert said[0] == said[1]
+    assert said[0].startswith(
+        "rank 1: `values` must be packed tokens [T, D], with integer lengths [B]; got shapes [4, 3, 1]"
+    )
+
+
+def _packed_wrongly(rank: int, group: Any) -> str:
+    values = ROWS.detach()[..., None] if rank else ROWS.detach()
+    with pytest.raises(ValueError) as raised:
+        contrast(Ragged(values, [2, 2]), Ragged(ROWS.detach(), [1, 3]), scorer=MaxSim(), group=group)
+    return str(raised.value)

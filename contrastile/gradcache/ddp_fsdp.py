@@ -34,6 +34,7 @@ from contrastile._torch import (
     fsdp_parameters,
     fsdp_states,
     in_fsdp_module,
+    pytree,
     reduce_at_end_of_backward,
     restoring_fsdp_root,
     running_ddp,
@@ -143,17 +144,28 @@ def lent_part(encoder: Any, wrapper: DistributedDataParallel | None, make: Calla
         if received is not None:
             borrowed = received
             make = partial(lambda part: part, received)
-    return borrowed
+    if borrowed is None:
+        return None
+    # a function computes where its inputs are: on the rank that lent them, beside the parameters
+    parameter = next(_owner(encoder, wrapper or running_ddp()).parameters(), None)
+    place = partial(torch.Tensor.to, device=None if parameter is None else parameter.device)
+    return pytree.tree_map_only(Tensor, place, borrowed)
+
+
+def _owner(encoder: Any, wrapper: DistributedDataParallel | None) -> Any:
+    """The wrapper, or the module that the encoder is or belongs to; another object for any other function."""
+    encoder = without_partials(encoder)
+    return wrapper or (encoder[0] if isinstance(encoder, tuple) and encoder else getattr(encoder, "__self__", encoder))
 
 
 def _groups_of_call(encoder: Any, wrapper: DistributedDataParallel | None) -> list[Any]:
     """Process groups of several ranks whose ranks all call `encode` for this encoder."""
-    encoder, wrapper = without_partials(encoder), wrapper or running_ddp()
+    wrapper = wrapper or running_ddp()
     if wrapper is not None:
         reduces = torch.is_grad_enabled() and wrapper.require_backward_grad_sync
         reduces = reduces and any(parameter.requires_grad for parameter in wrapper.parameters())
         return [wrapper.process_group] if reduces and collectives.size(wrapper.process_group) > 1 else []
-    module = encoder[0] if isinstance(encoder, tuple) and encoder else getattr(encoder, "__self__", encoder)
+    module = _owner(encoder, None)
     modules = module.modules() if isinstance(module, nn.Module) else ()
     return Sharding([each for each in modules if isinstance(each, fsdp_module_class())]).groups()
 

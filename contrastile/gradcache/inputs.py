@@ -251,7 +251,7 @@ def laid_out_parts(parts: Sequence[Any], borrowed: Any = None) -> tuple[Parts, l
         made.append((structure, others, positions, len(tensors)))
         tensors += [leaves[position] for position in positions]
     if not made:
-        remedy = "Leave the call out. Where other ranks have one, pass the wrapper that joins the ranks."
+        remedy = "Leave the call out; in a step whose gradients are reduced over ranks, pass the wrapper."
         raise invalid("parts", "hold a sub-batch", "none", remedy)
     return Parts(len(parts), made), tensors
 
