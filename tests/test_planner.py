@@ -288,6 +288,9 @@ def test_features_in_host_memory_leave_the_device(tmp_path: Path, gpus: str) -> 
     assert next(choice.peak for choice in device.choices() if choice.name == name) == host.peak.bytes
     assert host.largest() > device.largest()
     assert host.step.loss.exchange_name == ("ring" if ranks > 1 else "single")
+    # no choice of a loss that is refused there
+    refused = contrastile.plan(path, *words, "loss.kind=infonce", gpus=gpus, batch=1024)
+    assert not any(choice.name.startswith("features in host") for choice in refused.choices())
 
 
 def test_the_largest_batch_fits_and_a_larger_one_does_not(tmp_path: Path, capsys: Any) -> None:

@@ -109,6 +109,18 @@ def test_a_guide_and_a_queue_are_parts_of_the_plan(tmp_path: Path) -> None:
         contrastile.plan(path, "loss.kind=gist", f"loss.guide={tmp_path}", **lone)
 
 
+def test_a_guide_whose_own_folders_are_gone_is_left_out_of_the_plan(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    guide = write_guide(tmp_path)
+    learned = 'kind = "words", size = 100'
+    guide.write_text(guide.read_text().replace(learned, f'kind = "bpe", folder = "{tmp_path}/gone"'))
+    words = [word.format(folder=tmp_path) for word in GUIDED]
+    plan = contrastile.plan(write_text_recipe(tmp_path), *WORDS, *words, gpus="H100", batch=64)
+    assert plan.step.guides == []
+    assert "the plan leaves loss.guide out: `folder` must hold a tokenizer.json" in caplog.text
+
+
 def test_the_plan_of_token_vectors(tmp_path: Path) -> None:
     path = write_text_recipe(tmp_path)
     plan = contrastile.plan(path, *WORDS, *LATE, "train.precision=bf16", gpus="4xH100", batch=64)

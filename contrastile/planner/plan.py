@@ -42,8 +42,8 @@ class Plan:
 
     name: of the recipe. batch: pairs of all ranks in a step. keys: keys for each query. parts: parts of a batch whose
     gradients are accumulated. parameters, trained: bytes of the whole model's. host_inputs: bytes of a pair in host
-    memory. decoded: pictures of a pair that are decoded. half: towers compute in 16 bits. stages: batch and steps of
-    each stage of the run; none where its length is not known.
+    memory. decoded: pictures of a pair that are decoded. half: towers compute in 16 bits. on_host: features may wait
+    in host memory. stages: batch and steps of each stage of the run; none where its length is not known.
     """
 
     name: str
@@ -57,6 +57,7 @@ class Plan:
     host_inputs: int
     decoded: int
     half: bool
+    on_host: bool
     stages: tuple[tuple[int, int], ...] = ()
 
     @cached_property
@@ -151,7 +152,7 @@ class Plan:
             words: dict[str, Any] = {"exchange": exchange, "backend": backend}
             name = f"exchange {exchange}, backend {backend}"
             yield self._choice(name, replace(step, loss=replace(step.loss, **words)), **words)
-        if not step.loss.host and self.keys == 1:
+        if self.on_host and not step.loss.host:
             plan = replace(self, step=step.with_features_on_host())
             name = f"features in host memory: {plan.host / GIB:,.0f} GiB there"
             yield plan._choice(name, plan.step)

@@ -31,6 +31,7 @@ from contrastile.planner.plan import Plan
 from contrastile.planner.profile import Target, target
 from contrastile.planner.towers import TowerCost, made_without_memory, measure, shapes_only, without_memory
 from contrastile.train.config import AnyRecipe, Recipe
+from contrastile.train.config.image_text import ON_HOST
 from contrastile.train.config.towers import without_folders
 from contrastile.train.loaded import HALVES, LoadedRun, autocast
 from contrastile.train.objective import OBJECTIVES, teacher_recipe
@@ -207,9 +208,14 @@ def plan_of(
     )  # fmt: skip
     teacher, guides = 0, list[Side]()
     if (other := teacher_recipe(recipe)) is not None:
-        guide, guide_costs = towers(other, ranks, batch, frozen=True)
-        teacher = sum(x.nbytes for x in (*guide.parameters(), *guide.buffers()))
-        guides = [Side(cost, side.examples) for cost, side in zip(guide_costs, sides, strict=True)]
+        try:
+            guide, guide_costs = towers(other, ranks, batch, frozen=True)
+        except ValueError as error:
+            # a run keeps its weights when the folders that its recipe names are gone
+            logger.warning("the plan leaves loss.%s out: %s", recipe.loss.other_model, error)
+        else:
+            teacher = sum(x.nbytes for x in (*guide.parameters(), *guide.buffers()))
+            guides = [Side(cost, side.examples) for cost, side in zip(guide_costs, sides, strict=True)]
     queues = (2 if both_ways else 1) * queue * (dimensions * given.itemsize + ID)
     weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
     trained = sum(x.nbytes for x in model.parameters() if x.requires_grad)
@@ -228,7 +234,7 @@ def plan_of(
         step = step.with_features_on_host()
     return Plan(
         recipe.name, machines, batch, step, keys, train.accumulate, weights, trained, inputs, int(pictures),
-        half is not None, lengths,
+        half is not None, isinstance(recipe, Recipe) and recipe.loss.kind in ON_HOST, lengths,
     )  # fmt: skip
 
 

@@ -57,7 +57,7 @@ class OfPixels(Settings):
 class TransformersModel(Settings):
     """A model of transformers: a local `folder` with its weights, or a `config` with its model_type, from scratch.
 
-    `sizes.py` asks transformers for the keys that a model_type reads, once the rest of the recipe is right.
+    `size_clashes` asks transformers for the keys that a model_type reads, once the rest of the recipe is right.
     """
 
     kind: Literal["transformers"] = "transformers"
