@@ -12,7 +12,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
-import json
 import platform
 import re
 import sysconfig
@@ -26,7 +25,7 @@ from typing import NamedTuple
 
 from contrastile._errors import invalid
 from contrastile.data.base import ProgressFactory, hash_fraction, sorted_rows
-from contrastile.data.files import cached_folder, file_state
+from contrastile.data.files import cached_folder
 from contrastile.data.texts import FILES, Passage, Query, TextSet, read_texts, with_mined_negatives, write_texts
 
 # increased whenever the harvest changes
@@ -94,8 +93,12 @@ def _version(name: str) -> str:
 
 def files_digest(roots: Sequence[tuple[Path, str]]) -> str:
     """A digest of the paths, sizes and dates of the files: a package's version does not change with a local change."""
-    states = [file_state(str(path)) for root, _ in roots for path in source_files(root)]
-    return hashlib.sha256(json.dumps(states).encode()).hexdigest()
+    digest = hashlib.sha256()
+    # a broken link is no file
+    for path in (path for root, _ in roots for path in source_files(root) if path.is_file()):
+        stat = path.stat()
+        digest.update(f"{path} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
 
 
 def harvest(roots: Sequence[tuple[Path, str]], progress: ProgressFactory) -> Iterator[Documented]:

@@ -227,10 +227,12 @@ def encoder_towers(complete: base.Settings, tokenizer: Tokenizer) -> dict[str, b
     if sides not in (["both"], ["query", "passage"]):
         remedy = "One encoder for both sides, or one for each."
         raise invalid("settings", "have both, or query and passage", ", ".join(sides) or "none", remedy)
-    towers = {side: base.build_tower(side, ENCODERS, complete, tokenizer) for side in sides}
-    if complete["lora"] is not None:
-        for tower in towers.values():
-            add_adapters(tower.module, **complete["lora"])
+    towers: dict[str, base.Tower] = {}
+    for side in sides:
+        towers[side] = base.build_tower(side, ENCODERS, complete, tokenizer)
+        # before the next tower: a seed gives the weights that it always gave
+        if complete["lora"] is not None:
+            add_adapters(towers[side].module, **complete["lora"])
     return towers
 
 

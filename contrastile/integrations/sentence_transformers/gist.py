@@ -106,7 +106,7 @@ class CachedGISTLoss(CachedLoss):
         anchors, positives, *negatives = (F.normalize(x, dim=-1) for x in embeddings)
         guide_anchors, guide_positives, *guide_negatives = (F.normalize(x, dim=-1) for x in others)
         loss: Tensor = self.loss(
-            anchors, positives, self.scale, guide_query=guide_anchors, guide_key=guide_positives,
+            anchors, positives, 1 / self.temperature, guide_query=guide_anchors, guide_key=guide_positives,
             negatives=torch.cat(negatives) if negatives else None,
             guide_negatives=torch.cat(guide_negatives) if negatives else None,
         )  # fmt: skip
