@@ -39,7 +39,8 @@ class CachedRankingLoss(CachedLoss):
             that they share.
         mini_batch_num_tokens: tokens that the model sees at once, padding included, in place of `mini_batch_size`.
         gather_across_devices: whether the documents of all ranks are negatives. The value is then the loss of the
-            global batch, the same on all ranks.
+            global batch, the same on all ranks; of several joint directions it is the mean over this rank's anchors,
+            and the gradients are those of the global batch.
         directions: "query_to_doc", with any of "query_to_query", "doc_to_query" and "doc_to_doc".
         partition_mode: "joint", one softmax over all directions; or "per_direction", their mean, for "query_to_doc"
             and "doc_to_query".
