@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from test_models_retriever import BERT, TEXTS
 from tiny_texts import tiny_retriever
 from tokenizers import Tokenizer as Engine
 from tokenizers import processors
@@ -20,16 +21,6 @@ from contrastile.train.recipe import RecipeError
 from contrastile.train.retriever.job import RetrieverJob
 from contrastile.train.retriever.run import TokenStore
 
-TEXTS = ["bracket the minimum of a function", "def get_max_value(xs): return max(xs)", "sort a list in place"]
-BERT = {
-    "model_type": "bert",
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
 LATE = ("model.kind=late", "model.features=8", "model.both={kind='words', width=16}")
 
 

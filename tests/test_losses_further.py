@@ -189,6 +189,12 @@ def _x(*shape: int) -> Tensor:
     return torch.ones(*shape)
 
 
+def _guided_negatives(guide: Tensor) -> Tensor:
+    """A guide's features of two negatives, which may not fit to them."""
+    sides = {"guide_query": _x(3, 5), "guide_key": _x(3, 5)}
+    return GISTLoss()(_x(3, 4), _x(3, 4), 1.0, **sides, negatives=_x(2, 4), guide_negatives=guide)
+
+
 def test_features_that_are_not_finite_in_negatives_of_one_query_give_nan() -> None:
     tensors = CASES["own_negatives_only"]().tensors(torch.float32)
     with torch.no_grad():
@@ -437,26 +443,10 @@ SENTENCES: dict[str, Callable[[], Any]] = {
         hardness_strength="5",  # type: ignore[arg-type]
     ),
     "`guide_negatives` must have the same feature size as `guide_key`; got 5 and 6. Project one side first.": lambda: (
-        GISTLoss()(
-            _x(3, 4),
-            _x(3, 4),
-            1.0,
-            guide_query=_x(3, 5),
-            guide_key=_x(3, 5),
-            negatives=_x(2, 4),
-            guide_negatives=_x(2, 6),
-        )
+        _guided_negatives(_x(2, 6))
     ),
     "`guide_key` must have as many rows as `key`; got 5 and 4. One row for each, and for each of the `negatives`.": (
-        lambda: GISTLoss()(
-            _x(3, 4),
-            _x(3, 4),
-            1.0,
-            guide_query=_x(3, 5),
-            guide_key=_x(3, 5),
-            negatives=_x(2, 4),
-            guide_negatives=_x(1, 5),
-        )
+        lambda: _guided_negatives(_x(1, 5))
     ),
     "`guide_q` must have as many rows as `q`; got 3 and 2. One row for each, and for each of the `negatives`.": (
         lambda: contrast(
