@@ -123,6 +123,11 @@ class MaxSim(nn.Module):
         """This class itself, without hooks and not compiled: it draws no random numbers and has no state."""
         return type(self) is MaxSim and not (self._forward_hooks or self._forward_pre_hooks or self._compiled_call_impl)
 
+    @property
+    def stateless(self) -> bool:
+        """Calls depend on their arguments alone: any two such modules are the same."""
+        return self.known and not (self._parameters or self._modules or self._buffers)
+
     @staticmethod
     def tile_bytes(rows: int, columns: int, L: int, M: int, D: int, size: int) -> int:
         """Bytes of a tile of scores on a CPU, with its gradients, in numbers of `size` bytes."""

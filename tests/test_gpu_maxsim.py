@@ -17,6 +17,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from contrastile import contrast
+from contrastile.engine import graph
 from contrastile.losses import Sigmoid, Softmax
 from contrastile.scorers import MaxSim
 from contrastile.tiles.triton import maxsim
@@ -73,6 +74,57 @@ def test_no_further_from_float64_than_twice_the_plain_formula(
         assert torch.equal(ours, same)
         # a number that is right to a few roundings may be exact in the plain formula by luck
         assert distance(ours, true) <= max(2 * distance(theirs, true), 4 * torch.finfo(ours.dtype).eps)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_small_call_replayed_has_the_bits_of_a_plain_one(
+    dtype: torch.dtype, masked: bool, loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph._graphs.clear()
+    streams = [torch.cuda.default_stream(), torch.cuda.Stream()]
+    for call in range(6):
+        sides = [_tokens(40, 20, 64), _tokens(40, 75, 64)]
+        masks: list[Any] = [torch.rand(x.shape[:2]) > 0.1 + 0.1 * call if masked else None for x in sides]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(streams[call % 2]):
+            replayed = _step(sides, masks, "triton", dtype, **LOSSES[loss])
+        torch.cuda.synchronize()
+        with monkeypatch.context() as patch:
+            # a graph that was captured before is not replayed either
+            patch.setattr(graph, "_graph", lambda *_: None)
+            plain = _step(sides, masks, "triton", dtype, **LOSSES[loss])
+        apart = [float((x.double() - y.double()).abs().max()) for x, y in zip(replayed, plain, strict=True)]
+        assert apart == [0.0] * len(apart), call
+    assert len(graph._graphs) == 1
+
+
+def test_a_loss_without_gradients_is_replayed() -> None:
+    graph._graphs.clear()
+    q, k = _tokens(40, 20, 64).bfloat16(), _tokens(40, 75, 64).bfloat16()
+    with torch.no_grad():
+        values = [contrast(q, k, scorer=MaxSim(), scale=20.0) for _ in range(5)]
+        later = contrast(k[:, :20].contiguous(), k, scorer=MaxSim(), scale=20.0)
+        truth = contrast(k[:, :20].double(), k.double(), scorer=MaxSim(), scale=20.0, backend="eager")
+    assert len(graph._graphs) == 1
+    assert all(torch.equal(x, values[0]) for x in values)
+    assert distance(later, truth) <= 1e-3
+
+
+def test_calls_that_are_replayed_know_nothing_of_each_other() -> None:
+    graph._graphs.clear()
+    batches = [[x.bfloat16().requires_grad_() for x in (_tokens(32, 8, 64), _tokens(32, 20, 64))] for _ in range(5)]
+
+    def loss(pair: list[Tensor]) -> Tensor:
+        return contrast(*pair, scorer=MaxSim(), scale=20.0)
+
+    apart = [x for pair in batches for x in torch.autograd.grad(loss(pair), pair)]
+    values = [loss(pair) for pair in batches]
+    together = torch.autograd.grad(3.0 * sum(values), [x for pair in batches for x in pair])
+    for x, truth in zip(together, apart, strict=True):
+        assert distance(x, 3.0 * truth.double()) <= 4e-3
+    assert len(graph._graphs) == 1
 
 
 def test_no_more_than_the_workspace_beside_accumulators() -> None:

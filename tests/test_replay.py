@@ -16,7 +16,10 @@ from torch import Tensor
 from contrastile import contrast
 from contrastile.engine import graph, plan
 from contrastile.engine.operation import Call, with_gradients
+from contrastile.losses import Sigmoid, Softmax
+from contrastile.scorers import MaxSim
 from contrastile.tiles.base import Accumulated, Tiles
+from contrastile.tiles.eager import Eager
 
 CAPTURED: list[tuple[int, ...]] = []
 # so large that two of them are kept
@@ -143,6 +146,41 @@ def test_kinds_that_are_not_used_are_given_up() -> None:
             contrast(torch.randn(n, 4, requires_grad=True), torch.randn(n, 4), scale=1.0)
     assert CAPTURED == [(3, 4), (4, 4), (5, 4), (3, 4)]
     assert len(graph._graphs) == 2
+
+
+def _late(loss: Any, masked: bool, call: int) -> list[Tensor]:
+    """A step of late interaction on tokens that change from call to call."""
+    generator = torch.Generator().manual_seed(call)
+    q, k = (torch.randn(3, n, 8, generator=generator).requires_grad_() for n in (2, 5))
+    masks = [torch.rand(x.shape[:2], generator=generator) > 0.3 for x in (q, k)]
+    scale = torch.tensor(2.0, requires_grad=True)
+    sides = zip((q, k), masks, strict=True) if masked else (q, k)
+    value = contrast(*sides, scorer=MaxSim(), scale=scale, loss=loss, backend="triton", weights=torch.arange(1.0, 4.0))
+    return [value.detach(), *torch.autograd.grad(value, (q, k, scale))]
+
+
+@pytest.mark.parametrize(("loss", "masked"), [(Softmax(symmetric=True), True), (Sigmoid(), False)])
+def test_late_interaction_has_the_bits_of_a_plain_call(loss: Any, masked: bool, request: pytest.FixtureRequest) -> None:
+    pytest.importorskip("triton")
+    plain = [_late(loss, masked, call) for call in range(graph.CALLS + 1)]
+    request.getfixturevalue("_played")
+    for call, truth in enumerate(plain):
+        assert all(torch.equal(x, y) for x, y in zip(_late(loss, masked, call), truth, strict=True))
+    assert CAPTURED == [(3, 2, 8)]
+
+
+@pytest.mark.usefixtures("_played")
+def test_a_call_without_gradients_is_replayed_as_the_loss_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k = torch.randn(2, 12, 5, requires_grad=True)
+    swept = []
+    backward = Eager.backward
+    monkeypatch.setattr(Eager, "backward", lambda *how: (swept.append(how), backward(*how))[1])
+    with torch.no_grad():
+        values = [contrast(q, k, scale=3.0, bias=1.0, loss=loss) for loss in (Softmax(), Sigmoid()) for _ in range(4)]
+    truth = [contrast(q, k, scale=3.0, bias=1.0, loss=loss, reduction="none").mean() for loss in (Softmax(), Sigmoid())]
+    assert all(distance(x, truth[index // 4].detach()) <= 1e-6 for index, x in enumerate(values))
+    assert len(CAPTURED) == 2
+    assert not swept
 
 
 def test_nothing_is_small_on_a_cpu() -> None:

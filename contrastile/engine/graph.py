@@ -33,7 +33,7 @@ logger = logging.getLogger("contrastile")
 
 # rows of a small batch's shorter side: longer ones keep the device busy for longer than the host
 MOST_ROWS = 8192
-# bytes of the strip of gradients, which a graph keeps
+# bytes that a graph keeps for the pairs (`Tiles.captured_bytes`)
 MOST_BYTES = 2**29
 # calls of a plan before its capture, which also compile its kernels
 CALLS = 2
@@ -45,13 +45,13 @@ LABELS = ("positives", "labels", "ids", "numbers")
 
 def small(rows: Shard, cols: Shard, reduction: Reduction, exchange: Exchange, tiles: MakeTiles) -> bool:
     """A call is replayed: fused kernels, one process, and no more pairs than the host can launch as fast."""
-    # float32 features have three 16-bit pieces
-    strip = len(rows) * len(cols) * (6 if rows.features.dtype == torch.float32 else 2)
+    # tiles of a scorer come as a partial application of their class
+    kind: Any = getattr(tiles, "func", tiles)
     return (
         rows.features.is_cuda
         and min(len(rows), len(cols)) <= MOST_ROWS
-        and strip <= MOST_BYTES
-        and getattr(tiles, "capturable", False)
+        and getattr(kind, "capturable", False)
+        and kind.captured_bytes(rows, cols) <= MOST_BYTES
         and len(exchange.layout) == 1
         and reduction != "none"
     )
@@ -196,6 +196,13 @@ def replayed(
                 graph.held = ref(held)
                 return value, held
     return with_gradients(call, tiles, scale, bias, inputs, wanted)
+
+
+def replayed_loss(
+    call: Call, tiles: Tiles, scale: Tensor, bias: Tensor | None, inputs: Sequence[Tensor], wanted: Sequence[bool]
+) -> tuple[Tensor, Accumulated | Held]:
+    """`replayed` for a call without gradients. torch says what requires a gradient also where grad mode is off."""
+    return replayed(call, tiles, scale, bias, inputs, [False] * len(wanted))
 
 
 def _graph(call: Call, inputs: Sequence[Tensor | None], wanted: Sequence[bool]) -> _Graph | None:

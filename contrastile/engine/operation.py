@@ -161,11 +161,16 @@ def with_gradients(
 ) -> tuple[Tensor, Accumulated]:
     """The loss and its gradient sums for an upstream gradient of 1.
 
-    A pairwise loss needs one sweep for both, 6·N·M·D operations instead of 8, and so do strips over all columns.
+    A pairwise loss needs one sweep for both, 6·N·M·D operations instead of 8, and so do strips over all columns. Where
+    nothing is `wanted`, the loss alone is computed.
     """
     del scale, bias
     call = call.in_range(tiles)
     (rows, cols), exchange = call.shards(inputs), call.exchange
+    if not any(wanted):
+        stats = [side for side in exchange.forward(tiles, rows, cols) if side is not None]
+        value = exchange.finish(tiles, stats, rows, cols, call.weights, call.reduction).value
+        return value, Accumulated(None, None, tiles.no_pairs())
     if not call.loss.pairwise and len(exchange.layout.rows) == 1 and tiles.strip(rows, cols):
         return in_strips(call, tiles, rows, cols, wanted)
     if not call.loss.pairwise:

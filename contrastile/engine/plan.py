@@ -21,9 +21,9 @@ from contrastile._errors import invalid
 from contrastile._types import accumulator
 from contrastile.distributed import collectives, consistency
 from contrastile.engine.compiled import traceable, traced
-from contrastile.engine.graph import replayed, small
+from contrastile.engine.graph import replayed, replayed_loss, small
 from contrastile.engine.operation import AtOnce, Call, MakeTiles, Operation, Plan, with_gradients
-from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cast_features, indices
+from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cast_features, indices, leaves_of
 from contrastile.exchange import host
 from contrastile.exchange.base import Exchange, Layout
 from contrastile.losses.base import PairLoss, Shard, changed
@@ -55,7 +55,9 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
             return traced(arguments)
         return torch.compiler.disable(_eagerly), (q, k, scale, loss, options, others)
     alone = not (dist.is_available() and dist.is_initialized())
-    signature: Hashable = None if arguments.scorer is not None else (alone, arguments.signature())
+    # other scorers have a state, and other ranks' texts other lengths
+    cached = arguments.scorer is None or (alone and getattr(arguments.scorer, "stateless", False))
+    signature: Hashable = (alone, arguments.signature()) if cached else None
     plan, template = _plans.get(signature, (None, None))
     if template is not None and type(scale) in NUMBERS and type(arguments.bias) in NUMBERS:
         return Operation.apply, _refilled(template, arguments)
@@ -153,7 +155,10 @@ def _call(problem: Problem, plan: Plan, exchange: Exchange) -> Call:
 def _template(problem: Problem, plan: Plan, exchange: Exchange) -> Call:
     """The call with tensors without rows, in memory of their own: a cached call must not keep the user's alive."""
     shards = (problem.rows, problem.cols)
-    rows, cols = (changed(x, **{name: _no_rows(getattr(x, name)) for name in PARTS}) for x in shards)
+    rows, cols = (
+        changed(x, **{name: _no_rows(getattr(x, name)) for name in PARTS}, others=tuple(map(_no_rows, x.others)))
+        for x in shards
+    )
     return _call(replace(problem, rows=rows, cols=cols, weights=_no_rows(problem.weights)), plan, exchange)
 
 
@@ -164,24 +169,33 @@ def _no_rows(x: Tensor | None) -> Tensor | None:
 def _refilled(call: Call, arguments: Arguments) -> tuple[Any, ...]:
     """The inputs of the operation: a template with the tensors of these arguments, in its types."""
     q, k = arguments.q, arguments.k
-    of_rows, of_cols = cast_features(q, k, call.rows.features.dtype)
-    rows, cols = {"features": of_rows}, {"features": of_cols}
+    rows: dict[str, Any]
+    cols: dict[str, Any]
+    if call.scorer is None:
+        inputs = [q, k]
+        of_rows, of_cols = cast_features(q, k, call.rows.features.dtype)
+        rows, cols = {"features": of_rows}, {"features": of_cols}
+    else:
+        # vectors, and masks behind them
+        sides = leaves_of(q), leaves_of(k)
+        inputs = [*sides[0], *sides[1]]
+        rows, cols = ({"features": x.detach(), "others": tuple(masks)} for x, *masks in sides)
     for name, of_queries, of_keys in LABELS:
         if getattr(call.rows, name) is not None:
             rows[name], cols[name] = getattr(arguments, of_queries).long(), getattr(arguments, of_keys).long()
     if call.rows.positives is not None:
-        rows["positives"] = indices(arguments, len(k))
+        rows["positives"] = indices(arguments, len(cols["features"]))
     call = changed(call, rows=changed(call.rows, **rows), cols=changed(call.cols, **cols), weights=arguments.weights)
     scale, bias = (
-        x if x is None or isinstance(x, Tensor) else as_tensor(x, call.device, q.dtype)
-        for x in (arguments.scale, arguments.bias)
+        x if x is None or isinstance(x, Tensor) else as_tensor(x, call.device, call.plan.wide)
+        for x in (1.0 if arguments.scale is None else arguments.scale, arguments.bias)
     )
-    return call, scale, bias, q, k
+    return call, scale, bias, *inputs
 
 
 def _planned(problem: Problem, exchange: Exchange) -> Plan:
     """The choices for calls of this signature."""
-    loss, options, scorer = problem.loss, problem.options, problem.scorer
+    loss, options = problem.loss, problem.options
     workspace = workspace_on(problem.device, options.workspace)
     every = (problem.scale, problem.bias, *problem.inputs)
     wants = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in every)
@@ -194,8 +208,8 @@ def _planned(problem: Problem, exchange: Exchange) -> Plan:
     number = torch.ones((), dtype=accumulator(problem.dtype), device=problem.device)
     if wants and alone and tiles(loss, number, None, workspace).strip(problem.rows, problem.cols):
         at_once = with_gradients
-    if scorer is None and wants and not own and small(problem.rows, problem.cols, options.reduction, exchange, tiles):
-        at_once = replayed
+    if not own and small(problem.rows, problem.cols, options.reduction, exchange, tiles):
+        at_once = replayed if wants else replayed_loss
     if isinstance(tiles, partial) and tiles.func is Scored and problem.dtype == torch.float16:
         # float16 underflows in the module unless the upstream gradient, a GradScaler's factor, goes through it
         at_once = None

@@ -69,9 +69,13 @@ class Arguments:
         tensors = (
             self.q, self.k, self.scale, self.bias, self.positives, self.negatives, self.query_labels, self.key_labels,
             self.query_ids, self.key_ids, self.weights, self.targets, self.negative_ids,
-            self.guide_scale, *[x for pair in self.guides for x in pair],
+            self.guide_scale, self.scorer, *[x for pair in self.guides for x in pair],
         )  # fmt: skip
-        kinds = [(x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else type(x) for x in tensors]
+        kinds = [
+            (x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor)
+            else tuple(map(_kind, x)) if isinstance(x, (tuple, list)) else type(x)
+            for x in tensors
+        ]  # fmt: skip
         return (
             self.options, self.loss, self.paired, self.positives_in_range, self.own_positives, torch.is_grad_enabled(),
             self.cast(), *kinds,
@@ -85,7 +89,7 @@ class Arguments:
 
     def refillable(self) -> bool:
         """Return whether a later call of this signature can fill the tensors into the template of this one."""
-        others = (self.scorer, self.negatives, self.targets)
+        others = (self.negatives, self.targets)
         further = self.guides or self.loss.counts_positives
         return all(x is None for x in others) and not further and self.options.device is None
 
@@ -93,7 +97,8 @@ class Arguments:
         """The type of products under autocast on the device of the computation; None where autocast is off."""
         device = self.options.device
         if device is None:
-            return autocast_type(self.q.device) if isinstance(self.q, Tensor) else None
+            q = self.q if self.scorer is None else next(iter(leaves_of(self.q)), None)
+            return autocast_type(q.device) if isinstance(q, Tensor) else None
         return autocast_type(torch.device(device))
 
     def check(self) -> None:
@@ -330,6 +335,16 @@ class _Sides:
             checks.vector(of_rows, of_queries, "q", self.rows[0], integer=True)
             checks.vector(of_cols, of_keys, "k", self.cols[0], integer=True)
         return of_queries.long(), of_keys.long()
+
+
+def _kind(x: Any) -> Any:
+    """The facts of an argument that do not change with the values of its tensors."""
+    return (x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else type(x)
+
+
+def leaves_of(side: Any) -> list[Any]:
+    """Features alone, or vectors and mask."""
+    return [x for x in side if x is not None] if isinstance(side, (tuple, list)) else [side]
 
 
 def indices(arguments: Arguments, keys: int) -> Tensor:

@@ -255,12 +255,18 @@ class Scored(Eager):
         del rows, cols
         return 0
 
+    @property
+    def sums_products(self) -> bool:
+        return True
+
     def no_pairs(self) -> Tensor:
         return self.scale.new_zeros(2 + sum(parameter.numel() for parameter in self.scorer.parameters))
 
     def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
         """Zeros [n, numbers of a row] for the leaves of either side that want a gradient."""
         del wanted
+        # the widths differ
+        self.joined = False
         widths = self.scorer.rows.widths(rows.leaves), self.scorer.cols.widths(cols.leaves)
         u, v = (
             self.scale.new_zeros(len(shard), sum(each)) if each else None
@@ -277,16 +283,26 @@ class Scored(Eager):
         scale, bias = numbers
         u, v, sums = accumulated
         if upstream is not None:
-            # a second backward reads them again
-            u, v = (None if x is None else x * upstream for x in (u, v))
             sums = sums * upstream
         of_bias = sums[0] if self.loss.uses_bias else torch.zeros_like(sums[0])
         return [
             as_given(sums[1], scale),
             None if bias is None else as_given(of_bias, bias),
-            *_split(u, self.scorer.rows, rows.leaves, self.scale),
-            *_split(v, self.scorer.cols, cols.leaves, self.scale),
+            *self._split(u, self.scorer.rows, rows.leaves, upstream),
+            *self._split(v, self.scorer.cols, cols.leaves, upstream),
             *self._of_parameters(sums[2:] * self.scale),
+        ]
+
+    def _split(
+        self, total: Tensor | None, form: Form, leaves: Sequence[Tensor], upstream: Tensor | None
+    ) -> list[Tensor | None]:
+        """The gradient of each leaf: its columns of the side's accumulator, scaled."""
+        parts = iter(() if total is None else total.split(form.widths(leaves), dim=1))
+        # a second backward reads the accumulator again, whose upstream gradient comes at last
+        keep = upstream is not None
+        return [
+            self.scaled(next(parts), leaf.dtype, upstream, keep=keep).reshape(leaf.shape) if want else None
+            for leaf, want in zip(leaves, form.wanted, strict=True)
         ]
 
     def _of_parameters(self, sums: Tensor) -> list[Tensor | None]:
@@ -379,15 +395,6 @@ class Scored(Eager):
             words = f"{self.scorer.seed} {rows.start} {cols.start}".encode()
             seed = int.from_bytes(hashlib.blake2b(words, digest_size=7).digest())
             begin_random(self.scorer.device, seed, self.scorer.process)
-
-
-def _split(total: Tensor | None, form: Form, leaves: Sequence[Tensor], scale: Tensor) -> list[Tensor | None]:
-    """The gradient of each leaf: its columns of the side's accumulator, which is multiplied by the scale in place."""
-    parts = iter(() if total is None else total.mul_(scale).split(form.widths(leaves), dim=1))
-    return [
-        next(parts).to(leaf.dtype).reshape(leaf.shape) if want else None
-        for leaf, want in zip(leaves, form.wanted, strict=True)
-    ]
 
 
 # measured sides of tiles, by module and by inputs of one kind

@@ -164,11 +164,8 @@ class Triton(Tiles):
             return ForwardResult(*launch.finish(stats, weights, constants, total, self._epilogue, mean=mean))
 
     def scaled(self, total: Tensor, dtype: torch.dtype, upstream: Tensor | None, *, keep: bool) -> Tensor:
-        out = total if dtype == total.dtype and not keep else torch.empty(total.shape, dtype=dtype, device=total.device)
-        if total.numel():
-            with on(self.scale.device):
-                launch.scaled(total, self.scale, upstream, out)
-        return out
+        with on(self.scale.device):
+            return launch.scaled(total, self.scale, upstream, dtype, keep=keep)
 
     def workspace_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
         return self._budget.most_bytes(N, M, D, dtype)

@@ -411,11 +411,15 @@ def finish(
     return value, list(out[:STATE].split(lengths, 1)), list(coefficients.split(lengths))
 
 
-def scaled(total: Tensor, scale: Tensor, times: Tensor | None, out: Tensor) -> None:
-    """Write total · scale (· times) to `out`, in its type."""
+def scaled(total: Tensor, scale: Tensor, times: Tensor | None, dtype: torch.dtype, *, keep: bool) -> Tensor:
+    """total · scale (· times) in this type; overwrites `total` unless `keep`."""
+    out = total if dtype == total.dtype and not keep else torch.empty(total.shape, dtype=dtype, device=total.device)
     n, D = total.shape
+    if not total.numel():
+        return out
     run(
         backward.scaled, (tiles_of(n, ROWS),), total_ptr=total, out_ptr=out, scale_ptr=scale,
         times_ptr=scale if times is None else times, n=n, D=D, total_stride=total.stride(0), out_stride=out.stride(0),
         TIMES=times is not None, ROWS=ROWS, BLOCK=BLOCK,
     )  # fmt: skip
+    return out

@@ -26,11 +26,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from contrastile.losses.base import Shard
 from contrastile.scorers import MaxSim, tokens
 from contrastile.tiles.eager import LEAST_STRIP, SIDE_ACCELERATOR
-from contrastile.tiles.scored import Scored, Scorer
+from contrastile.tiles.scored import Scorer
 from contrastile.tiles.triton import maxsim_kernels as kernels
 from contrastile.tiles.triton.backend import LEAST_CAPABILITY
 from contrastile.tiles.triton.launch import on, run
 from contrastile.tiles.triton.plan import ALIGNMENT, PIECES, interpreting, shape_for, tiles_of
+from contrastile.tiles.triton.scores import FusedScores
 
 # features of a token up to which a tile of them fits shared memory
 MOST_FEATURES = 256
@@ -182,7 +183,7 @@ class Block(NamedTuple):
 
 
 @dataclass
-class FusedMaxSim(Scored):
+class FusedMaxSim(FusedScores):
     """Blocks of `MaxSim` scores from fused kernels."""
 
     @classmethod
@@ -211,6 +212,13 @@ class FusedMaxSim(Scored):
         """Rows, and columns, of a tile of scores within the workspace."""
         fit = int((workspace / _pair_bytes(rows, cols)) ** 0.5)
         return max(LEAST_STRIP, min(SIDE_ACCELERATOR, fit))
+
+    @classmethod
+    def captured_bytes(cls, rows: Shard, cols: Shard) -> int:
+        q, k = rows.features, cols.features
+        # lists of winners; similarities of float32 tokens; copies of the tokens and their gradients
+        each = 4 * Entries.of(q[:0], None).padded + (8 * q.shape[1] * k.shape[1] if q.dtype == torch.float32 else 0)
+        return int(len(q) * len(k) * (_pair_bytes(rows, cols) + each)) + 12 * (q.numel() + k.numel())
 
     def strip(self, rows: Shard, cols: Shard) -> int:
         if not self.loss.rowwise:
@@ -337,9 +345,9 @@ def scored(
     sums = torch.empty(J, slots, dtype=torch.float32, device=q.device)
     winners = None
     if best:
-        # slots that are not in use are not written
-        new = torch.empty if entries.tokens is None else _full(documents.none)
-        winners = new(J, entries.count, dtype=documents.index, device=q.device)
+        winners = torch.empty(J, entries.count, dtype=documents.index, device=q.device)
+        if entries.tokens is not None:
+            winners.fill_(documents.none)  # slots that are not in use are not written
     tokens_k = k.flatten(0, 1)
     grid = tiles_of(entries.count, BM) * tiles_of(J, tiling.documents)
     run(
@@ -381,10 +389,6 @@ def multiplied(entries: Entries, documents: Documents, workspace: int, *, best: 
             if winners is not None and index is not None:
                 winners[some, along] = index.masked_fill(none, documents.none).T.to(winners.dtype)
     return entries.scores(sums), winners
-
-
-def _full(value: int) -> Any:
-    return lambda *shape, **how: torch.full(shape, value, **how)
 
 
 def add_query_gradients(
