@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 from contrastile import contrast
 from contrastile.engine import graph
-from contrastile.losses import Sigmoid, Softmax
+from contrastile.losses import Decoupled, Sigmoid, Softmax
 from contrastile.scorers import MaxSim
 from contrastile.tiles.triton import maxsim
 from contrastile.tiles.triton.maxsim import Documents, Entries
@@ -34,6 +34,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     "symmetric": {},
     "one way": {"loss": Softmax(label_smoothing=0.1)},
     "sigmoid": {"loss": Sigmoid(), "bias": -3.0},
+    "decoupled with ids": {"loss": Decoupled(symmetric=True), "query_ids": 2, "key_ids": 2},
+    "labels": {"query_labels": 3, "key_labels": 3},
 }
 
 
@@ -51,6 +53,8 @@ def _step(sides: list[Tensor], masks: list[Any], backend: str, dtype: torch.dtyp
     leaves = [x.to(dtype).requires_grad_() for x in sides]
     scale = torch.tensor(20.0, dtype=torch.float64 if dtype == torch.float64 else torch.float32, requires_grad=True)
     pairs = zip(leaves, masks, strict=True)
+    # groups of so many examples
+    how |= {name: torch.arange(len(sides[0])) // how[name] for name in how if name.endswith(("ids", "labels"))}
     loss = contrast(*pairs, scorer=MaxSim(), scale=scale, backend=backend, **how)
     return [loss.detach(), *torch.autograd.grad(loss, [*leaves, scale])]
 

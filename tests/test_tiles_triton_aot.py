@@ -110,6 +110,8 @@ def _type(name: str, shape: Any, constants: dict[str, Any]) -> str:
         return f"tensordesc<bf16[{descriptors[name][0]},{descriptors[name][1]}]>" if shape.tma else "*bf16"
     if name in ("q_ptr", "k_ptr", "x_ptr"):
         return "*bf16"
+    if name.endswith("_mask_ptr"):
+        return "*u8"
     if name == "best_ptr":
         return "*u8"
     if name.endswith(("ids_ptr", "labels_ptr", "tokens_ptr", "lengths_ptr", "list_ptr")):
@@ -121,11 +123,19 @@ def _type(name: str, shape: Any, constants: dict[str, Any]) -> str:
 
 def _kernels() -> list[Any]:
     """Every function that is launched: those that say what they are not specialized for."""
-    from contrastile.tiles.triton import backward, careful, forward, maxsim_kernels, positives, reductions
+    from contrastile.tiles.triton import (
+        backward,
+        careful,
+        forward,
+        maxsim_kernels,
+        positives,
+        reductions,
+        score_kernels,
+    )
 
     return [
         function
-        for module in (forward, backward, careful, positives, reductions, maxsim_kernels)
+        for module in (forward, backward, careful, positives, reductions, maxsim_kernels, score_kernels)
         for name, function in vars(module).items()
         if getattr(function, "fn", None) is not None
         and function.fn.__module__ == module.__name__
@@ -149,6 +159,11 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
         if kernel.fn.__module__.endswith("maxsim_kernels"):
             if capability == 90 or (capability in (80, 100) and name == "sweep"):
                 yield kernel, name, _late(name, capability)
+            continue
+        if kernel.fn.__module__.endswith("score_kernels"):
+            if capability in COMPLETE:
+                masks = {"SELF": True, "IDS": True, "LABELS": True, "ROWS_MASKED": True, "SMOOTH": True}
+                yield kernel, name, plain | masks | {"SIDE": 16, "STEP": 128, "BM": 64, "BN": 64, "ROWS": 64}
             continue
         if name not in TILE_KERNELS:
             if capability in COMPLETE:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from contrastile.exchange.base import Exchange
 from contrastile.gradcache.first_order import first_order
 from contrastile.losses.base import Finished, PairLoss, Shard, changed, divisor, with_states
 from contrastile.tiles import own
-from contrastile.tiles.base import Accumulated, ForwardResult, Tiles, reduced
+from contrastile.tiles.base import Accumulated, Tiles, reduced
 from contrastile.tiles.scored import Scorer
 
 # function that makes tiles from a loss, a scale, a bias and a workspace
@@ -171,8 +172,8 @@ def with_gradients(
         stats = [side for side in exchange.forward(tiles, rows, cols) if side is not None]
         value = exchange.finish(tiles, stats, rows, cols, call.weights, call.reduction).value
         return value, Accumulated(None, None, tiles.no_pairs())
-    if not call.loss.pairwise and len(exchange.layout.rows) == 1 and tiles.strip(rows, cols):
-        return in_strips(call, tiles, rows, cols, wanted)
+    if not call.loss.pairwise and len(exchange.layout.rows) == 1 and (height := tiles.strip(rows, cols)):
+        return in_strips(call, tiles, rows, cols, wanted, whole=height == len(rows))
     if not call.loss.pairwise:
         stats = [side for side in exchange.forward(tiles, rows, cols) if side is not None]
         result = exchange.finish(tiles, stats, rows, cols, call.weights, call.reduction)
@@ -192,37 +193,40 @@ def with_gradients(
     return exchange.total((coefficient * call.loss.finish(row_stats).loss).sum()), accumulated
 
 
-def in_strips(call: Call, tiles: Tiles, rows: Shard, cols: Shard, wanted: Wanted) -> tuple[Tensor, Accumulated]:
+def in_strips(
+    call: Call, tiles: Tiles, rows: Shard, cols: Shard, wanted: Wanted, *, whole: bool
+) -> tuple[Tensor, Accumulated]:
     """The loss and its gradient sums from one product of each strip, whose rows meet all columns.
 
-    One strip knows the mean's divisor, the number of rows that have a positive. Sums of several strips are divided by
-    it at the end.
+    One strip, the `whole`, knows the mean's divisor, the number of rows that have a positive. Sums of several strips
+    are divided by it at the end.
     """
     u, v = tiles.accumulators(rows, cols, wanted)
-    flag, results = tiles.nonfinite(rows, cols), []
-    whole = tiles.strip(rows, cols) == len(rows)
+    values: list[Tensor] = []
+    ends: list[Finished] = []
 
-    def reduce(directions: Sequence[Finished]) -> ForwardResult:
-        result = reduced(directions, call.weights, call.reduction, call.exchange.total, flag)
-        results.append(result)
-        return result
-
-    def weigh(ends: Sequence[Finished], along: slice) -> Sequence[Tensor]:
+    def weigh(stats: Sequence[Tensor], along: slice) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         if whole:
-            return reduce(ends).coefficients
-        counts = ends[0].counts
-        return [counts if call.weights is None else counts * call.weights[along].to(counts.dtype)]
+            flag = partial(tiles.nonfinite, rows, cols)
+            result = tiles.finish(stats, call.weights, call.reduction, call.exchange.total, flag)
+            values.append(result.value)
+            return result.states, result.coefficients
+        end = call.loss.finish(stats[0])
+        ends.append(end)
+        return [end.state], [end.counts if call.weights is None else end.counts * call.weights[along].to(end.counts)]
 
-    strips, sums = tiles.strips(rows, cols, u, v, weigh)
+    sums = tiles.strips(rows, cols, u, v, weigh)
     if whole:
-        return results[0].value, Accumulated(u, v, sums)
-    every = Finished(*(torch.cat(parts, -1) for parts in zip(*(ends for (ends,) in strips), strict=True)))
+        return values[0], Accumulated(u, v, sums)
+    flag = tiles.nonfinite(rows, cols)
+    every = Finished(*(torch.cat(parts, -1) for parts in zip(*ends, strict=True)))
     mass = every.counts if call.weights is None else every.counts * call.weights.to(every.counts.dtype)
     factor = flag + (1 / divisor((mass * every.loss).sum(), mass.sum()) if call.reduction == "mean" else 1.0)
     for total in (u, v, sums):
         if total is not None:
             total.mul_(factor)
-    return reduce([every]).value, Accumulated(u, v, sums)
+    value = reduced([every], call.weights, call.reduction, call.exchange.total, flag).value
+    return value, Accumulated(u, v, sums)
 
 
 def backward(

@@ -70,8 +70,8 @@ class ForwardResult(NamedTuple):
     coefficients: list[Tensor]
 
 
-# function from the finished directions of a strip and its slice of the rows to the coefficients of each direction
-Weigh = Callable[[Sequence[Finished], slice], Sequence[Tensor]]
+# function from a strip's statistics of each direction and its slice of the rows to their states and coefficients
+Weigh = Callable[[Sequence[Tensor], slice], tuple[Sequence[Tensor], Sequence[Tensor]]]
 
 
 class Accumulated(NamedTuple):
@@ -152,12 +152,10 @@ class Tiles(ABC):
         del rows, cols
         return 0
 
-    def strips(
-        self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, weigh: Weigh
-    ) -> tuple[list[list[Finished]], Tensor]:
+    def strips(self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, weigh: Weigh) -> Tensor:
         """Add the gradients of all pairs to u and v, strip by strip, as `backward`: 6·N·M·D operations with the loss.
 
-        Returns the finished directions of each strip, rows first, and the sums of `backward`.
+        Returns the sums of `backward`.
         """
         raise NotImplementedError
 

@@ -7,7 +7,7 @@ rows and columns (2·N·M·D operations). The backward computes each tile again 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from contrastile._types import accumulator
-from contrastile.losses.base import Finished, PairLoss, Shard, Tile, fill, mark, target, with_states
+from contrastile.losses.base import PairLoss, Shard, Tile, fill, mark, target, with_states
 from contrastile.tiles.base import InFlight, Tiles, Weigh, bounds_of
 
 # tiles of 1,024² float32 stay in a core's cache; on an accelerator 8,192² fill its multiprocessors
@@ -69,22 +69,16 @@ class Eager(Tiles):
         height = min(N, fit, STRIP_CPU if self.scale.device.type == "cpu" else side)
         return height if height >= LEAST_STRIP else 0
 
-    def strips(
-        self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, weigh: Weigh
-    ) -> tuple[list[list[Finished]], Tensor]:
-        height, sums, finished = self.strip(rows, cols), self.no_pairs(), []
+    def strips(self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, weigh: Weigh) -> Tensor:
+        height, sums = self.strip(rows, cols), self.no_pairs()
         room = self.scale.new_empty(height * len(cols))
         for along, strip in self._tiles(rows, height):
             x, graph = self._logits(strip, cols, room, with_graph=True)
             tile = self._tile(x, strip, cols, graph)
-            # `absorb` overwrites its tile
-            ends = [self.loss.finish(side) for side in self.loss.absorb(tile._replace(x=x.clone()))]
-            coefficients = weigh(ends, along)
-            strip_I, cols_J = with_states(strip, cols, [end.state for end in ends], coefficients)
-            g_IJ = self.loss.pair_grad(tile, strip_I, cols_J)
-            self._propagate(g_IJ, graph, strip_I, cols_J, None if u is None else u[along], v, sums)
-            finished.append(ends)
-        return finished, sums
+            states, coefficients = weigh(self._stats(tile, strip, cols, keep=True), along)
+            sides = with_states(strip, cols, states, coefficients)
+            self._add_gradients(tile, graph, *sides, None if u is None else u[along], v, sums)
+        return sums
 
     def _sweep(
         self,
@@ -108,12 +102,22 @@ class Eager(Tiles):
                     x, graph = self._logits(row_tile, col_tile, room, with_graph=sums is not None)
                     tile = self._tile(x, row_tile, col_tile, graph)
                     if stats is not None:
-                        for index, tile_stats in enumerate(self.loss.absorb(tile)):
+                        for index, tile_stats in enumerate(self._stats(tile, row_tile, col_tile)):
                             self._merge_tile(stats, index, tile_stats, (along_i, along_j)[index], shards[index])
                     if sums is not None:
-                        g_IJ = self.loss.pair_grad(tile, row_tile, col_tile)
                         u_I, v_J = None if u is None else u[along_i], None if v is None else v[along_j]
-                        self._propagate(g_IJ, graph, row_tile, col_tile, u_I, v_J, sums)
+                        self._add_gradients(tile, graph, row_tile, col_tile, u_I, v_J, sums)
+
+    def _stats(self, tile: Tile, rows: Shard, cols: Shard, *, keep: bool = False) -> Sequence[Tensor]:
+        """The statistics of a tile's rows and, if symmetric, of its columns; uses the tile up unless `keep`."""
+        del rows, cols
+        return self.loss.absorb(tile._replace(x=tile.x.clone()) if keep else tile)
+
+    def _add_gradients(
+        self, tile: Tile, graph: Any, rows: Shard, cols: Shard, u_I: Tensor | None, v_J: Tensor | None, sums: Tensor
+    ) -> None:
+        """Add a tile's gradient to the accumulators, and its sums."""
+        self._propagate(self.loss.pair_grad(tile, rows, cols), graph, rows, cols, u_I, v_J, sums)
 
     def _merge_tile(
         self, stats: list[Tensor | None], index: int, tile_stats: Tensor, along: slice, shard: Shard

@@ -61,14 +61,14 @@ def _sum_below(x, valid, top, axis: tl.constexpr):
 
 
 @triton.jit
-def _add_to_rows(top, total, logit_sum, count, x, valid, SUMS: tl.constexpr):
-    """Statistics of the rows so far and of x together; the last two only with SUMS."""
-    new_top, new_total = _max_and_sum(x, valid, 1)
+def add_along(top, total, logit_sum, count, x, valid, axis: tl.constexpr, SUMS: tl.constexpr):
+    """Statistics so far and those of x along `axis` together; the last two only with SUMS."""
+    new_top, new_total = _max_and_sum(x, valid, axis)
     higher, both = merge_exponentials(top, total, new_top, new_total)
     if SUMS:
         safe = finite(higher)
-        logit_sum += count * (finite(top) - safe) + _sum_below(x, valid, safe, 1)
-        count += count_along(x, valid, 1)
+        logit_sum += count * (finite(top) - safe) + _sum_below(x, valid, safe, axis)
+        count += count_along(x, valid, axis)
     return higher, both, logit_sum, count
 
 
@@ -141,7 +141,7 @@ def maxima(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
             if GUIDE == MASK:
                 negative = negative & counts(quarter(acc, at, BM, BN))
             before = top
-            top, total, logit_sum, count = _add_to_rows(top, total, logit_sum, count, x, negative, SMOOTH)
+            top, total, logit_sum, count = add_along(top, total, logit_sum, count, x, negative, 1, SMOOTH)
             if GUIDE == TEACHER:
                 t = quarter(guide, at, BM, BN) * teacher_factor * LN2
                 new_top, new_soft, new_gap, new_x_top = _teacher(x, t, negative, 1)
@@ -151,8 +151,8 @@ def maxima(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
                 several = tl.max(count_along(x, positive, 1), 0)
                 # most quarters have none
                 if several > 0:
-                    positive_top, positive_total, positive_sum, positive_count = _add_to_rows(
-                        positive_top, positive_total, positive_sum, positive_count, x, positive, True)  # fmt: skip
+                    positive_top, positive_total, positive_sum, positive_count = add_along(
+                        positive_top, positive_total, positive_sum, positive_count, x, positive, 1, True)  # fmt: skip
             if COLUMNS:
                 col_at = col_part_ptr + i.to(tl.int64) * M + cols
                 stride = row_tiles.to(tl.int64) * M
@@ -177,8 +177,8 @@ def maxima(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
 
 
 @triton.jit
-def _softmax_gradient(x, t, positive, several, state_ptr, state_stride, coefficient_ptr, unit, at, inside, smoothing,
-                      axis: tl.constexpr, LABELS: tl.constexpr, INSIDE: tl.constexpr, GUIDE: tl.constexpr):  # fmt: skip
+def softmax_gradient(x, t, positive, several, state_ptr, state_stride, coefficient_ptr, unit, at, inside, smoothing,
+                     axis: tl.constexpr, LABELS: tl.constexpr, INSIDE: tl.constexpr, GUIDE: tl.constexpr):  # fmt: skip
     """One direction's gradient of every pair with the logits x, and t by a teacher, times `unit`: losses/softmax.py.
 
     several: the most positives of a row.
@@ -255,10 +255,10 @@ def careful_gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_
             several = 0.0
             if LABELS:
                 several = tl.max(count_along(x, positive, 1), 0)
-            g = _softmax_gradient(x, t, positive, several, row_state_ptr, row_state_stride, row_coefficient_ptr, unit,
+            g = softmax_gradient(x, t, positive, several, row_state_ptr, row_state_stride, row_coefficient_ptr, unit,
                                   rows, rows < N, smoothing, 1, LABELS, INSIDE, GUIDE)  # fmt: skip
             if COLUMNS:
-                g += _softmax_gradient(x, t, positive, several, col_state_ptr, col_state_stride, col_coefficient_ptr,
+                g += softmax_gradient(x, t, positive, several, col_state_ptr, col_state_stride, col_coefficient_ptr,
                                        unit, cols, cols < M, smoothing, 0, LABELS, INSIDE, GUIDE)  # fmt: skip
             if IDS:
                 valid = valid & distinct_pairs(ids, labels, rows, cols, N, M, LABELS)

@@ -241,7 +241,7 @@ def merge_parts(stats: Tensor, parts: Tensor, epilogue: Epilogue) -> None:
         )  # fmt: skip
 
 
-def _directions(block: Block, epilogue: Epilogue) -> dict[str, Any]:
+def directions(block: Block, epilogue: Epilogue) -> dict[str, Any]:
     """Constants, states and coefficients of a block in the backward."""
     (row_state, row_coefficient), (col_state, col_coefficient) = block.directions[0], block.directions[-1]
     return {
@@ -259,7 +259,7 @@ def direction_weights(block: Block, epilogue: Epilogue) -> Weights:
     out = block.constants.new_empty(2 if epilogue.smooth or epilogue.taught else 1, n)
     run(
         backward.direction_weights, (tiles_of(max(lengths), BLOCK), len(lengths)), N=N, M=M, out_ptr=out, BLOCK=BLOCK,
-        **_directions(block, epilogue),
+        **directions(block, epilogue),
     )  # fmt: skip
     weights = out[0].split(lengths)
     # without smoothing or a teacher the kernel does not read the second vector
@@ -305,7 +305,7 @@ def gradient(
 
 def careful_gradient(pair: Pair, block: Block, strip: Tensor, sums: Tensor, epilogue: Epilogue) -> None:
     """The careful form, where the flag is set."""
-    given = _directions(block, epilogue) | _strip(strip, sums, pair.q.parts)
+    given = directions(block, epilogue) | _strip(strip, sums, pair.q.parts)
     run(careful_kernels.careful_gradient, pair.programs, **given, **pair.arguments)
 
 
@@ -363,7 +363,7 @@ def positive_gradients(
         by_position.positive_gradients, (tiles_of(N, given["ROWS"]),), u_ptr=g_NP if u is None else u,
         u_stride=0 if u is None else u.stride(0), v_ptr=g_NP if v is None else v,
         v_stride=0 if v is None else v.stride(0), g_ptr=g_NP, inner_ptr=inner_NP, U=u is not None,
-        V=v is not None and positives.columns is None, **_directions(block, epilogue), **given,
+        V=v is not None and positives.columns is None, **directions(block, epilogue), **given,
     )  # fmt: skip
     return g_NP, inner_NP
 

@@ -29,9 +29,9 @@ from contrastile.tiles.eager import LEAST_STRIP, SIDE_ACCELERATOR
 from contrastile.tiles.scored import Scorer
 from contrastile.tiles.triton import maxsim_kernels as kernels
 from contrastile.tiles.triton.backend import LEAST_CAPABILITY
-from contrastile.tiles.triton.launch import on, run
+from contrastile.tiles.triton.launch import run
 from contrastile.tiles.triton.plan import ALIGNMENT, PIECES, interpreting, shape_for, tiles_of
-from contrastile.tiles.triton.scores import FusedScores
+from contrastile.tiles.triton.scores import FusedScores, token_flag
 
 # features of a token up to which a tile of them fits shared memory
 MOST_FEATURES = 256
@@ -139,7 +139,8 @@ class Entries:
     def scores(self, sums: Tensor) -> Tensor:
         """Scores [N, J] from the sums [J, slots]."""
         if self.slots is None:
-            return sums.unflatten(1, (len(self.vectors), -1)).sum(-1).T
+            N = len(self.vectors)
+            return (sums if sums.shape[1] == N else sums.unflatten(1, (N, -1)).sum(-1)).T
         assert self.used is not None
         return sums[:, self.slots].masked_fill(~self.used, 0.0).sum(-1).T
 
@@ -232,43 +233,30 @@ class FusedMaxSim(FusedScores):
 
     def nonfinite(self, rows: Shard, cols: Shard) -> Tensor:
         # a token behind a mask may be anything
-        flag = self.scale * 0
-        for name, form, side in _sides(self.scorer, rows, cols):
-            vectors, mask = tokens(name, form.nested(side.leaves))
-            if vectors.numel():
-                least, most = torch.aminmax(vectors, dim=-1)
-                unfit = ((least + most) * 0).to(flag.dtype)
-                flag = flag + (unfit if mask is None else unfit.masked_fill(~mask, 0.0)).sum()
-        return flag
+        return token_flag(self.scale, self._tokens(rows, cols))
 
-    def _logits(self, rows: Shard, cols: Shard, room: Tensor, *, with_graph: bool) -> tuple[Tensor, Any]:
-        del room
-        self.computed = True
-        (q, asking), (k, answering) = (
-            tokens(name, form.nested(side.leaves)) for name, form, side in _sides(self.scorer, rows, cols)
-        )
+    def _tokens(self, rows: Shard, cols: Shard) -> list[tuple[Tensor, Tensor | None]]:
+        """Vectors and mask of each side."""
+        return [tokens(name, form.nested(side.leaves)) for name, form, side in _sides(self.scorer, rows, cols)]
+
+    def _scores(self, rows: Shard, cols: Shard, *, with_graph: bool) -> tuple[Tensor, Block]:
+        (q, asking), (k, answering) = self._tokens(rows, cols)
         wide = self.scorer.dtype
         entries, documents = Entries.of(readable(q, wide), asking), Documents.of(readable(k, wide), answering)
-        with on(self.scale.device):
-            if wide == torch.float32 and not interpreting():
-                scores, best = multiplied(entries, documents, self.workspace // LISTS, best=with_graph)
-            else:
-                scores, best = scored(entries, documents, best=with_graph)
-        return scores * self.scale, (scores, Block(entries, documents, best))
+        if wide == torch.float32 and not interpreting():
+            scores, best = multiplied(entries, documents, self.workspace // LISTS, best=with_graph)
+        else:
+            scores, best = scored(entries, documents, best=with_graph)
+        return scores, Block(entries, documents, best)
 
-    def _propagate(
-        self, g_IJ: Tensor, graph: Any, rows: Shard, cols: Shard, u_I: Tensor | None, v_J: Tensor | None, sums: Tensor
-    ) -> None:
-        del rows, cols
-        scores, (entries, documents, best) = graph
-        sums[0] += g_IJ.sum()
-        sums[1] += (g_IJ * scores).sum()
-        # the vectors are the first leaf of a side, and the only one that can want a gradient
-        with on(self.scale.device):
-            if u_I is not None:
-                add_query_gradients(u_I, g_IJ, entries, documents, best)
-            if v_J is not None:
-                add_document_gradients(v_J, g_IJ, entries, documents, best, self.workspace // LISTS)
+    def _pass_on(self, g_IJ: Tensor, context: Block, u_I: Tensor | None, v_J: Tensor | None) -> None:
+        entries, documents, best = context
+        if best is None:
+            return
+        if u_I is not None:
+            add_query_gradients(u_I, g_IJ, entries, documents, best)
+        if v_J is not None:
+            add_document_gradients(v_J, g_IJ, entries, documents, best, self.workspace // LISTS)
 
 
 def _pair_bytes(rows: Shard, cols: Shard) -> float:

@@ -1,19 +1,37 @@
 """Tiles of scores that kernels have computed: everything between the scores and their gradients.
 
-Beside `backend.py`, for scorers with kernels of their own; `maxsim.py` derives from it. Nothing here waits for the
-device, so that small calls are captured as a CUDA graph.
+Beside `backend.py`, for scorers with kernels of their own; `maxsim.py` derives from it. Losses whose pairs are
+exponentials take three kernels here (`score_kernels.py`) and two of `reductions.py`; all others take the operations of
+`eager.py`. Nothing waits for the device, so that small calls are captured as a CUDA graph.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from contrastile._types import Reduction
+from contrastile.losses.base import Shard, Tile
+from contrastile.tiles.base import ForwardResult
 from contrastile.tiles.scored import Scored
-from contrastile.tiles.triton import launch
+from contrastile.tiles.triton import launch, plan
+from contrastile.tiles.triton import score_kernels as kernels
+from contrastile.tiles.triton.block import Block, readable_side
+from contrastile.tiles.triton.launch import on, run
+from contrastile.tiles.triton.plan import Epilogue, tiles_of
+
+# rows, or columns, of a program of statistics, and of the others that it meets at once
+SIDE, STEP = 16, 128
+# sides of a tile of gradients
+SQUARE = 64
+# tokens of a program that looks for values that are not finite, and their features at a time
+TOKENS, FEATURES = 64, 64
 
 
 @dataclass
@@ -22,8 +40,125 @@ class FusedScores(Scored):
 
     capturable: ClassVar[bool] = True
 
+    @abstractmethod
+    def _scores(self, rows: Shard, cols: Shard, *, with_graph: bool) -> tuple[Tensor, Any]:
+        """The scores [I, J], dense in either order, and a context for `_pass_on`."""
+
+    @abstractmethod
+    def _pass_on(self, g_IJ: Tensor, context: Any, u_I: Tensor | None, v_J: Tensor | None) -> None:
+        """Add the gradient of the vectors to the accumulators."""
+
+    @cached_property
+    def _epilogue(self) -> Epilogue | None:
+        """The work of the kernels; None for a loss that takes torch's operations."""
+        if plan.unknown_part(self.loss) is not None:
+            return None
+        epilogue = plan.epilogue_for(self.loss)
+        formula = epilogue.formula
+        plain = formula.denominator is not None and formula.guide is None and not (formula.inside or epilogue.hardness)
+        return epilogue if epilogue.exponential and plain else None
+
+    def finish(
+        self,
+        stats: Sequence[Tensor],
+        weights: Tensor | None,
+        reduction: Reduction,
+        total: Callable[[Tensor], Tensor],
+        nonfinite: Callable[[], Tensor],
+    ) -> ForwardResult:
+        epilogue = self._epilogue
+        if epilogue is None or reduction == "none" or not max(side.shape[1] for side in stats):
+            return super().finish(stats, weights, reduction, total, nonfinite)
+        weights = None if weights is None else weights.to(torch.float32).contiguous()
+        stats = [side.contiguous() for side in stats]
+        constants, mean = nonfinite().expand(launch.CONSTANTS).contiguous(), reduction == "mean"
+        with on(self.scale.device):
+            return ForwardResult(*launch.finish(stats, weights, constants, total, epilogue, mean=mean))
+
     def scaled(self, total: Tensor, dtype: torch.dtype, upstream: Tensor | None, *, keep: bool) -> Tensor:
         # rows of tokens are few and long, and a program has whole rows
         width = launch.BLOCK if total.numel() % launch.BLOCK == 0 else total.shape[1]
-        with launch.on(self.scale.device):
+        with on(self.scale.device):
             return launch.scaled(total.view(-1, width), self.scale, upstream, dtype, keep=keep)
+
+    def _logits(self, rows: Shard, cols: Shard, room: Tensor, *, with_graph: bool) -> tuple[Tensor, Any]:
+        del room
+        self.computed = True
+        with on(self.scale.device):
+            scores, context = self._scores(rows, cols, with_graph=with_graph)
+        # the kernels scale what they load
+        return scores if self._epilogue else scores * self.scale, (scores, context)
+
+    def _tile(self, x: Tensor, rows: Shard, cols: Shard, graph: Any) -> Tile:
+        # the kernels find positives and excluded pairs themselves
+        return Tile(x, None, None, None) if self._epilogue else super()._tile(x, rows, cols, graph)
+
+    def _stats(self, tile: Tile, rows: Shard, cols: Shard, *, keep: bool = False) -> Sequence[Tensor]:
+        epilogue = self._epilogue
+        if epilogue is None:
+            return super()._stats(tile, rows, cols, keep=keep)
+        sides = (rows, cols)[: 1 + self.loss.symmetric]
+        stats = [self.scale.new_empty(epilogue.stats, len(side)) for side in sides]
+        with on(self.scale.device):
+            run(
+                kernels.score_stats, (tiles_of(max(map(len, sides)), SIDE), len(sides)), row_stats_ptr=stats[0],
+                row_stats_stride=stats[0].stride(0), col_stats_ptr=stats[-1], col_stats_stride=stats[-1].stride(0),
+                SMOOTH=epilogue.smooth, SIDE=SIDE, STEP=STEP, **self._pairs(tile.x, rows, cols),
+            )  # fmt: skip
+        return stats
+
+    def _add_gradients(
+        self, tile: Tile, graph: Any, rows: Shard, cols: Shard, u_I: Tensor | None, v_J: Tensor | None, sums: Tensor
+    ) -> None:
+        epilogue = self._epilogue
+        if epilogue is None:
+            super()._add_gradients(tile, graph, rows, cols, u_I, v_J, sums)
+            return
+        scores, context = graph
+        rows, cols = readable_side(rows, {}), readable_side(cols, {})
+        g, grid = torch.empty_like(scores), (tiles_of(len(rows), SQUARE), tiles_of(len(cols), SQUARE))
+        parts = scores.new_empty(2, grid[0] * grid[1])
+        with on(self.scale.device):
+            block = Block(rows, cols, self.scale, self.loss)
+            given = launch.directions(block, epilogue) | self._pairs(scores, rows, cols)
+            run(kernels.score_gradients, grid, out_ptr=g, sums_ptr=parts, BM=SQUARE, BN=SQUARE, **given)
+            sums += parts.sum(1)
+            self._pass_on(g, context, u_I, v_J)
+
+    def _propagate(
+        self, g_IJ: Tensor, graph: Any, rows: Shard, cols: Shard, u_I: Tensor | None, v_J: Tensor | None, sums: Tensor
+    ) -> None:
+        del rows, cols
+        scores, context = graph
+        sums += torch.stack([g_IJ.sum(), (g_IJ * scores).sum()])
+        with on(self.scale.device):
+            self._pass_on(g_IJ, context, u_I, v_J)
+
+    def _pairs(self, scores: Tensor, rows: Shard, cols: Shard) -> dict[str, Any]:
+        """The scores of a tile and its masks, as the kernels read them."""
+        rows = readable_side(rows, {})
+        masks = Block(rows, cols, self.scale, self.loss).masks
+        return masks.arguments(scores) | {
+            "scores_ptr": scores, "scale_ptr": self.scale, "row_stride": scores.stride(0),
+            "col_stride": scores.stride(1), "N": len(rows), "M": len(cols),
+        }  # fmt: skip
+
+
+def token_flag(scale: Tensor, sides: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor:
+    """0 if the scale and the vectors [B, L, D] that their mask [B, L] does not hide are finite, NaN otherwise."""
+    (q, q_tokens, q_mask), (k, k_tokens, k_mask) = (
+        (x.contiguous(), x.shape[0] * x.shape[1], x if mask is None else mask.contiguous().view(torch.uint8))
+        for x, mask in sides
+    )
+    q_blocks = tiles_of(q_tokens, TOKENS)
+    flags = torch.empty(q_blocks + tiles_of(k_tokens, TOKENS), dtype=torch.float32, device=q.device)
+    if not len(flags):
+        return scale * 0
+    (_, rows_masked), (_, cols_masked) = ((x, mask is not None) for x, mask in sides)
+    with on(scale.device):
+        run(
+            kernels.token_flags, (len(flags),), q_ptr=q, q_mask_ptr=q_mask, k_ptr=k, k_mask_ptr=k_mask, scale_ptr=scale,
+            out_ptr=flags, q_tokens=q_tokens, k_tokens=k_tokens, q_blocks=q_blocks, D=q.shape[2],
+            ROWS_MASKED=rows_masked, COLS_MASKED=cols_masked, ROWS=TOKENS, BLOCK=FEATURES,
+        )  # fmt: skip
+    return flags.sum()
