@@ -110,13 +110,13 @@ def _type(name: str, shape: Any, constants: dict[str, Any]) -> str:
         return f"tensordesc<bf16[{descriptors[name][0]},{descriptors[name][1]}]>" if shape.tma else "*bf16"
     if name in ("q_ptr", "k_ptr", "x_ptr"):
         return "*bf16"
-    if name.endswith("_mask_ptr"):
+    if name.endswith("mask_ptr"):
         return "*u8"
     if name == "best_ptr":
         return "*u8"
-    if name.endswith(("ids_ptr", "labels_ptr", "tokens_ptr", "lengths_ptr", "list_ptr")):
+    if name.endswith(("ids_ptr", "labels_ptr", "tokens_ptr", "lengths_ptr", "list_ptr", "begins_ptr", "order_ptr")):
         return "*i32"
-    if name.endswith(("positives_ptr", "starts_ptr", "sources_ptr", "columns_ptr", "order_ptr")):
+    if name.endswith(("positives_ptr", "starts_ptr", "sources_ptr", "columns_ptr")):
         return "*i64"
     return "*fp32" if name.endswith("_ptr") else "fp32" if name in ("smoothing", "truncation", "hardness") else "i32"
 
@@ -127,6 +127,7 @@ def _kernels() -> list[Any]:
         backward,
         careful,
         forward,
+        mask_kernels,
         maxsim_kernels,
         positives,
         reductions,
@@ -135,7 +136,7 @@ def _kernels() -> list[Any]:
 
     return [
         function
-        for module in (forward, backward, careful, positives, reductions, maxsim_kernels, score_kernels)
+        for module in (forward, backward, careful, positives, reductions, maxsim_kernels, score_kernels, mask_kernels)
         for name, function in vars(module).items()
         if getattr(function, "fn", None) is not None
         and function.fn.__module__ == module.__name__
@@ -160,10 +161,11 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
             if capability == 90 or (capability in (80, 100) and name == "sweep"):
                 yield kernel, name, _late(name, capability)
             continue
-        if kernel.fn.__module__.endswith("score_kernels"):
+        if kernel.fn.__module__.endswith(("score_kernels", "mask_kernels")):
             if capability in COMPLETE:
                 masks = {"SELF": True, "IDS": True, "LABELS": True, "ROWS_MASKED": True, "SMOOTH": True}
-                yield kernel, name, plain | masks | {"SIDE": 16, "STEP": 128, "BM": 64, "BN": 64, "ROWS": 64}
+                sizes = {"SIDE": 16, "STEP": 128, "BM": 64, "BN": 64, "ROWS": 64, "SLOT": 16, "CHUNK": 1024}
+                yield kernel, name, plain | masks | sizes
             continue
         if name not in TILE_KERNELS:
             if capability in COMPLETE:

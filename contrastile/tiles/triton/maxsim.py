@@ -27,6 +27,7 @@ from contrastile.losses.base import Shard
 from contrastile.scorers import MaxSim, tokens
 from contrastile.tiles.eager import LEAST_STRIP, SIDE_ACCELERATOR
 from contrastile.tiles.scored import Scorer
+from contrastile.tiles.triton import mask_kernels
 from contrastile.tiles.triton import maxsim_kernels as kernels
 from contrastile.tiles.triton.backend import LEAST_CAPABILITY
 from contrastile.tiles.triton.launch import run
@@ -44,6 +45,8 @@ LESS_SHARED = (8, 6), (8, 9), (12, 0)
 PAIR_BYTES = 24
 # share of the workspace for lists of the entries that each document token has won
 LISTS = 4
+# tokens, or queries, that a kernel of masks reads at once; sides of its tiles
+CHUNK, PAIRS = 1024, 32
 # indices of 8 bits, up to so many tokens of a document, else of 16
 MOST_SMALL, MOST_TOKENS = 255, 2**15 - 1
 
@@ -96,11 +99,10 @@ class Entries:
     # entries of a query's slots, and of all
     padded: int
     count: int
-    # with a mask: [count] rows of the tokens, −1 where there is none; [N, slots of a query] positions of a query's
-    # slots, and whether it has them
+    # with a mask: [count] rows of the tokens, −1 where there is none; [N] the first slot of each query, and its tokens
     tokens: Tensor | None = None
-    slots: Tensor | None = None
-    used: Tensor | None = None
+    begins: Tensor | None = None
+    lengths: Tensor | None = None
 
     @classmethod
     def of(cls, vectors: Tensor, mask: Tensor | None) -> Entries:
@@ -110,21 +112,12 @@ class Entries:
         entries = cls(vectors, slot, per_query * slot, N * per_query * slot)
         if mask is None:
             return entries
-        present = torch.arange(per_query, device=mask.device)
-        lengths = mask.sum(1)
-        counts = (lengths + slot - 1) // slot
-        ends = counts.cumsum(0)
-        # the query of each slot, and the slot's place in it
-        every = torch.arange(N * per_query, device=mask.device)
-        query = torch.searchsorted(ends, every, right=True).clamp(max=N - 1)
-        place = every - (ends - counts)[query]
-        within = place[:, None] * slot + torch.arange(slot, device=mask.device)
-        order = mask.to(torch.int8).argsort(dim=1, descending=True, stable=True)
-        rows = query[:, None] * L + order.flatten()[(query[:, None] * L + within.clamp(max=L - 1)).clamp(max=N * L - 1)]
-        inside = (within < lengths[query][:, None]) & (every < ends[-1])[:, None]
-        entries.tokens = torch.where(inside, rows, -1).flatten().int()
-        entries.used = present < counts[:, None]
-        entries.slots = torch.where(entries.used, (ends - counts)[:, None] + present, 0)
+        order, entries.lengths = ordered(mask)
+        entries.tokens, entries.begins = (order.new_empty(n) for n in (entries.count, N))
+        run(
+            mask_kernels.fill_entries, (N,), order_ptr=order, lengths_ptr=entries.lengths, tokens_ptr=entries.tokens,
+            begins_ptr=entries.begins, N=N, L=L, per_query=per_query, SLOT=slot, CHUNK=CHUNK,
+        )  # fmt: skip
         return entries
 
     def positions(self) -> Tensor:
@@ -138,11 +131,15 @@ class Entries:
 
     def scores(self, sums: Tensor) -> Tensor:
         """Scores [N, J] from the sums [J, slots]."""
-        if self.slots is None:
-            N = len(self.vectors)
-            return (sums if sums.shape[1] == N else sums.unflatten(1, (N, -1)).sum(-1)).T
-        assert self.used is not None
-        return sums[:, self.slots].masked_fill(~self.used, 0.0).sum(-1).T
+        N, (J, slots) = len(self.vectors), sums.shape
+        if self.begins is None:
+            return (sums if slots == N else sums.unflatten(1, (N, -1)).sum(-1)).T
+        scores = sums.new_empty(J, N)
+        run(
+            mask_kernels.slot_scores, (tiles_of(N, PAIRS), tiles_of(J, PAIRS)), sums_ptr=sums, begins_ptr=self.begins,
+            lengths_ptr=self.lengths, out_ptr=scores, N=N, J=J, slots=slots, SLOT=self.slot, BM=PAIRS, BN=PAIRS,
+        )  # fmt: skip
+        return scores.T
 
 
 @dataclass
@@ -158,11 +155,13 @@ class Documents:
     def of(cls, vectors: Tensor, mask: Tensor | None) -> Documents:
         if mask is None:
             return cls(vectors)
-        order = mask.to(torch.int8).argsort(dim=1, descending=True, stable=True)
-        lengths = mask.sum(1, keepdim=True)
-        first = vectors.gather(1, order[..., None].expand_as(vectors))
-        behind = torch.arange(mask.shape[1], device=mask.device) >= lengths
-        return cls(first.masked_fill_(behind[..., None], 0.0), lengths[:, 0].int(), order)
+        (J, M, width), (order, lengths) = vectors.shape, ordered(mask)
+        packed = torch.empty_like(vectors)
+        run(
+            mask_kernels.pack_tokens, (J, tiles_of(M, PAIRS)), x_ptr=vectors, order_ptr=order, lengths_ptr=lengths,
+            out_ptr=packed, M=M, width=width, ROWS=PAIRS, BLOCK=PAIRS,
+        )  # fmt: skip
+        return cls(packed, lengths, order)
 
     @property
     def index(self) -> torch.dtype:
@@ -293,6 +292,17 @@ def expected_bytes(
     first = (winners + 12 + 4 * symmetric) * rows * cols + lists
     next_one = 0 if whole else (2 * winners + 20) * rows * cols
     return max(first, next_one) + copies * (rows * L + cols * T) * D, whole or strip >= LEAST_STRIP
+
+
+def ordered(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens [n, L] of each example in their order, those that the mask [n, L] shows first, and their number."""
+    n, L = mask.shape
+    order, lengths = (torch.empty(shape, dtype=torch.int32, device=mask.device) for shape in ((n, L), (n,)))
+    run(
+        mask_kernels.order_tokens, (n,), mask_ptr=mask.contiguous().view(torch.uint8), order_ptr=order,
+        lengths_ptr=lengths, L=L, CHUNK=min(CHUNK, triton.next_power_of_2(L)),
+    )  # fmt: skip
+    return order, lengths
 
 
 def _sides(scorer: Scorer, rows: Shard, cols: Shard) -> Sequence[tuple[str, Any, Shard]]:
