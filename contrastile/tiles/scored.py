@@ -279,15 +279,16 @@ class Scored(Eager):
         numbers: tuple[Tensor, Tensor | None], upstream: Tensor | None,
     ) -> list[Tensor | None]:  # fmt: skip
         """Gradients of scale, bias, the leaves of both sides and the module's parameters Ω, in their own types."""
-        del wanted
         scale, bias = numbers
         u, v, sums = accumulated
-        if upstream is not None:
+        if upstream is not None and (any(wanted[:2]) or self.scorer.parameters):
             sums = sums * upstream
-        of_bias = sums[0] if self.loss.uses_bias else torch.zeros_like(sums[0])
+        of_bias = None
+        if bias is not None and wanted[1]:
+            of_bias = as_given(sums[0] if self.loss.uses_bias else torch.zeros_like(sums[0]), bias)
         return [
-            as_given(sums[1], scale),
-            None if bias is None else as_given(of_bias, bias),
+            as_given(sums[1], scale) if wanted[0] else None,
+            of_bias,
             *self._split(u, self.scorer.rows, rows.leaves, upstream),
             *self._split(v, self.scorer.cols, cols.leaves, upstream),
             *self._of_parameters(sums[2:] * self.scale),
