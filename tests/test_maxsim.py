@@ -18,7 +18,8 @@ from contrastile import contrast, scorers
 from contrastile.gradcache.memory import footprint
 from contrastile.losses import Softmax
 from contrastile.scorers import Bilinear, MaxSim
-from contrastile.tiles.triton import launch, maxsim, scores
+from contrastile.tiles.triton import launch, maxsim
+from contrastile.tiles.triton import scores as score_tiles
 from contrastile.tiles.triton.maxsim import Documents, Entries, FusedMaxSim
 
 # queries, documents, tokens of each, features
@@ -199,7 +200,7 @@ def test_few_operations_lie_around_the_kernels(
     q, k = (torch.randn(4, n, 16).half().requires_grad_() for n in (3, 5))
     sides = [(x, torch.ones(x.shape[:2], dtype=torch.bool)) if masked else x for x in (q, k)]
     launches: list[None] = []
-    for module in (maxsim, launch, scores):
+    for module in (maxsim, launch, score_tiles):
         monkeypatch.setattr(module, "run", lambda *_, **__: launches.append(None))
     counts = []
     # the first call of a kind is planned
