@@ -21,8 +21,8 @@ from contrastile._errors import invalid
 from contrastile._types import accumulator
 from contrastile.distributed import collectives, consistency
 from contrastile.engine.compiled import traceable, traced
-from contrastile.engine.graph import replayed, small
-from contrastile.engine.operation import AtOnce, Call, MakeTiles, Operation, Plan, with_gradients
+from contrastile.engine.graph import Replayed, operation, ready, small
+from contrastile.engine.operation import Call, MakeTiles, Operation, Plan
 from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cast_features, indices
 from contrastile.exchange import host
 from contrastile.exchange.base import Exchange, Layout
@@ -57,8 +57,11 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
     alone = not (dist.is_available() and dist.is_initialized())
     signature: Hashable = None if arguments.scorer is not None else (alone, arguments.signature())
     plan, template = _plans.get(signature, (None, None))
-    if template is not None and type(scale) in NUMBERS and type(arguments.bias) in NUMBERS:
-        return Operation.apply, _refilled(template, arguments)
+    if plan is not None and template is not None and type(scale) in NUMBERS and type(arguments.bias) in NUMBERS:
+        graph = ready(template) if plan.small else None
+        if graph is None:
+            return operation(*_refilled(template, arguments))
+        return Replayed.apply, (graph, _tensors(template, arguments), scale, arguments.bias, q, k)
     # a scorer of padded token vectors: other ranks may have longer texts
     ragged = not alone and hasattr(arguments.scorer, "pad_tokens") and options.exchange != "single"
     try:
@@ -86,7 +89,7 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
             if len(_plans) >= MOST_PLANS:
                 _plans.clear()
             _plans[signature] = plan, _template(problem, plan, exchange) if alone and arguments.refillable() else None
-    return Operation.apply, (_call(problem, plan, exchange), problem.scale, problem.bias, *problem.inputs)
+    return operation(_call(problem, plan, exchange), problem.scale, problem.bias, problem.inputs)
 
 
 def _with_masks(arguments: Arguments) -> Arguments:
@@ -161,22 +164,35 @@ def _no_rows(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.new_empty((0, *x.shape[1:]))
 
 
-def _refilled(call: Call, arguments: Arguments) -> tuple[Any, ...]:
-    """The inputs of the operation: a template with the tensors of these arguments, in its types."""
+def _refilled(call: Call, arguments: Arguments) -> tuple[Call, Any, Any, tuple[Tensor, Tensor]]:
+    """A template with the tensors of these arguments, in its types; then the scale, the bias and the features."""
     q, k = arguments.q, arguments.k
     of_rows, of_cols = cast_features(q, k, call.rows.features.dtype)
-    rows, cols = {"features": of_rows}, {"features": of_cols}
-    for name, of_queries, of_keys in LABELS:
-        if getattr(call.rows, name) is not None:
-            rows[name], cols[name] = getattr(arguments, of_queries).long(), getattr(arguments, of_keys).long()
-    if call.rows.positives is not None:
-        rows["positives"] = indices(arguments, len(k))
-    call = changed(call, rows=changed(call.rows, **rows), cols=changed(call.cols, **cols), weights=arguments.weights)
+    of_queries, of_keys = _labels(call, arguments)
+    rows, cols = changed(call.rows, features=of_rows, **of_queries), changed(call.cols, features=of_cols, **of_keys)
     scale, bias = (
         x if x is None or isinstance(x, Tensor) else as_tensor(x, call.device, q.dtype)
         for x in (arguments.scale, arguments.bias)
     )
-    return call, scale, bias, q, k
+    return changed(call, rows=rows, cols=cols, weights=arguments.weights), scale, bias, (q, k)
+
+
+def _labels(call: Call, arguments: Arguments) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The labels of these arguments for the rows, and for the columns, of a template."""
+    rows, cols = {}, {}
+    if call.rows.positives is not None:
+        rows["positives"] = indices(arguments, len(arguments.k))
+    for name, of_queries, of_keys in LABELS:
+        if getattr(call.rows, name) is not None:
+            rows[name], cols[name] = getattr(arguments, of_queries).long(), getattr(arguments, of_keys).long()
+    return rows, cols
+
+
+def _tensors(call: Call, arguments: Arguments) -> list[Tensor | float]:
+    """The tensors of these arguments in the order in which a graph reads those of a template."""
+    rows, cols = _labels(call, arguments)
+    several = (arguments.q, arguments.k, arguments.scale, arguments.bias, *rows.values(), *cols.values())
+    return [x for x in (*several, arguments.weights) if x is not None]
 
 
 def _planned(problem: Problem, exchange: Exchange) -> Plan:
@@ -188,18 +204,17 @@ def _planned(problem: Problem, exchange: Exchange) -> Plan:
     pairwise = loss.pairwise and options.reduction != "none"
     # columns that belong to one row each are computed after the exchange
     own = problem.rows.own is not None
-    at_once: AtOnce | None = with_gradients if wants and pairwise and not own else None
+    at_once = wants and pairwise and not own
     tiles = _tiles(problem, exchange, workspace)
     alone = len(exchange.layout.rows) == 1 and options.reduction != "none" and not own
     number = torch.ones((), dtype=accumulator(problem.dtype), device=problem.device)
     if wants and alone and tiles(loss, number, None, workspace).strip(problem.rows, problem.cols):
-        at_once = with_gradients
-    if scorer is None and wants and not own and small(problem.rows, problem.cols, options.reduction, exchange, tiles):
-        at_once = replayed
+        at_once = True
+    replayed = scorer is None and wants and not own and small(problem, exchange, tiles)
     if isinstance(tiles, partial) and tiles.func is Scored and problem.dtype == torch.float16:
         # float16 underflows in the module unless the upstream gradient, a GradScaler's factor, goes through it
-        at_once = None
-    return Plan(exchange, tiles, workspace, accumulator(problem.dtype), at_once)
+        at_once = False
+    return Plan(exchange, tiles, workspace, accumulator(problem.dtype), at_once or replayed, replayed)
 
 
 def _tiles(problem: Problem, exchange: Exchange, workspace: int) -> MakeTiles:
@@ -233,6 +248,6 @@ def _streamed(problem: Problem) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         samples = [replace(shard, features=shard.features[:0].to(device, problem.dtype)) for shard in (rows, cols)]
         tiles = choose_tiles(options.backend, problem.loss, *samples)
         weights = None if problem.weights is None else problem.weights.to(device)
-    plan = Plan(None, tiles, workspace, accumulator(problem.dtype), None)
+    plan = Plan(None, tiles, workspace, accumulator(problem.dtype), at_once=False)
     problem = replace(problem, weights=weights)
     return Operation.apply, (_call(problem, plan, exchange), problem.scale, problem.bias, *problem.inputs)

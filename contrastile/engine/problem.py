@@ -71,7 +71,10 @@ class Arguments:
             self.query_ids, self.key_ids, self.weights, self.targets, self.negative_ids,
             self.guide_scale, *[x for pair in self.guides for x in pair],
         )  # fmt: skip
-        kinds = [(x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else type(x) for x in tensors]
+        kinds = [
+            (type(x), x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else type(x)
+            for x in tensors
+        ]
         return (
             self.options, self.loss, self.paired, self.positives_in_range, self.own_positives, torch.is_grad_enabled(),
             self.cast(), *kinds,
