@@ -1,6 +1,6 @@
 """Small calls whose gradients come with the loss: the same numbers, captured once and replayed.
 
-Graphs need a GPU (`test_gpu.py`); here one is played by the plain call.
+Graphs need a GPU (`test_gpu.py`); here one is played by the plain call, between interpreted kernels.
 """
 
 from __future__ import annotations
@@ -26,34 +26,6 @@ CAPTURED: list[int] = []
 BYTES = graph.KEPT_BYTES // 2
 
 
-class Filling:
-    """The copies to a graph's memory, without kernels."""
-
-    def __init__(self, targets: Sequence[Tensor]) -> None:
-        self.targets, self.value = targets, torch.empty(())
-
-    def __call__(self, sources: Sequence[Tensor], value: Tensor, stream: int) -> None:
-        assert stream == 0
-        self.value = value
-        for own, given in zip(self.targets, sources, strict=True):
-            own.copy_(given.detach().reshape(own.shape))
-
-    def deliver(self, value: Tensor) -> None:
-        self.value.copy_(value)
-
-
-class Gradients:
-    """The end of a backward, without kernels."""
-
-    def __call__(self, sums: Accumulated, of_inputs: Sequence[Tensor | None], upstream: Tensor, stream: int) -> None:
-        assert stream == 0
-        u, v, (scale, *numbers) = sums
-        for out, total in zip(of_inputs, (*numbers, u, v), strict=True):
-            if out is not None:
-                assert total is not None
-                out.copy_((total * (scale * upstream if total.ndim else upstream)).reshape(out.shape))
-
-
 def _captured(compute: Callable[[], Accumulated]) -> tuple[Accumulated, Callable[[], None], int]:
     """A computation whose replay is a further run."""
     results = compute()
@@ -73,8 +45,6 @@ def _played(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(plan, "small", lambda problem, *_: problem.options.reduction != "none")
     for name, value in {"_captured": _captured, "current_stream_address": lambda _: 0}.items():
         monkeypatch.setattr(graph, name, value)
-    for one in (Filling, Gradients):
-        monkeypatch.setattr(replay, one.__name__, one)
     for name in ("current_device", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -149,7 +119,7 @@ def test_a_backward_that_failed_may_be_tried_again(monkeypatch: pytest.MonkeyPat
         q = torch.randn(12, 5, dtype=torch.float64, requires_grad=True)
         loss = contrast(q, q.detach(), scale=3.0)
     with monkeypatch.context() as patch:
-        patch.setattr(Gradients, "__call__", failing)
+        patch.setattr(replay.Gradients, "__call__", failing)
         with pytest.raises(MemoryError):
             loss.backward()
     loss.backward()

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["value_ptr"])
 def fill(sources, targets, lengths, value_ptr, address_ptr, BLOCK: tl.constexpr):
     """Copy each source to its target [length], in the target's type, and note the address of the value."""
     block = tl.program_id(0)
