@@ -5,7 +5,7 @@ Graphs need a GPU (`test_gpu.py`); here one is played by the plain call, between
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 

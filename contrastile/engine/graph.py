@@ -192,7 +192,7 @@ class Replayed(torch.autograd.Function):
         value, ctx.held = graph(given)
         ctx.graph = graph
         # not read again, but watched by autograd for a change in place
-        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in (scale, bias, q, k)))
+        ctx.save_for_backward(*[x if isinstance(x, Tensor) else None for x in (scale, bias, q, k)])
         return value
 
     @staticmethod
@@ -229,9 +229,9 @@ def _captured(compute: Callable[[], Accumulated]) -> tuple[Accumulated, Callable
     return results, graph.replay, torch.cuda.memory_reserved() - before
 
 
-def operation(call: Call, scale: Tensor, bias: Tensor | None, inputs: Sequence[Tensor]) -> tuple[Any, tuple[Any, ...]]:
-    """The operation that computes a call, and its inputs: a replay once the plan has been called often enough."""
-    graph = ready(call, (scale, bias, *inputs)) if call.plan.small else None
+def operation(call: Call, scale: Tensor, bias: Tensor | None, *inputs: Tensor) -> tuple[Any, tuple[Any, ...]]:
+    """The operation that computes a small call, and its inputs: a replay once its plan has been called often enough."""
+    graph = ready(call, (scale, bias, *inputs))
     if graph is None:
         return Operation.apply, (call, scale, bias, *inputs)
     numbers = (scale,) if bias is None else (scale, bias)

@@ -59,9 +59,10 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
     plan, template = _plans.get(signature, (None, None))
     if plan is not None and template is not None and type(scale) in NUMBERS and type(arguments.bias) in NUMBERS:
         graph = ready(template) if plan.small else None
-        if graph is None:
-            return operation(*_refilled(template, arguments))
-        return Replayed.apply, (graph, _tensors(template, arguments), scale, arguments.bias, q, k)
+        if graph is not None:
+            return Replayed.apply, (graph, _tensors(template, arguments), scale, arguments.bias, q, k)
+        inputs = _refilled(template, arguments)
+        return operation(*inputs) if plan.small else (Operation.apply, inputs)
     # a scorer of padded token vectors: other ranks may have longer texts
     ragged = not alone and hasattr(arguments.scorer, "pad_tokens") and options.exchange != "single"
     try:
@@ -89,7 +90,8 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
             if len(_plans) >= MOST_PLANS:
                 _plans.clear()
             _plans[signature] = plan, _template(problem, plan, exchange) if alone and arguments.refillable() else None
-    return operation(_call(problem, plan, exchange), problem.scale, problem.bias, problem.inputs)
+    inputs = _call(problem, plan, exchange), problem.scale, problem.bias, *problem.inputs
+    return operation(*inputs) if plan.small else (Operation.apply, inputs)
 
 
 def _with_masks(arguments: Arguments) -> Arguments:
@@ -164,17 +166,18 @@ def _no_rows(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.new_empty((0, *x.shape[1:]))
 
 
-def _refilled(call: Call, arguments: Arguments) -> tuple[Call, Any, Any, tuple[Tensor, Tensor]]:
-    """A template with the tensors of these arguments, in its types; then the scale, the bias and the features."""
+def _refilled(call: Call, arguments: Arguments) -> tuple[Any, ...]:
+    """The inputs of the operation: a template with the tensors of these arguments, in its types."""
     q, k = arguments.q, arguments.k
     of_rows, of_cols = cast_features(q, k, call.rows.features.dtype)
     of_queries, of_keys = _labels(call, arguments)
     rows, cols = changed(call.rows, features=of_rows, **of_queries), changed(call.cols, features=of_cols, **of_keys)
-    scale, bias = (
-        x if x is None or isinstance(x, Tensor) else as_tensor(x, call.device, q.dtype)
-        for x in (arguments.scale, arguments.bias)
-    )
-    return changed(call, rows=rows, cols=cols, weights=arguments.weights), scale, bias, (q, k)
+    scale, bias = arguments.scale, arguments.bias
+    if scale is not None and not isinstance(scale, Tensor):
+        scale = as_tensor(scale, call.device, q.dtype)
+    if bias is not None and not isinstance(bias, Tensor):
+        bias = as_tensor(bias, call.device, q.dtype)
+    return changed(call, rows=rows, cols=cols, weights=arguments.weights), scale, bias, q, k
 
 
 def _labels(call: Call, arguments: Arguments) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

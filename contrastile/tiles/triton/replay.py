@@ -36,11 +36,6 @@ def _addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple([x.data_ptr() for x in tensors])
 
 
-def _readable(x: Tensor) -> Tensor:
-    """x itself where it can be read as one run of numbers, else a copy."""
-    return x if x.is_contiguous() and not x.data_ptr() % ALIGNMENT else x.clone(memory_format=torch.contiguous_format)
-
-
 class Filling:
     """Copies tensors to the memory that a graph reads, each in the type of its target, in one launch."""
 
@@ -55,7 +50,11 @@ class Filling:
 
     def __call__(self, sources: Sequence[Tensor], value: Tensor, stream: int) -> None:
         """Copy, and have the next replay write its loss to `value`."""
-        sources = [_readable(x) for x in sources]
+        # what cannot be read as one run of numbers is copied before
+        sources = [
+            x if x.is_contiguous() and not x.data_ptr() % ALIGNMENT else x.clone(memory_format=torch.contiguous_format)
+            for x in sources
+        ]
         types = tuple([x.dtype for x in sources])
         launched = self._launches.get(types)
         if launched is None:
