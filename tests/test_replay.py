@@ -5,18 +5,20 @@ Graphs need a GPU (`test_gpu.py`); here one is played by the plain call, between
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from problems import PROBLEMS, distance
 from torch import Tensor
 
 pytest.importorskip("triton")
 
-from contrastile import contrast
+from contrastile import ClipLoss, contrast
 from contrastile.engine import graph, plan
 from contrastile.tiles.base import Accumulated
 from contrastile.tiles.triton import replay
@@ -155,3 +157,23 @@ def test_a_capture_that_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch
     losses = [contrast(q.requires_grad_(), k, scale=1.0).detach() for _ in range(graph.CALLS + 3)]
     assert all(torch.equal(loss, losses[0]) for loss in losses)
     assert len(tried) == 1
+
+
+@pytest.mark.usefixtures("_played")
+def test_a_replayed_step_makes_few_python_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the package: kernels and what is captured, which run on the device, left out."""
+    monkeypatch.setattr(graph, "_captured", lambda compute: (compute(), lambda: None, 1))
+    q, k, scale = *F.normalize(torch.randn(2, 6, 4), dim=-1).requires_grad_(), torch.tensor(3.0, requires_grad=True)
+    ids, loss, calls = torch.arange(6), ClipLoss(), []
+    files = [f"contrastile/{path}" for path in ("modules/", "engine/", "gradcache/", "tiles/triton/replay.py")]
+
+    def note(frame: Any, event: str, _: object) -> None:
+        if event == "call" and any(file in frame.f_code.co_filename for file in files):
+            calls.append(frame.f_code.co_name)
+
+    for _ in range(graph.CALLS + 2):
+        calls.clear()
+        sys.setprofile(note)
+        loss(q, k, scale, ids=ids, weights=torch.ones(6)).backward()
+        sys.setprofile(None)
+    assert len(calls) <= 44, calls
