@@ -32,6 +32,9 @@ EVERYTHING = {"U": True, "V": True, "WEIGHTS": True, "SMOOTH": True, "BIASED": T
 EVERYTHING |= {"MEAN": True, "TIMES": True, "GUIDE": 2}
 # strides and sizes that are multiples of 16 where features are
 ALIGNED = ("D", "G", "q_stride", "k_stride", "guide_q_stride", "guide_k_stride", "out_stride", "entries")
+# arguments of several tensors
+TUPLES = {"sources": ("*fp32", "*i32"), "targets": ("*bf16", "*i64"), "lengths": ("i32", "i32")}
+TUPLES |= {"totals": ("*fp32", "*fp32"), "outs": ("*bf16", "*fp32"), "number_outs": ("*fp32", "*bf16")}
 TAUGHT = "teacher"
 # kernels that take most of the time: several programs of them share a multiprocessor
 BUSY = ("totals plain", "gradient plain", "totals sigmoid", "gradient sigmoid")
@@ -98,8 +101,10 @@ def _shape(capability: int, *, taught: bool = False) -> Any:
     return SHAPES_TAUGHT.get(capability, SHAPES[capability]) if taught else SHAPES[capability]
 
 
-def _type(name: str, shape: Any, constants: dict[str, Any]) -> str:
+def _type(name: str, shape: Any, constants: dict[str, Any]) -> str | tuple[str, ...]:
     """Triton's name for the type of an argument."""
+    if name in TUPLES:
+        return TUPLES[name]
     rows, cols = (shape.rows, shape.depth), (shape.cols, shape.depth)
     of_tokens = (constants.get("BN"), constants["BD"]) if "BD" in constants else cols
     descriptors = {"q_mem": rows, "k_mem": of_tokens, "out_mem": (shape.rows, shape.cols // 2)}
@@ -116,7 +121,7 @@ def _type(name: str, shape: Any, constants: dict[str, Any]) -> str:
         return "*u8"
     if name.endswith(("ids_ptr", "labels_ptr", "tokens_ptr", "lengths_ptr", "list_ptr", "begins_ptr", "order_ptr")):
         return "*i32"
-    if name.endswith(("positives_ptr", "starts_ptr", "sources_ptr", "columns_ptr")):
+    if name.endswith(("positives_ptr", "starts_ptr", "sources_ptr", "columns_ptr", "address_ptr")):
         return "*i64"
     return "*fp32" if name.endswith("_ptr") else "fp32" if name in ("smoothing", "truncation", "hardness") else "i32"
 
@@ -126,6 +131,7 @@ def _kernels() -> list[Any]:
     from contrastile.tiles.triton import (
         backward,
         careful,
+        ends,
         forward,
         mask_kernels,
         maxsim_kernels,
@@ -134,9 +140,12 @@ def _kernels() -> list[Any]:
         score_kernels,
     )
 
+    modules = (
+        forward, backward, careful, ends, positives, reductions, maxsim_kernels, score_kernels, mask_kernels,
+    )  # fmt: skip
     return [
         function
-        for module in (forward, backward, careful, positives, reductions, maxsim_kernels, score_kernels, mask_kernels)
+        for module in modules
         for name, function in vars(module).items()
         if getattr(function, "fn", None) is not None
         and function.fn.__module__ == module.__name__
@@ -231,7 +240,7 @@ def _shared(kernel: Any, chosen: dict[str, Any], capability: int) -> int:
     aligned = {
         (at,): [["tt.divisibility", 16]]
         for at, name in enumerate(names)
-        if signature[name].startswith("*") or name in ALIGNED
+        if str(signature[name]).startswith("*") or name in ALIGNED
     }
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
     late = "BD" in constants

@@ -131,7 +131,7 @@ def _call(q: Tensor, k: Tensor, groups: Sequence[Tensor | None], loss: str, word
     cols = Shard(k, labels=col_labels, ids=col_ids)
     exchange = Single(cast(Gradient, gradient), Layout(None, 0, (len(q),), (len(k),)))
     tiles = choose_tiles(cast(Backend, backend), parsed, rows, cols)
-    plan = Plan(exchange, tiles, workspace_on(q.device, workspace or None), accumulator(q.dtype), None)
+    plan = Plan(exchange, tiles, workspace_on(q.device, workspace or None), accumulator(q.dtype), at_once=False)
     return Call(plan, exchange, parsed, rows, cols, weights, cast(Reduction, reduction), q.device)
 
 

@@ -1,11 +1,12 @@
 """Small batches on a CUDA device: a call captured once as a graph, and replayed.
 
-A way of the plan to compute the gradients with the loss (`Plan.at_once`). A batch of 4,096 rows keeps a GPU busy for
-0.2 ms, but its thirty launches keep the host busy for six times that, and with ids, labels or listed positives there
-are sixty. From the third call of a plan on all of them are one launch: features, numbers, labels and weights are copied
-to the memory that the graph reads. The loss is copied from the memory that it writes; gradient sums stay there until
-their backward (`Held`), so that calls are independent of each other. Kernels, their order and the bits are those of the
-calls before.
+A batch of 4,096 rows keeps a GPU busy for 0.2 ms, but its thirty launches keep the host busy for six times that, and
+with ids, labels or listed positives there are sixty. From the third call of a plan on they are two launches in the
+forward, one that copies features, numbers, labels and weights to the memory that the graph reads, and the graph itself,
+and one in the backward. Gradient sums stay in the graph's memory until their backward (`Held`), so that calls are
+independent of each other. Kernels, their order and the bits are those of the calls before.
+
+`Replayed` is the twin of `Operation` for such a call: nothing is left to choose, so it repeats none of its steps.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 
-from contrastile._torch import backward_is_kept, copy_each_
-from contrastile._types import Reduction
-from contrastile.engine.operation import Call, MakeTiles, Plan, with_gradients
+from contrastile._torch import backward_is_kept, current_stream_address
+from contrastile.engine.operation import Call, MakeTiles, Operation, Plan, with_gradients, without_autocast
+from contrastile.engine.problem import PLAIN, Problem
 from contrastile.exchange.base import Exchange
+from contrastile.gradcache.first_order import first_order
 from contrastile.losses.base import Shard
-from contrastile.tiles.base import Accumulated, Tiles, joined
+from contrastile.tiles.base import Accumulated
 
 logger = logging.getLogger("contrastile")
 
@@ -41,131 +43,176 @@ CALLS = 2
 KEPT, KEPT_BYTES = 8, 2**30
 NEVER = -(2**62)
 LABELS = ("positives", "labels", "ids", "numbers")
+# numbers that a graph holds as tensors
+NUMBERS_KEPT = 8
 
 
-def small(rows: Shard, cols: Shard, reduction: Reduction, exchange: Exchange, tiles: MakeTiles) -> bool:
+def small(problem: Problem, exchange: Exchange, tiles: MakeTiles) -> bool:
     """A call is replayed: fused kernels, one process, and no more pairs than the host can launch as fast."""
+    rows, cols = problem.rows, problem.cols
     # tiles of a scorer come as a partial application of their class
     kind: Any = getattr(tiles, "func", tiles)
+    numbers = [x for x in (problem.scale, problem.bias) if x is not None]
     return (
         rows.features.is_cuda
         and min(len(rows), len(cols)) <= MOST_ROWS
         and getattr(kind, "capturable", False)
         and kind.captured_bytes(rows, cols) <= MOST_BYTES
         and len(exchange.layout) == 1
-        and reduction != "none"
+        and problem.options.reduction != "none"
+        # a subclass of tensors may have its values anywhere
+        and all(type(x) in PLAIN for x in (*problem.inputs, *numbers, *_labels(problem)))
     )
 
 
-def _labels(call: Call) -> list[Tensor]:
+def _labels(call: Call | Problem) -> list[Tensor]:
     """The tensors beside scale, bias and features that the tiles read."""
     named = [x for shard in (call.rows, call.cols) for x in (*(getattr(shard, name) for name in LABELS), *shard.guides)]
     return [x for x in (*named, call.weights) if x is not None]
 
 
-def _relabelled(call: Call, labels: Sequence[Tensor]) -> Call:
-    """The call with these tensors, in the order of `_labels`."""
+def _features(call: Call) -> list[Tensor]:
+    """The features of both sides: one tensor each, or the vectors and the mask of a scorer."""
+    return [*call.rows.leaves, *call.cols.leaves]
+
+
+def _refilled(call: Call, features: Sequence[Tensor], labels: Sequence[Tensor]) -> Call:
+    """The call with these features and labels, in the order of `_features` and `_labels`."""
     following = iter(labels)
 
-    def relabelled(shard: Shard) -> Shard:
+    def refilled(shard: Shard, leaves: Sequence[Tensor]) -> Shard:
         given: dict[str, Any] = {name: next(following) for name in LABELS if getattr(shard, name) is not None}
-        return replace(shard, **given, guides=tuple([next(following) for _ in shard.guides]))
+        return replace(shard.with_leaves(leaves), **given, guides=tuple([next(following) for _ in shard.guides]))
 
-    rows, cols = relabelled(call.rows), relabelled(call.cols)
+    n = len(call.rows.leaves)
+    rows, cols = refilled(call.rows, features[:n]), refilled(call.cols, features[n:])
     return replace(call, rows=rows, cols=cols, weights=None if call.weights is None else next(following))
 
 
 class Held:
-    """Gradient sums of one call in a graph's memory, until their backward.
+    """Gradient sums of one call in a graph's memory, until their backward."""
 
-    The backward reads them in `with held as sums:`. A replay before it, or before a second one, has them copied away.
-    """
-
-    def __init__(self, accumulated: Accumulated, *, joined: bool) -> None:
-        self._accumulated: Accumulated | None = accumulated
-        self._joined = joined
+    def __init__(self, sums: Accumulated) -> None:
+        # None after the backward
+        self.sums: Accumulated | None = sums
 
     def move(self) -> None:
-        """Copy the sums to memory of their own."""
-        if self._accumulated is None:
-            return
-        u, v, sums = self._accumulated
-        if self._joined and u is not None and v is not None:
-            u, v = joined(u, v).clone().split([len(u), len(v)])
-        else:
-            u, v = (None if x is None else x.clone() for x in (u, v))
-        self._accumulated = Accumulated(u, v, sums.clone())
-
-    def __enter__(self) -> Accumulated:
-        assert self._accumulated is not None
-        # no replay in another thread while the memory is read
-        _lock.acquire()
-        return self._accumulated
-
-    def __exit__(self, kind: object, *error: object) -> None:
-        # a backward that failed may be tried again
-        if kind is None and not backward_is_kept():
-            self._accumulated = None
-        _lock.release()
+        """Copy the sums to memory of their own, before a replay overwrites them."""
+        if self.sums is not None:
+            u, v, numbers = (None if x is None else x.clone() for x in self.sums)
+            assert numbers is not None
+            self.sums = Accumulated(u, v, numbers)
 
 
 def _nothing() -> None:
     """The reference of a graph that was not called yet."""
 
 
-class _Graph:
-    """A captured call, the inputs and labels that it reads and the outputs that it writes."""
+class Graph:
+    """A captured call, the tensors that it reads and the gradient sums that it writes."""
 
-    def __init__(self, call: Call, inputs: Sequence[Tensor | None], wanted: Sequence[bool]) -> None:
-        self.inputs = [None if x is None else x.detach().clone() for x in inputs]
-        self.labels = [x.clone() for x in _labels(call)]
-        # tensors of one type are copied in one launch
-        read = [*[own for own in self.inputs if own is not None], *self.labels]
-        self.types = {x.dtype: [i for i, other in enumerate(read) if other.dtype == x.dtype] for x in read}
-        self.read = {dtype: [read[i] for i in indices] for dtype, indices in self.types.items()}
-        self.graph = torch.cuda.CUDAGraph()
-        self.stream = torch.cuda.current_stream()
-        # the results of the latest call, as long as somebody may want their backward
+    def __init__(self, call: Call, inputs: Sequence[Tensor | None]) -> None:
+        # fused kernels have been chosen: Triton is there
+        from contrastile.tiles.triton.replay import Filling, Gradients
+
+        given, labels, q = _features(call), _labels(call), call.rows.features
+        self.device, self.wide = call.device, call.plan.wide
+        # without grad mode, the loss alone
+        wants = torch.is_grad_enabled()
+        self.wanted = wanted = [wants and x is not None and x.requires_grad for x in inputs]
+        # place of the keys among the inputs
+        self.keys = 2 + len(call.rows.leaves)
+        # scale and bias in the accumulator's type
+        numbers = [x for x in inputs[:2] if x is not None]
+        scale, *others = (q.new_empty((), dtype=self.wide) for _ in numbers)
+        features, own_labels = ([x.new_empty(x.shape) for x in tensors] for tensors in (given, labels))
+        own_call = _refilled(call, features, own_labels)
+        self.fill, self.gradients = Filling([*features, scale, *others, *own_labels]), Gradients()
+        # numbers that were passed as such
+        self.numbers: dict[float, Tensor] = {}
+        # the sums of the latest call, as long as somebody may want its backward
         self.held: Callable[[], Held | None] = _nothing
-        call, apart = _relabelled(call, self.labels), _stream(torch.cuda.current_device())
-        apart.wait_stream(self.stream)
-        scale, bias, *features = self.inputs
-        assert scale is not None
-        given = [x for x in features if x is not None]
-        before = torch.cuda.memory_reserved()
-        with torch.cuda.stream(apart):
-            # other threads may use the device meanwhile
-            self.graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                tiles = call.tiles(scale, bias)
-                tiles.joined = True
-                self.value, (u, v, sums) = with_gradients(call, tiles, scale, bias, given, wanted)
-                # both sums here: the backward's own would be four launches
-                sums = torch.stack(tiles.pair_sums(sums, *call.shards(given), u, v, wanted[0]))
-            finally:
-                self.graph.capture_end()
-        tiles.joined = tiles.joined and u is not None and v is not None
-        self.joined, self.accumulated = tiles.joined, Accumulated(u, v, sums)
-        # the memory that the graph keeps
-        self.bytes = torch.cuda.memory_reserved() - before
-        self.stream.wait_stream(apart)
+        self.stream, self.stream_address = torch.cuda.current_stream(), current_stream_address(call.device.index)
 
-    def __call__(self, call: Call, tiles: Tiles, inputs: Sequence[Tensor | None]) -> tuple[Tensor, Accumulated]:
-        stream = torch.cuda.current_stream()
-        if stream != self.stream:
-            # another stream may still read the results of the last call
-            stream.wait_stream(self.stream)
-            self.stream = stream
-        given = [*[x.detach() for x in inputs if x is not None], *_labels(call)]
-        for dtype, indices in self.types.items():
-            copy_each_(self.read[dtype], [given[i] for i in indices])
-        self.graph.replay()
-        tiles.joined, tiles.summed = self.joined, True
-        # the loss in memory of its own: a user may change it in place
-        return self.value.clone(), self.accumulated
+        def compute() -> Accumulated:
+            tiles = own_call.tiles(scale, others[0] if others else None)
+            value, (u, v, sums) = with_gradients(own_call, tiles, features, wanted)
+            of_pairs, of_products = tiles.pair_sums(sums, *own_call.shards(features), u, v, wanted[0])
+            self.fill.deliver(value)
+            of_bias = of_pairs if call.loss.uses_bias else torch.zeros_like(of_pairs)
+            return Accumulated(u, v, torch.stack([tiles.scale, of_products, of_bias]))
+
+        # before the capture, in which no kernel can be compiled
+        value = q.new_empty((), dtype=self.wide)
+        self.fill([*given, *numbers, *labels], value, self.stream_address)
+        self.fill.deliver(value)
+        with without_autocast(call.device):
+            self.sums, self.replay, self.bytes = _captured(compute)
+
+    def __call__(self, given: Sequence[Tensor | float]) -> tuple[Tensor, Held]:
+        """The loss of these features, numbers and labels, and its gradient sums."""
+        with _lock, _on(self.device):
+            before, stream = self.held(), current_stream_address(self.device.index)
+            if before is not None and before.sums is not None:
+                # on the stream that its backward reads it on
+                with torch.cuda.stream(self.stream):
+                    before.move()
+            if stream != self.stream_address:
+                # another stream may still read the results of the last call
+                torch.cuda.current_stream().wait_stream(self.stream)
+                self.stream, self.stream_address = torch.cuda.current_stream(), stream
+            tensors = [x if isinstance(x, Tensor) else self._number(x) for x in given]
+            value = torch.empty((), dtype=self.wide, device=self.device)
+            self.fill(tensors, value, stream)
+            self.replay()
+            held = Held(self.sums)
+            self.held = ref(held)
+            return value, held
+
+    def _number(self, x: float) -> Tensor:
+        if x not in self.numbers:
+            if len(self.numbers) == NUMBERS_KEPT:
+                self.numbers.clear()
+            self.numbers[x] = torch.full((), x, dtype=self.wide, device=self.device)
+        return self.numbers[x]
+
+    def backward(self, held: Held, inputs: Sequence[Tensor | None], upstream: Tensor) -> list[Tensor | None]:
+        """The gradients of scale, bias, queries and keys; None for masks."""
+        of_inputs = [
+            x.new_empty(x.shape) if want and x is not None else None
+            for x, want in zip(inputs, self.wanted, strict=True)
+        ]
+        # no replay in another thread while the sums are read
+        with _lock, _on(self.device):
+            assert held.sums is not None
+            of_numbers_and_sides = [*of_inputs[:3], of_inputs[self.keys]]
+            self.gradients(held.sums, of_numbers_and_sides, upstream, current_stream_address(self.device.index))
+            # a backward that failed may be tried again
+            if not backward_is_kept():
+                held.sums = None
+        return of_inputs
 
 
-_graphs: OrderedDict[tuple[Plan, str], _Graph] = OrderedDict()
+class Replayed(torch.autograd.Function):
+    """The loss of a call that is captured, differentiable in scale, bias, queries and keys."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, graph: Graph, given: Sequence[Tensor | float], scale: Any, bias: Any, *inputs: Tensor
+    ) -> Tensor:
+        value, ctx.held = graph(given)
+        ctx.graph = graph
+        # not read again, but watched by autograd for a change in place
+        ctx.save_for_backward(*[x if isinstance(x, Tensor) else None for x in (scale, bias, *inputs)])
+        return value
+
+    @staticmethod
+    @first_order("contrast")
+    def backward(ctx: Any, inputs: Sequence[Tensor | None], upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.graph.backward(ctx.held, inputs, upstream)
+
+
+_graphs: OrderedDict[tuple[Plan, str | None], Graph] = OrderedDict()
 _calls: WeakKeyDictionary[Plan, int] = WeakKeyDictionary()
 _streams: dict[int, torch.cuda.Stream] = {}
 _lock = threading.Lock()
@@ -177,54 +224,64 @@ def _stream(device: int) -> torch.cuda.Stream:
     return _streams[device]
 
 
-def replayed(
-    call: Call, tiles: Tiles, scale: Tensor, bias: Tensor | None, inputs: Sequence[Tensor], wanted: Sequence[bool]
-) -> tuple[Tensor, Accumulated | Held]:
-    """`with_gradients`, as a graph once the plan has been called often enough to pay for the capture."""
-    if len(call.exchange.layout) == 1 and not torch.cuda.is_current_stream_capturing():
-        with _lock, _on(scale.device):
-            every = (scale, bias, *inputs)
-            graph = _graph(call, every, wanted)
-            if graph is not None:
-                before = graph.held()
-                if before is not None:
-                    # on the stream that its backward reads it on
-                    with torch.cuda.stream(graph.stream):
-                        before.move()
-                value, accumulated = graph(call, tiles, every)
-                held = Held(accumulated, joined=tiles.joined)
-                graph.held = ref(held)
-                return value, held
-    return with_gradients(call, tiles, scale, bias, inputs, wanted)
+def _captured(compute: Callable[[], Accumulated]) -> tuple[Accumulated, Callable[[], None], int]:
+    """The results of a computation in a graph's memory, its replay, and the bytes that it keeps."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    apart, before = _stream(torch.cuda.current_device()), torch.cuda.memory_reserved()
+    apart.wait_stream(stream)
+    with torch.cuda.stream(apart):
+        # other threads may use the device meanwhile
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            results = compute()
+        finally:
+            graph.capture_end()
+    stream.wait_stream(apart)
+    return results, graph.replay, torch.cuda.memory_reserved() - before
 
 
-def replayed_loss(
-    call: Call, tiles: Tiles, scale: Tensor, bias: Tensor | None, inputs: Sequence[Tensor], wanted: Sequence[bool]
-) -> tuple[Tensor, Accumulated | Held]:
-    """`replayed` for a call without gradients. torch says what requires a gradient also where grad mode is off."""
-    return replayed(call, tiles, scale, bias, inputs, [False] * len(wanted))
+def operation(call: Call, scale: Tensor, bias: Tensor | None, *inputs: Tensor) -> tuple[Any, tuple[Any, ...]]:
+    """The operation that computes a small call, and its inputs: a replay once its plan has been called often enough."""
+    graph = ready(call, (scale, bias, *inputs))
+    if graph is None:
+        return Operation.apply, (call, scale, bias, *inputs)
+    numbers = (scale,) if bias is None else (scale, bias)
+    given = [*_features(call), *numbers, *_labels(call)]
+    return Replayed.apply, (graph, given, scale, bias, *inputs)
 
 
-def _graph(call: Call, inputs: Sequence[Tensor | None], wanted: Sequence[bool]) -> _Graph | None:
-    """The plan's graph, captured if need be; None if it was called too seldom, or if that failed."""
+def ready(call: Call, inputs: Sequence[Tensor | None] | None = None) -> Graph | None:
+    """The graph of calls like this one. With `inputs` (scale, bias, queries, keys) it is captured at the third call.
+
+    None where there is none, where the capture failed, or where the user captures a graph.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return None
     # torch's precision of float32 products decides which kernels run
-    key = call.plan, torch.backends.cuda.matmul.fp32_precision
-    if key in _graphs:
-        _graphs.move_to_end(key)
-        return _graphs[key]
+    exact = call.rows.features.dtype == torch.float32
+    key = call.plan, torch.backends.cuda.matmul.fp32_precision if exact else None
+    with _lock:
+        if key in _graphs:
+            _graphs.move_to_end(key)
+        elif inputs is not None:
+            with _on(call.device):
+                _capture(key, call, inputs)
+        return _graphs.get(key)
+
+
+def _capture(key: tuple[Plan, str | None], call: Call, inputs: Sequence[Tensor | None]) -> None:
+    """Count a call of the plan, and capture it once that pays."""
     _calls[call.plan] = _calls.get(call.plan, 0) + 1
     if _calls[call.plan] <= CALLS:
-        return None
+        return
     try:
-        _graphs[key] = graph = _Graph(call, inputs, wanted)
+        _graphs[key] = Graph(call, inputs)
     except RuntimeError as error:
         logger.info("a small call is not replayed: %s", error)
         _calls[call.plan] = NEVER
-        return None
     while len(_graphs) > KEPT or (len(_graphs) > 1 and sum(one.bytes for one in _graphs.values()) > KEPT_BYTES):
         # a plan whose graph is dropped has to be called often again
         _calls.pop(_graphs.popitem(last=False)[0][0], None)
-    return graph
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:

@@ -4,7 +4,7 @@ Last station before the strategies: an exchange visits the shards of columns, ti
 statistics. Every call goes through `Operation`: dot products and learned distances, features on the device or in host
 memory. A plan with `at_once` computes the gradients together with the loss.
 
-`Operation` computes first derivatives; `compiled.py` is its twin for torch.compile.
+`Operation` computes first derivatives. It has two twins: `compiled.py` for torch.compile, `graph.py` for small calls.
 """
 
 from __future__ import annotations
@@ -29,10 +29,6 @@ from contrastile.tiles.scored import Scorer
 
 # function that makes tiles from a loss, a scale, a bias and a workspace
 MakeTiles = Callable[[PairLoss, Tensor, Tensor | None, int], Tiles]
-# gradient sums, or a context in which a backward may read them
-Sums = Accumulated | AbstractContextManager[Accumulated]
-# function from a call, its tiles, scale, bias, other inputs and `Wanted` to the loss and its gradient sums
-AtOnce = Callable[["Call", Tiles, Tensor, Tensor | None, Sequence[Tensor], Sequence[bool]], tuple[Tensor, Sums]]
 # for each input of the operation (scale, bias, all others in order) whether it gets a gradient
 Wanted = Sequence[bool]
 
@@ -48,8 +44,10 @@ class Plan:
     workspace: int
     # accumulator type
     wide: torch.dtype
-    # computes the gradients with the loss: for losses whose pairs' gradients need no statistics, and for small calls
-    at_once: AtOnce | None
+    # the gradients are computed with the loss: for losses whose pairs' gradients need no statistics, and small calls
+    at_once: bool
+    # later calls replay a graph (`graph.py`)
+    small: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,15 +121,10 @@ class Operation(torch.autograd.Function):
         tiles = call.tiles(scale, bias)
         if call.input_dtypes is not None:
             inputs = (call.rows.features, call.cols.features, *[x for x in (call.rows.own,) if x is not None])
-        ctx.held = None
         with call.exchange.in_step(), without_autocast(call.device):
             results: Sequence[Any] = ()
-            if call.plan.at_once is not None:
-                value, sums = call.plan.at_once(call, tiles, scale, bias, inputs, ctx.needs_input_grad[1:])
-                if isinstance(sums, Accumulated):
-                    results = sums
-                else:
-                    ctx.held = sums
+            if call.plan.at_once:
+                value, results = with_gradients(call, tiles, inputs, ctx.needs_input_grad[1:])
             else:
                 call = call.in_range(tiles)
                 rows, cols = call.shards(inputs)
@@ -153,19 +146,16 @@ class Operation(torch.autograd.Function):
         scale, bias, *saved = tensors
         wanted = ctx.needs_input_grad[1:]
         inputs, results = saved[: len(wanted) - 2], saved[len(wanted) - 2 : len(saved) - ctx.constants]
-        with ctx.call.exchange.in_step(), nullcontext(results) if ctx.held is None else ctx.held as results:
+        with ctx.call.exchange.in_step():
             return None, *backward(ctx.call, ctx.tiles, upstream, scale, bias, inputs, results, wanted)
 
 
-def with_gradients(
-    call: Call, tiles: Tiles, scale: Tensor, bias: Tensor | None, inputs: Sequence[Tensor], wanted: Wanted
-) -> tuple[Tensor, Accumulated]:
+def with_gradients(call: Call, tiles: Tiles, inputs: Sequence[Tensor], wanted: Wanted) -> tuple[Tensor, Accumulated]:
     """The loss and its gradient sums for an upstream gradient of 1.
 
     A pairwise loss needs one sweep for both, 6·N·M·D operations instead of 8, and so do strips over all columns. Where
     nothing is `wanted`, the loss alone is computed.
     """
-    del scale, bias
     call = call.in_range(tiles)
     (rows, cols), exchange = call.shards(inputs), call.exchange
     if not any(wanted):
@@ -246,7 +236,7 @@ def backward(
         ranks, factor = exchange.gradient_factor(), upstream.to(call.plan.wide)
         if ranks != 1:
             factor = factor * ranks
-        if call.plan.at_once is not None:
+        if call.plan.at_once:
             accumulated = Accumulated(*results)
         else:
             half = len(results) // 2
@@ -256,7 +246,7 @@ def backward(
                 return _with_own(call, tiles, rows, cols, wanted, (scale, bias))
             accumulated = exchange.accumulate(tiles, rows, cols, wanted)
         # otherwise the coefficients contain the factor
-        remaining = None if call.plan.at_once is None else factor
+        remaining = factor if call.plan.at_once else None
         return tiles.gradients(accumulated, rows, cols, wanted, (scale, bias), remaining)
 
 

@@ -7,7 +7,7 @@ the ranks agree on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,8 +21,8 @@ from contrastile._errors import invalid
 from contrastile._types import accumulator
 from contrastile.distributed import collectives, consistency
 from contrastile.engine.compiled import traceable, traced
-from contrastile.engine.graph import replayed, replayed_loss, small
-from contrastile.engine.operation import AtOnce, Call, MakeTiles, Operation, Plan, with_gradients
+from contrastile.engine.graph import Replayed, operation, ready, small
+from contrastile.engine.operation import Call, MakeTiles, Operation, Plan
 from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cast_features, indices, leaves_of
 from contrastile.exchange import host
 from contrastile.exchange.base import Exchange, Layout
@@ -59,8 +59,13 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
     cached = arguments.scorer is None or (alone and getattr(arguments.scorer, "stateless", False))
     signature: Hashable = (alone, arguments.signature()) if cached else None
     plan, template = _plans.get(signature, (None, None))
-    if template is not None and type(scale) in NUMBERS and type(arguments.bias) in NUMBERS:
-        return Operation.apply, _refilled(template, arguments)
+    if plan is not None and template is not None and type(scale) in NUMBERS and type(arguments.bias) in NUMBERS:
+        graph = ready(template) if plan.small else None
+        if graph is not None:
+            leaves = (q, k) if template.scorer is None else (*leaves_of(q), *leaves_of(k))
+            return Replayed.apply, (graph, _tensors(template, arguments, leaves), scale, arguments.bias, *leaves)
+        inputs = _refilled(template, arguments)
+        return operation(*inputs) if plan.small else (Operation.apply, inputs)
     # a scorer of padded token vectors: other ranks may have longer texts
     ragged = not alone and hasattr(arguments.scorer, "pad_tokens") and options.exchange != "single"
     try:
@@ -88,7 +93,8 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
             if len(_plans) >= MOST_PLANS:
                 _plans.clear()
             _plans[signature] = plan, _template(problem, plan, exchange) if alone and arguments.refillable() else None
-    return Operation.apply, (_call(problem, plan, exchange), problem.scale, problem.bias, *problem.inputs)
+    inputs = _call(problem, plan, exchange), problem.scale, problem.bias, *problem.inputs
+    return operation(*inputs) if plan.small else (Operation.apply, inputs)
 
 
 def _with_masks(arguments: Arguments) -> Arguments:
@@ -169,28 +175,44 @@ def _no_rows(x: Tensor | None) -> Tensor | None:
 def _refilled(call: Call, arguments: Arguments) -> tuple[Any, ...]:
     """The inputs of the operation: a template with the tensors of these arguments, in its types."""
     q, k = arguments.q, arguments.k
-    rows: dict[str, Any]
-    cols: dict[str, Any]
+    of_queries, of_keys = _labels(call, arguments)
     if call.scorer is None:
-        inputs = [q, k]
-        of_rows, of_cols = cast_features(q, k, call.rows.features.dtype)
-        rows, cols = {"features": of_rows}, {"features": of_cols}
+        inputs: tuple[Tensor, ...] = q, k
+        features = cast_features(q, k, call.rows.features.dtype)
+        rows, cols = (changed(side, features=x) for side, x in zip((call.rows, call.cols), features, strict=True))
     else:
-        # vectors, and masks behind them
         sides = leaves_of(q), leaves_of(k)
-        inputs = [*sides[0], *sides[1]]
-        rows, cols = ({"features": x.detach(), "others": tuple(masks)} for x, *masks in sides)
+        inputs = (*sides[0], *sides[1])
+        rows, cols = (
+            side.with_leaves([x.detach() for x in leaves])
+            for side, leaves in zip((call.rows, call.cols), sides, strict=True)
+        )
+    rows, cols = changed(rows, **of_queries), changed(cols, **of_keys)
+    scale, bias = 1.0 if arguments.scale is None else arguments.scale, arguments.bias
+    if not isinstance(scale, Tensor):
+        scale = as_tensor(scale, call.device, call.plan.wide)
+    if bias is not None and not isinstance(bias, Tensor):
+        bias = as_tensor(bias, call.device, call.plan.wide)
+    return changed(call, rows=rows, cols=cols, weights=arguments.weights), scale, bias, *inputs
+
+
+def _labels(call: Call, arguments: Arguments) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The labels of these arguments for the rows, and for the columns, of a template."""
+    rows, cols = {}, {}
+    if call.rows.positives is not None:
+        rows["positives"] = indices(arguments, len(arguments.k if call.scorer is None else leaves_of(arguments.k)[0]))
     for name, of_queries, of_keys in LABELS:
         if getattr(call.rows, name) is not None:
             rows[name], cols[name] = getattr(arguments, of_queries).long(), getattr(arguments, of_keys).long()
-    if call.rows.positives is not None:
-        rows["positives"] = indices(arguments, len(cols["features"]))
-    call = changed(call, rows=changed(call.rows, **rows), cols=changed(call.cols, **cols), weights=arguments.weights)
-    scale, bias = (
-        x if x is None or isinstance(x, Tensor) else as_tensor(x, call.device, call.plan.wide)
-        for x in (1.0 if arguments.scale is None else arguments.scale, arguments.bias)
-    )
-    return call, scale, bias, *inputs
+    return rows, cols
+
+
+def _tensors(call: Call, arguments: Arguments, inputs: Sequence[Tensor]) -> list[Tensor | float]:
+    """The tensors of these arguments, `inputs` first, in the order in which a graph reads those of a template."""
+    rows, cols = _labels(call, arguments)
+    scale = 1.0 if arguments.scale is None else arguments.scale
+    several = (*inputs, scale, arguments.bias, *rows.values(), *cols.values(), arguments.weights)
+    return [x for x in several if x is not None]
 
 
 def _planned(problem: Problem, exchange: Exchange) -> Plan:
@@ -202,18 +224,17 @@ def _planned(problem: Problem, exchange: Exchange) -> Plan:
     pairwise = loss.pairwise and options.reduction != "none"
     # columns that belong to one row each are computed after the exchange
     own = problem.rows.own is not None
-    at_once: AtOnce | None = with_gradients if wants and pairwise and not own else None
+    at_once = wants and pairwise and not own
     tiles = _tiles(problem, exchange, workspace)
     alone = len(exchange.layout.rows) == 1 and options.reduction != "none" and not own
     number = torch.ones((), dtype=accumulator(problem.dtype), device=problem.device)
     if wants and alone and tiles(loss, number, None, workspace).strip(problem.rows, problem.cols):
-        at_once = with_gradients
-    if not own and small(problem.rows, problem.cols, options.reduction, exchange, tiles):
-        at_once = replayed if wants else replayed_loss
+        at_once = True
+    replayed = not own and small(problem, exchange, tiles)
     if isinstance(tiles, partial) and tiles.func is Scored and problem.dtype == torch.float16:
         # float16 underflows in the module unless the upstream gradient, a GradScaler's factor, goes through it
-        at_once = None
-    return Plan(exchange, tiles, workspace, accumulator(problem.dtype), at_once)
+        at_once = False
+    return Plan(exchange, tiles, workspace, accumulator(problem.dtype), at_once or (wants and replayed), replayed)
 
 
 def _tiles(problem: Problem, exchange: Exchange, workspace: int) -> MakeTiles:
@@ -247,6 +268,6 @@ def _streamed(problem: Problem) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         samples = [replace(shard, features=shard.features[:0].to(device, problem.dtype)) for shard in (rows, cols)]
         tiles = choose_tiles(options.backend, problem.loss, *samples)
         weights = None if problem.weights is None else problem.weights.to(device)
-    plan = Plan(None, tiles, workspace, accumulator(problem.dtype), None)
+    plan = Plan(None, tiles, workspace, accumulator(problem.dtype), at_once=False)
     problem = replace(problem, weights=weights)
     return Operation.apply, (_call(problem, plan, exchange), problem.scale, problem.bias, *problem.inputs)

@@ -37,10 +37,10 @@ def first_order(name: str) -> Callable[[Backward], Backward]:
         @wraps(backward)
         def once(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
             saved = ctx.saved_tensors
+            if not torch.is_grad_enabled():
+                return backward(ctx, saved, *upstream)
             with torch.no_grad():
                 gradients = backward(ctx, saved, *upstream)
-            if not torch.is_grad_enabled():
-                return gradients
             inputs = (*upstream, *saved, *getattr(ctx, "parameters", ()))
             tied: tuple[Tensor | None, ...] = _Refusing.apply(name, gradients, *inputs)
             return tied

@@ -104,12 +104,8 @@ class Tiles(ABC):
     columns: Shard | None = field(default=None, init=False, repr=False)
     # NaN if a feature streamed from the host is not finite, else 0; None if `nonfinite` reads the features itself
     flag: Tensor | None = field(default=None, init=False, repr=False)
-    # u and v are the two parts of one tensor, which a small call copies and scales at once
-    joined: bool = field(default=False, init=False, repr=False)
     # u and v are uninitialised memory, all of which one `backward` writes
     fresh: bool = field(default=False, init=False, repr=False)
-    # the sums of a backward are those of `pair_sums`, also without `sums_products`
-    summed: bool = field(default=False, init=False, repr=False)
     # u and v are the gradients of the features, scaled and in their own types, and the sums those of `pair_sums`
     final: bool = field(default=False, init=False, repr=False)
     # types of the gradients of rows and columns; None: those of the features
@@ -211,12 +207,6 @@ class Tiles(ABC):
         needs_u, needs_v = self.needed(wanted)
         wide = self.scale.dtype
         new = torch.empty if self.fresh else torch.zeros
-        (N, D), M = rows.features.shape, cols.features.shape[0]
-        # v would take other kernels if it began at an odd address
-        self.joined = self.joined and all(wanted[2:]) and N * D % 4 == 0
-        if self.joined:
-            both = new(N + M, D, dtype=wide, device=self.scale.device)
-            return both[:N], both[N:]
         # contiguous rows, whatever the strides of the features
         u = new(rows.features.shape, dtype=wide, device=self.scale.device) if needs_u else None
         return u, new(cols.features.shape, dtype=wide, device=self.scale.device) if needs_v else None
@@ -243,10 +233,6 @@ class Tiles(ABC):
             return [dscale, dbias, u, v]
         keep = upstream is not None
         of_q, of_k = self.grad_dtypes or (rows.features.dtype, cols.features.dtype)
-        if self.joined and u is not None and v is not None and of_q == of_k:
-            both = joined(u, v)
-            of_rows, of_cols = self.scaled(both, of_q, upstream, keep=keep).split([len(u), len(v)])
-            return [dscale, dbias, of_rows, of_cols]
         dq = self.scaled(u, of_q, upstream, keep=keep) if want_q and u is not None else None
         dk = self.scaled(v, of_k, upstream, keep=keep) if want_k and v is not None else None
         return [dscale, dbias, dq, dk]
@@ -255,7 +241,7 @@ class Tiles(ABC):
         self, sums: Tensor, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, want_scale: bool
     ) -> tuple[Tensor, Tensor]:
         """Σ g_ij and Σ g_ij · ⟨q_i, k_j⟩; the second is read off u or v where `backward` did not sum it."""
-        if self.sums_products or self.summed:
+        if self.sums_products:
             return sums[0], sums[1]
         if not want_scale:
             return sums, sums
@@ -350,11 +336,6 @@ def nonfinite_flag(scale: Tensor, *features: Tensor) -> Tensor:
             least, most = torch.aminmax(x)
             flag = flag + (least.to(scale.dtype) + most.to(scale.dtype)) * 0
     return flag
-
-
-def joined(u: Tensor, v: Tensor) -> Tensor:
-    """The tensor of which u and v are the two parts (see `Tiles.joined`)."""
-    return torch.as_strided(u, (len(u) + len(v), u.shape[1]), u.stride())
 
 
 def as_given(gradient: Tensor, number: Tensor, upstream: Tensor | None = None) -> Tensor:
