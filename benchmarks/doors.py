@@ -9,7 +9,6 @@ GPU sizes are small. Steps that take seconds run twice, of which the second is t
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
-from contrastile.bench.harness import COLUMNS, Machine, Report, Row, Step, Table, reporting
+from contrastile.bench.harness import COLUMNS, Machine, Report, Row, Step, Table, script
 from contrastile.integrations.sentence_transformers import CachedGISTLoss, CachedMultiVectorLoss, CachedRankingLoss
 from contrastile.train.provenance import provenance
 
@@ -169,18 +168,16 @@ def measure(bench: Bench, machine: Machine, report: Report) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write rows there, behind those that it has")
-    device, pairs, sub_batch, layers = ("cuda", 8192, 256, 6) if torch.cuda.is_available() else ("cpu", 256, 32, 2)
-    parser.add_argument(
-        "--sub-batch", type=int, default=sub_batch, help=f"texts encoded at once (default: {sub_batch})"
-    )
-    options, device = parser.parse_args(), torch.device(device)
+    pairs, sub_batch, layers = (8192, 256, 6) if torch.cuda.is_available() else (256, 32, 2)
+    size = {"type": int, "default": sub_batch, "help": f"texts encoded at once (default: {sub_batch})"}
     torch.manual_seed(0)
-    with tempfile.TemporaryDirectory() as folder, reporting(options.csv, COLUMNS["doors"], device, *PACKAGES) as report:
-        bench = Bench(device, pairs, options.sub_batch, layers, Path(folder))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        script(__doc__, COLUMNS["doors"], *PACKAGES, seconds=SECONDS, sub_batch=size) as (options, machine, report),
+    ):
+        bench = Bench(machine.device, pairs, options.sub_batch, layers, Path(folder))
         bench.save()
-        measure(bench, Machine.of(device, SECONDS), report)
+        measure(bench, machine, report)
 
 
 if __name__ == "__main__":
