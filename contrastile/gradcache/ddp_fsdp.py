@@ -135,8 +135,8 @@ def as_forward_of(wrapper: DistributedDataParallel, run: Callable[[], Result]) -
 def lent_part(encoder: Any, wrapper: DistributedDataParallel | None, make: Callable[[], Any] | None) -> Any:
     """A sub-batch of another rank, for a rank that has none of its own; None where none is needed, or none exists.
 
-    The ranks are those that this call meets in any case: those of the wrapper, where gradients will be reduced, or
-    those over which FSDP2 shards. make: makes the sub-batch that this rank would lend; None where it has none.
+    The ranks are those that take a step together: those of the wrapper or of DeepSpeed's engine, where a backward will
+    follow, or those over which FSDP2 shards. make: makes the sub-batch that this rank would lend; None: it has none.
     """
     borrowed = None
     for group in _groups_of_call(encoder, wrapper):
@@ -160,11 +160,11 @@ def _owner(encoder: Any, wrapper: DistributedDataParallel | None) -> Any:
 
 def _groups_of_call(encoder: Any, wrapper: DistributedDataParallel | None) -> list[Any]:
     """Process groups of several ranks whose ranks all call `encode` for this encoder."""
-    wrapper = wrapper or running_ddp()
-    if wrapper is not None:
-        reduces = torch.is_grad_enabled() and wrapper.require_backward_grad_sync
-        reduces = reduces and any(parameter.requires_grad for parameter in wrapper.parameters())
-        return [wrapper.process_group] if reduces and collectives.size(wrapper.process_group) > 1 else []
+    wrapper, engine = wrapper or running_ddp(), engine_of(encoder)
+    if wrapper is not None or engine is not None:
+        group = engine.data_parallel_group if wrapper is None else wrapper.process_group
+        trained = any(parameter.requires_grad for parameter in (wrapper or engine).parameters())
+        return [group] if torch.is_grad_enabled() and trained and collectives.size(group) > 1 else []
     module = _owner(encoder, None)
     modules = module.modules() if isinstance(module, nn.Module) else ()
     return Sharding([each for each in modules if isinstance(each, fsdp_module_class())]).groups()
@@ -240,7 +240,8 @@ class Sharding:
         """The parameters that the encoder computes with: for shards, the wholes behind them."""
         for module in self.modules:
             if any(whole is None for _, whole in fsdp_parameters(fsdp_states([module]))):
-                # a whole is made when it is gathered for the first time
+                # a whole is made when it is gathered for the first time; ranks in other calls of `encode` raise before
+                self.most(0)
                 module.unshard()
                 module.reshard()
         wholes = {id(shard): whole for shard, whole in fsdp_parameters(self._states) if whole is not None}
