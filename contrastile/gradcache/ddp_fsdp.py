@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -167,7 +168,7 @@ def _groups_of_call(encoder: Any, wrapper: DistributedDataParallel | None) -> li
         return [group] if torch.is_grad_enabled() and trained and collectives.size(group) > 1 else []
     module = _owner(encoder, None)
     modules = module.modules() if isinstance(module, nn.Module) else ()
-    return Sharding([each for each in modules if isinstance(each, fsdp_module_class())]).groups()
+    return Sharding([each for each in modules if isinstance(each, fsdp_module_class())]).comparing()
 
 
 def refuse_bypass(wrapper: Any, modules: Sequence[nn.Module], parameters: Sequence[Tensor]) -> None:
@@ -266,13 +267,13 @@ class Sharding:
 
     def most(self, value: int) -> int:
         """The largest value of any rank: each run is a collective, so all ranks must run equally often."""
-        for group in self.groups():
+        for group in self.comparing():
             value = consistency.most(value, group)
         return value
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
         """Return for each flag whether it is set on any rank: FSDP2 scatters the same gradients on all of them."""
-        for group in self.groups():
+        for group in self.comparing():
             flags = consistency.any_of(flags, group)
         return list(flags)
 
@@ -280,16 +281,28 @@ class Sharding:
     def in_step(self) -> Iterator[None]:
         """Make an error of one rank, such as too little memory, an error on all: they would wait for its shards."""
         with ExitStack() as stack:
-            for group in self.groups():
+            for group in dict.fromkeys([*self.groups(), *self.comparing()]):
                 stack.enter_context(in_step(group))
                 stack.enter_context(collectives.reporting_lost_ranks("exchange of shards", group))
             yield
 
     def groups(self) -> list[Any]:
         """The process groups of several ranks over which parameters are sharded or replicated."""
-        meshes: list[Any] = [getattr(shard, "device_mesh", None) for shard, _ in fsdp_parameters(self._states)]
-        groups = [mesh.get_group(axis) for mesh in dict.fromkeys(meshes) for axis in range(mesh.ndim)]
+        groups = [mesh.get_group(axis) for mesh in self._meshes for axis in range(mesh.ndim)]
         return [group for group in dict.fromkeys(groups) if collectives.size(group) > 1]
+
+    def comparing(self) -> list[Any]:
+        """The process groups through which these ranks compare: that of all ranks, where one mesh holds them.
+
+        It compares on the host (`consistency.py`). Those of a mesh's axes would wait for their device, twice.
+        """
+        whole = len(self._meshes) == 1 and self._meshes[0].ndim > 1 and self._meshes[0].size() == dist.get_world_size()
+        return [dist.group.WORLD] if whole else self.groups()
+
+    @cached_property
+    def _meshes(self) -> list[Any]:
+        shards = (shard for shard, _ in fsdp_parameters(self._states))
+        return list(dict.fromkeys(getattr(shard, "device_mesh", None) for shard in shards))
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
