@@ -11,7 +11,7 @@ import torch
 from contrastile._dispatch import DEFAULT_SHARE, EXCHANGES, GATHERED_SHARE, TILES, automatic_exchange
 from contrastile._types import accumulator
 from contrastile.exchange.base import Exchange, Layout
-from contrastile.exchange.host import Cut, cut_within, device_bytes
+from contrastile.exchange.host import Cut, cut_within, device_bytes, row_bytes
 from contrastile.losses.base import PairLoss
 from contrastile.losses.softmax import Softmax
 from contrastile.tiles.base import resident_bytes
@@ -58,6 +58,16 @@ class LossSize:
         """Numbers of a column that other ranks send."""
         return self.dimensions
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Numbers of a row and of a column."""
+        return self.dimensions, self.dimensions
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of a column."""
+        return 1
+
     @cached_property
     def layout(self) -> Layout:
         return Layout(None, 0, (self.rows,) * self.ranks, (self.columns,) * self.ranks)
@@ -87,14 +97,17 @@ class LossSize:
     @cached_property
     def block(self) -> tuple[int, int]:
         """Rows and columns of the largest block."""
-        return self.exchange_class.blocks(self.layout)[-1]
+        return self._every_block()[-1]
+
+    def _every_block(self) -> list[tuple[int, int]]:
+        if self.host:
+            cuts = self._cuts()
+            return [(min(cuts.strip, self.rows), min(cuts.shard, self.columns))]
+        return self.exchange_class.blocks(self.layout)
 
     @cached_property
     def workspace_bytes(self) -> int:
-        if self.host:
-            cuts = self._cuts()
-            return self._blocks([(min(cuts.strip, self.rows), min(cuts.shard, self.columns))])
-        return self._blocks(self.exchange_class.blocks(self.layout))
+        return self._blocks(self._every_block())
 
     def _blocks(self, sizes: Sequence[tuple[int, int]]) -> int:
         """Bytes of the block that takes most."""
@@ -126,8 +139,7 @@ class LossSize:
     def resident(self) -> tuple[int, int]:
         """Bytes beside both: throughout, and at the end."""
         if self.host:
-            sizes = (self.rows, self.columns, self.dimensions, self.given, self.dtype)
-            return device_bytes(self._cuts(), *sizes), 0
+            return device_bytes(self._cuts(), self.rows, self.columns, self.sizes, self.given, self.dtype), 0
         throughout, end = resident_bytes(self.rows, self.columns, self.dimensions, self.dtype, self.given)
         # the sums of those before wait for the backward; keys of a queue, their copies behind the batch's, stay too
         queued = self.columns * self.dimensions * self.given.itemsize if self.queue else 0
@@ -137,7 +149,8 @@ class LossSize:
     def _cuts(self) -> Cut:
         """Strips and shards of features in host memory."""
         free = self.memory - self.held - self._allowed
-        return cut_within(self.rows, self.columns, self.dimensions, self.given, free)
+        of_row, of_col = (row_bytes(numbers, self.given) for numbers in self.sizes)
+        return cut_within(self.rows, self.columns, (of_row, of_col), free, self.vectors)
 
     @property
     def peak(self) -> int:

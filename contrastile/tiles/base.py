@@ -82,6 +82,16 @@ class Accumulated(NamedTuple):
     sums: Tensor  # as `Tiles.backward` returns them
 
 
+class SumRow(NamedTuple):
+    """A row of an accumulator: its numbers, and the type of the gradient made of it.
+
+    The type is None where only the scale's gradient is read off the accumulator.
+    """
+
+    numbers: int
+    dtype: torch.dtype | None
+
+
 @dataclass
 class Tiles(ABC):
     """One call's arithmetic: logits x_ij = scale · ⟨q_i, k_j⟩ (+ bias), their statistics and gradients by `loss`."""
@@ -201,6 +211,14 @@ class Tiles(ABC):
         """
         want_scale, _, want_q, want_k = wanted
         return want_q or (want_scale and not want_k and not self.sums_products), want_k
+
+    def sum_rows(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[SumRow | None, SumRow | None]:
+        """The rows of u and of v where they are `needed`."""
+        (needs_u, needs_v), (q, k) = self.needed(wanted), (rows.features, cols.features)
+        return (
+            SumRow(q.shape[1], q.dtype if wanted[2] else None) if needs_u else None,
+            SumRow(k.shape[1], k.dtype) if needs_v else None,
+        )
 
     def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
         """Zeros, or `fresh` memory, for u and v where they are `needed`."""
