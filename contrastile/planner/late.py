@@ -56,7 +56,7 @@ class LateSize(LossSize):
             return self._allowed, False
         cast = self.given != self.dtype
         copies = self.dtype.itemsize * (self.masked + cast)
-        rows, cols = self.block
+        rows, cols = self.blocks[-1]
         return maxsim.expected_bytes(
             rows, cols, self.tokens, self.dimensions, self._allowed, symmetric=self.loss.symmetric, copies=copies
         )
@@ -65,7 +65,7 @@ class LateSize(LossSize):
     def workspace_bytes(self) -> int:
         if self.backend_name == "triton":
             return self.fused[0]
-        rows, cols = self.block
+        rows, cols = self.blocks[-1]
         L, T = self.tokens
         tile = MaxSim.tile_bytes(rows, cols, L, T, self.dimensions, accumulator(self.dtype).itemsize)
         if self.device == "cuda":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -97,9 +96,11 @@ class LossSize:
     @cached_property
     def block(self) -> tuple[int, int]:
         """Rows and columns of the largest block."""
-        return self._every_block()[-1]
+        return self.exchange_class.blocks(self.layout)[-1]
 
-    def _every_block(self) -> list[tuple[int, int]]:
+    @property
+    def blocks(self) -> list[tuple[int, int]]:
+        """Rows and columns of each block; of features in host memory one of a strip and a shard."""
         if self.host:
             cuts = self._cuts()
             return [(min(cuts.strip, self.rows), min(cuts.shard, self.columns))]
@@ -107,9 +108,6 @@ class LossSize:
 
     @cached_property
     def workspace_bytes(self) -> int:
-        return self._blocks(self._every_block())
-
-    def _blocks(self, sizes: Sequence[tuple[int, int]]) -> int:
         """Bytes of the block that takes most."""
         allowed = self._allowed
         try:
@@ -120,7 +118,7 @@ class LossSize:
         device = torch.device("meta" if self.device == "cuda" else "cpu")
         expected = partial(tiles.expected_bytes, self.loss, by_index=self.exchange_class.by_index)
         # halved until they fit, a shorter block may take more
-        blocks = max(expected(N, M, self.dimensions, self.dtype, allowed, device) for N, M in sizes)
+        blocks = max(expected(N, M, self.dimensions, self.dtype, allowed, device) for N, M in self.blocks)
         return blocks + (SCRATCH if self.backend_name == "triton" else 0)
 
     @property
