@@ -50,6 +50,7 @@ def write_guide(folder: Path) -> Path:
 
 @pytest.mark.parametrize(("words", "batch", "moment"), [
     (LATE, 32, "loss"), ((*LATE, "train.retain=3"), 100, "gradients of features"), (GUIDED, 500, "loss"),
+    ((*GUIDED, "loss.contrast_anchors=true", "loss.contrast_positives=true"), 300, "loss"),
     (QUEUED, 100, "loss"), ((*LATE, "loss.learn_scale=false"), 100, "gradients of features"),
 ])  # fmt: skip
 def test_the_planned_peak_is_that_of_a_real_step(

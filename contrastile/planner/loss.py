@@ -26,7 +26,8 @@ class LossSize:
 
     dtype: of the products. given: of the features. memory: bytes of the device, of which "auto" and the default
     workspace are shares. exchange, backend: words of the losses' options. queue: a rank's keys of earlier steps, which
-    are columns too. directions: such losses in a step, one after the other.
+    are columns too. own: columns of each row beside them, such as other rows; guide: the numbers of a guide's rows,
+    which are then copied with them. directions: such losses in a step, one after the other.
     """
 
     rows: int
@@ -45,12 +46,14 @@ class LossSize:
     host: bool = False
     held: int = 0
     queue: int = 0
+    own: int = 0
+    guide: int = 0
     directions: int = 1
 
     @property
     def columns(self) -> int:
-        """Columns of a rank: its keys, and those of the queue."""
-        return self.keys + self.queue
+        """Columns of a rank: its keys, those of the queue, and its rows' own."""
+        return self.keys + self.queue + self.own * self.rows
 
     @property
     def carried(self) -> int:
@@ -139,8 +142,9 @@ class LossSize:
         if self.host:
             return device_bytes(self._cuts(), self.rows, self.columns, self.sizes, self.given, self.dtype), 0
         throughout, end = resident_bytes(self.rows, self.columns, self.dimensions, self.dtype, self.given)
-        # the sums of those before wait for the backward; keys of a queue, their copies behind the batch's, stay too
-        queued = self.columns * self.dimensions * self.given.itemsize if self.queue else 0
+        # the sums of those before wait for the backward; copies of all columns, where others are behind the keys, too
+        queued = self.columns * self.dimensions * self.given.itemsize if self.queue or self.own else 0
+        queued += (self.rows + self.columns) * self.guide * self.given.itemsize
         others = (self.directions - 1) * throughout + self.directions * queued
         return throughout + others, end + others
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from contrastile._types import Reduction, accumulator
-from contrastile.losses.base import Finished, PairLoss, Shard, divisor
+from contrastile.losses.base import Finished, PairLoss, Shard, Total, divisor
 
 # rows converted to float32 at a time where an inner product over all features is summed
 ROWS_AT_ONCE = 8192
@@ -195,12 +195,12 @@ class Tiles(ABC):
         stats: Sequence[Tensor],
         weights: Tensor | None,
         reduction: Reduction,
-        total: Callable[[Tensor], Tensor],
+        total: Total,
         nonfinite: Callable[[], Tensor],
     ) -> ForwardResult:
         """The loss of all ranks' rows from the statistics of each direction.
 
-        total: sums a small tensor over the ranks. nonfinite: 0, or NaN where an input is not finite.
+        nonfinite: 0, or NaN where an input is not finite.
         """
         return reduced(self.loss.finish_all(stats, self.scale, total), weights, reduction, total, nonfinite())
 
