@@ -231,6 +231,8 @@ class FusedMaxSim(FusedScores):
         return fit if fit >= LEAST_STRIP and not self.loss.symmetric else 0
 
     def nonfinite(self, rows: Shard, cols: Shard) -> Tensor:
+        if self.flag is not None:
+            return self.flag
         # a token behind a mask may be anything
         return token_flag(self.scale, self._tokens(rows, cols))
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from contrastile._types import Reduction
-from contrastile.losses.base import Shard, Tile
+from contrastile.losses.base import Shard, Tile, Total
 from contrastile.tiles.base import ForwardResult
 from contrastile.tiles.scored import Scored
 from contrastile.tiles.triton import launch, plan
@@ -50,8 +50,12 @@ class FusedScores(Scored):
 
     @cached_property
     def _epilogue(self) -> Epilogue | None:
-        """The work of the kernels; None for a loss that takes torch's operations."""
-        if plan.unknown_part(self.loss) is not None:
+        """The work of the kernels; None for a loss that takes torch's operations, and for scores of float32 tokens.
+
+        The exponentials and logarithms of the chip are further from float64 than theirs.
+        """
+        exact = self.scorer.dtype == torch.float32 and not plan.interpreting()
+        if exact or plan.unknown_part(self.loss) is not None:
             return None
         epilogue = plan.epilogue_for(self.loss)
         formula = epilogue.formula
@@ -63,7 +67,7 @@ class FusedScores(Scored):
         stats: Sequence[Tensor],
         weights: Tensor | None,
         reduction: Reduction,
-        total: Callable[[Tensor], Tensor],
+        total: Total,
         nonfinite: Callable[[], Tensor],
     ) -> ForwardResult:
         epilogue = self._epilogue
