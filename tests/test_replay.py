@@ -133,11 +133,15 @@ def test_a_backward_that_failed_may_be_tried_again(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("_played")
-def test_kinds_that_are_not_used_are_given_up() -> None:
-    for n in (3, 4, 5, 3):
-        for _ in range(graph.CALLS + 1):
+def test_kinds_that_are_not_used_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "AGAIN", 5)
+    captured = []
+    for n, calls in ((3, 3), (4, 3), (5, 3), (3, 5), (3, 1)):
+        for _ in range(calls):
             contrast(torch.randn(n, 4, requires_grad=True), torch.randn(n, 4), scale=1.0)
-    assert len(CAPTURED) == 4
+        captured.append(len(CAPTURED))
+    # a kind that was given up once waits for longer
+    assert captured == [1, 2, 3, 3, 4]
     assert len(graph._graphs) == 2
 
 

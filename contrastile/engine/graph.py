@@ -39,6 +39,8 @@ MOST_ROWS = 8192
 MOST_BYTES = 2**29
 # calls of a plan before its capture, which also compile its kernels
 CALLS = 2
+# calls of a plan whose graph was dropped before its next capture
+AGAIN = 32
 # graphs kept, and the bytes that they keep together: those used last
 KEPT, KEPT_BYTES = 8, 2**30
 NEVER = -(2**62)
@@ -280,8 +282,8 @@ def _capture(key: tuple[Plan, str | None], call: Call, inputs: Sequence[Tensor |
         logger.info("a small call is not replayed: %s", error)
         _calls[call.plan] = NEVER
     while len(_graphs) > KEPT or (len(_graphs) > 1 and sum(one.bytes for one in _graphs.values()) > KEPT_BYTES):
-        # a plan whose graph is dropped has to be called often again
-        _calls.pop(_graphs.popitem(last=False)[0][0], None)
+        # batches of many lengths would be captured more often than replayed
+        _calls[_graphs.popitem(last=False)[0][0]] = CALLS - AGAIN
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
