@@ -112,10 +112,10 @@ class Graph:
         (q, k), labels = (call.rows.features, call.cols.features), _labels(call)
         self.device, self.wide = call.device, call.plan.wide
         self.wanted = wanted = [x is not None and x.requires_grad for x in inputs]
-        # scale and bias in the accumulator's type
+        # scale and bias in the accumulator's type, all others with the strides of a clone
         numbers = [x for x in inputs[:2] if x is not None]
-        scale, *others = (q.new_empty((), dtype=self.wide) for _ in numbers)
-        own = [x.new_empty(x.shape) for x in (q, k, *labels)]
+        scale, *others = (torch.empty_like(x, dtype=self.wide) for x in numbers)
+        own = [torch.empty_like(x) for x in (q, k, *labels)]
         own_call, features = _refilled(call, own), own[:2]
         self.fill, self.gradients = Filling([*features, scale, *others, *own[2:]]), Gradients()
         # numbers that were passed as such

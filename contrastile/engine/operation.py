@@ -156,8 +156,9 @@ def with_gradients(call: Call, tiles: Tiles, inputs: Sequence[Tensor], wanted: W
     """
     call = call.in_range(tiles)
     (rows, cols), exchange = call.shards(inputs), call.exchange
-    if not call.loss.pairwise and len(exchange.layout.rows) == 1 and tiles.strip(rows, cols):
-        return in_strips(call, tiles, rows, cols, wanted)
+    height = 0 if call.loss.pairwise or len(exchange.layout.rows) > 1 else tiles.strip(rows, cols)
+    if height:
+        return in_strips(call, tiles, rows, cols, wanted, whole=height == len(rows))
     if not call.loss.pairwise:
         stats = [side for side in exchange.forward(tiles, rows, cols) if side is not None]
         result = exchange.finish(tiles, stats, rows, cols, call.weights, call.reduction)
@@ -177,15 +178,16 @@ def with_gradients(call: Call, tiles: Tiles, inputs: Sequence[Tensor], wanted: W
     return exchange.total((coefficient * call.loss.finish(row_stats).loss).sum()), accumulated
 
 
-def in_strips(call: Call, tiles: Tiles, rows: Shard, cols: Shard, wanted: Wanted) -> tuple[Tensor, Accumulated]:
+def in_strips(
+    call: Call, tiles: Tiles, rows: Shard, cols: Shard, wanted: Wanted, *, whole: bool
+) -> tuple[Tensor, Accumulated]:
     """The loss and its gradient sums from one product of each strip, whose rows meet all columns.
 
-    One strip knows the mean's divisor, the number of rows that have a positive. Sums of several strips are divided by
-    it at the end.
+    whole: there is one strip, which knows the mean's divisor, the number of rows that have a positive. Sums of several
+    strips are divided by it at the end.
     """
     u, v = tiles.accumulators(rows, cols, wanted)
     flag, results = tiles.nonfinite(rows, cols), []
-    whole = tiles.strip(rows, cols) == len(rows)
 
     def reduce(directions: Sequence[Finished]) -> ForwardResult:
         result = reduced(directions, call.weights, call.reduction, call.exchange.total, flag)

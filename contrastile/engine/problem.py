@@ -72,9 +72,11 @@ class Arguments:
             self.guide_scale, *[x for pair in self.guides for x in pair],
         )  # fmt: skip
         kinds = [
-            (type(x), x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else type(x)
+            x if x is None
+            else (type(x), x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor)
+            else type(x)
             for x in tensors
-        ]
+        ]  # fmt: skip
         return (
             self.options, self.loss, self.paired, self.positives_in_range, self.own_positives, torch.is_grad_enabled(),
             self.cast(), *kinds,
