@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 
-from contrastile._torch import backward_is_kept, current_stream_address
+from contrastile._torch import backward_is_kept, current_stream_address, saving_is_hooked
 from contrastile.engine.operation import Call, MakeTiles, Operation, Plan, with_gradients, without_autocast
 from contrastile.engine.problem import PLAIN, Problem
 from contrastile.exchange.base import Exchange
@@ -242,9 +242,10 @@ def operation(call: Call, scale: Tensor, bias: Tensor | None, *inputs: Tensor) -
 def ready(call: Call, inputs: Sequence[Tensor | None] | None = None) -> Graph | None:
     """The graph of calls like this one. With `inputs` (scale, bias, queries, keys) it is captured at the third call.
 
-    None where there is none, where the capture failed, or where the user captures a graph.
+    None where there is none, where the capture failed, and where the user captures a graph. None under hooks of saved
+    tensors too: a checkpoint expects of a later call what the first one saved.
     """
-    if torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_current_stream_capturing() or saving_is_hooked():
         return None
     # torch's precision of float32 products decides which kernels run
     exact = call.rows.features.dtype == torch.float32
