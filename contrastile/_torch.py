@@ -72,6 +72,11 @@ def current_stream_address(device: int) -> int:
     return address
 
 
+def saving_is_hooked() -> bool:
+    """Return whether tensors saved for a backward go through hooks, such as those of an activation checkpoint."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 def uncompiled(function: Any) -> Any:
     """Function or module that torch.compile has wrapped; None where it has not."""
     return getattr(function, "_torchdynamo_orig_callable", None)

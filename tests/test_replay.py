@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from problems import PROBLEMS, distance
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 
@@ -198,6 +199,15 @@ def test_a_capture_that_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch
     losses = [contrast(q.requires_grad_(), k, scale=1.0).detach() for _ in range(graph.CALLS + 3)]
     assert all(torch.equal(loss, losses[0]) for loss in losses)
     assert len(tried) == 1
+
+
+@pytest.mark.usefixtures("_played")
+def test_a_checkpoint_around_a_loss_finds_what_it_saved() -> None:
+    for _ in range(graph.CALLS + 2):
+        q = torch.randn(6, 4, requires_grad=True)
+        checkpoint(lambda q: contrast(q.sin(), q, scale=3.0), q, use_reentrant=False).backward()
+        contrast(q, q.detach(), scale=3.0).backward()
+    assert len(CAPTURED) == 1
 
 
 @pytest.mark.usefixtures("_played")

@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 
-from contrastile._torch import backward_is_kept, current_stream_address
+from contrastile._torch import backward_is_kept, current_stream_address, saving_is_hooked
 from contrastile.engine.operation import Call, MakeTiles, Operation, Plan, with_gradients, without_autocast
 from contrastile.engine.problem import PLAIN, Problem
 from contrastile.exchange.base import Exchange
@@ -124,10 +124,10 @@ class Graph:
         self.wanted = wanted = [wants and x is not None and x.requires_grad for x in inputs]
         # place of the keys among the inputs
         self.keys = 2 + len(call.rows.leaves)
-        # scale and bias in the accumulator's type
+        # scale and bias in the accumulator's type, all others with the strides of a clone
         numbers = [x for x in inputs[:2] if x is not None]
-        scale, *others = (q.new_empty((), dtype=self.wide) for _ in numbers)
-        features, own_labels = ([x.new_empty(x.shape) for x in tensors] for tensors in (given, labels))
+        scale, *others = (torch.empty_like(x, dtype=self.wide) for x in numbers)
+        features, own_labels = ([torch.empty_like(x) for x in tensors] for tensors in (given, labels))
         own_call = _refilled(call, features, own_labels)
         self.fill, self.gradients = Filling([*features, scale, *others, *own_labels]), Gradients()
         # numbers that were passed as such
@@ -255,9 +255,10 @@ def operation(call: Call, scale: Tensor, bias: Tensor | None, *inputs: Tensor) -
 def ready(call: Call, inputs: Sequence[Tensor | None] | None = None) -> Graph | None:
     """The graph of calls like this one. With `inputs` (scale, bias, queries, keys) it is captured at the third call.
 
-    None where there is none, where the capture failed, or where the user captures a graph.
+    None where there is none, where the capture failed, and where the user captures a graph. None under hooks of saved
+    tensors too: a checkpoint expects of a later call what the first one saved.
     """
-    if torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_current_stream_capturing() or saving_is_hooked():
         return None
     # torch's precision of float32 products decides which kernels run
     exact = call.rows.features.dtype == torch.float32

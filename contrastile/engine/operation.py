@@ -162,7 +162,8 @@ def with_gradients(call: Call, tiles: Tiles, inputs: Sequence[Tensor], wanted: W
         stats = [side for side in exchange.forward(tiles, rows, cols) if side is not None]
         value = exchange.finish(tiles, stats, rows, cols, call.weights, call.reduction).value
         return value, Accumulated(None, None, tiles.no_pairs())
-    if not call.loss.pairwise and len(exchange.layout.rows) == 1 and (height := tiles.strip(rows, cols)):
+    height = 0 if call.loss.pairwise or len(exchange.layout.rows) > 1 else tiles.strip(rows, cols)
+    if height:
         return in_strips(call, tiles, rows, cols, wanted, whole=height == len(rows))
     if not call.loss.pairwise:
         stats = [side for side in exchange.forward(tiles, rows, cols) if side is not None]
@@ -188,8 +189,8 @@ def in_strips(
 ) -> tuple[Tensor, Accumulated]:
     """The loss and its gradient sums from one product of each strip, whose rows meet all columns.
 
-    One strip, the `whole`, knows the mean's divisor, the number of rows that have a positive. Sums of several strips
-    are divided by it at the end.
+    whole: there is one strip, which knows the mean's divisor, the number of rows that have a positive. Sums of several
+    strips are divided by it at the end.
     """
     u, v = tiles.accumulators(rows, cols, wanted)
     values: list[Tensor] = []

@@ -27,6 +27,7 @@ from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cas
 from contrastile.exchange import host
 from contrastile.exchange.base import Exchange, Layout
 from contrastile.losses.base import PairLoss, Shard, changed
+from contrastile.losses.softmax import Softmax
 from contrastile.tiles.fitting import fitting_side
 from contrastile.tiles.scored import Scored
 
@@ -38,6 +39,8 @@ NUMBERS = (*PLAIN, float, int, type(None))
 PARTS = ("features", "positives", "labels", "ids")
 # labels of a call that can be refilled: name in a shard, argument of the queries, argument of the keys
 LABELS = (("labels", "query_labels", "key_labels"), ("ids", "query_ids", "key_ids"))
+# arguments that others are filled into, at a third of the time that new ones take
+NOTHING = Arguments(None, None, None, Softmax(), Options())
 # side of a tile for backend="dense", which holds the whole block
 WHOLE = 2**62
 
@@ -50,7 +53,7 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
 
     Under torch.compile a call becomes one operation of the graph, if it can be traced; else the graph breaks there.
     """
-    arguments = Arguments(q, k, scale, loss, options, **others)
+    arguments = changed(NOTHING, q=q, k=k, scale=scale, loss=loss, options=options, **others)
     if torch.compiler.is_compiling():
         if traceable(arguments):
             return traced(arguments)
@@ -179,16 +182,14 @@ def _refilled(call: Call, arguments: Arguments) -> tuple[Any, ...]:
     of_queries, of_keys = _labels(call, arguments)
     if call.scorer is None:
         inputs: tuple[Tensor, ...] = q, k
-        features = cast_features(q, k, call.rows.features.dtype)
-        rows, cols = (changed(side, features=x) for side, x in zip((call.rows, call.cols), features, strict=True))
+        of_queries["features"], of_keys["features"] = cast_features(q, k, call.rows.features.dtype)
     else:
+        # vectors, and masks behind them
         sides = leaves_of(q), leaves_of(k)
         inputs = (*sides[0], *sides[1])
-        rows, cols = (
-            side.with_leaves([x.detach() for x in leaves])
-            for side, leaves in zip((call.rows, call.cols), sides, strict=True)
-        )
-    rows, cols = changed(rows, **of_queries), changed(cols, **of_keys)
+        for shard, (features, *masks) in zip((of_queries, of_keys), sides, strict=True):
+            shard |= {"features": features.detach(), "others": tuple(masks)}
+    rows, cols = changed(call.rows, **of_queries), changed(call.cols, **of_keys)
     scale, bias = 1.0 if arguments.scale is None else arguments.scale, arguments.bias
     if not isinstance(scale, Tensor):
         scale = as_tensor(scale, call.device, call.plan.wide)
@@ -197,9 +198,10 @@ def _refilled(call: Call, arguments: Arguments) -> tuple[Any, ...]:
     return changed(call, rows=rows, cols=cols, weights=arguments.weights), scale, bias, *inputs
 
 
-def _labels(call: Call, arguments: Arguments) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _labels(call: Call, arguments: Arguments) -> tuple[dict[str, Any], dict[str, Any]]:
     """The labels of these arguments for the rows, and for the columns, of a template."""
-    rows, cols = {}, {}
+    rows: dict[str, Any] = {}
+    cols: dict[str, Any] = {}
     if call.rows.positives is not None:
         rows["positives"] = indices(arguments, len(arguments.k if call.scorer is None else leaves_of(arguments.k)[0]))
     for name, of_queries, of_keys in LABELS:

@@ -72,8 +72,10 @@ class Arguments:
             self.guide_scale, self.scorer, *[x for pair in self.guides for x in pair],
         )  # fmt: skip
         kinds = [
-            (type(x), x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor)
-            else tuple(map(_kind, x)) if isinstance(x, (tuple, list)) else type(x)
+            x if x is None
+            else (type(x), x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor)
+            else tuple(map(_kind, x)) if isinstance(x, (tuple, list))
+            else type(x)
             for x in tensors
         ]  # fmt: skip
         return (

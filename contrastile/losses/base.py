@@ -412,7 +412,7 @@ class PairLoss(ABC):
     def finish_all(self, directions: Sequence[Tensor], scale: Tensor, total: Total) -> list[Finished]:
         """`finish` of each direction's statistics."""
         del scale, total
-        return [self.finish(stats) for stats in directions]
+        return list(map(self.finish, directions))
 
     @abstractmethod
     def pair_grad(self, tile: Tile, rows: Shard, cols: Shard) -> Tensor:

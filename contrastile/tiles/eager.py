@@ -77,7 +77,7 @@ class Eager(Tiles):
             tile = self._tile(x, strip, cols, graph)
             states, coefficients = weigh(self._stats(tile, strip, cols, keep=True), along)
             sides = with_states(strip, cols, states, coefficients)
-            self._add_gradients(tile, graph, *sides, None if u is None else u[along], v, sums)
+            self._propagate(tile, graph, *sides, None if u is None else u[along], v, sums)
         return sums
 
     def _sweep(
@@ -106,18 +106,12 @@ class Eager(Tiles):
                             self._merge_tile(stats, index, tile_stats, (along_i, along_j)[index], shards[index])
                     if sums is not None:
                         u_I, v_J = None if u is None else u[along_i], None if v is None else v[along_j]
-                        self._add_gradients(tile, graph, row_tile, col_tile, u_I, v_J, sums)
+                        self._propagate(tile, graph, row_tile, col_tile, u_I, v_J, sums)
 
     def _stats(self, tile: Tile, rows: Shard, cols: Shard, *, keep: bool = False) -> Sequence[Tensor]:
         """The statistics of a tile's rows and, if symmetric, of its columns; uses the tile up unless `keep`."""
         del rows, cols
         return self.loss.absorb(tile._replace(x=tile.x.clone()) if keep else tile)
-
-    def _add_gradients(
-        self, tile: Tile, graph: Any, rows: Shard, cols: Shard, u_I: Tensor | None, v_J: Tensor | None, sums: Tensor
-    ) -> None:
-        """Add a tile's gradient to the accumulators, and its sums."""
-        self._propagate(self.loss.pair_grad(tile, rows, cols), graph, rows, cols, u_I, v_J, sums)
 
     def _merge_tile(
         self, stats: list[Tensor | None], index: int, tile_stats: Tensor, along: slice, shard: Shard
@@ -150,10 +144,11 @@ class Eager(Tiles):
         return products
 
     def _propagate(
-        self, g_IJ: Tensor, graph: Any, rows: Shard, cols: Shard, u_I: Tensor | None, v_J: Tensor | None, sums: Tensor
+        self, tile: Tile, graph: Any, rows: Shard, cols: Shard, u_I: Tensor | None, v_J: Tensor | None, sums: Tensor
     ) -> None:
         """Add a tile's gradient to the accumulators, and its sum where a bias needs it."""
         del graph
+        g_IJ = self.loss.pair_grad(tile, rows, cols)
         if u_I is not None:
             add_product(u_I, g_IJ, cols.features)
         if v_J is not None:

@@ -36,7 +36,7 @@ from contrastile.gradcache.introspect import (
 from contrastile.gradcache.memory import as_written
 from contrastile.gradcache.modes import Autocast, back_propagated, in_modes, without_hooks
 from contrastile.gradcache.rng import RandomState, begin_random, own_generators
-from contrastile.losses.base import Shard
+from contrastile.losses.base import Shard, Tile
 from contrastile.scorers import MaxSim
 from contrastile.tiles.base import Accumulated, InFlight, SumRow, as_given
 from contrastile.tiles.eager import Eager
@@ -342,10 +342,10 @@ class Scored(Eager):
         return graph[0].detach().to(self.scale.dtype)
 
     def _propagate(
-        self, g_IJ: Tensor, graph: Any, rows: Shard, cols: Shard, u_I: Tensor | None, v_J: Tensor | None, sums: Tensor
+        self, tile: Tile, graph: Any, rows: Shard, cols: Shard, u_I: Tensor | None, v_J: Tensor | None, sums: Tensor
     ) -> None:
         """Back-propagate g through a tile's graph, into the accumulators of its leaves and into the sums."""
-        scores, leaves = graph
+        (scores, leaves), g_IJ = graph, self.loss.pair_grad(tile, rows, cols)
         sums[0] += g_IJ.sum()
         sums[1] += (g_IJ * scores.detach()).sum()
         if not scores.requires_grad:

@@ -36,12 +36,20 @@ def _addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple([x.data_ptr() for x in tensors])
 
 
+def _like(target: Tensor, x: Tensor) -> Tensor:
+    """A copy of x with the strides of the target."""
+    return torch.empty_like(target, dtype=x.dtype).copy_(x)
+
+
 class Filling:
-    """Copies tensors to the memory that a graph reads, each in the type of its target, in one launch."""
+    """Copies tensors to the memory that a graph reads, each in the type of its target, in one launch.
+
+    Targets have no gaps.
+    """
 
     def __init__(self, targets: Sequence[Tensor]) -> None:
         self._targets = tuple(targets)
-        self._lengths = tuple([x.numel() for x in targets])
+        self._lengths, self._strides = tuple([x.numel() for x in targets]), [x.stride() for x in targets]
         # address to which the graph's last kernel writes the loss
         self._address = torch.zeros((), dtype=torch.int64, device=targets[0].device)
         self._fixed = _addresses(targets), self._lengths
@@ -50,10 +58,10 @@ class Filling:
 
     def __call__(self, sources: Sequence[Tensor], value: Tensor, stream: int) -> None:
         """Copy, and have the next replay write its loss to `value`."""
-        # what cannot be read as one run of numbers is copied before
+        # numbers at odd addresses, or in another order, are copied before
         sources = [
-            x if x.is_contiguous() and not x.data_ptr() % ALIGNMENT else x.clone(memory_format=torch.contiguous_format)
-            for x in sources
+            x if x.stride() == strides and not x.data_ptr() % ALIGNMENT else _like(target, x)
+            for x, target, strides in zip(sources, self._targets, self._strides, strict=True)
         ]
         types = tuple([x.dtype for x in sources])
         launched = self._launches.get(types)

@@ -111,32 +111,24 @@ class FusedScores(Scored):
             )  # fmt: skip
         return stats
 
-    def _add_gradients(
+    def _propagate(
         self, tile: Tile, graph: Any, rows: Shard, cols: Shard, u_I: Tensor | None, v_J: Tensor | None, sums: Tensor
     ) -> None:
-        epilogue = self._epilogue
+        (scores, context), epilogue = graph, self._epilogue
         if epilogue is None:
-            super()._add_gradients(tile, graph, rows, cols, u_I, v_J, sums)
-            return
-        scores, context = graph
-        rows, cols = readable_side(rows, {}), readable_side(cols, {})
-        g, grid = torch.empty_like(scores), (tiles_of(len(rows), SQUARE), tiles_of(len(cols), SQUARE))
-        parts = scores.new_empty(2, grid[0] * grid[1])
+            g = self.loss.pair_grad(tile, rows, cols)
+            parts = torch.stack([g.sum(), (g * scores).sum()])[:, None]
+        else:
+            rows, cols = readable_side(rows, {}), readable_side(cols, {})
+            g, grid = torch.empty_like(scores), (tiles_of(len(rows), SQUARE), tiles_of(len(cols), SQUARE))
+            parts = scores.new_empty(2, grid[0] * grid[1])
+            given = launch.directions(Block(rows, cols, self.scale, self.loss), epilogue)
+            given |= self._pairs(scores, rows, cols)
+            with on(self.scale.device):
+                run(kernels.score_gradients, grid, out_ptr=g, sums_ptr=parts, BM=SQUARE, BN=SQUARE, **given)
+        sums += parts.sum(1)
         with on(self.scale.device):
-            block = Block(rows, cols, self.scale, self.loss)
-            given = launch.directions(block, epilogue) | self._pairs(scores, rows, cols)
-            run(kernels.score_gradients, grid, out_ptr=g, sums_ptr=parts, BM=SQUARE, BN=SQUARE, **given)
-            sums += parts.sum(1)
             self._pass_on(g, context, u_I, v_J)
-
-    def _propagate(
-        self, g_IJ: Tensor, graph: Any, rows: Shard, cols: Shard, u_I: Tensor | None, v_J: Tensor | None, sums: Tensor
-    ) -> None:
-        del rows, cols
-        scores, context = graph
-        sums += torch.stack([g_IJ.sum(), (g_IJ * scores).sum()])
-        with on(self.scale.device):
-            self._pass_on(g_IJ, context, u_I, v_J)
 
     def _pairs(self, scores: Tensor, rows: Shard, cols: Shard) -> dict[str, Any]:
         """The scores of a tile and its masks, as the kernels read them."""
