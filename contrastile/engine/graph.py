@@ -145,9 +145,9 @@ class Graph:
             return Accumulated(u, v, torch.stack([tiles.scale, of_products, of_bias]))
 
         # before the capture, in which no kernel can be compiled
-        value = q.new_empty((), dtype=self.wide)
-        self.fill([*given, *numbers, *labels], value, self.stream_address)
-        self.fill.deliver(value)
+        self.value = q.new_empty((), dtype=self.wide)
+        self.fill([*given, *numbers, *labels], self.value, self.stream_address)
+        self.fill.deliver(self.value)
         with without_autocast(call.device):
             self.sums, self.replay, self.bytes = _captured(compute)
 
@@ -164,7 +164,7 @@ class Graph:
                 torch.cuda.current_stream().wait_stream(self.stream)
                 self.stream, self.stream_address = torch.cuda.current_stream(), stream
             tensors = [x if isinstance(x, Tensor) else self._number(x) for x in given]
-            value = torch.empty((), dtype=self.wide, device=self.device)
+            value = torch.empty_like(self.value)
             self.fill(tensors, value, stream)
             self.replay()
             held = Held(self.sums)
@@ -181,7 +181,7 @@ class Graph:
     def backward(self, held: Held, inputs: Sequence[Tensor | None], upstream: Tensor) -> list[Tensor | None]:
         """The gradients of scale, bias, queries and keys; None for masks."""
         of_inputs = [
-            x.new_empty(x.shape) if want and x is not None else None
+            torch.empty_like(x, memory_format=torch.contiguous_format) if want and x is not None else None
             for x, want in zip(inputs, self.wanted, strict=True)
         ]
         # no replay in another thread while the sums are read
