@@ -22,7 +22,8 @@ from contrastile.losses import Softmax
 from contrastile.scorers import Bilinear, MaxSim
 from contrastile.tiles.triton import launch, maxsim
 from contrastile.tiles.triton import scores as score_tiles
-from contrastile.tiles.triton.maxsim import Documents, Entries, FusedMaxSim
+from contrastile.tiles.triton.late import FusedMaxSim
+from contrastile.tiles.triton.maxsim import Documents, Entries
 
 # queries, documents, tokens of each, features
 SHAPES = [(5, 6, 6, 20, 16), (3, 4, 33, 33, 24), (2, 3, 40, 3, 9)]

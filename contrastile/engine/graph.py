@@ -59,7 +59,7 @@ def small(problem: Problem, exchange: Exchange, tiles: MakeTiles) -> bool:
         rows.features.is_cuda
         and min(len(rows), len(cols)) <= MOST_ROWS
         and getattr(kind, "capturable", False)
-        and kind.captured_bytes(rows, cols) <= MOST_BYTES
+        and kind.captured_bytes(rows, cols, problem.dtype) <= MOST_BYTES
         and len(exchange.layout) == 1
         and problem.options.reduction != "none"
         # a subclass of tensors may have its values anywhere

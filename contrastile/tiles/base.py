@@ -148,10 +148,13 @@ class Tiles(ABC):
         """
 
     @classmethod
-    def captured_bytes(cls, rows: Shard, cols: Shard) -> int:
-        """Bytes that a captured call keeps beside its features and their gradients: those of the pairs' gradients."""
+    def captured_bytes(cls, rows: Shard, cols: Shard, dtype: torch.dtype) -> int:
+        """Bytes that a captured call keeps beside its features and their gradients: those of the pairs' gradients.
+
+        dtype: of the products.
+        """
         # float32 features have three 16-bit pieces
-        return len(rows) * len(cols) * (6 if rows.features.dtype == torch.float32 else 2)
+        return len(rows) * len(cols) * (6 if dtype == torch.float32 else 2)
 
     def strip(self, rows: Shard, cols: Shard) -> int:
         """Rows of a strip that meets all columns, whose loss and gradient come from one product; 0 without strips."""

@@ -1,7 +1,7 @@
 """Late interaction in fused kernels: blocks of `MaxSim` scores without the similarities of their tokens.
 
-Beside `backend.py`, whose place it takes for the scorer `MaxSim`. Scores of a block, and the gradient of each score,
-are small and go through the loss in plain PyTorch (`eager.py`); the work is in three kernels of `maxsim_kernels.py`:
+Below `late.py`, whose tiles take the place of `backend.py` for the scorer `MaxSim`. The work is in three kernels of
+`maxsim_kernels.py`:
 
     scores      one sweep over the tokens of the block: 2·N·L·M·T·D operations for N queries of L and M documents of T
                 tokens. In the backward the sweep also writes the winning token of each query token and document
@@ -14,28 +14,20 @@ document's tokens come first in a copy of the block.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from contrastile.losses.base import Shard
-from contrastile.scorers import MaxSim, tokens
 from contrastile.tiles.eager import LEAST_STRIP, SIDE_ACCELERATOR
-from contrastile.tiles.scored import Scorer
 from contrastile.tiles.triton import mask_kernels
 from contrastile.tiles.triton import maxsim_kernels as kernels
-from contrastile.tiles.triton.backend import LEAST_CAPABILITY
 from contrastile.tiles.triton.launch import run
-from contrastile.tiles.triton.plan import ALIGNMENT, PIECES, interpreting, shape_for, tiles_of
-from contrastile.tiles.triton.scores import FusedScores, token_flag
+from contrastile.tiles.triton.plan import ALIGNMENT, interpreting, shape_for, tiles_of
 
-# features of a token up to which a tile of them fits shared memory
-MOST_FEATURES = 256
 # entries of a slot, the first whose padding is at most this share; the last of them otherwise
 SLOTS, PADDING = (256, 128, 64, 32, 16, 8), 1 / 15
 SLOT_MASKED = 16
@@ -174,98 +166,6 @@ class Documents:
         return MOST_SMALL if self.index == torch.uint8 else MOST_TOKENS
 
 
-class Block(NamedTuple):
-    """A block's tokens, as the kernels read them, and the winning tokens [J, entries] where gradients are wanted."""
-
-    entries: Entries
-    documents: Documents
-    best: Tensor | None
-
-
-@dataclass
-class FusedMaxSim(FusedScores):
-    """Blocks of `MaxSim` scores from fused kernels."""
-
-    @classmethod
-    def refusal(cls, scorer: Scorer, rows: Shard, cols: Shard) -> str | None:
-        """The reason why the kernels cannot compute this scorer; None if they can."""
-        module = scorer.module
-        if not isinstance(module, MaxSim) or not module.known:
-            return f"no kernel for the scorer {type(module).__name__}"
-        (q, _), (k, _) = (tokens(name, form.nested(side.leaves)) for name, form, side in _sides(scorer, rows, cols))
-        if scorer.dtype not in PIECES:
-            return f"no kernel for {scorer.dtype}"
-        if q.shape[2] > MOST_FEATURES or k.shape[1] >= MOST_TOKENS:
-            return f"no kernel for {q.shape[2]} features and {k.shape[1]} tokens"
-        if not q.shape[1] or not k.shape[1]:
-            return "no kernel for sides without tokens"
-        if interpreting():
-            return None
-        if q.device.type != "cuda" or torch.version.cuda is None:
-            return f"the features are on {q.device.type}, not on an NVIDIA device"
-        if torch.cuda.get_device_capability(q.device) < LEAST_CAPABILITY:
-            return "the device is older than compute capability 8.0"
-        return None
-
-    @classmethod
-    def fitting_side(cls, rows: Shard, cols: Shard, workspace: int) -> int:
-        """Rows, and columns, of a tile of scores within the workspace."""
-        fit = int((workspace / _pair_bytes(rows, cols)) ** 0.5)
-        return max(LEAST_STRIP, min(SIDE_ACCELERATOR, fit))
-
-    @classmethod
-    def captured_bytes(cls, rows: Shard, cols: Shard) -> int:
-        q, k = rows.features, cols.features
-        # lists of winners; similarities of float32 tokens; copies of the tokens and their gradients
-        each = 4 * Entries.of(q[:0], None).padded + (8 * q.shape[1] * k.shape[1] if q.dtype == torch.float32 else 0)
-        return int(len(q) * len(k) * (_pair_bytes(rows, cols) + each)) + 12 * (q.numel() + k.numel())
-
-    def strip(self, rows: Shard, cols: Shard) -> int:
-        if not self.loss.rowwise:
-            return 0
-        N, M = len(rows), len(cols)
-        fit = int(self.workspace / (_pair_bytes(rows, cols) * max(M, 1)))
-        if fit >= N:
-            return N if M else 0
-        # the columns have their statistics only after all rows
-        return fit if fit >= LEAST_STRIP and not self.loss.symmetric else 0
-
-    def nonfinite(self, rows: Shard, cols: Shard) -> Tensor:
-        if self.flag is not None:
-            return self.flag
-        # a token behind a mask may be anything
-        return token_flag(self.scale, self._tokens(rows, cols))
-
-    def _tokens(self, rows: Shard, cols: Shard) -> list[tuple[Tensor, Tensor | None]]:
-        """Vectors and mask of each side."""
-        return [tokens(name, form.nested(side.leaves)) for name, form, side in _sides(self.scorer, rows, cols)]
-
-    def _scores(self, rows: Shard, cols: Shard, *, with_graph: bool) -> tuple[Tensor, Block]:
-        (q, asking), (k, answering) = self._tokens(rows, cols)
-        wide = self.scorer.dtype
-        entries, documents = Entries.of(readable(q, wide), asking), Documents.of(readable(k, wide), answering)
-        if wide == torch.float32 and not interpreting():
-            scores, best = multiplied(entries, documents, self.workspace // LISTS, best=with_graph)
-        else:
-            scores, best = scored(entries, documents, best=with_graph)
-        return scores, Block(entries, documents, best)
-
-    def _pass_on(self, g_IJ: Tensor, context: Block, u_I: Tensor | None, v_J: Tensor | None) -> None:
-        entries, documents, best = context
-        if best is None:
-            return
-        if u_I is not None:
-            add_query_gradients(u_I, g_IJ, entries, documents, best)
-        if v_J is not None:
-            add_document_gradients(v_J, g_IJ, entries, documents, best, self.workspace // LISTS)
-
-
-def _pair_bytes(rows: Shard, cols: Shard) -> float:
-    """Bytes of a pair of the workspace: its score, logit and gradient, its winning tokens and their lists."""
-    entries, documents = Entries.of(rows.features[:0], None), Documents(cols.features[:0])
-    return (PAIR_BYTES + entries.padded * (documents.index.itemsize + 4 / entries.slot)) / (1 - 1 / LISTS)
-
-
 def slot_of(L: int, most: int, *, masked: bool) -> int:
     """Entries of a slot of queries of L tokens, `most` of which fit a tile."""
     slot = next((s for s in SLOTS if s <= most and tiles_of(L, s) * s <= (1 + PADDING) * L), SLOTS[-1])
@@ -305,10 +205,6 @@ def ordered(mask: Tensor) -> tuple[Tensor, Tensor]:
         lengths_ptr=lengths, L=L, CHUNK=min(CHUNK, triton.next_power_of_2(L)),
     )  # fmt: skip
     return order, lengths
-
-
-def _sides(scorer: Scorer, rows: Shard, cols: Shard) -> Sequence[tuple[str, Any, Shard]]:
-    return ("q", scorer.rows, rows), ("k", scorer.cols, cols)
 
 
 def readable(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,12 +1,13 @@
 """Tiles of scores that kernels have computed: everything between the scores and their gradients.
 
-Beside `backend.py`, for scorers with kernels of their own; `maxsim.py` derives from it. Losses whose pairs are
+Beside `backend.py`, for scorers with kernels of their own; `late.py` derives from it. Losses whose pairs are
 exponentials take three kernels here (`score_kernels.py`) and two of `reductions.py`; all others take the operations of
 `eager.py`. Nothing waits for the device, so that small calls are captured as a CUDA graph.
 """
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,14 @@ class FusedScores(Scored):
     """Blocks of scores from kernels; the vectors of each side are the one leaf that can want a gradient."""
 
     capturable: ClassVar[bool] = True
+
+    def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
+        del wanted
+        u, v = (
+            self.scale.new_zeros(len(side), math.prod(side.features.shape[1:])) if form.wanted[0] else None
+            for form, side in ((self.scorer.rows, rows), (self.scorer.cols, cols))
+        )
+        return u, v
 
     @abstractmethod
     def _scores(self, rows: Shard, cols: Shard, *, with_graph: bool) -> tuple[Tensor, Any]:

@@ -1,0 +1,140 @@
+"""Tiles of late interaction: blocks of `MaxSim` scores by the kernels of `maxsim.py`.
+
+Beside `backend.py`, whose place they take for the scorer `MaxSim`. `scores.py` has what lies between the scores of a
+block and their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from contrastile.losses.base import Shard
+from contrastile.scorers import MaxSim, tokens
+from contrastile.tiles.eager import LEAST_STRIP, SIDE_ACCELERATOR
+from contrastile.tiles.scored import Scorer
+from contrastile.tiles.triton.backend import LEAST_CAPABILITY
+from contrastile.tiles.triton.maxsim import (
+    LISTS,
+    MOST_TOKENS,
+    PAIR_BYTES,
+    Documents,
+    Entries,
+    add_document_gradients,
+    add_query_gradients,
+    multiplied,
+    readable,
+    scored,
+)
+from contrastile.tiles.triton.plan import PIECES, interpreting
+from contrastile.tiles.triton.scores import FusedScores, token_flag
+
+# features of a token up to which a tile of them fits shared memory
+MOST_FEATURES = 256
+
+
+class Block(NamedTuple):
+    """A block's tokens, as the kernels read them, and the winning tokens [J, entries] where gradients are wanted."""
+
+    entries: Entries
+    documents: Documents
+    best: Tensor | None
+
+
+@dataclass
+class FusedMaxSim(FusedScores):
+    """Blocks of `MaxSim` scores from fused kernels."""
+
+    @classmethod
+    def refusal(cls, scorer: Scorer, rows: Shard, cols: Shard) -> str | None:
+        """The reason why the kernels cannot compute this scorer; None if they can."""
+        module = scorer.module
+        if not isinstance(module, MaxSim) or not module.known:
+            return f"no kernel for the scorer {type(module).__name__}"
+        (q, _), (k, _) = (tokens(name, form.nested(side.leaves)) for name, form, side in _sides(scorer, rows, cols))
+        if scorer.dtype not in PIECES:
+            return f"no kernel for {scorer.dtype}"
+        if q.shape[2] > MOST_FEATURES or k.shape[1] >= MOST_TOKENS:
+            return f"no kernel for {q.shape[2]} features and {k.shape[1]} tokens"
+        if not q.shape[1] or not k.shape[1]:
+            return "no kernel for sides without tokens"
+        if interpreting():
+            return None
+        if q.device.type != "cuda" or torch.version.cuda is None:
+            return f"the features are on {q.device.type}, not on an NVIDIA device"
+        if torch.cuda.get_device_capability(q.device) < LEAST_CAPABILITY:
+            return "the device is older than compute capability 8.0"
+        return None
+
+    @classmethod
+    def fitting_side(cls, rows: Shard, cols: Shard, workspace: int) -> int:
+        """Rows, and columns, of a tile of scores within the workspace."""
+        fit = int((workspace / _pair_bytes(rows, cols)) ** 0.5)
+        return max(LEAST_STRIP, min(SIDE_ACCELERATOR, fit))
+
+    @classmethod
+    def captured_bytes(cls, rows: Shard, cols: Shard, dtype: torch.dtype) -> int:
+        q, k = rows.features, cols.features
+        # lists of winners; similarities of float32 tokens; copies of the tokens and their gradients
+        each = 4 * Entries.of(q[:0], None).padded + (8 * q.shape[1] * k.shape[1] if dtype == torch.float32 else 0)
+        return int(len(q) * len(k) * (_pair_bytes(rows, cols) + each)) + 12 * (q.numel() + k.numel())
+
+    def strip(self, rows: Shard, cols: Shard) -> int:
+        if not self.loss.rowwise:
+            return 0
+        N, M = len(rows), len(cols)
+        fit = int(self.workspace / (_pair_bytes(rows, cols) * max(M, 1)))
+        if fit >= N:
+            return N if M else 0
+        # the columns have their statistics only after all rows
+        return fit if fit >= LEAST_STRIP and not self.loss.symmetric else 0
+
+    def nonfinite(self, rows: Shard, cols: Shard) -> Tensor:
+        if self.flag is not None:
+            return self.flag
+        # a token behind a mask may be anything
+        return token_flag(self.scale, self._tokens(rows, cols))
+
+    def _tokens(self, rows: Shard, cols: Shard) -> list[tuple[Tensor, Tensor | None]]:
+        """Vectors and mask of each side."""
+        return [(side.features, side.others[0].bool() if side.others else None) for side in (rows, cols)]
+
+    def _scores(self, rows: Shard, cols: Shard, *, with_graph: bool) -> tuple[Tensor, Block]:
+        (q, asking), (k, answering) = self._tokens(rows, cols)
+        wide = self.scorer.dtype
+        entries, documents = Entries.of(readable(q, wide), asking), Documents.of(readable(k, wide), answering)
+        if wide == torch.float32 and not interpreting():
+            scores, best = multiplied(entries, documents, self.workspace // LISTS, best=with_graph)
+        else:
+            scores, best = scored(entries, documents, best=with_graph)
+        return scores, Block(entries, documents, best)
+
+    def _pass_on(self, g_IJ: Tensor, context: Block, u_I: Tensor | None, v_J: Tensor | None) -> None:
+        entries, documents, best = context
+        if best is None:
+            return
+        if u_I is not None:
+            add_query_gradients(u_I, g_IJ, entries, documents, best)
+        if v_J is not None:
+            add_document_gradients(v_J, g_IJ, entries, documents, best, self.workspace // LISTS)
+
+
+def _pair_bytes(rows: Shard, cols: Shard) -> float:
+    """Bytes of a pair of the workspace: its score, logit and gradient, its winning tokens and their lists."""
+    return _bytes_of_pair(rows.features.shape[1:], cols.features.shape[1:], rows.features.device)
+
+
+@cache
+def _bytes_of_pair(of_row: torch.Size, of_col: torch.Size, device: torch.device) -> float:
+    q, k = (torch.empty(0, *shape, device=device) for shape in (of_row, of_col))
+    entries, documents = Entries.of(q, None), Documents(k)
+    return (PAIR_BYTES + entries.padded * (documents.index.itemsize + 4 / entries.slot)) / (1 - 1 / LISTS)
+
+
+def _sides(scorer: Scorer, rows: Shard, cols: Shard) -> Sequence[tuple[str, Any, Shard]]:
+    return ("q", scorer.rows, rows), ("k", scorer.cols, cols)
