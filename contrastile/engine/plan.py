@@ -27,7 +27,6 @@ from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cas
 from contrastile.exchange import host
 from contrastile.exchange.base import Exchange, Layout
 from contrastile.losses.base import PairLoss, Shard, changed
-from contrastile.losses.softmax import Softmax
 from contrastile.tiles.fitting import fitting_side
 from contrastile.tiles.scored import Scored
 
@@ -39,8 +38,6 @@ NUMBERS = (*PLAIN, float, int, type(None))
 PARTS = ("features", "positives", "labels", "ids")
 # labels of a call that can be refilled: name in a shard, argument of the queries, argument of the keys
 LABELS = (("labels", "query_labels", "key_labels"), ("ids", "query_ids", "key_ids"))
-# arguments that others are filled into, at a third of the time that new ones take
-NOTHING = Arguments(None, None, None, Softmax(), Options())
 # side of a tile for backend="dense", which holds the whole block
 WHOLE = 2**62
 
@@ -53,7 +50,7 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
 
     Under torch.compile a call becomes one operation of the graph, if it can be traced; else the graph breaks there.
     """
-    arguments = changed(NOTHING, q=q, k=k, scale=scale, loss=loss, options=options, **others)
+    arguments = Arguments(q, k, scale, loss, options, **others)
     if torch.compiler.is_compiling():
         if traceable(arguments):
             return traced(arguments)
