@@ -15,7 +15,7 @@ from contrastile.exchange.host import Cut, cut_within, device_bytes
 from contrastile.losses.base import PairLoss
 from contrastile.losses.softmax import Softmax
 from contrastile.tiles.base import resident_bytes
-from contrastile.tiles.eager import MATRICES, MATRICES_BY_INDEX
+from contrastile.tiles.eager import MATRICES, MATRICES_BY_INDEX, SIDE_ACCELERATOR, SIDE_CPU
 
 # bytes of fused kernels whatever the size of a block, measured: the scratch memory of their programs
 SCRATCH = 450 * 2**10
@@ -47,6 +47,8 @@ class LossSize:
     held: int = 0
     queue: int = 0
     directions: int = 1
+    # positives are known by their indices in every exchange
+    listed: bool = False
 
     @property
     def columns(self) -> int:
@@ -105,7 +107,7 @@ class LossSize:
             # Triton is not installed here: a strip of 16-bit gradients
             return min(allowed, 2 * self.block[0] * self.block[1])
         device = torch.device("meta" if self.device == "cuda" else "cpu")
-        expected = partial(tiles.expected_bytes, self.loss, by_index=self.exchange_class.by_index)
+        expected = partial(tiles.expected_bytes, self.loss, by_index=self.exchange_class.by_index or self.listed)
         # halved until they fit, a shorter block may take more
         blocks = max(expected(N, M, self.dimensions, self.dtype, allowed, device) for N, M in sizes)
         return blocks + (SCRATCH if self.backend_name == "triton" else 0)
@@ -129,10 +131,20 @@ class LossSize:
             sizes = (self.rows, self.columns, self.dimensions, self.given, self.dtype)
             return device_bytes(self._cuts(), *sizes), 0
         throughout, end = resident_bytes(self.rows, self.columns, self.dimensions, self.dtype, self.given)
+        if self._at_once and end == throughout:
+            # the backward multiplies accumulators of the forward with its own gradient
+            end += (self.rows + self.columns) * self.dimensions * self.wide
         # the sums of those before wait for the backward; keys of a queue, their copies behind the batch's, stay too
         queued = self.columns * self.dimensions * self.given.itemsize if self.queue else 0
         others = (self.directions - 1) * throughout + self.directions * queued
         return throughout + others, end + others
+
+    @property
+    def _at_once(self) -> bool:
+        """Eager tiles compute the gradient in the forward: of a pairwise loss, of one tile, and in strips."""
+        side = SIDE_ACCELERATOR if self.device == "cuda" else SIDE_CPU
+        one_sweep = self.loss.pairwise or not self.loss.symmetric or max(self.rows, self.columns) <= side
+        return self.ranks == 1 and self.backend_name == "eager" and one_sweep
 
     def _cuts(self) -> Cut:
         """Strips and shards of features in host memory."""

@@ -205,6 +205,7 @@ def plan_of(
         rows, keys * rows, ranks, dimensions, machines.memory, recipe.loss.exchange, recipe.loss.backend,
         machines.device, getattr(recipe.loss, "workspace", None), products, given,
         OBJECTIVES[recipe.kind](recipe.loss).pair_loss, queue=queue // ranks, directions=2 if both_ways else 1,
+        listed=not isinstance(recipe, Recipe),
     )  # fmt: skip
     teacher, guides = 0, list[Side]()
     if (other := teacher_recipe(recipe)) is not None:
