@@ -8,11 +8,12 @@ communication, and gradients are those of a batch that repeats this rank's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -73,17 +74,12 @@ class Way:
 @contextmanager
 def one_rank_of(world: int) -> Iterator[None]:
     """Be the first of `world` ranks, of which no other exists; whatever another would send is this rank's own."""
-    names = ("post_together", "_reduce_scatter", "exchange_rows")
-    before = {name: getattr(collectives, name) for name in names}
-    for name, stand_in in zip(names, (_returned, _own_part, _own_rows), strict=True):
-        setattr(collectives, name, stand_in)
-    dist.init_process_group("fake", rank=0, world_size=world, store=fake_store())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        for name, function in before.items():
-            setattr(collectives, name, function)
+    with patch.multiple(collectives, post_together=_returned, _reduce_scatter=_own_part, exchange_rows=_own_rows):
+        dist.init_process_group("fake", rank=0, world_size=world, store=fake_store())
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 def _returned(operations: Sequence[tuple[Any, Tensor, int]], group: Any) -> list[Any]:
@@ -108,39 +104,37 @@ def _own_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
 
 def ways(machine: Machine, world: int) -> list[Way]:
     """All ways on this device: contrastile's, and those of the papers' baselines."""
-    tiles = "triton" if machine.device.type == "cuda" else "eager"
-    ours = [(exchange, tiles) for exchange in ("gather", "ring")]
+    on_gpu = machine.device.type == "cuda"
+    ours = [(exchange, "triton" if on_gpu else "eager") for exchange in ("gather", "ring")]
+    inf_cl = next(peer for peer in rank_peers(0, world) if peer.name == "inf-cl")
+    missing = not_installed(inf_cl.module) if on_gpu else "needs a cuda device"
     return [
         *(_contrastile(exchange, backend) for exchange, backend in [*ours, ("ring", "dense")]),
         Way("CLIP", "plain: all rows and columns", partial(clip, local=False), lambda N, W: (N * W, N * W)),
         _open_clip("local loss", world, with_grad=False),
         _open_clip("local loss, gathered gradients", world, with_grad=True),
-        Way("DisCo-CLIP", "decomposed", disco_clip, lambda N, W: (2 * N, N * W)),
-        _inf_cl(machine, world),
+        Way("DisCo-CLIP", "decomposed", disco_clip, _two_strips),
+        Way("inf-cl", "ring", partial(_step, inf_cl.losses["clip"]), missing=missing),
     ]
 
 
 def _contrastile(exchange: Any, backend: Any) -> Way:
+    block = (lambda N, W: (2 * N, N)) if backend == "dense" else Way.block  # noqa: ARG005
     loss = ClipLoss(exchange=exchange, backend=backend)
-
-    def step(q: Tensor, k: Tensor) -> Tensor:
-        return _differentiated(loss(q, k, SCALE))
-
-    blocks = {"dense": lambda N, W: (2 * N, N)}  # noqa: ARG005
-    return Way("contrastile", f"{exchange}, {backend}", step, blocks.get(backend, Way.block), exchange, backend)
+    return Way("contrastile", f"{exchange}, {backend}", partial(_step, loss), block, exchange, backend)
 
 
 def _open_clip(name: str, world: int, *, with_grad: bool) -> Way:
     """open_clip's class where it is installed, else the same formula in plain PyTorch."""
-    block = _two_strips
-    words = {"local_loss": True, "gather_with_grad": with_grad, "rank": 0, "world_size": world}
     try:
-        loss = import_module("open_clip").ClipLoss(**words)
+        loss = import_module("open_clip").ClipLoss(
+            local_loss=True, gather_with_grad=with_grad, rank=0, world_size=world
+        )
     # torchvision beside another torch raises a RuntimeError
     except (ImportError, RuntimeError):
-        step: Step = partial(clip, local=True, with_grad=with_grad)
-        return Way("open_clip", f"{name}, written out", step, block)
-    return Way("open_clip", name, partial(_under_autocast, loss), block)
+        step = partial(clip, local=True, with_grad=with_grad)
+        return Way("open_clip", f"{name}, written out", step, _two_strips)
+    return Way("open_clip", name, partial(_step, loss, autocast=True), _two_strips)
 
 
 def _two_strips(N: int, W: int) -> tuple[int, int]:
@@ -148,8 +142,9 @@ def _two_strips(N: int, W: int) -> tuple[int, int]:
     return 2 * N, N * W
 
 
-def _under_autocast(loss: Callable[..., Tensor], q: Tensor, k: Tensor) -> Tensor:
-    with _autocast(q):
+def _step(loss: Callable[..., Tensor], q: Tensor, k: Tensor, *, autocast: bool = False) -> Tensor:
+    """A forward and backward of a loss of features and scale."""
+    with _autocast(q) if autocast else nullcontext():
         value = loss(q, k, torch.tensor(SCALE, device=q.device))
     return _differentiated(value)
 
@@ -157,17 +152,6 @@ def _under_autocast(loss: Callable[..., Tensor], q: Tensor, k: Tensor) -> Tensor
 def _differentiated(loss: Tensor) -> Tensor:
     loss.backward()
     return loss.detach()
-
-
-def _inf_cl(machine: Machine, world: int) -> Way:
-    """Inf-CLIP's ring, by its package."""
-    peer = next(peer for peer in rank_peers(0, world) if peer.name == "inf-cl")
-    missing = not_installed(peer.module) if machine.device.type == "cuda" else "needs a cuda device"
-
-    def step(q: Tensor, k: Tensor) -> Tensor:
-        return _differentiated(peer.losses["clip"](q, k, torch.tensor(SCALE, device=q.device)))
-
-    return Way("inf-cl", "ring", step, missing=missing)
 
 
 def _autocast(q: Tensor) -> torch.autocast:
@@ -182,17 +166,18 @@ def clip(
     Every rank gathers all rows of both sides. `local`: it compares its own rows with all columns, in both directions
     (OpenCLIP's local loss); otherwise all rows with all columns. with_grad: gathered rows hand gradients back.
     """
-    N, W = len(q), dist.get_world_size()
-    every = [_gathered(side, with_grad) for side in (q, k)]
-    labels = torch.arange(N if local else N * W, device=q.device)
+    images, texts = (_gathered(side, with_grad) for side in (q, k))
     with autocast or _autocast(q):
         if local:
-            directions = SCALE * q @ every[1].T, SCALE * k @ every[0].T
-        else:
-            logits = SCALE * every[0] @ every[1].T
-            directions = logits, logits.T
-        loss = (F.cross_entropy(directions[0], labels) + F.cross_entropy(directions[1], labels)) / 2
-    return _differentiated(loss)
+            return _differentiated(_cross_entropies(SCALE * q @ texts.T, SCALE * k @ images.T))
+        logits = SCALE * images @ texts.T
+        return _differentiated(_cross_entropies(logits, logits.T))
+
+
+def _cross_entropies(rows: Tensor, columns: Tensor) -> Tensor:
+    """The mean of both directions, whose targets are the first diagonal."""
+    labels = torch.arange(len(rows), device=rows.device)
+    return (F.cross_entropy(rows, labels) + F.cross_entropy(columns, labels)) / 2
 
 
 class _AllGather(torch.autograd.Function):
@@ -227,15 +212,9 @@ def disco_clip(q: Tensor, k: Tensor) -> Tensor:
     and keeps the part of its own.
     """
     N = len(q)
-    every = []
-    for side in (q, k):
-        parts = [torch.empty_like(side) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, side.detach())
-        every.append(torch.cat(parts).requires_grad_())
-    labels = torch.arange(N, device=q.device)
+    every = [_gathered(side.detach(), with_grad=False).requires_grad_() for side in (q, k)]
     with _autocast(q):
-        rows, columns = SCALE * every[0][:N] @ every[1].T, SCALE * every[1][:N] @ every[0].T
-        loss = (F.cross_entropy(rows, labels) + F.cross_entropy(columns, labels)) / 2
+        loss = _cross_entropies(SCALE * every[0][:N] @ every[1].T, SCALE * every[1][:N] @ every[0].T)
     gradients = torch.autograd.grad(loss, every)
     for side, gradient in zip((q, k), gradients, strict=True):
         dist.all_reduce(gradient)
