@@ -23,8 +23,8 @@ from contrastile.tiles.base import InFlight, Tiles, Weigh, bounds_of
 SIDE_CPU = 1024
 SIDE_ACCELERATOR = 8192
 # tiles held at once: logits, exponentials, gradient, a temporary, masks; on a CPU, which knows the logits' range, the
-# logits and their gradient. Of a guide there its product and a mask
-TILES_HELD, TILES_HELD_CPU, GUIDED_CPU = 5, 2, 1.25
+# logits and their gradient; there a guide has its product and a mask, label smoothing a tile and a mask
+TILES_HELD, TILES_HELD_CPU, GUIDED_CPU, SMOOTHED_CPU = 5, 2, 1.25, 1.25
 # float32 matrices of a dense block at the peak, with positives on a diagonal and by index, whose masks are matrices
 MATRICES, MATRICES_BY_INDEX = 3.0, 7.25
 # most and fewest rows of a strip over all columns on a CPU; with fewer, two sweeps over tiles are as fast
@@ -189,8 +189,9 @@ class Eager(Tiles):
         # both passes of a pairwise loss are one sweep over tiles
         rows, cols = (min(N, side), min(M, side)) if loss.pairwise else tiles._largest_tile(N, M, dtype)
         held = TILES_HELD_CPU + GUIDED_CPU * loss.guides + loss.reads_products
-        # logits that are far apart at a large scale have exponentials of their own for rows and for columns
-        held += loss.symmetric and (rows, cols) != (N, M)
+        # label smoothing reads the logits after their exponentials; logits that are far apart, as at a large scale,
+        # have exponentials of their own for rows and for columns
+        held += SMOOTHED_CPU if getattr(loss, "label_smoothing", 0.0) else loss.symmetric
         # features of another type are converted, a side at a time
         return int(wide.itemsize * (held * rows * cols + (dtype != wide) * max(rows, cols) * D))
 
