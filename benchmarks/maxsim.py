@@ -161,8 +161,8 @@ def clip(x: Tensor) -> Tensor:
 
 
 def main() -> None:
-    parts = {"nargs": "+", "choices": ("ladder", "losses"), "default": ["ladder", "losses"]}
-    with script(__doc__, COLUMNS, *PEERS, seconds=SECONDS, parts=parts) as (options, machine, report):
+    words = {"--parts": {"nargs": "+", "choices": ("ladder", "losses"), "default": ["ladder", "losses"]}}
+    with script(__doc__, COLUMNS, *PEERS, seconds=SECONDS, options=words) as (options, machine, report):
         report.say(TABLE.header())
         bench = Bench(machine, report)
         for part in options.parts:
