@@ -141,13 +141,11 @@ class Bench:
             for way, loss in (("symmetric", Softmax(symmetric=True)), ("one way", Softmax())):
                 for place in ("resident", "host"):
                     q, k = (x if place == "resident" else x.cpu().pin_memory() for x in tokens(size))
-                    pair, how = (
-                        (q.requires_grad_(), k.requires_grad_()),
-                        {"scale": 20.0, "loss": loss, "device": "cuda"},
-                    )
+                    pair = q.requires_grad_(), k.requires_grad_()
 
-                    def step(pair: tuple[Tensor, Tensor] = pair, how: dict[str, Any] = how) -> object:
-                        return torch.autograd.grad(contrast(*pair, scorer=MaxSim(), **how), pair)
+                    def step(pair: tuple[Tensor, Tensor] = pair, loss: Softmax = loss) -> object:
+                        value = contrast(*pair, scorer=MaxSim(), scale=20.0, loss=loss, device="cuda")
+                        return torch.autograd.grad(value, pair)
 
                     self.measure("loss + grads", f"{place}, {way}, {size[0]} x {size[1]}", size, 1, step)
 
