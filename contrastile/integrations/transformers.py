@@ -23,11 +23,13 @@ from torch import Tensor, nn
 
 from contrastile import InfoNCELoss, encode
 from contrastile._errors import invalid
+from contrastile.gradcache.introspect import of_its_module
 
 # an encoder of one side: the name of a method of the model, or a function that gets the model and one side's inputs
 Encoder = str | Callable[..., Tensor]
 
 
+@of_its_module
 def mean_pooled(model: nn.Module, /, **inputs: Any) -> Tensor:
     """Unit rows [B, D]: the mean of the last hidden states over the tokens of the attention mask."""
     states: Tensor = model(**inputs).last_hidden_state
