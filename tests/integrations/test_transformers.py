@@ -104,6 +104,10 @@ def test_texts_and_hard_negatives(tmp_path: Path) -> None:
     keys = torch.cat([features["positive"], features["negative"]])
     wanted = torch.nn.functional.cross_entropy(20.0 * features["query"] @ keys.T, torch.arange(2))
     torch.testing.assert_close(loss, wanted)
+    run.sub_batch, run.sub_batch_tokens = None, 6
+    torch.testing.assert_close(
+        run.compute_loss(run.model, batch, return_outputs=True)[1]["negative"], features["negative"]
+    )
     with pytest.raises(ValueError, match=r"`inputs` must hold query or query_...; got \['positive'\]"):
         run.compute_loss(run.model, {"positive": batch["positive"]})
 
