@@ -99,10 +99,11 @@ class ContrastileMixin:
         retain: int | Literal["auto"] = 0,
         **named: Any,
     ) -> None:
-        if len(sides) < 2:
-            raise invalid("sides", "name two columns or more", tuple(sides), 'Pass ("query", "key").')
-        if isinstance(loss, type):
-            raise invalid("loss", "be a loss as an object", loss.__name__, f"Pass {loss.__name__}().")
+        if isinstance(sides, str) or len(sides) < 2:
+            raise invalid("sides", "name two columns or more", sides, 'Pass ("query", "key").')
+        if isinstance(loss, type) or (loss is not None and not callable(loss)):
+            name = getattr(loss, "__name__", "InfoNCELoss")
+            raise invalid("loss", "be a loss as an object", getattr(loss, "__name__", loss), f"Pass {name}().")
         one = isinstance(encoders, str) or callable(encoders)
         self.encoders: list[Encoder] = [encoders] * len(sides) if one else list(encoders)  # type: ignore[list-item,arg-type]
         if len(self.encoders) != len(sides):

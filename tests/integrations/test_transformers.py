@@ -115,6 +115,8 @@ def test_texts_and_hard_negatives(tmp_path: Path) -> None:
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for words, sentence in (
         ({"sides": ("query",)}, r"`sides` must name two columns or more; got \('query',\). Pass"),
+        ({"sides": "query"}, "`sides` must name two columns or more; got query. Pass"),
+        ({"loss": "infonce"}, r"`loss` must be a loss as an object; got infonce. Pass InfoNCELoss\(\)."),
         ({"loss": ClipLoss}, r"`loss` must be a loss as an object; got ClipLoss. Pass ClipLoss\(\)."),
         ({"encoders": ["a"]}, "`encoders` must be one, or one for each of 2 sides; got 1. Add some."),
     ):
