@@ -117,7 +117,7 @@ class Graph:
         scale, *others = (torch.empty_like(x, dtype=self.wide) for x in numbers)
         own = [torch.empty_like(x) for x in (q, k, *labels)]
         own_call, features = _refilled(call, own), own[:2]
-        self.fill, self.gradients = Filling([*features, scale, *others, *own[2:]]), Gradients()
+        self.fill = Filling([*features, scale, *others, *own[2:]])
         # numbers that were passed as such
         self.numbers: dict[float, Tensor] = {}
         # the sums of the latest call, as long as somebody may want its backward
@@ -138,6 +138,7 @@ class Graph:
         self.fill.deliver(self.value)
         with without_autocast(call.device):
             self.sums, self.replay, self.bytes = _captured(compute)
+        self.gradients = Gradients(self.sums, wanted)
 
     def __call__(self, given: Sequence[Tensor | float]) -> tuple[Tensor, Held]:
         """The loss of these features, numbers and labels, and its gradient sums."""
@@ -168,18 +169,19 @@ class Graph:
 
     def backward(self, held: Held, inputs: Sequence[Tensor | None], upstream: Tensor) -> list[Tensor | None]:
         """The gradients of scale, bias, queries and keys."""
-        of_inputs = [
+        gradients = [
             torch.empty_like(x, memory_format=torch.contiguous_format) if want and x is not None else None
             for x, want in zip(inputs, self.wanted, strict=True)
         ]
         # no replay in another thread while the sums are read
         with _lock, _on(self.device):
             assert held.sums is not None
-            self.gradients(held.sums, of_inputs, upstream, current_stream_address(self.device.index))
+            outs = [x for x in gradients if x is not None]
+            self.gradients(held.sums, outs, upstream, current_stream_address(self.device.index))
             # a backward that failed may be tried again
             if not backward_is_kept():
                 held.sums = None
-        return of_inputs
+        return gradients
 
 
 class Replayed(torch.autograd.Function):
