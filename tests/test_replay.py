@@ -25,7 +25,7 @@ from contrastile.losses import Sigmoid, Softmax
 from contrastile.scorers import MaxSim
 from contrastile.tiles.base import Accumulated
 from contrastile.tiles.eager import Eager
-from contrastile.tiles.triton import replay
+from contrastile.tiles.triton import launch, replay
 
 CAPTURED: list[int] = []
 # so large that two of them are kept
@@ -208,6 +208,24 @@ def test_a_checkpoint_around_a_loss_finds_what_it_saved() -> None:
         checkpoint(lambda q: contrast(q.sin(), q, scale=3.0), q, use_reentrant=False).backward()
         contrast(q, q.detach(), scale=3.0).backward()
     assert len(CAPTURED) == 1
+
+
+def test_hooks_of_a_profiler_see_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Compiled:
+        function, packed_metadata = "function", "metadata"
+
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *arguments, stream: launches.append((grid, stream, arguments))
+
+        def run(self, *arguments: Any) -> None:
+            launches.append(arguments)
+
+    launches: list[Any] = []
+    compiled: Any = Compiled()
+    launch.start(compiled, (3, 1, 1), 7, (5, 6))
+    monkeypatch.setattr(launch.triton.knobs.runtime, "launch_enter_hook", [print])
+    launch.start(compiled, (3, 1, 1), 7, (5, 6))
+    assert launches == [(3, 1, 1, 7, "function", "metadata", None, None, None, 5, 6), ((3, 1, 1), 7, (5, 6))]
 
 
 @pytest.mark.usefixtures("_played")

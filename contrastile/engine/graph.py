@@ -122,14 +122,12 @@ class Graph:
         # without grad mode, the loss alone
         wants = torch.is_grad_enabled()
         self.wanted = wanted = [wants and x is not None and x.requires_grad for x in inputs]
-        # place of the keys among the inputs
-        self.keys = 2 + len(call.rows.leaves)
         # scale and bias in the accumulator's type, all others with the strides of a clone
         numbers = [x for x in inputs[:2] if x is not None]
         scale, *others = (torch.empty_like(x, dtype=self.wide) for x in numbers)
         features, own_labels = ([torch.empty_like(x) for x in tensors] for tensors in (given, labels))
         own_call = _refilled(call, features, own_labels)
-        self.fill, self.gradients = Filling([*features, scale, *others, *own_labels]), Gradients()
+        self.fill = Filling([*features, scale, *others, *own_labels])
         # numbers that were passed as such
         self.numbers: dict[float, Tensor] = {}
         # the sums of the latest call, as long as somebody may want its backward
@@ -150,6 +148,8 @@ class Graph:
         self.fill.deliver(self.value)
         with without_autocast(call.device):
             self.sums, self.replay, self.bytes = _captured(compute)
+        # vectors come first on each side, and masks get no gradient
+        self.gradients = Gradients(self.sums, [*wanted[:3], wanted[2 + len(call.rows.leaves)]])
 
     def __call__(self, given: Sequence[Tensor | float]) -> tuple[Tensor, Held]:
         """The loss of these features, numbers and labels, and its gradient sums."""
@@ -180,19 +180,19 @@ class Graph:
 
     def backward(self, held: Held, inputs: Sequence[Tensor | None], upstream: Tensor) -> list[Tensor | None]:
         """The gradients of scale, bias, queries and keys; None for masks."""
-        of_inputs = [
+        gradients = [
             torch.empty_like(x, memory_format=torch.contiguous_format) if want and x is not None else None
             for x, want in zip(inputs, self.wanted, strict=True)
         ]
         # no replay in another thread while the sums are read
         with _lock, _on(self.device):
             assert held.sums is not None
-            of_numbers_and_sides = [*of_inputs[:3], of_inputs[self.keys]]
-            self.gradients(held.sums, of_numbers_and_sides, upstream, current_stream_address(self.device.index))
+            outs = [x for x in gradients if x is not None]
+            self.gradients(held.sums, outs, upstream, current_stream_address(self.device.index))
             # a backward that failed may be tried again
             if not backward_is_kept():
                 held.sums = None
-        return of_inputs
+        return gradients
 
 
 class Replayed(torch.autograd.Function):

@@ -6,7 +6,7 @@ longer on the host than the graph itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,22 +14,24 @@ from torch import Tensor
 
 from contrastile.tiles.base import Accumulated
 from contrastile.tiles.triton import ends, launch
-from contrastile.tiles.triton.plan import ALIGNMENT, tiles_of
+from contrastile.tiles.triton.plan import ALIGNMENT, interpreting, tiles_of
 
 # numbers of one program
 BLOCK = 4096
-# function of the arguments in their order, tensors as addresses
-Launch = Callable[..., None]
 
 
-def _first(kernel: Any, lengths: Sequence[int], *arguments: Any) -> Launch | None:
-    """Launch by Triton, which compiles for these types; later launches with others of them. None: always by Triton."""
-    # without any number there is one program too
-    grid = (max(sum(tiles_of(n, BLOCK) for n in lengths), 1), 1, 1)
-    compiled = kernel[grid](*arguments)
-    # the interpreter compiles nothing
-    later: Launch | None = None if compiled is None else compiled[grid]
-    return later
+class _Repeated:
+    """A kernel launched again and again with tensors of the same types, lengths and alignment."""
+
+    def __init__(self, kernel: Any, lengths: Sequence[int], arguments: Sequence[Any]) -> None:
+        """Launch by Triton, which compiles."""
+        # without any number there is one program too
+        self._grid = (max(sum(tiles_of(n, BLOCK) for n in lengths), 1), 1, 1)
+        self._compiled = kernel[self._grid](*arguments)
+
+    def __call__(self, stream: int, arguments: Sequence[Any]) -> None:
+        """Launch with other tensors, as addresses."""
+        launch.start(self._compiled, self._grid, stream, arguments)
 
 
 def _addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
@@ -54,7 +56,7 @@ class Filling:
         self._address = torch.zeros((), dtype=torch.int64, device=targets[0].device)
         self._fixed = _addresses(targets), self._lengths
         # by types of the sources
-        self._launches: dict[tuple[torch.dtype, ...], Launch | None] = {}
+        self._launches: dict[tuple[torch.dtype, ...], _Repeated] = {}
 
     def __call__(self, sources: Sequence[Tensor], value: Tensor, stream: int) -> None:
         """Copy, and have the next replay write its loss to `value`."""
@@ -64,13 +66,12 @@ class Filling:
             for x, target, strides in zip(sources, self._targets, self._strides, strict=True)
         ]
         types = tuple([x.dtype for x in sources])
-        launched = self._launches.get(types)
-        if launched is None:
+        repeated = self._launches.get(types)
+        if repeated is None or interpreting():
             tensors = (tuple(sources), self._targets, self._lengths, value, self._address, BLOCK)
-            self._launches[types] = _first(ends.fill, self._lengths, *tensors)
+            self._launches[types] = _Repeated(ends.fill, self._lengths, tensors)
         else:
-            addresses = _addresses(sources), *self._fixed, value.data_ptr(), self._address.data_ptr(), BLOCK
-            launched(*addresses, stream=stream)
+            repeated(stream, (_addresses(sources), *self._fixed, value.data_ptr(), self._address.data_ptr(), BLOCK))
 
     def deliver(self, value: Tensor) -> None:
         """Copy the loss to where the last `__call__` has said."""
@@ -78,26 +79,35 @@ class Filling:
 
 
 class Gradients:
-    """Gradients from a graph's sums and an upstream gradient, in one launch."""
+    """Gradients from a graph's sums and an upstream gradient, in one launch.
 
-    def __init__(self) -> None:
-        self._launch: Launch | None = None
+    sums: sums of queries and keys, then the scale and, for an upstream gradient of 1, its gradient and the bias's.
+    wanted: whether scale, bias, queries and keys get a gradient.
+    """
 
-    def __call__(self, sums: Accumulated, of_inputs: Sequence[Tensor | None], upstream: Tensor, stream: int) -> None:
-        """Write the gradients of scale, bias, queries and keys; None is not wanted.
+    def __init__(self, sums: Accumulated, wanted: Sequence[bool]) -> None:
+        self._sums, self._wanted = sums, wanted
+        self._lengths = tuple([x.numel() for x in self._totals(sums)])
+        self._fixed = self._read(sums)
+        # number of the numbers that get a gradient, and position of the first
+        self._numbers, self._first = sum(wanted[:2]), 1 if wanted[0] else 2
+        self._launch: _Repeated | None = None
 
-        sums: sums of queries and keys, then the scale and, for an upstream gradient of 1, its gradient and the bias's.
-        """
-        u, v, numbers = sums
-        of_scale, of_bias, of_q, of_k = of_inputs
-        sides = [(x, out) for x, out in ((u, of_q), (v, of_k)) if x is not None and out is not None]
-        totals, outs = [x for x, _ in sides], [out for _, out in sides]
-        lengths, of_numbers = tuple([x.numel() for x in outs]), [x for x in (of_scale, of_bias) if x is not None]
-        # position of the first gradient that is read
-        first = 1 if of_scale is not None else 2
-        if self._launch is None:
-            tensors = tuple(totals), tuple(outs), lengths, numbers, upstream, tuple(of_numbers)
-            self._launch = _first(ends.gradients, lengths, *tensors, first, BLOCK)
+    def _totals(self, sums: Accumulated) -> tuple[Tensor, ...]:
+        return tuple([x for x, want in zip(sums, self._wanted[2:], strict=False) if want and x is not None])
+
+    def _read(self, sums: Accumulated) -> tuple[tuple[int, ...], int]:
+        return _addresses(self._totals(sums)), sums.sums.data_ptr()
+
+    def __call__(self, sums: Accumulated, gradients: Sequence[Tensor], upstream: Tensor, stream: int) -> None:
+        """Write those gradients that are wanted. sums: those of the graph, or a copy."""
+        n = self._numbers
+        if self._launch is None or interpreting():
+            each = tuple(gradients)
+            tensors = self._totals(sums), each[n:], self._lengths, sums.sums, upstream, each[:n]
+            self._launch = _Repeated(ends.gradients, self._lengths, (*tensors, self._first, BLOCK))
         else:
-            addresses = _addresses(totals), _addresses(outs), lengths, numbers.data_ptr(), upstream.data_ptr()
-            self._launch(*addresses, _addresses(of_numbers), first, BLOCK, stream=stream)
+            totals, numbers = self._fixed if sums is self._sums else self._read(sums)
+            outs = _addresses(gradients)
+            addresses = totals, outs[n:], self._lengths, numbers, upstream.data_ptr(), outs[:n]
+            self._launch(stream, (*addresses, self._first, BLOCK))
