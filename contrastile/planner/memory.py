@@ -39,8 +39,6 @@ class Side:
     between: int = 0
     # features and their gradients wait in host memory
     host: bool = False
-    # some weights of the encoder's model are not trained: `encode` keeps all graphs if they are small
-    partly_frozen: bool = False
 
     @property
     def count(self) -> int:
@@ -59,9 +57,9 @@ class Side:
 
     @property
     def keeps_all(self) -> bool:
-        """Graphs are so small that `encode` keeps them whatever `retain` is."""
+        """Graphs behind frozen weights are so small that `encode` keeps them whatever `retain` is."""
         each = max(self.cost.inputs, HEAD * self.cost.features) * self.cost.sub_batch
-        return self.partly_frozen and self.cost.trained > 0 and self.cost.graph <= each
+        return self.cost.reads_frozen and self.cost.trained > 0 and self.cost.graph <= each
 
     def graphs(self, retained: int) -> int:
         """Bytes of the last `retained` graphs; the last sub-batch may be shorter."""

@@ -183,7 +183,6 @@ def plan_of(
     products = half or (torch.float64 if train.precision == "float64" else torch.float32)
     given = torch.float64 if train.precision == "float64" else torch.float32
     on_gpu, late = machines.device == "cuda", _late(recipe)
-    partly_frozen = len({parameter.requires_grad for parameter in model.parameters()}) > 1
     sides = []
     for cost, (examples, size, _) in zip(costs, sub_batches(recipe, rows).values(), strict=True):
         # features in the type of the loss, and normalised
@@ -194,7 +193,7 @@ def plan_of(
             copies += cost.features if cost.name == "passage" else 0
         inputs = (STREAMED * size if on_gpu else 0) * cost.inputs
         between = NORMALISED * given.itemsize * cost.dimensions if late else 0
-        sides.append(Side(cost, examples, inputs, copies, between, partly_frozen=partly_frozen))
+        sides.append(Side(cost, examples, inputs, copies, between))
     kind, queue = recipe.loss.kind, getattr(recipe.loss, "queue", 0)
     both_ways = isinstance(recipe, Recipe) and kind in ("infonce", "gist")
     size_of: Any = LossSize
