@@ -25,7 +25,7 @@ from contrastile.engine.graph import replayed, small
 from contrastile.engine.operation import AtOnce, Call, MakeTiles, Operation, Plan, with_gradients
 from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cast_features, indices
 from contrastile.exchange import host
-from contrastile.exchange.base import Exchange, Layout
+from contrastile.exchange.base import Exchange, Layout, Single
 from contrastile.losses.base import PairLoss, Shard, changed
 from contrastile.tiles.fitting import fitting_side
 from contrastile.tiles.scored import Scored
@@ -235,12 +235,11 @@ def _streamed(problem: Problem, tokens: tuple[int, int] | None) -> tuple[Callabl
     if collectives.size(options.group) > 1 and options.exchange != "single":
         layout = agreed_layout(options, problem.loss, rows, cols, problem.statement, tokens)
         carrier = consistency.carrier_on_host(options.group)
-    problem = _padded(problem, layout.tokens)
-    cuts = host.cut(problem.rows, problem.cols, device, workspace)
-    exchange = host.Host(
-        options.gradient, layout, device, problem.dtype if problem.scorer is None else None, cuts, carrier
-    )
-    with exchange.in_step():
+    dtype = problem.dtype if problem.scorer is None else None
+    with Single(options.gradient, layout).in_step():
+        problem = _padded(problem, layout.tokens)
+        cuts = host.cut(problem.rows, problem.cols, device, workspace)
+        exchange = host.Host(options.gradient, layout, device, dtype, cuts, carrier)
         rows, cols = (host.without_features_on(shard, device) for shard in (problem.rows, problem.cols))
         problem = replace(problem, rows=rows, cols=cols).placed(exchange)
         tiles = _tiles(problem, exchange, workspace)
