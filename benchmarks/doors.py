@@ -327,15 +327,14 @@ def measure(bench: Bench, door: str, machine: Machine, report: Report) -> None:
             with report.failures(f"{door} by {impl}", judged=impl == OURS):
                 # compiles and allocates
                 step()
-                seconds: list[float] = []
-                peak = machine.peak(lambda step=step, seconds=seconds: seconds.append(machine.time(step)))
+                seconds, peak = machine.time_and_peak(step)
                 rows[name] = {
                     "impl": impl, "loss": door, "model": f"bert-384-{bench.layers}", "batch": pairs,
                     "sub_batch": bench.sub_batch, "length": LONGEST, "retain": retain,
                     "dtype": "bfloat16" if bench.device.type == "cuda" else "float32",
-                    "peak_bytes": peak, "ms": seconds[0] * 1e3, **origin,
+                    "peak_bytes": peak, "ms": seconds * 1e3, **origin,
                 }  # fmt: skip
-                if seconds[0] <= LONG_STEP:
+                if seconds <= LONG_STEP:
                     steps[name] = step
         timings = machine.race(steps)
         for name, row in rows.items():

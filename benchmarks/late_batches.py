@@ -117,13 +117,11 @@ def batches(machine: Machine, report: Report, options: Any) -> None:
             RetrieverJob.loss(job, part).backward()
             optimizer.step()
 
-        seconds: list[float] = []
         # the first update also makes the optimizer's state
         if not before[0]:
             step()
-        peak = machine.peak(lambda step=step, seconds=seconds: seconds.append(machine.time(step)))
-        if 3 * seconds[0] < options.seconds:
-            seconds = [machine.time(step) for _ in range(3)]
+        first, peak = machine.time_and_peak(step)
+        seconds = [machine.time(step) for _ in range(3)] if 3 * first < options.seconds else [first]
         before, sizes = (b, min(seconds)), (b, *lengths, run.model.features)
         middle = statistics.median(seconds)
         result(machine, report, "update", "contrastile", sizes, precision, middle, peak, planned=planned)

@@ -9,15 +9,17 @@ rows of the file.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import transformers as hf
-from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from contrastile.bench.harness import COLUMNS, Machine, Report, script
 from contrastile.bench.towers import Pairs, Towers
 from contrastile.bench.ways import Task, cached
 from contrastile.gradcache.encode import encode
+from contrastile.integrations.transformers import mean_pooled
 from contrastile.models.compiled import compile_tower, uncompile_tower
 from contrastile.modules import ClipLoss
 from contrastile.train.memory import PeakMemory
@@ -25,19 +27,6 @@ from contrastile.train.provenance import provenance
 
 # lengths of this project's docstring passages in subwords: their logarithm's mean and deviation, and the most
 MEAN, DEVIATION, LONGEST = 4.6, 1.04, 256
-
-
-class Reader(nn.Module):
-    """Tokens [B, L] and their mask to the mean over tokens [B, D]."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        mask = attention_mask[..., None].to(hidden.dtype)
-        return (hidden * mask).sum(1) / mask.sum(1)
 
 
 def texts(machine: Machine, dtype: torch.dtype, report: Report) -> None:
@@ -48,7 +37,8 @@ def texts(machine: Machine, dtype: torch.dtype, report: Report) -> None:
     config = hf.BertConfig(**sizes, num_hidden_layers=12 if on_gpu else 3, max_position_embeddings=LONGEST)
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
     with device:
-        reader = Reader(hf.BertModel(config, add_pooling_layer=False)).train()
+        model = hf.BertModel(config, add_pooling_layer=False).train()
+    reader = partial(mean_pooled, model)
     lengths = torch.empty(count).normal_(MEAN, DEVIATION).exp().clamp(3, LONGEST) * most / LONGEST
     mask = (torch.arange(most) < lengths.round()[:, None]).long()
     tokens = {"input_ids": torch.randint(1, config.vocab_size, (count, most)) * mask, "attention_mask": mask}
@@ -59,11 +49,11 @@ def texts(machine: Machine, dtype: torch.dtype, report: Report) -> None:
         "by tokens": {"sub_batch_tokens": sub_batch * most},
     }
     for compiled in (False, True):
-        (compile_tower if compiled else uncompile_tower)(reader)
+        (compile_tower if compiled else uncompile_tower)(model)
         for way, words in ways.items():
 
             def step(words: dict[str, int] = words) -> None:
-                reader.zero_grad()
+                model.zero_grad()
                 with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
                     features = encode(reader, tokens, **words)
                 features.backward(torch.full_like(features, 1e-3))

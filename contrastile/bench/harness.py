@@ -309,6 +309,12 @@ class Machine:
             self.wait()
         return weighed.bytes
 
+    def time_and_peak(self, step: Step) -> tuple[float, int]:
+        """Return the seconds of a step on this rank, and its peak."""
+        with Weighed(self.device) as weighed:
+            seconds = self.time(step)
+        return seconds, weighed.bytes
+
     def wait(self) -> None:
         """Wait until the device is idle."""
         if self.device.type == "cuda":

@@ -248,11 +248,10 @@ class LossBench:
         sample = Sample(case.loss, problem(case, machine.device))
         product_seconds = machine.time(machine.product, ONCE_PRODUCTS)
         results: list[tuple[Tensor, ...]] = []
-        seconds: list[float] = []
-        peak = machine.peak(lambda: seconds.append(machine.time(lambda: results.append(sample.step(loss)))))
+        seconds, peak = machine.time_and_peak(lambda: results.append(sample.step(loss)))
         at_size, cast = sample.distance(results[0])
         if not self._rejected(case, one, gate.red(distance) or gate.red(at_size, cast)):
-            ms = seconds[0] * 1e3
+            ms = seconds * 1e3
             timing = Timing(ms, machine.product_operations / product_seconds, ms, ms)
             self._report(Result(case, one, distance.worst(at_size), peak, timing=timing))
 

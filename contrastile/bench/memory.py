@@ -243,7 +243,7 @@ class MemoryBench:
 
     def _numbers(self, loss: Loss, N: int, d: int, dtype: torch.dtype, *, once: bool) -> Row:
         """The peak of a step beside its features, and the milliseconds of the next, or `once` of the same."""
-        device, seconds = self.machine.device, list[float]()
+        device, machine = self.machine.device, self.machine
         generator = torch.Generator(device).manual_seed(0)
         drawn = (torch.randn(N, d, device=device, generator=generator) for _ in range(2))
         q, k = (F.normalize(side, dim=-1).to(dtype).requires_grad_() for side in drawn)
@@ -253,17 +253,12 @@ class MemoryBench:
             q.grad = k.grad = None
             loss(q, k, scale).backward()
 
-        def timed() -> None:
-            seconds.append(self.machine.time(step))
-
         if not once:
             # compiles kernels, and makes what stays
             step()
             q.grad = k.grad = None
-        peak = self.machine.peak(timed)
-        if not once:
-            timed()
-        return {"peak_bytes": peak, "ms": round(seconds[-1] * 1e3, 3)}
+        seconds, peak = machine.time_and_peak(step)
+        return {"peak_bytes": peak, "ms": round((seconds if once else machine.time(step)) * 1e3, 3)}
 
     def _planned(self, way: Contestant, world: int, N: int, d: int, dtype: torch.dtype) -> int | None:
         """The planner's bytes for contrastile's own ways."""

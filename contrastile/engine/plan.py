@@ -23,9 +23,9 @@ from contrastile.distributed import collectives, consistency
 from contrastile.engine.compiled import traceable, traced
 from contrastile.engine.graph import Replayed, operation, ready, small
 from contrastile.engine.operation import Call, MakeTiles, Operation, Plan
-from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cast_features, indices, leaves_of
+from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cast_features, guides, indices, leaves_of
 from contrastile.exchange import host
-from contrastile.exchange.base import Exchange, Layout
+from contrastile.exchange.base import Exchange, Layout, Single
 from contrastile.losses.base import PairLoss, Shard, changed
 from contrastile.tiles.fitting import fitting_side
 from contrastile.tiles.scored import Scored
@@ -35,7 +35,7 @@ MOST_PLANS = 256
 # types of a scale and a bias that are whole on every rank
 NUMBERS = (*PLAIN, float, int, type(None))
 # tensors of a shard in a call that can be refilled
-PARTS = ("features", "positives", "labels", "ids")
+PARTS = ("features", "positives", "labels", "ids", "numbers")
 # labels of a call that can be refilled: name in a shard, argument of the queries, argument of the keys
 LABELS = (("labels", "query_labels", "key_labels"), ("ids", "query_ids", "key_ids"))
 # side of a tile for backend="dense", which holds the whole block
@@ -155,7 +155,7 @@ def _call(problem: Problem, plan: Plan, exchange: Exchange) -> Call:
     return Call(
         plan, exchange, problem.loss, problem.rows, problem.cols, weights=problem.weights,
         reduction=problem.options.reduction, device=problem.device, scorer=problem.scorer,
-        input_dtypes=problem.input_dtypes(), indexed=problem.indexed,
+        input_dtypes=problem.input_dtypes(), indexed=problem.indexed, numbered=problem.numbered,
     )  # fmt: skip
 
 
@@ -163,7 +163,12 @@ def _template(problem: Problem, plan: Plan, exchange: Exchange) -> Call:
     """The call with tensors without rows, in memory of their own: a cached call must not keep the user's alive."""
     shards = (problem.rows, problem.cols)
     rows, cols = (
-        changed(x, **{name: _no_rows(getattr(x, name)) for name in PARTS}, others=tuple(map(_no_rows, x.others)))
+        changed(
+            x,
+            **{name: _no_rows(getattr(x, name)) for name in PARTS},
+            guides=tuple(map(_no_rows, x.guides)),
+            others=tuple(map(_no_rows, x.others)),
+        )
         for x in shards
     )
     return _call(replace(problem, rows=rows, cols=cols, weights=_no_rows(problem.weights)), plan, exchange)
@@ -196,7 +201,7 @@ def _refilled(call: Call, arguments: Arguments) -> tuple[Any, ...]:
 
 
 def _labels(call: Call, arguments: Arguments) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The labels of these arguments for the rows, and for the columns, of a template."""
+    """The labels and guides of these arguments for the rows, and for the columns, of a template."""
     rows: dict[str, Any] = {}
     cols: dict[str, Any] = {}
     if call.rows.positives is not None:
@@ -204,6 +209,12 @@ def _labels(call: Call, arguments: Arguments) -> tuple[dict[str, Any], dict[str,
     for name, of_queries, of_keys in LABELS:
         if getattr(call.rows, name) is not None:
             rows[name], cols[name] = getattr(arguments, of_queries).long(), getattr(arguments, of_keys).long()
+    if arguments.guides:
+        q = arguments.q if call.scorer is None else leaves_of(arguments.q)[0]
+        of_rows, of_cols = guides(arguments, q)
+        # a graph reads the numbers first
+        rows |= {"numbers": of_rows["numbers"], "guides": of_rows["guides"]}
+        cols |= of_cols
     return rows, cols
 
 
@@ -211,7 +222,8 @@ def _tensors(call: Call, arguments: Arguments, inputs: Sequence[Tensor]) -> list
     """The tensors of these arguments, `inputs` first, in the order in which a graph reads those of a template."""
     rows, cols = _labels(call, arguments)
     scale = 1.0 if arguments.scale is None else arguments.scale
-    several = (*inputs, scale, arguments.bias, *rows.values(), *cols.values(), arguments.weights)
+    of_rows, of_cols = rows.pop("guides", ()), cols.pop("guides", ())
+    several = (*inputs, scale, arguments.bias, *rows.values(), *of_rows, *cols.values(), *of_cols, arguments.weights)
     return [x for x in several if x is not None]
 
 
@@ -269,12 +281,11 @@ def _streamed(problem: Problem, tokens: tuple[int, int] | None) -> tuple[Callabl
     if collectives.size(options.group) > 1 and options.exchange != "single":
         layout = agreed_layout(options, problem.loss, rows, cols, problem.statement, tokens)
         carrier = consistency.carrier_on_host(options.group)
-    problem = _padded(problem, layout.tokens)
-    cuts = host.cut(problem.rows, problem.cols, device, workspace)
-    exchange = host.Host(
-        options.gradient, layout, device, problem.dtype if problem.scorer is None else None, cuts, carrier
-    )
-    with exchange.in_step():
+    dtype = problem.dtype if problem.scorer is None else None
+    with Single(options.gradient, layout).in_step():
+        problem = _padded(problem, layout.tokens)
+        cuts = host.cut(problem.rows, problem.cols, device, workspace)
+        exchange = host.Host(options.gradient, layout, device, dtype, cuts, carrier)
         rows, cols = (host.without_features_on(shard, device) for shard in (problem.rows, problem.cols))
         problem = replace(problem, rows=rows, cols=cols).placed(exchange)
         tiles = _tiles(problem, exchange, workspace)
