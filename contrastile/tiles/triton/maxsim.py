@@ -39,6 +39,8 @@ SLOTS, PADDING = (256, 128, 64, 32, 16, 8), 1 / 15
 SLOT_MASKED = 16
 # compute capabilities of chips that have 99 KiB of shared memory for a program
 LESS_SHARED = (8, 6), (8, 9), (12, 0)
+# capability of the chips whose products wait for registers or shared memory, as the kernel chooses
+WGMMA = 9
 # bytes of a pair in float32 scores, logits, gradients and temporaries
 PAIR_BYTES = 24
 # share of the workspace for lists of the entries that each document token has won
@@ -50,17 +52,17 @@ MOST_SMALL, MOST_TOKENS = 255, 2**15 - 1
 class Tiling(NamedTuple):
     """The sweep on a chip: entries × tokens of a tile, documents of a program, and the form of its loop."""
 
-    entries: int = 256
+    entries: int = 128
     tokens: int = 64
-    warps: int = 8
+    warps: int = 4
     stages: int = 3
     documents: int = 32
     # documents and their tiles are one loop, so that the next document's loads overlap the sums
     flatten: bool = True
     # the entries stay in registers instead of shared memory
-    registers: bool = False
-    # of a thread, at most: more would leave one program to a multiprocessor
-    most_registers: int | None = None
+    registers: bool = True
+    # of a thread, at most: three programs share a multiprocessor
+    most_registers: int | None = 168
 
 
 class Gathering(NamedTuple):
@@ -72,18 +74,20 @@ class Gathering(NamedTuple):
     warps: int = 4
     stages: int = 1
     registers: int | None = 128
+    # rows of a list, and warps that write one
+    rows: int = 32
+    list_warps: int = 1
     tokens: int = 16
-    group: int = 64
-    chunk: int = 1024
-    document_warps: int = 4
+    document_features: int = 128
+    group: int = 32
+    document_warps: int = 1
     document_stages: int = 3
-    document_registers: int | None = None
 
 
-TILING_INTERPRETED = Tiling(entries=32, tokens=16, documents=3)
-# for short documents in 16 bits
-GATHERING_SHORT = Gathering(group=32, document_warps=1)
-GATHERING_INTERPRETED = Gathering(entries=32, tokens=16, group=16, chunk=64)
+TILING_INTERPRETED = Tiling(entries=32, tokens=16, documents=3, registers=False)
+# in float32, which takes more registers
+GATHERING_WIDE = Gathering(group=64, document_warps=4)
+GATHERING_INTERPRETED = Gathering(entries=32, rows=4, group=16)
 
 
 @dataclass
@@ -283,8 +287,7 @@ def expected_bytes(
     copies: bytes of a feature in tokens without those behind a mask, or in another type; 0 without a mask.
     """
     L, T = tokens
-    most = 256 if D <= 128 else 128
-    padded = tiles_of(L, slot := slot_of(L, most, masked=copies > 0)) * slot
+    padded = tiles_of(L, slot := slot_of(L, Tiling().entries, masked=copies > 0)) * slot
     winners = padded * (1 if T < MOST_SMALL else 2)
     pair = (PAIR_BYTES + winners + 4 * padded / slot) / (1 - 1 / LISTS)
     whole = workspace >= pair * N * M
@@ -314,14 +317,19 @@ def readable(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
 
-def tiling_for(x: Tensor, *, best: bool = False) -> Tiling:
+def tiling_for(x: Tensor) -> Tiling:
     """The tiling of the sweep for queries [N, L, D]."""
     if interpreting():
         return TILING_INTERPRETED
+    capability = torch.cuda.get_device_capability(x.device)
     if x.shape[2] > 128:
-        less = torch.cuda.get_device_capability(x.device) in LESS_SHARED
-        return Tiling(entries=64, warps=4, stages=2) if less else Tiling(entries=128)
-    return Tiling(most_registers=128 if best else None)
+        less = capability in LESS_SHARED
+        form = Tiling(entries=64, stages=2) if less else Tiling(warps=8)
+    elif capability[0] != WGMMA:
+        form = Tiling(entries=256, warps=8)
+    else:
+        return Tiling()
+    return form._replace(registers=False, most_registers=None)
 
 
 def scored(
@@ -330,7 +338,7 @@ def scored(
     """The scores [N, J] of a block and, if asked for, the winning token [J, entries] of each entry and document."""
     q, k = entries.vectors, documents.vectors
     (N, L, width), (J, M, _) = q.shape, k.shape
-    tiling = tiling_for(q, best=best) if tiling is None else tiling
+    tiling = tiling_for(q) if tiling is None else tiling
     tma = not interpreting() and shape_for(q.device).tma
     slots, BD = entries.count // entries.slot, max(16, triton.next_power_of_2(width))
     BM = max(tiling.entries, entries.slot)
@@ -413,24 +421,28 @@ def add_document_gradients(
     """Add Σ g_ij · q_il over the query tokens that each document token has won to v [J, M · D]."""
     (N, L, width), (J, M, _) = entries.vectors.shape, documents.vectors.shape
     D = v.shape[1] // M
-    BD = max(16, triton.next_power_of_2(D))
     if gathering is None:
-        # one warp has registers for so many features, and lists the entries of few blocks of tokens
-        short = BD <= 128 and M <= MOST_SMALL and g.dtype != entries.vectors.dtype
-        gathering = GATHERING_INTERPRETED if interpreting() else GATHERING_SHORT if short else Gathering()
-    at_once = max(1, min(J, workspace // (4 * entries.count)))
+        wide = entries.vectors.dtype == torch.float32
+        gathering = GATHERING_INTERPRETED if interpreting() else GATHERING_WIDE if wide else Gathering()
+    BD, BN = min(gathering.document_features, max(16, triton.next_power_of_2(D))), gathering.tokens
+    blocks, at_once = tiles_of(M, BN), max(1, min(J, workspace // (4 * entries.count)))
     lists = torch.empty(at_once, entries.count, dtype=torch.int32, device=g.device)
+    bounds = torch.empty(at_once, 2, blocks, dtype=torch.int32, device=g.device)
     unit = _unit(g) if entries.vectors.dtype == torch.float16 else torch.ones((), device=g.device)
+    given = {"list_ptr": lists, "bounds_ptr": bounds, "M": M, "entries": entries.count, "blocks": blocks, "BN": BN}
     for first in range(0, J, at_once):
+        some = min(at_once, J - first)
         run(
-            kernels.document_gradients, (tiles_of(M, gathering.tokens), min(at_once, J - first)),
-            warps=gathering.document_warps, registers=gathering.document_registers, q_ptr=entries.vectors,
-            best_ptr=best, weight_ptr=g, tokens_ptr=_or(entries.tokens, best), order_ptr=_or(documents.order, best),
-            list_ptr=lists, unit_ptr=unit, out_ptr=v, N=N, L=L, M=M, D=D, q_stride=width, entries=entries.count,
-            first=first, row_weight_stride=g.stride(0), col_weight_stride=g.stride(1), out_stride=v.stride(0),
-            BN=gathering.tokens, BD=BD, CHUNK=gathering.chunk, GROUP=gathering.group, PADDED=entries.padded,
-            ROWS_MASKED=entries.tokens is not None, COLS_MASKED=documents.order is not None,
-            WHOLE=BD == D, STAGES=gathering.document_stages,
+            kernels.list_entries, (tiles_of(blocks, kernels.FIELDS.value), some), warps=gathering.list_warps,
+            best_ptr=best, first=first, ROWS=gathering.rows, **given,
+        )  # fmt: skip
+        run(
+            kernels.document_gradients, (blocks, some, tiles_of(D, BD)), warps=gathering.document_warps,
+            q_ptr=entries.vectors, weight_ptr=g, tokens_ptr=_or(entries.tokens, best),
+            order_ptr=_or(documents.order, best), unit_ptr=unit, out_ptr=v, N=N, L=L, D=D, q_stride=width, first=first,
+            row_weight_stride=g.stride(0), col_weight_stride=g.stride(1), out_stride=v.stride(0), BD=BD,
+            GROUP=gathering.group, PADDED=entries.padded, ROWS_MASKED=entries.tokens is not None,
+            COLS_MASKED=documents.order is not None, WHOLE=D % BD == 0, STAGES=gathering.document_stages, **given,
         )  # fmt: skip
 
 
