@@ -126,6 +126,9 @@ def sweep(q_ptr, k_mem, tokens_ptr, lengths_ptr, sums_ptr, best_ptr, N, J, L, M,
         one = (tl.arange(0, BD)[:, None] == d[None, :]).to(q.dtype)
         q = tl.dot(q, one).to(q.dtype)
     first = group * documents
+    # never: a branch keeps the registers of the product above apart from those of the loop
+    if first >= J:
+        return
     for j in tl.range(first, min(first + documents, J), flatten=FLATTEN):
         n = M
         if COLS_MASKED:
@@ -216,7 +219,7 @@ def _behind(begin, count):
 
 @triton.jit
 def _fields(best_ptr, e, first, M, entries, BN: tl.constexpr):
-    """The winners of a row's entries, their blocks from the first on, whether they are among FIELDS, and as counters."""
+    """Winners of entries, their blocks from the first on, whether it is one of FIELDS, its shift and its counter."""
     best = tl.load(best_ptr + e, mask=e < entries, other=M).to(tl.int32)
     field = best // BN - first
     inside = (best < M) & (field >= 0) & (field < FIELDS)
