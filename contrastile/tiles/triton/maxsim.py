@@ -30,64 +30,17 @@ from contrastile.tiles.scored import Scored, Scorer
 from contrastile.tiles.triton import maxsim_kernels as kernels
 from contrastile.tiles.triton.backend import LEAST_CAPABILITY
 from contrastile.tiles.triton.launch import on, run
+from contrastile.tiles.triton.maxsim_plan import Gathering, Tiling, gathering_for, slot_of, tiling_for
 from contrastile.tiles.triton.plan import ALIGNMENT, PIECES, interpreting, shape_for, tiles_of
 
 # features of a token up to which a tile of them fits shared memory
 MOST_FEATURES = 256
-# entries of a slot, the first whose padding is at most this share; the last of them otherwise
-SLOTS, PADDING = (256, 128, 64, 32, 16, 8), 1 / 15
-SLOT_MASKED = 16
-# compute capabilities of chips that have 99 KiB of shared memory for a program
-LESS_SHARED = (8, 6), (8, 9), (12, 0)
-# capability of the chips whose products wait for registers or shared memory, as the kernel chooses
-WGMMA = 9
 # bytes of a pair in float32 scores, logits, gradients and temporaries
 PAIR_BYTES = 24
 # share of the workspace for lists of the entries that each document token has won
 LISTS = 4
 # indices of 8 bits, up to so many tokens of a document, else of 16
 MOST_SMALL, MOST_TOKENS = 255, 2**15 - 1
-
-
-class Tiling(NamedTuple):
-    """The sweep on a chip: entries × tokens of a tile, documents of a program, and the form of its loop."""
-
-    entries: int = 128
-    tokens: int = 64
-    warps: int = 4
-    stages: int = 3
-    documents: int = 32
-    # documents and their tiles are one loop, so that the next document's loads overlap the sums
-    flatten: bool = True
-    # the entries stay in registers instead of shared memory
-    registers: bool = True
-    # of a thread, at most: three programs share a multiprocessor
-    most_registers: int | None = 168
-
-
-class Gathering(NamedTuple):
-    """The gradients' kernels on a chip: entries of a query tile, tokens of a document tile, and listed entries."""
-
-    entries: int = 128
-    # of a query tile, at most
-    features: int = 64
-    warps: int = 4
-    stages: int = 1
-    registers: int | None = 128
-    # rows of a list, and warps that write one
-    rows: int = 32
-    list_warps: int = 1
-    tokens: int = 16
-    document_features: int = 128
-    group: int = 32
-    document_warps: int = 1
-    document_stages: int = 3
-
-
-TILING_INTERPRETED = Tiling(entries=32, tokens=16, documents=3, registers=False)
-# in float32, which takes more registers
-GATHERING_WIDE = Gathering(group=64, document_warps=4)
-GATHERING_INTERPRETED = Gathering(entries=32, rows=4, group=16)
 
 
 @dataclass
@@ -273,12 +226,6 @@ def _pair_bytes(rows: Shard, cols: Shard) -> float:
     return (PAIR_BYTES + entries.padded * (documents.index.itemsize + 4 / entries.slot)) / (1 - 1 / LISTS)
 
 
-def slot_of(L: int, most: int, *, masked: bool) -> int:
-    """Entries of a slot of queries of L tokens, `most` of which fit a tile."""
-    slot = next((s for s in SLOTS if s <= most and tiles_of(L, s) * s <= (1 + PADDING) * L), SLOTS[-1])
-    return min(slot, SLOT_MASKED) if masked else slot
-
-
 def expected_bytes(
     N: int, M: int, tokens: tuple[int, int], D: int, workspace: int, *, symmetric: bool, copies: int = 0
 ) -> tuple[int, bool]:
@@ -315,21 +262,6 @@ def readable(x: Tensor, dtype: torch.dtype) -> Tensor:
         return padded
     x = x.to(dtype).contiguous()
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
-
-
-def tiling_for(x: Tensor) -> Tiling:
-    """The tiling of the sweep for queries [N, L, D]."""
-    if interpreting():
-        return TILING_INTERPRETED
-    capability = torch.cuda.get_device_capability(x.device)
-    if x.shape[2] > 128:
-        less = capability in LESS_SHARED
-        form = Tiling(entries=64, stages=2) if less else Tiling(warps=8)
-    elif capability[0] != WGMMA:
-        form = Tiling(entries=256, warps=8)
-    else:
-        return Tiling()
-    return form._replace(registers=False, most_registers=None)
 
 
 def scored(
@@ -401,8 +333,7 @@ def add_query_gradients(
     """Add Σ_j g_ij · k_j,best to each query token of u [N, L · D]."""
     (N, L, _), (J, M, width) = entries.vectors.shape, documents.vectors.shape
     D = u.shape[1] // L
-    if gathering is None:
-        gathering = GATHERING_INTERPRETED if interpreting() else Gathering()
+    gathering = gathering or gathering_for(entries.vectors.dtype)
     BD = min(gathering.features, max(16, triton.next_power_of_2(D)))
     run(
         kernels.query_gradients, (tiles_of(entries.count, gathering.entries), tiles_of(D, BD)), warps=gathering.warps,
@@ -421,15 +352,20 @@ def add_document_gradients(
     """Add Σ g_ij · q_il over the query tokens that each document token has won to v [J, M · D]."""
     (N, L, width), (J, M, _) = entries.vectors.shape, documents.vectors.shape
     D = v.shape[1] // M
-    if gathering is None:
-        wide = entries.vectors.dtype == torch.float32
-        gathering = GATHERING_INTERPRETED if interpreting() else GATHERING_WIDE if wide else Gathering()
+    gathering = gathering or gathering_for(entries.vectors.dtype)
     BD, BN = min(gathering.document_features, max(16, triton.next_power_of_2(D))), gathering.tokens
     blocks, at_once = tiles_of(M, BN), max(1, min(J, workspace // (4 * entries.count)))
     lists = torch.empty(at_once, entries.count, dtype=torch.int32, device=g.device)
     bounds = torch.empty(at_once, 2, blocks, dtype=torch.int32, device=g.device)
     unit = _unit(g) if entries.vectors.dtype == torch.float16 else torch.ones((), device=g.device)
-    given = {"list_ptr": lists, "bounds_ptr": bounds, "M": M, "entries": entries.count, "blocks": blocks, "BN": BN}
+    given: dict[str, Any] = {
+        "list_ptr": lists,
+        "bounds_ptr": bounds,
+        "M": M,
+        "entries": entries.count,
+        "blocks": blocks,
+        "BN": BN,
+    }
     for first in range(0, J, at_once):
         some = min(at_once, J - first)
         run(
