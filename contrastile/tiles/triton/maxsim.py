@@ -270,7 +270,7 @@ def scored(
     """The scores [N, J] of a block and, if asked for, the winning token [J, entries] of each entry and document."""
     q, k = entries.vectors, documents.vectors
     (N, L, width), (J, M, _) = q.shape, k.shape
-    tiling = tiling_for(q) if tiling is None else tiling
+    tiling = tiling_for(q, best=best) if tiling is None else tiling
     tma = not interpreting() and shape_for(q.device).tma
     slots, BD = entries.count // entries.slot, max(16, triton.next_power_of_2(width))
     BM = max(tiling.entries, entries.slot)
@@ -333,7 +333,7 @@ def add_query_gradients(
     """Add Σ_j g_ij · k_j,best to each query token of u [N, L · D]."""
     (N, L, _), (J, M, width) = entries.vectors.shape, documents.vectors.shape
     D = u.shape[1] // L
-    gathering = gathering or gathering_for(entries.vectors.dtype)
+    gathering = gathering or gathering_for(entries.vectors)
     BD = min(gathering.features, max(16, triton.next_power_of_2(D)))
     run(
         kernels.query_gradients, (tiles_of(entries.count, gathering.entries), tiles_of(D, BD)), warps=gathering.warps,
@@ -352,20 +352,15 @@ def add_document_gradients(
     """Add Σ g_ij · q_il over the query tokens that each document token has won to v [J, M · D]."""
     (N, L, width), (J, M, _) = entries.vectors.shape, documents.vectors.shape
     D = v.shape[1] // M
-    gathering = gathering or gathering_for(entries.vectors.dtype)
+    at_once = max(1, min(J, workspace // (4 * entries.count)))
+    gathering = gathering or gathering_for(entries.vectors, at_once * M)
     BD, BN = min(gathering.document_features, max(16, triton.next_power_of_2(D))), gathering.tokens
-    blocks, at_once = tiles_of(M, BN), max(1, min(J, workspace // (4 * entries.count)))
+    blocks = tiles_of(M, BN)
     lists = torch.empty(at_once, entries.count, dtype=torch.int32, device=g.device)
     bounds = torch.empty(at_once, 2, blocks, dtype=torch.int32, device=g.device)
     unit = _unit(g) if entries.vectors.dtype == torch.float16 else torch.ones((), device=g.device)
-    given: dict[str, Any] = {
-        "list_ptr": lists,
-        "bounds_ptr": bounds,
-        "M": M,
-        "entries": entries.count,
-        "blocks": blocks,
-        "BN": BN,
-    }
+    given: dict[str, Any] = {"list_ptr": lists, "bounds_ptr": bounds, "M": M, "entries": entries.count}
+    given |= {"blocks": blocks, "BN": BN}
     for first in range(0, J, at_once):
         some = min(at_once, J - first)
         run(

@@ -16,6 +16,8 @@ SLOT_MASKED = 16
 LESS_SHARED = (8, 6), (8, 9), (12, 0)
 # capability of the chips whose products wait for registers or shared memory, as a kernel chooses
 WGMMA = 9
+# document tokens below which their entries are listed by programs of more warps than one
+FEW_LISTED = 100_000
 
 
 class Tiling(NamedTuple):
@@ -65,21 +67,22 @@ def slot_of(L: int, most: int, *, masked: bool) -> int:
     return min(slot, SLOT_MASKED) if masked else slot
 
 
-def tiling_for(x: Tensor) -> Tiling:
+def tiling_for(x: Tensor, *, best: bool = False) -> Tiling:
     """The tiling of the sweep for queries [N, L, D]."""
     if interpreting():
         return TILING_INTERPRETED
     capability = torch.cuda.get_device_capability(x.device)
     if x.shape[2] > 128:
-        less = capability in LESS_SHARED
-        form = Tiling(entries=64, stages=2) if less else Tiling(warps=8)
-    elif capability[0] != WGMMA:
-        form = Tiling(entries=256, warps=8)
-    else:
-        return Tiling()
-    return form._replace(registers=False, most_registers=None)
+        form = Tiling(entries=64, stages=2) if capability in LESS_SHARED else Tiling(warps=8)
+        return form._replace(registers=False, most_registers=None)
+    if capability[0] != WGMMA:
+        return Tiling(entries=256, warps=8, registers=False, most_registers=128 if best else None)
+    return Tiling(flatten=not best)
 
 
-def gathering_for(dtype: torch.dtype) -> Gathering:
-    """The form of the gradients' kernels."""
-    return GATHERING_INTERPRETED if interpreting() else GATHERING_WIDE if dtype == torch.float32 else Gathering()
+def gathering_for(x: Tensor, listed: int = 0) -> Gathering:
+    """The form of the gradients' kernels for queries [N, L, D]; listed: document tokens whose entries are listed."""
+    if interpreting():
+        return GATHERING_INTERPRETED
+    form = GATHERING_WIDE if x.dtype == torch.float32 else Gathering()
+    return form._replace(rows=128, list_warps=4) if listed < FEW_LISTED else form
