@@ -202,7 +202,7 @@ class Bench:
 
             return run
 
-        ours = partial(made, ContrastileTrainer, sub_batch=self.sub_batch)
+        ours = partial(made, ContrastileTrainer, sub_batch=None, sub_batch_tokens=self.sub_batch * LONGEST)
         yield (
             self.pairs,
             {
@@ -233,7 +233,7 @@ class Bench:
                 return formula(*(self(**side) for side in batch))
 
         class Cached(ContrastileMixin, Plain):
-            sub_batch = bench.sub_batch
+            sub_batch, sub_batch_tokens = None, bench.sub_batch * LONGEST
 
             def log(self, *_: Any, **__: Any) -> None:
                 """Log nothing outside of a Trainer."""

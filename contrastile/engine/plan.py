@@ -23,9 +23,9 @@ from contrastile.distributed import collectives, consistency
 from contrastile.engine.compiled import traceable, traced
 from contrastile.engine.graph import replayed, small
 from contrastile.engine.operation import AtOnce, Call, MakeTiles, Operation, Plan, with_gradients
-from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cast_features, indices
+from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cast_features, guides, indices
 from contrastile.exchange import host
-from contrastile.exchange.base import Exchange, Layout
+from contrastile.exchange.base import Exchange, Layout, Single
 from contrastile.losses.base import PairLoss, Shard, changed
 from contrastile.tiles.fitting import fitting_side
 from contrastile.tiles.scored import Scored
@@ -35,7 +35,7 @@ MOST_PLANS = 256
 # types of a scale and a bias that are whole on every rank
 NUMBERS = (*PLAIN, float, int, type(None))
 # tensors of a shard in a call that can be refilled
-PARTS = ("features", "positives", "labels", "ids")
+PARTS = ("features", "positives", "labels", "ids", "numbers")
 # labels of a call that can be refilled: name in a shard, argument of the queries, argument of the keys
 LABELS = (("labels", "query_labels", "key_labels"), ("ids", "query_ids", "key_ids"))
 # side of a tile for backend="dense", which holds the whole block
@@ -147,14 +147,17 @@ def _call(problem: Problem, plan: Plan, exchange: Exchange) -> Call:
     return Call(
         plan, exchange, problem.loss, problem.rows, problem.cols, weights=problem.weights,
         reduction=problem.options.reduction, device=problem.device, scorer=problem.scorer,
-        input_dtypes=problem.input_dtypes(), indexed=problem.indexed,
+        input_dtypes=problem.input_dtypes(), indexed=problem.indexed, numbered=problem.numbered,
     )  # fmt: skip
 
 
 def _template(problem: Problem, plan: Plan, exchange: Exchange) -> Call:
     """The call with tensors without rows, in memory of their own: a cached call must not keep the user's alive."""
     shards = (problem.rows, problem.cols)
-    rows, cols = (changed(x, **{name: _no_rows(getattr(x, name)) for name in PARTS}) for x in shards)
+    rows, cols = (
+        changed(x, **{name: _no_rows(getattr(x, name)) for name in PARTS}, guides=tuple(map(_no_rows, x.guides)))
+        for x in shards
+    )
     return _call(replace(problem, rows=rows, cols=cols, weights=_no_rows(problem.weights)), plan, exchange)
 
 
@@ -167,6 +170,9 @@ def _refilled(call: Call, arguments: Arguments) -> tuple[Any, ...]:
     q, k = arguments.q, arguments.k
     of_rows, of_cols = cast_features(q, k, call.rows.features.dtype)
     rows, cols = {"features": of_rows}, {"features": of_cols}
+    if arguments.guides:
+        for shard, fields in zip((rows, cols), guides(arguments, q), strict=True):
+            shard.update(fields)
     for name, of_queries, of_keys in LABELS:
         if getattr(call.rows, name) is not None:
             rows[name], cols[name] = getattr(arguments, of_queries).long(), getattr(arguments, of_keys).long()
@@ -235,12 +241,11 @@ def _streamed(problem: Problem, tokens: tuple[int, int] | None) -> tuple[Callabl
     if collectives.size(options.group) > 1 and options.exchange != "single":
         layout = agreed_layout(options, problem.loss, rows, cols, problem.statement, tokens)
         carrier = consistency.carrier_on_host(options.group)
-    problem = _padded(problem, layout.tokens)
-    cuts = host.cut(problem.rows, problem.cols, device, workspace)
-    exchange = host.Host(
-        options.gradient, layout, device, problem.dtype if problem.scorer is None else None, cuts, carrier
-    )
-    with exchange.in_step():
+    dtype = problem.dtype if problem.scorer is None else None
+    with Single(options.gradient, layout).in_step():
+        problem = _padded(problem, layout.tokens)
+        cuts = host.cut(problem.rows, problem.cols, device, workspace)
+        exchange = host.Host(options.gradient, layout, device, dtype, cuts, carrier)
         rows, cols = (host.without_features_on(shard, device) for shard in (problem.rows, problem.cols))
         problem = replace(problem, rows=rows, cols=cols).placed(exchange)
         tiles = _tiles(problem, exchange, workspace)

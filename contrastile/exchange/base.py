@@ -140,7 +140,9 @@ class Exchange(ABC):
 
     def total(self, local: Tensor, *, largest: bool = False) -> Tensor:
         """The sum over all ranks of a small tensor, or the largest of each of its numbers."""
-        return local if len(self.layout.rows) == 1 else collectives.total(local, self.layout.group, largest=largest)
+        if len(self.layout.rows) == 1:
+            return local
+        return (collectives.largest if largest else collectives.total)(local, self.layout.group)
 
     def in_step(self) -> AbstractContextManager[None]:
         """A context for a sweep, in which an error of one rank becomes an error of all."""

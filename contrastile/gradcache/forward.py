@@ -136,7 +136,7 @@ class Job:
             self.retain if grad else 0,
             len(self.bounds),
             self.device,
-            resident=[*self.reached.resident, *self.sharding.wholes(), *leaves],
+            resident=lambda: [*self.reached.resident, *self.sharding.wholes(), *leaves],
             frugal=frugal,
             # a number that the user gave is kept, and other ranks would have to replay as well
             releasable=self.retain in (AUTO, 0) and not self.sharding.modules,

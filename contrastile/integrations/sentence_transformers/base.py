@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from contrastile import encode
 from contrastile._errors import invalid
+from contrastile.gradcache.introspect import of_its_module
 from contrastile.integrations.sentence_transformers.layers import Layers
 
 # entries of a batch that are no rows, whatever their shape
@@ -125,6 +126,7 @@ class CachedLoss(nn.Module):
         whole = {name: x for name, x in features.items() if name not in rows}
         width, layers = _width(rows), Layers.of(model)
 
+        @of_its_module
         def embedding(model: nn.Module, /, **rows: Tensor) -> Any:
             if layers is not None:
                 return layers.embeddings(model, {**whole, **rows})
