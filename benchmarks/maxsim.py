@@ -24,7 +24,8 @@ from contrastile.bench.harness import Machine, Report, Row, Step, Table, not_ins
 from contrastile.losses import Softmax
 from contrastile.scorers import MaxSim
 from contrastile.tiles.triton import maxsim
-from contrastile.tiles.triton.maxsim import Documents, Entries, Gathering, Tiling
+from contrastile.tiles.triton.maxsim import Documents, Entries
+from contrastile.tiles.triton.maxsim_plan import Gathering, Tiling
 from contrastile.train.provenance import ORIGIN, provenance
 
 COLUMNS = ("what", "impl", "queries", "documents", "query_tokens", "document_tokens", "d", "dtype", "ms", "least_ms",
@@ -49,28 +50,26 @@ PEERS = {
     "late-interaction-kernels": ("late_interaction_kernels", "maxsim"),
     "flash-maxsim": ("flash_maxsim", "flash_maxsim_batched_train"),
 }
+SHARED = Tiling(entries=256, warps=8, registers=False, most_registers=128)
 SWEEPS = {
-    "256 x 64, 8 warps": Tiling(),
-    "128 x 64, 4 warps, entries in registers": Tiling(entries=128, warps=4, registers=True, most_registers=168),
-}
-WINNERS = {
-    "256 x 64, 8 warps, 128 registers": Tiling(most_registers=128),
-    "256 x 64, 8 warps": Tiling(),
-    "128 x 64, 4 warps": Tiling(entries=128, warps=4),
+    "128 x 64 in registers, 4 warps": Tiling(),
+    "4 stages": Tiling(stages=4),
+    "64 documents": Tiling(documents=64),
+    "a loop for documents, one for blocks": Tiling(flatten=False),
+    "256 x 64 in shared memory, 8 warps": SHARED,
+    "128 x 64 in shared memory, 2 stages": Tiling(registers=False, stages=2),
 }
 QUERIES = {
     "128 entries of 64 features, 4 warps": Gathering(),
     "64 entries of 64 features, 2 warps": Gathering(entries=64, warps=2),
-    "128 entries of 32 features, 2 warps": Gathering(features=32, warps=2),
     "256 entries of 32 features, 4 warps": Gathering(entries=256, features=32),
 }
 DOCUMENTS = {
-    "groups of 64, 4 warps, chunks of 1024": Gathering(),
-    "5 stages": Gathering(document_stages=5),
-    "groups of 32, 2 warps": Gathering(group=32, document_warps=2),
-    "groups of 32, 1 warp": Gathering(group=32, document_warps=1),
-    "chunks of 2048, 96 registers": Gathering(chunk=2048, document_registers=96),
-    "groups of 32, 2 warps, 5 stages": Gathering(group=32, document_warps=2, document_stages=5),
+    "lists of 32 rows, 1 warp": Gathering(),
+    "lists of 64 rows, 2 warps": Gathering(rows=64, list_warps=2),
+    "lists of 128 rows, 4 warps": Gathering(rows=128, list_warps=4),
+    "64 features": Gathering(document_features=64),
+    "4 stages": Gathering(document_stages=4),
 }
 # seconds of each call
 SECONDS = 0.15
@@ -103,8 +102,8 @@ class Bench:
         q, k = tokens(USUAL)
         N, J = len(q), len(k)
         entries, documents = Entries.of(q, None), Documents.of(k, None)
-        for what, tilings in (("sweep", SWEEPS), ("winners", WINNERS)):
-            for name, tiling in tilings.items():
+        for what in ("sweep", "winners"):
+            for name, tiling in SWEEPS.items():
                 sweep = partial(maxsim.scored, entries, documents, best=what == "winners", tiling=tiling)
                 self.measure(what, name, USUAL, 1, sweep)
         best = torch.randint(k.shape[1], (J, entries.count), dtype=documents.index, device="cuda")

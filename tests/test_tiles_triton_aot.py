@@ -52,8 +52,8 @@ GUIDED_ON = (80, 90, 100) if EVERY else (90,)
 # capabilities for which the busy kernels alone are compiled; shapes and instructions of 89 are those of 86
 BUSY_ON = (89,) if EVERY else (120,)
 # of late interaction: the tiling of a chip with wide products, and a small one of the same code on others
-LATE = {"BM": 256, "BN": 64, "BD": 128, "SLOT": 32, "CHUNK": 2048, "GROUP": 64}
-LATE_SMALL = {"BM": 64, "BN": 32, "BD": 32, "SLOT": 8, "CHUNK": 256, "GROUP": 32}
+LATE = {"BM": 128, "BN": 64, "BD": 128, "SLOT": 32, "GROUP": 32, "REGISTERS": True}
+LATE_SMALL = {"BM": 64, "BN": 32, "BD": 32, "SLOT": 8, "GROUP": 32}
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int
 def test_every_kernel_compiles_and_fits(capability: int, compiled: Callable[[int], dict[str, int]]) -> None:
     taken = compiled(capability)
     names = {name.split()[0] for name in taken}
-    late = {"sweep", "query_gradients", "document_gradients"}
+    late = {"sweep", "query_gradients", "list_entries", "document_gradients"}
     if capability in COMPLETE:
         # gradients of late interaction are the same code on every chip
         known = {kernel.fn.__name__ for kernel in _kernels()}
@@ -120,7 +120,8 @@ def _type(name: str, shape: Any, constants: dict[str, Any]) -> str | tuple[str, 
         return "*u8"
     if name == "best_ptr":
         return "*u8"
-    if name.endswith(("ids_ptr", "labels_ptr", "tokens_ptr", "lengths_ptr", "list_ptr", "begins_ptr", "order_ptr")):
+    of_texts = ("tokens_ptr", "lengths_ptr", "list_ptr", "bounds_ptr", "begins_ptr", "order_ptr")
+    if name.endswith(("ids_ptr", "labels_ptr", *of_texts)):
         return "*i32"
     if name.endswith(("positives_ptr", "starts_ptr", "sources_ptr", "columns_ptr", "address_ptr")):
         return "*i64"
@@ -214,7 +215,7 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
 def _late(name: str, capability: int) -> dict[str, Any]:
     """Everything at once: masks, winning tokens, padded features."""
     tiling = LATE if capability == 90 else LATE_SMALL
-    of_documents = {"BN": 16} if name == "document_gradients" else {}
+    of_documents = {"BN": 16} if name in ("list_entries", "document_gradients") else {}
     masks = {"ROWS_MASKED": True, "COLS_MASKED": True, "PADDED": 32, "NONE": 255}
     return tiling | of_documents | masks | {"BEST": True, "FLATTEN": True, "STAGES": 1, "WHOLE": False}
 
@@ -244,8 +245,7 @@ def _shared(kernel: Any, chosen: dict[str, Any], capability: int) -> int:
         if str(signature[name]).startswith("*") or name in ALIGNED
     }
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
-    late = "BD" in constants
-    options = {"num_warps": 8 if late else shape.warps if "BM" in constants else 4, "num_stages": shape.stages}
+    options = {"num_warps": shape.warps if "BK" in constants else 4, "num_stages": shape.stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     unordered = _unordered(compiled.asm["ttgir"])
     assert not unordered, f"{kernel.fn.__name__} stores {unordered} while other warps may still read"

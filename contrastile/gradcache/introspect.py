@@ -249,7 +249,11 @@ def runs_compiled(encoder: Callable[..., Any], modules: Sequence[nn.Module]) -> 
 
 def _learns_a_bias(module: nn.Module) -> bool:
     """Return whether a trained parameter or child of the module is named as a relative position bias is."""
-    biases = [getattr(module, name) for name in own_names(module) if any(word in name for word in RELATIVE)]
+    names = own_names(module)
+    # the names of most modules have none of the words
+    if not any(word in " ".join(names) for word in RELATIVE):
+        return False
+    biases = [getattr(module, name) for name in names if any(word in name for word in RELATIVE)]
     parameters = (p for x in biases for p in (x.parameters() if isinstance(x, nn.Module) else [x]))
     return any(parameter is not None and parameter.requires_grad for parameter in parameters)
 

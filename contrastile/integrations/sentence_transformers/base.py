@@ -138,7 +138,7 @@ class CachedLoss(nn.Module):
         tokens, mask = self.mini_batch_num_tokens, rows.get("attention_mask")
         if tokens is not None:
             size = None
-        elif mask is not None and mask.ndim == 2 and mask.numel():
+        elif mask is not None and mask.ndim == 2 and width and len(mask) > self.mini_batch_size:
             # no further limit: it puts texts of like length together, and trims them
             tokens = self.mini_batch_size * width
         if "query_expansion_positions" in rows:

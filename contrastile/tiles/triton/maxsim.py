@@ -15,7 +15,7 @@ document's tokens come first in a copy of the block.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -26,13 +26,9 @@ from contrastile.tiles.eager import LEAST_STRIP, SIDE_ACCELERATOR
 from contrastile.tiles.triton import mask_kernels
 from contrastile.tiles.triton import maxsim_kernels as kernels
 from contrastile.tiles.triton.launch import run
+from contrastile.tiles.triton.maxsim_plan import Gathering, Tiling, gathering_for, slot_of, tiling_for
 from contrastile.tiles.triton.plan import ALIGNMENT, interpreting, shape_for, tiles_of
 
-# entries of a slot, the first whose padding is at most this share; the last of them otherwise
-SLOTS, PADDING = (256, 128, 64, 32, 16, 8), 1 / 15
-SLOT_MASKED = 16
-# compute capabilities of chips that have 99 KiB of shared memory for a program
-LESS_SHARED = (8, 6), (8, 9), (12, 0)
 # bytes of a pair in float32 scores, logits, gradients and temporaries
 PAIR_BYTES = 24
 # share of the workspace for lists of the entries that each document token has won
@@ -41,45 +37,6 @@ LISTS = 4
 CHUNK, PAIRS = 1024, 32
 # indices of 8 bits, up to so many tokens of a document, else of 16
 MOST_SMALL, MOST_TOKENS = 255, 2**15 - 1
-
-
-class Tiling(NamedTuple):
-    """The sweep on a chip: entries × tokens of a tile, documents of a program, and the form of its loop."""
-
-    entries: int = 256
-    tokens: int = 64
-    warps: int = 8
-    stages: int = 3
-    documents: int = 32
-    # documents and their tiles are one loop, so that the next document's loads overlap the sums
-    flatten: bool = True
-    # the entries stay in registers instead of shared memory
-    registers: bool = False
-    # of a thread, at most: more would leave one program to a multiprocessor
-    most_registers: int | None = None
-
-
-class Gathering(NamedTuple):
-    """The gradients' kernels on a chip: entries of a query tile, tokens of a document tile, and listed entries."""
-
-    entries: int = 128
-    # of a query tile, at most
-    features: int = 64
-    warps: int = 4
-    stages: int = 1
-    registers: int | None = 128
-    tokens: int = 16
-    group: int = 64
-    chunk: int = 1024
-    document_warps: int = 4
-    document_stages: int = 3
-    document_registers: int | None = None
-
-
-TILING_INTERPRETED = Tiling(entries=32, tokens=16, documents=3)
-# for short documents in 16 bits
-GATHERING_SHORT = Gathering(group=32, document_warps=1)
-GATHERING_INTERPRETED = Gathering(entries=32, tokens=16, group=16, chunk=64)
 
 
 @dataclass
@@ -166,12 +123,6 @@ class Documents:
         return MOST_SMALL if self.index == torch.uint8 else MOST_TOKENS
 
 
-def slot_of(L: int, most: int, *, masked: bool) -> int:
-    """Entries of a slot of queries of L tokens, `most` of which fit a tile."""
-    slot = next((s for s in SLOTS if s <= most and tiles_of(L, s) * s <= (1 + PADDING) * L), SLOTS[-1])
-    return min(slot, SLOT_MASKED) if masked else slot
-
-
 def expected_bytes(
     N: int, M: int, tokens: tuple[int, int], D: int, workspace: int, *, symmetric: bool, copies: int = 0,
     at_once: bool = True,
@@ -182,8 +133,7 @@ def expected_bytes(
     gradients come with the loss where its tiles allow it.
     """
     L, T = tokens
-    most = 256 if D <= 128 else 128
-    padded = tiles_of(L, slot := slot_of(L, most, masked=copies > 0)) * slot
+    padded = tiles_of(L, slot := slot_of(L, Tiling().entries, masked=copies > 0)) * slot
     winners = padded * (1 if T < MOST_SMALL else 2)
     pair = (PAIR_BYTES + winners + 4 * padded / slot) / (1 - 1 / LISTS)
     whole = at_once and workspace >= pair * N * M
@@ -218,16 +168,6 @@ def readable(x: Tensor, dtype: torch.dtype) -> Tensor:
         return padded
     x = x.to(dtype).contiguous()
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
-
-
-def tiling_for(x: Tensor, *, best: bool = False) -> Tiling:
-    """The tiling of the sweep for queries [N, L, D]."""
-    if interpreting():
-        return TILING_INTERPRETED
-    if x.shape[2] > 128:
-        less = torch.cuda.get_device_capability(x.device) in LESS_SHARED
-        return Tiling(entries=64, warps=4, stages=2) if less else Tiling(entries=128)
-    return Tiling(most_registers=128 if best else None)
 
 
 def scored(
@@ -295,8 +235,7 @@ def add_query_gradients(
     """Add Σ_j g_ij · k_j,best to each query token of u [N, L · D]."""
     (N, L, _), (J, M, width) = entries.vectors.shape, documents.vectors.shape
     D = u.shape[1] // L
-    if gathering is None:
-        gathering = GATHERING_INTERPRETED if interpreting() else Gathering()
+    gathering = gathering or gathering_for(entries.vectors)
     BD = min(gathering.features, max(16, triton.next_power_of_2(D)))
     run(
         kernels.query_gradients, (tiles_of(entries.count, gathering.entries), tiles_of(D, BD)), warps=gathering.warps,
@@ -315,24 +254,28 @@ def add_document_gradients(
     """Add Σ g_ij · q_il over the query tokens that each document token has won to v [J, M · D]."""
     (N, L, width), (J, M, _) = entries.vectors.shape, documents.vectors.shape
     D = v.shape[1] // M
-    BD = max(16, triton.next_power_of_2(D))
-    if gathering is None:
-        # one warp has registers for so many features, and lists the entries of few blocks of tokens
-        short = BD <= 128 and M <= MOST_SMALL and g.dtype != entries.vectors.dtype
-        gathering = GATHERING_INTERPRETED if interpreting() else GATHERING_SHORT if short else Gathering()
     at_once = max(1, min(J, workspace // (4 * entries.count)))
+    gathering = gathering or gathering_for(entries.vectors, at_once * M)
+    BD, BN = min(gathering.document_features, max(16, triton.next_power_of_2(D))), gathering.tokens
+    blocks = tiles_of(M, BN)
     lists = torch.empty(at_once, entries.count, dtype=torch.int32, device=g.device)
+    bounds = torch.empty(at_once, 2, blocks, dtype=torch.int32, device=g.device)
     unit = _unit(g) if entries.vectors.dtype == torch.float16 else torch.ones((), device=g.device)
+    given: dict[str, Any] = {"list_ptr": lists, "bounds_ptr": bounds, "M": M, "entries": entries.count}
+    given |= {"blocks": blocks, "BN": BN}
     for first in range(0, J, at_once):
+        some = min(at_once, J - first)
         run(
-            kernels.document_gradients, (tiles_of(M, gathering.tokens), min(at_once, J - first)),
-            warps=gathering.document_warps, registers=gathering.document_registers, q_ptr=entries.vectors,
-            best_ptr=best, weight_ptr=g, tokens_ptr=_or(entries.tokens, best), order_ptr=_or(documents.order, best),
-            list_ptr=lists, unit_ptr=unit, out_ptr=v, N=N, L=L, M=M, D=D, q_stride=width, entries=entries.count,
-            first=first, row_weight_stride=g.stride(0), col_weight_stride=g.stride(1), out_stride=v.stride(0),
-            BN=gathering.tokens, BD=BD, CHUNK=gathering.chunk, GROUP=gathering.group, PADDED=entries.padded,
-            ROWS_MASKED=entries.tokens is not None, COLS_MASKED=documents.order is not None,
-            WHOLE=BD == D, STAGES=gathering.document_stages,
+            kernels.list_entries, (tiles_of(blocks, kernels.FIELDS.value), some), warps=gathering.list_warps,
+            best_ptr=best, first=first, ROWS=gathering.rows, **given,
+        )  # fmt: skip
+        run(
+            kernels.document_gradients, (blocks, some, tiles_of(D, BD)), warps=gathering.document_warps,
+            q_ptr=entries.vectors, weight_ptr=g, tokens_ptr=_or(entries.tokens, best),
+            order_ptr=_or(documents.order, best), unit_ptr=unit, out_ptr=v, N=N, L=L, D=D, q_stride=width, first=first,
+            row_weight_stride=g.stride(0), col_weight_stride=g.stride(1), out_stride=v.stride(0), BD=BD,
+            GROUP=gathering.group, PADDED=entries.padded, ROWS_MASKED=entries.tokens is not None,
+            COLS_MASKED=documents.order is not None, WHOLE=D % BD == 0, STAGES=gathering.document_stages, **given,
         )  # fmt: skip
 
 

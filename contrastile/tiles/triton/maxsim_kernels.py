@@ -8,7 +8,8 @@ SLOT entries, so that a tile of entries holds several short queries. Documents a
     sweep               each document's tokens against a tile of entries: sums of the maxima of each slot and, where
                         BEST, the index of the token that attains each maximum
     query_gradients     Σ_j g_ij · k_j,best of each entry, documents in order
-    document_gradients  Σ g_ij · q_il of each document token over the entries whose maximum it attains, in order
+    list_entries        the entries whose maximum each block of document tokens attains, in order
+    document_gradients  Σ g_ij · q_il of each document token over its listed entries
 
 No sum depends on the order in which programs run: the same bits every time.
 
@@ -23,9 +24,13 @@ import triton.language as tl
 
 # below every product, and finite
 LOWEST = tl.constexpr(-3.0e38)
+# threads that share a row of products in the matrix units, and its columns that lie side by side in one of them
+LANES, SIDE = tl.constexpr(4), tl.constexpr(2)
+# blocks of tokens that are listed by one program, and entries of a row of them: their counters fill a number
+FIELDS, ROW = tl.constexpr(12), tl.constexpr(16)
 # arguments that change from call to call: compiled once for all their values
 ANY = ("N", "J", "L", "M", "slots", "documents", "row_weight_stride", "col_weight_stride", "out_stride",
-       "first")  # fmt: skip
+       "first", "blocks")  # fmt: skip
 
 
 @triton.jit
@@ -59,26 +64,41 @@ def _load_tokens(mem, stride, row, rows, D, BN: tl.constexpr, BD: tl.constexpr, 
 
 
 @triton.jit
-def _best(s, cols, BN: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Maximum of each row, and the first column that attains it; at most 64 columns.
+def _by_thread(s, BM: tl.constexpr, BN: tl.constexpr):
+    """[BM, LANES, BN / LANES]: the columns of a row that one thread holds come last, ascending."""
+    x = tl.permute(tl.reshape(s, (BM, BN // (LANES * SIDE), LANES, SIDE)), (0, 2, 1, 3))
+    return tl.reshape(x, (BM, LANES, BN // LANES))
 
-    Each column has a power of a quarter. Those of the maxima are added up: the sum lies below twice the first of them,
-    whose exponent is the column. Multiplications have units of their own beside those of comparisons, of which one per
-    product is left.
+
+@triton.jit
+def _best(s, BM: tl.constexpr, BN: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Maxima [BM, LANES] of each thread's columns, and the first place among them that attains it; at most 24 places.
+
+    Two multiply-adds for each product, which have units of their own beside those of comparisons: one tells whether
+    it is below the maximum, one adds up a power of two for each that is. The sum is exact; its complement has the bits
+    of the maxima, the first of them in the exponent.
     """
-    top = tl.max(s, 1)
-    below = s - top[:, None]
-    # 1 where the product is the maximum, else 0: 2^100 times the difference is below −1
+    PLACES: tl.constexpr = BN // LANES.value
+    # the exponent of the first place's power, and the sum of all
+    MOST: tl.constexpr = 126 + PLACES
+    ALL: tl.constexpr = (1 << PLACES) - 1
+    x = _by_thread(s, BM, BN)
+    top = tl.max(x, 2)
     if INTERPRETED:
-        won = (below == 0.0).to(tl.float32)
+        below = (x != top[:, :, None]).to(tl.float32)
     else:
-        won = tl.inline_asm_elementwise(
-            "fma.rn.sat.f32 $0, $1, 0f71800000, 0f3F800000;", "=f,f", [below], dtype=tl.float32, is_pure=True, pack=1
-        )
-    power = ((127 - 2 * cols) << 23).to(tl.float32, bitcast=True)
-    first = tl.sum(won * power[None, :], 1)
-    index = (127 - (first.to(tl.int32, bitcast=True) >> 23)) >> 1
-    return top, tl.minimum(index, BN - 1)
+        # the last bit of the maximum is 8 at least in these units, so that saturation makes every difference a 1
+        exponent = (top.to(tl.int32, bitcast=True) >> 23) & 255
+        unit = (tl.minimum(281 - exponent, 253) << 23).to(tl.float32, bitcast=True)
+        below = tl.inline_asm_elementwise(
+            "fma.rn.sat.f32 $0, $1, $2, $3;", "=f,f,f,f", [x, -unit[:, :, None], (top * unit)[:, :, None]],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    power = ((MOST - tl.arange(0, PLACES)) << 23).to(tl.float32, bitcast=True)
+    won = ALL - tl.sum(below * power[None, None, :], 2)
+    place = MOST - (won.to(tl.int32, bitcast=True) >> 23)
+    # of values that are not finite
+    return top, tl.minimum(tl.maximum(place, 0), PLACES - 1)
 
 
 @triton.jit(do_not_specialize=ANY)
@@ -106,30 +126,37 @@ def sweep(q_ptr, k_mem, tokens_ptr, lengths_ptr, sums_ptr, best_ptr, N, J, L, M,
         one = (tl.arange(0, BD)[:, None] == d[None, :]).to(q.dtype)
         q = tl.dot(q, one).to(q.dtype)
     first = group * documents
+    # never: a branch keeps the registers of the product above apart from those of the loop
+    if first >= J:
+        return
     for j in tl.range(first, min(first + documents, J), flatten=FLATTEN):
         n = M
         if COLS_MASKED:
             n = tl.load(lengths_ptr + j)
-        top = tl.full((BM,), LOWEST, tl.float32)
-        index = tl.zeros((BM,), tl.int32)
-        for start in range(0, tl.maximum(n, 1), BN):
+        top = tl.full((BM, LANES), LOWEST, tl.float32)
+        place = tl.zeros((BM, LANES), tl.int32)
+        for start in range(0, n, BN):
             k = _load_tokens(k_mem, k_stride, j * M + start, J * M, D, BN, BD, TMA)
             s = tl.dot(q, k.T)
             if start + BN > n:
                 s = tl.where((cols < n - start)[None, :], s, LOWEST)
             if BEST:
-                value, at = _best(s, cols, BN, INTERPRETED)
-                index = tl.where(value > top, start + at, index)
-                top = tl.maximum(top, value)
+                value, at = _best(s, BM, BN, INTERPRETED)
+                place = tl.where(value > top, start // LANES + at, place)
             else:
-                top = tl.maximum(top, tl.max(s, 1))
-        has = valid & (n > 0)
-        top = tl.where(has, top, 0.0)
-        sums = tl.sum(tl.reshape(top, (BM // SLOT, SLOT)), 1)
+                value = tl.max(_by_thread(s, BM, BN), 2)
+            top = tl.maximum(top, value)
+        # products of an entry without a token are 0
+        most = tl.max(top, 1)
+        sums = tl.sum(tl.reshape(tl.where(n > 0, most, 0.0), (BM // SLOT, SLOT)), 1)
         tl.store(sums_ptr + j * slots.to(tl.int64) + slot, sums, mask=slot < slots)
         if BEST:
+            column = place // SIDE * (LANES * SIDE) + place % SIDE + SIDE * tl.arange(0, LANES)[None, :]
+            index = tl.min(tl.where(top == most[:, None], column, NONE), 1)
+            # computed again for each document: registers hold the products
+            _, _, has = entry_tokens(e, tokens_ptr, N, L, entries, PADDED, ROWS_MASKED)
             at = best_ptr + j * entries.to(tl.int64) + e
-            tl.store(at, tl.where(has, index, NONE).to(best_ptr.dtype.element_ty), mask=e < entries)
+            tl.store(at, tl.where(has & (n > 0), index, NONE).to(best_ptr.dtype.element_ty), mask=e < entries)
 
 
 @triton.jit
@@ -172,41 +199,104 @@ def query_gradients(k_ptr, best_ptr, weight_ptr, tokens_ptr, out_ptr, N, J, L, M
     tl.atomic_add(out, acc, mask=inside, sem="relaxed")
 
 
+@triton.jit
+def _counters(row):
+    """Twelve counters of 5 bits as six pairs of 32 bits."""
+    return (_pair(row), _pair(row >> 10), _pair(row >> 20), _pair(row >> 30), _pair(row >> 40), _pair(row >> 50))
+
+
+@triton.jit
+def _pair(x):
+    return (x & 31) | ((x >> 5 & 31) << 32)
+
+
+@triton.jit
+def _behind(begin, count):
+    """Where the lists of the next pair of blocks begin, if the first of this pair begins at the number `begin`."""
+    second = begin + (count & 0xFFFFFFFF)
+    return begin | (second << 32), second + (count >> 32)
+
+
+@triton.jit
+def _fields(best_ptr, e, first, M, entries, BN: tl.constexpr):
+    """Winners of entries, their blocks from the first on, whether it is one of FIELDS, its shift and its counter."""
+    best = tl.load(best_ptr + e, mask=e < entries, other=M).to(tl.int32)
+    field = best // BN - first
+    inside = (best < M) & (field >= 0) & (field < FIELDS)
+    shift = (tl.where(inside, field, 0) * 5).to(tl.int64)
+    return best, field, inside, shift, tl.where(inside, 1, 0).to(tl.int64) << shift
+
+
 @triton.jit(do_not_specialize=ANY)
-def document_gradients(q_ptr, best_ptr, weight_ptr, tokens_ptr, order_ptr, list_ptr, unit_ptr, out_ptr, N, L, M, D,
-                       q_stride, entries, first, row_weight_stride, col_weight_stride, out_stride, BN: tl.constexpr,
-                       BD: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
+def list_entries(best_ptr, list_ptr, bounds_ptr, M, entries, first, blocks, BN: tl.constexpr, ROWS: tl.constexpr):
+    """List the entries that each of FIELDS blocks of BN tokens has won: numbers e · BN + token of the block.
+
+    The list [J, entries] of a document has those of its first block, then of the next; bounds [J, 2, blocks]: where
+    each begins and ends. A row of entries is counted by one thread, in counters of 5 bits.
+    """
+    j = tl.program_id(1).to(tl.int64)
+    block = tl.program_id(0) * FIELDS
+    best_at = best_ptr + (j + first) * entries
+    list_at = list_ptr + j * entries
+    places = tl.arange(0, ROWS)[:, None] * ROW + tl.arange(0, ROW)[None, :]
+    before = tl.zeros((ROWS, ROW), tl.int32)
+    n0 = tl.zeros((ROWS,), tl.int64)
+    n1, n2, n3, n4, n5 = n0, n0, n0, n0, n0
+    for start in range(0, entries, ROWS * ROW):
+        best, field, inside, shift, one = _fields(best_at, start + places, block, M, entries, BN)
+        before += (field < 0).to(tl.int32)
+        c0, c1, c2, c3, c4, c5 = _counters(tl.sum(one, 1))
+        n0, n1, n2, n3, n4, n5 = n0 + c0, n1 + c1, n2 + c2, n3 + c3, n4 + c4, n5 + c5
+    n0, n1, n2, n3, n4, n5 = tl.sum(n0), tl.sum(n1), tl.sum(n2), tl.sum(n3), tl.sum(n4), tl.sum(n5)
+    b0, end = _behind(tl.sum(before).to(tl.int64), n0)
+    b1, end = _behind(end, n1)
+    b2, end = _behind(end, n2)
+    b3, end = _behind(end, n3)
+    b4, end = _behind(end, n4)
+    b5, end = _behind(end, n5)
+    pair = tl.arange(0, 2)
+    for i in tl.static_range(6):
+        begin = (b0, b1, b2, b3, b4, b5)[i]
+        count = (n0, n1, n2, n3, n4, n5)[i]
+        number = block + 2 * i + pair
+        at = bounds_ptr + j * 2 * blocks + number
+        tl.store(at, (begin >> (32 * pair)).to(tl.int32), mask=number < blocks)
+        tl.store(at + blocks, ((begin + count) >> (32 * pair)).to(tl.int32), mask=number < blocks)
+    for start in range(0, entries, ROWS * ROW):
+        best, field, inside, shift, one = _fields(best_at, start + places, block, M, entries, BN)
+        rank = (tl.cumsum(one, 1) >> shift & 31).to(tl.int32) - 1
+        c0, c1, c2, c3, c4, c5 = _counters(tl.sum(one, 1))
+        # behind the entries of the rows before
+        p0, p1, p2 = b0 + tl.cumsum(c0, 0) - c0, b1 + tl.cumsum(c1, 0) - c1, b2 + tl.cumsum(c2, 0) - c2
+        p3, p4, p5 = b3 + tl.cumsum(c3, 0) - c3, b4 + tl.cumsum(c4, 0) - c4, b5 + tl.cumsum(c5, 0) - c5
+        half = field >> 1
+        behind = tl.where(half < 2, tl.where(half < 1, p0[:, None], p1[:, None]), tl.where(half < 3, p2[:, None],
+                      tl.where(half < 4, p3[:, None], tl.where(half < 5, p4[:, None], p5[:, None]))))  # fmt: skip
+        behind = (behind >> ((field & 1) * 32).to(tl.int64)).to(tl.int32) + rank
+        tl.store(list_at + behind, (start + places) * BN + best % BN, mask=inside)
+        b0, b1, b2 = b0 + tl.sum(c0), b1 + tl.sum(c1), b2 + tl.sum(c2)
+        b3, b4, b5 = b3 + tl.sum(c3), b4 + tl.sum(c4), b5 + tl.sum(c5)
+
+
+@triton.jit(do_not_specialize=ANY)
+def document_gradients(q_ptr, list_ptr, bounds_ptr, weight_ptr, tokens_ptr, order_ptr, unit_ptr, out_ptr, N, L, M, D,
+                       q_stride, entries, first, blocks, row_weight_stride, col_weight_stride, out_stride,
+                       BN: tl.constexpr, BD: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
                        ROWS_MASKED: tl.constexpr, COLS_MASKED: tl.constexpr, WHOLE: tl.constexpr,
                        STAGES: tl.constexpr):  # fmt: skip
-    """Add Σ g_ij · q_il over the entries won by each of BN tokens to `out` [J, M · D], for one document.
-
-    The entries are listed in their order; of the list [J, entries] each block of tokens has a part of its own.
-    """
+    """Add Σ g_ij · q_il over the listed entries of a block of BN tokens to `out` [J, M · D], in their order."""
     block = tl.program_id(0)
     j = (tl.program_id(1) + first).to(tl.int64)
-    best_at = best_ptr + j * entries
-    list_at = list_ptr + tl.program_id(1).to(tl.int64) * entries
-    chunk = tl.arange(0, CHUNK)
-    before = tl.zeros((CHUNK,), tl.int32)
-    for start in range(0, entries, CHUNK):
-        best = tl.load(best_at + start + chunk, mask=start + chunk < entries, other=M).to(tl.int32)
-        before += (best < block * BN).to(tl.int32)
-    begin = tl.sum(before)
-    count = 0
-    for start in range(0, entries, CHUNK):
-        best = tl.load(best_at + start + chunk, mask=start + chunk < entries, other=M).to(tl.int32)
-        won = (best >= block * BN) & (best < tl.minimum((block + 1) * BN, M))
-        rank = tl.cumsum(won.to(tl.int32), 0)
-        packed = (start + chunk) * BN + best - block * BN
-        tl.store(list_at + begin + count + rank - 1, packed, mask=won)
-        count += tl.max(rank)
-    tl.debug_barrier()
-    d = tl.arange(0, BD)
+    bounds_at = bounds_ptr + tl.program_id(1).to(tl.int64) * 2 * blocks + block
+    begin = tl.load(bounds_at)
+    count = tl.load(bounds_at + blocks) - begin
+    list_at = list_ptr + tl.program_id(1).to(tl.int64) * entries + begin
+    d = tl.program_id(2) * BD + tl.arange(0, BD)
     unit = tl.load(unit_ptr)
     acc = tl.zeros((BN, BD), tl.float32)
     for start in tl.range(0, count, GROUP, num_stages=STAGES):
         at = start + tl.arange(0, GROUP)
-        packed = tl.load(list_at + begin + at, mask=at < count, other=0)
+        packed = tl.load(list_at + at, mask=at < count, other=0)
         token, query, _ = entry_tokens(packed // BN, tokens_ptr, N, L, entries, PADDED, ROWS_MASKED)
         g = tl.load(weight_ptr + query * row_weight_stride + j * col_weight_stride, mask=at < count, other=0.0)
         q_at = q_ptr + token[:, None] * q_stride + d[None, :]

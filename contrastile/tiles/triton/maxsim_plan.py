@@ -1,0 +1,88 @@
+"""Forms of late interaction's kernels on a chip, as measured (docs/kernels.md)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from contrastile.tiles.triton.plan import interpreting, tiles_of
+
+# entries of a slot, the first whose padding is at most this share; the last of them otherwise
+SLOTS, PADDING = (256, 128, 64, 32, 16, 8), 1 / 15
+SLOT_MASKED = 16
+# compute capabilities of chips that have 99 KiB of shared memory for a program
+LESS_SHARED = (8, 6), (8, 9), (12, 0)
+# capability of the chips whose products wait for registers or shared memory, as a kernel chooses
+WGMMA = 9
+# document tokens below which their entries are listed by programs of more warps than one
+FEW_LISTED = 100_000
+
+
+class Tiling(NamedTuple):
+    """The sweep on a chip: entries × tokens of a tile, documents of a program, and the form of its loop."""
+
+    entries: int = 128
+    tokens: int = 64
+    warps: int = 4
+    stages: int = 3
+    documents: int = 32
+    # documents and their tiles are one loop, so that the next document's loads overlap the sums
+    flatten: bool = True
+    # the entries stay in registers instead of shared memory
+    registers: bool = True
+    # of a thread, at most: three programs share a multiprocessor
+    most_registers: int | None = 168
+
+
+class Gathering(NamedTuple):
+    """The gradients' kernels on a chip: entries of a query tile, tokens of a document tile, and listed entries."""
+
+    entries: int = 128
+    # of a query tile, at most
+    features: int = 64
+    warps: int = 4
+    stages: int = 1
+    registers: int | None = 128
+    # rows of a list, and warps that write one
+    rows: int = 32
+    list_warps: int = 1
+    tokens: int = 16
+    document_features: int = 128
+    group: int = 32
+    document_warps: int = 1
+    document_stages: int = 3
+
+
+TILING_INTERPRETED = Tiling(entries=32, tokens=16, documents=3, registers=False)
+# in float32, which takes more registers
+GATHERING_WIDE = Gathering(group=64, document_warps=4)
+GATHERING_INTERPRETED = Gathering(entries=32, rows=4, group=16)
+
+
+def slot_of(L: int, most: int, *, masked: bool) -> int:
+    """Entries of a slot of queries of L tokens, `most` of which fit a tile."""
+    slot = next((s for s in SLOTS if s <= most and tiles_of(L, s) * s <= (1 + PADDING) * L), SLOTS[-1])
+    return min(slot, SLOT_MASKED) if masked else slot
+
+
+def tiling_for(x: Tensor, *, best: bool = False) -> Tiling:
+    """The tiling of the sweep for queries [N, L, D]."""
+    if interpreting():
+        return TILING_INTERPRETED
+    capability = torch.cuda.get_device_capability(x.device)
+    if x.shape[2] > 128:
+        form = Tiling(entries=64, stages=2) if capability in LESS_SHARED else Tiling(warps=8)
+        return form._replace(registers=False, most_registers=None)
+    if capability[0] != WGMMA:
+        return Tiling(entries=256, warps=8, registers=False, most_registers=128 if best else None)
+    return Tiling(flatten=not best)
+
+
+def gathering_for(x: Tensor, listed: int = 0) -> Gathering:
+    """The form of the gradients' kernels for queries [N, L, D]; listed: document tokens whose entries are listed."""
+    if interpreting():
+        return GATHERING_INTERPRETED
+    form = GATHERING_WIDE if x.dtype == torch.float32 else Gathering()
+    return form._replace(rows=128, list_warps=4) if listed < FEW_LISTED else form
