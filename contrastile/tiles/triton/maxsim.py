@@ -369,11 +369,12 @@ def add_document_gradients(
         )  # fmt: skip
         run(
             kernels.document_gradients, (blocks, some, tiles_of(D, BD)), warps=gathering.document_warps,
-            registers=gathering.document_registers, q_ptr=entries.vectors, weight_ptr=g, tokens_ptr=_or(entries.tokens, best),
-            order_ptr=_or(documents.order, best), unit_ptr=unit, out_ptr=v, N=N, L=L, D=D, q_stride=width, first=first,
-            row_weight_stride=g.stride(0), col_weight_stride=g.stride(1), out_stride=v.stride(0), BD=BD,
-            GROUP=gathering.group, PADDED=entries.padded, ROWS_MASKED=entries.tokens is not None,
-            COLS_MASKED=documents.order is not None, WHOLE=D % BD == 0, STAGES=gathering.document_stages, **given,
+            registers=gathering.document_registers, q_ptr=entries.vectors, weight_ptr=g,
+            tokens_ptr=_or(entries.tokens, best), order_ptr=_or(documents.order, best), unit_ptr=unit, out_ptr=v, N=N,
+            L=L, D=D, q_stride=width, first=first, row_weight_stride=g.stride(0), col_weight_stride=g.stride(1),
+            out_stride=v.stride(0), BD=BD, GROUP=gathering.group, PADDED=entries.padded,
+            ROWS_MASKED=entries.tokens is not None, COLS_MASKED=documents.order is not None, WHOLE=D % BD == 0,
+            STAGES=gathering.document_stages, **given,
         )  # fmt: skip
 
 
