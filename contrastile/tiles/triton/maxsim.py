@@ -25,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from contrastile.losses.base import Shard
 from contrastile.scorers import MaxSim, tokens
-from contrastile.tiles.eager import LEAST_STRIP, SIDE_ACCELERATOR
+from contrastile.tiles.eager import LEAST_STRIP
 from contrastile.tiles.scored import Scored, Scorer
 from contrastile.tiles.triton import maxsim_kernels as kernels
 from contrastile.tiles.triton.backend import LEAST_CAPABILITY
@@ -37,8 +37,10 @@ from contrastile.tiles.triton.plan import ALIGNMENT, PIECES, interpreting, shape
 MOST_FEATURES = 256
 # bytes of a pair in float32 scores, logits, gradients and temporaries
 PAIR_BYTES = 24
-# share of the workspace for lists of the entries that each document token has won
-LISTS = 4
+# share of the workspace for lists of the entries that each document token has won, and their bytes at most
+LISTS, LIST_BYTES = 4, 2**28
+# rows, and columns, of a tile at most: larger ones are not faster
+SIDE = 2048
 # indices of 8 bits, up to so many tokens of a document, else of 16
 MOST_SMALL, MOST_TOKENS = 255, 2**15 - 1
 
@@ -167,7 +169,7 @@ class FusedMaxSim(Scored):
     def fitting_side(cls, rows: Shard, cols: Shard, workspace: int) -> int:
         """Rows, and columns, of a tile of scores within the workspace."""
         fit = int((workspace / _pair_bytes(rows, cols)) ** 0.5)
-        return max(LEAST_STRIP, min(SIDE_ACCELERATOR, fit))
+        return max(LEAST_STRIP, min(SIDE, fit))
 
     def strip(self, rows: Shard, cols: Shard) -> int:
         if not self.loss.rowwise:
@@ -217,7 +219,8 @@ class FusedMaxSim(Scored):
             if u_I is not None:
                 add_query_gradients(u_I, g_IJ, entries, documents, best)
             if v_J is not None:
-                add_document_gradients(v_J, g_IJ, entries, documents, best, self.workspace // LISTS)
+                workspace = min(self.workspace // LISTS, LIST_BYTES)
+                add_document_gradients(v_J, g_IJ, entries, documents, best, workspace)
 
 
 def _pair_bytes(rows: Shard, cols: Shard) -> float:
@@ -238,11 +241,11 @@ def expected_bytes(
     winners = padded * (1 if T < MOST_SMALL else 2)
     pair = (PAIR_BYTES + winners + 4 * padded / slot) / (1 - 1 / LISTS)
     whole = workspace >= pair * N * M
-    side = max(LEAST_STRIP, min(SIDE_ACCELERATOR, int((workspace / pair) ** 0.5)))
+    side = max(LEAST_STRIP, min(SIDE, int((workspace / pair) ** 0.5)))
     # a loss of one way has all columns in a strip
     strip = 0 if symmetric else int(workspace / (pair * M))
     rows, cols = (N, M) if whole else (strip, M) if strip >= LEAST_STRIP else (min(N, side), min(M, side))
-    lists = 4 * rows * padded * max(1, min(cols, workspace // LISTS // (4 * rows * padded)))
+    lists = 4 * rows * padded * max(1, min(cols, min(workspace // LISTS, LIST_BYTES) // (4 * rows * padded)))
     # scores, logits and gradients; of the tile before, its winners and three of them are still there
     first = (winners + 12 + 4 * symmetric) * rows * cols + lists
     next_one = 0 if whole else (2 * winners + 20) * rows * cols
