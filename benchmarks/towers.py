@@ -9,38 +9,24 @@ rows of the file.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
+from functools import partial
 
 import torch
 import transformers as hf
-from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from contrastile.bench.harness import COLUMNS, Machine, Report, results_file
+from contrastile.bench.harness import COLUMNS, Machine, Report, script
 from contrastile.bench.towers import Pairs, Towers
 from contrastile.bench.ways import Task, cached
 from contrastile.gradcache.encode import encode
+from contrastile.integrations.transformers import mean_pooled
 from contrastile.models.compiled import compile_tower, uncompile_tower
 from contrastile.modules import ClipLoss
 from contrastile.train.memory import PeakMemory
-from contrastile.train.provenance import provenance, signature
+from contrastile.train.provenance import provenance
 
 # lengths of this project's docstring passages in subwords: their logarithm's mean and deviation, and the most
 MEAN, DEVIATION, LONGEST = 4.6, 1.04, 256
-
-
-class Reader(nn.Module):
-    """Tokens [B, L] and their mask to the mean over tokens [B, D]."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        mask = attention_mask[..., None].to(hidden.dtype)
-        return (hidden * mask).sum(1) / mask.sum(1)
 
 
 def texts(machine: Machine, dtype: torch.dtype, report: Report) -> None:
@@ -51,7 +37,8 @@ def texts(machine: Machine, dtype: torch.dtype, report: Report) -> None:
     config = hf.BertConfig(**sizes, num_hidden_layers=12 if on_gpu else 3, max_position_embeddings=LONGEST)
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
     with device:
-        reader = Reader(hf.BertModel(config, add_pooling_layer=False)).train()
+        model = hf.BertModel(config, add_pooling_layer=False).train()
+    reader = partial(mean_pooled, model)
     lengths = torch.empty(count).normal_(MEAN, DEVIATION).exp().clamp(3, LONGEST) * most / LONGEST
     mask = (torch.arange(most) < lengths.round()[:, None]).long()
     tokens = {"input_ids": torch.randint(1, config.vocab_size, (count, most)) * mask, "attention_mask": mask}
@@ -62,11 +49,11 @@ def texts(machine: Machine, dtype: torch.dtype, report: Report) -> None:
         "by tokens": {"sub_batch_tokens": sub_batch * most},
     }
     for compiled in (False, True):
-        (compile_tower if compiled else uncompile_tower)(reader)
+        (compile_tower if compiled else uncompile_tower)(model)
         for way, words in ways.items():
 
             def step(words: dict[str, int] = words) -> None:
-                reader.zero_grad()
+                model.zero_grad()
                 with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
                     features = encode(reader, tokens, **words)
                 features.backward(torch.full_like(features, 1e-3))
@@ -105,17 +92,12 @@ def rate(machine: Machine, dtype: torch.dtype, report: Report) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write rows there, behind those that it has")
-    path, device = parser.parse_args().csv, torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     torch.manual_seed(0)
-    print(signature(device, "transformers"), flush=True)
-    with results_file(path, COLUMNS["steps"]) as write:
-        report = Report(lambda line: print(line, flush=True), write)
+    with script(__doc__, COLUMNS["steps"], "transformers", seconds=1.0) as (_, machine, report):
         for measure in (rate, texts):
             with report.failures(measure.__name__, judged=True):
-                measure(Machine.of(device, 1.0), dtype, report)
+                measure(machine, dtype, report)
 
 
 if __name__ == "__main__":

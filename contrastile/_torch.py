@@ -7,7 +7,7 @@ of torch may change any of these without notice; then this file changes, and no 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -74,7 +74,24 @@ def uncompiled(function: Any) -> Any:
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether torch.compile has wrapped the module or its call."""
-    return uncompiled(module) is not None or module._compiled_call_impl is not None
+    # no getattr: for what a module lacks it is slow, and a model has hundreds
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
+def own_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """The parameters of these modules themselves, each once; as `parameters(recurse=False)` of each, and faster."""
+    return list({id(x): x for module in modules for x in module._parameters.values() if x is not None}.values())
+
+
+def own_buffers(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Tensor]]:
+    """The buffers of these modules themselves, with their module and name."""
+    named = ((module, *item) for module in modules if module._buffers for item in module._buffers.items())
+    return [(module, name, x) for module, name, x in named if x is not None]
+
+
+def own_names(module: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters and modules that are attributes of the module."""
+    return *module._parameters, *module._modules
 
 
 def compile_graphs(module: nn.Module) -> None:
@@ -191,7 +208,7 @@ def fsdp_module_class() -> Any:
 
 def in_fsdp_module(module: nn.Module) -> bool:
     """Return whether FSDP2 shards the module itself or a module around it."""
-    return hasattr(module, "_is_fsdp_managed_module")
+    return "_is_fsdp_managed_module" in vars(module)
 
 
 def fsdp_states(modules: Sequence[Any]) -> list[Any]:

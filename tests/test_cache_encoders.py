@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from contrastile import ClipLoss, NTXentLoss, SigLipLoss, contrast, encode
 from contrastile.gradcache.inputs import PROBE_ROWS
+from contrastile.gradcache.introspect import of_its_module
 from contrastile.scorers import MaxSim
 
 B, D_IN, D, SUB = 23, 6, 8, 5
@@ -372,3 +373,22 @@ def test_a_buffer_that_grows_is_accepted(x: Tensor) -> None:
     table = Table()
     assert torch.equal(encode(table, x, sub_batch=SUB), table(x))
     assert torch.equal(encode(table, x, sub_batch=SUB), table(x))
+
+
+def test_a_marked_function_of_a_module_runs_without_a_probe() -> None:
+    runs = []
+    linear = nn.Linear(3, 2)
+    linear.register_forward_pre_hook(lambda *_: runs.append(1))
+
+    def doubled(module: nn.Module, x: Tensor) -> Tensor:
+        return 2 * module(x)
+
+    x = torch.randn(4, 3)
+    for marks, count in ((False, 5), (True, 4)):
+        function = of_its_module(doubled) if marks else doubled
+        runs.clear()
+        linear.zero_grad()
+        encode((linear, function), x, sub_batch=2).square().sum().backward()
+        assert len(runs) == count
+        assert linear.weight.grad is not None
+        torch.testing.assert_close(linear.weight.grad, 8 * linear(x).T @ x)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -218,8 +219,32 @@ def _shared(kernel: Any, chosen: dict[str, Any], capability: int) -> int:
     }
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
     options = {"num_warps": shape.warps if "BK" in constants else 4, "num_stages": shape.stages}
-    shared: int = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    unordered = _unordered(compiled.asm["ttgir"])
+    assert not unordered, f"{kernel.fn.__name__} stores {unordered} while other warps may still read"
+    shared: int = compiled.metadata.shared
     return shared
+
+
+def _unordered(code: str) -> str | None:
+    """The first store, to be done by one warp, after a load that several warps repeat, without a barrier between.
+
+    Triton repeats loads of fewer numbers than threads in every layout that needs them. A kernel that updates such
+    numbers in place must wait for all warps before it stores.
+    """
+    layouts: dict[str, str] = {}
+    repeated, pointers = False, set()
+    for line in code.splitlines():
+        operation = re.search(r"tt\.(load|store) (%\w+).*tensor<(.*)> loc\((\S+)\)", line)
+        if "barrier" in line:
+            repeated = False
+            layouts.clear()
+        elif operation is not None and operation[1] == "load":
+            repeated |= layouts.setdefault(operation[4], operation[3]) != operation[3]
+            pointers.add(operation[2])
+        elif operation is not None and repeated and operation[2] in pointers:
+            return operation[0]
+    return None
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ the same device in the same minute: a machine that is shared or throttled slows 
 
 from __future__ import annotations
 
+import argparse
 import csv
 import gc
 import os
@@ -308,6 +309,12 @@ class Machine:
             self.wait()
         return weighed.bytes
 
+    def time_and_peak(self, step: Step) -> tuple[float, int]:
+        """Return the seconds of a step on this rank, and its peak."""
+        with Weighed(self.device) as weighed:
+            seconds = self.time(step)
+        return seconds, weighed.bytes
+
     def wait(self) -> None:
         """Wait until the device is idle."""
         if self.device.type == "cuda":
@@ -374,6 +381,27 @@ def reporting(
         yield Report(say, write, world)
     if path:
         say(f"rows: {path}")
+
+
+@contextmanager
+def script(
+    doc: str | None,
+    columns: Sequence[str],
+    *packages: str,
+    seconds: float = 0.0,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Iterator[tuple[argparse.Namespace, Machine, Report]]:
+    """Parse a script's `--csv` and its own arguments; yield them, the GPU or else the CPU, and a report.
+
+    seconds: of the machine, beside whose products times are taken; 0 is for scripts that need no product.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write rows there, behind those that it has")
+    for name, words in (options or {}).items():
+        parser.add_argument(name, **words)
+    given, device = parser.parse_args(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with reporting(given.csv, columns, device, *packages) as report:
+        yield given, Machine.of(device, seconds) if seconds else Machine(device), report
 
 
 def sentence_of(error: Exception) -> str:

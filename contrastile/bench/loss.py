@@ -133,29 +133,17 @@ class Result:
         marked = case.dtype == "float32" and case.precision != "highest"
         backend = f"{one.backend}, precision {case.precision}" if marked else one.backend
         return {
-            "impl": one.name,
-            "loss": case.loss,
-            "backend": backend,
-            "implementation": f"{one.name} ({backend})",
-            "b": case.b,
-            "d": case.d,
-            "dtype": case.dtype,
-            "world": one.world,
-            "ms": round(timing.ms, 3),
-            "least_ms": timing.least_ms,
-            "effective_tflops": round(self.rate / 1e12, 4),
-            "ratio": round(self.rate / timing.product_rate, 4),
+            "impl": one.name, "loss": case.loss, "backend": backend, "implementation": f"{one.name} ({backend})",
+            "b": case.b, "d": case.d, "dtype": case.dtype, "world": one.world,
+            "ms": round(timing.ms, 3), "least_ms": timing.least_ms, "single_ms": round(timing.single_ms, 3),
+            "effective_tflops": round(self.rate / 1e12, 4), "ratio": round(self.rate / timing.product_rate, 4),
             "times_dense": dense_ms and dense_ms / timing.ms,
-            "peak_bytes": self.peak_bytes,
-            **provenance(device, one.package or one.name),
             "cost": alone and round(one.world * timing.ms / alone.ms, 4),
-            "single_ms": round(timing.single_ms, 3),
             "single_cost": alone and round(one.world * timing.single_ms / alone.single_ms, 4),
-            "beside_bytes": self.beside_bytes,
-            "loss_distance": far.loss,
-            "gradient_distance": far.gradient,
-            "scalar_distance": far.scalar,
-        }
+            "peak_bytes": self.peak_bytes, "beside_bytes": self.beside_bytes,
+            "loss_distance": far.loss, "gradient_distance": far.gradient, "scalar_distance": far.scalar,
+            **provenance(device, one.package or one.name),
+        }  # fmt: skip
 
 
 @dataclass
@@ -248,11 +236,10 @@ class LossBench:
         sample = Sample(case.loss, problem(case, machine.device))
         product_seconds = machine.time(machine.product, ONCE_PRODUCTS)
         results: list[tuple[Tensor, ...]] = []
-        seconds: list[float] = []
-        peak = machine.peak(lambda: seconds.append(machine.time(lambda: results.append(sample.step(loss)))))
+        seconds, peak = machine.time_and_peak(lambda: results.append(sample.step(loss)))
         at_size, cast = sample.distance(results[0])
         if not self._rejected(case, one, gate.red(distance) or gate.red(at_size, cast)):
-            ms = seconds[0] * 1e3
+            ms = seconds * 1e3
             timing = Timing(ms, machine.product_operations / product_seconds, ms, ms)
             self._report(Result(case, one, distance.worst(at_size), peak, timing=timing))
 

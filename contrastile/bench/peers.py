@@ -66,7 +66,7 @@ class Contestant:
     losses: Mapping[str, Loss]
     dtypes: tuple[str, ...] = ALL
     most_rows: int = ANY_NUMBER
-    pair_bytes: int = 0
+    pair_bytes: float = 0
     only_on: str | None = None
     missing: Callable[[], str | None] = lambda: None
     module: str = ""
@@ -78,13 +78,15 @@ class Contestant:
     def label(self) -> str:
         return f"{self.name} ({self.backend})"
 
+    def absent(self, machine: Machine) -> str | None:
+        """Return the reason why it is not there; None if it is."""
+        needs = None if self.only_on in (None, machine.device.type) else f"needs a {self.only_on} device"
+        return self.missing() or not_installed(self.module) or needs
+
     def declines(self, case: Case, machine: Machine) -> str | None:
         """Return the reason why it cannot take part; None if it can."""
-        missing = self.missing() or not_installed(self.module)
-        if missing:
-            return missing
-        if self.only_on not in (None, machine.device.type):
-            return f"needs a {self.only_on} device"
+        if absent := self.absent(machine):
+            return absent
         if case.b > self.most_rows:
             return f"left out above {self.most_rows:,} rows, where it is slow"
         need, room = self.pair_bytes * case.b**2, machine.free_bytes()
@@ -129,6 +131,14 @@ def _open_clip_siglip(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor, **ranks
     return _autocast(import_module("open_clip.loss").SigLipLoss(**ranks), q, k, scale, bias)
 
 
+def _of_torch(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+    return F.linear_cross_entropy(scale * q, k, _diagonal(q), options=torch.nn.LinearCrossEntropyOptions())
+
+
+def _siglip_kernel(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    return import_module("siglip_kernel").fused_siglip_loss(q, k, scale.log(), bias)
+
+
 def _twice(one_way: Loss, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     return (one_way(q, k, scale) + one_way(k, q, scale)) / 2
 
@@ -148,38 +158,34 @@ FORMULAS: dict[str, Loss] = {
     "infonce": lambda q, k, scale: F.cross_entropy(scale * q @ k.T, _diagonal(q)),
     "siglip": dense_sigmoid,
 }
-_UNDER_AUTOCAST = {name: partial(_autocast, loss) for name, loss in FORMULAS.items()}
-_TWO_PRODUCTS: dict[str, Loss] = {"clip": partial(_autocast, _two_products)}
 # others are compared with the first that runs
 DENSE = (
-    Contestant("dense", "autocast", _UNDER_AUTOCAST, HALVES, pair_bytes=DENSE_BYTES),
-    Contestant("dense", "one dtype", FORMULAS, pair_bytes=DENSE_BYTES),
-    Contestant("dense", "two products", _TWO_PRODUCTS, HALVES, pair_bytes=TWICE_DENSE_BYTES),
-    Contestant("dense", "float32 logits", {"clip": _wide_logits}, HALVES, pair_bytes=TWICE_DENSE_BYTES),
-)
-# one direction each; the `scale` argument of Inf-CL's function needs a process group
-_ONE_WAY: dict[str, Loss] = {
-    "torch": lambda q, k, scale: F.linear_cross_entropy(
-        scale * q, k, _diagonal(q), options=torch.nn.LinearCrossEntropyOptions()
+    Contestant(
+        "dense", "autocast", {name: partial(_autocast, loss) for name, loss in FORMULAS.items()}, HALVES,
+        pair_bytes=DENSE_BYTES,
     ),
-    "inf-cl": lambda q, k, scale: import_module("inf_cl").cal_inf_loss(scale * q, k),
-    # the default drops gradients that are each small, but not small in their sum
-    "exact": partial(_cut, filter_eps=None),
-}
-_OPEN_CLIP: dict[str, Loss] = {"clip": _open_clip, "siglip": _open_clip_siglip}
-_SIGLIP: dict[str, Loss] = {
-    "siglip": lambda q, k, scale, bias: import_module("siglip_kernel").fused_siglip_loss(q, k, scale.log(), bias)
-}
+    Contestant("dense", "one dtype", FORMULAS, pair_bytes=DENSE_BYTES),
+    Contestant(
+        "dense", "two products", {"clip": partial(_autocast, _two_products)}, HALVES, pair_bytes=TWICE_DENSE_BYTES
+    ),
+    Contestant("dense", "float32 logits", {"clip": _wide_logits}, HALVES, pair_bytes=TWICE_DENSE_BYTES),
+)  # fmt: skip
 _on_gpu = partial(Contestant, only_on="cuda")
 _cut_on_gpu = partial(_on_gpu, "cut-cross-entropy", dtypes=HALVES, most_rows=2**16, module="cut_cross_entropy")
+_inf_cl = partial(_on_gpu, "inf-cl", module="inf_cl")
 PEERS = (
-    Contestant("open_clip", "one process", _OPEN_CLIP, HALVES, pair_bytes=TWICE_DENSE_BYTES, module="open_clip"),
-    Contestant("linear_cross_entropy", "torch", _both(_ONE_WAY["torch"]), most_rows=2**16, missing=_not_in_torch),
+    Contestant(
+        "open_clip", "one process", {"clip": _open_clip, "siglip": _open_clip_siglip}, HALVES,
+        pair_bytes=TWICE_DENSE_BYTES, module="open_clip",
+    ),
+    Contestant("linear_cross_entropy", "torch", _both(_of_torch), most_rows=2**16, missing=_not_in_torch),
     _cut_on_gpu("default", _both(_cut)),
-    _cut_on_gpu("exact", _both(_ONE_WAY["exact"])),
-    _on_gpu("inf-cl", "triton", _both(_ONE_WAY["inf-cl"]), most_rows=2**15, module="inf_cl"),
-    _on_gpu("siglip-kernel", "auto", _SIGLIP, module="siglip_kernel"),
-)
+    # the default drops gradients that are each small, but not small in their sum
+    _cut_on_gpu("exact", _both(partial(_cut, filter_eps=None))),
+    # the `scale` argument of Inf-CL's function needs a process group
+    _inf_cl("triton", _both(lambda q, k, scale: import_module("inf_cl").cal_inf_loss(scale * q, k)), most_rows=2**15),
+    _on_gpu("siglip-kernel", "auto", {"siglip": _siglip_kernel}, module="siglip_kernel"),
+)  # fmt: skip
 
 
 def rank_peers(rank: int, world: int) -> tuple[Contestant, ...]:
@@ -188,20 +194,11 @@ def rank_peers(rank: int, world: int) -> tuple[Contestant, ...]:
     # as its documentation recommends for many ranks
     clip = partial(_open_clip, local_loss=True, gather_with_grad=True, **ranks)
     return (
-        _on_gpu(
-            "inf-cl",
-            "ring",
-            _both(lambda q, k, scale: import_module("inf_cl").cal_inf_loss(q, k, scale=scale)),
-            module="inf_cl",
-        ),
+        _inf_cl("ring", _both(lambda q, k, scale: import_module("inf_cl").cal_inf_loss(q, k, scale=scale))),
         Contestant(
-            "open_clip",
-            "local loss, gathered gradients",
-            {"clip": clip, "siglip": partial(_open_clip_siglip, **ranks)},
-            HALVES,
+            "open_clip", "local loss, gathered gradients",
+            {"clip": clip, "siglip": partial(_open_clip_siglip, **ranks)}, HALVES,
             # two matrices of a rank's rows and all columns, each a logit in 16 bits with its float32 gradient
-            pair_bytes=max(1, 17 // world),
-            module="open_clip",
-            package="open_clip_torch",
+            pair_bytes=max(1, 17 // world), module="open_clip", package="open_clip_torch",
         ),
-    )
+    )  # fmt: skip

@@ -122,18 +122,11 @@ class StepBench:
         """The columns of a step on one process and across ranks; no numbers where it does not fit into memory."""
         way, device, size = self.ways[name], self.machine.device, self.machine.world.size
         columns: Row = {
-            "impl": way.impl,
-            "way": way.name,
-            "implementation": way.label,
-            "model": model,
-            "batch": batch,
-            "sub_batch": sub_batch if way.cut else None,
-            "retain": way.retain,
-            "inputs": way.inputs,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "world": size,
+            "impl": way.impl, "way": way.name, "implementation": way.label, "model": model, "batch": batch,
+            "sub_batch": sub_batch if way.cut else None, "retain": way.retain, "inputs": way.inputs,
+            "dtype": str(self.dtype).removeprefix("torch."), "world": size,
             **provenance(device, "transformers", way.package or way.impl),
-        }
+        }  # fmt: skip
         numbers: Row = dict.fromkeys(("ms", "us_per_pair", "ratio_to_plain", "peak_bytes"))
         numbers |= dict.fromkeys(("data_bytes", "loss_bytes", "backbone_bytes"))
         try:

@@ -180,6 +180,14 @@ def total(x: Tensor, group: Any) -> Tensor:
     return x
 
 
+def largest(x: Tensor, group: Any) -> Tensor:
+    """The largest over ranks of each number of x."""
+    x = x.clone()
+    with collective("maximum over ranks", group):
+        dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
+    return x
+
+
 def sum_into(x: Tensor, group: Any, operation: str) -> None:
     """Replace x by its sum over ranks."""
     with collective(operation, group):

@@ -7,7 +7,7 @@ range, and rows of unit length. On a GPU they do so in the first `MOST_READS` ca
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
 
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from contrastile._errors import invalid
 from contrastile._types import FEATURES, shape_or_type
+from contrastile.losses.base import PairLoss, Shard, changed
+from contrastile.tiles.base import nonfinite_flag
 
 # calls of a process that read values of one kind on a GPU: a read waits for the device, which a step must not
 MOST_READS = 16
@@ -184,6 +186,23 @@ def mask_out_of_range(positives: Tensor, keys: int, scale: Tensor) -> tuple[Tens
     outside = (positives < -1) | (positives >= keys)
     nothing = torch.zeros_like(scale)
     return positives.masked_fill(outside, -1), scale + nothing.masked_fill(outside.any().to(scale.device), torch.nan)
+
+
+def numbered(
+    loss: PairLoss, rows: Shard, cols: Shard, scale: Tensor, gathers: Sequence[Callable[[Tensor], Tensor]]
+) -> tuple[Shard, Shard, Tensor]:
+    """Both shards with the numbers that the loss takes from guides and labels, and the scale.
+
+    The scale is NaN where a guide is not finite, which would change a mask silently. Positions are counted on this
+    rank. gathers: see `PairLoss.counted`.
+    """
+    if rows.guides:
+        rows = changed(rows, numbers=loss.guide_numbers(rows, cols))
+        given = (*rows.guides, *cols.guides, *[x for x in (rows.numbers,) if x is not None])
+        scale = scale + nonfinite_flag(torch.zeros_like(scale), *given)
+    if loss.counts_positives:
+        rows, cols = loss.counted(rows, cols, *gathers)
+    return rows, cols, scale
 
 
 def number(name: str, x: Tensor | float, q: Tensor, device: torch.device | str | None = None) -> None:

@@ -68,6 +68,8 @@ class Call:
     input_dtypes: tuple[torch.dtype, ...] | None = None
     # number of keys that positives must be below, to be checked in the call; None where that is done
     indexed: int | None = None
+    # the shards have the numbers that the loss takes from guides and labels
+    numbered: bool = True
 
     def tiles(self, scale: Tensor, bias: Tensor | None) -> Tiles:
         """The tiles of this call, with its numbers in the accumulator's type."""
@@ -82,13 +84,20 @@ class Call:
             tiles.reserve(self.exchange.reserved())
         return tiles
 
-    def in_range(self, tiles: Tiles) -> Call:
-        """The call with −1 in place of positives out of range; one of them makes the scale of these tiles NaN."""
-        positives = self.rows.positives
-        if self.indexed is None or positives is None:
-            return self
-        positives, tiles.scale = checks.mask_out_of_range(positives, self.indexed, tiles.scale)
-        return changed(self, rows=changed(self.rows, positives=positives), indexed=None)
+    def prepared(self, tiles: Tiles) -> Call:
+        """The call with −1 in place of positives out of range, and with the numbers that the loss computes.
+
+        A positive out of range, or a guide that is not finite, makes the scale of these tiles NaN.
+        """
+        call, positives = self, self.rows.positives
+        if self.indexed is not None and positives is not None:
+            positives, tiles.scale = checks.mask_out_of_range(positives, self.indexed, tiles.scale)
+            call = changed(call, rows=changed(call.rows, positives=positives), indexed=None)
+        if self.numbered:
+            return call
+        gathers = self.exchange.layout.gathers()
+        rows, cols, tiles.scale = checks.numbered(self.loss, call.rows, call.cols, tiles.scale, gathers)
+        return changed(call, rows=rows, cols=cols, numbered=True)
 
     def _number(self, x: Tensor) -> Tensor:
         x = x.detach()
@@ -132,7 +141,7 @@ class Operation(torch.autograd.Function):
                 else:
                     ctx.held = sums
             else:
-                call = call.in_range(tiles)
+                call = call.prepared(tiles)
                 rows, cols = call.shards(inputs)
                 stats = [side for side in call.exchange.forward(tiles, rows, cols) if side is not None]
                 if rows.own is not None:
@@ -164,7 +173,7 @@ def with_gradients(
     A pairwise loss needs one sweep for both, 6·N·M·D operations instead of 8, and so do strips over all columns.
     """
     del scale, bias
-    call = call.in_range(tiles)
+    call = call.prepared(tiles)
     (rows, cols), exchange = call.shards(inputs), call.exchange
     if not call.loss.pairwise and len(exchange.layout.rows) == 1 and tiles.strip(rows, cols):
         return in_strips(call, tiles, rows, cols, wanted)

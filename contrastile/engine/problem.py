@@ -21,9 +21,8 @@ from contrastile._types import accumulator
 from contrastile.distributed import collectives
 from contrastile.engine import arguments as checks
 from contrastile.exchange.base import Exchange
-from contrastile.losses.base import PairLoss, Shard, changed
+from contrastile.losses.base import PairLoss, Shard
 from contrastile.offload import numbered, present_device
-from contrastile.tiles.base import nonfinite_flag
 from contrastile.tiles.scored import Form, Scorer
 
 # types of tensors that are whole on every rank
@@ -86,8 +85,7 @@ class Arguments:
     def refillable(self) -> bool:
         """Return whether a later call of this signature can fill the tensors into the template of this one."""
         others = (self.scorer, self.negatives, self.targets)
-        further = self.guides or self.loss.counts_positives
-        return all(x is None for x in others) and not further and self.options.device is None
+        return all(x is None for x in others) and self.options.device is None
 
     def cast(self) -> torch.dtype | None:
         """The type of products under autocast on the device of the computation; None where autocast is off."""
@@ -139,6 +137,8 @@ class Problem:
     scorer: Scorer | None
     # facts that all ranks must have in common, beside what shards and options show
     statement: dict[str, Any]
+    # the numbers that the loss takes from guides and labels are computed before the call, if there are any
+    numbered: bool
 
     @classmethod
     def of(cls, arguments: Arguments, *, checked: bool, alone: bool) -> Problem:
@@ -162,7 +162,7 @@ class Problem:
         # autocast leaves float64 as it is
         autocast = None if q.dtype == torch.float64 else arguments.cast()
         dtype = (autocast or q.dtype) if sides.scorer is None else sides.scorer.dtype
-        device = q.device if options.device is None else _device(q.device, options, scored=scorer is not None)
+        device = _device(q.device, options)
         # features in host memory are cast on the device
         cast = dtype if sides.scorer is None and device == q.device else None
         rows, cols = sides.shards(arguments, loss, cast, checked=checked)
@@ -181,11 +181,13 @@ class Problem:
                 "guides": [f"{a.shape[1]} features of {a.dtype}" for a, _ in arguments.guides],
             }
         in_range = arguments.positives is None or arguments.positives_in_range
+        # one process computes the numbers of guides and labels in the call, where a graph replays that
+        numbered_before = not alone or device != q.device or not (arguments.guides or loss.counts_positives)
         return cls(
             loss, options, inputs=(*sides.rows, *sides.cols, *parameters, *own), scale=as_tensor(scale, device, dtype),
             bias=None if bias is None else as_tensor(bias, device, dtype), rows=rows, cols=cols,
             weights=arguments.weights, device=device, dtype=dtype, indexed=None if in_range else sides.keys,
-            scorer=sides.scorer, statement=statement,
+            scorer=sides.scorer, statement=statement, numbered=numbered_before,
         )  # fmt: skip
 
     def input_dtypes(self) -> tuple[torch.dtype, ...] | None:
@@ -202,17 +204,13 @@ class Problem:
             scale = collectives.unsharded(scale, self.options.gradient)
         if bias is not None and type(bias) not in PLAIN:
             bias = collectives.unsharded(bias, self.options.gradient)
-        if rows.guides:
-            # a guide that is not finite would change the mask silently
-            given = (*self.rows.guides, *self.cols.guides, *[x for x in (self.rows.numbers,) if x is not None])
-            scale = scale + nonfinite_flag(torch.zeros_like(scale), *given)
         indexed, several = self.indexed, len(exchange.layout.rows) > 1
-        if rows.positives is not None and indexed is not None and (several or self.loss.counts_positives):
+        if rows.positives is not None and indexed is not None and several:
             # before positions are counted over all ranks
             positives, scale = checks.mask_out_of_range(rows.positives, indexed, scale)
             rows, indexed = replace(rows, positives=positives), None
-        if self.loss.counts_positives:
-            rows, cols = self.loss.counted(rows, cols, *exchange.layout.gathers())
+        if self.numbered:
+            rows, cols, scale = checks.numbered(self.loss, rows, cols, scale, exchange.layout.gathers())
         if several:
             rows, cols = exchange.layout.place(rows, cols)
         elif rows is self.rows and scale is self.scale and bias is self.bias:
@@ -257,7 +255,8 @@ class _Sides:
             together = pytree.tree_map(lambda a, b: None if a is None or b is None else torch.cat([a, b]), k, negatives)
             col_form, cols = Form.of("k", together)
         checks.same_device("k", cols[0], "q", rows[0])
-        return cls(tuple(rows), tuple(cols), keys, Scorer.of(module, (row_form, rows), (col_form, cols)))
+        device = _device(rows[0].device, arguments.options)
+        return cls(tuple(rows), tuple(cols), keys, Scorer.of(module, (row_form, rows), (col_form, cols), device))
 
     def shards(
         self, arguments: Arguments, loss: PairLoss, cast: torch.dtype | None, *, checked: bool
@@ -285,14 +284,12 @@ class _Sides:
         (q, *more_q), (k, *more_k) = [x.detach() for x in self.rows], [x.detach() for x in self.cols]
         if cast is not None:
             q, k = cast_features(q, k, cast)
-        guides = [tuple([_guide(pair[side], q.dtype) for pair in arguments.guides]) for side in range(2)]
+        of_rows, of_cols = guides(arguments, q)
         rows = Shard(
             q, diagonal=diagonal, positives=positives, labels=labels[0], ids=ids[0], others=tuple(more_q),
-            guides=guides[0], numbers=_guide_scale(arguments, q), targets=arguments.targets, **_own(arguments, cast),
+            targets=arguments.targets, **of_rows, **_own(arguments, cast),
         )  # fmt: skip
-        cols = Shard(k, labels=labels[1], ids=ids[1], others=tuple(more_k), guides=guides[1])
-        if rows.guides:
-            rows = changed(rows, numbers=loss.guide_numbers(rows, cols))
+        cols = Shard(k, labels=labels[1], ids=ids[1], others=tuple(more_k), **of_cols)
         return rows, cols
 
     def _positives(self, arguments: Arguments, loss: PairLoss, *, checked: bool) -> tuple[int | None, Tensor | None]:
@@ -367,17 +364,22 @@ def _features(q: Any, k: Any, negatives: Any, cast: torch.dtype | None) -> None:
         checks.alike("negatives", negatives, "k", k, cast)
 
 
-def _guide(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Features of a guide as constants, no wider than the sums of features of this type."""
-    return x.detach().to(accumulator(dtype)) if x.dtype == torch.float64 else x.detach()
+def guides(arguments: Arguments, q: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fields of both shards: the guides' features as constants, and the factor of their product for each row [N].
 
-
-def _guide_scale(arguments: Arguments, q: Tensor) -> Tensor | None:
-    """The factor of the guides' product, once for each row [N]."""
-    scale = arguments.guide_scale
-    if scale is None:
-        return None
-    return as_tensor(scale, q.device, q.dtype).detach().to(accumulator(q.dtype)).reshape(()).expand(len(q))
+    No type is wider than the sums of features of q's type.
+    """
+    if not arguments.guides:
+        return {}, {}
+    wide, scale = accumulator(q.dtype), arguments.guide_scale
+    pairs = [
+        [x.detach().to(wide) if x.dtype == torch.float64 else x.detach() for x in pair] for pair in arguments.guides
+    ]
+    of_rows, of_cols = zip(*pairs, strict=True)
+    numbers = (
+        None if scale is None else as_tensor(scale, q.device, q.dtype).detach().to(wide).reshape(()).expand(len(q))
+    )
+    return {"guides": of_rows, "numbers": numbers}, {"guides": of_cols}
 
 
 def _own(arguments: Arguments, cast: torch.dtype | None) -> dict[str, Any]:
@@ -398,16 +400,16 @@ def _with_negatives(groups: Tensor, negatives: int) -> Tensor:
     return torch.cat([groups.long(), own])
 
 
-def _device(features: torch.device, options: Options, *, scored: bool) -> torch.device:
+def _device(features: torch.device, options: Options) -> torch.device:
     """The device of the computation: that of the features, or another to which host memory is streamed."""
+    if options.device is None:
+        return features
     device = numbered(present_device(options.device, "where the features are"))
     if device == features:
         return device
     if features.type != "cpu":
         got = f"{device}, and features on {features}"
         raise invalid("device", "be where the features are, unless those are in host memory", got, "Leave it out.")
-    if scored:
-        raise invalid("device", "be left out with a scorer", repr(str(device)), "Move the features there.")
     if collectives.size(options.group) > 1 and options.exchange not in ("auto", "ring", "single"):
         rule = "be auto, ring or single for features in host memory"
         raise invalid("exchange", rule, repr(options.exchange), "Take ring.")

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import chain
 from typing import Any
 from weakref import ref
 
@@ -20,9 +19,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from contrastile._errors import invalid
-from contrastile._torch import BatchNorm, is_compiled, uncompiled, version, without_parametrization_cache
+from contrastile._torch import (
+    BatchNorm,
+    is_compiled,
+    own_buffers,
+    own_names,
+    own_parameters,
+    pytree,
+    uncompiled,
+    version,
+    without_parametrization_cache,
+)
 from contrastile.gradcache.inputs import Layout, Parts, flatten_outputs
 from contrastile.gradcache.memory import as_written
 from contrastile.gradcache.rng import Generator, RandomState, own_generators
@@ -43,12 +53,13 @@ class Reached:
     device: torch.device | None
     # some parameters want a gradient, others want none
     partly_frozen: bool = False
+    # the encoder reads one that wants none when it runs
+    reads_frozen: bool = False
 
     @cached_property
     def resident(self) -> list[Tensor]:
         """Parameters and buffers, frozen ones included, which are in memory in any case."""
-        tensors = (x for m in self.modules for x in (*m.parameters(recurse=False), *m.buffers(recurse=False)))
-        return [*self.parameters, *tensors]
+        return [*self.parameters, *own_parameters(self.modules), *(x for _, _, x in own_buffers(self.modules))]
 
     @cached_property
     def devices(self) -> list[torch.device | None]:
@@ -58,7 +69,7 @@ class Reached:
     @property
     def dtypes(self) -> set[torch.dtype]:
         """Types of all parameters."""
-        return {x.dtype for module in self.modules for x in module.parameters(recurse=False)}
+        return {x.dtype for x in own_parameters(self.modules)}
 
     @cached_property
     def _generators(self) -> list[Generator]:
@@ -76,6 +87,15 @@ def without_partials(function: Any) -> Any:
     return function
 
 
+def of_its_module(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a function for a pair (module, function) as one that uses the parameters of its module alone.
+
+    Its modules are known without a probe, which is a forward more in each call.
+    """
+    function.of_its_module = True  # type: ignore[attr-defined]
+    return function
+
+
 def reach(
     encoder: Callable[..., Any], leaves: Sequence[Tensor], layout: Layout | Parts, device: torch.device | None
 ) -> Reached:
@@ -83,17 +103,19 @@ def reach(
 
     device: where it computes; by default that of its parameters, or else of its inputs.
     """
-    owner = without_partials(encoder)
+    marked = isinstance(encoder, partial) and getattr(encoder.func, of_its_module.__name__, False)
+    owner = encoder.args[0] if marked and isinstance(encoder, partial) else without_partials(encoder)
     while not isinstance(owner, nn.Module) and (inner := uncompiled(owner)) is not None:
         owner = without_partials(inner)
     owner = getattr(owner, "__self__", owner)
     input_device = next((leaf.device for leaf in leaves), None)
     if isinstance(owner, nn.Module):
-        modules, parameters, differentiable = list(owner.modules()), list[Tensor](owner.parameters()), True
+        modules, differentiable, reads_frozen = list(owner.modules()), True, False
+        parameters: list[Tensor] = [*own_parameters(modules)]
         first = next(iter(parameters), None)
     else:
         probe = partial(_probe, encoder, leaves, layout, device or input_device)
-        modules, parameters, differentiable = _probe_function(probe)
+        modules, parameters, differentiable, reads_frozen = _probe_function(probe)
         first = next((parameter for parameter in parameters if parameter.requires_grad), None)
     device = device or (input_device if first is None else first.device)
     if not torch.is_grad_enabled():
@@ -104,15 +126,33 @@ def reach(
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     partly_frozen = 0 < len(trained) < len(parameters)
     if partly_frozen and isinstance(owner, nn.Module):
-        with refusing_batch_norm(modules):
+        with refusing_batch_norm(modules), FrozenReads() as reads:
             outputs = _probe(encoder, leaves, layout, device, own_generators(modules))
-        differentiable = any(out.requires_grad for out in outputs)
+        differentiable, reads_frozen = any(out.requires_grad for out in outputs), reads.any
     # outputs without a gradient mean that no parameter is trained
-    return Reached(modules, trained if differentiable else [], device, partly_frozen)
+    return Reached(modules, trained if differentiable else [], device, partly_frozen, reads_frozen)
 
 
-def _probe_function(probe: Callable[[], list[Tensor]]) -> tuple[list[nn.Module], list[Tensor], bool]:
-    """Modules that run in a probe, parameters reached, and whether the outputs want gradients."""
+class FrozenReads(TorchFunctionMode):
+    """Note if an operation within reads a parameter that wants no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.any = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        # a look at the type or the device, say, reads no values
+        if not self.any and getattr(func, "__name__", "") != "__get__":
+            leaves = pytree.tree_leaves((args, kwargs))
+            self.any = any(isinstance(x, nn.Parameter) and not x.requires_grad for x in leaves)
+        return func(*args, **(kwargs or {}))
+
+
+def _probe_function(probe: Callable[[], list[Tensor]]) -> tuple[list[nn.Module], list[Tensor], bool, bool]:
+    """Modules that run in a probe, parameters reached, whether the outputs want gradients, and whether a frozen
+    parameter is read.
+    """
     modules: dict[int, nn.Module] = {}
     before: list[tuple[Generator, Any]] = []
 
@@ -125,7 +165,7 @@ def _probe_function(probe: Callable[[], list[Tensor]]) -> tuple[list[nn.Module],
 
     hook = register_module_forward_pre_hook(note)
     try:
-        with _without_hook_warning():
+        with _without_hook_warning(), FrozenReads() as reads:
             outputs = probe()
     finally:
         hook.remove()
@@ -136,9 +176,10 @@ def _probe_function(probe: Callable[[], list[Tensor]]) -> tuple[list[nn.Module],
     met = [ref(leaf) for leaf in graph_leaves(outputs)]
     del outputs
     parameters = {id(leaf): leaf for each in met if (leaf := each()) is not None}
-    for module in modules.values():
-        parameters |= {id(p): p for p in module.parameters()}
-    return list(modules.values()), list(parameters.values()), differentiable
+    visited = set[nn.Module]()
+    inside = [each for module in modules.values() for _, each in module.named_modules(visited)]
+    parameters |= {id(p): p for p in own_parameters(inside)}
+    return list(modules.values()), list(parameters.values()), differentiable, reads.any
 
 
 def _probe(
@@ -208,12 +249,13 @@ def runs_compiled(encoder: Callable[..., Any], modules: Sequence[nn.Module]) -> 
 
 def _learns_a_bias(module: nn.Module) -> bool:
     """Return whether a trained parameter or child of the module is named as a relative position bias is."""
-    own = ((name, [parameter]) for name, parameter in module.named_parameters(recurse=False))
-    children = ((name, child.parameters()) for name, child in module.named_children())
-    return any(
-        any(word in name for word in RELATIVE) and any(p.requires_grad for p in parameters)
-        for name, parameters in chain[tuple[str, Iterable[Tensor]]](own, children)
-    )
+    names = own_names(module)
+    # the names of most modules have none of the words
+    if not any(word in " ".join(names) for word in RELATIVE):
+        return False
+    biases = [getattr(module, name) for name in names if any(word in name for word in RELATIVE)]
+    parameters = (p for x in biases for p in (x.parameters() if isinstance(x, nn.Module) else [x]))
+    return any(parameter is not None and parameter.requires_grad for parameter in parameters)
 
 
 def _normalises_over_rows(module: nn.Module) -> bool:
@@ -247,10 +289,10 @@ def refusing_batch_norm(modules: Sequence[nn.Module], name: str = "encoder") -> 
 @contextmanager
 def refusing_state(modules: Sequence[nn.Module], name: str = "encoder", parts: str = "examples") -> Iterator[None]:
     """Raise when a module changes one of its buffers: its output depends on the calls before."""
-    before = [(m, key, x, _version(x)) for m in modules for key, x in m.named_buffers(recurse=False)]
+    before = [(*each, _version(each[-1])) for each in own_buffers(modules)]
     yield
     for module, key, x, counted in before:
-        now = dict(module.named_buffers(recurse=False)).get(key)
+        now = getattr(module, key, None)
         # a buffer of another shape is a table that has grown
         replaced = now is not None and now is not x and now.shape == x.shape and not torch.equal(now.to(x.device), x)
         if _version(x) != counted or replaced:

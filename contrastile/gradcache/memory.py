@@ -164,9 +164,9 @@ class RetainedGraphs(dict[int, Graph]):
     """Graphs that one call of `encode` retains from its first pass, by sub-batch.
 
     retain: number of the `count` sub-batches, the last ones, that retain their graph; of "auto" as many as fit.
-    resident: tensors that are in memory in any case: parameters, buffers and inputs. frugal: retain all graphs if the
-    first one is smaller than the inputs of its sub-batch, or than HEAD times its features. Graphs behind a frozen trunk
-    are: they hold the trunk's features, and the trunk runs once. releasable: any call that runs out of memory may
+    resident: lists tensors that are in memory in any case: parameters, buffers, inputs. frugal: retain all graphs if
+    the first one is smaller than the inputs of its sub-batch, or than HEAD times its features. Graphs behind a frozen
+    trunk are: they hold the trunk's features, and the trunk runs once. releasable: any call that runs out of memory may
     release them. most: the largest of a number over ranks that must run equally often.
     """
 
@@ -176,7 +176,7 @@ class RetainedGraphs(dict[int, Graph]):
         count: int,
         device: torch.device | None,
         *,
-        resident: Sequence[Tensor] = (),
+        resident: Callable[[], Sequence[Tensor]] = tuple,
         frugal: bool = False,
         releasable: bool = False,
         most: Callable[[int], int] = int,
@@ -186,7 +186,7 @@ class RetainedGraphs(dict[int, Graph]):
         self.count, self.device, self.most = count, device, most
         # the first sub-batch that retains its graph, as all behind it do
         self.first = 0 if retain == AUTO else count - retain
-        self.resident = {storage_id(x) for x in resident if _has_storage(x)} if self.auto or frugal else set()
+        self.resident = {storage_id(x) for x in resident() if _has_storage(x)} if self.auto or frugal else set()
         if releasable:
             _calls[next(_numbers)] = self
 

@@ -39,6 +39,8 @@ class ContrastileMixin:
             side's are the queries, all others' the keys, hard negatives last. One name stands for all sides. A name
             such as "model.encode_image" is a method of a module inside.
         sub_batch: examples of a side that are encoded at once, or "auto".
+        sub_batch_tokens: tokens that are encoded at once, padding included, of sides with an `attention_mask`; with
+            `sub_batch = None` this is the only limit. Texts of like length share a sub-batch, without common padding.
         retain: as for `encode`.
         loss: called as `loss(queries, keys, scale)`; by default InfoNCE.
 
@@ -46,7 +48,8 @@ class ContrastileMixin:
     """
 
     encoders: Sequence[str] | str = "forward"
-    sub_batch: int | Literal["auto"] = 64
+    sub_batch: int | Literal["auto"] | None = 64
+    sub_batch_tokens: int | None = None
     retain: int | Literal["auto"] = 0
     loss: Callable[..., Tensor] = InfoNCELoss()
 
@@ -66,14 +69,15 @@ class ContrastileMixin:
             raise invalid("batch", f"have two sides or more, one for each of {len(names)} encoders", len(sides), remedy)
         if isinstance(self.loss, type):
             raise invalid("loss", "be a loss as an object", self.loss.__name__, f"Write loss = {self.loss.__name__}().")
-        encoders: list[Any] = []
-        for name in names:
+        features = []
+        for name, inputs in zip(names, sides, strict=True):
             path, _, method = name.rpartition(".")
-            encoders.append((attrgetter(path)(self) if path else self, method))
-        query, *keys = (
-            encode(encoder, inputs, sub_batch=self.sub_batch, retain=self.retain)
-            for encoder, inputs in zip(encoders, sides, strict=True)
-        )
+            encoder: Any = attrgetter(path)(self) if path else self, method
+            tokens = self.sub_batch_tokens if isinstance(inputs, Mapping) and "attention_mask" in inputs else None
+            features.append(
+                encode(encoder, inputs, sub_batch=self.sub_batch, sub_batch_tokens=tokens, retain=self.retain)
+            )
+        query, *keys = features
         # a subclass may have a number in the place of the method
         scale: Any = self.scale
         scale = scale() if callable(scale) else scale

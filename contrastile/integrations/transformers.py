@@ -23,11 +23,13 @@ from torch import Tensor, nn
 
 from contrastile import InfoNCELoss, encode
 from contrastile._errors import invalid
+from contrastile.gradcache.introspect import of_its_module
 
 # an encoder of one side: the name of a method of the model, or a function that gets the model and one side's inputs
 Encoder = str | Callable[..., Tensor]
 
 
+@of_its_module
 def mean_pooled(model: nn.Module, /, **inputs: Any) -> Tensor:
     """Unit rows [B, D]: the mean of the last hidden states over the tokens of the attention mask."""
     states: Tensor = model(**inputs).last_hidden_state
@@ -62,6 +64,8 @@ class ContrastileMixin:
 
     Arguments, beside the Trainer's:
         sub_batch: examples of a side that the model encodes at once, or "auto".
+        sub_batch_tokens: tokens that it encodes at once, padding included, of sides with an `attention_mask`; with
+            `sub_batch=None` this is the only limit. Texts of like length share a sub-batch, without common padding.
         sides: the columns of queries, keys, and further columns of hard negatives. A side's inputs are the mapping or
             the tensor of this name in a batch, or all entries named `<side>_...`, without this prefix.
         encoders: for all sides one, or one for each: the name of a method of the model, such as "get_image_features",
@@ -86,7 +90,8 @@ class ContrastileMixin:
     def __init__(
         self,
         *positional: Any,
-        sub_batch: int | Literal["auto"],
+        sub_batch: int | Literal["auto"] | None,
+        sub_batch_tokens: int | None = None,
         sides: Sequence[str] = ("query", "key"),
         encoders: Encoder | Sequence[Encoder] = mean_pooled,
         loss: Callable[..., Tensor] | None = None,
@@ -94,15 +99,17 @@ class ContrastileMixin:
         retain: int | Literal["auto"] = 0,
         **named: Any,
     ) -> None:
-        if len(sides) < 2:
-            raise invalid("sides", "name two columns or more", tuple(sides), 'Pass ("query", "key").')
-        if isinstance(loss, type):
-            raise invalid("loss", "be a loss as an object", loss.__name__, f"Pass {loss.__name__}().")
+        if isinstance(sides, str) or len(sides) < 2:
+            raise invalid("sides", "name two columns or more", sides, 'Pass ("query", "key").')
+        if isinstance(loss, type) or (loss is not None and not callable(loss)):
+            name = getattr(loss, "__name__", "InfoNCELoss")
+            raise invalid("loss", "be a loss as an object", getattr(loss, "__name__", loss), f"Pass {name}().")
         one = isinstance(encoders, str) or callable(encoders)
         self.encoders: list[Encoder] = [encoders] * len(sides) if one else list(encoders)  # type: ignore[list-item,arg-type]
         if len(self.encoders) != len(sides):
             raise invalid("encoders", f"be one, or one for each of {len(sides)} sides", len(self.encoders), "Add some.")
-        self.sub_batch, self.sides, self.scale, self.retain = sub_batch, tuple(sides), scale, retain
+        self.sub_batch, self.sub_batch_tokens = sub_batch, sub_batch_tokens
+        self.sides, self.scale, self.retain = tuple(sides), scale, retain
         self.contrastive_loss = InfoNCELoss() if loss is None else loss
         super().__init__(*positional, **named)
         # the columns of both sides are no arguments of the model's forward
@@ -124,12 +131,13 @@ class ContrastileMixin:
         del num_items_in_batch
         # accelerate puts autocast on the model's forward alone, which methods and the loss would miss
         with self.accelerator.autocast():
-            features = {
-                side: encode(
-                    (model, encoder), self.inputs_of(inputs, side), sub_batch=self.sub_batch, retain=self.retain
+            features = {}
+            for side, encoder in zip(self.sides, self.encoders, strict=True):
+                batch = self.inputs_of(inputs, side)
+                tokens = self.sub_batch_tokens if isinstance(batch, Mapping) and "attention_mask" in batch else None
+                features[side] = encode(
+                    (model, encoder), batch, sub_batch=self.sub_batch, sub_batch_tokens=tokens, retain=self.retain
                 )
-                for side, encoder in zip(self.sides, self.encoders, strict=True)
-            }
             query, *keys = features.values()
             scale = self.scale(self.accelerator.unwrap_model(model)) if callable(self.scale) else self.scale
             loss = self.contrastive_loss(query, torch.cat(keys) if len(keys) > 1 else keys[0], scale)

@@ -119,6 +119,7 @@ class PairObjective(Objective):
 
     kinds: ClassVar = {
         "clip": modules.ClipLoss, "siglip": modules.SigLipLoss, "dcl": modules.DCLLoss, "supcon": modules.SupConLoss,
+        "ntxent": modules.NTXentLoss,
         "infonce": modules.InfoNCELoss, "gist": modules.GISTLoss, "distill": modules.DistillClipLoss,
     }  # fmt: skip
     sides: ClassVar = ("image", "text")
@@ -132,6 +133,8 @@ class PairObjective(Objective):
             return loss(torch.stack([image, text], 1), ids, scale)
         if kind == "distill":
             return loss(image, text, scale, *guides, ids=ids)
+        if kind == "ntxent":
+            return loss(image, text, scale, ids=ids)
         if kind == "gist":
             sides = ((image, guides[0]), (text, guides[1]))
             for (query, guide_query), (key, guide_key) in (sides, sides[::-1]):
@@ -270,17 +273,19 @@ class Teacher:
         """Features [b, G] of pictures and of texts, float32 of unit length, and the scale."""
         model, size = self.run.model, self.run.recipe.train.sub_batch
         with self.run.autocast():
-            image = encode(model.encode_image, pixels, sub_batch=size.image)
-            text = encode(model.encode_text, tokens, **size.words("text"))
-        return F.normalize(image.float(), dim=-1), F.normalize(text.float(), dim=-1), self.scale
+            # the encoders' own features of a side are gone before the next one's are there
+            image = F.normalize(encode(model.encode_image, pixels, sub_batch=size.image).float(), dim=-1)
+            text = F.normalize(encode(model.encode_text, tokens, **size.words("text")).float(), dim=-1)
+        return image, text, self.scale
 
     @torch.no_grad()
     def texts(self, queries: Tokens, passages: Tokens) -> tuple[Tensor, Tensor, Tensor | float]:
         """Features [b, G] of queries and of passages, as the teacher's own recipe compares them, and the scale."""
         run = self.run
         with run.autocast():
-            query, passage = run.encoded("query", queries), run.encoded("passage", passages)
-        return run.model.comparable(query), run.model.comparable(passage), self.scale
+            query = run.model.comparable(run.encoded("query", queries))
+            passage = run.model.comparable(run.encoded("passage", passages))
+        return query, passage, self.scale
 
 
 def open_teacher(recipe: Any) -> Teacher | None:

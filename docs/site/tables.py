@@ -42,11 +42,15 @@ README = (
     ("cpu_loss", "infonce", 4_096, 128, 1, "eager"),
     ("cpu_loss", "infonce", 8_192, 128, 1, "eager"),
 )
-# losses of sentence-transformers, as the files name them, theirs and ours
-DOORS = (
-    ("ranking", "CachedMultipleNegativesRankingLoss", "CachedRankingLoss"),
-    ("multi-vector", "CachedMultiVectorMultipleNegativesRankingLoss", "CachedMultiVectorLoss"),
-)
+# doors by page, as the files name them, theirs and ours
+DOORS = {
+    "doors": (
+        ("ranking", "`CachedMultipleNegativesRankingLoss`", "`CachedRankingLoss`"),
+        ("multi-vector", "`CachedMultiVectorMultipleNegativesRankingLoss`", "`CachedMultiVectorLoss`"),
+    ),
+    "door_flag_embedding": (("flag-embedding", "`sub_batch_size`", "the subclass below"),),
+    "door_pylate": (("pylate", "`CachedContrastive`", "the subclass below"),),
+}
 
 
 def readme() -> str:
@@ -98,17 +102,17 @@ def steps() -> str:
     return table_of(("step", "pairs", "time of a pair, times the plain step's", "peak memory"), cells)
 
 
-def doors() -> str:
-    """A step of sentence-transformers' cached losses, and of ours in their place."""
+def doors(page: str) -> str:
+    """A step in the trainers of other libraries by their losses, and by ours in their place."""
     cells = []
-    for loss, theirs, ours in DOORS:
-        rows = rows_of("h200_doors.csv", loss=loss)
+    for door, theirs, ours in DOORS[page]:
+        rows = rows_of("h200_doors.csv", loss=door)
         for retain in sorted({row["retain"] for row in rows if row["impl"] == "contrastile"}):
-            beside = [row for row in rows if row["impl"] == "sentence-transformers"][-1]
-            row = last("h200_doors.csv", loss=loss, impl="contrastile", retain=retain)
-            words = f"`{ours}`" + (f', `retain="{retain}"`' if retain != "0" else "")
+            beside = [row for row in rows if row["impl"] != "contrastile"][-1]
+            row = last("h200_doors.csv", loss=door, impl="contrastile", retain=retain)
+            words = ours + (f', `retain="{retain}"`' if retain != "0" else "")
             figures = (f"{float(each['ms']):,.0f} ms, {mib(each['peak_bytes'])} MiB" for each in (beside, row))
-            cells.append((f"`{theirs}`", f"{int(row['batch']):,}", next(figures), words, next(figures)))
+            cells.append((theirs, f"{int(row['batch']):,}", next(figures), words, next(figures)))
     return table_of(("theirs", "pairs", "time, peak memory", "ours", "time, peak memory"), cells)
 
 
@@ -341,10 +345,11 @@ FORMULA = {
 SIGLIP = {("siglip-kernel", "auto"): "siglip-kernel", ("contrastile", "triton"): "`SigLipLoss`"}
 MEASURED = (
     *(readme, steps, cpu_loss, h200_loss, h200_peers, ranks, two_ranks, four_ranks, one_gpu, small_sub_batches),
-    *(open_clip, doors, compiled_towers),
+    *(open_clip, compiled_towers),
 )
 TABLES: dict[str, Callable[[], str]] = {
     **{each.__name__: each for each in MEASURED},
+    **{page: partial(doors, page) for page in DOORS},
     "formula": partial(side_by_loss, "clip", "512", (4096, 8192, 32768, 65536), FORMULA),
     "siglip": partial(side_by_loss, "siglip", "768", (4096, 8192, 65536), SIGLIP),
     "vit_b_time": partial(side_by_side, *VIT_B, _pace),

@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("lightning")
 
 from comparison import same
+from lightning import LightningModule
 from lightning_on_ranks import Cached, Plain, pairs, quiet, train
 from torch.utils.data import DataLoader, TensorDataset
 
 from contrastile import ClipLoss
+from contrastile.integrations.lightning import ContrastileMixin
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.unpoisoned]
 
@@ -24,6 +27,27 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.unpoisoned]
 @pytest.mark.parametrize("words", [{}, {"accumulate_grad_batches": 2}], ids=["plain", "accumulated"])
 def test_weights_are_those_of_the_whole_batch(tmp_path: Path, words: dict[str, Any]) -> None:
     same(train(Cached(), tmp_path, 8, **words), train(Plain(), tmp_path, 8, **words))
+
+
+def test_texts_share_sub_batches_of_tokens() -> None:
+    class Texts(ContrastileMixin, LightningModule):
+        sub_batch, sub_batch_tokens, widths = None, 12, list[int]()
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = torch.nn.Embedding(9, 4)
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            self.widths.append(input_ids.shape[1])
+            return F.normalize((self.words(input_ids) * attention_mask[..., None]).sum(1), dim=-1)
+
+    model = Texts()
+    masks = (torch.arange(6) < torch.tensor([[2], [6], [3], [2]])).long()
+    batch = [{"input_ids": torch.randint(9, (4, 6)), "attention_mask": masks} for _ in range(2)]
+    loss = model.contrastive_loss(batch)
+    assert set(model.widths) == {6, 2}
+    query, key = (model(**side) for side in batch)
+    torch.testing.assert_close(loss, F.cross_entropy(20 * query @ key.T, torch.arange(4)))
 
 
 def test_the_precision_plugin_reaches_the_encoders(tmp_path: Path) -> None:

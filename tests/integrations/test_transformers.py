@@ -104,6 +104,10 @@ def test_texts_and_hard_negatives(tmp_path: Path) -> None:
     keys = torch.cat([features["positive"], features["negative"]])
     wanted = torch.nn.functional.cross_entropy(20.0 * features["query"] @ keys.T, torch.arange(2))
     torch.testing.assert_close(loss, wanted)
+    run.sub_batch, run.sub_batch_tokens = None, 6
+    torch.testing.assert_close(
+        run.compute_loss(run.model, batch, return_outputs=True)[1]["negative"], features["negative"]
+    )
     with pytest.raises(ValueError, match=r"`inputs` must hold query or query_...; got \['positive'\]"):
         run.compute_loss(run.model, {"positive": batch["positive"]})
 
@@ -111,6 +115,8 @@ def test_texts_and_hard_negatives(tmp_path: Path) -> None:
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for words, sentence in (
         ({"sides": ("query",)}, r"`sides` must name two columns or more; got \('query',\). Pass"),
+        ({"sides": "query"}, "`sides` must name two columns or more; got query. Pass"),
+        ({"loss": "infonce"}, r"`loss` must be a loss as an object; got infonce. Pass InfoNCELoss\(\)."),
         ({"loss": ClipLoss}, r"`loss` must be a loss as an object; got ClipLoss. Pass ClipLoss\(\)."),
         ({"encoders": ["a"]}, "`encoders` must be one, or one for each of 2 sides; got 1. Add some."),
     ):

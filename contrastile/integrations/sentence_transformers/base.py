@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from contrastile import encode
 from contrastile._errors import invalid
+from contrastile.gradcache.introspect import of_its_module
 from contrastile.integrations.sentence_transformers.layers import Layers
 
 # entries of a batch that are no rows, whatever their shape
@@ -42,8 +43,6 @@ class CachedLoss(nn.Module):
     uncached: ClassVar[str]
     # options that the model card shows
     shown: ClassVar[tuple[str, ...]]
-    # name of the similarity, where it is an option
-    similarity: str
 
     def __init__(
         self,
@@ -63,6 +62,11 @@ class CachedLoss(nn.Module):
         self.gather_across_devices, self.retain = gather_across_devices, retain
         if show_progress_bar:
             raise invalid("show_progress_bar", "be False", True, "Leave it out: the trainer shows its own.")
+
+    @property
+    def similarity(self) -> str:
+        """Name of the similarity, where it is an option."""
+        raise NotImplementedError
 
     def get_config_dict(self) -> dict[str, Any]:
         """The options, for the model card."""
@@ -122,6 +126,7 @@ class CachedLoss(nn.Module):
         whole = {name: x for name, x in features.items() if name not in rows}
         width, layers = _width(rows), Layers.of(model)
 
+        @of_its_module
         def embedding(model: nn.Module, /, **rows: Tensor) -> Any:
             if layers is not None:
                 return layers.embeddings(model, {**whole, **rows})
@@ -133,7 +138,7 @@ class CachedLoss(nn.Module):
         tokens, mask = self.mini_batch_num_tokens, rows.get("attention_mask")
         if tokens is not None:
             size = None
-        elif mask is not None and mask.ndim == 2 and mask.numel():
+        elif mask is not None and mask.ndim == 2 and width and len(mask) > self.mini_batch_size:
             # no further limit: it puts texts of like length together, and trims them
             tokens = self.mini_batch_size * width
         if "query_expansion_positions" in rows:

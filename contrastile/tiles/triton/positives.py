@@ -138,6 +138,15 @@ def _load_teacher(stats_ptr, stride, at, exists):
 
 
 @triton.jit
+def _after_loads():
+    """Wait until all warps have read the statistics that are overwritten next.
+
+    Triton reads fewer numbers than threads once for each layout of its values, so that warps read each other's rows.
+    """
+    tl.debug_barrier()
+
+
+@triton.jit
 def _add_to_teacher(top, total, gap, x_top, t, x, exists):
     """A teacher's statistics with one more pair per row."""
     one = exists.to(tl.float32)
@@ -183,6 +192,7 @@ def positive_totals(q_ptr, k_ptr, constants_ptr, columns_ptr, teacher_ptr, row_s
                 col_top, col_soft, col_gap, col_x_top = _load_teacher(col_stats_ptr, col_stats_stride, col, exists)
                 col_top, col_soft, col_gap, col_x_top = _add_to_teacher(
                     col_top, col_soft, col_gap, col_x_top, t, logit + rest, exists)  # fmt: skip
+                _after_loads()
                 col_at = col_stats_ptr + TEACHER_TOP * col_stats_stride + col
                 store_stats(col_top, col_soft, col_gap, col_x_top, col_at, col_stats_stride, exists, True)
         if COLUMNS:
@@ -197,6 +207,7 @@ def positive_totals(q_ptr, k_ptr, constants_ptr, columns_ptr, teacher_ptr, row_s
         row_at = row_stats_ptr + POSITIVE_TOP * row_stats_stride + row
         store_stats(top, total, logits, count, row_at, row_stats_stride, row < N, True)
         if GUIDE == TEACHER:
+            _after_loads()
             row_at = row_stats_ptr + TEACHER_TOP * row_stats_stride + row
             store_stats(soft_top, soft, gap, x_top, row_at, row_stats_stride, row < N, True)
 
