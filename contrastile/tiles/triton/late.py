@@ -16,13 +16,15 @@ from torch import Tensor
 
 from contrastile.losses.base import Shard
 from contrastile.scorers import MaxSim, tokens
-from contrastile.tiles.eager import LEAST_STRIP, SIDE_ACCELERATOR
+from contrastile.tiles.eager import LEAST_STRIP
 from contrastile.tiles.scored import Scorer
 from contrastile.tiles.triton.backend import LEAST_CAPABILITY
 from contrastile.tiles.triton.maxsim import (
+    LIST_BYTES,
     LISTS,
     MOST_TOKENS,
     PAIR_BYTES,
+    SIDE,
     Documents,
     Entries,
     add_document_gradients,
@@ -75,7 +77,7 @@ class FusedMaxSim(FusedScores):
     def fitting_side(cls, rows: Shard, cols: Shard, workspace: int) -> int:
         """Rows, and columns, of a tile of scores within the workspace."""
         fit = int((workspace / _pair_bytes(rows, cols)) ** 0.5)
-        return max(LEAST_STRIP, min(SIDE_ACCELERATOR, fit))
+        return max(LEAST_STRIP, min(SIDE, fit))
 
     @classmethod
     def captured_bytes(cls, rows: Shard, cols: Shard, dtype: torch.dtype) -> int:
@@ -121,7 +123,8 @@ class FusedMaxSim(FusedScores):
         if u_I is not None:
             add_query_gradients(u_I, g_IJ, entries, documents, best)
         if v_J is not None:
-            add_document_gradients(v_J, g_IJ, entries, documents, best, self.workspace // LISTS)
+            workspace = min(self.workspace // LISTS, LIST_BYTES)
+            add_document_gradients(v_J, g_IJ, entries, documents, best, workspace)
 
 
 def _pair_bytes(rows: Shard, cols: Shard) -> float:

@@ -22,7 +22,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from contrastile.tiles.eager import LEAST_STRIP, SIDE_ACCELERATOR
+from contrastile.tiles.eager import LEAST_STRIP
 from contrastile.tiles.triton import mask_kernels
 from contrastile.tiles.triton import maxsim_kernels as kernels
 from contrastile.tiles.triton.launch import run
@@ -31,8 +31,10 @@ from contrastile.tiles.triton.plan import ALIGNMENT, interpreting, shape_for, ti
 
 # bytes of a pair in float32 scores, logits, gradients and temporaries
 PAIR_BYTES = 24
-# share of the workspace for lists of the entries that each document token has won
-LISTS = 4
+# share of the workspace for lists of the entries that each document token has won, and their bytes at most
+LISTS, LIST_BYTES = 4, 2**28
+# rows, and columns, of a tile at most: larger ones are not faster
+SIDE = 2048
 # tokens, or queries, that a kernel of masks reads at once; sides of its tiles
 CHUNK, PAIRS = 1024, 32
 # indices of 8 bits, up to so many tokens of a document, else of 16
@@ -137,11 +139,11 @@ def expected_bytes(
     winners = padded * (1 if T < MOST_SMALL else 2)
     pair = (PAIR_BYTES + winners + 4 * padded / slot) / (1 - 1 / LISTS)
     whole = at_once and workspace >= pair * N * M
-    side = max(LEAST_STRIP, min(SIDE_ACCELERATOR, int((workspace / pair) ** 0.5)))
+    side = max(LEAST_STRIP, min(SIDE, int((workspace / pair) ** 0.5)))
     # a loss of one way has all columns in a strip
     strip = 0 if symmetric or not at_once else int(workspace / (pair * M))
     rows, cols = (N, M) if whole else (strip, M) if strip >= LEAST_STRIP else (min(N, side), min(M, side))
-    lists = 4 * rows * padded * max(1, min(cols, workspace // LISTS // (4 * rows * padded)))
+    lists = 4 * rows * padded * max(1, min(cols, min(workspace // LISTS, LIST_BYTES) // (4 * rows * padded)))
     # scores, logits and gradients; of the tile before, its winners and three of them are still there
     first = (winners + 12 + 4 * symmetric) * rows * cols + lists
     next_one = 0 if (rows, cols) == (N, M) else (2 * winners + 20) * rows * cols
@@ -271,11 +273,12 @@ def add_document_gradients(
         )  # fmt: skip
         run(
             kernels.document_gradients, (blocks, some, tiles_of(D, BD)), warps=gathering.document_warps,
-            q_ptr=entries.vectors, weight_ptr=g, tokens_ptr=_or(entries.tokens, best),
-            order_ptr=_or(documents.order, best), unit_ptr=unit, out_ptr=v, N=N, L=L, D=D, q_stride=width, first=first,
-            row_weight_stride=g.stride(0), col_weight_stride=g.stride(1), out_stride=v.stride(0), BD=BD,
-            GROUP=gathering.group, PADDED=entries.padded, ROWS_MASKED=entries.tokens is not None,
-            COLS_MASKED=documents.order is not None, WHOLE=D % BD == 0, STAGES=gathering.document_stages, **given,
+            registers=gathering.document_registers, q_ptr=entries.vectors, weight_ptr=g,
+            tokens_ptr=_or(entries.tokens, best), order_ptr=_or(documents.order, best), unit_ptr=unit, out_ptr=v, N=N,
+            L=L, D=D, q_stride=width, first=first, row_weight_stride=g.stride(0), col_weight_stride=g.stride(1),
+            out_stride=v.stride(0), BD=BD, GROUP=gathering.group, PADDED=entries.padded,
+            ROWS_MASKED=entries.tokens is not None, COLS_MASKED=documents.order is not None, WHOLE=D % BD == 0,
+            STAGES=gathering.document_stages, **given,
         )  # fmt: skip
 
 

@@ -88,17 +88,15 @@ def _best(s, BM: tl.constexpr, BN: tl.constexpr, INTERPRETED: tl.constexpr):
         below = (x != top[:, :, None]).to(tl.float32)
     else:
         # the last bit of the maximum is 8 at least in these units, so that saturation makes every difference a 1
-        exponent = (top.to(tl.int32, bitcast=True) >> 23) & 255
-        unit = (tl.minimum(281 - exponent, 253) << 23).to(tl.float32, bitcast=True)
+        exponent = top.to(tl.uint32, bitcast=True) & (255 << 23)
+        unit = tl.minimum((281 << 23) - exponent, 253 << 23).to(tl.float32, bitcast=True)
         below = tl.inline_asm_elementwise(
             "fma.rn.sat.f32 $0, $1, $2, $3;", "=f,f,f,f", [x, -unit[:, :, None], (top * unit)[:, :, None]],
             dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
     power = ((MOST - tl.arange(0, PLACES)) << 23).to(tl.float32, bitcast=True)
     won = ALL - tl.sum(below * power[None, None, :], 2)
-    place = MOST - (won.to(tl.int32, bitcast=True) >> 23)
-    # of values that are not finite
-    return top, tl.minimum(tl.maximum(place, 0), PLACES - 1)
+    return top, MOST - (won.to(tl.int32, bitcast=True) >> 23)
 
 
 @triton.jit(do_not_specialize=ANY)
@@ -135,11 +133,13 @@ def sweep(q_ptr, k_mem, tokens_ptr, lengths_ptr, sums_ptr, best_ptr, N, J, L, M,
             n = tl.load(lengths_ptr + j)
         top = tl.full((BM, LANES), LOWEST, tl.float32)
         place = tl.zeros((BM, LANES), tl.int32)
+        # the last tile begins earlier, so that all its tokens are those of the document
+        most_begin = tl.maximum(n - BN, 0)
         for start in range(0, n, BN):
-            k = _load_tokens(k_mem, k_stride, j * M + start, J * M, D, BN, BD, TMA)
+            k = _load_tokens(k_mem, k_stride, j * M + tl.minimum(start, most_begin), J * M, D, BN, BD, TMA)
             s = tl.dot(q, k.T)
-            if start + BN > n:
-                s = tl.where((cols < n - start)[None, :], s, LOWEST)
+            if n < BN:
+                s = tl.where((cols < n)[None, :], s, LOWEST)
             if BEST:
                 value, at = _best(s, BM, BN, INTERPRETED)
                 place = tl.where(value > top, start // LANES + at, place)
@@ -151,8 +151,11 @@ def sweep(q_ptr, k_mem, tokens_ptr, lengths_ptr, sums_ptr, best_ptr, N, J, L, M,
         sums = tl.sum(tl.reshape(tl.where(n > 0, most, 0.0), (BM // SLOT, SLOT)), 1)
         tl.store(sums_ptr + j * slots.to(tl.int64) + slot, sums, mask=slot < slots)
         if BEST:
-            column = place // SIDE * (LANES * SIDE) + place % SIDE + SIDE * tl.arange(0, LANES)[None, :]
-            index = tl.min(tl.where(top == most[:, None], column, NONE), 1)
+            begin = tl.minimum(place // (BN // LANES) * BN, most_begin)
+            column = place % (BN // LANES) // SIDE * (LANES * SIDE) + place % SIDE + SIDE * tl.arange(0, LANES)[None, :]
+            index = tl.min(tl.where(top == most[:, None], begin + column, NONE), 1)
+            # of products that are not finite
+            index = tl.minimum(tl.maximum(index, 0), n - 1)
             # computed again for each document: registers hold the products
             _, _, has = entry_tokens(e, tokens_ptr, N, L, entries, PADDED, ROWS_MASKED)
             at = best_ptr + j * entries.to(tl.int64) + e

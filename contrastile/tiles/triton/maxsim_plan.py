@@ -53,11 +53,12 @@ class Gathering(NamedTuple):
     group: int = 32
     document_warps: int = 1
     document_stages: int = 3
+    document_registers: int | None = 160
 
 
 TILING_INTERPRETED = Tiling(entries=32, tokens=16, documents=3, registers=False)
 # in float32, which takes more registers
-GATHERING_WIDE = Gathering(group=64, document_warps=4)
+GATHERING_WIDE = Gathering(group=64, document_warps=4, document_registers=None)
 GATHERING_INTERPRETED = Gathering(entries=32, rows=4, group=16)
 
 
