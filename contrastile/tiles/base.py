@@ -108,6 +108,8 @@ class Tiles(ABC):
     joined: bool = field(default=False, init=False, repr=False)
     # u and v are uninitialised memory, all of which one `backward` writes
     fresh: bool = field(default=False, init=False, repr=False)
+    # the backward of the same block follows the forward at once, which may keep results for it
+    followed: bool = field(default=False, init=False, repr=False)
     # the sums of a backward are those of `pair_sums`, also without `sums_products`
     summed: bool = field(default=False, init=False, repr=False)
     # u and v are the gradients of the features, scaled and in their own types, and the sums those of `pair_sums`

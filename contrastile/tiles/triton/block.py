@@ -60,6 +60,15 @@ class Budget:
         sums = self._partial(height, width, self.epilogue.channels) if self.loss.pairwise else 0
         return 2 * rows * cols + sums + (height + width) * copied
 
+    def keeps(self, block: Block) -> bool:
+        """The strip of a whole block fits, with the numbers of the forward's passes beside it."""
+
+        def cost(height: int, width: int, copied: int, parts: int) -> int:
+            sums = self._partial(height, width, 2 + self.epilogue.careful_channels)
+            return self.backward(height, width, copied, parts) + sums
+
+        return len(list(self.super_tiles(block, cost))) == 1
+
     def super_tiles(self, block: Block, cost: Cost) -> Iterator[tuple[slice, slice]]:
         """Rows and columns of each super-tile of a block, row by row."""
         N, M, copied = len(block.rows), len(block.cols), 0
