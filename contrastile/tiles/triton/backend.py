@@ -272,7 +272,7 @@ class Triton(Tiles):
                 if keeps and not careful:
                     # with the sums of the scale's gradient
                     parts = self._new_parts(tile.block, channels + 1)
-                    self.kept = kept.exponentials(tile.pair, block.constants, parts[0], epilogue)
+                    self.kept = kept.exponentials(tile.pair, block.constants, parts, epilogue)
                 else:
                     parts = self._new_parts(tile.block, channels)
                     launch.sums(tile.pair, block.constants, parts, epilogue, careful=careful)
@@ -345,7 +345,7 @@ class Triton(Tiles):
         """
         weights = self._weights(block)
         if self.kept is not None:
-            total = self.kept.add(block, weights[0][0], u, None if v is None else _received(v), self._epilogue)
+            total = self.kept.add(block, weights, u, None if v is None else _received(v), self._epilogue)
             self.kept = None
             return total
         sums = launch.new_sums(self.scale.device)

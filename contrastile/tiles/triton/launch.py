@@ -288,17 +288,18 @@ def gradient(
     strip: Tensor,
     sums: Tensor,
     epilogue: Epilogue,
-    row_part: Tensor | None = None,
+    *parts: Tensor,
 ) -> None:
     """Write the gradient of the valid pairs into the strip, and add Σ g · ⟨q, k⟩, or Σ g, to `sums`.
 
-    weights: the vectors of each direction. row_part: also write the sums of `totals`, for a pairwise loss.
+    weights: the vectors of each direction. parts: also write the sums of `totals`, for a pairwise loss; of an
+    exponential, write the exponentials into the strip, and their sums.
     """
     (a, c), (b, d) = weights[0], weights[-1]
     run(
         backward.gradient, pair.programs, constants_ptr=constants, row_a_ptr=a, row_c_ptr=c, col_b_ptr=b, col_d_ptr=d,
-        row_part_ptr=constants if row_part is None else row_part, COLUMNS=len(weights) == 2,
-        LOSS=row_part is not None, FLATTEN=pair.flattened, **epilogue.flags,
+        row_part_ptr=(parts or (constants,))[0], col_part_ptr=(parts or (constants,))[-1], COLUMNS=len(weights) == 2,
+        LOSS=bool(parts), FLATTEN=pair.flattened, **epilogue.flags,
         **_strip(strip, sums, pair.q.parts), **pair.arguments,
     )  # fmt: skip
 
