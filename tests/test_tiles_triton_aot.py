@@ -166,6 +166,8 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
             yield kernel, f"{name} plain", plain
         if busy:
             yield kernel, f"{name} sigmoid", plain | sigmoid
+        if name == "gradient" and (EVERY or capability == 90):
+            yield kernel, f"{name} kept", plain | {"LOSS": True}
         if capability in GUIDED_ON and (EVERY or busy):
             yield kernel, f"{name} {TAUGHT}", plain | teacher
             if EVERY:

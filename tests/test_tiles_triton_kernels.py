@@ -6,7 +6,7 @@ Interpreted on the CPU; on a GPU, and in bf16 too, with `make test-gpu`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, make_dataclass, replace
 from typing import Any
 
@@ -20,13 +20,15 @@ pytest.importorskip("triton")
 
 from contrastile import contrast
 from contrastile._types import Reduction
+from contrastile.engine import plan as engine_plan
+from contrastile.engine.operation import with_gradients
 from contrastile.losses.base import Finished, Formula, PairLoss, Shard
 from contrastile.losses.decoupled import Decoupled
 from contrastile.losses.reference import dense_decoupled, dense_softmax
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax, SoftmaxStats
 from contrastile.tiles.eager import Eager
-from contrastile.tiles.triton import backend, launch, plan
+from contrastile.tiles.triton import backend, kept, launch, plan
 from contrastile.tiles.triton.backend import Triton
 from contrastile.tiles.triton.forward import CAREFUL, SHIFT
 from contrastile.tiles.triton.masks import UNROLLED
@@ -111,6 +113,40 @@ def test_every_problem_is_no_further_from_float64_than_twice_the_dense_formula(n
         # a single number can be right by luck in the dense formula
         least = 1e-6 if gradient.ndim else 1e-4
         allowed = max(2 * distance(dense_gradients[key], true_gradients[key]), least)
+        assert distance(gradient, true_gradients[key]) <= allowed, key
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "sides"),
+    [("clip", 20.0, 2), ("dcl", 3000.0, 2), ("info_nce", 20.0, 1), ("info_nce_positives", 3000.0, 1)],
+)
+def test_exponentials_are_kept_for_a_backward_in_the_same_call(
+    name: str, scale: float, sides: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a graph of a small call has them; at a scale of 3000 the careful kernels run."""
+    kept_sides, exponentials = [], kept.exponentials
+
+    def counted(pair: Pair, constants: Tensor, parts: Sequence[Tensor], *rest: Any) -> kept.Kept:
+        kept_sides.append(len(parts))
+        return exponentials(pair, constants, parts, *rest)
+
+    monkeypatch.setattr(kept, "exponentials", counted)
+    monkeypatch.setattr(engine_plan, "_plans", {})
+    monkeypatch.setattr(engine_plan, "small", lambda *_: True)
+    monkeypatch.setattr(engine_plan, "replayed", with_gradients)
+    problem = PROBLEMS[name](45, 70)
+    tensors = problem.tensors(torch.bfloat16, scale=scale)
+    truth, true_gradients = problem.by_formula(
+        {key: x.detach().double().requires_grad_() for key, x in tensors.items()}
+    )
+    _, dense_gradients = problem.by_formula(tensors)
+    loss, gradients = problem.by_tiles(tensors, backend="triton")
+    assert kept_sides == [sides]
+    assert distance(loss, truth) <= 1e-6
+    for key, gradient in gradients.items():
+        allowed = (
+            2 * distance(dense_gradients[key], true_gradients[key]) if gradient.ndim else 1e-6 * max(1, scale / 20)
+        )
         assert distance(gradient, true_gradients[key]) <= allowed, key
 
 
