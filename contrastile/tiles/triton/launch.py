@@ -39,6 +39,8 @@ from contrastile.tiles.triton.plan import (
 
 # rows of one program, and tiles added at once, in kernels along one dimension
 BLOCK, TILES = 128, 16
+# rows of one program that merges the sums of tiles
+MERGED = 128
 # rows of one program that reads features, `BLOCK` features at a time
 ROWS = 16
 # rows of one program that multiplies them in the matrix units, the least that takes a Hopper chip's wide instruction,
@@ -216,13 +218,13 @@ def merge_sums(
     the flag is set.
     """
     (channels, col_tiles, N), (_, row_tiles, M), col = parts[0].shape, parts[-1].shape, len(parts) - 1
-    blocks = tiles_of(max(N, M), BLOCK)
+    blocks = tiles_of(max(N, M), MERGED)
     kernel = reductions.merge_maxima if careful else reductions.merge_sums
     run(
         kernel, (blocks, len(parts)), constants_ptr=constants, row_stride=stats[0].stride(0),
         col_stride=stats[col].stride(0), N=N, M=M, row_tiles=row_tiles, col_tiles=col_tiles, row_first=int(first[0]),
         col_first=int(first[col]), row_last=int(last[0]), col_last=int(last[col]), LABELS=channels == LABEL_CHANNELS,
-        row_part_ptr=parts[0], col_part_ptr=parts[-1], row_stats_ptr=stats[0], col_stats_ptr=stats[col], BLOCK=BLOCK,
+        row_part_ptr=parts[0], col_part_ptr=parts[-1], row_stats_ptr=stats[0], col_stats_ptr=stats[col], BLOCK=MERGED,
         TILES=TILES, **epilogue.flags,
     )  # fmt: skip
 
