@@ -114,7 +114,9 @@ def _type(name: str, shape: Any, constants: dict[str, Any]) -> str:
         return "*u8"
     if name.endswith(("ids_ptr", "labels_ptr", "tokens_ptr", "lengths_ptr", "list_ptr")):
         return "*i32"
-    if name.endswith(("positives_ptr", "starts_ptr", "sources_ptr", "columns_ptr", "order_ptr")):
+    if name.endswith(
+        ("positives_ptr", "starts_ptr", "targets_ptr", "stops_ptr", "sources_ptr", "columns_ptr", "order_ptr")
+    ):
         return "*i64"
     return "*fp32" if name.endswith("_ptr") else "fp32" if name in ("smoothing", "truncation", "hardness") else "i32"
 

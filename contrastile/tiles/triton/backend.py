@@ -192,6 +192,14 @@ class Triton(Tiles):
         """
         self.reserved = multiprocessors
 
+    def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
+        if self.kept is None or not self.kept.narrow or self.grad_dtypes not in (None, (torch.bfloat16,) * 2):
+            return super().accumulators(rows, cols, wanted)
+        needs_u, needs_v = self.needed(wanted)
+        u = rows.features.new_empty(rows.features.shape, dtype=self.scale.dtype) if needs_u else None
+        self.joined = False
+        return u, cols.features.new_empty(cols.features.shape) if needs_v else None
+
     @property
     def sums_products(self) -> bool:
         return self._epilogue.exponential
@@ -397,8 +405,7 @@ class Triton(Tiles):
         if v is not None and positives.columns is not None:
             # sorted by column, so that sums have the same order, and bits, in every run
             columns, order = torch.where(positives.columns < 0, len(v), positives.columns).flatten().sort(stable=True)
-            starts = torch.searchsorted(columns, torch.arange(len(v) + 1, device=v.device))
-            launch.add_pairs(v, block.rows.features, starts, order // positives.per_row, g_NP.flatten()[order])
+            launch.add_pairs(v, block.rows.features, columns, order // positives.per_row, g_NP.flatten()[order])
         if not self.sums_products:
             return g_NP.sum(dtype=torch.float64)
         q = block.rows.features

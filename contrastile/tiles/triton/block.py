@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile.losses.base import PairLoss, Shard
@@ -172,11 +173,13 @@ class Block:
             return Positives(None, diagonal) if -N < diagonal < M else None
         if rows.positives is None or not rows.positives.shape[1]:
             return None
-        columns = rows.positives.sort(dim=1).values
-        # a column listed twice is one positive
-        repeated = torch.zeros_like(columns, dtype=torch.bool)
-        repeated[:, 1:] = columns[:, 1:] == columns[:, :-1]
-        inside = ~repeated & (columns >= max(0, cols.start)) & (columns < cols.start + M)
+        columns = rows.positives
+        if columns.shape[1] > 1:
+            columns = columns.sort(dim=1).values
+            # a column listed twice is one positive
+            repeated = F.pad(columns[:, 1:] == columns[:, :-1], (1, 0))
+            columns = columns.masked_fill(repeated, -1)
+        inside = (columns >= max(0, cols.start)) & (columns < cols.start + M)
         if self.loss.exclude_self:
             inside &= columns != torch.arange(rows.start, rows.start + N, device=columns.device)[:, None]
         return Positives(torch.where(inside, columns - cols.start, -1), None)

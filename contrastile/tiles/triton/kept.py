@@ -28,6 +28,8 @@ from contrastile.tiles.triton.products import add_at_once, add_cols, add_rows
 UNIT = 2.0**40
 # rows of one program of `kept_sums`, and tiles added at once; rows and columns of one of `weighed_strip`
 ROWS, TILES, STRIP = 32, 64, (8, 512)
+# columns per row from which the columns' sums, most of the memory that a call writes, have 16 bits
+NARROW = 4
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,11 @@ class Kept:
     parts: Sequence[Tensor]
     # as `launch.new_sums`, for the careful form
     sums: Tensor
+
+    @property
+    def narrow(self) -> bool:
+        """The columns' sums have 16 bits: those of one direction with far more columns than rows."""
+        return len(self.parts) == 1 and self.strip.shape[1] >= NARROW * self.strip.shape[0]
 
     def add(self, block: Block, weights: Weights, u: Tensor | None, v: Tensor | None, epilogue: Epilogue) -> Tensor:
         """Write the gradient sums of all pairs to u and v; returns Σ g · ⟨q, k⟩ in float64.
@@ -63,7 +70,11 @@ class Kept:
                 u.mul_(factors[:, None])
             if v is not None:
                 weighted = torch.mul(q, (factors * UNIT)[:, None], out=torch.empty_like(q))
-                add_at_once(v, g.T, weighted[:, : v.shape[1]], 1 / UNIT, 0.0)
+                x = weighted[:, : v.shape[1]]
+                if v.dtype == q.dtype:
+                    torch.addmm(v, g.T, x, alpha=1 / UNIT, beta=0, out=v)
+                else:
+                    add_at_once(v, g.T, x, 1 / UNIT, 0.0)
         total = self.sums.sum(dtype=torch.float64) + of_rows.sum(dtype=torch.float64)
         return total * (1 + launch.truncation(block.rows.features))
 

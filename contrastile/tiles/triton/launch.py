@@ -371,14 +371,15 @@ def positive_gradients(
     return g_NP, inner_NP
 
 
-def add_pairs(total: Tensor, x: Tensor, starts: Tensor, sources: Tensor, values: Tensor) -> None:
-    """total[r] += Σ values[s] · x[sources[s]] over s = starts[r] ... starts[r + 1] − 1, in that order."""
+def add_pairs(total: Tensor, x: Tensor, targets: Tensor, sources: Tensor, values: Tensor) -> None:
+    """total[targets[s]] += values[s] · x[sources[s]], in order of s; targets rise, and those beyond total are left."""
     n, D = total.shape
     block = min(1024, triton.next_power_of_2(D))
     run(
-        by_position.add_pairs, (n, tiles_of(D, block)), out_ptr=total, out_stride=total.stride(0), x_ptr=x,
-        row_stride=x.stride(0), feature_stride=x.stride(1), starts_ptr=starts, sources_ptr=sources, values_ptr=values,
-        D=D, BLOCK=block,
+        by_position.add_pairs, (len(targets), tiles_of(D, block)), out_ptr=total, out_stride=total.stride(0), x_ptr=x,
+        row_stride=x.stride(0), feature_stride=x.stride(1), targets_ptr=targets,
+        stops_ptr=torch.searchsorted(targets, targets, right=True), sources_ptr=sources, values_ptr=values, n=n, D=D,
+        BLOCK=block,
     )  # fmt: skip
 
 
