@@ -1,29 +1,33 @@
-"""Time and memory of a training step by sentence-transformers' losses, and by ours in their place.
+"""Time and memory of a training step in the trainers of other libraries, by their loss and by ours in its place.
 
-    python benchmarks/doors.py [--sub-batch 2048] [--csv FILE]
+    python benchmarks/doors.py [DOOR ...] [--pairs 8192] [--sub-batch 2048] [--csv FILE]
 
 Forward and backward of random texts of 8 to 64 tokens by an encoder of MiniLM's size with random weights, in
-interleaved rounds, under bf16 autocast on a GPU; no download. Takes 90 seconds on an H200, loading included; without a
-GPU sizes are small. Steps that take seconds run twice, of which the second is timed.
+interleaved rounds, under bf16 autocast on a GPU; no download. The losses of sentence-transformers take 90 seconds on an
+H200, loading included; without a GPU sizes are small. Steps that take seconds run twice, of which the second is timed.
+The doors of FlagEmbedding and PyLate run the code of their pages.
 """
 
 from __future__ import annotations
 
-import argparse
+import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import BertConfig, BertModel, BertTokenizerFast
+from transformers import BertConfig, BertModel, BertTokenizerFast, Trainer, TrainingArguments
+from transformers.utils import logging
 
-from contrastile.bench.harness import COLUMNS, Machine, Report, Row, Step, Table, reporting
+from contrastile.bench.harness import COLUMNS, Machine, Report, Row, Step, Table, script
 from contrastile.integrations.sentence_transformers import CachedGISTLoss, CachedMultiVectorLoss, CachedRankingLoss
+from contrastile.integrations.transformers import ContrastileTrainer, mean_pooled
 from contrastile.train.provenance import provenance
 
 with warnings.catch_warnings():
@@ -31,7 +35,17 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from sentence_transformers import SentenceTransformer, losses, models
 
-PACKAGES = ("sentence-transformers", "transformers")
+# tokens of the texts of each side
+Columns = list[dict[str, Tensor]]
+# a forward and backward pass of a batch
+Measured = Callable[[Columns], None]
+# a number of pairs, and what makes the step of each implementation and `retain`
+Problem = tuple[int, dict[tuple[str, Any], Callable[[], Measured]]]
+
+OURS, SENTENCES = "contrastile", "sentence-transformers"
+PACKAGES = ("sentence-transformers", "transformers", "lightning", "FlagEmbedding", "pylate")
+PAGES = Path(__file__).parents[1] / "docs" / "coming_from"
+SCALE = 20.0
 SHORTEST, LONGEST, WORDS = 8, 64, 30522
 # late interaction compares every token of every pair: an eighth of the pairs, and vectors of this size
 MULTI_VECTOR_SHARE, VECTOR = 8, 128
@@ -75,12 +89,12 @@ class Bench:
         config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
         BertModel(config).save_pretrained(self.folder)
 
-    def encoder(self) -> Any:
-        """The encoder, with the mean of its vectors."""
+    def sentences(self) -> Any:
+        """sentence-transformers' model of it, with the mean of its vectors."""
         return self._ready(SentenceTransformer(modules=[models.Transformer(str(self.folder)), models.Pooling(384)]))
 
     def multi_vector(self) -> Any:
-        """The encoder, with a vector for each token."""
+        """sentence-transformers' model of it, with a vector for each token."""
         from sentence_transformers import MultiVectorEncoder
         from sentence_transformers.base.modules import Transformer
         from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
@@ -89,6 +103,15 @@ class Bench:
             MultiVectorEncoder(modules=[Transformer(str(self.folder)), Projection(384), MultiVectorMask()])
         )
 
+    def bert(self) -> nn.Module:
+        """The encoder itself."""
+        model: nn.Module = BertModel.from_pretrained(self.folder, add_pooling_layer=False)
+        return model.to(self.device).train()
+
+    def autocast(self) -> Any:
+        """bf16 on a GPU."""
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda")
+
     def _ready(self, model: Any) -> Any:
         model.to(self.device).train()
         if self.device.type == "cuda":
@@ -96,7 +119,7 @@ class Bench:
             model.forward = torch.autocast("cuda", dtype=torch.bfloat16)(model.forward)
         return model
 
-    def columns(self, pairs: int) -> list[dict[str, Tensor]]:
+    def columns(self, pairs: int) -> Columns:
         """Tokens of anchors and of positives."""
         columns = []
         for _ in range(2):
@@ -106,81 +129,246 @@ class Bench:
             columns.append({name: x.to(self.device) for name, x in tokens.items()})
         return columns
 
-    def step(self, loss: nn.Module, columns: list[dict[str, Tensor]]) -> Step:
-        """A forward and backward pass."""
+    def step(self, module: nn.Module, loss: Callable[[Columns], Tensor]) -> Measured:
+        """A forward and backward pass of a module."""
 
-        def run() -> None:
-            loss.zero_grad()
-            with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
-                value = loss([dict(column) for column in columns], None)
+        def run(columns: Columns) -> None:
+            module.zero_grad()
+            with self.autocast():
+                value = loss(columns)
             value.backward()
 
         return run
 
-    def problems(self) -> Iterator[tuple[str, int, dict[tuple[str, Any], Callable[[], nn.Module]]]]:
-        """Each loss with its number of pairs, and the modules that compute it by implementation and `retain`."""
-        theirs, pairs, size, model = "sentence-transformers", self.pairs, self.sub_batch, self.encoder()
-        modules: dict[tuple[str, Any], Callable[[], nn.Module]] = {
-            (theirs, ""): lambda: losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=size),
-            ("contrastile", 0): lambda: CachedRankingLoss(model, mini_batch_size=size),
-            ("contrastile", "auto"): lambda: CachedRankingLoss(model, mini_batch_size=size, retain="auto"),
-        }
-        yield "ranking", pairs, modules
+    def of_sentences(self, make: Callable[..., nn.Module], *models: Any, **how: Any) -> Callable[[], Measured]:
+        """The step of a loss of sentence-transformers, or in its form."""
+
+        def made() -> Measured:
+            loss = make(*models, mini_batch_size=self.sub_batch, **how)
+            return self.step(loss, lambda columns: loss([dict(column) for column in columns], None))
+
+        return made
+
+    def ranking(self) -> Iterator[Problem]:
+        """`CachedMultipleNegativesRankingLoss`."""
+        model = self.sentences()
+        yield (
+            self.pairs,
+            {
+                (SENTENCES, ""): self.of_sentences(losses.CachedMultipleNegativesRankingLoss, model),
+                (OURS, 0): self.of_sentences(CachedRankingLoss, model),
+                (OURS, "auto"): self.of_sentences(CachedRankingLoss, model, retain="auto"),
+            },
+        )
+
+    def late(self) -> Iterator[Problem]:
+        """`CachedMultiVectorMultipleNegativesRankingLoss`."""
         from sentence_transformers.multi_vector_encoder.losses import CachedMultiVectorMultipleNegativesRankingLoss
 
-        vectors = self.multi_vector()
-        modules = {
-            (theirs, ""): lambda: CachedMultiVectorMultipleNegativesRankingLoss(vectors, mini_batch_size=size),
-            ("contrastile", 0): lambda: CachedMultiVectorLoss(vectors, mini_batch_size=size),
-        }
-        yield "multi-vector", pairs // MULTI_VECTOR_SHARE, modules
-        guide = self.encoder().eval().requires_grad_(False)
+        model = self.multi_vector()
+        yield (
+            self.pairs // MULTI_VECTOR_SHARE,
+            {
+                (SENTENCES, ""): self.of_sentences(CachedMultiVectorMultipleNegativesRankingLoss, model),
+                (OURS, 0): self.of_sentences(CachedMultiVectorLoss, model),
+            },
+        )
+
+    def gist(self) -> Iterator[Problem]:
+        """`CachedGISTEmbedLoss`."""
+        model, guide = self.sentences(), self.sentences().eval().requires_grad_(False)
         # apart, because theirs may take a minute
-        yield "gist", pairs, {("contrastile", 0): lambda: CachedGISTLoss(model, guide, mini_batch_size=size)}
-        yield "gist", pairs, {(theirs, ""): lambda: losses.CachedGISTEmbedLoss(model, guide, mini_batch_size=size)}
+        yield self.pairs, {(OURS, 0): self.of_sentences(CachedGISTLoss, model, guide)}
+        yield self.pairs, {(SENTENCES, ""): self.of_sentences(losses.CachedGISTEmbedLoss, model, guide)}
+
+    def trainer(self) -> Iterator[Problem]:
+        """A Trainer of transformers with the formula as its `compute_loss`, which sees the whole batch at once."""
+
+        class Plain(Trainer):
+            def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
+                return formula(*(mean_pooled(model, **inputs[side]) for side in ("query", "key")))
+
+        def made(kind: Any, **how: Any) -> Measured:
+            arguments = TrainingArguments(
+                str(self.folder), bf16=self.device.type == "cuda", use_cpu=self.device.type == "cpu", report_to=[]
+            )
+            trainer = kind(model=self.bert(), args=arguments, train_dataset=[{}], **how)
+            trainer.current_gradient_accumulation_steps = 1
+            model = trainer.accelerator.prepare(trainer.model)
+
+            def run(columns: Columns) -> None:
+                model.zero_grad()
+                trainer.training_step(model, dict(zip(("query", "key"), columns, strict=True)))
+
+            return run
+
+        ours = partial(made, ContrastileTrainer, sub_batch=self.sub_batch)
+        yield (
+            self.pairs,
+            {
+                ("transformers", ""): partial(made, Plain),
+                (OURS, 0): ours,
+                (OURS, "auto"): partial(ours, retain="auto"),
+            },
+        )
+
+    def lightning(self) -> Iterator[Problem]:
+        """A LightningModule with the formula as its `training_step`, which sees the whole batch at once."""
+        from lightning import LightningModule
+
+        from contrastile.integrations.lightning import ContrastileMixin
+
+        bench = self
+
+        class Plain(LightningModule):
+            def __init__(self) -> None:
+                super().__init__()
+                self.bert = bench.bert()
+
+            def forward(self, **tokens: Tensor) -> Tensor:
+                return mean_pooled(self.bert, **tokens)
+
+            def training_step(self, batch: Columns, batch_idx: int) -> Tensor:
+                del batch_idx
+                return formula(*(self(**side) for side in batch))
+
+        class Cached(ContrastileMixin, Plain):
+            sub_batch = bench.sub_batch
+
+            def log(self, *_: Any, **__: Any) -> None:
+                """Log nothing outside of a Trainer."""
+
+        def made(module: Any, retain: Any = 0) -> Measured:
+            module.retain = retain
+            return self.step(module, lambda columns: module.training_step(columns, 0))
+
+        yield (
+            self.pairs,
+            {
+                ("lightning", ""): lambda: made(Plain()),
+                (OURS, 0): lambda: made(Cached()),
+                (OURS, "auto"): lambda: made(Cached(), "auto"),
+            },
+        )
+
+    def flag_embedding(self) -> Iterator[Problem]:
+        """FlagEmbedding's model with `sub_batch_size`, and the subclass of its page."""
+        from FlagEmbedding.finetune.embedder.encoder_only.base.modeling import BiEncoderOnlyEmbedderModel as Theirs
+
+        how = {"temperature": 1 / SCALE, "sub_batch_size": self.sub_batch, "normalize_embeddings": True}
+
+        def made(kind: Any, retain: Any = 0) -> Measured:
+            model = kind(self.bert(), sentence_pooling_method="mean", **how).train()
+            model.retain = retain
+            return self.step(model, lambda columns: model(*columns).loss)
+
+        cached = on_page("flag_embedding", "CachedModel", BiEncoderOnlyEmbedderModel=Theirs)
+        yield (
+            self.pairs,
+            {
+                ("FlagEmbedding", ""): partial(made, Theirs),
+                (OURS, 0): partial(made, cached),
+                (OURS, "auto"): partial(made, cached, "auto"),
+            },
+        )
+
+    def pylate(self) -> Iterator[Problem]:
+        """PyLate's `CachedContrastive`, and the subclass of its page."""
+        from pylate.losses import CachedContrastive
+
+        bench = self
+
+        class Colbert(nn.Module):
+            skiplist, do_query_expansion = list[int](), False
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.bert, self.linear = bench.bert(), nn.Linear(384, VECTOR, bias=False, device=bench.device)
+
+            def forward(self, features: Any) -> dict[str, Tensor]:
+                return {"token_embeddings": self.linear(self.bert(**features).last_hidden_state)}
+
+        model = Colbert()
+        cached = on_page("pylate", "TiledContrastive")
+        yield (
+            self.pairs // MULTI_VECTOR_SHARE,
+            {
+                ("pylate", ""): self.of_sentences(CachedContrastive, model),
+                (OURS, 0): self.of_sentences(cached, model),
+            },
+        )
 
 
-def measure(bench: Bench, machine: Machine, report: Report) -> None:
-    """Report the time and the peak of every loss."""
+DOORS = {
+    "ranking": Bench.ranking, "multi-vector": Bench.late, "gist": Bench.gist, "trainer": Bench.trainer,
+    "lightning": Bench.lightning, "flag-embedding": Bench.flag_embedding, "pylate": Bench.pylate,
+}  # fmt: skip
+
+
+def formula(query: Tensor, key: Tensor) -> Tensor:
+    """The ranking loss of unit rows [N, D], with its matrix."""
+    return F.cross_entropy(SCALE * query @ key.T, torch.arange(len(query), device=query.device))
+
+
+def on_page(page: str, name: str, **names: Any) -> Any:
+    """The class that the code of a page defines, begun with these names."""
+    (code,) = re.findall(r"^```python\n(.*?)^```", (PAGES / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE)
+    exec(code, names)
+    return names[name]
+
+
+def measure(bench: Bench, door: str, machine: Machine, report: Report) -> None:
+    """Report the time and the peak of every implementation."""
     origin = provenance(bench.device, *PACKAGES)
-    report.say(TABLE.header())
-    with report.failures("losses of version 6", judged=False):
-        for loss, pairs, modules in bench.problems():
-            columns, steps, rows = bench.columns(pairs), dict[str, Step](), dict[str, Row]()
-            for (impl, retain), make in modules.items():
-                step, name = bench.step(make(), columns), f"{impl} {retain}"
-                with report.failures(f"{loss} by {impl}", judged=impl == "contrastile"):
-                    # compiles and allocates
-                    step()
-                    seconds: list[float] = []
-                    peak = machine.peak(lambda step=step, seconds=seconds: seconds.append(machine.time(step)))
-                    rows[name] = {
-                        "impl": impl, "loss": loss, "model": f"bert-384-{bench.layers}", "batch": pairs,
-                        "sub_batch": bench.sub_batch, "length": LONGEST, "retain": retain,
-                        "dtype": "bfloat16" if bench.device.type == "cuda" else "float32",
-                        "peak_bytes": peak, "ms": seconds[0] * 1e3, **origin,
-                    }  # fmt: skip
-                    if seconds[0] <= LONG_STEP:
-                        steps[name] = step
-            timings = machine.race(steps)
-            for name, row in rows.items():
-                row["ms"] = timings[name].ms if name in timings else row["ms"]
-                report.result(TABLE.line(row), row)
+    for pairs, implementations in DOORS[door](bench):
+        columns, steps, rows = bench.columns(pairs), dict[str, Step](), dict[str, Row]()
+        for (impl, retain), make in implementations.items():
+            step, name = partial(make(), columns), f"{impl} {retain}"
+            with report.failures(f"{door} by {impl}", judged=impl == OURS):
+                # compiles and allocates
+                step()
+                seconds: list[float] = []
+                peak = machine.peak(lambda step=step, seconds=seconds: seconds.append(machine.time(step)))
+                rows[name] = {
+                    "impl": impl, "loss": door, "model": f"bert-384-{bench.layers}", "batch": pairs,
+                    "sub_batch": bench.sub_batch, "length": LONGEST, "retain": retain,
+                    "dtype": "bfloat16" if bench.device.type == "cuda" else "float32",
+                    "peak_bytes": peak, "ms": seconds[0] * 1e3, **origin,
+                }  # fmt: skip
+                if seconds[0] <= LONG_STEP:
+                    steps[name] = step
+        timings = machine.race(steps)
+        for name, row in rows.items():
+            row["ms"] = timings[name].ms if name in timings else row["ms"]
+            report.result(TABLE.line(row), row)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write rows there, behind those that it has")
-    device, pairs, sub_batch, layers = ("cuda", 8192, 256, 6) if torch.cuda.is_available() else ("cpu", 256, 32, 2)
-    parser.add_argument(
-        "--sub-batch", type=int, default=sub_batch, help=f"texts encoded at once (default: {sub_batch})"
-    )
-    options, device = parser.parse_args(), torch.device(device)
+    pairs, sub_batch, layers = (8192, 256, 6) if torch.cuda.is_available() else (256, 32, 2)
+    words = {
+        "doors": {
+            "nargs": "+",
+            "metavar": "DOOR",
+            "default": list(DOORS),
+            "help": f"of {', '.join(DOORS)} (default: all)",
+        },
+        "pairs": {"type": int, "default": pairs, "help": f"pairs of texts (default: {pairs})"},
+        "sub_batch": {"type": int, "default": sub_batch, "help": f"texts encoded at once (default: {sub_batch})"},
+    }
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     torch.manual_seed(0)
-    with tempfile.TemporaryDirectory() as folder, reporting(options.csv, COLUMNS["doors"], device, *PACKAGES) as report:
-        bench = Bench(device, pairs, options.sub_batch, layers, Path(folder))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        script(__doc__, COLUMNS["doors"], *PACKAGES, seconds=SECONDS, **words) as (options, machine, report),
+    ):
+        bench = Bench(machine.device, options.pairs, options.sub_batch, layers, Path(folder))
         bench.save()
-        measure(bench, Machine.of(device, SECONDS), report)
+        report.say(TABLE.header())
+        for door in options.doors:
+            # a library that is not installed, or has no such loss
+            with report.failures(door, judged=False):
+                measure(bench, door, machine, report)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ Takes a minute on an H200; without a GPU sizes are small. Steps of LiT are those
 
 from __future__ import annotations
 
-import argparse
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from loading import write_shards
 from torch import Tensor, nn
 
 from contrastile import contrast
-from contrastile.bench.harness import Machine, Report, Row, Table, reporting
+from contrastile.bench.harness import Machine, Report, Row, Table, script
 from contrastile.scorers import Bilinear, MaxSim, PairMLP
 from contrastile.train.image_text import ImageText
 from contrastile.train.loop import step
@@ -48,7 +47,7 @@ TABLE = Table(
         ("planned_bytes", "planned", ">9,.0f"),
     ),
 )
-RECIPE = "recipes/lit-vit-b-16.toml"
+RECIPE = "lit-vit-b-16"
 LIT_WAYS = {
     "both towers learn": ["model.locked=[]"],
     "image tower locked": [],
@@ -155,12 +154,9 @@ class Bench:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write rows there, behind those that it has")
-    path, device = parser.parse_args().csv, torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with TemporaryDirectory() as folder, reporting(path, COLUMNS, device, "transformers") as report:
+    with TemporaryDirectory() as folder, script(__doc__, COLUMNS, "transformers") as (_, machine, report):
         report.say(TABLE.header())
-        bench = Bench(Machine(device), report)
+        bench = Bench(machine, report)
         bench.distances()
         bench.lit(Path(folder))
 

@@ -10,16 +10,14 @@ slows down. `contrastile bench loss` measures whole losses.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from itertools import chain
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from contrastile.bench.harness import COLUMNS, Machine, Table, reporting
+from contrastile.bench.harness import COLUMNS, Table, script
 from contrastile.losses.softmax import Softmax
 from contrastile.tiles.triton import launch, plan
 from contrastile.tiles.triton.plan import Masks, Pair, Shape, epilogue_for
@@ -48,21 +46,18 @@ Candidate = tuple[str, float, Callable[[], object]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", type=Path, help="write the rows there, behind those that it has")
-    parser.add_argument("--rows", type=int, default=65536)
-    parser.add_argument("--features", type=int, nargs="+", default=[512, 768, 1024])
-    options = parser.parse_args()
-    machine, b = Machine.of(torch.device("cuda"), SECONDS), options.rows
-    with reporting(options.csv, COLUMNS["kernels"], machine.device) as report:
+    rows, features = {"type": int, "default": 65536}, {"type": int, "nargs": "+", "default": [512, 768, 1024]}
+    columns = COLUMNS["kernels"]
+    with script(__doc__, columns, seconds=SECONDS, rows=rows, features=features) as (options, machine, report):
         report.say(TABLE.header())
         for d in options.features:
-            q, k = (F.normalize(torch.randn(b, d, device="cuda"), dim=-1).bfloat16() for _ in range(2))
+            q, k = (F.normalize(torch.randn(options.rows, d, device="cuda"), dim=-1).bfloat16() for _ in range(2))
             for name, operations, call in chain(kernels(q, k), accumulations(q, k)):
                 timing = machine.race({name: call})[name]
                 rate, product = operations / timing.ms / 1e9, timing.product_rate / 1e12
-                row = {"what": name, "b": b, "d": d, "ms": round(timing.ms, 4), "ratio": round(rate / product, 3)}
-                row |= {"tflops": round(rate, 1), "product_tflops": round(product, 1)}
+                row = {"what": name, "b": options.rows, "d": d, "ms": round(timing.ms, 4)}
+                row |= {"ratio": round(rate / product, 3), "tflops": round(rate, 1)}
+                row |= {"product_tflops": round(product, 1)}
                 report.result(TABLE.line(row), row)
 
 

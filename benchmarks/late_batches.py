@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,12 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile import contrast
-from contrastile.bench.harness import results_file
+from contrastile.bench.harness import Machine, Report, Table, reporting
 from contrastile.losses import Softmax
 from contrastile.models.late import special_tokens
 from contrastile.planner.profile import target
 from contrastile.scorers import MaxSim
-from contrastile.train.memory import Weighed
 from contrastile.train.objective import QueryObjective
 from contrastile.train.optim import build_optimizer
 from contrastile.train.planned import made_up_tokenizer, plan_of, towers
@@ -42,24 +39,14 @@ from contrastile.train.retriever.run import build_retriever_run
 
 COLUMNS = ("what", "impl", "batch", "query_tokens", "passage_tokens", "d", "dtype", "seconds", "ratio", "peak_mib",
            "planned_mib", *ORIGIN)  # fmt: skip
+TABLE = Table(
+    *(("what", "what", "13"), ("impl", "by", "20"), ("batch", "batch", ">6"), ("seconds", "seconds", ">9.4f")),
+    *(("ratio", "ratio", ">6.3f"), ("peak_mib", "MiB", ">9,.1f"), ("planned_mib", "planned", ">9,.1f")),
+)
 SIZES = (64, 256, 1024, 4096, 16384)
-# queries and documents, tokens of each, features; and the runs in turns
-RATIO, TURNS = (256, 32, 64, 128), 3
+# queries and documents, tokens of each, features; and the seconds of each way in turns
+RATIO, SECONDS = (256, 32, 64, 128), 5.0
 MIB = 2**20
-
-
-def settled(device: torch.device) -> float:
-    """The time when the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def timed(step: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a step."""
-    began = settled(device)
-    step()
-    return settled(device) - began
 
 
 def plain(q: Tensor, k: Tensor) -> Tensor:
@@ -69,40 +56,38 @@ def plain(q: Tensor, k: Tensor) -> Tensor:
     return (F.cross_entropy(x, labels) + F.cross_entropy(x.T, labels)) / 2
 
 
-def ratio(device: torch.device, write: Callable[[dict[str, Any]], None]) -> None:
+def result(
+    machine: Machine, report: Report, what: str, impl: str, sizes: tuple[int, ...], dtype: str, seconds: float,
+    peak: int, *, ratio: float | None = None, planned: int | None = None,
+) -> None:  # fmt: skip
+    """Report a row; sizes: the batch, tokens of a query and of a passage, features."""
+    row = dict(zip(("batch", "query_tokens", "passage_tokens", "d"), sizes, strict=True))
+    row |= {"what": what, "impl": impl, "dtype": dtype, "seconds": round(seconds, 4), "ratio": ratio}
+    row |= {"peak_mib": round(peak / MIB, 1), "planned_mib": None if planned is None else round(planned / MIB, 1)}
+    report.result(TABLE.line(row), row | provenance(machine.device))
+
+
+def ratio(machine: Machine, report: Report) -> None:
     """The tiles beside the plain formula."""
     b, L, T, D = RATIO
-    q, k = (F.normalize(torch.randn(b, n, D, device=device), dim=-1).requires_grad_() for n in (L, T))
+    q, k = (F.normalize(torch.randn(b, n, D, device=machine.device), dim=-1).requires_grad_() for n in (L, T))
     tiles: Any = partial(contrast, scorer=MaxSim(), loss=Softmax(symmetric=True), scale=1.0, backend="eager")
-    seconds: dict[str, list[float]] = {}
-    peaks: dict[str, int] = {}
-    values = {}
-    for turn in range(TURNS + 1):
-        for name, loss in (("contrastile, eager", tiles), ("plain formula", plain)):
-            q.grad = k.grad = None
 
-            def step(loss: Any = loss) -> None:
-                loss(q, k).backward()
+    def gradients(loss: Any) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(loss(q, k), (q, k))
 
-            if turn:
-                seconds.setdefault(name, []).append(timed(step, device))
-                continue
-            with Weighed(device) as weighed:
-                step()
-            peaks[name], values[name] = weighed.bytes, q.grad.clone()  # type: ignore[attr-defined]
-    first, second = values.values()
-    assert torch.allclose(first, second, atol=1e-5), "other gradients"
-    pairs = zip(*seconds.values(), strict=True)
-    halves = {"contrastile, eager": statistics.median(ours / theirs for ours, theirs in pairs), "plain formula": 1.0}
-    for name, several in seconds.items():
-        row = {"what": "loss + grads", "impl": name, "batch": b, "query_tokens": L, "passage_tokens": T, "d": D}
-        row |= {"dtype": "float32", "seconds": round(statistics.median(several), 4), "ratio": round(halves[name], 3)}
-        write(row | {"peak_mib": round(peaks[name] / MIB, 1), "planned_mib": None})
+    steps = {"contrastile, eager": partial(gradients, tiles), "plain formula": partial(gradients, plain)}
+    for ours, true in zip(*(step() for step in steps.values()), strict=True):
+        assert torch.allclose(ours, true, atol=1e-5), "other gradients"
+    peaks, timings = {name: machine.peak(step) for name, step in steps.items()}, machine.race(steps)
+    for name, timing in timings.items():
+        times = round(timing.ms / timings["plain formula"].ms, 3)
+        result(machine, report, "loss + grads", name, RATIO, "float32", timing.ms / 1e3, peaks[name], ratio=times)
 
 
-def batches(device: torch.device, write: Callable[[dict[str, Any]], None], options: Any) -> None:
+def batches(machine: Machine, report: Report, options: Any) -> None:
     """Whole updates of the small model."""
-    precision = "bf16" if device.type == "cuda" else "float32"
+    precision = "bf16" if machine.device.type == "cuda" else "float32"
     words = [f"train.precision={precision}", "train.retain=0", "evaluate.candidates=0", "evaluate.bm25=false"]
     recipe = load_retriever_recipe("docstrings-late", words)
     tokenizer = made_up_tokenizer(recipe.model.tokenizer, special_tokens(recipe.model))
@@ -113,11 +98,10 @@ def batches(device: torch.device, write: Callable[[dict[str, Any]], None], optio
     generator, before = torch.Generator().manual_seed(0), (0, 0.0)
     for b in options.sizes:
         plan = plan_of(recipe, target(None), b, *towers(recipe, 1, b))
-        held = plan.step.held
-        planned = plan.peak.bytes - held.weights - held.optimizer
+        planned = plan.peak.bytes - plan.step.held.weights - plan.step.held.optimizer
         expected = before[1] * (b / before[0]) ** 2 if before[0] else 0.0
         if planned > options.gibibytes * 2**30 or expected > options.seconds:
-            print(f"{b}: left out; {planned / MIB:,.0f} MiB planned, at most {expected:.0f} s expected", flush=True)
+            report.say(f"{b}: left out; {planned / MIB:,.0f} MiB planned, at most {expected:.0f} s expected")
             continue
         texts = [
             {"input_ids": torch.randint(10, 100, (n, length), generator=generator),
@@ -125,7 +109,7 @@ def batches(device: torch.device, write: Callable[[dict[str, Any]], None], optio
             for n, length in zip((b, 2 * b), lengths, strict=True)
         ]  # fmt: skip
         marks = {"positives": torch.arange(b)[:, None], "query_ids": torch.arange(b), "key_ids": torch.arange(2 * b)}
-        marks = {name: x.to(device) for name, x in marks.items()}
+        marks = {name: x.to(machine.device) for name, x in marks.items()}
         part: Any = SimpleNamespace(queries=texts[0], passages=texts[1], inputs=lambda _, marks=marks: marks)
 
         def step(part: Any = part) -> None:
@@ -133,19 +117,16 @@ def batches(device: torch.device, write: Callable[[dict[str, Any]], None], optio
             RetrieverJob.loss(job, part).backward()
             optimizer.step()
 
+        seconds: list[float] = []
         # the first update also makes the optimizer's state
-        seconds, weighed = [], Weighed(device)
         if not before[0]:
             step()
-        with weighed:
-            seconds.append(timed(step, device))
+        peak = machine.peak(lambda step=step, seconds=seconds: seconds.append(machine.time(step)))
         if 3 * seconds[0] < options.seconds:
-            seconds = [timed(step, device) for _ in range(3)]
-        before = (b, min(seconds))
-        row = {"what": "update", "impl": "contrastile", "batch": b, "query_tokens": lengths[0]}
-        row |= {"passage_tokens": lengths[1], "d": run.model.features, "dtype": precision, "ratio": None}
-        row |= {"seconds": round(statistics.median(seconds), 4), "peak_mib": round(weighed.bytes / MIB, 1)}
-        write(row | {"planned_mib": round(planned / MIB, 1)})
+            seconds = [machine.time(step) for _ in range(3)]
+        before, sizes = (b, min(seconds)), (b, *lengths, run.model.features)
+        middle = statistics.median(seconds)
+        result(machine, report, "update", "contrastile", sizes, precision, middle, peak, planned=planned)
 
 
 def main() -> None:
@@ -156,24 +137,13 @@ def main() -> None:
     parser.add_argument("--gibibytes", type=float, default=6.0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    origin = provenance(device)
-    print(f"{origin['chip']}; {origin['versions']}")
-    with results_file(options.out and options.out / "late_batches.csv", COLUMNS) as results:
-
-        def write(row: dict[str, Any]) -> None:
-            results({**row, **origin})
-            ours = f"{row['ratio']:.3f}" if row["ratio"] else ""
-            planned = f"{row['planned_mib']:,.1f} planned" if row["planned_mib"] else ""
-            print(
-                f"{row['what']:13} {row['impl']:20} {row['batch']:>6} {row['seconds']:9.4f} s {ours:>6} "
-                f"{row['peak_mib']:9,.1f} MiB {planned}", flush=True,
-            )  # fmt: skip
-
+    machine = Machine.of(torch.device("cuda" if torch.cuda.is_available() else "cpu"), SECONDS)
+    with reporting(options.out and options.out / "late_batches.csv", COLUMNS, machine.device) as report:
+        report.say(TABLE.header())
         if "ratio" in options.parts:
-            ratio(device, write)
+            ratio(machine, report)
         if "batches" in options.parts:
-            batches(device, write, options)
+            batches(machine, report, options)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ import argparse
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -93,18 +95,16 @@ def main() -> None:
         # the texts are read once, and found in the cache by all runs
         open_run_texts(load_retriever_recipe(waiting[0][1][0], waiting[0][1][1:]))
     arguments.runs.mkdir(parents=True, exist_ok=True)
-    running: list[subprocess.Popen[bytes]] = []
-    while (waiting or running) and time.monotonic() < end:
-        running = [process for process in running if process.poll() is None]
-        while waiting and len(running) < arguments.jobs:
-            path, words = waiting.pop(0)
-            program = COMMAND if on_gpu or minutes is None else OWN_CLOCK
-            command = [sys.executable, *program, "train", *words, "--runs", str(arguments.runs)]
-            with path.with_suffix(".log").open("wb") as log:
-                running.append(subprocess.Popen(command, stdout=log, stderr=log))
-        time.sleep(0.2)
-    for process in running:
-        process.terminate()
+    program = COMMAND if on_gpu or minutes is None else OWN_CLOCK
+
+    def train(path: Path, words: list[str]) -> None:
+        command = [sys.executable, *program, "train", *words, "--runs", str(arguments.runs)]
+        if (left := end - time.monotonic()) > 0:
+            with path.with_suffix(".log").open("wb") as log, suppress(subprocess.TimeoutExpired):
+                subprocess.run(command, stdout=log, stderr=log, timeout=left, check=False)
+
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        list(pool.map(lambda run: train(*run), waiting))
     origin = provenance(torch.device("cuda" if on_gpu else "cpu"))
     name, columns = "late_docstrings.csv", COLUMNS
     if minutes is not None:

@@ -10,19 +10,17 @@ whatever is computed; the product is 8192³ in bf16 in the same minute. `make te
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile import contrast
-from contrastile.bench.harness import Machine, Report, Row, Step, Table, not_installed, reporting
+from contrastile.bench.harness import Machine, Report, Row, Step, Table, not_installed, script
 from contrastile.losses import Softmax
 from contrastile.scorers import MaxSim
 from contrastile.tiles.triton import maxsim
@@ -163,13 +161,10 @@ def clip(x: Tensor) -> Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write rows there, behind those that it has")
-    parser.add_argument("--parts", nargs="+", choices=("ladder", "losses"), default=["ladder", "losses"])
-    options, device = parser.parse_args(), torch.device("cuda")
-    with reporting(options.csv, COLUMNS, device, *PEERS) as report:
+    parts = {"nargs": "+", "choices": ("ladder", "losses"), "default": ["ladder", "losses"]}
+    with script(__doc__, COLUMNS, *PEERS, seconds=SECONDS, parts=parts) as (options, machine, report):
         report.say(TABLE.header())
-        bench = Bench(Machine.of(device, SECONDS), report)
+        bench = Bench(machine, report)
         for part in options.parts:
             getattr(bench, part)()
 

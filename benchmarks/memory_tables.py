@@ -10,7 +10,6 @@ the tower, whose activations are those of any other; the others' features are on
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import time
@@ -18,7 +17,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +24,7 @@ from papers import B_16, RECIPE, TINY_CLIP, K, dense_bytes, dense_peak
 from torch import Tensor, nn
 
 from contrastile import ClipLoss, encode
-from contrastile.bench.harness import Machine, Report, Row, Table, reporting
+from contrastile.bench.harness import Machine, Report, Row, Table, script
 from contrastile.bench.loss import OURS
 from contrastile.bench.memory import SCALE, clip, one_rank_of
 from contrastile.planner.memory import CONTEXT
@@ -195,15 +193,12 @@ def peak_of(card: Card, one: Plan, batch: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write rows there, behind those that it has")
-    path, on_gpu = parser.parse_args().csv, torch.cuda.is_available()
     # steps of all sizes must not fail because of gaps
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    machine = Machine(torch.device("cuda" if on_gpu else "cpu"))
-    with reporting(path, COLUMNS, machine.device, "transformers") as report:
+    all_cards = CARDS if torch.cuda.is_available() else TINY
+    with script(__doc__, COLUMNS, "transformers") as (_, machine, report):
         report.say(TABLE.header())
-        for (model, sub_batch), cards in groupby(CARDS if on_gpu else TINY, lambda card: (card.model, card.sub_batch)):
+        for (model, sub_batch), cards in groupby(all_cards, lambda card: (card.model, card.sub_batch)):
             steps = Steps(model, sub_batch, report, machine)
             for card in cards:
                 with report.failures(str(card), judged=True):

@@ -9,22 +9,19 @@ rows of the file.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import torch
 import transformers as hf
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from contrastile.bench.harness import COLUMNS, Machine, Report, results_file
+from contrastile.bench.harness import COLUMNS, Machine, Report, script
 from contrastile.bench.towers import Pairs, Towers
 from contrastile.bench.ways import Task, cached
 from contrastile.gradcache.encode import encode
 from contrastile.models.compiled import compile_tower, uncompile_tower
 from contrastile.modules import ClipLoss
 from contrastile.train.memory import PeakMemory
-from contrastile.train.provenance import provenance, signature
+from contrastile.train.provenance import provenance
 
 # lengths of this project's docstring passages in subwords: their logarithm's mean and deviation, and the most
 MEAN, DEVIATION, LONGEST = 4.6, 1.04, 256
@@ -105,17 +102,12 @@ def rate(machine: Machine, dtype: torch.dtype, report: Report) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write rows there, behind those that it has")
-    path, device = parser.parse_args().csv, torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     torch.manual_seed(0)
-    print(signature(device, "transformers"), flush=True)
-    with results_file(path, COLUMNS["steps"]) as write:
-        report = Report(lambda line: print(line, flush=True), write)
+    with script(__doc__, COLUMNS["steps"], "transformers", seconds=1.0) as (_, machine, report):
         for measure in (rate, texts):
             with report.failures(measure.__name__, judged=True):
-                measure(Machine.of(device, 1.0), dtype, report)
+                measure(machine, dtype, report)
 
 
 if __name__ == "__main__":

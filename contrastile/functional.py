@@ -97,8 +97,9 @@ def contrast(
             of "mean", also where ranks have unequal numbers of rows.
         workspace: bytes that may be used beside inputs, outputs and accumulators; by default 1/64 of the device's
             memory.
-        device: device of the computation for features in host memory, which are streamed to it, and their gradients
-            back; by default that of the features. Several ranks are then a ring through host memory.
+        device: device of the computation, and of the scorer's parameters, for features in host memory, which are
+            streamed to it, and their gradients back; by default that of the features. Several ranks are then a ring
+            through host memory.
     `backend` and `exchange` are "auto" by default, and the choice is logged once.
 
     Returns the loss, a scalar (or [N] with reduction="none") in float32, or float64 for float64 features.

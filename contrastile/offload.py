@@ -155,7 +155,7 @@ def settle(device: torch.device | None) -> None:
 
 
 class BlockStream:
-    """Blocks of a host matrix, copied to the device in turn, each with its accumulators, which may be copied back.
+    """Blocks of rows in host memory, copied to the device in turn with their accumulators, which may be copied back.
 
     On a CUDA device there are two slots: while one block is computed with, the next is copied in and the last one's
     accumulators are copied out, each on a stream of its own; the copies run beside the computation where host memory is
@@ -164,38 +164,43 @@ class BlockStream:
 
     def __init__(
         self,
-        matrix: Tensor,
+        tensors: Sequence[Tensor],
         rows: int,
         device: torch.device,
         *,
-        wide: torch.dtype | None = None,
+        width: int = 0,
+        wide: torch.dtype = torch.float32,
         totals: Tensor | None = None,
     ) -> None:
-        """`wide`: type of the accumulators, none if None; `totals`: host memory for them between two sweeps."""
-        self.matrix, self.device, self.wide, self.totals = matrix, device, wide, totals
-        self.bounds = [(start, min(start + rows, len(matrix))) for start in range(0, len(matrix), rows)]
+        """tensors: one at least, [n, ...] each. width: numbers of an accumulator's row. wide: the type of accumulators.
+
+        totals: [n, width] in host memory, the accumulators between two sweeps.
+        """
+        self.tensors, self.device, self.width, self.wide, self.totals = tensors, device, width, wide, totals
+        n = len(tensors[0])
+        self.bounds = [(start, min(start + rows, n)) for start in range(0, n, rows)]
         # one stream for copies in, one for copies out
         self.streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else None
-        self.slots: list[tuple[Tensor, Tensor]] = []
+        self.slots: list[tuple[list[Tensor], Tensor]] = []
         # events after which a slot may be written again, and after which a block's accumulators are on the host
         self.free: dict[int, list[torch.cuda.Event]] = {}
         self.stored: dict[int, torch.cuda.Event] = {}
         for slot in range(2 if self.streams else 0):
-            self.slots.append(self._memory(min(rows, len(matrix))))
+            self.slots.append(self._memory(min(rows, n)))
             # earlier kernels may still use this memory
             self.free[slot] = [torch.cuda.current_stream(device).record_event()]
 
-    def sweep(self, *, fresh: bool) -> Iterator[tuple[int, Bounds, Tensor, Tensor]]:
-        """Visit every block once: index, bounds, rows, and accumulators, which are zeros if `fresh`."""
+    def sweep(self, *, fresh: bool) -> Iterator[tuple[int, Bounds, list[Tensor], Tensor]]:
+        """Visit every block once: index, bounds, its tensors, and accumulators, which are zeros if `fresh`."""
         loaded = [self._load(0, fresh)] if self.bounds else []
         try:
             for index, bounds in enumerate(self.bounds):
-                rows, totals, arrived = loaded.pop()
+                block, totals, arrived = loaded.pop()
                 if index + 1 < len(self.bounds):
                     loaded.append(self._load(index + 1, fresh))
                 if arrived is not None:
                     torch.cuda.current_stream(self.device).wait_event(arrived)
-                yield index, bounds, rows, totals
+                yield index, bounds, block, totals
                 if self.streams is not None:
                     done = torch.cuda.current_stream(self.device).record_event()
                     self.free[index % 2] = [done, *self._stored(index)]
@@ -222,12 +227,12 @@ class BlockStream:
         if self.streams is not None:
             self.streams[1].synchronize()
 
-    def _memory(self, rows: int) -> tuple[Tensor, Tensor]:
+    def _memory(self, rows: int) -> tuple[list[Tensor], Tensor]:
         """Memory on the device for a block and its accumulators."""
-        block = torch.empty(rows, *self.matrix.shape[1:], dtype=self.matrix.dtype, device=self.device)
-        return block, block[:0] if self.wide is None else torch.empty_like(block, dtype=self.wide)
+        block = [torch.empty(rows, *x.shape[1:], dtype=x.dtype, device=self.device) for x in self.tensors]
+        return block, torch.empty(rows, self.width, dtype=self.wide, device=self.device)
 
-    def _load(self, index: int, fresh: bool) -> tuple[Tensor, Tensor, torch.cuda.Event | None]:
+    def _load(self, index: int, fresh: bool) -> tuple[list[Tensor], Tensor, torch.cuda.Event | None]:
         """Start copying a block and its accumulators; return them and the event of their arrival."""
         start, stop = self.bounds[index]
         if self.streams is None:
@@ -237,12 +242,15 @@ class BlockStream:
             incoming.wait_event(event)
         block, totals = self.slots[index % 2]
         with torch.cuda.stream(incoming):
-            filled = self._fill((block[: stop - start], totals[: stop - start]), start, stop, fresh)
-            return *filled, incoming.record_event()
+            memory = [x[: stop - start] for x in block], totals[: stop - start]
+            return *self._fill(memory, start, stop, fresh), incoming.record_event()
 
-    def _fill(self, memory: tuple[Tensor, Tensor], start: int, stop: int, fresh: bool) -> tuple[Tensor, Tensor]:
+    def _fill(
+        self, memory: tuple[list[Tensor], Tensor], start: int, stop: int, fresh: bool
+    ) -> tuple[list[Tensor], Tensor]:
         block, totals = memory
-        block.copy_(self.matrix[start:stop], non_blocking=True)
+        for rows, x in zip(block, self.tensors, strict=True):
+            rows.copy_(x[start:stop], non_blocking=True)
         if fresh or self.totals is None:
             totals.zero_()
         else:

@@ -242,32 +242,43 @@ def dclw_labels() -> Case:
     return Case(module, formula, _leaves(negatives=unit(N, H, D, seed=2)), labels)
 
 
-def _gist(strategy: str, margin: float) -> Case:
-    """A guide's similarities exclude negatives; some queries have several positives, and there are hard negatives."""
+def _gist(strategy: str, margin: float, *, pairs: bool = False) -> Case:
+    """A guide's similarities exclude negatives; some queries have several positives, and there are hard negatives.
+
+    pairs: queries among queries too, and the first positives among each other.
+    """
 
     def formula(
         query: Tensor, key: Tensor, scale: Tensor, negatives: Tensor, positives: Tensor, guide_query: Tensor,
         guide_key: Tensor, guide_negatives: Tensor, query_ids: Tensor, key_ids: Tensor,
     ) -> list[RowLosses]:  # fmt: skip
-        guide = guide_query @ torch.cat([guide_key, guide_negatives]).T
+        first, rows = positives[:, 0], query_ids[:, None]
+
+        def products(q: Tensor, k: Tensor, further: Tensor) -> Tensor:
+            return torch.cat([q @ k.T, q @ further.T, *[q @ q.T, k[first] @ k[first].T] * pairs], 1)
+
+        guide = products(guide_query, guide_key, guide_negatives)
         # a last column takes the pads
-        marks = torch.zeros(N, 2 * N + 1, dtype=torch.bool)
-        marks = marks.scatter(1, positives.where(positives >= 0, torch.tensor(2 * N)), True)[:, :-1]
+        marks = torch.zeros(N, guide.shape[1] + 1, dtype=torch.bool)
+        marks = marks.scatter(1, positives.where(positives >= 0, torch.tensor(guide.shape[1])), True)[:, :-1]
         least = guide.masked_fill(~marks, torch.inf).amin(1, keepdim=True)
         false = guide > least - margin * (least.abs() if strategy == "relative" else 1)
-        same = torch.cat([query_ids[:, None] == key_ids, torch.zeros(N, N, dtype=torch.bool)], 1)
-        x = scale * query @ torch.cat([key, negatives]).T
+        apart = torch.zeros(N, N, dtype=torch.bool)
+        same = torch.cat([rows == key_ids, apart, *[rows == query_ids, rows == key_ids[first]] * pairs], 1)
+        x = scale * products(query, key, negatives)
         log_p = x.masked_fill((false | same) & ~marks, -torch.inf).log_softmax(1)
         return [(-log_p.where(marks, 0.0).sum(1) / marks.sum(1), torch.ones(N, dtype=torch.bool))]
 
     def module(**how: Any) -> nn.Module:
-        return GISTLoss(margin=margin, margin_strategy=strategy, **how)  # type: ignore[arg-type]
+        words = {"margin": margin, "margin_strategy": strategy, "contrast_anchors": pairs, "contrast_positives": pairs}
+        return GISTLoss(**words, **how)  # type: ignore[arg-type]
 
     # of each row its own key, and of every fifth its neighbour's, which is on the same rank
     second = (torch.arange(N) ^ 1).where((torch.arange(N) % 5 == 0) & (torch.arange(N) < N - 1), torch.tensor(-1))
-    guide = unit(N, 7, seed=8)
+    guide, listed = unit(N, 7, seed=8), torch.stack([torch.arange(N), second], 1)
     constants = {
-        "positives": torch.stack([torch.arange(N), second], 1),
+        # a row's own key is not the first one then
+        "positives": torch.where((second >= 0)[:, None] & pairs, listed.flip(1), listed),
         "guide_query": guide,
         "guide_key": unit(N, 7, seed=9, near=guide),
         "guide_negatives": unit(N, 7, seed=10),
@@ -283,6 +294,10 @@ def gist_absolute() -> Case:
 
 def gist_relative() -> Case:
     return _gist("relative", 0.05)
+
+
+def gist_listed_pairs() -> Case:
+    return _gist("relative", 0.05, pairs=True)
 
 
 def gist_all_pairs() -> Case:
@@ -491,6 +506,7 @@ CASES = {
         dclw_labels,
         gist_absolute,
         gist_relative,
+        gist_listed_pairs,
         gist_all_pairs,
         distill_clip,
         distill_labels,

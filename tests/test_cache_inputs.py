@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from contrastile import ClipLoss, Ragged, encode
 
 N, WIDTH = 7, 8
-NO_PARTS = "`parts` must hold a sub-batch; got none. Leave the call out; in a step whose gradients are reduced over"
+NO_PARTS = "`parts` must hold a sub-batch; got none. In training pass the wrapper, with a sub-batch on another rank;"
 # images of each example, and the height and width of each image in patches
 IMAGES = [1, 0, 2, 1, 3, 0, 1]
 GRID = [(2, 2), (4, 2), (2, 4), (2, 2), (2, 6), (4, 4), (2, 2), (6, 2)]
@@ -180,17 +181,23 @@ def on_a_rank(rank: int, group: Any, model: Embedder, inputs: dict[str, Any], ho
         stacks.update(image_grid_thw=Ragged(stacks["image_grid_thw"], images))
         features = encode(wrapped, stacks, sub_batch=2)
     else:
-        features = encode(wrapped, parts=mine)
+        # within no_sync() gradients stay those of the rank, whose mean is that of the whole batch
+        with wrapped.no_sync() if how.endswith("unreduced") else nullcontext():
+            features = encode(wrapped, parts=mine)
     other = torch.linspace(-1, 1, N * WIDTH, dtype=torch.float64).view(N, WIDTH).sin()[start : start + len(mine)]
     loss = ClipLoss(group=group)(F.normalize(features, dim=-1), F.normalize(other, dim=-1), 10.0)
     loss.backward()
+    if how.endswith("unreduced"):
+        for parameter in wrapped.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(parameter.grad.div_(dist.get_world_size(group)), group=group)
     found = gradients(getattr(wrapped, "module", wrapped))
     return loss.detach(), {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in found.items()}
 
 
 WAYS = [(W, how) for W in (1, 2, 3) for how in ("ragged", "parts", "parts of shards")]
 # a rank without any sub-batch
-WAYS += [(W, how) for W in (2, 3) for how in ("none", "none of shards")]
+WAYS += [(W, how) for W in (2, 3) for how in ("none", "none of shards", "none, unreduced")]
 
 
 @pytest.mark.parametrize(("W", "how"), WAYS)
@@ -201,19 +208,43 @@ def test_ranks_have_the_gradient_of_the_whole_batch(pool: Pool, model: Embedder,
         torch.testing.assert_close(found, truth, rtol=1e-9, atol=1e-12)
 
 
-def refused_on_a_rank(rank: int, group: Any, model: Embedder, lends: bool) -> str:
-    wrapped = DistributedDataParallel(model, process_group=group)
-    with pytest.raises(ValueError) as raised:
-        # a function inside a function cannot be stored
-        encode(wrapped, parts=[{"input_ids": lambda: None}] if lends and rank == 0 else [])
+UNSENDABLE = "rank 0: `parts` must hold sub-batches for a rank without any; got one that cannot be sent ("
+MIXED = "`parts` must be the same on all ranks; got None on rank 0 and 'given' on rank 1. Build the loss and its inputs"
+
+
+def refused_on_a_rank(rank: int, group: Any, how: str) -> str:
+    model, x = nn.Linear(3, 4), torch.randn(2, 3)
+    if how == "inputs of shards":
+        wrapped: Any = fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+    else:
+        wrapped = DistributedDataParallel(model, process_group=group)
+
+    def step() -> None:
+        if how.startswith("inputs"):
+            how_much: dict[str, Any] = {"parts": [x]} if rank else {"inputs": x, "sub_batch": 1}
+        else:
+            # a function inside a function cannot be stored
+            how_much = {"parts": [(x, lambda: None)] if how == "lent" and rank == 0 else []}
+        ClipLoss(group=group)(encode(wrapped, **how_much), torch.randn(2, 4), 1.0)
+
+    with torch.set_grad_enabled(how != "no gradient"):
+        if how == "no gradient" and rank:
+            # without the other rank
+            encode(wrapped, parts=[x])
+        with pytest.raises(ValueError) as raised:
+            step()
     return str(raised.value)
 
 
-@pytest.mark.parametrize("lends", [False, True])
-def test_ranks_raise_the_same_sentence_where_none_can_lend(pool: Pool, model: Embedder, lends: bool) -> None:
-    unsendable = "rank 0: `parts` must hold sub-batches for a rank without any; got one that cannot be sent ("
-    for sentence in pool.run(refused_on_a_rank, 2, model, lends):
-        assert sentence.startswith(unsendable if lends else NO_PARTS)
+REFUSED = {
+    "lent": UNSENDABLE, "none": NO_PARTS, "no gradient": NO_PARTS, "inputs": MIXED, "inputs of shards": MIXED,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_ranks_raise_the_same_sentence(pool: Pool, how: str) -> None:
+    for sentence in pool.run(refused_on_a_rank, 2, how):
+        assert sentence.startswith(REFUSED[how])
 
 
 class Packed(nn.Module):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ import contrastile
 from contrastile.cli import main as entry
 from contrastile.cli.main import VERBS, build_parser, main
 from contrastile.train.config import base
+from contrastile.train.folder import one_writer
 
 TEXTS = """
 kind = "retriever"
@@ -342,6 +344,11 @@ def test_train_and_evaluate_print_the_table_and_the_report(tmp_path, capsys):
     assert "held-out pairs, picture → name" in trained
     assert trained.endswith(f"report: {runs}/tiny/report.html\n")
     assert evaluated == trained
+    run = Path(runs, "tiny")
+    with one_writer(run, ValueError()):
+        assert main(["evaluate", str(run)]) == 2
+    sentence = f'`run` must be written by one command at a time; got "{run}". Wait until the other one ends.\n'
+    assert capsys.readouterr().err.endswith(sentence)
 
 
 def test_training_twice_keeps_both_runs(tmp_path):

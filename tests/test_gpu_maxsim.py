@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from problems import distance
-from torch import Tensor
+from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
-from contrastile import contrast
+from contrastile import Ragged, contrast, encode
+from contrastile.exchange import host
 from contrastile.losses import Sigmoid, Softmax
 from contrastile.scorers import MaxSim
 from contrastile.tiles.triton import maxsim
@@ -102,3 +103,64 @@ def test_offsets_of_more_than_31_bits() -> None:
     won = F.one_hot(similar.argmax(-1), 4) * g[-9:, None, -7:, None].double()
     assert distance(u[-9:].view(9, 32, 16), torch.einsum("iljm,jmd->ild", won, k[-7:].double())) <= 1e-5
     assert distance(v[-7:].view(7, 4, 16), torch.einsum("iljm,ild->jmd", won, q[-9:].double())) <= 1e-2
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_token_vectors_may_wait_in_host_memory(
+    dtype: torch.dtype, masked: bool, loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pinned vectors and masks in several strips and shards, no further from float64 than resident ones."""
+    sides = [_tokens(200, 20, 64).to(dtype).float(), _tokens(200, 75, 64).to(dtype).float()]
+    masks: list[Any] = [torch.rand(x.shape[:2]) > 0.3 if masked else None for x in sides]
+    truth = _step(sides, masks, "eager", torch.float64, **LOSSES[loss])
+    resident = _step(sides, masks, "auto", dtype, **LOSSES[loss])
+    masks = [None if mask is None else mask.cpu().pin_memory() for mask in masks]
+    for cuts in ((96, 33), (200, 200)):
+        monkeypatch.setattr(host, "cut", lambda *_, cuts=cuts: host.Cut(*cuts))
+        waiting = [x.to(dtype).cpu().pin_memory() for x in sides]
+        found = _step(waiting, masks, "auto", dtype, device="cuda", **LOSSES[loss])
+        for true, theirs, ours in zip(truth, resident, found, strict=True):
+            allowed = max(1.5 * distance(theirs, true), 4 * torch.finfo(ours.dtype).eps)
+            assert distance(ours.cuda(), true) <= allowed
+        assert found[1].device.type == found[2].device.type == "cpu"
+
+
+def test_host_memory_leaves_the_device_to_a_strip_and_two_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less than half of what resident vectors take."""
+    sides = [torch.randn(2048, n, 128, dtype=torch.bfloat16, device="cpu").pin_memory() for n in (32, 180)]
+    peaks = []
+    for where in ("cpu", "cuda"):
+        leaves = [x.to(where).requires_grad_() for x in sides]
+        monkeypatch.setattr(host, "free_memory", lambda _: (300 * MIB, 300 * MIB))
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated() - sum(x.nbytes for x in leaves if x.is_cuda)
+        torch.autograd.grad(contrast(*leaves, scorer=MaxSim(), device="cuda", workspace=64 * MIB), leaves)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[0] <= peaks[1] / 2
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_token_vectors_of_encode_wait_in_host_memory(packed: bool) -> None:
+    """Pinned vectors with their mask, or packed ones, and their gradients."""
+    project, scale = nn.Linear(24, 16), torch.tensor(10.0, requires_grad=True)
+    sides = [torch.randn(40, length, 24, device="cpu").pin_memory() for length in (6, 11)]
+    masks = [(torch.rand(x.shape[:2], device="cpu") > 0.3).pin_memory() for x in sides]
+
+    class Tower(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = project
+
+        def forward(self, x: Tensor, mask: Tensor) -> Any:
+            vectors = F.normalize(self.project(x), dim=-1)
+            return Ragged.of(vectors, mask) if packed else (vectors, mask)
+
+    def step(features: Any) -> list[Tensor]:
+        q, k = (encode(Tower(), pair, sub_batch=16, features=features) for pair in zip(sides, masks, strict=True))
+        assert (q.values if packed else q[0]).is_cuda == (features == "device")
+        loss = contrast(q, k, scorer=MaxSim(), scale=scale, device="cuda")
+        return [loss.detach(), *torch.autograd.grad(loss, [scale, *project.parameters()])]
+
+    assert all(distance(one, other) <= 1e-5 for one, other in zip(step("host"), step("device"), strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from ranks import Pool
 from torch import Tensor, nn
 
 from contrastile import ScoreDistillLoss, contrast, encode
+from contrastile.engine import plan
+from contrastile.exchange import host
 from contrastile.losses import Softmax
 from contrastile.scorers import MaxSim
 
@@ -58,8 +61,13 @@ def on_a_rank(rank: int, group: Any, shares: list[tuple[int, ...]], masked: bool
     N, M, L, J = shares[rank]
     model = Tower().double()
     query, key = texts(N, L, rank, masked), texts(M, J, 10 + rank, masked)
-    loss = loss_of(model, query, key, masked, group=group, exchange=exchange)
-    loss.backward()
+    on_host = exchange == "host"
+    with (
+        mock.patch.object(plan, "waits_on_host", return_value=on_host),
+        mock.patch.object(host, "cut", return_value=host.Cut(2, 3)),
+    ):
+        loss = loss_of(model, query, key, masked, group=group, exchange="ring" if on_host else exchange)
+        loss.backward()
     return loss.detach(), [parameter.grad for parameter in model.parameters()]
 
 
@@ -76,7 +84,10 @@ def joined(sides: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("W", SHARES)
-@pytest.mark.parametrize(("masked", "exchange"), [(True, "gather"), (True, "ring"), (False, "ring"), (False, "auto")])
+@pytest.mark.parametrize(
+    ("masked", "exchange"),
+    [(True, "gather"), (True, "ring"), (False, "ring"), (False, "auto"), (True, "host"), (False, "host")],
+)
 def test_ranks_with_other_numbers_of_tokens_equal_one_process(pool: Pool, W: int, masked: bool, exchange: str) -> None:
     shares = SHARES[W]
     model, parts = Tower().double(), [

@@ -19,6 +19,7 @@ from contrastile import (
     DistillClipLoss,
     GISTLoss,
     InfoNCELoss,
+    NTXentLoss,
     ScoreDistillLoss,
     SigLipLoss,
     SupConLoss,
@@ -228,13 +229,18 @@ def test_weights_by_similarity_at_a_scale_of_zero(name: str) -> None:
         assert (gradients[key] - true).norm() <= 1e-12 * (true.norm() if true.any() else 1e-12), key
 
 
-def test_weights_of_a_small_sigma() -> None:
-    """exp(s / σ) is beyond float32."""
-    image = F.normalize(torch.randn(9, 8), dim=-1)
-    text = F.normalize(image + 0.1 * torch.randn(9, 8), dim=-1)
-    weights = mises_fisher_weights(image.double(), text.double(), 0.008)
-    truth = dense_decoupled(image.double(), text.double(), 10.0, of_positives=weights, symmetric=True)
-    assert distance(DCLLoss(sigma=0.008)(image, text, 10.0), truth) <= 1e-4
+@pytest.mark.parametrize("near", [1.0, 0.0, -1.0])
+@pytest.mark.parametrize("sigma", [0.008, 1e-4, 1e-300])
+def test_weights_of_a_small_sigma(sigma: float, near: float) -> None:
+    """exp(s / σ) is beyond float32, and beyond float64; all similarities may be far from the largest possible."""
+    image, noise = F.normalize(torch.randn(2, 9, 8, dtype=torch.float64), dim=-1)
+    text = F.normalize(near * image + 0.1 * noise, dim=-1)
+    weights = mises_fisher_weights(image, text, sigma)
+    truth = dense_decoupled(image, text, 10.0, of_positives=weights, symmetric=True)
+    assert distance(DCLLoss(sigma=sigma)(image, text, 10.0), truth) <= 1e-10
+    if sigma == 0.008:
+        # a rounding of the features changes s / σ
+        assert distance(DCLLoss(sigma=sigma)(image.float(), text.float(), 10.0), truth) <= 1e-4
 
 
 def test_ids_of_shared_negatives_may_follow_those_of_keys() -> None:
@@ -330,9 +336,9 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`guide_negatives` must be given just where `negatives` is; got None. Pass both, or neither.": lambda: GISTLoss()(
         _x(3, 4), _x(3, 4), 1.0, guide_query=_x(3, 5), guide_key=_x(3, 5), negatives=_x(2, 4)
     ),
-    "`positives` must be left out with contrast_anchors=True; got both. Key i belongs to query i.": lambda: GISTLoss(
+    "`key` must have a row or more for `positives`; got none. Pass the keys of this rank's queries.": lambda: GISTLoss(
         contrast_anchors=True
-    )(_x(3, 4), _x(3, 4), 1.0, guide_query=_x(3, 5), guide_key=_x(3, 5), positives=torch.arange(3)),
+    )(_x(3, 4), _x(0, 4), 1.0, guide_query=_x(3, 5), guide_key=_x(0, 5), positives=torch.full((3, 0), -1)),
     "`key` must have at least as many rows as `query`; got 3 and 2. Key i belongs to query i.": lambda: GISTLoss(
         contrast_positives=True
     )(_x(3, 4), _x(2, 4), 1.0, guide_query=_x(3, 5), guide_key=_x(2, 5)),
@@ -436,6 +442,9 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`margin` must be a finite number; got nan. 0.0 is the paper's.": lambda: GISTLoss(margin=float("nan")),
     "`margin` must be a finite number; got None. 0.0 is the paper's.": lambda: GISTLoss(
         margin=None  # type: ignore[arg-type]
+    ),
+    "`ids` must be a tensor of shape [3], one entry for each row of `view_a`; got shape [2]. Check it.": lambda: (
+        NTXentLoss()(_x(3, 4), _x(3, 4), 1.0, ids=torch.arange(2))
     ),
     "`sigma` must be positive; got inf. The paper has 0.5.": lambda: DCLLoss(sigma=float("inf")),
     "`hardness_strength` must be at least 0; got '5'. 5 to 9 is usual.": lambda: InfoNCELoss(

@@ -14,6 +14,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from contrastile import contrast, scorers
+from contrastile.engine import plan
+from contrastile.exchange import host
 from contrastile.gradcache.memory import footprint
 from contrastile.losses import Softmax
 from contrastile.scorers import Bilinear, MaxSim
@@ -169,6 +171,10 @@ def test_several_tiles_and_strips_agree(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(FusedMaxSim, "fitting_side", lambda *_, side=side: side)
         monkeypatch.setattr(FusedMaxSim, "strip", lambda *_, height=height: height)
         results.append(_step(q, k, scale=2.0, loss=Softmax()))
+    # vectors in host memory
+    monkeypatch.setattr(plan, "waits_on_host", lambda features, device: True)
+    monkeypatch.setattr(host, "cut", lambda *_: host.Cut(4, 3))
+    results.append(_step(q, k, scale=2.0, loss=Softmax()))
     for result in results[1:]:
         for x, y in zip(result, results[0], strict=True):
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
@@ -215,9 +221,13 @@ def test_three_ranks_as_one(pool: Pool, exchange: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_tokens_that_are_not_finite_make_no_finite_loss(value: float) -> None:
-    q, k = torch.randn(4, 3, 16), torch.randn(4, 5, 16)
+@pytest.mark.parametrize(("value", "on_host"), [(torch.nan, False), (-torch.inf, False), (-torch.inf, True)])
+def test_tokens_that_are_not_finite_make_no_finite_loss(
+    value: float, on_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "waits_on_host", lambda features, device: on_host)
+    # a similarity of −∞ is no maximum
+    q, k = torch.rand(4, 3, 16), torch.randn(4, 5, 16)
     k[2, 1, 3] = value
     assert contrast(q, k, scorer=MaxSim(), backend="triton").isnan()
     mask = torch.ones(4, 5, dtype=torch.bool)

@@ -64,9 +64,9 @@ MACHINE = Machine()
 class Watched(BlockStream):
     """Block stream with simulated streams, and slots in host memory."""
 
-    def _memory(self, rows: int) -> tuple[Tensor, Tensor]:
-        block = torch.empty(rows, *self.matrix.shape[1:], dtype=self.matrix.dtype)
-        return block, torch.empty_like(block, dtype=self.wide)
+    def _memory(self, rows: int) -> tuple[list[Tensor], Tensor]:
+        block = [torch.empty(rows, *x.shape[1:], dtype=x.dtype) for x in self.tensors]
+        return block, torch.empty(rows, self.width, dtype=self.wide)
 
 
 @pytest.fixture
@@ -93,15 +93,16 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def _add_in_turns(machine: Machine, rows: int, turns: int) -> tuple[Tensor, Tensor]:
-    """Add the matrix to its totals in every sweep, doubled in the last; return the totals and the expected ones."""
-    matrix = torch.randn(ROWS, 3, dtype=torch.float64)
+    """Add the unmasked rows to their totals in every sweep, doubled in the last; return those and the expected ones."""
+    matrix, mask = torch.randn(ROWS, 3, dtype=torch.float64), torch.rand(ROWS) > 0.3
     totals, ends = torch.full_like(matrix, torch.nan), torch.full_like(matrix, torch.nan)
-    blocks = Watched(matrix, rows, torch.device("cuda", 0), wide=torch.float64, totals=totals)
+    blocks = Watched((matrix, mask), rows, torch.device("cuda", 0), width=3, wide=torch.float64, totals=totals)
     for turn in range(turns):
-        for index, (start, stop), block, so_far in blocks.sweep(fresh=turn == 0):
-            machine.touch(block.data_ptr(), write=False)
+        for index, (start, stop), (block, counted), so_far in blocks.sweep(fresh=turn == 0):
+            for x in (block, counted):
+                machine.touch(x.data_ptr(), write=False)
             machine.touch(so_far.data_ptr(), write=True)
-            so_far += block
+            so_far += block * counted[:, None]
             if turn < turns - 1:
                 blocks.write_back(so_far, totals[start:stop], index)
             else:
@@ -110,7 +111,7 @@ def _add_in_turns(machine: Machine, rows: int, turns: int) -> tuple[Tensor, Tens
     machine.current = machine.host
     for start in range(0, ROWS, rows):
         machine.touch(ends[start:].data_ptr(), write=False)
-    return ends, 2 * turns * matrix
+    return ends, 2 * turns * matrix * mask[:, None]
 
 
 @pytest.mark.parametrize("turns", [1, 2, 3])
@@ -135,8 +136,9 @@ def test_a_wait_that_is_left_out_is_a_race(machine: Machine, forgotten: str, mon
 def test_an_error_in_a_sweep_leaves_no_copy_under_way(machine: Machine, turns: int) -> None:
     """The next allocation may get the memory that the following block is copied to."""
     matrix = torch.randn(ROWS, 3, dtype=torch.float64)
-    blocks = Watched(matrix, 5, torch.device("cuda", 0), wide=torch.float64, totals=torch.zeros_like(matrix))
-    places = [x.data_ptr() for slot in blocks.slots for x in slot]
+    how: dict[str, Any] = {"width": 3, "wide": torch.float64, "totals": torch.zeros_like(matrix)}
+    blocks = Watched((matrix,), 5, torch.device("cuda", 0), **how)
+    places = [x.data_ptr() for block, totals in blocks.slots for x in (*block, totals)]
     for _ in range(turns):
         list(blocks.sweep(fresh=True))
     for _ in blocks.sweep(fresh=True):

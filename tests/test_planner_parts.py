@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from torch import Tensor
 import contrastile
 from contrastile.models.late import special_tokens
 from contrastile.planner.compiled import as_compiled
+from contrastile.planner.late import LateSize
 from contrastile.planner.profile import target
 from contrastile.planner.towers import measure, shapes_only
 from contrastile.scorers import MaxSim
@@ -48,6 +50,7 @@ def write_guide(folder: Path) -> Path:
 
 @pytest.mark.parametrize(("words", "batch", "moment"), [
     (LATE, 32, "loss"), ((*LATE, "train.retain=3"), 100, "gradients of features"), (GUIDED, 500, "loss"),
+    ((*GUIDED, "loss.contrast_anchors=true", "loss.contrast_positives=true"), 300, "loss"),
     (QUEUED, 100, "loss"), ((*LATE, "loss.learn_scale=false"), 100, "gradients of features"),
 ])  # fmt: skip
 def test_the_planned_peak_is_that_of_a_real_step(
@@ -119,6 +122,16 @@ def test_a_guide_whose_own_folders_are_gone_is_left_out_of_the_plan(
     plan = contrastile.plan(write_text_recipe(tmp_path), *WORDS, *words, gpus="H100", batch=64)
     assert plan.step.guides == []
     assert "the plan leaves loss.guide out: `folder` must hold a tokenizer.json" in caplog.text
+
+
+def test_token_vectors_in_host_memory_leave_a_strip_and_three_shards() -> None:
+    waiting = LateSize(4096, 4096, 1, 128, 2**37, tokens=(32, 180), host=True)
+    resident = replace(waiting, host=False)
+    assert waiting.blocks == [(4096, 65536 // 180)]
+    assert waiting.resident == (6 * 128 * (4096 * 32 + 3 * 364 * 180) + 14 * 4 * 2 * 4096, 0)
+    assert waiting.peak < resident.peak / 2
+    # statistics first, and winners with the gradients
+    assert (waiting.at_once, resident.at_once) == (False, True)
 
 
 def test_the_plan_of_token_vectors(tmp_path: Path) -> None:

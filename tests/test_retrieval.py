@@ -19,7 +19,7 @@ from contrastile.cli.main import main
 from contrastile.data.texts import Passage
 from contrastile.retrieval import index as indexing
 from contrastile.retrieval import integrity
-from contrastile.retrieval.index import Index, encode_corpus, run_checksums
+from contrastile.retrieval.index import Index, encode_corpus, picture_passages, run_checksums
 from contrastile.retrieval.search import Search
 from contrastile.train.folder import finished_run
 from contrastile.train.loop import run_recipe
@@ -471,6 +471,12 @@ def test_a_report_shows_the_passages_of_the_index(trained, tmp_path, capsys):
     assert "here is passage" in page
     assert "def red_" not in page
     assert main(["evaluate", str(trained)]) == 0
+
+
+def test_a_picture_whose_whole_name_is_an_ending_is_a_passage(tmp_path):
+    for name in (".jpg", "a.JPG", "b.txt"):
+        (tmp_path / name).touch()
+    assert [passage.id for passage in picture_passages(str(tmp_path))[0]] == [".jpg", "a.JPG"]
 
 
 def test_pictures_of_a_folder_are_found_by_a_text(tmp_path, capsys):

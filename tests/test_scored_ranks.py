@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from contrastile import contrast, encode
 from contrastile.distributed import collectives
 from contrastile.engine import plan
+from contrastile.exchange import host
 from contrastile.losses import Sigmoid
 from contrastile.scorers import Bilinear, PairMLP
 
@@ -35,8 +36,14 @@ def _on_a_rank(
     problem = problems_of(name, shares)[rank]
     module, (rows, cols), named = scorer(kind, problem.same), sides(kind, problem, seed=rank), numbers(problem)
     own, shared = leaves(rows, cols), [p for n, p in module.named_parameters() if "unused" not in n]
-    loss = by_tiles(problem, module, rows, cols, named, group=group, **how)
-    found = gradients(loss, own, shared, named.values())
+    on_host = how["exchange"] == "host"
+    with (
+        mock.patch.object(plan, "waits_on_host", return_value=on_host),
+        mock.patch.object(host, "cut", return_value=host.Cut(3, 4)),
+    ):
+        how |= {"exchange": "ring"} if on_host else {}
+        loss = by_tiles(problem, module, rows, cols, named, group=group, **how)
+        found = gradients(loss, own, shared, named.values())
     return loss.detach(), found[: len(own)], found[len(own) :]
 
 
@@ -86,6 +93,8 @@ MANY = [
     [
         *((*which, 3, exchange, "mean") for which in (*MANY, *FEW) for exchange in EXCHANGES),
         *((*which, W, exchange, "mean") for which, exchange in zip(FEW, EXCHANGES, strict=True) for W in (1, 2, 4)),
+        # features in host memory
+        *((*which, 3, "host", gradient) for which, gradient in zip(FEW, ("mean", "sum", "mean"), strict=True)),
         *((*which, 3, exchange, "sum") for which, exchange in zip(FEW, EXCHANGES, strict=True)),
     ],
 )

@@ -1,4 +1,7 @@
-"""Features in host memory, streamed past a device: the loss and gradients of features that lie there."""
+"""Features in host memory, streamed past a device: the loss and gradients of features that lie there.
+
+Of one vector for each row, and of all that a learned distance reads, such as token vectors with their mask.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,22 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import scored
 import torch
 from problems import PROBLEMS, distance
 from ranks import Pool
 from test_exchange import SHARES, check, on_a_rank
+from test_scored import close, same
 from torch import Tensor
 
 from contrastile import ClipLoss, SigLipLoss, contrast
 from contrastile.engine import plan
 from contrastile.exchange import host
 from contrastile.losses import Softmax
+from contrastile.losses.base import Shard
 from contrastile.offload import BlockStream
-from contrastile.scorers import Bilinear
+from contrastile.scorers import Bilinear, MaxSim, PairMLP
+from contrastile.tiles.scored import Scored
 
 # rows of a strip and columns of a shard: several of both, one of either, and one of both
 CUTS = [(13, 7), (1000, 7), (13, 1000), (1000, 1000)]
@@ -106,6 +113,58 @@ def test_each_strip_meets_each_shard_once_in_each_pass(streaming: list[int], req
     assert len(streaming) == 2 * -(-40 // strip) * -(-40 // shard)
 
 
+# every loss and scorer with a cut of its own, and one of them with every cut
+LEARNED = [
+    *(
+        (CUTS[index % len(CUTS)], name, kind)
+        for at, kind in enumerate(scored.KINDS)
+        for index, name in enumerate(PROBLEMS, at)
+    ),
+    *((cuts, "clip_ids_weights_smoothing", "projected") for cuts in CUTS),
+]
+
+
+@pytest.mark.parametrize(("streaming", "name", "kind"), LEARNED, indirect=["streaming"])
+def test_a_learned_distance_equals_the_dense_formula(
+    name: str, kind: str, streaming: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = PROBLEMS[name](24, 31)
+    monkeypatch.setattr(Scored, "_side", lambda self, dtype: 5)
+    module, (rows, cols) = scored.scorer(kind, problem.same), scored.sides(kind, problem)
+    named = scored.numbers(problem)
+    wanted = [*scored.leaves(rows, cols), *module.parameters(), *named.values()]
+    loss = scored.by_tiles(problem, module, rows, cols, named)
+    assert streaming
+    gradients = scored.gradients(loss, wanted)
+    monkeypatch.undo()
+    truth = scored.by_formula(problem, module, rows, cols, named)
+    assert close(loss.detach(), truth.detach())
+    assert same(gradients, scored.gradients(truth, wanted))
+
+
+@pytest.mark.parametrize("streaming", [(1000, 1000)], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_strip_and_shard_have_the_bits_of_resident_features(
+    dtype: torch.dtype, streaming: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Token vectors and a scorer that draws random numbers, whose tiles are the same."""
+    monkeypatch.setattr(Scored, "_side", lambda self, dtype: 8)
+    mask = torch.rand(20, 4) > 0.3
+    q, k = torch.randn(2, 20, 4, 6).to(dtype).requires_grad_(), torch.randn(2, 20, 6, requires_grad=True)
+    mlp = PairMLP(6, 6, hidden=5, dropout=0.5)
+
+    def step() -> list[Tensor]:
+        torch.manual_seed(3)
+        tokens = contrast((q[0], mask), (q[1], mask), scorer=MaxSim())
+        drawn = contrast(*k, scorer=mlp)
+        return [tokens.detach(), drawn.detach(), *torch.autograd.grad(tokens + drawn, [q, k, *mlp.parameters()])]
+
+    found = step()
+    assert streaming
+    monkeypatch.setattr(plan, "waits_on_host", lambda features, device: False)
+    assert all(torch.equal(one, other) for one, other in zip(found, step(), strict=True))
+
+
 def test_the_device_of_the_features_changes_nothing() -> None:
     image, text = (torch.nn.functional.normalize(torch.randn(9, 4), dim=-1).requires_grad_() for _ in range(2))
     plain, named = ClipLoss()(image, text, 5.0), ClipLoss(device="cpu")(image, text, 5.0)
@@ -117,15 +176,21 @@ def test_the_device_of_the_features_changes_nothing() -> None:
 def test_strips_and_shards_fit_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     device, gib = torch.device("cpu"), 2**30
     monkeypatch.setattr(host, "free_memory", lambda _: (14 * gib, 16 * gib))
-    found = host.cut(2**22, 2**22, 768, torch.bfloat16, device, 2 * gib)
+    found = host.cut(*_meta(2**22, 768), device, 2 * gib)
     taken = (found.strip + 3 * found.shard) * 768 * 6
     assert 4 * gib < taken <= host.SHARE * 12 * gib
     assert found.shard == host.SHARD
+    # of 180 vectors each, so that several come and go
+    assert host.cut(*_meta(2**14, 180, 128), device, gib).shard == host.SHARD // 180
     # with next to nothing free it still goes on
     monkeypatch.setattr(host, "free_memory", lambda _: (0, 16 * gib))
     least = host.LEAST_ROWS
-    assert host.cut(2**20, 2**20, 768, torch.bfloat16, device, gib) == host.Cut(least, least)
-    assert host.cut(0, 0, 768, torch.bfloat16, device, gib).strip == least
+    assert host.cut(*_meta(2**20, 768), device, gib) == host.Cut(least, least)
+    assert host.cut(*_meta(0, 768), device, gib).strip == least
+
+
+def _meta(*shape: int) -> list[Shard]:
+    return [Shard(torch.empty(shape, dtype=torch.bfloat16, device="meta")) for _ in range(2)]
 
 
 def _x(n: int = 3) -> Tensor:
@@ -135,7 +200,7 @@ def _x(n: int = 3) -> Tensor:
 SENTENCES = {
     "`device` must be where the features are, unless those are in host memory; got cpu, and features on meta. Leave it "
     "out.": lambda: contrast(_x().to("meta"), _x().to("meta"), scale=1.0, device="cpu"),
-    "`device` must be left out with a scorer; got 'meta'. Move the features there.": lambda: contrast(
+    "`scorer` must be on meta, which computes its scores; got cpu. Move it there.": lambda: contrast(
         _x(), _x(), scorer=Bilinear(4, 4), device="meta"
     ),
     "`device` must be on this machine; got 'ideep'. Leave it out to compute where the features are.": lambda: ClipLoss(

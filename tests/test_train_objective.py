@@ -68,6 +68,20 @@ def queue_formula() -> Tensor:
     return (losses[0] + losses[1]) / 2
 
 
+def ntxent_formula() -> Tensor:
+    views, ids = torch.cat([IMAGE, TEXT]), IDS.repeat(2)
+    positive = torch.eye(len(views), dtype=torch.bool).roll(len(IDS), 0)
+    x = (SCALE * views @ views.T).masked_fill((ids[:, None] == ids) & ~positive, -torch.inf)
+    return F.cross_entropy(x, positive.int().argmax(1))
+
+
+def gist_pairs_formula(q: Tensor, k: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """With pairs of queries and pairs of keys."""
+    x, guide = (torch.cat([one @ other.T, one @ one.T, other @ other.T], 1) for one, other in ((q, k), (a, b)))
+    out = ((guide > guide.diagonal()[:, None]) | SAME.repeat(1, 3)) & ~torch.eye(*x.shape, dtype=torch.bool)
+    return F.cross_entropy((SCALE * x).masked_fill(out, -torch.inf), torch.arange(len(q)))
+
+
 def gist_formula(q: Tensor, k: Tensor, a: Tensor, b: Tensor) -> Tensor:
     guide = a @ b.T
     false = guide > guide.diagonal()[:, None] - 0.1 * guide.diagonal().abs()[:, None]
@@ -101,6 +115,10 @@ PAIRS = {
     ),
     "kind = 'infonce'\nqueue = 4": queue_formula,
     "kind = 'gist'\nguide = '.'\nmargin = 0.1\nmargin_strategy = 'relative'": lambda: both_ways(gist_formula),
+    "kind = 'gist'\nguide = '.'\ncontrast_anchors = true\ncontrast_positives = true": lambda: both_ways(
+        gist_pairs_formula
+    ),
+    "kind = 'ntxent'": ntxent_formula,
     "kind = 'distill'\nteacher = '.'\nweight = 0.25": lambda: both_ways(distill_formula),
 }
 
@@ -231,8 +249,16 @@ def formula(recipe: RetrieverRecipe, materials: TextMaterials) -> Tensor:
         return dense_distilled(q, k, SCALE, 30 * a[rows] @ b[keys].T, settings.weight, positive=positive)
     if settings.kind == "gist":
         guide = a[rows] @ b[keys].T
-        false = guide > guide[positive][:, None]
-        return dense_softmax(q, k, SCALE, positive=positive, excluded=false & ~positive)
+        false = (guide > guide[positive][:, None]) & ~positive
+        if not settings.contrast_anchors:
+            return dense_softmax(q, k, SCALE, positive=positive, excluded=false)
+        # pairs of queries, and of their first passages
+        similar, same = [(q @ k.T).masked_fill(false, -torch.inf)], rows[:, None] == rows
+        for one, other in ((q, a[rows]), (passage[rows], b[rows])):
+            out = (other @ other.T > guide[positive][:, None]) | same
+            similar.append((one @ one.T).masked_fill(out, -torch.inf))
+        x = torch.cat(similar, 1)
+        return F.cross_entropy(SCALE * x, positive.int().argmax(1))
     if settings.kind in ("kl", "margin_mse"):
         losses = []
         for one, row in zip(sampled, rows.tolist(), strict=True):
@@ -263,6 +289,7 @@ QUERIES = [
     ("infonce", ("loss.own_negatives=true", "loss.hardness_strength=2.0", "loss.hardness_mode=hard_negatives")),
     ("infonce", ("loss.own_negatives=true", "loss.in_batch=false")),
     ("gist", ("loss.guide=.",)),
+    ("gist", ("loss.guide=.", "loss.contrast_anchors=true", "loss.contrast_positives=true")),
     ("distill", ("loss.teacher=.", "loss.weight=0.25")),
     ("dcl", ()),
     ("kl", ("loss.weight=0.75", "loss.score_scale=2.0")),

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint_sequential
 
 from contrastile import _torch, encode
-from contrastile.distributed import collectives
+from contrastile.distributed import collectives, consistency
 
 STEPS = 3
 
@@ -462,11 +462,18 @@ def _hybrid(rank: int, group: Any) -> None:
     for part in (model.image, model.text, model):
         fully_shard(part, mesh=mesh)
     x, y, labels = _mine(rank, group)
-    with _scatters() as scattered:
-        features = _both(model, x, y)
-        loss_of("ClipLoss", (*features, *model.numbers()), labels, group=group).backward()
+    gather, met = consistency._gather, set[Any]()
+    consistency._gather = lambda own, group: met.add(group) or gather(own, group)
+    try:
+        with _scatters() as scattered:
+            features = _both(model, x, y)
+            loss_of("ClipLoss", (*features, *model.numbers()), labels).backward()
+    finally:
+        consistency._gather = gather
     _compare(_found(model), _truth(Pair(depth=2)))
     assert len(scattered) == 3
+    # those of the axes would compare on the device
+    assert met <= {None, dist.group.WORLD}
 
 
 def test_hybrid_sharding_gives_the_plain_gradients(pool: Pool) -> None:

@@ -6,6 +6,7 @@ the same device in the same minute: a machine that is shared or throttled slows 
 
 from __future__ import annotations
 
+import argparse
 import csv
 import gc
 import os
@@ -374,6 +375,23 @@ def reporting(
         yield Report(say, write, world)
     if path:
         say(f"rows: {path}")
+
+
+@contextmanager
+def script(
+    doc: str | None, columns: Sequence[str], *packages: str, seconds: float = 0.0, **options: Mapping[str, Any]
+) -> Iterator[tuple[argparse.Namespace, Machine, Report]]:
+    """Parse a script's `--csv` and its own options, by their words; yield them, the GPU or else the CPU, and a report.
+
+    seconds: of the machine, beside whose products times are taken; 0 is for scripts that need no product.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write rows there, behind those that it has")
+    for name, words in options.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", **words)
+    given, device = parser.parse_args(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with reporting(given.csv, columns, device, *packages) as report:
+        yield given, Machine.of(device, seconds) if seconds else Machine(device), report
 
 
 def sentence_of(error: Exception) -> str:

@@ -32,6 +32,7 @@ from contrastile.modules import (
     DistillClipLoss,
     GISTLoss,
     InfoNCELoss,
+    NTXentLoss,
     ScoreDistillLoss,
     SigLipLoss,
     SupConLoss,
@@ -39,6 +40,8 @@ from contrastile.modules import (
 
 # of dclw, of hardness, and of a teacher
 SIGMA, HARDNESS, TEACHER_SCALE, TEACHER_WEIGHT = 0.5, 5.0, 50.0, 0.5
+# share of a guide's similarity, which takes none of its values to another one
+MARGIN = 0.0517
 # every so many features of a key's guide are those of its query's
 SHARED = 8
 # examples of a label, and negatives of each query
@@ -131,11 +134,17 @@ def _guide(x: Tensor) -> Tensor:
     return x.detach().sign() * (x.detach().abs() > bound)
 
 
-def _some_gist(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    query, key = guides(q, k).values()
-    guide, positive = query[some].float() @ key.float().T, _own_key(some, k)
-    false = (guide > guide.masked_fill(~positive, torch.inf).amin(1, keepdim=True)) & ~positive
-    return dense_softmax(q[some], k, scale, positive=positive, excluded=false)
+def _some_gist(margin: float, pairs: bool, some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+    """The softmax without negatives that the guide finds too close; pairs: of queries and of keys are there too."""
+
+    def products(query: Tensor, key: Tensor) -> Tensor:
+        further = [query[some] @ query.T, key[some] @ key.T] if pairs else []
+        return torch.cat([query[some] @ key.T, *further], 1)
+
+    guide = products(*(x.float() for x in guides(q, k).values()))
+    own = guide.gather(1, some[:, None])
+    false = (guide > own - margin * own.abs()).scatter(1, some[:, None], False)
+    return F.cross_entropy((scale * products(q, k)).masked_fill(false, -torch.inf), some)
 
 
 def _teachers(q: Tensor, k: Tensor) -> dict[str, Any]:
@@ -181,6 +190,32 @@ def _some_balanced(some: Tensor, q: Tensor, k: Tensor, scale: Tensor, bias: Tens
     weights = torch.where(positive, (1 / count[some][:, None] + 1 / count) / 2, 1.0)
     x = scale * q[some] @ k.T + bias
     return -(weights * F.logsigmoid(torch.where(positive, x, -x))).sum() / len(some)
+
+
+def _some_alone(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+    """Each query's own key and negatives."""
+    keys = torch.cat([k[:, None], _negatives(k)], 1)[some]
+    return F.cross_entropy(scale * (keys @ q[some][..., None])[..., 0], torch.zeros_like(some))
+
+
+def _some_ntxent(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+    """A few examples in both views, among all others."""
+    views, rows = torch.cat([q, k]), torch.cat([some, some + len(q)])
+    x = (scale * views[rows] @ views.T).masked_fill(_own_key(rows, views), -torch.inf)
+    return F.cross_entropy(x, (rows + len(q)) % len(views))
+
+
+class _TwoViews(nn.Module):
+    """NTXentLoss, with weights of examples."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__()
+        self.loss, self.how = NTXentLoss(**how).loss, how
+
+    def forward(self, q: Tensor, k: Tensor, scale: Tensor, weights: Tensor | None = None) -> Tensor:
+        views, other = torch.cat([q, k]), torch.arange(2 * len(q), device=q.device).roll(len(q))
+        both = None if weights is None else weights.repeat(2)
+        return contrast(views, views, scale=scale, loss=self.loss, positives=other, weights=both, **self.how)
 
 
 class _Views(nn.Module):
@@ -251,18 +286,27 @@ SUBJECTS = {
     "infonce": Subject(_rows(dense_softmax), InfoNCELoss, 8),
     "dcl": Subject(_both_ways(_rows(dense_decoupled)), DCLLoss, 8),
     "dclw": Subject(_both_ways(_weighted), partial(DCLLoss, sigma=SIGMA), 8),
-    "gist": Subject(_some_gist, _with(guides, GISTLoss), 12),
+    "gist": Subject(partial(_some_gist, 0.0, False), _with(guides, GISTLoss), 12),
+    "gist_relative": Subject(
+        partial(_some_gist, MARGIN, False), _with(guides, GISTLoss, margin=MARGIN, margin_strategy="relative"), 12
+    ),
+    # three times the columns, of features of twice the size
+    "gist_pairs": Subject(
+        partial(_some_gist, 0.0, True), _with(guides, GISTLoss, contrast_anchors=True, contrast_positives=True), 72
+    ),
     "distill": Subject(_some_distill, _with(_teachers, DistillClipLoss, weight=TEACHER_WEIGHT), 12),
     "own": Subject(partial(_some_own, 0.0), _with_own(), 8),
     "hardness_own": Subject(
         partial(_some_own, HARDNESS), _with_own(hardness_mode="hard_negatives", hardness_strength=HARDNESS), 8
     ),
+    "own_alone": Subject(_some_alone, _with_own(in_batch=False), 0),
     "queue": Subject(_some_queue, _with(_queue, InfoNCELoss), 16),
     "clip_labels": Subject(_both_ways(_rows(dense_softmax, _same_label)), _labelled(ClipLoss), 8),
     "siglip_labels": Subject(_rows(dense_sigmoid, _same_label), _labelled(SigLipLoss), 6, bias=-10.0),
     # a tile's sum has every positive at full weight, before the share that balance takes is subtracted
     "siglip_balanced": Subject(_some_balanced, _labelled(SigLipLoss, balanced=True), 6, -10.0, summed=OF_A_LABEL),
     # a matrix of twice the rows and columns
+    "ntxent": Subject(_some_ntxent, _TwoViews, 32),
     "supcon": Subject(partial(_some_views, "out"), partial(_Views, "out"), 32),
     "supcon_in": Subject(partial(_some_views, "in"), partial(_Views, "in"), 32),
     "kl": Subject(partial(_some_scores, "kl"), partial(_Listed, "kl"), 0),

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _measure(arguments.run, arguments.judgements, arguments.measures)
 
     from contrastile.train.config.base import known_device
-    from contrastile.train.folder import RECIPE, finished_run, make_folder
+    from contrastile.train.folder import RECIPE, finished_run, make_folder, one_writer
     from contrastile.train.recipe import load_any_recipe, load_recipe, load_retriever_recipe
 
     texts, tests = _text_test(arguments), _picture_tests(arguments)
@@ -84,14 +84,16 @@ def run(arguments: argparse.Namespace) -> int:
     device = arguments.device
     index = None if arguments.index is None else open_index(folder, arguments.index)
     stage: Any = None if picked is None else first_stage(*picked, device)
-    if texts:
-        print(evaluate_texts(folder, device=device, index=index, first_stage=stage, **texts))
-    elif index is not None or stage is not None:
-        print(RetrieverJob.of_run(folder, device=device).report(folder, index, stage))
-    elif tests:
-        print(evaluate_transfer(folder.path, tests, device=device))
-    else:
-        print(evaluate_run(folder.path, device=device))
+    busy = invalid("run", "be written by one command at a time", f'"{folder.path}"', "Wait until the other one ends.")
+    with one_writer(folder.path, busy):
+        if texts:
+            print(evaluate_texts(folder, device=device, index=index, first_stage=stage, **texts))
+        elif index is not None or stage is not None:
+            print(RetrieverJob.of_run(folder, device=device).report(folder, index, stage))
+        elif tests:
+            print(evaluate_transfer(folder.path, tests, device=device))
+        else:
+            print(evaluate_run(folder.path, device=device))
     print(f"report: {folder / 'report.html'}")
     return 0
 

@@ -173,8 +173,8 @@ def cached_folder(
 
 
 def files_below(folder: Path, suffixes: Sequence[str]) -> list[Path]:
-    """The files below a folder with one of the suffixes, in order."""
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes and path.is_file())
+    """The files below a folder whose names end in one of the suffixes, a name of nothing else included, in order."""
+    return sorted(path for path in folder.rglob("*") if path.name.lower().endswith(tuple(suffixes)) and path.is_file())
 
 
 def file_state(path: str) -> list[Any]:

@@ -173,10 +173,14 @@ def exchange_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
     return received.view(W - 1, sizes[me], *x.shape[1:])
 
 
-def total(x: Tensor, group: Any) -> Tensor:
-    """Σ over ranks of x, the same bits everywhere."""
+def total(x: Tensor, group: Any, *, largest: bool = False) -> Tensor:
+    """Σ over ranks of x, or the largest of each number, the same bits everywhere."""
     x = x.clone()
-    sum_into(x, group, "sum over ranks")
+    if largest:
+        with collective("maximum over ranks", group):
+            dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
+    else:
+        sum_into(x, group, "sum over ranks")
     return x
 
 

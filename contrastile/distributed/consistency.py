@@ -30,6 +30,8 @@ SENTENCE = 320
 VALUE = 160
 # value in place of a statement's digest that requests the full statements
 IN_FULL = 0
+# counts beside a digest, as many in every call, so that ranks which are in different calls can compare
+COUNTS = 4
 
 
 def tally(group: Any, statement: dict[str, Any], counts: Sequence[int]) -> list[list[int]]:
@@ -40,11 +42,16 @@ def tally(group: Any, statement: dict[str, Any], counts: Sequence[int]) -> list[
     exchange their full statements and raise the same error.
     """
     progress.count()
-    numbers = [IN_FULL if "error" in statement else _digest(statement), *counts]
+    return _tally(group, statement, counts)
+
+
+def _tally(group: Any, statement: dict[str, Any], counts: Sequence[int]) -> list[list[int]]:
+    digest = IN_FULL if "error" in statement else _digest(statement)
+    numbers = [digest, *counts, *[0] * (COUNTS - len(counts))]
     gathered = _gather(torch.tensor(numbers), group).view(-1, len(numbers)).tolist()
     if any(digest == IN_FULL or digest != numbers[0] for digest, *_ in gathered):
         _compare(group, statement, ())
-    return [counted for _, *counted in gathered]
+    return [numbers[1 : 1 + len(counts)] for numbers in gathered]
 
 
 def agree(group: Any, statement: dict[str, Any], free: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -71,7 +78,8 @@ def _compare(group: Any, statement: dict[str, Any], free: Sequence[str]) -> list
     for rank, other in enumerate(statements):
         if "error" in other:
             raise ValueError(f"rank {rank}: {other['error']}")
-    for name in statements[0]:
+    # ranks in different calls state different names; a short statement says in which call
+    for name in dict.fromkeys(name for other in sorted(statements, key=len) for name in other):
         values = [other.get(name) for other in statements]
         if name not in free and any(value != values[0] for value in values):
             odd = next(rank for rank, value in enumerate(values) if value != values[0])
@@ -82,7 +90,7 @@ def _compare(group: Any, statement: dict[str, Any], free: Sequence[str]) -> list
 
 def most(number: int, group: Any) -> int:
     """The largest of the ranks' whole numbers; like `tally`, it does not wait for this rank's device."""
-    return number if size(group) == 1 else int(_gather(torch.tensor([number]), group).max())
+    return number if size(group) == 1 else max(_tally(group, {"parts": None}, [number]))[0]
 
 
 def any_of(flags: Sequence[bool], group: Any) -> list[bool]:
@@ -97,7 +105,7 @@ def lent(group: Any, make: Callable[[], Any] | None) -> Any:
     make: makes what `torch.load(weights_only=True)` reads: tensors, numbers and texts, in dicts, lists and tuples.
     Raises ValueError on all ranks for anything else.
     """
-    has = _gather(torch.tensor([int(make is not None)]), group).tolist()
+    has = [count for (count,) in _tally(group, {"parts": "given"}, [make is not None])]
     if all(has) or not any(has):
         return None
     lender, file, statement = has.index(1), BytesIO(), dict[str, Any]()

@@ -27,7 +27,8 @@ from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cas
 from contrastile.exchange import host
 from contrastile.exchange.base import Exchange, Layout
 from contrastile.losses.base import PairLoss, Shard, changed
-from contrastile.tiles.scored import Scored, fitting_side
+from contrastile.tiles.fitting import fitting_side
+from contrastile.tiles.scored import Scored
 
 # cached plans; all are dropped when more signatures than that have been seen
 MOST_PLANS = 256
@@ -68,12 +69,12 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
         # a scorer's own errors are of any kind
         share_error(error, options.group, options.exchange)
         raise
+    tokens = (_tokens(problem.rows), _tokens(problem.cols)) if ragged else None
     if waits_on_host(problem.rows.features, problem.device):
-        return _streamed(problem)
+        return _streamed(problem, tokens)
     exchange = plan.exchange if plan is not None and alone else None
     if exchange is None:
         rows, cols = problem.rows, problem.cols
-        tokens = (_tokens(rows), _tokens(cols)) if ragged else None
         exchange = choose_exchange(options, problem.loss, rows, cols, problem.statement, tokens)
     if len(exchange.layout.rows) == 1 and plan is not None:
         problem = problem.placed(exchange)
@@ -204,12 +205,18 @@ def _planned(problem: Problem, exchange: Exchange) -> Plan:
 
 def _tiles(problem: Problem, exchange: Exchange, workspace: int) -> MakeTiles:
     """Tiles of the dot product, or of a learned distance."""
-    scorer, backend = problem.scorer, problem.options.backend
+    scorer, backend, rows, cols = problem.scorer, problem.options.backend, problem.rows, problem.cols
+    if waits_on_host(rows.features, problem.device):
+        # the kind of features on the device
+        dtype = problem.dtype if scorer is None else None
+        rows, cols = (
+            side.with_leaves([x[:0].to(problem.device, dtype or x.dtype) for x in side.leaves]) for side in (rows, cols)
+        )
     if scorer is None:
-        return choose_tiles(backend, problem.loss, problem.rows, problem.cols)
-    fused = choose_fused(backend, scorer, problem.rows, problem.cols)
+        return choose_tiles(backend, problem.loss, rows, cols)
+    fused = choose_fused(backend, scorer, rows, cols)
     if fused is not None:
-        return partial(fused, scorer=scorer, side=fused.fitting_side(problem.rows, problem.cols, workspace))
+        return partial(fused, scorer=scorer, side=fused.fitting_side(rows, cols, workspace))
     if scorer.seed is not None and not exchange.once:
         remedy = "Take gather or ring, or put the scorer in eval mode."
         raise invalid("exchange", "compute each pair once if the scorer draws random numbers", "replicate", remedy)
@@ -217,21 +224,26 @@ def _tiles(problem: Problem, exchange: Exchange, workspace: int) -> MakeTiles:
     return partial(Scored, scorer=scorer, side=side)
 
 
-def _streamed(problem: Problem) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The call of features in host memory, whose strips are as long as the memory that is free now allows."""
+def _streamed(problem: Problem, tokens: tuple[int, int] | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The call of features in host memory, whose strips are as long as the memory that is free now allows.
+
+    tokens: those of a row and of a column on this rank, where they may differ.
+    """
     device, options, rows, cols = problem.device, problem.options, problem.rows, problem.cols
     workspace = workspace_on(device, options.workspace)
     layout, carrier = Layout(None, 0, (len(rows),), (len(cols),)), None
     if collectives.size(options.group) > 1 and options.exchange != "single":
-        layout = agreed_layout(options, problem.loss, rows, cols, problem.statement)
+        layout = agreed_layout(options, problem.loss, rows, cols, problem.statement, tokens)
         carrier = consistency.carrier_on_host(options.group)
-    cuts = host.cut(len(rows), len(cols), rows.features.shape[1], rows.features.dtype, device, workspace)
-    exchange = host.Host(options.gradient, layout, device, problem.dtype, cuts, carrier)
+    problem = _padded(problem, layout.tokens)
+    cuts = host.cut(problem.rows, problem.cols, device, workspace)
+    exchange = host.Host(
+        options.gradient, layout, device, problem.dtype if problem.scorer is None else None, cuts, carrier
+    )
     with exchange.in_step():
-        rows, cols = (host.without_features_on(shard, device) for shard in (rows, cols))
+        rows, cols = (host.without_features_on(shard, device) for shard in (problem.rows, problem.cols))
         problem = replace(problem, rows=rows, cols=cols).placed(exchange)
-        samples = [replace(shard, features=shard.features[:0].to(device, problem.dtype)) for shard in (rows, cols)]
-        tiles = choose_tiles(options.backend, problem.loss, *samples)
+        tiles = _tiles(problem, exchange, workspace)
         weights = None if problem.weights is None else problem.weights.to(device)
     plan = Plan(None, tiles, workspace, accumulator(problem.dtype), None)
     problem = replace(problem, weights=weights)

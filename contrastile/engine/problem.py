@@ -162,7 +162,7 @@ class Problem:
         # autocast leaves float64 as it is
         autocast = None if q.dtype == torch.float64 else arguments.cast()
         dtype = (autocast or q.dtype) if sides.scorer is None else sides.scorer.dtype
-        device = q.device if options.device is None else _device(q.device, options, scored=scorer is not None)
+        device = _device(q.device, options)
         # features in host memory are cast on the device
         cast = dtype if sides.scorer is None and device == q.device else None
         rows, cols = sides.shards(arguments, loss, cast, checked=checked)
@@ -257,7 +257,8 @@ class _Sides:
             together = pytree.tree_map(lambda a, b: None if a is None or b is None else torch.cat([a, b]), k, negatives)
             col_form, cols = Form.of("k", together)
         checks.same_device("k", cols[0], "q", rows[0])
-        return cls(tuple(rows), tuple(cols), keys, Scorer.of(module, (row_form, rows), (col_form, cols)))
+        device = _device(rows[0].device, arguments.options)
+        return cls(tuple(rows), tuple(cols), keys, Scorer.of(module, (row_form, rows), (col_form, cols), device))
 
     def shards(
         self, arguments: Arguments, loss: PairLoss, cast: torch.dtype | None, *, checked: bool
@@ -398,16 +399,16 @@ def _with_negatives(groups: Tensor, negatives: int) -> Tensor:
     return torch.cat([groups.long(), own])
 
 
-def _device(features: torch.device, options: Options, *, scored: bool) -> torch.device:
+def _device(features: torch.device, options: Options) -> torch.device:
     """The device of the computation: that of the features, or another to which host memory is streamed."""
+    if options.device is None:
+        return features
     device = numbered(present_device(options.device, "where the features are"))
     if device == features:
         return device
     if features.type != "cpu":
         got = f"{device}, and features on {features}"
         raise invalid("device", "be where the features are, unless those are in host memory", got, "Leave it out.")
-    if scored:
-        raise invalid("device", "be left out with a scorer", repr(str(device)), "Move the features there.")
     if collectives.size(options.group) > 1 and options.exchange not in ("auto", "ring", "single"):
         rule = "be auto, ring or single for features in host memory"
         raise invalid("exchange", rule, repr(options.exchange), "Take ring.")

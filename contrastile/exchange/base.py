@@ -138,9 +138,9 @@ class Exchange(ABC):
         u, v = tiles.accumulators(rows, cols, wanted)
         return Accumulated(u, v, self.backward(tiles, rows, cols, u, v, row_stats))
 
-    def total(self, local: Tensor) -> Tensor:
-        """The sum over all ranks of a small tensor."""
-        return local if len(self.layout.rows) == 1 else collectives.total(local, self.layout.group)
+    def total(self, local: Tensor, *, largest: bool = False) -> Tensor:
+        """The sum over all ranks of a small tensor, or the largest of each of its numbers."""
+        return local if len(self.layout.rows) == 1 else collectives.total(local, self.layout.group, largest=largest)
 
     def in_step(self) -> AbstractContextManager[None]:
         """A context for a sweep, in which an error of one rank becomes an error of all."""

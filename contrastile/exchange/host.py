@@ -1,5 +1,8 @@
 """Host: features and their gradients stay in host memory, and a device that cannot hold them computes the loss.
 
+Features are the leaves of a shard: one matrix, or all that a learned distance reads, such as token vectors and their
+mask. The tiles know what a row is, and how many numbers its gradient has.
+
 A strip of rows, as long as the device's memory allows, is on the device with its statistics or its gradient. The shards
 of columns come to the device one after the other; the next one is copied while the present one is computed. In the
 backward a shard comes with the sum of its gradient so far, in float32, and goes back with the new sum; after the last
@@ -12,6 +15,7 @@ The columns' gradient then travels in float32, and the rows' gradient stays on t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,9 +28,9 @@ from contrastile.exchange.base import Exchange
 from contrastile.exchange.ring import Ring
 from contrastile.losses.base import Shard
 from contrastile.offload import BlockStream, free_memory, host_room
-from contrastile.tiles.base import STATISTICS, Accumulated, InFlight, Tiles, inner_product, nonfinite_flag
+from contrastile.tiles.base import STATISTICS, Accumulated, InFlight, SumRow, Tiles, inner_product
 
-# columns of a shard: long enough for the matrix products, short beside the device's memory
+# vectors of a shard's columns: enough for the matrix products, few beside the device's memory
 SHARD = 65536
 # share of the free memory that strip and shards may take
 SHARE = 0.6
@@ -41,18 +45,29 @@ class Cut:
     shard: int
 
 
-def cut(N: int, M: int, D: int, dtype: torch.dtype, device: torch.device, workspace: int) -> Cut:
+def cut(rows: Shard, cols: Shard, device: torch.device, workspace: int) -> Cut:
     """Strips of equal length, as few as the free memory of the device allows."""
-    return cut_within(N, M, D, dtype, free_memory(device)[0] - workspace)
+    of_row, of_col = (sum(row_bytes(math.prod(x.shape[1:]), x.dtype) for x in shard.leaves) for shard in (rows, cols))
+    # the last axis has the features of a vector
+    vectors = max(1, math.prod(cols.features.shape[1:-1]))
+    return cut_within(len(rows), len(cols), (of_row, of_col), free_memory(device)[0] - workspace, vectors)
 
 
-def cut_within(N: int, M: int, D: int, dtype: torch.dtype, free: int) -> Cut:
-    """Strips of equal length, as few as `free` bytes beside the workspace allow."""
-    per_row = D * (dtype.itemsize + accumulator(dtype).itemsize)
+def row_bytes(numbers: int, dtype: torch.dtype) -> int:
+    """Bytes of a row of this type and of its accumulator."""
+    return numbers * (dtype.itemsize + accumulator(dtype).itemsize)
+
+
+def cut_within(N: int, M: int, sizes: tuple[int, int], free: int, vectors: int = 1) -> Cut:
+    """Strips of equal length, as few as `free` bytes beside the workspace allow.
+
+    sizes: `row_bytes` of a row and of a column. vectors: those of a column.
+    """
+    of_row, of_col = (max(1, size) for size in sizes)
     room = int(SHARE * max(0, free))
     # two shards on the device, and the gradients on their way back
-    shard = max(LEAST_ROWS, min(SHARD, M, room // (4 * 3 * per_row)))
-    most = max(LEAST_ROWS, (room - 3 * shard * per_row) // per_row)
+    shard = max(LEAST_ROWS, min(SHARD // vectors, M, room // (4 * 3 * of_col)))
+    most = max(LEAST_ROWS, (room - 3 * shard * of_col) // of_row)
     strips = max(1, -(-N // most))
     return Cut(max(LEAST_ROWS, -(-N // (strips * LEAST_ROWS)) * LEAST_ROWS), shard)
 
@@ -62,8 +77,8 @@ class Host(Exchange):
     """Features that stay in host memory, of one process or of a ring of ranks."""
 
     device: torch.device
-    # the type in which features are multiplied on the device
-    dtype: torch.dtype
+    # the type in which features are multiplied on the device; None: as given, for a scorer
+    dtype: torch.dtype | None
     cuts: Cut
     # group that carries tensors in host memory between several ranks
     carrier: Any = None
@@ -76,32 +91,33 @@ class Host(Exchange):
 
     def block_forward(self, tiles: Tiles, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
         """The statistics of these rows and columns. The first block of a call also finds non-finite features."""
-        blocks = BlockStream(cols.features, self.cuts.shard, self.device)
-        row_stats, flag, first = tiles.init(rows), nonfinite_flag(tiles.scale), tiles.flag is None
+        blocks = BlockStream(cols.leaves, self.cuts.shard, self.device)
+        row_stats, first = tiles.init(rows), tiles.flag is None
+        none = [self._here(side, slice(0, 0), [x[:0].to(self.device) for x in side.leaves]) for side in (rows, cols)]
+        flag = tiles.nonfinite(*none)
         col_stats = tiles.init(cols) if tiles.loss.symmetric else None
         for along_i, strip in self._strips(rows):
-            flag = flag + nonfinite_flag(tiles.scale, *[strip.features] * first)
+            flag = flag + tiles.nonfinite(strip, none[1])
             for _, along_j, block, _ in self._columns(blocks, cols, fresh=True):
                 block_rows, block_cols = tiles.forward(strip, block)
                 row_stats[:, along_i] = tiles.loss.merge(row_stats[:, along_i], block_rows)
                 if col_stats is not None and block_cols is not None:
                     col_stats[:, along_j] = tiles.loss.merge(col_stats[:, along_j], block_cols)
-                if along_i.start == 0 and first:
-                    flag = flag + nonfinite_flag(tiles.scale, block.features)
+                if along_i.start == 0:
+                    flag = flag + tiles.nonfinite(none[0], block)
             # free its memory before the next strip is copied
             del strip
         if first:
             # a rank without rows still has columns
             for _, _, block, _ in self._columns(blocks, cols, fresh=True) if not len(rows) else ():
-                flag = flag + nonfinite_flag(tiles.scale, block.features)
+                flag = flag + tiles.nonfinite(none[0], block)
             tiles.flag = flag
         return row_stats, col_stats
 
     def block_backward(self, tiles: Tiles, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None) -> Tensor:
         """Add the gradients of a block's pairs to u and v, which are in host memory."""
         sums = tiles.no_pairs()
-        wide_of_v = None if v is None else tiles.scale.dtype
-        blocks = BlockStream(cols.features, self.cuts.shard, self.device, wide=wide_of_v, totals=v)
+        blocks = self._blocks(tiles, cols, 0 if v is None else v.shape[1], v)
         for along_i, strip in self._strips(rows):
             of_rows = None if u is None else u[along_i].to(self.device)
             for index, along_j, block, so_far in self._columns(blocks, cols, fresh=False):
@@ -128,30 +144,30 @@ class Host(Exchange):
         tiles.final = True
         if len(self.layout) > 1:
             return self._accumulate_around(tiles, rows, cols, wanted)
-        q, k, wide = rows.features, cols.features, tiles.scale.dtype
-        by_rows, want_k = tiles.needed(wanted)
-        dq, dk = (host_room(x.shape, x.dtype) if want else None for x, want in zip((q, k), wanted[2:], strict=True))
+        N, wide = len(rows), tiles.scale.dtype
+        of_rows, of_cols = tiles.sum_rows(rows, cols, wanted)
+        dq, dk = (_gradients(len(side), row) for side, row in ((rows, of_rows), (cols, of_cols)))
         # sums of the columns between two strips; those of wide features are where the result will be
         running = None
-        if dk is not None and self.cuts.strip < len(q):
+        if dk is not None and self.cuts.strip < N:
             running = dk if dk.dtype == wide else host_room(dk.shape, wide)
-        blocks = BlockStream(k, self.cuts.shard, self.device, wide=wide if want_k else None, totals=running)
+        blocks = self._blocks(tiles, cols, 0 if of_cols is None else of_cols.numbers, running)
         sums, products = tiles.no_pairs(), torch.zeros_like(tiles.scale)
 
         def bring_back(total: Tensor, to: Tensor, index: int | None = None) -> None:
             blocks.write_back(total.mul_(tiles.scale).to(to.dtype), to, index)
 
         for along_i, strip in self._strips(rows):
-            u = torch.zeros_like(strip.features, dtype=wide) if by_rows else None
+            u = None if of_rows is None else tiles.scale.new_zeros(len(strip), of_rows.numbers)
             for index, along_j, block, so_far in self._columns(blocks, cols, fresh=along_i.start == 0):
-                v = so_far if want_k else None
+                v = None if dk is None else so_far
                 sums += tiles.backward(strip, block, u, v)
                 if v is None or dk is None:
                     continue
-                if running is not None and along_i.stop < len(q):
+                if running is not None and along_i.stop < N:
                     blocks.write_back(v, running[along_j], index)
                 else:
-                    products += 0 if by_rows or tiles.sums_products else inner_product(block.features, v)
+                    products += 0 if u is not None or tiles.sums_products else inner_product(block.features, v)
                     bring_back(v, dk[along_j], index)
             if u is not None:
                 products += 0 if tiles.sums_products else inner_product(strip.features, u)
@@ -165,17 +181,18 @@ class Host(Exchange):
 
     def _accumulate_around(self, tiles: Tiles, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> Accumulated:
         """`accumulate` of several ranks."""
-        q, k, wide = rows.features, cols.features, tiles.scale.dtype
+        wide, sides = tiles.scale.dtype, tiles.sum_rows(rows, cols, wanted)
         u, v = (
-            host_room(x.shape, wide).zero_() if needed else None
-            for x, needed in zip((q, k), tiles.needed(wanted), strict=True)
+            None if row is None else host_room((len(side), row.numbers), wide).zero_()
+            for side, row in zip((rows, cols), sides, strict=True)
         )
         sums = self._ring.backward(self._as_tiles(tiles), rows, cols, u, v, None)
-        sums = torch.stack([x.to(sums) for x in tiles.pair_sums(sums, rows, cols, u, v, wanted[0])])
+        if not tiles.sums_products:
+            sums = torch.stack([x.to(sums) for x in tiles.pair_sums(sums, rows, cols, u, v, wanted[0])])
         scale = tiles.scale.cpu()
         dq, dk = (
-            host_room(x.shape, x.dtype).copy_(total.mul_(scale)) if want and total is not None else None
-            for x, total, want in zip((q, k), (u, v), wanted[2:], strict=True)
+            None if total is None or to is None else to.copy_(total.mul_(scale))
+            for total, to in ((u, _gradients(len(rows), sides[0])), (v, _gradients(len(cols), sides[1])))
         )
         return Accumulated(dq, dk, sums)
 
@@ -190,13 +207,23 @@ class Host(Exchange):
         """Strips of rows on the device. The caller deletes each one before it takes the next."""
         for start in range(0, len(rows), self.cuts.strip):
             along = slice(start, min(start + self.cuts.strip, len(rows)))
-            yield along, _with_features(rows, along, rows.features[along].to(self.device).to(self.dtype))
+            yield along, self._here(rows, along, [x[along].to(self.device) for x in rows.leaves])
 
     def _columns(self, blocks: BlockStream, cols: Shard, *, fresh: bool) -> Iterator[tuple[int, slice, Shard, Tensor]]:
         """Blocks of columns on the device: index, place among the columns, block, and its accumulators."""
-        for index, bounds, features, totals in blocks.sweep(fresh=fresh):
+        for index, bounds, leaves, totals in blocks.sweep(fresh=fresh):
             along = slice(*bounds)
-            yield index, along, _with_features(cols, along, features.to(self.dtype)), totals
+            yield index, along, self._here(cols, along, leaves), totals
+
+    def _blocks(self, tiles: Tiles, cols: Shard, width: int, totals: Tensor | None) -> BlockStream:
+        """The columns, with accumulators of so many numbers for each; `totals` are theirs between two sweeps."""
+        wide = tiles.scale.dtype
+        return BlockStream(cols.leaves, self.cuts.shard, self.device, width=width, wide=wide, totals=totals)
+
+    def _here(self, shard: Shard, along: slice, leaves: Sequence[Tensor]) -> Shard:
+        """Some rows of a shard on the host, with these leaves of theirs on the device."""
+        cast = leaves if self.dtype is None else [x.to(self.dtype) for x in leaves]
+        return shard.narrow(along.start, along.stop).with_leaves(cast)
 
 
 @dataclass
@@ -234,24 +261,27 @@ def without_features_on(shard: Shard, device: torch.device) -> Shard:
     return replace(shard, **small, guides=tuple([guide.to(device) for guide in shard.guides]))
 
 
-def device_bytes(cuts: Cut, N: int, M: int, D: int, dtype: torch.dtype, products: torch.dtype) -> int:
+def device_bytes(cuts: Cut, N: int, M: int, sizes: tuple[int, int], dtype: torch.dtype, products: torch.dtype) -> int:
     """Bytes of a device beside the workspace: a strip, shards in both directions, copies in the type of the products,
-    and the statistics of all rows and columns.
+    and the statistics of all rows and columns. sizes: numbers of a row and of a column.
     """
-    per_row = D * (dtype.itemsize + accumulator(dtype).itemsize + (products.itemsize if products != dtype else 0))
-    rows = min(cuts.strip, N) + 3 * min(cuts.shard, M)
-    return rows * per_row + STATISTICS * accumulator(products).itemsize * (N + M)
+    of_row, of_col = (row_bytes(size, dtype) + (products.itemsize * size if products != dtype else 0) for size in sizes)
+    features = min(cuts.strip, N) * of_row + 3 * min(cuts.shard, M) * of_col
+    return features + STATISTICS * accumulator(products).itemsize * (N + M)
 
 
-def host_bytes(D: int, dtype: torch.dtype, ranks: int) -> int:
-    """Bytes of host memory for each pair: features and gradients of both sides, sums of columns, packets of a ring."""
-    wide = accumulator(dtype).itemsize
-    own = 2 * 2 * D * dtype.itemsize
-    return own + (D * wide if ranks == 1 and wide != dtype.itemsize else 0) + (
-        D * (2 * wide + 2 * (dtype.itemsize + wide)) if ranks > 1 else 0
-    )  # fmt: skip
+def host_bytes(sizes: tuple[int, int], dtype: torch.dtype, ranks: int) -> int:
+    """Bytes of host memory for each pair: features and gradients of both sides, sums of columns, packets of a ring.
+
+    sizes: numbers of a row and of a column.
+    """
+    wide, both, of_col = accumulator(dtype).itemsize, sum(sizes), sizes[1]
+    own = 2 * both * dtype.itemsize
+    if ranks > 1:
+        return own + both * wide + 2 * of_col * (dtype.itemsize + wide)
+    return own + (of_col * wide if wide != dtype.itemsize else 0)
 
 
-def _with_features(shard: Shard, along: slice, features: Tensor) -> Shard:
-    """Some rows of a shard on the host, with these features of theirs on the device."""
-    return replace(shard.narrow(along.start, along.stop), features=features)
+def _gradients(n: int, row: SumRow | None) -> Tensor | None:
+    """Host memory for the gradients of n rows; None where no gradient is returned."""
+    return None if row is None or row.dtype is None else host_room((n, row.numbers), row.dtype)

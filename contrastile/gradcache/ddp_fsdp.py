@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -135,8 +136,8 @@ def as_forward_of(wrapper: DistributedDataParallel, run: Callable[[], Result]) -
 def lent_part(encoder: Any, wrapper: DistributedDataParallel | None, make: Callable[[], Any] | None) -> Any:
     """A sub-batch of another rank, for a rank that has none of its own; None where none is needed, or none exists.
 
-    The ranks are those that this call meets in any case: those of the wrapper, where gradients will be reduced, or
-    those over which FSDP2 shards. make: makes the sub-batch that this rank would lend; None where it has none.
+    The ranks are those that take a step together: those of the wrapper or of DeepSpeed's engine, where a backward will
+    follow, or those over which FSDP2 shards. make: makes the sub-batch that this rank would lend; None: it has none.
     """
     borrowed = None
     for group in _groups_of_call(encoder, wrapper):
@@ -160,14 +161,14 @@ def _owner(encoder: Any, wrapper: DistributedDataParallel | None) -> Any:
 
 def _groups_of_call(encoder: Any, wrapper: DistributedDataParallel | None) -> list[Any]:
     """Process groups of several ranks whose ranks all call `encode` for this encoder."""
-    wrapper = wrapper or running_ddp()
-    if wrapper is not None:
-        reduces = torch.is_grad_enabled() and wrapper.require_backward_grad_sync
-        reduces = reduces and any(parameter.requires_grad for parameter in wrapper.parameters())
-        return [wrapper.process_group] if reduces and collectives.size(wrapper.process_group) > 1 else []
+    wrapper, engine = wrapper or running_ddp(), engine_of(encoder)
+    if wrapper is not None or engine is not None:
+        group = engine.data_parallel_group if wrapper is None else wrapper.process_group
+        trained = any(parameter.requires_grad for parameter in (wrapper or engine).parameters())
+        return [group] if torch.is_grad_enabled() and trained and collectives.size(group) > 1 else []
     module = _owner(encoder, None)
     modules = module.modules() if isinstance(module, nn.Module) else ()
-    return Sharding([each for each in modules if isinstance(each, fsdp_module_class())]).groups()
+    return Sharding([each for each in modules if isinstance(each, fsdp_module_class())]).comparing()
 
 
 def refuse_bypass(wrapper: Any, modules: Sequence[nn.Module], parameters: Sequence[Tensor]) -> None:
@@ -240,7 +241,8 @@ class Sharding:
         """The parameters that the encoder computes with: for shards, the wholes behind them."""
         for module in self.modules:
             if any(whole is None for _, whole in fsdp_parameters(fsdp_states([module]))):
-                # a whole is made when it is gathered for the first time
+                # a whole is made when it is gathered for the first time; ranks in other calls of `encode` raise before
+                self.most(0)
                 module.unshard()
                 module.reshard()
         wholes = {id(shard): whole for shard, whole in fsdp_parameters(self._states) if whole is not None}
@@ -265,13 +267,13 @@ class Sharding:
 
     def most(self, value: int) -> int:
         """The largest value of any rank: each run is a collective, so all ranks must run equally often."""
-        for group in self.groups():
+        for group in self.comparing():
             value = consistency.most(value, group)
         return value
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
         """Return for each flag whether it is set on any rank: FSDP2 scatters the same gradients on all of them."""
-        for group in self.groups():
+        for group in self.comparing():
             flags = consistency.any_of(flags, group)
         return list(flags)
 
@@ -279,16 +281,28 @@ class Sharding:
     def in_step(self) -> Iterator[None]:
         """Make an error of one rank, such as too little memory, an error on all: they would wait for its shards."""
         with ExitStack() as stack:
-            for group in self.groups():
+            for group in dict.fromkeys([*self.groups(), *self.comparing()]):
                 stack.enter_context(in_step(group))
                 stack.enter_context(collectives.reporting_lost_ranks("exchange of shards", group))
             yield
 
     def groups(self) -> list[Any]:
         """The process groups of several ranks over which parameters are sharded or replicated."""
-        meshes: list[Any] = [getattr(shard, "device_mesh", None) for shard, _ in fsdp_parameters(self._states)]
-        groups = [mesh.get_group(axis) for mesh in dict.fromkeys(meshes) for axis in range(mesh.ndim)]
+        groups = [mesh.get_group(axis) for mesh in self._meshes for axis in range(mesh.ndim)]
         return [group for group in dict.fromkeys(groups) if collectives.size(group) > 1]
+
+    def comparing(self) -> list[Any]:
+        """The process groups through which these ranks compare: that of all ranks, where one mesh holds them.
+
+        It compares on the host (`consistency.py`). Those of a mesh's axes would wait for their device, twice.
+        """
+        whole = len(self._meshes) == 1 and self._meshes[0].ndim > 1 and self._meshes[0].size() == dist.get_world_size()
+        return [dist.group.WORLD] if whole else self.groups()
+
+    @cached_property
+    def _meshes(self) -> list[Any]:
+        shards = (shard for shard, _ in fsdp_parameters(self._states))
+        return list(dict.fromkeys(getattr(shard, "device_mesh", None) for shard in shards))
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

@@ -84,9 +84,9 @@ def encode(
             is.
         parts: in place of `inputs`, the sub-batches as a data loader made them, a list of what `inputs` may be, and of
             anything that the encoder takes: each is passed whole, and its features follow those of the one before. Of
-            ranks that DistributedDataParallel or FSDP2 joins, which all pass `parts`, one may pass `[]`: it gets
-            features without rows, and runs the encoder on a sub-batch that another rank sends, which counts for
-            nothing.
+            ranks that DistributedDataParallel or DeepSpeed joins in training, or FSDP2, and which all pass `parts`, one
+            may pass `[]`: it gets features without rows, and runs the encoder on a sub-batch that another rank sends,
+            which counts for nothing.
         sub_batch: examples encoded at once; the last sub-batch may be shorter, on which a compiled encoder runs
             uncompiled. "auto": as many as fit into memory, measured at the first call for an encoder and remembered,
             and halved if memory runs out later. Ranks that a wrapper joins take the smallest size of any.

@@ -251,7 +251,8 @@ def laid_out_parts(parts: Sequence[Any], borrowed: Any = None) -> tuple[Parts, l
         made.append((structure, others, positions, len(tensors)))
         tensors += [leaves[position] for position in positions]
     if not made:
-        remedy = "Leave the call out; in a step whose gradients are reduced over ranks, pass the wrapper."
+        remedy = "In training pass the wrapper, with a sub-batch on another rank; elsewhere the features are "
+        remedy += "torch.zeros(0, D, requires_grad=True)."
         raise invalid("parts", "hold a sub-batch", "none", remedy)
     return Parts(len(parts), made), tensors
 

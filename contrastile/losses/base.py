@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from ast import literal_eval
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -306,6 +306,12 @@ class Formula:
     weighed: bool = False
 
 
+class Total(Protocol):
+    """A function that sums a small tensor over the ranks, or takes the largest of each of its numbers."""
+
+    def __call__(self, local: Tensor, *, largest: bool = False) -> Tensor: ...
+
+
 class PairLoss(ABC):
     """A loss whose rows are functions of statistics that can be accumulated over any partition of the pairs.
 
@@ -403,10 +409,8 @@ class PairLoss(ABC):
     def finish(self, stats: Tensor) -> Finished:
         """The rows' losses, and their state for the backward."""
 
-    def finish_all(
-        self, directions: Sequence[Tensor], scale: Tensor, total: Callable[[Tensor], Tensor]
-    ) -> list[Finished]:
-        """`finish` of each direction's statistics; `total` sums a small tensor over the ranks."""
+    def finish_all(self, directions: Sequence[Tensor], scale: Tensor, total: Total) -> list[Finished]:
+        """`finish` of each direction's statistics."""
         del scale, total
         return [self.finish(stats) for stats in directions]
 

@@ -10,7 +10,7 @@ Positives and negatives are summed apart by the softmax, so only the end of a ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from contrastile._errors import number
-from contrastile.losses.base import Finished, Formula, divisor
+from contrastile.losses.base import Finished, Formula, Total, divisor
 from contrastile.losses.softmax import Softmax, SoftmaxState, SoftmaxStats, finite
 
 
@@ -96,17 +96,19 @@ class DecoupledWeighted(Decoupled):
         super().__post_init__()
         number("sigma", self.sigma, lambda sigma: sigma > 0.0, "be positive", "The paper has 0.5.")
 
-    def finish_all(
-        self, directions: Sequence[Tensor], scale: Tensor, total: Callable[[Tensor], Tensor]
-    ) -> list[Finished]:
-        kernels = []
-        for stats in directions:
+    def finish_all(self, directions: Sequence[Tensor], scale: Tensor, total: Total) -> list[Finished]:
+        counts, exponents = [_counts(stats) for stats in directions], []
+        for stats, count in zip(directions, counts, strict=True):
             named = SoftmaxStats(*stats)
             mean = finite(named.positive_top) + named.positive_sum / named.positive_count.clamp(min=1)
-            counts = _counts(stats)
-            # in float64: a small sigma makes exponentials that float32 does not hold
-            similar = (mean.double() / (scale.double() * self.sigma)).exp()
-            kernels.append(torch.stack([torch.where(counts > 0, similar, 0.0), counts.double()]))
+            # in float64, which has the quotient of a small sigma
+            exponents.append(torch.where(count == 0, -torch.inf, mean.double() / (scale.double() * self.sigma)))
+        none = scale.new_full((1,), -torch.inf, dtype=torch.float64)
+        tops = finite(total(torch.stack([torch.cat([x, none]).amax() for x in exponents]), largest=True))
+        kernels = [
+            torch.stack([(x - top).exp(), count.double()])
+            for x, top, count in zip(exponents, tops, counts, strict=True)
+        ]
         # of each direction the sum over all ranks' rows, and their number
         sums = total(torch.stack([kernel.sum(1) for kernel in kernels]))
         return [

@@ -159,12 +159,12 @@ class GISTLoss(Loss):
 
         x = torch.cat([query @ key.T, query @ query.T, key[:N] @ key[:N].T], 1) * scale
 
-    with the guide's similarities likewise, of which each is compared with that of the row's own pair. Key i belongs to
-    query i then. Products of keys with keys are made with features of twice the size, zeros among them.
+    with the guide's similarities likewise, of which each is compared with that of the row's own pair. With `positives`
+    the first one of a query is its key of the last product. Products of keys with keys are made with features of twice
+    the size, zeros among them.
 
     Arguments of the call:
-        query, key, scale, positives, negatives [H, D], query_ids, key_ids, weights: as of `InfoNCELoss`; with
-            `contrast_anchors` or `contrast_positives` no `positives`.
+        query, key, scale, positives, negatives [H, D], query_ids, key_ids, weights: as of `InfoNCELoss`.
         guide_query, guide_key: [N, G], [M, G] the guide's features, constants; rows of unit length.
         guide_negatives: [H, G], where there are negatives.
 
@@ -232,16 +232,11 @@ class GISTLoss(Loss):
             guides = ((guide_query, guide_key),)
             if self.contrast_anchors or self.contrast_positives:
                 Arguments(query, key, scale, self.loss, self.options, negatives=negatives, guides=guides).check()
-                if positives is not None:
-                    name = "contrast_anchors" if self.contrast_anchors else "contrast_positives"
-                    raise invalid("positives", f"be left out with {name}=True", "both", "Key i belongs to query i.")
-                if len(key) < len(query):
-                    got = f"{len(query)} and {len(key)}"
-                    raise invalid("key", "have at least as many rows as `query`", got, "Key i belongs to query i.")
+                M, own = len(key), _own_positions(query, key, positives)
                 if query_ids is not None and key_ids is not None:
-                    key_ids = self._ids(query, key, negatives, query_ids, key_ids)
-                guides = (self._sides(guide_query, guide_key, len(key)),)
-                query, key = self._sides(query, key if negatives is None else torch.cat([key, negatives]), len(key))
+                    key_ids = self._ids(query, key, own, negatives, query_ids, key_ids)
+                guides = (self._sides(guide_query, guide_key, M, own),)
+                query, key = self._sides(query, key if negatives is None else torch.cat([key, negatives]), M, own)
                 negatives = None
         except ValueError as error:
             self._tell_all(self._in_own_words(error))
@@ -253,8 +248,8 @@ class GISTLoss(Loss):
         loss: Tensor = operation(*inputs)
         return loss
 
-    def _sides(self, rows: Tensor, keys: Tensor, M: int) -> tuple[Tensor, Tensor]:
-        """Rows [N, ...], and the M keys with all other columns: rows, negatives and the rows' own keys once more.
+    def _sides(self, rows: Tensor, keys: Tensor, M: int, own: Any) -> tuple[Tensor, Tensor]:
+        """Rows [N, ...], and the M keys with all other columns: rows, negatives and the rows' `own` keys once more.
 
         Where keys are compared with keys, a row has the features of its key beside its own, and a column has zeros in
         the place of those that it is not compared with.
@@ -262,10 +257,12 @@ class GISTLoss(Loss):
         columns = torch.cat([keys[:M], *[rows] * self.contrast_anchors, keys[M:]])
         if not self.contrast_positives:
             return rows, columns
-        own, D = keys[: len(rows)], rows.shape[1]
-        return torch.cat([rows, own], 1), torch.cat([F.pad(columns, (0, D)), F.pad(own, (D, 0))])
+        of_own, D = keys[own], rows.shape[1]
+        return torch.cat([rows, of_own], 1), torch.cat([F.pad(columns, (0, D)), F.pad(of_own, (D, 0))])
 
-    def _ids(self, query: Tensor, key: Tensor, negatives: Tensor | None, of_rows: Tensor, of_keys: Tensor) -> Tensor:
+    def _ids(
+        self, query: Tensor, key: Tensor, own: Any, negatives: Tensor | None, of_rows: Tensor, of_keys: Tensor
+    ) -> Tensor:
         """The ids of all columns of `_sides`; `of_keys`: of the keys, or of keys and negatives."""
         checks.vector("query_ids", of_rows, "q", query, integer=True)
         H = 0 if negatives is None else len(negatives)
@@ -274,8 +271,22 @@ class GISTLoss(Loss):
         else:
             of_negatives = torch.full((H,), NOBODY, device=key.device)
         checks.vector("key_ids", of_keys, "k", key, integer=True)
-        anchors, own = [of_rows] * self.contrast_anchors, [of_keys[: len(query)]] * self.contrast_positives
-        return torch.cat([x.long() for x in (of_keys, *anchors, of_negatives, *own)])
+        anchors, of_own = [of_rows] * self.contrast_anchors, [of_keys[own]] * self.contrast_positives
+        return torch.cat([x.long() for x in (of_keys, *anchors, of_negatives, *of_own)])
+
+
+def _own_positions(query: Tensor, key: Tensor, positives: Tensor | None) -> slice | Tensor:
+    """The key of each query, of several positives the first one; positions out of range are refused later."""
+    if positives is not None:
+        checks.positives(positives, query)
+        if len(query) and not len(key):
+            raise invalid("key", "have a row or more for `positives`", "none", "Pass the keys of this rank's queries.")
+        first = (positives[:, None] if positives.ndim == 1 else F.pad(positives, (0, 1), value=-1))[:, 0]
+        return first.clamp(0, max(len(key) - 1, 0))
+    if len(key) < len(query):
+        got = f"{len(query)} and {len(key)}"
+        raise invalid("key", "have at least as many rows as `query`", got, "Key i belongs to query i.")
+    return slice(len(query))
 
 
 class ScoreDistillLoss(Loss):

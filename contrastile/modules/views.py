@@ -104,6 +104,7 @@ class NTXentLoss(Loss):
     Arguments of the call:
         view_a, view_b: [N, D], of one type; rows of unit length.
         scale: a number, or a tensor of shape [] or [1].
+        ids: [N] integers; views of two examples with equal ids are not negatives of each other.
 
     >>> import torch, torch.nn.functional as F
     >>> a, b = F.normalize(torch.randn(2, 8, 16), dim=-1)
@@ -116,25 +117,31 @@ class NTXentLoss(Loss):
     names: ClassVar[dict[str, str]] = {"q": "view_a", "k": "view_b"}
     pair_loss = Softmax(exclude_self=True)
 
-    def forward(self, view_a: Tensor, view_b: Tensor, scale: Tensor | float) -> Tensor:
+    def forward(self, view_a: Tensor, view_b: Tensor, scale: Tensor | float, *, ids: Tensor | None = None) -> Tensor:
         """Return the loss of N examples in two views, over the batch of all ranks.
 
         Arguments:
             view_a, view_b: [N, D], rows of unit length.
             scale: a number, or a tensor of shape [] or [1]: 1 / temperature.
+            ids: [N] integers; views of two examples with equal ids are not negatives of each other.
         """
         try:
             checks.features("view_a", view_a)
             checks.features("view_b", view_b)
             checks.alike("view_b", view_b, "view_a", view_a, autocast_type(view_a.device))
             checks.same_length("view_b", view_b, "view_a", view_a)
+            if ids is not None:
+                checks.vector("ids", ids, "view_a", view_a, integer=True)
+                ids = ids.repeat(2)
         except ValueError as error:
             self._tell_all(error)
             raise
         views = torch.cat([view_a, view_b])
         N = len(view_a)
         other = torch.arange(2 * N, device=views.device).roll(N)
-        operation, inputs = self._prepared(views, views, scale, positives=other, positives_in_range=True)
+        operation, inputs = self._prepared(
+            views, views, scale, positives=other, positives_in_range=True, query_ids=ids, key_ids=ids
+        )
         loss: Tensor = operation(*inputs)
         if self._unseen:
             self._look(scale, view_a, view_b)

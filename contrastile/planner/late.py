@@ -26,8 +26,17 @@ class LateSize(LossSize):
     @property
     def numbers(self) -> int:
         """Numbers of the features of all rows and columns."""
+        of_row, of_col = self.sizes
+        return self.rows * of_row + self.columns * of_col
+
+    @property
+    def sizes(self) -> tuple[int, int]:
         L, T = self.tokens
-        return (self.rows * L + self.columns * T) * self.dimensions
+        return L * self.dimensions, T * self.dimensions
+
+    @property
+    def vectors(self) -> int:
+        return self.tokens[1]
 
     @property
     def carried(self) -> int:
@@ -36,7 +45,7 @@ class LateSize(LossSize):
     @property
     def at_once(self) -> bool:
         """The gradients come with the loss, from one sweep."""
-        return self.backend_name == "triton" and self.ranks == 1 and self.fused[1]
+        return self.backend_name == "triton" and self.ranks == 1 and not self.host and self.fused[1]
 
     @property
     def fused(self) -> tuple[int, bool]:
@@ -47,7 +56,7 @@ class LateSize(LossSize):
             return self._allowed, False
         cast = self.given != self.dtype
         copies = self.dtype.itemsize * (self.masked + cast)
-        rows, cols = self.block
+        rows, cols = self.blocks[-1]
         return maxsim.expected_bytes(
             rows, cols, self.tokens, self.dimensions, self._allowed, symmetric=self.loss.symmetric, copies=copies
         )
@@ -56,7 +65,7 @@ class LateSize(LossSize):
     def workspace_bytes(self) -> int:
         if self.backend_name == "triton":
             return self.fused[0]
-        rows, cols = self.block
+        rows, cols = self.blocks[-1]
         L, T = self.tokens
         tile = MaxSim.tile_bytes(rows, cols, L, T, self.dimensions, accumulator(self.dtype).itemsize)
         if self.device == "cuda":
@@ -67,6 +76,8 @@ class LateSize(LossSize):
     @property
     def resident(self) -> tuple[int, int]:
         """Accumulators and statistics; at the end gradients, and the accumulators twice if they came with the loss."""
+        if self.host:
+            return super().resident
         wide = accumulator(self.dtype)
         sums = self.numbers * wide.itemsize
         throughout = sums + (self.rows + self.columns) * STATISTICS * wide.itemsize

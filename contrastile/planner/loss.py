@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -11,7 +10,7 @@ import torch
 from contrastile._dispatch import DEFAULT_SHARE, EXCHANGES, GATHERED_SHARE, TILES, automatic_exchange
 from contrastile._types import accumulator
 from contrastile.exchange.base import Exchange, Layout
-from contrastile.exchange.host import Cut, cut_within, device_bytes
+from contrastile.exchange.host import Cut, cut_within, device_bytes, row_bytes
 from contrastile.losses.base import PairLoss
 from contrastile.losses.softmax import Softmax
 from contrastile.tiles.base import resident_bytes
@@ -27,7 +26,8 @@ class LossSize:
 
     dtype: of the products. given: of the features. memory: bytes of the device, of which "auto" and the default
     workspace are shares. exchange, backend: words of the losses' options. queue: a rank's keys of earlier steps, which
-    are columns too. directions: such losses in a step, one after the other.
+    are columns too. own: columns of each row beside them, such as other rows; guide: the numbers of a guide's rows,
+    which are then copied with them. directions: such losses in a step, one after the other.
     """
 
     rows: int
@@ -46,17 +46,29 @@ class LossSize:
     host: bool = False
     held: int = 0
     queue: int = 0
+    own: int = 0
+    guide: int = 0
     directions: int = 1
 
     @property
     def columns(self) -> int:
-        """Columns of a rank: its keys, and those of the queue."""
-        return self.keys + self.queue
+        """Columns of a rank: its keys, those of the queue, and its rows' own."""
+        return self.keys + self.queue + self.own * self.rows
 
     @property
     def carried(self) -> int:
         """Numbers of a column that other ranks send."""
         return self.dimensions
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Numbers of a row and of a column."""
+        return self.dimensions, self.dimensions
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of a column."""
+        return 1
 
     @cached_property
     def layout(self) -> Layout:
@@ -89,14 +101,16 @@ class LossSize:
         """Rows and columns of the largest block."""
         return self.exchange_class.blocks(self.layout)[-1]
 
-    @cached_property
-    def workspace_bytes(self) -> int:
+    @property
+    def blocks(self) -> list[tuple[int, int]]:
+        """Rows and columns of each block; of features in host memory one of a strip and a shard."""
         if self.host:
             cuts = self._cuts()
-            return self._blocks([(min(cuts.strip, self.rows), min(cuts.shard, self.columns))])
-        return self._blocks(self.exchange_class.blocks(self.layout))
+            return [(min(cuts.strip, self.rows), min(cuts.shard, self.columns))]
+        return self.exchange_class.blocks(self.layout)
 
-    def _blocks(self, sizes: Sequence[tuple[int, int]]) -> int:
+    @cached_property
+    def workspace_bytes(self) -> int:
         """Bytes of the block that takes most."""
         allowed = self._allowed
         try:
@@ -107,7 +121,7 @@ class LossSize:
         device = torch.device("meta" if self.device == "cuda" else "cpu")
         expected = partial(tiles.expected_bytes, self.loss, by_index=self.exchange_class.by_index)
         # halved until they fit, a shorter block may take more
-        blocks = max(expected(N, M, self.dimensions, self.dtype, allowed, device) for N, M in sizes)
+        blocks = max(expected(N, M, self.dimensions, self.dtype, allowed, device) for N, M in self.blocks)
         return blocks + (SCRATCH if self.backend_name == "triton" else 0)
 
     @property
@@ -126,18 +140,19 @@ class LossSize:
     def resident(self) -> tuple[int, int]:
         """Bytes beside both: throughout, and at the end."""
         if self.host:
-            sizes = (self.rows, self.columns, self.dimensions, self.given, self.dtype)
-            return device_bytes(self._cuts(), *sizes), 0
+            return device_bytes(self._cuts(), self.rows, self.columns, self.sizes, self.given, self.dtype), 0
         throughout, end = resident_bytes(self.rows, self.columns, self.dimensions, self.dtype, self.given)
-        # the sums of those before wait for the backward; keys of a queue, their copies behind the batch's, stay too
-        queued = self.columns * self.dimensions * self.given.itemsize if self.queue else 0
+        # the sums of those before wait for the backward; copies of all columns, where others are behind the keys, too
+        queued = self.columns * self.dimensions * self.given.itemsize if self.queue or self.own else 0
+        queued += (self.rows + self.columns) * self.guide * self.given.itemsize
         others = (self.directions - 1) * throughout + self.directions * queued
         return throughout + others, end + others
 
     def _cuts(self) -> Cut:
         """Strips and shards of features in host memory."""
         free = self.memory - self.held - self._allowed
-        return cut_within(self.rows, self.columns, self.dimensions, self.given, free)
+        of_row, of_col = (row_bytes(numbers, self.given) for numbers in self.sizes)
+        return cut_within(self.rows, self.columns, (of_row, of_col), free, self.vectors)
 
     @property
     def peak(self) -> int:

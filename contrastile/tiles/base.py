@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from contrastile._types import Reduction, accumulator
-from contrastile.losses.base import Finished, PairLoss, Shard, divisor
+from contrastile.losses.base import Finished, PairLoss, Shard, Total, divisor
 
 # rows converted to float32 at a time where an inner product over all features is summed
 ROWS_AT_ONCE = 8192
@@ -80,6 +80,16 @@ class Accumulated(NamedTuple):
     u: Tensor | None  # [N, numbers of a row]: Σ_j g_ij · k_j
     v: Tensor | None  # [M, numbers of a column]: Σ_i g_ij · q_i
     sums: Tensor  # as `Tiles.backward` returns them
+
+
+class SumRow(NamedTuple):
+    """A row of an accumulator: its numbers, and the type of the gradient made of it.
+
+    The type is None where only the scale's gradient is read off the accumulator.
+    """
+
+    numbers: int
+    dtype: torch.dtype | None
 
 
 @dataclass
@@ -187,12 +197,12 @@ class Tiles(ABC):
         stats: Sequence[Tensor],
         weights: Tensor | None,
         reduction: Reduction,
-        total: Callable[[Tensor], Tensor],
+        total: Total,
         nonfinite: Callable[[], Tensor],
     ) -> ForwardResult:
         """The loss of all ranks' rows from the statistics of each direction.
 
-        total: sums a small tensor over the ranks. nonfinite: 0, or NaN where an input is not finite.
+        nonfinite: 0, or NaN where an input is not finite.
         """
         return reduced(self.loss.finish_all(stats, self.scale, total), weights, reduction, total, nonfinite())
 
@@ -203,6 +213,14 @@ class Tiles(ABC):
         """
         want_scale, _, want_q, want_k = wanted
         return want_q or (want_scale and not want_k and not self.sums_products), want_k
+
+    def sum_rows(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[SumRow | None, SumRow | None]:
+        """The rows of u and of v where they are `needed`."""
+        (needs_u, needs_v), (q, k) = self.needed(wanted), (rows.features, cols.features)
+        return (
+            SumRow(q.shape[1], q.dtype if wanted[2] else None) if needs_u else None,
+            SumRow(k.shape[1], k.dtype) if needs_v else None,
+        )
 
     def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
         """Zeros, or `fresh` memory, for u and v where they are `needed`."""

@@ -16,8 +16,8 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from contrastile._errors import invalid
 from contrastile._torch import pytree, without_parametrization_cache
-from contrastile._types import accumulator, shape_or_type
+from contrastile._types import shape_or_type
 from contrastile.gradcache.introspect import (
     graph_leaves,
     graph_may_change_bits,
@@ -33,18 +33,16 @@ from contrastile.gradcache.introspect import (
     refusing_changes,
     refusing_state,
 )
-from contrastile.gradcache.memory import as_written, footprint
+from contrastile.gradcache.memory import as_written
 from contrastile.gradcache.modes import Autocast, back_propagated, in_modes, without_hooks
 from contrastile.gradcache.rng import RandomState, begin_random, own_generators
 from contrastile.losses.base import Shard
 from contrastile.scorers import MaxSim
-from contrastile.tiles.base import Accumulated, InFlight, as_given
-from contrastile.tiles.eager import SIDE_ACCELERATOR, SIDE_CPU, TILES_HELD, Eager
+from contrastile.tiles.base import Accumulated, InFlight, SumRow, as_given
+from contrastile.tiles.eager import Eager
 
 # rows and columns of a module's trial
 PROBE = 2, 3
-# side of the first tile that is measured
-FIRST_SIDE = 4
 
 
 @dataclass(frozen=True)
@@ -95,6 +93,11 @@ class Form:
         """Numbers per row of each that wants a gradient."""
         return [math.prod(x.shape[1:]) for x in self.differentiable(tensors)]
 
+    def sum_row(self, tensors: Sequence[Tensor]) -> SumRow | None:
+        """The row of an accumulator for all that want a gradient, with a type that has the numbers of all of theirs."""
+        types = [x.dtype for x in self.differentiable(tensors)]
+        return SumRow(sum(self.widths(tensors)), reduce(torch.promote_types, types)) if types else None
+
 
 @dataclass(frozen=True)
 class Scorer:
@@ -119,8 +122,10 @@ class Scorer:
     process: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, module: nn.Module, rows: tuple[Form, list[Tensor]], cols: tuple[Form, list[Tensor]]) -> Scorer:
-        """Inspect the module by a trial on a few pairs. Random states are restored."""
+    def of(
+        cls, module: nn.Module, rows: tuple[Form, list[Tensor]], cols: tuple[Form, list[Tensor]], device: torch.device
+    ) -> Scorer:
+        """Inspect the module by a trial on a few pairs on the device. Random states are restored."""
         if not isinstance(module, nn.Module):
             made = isinstance(module, type) and issubclass(module, nn.Module)
             got = f"the class {module.__name__}" if made else type(module).__name__
@@ -134,7 +139,10 @@ class Scorer:
         for p in parameters:
             if p.is_complex():
                 raise invalid("scorer", "have real parameters", p.dtype, "Hold what torch.view_as_real makes of them.")
-        device = rows[1][0].device
+        if rows[1][0].device != device:
+            for x in [*module.parameters(), *module.buffers()]:
+                if x.device != device:
+                    raise invalid("scorer", f"be on {device}, which computes its scores", x.device, "Move it there.")
         modules = list(module.modules())
         training = [one.training for one in modules]
         autocast, other = Autocast.current(device), graph_may_change_bits(module, modules)
@@ -145,10 +153,10 @@ class Scorer:
         if isinstance(module, MaxSim) and module.known:
             # its type follows from the inputs; a trial takes a millisecond
             (q, _), (k, _) = module.checked(rows[0].nested(rows[1]), cols[0].nested(cols[1]))
-            return replace(draft, dtype=(q[:0, 0] @ k[:0, 0].T).dtype)
+            return replace(draft, dtype=(q[:0, 0].to(device) @ k[:0, 0].to(device).T).dtype)
         # rows and columns differ in number, which shows a module that exchanges them
         probe = (1, 2) if len(cols[1][0]) == 2 else PROBE
-        few = [_few(tensors, n) for (_, tensors), n in zip((rows, cols), probe, strict=True)]
+        trial = [few(tensors, n, device) for (_, tensors), n in zip((rows, cols), probe, strict=True)]
         generators = own_generators(modules)
         before = RandomState.capture(device, own=generators)
         try:
@@ -156,10 +164,10 @@ class Scorer:
                 as_written(),
                 refusing_batch_norm(modules, "scorer"),
                 refusing_state(modules, "scorer", "pairs"),
-                refusing_changes(few[0].leaves, "q", "scorer"),
-                refusing_changes(few[1].leaves, "k", "scorer"),
+                refusing_changes(trial[0].leaves, "q", "scorer"),
+                refusing_changes(trial[1].leaves, "k", "scorer"),
             ):
-                scores, leaves = draft.with_graph(*few)
+                scores, leaves = draft.with_graph(*trial)
             after = RandomState.capture(device, own=generators, last=before)
         finally:
             before.restore()
@@ -215,9 +223,10 @@ class Scorer:
         return scores, [*self.rows.differentiable(sides[0].leaves), *self.cols.differentiable(sides[1].leaves)]
 
 
-def _few(tensors: Sequence[Tensor], n: int) -> Shard:
+def few(tensors: Sequence[Tensor], n: int, device: torch.device) -> Shard:
     """Copies of the first n rows for a trial, which may write over them; zeros on a rank without rows."""
-    first, *others = [x.detach()[:n].clone() if len(x) else x.new_zeros((n, *x.shape[1:])) for x in tensors]
+    some = [x.detach()[:n] if len(x) else x.new_zeros((n, *x.shape[1:])) for x in tensors]
+    first, *others = [x.to(device, copy=True) for x in some]
     return Shard(first, others=tuple(others))
 
 
@@ -258,13 +267,19 @@ class Scored(Eager):
     def no_pairs(self) -> Tensor:
         return self.scale.new_zeros(2 + sum(parameter.numel() for parameter in self.scorer.parameters))
 
-    def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
-        """Zeros [n, numbers of a row] for the leaves of either side that want a gradient."""
+    @property
+    def sums_products(self) -> bool:
+        return True
+
+    def sum_rows(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[SumRow | None, SumRow | None]:
+        """The rows of u and of v: the numbers of all leaves that want a gradient."""
         del wanted
-        widths = self.scorer.rows.widths(rows.leaves), self.scorer.cols.widths(cols.leaves)
+        return self.scorer.rows.sum_row(rows.leaves), self.scorer.cols.sum_row(cols.leaves)
+
+    def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
         u, v = (
-            self.scale.new_zeros(len(shard), sum(each)) if each else None
-            for shard, each in zip((rows, cols), widths, strict=True)
+            None if row is None else self.scale.new_zeros(len(shard), row.numbers)
+            for shard, row in zip((rows, cols), self.sum_rows(rows, cols, wanted), strict=True)
         )
         return u, v
 
@@ -280,12 +295,14 @@ class Scored(Eager):
             # a second backward reads them again
             u, v = (None if x is None else x * upstream for x in (u, v))
             sums = sums * upstream
+        if not self.final:
+            u, v = (None if x is None else x.mul_(self.scale) for x in (u, v))
         of_bias = sums[0] if self.loss.uses_bias else torch.zeros_like(sums[0])
         return [
             as_given(sums[1], scale),
             None if bias is None else as_given(of_bias, bias),
-            *_split(u, self.scorer.rows, rows.leaves, self.scale),
-            *_split(v, self.scorer.cols, cols.leaves, self.scale),
+            *_split(u, self.scorer.rows, rows.leaves),
+            *_split(v, self.scorer.cols, cols.leaves),
             *self._of_parameters(sums[2:] * self.scale),
         ]
 
@@ -381,62 +398,10 @@ class Scored(Eager):
             begin_random(self.scorer.device, seed, self.scorer.process)
 
 
-def _split(total: Tensor | None, form: Form, leaves: Sequence[Tensor], scale: Tensor) -> list[Tensor | None]:
-    """The gradient of each leaf: its columns of the side's accumulator, which is multiplied by the scale in place."""
-    parts = iter(() if total is None else total.mul_(scale).split(form.widths(leaves), dim=1))
+def _split(total: Tensor | None, form: Form, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradient of each leaf: its columns of the side's gradient."""
+    parts = iter(() if total is None else total.split(form.widths(leaves), dim=1))
     return [
         next(parts).to(leaf.dtype).reshape(leaf.shape) if want else None
         for leaf, want in zip(leaves, form.wanted, strict=True)
     ]
-
-
-# measured sides of tiles, by module and by inputs of one kind
-_measured: WeakKeyDictionary[nn.Module, dict[Any, int]] = WeakKeyDictionary()
-
-
-def fitting_side(scorer: Scorer, rows: Shard, cols: Shard, workspace: int) -> int:
-    """Rows, and columns, of a tile whose scores, graph and gradients fit the workspace.
-
-    Tiles of growing size are run, and their bytes are counted, once for inputs of one shape.
-    """
-    shapes = [(x.shape[1:], x.dtype) for side in (rows, cols) for x in side.leaves]
-    setting = (scorer.rows.wanted, scorer.cols.wanted, len(scorer.parameters), scorer.dtype, scorer.module.training)
-    key = (str(shapes), len(rows), len(cols), workspace, *setting)
-    known = _measured.setdefault(scorer.module, {})
-    if key not in known:
-        known[key] = _measure(scorer, rows, cols, workspace)
-    return known[key]
-
-
-def _measure(scorer: Scorer, rows: Shard, cols: Shard, workspace: int) -> int:
-    most = min(max(len(rows), len(cols)), SIDE_CPU if scorer.device.type == "cpu" else SIDE_ACCELERATOR)
-    before, side = RandomState.capture(scorer.device), FIRST_SIDE
-    try:
-        while True:
-            # a side twice as long takes at most four times as much
-            growth = (workspace / max(1, _bytes(scorer, rows, cols, side))) ** 0.5
-            following = max(1, min(most, int(side * growth)))
-            if side / 2 < following < 2 * side or following == side:
-                return min(side, following) if growth < 1 else following
-            side = following
-    finally:
-        before.restore()
-
-
-def _bytes(scorer: Scorer, rows: Shard, cols: Shard, side: int) -> int:
-    """Bytes of a tile without the gradients of Ω, which are outputs."""
-    row_tile, col_tile = (each.narrow(0, side) if len(each) else _few(each.leaves, side) for each in (rows, cols))
-
-    def run() -> None:
-        if not scorer.wanted:
-            with torch.no_grad():
-                scorer(row_tile, col_tile)
-            return
-        scores, leaves = scorer.with_graph(row_tile, col_tile)
-        if scores.requires_grad:
-            with without_hooks(scorer.parameters):
-                back_propagated([scores], [*leaves, *scorer.parameters], [torch.ones_like(scores)], "scorer")
-
-    outputs = sum(parameter.nbytes for parameter in scorer.parameters)
-    held = TILES_HELD * torch.empty((), dtype=accumulator(scorer.dtype)).element_size()
-    return max(0, footprint(run) - outputs) + held * len(row_tile) * len(col_tile)

@@ -119,6 +119,7 @@ class PairObjective(Objective):
 
     kinds: ClassVar = {
         "clip": modules.ClipLoss, "siglip": modules.SigLipLoss, "dcl": modules.DCLLoss, "supcon": modules.SupConLoss,
+        "ntxent": modules.NTXentLoss,
         "infonce": modules.InfoNCELoss, "gist": modules.GISTLoss, "distill": modules.DistillClipLoss,
     }  # fmt: skip
     sides: ClassVar = ("image", "text")
@@ -132,6 +133,8 @@ class PairObjective(Objective):
             return loss(torch.stack([image, text], 1), ids, scale)
         if kind == "distill":
             return loss(image, text, scale, *guides, ids=ids)
+        if kind == "ntxent":
+            return loss(image, text, scale, ids=ids)
         if kind == "gist":
             sides = ((image, guides[0]), (text, guides[1]))
             for (query, guide_query), (key, guide_key) in (sides, sides[::-1]):

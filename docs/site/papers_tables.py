@@ -1,4 +1,4 @@
-"""Tables of docs/papers.md that were measured on one GPU: memory of a rank, largest batches. Part of `tables.py`."""
+"""Tables of docs/papers.md that were measured on one GPU, and the estimates of docs/cost.md. Part of `tables.py`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,16 @@ WAYS = (
     ("OpenCLIP, local loss", "open_clip", "local loss"),
     ("DisCo-CLIP, decomposed", "DisCo-CLIP", "decomposed"),
     ("CLIP, plain", "CLIP", "plain: all rows and columns"),
+)
+# of the estimates: operations per second, measured on an H200 at 768 features (h200_loss.csv); bytes of a feature in
+# bf16 and of an accumulator; ms that a hop adds in one pass, measured on four H200s (contrastile bench loss --profile)
+RATE, D, FEATURE, WIDE, HOP_MS = 600e12, 768, 2, 4, 0.5
+# bytes per second and direction between two GPUs: NVLink 4 within a node (two thirds of its peak), 400 and 200 Gb/s
+LINKS = {"NVLink": 300e9, "400 Gb/s": 50e9, "200 Gb/s": 25e9}
+# GPUs, thousands of pairs, and link
+ESTIMATED = (
+    *((8, 64, "NVLink"), (8, 1024, "NVLink"), (32, 64, "400 Gb/s"), (32, 1024, "400 Gb/s"), (32, 12288, "400 Gb/s")),
+    *((256, 1024, "400 Gb/s"), (256, 4096, "400 Gb/s"), (256, 12288, "400 Gb/s"), (256, 12288, "200 Gb/s")),
 )
 
 
@@ -68,4 +78,33 @@ def features() -> str:
     return table_of(heads, lines)
 
 
-TABLES: dict[str, Callable[[], str]] = {"rank_memory": rank_memory, "largest": largest, "features": features}
+def hidden_hops() -> str:
+    """Rows per GPU from which a hop of the ring is hidden, in both passes alike."""
+    rows = ((name, f"{link / 1e9:.0f} GB/s", f"{RATE * FEATURE / (2 * link):,.0f}") for name, link in LINKS.items())
+    return table_of(("link", "B", "from rows per GPU"), rows)
+
+
+def estimated_cost() -> str:
+    """Seconds and GiB of a symmetric loss on n GPUs, on paper."""
+    lines = []
+    for n, thousands, name in ESTIMATED:
+        b, link, hops = thousands * 2**10, LINKS[name], 2 * n * HOP_MS / 1e3
+        N = b // n
+        arithmetic = 8 * b * b * D / n / RATE
+        # operations and bytes of a hop, forward and backward; the columns' gradient returns after the last one
+        passes = {2 * N * N * D: N * D * FEATURE, 6 * N * N * D: N * D * (FEATURE + WIDE)}
+        late = sum(n * max(0.0, moved / link - work / RATE) for work, moved in passes.items()) + N * D * WIDE / link
+        # columns in both passes and float32 gradients back, nothing overlaps
+        gather = b * D * (2 * FEATURE + WIDE) / link
+        # accumulators of both sides, and held columns
+        ring_gib, gather_gib = ((2 * N * D * WIDE + held * D * (FEATURE + WIDE)) / 2**30 for held in (2 * N, b))
+        ring = (f"{late:.2g}", f"{hops:.2g}", f"{arithmetic / (arithmetic + late + hops):.2f}", f"{ring_gib:.2f}")
+        sizes = (str(n), f"{thousands}k", f"{N:,}", name, f"{arithmetic:.3g}")
+        lines.append((*sizes, *ring, f"{gather:.2g}", f"{gather_gib:.2f}"))
+    heads = ("GPUs", "pairs", "rows per GPU", "link", "arithmetic", "ring: link", "hop", "share", "GiB", "gather: link")
+    return table_of((*heads, "GiB"), lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    each.__name__: each for each in (rank_memory, largest, features, hidden_hops, estimated_cost)
+}

@@ -354,6 +354,18 @@ def test_their_constructors_words(model: Any, ours: Any, theirs: Any) -> None:
     assert loss.temperature == 1 / 20
 
 
+def test_words_that_change_after_construction(model: Any) -> None:
+    columns = columns_of(model, "ab")
+    words = {"similarity_fct": util.dot_score, "scale": 1.5, "hardness_mode": "all_negatives", "hardness_strength": 2.0}
+    both = CachedRankingLoss(model), losses.MultipleNegativesRankingLoss(model)
+    for loss in both:
+        vars(loss).update(words)
+    same(*(step(loss, columns) for loss in both))
+    both[0].similarity_fct = util.euclidean_sim
+    with pytest.raises(ValueError, match="`similarity_fct` must be util"):
+        both[0](columns)
+
+
 def refused(**words: Any) -> Any:
     return lambda model: CachedRankingLoss(model, **words)
 

@@ -42,8 +42,6 @@ class CachedLoss(nn.Module):
     uncached: ClassVar[str]
     # options that the model card shows
     shown: ClassVar[tuple[str, ...]]
-    # name of the similarity, where it is an option
-    similarity: str
 
     def __init__(
         self,
@@ -63,6 +61,11 @@ class CachedLoss(nn.Module):
         self.gather_across_devices, self.retain = gather_across_devices, retain
         if show_progress_bar:
             raise invalid("show_progress_bar", "be False", True, "Leave it out: the trainer shows its own.")
+
+    @property
+    def similarity(self) -> str:
+        """Name of the similarity, where it is an option."""
+        raise NotImplementedError
 
     def get_config_dict(self) -> dict[str, Any]:
         """The options, for the model card."""

@@ -64,9 +64,16 @@ class CachedMultiVectorLoss(CachedLoss):
         super().__init__(
             model, scale, mini_batch_size, mini_batch_num_tokens, gather_across_devices, show_progress_bar, retain
         )
-        self.similarity = name_of(similarity_fct, SCORES[0])
-        one_of("similarity_fct", self.similarity, SCORES, f"Pass one of these, or take {self.uncached}.")
+        self.similarity_fct = similarity_fct
         self.score_mini_batch_size = score_mini_batch_size or mini_batch_size
+        _ = self.similarity
+
+    @property
+    def similarity(self) -> str:
+        """Name of the similarity. Raises ValueError for another one than the two."""
+        name = name_of(self.similarity_fct, SCORES[0])
+        one_of("similarity_fct", name, SCORES, f"Pass one of these, or take {self.uncached}.")
+        return name
 
     def compute_loss_from_embeddings(self, embeddings: Sequence[Tensor], others: Any = None) -> Tensor:
         """The loss of the columns' token vectors, each [N, L, D]; `others`: their masks, each [N, L]."""

@@ -80,16 +80,26 @@ class CachedRankingLoss(CachedLoss):
         super().__init__(
             model, scale, mini_batch_size, mini_batch_num_tokens, gather_across_devices, show_progress_bar, retain
         )
-        self.similarity_fct, self.similarity = similarity_fct, name_of(similarity_fct, COSINE[0])
-        if self.similarity not in (*COSINE, *DOT):
-            remedy = "Pass one of these, or take MultipleNegativesRankingLoss."
-            raise invalid("similarity_fct", "be util.cos_sim or util.dot_score", self.similarity, remedy)
+        self.similarity_fct = similarity_fct
         self.directions, self.partition_mode = _directions(directions, partition_mode), partition_mode
         self.hardness_mode, self.hardness_strength = hardness_mode, hardness_strength
-        # the loss of an anchor among the documents
-        self.softmax = Softmax()
-        if hardness_mode is not None:
-            self.softmax = Hardness(hardness_strength=hardness_strength, hardness_mode=hardness_mode)
+        _ = self.similarity, self.softmax
+
+    @property
+    def similarity(self) -> str:
+        """Name of the similarity. Raises ValueError for another one than the two."""
+        name = name_of(self.similarity_fct, COSINE[0])
+        if name not in (*COSINE, *DOT):
+            remedy = "Pass one of these, or take MultipleNegativesRankingLoss."
+            raise invalid("similarity_fct", "be util.cos_sim or util.dot_score", name, remedy)
+        return name
+
+    @property
+    def softmax(self) -> Softmax:
+        """The loss of an anchor among the documents. Raises ValueError for another mode, or a strength below 0."""
+        if self.hardness_mode is None:
+            return Softmax()
+        return Hardness(hardness_strength=self.hardness_strength, hardness_mode=self.hardness_mode)
 
     @property
     def normalises(self) -> bool:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from contrastile._types import Reduction
-from contrastile.losses.base import PairLoss, Shard
+from contrastile.losses.base import PairLoss, Shard, Total
 from contrastile.tiles.base import ForwardResult, InFlight, Tiles
 from contrastile.tiles.triton import kept, launch, plan
 from contrastile.tiles.triton.block import (
@@ -149,7 +149,7 @@ class Triton(Tiles):
         stats: Sequence[Tensor],
         weights: Tensor | None,
         reduction: Reduction,
-        total: Callable[[Tensor], Tensor],
+        total: Total,
         nonfinite: Callable[[], Tensor],
     ) -> ForwardResult:
         # the first block has this rank's own columns: together, the ranks check all features

@@ -223,6 +223,8 @@ class FusedMaxSim(Scored):
         return fit if fit >= LEAST_STRIP and not self.loss.symmetric else 0
 
     def nonfinite(self, rows: Shard, cols: Shard) -> Tensor:
+        if self.flag is not None:
+            return self.flag
         # a token behind a mask may be anything
         flag = self.scale * 0
         for name, form, side in _sides(self.scorer, rows, cols):

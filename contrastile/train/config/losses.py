@@ -52,7 +52,10 @@ class Hardness(LossSettings):
 
 
 class Guided(LossSettings):
-    """GISTLoss. `guide`: the folder of a run, or of a model of transformers, that encodes the same batch."""
+    """GISTLoss. `guide`: the folder of a run, or of a model of transformers, that encodes the same batch.
+
+    `contrast_anchors`, `contrast_positives`: pairs of queries, and pairs of their keys, are compared too.
+    """
 
     other_model: ClassVar = "guide"
     kind: Literal["gist"] = "gist"
@@ -60,6 +63,8 @@ class Guided(LossSettings):
     guide: FolderPath
     margin: float = 0.0
     margin_strategy: str = "absolute"
+    contrast_anchors: bool = False
+    contrast_positives: bool = False
 
 
 class Distilled(LossSettings):
@@ -108,8 +113,15 @@ class SupConSettings(LossSettings):
     form: str = "out"
 
 
+class NTXentSettings(LossSettings):
+    """NTXentLoss: a picture and its title are the two views of an example."""
+
+    kind: Literal["ntxent"] = "ntxent"
+    label_smoothing: Fraction = 0.0
+
+
 AnyLoss = Annotated[
-    ClipSettings | SigLipSettings | DclSettings | SupConSettings | Hardness | Guided | Distilled,
+    ClipSettings | SigLipSettings | DclSettings | SupConSettings | NTXentSettings | Hardness | Guided | Distilled,
     Field(discriminator="kind"),
     kind_or("clip"),
 ]

@@ -1,0 +1,78 @@
+"""The size of a learned distance's tiles, measured: rows and columns whose scores and graph fit the workspace.
+
+Beside `scored.py`, for scorers of which only a trial shows how much memory their graph takes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from contrastile._types import accumulator
+from contrastile.gradcache.memory import footprint
+from contrastile.gradcache.modes import back_propagated, without_hooks
+from contrastile.gradcache.rng import RandomState
+from contrastile.losses.base import Shard
+from contrastile.tiles.eager import SIDE_ACCELERATOR, SIDE_CPU, TILES_HELD
+from contrastile.tiles.scored import Scorer, few
+
+# side of the first tile that is measured
+FIRST_SIDE = 4
+# measured sides of tiles, by module and by inputs of one kind
+_measured: WeakKeyDictionary[nn.Module, dict[Any, int]] = WeakKeyDictionary()
+
+
+def fitting_side(scorer: Scorer, rows: Shard, cols: Shard, workspace: int) -> int:
+    """Rows, and columns, of a tile whose scores, graph and gradients fit the workspace.
+
+    Tiles of growing size are run, and their bytes are counted, once for inputs of one shape.
+    """
+    shapes = [(x.shape[1:], x.dtype) for side in (rows, cols) for x in side.leaves]
+    setting = (scorer.rows.wanted, scorer.cols.wanted, len(scorer.parameters), scorer.dtype, scorer.module.training)
+    key = (str(shapes), len(rows), len(cols), workspace, *setting)
+    known = _measured.setdefault(scorer.module, {})
+    if key not in known:
+        known[key] = _measure(scorer, rows, cols, workspace)
+    return known[key]
+
+
+def _measure(scorer: Scorer, rows: Shard, cols: Shard, workspace: int) -> int:
+    most = min(max(len(rows), len(cols)), SIDE_CPU if scorer.device.type == "cpu" else SIDE_ACCELERATOR)
+    before, side = RandomState.capture(scorer.device), FIRST_SIDE
+    try:
+        while True:
+            # a side twice as long takes at most four times as much
+            growth = (workspace / max(1, _bytes(scorer, rows, cols, side))) ** 0.5
+            following = max(1, min(most, int(side * growth)))
+            if side / 2 < following < 2 * side or following == side:
+                return min(side, following) if growth < 1 else following
+            side = following
+    finally:
+        before.restore()
+
+
+def _bytes(scorer: Scorer, rows: Shard, cols: Shard, side: int) -> int:
+    """Bytes of a tile without the gradients of Ω, which are outputs."""
+    row_tile, col_tile = (
+        each.with_leaves([x[:side].to(scorer.device) for x in each.leaves])
+        if len(each)
+        else few(each.leaves, side, scorer.device)
+        for each in (rows, cols)
+    )
+
+    def run() -> None:
+        if not scorer.wanted:
+            with torch.no_grad():
+                scorer(row_tile, col_tile)
+            return
+        scores, leaves = scorer.with_graph(row_tile, col_tile)
+        if scores.requires_grad:
+            with without_hooks(scorer.parameters):
+                back_propagated([scores], [*leaves, *scorer.parameters], [torch.ones_like(scores)], "scorer")
+
+    outputs = sum(parameter.nbytes for parameter in scorer.parameters)
+    held = TILES_HELD * torch.empty((), dtype=accumulator(scorer.dtype)).element_size()
+    return max(0, footprint(run) - outputs) + held * len(row_tile) * len(col_tile)
