@@ -169,7 +169,7 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
         if busy:
             yield kernel, f"{name} sigmoid", plain | sigmoid
         if name == "gradient" and (EVERY or capability == 90):
-            yield kernel, f"{name} kept", plain | {"LOSS": True}
+            yield kernel, f"{name} kept", plain | {"LOSS": True, "COLUMNS": False}
         if capability in GUIDED_ON and (EVERY or busy):
             yield kernel, f"{name} {TAUGHT}", plain | teacher
             if EVERY:

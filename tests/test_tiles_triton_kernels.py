@@ -6,7 +6,7 @@ Interpreted on the CPU; on a GPU, and in bf16 too, with `make test-gpu`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, make_dataclass, replace
 from typing import Any
 
@@ -117,36 +117,37 @@ def test_every_problem_is_no_further_from_float64_than_twice_the_dense_formula(n
 
 
 @pytest.mark.parametrize(
-    ("name", "scale", "sides"),
-    [("clip", 20.0, 2), ("dcl", 3000.0, 2), ("info_nce", 20.0, 1), ("info_nce_positives", 3000.0, 1)],
+    ("name", "scale"), [("info_nce", 20.0), ("info_nce_positives", 3000.0), ("dcl_positives", 20.0)]
 )
 def test_exponentials_are_kept_for_a_backward_in_the_same_call(
-    name: str, scale: float, sides: int, monkeypatch: pytest.MonkeyPatch
+    name: str, scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a graph of a small call has them; at a scale of 3000 the careful kernels run."""
-    kept_sides, exponentials = [], kept.exponentials
+    narrow, exponentials = [], kept.exponentials
 
-    def counted(pair: Pair, constants: Tensor, parts: Sequence[Tensor], *rest: Any) -> kept.Kept:
-        kept_sides.append(len(parts))
-        return exponentials(pair, constants, parts, *rest)
+    def noted(*given: Any) -> kept.Kept:
+        written = exponentials(*given)
+        narrow.append(written.narrow)
+        return written
 
-    monkeypatch.setattr(kept, "exponentials", counted)
+    monkeypatch.setattr(kept, "exponentials", noted)
     monkeypatch.setattr(engine_plan, "_plans", {})
     monkeypatch.setattr(engine_plan, "small", lambda *_: True)
     monkeypatch.setattr(engine_plan, "replayed", with_gradients)
-    problem = PROBLEMS[name](45, 70)
+    rows = 14 if name == "dcl_positives" else 45
+    problem = PROBLEMS[name](rows, 70)
     tensors = problem.tensors(torch.bfloat16, scale=scale)
     truth, true_gradients = problem.by_formula(
         {key: x.detach().double().requires_grad_() for key, x in tensors.items()}
     )
     _, dense_gradients = problem.by_formula(tensors)
     loss, gradients = problem.by_tiles(tensors, backend="triton")
-    assert kept_sides == [sides]
+    assert narrow == [rows == 14]
     assert distance(loss, truth) <= 1e-6
     for key, gradient in gradients.items():
-        allowed = (
-            2 * distance(dense_gradients[key], true_gradients[key]) if gradient.ndim else 1e-6 * max(1, scale / 20)
-        )
+        # the interpreter truncates where a chip rounds
+        allowed = (2 if COMPILED else 3) * distance(dense_gradients[key], true_gradients[key])
+        allowed = allowed if gradient.ndim else 1e-6 * max(1, scale / 20)
         assert distance(gradient, true_gradients[key]) <= allowed, key
 
 

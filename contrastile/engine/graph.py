@@ -32,7 +32,7 @@ from contrastile.tiles.base import Accumulated, Tiles, joined
 logger = logging.getLogger("contrastile")
 
 # rows of a small batch's shorter side: longer ones keep the device busy for longer than the host
-MOST_ROWS = 8192
+MOST_ROWS = 16384
 # bytes of the strip of gradients, which a graph keeps
 MOST_BYTES = 2**29
 # calls of a plan before its capture, which also compile its kernels

@@ -193,12 +193,14 @@ class Triton(Tiles):
         self.reserved = multiprocessors
 
     def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
-        if self.kept is None or not self.kept.narrow or self.grad_dtypes not in (None, (torch.bfloat16,) * 2):
+        if (
+            self.kept is None
+            or not self.kept.narrow
+            or self.grad_dtypes not in (None, (torch.bfloat16, torch.bfloat16))
+        ):
             return super().accumulators(rows, cols, wanted)
-        needs_u, needs_v = self.needed(wanted)
-        u = rows.features.new_empty(rows.features.shape, dtype=self.scale.dtype) if needs_u else None
-        self.joined = False
-        return u, cols.features.new_empty(cols.features.shape) if needs_v else None
+        u, _ = super().accumulators(rows, cols, (*wanted[:3], False))
+        return u, cols.features.new_empty(cols.features.shape) if wanted[3] else None
 
     @property
     def sums_products(self) -> bool:
@@ -280,7 +282,7 @@ class Triton(Tiles):
                 if keeps and not careful:
                     # with the sums of the scale's gradient
                     parts = self._new_parts(tile.block, channels + 1)
-                    self.kept = kept.exponentials(tile.pair, block.constants, parts, epilogue)
+                    self.kept = kept.exponentials(tile.pair, block.constants, parts[0], epilogue)
                 else:
                     parts = self._new_parts(tile.block, channels)
                     launch.sums(tile.pair, block.constants, parts, epilogue, careful=careful)
@@ -353,7 +355,7 @@ class Triton(Tiles):
         """
         weights = self._weights(block)
         if self.kept is not None:
-            total = self.kept.add(block, weights, u, None if v is None else _received(v), self._epilogue)
+            total = self.kept.add(block, weights[0][0], u, None if v is None else _received(v), self._epilogue)
             self.kept = None
             return total
         sums = launch.new_sums(self.scale.device)

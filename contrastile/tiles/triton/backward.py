@@ -176,7 +176,7 @@ def program_sums(sums_ptr, BM: tl.constexpr):
 
 @triton.jit(do_not_specialize=ANY)
 def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row_a_ptr, col_b_ptr, row_c_ptr,
-             col_d_ptr, sums_ptr, row_part_ptr, col_part_ptr, positives_ptr, row_ids_ptr, col_ids_ptr, row_labels_ptr,
+             col_d_ptr, sums_ptr, row_part_ptr, positives_ptr, row_ids_ptr, col_ids_ptr, row_labels_ptr,
              col_labels_ptr, row_numbers_ptr, col_numbers_ptr, q_stride, k_stride, guide_q_stride,
              guide_k_stride, N, M, D, G, diagonal, self_diagonal, positives, positives_stride, positives_start,
              part_stride, out_stride,
@@ -194,8 +194,8 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
     set, the strip is left to `careful_gradient`. Each program adds Σ g · ⟨q, k⟩ of its tiles, or Σ g with SOFTPLUS, to
     its own row of `sums` [programs, BM].
 
-    Of an exponential with LOSS the strip holds 2^t alone, for a backward that knows a and b later: see `kept.py`. Each
-    tile's Σ 2^t and Σ 2^t · ⟨q, k⟩ go to `row_part` [2, col tiles, N] and `col_part` [2, row tiles, M].
+    Of an exponential with LOSS, in one direction, the strip holds 2^t alone, for a backward that knows a later: see
+    `kept.py`. Each tile's Σ 2^t and Σ 2^t · ⟨q, k⟩ along rows go to `row_part` [2, col tiles, N].
 
     A softmax's tile is processed in quarters: the products stay in registers until their gradients are known, and
     spilling them costs more than all else.
@@ -251,7 +251,7 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
             store_half(out_mem, out_stride, right, i, j * BN + BN // 2, part_stride, BM, BN // 2, PARTS, TMA)
         else:
             WIDTH: tl.constexpr = BN // 4
-            if COLUMNS and not LOSS:
+            if COLUMNS:
                 # loaded before the quarters, because loads do not overtake stores
                 b = tl.broadcast_to(_load_vector(col_b_ptr, j * BN + tl.arange(0, BN), M)[None, :], (BM, BN))
             if GUIDE == TEACHER:
@@ -288,10 +288,6 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
                     else:
                         total += sum_per_lane(g, BM, WIDTH)
                         inner += sum_per_lane(g * part, BM, WIDTH)
-                    if COLUMNS:
-                        col_at = col_part_ptr + i.to(tl.int64) * M + cols
-                        tl.store(col_at, tl.sum(g, 0), mask=cols < M)
-                        tl.store(col_at + row_tiles.to(tl.int64) * M, tl.sum(g * part, 0), mask=cols < M)
                 else:
                     g = g * (a + quarter(b, at, BM, BN) if COLUMNS else a)
                 if GUIDE == TEACHER:
@@ -317,45 +313,32 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
 
 
 @triton.jit(do_not_specialize=ANY)
-def kept_sums(row_inner_ptr, col_inner_ptr, weights_ptr, factors_ptr, sums_ptr, constants_ptr, N, M, row_tiles,
-              col_tiles, ROWS: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """Σ_j g_ij · ⟨q_i, k_j⟩ of each row with the weight a_i, from Σ 2^t · ⟨q, k⟩ of its tiles: see `gradient`.
+def kept_rows(q_ptr, out_ptr, weights_ptr, inner_ptr, factors_ptr, sums_ptr, constants_ptr, N, D, q_row_stride,
+              col_tiles, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+    """What a strip of exponentials 2^t lacks of gradients, for each row i with the weight a_i: see `kept.py`.
 
-    Writes also the factor a_i that the row's exponentials lack. Where the careful flag is set, the strip holds
-    gradients, which `careful_gradient` has summed: factors are 1 and sums 0. program_id 1 = 0 computes rows, 1 columns.
+    Writes the factor a_i of the row's sums, a_i · UNIT · q_i in 16 bits for those of the columns, and
+    Σ_j g_ij · ⟨q_i, k_j⟩. Where the careful flag is set, the strip holds gradients: factors are 1 and sums 0.
     """
-    of_rows = tl.program_id(1) == 0
-    inner_ptr = tl.where(of_rows, row_inner_ptr, col_inner_ptr)
-    tiles = tl.where(of_rows, col_tiles, row_tiles)
-    n = tl.where(of_rows, N, M)
-    at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    out = tl.where(of_rows, 0, N) + at
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     fast = tl.load(constants_ptr + CAREFUL) == 0
-    weight = tl.load(weights_ptr + out, mask=at < n, other=0.0)
+    weight = tl.load(weights_ptr + rows, mask=rows < N, other=0.0)
+    factor = tl.where(fast, weight, 1.0)
+    tl.store(factors_ptr + rows, factor, mask=rows < N)
+    row = rows.to(tl.int64)[:, None]
+    for step in range(0, D, BLOCK):
+        cols = step + tl.arange(0, BLOCK)
+        inside = (rows < N)[:, None] & (cols < D)[None, :]
+        x = tl.load(q_ptr + row * q_row_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+        x = x * (factor * UNIT)[:, None]
+        tl.store(out_ptr + row * D + cols[None, :], x.to(out_ptr.dtype.element_ty), mask=inside)
     total = tl.zeros((ROWS,), tl.float32)
-    for step in range(0, tiles, TILES):
+    for step in range(0, col_tiles, TILES):
         tile = step + tl.arange(0, TILES)
-        inside = (tile < tiles)[:, None] & (at < n)[None, :]
-        total += tl.sum(tl.load(inner_ptr + tile.to(tl.int64)[:, None] * n + at[None, :], mask=inside, other=0.0), 0)
-    tl.store(sums_ptr + out, tl.where(fast, total * weight, 0.0), mask=at < n)
-    tl.store(factors_ptr + out, tl.where(fast, weight, 1.0), mask=at < n)
-
-
-@triton.jit(do_not_specialize=ANY)
-def weighed_strip(strip_ptr, stride, weights_ptr, constants_ptr, N, M, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Multiply the exponentials of a strip by a_i + b_j, the weights [N + M] of its rows and columns.
-
-    Where the careful flag is set, the strip holds gradients already.
-    """
-    if tl.load(constants_ptr + CAREFUL) == 0:
-        rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        inside = (rows < N)[:, None] & (cols < M)[None, :]
-        a = tl.load(weights_ptr + rows, mask=rows < N, other=0.0)
-        b = tl.load(weights_ptr + N + cols, mask=cols < M, other=0.0)
-        at = strip_ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :]
-        g = tl.load(at, mask=inside, other=0.0).to(tl.float32) * (a[:, None] + b[None, :])
-        tl.store(at, g.to(strip_ptr.dtype.element_ty), mask=inside)
+        inside = (tile < col_tiles)[:, None] & (rows < N)[None, :]
+        at = tile.to(tl.int64)[:, None] * N + rows[None, :]
+        total += tl.sum(tl.load(inner_ptr + at, mask=inside, other=0.0), 0)
+    tl.store(sums_ptr + rows, tl.where(fast, total * weight, 0.0), mask=rows < N)
 
 
 @triton.jit

@@ -37,17 +37,19 @@ from contrastile.tiles.triton.plan import (
     tiles_of,
 )
 
-# rows of one program, and tiles added at once, in kernels along one dimension
-BLOCK, TILES = 128, 16
-# rows of one program that merges the sums of tiles
-MERGED = 128
+# rows of one program in kernels along one dimension
+BLOCK = 128
+# rows of one program that merges the sums of tiles, and tiles added at once: few rows have many tiles
+MERGED, TILES = 32, 64
 # rows of one program that reads features, `BLOCK` features at a time
 ROWS = 16
 # rows of one program that multiplies them in the matrix units, the least that takes a Hopper chip's wide instruction,
 # and features at a time
 ROWS_MULTIPLIED, FEATURES_MULTIPLIED = 64, 32
+# rows of one program that computes positives, and features at a time
+ROWS_POSITIVE, FEATURES_POSITIVE = 4, 512
 # partial norms that are read at once
-NORMS = 1024
+NORMS = 4096
 # constants of a block; rows that `finish` writes: the state, then each row's loss and its weight
 CONSTANTS, STATE, WEIGHT, FINISHED = 8, 7, 8, 9
 # products of fp16 have more bits than those of bf16, and lose more to truncation
@@ -290,18 +292,18 @@ def gradient(
     strip: Tensor,
     sums: Tensor,
     epilogue: Epilogue,
-    *parts: Tensor,
+    row_part: Tensor | None = None,
 ) -> None:
     """Write the gradient of the valid pairs into the strip, and add Σ g · ⟨q, k⟩, or Σ g, to `sums`.
 
-    weights: the vectors of each direction. parts: also write the sums of `totals`, for a pairwise loss; of an
-    exponential, write the exponentials into the strip, and their sums.
+    weights: the vectors of each direction. row_part: also write the sums of `totals`, for a pairwise loss; of an
+    exponential, write the exponentials into the strip instead, and their sums.
     """
     (a, c), (b, d) = weights[0], weights[-1]
     run(
         backward.gradient, pair.programs, constants_ptr=constants, row_a_ptr=a, row_c_ptr=c, col_b_ptr=b, col_d_ptr=d,
-        row_part_ptr=(parts or (constants,))[0], col_part_ptr=(parts or (constants,))[-1], COLUMNS=len(weights) == 2,
-        LOSS=bool(parts), FLATTEN=pair.flattened, **epilogue.flags,
+        row_part_ptr=constants if row_part is None else row_part, COLUMNS=len(weights) == 2,
+        LOSS=row_part is not None, FLATTEN=pair.flattened, **epilogue.flags,
         **_strip(strip, sums, pair.q.parts), **pair.arguments,
     )  # fmt: skip
 
@@ -323,8 +325,10 @@ def as_tiles(dtype: torch.dtype, epilogue: Epilogue) -> bool:
 def _positives(block: Block, positives: Positives, q: Tensor, k: Tensor, *, exact: bool) -> dict[str, Any]:
     """The positives known by position, and features; exact: multiplied in pieces, as the tiles do."""
     columns, shape = positives.columns, shape_for(q.device)
-    multiplied = {"ROWS": min(shape.rows, ROWS_MULTIPLIED), "BLOCK": FEATURES_MULTIPLIED} if exact else {}
-    return _features(q, k) | products_of(EXACT if exact else 1) | multiplied | {
+    side = {"ROWS": ROWS_POSITIVE, "BLOCK": FEATURES_POSITIVE}
+    if exact:
+        side = {"ROWS": min(shape.rows, ROWS_MULTIPLIED), "BLOCK": FEATURES_MULTIPLIED}
+    return _features(q, k) | products_of(EXACT if exact else 1) | side | {
         "columns_ptr": block.constants if columns is None else columns, "per_row": positives.per_row,
         "N": len(block.rows), "M": len(block.cols), "diagonal": positives.diagonal or 0, "DIAGONAL": columns is None,
         "self_diagonal": block.self_diagonal or 0, "SELF": block.self_diagonal is not None,
@@ -340,7 +344,7 @@ def _positive_arguments(block: Block, positives: Positives, epilogue: Epilogue) 
     logits = block.constants.new_empty(len(q), positives.per_row)
     ((a,), (b,)) = block.rows.guides, block.cols.guides
     run(
-        by_position.positive_logits, (tiles_of(len(q), ROWS),), constants_ptr=block.constants[CONSTANTS:],
+        by_position.positive_logits, (tiles_of(len(q), ROWS_POSITIVE),), constants_ptr=block.constants[CONSTANTS:],
         out_ptr=logits, **epilogue.flags, **_positives(block, positives, a, b, exact=False),
     )  # fmt: skip
     return {"teacher_ptr": logits, **given}
