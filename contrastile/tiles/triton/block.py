@@ -62,11 +62,12 @@ class Budget:
         return 2 * rows * cols + sums + (height + width) * copied
 
     def keeps(self, block: Block) -> bool:
-        """The strip of a whole block fits, with the numbers of the forward's passes beside it."""
+        """The strip of a whole block fits, with the numbers of the forward's passes and weighed rows beside it."""
+        weighed = 2 * block.rows.features.numel()
 
         def cost(height: int, width: int, copied: int, parts: int) -> int:
             sums = self._partial(height, width, 2 + self.epilogue.careful_channels)
-            return self.backward(height, width, copied, parts) + sums
+            return self.backward(height, width, copied, parts) + sums + weighed
 
         return len(list(self.super_tiles(block, cost))) == 1
 
