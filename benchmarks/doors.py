@@ -346,26 +346,21 @@ def measure(bench: Bench, door: str, machine: Machine, report: Report) -> None:
 def main() -> None:
     pairs, sub_batch, layers = (8192, 256, 6) if torch.cuda.is_available() else (256, 32, 2)
     words = {
-        "doors": {
-            "nargs": "+",
-            "metavar": "DOOR",
-            "default": list(DOORS),
-            "help": f"of {', '.join(DOORS)} (default: all)",
-        },
-        "pairs": {"type": int, "default": pairs, "help": f"pairs of texts (default: {pairs})"},
-        "sub_batch": {"type": int, "default": sub_batch, "help": f"texts encoded at once (default: {sub_batch})"},
+        "doors": {"nargs": "*", "metavar": "DOOR", "help": f"of {', '.join(DOORS)} (default: all)"},
+        "--pairs": {"type": int, "default": pairs, "help": f"pairs of texts (default: {pairs})"},
+        "--sub-batch": {"type": int, "default": sub_batch, "help": f"texts encoded at once (default: {sub_batch})"},
     }
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.manual_seed(0)
     with (
         tempfile.TemporaryDirectory() as folder,
-        script(__doc__, COLUMNS["doors"], *PACKAGES, seconds=SECONDS, **words) as (options, machine, report),
+        script(__doc__, COLUMNS["doors"], *PACKAGES, seconds=SECONDS, options=words) as (options, machine, report),
     ):
         bench = Bench(machine.device, options.pairs, options.sub_batch, layers, Path(folder))
         bench.save()
         report.say(TABLE.header())
-        for door in options.doors:
+        for door in options.doors or DOORS:
             # a library that is not installed, or has no such loss
             with report.failures(door, judged=False):
                 measure(bench, door, machine, report)

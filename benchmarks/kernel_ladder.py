@@ -46,9 +46,9 @@ Candidate = tuple[str, float, Callable[[], object]]
 
 
 def main() -> None:
-    rows, features = {"type": int, "default": 65536}, {"type": int, "nargs": "+", "default": [512, 768, 1024]}
-    columns = COLUMNS["kernels"]
-    with script(__doc__, columns, seconds=SECONDS, rows=rows, features=features) as (options, machine, report):
+    words = {"--rows": {"type": int, "default": 65536}}
+    words["--features"] = {"type": int, "nargs": "+", "default": [512, 768, 1024]}
+    with script(__doc__, COLUMNS["kernels"], seconds=SECONDS, options=words) as (options, machine, report):
         report.say(TABLE.header())
         for d in options.features:
             q, k = (F.normalize(torch.randn(options.rows, d, device="cuda"), dim=-1).bfloat16() for _ in range(2))

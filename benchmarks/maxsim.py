@@ -2,7 +2,7 @@
 
 The script behind the last tables of docs/kernels.md. Needs a CUDA device:
 
-    python benchmarks/maxsim.py [--csv FILE] [--parts ladder losses]
+    python benchmarks/maxsim.py [--csv FILE] [--parts ladder losses host]
 
 Peers are timed where they can be imported. TFLOP/s count 2 · pairs · tokens · tokens · features operations per sweep,
 whatever is computed; the product is 8192³ in bf16 in the same minute. `make test-gpu` compares results with float64.
@@ -40,6 +40,8 @@ SIZES: tuple[Size, ...] = (
     USUAL, (4096, 4096, 32, 180, 128), (64, 64, 1024, 1024, 128), (128, 128, 32, 180, 128),
     (16384, 16384, 32, 180, 128),
 )  # fmt: skip
+# of vectors in host memory
+LARGE = SIZES[1], SIZES[-1]
 # pairs up to which peers are timed
 MOST_PEER = 4096**2
 # module and function of a peer, from tokens to scores
@@ -133,6 +135,20 @@ class Bench:
                 self.measure("loss + grads", label, size, 1, step)
                 self.measure("loss", label, size, 1, forward)
 
+    def host(self) -> None:
+        """Losses of vectors in pinned host memory, with their gradients, beside those of resident ones."""
+        for size in LARGE:
+            for way, loss in (("symmetric", Softmax(symmetric=True)), ("one way", Softmax())):
+                for place in ("resident", "host"):
+                    q, k = (x if place == "resident" else x.cpu().pin_memory() for x in tokens(size))
+                    pair = q.requires_grad_(), k.requires_grad_()
+
+                    def step(pair: tuple[Tensor, Tensor] = pair, loss: Softmax = loss) -> object:
+                        value = contrast(*pair, scorer=MaxSim(), scale=20.0, loss=loss, device="cuda")
+                        return torch.autograd.grad(value, pair)
+
+                    self.measure("loss + grads", f"{place}, {way}, {size[0]} x {size[1]}", size, 1, step)
+
     def implementations(self, size: Size) -> Iterator[tuple[str, Loss]]:
         scorer = MaxSim()
         yield "contrastile", lambda q, k: contrast(q, k, scorer=scorer, scale=20.0)
@@ -161,8 +177,8 @@ def clip(x: Tensor) -> Tensor:
 
 
 def main() -> None:
-    parts = {"nargs": "+", "choices": ("ladder", "losses"), "default": ["ladder", "losses"]}
-    with script(__doc__, COLUMNS, *PEERS, seconds=SECONDS, parts=parts) as (options, machine, report):
+    words = {"--parts": {"nargs": "+", "choices": ("ladder", "losses", "host"), "default": ["ladder", "losses"]}}
+    with script(__doc__, COLUMNS, *PEERS, seconds=SECONDS, options=words) as (options, machine, report):
         report.say(TABLE.header())
         bench = Bench(machine, report)
         for part in options.parts:

@@ -175,7 +175,8 @@ class Steps:
                     loss = ClipLoss(**words)(q, k, SCALE)
                 loss.backward()
             else:
-                clip(q, k, local=card.impl != "CLIP", with_grad=card.impl != "CLIP", autocast=self.run.autocast())
+                local = card.impl != "CLIP"
+                clip(q, k, SCALE, local=local, with_grad=local, autocast=self.run.autocast()).backward()
             del q, k
             self.optimizer.step()
         self.optimizer.zero_grad()

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -140,14 +141,12 @@ def step_cases(memory: int) -> Iterator[Case]:
     costs, number = tower_costs(), 0
     for name in STEP_FILES:
         for row in rows(name):
-            plain = row["impl"] == "plain" and row["way"] == "whole batch"
-            plain |= row["impl"] == "plain" and row["way"] == "whole batch, compiled"
+            world, way = int(row["world"]), row["way"].removesuffix(COMPILED)
+            model = row["model"] + COMPILED * (compiled := way != row["way"])
+            plain = row["impl"] == "plain" and way == "whole batch"
             # the towers of texts alone have other inputs than pairs
-            if not row["ms"] or row["model"] == "bert-base" or not (row["impl"] in ("contrastile", "by hand") or plain):
+            if not row["ms"] or model.startswith("bert") or not (plain or row["impl"] in ("contrastile", "by hand")):
                 continue
-            world, model, way = int(row["world"]), row["model"], row["way"]
-            if compiled := way.endswith(COMPILED):
-                model, way = model + COMPILED, way.removesuffix(COMPILED)
             b = int(row["batch"]) // world
             size = min(int(row["sub_batch"] or b), b)
             sides = [Side(cost, b, _inputs(row, b, size, cost)) for cost in costs[model, size]]
@@ -205,25 +204,20 @@ def measured_towers(model: str, sub_batches: tuple[int, ...], *, compiled: bool 
     """The costs of a model's towers, as they are committed."""
     with shapes_only():
         towers = Towers(model, torch.device("cpu"))
-        pairs = Pairs(towers, most=1)
-        context = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
-        for size in sub_batches:
-            for name, tower, pool in (("image", towers.image, pairs.images), ("text", towers.text, pairs.texts)):
-                inputs = partial(_empty, pool)
-                layers = compiled_parts(tower) if compiled else ()
-                with as_compiled(layers, partial(_called, tower, inputs, context), size):
-                    cost = measure(name, tower, inputs, tower, size, context, builds_graph=compiled)
-                yield {"model": model + COMPILED * compiled, **asdict(cost)}
+        pairs, context = Pairs(towers, most=1), partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+        sides = (("image", towers.image, pairs.images), ("text", towers.text, pairs.texts))
+        for size, (name, tower, pool) in product(sub_batches, sides):
 
+            def inputs(n: int, pool: torch.Tensor = pool) -> list[torch.Tensor]:
+                return [pool.new_empty((n, *pool.shape[1:]))]
 
-def _called(tower: Any, inputs: Any, context: Any, n: int) -> torch.Tensor:
-    with context():
-        features: torch.Tensor = tower(*inputs(n))
-    return features
+            def features(n: int, tower: Any = tower, inputs: Any = inputs) -> torch.Tensor:
+                with context():
+                    return tower(*inputs(n))
 
-
-def _empty(pool: torch.Tensor, n: int) -> list[torch.Tensor]:
-    return [pool.new_empty((n, *pool.shape[1:]))]
+            with as_compiled(compiled_parts(tower) if compiled else (), features, size):
+                cost = measure(name, tower, inputs, tower, size, context, builds_graph=compiled)
+            yield {"model": model + COMPILED * compiled, **asdict(cost)}
 
 
 def fit(cases: list[Case], names: tuple[str, ...], profile: Profile) -> Profile:

@@ -139,7 +139,8 @@ class MaxSim(nn.Module):
         vectors, mask = tokens("q", side)
         mask = torch.ones(vectors.shape[:2], dtype=torch.bool, device=vectors.device) if mask is None else mask
         more = 0 if length is None else length - vectors.shape[1]
-        return F.pad(vectors, (0, 0, 0, more)), F.pad(mask, (0, more))
+        # no copy of vectors that are as long, nor of their pinned memory
+        return (F.pad(vectors, (0, 0, 0, more)), F.pad(mask, (0, more))) if more else (vectors, mask)
 
 
 def padded(values: Tensor, lengths: Tensor, longest: int | None = None) -> tuple[Tensor, Tensor]:

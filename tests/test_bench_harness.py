@@ -19,6 +19,7 @@ from contrastile.bench.harness import (
     busy,
     read_rows,
     results_file,
+    script,
 )
 from contrastile.train.provenance import ORIGIN
 
@@ -188,6 +189,17 @@ def test_products_between_long_steps_last_as_long(clock, seconds, products):
     # some of each to see how long they take, and a second one behind the first, which may have compiled
     first = min(WARMUP_STEPS, max(2, round(WARMUP_SECONDS / seconds)))
     assert ran == ["step"] * first + ["product"] + ["product"] * products + ["step"]
+
+
+def test_a_script_has_its_own_arguments_and_the_file_of_its_rows(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "rows.csv"
+    monkeypatch.setattr("sys.argv", ["script.py", "one", "--rows", "4", "--csv", str(path)])
+    options = {"names": {"nargs": "*"}, "--rows": {"type": int, "default": 2}}
+    with script("What it measures.", ("what", "ms"), options=options) as (given, machine, report):
+        assert (given.names, given.rows, machine.seconds) == (["one"], 4, 0.0)
+        report.result("a line", {"what": "one", "ms": 3})
+    assert read_rows(path) == [{"what": "one", "ms": "3"}]
+    assert capsys.readouterr().out.splitlines()[-2:] == ["a line", f"rows: {path}"]
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.csv")), ids=lambda path: path.stem)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from contrastile.bench import memory as bench_memory
 from contrastile.bench.harness import COLUMNS, Machine, Report, read_rows
-from contrastile.bench.memory import SCALE, MemoryBench, Way, clip, one_rank_of, ways
+from contrastile.bench.memory import SCALE, MemoryBench, clip, one_rank_of, ways
+from contrastile.bench.peers import Contestant
 from contrastile.cli.main import main
 from contrastile.distributed import collectives
 from contrastile.losses.reference import dense_clip
@@ -36,9 +37,11 @@ def test_every_way_computes_the_loss_of_a_batch_that_repeats_this_ranks(world: i
     with one_rank_of(world):
         assert dist.get_world_size() == world
         for way in ways(MACHINE, world):
-            if way.missing is None:
+            if way.absent(MACHINE) is None:
                 q.grad = k.grad = None
-                assert way.step(q, k).item() == pytest.approx(truth.item(), abs=1e-5), way.label
+                loss = way.losses["clip"](q, k, torch.tensor(SCALE))
+                assert loss.item() == pytest.approx(truth.item(), abs=1e-5), way.label
+                loss.backward()
                 assert q.grad is not None
                 assert k.grad is not None
                 assert bool(q.grad.isfinite().all() and k.grad.isfinite().all()), way.label
@@ -92,11 +95,11 @@ def test_a_long_step_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_memory, "ONCE_SECONDS", 0.0)
     calls: list[int] = []
 
-    def step(q: Tensor, k: Tensor) -> Tensor:
+    def loss(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
         calls.append(len(q))
-        return clip(q, k, local=True)
+        return clip(q, k, scale, local=True)
 
-    way = Way("contrastile", "counted", step, exchange="ring", backend="eager")
+    way = Contestant("contrastile", "ring, eager", {"clip": loss})
     monkeypatch.setattr(bench_memory, "ways", lambda machine, world: [way])
     rows: list[dict[str, Any]] = []
     MemoryBench(MACHINE, Report(lambda line: None, rows.append)).measure(2, [16, 32], 4, torch.float32)
@@ -113,7 +116,7 @@ def test_the_command_writes_rows(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert {(row["world"], row["b"], row["d"]) for row in rows} == {("2", "32", "8")}
     assert int(rows[0]["planned_bytes"]) > 0
     assert rows[-1]["planned_bytes"] == ""
-    assert "inf-cl, ring: needs a cuda device" in capsys.readouterr().out
+    assert "inf-cl, ring: is not installed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("words", "sentence"), [

@@ -752,6 +752,29 @@ def test_a_frozen_trunk_wider_than_the_inputs_runs_once_too(as_function: bool) -
     assert all(distance(found[name], expected[name]) < 1e-6 for name in ("1.weight", "1.bias"))
 
 
+@pytest.mark.parametrize("used", [False, True])
+def test_a_frozen_parameter_beside_the_forward_keeps_no_graph(used: bool) -> None:
+    """A fixed scale of the loss, or another tower, is no trunk that would run twice."""
+
+    class Retriever(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()), requires_grad=False)
+            self.other, self.project = nn.Linear(300, 40).requires_grad_(False), nn.Linear(300, D)
+            self.graphs: list[bool] = []
+
+        def encode(self, x: Tensor) -> Tensor:
+            self.graphs.append(torch.is_grad_enabled())
+            # a look at a type is no use of the values
+            features = self.project(x.to(self.scale.dtype))
+            return features * self.scale if used else features
+
+    model = Retriever()
+    encode(model.encode, torch.randn(B, 300), sub_batch=8).square().sum().backward()
+    # a probe, and one pass or two: kept graphs need no second one
+    assert model.graphs == [True] + ([True] * 3 if used else [False] * 3 + [True] * 3)
+
+
 def test_a_large_graph_behind_a_frozen_part_is_not_kept() -> None:
     tower, x = Locked(), torch.randn(B, 3, 100, generator=torch.Generator().manual_seed(3))
     tower.project = nn.Sequential(nn.Linear(40, 2000), nn.Tanh(), nn.Linear(2000, D))

@@ -86,7 +86,7 @@ def joined(sides: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("W", SHARES)
 @pytest.mark.parametrize(
     ("masked", "exchange"),
-    [(True, "gather"), (True, "ring"), (False, "ring"), (False, "auto"), (True, "host"), (False, "host")],
+    [(True, "gather"), (True, "ring"), (False, "ring"), (False, "auto"), (True, "host")],
 )
 def test_ranks_with_other_numbers_of_tokens_equal_one_process(pool: Pool, W: int, masked: bool, exchange: str) -> None:
     shares = SHARES[W]

@@ -83,6 +83,15 @@ def test_packed_tokens_as_a_padded_side() -> None:
         scorers.padded(values, torch.ones(4))
 
 
+def test_vectors_that_are_as_long_are_not_copied_to_be_padded() -> None:
+    vectors, mask = torch.randn(2, 3, 4), torch.ones(2, 3, dtype=torch.bool)
+    scorer = MaxSim()
+    assert scorer.pad_tokens(vectors)[0] is scorer.pad_tokens((vectors, mask), 3)[0] is vectors
+    longer = scorer.pad_tokens((vectors, mask), 5)
+    assert [list(x.shape) for x in longer] == [[2, 5, 4], [2, 5]]
+    assert not longer[1][:, 3:].any()
+
+
 def test_a_second_derivative_is_that_of_the_formula() -> None:
     pair = [torch.randn(2, length, 4, dtype=torch.float64, requires_grad=True) for length in (3, 5)]
     assert torch.autograd.gradgradcheck(lambda q, k: MaxSim()(q, k), pair)

@@ -17,9 +17,14 @@ from torch import Tensor, nn
 
 import contrastile
 from contrastile import ClipLoss, encode
+from contrastile.bench.gate import problem
+from contrastile.bench.gate import step as bench_step
+from contrastile.bench.peers import Case
+from contrastile.bench.subjects import HARDNESS, SUBJECTS
 from contrastile.cli.main import main
 from contrastile.cli.plan import lines
 from contrastile.gradcache.memory import footprint, kept_bytes
+from contrastile.losses import Guided, Hardness, Sigmoid, Softmax
 from contrastile.planner import calibrate as calibration
 from contrastile.planner.loss import LossSize
 from contrastile.planner.memory import CONTEXT, Held, Side, StepMemory
@@ -34,7 +39,7 @@ from contrastile.train.recipe import load_recipe
 from contrastile.train.report.figures import StepColumns, memory_bars
 from contrastile.train.report.page import IMAGE_TEXT, _figures
 
-CPU = torch.device("cpu")
+CPU, FLOAT = torch.device("cpu"), torch.float32
 WIDTH, D, SUB_BATCH = 96, 32, 16
 
 
@@ -139,6 +144,24 @@ def test_the_planned_peak_is_that_of_a_real_step(batch: int, retain: int, backen
     planned = step.peak().bytes - step.held.weights
     assert weighed.bytes <= 1.1 * planned
     assert planned <= 1.2 * weighed.bytes
+
+
+@pytest.mark.parametrize("rows", [96, 1300])
+@pytest.mark.parametrize(("name", "loss"), [
+    ("clip", Softmax(symmetric=True)), ("infonce", Softmax()), ("siglip", Sigmoid()), ("gist", Guided()),
+    ("hardness", Hardness(hardness_strength=HARDNESS)), ("infonce", Softmax(label_smoothing=0.1)),
+])  # fmt: skip
+def test_the_planned_peak_of_a_loss_on_a_cpu_is_the_measured_one(name: str, loss: Any, rows: int) -> None:
+    """A tile, several tiles, and strips; with few rows of many features the gradients are most of it."""
+    features = 512 if rows < 100 else 64
+    smoothing = getattr(loss, "label_smoothing", 0.0)
+    leaves = problem(Case(name, rows, features, "float32"), CPU)
+    module = SUBJECTS[name].module(**{"label_smoothing": smoothing} if smoothing else {})
+    bench_step(module, leaves)
+    with Weighed(CPU) as weighed:
+        bench_step(module, leaves)
+    size = LossSize(rows, rows, 1, features, 2**35, "single", "eager", "cpu", dtype=FLOAT, given=FLOAT, loss=loss)
+    assert weighed.bytes <= size.peak <= 1.04 * weighed.bytes + 2**15
 
 
 def test_kept_graphs_follow_the_rule_of_the_gradient_cache() -> None:

@@ -40,23 +40,24 @@ GUIDED = ("loss.kind=gist", "loss.guide={folder}/guide")
 QUEUED = ("loss.queue=4096",)
 
 
-def write_guide(folder: Path) -> Path:
+def write_guide(folder: Path, features: int = 256) -> Path:
     """The recipe of a finished run with larger features."""
     (folder / "guide").mkdir()
     recipe = folder / "guide" / "recipe.toml"
-    recipe.write_text(write_text_recipe(folder).read_text().replace("[model]", "[model]\nfeatures = 256"))
+    recipe.write_text(write_text_recipe(folder).read_text().replace("[model]", f"[model]\nfeatures = {features}"))
     return recipe
 
 
 @pytest.mark.parametrize(("words", "batch", "moment"), [
     (LATE, 32, "loss"), ((*LATE, "train.retain=3"), 100, "gradients of features"), (GUIDED, 500, "loss"),
+    (GUIDED, 100, "thresholds of the guide"), (QUEUED, 100, "loss"),
     ((*GUIDED, "loss.contrast_anchors=true", "loss.contrast_positives=true"), 300, "loss"),
-    (QUEUED, 100, "loss"), ((*LATE, "loss.learn_scale=false"), 100, "gradients of features"),
+    ((*LATE, "loss.learn_scale=false"), 100, "gradients of features"),
 ])  # fmt: skip
 def test_the_planned_peak_is_that_of_a_real_step(
     tmp_path: Path, words: tuple[str, ...], batch: int, moment: str
 ) -> None:
-    guide = write_guide(tmp_path)
+    guide = write_guide(tmp_path, 1024 if batch == 100 else 256)
     recipe = tiny_retriever(tmp_path, *WORDS, *[word.format(folder=tmp_path) for word in words])
     late = recipe.model.kind == "late"
     tokenizer = made_up_tokenizer(recipe.model.tokenizer, special_tokens(recipe.model) if late else ())
@@ -90,7 +91,7 @@ def test_the_planned_peak_is_that_of_a_real_step(
     held = plan.step.held
     planned = plan.peak.bytes - held.weights - held.optimizer - held.teacher - held.queue
     assert plan.peak.name == moment
-    assert weighed.bytes <= 1.15 * planned
+    assert weighed.bytes <= 1.06 * planned
     assert planned <= 1.2 * weighed.bytes
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 from functools import cache
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -20,10 +21,13 @@ from tiny_texts import tiny_retriever
 from torch import Tensor, nn
 
 import contrastile
+from contrastile import modules
+from contrastile._dispatch import Options
 from contrastile.data.files import checksum
 from contrastile.losses.reference import dense_decoupled, dense_distilled, dense_sigmoid, dense_softmax
 from contrastile.scorers import MaxSim
 from contrastile.train import objective as teacher_module
+from contrastile.train.config.losses import AnyLoss, AnyRetrieverLoss
 from contrastile.train.log import read_metrics
 from contrastile.train.loop import run_recipe
 from contrastile.train.objective import PairObjective, QueryObjective
@@ -125,6 +129,16 @@ PAIRS = {
 
 def dense_clip_of(**marks: Tensor) -> Tensor:
     return both_ways(lambda q, k, *_: dense_softmax(q, k, SCALE, **marks))
+
+
+def test_every_loss_is_a_kind_and_every_word_of_it_a_key() -> None:
+    kinds = [item for objective in (PairObjective, QueryObjective) for item in objective.kinds.items()]
+    assert {getattr(modules, name) for name in modules.__all__} <= {loss for _, loss in kinds}
+    sections = [get_args(get_args(section)[0]) for section in (AnyLoss, AnyRetrieverLoss)]
+    for kind, loss in kinds:
+        named = [one for both in sections for one in both if kind in get_args(one.model_fields["kind"].annotation)]
+        words = {*signature(loss).parameters} - {*Options.__dataclass_fields__, "unknown", "how"}
+        assert not isinstance(loss, type) or words <= {key for section in named for key in section.model_fields}, kind
 
 
 @pytest.mark.parametrize("keys", PAIRS)

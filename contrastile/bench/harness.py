@@ -379,16 +379,20 @@ def reporting(
 
 @contextmanager
 def script(
-    doc: str | None, columns: Sequence[str], *packages: str, seconds: float = 0.0, **options: Mapping[str, Any]
+    doc: str | None,
+    columns: Sequence[str],
+    *packages: str,
+    seconds: float = 0.0,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Iterator[tuple[argparse.Namespace, Machine, Report]]:
-    """Parse a script's `--csv` and its own options, by their words; yield them, the GPU or else the CPU, and a report.
+    """Parse a script's `--csv` and its own arguments; yield them, the GPU or else the CPU, and a report.
 
     seconds: of the machine, beside whose products times are taken; 0 is for scripts that need no product.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write rows there, behind those that it has")
-    for name, words in options.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", **words)
+    for name, words in (options or {}).items():
+        parser.add_argument(name, **words)
     given, device = parser.parse_args(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with reporting(given.csv, columns, device, *packages) as report:
         yield given, Machine.of(device, seconds) if seconds else Machine(device), report

@@ -7,12 +7,12 @@ communication, and gradients are those of a batch that repeats this rank's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile._torch import fake_store
-from contrastile.bench.harness import Machine, Report, Row, Table, not_installed
-from contrastile.bench.peers import rank_peers
+from contrastile.bench.harness import Machine, Report, Row, Table
+from contrastile.bench.peers import Contestant, Loss, rank_peers
 from contrastile.distributed import collectives
 from contrastile.modules import ClipLoss
 from contrastile.planner.loss import LossSize
@@ -33,8 +33,6 @@ from contrastile.train.provenance import provenance
 SCALE = 20.0
 # bytes of each pair of a dense block, about: more than a device has are not tried
 DENSE_BYTES = 6
-# names of packages on PyPI that differ from the implementation's
-PACKAGES = {"open_clip": "open_clip_torch"}
 # the most seconds that a step may take, estimated from the step before
 MOST_SECONDS = 600.0
 # a step of more seconds runs once, for its peak and its time; smaller sizes have compiled its kernels
@@ -45,45 +43,17 @@ TABLE = Table(
     *(("implementation", "implementation", "48"), ("ms", "ms", ">11.2f")),
     *(("peak_bytes", "peak MiB", ">11,.1f"), ("planned_bytes", "planned MiB", ">11,.1f")),
 )
-# from features, which get their gradients, to the loss
-Step = Callable[[Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Way:
-    """A way to compute the loss of a rank.
-
-    block: rows and columns of its matrix, by rows of a rank and ranks; (0, 0)
-    for one without. exchange: of contrastile's, for the plan. missing: a reason why it is not there.
-    """
-
-    impl: str
-    name: str
-    step: Step
-    block: Callable[[int, int], tuple[int, int]] = lambda N, W: (0, 0)  # noqa: ARG005
-    exchange: str = ""
-    backend: str = ""
-    missing: str | None = None
-
-    @property
-    def label(self) -> str:
-        return f"{self.impl}, {self.name}"
 
 
 @contextmanager
 def one_rank_of(world: int) -> Iterator[None]:
     """Be the first of `world` ranks, of which no other exists; whatever another would send is this rank's own."""
-    names = ("post_together", "_reduce_scatter", "exchange_rows")
-    before = {name: getattr(collectives, name) for name in names}
-    for name, stand_in in zip(names, (_returned, _own_part, _own_rows), strict=True):
-        setattr(collectives, name, stand_in)
-    dist.init_process_group("fake", rank=0, world_size=world, store=fake_store())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        for name, function in before.items():
-            setattr(collectives, name, function)
+    with patch.multiple(collectives, post_together=_returned, _reduce_scatter=_own_part, exchange_rows=_own_rows):
+        dist.init_process_group("fake", rank=0, world_size=world, store=fake_store())
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 def _returned(operations: Sequence[tuple[Any, Tensor, int]], group: Any) -> list[Any]:
@@ -106,93 +76,72 @@ def _own_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
     return x.clone().view(len(sizes) - 1, sizes[0], *x.shape[1:])
 
 
-def ways(machine: Machine, world: int) -> list[Way]:
+def ways(machine: Machine, world: int) -> list[Contestant]:
     """All ways on this device: contrastile's, and those of the papers' baselines."""
     tiles = "triton" if machine.device.type == "cuda" else "eager"
-    ours = [(exchange, tiles) for exchange in ("gather", "ring")]
+    # bytes of a pair: of all rows and columns, and of a rank's rows and all columns for each direction
+    whole, strips = DENSE_BYTES, 2 * DENSE_BYTES / world
+    inf_cl = next(peer for peer in rank_peers(0, world) if peer.name == "inf-cl")
     return [
-        *(_contrastile(exchange, backend) for exchange, backend in [*ours, ("ring", "dense")]),
-        Way("CLIP", "plain: all rows and columns", partial(clip, local=False), lambda N, W: (N * W, N * W)),
+        *(_contrastile(*words, world) for words in (("gather", tiles), ("ring", tiles), ("ring", "dense"))),
+        Contestant("CLIP", "plain: all rows and columns", {"clip": partial(clip, local=False)}, pair_bytes=whole),
         _open_clip("local loss", world, with_grad=False),
         _open_clip("local loss, gathered gradients", world, with_grad=True),
-        Way("DisCo-CLIP", "decomposed", disco_clip, lambda N, W: (2 * N, N * W)),
-        _inf_cl(machine, world),
+        Contestant("DisCo-CLIP", "decomposed", {"clip": _Decomposed.apply}, pair_bytes=strips),
+        inf_cl,
     ]
 
 
-def _contrastile(exchange: Any, backend: Any) -> Way:
-    loss = ClipLoss(exchange=exchange, backend=backend)
-
-    def step(q: Tensor, k: Tensor) -> Tensor:
-        return _differentiated(loss(q, k, SCALE))
-
-    blocks = {"dense": lambda N, W: (2 * N, N)}  # noqa: ARG005
-    return Way("contrastile", f"{exchange}, {backend}", step, blocks.get(backend, Way.block), exchange, backend)
+def _contrastile(exchange: Any, backend: Any, world: int) -> Contestant:
+    loss, block = ClipLoss(exchange=exchange, backend=backend), 2 * DENSE_BYTES / world**2
+    pair_bytes = block if backend == "dense" else 0
+    return Contestant("contrastile", f"{exchange}, {backend}", {"clip": loss}, pair_bytes=pair_bytes)
 
 
-def _open_clip(name: str, world: int, *, with_grad: bool) -> Way:
+def _open_clip(name: str, world: int, *, with_grad: bool) -> Contestant:
     """open_clip's class where it is installed, else the same formula in plain PyTorch."""
-    block = _two_strips
-    words = {"local_loss": True, "gather_with_grad": with_grad, "rank": 0, "world_size": world}
     try:
-        loss = import_module("open_clip").ClipLoss(**words)
+        made = import_module("open_clip").ClipLoss(
+            local_loss=True, gather_with_grad=with_grad, rank=0, world_size=world
+        )
+        loss = partial(_under_autocast, made)
     # torchvision beside another torch raises a RuntimeError
     except (ImportError, RuntimeError):
-        step: Step = partial(clip, local=True, with_grad=with_grad)
-        return Way("open_clip", f"{name}, written out", step, block)
-    return Way("open_clip", name, partial(_under_autocast, loss), block)
-
-
-def _two_strips(N: int, W: int) -> tuple[int, int]:
-    """A matrix of a rank's rows and all columns for each direction."""
-    return 2 * N, N * W
-
-
-def _under_autocast(loss: Callable[..., Tensor], q: Tensor, k: Tensor) -> Tensor:
-    with _autocast(q):
-        value = loss(q, k, torch.tensor(SCALE, device=q.device))
-    return _differentiated(value)
-
-
-def _differentiated(loss: Tensor) -> Tensor:
-    loss.backward()
-    return loss.detach()
-
-
-def _inf_cl(machine: Machine, world: int) -> Way:
-    """Inf-CLIP's ring, by its package."""
-    peer = next(peer for peer in rank_peers(0, world) if peer.name == "inf-cl")
-    missing = not_installed(peer.module) if machine.device.type == "cuda" else "needs a cuda device"
-
-    def step(q: Tensor, k: Tensor) -> Tensor:
-        return _differentiated(peer.losses["clip"](q, k, torch.tensor(SCALE, device=q.device)))
-
-    return Way("inf-cl", "ring", step, missing=missing)
+        name, loss = f"{name}, written out", partial(clip, local=True, with_grad=with_grad)
+    pair_bytes = 2 * DENSE_BYTES / world
+    return Contestant("open_clip", name, {"clip": loss}, pair_bytes=pair_bytes, package="open_clip_torch")
 
 
 def _autocast(q: Tensor) -> torch.autocast:
     return torch.autocast(q.device.type, dtype=q.dtype, enabled=q.dtype != torch.float32)
 
 
+def _under_autocast(loss: Loss, q: Tensor, *others: Tensor) -> Tensor:
+    with _autocast(q):
+        return loss(q, *others)
+
+
 def clip(
-    q: Tensor, k: Tensor, *, local: bool, with_grad: bool = False, autocast: AbstractContextManager[Any] | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, scale: Tensor | float, *, local: bool, with_grad: bool = False,
+    autocast: AbstractContextManager[Any] | None = None,
+) -> Tensor:  # fmt: skip
     """The loss of CLIP's training code in plain PyTorch, under `autocast`; by default that of the features' type.
 
     Every rank gathers all rows of both sides. `local`: it compares its own rows with all columns, in both directions
     (OpenCLIP's local loss); otherwise all rows with all columns. with_grad: gathered rows hand gradients back.
     """
-    N, W = len(q), dist.get_world_size()
-    every = [_gathered(side, with_grad) for side in (q, k)]
-    labels = torch.arange(N if local else N * W, device=q.device)
+    images, texts = (_gathered(side, with_grad) for side in (q, k))
     with autocast or _autocast(q):
         if local:
-            directions = SCALE * q @ every[1].T, SCALE * k @ every[0].T
-        else:
-            logits = SCALE * every[0] @ every[1].T
-            directions = logits, logits.T
-        loss = (F.cross_entropy(directions[0], labels) + F.cross_entropy(directions[1], labels)) / 2
-    return _differentiated(loss)
+            return _cross_entropies(scale * q @ texts.T, scale * k @ images.T)
+        logits = scale * images @ texts.T
+        return _cross_entropies(logits, logits.T)
+
+
+def _cross_entropies(rows: Tensor, columns: Tensor) -> Tensor:
+    """The mean of both directions, whose targets are the first diagonal."""
+    labels = torch.arange(len(rows), device=rows.device)
+    return (F.cross_entropy(rows, labels) + F.cross_entropy(columns, labels)) / 2
 
 
 class _AllGather(torch.autograd.Function):
@@ -220,27 +169,27 @@ def _gathered(side: Tensor, with_grad: bool) -> Tensor:
     return torch.cat([side, *every[1:]])
 
 
-def disco_clip(q: Tensor, k: Tensor) -> Tensor:
+class _Decomposed(torch.autograd.Function):
     """DisCo-CLIP's decomposition (Chen et al. 2023, equations 5 to 8) in plain PyTorch.
 
     A rank differentiates its own rows' and columns' losses by all gathered features, sums those gradients over ranks,
     and keeps the part of its own.
     """
-    N = len(q)
-    every = []
-    for side in (q, k):
-        parts = [torch.empty_like(side) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, side.detach())
-        every.append(torch.cat(parts).requires_grad_())
-    labels = torch.arange(N, device=q.device)
-    with _autocast(q):
-        rows, columns = SCALE * every[0][:N] @ every[1].T, SCALE * every[1][:N] @ every[0].T
-        loss = (F.cross_entropy(rows, labels) + F.cross_entropy(columns, labels)) / 2
-    gradients = torch.autograd.grad(loss, every)
-    for side, gradient in zip((q, k), gradients, strict=True):
-        dist.all_reduce(gradient)
-        side.backward(gradient[:N])
-    return loss.detach()
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+        N, every = len(q), [_gathered(side, with_grad=False).requires_grad_() for side in (q, k)]
+        with torch.enable_grad(), _autocast(q):
+            loss = _cross_entropies(scale * every[0][:N] @ every[1].T, scale * every[1][:N] @ every[0].T)
+            gradients = torch.autograd.grad(loss, every)
+        for gradient in gradients:
+            dist.all_reduce(gradient)
+        ctx.own = [gradient[:N].clone() for gradient in gradients]
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return *(gradient * own for own in ctx.own), None
 
 
 class MemoryBench:
@@ -261,47 +210,48 @@ class MemoryBench:
         """Measure all ways of a world; report each result as soon as it is there."""
         with one_rank_of(world):
             for way in ways(self.machine, world):
-                if not any(word in way.label for word in self.words):
+                if not any(word in f"{way.name}, {way.backend}" for word in self.words):
                     continue
-                if way.missing:
-                    self.report.note(f"{way.label}: {way.missing}")
-                elif self.peers or way.impl == "contrastile":
+                if absent := way.absent(self.machine):
+                    self.report.note(f"{way.name}, {way.backend}: {absent}")
+                elif self.peers or way.name == "contrastile":
                     for b in sizes:
                         self._measure(way, world, b, d, dtype)
 
-    def _measure(self, way: Way, world: int, b: int, d: int, dtype: torch.dtype) -> None:
-        machine, N, package = self.machine, b // world, PACKAGES.get(way.impl, way.impl)
+    def _measure(self, way: Contestant, world: int, b: int, d: int, dtype: torch.dtype) -> None:
+        machine, N, label = self.machine, b // world, f"{way.name}, {way.backend}"
         row: Row = {
-            "impl": way.impl, "way": way.name, "implementation": way.label, "world": world, "b": b, "d": d,
+            "impl": way.name, "way": way.backend, "implementation": label, "world": world, "b": b, "d": d,
             "dtype": str(dtype).removeprefix("torch."), "ms": None, "peak_bytes": None,
-            "planned_bytes": self._planned(way, world, N, d, dtype), **provenance(machine.device, package),
+            "planned_bytes": self._planned(way, world, N, d, dtype),
+            **provenance(machine.device, way.package or way.name),
         }  # fmt: skip
-        (rows, columns), ahead = way.block(N, world), self._pace.get(way.label, 0.0) * N * b * d
-        line = TABLE.line(row).rstrip()
+        line, ahead = TABLE.line(row).rstrip(), self._pace.get(label, 0.0) * N * b * d
         if ahead > self.longest:
             self.report.say(f"{line} left out, it would take about {ahead:,.0f} s")
             return
-        with self.report.failures(way.label, judged=way.impl == "contrastile"):
+        with self.report.failures(label, judged=way.name == "contrastile"):
             try:
-                if DENSE_BYTES * rows * columns > machine.free_bytes():
+                if way.pair_bytes * b * b > machine.free_bytes():
                     raise torch.OutOfMemoryError
-                row |= self._numbers(way, N, d, dtype, once=ahead > ONCE_SECONDS)
+                row |= self._numbers(way.losses["clip"], N, d, dtype, once=ahead > ONCE_SECONDS)
             except torch.OutOfMemoryError:
                 self.report.result(f"{line} does not fit", row)
                 return
-            self._pace[way.label] = row["ms"] / 1e3 / (N * b * d)
+            self._pace[label] = row["ms"] / 1e3 / (N * b * d)
             self.report.result(TABLE.line(row), row)
 
-    def _numbers(self, way: Way, N: int, d: int, dtype: torch.dtype, *, once: bool) -> Row:
+    def _numbers(self, loss: Loss, N: int, d: int, dtype: torch.dtype, *, once: bool) -> Row:
         """The peak of a step beside its features, and the milliseconds of the next, or `once` of the same."""
         device, seconds = self.machine.device, list[float]()
         generator = torch.Generator(device).manual_seed(0)
         drawn = (torch.randn(N, d, device=device, generator=generator) for _ in range(2))
         q, k = (F.normalize(side, dim=-1).to(dtype).requires_grad_() for side in drawn)
+        scale = torch.tensor(SCALE, device=device)
 
         def step() -> None:
             q.grad = k.grad = None
-            way.step(q, k)
+            loss(q, k, scale).backward()
 
         def timed() -> None:
             seconds.append(self.machine.time(step))
@@ -315,9 +265,10 @@ class MemoryBench:
             timed()
         return {"peak_bytes": peak, "ms": round(seconds[-1] * 1e3, 3)}
 
-    def _planned(self, way: Way, world: int, N: int, d: int, dtype: torch.dtype) -> int | None:
+    def _planned(self, way: Contestant, world: int, N: int, d: int, dtype: torch.dtype) -> int | None:
         """The planner's bytes for contrastile's own ways."""
-        if way.impl != "contrastile":
+        if way.name != "contrastile":
             return None
+        exchange, backend = way.backend.split(", ")
         kind, total = self.machine.device.type, self.machine.total_bytes()
-        return LossSize(N, N, world, d, total, way.exchange, way.backend, kind, None, dtype, dtype).peak
+        return LossSize(N, N, world, d, total, exchange, backend, kind, None, dtype, dtype).peak

@@ -66,7 +66,7 @@ class Contestant:
     losses: Mapping[str, Loss]
     dtypes: tuple[str, ...] = ALL
     most_rows: int = ANY_NUMBER
-    pair_bytes: int = 0
+    pair_bytes: float = 0
     only_on: str | None = None
     missing: Callable[[], str | None] = lambda: None
     module: str = ""
@@ -78,13 +78,15 @@ class Contestant:
     def label(self) -> str:
         return f"{self.name} ({self.backend})"
 
+    def absent(self, machine: Machine) -> str | None:
+        """Return the reason why it is not there; None if it is."""
+        needs = None if self.only_on in (None, machine.device.type) else f"needs a {self.only_on} device"
+        return self.missing() or not_installed(self.module) or needs
+
     def declines(self, case: Case, machine: Machine) -> str | None:
         """Return the reason why it cannot take part; None if it can."""
-        missing = self.missing() or not_installed(self.module)
-        if missing:
-            return missing
-        if self.only_on not in (None, machine.device.type):
-            return f"needs a {self.only_on} device"
+        if absent := self.absent(machine):
+            return absent
         if case.b > self.most_rows:
             return f"left out above {self.most_rows:,} rows, where it is slow"
         need, room = self.pair_bytes * case.b**2, machine.free_bytes()

@@ -93,24 +93,26 @@ class Host(Exchange):
         """The statistics of these rows and columns. The first block of a call also finds non-finite features."""
         blocks = BlockStream(cols.leaves, self.cuts.shard, self.device)
         row_stats, first = tiles.init(rows), tiles.flag is None
-        none = [self._here(side, slice(0, 0), [x[:0].to(self.device) for x in side.leaves]) for side in (rows, cols)]
-        flag = tiles.nonfinite(*none)
+        empty = [
+            self._on_device(side, slice(0, 0), [x[:0].to(self.device) for x in side.leaves]) for side in (rows, cols)
+        ]
+        flag = tiles.nonfinite(*empty)
         col_stats = tiles.init(cols) if tiles.loss.symmetric else None
         for along_i, strip in self._strips(rows):
-            flag = flag + tiles.nonfinite(strip, none[1])
+            flag = flag + tiles.nonfinite(strip, empty[1])
             for _, along_j, block, _ in self._columns(blocks, cols, fresh=True):
                 block_rows, block_cols = tiles.forward(strip, block)
                 row_stats[:, along_i] = tiles.loss.merge(row_stats[:, along_i], block_rows)
                 if col_stats is not None and block_cols is not None:
                     col_stats[:, along_j] = tiles.loss.merge(col_stats[:, along_j], block_cols)
                 if along_i.start == 0:
-                    flag = flag + tiles.nonfinite(none[0], block)
+                    flag = flag + tiles.nonfinite(empty[0], block)
             # free its memory before the next strip is copied
             del strip
         if first:
             # a rank without rows still has columns
             for _, _, block, _ in self._columns(blocks, cols, fresh=True) if not len(rows) else ():
-                flag = flag + tiles.nonfinite(none[0], block)
+                flag = flag + tiles.nonfinite(empty[0], block)
             tiles.flag = flag
         return row_stats, col_stats
 
@@ -207,20 +209,20 @@ class Host(Exchange):
         """Strips of rows on the device. The caller deletes each one before it takes the next."""
         for start in range(0, len(rows), self.cuts.strip):
             along = slice(start, min(start + self.cuts.strip, len(rows)))
-            yield along, self._here(rows, along, [x[along].to(self.device) for x in rows.leaves])
+            yield along, self._on_device(rows, along, [x[along].to(self.device) for x in rows.leaves])
 
     def _columns(self, blocks: BlockStream, cols: Shard, *, fresh: bool) -> Iterator[tuple[int, slice, Shard, Tensor]]:
         """Blocks of columns on the device: index, place among the columns, block, and its accumulators."""
         for index, bounds, leaves, totals in blocks.sweep(fresh=fresh):
             along = slice(*bounds)
-            yield index, along, self._here(cols, along, leaves), totals
+            yield index, along, self._on_device(cols, along, leaves), totals
 
     def _blocks(self, tiles: Tiles, cols: Shard, width: int, totals: Tensor | None) -> BlockStream:
         """The columns, with accumulators of so many numbers for each; `totals` are theirs between two sweeps."""
         wide = tiles.scale.dtype
         return BlockStream(cols.leaves, self.cuts.shard, self.device, width=width, wide=wide, totals=totals)
 
-    def _here(self, shard: Shard, along: slice, leaves: Sequence[Tensor]) -> Shard:
+    def _on_device(self, shard: Shard, along: slice, leaves: Sequence[Tensor]) -> Shard:
         """Some rows of a shard on the host, with these leaves of theirs on the device."""
         cast = leaves if self.dtype is None else [x.to(self.dtype) for x in leaves]
         return shard.narrow(along.start, along.stop).with_leaves(cast)

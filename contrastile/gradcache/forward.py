@@ -129,12 +129,15 @@ class Job:
 
     def graphs(self, leaves: Sequence[Tensor], grad: bool) -> RetainedGraphs:
         """The graphs that the call will retain; none without `grad`."""
+        # a frozen parameter beside the encoder's forward leaves nothing that one run would spare; ranks that run a
+        # sharded module equally often agree
+        frugal = grad and self.reached.partly_frozen and bool(self.sharding.most(int(self.reached.reads_frozen)))
         return RetainedGraphs(
             self.retain if grad else 0,
             len(self.bounds),
             self.device,
             resident=[*self.reached.resident, *self.sharding.wholes(), *leaves],
-            frugal=grad and self.reached.partly_frozen,
+            frugal=frugal,
             # a number that the user gave is kept, and other ranks would have to replay as well
             releasable=self.retain in (AUTO, 0) and not self.sharding.modules,
             most=self.sharding.most,

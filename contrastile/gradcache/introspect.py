@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from contrastile._errors import invalid
-from contrastile._torch import BatchNorm, is_compiled, uncompiled, version, without_parametrization_cache
+from contrastile._torch import BatchNorm, is_compiled, pytree, uncompiled, version, without_parametrization_cache
 from contrastile.gradcache.inputs import Layout, Parts, flatten_outputs
 from contrastile.gradcache.memory import as_written
 from contrastile.gradcache.rng import Generator, RandomState, own_generators
@@ -43,6 +44,8 @@ class Reached:
     device: torch.device | None
     # some parameters want a gradient, others want none
     partly_frozen: bool = False
+    # the encoder reads one that wants none when it runs
+    reads_frozen: bool = False
 
     @cached_property
     def resident(self) -> list[Tensor]:
@@ -90,10 +93,11 @@ def reach(
     input_device = next((leaf.device for leaf in leaves), None)
     if isinstance(owner, nn.Module):
         modules, parameters, differentiable = list(owner.modules()), list[Tensor](owner.parameters()), True
+        reads_frozen = False
         first = next(iter(parameters), None)
     else:
         probe = partial(_probe, encoder, leaves, layout, device or input_device)
-        modules, parameters, differentiable = _probe_function(probe)
+        modules, parameters, differentiable, reads_frozen = _probe_function(probe)
         first = next((parameter for parameter in parameters if parameter.requires_grad), None)
     device = device or (input_device if first is None else first.device)
     if not torch.is_grad_enabled():
@@ -104,15 +108,33 @@ def reach(
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     partly_frozen = 0 < len(trained) < len(parameters)
     if partly_frozen and isinstance(owner, nn.Module):
-        with refusing_batch_norm(modules):
+        with refusing_batch_norm(modules), FrozenReads() as reads:
             outputs = _probe(encoder, leaves, layout, device, own_generators(modules))
-        differentiable = any(out.requires_grad for out in outputs)
+        differentiable, reads_frozen = any(out.requires_grad for out in outputs), reads.any
     # outputs without a gradient mean that no parameter is trained
-    return Reached(modules, trained if differentiable else [], device, partly_frozen)
+    return Reached(modules, trained if differentiable else [], device, partly_frozen, reads_frozen)
 
 
-def _probe_function(probe: Callable[[], list[Tensor]]) -> tuple[list[nn.Module], list[Tensor], bool]:
-    """Modules that run in a probe, parameters reached, and whether the outputs want gradients."""
+class FrozenReads(TorchFunctionMode):
+    """Note if an operation within reads a parameter that wants no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.any = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        # a look at the type or the device, say, reads no values
+        if not self.any and getattr(func, "__name__", "") != "__get__":
+            leaves = pytree.tree_leaves((args, kwargs))
+            self.any = any(isinstance(x, nn.Parameter) and not x.requires_grad for x in leaves)
+        return func(*args, **(kwargs or {}))
+
+
+def _probe_function(probe: Callable[[], list[Tensor]]) -> tuple[list[nn.Module], list[Tensor], bool, bool]:
+    """Modules that run in a probe, parameters reached, whether the outputs want gradients, and whether a frozen
+    parameter is read.
+    """
     modules: dict[int, nn.Module] = {}
     before: list[tuple[Generator, Any]] = []
 
@@ -125,7 +147,7 @@ def _probe_function(probe: Callable[[], list[Tensor]]) -> tuple[list[nn.Module],
 
     hook = register_module_forward_pre_hook(note)
     try:
-        with _without_hook_warning():
+        with _without_hook_warning(), FrozenReads() as reads:
             outputs = probe()
     finally:
         hook.remove()
@@ -138,7 +160,7 @@ def _probe_function(probe: Callable[[], list[Tensor]]) -> tuple[list[nn.Module],
     parameters = {id(leaf): leaf for each in met if (leaf := each()) is not None}
     for module in modules.values():
         parameters |= {id(p): p for p in module.parameters()}
-    return list(modules.values()), list(parameters.values()), differentiable
+    return list(modules.values()), list(parameters.values()), differentiable, reads.any
 
 
 def _probe(

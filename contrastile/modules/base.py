@@ -165,11 +165,13 @@ class PairedLoss(Loss):
         """Return the loss of N pairs, over the batch of all ranks.
 
         Arguments:
-            image_features, text_features: [N, D], rows of unit length.
-            logit_scale, logit_bias: numbers, or tensors of shape [] or [1]; the scale, not its logarithm.
+            image_features, text_features: [N, D], of one type: bf16, fp16, fp32 or fp64; rows of unit length.
+            logit_scale, logit_bias: numbers, or tensors of shape [] or [1]; the scale itself, not its logarithm. A bias
+                changes nothing in a softmax; its gradient is 0.
             output_dict: return `{"contrastive_loss": loss}`, as open_clip's losses can.
             ids: [N] integers; pairs of equal ids are not negatives of each other.
-            labels: [N] integers; pairs of equal labels are positives of each other.
+            labels: [N] integers; all pairs of equal labels are positives, the loss of a row their mean (UniCL, Yang et
+                al. 2022).
             weights: [N]; the loss is Σ w·loss / Σ w.
         """
         operation, inputs = self._prepared(

@@ -26,16 +26,6 @@ class ClipLoss(PairedLoss):
     over the batch of all ranks. Made as `ClipLoss(**how)`, with the options of `contrast`: `backend`,
     `exchange`, `group`, `gradient`, `label_smoothing`, `reduction`, `workspace`, `device`.
 
-    Arguments of the call:
-        image_features, text_features: [N, D], of one type: bf16, fp16, fp32 or fp64; rows of unit length.
-        logit_scale, logit_bias: numbers, or tensors of shape [] or [1]; the scale itself, not its logarithm. A bias
-            changes nothing in a softmax; its gradient is 0.
-        output_dict: whether to return `{"contrastive_loss": loss}`, as open_clip's losses can.
-        ids: [N] integers; pairs of equal ids are not negatives of each other.
-        labels: [N] integers; all pairs of equal labels are positives, the loss of a row their mean (UniCL, Yang et al.
-            2022).
-        weights: [N]; the loss is Σ w·loss / Σ w.
-
     Returns a scalar ([N] with reduction="none") in float32, or float64 for float64 features. Raises ValueError for
     anything that does not fit together, naming it, what it must be and what it is.
 
@@ -120,12 +110,6 @@ class DistillClipLoss(Loss):
     `DistillClipLoss(weight=0.5, **how)`, with the options of `contrast` except `label_smoothing`; returns and
     raises what `ClipLoss` does.
 
-    Arguments of the call:
-        image_features, text_features, logit_scale, ids, weights: as of `ClipLoss`.
-        dist_image_features, dist_text_features: [N, G] the teacher's features, of a type and a size of their own,
-            constants; rows of unit length.
-        dist_logit_scale: the teacher's scale, a number or a tensor of shape [] or [1], a constant.
-
     >>> import torch, torch.nn.functional as F
     >>> image, text = F.normalize(torch.randn(2, 8, 16), dim=-1)
     >>> teacher_image, teacher_text = F.normalize(torch.randn(2, 8, 24), dim=-1)
@@ -161,8 +145,9 @@ class DistillClipLoss(Loss):
         Arguments:
             image_features, text_features: [N, D], rows of unit length.
             logit_scale: a number, or a tensor of shape [] or [1]; the scale, not its logarithm.
-            dist_image_features, dist_text_features: [N, G], the teacher's features, rows of unit length; constants.
-            dist_logit_scale: the teacher's scale, a constant.
+            dist_image_features, dist_text_features: [N, G], the teacher's features, of a type and a size of their own,
+                rows of unit length; constants.
+            dist_logit_scale: the teacher's scale, a number or a tensor of shape [] or [1], a constant.
             ids: [N] integers; pairs of equal ids are not negatives of each other.
             weights: [N]; the loss is Σ w·loss / Σ w.
         """

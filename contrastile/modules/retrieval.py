@@ -32,16 +32,6 @@ class InfoNCELoss(Loss):
 
     Made as `InfoNCELoss(**how)`, with the options of `contrast`; returns and raises what `ClipLoss` does.
 
-    Arguments of the call:
-        query, key: [N, D] and [M, D], of one type; all keys of all ranks are compared with every query.
-        scale: a number, or a tensor of shape [] or [1].
-        positives: [N] or [N, P] indices into this rank's keys, −1 pads: the loss of a row is the mean of their −log p.
-            Without it key i belongs to query i, and the keys behind the first N are hard negatives.
-        negatives: [H, D] further keys, negatives of every query; or [N, H, D], H of each query alone.
-        query_ids, key_ids: [N], [M] integers; pairs of equal ids that are not positive do not count.
-        negative_ids: [N, H] integers for negatives [N, H, D]; one with the id of its query does not count.
-        weights: [N]; the loss is Σ w·loss / Σ w.
-
     With `InfoNCELoss(in_batch=False)` a query meets its own key and its own negatives [N, H, D] alone: N·(1 + H)
     products instead of N·M. `InfoNCELoss(hardness_mode=..., hardness_strength=5.0)` weighs negatives by exp(5 ·
     similarity), see `contrastile.losses.Hardness`.
@@ -94,12 +84,13 @@ class InfoNCELoss(Loss):
         """Return the loss of N queries among the keys of all ranks.
 
         Arguments:
-            query, key: [N, D] and [M, D]; without `positives` key i belongs to query i.
+            query, key: [N, D] and [M, D], of one type; all keys of all ranks are compared with every query.
             scale: a number, or a tensor of shape [] or [1]: 1 / temperature.
-            positives: [N] or [N, P] indices into this rank's keys, −1 pads.
-            negatives: further keys: [H, D] of every query, or [N, H, D] of each query alone.
-            query_ids, key_ids, negative_ids: [N], [M], [N, H] integers; pairs of equal ids that are not positive do
-                not count.
+            positives: [N] or [N, P] indices into this rank's keys, −1 pads: the loss of a row is the mean of their
+                −log p. Without it key i belongs to query i, and the keys behind the first N are hard negatives.
+            negatives: [H, D] further keys, negatives of every query; or [N, H, D], H of each query alone.
+            query_ids, key_ids: [N], [M] integers; pairs of equal ids that are not positive do not count.
+            negative_ids: [N, H] integers for negatives [N, H, D]; one with the id of its query does not count.
             weights: [N]; the loss is Σ w·loss / Σ w.
         """
         others: dict[str, Any] = {
@@ -163,11 +154,6 @@ class GISTLoss(Loss):
     the first one of a query is its key of the last product. Products of keys with keys are made with features of twice
     the size, zeros among them.
 
-    Arguments of the call:
-        query, key, scale, positives, negatives [H, D], query_ids, key_ids, weights: as of `InfoNCELoss`.
-        guide_query, guide_key: [N, G], [M, G] the guide's features, constants; rows of unit length.
-        guide_negatives: [H, G], where there are negatives.
-
     >>> import torch, torch.nn.functional as F
     >>> query, key, guide_query, guide_key = F.normalize(torch.randn(4, 8, 16), dim=-1)
     >>> loss = GISTLoss()(query, key, 10.0, guide_query=guide_query, guide_key=guide_key)
@@ -216,7 +202,7 @@ class GISTLoss(Loss):
             scale: a number, or a tensor of shape [] or [1]: 1 / temperature.
             guide_query, guide_key: [N, G] and [M, G], the guide's features, rows of unit length; constants.
             positives: [N] or [N, P] indices into this rank's keys, −1 pads.
-            negatives, guide_negatives: [H, D] and [H, G], further keys of every query.
+            negatives, guide_negatives: [H, D] and [H, G], further keys of every query; both, or neither.
             query_ids, key_ids: [N], [M] integers; pairs of equal ids that are not positive do not count.
             weights: [N]; the loss is Σ w·loss / Σ w.
         """
@@ -300,18 +286,6 @@ class ScoreDistillLoss(Loss):
     No other keys are compared; add `InfoNCELoss` for those of the batch. Made as `ScoreDistillLoss(kind="kl", **how)`,
     with the options of `contrast` except `label_smoothing`; returns and raises what `ClipLoss` does.
 
-    Arguments of the call:
-        query: [N, D].
-        key: [N, P, D], the keys of each query; or [M, D], with `lists`.
-        scores: [N, P], constants; for "kl" the teacher's logits, divided by its temperature.
-        scale: a number, or a tensor of shape [] or [1]; 1 where both are scores of the same kind.
-        lists: [N, P] indices into this rank's keys [M, D], −1 pads; a row of pads alone leaves the mean, and for
-            "margin_mse" the first of a list is the one that the others are compared with.
-        weights: [N]; the loss is Σ w·loss / Σ w.
-        scorer: a learned distance in place of the dot product, such as `contrastile.scorers.MaxSim`, with query and key
-            as `contrast` takes them: nested tensors [N, ...] and [N, P, ...], or [M, ...] with `lists`. It scores one
-            query's list at a time, and again in the backward.
-
     >>> import torch, torch.nn.functional as F
     >>> query, key, scores = torch.randn(4, 16), torch.randn(4, 5, 16), torch.randn(4, 5)
     >>> loss = ScoreDistillLoss(kind="margin_mse")(query, key, scores)
@@ -344,11 +318,14 @@ class ScoreDistillLoss(Loss):
         Arguments:
             query: [N, D].
             key: [N, P, D], the keys of each query; or [M, D], with `lists`.
-            scores: [N, P], the teacher's; constants.
-            scale: a number, or a tensor of shape [] or [1].
-            lists: [N, P] indices into this rank's keys [M, D], −1 pads.
+            scores: [N, P], constants; for "kl" the teacher's logits, divided by its temperature.
+            scale: a number, or a tensor of shape [] or [1]; 1 where both are scores of the same kind.
+            lists: [N, P] indices into this rank's keys [M, D], −1 pads; a row of pads alone leaves the mean, and for
+                "margin_mse" the first of a list is the one that the others are compared with.
             weights: [N]; the loss is Σ w·loss / Σ w.
-            scorer: a module that compares query and key in place of the dot product.
+            scorer: a learned distance in place of the dot product, such as `contrastile.scorers.MaxSim`, with query and
+                key as `contrast` takes them: nested tensors [N, ...] and [N, P, ...], or [M, ...] with `lists`. It
+                scores one query's list at a time, and again in the backward.
         """
         try:
             if scorer is not None:

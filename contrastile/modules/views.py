@@ -29,11 +29,6 @@ class SupConLoss(Loss):
     logarithm (equation 3). Made as `SupConLoss(form="out", **how)`, with the options of `contrast`; returns
     and raises what `ClipLoss` does.
 
-    Arguments of the call:
-        features: [N, D], or [N, views, D] for several views of each example; rows of unit length.
-        labels: [N] integers.
-        scale: a number, or a tensor of shape [] or [1].
-
     >>> import torch, torch.nn.functional as F
     >>> features, labels = F.normalize(torch.randn(6, 16), dim=-1), torch.tensor([0, 0, 1, 1, 2, 2])
     >>> loss = SupConLoss()(features, labels, 10.0)
@@ -54,7 +49,7 @@ class SupConLoss(Loss):
         """Return the loss of N examples, over the batch of all ranks.
 
         Arguments:
-            features: [N, D] or [N, views, D], rows of unit length.
+            features: [N, D], or [N, views, D] for several views of each example; rows of unit length.
             labels: [N] integers; examples of equal labels are positives of each other.
             scale: a number, or a tensor of shape [] or [1]: 1 / temperature.
         """
@@ -101,11 +96,6 @@ class NTXentLoss(Loss):
 
     Made as `NTXentLoss(**how)`, with the options of `contrast`; returns and raises what `ClipLoss` does.
 
-    Arguments of the call:
-        view_a, view_b: [N, D], of one type; rows of unit length.
-        scale: a number, or a tensor of shape [] or [1].
-        ids: [N] integers; views of two examples with equal ids are not negatives of each other.
-
     >>> import torch, torch.nn.functional as F
     >>> a, b = F.normalize(torch.randn(2, 8, 16), dim=-1)
     >>> loss = NTXentLoss()(a, b, 2.0)
@@ -121,7 +111,7 @@ class NTXentLoss(Loss):
         """Return the loss of N examples in two views, over the batch of all ranks.
 
         Arguments:
-            view_a, view_b: [N, D], rows of unit length.
+            view_a, view_b: [N, D], of one type; rows of unit length.
             scale: a number, or a tensor of shape [] or [1]: 1 / temperature.
             ids: [N] integers; views of two examples with equal ids are not negatives of each other.
         """

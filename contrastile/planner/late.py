@@ -58,8 +58,9 @@ class LateSize(LossSize):
         copies = self.dtype.itemsize * (self.masked + cast)
         rows, cols = self.blocks[-1]
         return maxsim.expected_bytes(
-            rows, cols, self.tokens, self.dimensions, self._allowed, symmetric=self.loss.symmetric, copies=copies
-        )
+            rows, cols, self.tokens, self.dimensions, self._allowed, symmetric=self.loss.symmetric, copies=copies,
+            at_once=not self.host,
+        )  # fmt: skip
 
     @property
     def workspace_bytes(self) -> int:

@@ -14,7 +14,7 @@ from contrastile.exchange.host import Cut, cut_within, device_bytes, row_bytes
 from contrastile.losses.base import PairLoss
 from contrastile.losses.softmax import Softmax
 from contrastile.tiles.base import resident_bytes
-from contrastile.tiles.eager import MATRICES, MATRICES_BY_INDEX
+from contrastile.tiles.eager import MATRICES, MATRICES_BY_INDEX, SIDE_ACCELERATOR, SIDE_CPU
 
 # bytes of fused kernels whatever the size of a block, measured: the scratch memory of their programs
 SCRATCH = 450 * 2**10
@@ -49,6 +49,8 @@ class LossSize:
     own: int = 0
     guide: int = 0
     directions: int = 1
+    # positives are known by indices or labels in every exchange
+    listed: bool = False
 
     @property
     def columns(self) -> int:
@@ -119,7 +121,7 @@ class LossSize:
             # Triton is not installed here: a strip of 16-bit gradients
             return min(allowed, 2 * self.block[0] * self.block[1])
         device = torch.device("meta" if self.device == "cuda" else "cpu")
-        expected = partial(tiles.expected_bytes, self.loss, by_index=self.exchange_class.by_index)
+        expected = partial(tiles.expected_bytes, self.loss, by_index=self.exchange_class.by_index or self.listed)
         # halved until they fit, a shorter block may take more
         blocks = max(expected(N, M, self.dimensions, self.dtype, allowed, device) for N, M in self.blocks)
         return blocks + (SCRATCH if self.backend_name == "triton" else 0)
@@ -142,11 +144,21 @@ class LossSize:
         if self.host:
             return device_bytes(self._cuts(), self.rows, self.columns, self.sizes, self.given, self.dtype), 0
         throughout, end = resident_bytes(self.rows, self.columns, self.dimensions, self.dtype, self.given)
+        if self._at_once and end == throughout:
+            # the backward multiplies accumulators of the forward with its own gradient
+            end += (self.rows + self.columns) * self.dimensions * self.wide
         # the sums of those before wait for the backward; copies of all columns, where others are behind the keys, too
         queued = self.columns * self.dimensions * self.given.itemsize if self.queue or self.own else 0
         queued += (self.rows + self.columns) * self.guide * self.given.itemsize
         others = (self.directions - 1) * throughout + self.directions * queued
         return throughout + others, end + others
+
+    @property
+    def _at_once(self) -> bool:
+        """Eager tiles compute the gradient in the forward: of a pairwise loss, of one tile, and in strips."""
+        side = SIDE_ACCELERATOR if self.device == "cuda" else SIDE_CPU
+        one_sweep = self.loss.pairwise or not self.loss.symmetric or max(self.rows, self.columns) <= side
+        return self.ranks == 1 and self.backend_name == "eager" and one_sweep
 
     def _cuts(self) -> Cut:
         """Strips and shards of features in host memory."""

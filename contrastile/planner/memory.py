@@ -12,6 +12,7 @@ from math import ceil
 from typing import Literal
 
 from contrastile.gradcache.memory import AUTO, BESIDE, HEAD, MARGIN, WORKSPACE, retained_graphs
+from contrastile.losses.guided import ROWS_AT_ONCE, Guided
 from contrastile.planner.loss import LossSize
 from contrastile.planner.towers import TowerCost
 
@@ -21,6 +22,8 @@ LIBRARIES = 2 * 32 * 2**20
 CONTEXT = 2**30
 # bytes of a number of a guide's features
 GUIDE = 4
+# bytes of a CPU's random state, which `encode` keeps of each sub-batch until it is replayed
+RANDOM_STATE = 5056
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,6 @@ class Side:
     between: int = 0
     # features and their gradients wait in host memory
     host: bool = False
-    # some weights of the encoder's model are not trained: `encode` keeps all graphs if they are small
-    partly_frozen: bool = False
 
     @property
     def count(self) -> int:
@@ -56,9 +57,9 @@ class Side:
 
     @property
     def keeps_all(self) -> bool:
-        """Graphs are so small that `encode` keeps them whatever `retain` is."""
+        """Graphs behind frozen weights are so small that `encode` keeps them whatever `retain` is."""
         each = max(self.cost.inputs, HEAD * self.cost.features) * self.cost.sub_batch
-        return self.partly_frozen and self.cost.trained > 0 and self.cost.graph <= each
+        return self.cost.reads_frozen and self.cost.trained > 0 and self.cost.graph <= each
 
     def graphs(self, retained: int) -> int:
         """Bytes of the last `retained` graphs; the last sub-batch may be shorter."""
@@ -144,19 +145,26 @@ class StepMemory:
         def add(name: str, **parts: int) -> None:
             moments.append(Moment(name, base | {key: value for key, value in parts.items() if value}))
 
-        graphs = features = 0
-        for side, count in zip(self.sides, retained, strict=True):
-            features, cost = features + side.features, side.cost
-            built = min(cost.graph, side.graphs(count))
-            alive = graphs + side.graphs(count) - built
-            add(f"{cost.name}: first pass", graphs=alive, features=features, activations=max(cost.forward, built))
-            graphs += side.graphs(count)
-        guided = 0
+        graphs = features = guided = 0
         for side in self.guides:
             cost, own = side.cost, GUIDE * side.examples * side.cost.dimensions
-            held = features + guided + side.examples * cost.features + own
-            add(f"teacher, {cost.name}", graphs=graphs, features=held, activations=cost.forward)
+            encoded = side.examples * cost.features
+            add(f"teacher, {cost.name}", features=guided + encoded, activations=cost.forward)
+            # converted to float32, and normalised
+            converted = own if cost.features < GUIDE * cost.dimensions else 0
+            add(f"teacher, {cost.name}: features", features=guided + encoded + converted + own)
             guided += own
+        for side, count in zip(self.sides, retained, strict=True):
+            features, cost = features + side.features, side.cost
+            features += RANDOM_STATE * side.count if self.loss.device == "cpu" else 0
+            built, parts = min(cost.graph, side.graphs(count)), {"features": features + guided}
+            alive = graphs + side.graphs(count) - built
+            add(f"{cost.name}: first pass", graphs=alive, **parts, activations=max(cost.forward, built))
+            graphs += side.graphs(count)
+        if self.guides and isinstance(self.loss.loss, Guided):
+            # keys of some rows, and their products with the queries
+            widths = min(self.loss.rows, ROWS_AT_ONCE) * self.guides[-1].cost.dimensions
+            add("thresholds of the guide", graphs=graphs, features=features + guided, loss=2 * GUIDE * widths)
         add("loss", graphs=graphs, features=features + guided, **self._loss_parts())
         # the features' own gradients wait beside them
         features += sum(side.gradients for side in self.sides)

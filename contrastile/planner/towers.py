@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from contrastile._torch import DispatchMode, pytree, without_values
+from contrastile.gradcache.introspect import FrozenReads
 from contrastile.gradcache.memory import as_written, counting, footprint
 
 # results that take no kernel
@@ -52,7 +53,8 @@ class TowerCost:
 
     weights, trained: bytes of all parameters and buffers, and of the trained parameters. graph: bytes that a kept graph
     adds. forward: peak of a pass without a graph. replay: peak of a pass forward and backward, new gradients included.
-    features: bytes of the features of one example; dimensions: their number. inputs: bytes of an example.
+    features: bytes of the features of one example; dimensions: their number. inputs: bytes of an example. reads_frozen:
+    the encoder reads a parameter that is not trained.
     """
 
     name: str
@@ -67,6 +69,7 @@ class TowerCost:
     inputs: int
     forward_work: Work
     replay_work: Work
+    reads_frozen: bool = False
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -176,7 +179,8 @@ def measure(
         del outs
         return sum(sizes.values())
 
-    forward = footprint(lambda: counted(grad=False))
+    with FrozenReads() as reads:
+        forward = footprint(lambda: counted(grad=False))
     replay, retained = forward, 0
     if trained:
         replay = footprint(lambda: counted(grad=True))
@@ -189,7 +193,7 @@ def measure(
     return TowerCost(
         name, sub_batch, sum(x.nbytes for x in weights), sum(x.nbytes for x in trained), retained, forward, replay,
         features.nbytes // sub_batch, features[0].numel(), sum(x.nbytes for x in inputs(1)),
-        works[False], works.get(True, works[False]),
+        works[False], works.get(True, works[False]), reads.any,
     )  # fmt: skip
 
 

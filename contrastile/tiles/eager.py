@@ -22,8 +22,9 @@ from contrastile.tiles.base import InFlight, Tiles, Weigh, bounds_of
 # tiles of 1,024² float32 stay in a core's cache; on an accelerator 8,192² fill its multiprocessors
 SIDE_CPU = 1024
 SIDE_ACCELERATOR = 8192
-# tiles held at once: logits, exponentials, gradient, a temporary, masks; fewer on a CPU, which knows the logits' range
-TILES_HELD, TILES_HELD_CPU = 5, 2
+# tiles held at once: logits, exponentials, gradient, a temporary, masks; on a CPU, which knows the logits' range, the
+# logits and their gradient; there a guide has its product and a mask, label smoothing a tile and a mask
+TILES_HELD, TILES_HELD_CPU, GUIDED_CPU, SMOOTHED_CPU = 5, 2, 1.25, 1.25
 # float32 matrices of a dense block at the peak, with positives on a diagonal and by index, whose masks are matrices
 MATRICES, MATRICES_BY_INDEX = 3.0, 7.25
 # most and fewest rows of a strip over all columns on a CPU; with fewer, two sweeps over tiles are as fast
@@ -84,6 +85,8 @@ class Eager(Tiles):
             g_IJ = self.loss.pair_grad(tile, strip_I, cols_J)
             self._propagate(g_IJ, graph, strip_I, cols_J, None if u is None else u[along], v, sums)
             finished.append(ends)
+            # its memory is for the next strip
+            del x, graph, tile, g_IJ
         return finished, sums
 
     def _sweep(
@@ -114,6 +117,9 @@ class Eager(Tiles):
                         g_IJ = self.loss.pair_grad(tile, row_tile, col_tile)
                         u_I, v_J = None if u is None else u[along_i], None if v is None else v[along_j]
                         self._propagate(g_IJ, graph, row_tile, col_tile, u_I, v_J, sums)
+                        del g_IJ
+                    # its memory is for the next tile
+                    del x, graph, tile
 
     def _merge_tile(
         self, stats: list[Tensor | None], index: int, tile_stats: Tensor, along: slice, shard: Shard
@@ -162,10 +168,13 @@ class Eager(Tiles):
         return nullcontext()
 
     def workspace_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
-        side = self._side(dtype)
-        height = self._height(N, M, dtype)
-        rows, cols = (height, M) if height else (min(N, side), min(M, side))
+        rows, cols = self._largest_tile(N, M, dtype)
         return accumulator(dtype).itemsize * (self._held * rows * cols + 2 * (rows + cols) * D)
+
+    def _largest_tile(self, N: int, M: int, dtype: torch.dtype) -> tuple[int, int]:
+        """Rows and columns of a strip over all columns, or of a tile."""
+        height, side = self._height(N, M, dtype), self._side(dtype)
+        return (height, M) if height else (min(N, side), min(M, side))
 
     @classmethod
     def expected_bytes(
@@ -173,10 +182,18 @@ class Eager(Tiles):
         *, by_index: bool = False,
     ) -> int:  # fmt: skip
         tiles = cls(loss, torch.empty((), device=device), None, workspace)
-        bound = tiles.workspace_bytes(N, M, D, dtype)
-        # a single tile with known bounds has no tiles of exponentials and masks beside it
-        frugal = device.type == "cpu" and not by_index and max(N, M) <= tiles._side(dtype)
-        return bound * TILES_HELD_CPU // TILES_HELD if frugal else bound
+        teacher = loss.formula is not None and loss.formula.guide == "teacher"
+        if device.type != "cpu" or by_index or teacher:
+            return tiles.workspace_bytes(N, M, D, dtype)
+        side, wide = tiles._side(dtype), accumulator(dtype)
+        # both passes of a pairwise loss are one sweep over tiles
+        rows, cols = (min(N, side), min(M, side)) if loss.pairwise else tiles._largest_tile(N, M, dtype)
+        held = TILES_HELD_CPU + GUIDED_CPU * loss.guides + loss.reads_products
+        # label smoothing reads the logits after their exponentials; logits that are far apart, as at a large scale,
+        # have exponentials of their own for rows and for columns
+        held += SMOOTHED_CPU if getattr(loss, "label_smoothing", 0.0) else loss.symmetric
+        # features of another type are converted, a side at a time
+        return int(wide.itemsize * (held * rows * cols + (dtype != wide) * max(rows, cols) * D))
 
     def _tile(self, x: Tensor, rows: Shard, cols: Shard, graph: Any) -> Tile:
         """The tile of the logits x, to which the bias is added in place."""

@@ -115,15 +115,16 @@ class ImageText(Task[Batch]):
         to_image, to_text = (partial(tower, unit=True) for tower in towers) if streamed else towers
         words: dict[str, Any] = {"retain": settings.retain, "features": settings.features}
         tokens, others = apart(part.tokens)
+        inputs: dict[str, Any] = {"ids": part.ids if streamed else part.ids.to(self.run.device)}
+        if self.teacher is not None:
+            # before there are graphs
+            inputs["guides"] = self.teacher.pairs(part.pixels, others)
         with self.run.autocast():
             # with retain >= 1, a batch of one sub-batch is encoded once, without a replay
             image = encode(to_image, part.pixels, sub_batch=size.image, **words)
             text = encode(to_text, tokens, **size.words("text"), **words)
             if not streamed:
                 image, text = map(model.unit_rows, (image, text))
-            inputs: dict[str, Any] = {"ids": part.ids if streamed else part.ids.to(self.run.device)}
-            if self.teacher is not None:
-                inputs["guides"] = self.teacher.pairs(part.pixels, others)
             # the loss makes its products in autocast's type
             return self._loss(image, text, model.logit_scale.exp(), model.logit_bias, **inputs)
 

@@ -273,17 +273,19 @@ class Teacher:
         """Features [b, G] of pictures and of texts, float32 of unit length, and the scale."""
         model, size = self.run.model, self.run.recipe.train.sub_batch
         with self.run.autocast():
-            image = encode(model.encode_image, pixels, sub_batch=size.image)
-            text = encode(model.encode_text, tokens, **size.words("text"))
-        return F.normalize(image.float(), dim=-1), F.normalize(text.float(), dim=-1), self.scale
+            # the encoders' own features of a side are gone before the next one's are there
+            image = F.normalize(encode(model.encode_image, pixels, sub_batch=size.image).float(), dim=-1)
+            text = F.normalize(encode(model.encode_text, tokens, **size.words("text")).float(), dim=-1)
+        return image, text, self.scale
 
     @torch.no_grad()
     def texts(self, queries: Tokens, passages: Tokens) -> tuple[Tensor, Tensor, Tensor | float]:
         """Features [b, G] of queries and of passages, as the teacher's own recipe compares them, and the scale."""
         run = self.run
         with run.autocast():
-            query, passage = run.encoded("query", queries), run.encoded("passage", passages)
-        return run.model.comparable(query), run.model.comparable(passage), self.scale
+            query = run.model.comparable(run.encoded("query", queries))
+            passage = run.model.comparable(run.encoded("passage", passages))
+        return query, passage, self.scale
 
 
 def open_teacher(recipe: Any) -> Teacher | None:

@@ -183,7 +183,6 @@ def plan_of(
     products = half or (torch.float64 if train.precision == "float64" else torch.float32)
     given = torch.float64 if train.precision == "float64" else torch.float32
     on_gpu, late = machines.device == "cuda", _late(recipe)
-    partly_frozen = len({parameter.requires_grad for parameter in model.parameters()}) > 1
     sides = []
     for cost, (examples, size, _) in zip(costs, sub_batches(recipe, rows).values(), strict=True):
         # features in the type of the loss, and normalised
@@ -194,7 +193,7 @@ def plan_of(
             copies += cost.features if cost.name == "passage" else 0
         inputs = (STREAMED * size if on_gpu else 0) * cost.inputs
         between = NORMALISED * given.itemsize * cost.dimensions if late else 0
-        sides.append(Side(cost, examples, inputs, copies, between, partly_frozen=partly_frozen))
+        sides.append(Side(cost, examples, inputs, copies, between))
     kind, queue = recipe.loss.kind, getattr(recipe.loss, "queue", 0)
     both_ways = isinstance(recipe, Recipe) and kind in ("infonce", "gist")
     size_of: Any = LossSize
@@ -205,11 +204,13 @@ def plan_of(
     if late:
         dimensions = recipe.model.features
         size_of = partial(LateSize, tokens=tuple([cost.dimensions // dimensions for cost in costs]))
+    pair_loss = OBJECTIVES[recipe.kind](recipe.loss).pair_loss
+    # not the pairs of a diagonal alone
+    listed = not isinstance(recipe, Recipe) or pair_loss.exclude_self or getattr(recipe.loss, "labels", False)
     loss = size_of(
         rows, keys * rows, ranks, dimensions, machines.memory, recipe.loss.exchange, recipe.loss.backend,
         machines.device, getattr(recipe.loss, "workspace", None), products, given,
-        OBJECTIVES[recipe.kind](recipe.loss).pair_loss, queue=queue // ranks, own=anchors + positives,
-        directions=2 if both_ways else 1,
+        pair_loss, queue=queue // ranks, own=anchors + positives, directions=2 if both_ways else 1, listed=listed,
     )  # fmt: skip
     teacher, guides = 0, list[Side]()
     if (other := teacher_recipe(recipe)) is not None:

@@ -19,6 +19,7 @@ from torch import nn
 
 import contrastile
 import contrastile.losses
+from contrastile.modules.base import Loss
 
 ROOT = Path(__file__).parents[2]
 ADAPTERS = "contrastile.integrations."
@@ -78,6 +79,9 @@ def api(page: str) -> str:
     for name, module in names.items():
         value = getattr(importlib.import_module(module), name)
         parts.append(f"## `{name}`\n\n{_signature(name, module, value)}\n\n{docstring(inspect.getdoc(value) or '')}")
+        if inspect.isclass(value) and issubclass(value, Loss):
+            # its call has the arguments
+            parts.append(docstring(inspect.getdoc(value.forward) or ""))
         parts.append(f"Source: [{_file(value)}](../../{_file(value)})\n")
     return "\n".join(parts)
 

@@ -278,26 +278,28 @@ def slot_of(L: int, most: int, *, masked: bool) -> int:
 
 
 def expected_bytes(
-    N: int, M: int, tokens: tuple[int, int], D: int, workspace: int, *, symmetric: bool, copies: int = 0
-) -> tuple[int, bool]:
+    N: int, M: int, tokens: tuple[int, int], D: int, workspace: int, *, symmetric: bool, copies: int = 0,
+    at_once: bool = True,
+) -> tuple[int, bool]:  # fmt: skip
     """Bytes of a loss with gradients beside inputs and accumulators, for a planner, and whether it is one tile.
 
-    copies: bytes of a feature in tokens without those behind a mask, or in another type; 0 without a mask.
+    copies: bytes of a feature in tokens without those behind a mask, or in another type; 0 without a mask. at_once: the
+    gradients come with the loss where its tiles allow it.
     """
     L, T = tokens
     most = 256 if D <= 128 else 128
     padded = tiles_of(L, slot := slot_of(L, most, masked=copies > 0)) * slot
     winners = padded * (1 if T < MOST_SMALL else 2)
     pair = (PAIR_BYTES + winners + 4 * padded / slot) / (1 - 1 / LISTS)
-    whole = workspace >= pair * N * M
+    whole = at_once and workspace >= pair * N * M
     side = max(LEAST_STRIP, min(SIDE_ACCELERATOR, int((workspace / pair) ** 0.5)))
     # a loss of one way has all columns in a strip
-    strip = 0 if symmetric else int(workspace / (pair * M))
+    strip = 0 if symmetric or not at_once else int(workspace / (pair * M))
     rows, cols = (N, M) if whole else (strip, M) if strip >= LEAST_STRIP else (min(N, side), min(M, side))
     lists = 4 * rows * padded * max(1, min(cols, workspace // LISTS // (4 * rows * padded)))
     # scores, logits and gradients; of the tile before, its winners and three of them are still there
     first = (winners + 12 + 4 * symmetric) * rows * cols + lists
-    next_one = 0 if whole else (2 * winners + 20) * rows * cols
+    next_one = 0 if (rows, cols) == (N, M) else (2 * winners + 20) * rows * cols
     return max(first, next_one) + copies * (rows * L + cols * T) * D, whole or strip >= LEAST_STRIP
 
 
