@@ -39,15 +39,16 @@ from contrastile.tiles.triton.plan import (
 
 # rows of one program in kernels along one dimension
 BLOCK = 128
-# rows of one program that merges the sums of tiles, and tiles added at once: few rows have many tiles
-MERGED, TILES = 32, 64
+# rows of one program that merges the sums of tiles, and tiles added at once; and of one that computes positives, and
+# features at a time: where rows are few, more programs take a share of them
+FEW = 4096
+MERGED, MERGED_FEW = (128, 16), (16, 128)
+POSITIVES, POSITIVES_FEW = (16, 128), (8, 256)
 # rows of one program that reads features, `BLOCK` features at a time
 ROWS = 16
 # rows of one program that multiplies them in the matrix units, the least that takes a Hopper chip's wide instruction,
 # and features at a time
 ROWS_MULTIPLIED, FEATURES_MULTIPLIED = 64, 32
-# rows of one program that computes positives, and features at a time
-ROWS_POSITIVE, FEATURES_POSITIVE = 4, 512
 # partial norms that are read at once
 NORMS = 4096
 # constants of a block; rows that `finish` writes: the state, then each row's loss and its weight
@@ -220,14 +221,14 @@ def merge_sums(
     the flag is set.
     """
     (channels, col_tiles, N), (_, row_tiles, M), col = parts[0].shape, parts[-1].shape, len(parts) - 1
-    blocks = tiles_of(max(N, M), MERGED)
+    rows, tiles = MERGED_FEW if max(N, M) <= FEW else MERGED
     kernel = reductions.merge_maxima if careful else reductions.merge_sums
     run(
-        kernel, (blocks, len(parts)), constants_ptr=constants, row_stride=stats[0].stride(0),
+        kernel, (tiles_of(max(N, M), rows), len(parts)), constants_ptr=constants, row_stride=stats[0].stride(0),
         col_stride=stats[col].stride(0), N=N, M=M, row_tiles=row_tiles, col_tiles=col_tiles, row_first=int(first[0]),
         col_first=int(first[col]), row_last=int(last[0]), col_last=int(last[col]), LABELS=channels == LABEL_CHANNELS,
-        row_part_ptr=parts[0], col_part_ptr=parts[-1], row_stats_ptr=stats[0], col_stats_ptr=stats[col], BLOCK=MERGED,
-        TILES=TILES, **epilogue.flags,
+        row_part_ptr=parts[0], col_part_ptr=parts[-1], row_stats_ptr=stats[0], col_stats_ptr=stats[col], BLOCK=rows,
+        TILES=tiles, **epilogue.flags,
     )  # fmt: skip
 
 
@@ -325,10 +326,10 @@ def as_tiles(dtype: torch.dtype, epilogue: Epilogue) -> bool:
 def _positives(block: Block, positives: Positives, q: Tensor, k: Tensor, *, exact: bool) -> dict[str, Any]:
     """The positives known by position, and features; exact: multiplied in pieces, as the tiles do."""
     columns, shape = positives.columns, shape_for(q.device)
-    side = {"ROWS": ROWS_POSITIVE, "BLOCK": FEATURES_POSITIVE}
+    rows, features = POSITIVES_FEW if len(q) <= FEW else POSITIVES
     if exact:
-        side = {"ROWS": min(shape.rows, ROWS_MULTIPLIED), "BLOCK": FEATURES_MULTIPLIED}
-    return _features(q, k) | products_of(EXACT if exact else 1) | side | {
+        rows, features = min(shape.rows, ROWS_MULTIPLIED), FEATURES_MULTIPLIED
+    return _features(q, k) | products_of(EXACT if exact else 1) | {"ROWS": rows, "BLOCK": features} | {
         "columns_ptr": block.constants if columns is None else columns, "per_row": positives.per_row,
         "N": len(block.rows), "M": len(block.cols), "diagonal": positives.diagonal or 0, "DIAGONAL": columns is None,
         "self_diagonal": block.self_diagonal or 0, "SELF": block.self_diagonal is not None,
@@ -343,9 +344,10 @@ def _positive_arguments(block: Block, positives: Positives, epilogue: Epilogue) 
         return {"teacher_ptr": block.constants, **given}
     logits = block.constants.new_empty(len(q), positives.per_row)
     ((a,), (b,)) = block.rows.guides, block.cols.guides
+    of_teacher = _positives(block, positives, a, b, exact=False)
     run(
-        by_position.positive_logits, (tiles_of(len(q), ROWS_POSITIVE),), constants_ptr=block.constants[CONSTANTS:],
-        out_ptr=logits, **epilogue.flags, **_positives(block, positives, a, b, exact=False),
+        by_position.positive_logits, (tiles_of(len(q), of_teacher["ROWS"]),),
+        constants_ptr=block.constants[CONSTANTS:], out_ptr=logits, **epilogue.flags, **of_teacher,
     )  # fmt: skip
     return {"teacher_ptr": logits, **given}
 
