@@ -252,7 +252,8 @@ KINDS = {"losses": loss_cases, "ranks": rank_cases, "steps": step_cases, "tokens
 def main() -> None:
     if "--towers" in sys.argv:
         entries = [entry for model, sizes in SUB_BATCHES.items() for entry in measured_towers(model, sizes)]
-        entries += measured_towers("vit-b-16", (512,), compiled=True)
+        for model, size in (("vit-b-16", 512), ("vit-l-14", 192)):
+            entries += measured_towers(model, (size,), compiled=True)
         TOWERS.write_text(json.dumps(entries, indent=1) + "\n")
         return
     profile = target("H200").profile

@@ -371,7 +371,7 @@ def test_compiled_towers_and_the_loss_are_one_graph() -> None:
         assert all(distance(a, b) <= 1e-4 for a, b in zip(found, truth, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning", "ignore:TensorFloat32 tensor cores:UserWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_towers_draw_the_same_numbers_in_both_passes(dtype: torch.dtype) -> None:
     """The rest of the batch runs as it is written; kept graphs and replayed sub-batches have one gradient."""

@@ -31,10 +31,10 @@ class Counted(TorchDispatchMode):
 
 def _counts(rank: int, group: Any, exchange: str) -> tuple[Counter[str], int]:
     """Operations and launches of one call, forward and backward; kernels are counted instead of run."""
-    from contrastile.tiles.triton import backend, launch
+    from contrastile.tiles.triton import launch, products
 
     launches: list[None] = []
-    places = [(launch, "run"), (backend, "_add_product")]
+    places = [(launch, "run"), (products, "_add_product")]
     functions = [getattr(module, name) for module, name in places]
     try:
         for module, name in places:

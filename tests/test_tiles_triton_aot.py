@@ -123,7 +123,8 @@ def _type(name: str, shape: Any, constants: dict[str, Any]) -> str | tuple[str, 
     of_texts = ("tokens_ptr", "lengths_ptr", "list_ptr", "bounds_ptr", "begins_ptr", "order_ptr")
     if name.endswith(("ids_ptr", "labels_ptr", *of_texts)):
         return "*i32"
-    if name.endswith(("positives_ptr", "starts_ptr", "sources_ptr", "columns_ptr", "address_ptr")):
+    indices = ("positives_ptr", "starts_ptr", "targets_ptr", "stops_ptr", "sources_ptr", "columns_ptr", "address_ptr")
+    if name.endswith(indices):
         return "*i64"
     return "*fp32" if name.endswith("_ptr") else "fp32" if name in ("smoothing", "truncation", "hardness") else "i32"
 
@@ -194,6 +195,8 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
             yield kernel, f"{name} plain", plain
         if busy:
             yield kernel, f"{name} sigmoid", plain | sigmoid
+        if name == "gradient" and (EVERY or capability == 90):
+            yield kernel, f"{name} kept", plain | {"LOSS": True, "COLUMNS": False}
         if capability in GUIDED_ON and (EVERY or busy):
             yield kernel, f"{name} {TAUGHT}", plain | teacher
             if EVERY:

@@ -34,7 +34,7 @@ from contrastile.tiles.base import Accumulated
 logger = logging.getLogger("contrastile")
 
 # rows of a small batch's shorter side: longer ones keep the device busy for longer than the host
-MOST_ROWS = 8192
+MOST_ROWS = 16384
 # bytes that a graph keeps for the pairs (`Tiles.captured_bytes`)
 MOST_BYTES = 2**29
 # calls of a plan before its capture, which also compile its kernels

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from contrastile._types import Reduction
 from contrastile.engine import arguments as checks
-from contrastile.exchange.base import Exchange
+from contrastile.exchange.base import Exchange, Single
 from contrastile.gradcache.first_order import first_order
 from contrastile.losses.base import Finished, PairLoss, Shard, changed, divisor, with_states
 from contrastile.tiles import own
@@ -175,6 +175,7 @@ def with_gradients(call: Call, tiles: Tiles, inputs: Sequence[Tensor], wanted: W
     if height:
         return in_strips(call, tiles, rows, cols, wanted, whole=height == len(rows))
     if not call.loss.pairwise:
+        tiles.followed = isinstance(exchange, Single)
         stats = [side for side in exchange.forward(tiles, rows, cols) if side is not None]
         result = exchange.finish(tiles, stats, rows, cols, call.weights, call.reduction)
         carrying = with_states(rows, cols, result.states, result.coefficients)

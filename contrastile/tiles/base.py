@@ -116,6 +116,8 @@ class Tiles(ABC):
     flag: Tensor | None = field(default=None, init=False, repr=False)
     # u and v are uninitialised memory, all of which one `backward` writes
     fresh: bool = field(default=False, init=False, repr=False)
+    # the backward of the same block follows the forward at once, which may keep results for it
+    followed: bool = field(default=False, init=False, repr=False)
     # u and v are the gradients of the features, scaled and in their own types, and the sums those of `pair_sums`
     final: bool = field(default=False, init=False, repr=False)
     # types of the gradients of rows and columns; None: those of the features

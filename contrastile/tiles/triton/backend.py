@@ -31,7 +31,7 @@ from torch import Tensor
 from contrastile._types import Reduction
 from contrastile.losses.base import PairLoss, Shard, Total
 from contrastile.tiles.base import ForwardResult, InFlight, Tiles
-from contrastile.tiles.triton import launch, plan
+from contrastile.tiles.triton import kept, launch, plan
 from contrastile.tiles.triton.block import (
     Block,
     Budget,
@@ -45,16 +45,15 @@ from contrastile.tiles.triton.block import (
     readable_side,
 )
 from contrastile.tiles.triton.forward import UNIT
+from contrastile.tiles.triton.kept import Kept
 from contrastile.tiles.triton.launch import Weights, on
 from contrastile.tiles.triton.plan import LABEL_CHANNELS, Epilogue, Operand, Pair
+from contrastile.tiles.triton.products import add_cols, add_rows
 
 # compute capability of the oldest chip whose matrix units take bf16
 LEAST_CAPABILITY = 8, 0
 # a strip in fp16 holds gradients up to 2 to this power
 UNIT_POWER = 14
-# terms of an inner sum per product where float32's full precision is requested: the matrix units truncate their sums by
-# a few parts in 10^8 for every 16 terms
-INNER = 1024
 # first row, number of rows, first column, number of columns of a block
 Position = tuple[int, int, int, int]
 
@@ -88,6 +87,8 @@ class Triton(Tiles):
     groups: dict[Position, Groups] = field(default_factory=dict, compare=False, repr=False)
     # latest super-tile of the present block, whose operands the next pass reuses: often it is the only one
     super_tile: SuperTile | None = field(default=None, init=False, compare=False, repr=False)
+    # exponentials of the block that the forward has kept for the backward
+    kept: Kept | None = field(default=None, init=False, compare=False, repr=False)
     # multiprocessors left to transfers between devices
     reserved: int = 0
 
@@ -188,6 +189,16 @@ class Triton(Tiles):
         """
         self.reserved = multiprocessors
 
+    def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
+        if (
+            self.kept is None
+            or not self.kept.narrow
+            or self.grad_dtypes not in (None, (torch.bfloat16, torch.bfloat16))
+        ):
+            return super().accumulators(rows, cols, wanted)
+        u, _ = super().accumulators(rows, cols, (*wanted[:3], False))
+        return u, cols.features.new_empty(cols.features.shape) if wanted[3] else None
+
     @property
     def sums_products(self) -> bool:
         return self._epilogue.exponential
@@ -262,10 +273,16 @@ class Triton(Tiles):
             passes = passes[:1]
         elif by_label(block.rows):
             passes = [(True, LABEL_CHANNELS, budget.labels)]
+        keeps = self.followed and kept.fits(block, epilogue, budget)
         for careful, channels, cost in passes:
             for tile in self._super_tiles(block, cost):
-                parts = self._new_parts(tile.block, channels)
-                launch.sums(tile.pair, block.constants, parts, epilogue, careful=careful)
+                if keeps and not careful:
+                    # with the sums of the scale's gradient
+                    parts = self._new_parts(tile.block, channels + 1)
+                    self.kept = kept.exponentials(tile.pair, block.constants, parts[0], epilogue)
+                else:
+                    parts = self._new_parts(tile.block, channels)
+                    launch.sums(tile.pair, block.constants, parts, epilogue, careful=careful)
                 merged = (parts, tile.of(stats), block.constants, epilogue, tile.first, tile.last)
                 launch.merge_sums(*merged, careful=careful)
                 # freed before the next super-tile's sums are allocated, which may fill the workspace
@@ -333,9 +350,13 @@ class Triton(Tiles):
         A v that may leave early is added to first. Any other is added to last, because it may still be in flight and
         because the columns must stay until they have been read. It leaves then if this is the `final` addition.
         """
+        weights = self._weights(block)
+        if self.kept is not None:
+            total = self.kept.add(block, weights[0][0], u, None if v is None else _received(v), self._epilogue)
+            self.kept = None
+            return total
         sums = launch.new_sums(self.scale.device)
         strip: Tensor | None = None
-        weights = self._weights(block)
         lost = launch.truncation(block.rows.features) if self.sums_products else 0.0
         early = isinstance(v, InFlight) and v.early
         for tile in self._super_tiles(block, self._budget.backward):
@@ -345,16 +366,16 @@ class Triton(Tiles):
             self._fill(tile, weights, strip, sums, row_stats)
             first_of_row, first_of_col = (self.fresh and first for first in tile.first)
             if u is not None and not early:
-                _add_rows(along(u, tile.along[0], 0), tile.pair, strip, fresh=first_of_row)
+                add_rows(along(u, tile.along[0], 0), tile.pair, strip, fresh=first_of_row)
             if v is not None:
-                _add_cols(along(_received(v), tile.along[1], 0), tile.pair, strip, fresh=first_of_col)
+                add_cols(along(_received(v), tile.along[1], 0), tile.pair, strip, fresh=first_of_col)
             if all(tile.last):
                 if isinstance(v, InFlight) and final:
                     v.release()
                 # this small work gives the transfer a start on the device before the next large product takes all of it
                 total = sums.sum(dtype=torch.float64) * (1 + lost)
             if u is not None and early:
-                _add_rows(along(u, tile.along[0], 0), tile.pair, strip, fresh=first_of_row)
+                add_rows(along(u, tile.along[0], 0), tile.pair, strip, fresh=first_of_row)
         return total
 
     def _weights(self, block: Block) -> Weights:
@@ -383,8 +404,7 @@ class Triton(Tiles):
         if v is not None and positives.columns is not None:
             # sorted by column, so that sums have the same order, and bits, in every run
             columns, order = torch.where(positives.columns < 0, len(v), positives.columns).flatten().sort(stable=True)
-            starts = torch.searchsorted(columns, torch.arange(len(v) + 1, device=v.device))
-            launch.add_pairs(v, block.rows.features, starts, order // positives.per_row, g_NP.flatten()[order])
+            launch.add_pairs(v, block.rows.features, columns, order // positives.per_row, g_NP.flatten()[order])
         if not self.sums_products:
             return g_NP.sum(dtype=torch.float64)
         q = block.rows.features
@@ -394,48 +414,3 @@ class Triton(Tiles):
 
 def _received(v: Tensor | InFlight) -> Tensor:
     return v.value() if isinstance(v, InFlight) else v
-
-
-def _add_rows(u: Tensor, pair: Pair, strip: Tensor, *, fresh: bool) -> None:
-    """u += g @ k of a super-tile whose gradient g is in the strip; `fresh`: u = g @ k."""
-    g = pair.strip_pieces(strip)
-    for of_g, of_k, inner, lost in _strip_products(pair):
-        _add_product(u, g[of_g], pair.k.piece(of_k, u.shape[1]), inner, lost, fresh=fresh)
-        fresh = False
-
-
-def _add_cols(v: Tensor, pair: Pair, strip: Tensor, *, fresh: bool) -> None:
-    """v += gᵀ @ q; `fresh`: v = gᵀ @ q."""
-    g = pair.strip_pieces(strip)
-    for of_g, of_q, inner, lost in _strip_products(pair):
-        _add_product(v, g[of_g].T, pair.q.piece(of_q, v.shape[1]), inner, lost, fresh=fresh)
-        fresh = False
-
-
-def _strip_products(pair: Pair) -> list[tuple[int, int, int | None, float]]:
-    """Pieces of the gradient and of the features that are multiplied, terms of an inner sum, and what each loses."""
-    parts = pair.q.parts
-    exact = parts == plan.EXACT
-    lost = launch.truncation_per_term(pair.q.data.device, exact=True) if exact else 0.0
-    # of three pieces, the product of the largest must be as exact as the last are small
-    return [(g, x, INNER if exact and g == x == 0 else None, lost) for g, x in plan.piece_products(parts)]
-
-
-def _add_product(total: Tensor, g: Tensor, x: Tensor, inner: int | None, lost: float, *, fresh: bool) -> None:
-    """total += g @ x in float32, from 16-bit operands, with at most `inner` terms at once.
-
-    lost: share of a sum that the matrix units truncate, per term. fresh: total has no values yet.
-    """
-    n = len(x) if inner is None else inner
-    for start in range(0, len(x), n):
-        terms = x[start : start + n]
-        keep = 0.0 if fresh and start == 0 else 1.0
-        add_at_once(total, g[:, start : start + n], terms, 1 + lost * len(terms), keep)
-
-
-def add_at_once(total: Tensor, g: Tensor, x: Tensor, times: float, keep: float) -> None:
-    """total = keep · total + times · g @ x; with `keep` 0 the values of total are not read."""
-    if total.is_cuda:
-        torch.addmm(total, g, x, alpha=times, beta=keep, out_dtype=torch.float32, out=total)
-    else:
-        total.addmm_(g.float(), x.float(), alpha=times, beta=keep)

@@ -148,10 +148,16 @@ def _reciprocal(x, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def sum_per_thread(x, BM: tl.constexpr, WIDTH: tl.constexpr):
-    """Partial sums of x as [BM // 32, 8, 4]: one number per thread in the layout that the matrix units return."""
+def sum_per_lane(x, BM: tl.constexpr, WIDTH: tl.constexpr):
+    """Partial sums of the rows of x as [BM, 4]: within threads, in the layout that the matrix units return."""
     left, right = tl.split(tl.reshape(x, (BM, WIDTH // 2, 2)))
-    lanes = tl.sum(tl.reshape(left + right, (BM, WIDTH // 8, 4)), 1)
+    return tl.sum(tl.reshape(left + right, (BM, WIDTH // 8, 4)), 1)
+
+
+@triton.jit
+def sum_per_thread(x, BM: tl.constexpr, WIDTH: tl.constexpr):
+    """Partial sums of x as [BM // 32, 8, 4]: one number per thread."""
+    lanes = sum_per_lane(x, BM, WIDTH)
     return tl.sum(tl.sum(tl.reshape(lanes, (2, BM // 32, 2, 8, 4)), 0), 1)
 
 
@@ -187,6 +193,9 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
     and −a_i · σ(−x) for pairs of equal label; with LOSS it also writes the sums of `totals`. Where the careful flag is
     set, the strip is left to `careful_gradient`. Each program adds Σ g · ⟨q, k⟩ of its tiles, or Σ g with SOFTPLUS, to
     its own row of `sums` [programs, BM].
+
+    Of an exponential with LOSS, in one direction, the strip holds 2^t alone, for a backward that knows a later: see
+    `kept.py`. Each tile's Σ 2^t and Σ 2^t · ⟨q, k⟩ along rows go to `row_part` [2, col tiles, N].
 
     A softmax's tile is processed in quarters: the products stay in registers until their gradients are known, and
     spilling them costs more than all else.
@@ -271,7 +280,16 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
                     t = tl.where(valid, t, -float("inf"))
                     if GUIDE == TEACHER:
                         soft = tl.where(valid, soft, -float("inf"))
-                g = tl.math.exp2(t) * (a + quarter(b, at, BM, BN) if COLUMNS else a)
+                g = tl.math.exp2(t)
+                if LOSS:
+                    if at == 0:
+                        total = sum_per_lane(g, BM, WIDTH)
+                        inner = sum_per_lane(g * part, BM, WIDTH)
+                    else:
+                        total += sum_per_lane(g, BM, WIDTH)
+                        inner += sum_per_lane(g * part, BM, WIDTH)
+                else:
+                    g = g * (a + quarter(b, at, BM, BN) if COLUMNS else a)
                 if GUIDE == TEACHER:
                     g = g - tl.math.exp2(soft) * (c + quarter(d, at, BM, BN) if COLUMNS else c)
                 if SMOOTH:
@@ -279,14 +297,48 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
                     if COLUMNS:
                         g = g - _load_vector(col_d_ptr, cols, M)[None, :]
                     g = tl.where(valid, g, 0.0)
-                sums += sum_per_thread(g * part, BM, WIDTH)
+                if not LOSS:
+                    sums += sum_per_thread(g * part, BM, WIDTH)
                 if at % 2 == 0:
                     left = g
                 else:
                     half = j * BN + (at // 2) * (BN // 2)
                     g = join_quarters(left, g, BM, WIDTH)
                     store_half(out_mem, out_stride, g, i, half, part_stride, BM, BN // 2, PARTS, TMA)
+            if LOSS:
+                row_at = row_part_ptr + j.to(tl.int64) * N + rows
+                tl.store(row_at, tl.sum(total, 1), mask=rows < N)
+                tl.store(row_at + col_tiles.to(tl.int64) * N, tl.sum(inner, 1), mask=rows < N)
     tl.store(sums_at, sums)
+
+
+@triton.jit(do_not_specialize=ANY)
+def kept_rows(q_ptr, out_ptr, weights_ptr, inner_ptr, factors_ptr, sums_ptr, constants_ptr, N, D, q_row_stride,
+              col_tiles, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+    """What a strip of exponentials 2^t lacks of gradients, for each row i with the weight a_i: see `kept.py`.
+
+    Writes the factor a_i of the row's sums, a_i · UNIT · q_i in 16 bits for those of the columns, and
+    Σ_j g_ij · ⟨q_i, k_j⟩. Where the careful flag is set, the strip holds gradients: factors are 1 and sums 0.
+    """
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    fast = tl.load(constants_ptr + CAREFUL) == 0
+    weight = tl.load(weights_ptr + rows, mask=rows < N, other=0.0)
+    factor = tl.where(fast, weight, 1.0)
+    tl.store(factors_ptr + rows, factor, mask=rows < N)
+    row = rows.to(tl.int64)[:, None]
+    for step in range(0, D, BLOCK):
+        cols = step + tl.arange(0, BLOCK)
+        inside = (rows < N)[:, None] & (cols < D)[None, :]
+        x = tl.load(q_ptr + row * q_row_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+        x = x * (factor * UNIT)[:, None]
+        tl.store(out_ptr + row * D + cols[None, :], x.to(out_ptr.dtype.element_ty), mask=inside)
+    total = tl.zeros((ROWS,), tl.float32)
+    for step in range(0, col_tiles, TILES):
+        tile = step + tl.arange(0, TILES)
+        inside = (tile < col_tiles)[:, None] & (rows < N)[None, :]
+        at = tile.to(tl.int64)[:, None] * N + rows[None, :]
+        total += tl.sum(tl.load(inner_ptr + at, mask=inside, other=0.0), 0)
+    tl.store(sums_ptr + rows, tl.where(fast, total * weight, 0.0), mask=rows < N)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile.losses.base import PairLoss, Shard
@@ -59,6 +60,16 @@ class Budget:
         rows, cols = strip_shape(height, width, parts, shape_for(self.device))
         sums = self._partial(height, width, self.epilogue.channels) if self.loss.pairwise else 0
         return 2 * rows * cols + sums + (height + width) * copied
+
+    def keeps(self, block: Block) -> bool:
+        """The strip of a whole block fits, with the numbers of the forward's passes and weighed rows beside it."""
+        weighed = 2 * block.rows.features.numel()
+
+        def cost(height: int, width: int, copied: int, parts: int) -> int:
+            sums = self._partial(height, width, 2 + self.epilogue.careful_channels)
+            return self.backward(height, width, copied, parts) + sums + weighed
+
+        return len(list(self.super_tiles(block, cost))) == 1
 
     def super_tiles(self, block: Block, cost: Cost) -> Iterator[tuple[slice, slice]]:
         """Rows and columns of each super-tile of a block, row by row."""
@@ -163,11 +174,13 @@ class Block:
             return Positives(None, diagonal) if -N < diagonal < M else None
         if rows.positives is None or not rows.positives.shape[1]:
             return None
-        columns = rows.positives.sort(dim=1).values
-        # a column listed twice is one positive
-        repeated = torch.zeros_like(columns, dtype=torch.bool)
-        repeated[:, 1:] = columns[:, 1:] == columns[:, :-1]
-        inside = ~repeated & (columns >= max(0, cols.start)) & (columns < cols.start + M)
+        columns = rows.positives
+        if columns.shape[1] > 1:
+            columns = columns.sort(dim=1).values
+            # a column listed twice is one positive
+            repeated = F.pad(columns[:, 1:] == columns[:, :-1], (1, 0))
+            columns = columns.masked_fill(repeated, -1)
+        inside = (columns >= max(0, cols.start)) & (columns < cols.start + M)
         if self.loss.exclude_self:
             inside &= columns != torch.arange(rows.start, rows.start + N, device=columns.device)[:, None]
         return Positives(torch.where(inside, columns - cols.start, -1), None)

@@ -38,15 +38,20 @@ from contrastile.tiles.triton.plan import (
     tiles_of,
 )
 
-# rows of one program, and tiles added at once, in kernels along one dimension
-BLOCK, TILES = 128, 16
+# rows of one program in kernels along one dimension
+BLOCK = 128
+# rows of one program that merges the sums of tiles, and tiles added at once; and of one that computes positives, and
+# features at a time: where rows are few, more programs take a share of them
+FEW = 4096
+MERGED, MERGED_FEW = (128, 16), (16, 128)
+POSITIVES, POSITIVES_FEW = (16, 128), (8, 256)
 # rows of one program that reads features, `BLOCK` features at a time
 ROWS = 16
 # rows of one program that multiplies them in the matrix units, the least that takes a Hopper chip's wide instruction,
 # and features at a time
 ROWS_MULTIPLIED, FEATURES_MULTIPLIED = 64, 32
 # partial norms that are read at once
-NORMS = 1024
+NORMS = 4096
 # constants of a block; rows that `finish` writes: the state, then each row's loss and its weight
 CONSTANTS, STATE, WEIGHT, FINISHED = 8, 7, 8, 9
 # products of fp16 have more bits than those of bf16, and lose more to truncation
@@ -233,14 +238,14 @@ def merge_sums(
     the flag is set.
     """
     (channels, col_tiles, N), (_, row_tiles, M), col = parts[0].shape, parts[-1].shape, len(parts) - 1
-    blocks = tiles_of(max(N, M), BLOCK)
+    rows, tiles = MERGED_FEW if max(N, M) <= FEW else MERGED
     kernel = reductions.merge_maxima if careful else reductions.merge_sums
     run(
-        kernel, (blocks, len(parts)), constants_ptr=constants, row_stride=stats[0].stride(0),
+        kernel, (tiles_of(max(N, M), rows), len(parts)), constants_ptr=constants, row_stride=stats[0].stride(0),
         col_stride=stats[col].stride(0), N=N, M=M, row_tiles=row_tiles, col_tiles=col_tiles, row_first=int(first[0]),
         col_first=int(first[col]), row_last=int(last[0]), col_last=int(last[col]), LABELS=channels == LABEL_CHANNELS,
-        row_part_ptr=parts[0], col_part_ptr=parts[-1], row_stats_ptr=stats[0], col_stats_ptr=stats[col], BLOCK=BLOCK,
-        TILES=TILES, **epilogue.flags,
+        row_part_ptr=parts[0], col_part_ptr=parts[-1], row_stats_ptr=stats[0], col_stats_ptr=stats[col], BLOCK=rows,
+        TILES=tiles, **epilogue.flags,
     )  # fmt: skip
 
 
@@ -309,7 +314,8 @@ def gradient(
 ) -> None:
     """Write the gradient of the valid pairs into the strip, and add Σ g · ⟨q, k⟩, or Σ g, to `sums`.
 
-    weights: the vectors of each direction. row_part: also write the sums of `totals`, for a pairwise loss.
+    weights: the vectors of each direction. row_part: also write the sums of `totals`, for a pairwise loss; of an
+    exponential, write the exponentials into the strip instead, and their sums.
     """
     (a, c), (b, d) = weights[0], weights[-1]
     run(
@@ -337,8 +343,10 @@ def as_tiles(dtype: torch.dtype, epilogue: Epilogue) -> bool:
 def _positives(block: Block, positives: Positives, q: Tensor, k: Tensor, *, exact: bool) -> dict[str, Any]:
     """The positives known by position, and features; exact: multiplied in pieces, as the tiles do."""
     columns, shape = positives.columns, shape_for(q.device)
-    multiplied = {"ROWS": min(shape.rows, ROWS_MULTIPLIED), "BLOCK": FEATURES_MULTIPLIED} if exact else {}
-    return _features(q, k) | products_of(EXACT if exact else 1) | multiplied | {
+    rows, features = POSITIVES_FEW if len(q) <= FEW else POSITIVES
+    if exact:
+        rows, features = min(shape.rows, ROWS_MULTIPLIED), FEATURES_MULTIPLIED
+    return _features(q, k) | products_of(EXACT if exact else 1) | {"ROWS": rows, "BLOCK": features} | {
         "columns_ptr": block.constants if columns is None else columns, "per_row": positives.per_row,
         "N": len(block.rows), "M": len(block.cols), "diagonal": positives.diagonal or 0, "DIAGONAL": columns is None,
         "self_diagonal": block.self_diagonal or 0, "SELF": block.self_diagonal is not None,
@@ -353,9 +361,10 @@ def _positive_arguments(block: Block, positives: Positives, epilogue: Epilogue) 
         return {"teacher_ptr": block.constants, **given}
     logits = block.constants.new_empty(len(q), positives.per_row)
     ((a,), (b,)) = block.rows.guides, block.cols.guides
+    of_teacher = _positives(block, positives, a, b, exact=False)
     run(
-        by_position.positive_logits, (tiles_of(len(q), ROWS),), constants_ptr=block.constants[CONSTANTS:],
-        out_ptr=logits, **epilogue.flags, **_positives(block, positives, a, b, exact=False),
+        by_position.positive_logits, (tiles_of(len(q), of_teacher["ROWS"]),),
+        constants_ptr=block.constants[CONSTANTS:], out_ptr=logits, **epilogue.flags, **of_teacher,
     )  # fmt: skip
     return {"teacher_ptr": logits, **given}
 
@@ -385,14 +394,15 @@ def positive_gradients(
     return g_NP, inner_NP
 
 
-def add_pairs(total: Tensor, x: Tensor, starts: Tensor, sources: Tensor, values: Tensor) -> None:
-    """total[r] += Σ values[s] · x[sources[s]] over s = starts[r] ... starts[r + 1] − 1, in that order."""
+def add_pairs(total: Tensor, x: Tensor, targets: Tensor, sources: Tensor, values: Tensor) -> None:
+    """total[targets[s]] += values[s] · x[sources[s]], in order of s; targets rise, and those beyond total are left."""
     n, D = total.shape
     block = min(1024, triton.next_power_of_2(D))
     run(
-        by_position.add_pairs, (n, tiles_of(D, block)), out_ptr=total, out_stride=total.stride(0), x_ptr=x,
-        row_stride=x.stride(0), feature_stride=x.stride(1), starts_ptr=starts, sources_ptr=sources, values_ptr=values,
-        D=D, BLOCK=block,
+        by_position.add_pairs, (len(targets), tiles_of(D, block)), out_ptr=total, out_stride=total.stride(0), x_ptr=x,
+        row_stride=x.stride(0), feature_stride=x.stride(1), targets_ptr=targets,
+        stops_ptr=torch.searchsorted(targets, targets, right=True), sources_ptr=sources, values_ptr=values, n=n, D=D,
+        BLOCK=block,
     )  # fmt: skip
 
 

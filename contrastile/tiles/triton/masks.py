@@ -16,9 +16,15 @@ UNROLLED = tl.constexpr(4)
 
 
 @triton.jit
+def _column(positives_at, inside, positives_start):
+    """Columns of positives, in 32 bits: the comparisons of a tile cost twice as much in 64."""
+    return (tl.load(positives_at, mask=inside, other=-1) - positives_start).to(tl.int32)
+
+
+@triton.jit
 def _any_in_tile(positives_at, inside, positives_start, j, BN: tl.constexpr):
     """True if any of these positives lies in the j-th column of tiles."""
-    col = tl.load(positives_at, mask=inside, other=-1) - positives_start
+    col = _column(positives_at, inside, positives_start)
     return tl.max(((col >= j * BN) & (col < (j + 1) * BN)).to(tl.int32)) > 0
 
 
@@ -55,11 +61,11 @@ def valid_pairs(rows, cols, N, M, masks, DIAGONAL: tl.constexpr, SELF: tl.conste
     positives_at = positives_ptr + rows.to(tl.int64) * positives_stride
     if POSITIVES <= UNROLLED:
         for p in tl.static_range(POSITIVES):
-            col = tl.load(positives_at + p, mask=rows < N, other=-1) - positives_start
+            col = _column(positives_at + p, rows < N, positives_start)
             valid = valid & (cols[None, :] != col[:, None])
     else:
         for p in range(positives):
-            col = tl.load(positives_at + p, mask=rows < N, other=-1) - positives_start
+            col = _column(positives_at + p, rows < N, positives_start)
             valid = valid & (cols[None, :] != col[:, None])
     return valid
 

@@ -282,16 +282,20 @@ def positive_gradients(q_ptr, k_ptr, constants_ptr, columns_ptr, teacher_ptr, ro
 
 
 @triton.jit(do_not_specialize=ANY)
-def add_pairs(out_ptr, out_stride, x_ptr, row_stride, feature_stride, starts_ptr, sources_ptr, values_ptr, D,
-              BLOCK: tl.constexpr):  # fmt: skip
-    """out[r] += Σ values[s] · x[sources[s]] over s = starts[r] ... starts[r + 1] − 1, in that order."""
-    row = tl.program_id(0).to(tl.int64)
-    start = tl.load(starts_ptr + row)
-    stop = tl.load(starts_ptr + row + 1)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < D
-    if stop > start:
-        total = tl.load(out_ptr + row * out_stride + at, mask=inside, other=0.0)
+def add_pairs(out_ptr, out_stride, x_ptr, row_stride, feature_stride, targets_ptr, stops_ptr, sources_ptr, values_ptr,
+              n, D, BLOCK: tl.constexpr):  # fmt: skip
+    """out[targets[s]] += values[s] · x[sources[s]] for each s, by targets in rising order; those from n on are left.
+
+    The program of a target's first s adds all of them, up to stops[s], in their order.
+    """
+    start = tl.program_id(0)
+    row = tl.load(targets_ptr + start)
+    before = tl.load(targets_ptr + start - 1, mask=start > 0, other=-1)
+    if (row != before) & (row < n):
+        stop = tl.load(stops_ptr + start).to(tl.int32)
+        at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < D
+        total = tl.load(out_ptr + row * out_stride + at, mask=inside, other=0.0).to(tl.float32)
         for s in range(start, stop):
             source = tl.load(sources_ptr + s).to(tl.int64)
             value = tl.load(values_ptr + s)
