@@ -67,8 +67,10 @@ class ContrastileMixin:
         if not 2 <= len(names) == len(sides):
             remedy = "Let the data loader return the inputs of each encoder."
             raise invalid("batch", f"have two sides or more, one for each of {len(names)} encoders", len(sides), remedy)
-        if isinstance(self.loss, type):
-            raise invalid("loss", "be a loss as an object", self.loss.__name__, f"Write loss = {self.loss.__name__}().")
+        if isinstance(self.loss, type) or not callable(self.loss):
+            name = getattr(self.loss, "__name__", "InfoNCELoss")
+            got = getattr(self.loss, "__name__", self.loss)
+            raise invalid("loss", "be a loss as an object", got, f"Write loss = {name}().")
         features = []
         for name, inputs in zip(names, sides, strict=True):
             path, _, method = name.rpartition(".")

@@ -231,11 +231,13 @@ def main(words: Sequence[str] | None = None) -> Any:
     if {"-h", "--help"} & set(theirs):
         # open_clip's own help follows, and ends the process
         parser.print_help()
-    import open_clip_train.main as open_clip_main
-
+    rule, remedy = "be of version 2.30 to 3.x", 'Run: pip install "open_clip_torch>=2.30,<4".'
+    try:
+        import open_clip_train.main as open_clip_main
+    except ModuleNotFoundError as error:
+        raise invalid("open_clip", rule, f"no module {error.name}", remedy) from error
     if not hasattr(open_clip_main, "create_loss"):
-        remedy = 'Run: pip install "open_clip_torch>=2.30,<4".'
-        raise invalid("open_clip", "be of version 2.30 to 3.x", "another, which trains by tasks", remedy)
+        raise invalid("open_clip", rule, "another, which trains by tasks", remedy)
     # before any model is built
     _refuse(open_clip_main.parse_args(theirs))
     its_epoch = open_clip_main.train_one_epoch

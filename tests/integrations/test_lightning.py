@@ -102,8 +102,7 @@ def test_a_scale_may_be_a_number_and_the_loss_an_object(monkeypatch: pytest.Monk
     truth = model.contrastive_loss(batch)
     monkeypatch.setattr(Cached, "scale", 7.0)
     torch.testing.assert_close(model.contrastive_loss(batch), truth)
-    monkeypatch.setattr(Cached, "loss", ClipLoss)
-    with pytest.raises(
-        ValueError, match=r"`loss` must be a loss as an object; got ClipLoss. Write loss = ClipLoss\(\)."
-    ):
-        model.contrastive_loss(batch)
+    for loss, sentence in ((ClipLoss, r"ClipLoss. Write loss = ClipLoss\(\)."), ("clip", "clip. Write loss = InfoNCE")):
+        monkeypatch.setattr(Cached, "loss", loss)
+        with pytest.raises(ValueError, match=f"`loss` must be a loss as an object; got {sentence}"):
+            model.contrastive_loss(batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from argparse import Namespace
 from copy import deepcopy
 from pathlib import Path
@@ -153,6 +154,12 @@ def test_the_help_names_the_flag_and_theirs(capsys: pytest.CaptureFixture[str]) 
     text = capsys.readouterr().out
     assert "--sub-batch" in text
     assert "--accum-freq" in text
+
+
+def test_a_missing_library_has_its_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "open_clip_train.main", None)
+    with pytest.raises(ValueError, match=r"`open_clip` must be of version 2.30 to 3.x; got no module open_clip_train"):
+        ours.main([])
 
 
 @pytest.mark.parametrize("sentence", SENTENCES)

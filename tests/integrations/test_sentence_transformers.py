@@ -375,6 +375,8 @@ SENTENCES = {
     "`similarity_fct` must be util.cos_sim or util.dot_score; got euclidean_sim. Pass one of": refused(
         similarity_fct=util.euclidean_sim
     ),
+    "`mini_batch_size` must be a whole number of at least 1; got 0. Count the texts": refused(mini_batch_size=0),
+    "`mini_batch_num_tokens` must be a whole number of at least 1; got '9'. Count": refused(mini_batch_num_tokens="9"),
     "`show_progress_bar` must be False; got True. Leave it out: the trainer shows its own.": refused(
         show_progress_bar=True
     ),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from contrastile import encode
-from contrastile._errors import invalid
+from contrastile._errors import invalid, whole_number
 from contrastile.gradcache.introspect import of_its_module
 from contrastile.integrations.sentence_transformers.layers import Layers
 
@@ -57,6 +57,9 @@ class CachedLoss(nn.Module):
         super().__init__()
         if not scale > 0:
             raise invalid("scale", "be above 0", scale, "Pass 1 / temperature.")
+        whole_number("mini_batch_size", mini_batch_size, 1, "Count the texts that the model sees at once.")
+        if mini_batch_num_tokens is not None:
+            whole_number("mini_batch_num_tokens", mini_batch_num_tokens, 1, "Count the tokens that it sees at once.")
         self.model, self.scale = model, scale
         self.mini_batch_size, self.mini_batch_num_tokens = mini_batch_size, mini_batch_num_tokens
         self.gather_across_devices, self.retain = gather_across_devices, retain
