@@ -40,11 +40,9 @@ from contrastile.tiles.triton.plan import (
 
 # rows of one program in kernels along one dimension
 BLOCK = 128
-# rows of one program that merges the sums of tiles, and tiles added at once; and of one that computes positives, and
-# features at a time: where rows are few, more programs take a share of them
-FEW = 4096
-MERGED, MERGED_FEW = (128, 16), (16, 128)
-POSITIVES, POSITIVES_FEW = (16, 128), (8, 256)
+# rows of one program that merges sums, and tiles at once; of one that computes positives, and features at once: up to
+# FEW rows, more programs take a share of them
+FEW, MERGED, MERGED_FEW, POSITIVES, POSITIVES_FEW = 4096, (128, 16), (16, 128), (16, 128), (8, 256)
 # rows of one program that reads features, `BLOCK` features at a time
 ROWS = 16
 # rows of one program that multiplies them in the matrix units, the least that takes a Hopper chip's wide instruction,
