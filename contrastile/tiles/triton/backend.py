@@ -8,9 +8,9 @@ alone. Two acts, each a loop over super-tiles as large as the workspace allows:
                 product adds the strip times the features to float32 accumulators, 6·N·M·D operations
 
 Positives known by position (the diagonal, or indices) are computed in float32 by the loss's own formulas and never
-enter the strip. Positives by label are too many for that; the careful kernels compute them within the tiles. float32
-features are split into two or three bf16 pieces, by torch's float32 matmul precision: the same kernels then compute
-three or six products.
+enter the strip. Positives by label are too many for that: the kernels compute them within the tiles. float32 features
+are split into two or three bf16 pieces, by torch's float32 matmul precision: the same kernels then compute three or six
+products.
 
 A guide's features are a second pair of operands: their product is computed with the tile's, as a mask or as a teacher's
 logits.
@@ -32,6 +32,7 @@ from contrastile._types import Reduction
 from contrastile.losses.base import PairLoss, Shard
 from contrastile.tiles.base import ForwardResult, InFlight, Tiles
 from contrastile.tiles.triton import launch, plan
+from contrastile.tiles.triton.arithmetic import UNIT
 from contrastile.tiles.triton.block import (
     Block,
     Budget,
@@ -44,9 +45,8 @@ from contrastile.tiles.triton.block import (
     numbered_groups,
     readable_side,
 )
-from contrastile.tiles.triton.forward import UNIT
 from contrastile.tiles.triton.launch import Weights, on
-from contrastile.tiles.triton.plan import LABEL_CHANNELS, Epilogue, Operand, Pair
+from contrastile.tiles.triton.plan import CAREFUL_LABEL_CHANNELS, LABEL_CHANNELS, Epilogue, Operand, Pair
 
 # compute capability of the oldest chip whose matrix units take bf16
 LEAST_CAPABILITY = 8, 0
@@ -160,8 +160,8 @@ class Triton(Tiles):
         # views of other statistics do not have the layout that the kernel reads
         stats = [side.contiguous() for side in stats]
         with on(self.scale.device):
-            mean = reduction == "mean"
-            return ForwardResult(*launch.finish(stats, weights, constants, total, self._epilogue, mean=mean))
+            numbers, mean = (constants, self.scale), reduction == "mean"
+            return ForwardResult(*launch.finish(stats, weights, numbers, total, self._epilogue, mean=mean))
 
     def scaled(self, total: Tensor, dtype: torch.dtype, upstream: Tensor | None, *, keep: bool) -> Tensor:
         out = total if dtype == total.dtype and not keep else torch.empty(total.shape, dtype=dtype, device=total.device)
@@ -210,9 +210,8 @@ class Triton(Tiles):
     def _block(self, rows: Shard, cols: Shard) -> Block:
         position = rows.start, len(rows), cols.start, len(cols)
         if position not in self.constants:
-            # positives by label need the careful kernels
-            careful = self._epilogue.exponential and by_label(rows)
             given = rows.features, cols.features, self.scale, self.bias
+            careful = self._careful(rows)
             self.constants[position] = launch.block_constants(*given, self._epilogue, careful=careful)
             if self._epilogue.taught:
                 self.constants[position] = self._with_teacher(self.constants[position], rows, cols)
@@ -221,6 +220,10 @@ class Triton(Tiles):
         of_rows, of_cols = self.groups[position]
         sides = readable_side(rows, of_rows), readable_side(cols, of_cols)
         return Block(*sides, self.constants[position], self.loss)
+
+    def _careful(self, rows: Shard) -> bool:
+        """True if the careful kernels alone compute this loss: label smoothing with positives by label."""
+        return self._epilogue.smooth and by_label(rows)
 
     def _super_tiles(self, block: Block, cost: Cost) -> Iterator[SuperTile]:
         """The block's super-tiles with their operands, which neighbours and the next pass share."""
@@ -237,7 +240,9 @@ class Triton(Tiles):
                 (q, *guide_q), (k, *guide_k) = of_rows, of_cols
                 guide = (guide_q[0], guide_k[0]) if guide_q else None
                 numbers = rows.numbers, part.cols.numbers
-                pair = Pair(q, k, part.masks, self.reserved, guide, numbers, self._epilogue.taught)
+                masks, taught = part.masks, self._epilogue.taught
+                quarters = None if masks.labels is None else launch.label_quarters(*masks.labels)
+                pair = Pair(q, k, masks, self.reserved, guide, numbers, taught, quarters)
                 first, last = (j.start == 0, i.start == 0), (j.stop == len(block.cols), i.stop == len(block.rows))
                 tile = self.super_tile = SuperTile((i, j), part, pair, first, last)
             yield tile
@@ -257,14 +262,15 @@ class Triton(Tiles):
 
     def _stats(self, block: Block, stats: list[Tensor]) -> None:
         """Write the statistics of all pairs: by fast kernels, then by careful ones, which return at once where the flag
-        is not set. Positives by label are computed by the careful kernels alone.
+        is not set. Smoothed positives by label are computed by the careful kernels alone.
         """
         epilogue, budget = self._epilogue, self._budget
         passes = [(False, epilogue.channels, budget.forward), (True, epilogue.careful_channels, budget.forward)]
         if not epilogue.exponential:
             passes = passes[:1]
         elif by_label(block.rows):
-            passes = [(True, LABEL_CHANNELS, budget.labels)]
+            passes = [(False, LABEL_CHANNELS, budget.labels), (True, CAREFUL_LABEL_CHANNELS, budget.labels)]
+            passes = passes[self._careful(block.rows) :]
         for careful, channels, cost in passes:
             for tile in self._super_tiles(block, cost):
                 parts = self._new_parts(tile.block, channels)
@@ -278,7 +284,7 @@ class Triton(Tiles):
 
     def _new_parts(self, block: Block, channels: int) -> list[Tensor]:
         """Memory for the tiles' sums: [channels, col tiles, N] and, if symmetric, [channels, row tiles, M]."""
-        shape = plan.shape_for(self.scale.device)
+        shape = plan.shape_for(self.scale.device, taught=self._epilogue.taught)
         height, width = len(block.rows), len(block.cols)
         sizes = [(plan.tiles_of(width, shape.cols), height), (plan.tiles_of(height, shape.rows), width)]
         return [self.scale.new_empty(channels, *size) for size in sizes[: 1 + self.loss.symmetric]]
@@ -364,14 +370,14 @@ class Triton(Tiles):
         if self.loss.pairwise:
             ((_, coefficient),) = block.directions
             weight = coefficient * block.constants[int(UNIT.value)]
-            return [(weight, weight)]
+            return [weight[None]]
         return launch.direction_weights(block, self._epilogue)
 
     def _fill(self, tile: SuperTile, weights: Weights, strip: Tensor, sums: Tensor, row_stats: Tensor | None) -> None:
         """Write the super-tile's gradient into the strip, and with `row_stats` merge its loss into them."""
         epilogue, constants = self._epilogue, tile.block.constants
-        if not (epilogue.exponential and by_label(tile.block.rows)):
-            vectors = [(along(a, at), along(c, at)) for (a, c), at in zip(weights, tile.along, strict=False)]
+        if not self._careful(tile.block.rows):
+            vectors = [along(x, at) for x, at in zip(weights, tile.along, strict=False)]
             parts = [] if row_stats is None else self._new_parts(tile.block, epilogue.channels)
             launch.gradient(tile.pair, constants, vectors, strip, sums, epilogue, *parts)
             if row_stats is not None:

@@ -15,12 +15,14 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from contrastile.tiles.triton import backward, forward, reductions
+from contrastile.tiles.triton import backward, forward, labels, reductions
 from contrastile.tiles.triton import careful as careful_kernels
+from contrastile.tiles.triton import finish as ends
 from contrastile.tiles.triton import positives as by_position
-from contrastile.tiles.triton.block import Block, Positives
+from contrastile.tiles.triton.block import Block, Positives, by_label
 from contrastile.tiles.triton.plan import (
     ALIGNMENT,
+    CAREFUL_LABEL_CHANNELS,
     EXACT,
     LABEL_CHANNELS,
     PIECES,
@@ -46,15 +48,15 @@ ROWS = 16
 ROWS_MULTIPLIED, FEATURES_MULTIPLIED = 64, 32
 # partial norms that are read at once
 NORMS = 1024
-# constants of a block; rows that `finish` writes: the state, then each row's loss and its weight
-CONSTANTS, STATE, WEIGHT, FINISHED = 8, 7, 8, 9
+# constants of a block; rows that `finish` writes: each row's loss, its weight, and from the third on the state
+CONSTANTS, WEIGHT, STATE = 8, 1, 2
 # products of fp16 have more bits than those of bf16, and lose more to truncation
 TRUNCATION_FLOAT16 = 1.25
 # sums of terms of one sign, which positives may cancel, grow steadily and lose more than those of other features; by a
 # model of the units, not measured: float32 alone has the digits to show it
 TRUNCATION_ONE_SIGN = 1.3
-# each direction's factor of a pair's exponential [n], and the part that smoothing subtracts [n]
-Weights = list[tuple[Tensor, Tensor]]
+# each direction's vectors [V, n]: see `direction_weights`
+Weights = list[Tensor]
 
 
 def on(device: torch.device) -> AbstractContextManager[None]:
@@ -188,6 +190,18 @@ def truncation_per_term(device: torch.device, *, exact: bool) -> float:
     return shape_for(device).truncation * (TRUNCATION_ONE_SIGN if exact else 1.0)
 
 
+def label_quarters(of_rows: Tensor, of_cols: Tensor) -> Tensor:
+    """The quarters of each tile that have pairs of equal labels."""
+    shape, N, M = shape_for(of_rows.device), len(of_rows), len(of_cols)
+    row_tiles, col_tiles = tiles_of(N, shape.rows), tiles_of(M, shape.cols)
+    quarters = of_rows.new_empty(row_tiles * col_tiles)
+    run(
+        labels.label_quarters, (row_tiles * col_tiles,), row_labels_ptr=of_rows, col_labels_ptr=of_cols,
+        quarters_ptr=quarters, N=N, M=M, col_tiles=col_tiles, BM=shape.rows, BN=shape.cols,
+    )  # fmt: skip
+    return quarters
+
+
 def sums(pair: Pair, constants: Tensor, parts: Sequence[Tensor], epilogue: Epilogue, *, careful: bool = False) -> None:
     """Write the tiles' sums to the parts: [channels, col tiles, N] and, if symmetric, [channels, row tiles, M].
 
@@ -221,7 +235,8 @@ def merge_sums(
     run(
         kernel, (blocks, len(parts)), constants_ptr=constants, row_stride=stats[0].stride(0),
         col_stride=stats[col].stride(0), N=N, M=M, row_tiles=row_tiles, col_tiles=col_tiles, row_first=int(first[0]),
-        col_first=int(first[col]), row_last=int(last[0]), col_last=int(last[col]), LABELS=channels == LABEL_CHANNELS,
+        col_first=int(first[col]), row_last=int(last[0]), col_last=int(last[col]),
+        LABELS=channels == (CAREFUL_LABEL_CHANNELS if careful else LABEL_CHANNELS),
         row_part_ptr=parts[0], col_part_ptr=parts[-1], row_stats_ptr=stats[0], col_stats_ptr=stats[col], BLOCK=BLOCK,
         TILES=TILES, **epilogue.flags,
     )  # fmt: skip
@@ -256,15 +271,13 @@ def direction_weights(block: Block, epilogue: Epilogue) -> Weights:
     """Each direction's vectors for `gradient`, times the unit; sets the flag where the careful form is needed."""
     lengths = [len(coefficient) for _, coefficient in block.directions]
     (N, M), n = ((*lengths, 0)[:2]), sum(lengths)
-    out = block.constants.new_empty(2 if epilogue.smooth or epilogue.taught else 1, n)
+    of_labels = by_label(block.rows)
+    out = block.constants.new_empty(4 if of_labels else 2 if epilogue.smooth or epilogue.taught else 1, n)
     run(
         backward.direction_weights, (tiles_of(max(lengths), BLOCK), len(lengths)), N=N, M=M, out_ptr=out, BLOCK=BLOCK,
-        **_directions(block, epilogue),
+        LABELS=of_labels, **_directions(block, epilogue),
     )  # fmt: skip
-    weights = out[0].split(lengths)
-    # without smoothing or a teacher the kernel does not read the second vector
-    spreads = out[-1].split(lengths)
-    return list(zip(weights, spreads, strict=True))
+    return list(out.split(lengths, 1))
 
 
 def new_sums(device: torch.device) -> Tensor:
@@ -272,8 +285,8 @@ def new_sums(device: torch.device) -> Tensor:
     return torch.zeros(most_programs(device), shape_for(device).rows, device=device)
 
 
-def _strip(strip: Tensor, sums: Tensor, parts: int) -> dict[str, Any]:
-    shape = shape_for(strip.device)
+def _strip(strip: Tensor, sums: Tensor, pair: Pair) -> dict[str, Any]:
+    shape, parts = pair.shape, pair.q.parts
     memory = TensorDescriptor.from_tensor(strip, [shape.rows, shape.cols // 2]) if shape.tma else strip
     return {
         "out_mem": memory, "out_stride": strip.stride(0), "part_stride": strip.shape[0] // parts, "PARTS": parts,
@@ -294,18 +307,18 @@ def gradient(
 
     weights: the vectors of each direction. row_part: also write the sums of `totals`, for a pairwise loss.
     """
-    (a, c), (b, d) = weights[0], weights[-1]
     run(
-        backward.gradient, pair.programs, constants_ptr=constants, row_a_ptr=a, row_c_ptr=c, col_b_ptr=b, col_d_ptr=d,
-        row_part_ptr=constants if row_part is None else row_part, COLUMNS=len(weights) == 2,
+        backward.gradient, pair.programs, constants_ptr=constants, row_a_ptr=weights[0], col_b_ptr=weights[-1],
+        vectors_step=weights[0].stride(0), row_part_ptr=constants if row_part is None else row_part,
+        COLUMNS=len(weights) == 2,
         LOSS=row_part is not None, FLATTEN=pair.flattened, **epilogue.flags,
-        **_strip(strip, sums, pair.q.parts), **pair.arguments,
+        **_strip(strip, sums, pair), **pair.arguments,
     )  # fmt: skip
 
 
 def careful_gradient(pair: Pair, block: Block, strip: Tensor, sums: Tensor, epilogue: Epilogue) -> None:
     """The careful form, where the flag is set."""
-    given = _directions(block, epilogue) | _strip(strip, sums, pair.q.parts)
+    given = _directions(block, epilogue) | _strip(strip, sums, pair)
     run(careful_kernels.careful_gradient, pair.programs, **given, **pair.arguments)
 
 
@@ -382,7 +395,7 @@ def add_pairs(total: Tensor, x: Tensor, starts: Tensor, sources: Tensor, values:
 def finish(
     stats: Sequence[Tensor],
     weights: Tensor | None,
-    constants: Tensor,
+    numbers: tuple[Tensor, Tensor],
     total: Callable[[Tensor], Tensor],
     epilogue: Epilogue,
     *,
@@ -390,25 +403,35 @@ def finish(
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """The loss, and each direction's state [S, n] and ∂loss/∂(each row's loss) [n], from its statistics [K, n].
 
-    total: sums a small tensor over all ranks.
+    numbers: the constants of a block, and the scale. total: sums a small tensor over all ranks.
     """
+    constants, scale = numbers
     lengths = [side.shape[1] for side in stats]
     (N, M), sides, n = ((*lengths, 0)[:2]), len(stats), sum(lengths)
     blocks = tiles_of(max(lengths), BLOCK)
-    out, sums = constants.new_empty(FINISHED, n), constants.new_empty(2 * sides + 2, blocks)
+    out, sums = constants.new_empty(STATE + epilogue.state, n), constants.new_empty(2 * sides + 2, blocks)
+    given: dict[str, Any] = {
+        "row_stats_ptr": stats[0], "row_stats_stride": stats[0].stride(0), "N": N, "col_stats_ptr": stats[-1],
+        "col_stats_stride": stats[-1].stride(0), "M": M, "blocks": blocks, "BLOCK": BLOCK,
+    }  # fmt: skip
+    factor = kernels = constants
+    if epilogue.formula.mises_fisher:
+        factor = (scale.double() * epilogue.sigma).reciprocal()
+        kernels = torch.empty(2 * sides, blocks, dtype=torch.float64, device=scale.device)
+        run(ends.mises_fisher_sums, (blocks, sides), factor_ptr=factor, out_ptr=kernels, **given)
+        kernels = total(kernels.sum(1))
     run(
-        reductions.finish, (blocks, sides), row_stats_ptr=stats[0], row_stats_stride=stats[0].stride(0), N=N,
-        col_stats_ptr=stats[-1], col_stats_stride=stats[-1].stride(0), M=M, constants_ptr=constants, out_ptr=out,
-        weights_ptr=constants if weights is None else weights, sums_ptr=sums, blocks=blocks, BLOCK=BLOCK,
-        smoothing=epilogue.label_smoothing, WEIGHTS=weights is not None, **epilogue.flags,
+        ends.finish, (blocks, sides), constants_ptr=constants, factor_ptr=factor, kernels_ptr=kernels,
+        out_ptr=out, weights_ptr=constants if weights is None else weights, sums_ptr=sums,
+        smoothing=epilogue.label_smoothing, WEIGHTS=weights is not None, **epilogue.flags, **given,
     )  # fmt: skip
     value, coefficients = constants.new_empty(()), constants.new_empty(n)
     # at least one program: a rank without rows has a value too
     run(
-        reductions.coefficients, (max(tiles_of(n, BLOCK), 1),), weight_ptr=out[WEIGHT], totals_ptr=total(sums.sum(1)),
+        ends.coefficients, (max(tiles_of(n, BLOCK), 1),), weight_ptr=out[WEIGHT], totals_ptr=total(sums.sum(1)),
         out_ptr=coefficients, value_ptr=value, N=N, n=n, MEAN=mean, SIDES=sides, BLOCK=BLOCK,
     )  # fmt: skip
-    return value, list(out[:STATE].split(lengths, 1)), list(coefficients.split(lengths))
+    return value, list(out[STATE:].split(lengths, 1)), list(coefficients.split(lengths))
 
 
 def scaled(total: Tensor, scale: Tensor, times: Tensor | None, out: Tensor) -> None:
