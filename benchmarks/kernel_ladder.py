@@ -78,7 +78,7 @@ def kernels(q: Tensor, k: Tensor) -> Iterator[Candidate]:
             launch.sums(pair, constants, parts, EPILOGUE)
 
         def gradient(pair: Pair = pair, strip: Tensor = strip, sums: Tensor = sums) -> None:
-            launch.gradient(pair, constants, [(weights, weights), (weights, weights)], strip, sums, EPILOGUE)
+            launch.gradient(pair, constants, [weights[None]] * 2, strip, sums, EPILOGUE)
 
         for kind, call in (("sums", totals), ("gradient", gradient)):
             try:

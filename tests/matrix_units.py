@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from contrastile.tiles.triton import launch, plan, products
+from contrastile.tiles.triton import plan, positions, products
 
 # terms added at a time; bits of float64 that a sum of 24 bits lacks
 TERMS, LOWEST = 16, (1 << 29) - 1
@@ -49,7 +49,7 @@ def emulated() -> Iterator[None]:
         patch.setattr(products, "add_at_once", add_at_once)
         # few programs and steps: each costs the interpreter more than its arithmetic
         shape = replace(plan.SHAPE_INTERPRETED, rows=128, cols=128, depth=128, truncation=plan.SHAPES[90].truncation)
-        patch.setattr(launch, "FEATURES_MULTIPLIED", shape.depth)
+        patch.setattr(positions, "FEATURES_MULTIPLIED", shape.depth)
         patch.setattr(plan, "SHAPE_INTERPRETED", shape)
         yield
 

@@ -30,7 +30,7 @@ TILE_KERNELS = ("totals", "maxima", "gradient", "careful_gradient")
 SIX = {"LEFT": 0b10_01_00_01_00_00, "RIGHT": 0b00_01_10_00_01_00, "PRODUCTS": 6, "PARTS": 3}
 # every option of the small kernels
 EVERYTHING = {"U": True, "V": True, "WEIGHTS": True, "SMOOTH": True, "BIASED": True, "SIDES": 2}
-EVERYTHING |= {"MEAN": True, "TIMES": True, "GUIDE": 2}
+EVERYTHING |= {"MEAN": True, "TIMES": True, "GUIDE": 2, "LABELS": True}
 # strides and sizes that are multiples of 16 where features are
 ALIGNED = ("D", "G", "q_stride", "k_stride", "guide_q_stride", "guide_k_stride", "out_stride", "entries")
 # arguments of several tensors
@@ -121,11 +121,13 @@ def _type(name: str, shape: Any, constants: dict[str, Any]) -> str | tuple[str, 
     if name == "best_ptr":
         return "*u8"
     of_texts = ("tokens_ptr", "lengths_ptr", "list_ptr", "bounds_ptr", "begins_ptr", "order_ptr")
-    if name.endswith(("ids_ptr", "labels_ptr", *of_texts)):
+    if name.endswith(("ids_ptr", "labels_ptr", "quarters_ptr", *of_texts)):
         return "*i32"
     indices = ("positives_ptr", "starts_ptr", "targets_ptr", "stops_ptr", "sources_ptr", "columns_ptr", "address_ptr")
     if name.endswith(indices):
         return "*i64"
+    if name in ("factor_ptr", "kernels_ptr"):
+        return "*fp64"
     return "*fp32" if name.endswith("_ptr") else "fp32" if name in ("smoothing", "truncation", "hardness") else "i32"
 
 
@@ -135,7 +137,9 @@ def _kernels() -> list[Any]:
         backward,
         careful,
         ends,
+        finish,
         forward,
+        labels,
         mask_kernels,
         maxsim_kernels,
         positives,
@@ -144,7 +148,8 @@ def _kernels() -> list[Any]:
     )
 
     modules = (
-        forward, backward, careful, ends, positives, reductions, maxsim_kernels, score_kernels, mask_kernels,
+        forward, backward, careful, labels, ends, positives, reductions, finish, maxsim_kernels, score_kernels,
+        mask_kernels,
     )  # fmt: skip
     return [
         function
@@ -183,13 +188,18 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
             if capability in COMPLETE:
                 yield kernel, name, plain | EVERYTHING
                 if name == "finish":
-                    yield kernel, f"{name} decoupled", plain | {"DECOUPLED": True, "WEIGHTS": True}
+                    further = {"DECOUPLED": True, "MISES_FISHER": True, "WEIGHTS": True}
+                    yield kernel, f"{name} decoupled", plain | further
                 if "PRODUCTS" in kernel.arg_names:
                     yield kernel, f"{name} six products", plain | EVERYTHING | SIX | {"ROWS": 64, "BLOCK": 32}
             continue
         busy = f"{name} plain" in BUSY
         if not busy and capability in BUSY_ON:
             continue
+        if EVERY and busy and capability == 90:
+            by_label = {"DIAGONAL": False, "LABELS": True}
+            yield kernel, f"{name} labels of both sides", plain | by_label
+            yield kernel, f"{name} weighed labels", plain | sigmoid | by_label | {"WEIGHED": True}
         # elsewhere these come with labels, or with six products
         if busy or EVERY or (name, capability) == ("maxima", 90):
             yield kernel, f"{name} plain", plain
@@ -201,8 +211,6 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
             yield kernel, f"{name} {TAUGHT}", plain | teacher
             if EVERY:
                 yield kernel, f"{name} mask", plain | {"GUIDE": 1, "GUIDE_PRODUCTS": 1, "COLUMNS": False}
-                weighed = {"LABELS": True, "WEIGHED": True, "DIAGONAL": False}
-                yield kernel, f"{name} weighed", plain | (sigmoid if busy else {}) | weighed
         if capability == 90 and (EVERY or name != "maxima"):
             yield kernel, f"{name} six products, ids, smooth, several positives", plain | SIX | several
             if EVERY and name == "gradient":

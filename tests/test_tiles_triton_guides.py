@@ -19,6 +19,9 @@ pytest.importorskip("triton")
 from contrastile import _dispatch, contrast
 from contrastile.losses import BalancedSigmoid, Distilled, Guided, SoftmaxInside
 from contrastile.losses.base import PairLoss
+from contrastile.losses.softmax import Softmax
+from contrastile.tiles.triton import launch
+from contrastile.tiles.triton.arithmetic import CAREFUL
 from contrastile.tiles.triton.plan import interpreting
 
 COMPILED = not interpreting()
@@ -156,10 +159,30 @@ def test_few_rows_have_a_teacher(shape: tuple[int, int]) -> None:
     _against_eager(_leaves(n, m), loss=loss, **_teacher(n, m))
 
 
-@pytest.mark.parametrize("loss", [BalancedSigmoid(), SoftmaxInside(symmetric=True)], ids=repr)
-def test_positives_by_label_with_weights_or_inside(loss: PairLoss) -> None:
+@pytest.mark.parametrize(
+    ("loss", "scale"),
+    [
+        (BalancedSigmoid(), 20.0),
+        (SoftmaxInside(symmetric=True), 20.0),
+        (Softmax(symmetric=True), 20.0),
+        # positives far under the largest logit possible
+        (Softmax(symmetric=True), 1000.0),
+    ],
+    ids=repr,
+)
+def test_positives_by_label(loss: PairLoss, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags, careful = [], launch.careful_gradient
+
+    def spied(pair: Any, block: Any, *others: Any) -> None:
+        flags.append(bool(block.constants[int(CAREFUL.value)]))
+        careful(pair, block, *others)
+
+    monkeypatch.setattr(launch, "careful_gradient", spied)
     labels = torch.arange(N) % 23
-    _against_eager(_leaves(N, N), loss=loss, workspace=LITTLE, query_labels=labels, key_labels=labels.flip(0))
+    given = {"query_labels": labels, "key_labels": labels.flip(0)}
+    _against_eager(_leaves(N, N, scale), loss=loss, workspace=LITTLE, **given)
+    # the fast kernels compute them where they can
+    assert set(flags) == ({scale > 100} if isinstance(loss, Softmax) else set())
 
 
 def test_the_mean_inside_of_listed_positives() -> None:

@@ -26,9 +26,9 @@ from contrastile.losses.reference import dense_decoupled, dense_softmax
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax, SoftmaxStats
 from contrastile.tiles.eager import Eager
-from contrastile.tiles.triton import backend, launch, plan
+from contrastile.tiles.triton import backend, launch, plan, positions
+from contrastile.tiles.triton.arithmetic import CAREFUL, SHIFT
 from contrastile.tiles.triton.backend import Triton
-from contrastile.tiles.triton.forward import CAREFUL, SHIFT
 from contrastile.tiles.triton.masks import UNROLLED
 from contrastile.tiles.triton.plan import SHAPE_INTERPRETED, Masks, Pair, epilogue_for, interpreting, shape_for
 
@@ -251,8 +251,8 @@ def test_the_sums_of_a_super_tile_are_freed_before_the_next_ones(monkeypatch: py
         return parts
 
     monkeypatch.setattr(Triton, "_new_parts", recorded)
-    for name in ("sums", "merge_sums", "positive_totals"):
-        monkeypatch.setattr(launch, name, lambda *_, **__: None)
+    for module, name in ((launch, "sums"), (launch, "merge_sums"), (positions, "positive_totals")):
+        monkeypatch.setattr(module, name, lambda *_, **__: None)
     _tiles(workspace=2**12).forward(rows, cols)
     assert len(made) > 4
 
@@ -390,7 +390,7 @@ def test_a_strip_of_integers_is_written_exactly() -> None:
     a, b = (torch.randint(1, 9, (n,)).float() for n in (N, 45))
     pair = _as_pair(q, k, Masks(diagonal=2))
     strip = pair.new_strip().fill_(torch.nan)
-    sums, weights = launch.new_sums(strip.device), [(a, a), (b, b)]
+    sums, weights = launch.new_sums(strip.device), [a[None], b[None]]
     for _ in range(2):
         launch.gradient(pair, _constants(3.0, 1.0), weights, strip, sums, EPILOGUE)
     exact = torch.exp2(3 * q.float() @ k.float().T - 1) * (a[:, None] + b[None, :])

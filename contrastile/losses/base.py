@@ -304,6 +304,8 @@ class Formula:
     inside: bool = False
     # positives by label have the weight (number of the row + number of the column)
     weighed: bool = False
+    # positives have the weights of `DecoupledWeighted`
+    mises_fisher: bool = False
 
 
 class Total(Protocol):

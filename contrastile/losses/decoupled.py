@@ -84,7 +84,7 @@ class DecoupledWeighted(Decoupled):
     torch.Size([])
     """
 
-    formula = Formula("exponential", finish_fields=frozenset({"sigma"}))
+    formula = Formula("exponential", denominator="negatives", finish_fields=frozenset({"sigma"}), mises_fisher=True)
     rowwise: ClassVar[bool] = False
     takes_bias: ClassVar[bool] = False
     # logits that change no sum and no exponential

@@ -58,7 +58,7 @@ class Distilled(Softmax):
     torch.Size([])
     """
 
-    formula = Formula("exponential", finish_fields=frozenset({"weight"}), guide="teacher")
+    formula = Formula("exponential", denominator="all", finish_fields=frozenset({"weight"}), guide="teacher")
     unsmoothed = "distillation", "The teacher's targets are soft already."
     guides: ClassVar[int] = 1
     state_rows: ClassVar[int] = STATE + 2

@@ -31,7 +31,7 @@ class SoftmaxInside(Softmax):
     torch.Size([])
     """
 
-    formula = Formula("exponential", inside=True)
+    formula = Formula("exponential", denominator="all", inside=True)
     unsmoothed = "the mean inside", "Leave it out, or take the softmax loss."
 
     def finish(self, stats: Tensor) -> Finished:

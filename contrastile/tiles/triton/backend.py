@@ -8,9 +8,9 @@ alone. Two acts, each a loop over super-tiles as large as the workspace allows:
                 product adds the strip times the features to float32 accumulators, 6·N·M·D operations
 
 Positives known by position (the diagonal, or indices) are computed in float32 by the loss's own formulas and never
-enter the strip. Positives by label are too many for that; the careful kernels compute them within the tiles. float32
-features are split into two or three bf16 pieces, by torch's float32 matmul precision: the same kernels then compute
-three or six products.
+enter the strip. Positives by label are too many for that: the kernels compute them within the tiles. float32 features
+are split into two or three bf16 pieces, by torch's float32 matmul precision: the same kernels then compute three or six
+products.
 
 A guide's features are a second pair of operands: their product is computed with the tile's, as a mask or as a teacher's
 logits.
@@ -31,7 +31,8 @@ from torch import Tensor
 from contrastile._types import Reduction
 from contrastile.losses.base import PairLoss, Shard, Total
 from contrastile.tiles.base import ForwardResult, InFlight, Tiles
-from contrastile.tiles.triton import kept, launch, plan
+from contrastile.tiles.triton import kept, launch, plan, positions
+from contrastile.tiles.triton.arithmetic import UNIT
 from contrastile.tiles.triton.block import (
     Block,
     Budget,
@@ -44,10 +45,9 @@ from contrastile.tiles.triton.block import (
     numbered_groups,
     readable_side,
 )
-from contrastile.tiles.triton.forward import UNIT
 from contrastile.tiles.triton.kept import Kept
 from contrastile.tiles.triton.launch import Weights, on
-from contrastile.tiles.triton.plan import LABEL_CHANNELS, Epilogue, Operand, Pair
+from contrastile.tiles.triton.plan import CAREFUL_LABEL_CHANNELS, LABEL_CHANNELS, Epilogue, Operand, Pair
 from contrastile.tiles.triton.products import add_cols, add_rows
 
 # compute capability of the oldest chip whose matrix units take bf16
@@ -161,8 +161,8 @@ class Triton(Tiles):
         # views of other statistics do not have the layout that the kernel reads
         stats = [side.contiguous() for side in stats]
         with on(self.scale.device):
-            mean = reduction == "mean"
-            return ForwardResult(*launch.finish(stats, weights, constants, total, self._epilogue, mean=mean))
+            numbers, mean = (constants, self.scale), reduction == "mean"
+            return ForwardResult(*launch.finish(stats, weights, numbers, total, self._epilogue, mean=mean))
 
     def scaled(self, total: Tensor, dtype: torch.dtype, upstream: Tensor | None, *, keep: bool) -> Tensor:
         with on(self.scale.device):
@@ -218,9 +218,8 @@ class Triton(Tiles):
     def _block(self, rows: Shard, cols: Shard) -> Block:
         position = rows.start, len(rows), cols.start, len(cols)
         if position not in self.constants:
-            # positives by label need the careful kernels
-            careful = self._epilogue.exponential and by_label(rows)
             given = rows.features, cols.features, self.scale, self.bias
+            careful = self._careful(rows)
             self.constants[position] = launch.block_constants(*given, self._epilogue, careful=careful)
             if self._epilogue.taught:
                 self.constants[position] = self._with_teacher(self.constants[position], rows, cols)
@@ -229,6 +228,10 @@ class Triton(Tiles):
         of_rows, of_cols = self.groups[position]
         sides = readable_side(rows, of_rows), readable_side(cols, of_cols)
         return Block(*sides, self.constants[position], self.loss)
+
+    def _careful(self, rows: Shard) -> bool:
+        """True if the careful kernels alone compute this loss: label smoothing with positives by label."""
+        return self._epilogue.smooth and by_label(rows)
 
     def _super_tiles(self, block: Block, cost: Cost) -> Iterator[SuperTile]:
         """The block's super-tiles with their operands, which neighbours and the next pass share."""
@@ -245,7 +248,9 @@ class Triton(Tiles):
                 (q, *guide_q), (k, *guide_k) = of_rows, of_cols
                 guide = (guide_q[0], guide_k[0]) if guide_q else None
                 numbers = rows.numbers, part.cols.numbers
-                pair = Pair(q, k, part.masks, self.reserved, guide, numbers, self._epilogue.taught)
+                masks, taught = part.masks, self._epilogue.taught
+                quarters = None if masks.labels is None else launch.label_quarters(*masks.labels)
+                pair = Pair(q, k, masks, self.reserved, guide, numbers, taught, quarters)
                 first, last = (j.start == 0, i.start == 0), (j.stop == len(block.cols), i.stop == len(block.rows))
                 tile = self.super_tile = SuperTile((i, j), part, pair, first, last)
             yield tile
@@ -265,14 +270,15 @@ class Triton(Tiles):
 
     def _stats(self, block: Block, stats: list[Tensor]) -> None:
         """Write the statistics of all pairs: by fast kernels, then by careful ones, which return at once where the flag
-        is not set. Positives by label are computed by the careful kernels alone.
+        is not set. Smoothed positives by label are computed by the careful kernels alone.
         """
         epilogue, budget = self._epilogue, self._budget
         passes = [(False, epilogue.channels, budget.forward), (True, epilogue.careful_channels, budget.forward)]
         if not epilogue.exponential:
             passes = passes[:1]
         elif by_label(block.rows):
-            passes = [(True, LABEL_CHANNELS, budget.labels)]
+            passes = [(False, LABEL_CHANNELS, budget.labels), (True, CAREFUL_LABEL_CHANNELS, budget.labels)]
+            passes = passes[self._careful(block.rows) :]
         keeps = self.followed and kept.fits(block, epilogue, budget)
         for careful, channels, cost in passes:
             for tile in self._super_tiles(block, cost):
@@ -292,7 +298,7 @@ class Triton(Tiles):
 
     def _new_parts(self, block: Block, channels: int) -> list[Tensor]:
         """Memory for the tiles' sums: [channels, col tiles, N] and, if symmetric, [channels, row tiles, M]."""
-        shape = plan.shape_for(self.scale.device)
+        shape = plan.shape_for(self.scale.device, taught=self._epilogue.taught)
         height, width = len(block.rows), len(block.cols)
         sizes = [(plan.tiles_of(width, shape.cols), height), (plan.tiles_of(height, shape.rows), width)]
         return [self.scale.new_empty(channels, *size) for size in sizes[: 1 + self.loss.symmetric]]
@@ -301,7 +307,7 @@ class Triton(Tiles):
         """Write the positives known by position into the statistics."""
         positives = block.positives()
         if positives is not None:
-            launch.positive_totals(block, positives, stats, self._epilogue)
+            positions.positive_totals(block, positives, stats, self._epilogue)
 
     # the backward
 
@@ -382,14 +388,14 @@ class Triton(Tiles):
         if self.loss.pairwise:
             ((_, coefficient),) = block.directions
             weight = coefficient * block.constants[int(UNIT.value)]
-            return [(weight, weight)]
+            return [weight[None]]
         return launch.direction_weights(block, self._epilogue)
 
     def _fill(self, tile: SuperTile, weights: Weights, strip: Tensor, sums: Tensor, row_stats: Tensor | None) -> None:
         """Write the super-tile's gradient into the strip, and with `row_stats` merge its loss into them."""
         epilogue, constants = self._epilogue, tile.block.constants
-        if not (epilogue.exponential and by_label(tile.block.rows)):
-            vectors = [(along(a, at), along(c, at)) for (a, c), at in zip(weights, tile.along, strict=False)]
+        if not self._careful(tile.block.rows):
+            vectors = [along(x, at) for x, at in zip(weights, tile.along, strict=False)]
             parts = [] if row_stats is None else self._new_parts(tile.block, epilogue.channels)
             launch.gradient(tile.pair, constants, vectors, strip, sums, epilogue, *parts)
             if row_stats is not None:
@@ -400,15 +406,15 @@ class Triton(Tiles):
 
     def _positive_grads(self, block: Block, positives: Positives, u: Tensor | None, v: Tensor | None) -> Tensor:
         """Add the gradient of the positives known by position in float32; returns its float64 sum, as `_strips`."""
-        g_NP, inner_NP = launch.positive_gradients(block, positives, u, v, self._epilogue)
+        g_NP, inner_NP = positions.positive_gradients(block, positives, u, v, self._epilogue)
         if v is not None and positives.columns is not None:
             # sorted by column, so that sums have the same order, and bits, in every run
             columns, order = torch.where(positives.columns < 0, len(v), positives.columns).flatten().sort(stable=True)
-            launch.add_pairs(v, block.rows.features, columns, order // positives.per_row, g_NP.flatten()[order])
+            positions.add_pairs(v, block.rows.features, columns, order // positives.per_row, g_NP.flatten()[order])
         if not self.sums_products:
             return g_NP.sum(dtype=torch.float64)
         q = block.rows.features
-        lost = launch.truncation(q) if launch.as_tiles(q.dtype, self._epilogue) else 0.0
+        lost = launch.truncation(q) if positions.as_tiles(q.dtype, self._epilogue) else 0.0
         return inner_NP.sum(dtype=torch.float64) * (1 + lost)
 
 

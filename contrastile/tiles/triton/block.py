@@ -17,7 +17,7 @@ from torch import Tensor
 
 from contrastile.losses.base import PairLoss, Shard
 from contrastile.tiles.triton.plan import (
-    LABEL_CHANNELS,
+    CAREFUL_LABEL_CHANNELS,
     PIECES,
     Epilogue,
     Masks,
@@ -53,7 +53,7 @@ class Budget:
     def labels(self, height: int, width: int, copied: int, parts: int) -> int:
         """The same for positives by label."""
         del parts
-        return self._partial(height, width, LABEL_CHANNELS) + (height + width) * copied
+        return self._partial(height, width, CAREFUL_LABEL_CHANNELS) + (height + width) * copied
 
     def backward(self, height: int, width: int, copied: int, parts: int) -> int:
         """The strip, the sums of a loss computed in the same sweep, and the operands' pieces."""
@@ -103,7 +103,7 @@ class Budget:
         return height, width
 
     def _partial(self, height: int, width: int, channels: int) -> int:
-        shape = shape_for(self.device)
+        shape = shape_for(self.device, taught=self.epilogue.taught)
         numbers = tiles_of(width, shape.cols) * height + self.loss.symmetric * tiles_of(height, shape.rows) * width
         return 4 * channels * numbers
 

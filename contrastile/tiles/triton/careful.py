@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # device code: Triton compiles these functions from their source, their arguments have no Python types
-"""Device code of the careful forms: maxima before exponentials, for features of any size, and positives by label.
+"""Device code of the careful forms: maxima before exponentials, for features of any size, and smoothing by label.
 
 Launched by `launch.py`. Both kernels return at once where the careful flag is not set:
 
@@ -13,8 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from contrastile.tiles.triton.backward import join_quarters, program_sums, softmax_positive, store_half, sum_per_thread
-from contrastile.tiles.triton.forward import (
+from contrastile.tiles.triton.arithmetic import (
     ANY,
     CAREFUL,
     FACTOR,
@@ -33,16 +32,15 @@ from contrastile.tiles.triton.forward import (
     TEACHERS,
     UNIT,
     count_along,
-    counts,
     finite,
     merge_exponentials,
     merge_teachers,
     quarter,
     store_stats,
-    store_teacher,
-    tile_at,
-    tile_products,
+    store_sums,
 )
+from contrastile.tiles.triton.backward import join_quarters, program_sums, softmax_positive, store_half, sum_per_thread
+from contrastile.tiles.triton.forward import counts, tile_at, tile_products
 from contrastile.tiles.triton.masks import distinct_pairs, equal_groups, valid_pairs
 
 
@@ -159,7 +157,7 @@ def maxima(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
                 _store_columns(x, negative, col_at, stride, cols < M, SMOOTH)
                 if GUIDE == TEACHER:
                     of_top, of_soft, of_gap, _ = _teacher(x, t, negative, 0)
-                    store_teacher(of_top, of_soft, of_gap, col_at + 2 * stride, stride, cols < M)
+                    store_sums(of_top, of_soft, of_gap, col_at + 2 * stride, stride, cols < M)
                 if LABELS:
                     if several > 0:
                         _store_columns(x, positive, col_at + 4 * stride, stride, cols < M, True)
@@ -170,7 +168,7 @@ def maxima(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
         stride = col_tiles.to(tl.int64) * N
         store_stats(top, total, logit_sum, count, row_at, stride, rows < N, SMOOTH)
         if GUIDE == TEACHER:
-            store_teacher(teacher_top, soft, gap, row_at + 2 * stride, stride, rows < N)
+            store_sums(teacher_top, soft, gap, row_at + 2 * stride, stride, rows < N)
         if LABELS:
             store_stats(positive_top, positive_total, positive_sum, positive_count, row_at + 4 * stride, stride,
                         rows < N, True)  # fmt: skip

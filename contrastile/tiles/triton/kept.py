@@ -82,7 +82,7 @@ def fits(block: Block, epilogue: Epilogue, budget: Budget) -> bool:
 
 def exponentials(pair: Pair, constants: Tensor, parts: Tensor, epilogue: Epilogue) -> Kept:
     """Write the strip, and to the parts [2, col tiles, N] each tile's Σ e and Σ e · ⟨q, k⟩ along rows."""
-    strip, unused, device = pair.new_strip(), [(constants, constants)], constants.device
+    strip, unused, device = pair.new_strip(), [constants], constants.device
     sums = torch.zeros(parts.shape[2] + most_programs(device) * shape_for(device).rows, device=device)
     launch.gradient(pair, constants, unused, strip, sums[parts.shape[2] :], epilogue, parts)
     return Kept(pair, strip, parts[1], sums)

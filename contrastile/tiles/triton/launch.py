@@ -16,12 +16,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from contrastile._torch import current_stream_address
-from contrastile.tiles.triton import backward, forward, reductions
+from contrastile.tiles.triton import backward, forward, labels, reductions
 from contrastile.tiles.triton import careful as careful_kernels
-from contrastile.tiles.triton import positives as by_position
-from contrastile.tiles.triton.block import Block, Positives
+from contrastile.tiles.triton import finish as endings
+from contrastile.tiles.triton.block import Block, by_label
 from contrastile.tiles.triton.plan import (
     ALIGNMENT,
+    CAREFUL_LABEL_CHANNELS,
     EXACT,
     LABEL_CHANNELS,
     PIECES,
@@ -33,32 +34,29 @@ from contrastile.tiles.triton.plan import (
     is_readable,
     most_programs,
     padded,
-    products_of,
     shape_for,
     tiles_of,
 )
 
 # rows of one program in kernels along one dimension
 BLOCK = 128
-# rows of one program that merges sums, and tiles at once; of one that computes positives, and features at once: up to
-# FEW rows, more programs take a share of them
-FEW, MERGED, MERGED_FEW, POSITIVES, POSITIVES_FEW = 4096, (128, 16), (16, 128), (16, 128), (8, 256)
+# rows of one program that merges the sums of tiles, and tiles added at once: where rows are few, more programs take a
+# share of them
+FEW = 4096
+MERGED, MERGED_FEW = (128, 16), (16, 128)
 # rows of one program that reads features, `BLOCK` features at a time
 ROWS = 16
-# rows of one program that multiplies them in the matrix units, the least that takes a Hopper chip's wide instruction,
-# and features at a time
-ROWS_MULTIPLIED, FEATURES_MULTIPLIED = 64, 32
 # partial norms that are read at once
 NORMS = 4096
-# constants of a block; rows that `finish` writes: the state, then each row's loss and its weight
-CONSTANTS, STATE, WEIGHT, FINISHED = 8, 7, 8, 9
+# constants of a block; rows that `finish` writes: each row's loss, its weight, and from the third on the state
+CONSTANTS, WEIGHT, STATE = 8, 1, 2
 # products of fp16 have more bits than those of bf16, and lose more to truncation
 TRUNCATION_FLOAT16 = 1.25
 # sums of terms of one sign, which positives may cancel, grow steadily and lose more than those of other features; by a
 # model of the units, not measured: float32 alone has the digits to show it
 TRUNCATION_ONE_SIGN = 1.3
-# each direction's factor of a pair's exponential [n], and the part that smoothing subtracts [n]
-Weights = list[tuple[Tensor, Tensor]]
+# each direction's vectors [V, n]: see `direction_weights`
+Weights = list[Tensor]
 
 
 def on(device: torch.device) -> AbstractContextManager[None]:
@@ -164,7 +162,7 @@ def operand(x: Tensor, parts: int, shape: Shape) -> Operand:
     return Operand(data, width, parts)
 
 
-def _features(q: Tensor, k: Tensor) -> dict[str, Any]:
+def features(q: Tensor, k: Tensor) -> dict[str, Any]:
     """Features of any strides, as the kernels along one dimension read them."""
     return {
         "q_ptr": q, "k_ptr": k, "D": q.shape[1], "q_row_stride": q.stride(0), "q_stride": q.stride(1),
@@ -181,7 +179,7 @@ def block_constants(
     blocks = q_blocks + k_blocks
     largest = torch.empty(2, blocks, dtype=torch.float32, device=q.device)
     run(
-        reductions.norms, (blocks,), out_ptr=largest, N=N, M=M, q_blocks=q_blocks, blocks=blocks, **_features(q, k),
+        reductions.norms, (blocks,), out_ptr=largest, N=N, M=M, q_blocks=q_blocks, blocks=blocks, **features(q, k),
     )  # fmt: skip
     out = torch.empty(CONSTANTS, dtype=torch.float32, device=q.device)
     run(
@@ -206,6 +204,18 @@ def truncation(q: Tensor) -> float:
 def truncation_per_term(device: torch.device, *, exact: bool) -> float:
     """The share of a sum that the matrix units lose, per term: of pairs of features or, if `exact`, of like terms."""
     return shape_for(device).truncation * (TRUNCATION_ONE_SIGN if exact else 1.0)
+
+
+def label_quarters(of_rows: Tensor, of_cols: Tensor) -> Tensor:
+    """The quarters of each tile that have pairs of equal labels."""
+    shape, N, M = shape_for(of_rows.device), len(of_rows), len(of_cols)
+    row_tiles, col_tiles = tiles_of(N, shape.rows), tiles_of(M, shape.cols)
+    quarters = of_rows.new_empty(row_tiles * col_tiles)
+    run(
+        labels.label_quarters, (row_tiles * col_tiles,), row_labels_ptr=of_rows, col_labels_ptr=of_cols,
+        quarters_ptr=quarters, N=N, M=M, col_tiles=col_tiles, BM=shape.rows, BN=shape.cols,
+    )  # fmt: skip
+    return quarters
 
 
 def sums(pair: Pair, constants: Tensor, parts: Sequence[Tensor], epilogue: Epilogue, *, careful: bool = False) -> None:
@@ -241,7 +251,8 @@ def merge_sums(
     run(
         kernel, (tiles_of(max(N, M), rows), len(parts)), constants_ptr=constants, row_stride=stats[0].stride(0),
         col_stride=stats[col].stride(0), N=N, M=M, row_tiles=row_tiles, col_tiles=col_tiles, row_first=int(first[0]),
-        col_first=int(first[col]), row_last=int(last[0]), col_last=int(last[col]), LABELS=channels == LABEL_CHANNELS,
+        col_first=int(first[col]), row_last=int(last[0]), col_last=int(last[col]),
+        LABELS=channels == (CAREFUL_LABEL_CHANNELS if careful else LABEL_CHANNELS),
         row_part_ptr=parts[0], col_part_ptr=parts[-1], row_stats_ptr=stats[0], col_stats_ptr=stats[col], BLOCK=rows,
         TILES=tiles, **epilogue.flags,
     )  # fmt: skip
@@ -276,15 +287,13 @@ def direction_weights(block: Block, epilogue: Epilogue) -> Weights:
     """Each direction's vectors for `gradient`, times the unit; sets the flag where the careful form is needed."""
     lengths = [len(coefficient) for _, coefficient in block.directions]
     (N, M), n = ((*lengths, 0)[:2]), sum(lengths)
-    out = block.constants.new_empty(2 if epilogue.smooth or epilogue.taught else 1, n)
+    of_labels = by_label(block.rows)
+    out = block.constants.new_empty(4 if of_labels else 2 if epilogue.smooth or epilogue.taught else 1, n)
     run(
         backward.direction_weights, (tiles_of(max(lengths), BLOCK), len(lengths)), N=N, M=M, out_ptr=out, BLOCK=BLOCK,
-        **directions(block, epilogue),
+        LABELS=of_labels, **directions(block, epilogue),
     )  # fmt: skip
-    weights = out[0].split(lengths)
-    # without smoothing or a teacher the kernel does not read the second vector
-    spreads = out[-1].split(lengths)
-    return list(zip(weights, spreads, strict=True))
+    return list(out.split(lengths, 1))
 
 
 def new_sums(device: torch.device) -> Tensor:
@@ -292,8 +301,8 @@ def new_sums(device: torch.device) -> Tensor:
     return torch.zeros(most_programs(device), shape_for(device).rows, device=device)
 
 
-def _strip(strip: Tensor, sums: Tensor, parts: int) -> dict[str, Any]:
-    shape = shape_for(strip.device)
+def _strip(strip: Tensor, sums: Tensor, pair: Pair) -> dict[str, Any]:
+    shape, parts = pair.shape, pair.q.parts
     memory = TensorDescriptor.from_tensor(strip, [shape.rows, shape.cols // 2]) if shape.tma else strip
     return {
         "out_mem": memory, "out_stride": strip.stride(0), "part_stride": strip.shape[0] // parts, "PARTS": parts,
@@ -315,99 +324,25 @@ def gradient(
     weights: the vectors of each direction. row_part: also write the sums of `totals`, for a pairwise loss; of an
     exponential, write the exponentials into the strip instead, and their sums.
     """
-    (a, c), (b, d) = weights[0], weights[-1]
     run(
-        backward.gradient, pair.programs, constants_ptr=constants, row_a_ptr=a, row_c_ptr=c, col_b_ptr=b, col_d_ptr=d,
-        row_part_ptr=constants if row_part is None else row_part, COLUMNS=len(weights) == 2,
+        backward.gradient, pair.programs, constants_ptr=constants, row_a_ptr=weights[0], col_b_ptr=weights[-1],
+        vectors_step=weights[0].stride(0), row_part_ptr=constants if row_part is None else row_part,
+        COLUMNS=len(weights) == 2,
         LOSS=row_part is not None, FLATTEN=pair.flattened, **epilogue.flags,
-        **_strip(strip, sums, pair.q.parts), **pair.arguments,
+        **_strip(strip, sums, pair), **pair.arguments,
     )  # fmt: skip
 
 
 def careful_gradient(pair: Pair, block: Block, strip: Tensor, sums: Tensor, epilogue: Epilogue) -> None:
     """The careful form, where the flag is set."""
-    given = directions(block, epilogue) | _strip(strip, sums, pair.q.parts)
+    given = directions(block, epilogue) | _strip(strip, sums, pair)
     run(careful_kernels.careful_gradient, pair.programs, **given, **pair.arguments)
-
-
-def as_tiles(dtype: torch.dtype, epilogue: Epilogue) -> bool:
-    """Return whether positives have the products and rounding errors of the tiles: with all pieces; else float32.
-
-    With hardness weights the tiles have another factor, that of the negatives.
-    """
-    return is_exact(dtype) and not epilogue.hardness
-
-
-def _positives(block: Block, positives: Positives, q: Tensor, k: Tensor, *, exact: bool) -> dict[str, Any]:
-    """The positives known by position, and features; exact: multiplied in pieces, as the tiles do."""
-    columns, shape = positives.columns, shape_for(q.device)
-    rows, features = POSITIVES_FEW if len(q) <= FEW else POSITIVES
-    if exact:
-        rows, features = min(shape.rows, ROWS_MULTIPLIED), FEATURES_MULTIPLIED
-    return _features(q, k) | products_of(EXACT if exact else 1) | {"ROWS": rows, "BLOCK": features} | {
-        "columns_ptr": block.constants if columns is None else columns, "per_row": positives.per_row,
-        "N": len(block.rows), "M": len(block.cols), "diagonal": positives.diagonal or 0, "DIAGONAL": columns is None,
-        "self_diagonal": block.self_diagonal or 0, "SELF": block.self_diagonal is not None,
-    }  # fmt: skip
-
-
-def _positive_arguments(block: Block, positives: Positives, epilogue: Epilogue) -> dict[str, Any]:
-    """The positives known by position, the features and, with a teacher, the positives' logits by it."""
-    q, k = block.rows.features, block.cols.features
-    given = _positives(block, positives, q, k, exact=as_tiles(q.dtype, epilogue))
-    if not epilogue.taught:
-        return {"teacher_ptr": block.constants, **given}
-    logits = block.constants.new_empty(len(q), positives.per_row)
-    ((a,), (b,)) = block.rows.guides, block.cols.guides
-    of_teacher = _positives(block, positives, a, b, exact=False)
-    run(
-        by_position.positive_logits, (tiles_of(len(q), of_teacher["ROWS"]),),
-        constants_ptr=block.constants[CONSTANTS:], out_ptr=logits, **epilogue.flags, **of_teacher,
-    )  # fmt: skip
-    return {"teacher_ptr": logits, **given}
-
-
-def positive_totals(block: Block, positives: Positives, stats: Sequence[Tensor], epilogue: Epilogue) -> None:
-    """Write the positives known by position into the statistics, which hold all other pairs."""
-    given = _positive_arguments(block, positives, epilogue)
-    run(
-        by_position.positive_totals, (tiles_of(len(block.rows), given["ROWS"]),), constants_ptr=block.constants,
-        row_stats_ptr=stats[0], row_stats_stride=stats[0].stride(0), col_stats_ptr=stats[-1],
-        col_stats_stride=stats[-1].stride(0), COLUMNS=len(stats) == 2, **epilogue.flags, **given,
-    )  # fmt: skip
-
-
-def positive_gradients(
-    block: Block, positives: Positives, u: Tensor | None, v: Tensor | None, epilogue: Epilogue
-) -> tuple[Tensor, Tensor]:
-    """The positives' gradient g [N, P], and g · ⟨q, k⟩; adds g · k to u and, on the diagonal, g · q to v."""
-    N, given = len(block.rows), _positive_arguments(block, positives, epilogue)
-    g_NP, inner_NP = block.constants.new_empty(2, N, positives.per_row)
-    run(
-        by_position.positive_gradients, (tiles_of(N, given["ROWS"]),), u_ptr=g_NP if u is None else u,
-        u_stride=0 if u is None else u.stride(0), v_ptr=g_NP if v is None else v,
-        v_stride=0 if v is None else v.stride(0), g_ptr=g_NP, inner_ptr=inner_NP, U=u is not None,
-        V=v is not None and positives.columns is None, **directions(block, epilogue), **given,
-    )  # fmt: skip
-    return g_NP, inner_NP
-
-
-def add_pairs(total: Tensor, x: Tensor, targets: Tensor, sources: Tensor, values: Tensor) -> None:
-    """total[targets[s]] += values[s] · x[sources[s]], in order of s; targets rise, and those beyond total are left."""
-    n, D = total.shape
-    block = min(1024, triton.next_power_of_2(D))
-    run(
-        by_position.add_pairs, (len(targets), tiles_of(D, block)), out_ptr=total, out_stride=total.stride(0), x_ptr=x,
-        row_stride=x.stride(0), feature_stride=x.stride(1), targets_ptr=targets,
-        stops_ptr=torch.searchsorted(targets, targets, right=True), sources_ptr=sources, values_ptr=values, n=n, D=D,
-        BLOCK=block,
-    )  # fmt: skip
 
 
 def finish(
     stats: Sequence[Tensor],
     weights: Tensor | None,
-    constants: Tensor,
+    numbers: tuple[Tensor, Tensor],
     total: Callable[[Tensor], Tensor],
     epilogue: Epilogue,
     *,
@@ -415,25 +350,35 @@ def finish(
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """The loss, and each direction's state [S, n] and ∂loss/∂(each row's loss) [n], from its statistics [K, n].
 
-    total: sums a small tensor over all ranks.
+    numbers: the constants of a block, and the scale. total: sums a small tensor over all ranks.
     """
+    constants, scale = numbers
     lengths = [side.shape[1] for side in stats]
     (N, M), sides, n = ((*lengths, 0)[:2]), len(stats), sum(lengths)
     blocks = tiles_of(max(lengths), BLOCK)
-    out, sums = constants.new_empty(FINISHED, n), constants.new_empty(2 * sides + 2, blocks)
+    out, sums = constants.new_empty(STATE + epilogue.state, n), constants.new_empty(2 * sides + 2, blocks)
+    given: dict[str, Any] = {
+        "row_stats_ptr": stats[0], "row_stats_stride": stats[0].stride(0), "N": N, "col_stats_ptr": stats[-1],
+        "col_stats_stride": stats[-1].stride(0), "M": M, "blocks": blocks, "BLOCK": BLOCK,
+    }  # fmt: skip
+    factor = kernels = constants
+    if epilogue.formula.mises_fisher:
+        factor = (scale.double() * epilogue.sigma).reciprocal()
+        kernels = torch.empty(2 * sides, blocks, dtype=torch.float64, device=scale.device)
+        run(endings.mises_fisher_sums, (blocks, sides), factor_ptr=factor, out_ptr=kernels, **given)
+        kernels = total(kernels.sum(1))
     run(
-        reductions.finish, (blocks, sides), row_stats_ptr=stats[0], row_stats_stride=stats[0].stride(0), N=N,
-        col_stats_ptr=stats[-1], col_stats_stride=stats[-1].stride(0), M=M, constants_ptr=constants, out_ptr=out,
-        weights_ptr=constants if weights is None else weights, sums_ptr=sums, blocks=blocks, BLOCK=BLOCK,
-        smoothing=epilogue.label_smoothing, WEIGHTS=weights is not None, **epilogue.flags,
+        endings.finish, (blocks, sides), constants_ptr=constants, factor_ptr=factor, kernels_ptr=kernels,
+        out_ptr=out, weights_ptr=constants if weights is None else weights, sums_ptr=sums,
+        smoothing=epilogue.label_smoothing, WEIGHTS=weights is not None, **epilogue.flags, **given,
     )  # fmt: skip
     value, coefficients = constants.new_empty(()), constants.new_empty(n)
     # at least one program: a rank without rows has a value too
     run(
-        reductions.coefficients, (max(tiles_of(n, BLOCK), 1),), weight_ptr=out[WEIGHT], totals_ptr=total(sums.sum(1)),
+        endings.coefficients, (max(tiles_of(n, BLOCK), 1),), weight_ptr=out[WEIGHT], totals_ptr=total(sums.sum(1)),
         out_ptr=coefficients, value_ptr=value, N=N, n=n, MEAN=mean, SIDES=sides, BLOCK=BLOCK,
     )  # fmt: skip
-    return value, list(out[:STATE].split(lengths, 1)), list(coefficients.split(lengths))
+    return value, list(out[STATE:].split(lengths, 1)), list(coefficients.split(lengths))
 
 
 def scaled(total: Tensor, scale: Tensor, times: Tensor | None, dtype: torch.dtype, *, keep: bool) -> Tensor:

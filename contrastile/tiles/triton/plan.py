@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from contrastile.losses.base import Formula, PairLoss
 from contrastile.losses.distilled import TeacherStats
-from contrastile.losses.softmax import SoftmaxStats
+from contrastile.losses.softmax import SoftmaxState, SoftmaxStats
 from contrastile.tiles.triton.masks import UNROLLED
 
 # address and rows of a tensor descriptor are multiples of so many bytes
@@ -87,7 +87,7 @@ def _capability(device: torch.device) -> int:
 def shape_for(device: torch.device, *, taught: bool = False) -> Shape:
     """The shape of tiles on this device: that of the newest known chip that is not newer.
 
-    taught: of a loss with a teacher, whose tiles are as large.
+    taught: of a loss with a teacher, whose tiles divide those of others.
     """
     if interpreting():
         return SHAPE_INTERPRETED
@@ -139,8 +139,10 @@ def is_readable(x: Tensor) -> bool:
     return size == 2 and aligned and x.stride(0) >= x.shape[1]
 
 
-# numbers that `maxima` writes per tile and row with positives by label: all statistics of a row
-LABEL_CHANNELS = len(SoftmaxStats._fields)
+# numbers that `totals` writes per tile and row with positives by label: the sum of negatives, and three of positives
+LABEL_CHANNELS = 4
+# those that `maxima` writes: all statistics of a row
+CAREFUL_LABEL_CHANNELS = len(SoftmaxStats._fields)
 # uses of a guide's product, as `forward.py` numbers them
 GUIDES = {None: 0, "mask": 1, "teacher": 2}
 # fields of a loss that the kernels compute; of exponentials also the label smoothing and the weights of negatives
@@ -153,11 +155,13 @@ class Epilogue:
     """The work on a tile of products: the formula that a loss declares, and its numbers.
 
     label_smoothing: the share of the targets that is spread, evenly or by a teacher. hardness: β of the negatives.
+    sigma: σ of the weights of positives.
     """
 
     formula: Formula
     label_smoothing: float = 0.0
     hardness: float = 0.0
+    sigma: float = 0.0
 
     @cached_property
     def exponential(self) -> bool:
@@ -182,6 +186,11 @@ class Epilogue:
         return len(SoftmaxStats._fields) + soft if self.exponential else 1
 
     @cached_property
+    def state(self) -> int:
+        """Numbers of each row for the backward."""
+        return len(SoftmaxState._fields) + 2 * self.taught
+
+    @cached_property
     def channels(self) -> int:
         """Numbers that `totals` writes per tile and row.
 
@@ -201,6 +210,7 @@ class Epilogue:
         return {
             "SOFTPLUS": not self.exponential, "DECOUPLED": decoupled, "SMOOTH": self.smooth,
             "GUIDE": GUIDES[self.formula.guide], "INSIDE": self.formula.inside, "WEIGHED": self.formula.weighed,
+            "MISES_FISHER": self.formula.mises_fisher,
         }  # fmt: skip
 
 
@@ -208,7 +218,7 @@ class Epilogue:
 def epilogue_for(loss: PairLoss) -> Epilogue:
     assert loss.formula is not None
     spread = getattr(loss, "soft_share" if loss.formula.guide == "teacher" else "label_smoothing", 0.0)
-    return Epilogue(loss.formula, spread, getattr(loss, "block_hardness", 0.0))
+    return Epilogue(loss.formula, spread, getattr(loss, "block_hardness", 0.0), getattr(loss, "sigma", 0.0))
 
 
 def unknown_part(loss: PairLoss) -> str | None:
@@ -292,6 +302,8 @@ class Pair:
     numbers: tuple[Tensor | None, Tensor | None] = (None, None)
     # the guide is a teacher
     taught: bool = False
+    # numbers of `label_quarters`, where positives are known by label
+    quarters: Tensor | None = None
 
     @cached_property
     def shape(self) -> Shape:
@@ -300,10 +312,11 @@ class Pair:
     @cached_property
     def arguments(self) -> dict[str, Any]:
         q, k, shape = self.q, self.k, self.shape
+        quarters = q.data if self.quarters is None else self.quarters
         return self.masks.arguments(q.data) | products_of(q.parts) | self._guide_arguments | {
             "q_mem": q.memory(shape.rows, shape), "k_mem": k.memory(shape.cols, shape), "q_stride": q.data.stride(0),
             "k_stride": k.data.stride(0), "N": len(q), "M": len(k), "D": q.width, "BM": shape.rows, "BN": shape.cols,
-            "BK": shape.depth, "GROUP": GROUP, "TMA": shape.tma, "warps": shape.warps,
+            "BK": shape.depth, "GROUP": GROUP, "quarters_ptr": quarters, "TMA": shape.tma, "warps": shape.warps,
             "stages": shape.stages,
         }  # fmt: skip
 

@@ -2,7 +2,7 @@
 # device code: Triton compiles these functions from their source, their arguments have no Python types
 """Device code of the positives known by position: their logits, statistics and gradients, row by row.
 
-Launched by `launch.py`; positives by label are in the tiles of `forward.py` and `backward.py`:
+Launched by `launch.py`; positives by label are in the tiles, see `labels.py`:
 
     positive_logits      their logits by a teacher
     positive_totals      their part of each row's statistics
@@ -15,8 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from contrastile.tiles.triton.backward import softmax_positive
-from contrastile.tiles.triton.forward import (
+from contrastile.tiles.triton.arithmetic import (
     ANY,
     BIAS,
     LN2,
@@ -41,6 +40,7 @@ from contrastile.tiles.triton.forward import (
     shift_as_logarithm,
     store_stats,
 )
+from contrastile.tiles.triton.backward import softmax_positive
 
 
 @triton.jit

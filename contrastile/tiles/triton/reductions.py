@@ -6,10 +6,8 @@ Launched by `launch.py`, before, between and after the kernels of `forward.py` a
 
     split_features, norms, block_constants     features as 16-bit pieces; the constants of a block
     merge_sums, merge_maxima, merge_parts     the tiles' sums brought together, in a fixed order
-    finish, coefficients                      from statistics to the loss and ∂loss/∂(each row's loss)
 
-`finish` and `coefficients`, with `scaled` of `backward.py`, replace some eighty small operations, which take the host
-longer than a small batch takes the device.
+The end of a call is in `finish.py`.
 """
 
 from __future__ import annotations
@@ -17,33 +15,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from contrastile.tiles.triton.forward import (
+from contrastile.tiles.triton.arithmetic import (
     ANY,
     BIAS,
     CAREFUL,
     FACTOR,
     GAP,
     HIGHEST,
-    INVERSE,
     LN2,
     LOG2E,
     LOGIT_COUNT,
     LOGIT_SUM,
+    LOWEST_POSITIVE,
     LOWEST_SUM,
-    MISSING,
     NONFINITE,
     POSITIVE_COUNT,
-    POSITIVE_INVERSE,
-    POSITIVE_SHARE,
     POSITIVE_SUM,
     POSITIVE_TOP,
     POSITIVE_TOTAL,
     REST,
     SCALE,
-    SHARE,
     SHIFT,
-    STATE_POSITIVE_TOP,
-    STATE_TOP,
     STATS,
     TEACHER,
     TEACHER_TOP,
@@ -55,15 +47,11 @@ from contrastile.tiles.triton.forward import (
     X_TOP,
     binade,
     finite,
-    log1p,
     merge_exponentials,
     merge_teachers,
     shift_as_logarithm,
     store_stats,
 )
-
-# rows that `finish` writes behind a softmax's state
-LOSS, WEIGHT = tl.constexpr(7), tl.constexpr(8)
 
 
 @triton.jit(do_not_specialize=ANY)
@@ -154,10 +142,28 @@ def _load_channel(part_ptr, channel, tiles, step, n, at, inside, TILES: tl.const
     return tl.load(part_ptr + at_tile, mask=(tile < tiles)[:, None] & inside[None, :], other=other)
 
 
+@triton.jit
+def _merge_logits(part_ptr, channel, tiles, step, n, at, inside, whole, logit_sum, count, TILES: tl.constexpr):
+    """Add the tiles' sums of logits and their number, behind the channel of their exponentials; see `_store_logits`."""
+    counts = _load_channel(part_ptr, channel + 2, tiles, step, n, at, inside, TILES)
+    lift = binade(_load_channel(part_ptr, channel, tiles, step, n, at, inside, TILES)) - whole[None, :]
+    sums = _load_channel(part_ptr, channel + 1, tiles, step, n, at, inside, TILES) + counts * lift
+    return logit_sum + tl.sum(sums, 0), count + tl.sum(counts, 0)
+
+
+@triton.jit
+def _load_logits(stats_ptr, stride, at, inside, before, whole):
+    """Sum of logits so far, relative to a new binade, and their number; each one stride behind the other."""
+    count = tl.load(stats_ptr + stride + at, mask=inside, other=0.0)
+    logit_sum = tl.load(stats_ptr + at, mask=inside, other=0.0)
+    return logit_sum + count * (binade(before) - whole), count
+
+
 @triton.jit(do_not_specialize=ANY)
 def merge_sums(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first, row_last, col_part_ptr, col_stats_ptr,
                col_stride, row_tiles, M, col_first, col_last, constants_ptr, SOFTPLUS: tl.constexpr,
-               SMOOTH: tl.constexpr, GUIDE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+               SMOOTH: tl.constexpr, GUIDE: tl.constexpr, LABELS: tl.constexpr, BLOCK: tl.constexpr,
+               TILES: tl.constexpr):  # fmt: skip
     """Add a super-tile's sums to the statistics of its rows (program_id 1 = 0) and of its columns (1).
 
     After the last super-tile of a side, a sum that is too low to be trusted sets the careful flag.
@@ -188,15 +194,29 @@ def merge_sums(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first,
         whole = binade(total)
         if SMOOTH:
             if first == 0:
-                count = tl.load(stats_ptr + LOGIT_COUNT * stride + at, mask=inside, other=0.0)
-                logit_sum = tl.load(stats_ptr + LOGIT_SUM * stride + at, mask=inside, other=0.0)
-                logit_sum += count * (binade(before) - whole)
+                logit_sum, count = _load_logits(stats_ptr + LOGIT_SUM * stride, stride, at, inside, before, whole)
             for step in range(0, tiles, TILES):
-                counts = _load_channel(part_ptr, 2, tiles, step, n, at, inside, TILES)
-                lift = binade(_load_channel(part_ptr, 0, tiles, step, n, at, inside, TILES)) - whole[None, :]
-                logit_sum += tl.sum(_load_channel(part_ptr, 1, tiles, step, n, at, inside, TILES) + counts * lift, 0)
-                count += tl.sum(counts, 0)
+                logit_sum, count = _merge_logits(
+                    part_ptr, 0, tiles, step, n, at, inside, whole, logit_sum, count, TILES)  # fmt: skip
         lowest = total
+        if LABELS:
+            positive_total, positive_sum, positive_count = before * 0.0, logit_sum, count
+            for step in range(0, tiles, TILES):
+                positive_total += tl.sum(_load_channel(part_ptr, 1, tiles, step, n, at, inside, TILES), 0)
+            positive_before = positive_sum
+            if first == 0:
+                positive_before = tl.load(stats_ptr + POSITIVE_TOTAL * stride + at, mask=inside, other=0.0)
+            positive_total += positive_before
+            positive_whole = binade(positive_total)
+            if first == 0:
+                positive_sum, positive_count = _load_logits(
+                    stats_ptr + POSITIVE_SUM * stride, stride, at, inside, positive_before, positive_whole)  # fmt: skip
+            for step in range(0, tiles, TILES):
+                positive_sum, positive_count = _merge_logits(
+                    part_ptr, 1, tiles, step, n, at, inside, positive_whole, positive_sum, positive_count,
+                    TILES)  # fmt: skip
+            low = (positive_count > 0) & (positive_total < LOWEST_POSITIVE)
+            lowest = tl.where(low, 0.0, lowest)
         if GUIDE == TEACHER:
             soft = tl.zeros((BLOCK,), tl.float32)
             gap = tl.zeros((BLOCK,), tl.float32)
@@ -223,12 +243,23 @@ def merge_sums(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first,
                 gap = tl.fma(gap, soft_error, gap)
                 tl.store(stats_ptr + TEACHER_TOP * stride + at, soft_top, mask=inside)
                 tl.store(stats_ptr + X_TOP * stride + at, top, mask=inside)
+            if LABELS:
+                positive_top, positive_error = shift_as_logarithm(tl.load(constants_ptr + SHIFT) + positive_whole)
+                positive_top = tl.where(positive_count > 0, positive_top, -float("inf"))
+                tl.store(stats_ptr + POSITIVE_TOP * stride + at, positive_top, mask=inside)
+                positive_total *= tl.math.exp2(-positive_whole)
+                positive_total = tl.fma(positive_total, positive_error, positive_total)
+                positive_sum = positive_sum * LN2 + positive_count * positive_error
             total *= tl.math.exp2(-whole)
             # rounded once: an error of the factor 1 + error would be the same in all rows
             total = tl.fma(total, error, total)
             logit_sum = logit_sum * LN2 + count * error
             tl.store(stats_ptr + TOP * stride + at, top, mask=inside)
-        if first != 0:
+        if LABELS:
+            tl.store(stats_ptr + POSITIVE_TOTAL * stride + at, positive_total, mask=inside)
+            tl.store(stats_ptr + POSITIVE_SUM * stride + at, positive_sum, mask=inside)
+            tl.store(stats_ptr + POSITIVE_COUNT * stride + at, positive_count, mask=inside)
+        elif first != 0:
             # `positive_totals` fills the positives' rows later
             tl.store(stats_ptr + POSITIVE_TOP * stride + at, tl.full((BLOCK,), -float("inf"), tl.float32), inside)
             for blank in range(POSITIVE_TOP + 1, STATS):
@@ -346,105 +377,3 @@ def merge_parts(stats_ptr, stats_row_stride, stats_stride, part_ptr, part_stride
         count += part_count
         top = higher
     store_stats(top, total, logit_sum, count, out, stats_row_stride, inside, True)
-
-
-@triton.jit(do_not_specialize=ANY)
-def finish(row_stats_ptr, row_stats_stride, N, col_stats_ptr, col_stats_stride, M, weights_ptr, constants_ptr, out_ptr,
-           sums_ptr, blocks, smoothing, WEIGHTS: tl.constexpr, DECOUPLED: tl.constexpr, SMOOTH: tl.constexpr,
-           BLOCK: tl.constexpr):  # fmt: skip
-    """Write state, loss and weight of rows and columns, [9, N + M], and the sums of S sides, [2 · S + 2, blocks].
-
-    The sums of each block: Σ weight · loss and Σ weight of each side, the number of rows, and NONFINITE. program_id 1 =
-    0 computes rows, 1 columns. DECOUPLED leaves the positives out of the denominator (losses/decoupled.py).
-    """
-    side = tl.program_id(1)
-    sides = tl.num_programs(1)
-    stats_ptr = tl.where(side == 0, row_stats_ptr, col_stats_ptr)
-    stride = tl.where(side == 0, row_stats_stride, col_stats_stride).to(tl.int64)
-    n = tl.where(side == 0, N, M)
-    length = (N + M).to(tl.int64)
-    block = tl.program_id(0)
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
-    top = tl.load(stats_ptr + TOP * stride + at, mask=inside, other=0.0)
-    total = tl.load(stats_ptr + TOTAL * stride + at, mask=inside, other=1.0)
-    positive_top = tl.load(stats_ptr + POSITIVE_TOP * stride + at, mask=inside, other=0.0)
-    positive_total = tl.load(stats_ptr + POSITIVE_TOTAL * stride + at, mask=inside, other=1.0)
-    positive_sum = tl.load(stats_ptr + POSITIVE_SUM * stride + at, mask=inside, other=0.0)
-    count = tl.load(stats_ptr + POSITIVE_COUNT * stride + at, mask=inside, other=0.0)
-    positive_share = 1.0 / tl.maximum(count, 1.0)
-    mean = positive_sum * positive_share
-    share = tl.zeros((BLOCK,), tl.float32)
-    # a row without a positive has no loss; elsewhere NaN stays NaN
-    counts = inside & (count > 0)
-    if DECOUPLED:
-        counts = counts & (total != 0)
-        denominator_top = top
-        denominator = total
-        loss = (finite(top) - finite(positive_top)) + (tl.log(tl.where(total == 0, 1.0, total)) - mean)
-        positive_inverse = tl.zeros((BLOCK,), tl.float32)
-        missing = positive_inverse + 1.0
-    else:
-        denominator_top, denominator = merge_exponentials(top, total, positive_top, positive_total)
-        # the difference of maxima first, which is exact for similar logits
-        gap = (top - positive_top) + (tl.log(total) - tl.log(positive_total))
-        # 0 for one positive, without the rounding errors of its two forms
-        among = tl.where(count == 1, 0.0, tl.log(positive_total) - mean)
-        loss = log1p(tl.exp(-tl.abs(gap))) + tl.maximum(gap, 0.0) + among
-        if SMOOTH:
-            others = tl.load(stats_ptr + LOGIT_COUNT * stride + at, mask=inside, other=0.0)
-            share = 1.0 / tl.maximum(count + others, 1.0)
-            pull = mean - tl.load(stats_ptr + LOGIT_SUM * stride + at, mask=inside, other=0.0) / tl.maximum(others, 1.0)
-            loss += smoothing * (((positive_top - finite(top)) + pull) * (others * share))
-        positive_inverse = 1.0 / tl.where(counts, positive_total, 1.0)
-        missing = 1.0 / (1.0 + tl.exp(-gap))
-    loss = tl.where(counts, loss, 0.0)
-    weight = counts.to(tl.float32)
-    if WEIGHTS:
-        weight *= tl.load(weights_ptr + at, mask=inside, other=0.0)
-    out = out_ptr + tl.where(side == 0, 0, N) + at
-    tl.store(out + STATE_TOP * length, finite(denominator_top), mask=inside)
-    # without any key, 0 instead of 0 · ∞
-    tl.store(out + INVERSE * length, 1.0 / tl.where(denominator == 0, 1.0, denominator), mask=inside)
-    tl.store(out + STATE_POSITIVE_TOP * length, finite(positive_top), mask=inside)
-    tl.store(out + POSITIVE_INVERSE * length, positive_inverse, mask=inside)
-    tl.store(out + MISSING * length, missing, mask=inside)
-    tl.store(out + POSITIVE_SHARE * length, positive_share, mask=inside)
-    tl.store(out + SHARE * length, share, mask=inside)
-    tl.store(out + LOSS * length, loss, mask=inside)
-    tl.store(out + WEIGHT * length, weight, mask=inside)
-    tl.store(sums_ptr + side * blocks + block, tl.sum(loss * weight))
-    tl.store(sums_ptr + (sides + side) * blocks + block, tl.sum(weight))
-    if side == 0:
-        first_block = tl.where(block == 0, 1.0, 0.0)
-        nonfinite = tl.load(constants_ptr + NONFINITE)
-        tl.store(sums_ptr + 2 * sides * blocks + block, nonfinite + first_block * n)
-        tl.store(sums_ptr + (2 * sides + 1) * blocks + block, nonfinite)
-
-
-@triton.jit(do_not_specialize=ANY)
-def coefficients(weight_ptr, totals_ptr, out_ptr, value_ptr, N, n, MEAN: tl.constexpr, SIDES: tl.constexpr,
-                 BLOCK: tl.constexpr):  # fmt: skip
-    """The loss, and ∂loss/∂(each row's loss) of the N rows and then the columns, from the totals of `finish`'s sums."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
-    loss = tl.load(totals_ptr)
-    mass = tl.load(totals_ptr + SIDES)
-    other_loss = loss
-    other_mass = mass
-    if SIDES == 2:
-        other_loss = tl.load(totals_ptr + 1)
-        other_mass = tl.load(totals_ptr + 3)
-    nonfinite = tl.load(totals_ptr + 2 * SIDES + 1)
-    if MEAN:
-        # a mean over nothing is 0, as `losses.base.divisor` has it
-        mass = tl.where((mass == 0.0) & (loss == 0.0), 1.0, mass)
-        other_mass = tl.where((other_mass == 0.0) & (other_loss == 0.0), 1.0, other_mass)
-        value = 0.5 * (loss / mass) + 0.5 * (other_loss / other_mass)
-        factor = tl.where(at < N, (1.0 / SIDES) / mass, (1.0 / SIDES) / other_mass)
-    else:
-        value = 0.5 * loss + 0.5 * other_loss
-        factor = 1.0 / SIDES
-    tl.store(out_ptr + at, tl.load(weight_ptr + at, mask=inside, other=0.0) * factor + nonfinite, mask=inside)
-    if tl.program_id(0) == 0:
-        tl.store(value_ptr, value + nonfinite)

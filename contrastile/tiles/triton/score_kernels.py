@@ -18,8 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from contrastile.tiles.triton.arithmetic import count_along, store_stats
 from contrastile.tiles.triton.careful import add_along, softmax_gradient
-from contrastile.tiles.triton.forward import count_along, store_stats
 from contrastile.tiles.triton.masks import equal_groups, valid_pairs
 
 # arguments that change from call to call: compiled once for all their values. Strides of scores are not among them:

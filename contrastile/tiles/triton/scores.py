@@ -68,7 +68,8 @@ class FusedScores(Scored):
             return None
         epilogue = plan.epilogue_for(self.loss)
         formula = epilogue.formula
-        plain = formula.denominator is not None and formula.guide is None and not (formula.inside or epilogue.hardness)
+        plain = formula.denominator is not None and formula.guide is None
+        plain = plain and not (formula.inside or formula.mises_fisher or epilogue.hardness)
         return epilogue if epilogue.exponential and plain else None
 
     def finish(
@@ -86,7 +87,7 @@ class FusedScores(Scored):
         stats = [side.contiguous() for side in stats]
         constants, mean = nonfinite().expand(launch.CONSTANTS).contiguous(), reduction == "mean"
         with on(self.scale.device):
-            return ForwardResult(*launch.finish(stats, weights, constants, total, epilogue, mean=mean))
+            return ForwardResult(*launch.finish(stats, weights, (constants, self.scale), total, epilogue, mean=mean))
 
     def scaled(self, total: Tensor, dtype: torch.dtype, upstream: Tensor | None, *, keep: bool) -> Tensor:
         # rows of tokens are few and long, and a program has whole rows

@@ -1,0 +1,172 @@
+# mypy: ignore-errors
+# device code: Triton compiles these functions from their source, their arguments have no Python types
+"""Numbers that kernels share: positions of a block's constants and statistics, exponents, sums of exponentials.
+
+Below `labels.py`, `forward.py` and all other kernels.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from contrastile.losses.distilled import TeacherStats
+from contrastile.losses.softmax import SoftmaxState, SoftmaxStats
+
+LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
+# log(2) in two: ten bits, and the rest
+LN2_FIRST = tl.constexpr(0.693359375)
+LN2_REST = tl.constexpr(-2.1219444005469057e-4)
+# largest exponent t of a term
+HIGHEST = tl.constexpr(100.0)
+# a smaller sum may have lost terms that matter
+LOWEST_SUM = tl.constexpr(2.0**-60)
+# the same of positives by label, which are fewer than negatives: 2^12 terms that are lost change no digit
+LOWEST_POSITIVE = tl.constexpr(2.0**-90)
+# positions of a block's constants: factor and shift of t; unit of a 16-bit strip; bias and scale, for logits computed
+# in float32; careful flag; 0, or NaN if a feature or the scale is not finite; and a correction of the factor
+FACTOR, SHIFT, UNIT, BIAS, SCALE, CAREFUL, NONFINITE, REST = (tl.constexpr(position) for position in range(8))
+# position at which those of a teacher's logits begin
+TEACHERS = tl.constexpr(8)
+# values of GUIDE: negatives where the guide's product exceeds the row's number do not count; or the product, as logit
+# of a teacher, gives soft targets
+MASK, TEACHER = tl.constexpr(1), tl.constexpr(2)
+# start of a tile's products where a pair does not count; products of features are larger than half of it
+EXCLUDED = tl.constexpr(-(2.0**100))
+# rows of a softmax's statistics, and of its state
+TOP, TOTAL, LOGIT_SUM, LOGIT_COUNT, POSITIVE_TOP, POSITIVE_TOTAL, POSITIVE_SUM, POSITIVE_COUNT = (
+    tl.constexpr(row) for row in range(len(SoftmaxStats._fields))
+)
+STATS = tl.constexpr(len(SoftmaxStats._fields))
+STATE_TOP, INVERSE, STATE_POSITIVE_TOP, POSITIVE_INVERSE, MISSING, POSITIVE_SHARE, SHARE = (
+    tl.constexpr(row) for row in range(len(SoftmaxState._fields))
+)
+# those of a teacher follow
+TEACHER_TOP, TEACHER_TOTAL, GAP, X_TOP = (
+    tl.constexpr(len(SoftmaxStats._fields) + row) for row in range(len(TeacherStats._fields))
+)
+STATE_TEACHER_TOP, TEACHER_INVERSE = (tl.constexpr(len(SoftmaxState._fields) + row) for row in range(2))
+# arguments that change from call to call: compiled once for all their values
+ANY = ("N", "M", "n", "diagonal", "self_diagonal", "positives", "positives_stride", "positives_start", "per_row",
+       "vectors_step", "part_stride", "part_row_stride", "part_col_stride", "parts", "stats_row_stride", "stats_stride",
+       "row_stats_stride", "col_stats_stride", "row_state_stride", "col_state_stride", "row_tiles", "col_tiles",
+       "row_first", "row_last", "col_first", "col_last", "q_blocks", "blocks", "truncation", "careful",
+       "smoothing")  # fmt: skip
+
+
+@triton.jit
+def count_along(x, valid, axis: tl.constexpr):
+    """Number of valid pairs along `axis`, computed from x to keep its layout: masks lie across the threads."""
+    return tl.sum(tl.where(valid, x * 0.0 + 1.0, 0.0), axis)
+
+
+@triton.jit
+def product_less_one(a, b):
+    """(1 + a)(1 + b) − 1, to full precision for small a and b too."""
+    return a + b + a * b
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x) for x ≥ 0, exact to float32 for small x too."""
+    series = x * (1.0 - x * (0.5 - x * (0.3333333333 - x * (0.25 - x * 0.2))))
+    return tl.where(x < 0.03, series, tl.math.log2(1.0 + x) * LN2)
+
+
+@triton.jit
+def exponent_constants(constants_ptr):
+    """Factor, shift and rest of `exponents`."""
+    return tl.load(constants_ptr + FACTOR), tl.load(constants_ptr + SHIFT), tl.load(constants_ptr + REST)
+
+
+@triton.jit
+def exponents(inner, constants, SOFTPLUS: tl.constexpr, PRODUCTS: tl.constexpr):
+    """t of products ⟨q, k⟩, rounded once.
+
+    Of a softplus in float32 also with what factor and shift lost when they were rounded: a bias cancels most of a
+    logit, and would leave the same error in all of them.
+    """
+    factor, shift, rest = constants
+    t = tl.fma(inner, factor, -shift)
+    if SOFTPLUS and PRODUCTS > 3:
+        t = tl.fma(inner, rest, t)
+    return t
+
+
+@triton.jit
+def binade(total):
+    """The whole part of log2 of a number that is not negative, read off its bits: the same in every kernel."""
+    return ((total.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32)
+
+
+@triton.jit
+def finite(top):
+    """A maximum to subtract: 0 for the maximum of an empty set."""
+    return tl.where(top == -float("inf"), 0.0, top)
+
+
+@triton.jit
+def merge_exponentials(top, total, other_top, other_total):
+    """Maximum, and sum of exponentials relative to it, of two disjoint sets."""
+    higher = tl.maximum(top, other_top)
+    safe = finite(higher)
+    return higher, total * tl.exp(top - safe) + other_total * tl.exp(other_top - safe)
+
+
+@triton.jit
+def merge_teachers(top, total, gap, x_top, other_top, other_total, other_gap, other_x_top):
+    """A teacher's statistics of two disjoint sets: `merge` of losses/distilled.py."""
+    higher = tl.maximum(top, other_top)
+    x_higher = tl.maximum(x_top, other_x_top)
+    safe = finite(higher)
+    x_safe = finite(x_higher)
+    share = tl.exp(top - safe)
+    other_share = tl.exp(other_top - safe)
+    gap += total * ((finite(top) - safe) - (finite(x_top) - x_safe))
+    other_gap += other_total * ((finite(other_top) - safe) - (finite(other_x_top) - x_safe))
+    return higher, total * share + other_total * other_share, gap * share + other_gap * other_share, x_higher
+
+
+@triton.jit
+def halves(x, BM: tl.constexpr, BN: tl.constexpr):
+    """The left and the right half of a tile. Each thread holds columns of both, so nothing moves."""
+    return tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def quarter(x, at: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """A quarter of the columns of a tile."""
+    left, right = halves(x, BM, BN)
+    left, right = halves(left if at < 2 else right, BM, BN // 2)
+    return left if at % 2 == 0 else right
+
+
+@triton.jit
+def shift_as_logarithm(shift):
+    """A shift as a natural logarithm, rounded, and the rounding error.
+
+    Uncorrected, rounding moves every loss by 4e-6 at a shift of 100. The first part of log(2) has ten bits, so that
+    its product with a whole number is exact.
+    """
+    exact = shift * LN2_FIRST
+    top = exact + shift * LN2_REST
+    return top, (exact - top) + shift * LN2_REST
+
+
+@triton.jit
+def store_sums(first, second, third, at, stride, inside):
+    """Store three sums, one stride apart: with a teacher Σ 2^x of the logits, Σ 2^t of its own, and Σ 2^t (t − x)."""
+    tl.store(at, first, mask=inside)
+    tl.store(at + stride, second, mask=inside)
+    tl.store(at + 2 * stride, third, mask=inside)
+
+
+@triton.jit
+def store_stats(top, total, logit_sum, count, at, stride, inside, SUMS: tl.constexpr):
+    """Store the statistics of negatives, or of positives, one stride apart in the order of losses/softmax.py."""
+    tl.store(at, top, mask=inside)
+    tl.store(at + stride, total, mask=inside)
+    if SUMS:
+        tl.store(at + 2 * stride, logit_sum, mask=inside)
+        tl.store(at + 3 * stride, count, mask=inside)

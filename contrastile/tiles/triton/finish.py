@@ -1,0 +1,215 @@
+# mypy: ignore-errors
+# device code: Triton compiles these functions from their source, their arguments have no Python types
+"""Device code of the end of a call: from statistics to the loss, and to ∂loss/∂(each row's loss).
+
+Launched by `launch.py` after the kernels of `reductions.py`:
+
+    mises_fisher_sums       sums over all rows that the weights of positives are made of (losses/decoupled.py)
+    finish, coefficients    each row's loss and state; the loss and the coefficients
+
+With `scaled` of `backward.py` they replace some eighty small operations, and with a teacher or weights of positives
+twice as many, which take the host longer than a small batch takes the device.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from contrastile.tiles.triton.arithmetic import (
+    ANY,
+    GAP,
+    INVERSE,
+    LOGIT_COUNT,
+    LOGIT_SUM,
+    MISSING,
+    NONFINITE,
+    POSITIVE_COUNT,
+    POSITIVE_INVERSE,
+    POSITIVE_SHARE,
+    POSITIVE_SUM,
+    POSITIVE_TOP,
+    POSITIVE_TOTAL,
+    SHARE,
+    STATE_POSITIVE_TOP,
+    STATE_TEACHER_TOP,
+    STATE_TOP,
+    TEACHER,
+    TEACHER_INVERSE,
+    TEACHER_TOP,
+    TEACHER_TOTAL,
+    TOP,
+    TOTAL,
+    X_TOP,
+    finite,
+    log1p,
+    merge_exponentials,
+)
+
+# rows that `finish` writes before the state
+LOSS, WEIGHT, STATE = (tl.constexpr(row) for row in range(3))
+
+
+@triton.jit
+def _mises_fisher(positive_top, mean, counts, factor_ptr):
+    """exp(s / σ) of the positives' mean similarity, 0 where the row has no loss (losses/decoupled.py), in float64."""
+    similar = (finite(positive_top) + mean).to(tl.float64) * tl.load(factor_ptr)
+    return tl.where(counts, tl.exp(similar), 0.0)
+
+
+@triton.jit
+def _weights_of_positives(positive_top, mean, share, counts, factor_ptr, totals_ptr, MISES_FISHER: tl.constexpr):
+    """The positives' share of the targets with their weight, 2 − exp(s / σ) / its mean, and the weight."""
+    weight = share * 0.0 + 1.0
+    if MISES_FISHER:
+        whole = tl.load(totals_ptr)
+        number = tl.load(totals_ptr + 1)
+        # as `losses.base.divisor`
+        whole = tl.where((whole == 0) & (number == 0), 1.0, whole)
+        weight = (2.0 - _mises_fisher(positive_top, mean, counts, factor_ptr) * (number / whole)).to(tl.float32)
+    return share * weight, weight
+
+
+@triton.jit(do_not_specialize=ANY)
+def mises_fisher_sums(row_stats_ptr, row_stats_stride, N, col_stats_ptr, col_stats_stride, M, factor_ptr, out_ptr,
+                      blocks, BLOCK: tl.constexpr):  # fmt: skip
+    """Write each side's and block's Σ exp(s / σ) and number of rows that have a loss, [2 · S, blocks] in float64.
+
+    factor: 1 / (scale · σ). program_id 1 = 0 computes rows, 1 columns.
+    """
+    side = tl.program_id(1)
+    stats_ptr = tl.where(side == 0, row_stats_ptr, col_stats_ptr)
+    stride = tl.where(side == 0, row_stats_stride, col_stats_stride).to(tl.int64)
+    block = tl.program_id(0)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < tl.where(side == 0, N, M)
+    total = tl.load(stats_ptr + TOTAL * stride + at, mask=inside, other=1.0)
+    positive_top = tl.load(stats_ptr + POSITIVE_TOP * stride + at, mask=inside, other=0.0)
+    positive_sum = tl.load(stats_ptr + POSITIVE_SUM * stride + at, mask=inside, other=0.0)
+    count = tl.load(stats_ptr + POSITIVE_COUNT * stride + at, mask=inside, other=0.0)
+    counts = inside & (count > 0) & (total != 0)
+    kernels = _mises_fisher(positive_top, positive_sum / tl.maximum(count, 1.0), counts, factor_ptr)
+    tl.store(out_ptr + 2 * side * blocks + block, tl.sum(kernels))
+    tl.store(out_ptr + (2 * side + 1) * blocks + block, tl.sum(counts.to(tl.float64)))
+
+
+@triton.jit(do_not_specialize=ANY)
+def finish(row_stats_ptr, row_stats_stride, N, col_stats_ptr, col_stats_stride, M, weights_ptr, constants_ptr,
+           factor_ptr, kernels_ptr, out_ptr, sums_ptr, blocks, smoothing, WEIGHTS: tl.constexpr,
+           DECOUPLED: tl.constexpr, MISES_FISHER: tl.constexpr, SMOOTH: tl.constexpr, INSIDE: tl.constexpr,
+           GUIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Write loss, weight and state of rows and columns, [2 + state, N + M], and S sides' sums, [2 · S + 2, blocks].
+
+    The sums of each block: Σ weight · loss and Σ weight of each side, the number of rows, and NONFINITE. program_id 1 =
+    0 computes rows, 1 columns. DECOUPLED leaves the positives out of the denominator, MISES_FISHER weighs them by the
+    totals of `mises_fisher_sums` (losses/decoupled.py); INSIDE: see losses/inside.py.
+    """
+    side = tl.program_id(1)
+    sides = tl.num_programs(1)
+    stats_ptr = tl.where(side == 0, row_stats_ptr, col_stats_ptr)
+    stride = tl.where(side == 0, row_stats_stride, col_stats_stride).to(tl.int64)
+    n = tl.where(side == 0, N, M)
+    length = (N + M).to(tl.int64)
+    block = tl.program_id(0)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    top = tl.load(stats_ptr + TOP * stride + at, mask=inside, other=0.0)
+    total = tl.load(stats_ptr + TOTAL * stride + at, mask=inside, other=1.0)
+    positive_top = tl.load(stats_ptr + POSITIVE_TOP * stride + at, mask=inside, other=0.0)
+    positive_total = tl.load(stats_ptr + POSITIVE_TOTAL * stride + at, mask=inside, other=1.0)
+    positive_sum = tl.load(stats_ptr + POSITIVE_SUM * stride + at, mask=inside, other=0.0)
+    count = tl.load(stats_ptr + POSITIVE_COUNT * stride + at, mask=inside, other=0.0)
+    positive_share = 1.0 / tl.maximum(count, 1.0)
+    mean = positive_sum * positive_share
+    share = tl.zeros((BLOCK,), tl.float32)
+    # a row without a positive has no loss; elsewhere NaN stays NaN
+    counts = inside & (count > 0)
+    if DECOUPLED:
+        counts = counts & (total != 0)
+        denominator_top = top
+        denominator = total
+        positive_share, among = _weights_of_positives(
+            positive_top, mean, positive_share, counts, factor_ptr, kernels_ptr + 2 * side, MISES_FISHER)  # fmt: skip
+        loss = (finite(top) - finite(positive_top) * among) + (tl.log(tl.where(total == 0, 1.0, total)) - mean * among)
+        positive_inverse = tl.zeros((BLOCK,), tl.float32)
+        missing = positive_inverse + 1.0
+    else:
+        denominator_top, denominator = merge_exponentials(top, total, positive_top, positive_total)
+        # the difference of maxima first, which is exact for similar logits
+        of_positives = tl.log(tl.where(counts, positive_total, 1.0))
+        gap = (top - positive_top) + (tl.log(total) - of_positives)
+        # 0 for one positive, without the rounding errors of its two forms
+        among = tl.where(count == 1, 0.0, of_positives - mean)
+        if INSIDE:
+            among = tl.log(tl.maximum(count, 1.0))
+        loss = log1p(tl.exp(-tl.abs(gap))) + tl.maximum(gap, 0.0) + among
+        if SMOOTH:
+            others = tl.load(stats_ptr + LOGIT_COUNT * stride + at, mask=inside, other=0.0)
+            share = 1.0 / tl.maximum(count + others, 1.0)
+            pull = mean - tl.load(stats_ptr + LOGIT_SUM * stride + at, mask=inside, other=0.0) / tl.maximum(others, 1.0)
+            loss += smoothing * (((positive_top - finite(top)) + pull) * (others * share))
+        positive_inverse = 1.0 / tl.where(counts, positive_total, 1.0)
+        missing = 1.0 / (1.0 + tl.exp(-gap))
+    # without any key, 0 instead of 0 · ∞
+    inverse = 1.0 / tl.where(denominator == 0, 1.0, denominator)
+    out = out_ptr + tl.where(side == 0, 0, N) + at
+    state = out + STATE * length
+    if GUIDE == TEACHER:
+        teacher_top = tl.load(stats_ptr + TEACHER_TOP * stride + at, mask=inside, other=0.0)
+        teacher_total = tl.load(stats_ptr + TEACHER_TOTAL * stride + at, mask=inside, other=1.0)
+        x_top = tl.load(stats_ptr + X_TOP * stride + at, mask=inside, other=0.0)
+        teacher_inverse = 1.0 / tl.where(teacher_total == 0, 1.0, teacher_total)
+        # the teacher's mean of t − x, and from both to logarithms of probabilities: losses/distilled.py
+        apart = tl.load(stats_ptr + GAP * stride + at, mask=inside, other=0.0) * teacher_inverse
+        above = (finite(denominator_top) - finite(x_top)) - tl.log(inverse)
+        loss = (1.0 - smoothing) * loss + smoothing * (above + (apart + tl.log(teacher_inverse)))
+        tl.store(state + STATE_TEACHER_TOP * length, finite(teacher_top), mask=inside)
+        tl.store(state + TEACHER_INVERSE * length, teacher_inverse, mask=inside)
+    loss = tl.where(counts, loss, 0.0)
+    weight = counts.to(tl.float32)
+    if WEIGHTS:
+        weight *= tl.load(weights_ptr + at, mask=inside, other=0.0)
+    tl.store(state + STATE_TOP * length, finite(denominator_top), mask=inside)
+    tl.store(state + INVERSE * length, inverse, mask=inside)
+    tl.store(state + STATE_POSITIVE_TOP * length, finite(positive_top), mask=inside)
+    tl.store(state + POSITIVE_INVERSE * length, positive_inverse, mask=inside)
+    tl.store(state + MISSING * length, missing, mask=inside)
+    tl.store(state + POSITIVE_SHARE * length, positive_share, mask=inside)
+    tl.store(state + SHARE * length, share, mask=inside)
+    tl.store(out + LOSS * length, loss, mask=inside)
+    tl.store(out + WEIGHT * length, weight, mask=inside)
+    tl.store(sums_ptr + side * blocks + block, tl.sum(loss * weight))
+    tl.store(sums_ptr + (sides + side) * blocks + block, tl.sum(weight))
+    if side == 0:
+        first_block = tl.where(block == 0, 1.0, 0.0)
+        nonfinite = tl.load(constants_ptr + NONFINITE)
+        tl.store(sums_ptr + 2 * sides * blocks + block, nonfinite + first_block * n)
+        tl.store(sums_ptr + (2 * sides + 1) * blocks + block, nonfinite)
+
+
+@triton.jit(do_not_specialize=ANY)
+def coefficients(weight_ptr, totals_ptr, out_ptr, value_ptr, N, n, MEAN: tl.constexpr, SIDES: tl.constexpr,
+                 BLOCK: tl.constexpr):  # fmt: skip
+    """The loss, and ∂loss/∂(each row's loss) of the N rows and then the columns, from the totals of `finish`'s sums."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    loss = tl.load(totals_ptr)
+    mass = tl.load(totals_ptr + SIDES)
+    other_loss = loss
+    other_mass = mass
+    if SIDES == 2:
+        other_loss = tl.load(totals_ptr + 1)
+        other_mass = tl.load(totals_ptr + 3)
+    nonfinite = tl.load(totals_ptr + 2 * SIDES + 1)
+    if MEAN:
+        # a mean over nothing is 0, as `losses.base.divisor` has it
+        mass = tl.where((mass == 0.0) & (loss == 0.0), 1.0, mass)
+        other_mass = tl.where((other_mass == 0.0) & (other_loss == 0.0), 1.0, other_mass)
+        value = 0.5 * (loss / mass) + 0.5 * (other_loss / other_mass)
+        factor = tl.where(at < N, (1.0 / SIDES) / mass, (1.0 / SIDES) / other_mass)
+    else:
+        value = 0.5 * loss + 0.5 * other_loss
+        factor = 1.0 / SIDES
+    tl.store(out_ptr + at, tl.load(weight_ptr + at, mask=inside, other=0.0) * factor + nonfinite, mask=inside)
+    if tl.program_id(0) == 0:
+        tl.store(value_ptr, value + nonfinite)

@@ -1,0 +1,96 @@
+"""Launches of the kernels of positives known by position (`positives.py`), as those of `launch.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from contrastile.tiles.triton import launch
+from contrastile.tiles.triton import positives as kernels
+from contrastile.tiles.triton.block import Block, Positives
+from contrastile.tiles.triton.launch import CONSTANTS, FEW, directions, features, is_exact
+from contrastile.tiles.triton.plan import EXACT, Epilogue, products_of, shape_for, tiles_of
+
+# rows of one program that computes positives, and features at a time: where rows are few, more programs share them
+POSITIVES, POSITIVES_FEW = (16, 128), (8, 256)
+# rows of one program that multiplies them in the matrix units, the least that takes a Hopper chip's wide instruction,
+# and features at a time
+ROWS_MULTIPLIED, FEATURES_MULTIPLIED = 64, 32
+
+
+def as_tiles(dtype: torch.dtype, epilogue: Epilogue) -> bool:
+    """Return whether positives have the products and rounding errors of the tiles: with all pieces; else float32.
+
+    With hardness weights the tiles have another factor, that of the negatives.
+    """
+    return is_exact(dtype) and not epilogue.hardness
+
+
+def _positives(block: Block, positives: Positives, q: Tensor, k: Tensor, *, exact: bool) -> dict[str, Any]:
+    """The positives known by position, and features; exact: multiplied in pieces, as the tiles do."""
+    columns, shape = positives.columns, shape_for(q.device)
+    rows, width = POSITIVES_FEW if len(q) <= FEW else POSITIVES
+    if exact:
+        rows, width = min(shape.rows, ROWS_MULTIPLIED), FEATURES_MULTIPLIED
+    return features(q, k) | products_of(EXACT if exact else 1) | {"ROWS": rows, "BLOCK": width} | {
+        "columns_ptr": block.constants if columns is None else columns, "per_row": positives.per_row,
+        "N": len(block.rows), "M": len(block.cols), "diagonal": positives.diagonal or 0, "DIAGONAL": columns is None,
+        "self_diagonal": block.self_diagonal or 0, "SELF": block.self_diagonal is not None,
+    }  # fmt: skip
+
+
+def _arguments(block: Block, positives: Positives, epilogue: Epilogue) -> dict[str, Any]:
+    """The positives known by position, the features and, with a teacher, the positives' logits by it."""
+    q, k = block.rows.features, block.cols.features
+    given = _positives(block, positives, q, k, exact=as_tiles(q.dtype, epilogue))
+    if not epilogue.taught:
+        return {"teacher_ptr": block.constants, **given}
+    logits = block.constants.new_empty(len(q), positives.per_row)
+    ((a,), (b,)) = block.rows.guides, block.cols.guides
+    of_teacher = _positives(block, positives, a, b, exact=False)
+    launch.run(
+        kernels.positive_logits, (tiles_of(len(q), of_teacher["ROWS"]),),
+        constants_ptr=block.constants[CONSTANTS:], out_ptr=logits, **epilogue.flags, **of_teacher,
+    )  # fmt: skip
+    return {"teacher_ptr": logits, **given}
+
+
+def positive_totals(block: Block, positives: Positives, stats: Sequence[Tensor], epilogue: Epilogue) -> None:
+    """Write the positives known by position into the statistics, which hold all other pairs."""
+    given = _arguments(block, positives, epilogue)
+    launch.run(
+        kernels.positive_totals, (tiles_of(len(block.rows), given["ROWS"]),), constants_ptr=block.constants,
+        row_stats_ptr=stats[0], row_stats_stride=stats[0].stride(0), col_stats_ptr=stats[-1],
+        col_stats_stride=stats[-1].stride(0), COLUMNS=len(stats) == 2, **epilogue.flags, **given,
+    )  # fmt: skip
+
+
+def positive_gradients(
+    block: Block, positives: Positives, u: Tensor | None, v: Tensor | None, epilogue: Epilogue
+) -> tuple[Tensor, Tensor]:
+    """The positives' gradient g [N, P], and g · ⟨q, k⟩; adds g · k to u and, on the diagonal, g · q to v."""
+    N, given = len(block.rows), _arguments(block, positives, epilogue)
+    g_NP, inner_NP = block.constants.new_empty(2, N, positives.per_row)
+    launch.run(
+        kernels.positive_gradients, (tiles_of(N, given["ROWS"]),), u_ptr=g_NP if u is None else u,
+        u_stride=0 if u is None else u.stride(0), v_ptr=g_NP if v is None else v,
+        v_stride=0 if v is None else v.stride(0), g_ptr=g_NP, inner_ptr=inner_NP, U=u is not None,
+        V=v is not None and positives.columns is None, **directions(block, epilogue), **given,
+    )  # fmt: skip
+    return g_NP, inner_NP
+
+
+def add_pairs(total: Tensor, x: Tensor, targets: Tensor, sources: Tensor, values: Tensor) -> None:
+    """total[targets[s]] += values[s] · x[sources[s]], in order of s; targets rise, and those beyond total are left."""
+    n, D = total.shape
+    block = min(1024, triton.next_power_of_2(D))
+    launch.run(
+        kernels.add_pairs, (len(targets), tiles_of(D, block)), out_ptr=total, out_stride=total.stride(0), x_ptr=x,
+        row_stride=x.stride(0), feature_stride=x.stride(1), targets_ptr=targets,
+        stops_ptr=torch.searchsorted(targets, targets, right=True), sources_ptr=sources, values_ptr=values, n=n, D=D,
+        BLOCK=block,
+    )  # fmt: skip
