@@ -68,18 +68,26 @@ def _step(sides: list[Tensor], masks: list[Any], backend: str, dtype: torch.dtyp
 def test_no_further_from_float64_than_twice_the_plain_formula(
     D: int, dtype: torch.dtype, masked: bool, loss: str
 ) -> None:
+    # the rounding errors of float32 logits differ by a factor of five between draws: their mean is compared
+    errors = [_errors(D, dtype, LOSSES[loss], masked=masked) for _ in range(4 if dtype == torch.float32 else 1)]
+    for theirs, ours, eps in zip(*(torch.tensor(each).mean(0) for each in zip(*errors, strict=True)), strict=True):
+        # a number that is right to a few roundings may be exact in the plain formula by luck
+        assert ours <= max(2 * theirs, 4 * eps)
+
+
+def _errors(D: int, dtype: torch.dtype, how: dict[str, Any], *, masked: bool) -> tuple[list[float], ...]:
+    """Distances from float64 of the plain formula, and of the kernels; and a rounding of each result's type."""
     q, k = (x.to(dtype).float() for x in (_tokens(70, 20, D), _tokens(70, 75, D)))
     k[:, :20] = F.normalize(q + k[:, :20], dim=-1).to(dtype)
     masks: list[Any] = [torch.rand(x.shape[:2]) > 0.3 if masked else None for x in (q, k)]
     if masked:
         masks[0][3], masks[1][5] = False, False
-    truth = _step([q, k], masks, "eager", torch.float64, **LOSSES[loss])
-    plain = _step([q, k], masks, "dense", dtype, **LOSSES[loss])
-    fused, again = (_step([q, k], masks, "triton", dtype, **LOSSES[loss]) for _ in range(2))
-    for true, theirs, ours, same in zip(truth, plain, fused, again, strict=True):
-        assert torch.equal(ours, same)
-        # a number that is right to a few roundings may be exact in the plain formula by luck
-        assert distance(ours, true) <= max(2 * distance(theirs, true), 4 * torch.finfo(ours.dtype).eps)
+    truth = _step([q, k], masks, "eager", torch.float64, **how)
+    plain = _step([q, k], masks, "dense", dtype, **how)
+    fused, again = (_step([q, k], masks, "triton", dtype, **how) for _ in range(2))
+    assert all(torch.equal(ours, same) for ours, same in zip(fused, again, strict=True))
+    of_plain, of_fused = ([distance(x, true) for x, true in zip(side, truth, strict=True)] for side in (plain, fused))
+    return of_plain, of_fused, [float(torch.finfo(x.dtype).eps) for x in fused]
 
 
 @pytest.mark.parametrize("loss", LOSSES)

