@@ -39,7 +39,7 @@ with warnings.catch_warnings():
 Columns = list[dict[str, Tensor]]
 # a forward and backward pass of a batch
 Measured = Callable[[Columns], None]
-# a number of pairs, and what makes the step of each implementation and `retain`
+# number of pairs, and functions that make the step of each implementation and `retain`
 Problem = tuple[int, dict[tuple[str, Any], Callable[[], Measured]]]
 
 OURS, SENTENCES = "contrastile", "sentence-transformers"

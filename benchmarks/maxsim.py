@@ -1,6 +1,6 @@
 """Late interaction on a GPU: the fused kernels' shapes one by one, and whole losses beside peers.
 
-The script behind the last tables of docs/kernels.md. Needs a CUDA device:
+The script behind the tables of late interaction in docs/kernels.md and docs/host_features.md. Needs a CUDA device:
 
     python benchmarks/maxsim.py [--csv FILE] [--parts ladder losses host]
 
@@ -41,7 +41,7 @@ SIZES: tuple[Size, ...] = (
     USUAL, (4096, 4096, 32, 180, 128), (64, 64, 1024, 1024, 128), (128, 128, 32, 180, 128),
     (16384, 16384, 32, 180, 128),
 )  # fmt: skip
-# of vectors in host memory
+# sizes of losses of vectors in host memory
 LARGE = SIZES[1], SIZES[-1]
 # pairs up to which peers are timed
 MOST_PEER = 4096**2

@@ -754,7 +754,7 @@ def test_a_frozen_trunk_wider_than_the_inputs_runs_once_too(as_function: bool) -
 
 @pytest.mark.parametrize("used", [False, True])
 def test_a_frozen_parameter_beside_the_forward_keeps_no_graph(used: bool) -> None:
-    """A fixed scale of the loss, or another tower, is no trunk that would run twice."""
+    """A fixed scale of the loss, or another tower, is not part of the encoder, which has no frozen trunk."""
 
     class Retriever(nn.Module):
         def __init__(self) -> None:

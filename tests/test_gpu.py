@@ -533,7 +533,7 @@ def test_features_and_their_gradients_wait_on_the_host(retain: Any) -> None:
 
 @pytest.mark.parametrize("made", [lambda: Bilinear(16, 16), lambda: PairMLP(16, 16, hidden=8, dropout=0.3)])
 def test_a_learned_distance_of_features_in_host_memory(made: Any) -> None:
-    """Its parameters are on the device, and its random numbers those of resident features."""
+    """The scorer's parameters are on the device. Its random numbers are those of resident features."""
     sides, scorer = [torch.randn(200, 16, device="cpu").pin_memory() for _ in range(2)], made()
 
     def step(where: str) -> list[Tensor]:

@@ -193,7 +193,7 @@ def test_token_vectors_may_wait_in_host_memory(
 
 
 def test_host_memory_leaves_the_device_to_a_strip_and_two_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Less than half of what resident vectors take."""
+    """The peak is less than half of that of resident vectors."""
     sides = [torch.randn(2048, n, 128, dtype=torch.bfloat16, device="cpu").pin_memory() for n in (32, 180)]
     peaks = []
     for where in ("cpu", "cuda"):

@@ -230,7 +230,7 @@ def test_hooks_of_a_profiler_see_every_launch(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.usefixtures("_played")
 def test_a_replayed_step_makes_few_python_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the package: kernels and what is captured, which run on the device, left out."""
+    """Calls of functions of the package are counted, without kernels and the captured computation."""
     monkeypatch.setattr(graph, "_captured", lambda compute: (compute(), lambda: None, 1))
     q, k, scale = *F.normalize(torch.randn(2, 6, 4), dim=-1).requires_grad_(), torch.tensor(3.0, requires_grad=True)
     ids, loss, calls = torch.arange(6), ClipLoss(), []

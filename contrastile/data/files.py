@@ -173,7 +173,7 @@ def cached_folder(
 
 
 def files_below(folder: Path, suffixes: Sequence[str]) -> list[Path]:
-    """The files below a folder whose names end in one of the suffixes, a name of nothing else included, in order."""
+    """Files below a folder, in order, whose names end in one of the suffixes; a name may be the suffix alone."""
     return sorted(path for path in folder.rglob("*") if path.name.lower().endswith(tuple(suffixes)) and path.is_file())
 
 

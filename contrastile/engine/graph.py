@@ -50,7 +50,7 @@ NUMBERS_KEPT = 8
 
 
 def small(problem: Problem, exchange: Exchange, tiles: MakeTiles) -> bool:
-    """A call is replayed: fused kernels, one process, and no more pairs than the host can launch as fast."""
+    """Return whether a call is replayed: fused kernels, one process, few rows, and little memory for the pairs."""
     rows, cols = problem.rows, problem.cols
     # tiles of a scorer come as a partial application of their class
     kind: Any = getattr(tiles, "func", tiles)

@@ -129,8 +129,8 @@ class Job:
 
     def graphs(self, leaves: Sequence[Tensor], grad: bool) -> RetainedGraphs:
         """The graphs that the call will retain; none without `grad`."""
-        # a frozen parameter beside the encoder's forward leaves nothing that one run would spare; ranks that run a
-        # sharded module equally often agree
+        # graphs are kept only where the encoder itself reads a frozen parameter; ranks agree, because they run a
+        # sharded module equally often
         frugal = grad and self.reached.partly_frozen and bool(self.sharding.most(int(self.reached.reads_frozen)))
         return RetainedGraphs(
             self.retain if grad else 0,

@@ -53,7 +53,7 @@ class Reached:
     device: torch.device | None
     # some parameters want a gradient, others want none
     partly_frozen: bool = False
-    # the encoder reads one that wants none when it runs
+    # the encoder's forward reads a parameter that wants no gradient
     reads_frozen: bool = False
 
     @cached_property
@@ -142,7 +142,7 @@ class FrozenReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
-        # a look at the type or the device, say, reads no values
+        # attributes such as the type or the device have no values of the parameter
         if not self.any and getattr(func, "__name__", "") != "__get__":
             leaves = pytree.tree_leaves((args, kwargs))
             self.any = any(isinstance(x, nn.Parameter) and not x.requires_grad for x in leaves)

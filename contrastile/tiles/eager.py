@@ -79,7 +79,7 @@ class Eager(Tiles):
             states, coefficients = weigh(self._stats(tile, strip, cols, keep=True), along)
             sides = with_states(strip, cols, states, coefficients)
             self._propagate(tile, graph, *sides, None if u is None else u[along], v, sums)
-            # its memory is for the next strip
+            # free the memory for the next strip
             del x, graph, tile
         return sums
 
@@ -110,7 +110,7 @@ class Eager(Tiles):
                     if sums is not None:
                         u_I, v_J = None if u is None else u[along_i], None if v is None else v[along_j]
                         self._propagate(tile, graph, row_tile, col_tile, u_I, v_J, sums)
-                    # its memory is for the next tile
+                    # free the memory for the next tile
                     del x, graph, tile
 
     def _stats(self, tile: Tile, rows: Shard, cols: Shard, *, keep: bool = False) -> Sequence[Tensor]:

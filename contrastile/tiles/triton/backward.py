@@ -389,7 +389,7 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
 @triton.jit(do_not_specialize=ANY)
 def kept_rows(q_ptr, out_ptr, weights_ptr, inner_ptr, factors_ptr, sums_ptr, constants_ptr, N, D, q_row_stride,
               col_tiles, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """What a strip of exponentials 2^t lacks of gradients, for each row i with the weight a_i: see `kept.py`.
+    """Write the factors that make gradients of a strip of exponentials 2^t, a_i of each row i (see `kept.py`).
 
     Writes the factor a_i of the row's sums, a_i · UNIT · q_i in 16 bits for those of the columns, and
     Σ_j g_ij · ⟨q_i, k_j⟩. Where the careful flag is set, the strip holds gradients: factors are 1 and sums 0.

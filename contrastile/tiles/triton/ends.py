@@ -30,7 +30,7 @@ def fill(sources, targets, lengths, value_ptr, address_ptr, BLOCK: tl.constexpr)
 
 @triton.jit(do_not_specialize_on_alignment=["value_ptr", "address_ptr"])
 def deliver(value_ptr, address_ptr):
-    """Store the value where `fill` has noted."""
+    """Store the value at the address that `fill` has noted."""
     tl.store(tl.load(address_ptr).to(value_ptr.dtype), tl.load(value_ptr))
 
 

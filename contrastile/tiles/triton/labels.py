@@ -43,7 +43,7 @@ def label_quarters(row_labels_ptr, col_labels_ptr, quarters_ptr, N, M, col_tiles
                    BN: tl.constexpr):  # fmt: skip
     """Write a number for each tile [row tiles, col tiles]: its four bits say which quarters have equal labels.
 
-    A mask of the tile kernels themselves would meet all their warps, at each quarter, to say so.
+    In the tile kernels this test would make all warps wait for each other at each quarter.
     """
     i = tl.program_id(0) // col_tiles
     j = tl.program_id(0) % col_tiles
@@ -104,7 +104,7 @@ def _further_softplus(part, several, constants, masks, masked, labels, numbers, 
 def label_softplus(part, several, constants, masks, masked, ids, labels, numbers, rows, cols, N, M, BM: tl.constexpr,
                    WIDTH: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr,
                    IDS: tl.constexpr, WEIGHED: tl.constexpr, PRODUCTS: tl.constexpr):  # fmt: skip
-    """Of some of a tile's columns with positives by label: t, 2^−|t| and the mask of these positives, and two sums.
+    """t, 2^−|t| and the mask of positives by label, of some of a tile's columns, and two sums.
 
     t is negated for positives. The sums are log Π(1 + e) without its logarithm, see `softplus_growth`, and the rest.
     """

@@ -124,7 +124,7 @@ def sweep(q_ptr, k_mem, tokens_ptr, lengths_ptr, sums_ptr, best_ptr, N, J, L, M,
         one = (tl.arange(0, BD)[:, None] == d[None, :]).to(q.dtype)
         q = tl.dot(q, one).to(q.dtype)
     first = group * documents
-    # never: a branch keeps the registers of the product above apart from those of the loop
+    # always false: the branch separates the registers of the product above from those of the loop
     if first >= J:
         return
     for j in tl.range(first, min(first + documents, J), flatten=FLATTEN):
@@ -154,7 +154,7 @@ def sweep(q_ptr, k_mem, tokens_ptr, lengths_ptr, sums_ptr, best_ptr, N, J, L, M,
             begin = tl.minimum(place // (BN // LANES) * BN, most_begin)
             column = place % (BN // LANES) // SIDE * (LANES * SIDE) + place % SIDE + SIDE * tl.arange(0, LANES)[None, :]
             index = tl.min(tl.where(top == most[:, None], begin + column, NONE), 1)
-            # of products that are not finite
+            # an index in range, also where products are not finite
             index = tl.minimum(tl.maximum(index, 0), n - 1)
             # computed again for each document: registers hold the products
             _, _, has = entry_tokens(e, tokens_ptr, N, L, entries, PADDED, ROWS_MASKED)
@@ -215,7 +215,7 @@ def _pair(x):
 
 @triton.jit
 def _behind(begin, count):
-    """Where the lists of the next pair of blocks begin, if the first of this pair begins at the number `begin`."""
+    """Begins of the lists of a pair of blocks, and the end of the second. count: lengths of both, 32 bits each."""
     second = begin + (count & 0xFFFFFFFF)
     return begin | (second << 32), second + (count >> 32)
 

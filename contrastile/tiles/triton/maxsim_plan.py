@@ -32,7 +32,7 @@ class Tiling(NamedTuple):
     flatten: bool = True
     # the entries stay in registers instead of shared memory
     registers: bool = True
-    # of a thread, at most: three programs share a multiprocessor
+    # largest number of a thread's registers, with which three programs share a multiprocessor
     most_registers: int | None = 168
 
 
@@ -40,7 +40,7 @@ class Gathering(NamedTuple):
     """The gradients' kernels on a chip: entries of a query tile, tokens of a document tile, and listed entries."""
 
     entries: int = 128
-    # of a query tile, at most
+    # largest number of a query tile's features
     features: int = 64
     warps: int = 4
     stages: int = 1
