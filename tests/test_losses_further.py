@@ -26,7 +26,7 @@ from contrastile import (
     contrast,
     encode,
 )
-from contrastile.losses import BalancedSigmoid, Guided, Hardness, Softmax
+from contrastile.losses import BalancedSigmoid, Guided, Hardness, Sigmoid, Softmax
 from contrastile.losses.reference import dense_decoupled, mises_fisher_weights
 from contrastile.scorers import Bilinear
 from contrastile.tiles import eager
@@ -373,6 +373,9 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     ),
     "`margin_strategy` must be one of absolute, relative; got 'both'. They are sentence-transformers' words.": lambda: (
         GISTLoss(margin_strategy="both")  # type: ignore[arg-type]
+    ),
+    "`symmetric` must be False for a sigmoid loss; got True. Leave it out: each pair counts once for both sides.": (
+        lambda: Sigmoid(symmetric=True)
     ),
     "`symmetric` must be False for a guided loss; got True. Add the loss of the exchanged sides for both directions.": (
         lambda: Guided(symmetric=True)

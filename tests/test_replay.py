@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,11 +29,11 @@ from contrastile.tiles.eager import Eager
 from contrastile.tiles.triton import launch, replay
 
 CAPTURED: list[int] = []
-# so large that two of them are kept
-BYTES = graph.KEPT_BYTES // 2
+# so large that two of them are kept, with what they read
+BYTES = graph.KEPT_BYTES // 2 - 2**20
 
 
-def _captured(compute: Callable[[], Accumulated]) -> tuple[Accumulated, Callable[[], None], int]:
+def _captured(compute: Callable[[], Accumulated]) -> tuple[Accumulated, Callable[[], None], int, int]:
     """A computation whose replay is a further run."""
     results = compute()
     CAPTURED.append(len(CAPTURED))
@@ -42,7 +43,7 @@ def _captured(compute: Callable[[], Accumulated]) -> tuple[Accumulated, Callable
             if own is not None:
                 own.copy_(new)
 
-    return results, replay, BYTES
+    return results, replay, BYTES, 0
 
 
 @pytest.fixture
@@ -231,7 +232,7 @@ def test_hooks_of_a_profiler_see_every_launch(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.usefixtures("_played")
 def test_a_replayed_step_makes_few_python_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of functions of the package are counted, without kernels and the captured computation."""
-    monkeypatch.setattr(graph, "_captured", lambda compute: (compute(), lambda: None, 1))
+    monkeypatch.setattr(graph, "_captured", lambda compute: (compute(), lambda: None, 1, 0))
     q, k, scale = *F.normalize(torch.randn(2, 6, 4), dim=-1).requires_grad_(), torch.tensor(3.0, requires_grad=True)
     ids, loss, calls = torch.arange(6), ClipLoss(), []
     files = [f"contrastile/{path}" for path in ("modules/", "engine/", "gradcache/", "tiles/triton/replay.py")]
@@ -246,3 +247,17 @@ def test_a_replayed_step_makes_few_python_calls(monkeypatch: pytest.MonkeyPatch)
         loss(q, k, scale, ids=ids, weights=torch.ones(6)).backward()
         sys.setprofile(None)
     assert len(calls) <= 44, calls
+
+
+def test_graphs_that_are_kept_were_captured_on_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of one stream share a workspace of cuBLAS, which goes with the first of them."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: object())
+    monkeypatch.setattr(graph, "_streams", {})
+    monkeypatch.setattr(graph, "_graphs", graphs := dict[int, Any]())
+    for number in range(3):
+        graphs[number] = SimpleNamespace(apart=graph._free_stream())
+    first = graphs.pop(0).apart
+    assert first not in [each.apart for each in graphs.values()]
+    assert graph._free_stream() is first
+    assert len(graph._streams[0]) == 3

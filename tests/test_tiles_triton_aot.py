@@ -126,7 +126,7 @@ def _type(name: str, shape: Any, constants: dict[str, Any]) -> str | tuple[str, 
     indices = ("positives_ptr", "starts_ptr", "targets_ptr", "stops_ptr", "sources_ptr", "columns_ptr", "address_ptr")
     if name.endswith(indices):
         return "*i64"
-    if name in ("factor_ptr", "kernels_ptr"):
+    if name in ("factor_ptr", "highest_ptr", "kernels_ptr"):
         return "*fp64"
     return "*fp32" if name.endswith("_ptr") else "fp32" if name in ("smoothing", "truncation", "hardness") else "i32"
 

@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 from contrastile import contrast
 from contrastile._types import Reduction
 from contrastile.losses.base import Finished, Formula, PairLoss, Shard
-from contrastile.losses.decoupled import Decoupled
+from contrastile.losses.decoupled import Decoupled, DecoupledWeighted
 from contrastile.losses.reference import dense_decoupled, dense_softmax
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax, SoftmaxStats
@@ -154,6 +154,26 @@ def test_exponentials_are_kept_where_they_fit() -> None:
         tiles.followed = followed
         tiles.forward(rows, cols)
         assert (tiles.kept is not None) == kept
+
+
+def test_weights_of_a_small_sigma_do_not_overflow() -> None:
+    """exp(s / σ) is beyond float64."""
+    q = _unit(14, torch.float32)
+    sides = [x.requires_grad_() for x in (q.clone(), F.normalize(q + 0.01 * _unit(14, torch.float32), dim=-1))]
+    loss = DecoupledWeighted(symmetric=True, sigma=0.001)
+    values = [contrast(*sides, scale=10.0, loss=loss, backend=backend) for backend in ("triton", "eager")]
+    assert distance(*(value.detach() for value in values)) <= 1e-6
+    assert all(distance(*pair) <= 1e-4 for pair in zip(*(torch.autograd.grad(x, sides) for x in values), strict=True))
+
+
+@pytest.mark.parametrize("norms", [(2.0**11, 2.0**11, 2.0**-16), (2.0**-11, 2.0**26, 2.0**-6)], ids=str)
+def test_kept_exponentials_times_large_features_do_not_overflow(norms: tuple[float, float, float]) -> None:
+    """The weight of a row, which would make their sums small, is known later."""
+    *lengths, scale = norms
+    rows, cols = _pair(*(torch.full((n, 8), x, dtype=torch.bfloat16) for n, x in zip((8, 40), lengths, strict=True)))
+    tiles = Triton(Softmax(), torch.tensor(scale), None, 2**30)
+    tiles.followed = tiles.fresh = True
+    assert all(torch.isfinite(x).all() for x in _one_way(tiles, rows, cols))
 
 
 @pytest.mark.parametrize(

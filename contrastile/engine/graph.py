@@ -6,7 +6,7 @@ forward, one that copies features, numbers, labels and weights to the memory tha
 and one in the backward. Gradient sums stay in the graph's memory until their backward (`Held`), so that calls are
 independent of each other. Kernels, their order and the bits are those of the calls before.
 
-`Replayed` is the twin of `Operation` for such a call: nothing is left to choose, so it repeats none of its steps.
+`Replayed` is the twin of `Operation` for such a call: nothing is left to choose, so it has none of `Operation`'s steps.
 """
 
 from __future__ import annotations
@@ -60,8 +60,11 @@ def small(problem: Problem, exchange: Exchange, tiles: MakeTiles) -> bool:
         and min(len(rows), len(cols)) <= MOST_ROWS
         and getattr(kind, "capturable", False)
         and kind.captured_bytes(rows, cols, problem.dtype) <= MOST_BYTES
+        # a graph has a copy of what it reads, and sums of the same size
+        and 2 * sum(x.nbytes for side in (rows, cols) for x in side.leaves) <= MOST_BYTES
         and len(exchange.layout) == 1
         and problem.options.reduction != "none"
+        and rows.targets is None
         # a subclass of tensors may have its values anywhere
         and all(type(x) in PLAIN for x in (*problem.inputs, *numbers, *_labels(problem)))
     )
@@ -147,7 +150,8 @@ class Graph:
         self.fill([*given, *numbers, *labels], self.value, self.stream_address)
         self.fill.deliver(self.value)
         with without_autocast(call.device):
-            self.sums, self.replay, self.bytes = _captured(compute)
+            self.sums, self.replay, self.bytes, self.apart = _captured(compute)
+        self.bytes += sum(x.nbytes for x in (*features, *own_labels))
         # vectors come first on each side, and masks get no gradient
         self.gradients = Gradients(self.sums, [*wanted[:3], wanted[2 + len(call.rows.leaves)]])
 
@@ -216,20 +220,23 @@ class Replayed(torch.autograd.Function):
 
 _graphs: OrderedDict[tuple[Plan, str | None], Graph] = OrderedDict()
 _calls: WeakKeyDictionary[Plan, int] = WeakKeyDictionary()
-_streams: dict[int, torch.cuda.Stream] = {}
+_streams: dict[int, list[torch.cuda.Stream]] = {}
 _lock = threading.Lock()
 
 
-def _stream(device: int) -> torch.cuda.Stream:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
+def _free_stream() -> torch.cuda.Stream:
+    """A stream on which no graph that is kept was captured: graphs of one stream would share cuBLAS's workspace."""
+    device = torch.cuda.current_device()
+    streams, taken = _streams.setdefault(device, []), [graph.apart for graph in _graphs.values()]
+    while not (free := [stream for stream in streams if stream not in taken]):
+        streams.append(torch.cuda.Stream(device))
+    return free[0]
 
 
-def _captured(compute: Callable[[], Accumulated]) -> tuple[Accumulated, Callable[[], None], int]:
-    """The results of a computation in a graph's memory, its replay, and the bytes that it keeps."""
+def _captured(compute: Callable[[], Accumulated]) -> tuple[Accumulated, Callable[[], None], int, torch.cuda.Stream]:
+    """The results of a computation in a graph's memory, its replay, its bytes, and the stream of its capture."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    apart, before = _stream(torch.cuda.current_device()), torch.cuda.memory_reserved()
+    apart, before = _free_stream(), torch.cuda.memory_reserved()
     apart.wait_stream(stream)
     with torch.cuda.stream(apart):
         # other threads may use the device meanwhile
@@ -239,7 +246,7 @@ def _captured(compute: Callable[[], Accumulated]) -> tuple[Accumulated, Callable
         finally:
             graph.capture_end()
     stream.wait_stream(apart)
-    return results, graph.replay, torch.cuda.memory_reserved() - before
+    return results, graph.replay, torch.cuda.memory_reserved() - before, apart
 
 
 def operation(call: Call, scale: Tensor, bias: Tensor | None, *inputs: Tensor) -> tuple[Any, tuple[Any, ...]]:

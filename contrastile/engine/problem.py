@@ -338,7 +338,7 @@ class _Sides:
 
 def _kind(x: Any) -> Any:
     """The facts of an argument that do not change with the values of its tensors."""
-    return (x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else type(x)
+    return (type(x), x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else type(x)
 
 
 def leaves_of(side: Any) -> list[Any]:

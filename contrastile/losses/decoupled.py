@@ -97,17 +97,10 @@ class DecoupledWeighted(Decoupled):
         number("sigma", self.sigma, lambda sigma: sigma > 0.0, "be positive", "The paper has 0.5.")
 
     def finish_all(self, directions: Sequence[Tensor], scale: Tensor, total: Total) -> list[Finished]:
-        counts, exponents = [_counts(stats) for stats in directions], []
-        for stats, count in zip(directions, counts, strict=True):
-            named = SoftmaxStats(*stats)
-            mean = finite(named.positive_top) + named.positive_sum / named.positive_count.clamp(min=1)
-            # in float64, which has the quotient of a small sigma
-            exponents.append(torch.where(count == 0, -torch.inf, mean.double() / (scale.double() * self.sigma)))
-        none = scale.new_full((1,), -torch.inf, dtype=torch.float64)
-        tops = finite(total(torch.stack([torch.cat([x, none]).amax() for x in exponents]), largest=True))
+        exponents, tops = mises_fisher_exponents(directions, scale.double() * self.sigma, total)
         kernels = [
-            torch.stack([(x - top).exp(), count.double()])
-            for x, top, count in zip(exponents, tops, counts, strict=True)
+            torch.stack([(x - top).exp(), _counts(stats).double()])
+            for x, top, stats in zip(exponents, tops, directions, strict=True)
         ]
         # of each direction the sum over all ranks' rows, and their number
         sums = total(torch.stack([kernel.sum(1) for kernel in kernels]))
@@ -115,6 +108,21 @@ class DecoupledWeighted(Decoupled):
             self._finished(stats, (2 - kernel[0] * (number / divisor(number, whole))).to(stats.dtype))
             for stats, kernel, (whole, number) in zip(directions, kernels, sums, strict=True)
         ]
+
+
+def mises_fisher_exponents(directions: Sequence[Tensor], width: Tensor, total: Total) -> tuple[list[Tensor], Tensor]:
+    """s_i / σ of each direction's rows, −∞ for rows without a loss, and the largest of each direction on all ranks.
+
+    width: scale · σ in float64, which has the quotient of a small sigma.
+    """
+    exponents = []
+    for stats in directions:
+        named = SoftmaxStats(*stats)
+        mean = finite(named.positive_top) + named.positive_sum / named.positive_count.clamp(min=1)
+        exponents.append(torch.where(_counts(stats) == 0, -torch.inf, mean.double() / width))
+    none = width.new_full((1,), -torch.inf)
+    tops = total(torch.stack([torch.cat([x, none]).amax() for x in exponents]), largest=True)
+    return exponents, finite(tops)
 
 
 def _counts(stats: Tensor) -> Tensor:

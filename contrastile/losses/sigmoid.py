@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from contrastile._errors import invalid
 from contrastile.losses.base import Diagonal, Finished, Formula, PairLoss, Shard, Tile
 
 
@@ -36,6 +37,12 @@ class Sigmoid(PairLoss):
     exclude_self: bool = False
     uses_bias: bool = True
     pairwise: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.symmetric:
+            remedy = "Leave it out: each pair counts once for both sides."
+            raise invalid("symmetric", "be False for a sigmoid loss", self.symmetric, remedy)
 
     def init(self, n: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(1, n, dtype=dtype, device=device)

@@ -20,6 +20,8 @@ LN2_FIRST = tl.constexpr(0.693359375)
 LN2_REST = tl.constexpr(-2.1219444005469057e-4)
 # largest exponent t of a term
 HIGHEST = tl.constexpr(100.0)
+# keys times the norms of features beyond which sums of such exponentials times features could exceed float32
+MOST_KEPT = tl.constexpr(2.0**27)
 # a smaller sum may have lost terms that matter
 LOWEST_SUM = tl.constexpr(2.0**-60)
 # the same of positives by label, which are fewer than negatives: 2^12 terms that are lost change no digit
@@ -51,7 +53,7 @@ STATE_TEACHER_TOP, TEACHER_INVERSE = (tl.constexpr(len(SoftmaxState._fields) + r
 ANY = ("N", "M", "n", "diagonal", "self_diagonal", "positives", "positives_stride", "positives_start", "per_row",
        "vectors_step", "part_stride", "part_row_stride", "part_col_stride", "parts", "stats_row_stride", "stats_stride",
        "row_stats_stride", "col_stats_stride", "row_state_stride", "col_state_stride", "row_tiles", "col_tiles",
-       "row_first", "row_last", "col_first", "col_last", "q_blocks", "blocks", "truncation", "careful",
+       "row_first", "row_last", "col_first", "col_last", "q_blocks", "blocks", "truncation", "careful", "kept",
        "smoothing")  # fmt: skip
 
 

@@ -219,8 +219,9 @@ class Triton(Tiles):
         position = rows.start, len(rows), cols.start, len(cols)
         if position not in self.constants:
             given = rows.features, cols.features, self.scale, self.bias
-            careful = self._careful(rows)
-            self.constants[position] = launch.block_constants(*given, self._epilogue, careful=careful)
+            number = len(cols) if self.followed and kept.suits(rows, self.loss, self._epilogue) else 0
+            constants = launch.block_constants(*given, self._epilogue, careful=self._careful(rows), kept=number)
+            self.constants[position] = constants
             if self._epilogue.taught:
                 self.constants[position] = self._with_teacher(self.constants[position], rows, cols)
             self.groups[position] = numbered_groups(rows, cols)

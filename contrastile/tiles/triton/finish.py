@@ -51,14 +51,15 @@ LOSS, WEIGHT, STATE = (tl.constexpr(row) for row in range(3))
 
 
 @triton.jit
-def _mises_fisher(positive_top, mean, counts, factor_ptr):
-    """exp(s / σ) of the positives' mean similarity, 0 where the row has no loss (losses/decoupled.py), in float64."""
+def _mises_fisher(positive_top, mean, counts, factor_ptr, highest_ptr):
+    """exp(s / σ − the highest) of the positives' mean similarity s, 0 where the row has no loss, in float64."""
     similar = (finite(positive_top) + mean).to(tl.float64) * tl.load(factor_ptr)
-    return tl.where(counts, tl.exp(similar), 0.0)
+    return tl.where(counts, tl.exp(similar - tl.load(highest_ptr)), 0.0)
 
 
 @triton.jit
-def _weights_of_positives(positive_top, mean, share, counts, factor_ptr, totals_ptr, MISES_FISHER: tl.constexpr):
+def _weights_of_positives(positive_top, mean, share, counts, factor_ptr, highest_ptr, totals_ptr,
+                          MISES_FISHER: tl.constexpr):  # fmt: skip
     """The positives' share of the targets with their weight, 2 − exp(s / σ) / its mean, and the weight."""
     weight = share * 0.0 + 1.0
     if MISES_FISHER:
@@ -66,16 +67,18 @@ def _weights_of_positives(positive_top, mean, share, counts, factor_ptr, totals_
         number = tl.load(totals_ptr + 1)
         # as `losses.base.divisor`
         whole = tl.where((whole == 0) & (number == 0), 1.0, whole)
-        weight = (2.0 - _mises_fisher(positive_top, mean, counts, factor_ptr) * (number / whole)).to(tl.float32)
+        similar = _mises_fisher(positive_top, mean, counts, factor_ptr, highest_ptr)
+        weight = (2.0 - similar * (number / whole)).to(tl.float32)
     return share * weight, weight
 
 
 @triton.jit(do_not_specialize=ANY)
-def mises_fisher_sums(row_stats_ptr, row_stats_stride, N, col_stats_ptr, col_stats_stride, M, factor_ptr, out_ptr,
-                      blocks, BLOCK: tl.constexpr):  # fmt: skip
+def mises_fisher_sums(row_stats_ptr, row_stats_stride, N, col_stats_ptr, col_stats_stride, M, factor_ptr, highest_ptr,
+                      out_ptr, blocks, BLOCK: tl.constexpr):  # fmt: skip
     """Write each side's and block's Σ exp(s / σ) and number of rows that have a loss, [2 · S, blocks] in float64.
 
-    factor: 1 / (scale · σ). program_id 1 = 0 computes rows, 1 columns.
+    factor: 1 / (scale · σ). highest: the largest s / σ of each side, which all exponents are below, so that none
+    overflows. program_id 1 = 0 computes rows, 1 columns.
     """
     side = tl.program_id(1)
     stats_ptr = tl.where(side == 0, row_stats_ptr, col_stats_ptr)
@@ -88,14 +91,15 @@ def mises_fisher_sums(row_stats_ptr, row_stats_stride, N, col_stats_ptr, col_sta
     positive_sum = tl.load(stats_ptr + POSITIVE_SUM * stride + at, mask=inside, other=0.0)
     count = tl.load(stats_ptr + POSITIVE_COUNT * stride + at, mask=inside, other=0.0)
     counts = inside & (count > 0) & (total != 0)
-    kernels = _mises_fisher(positive_top, positive_sum / tl.maximum(count, 1.0), counts, factor_ptr)
+    mean = positive_sum / tl.maximum(count, 1.0)
+    kernels = _mises_fisher(positive_top, mean, counts, factor_ptr, highest_ptr + side)
     tl.store(out_ptr + 2 * side * blocks + block, tl.sum(kernels))
     tl.store(out_ptr + (2 * side + 1) * blocks + block, tl.sum(counts.to(tl.float64)))
 
 
 @triton.jit(do_not_specialize=ANY)
 def finish(row_stats_ptr, row_stats_stride, N, col_stats_ptr, col_stats_stride, M, weights_ptr, constants_ptr,
-           factor_ptr, kernels_ptr, out_ptr, sums_ptr, blocks, smoothing, WEIGHTS: tl.constexpr,
+           factor_ptr, highest_ptr, kernels_ptr, out_ptr, sums_ptr, blocks, smoothing, WEIGHTS: tl.constexpr,
            DECOUPLED: tl.constexpr, MISES_FISHER: tl.constexpr, SMOOTH: tl.constexpr, INSIDE: tl.constexpr,
            GUIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Write loss, weight and state of rows and columns, [2 + state, N + M], and S sides' sums, [2 · S + 2, blocks].
@@ -129,7 +133,8 @@ def finish(row_stats_ptr, row_stats_stride, N, col_stats_ptr, col_stats_stride, 
         denominator_top = top
         denominator = total
         positive_share, among = _weights_of_positives(
-            positive_top, mean, positive_share, counts, factor_ptr, kernels_ptr + 2 * side, MISES_FISHER)  # fmt: skip
+            positive_top, mean, positive_share, counts, factor_ptr, highest_ptr + side, kernels_ptr + 2 * side,
+            MISES_FISHER)  # fmt: skip
         loss = (finite(top) - finite(positive_top) * among) + (tl.log(tl.where(total == 0, 1.0, total)) - mean * among)
         positive_inverse = tl.zeros((BLOCK,), tl.float32)
         missing = positive_inverse + 1.0

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from contrastile.losses.base import PairLoss, Shard
 from contrastile.tiles.triton import backward, launch
 from contrastile.tiles.triton.block import Block, Budget, by_label
 from contrastile.tiles.triton.plan import Epilogue, Pair, most_programs, shape_for, tiles_of
@@ -71,18 +72,24 @@ class Kept:
         return self.sums.sum(dtype=torch.float64) * (1 + launch.truncation(block.rows.features))
 
 
-def fits(block: Block, epilogue: Epilogue, budget: Budget) -> bool:
-    """A block's exponentials can be kept: one direction, without soft targets, in bf16, and all in one strip.
+def suits(rows: Shard, loss: PairLoss, epilogue: Epilogue) -> bool:
+    """Return whether exponentials of this kind can be kept: of one direction, without soft targets, in bf16.
 
     The range of fp16 is too small for exponentials, and float32 features would have three strips.
     """
-    kind = epilogue.exponential and not (epilogue.smooth or epilogue.taught or block.loss.symmetric)
-    return kind and block.rows.features.dtype == torch.bfloat16 and not by_label(block.rows) and budget.keeps(block)
+    kind = epilogue.exponential and not (epilogue.smooth or epilogue.taught or loss.symmetric)
+    return kind and rows.features.dtype == torch.bfloat16 and not by_label(rows)
+
+
+def fits(block: Block, epilogue: Epilogue, budget: Budget) -> bool:
+    """Return whether a block's exponentials can be kept: of a kind that suits, and all in one strip."""
+    return suits(block.rows, block.loss, epilogue) and budget.keeps(block)
 
 
 def exponentials(pair: Pair, constants: Tensor, parts: Tensor, epilogue: Epilogue) -> Kept:
     """Write the strip, and to the parts [2, col tiles, N] each tile's Σ e and Σ e · ⟨q, k⟩ along rows."""
-    strip, unused, device = pair.new_strip(), [constants], constants.device
+    # weights are not read: memory of their length
+    strip, unused, device = pair.new_strip(), [parts[0]], constants.device
     sums = torch.zeros(parts.shape[2] + most_programs(device) * shape_for(device).rows, device=device)
     launch.gradient(pair, constants, unused, strip, sums[parts.shape[2] :], epilogue, parts)
     return Kept(pair, strip, parts[1], sums)

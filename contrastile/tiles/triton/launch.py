@@ -6,7 +6,7 @@ function waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,6 +16,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from contrastile._torch import current_stream_address
+from contrastile.losses.base import Total
+from contrastile.losses.decoupled import mises_fisher_exponents
 from contrastile.tiles.triton import backward, forward, labels, reductions
 from contrastile.tiles.triton import careful as careful_kernels
 from contrastile.tiles.triton import finish as endings
@@ -171,9 +173,19 @@ def features(q: Tensor, k: Tensor) -> dict[str, Any]:
 
 
 def block_constants(
-    q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, epilogue: Epilogue, *, careful: bool = False
+    q: Tensor,
+    k: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    epilogue: Epilogue,
+    *,
+    careful: bool = False,
+    kept: int = 0,
 ) -> Tensor:
-    """The constants of x = scale · ⟨q, k⟩ + bias, as `forward.py` numbers them; `careful` sets the flag at once."""
+    """The constants of x = scale · ⟨q, k⟩ + bias, as `forward.py` numbers them; `careful` sets the flag at once.
+
+    kept: number of keys if exponentials may be kept, which sets the flag where sums of theirs could overflow.
+    """
     N, M = len(q), len(k)
     q_blocks, k_blocks = tiles_of(N, ROWS), tiles_of(M, ROWS)
     blocks = q_blocks + k_blocks
@@ -184,7 +196,7 @@ def block_constants(
     out = torch.empty(CONSTANTS, dtype=torch.float32, device=q.device)
     run(
         reductions.block_constants, (1,), norms_ptr=largest, scale_ptr=scale, bias_ptr=scale if bias is None else bias,
-        out_ptr=out, q_blocks=q_blocks, blocks=blocks, truncation=truncation(q), careful=int(careful),
+        out_ptr=out, q_blocks=q_blocks, blocks=blocks, truncation=truncation(q), careful=int(careful), kept=kept,
         hardness=epilogue.hardness, BIASED=bias is not None, BLOCK=NORMS, **epilogue.flags,
     )  # fmt: skip
     return out
@@ -343,7 +355,7 @@ def finish(
     stats: Sequence[Tensor],
     weights: Tensor | None,
     numbers: tuple[Tensor, Tensor],
-    total: Callable[[Tensor], Tensor],
+    total: Total,
     epilogue: Epilogue,
     *,
     mean: bool,
@@ -361,15 +373,18 @@ def finish(
         "row_stats_ptr": stats[0], "row_stats_stride": stats[0].stride(0), "N": N, "col_stats_ptr": stats[-1],
         "col_stats_stride": stats[-1].stride(0), "M": M, "blocks": blocks, "BLOCK": BLOCK,
     }  # fmt: skip
-    factor = kernels = constants
+    factor = highest = kernels = constants
     if epilogue.formula.mises_fisher:
-        factor = (scale.double() * epilogue.sigma).reciprocal()
+        width = scale.double() * epilogue.sigma
+        factor, highest = width.reciprocal(), mises_fisher_exponents(stats, width, total)[1]
         kernels = torch.empty(2 * sides, blocks, dtype=torch.float64, device=scale.device)
-        run(endings.mises_fisher_sums, (blocks, sides), factor_ptr=factor, out_ptr=kernels, **given)
+        run(
+            endings.mises_fisher_sums, (blocks, sides), factor_ptr=factor, highest_ptr=highest, out_ptr=kernels, **given
+        )
         kernels = total(kernels.sum(1))
     run(
-        endings.finish, (blocks, sides), constants_ptr=constants, factor_ptr=factor, kernels_ptr=kernels,
-        out_ptr=out, weights_ptr=constants if weights is None else weights, sums_ptr=sums,
+        endings.finish, (blocks, sides), constants_ptr=constants, factor_ptr=factor, highest_ptr=highest,
+        kernels_ptr=kernels, out_ptr=out, weights_ptr=constants if weights is None else weights, sums_ptr=sums,
         smoothing=epilogue.label_smoothing, WEIGHTS=weights is not None, **epilogue.flags, **given,
     )  # fmt: skip
     value, coefficients = constants.new_empty(()), constants.new_empty(n)

@@ -33,6 +33,8 @@ from contrastile.tiles.triton.plan import ALIGNMENT, interpreting, shape_for, ti
 PAIR_BYTES = 24
 # share of the workspace for lists of the entries that each document token has won, and their bytes at most
 LISTS, LIST_BYTES = 4, 2**28
+# programs along the second axis of a grid, at most
+MOST_PROGRAMS = 65535
 # rows, and columns, of a tile at most: larger ones are not faster
 SIDE = 2048
 # tokens, or queries, that a kernel of masks reads at once; sides of its tiles
@@ -256,7 +258,7 @@ def add_document_gradients(
     """Add Σ g_ij · q_il over the query tokens that each document token has won to v [J, M · D]."""
     (N, L, width), (J, M, _) = entries.vectors.shape, documents.vectors.shape
     D = v.shape[1] // M
-    at_once = max(1, min(J, workspace // (4 * entries.count)))
+    at_once = max(1, min(J, MOST_PROGRAMS, workspace // (4 * entries.count)))
     gathering = gathering or gathering_for(entries.vectors, at_once * M)
     BD, BN = min(gathering.document_features, max(16, triton.next_power_of_2(D))), gathering.tokens
     blocks = tiles_of(M, BN)

@@ -28,6 +28,7 @@ from contrastile.tiles.triton.arithmetic import (
     LOGIT_SUM,
     LOWEST_POSITIVE,
     LOWEST_SUM,
+    MOST_KEPT,
     NONFINITE,
     POSITIVE_COUNT,
     POSITIVE_SUM,
@@ -95,9 +96,13 @@ def norms(q_ptr, k_ptr, out_ptr, N, M, D, q_row_stride, q_stride, k_row_stride, 
 
 
 @triton.jit(do_not_specialize=ANY)
-def block_constants(norms_ptr, scale_ptr, bias_ptr, out_ptr, q_blocks, blocks, truncation, careful, hardness,
+def block_constants(norms_ptr, scale_ptr, bias_ptr, out_ptr, q_blocks, blocks, truncation, careful, kept, hardness,
                     BIASED: tl.constexpr, SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """The constants of a block, as `forward.py` counts them; the shift of exponentials makes t ≤ HIGHEST."""
+    """The constants of a block, as `forward.py` counts them; the shift of exponentials makes t ≤ HIGHEST.
+
+    kept: keys of a block whose exponentials may be kept (`kept.py`), else 0: the careful flag is set where their sums
+    times features could exceed float32.
+    """
     at = tl.arange(0, BLOCK)
     q_norm = tl.zeros((BLOCK,), tl.float32)
     k_norm = tl.zeros((BLOCK,), tl.float32)
@@ -130,7 +135,8 @@ def block_constants(norms_ptr, scale_ptr, bias_ptr, out_ptr, q_blocks, blocks, t
     tl.store(out_ptr + UNIT, 1.0)
     tl.store(out_ptr + BIAS, bias)
     tl.store(out_ptr + SCALE, scale)
-    tl.store(out_ptr + CAREFUL, careful.to(tl.float32))
+    size = tl.sqrt(tl.max(k_norm)) * tl.maximum(1.0, tl.sqrt(tl.max(q_norm)))
+    tl.store(out_ptr + CAREFUL, tl.where(kept.to(tl.float32) * size > MOST_KEPT, 1.0, careful.to(tl.float32)))
     tl.store(out_ptr + NONFINITE, tl.sum(zero) + scale * 0.0)
 
 
