@@ -41,7 +41,7 @@ MOST_BYTES = 2**29
 CALLS = 2
 # calls of a plan whose graph was dropped before its next capture
 AGAIN = 32
-# graphs kept, and the bytes that they keep together: those used last
+# graphs kept, those used last, and the bytes that they keep together, copies of inputs included; one may take more
 KEPT, KEPT_BYTES = 8, 2**30
 NEVER = -(2**62)
 LABELS = ("positives", "labels", "ids", "numbers")
