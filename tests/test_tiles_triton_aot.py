@@ -39,6 +39,7 @@ TUPLES |= {"totals": ("*fp32", "*fp32"), "outs": ("*bf16", "*fp32"), "number_out
 TAUGHT = "teacher"
 # kernels that take most of the time: several programs of them share a multiprocessor
 BUSY = ("totals plain", "gradient plain", "totals sigmoid", "gradient sigmoid")
+KEPT = ("totals kept", "gradient kept")
 # the same where they are compiled
 GUIDED = ("totals teacher", "gradient teacher", "totals mask", "gradient mask")
 # every kernel and option on every chip, for `make test-kernels`
@@ -93,7 +94,7 @@ def test_every_kernel_compiles_and_fits(capability: int, compiled: Callable[[int
     assert names >= ({"totals", "gradient"} if capability in BUSY_ON else {*TILE_KERNELS})
     assert names >= late or capability != 90
     assert max(taken.values()) <= SHARED[capability]
-    for name in (*BUSY, *(name for name in GUIDED if name in taken)):
+    for name in (*BUSY, *(name for name in (*GUIDED, *KEPT) if name in taken)):
         programs = _shape(capability, taught=name.endswith(TAUGHT)).programs
         assert programs * (taken[name] + RESERVED) <= SHARED[capability] + RESERVED
 
@@ -114,7 +115,7 @@ def _type(name: str, shape: Any, constants: dict[str, Any]) -> str | tuple[str, 
         return "*bf16"
     if name in descriptors:
         return f"tensordesc<bf16[{descriptors[name][0]},{descriptors[name][1]}]>" if shape.tma else "*bf16"
-    if name in ("q_ptr", "k_ptr", "x_ptr"):
+    if name in ("q_ptr", "k_ptr", "x_ptr", "strip_ptr"):
         return "*bf16"
     if name.endswith("mask_ptr"):
         return "*u8"
@@ -139,6 +140,7 @@ def _kernels() -> list[Any]:
         ends,
         finish,
         forward,
+        kept_kernels,
         labels,
         mask_kernels,
         maxsim_kernels,
@@ -148,8 +150,8 @@ def _kernels() -> list[Any]:
     )
 
     modules = (
-        forward, backward, careful, labels, ends, positives, reductions, finish, maxsim_kernels, score_kernels,
-        mask_kernels,
+        forward, backward, careful, kept_kernels, labels, ends, positives, reductions, finish, maxsim_kernels,
+        score_kernels, mask_kernels,
     )  # fmt: skip
     return [
         function
@@ -205,8 +207,8 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
             yield kernel, f"{name} plain", plain
         if busy:
             yield kernel, f"{name} sigmoid", plain | sigmoid
-        if name == "gradient" and (EVERY or capability == 90):
-            yield kernel, f"{name} kept", plain | {"LOSS": True, "COLUMNS": False}
+        if busy and capability == 90:
+            yield kernel, f"{name} kept", plain | {"LOSS": True, "COLUMNS": name == "totals", "KEEP": True}
         if capability in GUIDED_ON and (EVERY or busy):
             yield kernel, f"{name} {TAUGHT}", plain | teacher
             if EVERY:

@@ -240,8 +240,10 @@ def _planned(problem: Problem, exchange: Exchange) -> Plan:
     tiles = _tiles(problem, exchange, workspace)
     alone = len(exchange.layout.rows) == 1 and options.reduction != "none" and not own
     number = torch.ones((), dtype=accumulator(problem.dtype), device=problem.device)
-    if wants and alone and tiles(loss, number, None, workspace).strip(problem.rows, problem.cols):
-        at_once = True
+    if wants and alone:
+        example = tiles(loss, number, None, workspace)
+        # one product of each strip gives loss and gradient; or the forward keeps what the backward would repeat
+        at_once |= bool(example.strip(problem.rows, problem.cols)) or example.keeps(problem.rows, problem.cols)
     replayed = not own and small(problem, exchange, tiles)
     if isinstance(tiles, partial) and tiles.func is Scored and problem.dtype == torch.float16:
         # float16 underflows in the module unless the upstream gradient, a GradScaler's factor, goes through it

@@ -170,6 +170,11 @@ class Tiles(ABC):
         """
         raise NotImplementedError
 
+    def keeps(self, rows: Shard, cols: Shard) -> bool:
+        """Return whether a forward keeps results for a backward of the same block that follows at once (`followed`)."""
+        del rows, cols
+        return False
+
     @abstractmethod
     def workspace_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
         """Upper bound of the bytes for a block of N × M of D features, beside inputs, outputs and accumulators."""

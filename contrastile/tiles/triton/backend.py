@@ -189,6 +189,9 @@ class Triton(Tiles):
         """
         self.reserved = multiprocessors
 
+    def keeps(self, rows: Shard, cols: Shard) -> bool:
+        return kept.fits(rows, cols, self.loss, self._epilogue, self._budget)
+
     def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
         if (
             self.kept is None
@@ -219,7 +222,8 @@ class Triton(Tiles):
         position = rows.start, len(rows), cols.start, len(cols)
         if position not in self.constants:
             given = rows.features, cols.features, self.scale, self.bias
-            number = len(cols) if self.followed and kept.suits(rows, self.loss, self._epilogue) else 0
+            one_way = self.followed and not self.loss.symmetric and kept.suits(rows, self.loss, self._epilogue)
+            number = len(cols) if one_way else 0
             constants = launch.block_constants(*given, self._epilogue, careful=self._careful(rows), kept=number)
             self.constants[position] = constants
             if self._epilogue.taught:
@@ -236,7 +240,7 @@ class Triton(Tiles):
 
     def _super_tiles(self, block: Block, cost: Cost) -> Iterator[SuperTile]:
         """The block's super-tiles with their operands, which neighbours and the next pass share."""
-        for i, j in self._budget.super_tiles(block, cost):
+        for i, j in self._budget.super_tiles(block.rows, block.cols, cost):
             tile = self.super_tile
             if tile is None or tile.along != (i, j):
                 if tile is None or tile.along[0] != i:
@@ -280,13 +284,13 @@ class Triton(Tiles):
         elif by_label(block.rows):
             passes = [(False, LABEL_CHANNELS, budget.labels), (True, CAREFUL_LABEL_CHANNELS, budget.labels)]
             passes = passes[self._careful(block.rows) :]
-        keeps = self.followed and kept.fits(block, epilogue, budget)
+        keeps = self.followed and self.keeps(block.rows, block.cols)
         for careful, channels, cost in passes:
             for tile in self._super_tiles(block, cost):
                 if keeps and not careful:
-                    # with the sums of the scale's gradient
-                    parts = self._new_parts(tile.block, channels + 1)
-                    self.kept = kept.exponentials(tile.pair, block.constants, parts[0], epilogue)
+                    # one way with the sums of the scale's gradient
+                    parts = self._new_parts(tile.block, channels + (not self.loss.symmetric))
+                    self.kept = kept.exponentials(tile.pair, block.constants, parts, epilogue)
                 else:
                     parts = self._new_parts(tile.block, channels)
                     launch.sums(tile.pair, block.constants, parts, epilogue, careful=careful)
@@ -359,7 +363,7 @@ class Triton(Tiles):
         """
         weights = self._weights(block)
         if self.kept is not None:
-            total = self.kept.add(block, weights[0][0], u, None if v is None else _received(v), self._epilogue)
+            total = self.kept.add(block, weights, u, None if v is None else _received(v), self._epilogue)
             self.kept = None
             return total
         sums = launch.new_sums(self.scale.device)

@@ -61,22 +61,26 @@ class Budget:
         sums = self._partial(height, width, self.epilogue.channels) if self.loss.pairwise else 0
         return 2 * rows * cols + sums + (height + width) * copied
 
-    def keeps(self, block: Block) -> bool:
-        """The strip of a whole block fits, with the numbers of the forward's passes and weighed rows beside it."""
-        weighed = 2 * block.rows.features.numel()
+    def keeps(self, rows: Shard, cols: Shard) -> bool:
+        """The strip of a whole block fits, with the numbers of the forward's passes beside it.
+
+        One way, these are two sums of each tile and the weighed rows.
+        """
+        one_way = not self.loss.symmetric
 
         def cost(height: int, width: int, copied: int, parts: int) -> int:
-            sums = self._partial(height, width, 2 + self.epilogue.careful_channels)
+            sums = self._partial(height, width, 2 * one_way + self.epilogue.careful_channels)
+            weighed = 2 * one_way * rows.features.numel()
             return self.backward(height, width, copied, parts) + sums + weighed
 
-        return len(list(self.super_tiles(block, cost))) == 1
+        return len(list(self.super_tiles(rows, cols, cost))) == 1
 
-    def super_tiles(self, block: Block, cost: Cost) -> Iterator[tuple[slice, slice]]:
+    def super_tiles(self, rows: Shard, cols: Shard, cost: Cost) -> Iterator[tuple[slice, slice]]:
         """Rows and columns of each super-tile of a block, row by row."""
-        N, M, copied = len(block.rows), len(block.cols), 0
-        for q, k in zip(block.features(block.rows), block.features(block.cols), strict=True):
+        N, M, copied = len(rows), len(cols), 0
+        for q, k in zip((rows.features, *rows.guides), (cols.features, *cols.guides), strict=True):
             copied += 0 if is_readable(q) and is_readable(k) else self._copied(q.shape[1], q.dtype)
-        height, width = self._largest(N, M, copied, PIECES[block.rows.features.dtype](), cost)
+        height, width = self._largest(N, M, copied, PIECES[rows.features.dtype](), cost)
         for i in range(0, N, height):
             for j in range(0, M, width):
                 yield slice(i, min(i + height, N)), slice(j, min(j + width, M))
@@ -142,10 +146,6 @@ class Block:
             assert side.coefficient is not None
             directions.append((side.state, side.coefficient))
         return directions
-
-    def features(self, side: Shard) -> tuple[Tensor, ...]:
-        """The features of a side, and behind them those of its guide where the kernels read it."""
-        return (side.features, *side.guides)
 
     @property
     def self_diagonal(self) -> int | None:

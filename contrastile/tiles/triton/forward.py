@@ -34,6 +34,7 @@ from contrastile.tiles.triton.arithmetic import (
     count_along,
     exponent_constants,
     exponents,
+    halves,
     log1p,
     quarter,
     store_sums,
@@ -139,20 +140,38 @@ def _store_logits(acc, constants, total, valid, at, stride, inside, axis: tl.con
     tl.store(at + 2 * stride, count_along(acc, valid, axis), mask=inside)
 
 
+@triton.jit
+def store_half(out_mem, out_stride, g, i, col, part_stride, BM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+                TMA: tl.constexpr):  # fmt: skip
+    """Write g [BM, WIDTH] into the strip, which holds whole tiles, as PARTS 16-bit pieces that add up to it."""
+    for part in tl.static_range(PARTS):
+        if TMA:
+            piece = g.to(out_mem.dtype)
+            out_mem.store([part * part_stride + i * BM, col], piece)
+        else:
+            piece = g.to(out_mem.dtype.element_ty)
+            rows = part * part_stride + i * BM + tl.arange(0, BM)
+            at = rows.to(tl.int64)[:, None] * out_stride + (col + tl.arange(0, WIDTH))[None, :]
+            tl.store(out_mem + at, piece)
+        if part + 1 < PARTS:
+            g = g - piece.to(tl.float32)
+
+
 @triton.jit(do_not_specialize=ANY)
 def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, col_part_ptr, positives_ptr,
            row_ids_ptr, col_ids_ptr, row_labels_ptr, col_labels_ptr, row_numbers_ptr, col_numbers_ptr, quarters_ptr,
-           q_stride, k_stride, guide_q_stride, guide_k_stride, N, M, D, G, diagonal, self_diagonal, positives,
-           positives_stride, positives_start, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+           out_mem, out_stride, q_stride, k_stride, guide_q_stride, guide_k_stride, N, M, D, G, diagonal, self_diagonal,
+           positives, positives_stride, positives_start, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+           GROUP: tl.constexpr,
            LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, GUIDE: tl.constexpr,
            GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr,
            TMA: tl.constexpr, UPCAST: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr,
            IDS: tl.constexpr, LABELS: tl.constexpr, COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr,
-           SMOOTH: tl.constexpr, WEIGHED: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
+           SMOOTH: tl.constexpr, WEIGHED: tl.constexpr, KEEP: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
     """Per tile: Σ 2^t of the valid pairs, along rows [channel, col tile, N] and columns [channel, row tile, M].
 
     SMOOTH adds two channels, see `_store_logits`; so does GUIDE == TEACHER, see `store_sums`; LABELS adds three, see
-    `label_totals`. SOFTPLUS sums softplus(±x), along rows only.
+    `label_totals`. SOFTPLUS sums softplus(±x), along rows only. KEEP also writes 2^t into a strip, see `kept.py`.
     """
     masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
     ids = (row_ids_ptr, col_ids_ptr)
@@ -232,12 +251,23 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
                     total = tl.sum(e, 1)
                     if SMOOTH:
                         _store_logits(acc, constants, total, valid, row_at, col_tiles.to(tl.int64) * N, rows < N, 1)
-                    if COLUMNS:
+                    if KEEP:
+                        # by quarters, whose sums across warps leave room for the strip in shared memory
+                        WIDTH: tl.constexpr = BN // 4
+                        for at in tl.static_range(4):
+                            cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
+                            of_cols = tl.sum(quarter(e, at, BM, BN), 0)
+                            tl.store(col_part_ptr + i.to(tl.int64) * M + cols, of_cols, mask=cols < M)
+                    elif COLUMNS:
                         of_cols = tl.sum(e, 0)
                         tl.store(col_at, of_cols, mask=cols < M)
                         if SMOOTH:
                             _store_logits(acc, constants, of_cols, valid, col_at, row_tiles.to(tl.int64) * M, cols < M,
                                           0)  # fmt: skip
+                    if KEEP:
+                        left, right = halves(e, BM, BN)
+                        store_half(out_mem, out_stride, left, i, j * BN, 0, BM, BN // 2, 1, TMA)
+                        store_half(out_mem, out_stride, right, i, j * BN + BN // 2, 0, BM, BN // 2, 1, TMA)
                     if LABELS:
                         no_positives(row_at, col_at, rows, cols, N, M, row_tiles, col_tiles, BM, BN, COLUMNS)
             tl.store(row_at, total, mask=rows < N)

@@ -230,15 +230,26 @@ def label_quarters(of_rows: Tensor, of_cols: Tensor) -> Tensor:
     return quarters
 
 
-def sums(pair: Pair, constants: Tensor, parts: Sequence[Tensor], epilogue: Epilogue, *, careful: bool = False) -> None:
+def sums(
+    pair: Pair,
+    constants: Tensor,
+    parts: Sequence[Tensor],
+    epilogue: Epilogue,
+    strip: Tensor | None = None,
+    *,
+    careful: bool = False,
+) -> None:
     """Write the tiles' sums to the parts: [channels, col tiles, N] and, if symmetric, [channels, row tiles, M].
 
-    careful: maxima and sums instead, and with labels all 8 statistics, where the flag is set.
+    strip: also write the exponentials into it. careful: maxima and sums instead, and with labels all 8 statistics,
+    where the flag is set.
     """
     kernel = careful_kernels.maxima if careful else forward.totals
+    written = {"out_mem": constants, "out_stride": 0} if strip is None else _strip(strip, constants, pair)
     run(
         kernel, pair.programs, constants_ptr=constants, row_part_ptr=parts[0], col_part_ptr=parts[-1],
-        COLUMNS=len(parts) == 2, FLATTEN=pair.flattened, **epilogue.flags, **pair.arguments,
+        COLUMNS=len(parts) == 2, KEEP=strip is not None, FLATTEN=pair.flattened, **written, **epilogue.flags,
+        **pair.arguments,
     )  # fmt: skip
 
 
