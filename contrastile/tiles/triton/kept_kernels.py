@@ -71,7 +71,7 @@ def kept_pairs(strip_ptr, out_stride, row_a_ptr, col_b_ptr, sums_ptr, constants_
                ROWS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
     """Multiply the strip's exponentials e = 2^t by a_i + b_j, and write Σ g · t and Σ g of each program [2, blocks].
 
-    t is read off the rounded e. Rounding leaves the mean of e as it is, but makes that of e · log2(e), a convex function,
+    t is read off the rounded e. Rounding leaves the mean of e as it is, but makes that of e · log2(e), which is convex,
     larger by its variance, which is subtracted.
     """
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
