@@ -20,6 +20,7 @@ logits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -292,7 +293,9 @@ class Triton(Tiles):
                     parts = self._new_parts(tile.block, channels + (not self.loss.symmetric))
                     self.kept = kept.exponentials(tile.pair, block.constants, parts, epilogue)
                 else:
-                    parts = self._new_parts(tile.block, channels)
+                    # where the careful flag is set, the exponentials are not read
+                    memory = None if self.kept is None else self.kept.strip.view(torch.float32).flatten()
+                    parts = self._new_parts(tile.block, channels, memory)
                     launch.sums(tile.pair, block.constants, parts, epilogue, careful=careful)
                 merged = (parts, tile.of(stats), block.constants, epilogue, tile.first, tile.last)
                 launch.merge_sums(*merged, careful=careful)
@@ -301,12 +304,21 @@ class Triton(Tiles):
         self.super_tile = None
         self._positive_stats(block, stats)
 
-    def _new_parts(self, block: Block, channels: int) -> list[Tensor]:
-        """Memory for the tiles' sums: [channels, col tiles, N] and, if symmetric, [channels, row tiles, M]."""
+    def _new_parts(self, block: Block, channels: int, memory: Tensor | None = None) -> list[Tensor]:
+        """Memory for the tiles' sums: [channels, col tiles, N] and, if symmetric, [channels, row tiles, M].
+
+        memory: float32 numbers that may be overwritten.
+        """
         shape = plan.shape_for(self.scale.device, taught=self._epilogue.taught)
         height, width = len(block.rows), len(block.cols)
-        sizes = [(plan.tiles_of(width, shape.cols), height), (plan.tiles_of(height, shape.rows), width)]
-        return [self.scale.new_empty(channels, *size) for size in sizes[: 1 + self.loss.symmetric]]
+        sizes = [(channels, plan.tiles_of(width, shape.cols), height)]
+        sizes += [(channels, plan.tiles_of(height, shape.rows), width)] * self.loss.symmetric
+        if memory is None:
+            return [self.scale.new_empty(size) for size in sizes]
+        # each begins at whole words, as memory of its own does
+        lengths = [plan.tiles_of(math.prod(size), plan.ALIGNMENT) * plan.ALIGNMENT for size in sizes]
+        parts = memory[: sum(lengths)].split(lengths)
+        return [part[: math.prod(size)].view(size) for part, size in zip(parts, sizes, strict=True)]
 
     def _positive_stats(self, block: Block, stats: list[Tensor]) -> None:
         """Write the positives known by position into the statistics."""

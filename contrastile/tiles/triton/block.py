@@ -61,17 +61,17 @@ class Budget:
         sums = self._partial(height, width, self.epilogue.channels) if self.loss.pairwise else 0
         return 2 * rows * cols + sums + (height + width) * copied
 
-    def keeps(self, rows: Shard, cols: Shard) -> bool:
-        """The strip of a whole block fits, with the numbers of the forward's passes beside it.
+    def keeping(self, height: int, width: int, copied: int, parts: int) -> int:
+        """The strip of a forward that keeps exponentials, and the tiles' numbers: two sums, one of each direction."""
+        channels = self.epilogue.channels + (not self.loss.symmetric)
+        return self.backward(height, width, copied, parts) + self._partial(height, width, channels)
 
-        One way, these are two sums of each tile and the weighed rows.
-        """
-        one_way = not self.loss.symmetric
+    def keeps(self, rows: Shard, cols: Shard) -> bool:
+        """A forward that keeps exponentials takes the whole block at once; one way there are weighed rows beside it."""
+        weighed = 0 if self.loss.symmetric else 2 * rows.features.numel()
 
         def cost(height: int, width: int, copied: int, parts: int) -> int:
-            sums = self._partial(height, width, 2 * one_way + self.epilogue.careful_channels)
-            weighed = 2 * one_way * rows.features.numel()
-            return self.backward(height, width, copied, parts) + sums + weighed
+            return self.keeping(height, width, copied, parts) + weighed
 
         return len(list(self.super_tiles(rows, cols, cost))) == 1
 
