@@ -182,13 +182,14 @@ class Tiles(ABC):
     @classmethod
     def expected_bytes(
         cls, loss: PairLoss, N: int, M: int, D: int, dtype: torch.dtype, workspace: int, device: torch.device,
-        *, by_index: bool = False,
+        *, by_index: bool = False, followed: bool = False,
     ) -> int:  # fmt: skip
         """Bytes that a block takes at its peak, for a planner.
 
-        device: "meta" stands for an accelerator. by_index: positives are known by their indices.
+        device: "meta" stands for an accelerator. by_index: positives are known by their indices. followed: the backward
+        follows the forward at once.
         """
-        del by_index
+        del by_index, followed
         return cls(loss, torch.empty((), device=device), None, workspace).workspace_bytes(N, M, D, dtype)
 
     def merge(self, stats: Tensor, parts: Tensor) -> None:

@@ -175,12 +175,12 @@ class Triton(Tiles):
     @classmethod
     def expected_bytes(
         cls, loss: PairLoss, N: int, M: int, D: int, dtype: torch.dtype, workspace: int, device: torch.device,
-        *, by_index: bool = False,
+        *, by_index: bool = False, followed: bool = False,
     ) -> int:  # fmt: skip
         del by_index
         budget = Budget(loss, plan.epilogue_for(loss), device, workspace)
         # 16-bit features of such a width are read as they are
-        return budget.expected_bytes(N, M, 0 if dtype.itemsize == 2 and D % 8 == 0 else D, dtype)
+        return budget.expected_bytes(N, M, 0 if dtype.itemsize == 2 and D % 8 == 0 else D, dtype, followed=followed)
 
     def reserve(self, multiprocessors: int) -> None:
         """Leave so many of the device's multiprocessors to transfers.
@@ -191,7 +191,7 @@ class Triton(Tiles):
         self.reserved = multiprocessors
 
     def keeps(self, rows: Shard, cols: Shard) -> bool:
-        return kept.fits(rows, cols, self.loss, self._epilogue, self._budget)
+        return kept.fits(rows, cols, self._epilogue, self._budget)
 
     def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
         if (
@@ -223,7 +223,7 @@ class Triton(Tiles):
         position = rows.start, len(rows), cols.start, len(cols)
         if position not in self.constants:
             given = rows.features, cols.features, self.scale, self.bias
-            one_way = self.followed and not self.loss.symmetric and kept.suits(rows, self.loss, self._epilogue)
+            one_way = self.followed and not self.loss.symmetric and kept.suits(rows, self._epilogue)
             number = len(cols) if one_way else 0
             constants = launch.block_constants(*given, self._epilogue, careful=self._careful(rows), kept=number)
             self.constants[position] = constants

@@ -28,6 +28,8 @@ from contrastile.tiles.triton.plan import (
     tiles_of,
 )
 
+# type of features, and of a strip, whose range is that of exponentials; float32 features would have three strips
+KEPT_IN = torch.bfloat16
 # 32-bit ids and labels by name, of rows and of columns
 Groups = tuple[dict[str, Tensor], dict[str, Tensor]]
 # bytes of a super-tile of height × width, by the bytes of each row's and column's features that are copied, and the
@@ -89,10 +91,17 @@ class Budget:
         """The bytes of the largest pass over a block, with features copied or not, by label or not."""
         return max(self.expected_bytes(N, M, copied, dtype, self.labels) for copied in (0, D))
 
-    def expected_bytes(self, N: int, M: int, D: int, dtype: torch.dtype, *more: Cost) -> int:
-        """The same of forward, backward and `more` passes; D is 0 where features need no copy."""
+    def expected_bytes(
+        self, N: int, M: int, D: int, dtype: torch.dtype, *more: Cost, followed: bool = False
+    ) -> int:  # fmt: skip
+        """The same of forward, backward and `more` passes; D is 0 where features need no copy.
+
+        followed: exponentials are kept where they fit.
+        """
         given = self._copied(D, dtype), PIECES[dtype]()
         passes = (self.forward, self.backward, *more)
+        if followed and self.epilogue.keeps and dtype == KEPT_IN:
+            passes += (self.keeping,) * (self._largest(N, M, *given, self.keeping) == (N, M))
         return max(cost(*self._largest(N, M, *given, cost), *given) for cost in passes)
 
     def _largest(self, N: int, M: int, copied: int, parts: int, cost: Cost) -> tuple[int, int]:

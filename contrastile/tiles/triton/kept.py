@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from contrastile.losses.base import PairLoss, Shard
+from contrastile.losses.base import Shard
 from contrastile.tiles.triton import kept_kernels, launch
-from contrastile.tiles.triton.block import Block, Budget, by_label
+from contrastile.tiles.triton.block import KEPT_IN, Block, Budget, by_label
 from contrastile.tiles.triton.launch import Weights
 from contrastile.tiles.triton.plan import Epilogue, Pair, interpreting, most_programs, shape_for, tiles_of
 from contrastile.tiles.triton.products import add_at_once, add_cols, add_rows
@@ -113,19 +113,14 @@ class Kept:
         return total
 
 
-def suits(rows: Shard, loss: PairLoss, epilogue: Epilogue) -> bool:
-    """Return whether exponentials of this kind can be kept: without soft targets, in bf16.
-
-    The range of fp16 is too small for exponentials, and float32 features would have three strips.
-    """
-    del loss
-    kind = epilogue.exponential and not (epilogue.smooth or epilogue.taught)
-    return kind and rows.features.dtype == torch.bfloat16 and not by_label(rows)
+def suits(rows: Shard, epilogue: Epilogue) -> bool:
+    """Return whether exponentials of this kind can be kept: in the type of the features, and not by label."""
+    return epilogue.keeps and rows.features.dtype == KEPT_IN and not by_label(rows)
 
 
-def fits(rows: Shard, cols: Shard, loss: PairLoss, epilogue: Epilogue, budget: Budget) -> bool:
+def fits(rows: Shard, cols: Shard, epilogue: Epilogue, budget: Budget) -> bool:
     """Return whether a block's exponentials can be kept: of a kind that suits, and all in one strip."""
-    return suits(rows, loss, epilogue) and budget.keeps(rows, cols)
+    return suits(rows, epilogue) and budget.keeps(rows, cols)
 
 
 def exponentials(pair: Pair, constants: Tensor, parts: Sequence[Tensor], epilogue: Epilogue) -> Kept:

@@ -89,7 +89,8 @@ def shape_for(device: torch.device, *, taught: bool = False) -> Shape:
 
     taught: of a loss with a teacher, whose tiles divide those of others.
     """
-    if interpreting():
+    # a planner's device stands for a chip
+    if interpreting() and device.type != "meta":
         return SHAPE_INTERPRETED
     chip = max(known for known in SHAPES if known <= _capability(device))
     return SHAPES_TAUGHT.get(chip, SHAPES[chip]) if taught else SHAPES[chip]
@@ -178,6 +179,11 @@ class Epilogue:
     @cached_property
     def smooth(self) -> bool:
         return self.label_smoothing > 0 and not self.taught
+
+    @cached_property
+    def keeps(self) -> bool:
+        """A pair's gradient is its exponential times numbers of its row and its column: without soft targets."""
+        return self.exponential and not (self.smooth or self.taught)
 
     @cached_property
     def stats(self) -> int:
