@@ -30,7 +30,7 @@ TILE_KERNELS = ("totals", "maxima", "gradient", "careful_gradient")
 SIX = {"LEFT": 0b10_01_00_01_00_00, "RIGHT": 0b00_01_10_00_01_00, "PRODUCTS": 6, "PARTS": 3}
 # every option of the small kernels
 EVERYTHING = {"U": True, "V": True, "WEIGHTS": True, "SMOOTH": True, "BIASED": True, "SIDES": 2}
-EVERYTHING |= {"MEAN": True, "TIMES": True, "GUIDE": 2, "LABELS": True}
+EVERYTHING |= {"MEAN": True, "TIMES": True, "GUIDE": 2, "LABELS": True, "MEASURED": 1}
 # strides and sizes that are multiples of 16 where features are
 ALIGNED = ("D", "G", "q_stride", "k_stride", "guide_q_stride", "guide_k_stride", "out_stride", "entries")
 # arguments of several tensors
@@ -247,7 +247,7 @@ def _shared(kernel: Any, chosen: dict[str, Any], capability: int) -> int:
         "FLATTEN": shape.flatten,
         "TMA": shape.tma,
     }
-    fixed |= {"BLOCK": 128, "TILES": 16, "ROWS": 16}
+    fixed |= {"BLOCK": 128, "TILES": 16, "ROWS": 16, "COLS": 128, "STEPS": 4}
     names = kernel.arg_names
     constants = {parameter.name: 0 for parameter in kernel.params if parameter.is_constexpr}
     constants |= {name: value for name, value in (fixed | chosen).items() if name in constants}

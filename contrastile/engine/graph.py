@@ -130,7 +130,9 @@ class Graph:
         scale, *others = (torch.empty_like(x, dtype=self.wide) for x in numbers)
         features, own_labels = ([torch.empty_like(x) for x in tensors] for tensors in (given, labels))
         own_call = _refilled(call, features, own_labels)
-        self.fill = Filling([*features, scale, *others, *own_labels])
+        # two sides of vectors, side by side in memory
+        plain = call.scorer is None and all(x.is_contiguous() for x in features)
+        self.fill = Filling([*features, scale, *others, *own_labels], len(features) * plain)
         # numbers that were passed as such
         self.numbers: dict[float, Tensor] = {}
         # the sums of the latest call, as long as somebody may want its backward
@@ -139,6 +141,7 @@ class Graph:
 
         def compute() -> Accumulated:
             tiles = own_call.tiles(scale, others[0] if others else None)
+            tiles.norms = self.fill.norms
             value, (u, v, sums) = with_gradients(own_call, tiles, features, wanted)
             of_pairs, of_products = tiles.pair_sums(sums, *own_call.shards(features), u, v, wanted[0])
             self.fill.deliver(value)

@@ -120,6 +120,8 @@ class Tiles(ABC):
     followed: bool = field(default=False, init=False, repr=False)
     # u and v are the gradients of the features, scaled and in their own types, and the sums those of `pair_sums`
     final: bool = field(default=False, init=False, repr=False)
+    # partial norms of rows and columns, where a replay has computed them (`tiles/triton/launch.py`)
+    norms: Tensor | None = field(default=None, init=False, repr=False)
     # types of the gradients of rows and columns; None: those of the features
     grad_dtypes: tuple[torch.dtype, torch.dtype] | None = field(default=None, init=False, repr=False)
 

@@ -225,7 +225,9 @@ class Triton(Tiles):
             given = rows.features, cols.features, self.scale, self.bias
             one_way = self.followed and not self.loss.symmetric and kept.suits(rows, self._epilogue)
             number = len(cols) if one_way else 0
-            constants = launch.block_constants(*given, self._epilogue, careful=self._careful(rows), kept=number)
+            constants = launch.block_constants(
+                *given, self._epilogue, careful=self._careful(rows), kept=number, norms=self.norms
+            )
             self.constants[position] = constants
             if self._epilogue.taught:
                 self.constants[position] = self._with_teacher(self.constants[position], rows, cols)

@@ -181,21 +181,24 @@ def block_constants(
     *,
     careful: bool = False,
     kept: int = 0,
+    norms: Tensor | None = None,
 ) -> Tensor:
     """The constants of x = scale · ⟨q, k⟩ + bias, as `forward.py` numbers them; `careful` sets the flag at once.
 
-    kept: number of keys if exponentials may be kept, which sets the flag where sums of theirs could overflow.
+    kept: number of keys if exponentials may be kept, which sets the flag where sums of theirs could overflow. norms:
+    those of the features, as `reductions.norms` writes them, where they are known.
     """
     N, M = len(q), len(k)
-    q_blocks, k_blocks = tiles_of(N, ROWS), tiles_of(M, ROWS)
-    blocks = q_blocks + k_blocks
-    largest = torch.empty(2, blocks, dtype=torch.float32, device=q.device)
-    run(
-        reductions.norms, (blocks,), out_ptr=largest, N=N, M=M, q_blocks=q_blocks, blocks=blocks, **features(q, k),
-    )  # fmt: skip
+    q_blocks = tiles_of(N, ROWS)
+    blocks = q_blocks + tiles_of(M, ROWS)
+    if norms is None:
+        norms = torch.empty(2, blocks, dtype=torch.float32, device=q.device)
+        run(
+            reductions.norms, (blocks,), out_ptr=norms, N=N, M=M, q_blocks=q_blocks, blocks=blocks, **features(q, k),
+        )  # fmt: skip
     out = torch.empty(CONSTANTS, dtype=torch.float32, device=q.device)
     run(
-        reductions.block_constants, (1,), norms_ptr=largest, scale_ptr=scale, bias_ptr=scale if bias is None else bias,
+        reductions.block_constants, (1,), norms_ptr=norms, scale_ptr=scale, bias_ptr=scale if bias is None else bias,
         out_ptr=out, q_blocks=q_blocks, blocks=blocks, truncation=truncation(q), careful=int(careful), kept=kept,
         hardness=epilogue.hardness, BIASED=bias is not None, BLOCK=NORMS, **epilogue.flags,
     )  # fmt: skip
