@@ -129,7 +129,8 @@ def _type(name: str, shape: Any, constants: dict[str, Any]) -> str | tuple[str, 
         return "*i64"
     if name in ("factor_ptr", "highest_ptr", "kernels_ptr"):
         return "*fp64"
-    return "*fp32" if name.endswith("_ptr") else "fp32" if name in ("smoothing", "truncation", "hardness") else "i32"
+    numbers = ("smoothing", "truncation", "hardness", "x_lost", "y_lost")
+    return "*fp32" if name.endswith("_ptr") else "fp32" if name in numbers else "i32"
 
 
 def _kernels() -> list[Any]:

@@ -145,7 +145,9 @@ class Graph:
             value, (u, v, sums) = with_gradients(own_call, tiles, features, wanted)
             of_pairs, of_products = tiles.pair_sums(sums, *own_call.shards(features), u, v, wanted[0])
             self.fill.deliver(value)
-            of_bias = of_pairs if call.loss.uses_bias else torch.zeros_like(of_pairs)
+            # where tiles sum products, of a softmax, the gradients of pairs add up to 0
+            zero = not (call.loss.uses_bias or tiles.sums_products)
+            of_bias = torch.zeros_like(of_pairs) if zero else of_pairs
             return Accumulated(u, v, torch.stack([tiles.scale, of_products, of_bias]))
 
         # before the capture, in which no kernel can be compiled

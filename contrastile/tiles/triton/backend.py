@@ -35,6 +35,7 @@ from contrastile.tiles.base import ForwardResult, InFlight, Tiles
 from contrastile.tiles.triton import kept, launch, plan, positions
 from contrastile.tiles.triton.arithmetic import UNIT
 from contrastile.tiles.triton.block import (
+    COLUMN_SUMS,
     Block,
     Budget,
     Cost,
@@ -47,7 +48,7 @@ from contrastile.tiles.triton.block import (
     readable_side,
 )
 from contrastile.tiles.triton.kept import Kept
-from contrastile.tiles.triton.launch import Weights, on
+from contrastile.tiles.triton.launch import Term, Weights, on
 from contrastile.tiles.triton.plan import CAREFUL_LABEL_CHANNELS, LABEL_CHANNELS, Epilogue, Operand, Pair
 from contrastile.tiles.triton.products import add_cols, add_rows
 
@@ -291,8 +292,9 @@ class Triton(Tiles):
         for careful, channels, cost in passes:
             for tile in self._super_tiles(block, cost):
                 if keeps and not careful:
-                    # one way with the sums of the scale's gradient
-                    parts = self._new_parts(tile.block, channels + (not self.loss.symmetric))
+                    # one way with the sums of the scale's gradient, else with several of each column
+                    each = COLUMN_SUMS if self.loss.symmetric else 1
+                    parts = self._new_parts(tile.block, channels + (not self.loss.symmetric), each=each)
                     self.kept = kept.exponentials(tile.pair, block.constants, parts, epilogue)
                 else:
                     # where the careful flag is set, the exponentials are not read
@@ -306,15 +308,15 @@ class Triton(Tiles):
         self.super_tile = None
         self._positive_stats(block, stats)
 
-    def _new_parts(self, block: Block, channels: int, memory: Tensor | None = None) -> list[Tensor]:
-        """Memory for the tiles' sums: [channels, col tiles, N] and, if symmetric, [channels, row tiles, M].
+    def _new_parts(self, block: Block, channels: int, memory: Tensor | None = None, each: int = 1) -> list[Tensor]:
+        """Memory for the tiles' sums: [channels, col tiles, N] and, if symmetric, [channels, each · row tiles, M].
 
         memory: float32 numbers that may be overwritten.
         """
         shape = plan.shape_for(self.scale.device, taught=self._epilogue.taught)
         height, width = len(block.rows), len(block.cols)
         sizes = [(channels, plan.tiles_of(width, shape.cols), height)]
-        sizes += [(channels, plan.tiles_of(height, shape.rows), width)] * self.loss.symmetric
+        sizes += [(channels, each * plan.tiles_of(height, shape.rows), width)] * self.loss.symmetric
         if memory is None:
             return [self.scale.new_empty(size) for size in sizes]
         # each begins at whole words, as memory of its own does
@@ -333,25 +335,22 @@ class Triton(Tiles):
     def _grads(self, block: Block, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None) -> Tensor:
         """Add all pairs' gradient to u and v, and with `row_stats` their loss to the statistics.
 
-        Returns Σ_ij g_ij; or, of a softmax, 0 (its exact value) and Σ_ij g_ij · ⟨q_i, k_j⟩, summed from the tiles in
-        float32. The accumulators lack the digits for the latter: 16 bits and the matrix units truncate them, and
+        Returns Σ_ij g_ij; or, of a softmax, 0 (its exact value) and Σ_ij g_ij · ⟨q_i, k_j⟩, summed from the tiles. The
+        accumulators lack the digits for the latter: 16 bits and the matrix units truncate them, and
         attraction and repulsion often cancel to a few percent.
         """
         positives = block.positives()
         if block.rows.features.dtype == torch.float16:
-            total = self._scaled_strips(block, u, None if v is None else _received(v), row_stats)
+            terms = [self._scaled_strips(block, u, None if v is None else _received(v), row_stats)]
         else:
-            total = self._strips(block, u, v, row_stats, final=positives is None)
+            terms = [self._strips(block, u, v, row_stats, final=positives is None)]
         self.super_tile = None
         if positives is not None:
-            total = total + self._positive_grads(block, positives, u, None if v is None else _received(v))
-        if not self.sums_products:
-            return total.to(self.scale.dtype)
-        sums = self.no_pairs()
-        sums[1].copy_(total)
-        return sums
+            terms.append(self._positive_grads(block, positives, u, None if v is None else _received(v)))
+        sums = launch.add_up(terms)
+        return sums if self.sums_products else sums[1]
 
-    def _scaled_strips(self, block: Block, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None) -> Tensor:
+    def _scaled_strips(self, block: Block, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None) -> Term:
         """`_strips` of fp16, whose range is small: accumulators are kept in a unit of the block's own."""
         # the power of two that brings the largest possible gradient of a pair just under fp16's range
         largest = torch.stack([coefficient.abs().amax() for _, coefficient in block.directions]).sum()
@@ -361,25 +360,25 @@ class Triton(Tiles):
         accumulators = [x for x in (u, v) if x is not None]
         for x in accumulators if not self.fresh else []:
             x.mul_(unit)
-        total = self._strips(block, u, v, row_stats, final=False)
+        numbers, lost = self._strips(block, u, v, row_stats, final=False)
         inverse = 1 / unit
-        for x in (*accumulators, total):
+        for x in (*accumulators, numbers):
             x.mul_(inverse)
-        return total
+        return numbers, lost
 
     def _strips(
         self, block: Block, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None, *, final: bool
-    ) -> Tensor:
-        """Add the gradient of all pairs but the positives, one strip at a time; returns the float64 sum of the tiles.
+    ) -> Term:
+        """Add the gradient of all pairs but the positives, one strip at a time; returns the sums of the tiles.
 
         A v that may leave early is added to first. Any other is added to last, because it may still be in flight and
         because the columns must stay until they have been read. It leaves then if this is the `final` addition.
         """
         weights = self._weights(block)
         if self.kept is not None:
-            total = self.kept.add(block, weights, u, None if v is None else _received(v), self._epilogue)
+            numbers = self.kept.add(block, weights, u, None if v is None else _received(v), self._epilogue)
             self.kept = None
-            return total
+            return numbers, launch.truncation(block.rows.features)
         sums = launch.new_sums(self.scale.device)
         strip: Tensor | None = None
         lost = launch.truncation(block.rows.features) if self.sums_products else 0.0
@@ -397,11 +396,12 @@ class Triton(Tiles):
             if all(tile.last):
                 if isinstance(v, InFlight) and final:
                     v.release()
-                # this small work gives the transfer a start on the device before the next large product takes all of it
-                total = sums.sum(dtype=torch.float64) * (1 + lost)
+                if isinstance(v, InFlight):
+                    # this small work gives the transfer a start on the device before the next product takes all of it
+                    sums = sums.sum(dtype=torch.float64)
             if u is not None and early:
                 add_rows(along(u, tile.along[0], 0), tile.pair, strip, fresh=first_of_row)
-        return total
+        return sums, lost
 
     def _weights(self, block: Block) -> Weights:
         if self.loss.pairwise:
@@ -423,18 +423,18 @@ class Triton(Tiles):
         if epilogue.exponential:
             launch.careful_gradient(tile.pair, tile.block, strip, sums, epilogue)
 
-    def _positive_grads(self, block: Block, positives: Positives, u: Tensor | None, v: Tensor | None) -> Tensor:
-        """Add the gradient of the positives known by position in float32; returns its float64 sum, as `_strips`."""
+    def _positive_grads(self, block: Block, positives: Positives, u: Tensor | None, v: Tensor | None) -> Term:
+        """Add the gradient of the positives known by position in float32; returns its sums, as `_strips`."""
         g_NP, inner_NP = positions.positive_gradients(block, positives, u, v, self._epilogue)
         if v is not None and positives.columns is not None:
             # sorted by column, so that sums have the same order, and bits, in every run
             columns, order = torch.where(positives.columns < 0, len(v), positives.columns).flatten().sort(stable=True)
             positions.add_pairs(v, block.rows.features, columns, order // positives.per_row, g_NP.flatten()[order])
         if not self.sums_products:
-            return g_NP.sum(dtype=torch.float64)
+            return g_NP, 0.0
         q = block.rows.features
         lost = launch.truncation(q) if positions.as_tiles(q.dtype, self._epilogue) else 0.0
-        return inner_NP.sum(dtype=torch.float64) * (1 + lost)
+        return inner_NP, lost
 
 
 def _received(v: Tensor | InFlight) -> Tensor:

@@ -45,7 +45,15 @@ from contrastile.tiles.triton.arithmetic import (
     product_less_one,
     quarter,
 )
-from contrastile.tiles.triton.forward import counts, softplus_sum, store_half, tile_at, tile_products
+from contrastile.tiles.triton.forward import (
+    counts,
+    join_quarters,
+    softplus_sum,
+    store_half,
+    sum_per_lane,
+    tile_at,
+    tile_products,
+)
 from contrastile.tiles.triton.labels import label_softplus, positive_by_label, positive_weights
 from contrastile.tiles.triton.masks import distinct_pairs, has_masked, valid_pairs
 
@@ -141,12 +149,6 @@ def direction_weights(row_state_ptr, row_state_stride, row_coefficient_ptr, N, c
 
 
 @triton.jit
-def join_quarters(left, right, BM: tl.constexpr, WIDTH: tl.constexpr):
-    """Two quarters side by side, the inverse of `halves`."""
-    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (BM, 2 * WIDTH))
-
-
-@triton.jit
 def _reciprocal(x, INTERPRETED: tl.constexpr):
     """1 / x for x from 1 to 4, in one instruction; a general division takes six."""
     if INTERPRETED:
@@ -155,13 +157,6 @@ def _reciprocal(x, INTERPRETED: tl.constexpr):
         inverse = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f, f", [x], dtype=tl.float32, is_pure=True,
                                             pack=1)  # fmt: skip
     return inverse
-
-
-@triton.jit
-def sum_per_lane(x, BM: tl.constexpr, WIDTH: tl.constexpr):
-    """Partial sums of the rows of x as [BM, 4]: within threads, in the layout that the matrix units return."""
-    left, right = tl.split(tl.reshape(x, (BM, WIDTH // 2, 2)))
-    return tl.sum(tl.reshape(left + right, (BM, WIDTH // 8, 4)), 1)
 
 
 @triton.jit

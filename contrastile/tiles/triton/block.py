@@ -30,6 +30,8 @@ from contrastile.tiles.triton.plan import (
 
 # type of features, and of a strip, whose range is that of exponentials; float32 features would have three strips
 KEPT_IN = torch.bfloat16
+# sums of a tile's column where exponentials are kept, see `kept_tile`
+COLUMN_SUMS = 4
 # 32-bit ids and labels by name, of rows and of columns
 Groups = tuple[dict[str, Tensor], dict[str, Tensor]]
 # bytes of a super-tile of height × width, by the bytes of each row's and column's features that are copied, and the
@@ -64,9 +66,11 @@ class Budget:
         return 2 * rows * cols + sums + (height + width) * copied
 
     def keeping(self, height: int, width: int, copied: int, parts: int) -> int:
-        """The strip of a forward that keeps exponentials, and the tiles' numbers: two sums, one of each direction."""
-        channels = self.epilogue.channels + (not self.loss.symmetric)
-        return self.backward(height, width, copied, parts) + self._partial(height, width, channels)
+        """The strip of a forward that keeps exponentials, and the tiles' numbers: two sums of each row, or one of each
+        row and several of each column.
+        """
+        each, channels = (COLUMN_SUMS, 1) if self.loss.symmetric else (1, 2)
+        return self.backward(height, width, copied, parts) + self._partial(height, width, channels, each)
 
     def keeps(self, rows: Shard, cols: Shard) -> bool:
         """A forward that keeps exponentials takes the whole block at once; one way there are weighed rows beside it."""
@@ -115,10 +119,10 @@ class Budget:
                 width = tiles_of(width, 2 * shape.cols) * shape.cols
         return height, width
 
-    def _partial(self, height: int, width: int, channels: int) -> int:
+    def _partial(self, height: int, width: int, channels: int, each: int = 1) -> int:
         shape = shape_for(self.device, taught=self.epilogue.taught)
-        numbers = tiles_of(width, shape.cols) * height + self.loss.symmetric * tiles_of(height, shape.rows) * width
-        return 4 * channels * numbers
+        of_cols = each * self.loss.symmetric * tiles_of(height, shape.rows) * width
+        return 4 * channels * (tiles_of(width, shape.cols) * height + of_cols)
 
     def _copied(self, D: int, dtype: torch.dtype) -> int:
         return 2 * PIECES[dtype]() * padded(D, shape_for(self.device))

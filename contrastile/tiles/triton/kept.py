@@ -33,7 +33,7 @@ UNIT = 2.0**40
 # rows of one program of `kept_rows`, features at a time, and tiles added at once
 ROWS, FEATURES, TILES = 8, 256, 128
 # rows that one program of `kept_pairs` reads at a time, columns, and times; and its warps
-PAIRS, PAIRS_WARPS = (8, 1024, 4), 8
+PAIRS, PAIRS_WARPS = (2, 1024, 8), 4
 # numbers that `kept_total` reads at once
 NUMBERS = 2048
 # columns per row from which the columns' sums, most of the memory that a call writes, have 16 bits
@@ -56,7 +56,7 @@ class Kept:
         return self.inner is not None and len(self.pair.k) >= NARROW * len(self.pair.q)
 
     def add(self, block: Block, weights: Weights, u: Tensor | None, v: Tensor | None, epilogue: Epilogue) -> Tensor:
-        """Write the gradient sums of all pairs to u and v; returns Σ g · ⟨q, k⟩ in float64.
+        """Write the gradient sums of all pairs to u and v; returns numbers that add up to Σ g · ⟨q, k⟩.
 
         weights: a [1, N] and, of a symmetric loss, b [1, M]. Where the careful flag is set, the strip becomes the
         gradient itself.
@@ -85,7 +85,7 @@ class Kept:
                 add_at_once(v, g.T, x, 1 / UNIT, 0.0)
             else:
                 torch.addmm(v, g.T, x, alpha=1 / UNIT, beta=0, out=v)
-        return self.sums.sum(dtype=torch.float64) * (1 + launch.truncation(block.rows.features))
+        return self.sums
 
     def _add_both(
         self, block: Block, weights: Weights, u: Tensor | None, v: Tensor | None, epilogue: Epilogue
@@ -103,8 +103,8 @@ class Kept:
         )  # fmt: skip
         launch.run(
             kept_kernels.kept_total, (1,), N=N, M=M, sums_ptr=parts, careful_ptr=self.sums, out_ptr=total,
-            blocks=blocks, parts=self.sums.numel(), truncation=launch.truncation(block.rows.features), BLOCK=NUMBERS,
-            warps=16, **launch.directions(block, epilogue),
+            blocks=blocks, parts=self.sums.numel(), BLOCK=NUMBERS, warps=16,
+            **launch.directions(block, epilogue),
         )  # fmt: skip
         if u is not None:
             add_rows(u, self.pair, self.strip, fresh=True)

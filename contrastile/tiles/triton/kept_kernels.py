@@ -112,7 +112,7 @@ def _of_negatives(state_ptr, stride, coefficient_ptr, n, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=ANY)
 def kept_total(row_state_ptr, row_state_stride, row_coefficient_ptr, N, col_state_ptr, col_state_stride,
-               col_coefficient_ptr, M, sums_ptr, careful_ptr, constants_ptr, out_ptr, blocks, parts, truncation,
+               col_coefficient_ptr, M, sums_ptr, careful_ptr, constants_ptr, out_ptr, blocks, parts,
                BLOCK: tl.constexpr):  # fmt: skip
     """Write Σ g_ij · ⟨q_i, k_j⟩ in float64, from the sums of `kept_pairs`, or those of `careful_gradient` [parts].
 
@@ -140,4 +140,4 @@ def kept_total(row_state_ptr, row_state_stride, row_coefficient_ptr, N, col_stat
     of_t -= (mean + LOG2E) * (of_g - exact)
     shift = tl.load(constants_ptr + SHIFT).to(tl.float64)
     of_products = (of_t + shift * exact) / tl.load(constants_ptr + FACTOR).to(tl.float64)
-    tl.store(out_ptr, tl.where(fast, of_products, tl.sum(careful)) * (1.0 + truncation))
+    tl.store(out_ptr, tl.where(fast, of_products, tl.sum(careful)))

@@ -59,6 +59,8 @@ TRUNCATION_FLOAT16 = 1.25
 TRUNCATION_ONE_SIGN = 1.3
 # each direction's vectors [V, n]: see `direction_weights`
 Weights = list[Tensor]
+# numbers to be added up, and the share of their sum that the matrix units have lost
+Term = tuple[Tensor, float]
 
 
 def on(device: torch.device) -> AbstractContextManager[None]:
@@ -408,6 +410,17 @@ def finish(
         out_ptr=coefficients, value_ptr=value, N=N, n=n, MEAN=mean, SIDES=sides, BLOCK=BLOCK,
     )  # fmt: skip
     return value, list(out[STATE:].split(lengths, 1)), list(coefficients.split(lengths))
+
+
+def add_up(terms: Sequence[Term]) -> Tensor:
+    """0, and the sum of one or two terms in float64; as `Tiles.backward` returns the sums of a softmax."""
+    (x, x_lost), (y, y_lost) = terms[0], terms[-1]
+    out = torch.empty(2, dtype=torch.float32, device=x.device)
+    run(
+        endings.add_up, (1,), x_ptr=x, n=x.numel(), x_lost=x_lost, y_ptr=y, m=y.numel() if len(terms) == 2 else 0,
+        y_lost=y_lost, out_ptr=out, BLOCK=NORMS, warps=16,
+    )  # fmt: skip
+    return out
 
 
 def scaled(total: Tensor, scale: Tensor, times: Tensor | None, dtype: torch.dtype, *, keep: bool) -> Tensor:
