@@ -166,6 +166,25 @@ def test_exponentials_are_kept_where_they_fit() -> None:
         assert (tiles.kept is not None) == kept
 
 
+def test_a_call_that_keeps_exponentials_has_its_gradients_with_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their memory is free before the backward. A loss alone keeps none."""
+    sweeps: list[bool] = []
+    backward = Triton.backward
+    monkeypatch.setattr(Triton, "backward", lambda tiles, *how: (sweeps.append(tiles.fresh), backward(tiles, *how))[1])
+    q, k = (_unit(40, torch.bfloat16).requires_grad_() for _ in range(2))
+    options: dict[str, Any] = {"scale": 20.0, "loss": SYMMETRIC, "backend": "triton"}
+    with torch.no_grad():
+        contrast(q, k, **options)
+    assert not sweeps
+    value = contrast(q, k, **options)
+    assert sweeps == [True]
+    first, second = (torch.autograd.grad(value * times, (q, k), retain_graph=True) for times in (1.0, 4.0))
+    assert all(torch.equal(4 * x, y) for x, y in zip(first, second, strict=True))
+    wide = [x.detach().double().requires_grad_() for x in (q, k)]
+    truth = torch.autograd.grad(dense_softmax(*wide, torch.tensor(20.0).double(), symmetric=True), wide)
+    assert all(distance(x, y) <= 2e-2 for x, y in zip(first, truth, strict=True))
+
+
 def test_weights_of_a_small_sigma_do_not_overflow() -> None:
     """exp(s / σ) is beyond float64."""
     q = _unit(14, torch.float32)
