@@ -75,18 +75,12 @@ class Budget:
     def keeps(self, rows: Shard, cols: Shard) -> bool:
         """A forward that keeps exponentials takes the whole block at once; one way there are weighed rows beside it."""
         weighed = 0 if self.loss.symmetric else 2 * rows.features.numel()
-
-        def cost(height: int, width: int, copied: int, parts: int) -> int:
-            return self.keeping(height, width, copied, parts) + weighed
-
-        return len(list(self.super_tiles(rows, cols, cost))) == 1
+        return self.keeping(len(rows), len(cols), *self._copies(rows, cols)) + weighed <= self.workspace
 
     def super_tiles(self, rows: Shard, cols: Shard, cost: Cost) -> Iterator[tuple[slice, slice]]:
         """Rows and columns of each super-tile of a block, row by row."""
-        N, M, copied = len(rows), len(cols), 0
-        for q, k in zip((rows.features, *rows.guides), (cols.features, *cols.guides), strict=True):
-            copied += 0 if is_readable(q) and is_readable(k) else self._copied(q.shape[1], q.dtype)
-        height, width = self._largest(N, M, copied, PIECES[rows.features.dtype](), cost)
+        N, M = len(rows), len(cols)
+        height, width = self._largest(N, M, *self._copies(rows, cols), cost)
         for i in range(0, N, height):
             for j in range(0, M, width):
                 yield slice(i, min(i + height, N)), slice(j, min(j + width, M))
@@ -105,7 +99,7 @@ class Budget:
         given = self._copied(D, dtype), PIECES[dtype]()
         passes = (self.forward, self.backward, *more)
         if followed and self.epilogue.keeps and dtype == KEPT_IN:
-            passes += (self.keeping,) * (self._largest(N, M, *given, self.keeping) == (N, M))
+            passes += (self.keeping,) * (self.keeping(N, M, *given) <= self.workspace)
         return max(cost(*self._largest(N, M, *given, cost), *given) for cost in passes)
 
     def _largest(self, N: int, M: int, copied: int, parts: int, cost: Cost) -> tuple[int, int]:
@@ -118,6 +112,13 @@ class Budget:
             else:
                 width = tiles_of(width, 2 * shape.cols) * shape.cols
         return height, width
+
+    def _copies(self, rows: Shard, cols: Shard) -> tuple[int, int]:
+        """Bytes of each row's and column's features that are copied, and the number of their pieces."""
+        copied = 0
+        for q, k in zip((rows.features, *rows.guides), (cols.features, *cols.guides), strict=True):
+            copied += 0 if is_readable(q) and is_readable(k) else self._copied(q.shape[1], q.dtype)
+        return copied, PIECES[rows.features.dtype]()
 
     def _partial(self, height: int, width: int, channels: int, each: int = 1) -> int:
         shape = shape_for(self.device, taught=self.epilogue.taught)
