@@ -42,18 +42,21 @@ NARROW = 4
 
 @dataclass(frozen=True)
 class Kept:
-    """A block's exponentials [N, M] as a strip; of one direction also Σ e · ⟨q, k⟩ along rows [col tiles, N]."""
+    """A block's exponentials [N, M] as a strip, and sums along the rows of each tile [1, col tiles, N] or [2, ...].
+
+    They are Σ e and, of one direction, Σ e · ⟨q, k⟩.
+    """
 
     pair: Pair
     strip: Tensor
     # those of `launch.new_sums` for the careful form; of one direction, behind a number of each row
     sums: Tensor
-    inner: Tensor | None = None
+    parts: Tensor
 
     @property
     def narrow(self) -> bool:
         """The columns' sums have 16 bits."""
-        return self.inner is not None and len(self.pair.k) >= NARROW * len(self.pair.q)
+        return len(self.parts) == 2 and len(self.pair.k) >= NARROW * len(self.pair.q)
 
     def add(self, block: Block, weights: Weights, u: Tensor | None, v: Tensor | None, epilogue: Epilogue) -> Tensor:
         """Write the gradient sums of all pairs to u and v; returns numbers that add up to Σ g · ⟨q, k⟩.
@@ -61,11 +64,12 @@ class Kept:
         weights: a [1, N] and, of a symmetric loss, b [1, M]. Where the careful flag is set, the strip becomes the
         gradient itself.
         """
-        careful = self.sums if self.inner is None else self.sums[len(self.pair.q) :]
+        both = len(self.parts) == 1
+        careful = self.sums if both else self.sums[len(self.pair.q) :]
         launch.careful_gradient(self.pair, block, self.strip, careful, epilogue)
-        if self.inner is None:
+        if both:
             return self._add_both(block, weights, u, v, epilogue)
-        return self._add_one_way(block, weights[0][0], self.inner, u, v)
+        return self._add_one_way(block, weights[0][0], self.parts[1], u, v)
 
     def _add_one_way(self, block: Block, a: Tensor, inner: Tensor, u: Tensor | None, v: Tensor | None) -> Tensor:
         (col_tiles, N), q = inner.shape, self.pair.q
@@ -97,9 +101,9 @@ class Kept:
         parts, total = weights[0].new_empty(2, blocks), weights[0].new_empty((), dtype=torch.float64)
         launch.run(
             kept_kernels.kept_pairs, grid, strip_ptr=self.strip, out_stride=self.strip.stride(0),
-            row_a_ptr=weights[0], col_b_ptr=weights[1], sums_ptr=parts, constants_ptr=block.constants, N=N, M=M,
-            blocks=blocks, ROWS=rows, BLOCK=cols, STEPS=steps, UPCAST=interpreting(),
-            warps=PAIRS_WARPS,
+            row_part_ptr=self.parts, row_a_ptr=weights[0], col_b_ptr=weights[1], sums_ptr=parts,
+            constants_ptr=block.constants, N=N, M=M, blocks=blocks, ROWS=rows, BLOCK=cols, STEPS=steps,
+            BN=self.pair.shape.cols, UPCAST=interpreting(), warps=PAIRS_WARPS,
         )  # fmt: skip
         launch.run(
             kept_kernels.kept_total, (1,), N=N, M=M, sums_ptr=parts, careful_ptr=self.sums, out_ptr=total,
@@ -128,9 +132,9 @@ def exponentials(pair: Pair, constants: Tensor, parts: Sequence[Tensor], epilogu
     strip, device = pair.new_strip(), constants.device
     if len(parts) == 2:
         launch.sums(pair, constants, parts, epilogue, strip)
-        return Kept(pair, strip, launch.new_sums(device))
+        return Kept(pair, strip, launch.new_sums(device), parts[0])
     # weights are not read: memory of their length
     (part,) = parts
     sums = torch.zeros(part.shape[2] + most_programs(device) * shape_for(device).rows, device=device)
     launch.gradient(pair, constants, [part[0]], strip, sums[part.shape[2] :], epilogue, part)
-    return Kept(pair, strip, sums, part[1])
+    return Kept(pair, strip, sums, part)

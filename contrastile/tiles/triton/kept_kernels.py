@@ -61,39 +61,49 @@ def _log2(x, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _of_thread(x, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums of eight neighbours, which a thread reads at once."""
-    return tl.sum(tl.reshape(x, (ROWS, BLOCK // 8, 8)), 2)
+def _of_tiles(x, ROWS: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr):
+    """Sums of each row within each tile [ROWS, BLOCK / BN]."""
+    return tl.sum(tl.reshape(x, (ROWS, BLOCK // BN, BN)), 2)
 
 
 @triton.jit(do_not_specialize=ANY)
-def kept_pairs(strip_ptr, out_stride, row_a_ptr, col_b_ptr, sums_ptr, constants_ptr, N, M, blocks,
-               ROWS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+def kept_pairs(strip_ptr, out_stride, row_part_ptr, row_a_ptr, col_b_ptr, sums_ptr, constants_ptr, N, M, blocks,
+               ROWS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, BN: tl.constexpr,
+               UPCAST: tl.constexpr):  # fmt: skip
     """Multiply the strip's exponentials e = 2^t by a_i + b_j, and write Σ g · t and Σ g of each program [2, blocks].
 
     t is read off the rounded e. Rounding leaves the mean of e as it is, but makes that of e · log2(e), which is convex,
-    larger by its variance, which is subtracted.
+    larger by its variance, which is subtracted. The rows' exact sums of each tile, in `row_part` [col tiles, N], tell
+    what rounding did to them: both sums are corrected as if it had been one factor for the whole row of a tile.
     """
+    TILES: tl.constexpr = BLOCK // BN
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tiles = tl.program_id(0) * TILES + tl.arange(0, TILES)
     # the strip has whole tiles, and with them 16 bytes of a thread at once
     inside = tl.broadcast_to((cols < out_stride)[None, :], (ROWS, BLOCK))
     b = tl.load(col_b_ptr + cols, mask=cols < M, other=0.0)[None, :]
-    inner = tl.zeros((ROWS, BLOCK // 8), tl.float32)
-    total = tl.zeros((ROWS, BLOCK // 8), tl.float32)
+    inner = tl.zeros((ROWS, TILES), tl.float32)
+    total = tl.zeros((ROWS, TILES), tl.float32)
     steps = tl.where(tl.load(constants_ptr + CAREFUL) == 0, STEPS, 0)
     for step in range(steps):
         rows = (tl.program_id(1) * STEPS + step) * ROWS + tl.arange(0, ROWS)
         a = tl.load(row_a_ptr + rows, mask=rows < N, other=0.0)[:, None]
         at = strip_ptr + rows.to(tl.int64)[:, None] * out_stride + cols[None, :]
         e = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        part_at = row_part_ptr + tiles.to(tl.int64)[None, :] * N + rows[:, None]
+        exact = tl.load(part_at, mask=(rows < N)[:, None] & (tiles * BN < M)[None, :], other=0.0)
         g = e * (a + b)
         tl.store(at, g.to(strip_ptr.dtype.element_ty), mask=inside)
         # from 1 to 2; the variance falls with its square, here a parabola
         part = ((e.to(tl.int32, bitcast=True) & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
         share = tl.fma(part, tl.fma(part, 0.7222, -2.9167), 3.1945)
         t = tl.fma(share, -ROUNDED, _log2(e, UPCAST))
-        inner += _of_thread(g * t, ROWS, BLOCK)
-        total += _of_thread(g, ROWS, BLOCK)
+        rounded = _of_tiles(e, ROWS, BLOCK, BN)
+        of_t = _of_tiles(g * t, ROWS, BLOCK, BN)
+        of_g = _of_tiles(g, ROWS, BLOCK, BN)
+        lost = (exact - rounded) / tl.where(rounded > 0, rounded, 1.0)
+        inner += of_t + lost * (of_t + LOG2E * of_g)
+        total += of_g + lost * of_g
     out = sums_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     tl.store(out, tl.sum(inner))
     tl.store(out + blocks, tl.sum(total))
@@ -116,8 +126,8 @@ def kept_total(row_state_ptr, row_state_stride, row_coefficient_ptr, N, col_stat
                BLOCK: tl.constexpr):  # fmt: skip
     """Write Σ g_ij · ⟨q_i, k_j⟩ in float64, from the sums of `kept_pairs`, or those of `careful_gradient` [parts].
 
-    The exponentials were rounded to 16 bits, hence their sum Σ g too, whose exact value the state of each row and
-    column tells. The difference, times the mean logit and what the rounding added to the logits, is subtracted.
+    The state of each row and column tells the exact Σ g. The difference that rounding has left, times the mean logit
+    and what rounding adds to the logits, is subtracted.
     """
     inner = tl.zeros((BLOCK,), tl.float64)
     total = tl.zeros((BLOCK,), tl.float64)
