@@ -32,8 +32,8 @@ from contrastile.tiles.triton.products import add_at_once, add_cols, add_rows
 UNIT = 2.0**40
 # rows of one program of `kept_rows`, features at a time, and tiles added at once
 ROWS, FEATURES, TILES = 8, 256, 128
-# rows that one program of `kept_pairs` reads at a time, columns, and times; and its warps
-PAIRS, PAIRS_WARPS = (2, 1024, 8), 4
+# of one program of `kept_pairs`: rows at a time, columns, times, of which so many are loaded ahead; and its warps
+PAIRS, PAIRS_WARPS = (2, 1024, 8, 4), 4
 # numbers that `kept_total` reads at once
 NUMBERS = 2048
 # columns per row from which the columns' sums, most of the memory that a call writes, have 16 bits
@@ -94,15 +94,15 @@ class Kept:
     def _add_both(
         self, block: Block, weights: Weights, u: Tensor | None, v: Tensor | None, epilogue: Epilogue
     ) -> Tensor:
-        rows, cols, steps = PAIRS
+        rows, cols, steps, stages = PAIRS
         N, M = len(self.pair.q), len(self.pair.k)
-        grid = tiles_of(M, cols), self.strip.shape[0] // (rows * steps)
-        blocks = grid[0] * grid[1]
+        # the strip has whole tiles
+        blocks = tiles_of(M, cols) * (self.strip.shape[0] // (rows * steps))
         parts, total = weights[0].new_empty(2, blocks), weights[0].new_empty((), dtype=torch.float64)
         launch.run(
-            kept_kernels.kept_pairs, grid, strip_ptr=self.strip, out_stride=self.strip.stride(0),
+            kept_kernels.kept_pairs, (blocks,), strip_ptr=self.strip, out_stride=self.strip.stride(0),
             row_part_ptr=self.parts, row_a_ptr=weights[0], col_b_ptr=weights[1], sums_ptr=parts,
-            constants_ptr=block.constants, N=N, M=M, blocks=blocks, ROWS=rows, BLOCK=cols, STEPS=steps,
+            constants_ptr=block.constants, N=N, M=M, blocks=blocks, ROWS=rows, BLOCK=cols, STEPS=steps, STAGES=stages,
             BN=self.pair.shape.cols, UPCAST=interpreting(), warps=PAIRS_WARPS,
         )  # fmt: skip
         launch.run(

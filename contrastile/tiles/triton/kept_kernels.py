@@ -68,7 +68,7 @@ def _of_tiles(x, ROWS: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit(do_not_specialize=ANY)
 def kept_pairs(strip_ptr, out_stride, row_part_ptr, row_a_ptr, col_b_ptr, sums_ptr, constants_ptr, N, M, blocks,
-               ROWS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, BN: tl.constexpr,
+               ROWS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, BN: tl.constexpr,
                UPCAST: tl.constexpr):  # fmt: skip
     """Multiply the strip's exponentials e = 2^t by a_i + b_j, and write Σ g · t and Σ g of each program [2, blocks].
 
@@ -77,16 +77,18 @@ def kept_pairs(strip_ptr, out_stride, row_part_ptr, row_a_ptr, col_b_ptr, sums_p
     what rounding did to them: both sums are corrected as if it had been one factor for the whole row of a tile.
     """
     TILES: tl.constexpr = BLOCK // BN
-    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tiles = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    across = tl.cdiv(M, BLOCK)
+    first_row = tl.program_id(0) // across * STEPS * ROWS
+    cols = tl.program_id(0) % across * BLOCK + tl.arange(0, BLOCK)
+    tiles = tl.program_id(0) % across * TILES + tl.arange(0, TILES)
     # the strip has whole tiles, and with them 16 bytes of a thread at once
     inside = tl.broadcast_to((cols < out_stride)[None, :], (ROWS, BLOCK))
     b = tl.load(col_b_ptr + cols, mask=cols < M, other=0.0)[None, :]
     inner = tl.zeros((ROWS, TILES), tl.float32)
     total = tl.zeros((ROWS, TILES), tl.float32)
     steps = tl.where(tl.load(constants_ptr + CAREFUL) == 0, STEPS, 0)
-    for step in range(steps):
-        rows = (tl.program_id(1) * STEPS + step) * ROWS + tl.arange(0, ROWS)
+    for step in tl.range(steps, num_stages=STAGES):
+        rows = first_row + step * ROWS + tl.arange(0, ROWS)
         a = tl.load(row_a_ptr + rows, mask=rows < N, other=0.0)[:, None]
         at = strip_ptr + rows.to(tl.int64)[:, None] * out_stride + cols[None, :]
         e = tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -104,7 +106,7 @@ def kept_pairs(strip_ptr, out_stride, row_part_ptr, row_a_ptr, col_b_ptr, sums_p
         lost = (exact - rounded) / tl.where(rounded > 0, rounded, 1.0)
         inner += of_t + lost * (of_t + LOG2E * of_g)
         total += of_g + lost * of_g
-    out = sums_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    out = sums_ptr + tl.program_id(0)
     tl.store(out, tl.sum(inner))
     tl.store(out + blocks, tl.sum(total))
 
