@@ -72,6 +72,20 @@ def test_features_on_the_host_have_the_gradients_of_those_on_the_device(
             torch.testing.assert_close(others[name], gradient, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kind", "words"), [("pairs", ()), ("queries", DIMENSIONS), ("queries", DCL), ("queries", LATE)]
+)
+def test_features_of_a_gpu_on_the_host(tmp_path: Path, kind: str, words: tuple[str, ...]) -> None:
+    """Strips and shards go to the GPU and back."""
+    (value, gradients), (other, others) = (
+        _step(kind, tmp_path, (*words, "device=cuda"), where) for where in ("device", "host")
+    )
+    assert other == pytest.approx(value, rel=1e-4)
+    for name, gradient in gradients.items():
+        assert (others[name] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-6
+
+
 @pytest.mark.parametrize("words", [
     ("loss.kind=gist", "loss.guide=."), ("loss.queue=100",), ("loss.own_negatives=true",),
 ])  # fmt: skip
