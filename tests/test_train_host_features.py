@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from contrastile.train.retriever.job import RetrieverJob
 RECIPES: dict[str, Any] = {"pairs": (ImageText, tiny_recipe), "queries": (RetrieverJob, tiny_retriever)}
 # of two ranks none has as many rows as another; a sub-batch is shorter than the others
 ROWS = 41
+ON_CPU = os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available()
 LATE = ("model.kind=late", "model.features=8", "data.negatives=1")
 
 
@@ -73,6 +75,7 @@ def test_features_on_the_host_have_the_gradients_of_those_on_the_device(
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(ON_CPU, reason="needs a CUDA device")
 @pytest.mark.parametrize(
     ("kind", "words"), [("pairs", ()), ("queries", DIMENSIONS), ("queries", DCL), ("queries", LATE)]
 )
