@@ -221,8 +221,7 @@ def plan_of(
         else:
             teacher = sum(x.nbytes for x in (*guide.parameters(), *guide.buffers()))
             guides = [Side(cost, side.examples) for cost, side in zip(guide_costs, sides, strict=True)]
-            if loss.own:
-                loss = replace(loss, guide=guide_costs[0].dimensions * (1 + positives))
+            loss = replace(loss, guide=guide_costs[0].dimensions * (1 + positives))
     queues = (2 if both_ways else 1) * queue * (dimensions * given.itemsize + ID)
     weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
     trained = sum(x.nbytes for x in model.parameters() if x.requires_grad)
