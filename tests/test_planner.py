@@ -246,7 +246,9 @@ def test_a_profile_with_a_wrong_key_is_refused() -> None:
 def test_this_machine_is_calibrated_once_and_found_again(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert target(None).profile is None
-    for name, value in (("SIDES", {"cpu": 64}), ("NUMBERS", {"cpu": 64}), ("ROWS", {"cpu": 64})):
+    for name, value in (
+        ("SIDES", {"cpu": 64}), ("NUMBERS", {"cpu": 64}), ("ROWS", {"cpu": 64}), ("LAYER", {"cpu": (32, 2, 8)}),
+    ):  # fmt: skip
         monkeypatch.setattr(calibration, name, value)
     monkeypatch.setattr("contrastile.planner.calibrate.calibrate.__defaults__", (None, 0.0))
     assert main(["plan", "--calibrate"]) == 0
