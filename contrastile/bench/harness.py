@@ -88,7 +88,6 @@ COLUMNS = {
         *ORIGIN,
     ),
     "memory": ("impl", "way", "world", "b", "d", "dtype", "ms", "peak_bytes", "planned_bytes", *ORIGIN),
-    "kernels": ("what", "b", "d", "ms", "tflops", "product_tflops", "ratio"),
 }
 
 
