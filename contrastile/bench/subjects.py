@@ -205,32 +205,25 @@ def _some_ntxent(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     return F.cross_entropy(x, (rows + len(q)) % len(views))
 
 
-class _TwoViews(nn.Module):
-    """NTXentLoss, with weights of examples."""
-
-    def __init__(self, **how: Any) -> None:
-        super().__init__()
-        self.loss, self.how = NTXentLoss(**how).loss, how
-
-    def forward(self, q: Tensor, k: Tensor, scale: Tensor, weights: Tensor | None = None) -> Tensor:
-        views, other = torch.cat([q, k]), torch.arange(2 * len(q), device=q.device).roll(len(q))
-        both = None if weights is None else weights.repeat(2)
-        return contrast(views, views, scale=scale, loss=self.loss, positives=other, weights=both, **self.how)
-
-
 class _Views(nn.Module):
-    """SupConLoss of both sides as views of one example, with weights."""
+    """A loss of both sides as views of one example, with weights; `further` makes its inputs of the first side."""
 
-    def __init__(self, form: Any = "out", **how: Any) -> None:
+    def __init__(self, loss: Module, further: Callable[[Tensor], dict[str, Tensor]], **how: Any) -> None:
         super().__init__()
-        self.loss, self.how = SupConLoss(form=form, **how).loss, how
+        self.loss, self.further, self.how = loss(**how).loss, further, how
 
     def forward(self, q: Tensor, k: Tensor, scale: Tensor, weights: Tensor | None = None) -> Tensor:
-        views, labels = torch.cat([q, k]), labels_of(q).repeat(2)
-        both = None if weights is None else weights.repeat(2)
-        return contrast(
-            views, views, scale=scale, loss=self.loss, query_labels=labels, key_labels=labels, weights=both, **self.how
-        )
+        views, both = torch.cat([q, k]), None if weights is None else weights.repeat(2)
+        return contrast(views, views, scale=scale, loss=self.loss, weights=both, **self.further(q), **self.how)
+
+
+def _same_views(q: Tensor) -> dict[str, Tensor]:
+    """The labels of both views."""
+    return dict.fromkeys(("query_labels", "key_labels"), labels_of(q).repeat(2))
+
+
+def _other_view(q: Tensor) -> dict[str, Tensor]:
+    return {"positives": torch.arange(2 * len(q), device=q.device).roll(len(q))}
 
 
 def _some_views(form: str, some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
@@ -306,9 +299,9 @@ SUBJECTS = {
     # a tile's sum has every positive at full weight, before the share that balance takes is subtracted
     "siglip_balanced": Subject(_some_balanced, _labelled(SigLipLoss, balanced=True), 6, -10.0, summed=OF_A_LABEL),
     # a matrix of twice the rows and columns
-    "ntxent": Subject(_some_ntxent, _TwoViews, 32),
-    "supcon": Subject(partial(_some_views, "out"), partial(_Views, "out"), 32),
-    "supcon_in": Subject(partial(_some_views, "in"), partial(_Views, "in"), 32),
+    "ntxent": Subject(_some_ntxent, partial(_Views, NTXentLoss, _other_view), 32),
+    "supcon": Subject(partial(_some_views, "out"), partial(_Views, SupConLoss, _same_views), 32),
+    "supcon_in": Subject(partial(_some_views, "in"), partial(_Views, partial(SupConLoss, form="in"), _same_views), 32),
     "kl": Subject(partial(_some_scores, "kl"), partial(_Listed, "kl"), 0),
     "margin_mse": Subject(partial(_some_scores, "margin_mse"), partial(_Listed, "margin_mse"), 0),
     "hardness": Subject(_rows(partial(dense_softmax, hardness=HARDNESS)), _hard, 8),
