@@ -124,8 +124,9 @@ def main() -> int:
         command = [sys.executable, "-m", "contrastile", "train", options.recipe, *words]
         cells = carry_out(folder, command, options.ranks, cache, moments)
         rows.append([*cells, *(checksum[:16] for checksum in checksums(folder))])
-    print(f"\n{recipe.name}: {steps_of(alone)} steps on {options.ranks} ranks, {recipe.data.copies} copies of each pair")
-    print("\n| run | kills | steps taken again | seconds | shards at once | weights | metrics | evaluation |")
+    size = f"{steps_of(alone)} steps on {options.ranks} ranks, {recipe.data.copies} copies of each pair"
+    print(f"\n{recipe.name}: {size}\n")
+    print("| run | kills | steps taken again | seconds | shards at once | weights | metrics | evaluation |")
     print("|---" * 8 + "|")
     for cells in rows:
         print(f"| {' | '.join(map(str, cells))} |")

@@ -208,21 +208,22 @@ def _some_ntxent(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
 class _Views(nn.Module):
     """A loss of both sides as views of one example, with weights; `further` makes its inputs of the first side."""
 
-    def __init__(self, loss: Module, further: Callable[[Tensor], dict[str, Tensor]], **how: Any) -> None:
+    def __init__(self, loss: Module, further: Callable[[Tensor], dict[str, Any]], **how: Any) -> None:
         super().__init__()
-        self.loss, self.further, self.how = loss(**how).loss, further, how
+        self.loss: Any = loss(**how).loss
+        self.further, self.how = further, how
 
     def forward(self, q: Tensor, k: Tensor, scale: Tensor, weights: Tensor | None = None) -> Tensor:
         views, both = torch.cat([q, k]), None if weights is None else weights.repeat(2)
         return contrast(views, views, scale=scale, loss=self.loss, weights=both, **self.further(q), **self.how)
 
 
-def _same_views(q: Tensor) -> dict[str, Tensor]:
+def _same_views(q: Tensor) -> dict[str, Any]:
     """The labels of both views."""
     return dict.fromkeys(("query_labels", "key_labels"), labels_of(q).repeat(2))
 
 
-def _other_view(q: Tensor) -> dict[str, Tensor]:
+def _other_view(q: Tensor) -> dict[str, Any]:
     return {"positives": torch.arange(2 * len(q), device=q.device).roll(len(q))}
 
 
