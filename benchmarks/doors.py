@@ -205,11 +205,7 @@ class Bench:
         ours = partial(made, ContrastileTrainer, sub_batch=None, sub_batch_tokens=self.sub_batch * LONGEST)
         yield (
             self.pairs,
-            {
-                ("transformers", ""): partial(made, Plain),
-                (OURS, 0): ours,
-                (OURS, "auto"): partial(ours, retain="auto"),
-            },
+            {("transformers", ""): partial(made, Plain), (OURS, 0): ours, (OURS, "auto"): partial(ours, retain="auto")},
         )
 
     def lightning(self) -> Iterator[Problem]:
@@ -292,10 +288,7 @@ class Bench:
         cached = on_page("pylate", "TiledContrastive")
         yield (
             self.pairs // MULTI_VECTOR_SHARE,
-            {
-                ("pylate", ""): self.of_sentences(CachedContrastive, model),
-                (OURS, 0): self.of_sentences(cached, model),
-            },
+            {("pylate", ""): self.of_sentences(CachedContrastive, model), (OURS, 0): self.of_sentences(cached, model)},
         )
 
 

@@ -658,8 +658,7 @@ def test_batches_follow_the_size_of_the_data_where_an_epoch_has_steps(tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("flags", "precision"),
-    [("Features : asimd bf16", "bf16"), ("fma avx512f avx512bw", "float32")],
+    ("flags", "precision"), [("Features : asimd bf16", "bf16"), ("fma avx512f avx512bw", "float32")]
 )
 def test_the_precision_follows_the_cpu_and_stays_that_of_the_run(tmp_path, monkeypatch, flags, precision):
     cpu = tmp_path / "cpuinfo"
