@@ -138,7 +138,7 @@ def test_a_peers_distance_is_shown_and_not_judged(monkeypatch):
 
 def test_a_failure_is_named_and_costs_its_own_row_only(monkeypatch, tmp_path):
     with results_file(tmp_path / "rows.csv", COLUMNS["losses"]) as write:
-        entered = (other(fail), ours(ClipLoss()), other(full, "greedy"), *DENSE[:2])
+        entered = (other(fail), ours(ClipLoss()), other(full, "greedy"), DENSE[1])
         lines, passed = run(monkeypatch, *entered, write=write)
     assert passed
     assert "  somebody (a way), clip, 96 x 16, float32: RuntimeError: the first line" in lines
