@@ -100,12 +100,8 @@ def workspace_on(device: torch.device, workspace: int | None) -> int:
 
 
 EXCHANGES: dict[str, type[Exchange]] = {
-    "single": Single,
-    "replicate": Replicate,
-    "gather": Gather,
-    "ring": Ring,
-    "hierarchical": Hierarchical,
-}
+    "single": Single, "replicate": Replicate, "gather": Gather, "ring": Ring, "hierarchical": Hierarchical,
+}  # fmt: skip
 
 
 def choose_exchange(

@@ -138,18 +138,8 @@ def test_a_bench_ends_in_its_time(monkeypatch):
 def test_a_way_may_have_sizes_of_its_own(tmp_path):
     rows = tmp_path / "rows.csv"
     words = [
-        "--models",
-        "tiny",
-        "--sizes",
-        "8",
-        "24",
-        "--ways",
-        "plain@8",
-        "retain-0",
-        "pool-0@24,32",
-        "--seconds",
-        "0",
-    ]
+        "--models", "tiny", "--sizes", "8", "24", "--ways", "plain@8", "retain-0", "pool-0@24,32", "--seconds", "0",
+    ]  # fmt: skip
     assert main(["bench", "step", "--device", "cpu", *words, "--csv", str(rows)]) == 0
     plain, cached, pool = "whole batch", "retain 0", "retain 0, from a pool"
     ways = [(plain, "8"), (cached, "8"), (cached, "24"), (pool, "24"), (pool, "32")]

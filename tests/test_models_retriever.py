@@ -10,14 +10,9 @@ from contrastile.models.towers import build_retriever
 
 TEXTS = ["bracket the minimum of a function", "def get_max_value(xs): return max(xs)", "sort a list in place"]
 BERT = {
-    "model_type": "bert",
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
+    "model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "intermediate_size": 16, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

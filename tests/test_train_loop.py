@@ -58,15 +58,9 @@ def learned(tmp_path_factory):
 def test_a_run_leaves_its_files_and_no_others(finished):
     _, outcome = finished
     assert sorted(path.name for path in outcome.folder.iterdir()) == [
-        "evaluation.json",
-        "galleries.json",
-        "metrics.jsonl",
-        "model.safetensors",
-        "recipe.toml",
-        "report.html",
-        "run.json",
-        "tokenizer.json",
-    ]
+        "evaluation.json", "galleries.json", "metrics.jsonl", "model.safetensors", "recipe.toml", "report.html",
+        "run.json", "tokenizer.json",
+    ]  # fmt: skip
 
 
 def test_the_resolved_recipe_reads_back(finished):
