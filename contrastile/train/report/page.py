@@ -49,13 +49,9 @@ class Wording:
 
 
 def write_report(
-    folder: RunFolder,
-    galleries: Samples | None = None,
-    *,
-    questions: Samples | None = None,
-    wording: Wording | None = None,
-    so_far: Mapping[str, Any] | None = None,
-) -> None:
+    folder: RunFolder, galleries: Samples | None = None, *, questions: Samples | None = None,
+    wording: Wording | None = None, so_far: Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
     """Write `report.html`. The `wording` is that of pictures and texts unless another is passed.
 
     so_far: the metadata of a run that still trains, which has no results yet. Samples are stored in the folder; those
