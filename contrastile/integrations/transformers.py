@@ -77,7 +77,8 @@ class ContrastileMixin:
 
     The loss is the mean over the batch of all ranks. Mixed precision, DistributedDataParallel, FSDP2, DeepSpeed's ZeRO
     stages 1 and 2, gradient accumulation, evaluation and resuming are the Trainer's own. Raises ValueError for several
-    GPUs in one process, and for ZeRO stage 3.
+    GPUs in one process, for ZeRO stage 3, and for options of the Trainer that a loss of two sides would not follow:
+    `compute_loss_func`, `compute_metrics`, `label_smoothing_factor`.
     """
 
     # the loss is a mean over the batch: the Trainer divides it by the steps that it accumulates
@@ -85,6 +86,8 @@ class ContrastileMixin:
 
     if TYPE_CHECKING:
         args: Any
+        compute_loss_func: Any
+        compute_metrics: Any
         accelerator: Any
         model: Any
 
@@ -115,6 +118,15 @@ class ContrastileMixin:
         super().__init__(*positional, **named)
         # the columns of both sides are no arguments of the model's forward
         self.args.remove_unused_columns = False
+        smoothing = self.args.label_smoothing_factor
+        for name, given, none, remedy in (
+            ("compute_loss_func", self.compute_loss_func, None, "Pass loss=..., called as loss(queries, keys, scale)."),
+            ("compute_metrics", self.compute_metrics, None, "Evaluate features with contrastile.evaluate."),
+            ("label_smoothing_factor", smoothing, 0, "Pass loss=InfoNCELoss(label_smoothing=...)."),
+        ):
+            # the Trainer would leave it out without a word
+            if given != none:
+                raise invalid(name, f"be {none}", getattr(given, "__name__", given), remedy)
         if self.args.n_gpu > 1:
             raise invalid("n_gpu", "be 1", self.args.n_gpu, "Launch one process for each GPU, with torchrun.")
         refuse_zero_3(getattr(self.accelerator.state, "deepspeed_plugin", None))
