@@ -1,80 +1,225 @@
-"""Learned distances in tiles, beside plain autograd over the whole matrix of scores.
+"""Features that no other file measures: learned distances, LiT, optimizers, and the first steps of the paper's recipe.
 
-    python benchmarks/features.py [--csv FILE]
+    python benchmarks/features.py [--parts distances lit optimizers recipe] [--csv FILE]
 
-Forward and backward in bf16, half a minute on an H200; without a GPU sizes are small.
+Takes two minutes on an H200; without a GPU sizes are small. Steps of LiT are those of the training loop
+(`train/loop.py`), on a batch whose inputs are there, of tar shards of made-up pictures whose titles fill the text
+tower. The recipe's steps read the same shards, and `waiting` is the share of their time before the batch is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from loading import trained, write_shards
+from papers import TINY_CLIP
 from torch import Tensor, nn
 
 from contrastile import contrast
 from contrastile.bench.harness import Machine, Report, Row, Table, script
 from contrastile.scorers import Bilinear, MaxSim, PairMLP
+from contrastile.train.image_text import ImageText
+from contrastile.train.loop import step
+from contrastile.train.memory import PeakMemory
+from contrastile.train.optim import build_optimizer, state_bytes, step_bytes
+from contrastile.train.planned import made_up_tokenizer, planned_memory
 from contrastile.train.provenance import ORIGIN, provenance
+from contrastile.train.ranks import ALONE
+from contrastile.train.recipe import load_recipe
+from contrastile.train.run import build_run
 
 COLUMNS = (
     *("what", "way", "batch", "sub_batch", "steps", "ms", "us_per_pair", "peak_bytes", "planned_bytes", "waiting"),
     *ORIGIN,
 )
 TABLE = Table(
-    *(("way", "way", "44"), ("batch", "batch", ">7"), ("ms", "ms", ">10.2f")),
-    *(("us_per_pair", "us/pair", ">8.1f"), ("peak_bytes", "peak MiB", ">9,.0f")),
+    *(("what", "what", "9"), ("way", "way", "44"), ("batch", "batch", ">7"), ("ms", "ms", ">10.2f")),
+    *(
+        ("us_per_pair", "us/pair", ">8.1f"),
+        ("peak_bytes", "peak MiB", ">9,.0f"),
+        ("planned_bytes", "planned", ">9,.0f"),
+    ),
 )
+RECIPE, CLIP = "lit-vit-b-16", "clip-vit-l-14"
+# words of a title: more tokens than a text tower reads
+TITLE = 90
+# steps of the recipe, and their pairs
+STEPS, BATCH = 200, 256
+OPTIMIZERS = {
+    "Adafactor of the recipe": [],
+    "Adafactor without momentum": ["optim.betas=[0.0, 0.95]"],
+    "AdamW": ["optim={kind='adamw'}"],
+}
+LIT_WAYS = {
+    "both towers learn": ["model.locked=[]"],
+    "image tower locked": [],
+    "locked, features computed once": ["model.precompute=true"],
+    "the same, features in host memory": ["model.precompute=true", "train.features=host"],
+}
+# towers of a few thousand weights
+_TINY_TOWERS = (("image", "vit", ", patch_size=8"), ("text", "bert", ""))
+TINY_LIT = (
+    "data.image_size=32", "model.features=32", "train.precision=float32",
+    *(f"model.{side}.config={{model_type='{kind}', hidden_size=32, intermediate_size=64, num_hidden_layers=2, "
+      f"num_attention_heads=2{more}}}" for side, kind, more in _TINY_TOWERS),
+    "model.tokenizer={size=500, length=16}",
+)  # fmt: skip
 # steps that are timed, after one that is not
 ROUNDS = 2
 
 
-def scored(device: torch.device) -> Iterator[tuple[str, nn.Module, list[Tensor]]]:
-    """Scorers with features of both sides."""
-    fewer, dtype = (1, torch.bfloat16) if device.type == "cuda" else (32, torch.float32)
+@dataclass
+class Bench:
+    """Measures features in small sizes on a CPU."""
 
-    def sides(*shapes: tuple[int, ...]) -> list[Tensor]:
-        drawn = (F.normalize(torch.randn(shape, device=device), dim=-1) for shape in shapes)
-        return [x.to(dtype).requires_grad_() for x in drawn]
+    machine: Machine
+    report: Report
 
-    d = 768 // fewer
-    yield f"Bilinear, {d} features", Bilinear(d, d).to(device, dtype), sides(*[(16384 // fewer, d)] * 2)
-    d = 256 // fewer
-    yield f"PairMLP, {d} features", PairMLP(d, d, d).to(device, dtype), sides(*[(2048 // fewer, d)] * 2)
-    b = 1024 // fewer
-    yield "MaxSim, 32 and 180 tokens of 128", MaxSim(), sides((b, 32, 128), (b, 180, 128))
+    @property
+    def device(self) -> torch.device:
+        return self.machine.device
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def result(self, what: str, way: str, batch: int | None, ms: float, peak: int, **others: Any) -> None:
+        row: Row = {
+            "what": what, "way": way, "batch": batch, "sub_batch": None, "steps": None, "ms": round(ms, 3),
+            "us_per_pair": round(ms / batch * 1e3, 3) if batch else None, "peak_bytes": peak, "planned_bytes": None,
+            "waiting": None, **others, **provenance(self.device, "transformers"),
+        }  # fmt: skip
+        self.report.result(TABLE.line(row), row)
+
+    def timed(self, run: Callable[[], object]) -> tuple[float, int]:
+        """Milliseconds of a step, and its peak with everything that is held before it."""
+        memory = PeakMemory(self.device)
+        run()
+        self.machine.free_bytes()
+        memory.start()
+        ms = 1e3 * median(self.machine.time(run) for _ in range(ROUNDS))
+        return ms, memory.bytes()
+
+    def distances(self, _: Path) -> None:
+        """Learned distances in tiles, beside plain autograd over the whole matrix of scores."""
+        for name, scorer, sides in self.scored():
+            for backend, way in (("auto", "tiles"), ("dense", "the whole matrix")):
+                leaves = [x.detach().requires_grad_() for x in sides]
+
+                def run(leaves: list[Tensor] = leaves, scorer: nn.Module = scorer, backend: Any = backend) -> None:
+                    contrast(*leaves, scorer=scorer, scale=20.0, backend=backend).backward()
+
+                with self.report.failures(f"{name}, {way}", judged=backend == "auto"):
+                    ms, _ = self.timed(run)
+                    for leaf in leaves:
+                        leaf.grad = None
+                    self.result("distance", f"{name}, {way}", len(sides[0]), ms, self.machine.peak(run))
+                del leaves
+
+    def scored(self) -> Iterator[tuple[str, nn.Module, list[Tensor]]]:
+        """Scorers with features of both sides."""
+        fewer, dtype = (1, torch.bfloat16) if self.on_gpu else (32, torch.float32)
+
+        def sides(*shapes: tuple[int, ...]) -> list[Tensor]:
+            return [F.normalize(torch.randn(shape, device=self.device), dim=-1).to(dtype) for shape in shapes]
+
+        d = 768 // fewer
+        yield f"Bilinear, {d} features", Bilinear(d, d).to(self.device, dtype), sides(*[(16384 // fewer, d)] * 2)
+        d = 256 // fewer
+        yield f"PairMLP, {d} features", PairMLP(d, d, d).to(self.device, dtype), sides(*[(2048 // fewer, d)] * 2)
+        b = 1024 // fewer
+        yield "MaxSim, 32 and 180 tokens of 128", MaxSim(), sides((b, 32, 128), (b, 180, 128))
+
+    def words(self, folder: Path) -> list[str]:
+        """The overrides of the recipe for the shards in `folder`, which are written where they are not there."""
+        if not (shards := folder / "shards").exists():
+            shards.mkdir()
+            write_shards(shards, 1000 if self.on_gpu else 250, TITLE)
+        last = len(list(shards.glob("*.tar"))) - 1
+        words = [f"data.source={shards}/{{00000..{last:05}}}.tar", f"data.cache={folder / 'cache'}"]
+        words += [f"device={self.device.type}", "data.held_out=0.01", "evaluate={every=1.0, probe=1}"]
+        return [*words, *(() if self.on_gpu else TINY_LIT)]
+
+    def lit(self, folder: Path) -> None:
+        """LiT's recipe: both towers trained, the image tower locked, its features computed once, and on the host."""
+        batch, sub_batch = (2048, 256) if self.on_gpu else (64, 16)
+        words = [*self.words(folder), "data.augment=false"]
+        words += [f"train.sub_batch={sub_batch}", "train.retain=0", f"train.batch={batch}"]
+        for way, more in LIT_WAYS.items():
+            with self.report.failures(way, judged=True):
+                self._lit(way, ImageText.open(load_recipe(RECIPE, [*words, *more])), batch)
+            gc.collect()
+
+    def _lit(self, way: str, job: ImageText, batch: int) -> None:
+        """A step of the training loop on a batch that is there."""
+        train = job.run.recipe.train
+        optimizer = build_optimizer(job.run.model.train(), job.run.recipe.optim)
+        scaler = torch.amp.GradScaler(self.device.type, enabled=train.precision == "fp16")
+        parts = job.parts(torch.from_numpy(np.resize(job.rows, batch)), 1, ALONE)
+        ms, peak = self.timed(partial(step, job, optimizer, parts, scaler))
+        plan = planned_memory(job.run, batch, 1)
+        planned = None if plan is None else sum(plan.values())
+        self.result("LiT", way, batch, ms, peak, sub_batch=train.sub_batch.image, steps=ROUNDS, planned_bytes=planned)
+        job.close()
+
+    def optimizers(self, _: Path) -> None:
+        """Steps of optimizers on the weights of ViT-L/14 with both towers, without forward and backward."""
+        words = [f"device={self.device.type}", *(() if self.on_gpu else TINY_CLIP)]
+        recipe = load_recipe(CLIP, words, files=False)
+        tokenizer = made_up_tokenizer(recipe.model.tokenizer)
+        with torch.device(self.device):
+            model = build_run(recipe, tokenizer).model
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+        gradients = sum(parameter.nbytes for parameter in model.parameters())
+        for way, more in OPTIMIZERS.items():
+            settings = load_recipe(CLIP, [*words, *more], files=False).optim
+            optimizer = build_optimizer(model, settings)
+            ms, peak = self.timed(optimizer.step)
+            planned = weights + gradients + state_bytes(model, settings) + step_bytes(model, settings)
+            label = f"{way}, {gradients / 4e6:.0f} M weights"
+            self.result("optimizer", label, None, ms, peak, planned_bytes=planned)
+            del optimizer
+
+    def recipe(self, folder: Path) -> None:
+        """The first steps of the paper's recipe on the shards, whose pictures are cropped at random."""
+        steps, batch = (STEPS, BATCH) if self.on_gpu else (20, 32)
+        words = [*self.words(folder), f"train.examples={steps * batch}", "optim.warmup=0.05"]
+        words += [f"train.batch={batch}", f"train.sub_batch={batch // 2}", "train.retain=0"]
+        lines, waits = trained(RECIPE, words, folder)
+        seconds = sum(line["seconds"] for line in lines)
+        way = f"{RECIPE}, the longest wait {max(waits) * 1e3:.0f} ms"
+        peak, waiting = max(line["peak_bytes"] for line in lines), round(sum(waits) / seconds, 4)
+        more = {"sub_batch": batch // 2, "steps": len(lines), "waiting": waiting}
+        self.result("recipe", way, batch, 1e3 * seconds / len(lines), peak, **more)
 
 
-def measure(machine: Machine, report: Report, backend: str, scorer: nn.Module, sides: list[Tensor], way: str) -> None:
-    """Report the time of a step, and the most bytes that it holds beside what is there before it."""
-
-    def step() -> None:
-        contrast(*sides, scorer=scorer, scale=20.0, backend=backend).backward()
-
-    # compiles, and is not timed
-    step()
-    ms = 1e3 * median(machine.time(step) for _ in range(ROUNDS))
-    for x in sides:
-        x.grad = None
-    row: Row = dict.fromkeys(COLUMNS) | {
-        "what": "distance", "way": way, "batch": len(sides[0]), "ms": round(ms, 3),
-        "us_per_pair": round(ms / len(sides[0]) * 1e3, 3), "peak_bytes": machine.peak(step),
-        **provenance(machine.device, "transformers"),
-    }  # fmt: skip
-    report.result(TABLE.line(row), row)
+PARTS = ("distances", "lit", "optimizers", "recipe")
 
 
 def main() -> None:
-    with script(__doc__, COLUMNS, "transformers") as (_, machine, report):
+    words = {"--parts": {"nargs": "+", "choices": PARTS, "default": PARTS}}
+    with (
+        TemporaryDirectory() as folder,
+        script(__doc__, COLUMNS, "transformers", options=words) as (options, machine, report),
+    ):
         report.say(TABLE.header())
-        for name, scorer, sides in scored(machine.device):
-            for backend, kind in (("auto", "tiles"), ("dense", "the whole matrix")):
-                with report.failures(f"{name}, {kind}", judged=backend == "auto"):
-                    measure(machine, report, backend, scorer, sides, f"{name}, {kind}")
-                for x in sides:
-                    x.grad = None
+        bench = Bench(machine, report)
+        for part in options.parts:
+            with report.failures(part, judged=True):
+                getattr(bench, part)(Path(folder))
+            gc.collect()
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ from contrastile.modules import ClipLoss
 from contrastile.planner.loss import LossSize
 from contrastile.train.provenance import provenance
 
-SCALE = 20.0
+# that of the end of CLIP's training: exponentials of both directions lie far apart
+SCALE = 100.0
 # bytes of each pair of a dense block, about: more than a device has are not tried
 DENSE_BYTES = 6
 # the most seconds that a step may take, estimated from the step before
