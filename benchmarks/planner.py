@@ -69,7 +69,6 @@ FILES_LEFT_OUT = {
     **dict.fromkeys(("h200_retrieval", "h200_updates"), SHORT),
     "h200_doors": "models and loops of other libraries",
     "h200_host_features": "tensors of the bench itself in the peak, and no time of copies in the plan",
-    "kernel_ladder": "single kernels",
 }
 # Rows that no plan of today's code can meet, with the reason: (file, backend or way, batch, sub-batch) of memory.
 # "auto" of commit 75cffff kept fewer graphs than the rule of later rows of the same cases; two sums of a super-tile
