@@ -61,7 +61,8 @@ def planned(recipe: Any, overrides: Sequence[str], gpus: str | None, batch: int 
     if batch is not None and batch < machines.ranks:
         raise invalid("batch", f"be at least a pair for each of the {machines.ranks} ranks", batch, "Take more.")
     model, costs = towers(settings, machines.ranks, batch or largest)
-    return plan_of(settings, machines, batch or largest, model, costs, stages(settings, pairs) if not batch else ())
+    plan = plan_of(settings, machines, batch or largest, model, costs, stages(settings, pairs))
+    return plan if batch is None else plan.at(batch)
 
 
 def planned_memory(run: LoadedRun, batch: int, ranks: int) -> dict[str, int] | None:
