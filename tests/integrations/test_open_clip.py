@@ -295,3 +295,10 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert found.keys() == truth.keys()
     for name in truth:
         torch.testing.assert_close(found[name], truth[name], rtol=1e-4, atol=1e-5)
+
+
+def test_named_and_nested_batches_are_joined() -> None:
+    batches = [{"image": {"patches": torch.full((2, 3), i)}, "text": torch.arange(2) + i} for i in range(2 * K)]
+    first, second = ours.Joined(Loader(batches), K)
+    assert torch.equal(first["image"]["patches"], torch.arange(K).repeat_interleave(2)[:, None].expand(-1, 3))
+    assert torch.equal(second["text"], torch.cat([torch.arange(2) + K + i for i in range(K)]))
