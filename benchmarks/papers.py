@@ -16,7 +16,7 @@ from contrastile.planner.memory import StepMemory
 from contrastile.planner.plan import Plan
 from contrastile.train.plan import plan
 
-RECIPE = "recipes/clip-vit-l-14.toml"
+RECIPE = "clip-vit-l-14"
 # of table 1: the optimizer is AdamW, no graph is kept
 COMMON = ("optim={kind='adamw'}", "train.retain=0", "train.sub_batch=128")
 B_16 = (

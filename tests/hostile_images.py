@@ -128,20 +128,11 @@ ATTACKS: dict[str, tuple[Callable[[], bytes], str | None]] = {
 
 # those that take less than half a second to make and read
 QUICK = (
-    "webp with many chunks",
-    "png of one column",
-    "png of 16 bits",
-    "png of many chunks",
-    "progressive jpeg of 5,000 scans",
-    "jpeg with many segments",
-    "gif of a long comment",
-    "tiff of one strip",
-    "tiff of many strips",
-    "ppm with a long comment",
-    "bmp of run lengths",
-    "transparent png",
+    "webp with many chunks", "png of one column", "png of 16 bits", "png of many chunks",
+    "progressive jpeg of 5,000 scans", "jpeg with many segments", "gif of a long comment", "tiff of one strip",
+    "tiff of many strips", "ppm with a long comment", "bmp of run lengths", "transparent png",
     "jpeg of 64 megapixels",
-)
+)  # fmt: skip
 
 
 def decoded(path: str, cut: bool) -> str | None:

@@ -114,14 +114,9 @@ def test_entries_without_a_pair_are_counted_by_reason(tmp_path):
     found = list(find_in_tar(tmp_path / "a.tar"))
     assert [pair.caption for pair in found if not isinstance(pair, str)] == ["two words"]
     assert Counter(pair for pair in found if isinstance(pair, str)) == {
-        "missing title": 1,
-        "missing picture": 1,
-        "empty title": 1,
-        "not UTF-8": 1,
-        "key used twice": 1,
-        "not a plain file": 2,
-        "too large": 1,
-    }
+        "missing title": 1, "missing picture": 1, "empty title": 1, "not UTF-8": 1, "key used twice": 1,
+        "not a plain file": 2, "too large": 1,
+    }  # fmt: skip
 
 
 def test_names_in_a_shard_never_become_paths(tmp_path):
@@ -234,17 +229,10 @@ def pax(record):
         (lambda whole: pax(b"9" * 60_000) + whole, "a number of over 256 digits in a header"),
     ],
     ids=[
-        "back",
-        "far back",
-        "beyond any file",
-        "back by pax",
-        "a number too large",
-        "sparse",
-        "names of names",
-        "long",
-        "digits",
+        "back", "far back", "beyond any file", "back by pax", "a number too large", "sparse", "names of names",
+        "long", "digits",
     ],
-)
+)  # fmt: skip
 def test_a_header_that_was_made_to_mislead_is_noticed(tmp_path, spoil, got):
     shard = write_shard(tmp_path / "a.tar", range(4))
     shard.write_bytes(spoil(shard.read_bytes()))

@@ -112,10 +112,7 @@ EYE, IDS = torch.eye(3), torch.arange(3)
             "`key_ids` must be integers, one per row; got torch.float32 of shape [3] for 3 rows. "
             "Give every row its id.",
         ),
-        (
-            (EYE[:0], EYE, IDS[:0], IDS),
-            "`query` must not be empty; got no rows. There is nothing to measure.",
-        ),
+        ((EYE[:0], EYE, IDS[:0], IDS), "`query` must not be empty; got no rows. There is nothing to measure."),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(arguments, sentence):

@@ -26,12 +26,7 @@ from contrastile.tiles.eager import Eager
 
 EXCHANGES = ["replicate", "gather", "ring"]
 # rows and keys of each rank: even, uneven, one rank without any, and more keys than rows
-SHARES = {
-    1: [(13, 13)],
-    2: [(9, 9), (4, 4)],
-    3: [(8, 8), (0, 0), (11, 11)],
-    4: [(6, 6), (7, 7), (2, 2), (6, 6)],
-}
+SHARES = {1: [(13, 13)], 2: [(9, 9), (4, 4)], 3: [(8, 8), (0, 0), (11, 11)], 4: [(6, 6), (7, 7), (2, 2), (6, 6)]}
 MORE_KEYS = {3: [(8, 12), (3, 3), (5, 20)]}
 
 
@@ -256,14 +251,8 @@ def _sentence(rank: int, group: Any, kind: str) -> str:
             "`guides` must be the same on all ranks; got ['5 features of torch.float32'] on rank 0 and "
             "['6 features of torch.float32'] on rank 1. Build the loss and its inputs alike everywhere.",
         ),
-        (
-            "smoothing",
-            "rank 1: `label_smoothing` must be at least 0 and below 1; got 2.0. 0.1 is usual.",
-        ),
-        (
-            "empty",
-            "`q` must have at least one row over all ranks; got 0. Skip the step when the batch is empty.",
-        ),
+        ("smoothing", "rank 1: `label_smoothing` must be at least 0 and below 1; got 2.0. 0.1 is usual."),
+        ("empty", "`q` must have at least one row over all ranks; got 0. Skip the step when the batch is empty."),
     ],
 )
 def test_ranks_that_disagree_all_say_so(pool: Pool, kind: str, sentence: str) -> None:

@@ -15,13 +15,7 @@ ROOT = Path(contrastile.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py"))
 
 GROUND = {"_types", "_errors", "_torch", "distributed", "offload"}
-BELOW = {
-    "losses": GROUND,
-    "gradcache": GROUND,
-    "models": GROUND,
-    "data": GROUND,
-    "scorers": GROUND,
-}
+BELOW = {"losses": GROUND, "gradcache": GROUND, "models": GROUND, "data": GROUND, "scorers": GROUND}
 BELOW["tiles"] = GROUND | {"losses", "gradcache", "scorers"}
 BELOW["exchange"] = BELOW["tiles"] | {"tiles"}
 BELOW["_dispatch"] = BELOW["exchange"] | {"exchange"}

@@ -18,11 +18,7 @@ from contrastile.losses import Softmax
 from contrastile.scorers import MaxSim
 
 # rows, keys, tokens of a row, tokens of a key on each rank; one has no rows, and more tokens than any other
-SHARES = {
-    1: [(4, 6, 3, 5)],
-    2: [(3, 4, 2, 7), (2, 3, 5, 3)],
-    3: [(3, 3, 2, 7), (0, 0, 9, 9), (2, 4, 4, 3)],
-}
+SHARES = {1: [(4, 6, 3, 5)], 2: [(3, 4, 2, 7), (2, 3, 5, 3)], 3: [(3, 3, 2, 7), (0, 0, 9, 9), (2, 4, 4, 3)]}
 D = 4
 
 
@@ -85,8 +81,7 @@ def joined(sides: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("W", SHARES)
 @pytest.mark.parametrize(
-    ("masked", "exchange"),
-    [(True, "gather"), (True, "ring"), (False, "ring"), (False, "auto"), (True, "host")],
+    ("masked", "exchange"), [(True, "gather"), (True, "ring"), (False, "ring"), (False, "auto"), (True, "host")]
 )
 def test_ranks_with_other_numbers_of_tokens_equal_one_process(pool: Pool, W: int, masked: bool, exchange: str) -> None:
     shares = SHARES[W]

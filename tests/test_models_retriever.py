@@ -10,14 +10,9 @@ from contrastile.models.towers import build_retriever
 
 TEXTS = ["bracket the minimum of a function", "def get_max_value(xs): return max(xs)", "sort a list in place"]
 BERT = {
-    "model_type": "bert",
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
+    "model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "intermediate_size": 16, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -149,10 +144,7 @@ def test_adapters_alone_are_trained(tokenizer):
         ({"both": None}, "`settings` must have both, or query and passage; got none. "),
         ({"query": {"kind": "words"}}, "`settings` must have both, or query and passage; got both, query. "),
         ({"both": {"kind": "conv"}}, "`both.kind` must be one of bag, words, transformers; got conv. "),
-        (
-            {"both": {"kind": "words", "depth": 3}},
-            "`both` must have the settings of a tower of the kind words",
-        ),
+        ({"both": {"kind": "words", "depth": 3}}, "`both` must have the settings of a tower of the kind words"),
         ({"scale": 0.0}, "`scale` must be above 0; got 0.0. "),
         (
             {"both": None, "query": {"kind": "words", "width": 4}, "passage": {"kind": "words", "width": 8}},

@@ -58,15 +58,9 @@ def learned(tmp_path_factory):
 def test_a_run_leaves_its_files_and_no_others(finished):
     _, outcome = finished
     assert sorted(path.name for path in outcome.folder.iterdir()) == [
-        "evaluation.json",
-        "galleries.json",
-        "metrics.jsonl",
-        "model.safetensors",
-        "recipe.toml",
-        "report.html",
-        "run.json",
-        "tokenizer.json",
-    ]
+        "evaluation.json", "galleries.json", "metrics.jsonl", "model.safetensors", "recipe.toml", "report.html",
+        "run.json", "tokenizer.json",
+    ]  # fmt: skip
 
 
 def test_the_resolved_recipe_reads_back(finished):
@@ -656,8 +650,7 @@ def test_batches_follow_the_size_of_the_data_where_an_epoch_has_steps(tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("flags", "precision"),
-    [("Features : asimd bf16", "bf16"), ("fma avx512f avx512bw", "float32")],
+    ("flags", "precision"), [("Features : asimd bf16", "bf16"), ("fma avx512f avx512bw", "float32")]
 )
 def test_the_precision_follows_the_cpu_and_stays_that_of_the_run(tmp_path, monkeypatch, flags, precision):
     cpu = tmp_path / "cpuinfo"

@@ -56,10 +56,7 @@ def test_a_file_that_is_no_recipe_is_one_line(tmp_path, monkeypatch, name, conte
         ("optim.learning_rte=1e-3", "optim.learning_rte: unknown key (did you mean optim.learning_rate?)"),
         ("optim.learning_rate=abc", 'optim.learning_rate: must be a number; got "abc"'),
         ("train.examples.x=3", "train.examples: has no keys of its own"),
-        (
-            "train.batch=[[0.0, 8]",
-            "not a TOML value; a text that begins like one needs quotes within: '\"...\"'",
-        ),
+        ("train.batch=[[0.0, 8]", "not a TOML value; a text that begins like one needs quotes within: '\"...\"'"),
         ("seed", "an override is written key=value, as in optim.learning_rate=1e-3"),
         ("=3", "an override is written key=value, as in optim.learning_rate=1e-3"),
     ],

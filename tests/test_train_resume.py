@@ -132,16 +132,12 @@ def test_a_stop_in_the_last_step_leaves_the_result_bit_identical(undisturbed, tm
     [
         ("optim.kind=adafactor", "optim.ema=0.9", "train.precision=fp16", "optim.warmup_epochs=2.0"),
         (
-            "loss.kind=infonce",
-            "loss.queue=50",
-            "optim.kind=muon",
-            "optim.rate_scaling=sqrt",
-            "optim.base_batch=8",
+            "loss.kind=infonce", "loss.queue=50", "optim.kind=muon", "optim.rate_scaling=sqrt", "optim.base_batch=8",
             "train.batch=[[0.0, 16], [0.5, 48]]",
         ),
         ("loss.kind=siglip", "train.precision=bf16", "train.batch=[[0.0, 16], [0.5, 48]]", "optim.schedule=cooldown"),
     ],
-)
+)  # fmt: skip
 def test_every_optimizer_and_precision_resumes_bit_identically(tmp_path, overrides):
     recipe = tiny_recipe(tmp_path, "train.examples=240", "train.batch=16", *overrides)
     whole = run_recipe(recipe, tmp_path / "whole").folder
@@ -195,12 +191,8 @@ def test_metrics_on_a_full_disk_lose_whole_lines_only(tmp_path, caplog):
 
         def __init__(self, file):
             self.file, self.name, self.fileno, self.truncate, self.close = (
-                file,
-                file.name,
-                file.fileno,
-                file.truncate,
-                file.close,
-            )
+                file, file.name, file.fileno, file.truncate, file.close,
+            )  # fmt: skip
 
         def write(self, line):
             return self.file.write(line[: len(line) // 2])

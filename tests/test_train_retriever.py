@@ -62,18 +62,9 @@ def made(recipe):
 def test_a_run_leaves_its_files_and_no_others(finished):
     _, outcome = finished
     assert sorted(path.name for path in outcome.folder.iterdir()) == [
-        "evaluation.json",
-        "held_out.BM25.trec",
-        "held_out.qrels",
-        "held_out.retriever.trec",
-        "metrics.jsonl",
-        "model.safetensors",
-        "questions.json",
-        "recipe.toml",
-        "report.html",
-        "run.json",
-        "tokenizer.json",
-    ]
+        "evaluation.json", "held_out.BM25.trec", "held_out.qrels", "held_out.retriever.trec", "metrics.jsonl",
+        "model.safetensors", "questions.json", "recipe.toml", "report.html", "run.json", "tokenizer.json",
+    ]  # fmt: skip
 
 
 def test_the_resolved_recipe_reads_back(finished):

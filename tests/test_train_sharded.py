@@ -52,28 +52,15 @@ SAVED = ("train.examples=160", "save.steps=4", END, "optim.ema=0.9")
         (
             2,
             (
-                "loss.kind=siglip",
-                "loss.exchange=ring",
-                "loss.gradient=sum",
-                "optim.kind=muon",
-                "train.examples=64",
+                "loss.kind=siglip", "loss.exchange=ring", "loss.gradient=sum", "optim.kind=muon", "train.examples=64",
                 "train.retain=auto",
             ),
         ),
         (3, ("optim.kind=adafactor", "train.examples=64")),
         # a tower that does not train, and one whose layers are computed again in the backward
-        (
-            2,
-            (
-                "model.locked=['image']",
-                "model.checkpointing=['text']",
-                STILL,
-                "train.batch=16",
-                "train.examples=48",
-            ),
-        ),
+        (2, ("model.locked=['image']", "model.checkpointing=['text']", STILL, "train.batch=16", "train.examples=48")),
     ],
-)
+)  # fmt: skip
 def test_ranks_have_the_curve_of_one_process(tmp_path: Path, W: int, overrides: tuple[str, ...]) -> None:
     (tmp_path / "alone").mkdir()
     overrides = (*overrides, SHARD, END)

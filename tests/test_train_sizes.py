@@ -77,11 +77,7 @@ def test_a_text_model_for_pictures_is_refused(tmp_path):
 
 
 TOO_LARGE = {
-    "pictures": (
-        f"{STEPS}[model.image]\nwidth = 1000000",
-        "model.image.width",
-        "1000000, for 1,408,159.7 GiB at",
-    ),
+    "pictures": (f"{STEPS}[model.image]\nwidth = 1000000", "model.image.width", "1000000, for 1,408,159.7 GiB at"),
     "texts": (f"{STEPS}[model.text]\nwidth = 1000000", "model.text.width", "1000000, for 11,175.9 GiB at least"),
     "features": (f"{STEPS}[model]\nfeatures = 1048576", "model.features", "1048576, for 8.0 GiB at least"),
     "a retriever's": (f"{TEXTS}[model.passage]\nwidth = 600000\n[model.query]", "model.passage.width", "600000, for "),

@@ -199,24 +199,12 @@ def test_unused_keys_that_an_earlier_version_wrote_into_a_run_folder_are_left_ou
 
 
 WORDS = [
-    "loss.exchange=replicate loss.backend=dense",
-    "loss.exchange=gather loss.backend=dense",
-    "loss.exchange=ring loss.backend=eager",
-    "train.precision=float32",
-    "train.parallel=shard",
-    "train.examples=1000",
-    "train.batch=16",
-    "train.sub_batch=8",
-    "train.retain=0",
-    "optim.schedule=constant",
-    "optim.schedule=cooldown",
-    "optim.kind=adamw",
-    "optim.kind=adafactor",
-    "optim.kind=muon",
-    "optim.warmup_steps=1",
-    "optim.rate_scaling=none",
+    "loss.exchange=replicate loss.backend=dense", "loss.exchange=gather loss.backend=dense",
+    "loss.exchange=ring loss.backend=eager", "train.precision=float32", "train.parallel=shard", "train.examples=1000",
+    "train.batch=16", "train.sub_batch=8", "train.retain=0", "optim.schedule=constant", "optim.schedule=cooldown",
+    "optim.kind=adamw", "optim.kind=adafactor", "optim.kind=muon", "optim.warmup_steps=1", "optim.rate_scaling=none",
     "model.tokenizer.folder=m",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

@@ -41,16 +41,8 @@ def test_the_readme_is_well_typed_and_a_misspelt_method_is_not(tmp_path: Path) -
     config = tmp_path / "mypy.ini"
     config.write_text("[mypy]\nfollow_imports = skip\n[mypy-contrastile.*]\nfollow_imports = silent\n")
     command = [
-        sys.executable,
-        "-m",
-        "mypy",
-        "--strict",
-        "--config-file",
-        str(config),
-        "--cache-dir",
-        os.devnull,
-        *files,
-    ]
+        sys.executable, "-m", "mypy", "--strict", "--config-file", str(config), "--cache-dir", os.devnull, *files,
+    ]  # fmt: skip
     environment = os.environ | {"MYPYPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == [

@@ -178,14 +178,10 @@ def run_step(arguments: argparse.Namespace) -> int:
     seconds = _seconds(arguments, "step") if ranks == 1 else RANK_SECONDS
     with _reporting(arguments, kind, "steps" if ranks == 1 else "rank steps", "transformers") as (device, report):
         bench = StepBench(
-            Machine(device, seconds, world=report.world),
-            dtype,
-            report,
-            ways,
-            longest=arguments.longest if ranks == 1 else math.inf,
-            within=arguments.within,
+            Machine(device, seconds, world=report.world), dtype, report, ways,
+            longest=arguments.longest if ranks == 1 else math.inf, within=arguments.within,
             optimizer=arguments.optimizer,
-        )
+        )  # fmt: skip
         for model in arguments.models or models:
             bench.measure(model, plan, arguments.sub_batch)
     if arguments.figure and _is_first():

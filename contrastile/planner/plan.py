@@ -79,7 +79,8 @@ class Plan:
     def host(self) -> int:
         """Bytes of host memory on a node: the model, which is built there first, batches, and features that wait."""
         pairs, loss = -(-self.batch // self.target.ranks) * self.target.per_node, self.step.loss
-        waiting = host_bytes(loss.sizes, loss.given, loss.ranks) if loss.host else 0
+        of_row, of_key = loss.sizes
+        waiting = host_bytes((of_row, self.keys * of_key), loss.given, loss.ranks) if loss.host else 0
         return self.target.per_node * self.parameters + pairs * (BATCHES_ON_HOST * self.host_inputs + waiting)
 
     @cached_property

@@ -135,10 +135,19 @@ class RetrieverRun(LoadedRun):
     recipe: RetrieverRecipe
     model: Retriever
 
-    def encoded(self, side: Side, tokens: Tokens, **words: Any) -> Any:
-        """The encoder's features of these texts, sub-batch by sub-batch; `words`: further ones of `encode`."""
+    def encoded(self, side: Side, tokens: Tokens, *, compared: Sequence[int | None] = (), **words: Any) -> Any:
+        """The encoder's features of these texts, sub-batch by sub-batch; `words`: further ones of `encode`.
+
+        compared: sizes. Instead there are features as they are compared, of each of these sizes, from the encoder.
+        """
         words |= self.recipe.train.sub_batch.words(side, tokens["input_ids"].shape[1])
-        return encode(getattr(self.model, f"encode_{side}"), tokens, **words)
+        model, encoder = self.model, getattr(self.model, f"encode_{side}")
+
+        def comparable(**tokens: Tensor) -> list[Any]:
+            features = encoder(**tokens)
+            return [model.comparable(features, size) for size in compared]
+
+        return encode(comparable if compared else encoder, tokens, **words)
 
     def encode_query(self, texts: Sequence[str], *, dimensions: int | None = None) -> Any:
         """Features `[n, D]`, float32, of questions; the first `dimensions` features where that is given."""
