@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -18,6 +19,8 @@ from ranks import FIGURES, Pool, set_aside
 
 from contrastile.train.report import page
 
+# what is loaded until the first test stays: collections would look through it for nothing
+gc.disable()
 # the suite runs in as many processes as there are cores: threads of each would only wait for the others
 torch.set_num_threads(1)
 if os.environ["TRITON_INTERPRET"] == "1":
@@ -27,6 +30,7 @@ if os.environ["TRITON_INTERPRET"] == "1":
 @pytest.fixture(scope="module", autouse=True)
 def _loaded() -> None:
     set_aside()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -43,8 +43,7 @@ def set_aside() -> None:
 
 # what processes would else load each for itself, for seconds
 LOADED = (
-    "torch._dynamo", "torch.distributed.fsdp", "transformers.models.bert.modeling_bert", "matplotlib.figure",
-    "jinja2", "pytest", "faults",
+    "torch._dynamo", "torch.distributed.fsdp", "transformers.models.bert.modeling_bert", "jinja2", "pytest", "faults",
 )  # fmt: skip
 
 
