@@ -15,15 +15,15 @@ from contrastile.data.images import decode, squared
 LIMIT, COPIES = 100 << 20, 2
 
 
-@pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("name", sampled(ATTACKS, QUICK))
-def test_an_image_takes_little_memory_and_is_read_or_skipped_with_a_reason(attacked, tmp_path, name, cut):
+def test_an_image_takes_little_memory_and_is_read_or_skipped_with_a_reason(attacked, tmp_path, name):
     make, reason = ATTACKS[name]
     path = tmp_path / "image"
     path.write_bytes(make())
-    outcome = attacked.run(hostile_images.decoded, path, cut)
-    assert (outcome.error, outcome.value) == ("", reason)
-    assert outcome.memory <= LIMIT + COPIES * path.stat().st_size
+    for cut in (False, True):
+        outcome = attacked.run(hostile_images.decoded, path, cut)
+        assert (outcome.error, outcome.value) == ("", reason)
+        assert outcome.memory <= LIMIT + COPIES * path.stat().st_size
 
 
 def decoded(values, kind="TIFF", shape=(1, 8, 8)):

@@ -35,8 +35,10 @@ def same(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
     )
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("kind", KINDS)
+# rows of every scorer; their mean and sum, which know no scorer, of one
+@pytest.mark.parametrize(
+    ("kind", "reduction"), [*((kind, "none") for kind in KINDS), *(("bilinear", how) for how in ("mean", "sum"))]
+)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_every_loss_and_scorer_equals_plain_autograd(name: str, kind: str, reduction: str, tiles: list[int]) -> None:
     problem = PROBLEMS[name](43, 71)

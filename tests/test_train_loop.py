@@ -159,7 +159,6 @@ def test_a_single_picture_or_text_outside_a_list_is_refused(finished):
         assert str(caught.value) == sentence
 
 
-@pytest.mark.drawn
 def test_a_curve_of_one_step_can_be_seen():
     point = f"fill: {figures.COLOURS[0]}"
     assert point in figures.curves({"loss": ([512], [1.2])}, title="Loss", stages=[])
@@ -611,7 +610,6 @@ def test_a_long_run_is_reported_in_little_memory():
     assert peak < 300 * count
 
 
-@pytest.mark.drawn
 def test_a_name_with_dollar_signs_is_no_formula():
     name = "cost $5 {or $6 @1"
     page = figures.curves({name: ([1.0], [2.0])}, title="$\\frac$", stages=[], under={"$": ([1.0], [1.0])}, unit="$")
