@@ -11,6 +11,7 @@ import torch
 from gradient_table import shard
 from problems import COLUMN_OPTIONS, ROW_OPTIONS, distance, problems_of
 from ranks import Pool
+from refusals import refusal
 from scored import KINDS, by_tiles, gradients, leaves, numbers, scorer, sides
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -254,11 +255,7 @@ def _sentence(rank: int, group: Any, kind: str) -> str:
         module = DistributedDataParallel(module, process_group=group)
     if kind == "sharded":
         module = nn.Sequential(fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu")))
-    try:
-        contrast(q, q if k is None else k, scorer=module, group=group, **how)
-    except ValueError as error:
-        return str(error)
-    return "nothing was wrong"
+    return refusal(contrast, q, q if k is None else k, scorer=module, group=group, **how)
 
 
 @pytest.mark.parametrize(

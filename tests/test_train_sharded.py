@@ -16,6 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from ranks import Pool
+from refusals import refusal
 from test_train_ranks import Launched, _late_signal, _main, _spoilt, _steps, _trained, _words
 from test_train_resume import DROPOUT
 from test_train_retriever import bert
@@ -396,11 +397,7 @@ class _Pair(nn.Module):
 
 
 def _of_one_piece(rank: int, group: Any) -> str:
-    try:
-        shard(_Pair(), torch.device("cpu"))
-    except ValueError as error:
-        return str(error)
-    return "nothing"
+    return refusal(shard, _Pair(), torch.device("cpu"))
 
 
 def test_towers_that_share_weights_are_refused(pool: Pool) -> None:
