@@ -14,7 +14,7 @@ import pytest
 import torch
 from problems import COLUMN_OPTIONS, PROBLEMS, ROW_OPTIONS, Problem, distance, problems_of
 from ranks import Pool
-from refusals import refusal
+from refusals import refusal, unlike
 from torch import Tensor
 
 from contrastile import ClipLoss, NTXentLoss, SigLipLoss, SupConLoss, _dispatch, contrast
@@ -218,36 +218,12 @@ def _sentence(rank: int, group: Any, kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
-        (
-            "features",
-            "`features` must be the same on all ranks; got 4 on rank 0 and 5 on rank 1. Build the loss and its inputs "
-            "alike everywhere.",
-        ),
-        (
-            "gradient",
-            "`gradient` must be the same on all ranks; got 'mean' on rank 0 and 'sum' on rank 1. Build the loss and "
-            "its inputs alike everywhere.",
-        ),
-        (
-            "ids",
-            "`ids` must be the same on all ranks; got False on rank 0 and True on rank 1. Build the loss and its "
-            "inputs alike everywhere.",
-        ),
-        (
-            "weights",
-            "`weights` must be the same on all ranks; got None on rank 0 and 'a tensor' on rank 1. Build the loss and "
-            "its inputs alike everywhere.",
-        ),
-        (
-            "scale",
-            "`scale` must be the same on all ranks; got 1.0 on rank 0 and 2.0 on rank 1. Build the loss and its inputs "
-            "alike everywhere.",
-        ),
-        (
-            "guides",
-            "`guides` must be the same on all ranks; got ['5 features of torch.float32'] on rank 0 and "
-            "['6 features of torch.float32'] on rank 1. Build the loss and its inputs alike everywhere.",
-        ),
+        ("features", unlike("features", 4, 5)),
+        ("gradient", unlike("gradient", "mean", "sum")),
+        ("ids", unlike("ids", False, True)),
+        ("weights", unlike("weights", None, "a tensor")),
+        ("scale", unlike("scale", 1.0, 2.0)),
+        ("guides", unlike("guides", ["5 features of torch.float32"], ["6 features of torch.float32"])),
         ("smoothing", "rank 1: `label_smoothing` must be at least 0 and below 1; got 2.0. 0.1 is usual."),
         ("empty", "`q` must have at least one row over all ranks; got 0. Skip the step when the batch is empty."),
     ],

@@ -9,7 +9,7 @@ import pytest
 import torch
 from problems import distance
 from ranks import Pool
-from refusals import refusal
+from refusals import refusal, unlike
 from torch import Tensor, nn
 
 from contrastile import ScoreDistillLoss, contrast, encode
@@ -110,8 +110,7 @@ def other_features(rank: int, group: Any) -> str:
 
 
 def test_ranks_with_vectors_of_other_sizes_are_refused(pool: Pool) -> None:
-    got = "['[5] torch.float32', '[] torch.bool'] on rank 0 and ['[6] torch.float32', '[] torch.bool'] on rank 1"
-    sentence = f"`features` must be the same on all ranks; got {got}. Build the loss and its inputs alike everywhere."
+    sentence = unlike("features", ["[5] torch.float32", "[] torch.bool"], ["[6] torch.float32", "[] torch.bool"])
     assert pool.run(other_features, 2) == [sentence] * 2
 
 
