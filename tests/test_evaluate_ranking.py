@@ -22,15 +22,10 @@ from contrastile.evaluate.ranking import (
 
 # our name, and trec_eval's
 TWINS = {
-    **{f"nDCG@{k}": f"ndcg_cut_{k}" for k in (1, 5, 10, 100)},
-    **{f"recall@{k}": f"recall_{k}" for k in (5, 10, 100)},
-    **{f"precision@{k}": f"P_{k}" for k in (5, 10, 100)},
-    **{f"hit@{k}": f"success_{k}" for k in (1, 5, 10)},
-    "nDCG": "ndcg",
-    "MRR": "recip_rank",
-    "MAP": "map",
-    "MAP@10": "map_cut_10",
-}
+    **{f"nDCG@{k}": f"ndcg_cut_{k}" for k in (1, 5, 10, 100)}, **{f"recall@{k}": f"recall_{k}" for k in (5, 10, 100)},
+    **{f"precision@{k}": f"P_{k}" for k in (5, 10, 100)}, **{f"hit@{k}": f"success_{k}" for k in (1, 5, 10)},
+    "nDCG": "ndcg", "MRR": "recip_rank", "MAP": "map", "MAP@10": "map_cut_10",
+}  # fmt: skip
 
 
 def random_task(seed):

@@ -122,12 +122,7 @@ SENTENCES: dict[str, Callable[[], Any]] = {
         contrast(_x(3, 4), _x(3, 4), scale=1.0, positives=torch.arange(3))
     ),
     "`positives` must be left out where labels are given; got both. Pass one of the two.": lambda: contrast(
-        _x(3, 4),
-        _x(3, 4),
-        scale=1.0,
-        loss=Softmax(),
-        positives=torch.arange(3),
-        query_labels=torch.arange(3),
+        _x(3, 4), _x(3, 4), scale=1.0, loss=Softmax(), positives=torch.arange(3), query_labels=torch.arange(3),
         key_labels=torch.arange(3),
     ),
     "`negatives` must be left out for a symmetric loss; got both. Take a one-way loss.": lambda: contrast(
@@ -214,7 +209,7 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     ),
     "`view_b` must have as many rows as `view_a`; got 3 and 2. Pass one row for each; a symmetric loss pairs row i "
     "with row i.": lambda: NTXentLoss()(_x(3, 4), _x(2, 4), 1.0),
-}
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:.*rows of length")

@@ -492,20 +492,14 @@ def _sentences(rank: int, group: Any) -> dict[str, str]:
     nn.Module.__init__(former)
     former._fsdp_wrapped_module = nn.Linear(D_IN, D)
     wrong = {
-        "module inside": model.encode_image,
-        "a part of it": model.image,
-        "function around it": lambda x: model.encode_image(x),
-        "holds a wrapper": lambda x: holder["tower"](x, x)[0],
-        "holds a former one": nn.Sequential(former),
-        "no such method": (wrapped, "encode_sound"),
-        "not a method": (wrapped, "sub_batch"),
-        "not a module": ("model", "encode_image"),
-        "the other way round": ("encode_image", model),
-        "two modules": (model.image, model.text),
-        "not registered": flat.encode_image,
-        "not registered, bound": partial(flat.encode_image),
+        "module inside": model.encode_image, "a part of it": model.image,
+        "function around it": lambda x: model.encode_image(x), "holds a wrapper": lambda x: holder["tower"](x, x)[0],
+        "holds a former one": nn.Sequential(former), "no such method": (wrapped, "encode_sound"),
+        "not a method": (wrapped, "sub_batch"), "not a module": ("model", "encode_image"),
+        "the other way round": ("encode_image", model), "two modules": (model.image, model.text),
+        "not registered": flat.encode_image, "not registered, bound": partial(flat.encode_image),
         "part of a shard": flat.image,
-    }
+    }  # fmt: skip
     said = {}
     for name, encoder in wrong.items():
         try:
