@@ -181,7 +181,8 @@ class Triton(Tiles):
         del by_index
         budget = Budget(loss, plan.epilogue_for(loss), device, workspace)
         # 16-bit features of such a width are read as they are
-        return budget.expected_bytes(N, M, 0 if dtype.itemsize == 2 and D % 8 == 0 else D, dtype, followed=followed)
+        copied = 0 if dtype.itemsize == 2 and D % 8 == 0 else D
+        return budget.expected_bytes(N, M, copied, dtype, followed=D * followed)
 
     def reserve(self, multiprocessors: int) -> None:
         """Leave so many of the device's multiprocessors to transfers.

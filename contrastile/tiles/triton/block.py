@@ -65,12 +65,12 @@ class Budget:
         sums = self._partial(height, width, self.epilogue.channels) if self.loss.pairwise else 0
         return 2 * rows * cols + sums + (height + width) * copied
 
-    def keeping(self, height: int, width: int, copied: int, parts: int) -> int:
+    def keeping(self, height: int, width: int, copied: int, parts: int, *, later: bool = False) -> int:
         """The strip of a forward that keeps exponentials, and the tiles' numbers: two sums of each row, or one of each
-        row and several of each column.
+        row and several of each column. Those of rows are still there later, in the backward.
         """
         each, channels = (COLUMN_SUMS, 1) if self.loss.symmetric else (1, 2)
-        return self.backward(height, width, copied, parts) + self._partial(height, width, channels, each)
+        return self.backward(height, width, copied, parts) + self._partial(height, width, channels, each * (not later))
 
     def keeps(self, rows: Shard, cols: Shard) -> bool:
         """A forward that keeps exponentials takes the whole block at once; one way there are weighed rows beside it."""
@@ -90,17 +90,20 @@ class Budget:
         return max(self.expected_bytes(N, M, copied, dtype, self.labels) for copied in (0, D))
 
     def expected_bytes(
-        self, N: int, M: int, D: int, dtype: torch.dtype, *more: Cost, followed: bool = False
+        self, N: int, M: int, D: int, dtype: torch.dtype, *more: Cost, followed: int = 0
     ) -> int:  # fmt: skip
         """The same of forward, backward and `more` passes; D is 0 where features need no copy.
 
-        followed: exponentials are kept where they fit.
+        followed: features of a backward that follows at once, for which exponentials are kept where they fit. Its
+        accumulators, which are not among these bytes, are not there yet in the forward.
         """
         given = self._copied(D, dtype), PIECES[dtype]()
         passes = (self.forward, self.backward, *more)
-        if followed and self.epilogue.keeps and dtype == KEPT_IN:
-            passes += (self.keeping,) * (self.keeping(N, M, *given) <= self.workspace)
-        return max(cost(*self._largest(N, M, *given, cost), *given) for cost in passes)
+        most = max(cost(*self._largest(N, M, *given, cost), *given) for cost in passes)
+        keeping = self.keeping(N, M, *given)
+        if followed and self.epilogue.keeps and dtype == KEPT_IN and keeping <= self.workspace:
+            most = max(most, keeping - 4 * (N + M) * followed, self.keeping(N, M, *given, later=True))
+        return most
 
     def _largest(self, N: int, M: int, copied: int, parts: int, cost: Cost) -> tuple[int, int]:
         """Rows and columns of a super-tile: the longer side halved, in whole tiles, until it fits the workspace."""
