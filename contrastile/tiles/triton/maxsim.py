@@ -130,8 +130,10 @@ class Documents:
 def expected_bytes(
     N: int, M: int, tokens: tuple[int, int], D: int, workspace: int, *, symmetric: bool, copies: int = 0,
     at_once: bool = True,
-) -> tuple[int, bool]:  # fmt: skip
-    """Bytes of a loss with gradients beside inputs and accumulators, for a planner, and whether it is one tile.
+) -> tuple[int, int]:  # fmt: skip
+    """Bytes of a loss with gradients beside inputs and accumulators, for a planner, and columns of a tile.
+
+    The columns are 0 where the gradients come with the loss.
 
     copies: bytes of a feature in tokens without those behind a mask, or in another type; 0 without a mask. at_once: the
     gradients come with the loss where its tiles allow it.
@@ -149,7 +151,8 @@ def expected_bytes(
     # scores and gradients; of the tile before, its winners and three of them are still there
     first = (winners + 12) * rows * cols + lists
     next_one = 0 if (rows, cols) == (N, M) else (2 * winners + 20) * rows * cols
-    return max(first, next_one) + copies * (rows * L + cols * T) * D, whole or strip >= LEAST_STRIP
+    columns = 0 if whole or strip >= LEAST_STRIP else cols
+    return max(first, next_one) + copies * (rows * L + cols * T) * D, columns
 
 
 def ordered(mask: Tensor) -> tuple[Tensor, Tensor]:
