@@ -24,6 +24,7 @@ from contrastile.tiles.triton import launch, maxsim
 from contrastile.tiles.triton import scores as score_tiles
 from contrastile.tiles.triton.late import FusedMaxSim
 from contrastile.tiles.triton.maxsim import Documents, Entries
+from contrastile.tiles.triton.maxsim_plan import Tiling
 
 # queries, documents, tokens of each, features
 SHAPES = [(5, 6, 6, 20, 16), (3, 4, 33, 33, 24), (2, 3, 40, 3, 9)]
@@ -176,10 +177,21 @@ def test_every_loss_as_the_dense_formula(name: str) -> None:
         assert float((x - true).norm()) <= 2e-5 * float(true.norm()) + 1e-5
 
 
+@pytest.mark.parametrize(("L", "masked"), [(32, False), (50, True)])
+def test_the_tiling_of_a_chip_with_wide_products(L: int, masked: bool) -> None:
+    q, k = torch.randn(5, L, 16), torch.randn(2, 70, 16)
+    masks = [torch.rand(x.shape[:2]) > 0.3 if masked else None for x in (q, k)]
+    sides = Entries.of(q, masks[0]), Documents.of(k, masks[1])
+    small, wide = (maxsim.scored(*sides, best=True, tiling=tiling) for tiling in (None, Tiling(documents=3)))
+    for x, y in zip(wide, small, strict=True):
+        torch.testing.assert_close(x, y)
+
+
 def test_several_tiles_and_strips_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k = torch.randn(6, 2, 16), torch.randn(7, 5, 16)
+    q, k = torch.randn(6, 2, 16), torch.randn(6, 3, 16)
     results = []
     for side, height in ((8, 0), (4, 0), (8, 6), (8, 4)):
+        monkeypatch.setattr(plan, "_plans", {})
         monkeypatch.setattr(FusedMaxSim, "fitting_side", lambda *_, side=side: side)
         monkeypatch.setattr(FusedMaxSim, "strip", lambda *_, height=height: height)
         results.append(_step(q, k, scale=2.0, loss=Softmax()))
@@ -190,6 +202,26 @@ def test_several_tiles_and_strips_agree(monkeypatch: pytest.MonkeyPatch) -> None
     for result in results[1:]:
         for x, y in zip(result, results[0], strict=True):
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_sums_of_documents_are_float32_for_a_strip_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k = torch.randn(3, 2, 16).half(), torch.randn(3, 2, 16).half()
+    made = FusedMaxSim.accumulators
+    types: list[torch.dtype] = []
+
+    def accumulators(*given: Any) -> Any:
+        u, v = made(*given)
+        types.extend([u.dtype, v.dtype])
+        return u, v
+
+    monkeypatch.setattr(FusedMaxSim, "accumulators", accumulators)
+    monkeypatch.setattr(FusedMaxSim, "strip", lambda *_: 0)
+    monkeypatch.setattr(FusedMaxSim, "fitting_side", lambda *_: 2)
+    monkeypatch.setattr(plan, "_plans", {})
+    results = [_step(x, y, scale=2.0) for x, y in ((q, k), (q.float(), k.float()))]
+    assert types == [torch.float32, torch.float16, torch.float32, torch.float32]
+    for half, single in zip(*results, strict=True):
+        torch.testing.assert_close(half.float(), single, rtol=2e-3, atol=1e-5)
 
 
 def _step(q: Tensor, k: Tensor, **how: Any) -> list[Tensor]:

@@ -26,7 +26,7 @@ from contrastile.tiles.eager import LEAST_STRIP
 from contrastile.tiles.triton import mask_kernels
 from contrastile.tiles.triton import maxsim_kernels as kernels
 from contrastile.tiles.triton.launch import run
-from contrastile.tiles.triton.maxsim_plan import Gathering, Tiling, gathering_for, slot_of, tiling_for
+from contrastile.tiles.triton.maxsim_plan import Gathering, Tiling, documents_for, gathering_for, slot_of, tiling_for
 from contrastile.tiles.triton.plan import ALIGNMENT, interpreting, shape_for, tiles_of
 
 # bytes of a pair in float32 scores, logits, gradients and temporaries
@@ -187,6 +187,8 @@ def scored(
     tma = not interpreting() and shape_for(q.device).tma
     slots, BD = entries.count // entries.slot, max(16, triton.next_power_of_2(width))
     BM = max(tiling.entries, entries.slot)
+    tiles = tiles_of(entries.count, BM)
+    each = documents_for(tiling, tiles, J, M, q.device)
     sums = torch.empty(J, slots, dtype=torch.float32, device=q.device)
     winners = None
     if best:
@@ -194,14 +196,14 @@ def scored(
         if entries.tokens is not None:
             winners.fill_(documents.none)  # slots that are not in use are not written
     tokens_k = k.flatten(0, 1)
-    grid = tiles_of(entries.count, BM) * tiles_of(J, tiling.documents)
     run(
-        kernels.sweep, (grid,), warps=tiling.warps, stages=tiling.stages, registers=tiling.most_registers, q_ptr=q,
+        kernels.sweep, (tiles * tiles_of(J, each),), warps=tiling.warps, stages=tiling.stages,
+        registers=tiling.most_registers, q_ptr=q,
         k_mem=TensorDescriptor.from_tensor(tokens_k, [tiling.tokens, BD]) if tma else tokens_k,
         tokens_ptr=q if entries.tokens is None else entries.tokens,
         lengths_ptr=q if documents.lengths is None else documents.lengths,
         sums_ptr=sums, best_ptr=sums if winners is None else winners, N=N, J=J, L=L, M=M, D=width, q_stride=width,
-        k_stride=width, entries=entries.count, slots=slots, documents=tiling.documents, BM=BM, BN=tiling.tokens, BD=BD,
+        k_stride=width, entries=entries.count, slots=slots, documents=each, BM=BM, BN=tiling.tokens, BD=BD,
         SLOT=entries.slot, PADDED=entries.padded, ROWS_MASKED=entries.tokens is not None,
         COLS_MASKED=documents.lengths is not None, BEST=best, NONE=documents.none, TMA=tma,
         FLATTEN=tiling.flatten, REGISTERS=tiling.registers, INTERPRETED=interpreting(),

@@ -26,6 +26,8 @@ import triton.language as tl
 LOWEST = tl.constexpr(-3.0e38)
 # threads that share a row of products in the matrix units, and its columns that lie side by side in one of them
 LANES, SIDE = tl.constexpr(4), tl.constexpr(2)
+# warps that share 64 rows of wide products
+WARPS = tl.constexpr(4)
 # blocks of tokens that are listed by one program, and entries of a row of them: their counters fill a number
 FIELDS, ROW = tl.constexpr(12), tl.constexpr(16)
 # arguments that change from call to call: compiled once for all their values
@@ -71,6 +73,23 @@ def _by_thread(s, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
+def _halves(x, BM: tl.constexpr, PLACES: tl.constexpr):
+    return tl.split(tl.permute(tl.reshape(x, (BM, LANES, 2, PLACES // 2)), (0, 1, 3, 2)))
+
+
+@triton.jit
+def _top(x, BM: tl.constexpr, PLACES: tl.constexpr):
+    """Maxima [BM, LANES]; of many places by halves and quarters, whose comparisons do not wait for each other."""
+    if PLACES < 8:
+        top = tl.max(x, 2)
+    else:
+        left, right = _halves(x, BM, PLACES)
+        first, last = _halves(tl.maximum(left, right), BM, PLACES // 2)
+        top = tl.max(tl.maximum(first, last), 2)
+    return top
+
+
+@triton.jit
 def _best(s, BM: tl.constexpr, BN: tl.constexpr, INTERPRETED: tl.constexpr):
     """Maxima [BM, LANES] of each thread's columns, and the first place among them that attains it; at most 24 places.
 
@@ -83,7 +102,7 @@ def _best(s, BM: tl.constexpr, BN: tl.constexpr, INTERPRETED: tl.constexpr):
     MOST: tl.constexpr = 126 + PLACES
     ALL: tl.constexpr = (1 << PLACES) - 1
     x = _by_thread(s, BM, BN)
-    top = tl.max(x, 2)
+    top = _top(x, BM, PLACES)
     if INTERPRETED:
         below = (x != top[:, :, None]).to(tl.float32)
     else:
@@ -95,7 +114,9 @@ def _best(s, BM: tl.constexpr, BN: tl.constexpr, INTERPRETED: tl.constexpr):
             dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
     power = ((MOST - tl.arange(0, PLACES)) << 23).to(tl.float32, bitcast=True)
-    won = ALL - tl.sum(below * power[None, None, :], 2)
+    # two sums, so that half as many additions wait for each other
+    powers = tl.reshape(below * power[None, None, :], (BM, LANES, 2, PLACES // 2))
+    won = ALL - tl.sum(tl.sum(powers, 3), 2)
     return top, MOST - (won.to(tl.int32, bitcast=True) >> 23)
 
 
@@ -109,7 +130,12 @@ def sweep(q_ptr, k_mem, tokens_ptr, lengths_ptr, sums_ptr, best_ptr, N, J, L, M,
     tiles = tl.cdiv(entries, BM)
     tile = tl.program_id(0) % tiles
     group = tl.program_id(0) // tiles
-    e = tile * BM + tl.arange(0, BM)
+    row = tl.arange(0, BM)
+    # each warp has 16 of every 64 rows: a slot as long as its rows is summed by one warp
+    BY_WARP: tl.constexpr = REGISTERS and BM == WARPS * SLOT
+    if BY_WARP:
+        row = row // 16 % WARPS * SLOT + row // 64 * 16 + row % 16
+    e = tile * BM + row
     d = tl.arange(0, BD)
     cols = tl.arange(0, BN)
     slot = tile * (BM // SLOT) + tl.arange(0, BM // SLOT)
@@ -144,15 +170,23 @@ def sweep(q_ptr, k_mem, tokens_ptr, lengths_ptr, sums_ptr, best_ptr, N, J, L, M,
                 value, at = _best(s, BM, BN, INTERPRETED)
                 place = tl.where(value > top, start // LANES + at, place)
             else:
-                value = tl.max(_by_thread(s, BM, BN), 2)
+                value = _top(_by_thread(s, BM, BN), BM, BN // LANES)
             top = tl.maximum(top, value)
         # products of an entry without a token are 0
         most = tl.max(top, 1)
-        sums = tl.sum(tl.reshape(tl.where(n > 0, most, 0.0), (BM // SLOT, SLOT)), 1)
+        counted = tl.where(n > 0, most, 0.0)
+        if BY_WARP:
+            of_warps = tl.permute(tl.reshape(counted, (SLOT // 16, WARPS, 16)), (1, 0, 2))
+            sums = tl.sum(tl.sum(of_warps, 2), 1)
+        else:
+            sums = tl.sum(tl.reshape(counted, (BM // SLOT, SLOT)), 1)
         tl.store(sums_ptr + j * slots.to(tl.int64) + slot, sums, mask=slot < slots)
         if BEST:
-            begin = tl.minimum(place // (BN // LANES) * BN, most_begin)
-            column = place % (BN // LANES) // SIDE * (LANES * SIDE) + place % SIDE + SIDE * tl.arange(0, LANES)[None, :]
+            # powers of two divide without a sign in one operation
+            at = place.to(tl.uint32, bitcast=True)
+            begin = tl.minimum((at // (BN // LANES) * BN).to(tl.int32, bitcast=True), most_begin)
+            column = at % (BN // LANES) // SIDE * (LANES * SIDE) + at % SIDE
+            column = column.to(tl.int32, bitcast=True) + SIDE * tl.arange(0, LANES)[None, :]
             index = tl.min(tl.where(top == most[:, None], begin + column, NONE), 1)
             # an index in range, also where products are not finite
             index = tl.minimum(tl.maximum(index, 0), n - 1)
