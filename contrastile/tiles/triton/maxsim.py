@@ -252,7 +252,7 @@ def add_query_gradients(
         tokens_ptr=_or(entries.tokens, best), out_ptr=u, N=N, J=J, L=L, M=M, D=D, k_stride=width,
         entries=entries.count, row_weight_stride=g.stride(0), col_weight_stride=g.stride(1), out_stride=u.stride(0),
         BM=gathering.entries, BD=BD, PADDED=entries.padded, ROWS_MASKED=entries.tokens is not None,
-        WHOLE=D % BD == 0, STAGES=gathering.stages,
+        WHOLE=D % BD == 0, STAGES=gathering.stages, INTERPRETED=interpreting(),
     )  # fmt: skip
 
 
