@@ -99,7 +99,8 @@ def test_a_small_call_replayed_has_the_bits_of_a_plain_one(
     graph._graphs.clear()
     streams = [torch.cuda.default_stream(), torch.cuda.Stream()]
     for call in range(6):
-        sides = [_tokens(40, 20, 64), _tokens(40, 75, 64)]
+        # masked texts of several lengths share a graph
+        sides = [_tokens(40, length + masked * call, 64) for length in (18, 75)]
         masks: list[Any] = [torch.rand(x.shape[:2]) > 0.1 + 0.1 * call if masked else None for x in sides]
         torch.cuda.synchronize()
         with torch.cuda.stream(streams[call % 2]):
@@ -143,12 +144,13 @@ def test_calls_that_are_replayed_know_nothing_of_each_other() -> None:
 
 def test_no_more_than_the_workspace_beside_accumulators() -> None:
     q, k = (_tokens(n, length, 128).bfloat16().requires_grad_() for n, length in ((1024, 32), (1024, 128)))
-    outputs = sum(x.numel() * (4 + 2) for x in (q, k))
+    # documents have float32 sums for a tile at a time
+    outputs = q.numel() * (4 + 2) + k.numel() * 2
     for workspace in (16 * MIB, 64 * MIB):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         torch.autograd.grad(contrast(q, k, scorer=MaxSim(), workspace=workspace), (q, k))
-        assert torch.cuda.max_memory_allocated() - before <= outputs + workspace + 16 * MIB
+        assert torch.cuda.max_memory_allocated() - before <= outputs + workspace + 48 * MIB
 
 
 def test_offsets_of_more_than_31_bits() -> None:
