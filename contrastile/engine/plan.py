@@ -58,14 +58,15 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
     alone = not (dist.is_available() and dist.is_initialized())
     # other scorers have a state, and other ranks' texts other lengths
     cached = arguments.scorer is None or (alone and getattr(arguments.scorer, "stateless", False))
-    signature: Hashable = (alone, arguments.signature()) if cached else None
-    plan, template = _plans.get(signature, (None, None))
+    exact: Hashable = (alone, arguments.signature()) if cached else None
+    plan, template = _plans.get(exact, (None, None))
+    signature = exact
     if plan is None and cached and (of_lengths := _of_lengths(arguments)) is not None:
-        # texts of other lengths: a small call replays the graph of all of them
-        by_length, signature = signature, (alone, of_lengths)
+        # texts of other lengths: small calls of both replay one graph
+        signature = alone, of_lengths
         plan, template = _plans.get(signature, (None, None))
-    else:
-        by_length = signature
+        if plan is not None and len(_plans) < MOST_PLANS:
+            _plans[exact] = plan, template
     if plan is not None and template is not None and type(scale) in NUMBERS and type(arguments.bias) in NUMBERS:
         graph = ready(template) if plan.small else None
         if graph is not None:
@@ -99,17 +100,15 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
         if signature is not None:
             if len(_plans) >= MOST_PLANS:
                 _plans.clear()
-            _plans[signature if plan.small else by_length] = (
-                plan,
-                _template(problem, plan, exchange) if alone and arguments.refillable() else None,
-            )
+            template = _template(problem, plan, exchange) if alone and arguments.refillable() else None
+            _plans[signature if plan.small else exact] = plan, template
     inputs = _call(problem, plan, exchange), problem.scale, problem.bias, *problem.inputs
     return operation(*inputs) if plan.small else (Operation.apply, inputs)
 
 
 def _of_lengths(arguments: Arguments) -> Hashable | None:
     """The signature of token vectors [B, L, D] behind masks, with L rounded; None for other arguments."""
-    if arguments.scorer is None:
+    if arguments.scorer is None or not any(len(leaves_of(side)) > 1 for side in (arguments.q, arguments.k)):
         return None
     kinds: list[Hashable] = []
     for side in (arguments.q, arguments.k):

@@ -205,7 +205,7 @@ def scored(
         sums_ptr=sums, best_ptr=sums if winners is None else winners, N=N, J=J, L=L, M=M, D=width, q_stride=width,
         k_stride=width, entries=entries.count, slots=slots, documents=each, BM=BM, BN=tiling.tokens, BD=BD,
         SLOT=entries.slot, PADDED=entries.padded, ROWS_MASKED=entries.tokens is not None,
-        COLS_MASKED=documents.lengths is not None, BEST=best, NONE=documents.none, TMA=tma,
+        COLS_MASKED=documents.lengths is not None, BEST=best, NONE=documents.none, SHORT=tiling.tokens > M, TMA=tma,
         FLATTEN=tiling.flatten, REGISTERS=tiling.registers, INTERPRETED=interpreting(),
     )  # fmt: skip
     return entries.scores(sums), winners

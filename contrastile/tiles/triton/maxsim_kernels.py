@@ -22,10 +22,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from contrastile.tiles.triton.maxsim_maxima import LANES, column, maxima
+
 # below every product, and finite
 LOWEST = tl.constexpr(-3.0e38)
-# threads that share a row of products in the matrix units, and its columns that lie side by side in one of them
-LANES, SIDE = tl.constexpr(4), tl.constexpr(2)
 # warps that share 64 rows of wide products
 WARPS = tl.constexpr(4)
 # blocks of tokens that are listed by one program, and entries of a row of them: their counters fill a number
@@ -65,68 +65,16 @@ def _load_tokens(mem, stride, row, rows, D, BN: tl.constexpr, BD: tl.constexpr, 
     return piece
 
 
-@triton.jit
-def _by_thread(s, BM: tl.constexpr, BN: tl.constexpr):
-    """[BM, LANES, BN / LANES]: the columns of a row that one thread holds come last, ascending."""
-    x = tl.permute(tl.reshape(s, (BM, BN // (LANES * SIDE), LANES, SIDE)), (0, 2, 1, 3))
-    return tl.reshape(x, (BM, LANES, BN // LANES))
-
-
-@triton.jit
-def _halves(x, BM: tl.constexpr, PLACES: tl.constexpr):
-    return tl.split(tl.permute(tl.reshape(x, (BM, LANES, 2, PLACES // 2)), (0, 1, 3, 2)))
-
-
-@triton.jit
-def _top(x, BM: tl.constexpr, PLACES: tl.constexpr):
-    """Maxima [BM, LANES]; of many places by halves and quarters, whose comparisons do not wait for each other."""
-    if PLACES < 8:
-        top = tl.max(x, 2)
-    else:
-        left, right = _halves(x, BM, PLACES)
-        first, last = _halves(tl.maximum(left, right), BM, PLACES // 2)
-        top = tl.max(tl.maximum(first, last), 2)
-    return top
-
-
-@triton.jit
-def _best(s, BM: tl.constexpr, BN: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Maxima [BM, LANES] of each thread's columns, and the first place among them that attains it; at most 24 places.
-
-    Two multiply-adds for each product, which have units of their own beside those of comparisons: one tells whether
-    it is below the maximum, one adds up a power of two for each that is. The sum is exact; its complement has the bits
-    of the maxima, the first of them in the exponent.
-    """
-    PLACES: tl.constexpr = BN // LANES.value
-    # the exponent of the first place's power, and the sum of all
-    MOST: tl.constexpr = 126 + PLACES
-    ALL: tl.constexpr = (1 << PLACES) - 1
-    x = _by_thread(s, BM, BN)
-    top = _top(x, BM, PLACES)
-    if INTERPRETED:
-        below = (x != top[:, :, None]).to(tl.float32)
-    else:
-        # the last bit of the maximum is 8 at least in these units, so that saturation makes every difference a 1
-        exponent = top.to(tl.uint32, bitcast=True) & (255 << 23)
-        unit = tl.minimum((281 << 23) - exponent, 253 << 23).to(tl.float32, bitcast=True)
-        below = tl.inline_asm_elementwise(
-            "fma.rn.sat.f32 $0, $1, $2, $3;", "=f,f,f,f", [x, -unit[:, :, None], (top * unit)[:, :, None]],
-            dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
-    power = ((MOST - tl.arange(0, PLACES)) << 23).to(tl.float32, bitcast=True)
-    # two sums, so that half as many additions wait for each other
-    powers = tl.reshape(below * power[None, None, :], (BM, LANES, 2, PLACES // 2))
-    won = ALL - tl.sum(tl.sum(powers, 3), 2)
-    return top, MOST - (won.to(tl.int32, bitcast=True) >> 23)
-
-
 @triton.jit(do_not_specialize=ANY)
 def sweep(q_ptr, k_mem, tokens_ptr, lengths_ptr, sums_ptr, best_ptr, N, J, L, M, D, q_stride, k_stride, entries, slots,
           documents, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, SLOT: tl.constexpr, PADDED: tl.constexpr,
           ROWS_MASKED: tl.constexpr, COLS_MASKED: tl.constexpr, BEST: tl.constexpr, NONE: tl.constexpr,
-          TMA: tl.constexpr, FLATTEN: tl.constexpr, REGISTERS: tl.constexpr,
+          SHORT: tl.constexpr, TMA: tl.constexpr, FLATTEN: tl.constexpr, REGISTERS: tl.constexpr,
           INTERPRETED: tl.constexpr):  # fmt: skip
-    """Write sums [J, slots] of a tile of entries over a group of documents and, where BEST, indices [J, entries]."""
+    """Write sums [J, slots] of a tile of entries over a group of documents and, where BEST, indices [J, entries].
+
+    SHORT: M < BN. Otherwise a document of fewer tokens than BN has its first one again behind them.
+    """
     tiles = tl.cdiv(entries, BM)
     tile = tl.program_id(0) % tiles
     group = tl.program_id(0) // tiles
@@ -164,13 +112,11 @@ def sweep(q_ptr, k_mem, tokens_ptr, lengths_ptr, sums_ptr, best_ptr, N, J, L, M,
         for start in range(0, n, BN):
             k = _load_tokens(k_mem, k_stride, j * M + tl.minimum(start, most_begin), J * M, D, BN, BD, TMA)
             s = tl.dot(q, k.T)
-            if n < BN:
+            if SHORT:
                 s = tl.where((cols < n)[None, :], s, LOWEST)
+            value, at = maxima(s, BM, BN, BEST, INTERPRETED)
             if BEST:
-                value, at = _best(s, BM, BN, INTERPRETED)
                 place = tl.where(value > top, start // LANES + at, place)
-            else:
-                value = _top(_by_thread(s, BM, BN), BM, BN // LANES)
             top = tl.maximum(top, value)
         # products of an entry without a token are 0
         most = tl.max(top, 1)
@@ -182,12 +128,9 @@ def sweep(q_ptr, k_mem, tokens_ptr, lengths_ptr, sums_ptr, best_ptr, N, J, L, M,
             sums = tl.sum(tl.reshape(counted, (BM // SLOT, SLOT)), 1)
         tl.store(sums_ptr + j * slots.to(tl.int64) + slot, sums, mask=slot < slots)
         if BEST:
-            # powers of two divide without a sign in one operation
-            at = place.to(tl.uint32, bitcast=True)
-            begin = tl.minimum((at // (BN // LANES) * BN).to(tl.int32, bitcast=True), most_begin)
-            column = at % (BN // LANES) // SIDE * (LANES * SIDE) + at % SIDE
-            column = column.to(tl.int32, bitcast=True) + SIDE * tl.arange(0, LANES)[None, :]
-            index = tl.min(tl.where(top == most[:, None], begin + column, NONE), 1)
+            block, of_block = column(place, BN)
+            begin = tl.minimum(block * BN, most_begin)
+            index = tl.min(tl.where(top == most[:, None], begin + of_block, NONE), 1)
             # an index in range, also where products are not finite
             index = tl.minimum(tl.maximum(index, 0), n - 1)
             # computed again for each document: registers hold the products

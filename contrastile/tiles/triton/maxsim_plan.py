@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -44,10 +45,10 @@ class Tiling(NamedTuple):
 class Gathering(NamedTuple):
     """The gradients' kernels on a chip: entries of a query tile, tokens of a document tile, and listed entries."""
 
-    entries: int = 128
+    entries: int = 32
     # largest number of a query tile's features
     features: int = 64
-    warps: int = 4
+    warps: int = 1
     stages: int = 1
     registers: int | None = 128
     # rows of a list, and warps that write one
@@ -90,6 +91,7 @@ def tiling_for(x: Tensor, *, best: bool = False) -> Tiling:
     return Tiling()
 
 
+@lru_cache(1024)
 def documents_for(tiling: Tiling, tiles: int, J: int, M: int, device: torch.device) -> int:
     """Documents of a program, of J that each of so many tiles of entries meets: the last programs end together.
 
