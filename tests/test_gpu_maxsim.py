@@ -90,6 +90,32 @@ def _errors(D: int, dtype: torch.dtype, how: dict[str, Any], *, masked: bool) ->
     return of_plain, of_fused, [float(torch.finfo(x.dtype).eps) for x in fused]
 
 
+@pytest.mark.parametrize("D", [16, 128, 256])
+@pytest.mark.parametrize("M", [5, 64, 75, 180, 300])
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+def test_maxima_of_negative_products_and_the_first_of_equal_ones(D: int, M: int, masked: bool) -> None:
+    """Whole numbers, whose products are exact; many are equal, and documents have negative ones alone."""
+    q, k = (torch.randint(-2, 3, (n, length, D)).bfloat16() for n, length in ((37, 32), (41, M)))
+    q[::2], k[::3] = q[::2].abs(), -k[::3].abs() - (torch.rand(14, M, D) < 0.1)
+    masks: list[Any] = [torch.rand(x.shape[:2]) > 0.3 if masked else None for x in (q, k)]
+    entries, documents = Entries.of(q, masks[0]), Documents.of(k, masks[1])
+    scores, winners = maxsim.scored(entries, documents, best=True)
+    assert winners is not None
+    similar = torch.einsum("ild,jmd->jilm", q.double(), k.double())
+    if masked:
+        similar = similar.masked_fill(~masks[1][:, None, None], -torch.inf)
+    best = similar.max(-1).values
+    counted = masks[0] if masked else torch.ones(q.shape[:2], dtype=torch.bool)
+    assert torch.equal(scores.double(), (best * counted).sum(-1).T)
+    # positions among the tokens that count, as the kernels number them
+    first = torch.from_numpy((similar == best[..., None]).cpu().numpy().argmax(-1)).cuda()
+    if masked:
+        first = (masks[1].cumsum(1) - 1).gather(1, first.flatten(1)).view_as(first)
+    rows = entries.positions()
+    won = winners[:, rows >= 0].long()
+    assert torch.equal(won, first.flatten(1)[:, rows[rows >= 0]])
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
