@@ -96,7 +96,7 @@ def _errors(D: int, dtype: torch.dtype, how: dict[str, Any], *, masked: bool) ->
 def test_maxima_of_negative_products_and_the_first_of_equal_ones(D: int, M: int, masked: bool) -> None:
     """Whole numbers, whose products are exact; many are equal, and documents have negative ones alone."""
     q, k = (torch.randint(-2, 3, (n, length, D)).bfloat16() for n, length in ((37, 32), (41, M)))
-    q[::2], k[::3] = q[::2].abs(), -k[::3].abs() - (torch.rand(14, M, D) < 0.1)
+    q[::2], k[::3] = q[::2].abs(), -k[::3].abs() - (torch.rand(14, M, D) < 0.1).bfloat16()
     masks: list[Any] = [torch.rand(x.shape[:2]) > 0.3 if masked else None for x in (q, k)]
     entries, documents = Entries.of(q, masks[0]), Documents.of(k, masks[1])
     scores, winners = maxsim.scored(entries, documents, best=True)
