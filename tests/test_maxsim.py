@@ -20,7 +20,7 @@ from contrastile.exchange import host
 from contrastile.gradcache.memory import footprint
 from contrastile.losses import Softmax
 from contrastile.scorers import Bilinear, MaxSim
-from contrastile.tiles.triton import launch, maxsim
+from contrastile.tiles.triton import launch, maxsim, maxsim_maxima
 from contrastile.tiles.triton import scores as score_tiles
 from contrastile.tiles.triton.late import FusedMaxSim
 from contrastile.tiles.triton.maxsim import Documents, Entries
@@ -185,6 +185,66 @@ def test_the_tiling_of_a_chip_with_wide_products(L: int, masked: bool) -> None:
     small, wide = (maxsim.scored(*sides, best=True, tiling=tiling) for tiling in (None, Tiling(documents=3)))
     for x, y in zip(wide, small, strict=True):
         torch.testing.assert_close(x, y)
+
+
+class _Lanes:
+    """32 lanes that run the assembly of maxima."""
+
+    def __init__(self, code: str, inputs: dict[str, Tensor]) -> None:
+        self.values = {**inputs, "least": torch.zeros(32, dtype=torch.int64)}
+        skipped = False
+        for line in filter(
+            None, map(str.strip, code.strip("{}\n").replace("${:uid}", "").replace(";", "").split("\n"))
+        ):
+            if line.startswith((".reg", "DONE")):
+                skipped = skipped and not line.startswith("DONE")
+            elif line.startswith("@!any"):
+                skipped = not bool(self.values["any"].any())
+            elif not skipped:
+                self._step(line)
+
+    def _step(self, line: str) -> None:
+        guard, _, rest = line.partition(" ") if line.startswith("@") else ("", "", line)
+        operation, _, names = rest.partition(" ")
+        to, *sources = names.split(", ")
+        x, y = ([self._read(name) for name in sources] * 2)[:2]
+        unsigned = (1 << 32) - 1
+        value = {
+            "max.s32": lambda: torch.maximum(x, y), "min.s32": lambda: torch.minimum(x, y),
+            "min.u32": lambda: torch.minimum(x & unsigned, y), "sub.s32": lambda: x - y, "mov.b32": lambda: x,
+            "or.b32": lambda: x | y, "and.b32": lambda: x & y, "not.b32": lambda: ~x,
+            "bfind.u32": lambda: x.double().log2().floor().long(), "setp.lt.s32": lambda: x < y,
+            "vote.sync.any.pred": lambda: x.any().expand(32),
+        }[operation]()  # fmt: skip
+        before = self.values.get(to, torch.zeros_like(value))
+        self.values[to] = torch.where(self.values[guard[1:]], value, before) if guard else value
+
+    def _read(self, name: str) -> Tensor:
+        if name in self.values:
+            return self.values[name]
+        return torch.full((32,), int(name, 0), dtype=torch.int64)
+
+
+@pytest.mark.parametrize("places", [False, True])
+def test_the_assembly_of_maxima(places: bool) -> None:
+    """Of numbers of both signs, of negative ones, and of equal ones."""
+    rows, columns = maxsim_maxima.ROWS, maxsim_maxima.PLACES.value
+    x = torch.randn(6, rows, 32, columns)
+    x[1] -= 9.0
+    x[2] = x[2].round()
+    x[3] = x[3].round() - 9.0
+    x[4, 0], x[5] = -x[4, 0].abs(), -3.0e38
+    for some in x:
+        bits = some.view(torch.int32).long()
+        first = rows * (1 + places)
+        inputs = {f"${first + c * rows + r}": bits[r, :, c] for r in range(rows) for c in range(columns)}
+        values = _Lanes(maxsim_maxima._assembly(places=places), inputs).values
+        for row in range(rows):
+            top = values[f"${row}"].int().view(torch.float32)
+            assert torch.equal(top, some[row].amax(1))
+            if places:
+                expected = torch.from_numpy((some[row] == top[:, None]).numpy().argmax(1))
+                assert torch.equal(values[f"${rows + row}"], expected)
 
 
 def test_several_tiles_and_strips_agree(monkeypatch: pytest.MonkeyPatch) -> None:
