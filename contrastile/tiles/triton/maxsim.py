@@ -33,6 +33,8 @@ from contrastile.tiles.triton.plan import ALIGNMENT, interpreting, shape_for, ti
 PAIR_BYTES = 24
 # share of the workspace for lists of the entries that each document token has won, and their bytes at most
 LISTS, LIST_BYTES = 4, 2**28
+# pairs from which a copy of their gradients by queries pays
+COPIED = 2**20
 # programs along the second axis of a grid, at most
 MOST_PROGRAMS = 65535
 # rows, and columns, of a tile at most: larger ones are not faster
@@ -245,6 +247,8 @@ def add_query_gradients(
     (N, L, _), (J, M, width) = entries.vectors.shape, documents.vectors.shape
     D = u.shape[1] // L
     gathering = gathering or gathering_for(entries.vectors)
+    # a query's weights side by side, which its entries read document after document
+    g = g.contiguous() if g.numel() >= COPIED else g
     BD = min(gathering.features, max(16, triton.next_power_of_2(D)))
     run(
         kernels.query_gradients, (tiles_of(entries.count, gathering.entries), tiles_of(D, BD)), warps=gathering.warps,
