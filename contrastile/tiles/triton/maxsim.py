@@ -150,10 +150,10 @@ def expected_bytes(
     strip = 0 if symmetric or not at_once else int(workspace / (pair * M))
     rows, cols = (N, M) if whole else (strip, M) if strip >= LEAST_STRIP else (min(N, side), min(M, side))
     lists = 4 * rows * padded * max(1, min(cols, min(workspace // LISTS, LIST_BYTES) // (4 * rows * padded)))
-    # scores and gradients; of the tile before, its winners and three of them are still there
-    first = (winners + 12) * rows * cols + lists
-    next_one = 0 if (rows, cols) == (N, M) else (2 * winners + 20) * rows * cols
     columns = 0 if whole or strip >= LEAST_STRIP else cols
+    # scores and gradients, with the loss logits too; of the tile before, its winners and three of them are still there
+    first = (winners + (8 if columns else 12)) * rows * cols + lists
+    next_one = 0 if (rows, cols) == (N, M) else (2 * winners + 20) * rows * cols
     return max(first, next_one) + copies * (rows * L + cols * T) * D, columns
 
 
