@@ -16,7 +16,6 @@ from contrastile.planner.profile import target
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 # cases bound by the host, whose measurements differ by 28 to 93 % between machines: no plan can be near all of them
 UNSTEADY = {
-    "clip triton 4096 x 512 bfloat16 on 1",
     "clip triton, workspace 32 MiB 65536 x 512 bfloat16 on 1",
     "clip triton, workspace 32 MiB 65536 x 768 bfloat16 on 1",
 }
@@ -124,7 +123,7 @@ def test_seconds_of_rows_that_nothing_was_fitted_to(cases: dict[str, list[Any]],
     profile = target("H200").profile
     new = [case for case in cases[kind] if case.seconds and not case.fitted]
     off = [abs(case.planned_seconds(profile) / case.seconds - 1) for case in new if case.label not in UNSTEADY]
-    assert len(off) >= 31
+    assert len(off) >= 28
     assert len(new) - len(off) <= 5
     assert max(off) <= 0.2
     assert sum(x <= 0.1 for x in off) >= 0.9 * len(off)
