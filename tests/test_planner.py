@@ -363,7 +363,6 @@ def test_what_the_command_refuses(words: list[str], sentence: str, tmp_path: Pat
     assert capsys.readouterr().err == sentence + "\n"
 
 
-@pytest.mark.drawn
 def test_the_report_shows_the_plan_beside_the_measured_peak() -> None:
     svg = memory_bars({"graphs": 3 * 2**30, "weights": 2**30}, 5 * 2**30)
     assert svg.startswith("<svg")
