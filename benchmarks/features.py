@@ -61,10 +61,10 @@ OPTIMIZERS = {
     "AdamW": ["optim={kind='adamw'}"],
 }
 LIT_WAYS = {
-    "both towers learn": ["model.locked=[]"],
     "image tower locked": [],
     "locked, features computed once": ["model.precompute=true"],
     "the same, features in host memory": ["model.precompute=true", "train.features=host"],
+    "both towers learn": ["model.locked=[]"],
 }
 # towers of a few thousand weights
 _TINY_TOWERS = (("image", "vit", ", patch_size=8"), ("text", "bert", ""))
