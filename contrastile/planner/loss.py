@@ -51,6 +51,8 @@ class LossSize:
     directions: int = 1
     # positives are known by indices or labels in every exchange
     listed: bool = False
+    # by labels, which every pair compares
+    labels: bool = False
 
     @property
     def columns(self) -> int:
