@@ -14,6 +14,7 @@ import pytest
 import torch
 from problems import COLUMN_OPTIONS, PROBLEMS, ROW_OPTIONS, Problem, distance, problems_of
 from ranks import Pool
+from refusals import refusal, unlike
 from torch import Tensor
 
 from contrastile import ClipLoss, NTXentLoss, SigLipLoss, SupConLoss, _dispatch, contrast
@@ -218,46 +219,18 @@ def _sentence(rank: int, group: Any, kind: str) -> str:
         options = {"loss": Guided(), "guide_q": torch.ones(3, 5 + rank), "guide_k": torch.ones(3, 5 + rank)}
     if kind == "empty":
         q = q[:0]
-    try:
-        contrast(q, q, scale=2.0 if kind == "scale" and rank == 1 else 1.0, group=group, **options)
-    except ValueError as error:
-        return str(error)
-    return "nothing was wrong"
+    return refusal(contrast, q, q, scale=2.0 if kind == "scale" and rank == 1 else 1.0, group=group, **options)
 
 
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
-        (
-            "features",
-            "`features` must be the same on all ranks; got 4 on rank 0 and 5 on rank 1. Build the loss and its inputs "
-            "alike everywhere.",
-        ),
-        (
-            "gradient",
-            "`gradient` must be the same on all ranks; got 'mean' on rank 0 and 'sum' on rank 1. Build the loss and "
-            "its inputs alike everywhere.",
-        ),
-        (
-            "ids",
-            "`ids` must be the same on all ranks; got False on rank 0 and True on rank 1. Build the loss and its "
-            "inputs alike everywhere.",
-        ),
-        (
-            "weights",
-            "`weights` must be the same on all ranks; got None on rank 0 and 'a tensor' on rank 1. Build the loss and "
-            "its inputs alike everywhere.",
-        ),
-        (
-            "scale",
-            "`scale` must be the same on all ranks; got 1.0 on rank 0 and 2.0 on rank 1. Build the loss and its inputs "
-            "alike everywhere.",
-        ),
-        (
-            "guides",
-            "`guides` must be the same on all ranks; got ['5 features of torch.float32'] on rank 0 and "
-            "['6 features of torch.float32'] on rank 1. Build the loss and its inputs alike everywhere.",
-        ),
+        ("features", unlike("features", 4, 5)),
+        ("gradient", unlike("gradient", "mean", "sum")),
+        ("ids", unlike("ids", False, True)),
+        ("weights", unlike("weights", None, "a tensor")),
+        ("scale", unlike("scale", 1.0, 2.0)),
+        ("guides", unlike("guides", ["5 features of torch.float32"], ["6 features of torch.float32"])),
         ("smoothing", "rank 1: `label_smoothing` must be at least 0 and below 1; got 2.0. 0.1 is usual."),
         ("empty", "`q` must have at least one row over all ranks; got 0. Skip the step when the batch is empty."),
     ],
@@ -280,11 +253,7 @@ def _of_a_class(rank: int, group: Any, name: str) -> str:
         "SupConLoss": lambda: SupConLoss(group=group)(q, torch.arange(rows), 1.0),
         "NTXentLoss": lambda: NTXentLoss(group=group)(q, q[:rows], 1.0),
     }
-    try:
-        calls[name]()
-    except ValueError as error:
-        return str(error)
-    return "nothing was wrong"
+    return refusal(calls[name])
 
 
 @pytest.mark.parametrize("name", ["ClipLoss", "SupConLoss", "NTXentLoss"])
@@ -313,11 +282,7 @@ def test_auto_counts_an_accumulator_in_its_own_type(pool: Pool, dtype: torch.dty
 
 
 def _shouted(rank: int, group: Any) -> str:
-    try:
-        consistency.agree(group, {"error": 400 * "\N{SLIGHTLY SMILING FACE}"} if rank == 1 else {"step": 1})
-    except ValueError as error:
-        return str(error)
-    return "nothing was wrong"
+    return refusal(consistency.agree, group, {"error": 400 * "\N{SLIGHTLY SMILING FACE}"} if rank == 1 else {"step": 1})
 
 
 def test_a_sentence_of_long_letters_is_raised_on_all(pool: Pool) -> None:

@@ -8,6 +8,7 @@ import pytest
 from hostile import sampled
 from hostile_images import ATTACKS, QUICK
 from PIL import Image
+from refusals import refusal
 
 from contrastile.data.images import decode, squared
 
@@ -59,9 +60,9 @@ def test_a_dark_image_of_16_bits_stays_dark():
 
 def test_an_image_that_is_not_finite_is_refused():
     picture = Image.fromarray(np.array([[np.inf, 0]], np.float32))
-    with pytest.raises(ValueError) as caught:
-        squared(picture, (1, 8, 8))
-    assert str(caught.value) == "`picture` must have finite pixels; got 0.0 to inf. Replace what is not a number."
+    assert refusal(squared, picture, (1, 8, 8)) == (
+        "`picture` must have finite pixels; got 0.0 to inf. Replace what is not a number."
+    )
 
 
 def test_a_large_image_is_converted_in_bands_as_at_once(monkeypatch):

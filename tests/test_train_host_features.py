@@ -75,6 +75,7 @@ def test_features_on_the_host_have_the_gradients_of_those_on_the_device(
 
 
 @pytest.mark.gpu
+@pytest.mark.unpoisoned
 @pytest.mark.skipif(ON_CPU, reason="needs a CUDA device")
 @pytest.mark.parametrize(
     ("kind", "words"), [("pairs", ()), ("queries", DIMENSIONS), ("queries", DCL), ("queries", LATE)]

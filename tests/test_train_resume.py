@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 from ranks import as_in_tests, fresh, set_aside
+from refusals import refusal
 from tiny_runs import interrupted, left, same_run, timed, tiny_recipe
 
 from contrastile.cli.main import main
@@ -346,9 +347,7 @@ def test_another_recipe_is_refused(undisturbed, tmp_path):
     recipe, _ = undisturbed
     stopped(recipe, tmp_path, at=2)
     other = recipe.model_copy(update={"optim": recipe.optim.model_copy(update={"learning_rate": 0.5})})
-    with pytest.raises(ValueError) as caught:
-        run_recipe(other, tmp_path, resume=True)
-    assert str(caught.value) == (
+    assert refusal(run_recipe, other, tmp_path, resume=True) == (
         "`optim.learning_rate` must be what the run began with; got 0.5. "
         f"It began with 0.003: go on with contrastile train {tmp_path / recipe.name}/recipe.toml --runs {tmp_path} "
         "--resume, or train anew, without --resume."
@@ -443,9 +442,7 @@ def test_a_run_whose_folder_is_moved_writes_nothing_into_another(undisturbed, tm
         return real(*arguments)
 
     monkeypatch.setattr(loop, "step", step)
-    with pytest.raises(ValueError) as caught:
-        run_recipe(recipe, tmp_path)
-    assert str(caught.value) == (
+    assert refusal(run_recipe, recipe, tmp_path) == (
         f'`run` must find its folder where it began; got another one at "{path}". '
         "Move its own back there and go on with --resume."
     )

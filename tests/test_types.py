@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
+from refusals import refusal
 from torch import Tensor, nn
 
 import contrastile
@@ -73,9 +74,7 @@ def test_a_method_of_the_other_kind_of_run_is_refused(
 ) -> None:
     run = object.__new__(kind)
     for method in methods:
-        with pytest.raises(ValueError) as caught:
-            getattr(run, method)([])
-        assert str(caught.value) == sentence.format(method)
+        assert refusal(getattr(run, method), []) == sentence.format(method)
 
 
 @pytest.mark.parametrize("name", [name for name in contrastile.__all__ if name.endswith("Loss")])

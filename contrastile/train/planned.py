@@ -61,7 +61,8 @@ def planned(recipe: Any, overrides: Sequence[str], gpus: str | None, batch: int 
     if batch is not None and batch < machines.ranks:
         raise invalid("batch", f"be at least a pair for each of the {machines.ranks} ranks", batch, "Take more.")
     model, costs = towers(settings, machines.ranks, batch or largest)
-    return plan_of(settings, machines, batch or largest, model, costs, stages(settings, pairs) if not batch else ())
+    plan = plan_of(settings, machines, batch or largest, model, costs, stages(settings, pairs))
+    return plan if batch is None else plan.at(batch)
 
 
 def planned_memory(run: LoadedRun, batch: int, ranks: int) -> dict[str, int] | None:
@@ -205,11 +206,13 @@ def plan_of(
         size_of = partial(LateSize, tokens=tuple([cost.dimensions // dimensions for cost in costs]))
     pair_loss = OBJECTIVES[recipe.kind](recipe.loss).pair_loss
     # not the pairs of a diagonal alone
-    listed = not isinstance(recipe, Recipe) or pair_loss.exclude_self or getattr(recipe.loss, "labels", False)
+    labels = recipe.loss.kind == "supcon" or getattr(recipe.loss, "labels", False)
+    listed = not isinstance(recipe, Recipe) or pair_loss.exclude_self or labels
     loss = size_of(
         rows, keys * rows, ranks, dimensions, machines.memory, recipe.loss.exchange, recipe.loss.backend,
         machines.device, getattr(recipe.loss, "workspace", None), products, given,
         pair_loss, queue=queue // ranks, own=anchors + positives, directions=2 if both_ways else 1, listed=listed,
+        labels=labels,
     )  # fmt: skip
     teacher, guides = 0, list[Side]()
     if (other := teacher_recipe(recipe)) is not None:

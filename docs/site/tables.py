@@ -49,6 +49,7 @@ DOORS = {
         ("multi-vector", "`CachedMultiVectorMultipleNegativesRankingLoss`", "`CachedMultiVectorLoss`"),
     ),
     "door_transformers": (("trainer", "the formula as `compute_loss`, whole batch", "`ContrastileTrainer`"),),
+    "door_lightning": (("lightning", "the formula in `training_step`, whole batch", "`ContrastileMixin`"),),
     "door_flag_embedding": (("flag-embedding", "`sub_batch_size`", "the subclass below"),),
     "door_pylate": (("pylate", "`CachedContrastive`", "the subclass below"),),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -141,13 +142,8 @@ class RetrieverRun(LoadedRun):
         compared: sizes. Instead there are features as they are compared, of each of these sizes, from the encoder.
         """
         words |= self.recipe.train.sub_batch.words(side, tokens["input_ids"].shape[1])
-        model, encoder = self.model, getattr(self.model, f"encode_{side}")
-
-        def comparable(**tokens: Tensor) -> list[Any]:
-            features = encoder(**tokens)
-            return [model.comparable(features, size) for size in compared]
-
-        return encode(comparable if compared else encoder, tokens, **words)
+        encoder = getattr(self.model, f"encode_{side}")
+        return encode(partial(self.model.encode_compared, side, compared) if compared else encoder, tokens, **words)
 
     def encode_query(self, texts: Sequence[str], *, dimensions: int | None = None) -> Any:
         """Features `[n, D]`, float32, of questions; the first `dimensions` features where that is given."""
