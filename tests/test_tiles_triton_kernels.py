@@ -209,9 +209,8 @@ def test_kept_exponentials_times_large_features_do_not_overflow(norms: tuple[flo
     ("listed", "loss"),
     [
         (UNROLLED.value, Softmax()),
-        (UNROLLED.value + 1, Softmax(label_smoothing=0.1, exclude_self=True)),
         (UNROLLED.value + 1, Decoupled(exclude_self=True)),
-        (11, Softmax(label_smoothing=0.1)),
+        (11, Softmax(label_smoothing=0.1, exclude_self=True)),
     ],
     ids=str,
 )
@@ -314,11 +313,10 @@ def test_every_run_gives_the_same_bits() -> None:
         assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_features_with_dense_columns_give_the_same_result(reduction: Reduction) -> None:
+def test_features_with_dense_columns_give_the_same_result() -> None:
     q, k = (_unit(SHAPE.rows + 6, torch.float32).requires_grad_() for _ in range(2))
     across = [x.detach().T.contiguous().T.requires_grad_() for x in (q, k)]
-    losses = [contrast(*pair, scale=20.0, backend="triton", reduction=reduction) for pair in ((q, k), across)]
+    losses = [contrast(*pair, scale=20.0, backend="triton", reduction="none") for pair in ((q, k), across)]
     assert _alike(*(loss.detach() for loss in losses))
     straight, found = (
         torch.autograd.grad(loss.sum(), pair) for loss, pair in zip(losses, ((q, k), across), strict=True)
