@@ -98,8 +98,8 @@ def test_token_vectors_of_a_gpu(cases: dict[str, list[Any]]) -> None:
     assert len(several) == 8
     assert max(map(_bytes_off, several)) <= 0.005
     profile = target("H200").profile
-    new = [case for case in several if not case.fitted and case.label != NOT_REPLAYED]
-    assert len(new) == 5
+    new = [case for case in several if not case.fitted]
+    assert len(new) == 6
     assert max(abs(case.planned_seconds(profile) / case.seconds - 1) for case in new) <= 0.1
 
 

@@ -148,9 +148,10 @@ def test_kinds_that_are_not_used_are_given_up(monkeypatch: pytest.MonkeyPatch) -
 
 
 def _late(loss: Any, masked: bool, call: int) -> list[Tensor]:
-    """A step of late interaction on tokens that change from call to call."""
+    """A step of late interaction on tokens that change from call to call; masked ones in number too."""
     generator = torch.Generator().manual_seed(call)
-    q, k = (torch.randn(3, n, 8, generator=generator).requires_grad_() for n in (2, 5))
+    more = masked * call
+    q, k = (torch.randn(3, n + more, 8, generator=generator).requires_grad_() for n in (2, 17))
     masks = [torch.rand(x.shape[:2], generator=generator) > 0.3 for x in (q, k)]
     scale = torch.tensor(2.0, requires_grad=True)
     sides = zip((q, k), masks, strict=True) if masked else (q, k)

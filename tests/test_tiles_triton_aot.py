@@ -59,7 +59,7 @@ BUSY_ON = (89,) if EVERY else (120,)
 INSTRUCTIONS = ("gradient plain", "sweep")
 # of late interaction: the tiling of a chip with wide products, and a small one of the same code on others
 LATE = {"BM": 128, "BN": 64, "BD": 128, "SLOT": 32, "GROUP": 32, "REGISTERS": True}
-LATE_SMALL = {"BM": 64, "BN": 32, "BD": 32, "SLOT": 8, "GROUP": 32}
+LATE_SMALL = {"BM": 64, "BN": 64, "BD": 32, "SLOT": 8, "GROUP": 32}
 
 
 @pytest.fixture(scope="module")

@@ -97,7 +97,7 @@ def shape_for(device: torch.device, *, taught: bool = False) -> Shape:
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -105,7 +105,7 @@ def most_programs(device: torch.device, reserved: int = 0, *, taught: bool = Fal
     """Programs of the tile kernels that the device runs at once, with `reserved` multiprocessors left to others."""
     if interpreting():
         return max(1, PROGRAMS_INTERPRETED - reserved)
-    return shape_for(device, taught=taught).programs * max(1, _multiprocessors(device) - reserved)
+    return shape_for(device, taught=taught).programs * max(1, multiprocessors(device) - reserved)
 
 
 def tiles_of(n: int, side: int) -> int:

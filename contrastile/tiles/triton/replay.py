@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from contrastile.scorers import padded_to
 from contrastile.tiles.base import Accumulated
 from contrastile.tiles.triton import ends, launch
 from contrastile.tiles.triton.launch import ROWS
@@ -42,8 +43,10 @@ def _addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def _like(target: Tensor, x: Tensor) -> Tensor:
-    """A copy of x with the strides of the target."""
-    return torch.empty_like(target, dtype=x.dtype).copy_(x)
+    """A copy of x with the strides of the target, and its length of texts."""
+    if x.shape != target.shape:
+        x = padded_to(x, target.shape[1])
+    return x if x.stride() == target.stride() else torch.empty_like(target, dtype=x.dtype).copy_(x)
 
 
 class Filling:
