@@ -30,6 +30,9 @@ from contrastile.tiles.triton.plan import (
 
 # type of features, and of a strip, whose range is that of exponentials; float32 features would have three strips
 KEPT_IN = torch.bfloat16
+# features from which a symmetric loss's product of a pair takes longer than its number's way through memory, by the
+# times at 512 and at 768
+LEAST_FEATURES = 320
 # sums of a tile's column where exponentials are kept, see `kept_tile`
 COLUMN_SUMS = 4
 # 32-bit ids and labels by name, of rows and of columns
@@ -75,7 +78,8 @@ class Budget:
     def keeps(self, rows: Shard, cols: Shard) -> bool:
         """A forward that keeps exponentials takes the whole block at once; one way there are weighed rows beside it."""
         weighed = 0 if self.loss.symmetric else 2 * rows.features.numel()
-        return self.keeping(len(rows), len(cols), *self._copies(rows, cols)) + weighed <= self.workspace
+        needed = self.keeping(len(rows), len(cols), *self._copies(rows, cols)) + weighed
+        return self._gains(rows.features.shape[1]) and needed <= self.workspace
 
     def super_tiles(self, rows: Shard, cols: Shard, cost: Cost) -> Iterator[tuple[slice, slice]]:
         """Rows and columns of each super-tile of a block, row by row."""
@@ -101,9 +105,14 @@ class Budget:
         passes = (self.forward, self.backward, *more)
         most = max(cost(*self._largest(N, M, *given, cost), *given) for cost in passes)
         keeping = self.keeping(N, M, *given)
-        if followed and self.epilogue.keeps and dtype == KEPT_IN and keeping <= self.workspace:
+        gains = self._gains(followed) and self.epilogue.keeps and dtype == KEPT_IN
+        if followed and gains and keeping <= self.workspace:
             most = max(most, keeping - 4 * (N + M) * followed, self.keeping(N, M, *given, later=True))
         return most
+
+    def _gains(self, features: int) -> bool:
+        """Return whether kept exponentials are faster."""
+        return not self.loss.symmetric or features >= LEAST_FEATURES
 
     def _largest(self, N: int, M: int, copied: int, parts: int, cost: Cost) -> tuple[int, int]:
         """Rows and columns of a super-tile: the longer side halved, in whole tiles, until it fits the workspace."""
