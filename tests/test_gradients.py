@@ -8,6 +8,7 @@ import pytest
 from gradient_table import (
     BIASED,
     EXCHANGES,
+    FURTHER,
     LOSSES,
     MICRO_BATCHES,
     PLAIN,
@@ -24,20 +25,16 @@ from ranks import Pool
 @pytest.mark.parametrize(
     ("W", "wrapper", "exchanges", "ways", "losses"),
     [
-        # the other losses on two ranks, behind `encode`: test_losses_further.py
-        *((W, "plain", EXCHANGES, [(True, MICRO_BATCHES)], LOSSES if W == 3 else PLAIN) for W in (1, 2, 3, 4)),
+        *((W, "plain", EXCHANGES, [(True, MICRO_BATCHES)], PLAIN) for W in (1, 2, 3, 4)),
+        # the other losses with every exchange, behind `encode`: test_losses_further.py
+        (3, "plain", ["ring"], [(True, MICRO_BATCHES)], FURTHER),
         # a wrapper meets features, whatever loss and exchange made their gradients
         *((W, wrapper, ["gather"], [(True, MICRO_BATCHES)], PLAIN) for wrapper in WRAPPERS[1:] for W in (1, 3)),
         *((2, wrapper, ["gather"], WAYS, PLAIN) for wrapper in WRAPPERS),
     ],
 )
 def test_every_gradient_is_that_of_one_process(
-    pool: Pool,
-    W: int,
-    wrapper: str,
-    exchanges: Sequence[str],
-    ways: Sequence[tuple[bool, int]],
-    losses: Sequence[str],
+    pool: Pool, W: int, wrapper: str, exchanges: Sequence[str], ways: Sequence[tuple[bool, int]], losses: Sequence[str]
 ) -> None:
     rows = list(measure(pool, [W], [wrapper], exchanges, ways, tuple(losses)))
     assert len(rows) == W * len(losses) * len(exchanges) * len(ways)

@@ -1,7 +1,8 @@
 """Every kernel compiles ahead of time, without a chip, and fits its shared memory; `make test-kernels`: on every chip.
 
 Compiled in a process of its own: in this one kernels are interpreted. Run as a program, this file compiles the
-kernels for each capability that it reads, and prints what each takes.
+kernels for each capability that it reads, and prints what each takes. Machine code is made by `make test-kernels`, and
+here of kernels with instructions of their own: bytes of shared memory and layouts are known before.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -30,7 +33,7 @@ TILE_KERNELS = ("totals", "maxima", "gradient", "careful_gradient")
 SIX = {"LEFT": 0b10_01_00_01_00_00, "RIGHT": 0b00_01_10_00_01_00, "PRODUCTS": 6, "PARTS": 3}
 # every option of the small kernels
 EVERYTHING = {"U": True, "V": True, "WEIGHTS": True, "SMOOTH": True, "BIASED": True, "SIDES": 2}
-EVERYTHING |= {"MEAN": True, "TIMES": True, "GUIDE": 2, "LABELS": True}
+EVERYTHING |= {"MEAN": True, "TIMES": True, "GUIDE": 2, "LABELS": True, "MEASURED": 1}
 # strides and sizes that are multiples of 16 where features are
 ALIGNED = ("D", "G", "q_stride", "k_stride", "guide_q_stride", "guide_k_stride", "out_stride", "entries")
 # arguments of several tensors
@@ -39,6 +42,7 @@ TUPLES |= {"totals": ("*fp32", "*fp32"), "outs": ("*bf16", "*fp32"), "number_out
 TAUGHT = "teacher"
 # kernels that take most of the time: several programs of them share a multiprocessor
 BUSY = ("totals plain", "gradient plain", "totals sigmoid", "gradient sigmoid")
+KEPT = ("totals kept", "gradient kept")
 # the same where they are compiled
 GUIDED = ("totals teacher", "gradient teacher", "totals mask", "gradient mask")
 # every kernel and option on every chip, for `make test-kernels`
@@ -51,9 +55,11 @@ COMPLETE = (80, 90) if EVERY else (80,)
 GUIDED_ON = (80, 90, 100) if EVERY else (90,)
 # capabilities for which the busy kernels alone are compiled; shapes and instructions of 89 are those of 86
 BUSY_ON = (89,) if EVERY else (120,)
+# kernels with instructions written out, of which machine code is made in any case
+INSTRUCTIONS = ("gradient plain", "sweep")
 # of late interaction: the tiling of a chip with wide products, and a small one of the same code on others
 LATE = {"BM": 128, "BN": 64, "BD": 128, "SLOT": 32, "GROUP": 32, "REGISTERS": True}
-LATE_SMALL = {"BM": 64, "BN": 32, "BD": 32, "SLOT": 8, "GROUP": 32}
+LATE_SMALL = {"BM": 64, "BN": 64, "BD": 32, "SLOT": 8, "GROUP": 32}
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +99,7 @@ def test_every_kernel_compiles_and_fits(capability: int, compiled: Callable[[int
     assert names >= ({"totals", "gradient"} if capability in BUSY_ON else {*TILE_KERNELS})
     assert names >= late or capability != 90
     assert max(taken.values()) <= SHARED[capability]
-    for name in (*BUSY, *(name for name in GUIDED if name in taken)):
+    for name in (*BUSY, *(name for name in (*GUIDED, *KEPT) if name in taken)):
         programs = _shape(capability, taught=name.endswith(TAUGHT)).programs
         assert programs * (taken[name] + RESERVED) <= SHARED[capability] + RESERVED
 
@@ -114,7 +120,7 @@ def _type(name: str, shape: Any, constants: dict[str, Any]) -> str | tuple[str, 
         return "*bf16"
     if name in descriptors:
         return f"tensordesc<bf16[{descriptors[name][0]},{descriptors[name][1]}]>" if shape.tma else "*bf16"
-    if name in ("q_ptr", "k_ptr", "x_ptr"):
+    if name in ("q_ptr", "k_ptr", "x_ptr", "strip_ptr"):
         return "*bf16"
     if name.endswith("mask_ptr"):
         return "*u8"
@@ -128,7 +134,8 @@ def _type(name: str, shape: Any, constants: dict[str, Any]) -> str | tuple[str, 
         return "*i64"
     if name in ("factor_ptr", "highest_ptr", "kernels_ptr"):
         return "*fp64"
-    return "*fp32" if name.endswith("_ptr") else "fp32" if name in ("smoothing", "truncation", "hardness") else "i32"
+    numbers = ("smoothing", "truncation", "hardness", "x_lost", "y_lost")
+    return "*fp32" if name.endswith("_ptr") else "fp32" if name in numbers else "i32"
 
 
 def _kernels() -> list[Any]:
@@ -139,6 +146,7 @@ def _kernels() -> list[Any]:
         ends,
         finish,
         forward,
+        kept_kernels,
         labels,
         mask_kernels,
         maxsim_kernels,
@@ -148,8 +156,8 @@ def _kernels() -> list[Any]:
     )
 
     modules = (
-        forward, backward, careful, labels, ends, positives, reductions, finish, maxsim_kernels, score_kernels,
-        mask_kernels,
+        forward, backward, careful, kept_kernels, labels, ends, positives, reductions, finish, maxsim_kernels,
+        score_kernels, mask_kernels,
     )  # fmt: skip
     return [
         function
@@ -205,8 +213,8 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
             yield kernel, f"{name} plain", plain
         if busy:
             yield kernel, f"{name} sigmoid", plain | sigmoid
-        if name == "gradient" and (EVERY or capability == 90):
-            yield kernel, f"{name} kept", plain | {"LOSS": True, "COLUMNS": False}
+        if busy and capability == 90:
+            yield kernel, f"{name} kept", plain | {"LOSS": True, "COLUMNS": name == "totals", "KEEP": True}
         if capability in GUIDED_ON and (EVERY or busy):
             yield kernel, f"{name} {TAUGHT}", plain | teacher
             if EVERY:
@@ -231,7 +239,24 @@ def _late(name: str, capability: int) -> dict[str, Any]:
     return tiling | of_documents | masks | {"BEST": True, "FLATTEN": True, "STAGES": 1, "WHOLE": False}
 
 
-def _shared(kernel: Any, chosen: dict[str, Any], capability: int) -> int:
+@contextmanager
+def _until_llvm() -> Iterator[None]:
+    """Compilation that ends before LLVM optimizes and ptxas assembles, which take most of its time."""
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    real = CUDABackend.add_stages
+
+    def add_stages(backend: Any, stages: dict[str, Any], *others: Any) -> None:
+        real(backend, stages, *others)
+        # the last stages also name the kernel
+        stages |= {"ptx": lambda _, metadata: metadata.update(name="none") or "", "cubin": lambda *_: b""}
+
+    with patch.object(CUDABackend, "add_stages", add_stages), patch.dict(os.environ, DISABLE_LLVM_OPT="1"):
+        yield
+
+
+def _shared(kernel: Any, name: str, chosen: dict[str, Any], capability: int) -> int:
+    """Bytes of shared memory that a kernel takes."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -245,7 +270,7 @@ def _shared(kernel: Any, chosen: dict[str, Any], capability: int) -> int:
         "FLATTEN": shape.flatten,
         "TMA": shape.tma,
     }
-    fixed |= {"BLOCK": 128, "TILES": 16, "ROWS": 16}
+    fixed |= {"BLOCK": 128, "TILES": 16, "ROWS": 16, "COLS": 128, "STEPS": 4}
     names = kernel.arg_names
     constants = {parameter.name: 0 for parameter in kernel.params if parameter.is_constexpr}
     constants |= {name: value for name, value in (fixed | chosen).items() if name in constants}
@@ -257,7 +282,8 @@ def _shared(kernel: Any, chosen: dict[str, Any], capability: int) -> int:
     }
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
     options = {"num_warps": shape.warps if "BK" in constants else 4, "num_stages": shape.stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with nullcontext() if EVERY or (name in INSTRUCTIONS and capability == 90) else _until_llvm():
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     unordered = _unordered(compiled.asm["ttgir"])
     assert not unordered, f"{kernel.fn.__name__} stores {unordered} while other warps may still read"
     shared: int = compiled.metadata.shared
@@ -288,5 +314,5 @@ def _unordered(code: str) -> str | None:
 if __name__ == "__main__":
     for line in sys.stdin:
         asked = int(line)
-        all_taken = {name: _shared(kernel, chosen, asked) for kernel, name, chosen in _variants(asked)}
+        all_taken = {name: _shared(kernel, name, chosen, asked) for kernel, name, chosen in _variants(asked)}
         print(json.dumps(all_taken), flush=True)  # noqa: T201
