@@ -102,6 +102,10 @@ CALLS = (
     *((loss, 32768, 512) for loss in ("infonce", "dcl", "dclw", "hardness", "gist", "distill", "clip_labels")),
 )  # fmt: skip
 CALLS_WARM, CALLS_IN_A_ROW, CALLS_TIMED = 6, 3, 9
+# losses whose rows are of another code, and what it did
+GUIDED, BESIDE = ("gist", "distill"), "the guide's product beside the other"
+
+
 # reasons against the seconds of a row, whose bytes are planned
 CAPTURED, HOST = "such calls are captured and replayed today", "bound by a host whose rates were not measured"
 DISTURBED = "eleven measurements of the case took 607 to 638 ms"
@@ -226,7 +230,8 @@ def other_losses(memory: int) -> Iterator[Case]:
             b, b, 1, int(row["d"]), memory, "single", "triton", workspace=2 * 2**30, loss=pair_loss,
             listed=loss in LABELLED, guide=int(row["d"]) if pair_loss.guides else 0,
         )  # fmt: skip
-        yield Case(OTHER_LOSSES, f"{loss} {b} x {row['d']}", int(row["peak_bytes"]), None, size)
+        label, peak = f"{loss} {b} x {row['d']}", int(row["peak_bytes"])
+        yield Case(OTHER_LOSSES, label, peak, None, size, other_code=BESIDE if loss in GUIDED else None)
 
 
 def cpu_cases(memory: int) -> Iterator[Case]:

@@ -22,7 +22,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from contrastile.tiles.triton.plan import SHAPES, SHAPES_TAUGHT
+from contrastile.tiles.triton.plan import SHAPES
 
 # bytes of shared memory that one program may have, by compute capability
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -33,13 +33,16 @@ TILE_KERNELS = ("totals", "maxima", "gradient", "careful_gradient")
 SIX = {"LEFT": 0b10_01_00_01_00_00, "RIGHT": 0b00_01_10_00_01_00, "PRODUCTS": 6, "PARTS": 3}
 # every option of the small kernels
 EVERYTHING = {"U": True, "V": True, "WEIGHTS": True, "SMOOTH": True, "BIASED": True, "SIDES": 2}
-EVERYTHING |= {"MEAN": True, "TIMES": True, "GUIDE": 2, "LABELS": True, "MEASURED": 1}
+EVERYTHING |= {"MEAN": True, "TIMES": True, "GUIDE": 2, "LABELS": True, "SOFT": 1, "MEASURED": 1}
 # strides and sizes that are multiples of 16 where features are
-ALIGNED = ("D", "G", "q_stride", "k_stride", "guide_q_stride", "guide_k_stride", "out_stride", "entries")
+ALIGNED = ("D", "G", "entries", *(f"{name}_stride" for name in ("q", "k", "guide_q", "guide_k", "out", "guide")))
 # arguments of several tensors
 TUPLES = {"sources": ("*fp32", "*i32"), "targets": ("*bf16", "*i64"), "lengths": ("i32", "i32")}
 TUPLES |= {"totals": ("*fp32", "*fp32"), "outs": ("*bf16", "*fp32"), "number_outs": ("*fp32", "*bf16")}
-TAUGHT = "teacher"
+# GUIDE of a teacher
+TEACHER = 2
+# kernels of a guide before those of the tiles
+GUIDING = ("mask_bits", "soft_strip")
 # kernels that take most of the time: several programs of them share a multiprocessor
 BUSY = ("totals plain", "gradient plain", "totals sigmoid", "gradient sigmoid")
 KEPT = ("totals kept", "gradient kept")
@@ -100,12 +103,7 @@ def test_every_kernel_compiles_and_fits(capability: int, compiled: Callable[[int
     assert names >= late or capability != 90
     assert max(taken.values()) <= SHARED[capability]
     for name in (*BUSY, *(name for name in (*GUIDED, *KEPT) if name in taken)):
-        programs = _shape(capability, taught=name.endswith(TAUGHT)).programs
-        assert programs * (taken[name] + RESERVED) <= SHARED[capability] + RESERVED
-
-
-def _shape(capability: int, *, taught: bool = False) -> Any:
-    return SHAPES_TAUGHT.get(capability, SHAPES[capability]) if taught else SHAPES[capability]
+        assert SHAPES[capability].programs * (taken[name] + RESERVED) <= SHARED[capability] + RESERVED
 
 
 def _type(name: str, shape: Any, constants: dict[str, Any]) -> str | tuple[str, ...]:
@@ -115,7 +113,8 @@ def _type(name: str, shape: Any, constants: dict[str, Any]) -> str | tuple[str, 
     rows, cols = (shape.rows, shape.depth), (shape.cols, shape.depth)
     of_tokens = (constants.get("BN"), constants["BD"]) if "BD" in constants else cols
     descriptors = {"q_mem": rows, "k_mem": of_tokens, "out_mem": (shape.rows, shape.cols // 2)}
-    descriptors |= {"guide_q_mem": rows, "guide_k_mem": cols} if constants.get("GUIDE") else {}
+    if constants.get("GUIDE") == TEACHER and not constants.get("SOFT"):
+        descriptors |= {"guide_q_mem": rows, "guide_k_mem": cols}
     if name.endswith("_mem") and name not in descriptors:
         return "*bf16"
     if name in descriptors:
@@ -130,6 +129,8 @@ def _type(name: str, shape: Any, constants: dict[str, Any]) -> str | tuple[str, 
     if name.endswith(("ids_ptr", "labels_ptr", "quarters_ptr", *of_texts)):
         return "*i32"
     indices = ("positives_ptr", "starts_ptr", "targets_ptr", "stops_ptr", "sources_ptr", "columns_ptr", "address_ptr")
+    if name == "guide_ptr":
+        return "*bf16" if constants.get("SOFT") else "*i32"
     if name.endswith(indices):
         return "*i64"
     if name in ("factor_ptr", "highest_ptr", "kernels_ptr"):
@@ -178,7 +179,9 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
 
     plain = {"DIAGONAL": True, "COLUMNS": True, "PRODUCTS": 1, "PARTS": 1}
     sigmoid = {"SOFTPLUS": True, "COLUMNS": False, "LOSS": True}
-    teacher = {"GUIDE": 2, "GUIDE_PRODUCTS": 1, "FLATTEN": False}
+    teacher = {"GUIDE": TEACHER, "GUIDE_PRODUCTS": 1, "FLATTEN": False, "EACH": 4}
+    # of 16-bit features; others, and the careful kernels, compute the teacher's products themselves
+    strip = {"GUIDE": TEACHER, "SOFT": 2, "EACH": 4}
     several = {"DIAGONAL": False, "POSITIVES": UNROLLED.value + 1, "FLATTEN": False, "IDS": True, "SMOOTH": True}
     for kernel in _kernels():
         name = kernel.fn.__name__
@@ -193,7 +196,7 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
                 yield kernel, name, plain | masks | sizes
             continue
         if name not in TILE_KERNELS:
-            if capability in COMPLETE:
+            if capability in COMPLETE or (name in GUIDING and capability == 90):
                 yield kernel, name, plain | EVERYTHING
                 if name == "finish":
                     further = {"DECOUPLED": True, "MISES_FISHER": True, "WEIGHTS": True}
@@ -216,9 +219,10 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
         if busy and capability == 90:
             yield kernel, f"{name} kept", plain | {"LOSS": True, "COLUMNS": name == "totals", "KEEP": True}
         if capability in GUIDED_ON and (EVERY or busy):
-            yield kernel, f"{name} {TAUGHT}", plain | teacher
+            yield kernel, f"{name} teacher", plain | (strip if busy else teacher)
             if EVERY:
-                yield kernel, f"{name} mask", plain | {"GUIDE": 1, "GUIDE_PRODUCTS": 1, "COLUMNS": False}
+                yield kernel, f"{name} teacher, six products", plain | SIX | teacher
+                yield kernel, f"{name} mask", plain | {"GUIDE": 1, "COLUMNS": False}
         if capability == 90 and (EVERY or name != "maxima"):
             yield kernel, f"{name} six products, ids, smooth, several positives", plain | SIX | several
             if EVERY and name == "gradient":
@@ -261,7 +265,7 @@ def _shared(kernel: Any, name: str, chosen: dict[str, Any], capability: int) -> 
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    shape = _shape(capability, taught=chosen.get("GUIDE") == 2 and "BM" in kernel.arg_names)
+    shape = SHAPES[capability]
     fixed = {
         "BM": shape.rows,
         "BN": shape.cols,

@@ -34,8 +34,6 @@ TEACHERS = tl.constexpr(8)
 # values of GUIDE: negatives where the guide's product exceeds the row's number do not count; or the product, as logit
 # of a teacher, gives soft targets
 MASK, TEACHER = tl.constexpr(1), tl.constexpr(2)
-# start of a tile's products where a pair does not count; products of features are larger than half of it
-EXCLUDED = tl.constexpr(-(2.0**100))
 # rows of a softmax's statistics, and of its state
 TOP, TOTAL, LOGIT_SUM, LOGIT_COUNT, POSITIVE_TOP, POSITIVE_TOTAL, POSITIVE_SUM, POSITIVE_COUNT = (
     tl.constexpr(row) for row in range(len(SoftmaxStats._fields))
@@ -54,7 +52,7 @@ ANY = ("N", "M", "n", "diagonal", "self_diagonal", "positives", "positives_strid
        "vectors_step", "part_stride", "part_row_stride", "part_col_stride", "parts", "stats_row_stride", "stats_stride",
        "row_stats_stride", "col_stats_stride", "row_state_stride", "col_state_stride", "row_tiles", "col_tiles",
        "row_first", "row_last", "col_first", "col_last", "q_blocks", "blocks", "truncation", "careful", "kept",
-       "smoothing", "m", "x_lost", "y_lost")  # fmt: skip
+       "smoothing", "m", "x_lost", "y_lost", "guide_step")  # fmt: skip
 
 
 @triton.jit
@@ -162,6 +160,45 @@ def store_sums(first, second, third, at, stride, inside):
     tl.store(at, first, mask=inside)
     tl.store(at + stride, second, mask=inside)
     tl.store(at + 2 * stride, third, mask=inside)
+
+
+@triton.jit
+def sum_per_lane(x, BM: tl.constexpr, WIDTH: tl.constexpr):
+    """Partial sums of the rows of x as [BM, 4]: within threads, in the layout that the matrix units return."""
+    left, right = tl.split(tl.reshape(x, (BM, WIDTH // 2, 2)))
+    return tl.sum(tl.reshape(left + right, (BM, WIDTH // 8, 4)), 1)
+
+
+@triton.jit
+def _added(a, b, c, other_a, other_b, other_c):
+    return a + other_a, b + other_b, c + other_c
+
+
+@triton.jit
+def _of_warps(x, BM: tl.constexpr, WIDTH: tl.constexpr):
+    """Sums along the columns of x, [4, WIDTH], one of each warp."""
+    return tl.sum(tl.sum(tl.reshape(x, (2, 4, BM // 8, WIDTH)), 0), 1)
+
+
+@triton.jit
+def store_column_sums(a, b, c, col_part_ptr, i, cols, M, stride, BM: tl.constexpr, WIDTH: tl.constexpr,
+                      EACH: tl.constexpr):  # fmt: skip
+    """Store the sums of three tiles along columns, one stride apart, as `store_sums`.
+
+    EACH is 4: one of each warp, so that none waits for another. Else they wait once for all three.
+    """
+    if EACH == 4:
+        warps = 4 * i + tl.arange(0, 4)
+        at = col_part_ptr + warps.to(tl.int64)[:, None] * M + cols[None, :]
+        inside = tl.broadcast_to((cols < M)[None, :], (4, WIDTH))
+        store_sums(_of_warps(a, BM, WIDTH), _of_warps(b, BM, WIDTH), _of_warps(c, BM, WIDTH), at, stride, inside)
+    else:
+        of_a, of_b, of_c = tl.reduce((a, b, c), 0, _added)
+        at = col_part_ptr + i.to(tl.int64) * M + cols
+        # [columns, 2, 2], the last of which is not stored
+        sums = tl.join(tl.join(of_a, of_c), tl.join(of_b, of_b))
+        number = 2 * tl.arange(0, 2)[None, :, None] + tl.arange(0, 2)[None, None, :]
+        tl.store(at[:, None, None] + number * stride, sums, mask=(cols < M)[:, None, None] & (number < 3))
 
 
 @triton.jit

@@ -12,8 +12,7 @@ enter the strip. Positives by label are too many for that: the kernels compute t
 are split into two or three bf16 pieces, by torch's float32 matmul precision: the same kernels then compute three or six
 products.
 
-A guide's features are a second pair of operands: their product is computed with the tile's, as a mask or as a teacher's
-logits.
+A guide's features are a second pair of operands (`guided.py`).
 
 `block.py` cuts the block, `plan.py` derives the kernels' options from the loss, `launch.py` launches.
 """
@@ -47,6 +46,7 @@ from contrastile.tiles.triton.block import (
     numbered_groups,
     readable_side,
 )
+from contrastile.tiles.triton.guided import Guidance, with_teacher
 from contrastile.tiles.triton.kept import Kept
 from contrastile.tiles.triton.launch import Term, Weights, on
 from contrastile.tiles.triton.plan import CAREFUL_LABEL_CHANNELS, LABEL_CHANNELS, Epilogue, Operand, Pair
@@ -91,6 +91,7 @@ class Triton(Tiles):
     super_tile: SuperTile | None = field(default=None, init=False, compare=False, repr=False)
     # exponentials of the block that the forward has kept for the backward
     kept: Kept | None = field(default=None, init=False, compare=False, repr=False)
+    guidance: Guidance = field(default_factory=Guidance, init=False, compare=False, repr=False)
     # multiprocessors left to transfers between devices
     reserved: int = 0
 
@@ -232,7 +233,7 @@ class Triton(Tiles):
             )
             self.constants[position] = constants
             if self._epilogue.taught:
-                self.constants[position] = self._with_teacher(self.constants[position], rows, cols)
+                self.constants[position] = with_teacher(constants, rows, cols, self._epilogue)
             self.groups[position] = numbered_groups(rows, cols)
         self.super_tile = None
         of_rows, of_cols = self.groups[position]
@@ -243,7 +244,7 @@ class Triton(Tiles):
         """True if the careful kernels alone compute this loss: label smoothing with positives by label."""
         return self._epilogue.smooth and by_label(rows)
 
-    def _super_tiles(self, block: Block, cost: Cost) -> Iterator[SuperTile]:
+    def _super_tiles(self, block: Block, cost: Cost, *, careful: bool = False) -> Iterator[SuperTile]:
         """The block's super-tiles with their operands, which neighbours and the next pass share."""
         for i, j in self._budget.super_tiles(block.rows, block.cols, cost):
             tile = self.super_tile
@@ -261,6 +262,8 @@ class Triton(Tiles):
                 masks, taught = part.masks, self._epilogue.taught
                 quarters = None if masks.labels is None else launch.label_quarters(*masks.labels)
                 pair = Pair(q, k, masks, self.reserved, guide, numbers, taught, quarters)
+                if self._epilogue.masked:
+                    pair = self.guidance.masked(pair, block.constants, block, (i, j), careful=careful)
                 first, last = (j.start == 0, i.start == 0), (j.stop == len(block.cols), i.stop == len(block.rows))
                 tile = self.super_tile = SuperTile((i, j), part, pair, first, last)
             yield tile
@@ -269,12 +272,6 @@ class Triton(Tiles):
         """The features, and behind them those of the guide."""
         shape = plan.shape_for(self.scale.device)
         return [launch.operand(x, plan.PIECES[x.dtype](), shape) for x in (side.features, *side.guides)]
-
-    def _with_teacher(self, constants: Tensor, rows: Shard, cols: Shard) -> Tensor:
-        """The constants of a block, and behind them those of the teacher's logits."""
-        ((a,), (b,)), scale = (rows.guides, cols.guides), rows.numbers
-        scale = torch.ones_like(self.scale) if scale is None else scale[0]
-        return torch.cat([constants, launch.block_constants(a, b, scale, None, self._epilogue)])
 
     # the forward
 
@@ -291,7 +288,7 @@ class Triton(Tiles):
             passes = passes[self._careful(block.rows) :]
         keeps = self.followed and self.keeps(block.rows, block.cols)
         for careful, channels, cost in passes:
-            for tile in self._super_tiles(block, cost):
+            for tile in self._super_tiles(block, cost, careful=careful):
                 if keeps and not careful:
                     # one way with the sums of the scale's gradient, else with several of each column
                     each = COLUMN_SUMS if self.loss.symmetric else 1
@@ -300,12 +297,17 @@ class Triton(Tiles):
                 else:
                     # where the careful flag is set, the exponentials are not read
                     memory = None if self.kept is None else self.kept.strip.view(torch.float32).flatten()
-                    parts = self._new_parts(tile.block, channels, memory)
-                    launch.sums(tile.pair, block.constants, parts, epilogue, careful=careful)
+                    parts = self._new_parts(tile.block, channels, memory, 1 if careful else epilogue.each)
+                    keep = self.followed and all((*tile.first, *tile.last))
+                    pair = tile.pair if careful else self.guidance.taught(tile.pair, block.constants, keep=keep)
+                    launch.sums(pair, block.constants, parts, epilogue, careful=careful)
+                    del pair
                 merged = (parts, tile.of(stats), block.constants, epilogue, tile.first, tile.last)
                 launch.merge_sums(*merged, careful=careful)
                 # freed before the next super-tile's sums are allocated, which may fill the workspace
                 del parts, merged
+        if self._epilogue.masked and all((*tile.first, *tile.last)):
+            self.guidance = Guidance(block.position, tile.pair.guided)
         self.super_tile = None
         self._positive_stats(block, stats)
 
@@ -314,7 +316,7 @@ class Triton(Tiles):
 
         memory: float32 numbers that may be overwritten.
         """
-        shape = plan.shape_for(self.scale.device, taught=self._epilogue.taught)
+        shape = plan.shape_for(self.scale.device)
         height, width = len(block.rows), len(block.cols)
         sizes = [(channels, plan.tiles_of(width, shape.cols), height)]
         sizes += [(channels, each * plan.tiles_of(height, shape.rows), width)] * self.loss.symmetric
@@ -378,16 +380,16 @@ class Triton(Tiles):
         weights = self._weights(block)
         if self.kept is not None:
             numbers = self.kept.add(block, weights, u, None if v is None else _received(v), self._epilogue)
-            self.kept = None
+            self.kept, self.guidance = None, Guidance()
             return numbers, launch.truncation(block.rows.features)
         sums = launch.new_sums(self.scale.device)
         strip: Tensor | None = None
         lost = launch.truncation(block.rows.features) if self.sums_products else 0.0
         early = isinstance(v, InFlight) and v.early
-        for tile in self._super_tiles(block, self._budget.backward):
+        for tile in self._super_tiles(block, self._budget.backward_beside(self.guidance.held(block))):
             if strip is None:
                 # the first super-tile is the largest
-                strip = tile.pair.new_strip()
+                strip = tile.pair.new_strip() if self.guidance.strip is None else self.guidance.strip
             self._fill(tile, weights, strip, sums, row_stats)
             first_of_row, first_of_col = (self.fresh and first for first in tile.first)
             if u is not None and not early:
@@ -402,6 +404,7 @@ class Triton(Tiles):
                     sums = sums.sum(dtype=torch.float64)
             if u is not None and early:
                 add_rows(along(u, tile.along[0], 0), tile.pair, strip, fresh=first_of_row)
+        self.guidance = Guidance()
         return sums, lost
 
     def _weights(self, block: Block) -> Weights:
@@ -417,7 +420,8 @@ class Triton(Tiles):
         if not self._careful(tile.block.rows):
             vectors = [along(x, at) for x, at in zip(weights, tile.along, strict=False)]
             parts = [] if row_stats is None else self._new_parts(tile.block, epilogue.channels)
-            launch.gradient(tile.pair, constants, vectors, strip, sums, epilogue, *parts)
+            pair = self.guidance.taught_gradient(tile.pair, constants, strip)
+            launch.gradient(pair, constants, vectors, strip, sums, epilogue, *parts)
             if row_stats is not None:
                 # not first: added to the statistics so far
                 launch.merge_sums(parts, tile.of([row_stats]), constants, epilogue, (False, False), tile.last)

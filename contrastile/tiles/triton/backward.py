@@ -44,16 +44,10 @@ from contrastile.tiles.triton.arithmetic import (
     log1p,
     product_less_one,
     quarter,
-)
-from contrastile.tiles.triton.forward import (
-    counts,
-    join_quarters,
-    softplus_sum,
-    store_half,
     sum_per_lane,
-    tile_at,
-    tile_products,
 )
+from contrastile.tiles.triton.forward import join_quarters, softplus_sum, store_half, tile_at, tile_products
+from contrastile.tiles.triton.guides import aside, false_negatives, load_bits, load_soft
 from contrastile.tiles.triton.labels import label_softplus, positive_by_label, positive_weights
 from contrastile.tiles.triton.masks import distinct_pairs, has_masked, valid_pairs
 
@@ -220,14 +214,14 @@ def _label_sigmoid(acc, bits, a, constants, masks, masked, ids, labels, numbers,
 @triton.jit(do_not_specialize=ANY)
 def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row_a_ptr, col_b_ptr, sums_ptr,
              row_part_ptr, positives_ptr, row_ids_ptr, col_ids_ptr, row_labels_ptr, col_labels_ptr, row_numbers_ptr,
-             col_numbers_ptr, quarters_ptr, q_stride, k_stride, guide_q_stride, guide_k_stride, N, M, D, G, diagonal,
-             self_diagonal, positives, positives_stride, positives_start, part_stride, out_stride, vectors_step,
-             BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr,
-             RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, GUIDE: tl.constexpr, GUIDE_LEFT: tl.constexpr,
-             GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr, TMA: tl.constexpr,
+             col_numbers_ptr, quarters_ptr, guide_ptr, scratch_ptr, q_stride, k_stride, guide_q_stride, guide_k_stride,
+             N, M, D, G, diagonal, self_diagonal, positives, positives_stride, positives_start, part_stride, out_stride,
+             guide_stride, guide_step, vectors_step, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+             GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, GUIDE: tl.constexpr,
+             GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr, TMA: tl.constexpr,
              UPCAST: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr,
              IDS: tl.constexpr, LABELS: tl.constexpr, COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr,
-             SMOOTH: tl.constexpr, WEIGHED: tl.constexpr, LOSS: tl.constexpr, PARTS: tl.constexpr,
+             SMOOTH: tl.constexpr, WEIGHED: tl.constexpr, LOSS: tl.constexpr, PARTS: tl.constexpr, SOFT: tl.constexpr,
              FLATTEN: tl.constexpr):  # fmt: skip
     """Write the gradient of the valid pairs, 2^t · (a_i + b_j) − (c_i + d_j), into the strip [PARTS, N, M].
 
@@ -256,10 +250,10 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
     sums = tl.load(sums_at)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
         i, j = tile_at(tile, row_tiles, col_tiles, GROUP)
-        acc, guide = tile_products(
+        acc = tile_products(
             q_mem, k_mem, q_stride, k_stride, D, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, G,
-            row_numbers_ptr, i, j, N, M, BM, BN, BK, LEFT, RIGHT, PRODUCTS, GUIDE, GUIDE_LEFT, GUIDE_RIGHT,
-            GUIDE_PRODUCTS, TMA, UPCAST)  # fmt: skip
+            scratch_ptr, i, j, N, M, BM, BN, BK, LEFT, RIGHT, PRODUCTS, GUIDE, GUIDE_LEFT, GUIDE_RIGHT, GUIDE_PRODUCTS,
+            SOFT, TMA, UPCAST)  # fmt: skip
         rows = i * BM + tl.arange(0, BM)
         a = _load_vector(row_a_ptr, rows, N)[:, None]
         masked = has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES)
@@ -290,36 +284,35 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
             store_half(out_mem, out_stride, right, i, j * BN + BN // 2, part_stride, BM, BN // 2, PARTS, TMA)
         else:
             WIDTH: tl.constexpr = BN // 4
-            if COLUMNS:
+            if COLUMNS and GUIDE != TEACHER:
                 # loaded before the quarters, because loads do not overtake stores
                 b = tl.broadcast_to(_load_vector(col_b_ptr, j * BN + tl.arange(0, BN), M)[None, :], (BM, BN))
             if GUIDE == TEACHER:
                 c = _load_vector(row_a_ptr + vectors_step, rows, N)[:, None]
-                if COLUMNS:
-                    d = tl.broadcast_to(
-                        _load_vector(col_b_ptr + vectors_step, j * BN + tl.arange(0, BN), M)[None, :], (BM, BN)
-                    )
+            if GUIDE == MASK:
+                words = load_bits(guide_ptr, guide_stride, i, j, BM)
             for at in tl.static_range(4):
                 part = quarter(acc, at, BM, BN)
                 cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
                 t = exponents(part, constants, SOFTPLUS, PRODUCTS)
                 if GUIDE == MASK:
-                    t = tl.where(counts(part), t, -float("inf"))
-                if GUIDE == TEACHER:
-                    soft = exponents(quarter(guide, at, BM, BN), teachers, SOFTPLUS, GUIDE_PRODUCTS)
+                    false = false_negatives(words, at * WIDTH, BM, WIDTH)
+                    t = tl.where(false, -float("inf"), t)
+                if GUIDE == TEACHER and SOFT == 0:
+                    soft = exponents(aside(scratch_ptr, at, BM, BN), teachers, SOFTPLUS, GUIDE_PRODUCTS)
                 if IDS or SMOOTH:
                     valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
                     if IDS:
                         valid = valid & distinct_pairs(ids, labels, rows, cols, N, M, LABELS)
                     if GUIDE == MASK:
-                        valid = valid & counts(part)
+                        valid = valid & (false == 0)
                     t = tl.where(valid, t, -float("inf"))
-                    if GUIDE == TEACHER:
+                    if GUIDE == TEACHER and SOFT == 0:
                         soft = tl.where(valid, soft, -float("inf"))
                 elif masked:
                     valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
                     t = tl.where(valid, t, -float("inf"))
-                    if GUIDE == TEACHER:
+                    if GUIDE == TEACHER and SOFT == 0:
                         soft = tl.where(valid, soft, -float("inf"))
                 e = tl.math.exp2(t)
                 g = e
@@ -330,8 +323,8 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
                     else:
                         total += sum_per_lane(e, BM, WIDTH)
                         inner += sum_per_lane(e * part, BM, WIDTH)
-                elif LABELS and COLUMNS:
-                    # the columns' vector stays in memory: the registers hold those of positives
+                elif (LABELS or GUIDE == TEACHER) and COLUMNS:
+                    # the columns' vector stays in memory: the registers hold those of positives, or of a teacher
                     g = e * (a + _load_vector(col_b_ptr, cols, M)[None, :])
                 else:
                     g = e * (a + quarter(b, at, BM, BN) if COLUMNS else a)
@@ -341,7 +334,14 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
                         value += positive_value(e, col_b_ptr, cols, M, vectors_step, 0)
                     g = tl.where(positive_by_label(labels, t, rows, cols, N, M), value, g)
                 if GUIDE == TEACHER:
-                    g = g - tl.math.exp2(soft) * (c + quarter(d, at, BM, BN) if COLUMNS else c)
+                    d = c
+                    if COLUMNS:
+                        d = c + _load_vector(col_b_ptr + vectors_step, cols, M)[None, :]
+                    if SOFT == 0:
+                        f = tl.math.exp2(soft)
+                    else:
+                        f = load_soft(guide_ptr, guide_stride, guide_step, i, j, at, BM, BN, SOFT)
+                    g = g - f * d
                 if SMOOTH:
                     g = g - _load_vector(row_a_ptr + vectors_step, rows, N)[:, None]
                     if COLUMNS:
@@ -354,6 +354,9 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
                 else:
                     half = j * BN + (at // 2) * (BN // 2)
                     g = join_quarters(left, g, BM, WIDTH)
+                    if GUIDE == TEACHER and not TMA:
+                        # the half of the strip that is overwritten has been read by all warps
+                        tl.debug_barrier()
                     store_half(out_mem, out_stride, g, i, half, part_stride, BM, BN // 2, PARTS, TMA)
             if LOSS:
                 row_at = row_part_ptr + j.to(tl.int64) * N + rows

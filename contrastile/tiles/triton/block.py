@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -19,10 +20,13 @@ from contrastile.losses.base import PairLoss, Shard
 from contrastile.tiles.triton.plan import (
     CAREFUL_LABEL_CHANNELS,
     PIECES,
+    SOFT_SUMS,
     Epilogue,
     Masks,
+    bits_shape,
     is_readable,
     padded,
+    scratch_shape,
     shape_for,
     strip_shape,
     tiles_of,
@@ -53,20 +57,32 @@ class Budget:
     workspace: int
 
     def forward(self, height: int, width: int, copied: int, parts: int) -> int:
-        """The tiles' numbers, and the operands' pieces."""
-        del parts
-        return self._partial(height, width, self.epilogue.careful_channels) + (height + width) * copied
+        """The tiles' numbers, a teacher's exponentials of 16-bit features, and what all passes share."""
+        fast = self._partial(height, width, self.epilogue.channels, self.epilogue.each)
+        if self.epilogue.taught and parts == 1:
+            fast += 2 * prod(strip_shape(height, width, SOFT_SUMS, shape_for(self.device)))
+        careful = self._partial(height, width, self.epilogue.careful_channels)
+        return max(fast, careful) + self._shared(height, width, copied)
 
     def labels(self, height: int, width: int, copied: int, parts: int) -> int:
         """The same for positives by label."""
         del parts
-        return self._partial(height, width, CAREFUL_LABEL_CHANNELS) + (height + width) * copied
+        return self._partial(height, width, CAREFUL_LABEL_CHANNELS) + self._shared(height, width, copied)
 
     def backward(self, height: int, width: int, copied: int, parts: int) -> int:
-        """The strip, the sums of a loss computed in the same sweep, and the operands' pieces."""
+        """The strip, the sums of a loss computed in the same sweep, and what all passes share."""
         rows, cols = strip_shape(height, width, parts, shape_for(self.device))
         sums = self._partial(height, width, self.epilogue.channels) if self.loss.pairwise else 0
-        return 2 * rows * cols + sums + (height + width) * copied
+        return 2 * rows * cols + sums + self._shared(height, width, copied)
+
+    def backward_beside(self, held: int) -> Cost:
+        """The backward's cost beside the bits that the forward has kept."""
+
+        def cost(height: int, width: int, copied: int, parts: int) -> int:
+            of_tile = self.bits(height, width) if held else 0
+            return self.backward(height, width, copied, parts) + held - of_tile
+
+        return cost
 
     def keeping(self, height: int, width: int, copied: int, parts: int, *, later: bool = False) -> int:
         """The strip of a forward that keeps exponentials, and the tiles' numbers: two sums of each row, or one of each
@@ -102,7 +118,7 @@ class Budget:
         accumulators, which are not among these bytes, are not there yet in the forward.
         """
         given = self._copied(D, dtype), PIECES[dtype]()
-        passes = (self.forward, self.backward, *more)
+        passes = (self.forward, self.backward_beside(self.held(N, M, *given)), *more)
         most = max(cost(*self._largest(N, M, *given, cost), *given) for cost in passes)
         keeping = self.keeping(N, M, *given)
         gains = self._gains(followed) and self.epilogue.keeps and dtype == KEPT_IN
@@ -133,9 +149,22 @@ class Budget:
         return copied, PIECES[rows.features.dtype]()
 
     def _partial(self, height: int, width: int, channels: int, each: int = 1) -> int:
-        shape = shape_for(self.device, taught=self.epilogue.taught)
+        shape = shape_for(self.device)
         of_cols = each * self.loss.symmetric * tiles_of(height, shape.rows) * width
         return 4 * channels * (tiles_of(width, shape.cols) * height + of_cols)
+
+    def bits(self, height: int, width: int) -> int:
+        """Bytes of a mask's bits."""
+        return 4 * prod(bits_shape(height, width, shape_for(self.device))) if self.epilogue.masked else 0
+
+    def held(self, N: int, M: int, copied: int, parts: int) -> int:
+        """Bytes of the bits that the forward keeps for the backward: of a block that is one super-tile of it."""
+        return self.bits(N, M) if self._largest(N, M, copied, parts, self.forward) == (N, M) else 0
+
+    def _shared(self, height: int, width: int, copied: int) -> int:
+        """The operands' pieces, a mask's bits, and a teacher's products of one tile of each program."""
+        scratch = 4 * prod(scratch_shape(height, width, self.device)) if self.epilogue.taught else 0
+        return self.bits(height, width) + scratch + (height + width) * copied
 
     def _copied(self, D: int, dtype: torch.dtype) -> int:
         return 2 * PIECES[dtype]() * padded(D, shape_for(self.device))
@@ -172,6 +201,10 @@ class Block:
             assert side.coefficient is not None
             directions.append((side.state, side.coefficient))
         return directions
+
+    @property
+    def position(self) -> tuple[int, ...]:
+        return self.rows.start, len(self.rows), self.cols.start, len(self.cols)
 
     @property
     def self_diagonal(self) -> int | None:

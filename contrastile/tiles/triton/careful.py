@@ -40,7 +40,8 @@ from contrastile.tiles.triton.arithmetic import (
     store_sums,
 )
 from contrastile.tiles.triton.backward import program_sums, softmax_positive, sum_per_thread
-from contrastile.tiles.triton.forward import counts, join_quarters, store_half, tile_at, tile_products
+from contrastile.tiles.triton.forward import join_quarters, store_half, tile_at, tile_products
+from contrastile.tiles.triton.guides import aside, false_negatives, load_bits
 from contrastile.tiles.triton.masks import distinct_pairs, equal_groups, valid_pairs
 
 
@@ -91,13 +92,13 @@ def _teacher(x, t, valid, axis: tl.constexpr):
 
 @triton.jit(do_not_specialize=ANY)
 def maxima(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, col_part_ptr, positives_ptr,
-           row_ids_ptr, col_ids_ptr, row_labels_ptr, col_labels_ptr, row_numbers_ptr, q_stride, k_stride,
+           row_ids_ptr, col_ids_ptr, row_labels_ptr, col_labels_ptr, guide_ptr, scratch_ptr, q_stride, k_stride,
            guide_q_stride, guide_k_stride, N, M, D, G, diagonal, self_diagonal, positives, positives_stride,
-           positives_start, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+           positives_start, guide_stride, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
            LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, GUIDE: tl.constexpr,
            GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr, TMA: tl.constexpr,
-           UPCAST: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr,
-           IDS: tl.constexpr, LABELS: tl.constexpr, COLUMNS: tl.constexpr, SMOOTH: tl.constexpr):  # fmt: skip
+           UPCAST: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr,
+           LABELS: tl.constexpr, COLUMNS: tl.constexpr, SMOOTH: tl.constexpr):  # fmt: skip
     """The careful form of `totals`. Runs where the careful flag is set.
 
     Per tile: top and Σ exp(x − top) of the negatives, with SMOOTH also Σ (x − top) and their number; with LABELS all
@@ -115,10 +116,10 @@ def maxima(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
     tiles = tl.where(tl.load(constants_ptr + CAREFUL) != 0, row_tiles * col_tiles, 0)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
         i, j = tile_at(tile, row_tiles, col_tiles, GROUP)
-        acc, guide = tile_products(
+        acc = tile_products(
             q_mem, k_mem, q_stride, k_stride, D, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, G,
-            row_numbers_ptr, i, j, N, M, BM, BN, BK, LEFT, RIGHT, PRODUCTS, GUIDE, GUIDE_LEFT,
-            GUIDE_RIGHT, GUIDE_PRODUCTS, TMA, UPCAST)  # fmt: skip
+            scratch_ptr, i, j, N, M, BM, BN, BK, LEFT, RIGHT, PRODUCTS, GUIDE, GUIDE_LEFT, GUIDE_RIGHT, GUIDE_PRODUCTS,
+            0, TMA, UPCAST)  # fmt: skip
         rows = i * BM + tl.arange(0, BM)
         WIDTH: tl.constexpr = BN // 4
         top = tl.full((BM,), -float("inf"), tl.float32)
@@ -126,6 +127,8 @@ def maxima(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
         logit_sum, count, positive_total, positive_sum, positive_count = total, total, total, total, total
         positive_top = top
         teacher_top, soft, gap = top, total, total
+        if GUIDE == MASK:
+            words = load_bits(guide_ptr, guide_stride, i, j, BM)
         for at in tl.static_range(4):
             x = quarter(acc, at, BM, BN) * factor * LN2
             cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
@@ -137,11 +140,11 @@ def maxima(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
             if IDS:
                 negative = negative & (equal_groups(ids, rows, cols, N, M) == 0)
             if GUIDE == MASK:
-                negative = negative & counts(quarter(acc, at, BM, BN))
+                negative = negative & (false_negatives(words, at * WIDTH, BM, WIDTH) == 0)
             before = top
             top, total, logit_sum, count = add_along(top, total, logit_sum, count, x, negative, 1, SMOOTH)
             if GUIDE == TEACHER:
-                t = quarter(guide, at, BM, BN) * teacher_factor * LN2
+                t = aside(scratch_ptr, at, BM, BN) * teacher_factor * LN2
                 new_top, new_soft, new_gap, new_x_top = _teacher(x, t, negative, 1)
                 teacher_top, soft, gap, _ = merge_teachers(
                     teacher_top, soft, gap, before, new_top, new_soft, new_gap, new_x_top)  # fmt: skip
@@ -205,11 +208,11 @@ def softmax_gradient(x, t, positive, several, state_ptr, state_stride, coefficie
 
 
 @triton.jit(do_not_specialize=ANY)
-def careful_gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row_state_ptr,
-                     row_coefficient_ptr, col_state_ptr, col_coefficient_ptr, row_state_stride, col_state_stride,
-                     sums_ptr, positives_ptr, row_ids_ptr, col_ids_ptr, row_labels_ptr, col_labels_ptr,
-                     row_numbers_ptr, q_stride, k_stride, guide_q_stride, guide_k_stride, N, M, D, G, diagonal,
-                     self_diagonal, positives, positives_stride, positives_start, part_stride, out_stride, smoothing,
+def careful_gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row_state_ptr, row_coefficient_ptr,
+                     col_state_ptr, col_coefficient_ptr, row_state_stride, col_state_stride, sums_ptr, positives_ptr,
+                     row_ids_ptr, col_ids_ptr, row_labels_ptr, col_labels_ptr, guide_ptr, scratch_ptr, q_stride,
+                     k_stride, guide_q_stride, guide_k_stride, N, M, D, G, diagonal, self_diagonal, positives,
+                     positives_stride, positives_start, part_stride, out_stride, guide_stride, smoothing,
                      BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr,
                      RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, GUIDE: tl.constexpr, GUIDE_LEFT: tl.constexpr,
                      GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
@@ -231,12 +234,14 @@ def careful_gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_
     sums = tl.load(sums_at)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
         i, j = tile_at(tile, row_tiles, col_tiles, GROUP)
-        acc, guide = tile_products(
+        acc = tile_products(
             q_mem, k_mem, q_stride, k_stride, D, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, G,
-            row_numbers_ptr, i, j, N, M, BM, BN, BK, LEFT, RIGHT, PRODUCTS, GUIDE, GUIDE_LEFT,
-            GUIDE_RIGHT, GUIDE_PRODUCTS, TMA, UPCAST)  # fmt: skip
+            scratch_ptr, i, j, N, M, BM, BN, BK, LEFT, RIGHT, PRODUCTS, GUIDE, GUIDE_LEFT, GUIDE_RIGHT, GUIDE_PRODUCTS,
+            0, TMA, UPCAST)  # fmt: skip
         rows = i * BM + tl.arange(0, BM)
         WIDTH: tl.constexpr = BN // 4
+        if GUIDE == MASK:
+            words = load_bits(guide_ptr, guide_stride, i, j, BM)
         for at in tl.static_range(4):
             part = quarter(acc, at, BM, BN)
             cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
@@ -246,10 +251,10 @@ def careful_gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_
             if LABELS:
                 positive = valid & equal_groups(labels, rows, cols, N, M)
             if GUIDE == MASK:
-                valid = valid & counts(part)
+                valid = valid & (false_negatives(words, at * WIDTH, BM, WIDTH) == 0)
             t = x
             if GUIDE == TEACHER:
-                t = quarter(guide, at, BM, BN) * teacher_factor * LN2
+                t = aside(scratch_ptr, at, BM, BN) * teacher_factor * LN2
             several = 0.0
             if LABELS:
                 several = tl.max(count_along(x, positive, 1), 0)

@@ -25,7 +25,7 @@ import triton.language as tl
 
 from contrastile.tiles.triton.arithmetic import (
     ANY,
-    EXCLUDED,
+    CAREFUL,
     LN2,
     MASK,
     TEACHER,
@@ -36,7 +36,19 @@ from contrastile.tiles.triton.arithmetic import (
     exponents,
     log1p,
     quarter,
+    store_column_sums,
     store_sums,
+    sum_per_lane,
+)
+from contrastile.tiles.triton.guides import (
+    aside,
+    false_negatives,
+    load_bits,
+    load_soft,
+    logarithm,
+    set_aside,
+    store_bits,
+    store_soft,
 )
 from contrastile.tiles.triton.labels import label_softplus_totals, label_totals, no_positives, softplus_growth
 from contrastile.tiles.triton.masks import distinct_pairs, has_masked, valid_pairs
@@ -89,32 +101,21 @@ def products(acc, q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM: tl.conste
 
 @triton.jit
 def tile_products(q_mem, k_mem, q_stride, k_stride, D, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, G,
-                  row_numbers_ptr, i, j, N, M, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-                  LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, GUIDE: tl.constexpr,
-                  GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr,
-                  TMA: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
-    """⟨q, k⟩ of tile (i, j), and the guide's product with it.
+                  scratch_ptr, i, j, N, M, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr,
+                  RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, GUIDE: tl.constexpr, GUIDE_LEFT: tl.constexpr,
+                  GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr, SOFT: tl.constexpr, TMA: tl.constexpr,
+                  UPCAST: tl.constexpr):  # fmt: skip
+    """⟨q, k⟩ of tile (i, j).
 
-    A mask needs no registers of its own: the sum of a pair that does not count begins at EXCLUDED. A teacher's product
-    stays in registers beside the sums of the next one, for which `plan.SHAPES_TAUGHT` has twice the threads.
+    Without a strip of its exponentials, a teacher's product comes before it, and is set aside: the registers hold one.
     """
-    acc = tl.zeros((BM, BN), tl.float32)
-    guide = acc
-    if GUIDE != 0:
-        guide = products(guide, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, i, j, N, M, G, BM, BN, BK,
+    zero = tl.zeros((BM, BN), tl.float32)
+    if GUIDE == TEACHER and SOFT == 0:
+        guide = products(zero, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, i, j, N, M, G, BM, BN, BK,
                          GUIDE_LEFT, GUIDE_RIGHT, GUIDE_PRODUCTS, TMA, UPCAST)  # fmt: skip
-    if GUIDE == MASK:
-        rows = i * BM + tl.arange(0, BM)
-        threshold = tl.load(row_numbers_ptr + rows, mask=rows < N, other=0.0)
-        acc = tl.where(guide > threshold[:, None], EXCLUDED, 0.0)
-    acc = products(acc, q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA, UPCAST)
-    return acc, guide
-
-
-@triton.jit
-def counts(acc):
-    """Mask of the pairs that the guide does not exclude."""
-    return acc > EXCLUDED * 0.5
+        set_aside(scratch_ptr, guide, BM, BN)
+    return products(zero, q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA,
+                    UPCAST)  # fmt: skip
 
 
 @triton.jit
@@ -163,16 +164,9 @@ def join_quarters(left, right, BM: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def sum_per_lane(x, BM: tl.constexpr, WIDTH: tl.constexpr):
-    """Partial sums of the rows of x as [BM, 4]: within threads, in the layout that the matrix units return."""
-    left, right = tl.split(tl.reshape(x, (BM, WIDTH // 2, 2)))
-    return tl.sum(tl.reshape(left + right, (BM, WIDTH // 8, 4)), 1)
-
-
-@triton.jit
 def kept_tile(acc, constants, masks, ids, labels, col_part_ptr, out_mem, out_stride, i, j, N, M, BM: tl.constexpr,
               BN: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr,
-              GUIDE: tl.constexpr, PRODUCTS: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+              PRODUCTS: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """Write a tile's exponentials 2^t into the strip, and their sums along columns; returns those along rows.
 
     In quarters, as `gradient` does. Columns have four sums, [4 · row tiles, M], one of each warp: sums across warps
@@ -186,8 +180,6 @@ def kept_tile(acc, constants, masks, ids, labels, col_part_ptr, out_mem, out_str
         cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
         part = quarter(acc, at, BM, BN)
         t = exponents(part, constants, False, PRODUCTS)
-        if GUIDE == MASK:
-            t = tl.where(counts(part), t, -float("inf"))
         if IDS:
             valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
             t = tl.where(valid & distinct_pairs(ids, labels, rows, cols, N, M, False), t, -float("inf"))
@@ -212,14 +204,14 @@ def kept_tile(acc, constants, masks, ids, labels, col_part_ptr, out_mem, out_str
 @triton.jit(do_not_specialize=ANY)
 def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, col_part_ptr, positives_ptr,
            row_ids_ptr, col_ids_ptr, row_labels_ptr, col_labels_ptr, row_numbers_ptr, col_numbers_ptr, quarters_ptr,
-           out_mem, out_stride, q_stride, k_stride, guide_q_stride, guide_k_stride, N, M, D, G, diagonal, self_diagonal,
-           positives, positives_stride, positives_start, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-           GROUP: tl.constexpr,
-           LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, GUIDE: tl.constexpr,
-           GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr,
-           TMA: tl.constexpr, UPCAST: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr,
-           IDS: tl.constexpr, LABELS: tl.constexpr, COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr,
-           SMOOTH: tl.constexpr, WEIGHED: tl.constexpr, KEEP: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
+           guide_ptr, scratch_ptr, out_mem, out_stride, q_stride, k_stride, guide_q_stride, guide_k_stride, N, M, D, G,
+           diagonal, self_diagonal, positives, positives_stride, positives_start, guide_stride, guide_step,
+           BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr,
+           RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, GUIDE: tl.constexpr, GUIDE_LEFT: tl.constexpr,
+           GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
+           DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr, LABELS: tl.constexpr,
+           COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, SMOOTH: tl.constexpr, WEIGHED: tl.constexpr,
+           KEEP: tl.constexpr, EACH: tl.constexpr, SOFT: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
     """Per tile: Σ 2^t of the valid pairs, along rows [channel, col tile, N] and columns [channel, row tile, M].
 
     SMOOTH adds two channels, see `_store_logits`; so does GUIDE == TEACHER, see `store_sums`; LABELS adds three, see
@@ -235,10 +227,10 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
         teachers = exponent_constants(constants_ptr + TEACHERS)
     for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=FLATTEN):
         i, j = tile_at(tile, row_tiles, col_tiles, GROUP)
-        acc, guide = tile_products(
+        acc = tile_products(
             q_mem, k_mem, q_stride, k_stride, D, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, G,
-            row_numbers_ptr, i, j, N, M, BM, BN, BK, LEFT, RIGHT, PRODUCTS, GUIDE, GUIDE_LEFT, GUIDE_RIGHT,
-            GUIDE_PRODUCTS, TMA, UPCAST)  # fmt: skip
+            scratch_ptr, i, j, N, M, BM, BN, BK, LEFT, RIGHT, PRODUCTS, GUIDE, GUIDE_LEFT, GUIDE_RIGHT, GUIDE_PRODUCTS,
+            SOFT, TMA, UPCAST)  # fmt: skip
         rows = i * BM + tl.arange(0, BM)
         cols = j * BN + tl.arange(0, BN)
         row_at = row_part_ptr + j.to(tl.int64) * N + rows
@@ -249,33 +241,38 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
         if GUIDE == TEACHER:
             masked = has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES)
             row_stride = col_tiles.to(tl.int64) * N
-            col_stride = row_tiles.to(tl.int64) * M
-            total = tl.zeros((BM,), tl.float32)
+            col_stride = EACH * row_tiles.to(tl.int64) * M
+            total = tl.zeros((BM, 4), tl.float32)
             soft, gap = total, total
             WIDTH: tl.constexpr = BN // 4
             for at in tl.static_range(4):
                 cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
                 x = exponents(quarter(acc, at, BM, BN), constants, SOFTPLUS, PRODUCTS)
-                t = exponents(quarter(guide, at, BM, BN), teachers, SOFTPLUS, GUIDE_PRODUCTS)
-                apart = t - x
+                if SOFT == 0:
+                    t = exponents(aside(scratch_ptr, at, BM, BN), teachers, SOFTPLUS, GUIDE_PRODUCTS)
+                    f = tl.math.exp2(t)
+                else:
+                    f = load_soft(guide_ptr, guide_stride, guide_step, i, j, at, BM, BN, SOFT)
+                    t = logarithm(f, UPCAST)
+                apart = f * (t - x)
                 if IDS or masked:
                     valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
                     if IDS:
                         valid = valid & distinct_pairs(ids, labels, rows, cols, N, M, LABELS)
                     x = tl.where(valid, x, -float("inf"))
-                    t = tl.where(valid, t, -float("inf"))
+                    if SOFT == 0:
+                        f = tl.where(valid, f, 0.0)
+                        apart = tl.where(valid, apart, 0.0)
                 e = tl.math.exp2(x)
-                f = tl.math.exp2(t)
-                total += tl.sum(e, 1)
-                soft += tl.sum(f, 1)
-                gap += tl.sum(f * apart, 1)
+                total += sum_per_lane(e, BM, WIDTH)
+                soft += sum_per_lane(f, BM, WIDTH)
+                gap += sum_per_lane(apart, BM, WIDTH)
                 if COLUMNS:
-                    col_at = col_part_ptr + i.to(tl.int64) * M + cols
-                    store_sums(tl.sum(e, 0), tl.sum(f, 0), tl.sum(f * apart, 0), col_at, col_stride, cols < M)
-            store_sums(total, soft, gap, row_at, row_stride, rows < N)
+                    store_column_sums(e, f, apart, col_part_ptr, i, cols, M, col_stride, BM, WIDTH, EACH)
+            store_sums(tl.sum(total, 1), tl.sum(soft, 1), tl.sum(gap, 1), row_at, row_stride, rows < N)
         elif KEEP:
             total = kept_tile(acc, constants, masks, ids, labels, col_part_ptr, out_mem, out_stride, i, j, N, M, BM, BN,
-                              DIAGONAL, SELF, POSITIVES, IDS, GUIDE, PRODUCTS, TMA)  # fmt: skip
+                              DIAGONAL, SELF, POSITIVES, IDS, PRODUCTS, TMA)  # fmt: skip
             tl.store(row_at, total, mask=rows < N)
         else:
             if LABELS and bits != 0:
@@ -290,13 +287,14 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
             else:
                 t = exponents(acc, constants, SOFTPLUS, PRODUCTS)
                 if GUIDE == MASK:
-                    t = tl.where(counts(acc), t, -float("inf"))
+                    false = false_negatives(load_bits(guide_ptr, guide_stride, i, j, BM), 0, BM, BN)
+                    t = tl.where(false, -float("inf"), t)
                 if IDS or SMOOTH:
                     valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
                     if IDS:
                         valid = valid & distinct_pairs(ids, labels, rows, cols, N, M, LABELS)
                     if GUIDE == MASK:
-                        valid = valid & counts(acc)
+                        valid = valid & (false == 0)
                     t = tl.where(valid, t, -float("inf"))
                 elif has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES):
                     t = tl.where(valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES), t, -float("inf"))
@@ -316,3 +314,61 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
                     if LABELS:
                         no_positives(row_at, col_at, rows, cols, N, M, row_tiles, col_tiles, BM, BN, COLUMNS)
             tl.store(row_at, total, mask=rows < N)
+
+
+@triton.jit(do_not_specialize=ANY)
+def mask_bits(q_mem, k_mem, guide_ptr, constants_ptr, row_numbers_ptr, q_stride, k_stride, N, M, D, guide_stride,
+              careful, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr,
+              RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
+              FLATTEN: tl.constexpr):  # fmt: skip
+    """Write a bit for each pair whose product exceeds the number of its row; see `store_bits`.
+
+    careful: for the careful kernels, which return at once where the flag is not set, as this one does.
+    """
+    row_tiles = tl.cdiv(N, BM)
+    col_tiles = tl.cdiv(M, BN)
+    read = (careful == 0) | (tl.load(constants_ptr + CAREFUL) != 0)
+    tiles = tl.where(read, row_tiles * col_tiles, 0)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
+        i, j = tile_at(tile, row_tiles, col_tiles, GROUP)
+        acc = products(tl.zeros((BM, BN), tl.float32), q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK,
+                       LEFT, RIGHT, PRODUCTS, TMA, UPCAST)  # fmt: skip
+        rows = i * BM + tl.arange(0, BM)
+        threshold = tl.load(row_numbers_ptr + rows, mask=rows < N, other=0.0)
+        words = tl.zeros((BM, 4), tl.int32)
+        for at in tl.static_range(4):
+            exceeds = quarter(acc, at, BM, BN) > threshold[:, None]
+            words = store_bits(guide_ptr, guide_stride, exceeds, words, i, j, at, BM, BN)
+
+
+@triton.jit(do_not_specialize=ANY)
+def soft_strip(q_mem, k_mem, guide_ptr, constants_ptr, positives_ptr, row_ids_ptr, col_ids_ptr, row_labels_ptr,
+               col_labels_ptr, q_stride, k_stride, N, M, D, diagonal, self_diagonal, positives, positives_stride,
+               positives_start, guide_stride, guide_step, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+               GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, TMA: tl.constexpr,
+               UPCAST: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr,
+               IDS: tl.constexpr, LABELS: tl.constexpr, SOFT: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
+    """Write a teacher's 2^t of the valid pairs, 0 of others, into a strip; see `store_soft`."""
+    masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
+    ids = (row_ids_ptr, col_ids_ptr)
+    labels = (row_labels_ptr, col_labels_ptr)
+    row_tiles = tl.cdiv(N, BM)
+    col_tiles = tl.cdiv(M, BN)
+    constants = exponent_constants(constants_ptr + TEACHERS)
+    tiles = tl.where(tl.load(constants_ptr + CAREFUL) == 0, row_tiles * col_tiles, 0)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
+        i, j = tile_at(tile, row_tiles, col_tiles, GROUP)
+        acc = products(tl.zeros((BM, BN), tl.float32), q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK,
+                       LEFT, RIGHT, PRODUCTS, TMA, UPCAST)  # fmt: skip
+        masked = has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES)
+        rows = i * BM + tl.arange(0, BM)
+        WIDTH: tl.constexpr = BN // 4
+        for at in tl.static_range(4):
+            e = tl.math.exp2(exponents(quarter(acc, at, BM, BN), constants, False, PRODUCTS))
+            cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
+            if IDS or masked:
+                valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
+                if IDS:
+                    valid = valid & distinct_pairs(ids, labels, rows, cols, N, M, LABELS)
+                e = tl.where(valid, e, 0.0)
+            store_soft(guide_ptr, guide_stride, guide_step, e, i, j, at, BM, BN, SOFT)

@@ -251,10 +251,11 @@ def sums(
     """
     kernel = careful_kernels.maxima if careful else forward.totals
     written = {"out_mem": constants, "out_stride": 0} if strip is None else _strip(strip, constants, pair)
+    both = len(parts) == 2
     run(
-        kernel, pair.programs, constants_ptr=constants, row_part_ptr=parts[0], col_part_ptr=parts[-1],
-        COLUMNS=len(parts) == 2, KEEP=strip is not None, FLATTEN=pair.flattened, **written, **epilogue.flags,
-        **pair.arguments,
+        kernel, pair.programs, constants_ptr=constants, row_part_ptr=parts[0], col_part_ptr=parts[-1], COLUMNS=both,
+        KEEP=strip is not None, EACH=parts[-1].shape[1] // pair.row_tiles if both else 1, FLATTEN=pair.flattened,
+        **written, **epilogue.flags, **pair.arguments,
     )  # fmt: skip
 
 

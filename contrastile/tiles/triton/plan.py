@@ -66,8 +66,6 @@ SHAPES = {
     100: Shape(flatten=False),
     120: Shape(warps=8, depth=32, programs=1, flatten=False),
 }
-# of losses with a teacher, whose products and the student's fit the registers of twice the threads together
-SHAPES_TAUGHT = {90: replace(SHAPES[90], warps=8, stages=4, programs=1)}
 SHAPE_INTERPRETED = Shape(rows=32, cols=32, depth=32)  # small, so that tests have several tiles
 
 
@@ -84,28 +82,27 @@ def _capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def shape_for(device: torch.device, *, taught: bool = False) -> Shape:
-    """The shape of tiles on this device: that of the newest known chip that is not newer.
-
-    taught: of a loss with a teacher, whose tiles divide those of others.
-    """
+def shape_for(device: torch.device) -> Shape:
+    """The shape of tiles on this device: that of the newest known chip that is not newer."""
     # a planner's device stands for a chip
     if interpreting() and device.type != "meta":
         return SHAPE_INTERPRETED
-    chip = max(known for known in SHAPES if known <= _capability(device))
-    return SHAPES_TAUGHT.get(chip, SHAPES[chip]) if taught else SHAPES[chip]
+    return SHAPES[max(known for known in SHAPES if known <= _capability(device))]
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
+    if device.type == "meta":
+        # those of the chip of most measurements, as `_capability`
+        return 132
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def most_programs(device: torch.device, reserved: int = 0, *, taught: bool = False) -> int:
+def most_programs(device: torch.device, reserved: int = 0) -> int:
     """Programs of the tile kernels that the device runs at once, with `reserved` multiprocessors left to others."""
     if interpreting():
         return max(1, PROGRAMS_INTERPRETED - reserved)
-    return shape_for(device, taught=taught).programs * max(1, multiprocessors(device) - reserved)
+    return shape_for(device).programs * max(1, multiprocessors(device) - reserved)
 
 
 def tiles_of(n: int, side: int) -> int:
@@ -140,6 +137,8 @@ def is_readable(x: Tensor) -> bool:
     return size == 2 and aligned and x.stride(0) >= x.shape[1]
 
 
+# 16-bit pieces of a teacher's exponentials where they are summed; sums of each column of a tile, one of each warp
+SOFT_SUMS, SOFT_EACH = 2, 4
 # numbers that `totals` writes per tile and row with positives by label: the sum of negatives, and three of positives
 LABEL_CHANNELS = 4
 # those that `maxima` writes: all statistics of a row
@@ -177,6 +176,10 @@ class Epilogue:
         return self.formula.guide == "teacher"
 
     @cached_property
+    def masked(self) -> bool:
+        return self.formula.guide == "mask"
+
+    @cached_property
     def smooth(self) -> bool:
         return self.label_smoothing > 0 and not self.taught
 
@@ -203,6 +206,11 @@ class Epilogue:
         The sum; with smoothing, also those of the logits and the pairs; with a teacher, the teacher's sum and gap.
         """
         return 3 if self.smooth or self.taught else 1
+
+    @property
+    def each(self) -> int:
+        """Sums of each column that `totals` writes per tile."""
+        return SOFT_EACH if self.taught else 1
 
     @cached_property
     def careful_channels(self) -> int:
@@ -310,10 +318,20 @@ class Pair:
     taught: bool = False
     # numbers of `label_quarters`, where positives are known by label
     quarters: Tensor | None = None
+    # what a guide says of each pair (`guides.py`): bits of those that it excludes [row tiles, col tiles, 4 · rows of a
+    # tile], or a teacher's exponentials, a strip of so many pieces
+    guided: Tensor | None = None
+    pieces: int = 0
 
     @cached_property
     def shape(self) -> Shape:
-        return shape_for(self.q.data.device, taught=self.taught)
+        return shape_for(self.q.data.device)
+
+    @cached_property
+    def of_guide(self) -> Pair:
+        """The guide's features in the place of the others."""
+        assert self.guide is not None
+        return replace(self, q=self.guide[0], k=self.guide[1], guide=None, taught=False)
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
@@ -323,7 +341,10 @@ class Pair:
             "q_mem": q.memory(shape.rows, shape), "k_mem": k.memory(shape.cols, shape), "q_stride": q.data.stride(0),
             "k_stride": k.data.stride(0), "N": len(q), "M": len(k), "D": q.width, "BM": shape.rows, "BN": shape.cols,
             "BK": shape.depth, "GROUP": GROUP, "quarters_ptr": quarters, "TMA": shape.tma, "warps": shape.warps,
-            "stages": shape.stages,
+            "stages": shape.stages, "guide_ptr": q.data if self.guided is None else self.guided,
+            "guide_stride": 0 if self.guided is None else self.guided.stride(0),
+            "guide_step": self.guided.shape[0] // self.pieces if self.guided is not None and self.pieces else 0,
+            "SOFT": self.pieces, "scratch_ptr": self._scratch,
         }  # fmt: skip
 
     @property
@@ -336,7 +357,7 @@ class Pair:
         shape, (of_rows, of_cols) = self.shape, self.numbers
         unused, (a, b) = self.q.data, self.guide or (self.q, self.k)
         # no descriptor where the kernel does not read it: making one takes the host as long as a launch
-        memory = (a.memory(shape.rows, shape), b.memory(shape.cols, shape)) if self.guide else (unused, unused)
+        memory = (a.memory(shape.rows, shape), b.memory(shape.cols, shape)) if self._together else (unused, unused)
         return {
             "guide_q_mem": memory[0], "guide_k_mem": memory[1], "guide_q_stride": a.data.stride(0),
             "guide_k_stride": b.data.stride(0), "G": a.width,
@@ -345,19 +366,35 @@ class Pair:
         } | {f"GUIDE_{name}": value for name, value in products_of(a.parts).items()}  # fmt: skip
 
     @property
+    def row_tiles(self) -> int:
+        return tiles_of(len(self.q), self.shape.rows)
+
+    @property
+    def _together(self) -> bool:
+        """A teacher's products are computed beside the student's."""
+        return self.taught and not self.pieces
+
+    @property
+    def _scratch(self) -> Tensor:
+        """Memory in which each program keeps a tile of a teacher's products, [programs, rows · cols]."""
+        if not self._together:
+            return self.q.data
+        size = scratch_shape(len(self.q), len(self.k), self.q.data.device, self.reserved)
+        return self.q.data.new_empty(size, dtype=torch.float32)
+
+    @property
     def flattened(self) -> bool:
         """True if features and tiles are one loop: only where no loop over positives, or a guide's, is inside."""
-        return self.shape.flatten and self.masks.per_row <= UNROLLED.value and self.guide is None
+        return self.shape.flatten and self.masks.per_row <= UNROLLED.value and not self._together
 
     @cached_property
     def programs(self) -> tuple[int]:
         """The grid: as many programs as the device runs at once, each of which computes one tile after the other."""
-        tiles = tiles_of(len(self.q), self.shape.rows) * tiles_of(len(self.k), self.shape.cols)
-        return (min(most_programs(self.q.data.device, self.reserved, taught=self.taught), tiles),)
+        return (programs_of(len(self.q), len(self.k), self.q.data.device, self.reserved),)
 
-    def new_strip(self) -> Tensor:
+    def new_strip(self, parts: int | None = None) -> Tensor:
         """Memory for the gradient: the pieces below each other, in whole tiles."""
-        return self.q.data.new_empty(strip_shape(len(self.q), len(self.k), self.q.parts, self.shape))
+        return self.q.data.new_empty(strip_shape(len(self.q), len(self.k), parts or self.q.parts, self.shape))
 
     def strip_pieces(self, strip: Tensor) -> list[Tensor]:
         """The strip's pieces, as matrices [N, M]."""
@@ -365,6 +402,28 @@ class Pair:
         if self.q.parts == 1 and strip.shape == (N, M):
             return [strip]
         return [piece[:N, :M] for piece in strip.chunk(self.q.parts)]
+
+
+def is_soft(pair: Pair) -> bool:
+    """True if a teacher's exponentials are kept in a strip: of student's features in bf16."""
+    return pair.taught and pair.q.parts == 1 and pair.q.data.dtype == torch.bfloat16
+
+
+def programs_of(N: int, M: int, device: torch.device, reserved: int = 0) -> int:
+    """Programs of the tile kernels of N rows and M columns."""
+    shape = shape_for(device)
+    return min(most_programs(device, reserved), tiles_of(N, shape.rows) * tiles_of(M, shape.cols))
+
+
+def scratch_shape(N: int, M: int, device: torch.device, reserved: int = 0) -> tuple[int, int]:
+    """Numbers of a tile for each program."""
+    shape = shape_for(device)
+    return programs_of(N, M, device, reserved), shape.rows * shape.cols
+
+
+def bits_shape(N: int, M: int, shape: Shape) -> tuple[int, int, int]:
+    """Words of the bits of a mask: four for each row of a tile."""
+    return tiles_of(N, shape.rows), tiles_of(M, shape.cols), 4 * shape.rows
 
 
 def strip_shape(N: int, M: int, parts: int, shape: Shape) -> tuple[int, int]:
