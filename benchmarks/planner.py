@@ -231,7 +231,9 @@ def other_losses(memory: int) -> Iterator[Case]:
             listed=loss in LABELLED, guide=int(row["d"]) if pair_loss.guides else 0,
         )  # fmt: skip
         label, peak = f"{loss} {b} x {row['d']}", int(row["peak_bytes"])
-        yield Case(OTHER_LOSSES, label, peak, None, size, other_code=BESIDE if loss in GUIDED else None)
+        # calls of fewer rows take as much as then
+        reason = BESIDE if loss in GUIDED and b > MOST_ROWS else None
+        yield Case(OTHER_LOSSES, label, peak, None, size, other_code=reason)
 
 
 def cpu_cases(memory: int) -> Iterator[Case]:

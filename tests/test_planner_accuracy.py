@@ -65,7 +65,7 @@ def test_peaks_are_within_5_percent_of_nine_rows_in_ten_and_10_of_all(cases: dic
     every = [case for case in cases[kind] if case.bytes and case.other_code is None]
     off = [_bytes_off(case) for case in every if case.label not in apart]
     assert all(case.planned_bytes > case.bytes for case in every if case.label in apart)
-    assert len(off) >= {"cpu": 17, "carried": 5, "other losses": 24}.get(kind, 48)
+    assert len(off) >= {"cpu": 17, "carried": 5, "other losses": 26}.get(kind, 48)
     assert max(off) <= 0.1
     assert sum(x <= 0.05 for x in off) >= 0.9 * len(off)
 
@@ -106,7 +106,7 @@ def test_compiled_towers_of_a_gpu(cases: dict[str, list[Any]]) -> None:
 
 def test_rows_of_other_code_are_named_one_by_one(cases: dict[str, list[Any]]) -> None:
     named = [case for several in cases.values() for case in several if case.other_code is not None]
-    assert len(named) == 9
+    assert len(named) == 17
     # a row that the planner meets is not left out
     assert min(_bytes_off(case) for case in named) > 0.1
 
