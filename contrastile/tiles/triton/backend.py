@@ -31,13 +31,14 @@ from torch import Tensor
 from contrastile._types import Reduction
 from contrastile.losses.base import PairLoss, Shard, Total
 from contrastile.tiles.base import ForwardResult, InFlight, Tiles
-from contrastile.tiles.triton import kept, launch, plan, positions
+from contrastile.tiles.triton import kept, launch, plan, positions, sorting
 from contrastile.tiles.triton.arithmetic import UNIT
 from contrastile.tiles.triton.block import (
     Block,
     Budget,
     Cost,
     Groups,
+    Order,
     Positives,
     along,
     by_label,
@@ -47,7 +48,7 @@ from contrastile.tiles.triton.block import (
 )
 from contrastile.tiles.triton.kept import Kept
 from contrastile.tiles.triton.launch import Weights, on
-from contrastile.tiles.triton.plan import CAREFUL_LABEL_CHANNELS, LABEL_CHANNELS, Epilogue, Operand, Pair
+from contrastile.tiles.triton.plan import Epilogue, Operand, Pair
 from contrastile.tiles.triton.products import add_cols, add_rows
 
 # compute capability of the oldest chip whose matrix units take bf16
@@ -82,9 +83,10 @@ class Triton(Tiles):
     capturable: ClassVar[bool] = True
     writes_fresh: ClassVar[bool] = True
     accepts_in_flight: ClassVar[bool] = True
-    # of each block of this call, written by the forward for the backward: constants; ids and labels in 32 bits
+    # of each block of this call, written by the forward for the backward: constants; ids in 32 bits; order of labels
     constants: dict[Position, Tensor] = field(default_factory=dict, compare=False, repr=False)
     groups: dict[Position, Groups] = field(default_factory=dict, compare=False, repr=False)
+    orders: dict[Position, Order] = field(default_factory=dict, compare=False, repr=False)
     # latest super-tile of the present block, whose operands the next pass reuses: often it is the only one
     super_tile: SuperTile | None = field(default=None, init=False, compare=False, repr=False)
     # exponentials of the block that the forward has kept for the backward
@@ -119,7 +121,14 @@ class Triton(Tiles):
         else:
             stats = [self._new_stats(side) for side in sides]
             with on(self.scale.device):
-                self._stats(self._block(rows, cols), stats)
+                block = self._block(rows, cols)
+                if block.order is None:
+                    self._stats(block, stats)
+                else:
+                    ordered = [torch.empty_like(side) for side in stats]
+                    self._stats(block, ordered)
+                    for side, given, order in zip(stats, ordered, (block.order.rows, block.order.cols), strict=False):
+                        side.index_copy_(1, order, given)
         return stats[0], stats[1] if self.loss.symmetric else None
 
     def backward(
@@ -132,7 +141,12 @@ class Triton(Tiles):
             return self.no_pairs()
         with on(self.scale.device):
             block = self._block(rows, cols)
-            total = self._grads(block, u, v, row_stats)
+            if block.order is None or row_stats is None:
+                total = self._grads(block, u, v, row_stats)
+            else:
+                ordered = torch.zeros_like(row_stats)
+                total = self._grads(block, u, v, ordered)
+                row_stats.index_add_(1, block.order.rows, ordered)
             if row_stats is not None:
                 self._positive_stats(block, [row_stats])
             return total
@@ -220,46 +234,50 @@ class Triton(Tiles):
         if position not in self.constants:
             given = rows.features, cols.features, self.scale, self.bias
             number = len(cols) if self.followed and kept.suits(rows, self.loss, self._epilogue) else 0
-            constants = launch.block_constants(*given, self._epilogue, careful=self._careful(rows), kept=number)
+            constants = launch.block_constants(*given, self._epilogue, kept=number)
             self.constants[position] = constants
             if self._epilogue.taught:
                 self.constants[position] = self._with_teacher(self.constants[position], rows, cols)
             self.groups[position] = numbered_groups(rows, cols)
+            if by_label(rows):
+                loss = self.loss
+                self.orders[position] = sorting.ordered(
+                    rows, cols, symmetric=loss.symmetric, exclude_self=loss.exclude_self
+                )
         self.super_tile = None
         of_rows, of_cols = self.groups[position]
-        sides = readable_side(rows, of_rows), readable_side(cols, of_cols)
-        return Block(*sides, self.constants[position], self.loss)
-
-    def _careful(self, rows: Shard) -> bool:
-        """True if the careful kernels alone compute this loss: label smoothing with positives by label."""
-        return self._epilogue.smooth and by_label(rows)
+        rows, cols = readable_side(rows, of_rows), readable_side(cols, of_cols)
+        order = self.orders.get(position)
+        if order is not None:
+            rows, cols = sorting.ordered_side(rows, order.rows), sorting.ordered_side(cols, order.cols)
+        return Block(rows, cols, self.constants[position], self.loss, order)
 
     def _super_tiles(self, block: Block, cost: Cost) -> Iterator[SuperTile]:
         """The block's super-tiles with their operands, which neighbours and the next pass share."""
         for i, j in self._budget.super_tiles(block, cost):
             tile = self.super_tile
             if tile is None or tile.along != (i, j):
+                order = None if block.order is None else block.order.narrow(i, j)
                 if tile is None or tile.along[0] != i:
                     rows = narrow(block.rows, i)
-                    of_rows = self._operands(rows)
+                    of_rows = self._operands(rows) if order is None else self._operands(block.rows, order.rows)
                 else:
                     rows, of_rows = tile.block.rows, tile.pair.of_rows
-                part = Block(rows, narrow(block.cols, j), block.constants, self.loss)
-                of_cols = self._operands(part.cols)
+                part = Block(rows, narrow(block.cols, j), block.constants, self.loss, order)
+                of_cols = self._operands(part.cols) if order is None else self._operands(block.cols, order.cols)
                 (q, *guide_q), (k, *guide_k) = of_rows, of_cols
                 guide = (guide_q[0], guide_k[0]) if guide_q else None
                 numbers = rows.numbers, part.cols.numbers
                 masks, taught = part.masks, self._epilogue.taught
-                quarters = None if masks.labels is None else launch.label_quarters(*masks.labels)
-                pair = Pair(q, k, masks, self.reserved, guide, numbers, taught, quarters)
+                pair = Pair(q, k, masks, self.reserved, guide, numbers, taught)
                 first, last = (j.start == 0, i.start == 0), (j.stop == len(block.cols), i.stop == len(block.rows))
                 tile = self.super_tile = SuperTile((i, j), part, pair, first, last)
             yield tile
 
-    def _operands(self, side: Shard) -> list[Operand]:
-        """The features, and behind them those of the guide."""
+    def _operands(self, side: Shard, order: Tensor | None = None) -> list[Operand]:
+        """The features, and behind them those of the guide; order: of these rows."""
         shape = plan.shape_for(self.scale.device)
-        return [launch.operand(x, plan.PIECES[x.dtype](), shape) for x in (side.features, *side.guides)]
+        return [launch.operand(x, plan.PIECES[x.dtype](), shape, order) for x in (side.features, *side.guides)]
 
     def _with_teacher(self, constants: Tensor, rows: Shard, cols: Shard) -> Tensor:
         """The constants of a block, and behind them those of the teacher's logits."""
@@ -271,15 +289,12 @@ class Triton(Tiles):
 
     def _stats(self, block: Block, stats: list[Tensor]) -> None:
         """Write the statistics of all pairs: by fast kernels, then by careful ones, which return at once where the flag
-        is not set. Smoothed positives by label are computed by the careful kernels alone.
+        is not set.
         """
         epilogue, budget = self._epilogue, self._budget
         passes = [(False, epilogue.channels, budget.forward), (True, epilogue.careful_channels, budget.forward)]
         if not epilogue.exponential:
             passes = passes[:1]
-        elif by_label(block.rows):
-            passes = [(False, LABEL_CHANNELS, budget.labels), (True, CAREFUL_LABEL_CHANNELS, budget.labels)]
-            passes = passes[self._careful(block.rows) :]
         keeps = self.followed and kept.fits(block, epilogue, budget)
         for careful, channels, cost in passes:
             for tile in self._super_tiles(block, cost):
@@ -292,6 +307,8 @@ class Triton(Tiles):
                     launch.sums(tile.pair, block.constants, parts, epilogue, careful=careful)
                 merged = (parts, tile.of(stats), block.constants, epilogue, tile.first, tile.last)
                 launch.merge_sums(*merged, careful=careful)
+                if block.order is not None and not careful:
+                    sorting.label_totals(tile.pair, tile.block, tile.of(stats), tile.first, epilogue)
                 # freed before the next super-tile's sums are allocated, which may fill the workspace
                 del parts, merged
         self.super_tile = None
@@ -362,7 +379,7 @@ class Triton(Tiles):
             total = self.kept.add(block, weights[0][0], u, None if v is None else _received(v), self._epilogue)
             self.kept = None
             return total
-        sums = launch.new_sums(self.scale.device)
+        sums = launch.new_sums(self.scale.device, 0 if block.order is None else len(block.rows))
         strip: Tensor | None = None
         lost = launch.truncation(block.rows.features) if self.sums_products else 0.0
         early = isinstance(v, InFlight) and v.early
@@ -373,17 +390,28 @@ class Triton(Tiles):
             self._fill(tile, weights, strip, sums, row_stats)
             first_of_row, first_of_col = (self.fresh and first for first in tile.first)
             if u is not None and not early:
-                add_rows(along(u, tile.along[0], 0), tile.pair, strip, fresh=first_of_row)
+                self._add(u, tile, 0, strip, fresh=first_of_row)
             if v is not None:
-                add_cols(along(_received(v), tile.along[1], 0), tile.pair, strip, fresh=first_of_col)
+                self._add(_received(v), tile, 1, strip, fresh=first_of_col)
             if all(tile.last):
                 if isinstance(v, InFlight) and final:
                     v.release()
                 # this small work gives the transfer a start on the device before the next large product takes all of it
                 total = sums.sum(dtype=torch.float64) * (1 + lost)
             if u is not None and early:
-                add_rows(along(u, tile.along[0], 0), tile.pair, strip, fresh=first_of_row)
+                self._add(u, tile, 0, strip, fresh=first_of_row)
         return total
+
+    def _add(self, total: Tensor, tile: SuperTile, side: int, strip: Tensor, *, fresh: bool) -> None:
+        """Add a super-tile's gradients to the accumulator of the rows (side 0) or of the columns (1)."""
+        add, order = (add_rows, add_cols)[side], tile.block.order
+        if order is None:
+            add(along(total, tile.along[side], 0), tile.pair, strip, fresh=fresh)
+            return
+        given = (order.rows, order.cols)[side]
+        part = total.new_empty(len(given), total.shape[1])
+        add(part, tile.pair, strip, fresh=True)
+        sorting.add_ordered(total, part, given, fresh=fresh)
 
     def _weights(self, block: Block) -> Weights:
         if self.loss.pairwise:
@@ -395,15 +423,19 @@ class Triton(Tiles):
     def _fill(self, tile: SuperTile, weights: Weights, strip: Tensor, sums: Tensor, row_stats: Tensor | None) -> None:
         """Write the super-tile's gradient into the strip, and with `row_stats` merge its loss into them."""
         epilogue, constants = self._epilogue, tile.block.constants
-        if not self._careful(tile.block.rows):
-            vectors = [along(x, at) for x, at in zip(weights, tile.along, strict=False)]
-            parts = [] if row_stats is None else self._new_parts(tile.block, epilogue.channels)
-            launch.gradient(tile.pair, constants, vectors, strip, sums, epilogue, *parts)
-            if row_stats is not None:
-                # not first: added to the statistics so far
-                launch.merge_sums(parts, tile.of([row_stats]), constants, epilogue, (False, False), tile.last)
+        vectors = [along(x, at) for x, at in zip(weights, tile.along, strict=False)]
+        parts = [] if row_stats is None else self._new_parts(tile.block, epilogue.channels)
+        launch.gradient(tile.pair, constants, vectors, strip, sums, epilogue, *parts)
+        stats = None if row_stats is None else tile.of([row_stats])
+        if stats is not None:
+            # not first: added to the statistics so far
+            launch.merge_sums(parts, stats, constants, epilogue, (False, False), tile.last)
         if epilogue.exponential:
             launch.careful_gradient(tile.pair, tile.block, strip, sums, epilogue)
+        if tile.block.order is not None:
+            # of all rows, behind those of the programs
+            of_rows = along(sums[launch.sums_of_programs(self.scale.device) :], tile.along[0])
+            sorting.label_gradients(tile.pair, tile.block, strip, of_rows, epilogue, stats[0] if stats else None)
 
     def _positive_grads(self, block: Block, positives: Positives, u: Tensor | None, v: Tensor | None) -> Tensor:
         """Add the gradient of the positives known by position in float32; returns its float64 sum, as `_strips`."""

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from contrastile.losses.base import PairLoss, Shard
 from contrastile.tiles.triton.plan import (
-    CAREFUL_LABEL_CHANNELS,
     PIECES,
     Epilogue,
     Masks,
@@ -28,7 +27,7 @@ from contrastile.tiles.triton.plan import (
     tiles_of,
 )
 
-# 32-bit ids and labels by name, of rows and of columns
+# 32-bit ids by name, of rows and of columns
 Groups = tuple[dict[str, Tensor], dict[str, Tensor]]
 # bytes of a super-tile of height × width, by the bytes of each row's and column's features that are copied, and the
 # number of their 16-bit pieces
@@ -50,11 +49,6 @@ class Budget:
         del parts
         return self._partial(height, width, self.epilogue.careful_channels) + (height + width) * copied
 
-    def labels(self, height: int, width: int, copied: int, parts: int) -> int:
-        """The same for positives by label."""
-        del parts
-        return self._partial(height, width, CAREFUL_LABEL_CHANNELS) + (height + width) * copied
-
     def backward(self, height: int, width: int, copied: int, parts: int) -> int:
         """The strip, the sums of a loss computed in the same sweep, and the operands' pieces."""
         rows, cols = strip_shape(height, width, parts, shape_for(self.device))
@@ -75,7 +69,10 @@ class Budget:
         """Rows and columns of each super-tile of a block, row by row."""
         N, M, copied = len(block.rows), len(block.cols), 0
         for q, k in zip(block.features(block.rows), block.features(block.cols), strict=True):
-            copied += 0 if is_readable(q) and is_readable(k) else self._copied(q.shape[1], q.dtype)
+            if block.order is not None:
+                copied += self._ordered(q.shape[1], q.dtype)
+            elif not (is_readable(q) and is_readable(k)):
+                copied += self._copied(q.shape[1], q.dtype)
         height, width = self._largest(N, M, copied, PIECES[block.rows.features.dtype](), cost)
         for i in range(0, N, height):
             for j in range(0, M, width):
@@ -83,13 +80,16 @@ class Budget:
 
     def most_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
         """The bytes of the largest pass over a block, with features copied or not, by label or not."""
-        return max(self.expected_bytes(N, M, copied, dtype, self.labels) for copied in (0, D))
+        copies = (0, self._copied(D, dtype), self._ordered(D, dtype))
+        return max(self._most(N, M, copied, dtype) for copied in copies)
 
-    def expected_bytes(self, N: int, M: int, D: int, dtype: torch.dtype, *more: Cost) -> int:
-        """The same of forward, backward and `more` passes; D is 0 where features need no copy."""
-        given = self._copied(D, dtype), PIECES[dtype]()
-        passes = (self.forward, self.backward, *more)
-        return max(cost(*self._largest(N, M, *given, cost), *given) for cost in passes)
+    def expected_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
+        """The same for features of one kind; D is 0 where they need no copy."""
+        return self._most(N, M, self._copied(D, dtype), dtype)
+
+    def _most(self, N: int, M: int, copied: int, dtype: torch.dtype) -> int:
+        given = copied, PIECES[dtype]()
+        return max(cost(*self._largest(N, M, *given, cost), *given) for cost in (self.forward, self.backward))
 
     def _largest(self, N: int, M: int, copied: int, parts: int, cost: Cost) -> tuple[int, int]:
         """Rows and columns of a super-tile: the longer side halved, in whole tiles, until it fits the workspace."""
@@ -110,6 +110,10 @@ class Budget:
     def _copied(self, D: int, dtype: torch.dtype) -> int:
         return 2 * PIECES[dtype]() * padded(D, shape_for(self.device))
 
+    def _ordered(self, D: int, dtype: torch.dtype) -> int:
+        """Bytes of a row in the order of labels: its features, and the sum of its gradient."""
+        return self._copied(D, dtype) + 4 * D
+
 
 @dataclass(frozen=True)
 class Positives:
@@ -124,6 +128,25 @@ class Positives:
 
 
 @dataclass(frozen=True)
+class Order:
+    """The rows and columns of a block, or of a part of it, in the order of their labels."""
+
+    # positions in the block as it was given
+    rows: Tensor
+    cols: Tensor
+    # [5, N] and, if symmetric, [5, M] numbers that say which of the others are positives: see `masks.py`
+    of_rows: Tensor
+    of_cols: Tensor | None
+    # of the part within the block
+    first_row: int = 0
+    first_col: int = 0
+
+    def narrow(self, i: slice, j: slice) -> Order:
+        of_cols = None if self.of_cols is None else along(self.of_cols, j)
+        return Order(along(self.rows, i), along(self.cols, j), along(self.of_rows, i), of_cols, i.start, j.start)
+
+
+@dataclass(frozen=True)
 class Block:
     """Rows and columns as the kernels read them, and how `loss` sees them."""
 
@@ -132,6 +155,8 @@ class Block:
     # see forward.py
     constants: Tensor
     loss: PairLoss
+    # with positives by label: all of the sides but the features is in this order
+    order: Order | None = None
 
     @cached_property
     def directions(self) -> list[tuple[Tensor, Tensor]]:
@@ -160,10 +185,17 @@ class Block:
             diagonal=None if rows.diagonal is None else rows.diagonal - cols.start,
             self_diagonal=self.self_diagonal,
             positives=rows.positives if rows.diagonal is None else None,
-            positives_start=cols.start,
+            positives_start=cols.start if self.order is None else self.order.first_col,
             ids=_both(rows.ids, cols.ids),
-            labels=_both(rows.labels, cols.labels) if by_label(rows) else None,
+            labels=_both(rows.labels, cols.labels) if by_label(rows) and self.order is None else None,
+            spans=None if self.order is None else self.order.of_rows,
         )
+
+    @property
+    def transposed_masks(self) -> Masks:
+        """Positives by label, of the columns."""
+        assert self.order is not None
+        return Masks(self_diagonal=self.self_diagonal, positives_start=self.order.first_row, spans=self.order.of_cols)
 
     def positives(self) -> Positives | None:
         """The positives known by position; None if there are none."""
@@ -205,18 +237,15 @@ def narrow(side: Shard, at: slice) -> Shard:
 
 
 def numbered_groups(rows: Shard, cols: Shard) -> Groups:
-    """Ids and labels of both sides numbered from 0 in 32 bits: those of a tile must fit its registers."""
-    of_rows: dict[str, Tensor] = {}
-    of_cols: dict[str, Tensor] = {}
-    for name in ("ids", "labels"):
-        both = getattr(rows, name), getattr(cols, name)
-        if both[0] is not None and both[1] is not None:
-            values, order = torch.cat(both).sort()
-            first = torch.zeros_like(values, dtype=torch.int32)
-            first[1:] = values[1:] != values[:-1]
-            numbers = torch.empty_like(first).scatter_(0, order, first.cumsum(0, dtype=torch.int32))
-            of_rows[name], of_cols[name] = numbers.split([len(rows), len(cols)])
-    return of_rows, of_cols
+    """Ids of both sides numbered from 0 in 32 bits: those of a tile must fit its registers."""
+    if rows.ids is None or cols.ids is None:
+        return {}, {}
+    values, order = torch.cat([rows.ids, cols.ids]).sort()
+    first = torch.zeros_like(values, dtype=torch.int32)
+    first[1:] = values[1:] != values[:-1]
+    numbers = torch.empty_like(first).scatter_(0, order, first.cumsum(0, dtype=torch.int32))
+    of_rows, of_cols = numbers.split([len(rows), len(cols)])
+    return {"ids": of_rows}, {"ids": of_cols}
 
 
 def readable_side(side: Shard, groups: dict[str, Tensor]) -> Shard:

@@ -1,0 +1,118 @@
+"""Positives by label: a block in the order of its labels, and the launches of `labels.py`.
+
+Between `launch.py` and `backend.py`. Rows and columns of a label are neighbours in that order, so that the positives of
+a tile's rows are a few columns side by side. The tile kernels leave these out as they leave out a diagonal, and small
+kernels compute them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contrastile.losses.base import Shard
+from contrastile.tiles.triton import labels as kernels
+from contrastile.tiles.triton.block import Block, Order
+from contrastile.tiles.triton.launch import BLOCK, ROWS, directions, run
+from contrastile.tiles.triton.plan import Epilogue, Pair, shape_for, tiles_of
+
+# numbers of a row in the order of labels, see `masks.py`
+NUMBERS = 5
+# warps of a program, whose threads hold a tile of products and what is made of it
+WARPS = 8
+
+
+def ordered(rows: Shard, cols: Shard, *, symmetric: bool, exclude_self: bool) -> Order:
+    """The order of a block's labels; `exclude_self`: pairs of the same position on all ranks do not count."""
+    assert rows.labels is not None
+    assert cols.labels is not None
+    of_rows = _sorted(rows.labels)
+    of_cols = of_rows if cols.labels is rows.labels else _sorted(cols.labels)
+    diagonal = rows.start - cols.start if exclude_self else None
+    (_, row_order), (_, col_order) = of_rows, of_cols
+    return Order(
+        row_order, col_order, _spans(of_rows, of_cols, diagonal),
+        _spans(of_cols, of_rows, None if diagonal is None else -diagonal) if symmetric else None,
+    )  # fmt: skip
+
+
+def _sorted(labels: Tensor) -> tuple[Tensor, Tensor]:
+    values, order = labels.sort(stable=True)
+    return values, order
+
+
+def _spans(own: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor], diagonal: int | None) -> Tensor:
+    """The numbers [5, n] of one side, for the tile kernels."""
+    (labels, order), (other_labels, other_order) = own, others
+    n, m, rows = len(labels), len(other_labels), shape_for(labels.device).rows
+    out, places = torch.empty(NUMBERS, n, dtype=torch.int32, device=labels.device), order
+    if diagonal is not None:
+        count = torch.arange(m, device=labels.device)
+        places = torch.empty_like(count).scatter_(0, other_order, count)
+    run(
+        kernels.spans, (tiles_of(n, rows),), labels_ptr=labels, others_ptr=other_labels, order_ptr=order,
+        places_ptr=places, out_ptr=out, n=n, m=m, steps=m.bit_length(), self_diagonal=diagonal or 0,
+        SELF=diagonal is not None, BM=rows,
+    )  # fmt: skip
+    return out
+
+
+def ordered_side(side: Shard, order: Tensor) -> Shard:
+    """The numbers of a side in the order of its labels; its features stay as they are, and are read in that order."""
+    changed: dict[str, Any] = {
+        name: x.index_select(0, order) for name in ("ids", "numbers", "coefficient")
+        if (x := getattr(side, name)) is not None
+    }  # fmt: skip
+    if side.state is not None and side.state.numel():
+        changed["state"] = side.state.index_select(1, order)
+    return replace(side, **changed)
+
+
+def label_totals(pair: Pair, block: Block, stats: Sequence[Tensor], first: Sequence[bool], epilogue: Epilogue) -> None:
+    """Add a super-tile's positives to the statistics of its rows and, if symmetric, of its columns.
+
+    first: the columns, and the rows, are the first that the statistics meet.
+    """
+    pairs = [pair.arguments]
+    if len(stats) == 2:
+        other = pair.transposed(block.transposed_masks).arguments
+        # pieces of the same products in the same order
+        pairs.append(other | {"LEFT": other["RIGHT"], "RIGHT": other["LEFT"]})
+    for given, of_side, is_first in zip(pairs, stats, first, strict=False):
+        run(
+            kernels.label_totals, (tiles_of(given["N"], given["BM"]),), constants_ptr=block.constants,
+            stats_ptr=of_side, stats_stride=of_side.stride(0), row_first=int(is_first),
+            **(epilogue.flags | given | {"warps": WARPS}),
+        )  # fmt: skip
+
+
+def label_gradients(
+    pair: Pair, block: Block, strip: Tensor, sums: Tensor, epilogue: Epilogue, stats: Tensor | None
+) -> None:
+    """Write the gradients of a super-tile's positives into the strip, and add Σ g · ⟨q, k⟩, or Σ g, to `sums` [N].
+
+    stats: add the loss of the positives too, for a pairwise loss.
+    """
+    coefficient, unused = block.rows.coefficient, {"smoothing": 0.0, "constants_ptr": block.constants, **epilogue.flags}
+    for side in ("row", "col") if block.loss.pairwise else ():
+        unused |= {f"{side}_state_ptr": coefficient, f"{side}_state_stride": 0, f"{side}_coefficient_ptr": coefficient}
+    given: dict[str, Any] = unused if block.loss.pairwise else directions(block, epilogue)
+    given |= pair.arguments | {"COLUMNS": block.loss.symmetric, "LOSS": stats is not None, "warps": WARPS}
+    run(
+        kernels.label_gradients, (tiles_of(len(pair.q), pair.shape.rows),), strip_ptr=strip,
+        out_stride=strip.stride(0), part_stride=strip.shape[0] // pair.q.parts, PARTS=pair.q.parts,
+        label_sums_ptr=sums, stats_ptr=sums if stats is None else stats, **given,
+    )  # fmt: skip
+
+
+def add_ordered(out: Tensor, total: Tensor, order: Tensor, *, fresh: bool) -> None:
+    """out[order] += total, or = it where `fresh`: gradient sums in the order of the caller."""
+    n, D = total.shape
+    run(
+        kernels.add_ordered, (tiles_of(n, ROWS),), total_ptr=total, out_ptr=out, order_ptr=order, n=n, D=D,
+        total_stride=total.stride(0), out_stride=out.stride(0), ADD=not fresh, ROWS=ROWS, BLOCK=BLOCK,
+    )  # fmt: skip
