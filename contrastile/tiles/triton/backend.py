@@ -240,10 +240,7 @@ class Triton(Tiles):
                 self.constants[position] = self._with_teacher(self.constants[position], rows, cols)
             self.groups[position] = numbered_groups(rows, cols)
             if by_label(rows):
-                loss = self.loss
-                self.orders[position] = sorting.ordered(
-                    rows, cols, symmetric=loss.symmetric, exclude_self=loss.exclude_self
-                )
+                self.orders[position] = sorting.ordered(rows, cols, exclude_self=self.loss.exclude_self)
         self.super_tile = None
         of_rows, of_cols = self.groups[position]
         rows, cols = readable_side(rows, of_rows), readable_side(cols, of_cols)

@@ -134,16 +134,17 @@ class Order:
     # positions in the block as it was given
     rows: Tensor
     cols: Tensor
-    # [5, N] and, if symmetric, [5, M] numbers that say which of the others are positives: see `masks.py`
+    # [5, N] and [5, M] numbers that say which of the others are positives: see `masks.py`
     of_rows: Tensor
-    of_cols: Tensor | None
+    of_cols: Tensor
     # of the part within the block
     first_row: int = 0
     first_col: int = 0
 
     def narrow(self, i: slice, j: slice) -> Order:
-        of_cols = None if self.of_cols is None else along(self.of_cols, j)
-        return Order(along(self.rows, i), along(self.cols, j), along(self.of_rows, i), of_cols, i.start, j.start)
+        return Order(
+            along(self.rows, i), along(self.cols, j), along(self.of_rows, i), along(self.of_cols, j), i.start, j.start
+        )
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@
 
 Launched by `sorting.py`, beside the tile kernels, which leave the positives out:
 
+    order_labels       labels in rising order
     spans              of each row, the first column of its label and the first behind it
     label_totals       the positives' part of each row's statistics
     label_gradients    their gradients, written into the strip of a super-tile
@@ -44,11 +45,11 @@ from contrastile.tiles.triton.masks import FIRST, HIGHEST_COLUMN, ITSELF, LOWEST
 
 
 @triton.jit
-def _position(others_ptr, label, m, steps, RIGHT: tl.constexpr):
+def _position(others_ptr, label, m, STEPS: tl.constexpr, RIGHT: tl.constexpr):
     """Number of the m labels in rising order that are less than each label or, where RIGHT, not greater."""
     low = (label * 0).to(tl.int32)
     high = low + m
-    for _ in range(steps):
+    for _ in tl.static_range(STEPS):
         middle = (low + high) // 2
         open_ = low < high
         other = tl.load(others_ptr + middle, mask=open_, other=0)
@@ -59,33 +60,72 @@ def _position(others_ptr, label, m, steps, RIGHT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=ANY)
-def spans(labels_ptr, others_ptr, order_ptr, places_ptr, out_ptr, n, m, steps, self_diagonal, SELF: tl.constexpr,
-          BM: tl.constexpr):  # fmt: skip
-    """Write [5, n] numbers of the rows in the order of their labels, as `masks.py` counts them.
+def order_labels(row_labels_ptr, row_sorted_ptr, row_order_ptr, row_places_ptr, N, col_labels_ptr, col_sorted_ptr,
+                 col_order_ptr, col_places_ptr, M, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Sort the labels of each side, equal ones in their order: for few of them, by counting those before each.
 
-    labels, others: those of both sides in rising order. order: the row at each of these places. SELF: row i of the
-    caller is column i + self_diagonal, which is at places[i + self_diagonal] in the order of labels.
+    Writes the labels in rising order, the position of each of these, and its inverse: the place of each position.
+    program_id 1 = 0 sorts those of the rows, 1 those of the columns.
     """
+    of_rows = tl.program_id(1) == 0
+    labels_ptr = tl.where(of_rows, row_labels_ptr, col_labels_ptr)
+    n = tl.where(of_rows, N, M)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if tl.program_id(0) * ROWS < n:
+        label = tl.load(labels_ptr + rows, mask=rows < n, other=0)
+        before = tl.zeros((ROWS, BLOCK), tl.int32)
+        for start in range(0, n, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            other = tl.load(labels_ptr + at, mask=at < n, other=0)[None, :]
+            if start + BLOCK <= tl.program_id(0) * ROWS:
+                less = other <= label[:, None]
+            elif start >= (tl.program_id(0) + 1) * ROWS:
+                less = (other < label[:, None]) & (at < n)[None, :]
+            else:
+                less = (other < label[:, None]) & (at < n)[None, :]
+                less = less | ((other == label[:, None]) & (at[None, :] < rows[:, None]))
+            before += less.to(tl.int32)
+        place = tl.sum(before, 1)
+        tl.store(tl.where(of_rows, row_sorted_ptr, col_sorted_ptr) + place, label, mask=rows < n)
+        tl.store(tl.where(of_rows, row_order_ptr, col_order_ptr) + place, rows.to(tl.int64), mask=rows < n)
+        tl.store(tl.where(of_rows, row_places_ptr, col_places_ptr) + rows, place.to(tl.int64), mask=rows < n)
+
+
+@triton.jit(do_not_specialize=ANY)
+def spans(row_labels_ptr, row_order_ptr, row_places_ptr, row_out_ptr, N, col_labels_ptr, col_order_ptr, col_places_ptr,
+          col_out_ptr, M, self_diagonal, SELF: tl.constexpr, BM: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
+    """Write [5, n] numbers of the rows, or of the columns, in the order of their labels, as `masks.py` counts them.
+
+    labels: in rising order. order, places: see `order_labels`. SELF: row i and column i + self_diagonal of the caller
+    are one example. 2 to the power of STEPS is greater than both numbers. program_id 1 = 0 computes rows, 1 columns.
+    """
+    of_rows = tl.program_id(1) == 0
+    n = tl.where(of_rows, N, M)
+    m = tl.where(of_rows, M, N)
+    others_ptr = tl.where(of_rows, col_labels_ptr, row_labels_ptr)
     at = tl.program_id(0) * BM + tl.arange(0, BM)
     inside = at < n
-    label = tl.load(labels_ptr + at, mask=inside, other=0)
-    first = _position(others_ptr, label, m, steps, False)
-    stop = _position(others_ptr, label, m, steps, True)
+    label = tl.load(tl.where(of_rows, row_labels_ptr, col_labels_ptr) + at, mask=inside, other=0)
+    first = _position(others_ptr, label, m, STEPS, False)
+    stop = _position(others_ptr, label, m, STEPS, True)
     itself = first * 0 - 1
-    lowest = tl.where(inside & (stop > first), first, m)
-    highest = tl.where(inside, stop, 0)
+    lowest, highest = first, stop
     if SELF:
-        column = tl.load(order_ptr + at, mask=inside, other=0) + self_diagonal
+        column = tl.load(tl.where(of_rows, row_order_ptr, col_order_ptr) + at, mask=inside, other=0)
+        column += tl.where(of_rows, self_diagonal, -self_diagonal)
         exists = inside & (column >= 0) & (column < m)
+        places_ptr = tl.where(of_rows, col_places_ptr, row_places_ptr)
         itself = tl.load(places_ptr + column, mask=exists, other=-1).to(tl.int32)
-        lowest = tl.minimum(lowest, tl.where(exists, itself, m))
-        highest = tl.maximum(highest, itself + 1)
-    out = out_ptr + at
+        lowest = tl.where(inside, tl.minimum(first, tl.where(exists, itself, m)), m)
+        highest = tl.where(inside, tl.maximum(stop, itself + 1), 0)
+        lowest = first * 0 + tl.min(lowest)
+        highest = first * 0 + tl.max(highest)
+    out = tl.where(of_rows, row_out_ptr, col_out_ptr) + at
     tl.store(out + FIRST * n, first, mask=inside)
     tl.store(out + STOP * n, stop, mask=inside)
     tl.store(out + ITSELF * n, itself, mask=inside)
-    tl.store(out + LOWEST_COLUMN * n, first * 0 + tl.min(lowest), mask=inside)
-    tl.store(out + HIGHEST_COLUMN * n, first * 0 + tl.max(highest), mask=inside)
+    tl.store(out + LOWEST_COLUMN * n, lowest, mask=inside)
+    tl.store(out + HIGHEST_COLUMN * n, highest, mask=inside)
 
 
 @triton.jit
@@ -183,7 +223,6 @@ def label_totals(q_mem, k_mem, constants_ptr, stats_ptr, stats_stride, positives
             logit_sum += logits + count_before * (finite(before) - safe) + count * (finite(top) - safe)
             count += count_before
             top = higher
-            tl.debug_barrier()
         store_stats(top, total, logit_sum, count, out, stats_stride, rows < N, True)
 
 

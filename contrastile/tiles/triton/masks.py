@@ -14,8 +14,8 @@ import triton.language as tl
 # positives per row up to which a kernel is compiled for their number; above it, one kernel loops over them
 UNROLLED = tl.constexpr(4)
 # value of POSITIVES where they are known by label: `positives_ptr` has five numbers of each row then, columns in the
-# order of labels. The first column of its label, the first behind them, its own column (or −1), and the least and
-# behind the greatest of all of these columns in its row tile
+# order of labels. The first column of its label, the first behind them, and its own column (or −1); and, rising, the
+# least column that is any of these for the rows of its tile from it on, and the first behind those up to it
 BY_LABEL = tl.constexpr(-1)
 FIRST, STOP, ITSELF, LOWEST_COLUMN, HIGHEST_COLUMN = (tl.constexpr(row) for row in range(5))
 
@@ -54,8 +54,9 @@ def has_masked(i, j, N, M, masks, BM: tl.constexpr, BN: tl.constexpr, DIAGONAL: 
         masked = masked | ((self_diagonal + i * BM < (j + 1) * BN) & (self_diagonal + (i + 1) * BM > j * BN))
     if POSITIVES == BY_LABEL:
         bounds = positives_ptr + i * BM
+        last = tl.minimum(BM, N - i * BM) - 1
         lowest = tl.load(bounds + LOWEST_COLUMN * positives_stride) - positives_start
-        highest = tl.load(bounds + HIGHEST_COLUMN * positives_stride) - positives_start
+        highest = tl.load(bounds + HIGHEST_COLUMN * positives_stride + last) - positives_start
         masked = masked | ((lowest < (j + 1) * BN) & (highest > j * BN))
     else:
         positives_at = positives_ptr + (i * BM + tl.arange(0, BM)).to(tl.int64) * positives_stride

@@ -22,43 +22,56 @@ from contrastile.tiles.triton.plan import Epilogue, Pair, shape_for, tiles_of
 
 # numbers of a row in the order of labels, see `masks.py`
 NUMBERS = 5
+# labels of a side up to which they are sorted by counting, faster than by the many kernels of a sort; labels of one
+# program, and those that it compares them with at once
+MOST_COUNTED, COUNTED = 16384, (32, 128)
 # warps of a program, whose threads hold a tile of products and what is made of it
 WARPS = 8
 
 
-def ordered(rows: Shard, cols: Shard, *, symmetric: bool, exclude_self: bool) -> Order:
+def ordered(rows: Shard, cols: Shard, *, exclude_self: bool) -> Order:
     """The order of a block's labels; `exclude_self`: pairs of the same position on all ranks do not count."""
     assert rows.labels is not None
     assert cols.labels is not None
-    of_rows = _sorted(rows.labels)
-    of_cols = of_rows if cols.labels is rows.labels else _sorted(cols.labels)
-    diagonal = rows.start - cols.start if exclude_self else None
-    (_, row_order), (_, col_order) = of_rows, of_cols
-    return Order(
-        row_order, col_order, _spans(of_rows, of_cols, diagonal),
-        _spans(of_cols, of_rows, None if diagonal is None else -diagonal) if symmetric else None,
-    )  # fmt: skip
-
-
-def _sorted(labels: Tensor) -> tuple[Tensor, Tensor]:
-    values, order = labels.sort(stable=True)
-    return values, order
-
-
-def _spans(own: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor], diagonal: int | None) -> Tensor:
-    """The numbers [5, n] of one side, for the tile kernels."""
-    (labels, order), (other_labels, other_order) = own, others
-    n, m, rows = len(labels), len(other_labels), shape_for(labels.device).rows
-    out, places = torch.empty(NUMBERS, n, dtype=torch.int32, device=labels.device), order
-    if diagonal is not None:
-        count = torch.arange(m, device=labels.device)
-        places = torch.empty_like(count).scatter_(0, other_order, count)
+    device, (N, M) = rows.labels.device, (len(rows), len(cols))
+    (_, row_order, _), (_, col_order, _) = of_rows, of_cols = _sorted(_wide(rows.labels), _wide(cols.labels))
+    spans = [torch.empty(NUMBERS, n, dtype=torch.int32, device=device) for n in (N, M)]
+    given = {
+        f"{side}_{name}_ptr": x
+        for side, of_side, out in (("row", of_rows, spans[0]), ("col", of_cols, spans[1]))
+        for name, x in zip(("labels", "order", "places", "out"), (*of_side, out), strict=True)
+    }
+    height = shape_for(device).rows
     run(
-        kernels.spans, (tiles_of(n, rows),), labels_ptr=labels, others_ptr=other_labels, order_ptr=order,
-        places_ptr=places, out_ptr=out, n=n, m=m, steps=m.bit_length(), self_diagonal=diagonal or 0,
-        SELF=diagonal is not None, BM=rows,
+        kernels.spans, (tiles_of(max(N, M), height), 2), N=N, M=M, self_diagonal=rows.start - cols.start,
+        SELF=exclude_self, BM=height, STEPS=max(N, M).bit_length(), **given,
     )  # fmt: skip
-    return out
+    return Order(row_order, col_order, *spans)
+
+
+def _sorted(rows: Tensor, cols: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Of each side the labels in rising order, the position of each, and the place of each position."""
+    if max(len(rows), len(cols)) > MOST_COUNTED:
+        of_rows = _by_torch(rows)
+        return [of_rows, of_rows if cols is rows else _by_torch(cols)]
+    sides = [(torch.empty_like(x), *x.new_empty(2, len(x), dtype=torch.int64)) for x in (rows, cols)]
+    given: dict[str, Any] = {"N": len(rows), "M": len(cols), "row_labels_ptr": rows, "col_labels_ptr": cols}
+    for side, results in zip(("row", "col"), sides, strict=True):
+        names = (f"{side}_{name}_ptr" for name in ("sorted", "order", "places"))
+        given |= dict(zip(names, results, strict=True))
+    grid = (tiles_of(max(len(rows), len(cols)), COUNTED[0]), 2)
+    run(kernels.order_labels, grid, ROWS=COUNTED[0], BLOCK=COUNTED[1], **given)
+    return sides
+
+
+def _wide(labels: Tensor) -> Tensor:
+    return labels.to(torch.int64).contiguous()
+
+
+def _by_torch(labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    values, order = labels.sort(stable=True)
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return values, order, places
 
 
 def ordered_side(side: Shard, order: Tensor) -> Shard:
