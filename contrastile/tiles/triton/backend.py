@@ -40,6 +40,7 @@ from contrastile.tiles.triton.block import (
     Groups,
     Order,
     Positives,
+    SuperTile,
     along,
     by_label,
     narrow,
@@ -57,23 +58,6 @@ LEAST_CAPABILITY = 8, 0
 UNIT_POWER = 14
 # first row, number of rows, first column, number of columns of a block
 Position = tuple[int, int, int, int]
-
-
-@dataclass(frozen=True)
-class SuperTile:
-    """A part of a block, with its operands."""
-
-    # positions of its rows and columns in the whole block
-    along: tuple[slice, slice]
-    block: Block
-    pair: Pair
-    # for the rows and for the columns: the first, the last part of the other side that they meet
-    first: tuple[bool, bool]
-    last: tuple[bool, bool]
-
-    def of(self, stats: list[Tensor]) -> list[Tensor]:
-        """The statistics of its rows, and of its columns."""
-        return [along(x, at) for x, at in zip(stats, self.along, strict=False)]
 
 
 @dataclass
@@ -157,6 +141,12 @@ class Triton(Tiles):
             return
         with on(self.scale.device):
             launch.merge_parts(stats, parts, self._epilogue)
+
+    def count_equal(self, labels: Tensor, others: Tensor) -> Tensor:
+        if max(len(labels), len(others)) > sorting.MOST_COUNTED:
+            return super().count_equal(labels, others)
+        with on(self.scale.device):
+            return sorting.count_equal(labels, others)
 
     def finish(
         self,

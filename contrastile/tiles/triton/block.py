@@ -20,6 +20,7 @@ from contrastile.tiles.triton.plan import (
     PIECES,
     Epilogue,
     Masks,
+    Pair,
     is_readable,
     padded,
     shape_for,
@@ -217,6 +218,23 @@ class Block:
         if self.loss.exclude_self:
             inside &= columns != torch.arange(rows.start, rows.start + N, device=columns.device)[:, None]
         return Positives(torch.where(inside, columns - cols.start, -1), None)
+
+
+@dataclass(frozen=True)
+class SuperTile:
+    """A part of a block, with its operands."""
+
+    # positions of its rows and columns in the whole block
+    along: tuple[slice, slice]
+    block: Block
+    pair: Pair
+    # for the rows and for the columns: the first, the last part of the other side that they meet
+    first: tuple[bool, bool]
+    last: tuple[bool, bool]
+
+    def of(self, stats: list[Tensor]) -> list[Tensor]:
+        """The statistics of its rows, and of its columns."""
+        return [along(x, at) for x, at in zip(stats, self.along, strict=False)]
 
 
 def by_label(rows: Shard) -> bool:

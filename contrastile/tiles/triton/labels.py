@@ -5,6 +5,7 @@
 Launched by `sorting.py`, beside the tile kernels, which leave the positives out:
 
     order_labels       labels in rising order
+    count_equal        the number of equal labels on the other side
     spans              of each row, the first column of its label and the first behind it
     label_totals       the positives' part of each row's statistics
     label_gradients    their gradients, written into the strip of a super-tile
@@ -89,6 +90,19 @@ def order_labels(row_labels_ptr, row_sorted_ptr, row_order_ptr, row_places_ptr, 
         tl.store(tl.where(of_rows, row_sorted_ptr, col_sorted_ptr) + place, label, mask=rows < n)
         tl.store(tl.where(of_rows, row_order_ptr, col_order_ptr) + place, rows.to(tl.int64), mask=rows < n)
         tl.store(tl.where(of_rows, row_places_ptr, col_places_ptr) + rows, place.to(tl.int64), mask=rows < n)
+
+
+@triton.jit(do_not_specialize=ANY)
+def count_equal(labels_ptr, others_ptr, out_ptr, n, m, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Write the number of the m others that equal each of the n labels."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    label = tl.load(labels_ptr + rows, mask=rows < n, other=0)[:, None]
+    count = tl.zeros((ROWS, BLOCK), tl.int32)
+    for start in range(0, m, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        other = tl.load(others_ptr + at, mask=at < m, other=0)[None, :]
+        count += ((other == label) & (at < m)[None, :]).to(tl.int32)
+    tl.store(out_ptr + rows, tl.sum(count, 1), mask=rows < n)
 
 
 @triton.jit(do_not_specialize=ANY)

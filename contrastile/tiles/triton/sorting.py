@@ -35,10 +35,10 @@ def ordered(rows: Shard, cols: Shard, *, exclude_self: bool) -> Order:
     assert cols.labels is not None
     device, (N, M) = rows.labels.device, (len(rows), len(cols))
     (_, row_order, _), (_, col_order, _) = of_rows, of_cols = _sorted(_wide(rows.labels), _wide(cols.labels))
-    spans = [torch.empty(NUMBERS, n, dtype=torch.int32, device=device) for n in (N, M)]
-    given = {
+    row_spans, col_spans = (torch.empty(NUMBERS, n, dtype=torch.int32, device=device) for n in (N, M))
+    given: dict[str, Any] = {
         f"{side}_{name}_ptr": x
-        for side, of_side, out in (("row", of_rows, spans[0]), ("col", of_cols, spans[1]))
+        for side, of_side, out in (("row", of_rows, row_spans), ("col", of_cols, col_spans))
         for name, x in zip(("labels", "order", "places", "out"), (*of_side, out), strict=True)
     }
     height = shape_for(device).rows
@@ -46,7 +46,7 @@ def ordered(rows: Shard, cols: Shard, *, exclude_self: bool) -> Order:
         kernels.spans, (tiles_of(max(N, M), height), 2), N=N, M=M, self_diagonal=rows.start - cols.start,
         SELF=exclude_self, BM=height, STEPS=max(N, M).bit_length(), **given,
     )  # fmt: skip
-    return Order(row_order, col_order, *spans)
+    return Order(row_order, col_order, row_spans, col_spans)
 
 
 def _sorted(rows: Tensor, cols: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -62,6 +62,16 @@ def _sorted(rows: Tensor, cols: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
     grid = (tiles_of(max(len(rows), len(cols)), COUNTED[0]), 2)
     run(kernels.order_labels, grid, ROWS=COUNTED[0], BLOCK=COUNTED[1], **given)
     return sides
+
+
+def count_equal(labels: Tensor, others: Tensor) -> Tensor:
+    """The number [n] of other labels that equal each label."""
+    out = torch.empty(len(labels), dtype=torch.int32, device=labels.device)
+    run(
+        kernels.count_equal, (tiles_of(len(labels), COUNTED[0]),), labels_ptr=_wide(labels), others_ptr=_wide(others),
+        out_ptr=out, n=len(labels), m=len(others), ROWS=COUNTED[0], BLOCK=COUNTED[1],
+    )  # fmt: skip
+    return out
 
 
 def _wide(labels: Tensor) -> Tensor:
