@@ -218,7 +218,8 @@ def _with_options(name: str, seed: int) -> Any:
     if "ids" in name:
         options |= {"query_ids": ids, "key_ids": ids}
     if "labels" in name:
-        options |= {"query_labels": ids, "key_labels": ids}
+        # the same tensor, or another one
+        options |= {"query_labels": ids, "key_labels": ids.flip(0) if "apart" in name and seed % 2 else ids}
     if "weights" in name:
         options |= {"weights": weights}
     if "smoothing" in name:
@@ -281,6 +282,7 @@ def test_a_replay_takes_its_inputs_as_a_plain_call_does(loss: Any, monkeypatch: 
         "clip ids",
         "clip ids weights smoothing",
         "clip labels",
+        "clip labels apart",
         "dcl",
         "dcl ids weights",
         "siglip",

@@ -122,7 +122,8 @@ def _type(name: str, shape: Any, constants: dict[str, Any]) -> str | tuple[str, 
         return "*u8"
     of_texts = ("tokens_ptr", "lengths_ptr", "list_ptr", "bounds_ptr", "begins_ptr", "order_ptr")
     by_label = constants.get("POSITIVES") == -1 and name == "positives_ptr"
-    if name.endswith(("ids_ptr", "row_out_ptr", "col_out_ptr", *of_texts)) or by_label:
+    by_label |= name == "spans_ptr" or (name in ("row_out_ptr", "col_out_ptr") and "STEPS" in constants)
+    if name.endswith(("ids_ptr", *of_texts)) or by_label:
         return "*i32"
     if name == "strip_ptr":
         return "*bf16"
@@ -202,7 +203,8 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
             continue
         if name not in TILE_KERNELS:
             if capability in COMPLETE:
-                yield kernel, name, plain | EVERYTHING
+                side = {"BM": 64, "BN": 64} if kernel.fn.__module__.endswith("labels") else {}
+                yield kernel, name, plain | EVERYTHING | side | {"CHANNELS": 7, "LAST": True}
                 if name == "finish":
                     further = {"DECOUPLED": True, "MISES_FISHER": True, "WEIGHTS": True}
                     yield kernel, f"{name} decoupled", plain | further
@@ -270,8 +272,7 @@ def _shared(kernel: Any, chosen: dict[str, Any], capability: int) -> int:
         if str(signature[name]).startswith("*") or name in ALIGNED
     }
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
-    warps = 8 if kernel.fn.__module__.endswith("labels") else shape.warps
-    options = {"num_warps": warps if "BK" in constants else 4, "num_stages": shape.stages}
+    options = {"num_warps": shape.warps if "BK" in constants else 4, "num_stages": shape.stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     unordered = _unordered(compiled.asm["ttgir"])
     assert not unordered, f"{kernel.fn.__name__} stores {unordered} while other warps may still read"

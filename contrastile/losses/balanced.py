@@ -54,8 +54,11 @@ class BalancedSigmoid(Sigmoid):
             # one positive each
             return rows, cols
         wide = accumulator(rows.features.dtype)
-        both = (rows.labels, all_cols(cols.labels)), (cols.labels, all_rows(rows.labels))
-        shares = [0.5 / count(own, others).clamp(min=1).to(wide) for own, others in both]
+        every_row, every_col = all_rows(rows.labels), all_cols(cols.labels)
+        of_rows = 0.5 / count(rows.labels, every_col).clamp(min=1).to(wide)
+        shares = [of_rows, of_rows]
+        if every_row is not every_col:
+            shares[1] = 0.5 / count(cols.labels, every_row).clamp(min=1).to(wide)
         return changed(rows, numbers=shares[0]), changed(cols, numbers=shares[1])
 
     def absorb(self, tile: Tile) -> tuple[Tensor, ...]:

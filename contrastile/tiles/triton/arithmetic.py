@@ -52,7 +52,7 @@ ANY = ("N", "M", "n", "diagonal", "self_diagonal", "positives", "positives_strid
        "vectors_step", "part_stride", "part_row_stride", "part_col_stride", "parts", "stats_row_stride", "stats_stride",
        "row_stats_stride", "col_stats_stride", "row_state_stride", "col_state_stride", "row_tiles", "col_tiles",
        "row_last", "col_first", "col_last", "q_blocks", "blocks", "truncation", "kept", "row_first",
-       "smoothing", "m")  # fmt: skip
+       "smoothing", "m", "spans_stride", "spans_start", "row_stride", "col_stride")  # fmt: skip
 
 
 @triton.jit

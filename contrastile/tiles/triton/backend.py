@@ -111,8 +111,7 @@ class Triton(Tiles):
                 else:
                     ordered = [torch.empty_like(side) for side in stats]
                     self._stats(block, ordered)
-                    for side, given, order in zip(stats, ordered, (block.order.rows, block.order.cols), strict=False):
-                        side.index_copy_(1, order, given)
+                    sorting.given_order(ordered, block.order, stats)
         return stats[0], stats[1] if self.loss.symmetric else None
 
     def backward(
@@ -231,34 +230,33 @@ class Triton(Tiles):
             self.groups[position] = numbered_groups(rows, cols)
             if by_label(rows):
                 self.orders[position] = sorting.ordered(rows, cols, exclude_self=self.loss.exclude_self)
-        self.super_tile = None
         of_rows, of_cols = self.groups[position]
         rows, cols = readable_side(rows, of_rows), readable_side(cols, of_cols)
         order = self.orders.get(position)
         if order is not None:
-            rows, cols = sorting.ordered_side(rows, order.rows), sorting.ordered_side(cols, order.cols)
+            rows, cols = sorting.ordered_sides(rows, cols, order)
         return Block(rows, cols, self.constants[position], self.loss, order)
 
     def _super_tiles(self, block: Block, cost: Cost) -> Iterator[SuperTile]:
         """The block's super-tiles with their operands, which neighbours and the next pass share."""
         for i, j in self._budget.super_tiles(block, cost):
             tile = self.super_tile
-            if tile is None or tile.along != (i, j):
+            if tile is None or tile.along != (i, j) or tile.whole is not block:
                 order = None if block.order is None else block.order.narrow(i, j)
-                if tile is None or tile.along[0] != i:
-                    rows = narrow(block.rows, i)
-                    of_rows = self._operands(rows) if order is None else self._operands(block.rows, order.rows)
-                else:
-                    rows, of_rows = tile.block.rows, tile.pair.of_rows
+                same_rows, same_cols = (tile is not None and tile.along[side] == at for side, at in enumerate((i, j)))
+                rows = tile.block.rows if tile and same_rows and tile.whole is block else narrow(block.rows, i)
                 part = Block(rows, narrow(block.cols, j), block.constants, self.loss, order)
-                of_cols = self._operands(part.cols) if order is None else self._operands(block.cols, order.cols)
+                given = (rows, None) if order is None else (block.rows, order.rows)
+                of_rows = tile.pair.of_rows if tile and same_rows else self._operands(*given)
+                given = (part.cols, None) if order is None else (block.cols, order.cols)
+                of_cols = tile.pair.of_cols if tile and same_cols else self._operands(*given)
                 (q, *guide_q), (k, *guide_k) = of_rows, of_cols
                 guide = (guide_q[0], guide_k[0]) if guide_q else None
                 numbers = rows.numbers, part.cols.numbers
                 masks, taught = part.masks, self._epilogue.taught
                 pair = Pair(q, k, masks, self.reserved, guide, numbers, taught)
                 first, last = (j.start == 0, i.start == 0), (j.stop == len(block.cols), i.stop == len(block.rows))
-                tile = self.super_tile = SuperTile((i, j), part, pair, first, last)
+                tile = self.super_tile = SuperTile((i, j), block, part, pair, first, last)
             yield tile
 
     def _operands(self, side: Shard, order: Tensor | None = None) -> list[Operand]:
@@ -298,7 +296,8 @@ class Triton(Tiles):
                     sorting.label_totals(tile.pair, tile.block, tile.of(stats), tile.first, epilogue)
                 # freed before the next super-tile's sums are allocated, which may fill the workspace
                 del parts, merged
-        self.super_tile = None
+        if not self.followed:
+            self.super_tile = None
         self._positive_stats(block, stats)
 
     def _new_parts(self, block: Block, channels: int) -> list[Tensor]:

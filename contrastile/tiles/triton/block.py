@@ -193,12 +193,6 @@ class Block:
             spans=None if self.order is None else self.order.of_rows,
         )
 
-    @property
-    def transposed_masks(self) -> Masks:
-        """Positives by label, of the columns."""
-        assert self.order is not None
-        return Masks(self_diagonal=self.self_diagonal, positives_start=self.order.first_row, spans=self.order.of_cols)
-
     def positives(self) -> Positives | None:
         """The positives known by position; None if there are none."""
         rows, cols = self.rows, self.cols
@@ -226,6 +220,7 @@ class SuperTile:
 
     # positions of its rows and columns in the whole block
     along: tuple[slice, slice]
+    whole: Block
     block: Block
     pair: Pair
     # for the rows and for the columns: the first, the last part of the other side that they meet

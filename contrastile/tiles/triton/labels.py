@@ -9,7 +9,8 @@ Launched by `sorting.py`, beside the tile kernels, which leave the positives out
     spans              of each row, the first column of its label and the first behind it
     label_totals       the positives' part of each row's statistics
     label_gradients    their gradients, written into the strip of a super-tile
-    add_ordered        sums of gradients back in the order of the caller
+    move_ordered       numbers of rows in the order of labels, and back
+    add_ordered        sums of gradients in the order of the caller
 
 A row tile meets its positives in few tiles, so that these kernels compute a small part of the products again.
 """
@@ -36,7 +37,6 @@ from contrastile.tiles.triton.arithmetic import (
     finite,
     log1p,
     merge_exponentials,
-    quarter,
     shift_as_logarithm,
     store_stats,
 )
@@ -162,25 +162,24 @@ def _positives(cols, spans, N, M, rows, SELF: tl.constexpr):
 
 
 @triton.jit
-def positive_softplus(t):
+def _softplus(t):
     """log(1 + 2^−t): the loss of positives."""
     return log1p(tl.math.exp2(tl.abs(t) * -1.0)) + tl.maximum(-t, 0.0) * LN2
 
 
 @triton.jit
-def _weights(numbers, rows, cols, N, M):
+def _weights(row_numbers_ptr, col_numbers_ptr, rows, cols, N, M):
     """The weight of each pair as a positive by label: a number of the row and one of the column."""
-    row_numbers_ptr, col_numbers_ptr = numbers
     of_rows = tl.load(row_numbers_ptr + rows, mask=rows < N, other=0.0)
     of_cols = tl.load(col_numbers_ptr + cols, mask=cols < M, other=0.0)
     return of_rows[:, None] + of_cols[None, :]
 
 
 @triton.jit(do_not_specialize=ANY)
-def label_totals(q_mem, k_mem, constants_ptr, stats_ptr, stats_stride, positives_ptr, positives_stride, positives_start,
+def label_totals(q_ptr, k_ptr, constants_ptr, stats_ptr, stats_stride, spans_ptr, spans_stride, spans_start,
                  row_numbers_ptr, col_numbers_ptr, row_first, q_stride, k_stride, N, M, D, BM: tl.constexpr,
                  BN: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr,
-                 TMA: tl.constexpr, UPCAST: tl.constexpr, SELF: tl.constexpr, SOFTPLUS: tl.constexpr,
+                 UPCAST: tl.constexpr, SELF: tl.constexpr, SOFTPLUS: tl.constexpr,
                  WEIGHED: tl.constexpr):  # fmt: skip
     """Add the positives of a super-tile to the statistics of its rows; row_first: its columns are the first.
 
@@ -188,36 +187,33 @@ def label_totals(q_mem, k_mem, constants_ptr, stats_ptr, stats_stride, positives
     """
     i = tl.program_id(0)
     rows = i * BM + tl.arange(0, BM)
-    own = row_spans(positives_ptr, positives_stride, positives_start, rows, N)
-    start, end = _tile_range(positives_ptr, positives_stride, positives_start, i, N, M, BM, BN)
+    own = row_spans(spans_ptr, spans_stride, spans_start, rows, N)
+    start, end = _tile_range(spans_ptr, spans_stride, spans_start, i, N, M, BM, BN)
     constants = exponent_constants(constants_ptr)
-    WIDTH: tl.constexpr = BN // 4
     total = tl.zeros((BM,), tl.float32)
     logit_sum, count = total, total
     top = total - float("inf")
     for j in range(start, end):
         acc = tl.zeros((BM, BN), tl.float32)
-        acc = products(acc, q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA,
+        acc = products(acc, q_ptr, k_ptr, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, False,
                        UPCAST)  # fmt: skip
-        for at in tl.static_range(4):
-            cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
-            positive = _positives(cols, own, N, M, rows, SELF)
-            t = exponents(quarter(acc, at, BM, BN), constants, SOFTPLUS, PRODUCTS)
-            if SOFTPLUS:
-                terms = positive_softplus(t)
-                if WEIGHED:
-                    terms *= _weights((row_numbers_ptr, col_numbers_ptr), rows, cols, N, M)
-                total += tl.sum(tl.where(positive, terms, 0.0), 1)
-            else:
-                hidden = tl.where(positive, t, -float("inf"))
-                # a whole number, so that powers of two change no digit
-                higher = tl.maximum(top, tl.floor(tl.max(hidden, 1)))
-                safe = finite(higher)
-                total = total * tl.math.exp2(top - safe) + tl.sum(tl.math.exp2(hidden - safe[:, None]), 1)
-                logit_sum += count * (finite(top) - safe)
-                logit_sum += tl.sum(tl.where(positive, t - safe[:, None], 0.0), 1)
-                count += count_along(t, positive, 1)
-                top = higher
+        cols = j * BN + tl.arange(0, BN)
+        positive = _positives(cols, own, N, M, rows, SELF)
+        t = exponents(acc, constants, SOFTPLUS, PRODUCTS)
+        if SOFTPLUS:
+            terms = _softplus(t)
+            if WEIGHED:
+                terms *= _weights(row_numbers_ptr, col_numbers_ptr, rows, cols, N, M)
+            total += tl.sum(tl.where(positive, terms, 0.0), 1)
+        else:
+            hidden = tl.where(positive, t, -float("inf"))
+            # a whole number, so that powers of two change no digit
+            higher = tl.maximum(top, tl.floor(tl.max(hidden, 1)))
+            safe = finite(higher)
+            total = total * tl.math.exp2(top - safe) + tl.sum(tl.math.exp2(hidden - safe[:, None]), 1)
+            logit_sum += count * (finite(top) - safe) + tl.sum(tl.where(positive, t - safe[:, None], 0.0), 1)
+            count += count_along(t, positive, 1)
+            top = higher
     out = stats_ptr + rows
     if SOFTPLUS:
         tl.store(out, tl.load(out, mask=rows < N, other=0.0) + total, mask=rows < N)
@@ -229,10 +225,10 @@ def label_totals(q_mem, k_mem, constants_ptr, stats_ptr, stats_stride, positives
         out += POSITIVE_TOP * stats_stride
         if row_first == 0:
             before = tl.load(out, mask=rows < N, other=-float("inf"))
-            count_before = tl.load(out + 3 * stats_stride, mask=rows < N, other=0.0)
+            total_before = tl.load(out + stats_stride, mask=rows < N, other=0.0)
             logits = tl.load(out + 2 * stats_stride, mask=rows < N, other=0.0)
-            higher, total = merge_exponentials(
-                before, tl.load(out + stats_stride, mask=rows < N, other=0.0), top, total)  # fmt: skip
+            count_before = tl.load(out + 3 * stats_stride, mask=rows < N, other=0.0)
+            higher, total = merge_exponentials(before, total_before, top, total)
             safe = finite(higher)
             logit_sum += logits + count_before * (finite(before) - safe) + count * (finite(top) - safe)
             count += count_before
@@ -256,68 +252,87 @@ def _direction(x, rest, state_ptr, stride, coefficient_ptr, at, inside, smoothin
 
 
 @triton.jit(do_not_specialize=ANY)
-def label_gradients(q_mem, k_mem, strip_ptr, constants_ptr, row_state_ptr, row_coefficient_ptr, col_state_ptr,
-                    col_coefficient_ptr, row_state_stride, col_state_stride, stats_ptr, label_sums_ptr, positives_ptr,
-                    positives_stride, positives_start, row_numbers_ptr, col_numbers_ptr, q_stride, k_stride, N, M, D,
+def label_gradients(q_ptr, k_ptr, strip_ptr, constants_ptr, row_state_ptr, row_coefficient_ptr, col_state_ptr,
+                    col_coefficient_ptr, row_state_stride, col_state_stride, stats_ptr, label_sums_ptr, spans_ptr,
+                    spans_stride, spans_start, row_numbers_ptr, col_numbers_ptr, q_stride, k_stride, N, M, D,
                     part_stride, out_stride, smoothing, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-                    LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, TMA: tl.constexpr,
-                    UPCAST: tl.constexpr, SELF: tl.constexpr, COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr,
-                    WEIGHED: tl.constexpr, INSIDE: tl.constexpr, LOSS: tl.constexpr,
-                    PARTS: tl.constexpr):  # fmt: skip
+                    LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, UPCAST: tl.constexpr,
+                    SELF: tl.constexpr, COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, WEIGHED: tl.constexpr,
+                    INSIDE: tl.constexpr, LOSS: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
     """Write the gradients of a super-tile's positives into the strip [PARTS, N, M], over the zeros of `gradient`.
 
     Adds each row's Σ g · ⟨q, k⟩, or Σ g with SOFTPLUS, to `label_sums`, and with LOSS their loss to the statistics.
     """
     i = tl.program_id(0)
     rows = i * BM + tl.arange(0, BM)
-    own = row_spans(positives_ptr, positives_stride, positives_start, rows, N)
-    start, end = _tile_range(positives_ptr, positives_stride, positives_start, i, N, M, BM, BN)
+    own = row_spans(spans_ptr, spans_stride, spans_start, rows, N)
+    start, end = _tile_range(spans_ptr, spans_stride, spans_start, i, N, M, BM, BN)
     constants = exponent_constants(constants_ptr)
     unit = tl.load(constants_ptr + UNIT)
-    WIDTH: tl.constexpr = BN // 4
     sums = tl.zeros((BM,), tl.float32)
     loss = sums
     for j in range(start, end):
         acc = tl.zeros((BM, BN), tl.float32)
-        acc = products(acc, q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA,
+        acc = products(acc, q_ptr, k_ptr, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, False,
                        UPCAST)  # fmt: skip
-        for at in tl.static_range(4):
-            cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
-            positive = _positives(cols, own, N, M, rows, SELF)
-            part = quarter(acc, at, BM, BN)
-            t = exponents(part, constants, SOFTPLUS, PRODUCTS)
-            if SOFTPLUS:
-                g = (1.0 / (1.0 + tl.math.exp2(t))) * -tl.load(row_coefficient_ptr + rows, mask=rows < N,
-                                                               other=0.0)[:, None]  # fmt: skip
-                if WEIGHED:
-                    weights = _weights((row_numbers_ptr, col_numbers_ptr), rows, cols, N, M)
-                    g *= weights
-                if LOSS:
-                    terms = positive_softplus(t)
-                    if WEIGHED:
-                        terms *= weights
-                    loss += tl.sum(tl.where(positive, terms, 0.0), 1)
-            else:
-                whole = tl.floor(t)
-                x, rest = shift_as_logarithm(tl.load(constants_ptr + SHIFT) + whole)
-                rest += (t - whole) * LN2
-                g = _direction(x, rest, row_state_ptr, row_state_stride, row_coefficient_ptr, rows, rows < N,
-                               smoothing, 1, INSIDE)  # fmt: skip
-                if COLUMNS:
-                    g += _direction(x, rest, col_state_ptr, col_state_stride, col_coefficient_ptr, cols, cols < M,
-                                    smoothing, 0, INSIDE)  # fmt: skip
-            g = tl.where(positive, g * unit, 0.0)
-            sums += tl.sum(g if SOFTPLUS else g * part, 1)
-            for piece_at in tl.static_range(PARTS):
-                piece = g.to(strip_ptr.dtype.element_ty)
-                row = (piece_at * part_stride + rows).to(tl.int64)
-                tl.store(strip_ptr + row[:, None] * out_stride + cols[None, :], piece, mask=positive)
-                g = g - piece.to(tl.float32)
+        cols = j * BN + tl.arange(0, BN)
+        positive = _positives(cols, own, N, M, rows, SELF)
+        t = exponents(acc, constants, SOFTPLUS, PRODUCTS)
+        if SOFTPLUS:
+            coefficient = tl.load(row_coefficient_ptr + rows, mask=rows < N, other=0.0)
+            g = coefficient[:, None] * (-1.0 / (1.0 + tl.math.exp2(t)))
+            terms = _softplus(t)
+            if WEIGHED:
+                weights = _weights(row_numbers_ptr, col_numbers_ptr, rows, cols, N, M)
+                g *= weights
+                terms *= weights
+            if LOSS:
+                loss += tl.sum(tl.where(positive, terms, 0.0), 1)
+        else:
+            whole = tl.floor(t)
+            x, rest = shift_as_logarithm(tl.load(constants_ptr + SHIFT) + whole)
+            rest += (t - whole) * LN2
+            g = _direction(x, rest, row_state_ptr, row_state_stride, row_coefficient_ptr, rows, rows < N, smoothing, 1,
+                           INSIDE)  # fmt: skip
+            if COLUMNS:
+                g += _direction(x, rest, col_state_ptr, col_state_stride, col_coefficient_ptr, cols, cols < M,
+                                smoothing, 0, INSIDE)  # fmt: skip
+        g = tl.where(positive, g * unit, 0.0)
+        sums += tl.sum(g if SOFTPLUS else g * acc, 1)
+        for part in tl.static_range(PARTS):
+            piece = g.to(strip_ptr.dtype.element_ty)
+            row = (part * part_stride + rows).to(tl.int64)
+            tl.store(strip_ptr + row[:, None] * out_stride + cols[None, :], piece, mask=positive)
+            g = g - piece.to(tl.float32)
     sums_at = label_sums_ptr + rows
     tl.store(sums_at, tl.load(sums_at, mask=rows < N, other=0.0) + sums, mask=rows < N)
     if LOSS:
         out = stats_ptr + rows
         tl.store(out, tl.load(out, mask=rows < N, other=0.0) + loss, mask=rows < N)
+
+
+@triton.jit(do_not_specialize=ANY)
+def move_ordered(row_x_ptr, row_stride, row_last_ptr, row_order_ptr, row_out_ptr, N, col_x_ptr, col_stride,
+                 col_last_ptr, col_order_ptr, col_out_ptr, M, CHANNELS: tl.constexpr, LAST: tl.constexpr,
+                 PUT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """out[c, i] = x[c, order[i]] or, with PUT, out[c, order[i]] = x[c, i], for each of the channels [CHANNELS, n].
+
+    LAST: those of `last` [n] follow. out has no gaps. program_id 1 = 0 moves those of the rows, 1 of the columns.
+    """
+    of_rows = tl.program_id(1) == 0
+    n = tl.where(of_rows, N, M)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    place = tl.load(tl.where(of_rows, row_order_ptr, col_order_ptr) + at, mask=inside, other=0)
+    source = at if PUT else place
+    out = tl.where(of_rows, row_out_ptr, col_out_ptr) + (place if PUT else at)
+    x_ptr = tl.where(of_rows, row_x_ptr, col_x_ptr) + source
+    for channel in tl.static_range(CHANNELS):
+        x = tl.load(x_ptr + channel * tl.where(of_rows, row_stride, col_stride).to(tl.int64), mask=inside, other=0.0)
+        tl.store(out + channel * n.to(tl.int64), x, mask=inside)
+    if LAST:
+        x = tl.load(tl.where(of_rows, row_last_ptr, col_last_ptr) + source, mask=inside, other=0.0)
+        tl.store(out + CHANNELS * n.to(tl.int64), x, mask=inside)
 
 
 @triton.jit(do_not_specialize=ANY)

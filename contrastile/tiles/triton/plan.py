@@ -316,14 +316,15 @@ class Pair:
             "BK": shape.depth, "GROUP": GROUP, "TMA": shape.tma, "warps": shape.warps, "stages": shape.stages,
         }  # fmt: skip
 
-    def transposed(self, masks: Masks) -> Pair:
-        """The same pairs with rows and columns exchanged."""
-        return Pair(self.k, self.q, masks, numbers=(self.numbers[1], self.numbers[0]))
-
     @property
     def of_rows(self) -> list[Operand]:
         """The rows' operands."""
         return [self.q] if self.guide is None else [self.q, self.guide[0]]
+
+    @property
+    def of_cols(self) -> list[Operand]:
+        """The columns' operands."""
+        return [self.k] if self.guide is None else [self.k, self.guide[1]]
 
     @property
     def _guide_arguments(self) -> dict[str, Any]:

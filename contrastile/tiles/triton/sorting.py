@@ -18,15 +18,15 @@ from contrastile.losses.base import Shard
 from contrastile.tiles.triton import labels as kernels
 from contrastile.tiles.triton.block import Block, Order
 from contrastile.tiles.triton.launch import BLOCK, ROWS, directions, run
-from contrastile.tiles.triton.plan import Epilogue, Pair, shape_for, tiles_of
+from contrastile.tiles.triton.plan import Epilogue, Pair, products_of, shape_for, tiles_of
 
 # numbers of a row in the order of labels, see `masks.py`
 NUMBERS = 5
 # labels of a side up to which they are sorted by counting, faster than by the many kernels of a sort; labels of one
 # program, and those that it compares them with at once
-MOST_COUNTED, COUNTED = 16384, (32, 128)
-# warps of a program, whose threads hold a tile of products and what is made of it
-WARPS = 8
+MOST_COUNTED, COUNTED = 16384, (16, 512)
+# rows and columns of a tile of positives, of which most are few
+SIDE = 64
 
 
 def ordered(rows: Shard, cols: Shard, *, exclude_self: bool) -> Order:
@@ -51,17 +51,18 @@ def ordered(rows: Shard, cols: Shard, *, exclude_self: bool) -> Order:
 
 def _sorted(rows: Tensor, cols: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Of each side the labels in rising order, the position of each, and the place of each position."""
-    if max(len(rows), len(cols)) > MOST_COUNTED:
-        of_rows = _by_torch(rows)
-        return [of_rows, of_rows if cols is rows else _by_torch(cols)]
-    sides = [(torch.empty_like(x), *x.new_empty(2, len(x), dtype=torch.int64)) for x in (rows, cols)]
-    given: dict[str, Any] = {"N": len(rows), "M": len(cols), "row_labels_ptr": rows, "col_labels_ptr": cols}
-    for side, results in zip(("row", "col"), sides, strict=True):
-        names = (f"{side}_{name}_ptr" for name in ("sorted", "order", "places"))
-        given |= dict(zip(names, results, strict=True))
-    grid = (tiles_of(max(len(rows), len(cols)), COUNTED[0]), 2)
-    run(kernels.order_labels, grid, ROWS=COUNTED[0], BLOCK=COUNTED[1], **given)
-    return sides
+    sides = [rows] if cols is rows else [rows, cols]
+    if max(map(len, sides)) > MOST_COUNTED:
+        results = [_by_torch(labels) for labels in sides]
+    else:
+        results = [(torch.empty_like(x), *x.new_empty(2, len(x))) for x in sides]
+        given: dict[str, Any] = {"N": len(rows), "M": len(cols), "row_labels_ptr": rows, "col_labels_ptr": cols}
+        for side, of_side in (("row", results[0]), ("col", results[-1])):
+            names = (f"{side}_{name}_ptr" for name in ("sorted", "order", "places"))
+            given |= dict(zip(names, of_side, strict=True))
+        grid = tiles_of(max(map(len, sides)), COUNTED[0]), len(sides)
+        run(kernels.order_labels, grid, ROWS=COUNTED[0], BLOCK=COUNTED[1], **given)
+    return [results[0], results[-1]]
 
 
 def count_equal(labels: Tensor, others: Tensor) -> Tensor:
@@ -84,15 +85,39 @@ def _by_torch(labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return values, order, places
 
 
-def ordered_side(side: Shard, order: Tensor) -> Shard:
-    """The numbers of a side in the order of its labels; its features stay as they are, and are read in that order."""
-    changed: dict[str, Any] = {
-        name: x.index_select(0, order) for name in ("ids", "numbers", "coefficient")
-        if (x := getattr(side, name)) is not None
-    }  # fmt: skip
-    if side.state is not None and side.state.numel():
-        changed["state"] = side.state.index_select(1, order)
-    return replace(side, **changed)
+def ordered_sides(rows: Shard, cols: Shard, order: Order) -> list[Shard]:
+    """The numbers of both sides in the order of labels; their features stay as they are, and are read in that order."""
+    sides, moves, ordered = [(rows, order.rows), (cols, order.cols)], [], []
+    for side, places in sides:
+        named = {name: x for name in ("ids", "numbers") if (x := getattr(side, name)) is not None}
+        changed: dict[str, Any] = {name: x.index_select(0, places) for name, x in named.items()}
+        if side.coefficient is not None:
+            state = side.coefficient.new_empty(0, len(side)) if side.state is None else side.state
+            out = state.new_empty(len(state) + 1, len(side))
+            moves.append((state, side.coefficient, places, out))
+            changed |= {"state": out[:-1], "coefficient": out[-1]}
+        ordered.append(replace(side, **changed))
+    if moves:
+        _move(moves)
+    return ordered
+
+
+def given_order(ordered: Sequence[Tensor], order: Order, out: Sequence[Tensor]) -> None:
+    """Write the statistics [K, n] of each side in the order of the caller."""
+    sides = zip(ordered, (order.rows, order.cols), out, strict=False)
+    _move([(x, None, places, given) for x, places, given in sides], put=True)
+
+
+def _move(sides: Sequence[tuple[Tensor, Tensor | None, Tensor, Tensor]], *, put: bool = False) -> None:
+    """Move numbers [K, n], and behind them [n] if there are any, by the order of a side to their place, or back."""
+    lengths, given = [len(order) for _, _, order, _ in sides], dict[str, Any]()
+    for name, (x, last, order, out) in zip(("row", "col"), (sides[0], sides[-1]), strict=True):
+        given |= {f"{name}_x_ptr": x if len(x) else out, f"{name}_last_ptr": out if last is None else last}
+        given |= {f"{name}_stride": x.stride(0), f"{name}_order_ptr": order, f"{name}_out_ptr": out}
+    run(
+        kernels.move_ordered, (tiles_of(max(lengths), BLOCK), len(sides)), N=lengths[0], M=lengths[-1],
+        CHANNELS=len(sides[0][0]), LAST=sides[0][1] is not None, PUT=put, BLOCK=BLOCK, **given,
+    )  # fmt: skip
 
 
 def label_totals(pair: Pair, block: Block, stats: Sequence[Tensor], first: Sequence[bool], epilogue: Epilogue) -> None:
@@ -100,16 +125,11 @@ def label_totals(pair: Pair, block: Block, stats: Sequence[Tensor], first: Seque
 
     first: the columns, and the rows, are the first that the statistics meet.
     """
-    pairs = [pair.arguments]
-    if len(stats) == 2:
-        other = pair.transposed(block.transposed_masks).arguments
-        # pieces of the same products in the same order
-        pairs.append(other | {"LEFT": other["RIGHT"], "RIGHT": other["LEFT"]})
-    for given, of_side, is_first in zip(pairs, stats, first, strict=False):
+    for columns, (of_side, is_first) in enumerate(zip(stats, first, strict=False)):
+        given = _products(pair, block, columns=bool(columns))
         run(
             kernels.label_totals, (tiles_of(given["N"], given["BM"]),), constants_ptr=block.constants,
-            stats_ptr=of_side, stats_stride=of_side.stride(0), row_first=int(is_first),
-            **(epilogue.flags | given | {"warps": WARPS}),
+            stats_ptr=of_side, stats_stride=of_side.stride(0), row_first=int(is_first), **epilogue.flags, **given,
         )  # fmt: skip
 
 
@@ -120,16 +140,31 @@ def label_gradients(
 
     stats: add the loss of the positives too, for a pairwise loss.
     """
-    coefficient, unused = block.rows.coefficient, {"smoothing": 0.0, "constants_ptr": block.constants, **epilogue.flags}
-    for side in ("row", "col") if block.loss.pairwise else ():
-        unused |= {f"{side}_state_ptr": coefficient, f"{side}_state_stride": 0, f"{side}_coefficient_ptr": coefficient}
-    given: dict[str, Any] = unused if block.loss.pairwise else directions(block, epilogue)
-    given |= pair.arguments | {"COLUMNS": block.loss.symmetric, "LOSS": stats is not None, "warps": WARPS}
+    given = directions(block, epilogue) | _products(pair, block)
     run(
-        kernels.label_gradients, (tiles_of(len(pair.q), pair.shape.rows),), strip_ptr=strip,
-        out_stride=strip.stride(0), part_stride=strip.shape[0] // pair.q.parts, PARTS=pair.q.parts,
-        label_sums_ptr=sums, stats_ptr=sums if stats is None else stats, **given,
+        kernels.label_gradients, (tiles_of(len(pair.q), given["BM"]),), strip_ptr=strip, out_stride=strip.stride(0),
+        part_stride=strip.shape[0] // pair.q.parts, PARTS=pair.q.parts, label_sums_ptr=sums,
+        stats_ptr=sums if stats is None else stats, LOSS=stats is not None, **given,
     )  # fmt: skip
+
+
+def _products(pair: Pair, block: Block, *, columns: bool = False) -> dict[str, Any]:
+    """The features of a super-tile, or those of its columns as rows, and which of the others are positives."""
+    order = block.order
+    assert order is not None
+    q, k, spans, start, shape = pair.q, pair.k, order.of_rows, order.first_col, pair.shape
+    numbers, side, given = pair.numbers, min(SIDE, shape.rows // 2), products_of(pair.q.parts)
+    if columns:
+        q, k, spans, start, numbers = k, q, order.of_cols, order.first_row, numbers[::-1]
+        # pieces of the same products in the same order
+        given |= {"LEFT": given["RIGHT"], "RIGHT": given["LEFT"]}
+    row_numbers, col_numbers = (q.data if x is None else x for x in numbers)
+    return given | {
+        "q_ptr": q.data, "k_ptr": k.data, "q_stride": q.data.stride(0), "k_stride": k.data.stride(0), "N": len(q),
+        "M": len(k), "D": q.width, "spans_ptr": spans, "spans_stride": spans.stride(0), "spans_start": start,
+        "row_numbers_ptr": row_numbers, "col_numbers_ptr": col_numbers, "SELF": block.loss.exclude_self, "BM": side,
+        "BN": side, "BK": shape.depth,
+    }  # fmt: skip
 
 
 def add_ordered(out: Tensor, total: Tensor, order: Tensor, *, fresh: bool) -> None:
