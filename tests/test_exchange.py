@@ -139,7 +139,7 @@ def _fusedon_a_rank(
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("name", ["clip_ids_weights_smoothing", "dcl", "siglip"])
+@pytest.mark.parametrize("name", ["clip_ids_weights_smoothing", "clip_labels", "dcl", "sup_con", "siglip"])
 def test_fused_kernels_too(pool: Pool, name: str, exchange: str) -> None:
     pytest.importorskip("triton")
     shares = [(9, 9), (0, 0), (4, 4)]
