@@ -1,9 +1,10 @@
-"""Features that no other file measures: learned distances, and LiT with both towers, one tower, or cached features.
+"""Features that no other file measures: learned distances, LiT, optimizers, and the first steps of the paper's recipe.
 
-    python benchmarks/features.py [--csv FILE]
+    python benchmarks/features.py [--parts distances lit optimizers recipe] [--csv FILE]
 
-Takes a minute on an H200; without a GPU sizes are small. Steps of LiT are those of the training loop
-(`train/loop.py`), on a batch whose inputs are there, of tar shards of made-up pictures.
+Takes two minutes on an H200; without a GPU sizes are small. Steps of LiT are those of the training loop
+(`train/loop.py`), on a batch whose inputs are there, of tar shards of made-up pictures whose titles fill the text
+tower. The recipe's steps read the same shards, and `waiting` is the share of their time before the batch is there.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from loading import write_shards
+from loading import trained, write_shards
+from papers import TINY_CLIP
 from torch import Tensor, nn
 
 from contrastile import contrast
@@ -29,11 +31,12 @@ from contrastile.scorers import Bilinear, MaxSim, PairMLP
 from contrastile.train.image_text import ImageText
 from contrastile.train.loop import step
 from contrastile.train.memory import PeakMemory
-from contrastile.train.optim import build_optimizer
-from contrastile.train.planned import planned_memory
+from contrastile.train.optim import build_optimizer, state_bytes, step_bytes
+from contrastile.train.planned import made_up_tokenizer, planned_memory
 from contrastile.train.provenance import ORIGIN, provenance
 from contrastile.train.ranks import ALONE
 from contrastile.train.recipe import load_recipe
+from contrastile.train.run import build_run
 
 COLUMNS = (
     *("what", "way", "batch", "sub_batch", "steps", "ms", "us_per_pair", "peak_bytes", "planned_bytes", "waiting"),
@@ -47,7 +50,16 @@ TABLE = Table(
         ("planned_bytes", "planned", ">9,.0f"),
     ),
 )
-RECIPE = "lit-vit-b-16"
+RECIPE, CLIP = "lit-vit-b-16", "clip-vit-l-14"
+# words of a title: more tokens than a text tower reads
+TITLE = 90
+# steps of the recipe, and their pairs
+STEPS, BATCH = 200, 256
+OPTIMIZERS = {
+    "Adafactor of the recipe": [],
+    "Adafactor without momentum": ["optim.betas=[0.0, 0.95]"],
+    "AdamW": ["optim={kind='adamw'}"],
+}
 LIT_WAYS = {
     "both towers learn": ["model.locked=[]"],
     "image tower locked": [],
@@ -81,11 +93,11 @@ class Bench:
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
 
-    def result(self, what: str, way: str, batch: int, ms: float, peak: int, **others: Any) -> None:
+    def result(self, what: str, way: str, batch: int | None, ms: float, peak: int, **others: Any) -> None:
         row: Row = {
             "what": what, "way": way, "batch": batch, "sub_batch": None, "steps": None, "ms": round(ms, 3),
-            "us_per_pair": round(ms / batch * 1e3, 3), "peak_bytes": peak, "planned_bytes": None, "waiting": None,
-            **others, **provenance(self.device, "transformers"),
+            "us_per_pair": round(ms / batch * 1e3, 3) if batch else None, "peak_bytes": peak, "planned_bytes": None,
+            "waiting": None, **others, **provenance(self.device, "transformers"),
         }  # fmt: skip
         self.report.result(TABLE.line(row), row)
 
@@ -98,7 +110,7 @@ class Bench:
         ms = 1e3 * median(self.machine.time(run) for _ in range(ROUNDS))
         return ms, memory.bytes()
 
-    def distances(self) -> None:
+    def distances(self, _: Path) -> None:
         """Learned distances in tiles, beside plain autograd over the whole matrix of scores."""
         for name, scorer, sides in self.scored():
             for backend, way in (("auto", "tiles"), ("dense", "the whole matrix")):
@@ -128,12 +140,20 @@ class Bench:
         b = 1024 // fewer
         yield "MaxSim, 32 and 180 tokens of 128", MaxSim(), sides((b, 32, 128), (b, 180, 128))
 
+    def words(self, folder: Path) -> list[str]:
+        """The overrides of the recipe for the shards in `folder`, which are written where they are not there."""
+        if not (shards := folder / "shards").exists():
+            shards.mkdir()
+            write_shards(shards, 1000 if self.on_gpu else 250, TITLE)
+        last = len(list(shards.glob("*.tar"))) - 1
+        words = [f"data.source={shards}/{{00000..{last:05}}}.tar", f"data.cache={folder / 'cache'}"]
+        words += [f"device={self.device.type}", "data.held_out=0.01", "evaluate={every=1.0, probe=1}"]
+        return [*words, *(() if self.on_gpu else TINY_LIT)]
+
     def lit(self, folder: Path) -> None:
         """LiT's recipe: both towers trained, the image tower locked, its features computed once, and on the host."""
-        batch, sub_batch, pictures = (2048, 256, 1000) if self.on_gpu else (64, 16, 250)
-        words = [f"data.source={write_shards(folder, pictures)}", f"data.cache={folder / 'cache'}"]
-        words += [f"device={self.device.type}", "data.held_out=0.01", "data.augment=false"]
-        words += ["evaluate={every=1.0, probe=1}", *(() if self.on_gpu else TINY_LIT)]
+        batch, sub_batch = (2048, 256) if self.on_gpu else (64, 16)
+        words = [*self.words(folder), "data.augment=false"]
         words += [f"train.sub_batch={sub_batch}", "train.retain=0", f"train.batch={batch}"]
         for way, more in LIT_WAYS.items():
             with self.report.failures(way, judged=True):
@@ -147,18 +167,59 @@ class Bench:
         scaler = torch.amp.GradScaler(self.device.type, enabled=train.precision == "fp16")
         parts = job.parts(torch.from_numpy(np.resize(job.rows, batch)), 1, ALONE)
         ms, peak = self.timed(partial(step, job, optimizer, parts, scaler))
-        plan = planned_memory(job.run, batch, 1) if train.features != "host" else None
+        plan = planned_memory(job.run, batch, 1)
         planned = None if plan is None else sum(plan.values())
         self.result("LiT", way, batch, ms, peak, sub_batch=train.sub_batch.image, steps=ROUNDS, planned_bytes=planned)
         job.close()
 
+    def optimizers(self, _: Path) -> None:
+        """Steps of optimizers on the weights of ViT-L/14 with both towers, without forward and backward."""
+        words = [f"device={self.device.type}", *(() if self.on_gpu else TINY_CLIP)]
+        recipe = load_recipe(CLIP, words, files=False)
+        tokenizer = made_up_tokenizer(recipe.model.tokenizer)
+        with torch.device(self.device):
+            model = build_run(recipe, tokenizer).model
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+        gradients = sum(parameter.nbytes for parameter in model.parameters())
+        for way, more in OPTIMIZERS.items():
+            settings = load_recipe(CLIP, [*words, *more], files=False).optim
+            optimizer = build_optimizer(model, settings)
+            ms, peak = self.timed(optimizer.step)
+            planned = weights + gradients + state_bytes(model, settings) + step_bytes(model, settings)
+            label = f"{way}, {gradients / 4e6:.0f} M weights"
+            self.result("optimizer", label, None, ms, peak, planned_bytes=planned)
+            del optimizer
+
+    def recipe(self, folder: Path) -> None:
+        """The first steps of the paper's recipe on the shards, whose pictures are cropped at random."""
+        steps, batch = (STEPS, BATCH) if self.on_gpu else (20, 32)
+        words = [*self.words(folder), f"train.examples={steps * batch}", "optim.warmup=0.05"]
+        words += [f"train.batch={batch}", f"train.sub_batch={batch // 2}", "train.retain=0"]
+        lines, waits = trained(RECIPE, words, folder)
+        seconds = sum(line["seconds"] for line in lines)
+        way = f"{RECIPE}, the longest wait {max(waits) * 1e3:.0f} ms"
+        peak, waiting = max(line["peak_bytes"] for line in lines), round(sum(waits) / seconds, 4)
+        more = {"sub_batch": batch // 2, "steps": len(lines), "waiting": waiting}
+        self.result("recipe", way, batch, 1e3 * seconds / len(lines), peak, **more)
+
+
+PARTS = ("distances", "lit", "optimizers", "recipe")
+
 
 def main() -> None:
-    with TemporaryDirectory() as folder, script(__doc__, COLUMNS, "transformers") as (_, machine, report):
+    words = {"--parts": {"nargs": "+", "choices": PARTS, "default": PARTS}}
+    with (
+        TemporaryDirectory() as folder,
+        script(__doc__, COLUMNS, "transformers", options=words) as (options, machine, report),
+    ):
         report.say(TABLE.header())
         bench = Bench(machine, report)
-        bench.distances()
-        bench.lit(Path(folder))
+        for part in options.parts:
+            with report.failures(part, judged=True):
+                getattr(bench, part)(Path(folder))
+            gc.collect()
 
 
 if __name__ == "__main__":

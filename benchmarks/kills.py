@@ -18,7 +18,6 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch.distributed.elastic.utils.distributed import get_free_port
@@ -31,79 +30,60 @@ from contrastile.train.recipe import load_recipe
 SHORT = ("train.examples=40_000", "save.steps=10", "evaluate.every=0.25", "evaluate.digits=false", "train.timeout=60.0")
 # seconds between two looks at the run, and at most between reaching a step and the kill
 POLL, DELAY = 0.02, 1.0
-# seconds of a start before its first step, from the interpreter's on
-START = 8.0
-# seconds for ranks to notice that another one is gone
-PATIENCE = 15.0
+# seconds of a start before its first step, from the interpreter's on; for ranks to notice that another one is gone
+START, PATIENCE = 8.0, 15.0
 
 Ranks = list[subprocess.Popen[bytes]]
+# a step, and seconds after it
+Moment = tuple[int, float]
 
 
-@dataclass
-class WatchedRun:
-    """A run with its kills: moments and victims, steps taken again, seconds, and the most shards at once."""
+def steps_of(folder: Path) -> int:
+    """Return the number of steps in the metrics."""
+    lines = read_metrics(folder / METRICS) if (folder / METRICS).is_file() else []
+    return sum(line["kind"] != "probe" for line in lines)
 
-    folder: Path
-    seconds: float = 0.0
-    kills: list[str] = field(default_factory=list)
-    repeated: int = 0
-    most_shards: int = 0
 
-    def step(self) -> int:
-        """Return the number of steps in the metrics."""
-        path = self.folder / METRICS
-        return sum(line["kind"] != "probe" for line in read_metrics(path)) if path.is_file() else 0
+def checksums(folder: Path) -> list[str]:
+    """Return the SHA-256 of weights, metrics without times and memory, and evaluation."""
+    lines = read_metrics(folder / METRICS)
+    same = [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
+    weights, evaluation = ((folder / name).read_bytes() for name in (WEIGHTS, EVALUATION))
+    return [hashlib.sha256(content).hexdigest() for content in (weights, json.dumps(same).encode(), evaluation)]
 
-    def checksums(self) -> list[str]:
-        """Return the SHA-256 of weights, metrics without times and memory, and evaluation."""
-        lines = read_metrics(self.folder / METRICS)
-        same = [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
-        weights, evaluation = ((self.folder / name).read_bytes() for name in (WEIGHTS, EVALUATION))
-        return [hashlib.sha256(content).hexdigest() for content in (weights, json.dumps(same).encode(), evaluation)]
 
-    def carry_out(self, command: list[str], count: int, shards: Path, moments: list[tuple[int, float]]) -> None:
-        """Start the run, kill and resume it at the moments, and wait until it is finished."""
-        began, log = time.monotonic(), self.folder.with_suffix(".log")
-        for moment in [*moments, None]:
-            ranks = start([*command, "--resume"], count, log)
-            if self.follow(ranks, shards, moment):
-                if any(process.returncode for process in ranks):
-                    raise SystemExit(f"a rank failed:\n{log.read_text()[-3000:]}")
-                break
-            # all ranks in one half of the cases, one rank in the other
-            victims = [*range(count)] if random.random() < 0.5 else [random.randrange(count)]
-            reached = self.step()
-            kill(ranks, victims)
-            saved = max((int(path.name[5:]) for path in (self.folder / CHECKPOINTS).glob("step-*")), default=0)
-            self.repeated += max(0, reached - saved)
-            self.kills.append(f"step {reached}, {'all ranks' if len(victims) == count else f'rank {victims[0]}'}")
-            print(f"killed in {self.kills[-1]}; continues from step {saved}", flush=True)
-        self.seconds = time.monotonic() - began
-
-    def follow(self, ranks: Ranks, shards: Path, moment: tuple[int, float] | None) -> bool:
-        """Watch a start until it ends, or until its moment: a step, and seconds after it. Return if it has ended."""
-        end = None
-        while any(process.poll() is None for process in ranks):
-            self.most_shards = max(self.most_shards, len(list(shards.glob("shards-*/*.tar"))))
-            if moment is not None and end is None and self.step() >= moment[0]:
+def carry_out(folder: Path, command: list[str], count: int, shards: Path, moments: list[Moment]) -> list[object]:
+    """Start the run, kill and resume it at the moments, and wait until it is finished; its cells of the table."""
+    began, log, kills, repeated, most = time.monotonic(), folder.with_suffix(".log"), 0, 0, 0
+    for moment in [*moments, None]:
+        ranks, end = start([*command, "--resume"], count, log), float("inf")
+        while any(process.poll() is None for process in ranks) and time.monotonic() < end:
+            most = max(most, len(list(shards.glob("shards-*/*.tar"))))
+            if moment is not None and end == float("inf") and steps_of(folder) >= moment[0]:
                 end = time.monotonic() + moment[1]
-            if end is not None and time.monotonic() >= end:
-                return False
             time.sleep(POLL)
-        return True
+        if all(process.poll() is not None for process in ranks):
+            if any(process.returncode for process in ranks):
+                raise SystemExit(f"a rank failed:\n{log.read_text()[-3000:]}")
+            break
+        # all ranks in one half of the cases, one rank in the other
+        victims = [*range(count)] if random.random() < 0.5 else [random.randrange(count)]
+        reached = steps_of(folder)
+        kill(ranks, victims)
+        saved = max((int(path.name[5:]) for path in (folder / CHECKPOINTS).glob("step-*")), default=0)
+        kills, repeated = kills + 1, repeated + max(0, reached - saved)
+        whom = "all ranks" if len(victims) == count else f"rank {victims[0]}"
+        print(f"killed in step {reached}, {whom}; continues from step {saved}", flush=True)
+    return [folder.name, kills, repeated, round(time.monotonic() - began), most]
 
 
 def start(command: list[str], count: int, log: Path) -> Ranks:
     """Start the ranks with the environment that torchrun gives them."""
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "WORLD_SIZE": str(count)}
     environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(get_free_port())}
+    own = [environment | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(count)]
     with log.open("ab") as file:
-        return [
-            subprocess.Popen(
-                command, env=environment | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)), stdout=file, stderr=file
-            )
-            for rank in range(count)
-        ]
+        return [subprocess.Popen(command, env=each, stdout=file, stderr=file) for each in own]
 
 
 def kill(ranks: Ranks, victims: list[int]) -> None:
@@ -129,30 +109,31 @@ def main() -> int:
     options = parser.parse_args()
     overrides = [*SHORT, *options.overrides]
     recipe, runs = load_recipe(options.recipe, overrides), Path(options.runs)
-    cache = runs / "cache"
+    cache, alone, killed = runs / "cache", runs / "undisturbed", runs / "killed"
     cache.mkdir(parents=True, exist_ok=True)
-    alone, killed = WatchedRun(runs / "undisturbed"), WatchedRun(runs / "killed")
     random.seed(options.seed)
-    for run, kills in ((alone, 0), (killed, options.kills)):
+    rows = []
+    for folder, kills in ((alone, 0), (killed, options.kills)):
         # each run writes its own shards
-        for old in [run.folder, *cache.glob("shards-*")]:
+        for old in [folder, *cache.glob("shards-*")]:
             shutil.rmtree(old, ignore_errors=True)
         # the first kill hits the start, the others any step
-        steps = sorted(random.randrange(1, max(2, alone.step() - 1)) for _ in range(kills - 1))
+        steps = sorted(random.randrange(1, max(2, steps_of(alone) - 1)) for _ in range(kills - 1))
         moments = [(0, random.uniform(0, START)), *((step, random.uniform(0, DELAY)) for step in steps)][:kills]
-        words = [*overrides, f"name={run.folder.name}", f"data.cache={cache}", "--runs", str(runs)]
+        words = [*overrides, f"name={folder.name}", f"data.cache={cache}", "--runs", str(runs)]
         command = [sys.executable, "-m", "contrastile", "train", options.recipe, *words]
-        run.carry_out(command, options.ranks, cache, moments)
-    print(f"\n{recipe.name}: {alone.step()} steps on {options.ranks} ranks, {recipe.data.copies} copies of each pair\n")
+        cells = carry_out(folder, command, options.ranks, cache, moments)
+        rows.append([*cells, *(checksum[:16] for checksum in checksums(folder))])
+    size = f"{steps_of(alone)} steps on {options.ranks} ranks, {recipe.data.copies} copies of each pair"
+    print(f"\n{recipe.name}: {size}\n")
     print("| run | kills | steps taken again | seconds | shards at once | weights | metrics | evaluation |")
-    print("|---|---|---|---|---|---|---|---|")
-    for run in (alone, killed):
-        cells = [run.folder.name, len(run.kills), run.repeated, round(run.seconds), run.most_shards]
-        print(f"| {' | '.join(map(str, [*cells, *(checksum[:16] for checksum in run.checksums())]))} |")
-    if alone.checksums() != killed.checksums():
+    print("|---" * 8 + "|")
+    for cells in rows:
+        print(f"| {' | '.join(map(str, cells))} |")
+    if checksums(alone) != checksums(killed):
         print("\nthe runs differ", file=sys.stderr)
         return 1
-    if len(killed.kills) < options.kills:
+    if rows[1][1] < options.kills:
         print("\nit was finished before all kills; take more pairs, train.examples=80_000", file=sys.stderr)
         return 1
     print("\nthe same, bit for bit")

@@ -1,21 +1,17 @@
 """Late interaction by batch: memory and seconds of an update of a small model; and the tiles beside the plain formula.
 
-    python benchmarks/late_batches.py [--parts ratio batches] [--sizes 64 256 1024 4096 16384] [--seconds 120]
-        [--gibibytes 6] [--out FOLDER]
+    python benchmarks/late_batches.py [--parts ratio batches] [--sizes 64 256 1024] [--csv FILE]
 
 `batches` takes whole updates of the recipe `docstrings-late`, with made-up texts of full length, each question with two
-passages; on a GPU where there is one, in bf16. A size that does not fit by plan, or whose update would take longer than
-`--seconds` by the one before, is left out. `ratio` times 256² pairs of 32 × 64 tokens, d = 128, symmetric, with
+passages; on a GPU where there is one, in bf16. `ratio` times 256² pairs of 32 × 64 tokens, d = 128, symmetric, with
 gradients: the tiles of `contrast` and the plain formula in turns, so that both meet the same machine. Memory is that of
-tensors, without the parameters. Rows go to `late_batches.csv`.
+tensors, without the parameters.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
 from functools import partial
-from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile import contrast
-from contrastile.bench.harness import Machine, Report, Table, reporting
+from contrastile.bench.harness import Machine, Report, Table, script
 from contrastile.losses import Softmax
 from contrastile.models.late import special_tokens
 from contrastile.planner.profile import target
@@ -43,9 +39,10 @@ TABLE = Table(
     *(("what", "what", "13"), ("impl", "by", "20"), ("batch", "batch", ">6"), ("seconds", "seconds", ">9.4f")),
     *(("ratio", "ratio", ">6.3f"), ("peak_mib", "MiB", ">9,.1f"), ("planned_mib", "planned", ">9,.1f")),
 )
-SIZES = (64, 256, 1024, 4096, 16384)
 # queries and documents, tokens of each, features; and the seconds of each way in turns
 RATIO, SECONDS = (256, 32, 64, 128), 5.0
+# a longer update is timed once
+LONG_UPDATE = 40.0
 MIB = 2**20
 
 
@@ -85,7 +82,7 @@ def ratio(machine: Machine, report: Report) -> None:
         result(machine, report, "loss + grads", name, RATIO, "float32", timing.ms / 1e3, peaks[name], ratio=times)
 
 
-def batches(machine: Machine, report: Report, options: Any) -> None:
+def batches(machine: Machine, report: Report, updates: list[int]) -> None:
     """Whole updates of the small model."""
     precision = "bf16" if machine.device.type == "cuda" else "float32"
     words = [f"train.precision={precision}", "train.retain=0", "evaluate.candidates=0", "evaluate.bm25=false"]
@@ -95,14 +92,10 @@ def batches(machine: Machine, report: Report, options: Any) -> None:
     objective = QueryObjective(recipe.loss, features=run.model.features, scorer=MaxSim())
     job: Any = SimpleNamespace(run=run, objective=objective, teacher=None, _loss=objective)
     optimizer, lengths = build_optimizer(run.model, recipe.optim), (settings.query_length, settings.length)
-    generator, before = torch.Generator().manual_seed(0), (0, 0.0)
-    for b in options.sizes:
+    generator = torch.Generator().manual_seed(0)
+    for b in updates:
         plan = plan_of(recipe, target(None), b, *towers(recipe, 1, b))
         planned = plan.peak.bytes - plan.step.held.weights - plan.step.held.optimizer
-        expected = before[1] * (b / before[0]) ** 2 if before[0] else 0.0
-        if planned > options.gibibytes * 2**30 or expected > options.seconds:
-            report.say(f"{b}: left out; {planned / MIB:,.0f} MiB planned, at most {expected:.0f} s expected")
-            continue
         texts = [
             {"input_ids": torch.randint(10, 100, (n, length), generator=generator),
              "attention_mask": torch.ones(n, length, dtype=torch.int64)}
@@ -118,30 +111,23 @@ def batches(machine: Machine, report: Report, options: Any) -> None:
             optimizer.step()
 
         # the first update also makes the optimizer's state
-        if not before[0]:
+        if b == updates[0]:
             step()
         first, peak = machine.time_and_peak(step)
-        seconds = [machine.time(step) for _ in range(3)] if 3 * first < options.seconds else [first]
-        before, sizes = (b, min(seconds)), (b, *lengths, run.model.features)
-        middle = statistics.median(seconds)
-        result(machine, report, "update", "contrastile", sizes, precision, middle, peak, planned=planned)
+        seconds = median(machine.time(step) for _ in range(3)) if first < LONG_UPDATE else first
+        sizes = (b, *lengths, run.model.features)
+        result(machine, report, "update", "contrastile", sizes, precision, seconds, peak, planned=planned)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=("ratio", "batches"), default=["ratio", "batches"])
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
-    parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--gibibytes", type=float, default=6.0)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    machine = Machine.of(torch.device("cuda" if torch.cuda.is_available() else "cpu"), SECONDS)
-    with reporting(options.out and options.out / "late_batches.csv", COLUMNS, machine.device) as report:
+    words = {"--parts": {"nargs": "+", "choices": ("ratio", "batches"), "default": ["ratio", "batches"]}}
+    words["--sizes"] = {"type": int, "nargs": "+", "default": [64, 256, 1024]}
+    with script(__doc__, COLUMNS, seconds=SECONDS, options=words) as (options, machine, report):
         report.say(TABLE.header())
         if "ratio" in options.parts:
             ratio(machine, report)
         if "batches" in options.parts:
-            batches(machine, report, options)
+            batches(machine, report, options.sizes)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,8 +60,8 @@ def training_words(source: str, cache: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def write_shards(folder: Path, pictures: int) -> str:
-    """Write the shards; return the source that names them."""
+def write_shards(folder: Path, pictures: int, words: int = 6) -> str:
+    """Write the shards, whose titles have so many `words` and a number; return the source that names them."""
     from PIL import Image
 
     random = np.random.default_rng(0)
@@ -74,7 +75,7 @@ def write_shards(folder: Path, pictures: int) -> str:
                 noisy = (smooth + random.normal(0, 5, (high, wide, 1))).clip(0, 255).astype(np.uint8)
                 file = io.BytesIO()
                 Image.fromarray(noisy).save(file, "JPEG", quality=90)
-                title = f"{' '.join(random.choice(WORDS, 6))} {number}"
+                title = f"{' '.join(random.choice(WORDS, words))} {number}"
                 for suffix, content in (("jpg", file.getvalue()), ("txt", title.encode())):
                     entry = tarfile.TarInfo(f"{number:06}.{suffix}")
                     entry.size = len(content)
@@ -99,12 +100,17 @@ def rate(stream: Stream, workers: int, batch: int, *, apart: bool) -> float:
     return count / seconds
 
 
-def waiting(words: list[str], folder: Path) -> None:
-    """Train on the shards; print the share of the steps' time that was waiting, and the rate on a resident batch."""
-    main_command(["train", RECIPE, *words, "--runs", str(folder / "runs")])
+def trained(recipe: str, words: list[str], folder: Path) -> tuple[list[dict[str, Any]], list[float]]:
+    """Train a recipe; return the lines of its steps but the first few, and the seconds that each waited for data."""
+    main_command(["train", recipe, *words, "--runs", str(folder / "runs")])
     lines = read_metrics(next((folder / "runs").glob("*/metrics.jsonl")))
     steps = [line for line in lines if line["kind"] == "step"][WARMUP:]
-    waits = [line["seconds"] * line["shares"].get("data", 0.0) for line in steps]
+    return steps, [line["seconds"] * line["shares"].get("data", 0.0) for line in steps]
+
+
+def waiting(words: list[str], folder: Path) -> None:
+    """Train on the shards; print the share of the steps' time that was waiting, and the rate on a resident batch."""
+    steps, waits = trained(RECIPE, words, folder)
     total, size = sum(line["seconds"] for line in steps), steps[-1]["batch"]
     share, pairs = sum(waits) / total, size * len(steps) / total
     print(f"{len(steps)} steps of {size}: {pairs:,.0f} pairs/s, waiting {share:.1%} (longest {max(waits):.3f} s)")

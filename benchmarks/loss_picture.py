@@ -12,8 +12,6 @@ from matplotlib.figure import Figure
 from contrastile.bench.harness import read_rows
 
 ROOT = Path(__file__).parent.parent
-SOURCE = ROOT / "benchmarks" / "results" / "h200_loss.csv"
-TARGET = ROOT / "docs" / "h200_loss.png"
 ROWS = {"loss": "clip", "d": "512", "dtype": "bfloat16"}
 # rows of the file as (impl, backend), their name and colour
 LINES = {
@@ -27,25 +25,23 @@ TICKS = {"4k": 2**12, "16k": 2**14, "64k": 2**16, "256k": 2**18, "1M": 2**20, "4
 
 def main() -> None:
     figure = Figure(figsize=(8.4, 3.0), layout="constrained")
-    memory, time = figure.subplots(1, 2)
-    rows = [row for row in read_rows(SOURCE) if row.items() >= ROWS.items()]
-    for way, (name, colour) in LINES.items():
-        # of several rows of one batch the latest
-        latest = {int(row["b"]): row for row in rows if (row["impl"], row["backend"]) == way}
-        batches = sorted(latest)
-        memory.plot(batches, [int(latest[b]["peak_bytes"]) / 2**30 for b in batches], "o-", color=colour, label=name)
-        time.plot(batches, [float(latest[b]["ms"]) for b in batches], "o-", color=colour, label=name)
-    memory.axhline(LIMIT_GIB, color="tab:red", linestyle="--", linewidth=1, label="memory of the GPU")
-    memory.set_title("memory beside the features, GiB", fontsize=10)
-    time.set_title("forward and backward, milliseconds", fontsize=10)
-    for axes in (memory, time):
+    rows = [row for row in read_rows(ROOT / "benchmarks/results/h200_loss.csv") if row.items() >= ROWS.items()]
+    panels = {"memory beside the features, GiB": ("peak_bytes", 2**30), "forward and backward, milliseconds": ("ms", 1)}
+    for axes, (title, (column, unit)) in zip(figure.subplots(1, 2), panels.items(), strict=True):
+        for way, (name, colour) in LINES.items():
+            # of several rows of one batch the latest
+            latest = {int(r["b"]): float(r[column]) / unit for r in rows if (r["impl"], r["backend"]) == way}
+            axes.plot(*zip(*sorted(latest.items()), strict=True), "o-", color=colour, label=name)
+        if column == "peak_bytes":
+            axes.axhline(LIMIT_GIB, color="tab:red", linestyle="--", linewidth=1, label="memory of the GPU")
+        axes.set_title(title, fontsize=10)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(list(TICKS.values()), list(TICKS))
         axes.set_xlabel("pairs per batch")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
-    figure.savefig(TARGET, dpi=96, metadata={"Software": None})
+    figure.savefig(ROOT / "docs" / "h200_loss.png", dpi=96, metadata={"Software": None})
 
 
 if __name__ == "__main__":

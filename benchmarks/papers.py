@@ -1,9 +1,10 @@
-"""The tables of docs/papers.md that are planned: the papers' memory, their largest batches, and 12 M pairs on 256 GPUs.
+"""The tables of docs/papers.md that are planned: the papers' memory, batches and speed, and 12 M pairs on 256 GPUs.
 
     python benchmarks/papers.py
 
 The baselines' losses take the bytes per pair that they took in measured rows: 18.07 for CLIP's formula under autocast
-(h200_memory.csv, 64k), 16.19 for OpenCLIP's local loss on four GPUs (h200_4_ranks.csv).
+and 20.3 for DisCo-CLIP's decomposition (h200_memory.csv), 16.19 for OpenCLIP's local loss on four GPUs
+(h200_4_ranks.csv).
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from contrastile.planner.memory import StepMemory
 from contrastile.planner.plan import Plan
 from contrastile.train.plan import plan
 
-RECIPE = "recipes/clip-vit-l-14.toml"
+RECIPE = "clip-vit-l-14"
 # of table 1: the optimizer is AdamW, no graph is kept
 COMMON = ("optim={kind='adamw'}", "train.retain=0", "train.sub_batch=128")
-B_16 = (
-    "model.both={mean=[0.5], std=[0.5], config={model_type='clip', projection_dim=512, vision_config={patch_size=16}}}",
+B_16, B_32 = (
+    (f"model.both={{mean=[0.5], std=[0.5], config={{model_type='clip', projection_dim=512, {vision}}}}}",)
+    for vision in ("vision_config={patch_size=16}", "vision_config={patch_size=32}")
 )
 MODELS = {"ViT-B/16": B_16, "ViT-L/14": ()}
 # towers of a few thousand weights in the same recipe, for other scripts without a GPU
@@ -30,7 +32,7 @@ TINY_CLIP = (
     "model.both={mean=[0.5], std=[0.5], config={model_type='clip', projection_dim=32, vision_config={image_size=32, "
     f"patch_size=8, {_TINY_SIDE}}}, text_config={{{_TINY_SIDE}}}}}}}",
 )
-CLIP, OPENCLIP = 18.07, 16.19
+CLIP, OPENCLIP, DISCO = 18.07, 16.19, 20.3
 K = 1024
 # GB of the loss (of the peak) in Inf-CL's table 1, with data offload where both are given for Inf-CL
 TABLE_1 = {
@@ -52,6 +54,13 @@ TABLE_2 = {
     ("ViT-B/16", 8): (68, 172, 800, None), ("ViT-B/16", 32): (68, 360, 3456, None),
     ("ViT-L/14", 8): (64, 152, 448, 4096), ("ViT-L/14", 32): (64, 352, 2048, 12288),
 }  # fmt: skip
+# DisCo-CLIP's table 3, ViT-B/32 on A100s of 40 GB: implementation, GPUs, thousands of pairs, GB; None: out of memory
+DISCO_3 = (
+    ("CLIP", 64, 32, "27.4"), ("CLIP", 64, 64, None), ("DisCo-CLIP", 64, 32, "16.5"), ("DisCo-CLIP", 64, 192, "38.1"),
+    ("DisCo-CLIP", 8, 32, "36.9"),
+)  # fmt: skip
+# Inf-CL's figure 4 on 8 A800s, as its text has it: seconds of a step by thousands of pairs; hours of an epoch
+FIGURE_4, EPOCH_HOURS, EPOCH = {64: "49.4", 128: "", 256: "220.3", 1024: ""}, "59", 280e6
 
 
 def planned(model: str, ranks: int) -> Plan:
@@ -62,7 +71,7 @@ def planned(model: str, ranks: int) -> Plan:
 def dense_bytes(impl: str, step: StepMemory) -> int:
     """The bytes that the loss of a baseline took in measured rows, of one rank."""
     rows, batch = step.loss.rows, step.loss.rows * step.loss.ranks
-    return int(CLIP * batch**2 if impl == "CLIP" else OPENCLIP * rows * batch)
+    return int(CLIP * batch**2 if impl == "CLIP" else {"DisCo-CLIP": DISCO}.get(impl, OPENCLIP) * rows * batch)
 
 
 def dense_peak(step: StepMemory, loss_bytes: int) -> int:
@@ -112,6 +121,40 @@ def table_2(plans: dict[tuple[str, int], Plan]) -> Iterator[str]:
         yield f"| {model} | {ranks} | " + " | ".join(map(str, cells)) + " |"
 
 
+def disco() -> Iterator[str]:
+    """DisCo-CLIP's table 3: a GPU's whole share at once, its layers kept or computed again; a ring with a cache."""
+    heads = ("loss", "GPUs", "pairs", "paper, GB", "planned, GiB", "layers computed again", "ours, sub-batches of 128")
+    yield f"| {' | '.join(heads)} |\n" + "|---" * len(heads) + "|"
+    for impl, ranks, thousands, paper in DISCO_3:
+        batch = thousands * K
+        gpus = f"{ranks // 8}x8xA100-40GB" if ranks > 8 else f"{ranks}xA100-40GB"
+        cells = [paper or "out of memory"]
+        for layers in ("[]", "['image', 'text']"):
+            words = (f"train.sub_batch={batch // ranks}", "train.retain=1", f"model.checkpointing={layers}")
+            whole = plan(RECIPE, *COMMON[:1], *B_32, *words, gpus=gpus, batch=batch)
+            # one batch of inputs: no next one is copied meanwhile
+            step = replace(whole.step, sides=[replace(side, inputs=side.inputs // 2) for side in whole.step.sides])
+            peak = dense_peak(step, dense_bytes(impl, step))
+            cells.append(gb(peak) if peak <= whole.allowed else f"{gb(peak)}: does not fit")
+        cached = plan(RECIPE, *COMMON, *B_32, gpus=gpus, batch=batch).step
+        ours = replace(cached, loss=replace(cached.loss, exchange="ring")).peak().bytes
+        yield f"| {impl} | {ranks} | {batch:,} | {' | '.join(cells)} | {gb(ours)} |"
+
+
+def figure_4() -> Iterator[str]:
+    """Seconds of a step and hours of an epoch of ViT-L/14 on 8 GPUs."""
+    heads = ("pairs", "paper, 8 x A800: s", "hours an epoch", "planned, 8 x H200: s", "of the loss", "hours an epoch")
+    yield f"| {' | '.join(heads)} |\n" + "|---" * len(heads) + "|"
+    one = plan(RECIPE, *COMMON[1:], gpus="8xH200", batch=64 * K)
+    for thousands, paper in FIGURE_4.items():
+        batch = thousands * K
+        seconds = one.at(batch).seconds
+        assert seconds is not None
+        hours = seconds.total * EPOCH / batch / 3600
+        cells = (f"{batch:,}", paper, EPOCH_HOURS, f"{seconds.total:.1f}", f"{seconds.loss:.2f}", f"{hours:.0f}")
+        yield f"| {' | '.join(cells)} |"
+
+
 def twelve_million() -> Iterator[str]:
     """12,582,912 pairs of ViT-L/14 on 32 nodes of 8 GPUs."""
     for chip in ("H100-80GB", "H200"):
@@ -130,7 +173,8 @@ def main() -> None:
     plans = {(model, ranks): planned(model, ranks) for model in MODELS for ranks in (8, 32)}
     print("\n".join(table_1({ranks: plans["ViT-L/14", ranks] for ranks in (8, 32)})), "\n")
     print("\n".join(table_2(plans)), "\n")
-    print("\n".join(twelve_million()))
+    for table in (disco, figure_4, twelve_million):
+        print("\n".join(table()), "\n")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
     python benchmarks/planner.py --fit      the rates of a profile, fitted to every second row
     python benchmarks/planner.py --towers   measure the towers' costs again (benchmarks/results/planner_towers.json)
 
-tests/test_planner_accuracy.py reads the same rows and fails where a bound is broken.
+tests/test_planner_accuracy.py reads the same rows and fails where a bound is broken. Every row of the folder is a case
+here, or left out for a reason with a name: `left_out`.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from typing import Any
 import torch
 
 from contrastile.bench.harness import MOST_PRODUCT_SECONDS, read_rows
-from contrastile.bench.loss import float32_products
+from contrastile.bench.loss import OURS, float32_products
+from contrastile.bench.subjects import SUBJECTS
 from contrastile.bench.towers import MODELS, POOL, Pairs, Towers
+from contrastile.losses.base import PairLoss
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
 from contrastile.models.compiled import compiled_parts
@@ -39,18 +42,34 @@ RESULTS = Path(__file__).parent / "results"
 TOWERS = RESULTS / "planner_towers.json"
 LOSS_FILES = ("h200_loss", "h200_2_ranks", "h200_4_ranks")
 # rows that nothing was fitted to
-NEW_LOSSES, MEMORY, TOKENS = "h200_planner_loss", "h200_memory", "h200_maxsim"
+NEW_LOSSES, MEMORY, TOKENS, OTHER_LOSSES = "h200_planner_loss", "h200_memory", "h200_maxsim", "h200_loss_ratios"
+# files whose rows have the plan of their day, and those of a CPU
+CARRIED, CPU = ("h200_features", "h200_largest", "late_batches"), ("cpu_loss", "cpu_memory")
 # TFLOP/s of the product beside a loss on most H200s; others run at other clocks
 USUAL_PRODUCT = 665
 STEP_FILES = ("h200_step", "h200_2_step", "h200_4_step", "h200_8_step", "h200_towers")
 # behind the name of a model whose towers are compiled
 COMPILED = ", compiled"
-LOSSES = {"clip": Softmax(symmetric=True), "siglip": Sigmoid()}
+LOSSES = {"clip": Softmax(symmetric=True), "siglip": Sigmoid(), "infonce": Softmax()}
+# losses with positives in any place: their names in OTHER_LOSSES, and those of `contrastile bench loss`
+LABELLED = {"balanced": "siglip_balanced", "inside": "supcon_in"}
 SUB_BATCHES = {"vit-b-16": (128, 256, 512, 1024), "vit-l-14": (192, 384)}
 WORKSPACES = {"workspace 192 MiB": 192 * 2**20, "workspace 32 MiB": 32 * 2**20}
 # rates that the rows can tell, and those fitted to whole steps
 OF_LOSSES, OF_STEPS = ("loss", "pair", "block", "call", "hop"), ("products", "bandwidth", "launch", "dense_pair")
 
+RUN, SHORT = "seconds of a whole run, beside others", "texts shorter than the encoder's limit, with which it is planned"
+EAGER = "eager tiles on a GPU, of a loss that has kernels"
+# files without a row that the planner could meet, and why
+FILES_LEFT_OUT = {
+    **dict.fromkeys(
+        ("cpu_loss_ways_docstrings", "cpu_loss_ways_glyphs", "cpu_losses_float32", "cpu_losses_float64"), RUN
+    ),
+    **dict.fromkeys(("h200_2_batches", "h200_losses", "late_docstrings", "late_docstrings_time"), RUN),
+    **dict.fromkeys(("h200_retrieval", "h200_updates"), SHORT),
+    "h200_doors": "models and loops of other libraries",
+    "h200_host_features": "tensors of the bench itself in the peak, and no time of copies in the plan",
+}
 # Rows that no plan of today's code can meet, with the reason: (file, backend or way, batch, sub-batch) of memory.
 # "auto" of commit 75cffff kept fewer graphs than the rule of later rows of the same cases; two sums of a super-tile
 # were held at once in the forward until the commit that added this file (later rows of the case are met).
@@ -58,6 +77,11 @@ OTHER_CODE = {
     ("h200_step", "retain auto", 1024, "128", "81472923136"): "an earlier rule of retain",
     ("h200_step", "retain auto, streamed", 1024, "256", "70040943104"): "an earlier rule of retain",
     ("h200_step", "retain auto", 8192, "256", "88905820672"): "an earlier rule of retain",
+    **{
+        ("cpu_loss", "eager", b, None, count): "a tile was still held while the next was computed"
+        for b, several in ((4096, ("21274636", "16838672")), (8192, ("25763852", "21082128")))
+        for count in several
+    },
     ("h200_2_ranks", "triton, one process", 262144, None, "4311745024"): "two sums at once in the forward",
     ("h200_4_ranks", "triton, one process", 262144, None, "4311745024"): "two sums at once in the forward",
 }
@@ -78,9 +102,13 @@ class Case:
     # of long steps the rate of a product in the same minute, over the usual one
     clock: float = 1.0
     fitted: bool = False
+    # the plan of the day of the row
+    planned: int | None = None
 
     @property
     def planned_bytes(self) -> int:
+        if self.planned is not None:
+            return self.planned
         with float32_products(self.precision):
             return self.step.peak().bytes if self.step is not None else self.loss.peak
 
@@ -97,15 +125,34 @@ class Case:
 
 
 def rows(name: str) -> list[dict[str, str]]:
-    return read_rows(RESULTS / f"{name}.csv")
+    """The rows of a file that are cases."""
+    return [row for row in read_rows(RESULTS / f"{name}.csv") if left_out(name, row) is None]
+
+
+def left_out(name: str, row: dict[str, str]) -> str | None:
+    """The reason why a row of a file is no case; None for one that is."""
+    if name in FILES_LEFT_OUT:
+        return FILES_LEFT_OUT[name]
+    impl, plan = row.get("impl", OURS), row.get("planned_bytes") or row.get("planned_mib")
+    ours = (OURS, "one way") if name == TOKENS else OURS
+    if name in STEP_FILES:
+        plain = impl == "plain" and row["way"].removesuffix(COMPILED) == "whole batch"
+        ours = impl if plain else (OURS, "by hand")
+    reasons = {
+        "another implementation": name not in CARRIED and not impl.startswith(ours),
+        "no plan beside it": name in CARRIED and not plan,
+        "out of memory, or too long": "" in (row.get("ms"), row.get("peak_bytes")) or row.get("outcome") == "fails",
+        SHORT: row.get("model", "").startswith("bert"),
+        "no gradients": name == TOKENS and row["what"] != "loss + grads",
+        EAGER: name in (OTHER_LOSSES, TOKENS) and "eager" in impl + row.get("backend", ""),
+    }  # fmt: skip
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def loss_cases(memory: int) -> Iterator[Case]:
     count = 0
     for name in (*LOSS_FILES, NEW_LOSSES):
         for row in rows(name):
-            if row["impl"] != "contrastile":
-                continue
             count += 1
             world, b, backend = int(row["world"]), int(row["b"]), row["backend"]
             exchange = next((way for way in ("gather", "ring") if way in backend), "single")
@@ -129,12 +176,52 @@ def loss_cases(memory: int) -> Iterator[Case]:
 def rank_cases(memory: int) -> Iterator[Case]:
     """One rank's loss in a world that is not there: bytes alone, because the times lack communication."""
     for row in rows(MEMORY):
-        if row["impl"] == "contrastile" and row["peak_bytes"]:
-            world, b = int(row["world"]), int(row["b"])
-            exchange, backend = row["way"].split(", ")
-            size = LossSize(b // world, b // world, world, int(row["d"]), memory, exchange, backend)
-            label = f"{row['way']} {b} x {row['d']} on {world}"
-            yield Case(MEMORY, label, int(row["peak_bytes"]), None, size)
+        world, b = int(row["world"]), int(row["b"])
+        exchange, backend = row["way"].split(", ")
+        size = LossSize(b // world, b // world, world, int(row["d"]), memory, exchange, backend)
+        yield Case(MEMORY, f"{row['way']} {b} x {row['d']} on {world}", int(row["peak_bytes"]), None, size)
+
+
+def other_losses(memory: int) -> Iterator[Case]:
+    """Losses beside `ClipLoss` and `SigLipLoss` in fused kernels: bytes alone, kernels have become faster since."""
+    for row in rows(OTHER_LOSSES):
+        loss, b = row["loss"], int(row["b"])
+        pair_loss = SUBJECTS[LABELLED.get(loss, loss)].module()
+        while not isinstance(pair_loss, PairLoss):
+            pair_loss = pair_loss.loss
+        size = LossSize(
+            b, b, 1, int(row["d"]), memory, "single", "triton", workspace=2 * 2**30, loss=pair_loss,
+            listed=loss in LABELLED, guide=int(row["d"]) if pair_loss.guides else 0,
+        )  # fmt: skip
+        yield Case(OTHER_LOSSES, f"{loss} {b} x {row['d']}", int(row["peak_bytes"]), None, size)
+
+
+def cpu_cases(memory: int) -> Iterator[Case]:
+    """Losses of a CPU, alone and of one rank: bytes alone, because a CPU has no profile."""
+    for name in CPU:
+        for row in rows(name):
+            world, b, (exchange, backend) = int(row["world"]), int(row["b"]), ("single", row.get("backend"))
+            if name == "cpu_memory":
+                exchange, backend = row["way"].split(", ")
+            size = LossSize(
+                b // world, b // world, world, int(row["d"]), memory, exchange, str(backend), "cpu",
+                dtype=torch.float32, given=torch.float32, loss=LOSSES[row.get("loss", "clip")],
+            )  # fmt: skip
+            label = f"{row.get('loss', 'clip')} {exchange}, {backend} {b} x {row['d']} on {world} CPUs"
+            reason = OTHER_CODE.get((name, str(backend), b, None, row["peak_bytes"]))
+            yield Case(name, label, int(row["peak_bytes"]), None, size, other_code=reason)
+
+
+def carried_cases(_: int) -> Iterator[Case]:
+    """Steps whose rows have the plan of their day: of recipes, at the largest batch of a card, of late interaction."""
+    for name in CARRIED:
+        for row in rows(name):
+            scale, columns = (
+                (2**20, ("peak_mib", "planned_mib")) if "peak_mib" in row else (1, ("peak_bytes", "planned_bytes"))
+            )
+            measured, planned = (int(scale * float(row[column])) for column in columns)
+            words = (row[key] for key in ("what", "impl", "way", "model", "world", "batch", "b") if key in row)
+            yield Case(name, ", ".join(words), measured, None, planned=planned)
 
 
 def step_cases(memory: int) -> Iterator[Case]:
@@ -144,9 +231,6 @@ def step_cases(memory: int) -> Iterator[Case]:
             world, way = int(row["world"]), row["way"].removesuffix(COMPILED)
             model = row["model"] + COMPILED * (compiled := way != row["way"])
             plain = row["impl"] == "plain" and way == "whole batch"
-            # the towers of texts alone have other inputs than pairs
-            if not row["ms"] or model.startswith("bert") or not (plain or row["impl"] in ("contrastile", "by hand")):
-                continue
             b = int(row["batch"]) // world
             size = min(int(row["sub_batch"] or b), b)
             sides = [Side(cost, b, _inputs(row, b, size, cost)) for cost in costs[model, size]]
@@ -170,17 +254,13 @@ def step_cases(memory: int) -> Iterator[Case]:
 def token_cases(memory: int) -> Iterator[Case]:
     """Whole losses of token vectors with gradients; the constants of their seconds are from the rows of 1,024²."""
     for row in rows(TOKENS):
-        if row["what"] != "loss + grads" or not row["impl"].startswith(("contrastile", "one way")):
-            continue
         names = ("queries", "documents", "query_tokens", "document_tokens", "d")
         N, M, L, T, D = (int(row[name]) for name in names)
-        backend = "eager" if "eager" in row["impl"] else "triton"
         loss = Softmax(symmetric="one way" not in row["impl"])
-        size = LateSize(N, M, 1, D, memory, "single", backend, loss=loss, tokens=(L, T), masked=False)
-        label = f"{'symmetric' if loss.symmetric else 'one way'}, {backend}, {N} x {M} of {L} x {T} tokens"
+        size = LateSize(N, M, 1, D, memory, "single", "triton", loss=loss, tokens=(L, T), masked=False)
+        label = f"{'symmetric' if loss.symmetric else 'one way'}, {N} x {M} of {L} x {T} tokens"
         peak, seconds = int(float(row["peak_mib"]) * 2**20), float(row["ms"]) / 1e3
-        if backend == "triton":
-            yield Case(TOKENS, label, peak, seconds, size, fitted=N == 1024)
+        yield Case(TOKENS, label, peak, seconds, size, fitted=N == 1024)
 
 
 def _inputs(row: dict[str, str], b: int, size: int, cost: TowerCost) -> int:
@@ -246,7 +326,10 @@ def unsteady(cases: Iterable[Case]) -> set[str]:
     return {label for label, several in seconds.items() if max(several) > 1.1 / 0.9 * min(several)}
 
 
-KINDS = {"losses": loss_cases, "ranks": rank_cases, "steps": step_cases, "tokens": token_cases}
+KINDS = {
+    "losses": loss_cases, "other losses": other_losses, "ranks": rank_cases, "steps": step_cases, "tokens": token_cases,
+    "carried": carried_cases, "cpu": cpu_cases,
+}  # fmt: skip
 
 
 def main() -> None:

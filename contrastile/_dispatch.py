@@ -100,12 +100,8 @@ def workspace_on(device: torch.device, workspace: int | None) -> int:
 
 
 EXCHANGES: dict[str, type[Exchange]] = {
-    "single": Single,
-    "replicate": Replicate,
-    "gather": Gather,
-    "ring": Ring,
-    "hierarchical": Hierarchical,
-}
+    "single": Single, "replicate": Replicate, "gather": Gather, "ring": Ring, "hierarchical": Hierarchical,
+}  # fmt: skip
 
 
 def choose_exchange(
@@ -175,20 +171,13 @@ def gathering_allowed(device: torch.device) -> int:
 def _statement(options: Options, loss: PairLoss, rows: Shard, cols: Shard, *, ragged: bool) -> dict[str, Any]:
     """The facts that ranks must have in common. The exchange comes first: it decides what else must agree."""
     return {
-        "exchange": options.exchange,
-        "loss": repr(loss),
-        "backend": options.backend,
-        "gradient": options.gradient,
-        "reduction": options.reduction,
-        "features": _shapes(rows, ragged=ragged),
-        "key features": _shapes(cols, ragged=ragged),
-        "dtype": str(rows.features.dtype),
-        "device": rows.features.device.type,
-        "positives": None if rows.positives is None else rows.positives.shape[1],
-        "labels": rows.labels is not None,
-        "ids": rows.ids is not None,
+        "exchange": options.exchange, "loss": repr(loss), "backend": options.backend, "gradient": options.gradient,
+        "reduction": options.reduction, "features": _shapes(rows, ragged=ragged),
+        "key features": _shapes(cols, ragged=ragged), "dtype": str(rows.features.dtype),
+        "device": rows.features.device.type, "positives": None if rows.positives is None else rows.positives.shape[1],
+        "labels": rows.labels is not None, "ids": rows.ids is not None,
         "negatives of each query": rows.own is not None,
-    }
+    }  # fmt: skip
 
 
 def _shapes(side: Shard, *, ragged: bool) -> Any:

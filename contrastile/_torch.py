@@ -88,6 +88,18 @@ def is_compiled(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
+def modules_of(root: nn.Module) -> list[nn.Module]:
+    """The module and all inside, each once; in the order of `modules()`, which puts names together and is slower."""
+    modules: dict[int, nn.Module] = {}
+    pending: list[nn.Module | None] = [root]
+    while pending:
+        module = pending.pop()
+        if module is not None and id(module) not in modules:
+            modules[id(module)] = module
+            pending += reversed(module._modules.values())
+    return list(modules.values())
+
+
 def own_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """The parameters of these modules themselves, each once; as `parameters(recurse=False)` of each, and faster."""
     return list({id(x): x for module in modules for x in module._parameters.values() if x is not None}.values())
@@ -99,9 +111,9 @@ def own_buffers(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Tens
     return [(module, name, x) for module, name, x in named if x is not None]
 
 
-def own_names(module: nn.Module) -> tuple[str, ...]:
-    """Names of the parameters and modules that are attributes of the module."""
-    return *module._parameters, *module._modules
+def own_names(*modules: nn.Module) -> list[str]:
+    """Names of the parameters and modules that are attributes of these modules."""
+    return [name for module in modules for names in (module._parameters, module._modules) for name in names]
 
 
 def compile_graphs(module: nn.Module) -> None:

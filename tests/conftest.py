@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -14,8 +15,12 @@ import pytest
 import torch
 from hostile import Arena
 from interpreter import quicken
-from ranks import Pool, set_aside
+from ranks import FIGURES, Pool, set_aside
 
+from contrastile.train.report import page
+
+# what is loaded until the first test stays: collections would look through it for nothing
+gc.disable()
 # the suite runs in as many processes as there are cores: threads of each would only wait for the others
 torch.set_num_threads(1)
 if os.environ["TRITON_INTERPRET"] == "1":
@@ -25,6 +30,7 @@ if os.environ["TRITON_INTERPRET"] == "1":
 @pytest.fixture(scope="module", autouse=True)
 def _loaded() -> None:
     set_aside()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
@@ -42,9 +48,10 @@ def _seeded_and_poisoned(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures are made, and not drawn, which would take most of the time of a small run; those of fixtures are."""
+    """Figures of reports are left out, which would take a third of a small run; those of fixtures are drawn."""
     if not request.node.get_closest_marker("drawn"):
-        monkeypatch.setattr("contrastile.train.report.figures._svg", lambda figure: "<svg></svg>")
+        for name in FIGURES:
+            monkeypatch.setattr(page, name, lambda *_, **__: "<svg></svg>")
 
 
 @pytest.fixture(scope="session")

@@ -33,24 +33,9 @@ from contrastile.train.recipe import RecipeError, load_any_recipe
 
 # bytes with a meaning to one reader or another
 WORDS = (
-    b"\0",
-    b"\xff",
-    b"\n",
-    b"\t",
-    b'"',
-    b"[",
-    b"{",
-    b"}",
-    b"]",
-    b",",
-    b"\xff\xda",
-    b"\xff" * 4,
-    b"\x7f" + b"\xff" * 3,
-    b"null",
-    b"-1",
-    b"1e999",
-    b"NaN",
-)
+    b"\0", b"\xff", b"\n", b"\t", b'"', b"[", b"{", b"}", b"]", b",", b"\xff\xda", b"\xff" * 4, b"\x7f" + b"\xff" * 3,
+    b"null", b"-1", b"1e999", b"NaN",
+)  # fmt: skip
 
 # an error in the house's form
 SENTENCE = re.compile(r"`[\w. ]+` must .+; got .*\. .+|must .+; got .+", re.DOTALL)
@@ -129,15 +114,8 @@ def beside_shard(name: str, path: Path) -> None:
 
 
 KEYS = (
-    "query",
-    "question",
-    "pos",
-    "neg",
-    "positive_ctxs",
-    "negative_ctxs",
-    "positive_passages",
-    "positive_document_ids",
-)
+    "query", "question", "pos", "neg", "positive_ctxs", "negative_ctxs", "positive_passages", "positive_document_ids",
+)  # fmt: skip
 KEYS += (
     "negative_document_ids",
     "answers",

@@ -182,10 +182,7 @@ def siglip(N: int, _: int) -> Problem:
 
 
 def siglip_ids_weights(N: int, _: int) -> Problem:
-    ids, weights = (
-        _ids(N, max(2, N // 3), 11),
-        torch.rand(N, generator=seeded(12)).double() + 0.1,
-    )
+    ids, weights = (_ids(N, max(2, N // 3), 11), torch.rand(N, generator=seeded(12)).double() + 0.1)
     excluded = _same(ids, ids) & ~torch.eye(N, dtype=torch.bool)
     return Problem(
         N,

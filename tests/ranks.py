@@ -23,9 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from contrastile.train.report import figures
+from contrastile.train.report import page
 
 RANKS = 4
+# functions that draw the figures of a report
+FIGURES = ("curves", "memory_bars")
 # seconds after which a rank that waits for another gives up
 PATIENCE = 40
 
@@ -41,14 +43,8 @@ def set_aside() -> None:
 
 # what processes would else load each for itself, for seconds
 LOADED = (
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "transformers.models.bert.modeling_bert",
-    "matplotlib.figure",
-    "jinja2",
-    "pytest",
-    "faults",
-)
+    "torch._dynamo", "torch.distributed.fsdp", "transformers.models.bert.modeling_bert", "jinja2", "pytest", "faults",
+)  # fmt: skip
 
 
 def server() -> Any:
@@ -63,10 +59,11 @@ def server() -> Any:
 
 
 def as_in_tests() -> None:
-    """Give a process of the server what `conftest.py` gives a test: one thread, NaN in new memory, no drawn figures."""
+    """Give a process of the server what `conftest.py` gives a test: one thread, NaN in new memory, no figures."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    figures._svg = lambda figure: "<svg></svg>"
+    for name in FIGURES:
+        setattr(page, name, lambda *_, **__: "<svg></svg>")
 
 
 @contextmanager

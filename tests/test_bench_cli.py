@@ -1,6 +1,5 @@
 """`contrastile bench loss`: words into cases, results into a table and a file."""
 
-import csv
 import subprocess
 import sys
 
@@ -74,12 +73,8 @@ def test_results_are_a_table_and_a_file(tmp_path, capsys):
     path = tmp_path / "made" / "with" / "rows.csv"
     assert main([*SMALL, "--seconds", "0.01", "--csv", str(path)]) == 0
     output = capsys.readouterr().out
-    with path.open() as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["impl"], row["loss"], row["b"], row["d"]) for row in rows] == [
-        ("dense", "clip", "64", "8"),
-        ("contrastile", "clip", "64", "8"),
-    ]
+    cases = [(row["impl"], row["loss"], row["b"], row["d"]) for row in harness.read_rows(path)]
+    assert cases == [("dense", "clip", "64", "8"), ("contrastile", "clip", "64", "8")]
     assert "times dense" in output
     assert output.endswith(f"rows: {path}\n")
 

@@ -1,6 +1,5 @@
 """`LossBench` on one process: right results only, each row for itself, and the cases that a device is judged by."""
 
-import csv
 from dataclasses import replace
 
 import pytest
@@ -112,8 +111,7 @@ def test_a_case_is_checked_at_its_own_size_too(loss, right, once, monkeypatch, t
     assert "60 rows, and on 32 of all" in lines[0]
     assert bench.report.passed is right
     assert any("a gradient is" in line and "96 x 16" in line for line in lines) is not right
-    with (tmp_path / "rows.csv").open() as file:
-        assert ("contrastile" in {row["impl"] for row in csv.DictReader(file)}) is right
+    assert ("contrastile" in {row["impl"] for row in read_rows(tmp_path / "rows.csv")}) is right
 
 
 def test_the_multiples_name_their_dense_formula(monkeypatch):
@@ -138,13 +136,12 @@ def test_a_peers_distance_is_shown_and_not_judged(monkeypatch):
 
 def test_a_failure_is_named_and_costs_its_own_row_only(monkeypatch, tmp_path):
     with results_file(tmp_path / "rows.csv", COLUMNS["losses"]) as write:
-        entered = (other(fail), ours(ClipLoss()), other(full, "greedy"), *DENSE[:2])
+        entered = (other(fail), ours(ClipLoss()), other(full, "greedy"), DENSE[1])
         lines, passed = run(monkeypatch, *entered, write=write)
     assert passed
     assert "  somebody (a way), clip, 96 x 16, float32: RuntimeError: the first line" in lines
     assert "  greedy (a way), clip, 96 x 16, float32: OutOfMemoryError: no room" in lines
-    with (tmp_path / "rows.csv").open() as file:
-        assert [row["impl"] for row in csv.DictReader(file)] == ["contrastile", "dense"]
+    assert [row["impl"] for row in read_rows(tmp_path / "rows.csv")] == ["contrastile", "dense"]
 
 
 def test_failing_while_timed_keeps_the_other_cases(monkeypatch):
@@ -176,18 +173,12 @@ def test_times_dense_and_the_ratio_come_from_the_times(monkeypatch, tmp_path):
     with results_file(tmp_path / "rows.csv", COLUMNS["losses"]) as write:
         lines, _ = run(monkeypatch, write=write)
     assert [line.split()[-4] for line in lines] == ["1.00", "3.00"]
-    with (tmp_path / "rows.csv").open() as file:
-        row = list(csv.DictReader(file))[1]
+    row = read_rows(tmp_path / "rows.csv")[1]
     rate = 8 * 96 * 96 * 16 / 2e-3
     assert float(row["effective_tflops"]) == pytest.approx(rate / 1e12, abs=1e-4)
     assert float(row["ratio"]) == pytest.approx(rate / 1e9, abs=1e-3)
-    assert (row["impl"], row["loss"], row["backend"], row["b"], row["peak_bytes"]) == (
-        "contrastile",
-        "clip",
-        "eager",
-        "96",
-        "4096",
-    )
+    wanted = {"impl": "contrastile", "loss": "clip", "backend": "eager", "b": "96", "peak_bytes": "4096"}
+    assert row.items() >= wanted.items()
 
 
 def test_the_precision_of_float32_products_is_given_back():
@@ -232,15 +223,13 @@ def test_peaks_are_those_of_the_tensors():
 
 
 def test_features_in_host_memory_are_measured_beside_resident_ones(tmp_path):
-    lines, path = [], tmp_path / "rows.csv"
+    lines, path, losses = [], tmp_path / "rows.csv", ("clip", "siglip")
     with results_file(path, COLUMNS["host"]) as write:
         bench = LossBench(machine(), peers=False, report=Report(lines.append, write))
-        bench.host([replace(CASE, loss=loss) for loss in ("clip", "siglip")], 2**30)
+        bench.host([replace(CASE, loss=loss) for loss in losses], 2**30)
     assert bench.report.passed
-    rows = read_rows(path)
-    assert [(row["loss"], row["backend"]) for row in rows] == [
-        (loss, f"eager, {place}") for loss in ("clip", "siglip") for place in ("resident", "host")
-    ]
+    rows, ways = read_rows(path), [(loss, f"eager, {place}") for loss in losses for place in ("resident", "host")]
+    assert [(row["loss"], row["backend"]) for row in rows] == ways
     assert {row["limit_bytes"] for row in rows} == {str(2**30)}
     first, *_, last = (SUBJECTS[row["loss"]].operations / float(row["ms"]) for row in rows)
     assert float(rows[0]["ratio"]) == 1

@@ -107,10 +107,12 @@ def test_a_long_step_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(row["ms"] > 0 and row["peak_bytes"] > 0 for row in rows)
 
 
-def test_the_command_writes_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "memory.csv"
+def test_the_command_writes_rows_and_draws_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, figure = tmp_path / "memory.csv", tmp_path / "memory.svg"
     words = ["--ranks", "2", "--sizes", "32", "--features", "8", "--device", "cpu", "--csv", str(path)]
-    assert main(["bench", "memory", *words]) == 0
+    assert main(["bench", "memory", *words, "--figure", str(figure)]) == 0
+    drawn = figure.read_text()
+    assert all(f"<!-- {text} -->" in drawn for text in ("a rank of 2", "contrastile, ring, eager"))
     rows = read_rows(path)
     assert [*rows[0]] == [*COLUMNS["memory"]]
     assert {(row["world"], row["b"], row["d"]) for row in rows} == {("2", "32", "8")}
@@ -121,6 +123,7 @@ def test_the_command_writes_rows(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize(("words", "sentence"), [
     (["--ranks", "1"], "`ranks` must be at least 2; got 1. Leave it out for the default."),
+    (["--figure", "x.svg"], "`figure` must come with csv, whose rows it draws; got none. Add --csv FILE."),
     (["--longest", "-1"], "`longest` must be at least 0; got -1.0. Leave it out for the default."),
     (["--features", "0"], "`features` must be at least 1; got 0. Leave it out for the default."),
     (["--ranks", "3", "--sizes", "32"],

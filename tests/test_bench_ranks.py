@@ -128,10 +128,7 @@ def test_beside_is_the_peak_of_the_least_workspace_without_it_and_the_gradients(
 
     bench: Any = SimpleNamespace(machine=SimpleNamespace(peak=peak, device=torch.device("cuda")), _across=True)
     leaves, losses = [torch.ones(2**8, requires_grad=True)], {"clip": loss("wide")}
-    for frugal, beside in (
-        (loss("frugal"), 2**30 - 2**10 - bench_loss.LEAST_WORKSPACE),
-        (None, 3 * 2**30 - 2**10),
-    ):
+    for frugal, beside in ((loss("frugal"), 2**30 - 2**10 - bench_loss.LEAST_WORKSPACE), (None, 3 * 2**30 - 2**10)):
         one = Contestant("somebody", "a way", losses, world=4, frugal=frugal)
         memory = LossBench._memory(bench, one, bench_loss.step_of(CASE, one, leaves), leaves)
         assert memory == (3 * 2**30, beside)

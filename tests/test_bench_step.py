@@ -14,11 +14,13 @@ from contrastile.bench.figure import draw, series
 from contrastile.bench.harness import COLUMNS, Machine, Report, World, joined, not_installed, read_rows, results_file
 from contrastile.bench.step import GATE_TOLERANCE, StepBench, gate, standard, usual
 from contrastile.bench.towers import Pairs, Towers
-from contrastile.bench.ways import PEERS, WAYS, Way, by_hand, cached, plain, rank_ways
+from contrastile.bench.ways import PEERS, WAYS, Way, cached, plain, rank_ways
 from contrastile.cli.main import main
 
 CPU = torch.device("cpu")
 OURS = [name for name, way in WAYS.items() if way.judged]
+# of a results file, as far as a figure reads it
+HEADER = "impl,way,model,batch,sub_batch,inputs,ms,us_per_pair,peak_bytes\n"
 
 
 def measured(ways, batches=(24,), write=lambda row: None, **settings):
@@ -88,23 +90,15 @@ def test_a_step_that_does_not_fit_is_a_row_and_is_not_tried_again(tmp_path):
         return plain(task)
 
     with results_file(tmp_path / "rows.csv", COLUMNS["steps"]) as write:
-        ways = {
-            "plain": Way("plain", "whole batch", greedy, cut=False),
-            "by-hand": Way("by hand", "two passes", by_hand),
-        }
+        ways = {"plain": Way("plain", "whole batch", greedy, cut=False), "by-hand": WAYS["by-hand"]}
         lines, bench = measured(ways, batches=(8, 24, 32), write=write)
     assert bench.report.passed
     assert sum(line.endswith("does not fit") for line in lines) == 2
     assert max(calls) == 24
     rows = read_rows(tmp_path / "rows.csv")
-    assert [(row["impl"], row["batch"], bool(row["ms"])) for row in rows] == [
-        ("plain", "8", True),
-        ("by hand", "8", True),
-        ("plain", "24", False),
-        ("by hand", "24", True),
-        ("plain", "32", False),
-        ("by hand", "32", True),
-    ]
+    fits = [(impl, batch, (impl, batch) not in (("plain", "24"), ("plain", "32")))
+            for batch in ("8", "24", "32") for impl in ("plain", "by hand")]  # fmt: skip
+    assert [(row["impl"], row["batch"], bool(row["ms"])) for row in rows] == fits
     # the plain step's time is that of the largest batch that it could do
     by_pair = [float(row["us_per_pair"]) / float(rows[0]["us_per_pair"]) for row in rows[1::2]]
     assert [float(row["ratio_to_plain"]) for row in rows[1::2]] == pytest.approx(by_pair, rel=1e-2)
@@ -144,26 +138,12 @@ def test_a_bench_ends_in_its_time(monkeypatch):
 def test_a_way_may_have_sizes_of_its_own(tmp_path):
     rows = tmp_path / "rows.csv"
     words = [
-        "--models",
-        "tiny",
-        "--sizes",
-        "8",
-        "24",
-        "--ways",
-        "plain@8",
-        "retain-0",
-        "pool-0@24,32",
-        "--seconds",
-        "0",
-    ]
+        "--models", "tiny", "--sizes", "8", "24", "--ways", "plain@8", "retain-0", "pool-0@24,32", "--seconds", "0",
+    ]  # fmt: skip
     assert main(["bench", "step", "--device", "cpu", *words, "--csv", str(rows)]) == 0
-    assert [(row["way"], int(row["batch"])) for row in read_rows(rows)] == [
-        ("whole batch", 8),
-        ("retain 0", 8),
-        ("retain 0", 24),
-        ("retain 0, from a pool", 24),
-        ("retain 0, from a pool", 32),
-    ]
+    plain, cached, pool = "whole batch", "retain 0", "retain 0, from a pool"
+    ways = [(plain, "8"), (cached, "8"), (cached, "24"), (pool, "24"), (pool, "32")]
+    assert [(row["way"], row["batch"]) for row in read_rows(rows)] == ways
 
 
 def test_each_way_is_measured_with_compiled_towers_too(tmp_path, monkeypatch):
@@ -196,9 +176,8 @@ def test_inputs_in_three_places_are_the_same_pairs():
     towers = Towers("tiny", CPU).eval()
     pairs = Pairs(towers, most=5)
     for side in (0, 1):
-        features = [
-            (towers_leaf := pairs.sides(12, inputs)[side])[0](towers_leaf[1]) for inputs in ("device", "host", "pool")
-        ]
+        places = [pairs.sides(12, inputs)[side] for inputs in ("device", "host", "pool")]
+        features = [tower(leaf) for tower, leaf in places]
         assert all(torch.equal(features[0], other) for other in features[1:])
         assert torch.equal(features[0][:5], features[0][5:10])
         assert not torch.equal(features[0][0], features[0][1])
@@ -222,10 +201,8 @@ def test_host_inputs_that_do_not_fit_are_out_of_memory(monkeypatch):
 
 def test_the_default_models_batches_and_ways():
     assert standard(CPU, quick=False)[0] == ["tiny"]
-    assert standard(torch.device("cuda"), quick=False) == (
-        ["vit-b-16", "vit-l-14"],
-        [2**10, 2**13, 2**16, 2**18, 2**20],
-    )
+    batches = [2**10, 2**13, 2**16, 2**18, 2**20]
+    assert standard(torch.device("cuda"), quick=False) == (["vit-b-16", "vit-l-14"], batches)
     assert not any(name.startswith("pool") for name in usual(2**18))
     assert {"pool-0", "pool-auto", "pool-by-hand", "pool-GradCache"} < set(usual(2**20))
 
@@ -243,9 +220,7 @@ def test_results_are_a_table_a_file_and_a_figure(tmp_path, capsys):
         "plain, whole batch": [8, 24],
         "contrastile, retain 0": [8, 24],
     }
-    assert all(
-        math.isfinite(number) and number > 0 for points in lines.values() for *point, _ in points for number in point
-    )
+    assert all(0 < number < math.inf for points in lines.values() for *point, _ in points for number in point)
     text = picture.read_text()
     assert text.startswith("<?xml")
     draw(rows, picture)
@@ -253,7 +228,6 @@ def test_results_are_a_table_a_file_and_a_figure(tmp_path, capsys):
 
 
 def test_a_figure_has_one_sub_batch_and_the_latest_rows_nearest_to_the_device(tmp_path):
-    header = "impl,way,model,batch,sub_batch,inputs,ms,us_per_pair,peak_bytes\n"
     rows = [
         ("plain", "whole batch", 8, "", "device", 1.0),
         ("contrastile", "retain 0", 8, 4, "device", 2.0),
@@ -269,14 +243,10 @@ def test_a_figure_has_one_sub_batch_and_the_latest_rows_nearest_to_the_device(tm
     lines = [
         f"{impl},{way},tiny,{batch},{cut},{place},{ms},{ms},{2**30}\n" for impl, way, batch, cut, place, ms in rows
     ]
-    (tmp_path / "rows.csv").write_text(header + "".join(lines))
-    assert series(read_rows(tmp_path / "rows.csv"), "tiny") == (
-        2,
-        {
-            "plain, whole batch": [(8, 1.0, 1.0, "device")],
-            "contrastile, retain 0": [(8, 3.5, 1.0, "device"), (16, 5.0, 1.0, "host"), (32, 6.0, 1.0, "pool")],
-        },
-    )
+    (tmp_path / "rows.csv").write_text(HEADER + "".join(lines))
+    points = [(8, 3.5, 1.0, "device"), (16, 5.0, 1.0, "host"), (32, 6.0, 1.0, "pool")]
+    drawn = {"plain, whole batch": [(8, 1.0, 1.0, "device")], "contrastile, retain 0": points}
+    assert series(read_rows(tmp_path / "rows.csv"), "tiny") == (2, drawn)
 
 
 def test_a_figure_needs_rows(tmp_path, capsys):
@@ -295,16 +265,15 @@ def test_a_figure_without_matplotlib_is_refused_before_anything_is_measured(tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_options_for_one_process_are_refused_under_torchrun(monkeypatch, capsys):
+@pytest.mark.parametrize(("words", "sentence"), [
+    ("--optimizer", "`optimizer` must be left out under torchrun; got True. Run one process with it.\n"),
+    ("--device cpu --sizes 8 33", "`sizes` must be multiples of the 2 ranks; got 33. Each rank takes as many pairs.\n"),
+    ("--ways plain", "`ways` must be one of replicate-dense, gather-dense, ring-dense, ring"),
+])  # fmt: skip
+def test_options_for_one_process_are_refused_under_torchrun(words, sentence, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["bench", "step", "--models", "tiny", "--optimizer"]) == 2
-    sentence = "`optimizer` must be left out under torchrun; got True. Run one process with it.\n"
-    assert capsys.readouterr().err == sentence
-    assert main(["bench", "step", "--models", "tiny", "--device", "cpu", "--sizes", "8", "33"]) == 2
-    sentence = "`sizes` must be multiples of the 2 ranks; got 33. Each rank takes as many pairs.\n"
-    assert capsys.readouterr().err == sentence
-    assert main(["bench", "step", "--models", "tiny", "--ways", "plain"]) == 2
-    assert capsys.readouterr().err.startswith("`ways` must be one of replicate-dense, gather-dense, ring-dense, ring")
+    assert main(["bench", "step", "--models", "tiny", *words.split()]) == 2
+    assert capsys.readouterr().err.startswith(sentence)
 
 
 @pytest.mark.parametrize(
@@ -337,8 +306,8 @@ def test_ranks_compute_on_the_cpu_where_it_is_named(monkeypatch):
 
 
 def test_a_named_peer_contradicts_no_peers(capsys):
-    words = ["--models", "tiny", "--sizes", "8", "--ways", "plain", "GradCache@8", "--no-peers"]
-    assert main(["bench", "step", "--device", "cpu", *words]) == 2
+    words = ["--device", "cpu", "--models", "tiny", "--sizes", "8", "--ways", "plain", "GradCache@8", "--no-peers"]
+    assert main(["bench", "step", *words]) == 2
     sentence = "`peers` must be measured where one is named; got --no-peers and GradCache. Leave out the one.\n"
     assert capsys.readouterr().err == sentence
 
@@ -368,9 +337,9 @@ def test_the_four_losses_across_ranks(pool, tmp_path):
     rows = read_rows(tmp_path / "rows.csv")
     ways = ["replicate, dense", "gather, dense", "ring, dense", "ring, eager"]
     assert [(row["way"], row["batch"]) for row in rows] == [*((way, "32") for way in ways), ("ring, eager", "64")]
-    assert {(row["world"], row["batch"], row["data_bytes"]) for row in rows} == {
-        ("4", str(batch), str(batch // 4 * (3 * 32 * 32 + 96))) for batch in (32, 64)
-    }
+    each = 3 * 32 * 32 + 96
+    sizes = {("4", str(batch), str(batch // 4 * each)) for batch in (32, 64)}
+    assert {(row["world"], row["batch"], row["data_bytes"]) for row in rows} == sizes
     assert all(row[name] for row in rows for name in ("ms", "us_per_pair", "loss_bytes", "backbone_bytes"))
     # times and memory beside each other, as for one device
     draw(tmp_path / "rows.csv", tmp_path / "figure.svg")
@@ -380,7 +349,6 @@ def test_the_four_losses_across_ranks(pool, tmp_path):
 
 def test_a_png_is_small(tmp_path):
     lines = [f"plain,whole batch,tiny,{2**n},,device,{n},{n},{2**30}\n" for n in range(4, 12)]
-    header = "impl,way,model,batch,sub_batch,inputs,ms,us_per_pair,peak_bytes\n"
-    (tmp_path / "rows.csv").write_text(header + "".join(lines))
+    (tmp_path / "rows.csv").write_text(HEADER + "".join(lines))
     draw(tmp_path / "rows.csv", tmp_path / "figure.png")
     assert 1_000 < (tmp_path / "figure.png").stat().st_size < 60_000

@@ -217,15 +217,11 @@ def test_a_wrong_argument_is_one_line_before_torch_is_loaded(words, tmp_path, an
 @pytest.mark.parametrize(
     "words",
     [
-        "train {folder}/x.toml device=cuda",
-        "compare {folder}/x.toml device=cuda:1",
-        "evaluate {folder} --device cuda",
-        "encode {folder} --device cuda",
-        "search {folder} --device cuda",
-        "bench loss --device cuda",
-        "bench step --device cuda",
+        "train {folder}/x.toml device=cuda", "compare {folder}/x.toml device=cuda:1",
+        "evaluate {folder} --device cuda", "encode {folder} --device cuda", "search {folder} --device cuda",
+        "bench loss --device cuda", "bench step --device cuda",
     ],
-)
+)  # fmt: skip
 def test_a_gpu_without_a_torch_for_it_is_one_line_before_torch_is_loaded(words, tmp_path):
     (tmp_path / "x.toml").write_text("[train]\nexamples = 10\n")
     code, output, complaint, loaded = loaded_by(*words.format(folder=tmp_path).split())

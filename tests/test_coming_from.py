@@ -22,7 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import contrastile
 from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SupConLoss, encode
+from contrastile.gradcache.introspect import of_its_module
 from contrastile.integrations.sentence_transformers import CachedRankingLoss
+from contrastile.integrations.sides import encode_sides, loss_of_sides
 
 FOLDER = Path(contrastile.__file__).parent.parent / "docs" / "coming_from"
 PAGES = "".join(page.read_text(encoding="utf-8") for page in sorted(FOLDER.glob("*.md")))
@@ -506,3 +508,25 @@ def test_kept_statistics_can_be_cached(views: dict[str, Tensor]) -> None:
     model(views["view_a"]).square().sum().backward()
     torch.testing.assert_close(found, gradients(model))
     assert model.head[1].weight.grad.abs().sum() > 0
+
+
+def test_the_last_sub_batch_of_the_last_side_runs_once() -> None:
+    torch.manual_seed(0)
+    tower, sides = nn.Linear(5, 4).double(), [torch.randn(N, 5).double() for _ in range(3)]
+
+    @of_its_module
+    def unit_rows(module: nn.Module, x: Tensor) -> Tensor:
+        return F.normalize(module(x), dim=-1)
+
+    loss_of_sides(InfoNCELoss(), [unit_rows(tower, x) for x in sides], 9.0).backward()
+    wanted, runs = gradients(tower), list[int]()
+    tower.register_forward_hook(lambda _, inputs, __: runs.append(len(inputs[0])))
+    # two passes of three sub-batches of three sides; a size "auto" retains none, and measures first
+    cases: list[tuple[Any, Any, int]] = [(2, 0, 18 - 1), (N, 0, 6 - 1), (2, 2, 18 - 6), (2, "auto", 18 - 9)]
+    for size, retain, forwards in [*cases, ("auto", 0, 0)]:
+        runs.clear()
+        tower.zero_grad()
+        features = encode_sides([(tower, unit_rows)] * 3, sides, size, None, retain)
+        loss_of_sides(InfoNCELoss(), features, 9.0).backward()
+        same(gradients(tower), wanted)
+        assert len(runs) == forwards or (size == "auto" and runs[-3:] == [N] * 3)

@@ -5,6 +5,7 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
+from refusals import refusal
 
 from contrastile.data.base import Batches
 
@@ -63,9 +64,9 @@ def test_sizes_may_be_decided_on_the_way():
 
 
 def test_no_rows_are_refused():
-    with pytest.raises(ValueError) as caught:
-        Batches(ROWS[:0], sizes=[1], seed=0)
-    assert str(caught.value) == "`rows` must not be empty; got no rows. Give the training split of a pair set."
+    assert refusal(Batches, ROWS[:0], sizes=[1], seed=0) == (
+        "`rows` must not be empty; got no rows. Give the training split of a pair set."
+    )
 
 
 @pytest.mark.parametrize("step", [-1, 3])

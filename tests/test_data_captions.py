@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from refusals import refusal
 from tiny_tests import karpathy
 
 from contrastile.data.evaluation_sets import open_captions
@@ -25,7 +26,7 @@ def test_karpathy_s_split_has_all_captions(tmp_path):
 def test_a_file_nested_without_end_is_refused(tmp_path):
     path = tmp_path / "x.json"
     path.write_text("[" * 200_000)
-    assert refusal(path).startswith("`captions` must be Karpathy's JSON; got ")
+    assert refusal(open_captions, path).startswith("`captions` must be Karpathy's JSON; got ")
 
 
 def test_pictures_may_lie_flat_as_flickr_s_do(tmp_path):
@@ -41,29 +42,23 @@ def test_a_table_has_a_line_for_each_caption(tmp_path):
     found = open_captions(path)
     assert found.paths == [str(tmp_path / "b.png"), str(tmp_path / "a.png")]
     assert (found.texts, found.owner.tolist()) == (["one", "three", "two"], [0, 0, 1])
-    assert refusal(path, split="val") == (
+    assert refusal(open_captions, path, split="val") == (
         '`split` must be left out with a table; got "val". Only Karpathy\'s JSON has splits.'
     )
     (tmp_path / "elsewhere").mkdir()
     assert open_captions(path, images=tmp_path / "elsewhere").paths[0] == str(tmp_path / "elsewhere" / "b.png")
 
 
-def refusal(*arguments, **named):
-    with pytest.raises(ValueError) as caught:
-        open_captions(*arguments, **named)
-    return str(caught.value)
-
-
 def test_files_that_do_not_fit_are_refused(tmp_path):
     path = karpathy(tmp_path)
-    assert refusal(path, split="dev") == f'`split` must be one of test; got "dev". These are in {path}.'
-    assert refusal(path, images=tmp_path / "none") == (
+    assert refusal(open_captions, path, split="dev") == f'`split` must be one of test; got "dev". These are in {path}.'
+    assert refusal(open_captions, path, images=tmp_path / "none") == (
         f"`images` must be the folder of the pictures; got {tmp_path / 'none'}. There is no such folder."
     )
-    assert refusal(tmp_path / "none.json") == (
+    assert refusal(open_captions, tmp_path / "none.json") == (
         f"`captions` must be a file that can be read; got {tmp_path / 'none.json'}. No such file or directory."
     )
-    assert refusal(tmp_path / "none.tsv") == (
+    assert refusal(open_captions, tmp_path / "none.tsv") == (
         f"`captions` must be a file that can be read; got {tmp_path / 'none.tsv'}. No such file or directory."
     )
 
@@ -82,7 +77,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
 def test_other_json_is_refused(tmp_path, content, why):
     path = tmp_path / "x.json"
     path.write_text(content)
-    assert refusal(path) == (
+    assert refusal(open_captions, path) == (
         f"`captions` must be Karpathy's JSON; got {path} ({why}). "
         "Each of `images` has split, filename and sentences with raw."
     )
@@ -95,8 +90,8 @@ def test_pictures_outside_the_folder_are_refused(tmp_path, place):
     told = json.loads(path.read_text())
     told["images"][1]["filename"] = place
     path.write_text(json.dumps(told))
-    assert refusal(path).startswith("`captions` must name pictures within the folder; got ")
-    assert refusal(path).endswith("x.png. Paths go down only.")
+    assert refusal(open_captions, path).startswith("`captions` must name pictures within the folder; got ")
+    assert refusal(open_captions, path).endswith("x.png. Paths go down only.")
 
 
 @pytest.mark.parametrize("place", ["../x.png", "/etc/x.png", "link/x.png"])
@@ -106,25 +101,27 @@ def test_table_paths_outside_the_folder_are_refused(tmp_path, place):
     path.write_text(f"filepath\ttitle\na.png\tone\n{tmp_path}/b.png\ttwo\n")
     assert open_captions(path).paths == [str(tmp_path / "a.png"), str(tmp_path / "b.png")]
     path.write_text(f"filepath\ttitle\na.png\tone\n{place}\ttwo\n")
-    assert refusal(path) == (
+    assert refusal(open_captions, path) == (
         f"`captions` must name pictures within the folder; got {tmp_path / place}. Paths go down only."
     )
 
 
 def test_one_picture_is_too_few(tmp_path):
     path = karpathy(tmp_path, letters="A")
-    assert refusal(path) == f"`captions` must hold two pictures with captions at least; got 1 in {path}. Look at it."
+    assert refusal(open_captions, path) == (
+        f"`captions` must hold two pictures with captions at least; got 1 in {path}. Look at it."
+    )
 
 
 def test_a_table_must_be_whole(tmp_path):
     path = tmp_path / "x.tsv"
     path.write_text("filepath\ttitle\na.png\tone\nb.png\t \nc.png\n")
-    assert refusal(path) == (
+    assert refusal(open_captions, path) == (
         "`captions` must have a picture and a caption in each line; "
         f"got empty title: 1, wrong number of columns: 1 in {path}. Mend them."
     )
     path.write_text("file\ttitle\na.png\tone\n")
-    assert refusal(path) == (
+    assert refusal(open_captions, path) == (
         "`captions` must have a column filepath or file_name or image and one title or text or caption; "
         "got ['file', 'title']. "
         "Name them in the first line, separated by tabs."

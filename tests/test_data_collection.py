@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from refusals import refusal
 from test_data_shards import add, jpeg, opened, write_shard, write_shards
 
 from contrastile.data.base import Batches
@@ -82,9 +83,9 @@ def test_weights_repeat_a_source(tmp_path):
     counts = Counter(pairs.stream.captions(range(len(pairs.stream))))
     for title, count in counts.items():
         assert count == (1 if int(title.split()[-1]) < 20 else 3)
-    with pytest.raises(ValueError) as caught:
-        opened(f"{tmp_path}/00.tar", tmp_path, weights=(1, 3))
-    assert str(caught.value) == "`weights` must be one for each of the 1 sources; got 2. Or leave them out."
+    assert refusal(opened, f"{tmp_path}/00.tar", tmp_path, weights=(1, 3)) == (
+        "`weights` must be one for each of the 1 sources; got 2. Or leave them out."
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -166,9 +167,7 @@ def test_a_share_may_be_empty_and_an_expected_batch_may_be_given_up(tmp_path):
 
 def test_a_folder_without_pictures_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError) as caught:
-        opened(tmp_path / "empty", tmp_path)
-    assert str(caught.value) == (
+    assert refusal(opened, tmp_path / "empty", tmp_path) == (
         f'`source` must hold at least two pairs that differ in their titles; got 0 pairs in "{tmp_path / "empty"}". '
         "Name a folder with pictures below it, or shards of pairs, as shards/{000..099}.tar."
     )
@@ -178,9 +177,7 @@ def test_pictures_without_titles_are_refused_with_their_places(tmp_path):
     (tmp_path / "pictures").mkdir()
     for number in range(4):
         (tmp_path / f"pictures/{number}.jpg").write_bytes(jpeg(number))
-    with pytest.raises(ValueError) as caught:
-        opened(tmp_path / "pictures", tmp_path)
-    assert str(caught.value) == (
+    assert refusal(opened, tmp_path / "pictures", tmp_path) == (
         f'`source` must hold at least two pairs that differ in their titles; got 4 pairs in "{tmp_path / "pictures"}". '
         "One is to be held out. In a folder a picture's title is the .txt beside it, or its folder's name."
     )

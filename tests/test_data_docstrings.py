@@ -5,6 +5,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from refusals import refusal
 
 from contrastile.data import docstrings
 from contrastile.data.base import silent
@@ -202,9 +203,7 @@ def test_the_manifest_names_the_versions(opened, tmp_path):
 
 
 def test_a_package_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ValueError) as caught:
-        open_texts("docstrings", cache=tmp_path, packages=["nowhere_to_be_found"])
-    assert str(caught.value) == (
+    assert refusal(open_texts, "docstrings", cache=tmp_path, packages=["nowhere_to_be_found"]) == (
         '`packages` must be installed packages; got "nowhere_to_be_found". Install it, or leave it out.'
     )
 

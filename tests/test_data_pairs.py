@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from refusals import refusal
 
 import contrastile.data
 from contrastile.data.base import groups_by_id, hash_fraction, joined_ids, sorted_by_hash
@@ -60,9 +61,7 @@ def test_groups_come_in_the_order_of_their_hash():
     ],
 )
 def test_settings_that_make_no_sense_are_refused(tmp_path, settings, sentence):
-    with pytest.raises(ValueError) as caught:
-        open_pairs("glyphs", cache=tmp_path, **{"image_size": 32, **settings})
-    assert str(caught.value) == sentence
+    assert refusal(open_pairs, "glyphs", cache=tmp_path, **{"image_size": 32, **settings}) == sentence
 
 
 def test_files_of_the_data_folder_import_each_other_in_one_direction():

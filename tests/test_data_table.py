@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from refusals import refusal
 
 from contrastile.data.images import squared
 from contrastile.data.registry import open_pairs
@@ -36,12 +37,6 @@ class Album:
     def add(self, name, title="a title"):
         self.lines.append(f"{name}\t{title}")
         return self.folder / name
-
-
-def refusal(album, **settings):
-    with pytest.raises(ValueError) as caught:
-        album.open(**settings)
-    return str(caught.value)
 
 
 def test_every_row_is_a_pair(album):
@@ -143,7 +138,7 @@ def test_too_many_bad_rows_are_an_error_also_from_the_cache(album):
     album.add("pictures/0.png", "")
     assert album.open(most_bad=0.2).skipped == {"missing picture": 2, "empty title": 1}
     for _ in range(2):
-        assert refusal(album, most_bad=0.1) == (
+        assert refusal(album.open, most_bad=0.1) == (
             "`source` must have at most 10.0% bad pairs; got 3 of 23 (empty title: 1, missing picture: 2); "
             f'there is no "a.png" in the folder "{album.folder}". '
             "Mend it, or raise data.max_bad_fraction."
@@ -152,7 +147,7 @@ def test_too_many_bad_rows_are_an_error_also_from_the_cache(album):
 
 def test_a_wrong_absolute_path_is_named(album):
     album.lines = [album.lines[0], *(f"/nowhere/{name}.png\t{name}" for name in "abc")]
-    assert 'missing picture: 3; there is no "/nowhere/a.png". One is needed' in refusal(album)
+    assert 'missing picture: 3; there is no "/nowhere/a.png". One is needed' in refusal(album.open)
 
 
 def test_pairs_of_one_title_or_one_picture_share_an_id(album):
@@ -232,7 +227,7 @@ def test_unchanged_pictures_are_read_once(album, monkeypatch):
 
 def test_a_table_without_its_columns_is_refused(album):
     album.lines[0] = "file\tcaption"
-    assert refusal(album) == (
+    assert refusal(album.open) == (
         "`source` must have a column filepath or file_name or image and one title or text or caption; "
         "got ['file', 'caption']. "
         "Name them in the first line, separated by tabs."
@@ -241,13 +236,13 @@ def test_a_table_without_its_columns_is_refused(album):
 
 def test_an_empty_table_is_refused(album):
     album.lines = []
-    assert refusal(album).endswith("; got []. Name them in the first line, separated by tabs.")
+    assert refusal(album.open).endswith("; got []. Name them in the first line, separated by tabs.")
 
 
 def test_a_table_with_nothing_to_compare_is_refused(album):
     album.lines = album.lines[:2]
     album.add("nowhere.png")
-    assert refusal(album) == (
+    assert refusal(album.open) == (
         f"`source` must hold at least two pairs that differ and can be read ({album.folder / 'pairs.tsv'}); got 1 "
         f'readable pairs and skipped missing picture: 1; there is no "nowhere.png" in the folder "{album.folder}". '
         "One is needed to train on, one to be held out."
@@ -256,9 +251,7 @@ def test_a_table_with_nothing_to_compare_is_refused(album):
 
 
 def test_a_table_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ValueError) as caught:
-        open_pairs(str(tmp_path / "none.tsv"), image_size=8, cache=tmp_path)
-    assert str(caught.value) == (
+    assert refusal(open_pairs, str(tmp_path / "none.tsv"), image_size=8, cache=tmp_path) == (
         f'`source` must be "glyphs" or a file that can be read; got {tmp_path / "none.tsv"}. No such file or directory.'
     )
 
@@ -305,9 +298,7 @@ def test_a_stray_quote_of_a_csv_file_is_refused_by_its_line(album, closed):
     elif closed:
         rows += [f"pictures/{n}.png,again {n}" for n in range(20)]
         rows[closed + 1] += '"'
-    with pytest.raises(ValueError) as caught:
-        opened_csv(album, rows)
-    assert str(caught.value) == (
+    assert refusal(opened_csv, album, rows) == (
         f"`source` must close every quote within 16 lines; got one open at {album.folder}/pairs.csv:5. "
         "Close it, or double it where it is a letter; .parquet holds texts of more lines."
     )

@@ -5,6 +5,7 @@ import json
 import logging
 
 import pytest
+from refusals import refusal
 
 from contrastile.data.base import SkipCounter
 from contrastile.data.entries import read_entries, read_passages
@@ -243,9 +244,7 @@ def test_a_stray_quote_of_a_table_is_refused_by_its_line(tmp_path, name, closed)
     if closed:
         rows[80] += '"'
     (tmp_path / name).write_text("\n".join([f"a{mark}b", *rows]) + "\n")
-    with pytest.raises(ValueError) as caught:
-        opened(tmp_path, name)
-    assert str(caught.value) == (
+    assert refusal(opened, tmp_path, name) == (
         f"`source` must close every quote within 16 lines; got one open at {tmp_path / name}:52. "
         "Close it, or double it where it is a letter; .parquet holds texts of more lines."
     )
@@ -266,9 +265,7 @@ def test_all_lines_of_a_broken_row_are_counted(tmp_path, caplog):
 
 def test_too_many_bad_rows_are_an_error_with_file_and_line(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"a": "q", "b": "p"}\n\n{\n{"a": "q2", "b": "p"}\n{"a": "q3"}\n')
-    with pytest.raises(ValueError) as caught:
-        opened(tmp_path, "x.jsonl", bad_rows=0.25)
-    assert str(caught.value) == (
+    assert refusal(opened, tmp_path, "x.jsonl", bad_rows=0.25) == (
         "`source` must have at most 25.0% of rows that cannot be used; got 2 of 4 (no positives: 1, not JSON: 1), "
         f"the first at {tmp_path}/x.jsonl:3. Mend them, or raise data.bad_rows."
     )
@@ -278,9 +275,7 @@ def test_a_list_that_breaks_off_is_an_error_with_its_line(tmp_path):
     text = json.dumps([dpr(0), dpr(1)], indent=1)
     (tmp_path / "x.json").write_text(text[:-20])
     line = text.count("\n", 0, text.index('"q1"'))
-    with pytest.raises(ValueError) as caught:
-        opened(tmp_path, "x.json")
-    assert str(caught.value) == (
+    assert refusal(opened, tmp_path, "x.json") == (
         f"`source` must be a whole JSON list; got one that breaks off or cannot be read at {tmp_path}/x.json:{line}. "
         "Mend the file, or write one object a line."
     )
@@ -323,16 +318,12 @@ def test_files_that_cannot_be_read_are_named(tmp_path, name, sentence):
     (tmp_path / "empty.csv").write_text("")
     (tmp_path / "broken.csv").write_text('"a"b,c\nq,p\n')
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"a": "b"}\n' * 1000)[:-20])
-    with pytest.raises(ValueError) as caught:
-        opened(tmp_path, name)
-    assert str(caught.value).startswith(sentence.format(tmp_path / name))
+    assert refusal(opened, tmp_path, name).startswith(sentence.format(tmp_path / name))
 
 
 def test_one_question_is_not_enough(tmp_path):
     (tmp_path / "x.csv").write_text("a,b\nq,p\n")
-    with pytest.raises(ValueError) as caught:
-        opened(tmp_path, "x.csv")
-    assert str(caught.value) == (
+    assert refusal(opened, tmp_path, "x.csv") == (
         f"`source` must hold at least two questions ({tmp_path}/x.csv); got 1 that can be used. "
         "One to train on, one to be held out."
     )
@@ -482,9 +473,7 @@ def test_options_that_a_source_has_no_use_for_are_refused(tmp_path):
 
 def test_a_folder_not_in_beirs_format_is_refused_with_the_missing_files(tmp_path):
     (tmp_path / "set").mkdir()
-    with pytest.raises(ValueError) as caught:
-        opened(tmp_path, "set")
-    assert str(caught.value) == (
+    assert refusal(opened, tmp_path, "set") == (
         f"`source` must be a folder in BEIR's format; got {tmp_path}/set without corpus.jsonl, queries.jsonl. "
         "It needs corpus.jsonl, queries.jsonl, qrels."
     )

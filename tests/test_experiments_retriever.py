@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ranks import server
+from refusals import refusal
 from tiny_texts import tiny_retriever, write_text_recipe
 
 from contrastile.cli.main import main
@@ -148,9 +149,7 @@ def test_an_interrupted_comparison_goes_on(compared, tmp_path, four_fit, monkeyp
     assert all(row["chip"] and row["versions"] for row in rows)
     assert "| BM25 |" in table
     assert len(steps_of(folder / "cached-16-0.jsonl")) == 4
-    with pytest.raises(ValueError) as caught:
-        compare(study_of(study.recipe, batches=[32]), tmp_path, resume=True)
-    assert str(caught.value) == (
+    assert refusal(compare, study_of(study.recipe, batches=[32]), tmp_path, resume=True) == (
         "`--resume` must find ways of this comparison; got accumulated of 16. "
         "Give the memory and the batches that it began with, or begin anew."
     )
@@ -182,9 +181,7 @@ def test_no_way_encodes_more_at_once_than_a_plain_step(tmp_path):
 
 
 def test_a_memory_that_holds_the_first_batch_is_refused(tmp_path, four_fit):
-    with pytest.raises(ValueError) as caught:
-        compare(study_of(tiny_retriever(tmp_path), batches=[4]), tmp_path)
-    assert str(caught.value) == (
+    assert refusal(compare, study_of(tiny_retriever(tmp_path), batches=[4]), tmp_path) == (
         "`memory` must hold a plain step of 1 query, but not of 4, the first batch; got 1 MiB, into which 4 fit. "
         "Give less, or larger batches."
     )

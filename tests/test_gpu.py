@@ -305,7 +305,7 @@ def test_a_small_call_replayed_has_the_bits_of_a_plain_one(name: str, monkeypatc
             plain = _step(loss, leaves)
         apart = [float((x.double() - y.double()).abs().max()) for x, y in zip(found, plain, strict=True)]
         assert apart == [0.0] * len(apart), call
-    assert len(graph._graphs) == 1
+    assert len(graph._graphs) == 1 + ("apart" in name)
 
 
 def test_calls_that_are_replayed_know_nothing_of_each_other() -> None:

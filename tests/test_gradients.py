@@ -5,19 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from gradient_table import (
-    BIASED,
-    EXCHANGES,
-    LOSSES,
-    MICRO_BATCHES,
-    PLAIN,
-    WAYS,
-    WRAPPERS,
-    Row,
-    every,
-    measure,
-    summary,
-)
+from gradient_table import BIASED, EXCHANGES, LOSSES, MICRO_BATCHES, PLAIN, WAYS, WRAPPERS, Row, every, measure, summary
 from ranks import Pool
 
 
@@ -32,12 +20,7 @@ from ranks import Pool
     ],
 )
 def test_every_gradient_is_that_of_one_process(
-    pool: Pool,
-    W: int,
-    wrapper: str,
-    exchanges: Sequence[str],
-    ways: Sequence[tuple[bool, int]],
-    losses: Sequence[str],
+    pool: Pool, W: int, wrapper: str, exchanges: Sequence[str], ways: Sequence[tuple[bool, int]], losses: Sequence[str]
 ) -> None:
     rows = list(measure(pool, [W], [wrapper], exchanges, ways, tuple(losses)))
     assert len(rows) == W * len(losses) * len(exchanges) * len(ways)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from refusals import refusal
 from test_models_retriever import BERT, TEXTS
 from tiny_texts import tiny_retriever
 from tokenizers import Tokenizer as Engine
@@ -204,9 +205,7 @@ def test_what_does_not_go_with_a_kind_is_refused(tmp_path, tokenizer):
         tiny_retriever(tmp_path, *LATE, "evaluate.candidates=9", "evaluate.depth=10")
     recipe = tiny_retriever(tmp_path, *LATE)
     settings = recipe.model.model_copy(update={"query_marker": "[X]", "passage_marker": ""})
-    with pytest.raises(ValueError) as caught:
-        marker(tokenizer, settings, "query")
-    assert str(caught.value) == (
+    assert refusal(marker, tokenizer, settings, "query") == (
         '`model.query_marker` must be a token of the tokenizer; got "[X]". Name one of its tokens, or "" for none.'
     )
     assert marker(tokenizer, settings, "passage") is None

@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from refusals import refusal
 from tiny_texts import tiny_retriever
 
 import contrastile
@@ -121,17 +122,13 @@ def test_an_index_and_a_run_of_other_kinds_are_refused(trained, single, run, tmp
             f"Encode the corpus again: contrastile encode {trained}"
         )
     index = encoded(run, tmp_path / "late")
-    with pytest.raises(ValueError) as caught:
-        index.search(torch.ones(1, 8), 1)
-    assert str(caught.value) == (
+    assert refusal(index.search, torch.ones(1, 8), 1) == (
         '`queries` must be encoded by a run of the index\'s kind, "late"; got one vector each. '
         "Encode the corpus by the same run."
     )
     with pytest.raises(ValueError, match=r'"single"; got vectors of tokens\. Encode the corpus'):
         Index(tmp_path / "single").search(run.encode_query(["eel"]), 1)
-    with pytest.raises(ValueError) as caught:
-        Index(tmp_path / "late", engine="faiss")
-    assert str(caught.value) == (
+    assert refusal(Index, tmp_path / "late", engine="faiss") == (
         '`engine` must be torch for an index of kind "late"; got "faiss". '
         "Leave it out: token vectors are searched exactly, or among candidates."
     )

@@ -77,11 +77,7 @@ def test_gradcheck(name: str) -> None:
     tensors = problem.tensors(torch.float64, D=4, scale=3.0)
 
     def loss(*values: Tensor) -> Tensor:
-        return problem._call(
-            contrast,
-            problem.tiled,
-            dict(zip(tensors, values, strict=True)),
-        )
+        return problem._call(contrast, problem.tiled, dict(zip(tensors, values, strict=True)))
 
     assert torch.autograd.gradcheck(loss, tuple(tensors.values()))
 

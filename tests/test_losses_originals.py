@@ -15,15 +15,7 @@ from further import unit
 from problems import distance
 from torch import Tensor
 
-from contrastile import (
-    DistillClipLoss,
-    GISTLoss,
-    InfoNCELoss,
-    ScoreDistillLoss,
-    SigLipLoss,
-    SupConLoss,
-    contrast,
-)
+from contrastile import DistillClipLoss, GISTLoss, InfoNCELoss, ScoreDistillLoss, SigLipLoss, SupConLoss, contrast
 from contrastile.losses import Decoupled, DecoupledWeighted
 
 N, H, D = 14, 2, 9

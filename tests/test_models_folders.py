@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from refusals import refusal
 from safetensors.torch import load_file, save_file
 
 from contrastile.models.remote_code import FETCHING, OWN, remote_code
@@ -172,9 +173,7 @@ def test_implementations_of_torch_and_transformers_are_allowed(name, copied, tok
 
 def test_a_configuration_with_remote_code_is_refused(tokenizer, reached):
     config = {"model_type": "bert", **TINY, "attn_implementation": KERNEL}
-    with pytest.raises(ValueError) as caught:
-        build_model({"text": {"kind": "transformers", "config": config}}, tokenizer=tokenizer)
-    assert str(caught.value) == (
+    assert refusal(build_model, {"text": {"kind": "transformers", "config": config}}, tokenizer=tokenizer) == (
         "`config` must ask for no code but that of torch and transformers; "
         f'got attn_implementation = "{KERNEL}". Leave it out.'
     )
@@ -249,9 +248,8 @@ def tokenizer_folder(tokenizer, tmp_path):
 )
 def test_a_tokenizer_with_remote_code_is_refused(tokenizer_folder, reached, entries, sentence):
     load_tokenizer(tokenizer_folder, length=6)
-    with pytest.raises(ValueError) as caught:
-        load_tokenizer(edited(tokenizer_folder, "tokenizer_config.json", **entries), length=6)
-    assert str(caught.value) == sentence.format(tokenizer_folder)
+    folder = edited(tokenizer_folder, "tokenizer_config.json", **entries)
+    assert refusal(load_tokenizer, folder, length=6) == sentence.format(tokenizer_folder)
     assert reached == []
 
 

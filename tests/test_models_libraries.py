@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+from refusals import refusal
 from safetensors.torch import save_file
 from tiny_runs import tiny_recipe
 from torch import nn
@@ -16,7 +17,6 @@ from contrastile.models.text import load_tokenizer, train_tokenizer
 from contrastile.models.timm_openclip import clip_tokenizer
 from contrastile.models.towers import build_model
 from contrastile.train.loop import run_recipe
-from contrastile.train.recipe import RecipeError
 
 CONFIG = {
     "embed_dim": 12,
@@ -218,12 +218,10 @@ def test_folders_without_a_model_or_its_weights_are_refused(open_clip, tokenizer
         ),
     ):
         (tmp_path / "open_clip_config.json").write_text(content)
-        with pytest.raises(ValueError) as caught:
-            built(tokenizer, both=both)
-        assert str(caught.value).startswith(sentence)
-    with pytest.raises(ValueError) as caught:
-        built(tokenizer, both={**both, "name": "tiny"})
-    assert str(caught.value) == "`folder` must be given alone; got name beside it. It has all of them."
+        assert refusal(built, tokenizer, both=both).startswith(sentence)
+    assert refusal(built, tokenizer, both={**both, "name": "tiny"}) == (
+        "`folder` must be given alone; got name beside it. It has all of them."
+    )
 
 
 def test_truncated_texts_are_padded_to_full_length(open_clip, tokenizer):
@@ -276,9 +274,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_invalid_models_of_open_clip_are_refused(open_clip, tokenizer, case):
     settings, sentence = REFUSED[case]
-    with pytest.raises(ValueError) as caught:
-        built(tokenizer, both={"kind": "open_clip", **settings})
-    assert str(caught.value).startswith(sentence)
+    assert refusal(built, tokenizer, both={"kind": "open_clip", **settings}).startswith(sentence)
 
 
 def test_the_tokenizer_of_clip_is_exact_and_works_without_open_clip(open_clip, tmp_path):
@@ -379,9 +375,7 @@ def test_a_checkpoint_of_timm_gives_its_features(timm, tokenizer, tmp_path, clas
     ],
 )
 def test_invalid_models_of_timm_are_refused(timm, tokenizer, settings, more, sentence):
-    with pytest.raises(ValueError) as caught:
-        built(tokenizer, image={"kind": "timm", **settings}, **more)
-    assert str(caught.value).startswith(sentence)
+    assert refusal(built, tokenizer, image={"kind": "timm", **settings}, **more).startswith(sentence)
 
 
 # --- weights
@@ -399,9 +393,7 @@ class Planted:
 def test_code_in_a_checkpoint_is_not_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"state_dict": Planted()}, "w.pt")
-    with pytest.raises(ValueError) as caught:
-        timm_openclip.read_weights("w.pt")
-    assert str(caught.value) == (
+    assert refusal(timm_openclip.read_weights, "w.pt") == (
         '`checkpoint` must be safetensors, or tensors that torch.save wrote; got "w.pt". '
         "Anything else is not unpickled."
     )
@@ -419,9 +411,7 @@ def test_a_file_without_tensors_is_refused(tmp_path, content, name):
 @pytest.mark.parametrize("side", ["image", "text", "both"])
 def test_a_checkpoint_of_another_model_is_refused_by_open_clip(open_clip, tokenizer, tmp_path, side):
     save_file({}, tmp_path / "w.safetensors")
-    with pytest.raises(ValueError) as caught:
-        built(tokenizer, **{side: {**CLIP, "checkpoint": str(tmp_path / "w.safetensors")}})
-    assert str(caught.value) == (
+    assert refusal(built, tokenizer, **{side: {**CLIP, "checkpoint": str(tmp_path / "w.safetensors")}}) == (
         f'`checkpoint` must hold the weights of this model; got "{tmp_path}/w.safetensors": it lacks logit_scale, '
         "text.positional_embedding, text.text_projection and 5 more. "
         "Name the model that it is of, and the size of its pictures."
@@ -430,11 +420,9 @@ def test_a_checkpoint_of_another_model_is_refused_by_open_clip(open_clip, tokeni
 
 def test_a_checkpoint_of_another_model_is_refused_by_timm(timm, tokenizer, tmp_path):
     save_file({"norm.weight": torch.ones(8)}, tmp_path / "w.safetensors")
-    with pytest.raises(ValueError) as caught:
-        built(
-            tokenizer, image={"kind": "timm", "name": "vit", "checkpoint": f"{tmp_path}/w.safetensors"}, image_size=24
-        )
-    assert "it lacks norm.bias, patch.bias, patch.weight. Name the model" in str(caught.value)
+    image = {"kind": "timm", "name": "vit", "checkpoint": f"{tmp_path}/w.safetensors"}
+    sentence = refusal(built, tokenizer, image=image, image_size=24)
+    assert "it lacks norm.bias, patch.bias, patch.weight. Name the model" in sentence
 
 
 def test_a_checkpoint_without_names_is_refused(tmp_path):
@@ -444,10 +432,8 @@ def test_a_checkpoint_without_names_is_refused(tmp_path):
 
 
 def test_an_error_names_the_weights_that_differ(tmp_path):
-    model = nn.Linear(3, 2)
-    with pytest.raises(ValueError) as caught:
-        timm_openclip.load_weights_into(model, {"weight": torch.ones(2, 4), "gain": torch.ones(1)}, "w.pt")
-    assert str(caught.value) == (
+    model, weights = nn.Linear(3, 2), {"weight": torch.ones(2, 4), "gain": torch.ones(1)}
+    assert refusal(timm_openclip.load_weights_into, model, weights, "w.pt") == (
         '`checkpoint` must hold the weights of this model; got "w.pt": it lacks bias; it has besides gain; it has of '
         "another shape weight. Name the model that it is of, and the size of its pictures."
     )
@@ -479,9 +465,7 @@ def test_half_precision_weights_of_a_checkpoint_become_float32():
 )
 def test_a_missing_package_is_one_line(tmp_path, monkeypatch, override, line):
     monkeypatch.setattr("contrastile.train.config.base.find_spec", lambda name: None)
-    with pytest.raises(RecipeError) as caught:
-        tiny_recipe(tmp_path, override)
-    assert str(caught.value) == f"{override}: {line}"
+    assert refusal(tiny_recipe, tmp_path, override) == f"{override}: {line}"
 
 
 @pytest.mark.parametrize(
@@ -521,9 +505,9 @@ def test_invalid_recipes_of_open_clip_and_timm_are_refused(open_clip, timm, tmp_
         (tmp_path / "words").mkdir()
         named = {"model_cfg": {**CONFIG, "text_cfg": {"hf_tokenizer_name": "a/b"}}}
         (tmp_path / "words" / "open_clip_config.json").write_text(json.dumps(named))
-    with pytest.raises(RecipeError) as caught:
-        tiny_recipe(tmp_path, override.replace("FOLDER", str(tmp_path)), tokenizer)
-    assert str(caught.value).endswith(line.replace("FOLDER", str(tmp_path)))
+    assert refusal(tiny_recipe, tmp_path, override.replace("FOLDER", str(tmp_path)), tokenizer).endswith(
+        line.replace("FOLDER", str(tmp_path))
+    )
 
 
 # --- the packages themselves

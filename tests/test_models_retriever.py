@@ -4,20 +4,16 @@ import re
 
 import pytest
 import torch
+from refusals import refusal
 
 from contrastile.models.text import load_tokenizer, train_tokenizer
 from contrastile.models.towers import build_retriever
 
 TEXTS = ["bracket the minimum of a function", "def get_max_value(xs): return max(xs)", "sort a list in place"]
 BERT = {
-    "model_type": "bert",
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
+    "model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "intermediate_size": 16, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -149,10 +145,7 @@ def test_adapters_alone_are_trained(tokenizer):
         ({"both": None}, "`settings` must have both, or query and passage; got none. "),
         ({"query": {"kind": "words"}}, "`settings` must have both, or query and passage; got both, query. "),
         ({"both": {"kind": "conv"}}, "`both.kind` must be one of bag, words, transformers; got conv. "),
-        (
-            {"both": {"kind": "words", "depth": 3}},
-            "`both` must have the settings of a tower of the kind words",
-        ),
+        ({"both": {"kind": "words", "depth": 3}}, "`both` must have the settings of a tower of the kind words"),
         ({"scale": 0.0}, "`scale` must be above 0; got 0.0. "),
         (
             {"both": None, "query": {"kind": "words", "width": 4}, "passage": {"kind": "words", "width": 8}},
@@ -168,8 +161,6 @@ def test_invalid_settings_are_refused(tokenizer, settings, sentence):
 def test_unknown_adapter_targets_are_refused(tokenizer):
     pytest.importorskip("peft")
     lora = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "targets": ("q_proj",)}
-    with pytest.raises(ValueError) as caught:
-        built(tokenizer, both=library(), lora=lora)
-    assert str(caught.value) == (
+    assert refusal(built, tokenizer, both=library(), lora=lora) == (
         "`lora.targets` must be layers of the encoder; got q_proj. This encoder has dense, key, query, value."
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,17 +21,28 @@ UNSTEADY = {
     "clip triton, workspace 32 MiB 65536 x 768 bfloat16 on 1",
 }
 # timed before calls of its kind were replayed
-NOT_REPLAYED = "symmetric, triton, 64 x 64 of 1024 x 1024 tokens"
+NOT_REPLAYED = "symmetric, 64 x 64 of 1024 x 1024 tokens"
+
+
+# measured with texts of ten tokens of the 77 that were planned
+SHORT_TITLES = {"LiT, both towers learn, 2048", "LiT, image tower locked, 2048"}
+# a block has 64² pairs, whose logits lie closer together than is planned for: both directions share exponentials
+CLOSE_LOGITS = {f"clip {way} 2048 x 128 on 32 CPUs" for way in ("gather, eager", "ring, eager", "ring, dense")}
 
 
 @pytest.fixture(scope="module")
-def cases() -> dict[str, list[Any]]:
+def module() -> Any:
     spec = importlib.util.spec_from_file_location("planner_rows", FOLDER / "planner.py")
     assert spec is not None
     assert spec.loader is not None
     # dataclasses look their module up
     sys.modules["planner_rows"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def cases(module: Any) -> dict[str, list[Any]]:
     memory = target("H200").memory
     cases = {kind: list(make(memory)) for kind, make in module.KINDS.items()}
     assert module.unsteady(cases["losses"]) == UNSTEADY
@@ -42,10 +54,26 @@ def _bytes_off(case: Any) -> float:
     return abs(case.planned_bytes / case.bytes - 1)
 
 
-@pytest.mark.parametrize("kind", ["losses", "ranks", "steps"])
+def test_every_row_is_planned_or_left_out_for_a_reason_with_a_name(module: Any, cases: dict[str, list[Any]]) -> None:
+    planned = Counter(case.file for several in cases.values() for case in several)
+    reasons = Counter[str]()
+    for path in sorted((FOLDER / "results").glob("*.csv")):
+        verdicts = [module.left_out(path.stem, row) for row in module.read_rows(path)]
+        assert planned[path.stem] == verdicts.count(None), path.stem
+        reasons.update(verdict for verdict in verdicts if verdict is not None)
+    assert set(reasons) == {
+        module.RUN, module.SHORT, module.EAGER, *map(module.FILES_LEFT_OUT.get, ("h200_doors", "h200_host_features")),
+        "another implementation", "no plan beside it", "out of memory, or too long", "no gradients",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["losses", "other losses", "ranks", "steps", "carried", "cpu"])
 def test_peaks_are_within_5_percent_of_nine_rows_in_ten_and_10_of_all(cases: dict[str, list[Any]], kind: str) -> None:
-    off = [_bytes_off(case) for case in cases[kind] if case.bytes and case.other_code is None]
-    assert len(off) >= 48
+    apart = SHORT_TITLES | CLOSE_LOGITS
+    every = [case for case in cases[kind] if case.bytes and case.other_code is None]
+    off = [_bytes_off(case) for case in every if case.label not in apart]
+    assert all(case.planned_bytes > case.bytes for case in every if case.label in apart)
+    assert len(off) >= {"cpu": 17, "carried": 5, "other losses": 34}.get(kind, 48)
     assert max(off) <= 0.1
     assert sum(x <= 0.05 for x in off) >= 0.9 * len(off)
 
@@ -86,7 +114,7 @@ def test_compiled_towers_of_a_gpu(cases: dict[str, list[Any]]) -> None:
 
 def test_rows_of_other_code_are_named_one_by_one(cases: dict[str, list[Any]]) -> None:
     named = [case for several in cases.values() for case in several if case.other_code is not None]
-    assert len(named) == 5
+    assert len(named) == 9
     # a row that the planner meets is not left out
     assert min(_bytes_off(case) for case in named) > 0.1
 

@@ -135,6 +135,20 @@ def test_token_vectors_in_host_memory_leave_a_strip_and_three_shards() -> None:
     assert (waiting.at_once, resident.at_once) == (False, True)
 
 
+@pytest.mark.parametrize(("words", "numbers"), [((), 32 + 2 * 32), (LATE, 12 * 32 + 2 * 24 * 32)])
+def test_a_retriever_with_features_in_host_memory(tmp_path: Path, words: tuple[str, ...], numbers: int) -> None:
+    """Each query has its own passage and a negative, of which both features and gradients wait."""
+    path, gpu = write_text_recipe(tmp_path), {"gpus": "H100", "batch": 2**18}
+    device, host = (
+        contrastile.plan(path, *WORDS, *words, f"train.features={where}", **gpu) for where in ("device", "host")
+    )
+    assert host.host - device.host == 2**18 * numbers * 2 * 4
+    assert all("features" not in moment.parts for moment in host.step.moments())
+    assert host.peak.bytes < device.peak.bytes
+    assert host.largest() > device.largest()
+    assert any(choice.peak == host.peak.bytes for choice in device.choices() if "host memory" in choice.name)
+
+
 def test_the_plan_of_token_vectors(tmp_path: Path) -> None:
     path = write_text_recipe(tmp_path)
     plan = contrastile.plan(path, *WORDS, *LATE, "train.precision=bf16", gpus="4xH100", batch=64)

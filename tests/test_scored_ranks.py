@@ -11,6 +11,7 @@ import torch
 from gradient_table import shard
 from problems import COLUMN_OPTIONS, ROW_OPTIONS, distance, problems_of
 from ranks import Pool
+from refusals import refusal, unlike
 from scored import KINDS, by_tiles, gradients, leaves, numbers, scorer, sides
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -254,36 +255,16 @@ def _sentence(rank: int, group: Any, kind: str) -> str:
         module = DistributedDataParallel(module, process_group=group)
     if kind == "sharded":
         module = nn.Sequential(fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu")))
-    try:
-        contrast(q, q if k is None else k, scorer=module, group=group, **how)
-    except ValueError as error:
-        return str(error)
-    return "nothing was wrong"
+    return refusal(contrast, q, q if k is None else k, scorer=module, group=group, **how)
 
 
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
-        (
-            "shapes",
-            "`features` must be the same on all ranks; got 4 on rank 0 and 5 on rank 1. Build the loss and its inputs "
-            "alike everywhere.",
-        ),
-        (
-            "key dtype",
-            "`key dtype` must be the same on all ranks; got 'torch.int64' on rank 0 and 'torch.int32' on rank 1. Build "
-            "the loss and its inputs alike everywhere.",
-        ),
-        (
-            "scores",
-            "`scorer` must be the same on all ranks; got 'scores of torch.float32' on rank 0 and 'scores of "
-            "torch.float64' on rank 1. Build the loss and its inputs alike everywhere.",
-        ),
-        (
-            "one",
-            "`scorer` must be the same on all ranks; got None on rank 0 and 'scores of torch.float32' on rank 1. Build "
-            "the loss and its inputs alike everywhere.",
-        ),
+        ("shapes", unlike("features", 4, 5)),
+        ("key dtype", unlike("key dtype", "torch.int64", "torch.int32")),
+        ("scores", unlike("scorer", "scores of torch.float32", "scores of torch.float64")),
+        ("one", unlike("scorer", None, "scores of torch.float32")),
         (
             "random",
             "`exchange` must compute each pair once if the scorer draws random numbers; got replicate. Take gather or "

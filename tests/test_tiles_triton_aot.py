@@ -1,7 +1,8 @@
 """Every kernel compiles ahead of time, without a chip, and fits its shared memory; `make test-kernels`: on every chip.
 
 Compiled in a process of its own: in this one kernels are interpreted. Run as a program, this file compiles the
-kernels for each capability that it reads, and prints what each takes.
+kernels for each capability that it reads, and prints what each takes. Machine code is made by `make test-kernels`, and
+here of kernels with instructions of their own: bytes of shared memory and layouts are known before.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -51,6 +54,8 @@ COMPLETE = (80, 90) if EVERY else (80,)
 GUIDED_ON = (80, 90, 100) if EVERY else (90,)
 # capabilities for which the busy kernels alone are compiled; shapes and instructions of 89 are those of 86
 BUSY_ON = (89,) if EVERY else (120,)
+# kernels with instructions written out, of which machine code is made in any case
+INSTRUCTIONS = ("gradient plain", "sweep")
 # of late interaction: the tiling of a chip with wide products, and a small one of the same code on others
 LATE = {"BM": 128, "BN": 64, "BD": 128, "SLOT": 32, "GROUP": 32, "REGISTERS": True}
 LATE_SMALL = {"BM": 64, "BN": 32, "BD": 32, "SLOT": 8, "GROUP": 32}
@@ -247,7 +252,24 @@ def _late(name: str, capability: int) -> dict[str, Any]:
     return tiling | of_documents | masks | {"BEST": True, "FLATTEN": True, "STAGES": 1, "WHOLE": False}
 
 
-def _shared(kernel: Any, chosen: dict[str, Any], capability: int) -> int:
+@contextmanager
+def _until_llvm() -> Iterator[None]:
+    """Compilation that ends before LLVM optimizes and ptxas assembles, which take most of its time."""
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    real = CUDABackend.add_stages
+
+    def add_stages(backend: Any, stages: dict[str, Any], *others: Any) -> None:
+        real(backend, stages, *others)
+        # the last stages also name the kernel
+        stages |= {"ptx": lambda _, metadata: metadata.update(name="none") or "", "cubin": lambda *_: b""}
+
+    with patch.object(CUDABackend, "add_stages", add_stages), patch.dict(os.environ, DISABLE_LLVM_OPT="1"):
+        yield
+
+
+def _shared(kernel: Any, name: str, chosen: dict[str, Any], capability: int) -> int:
+    """Bytes of shared memory that a kernel takes."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -273,7 +295,8 @@ def _shared(kernel: Any, chosen: dict[str, Any], capability: int) -> int:
     }
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
     options = {"num_warps": shape.warps if "BK" in constants else 4, "num_stages": shape.stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with nullcontext() if EVERY or (name in INSTRUCTIONS and capability == 90) else _until_llvm():
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     unordered = _unordered(compiled.asm["ttgir"])
     assert not unordered, f"{kernel.fn.__name__} stores {unordered} while other warps may still read"
     shared: int = compiled.metadata.shared
@@ -304,5 +327,5 @@ def _unordered(code: str) -> str | None:
 if __name__ == "__main__":
     for line in sys.stdin:
         asked = int(line)
-        all_taken = {name: _shared(kernel, chosen, asked) for kernel, name, chosen in _variants(asked)}
+        all_taken = {name: _shared(kernel, name, chosen, asked) for kernel, name, chosen in _variants(asked)}
         print(json.dumps(all_taken), flush=True)  # noqa: T201

@@ -142,7 +142,7 @@ def test_exponentials_are_kept_for_a_backward_that_follows(n: int, scale: float,
 
 
 def test_exponentials_are_kept_where_they_fit() -> None:
-    rows, cols = _pair(_unit(14, torch.bfloat16), _unit(70, torch.bfloat16))
+    rows, cols = _pair(_unit(14, torch.bfloat16), _unit(300, torch.bfloat16))
     for loss, workspace, followed, kept in (
         (Softmax(), 2**30, True, True),
         (Softmax(), 2**10, True, False),

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 from ranks import Pool
 from test_train_elsewhere import overrides
-from test_train_ranks import Launched, _main, _trained, _words
+from test_train_ranks import Launched, _main, _trained, _words, codes_of
 from tiny_runs import same_run, tiny_recipe
 
 from contrastile.cli.main import main
@@ -111,8 +111,7 @@ def test_a_sharded_test_that_fails_on_one_rank_ends_all_with_its_message(tmp_pat
 
 def test_a_sharded_test_that_fails_on_all_ranks_is_logged(tmp_path: Path) -> None:
     words = _words(tmp_path, *overrides(tmp_path), *SHORT, "train.parallel=shard")
-    with Launched(2, tmp_path, _fails_on, words, (0, 1)) as launched:
-        assert launched.codes() == [0, 0]
+    assert codes_of(2, tmp_path, _fails_on, words, (0, 1)) == [0, 0]
     lines = read_metrics(tmp_path / "runs" / "tiny" / "metrics.jsonl")
     assert [line["why"] for line in lines if line["kind"] == "failure"] == ["MemoryError('no room for pictures')"]
 
@@ -129,8 +128,7 @@ def _of_few_files(rank: int, words: list[str]) -> int:
 @pytest.mark.parametrize("parallel", ["replicate", "shard"])
 def test_at_the_end_all_ranks_measure_all_pictures(tmp_path: Path, parallel: str) -> None:
     words = (*overrides(tmp_path), *SHORT, "evaluate.probe=5", f"train.parallel={parallel}", "optim.ema=0.9")
-    with Launched(3, tmp_path, _of_few_files, _words(tmp_path, *words, "train.sub_batch=4")) as launched:
-        assert launched.codes() == [0] * 3
+    assert codes_of(3, tmp_path, _of_few_files, _words(tmp_path, *words, "train.sub_batch=4")) == [0] * 3
     with patch.object(evaluation, "FILES", 4):
         folder = tmp_path / "runs" / "tiny"
         recipe = tiny_recipe(tmp_path, *words)
@@ -159,13 +157,13 @@ def _killed_while_it_measures(rank: int, words: list[str], name: str) -> int:
 def test_a_run_killed_during_its_tests_keeps_its_steps(tmp_path: Path) -> None:
     words = (*overrides(tmp_path), *SHORT)
     whole = _trained(tmp_path, 2, *words).rename(tmp_path / "whole")
-    with Launched(2, tmp_path, _killed_while_it_measures, _words(tmp_path, *words), "SIGKILL") as launched:
-        assert launched.codes() == [-signal.SIGKILL] * 2
+    assert (
+        codes_of(2, tmp_path, _killed_while_it_measures, _words(tmp_path, *words), "SIGKILL") == [-signal.SIGKILL] * 2
+    )
     folder = tmp_path / "runs" / "tiny"
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000000003"]
     assert not (folder / "run.json").exists()
     # the second time it is finished, and measured again by the first rank alone
     for _ in range(2):
-        with Launched(2, tmp_path, _main, [*_words(tmp_path, *words), "--resume"]) as launched:
-            assert launched.codes() == [0, 0]
+        assert codes_of(2, tmp_path, _main, [*_words(tmp_path, *words), "--resume"]) == [0, 0]
         same_run(folder, whole)

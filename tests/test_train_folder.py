@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from refusals import refusal
 from tiny_runs import interrupted, tiny_recipe
 
 from contrastile.cli.main import main
@@ -128,9 +129,7 @@ def test_a_locked_folder_that_was_moved_is_refused(tmp_path, there):
             lambda: run_id(folder),
             lambda: folder.checksum("note"),
         ):
-            with pytest.raises(ValueError) as caught:
-                act()
-            assert str(caught.value) == (
+            assert refusal(act) == (
                 f'`run` must find its folder where it began; got {there} at "{path}". '
                 "Move its own back there and go on with --resume."
             )
@@ -156,9 +155,7 @@ def test_json_reads_back(tmp_path):
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(ValueError) as caught:
-        finished_run(tmp_path)
-    assert str(caught.value) == (
+    assert refusal(finished_run, tmp_path) == (
         f'`run` must be the folder of a run, with recipe.toml, model.safetensors, run.json; got "{tmp_path}". '
         "Train one first: contrastile train glyphs"
     )
@@ -169,9 +166,7 @@ def test_an_unfinished_run_is_refused_with_the_command_that_resumes_it(tmp_path)
     run.mkdir(parents=True)
     for name in ("recipe.toml", "metrics.jsonl"):
         (run / name).touch()
-    with pytest.raises(ValueError) as caught:
-        finished_run(run)
-    assert str(caught.value) == (
+    assert refusal(finished_run, run) == (
         f'`run` must be the folder of a run, with model.safetensors, run.json; got "{run}". '
         f"It has begun: contrastile train {run}/recipe.toml --runs {run.parent} --resume"
     )

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Pool, as_in_tests, free_port, fresh, server
+from refusals import refusal
 from test_train_resume import DROPOUT
 from test_train_resume import SAVED as SAVED_EVERY_FOURTH
 from tiny_runs import same_run, timed, tiny_recipe, weights, write_pictures, write_recipe, write_shards
@@ -65,6 +66,12 @@ class Launched:
         return (self.folder / f"{rank}.err").read_text()
 
 
+def codes_of(size: int, folder: Path, run: Any, *arguments: Any) -> list[int | None]:
+    """Exit codes of ranks that run to their ends."""
+    with Launched(size, folder, run, *arguments) as launched:
+        return launched.codes()
+
+
 def _launched(rank: int, size: int, port: str, folder: Path, run: Any, *arguments: Any) -> None:
     as_in_tests()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
@@ -82,8 +89,7 @@ def _words(folder: Path, *overrides: str) -> list[str]:
 
 
 def _trained(folder: Path, W: int, *overrides: str, run: Callable[[int, list[str]], int] = _main) -> Path:
-    with Launched(W, folder, run, _words(folder, *overrides)) as launched:
-        assert launched.codes() == [0] * W
+    assert codes_of(W, folder, run, _words(folder, *overrides)) == [0] * W
     return folder / "runs" / "tiny"
 
 
@@ -131,8 +137,7 @@ def _with_clocks(rank: int, words: list[str]) -> int:
 
 
 def test_the_first_rank_decides_if_time_remains_for_a_step(tmp_path: Path) -> None:
-    with Launched(2, tmp_path, _with_clocks, _words(tmp_path, "train.minutes=2.0")) as launched:
-        assert launched.codes() == [0, 0]
+    assert codes_of(2, tmp_path, _with_clocks, _words(tmp_path, "train.minutes=2.0")) == [0, 0]
     lines = read_metrics(tmp_path / "runs" / "tiny" / "metrics.jsonl")
     assert [line["examples"] for line in lines if line["kind"] in ("step", "end")] == [16, 32, 48, 64, 112, 112]
 
@@ -153,9 +158,8 @@ def _late_signal(rank: int, words: list[str], how: int) -> int:
 
 
 def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
-    with Launched(3, tmp_path, _late_signal, _words(tmp_path), signal.SIGTERM) as launched:
-        # the first one says it for all: a launcher ends a run with the first rank that fails
-        assert launched.codes() == [128 + signal.SIGTERM, 0, 0]
+    # the first one says it for all: a launcher ends a run with the first rank that fails
+    assert codes_of(3, tmp_path, _late_signal, _words(tmp_path), signal.SIGTERM) == [128 + signal.SIGTERM, 0, 0]
     folder = tmp_path / "runs" / "tiny"
     assert json.loads((folder / "run.json").read_text())["examples"] == 48
     assert len(_steps(folder)) == 3
@@ -261,8 +265,7 @@ def _other_weights(rank: int, words: list[str]) -> int:
 
 def test_all_ranks_start_with_the_first_ranks_weights(tmp_path: Path) -> None:
     words = _words(tmp_path, "train.examples=32", "evaluate.every=1.0")
-    with Launched(2, tmp_path, _other_weights, words) as launched:
-        assert launched.codes() == [0, 0]
+    assert codes_of(2, tmp_path, _other_weights, words) == [0, 0]
     (tmp_path / "alone").mkdir()
     recipe = tiny_recipe(tmp_path / "alone", "train.examples=32", "evaluate.every=1.0")
     alone = run_recipe(recipe, tmp_path / "alone" / "runs").folder
@@ -344,9 +347,7 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ValueError) as caught:
-        Ranks.of_environment(device)
-    assert str(caught.value) == sentence
+    assert refusal(Ranks.of_environment, device) == sentence
     assert Ranks.of_environment("cpu") == Ranks(3, 4)
 
 
@@ -358,19 +359,20 @@ def test_a_rank_without_rows_has_the_loss_of_all(tmp_path: Path) -> None:
 SAVED = ("train.examples=160", "save.steps=4", "evaluate.every=1.0", "optim.ema=0.9")
 
 
+def stopped_and_resumed(folder: Path, words: list[str], whole: Path) -> None:
+    """Two ranks that are stopped after three steps and go on give the files of a run that was not stopped."""
+    assert codes_of(2, folder, _late_signal, words, signal.SIGTERM) == [128 + signal.SIGTERM, 0]
+    assert (folder / "runs/tiny/checkpoints/step-000000003").is_dir()
+    assert codes_of(2, folder, _main, [*words, "--resume"]) == [0, 0]
+    same_run(folder / "runs" / "tiny", whole)
+
+
 def test_a_stopped_run_resumes_bit_identically_on_as_many_ranks(tmp_path: Path) -> None:
     whole = _trained(tmp_path, 2, *SAVED).rename(tmp_path / "whole")
-    words = _words(tmp_path, *SAVED)
-    with Launched(2, tmp_path, _late_signal, words, signal.SIGTERM) as launched:
-        assert launched.codes() == [128 + signal.SIGTERM, 0]
-    folder = tmp_path / "runs" / "tiny"
-    assert (folder / "checkpoints" / "step-000000003").is_dir()
-    with Launched(2, tmp_path, _main, [*words, "--resume"]) as launched:
-        assert launched.codes() == [0, 0]
-    same_run(folder, whole)
+    words, folder = _words(tmp_path, *SAVED), tmp_path / "runs" / "tiny"
+    stopped_and_resumed(tmp_path, words, whole)
     # it is through: all ranks see that, and measure it again at most
-    with Launched(2, tmp_path, _main, [*words, "--resume"]) as launched:
-        assert launched.codes() == [0, 0]
+    assert codes_of(2, tmp_path, _main, [*words, "--resume"]) == [0, 0]
     same_run(folder, whole)
 
 
@@ -417,10 +419,8 @@ def test_a_run_resumed_on_other_ranks_has_the_curve_of_one_process(tmp_path: Pat
     (tmp_path / "alone").mkdir()
     alone = run_recipe(tiny_recipe(tmp_path / "alone", *SAVED), tmp_path / "alone" / "runs").folder
     words = _words(tmp_path, *SAVED, "save.steps=2")
-    with Launched(3, tmp_path, _late_signal, words, signal.SIGKILL) as launched:
-        assert launched.codes() == [1, -signal.SIGKILL, 1]
-    with Launched(2, tmp_path, _main, [*words, "--resume"]) as launched:
-        assert launched.codes() == [0, 0]
+    assert codes_of(3, tmp_path, _late_signal, words, signal.SIGKILL) == [1, -signal.SIGKILL, 1]
+    assert codes_of(2, tmp_path, _main, [*words, "--resume"]) == [0, 0]
     for one, other in zip(_steps(alone), _steps(tmp_path / "runs" / "tiny"), strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-4, abs=1e-4)
 
@@ -441,8 +441,7 @@ def _spoilt(rank: int, words: list[str]) -> int:
 
 
 def test_a_non_finite_step_of_one_rank_is_skipped_on_all(tmp_path: Path) -> None:
-    with Launched(2, tmp_path, _spoilt, _words(tmp_path, "train.examples=64", "train.batch=16")) as launched:
-        assert launched.codes() == [0, 0]
+    assert codes_of(2, tmp_path, _spoilt, _words(tmp_path, "train.examples=64", "train.batch=16")) == [0, 0]
     folder = tmp_path / "runs" / "tiny"
     lines = read_metrics(folder / "metrics.jsonl")
     assert [line["kind"] for line in lines if line["kind"] != "probe"] == ["step", "skip", "step", "step"]
@@ -462,12 +461,9 @@ def test_ranks_share_a_collection_and_skipped_pairs_are_counted_once(tmp_path: P
     assert counts[0] == counts[1]
     assert counts[0]["broken picture"] >= 2
     words = _words(tmp_path, *overrides, "save.steps=1")
-    with Launched(2, tmp_path, _late_signal, words, signal.SIGKILL) as launched:
-        assert launched.codes() == [1, -signal.SIGKILL]
-    with Launched(2, tmp_path, _late_signal, [*words, "--resume"], signal.SIGTERM) as launched:
-        assert launched.codes() == [128 + signal.SIGTERM, 0]
-    with Launched(2, tmp_path, _main, [*words, "--resume"]) as launched:
-        assert launched.codes() == [0, 0]
+    assert codes_of(2, tmp_path, _late_signal, words, signal.SIGKILL) == [1, -signal.SIGKILL]
+    assert codes_of(2, tmp_path, _late_signal, [*words, "--resume"], signal.SIGTERM) == [128 + signal.SIGTERM, 0]
+    assert codes_of(2, tmp_path, _main, [*words, "--resume"]) == [0, 0]
     assert json.loads((folder / "run.json").read_text())["skipped"] == counts[0]
 
 
@@ -478,10 +474,9 @@ def test_too_many_skipped_pairs_of_all_ranks_stop_all(tmp_path: Path) -> None:
     source = write_shards(tmp_path)
     # of 32 pairs 4 are bad, of which 2 are held out: a rank alone, or two of them, would pass
     words = _words(tmp_path, f"data.source={source}", "data.max_bad_fraction=0.1", "train.examples=117")
-    with Launched(2, tmp_path, _main, words) as launched:
-        assert launched.codes() == [2, 2]
+    assert codes_of(2, tmp_path, _main, words) == [2, 2]
     for rank in range(2):
-        assert "`source` must have at most 10.0% bad pairs; got 2 of " in launched.said(rank)
+        assert "`source` must have at most 10.0% bad pairs; got 2 of " in (tmp_path / f"{rank}.err").read_text()
     # both ranks' are counted, beside the one that was held out
     folder = tmp_path / "runs" / "tiny"
     assert json.loads((folder / "run.json").read_text())["skipped"] == {"broken picture": 3}
@@ -506,8 +501,7 @@ def _nothing_to_see(rank: int, words: list[str]) -> int:
 
 def test_checkpoints_outside_a_shared_file_system_are_refused(tmp_path: Path) -> None:
     words = _words(tmp_path, *SAVED)
-    with Launched(2, tmp_path, _late_signal, words, signal.SIGTERM) as launched:
-        assert launched.codes() == [128 + signal.SIGTERM, 0]
+    assert codes_of(2, tmp_path, _late_signal, words, signal.SIGTERM) == [128 + signal.SIGTERM, 0]
     kept = weights(tmp_path / "runs" / "tiny")
     with Launched(2, tmp_path, _nothing_to_see, [*words, "--resume"]) as launched:
         assert launched.codes() == [1, 2]
@@ -520,8 +514,7 @@ def test_checkpoints_outside_a_shared_file_system_are_refused(tmp_path: Path) ->
 
 def test_damaged_checkpoints_are_an_error_on_all_ranks(tmp_path: Path) -> None:
     words = _words(tmp_path, *SAVED)
-    with Launched(2, tmp_path, _late_signal, words, signal.SIGTERM) as launched:
-        assert launched.codes() == [128 + signal.SIGTERM, 0]
+    assert codes_of(2, tmp_path, _late_signal, words, signal.SIGTERM) == [128 + signal.SIGTERM, 0]
     (tmp_path / "runs" / "tiny" / "checkpoints" / "step-000000003" / "manifest.json").unlink()
     with Launched(2, tmp_path, _main, [*words, "--resume"]) as launched:
         assert launched.codes() == [2, 2]

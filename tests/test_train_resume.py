@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 from ranks import as_in_tests, fresh, set_aside
+from refusals import refusal
 from tiny_runs import interrupted, left, same_run, timed, tiny_recipe
 
 from contrastile.cli.main import main
@@ -132,16 +133,12 @@ def test_a_stop_in_the_last_step_leaves_the_result_bit_identical(undisturbed, tm
     [
         ("optim.kind=adafactor", "optim.ema=0.9", "train.precision=fp16", "optim.warmup_epochs=2.0"),
         (
-            "loss.kind=infonce",
-            "loss.queue=50",
-            "optim.kind=muon",
-            "optim.rate_scaling=sqrt",
-            "optim.base_batch=8",
+            "loss.kind=infonce", "loss.queue=50", "optim.kind=muon", "optim.rate_scaling=sqrt", "optim.base_batch=8",
             "train.batch=[[0.0, 16], [0.5, 48]]",
         ),
         ("loss.kind=siglip", "train.precision=bf16", "train.batch=[[0.0, 16], [0.5, 48]]", "optim.schedule=cooldown"),
     ],
-)
+)  # fmt: skip
 def test_every_optimizer_and_precision_resumes_bit_identically(tmp_path, overrides):
     recipe = tiny_recipe(tmp_path, "train.examples=240", "train.batch=16", *overrides)
     whole = run_recipe(recipe, tmp_path / "whole").folder
@@ -195,12 +192,8 @@ def test_metrics_on_a_full_disk_lose_whole_lines_only(tmp_path, caplog):
 
         def __init__(self, file):
             self.file, self.name, self.fileno, self.truncate, self.close = (
-                file,
-                file.name,
-                file.fileno,
-                file.truncate,
-                file.close,
-            )
+                file, file.name, file.fileno, file.truncate, file.close,
+            )  # fmt: skip
 
         def write(self, line):
             return self.file.write(line[: len(line) // 2])
@@ -354,9 +347,7 @@ def test_another_recipe_is_refused(undisturbed, tmp_path):
     recipe, _ = undisturbed
     stopped(recipe, tmp_path, at=2)
     other = recipe.model_copy(update={"optim": recipe.optim.model_copy(update={"learning_rate": 0.5})})
-    with pytest.raises(ValueError) as caught:
-        run_recipe(other, tmp_path, resume=True)
-    assert str(caught.value) == (
+    assert refusal(run_recipe, other, tmp_path, resume=True) == (
         "`optim.learning_rate` must be what the run began with; got 0.5. "
         f"It began with 0.003: go on with contrastile train {tmp_path / recipe.name}/recipe.toml --runs {tmp_path} "
         "--resume, or train anew, without --resume."
@@ -451,9 +442,7 @@ def test_a_run_whose_folder_is_moved_writes_nothing_into_another(undisturbed, tm
         return real(*arguments)
 
     monkeypatch.setattr(loop, "step", step)
-    with pytest.raises(ValueError) as caught:
-        run_recipe(recipe, tmp_path)
-    assert str(caught.value) == (
+    assert refusal(run_recipe, recipe, tmp_path) == (
         f'`run` must find its folder where it began; got another one at "{path}". '
         "Move its own back there and go on with --resume."
     )

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_train_ranks import Launched, _late_signal, _main, _steps
+from test_train_ranks import Launched, _main, _steps, stopped_and_resumed
 from test_train_retriever import bert
-from tiny_runs import same_run
 from tiny_texts import tiny_retriever, write_text_recipe
 
 import contrastile
@@ -77,14 +75,7 @@ SAVED = ("train.examples=96", "save.steps=4", "evaluate.every=1.0", "optim.ema=0
 
 def test_a_run_resumed_on_as_many_ranks_is_bit_identical(tmp_path: Path) -> None:
     whole = _trained(tmp_path, 2, *SAVED).rename(tmp_path / "whole")
-    words = _words(tmp_path, *SAVED)
-    with Launched(2, tmp_path, _late_signal, words, signal.SIGTERM) as launched:
-        assert launched.codes() == [128 + signal.SIGTERM, 0]
-    folder = tmp_path / "runs" / "tiny"
-    assert (folder / "checkpoints" / "step-000000003").is_dir()
-    with Launched(2, tmp_path, _main, [*words, "--resume"]) as launched:
-        assert launched.codes() == [0, 0]
-    same_run(folder, whole)
+    stopped_and_resumed(tmp_path, _words(tmp_path, *SAVED), whole)
 
 
 def test_ranks_that_read_other_texts_are_refused(tmp_path: Path) -> None:

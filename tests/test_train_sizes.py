@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from refusals import refusal
 from tiny_runs import tiny_recipe
 from tiny_texts import tiny_retriever
 
@@ -51,9 +52,9 @@ def test_dimensions_above_the_width_are_refused_when_the_model_is_built(tmp_path
     recipe = tiny_retriever(tmp_path)
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dimensions": (17,)})})
     tokenizer = train_tokenizer(["a text"], kind="words", length=4)
-    with pytest.raises(ValueError) as caught:
-        build_retriever_run(recipe, tokenizer)
-    assert str(caught.value) == "`model.dimensions` must be at most the 16 features there are; got 17. Leave it out."
+    assert refusal(build_retriever_run, recipe, tokenizer) == (
+        "`model.dimensions` must be at most the 16 features there are; got 17. Leave it out."
+    )
 
 
 def test_a_missing_device_is_refused_before_data_is_opened(tmp_path, monkeypatch):
@@ -77,11 +78,7 @@ def test_a_text_model_for_pictures_is_refused(tmp_path):
 
 
 TOO_LARGE = {
-    "pictures": (
-        f"{STEPS}[model.image]\nwidth = 1000000",
-        "model.image.width",
-        "1000000, for 1,408,159.7 GiB at",
-    ),
+    "pictures": (f"{STEPS}[model.image]\nwidth = 1000000", "model.image.width", "1000000, for 1,408,159.7 GiB at"),
     "texts": (f"{STEPS}[model.text]\nwidth = 1000000", "model.text.width", "1000000, for 11,175.9 GiB at least"),
     "features": (f"{STEPS}[model]\nfeatures = 1048576", "model.features", "1048576, for 8.0 GiB at least"),
     "a retriever's": (f"{TEXTS}[model.passage]\nwidth = 600000\n[model.query]", "model.passage.width", "600000, for "),
@@ -131,9 +128,7 @@ TRANSFORMERS = {
 def test_transformers_refuses_a_model_when_the_recipe_is_loaded(tmp_path, mistake):
     pytest.importorskip("transformers")
     override, line = TRANSFORMERS[mistake]
-    with pytest.raises(RecipeError) as caught:
-        tiny_recipe(tmp_path, override)
-    assert str(caught.value) in (f"{tmp_path}/tiny.toml: {line}", f"{override}: {line}")
+    assert refusal(tiny_recipe, tmp_path, override) in (f"{tmp_path}/tiny.toml: {line}", f"{override}: {line}")
 
 
 def test_transformers_refuses_an_encoder_when_the_recipe_is_loaded(tmp_path):
@@ -144,9 +139,7 @@ def test_transformers_refuses_an_encoder_when_the_recipe_is_loaded(tmp_path):
         "model.tokenizer.length=513": "model.tokenizer.length: must be at most the 512 tokens of the text tower; "
         "got 513",
     }.items():
-        with pytest.raises(RecipeError) as caught:
-            tiny_retriever(tmp_path, model, word)
-        assert str(caught.value) == f"{word}: {line}"
+        assert refusal(tiny_retriever, tmp_path, model, word) == f"{word}: {line}"
 
 
 def test_a_table_that_cannot_be_read_is_one_line(here, monkeypatch):
@@ -187,9 +180,7 @@ def test_a_package_that_is_used_late_is_missed_at_once(here, monkeypatch, asked)
     (here / "q.parquet").write_bytes(b"")
     (here / "x.toml").write_text(f"{text}\n" + "[evaluate]\nbm25 = false\n" * ("retriever" in text))
     monkeypatch.setattr(base, "find_spec", lambda name: None if name == package else object())
-    with pytest.raises(RecipeError) as caught:
-        load_any_recipe("x.toml")
-    assert str(caught.value) == f"x.toml: {line}"
+    assert refusal(load_any_recipe, "x.toml") == f"x.toml: {line}"
 
 
 def test_answers_need_their_package_before_the_first_step(tmp_path, monkeypatch):
@@ -197,9 +188,7 @@ def test_answers_need_their_package_before_the_first_step(tmp_path, monkeypatch)
     monkeypatch.setattr(job, "find_spec", lambda name: object())
     RetrieverJob.open(recipe)
     monkeypatch.setattr(job, "find_spec", lambda name: None)
-    with pytest.raises(ValueError) as caught:
-        RetrieverJob.open(recipe)
-    assert str(caught.value) == (
+    assert refusal(RetrieverJob.open, recipe) == (
         "`evaluate.match` must have the package regex to look for answers; got none. "
         'Run: pip install "contrastile[search]"'
     )

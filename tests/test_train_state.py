@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 from faults import Faults
 from ranks import fresh
+from refusals import refusal
 from torch import nn
 
 from contrastile.train.batch_builder import Batch
@@ -166,9 +167,7 @@ def test_damage_of_all_checkpoints_is_an_error(tmp_path):
     saved(tmp_path, [1, 2])
     for step in (1, 2):
         (tmp_path / "checkpoints" / f"step-00000000{step}" / "manifest.json").unlink()
-    with pytest.raises(ValueError) as caught:
-        restored(tmp_path)
-    assert str(caught.value) == (
+    assert refusal(restored, tmp_path) == (
         f"`checkpoints` must hold one that is whole; got 2 damaged ones in {tmp_path / 'checkpoints'}. "
         "Restore one of them, or train anew, without --resume."
     )
@@ -176,9 +175,7 @@ def test_damage_of_all_checkpoints_is_an_error(tmp_path):
 
 def test_a_checkpoint_of_other_data_is_refused(tmp_path):
     saved(tmp_path, [1])
-    with pytest.raises(ValueError) as caught:
-        restored(tmp_path, data="others")
-    assert str(caught.value) == (
+    assert refusal(restored, tmp_path, data="others") == (
         "`data` must be the pairs and the tokens that the run began with; got others. "
         "Put them back as they were, or train anew, without --resume."
     )
@@ -191,9 +188,7 @@ def test_a_checkpoint_of_another_recipe_is_refused_on_every_rank(tmp_path):
     assert Checkpoints(tmp_path, settings, recipe={"new": 1, "seed": 1}).restore(part) == 3
     other = Checkpoints(tmp_path, settings, recipe={"seed": 2}, writes=False)
     for act in (lambda: other.restore(part), lambda: other.restore_as(3, part)):
-        with pytest.raises(ValueError) as caught:
-            act()
-        assert str(caught.value) == (
+        assert refusal(act) == (
             f'`checkpoint` must be this run\'s own, of seed 2; got "{tmp_path}/step-000000003", of seed 1. '
             "Move it away, or train anew, without --resume."
         )
@@ -223,9 +218,7 @@ def test_drop_removes_damaged_checkpoints_too(tmp_path):
 
 def test_a_checkpoint_of_other_parts_is_refused(tmp_path):
     saved(tmp_path, [1])
-    with pytest.raises(ValueError) as caught:
-        checkpoints(tmp_path).restore({"another": Numbers(0)})
-    assert str(caught.value) == (
+    assert refusal(checkpoints(tmp_path).restore, {"another": Numbers(0)}) == (
         "`checkpoint` must hold another; got part. Another version of contrastile wrote it; resume with that one."
     )
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from refusals import refusal
 from tiny_runs import tiny_recipe
 
 from contrastile.train.config import Recipe
@@ -123,9 +124,7 @@ def here(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("text", "line"), UNUSED, ids=lambda text: text.partition(":")[0])
 def test_a_key_that_nothing_reads_is_refused(here, text, line):
     (here / "x.toml").write_text(text + "\n")
-    with pytest.raises(RecipeError) as caught:
-        load_any_recipe("x.toml")
-    assert str(caught.value) == f"x.toml: {line}"
+    assert refusal(load_any_recipe, "x.toml") == f"x.toml: {line}"
     # a run's own recipe is read back whatever stands in it
     assert load_any_recipe("x.toml", files=False) is not None
 
@@ -199,24 +198,12 @@ def test_unused_keys_that_an_earlier_version_wrote_into_a_run_folder_are_left_ou
 
 
 WORDS = [
-    "loss.exchange=replicate loss.backend=dense",
-    "loss.exchange=gather loss.backend=dense",
-    "loss.exchange=ring loss.backend=eager",
-    "train.precision=float32",
-    "train.parallel=shard",
-    "train.examples=1000",
-    "train.batch=16",
-    "train.sub_batch=8",
-    "train.retain=0",
-    "optim.schedule=constant",
-    "optim.schedule=cooldown",
-    "optim.kind=adamw",
-    "optim.kind=adafactor",
-    "optim.kind=muon",
-    "optim.warmup_steps=1",
-    "optim.rate_scaling=none",
+    "loss.exchange=replicate loss.backend=dense", "loss.exchange=gather loss.backend=dense",
+    "loss.exchange=ring loss.backend=eager", "train.precision=float32", "train.parallel=shard", "train.examples=1000",
+    "train.batch=16", "train.sub_batch=8", "train.retain=0", "optim.schedule=constant", "optim.schedule=cooldown",
+    "optim.kind=adamw", "optim.kind=adafactor", "optim.kind=muon", "optim.warmup_steps=1", "optim.rate_scaling=none",
     "model.tokenizer.folder=m",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from refusals import refusal
 from torch import Tensor, nn
 
 from contrastile import ClipLoss, contrast, encode
@@ -41,9 +42,10 @@ def test_a_count_is_an_int_afterwards(four: Any) -> None:
 
 @pytest.mark.parametrize("value", NO_COUNTS, ids=named)
 def test_what_is_no_count_is_refused_as_it_is(value: Any) -> None:
-    with pytest.raises(ValueError) as error:
-        whole_number("n", value, 1, "Count.")
-    assert str(error.value) == f"`n` must be a whole number of at least 1; got {value!r}. Count."
+    assert (
+        refusal(whole_number, "n", value, 1, "Count.")
+        == f"`n` must be a whole number of at least 1; got {value!r}. Count."
+    )
 
 
 def test_bounds_are_told_in_plain_numbers() -> None:

@@ -165,25 +165,15 @@ def _recipe_plan(recipe: Any, ranks: int) -> Values:
         exchange = exchange_choice(ranks, batch, costs[0].dimensions, dtype, device, keys=keys)
     held = plan.step.held
     return {
-        "name": recipe.name,
-        "device": str(device),
-        "parameters": parameters,
-        "trained": trained,
+        "name": recipe.name, "device": str(device), "parameters": parameters, "trained": trained,
         "learned_tokens": learned_tokens(recipe.model.tokenizer),
-        "held": held.weights + held.optimizer + held.average + plan.trained,
-        "batch": batch,
-        "sides": sides,
-        "graphs": graphs,
-        "needed": needed,
-        "without": {"bytes": without.bytes, "name": without.name, "parts": without.parts},
-        "room": room,
-        "fitting": graphs if needed <= room else int(graphs * room / needed),
-        "retain": recipe.train.retain,
-        "matrix": 4 * batch * batch * keys,
-        "backend": backend,
-        "exchange": exchange,
+        "held": held.weights + held.optimizer + held.average + plan.trained, "batch": batch, "sides": sides,
+        "graphs": graphs, "needed": needed,
+        "without": {"bytes": without.bytes, "name": without.name, "parts": without.parts}, "room": room,
+        "fitting": graphs if needed <= room else int(graphs * room / needed), "retain": recipe.train.retain,
+        "matrix": 4 * batch * batch * keys, "backend": backend, "exchange": exchange,
         "workspace": workspace_on(device, None),
-    }
+    }  # fmt: skip
 
 
 def _side(side: Side) -> Values:

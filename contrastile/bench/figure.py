@@ -1,7 +1,7 @@
-"""The figure of a results file of steps: per model, time per pair and peak memory against the batch.
+"""The figures of results files: steps per model, time per pair and peak memory against the batch; memory of losses.
 
-Compare figure 1 of Gao et al. 2021 (speed of a cached update beside accumulation) and figure 4 of Cheng et al. 2024 (a
-step against its batch). Called by `contrastile bench step --figure`.
+Compare figure 1 of Gao et al. 2021 (speed of a cached update beside accumulation), and figures 4 (a step against its
+batch) and 1 (memory of the loss) of Cheng et al. 2024. Called by `contrastile bench step` and `memory` with `--figure`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contrastile.bench.ways import PLACES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # batch, microseconds per pair, GiB, and the place of the inputs
 Point = tuple[int, float, float, str]
@@ -48,7 +49,6 @@ def series(rows: list[dict[str, str]], model: str) -> tuple[int | None, dict[str
 
 def draw(source: Path, target: Path) -> None:
     """Draw a row of two panels for each model; the same rows draw the same file."""
-    import matplotlib as mpl
     from matplotlib.figure import Figure
 
     rows = read_rows(source)
@@ -74,15 +74,49 @@ def draw(source: Path, target: Path) -> None:
         beside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.02, 0.5)}
         hint = "hollow: inputs not on the device" if hollow else None
         panels[1].legend(*panels[0].get_legend_handles_labels(), title=hint, fontsize=8, title_fontsize=8, **beside)
+    _save(figure, target)
+
+
+def draw_memory(source: Path, target: Path) -> None:
+    """Draw a panel for each size of the world: bytes of a rank's loss against the pairs of all ranks."""
+    from matplotlib.figure import Figure
+
+    # of rows measured again the newest one
+    peaks: dict[str, dict[str, dict[int, float]]] = {}
+    for row in read_rows(source):
+        if row["peak_bytes"]:
+            points = peaks.setdefault(row["world"], {}).setdefault(f"{row['impl']}, {row['way']}", {})
+            points[int(row["b"])] = int(row["peak_bytes"]) / 2**30
+    if not peaks:
+        raise invalid("csv", "hold rows of memory", f"none in {source}", "Measure something first.")
+    figure = Figure(figsize=(5 * len(peaks) + 3, 4.2))
+    panels = figure.subplots(1, len(peaks), squeeze=False, sharey=True)[0]
+    styles = {name: at for at, name in enumerate(dict.fromkeys(chain(*peaks.values())))}
+    for panel, (world, lines) in zip(panels, peaks.items(), strict=True):
+        for name, points in lines.items():
+            _line(panel, name, styles[name], [(b, 0.0, points[b], "device") for b in sorted(points)], 2)
+        panel.set(title=f"a rank of {world}", xlabel="pairs of all ranks")
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("GiB beside the features")
+    panels[-1].legend(*panels[0].get_legend_handles_labels(), fontsize=8, loc="center left", bbox_to_anchor=(1.02, 0.5))
+    _save(figure, target)
+
+
+def _save(figure: Figure, target: Path) -> None:
+    """Write a figure; the same one is the same file."""
+    import matplotlib as mpl
+
     figure.tight_layout()
     target.parent.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context({"svg.hashsalt": "contrastile"}):
         figure.savefig(target, metadata={"Date": None} if target.suffix == ".svg" else None)
     if target.suffix == ".png":
-        # a palette of 64 colours takes a quarter of the bytes
+        # a palette takes a quarter of the bytes
         from PIL import Image
 
-        image = Image.open(target).convert("RGB").quantize(64, dither=Image.Dither.NONE)
+        image = Image.open(target).convert("RGB").quantize(128, dither=Image.Dither.NONE)
         image.save(target, optimize=True)
 
 

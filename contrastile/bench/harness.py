@@ -88,7 +88,6 @@ COLUMNS = {
         *ORIGIN,
     ),
     "memory": ("impl", "way", "world", "b", "d", "dtype", "ms", "peak_bytes", "planned_bytes", *ORIGIN),
-    "kernels": ("what", "b", "d", "ms", "tflops", "product_tflops", "ratio"),
 }
 
 
@@ -385,12 +384,9 @@ def reporting(
 
 @contextmanager
 def script(
-    doc: str | None,
-    columns: Sequence[str],
-    *packages: str,
-    seconds: float = 0.0,
+    doc: str | None, columns: Sequence[str], *packages: str, seconds: float = 0.0,
     options: Mapping[str, Mapping[str, Any]] | None = None,
-) -> Iterator[tuple[argparse.Namespace, Machine, Report]]:
+) -> Iterator[tuple[argparse.Namespace, Machine, Report]]:  # fmt: skip
     """Parse a script's `--csv` and its own arguments; yield them, the GPU or else the CPU, and a report.
 
     seconds: of the machine, beside whose products times are taken; 0 is for scripts that need no product.

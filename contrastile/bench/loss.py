@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contrastile.bench.gate import SAMPLE_ROWS, Distance, Gate, Sample, gate_rows, placed, problem, step
-from contrastile.bench.harness import Machine, Report, Row, Step, Table, Timing, World, sentence_of
+from contrastile.bench.harness import Machine, Report, Row, Step, Table, Timing, sentence_of
 from contrastile.bench.peers import ANY_NUMBER, DENSE, PEERS, Case, Contestant, rank_peers
 from contrastile.bench.subjects import SUBJECTS
 from contrastile.distributed import collectives
@@ -154,24 +154,14 @@ class LossBench:
     peers: bool
     report: Report
     _own_group: Any = None
-    _reference: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
+        self._world = self.machine.world
+        self._across = self._world.size > 1
+        self._table, self._reference = RANK_TABLE if self._across else TABLE, ""
         if self._across:
             # every rank makes every group
             self._own_group = [dist.new_group([rank]) for rank in range(self._world.size)][self._world.rank]
-
-    @property
-    def _world(self) -> World:
-        return self.machine.world
-
-    @property
-    def _across(self) -> bool:
-        return self._world.size > 1
-
-    @property
-    def _table(self) -> Table:
-        return RANK_TABLE if self._across else TABLE
 
     def head(self, *, host: bool = False) -> None:
         """Say the rows that are compared with float64, and the columns."""

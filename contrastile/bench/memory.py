@@ -24,13 +24,14 @@ from torch import Tensor
 
 from contrastile._torch import fake_store
 from contrastile.bench.harness import Machine, Report, Row, Table
-from contrastile.bench.peers import Contestant, Loss, rank_peers
+from contrastile.bench.peers import Contestant, Loss, autocast_of, rank_peers, under_autocast
 from contrastile.distributed import collectives
 from contrastile.modules import ClipLoss
 from contrastile.planner.loss import LossSize
 from contrastile.train.provenance import provenance
 
-SCALE = 20.0
+# that of the end of CLIP's training: exponentials of both directions lie far apart
+SCALE = 100.0
 # bytes of each pair of a dense block, about: more than a device has are not tried
 DENSE_BYTES = 6
 # the most seconds that a step may take, estimated from the step before
@@ -101,24 +102,13 @@ def _contrastile(exchange: Any, backend: Any, world: int) -> Contestant:
 def _open_clip(name: str, world: int, *, with_grad: bool) -> Contestant:
     """open_clip's class where it is installed, else the same formula in plain PyTorch."""
     try:
-        made = import_module("open_clip").ClipLoss(
-            local_loss=True, gather_with_grad=with_grad, rank=0, world_size=world
-        )
-        loss = partial(_under_autocast, made)
+        how = {"local_loss": True, "gather_with_grad": with_grad, "rank": 0, "world_size": world}
+        loss = partial(under_autocast, import_module("open_clip").ClipLoss(**how))
     # torchvision beside another torch raises a RuntimeError
     except (ImportError, RuntimeError):
         name, loss = f"{name}, written out", partial(clip, local=True, with_grad=with_grad)
     pair_bytes = 2 * DENSE_BYTES / world
     return Contestant("open_clip", name, {"clip": loss}, pair_bytes=pair_bytes, package="open_clip_torch")
-
-
-def _autocast(q: Tensor) -> torch.autocast:
-    return torch.autocast(q.device.type, dtype=q.dtype, enabled=q.dtype != torch.float32)
-
-
-def _under_autocast(loss: Loss, q: Tensor, *others: Tensor) -> Tensor:
-    with _autocast(q):
-        return loss(q, *others)
 
 
 def clip(
@@ -131,7 +121,7 @@ def clip(
     (OpenCLIP's local loss); otherwise all rows with all columns. with_grad: gathered rows hand gradients back.
     """
     images, texts = (_gathered(side, with_grad) for side in (q, k))
-    with autocast or _autocast(q):
+    with autocast or autocast_of(q):
         if local:
             return _cross_entropies(scale * q @ texts.T, scale * k @ images.T)
         logits = scale * images @ texts.T
@@ -179,7 +169,7 @@ class _Decomposed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
         N, every = len(q), [_gathered(side, with_grad=False).requires_grad_() for side in (q, k)]
-        with torch.enable_grad(), _autocast(q):
+        with torch.enable_grad(), autocast_of(q):
             loss = _cross_entropies(scale * every[0][:N] @ every[1].T, scale * every[1][:N] @ every[0].T)
             gradients = torch.autograd.grad(loss, every)
         for gradient in gradients:

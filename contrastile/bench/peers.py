@@ -100,9 +100,14 @@ class Contestant:
         return case.loss in self.losses and case.dtype in self.dtypes
 
 
-def _autocast(loss: Loss, q: Tensor, *others: Tensor) -> Tensor:
+def autocast_of(q: Tensor) -> torch.autocast:
+    """Autocast to the type of features in 16 bits."""
+    return torch.autocast(q.device.type, dtype=q.dtype, enabled=q.dtype != torch.float32)
+
+
+def under_autocast(loss: Loss, q: Tensor, *others: Tensor) -> Tensor:
     """Training under autocast: 16-bit products, the cross-entropy in float32."""
-    with torch.autocast(q.device.type, dtype=q.dtype):
+    with autocast_of(q):
         return loss(q, *others)
 
 
@@ -126,11 +131,11 @@ def _cut(q: Tensor, k: Tensor, scale: Tensor, **options: None) -> Tensor:
 
 
 def _open_clip(q: Tensor, k: Tensor, scale: Tensor, **ranks: Any) -> Tensor:
-    return _autocast(import_module("open_clip").ClipLoss(**ranks), q, k, scale)
+    return under_autocast(import_module("open_clip").ClipLoss(**ranks), q, k, scale)
 
 
 def _open_clip_siglip(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor, **ranks: Any) -> Tensor:
-    return _autocast(import_module("open_clip.loss").SigLipLoss(**ranks), q, k, scale, bias)
+    return under_autocast(import_module("open_clip.loss").SigLipLoss(**ranks), q, k, scale, bias)
 
 
 def _of_torch(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
@@ -175,12 +180,12 @@ FORMULAS: dict[str, Loss] = {
 # others are compared with the first that runs
 DENSE = (
     Contestant(
-        "dense", "autocast", {name: partial(_autocast, loss) for name, loss in FORMULAS.items()}, HALVES,
+        "dense", "autocast", {name: partial(under_autocast, loss) for name, loss in FORMULAS.items()}, HALVES,
         pair_bytes=DENSE_BYTES,
     ),
     Contestant("dense", "one dtype", FORMULAS, pair_bytes=DENSE_BYTES),
     Contestant(
-        "dense", "two products", {"clip": partial(_autocast, _two_products)}, HALVES, pair_bytes=TWICE_DENSE_BYTES
+        "dense", "two products", {"clip": partial(under_autocast, _two_products)}, HALVES, pair_bytes=TWICE_DENSE_BYTES
     ),
     Contestant("dense", "float32 logits", {"clip": _wide_logits}, HALVES, pair_bytes=TWICE_DENSE_BYTES),
 )  # fmt: skip

@@ -16,27 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from contrastile import modules
 from contrastile.bench.peers import OF_A_LABEL, Loss, labels_of
 from contrastile.functional import contrast
-from contrastile.losses.reference import (
-    dense_clip,
-    dense_decoupled,
-    dense_distilled,
-    dense_sigmoid,
-    dense_softmax,
-    mises_fisher_weights,
-)
-from contrastile.modules import (
-    ClipLoss,
-    DCLLoss,
-    DistillClipLoss,
-    GISTLoss,
-    InfoNCELoss,
-    NTXentLoss,
-    ScoreDistillLoss,
-    SigLipLoss,
-    SupConLoss,
-)
+from contrastile.losses import reference
 
 # of dclw, of hardness, and of a teacher
 SIGMA, HARDNESS, TEACHER_SCALE, TEACHER_WEIGHT = 0.5, 5.0, 50.0, 0.5
@@ -93,7 +76,7 @@ def _both_ways(rows: Some) -> Some:
 
 def _weighted(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     """The decoupled loss with weights of the positives, which depend on all rows."""
-    weighted = partial(dense_decoupled, of_positives=mises_fisher_weights(q, k, SIGMA)[some])
+    weighted = partial(reference.dense_decoupled, of_positives=reference.mises_fisher_weights(q, k, SIGMA)[some])
     return _rows(weighted)(some, q, k, scale)
 
 
@@ -153,7 +136,7 @@ def _some_distill(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     losses = []
     for a, b, of_a, of_b in ((q, k, image, text), (k, q, text, image)):
         teacher = TEACHER_SCALE * of_a[some] @ of_b.T
-        losses.append(dense_distilled(a[some], b, scale, teacher, TEACHER_WEIGHT, positive=_own_key(some, b)))
+        losses.append(reference.dense_distilled(a[some], b, scale, teacher, TEACHER_WEIGHT, positive=_own_key(some, b)))
     return (losses[0] + losses[1]) / 2
 
 
@@ -200,32 +183,26 @@ def _some_ntxent(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     return F.cross_entropy(x, (rows + len(q)) % len(views))
 
 
-class _TwoViews(nn.Module):
-    """NTXentLoss, with weights of examples."""
-
-    def __init__(self, **how: Any) -> None:
-        super().__init__()
-        self.loss, self.how = NTXentLoss(**how).loss, how
-
-    def forward(self, q: Tensor, k: Tensor, scale: Tensor, weights: Tensor | None = None) -> Tensor:
-        views, other = torch.cat([q, k]), torch.arange(2 * len(q), device=q.device).roll(len(q))
-        both = None if weights is None else weights.repeat(2)
-        return contrast(views, views, scale=scale, loss=self.loss, positives=other, weights=both, **self.how)
-
-
 class _Views(nn.Module):
-    """SupConLoss of both sides as views of one example, with weights."""
+    """A loss of both sides as views of one example, with weights; `further` makes its inputs of the first side."""
 
-    def __init__(self, form: Any = "out", **how: Any) -> None:
+    def __init__(self, loss: Module, further: Callable[[Tensor], dict[str, Any]], **how: Any) -> None:
         super().__init__()
-        self.loss, self.how = SupConLoss(form=form, **how).loss, how
+        self.loss: Any = loss(**how).loss
+        self.further, self.how = further, how
 
     def forward(self, q: Tensor, k: Tensor, scale: Tensor, weights: Tensor | None = None) -> Tensor:
-        views, labels = torch.cat([q, k]), labels_of(q).repeat(2)
-        both = None if weights is None else weights.repeat(2)
-        return contrast(
-            views, views, scale=scale, loss=self.loss, query_labels=labels, key_labels=labels, weights=both, **self.how
-        )
+        views, both = torch.cat([q, k]), None if weights is None else weights.repeat(2)
+        return contrast(views, views, scale=scale, loss=self.loss, weights=both, **self.further(q), **self.how)
+
+
+def _same_views(q: Tensor) -> dict[str, Any]:
+    """The labels of both views."""
+    return dict.fromkeys(("query_labels", "key_labels"), labels_of(q).repeat(2))
+
+
+def _other_view(q: Tensor) -> dict[str, Any]:
+    return {"positives": torch.arange(2 * len(q), device=q.device).roll(len(q))}
 
 
 def _some_views(form: str, some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
@@ -234,7 +211,7 @@ def _some_views(form: str, some: Tensor, q: Tensor, k: Tensor, scale: Tensor) ->
     itself = _own_key(rows, views)
     positive = (labels[rows][:, None] == labels) & ~itself
     if form == "out":
-        return dense_softmax(views[rows], views, scale, positive=positive, excluded=itself)
+        return reference.dense_softmax(views[rows], views, scale, positive=positive, excluded=itself)
     x = (scale * views[rows] @ views.T).masked_fill(itself, -torch.inf)
     inside = x.masked_fill(~positive, -torch.inf).logsumexp(1) - positive.sum(1).to(x.dtype).log()
     return (x.logsumexp(1) - inside).mean()
@@ -245,7 +222,7 @@ class _Listed(nn.Module):
 
     def __init__(self, kind: Any, **how: Any) -> None:
         super().__init__()
-        self.loss = ScoreDistillLoss(kind=kind, **how)
+        self.loss = modules.ScoreDistillLoss(kind=kind, **how)
 
     def forward(self, q: Tensor, k: Tensor, scale: Tensor, weights: Tensor | None = None) -> Tensor:
         value: Tensor = self.loss(q, *_lists(k), scale, weights=weights)
@@ -273,38 +250,39 @@ def _with(further: Callable[[Tensor, Tensor], dict[str, Any]], loss: Module, **h
 
 
 _labelled = partial(_with, lambda q, _: {"labels": labels_of(q)})
-_with_own = partial(_with, lambda _, k: {"negatives": _negatives(k)}, InfoNCELoss)
-_hard = partial(InfoNCELoss, hardness_strength=HARDNESS, hardness_mode="all_negatives")
+_with_own = partial(_with, lambda _, k: {"negatives": _negatives(k)}, modules.InfoNCELoss)
+_hard = partial(modules.InfoNCELoss, hardness_strength=HARDNESS, hardness_mode="all_negatives")
+_guided = partial(_with, guides, modules.GISTLoss)
+_balanced = _labelled(modules.SigLipLoss, balanced=True)
+_inside = partial(_Views, partial(modules.SupConLoss, form="in"), _same_views)
 SUBJECTS = {
-    "clip": Subject(_both_ways(_rows(dense_softmax)), ClipLoss, 8, dense=dense_clip),
-    "siglip": Subject(_rows(dense_sigmoid), SigLipLoss, 6, bias=-10.0),
-    "infonce": Subject(_rows(dense_softmax), InfoNCELoss, 8),
-    "dcl": Subject(_both_ways(_rows(dense_decoupled)), DCLLoss, 8),
-    "dclw": Subject(_both_ways(_weighted), partial(DCLLoss, sigma=SIGMA), 8),
-    "gist": Subject(partial(_some_gist, 0.0, False), _with(guides, GISTLoss), 12),
+    "clip": Subject(_both_ways(_rows(reference.dense_softmax)), modules.ClipLoss, 8, dense=reference.dense_clip),
+    "siglip": Subject(_rows(reference.dense_sigmoid), modules.SigLipLoss, 6, bias=-10.0),
+    "infonce": Subject(_rows(reference.dense_softmax), modules.InfoNCELoss, 8),
+    "dcl": Subject(_both_ways(_rows(reference.dense_decoupled)), modules.DCLLoss, 8),
+    "dclw": Subject(_both_ways(_weighted), partial(modules.DCLLoss, sigma=SIGMA), 8),
+    "gist": Subject(partial(_some_gist, 0.0, False), _guided(), 12),
     "gist_relative": Subject(
-        partial(_some_gist, MARGIN, False), _with(guides, GISTLoss, margin=MARGIN, margin_strategy="relative"), 12
+        partial(_some_gist, MARGIN, False), _guided(margin=MARGIN, margin_strategy="relative"), 12
     ),
     # three times the columns, of features of twice the size
-    "gist_pairs": Subject(
-        partial(_some_gist, 0.0, True), _with(guides, GISTLoss, contrast_anchors=True, contrast_positives=True), 72
-    ),
-    "distill": Subject(_some_distill, _with(_teachers, DistillClipLoss, weight=TEACHER_WEIGHT), 12),
+    "gist_pairs": Subject(partial(_some_gist, 0.0, True), _guided(contrast_anchors=True, contrast_positives=True), 72),
+    "distill": Subject(_some_distill, _with(_teachers, modules.DistillClipLoss, weight=TEACHER_WEIGHT), 12),
     "own": Subject(partial(_some_own, 0.0), _with_own(), 8),
     "hardness_own": Subject(
         partial(_some_own, HARDNESS), _with_own(hardness_mode="hard_negatives", hardness_strength=HARDNESS), 8
     ),
     "own_alone": Subject(_some_alone, _with_own(in_batch=False), 0),
-    "queue": Subject(_some_queue, _with(_queue, InfoNCELoss), 16),
-    "clip_labels": Subject(_both_ways(_rows(dense_softmax, _same_label)), _labelled(ClipLoss), 8),
-    "siglip_labels": Subject(_rows(dense_sigmoid, _same_label), _labelled(SigLipLoss), 6, bias=-10.0),
+    "queue": Subject(_some_queue, _with(_queue, modules.InfoNCELoss), 16),
+    "clip_labels": Subject(_both_ways(_rows(reference.dense_softmax, _same_label)), _labelled(modules.ClipLoss), 8),
+    "siglip_labels": Subject(_rows(reference.dense_sigmoid, _same_label), _labelled(modules.SigLipLoss), 6, bias=-10.0),
     # a tile's sum has every positive at full weight, before the share that balance takes is subtracted
-    "siglip_balanced": Subject(_some_balanced, _labelled(SigLipLoss, balanced=True), 6, -10.0, summed=OF_A_LABEL),
+    "siglip_balanced": Subject(_some_balanced, _balanced, 6, -10.0, summed=OF_A_LABEL),
     # a matrix of twice the rows and columns
-    "ntxent": Subject(_some_ntxent, _TwoViews, 32),
-    "supcon": Subject(partial(_some_views, "out"), partial(_Views, "out"), 32),
-    "supcon_in": Subject(partial(_some_views, "in"), partial(_Views, "in"), 32),
+    "ntxent": Subject(_some_ntxent, partial(_Views, modules.NTXentLoss, _other_view), 32),
+    "supcon": Subject(partial(_some_views, "out"), partial(_Views, modules.SupConLoss, _same_views), 32),
+    "supcon_in": Subject(partial(_some_views, "in"), _inside, 32),
     "kl": Subject(partial(_some_scores, "kl"), partial(_Listed, "kl"), 0),
     "margin_mse": Subject(partial(_some_scores, "margin_mse"), partial(_Listed, "margin_mse"), 0),
-    "hardness": Subject(_rows(partial(dense_softmax, hardness=HARDNESS)), _hard, 8),
+    "hardness": Subject(_rows(partial(reference.dense_softmax, hardness=HARDNESS)), _hard, 8),
 }

@@ -99,6 +99,7 @@ def add_to(bench: argparse.ArgumentParser) -> None:
     add("--dtype", choices=("bf16", "fp16", "fp32"), help="of the features (default: bf16; fp32 on a CPU)")
     add("--longest", type=float, default=LONGEST, help="seconds a step may take (default: 600)")
     add("--ways", nargs="+", metavar="WORD", default=[""], help="those whose name has one of the words, such as ring")
+    add("--figure", metavar="FILE", help="draw the rows of --csv: svg, png or pdf")
     memory.set_defaults(verb=run_memory)
     csv = "write rows there, behind those that it has; its folder is made"
     for parser in (loss, step, memory):
@@ -178,14 +179,10 @@ def run_step(arguments: argparse.Namespace) -> int:
     seconds = _seconds(arguments, "step") if ranks == 1 else RANK_SECONDS
     with _reporting(arguments, kind, "steps" if ranks == 1 else "rank steps", "transformers") as (device, report):
         bench = StepBench(
-            Machine(device, seconds, world=report.world),
-            dtype,
-            report,
-            ways,
-            longest=arguments.longest if ranks == 1 else math.inf,
-            within=arguments.within,
+            Machine(device, seconds, world=report.world), dtype, report, ways,
+            longest=arguments.longest if ranks == 1 else math.inf, within=arguments.within,
             optimizer=arguments.optimizer,
-        )
+        )  # fmt: skip
         for model in arguments.models or models:
             bench.measure(model, plan, arguments.sub_batch)
     if arguments.figure and _is_first():
@@ -199,6 +196,7 @@ def run_step(arguments: argparse.Namespace) -> int:
 def run_memory(arguments: argparse.Namespace) -> int:
     """Measure the memory of a rank; return 1 if a way of contrastile failed."""
     _known_device(arguments.device)
+    _check_figure(arguments)
     if _world_size() > 1:
         raise invalid("memory", "run in one process, which is a rank of any world", "torchrun", "Start it alone.")
     worlds = arguments.ranks or WORLDS
@@ -214,7 +212,7 @@ def run_memory(arguments: argparse.Namespace) -> int:
         raise invalid(
             "sizes", f"be multiples of the {uneven[0][1]} ranks", uneven[0][0], "Each rank has as many pairs."
         )
-    _make_folders(arguments, "csv")
+    _make_folders(arguments, "csv", "figure")
 
     import torch
 
@@ -231,6 +229,11 @@ def run_memory(arguments: argparse.Namespace) -> int:
         report.say(TABLE.header())
         for world in worlds:
             bench.measure(world, sizes, arguments.features, dtype)
+    if arguments.figure:
+        from contrastile.bench.figure import draw_memory
+
+        draw_memory(Path(arguments.csv), Path(arguments.figure))
+        print(f"figure: {arguments.figure}")
     return 0 if report.passed else 1
 
 
@@ -293,13 +296,8 @@ def _no_cuda() -> ValueError:
 
 def _check_step(arguments: argparse.Namespace) -> None:
     """Refuse words that are wrong on any machine."""
-    from importlib.util import find_spec
-
     _known_device(arguments.device)
-    if arguments.figure and not arguments.csv:
-        raise invalid("figure", "come with csv, whose rows it draws", "none", "Add --csv FILE.")
-    if arguments.figure and not arguments.figure.endswith(FIGURES):
-        raise invalid("figure", f"end in {', '.join(FIGURES)}", f'"{arguments.figure}"', "Name another file.")
+    _check_figure(arguments)
     if arguments.sub_batch is not None:
         whole_number("sub_batch", arguments.sub_batch, 1, "Leave it out for the model's.")
     for name in ("seconds", "longest", "within"):
@@ -309,6 +307,16 @@ def _check_step(arguments: argparse.Namespace) -> None:
     given = [name for name in ONE_PROCESS if getattr(arguments, name) not in (None, False, math.inf, LONGEST)]
     if _world_size() > 1 and given:
         raise invalid(given[0], "be left out under torchrun", getattr(arguments, given[0]), "Run one process with it.")
+
+
+def _check_figure(arguments: argparse.Namespace) -> None:
+    """Refuse a figure that cannot be drawn, before anything is measured."""
+    from importlib.util import find_spec
+
+    if arguments.figure and not arguments.csv:
+        raise invalid("figure", "come with csv, whose rows it draws", "none", "Add --csv FILE.")
+    if arguments.figure and not arguments.figure.endswith(FIGURES):
+        raise invalid("figure", f"end in {', '.join(FIGURES)}", f'"{arguments.figure}"', "Name another file.")
     if arguments.figure and find_spec("matplotlib") is None:
         raise ModuleNotFoundError(name="matplotlib")
 

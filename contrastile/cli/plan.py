@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.hours is not None and planned.run_seconds is None:
         rule, remedy = "come with a run of known length and a chip with a profile", DEFAULT
         if planned.target.profile is not None:
-            remedy = "Give the pairs to train on, such as --hours 280M, and leave out --batch and --largest."
+            remedy = "Give the pairs to train on, such as --hours 280M."
         raise invalid("--hours", rule, arguments.gpus or planned.target.word, remedy)
     print(json.dumps(planned.values(), indent=1) if arguments.json else "\n".join(lines(planned)))
     return 0 if planned.fits else 1
@@ -81,7 +81,7 @@ def lines(plan: Plan) -> Iterator[str]:
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     yield f"  {verdict}: a rank may take {size(plan.allowed)} of {size(target.memory)}"
     yield f"  host memory of a node: {size(plan.host)}, beside libraries and the data's own"
-    yield f"  largest batch, without kept graphs: {plan.largest():,}"
+    yield f"  largest batch, without kept graphs: {_pairs(plan, plan.largest())}"
     seconds = plan.seconds
     if seconds is None:
         yield "  no times: this chip has no profile (--calibrate makes one of this machine)"
@@ -99,7 +99,12 @@ def lines(plan: Plan) -> Iterator[str]:
     yield f"  {'':{width}}  {'peak':>10}  {'step':>9}  {'largest batch':>15}"
     for choice in plan.choices():
         time = "" if choice.seconds is None else _seconds(choice.seconds)
-        yield f"  {choice.name:{width}}  {size(choice.peak):>10}  {time:>9}  {choice.largest:>15,}"
+        yield f"  {choice.name:{width}}  {size(choice.peak):>10}  {time:>9}  {_pairs(plan, choice.largest):>15}"
+
+
+def _pairs(plan: Plan, count: int) -> str:
+    """A largest batch; from some on the device sets no limit."""
+    return f"{count:,}" if count < plan.most else "no limit"
 
 
 def _seconds(seconds: float) -> str:

@@ -153,12 +153,9 @@ class ClassFolder:
 
 
 def open_class_folder(
-    folder: str | Path,
-    *,
-    classes: str | Path | None = None,
-    mapping: str | Path | None = None,
+    folder: str | Path, *, classes: str | Path | None = None, mapping: str | Path | None = None,
     among: Literal["folders", "all"] = "folders",
-) -> ClassFolder:
+) -> ClassFolder:  # fmt: skip
     """The images below `folder` and their classes.
 
     The class of a sub-folder is the entry of its name in the file `classes`; else, where every sub-folder is a number,

@@ -129,14 +129,9 @@ def checksum(path: Path) -> str:
 
 
 def cached_folder(
-    cache: Path,
-    kind: str,
-    settings: Any,
-    *,
-    files: Sequence[str],
-    make: Callable[[Path], object],
+    cache: Path, kind: str, settings: Any, *, files: Sequence[str], make: Callable[[Path], object],
     usable: Callable[[Path], bool] = lambda _: True,
-) -> Path:
+) -> Path:  # fmt: skip
     """The folder under `cache` of exactly these `settings`, with `files`, which `make(folder)` writes.
 
     A folder that is damaged, or not `usable`, is made again, with a warning.

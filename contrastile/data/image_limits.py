@@ -183,10 +183,5 @@ def _ppm(content: bytes) -> Iterator[int]:
 
 # readers of the parts, by the first bytes of a file
 PARTS: dict[bytes, Callable[[bytes], Iterator[int]]] = {
-    b"\xff\xd8": _jpeg,
-    b"\x89P": _png,
-    b"RI": _riff,
-    b"GI": _gif,
-    b"II": _tiff,
-    b"MM": _tiff,
-}
+    b"\xff\xd8": _jpeg, b"\x89P": _png, b"RI": _riff, b"GI": _gif, b"II": _tiff, b"MM": _tiff,
+}  # fmt: skip

@@ -32,14 +32,9 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 CROP_SCALE, CROP_RATIO, CROP_TRIES = (0.08, 1.0), (3 / 4, 4 / 3), 10
 # Pillow's names of the turns that the values of EXIF's orientation ask for
 TURNS = {
-    2: "FLIP_LEFT_RIGHT",
-    3: "ROTATE_180",
-    4: "FLIP_TOP_BOTTOM",
-    5: "TRANSPOSE",
-    6: "ROTATE_270",
-    7: "TRANSVERSE",
+    2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
     8: "ROTATE_90",
-}
+}  # fmt: skip
 # of an augmentation: degrees and a factor, both either way, a share of the image, the weight of a smoothed copy
 RANGES = {"rotation": 8.0, "shear": 12.0, "scale": 1.25, "shift": 0.08, "blur": 1.0}
 # the pixels that are converted at once, so that a conversion takes no second copy of an image

@@ -21,18 +21,10 @@ from contrastile.data.texts import TextSet, with_mined_negatives
 
 
 def open_pairs(
-    source: str,
-    *,
-    image_size: int,
-    cache: Path,
-    channels: int = 1,
-    held_out: float = 0.05,
-    weights: Sequence[int] = (),
-    most_bad: float = 1.0,
-    copies: int = 1,
-    seed: int = 0,
+    source: str, *, image_size: int, cache: Path, channels: int = 1, held_out: float = 0.05,
+    weights: Sequence[int] = (), most_bad: float = 1.0, copies: int = 1, seed: int = 0,
     progress: ProgressFactory = silent,
-) -> PairSet:
+) -> PairSet:  # fmt: skip
     """The pairs of `source`: "glyphs", the path of a table with the columns `filepath` and `title`, or a collection.
 
     Images are `image_size` pixels square, with 1 channel (grey) or 3 (colour), kept in a folder under `cache`; those of
@@ -52,17 +44,9 @@ def open_pairs(
 
 
 def open_texts(
-    source: str,
-    *,
-    cache: Path,
-    corpus: str | None = None,
-    test: str | None = None,
-    packages: Sequence[str] = (),
-    held_out: float = 0.05,
-    mined: int = 0,
-    bad_rows: float = 0.01,
-    progress: ProgressFactory = silent,
-) -> TextSet:
+    source: str, *, cache: Path, corpus: str | None = None, test: str | None = None, packages: Sequence[str] = (),
+    held_out: float = 0.05, mined: int = 0, bad_rows: float = 0.01, progress: ProgressFactory = silent,
+) -> TextSet:  # fmt: skip
     """The texts of `source`: "docstrings", a folder in BEIR's format, or a file of questions with their passages.
 
     "docstrings" are the functions of Python's library and of the installed `packages`. For a file, `corpus` has further

@@ -24,15 +24,11 @@ PROMPTS: dict[str, tuple[str, ...]] = {
     # the most common prompt of the field
     "plain": ("a photo of a {}.",),
     "several": (
-        "a photo of a {}.",
-        "a close photo of a {}.",
-        "a photo of a {}, seen from afar.",
-        "a poor and blurred photo of a {}.",
-        "a {} among other things.",
-        "a drawing of a {}.",
+        "a photo of a {}.", "a close photo of a {}.", "a photo of a {}, seen from afar.",
+        "a poor and blurred photo of a {}.", "a {} among other things.", "a drawing of a {}.",
         "something that looks like a {}.",
     ),
-}
+}  # fmt: skip
 
 
 class Source(NamedTuple):

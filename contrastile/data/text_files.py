@@ -63,15 +63,9 @@ def open_questions(
 
 
 def _read_files(
-    source: Path,
-    corpus: Path | None,
-    test: Path | None,
-    *,
-    bad_rows: float,
-    progress: ProgressFactory,
-    allowed_by: str = "data.bad_rows",
-    answers_suffice: bool = False,
-) -> TextSet:
+    source: Path, corpus: Path | None, test: Path | None, *, bad_rows: float, progress: ProgressFactory,
+    allowed_by: str = "data.bad_rows", answers_suffice: bool = False,
+) -> TextSet:  # fmt: skip
     builder = TextSetBuilder()
     with reading([path for path in (source, corpus, test) if path is not None], progress) as counter:
         for passage in read_passages(corpus, counter) if corpus is not None else ():

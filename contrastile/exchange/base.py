@@ -68,10 +68,7 @@ class Layout:
         if positives is not None:
             positives = torch.where(positives >= 0, positives + first_col, positives)
         diagonal = None if rows.diagonal is None else rows.diagonal + first_col
-        return (
-            replace(rows, start=first_row, diagonal=diagonal, positives=positives),
-            replace(cols, start=first_col),
-        )
+        return (replace(rows, start=first_row, diagonal=diagonal, positives=positives), replace(cols, start=first_col))
 
 
 @dataclass(frozen=True)

@@ -37,15 +37,9 @@ Work = Callable[[Any, Any, Ranks], Any]
 
 
 def run_parallel(
-    work: Work,
-    tasks: Sequence[Any],
-    opening: Callable[[], Any],
-    folder: RunFolder,
-    *,
-    jobs: int,
-    ranks: int = 1,
+    work: Work, tasks: Sequence[Any], opening: Callable[[], Any], folder: RunFolder, *, jobs: int, ranks: int = 1,
     device: str = "auto",
-) -> Generator[Any, None, None]:
+) -> Generator[Any, None, None]:  # fmt: skip
     """Yield the outcome of each task when it is ready, and the signal that asked to stop, if one did.
 
     `jobs` groups of `ranks` processes each take one task after the other, spread over the GPUs unless `device` names

@@ -239,6 +239,9 @@ class Sharding:
 
     def wholes_of(self, parameters: Sequence[Tensor], modules: Sequence[nn.Module]) -> list[Tensor]:
         """The parameters that the encoder computes with: for shards, the wholes behind them."""
+        managed = any(map(in_fsdp_module, modules))
+        if not managed and not self.modules:
+            return list(parameters)
         for module in self.modules:
             if any(whole is None for _, whole in fsdp_parameters(fsdp_states([module]))):
                 # a whole is made when it is gathered for the first time; ranks in other calls of `encode` raise before
@@ -247,7 +250,6 @@ class Sharding:
                 module.reshard()
         wholes = {id(shard): whole for shard, whole in fsdp_parameters(self._states) if whole is not None}
         used = [wholes[id(p)].requires_grad_() if id(p) in wholes else p for p in parameters]
-        managed = any(in_fsdp_module(module) for module in modules)
         distributed = [p for p in used if managed and hasattr(p, "device_mesh")]
         if any(not placement.is_replicate() for p in distributed for placement in getattr(p, "placements", ())):
             got = "a part of one, whose parameters it would not gather"

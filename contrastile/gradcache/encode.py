@@ -342,7 +342,7 @@ class GradientSums:
 
     def _accumulate(self, gradients: Mapping[int, Tensor]) -> None:
         """Add gradients by position of the parameter."""
-        first = {at: x.to(accumulator(x.dtype)) for at, x in gradients.items() if at not in self.totals}
+        first = {at: _as_type(x, accumulator(x.dtype)) for at, x in gradients.items() if at not in self.totals}
         second = [at for at in gradients if at in self.totals and at not in self.owned]
         later = [at for at in gradients if at in self.owned]
         # allocate before the first addition: a sub-batch that runs again after an error counts once
@@ -379,11 +379,16 @@ class GradientSums:
             if elsewhere and position not in self.totals:
                 self.totals[position] = torch.zeros_like(parameter)
         totals = [
-            self.totals[position].to(parameter.dtype) if position in self.totals else None
+            _as_type(self.totals[position], parameter.dtype) if position in self.totals else None
             for position, parameter in enumerate(self.parameters)
         ]
         wanted = (index for index, leaf in enumerate(self.leaves) if leaf.requires_grad)
         return [*totals, *map(self.inputs.get, wanted)]
+
+
+def _as_type(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x.to(dtype), without a call of torch where there is nothing to do; a model has hundreds of parameters."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _consume_graphs(job: Job, record: Record, sums: GradientSums) -> set[int]:

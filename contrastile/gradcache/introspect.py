@@ -25,6 +25,7 @@ from contrastile._errors import invalid
 from contrastile._torch import (
     BatchNorm,
     is_compiled,
+    modules_of,
     own_buffers,
     own_names,
     own_parameters,
@@ -57,9 +58,14 @@ class Reached:
     reads_frozen: bool = False
 
     @cached_property
+    def _every(self) -> list[nn.Parameter]:
+        """All parameters, frozen ones included."""
+        return own_parameters(self.modules)
+
+    @cached_property
     def resident(self) -> list[Tensor]:
         """Parameters and buffers, frozen ones included, which are in memory in any case."""
-        return [*self.parameters, *own_parameters(self.modules), *(x for _, _, x in own_buffers(self.modules))]
+        return [*self.parameters, *self._every, *(x for _, _, x in own_buffers(self.modules))]
 
     @cached_property
     def devices(self) -> list[torch.device | None]:
@@ -69,7 +75,7 @@ class Reached:
     @property
     def dtypes(self) -> set[torch.dtype]:
         """Types of all parameters."""
-        return {x.dtype for x in own_parameters(self.modules)}
+        return {x.dtype for x in self._every}
 
     @cached_property
     def _generators(self) -> list[Generator]:
@@ -110,7 +116,7 @@ def reach(
     owner = getattr(owner, "__self__", owner)
     input_device = next((leaf.device for leaf in leaves), None)
     if isinstance(owner, nn.Module):
-        modules, differentiable, reads_frozen = list(owner.modules()), True, False
+        modules, differentiable, reads_frozen = modules_of(owner), True, False
         parameters: list[Tensor] = [*own_parameters(modules)]
         first = next(iter(parameters), None)
     else:
@@ -216,12 +222,14 @@ def graph_leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
     seen = set(pending)
     while pending:
         node = pending.pop()
-        if hasattr(node, "variable"):
+        following = node.next_functions
+        # a graph has hundreds of nodes, and few that accumulate a gradient, which lead no further
+        if not following and hasattr(node, "variable"):
             yield node.variable
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                pending.append(following)
+        for each, _ in following:
+            if each is not None and each not in seen:
+                seen.add(each)
+                pending.append(each)
 
 
 def not_owned(leaf: Tensor, owner: str = "elsewhere") -> ValueError:
@@ -237,9 +245,11 @@ def graph_may_change_bits(encoder: Callable[..., Any], modules: Sequence[nn.Modu
     kernel if the bias requires a gradient.
     """
     attention = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-    return runs_compiled(encoder, modules) or any(
-        (isinstance(module, attention) and not module.training) or _learns_a_bias(module) for module in modules
-    )
+    if runs_compiled(encoder, modules) or any(isinstance(m, attention) and not m.training for m in modules):
+        return True
+    # most models have none of the words in any name
+    names = " ".join(own_names(*modules))
+    return any(word in names for word in RELATIVE) and any(map(_learns_a_bias, modules))
 
 
 def runs_compiled(encoder: Callable[..., Any], modules: Sequence[nn.Module]) -> bool:
@@ -249,11 +259,7 @@ def runs_compiled(encoder: Callable[..., Any], modules: Sequence[nn.Module]) -> 
 
 def _learns_a_bias(module: nn.Module) -> bool:
     """Return whether a trained parameter or child of the module is named as a relative position bias is."""
-    names = own_names(module)
-    # the names of most modules have none of the words
-    if not any(word in " ".join(names) for word in RELATIVE):
-        return False
-    biases = [getattr(module, name) for name in names if any(word in name for word in RELATIVE)]
+    biases = [getattr(module, name) for name in own_names(module) if any(word in name for word in RELATIVE)]
     parameters = (p for x in biases for p in (x.parameters() if isinstance(x, nn.Module) else [x]))
     return any(parameter is not None and parameter.requires_grad for parameter in parameters)
 

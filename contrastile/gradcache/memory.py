@@ -117,9 +117,7 @@ def kept_bytes(forward: Callable[[], object]) -> int:
 
 
 def bytes_per_example(
-    forward: Callable[[int], object],
-    sub_batch: int,
-    measure: Callable[[Callable[[], object]], int] = kept_bytes,
+    forward: Callable[[int], object], sub_batch: int, measure: Callable[[Callable[[], object]], int] = kept_bytes
 ) -> int:
     """Bytes that one more example adds: the slope between half a sub-batch and a whole one.
 

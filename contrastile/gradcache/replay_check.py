@@ -13,6 +13,7 @@ import warnings
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -49,7 +50,6 @@ class Sketches:
 
     def __init__(self) -> None:
         self.sub_batches: list[list[Tensor | None]] = []
-        self._signs: dict[Any, Tensor] = {}
 
     def add(self, outputs: Sequence[Tensor | None]) -> None:
         """Sketch those outputs of the next sub-batch that are rows of floating-point numbers."""
@@ -60,21 +60,21 @@ class Sketches:
         """Products [rows, 4]; a tensor with further axes has one row for each vector of its last axis."""
         rows = out.detach()
         rows = rows[:, None] if rows.ndim == 1 else rows.reshape(-1, rows.shape[-1]) if rows.ndim > 2 else rows
-        signs = self._of_width(rows.shape[1], rows.dtype, rows.device)
+        signs = _signs(rows.shape[1], rows.dtype, rows.device)
         kind = rows.device.type
         # products in the features' own type
         with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
             return rows @ signs
 
-    def _of_width(self, width: int, *kind: Any) -> Tensor:
-        if (width, *kind) not in self._signs:
-            dtype, device = kind
-            generator = torch.Generator("cpu").manual_seed(width)
-            coins = torch.randint(2, (PRODUCTS, width), generator=generator, dtype=dtype, device="cpu")
-            # products of the size of the features, which float16 holds
-            signs = coins.mul_(2).sub_(1).mul_(max(1, width) ** -0.5)
-            self._signs[width, *kind] = signs.to(device, non_blocking=True).T
-        return self._signs[width, *kind]
+
+@lru_cache(maxsize=64)
+def _signs(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Random signs [width, 4], scaled so that products have the size of the features, which float16 holds."""
+    # not of a caller's inference mode, whose tensors are of no use elsewhere
+    with torch.inference_mode(False), torch.no_grad():
+        generator = torch.Generator("cpu").manual_seed(width)
+        coins = torch.randint(2, (PRODUCTS, width), generator=generator, dtype=dtype, device="cpu")
+        return coins.mul_(2).sub_(1).mul_(max(1, width) ** -0.5).to(device).T
 
 
 class ReplayCheck:

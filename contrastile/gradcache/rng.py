@@ -52,7 +52,9 @@ def own_generators(modules: Iterable[nn.Module]) -> list[Generator]:
         kinds[numpy.Generator] = lambda g: Generator(
             lambda: g.bit_generator.state, partial(setattr, g.bit_generator, "state")
         )
-    generators = {id(value): value for module in modules for value in vars(module).values() if type(value) in kinds}
+    # most modules have none, which one look at their types shows
+    own = (vars(m).values() for m in modules if not kinds.keys().isdisjoint(map(type, vars(m).values())))
+    generators = {id(value): value for values in own for value in values if type(value) in kinds}
     return [kinds[type(value)](value) for value in generators.values()]
 
 

@@ -24,11 +24,11 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import Tensor
 
-from contrastile import InfoNCELoss, encode
+from contrastile import InfoNCELoss
 from contrastile._errors import invalid
+from contrastile.integrations.sides import Retain, encode_sides, loss_of_sides
 
 
 class ContrastileMixin:
@@ -41,7 +41,7 @@ class ContrastileMixin:
         sub_batch: examples of a side that are encoded at once, or "auto".
         sub_batch_tokens: tokens that are encoded at once, padding included, of sides with an `attention_mask`; with
             `sub_batch = None` this is the only limit. Texts of like length share a sub-batch, without common padding.
-        retain: as for `encode`.
+        retain: as for `encode`; of the last side, one sub-batch at least retains its graph.
         loss: called as `loss(queries, keys, scale)`; by default InfoNCE.
 
     A batch is a list or tuple of the sides' inputs, or a mapping, whose values are taken in its order.
@@ -50,7 +50,7 @@ class ContrastileMixin:
     encoders: Sequence[str] | str = "forward"
     sub_batch: int | Literal["auto"] | None = 64
     sub_batch_tokens: int | None = None
-    retain: int | Literal["auto"] = 0
+    retain: Retain = 0
     loss: Callable[..., Tensor] = InfoNCELoss()
 
     if TYPE_CHECKING:
@@ -71,19 +71,13 @@ class ContrastileMixin:
             name = getattr(self.loss, "__name__", "InfoNCELoss")
             got = getattr(self.loss, "__name__", self.loss)
             raise invalid("loss", "be a loss as an object", got, f"Write loss = {name}().")
-        features = []
-        for name, inputs in zip(names, sides, strict=True):
-            path, _, method = name.rpartition(".")
-            encoder: Any = attrgetter(path)(self) if path else self, method
-            tokens = self.sub_batch_tokens if isinstance(inputs, Mapping) and "attention_mask" in inputs else None
-            features.append(
-                encode(encoder, inputs, sub_batch=self.sub_batch, sub_batch_tokens=tokens, retain=self.retain)
-            )
-        query, *keys = features
+        paths = [name.rpartition(".") for name in names]
+        encoders = [(attrgetter(path)(self) if path else self, method) for path, _, method in paths]
+        features = encode_sides(encoders, sides, self.sub_batch, self.sub_batch_tokens, self.retain)
         # a subclass may have a number in the place of the method
         scale: Any = self.scale
         scale = scale() if callable(scale) else scale
-        return self.loss(query, torch.cat(keys) if len(keys) > 1 else keys[0], scale)
+        return loss_of_sides(self.loss, features, scale)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Log the loss as `train_loss` and return it."""

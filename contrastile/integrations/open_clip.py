@@ -1,10 +1,11 @@
-"""Losses with the constructor words of open_clip's, and its command line with the gradient cache (2.30 to 3.x).
+"""Losses with the constructor words of open_clip's, and its command line with the gradient cache (2.30 to 4.x).
 
     python -m contrastile.integrations.open_clip --sub-batch 64 --model ViT-B-16 --batch-size 4096 ...
 
-runs `open_clip_train.main` with all its flags. The model encodes each batch in sub-batches of 64, and the losses hold
-no matrix of logits. With `--accum-freq k` the k batches of a step are one batch: the gradient is that of the whole,
-the scale's and the bias's too, which open_clip's own loop makes k times too large.
+runs `open_clip_train.main` with all its flags, of version 4 `open_clip_train.legacy_main`, because main trains by tasks
+there. The model encodes each batch in sub-batches of 64, and the losses hold no matrix of logits. With `--accum-freq k`
+the k batches of a step are one batch: the gradient is that of the whole, the scale's and the bias's too, which
+open_clip's own loop makes k times too large.
 
 The classes may also take the place of open_clip's: `open_clip.factory.ClipLoss = ClipLoss`, as `replace_losses` does.
 """
@@ -15,6 +16,7 @@ import argparse
 import copy
 import sys
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 import contrastile
 from contrastile import encode
 from contrastile._errors import invalid, one_of, whole_number
+from contrastile._torch import pytree
 from contrastile._types import ExchangeName
 
 # ways of SigLIP between ranks, and the exchange that does the same
@@ -193,12 +196,13 @@ class Joined:
     def __len__(self) -> int:
         return int(self.num_batches)
 
-    def __iter__(self) -> Iterator[list[Tensor]]:
-        batches: list[Sequence[Tensor]] = []
+    def __iter__(self) -> Iterator[Any]:
+        # version 4 names the sides of a batch
+        batches: list[Any] = []
         for batch in self._loader:
             batches.append(batch)
             if len(batches) == self._count:
-                yield [torch.cat(side) for side in zip(*batches, strict=True)]
+                yield pytree.tree_map(lambda *sides: torch.cat(sides), *batches)
                 batches = []
 
 
@@ -231,13 +235,7 @@ def main(words: Sequence[str] | None = None) -> Any:
     if {"-h", "--help"} & set(theirs):
         # open_clip's own help follows, and ends the process
         parser.print_help()
-    rule, remedy = "be of version 2.30 to 3.x", 'Run: pip install "open_clip_torch>=2.30,<4".'
-    try:
-        import open_clip_train.main as open_clip_main
-    except ModuleNotFoundError as error:
-        raise invalid("open_clip", rule, f"no module {error.name}", remedy) from error
-    if not hasattr(open_clip_main, "create_loss"):
-        raise invalid("open_clip", rule, "another, which trains by tasks", remedy)
+    open_clip_main = _their_main()
     # before any model is built
     _refuse(open_clip_main.parse_args(theirs))
     its_epoch = open_clip_main.train_one_epoch
@@ -253,12 +251,23 @@ def main(words: Sequence[str] | None = None) -> Any:
         open_clip_main.train_one_epoch = its_epoch
 
 
+def _their_main() -> Any:
+    """The module of open_clip's command line with a loop over batches; main of version 4 trains by tasks."""
+    try:
+        main = import_module("open_clip_train.main")
+        return main if hasattr(main, "create_loss") else import_module("open_clip_train.legacy_main")
+    except ModuleNotFoundError as error:
+        rule, remedy = "be of version 2.30 to 4.x", 'Run: pip install "open_clip_torch>=2.30,<4".'
+        raise invalid("open_clip", rule, f"no module {error.name}", remedy) from error
+
+
 def _refuse(args: Any) -> None:
     """Raise for jobs whose outputs are more than features."""
     if "coca" in args.model.lower():
         remedy = "Run open_clip_train.main, which needs no cache for it; replace_losses() brings the losses."
         raise invalid("--model", "be one of two towers alone", args.model, remedy)
-    if args.horovod:
+    # version 4 has no such flag
+    if getattr(args, "horovod", False):
         raise invalid("--horovod", "be left out", True, "Launch with torchrun.")
 
 

@@ -21,9 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from contrastile import InfoNCELoss, encode
+from contrastile import InfoNCELoss
 from contrastile._errors import invalid
 from contrastile.gradcache.introspect import of_its_module
+from contrastile.integrations.sides import Retain, encode_sides, loss_of_sides
 
 # an encoder of one side: the name of a method of the model, or a function that gets the model and one side's inputs
 Encoder = str | Callable[..., Tensor]
@@ -72,11 +73,12 @@ class ContrastileMixin:
             or a function `f(model, **inputs)` that returns features [B, D]. The default is `mean_pooled`.
         loss: called as `loss(queries, keys, scale)`; by default InfoNCE, whose keys may be more than the queries.
         scale: a number, or a function of the model, as `lambda model: model.logit_scale.exp()`.
-        retain: as for `encode`.
+        retain: as for `encode`; of the last side, one sub-batch at least retains its graph.
 
     The loss is the mean over the batch of all ranks. Mixed precision, DistributedDataParallel, FSDP2, DeepSpeed's ZeRO
     stages 1 and 2, gradient accumulation, evaluation and resuming are the Trainer's own. Raises ValueError for several
-    GPUs in one process, and for ZeRO stage 3.
+    GPUs in one process, for ZeRO stage 3, and for options of the Trainer that a loss of two sides would not follow:
+    `compute_loss_func`, `compute_metrics`, `label_smoothing_factor`.
     """
 
     # the loss is a mean over the batch: the Trainer divides it by the steps that it accumulates
@@ -84,6 +86,8 @@ class ContrastileMixin:
 
     if TYPE_CHECKING:
         args: Any
+        compute_loss_func: Any
+        compute_metrics: Any
         accelerator: Any
         model: Any
 
@@ -96,7 +100,7 @@ class ContrastileMixin:
         encoders: Encoder | Sequence[Encoder] = mean_pooled,
         loss: Callable[..., Tensor] | None = None,
         scale: float | Callable[[Any], Tensor] = 20.0,
-        retain: int | Literal["auto"] = 0,
+        retain: Retain = 0,
         **named: Any,
     ) -> None:
         if isinstance(sides, str) or len(sides) < 2:
@@ -114,6 +118,15 @@ class ContrastileMixin:
         super().__init__(*positional, **named)
         # the columns of both sides are no arguments of the model's forward
         self.args.remove_unused_columns = False
+        smoothing = self.args.label_smoothing_factor
+        for name, given, none, remedy in (
+            ("compute_loss_func", self.compute_loss_func, None, "Pass loss=..., called as loss(queries, keys, scale)."),
+            ("compute_metrics", self.compute_metrics, None, "Evaluate features with contrastile.evaluate."),
+            ("label_smoothing_factor", smoothing, 0, "Pass loss=InfoNCELoss(label_smoothing=...)."),
+        ):
+            # the Trainer would leave it out without a word
+            if given != none:
+                raise invalid(name, f"be {none}", getattr(given, "__name__", given), remedy)
         if self.args.n_gpu > 1:
             raise invalid("n_gpu", "be 1", self.args.n_gpu, "Launch one process for each GPU, with torchrun.")
         refuse_zero_3(getattr(self.accelerator.state, "deepspeed_plugin", None))
@@ -131,17 +144,13 @@ class ContrastileMixin:
         del num_items_in_batch
         # accelerate puts autocast on the model's forward alone, which methods and the loss would miss
         with self.accelerator.autocast():
-            features = {}
-            for side, encoder in zip(self.sides, self.encoders, strict=True):
-                batch = self.inputs_of(inputs, side)
-                tokens = self.sub_batch_tokens if isinstance(batch, Mapping) and "attention_mask" in batch else None
-                features[side] = encode(
-                    (model, encoder), batch, sub_batch=self.sub_batch, sub_batch_tokens=tokens, retain=self.retain
-                )
-            query, *keys = features.values()
+            features = encode_sides(
+                [(model, encoder) for encoder in self.encoders], [self.inputs_of(inputs, side) for side in self.sides],
+                self.sub_batch, self.sub_batch_tokens, self.retain,
+            )  # fmt: skip
             scale = self.scale(self.accelerator.unwrap_model(model)) if callable(self.scale) else self.scale
-            loss = self.contrastive_loss(query, torch.cat(keys) if len(keys) > 1 else keys[0], scale)
-        return (loss, features) if return_outputs else loss
+            loss = loss_of_sides(self.contrastive_loss, features, scale)
+        return (loss, dict(zip(self.sides, features, strict=True))) if return_outputs else loss
 
     def _prepare_inputs(self, inputs: Mapping[str, Any]) -> Any:
         """The batch on the device."""

@@ -11,15 +11,6 @@ from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
 
 __all__ = [
-    "BalancedSigmoid",
-    "Decoupled",
-    "DecoupledWeighted",
-    "Distilled",
-    "Guided",
-    "Hardness",
-    "ScoreDivergence",
-    "ScoreMargins",
-    "Sigmoid",
-    "Softmax",
-    "SoftmaxInside",
-]
+    "BalancedSigmoid", "Decoupled", "DecoupledWeighted", "Distilled", "Guided", "Hardness", "ScoreDivergence",
+    "ScoreMargins", "Sigmoid", "Softmax", "SoftmaxInside",
+]  # fmt: skip

@@ -53,14 +53,9 @@ class Decoupled(Softmax):
         loss = (finite(named.top) - top) + (total.log() - mean)
         # no probability is a positive's, so that its gradient is −1/|P|
         state = SoftmaxState(
-            top=finite(named.top),
-            inverse=total.reciprocal(),
-            positive_top=finite(named.positive_top),
-            positive_inverse=zero,
-            missing=torch.ones_like(zero),
-            positive_share=share,
-            share=zero,
-        )
+            top=finite(named.top), inverse=total.reciprocal(), positive_top=finite(named.positive_top),
+            positive_inverse=zero, missing=torch.ones_like(zero), positive_share=share, share=zero,
+        )  # fmt: skip
         return Finished(torch.where(counts > 0, loss, zero), counts, torch.stack(state))
 
 

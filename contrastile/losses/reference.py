@@ -17,18 +17,10 @@ from contrastile._types import Reduction
 
 
 def dense_softmax(
-    q: Tensor,
-    k: Tensor,
-    scale: Tensor | float,
-    *,
-    positive: Tensor | None = None,
-    excluded: Tensor | None = None,
-    symmetric: bool = False,
-    weights: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    hardness: float = 0.0,
+    q: Tensor, k: Tensor, scale: Tensor | float, *, positive: Tensor | None = None, excluded: Tensor | None = None,
+    symmetric: bool = False, weights: Tensor | None = None, label_smoothing: float = 0.0, hardness: float = 0.0,
     reduction: Reduction = "mean",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """InfoNCE of q [N, D] against k [M, D]: cross-entropy of softmax(scale · q kᵀ) at the positives.
 
     positive, excluded: [N, M] bool; by default the diagonal, and nothing. A row's loss is the mean over its
@@ -45,17 +37,10 @@ def dense_softmax(
 
 
 def dense_decoupled(
-    q: Tensor,
-    k: Tensor,
-    scale: Tensor | float,
-    *,
-    positive: Tensor | None = None,
-    excluded: Tensor | None = None,
-    symmetric: bool = False,
-    weights: Tensor | None = None,
-    of_positives: Tensor | None = None,
+    q: Tensor, k: Tensor, scale: Tensor | float, *, positive: Tensor | None = None, excluded: Tensor | None = None,
+    symmetric: bool = False, weights: Tensor | None = None, of_positives: Tensor | None = None,
     reduction: Reduction = "mean",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The decoupled loss: log Σ exp x over the negatives − mean x over the positives (Yeh et al. 2022, equation 6).
 
     Arguments as in `dense_softmax`; rows without a negative leave the mean too. of_positives: [N] weights of the
@@ -101,16 +86,10 @@ def dense_clip(q: Tensor, k: Tensor, scale: Tensor | float) -> Tensor:
 
 
 def dense_sigmoid(
-    q: Tensor,
-    k: Tensor,
-    scale: Tensor | float,
-    bias: Tensor | float | None = None,
-    *,
-    positive: Tensor | None = None,
-    excluded: Tensor | None = None,
-    weights: Tensor | None = None,
+    q: Tensor, k: Tensor, scale: Tensor | float, bias: Tensor | float | None = None, *,
+    positive: Tensor | None = None, excluded: Tensor | None = None, weights: Tensor | None = None,
     reduction: Reduction = "mean",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """SigLIP's loss: Σ_ij −log σ(z_ij (scale · ⟨q_i, k_j⟩ + bias)) / N with z = ±1 (Zhai et al. 2023, algorithm 1).
 
     positive, excluded, weights: as in `dense_softmax`; pairs that are excluded leave the sum, and the divisor stays.
@@ -133,17 +112,10 @@ def dense_sigmoid(
 
 
 def _over_rows(
-    row_losses: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
-    q: Tensor,
-    k: Tensor,
-    scale: Tensor | float,
-    positive: Tensor | None,
-    excluded: Tensor | None,
-    symmetric: bool,
-    weights: Tensor | None,
-    reduction: Reduction,
-    hardness: float = 0.0,
-) -> Tensor:
+    row_losses: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]], q: Tensor, k: Tensor,
+    scale: Tensor | float, positive: Tensor | None, excluded: Tensor | None, symmetric: bool, weights: Tensor | None,
+    reduction: Reduction, hardness: float = 0.0,
+) -> Tensor:  # fmt: skip
     """The reduced losses of the rows, or the mean of theirs and of the columns' where symmetric.
 
     row_losses: from logits, positives and excluded pairs [N, M] to the loss of each row, and the mask of rows with one.

@@ -37,16 +37,11 @@ class ConvTower(nn.Module):
     def __init__(self, *, channels: int, width: int = 32) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(channels, width, 5, stride=2, padding=2),
-            nn.ReLU(),
-            nn.Conv2d(width, 2 * width, 3, stride=2, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(2 * width, 4 * width, 3, stride=2, padding=1),
-            nn.ReLU(),
-            ResidualBlock(4 * width),
-            _norm(4 * width),
-            nn.ReLU(),
-        )
+            nn.Conv2d(channels, width, 5, stride=2, padding=2), nn.ReLU(),
+            nn.Conv2d(width, 2 * width, 3, stride=2, padding=1), nn.ReLU(),
+            nn.Conv2d(2 * width, 4 * width, 3, stride=2, padding=1), nn.ReLU(), ResidualBlock(4 * width),
+            _norm(4 * width), nn.ReLU(),
+        )  # fmt: skip
         self.features = 4 * width * self.POSITIONS**2
 
     def forward(self, pixels: Tensor) -> Tensor:

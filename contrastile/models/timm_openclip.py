@@ -81,15 +81,9 @@ def load_weights_into(module: nn.Module, weights: dict[str, Tensor], checkpoint:
 
 
 def timm_tower(
-    name: str,
-    checkpoint: str | None = None,
-    config: base.Settings | None = None,
-    mean: list[float] | None = None,
-    std: list[float] | None = None,
-    *,
-    image_size: int,
-    channels: int,
-) -> base.Tower:
+    name: str, checkpoint: str | None = None, config: base.Settings | None = None, mean: list[float] | None = None,
+    std: list[float] | None = None, *, image_size: int, channels: int,
+) -> base.Tower:  # fmt: skip
     """A model of timm without its classifier; `config` holds further arguments of timm.create_model.
 
     With random weights, a model of fixed image size is built for the recipe's images; with a checkpoint, it keeps its

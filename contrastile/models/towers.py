@@ -7,7 +7,7 @@ A tower is any module that maps its inputs to `[B, features]`: one of `small.py`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -178,6 +178,11 @@ class Retriever(nn.Module):
         # trim columns of padding, which cost as much as tokens
         longest = max(int(attention_mask.sum(dim=1).max()), 1)
         return encoder(input_ids[:, :longest], attention_mask[:, :longest])
+
+    def encode_compared(self, side: str, sizes: Sequence[int | None], **tokens: Tensor) -> list[Any]:
+        """Features of a side's texts as they are compared, the first of each of these sizes; of None all."""
+        features = getattr(self, f"encode_{side}")(**tokens)
+        return [self.comparable(features, size) for size in sizes]
 
     def comparable(self, features: Tensor, dimensions: int | None = None) -> Tensor:
         """Features as they are compared: float32, the first `dimensions`, of length 1 where `normalise` is set."""

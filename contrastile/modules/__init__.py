@@ -5,13 +5,6 @@ from contrastile.modules.retrieval import GISTLoss, InfoNCELoss, ScoreDistillLos
 from contrastile.modules.views import NTXentLoss, SupConLoss
 
 __all__ = [
-    "ClipLoss",
-    "DCLLoss",
-    "DistillClipLoss",
-    "GISTLoss",
-    "InfoNCELoss",
-    "NTXentLoss",
-    "ScoreDistillLoss",
-    "SigLipLoss",
-    "SupConLoss",
-]
+    "ClipLoss", "DCLLoss", "DistillClipLoss", "GISTLoss", "InfoNCELoss", "NTXentLoss", "ScoreDistillLoss",
+    "SigLipLoss", "SupConLoss",
+]  # fmt: skip

@@ -1,7 +1,9 @@
-"""A profile of this machine, measured in about twenty seconds by small losses, products and copies.
+"""A profile of this machine, measured in about twenty seconds by small losses, a layer of a tower, and copies.
 
-Beside `profile.py`, which reads it. Rates between several GPUs need several processes and are taken over from the
-profile of the H200; the profile says so.
+Beside `profile.py`, which reads it. The rate of products and the host's time of a kernel are those of a transformer's
+layer, forward and backward, whose work `towers.py` counts: bare products are faster, and bare kernels are launched in
+a fraction of the time that autograd and modules take. Rates between several GPUs need several processes and are taken
+over from the profile of the H200; the profile says so.
 """
 
 from __future__ import annotations
@@ -11,24 +13,32 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from contrastile.modules import ClipLoss
 from contrastile.offload import free_memory, settle, usable_cpus
 from contrastile.planner.loss import LossSize
 from contrastile.planner.profile import THIS, Profile, calibrated_path, known_profiles
+from contrastile.planner.towers import Work, measure, shapes_only
 
 # seconds for each of the measurements
 SECONDS = 1.2
 # side of products, numbers of a copy, rows of a loss: on a GPU, and on a CPU
 SIDES, NUMBERS, ROWS = {"cuda": 8192, "cpu": 1024}, {"cuda": 2**28, "cpu": 2**22}, {"cuda": 2**15, "cpu": 2**12}
 # features of two losses, whose difference is that of their products
-FEATURES = (128, 512)
+FEATURES = (512, 1024)
 SMALL = 64
 PICTURE = 256
+# width, heads, and tokens of a layer; examples for products to take most of the time, and one for the host to
+LAYER = {"cuda": (1024, 16, 256), "cpu": (256, 4, 64)}
+EXAMPLES = {"cuda": 64, "cpu": 8}
+# rate of products in a layer over that of bare ones, at least: a measurement may be disturbed
+LEAST = 0.5
 
 
 def calibrate(path: Path | None = None, seconds: float = SECONDS) -> Path:
@@ -68,15 +78,13 @@ def measured(device: torch.device, seconds: float) -> Profile:
         rates[dtype] = 2 * side**3 / timed(lambda a=a, b=b: torch.mm(a, b))  # type: ignore[misc]
     q, k, v = (torch.randn(8, 8, side // 8, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
     attention = 4 * q.numel() * k.shape[2] / timed(lambda: F.scaled_dot_product_attention(q, k, v))
-    x = torch.ones(NUMBERS[kind], device=device)
-    bandwidth = 3 * x.nbytes / timed(lambda: torch.add(x, x))
-    few = torch.ones(SMALL, device=device)
-
-    def kernels() -> None:
-        y = few
-        for _ in range(100):
-            y = y + few
-
+    x, y, z = (torch.ones(NUMBERS[kind], device=device) for _ in range(3))
+    bandwidth = 3 * x.nbytes / timed(lambda: torch.add(x, y, out=z))
+    (few, small), (most, large) = (_layer(kind, device, n) for n in (1, EXAMPLES[kind]))
+    launch = timed(small) / few.kernels
+    bare = rates[torch.bfloat16]
+    busy = timed(large) - most.moved / bandwidth - most.attention / attention
+    products = min(bare, max(LEAST * bare, most.products / max(busy, 1e-9)))
     rows, times = ROWS[kind], {}
     for backend in ("auto", "dense"):
         for features in FEATURES if backend == "auto" else FEATURES[:1]:
@@ -90,14 +98,36 @@ def measured(device: torch.device, seconds: float) -> Profile:
     device_text = f"{torch.get_num_threads()} threads" if kind == "cpu" else name
     today = datetime.now(UTC).date()
     return replace(
-        base, name=name, device=kind, memory=memory, products=rates[torch.bfloat16], attention=attention,
-        float32=rates[torch.float32] / rates[torch.bfloat16], bandwidth=bandwidth, launch=timed(kernels) / 100,
+        base, name=name, device=kind, memory=memory, products=products, attention=attention,
+        float32=rates[torch.float32] / bare, bandwidth=bandwidth, launch=launch,
         loss=8 / slope, pair=rest, dense_pair=dense, call=call, decode=_decoded(seconds), cpus=usable_cpus(),
         provenance=(
             f"contrastile plan --calibrate, {device_text}, torch {torch.__version__}, {today}",
             "link, network, hop and block are those of the H200: one process cannot measure them",
         ),
     )  # fmt: skip
+
+
+def _layer(kind: str, device: torch.device, examples: int) -> tuple[Work, Callable[[], object]]:
+    """A layer of a transformer for so many examples, forward and backward under autocast, and its work."""
+    width, heads, tokens = LAYER[kind]
+
+    def layer() -> nn.Module:
+        return nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+
+    context = partial(torch.autocast, device_type=kind, dtype=torch.bfloat16)
+    with shapes_only():
+        counted = layer()
+        on_cpu = partial(torch.autocast, device_type="cpu", dtype=torch.bfloat16)
+        cost = measure("layer", counted, lambda n: [torch.empty(n, tokens, width)], counted, examples, on_cpu)
+    real, x = layer().to(device), torch.randn(examples, tokens, width, device=device)
+
+    def step() -> None:
+        with context():
+            out = real(x)
+        torch.autograd.grad(out, [*real.parameters()], torch.ones_like(out))
+
+    return cost.replay_work, step
 
 
 def _loss(rows: int, features: int, backend: str, device: torch.device) -> Callable[[], object]:

@@ -26,8 +26,8 @@ class LossSize:
 
     dtype: of the products. given: of the features. memory: bytes of the device, of which "auto" and the default
     workspace are shares. exchange, backend: words of the losses' options. queue: a rank's keys of earlier steps, which
-    are columns too. own: columns of each row beside them, such as other rows; guide: the numbers of a guide's rows,
-    which are then copied with them. directions: such losses in a step, one after the other.
+    are columns too. own: columns of each row beside them, such as other rows. guide: the numbers of a row of another
+    model, which are multiplied too, and copied where there are own columns. directions: such losses of a step, in turn.
     """
 
     rows: int
@@ -149,7 +149,7 @@ class LossSize:
             end += (self.rows + self.columns) * self.dimensions * self.wide
         # the sums of those before wait for the backward; copies of all columns, where others are behind the keys, too
         queued = self.columns * self.dimensions * self.given.itemsize if self.queue or self.own else 0
-        queued += (self.rows + self.columns) * self.guide * self.given.itemsize
+        queued += (self.rows + self.columns) * self.guide * self.given.itemsize if self.own else 0
         others = (self.directions - 1) * throughout + self.directions * queued
         return throughout + others, end + others
 
@@ -174,8 +174,12 @@ class LossSize:
 
     @property
     def operations(self) -> float:
-        """Operations of a rank in both passes: 8 for each pair and feature; of a pairwise loss in one sweep 6."""
-        return (6 if self.loss.pairwise and not self.host else 8) * self.pairs * self.dimensions
+        """Operations of a rank in both passes.
+
+        For each pair and feature 8, of a pairwise loss in one sweep 6; for each feature of another model 4.
+        """
+        own = 6 if self.loss.pairwise and not self.host else 8
+        return self.pairs * (own * self.dimensions + 4 * self.guide)
 
     @property
     def pairs(self) -> float:

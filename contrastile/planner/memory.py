@@ -204,7 +204,7 @@ class StepMemory:
 
     def with_features_on_host(self) -> StepMemory:
         """The same step whose features wait in host memory: of `encode` and the loss."""
-        sides = [replace(side, host=True, copies=0) for side in self.sides]
+        sides = [replace(side, host=True, copies=0, between=0) for side in self.sides]
         graphs = sum(side.graphs(count) for side, count in zip(self.sides, self.graphs(), strict=True))
         held = sum(self.base().values()) + graphs
         return replace(self, sides=sides, loss=replace(self.loss, host=True, held=held))

@@ -79,7 +79,8 @@ class Plan:
     def host(self) -> int:
         """Bytes of host memory on a node: the model, which is built there first, batches, and features that wait."""
         pairs, loss = -(-self.batch // self.target.ranks) * self.target.per_node, self.step.loss
-        waiting = host_bytes(loss.sizes, loss.given, loss.ranks) if loss.host else 0
+        of_row, of_key = loss.sizes
+        waiting = host_bytes((of_row, self.keys * of_key), loss.given, loss.ranks) if loss.host else 0
         return self.target.per_node * self.parameters + pairs * (BATCHES_ON_HOST * self.host_inputs + waiting)
 
     @cached_property
@@ -109,9 +110,15 @@ class Plan:
         return total
 
     def at(self, batch: int) -> Plan:
-        """The same plan for another batch of all ranks."""
-        rows = -(-batch // (self.target.ranks * self.parts))
-        return replace(self, batch=batch, step=self.step.with_batch(rows, self.keys * rows), stages=())
+        """The same plan for another batch of all ranks, which a run of known length has throughout."""
+        rows, pairs = -(-batch // (self.target.ranks * self.parts)), sum(size * steps for size, steps in self.stages)
+        lengths = ((batch, -(-pairs // batch)),) if pairs else ()
+        return replace(self, batch=batch, step=self.step.with_batch(rows, self.keys * rows), stages=lengths)
+
+    @property
+    def most(self) -> int:
+        """The batch of all ranks beyond which no larger one is looked for."""
+        return MOST_ROWS * self.target.ranks * self.parts
 
     def largest(self, **loss: Any) -> int:
         """The largest batch of all ranks that fits, without retained graphs; `loss`: changed fields of its sizes."""
@@ -123,6 +130,8 @@ class Plan:
         low, high = 0, 1
         while high <= MOST_ROWS and fits(high):
             low, high = high, 2 * high
+        if low == MOST_ROWS:
+            return self.most
         while high - low > max(1, low // 1000):
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)

@@ -120,7 +120,9 @@ def target(word: str | None) -> Target:
     match = GPUS.fullmatch(word)
     if match is None:
         raise invalid("gpus", "be [nodes x] [GPUs x] chip [- memory in GB]", repr(word), EXAMPLE)
-    profile, gigabytes = profiles.get(match["chip"].lower()), match["memory"]
+    chip, gigabytes = match["chip"].lower(), match["memory"]
+    # the profile of this machine has its GPU's whole name, such as NVIDIA A100-SXM4-80GB
+    profile = profiles.get(chip) or next((p for name, p in profiles.items() if chip in re.split("[ -]", name)), None)
     if profile is None and gigabytes is None:
         names = ", ".join(sorted(profile.name for profile in profiles.values()))
         rule = f"name a chip with a profile ({names}), or its memory too"

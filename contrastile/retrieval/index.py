@@ -58,15 +58,9 @@ def load_run(folder: RunFolder, *, device: str) -> Run | RetrieverRun:
 
 
 def encode_source(
-    folder: RunFolder,
-    corpus: str | None,
-    out: Path,
-    *,
-    shard: int,
-    dimensions: int | None,
-    device: str,
+    folder: RunFolder, corpus: str | None, out: Path, *, shard: int, dimensions: int | None, device: str,
     bad_rows: float | None = None,
-) -> Index:
+) -> Index:  # fmt: skip
     """The index of `corpus`, by default the run's own passages; of a folder of pictures, for a run of pictures."""
     made_by = run_checksums(folder)
     run = load_run(folder, device=device)
@@ -93,15 +87,9 @@ def _read_passages(source: Path, bad_rows: float) -> Iterator[Passage]:
 
 
 def encode_corpus(
-    run: Run | RetrieverRun,
-    passages: Iterable[Passage],
-    folder: Path,
-    *,
-    corpus: str,
-    made_by: dict[str, str],
-    shard: int = 65_536,
-    dimensions: int | None = None,
-) -> Index:
+    run: Run | RetrieverRun, passages: Iterable[Passage], folder: Path, *, corpus: str, made_by: dict[str, str],
+    shard: int = 65_536, dimensions: int | None = None,
+) -> Index:  # fmt: skip
     """Write the features of `passages` into `folder`, `shard` of them per file; continue an earlier call.
 
     `corpus` and `made_by` identify the contents. Passages appended to the corpus are added; other changes are refused.

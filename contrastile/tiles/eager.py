@@ -244,8 +244,10 @@ class Dense(Eager):
         cls, loss: PairLoss, N: int, M: int, D: int, dtype: torch.dtype, workspace: int, device: torch.device,
         *, by_index: bool = False,
     ) -> int:  # fmt: skip
-        del loss, D, workspace
-        matrices = MATRICES_BY_INDEX if by_index else TILES_HELD_CPU if device.type == "cpu" else MATRICES
+        del D, workspace
+        # as of a tile, exponentials of both directions where logits are far apart
+        on_cpu = TILES_HELD_CPU + loss.symmetric
+        matrices = MATRICES_BY_INDEX if by_index else on_cpu if device.type == "cpu" else MATRICES
         return int(matrices * N * M * accumulator(dtype).itemsize)
 
 

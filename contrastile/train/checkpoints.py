@@ -56,15 +56,9 @@ class Checkpoints:
     """
 
     def __init__(
-        self,
-        folder: Path | None,
-        settings: SaveSettings,
-        data: str = "",
-        *,
-        recipe: Mapping[str, Any] | None = None,
-        run: RunFolder | None = None,
-        writes: bool = True,
-    ) -> None:
+        self, folder: Path | None, settings: SaveSettings, data: str = "", *, recipe: Mapping[str, Any] | None = None,
+        run: RunFolder | None = None, writes: bool = True,
+    ) -> None:  # fmt: skip
         self._folder, self._settings, self._data, self._writes = folder, settings, data, writes
         self._run = run
         self._origin = {**(recipe or {}), **({} if run is None else {"run": run_id(run)})}

@@ -273,10 +273,7 @@ def retrieval(name: str, captioned: Captioned, run: Run, most: int | None = None
     matches = torch.from_numpy(np.unique([number[owner[chosen]], caption], axis=1)).to(run.device)
     measured = both_ways(pictures, texts, *matches)
     results, sizes = [], (len(pictures), len(texts))
-    directions = (
-        ("image_to_text", "picture → caption", sizes),
-        ("text_to_image", "caption → picture", sizes[::-1]),
-    )
+    directions = (("image_to_text", "picture → caption", sizes), ("text_to_image", "caption → picture", sizes[::-1]))
     for (direction, label, counts), queries in zip(directions, matches, strict=True):
         shares = {str(k): measured[f"{direction}_R@{k}"] for k in ranks_below(counts[1])}
         guessed = chance_among(queries.bincount(minlength=counts[0]), counts[1], ks=(1,))[1]

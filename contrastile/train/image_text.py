@@ -18,19 +18,10 @@ from contrastile.gradcache.encode import encode
 from contrastile.gradcache.memory import bytes_per_example
 from contrastile.models.base import evaluating
 from contrastile.models.text import load_tokenizer
+from contrastile.train import evaluation
 from contrastile.train.batch_builder import Batch, BatchBuilder, DataBundle, open_data_bundle, with_cached_features
 from contrastile.train.config import Recipe
-from contrastile.train.evaluation import (
-    Row,
-    Test,
-    encode_held_out,
-    evaluate,
-    measure_all,
-    metrics_line,
-    open_test,
-    picture_samples,
-    probe,
-)
+from contrastile.train.evaluation import Row, Test, measure_all, open_test, probe
 from contrastile.train.folder import RunFolder
 from contrastile.train.objective import BothTokenizers, PairObjective, Teacher, apart, open_teacher
 from contrastile.train.ranks import Ranks
@@ -136,9 +127,9 @@ class ImageText(Task[Batch]):
 
         def measure(index: int, test: Test) -> list[Row]:
             if not whole:
-                return [metrics_line(row) for row in test.measure(self.run, self.run.recipe.evaluate.probe)]
+                return [evaluation.metrics_line(row) for row in test.measure(self.run, self.run.recipe.evaluate.probe)]
             self._results[index] = test.measure(self.run)
-            return [metrics_line(row, whole=True) for row in self._results[index]]
+            return [evaluation.metrics_line(row, whole=True) for row in self._results[index]]
 
         return [(test.name, partial(measure, index, test)) for index, test in enumerate(self._tests)]
 
@@ -164,10 +155,10 @@ class ImageText(Task[Batch]):
         return bytes_per_example(image, sub_batch.image) + bytes_per_example(text, texts), sub_batch.image
 
     def report(self, folder: RunFolder) -> str:
-        encoded = encode_held_out(self.run, self.bundle.pairs)
-        results = [*evaluate(self.run, encoded), *measure_all(self.run, folder, self._results)]
+        encoded = evaluation.encode_held_out(self.run, self.bundle.pairs)
+        results = [*evaluation.evaluate(self.run, encoded), *measure_all(self.run, folder, self._results)]
         write_results(folder, results)
-        write_report(folder, picture_samples(self.bundle.pairs, encoded))
+        write_report(folder, evaluation.picture_samples(self.bundle.pairs, encoded))
         return table_text(results)
 
 

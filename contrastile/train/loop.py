@@ -22,20 +22,12 @@ from torch.optim import Optimizer
 from contrastile.data.base import Batches
 from contrastile.distributed.failure import all_failed
 from contrastile.gradcache.rng import begin_random
+from contrastile.train import folder as folders
 from contrastile.train import optim
 from contrastile.train import state as states
 from contrastile.train.checkpoints import Checkpoints, Parts, step_seed
 from contrastile.train.config import Recipe
-from contrastile.train.folder import (
-    CHECKPOINTS,
-    METRICS,
-    RECIPE,
-    RunFolder,
-    begun_run,
-    finished_run,
-    new_run,
-    resumed_run,
-)
+from contrastile.train.folder import CHECKPOINTS, METRICS, RECIPE, RunFolder
 from contrastile.train.image_text import ImageText
 from contrastile.train.load import load
 from contrastile.train.log import Bar, Listener, Metrics, progress, size, trackers
@@ -76,7 +68,7 @@ def run_recipe(recipe: Recipe | RetrieverRecipe, runs: str | Path, *, resume: bo
     begin it, where there is none. A finished run is evaluated again.
     """
     ranks = Ranks.of_environment(recipe.device)
-    begun = begun_run(runs, recipe.name) if resume else None
+    begun = folders.begun_run(runs, recipe.name) if resume else None
     recipe = settled(recipe, begun)
     if begun is not None:
         same_recipe(begun, recipe)
@@ -89,7 +81,7 @@ def run_recipe(recipe: Recipe | RetrieverRecipe, runs: str | Path, *, resume: bo
         result = states.finished_result(begun) if begun is not None else None
         result = result or train_run(None, task, checkpoints_of(writes=False), ranks)
         return Outcome(None, result.examples, "", result.stopped_by, task.unit)
-    with resumed_run(begun) if begun is not None else new_run(runs, recipe.name) as folder:
+    with folders.resumed_run(begun) if begun is not None else folders.new_run(runs, recipe.name) as folder:
         if begun is None:
             begin_run(folder, task.run)
         checkpoints = checkpoints_of(run=folder)
@@ -111,7 +103,7 @@ def run_recipe(recipe: Recipe | RetrieverRecipe, runs: str | Path, *, resume: bo
 
 def evaluate_run(path: str | Path, *, device: str = "auto") -> str:
     """Evaluate the saved weights of a run again and write its report again; the table."""
-    folder = finished_run(path)
+    folder = folders.finished_run(path)
     recipe = load_any_recipe(folder / RECIPE, files=False)
     return TASKS[recipe.kind].of_run(folder, device=device).report(folder)
 
@@ -371,12 +363,9 @@ class Trainer:
 
 
 def step(
-    task: Task[Any],
-    optimizer: Optimizer,
-    parts: Sequence[BatchPart],
-    scaler: torch.amp.GradScaler | None = None,
+    task: Task[Any], optimizer: Optimizer, parts: Sequence[BatchPart], scaler: torch.amp.GradScaler | None = None,
     ranks: Ranks = ALONE,
-) -> tuple[float, float]:
+) -> tuple[float, float]:  # fmt: skip
     """Back-propagate the loss of all parts, clip, update the weights, clamp the scale; loss and gradient norm.
 
     All are those of the batch of all ranks, of which `parts` are this rank's shares. A `scaler` enlarges gradients in

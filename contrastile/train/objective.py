@@ -179,9 +179,9 @@ class QueryObjective(Objective):
     }  # fmt: skip
     sides: ClassVar = ("passage",)
 
-    def __init__(self, settings: Any, *, features: int = 0, scorer: nn.Module | None = None) -> None:
-        """`scorer`: of token vectors, in the place of the dot product."""
-        super().__init__(settings, features=features)
+    def __init__(self, settings: Any, *, scorer: nn.Module | None = None, **words: Any) -> None:
+        """`scorer`: of token vectors, in the place of the dot product; `words`: those of `Objective`."""
+        super().__init__(settings, **words)
         by_scores = settings.kind in ("kl", "margin_mse")
         if scorer is not None:
             self.loss = partial(self.loss, scorer=scorer) if by_scores else _scored(self.loss, scorer)

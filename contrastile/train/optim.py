@@ -62,13 +62,9 @@ class Adafactor(PerParameterOptimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.95),
-        beta2_decay: float = -0.8,
-        weight_decay: float = 0.0,
-    ) -> None:
+        self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.95),
+        beta2_decay: float = -0.8, weight_decay: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__(params, {"lr": lr, "betas": betas, "beta2_decay": beta2_decay, "weight_decay": weight_decay})
         for group in self.param_groups:
             group["peak"] = group["lr"]

@@ -32,7 +32,6 @@ from contrastile.planner.plan import Plan
 from contrastile.planner.profile import Target, target
 from contrastile.planner.towers import TowerCost, made_without_memory, measure, shapes_only, without_memory
 from contrastile.train.config import AnyRecipe, Recipe
-from contrastile.train.config.image_text import ON_HOST
 from contrastile.train.config.towers import without_folders
 from contrastile.train.loaded import HALVES, LoadedRun, autocast
 from contrastile.train.objective import OBJECTIVES, teacher_recipe
@@ -62,7 +61,8 @@ def planned(recipe: Any, overrides: Sequence[str], gpus: str | None, batch: int 
     if batch is not None and batch < machines.ranks:
         raise invalid("batch", f"be at least a pair for each of the {machines.ranks} ranks", batch, "Take more.")
     model, costs = towers(settings, machines.ranks, batch or largest)
-    return plan_of(settings, machines, batch or largest, model, costs, stages(settings, pairs) if not batch else ())
+    plan = plan_of(settings, machines, batch or largest, model, costs, stages(settings, pairs))
+    return plan if batch is None else plan.at(batch)
 
 
 def planned_memory(run: LoadedRun, batch: int, ranks: int) -> dict[str, int] | None:
@@ -222,8 +222,7 @@ def plan_of(
         else:
             teacher = sum(x.nbytes for x in (*guide.parameters(), *guide.buffers()))
             guides = [Side(cost, side.examples) for cost, side in zip(guide_costs, sides, strict=True)]
-            if loss.own:
-                loss = replace(loss, guide=guide_costs[0].dimensions * (1 + positives))
+            loss = replace(loss, guide=guide_costs[0].dimensions * (1 + positives))
     queues = (2 if both_ways else 1) * queue * (dimensions * given.itemsize + ID)
     weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
     trained = sum(x.nbytes for x in model.parameters() if x.requires_grad)
@@ -238,11 +237,11 @@ def plan_of(
     pictures = isinstance(recipe, Recipe) and is_collection(recipe.data.source) and not recipe.model.precompute
     inputs = sum(side.examples * side.cost.inputs for side in sides) // max(1, rows)
     step = StepMemory(sides, loss, held, train.retain, guides)
-    if getattr(train, "features", "device") == "host":
+    if train.features == "host":
         step = step.with_features_on_host()
     return Plan(
         recipe.name, machines, batch, step, keys, train.accumulate, weights, trained, inputs, int(pictures),
-        half is not None, isinstance(recipe, Recipe) and recipe.loss.kind in ON_HOST, lengths,
+        half is not None, recipe.may_stream, lengths,
     )  # fmt: skip
 
 

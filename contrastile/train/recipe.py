@@ -32,16 +32,11 @@ KINDS: dict[str, type[AnyRecipe]] = {"image-text": Recipe, "retriever": Retrieve
 
 # names of other programs for a key
 SYNONYMS = {
-    "lr": "learning_rate",
-    "wd": "weight_decay",
-    **dict.fromkeys(("src", "path"), "source"),
-    "batch_size": "batch",
+    "lr": "learning_rate", "wd": "weight_decay", **dict.fromkeys(("src", "path"), "source"), "batch_size": "batch",
     **dict.fromkeys(("micro_batch_size", "mini_batch_size"), "sub_batch"),
-    **dict.fromkeys(("accum_freq", "gradient_accumulation_steps"), "accumulate"),
-    "max_epochs": "epochs",
-    "temperature": "scale",
-    "embed_dim": "features",
-}
+    **dict.fromkeys(("accum_freq", "gradient_accumulation_steps"), "accumulate"), "max_epochs": "epochs",
+    "temperature": "scale", "embed_dim": "features",
+}  # fmt: skip
 
 # pydantic's errors that read better in other words
 RULES = {

@@ -196,15 +196,9 @@ class NonFiniteGuard:
         vars(self).update(state_dict)
 
     def passes(
-        self,
-        step: int,
-        value: float,
-        norm: float,
-        model: nn.Module,
-        inputs: Iterable[Mapping[str, Tensor]],
-        *,
+        self, step: int, value: float, norm: float, model: nn.Module, inputs: Iterable[Mapping[str, Tensor]], *,
         counted: bool = True,
-    ) -> bool:
+    ) -> bool:  # fmt: skip
         """True where loss and norm are finite; otherwise log the step, and end the run at the third in a row.
 
         inputs: named floating-point inputs of each part of the batch. A gradient beyond the range of fp16 is not

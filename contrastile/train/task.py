@@ -164,17 +164,11 @@ class Task(ABC, Generic[P]):
         """The metadata without values that take the model, or long, to compute."""
         recipe, pairs = self.run.recipe, len(self.rows)
         return {
-            "name": recipe.name,
-            "parameters": sum(parameter.numel() for parameter in self.run.model.parameters()),
-            "device": chip(self.run.device),
-            **asdict(result),
-            "versions": versions(),
-            "ended": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            "pairs": pairs,
-            "skipped": dict(self.skipped),
-            "loss": recipe.loss.kind,
-            "batch": [size for _, size in recipe.train.fitted(pairs).batch],
-        }
+            "name": recipe.name, "parameters": sum(parameter.numel() for parameter in self.run.model.parameters()),
+            "device": chip(self.run.device), **asdict(result), "versions": versions(),
+            "ended": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), "pairs": pairs, "skipped": dict(self.skipped),
+            "loss": recipe.loss.kind, "batch": [size for _, size in recipe.train.fitted(pairs).batch],
+        }  # fmt: skip
 
     @abstractmethod
     def report(self, folder: RunFolder) -> str:

@@ -69,13 +69,10 @@ def features() -> str:
     """Time and memory of what no other table has."""
     lines = []
     for row in rows_of("h200_features.csv"):
-        waiting = f"{100 * float(row['waiting']):.1f} %" if row["waiting"] else ""
         planned = gib_text(row["planned_bytes"]) if row["planned_bytes"] else ""
-        batch = f"{int(row['batch']):,}" if row["what"] != "optimizer" else ""
-        ms = time_text(float(row["ms"]))
-        lines.append((row["what"], row["way"], batch, ms, gib_text(row["peak_bytes"]), planned, waiting))
-    heads = ("", "way", "pairs", "step", "peak GiB", "planned GiB", "waiting for data")
-    return table_of(heads, lines)
+        batch, ms = f"{int(row['batch']):,}", time_text(float(row["ms"]))
+        lines.append((row["what"], row["way"], batch, ms, gib_text(row["peak_bytes"]), planned))
+    return table_of(("", "way", "pairs", "step", "peak GiB", "planned GiB"), lines)
 
 
 def hidden_hops() -> str:

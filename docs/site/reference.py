@@ -320,14 +320,9 @@ def key_types() -> dict[str, str]:
 
 
 NAMES = {
-    int: "whole number",
-    float: "number",
-    str: "text",
-    bool: "true, false",
-    tuple: "list",
-    list: "list",
+    int: "whole number", float: "number", str: "text", bool: "true, false", tuple: "list", list: "list",
     dict: "table",
-}
+}  # fmt: skip
 
 
 def _kind(annotation: Any, bounds: Sequence[Any] = ()) -> str:

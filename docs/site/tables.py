@@ -49,6 +49,7 @@ DOORS = {
         ("multi-vector", "`CachedMultiVectorMultipleNegativesRankingLoss`", "`CachedMultiVectorLoss`"),
     ),
     "door_transformers": (("trainer", "the formula as `compute_loss`, whole batch", "`ContrastileTrainer`"),),
+    "door_lightning": (("lightning", "the formula in `training_step`, whole batch", "`ContrastileMixin`"),),
     "door_flag_embedding": (("flag-embedding", "`sub_batch_size`", "the subclass below"),),
     "door_pylate": (("pylate", "`CachedContrastive`", "the subclass below"),),
 }
@@ -110,10 +111,12 @@ def doors(page: str) -> str:
         # small batches are said in the text
         largest = str(max(int(row["batch"]) for row in rows_of("h200_doors.csv", loss=door)))
         rows = rows_of("h200_doors.csv", loss=door, batch=largest)
-        for retain in sorted({row["retain"] for row in rows if row["impl"] == "contrastile"}):
-            beside = [row for row in rows if row["impl"] != "contrastile"][-1]
-            row = [row for row in rows if row["impl"] == "contrastile" and row["retain"] == retain][-1]
-            words = ours + (f', `retain="{retain}"`' if retain != "0" else "")
+        beside = [row for row in rows if not row["impl"].startswith("contrastile")][-1]
+        ways = {(row["impl"], row["retain"]): row for row in rows if row["impl"].startswith("contrastile")}
+        for (impl, retain), row in sorted(ways.items()):
+            option = impl.removeprefix("contrastile, ")
+            words = ours + (f", `{option}`" if option != impl else "")
+            words += f', `retain="{retain}"`' if retain != "0" else ""
             figures = (f"{float(each['ms']):,.0f} ms, {mib(each['peak_bytes'])} MiB" for each in (beside, row))
             cells.append((theirs, f"{int(row['batch']):,}", next(figures), words, next(figures)))
     return table_of(("theirs", "pairs", "time, peak memory", "ours", "time, peak memory"), cells)

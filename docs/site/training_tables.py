@@ -21,6 +21,21 @@ TESTS = {
 LATE_WAYS = {"single": "one vector a text", "late": "late interaction", "BM25": "BM25"}
 LOSSES = {"float64": "cpu_losses_float64", "float32": "cpu_losses_float32", "h200": "h200_losses"}
 WAYS_TESTS = {name.replace("faces", "fonts"): title for name, title in TESTS.items()}
+# table 3 of Inf-CL at 64k: ways here, names there, ImageNet's validation set, and MSCOCO's recall at 1 both ways
+PAPER_LOSSES = {
+    "dense": ("Vanilla (CLIP)", "74.74", "25.71", "44.31"),
+    "OpenCLIP local": ("OpenCLIP", "74.86", "25.98", "44.02"),
+    "tiled": ("Inf-CL", "74.93", "26.01", "43.95"),
+}
+# figure 5 of Inf-CL: the batch at which a set of pairs saturates; shares of the glyphs beside them
+PAPER_DATA = {"0.1": ("CC3M", ""), "0.3": ("CC12M", "32k"), "1": ("LAION-400M", "256k")}
+# table 1 of GradCache: ways and batches here, hits among the first 5, 20 and 100 there
+PAPER_RETRIEVAL = {
+    ("sequential", "64"): ("Sequential, 8", "59.3", "71.9", "80.9"),
+    ("accumulated", "128"): ("Accumulation, 128", "64.3", "77.2", "84.9"),
+    ("cached", "128"): ("Cache, 128", "68.6", "79.3", "86.0"),
+    ("cached", "512"): ("Cache, 512", "68.3", "79.9", "86.6"),
+}
 QUERY_TESTS = {
     "held-out queries @1": "first",
     "held-out queries @20": "among the first 20",
@@ -153,8 +168,58 @@ def updates() -> str:
     return table_of(("queries", *(f"{way}, ms" for way in ways), *(f"{way}, MiB" for way in ways)), rows)
 
 
+def paper_losses() -> str:
+    """Inf-CL's table 3 beside glyphs: equal losses train equal models."""
+    groups = by_labels(_trials("h200_losses.csv", "way"))
+    rows = (
+        (*theirs, way, *(mean_percent(groups[way,], test) for test in TESTS)) for way, theirs in PAPER_LOSSES.items()
+    )
+    return table_of(("paper", "ImageNet", "MSCOCO I → T", "T → I", "here", *TESTS.values()), rows)
+
+
+def paper_batches() -> str:
+    """Inf-CL's figure 5 beside glyphs: the best batch of each share of the data, by recall on held-out fonts."""
+    groups, fonts = by_labels(_trials("h200_2_batches.csv", "data", "batch", "rate")), next(iter(TESTS))
+    rows = []
+    for data, theirs in PAPER_DATA.items():
+        means = {
+            (int(batch), rate): statistics.mean(trial.measures[fonts] for trial in trials)
+            for (share, batch, rate), trials in groups.items()
+            if share == data
+        }
+        best = max(means, key=lambda key: means[key])
+        sizes = sorted({batch for batch, _ in means})
+        recalls = (f"{100 * max(means[key] for key in means if key[0] == batch):.1f}" for batch in sizes)
+        rows.append((*theirs, f"{float(data):.0%} of the glyphs", f"{best[0]:,}", *recalls))
+    heads = ("paper: data", "saturates at", "here: data", "best batch", *(f"{batch:,}" for batch in sizes))
+    return table_of(heads, rows)
+
+
+def paper_retrieval() -> str:
+    """GradCache's table 1 beside docstrings: hits among the first 5, 20 and 100."""
+    file, tests = "h200_retrieval.csv", [f"held-out functions {name}" for name in ("@5", "@20", "@100")]
+    groups = by_labels(_trials(file, "way", "batch", queries="108560"))
+    rows = (
+        (*theirs, f"{way}, {batch}", *(mean_percent(groups[way, batch], test) for test in tests))
+        for (way, batch), theirs in PAPER_RETRIEVAL.items()
+    )
+    return table_of(("paper", "top 5", "top 20", "top 100", "here", "@5", "@20", "@100"), rows)
+
+
+def paper_updates() -> str:
+    """GradCache's figure 1: seconds of an update for each number of queries, accumulated and cached."""
+    rows = []
+    for queries in dict.fromkeys(row["queries"] for row in rows_of("h200_updates.csv", way="plain")):
+        slow, fast = (
+            float(last("h200_updates.csv", way=way, queries=queries)["seconds"]) for way in ("accumulated", "cached")
+        )
+        rows.append((f"{int(queries):,}", f"{slow:.2f}", f"{fast:.2f}", f"{fast / slow:.2f}"))
+    return table_of(("queries", "accumulated, s", "cached, s", "cached over accumulated"), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     **{each.__name__: each for each in (batches, retrieval, updates, late_interaction, late_batches)},
+    **{each.__name__: each for each in (paper_losses, paper_batches, paper_retrieval, paper_updates)},
     "late_interaction_time": partial(late_interaction, "late_docstrings_time.csv"),
     "ways_glyphs": partial(ways, "cpu_loss_ways_glyphs.csv", WAYS_TESTS),
     "ways_docstrings": partial(ways, "cpu_loss_ways_docstrings.csv", QUERY_TESTS),

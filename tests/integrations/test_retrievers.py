@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from comparison import same
+from ranks import Pool
 from test_coming_from import blocks, gradients, run
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 # warnings of the libraries about themselves
@@ -94,19 +97,24 @@ def test_tevatron(place: str) -> None:
     same(*results)
 
 
+class Colbert(Encoder):
+    """The face of PyLate's model."""
+
+    def __init__(self, expanding: bool) -> None:
+        super().__init__()
+        self.skiplist, self.do_query_expansion = [3, 4], expanding
+
+    def forward(self, features: dict[str, Tensor]) -> Any:  # type: ignore[override]
+        # similarities above 0, where PyLate's padding does not answer
+        return {"token_embeddings": self.mix(self.words(features["input_ids"])).abs()}
+
+
 @pytest.mark.parametrize("expanding", [False, True], ids=["masked queries", "expanded queries"])
 def test_pylate(expanding: bool) -> None:
     losses = pytest.importorskip("pylate.losses")
 
-    class Colbert(Encoder):
-        skiplist, do_query_expansion = [3, 4], expanding
-
-        def forward(self, features: dict[str, Tensor]) -> Any:  # type: ignore[override]
-            # similarities above 0, where PyLate's padding does not answer
-            return {"token_embeddings": self.mix(self.words(features["input_ids"])).abs()}
-
     torch.manual_seed(0)
-    model, columns = Colbert().double(), [tokens(N), tokens(N, 7), tokens(N, 7)]
+    model, columns = Colbert(expanding).double(), [tokens(N), tokens(N, 7), tokens(N, 7)]
     ours = run(blocks("PyLate")[0])["TiledContrastive"](model, mini_batch_size=4, temperature=0.3)
     theirs = losses.Contrastive(model, temperature=0.3)
     truth = step(model, lambda: theirs(columns))
@@ -116,16 +124,19 @@ def test_pylate(expanding: bool) -> None:
     same(step(model, lambda: cached(columns)), (truth[0], {name: N * x for name, x in truth[1].items()}))
 
 
+class Vision(Encoder):
+    """The face of colpali-engine's models."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:  # type: ignore[override]
+        states = F.normalize(self.mix(self.words(input_ids)), dim=-1)
+        return states * attention_mask[..., None]
+
+
 @pytest.mark.parametrize("normalize", [False, True], ids=["sums", "means"])
 def test_colpali_engine(tmp_path: Path, normalize: bool) -> None:
     theirs = pytest.importorskip("colpali_engine.trainer.contrastive_trainer").ContrastiveTrainer
     from colpali_engine.loss.late_interaction_losses import ColbertLoss
     from transformers import TrainingArguments
-
-    class Vision(Encoder):
-        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:  # type: ignore[override]
-            states = F.normalize(self.mix(self.words(input_ids)), dim=-1)
-            return states * attention_mask[..., None]
 
     torch.manual_seed(0)
     model = Vision().double()
@@ -140,3 +151,90 @@ def test_colpali_engine(tmp_path: Path, normalize: bool) -> None:
         )  # fmt: skip
         results.append(step(model, lambda trainer=trainer: trainer.compute_loss(model, inputs)))
     same(*results)
+
+
+# --- ranks
+
+
+def flag_embedding(encoder: Encoder, wrap: Any, sides: list[Any]) -> None:
+    from FlagEmbedding.finetune.embedder.encoder_only.base.modeling import BiEncoderOnlyEmbedderModel as Theirs
+
+    kind = run(blocks("FlagEmbedding")[0], BiEncoderOnlyEmbedderModel=Theirs)["CachedModel"] if wrap else Theirs
+    shared = {"negatives_cross_device": wrap is not None}
+    model = kind(encoder, temperature=0.5, sub_batch_size=4, normalize_embeddings=True, **shared).train()
+    model = wrap(model) if wrap else model
+    model(*sides).loss.backward()
+
+
+def tevatron(encoder: Encoder, wrap: Any, sides: list[Any]) -> None:
+    from tevatron import modeling
+
+    names = {"DenseModel": modeling.DenseModel, "DenseOutput": modeling.DenseOutput}
+    kind = run(blocks("Tevatron")[1], **names)["CachedModel"] if wrap else modeling.DenseModel
+    words = {"negatives_x_device": wrap is not None, "per_device_train_batch_size": len(sides[0]["input_ids"])}
+    how = {"train_args": SimpleNamespace(**words), "data_args": SimpleNamespace(train_n_passages=2)}
+    model = kind(encoder, encoder, **how).train()
+    model = wrap(model) if wrap else model
+    model(*sides).loss.backward()
+
+
+def pylate(encoder: Encoder, wrap: Any, sides: list[Any]) -> None:
+    from pylate import losses
+
+    loss = losses.Contrastive(encoder, temperature=0.3)
+    if wrap:
+        how = {"mini_batch_size": 2, "temperature": 0.3, "gather_across_devices": True}
+        loss = run(blocks("PyLate")[0])["TiledContrastive"](wrap(encoder), **how)
+    loss(sides).backward()
+
+
+def colpali_engine(encoder: Encoder, wrap: Any, sides: list[Any]) -> None:
+    from colpali_engine.loss.late_interaction_losses import ColbertLoss
+
+    query, document = sides
+    if wrap is None:
+        ColbertLoss()(encoder(**query), encoder(**document)).backward()
+        return
+    kind = run(blocks("colpali-engine")[0])["CachedTrainer"]
+    # what `compute_loss` reads; a whole trainer would make a process group of its own
+    trainer, accelerator = kind.__new__(kind), SimpleNamespace(pad_across_processes=lambda x, **_: x)
+    vars(trainer).update(loss_func=ColbertLoss(), compute_symetric_loss=False, accelerator=accelerator)
+    vars(trainer).update(neg_prefix="neg_", query_prefix="query_", pos_prefix="doc_")
+    inputs = {f"query_{name}": x for name, x in query.items()} | {f"doc_{name}": x for name, x in document.items()}
+    model = wrap(encoder)
+    trainer.compute_loss(model, inputs).backward()
+
+
+LIBRARIES = {
+    "FlagEmbedding": (flag_embedding, Encoder, 2), "tevatron": (tevatron, Encoder, 2), "pylate": (pylate, Colbert, 1),
+    "colpali_engine": (colpali_engine, Vision, 1),
+}  # fmt: skip
+
+
+def problem(library: str) -> tuple[Encoder, list[dict[str, Tensor]]]:
+    """A model, and queries with their passages."""
+    torch.manual_seed(0)
+    _, kind, each = LIBRARIES[library]
+    model = kind(True) if kind is Colbert else kind()
+    return model.double(), [tokens(N), tokens(each * N, 7)]
+
+
+def on_a_rank(rank: int, group: Any, library: str) -> dict[str, Tensor]:
+    encoder, sides = problem(library)
+    default, dist.GroupMember.WORLD = dist.GroupMember.WORLD, group
+    try:
+        W = dist.get_world_size()
+        mine = [{name: x.chunk(W)[rank] for name, x in side.items()} for side in sides]
+        LIBRARIES[library][0](encoder, DistributedDataParallel, mine)
+    finally:
+        dist.GroupMember.WORLD = default
+    return gradients(encoder)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_two_ranks_have_the_gradient_of_the_whole_batch(pool: Pool, library: str) -> None:
+    pytest.importorskip(library)
+    encoder, sides = problem(library)
+    LIBRARIES[library][0](encoder, None, sides)
+    for found in pool.run(on_a_rank, 2, library):
+        same(found, gradients(encoder))

@@ -15,7 +15,8 @@ pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
 from comparison import same
-from trainer_on_ranks import CASES, Model, Pairs, collate, result, trainer
+from trainer_on_ranks import CASES, Model, Pairs, collate, result, scale_of, trainer
+from transformers import TrainingArguments
 
 from contrastile import ClipLoss
 from contrastile.integrations import transformers as adapter
@@ -93,8 +94,6 @@ def test_texts_and_hard_negatives(tmp_path: Path) -> None:
     rows = [{"query": "a b", "positive": "c", "negative": "d e f"}, {"query": "g", "positive": "h", "negative": "i"}]
     batch = adapter.TextPairs(BertTokenizerFast(str(tmp_path / "vocab.txt")), sides)(rows)
     assert batch["negative"]["input_ids"].shape == (2, 5)
-    from transformers import TrainingArguments
-
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
     run = adapter.ContrastileTrainer(model=Model(), args=arguments, sub_batch=1, sides=sides)
     sentence = "`sides` must name columns of the data; got query, positive, negative, of examples with anchor. Pass the"
@@ -122,6 +121,16 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with pytest.raises(ValueError, match=sentence):
             adapter.ContrastileTrainer(model=Model(), sub_batch=3, **words)
+    model = Model()
+    model.config = model.bert.config
+    for words, arguments, sentence in (
+        ({"compute_loss_func": scale_of}, {}, "`compute_loss_func` must be None; got scale_of. Pass loss=..., called"),
+        ({"compute_metrics": scale_of}, {}, "`compute_metrics` must be None; got scale_of. Evaluate features with"),
+        ({}, {"label_smoothing_factor": 0.1}, "`label_smoothing_factor` must be 0; got 0.1. Pass loss=InfoNCELoss"),
+    ):
+        args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **arguments)
+        with pytest.raises(ValueError, match=sentence):
+            adapter.ContrastileTrainer(model=model, args=args, sub_batch=3, **words)
     with pytest.warns(UserWarning, match="gradient_accumulation_steps adds no negatives"):
         made = trainer("ours", tmp_path, 8, gradient_accumulation_steps=2)
     with pytest.raises(

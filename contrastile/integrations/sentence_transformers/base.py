@@ -14,6 +14,7 @@ from contrastile import encode
 from contrastile._errors import invalid, whole_number
 from contrastile.gradcache.introspect import of_its_module
 from contrastile.integrations.sentence_transformers.layers import Layers
+from contrastile.integrations.sides import Retain, retain_of_sides
 
 # entries of a batch that are no rows, whatever their shape
 WHOLE = ("prompt_length",)
@@ -52,7 +53,7 @@ class CachedLoss(nn.Module):
         mini_batch_num_tokens: int | None,
         gather_across_devices: bool,
         show_progress_bar: bool,
-        retain: int | Literal["auto"],
+        retain: Retain,
     ) -> None:
         super().__init__()
         if not scale > 0:
@@ -112,7 +113,12 @@ class CachedLoss(nn.Module):
 
     def _embed_columns(self, columns: Sequence[Mapping[str, Any]], labels: Tensor | None) -> tuple[list[Tensor], Any]:
         """Embeddings [N, ...] of each column, and what else the loss needs."""
-        return [self._embed(column, self.model) for column in columns], labels
+        return self._embed_each(columns), labels
+
+    def _embed_each(self, columns: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Outputs of the model for each column."""
+        retained = retain_of_sides(self.retain, len(columns))
+        return [self._embed(column, self.model, retain) for column, retain in zip(columns, retained, strict=True)]
 
     @staticmethod
     def _output(model: Any, features: dict[str, Any], width: int) -> Any:
@@ -120,7 +126,7 @@ class CachedLoss(nn.Module):
         del width
         return model(features)["sentence_embedding"]
 
-    def _embed(self, features: Mapping[str, Any], model: Any) -> Any:
+    def _embed(self, features: Mapping[str, Any], model: Any, retain: Retain = 0) -> Any:
         """Outputs of a whole column, by the gradient cache; a tuple of all layers' inside AdaptiveLayerLoss."""
         if "offsets" in features and "attention_mask" not in features:
             remedy = f"Take {self.uncached}: such a model keeps next to nothing for the backward."
@@ -136,7 +142,7 @@ class CachedLoss(nn.Module):
             return self._output(model, {**whole, **rows}, width)
 
         if (parts := self._parts(rows)) is not None:
-            return encode((model, embedding), parts=parts, retain=self.retain)
+            return encode((model, embedding), parts=parts, retain=retain)
         size: int | None = self.mini_batch_size
         tokens, mask = self.mini_batch_num_tokens, rows.get("attention_mask")
         if tokens is not None:
@@ -147,7 +153,7 @@ class CachedLoss(nn.Module):
         if "query_expansion_positions" in rows:
             # positions behind a text that the mask leaves out, and the score does not: no row is trimmed
             tokens, size = None, self.mini_batch_size if size else max(1, (tokens or 0) // width)
-        return encode((model, embedding), rows, sub_batch=size, sub_batch_tokens=tokens, retain=self.retain)
+        return encode((model, embedding), rows, sub_batch=size, sub_batch_tokens=tokens, retain=retain)
 
     def _parts(self, rows: dict[str, Tensor]) -> list[dict[str, Any]] | None:
         """Sub-batches of packed inputs (flattened texts, images of many sizes), as the library cuts them itself."""

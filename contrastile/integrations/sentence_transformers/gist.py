@@ -113,9 +113,10 @@ class CachedGISTLoss(CachedLoss):
         return loss
 
     def _embed_columns(self, columns: Sequence[Mapping[str, Any]], labels: Tensor | None) -> tuple[list[Tensor], Any]:
-        embeddings, _ = super()._embed_columns(columns, labels)
+        # before the model, whose last sub-batch retains its graph
         with torch.no_grad():
             guides = [self._embed(self._for_the_guide(column), self.guide) for column in columns]
+        embeddings, _ = super()._embed_columns(columns, labels)
         return embeddings, [guide.to(x.device) for guide, x in zip(guides, embeddings, strict=True)]
 
     def _for_the_guide(self, features: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -91,7 +91,7 @@ class CachedMultiVectorLoss(CachedLoss):
         del labels
         tasks = ["query", *["document"] * (len(columns) - 1)]
         stamped = [{**x, "task": x.get("task", task)} for x, task in zip(columns, tasks, strict=True)]
-        embeddings, masks = zip(*(self._embed(column, self.model) for column in stamped), strict=True)
+        embeddings, masks = zip(*self._embed_each(stamped), strict=True)
         return list(embeddings), list(masks)
 
     @staticmethod

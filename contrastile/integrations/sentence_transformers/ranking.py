@@ -49,7 +49,8 @@ class CachedRankingLoss(CachedLoss):
             times the similarity, as a constant: documents of other anchors ("in_batch_negatives"), the anchor's own
             negatives ("hard_negatives"), or both ("all_negatives").
         retain: sub-batches of each column whose graph is kept from the first pass, as for `encode`; "auto": as many as
-            memory allows.
+            memory allows. The last one of the last column is kept in any case: it is back-propagated first, so it takes
+            memory during the loss alone.
 
     Raises ValueError for words that it does not know how to honour. Works inside `MatryoshkaLoss`, and inside
     `AdaptiveLayerLoss` too, which warns that it would not.

@@ -23,8 +23,8 @@ from contrastile.tiles.triton.plan import Epilogue, Pair, products_of, shape_for
 # numbers of a row in the order of labels, see `masks.py`
 NUMBERS = 5
 # labels of a side up to which they are sorted by counting, faster than by the many kernels of a sort; labels of one
-# program, and those that it compares them with at once
-MOST_COUNTED, COUNTED = 16384, (16, 512)
+# program, those that it compares them with at once, and its warps
+MOST_COUNTED, COUNTED = 12288, {"ROWS": 16, "BLOCK": 256, "warps": 8}
 # rows and columns of a tile of positives, of which most are few
 SIDE = 64
 
@@ -60,8 +60,9 @@ def _sorted(rows: Tensor, cols: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         for side, of_side in (("row", results[0]), ("col", results[-1])):
             names = (f"{side}_{name}_ptr" for name in ("sorted", "order", "places"))
             given |= dict(zip(names, of_side, strict=True))
-        grid = tiles_of(max(map(len, sides)), COUNTED[0]), len(sides)
-        run(kernels.order_labels, grid, ROWS=COUNTED[0], BLOCK=COUNTED[1], **given)
+        run(
+            kernels.order_labels, (tiles_of(max(map(len, sides)), COUNTED["ROWS"]), len(sides)), **given, **COUNTED
+        )  # fmt: skip
     return [results[0], results[-1]]
 
 
@@ -69,8 +70,8 @@ def count_equal(labels: Tensor, others: Tensor) -> Tensor:
     """The number [n] of other labels that equal each label."""
     out = torch.empty(len(labels), dtype=torch.int32, device=labels.device)
     run(
-        kernels.count_equal, (tiles_of(len(labels), COUNTED[0]),), labels_ptr=_wide(labels), others_ptr=_wide(others),
-        out_ptr=out, n=len(labels), m=len(others), ROWS=COUNTED[0], BLOCK=COUNTED[1],
+        kernels.count_equal, (tiles_of(len(labels), COUNTED["ROWS"]),), labels_ptr=_wide(labels),
+        others_ptr=_wide(others), out_ptr=out, n=len(labels), m=len(others), **COUNTED,
     )  # fmt: skip
     return out
 

@@ -187,10 +187,6 @@ class SubBatch(SubBatches):
     instead: ClassVar = one_of("text", "text_tokens")
 
 
-# losses whose features may wait in host memory
-ON_HOST = ("clip", "siglip", "dcl")
-
-
 class TrainSettings(Steps):
     """Training steps on pictures and texts. A sub-batch above the largest batch is reduced to it. "float64" is for
     comparing ways to compute the same: after a hundred steps rounding still does not show.
@@ -307,6 +303,11 @@ class Recipe(AnyRecipe):
         digits = self.evaluate.digits and self.data.source != "glyphs"
         yield Unused(digits, "evaluate.digits", ("data.source",), "leave it out: they are a test of glyphs")
 
+    @property
+    def may_stream(self) -> bool:
+        """Features may wait in host memory."""
+        return self.loss.kind in ("clip", "siglip", "dcl")
+
     def clashes(self) -> Iterable[Clash]:
         yield from super().clashes()
         reason = "must be false with model.precompute: each picture is seen once; got true"
@@ -314,9 +315,8 @@ class Recipe(AnyRecipe):
         key = self.loss.other_model
         reason = "must be left out with model.precompute: that model needs pictures"
         yield self.model.precompute and key, f"loss.{key}", reason
-        host, kind = self.train.features == "host", self.loss.kind
-        reason = f'must be "device" with loss.kind = "{kind}"; got "host"'
-        yield host and kind not in ON_HOST, "train.features", reason
+        reason = f'must be "device" with loss.kind = "{self.loss.kind}"; got "host"'
+        yield self.train.features == "host" and not self.may_stream, "train.features", reason
         yield self.too_small_queue(1)
         yield self.too_few_tokens("text", noun="title")
 

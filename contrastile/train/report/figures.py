@@ -123,14 +123,9 @@ def _firsts(*columns: Column) -> npt.NDArray[np.int64]:
 
 
 def curves(
-    lines: Mapping[str, Curve],
-    *,
-    title: str,
-    stages: Sequence[tuple[float, str]],
-    unit: str = "pairs",
-    percent: bool = False,
-    under: Mapping[str, Curve] | None = None,
-) -> str:
+    lines: Mapping[str, Curve], *, title: str, stages: Sequence[tuple[float, str]], unit: str = "pairs",
+    percent: bool = False, under: Mapping[str, Curve] | None = None,
+) -> str:  # fmt: skip
     """An SVG of `lines` over the examples seen. stages: begin and name of each batch size. under: dashed lines."""
     import matplotlib
 

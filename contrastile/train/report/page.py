@@ -49,13 +49,9 @@ class Wording:
 
 
 def write_report(
-    folder: RunFolder,
-    galleries: Samples | None = None,
-    *,
-    questions: Samples | None = None,
-    wording: Wording | None = None,
-    so_far: Mapping[str, Any] | None = None,
-) -> None:
+    folder: RunFolder, galleries: Samples | None = None, *, questions: Samples | None = None,
+    wording: Wording | None = None, so_far: Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
     """Write `report.html`. The `wording` is that of pictures and texts unless another is passed.
 
     so_far: the metadata of a run that still trains, which has no results yet. Samples are stored in the folder; those
@@ -66,21 +62,13 @@ def write_report(
     results = folder.read_json(EVALUATION) if so_far is None else []
     heads, *rows = table(results, wording)
     page = template("page.html.jinja").render(
-        run=metadata,
-        heads=heads,
-        rows=list(zip(results, rows, strict=True)),
-        few=few_text(results),
-        memory=memory_saved(metadata),
-        use=wording.use.format(run=folder.path),
-        so_far=so_far is not None,
-        wording=wording,
-        unit=wording.unit,
-        measures=measures(results),
+        run=metadata, heads=heads, rows=list(zip(results, rows, strict=True)), few=few_text(results),
+        memory=memory_saved(metadata), use=wording.use.format(run=folder.path), so_far=so_far is not None,
+        wording=wording, unit=wording.unit, measures=measures(results),
         figures=_figures(StepColumns(metrics_lines(folder / METRICS)), metadata, wording),
         galleries=stored_samples(folder, GALLERIES, galleries),
-        questions=stored_samples(folder, QUESTIONS, questions),
-        recipe=(folder / RECIPE).read_text(encoding="utf-8"),
-    )
+        questions=stored_samples(folder, QUESTIONS, questions), recipe=(folder / RECIPE).read_text(encoding="utf-8"),
+    )  # fmt: skip
     folder.write_text(REPORT, page)
 
 

@@ -29,7 +29,7 @@ from contrastile.train.config.base import (
     same_for,
 )
 from contrastile.train.config.image_text import LearnedTokenizer, Vocabulary, without_tokenizer
-from contrastile.train.config.losses import AnyRetrieverLoss, RetrieverLoss
+from contrastile.train.config.losses import AnyRetrieverLoss, RetrieverDcl, RetrieverLoss
 from contrastile.train.config.towers import TransformersModel, WordsTower, size_clashes
 
 # files of a folder of questions, passages and judgements
@@ -203,6 +203,7 @@ class RetrieverSteps(Steps):
 
     sub_batch: Annotated[TextSubBatch, same_for("query", "passage")] = TextSubBatch()
     precision: Literal["auto", "float32", "bf16", "fp16"] = "float32"
+    features: Literal["device", "host"] = "device"
 
 
 class RetrieverEvaluation(Settings):
@@ -233,8 +234,17 @@ class RetrieverRecipe(AnyRecipe):
         remedy = 'leave it out, or set model.kind = "late"'
         yield Unused(self.model.kind == "single", "evaluate.candidates", ("model.kind",), remedy)
 
+    @property
+    def may_stream(self) -> bool:
+        """Features may wait in host memory: no keys of earlier steps and no lists of passages lie beside them."""
+        loss = self.loss
+        plain = isinstance(loss, RetrieverLoss) and not loss.queue and not loss.own_negatives
+        return plain or isinstance(loss, RetrieverDcl)
+
     def clashes(self) -> Iterable[Clash]:
         yield from super().clashes()
+        only = 'must be "device" but for loss.kind = "infonce" or "dcl" without a queue or own_negatives; got "host"'
+        yield self.train.features == "host" and not self.may_stream, "train.features", only
         candidates, depth = self.evaluate.candidates, self.evaluate.depth
         reason = f"must be 0, or at least evaluate.depth; got {candidates} and {depth}"
         yield 0 < candidates < depth, "evaluate.candidates", reason

@@ -260,14 +260,9 @@ def _mask(run: RetrieverRun, materials: TextMaterials, keys: list[int], passages
 
 
 def evaluate_and_report(
-    folder: RunFolder,
-    run: RetrieverRun,
-    texts: TextSet,
-    passages: TokenStore | Searchable,
-    first_stage: FirstStage | None = None,
-    *,
-    beside: bool = False,
-) -> str:
+    folder: RunFolder, run: RetrieverRun, texts: TextSet, passages: TokenStore | Searchable,
+    first_stage: FirstStage | None = None, *, beside: bool = False,
+) -> str:  # fmt: skip
     """Evaluate; write evaluation.json, the run files and report.html; the table of results as text.
 
     passages: the tokens of the texts' own, or an index. first_stage: the candidates that a late retriever scores.

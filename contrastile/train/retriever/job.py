@@ -57,8 +57,9 @@ class RetrieverJob(Task[TextBatch]):
 
     def __init__(self, run: RetrieverRun, materials: TextMaterials, teacher: Teacher | None = None) -> None:
         recipe = run.recipe
-        scorer = MaxSim() if recipe.model.kind == "late" else None
-        super().__init__(run, QueryObjective(recipe.loss, features=run.model.features, scorer=scorer), teacher)
+        words: dict[str, Any] = {"scorer": MaxSim() if recipe.model.kind == "late" else None}
+        words["device"] = run.device if recipe.train.features == "host" else None
+        super().__init__(run, QueryObjective(recipe.loss, features=run.model.features, **words), teacher)
         self.materials = materials
         stores = None if teacher is None else text_stores(materials.texts, teacher.run.recipe, teacher.run.tokenizer)
         self.builder = TextBatchBuilder(materials, recipe, stores)
@@ -104,23 +105,29 @@ class RetrieverJob(Task[TextBatch]):
 
     def loss(self, part: TextBatch) -> Tensor:
         """The mean over all features and each of the recipe's `dimensions`."""
-        run, model, retain = self.run, self.run.model, self.run.recipe.train.retain
-        inputs: dict[str, Any] = part.inputs(run.device)
+        run, model, settings = self.run, self.run.model, self.run.recipe.train
+        sizes, streamed = (None, *run.recipe.model.dimensions), settings.features == "host"
+        # features on the way to host memory are made comparable on the device
+        words: dict[str, Any] = {"retain": settings.retain, "features": settings.features}
+        words["compared"] = sizes if streamed else ()
+        inputs: dict[str, Any] = part.inputs(torch.device("cpu") if streamed else run.device)
         if self.teacher is not None and part.teacher_tokens is not None:
             inputs["guides"] = self.teacher.texts(*part.teacher_tokens)
         with run.autocast():
-            queries = run.encoded("query", part.queries, retain=retain)
-            passages = run.encoded("passage", part.passages, retain=retain)
-            if isinstance(model, LateRetriever):
+            queries = run.encoded("query", part.queries, **words)
+            passages = run.encoded("passage", part.passages, **words)
+            if isinstance(model, LateRetriever) and not streamed:
                 # vectors that do not count would cost as much as others
                 passages = model.compact(passages, **part.passages)
             losses, queued = [], len(self.objective.queues) > 0
-            for size in (None, *run.recipe.model.dimensions):
+            for index, size in enumerate(sizes):
                 if queued:
                     keys, ids = self.objective.queued("passage")
                     inputs["queue"] = model.comparable(keys, size), ids
                 # the loss makes its products in autocast's type
-                sides = model.comparable(queries, size), model.comparable(passages, size)
+                sides: Any = queries[index], passages[index]
+                if not streamed:
+                    sides = model.comparable(queries, size), model.comparable(passages, size)
                 losses.append(self._loss(*sides, model.logit_scale.exp(), **inputs))
             if queued:
                 of_all = inputs.get("shared", slice(None))

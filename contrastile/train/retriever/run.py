@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -135,10 +136,14 @@ class RetrieverRun(LoadedRun):
     recipe: RetrieverRecipe
     model: Retriever
 
-    def encoded(self, side: Side, tokens: Tokens, **words: Any) -> Any:
-        """The encoder's features of these texts, sub-batch by sub-batch; `words`: further ones of `encode`."""
+    def encoded(self, side: Side, tokens: Tokens, *, compared: Sequence[int | None] = (), **words: Any) -> Any:
+        """The encoder's features of these texts, sub-batch by sub-batch; `words`: further ones of `encode`.
+
+        compared: sizes. Instead there are features as they are compared, of each of these sizes, from the encoder.
+        """
         words |= self.recipe.train.sub_batch.words(side, tokens["input_ids"].shape[1])
-        return encode(getattr(self.model, f"encode_{side}"), tokens, **words)
+        encoder = getattr(self.model, f"encode_{side}")
+        return encode(partial(self.model.encode_compared, side, compared) if compared else encoder, tokens, **words)
 
     def encode_query(self, texts: Sequence[str], *, dimensions: int | None = None) -> Any:
         """Features `[n, D]`, float32, of questions; the first `dimensions` features where that is given."""

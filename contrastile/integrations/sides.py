@@ -1,0 +1,45 @@
+"""The sides of a batch, such as images and texts, through the gradient cache; shared by the adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from contrastile import encode
+
+Retain = int | Literal["auto"]
+
+
+def retain_of_sides(retain: Retain, sides: int, sub_batch: int | Literal["auto"] | None = None) -> list[Retain]:
+    """`retain` of each side's call of `encode`, in the order of the calls.
+
+    The backward begins with the last sub-batch of the last side. To retain its graph spares a forward, and takes memory
+    during the loss only. A size "auto" fills the memory, in which the loss still has to find room: nothing is retained.
+    """
+    last: Retain = max(1, retain) if isinstance(retain, int) and sub_batch != "auto" else retain
+    return [*[retain] * (sides - 1), last]
+
+
+def encode_sides(
+    encoders: Sequence[Any],
+    inputs: Sequence[Any],
+    sub_batch: int | Literal["auto"] | None,
+    sub_batch_tokens: int | None,
+    retain: Retain,
+) -> list[Tensor]:
+    """Features [N, D] of each side. sub_batch_tokens: limits the sides with an `attention_mask`."""
+    features = []
+    retained = retain_of_sides(retain, len(encoders), sub_batch)
+    for encoder, batch, each in zip(encoders, inputs, retained, strict=True):
+        tokens = sub_batch_tokens if isinstance(batch, Mapping) and "attention_mask" in batch else None
+        features.append(encode(encoder, batch, sub_batch=sub_batch, sub_batch_tokens=tokens, retain=each))
+    return features
+
+
+def loss_of_sides(loss: Callable[..., Tensor], features: Sequence[Tensor], scale: Any) -> Tensor:
+    """loss(queries, keys, scale): the first side's features, and those of all others, one behind the other."""
+    query, *keys = features
+    return loss(query, torch.cat(keys) if len(keys) > 1 else keys[0], scale)
