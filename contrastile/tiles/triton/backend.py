@@ -8,7 +8,7 @@ alone. Two acts, each a loop over super-tiles as large as the workspace allows:
                 product adds the strip times the features to float32 accumulators, 6·N·M·D operations
 
 Positives known by position (the diagonal, or indices) are computed in float32 by the loss's own formulas and never
-enter the strip. Positives by label are too many for that: the kernels compute them within the tiles. float32 features
+enter the strip. Positives by label are too many for that: `sorting.py` has kernels for their tiles. float32 features
 are split into two or three bf16 pieces, by torch's float32 matmul precision: the same kernels then compute three or six
 products.
 
