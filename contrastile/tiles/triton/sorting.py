@@ -16,9 +16,10 @@ from torch import Tensor
 
 from contrastile.losses.base import Shard
 from contrastile.tiles.triton import labels as kernels
-from contrastile.tiles.triton.block import Block, Order
+from contrastile.tiles.triton.block import Block, Order, SuperTile, along
 from contrastile.tiles.triton.launch import BLOCK, ROWS, directions, run
 from contrastile.tiles.triton.plan import Epilogue, Pair, products_of, shape_for, tiles_of
+from contrastile.tiles.triton.products import add_cols, add_rows
 
 # numbers of a row in the order of labels, see `masks.py`
 NUMBERS = 5
@@ -166,6 +167,18 @@ def _products(pair: Pair, block: Block, *, columns: bool = False) -> dict[str, A
         "row_numbers_ptr": row_numbers, "col_numbers_ptr": col_numbers, "SELF": block.loss.exclude_self, "BM": side,
         "BN": side, "BK": shape.depth,
     }  # fmt: skip
+
+
+def add_strip(total: Tensor, tile: SuperTile, side: int, strip: Tensor, *, fresh: bool) -> None:
+    """Add a super-tile's gradients to the accumulator of the rows (side 0) or of the columns (1), in either order."""
+    add, order = (add_rows, add_cols)[side], tile.block.order
+    if order is None:
+        add(along(total, tile.along[side], 0), tile.pair, strip, fresh=fresh)
+        return
+    places = (order.rows, order.cols)[side]
+    part = total.new_empty(len(places), total.shape[1])
+    add(part, tile.pair, strip, fresh=True)
+    add_ordered(total, part, places, fresh=fresh)
 
 
 def add_ordered(out: Tensor, total: Tensor, order: Tensor, *, fresh: bool) -> None:
