@@ -2,7 +2,7 @@
 
 The script behind the tables of late interaction in docs/kernels.md and docs/host_features.md. Needs a CUDA device:
 
-    python benchmarks/maxsim.py [--csv FILE] [--parts ladder losses host]
+    python benchmarks/maxsim.py [--csv FILE] [--parts ladder losses shapes host] [--queries 128 1024]
 
 Peers are timed where they can be imported. TFLOP/s count 2 · pairs · tokens · tokens · features operations per sweep,
 whatever is computed; the product is 8192³ in bf16 in the same minute. `make test-gpu` compares results with float64.
@@ -10,7 +10,7 @@ whatever is computed; the product is 8192³ in bf16 in the same minute. `make te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -37,12 +37,18 @@ TABLE = Table(
 # queries, documents, tokens of each, features
 Size = tuple[int, int, int, int, int]
 USUAL: Size = (1024, 1024, 32, 180, 128)
-SIZES: tuple[Size, ...] = (
-    USUAL, (4096, 4096, 32, 180, 128), (64, 64, 1024, 1024, 128), (128, 128, 32, 180, 128),
-    (16384, 16384, 32, 180, 128),
+LARGE: tuple[Size, ...] = ((4096, 4096, 32, 180, 128), (16384, 16384, 32, 180, 128))
+# the peers take longest at the last one
+SIZES: tuple[Size, ...] = ((128, 128, 32, 180, 128), USUAL, (64, 64, 1024, 1024, 128), LARGE[1], LARGE[0])
+# other sizes, features and types, at which peers are timed too
+HALF, FULL = torch.float16, torch.float32
+SHAPES: tuple[tuple[Size, torch.dtype], ...] = (
+    *(((n, n, 32, 180, 128), torch.bfloat16) for n in (32, 64, 256)),
+    *(((1024, 1024, 32, 180, D), torch.bfloat16) for D in (64, 96, 256)),
+    (USUAL, HALF), ((128, 128, 32, 180, 128), FULL), ((512, 512, 32, 180, 128), FULL),
+    ((16, 16, 1024, 1024, 128), torch.bfloat16), ((256, 256, 1024, 1024, 128), torch.bfloat16),
 )  # fmt: skip
-# sizes of losses of vectors in host memory
-LARGE = SIZES[1], SIZES[-1]
+NAMES = {torch.bfloat16: "bf16", HALF: "fp16", FULL: "fp32"}
 # pairs up to which peers are timed
 MOST_PEER = 4096**2
 # module and function of a peer, from tokens to scores
@@ -82,15 +88,19 @@ class Bench:
 
     machine: Machine
     report: Report
+    # numbers of queries to measure; all where empty
+    queries: Sequence[int] = ()
 
-    def measure(self, what: str, impl: str, size: Size, sweeps: float, call: Step) -> None:
+    def measure(
+        self, what: str, impl: str, size: Size, sweeps: float, call: Step, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         """Report the row of a call; sweeps: its operations, in units of all products of the tokens."""
         with self.report.failures(f"{what}, {impl}", judged=True):
             timing = self.machine.race({impl: call})[impl]
             N, J, L, M, D = size
             row: Row = {
                 "what": what, "impl": impl, "queries": N, "documents": J, "query_tokens": L, "document_tokens": M,
-                "d": D, "dtype": "bf16", "ms": round(timing.ms, 4), "least_ms": round(timing.least_ms, 4),
+                "d": D, "dtype": NAMES[dtype], "ms": round(timing.ms, 4), "least_ms": round(timing.least_ms, 4),
                 "tflops": round(2e-9 * N * J * L * M * D * sweeps / timing.ms, 1),
                 "product_tflops": round(timing.product_rate / 1e12, 1),
                 "peak_mib": round(self.machine.peak(call) / 2**20, 1), **provenance(self.machine.device, *PEERS),
@@ -119,24 +129,41 @@ class Bench:
 
     def losses(self) -> None:
         """Whole symmetric losses, forward and with both gradients."""
-        for size in SIZES:
-            q, k = (x.requires_grad_() for x in tokens(size))
-            for name, loss in self.implementations(size):
+        for size in self.chosen(SIZES):
+            self.loss(size)
 
-                def step(loss: Loss = loss, q: Tensor = q, k: Tensor = k) -> object:
-                    return torch.autograd.grad(loss(q, k), (q, k))
+    def shapes(self) -> None:
+        """The same at other sizes, features and types."""
+        for size, dtype in SHAPES:
+            if self.chosen([size]):
+                self.loss(size, dtype, "shape")
 
-                def forward(loss: Loss = loss, q: Tensor = q, k: Tensor = k) -> object:
-                    with torch.no_grad():
-                        return loss(q, k)
+    def loss(self, size: Size, dtype: torch.dtype = torch.bfloat16, what: str = "loss") -> None:
+        """Losses of one size, ours and the peers'. what: the first word of their rows."""
+        q, k = (x.to(dtype).requires_grad_() for x in tokens(size))
+        N, J, L, M, D = size
+        label = f"{N} x {J}, {L} x {M} tokens"
+        if (D, dtype) != (USUAL[-1], torch.bfloat16):
+            label += f", d = {D}, {NAMES[dtype]}"
+        for name, loss in self.implementations(size):
 
-                label = f"{name}, {size[0]} x {size[1]}, {size[2]} x {size[3]} tokens"
-                self.measure("loss + grads", label, size, 1, step)
-                self.measure("loss", label, size, 1, forward)
+            def step(loss: Loss = loss) -> object:
+                return torch.autograd.grad(loss(q, k), (q, k))
+
+            def forward(loss: Loss = loss) -> object:
+                with torch.no_grad():
+                    return loss(q, k)
+
+            self.measure(f"{what} + grads", f"{name}, {label}", size, 1, step, dtype)
+            self.measure(what, f"{name}, {label}", size, 1, forward, dtype)
+
+    def chosen(self, sizes: Sequence[Size]) -> list[Size]:
+        """Those of the sizes that have been asked for."""
+        return [size for size in sizes if not self.queries or size[0] in self.queries]
 
     def host(self) -> None:
         """Losses of vectors in pinned host memory, with their gradients, beside those of resident ones."""
-        for size in LARGE:
+        for size in self.chosen(LARGE):
             for way, loss in (("symmetric", Softmax(symmetric=True)), ("one way", Softmax())):
                 for place in ("resident", "host"):
                     q, k = (x if place == "resident" else x.cpu().pin_memory() for x in tokens(size))
@@ -176,10 +203,14 @@ def clip(x: Tensor) -> Tensor:
 
 
 def main() -> None:
-    words = {"--parts": {"nargs": "+", "choices": ("ladder", "losses", "host"), "default": ["ladder", "losses"]}}
+    parts = ("ladder", "losses", "shapes", "host")
+    words = {
+        "--parts": {"nargs": "+", "choices": parts, "default": ["ladder", "losses"]},
+        "--queries": {"nargs": "+", "type": int, "default": []},
+    }
     with script(__doc__, COLUMNS, *PEERS, seconds=SECONDS, options=words) as (options, machine, report):
         report.say(TABLE.header())
-        bench = Bench(machine, report)
+        bench = Bench(machine, report, options.queries)
         for part in options.parts:
             getattr(bench, part)()
 

@@ -143,9 +143,14 @@ class MaxSim(nn.Module):
         """
         vectors, mask = tokens("q", side)
         mask = torch.ones(vectors.shape[:2], dtype=torch.bool, device=vectors.device) if mask is None else mask
-        more = 0 if length is None else length - vectors.shape[1]
-        # no copy of vectors that are as long, nor of their pinned memory
-        return (F.pad(vectors, (0, 0, 0, more)), F.pad(mask, (0, more))) if more else (vectors, mask)
+        length = vectors.shape[1] if length is None else length
+        return padded_to(vectors, length), padded_to(mask, length)
+
+
+def padded_to(x: Tensor, length: int) -> Tensor:
+    """x [B, L, ...] with zeros behind it, or cut, to this length; itself where it is as long: pinned memory stays."""
+    more = length - x.shape[1]
+    return F.pad(x, (0, 0) * (x.ndim - 2) + (0, more)) if more else x
 
 
 def padded(values: Tensor, lengths: Tensor, longest: int | None = None) -> tuple[Tensor, Tensor]:

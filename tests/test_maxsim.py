@@ -20,10 +20,11 @@ from contrastile.exchange import host
 from contrastile.gradcache.memory import footprint
 from contrastile.losses import Softmax
 from contrastile.scorers import Bilinear, MaxSim
-from contrastile.tiles.triton import launch, maxsim
+from contrastile.tiles.triton import launch, maxsim, maxsim_maxima, maxsim_plan
 from contrastile.tiles.triton import scores as score_tiles
 from contrastile.tiles.triton.late import FusedMaxSim
 from contrastile.tiles.triton.maxsim import Documents, Entries
+from contrastile.tiles.triton.maxsim_plan import Tiling
 
 # queries, documents, tokens of each, features
 SHAPES = [(5, 6, 6, 20, 16), (3, 4, 33, 33, 24), (2, 3, 40, 3, 9)]
@@ -176,10 +177,94 @@ def test_every_loss_as_the_dense_formula(name: str) -> None:
         assert float((x - true).norm()) <= 2e-5 * float(true.norm()) + 1e-5
 
 
+@pytest.mark.parametrize(("L", "masked"), [(32, False), (50, True)])
+def test_the_tiling_of_a_chip_with_wide_products(L: int, masked: bool) -> None:
+    q, k = torch.randn(5, L, 16), torch.randn(2, 70, 16)
+    masks = [torch.rand(x.shape[:2]) > 0.3 if masked else None for x in (q, k)]
+    sides = Entries.of(q, masks[0]), Documents.of(k, masks[1])
+    small, wide = (maxsim.scored(*sides, best=True, tiling=tiling) for tiling in (None, Tiling(documents=3)))
+    for x, y in zip(wide, small, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_the_last_programs_of_a_sweep_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents of a program: 396 programs run at once, three on each of 132 multiprocessors."""
+    monkeypatch.setattr(maxsim_plan, "interpreting", lambda: False)
+    monkeypatch.setattr(maxsim_plan, "multiprocessors", lambda _: 132)
+    device = torch.device("cpu")
+    maxsim_plan.documents_for.cache_clear()
+    # 32 tiles of entries and 128 documents: 384 programs of 11 documents
+    assert maxsim_plan.documents_for(Tiling(), 32, 128, 180, device) == 11
+    assert maxsim_plan.documents_for(Tiling(), 256, 1024, 180, device) == Tiling().documents
+    assert maxsim_plan.documents_for(Tiling(), 8, 32, 180, device) == 1
+    maxsim_plan.documents_for.cache_clear()
+
+
+class _Lanes:
+    """32 lanes that run the assembly of maxima."""
+
+    def __init__(self, code: str, inputs: dict[str, Tensor]) -> None:
+        self.values = {**inputs, "least": torch.zeros(32, dtype=torch.int64)}
+        skipped = False
+        for line in filter(
+            None, map(str.strip, code.strip("{}\n").replace("${:uid}", "").replace(";", "").split("\n"))
+        ):
+            if line.startswith((".reg", "DONE")):
+                skipped = skipped and not line.startswith("DONE")
+            elif line.startswith("@!any"):
+                skipped = not bool(self.values["any"].any())
+            elif not skipped:
+                self._step(line)
+
+    def _step(self, line: str) -> None:
+        guard, _, rest = line.partition(" ") if line.startswith("@") else ("", "", line)
+        operation, _, names = rest.partition(" ")
+        to, *sources = names.split(", ")
+        x, y = ([self._read(name) for name in sources] * 2)[:2]
+        unsigned = (1 << 32) - 1
+        value = {
+            "max.s32": lambda: torch.maximum(x, y), "min.s32": lambda: torch.minimum(x, y),
+            "min.u32": lambda: torch.minimum(x & unsigned, y), "sub.s32": lambda: x - y, "mov.b32": lambda: x,
+            "or.b32": lambda: x | y, "and.b32": lambda: x & y, "not.b32": lambda: ~x,
+            "bfind.u32": lambda: x.double().log2().floor().long(), "setp.lt.s32": lambda: x < y,
+            "vote.sync.any.pred": lambda: x.any().expand(32),
+        }[operation]()  # fmt: skip
+        before = self.values.get(to, torch.zeros_like(value))
+        self.values[to] = torch.where(self.values[guard[1:]], value, before) if guard else value
+
+    def _read(self, name: str) -> Tensor:
+        if name in self.values:
+            return self.values[name]
+        return torch.full((32,), int(name, 0), dtype=torch.int64)
+
+
+@pytest.mark.parametrize("places", [False, True])
+def test_the_assembly_of_maxima(places: bool) -> None:
+    """Of numbers of both signs, of negative ones, and of equal ones."""
+    rows, columns = maxsim_maxima.ROWS, maxsim_maxima.PLACES.value
+    x = torch.randn(6, rows, 32, columns)
+    x[1] -= 9.0
+    x[2] = x[2].round()
+    x[3] = x[3].round() - 9.0
+    x[4, 0], x[5] = -x[4, 0].abs(), -3.0e38
+    for some in x:
+        bits = some.view(torch.int32).long()
+        first = rows * (1 + places)
+        inputs = {f"${first + c * rows + r}": bits[r, :, c] for r in range(rows) for c in range(columns)}
+        values = _Lanes(maxsim_maxima._assembly(places=places), inputs).values
+        for row in range(rows):
+            top = values[f"${row}"].int().view(torch.float32)
+            assert torch.equal(top, some[row].amax(1))
+            if places:
+                expected = torch.from_numpy((some[row] == top[:, None]).numpy().argmax(1))
+                assert torch.equal(values[f"${rows + row}"], expected)
+
+
 def test_several_tiles_and_strips_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k = torch.randn(6, 2, 16), torch.randn(7, 5, 16)
+    q, k = torch.randn(6, 2, 16), torch.randn(6, 3, 16)
     results = []
     for side, height in ((8, 0), (4, 0), (8, 6), (8, 4)):
+        monkeypatch.setattr(plan, "_plans", {})
         monkeypatch.setattr(FusedMaxSim, "fitting_side", lambda *_, side=side: side)
         monkeypatch.setattr(FusedMaxSim, "strip", lambda *_, height=height: height)
         results.append(_step(q, k, scale=2.0, loss=Softmax()))
@@ -190,6 +275,26 @@ def test_several_tiles_and_strips_agree(monkeypatch: pytest.MonkeyPatch) -> None
     for result in results[1:]:
         for x, y in zip(result, results[0], strict=True):
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_sums_of_documents_are_float32_for_a_strip_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k = torch.randn(3, 2, 16).half(), torch.randn(3, 2, 16).half()
+    made = FusedMaxSim.accumulators
+    types: list[torch.dtype] = []
+
+    def accumulators(*given: Any) -> Any:
+        u, v = made(*given)
+        types.extend([u.dtype, v.dtype])
+        return u, v
+
+    monkeypatch.setattr(FusedMaxSim, "accumulators", accumulators)
+    monkeypatch.setattr(FusedMaxSim, "strip", lambda *_: 0)
+    monkeypatch.setattr(FusedMaxSim, "fitting_side", lambda *_: 2)
+    monkeypatch.setattr(plan, "_plans", {})
+    results = [_step(x, y, scale=2.0) for x, y in ((q, k), (q.float(), k.float()))]
+    assert types == [torch.float32, torch.float16, torch.float32, torch.float32]
+    for half, single in zip(*results, strict=True):
+        torch.testing.assert_close(half.float(), single, rtol=2e-3, atol=1e-5)
 
 
 def _step(q: Tensor, k: Tensor, **how: Any) -> list[Tensor]:

@@ -14,16 +14,6 @@ import pytest
 from contrastile.planner.profile import target
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-# cases bound by the host, whose measurements differ by 28 to 93 % between machines: no plan can be near all of them
-UNSTEADY = {
-    "clip triton 4096 x 512 bfloat16 on 1",
-    "clip triton, workspace 32 MiB 65536 x 512 bfloat16 on 1",
-    "clip triton, workspace 32 MiB 65536 x 768 bfloat16 on 1",
-}
-# timed before calls of its kind were replayed
-NOT_REPLAYED = "symmetric, 64 x 64 of 1024 x 1024 tokens"
-
-
 # measured with texts of ten tokens of the 77 that were planned
 SHORT_TITLES = {"LiT, both towers learn, 2048", "LiT, image tower locked, 2048"}
 # a block has 64² pairs, whose logits lie closer together than is planned for: both directions share exponentials
@@ -45,8 +35,10 @@ def module() -> Any:
 def cases(module: Any) -> dict[str, list[Any]]:
     memory = target("H200").memory
     cases = {kind: list(make(memory)) for kind, make in module.KINDS.items()}
-    assert module.unsteady(cases["losses"]) == UNSTEADY
-    assert not module.unsteady(cases["tokens"])
+    assert {label.removesuffix(" bfloat16 on 1") for label in module.unsteady(cases["losses"])} == set(
+        module.HOST_BOUND
+    )
+    assert not module.unsteady(cases["steps"]) | module.unsteady(cases["tokens"])
     return cases
 
 
@@ -98,8 +90,8 @@ def test_token_vectors_of_a_gpu(cases: dict[str, list[Any]]) -> None:
     assert len(several) == 8
     assert max(map(_bytes_off, several)) <= 0.005
     profile = target("H200").profile
-    new = [case for case in several if not case.fitted and case.label != NOT_REPLAYED]
-    assert len(new) == 5
+    new = [case for case in several if not case.fitted]
+    assert len(new) == 6
     assert max(abs(case.planned_seconds(profile) / case.seconds - 1) for case in new) <= 0.1
 
 
@@ -119,12 +111,20 @@ def test_rows_of_other_code_are_named_one_by_one(cases: dict[str, list[Any]]) ->
     assert min(_bytes_off(case) for case in named) > 0.1
 
 
-@pytest.mark.parametrize("kind", ["losses", "steps"])
-def test_seconds_of_rows_that_nothing_was_fitted_to(cases: dict[str, list[Any]], kind: str) -> None:
+@pytest.mark.parametrize("half", ["every row", "rows that nothing was fitted to"])
+@pytest.mark.parametrize("kind", ["losses", "steps", "tokens"])
+def test_seconds_are_within_10_percent_of_nine_rows_in_ten_and_20_of_all(
+    cases: dict[str, list[Any]], kind: str, half: str
+) -> None:
     profile = target("H200").profile
-    new = [case for case in cases[kind] if case.seconds and not case.fitted]
-    off = [abs(case.planned_seconds(profile) / case.seconds - 1) for case in new if case.label not in UNSTEADY]
-    assert len(off) >= 31
-    assert len(new) - len(off) <= 5
+    several = [case for case in cases[kind] if case.timed and not (case.fitted and half != "every row")]
+    off = [abs(case.planned_seconds(profile) / case.seconds - 1) for case in several]
+    assert len(off) >= {"losses": 28, "steps": 77, "tokens": 5}[kind]
     assert max(off) <= 0.2
     assert sum(x <= 0.1 for x in off) >= 0.9 * len(off)
+
+
+def test_seconds_that_are_not_planned_have_a_reason_with_a_name(module: Any, cases: dict[str, list[Any]]) -> None:
+    reasons = Counter(case.untimed for several in cases.values() for case in several if case.seconds)
+    del reasons[None]
+    assert reasons == {module.CAPTURED: 8, module.HOST: 6, module.DISTURBED: 1}

@@ -148,9 +148,10 @@ def test_kinds_that_are_not_used_are_given_up(monkeypatch: pytest.MonkeyPatch) -
 
 
 def _late(loss: Any, masked: bool, call: int) -> list[Tensor]:
-    """A step of late interaction on tokens that change from call to call."""
+    """A step of late interaction on tokens that change from call to call; masked ones in number too."""
     generator = torch.Generator().manual_seed(call)
-    q, k = (torch.randn(3, n, 8, generator=generator).requires_grad_() for n in (2, 5))
+    more = masked * call
+    q, k = (torch.randn(3, n + more, 8, generator=generator).requires_grad_() for n in (2, 17))
     masks = [torch.rand(x.shape[:2], generator=generator) > 0.3 for x in (q, k)]
     scale = torch.tensor(2.0, requires_grad=True)
     sides = zip((q, k), masks, strict=True) if masked else (q, k)
@@ -165,6 +166,23 @@ def test_late_interaction_has_the_bits_of_a_plain_call(loss: Any, masked: bool, 
     for call, truth in enumerate(plain):
         assert all(torch.equal(x, y) for x, y in zip(_late(loss, masked, call), truth, strict=True))
     assert len(CAPTURED) == 1
+
+
+def test_rows_are_measured_while_they_are_copied() -> None:
+    """40 rows are three blocks of programs, and 300 features two steps; the largest number is the largest norm."""
+    targets = [torch.empty(n, 300, dtype=torch.bfloat16) for n in (40, 7)] + [torch.empty(5)]
+    filling = replay.Filling(targets, 2)
+    for largest in (9.0, float("nan")):
+        # numbers that a cast leaves as they are, which the interpreter would truncate
+        q, k, numbers = torch.randn(40, 300).bfloat16().float(), torch.randn(7, 300).bfloat16().float(), torch.randn(5)
+        q[33, 280] = largest
+        filling([q, k, numbers], torch.zeros(()), 0)
+        copied = zip(targets, (q, k, numbers), strict=True)
+        assert all(torch.equal(x.float().nan_to_num(), y.nan_to_num()) for x, y in copied)
+        assert filling.norms is not None
+        norms = torch.stack([x.square().sum(1).nan_to_num().amax() for x in (*q.split(16), k)])
+        assert torch.allclose(filling.norms[0], norms)
+        assert filling.norms[1].isnan().tolist() == [False, False, largest != 9.0, False]
 
 
 @pytest.mark.usefixtures("_played")

@@ -33,7 +33,7 @@ TILE_KERNELS = ("totals", "maxima", "gradient", "careful_gradient")
 SIX = {"LEFT": 0b10_01_00_01_00_00, "RIGHT": 0b00_01_10_00_01_00, "PRODUCTS": 6, "PARTS": 3}
 # every option of the small kernels
 EVERYTHING = {"U": True, "V": True, "WEIGHTS": True, "SMOOTH": True, "BIASED": True, "SIDES": 2}
-EVERYTHING |= {"MEAN": True, "TIMES": True, "GUIDE": 2, "LABELS": True}
+EVERYTHING |= {"MEAN": True, "TIMES": True, "GUIDE": 2, "LABELS": True, "MEASURED": 1}
 # strides and sizes that are multiples of 16 where features are
 ALIGNED = ("D", "G", "q_stride", "k_stride", "guide_q_stride", "guide_k_stride", "out_stride", "entries")
 # arguments of several tensors
@@ -42,6 +42,7 @@ TUPLES |= {"totals": ("*fp32", "*fp32"), "outs": ("*bf16", "*fp32"), "number_out
 TAUGHT = "teacher"
 # kernels that take most of the time: several programs of them share a multiprocessor
 BUSY = ("totals plain", "gradient plain", "totals sigmoid", "gradient sigmoid")
+KEPT = ("totals kept", "gradient kept")
 # the same where they are compiled
 GUIDED = ("totals teacher", "gradient teacher", "totals mask", "gradient mask")
 # every kernel and option on every chip, for `make test-kernels`
@@ -58,7 +59,7 @@ BUSY_ON = (89,) if EVERY else (120,)
 INSTRUCTIONS = ("gradient plain", "sweep")
 # of late interaction: the tiling of a chip with wide products, and a small one of the same code on others
 LATE = {"BM": 128, "BN": 64, "BD": 128, "SLOT": 32, "GROUP": 32, "REGISTERS": True}
-LATE_SMALL = {"BM": 64, "BN": 32, "BD": 32, "SLOT": 8, "GROUP": 32}
+LATE_SMALL = {"BM": 64, "BN": 64, "BD": 32, "SLOT": 8, "GROUP": 32}
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +99,7 @@ def test_every_kernel_compiles_and_fits(capability: int, compiled: Callable[[int
     assert names >= ({"totals", "gradient"} if capability in BUSY_ON else {*TILE_KERNELS})
     assert names >= late or capability != 90
     assert max(taken.values()) <= SHARED[capability]
-    for name in (*BUSY, *(name for name in GUIDED if name in taken)):
+    for name in (*BUSY, *(name for name in (*GUIDED, *KEPT) if name in taken)):
         programs = _shape(capability, taught=name.endswith(TAUGHT)).programs
         assert programs * (taken[name] + RESERVED) <= SHARED[capability] + RESERVED
 
@@ -119,7 +120,7 @@ def _type(name: str, shape: Any, constants: dict[str, Any]) -> str | tuple[str, 
         return "*bf16"
     if name in descriptors:
         return f"tensordesc<bf16[{descriptors[name][0]},{descriptors[name][1]}]>" if shape.tma else "*bf16"
-    if name in ("q_ptr", "k_ptr", "x_ptr"):
+    if name in ("q_ptr", "k_ptr", "x_ptr", "strip_ptr"):
         return "*bf16"
     if name.endswith("mask_ptr"):
         return "*u8"
@@ -133,7 +134,8 @@ def _type(name: str, shape: Any, constants: dict[str, Any]) -> str | tuple[str, 
         return "*i64"
     if name in ("factor_ptr", "highest_ptr", "kernels_ptr"):
         return "*fp64"
-    return "*fp32" if name.endswith("_ptr") else "fp32" if name in ("smoothing", "truncation", "hardness") else "i32"
+    numbers = ("smoothing", "truncation", "hardness", "x_lost", "y_lost")
+    return "*fp32" if name.endswith("_ptr") else "fp32" if name in numbers else "i32"
 
 
 def _kernels() -> list[Any]:
@@ -144,6 +146,7 @@ def _kernels() -> list[Any]:
         ends,
         finish,
         forward,
+        kept_kernels,
         labels,
         mask_kernels,
         maxsim_kernels,
@@ -153,8 +156,8 @@ def _kernels() -> list[Any]:
     )
 
     modules = (
-        forward, backward, careful, labels, ends, positives, reductions, finish, maxsim_kernels, score_kernels,
-        mask_kernels,
+        forward, backward, careful, kept_kernels, labels, ends, positives, reductions, finish, maxsim_kernels,
+        score_kernels, mask_kernels,
     )  # fmt: skip
     return [
         function
@@ -210,8 +213,8 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
             yield kernel, f"{name} plain", plain
         if busy:
             yield kernel, f"{name} sigmoid", plain | sigmoid
-        if name == "gradient" and (EVERY or capability == 90):
-            yield kernel, f"{name} kept", plain | {"LOSS": True, "COLUMNS": False}
+        if busy and capability == 90:
+            yield kernel, f"{name} kept", plain | {"LOSS": True, "COLUMNS": name == "totals", "KEEP": True}
         if capability in GUIDED_ON and (EVERY or busy):
             yield kernel, f"{name} {TAUGHT}", plain | teacher
             if EVERY:
@@ -267,7 +270,7 @@ def _shared(kernel: Any, name: str, chosen: dict[str, Any], capability: int) -> 
         "FLATTEN": shape.flatten,
         "TMA": shape.tma,
     }
-    fixed |= {"BLOCK": 128, "TILES": 16, "ROWS": 16}
+    fixed |= {"BLOCK": 128, "TILES": 16, "ROWS": 16, "COLS": 128, "STEPS": 4}
     names = kernel.arg_names
     constants = {parameter.name: 0 for parameter in kernel.params if parameter.is_constexpr}
     constants |= {name: value for name, value in (fixed | chosen).items() if name in constants}

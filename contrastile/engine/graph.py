@@ -27,8 +27,10 @@ from contrastile._torch import backward_is_kept, current_stream_address, saving_
 from contrastile.engine.operation import Call, MakeTiles, Operation, Plan, with_gradients, without_autocast
 from contrastile.engine.problem import PLAIN, Problem
 from contrastile.exchange.base import Exchange
+from contrastile.gradcache.batching import rounded_length
 from contrastile.gradcache.first_order import first_order
 from contrastile.losses.base import Shard
+from contrastile.scorers import padded_to
 from contrastile.tiles.base import Accumulated
 
 logger = logging.getLogger("contrastile")
@@ -47,6 +49,8 @@ NEVER = -(2**62)
 LABELS = ("positives", "labels", "ids", "numbers")
 # numbers that a graph holds as tensors
 NUMBERS_KEPT = 8
+# tokens up to which texts of several lengths share a graph
+MOST_ROUNDED = 4096
 
 
 def small(problem: Problem, exchange: Exchange, tiles: MakeTiles) -> bool:
@@ -68,6 +72,20 @@ def small(problem: Problem, exchange: Exchange, tiles: MakeTiles) -> bool:
         # a subclass of tensors may have its values anywhere
         and all(type(x) in PLAIN for x in (*problem.inputs, *numbers, *_labels(problem)))
     )
+
+
+def shared_length(tokens: int) -> int:
+    """The length to which masked token vectors are padded in a graph, for calls of few lengths."""
+    return rounded_length(tokens, max(tokens, MOST_ROUNDED))
+
+
+def _padded(call: Call) -> Call:
+    """The call with masked token vectors, and their masks, of `shared_length`."""
+    sides = [
+        side.with_leaves([padded_to(x, shared_length(x.shape[1])) for x in side.leaves]) if side.others else side
+        for side in (call.rows, call.cols)
+    ]
+    return replace(call, rows=sides[0], cols=sides[1])
 
 
 def _labels(call: Call | Problem) -> list[Tensor]:
@@ -120,6 +138,7 @@ class Graph:
         # fused kernels have been chosen: Triton is there
         from contrastile.tiles.triton.replay import Filling, Gradients
 
+        call = _padded(call)
         given, labels, q = _features(call), _labels(call), call.rows.features
         self.device, self.wide = call.device, call.plan.wide
         # without grad mode, the loss alone
@@ -130,7 +149,11 @@ class Graph:
         scale, *others = (torch.empty_like(x, dtype=self.wide) for x in numbers)
         features, own_labels = ([torch.empty_like(x) for x in tensors] for tensors in (given, labels))
         own_call = _refilled(call, features, own_labels)
-        self.fill = Filling([*features, scale, *others, *own_labels])
+        # two sides of vectors, side by side in memory
+        plain = call.scorer is None and all(x.is_contiguous() for x in features)
+        self.fill = Filling([*features, scale, *others, *own_labels], len(features) * plain)
+        # of scale, bias and all other inputs
+        self.shapes = (None, None, *[x.shape for x in features])
         # numbers that were passed as such
         self.numbers: dict[float, Tensor] = {}
         # the sums of the latest call, as long as somebody may want its backward
@@ -139,10 +162,13 @@ class Graph:
 
         def compute() -> Accumulated:
             tiles = own_call.tiles(scale, others[0] if others else None)
+            tiles.norms = self.fill.norms
             value, (u, v, sums) = with_gradients(own_call, tiles, features, wanted)
             of_pairs, of_products = tiles.pair_sums(sums, *own_call.shards(features), u, v, wanted[0])
             self.fill.deliver(value)
-            of_bias = of_pairs if call.loss.uses_bias else torch.zeros_like(of_pairs)
+            # where tiles sum products, of a softmax, the gradients of pairs add up to 0
+            zero = not (call.loss.uses_bias or tiles.sums_products)
+            of_bias = torch.zeros_like(of_pairs) if zero else of_pairs
             return Accumulated(u, v, torch.stack([tiles.scale, of_products, of_bias]))
 
         # before the capture, in which no kernel can be compiled
@@ -185,8 +211,8 @@ class Graph:
     def backward(self, held: Held, inputs: Sequence[Tensor | None], upstream: Tensor) -> list[Tensor | None]:
         """The gradients of scale, bias, queries and keys; None for masks."""
         gradients = [
-            torch.empty_like(x, memory_format=torch.contiguous_format) if want and x is not None else None
-            for x, want in zip(inputs, self.wanted, strict=True)
+            x.new_empty(x.shape if shape is None else shape) if want and x is not None else None
+            for x, want, shape in zip(inputs, self.wanted, self.shapes, strict=True)
         ]
         # no replay in another thread while the sums are read
         with _lock, _on(self.device):
@@ -196,7 +222,10 @@ class Graph:
             # a backward that failed may be tried again
             if not backward_is_kept():
                 held.sums = None
-        return gradients
+        return [
+            x if x is None or given is None or x.shape == given.shape else x[:, : given.shape[1]]
+            for x, given in zip(gradients, inputs, strict=True)
+        ]
 
 
 class Replayed(torch.autograd.Function):

@@ -255,6 +255,7 @@ def backward(
             rows, cols = with_states(rows, cols, results[:half], coefficients)
             if rows.own is not None:
                 return _with_own(call, tiles, rows, cols, wanted, (scale, bias))
+            tiles.closing = isinstance(exchange, Single)
             accumulated = exchange.accumulate(tiles, rows, cols, wanted)
         # otherwise the coefficients contain the factor
         remaining = factor if call.plan.at_once else None

@@ -21,7 +21,7 @@ from contrastile._errors import invalid
 from contrastile._types import accumulator
 from contrastile.distributed import collectives, consistency
 from contrastile.engine.compiled import traceable, traced
-from contrastile.engine.graph import Replayed, operation, ready, small
+from contrastile.engine.graph import Replayed, operation, ready, shared_length, small
 from contrastile.engine.operation import Call, MakeTiles, Operation, Plan
 from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cast_features, guides, indices, leaves_of
 from contrastile.exchange import host
@@ -58,8 +58,15 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
     alone = not (dist.is_available() and dist.is_initialized())
     # other scorers have a state, and other ranks' texts other lengths
     cached = arguments.scorer is None or (alone and getattr(arguments.scorer, "stateless", False))
-    signature: Hashable = (alone, arguments.signature()) if cached else None
-    plan, template = _plans.get(signature, (None, None))
+    exact: Hashable = (alone, arguments.signature()) if cached else None
+    plan, template = _plans.get(exact, (None, None))
+    signature = exact
+    if plan is None and cached and (of_lengths := _of_lengths(arguments)) is not None:
+        # texts of other lengths: small calls of both replay one graph
+        signature = alone, of_lengths
+        plan, template = _plans.get(signature, (None, None))
+        if plan is not None and len(_plans) < MOST_PLANS:
+            _plans[exact] = plan, template
     if plan is not None and template is not None and type(scale) in NUMBERS and type(arguments.bias) in NUMBERS:
         graph = ready(template) if plan.small else None
         if graph is not None:
@@ -93,9 +100,27 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
         if signature is not None:
             if len(_plans) >= MOST_PLANS:
                 _plans.clear()
-            _plans[signature] = plan, _template(problem, plan, exchange) if alone and arguments.refillable() else None
+            template = _template(problem, plan, exchange) if alone and arguments.refillable() else None
+            _plans[signature if plan.small else exact] = plan, template
     inputs = _call(problem, plan, exchange), problem.scale, problem.bias, *problem.inputs
     return operation(*inputs) if plan.small else (Operation.apply, inputs)
+
+
+def _of_lengths(arguments: Arguments) -> Hashable | None:
+    """The signature of token vectors [B, L, D] behind masks, with L rounded; None for other arguments."""
+    if arguments.scorer is None or not any(len(leaves_of(side)) > 1 for side in (arguments.q, arguments.k)):
+        return None
+    kinds: list[Hashable] = []
+    for side in (arguments.q, arguments.k):
+        leaves = leaves_of(side)
+        if not all(isinstance(x, Tensor) and x.ndim > 1 and x.shape[:2] == leaves[0].shape[:2] for x in leaves):
+            return None
+        lengths = [x.shape[1] if len(leaves) == 1 else shared_length(x.shape[1]) for x in leaves]
+        kinds += [
+            (type(side), type(x), len(x), length, *x.shape[2:], x.dtype, x.device, x.requires_grad)
+            for x, length in zip(leaves, lengths, strict=True)
+        ]
+    return arguments.cast(), replace(arguments, q=None, k=None).signature(), *kinds
 
 
 def _with_masks(arguments: Arguments) -> Arguments:
@@ -240,8 +265,10 @@ def _planned(problem: Problem, exchange: Exchange) -> Plan:
     tiles = _tiles(problem, exchange, workspace)
     alone = len(exchange.layout.rows) == 1 and options.reduction != "none" and not own
     number = torch.ones((), dtype=accumulator(problem.dtype), device=problem.device)
-    if wants and alone and tiles(loss, number, None, workspace).strip(problem.rows, problem.cols):
-        at_once = True
+    if wants and alone:
+        example = tiles(loss, number, None, workspace)
+        # one product of each strip gives loss and gradient; or the forward keeps what the backward would repeat
+        at_once |= bool(example.strip(problem.rows, problem.cols)) or example.keeps(problem.rows, problem.cols)
     replayed = not own and small(problem, exchange, tiles)
     if isinstance(tiles, partial) and tiles.func is Scored and problem.dtype == torch.float16:
         # float16 underflows in the module unless the upstream gradient, a GradScaler's factor, goes through it

@@ -32,7 +32,8 @@ SECONDS = 1.2
 SIDES, NUMBERS, ROWS = {"cuda": 8192, "cpu": 1024}, {"cuda": 2**28, "cpu": 2**22}, {"cuda": 2**15, "cpu": 2**12}
 # features of two losses, whose difference is that of their products
 FEATURES = (512, 1024)
-SMALL = 64
+# rows and features of a loss that takes the host's time alone
+SMALL = {"cuda": (1024, 512), "cpu": (64, 64)}
 PICTURE = 256
 # width, heads, and tokens of a layer; examples for products to take most of the time, and one for the host to
 LAYER = {"cuda": (1024, 16, 256), "cpu": (256, 4, 64)}
@@ -89,7 +90,7 @@ def measured(device: torch.device, seconds: float) -> Profile:
     for backend in ("auto", "dense"):
         for features in FEATURES if backend == "auto" else FEATURES[:1]:
             times[backend, features] = timed(_loss(rows, features, backend, device))
-    call, (few_features, many) = timed(_loss(SMALL, SMALL, "auto", device)), FEATURES
+    call, (few_features, many) = timed(_loss(*SMALL[kind], "auto", device)), FEATURES
     # the time per pair is a straight line over the features
     slope = max(1e-18, (times["auto", many] - times["auto", few_features]) / (rows**2 * (many - few_features)))
     rest = max(1e-15, (times["auto", few_features] - call) / rows**2 - slope * few_features)

@@ -45,15 +45,15 @@ class LateSize(LossSize):
     @property
     def at_once(self) -> bool:
         """The gradients come with the loss, from one sweep."""
-        return self.backend_name == "triton" and self.ranks == 1 and not self.host and self.fused[1]
+        return self.backend_name == "triton" and self.ranks == 1 and not self.host and not self.fused[1]
 
     @property
-    def fused(self) -> tuple[int, bool]:
-        """Bytes of the kernels beside the accumulators, and whether all columns are in one tile."""
+    def fused(self) -> tuple[int, int]:
+        """Bytes of the kernels beside the accumulators, and columns of a tile; 0 of gradients that come with it."""
         try:
             from contrastile.tiles.triton import maxsim
         except ImportError:
-            return self._allowed, False
+            return self._allowed, self.columns
         cast = self.given != self.dtype
         copies = self.dtype.itemsize * (self.masked + cast)
         rows, cols = self.blocks[-1]
@@ -79,11 +79,17 @@ class LateSize(LossSize):
         """Accumulators and statistics; at the end gradients, and the accumulators twice if they came with the loss."""
         if self.host:
             return super().resident
-        wide = accumulator(self.dtype)
-        sums = self.numbers * wide.itemsize
-        throughout = sums + (self.rows + self.columns) * STATISTICS * wide.itemsize
-        returned = 0 if self.given == wide else self.numbers * self.given.itemsize
-        return throughout, throughout + sums * self.at_once + returned
+        wide, (of_row, of_col) = accumulator(self.dtype).itemsize, self.sizes
+        stats = (self.rows + self.columns) * STATISTICS * wide
+        returned = 0 if self.given.itemsize == wide else self.given.itemsize
+        if self.backend_name == "triton" and self.ranks == 1 and not self.at_once:
+            # the gradients of the columns are float32 for a strip at a time
+            strip = min(self.fused[1], self.columns) * of_col * wide
+            of_columns = self.columns * of_col * self.given.itemsize
+            throughout = self.rows * of_row * wide + of_columns + stats
+            return throughout + strip, throughout + self.rows * of_row * returned
+        sums = self.numbers * wide
+        return sums + stats, sums * (1 + self.at_once) + stats + self.numbers * returned
 
     @property
     def operations(self) -> float:

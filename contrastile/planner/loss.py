@@ -51,6 +51,8 @@ class LossSize:
     directions: int = 1
     # positives are known by indices or labels in every exchange
     listed: bool = False
+    # by labels, which every pair compares
+    labels: bool = False
 
     @property
     def columns(self) -> int:
@@ -121,7 +123,9 @@ class LossSize:
             # Triton is not installed here: a strip of 16-bit gradients
             return min(allowed, 2 * self.block[0] * self.block[1])
         device = torch.device("meta" if self.device == "cuda" else "cpu")
-        expected = partial(tiles.expected_bytes, self.loss, by_index=self.exchange_class.by_index or self.listed)
+        by_index = self.exchange_class.by_index or self.listed
+        followed = self.ranks == 1 and not (self.host or self.own)
+        expected = partial(tiles.expected_bytes, self.loss, by_index=by_index, followed=followed)
         # halved until they fit, a shorter block may take more
         blocks = max(expected(N, M, self.dimensions, self.dtype, allowed, device) for N, M in self.blocks)
         return blocks + (SCRATCH if self.backend_name == "triton" else 0)

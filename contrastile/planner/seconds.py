@@ -23,13 +23,16 @@ OPTIMIZER_TRAFFIC = 7
 # time of the fused kernels in float32 over that in 16 bits, by torch's precision of float32 products: six, three or one
 # product of pieces, and the pieces' way through memory
 FLOAT32_LOSS = {"highest": 7.0, "high": 3.5, "medium": 1.2}
-# the host's time, in those of a small call: of a pairwise loss's call, of a block of a larger loss, and until the first
-# block of one begins
-PAIRWISE_CALLS, BLOCK_CALLS, START_CALLS = 1.4, 0.5, 0.6
+# the host's time, in those of a small call, which is replayed: of a pairwise loss's call, of a block of a larger loss,
+# and until the first block of one begins
+PAIRWISE_CALLS, BLOCK_CALLS, START_CALLS = 2.3, 1.1, 1.3
+# the time of a pair beside its products, over that of a plain softmax: with a teacher's probability too, and where
+# labels are compared. From 32k rows of `contrastile bench loss --losses distill clip_labels siglip_labels`
+TEACHER_PAIRS, LABELLED_PAIRS = 6.0, 3.0
 # of token vectors: a sweep's rate over that of large losses; the time of a sweep that notes the winning tokens over
 # that of one that does not; the time of gathering them over that of memory; the host's time, and its time before the
 # device begins, in calls. From the rows of 1,024² and of 128² pairs of 32 x 180 tokens in h200_maxsim.csv
-SWEEP, WINNERS, GATHERED, LATE_CALLS, LATE_START = 0.95, 1.45, 0.37, 0.77, 0.2
+SWEEP, WINNERS, GATHERED, LATE_CALLS, LATE_START = 0.95, 1.45, 0.37, 1.65, 0.43
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ def loss_seconds(loss: LossSize, profile: Profile) -> float:
     speed = factor if wide else 1.0
     N, M = loss.block
     # a dense block moves its matrices; a tiled one is computed within the workspace, block by block
-    pair = profile.dense_pair * loss.matrices if loss.backend_name == "dense" else profile.pair
+    pair = profile.dense_pair * loss.matrices if loss.backend_name == "dense" else profile.pair * _pair_work(loss)
     device = loss.operations / (profile.loss * speed) + loss.pairs * pair
     if not fused:
         return hypot(profile.call, device)
@@ -143,6 +146,13 @@ def loss_seconds(loss: LossSize, profile: Profile) -> float:
         host = profile.call * (PAIRWISE_CALLS if loss.loss.pairwise else 1.0)
         return (host**4 + device**4) ** 0.25
     return max(device, blocks * BLOCK_CALLS * profile.call) + START_CALLS * profile.call
+
+
+def _pair_work(loss: LossSize) -> float:
+    """The work of a pair beside its products, in those of a plain softmax."""
+    formula = loss.loss.formula
+    teacher = formula is not None and formula.guide == "teacher"
+    return TEACHER_PAIRS if teacher else LABELLED_PAIRS if loss.labels else 1.0
 
 
 def exchange_seconds(loss: LossSize, profile: Profile, link: float) -> float:

@@ -118,8 +118,12 @@ class Tiles(ABC):
     fresh: bool = field(default=False, init=False, repr=False)
     # the backward of the same block follows the forward at once, which may keep results for it
     followed: bool = field(default=False, init=False, repr=False)
+    # the next backward is the whole one of its rows and columns, and only the scale is missing from its sums
+    closing: bool = field(default=False, init=False, repr=False)
     # u and v are the gradients of the features, scaled and in their own types, and the sums those of `pair_sums`
     final: bool = field(default=False, init=False, repr=False)
+    # partial norms of rows and columns, where a replay has computed them (`tiles/triton/launch.py`)
+    norms: Tensor | None = field(default=None, init=False, repr=False)
     # types of the gradients of rows and columns; None: those of the features
     grad_dtypes: tuple[torch.dtype, torch.dtype] | None = field(default=None, init=False, repr=False)
 
@@ -170,6 +174,11 @@ class Tiles(ABC):
         """
         raise NotImplementedError
 
+    def keeps(self, rows: Shard, cols: Shard) -> bool:
+        """Return whether a forward keeps results for a backward of the same block that follows at once (`followed`)."""
+        del rows, cols
+        return False
+
     @abstractmethod
     def workspace_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
         """Upper bound of the bytes for a block of N × M of D features, beside inputs, outputs and accumulators."""
@@ -177,13 +186,14 @@ class Tiles(ABC):
     @classmethod
     def expected_bytes(
         cls, loss: PairLoss, N: int, M: int, D: int, dtype: torch.dtype, workspace: int, device: torch.device,
-        *, by_index: bool = False,
+        *, by_index: bool = False, followed: bool = False,
     ) -> int:  # fmt: skip
         """Bytes that a block takes at its peak, for a planner.
 
-        device: "meta" stands for an accelerator. by_index: positives are known by their indices.
+        device: "meta" stands for an accelerator. by_index: positives are known by their indices. followed: the backward
+        follows the forward at once.
         """
-        del by_index
+        del by_index, followed
         return cls(loss, torch.empty((), device=device), None, workspace).workspace_bytes(N, M, D, dtype)
 
     def merge(self, stats: Tensor, parts: Tensor) -> None:

@@ -206,11 +206,13 @@ def plan_of(
         size_of = partial(LateSize, tokens=tuple([cost.dimensions // dimensions for cost in costs]))
     pair_loss = OBJECTIVES[recipe.kind](recipe.loss).pair_loss
     # not the pairs of a diagonal alone
-    listed = not isinstance(recipe, Recipe) or pair_loss.exclude_self or getattr(recipe.loss, "labels", False)
+    labels = recipe.loss.kind == "supcon" or getattr(recipe.loss, "labels", False)
+    listed = not isinstance(recipe, Recipe) or pair_loss.exclude_self or labels
     loss = size_of(
         rows, keys * rows, ranks, dimensions, machines.memory, recipe.loss.exchange, recipe.loss.backend,
         machines.device, getattr(recipe.loss, "workspace", None), products, given,
         pair_loss, queue=queue // ranks, own=anchors + positives, directions=2 if both_ways else 1, listed=listed,
+        labels=labels,
     )  # fmt: skip
     teacher, guides = 0, list[Side]()
     if (other := teacher_recipe(recipe)) is not None:

@@ -54,7 +54,7 @@ ANY = ("N", "M", "n", "diagonal", "self_diagonal", "positives", "positives_strid
        "vectors_step", "part_stride", "part_row_stride", "part_col_stride", "parts", "stats_row_stride", "stats_stride",
        "row_stats_stride", "col_stats_stride", "row_state_stride", "col_state_stride", "row_tiles", "col_tiles",
        "row_first", "row_last", "col_first", "col_last", "q_blocks", "blocks", "truncation", "careful", "kept",
-       "smoothing")  # fmt: skip
+       "smoothing", "m", "x_lost", "y_lost")  # fmt: skip
 
 
 @triton.jit

@@ -20,6 +20,7 @@ logits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -34,6 +35,7 @@ from contrastile.tiles.base import ForwardResult, InFlight, Tiles
 from contrastile.tiles.triton import kept, launch, plan, positions
 from contrastile.tiles.triton.arithmetic import UNIT
 from contrastile.tiles.triton.block import (
+    COLUMN_SUMS,
     Block,
     Budget,
     Cost,
@@ -46,7 +48,7 @@ from contrastile.tiles.triton.block import (
     readable_side,
 )
 from contrastile.tiles.triton.kept import Kept
-from contrastile.tiles.triton.launch import Weights, on
+from contrastile.tiles.triton.launch import Term, Weights, on
 from contrastile.tiles.triton.plan import CAREFUL_LABEL_CHANNELS, LABEL_CHANNELS, Epilogue, Operand, Pair
 from contrastile.tiles.triton.products import add_cols, add_rows
 
@@ -174,12 +176,13 @@ class Triton(Tiles):
     @classmethod
     def expected_bytes(
         cls, loss: PairLoss, N: int, M: int, D: int, dtype: torch.dtype, workspace: int, device: torch.device,
-        *, by_index: bool = False,
+        *, by_index: bool = False, followed: bool = False,
     ) -> int:  # fmt: skip
         del by_index
         budget = Budget(loss, plan.epilogue_for(loss), device, workspace)
         # 16-bit features of such a width are read as they are
-        return budget.expected_bytes(N, M, 0 if dtype.itemsize == 2 and D % 8 == 0 else D, dtype)
+        copied = 0 if dtype.itemsize == 2 and D % 8 == 0 else D
+        return budget.expected_bytes(N, M, copied, dtype, followed=D * followed)
 
     def reserve(self, multiprocessors: int) -> None:
         """Leave so many of the device's multiprocessors to transfers.
@@ -188,6 +191,9 @@ class Triton(Tiles):
         starts after the others have finished.
         """
         self.reserved = multiprocessors
+
+    def keeps(self, rows: Shard, cols: Shard) -> bool:
+        return kept.fits(rows, cols, self._epilogue, self._budget)
 
     def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
         if (
@@ -219,8 +225,11 @@ class Triton(Tiles):
         position = rows.start, len(rows), cols.start, len(cols)
         if position not in self.constants:
             given = rows.features, cols.features, self.scale, self.bias
-            number = len(cols) if self.followed and kept.suits(rows, self.loss, self._epilogue) else 0
-            constants = launch.block_constants(*given, self._epilogue, careful=self._careful(rows), kept=number)
+            one_way = self.followed and not self.loss.symmetric and kept.suits(rows, self._epilogue)
+            number = len(cols) if one_way else 0
+            constants = launch.block_constants(
+                *given, self._epilogue, careful=self._careful(rows), kept=number, norms=self.norms
+            )
             self.constants[position] = constants
             if self._epilogue.taught:
                 self.constants[position] = self._with_teacher(self.constants[position], rows, cols)
@@ -236,7 +245,7 @@ class Triton(Tiles):
 
     def _super_tiles(self, block: Block, cost: Cost) -> Iterator[SuperTile]:
         """The block's super-tiles with their operands, which neighbours and the next pass share."""
-        for i, j in self._budget.super_tiles(block, cost):
+        for i, j in self._budget.super_tiles(block.rows, block.cols, cost):
             tile = self.super_tile
             if tile is None or tile.along != (i, j):
                 if tile is None or tile.along[0] != i:
@@ -280,15 +289,18 @@ class Triton(Tiles):
         elif by_label(block.rows):
             passes = [(False, LABEL_CHANNELS, budget.labels), (True, CAREFUL_LABEL_CHANNELS, budget.labels)]
             passes = passes[self._careful(block.rows) :]
-        keeps = self.followed and kept.fits(block, epilogue, budget)
+        keeps = self.followed and self.keeps(block.rows, block.cols)
         for careful, channels, cost in passes:
             for tile in self._super_tiles(block, cost):
                 if keeps and not careful:
-                    # with the sums of the scale's gradient
-                    parts = self._new_parts(tile.block, channels + 1)
-                    self.kept = kept.exponentials(tile.pair, block.constants, parts[0], epilogue)
+                    # one way with the sums of the scale's gradient, else with several of each column
+                    each = COLUMN_SUMS if self.loss.symmetric else 1
+                    parts = self._new_parts(tile.block, channels + (not self.loss.symmetric), each=each)
+                    self.kept = kept.exponentials(tile.pair, block.constants, parts, epilogue)
                 else:
-                    parts = self._new_parts(tile.block, channels)
+                    # where the careful flag is set, the exponentials are not read
+                    memory = None if self.kept is None else self.kept.strip.view(torch.float32).flatten()
+                    parts = self._new_parts(tile.block, channels, memory)
                     launch.sums(tile.pair, block.constants, parts, epilogue, careful=careful)
                 merged = (parts, tile.of(stats), block.constants, epilogue, tile.first, tile.last)
                 launch.merge_sums(*merged, careful=careful)
@@ -297,12 +309,21 @@ class Triton(Tiles):
         self.super_tile = None
         self._positive_stats(block, stats)
 
-    def _new_parts(self, block: Block, channels: int) -> list[Tensor]:
-        """Memory for the tiles' sums: [channels, col tiles, N] and, if symmetric, [channels, row tiles, M]."""
+    def _new_parts(self, block: Block, channels: int, memory: Tensor | None = None, each: int = 1) -> list[Tensor]:
+        """Memory for the tiles' sums: [channels, col tiles, N] and, if symmetric, [channels, each · row tiles, M].
+
+        memory: float32 numbers that may be overwritten.
+        """
         shape = plan.shape_for(self.scale.device, taught=self._epilogue.taught)
         height, width = len(block.rows), len(block.cols)
-        sizes = [(plan.tiles_of(width, shape.cols), height), (plan.tiles_of(height, shape.rows), width)]
-        return [self.scale.new_empty(channels, *size) for size in sizes[: 1 + self.loss.symmetric]]
+        sizes = [(channels, plan.tiles_of(width, shape.cols), height)]
+        sizes += [(channels, each * plan.tiles_of(height, shape.rows), width)] * self.loss.symmetric
+        if memory is None:
+            return [self.scale.new_empty(size) for size in sizes]
+        # each begins at whole words, as memory of its own does
+        lengths = [plan.tiles_of(math.prod(size), plan.ALIGNMENT) * plan.ALIGNMENT for size in sizes]
+        parts = memory[: sum(lengths)].split(lengths)
+        return [part[: math.prod(size)].view(size) for part, size in zip(parts, sizes, strict=True)]
 
     def _positive_stats(self, block: Block, stats: list[Tensor]) -> None:
         """Write the positives known by position into the statistics."""
@@ -315,25 +336,22 @@ class Triton(Tiles):
     def _grads(self, block: Block, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None) -> Tensor:
         """Add all pairs' gradient to u and v, and with `row_stats` their loss to the statistics.
 
-        Returns Σ_ij g_ij; or, of a softmax, 0 (its exact value) and Σ_ij g_ij · ⟨q_i, k_j⟩, summed from the tiles in
-        float32. The accumulators lack the digits for the latter: 16 bits and the matrix units truncate them, and
+        Returns Σ_ij g_ij; or, of a softmax, 0 (its exact value) and Σ_ij g_ij · ⟨q_i, k_j⟩, summed from the tiles. The
+        accumulators lack the digits for the latter: 16 bits and the matrix units truncate them, and
         attraction and repulsion often cancel to a few percent.
         """
         positives = block.positives()
         if block.rows.features.dtype == torch.float16:
-            total = self._scaled_strips(block, u, None if v is None else _received(v), row_stats)
+            terms = [self._scaled_strips(block, u, None if v is None else _received(v), row_stats)]
         else:
-            total = self._strips(block, u, v, row_stats, final=positives is None)
+            terms = [self._strips(block, u, v, row_stats, final=positives is None)]
         self.super_tile = None
         if positives is not None:
-            total = total + self._positive_grads(block, positives, u, None if v is None else _received(v))
-        if not self.sums_products:
-            return total.to(self.scale.dtype)
-        sums = self.no_pairs()
-        sums[1].copy_(total)
-        return sums
+            terms.append(self._positive_grads(block, positives, u, None if v is None else _received(v)))
+        sums = launch.add_up(terms)
+        return sums if self.sums_products else sums[1]
 
-    def _scaled_strips(self, block: Block, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None) -> Tensor:
+    def _scaled_strips(self, block: Block, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None) -> Term:
         """`_strips` of fp16, whose range is small: accumulators are kept in a unit of the block's own."""
         # the power of two that brings the largest possible gradient of a pair just under fp16's range
         largest = torch.stack([coefficient.abs().amax() for _, coefficient in block.directions]).sum()
@@ -343,25 +361,25 @@ class Triton(Tiles):
         accumulators = [x for x in (u, v) if x is not None]
         for x in accumulators if not self.fresh else []:
             x.mul_(unit)
-        total = self._strips(block, u, v, row_stats, final=False)
+        numbers, lost = self._strips(block, u, v, row_stats, final=False)
         inverse = 1 / unit
-        for x in (*accumulators, total):
+        for x in (*accumulators, numbers):
             x.mul_(inverse)
-        return total
+        return numbers, lost
 
     def _strips(
         self, block: Block, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None, *, final: bool
-    ) -> Tensor:
-        """Add the gradient of all pairs but the positives, one strip at a time; returns the float64 sum of the tiles.
+    ) -> Term:
+        """Add the gradient of all pairs but the positives, one strip at a time; returns the sums of the tiles.
 
         A v that may leave early is added to first. Any other is added to last, because it may still be in flight and
         because the columns must stay until they have been read. It leaves then if this is the `final` addition.
         """
         weights = self._weights(block)
         if self.kept is not None:
-            total = self.kept.add(block, weights[0][0], u, None if v is None else _received(v), self._epilogue)
+            numbers = self.kept.add(block, weights, u, None if v is None else _received(v), self._epilogue)
             self.kept = None
-            return total
+            return numbers, launch.truncation(block.rows.features)
         sums = launch.new_sums(self.scale.device)
         strip: Tensor | None = None
         lost = launch.truncation(block.rows.features) if self.sums_products else 0.0
@@ -379,11 +397,12 @@ class Triton(Tiles):
             if all(tile.last):
                 if isinstance(v, InFlight) and final:
                     v.release()
-                # this small work gives the transfer a start on the device before the next large product takes all of it
-                total = sums.sum(dtype=torch.float64) * (1 + lost)
+                if isinstance(v, InFlight):
+                    # this small work gives the transfer a start on the device before the next product takes all of it
+                    sums = sums.sum(dtype=torch.float64)
             if u is not None and early:
                 add_rows(along(u, tile.along[0], 0), tile.pair, strip, fresh=first_of_row)
-        return total
+        return sums, lost
 
     def _weights(self, block: Block) -> Weights:
         if self.loss.pairwise:
@@ -405,18 +424,18 @@ class Triton(Tiles):
         if epilogue.exponential:
             launch.careful_gradient(tile.pair, tile.block, strip, sums, epilogue)
 
-    def _positive_grads(self, block: Block, positives: Positives, u: Tensor | None, v: Tensor | None) -> Tensor:
-        """Add the gradient of the positives known by position in float32; returns its float64 sum, as `_strips`."""
+    def _positive_grads(self, block: Block, positives: Positives, u: Tensor | None, v: Tensor | None) -> Term:
+        """Add the gradient of the positives known by position in float32; returns its sums, as `_strips`."""
         g_NP, inner_NP = positions.positive_gradients(block, positives, u, v, self._epilogue)
         if v is not None and positives.columns is not None:
             # sorted by column, so that sums have the same order, and bits, in every run
             columns, order = torch.where(positives.columns < 0, len(v), positives.columns).flatten().sort(stable=True)
             positions.add_pairs(v, block.rows.features, columns, order // positives.per_row, g_NP.flatten()[order])
         if not self.sums_products:
-            return g_NP.sum(dtype=torch.float64)
+            return g_NP, 0.0
         q = block.rows.features
         lost = launch.truncation(q) if positions.as_tiles(q.dtype, self._epilogue) else 0.0
-        return inner_NP.sum(dtype=torch.float64) * (1 + lost)
+        return inner_NP, lost
 
 
 def _received(v: Tensor | InFlight) -> Tensor:

@@ -45,7 +45,15 @@ from contrastile.tiles.triton.arithmetic import (
     product_less_one,
     quarter,
 )
-from contrastile.tiles.triton.forward import counts, softplus_sum, tile_at, tile_products
+from contrastile.tiles.triton.forward import (
+    counts,
+    join_quarters,
+    softplus_sum,
+    store_half,
+    sum_per_lane,
+    tile_at,
+    tile_products,
+)
 from contrastile.tiles.triton.labels import label_softplus, positive_by_label, positive_weights
 from contrastile.tiles.triton.masks import distinct_pairs, has_masked, valid_pairs
 
@@ -141,29 +149,6 @@ def direction_weights(row_state_ptr, row_state_stride, row_coefficient_ptr, N, c
 
 
 @triton.jit
-def join_quarters(left, right, BM: tl.constexpr, WIDTH: tl.constexpr):
-    """Two quarters side by side, the inverse of `halves`."""
-    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (BM, 2 * WIDTH))
-
-
-@triton.jit
-def store_half(out_mem, out_stride, g, i, col, part_stride, BM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
-                TMA: tl.constexpr):  # fmt: skip
-    """Write g [BM, WIDTH] into the strip, which holds whole tiles, as PARTS 16-bit pieces that add up to it."""
-    for part in tl.static_range(PARTS):
-        if TMA:
-            piece = g.to(out_mem.dtype)
-            out_mem.store([part * part_stride + i * BM, col], piece)
-        else:
-            piece = g.to(out_mem.dtype.element_ty)
-            rows = part * part_stride + i * BM + tl.arange(0, BM)
-            at = rows.to(tl.int64)[:, None] * out_stride + (col + tl.arange(0, WIDTH))[None, :]
-            tl.store(out_mem + at, piece)
-        if part + 1 < PARTS:
-            g = g - piece.to(tl.float32)
-
-
-@triton.jit
 def _reciprocal(x, INTERPRETED: tl.constexpr):
     """1 / x for x from 1 to 4, in one instruction; a general division takes six."""
     if INTERPRETED:
@@ -172,13 +157,6 @@ def _reciprocal(x, INTERPRETED: tl.constexpr):
         inverse = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f, f", [x], dtype=tl.float32, is_pure=True,
                                             pack=1)  # fmt: skip
     return inverse
-
-
-@triton.jit
-def sum_per_lane(x, BM: tl.constexpr, WIDTH: tl.constexpr):
-    """Partial sums of the rows of x as [BM, 4]: within threads, in the layout that the matrix units return."""
-    left, right = tl.split(tl.reshape(x, (BM, WIDTH // 2, 2)))
-    return tl.sum(tl.reshape(left + right, (BM, WIDTH // 8, 4)), 1)
 
 
 @triton.jit
@@ -384,35 +362,6 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
         if SOFTPLUS:
             sums += added
     tl.store(sums_at, sums)
-
-
-@triton.jit(do_not_specialize=ANY)
-def kept_rows(q_ptr, out_ptr, weights_ptr, inner_ptr, factors_ptr, sums_ptr, constants_ptr, N, D, q_row_stride,
-              col_tiles, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """Write the factors that make gradients of a strip of exponentials 2^t, a_i of each row i (see `kept.py`).
-
-    Writes the factor a_i of the row's sums, a_i · UNIT · q_i in 16 bits for those of the columns, and
-    Σ_j g_ij · ⟨q_i, k_j⟩. Where the careful flag is set, the strip holds gradients: factors are 1 and sums 0.
-    """
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    fast = tl.load(constants_ptr + CAREFUL) == 0
-    weight = tl.load(weights_ptr + rows, mask=rows < N, other=0.0)
-    factor = tl.where(fast, weight, 1.0)
-    tl.store(factors_ptr + rows, factor, mask=rows < N)
-    row = rows.to(tl.int64)[:, None]
-    for step in range(0, D, BLOCK):
-        cols = step + tl.arange(0, BLOCK)
-        inside = (rows < N)[:, None] & (cols < D)[None, :]
-        x = tl.load(q_ptr + row * q_row_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
-        x = x * (factor * UNIT)[:, None]
-        tl.store(out_ptr + row * D + cols[None, :], x.to(out_ptr.dtype.element_ty), mask=inside)
-    total = tl.zeros((ROWS,), tl.float32)
-    for step in range(0, col_tiles, TILES):
-        tile = step + tl.arange(0, TILES)
-        inside = (tile < col_tiles)[:, None] & (rows < N)[None, :]
-        at = tile.to(tl.int64)[:, None] * N + rows[None, :]
-        total += tl.sum(tl.load(inner_ptr + at, mask=inside, other=0.0), 0)
-    tl.store(sums_ptr + rows, tl.where(fast, total * weight, 0.0), mask=rows < N)
 
 
 @triton.jit

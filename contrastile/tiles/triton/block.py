@@ -28,6 +28,13 @@ from contrastile.tiles.triton.plan import (
     tiles_of,
 )
 
+# type of features, and of a strip, whose range is that of exponentials; float32 features would have three strips
+KEPT_IN = torch.bfloat16
+# features from which a symmetric loss's product of a pair takes longer than its number's way through memory, by the
+# times at 512 and at 768
+LEAST_FEATURES = 320
+# sums of a tile's column where exponentials are kept, see `kept_tile`
+COLUMN_SUMS = 4
 # 32-bit ids and labels by name, of rows and of columns
 Groups = tuple[dict[str, Tensor], dict[str, Tensor]]
 # bytes of a super-tile of height × width, by the bytes of each row's and column's features that are copied, and the
@@ -61,22 +68,23 @@ class Budget:
         sums = self._partial(height, width, self.epilogue.channels) if self.loss.pairwise else 0
         return 2 * rows * cols + sums + (height + width) * copied
 
-    def keeps(self, block: Block) -> bool:
-        """The strip of a whole block fits, with the numbers of the forward's passes and weighed rows beside it."""
-        weighed = 2 * block.rows.features.numel()
+    def keeping(self, height: int, width: int, copied: int, parts: int, *, later: bool = False) -> int:
+        """The strip of a forward that keeps exponentials, and the tiles' numbers: two sums of each row, or one of each
+        row and several of each column. Those of rows are still there later, in the backward.
+        """
+        each, channels = (COLUMN_SUMS, 1) if self.loss.symmetric else (1, 2)
+        return self.backward(height, width, copied, parts) + self._partial(height, width, channels, each * (not later))
 
-        def cost(height: int, width: int, copied: int, parts: int) -> int:
-            sums = self._partial(height, width, 2 + self.epilogue.careful_channels)
-            return self.backward(height, width, copied, parts) + sums + weighed
+    def keeps(self, rows: Shard, cols: Shard) -> bool:
+        """A forward that keeps exponentials takes the whole block at once; one way there are weighed rows beside it."""
+        weighed = 0 if self.loss.symmetric else 2 * rows.features.numel()
+        needed = self.keeping(len(rows), len(cols), *self._copies(rows, cols)) + weighed
+        return self._gains(rows.features.shape[1]) and needed <= self.workspace
 
-        return len(list(self.super_tiles(block, cost))) == 1
-
-    def super_tiles(self, block: Block, cost: Cost) -> Iterator[tuple[slice, slice]]:
+    def super_tiles(self, rows: Shard, cols: Shard, cost: Cost) -> Iterator[tuple[slice, slice]]:
         """Rows and columns of each super-tile of a block, row by row."""
-        N, M, copied = len(block.rows), len(block.cols), 0
-        for q, k in zip(block.features(block.rows), block.features(block.cols), strict=True):
-            copied += 0 if is_readable(q) and is_readable(k) else self._copied(q.shape[1], q.dtype)
-        height, width = self._largest(N, M, copied, PIECES[block.rows.features.dtype](), cost)
+        N, M = len(rows), len(cols)
+        height, width = self._largest(N, M, *self._copies(rows, cols), cost)
         for i in range(0, N, height):
             for j in range(0, M, width):
                 yield slice(i, min(i + height, N)), slice(j, min(j + width, M))
@@ -85,11 +93,26 @@ class Budget:
         """The bytes of the largest pass over a block, with features copied or not, by label or not."""
         return max(self.expected_bytes(N, M, copied, dtype, self.labels) for copied in (0, D))
 
-    def expected_bytes(self, N: int, M: int, D: int, dtype: torch.dtype, *more: Cost) -> int:
-        """The same of forward, backward and `more` passes; D is 0 where features need no copy."""
+    def expected_bytes(
+        self, N: int, M: int, D: int, dtype: torch.dtype, *more: Cost, followed: int = 0
+    ) -> int:  # fmt: skip
+        """The same of forward, backward and `more` passes; D is 0 where features need no copy.
+
+        followed: features of a backward that follows at once, for which exponentials are kept where they fit. Its
+        accumulators, which are not among these bytes, are not there yet in the forward.
+        """
         given = self._copied(D, dtype), PIECES[dtype]()
         passes = (self.forward, self.backward, *more)
-        return max(cost(*self._largest(N, M, *given, cost), *given) for cost in passes)
+        most = max(cost(*self._largest(N, M, *given, cost), *given) for cost in passes)
+        keeping = self.keeping(N, M, *given)
+        gains = self._gains(followed) and self.epilogue.keeps and dtype == KEPT_IN
+        if followed and gains and keeping <= self.workspace:
+            most = max(most, keeping - 4 * (N + M) * followed, self.keeping(N, M, *given, later=True))
+        return most
+
+    def _gains(self, features: int) -> bool:
+        """Return whether kept exponentials are faster."""
+        return not self.loss.symmetric or features >= LEAST_FEATURES
 
     def _largest(self, N: int, M: int, copied: int, parts: int, cost: Cost) -> tuple[int, int]:
         """Rows and columns of a super-tile: the longer side halved, in whole tiles, until it fits the workspace."""
@@ -102,10 +125,17 @@ class Budget:
                 width = tiles_of(width, 2 * shape.cols) * shape.cols
         return height, width
 
-    def _partial(self, height: int, width: int, channels: int) -> int:
+    def _copies(self, rows: Shard, cols: Shard) -> tuple[int, int]:
+        """Bytes of each row's and column's features that are copied, and the number of their pieces."""
+        copied = 0
+        for q, k in zip((rows.features, *rows.guides), (cols.features, *cols.guides), strict=True):
+            copied += 0 if is_readable(q) and is_readable(k) else self._copied(q.shape[1], q.dtype)
+        return copied, PIECES[rows.features.dtype]()
+
+    def _partial(self, height: int, width: int, channels: int, each: int = 1) -> int:
         shape = shape_for(self.device, taught=self.epilogue.taught)
-        numbers = tiles_of(width, shape.cols) * height + self.loss.symmetric * tiles_of(height, shape.rows) * width
-        return 4 * channels * numbers
+        of_cols = each * self.loss.symmetric * tiles_of(height, shape.rows) * width
+        return 4 * channels * (tiles_of(width, shape.cols) * height + of_cols)
 
     def _copied(self, D: int, dtype: torch.dtype) -> int:
         return 2 * PIECES[dtype]() * padded(D, shape_for(self.device))
@@ -142,10 +172,6 @@ class Block:
             assert side.coefficient is not None
             directions.append((side.state, side.coefficient))
         return directions
-
-    def features(self, side: Shard) -> tuple[Tensor, ...]:
-        """The features of a side, and behind them those of its guide where the kernels read it."""
-        return (side.features, *side.guides)
 
     @property
     def self_diagonal(self) -> int | None:

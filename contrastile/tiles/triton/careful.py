@@ -39,8 +39,8 @@ from contrastile.tiles.triton.arithmetic import (
     store_stats,
     store_sums,
 )
-from contrastile.tiles.triton.backward import join_quarters, program_sums, softmax_positive, store_half, sum_per_thread
-from contrastile.tiles.triton.forward import counts, tile_at, tile_products
+from contrastile.tiles.triton.backward import program_sums, softmax_positive, sum_per_thread
+from contrastile.tiles.triton.forward import counts, join_quarters, store_half, tile_at, tile_products
 from contrastile.tiles.triton.masks import distinct_pairs, equal_groups, valid_pairs
 
 

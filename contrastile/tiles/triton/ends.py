@@ -12,13 +12,44 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def _fill_rows(source_ptr, target_ptr, n, D, block, norm_ptr, blocks, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Copy a block of rows [ROWS, D]; write its largest squared norm and, `blocks` further, Σ x · 0."""
+    rows = block * ROWS + tl.arange(0, ROWS)
+    squares = tl.zeros((ROWS, COLS), tl.float32)
+    zeros = tl.zeros((ROWS, COLS), tl.float32)
+    for step in range(0, D, COLS):
+        cols = step + tl.arange(0, COLS)
+        at = rows.to(tl.int64)[:, None] * D + cols[None, :]
+        inside = (rows < n)[:, None] & (cols < D)[None, :]
+        x = tl.load(source_ptr + at, mask=inside, other=0.0).to(target_ptr.dtype.element_ty)
+        tl.store(target_ptr + at, x, mask=inside)
+        x = x.to(tl.float32)
+        squares += x * x
+        zeros += x * 0.0
+    tl.store(norm_ptr, tl.max(tl.sum(squares, 1)))
+    tl.store(norm_ptr + blocks, tl.sum(zeros))
+
+
 @triton.jit(do_not_specialize_on_alignment=["value_ptr"])
-def fill(sources, targets, lengths, value_ptr, address_ptr, BLOCK: tl.constexpr):
-    """Copy each source to its target [length], in the target's type, and note the address of the value."""
+def fill(sources, targets, lengths, D, norms_ptr, norms_blocks, value_ptr, address_ptr, MEASURED: tl.constexpr,
+         ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Copy each source to its target [length], in the target's type, and note the address of the value.
+
+    Of the first MEASURED, [n, D], the partial norms are written too, as `reductions.norms` writes them.
+    """
     block = tl.program_id(0)
     if block == 0:
         tl.store(address_ptr, value_ptr.to(tl.int64))
-    for i in tl.static_range(len(sources)):
+    first = block * 0
+    for i in tl.static_range(MEASURED):
+        n = lengths[i] // D
+        blocks = tl.cdiv(n, ROWS)
+        if (block >= 0) & (block < blocks):
+            _fill_rows(sources[i], targets[i], n, D, block, norms_ptr + first + block, norms_blocks, ROWS, COLS)
+        block -= blocks
+        first += blocks
+    for i in tl.static_range(MEASURED, len(sources)):
         blocks = tl.cdiv(lengths[i], BLOCK)
         if (block >= 0) & (block < blocks):
             at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -139,20 +139,91 @@ def _store_logits(acc, constants, total, valid, at, stride, inside, axis: tl.con
     tl.store(at + 2 * stride, count_along(acc, valid, axis), mask=inside)
 
 
+@triton.jit
+def store_half(out_mem, out_stride, g, i, col, part_stride, BM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+                TMA: tl.constexpr):  # fmt: skip
+    """Write g [BM, WIDTH] into the strip, which holds whole tiles, as PARTS 16-bit pieces that add up to it."""
+    for part in tl.static_range(PARTS):
+        if TMA:
+            piece = g.to(out_mem.dtype)
+            out_mem.store([part * part_stride + i * BM, col], piece)
+        else:
+            piece = g.to(out_mem.dtype.element_ty)
+            rows = part * part_stride + i * BM + tl.arange(0, BM)
+            at = rows.to(tl.int64)[:, None] * out_stride + (col + tl.arange(0, WIDTH))[None, :]
+            tl.store(out_mem + at, piece)
+        if part + 1 < PARTS:
+            g = g - piece.to(tl.float32)
+
+
+@triton.jit
+def join_quarters(left, right, BM: tl.constexpr, WIDTH: tl.constexpr):
+    """Two quarters side by side, the inverse of `halves`."""
+    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (BM, 2 * WIDTH))
+
+
+@triton.jit
+def sum_per_lane(x, BM: tl.constexpr, WIDTH: tl.constexpr):
+    """Partial sums of the rows of x as [BM, 4]: within threads, in the layout that the matrix units return."""
+    left, right = tl.split(tl.reshape(x, (BM, WIDTH // 2, 2)))
+    return tl.sum(tl.reshape(left + right, (BM, WIDTH // 8, 4)), 1)
+
+
+@triton.jit
+def kept_tile(acc, constants, masks, ids, labels, col_part_ptr, out_mem, out_stride, i, j, N, M, BM: tl.constexpr,
+              BN: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr,
+              GUIDE: tl.constexpr, PRODUCTS: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """Write a tile's exponentials 2^t into the strip, and their sums along columns; returns those along rows.
+
+    In quarters, as `gradient` does. Columns have four sums, [4 · row tiles, M], one of each warp: sums across warps
+    take the shared memory that the strip needs, and wait for each other.
+    """
+    WIDTH: tl.constexpr = BN // 4
+    rows = i * BM + tl.arange(0, BM)
+    masked = has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES)
+    warps = 4 * i + tl.arange(0, 4)
+    for at in tl.static_range(4):
+        cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
+        part = quarter(acc, at, BM, BN)
+        t = exponents(part, constants, False, PRODUCTS)
+        if GUIDE == MASK:
+            t = tl.where(counts(part), t, -float("inf"))
+        if IDS:
+            valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
+            t = tl.where(valid & distinct_pairs(ids, labels, rows, cols, N, M, False), t, -float("inf"))
+        elif masked:
+            t = tl.where(valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES), t, -float("inf"))
+        e = tl.math.exp2(t)
+        if at == 0:
+            total = sum_per_lane(e, BM, WIDTH)
+        else:
+            total += sum_per_lane(e, BM, WIDTH)
+        of_cols = tl.sum(tl.sum(tl.reshape(e, (2, 4, BM // 8, WIDTH)), 0), 1)
+        col_at = col_part_ptr + warps.to(tl.int64)[:, None] * M + cols[None, :]
+        tl.store(col_at, of_cols, mask=tl.broadcast_to((cols < M)[None, :], (4, WIDTH)))
+        if at % 2 == 0:
+            left = e
+        else:
+            half = j * BN + (at // 2) * (BN // 2)
+            store_half(out_mem, out_stride, join_quarters(left, e, BM, WIDTH), i, half, 0, BM, BN // 2, 1, TMA)
+    return tl.sum(total, 1)
+
+
 @triton.jit(do_not_specialize=ANY)
 def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, col_part_ptr, positives_ptr,
            row_ids_ptr, col_ids_ptr, row_labels_ptr, col_labels_ptr, row_numbers_ptr, col_numbers_ptr, quarters_ptr,
-           q_stride, k_stride, guide_q_stride, guide_k_stride, N, M, D, G, diagonal, self_diagonal, positives,
-           positives_stride, positives_start, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+           out_mem, out_stride, q_stride, k_stride, guide_q_stride, guide_k_stride, N, M, D, G, diagonal, self_diagonal,
+           positives, positives_stride, positives_start, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+           GROUP: tl.constexpr,
            LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, GUIDE: tl.constexpr,
            GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr,
            TMA: tl.constexpr, UPCAST: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr,
            IDS: tl.constexpr, LABELS: tl.constexpr, COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr,
-           SMOOTH: tl.constexpr, WEIGHED: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
+           SMOOTH: tl.constexpr, WEIGHED: tl.constexpr, KEEP: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
     """Per tile: Σ 2^t of the valid pairs, along rows [channel, col tile, N] and columns [channel, row tile, M].
 
     SMOOTH adds two channels, see `_store_logits`; so does GUIDE == TEACHER, see `store_sums`; LABELS adds three, see
-    `label_totals`. SOFTPLUS sums softplus(±x), along rows only.
+    `label_totals`. SOFTPLUS sums softplus(±x), along rows only. KEEP also writes 2^t into a strip, see `kept_tile`.
     """
     masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
     ids = (row_ids_ptr, col_ids_ptr)
@@ -202,6 +273,10 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
                     col_at = col_part_ptr + i.to(tl.int64) * M + cols
                     store_sums(tl.sum(e, 0), tl.sum(f, 0), tl.sum(f * apart, 0), col_at, col_stride, cols < M)
             store_sums(total, soft, gap, row_at, row_stride, rows < N)
+        elif KEEP:
+            total = kept_tile(acc, constants, masks, ids, labels, col_part_ptr, out_mem, out_stride, i, j, N, M, BM, BN,
+                              DIAGONAL, SELF, POSITIVES, IDS, GUIDE, PRODUCTS, TMA)  # fmt: skip
+            tl.store(row_at, total, mask=rows < N)
         else:
             if LABELS and bits != 0:
                 if SOFTPLUS:

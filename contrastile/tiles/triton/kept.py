@@ -1,62 +1,82 @@
-"""Exponentials that the forward of a small call keeps for its backward: 6·N·M·D operations instead of 8.
+"""Exponentials that the forward of a call keeps for the backward behind it: 6·N·M·D operations instead of 8.
 
-In one direction a pair's gradient is its exponential times a number of its row, g_ij = e_ij · a_i, which is known once
-the row's sum is. The forward therefore writes the exponentials as the 16-bit strip, with Σ e and Σ e · ⟨q, k⟩ of each
-tile, and the backward needs no product before those with the features:
+A pair's gradient is its exponential times a number of its row and one of its column, g_ij = e_ij · (a_i + b_j), which
+are known once all sums are. The forward therefore writes the exponentials as the 16-bit strip, and the backward needs
+no product before those with the features.
+
+A symmetric loss multiplies the strip by a_i + b_j in place: four bytes of memory for each pair are faster than its
+product from some 300 features on. In one direction the products have the factor instead, and with them
+Σ e · ⟨q, k⟩ of each tile, written by the forward:
 
     u_i = a_i · Σ_j e_ij k_j        v_j = Σ_i e_ij · (a_i q_i)        Σ g · ⟨q, k⟩ = Σ_i a_i · Σ_j e_ij ⟨q_i, k_j⟩
 
-A symmetric loss would have to multiply the strip by a_i + b_j in memory, which takes as long as to compute it again.
 A block of several super-tiles has no memory to keep all of its strips.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from contrastile.losses.base import PairLoss, Shard
-from contrastile.tiles.triton import backward, launch
-from contrastile.tiles.triton.block import Block, Budget, by_label
-from contrastile.tiles.triton.plan import Epilogue, Pair, most_programs, shape_for, tiles_of
-from contrastile.tiles.triton.products import add_at_once, add_rows
+from contrastile.losses.base import Shard
+from contrastile.tiles.triton import kept_kernels, launch
+from contrastile.tiles.triton.block import KEPT_IN, Block, Budget, by_label
+from contrastile.tiles.triton.launch import Weights
+from contrastile.tiles.triton.plan import Epilogue, Pair, interpreting, most_programs, shape_for, tiles_of
+from contrastile.tiles.triton.products import add_at_once, add_cols, add_rows
 
 # power of two that keeps a_i · q_i within the range of bf16: a_i lies between 2^−137 and 2^60
 UNIT = 2.0**40
 # rows of one program of `kept_rows`, features at a time, and tiles added at once
 ROWS, FEATURES, TILES = 8, 256, 128
+# of one program of `kept_pairs`: rows at a time, columns, times, of which so many are loaded ahead; and its warps
+PAIRS, PAIRS_WARPS = (2, 1024, 8, 1), 4
+# numbers that `kept_total` reads at once
+NUMBERS = 2048
 # columns per row from which the columns' sums, most of the memory that a call writes, have 16 bits
 NARROW = 4
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A block's exponentials [N, M] as a strip, and Σ e · ⟨q, k⟩ along the rows of each tile [col tiles, N]."""
+    """A block's exponentials [N, M] as a strip, and sums along the rows of each tile [1, col tiles, N] or [2, ...].
+
+    They are Σ e and, of one direction, Σ e · ⟨q, k⟩.
+    """
 
     pair: Pair
     strip: Tensor
-    inner: Tensor
-    # of each row, and behind them those of `launch.new_sums` for the careful form
+    # those of `launch.new_sums` for the careful form; of one direction, behind a number of each row
     sums: Tensor
+    parts: Tensor
 
     @property
     def narrow(self) -> bool:
         """The columns' sums have 16 bits."""
-        return len(self.pair.k) >= NARROW * len(self.pair.q)
+        return len(self.parts) == 2 and len(self.pair.k) >= NARROW * len(self.pair.q)
 
-    def add(self, block: Block, weights: Tensor, u: Tensor | None, v: Tensor | None, epilogue: Epilogue) -> Tensor:
-        """Write the gradient sums of all pairs to u and v; returns Σ g · ⟨q, k⟩ in float64.
+    def add(self, block: Block, weights: Weights, u: Tensor | None, v: Tensor | None, epilogue: Epilogue) -> Tensor:
+        """Write the gradient sums of all pairs to u and v; returns numbers that add up to Σ g · ⟨q, k⟩.
 
-        weights: a [N]. Where the careful flag is set, the strip becomes the gradient itself.
+        weights: a [1, N] and, of a symmetric loss, b [1, M]. Where the careful flag is set, the strip becomes the
+        gradient itself.
         """
-        (col_tiles, N), q = self.inner.shape, self.pair.q
-        launch.careful_gradient(self.pair, block, self.strip, self.sums[N:], epilogue)
-        factors, weighted = torch.empty_like(weights), q.data.new_empty(N, q.width)
+        both = len(self.parts) == 1
+        careful = self.sums if both else self.sums[len(self.pair.q) :]
+        launch.careful_gradient(self.pair, block, self.strip, careful, epilogue)
+        if both:
+            return self._add_both(block, weights, u, v, epilogue)
+        return self._add_one_way(block, weights[0][0], self.parts[1], u, v)
+
+    def _add_one_way(self, block: Block, a: Tensor, inner: Tensor, u: Tensor | None, v: Tensor | None) -> Tensor:
+        (col_tiles, N), q = inner.shape, self.pair.q
+        factors, weighted = torch.empty_like(a), q.data.new_empty(N, q.width)
         launch.run(
-            backward.kept_rows, (tiles_of(N, ROWS),), q_ptr=q.data, out_ptr=weighted, weights_ptr=weights,
-            inner_ptr=self.inner, factors_ptr=factors, sums_ptr=self.sums, constants_ptr=block.constants, N=N,
+            kept_kernels.kept_rows, (tiles_of(N, ROWS),), q_ptr=q.data, out_ptr=weighted, weights_ptr=a,
+            inner_ptr=inner, factors_ptr=factors, sums_ptr=self.sums, constants_ptr=block.constants, N=N,
             D=q.width, q_row_stride=q.data.stride(0), col_tiles=col_tiles, UNIT=UNIT, ROWS=ROWS, BLOCK=FEATURES,
             TILES=TILES,
         )  # fmt: skip
@@ -69,27 +89,52 @@ class Kept:
                 add_at_once(v, g.T, x, 1 / UNIT, 0.0)
             else:
                 torch.addmm(v, g.T, x, alpha=1 / UNIT, beta=0, out=v)
-        return self.sums.sum(dtype=torch.float64) * (1 + launch.truncation(block.rows.features))
+        return self.sums
+
+    def _add_both(
+        self, block: Block, weights: Weights, u: Tensor | None, v: Tensor | None, epilogue: Epilogue
+    ) -> Tensor:
+        rows, cols, steps, stages = PAIRS
+        N, M = len(self.pair.q), len(self.pair.k)
+        # the strip has whole tiles
+        blocks = tiles_of(M, cols) * (self.strip.shape[0] // (rows * steps))
+        parts, total = weights[0].new_empty(2, blocks), weights[0].new_empty((), dtype=torch.float64)
+        launch.run(
+            kept_kernels.kept_pairs, (blocks,), strip_ptr=self.strip, out_stride=self.strip.stride(0),
+            row_part_ptr=self.parts, row_a_ptr=weights[0], col_b_ptr=weights[1], sums_ptr=parts,
+            constants_ptr=block.constants, N=N, M=M, blocks=blocks, ROWS=rows, BLOCK=cols, STEPS=steps, STAGES=stages,
+            BN=self.pair.shape.cols, UPCAST=interpreting(), warps=PAIRS_WARPS,
+        )  # fmt: skip
+        launch.run(
+            kept_kernels.kept_total, (1,), N=N, M=M, sums_ptr=parts, careful_ptr=self.sums, out_ptr=total,
+            blocks=blocks, parts=self.sums.numel(), BLOCK=NUMBERS, warps=16,
+            **launch.directions(block, epilogue),
+        )  # fmt: skip
+        if u is not None:
+            add_rows(u, self.pair, self.strip, fresh=True)
+        if v is not None:
+            add_cols(v, self.pair, self.strip, fresh=True)
+        return total
 
 
-def suits(rows: Shard, loss: PairLoss, epilogue: Epilogue) -> bool:
-    """Return whether exponentials of this kind can be kept: of one direction, without soft targets, in bf16.
-
-    The range of fp16 is too small for exponentials, and float32 features would have three strips.
-    """
-    kind = epilogue.exponential and not (epilogue.smooth or epilogue.taught or loss.symmetric)
-    return kind and rows.features.dtype == torch.bfloat16 and not by_label(rows)
+def suits(rows: Shard, epilogue: Epilogue) -> bool:
+    """Return whether exponentials of this kind can be kept: in the type of the features, and not by label."""
+    return epilogue.keeps and rows.features.dtype == KEPT_IN and not by_label(rows)
 
 
-def fits(block: Block, epilogue: Epilogue, budget: Budget) -> bool:
+def fits(rows: Shard, cols: Shard, epilogue: Epilogue, budget: Budget) -> bool:
     """Return whether a block's exponentials can be kept: of a kind that suits, and all in one strip."""
-    return suits(block.rows, block.loss, epilogue) and budget.keeps(block)
+    return suits(rows, epilogue) and budget.keeps(rows, cols)
 
 
-def exponentials(pair: Pair, constants: Tensor, parts: Tensor, epilogue: Epilogue) -> Kept:
-    """Write the strip, and to the parts [2, col tiles, N] each tile's Σ e and Σ e · ⟨q, k⟩ along rows."""
+def exponentials(pair: Pair, constants: Tensor, parts: Sequence[Tensor], epilogue: Epilogue) -> Kept:
+    """Write the strip, and to the parts each tile's sums, as `launch.sums`; of one direction also Σ e · ⟨q, k⟩."""
+    strip, device = pair.new_strip(), constants.device
+    if len(parts) == 2:
+        launch.sums(pair, constants, parts, epilogue, strip)
+        return Kept(pair, strip, launch.new_sums(device), parts[0])
     # weights are not read: memory of their length
-    strip, unused, device = pair.new_strip(), [parts[0]], constants.device
-    sums = torch.zeros(parts.shape[2] + most_programs(device) * shape_for(device).rows, device=device)
-    launch.gradient(pair, constants, unused, strip, sums[parts.shape[2] :], epilogue, parts)
-    return Kept(pair, strip, parts[1], sums)
+    (part,) = parts
+    sums = torch.zeros(part.shape[2] + most_programs(device) * shape_for(device).rows, device=device)
+    launch.gradient(pair, constants, [part[0]], strip, sums[part.shape[2] :], epilogue, part)
+    return Kept(pair, strip, sums, part)

@@ -59,6 +59,8 @@ TRUNCATION_FLOAT16 = 1.25
 TRUNCATION_ONE_SIGN = 1.3
 # each direction's vectors [V, n]: see `direction_weights`
 Weights = list[Tensor]
+# numbers to be added up, and the share of their sum that the matrix units have lost
+Term = tuple[Tensor, float]
 
 
 def on(device: torch.device) -> AbstractContextManager[None]:
@@ -181,21 +183,24 @@ def block_constants(
     *,
     careful: bool = False,
     kept: int = 0,
+    norms: Tensor | None = None,
 ) -> Tensor:
     """The constants of x = scale · ⟨q, k⟩ + bias, as `forward.py` numbers them; `careful` sets the flag at once.
 
-    kept: number of keys if exponentials may be kept, which sets the flag where sums of theirs could overflow.
+    kept: number of keys if exponentials may be kept, which sets the flag where sums of theirs could overflow. norms:
+    those of the features, as `reductions.norms` writes them, where they are known.
     """
     N, M = len(q), len(k)
-    q_blocks, k_blocks = tiles_of(N, ROWS), tiles_of(M, ROWS)
-    blocks = q_blocks + k_blocks
-    largest = torch.empty(2, blocks, dtype=torch.float32, device=q.device)
-    run(
-        reductions.norms, (blocks,), out_ptr=largest, N=N, M=M, q_blocks=q_blocks, blocks=blocks, **features(q, k),
-    )  # fmt: skip
+    q_blocks = tiles_of(N, ROWS)
+    blocks = q_blocks + tiles_of(M, ROWS)
+    if norms is None:
+        norms = torch.empty(2, blocks, dtype=torch.float32, device=q.device)
+        run(
+            reductions.norms, (blocks,), out_ptr=norms, N=N, M=M, q_blocks=q_blocks, blocks=blocks, **features(q, k),
+        )  # fmt: skip
     out = torch.empty(CONSTANTS, dtype=torch.float32, device=q.device)
     run(
-        reductions.block_constants, (1,), norms_ptr=largest, scale_ptr=scale, bias_ptr=scale if bias is None else bias,
+        reductions.block_constants, (1,), norms_ptr=norms, scale_ptr=scale, bias_ptr=scale if bias is None else bias,
         out_ptr=out, q_blocks=q_blocks, blocks=blocks, truncation=truncation(q), careful=int(careful), kept=kept,
         hardness=epilogue.hardness, BIASED=bias is not None, BLOCK=NORMS, **epilogue.flags,
     )  # fmt: skip
@@ -230,15 +235,26 @@ def label_quarters(of_rows: Tensor, of_cols: Tensor) -> Tensor:
     return quarters
 
 
-def sums(pair: Pair, constants: Tensor, parts: Sequence[Tensor], epilogue: Epilogue, *, careful: bool = False) -> None:
+def sums(
+    pair: Pair,
+    constants: Tensor,
+    parts: Sequence[Tensor],
+    epilogue: Epilogue,
+    strip: Tensor | None = None,
+    *,
+    careful: bool = False,
+) -> None:
     """Write the tiles' sums to the parts: [channels, col tiles, N] and, if symmetric, [channels, row tiles, M].
 
-    careful: maxima and sums instead, and with labels all 8 statistics, where the flag is set.
+    strip: also write the exponentials into it. careful: maxima and sums instead, and with labels all 8 statistics,
+    where the flag is set.
     """
     kernel = careful_kernels.maxima if careful else forward.totals
+    written = {"out_mem": constants, "out_stride": 0} if strip is None else _strip(strip, constants, pair)
     run(
         kernel, pair.programs, constants_ptr=constants, row_part_ptr=parts[0], col_part_ptr=parts[-1],
-        COLUMNS=len(parts) == 2, FLATTEN=pair.flattened, **epilogue.flags, **pair.arguments,
+        COLUMNS=len(parts) == 2, KEEP=strip is not None, FLATTEN=pair.flattened, **written, **epilogue.flags,
+        **pair.arguments,
     )  # fmt: skip
 
 
@@ -394,6 +410,17 @@ def finish(
         out_ptr=coefficients, value_ptr=value, N=N, n=n, MEAN=mean, SIDES=sides, BLOCK=BLOCK,
     )  # fmt: skip
     return value, list(out[STATE:].split(lengths, 1)), list(coefficients.split(lengths))
+
+
+def add_up(terms: Sequence[Term]) -> Tensor:
+    """0, and the sum of one or two terms in float64; as `Tiles.backward` returns the sums of a softmax."""
+    (x, x_lost), (y, y_lost) = terms[0], terms[-1]
+    out = torch.empty(2, dtype=torch.float32, device=x.device)
+    run(
+        endings.add_up, (1,), x_ptr=x, n=x.numel(), x_lost=x_lost, y_ptr=y, m=y.numel() if len(terms) == 2 else 0,
+        y_lost=y_lost, out_ptr=out, BLOCK=NORMS, warps=16,
+    )  # fmt: skip
+    return out
 
 
 def scaled(total: Tensor, scale: Tensor, times: Tensor | None, dtype: torch.dtype, *, keep: bool) -> Tensor:

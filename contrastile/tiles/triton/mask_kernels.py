@@ -5,7 +5,7 @@
 Launched by `maxsim.py`. L tokens of each of n examples, N of them queries; M tokens of each of J documents:
 
     order_tokens    the tokens of each example that count, then its others, each in their order
-    pack_tokens     the vectors of documents in that order, 0 where a token does not count
+    pack_tokens     the vectors of documents in that order, the first again where a token does not count
     fill_entries    the tokens of each query in slots of its own, which follow those of the query before
     slot_scores     the score of each pair from the sums of the query's slots
 
@@ -49,16 +49,16 @@ def order_tokens(mask_ptr, order_ptr, lengths_ptr, L, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=ANY)
 def pack_tokens(x_ptr, order_ptr, lengths_ptr, out_ptr, M, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the vectors [J, M, width] of documents, the tokens of each in this order."""
+    """Write the vectors [J, M, width] of documents, the tokens of each in this order, then the first again."""
     j = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    counted = at < tl.load(lengths_ptr + j)
-    token = tl.load(order_ptr + j * M + at, mask=counted, other=0)
+    length = tl.load(lengths_ptr + j)
+    token = tl.load(order_ptr + j * M + tl.where(at < length, at, 0))
     for start in range(0, width, BLOCK):
         d = start + tl.arange(0, BLOCK)
-        inside = (d < width)[None, :]
-        x = tl.load(x_ptr + (j * M + token)[:, None] * width + d[None, :], mask=counted[:, None] & inside, other=0.0)
-        tl.store(out_ptr + (j * M + at)[:, None] * width + d[None, :], x, mask=(at < M)[:, None] & inside)
+        inside = (d < width)[None, :] & (length > 0)
+        x = tl.load(x_ptr + (j * M + token)[:, None] * width + d[None, :], mask=inside, other=0.0)
+        tl.store(out_ptr + (j * M + at)[:, None] * width + d[None, :], x, mask=(at < M)[:, None] & (d < width)[None, :])
 
 
 @triton.jit(do_not_specialize=ANY)

@@ -26,13 +26,15 @@ from contrastile.tiles.eager import LEAST_STRIP
 from contrastile.tiles.triton import mask_kernels
 from contrastile.tiles.triton import maxsim_kernels as kernels
 from contrastile.tiles.triton.launch import run
-from contrastile.tiles.triton.maxsim_plan import Gathering, Tiling, gathering_for, slot_of, tiling_for
+from contrastile.tiles.triton.maxsim_plan import Gathering, Tiling, documents_for, gathering_for, slot_of, tiling_for
 from contrastile.tiles.triton.plan import ALIGNMENT, interpreting, shape_for, tiles_of
 
 # bytes of a pair in float32 scores, logits, gradients and temporaries
 PAIR_BYTES = 24
 # share of the workspace for lists of the entries that each document token has won, and their bytes at most
 LISTS, LIST_BYTES = 4, 2**28
+# pairs from which a copy of their gradients by queries pays
+COPIED = 2**20
 # programs along the second axis of a grid, at most
 MOST_PROGRAMS = 65535
 # rows, and columns, of a tile at most: larger ones are not faster
@@ -130,8 +132,10 @@ class Documents:
 def expected_bytes(
     N: int, M: int, tokens: tuple[int, int], D: int, workspace: int, *, symmetric: bool, copies: int = 0,
     at_once: bool = True,
-) -> tuple[int, bool]:  # fmt: skip
-    """Bytes of a loss with gradients beside inputs and accumulators, for a planner, and whether it is one tile.
+) -> tuple[int, int]:  # fmt: skip
+    """Bytes of a loss with gradients beside inputs and accumulators, for a planner, and columns of a tile.
+
+    The columns are 0 where the gradients come with the loss.
 
     copies: bytes of a feature in tokens without those behind a mask, or in another type; 0 without a mask. at_once: the
     gradients come with the loss where its tiles allow it.
@@ -146,10 +150,11 @@ def expected_bytes(
     strip = 0 if symmetric or not at_once else int(workspace / (pair * M))
     rows, cols = (N, M) if whole else (strip, M) if strip >= LEAST_STRIP else (min(N, side), min(M, side))
     lists = 4 * rows * padded * max(1, min(cols, min(workspace // LISTS, LIST_BYTES) // (4 * rows * padded)))
-    # scores and gradients; of the tile before, its winners and three of them are still there
-    first = (winners + 12) * rows * cols + lists
+    columns = 0 if whole or strip >= LEAST_STRIP else cols
+    # scores and gradients, with the loss logits too; of the tile before, its winners and three of them are still there
+    first = (winners + (8 if columns else 12)) * rows * cols + lists
     next_one = 0 if (rows, cols) == (N, M) else (2 * winners + 20) * rows * cols
-    return max(first, next_one) + copies * (rows * L + cols * T) * D, whole or strip >= LEAST_STRIP
+    return max(first, next_one) + copies * (rows * L + cols * T) * D, columns
 
 
 def ordered(mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,6 +189,8 @@ def scored(
     tma = not interpreting() and shape_for(q.device).tma
     slots, BD = entries.count // entries.slot, max(16, triton.next_power_of_2(width))
     BM = max(tiling.entries, entries.slot)
+    tiles = tiles_of(entries.count, BM)
+    each = documents_for(tiling, tiles, J, M, q.device)
     sums = torch.empty(J, slots, dtype=torch.float32, device=q.device)
     winners = None
     if best:
@@ -191,16 +198,16 @@ def scored(
         if entries.tokens is not None:
             winners.fill_(documents.none)  # slots that are not in use are not written
     tokens_k = k.flatten(0, 1)
-    grid = tiles_of(entries.count, BM) * tiles_of(J, tiling.documents)
     run(
-        kernels.sweep, (grid,), warps=tiling.warps, stages=tiling.stages, registers=tiling.most_registers, q_ptr=q,
+        kernels.sweep, (tiles * tiles_of(J, each),), warps=tiling.warps, stages=tiling.stages,
+        registers=tiling.most_registers, q_ptr=q,
         k_mem=TensorDescriptor.from_tensor(tokens_k, [tiling.tokens, BD]) if tma else tokens_k,
         tokens_ptr=q if entries.tokens is None else entries.tokens,
         lengths_ptr=q if documents.lengths is None else documents.lengths,
         sums_ptr=sums, best_ptr=sums if winners is None else winners, N=N, J=J, L=L, M=M, D=width, q_stride=width,
-        k_stride=width, entries=entries.count, slots=slots, documents=tiling.documents, BM=BM, BN=tiling.tokens, BD=BD,
+        k_stride=width, entries=entries.count, slots=slots, documents=each, BM=BM, BN=tiling.tokens, BD=BD,
         SLOT=entries.slot, PADDED=entries.padded, ROWS_MASKED=entries.tokens is not None,
-        COLS_MASKED=documents.lengths is not None, BEST=best, NONE=documents.none, TMA=tma,
+        COLS_MASKED=documents.lengths is not None, BEST=best, NONE=documents.none, SHORT=tiling.tokens > M, TMA=tma,
         FLATTEN=tiling.flatten, REGISTERS=tiling.registers, INTERPRETED=interpreting(),
     )  # fmt: skip
     return entries.scores(sums), winners
@@ -240,6 +247,8 @@ def add_query_gradients(
     (N, L, _), (J, M, width) = entries.vectors.shape, documents.vectors.shape
     D = u.shape[1] // L
     gathering = gathering or gathering_for(entries.vectors)
+    # a query's weights side by side, which its entries read document after document
+    g = g.contiguous() if g.numel() >= COPIED else g
     BD = min(gathering.features, max(16, triton.next_power_of_2(D)))
     run(
         kernels.query_gradients, (tiles_of(entries.count, gathering.entries), tiles_of(D, BD)), warps=gathering.warps,
@@ -247,7 +256,7 @@ def add_query_gradients(
         tokens_ptr=_or(entries.tokens, best), out_ptr=u, N=N, J=J, L=L, M=M, D=D, k_stride=width,
         entries=entries.count, row_weight_stride=g.stride(0), col_weight_stride=g.stride(1), out_stride=u.stride(0),
         BM=gathering.entries, BD=BD, PADDED=entries.padded, ROWS_MASKED=entries.tokens is not None,
-        WHOLE=D % BD == 0, STAGES=gathering.stages,
+        WHOLE=D % BD == 0, STAGES=gathering.stages, INTERPRETED=interpreting(),
     )  # fmt: skip
 
 

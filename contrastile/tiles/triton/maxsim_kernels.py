@@ -22,10 +22,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from contrastile.tiles.triton.maxsim_maxima import LANES, column, maxima
+
 # below every product, and finite
 LOWEST = tl.constexpr(-3.0e38)
-# threads that share a row of products in the matrix units, and its columns that lie side by side in one of them
-LANES, SIDE = tl.constexpr(4), tl.constexpr(2)
+# warps that share 64 rows of wide products
+WARPS = tl.constexpr(4)
 # blocks of tokens that are listed by one program, and entries of a row of them: their counters fill a number
 FIELDS, ROW = tl.constexpr(12), tl.constexpr(16)
 # arguments that change from call to call: compiled once for all their values
@@ -63,53 +65,25 @@ def _load_tokens(mem, stride, row, rows, D, BN: tl.constexpr, BD: tl.constexpr, 
     return piece
 
 
-@triton.jit
-def _by_thread(s, BM: tl.constexpr, BN: tl.constexpr):
-    """[BM, LANES, BN / LANES]: the columns of a row that one thread holds come last, ascending."""
-    x = tl.permute(tl.reshape(s, (BM, BN // (LANES * SIDE), LANES, SIDE)), (0, 2, 1, 3))
-    return tl.reshape(x, (BM, LANES, BN // LANES))
-
-
-@triton.jit
-def _best(s, BM: tl.constexpr, BN: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Maxima [BM, LANES] of each thread's columns, and the first place among them that attains it; at most 24 places.
-
-    Two multiply-adds for each product, which have units of their own beside those of comparisons: one tells whether
-    it is below the maximum, one adds up a power of two for each that is. The sum is exact; its complement has the bits
-    of the maxima, the first of them in the exponent.
-    """
-    PLACES: tl.constexpr = BN // LANES.value
-    # the exponent of the first place's power, and the sum of all
-    MOST: tl.constexpr = 126 + PLACES
-    ALL: tl.constexpr = (1 << PLACES) - 1
-    x = _by_thread(s, BM, BN)
-    top = tl.max(x, 2)
-    if INTERPRETED:
-        below = (x != top[:, :, None]).to(tl.float32)
-    else:
-        # the last bit of the maximum is 8 at least in these units, so that saturation makes every difference a 1
-        exponent = top.to(tl.uint32, bitcast=True) & (255 << 23)
-        unit = tl.minimum((281 << 23) - exponent, 253 << 23).to(tl.float32, bitcast=True)
-        below = tl.inline_asm_elementwise(
-            "fma.rn.sat.f32 $0, $1, $2, $3;", "=f,f,f,f", [x, -unit[:, :, None], (top * unit)[:, :, None]],
-            dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
-    power = ((MOST - tl.arange(0, PLACES)) << 23).to(tl.float32, bitcast=True)
-    won = ALL - tl.sum(below * power[None, None, :], 2)
-    return top, MOST - (won.to(tl.int32, bitcast=True) >> 23)
-
-
 @triton.jit(do_not_specialize=ANY)
 def sweep(q_ptr, k_mem, tokens_ptr, lengths_ptr, sums_ptr, best_ptr, N, J, L, M, D, q_stride, k_stride, entries, slots,
           documents, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, SLOT: tl.constexpr, PADDED: tl.constexpr,
           ROWS_MASKED: tl.constexpr, COLS_MASKED: tl.constexpr, BEST: tl.constexpr, NONE: tl.constexpr,
-          TMA: tl.constexpr, FLATTEN: tl.constexpr, REGISTERS: tl.constexpr,
+          SHORT: tl.constexpr, TMA: tl.constexpr, FLATTEN: tl.constexpr, REGISTERS: tl.constexpr,
           INTERPRETED: tl.constexpr):  # fmt: skip
-    """Write sums [J, slots] of a tile of entries over a group of documents and, where BEST, indices [J, entries]."""
+    """Write sums [J, slots] of a tile of entries over a group of documents and, where BEST, indices [J, entries].
+
+    SHORT: M < BN. Otherwise a document of fewer tokens than BN has its first one again behind them.
+    """
     tiles = tl.cdiv(entries, BM)
     tile = tl.program_id(0) % tiles
     group = tl.program_id(0) // tiles
-    e = tile * BM + tl.arange(0, BM)
+    row = tl.arange(0, BM)
+    # each warp has 16 of every 64 rows: a slot as long as its rows is summed by one warp
+    BY_WARP: tl.constexpr = REGISTERS and BM == WARPS * SLOT
+    if BY_WARP:
+        row = row // 16 % WARPS * SLOT + row // 64 * 16 + row % 16
+    e = tile * BM + row
     d = tl.arange(0, BD)
     cols = tl.arange(0, BN)
     slot = tile * (BM // SLOT) + tl.arange(0, BM // SLOT)
@@ -138,22 +112,25 @@ def sweep(q_ptr, k_mem, tokens_ptr, lengths_ptr, sums_ptr, best_ptr, N, J, L, M,
         for start in range(0, n, BN):
             k = _load_tokens(k_mem, k_stride, j * M + tl.minimum(start, most_begin), J * M, D, BN, BD, TMA)
             s = tl.dot(q, k.T)
-            if n < BN:
+            if SHORT:
                 s = tl.where((cols < n)[None, :], s, LOWEST)
+            value, at = maxima(s, BM, BN, BEST, INTERPRETED)
             if BEST:
-                value, at = _best(s, BM, BN, INTERPRETED)
                 place = tl.where(value > top, start // LANES + at, place)
-            else:
-                value = tl.max(_by_thread(s, BM, BN), 2)
             top = tl.maximum(top, value)
         # products of an entry without a token are 0
         most = tl.max(top, 1)
-        sums = tl.sum(tl.reshape(tl.where(n > 0, most, 0.0), (BM // SLOT, SLOT)), 1)
+        counted = tl.where(n > 0, most, 0.0)
+        if BY_WARP:
+            of_warps = tl.permute(tl.reshape(counted, (SLOT // 16, WARPS, 16)), (1, 0, 2))
+            sums = tl.sum(tl.sum(of_warps, 2), 1)
+        else:
+            sums = tl.sum(tl.reshape(counted, (BM // SLOT, SLOT)), 1)
         tl.store(sums_ptr + j * slots.to(tl.int64) + slot, sums, mask=slot < slots)
         if BEST:
-            begin = tl.minimum(place // (BN // LANES) * BN, most_begin)
-            column = place % (BN // LANES) // SIDE * (LANES * SIDE) + place % SIDE + SIDE * tl.arange(0, LANES)[None, :]
-            index = tl.min(tl.where(top == most[:, None], begin + column, NONE), 1)
+            block, of_block = column(place, BN)
+            begin = tl.minimum(block * BN, most_begin)
+            index = tl.min(tl.where(top == most[:, None], begin + of_block, NONE), 1)
             # an index in range, also where products are not finite
             index = tl.minimum(tl.maximum(index, 0), n - 1)
             # computed again for each document: registers hold the products
@@ -171,11 +148,23 @@ def _winners(best_ptr, weight_at, e, j, J, M, entries, col_weight_stride, valid)
     return tl.where(won, best, 0), g
 
 
+@triton.jit
+def _wide(x, INTERPRETED: tl.constexpr):
+    """x in float32; two numbers of bf16 at once take two operations instead of three."""
+    if x.dtype == tl.bfloat16 and not INTERPRETED:
+        x = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        x = x.to(tl.float32)
+    return x
+
+
 @triton.jit(do_not_specialize=ANY)
 def query_gradients(k_ptr, best_ptr, weight_ptr, tokens_ptr, out_ptr, N, J, L, M, D, k_stride, entries,
                     row_weight_stride, col_weight_stride, out_stride, BM: tl.constexpr, BD: tl.constexpr,
-                    PADDED: tl.constexpr, ROWS_MASKED: tl.constexpr, WHOLE: tl.constexpr,
-                    STAGES: tl.constexpr):  # fmt: skip
+                    PADDED: tl.constexpr, ROWS_MASKED: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+                    INTERPRETED: tl.constexpr):  # fmt: skip
     """Add Σ_j g_ij · k_j,best to each entry's token of `out` [N, L · D]."""
     e = tl.program_id(0) * BM + tl.arange(0, BM)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
@@ -195,7 +184,7 @@ def query_gradients(k_ptr, best_ptr, weight_ptr, tokens_ptr, out_ptr, N, J, L, M
             k = tl.load(k_at + (best * k_stride)[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
         weight = g
         best, g = _winners(best_ptr, weight_at, e, j + 1, J, M, entries, col_weight_stride, valid)
-        acc += weight[:, None] * k.to(tl.float32)
+        acc += weight[:, None] * _wide(k, INTERPRETED)
     out = out_ptr + (query * out_stride + (token - query * L) * D)[:, None] + d[None, :]
     inside = valid[:, None] & (d < D)[None, :]
     # no other program adds there: the order is fixed, and no register waits for a load

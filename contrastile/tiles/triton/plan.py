@@ -89,14 +89,15 @@ def shape_for(device: torch.device, *, taught: bool = False) -> Shape:
 
     taught: of a loss with a teacher, whose tiles divide those of others.
     """
-    if interpreting():
+    # a planner's device stands for a chip
+    if interpreting() and device.type != "meta":
         return SHAPE_INTERPRETED
     chip = max(known for known in SHAPES if known <= _capability(device))
     return SHAPES_TAUGHT.get(chip, SHAPES[chip]) if taught else SHAPES[chip]
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -104,7 +105,7 @@ def most_programs(device: torch.device, reserved: int = 0, *, taught: bool = Fal
     """Programs of the tile kernels that the device runs at once, with `reserved` multiprocessors left to others."""
     if interpreting():
         return max(1, PROGRAMS_INTERPRETED - reserved)
-    return shape_for(device, taught=taught).programs * max(1, _multiprocessors(device) - reserved)
+    return shape_for(device, taught=taught).programs * max(1, multiprocessors(device) - reserved)
 
 
 def tiles_of(n: int, side: int) -> int:
@@ -178,6 +179,11 @@ class Epilogue:
     @cached_property
     def smooth(self) -> bool:
         return self.label_smoothing > 0 and not self.taught
+
+    @cached_property
+    def keeps(self) -> bool:
+        """A pair's gradient is its exponential times numbers of its row and its column: without soft targets."""
+        return self.exponential and not (self.smooth or self.taught)
 
     @cached_property
     def stats(self) -> int:

@@ -12,21 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from contrastile.scorers import padded_to
 from contrastile.tiles.base import Accumulated
 from contrastile.tiles.triton import ends, launch
+from contrastile.tiles.triton.launch import ROWS
 from contrastile.tiles.triton.plan import ALIGNMENT, interpreting, tiles_of
 
 # numbers of one program
 BLOCK = 4096
+# features that one program measures at a time, of `launch.ROWS` rows
+COLS = 256
 
 
 class _Repeated:
     """A kernel launched again and again with tensors of the same types, lengths and alignment."""
 
-    def __init__(self, kernel: Any, lengths: Sequence[int], arguments: Sequence[Any]) -> None:
+    def __init__(self, kernel: Any, programs: int, arguments: Sequence[Any]) -> None:
         """Launch by Triton, which compiles."""
         # without any number there is one program too
-        self._grid = (max(sum(tiles_of(n, BLOCK) for n in lengths), 1), 1, 1)
+        self._grid = (max(programs, 1), 1, 1)
         self._compiled = kernel[self._grid](*arguments)
 
     def __call__(self, stream: int, arguments: Sequence[Any]) -> None:
@@ -39,22 +43,32 @@ def _addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def _like(target: Tensor, x: Tensor) -> Tensor:
-    """A copy of x with the strides of the target."""
-    return torch.empty_like(target, dtype=x.dtype).copy_(x)
+    """A copy of x with the strides of the target, and its length of texts."""
+    if x.shape != target.shape:
+        x = padded_to(x, target.shape[1])
+    return x if x.stride() == target.stride() else torch.empty_like(target, dtype=x.dtype).copy_(x)
 
 
 class Filling:
     """Copies tensors to the memory that a graph reads, each in the type of its target, in one launch.
 
-    Targets have no gaps.
+    Targets have no gaps. measured: number of the first ones whose rows' norms are computed on the way, as
+    `launch.norms` does: two [n, D], or none.
     """
 
-    def __init__(self, targets: Sequence[Tensor]) -> None:
+    def __init__(self, targets: Sequence[Tensor], measured: int = 0) -> None:
         self._targets = tuple(targets)
         self._lengths, self._strides = tuple([x.numel() for x in targets]), [x.stride() for x in targets]
         # address to which the graph's last kernel writes the loss
         self._address = torch.zeros((), dtype=torch.int64, device=targets[0].device)
-        self._fixed = _addresses(targets), self._lengths
+        D, blocks = targets[0].shape[-1] if measured else 1, sum(tiles_of(len(x), ROWS) for x in targets[:measured])
+        self._programs = blocks + sum(tiles_of(n, BLOCK) for n in self._lengths[measured:])
+        self.norms = targets[0].new_empty(2, blocks, dtype=torch.float32) if measured else None
+        norms = self._address if self.norms is None else self.norms
+        self._given = self._targets, self._lengths, D, norms, blocks
+        self._fixed = _addresses(targets), self._lengths, D, norms.data_ptr(), blocks
+        # of one program, by their kernel's names: rows and features at a time, and numbers
+        self._sizes = measured, ROWS, COLS, BLOCK
         # by types of the sources
         self._launches: dict[tuple[torch.dtype, ...], _Repeated] = {}
 
@@ -68,10 +82,11 @@ class Filling:
         types = tuple([x.dtype for x in sources])
         repeated = self._launches.get(types)
         if repeated is None or interpreting():
-            tensors = (tuple(sources), self._targets, self._lengths, value, self._address, BLOCK)
-            self._launches[types] = _Repeated(ends.fill, self._lengths, tensors)
+            tensors = (tuple(sources), *self._given, value, self._address, *self._sizes)
+            self._launches[types] = _Repeated(ends.fill, self._programs, tensors)
         else:
-            repeated(stream, (_addresses(sources), *self._fixed, value.data_ptr(), self._address.data_ptr(), BLOCK))
+            ends_at = value.data_ptr(), self._address.data_ptr()
+            repeated(stream, (_addresses(sources), *self._fixed, *ends_at, *self._sizes))
 
     def deliver(self, value: Tensor) -> None:
         """Copy the loss to where the last `__call__` has said."""
@@ -105,7 +120,8 @@ class Gradients:
         if self._launch is None or interpreting():
             each = tuple(gradients)
             tensors = self._totals(sums), each[n:], self._lengths, sums.sums, upstream, each[:n]
-            self._launch = _Repeated(ends.gradients, self._lengths, (*tensors, self._first, BLOCK))
+            programs = sum(tiles_of(n, BLOCK) for n in self._lengths)
+            self._launch = _Repeated(ends.gradients, programs, (*tensors, self._first, BLOCK))
         else:
             totals, numbers = self._fixed if sums is self._sums else self._read(sums)
             outs = _addresses(gradients)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from contrastile._types import Reduction
 from contrastile.losses.base import Shard, Tile, Total
-from contrastile.tiles.base import ForwardResult
+from contrastile.tiles.base import ForwardResult, InFlight
 from contrastile.tiles.scored import Scored
 from contrastile.tiles.triton import launch, plan
 from contrastile.tiles.triton import score_kernels as kernels
@@ -43,11 +43,34 @@ class FusedScores(Scored):
 
     def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
         del wanted
+        # `closing`, the columns' gradients are float32 for a strip at a time
+        self.final = self.closing
         u, v = (
-            self.scale.new_zeros(len(side), math.prod(side.features.shape[1:])) if form.wanted[0] else None
-            for form, side in ((self.scorer.rows, rows), (self.scorer.cols, cols))
+            side.features.new_zeros(len(side), math.prod(side.features.shape[1:]), dtype=dtype)
+            if form.wanted[0]
+            else None
+            for form, side, dtype in (
+                (self.scorer.rows, rows, self.scale.dtype),
+                (self.scorer.cols, cols, cols.features.dtype if self.closing else self.scale.dtype),
+            )
         )
         return u, v
+
+    def backward(
+        self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None = None
+    ) -> Tensor:
+        if not self.closing:
+            return super().backward(rows, cols, u, v, row_stats)
+        assert not isinstance(v, InFlight)
+        sums = self.no_pairs()
+        for along, strip in self._tiles(cols, self.side):
+            v_J = None if v is None else self.scale.new_zeros(len(strip), v.shape[1])
+            sums += super().backward(rows, strip, u, v_J, row_stats)
+            if v is not None and v_J is not None:
+                v[along] = self.scaled(v_J, v.dtype, None, keep=False).view_as(v_J)
+        if u is not None:
+            u.mul_(self.scale)
+        return sums
 
     @abstractmethod
     def _scores(self, rows: Shard, cols: Shard, *, with_graph: bool) -> tuple[Tensor, Any]:
