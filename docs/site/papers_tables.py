@@ -70,9 +70,11 @@ def features() -> str:
     lines = []
     for row in rows_of("h200_features.csv"):
         planned = gib_text(row["planned_bytes"]) if row["planned_bytes"] else ""
-        batch, ms = f"{int(row['batch']):,}", time_text(float(row["ms"]))
-        lines.append((row["what"], row["way"], batch, ms, gib_text(row["peak_bytes"]), planned))
-    return table_of(("", "way", "pairs", "step", "peak GiB", "planned GiB"), lines)
+        waiting = f"{100 * float(row['waiting']):.1f} %" if row["waiting"] else ""
+        # the steps of an optimizer have no pairs
+        batch, ms = f"{int(row['batch']):,}" if row["batch"] else "", time_text(float(row["ms"]))
+        lines.append((row["what"], row["way"], batch, ms, gib_text(row["peak_bytes"]), planned, waiting))
+    return table_of(("", "way", "pairs", "step", "peak GiB", "planned GiB", "waiting for data"), lines)
 
 
 def hidden_hops() -> str:
