@@ -11,6 +11,7 @@ from contrastile.bench import peers
 from contrastile.bench.gate import problem, step
 from contrastile.bench.harness import Machine, not_installed
 from contrastile.bench.peers import DENSE, PEERS, Case, Contestant
+from contrastile.bench.subjects import SUBJECTS
 from contrastile.losses.reference import dense_clip, dense_sigmoid
 
 CPU = Machine(torch.device("cpu"))
@@ -63,6 +64,18 @@ def test_the_sigmoid_peer_gets_the_logarithm_of_the_scale(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "siglip_kernel", SimpleNamespace(fused_siglip_loss=stand_in))
     close(step(peer("siglip-kernel").losses["siglip"], leaves("siglip")), step(dense_sigmoid, leaves("siglip")))
+
+
+def test_the_peer_of_the_balanced_sigmoid_is_its_formula(monkeypatch):
+    def stand_in(q, k, log_scale, bias, labels, others, num_groups):
+        assert int(max(labels.max(), others.max())) < num_groups
+        positive, x = (labels[:, None] == others).to(q.dtype), log_scale.exp() * q @ k.T + bias
+        weights = torch.where(positive > 0, (1 / positive.sum(1, keepdim=True) + 1 / positive.sum(0)) / 2, 1.0)
+        return (weights * F.binary_cross_entropy_with_logits(x, positive, reduction="none")).mean()
+
+    monkeypatch.setitem(sys.modules, "siglip_kernel", SimpleNamespace(fused_siglip_plus_loss=stand_in))
+    loss = "siglip_balanced"
+    close(step(peer("siglip-kernel").losses[loss], leaves(loss)), step(SUBJECTS[loss].reference, leaves(loss)))
 
 
 @pytest.mark.parametrize("loss", ["clip", "infonce"])

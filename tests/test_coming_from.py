@@ -530,3 +530,6 @@ def test_the_last_sub_batch_of_the_last_side_runs_once() -> None:
         loss_of_sides(InfoNCELoss(), features, 9.0).backward()
         same(gradients(tower), wanted)
         assert len(runs) == forwards or (size == "auto" and runs[-3:] == [N] * 3)
+    sentence = r"`sub_batch` must be given for a side without an `attention_mask`; got None\. Say how many"
+    with pytest.raises(ValueError, match=sentence):
+        encode_sides([(tower, unit_rows)], sides[:1], None, 64, 0)

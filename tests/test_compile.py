@@ -19,8 +19,10 @@ from contrastile.scorers import PairMLP
 from contrastile.tiles.eager import Eager
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize(
+    ("name", "reduction"),
+    [*((name, "mean") for name in PROBLEMS), ("clip_ids_weights_smoothing", "none"), ("siglip_ids_weights", "none")],
+)
 def test_one_node_and_the_same_numbers(name: str, reduction: str) -> None:
     torch._dynamo.reset()
     problem = PROBLEMS[name](40, 55)

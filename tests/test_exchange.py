@@ -141,6 +141,8 @@ def _fusedon_a_rank(
         *(("clip_ids_weights_smoothing", exchange) for exchange in EXCHANGES),
         *(("siglip", exchange) for exchange in ("gather", "ring")),
         ("dcl", "ring"),
+        ("sup_con", "ring"),
+        ("clip_labels", "gather"),
     ],
 )
 def test_fused_kernels_too(pool: Pool, name: str, exchange: str) -> None:

@@ -5,15 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from gradient_table import BIASED, EXCHANGES, LOSSES, MICRO_BATCHES, PLAIN, WAYS, WRAPPERS, Row, every, measure, summary
+from gradient_table import (
+    BIASED,
+    EXCHANGES,
+    FURTHER,
+    LOSSES,
+    MICRO_BATCHES,
+    PLAIN,
+    WAYS,
+    WRAPPERS,
+    Row,
+    every,
+    measure,
+    summary,
+)
 from ranks import Pool
 
 
 @pytest.mark.parametrize(
     ("W", "wrapper", "exchanges", "ways", "losses"),
     [
-        # the other losses on two ranks, behind `encode`: test_losses_further.py
-        *((W, "plain", EXCHANGES, [(True, MICRO_BATCHES)], LOSSES if W == 3 else PLAIN) for W in (1, 2, 3, 4)),
+        *((W, "plain", EXCHANGES, [(True, MICRO_BATCHES)], PLAIN) for W in (1, 2, 3, 4)),
+        # the other losses with every exchange, behind `encode`: test_losses_further.py
+        (3, "plain", ["ring"], [(True, MICRO_BATCHES)], FURTHER),
         # a wrapper meets features, whatever loss and exchange made their gradients
         *((W, wrapper, ["gather"], [(True, MICRO_BATCHES)], PLAIN) for wrapper in WRAPPERS[1:] for W in (1, 3)),
         *((2, wrapper, ["gather"], WAYS, PLAIN) for wrapper in WRAPPERS),

@@ -20,7 +20,7 @@ from contrastile.exchange import host
 from contrastile.gradcache.memory import footprint
 from contrastile.losses import Softmax
 from contrastile.scorers import Bilinear, MaxSim
-from contrastile.tiles.triton import launch, maxsim, maxsim_maxima
+from contrastile.tiles.triton import launch, maxsim, maxsim_maxima, maxsim_plan
 from contrastile.tiles.triton import scores as score_tiles
 from contrastile.tiles.triton.late import FusedMaxSim
 from contrastile.tiles.triton.maxsim import Documents, Entries
@@ -185,6 +185,19 @@ def test_the_tiling_of_a_chip_with_wide_products(L: int, masked: bool) -> None:
     small, wide = (maxsim.scored(*sides, best=True, tiling=tiling) for tiling in (None, Tiling(documents=3)))
     for x, y in zip(wide, small, strict=True):
         torch.testing.assert_close(x, y)
+
+
+def test_the_last_programs_of_a_sweep_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents of a program: 396 programs run at once, three on each of 132 multiprocessors."""
+    monkeypatch.setattr(maxsim_plan, "interpreting", lambda: False)
+    monkeypatch.setattr(maxsim_plan, "multiprocessors", lambda _: 132)
+    device = torch.device("cpu")
+    maxsim_plan.documents_for.cache_clear()
+    # 32 tiles of entries and 128 documents: 384 programs of 11 documents
+    assert maxsim_plan.documents_for(Tiling(), 32, 128, 180, device) == 11
+    assert maxsim_plan.documents_for(Tiling(), 256, 1024, 180, device) == Tiling().documents
+    assert maxsim_plan.documents_for(Tiling(), 8, 32, 180, device) == 1
+    maxsim_plan.documents_for.cache_clear()
 
 
 class _Lanes:

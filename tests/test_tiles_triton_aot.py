@@ -33,7 +33,8 @@ TILE_KERNELS = ("totals", "maxima", "gradient", "careful_gradient")
 SIX = {"LEFT": 0b10_01_00_01_00_00, "RIGHT": 0b00_01_10_00_01_00, "PRODUCTS": 6, "PARTS": 3}
 # every option of the small kernels
 EVERYTHING = {"U": True, "V": True, "WEIGHTS": True, "SMOOTH": True, "BIASED": True, "SIDES": 2}
-EVERYTHING |= {"MEAN": True, "TIMES": True, "GUIDE": 2, "LABELS": True, "MEASURED": 1}
+EVERYTHING |= {"MEAN": True, "TIMES": True, "GUIDE": 2, "SELF": True, "ADD": True, "ORDERED": True, "STEPS": 14}
+EVERYTHING |= {"MEASURED": 1}
 # strides and sizes that are multiples of 16 where features are
 ALIGNED = ("D", "G", "q_stride", "k_stride", "guide_q_stride", "guide_k_stride", "out_stride", "entries")
 # arguments of several tensors
@@ -127,9 +128,25 @@ def _type(name: str, shape: Any, constants: dict[str, Any]) -> str | tuple[str, 
     if name == "best_ptr":
         return "*u8"
     of_texts = ("tokens_ptr", "lengths_ptr", "list_ptr", "bounds_ptr", "begins_ptr", "order_ptr")
-    if name.endswith(("ids_ptr", "labels_ptr", "quarters_ptr", *of_texts)):
+    by_label = constants.get("POSITIVES") == -1 and name == "positives_ptr"
+    by_label |= name == "spans_ptr" or (name in ("row_out_ptr", "col_out_ptr") and "STEPS" in constants)
+    if name.endswith(("ids_ptr", *of_texts)) or by_label:
         return "*i32"
-    indices = ("positives_ptr", "starts_ptr", "targets_ptr", "stops_ptr", "sources_ptr", "columns_ptr", "address_ptr")
+    if name == "strip_ptr":
+        return "*bf16"
+    indices = (
+        "labels_ptr",
+        "sorted_ptr",
+        "others_ptr",
+        "places_ptr",
+        "positives_ptr",
+        "starts_ptr",
+        "targets_ptr",
+        "stops_ptr",
+        "sources_ptr",
+        "columns_ptr",
+        "address_ptr",
+    )
     if name.endswith(indices):
         return "*i64"
     if name in ("factor_ptr", "highest_ptr", "kernels_ptr"):
@@ -179,6 +196,7 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
     plain = {"DIAGONAL": True, "COLUMNS": True, "PRODUCTS": 1, "PARTS": 1}
     sigmoid = {"SOFTPLUS": True, "COLUMNS": False, "LOSS": True}
     teacher = {"GUIDE": 2, "GUIDE_PRODUCTS": 1, "FLATTEN": False}
+    by_label = {"DIAGONAL": False, "POSITIVES": -1}
     several = {"DIAGONAL": False, "POSITIVES": UNROLLED.value + 1, "FLATTEN": False, "IDS": True, "SMOOTH": True}
     for kernel in _kernels():
         name = kernel.fn.__name__
@@ -194,7 +212,8 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
             continue
         if name not in TILE_KERNELS:
             if capability in COMPLETE:
-                yield kernel, name, plain | EVERYTHING
+                side = {"BM": 64, "BN": 64} if kernel.fn.__module__.endswith("labels") else {}
+                yield kernel, name, plain | EVERYTHING | side | {"CHANNELS": 7, "LAST": True}
                 if name == "finish":
                     further = {"DECOUPLED": True, "MISES_FISHER": True, "WEIGHTS": True}
                     yield kernel, f"{name} decoupled", plain | further
@@ -205,9 +224,8 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
         if not busy and capability in BUSY_ON:
             continue
         if EVERY and busy and capability == 90:
-            by_label = {"DIAGONAL": False, "LABELS": True}
             yield kernel, f"{name} labels of both sides", plain | by_label
-            yield kernel, f"{name} weighed labels", plain | sigmoid | by_label | {"WEIGHED": True}
+            yield kernel, f"{name} labels, sigmoid", plain | sigmoid | by_label
         # elsewhere these come with labels, or with six products
         if busy or EVERY or (name, capability) == ("maxima", 90):
             yield kernel, f"{name} plain", plain
@@ -227,8 +245,7 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
             if busy:
                 yield kernel, f"{name} one positive", plain | {"DIAGONAL": False, "POSITIVES": 1, "FLATTEN": True}
             else:
-                labels = {"DIAGONAL": False, "LABELS": True, "SELF": True, "COLUMNS": False, "INSIDE": True}
-                yield kernel, f"{name} labels", plain | labels
+                yield kernel, f"{name} labels", plain | by_label | {"SELF": True, "COLUMNS": False}
 
 
 def _late(name: str, capability: int) -> dict[str, Any]:

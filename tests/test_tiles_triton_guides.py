@@ -20,7 +20,7 @@ from contrastile import _dispatch, contrast
 from contrastile.losses import BalancedSigmoid, Distilled, Guided, SoftmaxInside
 from contrastile.losses.base import PairLoss
 from contrastile.losses.softmax import Softmax
-from contrastile.tiles.triton import launch
+from contrastile.tiles.triton import launch, sorting
 from contrastile.tiles.triton.arithmetic import CAREFUL
 from contrastile.tiles.triton.plan import interpreting
 
@@ -183,6 +183,30 @@ def test_positives_by_label(loss: PairLoss, scale: float, monkeypatch: pytest.Mo
     _against_eager(_leaves(N, N, scale), loss=loss, workspace=LITTLE, **given)
     # the fast kernels compute them where they can
     assert set(flags) == ({scale > 100} if isinstance(loss, Softmax) else set())
+
+
+@pytest.mark.parametrize(
+    ("loss", "counted"),
+    [(Softmax(exclude_self=True, label_smoothing=0.1), 0), (Softmax(symmetric=True, exclude_self=True), 2**14)],
+    ids=["sorted", "counted"],
+)
+def test_an_example_with_two_labels_is_not_compared_with_itself(
+    loss: PairLoss, counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Labels of some rows alone, and of some columns alone; more labels than are sorted by counting."""
+    monkeypatch.setattr(sorting, "MOST_COUNTED", counted)
+    groups = {f"{side}_{name}": torch.randint(-5, 12, (N,)) for side in ("query", "key") for name in ("labels", "ids")}
+    _against_eager(_leaves(N, N), torch.float16, loss=loss, workspace=LITTLE, **groups)
+
+
+@pytest.mark.parametrize("number", [0, 2**14], ids=["sorted", "counted"])
+def test_the_order_of_labels(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sorting, "MOST_COUNTED", number)
+    rows, cols = (torch.randint(-(2**40), 2**40, (n,))[torch.randint(0, n // 3, (n,))] for n in (N, M + 200))
+    for labels, found in zip((rows, cols), sorting._sorted(rows, cols), strict=True):
+        values, order = labels.sort(stable=True)
+        assert torch.equal(torch.stack(found), torch.stack([values, order, order.argsort()]))
+    assert torch.equal(sorting.count_equal(cols, rows), (cols[:, None] == rows).sum(1, dtype=torch.int32))
 
 
 def test_the_mean_inside_of_listed_positives() -> None:

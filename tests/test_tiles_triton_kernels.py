@@ -27,7 +27,7 @@ from contrastile.losses.reference import dense_decoupled, dense_softmax
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax, SoftmaxStats
 from contrastile.tiles.eager import Eager
-from contrastile.tiles.triton import backend, launch, plan, positions
+from contrastile.tiles.triton import backend, block, launch, plan, positions
 from contrastile.tiles.triton.arithmetic import CAREFUL, SHIFT
 from contrastile.tiles.triton.backend import Triton
 from contrastile.tiles.triton.masks import UNROLLED
@@ -115,6 +115,11 @@ def test_every_problem_is_no_further_from_float64_than_twice_the_dense_formula(n
         assert distance(gradient, true_gradients[key]) <= allowed, key
 
 
+@pytest.fixture
+def _few_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block, "LEAST_FEATURES", 1)
+
+
 def _followed(tiles: Triton | Eager, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor, Tensor]:
     """u, v and the scale's gradient of the mean loss of each direction, the backward right behind the forward."""
     sides = []
@@ -134,6 +139,7 @@ def _followed(tiles: Triton | Eager, rows: Shard, cols: Shard) -> tuple[Tensor, 
     + [(14, 20.0, Decoupled(symmetric=True)), (14, 20.0, Hardness(symmetric=True, hardness_strength=2.0))],
     ids=str,
 )
+@pytest.mark.usefixtures("_few_features")
 def test_exponentials_are_kept_for_a_backward_that_follows(n: int, scale: float, loss: PairLoss) -> None:
     """At a scale of 3000 the careful kernels run; few rows have sums of columns in 16 bits."""
     features = _unit(n, torch.bfloat16), _unit(70, torch.bfloat16)
@@ -150,6 +156,7 @@ def test_exponentials_are_kept_for_a_backward_that_follows(n: int, scale: float,
     assert tiles.kept is None
 
 
+@pytest.mark.usefixtures("_few_features")
 def test_exponentials_are_kept_where_they_fit() -> None:
     rows, cols = _pair(_unit(14, torch.bfloat16), _unit(300, torch.bfloat16))
     for loss, workspace, followed, kept in (
@@ -166,6 +173,7 @@ def test_exponentials_are_kept_where_they_fit() -> None:
         assert (tiles.kept is not None) == kept
 
 
+@pytest.mark.usefixtures("_few_features")
 def test_a_call_that_keeps_exponentials_has_its_gradients_with_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their memory is free before the backward. A loss alone keeps none."""
     sweeps: list[bool] = []
@@ -209,9 +217,8 @@ def test_kept_exponentials_times_large_features_do_not_overflow(norms: tuple[flo
     ("listed", "loss"),
     [
         (UNROLLED.value, Softmax()),
-        (UNROLLED.value + 1, Softmax(label_smoothing=0.1, exclude_self=True)),
         (UNROLLED.value + 1, Decoupled(exclude_self=True)),
-        (11, Softmax(label_smoothing=0.1)),
+        (11, Softmax(label_smoothing=0.1, exclude_self=True)),
     ],
     ids=str,
 )
@@ -314,11 +321,10 @@ def test_every_run_gives_the_same_bits() -> None:
         assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_features_with_dense_columns_give_the_same_result(reduction: Reduction) -> None:
+def test_features_with_dense_columns_give_the_same_result() -> None:
     q, k = (_unit(SHAPE.rows + 6, torch.float32).requires_grad_() for _ in range(2))
     across = [x.detach().T.contiguous().T.requires_grad_() for x in (q, k)]
-    losses = [contrast(*pair, scale=20.0, backend="triton", reduction=reduction) for pair in ((q, k), across)]
+    losses = [contrast(*pair, scale=20.0, backend="triton", reduction="none") for pair in ((q, k), across)]
     assert _alike(*(loss.detach() for loss in losses))
     straight, found = (
         torch.autograd.grad(loss.sum(), pair) for loss, pair in zip(losses, ((q, k), across), strict=True)

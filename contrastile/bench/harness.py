@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from contrastile._dispatch import device_memory
 from contrastile._errors import invalid, written_to
 from contrastile.distributed import collectives, consistency
 from contrastile.train.memory import Weighed
@@ -230,10 +229,6 @@ class Machine:
             torch.cuda.empty_cache()
             return torch.cuda.mem_get_info(self.device)[0]
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-    def total_bytes(self) -> int:
-        """Return all bytes of the device's memory."""
-        return device_memory(self.device)
 
     @contextmanager
     def limited(self, limit: int) -> Iterator[None]:

@@ -22,6 +22,7 @@ import torch.distributed.nn.functional
 import torch.nn.functional as F
 from torch import Tensor
 
+from contrastile._dispatch import device_memory
 from contrastile._torch import fake_store
 from contrastile.bench.harness import Machine, Report, Row, Table
 from contrastile.bench.peers import Contestant, Loss, autocast_of, rank_peers, under_autocast
@@ -255,5 +256,5 @@ class MemoryBench:
         if way.name != "contrastile":
             return None
         exchange, backend = way.backend.split(", ")
-        kind, total = self.machine.device.type, self.machine.total_bytes()
+        kind, total = self.machine.device.type, device_memory(self.machine.device)
         return LossSize(N, N, world, d, total, exchange, backend, kind, None, dtype, dtype).peak

@@ -29,6 +29,8 @@ DENSE_BYTES = 20
 # the same where each direction has logits of its own
 TWICE_DENSE_BYTES = 26
 ANY_NUMBER = 2**62
+# rows of a label
+OF_A_LABEL = 4
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,18 @@ def _siglip_kernel(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     return import_module("siglip_kernel").fused_siglip_loss(q, k, scale.log(), bias)
 
 
+def labels_of(x: Tensor) -> Tensor:
+    """Labels [b] of rows, `OF_A_LABEL` of each."""
+    return torch.arange(len(x), device=x.device) // OF_A_LABEL
+
+
+def _siglip_plus(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """Its mean over all pairs times the rows. With the number of labels it waits for no device."""
+    plus, labels = import_module("siglip_kernel").fused_siglip_plus_loss, labels_of(q)
+    value: Tensor = plus(q, k, scale.log(), bias, labels, labels, num_groups=-(-len(q) // OF_A_LABEL))
+    return value * len(q)
+
+
 def _twice(one_way: Loss, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     return (one_way(q, k, scale) + one_way(k, q, scale)) / 2
 
@@ -189,7 +203,9 @@ PEERS = (
     _cut_on_gpu("exact", _both(partial(_cut, filter_eps=None))),
     # the `scale` argument of Inf-CL's function needs a process group
     _inf_cl("triton", _both(lambda q, k, scale: import_module("inf_cl").cal_inf_loss(scale * q, k)), most_rows=2**15),
-    _on_gpu("siglip-kernel", "auto", {"siglip": _siglip_kernel}, module="siglip_kernel"),
+    _on_gpu(
+        "siglip-kernel", "auto", {"siglip": _siglip_kernel, "siglip_balanced": _siglip_plus}, module="siglip_kernel"
+    ),
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from contrastile import modules
-from contrastile.bench.peers import Loss
+from contrastile.bench.peers import OF_A_LABEL, Loss, labels_of
 from contrastile.functional import contrast
 from contrastile.losses import reference
 
@@ -27,8 +27,8 @@ SIGMA, HARDNESS, TEACHER_SCALE, TEACHER_WEIGHT = 0.5, 5.0, 50.0, 0.5
 MARGIN = 0.0517
 # every so many features of a key's guide are those of its query's
 SHARED = 8
-# examples of a label, and negatives of each query
-OF_A_LABEL, OWN = 4, 8
+# negatives of each query
+OWN = 8
 
 Some = Callable[..., Tensor]
 Module = Callable[..., nn.Module]
@@ -58,11 +58,6 @@ class Subject:
 
 def _own_key(some: Tensor, x: Tensor) -> Tensor:
     return some[:, None] == torch.arange(len(x), device=x.device)
-
-
-def labels_of(x: Tensor) -> Tensor:
-    """Labels [b] of rows."""
-    return torch.arange(len(x), device=x.device) // OF_A_LABEL
 
 
 def _same_label(some: Tensor, x: Tensor) -> Tensor:

@@ -118,6 +118,11 @@ class Skipped(Exception):  # noqa: N818 - no failure: the example is passed over
     """The reason why an example is passed over."""
 
 
+def held_out(splits: Mapping[str, Indices]) -> dict[str, Indices]:
+    """The rows of every split but the training's, where it has any."""
+    return {name: rows for name, rows in splits.items() if name != "train" and len(rows)}
+
+
 def counted(skipped: Mapping[str, int]) -> str:
     """Reasons with their counts, in alphabetical order.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from contrastile._errors import invalid
 from contrastile._types import FEATURES, shape_or_type
-from contrastile.losses.base import PairLoss, Shard, changed
+from contrastile.losses.base import Count, PairLoss, Shard, changed, count_equal
 from contrastile.tiles.base import nonfinite_flag
 
 # calls of a process that read values of one kind on a GPU: a read waits for the device, which a step must not
@@ -189,19 +189,25 @@ def mask_out_of_range(positives: Tensor, keys: int, scale: Tensor) -> tuple[Tens
 
 
 def numbered(
-    loss: PairLoss, rows: Shard, cols: Shard, scale: Tensor, gathers: Sequence[Callable[[Tensor], Tensor]]
+    loss: PairLoss,
+    rows: Shard,
+    cols: Shard,
+    scale: Tensor,
+    gathers: Sequence[Callable[[Tensor], Tensor]],
+    count: Count = count_equal,
 ) -> tuple[Shard, Shard, Tensor]:
     """Both shards with the numbers that the loss takes from guides and labels, and the scale.
 
     The scale is NaN where a guide is not finite, which would change a mask silently. Positions are counted on this
-    rank. gathers: see `PairLoss.counted`.
+    rank. gathers, count: see `PairLoss.counted`.
     """
     if rows.guides:
         rows = changed(rows, numbers=loss.guide_numbers(rows, cols))
         given = (*rows.guides, *cols.guides, *[x for x in (rows.numbers,) if x is not None])
         scale = scale + nonfinite_flag(torch.zeros_like(scale), *given)
     if loss.counts_positives:
-        rows, cols = loss.counted(rows, cols, *gathers)
+        all_rows, all_cols = gathers
+        rows, cols = loss.counted(rows, cols, all_rows, all_cols, count)
     return rows, cols, scale
 
 

@@ -149,6 +149,9 @@ class Graph:
         scale, *others = (torch.empty_like(x, dtype=self.wide) for x in numbers)
         features, own_labels = ([torch.empty_like(x) for x in tensors] for tensors in (given, labels))
         own_call = _refilled(call, features, own_labels)
+        if call.cols.labels is call.rows.labels:
+            # one tensor for both sides, in every call of this plan
+            own_call = replace(own_call, cols=replace(own_call.cols, labels=own_call.rows.labels))
         # two sides of vectors, side by side in memory
         plain = call.scorer is None and all(x.is_contiguous() for x in features)
         self.fill = Filling([*features, scale, *others, *own_labels], len(features) * plain)

@@ -95,7 +95,9 @@ class Call:
         if self.numbered:
             return call
         gathers = self.exchange.layout.gathers()
-        rows, cols, tiles.scale = checks.numbered(self.loss, call.rows, call.cols, tiles.scale, gathers)
+        rows, cols, tiles.scale = checks.numbered(
+            self.loss, call.rows, call.cols, tiles.scale, gathers, tiles.count_equal
+        )
         return changed(call, rows=rows, cols=cols, numbered=True)
 
     def _number(self, x: Tensor) -> Tensor:

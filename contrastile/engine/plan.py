@@ -233,7 +233,10 @@ def _labels(call: Call, arguments: Arguments) -> tuple[dict[str, Any], dict[str,
         rows["positives"] = indices(arguments, len(arguments.k if call.scorer is None else leaves_of(arguments.k)[0]))
     for name, of_queries, of_keys in LABELS:
         if getattr(call.rows, name) is not None:
-            rows[name], cols[name] = getattr(arguments, of_queries).long(), getattr(arguments, of_keys).long()
+            queries, keys = getattr(arguments, of_queries), getattr(arguments, of_keys)
+            rows[name] = queries.long()
+            # stays one tensor where it is one
+            cols[name] = rows[name] if keys is queries else keys.long()
     if arguments.guides:
         q = arguments.q if call.scorer is None else leaves_of(arguments.q)[0]
         of_rows, of_cols = guides(arguments, q)

@@ -79,7 +79,8 @@ class Arguments:
         ]  # fmt: skip
         return (
             self.options, self.loss, self.paired, self.positives_in_range, self.own_positives, torch.is_grad_enabled(),
-            self.cast(), *kinds,
+            # one tensor of labels for both sides is sorted once
+            self.cast(), self.query_labels is self.key_labels, *kinds,
         )  # fmt: skip
 
     @property
@@ -333,7 +334,8 @@ class _Sides:
         if not checked:
             checks.vector(of_rows, of_queries, "q", self.rows[0], integer=True)
             checks.vector(of_cols, of_keys, "k", self.cols[0], integer=True)
-        return of_queries.long(), of_keys.long()
+        groups = of_queries.long()
+        return groups, groups if of_keys is of_queries else of_keys.long()
 
 
 def _kind(x: Any) -> Any:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from contrastile._errors import invalid
-from contrastile.data.base import Batches
+from contrastile.data.base import Batches, held_out
 from contrastile.data.texts import BM25
 from contrastile.experiments.results import Result, by_labels, markdown, mean_percent, measures_of, seeds_of
 from contrastile.experiments.sweep import Study, Trial, overridden
@@ -38,7 +38,7 @@ from contrastile.train.provenance import provenance
 from contrastile.train.ranks import ALONE, Ranks
 from contrastile.train.report.figures import COLOURS, as_svg
 from contrastile.train.retriever.config import RetrieverRecipe
-from contrastile.train.retriever.evaluation import PARTS, Rankings, evaluate, held_out, rank_all, rank_part
+from contrastile.train.retriever.evaluation import PARTS, Rankings, evaluate, rank_all, rank_part
 from contrastile.train.retriever.job import RetrieverJob, check_scores
 from contrastile.train.retriever.run import TextMaterials, build_retriever_run, open_text_materials
 from contrastile.train.run import choose_device
@@ -152,7 +152,9 @@ class RetrieverMemory(OfRetrievers):
         if trial.labels != BM25_LABELS:
             return super().run(trial, data, ranks, folder)
         texts, engine, depth = data.texts, BM25(data.texts.passages), self.recipe.evaluate.depth
-        answered = [rank_part(texts, part, "BM25", texts.passages, engine.search, depth) for part in held_out(texts)]
+        answered = [
+            rank_part(texts, part, "BM25", texts.passages, engine.search, depth) for part in held_out(texts.splits)
+        ]
         return Result(trial.labels, None, measures=ranking_measures(self.recipe, data, answered))
 
     def costs(self, trial: Trial, trained: TrainResult) -> dict[str, float]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from contrastile._errors import invalid, one_of, whole_number
-from contrastile._torch import add_each, add_each_, version
+from contrastile._torch import add_each, add_each_, running_ddp, version
 from contrastile._types import accumulator
 from contrastile.gradcache.auto import with_fitting_size
 from contrastile.gradcache.batching import SubBatches, split, split_by_tokens, stand_ins
@@ -98,6 +98,7 @@ def encode(
         retain: number of sub-batches, the last ones, whose graph is kept from the first pass; they need no second
             forward. "auto": as many as memory allows; with room for all, caching costs nothing. Behind a frozen trunk,
             where graphs hold little more than the trunk's features, all are kept in any case, as long as there is room.
+            A batch of one sub-batch with a number of 1 or more is plain autograd, outside of data-parallel wrappers.
         device: device on which the encoder computes; by default that of its parameters.
         features: memory in which the features wait. "host": pinned host memory, to which each sub-batch's features are
             copied at once; a loss with `device=` reads them there, and their gradients come back from there sub-batch
@@ -169,6 +170,9 @@ def encode(
         planned, ordered = replace(job, batches=batches), batches.sort(leaves)
         if not planned.differentiates(ordered):
             return form.unsort(first_pass(planned, ordered, form, grad=False)[0], batches)
+        # DistributedDataParallel waits for all parameters, also for those that no example reaches: inputs of `_Encode`
+        if planned.retains_the_batch and wrapper is None and running_ddp() is None:
+            return form.unsort(one_pass(planned, ordered, form), batches)
         with sharding.in_step():
             return form.unsort(_Encode.apply(planned, form, ordered, *parameters, *differentiable(ordered)), batches)
 
@@ -231,6 +235,18 @@ def first_pass(job: Job, leaves: Sequence[Tensor], form: OutputForm, *, grad: bo
     states = [*record.random, job.reached.random(last=record.random[-1])]
     record.random = [state.drawn(following) for state, following in pairwise(states)]
     return features.finish(), record
+
+
+def one_pass(job: Job, leaves: Sequence[Tensor], form: OutputForm) -> list[Any]:
+    """The features of a batch that is one sub-batch and retains its graph, by plain autograd: nothing is summed."""
+    features = Features(job, form)
+    with refusing_state(job.reached.modules), refusing_changes(leaves):
+        (rows,) = stream(job.rows(leaves), job.device)
+        random = job.reached.random()
+        outputs, _ = job.with_room(partial(job.run, 0, rows, form), random)
+        form.shared = job.shared(outputs, leaves, form, random)
+        features.add(0, outputs)
+    return features.finish()
 
 
 def second_pass(

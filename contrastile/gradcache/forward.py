@@ -123,6 +123,13 @@ class Job:
         indices = range(len(self.bounds)) if indices is None else indices
         return [self.layout.rows(values, self.batches.encoded[index]) for index in indices]
 
+    @property
+    def retains_the_batch(self) -> bool:
+        """Return whether the batch is one sub-batch that retains its graph, whatever other ranks and calls do."""
+        (start, stop), *others = self.bounds
+        elsewhere = self.sharding.modules or self.engine or self.to_host
+        return not others and start < stop and self.retain not in (0, AUTO) and not elsewhere
+
     def differentiates(self, leaves: Sequence[Tensor]) -> bool:
         """Return whether anything will be back-propagated."""
         return torch.is_grad_enabled() and bool(self.reached.parameters or differentiable(leaves))
@@ -300,7 +307,7 @@ class Features:
         """The rows, in the memory in which the features wait."""
         if self.job.to_host and on_accelerator(rows):
             return host_room(rows.shape, rows.dtype).copy_(rows, non_blocking=True)
-        return rows.detach().clone()
+        return rows.clone()
 
     def _room(self, out: Any, rows: int) -> Tensor | list[Tensor] | None:
         """Memory for an output of all sub-batches."""

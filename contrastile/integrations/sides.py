@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from contrastile import encode
+from contrastile._errors import invalid
 
 Retain = int | Literal["auto"]
 
@@ -30,11 +31,17 @@ def encode_sides(
     sub_batch_tokens: int | None,
     retain: Retain,
 ) -> list[Tensor]:
-    """Features [N, D] of each side. sub_batch_tokens: limits the sides with an `attention_mask`."""
+    """Features [N, D] of each side. sub_batch_tokens: limits the sides with an `attention_mask`.
+
+    Raises ValueError for another side that has no limit.
+    """
     features = []
     retained = retain_of_sides(retain, len(encoders), sub_batch)
     for encoder, batch, each in zip(encoders, inputs, retained, strict=True):
         tokens = sub_batch_tokens if isinstance(batch, Mapping) and "attention_mask" in batch else None
+        if sub_batch is None and tokens is None and sub_batch_tokens is not None:
+            remedy = 'Say how many of its examples are encoded at once, or "auto".'
+            raise invalid("sub_batch", "be given for a side without an `attention_mask`", None, remedy)
         features.append(encode(encoder, batch, sub_batch=sub_batch, sub_batch_tokens=tokens, retain=each))
     return features
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from contrastile import InfoNCELoss
 from contrastile._errors import invalid
+from contrastile.gradcache.ddp_fsdp import unwrap
 from contrastile.gradcache.introspect import of_its_module
 from contrastile.integrations.sides import Retain, encode_sides, loss_of_sides
 
@@ -39,6 +40,24 @@ def mean_pooled(model: nn.Module, /, **inputs: Any) -> Tensor:
         return F.normalize(states.mean(1), dim=-1)
     weights = (mask != 0)[..., None].to(states.dtype)
     return F.normalize((states * weights).sum(1) / weights.sum(1).clamp(min=1), dim=-1)
+
+
+def named(model: nn.Module, method: str) -> tuple[nn.Module, Callable[..., Tensor]]:
+    """A method of the model as an encoder: what it returns, or the `pooler_output` of that.
+
+    The features of transformers' `get_image_features` are such an output since version 5.
+    """
+    # refuses a name of no method, and has FSDP2 gather parameters for it
+    unwrap((model, method))
+
+    @of_its_module
+    def features(module: nn.Module, /, *inputs: Any, **named: Any) -> Any:
+        out = getattr(module, method)(*inputs, **named)
+        return getattr(out, "pooler_output", out)
+
+    # a size "auto" is remembered by this name
+    features.__qualname__ = method
+    return model, features
 
 
 class TextPairs:
@@ -70,7 +89,9 @@ class ContrastileMixin:
         sides: the columns of queries, keys, and further columns of hard negatives. A side's inputs are the mapping or
             the tensor of this name in a batch, or all entries named `<side>_...`, without this prefix.
         encoders: for all sides one, or one for each: the name of a method of the model, such as "get_image_features",
-            or a function `f(model, **inputs)` that returns features [B, D]. The default is `mean_pooled`.
+            or a function `f(model, **inputs)`. Either returns features [B, D]; of a method's output its `pooler_output`
+            is taken, if it has one. The losses take features as they are: CLIP's are not of unit length. The default is
+            `mean_pooled`.
         loss: called as `loss(queries, keys, scale)`; by default InfoNCE, whose keys may be more than the queries.
         scale: a number, or a function of the model, as `lambda model: model.logit_scale.exp()`.
         retain: as for `encode`; of the last side, one sub-batch at least retains its graph.
@@ -145,7 +166,8 @@ class ContrastileMixin:
         # accelerate puts autocast on the model's forward alone, which methods and the loss would miss
         with self.accelerator.autocast():
             features = encode_sides(
-                [(model, encoder) for encoder in self.encoders], [self.inputs_of(inputs, side) for side in self.sides],
+                [named(model, each) if isinstance(each, str) else (model, each) for each in self.encoders],
+                [self.inputs_of(inputs, side) for side in self.sides],
                 self.sub_batch, self.sub_batch_tokens, self.retain,
             )  # fmt: skip
             scale = self.scale(self.accelerator.unwrap_model(model)) if callable(self.scale) else self.scale

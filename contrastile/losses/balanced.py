@@ -18,7 +18,7 @@ from torch import Tensor
 
 from contrastile._errors import invalid
 from contrastile._types import accumulator
-from contrastile.losses.base import Formula, Shard, Tile, changed
+from contrastile.losses.base import Count, Formula, Shard, Tile, changed
 from contrastile.losses.sigmoid import Sigmoid
 
 
@@ -41,7 +41,12 @@ class BalancedSigmoid(Sigmoid):
     counts_positives: ClassVar[bool] = True
 
     def counted(
-        self, rows: Shard, cols: Shard, all_rows: Callable[[Tensor], Tensor], all_cols: Callable[[Tensor], Tensor]
+        self,
+        rows: Shard,
+        cols: Shard,
+        all_rows: Callable[[Tensor], Tensor],
+        all_cols: Callable[[Tensor], Tensor],
+        count: Count,
     ) -> tuple[Shard, Shard]:
         if rows.positives is not None:
             raise invalid("positives", "be left out for the balanced sigmoid loss", "some", "Pass labels.")
@@ -49,11 +54,11 @@ class BalancedSigmoid(Sigmoid):
             # one positive each
             return rows, cols
         wide = accumulator(rows.features.dtype)
-        shares = []
-        for own, others in ((rows.labels, all_cols(cols.labels)), (cols.labels, all_rows(rows.labels))):
-            ordered = others.sort().values
-            number = torch.searchsorted(ordered, own, right=True) - torch.searchsorted(ordered, own)
-            shares.append(0.5 / number.clamp(min=1).to(wide))
+        every_row, every_col = all_rows(rows.labels), all_cols(cols.labels)
+        of_rows = 0.5 / count(rows.labels, every_col).clamp(min=1).to(wide)
+        shares = [of_rows, of_rows]
+        if every_row is not every_col:
+            shares[1] = 0.5 / count(cols.labels, every_row).clamp(min=1).to(wide)
         return changed(rows, numbers=shares[0]), changed(cols, numbers=shares[1])
 
     def absorb(self, tile: Tile) -> tuple[Tensor, ...]:

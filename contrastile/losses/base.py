@@ -308,6 +308,16 @@ class Formula:
     mises_fisher: bool = False
 
 
+# function from labels [n] and others to the number [n] of others that equal each label
+Count = Callable[[Tensor, Tensor], Tensor]
+
+
+def count_equal(labels: Tensor, others: Tensor) -> Tensor:
+    """The number [n] of other labels that equal each label."""
+    ordered = others.sort().values
+    return torch.searchsorted(ordered, labels, right=True) - torch.searchsorted(ordered, labels)
+
+
 class Total(Protocol):
     """A function that sums a small tensor over the ranks, or takes the largest of each of its numbers."""
 
@@ -384,7 +394,12 @@ class PairLoss(ABC):
         return rows.numbers
 
     def counted(
-        self, rows: Shard, cols: Shard, all_rows: Callable[[Tensor], Tensor], all_cols: Callable[[Tensor], Tensor]
+        self,
+        rows: Shard,
+        cols: Shard,
+        all_rows: Callable[[Tensor], Tensor],
+        all_cols: Callable[[Tensor], Tensor],
+        count: Count,
     ) -> tuple[Shard, Shard]:
         """Both shards with weights of their positives, where `counts_positives`.
 

@@ -23,7 +23,8 @@ class ClipLoss(PairedLoss):
         logits = logit_scale * image_features @ text_features.T + logit_bias
         loss = (F.cross_entropy(logits, torch.arange(N)) + F.cross_entropy(logits.T, torch.arange(N))) / 2
 
-    over the batch of all ranks. Made as `ClipLoss(**how)`, with the options of `contrast`: `backend`,
+    over the batch of all ranks. With `labels` all pairs of equal labels are positives, and the loss of a row is their
+    mean (UniCL, Yang et al. 2022). Made as `ClipLoss(**how)`, with the options of `contrast`: `backend`,
     `exchange`, `group`, `gradient`, `label_smoothing`, `reduction`, `workspace`, `device`.
 
     Returns a scalar ([N] with reduction="none") in float32, or float64 for float64 features. Raises ValueError for

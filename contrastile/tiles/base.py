@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from contrastile._types import Reduction, accumulator
-from contrastile.losses.base import Finished, PairLoss, Shard, Total, divisor
+from contrastile.losses.base import Finished, PairLoss, Shard, Total, count_equal, divisor
 
 # rows converted to float32 at a time where an inner product over all features is summed
 ROWS_AT_ONCE = 8192
@@ -200,6 +200,10 @@ class Tiles(ABC):
         """Merge the parts [P, K, n], in order, into the statistics [K, n] of the same rows."""
         for part in parts:
             stats.copy_(self.loss.merge(stats, part))
+
+    def count_equal(self, labels: Tensor, others: Tensor) -> Tensor:
+        """The number [n] of other labels that equal each label."""
+        return count_equal(labels, others)
 
     def nonfinite(self, rows: Shard, cols: Shard) -> Tensor:
         """0 if the scale and all features are finite, NaN otherwise, computed without a synchronisation."""

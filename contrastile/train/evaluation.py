@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from contrastile._errors import invalid
-from contrastile.data.base import Images, Indices, counted
+from contrastile.data.base import Images, Indices, counted, held_out
 from contrastile.data.evaluation_sets import Captioned, ClassFolder, open_captions, open_class_folder, read_prompts
 from contrastile.data.glyphs import DIGIT_NAMES, handwritten_digits
 from contrastile.data.loader import read_chunks
@@ -83,7 +83,7 @@ def encode_held_out(run: Run, pairs: PairSet) -> HeldOut:
     """Encode the held-out pictures and every name."""
     parts = {}
     with evaluating(run.model):
-        for name, rows in held_out(pairs).items():
+        for name, rows in held_out(pairs.splits).items():
             features = encode_pictures(run, pairs.images, rows, f"encoding {PARTS.get(name, name)}")
             parts[name] = Encoded(rows, features, ids_of(run, pairs, rows)), encode_names(run, pairs, rows)
         classes = encode_names(run, pairs, np.arange(len(pairs)), prompts=run.recipe.evaluate.prompts)
@@ -166,7 +166,7 @@ def probe(run: Run, pairs: PairSet) -> dict[str, dict[str, float]]:
     """Recall at 1 and 5 from picture to name, of a sample of each held-out part among all of its names."""
     recalls = {}
     with evaluating(run.model):
-        for name, rows in held_out(pairs).items():
+        for name, rows in held_out(pairs.splits).items():
             sample = np.random.default_rng(0).permutation(rows)[: run.recipe.evaluate.probe]
             pictures = run.encode_image(torch.from_numpy(pairs.images[sample]))
             names = encode_names(run, pairs, rows)
@@ -194,11 +194,6 @@ def result_row(
     """A test's row in evaluation.json; counts: queries and choices."""
     sizes = dict(zip(("queries", "choices"), counts, strict=True))
     return {"test": test, **sizes, "recall": shares, "chance": guessed, "headline": headline, **more}
-
-
-def held_out(pairs: PairSet) -> dict[str, Indices]:
-    """Every split of the pair set but the training's, if it has pairs."""
-    return {name: rows for name, rows in pairs.splits.items() if name != "train" and len(rows)}
 
 
 def encode_names(run: Run, pairs: PairSet, rows: Indices, prompts: Sequence[str] | None = None) -> Encoded:

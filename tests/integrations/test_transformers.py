@@ -111,6 +111,29 @@ def test_texts_and_hard_negatives(tmp_path: Path) -> None:
         run.compute_loss(run.model, {"positive": batch["positive"]})
 
 
+def test_methods_of_a_model_that_return_an_output_of_transformers(tmp_path: Path) -> None:
+    from transformers import CLIPConfig, CLIPModel
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    words = {"vocab_size": 30, "max_position_embeddings": 8, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    vision = {**sizes, "image_size": 16, "patch_size": 8}
+    config = CLIPConfig(text_config={**sizes, **words}, vision_config=vision, projection_dim=8)
+    torch.manual_seed(0)
+    model = CLIPModel(config).eval()
+    batch = {"text_input_ids": torch.randint(3, 30, (5, 6)), "image_pixel_values": torch.randn(5, 3, 16, 16)}
+    run = adapter.ContrastileTrainer(
+        model=model, args=TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[]), sub_batch=2,
+        sides=("text", "image"), encoders=("get_text_features", "get_image_features"),
+    )  # fmt: skip
+    _, features = run.compute_loss(model, batch, return_outputs=True)
+    out = model(input_ids=batch["text_input_ids"], pixel_values=batch["image_pixel_values"])
+    for side, embeddings in (("text", out.text_embeds), ("image", out.image_embeds)):
+        torch.testing.assert_close(torch.nn.functional.normalize(features[side], dim=-1), embeddings)
+    run.encoders = ["get_text_features", "get_picture"]
+    with pytest.raises(ValueError, match=r"`encoder` must be callable, or a module and the name of its method; got \("):
+        run.compute_loss(model, batch)
+
+
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for words, sentence in (
         ({"sides": ("query",)}, r"`sides` must name two columns or more; got \('query',\). Pass"),

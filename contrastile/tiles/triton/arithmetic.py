@@ -24,8 +24,6 @@ HIGHEST = tl.constexpr(100.0)
 MOST_KEPT = tl.constexpr(2.0**27)
 # a smaller sum may have lost terms that matter
 LOWEST_SUM = tl.constexpr(2.0**-60)
-# the same of positives by label, which are fewer than negatives: 2^12 terms that are lost change no digit
-LOWEST_POSITIVE = tl.constexpr(2.0**-90)
 # positions of a block's constants: factor and shift of t; unit of a 16-bit strip; bias and scale, for logits computed
 # in float32; careful flag; 0, or NaN if a feature or the scale is not finite; and a correction of the factor
 FACTOR, SHIFT, UNIT, BIAS, SCALE, CAREFUL, NONFINITE, REST = (tl.constexpr(position) for position in range(8))
@@ -53,8 +51,8 @@ STATE_TEACHER_TOP, TEACHER_INVERSE = (tl.constexpr(len(SoftmaxState._fields) + r
 ANY = ("N", "M", "n", "diagonal", "self_diagonal", "positives", "positives_stride", "positives_start", "per_row",
        "vectors_step", "part_stride", "part_row_stride", "part_col_stride", "parts", "stats_row_stride", "stats_stride",
        "row_stats_stride", "col_stats_stride", "row_state_stride", "col_state_stride", "row_tiles", "col_tiles",
-       "row_first", "row_last", "col_first", "col_last", "q_blocks", "blocks", "truncation", "careful", "kept",
-       "smoothing", "m", "x_lost", "y_lost")  # fmt: skip
+       "row_first", "row_last", "col_first", "col_last", "q_blocks", "blocks", "truncation", "kept", "smoothing", "m",
+       "spans_stride", "spans_start", "row_stride", "col_stride", "x_lost", "y_lost")  # fmt: skip
 
 
 @triton.jit

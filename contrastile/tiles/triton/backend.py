@@ -8,7 +8,7 @@ alone. Two acts, each a loop over super-tiles as large as the workspace allows:
                 product adds the strip times the features to float32 accumulators, 6·N·M·D operations
 
 Positives known by position (the diagonal, or indices) are computed in float32 by the loss's own formulas and never
-enter the strip. Positives by label are too many for that: the kernels compute them within the tiles. float32 features
+enter the strip. Positives by label are too many for that: `sorting.py` has kernels for their tiles. float32 features
 are split into two or three bf16 pieces, by torch's float32 matmul precision: the same kernels then compute three or six
 products.
 
@@ -32,7 +32,7 @@ from torch import Tensor
 from contrastile._types import Reduction
 from contrastile.losses.base import PairLoss, Shard, Total
 from contrastile.tiles.base import ForwardResult, InFlight, Tiles
-from contrastile.tiles.triton import kept, launch, plan, positions
+from contrastile.tiles.triton import kept, launch, plan, positions, sorting
 from contrastile.tiles.triton.arithmetic import UNIT
 from contrastile.tiles.triton.block import (
     COLUMN_SUMS,
@@ -40,7 +40,9 @@ from contrastile.tiles.triton.block import (
     Budget,
     Cost,
     Groups,
+    Order,
     Positives,
+    SuperTile,
     along,
     by_label,
     narrow,
@@ -49,8 +51,7 @@ from contrastile.tiles.triton.block import (
 )
 from contrastile.tiles.triton.kept import Kept
 from contrastile.tiles.triton.launch import Term, Weights, on
-from contrastile.tiles.triton.plan import CAREFUL_LABEL_CHANNELS, LABEL_CHANNELS, Epilogue, Operand, Pair
-from contrastile.tiles.triton.products import add_cols, add_rows
+from contrastile.tiles.triton.plan import Epilogue, Operand, Pair
 
 # compute capability of the oldest chip whose matrix units take bf16
 LEAST_CAPABILITY = 8, 0
@@ -60,23 +61,6 @@ UNIT_POWER = 14
 Position = tuple[int, int, int, int]
 
 
-@dataclass(frozen=True)
-class SuperTile:
-    """A part of a block, with its operands."""
-
-    # positions of its rows and columns in the whole block
-    along: tuple[slice, slice]
-    block: Block
-    pair: Pair
-    # for the rows and for the columns: the first, the last part of the other side that they meet
-    first: tuple[bool, bool]
-    last: tuple[bool, bool]
-
-    def of(self, stats: list[Tensor]) -> list[Tensor]:
-        """The statistics of its rows, and of its columns."""
-        return [along(x, at) for x, at in zip(stats, self.along, strict=False)]
-
-
 @dataclass
 class Triton(Tiles):
     """Super-tiles of fused kernels."""
@@ -84,9 +68,10 @@ class Triton(Tiles):
     capturable: ClassVar[bool] = True
     writes_fresh: ClassVar[bool] = True
     accepts_in_flight: ClassVar[bool] = True
-    # of each block of this call, written by the forward for the backward: constants; ids and labels in 32 bits
+    # of each block of this call, written by the forward for the backward: constants; ids in 32 bits; order of labels
     constants: dict[Position, Tensor] = field(default_factory=dict, compare=False, repr=False)
     groups: dict[Position, Groups] = field(default_factory=dict, compare=False, repr=False)
+    orders: dict[Position, Order] = field(default_factory=dict, compare=False, repr=False)
     # latest super-tile of the present block, whose operands the next pass reuses: often it is the only one
     super_tile: SuperTile | None = field(default=None, init=False, compare=False, repr=False)
     # exponentials of the block that the forward has kept for the backward
@@ -121,7 +106,13 @@ class Triton(Tiles):
         else:
             stats = [self._new_stats(side) for side in sides]
             with on(self.scale.device):
-                self._stats(self._block(rows, cols), stats)
+                block = self._block(rows, cols)
+                if block.order is None:
+                    self._stats(block, stats)
+                else:
+                    ordered = [torch.empty_like(side) for side in stats]
+                    self._stats(block, ordered)
+                    sorting.given_order(ordered, block.order, stats)
         return stats[0], stats[1] if self.loss.symmetric else None
 
     def backward(
@@ -134,7 +125,12 @@ class Triton(Tiles):
             return self.no_pairs()
         with on(self.scale.device):
             block = self._block(rows, cols)
-            total = self._grads(block, u, v, row_stats)
+            if block.order is None or row_stats is None:
+                total = self._grads(block, u, v, row_stats)
+            else:
+                ordered = torch.zeros_like(row_stats)
+                total = self._grads(block, u, v, ordered)
+                row_stats.index_add_(1, block.order.rows, ordered)
             if row_stats is not None:
                 self._positive_stats(block, [row_stats])
             return total
@@ -145,6 +141,12 @@ class Triton(Tiles):
             return
         with on(self.scale.device):
             launch.merge_parts(stats, parts, self._epilogue)
+
+    def count_equal(self, labels: Tensor, others: Tensor) -> Tensor:
+        if max(len(labels), len(others)) > sorting.MOST_COUNTED:
+            return super().count_equal(labels, others)
+        with on(self.scale.device):
+            return sorting.count_equal(labels, others)
 
     def finish(
         self,
@@ -227,48 +229,46 @@ class Triton(Tiles):
             given = rows.features, cols.features, self.scale, self.bias
             one_way = self.followed and not self.loss.symmetric and kept.suits(rows, self._epilogue)
             number = len(cols) if one_way else 0
-            constants = launch.block_constants(
-                *given, self._epilogue, careful=self._careful(rows), kept=number, norms=self.norms
-            )
+            constants = launch.block_constants(*given, self._epilogue, kept=number, norms=self.norms)
             self.constants[position] = constants
             if self._epilogue.taught:
                 self.constants[position] = self._with_teacher(self.constants[position], rows, cols)
             self.groups[position] = numbered_groups(rows, cols)
-        self.super_tile = None
+            if by_label(rows):
+                self.orders[position] = sorting.ordered(rows, cols, exclude_self=self.loss.exclude_self)
         of_rows, of_cols = self.groups[position]
-        sides = readable_side(rows, of_rows), readable_side(cols, of_cols)
-        return Block(*sides, self.constants[position], self.loss)
-
-    def _careful(self, rows: Shard) -> bool:
-        """True if the careful kernels alone compute this loss: label smoothing with positives by label."""
-        return self._epilogue.smooth and by_label(rows)
+        rows, cols = readable_side(rows, of_rows), readable_side(cols, of_cols)
+        order = self.orders.get(position)
+        if order is not None:
+            rows, cols = sorting.ordered_sides(rows, cols, order)
+        return Block(rows, cols, self.constants[position], self.loss, order)
 
     def _super_tiles(self, block: Block, cost: Cost) -> Iterator[SuperTile]:
         """The block's super-tiles with their operands, which neighbours and the next pass share."""
         for i, j in self._budget.super_tiles(block.rows, block.cols, cost):
             tile = self.super_tile
-            if tile is None or tile.along != (i, j):
-                if tile is None or tile.along[0] != i:
-                    rows = narrow(block.rows, i)
-                    of_rows = self._operands(rows)
-                else:
-                    rows, of_rows = tile.block.rows, tile.pair.of_rows
-                part = Block(rows, narrow(block.cols, j), block.constants, self.loss)
-                of_cols = self._operands(part.cols)
+            if tile is None or tile.along != (i, j) or tile.whole is not block:
+                order = None if block.order is None else block.order.narrow(i, j)
+                same_rows, same_cols = (tile is not None and tile.along[side] == at for side, at in enumerate((i, j)))
+                rows = tile.block.rows if tile and same_rows and tile.whole is block else narrow(block.rows, i)
+                part = Block(rows, narrow(block.cols, j), block.constants, self.loss, order)
+                given = (rows, None) if order is None else (block.rows, order.rows)
+                of_rows = tile.pair.of_rows if tile and same_rows else self._operands(*given)
+                given = (part.cols, None) if order is None else (block.cols, order.cols)
+                of_cols = tile.pair.of_cols if tile and same_cols else self._operands(*given)
                 (q, *guide_q), (k, *guide_k) = of_rows, of_cols
                 guide = (guide_q[0], guide_k[0]) if guide_q else None
                 numbers = rows.numbers, part.cols.numbers
                 masks, taught = part.masks, self._epilogue.taught
-                quarters = None if masks.labels is None else launch.label_quarters(*masks.labels)
-                pair = Pair(q, k, masks, self.reserved, guide, numbers, taught, quarters)
+                pair = Pair(q, k, masks, self.reserved, guide, numbers, taught)
                 first, last = (j.start == 0, i.start == 0), (j.stop == len(block.cols), i.stop == len(block.rows))
-                tile = self.super_tile = SuperTile((i, j), part, pair, first, last)
+                tile = self.super_tile = SuperTile((i, j), block, part, pair, first, last)
             yield tile
 
-    def _operands(self, side: Shard) -> list[Operand]:
-        """The features, and behind them those of the guide."""
+    def _operands(self, side: Shard, order: Tensor | None = None) -> list[Operand]:
+        """The features, and behind them those of the guide; order: of these rows."""
         shape = plan.shape_for(self.scale.device)
-        return [launch.operand(x, plan.PIECES[x.dtype](), shape) for x in (side.features, *side.guides)]
+        return [launch.operand(x, plan.PIECES[x.dtype](), shape, order) for x in (side.features, *side.guides)]
 
     def _with_teacher(self, constants: Tensor, rows: Shard, cols: Shard) -> Tensor:
         """The constants of a block, and behind them those of the teacher's logits."""
@@ -280,15 +280,12 @@ class Triton(Tiles):
 
     def _stats(self, block: Block, stats: list[Tensor]) -> None:
         """Write the statistics of all pairs: by fast kernels, then by careful ones, which return at once where the flag
-        is not set. Smoothed positives by label are computed by the careful kernels alone.
+        is not set.
         """
         epilogue, budget = self._epilogue, self._budget
         passes = [(False, epilogue.channels, budget.forward), (True, epilogue.careful_channels, budget.forward)]
         if not epilogue.exponential:
             passes = passes[:1]
-        elif by_label(block.rows):
-            passes = [(False, LABEL_CHANNELS, budget.labels), (True, CAREFUL_LABEL_CHANNELS, budget.labels)]
-            passes = passes[self._careful(block.rows) :]
         keeps = self.followed and self.keeps(block.rows, block.cols)
         for careful, channels, cost in passes:
             for tile in self._super_tiles(block, cost):
@@ -304,9 +301,12 @@ class Triton(Tiles):
                     launch.sums(tile.pair, block.constants, parts, epilogue, careful=careful)
                 merged = (parts, tile.of(stats), block.constants, epilogue, tile.first, tile.last)
                 launch.merge_sums(*merged, careful=careful)
+                if block.order is not None and not careful:
+                    sorting.label_totals(tile.pair, tile.block, tile.of(stats), tile.first, epilogue)
                 # freed before the next super-tile's sums are allocated, which may fill the workspace
                 del parts, merged
-        self.super_tile = None
+        if not self.followed:
+            self.super_tile = None
         self._positive_stats(block, stats)
 
     def _new_parts(self, block: Block, channels: int, memory: Tensor | None = None, each: int = 1) -> list[Tensor]:
@@ -380,7 +380,7 @@ class Triton(Tiles):
             numbers = self.kept.add(block, weights, u, None if v is None else _received(v), self._epilogue)
             self.kept = None
             return numbers, launch.truncation(block.rows.features)
-        sums = launch.new_sums(self.scale.device)
+        sums = launch.new_sums(self.scale.device, 0 if block.order is None else len(block.rows))
         strip: Tensor | None = None
         lost = launch.truncation(block.rows.features) if self.sums_products else 0.0
         early = isinstance(v, InFlight) and v.early
@@ -391,9 +391,9 @@ class Triton(Tiles):
             self._fill(tile, weights, strip, sums, row_stats)
             first_of_row, first_of_col = (self.fresh and first for first in tile.first)
             if u is not None and not early:
-                add_rows(along(u, tile.along[0], 0), tile.pair, strip, fresh=first_of_row)
+                sorting.add_strip(u, tile, 0, strip, fresh=first_of_row)
             if v is not None:
-                add_cols(along(_received(v), tile.along[1], 0), tile.pair, strip, fresh=first_of_col)
+                sorting.add_strip(_received(v), tile, 1, strip, fresh=first_of_col)
             if all(tile.last):
                 if isinstance(v, InFlight) and final:
                     v.release()
@@ -401,7 +401,7 @@ class Triton(Tiles):
                     # this small work gives the transfer a start on the device before the next product takes all of it
                     sums = sums.sum(dtype=torch.float64)
             if u is not None and early:
-                add_rows(along(u, tile.along[0], 0), tile.pair, strip, fresh=first_of_row)
+                sorting.add_strip(u, tile, 0, strip, fresh=first_of_row)
         return sums, lost
 
     def _weights(self, block: Block) -> Weights:
@@ -414,15 +414,19 @@ class Triton(Tiles):
     def _fill(self, tile: SuperTile, weights: Weights, strip: Tensor, sums: Tensor, row_stats: Tensor | None) -> None:
         """Write the super-tile's gradient into the strip, and with `row_stats` merge its loss into them."""
         epilogue, constants = self._epilogue, tile.block.constants
-        if not self._careful(tile.block.rows):
-            vectors = [along(x, at) for x, at in zip(weights, tile.along, strict=False)]
-            parts = [] if row_stats is None else self._new_parts(tile.block, epilogue.channels)
-            launch.gradient(tile.pair, constants, vectors, strip, sums, epilogue, *parts)
-            if row_stats is not None:
-                # not first: added to the statistics so far
-                launch.merge_sums(parts, tile.of([row_stats]), constants, epilogue, (False, False), tile.last)
+        vectors = [along(x, at) for x, at in zip(weights, tile.along, strict=False)]
+        parts = [] if row_stats is None else self._new_parts(tile.block, epilogue.channels)
+        launch.gradient(tile.pair, constants, vectors, strip, sums, epilogue, *parts)
+        stats = None if row_stats is None else tile.of([row_stats])
+        if stats is not None:
+            # not first: added to the statistics so far
+            launch.merge_sums(parts, stats, constants, epilogue, (False, False), tile.last)
         if epilogue.exponential:
             launch.careful_gradient(tile.pair, tile.block, strip, sums, epilogue)
+        if tile.block.order is not None:
+            # of all rows, behind those of the programs
+            of_rows = along(sums[launch.sums_of_programs(self.scale.device) :], tile.along[0])
+            sorting.label_gradients(tile.pair, tile.block, strip, of_rows, epilogue, stats[0] if stats else None)
 
     def _positive_grads(self, block: Block, positives: Positives, u: Tensor | None, v: Tensor | None) -> Term:
         """Add the gradient of the positives known by position in float32; returns its sums, as `_strips`."""

@@ -23,15 +23,10 @@ from contrastile.tiles.triton.arithmetic import (
     INVERSE,
     LN2,
     LOG2E,
-    LOWEST_POSITIVE,
     LOWEST_SUM,
     MASK,
-    MISSING,
-    POSITIVE_INVERSE,
-    POSITIVE_SHARE,
     SHARE,
     SHIFT,
-    STATE_POSITIVE_TOP,
     STATE_TEACHER_TOP,
     STATE_TOP,
     TEACHER,
@@ -41,8 +36,6 @@ from contrastile.tiles.triton.arithmetic import (
     exponent_constants,
     exponents,
     halves,
-    log1p,
-    product_less_one,
     quarter,
 )
 from contrastile.tiles.triton.forward import (
@@ -54,7 +47,6 @@ from contrastile.tiles.triton.forward import (
     tile_at,
     tile_products,
 )
-from contrastile.tiles.triton.labels import label_softplus, positive_by_label, positive_weights
 from contrastile.tiles.triton.masks import distinct_pairs, has_masked, valid_pairs
 
 
@@ -69,52 +61,14 @@ def _probability_factor(top, inverse, shift):
     return tl.math.exp2(whole.to(tl.float32)) * (tl.exp((power - whole) * LN2) * inverse).to(tl.float32)
 
 
-@triton.jit
-def _store_positive_weights(state_ptr, stride, coefficient, shift, at, inside, out, step, INSIDE: tl.constexpr):
-    """Write the three numbers of `positive_value`, `step` apart; returns 1 if one is too large to be trusted, else 0.
-
-    A positive alone in its row has no exponential: its probability among the positives is exactly 1.
-    """
-    top = tl.load(state_ptr + STATE_POSITIVE_TOP * stride + at, mask=inside, other=0.0)
-    inverse = tl.load(state_ptr + POSITIVE_INVERSE * stride + at, mask=inside, other=0.0)
-    missing = tl.load(state_ptr + MISSING * stride + at, mask=inside, other=0.0)
-    target = tl.load(state_ptr + POSITIVE_SHARE * stride + at, mask=inside, other=0.0)
-    among = _probability_factor(top, inverse, shift)
-    several = (target != 1.0) & (coefficient != 0.0)
-    low = tl.max((inside & several & (among > 1.0 / LOWEST_POSITIVE)).to(tl.int32))
-    among = tl.where(several, among, 0.0) * coefficient
-    alone = coefficient * missing
-    if INSIDE:
-        tl.store(out, among * 0.0, mask=inside)
-        tl.store(out + step, tl.where(target == 1.0, alone, 0.0), mask=inside)
-    else:
-        tl.store(out, among, mask=inside)
-        tl.store(out + step, tl.where(target == 1.0, alone, coefficient * target), mask=inside)
-    tl.store(out + 2 * step, among * missing, mask=inside)
-    return low
-
-
-@triton.jit
-def positive_value(e, vectors_ptr, at, n, step, axis: tl.constexpr):
-    """One direction's gradient of positives by label, (among − target) − among · missing, with e = 2^t.
-
-    Its three numbers are among / e, target and among · missing / e, times the coefficient.
-    """
-    among = tl.expand_dims(_load_vector(vectors_ptr + step, at, n), axis)
-    target = tl.expand_dims(_load_vector(vectors_ptr + 2 * step, at, n), axis)
-    both = tl.expand_dims(_load_vector(vectors_ptr + 3 * step, at, n), axis)
-    return tl.fma(e, among, -target) - e * both
-
-
 @triton.jit(do_not_specialize=ANY)
 def direction_weights(row_state_ptr, row_state_stride, row_coefficient_ptr, N, col_state_ptr, col_state_stride,
                       col_coefficient_ptr, M, constants_ptr, out_ptr, smoothing, SMOOTH: tl.constexpr,
-                      GUIDE: tl.constexpr, LABELS: tl.constexpr, INSIDE: tl.constexpr,
-                      BLOCK: tl.constexpr):  # fmt: skip
-    """Write the vectors of `gradient`, times the unit of the strip: [2, N + M], or [4, N + M] with LABELS.
+                      GUIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Write the vectors of `gradient`, times the unit of the strip: [2, N + M].
 
     First coefficient · exp(−top) · inverse under the shift, then the part that smoothing subtracts, or the like factor
-    of a teacher's exponentials, or the three numbers of `positive_value`. A sum of exponentials too low under the shift
+    of a teacher's exponentials. A sum of exponentials too low under the shift
     sets the careful flag. program_id 1 = 0 computes rows, 1 columns.
     """
     of_rows = tl.program_id(1) == 0
@@ -136,9 +90,6 @@ def direction_weights(row_state_ptr, row_state_stride, row_coefficient_ptr, N, c
         soft = _probability_factor(top, inverse, tl.load(constants_ptr + TEACHERS + SHIFT))
         low += tl.max((inside & (soft > 1.0 / LOWEST_SUM)).to(tl.int32))
         tl.store(weight_ptr + N + M + at, coefficient * soft * smoothing, mask=inside)
-    if LABELS:
-        low += _store_positive_weights(
-            state_ptr, stride, coefficient, shift, at, inside, weight_ptr + N + M + at, N + M, INSIDE)  # fmt: skip
     # every program writes the same value
     if low != 0:
         tl.store(constants_ptr + CAREFUL, 1.0)
@@ -179,61 +130,21 @@ def program_sums(sums_ptr, BM: tl.constexpr):
     return sums_ptr + tl.program_id(0) * BM + group * 4 + tl.arange(0, 4)[None, None, :]
 
 
-@triton.jit
-def _label_sigmoid(acc, bits, a, constants, masks, masked, ids, labels, numbers, out_mem, out_stride, row_part_ptr, i,
-                   j, N, M, part_stride, BM: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr,
-                   SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr, WEIGHED: tl.constexpr,
-                   LOSS: tl.constexpr, PRODUCTS: tl.constexpr, PARTS: tl.constexpr, TMA: tl.constexpr,
-                   UPCAST: tl.constexpr):  # fmt: skip
-    """Write a tile's gradient of the sigmoid with positives by label, with LOSS its sums; returns Σ g per thread."""
-    rows = i * BM + tl.arange(0, BM)
-    WIDTH: tl.constexpr = BN // 4
-    growth = tl.zeros((BM, 8), tl.float32)
-    rest = tl.zeros((BM,), tl.float32)
-    sums = tl.zeros((BM // 32, 8, 4), tl.float32)
-    for at in tl.static_range(4):
-        cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
-        t, e, positive, more_growth, more = label_softplus(
-            quarter(acc, at, BM, BN), (bits >> at) & 1, constants, masks, masked, ids, labels, numbers, rows, cols, N,
-            M, BM, WIDTH, DIAGONAL, SELF, POSITIVES, IDS, WEIGHED and LOSS, PRODUCTS)  # fmt: skip
-        if LOSS:
-            growth = product_less_one(growth, more_growth)
-            rest += more
-        g = a * (tl.where(t > 0, 1.0, e) * _reciprocal(1.0 + e, UPCAST))
-        if WEIGHED:
-            g = tl.where(positive, g * -positive_weights(numbers, rows, cols, N, M), g)
-        else:
-            g = tl.where(positive, -g, g)
-        sums += sum_per_thread(g, BM, WIDTH)
-        if at % 2 == 0:
-            left = g
-        else:
-            half = j * BN + (at // 2) * (BN // 2)
-            g = join_quarters(left, g, BM, WIDTH)
-            store_half(out_mem, out_stride, g, i, half, part_stride, BM, BN // 2, PARTS, TMA)
-    if LOSS:
-        loss = tl.sum(log1p(growth), 1) + rest
-        tl.store(row_part_ptr + j.to(tl.int64) * N + rows, loss, mask=rows < N)
-    return sums
-
-
 @triton.jit(do_not_specialize=ANY)
 def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row_a_ptr, col_b_ptr, sums_ptr,
-             row_part_ptr, positives_ptr, row_ids_ptr, col_ids_ptr, row_labels_ptr, col_labels_ptr, row_numbers_ptr,
-             col_numbers_ptr, quarters_ptr, q_stride, k_stride, guide_q_stride, guide_k_stride, N, M, D, G, diagonal,
-             self_diagonal, positives, positives_stride, positives_start, part_stride, out_stride, vectors_step,
+             row_part_ptr, positives_ptr, row_ids_ptr, col_ids_ptr, row_numbers_ptr, q_stride, k_stride, guide_q_stride,
+             guide_k_stride, N, M, D, G, diagonal, self_diagonal, positives, positives_stride, positives_start,
+             part_stride, out_stride, vectors_step,
              BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr,
              RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, GUIDE: tl.constexpr, GUIDE_LEFT: tl.constexpr,
              GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr, TMA: tl.constexpr,
              UPCAST: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr,
-             IDS: tl.constexpr, LABELS: tl.constexpr, COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr,
-             SMOOTH: tl.constexpr, WEIGHED: tl.constexpr, LOSS: tl.constexpr, PARTS: tl.constexpr,
-             FLATTEN: tl.constexpr):  # fmt: skip
+             IDS: tl.constexpr, COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, SMOOTH: tl.constexpr,
+             LOSS: tl.constexpr, PARTS: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
     """Write the gradient of the valid pairs, 2^t · (a_i + b_j) − (c_i + d_j), into the strip [PARTS, N, M].
 
-    LABELS has other vectors for positives by label, `vectors_step` apart, see `positive_value`. SMOOTH subtracts c and
-    d, GUIDE == TEACHER their product with a teacher's exponentials. SOFTPLUS writes a_i · σ(x),
-    and −a_i · σ(−x) for pairs of equal label; with LOSS it also writes the sums of `totals`. Where the careful flag is
+    SMOOTH subtracts c and d, GUIDE == TEACHER their product with a teacher's exponentials. SOFTPLUS writes a_i · σ(x);
+    with LOSS it also writes the sums of `totals`. Where the careful flag is
     set, the strip is left to `careful_gradient`. Each program adds Σ g · ⟨q, k⟩ of its tiles, or Σ g with SOFTPLUS, to
     its own row of `sums` [programs, BM].
 
@@ -245,7 +156,6 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
     """
     masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
     ids = (row_ids_ptr, col_ids_ptr)
-    labels = (row_labels_ptr, col_labels_ptr)
     row_tiles = tl.cdiv(N, BM)
     col_tiles = tl.cdiv(M, BN)
     constants = exponent_constants(constants_ptr)
@@ -263,20 +173,12 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
         rows = i * BM + tl.arange(0, BM)
         a = _load_vector(row_a_ptr, rows, N)[:, None]
         masked = has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES)
-        bits = 0
-        if LABELS:
-            bits = tl.load(quarters_ptr + i * col_tiles + j)
-        if SOFTPLUS and LABELS and bits != 0:
-            added = _label_sigmoid(
-                acc, bits, a, constants, masks, masked, ids, labels, (row_numbers_ptr, col_numbers_ptr), out_mem,
-                out_stride, row_part_ptr, i, j, N, M, part_stride, BM, BN, DIAGONAL, SELF, POSITIVES, IDS, WEIGHED,
-                LOSS, PRODUCTS, PARTS, TMA, UPCAST)  # fmt: skip
-        elif SOFTPLUS:
+        if SOFTPLUS:
             cols = j * BN + tl.arange(0, BN)
             t = exponents(acc, constants, SOFTPLUS, PRODUCTS)
             if IDS:
                 valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
-                t = tl.where(valid & distinct_pairs(ids, labels, rows, cols, N, M, LABELS), t, -float("inf"))
+                t = tl.where(valid & distinct_pairs(ids, rows, cols, N, M), t, -float("inf"))
             elif masked:
                 t = tl.where(valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES), t, -float("inf"))
             if LOSS:
@@ -310,7 +212,7 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
                 if IDS or SMOOTH:
                     valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
                     if IDS:
-                        valid = valid & distinct_pairs(ids, labels, rows, cols, N, M, LABELS)
+                        valid = valid & distinct_pairs(ids, rows, cols, N, M)
                     if GUIDE == MASK:
                         valid = valid & counts(part)
                     t = tl.where(valid, t, -float("inf"))
@@ -330,16 +232,8 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
                     else:
                         total += sum_per_lane(e, BM, WIDTH)
                         inner += sum_per_lane(e * part, BM, WIDTH)
-                elif LABELS and COLUMNS:
-                    # the columns' vector stays in memory: the registers hold those of positives
-                    g = e * (a + _load_vector(col_b_ptr, cols, M)[None, :])
                 else:
                     g = e * (a + quarter(b, at, BM, BN) if COLUMNS else a)
-                if LABELS and ((bits >> at) & 1) != 0:
-                    value = positive_value(e, row_a_ptr, rows, N, vectors_step, 1)
-                    if COLUMNS:
-                        value += positive_value(e, col_b_ptr, cols, M, vectors_step, 0)
-                    g = tl.where(positive_by_label(labels, t, rows, cols, N, M), value, g)
                 if GUIDE == TEACHER:
                     g = g - tl.math.exp2(soft) * (c + quarter(d, at, BM, BN) if COLUMNS else c)
                 if SMOOTH:

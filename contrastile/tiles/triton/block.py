@@ -17,10 +17,10 @@ from torch import Tensor
 
 from contrastile.losses.base import PairLoss, Shard
 from contrastile.tiles.triton.plan import (
-    CAREFUL_LABEL_CHANNELS,
     PIECES,
     Epilogue,
     Masks,
+    Pair,
     is_readable,
     padded,
     shape_for,
@@ -30,9 +30,12 @@ from contrastile.tiles.triton.plan import (
 
 # type of features, and of a strip, whose range is that of exponentials; float32 features would have three strips
 KEPT_IN = torch.bfloat16
+# features from which a symmetric loss's product of a pair takes longer than its number's way through memory, by the
+# times at 512 and at 768
+LEAST_FEATURES = 320
 # sums of a tile's column where exponentials are kept, see `kept_tile`
 COLUMN_SUMS = 4
-# 32-bit ids and labels by name, of rows and of columns
+# 32-bit ids by name, of rows and of columns
 Groups = tuple[dict[str, Tensor], dict[str, Tensor]]
 # bytes of a super-tile of height × width, by the bytes of each row's and column's features that are copied, and the
 # number of their 16-bit pieces
@@ -54,11 +57,6 @@ class Budget:
         del parts
         return self._partial(height, width, self.epilogue.careful_channels) + (height + width) * copied
 
-    def labels(self, height: int, width: int, copied: int, parts: int) -> int:
-        """The same for positives by label."""
-        del parts
-        return self._partial(height, width, CAREFUL_LABEL_CHANNELS) + (height + width) * copied
-
     def backward(self, height: int, width: int, copied: int, parts: int) -> int:
         """The strip, the sums of a loss computed in the same sweep, and the operands' pieces."""
         rows, cols = strip_shape(height, width, parts, shape_for(self.device))
@@ -75,7 +73,8 @@ class Budget:
     def keeps(self, rows: Shard, cols: Shard) -> bool:
         """A forward that keeps exponentials takes the whole block at once; one way there are weighed rows beside it."""
         weighed = 0 if self.loss.symmetric else 2 * rows.features.numel()
-        return self.keeping(len(rows), len(cols), *self._copies(rows, cols)) + weighed <= self.workspace
+        needed = self.keeping(len(rows), len(cols), *self._copies(rows, cols)) + weighed
+        return self._gains(rows.features.shape[1]) and needed <= self.workspace
 
     def super_tiles(self, rows: Shard, cols: Shard, cost: Cost) -> Iterator[tuple[slice, slice]]:
         """Rows and columns of each super-tile of a block, row by row."""
@@ -87,23 +86,30 @@ class Budget:
 
     def most_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
         """The bytes of the largest pass over a block, with features copied or not, by label or not."""
-        return max(self.expected_bytes(N, M, copied, dtype, self.labels) for copied in (0, D))
+        copies = (0, self._copied(D, dtype), self._ordered(D, dtype))
+        return max(self._most(N, M, copied, dtype) for copied in copies)
 
-    def expected_bytes(
-        self, N: int, M: int, D: int, dtype: torch.dtype, *more: Cost, followed: int = 0
-    ) -> int:  # fmt: skip
-        """The same of forward, backward and `more` passes; D is 0 where features need no copy.
+    def expected_bytes(self, N: int, M: int, D: int, dtype: torch.dtype, *, followed: int = 0) -> int:
+        """The same for features of one kind; D is 0 where they need no copy.
 
         followed: features of a backward that follows at once, for which exponentials are kept where they fit. Its
         accumulators, which are not among these bytes, are not there yet in the forward.
         """
-        given = self._copied(D, dtype), PIECES[dtype]()
-        passes = (self.forward, self.backward, *more)
-        most = max(cost(*self._largest(N, M, *given, cost), *given) for cost in passes)
-        keeping = self.keeping(N, M, *given)
-        if followed and self.epilogue.keeps and dtype == KEPT_IN and keeping <= self.workspace:
-            most = max(most, keeping - 4 * (N + M) * followed, self.keeping(N, M, *given, later=True))
+        copied = self._copied(D, dtype)
+        most, keeping = self._most(N, M, copied, dtype), self.keeping(N, M, copied, PIECES[dtype]())
+        gains = self._gains(followed) and self.epilogue.keeps and dtype == KEPT_IN
+        if followed and gains and keeping <= self.workspace:
+            later = self.keeping(N, M, copied, PIECES[dtype](), later=True)
+            most = max(most, keeping - 4 * (N + M) * followed, later)
         return most
+
+    def _most(self, N: int, M: int, copied: int, dtype: torch.dtype) -> int:
+        given = copied, PIECES[dtype]()
+        return max(cost(*self._largest(N, M, *given, cost), *given) for cost in (self.forward, self.backward))
+
+    def _gains(self, features: int) -> bool:
+        """Return whether kept exponentials are faster."""
+        return not self.loss.symmetric or features >= LEAST_FEATURES
 
     def _largest(self, N: int, M: int, copied: int, parts: int, cost: Cost) -> tuple[int, int]:
         """Rows and columns of a super-tile: the longer side halved, in whole tiles, until it fits the workspace."""
@@ -120,7 +126,10 @@ class Budget:
         """Bytes of each row's and column's features that are copied, and the number of their pieces."""
         copied = 0
         for q, k in zip((rows.features, *rows.guides), (cols.features, *cols.guides), strict=True):
-            copied += 0 if is_readable(q) and is_readable(k) else self._copied(q.shape[1], q.dtype)
+            if by_label(rows):
+                copied += self._ordered(q.shape[1], q.dtype)
+            elif not (is_readable(q) and is_readable(k)):
+                copied += self._copied(q.shape[1], q.dtype)
         return copied, PIECES[rows.features.dtype]()
 
     def _partial(self, height: int, width: int, channels: int, each: int = 1) -> int:
@@ -130,6 +139,10 @@ class Budget:
 
     def _copied(self, D: int, dtype: torch.dtype) -> int:
         return 2 * PIECES[dtype]() * padded(D, shape_for(self.device))
+
+    def _ordered(self, D: int, dtype: torch.dtype) -> int:
+        """Bytes of a row in the order of labels: its features, and the sum of its gradient."""
+        return self._copied(D, dtype) + 4 * D
 
 
 @dataclass(frozen=True)
@@ -145,6 +158,26 @@ class Positives:
 
 
 @dataclass(frozen=True)
+class Order:
+    """The rows and columns of a block, or of a part of it, in the order of their labels."""
+
+    # positions in the block as it was given
+    rows: Tensor
+    cols: Tensor
+    # [5, N] and [5, M] numbers that say which of the others are positives: see `masks.py`
+    of_rows: Tensor
+    of_cols: Tensor
+    # of the part within the block
+    first_row: int = 0
+    first_col: int = 0
+
+    def narrow(self, i: slice, j: slice) -> Order:
+        return Order(
+            along(self.rows, i), along(self.cols, j), along(self.of_rows, i), along(self.of_cols, j), i.start, j.start
+        )
+
+
+@dataclass(frozen=True)
 class Block:
     """Rows and columns as the kernels read them, and how `loss` sees them."""
 
@@ -153,6 +186,8 @@ class Block:
     # see forward.py
     constants: Tensor
     loss: PairLoss
+    # with positives by label: all of the sides but the features is in this order
+    order: Order | None = None
 
     @cached_property
     def directions(self) -> list[tuple[Tensor, Tensor]]:
@@ -177,9 +212,10 @@ class Block:
             diagonal=None if rows.diagonal is None else rows.diagonal - cols.start,
             self_diagonal=self.self_diagonal,
             positives=rows.positives if rows.diagonal is None else None,
-            positives_start=cols.start,
+            positives_start=cols.start if self.order is None else self.order.first_col,
             ids=_both(rows.ids, cols.ids),
-            labels=_both(rows.labels, cols.labels) if by_label(rows) else None,
+            labels=_both(rows.labels, cols.labels) if by_label(rows) and self.order is None else None,
+            spans=None if self.order is None else self.order.of_rows,
         )
 
     def positives(self) -> Positives | None:
@@ -203,6 +239,24 @@ class Block:
         return Positives(torch.where(inside, columns - cols.start, -1), None)
 
 
+@dataclass(frozen=True)
+class SuperTile:
+    """A part of a block, with its operands."""
+
+    # positions of its rows and columns in the whole block
+    along: tuple[slice, slice]
+    whole: Block
+    block: Block
+    pair: Pair
+    # for the rows and for the columns: the first, the last part of the other side that they meet
+    first: tuple[bool, bool]
+    last: tuple[bool, bool]
+
+    def of(self, stats: list[Tensor]) -> list[Tensor]:
+        """The statistics of its rows, and of its columns."""
+        return [along(x, at) for x, at in zip(stats, self.along, strict=False)]
+
+
 def by_label(rows: Shard) -> bool:
     """True if positives are known by label; they are too many to be listed."""
     return rows.diagonal is None and rows.positives is None and rows.labels is not None
@@ -222,18 +276,15 @@ def narrow(side: Shard, at: slice) -> Shard:
 
 
 def numbered_groups(rows: Shard, cols: Shard) -> Groups:
-    """Ids and labels of both sides numbered from 0 in 32 bits: those of a tile must fit its registers."""
-    of_rows: dict[str, Tensor] = {}
-    of_cols: dict[str, Tensor] = {}
-    for name in ("ids", "labels"):
-        both = getattr(rows, name), getattr(cols, name)
-        if both[0] is not None and both[1] is not None:
-            values, order = torch.cat(both).sort()
-            first = torch.zeros_like(values, dtype=torch.int32)
-            first[1:] = values[1:] != values[:-1]
-            numbers = torch.empty_like(first).scatter_(0, order, first.cumsum(0, dtype=torch.int32))
-            of_rows[name], of_cols[name] = numbers.split([len(rows), len(cols)])
-    return of_rows, of_cols
+    """Ids of both sides numbered from 0 in 32 bits: those of a tile must fit its registers."""
+    if rows.ids is None or cols.ids is None:
+        return {}, {}
+    values, order = torch.cat([rows.ids, cols.ids]).sort()
+    first = torch.zeros_like(values, dtype=torch.int32)
+    first[1:] = values[1:] != values[:-1]
+    numbers = torch.empty_like(first).scatter_(0, order, first.cumsum(0, dtype=torch.int32))
+    of_rows, of_cols = numbers.split([len(rows), len(cols)])
+    return {"ids": of_rows}, {"ids": of_cols}
 
 
 def readable_side(side: Shard, groups: dict[str, Tensor]) -> Shard:

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # device code: Triton compiles these functions from their source, their arguments have no Python types
-"""Device code of the careful forms: maxima before exponentials, for features of any size, and smoothing by label.
+"""Device code of the careful forms: maxima before exponentials, for features of any size.
 
 Launched by `launch.py`. Both kernels return at once where the careful flag is not set:
 
@@ -41,7 +41,7 @@ from contrastile.tiles.triton.arithmetic import (
 )
 from contrastile.tiles.triton.backward import program_sums, softmax_positive, sum_per_thread
 from contrastile.tiles.triton.forward import counts, join_quarters, store_half, tile_at, tile_products
-from contrastile.tiles.triton.masks import distinct_pairs, equal_groups, valid_pairs
+from contrastile.tiles.triton.masks import distinct_pairs, valid_pairs
 
 
 @triton.jit
@@ -91,22 +91,21 @@ def _teacher(x, t, valid, axis: tl.constexpr):
 
 @triton.jit(do_not_specialize=ANY)
 def maxima(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, col_part_ptr, positives_ptr,
-           row_ids_ptr, col_ids_ptr, row_labels_ptr, col_labels_ptr, row_numbers_ptr, q_stride, k_stride,
+           row_ids_ptr, col_ids_ptr, row_numbers_ptr, q_stride, k_stride,
            guide_q_stride, guide_k_stride, N, M, D, G, diagonal, self_diagonal, positives, positives_stride,
            positives_start, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
            LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, GUIDE: tl.constexpr,
            GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr, TMA: tl.constexpr,
            UPCAST: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr,
-           IDS: tl.constexpr, LABELS: tl.constexpr, COLUMNS: tl.constexpr, SMOOTH: tl.constexpr):  # fmt: skip
+           IDS: tl.constexpr, COLUMNS: tl.constexpr, SMOOTH: tl.constexpr):  # fmt: skip
     """The careful form of `totals`. Runs where the careful flag is set.
 
-    Per tile: top and Σ exp(x − top) of the negatives, with SMOOTH also Σ (x − top) and their number; with LABELS all
-    four of the positives, from the fifth channel on. With GUIDE == TEACHER behind the first two the teacher's top,
-    Σ exp(t − teacher's top) and the sum of these terms times (t − teacher's top) − (x − top). Layout as in `totals`.
+    Per tile: top and Σ exp(x − top) of the negatives, with SMOOTH also Σ (x − top) and their number. With GUIDE ==
+    TEACHER behind the first two the teacher's top, Σ exp(t − teacher's top) and the sum of these terms times
+    (t − teacher's top) − (x − top). Layout as in `totals`.
     """
     masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
     ids = (row_ids_ptr, col_ids_ptr)
-    labels = (row_labels_ptr, col_labels_ptr)
     row_tiles = tl.cdiv(N, BM)
     col_tiles = tl.cdiv(M, BN)
     factor = tl.load(constants_ptr + FACTOR)
@@ -123,19 +122,14 @@ def maxima(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
         WIDTH: tl.constexpr = BN // 4
         top = tl.full((BM,), -float("inf"), tl.float32)
         total = tl.zeros((BM,), tl.float32)
-        logit_sum, count, positive_total, positive_sum, positive_count = total, total, total, total, total
-        positive_top = top
+        logit_sum, count = total, total
         teacher_top, soft, gap = top, total, total
         for at in tl.static_range(4):
             x = quarter(acc, at, BM, BN) * factor * LN2
             cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
             negative = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
-            positive = negative
-            if LABELS:
-                positive = negative & equal_groups(labels, rows, cols, N, M)
-                negative = negative & (positive == 0)
             if IDS:
-                negative = negative & (equal_groups(ids, rows, cols, N, M) == 0)
+                negative = negative & distinct_pairs(ids, rows, cols, N, M)
             if GUIDE == MASK:
                 negative = negative & counts(quarter(acc, at, BM, BN))
             before = top
@@ -145,12 +139,6 @@ def maxima(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
                 new_top, new_soft, new_gap, new_x_top = _teacher(x, t, negative, 1)
                 teacher_top, soft, gap, _ = merge_teachers(
                     teacher_top, soft, gap, before, new_top, new_soft, new_gap, new_x_top)  # fmt: skip
-            if LABELS:
-                several = tl.max(count_along(x, positive, 1), 0)
-                # most quarters have none
-                if several > 0:
-                    positive_top, positive_total, positive_sum, positive_count = add_along(
-                        positive_top, positive_total, positive_sum, positive_count, x, positive, 1, True)  # fmt: skip
             if COLUMNS:
                 col_at = col_part_ptr + i.to(tl.int64) * M + cols
                 stride = row_tiles.to(tl.int64) * M
@@ -158,20 +146,11 @@ def maxima(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
                 if GUIDE == TEACHER:
                     of_top, of_soft, of_gap, _ = _teacher(x, t, negative, 0)
                     store_sums(of_top, of_soft, of_gap, col_at + 2 * stride, stride, cols < M)
-                if LABELS:
-                    if several > 0:
-                        _store_columns(x, positive, col_at + 4 * stride, stride, cols < M, True)
-                    else:
-                        none = tl.zeros((WIDTH,), tl.float32)
-                        store_stats(none - float("inf"), none, none, none, col_at + 4 * stride, stride, cols < M, True)
         row_at = row_part_ptr + j.to(tl.int64) * N + rows
         stride = col_tiles.to(tl.int64) * N
         store_stats(top, total, logit_sum, count, row_at, stride, rows < N, SMOOTH)
         if GUIDE == TEACHER:
             store_sums(teacher_top, soft, gap, row_at + 2 * stride, stride, rows < N)
-        if LABELS:
-            store_stats(positive_top, positive_total, positive_sum, positive_count, row_at + 4 * stride, stride,
-                        rows < N, True)  # fmt: skip
 
 
 @triton.jit
@@ -207,19 +186,17 @@ def softmax_gradient(x, t, positive, several, state_ptr, state_stride, coefficie
 @triton.jit(do_not_specialize=ANY)
 def careful_gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row_state_ptr,
                      row_coefficient_ptr, col_state_ptr, col_coefficient_ptr, row_state_stride, col_state_stride,
-                     sums_ptr, positives_ptr, row_ids_ptr, col_ids_ptr, row_labels_ptr, col_labels_ptr,
-                     row_numbers_ptr, q_stride, k_stride, guide_q_stride, guide_k_stride, N, M, D, G, diagonal,
-                     self_diagonal, positives, positives_stride, positives_start, part_stride, out_stride, smoothing,
+                     sums_ptr, positives_ptr, row_ids_ptr, col_ids_ptr, row_numbers_ptr, q_stride, k_stride,
+                     guide_q_stride, guide_k_stride, N, M, D, G, diagonal, self_diagonal, positives, positives_stride,
+                     positives_start, part_stride, out_stride, smoothing,
                      BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr,
                      RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, GUIDE: tl.constexpr, GUIDE_LEFT: tl.constexpr,
                      GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
                      DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr,
-                     LABELS: tl.constexpr, COLUMNS: tl.constexpr, INSIDE: tl.constexpr,
-                     PARTS: tl.constexpr):  # fmt: skip
-    """The careful form of `gradient`: an exponential per direction, and positives by label."""
+                     COLUMNS: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """The careful form of `gradient`: an exponential per direction."""
     masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
     ids = (row_ids_ptr, col_ids_ptr)
-    labels = (row_labels_ptr, col_labels_ptr)
     row_tiles = tl.cdiv(N, BM)
     col_tiles = tl.cdiv(M, BN)
     factor = tl.load(constants_ptr + FACTOR)
@@ -242,24 +219,18 @@ def careful_gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_
             cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
             x = part * factor * LN2
             valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
-            positive = valid
-            if LABELS:
-                positive = valid & equal_groups(labels, rows, cols, N, M)
             if GUIDE == MASK:
                 valid = valid & counts(part)
             t = x
             if GUIDE == TEACHER:
                 t = quarter(guide, at, BM, BN) * teacher_factor * LN2
-            several = 0.0
-            if LABELS:
-                several = tl.max(count_along(x, positive, 1), 0)
-            g = softmax_gradient(x, t, positive, several, row_state_ptr, row_state_stride, row_coefficient_ptr, unit,
-                                  rows, rows < N, smoothing, 1, LABELS, INSIDE, GUIDE)  # fmt: skip
+            g = softmax_gradient(x, t, valid, 0.0, row_state_ptr, row_state_stride, row_coefficient_ptr, unit,
+                                  rows, rows < N, smoothing, 1, False, False, GUIDE)  # fmt: skip
             if COLUMNS:
-                g += softmax_gradient(x, t, positive, several, col_state_ptr, col_state_stride, col_coefficient_ptr,
-                                       unit, cols, cols < M, smoothing, 0, LABELS, INSIDE, GUIDE)  # fmt: skip
+                g += softmax_gradient(x, t, valid, 0.0, col_state_ptr, col_state_stride, col_coefficient_ptr,
+                                       unit, cols, cols < M, smoothing, 0, False, False, GUIDE)  # fmt: skip
             if IDS:
-                valid = valid & distinct_pairs(ids, labels, rows, cols, N, M, LABELS)
+                valid = valid & distinct_pairs(ids, rows, cols, N, M)
             g = tl.where(valid, g, 0.0)
             sums += sum_per_thread(g * part, BM, WIDTH)
             if at % 2 == 0:

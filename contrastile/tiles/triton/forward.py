@@ -35,10 +35,10 @@ from contrastile.tiles.triton.arithmetic import (
     exponent_constants,
     exponents,
     log1p,
+    product_less_one,
     quarter,
     store_sums,
 )
-from contrastile.tiles.triton.labels import label_softplus_totals, label_totals, no_positives, softplus_growth
 from contrastile.tiles.triton.masks import distinct_pairs, has_masked, valid_pairs
 
 
@@ -123,7 +123,9 @@ def softplus_sum(t, BM: tl.constexpr, BN: tl.constexpr):
 
     Σ log(1 + e) = log Π(1 + e). BN / 8 factors of at most 2 do not overflow.
     """
-    growth = softplus_growth(tl.math.exp2(tl.abs(t) * -1.0), BM, BN)
+    e = tl.math.exp2(tl.abs(t) * -1.0)
+    # the product less 1 keeps the digits of small terms
+    growth = tl.reduce(tl.reshape(e, (BM, BN // 8, 8)), 1, product_less_one)
     return tl.sum(log1p(growth), 1) + tl.sum(tl.maximum(t, 0.0), 1) * LN2
 
 
@@ -170,7 +172,7 @@ def sum_per_lane(x, BM: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def kept_tile(acc, constants, masks, ids, labels, col_part_ptr, out_mem, out_stride, i, j, N, M, BM: tl.constexpr,
+def kept_tile(acc, constants, masks, ids, col_part_ptr, out_mem, out_stride, i, j, N, M, BM: tl.constexpr,
               BN: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr,
               GUIDE: tl.constexpr, PRODUCTS: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """Write a tile's exponentials 2^t into the strip, and their sums along columns; returns those along rows.
@@ -190,7 +192,7 @@ def kept_tile(acc, constants, masks, ids, labels, col_part_ptr, out_mem, out_str
             t = tl.where(counts(part), t, -float("inf"))
         if IDS:
             valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
-            t = tl.where(valid & distinct_pairs(ids, labels, rows, cols, N, M, False), t, -float("inf"))
+            t = tl.where(valid & distinct_pairs(ids, rows, cols, N, M), t, -float("inf"))
         elif masked:
             t = tl.where(valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES), t, -float("inf"))
         e = tl.math.exp2(t)
@@ -211,23 +213,21 @@ def kept_tile(acc, constants, masks, ids, labels, col_part_ptr, out_mem, out_str
 
 @triton.jit(do_not_specialize=ANY)
 def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, col_part_ptr, positives_ptr,
-           row_ids_ptr, col_ids_ptr, row_labels_ptr, col_labels_ptr, row_numbers_ptr, col_numbers_ptr, quarters_ptr,
-           out_mem, out_stride, q_stride, k_stride, guide_q_stride, guide_k_stride, N, M, D, G, diagonal, self_diagonal,
-           positives, positives_stride, positives_start, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-           GROUP: tl.constexpr,
-           LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, GUIDE: tl.constexpr,
-           GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr,
-           TMA: tl.constexpr, UPCAST: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr,
-           IDS: tl.constexpr, LABELS: tl.constexpr, COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr,
-           SMOOTH: tl.constexpr, WEIGHED: tl.constexpr, KEEP: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
+           row_ids_ptr, col_ids_ptr, row_numbers_ptr, out_mem, out_stride, q_stride, k_stride, guide_q_stride,
+           guide_k_stride, N, M, D, G, diagonal, self_diagonal, positives, positives_stride, positives_start,
+           BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr,
+           RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, GUIDE: tl.constexpr, GUIDE_LEFT: tl.constexpr,
+           GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
+           DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr,
+           COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, SMOOTH: tl.constexpr, KEEP: tl.constexpr,
+           FLATTEN: tl.constexpr):  # fmt: skip
     """Per tile: Σ 2^t of the valid pairs, along rows [channel, col tile, N] and columns [channel, row tile, M].
 
-    SMOOTH adds two channels, see `_store_logits`; so does GUIDE == TEACHER, see `store_sums`; LABELS adds three, see
-    `label_totals`. SOFTPLUS sums softplus(±x), along rows only. KEEP also writes 2^t into a strip, see `kept_tile`.
+    SMOOTH adds two channels, see `_store_logits`; so does GUIDE == TEACHER, see `store_sums`. SOFTPLUS sums
+    softplus(x), along rows only. KEEP also writes 2^t into a strip, see `kept_tile`.
     """
     masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
     ids = (row_ids_ptr, col_ids_ptr)
-    labels = (row_labels_ptr, col_labels_ptr)
     row_tiles = tl.cdiv(N, BM)
     col_tiles = tl.cdiv(M, BN)
     constants = exponent_constants(constants_ptr)
@@ -243,9 +243,6 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
         cols = j * BN + tl.arange(0, BN)
         row_at = row_part_ptr + j.to(tl.int64) * N + rows
         col_at = col_part_ptr + i.to(tl.int64) * M + cols
-        bits = 0
-        if LABELS:
-            bits = tl.load(quarters_ptr + i * col_tiles + j)
         if GUIDE == TEACHER:
             masked = has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES)
             row_stride = col_tiles.to(tl.int64) * N
@@ -261,7 +258,7 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
                 if IDS or masked:
                     valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
                     if IDS:
-                        valid = valid & distinct_pairs(ids, labels, rows, cols, N, M, LABELS)
+                        valid = valid & distinct_pairs(ids, rows, cols, N, M)
                     x = tl.where(valid, x, -float("inf"))
                     t = tl.where(valid, t, -float("inf"))
                 e = tl.math.exp2(x)
@@ -274,45 +271,33 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
                     store_sums(tl.sum(e, 0), tl.sum(f, 0), tl.sum(f * apart, 0), col_at, col_stride, cols < M)
             store_sums(total, soft, gap, row_at, row_stride, rows < N)
         elif KEEP:
-            total = kept_tile(acc, constants, masks, ids, labels, col_part_ptr, out_mem, out_stride, i, j, N, M, BM, BN,
+            total = kept_tile(acc, constants, masks, ids, col_part_ptr, out_mem, out_stride, i, j, N, M, BM, BN,
                               DIAGONAL, SELF, POSITIVES, IDS, GUIDE, PRODUCTS, TMA)  # fmt: skip
             tl.store(row_at, total, mask=rows < N)
         else:
-            if LABELS and bits != 0:
-                if SOFTPLUS:
-                    numbers = (row_numbers_ptr, col_numbers_ptr)
-                    total = label_softplus_totals(acc, bits, constants, masks, ids, labels, numbers, i, j, N, M, BM, BN,
-                                                  DIAGONAL, SELF, POSITIVES, IDS, WEIGHED, PRODUCTS)  # fmt: skip
-                else:
-                    total = label_totals(acc, bits, constants, masks, ids, labels, row_at, col_part_ptr, i, j, N, M,
-                                         row_tiles, col_tiles, BM, BN, DIAGONAL, SELF, POSITIVES, IDS, COLUMNS,
-                                         PRODUCTS)  # fmt: skip
-            else:
-                t = exponents(acc, constants, SOFTPLUS, PRODUCTS)
+            t = exponents(acc, constants, SOFTPLUS, PRODUCTS)
+            if GUIDE == MASK:
+                t = tl.where(counts(acc), t, -float("inf"))
+            if IDS or SMOOTH:
+                valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
+                if IDS:
+                    valid = valid & distinct_pairs(ids, rows, cols, N, M)
                 if GUIDE == MASK:
-                    t = tl.where(counts(acc), t, -float("inf"))
-                if IDS or SMOOTH:
-                    valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
-                    if IDS:
-                        valid = valid & distinct_pairs(ids, labels, rows, cols, N, M, LABELS)
-                    if GUIDE == MASK:
-                        valid = valid & counts(acc)
-                    t = tl.where(valid, t, -float("inf"))
-                elif has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES):
-                    t = tl.where(valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES), t, -float("inf"))
-                if SOFTPLUS:
-                    total = softplus_sum(t, BM, BN)
-                else:
-                    e = tl.math.exp2(t)
-                    total = tl.sum(e, 1)
+                    valid = valid & counts(acc)
+                t = tl.where(valid, t, -float("inf"))
+            elif has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES):
+                t = tl.where(valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES), t, -float("inf"))
+            if SOFTPLUS:
+                total = softplus_sum(t, BM, BN)
+            else:
+                e = tl.math.exp2(t)
+                total = tl.sum(e, 1)
+                if SMOOTH:
+                    _store_logits(acc, constants, total, valid, row_at, col_tiles.to(tl.int64) * N, rows < N, 1)
+                if COLUMNS:
+                    of_cols = tl.sum(e, 0)
+                    tl.store(col_at, of_cols, mask=cols < M)
                     if SMOOTH:
-                        _store_logits(acc, constants, total, valid, row_at, col_tiles.to(tl.int64) * N, rows < N, 1)
-                    if COLUMNS:
-                        of_cols = tl.sum(e, 0)
-                        tl.store(col_at, of_cols, mask=cols < M)
-                        if SMOOTH:
-                            _store_logits(acc, constants, of_cols, valid, col_at, row_tiles.to(tl.int64) * M, cols < M,
-                                          0)  # fmt: skip
-                    if LABELS:
-                        no_positives(row_at, col_at, rows, cols, N, M, row_tiles, col_tiles, BM, BN, COLUMNS)
+                        _store_logits(acc, constants, of_cols, valid, col_at, row_tiles.to(tl.int64) * M, cols < M,
+                                      0)  # fmt: skip
             tl.store(row_at, total, mask=rows < N)

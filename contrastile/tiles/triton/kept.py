@@ -5,7 +5,7 @@ are known once all sums are. The forward therefore writes the exponentials as th
 no product before those with the features.
 
 A symmetric loss multiplies the strip by a_i + b_j in place: four bytes of memory for each pair are faster than its
-product from some 400 features on. In one direction the products have the factor instead, and with them
+product from some 300 features on. In one direction the products have the factor instead, and with them
 Σ e · ⟨q, k⟩ of each tile, written by the forward:
 
     u_i = a_i · Σ_j e_ij k_j        v_j = Σ_i e_ij · (a_i q_i)        Σ g · ⟨q, k⟩ = Σ_i a_i · Σ_j e_ij ⟨q_i, k_j⟩

@@ -1,10 +1,18 @@
 # mypy: ignore-errors
 # device code: Triton compiles these functions from their source, their arguments have no Python types
-"""Device code of positives by label, within the tiles of the fast kernels.
+"""Device code of positives by label: a block in the order of its labels, in which a row's positives are neighbours.
 
-Between `arithmetic.py` and the kernels in `forward.py` and `backward.py`. A tile is processed in quarters: mask and
-exponentials of a whole one do not fit the registers beside its products. Most quarters have no positive, and take the
-way of a loss without labels: `label_quarters`, launched by `launch.py`, says which have one.
+Launched by `sorting.py`, beside the tile kernels, which leave the positives out:
+
+    order_labels       labels in rising order
+    count_equal        the number of equal labels on the other side
+    spans              of each row, the first column of its label and the first behind it
+    label_totals       the positives' part of each row's statistics
+    label_gradients    their gradients, written into the strip of a super-tile
+    move_ordered       numbers of rows in the order of labels, and back
+    add_ordered        sums of gradients in the order of the caller
+
+A row tile meets its positives in few tiles, so that these kernels compute a small part of the products again.
 """
 
 from __future__ import annotations
@@ -15,190 +23,330 @@ import triton.language as tl
 from contrastile.tiles.triton.arithmetic import (
     ANY,
     LN2,
-    binade,
+    MISSING,
+    POSITIVE_INVERSE,
+    POSITIVE_SHARE,
+    POSITIVE_TOP,
+    SHARE,
+    SHIFT,
+    STATE_POSITIVE_TOP,
+    UNIT,
     count_along,
+    exponent_constants,
     exponents,
+    finite,
     log1p,
-    product_less_one,
-    quarter,
-    store_sums,
+    merge_exponentials,
+    shift_as_logarithm,
+    store_stats,
 )
-from contrastile.tiles.triton.masks import distinct_pairs, equal_groups, has_masked, valid_pairs
+from contrastile.tiles.triton.backward import softmax_positive
+from contrastile.tiles.triton.forward import products
+from contrastile.tiles.triton.masks import FIRST, HIGHEST_COLUMN, ITSELF, LOWEST_COLUMN, STOP, row_spans
 
 
 @triton.jit
-def softplus_growth(e, BM: tl.constexpr, BN: tl.constexpr):
-    """Π(1 + e) − 1 of every eighth column: the product less 1 keeps the digits of small terms."""
-    return tl.reduce(tl.reshape(e, (BM, BN // 8, 8)), 1, product_less_one)
-
-
-@triton.jit
-def positive_by_label(labels, t, rows, cols, N, M):
-    """Mask of the positives by label among the pairs that count, whose t is above −∞."""
-    return equal_groups(labels, rows, cols, N, M) & (t != -float("inf"))
+def _position(others_ptr, label, m, STEPS: tl.constexpr, RIGHT: tl.constexpr):
+    """Number of the m labels in rising order that are less than each label or, where RIGHT, not greater."""
+    low = (label * 0).to(tl.int32)
+    high = low + m
+    for _ in tl.static_range(STEPS):
+        middle = (low + high) // 2
+        open_ = low < high
+        other = tl.load(others_ptr + middle, mask=open_, other=0)
+        before = (other <= label) if RIGHT else (other < label)
+        low = tl.where(open_ & before, middle + 1, low)
+        high = tl.where(open_ & (before == 0), middle, high)
+    return low
 
 
 @triton.jit(do_not_specialize=ANY)
-def label_quarters(row_labels_ptr, col_labels_ptr, quarters_ptr, N, M, col_tiles, BM: tl.constexpr,
-                   BN: tl.constexpr):  # fmt: skip
-    """Write a number for each tile [row tiles, col tiles]: its four bits say which quarters have equal labels.
+def order_labels(row_labels_ptr, row_sorted_ptr, row_order_ptr, row_places_ptr, N, col_labels_ptr, col_sorted_ptr,
+                 col_order_ptr, col_places_ptr, M, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Sort the labels of each side, equal ones in their order: for few of them, by counting those before each.
 
-    In the tile kernels this test would make all warps wait for each other at each quarter.
+    Writes the labels in rising order, the position of each of these, and its inverse: the place of each position.
+    program_id 1 = 0 sorts those of the rows, 1 those of the columns.
     """
-    i = tl.program_id(0) // col_tiles
-    j = tl.program_id(0) % col_tiles
-    rows = i * BM + tl.arange(0, BM)
-    of_rows = tl.load(row_labels_ptr + rows, mask=rows < N, other=-1)
-    WIDTH: tl.constexpr = BN // 4
-    bits = 0
-    for at in tl.static_range(4):
-        cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
-        of_cols = tl.load(col_labels_ptr + cols, mask=cols < M, other=-2)
-        equal = (of_rows[:, None] == of_cols[None, :]).to(tl.int32)
-        bits = bits | (tl.max(tl.max(equal, 1), 0) << at)
-    tl.store(quarters_ptr + tl.program_id(0), bits)
+    of_rows = tl.program_id(1) == 0
+    labels_ptr = tl.where(of_rows, row_labels_ptr, col_labels_ptr)
+    n = tl.where(of_rows, N, M)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if tl.program_id(0) * ROWS < n:
+        label = tl.load(labels_ptr + rows, mask=rows < n, other=0)
+        before = tl.zeros((ROWS, BLOCK), tl.int32)
+        for start in range(0, n, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            other = tl.load(labels_ptr + at, mask=at < n, other=0)[None, :]
+            if start + BLOCK <= tl.program_id(0) * ROWS:
+                less = other <= label[:, None]
+            elif start >= (tl.program_id(0) + 1) * ROWS:
+                less = (other < label[:, None]) & (at < n)[None, :]
+            else:
+                less = (other < label[:, None]) & (at < n)[None, :]
+                less = less | ((other == label[:, None]) & (at[None, :] < rows[:, None]))
+            before += less.to(tl.int32)
+        place = tl.sum(before, 1)
+        tl.store(tl.where(of_rows, row_sorted_ptr, col_sorted_ptr) + place, label, mask=rows < n)
+        tl.store(tl.where(of_rows, row_order_ptr, col_order_ptr) + place, rows.to(tl.int64), mask=rows < n)
+        tl.store(tl.where(of_rows, row_places_ptr, col_places_ptr) + rows, place.to(tl.int64), mask=rows < n)
+
+
+@triton.jit(do_not_specialize=ANY)
+def count_equal(labels_ptr, others_ptr, out_ptr, n, m, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Write the number of the m others that equal each of the n labels."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    label = tl.load(labels_ptr + rows, mask=rows < n, other=0)[:, None]
+    count = tl.zeros((ROWS, BLOCK), tl.int32)
+    for start in range(0, m, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        other = tl.load(others_ptr + at, mask=at < m, other=0)[None, :]
+        count += ((other == label) & (at < m)[None, :]).to(tl.int32)
+    tl.store(out_ptr + rows, tl.sum(count, 1), mask=rows < n)
+
+
+@triton.jit(do_not_specialize=ANY)
+def spans(row_labels_ptr, row_order_ptr, row_places_ptr, row_out_ptr, N, col_labels_ptr, col_order_ptr, col_places_ptr,
+          col_out_ptr, M, self_diagonal, SELF: tl.constexpr, BM: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
+    """Write [5, n] numbers of the rows, or of the columns, in the order of their labels, as `masks.py` counts them.
+
+    labels: in rising order. order, places: see `order_labels`. SELF: row i and column i + self_diagonal of the caller
+    are one example. 2 to the power of STEPS is greater than both numbers. program_id 1 = 0 computes rows, 1 columns.
+    """
+    of_rows = tl.program_id(1) == 0
+    n = tl.where(of_rows, N, M)
+    m = tl.where(of_rows, M, N)
+    others_ptr = tl.where(of_rows, col_labels_ptr, row_labels_ptr)
+    at = tl.program_id(0) * BM + tl.arange(0, BM)
+    inside = at < n
+    label = tl.load(tl.where(of_rows, row_labels_ptr, col_labels_ptr) + at, mask=inside, other=0)
+    first = _position(others_ptr, label, m, STEPS, False)
+    stop = _position(others_ptr, label, m, STEPS, True)
+    itself = first * 0 - 1
+    lowest, highest = first, stop
+    if SELF:
+        column = tl.load(tl.where(of_rows, row_order_ptr, col_order_ptr) + at, mask=inside, other=0)
+        column += tl.where(of_rows, self_diagonal, -self_diagonal)
+        exists = inside & (column >= 0) & (column < m)
+        places_ptr = tl.where(of_rows, col_places_ptr, row_places_ptr)
+        itself = tl.load(places_ptr + column, mask=exists, other=-1).to(tl.int32)
+        lowest = tl.where(inside, tl.minimum(first, tl.where(exists, itself, m)), m)
+        highest = tl.where(inside, tl.maximum(stop, itself + 1), 0)
+        lowest = first * 0 + tl.min(lowest)
+        highest = first * 0 + tl.max(highest)
+    out = tl.where(of_rows, row_out_ptr, col_out_ptr) + at
+    tl.store(out + FIRST * n, first, mask=inside)
+    tl.store(out + STOP * n, stop, mask=inside)
+    tl.store(out + ITSELF * n, itself, mask=inside)
+    tl.store(out + LOWEST_COLUMN * n, lowest, mask=inside)
+    tl.store(out + HIGHEST_COLUMN * n, highest, mask=inside)
 
 
 @triton.jit
-def _label_exponents(part, constants, masks, masked, ids, labels, rows, cols, N, M, DIAGONAL: tl.constexpr,
-                     SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr,
-                     PRODUCTS: tl.constexpr):  # fmt: skip
-    """t of some of a tile's columns, negated for positives by label, 2^−|t|, and the mask of these positives."""
-    t = exponents(part, constants, True, PRODUCTS)
-    positive = equal_groups(labels, rows, cols, N, M)
-    t = tl.where(positive, -t, t)
-    if IDS or masked:
-        valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
-        if IDS:
-            valid = valid & distinct_pairs(ids, labels, rows, cols, N, M, True)
-        t = tl.where(valid, t, -float("inf"))
-    return t, tl.math.exp2(tl.abs(t) * -1.0), positive
+def _tile_range(spans_ptr, stride, start, i, N, M, BM: tl.constexpr, BN: tl.constexpr):
+    """The first tile of columns in which a row tile has positives, and the first behind them."""
+    first = tl.load(spans_ptr + FIRST * stride + i * BM) - start
+    stop = tl.load(spans_ptr + STOP * stride + tl.minimum((i + 1) * BM, N) - 1) - start
+    return tl.maximum(first, 0) // BN, tl.cdiv(tl.minimum(stop, M), BN)
 
 
 @triton.jit
-def positive_weights(numbers, rows, cols, N, M):
+def _positives(cols, spans, N, M, rows, SELF: tl.constexpr):
+    """Mask of the positives by label."""
+    first, stop, itself = spans
+    positive = (cols[None, :] >= first[:, None]) & (cols[None, :] < stop[:, None])
+    positive = positive & (rows < N)[:, None] & (cols < M)[None, :]
+    if SELF:
+        positive = positive & (cols[None, :] != itself[:, None])
+    return positive
+
+
+@triton.jit
+def _softplus(t):
+    """log(1 + 2^−t): the loss of positives."""
+    return log1p(tl.math.exp2(tl.abs(t) * -1.0)) + tl.maximum(-t, 0.0) * LN2
+
+
+@triton.jit
+def _weights(row_numbers_ptr, col_numbers_ptr, rows, cols, N, M):
     """The weight of each pair as a positive by label: a number of the row and one of the column."""
-    row_numbers_ptr, col_numbers_ptr = numbers
     of_rows = tl.load(row_numbers_ptr + rows, mask=rows < N, other=0.0)
     of_cols = tl.load(col_numbers_ptr + cols, mask=cols < M, other=0.0)
     return of_rows[:, None] + of_cols[None, :]
 
 
-@triton.jit
-def _further_softplus(part, several, constants, masks, masked, labels, numbers, rows, cols, N, M, BM: tl.constexpr,
-                      DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr,
-                      PRODUCTS: tl.constexpr):  # fmt: skip
-    """Σ (weight − 1) · softplus of the positives by label, a logarithm for each pair, where there are any."""
-    further = tl.zeros((BM,), tl.float32)
-    if several:
-        positive = equal_groups(labels, rows, cols, N, M)
-        if masked:
-            positive = positive & valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
-        t = -exponents(part, constants, True, PRODUCTS)
-        terms = log1p(tl.math.exp2(tl.abs(t) * -1.0)) + tl.maximum(t, 0.0) * LN2
-        further = tl.sum(tl.where(positive, (positive_weights(numbers, rows, cols, N, M) - 1.0) * terms, 0.0), 1)
-    return further
+@triton.jit(do_not_specialize=ANY)
+def label_totals(q_ptr, k_ptr, constants_ptr, stats_ptr, stats_stride, spans_ptr, spans_stride, spans_start,
+                 row_numbers_ptr, col_numbers_ptr, row_first, q_stride, k_stride, N, M, D, BM: tl.constexpr,
+                 BN: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr,
+                 UPCAST: tl.constexpr, SELF: tl.constexpr, SOFTPLUS: tl.constexpr,
+                 WEIGHED: tl.constexpr):  # fmt: skip
+    """Add the positives of a super-tile to the statistics of its rows; row_first: its columns are the first.
 
-
-@triton.jit
-def label_softplus(part, several, constants, masks, masked, ids, labels, numbers, rows, cols, N, M, BM: tl.constexpr,
-                   WIDTH: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr,
-                   IDS: tl.constexpr, WEIGHED: tl.constexpr, PRODUCTS: tl.constexpr):  # fmt: skip
-    """t, 2^−|t| and the mask of positives by label, of some of a tile's columns, and two sums.
-
-    t is negated for positives. The sums are log Π(1 + e) without its logarithm, see `softplus_growth`, and the rest.
+    SOFTPLUS adds Σ weight · log(1 + exp(−x)).
     """
-    rest = tl.zeros((BM,), tl.float32)
-    if WEIGHED:
-        # before the others, which would not fit the registers beside it
-        rest = _further_softplus(part, several, constants, masks, masked, labels, numbers, rows, cols, N, M, BM,
-                                 DIAGONAL, SELF, POSITIVES, PRODUCTS)  # fmt: skip
-    t, e, positive = _label_exponents(part, constants, masks, masked, ids, labels, rows, cols, N, M, DIAGONAL, SELF,
-                                      POSITIVES, IDS, PRODUCTS)  # fmt: skip
-    return t, e, positive, softplus_growth(e, BM, WIDTH), rest + tl.sum(tl.maximum(t, 0.0), 1) * LN2
-
-
-@triton.jit
-def _positive_sums(t, e, positive, axis: tl.constexpr):
-    """Σ e of the positives along `axis`, Σ (t − binade of that), and their number."""
-    total = tl.sum(tl.where(positive, e, 0.0), axis)
-    relative = t - tl.expand_dims(binade(total), axis)
-    return total, tl.sum(tl.where(positive, relative, 0.0), axis), count_along(e, positive, axis)
-
-
-@triton.jit
-def label_softplus_totals(acc, bits, constants, masks, ids, labels, numbers, i, j, N, M, BM: tl.constexpr,
-                          BN: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr,
-                          IDS: tl.constexpr, WEIGHED: tl.constexpr, PRODUCTS: tl.constexpr):  # fmt: skip
-    """A tile's sums of softplus with positives by label."""
-    masked = has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES)
+    i = tl.program_id(0)
     rows = i * BM + tl.arange(0, BM)
-    WIDTH: tl.constexpr = BN // 4
-    growth = tl.zeros((BM, 8), tl.float32)
-    rest = tl.zeros((BM,), tl.float32)
-    for at in tl.static_range(4):
-        cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
-        _, _, _, more_growth, more = label_softplus(
-            quarter(acc, at, BM, BN), (bits >> at) & 1, constants, masks, masked, ids, labels, numbers, rows, cols, N,
-            M, BM, WIDTH, DIAGONAL, SELF, POSITIVES, IDS, WEIGHED, PRODUCTS)  # fmt: skip
-        growth = product_less_one(growth, more_growth)
-        rest += more
-    return tl.sum(log1p(growth), 1) + rest
-
-
-@triton.jit
-def no_positives(row_at, col_at, rows, cols, N, M, row_tiles, col_tiles, BM: tl.constexpr, BN: tl.constexpr,
-                 COLUMNS: tl.constexpr):  # fmt: skip
-    """Store zeros for the sums of positives of a tile that has none."""
-    none = tl.zeros((BM,), tl.float32)
-    row_stride = col_tiles.to(tl.int64) * N
-    store_sums(none, none, none, row_at + row_stride, row_stride, rows < N)
-    if COLUMNS:
-        none = tl.zeros((BN,), tl.float32)
-        col_stride = row_tiles.to(tl.int64) * M
-        store_sums(none, none, none, col_at + col_stride, col_stride, cols < M)
-
-
-@triton.jit
-def label_totals(acc, bits, constants, masks, ids, labels, row_at, col_part_ptr, i, j, N, M, row_tiles, col_tiles,
-                 BM: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr,
-                 POSITIVES: tl.constexpr, IDS: tl.constexpr, COLUMNS: tl.constexpr,
-                 PRODUCTS: tl.constexpr):  # fmt: skip
-    """A tile's sums of negatives along rows. Store those along columns, and the three of `_positive_sums` of both."""
-    masked = has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES)
-    rows = i * BM + tl.arange(0, BM)
-    row_stride = col_tiles.to(tl.int64) * N
-    col_stride = row_tiles.to(tl.int64) * M
+    own = row_spans(spans_ptr, spans_stride, spans_start, rows, N)
+    start, end = _tile_range(spans_ptr, spans_stride, spans_start, i, N, M, BM, BN)
+    constants = exponent_constants(constants_ptr)
     total = tl.zeros((BM,), tl.float32)
-    of_positives, logit_sum, count = total, total, total
-    WIDTH: tl.constexpr = BN // 4
-    for at in tl.static_range(4):
-        cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
-        col_at = col_part_ptr + i.to(tl.int64) * M + cols
-        t = exponents(quarter(acc, at, BM, BN), constants, False, PRODUCTS)
-        if IDS or masked:
-            valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
-            if IDS:
-                valid = valid & distinct_pairs(ids, labels, rows, cols, N, M, True)
-            t = tl.where(valid, t, -float("inf"))
-        e = tl.math.exp2(t)
-        if (bits >> at) & 1:
-            positive = positive_by_label(labels, t, rows, cols, N, M)
-            more, more_sum, more_count = _positive_sums(t, e, positive, 1)
-            both = of_positives + more
-            logit_sum += count * (binade(of_positives) - binade(both))
-            logit_sum += more_sum + more_count * (binade(more) - binade(both))
-            of_positives = both
-            count += more_count
+    logit_sum, count = total, total
+    top = total - float("inf")
+    for j in range(start, end):
+        acc = tl.zeros((BM, BN), tl.float32)
+        acc = products(acc, q_ptr, k_ptr, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, False,
+                       UPCAST)  # fmt: skip
+        cols = j * BN + tl.arange(0, BN)
+        positive = _positives(cols, own, N, M, rows, SELF)
+        t = exponents(acc, constants, SOFTPLUS, PRODUCTS)
+        if SOFTPLUS:
+            terms = _softplus(t)
+            if WEIGHED:
+                terms *= _weights(row_numbers_ptr, col_numbers_ptr, rows, cols, N, M)
+            total += tl.sum(tl.where(positive, terms, 0.0), 1)
+        else:
+            hidden = tl.where(positive, t, -float("inf"))
+            # a whole number, so that powers of two change no digit
+            higher = tl.maximum(top, tl.floor(tl.max(hidden, 1)))
+            safe = finite(higher)
+            total = total * tl.math.exp2(top - safe) + tl.sum(tl.math.exp2(hidden - safe[:, None]), 1)
+            logit_sum += count * (finite(top) - safe) + tl.sum(tl.where(positive, t - safe[:, None], 0.0), 1)
+            count += count_along(t, positive, 1)
+            top = higher
+    out = stats_ptr + rows
+    if SOFTPLUS:
+        tl.store(out, tl.load(out, mask=rows < N, other=0.0) + total, mask=rows < N)
+    else:
+        natural, error = shift_as_logarithm(tl.load(constants_ptr + SHIFT) + finite(top))
+        top = tl.where(top == -float("inf"), top, natural)
+        total = tl.fma(total, error, total)
+        logit_sum = logit_sum * LN2 + count * error
+        out += POSITIVE_TOP * stats_stride
+        if row_first == 0:
+            before = tl.load(out, mask=rows < N, other=-float("inf"))
+            total_before = tl.load(out + stats_stride, mask=rows < N, other=0.0)
+            logits = tl.load(out + 2 * stats_stride, mask=rows < N, other=0.0)
+            count_before = tl.load(out + 3 * stats_stride, mask=rows < N, other=0.0)
+            higher, total = merge_exponentials(before, total_before, top, total)
+            safe = finite(higher)
+            logit_sum += logits + count_before * (finite(before) - safe) + count * (finite(top) - safe)
+            count += count_before
+            top = higher
+        store_stats(top, total, logit_sum, count, out, stats_stride, rows < N, True)
+
+
+@triton.jit
+def _direction(x, rest, state_ptr, stride, coefficient_ptr, at, inside, smoothing, axis: tl.constexpr,
+               INSIDE: tl.constexpr):  # fmt: skip
+    """One direction's gradient of the positives with logits x + rest: losses/softmax.py."""
+    top = tl.load(state_ptr + STATE_POSITIVE_TOP * stride + at, mask=inside, other=0.0)
+    inverse = tl.load(state_ptr + POSITIVE_INVERSE * stride + at, mask=inside, other=0.0)
+    missing = tl.load(state_ptr + MISSING * stride + at, mask=inside, other=0.0)
+    target = tl.load(state_ptr + POSITIVE_SHARE * stride + at, mask=inside, other=0.0)
+    share = tl.load(state_ptr + SHARE * stride + at, mask=inside, other=0.0)
+    coefficient = tl.load(coefficient_ptr + at, mask=inside, other=0.0)
+    among = tl.exp((x - tl.expand_dims(top, axis)) + rest) * tl.expand_dims(inverse, axis)
+    value = softmax_positive(among, tl.expand_dims(target, axis), tl.expand_dims(missing, axis), smoothing, INSIDE)
+    return (value - tl.expand_dims(share * smoothing, axis)) * tl.expand_dims(coefficient, axis)
+
+
+@triton.jit(do_not_specialize=ANY)
+def label_gradients(q_ptr, k_ptr, strip_ptr, constants_ptr, row_state_ptr, row_coefficient_ptr, col_state_ptr,
+                    col_coefficient_ptr, row_state_stride, col_state_stride, stats_ptr, label_sums_ptr, spans_ptr,
+                    spans_stride, spans_start, row_numbers_ptr, col_numbers_ptr, q_stride, k_stride, N, M, D,
+                    part_stride, out_stride, smoothing, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                    LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, UPCAST: tl.constexpr,
+                    SELF: tl.constexpr, COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, WEIGHED: tl.constexpr,
+                    INSIDE: tl.constexpr, LOSS: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """Write the gradients of a super-tile's positives into the strip [PARTS, N, M], over the zeros of `gradient`.
+
+    Adds each row's Σ g · ⟨q, k⟩, or Σ g with SOFTPLUS, to `label_sums`, and with LOSS their loss to the statistics.
+    """
+    i = tl.program_id(0)
+    rows = i * BM + tl.arange(0, BM)
+    own = row_spans(spans_ptr, spans_stride, spans_start, rows, N)
+    start, end = _tile_range(spans_ptr, spans_stride, spans_start, i, N, M, BM, BN)
+    constants = exponent_constants(constants_ptr)
+    unit = tl.load(constants_ptr + UNIT)
+    sums = tl.zeros((BM,), tl.float32)
+    loss = sums
+    for j in range(start, end):
+        acc = tl.zeros((BM, BN), tl.float32)
+        acc = products(acc, q_ptr, k_ptr, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, False,
+                       UPCAST)  # fmt: skip
+        cols = j * BN + tl.arange(0, BN)
+        positive = _positives(cols, own, N, M, rows, SELF)
+        t = exponents(acc, constants, SOFTPLUS, PRODUCTS)
+        if SOFTPLUS:
+            coefficient = tl.load(row_coefficient_ptr + rows, mask=rows < N, other=0.0)
+            g = coefficient[:, None] * (-1.0 / (1.0 + tl.math.exp2(t)))
+            terms = _softplus(t)
+            if WEIGHED:
+                weights = _weights(row_numbers_ptr, col_numbers_ptr, rows, cols, N, M)
+                g *= weights
+                terms *= weights
+            if LOSS:
+                loss += tl.sum(tl.where(positive, terms, 0.0), 1)
+        else:
+            whole = tl.floor(t)
+            x, rest = shift_as_logarithm(tl.load(constants_ptr + SHIFT) + whole)
+            rest += (t - whole) * LN2
+            g = _direction(x, rest, row_state_ptr, row_state_stride, row_coefficient_ptr, rows, rows < N, smoothing, 1,
+                           INSIDE)  # fmt: skip
             if COLUMNS:
-                more, more_sum, more_count = _positive_sums(t, e, positive, 0)
-                store_sums(more, more_sum, more_count, col_at + col_stride, col_stride, cols < M)
-            e = tl.where(positive, 0.0, e)
-        elif COLUMNS:
-            none = tl.zeros((WIDTH,), tl.float32)
-            store_sums(none, none, none, col_at + col_stride, col_stride, cols < M)
-        total += tl.sum(e, 1)
-        if COLUMNS:
-            tl.store(col_at, tl.sum(e, 0), mask=cols < M)
-    store_sums(of_positives, logit_sum, count, row_at + row_stride, row_stride, rows < N)
-    return total
+                g += _direction(x, rest, col_state_ptr, col_state_stride, col_coefficient_ptr, cols, cols < M,
+                                smoothing, 0, INSIDE)  # fmt: skip
+        g = tl.where(positive, g * unit, 0.0)
+        sums += tl.sum(g if SOFTPLUS else g * acc, 1)
+        for part in tl.static_range(PARTS):
+            piece = g.to(strip_ptr.dtype.element_ty)
+            row = (part * part_stride + rows).to(tl.int64)
+            tl.store(strip_ptr + row[:, None] * out_stride + cols[None, :], piece, mask=positive)
+            g = g - piece.to(tl.float32)
+    sums_at = label_sums_ptr + rows
+    tl.store(sums_at, tl.load(sums_at, mask=rows < N, other=0.0) + sums, mask=rows < N)
+    if LOSS:
+        out = stats_ptr + rows
+        tl.store(out, tl.load(out, mask=rows < N, other=0.0) + loss, mask=rows < N)
+
+
+@triton.jit(do_not_specialize=ANY)
+def move_ordered(row_x_ptr, row_stride, row_last_ptr, row_order_ptr, row_out_ptr, N, col_x_ptr, col_stride,
+                 col_last_ptr, col_order_ptr, col_out_ptr, M, CHANNELS: tl.constexpr, LAST: tl.constexpr,
+                 PUT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """out[c, i] = x[c, order[i]] or, with PUT, out[c, order[i]] = x[c, i], for each of the channels [CHANNELS, n].
+
+    LAST: those of `last` [n] follow. out has no gaps. program_id 1 = 0 moves those of the rows, 1 of the columns.
+    """
+    of_rows = tl.program_id(1) == 0
+    n = tl.where(of_rows, N, M)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    place = tl.load(tl.where(of_rows, row_order_ptr, col_order_ptr) + at, mask=inside, other=0)
+    source = at if PUT else place
+    out = tl.where(of_rows, row_out_ptr, col_out_ptr) + (place if PUT else at)
+    x_ptr = tl.where(of_rows, row_x_ptr, col_x_ptr) + source
+    for channel in tl.static_range(CHANNELS):
+        x = tl.load(x_ptr + channel * tl.where(of_rows, row_stride, col_stride).to(tl.int64), mask=inside, other=0.0)
+        tl.store(out + channel * n.to(tl.int64), x, mask=inside)
+    if LAST:
+        x = tl.load(tl.where(of_rows, row_last_ptr, col_last_ptr) + source, mask=inside, other=0.0)
+        tl.store(out + CHANNELS * n.to(tl.int64), x, mask=inside)
+
+
+@triton.jit(do_not_specialize=ANY)
+def add_ordered(total_ptr, out_ptr, order_ptr, n, D, total_stride, out_stride, ADD: tl.constexpr, ROWS: tl.constexpr,
+                BLOCK: tl.constexpr):  # fmt: skip
+    """out[order[i]] = total[i], or with ADD += it, for each of n rows."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = rows.to(tl.int64)[:, None]
+    to = tl.load(order_ptr + rows, mask=rows < n, other=0).to(tl.int64)[:, None]
+    for step in range(0, D, BLOCK):
+        cols = step + tl.arange(0, BLOCK)
+        inside = (rows < n)[:, None] & (cols < D)[None, :]
+        total = tl.load(total_ptr + row * total_stride + cols[None, :], mask=inside, other=0.0)
+        out = out_ptr + to * out_stride + cols[None, :]
+        if ADD:
+            total += tl.load(out, mask=inside, other=0.0)
+        tl.store(out, total, mask=inside)

@@ -18,15 +18,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from contrastile._torch import current_stream_address
 from contrastile.losses.base import Total
 from contrastile.losses.decoupled import mises_fisher_exponents
-from contrastile.tiles.triton import backward, forward, labels, reductions
+from contrastile.tiles.triton import backward, forward, reductions
 from contrastile.tiles.triton import careful as careful_kernels
 from contrastile.tiles.triton import finish as endings
-from contrastile.tiles.triton.block import Block, by_label
+from contrastile.tiles.triton.block import Block
 from contrastile.tiles.triton.plan import (
     ALIGNMENT,
-    CAREFUL_LABEL_CHANNELS,
     EXACT,
-    LABEL_CHANNELS,
     PIECES,
     Epilogue,
     Operand,
@@ -151,17 +149,18 @@ def run(
         start(compiled, (x, y, z), current_stream_address(device), arguments)
 
 
-def operand(x: Tensor, parts: int, shape: Shape) -> Operand:
-    """x [n, D] itself where the kernels can read it, else a copy in pieces."""
-    if is_readable(x):
+def operand(x: Tensor, parts: int, shape: Shape, order: Tensor | None = None) -> Operand:
+    """x [n, D] itself where the kernels can read it, else a copy in pieces; order: of these rows."""
+    if order is None and is_readable(x):
         return Operand(x, x.shape[1], 1)
-    n, D = x.shape
+    n, D = x.shape if order is None else (len(order), x.shape[1])
     width = padded(D, shape)
     dtype = torch.bfloat16 if x.dtype == torch.float32 else x.dtype
     data = torch.empty(n, parts * width, dtype=dtype, device=x.device)
     run(
         reductions.split_features, (tiles_of(n, ROWS), tiles_of(width, BLOCK)), x_ptr=x, out_ptr=data, n=n, D=D,
-        row_stride=x.stride(0), feature_stride=x.stride(1), width=width, PARTS=parts, ROWS=ROWS, BLOCK=BLOCK,
+        order_ptr=x if order is None else order, row_stride=x.stride(0), feature_stride=x.stride(1), width=width,
+        PARTS=parts, ORDERED=order is not None, ROWS=ROWS, BLOCK=BLOCK,
     )  # fmt: skip
     return Operand(data, width, parts)
 
@@ -181,11 +180,10 @@ def block_constants(
     bias: Tensor | None,
     epilogue: Epilogue,
     *,
-    careful: bool = False,
     kept: int = 0,
     norms: Tensor | None = None,
 ) -> Tensor:
-    """The constants of x = scale · ⟨q, k⟩ + bias, as `forward.py` numbers them; `careful` sets the flag at once.
+    """The constants of x = scale · ⟨q, k⟩ + bias, as `forward.py` numbers them.
 
     kept: number of keys if exponentials may be kept, which sets the flag where sums of theirs could overflow. norms:
     those of the features, as `reductions.norms` writes them, where they are known.
@@ -201,7 +199,7 @@ def block_constants(
     out = torch.empty(CONSTANTS, dtype=torch.float32, device=q.device)
     run(
         reductions.block_constants, (1,), norms_ptr=norms, scale_ptr=scale, bias_ptr=scale if bias is None else bias,
-        out_ptr=out, q_blocks=q_blocks, blocks=blocks, truncation=truncation(q), careful=int(careful), kept=kept,
+        out_ptr=out, q_blocks=q_blocks, blocks=blocks, truncation=truncation(q), kept=kept,
         hardness=epilogue.hardness, BIASED=bias is not None, BLOCK=NORMS, **epilogue.flags,
     )  # fmt: skip
     return out
@@ -223,18 +221,6 @@ def truncation_per_term(device: torch.device, *, exact: bool) -> float:
     return shape_for(device).truncation * (TRUNCATION_ONE_SIGN if exact else 1.0)
 
 
-def label_quarters(of_rows: Tensor, of_cols: Tensor) -> Tensor:
-    """The quarters of each tile that have pairs of equal labels."""
-    shape, N, M = shape_for(of_rows.device), len(of_rows), len(of_cols)
-    row_tiles, col_tiles = tiles_of(N, shape.rows), tiles_of(M, shape.cols)
-    quarters = of_rows.new_empty(row_tiles * col_tiles)
-    run(
-        labels.label_quarters, (row_tiles * col_tiles,), row_labels_ptr=of_rows, col_labels_ptr=of_cols,
-        quarters_ptr=quarters, N=N, M=M, col_tiles=col_tiles, BM=shape.rows, BN=shape.cols,
-    )  # fmt: skip
-    return quarters
-
-
 def sums(
     pair: Pair,
     constants: Tensor,
@@ -246,8 +232,7 @@ def sums(
 ) -> None:
     """Write the tiles' sums to the parts: [channels, col tiles, N] and, if symmetric, [channels, row tiles, M].
 
-    strip: also write the exponentials into it. careful: maxima and sums instead, and with labels all 8 statistics,
-    where the flag is set.
+    strip: also write the exponentials into it. careful: maxima and sums instead, where the flag is set.
     """
     kernel = careful_kernels.maxima if careful else forward.totals
     written = {"out_mem": constants, "out_stride": 0} if strip is None else _strip(strip, constants, pair)
@@ -273,14 +258,13 @@ def merge_sums(
     first: replace the statistics so far. last: low sums set the careful flag. careful: merge maxima and sums, where
     the flag is set.
     """
-    (channels, col_tiles, N), (_, row_tiles, M), col = parts[0].shape, parts[-1].shape, len(parts) - 1
+    (_, col_tiles, N), (_, row_tiles, M), col = parts[0].shape, parts[-1].shape, len(parts) - 1
     rows, tiles = MERGED_FEW if max(N, M) <= FEW else MERGED
     kernel = reductions.merge_maxima if careful else reductions.merge_sums
     run(
         kernel, (tiles_of(max(N, M), rows), len(parts)), constants_ptr=constants, row_stride=stats[0].stride(0),
         col_stride=stats[col].stride(0), N=N, M=M, row_tiles=row_tiles, col_tiles=col_tiles, row_first=int(first[0]),
         col_first=int(first[col]), row_last=int(last[0]), col_last=int(last[col]),
-        LABELS=channels == (CAREFUL_LABEL_CHANNELS if careful else LABEL_CHANNELS),
         row_part_ptr=parts[0], col_part_ptr=parts[-1], row_stats_ptr=stats[0], col_stats_ptr=stats[col], BLOCK=rows,
         TILES=tiles, **epilogue.flags,
     )  # fmt: skip
@@ -315,18 +299,21 @@ def direction_weights(block: Block, epilogue: Epilogue) -> Weights:
     """Each direction's vectors for `gradient`, times the unit; sets the flag where the careful form is needed."""
     lengths = [len(coefficient) for _, coefficient in block.directions]
     (N, M), n = ((*lengths, 0)[:2]), sum(lengths)
-    of_labels = by_label(block.rows)
-    out = block.constants.new_empty(4 if of_labels else 2 if epilogue.smooth or epilogue.taught else 1, n)
+    out = block.constants.new_empty(2 if epilogue.smooth or epilogue.taught else 1, n)
     run(
         backward.direction_weights, (tiles_of(max(lengths), BLOCK), len(lengths)), N=N, M=M, out_ptr=out, BLOCK=BLOCK,
-        LABELS=of_labels, **directions(block, epilogue),
+        **directions(block, epilogue),
     )  # fmt: skip
     return list(out.split(lengths, 1))
 
 
-def new_sums(device: torch.device) -> Tensor:
-    """Zeros, to which each program of a gradient kernel adds its own sums."""
-    return torch.zeros(most_programs(device), shape_for(device).rows, device=device)
+def new_sums(device: torch.device, rows: int = 0) -> Tensor:
+    """Zeros, to which each program of a gradient kernel adds its own sums; behind them one for each of these rows."""
+    return torch.zeros(sums_of_programs(device) + rows, device=device)
+
+
+def sums_of_programs(device: torch.device) -> int:
+    return most_programs(device) * shape_for(device).rows
 
 
 def _strip(strip: Tensor, sums: Tensor, pair: Pair) -> dict[str, Any]:

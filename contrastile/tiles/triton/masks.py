@@ -13,12 +13,26 @@ import triton.language as tl
 
 # positives per row up to which a kernel is compiled for their number; above it, one kernel loops over them
 UNROLLED = tl.constexpr(4)
+# value of POSITIVES where they are known by label: `positives_ptr` has five numbers of each row then, columns in the
+# order of labels. The first column of its label, the first behind them, and its own column (or −1); and, rising, the
+# least column that is any of these for the rows of its tile from it on, and the first behind those up to it
+BY_LABEL = tl.constexpr(-1)
+FIRST, STOP, ITSELF, LOWEST_COLUMN, HIGHEST_COLUMN = (tl.constexpr(row) for row in range(5))
 
 
 @triton.jit
 def _column(positives_at, inside, positives_start):
     """Columns of positives, in 32 bits: the comparisons of a tile cost twice as much in 64."""
     return (tl.load(positives_at, mask=inside, other=-1) - positives_start).to(tl.int32)
+
+
+@triton.jit
+def row_spans(spans_ptr, stride, start, rows, N):
+    """Of each row the first column of its label, the first behind them, and its own column, counted from `start`."""
+    first = tl.load(spans_ptr + FIRST * stride + rows, mask=rows < N, other=0) - start
+    stop = tl.load(spans_ptr + STOP * stride + rows, mask=rows < N, other=0) - start
+    itself = tl.load(spans_ptr + ITSELF * stride + rows, mask=rows < N, other=-1) - start
+    return first, stop, itself
 
 
 @triton.jit
@@ -36,16 +50,23 @@ def has_masked(i, j, N, M, masks, BM: tl.constexpr, BN: tl.constexpr, DIAGONAL: 
     masked = ((i + 1) * BM > N) | ((j + 1) * BN > M)
     if DIAGONAL:
         masked = masked | ((diagonal + i * BM < (j + 1) * BN) & (diagonal + (i + 1) * BM > j * BN))
-    if SELF:
+    if SELF and POSITIVES != BY_LABEL:
         masked = masked | ((self_diagonal + i * BM < (j + 1) * BN) & (self_diagonal + (i + 1) * BM > j * BN))
-    positives_at = positives_ptr + (i * BM + tl.arange(0, BM)).to(tl.int64) * positives_stride
-    inside = i * BM + tl.arange(0, BM) < N
-    if POSITIVES <= UNROLLED:
-        for p in tl.static_range(POSITIVES):
-            masked = masked | _any_in_tile(positives_at + p, inside, positives_start, j, BN)
+    if POSITIVES == BY_LABEL:
+        bounds = positives_ptr + i * BM
+        last = tl.minimum(BM, N - i * BM) - 1
+        lowest = tl.load(bounds + LOWEST_COLUMN * positives_stride) - positives_start
+        highest = tl.load(bounds + HIGHEST_COLUMN * positives_stride + last) - positives_start
+        masked = masked | ((lowest < (j + 1) * BN) & (highest > j * BN))
     else:
-        for p in range(positives):
-            masked = masked | _any_in_tile(positives_at + p, inside, positives_start, j, BN)
+        positives_at = positives_ptr + (i * BM + tl.arange(0, BM)).to(tl.int64) * positives_stride
+        inside = i * BM + tl.arange(0, BM) < N
+        if POSITIVES <= UNROLLED:
+            for p in tl.static_range(POSITIVES):
+                masked = masked | _any_in_tile(positives_at + p, inside, positives_start, j, BN)
+        else:
+            for p in range(positives):
+                masked = masked | _any_in_tile(positives_at + p, inside, positives_start, j, BN)
     return masked
 
 
@@ -56,17 +77,23 @@ def valid_pairs(rows, cols, N, M, masks, DIAGONAL: tl.constexpr, SELF: tl.conste
     valid = (rows < N)[:, None] & (cols < M)[None, :]
     if DIAGONAL:
         valid = valid & (cols[None, :] != (rows + diagonal)[:, None])
-    if SELF:
-        valid = valid & (cols[None, :] != (rows + self_diagonal)[:, None])
-    positives_at = positives_ptr + rows.to(tl.int64) * positives_stride
-    if POSITIVES <= UNROLLED:
-        for p in tl.static_range(POSITIVES):
-            col = _column(positives_at + p, rows < N, positives_start)
-            valid = valid & (cols[None, :] != col[:, None])
+    if POSITIVES == BY_LABEL:
+        first, stop, itself = row_spans(positives_ptr, positives_stride, positives_start, rows, N)
+        valid = valid & ((cols[None, :] < first[:, None]) | (cols[None, :] >= stop[:, None]))
+        if SELF:
+            valid = valid & (cols[None, :] != itself[:, None])
     else:
-        for p in range(positives):
-            col = _column(positives_at + p, rows < N, positives_start)
-            valid = valid & (cols[None, :] != col[:, None])
+        if SELF:
+            valid = valid & (cols[None, :] != (rows + self_diagonal)[:, None])
+        positives_at = positives_ptr + rows.to(tl.int64) * positives_stride
+        if POSITIVES <= UNROLLED:
+            for p in tl.static_range(POSITIVES):
+                col = _column(positives_at + p, rows < N, positives_start)
+                valid = valid & (cols[None, :] != col[:, None])
+        else:
+            for p in range(positives):
+                col = _column(positives_at + p, rows < N, positives_start)
+                valid = valid & (cols[None, :] != col[:, None])
     return valid
 
 
@@ -80,9 +107,6 @@ def equal_groups(groups, rows, cols, N, M):
 
 
 @triton.jit
-def distinct_pairs(ids, labels, rows, cols, N, M, LABELS: tl.constexpr):
-    """Mask of the pairs whose ids differ, or that are positive by label."""
-    distinct = equal_groups(ids, rows, cols, N, M) == 0
-    if LABELS:
-        distinct = distinct | equal_groups(labels, rows, cols, N, M)
-    return distinct
+def distinct_pairs(ids, rows, cols, N, M):
+    """Mask of the pairs whose ids differ."""
+    return equal_groups(ids, rows, cols, N, M) == 0

@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from contrastile.losses.base import Formula, PairLoss
 from contrastile.losses.distilled import TeacherStats
 from contrastile.losses.softmax import SoftmaxState, SoftmaxStats
-from contrastile.tiles.triton.masks import UNROLLED
+from contrastile.tiles.triton.masks import BY_LABEL, UNROLLED
 
 # address and rows of a tensor descriptor are multiples of so many bytes
 ALIGNMENT = 16
@@ -140,10 +140,6 @@ def is_readable(x: Tensor) -> bool:
     return size == 2 and aligned and x.stride(0) >= x.shape[1]
 
 
-# numbers that `totals` writes per tile and row with positives by label: the sum of negatives, and three of positives
-LABEL_CHANNELS = 4
-# those that `maxima` writes: all statistics of a row
-CAREFUL_LABEL_CHANNELS = len(SoftmaxStats._fields)
 # uses of a guide's product, as `forward.py` numbers them
 GUIDES = {None: 0, "mask": 1, "teacher": 2}
 # fields of a loss that the kernels compute; of exponentials also the label smoothing and the weights of negatives
@@ -268,6 +264,7 @@ class Masks:
     diagonal, self_diagonal: row i excludes column i + diagonal, and column i + self_diagonal.
     positives: [N, P] columns that each row excludes, counted so that the super-tile's first is `positives_start`.
     ids: pairs of equal ids are excluded. labels: pairs of equal labels are positive. Both as (of rows, of columns).
+    spans: [5, N] numbers in place of `positives`, which say the same of labels in rising order, see `masks.py`.
     """
 
     diagonal: int | None = None
@@ -276,6 +273,7 @@ class Masks:
     positives_start: int = 0
     ids: tuple[Tensor, Tensor] | None = None
     labels: tuple[Tensor, Tensor] | None = None
+    spans: Tensor | None = None
 
     @property
     def per_row(self) -> int:
@@ -283,13 +281,15 @@ class Masks:
 
     def arguments(self, unused: Tensor) -> dict[str, Any]:
         (row_ids, col_ids), (row_labels, col_labels) = (pair or (unused, unused) for pair in (self.ids, self.labels))
+        positives = self.positives if self.spans is None else self.spans
+        number = min(self.per_row, UNROLLED.value + 1) if self.spans is None else BY_LABEL.value
         return {
             "diagonal": self.diagonal or 0, "self_diagonal": self.self_diagonal or 0, "positives": self.per_row,
-            "positives_ptr": unused if self.positives is None else self.positives,
-            "positives_stride": 0 if self.positives is None else self.positives.stride(0),
+            "positives_ptr": unused if positives is None else positives,
+            "positives_stride": 0 if positives is None else positives.stride(0),
             "positives_start": self.positives_start, "row_ids_ptr": row_ids, "col_ids_ptr": col_ids,
             "row_labels_ptr": row_labels, "col_labels_ptr": col_labels, "DIAGONAL": self.diagonal is not None,
-            "SELF": self.self_diagonal is not None, "POSITIVES": min(self.per_row, UNROLLED.value + 1),
+            "SELF": self.self_diagonal is not None, "POSITIVES": number,
             "IDS": self.ids is not None, "LABELS": self.labels is not None,
         }  # fmt: skip
 
@@ -308,8 +308,6 @@ class Pair:
     numbers: tuple[Tensor | None, Tensor | None] = (None, None)
     # the guide is a teacher
     taught: bool = False
-    # numbers of `label_quarters`, where positives are known by label
-    quarters: Tensor | None = None
 
     @cached_property
     def shape(self) -> Shape:
@@ -318,18 +316,21 @@ class Pair:
     @cached_property
     def arguments(self) -> dict[str, Any]:
         q, k, shape = self.q, self.k, self.shape
-        quarters = q.data if self.quarters is None else self.quarters
         return self.masks.arguments(q.data) | products_of(q.parts) | self._guide_arguments | {
             "q_mem": q.memory(shape.rows, shape), "k_mem": k.memory(shape.cols, shape), "q_stride": q.data.stride(0),
             "k_stride": k.data.stride(0), "N": len(q), "M": len(k), "D": q.width, "BM": shape.rows, "BN": shape.cols,
-            "BK": shape.depth, "GROUP": GROUP, "quarters_ptr": quarters, "TMA": shape.tma, "warps": shape.warps,
-            "stages": shape.stages,
+            "BK": shape.depth, "GROUP": GROUP, "TMA": shape.tma, "warps": shape.warps, "stages": shape.stages,
         }  # fmt: skip
 
     @property
     def of_rows(self) -> list[Operand]:
         """The rows' operands."""
         return [self.q] if self.guide is None else [self.q, self.guide[0]]
+
+    @property
+    def of_cols(self) -> list[Operand]:
+        """The columns' operands."""
+        return [self.k] if self.guide is None else [self.k, self.guide[1]]
 
     @property
     def _guide_arguments(self) -> dict[str, Any]:

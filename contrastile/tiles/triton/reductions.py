@@ -26,14 +26,10 @@ from contrastile.tiles.triton.arithmetic import (
     LOG2E,
     LOGIT_COUNT,
     LOGIT_SUM,
-    LOWEST_POSITIVE,
     LOWEST_SUM,
     MOST_KEPT,
     NONFINITE,
-    POSITIVE_COUNT,
-    POSITIVE_SUM,
     POSITIVE_TOP,
-    POSITIVE_TOTAL,
     REST,
     SCALE,
     SHIFT,
@@ -56,13 +52,19 @@ from contrastile.tiles.triton.arithmetic import (
 
 
 @triton.jit(do_not_specialize=ANY)
-def split_features(x_ptr, out_ptr, n, D, row_stride, feature_stride, width, PARTS: tl.constexpr, ROWS: tl.constexpr,
-                   BLOCK: tl.constexpr):  # fmt: skip
-    """Split x [n, D], of any strides, into PARTS 16-bit pieces that add up to it, side by side: [n, PARTS · width]."""
+def split_features(x_ptr, out_ptr, order_ptr, n, D, row_stride, feature_stride, width, PARTS: tl.constexpr,
+                   ORDERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Split x [n, D], of any strides, into PARTS 16-bit pieces that add up to it, side by side: [n, PARTS · width].
+
+    ORDERED: the rows order[0], order[1], ... of x.
+    """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (rows < n)[:, None] & (cols < D)[None, :]
-    at = rows.to(tl.int64)[:, None] * row_stride + cols.to(tl.int64)[None, :] * feature_stride
+    source = rows.to(tl.int64)
+    if ORDERED:
+        source = tl.load(order_ptr + rows, mask=rows < n, other=0)
+    at = source[:, None] * row_stride + cols.to(tl.int64)[None, :] * feature_stride
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     out = rows.to(tl.int64)[:, None] * (PARTS * width) + cols[None, :]
     within = (rows < n)[:, None] & (cols < width)[None, :]
@@ -96,7 +98,7 @@ def norms(q_ptr, k_ptr, out_ptr, N, M, D, q_row_stride, q_stride, k_row_stride, 
 
 
 @triton.jit(do_not_specialize=ANY)
-def block_constants(norms_ptr, scale_ptr, bias_ptr, out_ptr, q_blocks, blocks, truncation, careful, kept, hardness,
+def block_constants(norms_ptr, scale_ptr, bias_ptr, out_ptr, q_blocks, blocks, truncation, kept, hardness,
                     BIASED: tl.constexpr, SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """The constants of a block, as `forward.py` counts them; the shift of exponentials makes t ≤ HIGHEST.
 
@@ -136,7 +138,7 @@ def block_constants(norms_ptr, scale_ptr, bias_ptr, out_ptr, q_blocks, blocks, t
     tl.store(out_ptr + BIAS, bias)
     tl.store(out_ptr + SCALE, scale)
     size = tl.sqrt(tl.max(k_norm)) * tl.maximum(1.0, tl.sqrt(tl.max(q_norm)))
-    tl.store(out_ptr + CAREFUL, tl.where(kept.to(tl.float32) * size > MOST_KEPT, 1.0, careful.to(tl.float32)))
+    tl.store(out_ptr + CAREFUL, tl.where(kept.to(tl.float32) * size > MOST_KEPT, 1.0, 0.0))
     tl.store(out_ptr + NONFINITE, tl.sum(zero) + scale * 0.0)
 
 
@@ -168,8 +170,7 @@ def _load_logits(stats_ptr, stride, at, inside, before, whole):
 @triton.jit(do_not_specialize=ANY)
 def merge_sums(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first, row_last, col_part_ptr, col_stats_ptr,
                col_stride, row_tiles, M, col_first, col_last, constants_ptr, SOFTPLUS: tl.constexpr,
-               SMOOTH: tl.constexpr, GUIDE: tl.constexpr, LABELS: tl.constexpr, BLOCK: tl.constexpr,
-               TILES: tl.constexpr):  # fmt: skip
+               SMOOTH: tl.constexpr, GUIDE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
     """Add a super-tile's sums to the statistics of its rows (program_id 1 = 0) and of its columns (1).
 
     After the last super-tile of a side, a sum that is too low to be trusted sets the careful flag.
@@ -205,24 +206,6 @@ def merge_sums(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first,
                 logit_sum, count = _merge_logits(
                     part_ptr, 0, tiles, step, n, at, inside, whole, logit_sum, count, TILES)  # fmt: skip
         lowest = total
-        if LABELS:
-            positive_total, positive_sum, positive_count = before * 0.0, logit_sum, count
-            for step in range(0, tiles, TILES):
-                positive_total += tl.sum(_load_channel(part_ptr, 1, tiles, step, n, at, inside, TILES), 0)
-            positive_before = positive_sum
-            if first == 0:
-                positive_before = tl.load(stats_ptr + POSITIVE_TOTAL * stride + at, mask=inside, other=0.0)
-            positive_total += positive_before
-            positive_whole = binade(positive_total)
-            if first == 0:
-                positive_sum, positive_count = _load_logits(
-                    stats_ptr + POSITIVE_SUM * stride, stride, at, inside, positive_before, positive_whole)  # fmt: skip
-            for step in range(0, tiles, TILES):
-                positive_sum, positive_count = _merge_logits(
-                    part_ptr, 1, tiles, step, n, at, inside, positive_whole, positive_sum, positive_count,
-                    TILES)  # fmt: skip
-            low = (positive_count > 0) & (positive_total < LOWEST_POSITIVE)
-            lowest = tl.where(low, 0.0, lowest)
         if GUIDE == TEACHER:
             soft = tl.zeros((BLOCK,), tl.float32)
             gap = tl.zeros((BLOCK,), tl.float32)
@@ -249,24 +232,13 @@ def merge_sums(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first,
                 gap = tl.fma(gap, soft_error, gap)
                 tl.store(stats_ptr + TEACHER_TOP * stride + at, soft_top, mask=inside)
                 tl.store(stats_ptr + X_TOP * stride + at, top, mask=inside)
-            if LABELS:
-                positive_top, positive_error = shift_as_logarithm(tl.load(constants_ptr + SHIFT) + positive_whole)
-                positive_top = tl.where(positive_count > 0, positive_top, -float("inf"))
-                tl.store(stats_ptr + POSITIVE_TOP * stride + at, positive_top, mask=inside)
-                positive_total *= tl.math.exp2(-positive_whole)
-                positive_total = tl.fma(positive_total, positive_error, positive_total)
-                positive_sum = positive_sum * LN2 + positive_count * positive_error
             total *= tl.math.exp2(-whole)
             # rounded once: an error of the factor 1 + error would be the same in all rows
             total = tl.fma(total, error, total)
             logit_sum = logit_sum * LN2 + count * error
             tl.store(stats_ptr + TOP * stride + at, top, mask=inside)
-        if LABELS:
-            tl.store(stats_ptr + POSITIVE_TOTAL * stride + at, positive_total, mask=inside)
-            tl.store(stats_ptr + POSITIVE_SUM * stride + at, positive_sum, mask=inside)
-            tl.store(stats_ptr + POSITIVE_COUNT * stride + at, positive_count, mask=inside)
-        elif first != 0:
-            # `positive_totals` fills the positives' rows later
+        if first != 0:
+            # `positive_totals`, or `label_totals`, fills the positives' rows later
             tl.store(stats_ptr + POSITIVE_TOP * stride + at, tl.full((BLOCK,), -float("inf"), tl.float32), inside)
             for blank in range(POSITIVE_TOP + 1, STATS):
                 tl.store(stats_ptr + blank * stride + at, tl.zeros((BLOCK,), tl.float32), mask=inside)
@@ -332,8 +304,8 @@ def _merge_teacher(part_ptr, out, stride, tiles, n, first, at, inside, BLOCK: tl
 
 @triton.jit(do_not_specialize=ANY)
 def merge_maxima(constants_ptr, row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first, col_part_ptr,
-                 col_stats_ptr, col_stride, row_tiles, M, col_first, LABELS: tl.constexpr, SMOOTH: tl.constexpr,
-                 GUIDE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+                 col_stats_ptr, col_stride, row_tiles, M, col_first, SMOOTH: tl.constexpr, GUIDE: tl.constexpr,
+                 BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
     """The careful form of `merge_sums`, which replaces its results. Runs where the careful flag is set."""
     if tl.load(constants_ptr + CAREFUL) != 0:
         of_rows = tl.program_id(1) == 0
@@ -348,9 +320,6 @@ def merge_maxima(constants_ptr, row_part_ptr, row_stats_ptr, row_stride, col_til
         _merge_half(part_ptr, stats_ptr, stride, tiles, n, first, at, inside, SMOOTH, BLOCK, TILES)
         if GUIDE == TEACHER:
             _merge_teacher(part_ptr, stats_ptr + TEACHER_TOP * stride + at, stride, tiles, n, first, at, inside, BLOCK)
-        if LABELS:
-            positives_ptr = part_ptr + 4 * tiles.to(tl.int64) * n
-            _merge_half(positives_ptr, stats_ptr + 4 * stride, stride, tiles, n, first, at, inside, True, BLOCK, TILES)
 
 
 @triton.jit(do_not_specialize=ANY)

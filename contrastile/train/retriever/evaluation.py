@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from contrastile._errors import invalid
-from contrastile.data.base import Indices
+from contrastile.data.base import Indices, held_out
 from contrastile.data.texts import BM25, WORD, Passage, Query, TextSet, words
 from contrastile.evaluate import late
 from contrastile.evaluate.ranking import answer_recall, has_answer, means, measure, write_judgements, write_run
@@ -87,11 +87,6 @@ class Rankings:
         return [(self.passages[row], score) for row, score in ranked if row >= 0]
 
 
-def held_out(texts: TextSet) -> dict[str, Indices]:
-    """Rows of the queries of every part that is not for training, where it has any."""
-    return {name: rows for name, rows in texts.splits.items() if name != "train" and len(rows)}
-
-
 def rank_all(
     run: RetrieverRun, texts: TextSet, passages: TokenStore | Searchable, first_stage: FirstStage | None = None
 ) -> list[Rankings]:
@@ -116,7 +111,7 @@ def rank_all(
         searches["retriever"] = lambda questions, k: passages.search(run.encode_query(questions), k, among(questions))
     rankings = [
         rank_part(texts, part, system, corpus, search, settings.depth)
-        for part in held_out(texts)
+        for part in held_out(texts.splits)
         for system, search in searches.items()
     ]
     if corpus is not texts.passages:
@@ -232,7 +227,7 @@ def probe(run: RetrieverRun, materials: TextMaterials) -> dict[str, dict[str, fl
     As in the whole evaluation, any passage that is right for a query counts, and a query's own text is left out.
     """
     texts, recalls = materials.texts, {}
-    for name, rows in held_out(texts).items():
+    for name, rows in held_out(texts.splits).items():
         judged = [row for row in rows.tolist() if texts.queries[row].positives]
         sample = np.random.default_rng(0).permutation(judged)[: run.recipe.evaluate.probe]
         if len(sample) == 0:

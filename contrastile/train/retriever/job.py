@@ -125,9 +125,8 @@ class RetrieverJob(Task[TextBatch]):
                     keys, ids = self.objective.queued("passage")
                     inputs["queue"] = model.comparable(keys, size), ids
                 # the loss makes its products in autocast's type
-                sides: Any = queries[index], passages[index]
-                if not streamed:
-                    sides = model.comparable(queries, size), model.comparable(passages, size)
+                both: Any = (queries, passages)
+                sides = [side[index] if streamed else model.comparable(side, size) for side in both]
                 losses.append(self._loss(*sides, model.logit_scale.exp(), **inputs))
             if queued:
                 of_all = inputs.get("shared", slice(None))

@@ -1,0 +1,190 @@
+"""Positives by label: a block in the order of its labels, and the launches of `labels.py`.
+
+Between `launch.py` and `backend.py`. Rows and columns of a label are neighbours in that order, so that the positives of
+a tile's rows are a few columns side by side. The tile kernels leave these out as they leave out a diagonal, and small
+kernels compute them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contrastile.losses.base import Shard
+from contrastile.tiles.triton import labels as kernels
+from contrastile.tiles.triton.block import Block, Order, SuperTile, along
+from contrastile.tiles.triton.launch import BLOCK, ROWS, directions, run
+from contrastile.tiles.triton.plan import Epilogue, Pair, products_of, shape_for, tiles_of
+from contrastile.tiles.triton.products import add_cols, add_rows
+
+# numbers of a row in the order of labels, see `masks.py`
+NUMBERS = 5
+# labels of a side up to which they are sorted by counting, faster than by the many kernels of a sort; labels of one
+# program, those that it compares them with at once, and its warps
+MOST_COUNTED, COUNTED = 12288, {"ROWS": 16, "BLOCK": 256, "warps": 8}
+# rows and columns of a tile of positives, of which most are few
+SIDE = 64
+
+
+def ordered(rows: Shard, cols: Shard, *, exclude_self: bool) -> Order:
+    """The order of a block's labels; `exclude_self`: pairs of the same position on all ranks do not count."""
+    assert rows.labels is not None
+    assert cols.labels is not None
+    device, (N, M) = rows.labels.device, (len(rows), len(cols))
+    (_, row_order, _), (_, col_order, _) = of_rows, of_cols = _sorted(_wide(rows.labels), _wide(cols.labels))
+    row_spans, col_spans = (torch.empty(NUMBERS, n, dtype=torch.int32, device=device) for n in (N, M))
+    given: dict[str, Any] = {
+        f"{side}_{name}_ptr": x
+        for side, of_side, out in (("row", of_rows, row_spans), ("col", of_cols, col_spans))
+        for name, x in zip(("labels", "order", "places", "out"), (*of_side, out), strict=True)
+    }
+    height = shape_for(device).rows
+    run(
+        kernels.spans, (tiles_of(max(N, M), height), 2), N=N, M=M, self_diagonal=rows.start - cols.start,
+        SELF=exclude_self, BM=height, STEPS=max(N, M).bit_length(), **given,
+    )  # fmt: skip
+    return Order(row_order, col_order, row_spans, col_spans)
+
+
+def _sorted(rows: Tensor, cols: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Of each side the labels in rising order, the position of each, and the place of each position."""
+    sides = [rows] if cols is rows else [rows, cols]
+    if max(map(len, sides)) > MOST_COUNTED:
+        results = [_by_torch(labels) for labels in sides]
+    else:
+        results = [(torch.empty_like(x), *x.new_empty(2, len(x))) for x in sides]
+        given: dict[str, Any] = {"N": len(rows), "M": len(cols), "row_labels_ptr": rows, "col_labels_ptr": cols}
+        for side, of_side in (("row", results[0]), ("col", results[-1])):
+            names = (f"{side}_{name}_ptr" for name in ("sorted", "order", "places"))
+            given |= dict(zip(names, of_side, strict=True))
+        run(
+            kernels.order_labels, (tiles_of(max(map(len, sides)), COUNTED["ROWS"]), len(sides)), **given, **COUNTED
+        )  # fmt: skip
+    return [results[0], results[-1]]
+
+
+def count_equal(labels: Tensor, others: Tensor) -> Tensor:
+    """The number [n] of other labels that equal each label."""
+    out = torch.empty(len(labels), dtype=torch.int32, device=labels.device)
+    run(
+        kernels.count_equal, (tiles_of(len(labels), COUNTED["ROWS"]),), labels_ptr=_wide(labels),
+        others_ptr=_wide(others), out_ptr=out, n=len(labels), m=len(others), **COUNTED,
+    )  # fmt: skip
+    return out
+
+
+def _wide(labels: Tensor) -> Tensor:
+    return labels.to(torch.int64).contiguous()
+
+
+def _by_torch(labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    values, order = labels.sort(stable=True)
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return values, order, places
+
+
+def ordered_sides(rows: Shard, cols: Shard, order: Order) -> list[Shard]:
+    """The numbers of both sides in the order of labels; their features stay as they are, and are read in that order."""
+    sides, moves, ordered = [(rows, order.rows), (cols, order.cols)], [], []
+    for side, places in sides:
+        named = {name: x for name in ("ids", "numbers") if (x := getattr(side, name)) is not None}
+        changed: dict[str, Any] = {name: x.index_select(0, places) for name, x in named.items()}
+        if side.coefficient is not None:
+            state = side.coefficient.new_empty(0, len(side)) if side.state is None else side.state
+            out = state.new_empty(len(state) + 1, len(side))
+            moves.append((state, side.coefficient, places, out))
+            changed |= {"state": out[:-1], "coefficient": out[-1]}
+        ordered.append(replace(side, **changed))
+    if moves:
+        _move(moves)
+    return ordered
+
+
+def given_order(ordered: Sequence[Tensor], order: Order, out: Sequence[Tensor]) -> None:
+    """Write the statistics [K, n] of each side in the order of the caller."""
+    sides = zip(ordered, (order.rows, order.cols), out, strict=False)
+    _move([(x, None, places, given) for x, places, given in sides], put=True)
+
+
+def _move(sides: Sequence[tuple[Tensor, Tensor | None, Tensor, Tensor]], *, put: bool = False) -> None:
+    """Move numbers [K, n], and behind them [n] if there are any, by the order of a side to their place, or back."""
+    lengths, given = [len(order) for _, _, order, _ in sides], dict[str, Any]()
+    for name, (x, last, order, out) in zip(("row", "col"), (sides[0], sides[-1]), strict=True):
+        given |= {f"{name}_x_ptr": x if len(x) else out, f"{name}_last_ptr": out if last is None else last}
+        given |= {f"{name}_stride": x.stride(0), f"{name}_order_ptr": order, f"{name}_out_ptr": out}
+    run(
+        kernels.move_ordered, (tiles_of(max(lengths), BLOCK), len(sides)), N=lengths[0], M=lengths[-1],
+        CHANNELS=len(sides[0][0]), LAST=sides[0][1] is not None, PUT=put, BLOCK=BLOCK, **given,
+    )  # fmt: skip
+
+
+def label_totals(pair: Pair, block: Block, stats: Sequence[Tensor], first: Sequence[bool], epilogue: Epilogue) -> None:
+    """Add a super-tile's positives to the statistics of its rows and, if symmetric, of its columns.
+
+    first: the columns, and the rows, are the first that the statistics meet.
+    """
+    for columns, (of_side, is_first) in enumerate(zip(stats, first, strict=False)):
+        given = _products(pair, block, columns=bool(columns))
+        run(
+            kernels.label_totals, (tiles_of(given["N"], given["BM"]),), constants_ptr=block.constants,
+            stats_ptr=of_side, stats_stride=of_side.stride(0), row_first=int(is_first), **epilogue.flags, **given,
+        )  # fmt: skip
+
+
+def label_gradients(
+    pair: Pair, block: Block, strip: Tensor, sums: Tensor, epilogue: Epilogue, stats: Tensor | None
+) -> None:
+    """Write the gradients of a super-tile's positives into the strip, and add Σ g · ⟨q, k⟩, or Σ g, to `sums` [N].
+
+    stats: add the loss of the positives too, for a pairwise loss.
+    """
+    given = directions(block, epilogue) | _products(pair, block)
+    run(
+        kernels.label_gradients, (tiles_of(len(pair.q), given["BM"]),), strip_ptr=strip, out_stride=strip.stride(0),
+        part_stride=strip.shape[0] // pair.q.parts, PARTS=pair.q.parts, label_sums_ptr=sums,
+        stats_ptr=sums if stats is None else stats, LOSS=stats is not None, **given,
+    )  # fmt: skip
+
+
+def _products(pair: Pair, block: Block, *, columns: bool = False) -> dict[str, Any]:
+    """The features of a super-tile, or those of its columns as rows, and which of the others are positives."""
+    order = block.order
+    assert order is not None
+    q, k, spans, start, shape = pair.q, pair.k, order.of_rows, order.first_col, pair.shape
+    numbers, side, given = pair.numbers, min(SIDE, shape.rows // 2), products_of(pair.q.parts)
+    if columns:
+        q, k, spans, start, numbers = k, q, order.of_cols, order.first_row, numbers[::-1]
+        # pieces of the same products in the same order
+        given |= {"LEFT": given["RIGHT"], "RIGHT": given["LEFT"]}
+    row_numbers, col_numbers = (q.data if x is None else x for x in numbers)
+    return given | {
+        "q_ptr": q.data, "k_ptr": k.data, "q_stride": q.data.stride(0), "k_stride": k.data.stride(0), "N": len(q),
+        "M": len(k), "D": q.width, "spans_ptr": spans, "spans_stride": spans.stride(0), "spans_start": start,
+        "row_numbers_ptr": row_numbers, "col_numbers_ptr": col_numbers, "SELF": block.loss.exclude_self, "BM": side,
+        "BN": side, "BK": shape.depth,
+    }  # fmt: skip
+
+
+def add_strip(total: Tensor, tile: SuperTile, side: int, strip: Tensor, *, fresh: bool) -> None:
+    """Add a super-tile's gradients to the accumulator of the rows (side 0) or of the columns (1), in either order."""
+    add, order = (add_rows, add_cols)[side], tile.block.order
+    if order is None:
+        add(along(total, tile.along[side], 0), tile.pair, strip, fresh=fresh)
+        return
+    places = (order.rows, order.cols)[side]
+    part = total.new_empty(len(places), total.shape[1])
+    add(part, tile.pair, strip, fresh=True)
+    add_ordered(total, part, places, fresh=fresh)
+
+
+def add_ordered(out: Tensor, total: Tensor, order: Tensor, *, fresh: bool) -> None:
+    """out[order] += total, or = it where `fresh`: gradient sums in the order of the caller."""
+    n, D = total.shape
+    run(
+        kernels.add_ordered, (tiles_of(n, ROWS),), total_ptr=total, out_ptr=out, order_ptr=order, n=n, D=D,
+        total_stride=total.stride(0), out_stride=out.stride(0), ADD=not fresh, ROWS=ROWS, BLOCK=BLOCK,
+    )  # fmt: skip
