@@ -3,7 +3,6 @@
     python benchmarks/planner.py            the table of docs/planner.md, and the rows outside its bounds
     python benchmarks/planner.py --fit      the rates of a profile, fitted to every second row
     python benchmarks/planner.py --towers   measure the towers' costs again (benchmarks/results/planner_towers.json)
-    python benchmarks/planner.py --calls F  calibrate this machine, and measure calls of the losses on it: F.toml, F.csv
 
 tests/test_planner_accuracy.py reads the same rows and fails where a bound is broken. Every row of the folder is a case
 here, or left out for a reason with a name: `left_out`.
@@ -21,14 +20,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import tomli_w
 import torch
 
-from contrastile.bench.gate import problem
-from contrastile.bench.gate import step as bench_step
-from contrastile.bench.harness import COLUMNS, MOST_PRODUCT_SECONDS, Machine, read_rows, reporting
+from contrastile.bench.harness import MOST_PRODUCT_SECONDS, read_rows
 from contrastile.bench.loss import OURS, float32_products
-from contrastile.bench.peers import Case as BenchCase
 from contrastile.bench.subjects import SUBJECTS
 from contrastile.bench.towers import MODELS, POOL, Pairs, Towers
 from contrastile.engine.graph import MOST_BYTES, MOST_ROWS
@@ -36,7 +31,6 @@ from contrastile.losses.base import PairLoss
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
 from contrastile.models.compiled import compiled_parts
-from contrastile.planner.calibrate import measured
 from contrastile.planner.compiled import as_compiled
 from contrastile.planner.late import LateSize
 from contrastile.planner.loss import LossSize
@@ -44,7 +38,6 @@ from contrastile.planner.memory import Held, Side, StepMemory
 from contrastile.planner.profile import Profile, target
 from contrastile.planner.seconds import exchange_seconds, loss_seconds, step_seconds
 from contrastile.planner.towers import TowerCost, measure, shapes_only
-from contrastile.train.provenance import provenance
 
 RESULTS = Path(__file__).parent / "results"
 TOWERS = RESULTS / "planner_towers.json"
@@ -95,17 +88,8 @@ OTHER_CODE = {
 }
 
 
-# losses, rows and features of `--calls`; untimed calls, those timed in a row, and how often
-CALLS = (
-    *(("clip", 2**exponent, 512) for exponent in range(10, 16)),
-    *(("clip", b, 768) for b in (8192, 16384, 32768)), *(("siglip", b, 768) for b in (1024, 8192, 16384, 32768)),
-    *((loss, 32768, 512) for loss in ("infonce", "dcl", "dclw", "hardness", "gist", "distill", "clip_labels")),
-)  # fmt: skip
-CALLS_WARM, CALLS_IN_A_ROW, CALLS_TIMED = 6, 3, 9
 # losses whose rows are of another code, and what it did
 GUIDED, BESIDE = ("gist", "distill"), "the guide's product beside the other"
-
-
 # reasons against the seconds of a row, whose bytes are planned
 CAPTURED, HOST = "such calls are captured and replayed today", "bound by a host whose rates were not measured"
 DISTURBED = "eleven measurements of the case took 607 to 638 ms"
@@ -359,31 +343,6 @@ def fit(cases: list[Case], names: tuple[str, ...], profile: Profile) -> Profile:
     return changed(least_squares(errors, start, loss="soft_l1", f_scale=0.05).x)
 
 
-def measure_calls(path: Path) -> None:
-    """Write the profile of this GPU, in short measurements, and rows of captured and of longer calls of the losses."""
-    profile = measured(torch.device("cuda"), seconds=0.2)
-    path.with_suffix(".toml").write_text(tomli_w.dumps(asdict(profile)), encoding="utf-8")
-    machine = Machine(torch.device("cuda"))
-    with reporting(path.with_suffix(".csv"), COLUMNS["losses"], machine.device) as report:
-        for loss, b, d in CALLS:
-            module, leaves = (
-                SUBJECTS[loss].module(workspace=2 * 2**30),
-                problem(BenchCase(loss, b, d, "bfloat16"), machine.device),
-            )
-            call = partial(bench_step, module, leaves)
-            for _ in range(CALLS_WARM):
-                call()
-            several = sorted(machine.time(call, CALLS_IN_A_ROW) for _ in range(CALLS_TIMED))
-            seconds = several[len(several) // 2]
-            rate = SUBJECTS[loss].operations * b * b * d / seconds
-            row = {
-                "impl": OURS, "loss": loss, "backend": "triton", "b": b, "d": d, "dtype": "bfloat16", "world": 1,
-                "ms": round(seconds * 1e3, 4), "effective_tflops": round(rate / 1e12, 1), "ratio": None,
-                "peak_bytes": machine.peak(call), **provenance(machine.device),
-            }  # fmt: skip
-            report.result(f"{loss} {b} x {d}: {row['ms']} ms", row)
-
-
 def unsteady(cases: Iterable[Case]) -> set[str]:
     """The cases of which two measurements differ by more than a plan within 10 % of both could."""
     seconds: dict[str, list[float]] = {}
@@ -400,9 +359,6 @@ KINDS = {
 
 
 def main() -> None:
-    if "--calls" in sys.argv:
-        measure_calls(Path(sys.argv[sys.argv.index("--calls") + 1]))
-        return
     if "--towers" in sys.argv:
         entries = [entry for model, sizes in SUB_BATCHES.items() for entry in measured_towers(model, sizes)]
         for model, size in (("vit-b-16", 512), ("vit-l-14", 192)):
