@@ -336,6 +336,9 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(tmp_path: Path, capsys
     assert all(choice.seconds is None for choice in plan.choices())
     assert main(["plan", str(tmp_path / "tiny.toml"), "--gpus", "4xT4-2GB", "--largest"]) == 0
     assert f"{largest:,} pairs a step" in capsys.readouterr().out
+    # a run of fewer pairs than a batch has no time
+    assert replace(plan, stages=((64, 4),)).at(128).stages == ((128, 2),)
+    assert replace(plan, stages=((64, 4),)).at(512).stages == ()
     assert main(["plan", str(tmp_path / "tiny.toml"), "--gpus", "4xT4-2GB", "--batch", "512M"]) == 1
     assert "DOES NOT FIT" in capsys.readouterr().out
 

@@ -168,6 +168,25 @@ def test_late_interaction_has_the_bits_of_a_plain_call(loss: Any, masked: bool, 
     assert len(CAPTURED) == 1
 
 
+@pytest.mark.usefixtures("_played")
+def test_tokens_behind_a_views_end_are_not_replayed() -> None:
+    """20 tokens of a buffer of 24, the length that a graph pads them to."""
+    whole, mask = torch.randn(3, 24, 8), torch.ones(3, 24, dtype=torch.bool)
+    q, bias = torch.randn(3, 2, 8, requires_grad=True), torch.tensor(1.0, requires_grad=True)
+    arguments: dict[str, Any] = {"scorer": MaxSim(), "scale": 2.0, "loss": Softmax(), "backend": "triton", "bias": bias}
+    results = []
+    for call in range(graph.CALLS + 2):
+        k = (whole[:, :20], mask[:, :20]) if call else (whole[:, :20].clone(), mask[:, :20].clone())
+        value = contrast(q, k, **arguments)
+        results.append([value.detach(), *torch.autograd.grad(value, (q, bias))])
+    assert all(torch.equal(x, y) for result in results for x, y in zip(result, results[0], strict=True))
+    assert results[0][2] == 0
+    assert len(CAPTURED) == 1
+    # a side without tokens is no shorter text of theirs
+    with pytest.raises((ValueError, IndexError)):
+        contrast(q, (whole[:, :0], mask[:, :0]), **arguments)
+
+
 def test_rows_are_measured_while_they_are_copied() -> None:
     """40 rows are three blocks of programs, and 300 features two steps; the largest number is the largest norm."""
     targets = [torch.empty(n, 300, dtype=torch.bfloat16) for n in (40, 7)] + [torch.empty(5)]

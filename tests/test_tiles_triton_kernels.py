@@ -218,6 +218,17 @@ def test_weights_of_a_small_sigma_do_not_overflow() -> None:
     assert all(distance(*pair) <= 1e-4 for pair in zip(*(torch.autograd.grad(x, sides) for x in values), strict=True))
 
 
+def test_weights_of_labels_do_not_overflow_a_strip_of_fp16() -> None:
+    """A row whose positive equals it has a weight far below 0."""
+    q, k = _unit(128, features=16), _unit(128, features=16)
+    k[3] = q[3]
+    sides, labels = [q.requires_grad_(), k.requires_grad_()], torch.arange(128)
+    more: dict[str, Any] = {"loss": DecoupledWeighted(symmetric=True), "query_labels": labels, "key_labels": labels}
+    found, truth = (contrast(*sides, scale=10.0, backend=backend, **more) for backend in ("triton", "eager"))
+    pairs = zip(*(torch.autograd.grad(x, sides) for x in (found, truth)), strict=True)
+    assert all(distance(*pair) <= 2e-3 for pair in pairs)
+
+
 @pytest.mark.parametrize("norms", [(2.0**11, 2.0**11, 2.0**-16), (2.0**-11, 2.0**26, 2.0**-6)], ids=str)
 def test_kept_exponentials_times_large_features_do_not_overflow(norms: tuple[float, float, float]) -> None:
     """The weight of a row, which would make their sums small, is known later."""
@@ -488,6 +499,18 @@ def test_the_scales_gradient_does_not_go_through_the_16_bit_strip(scale: float, 
     # the two parts of it cancel: read off the gradient of q it would be further away, at some lengths of a digit
     if dtype == torch.bfloat16 or (dtype == torch.float16 and scale == 100):
         assert distance((dq.double() * q.detach()).sum() / scale, true) > 2e-5
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 0.07])
+def test_a_scale_near_0_has_its_gradient(scale: float) -> None:
+    """Kept exponentials give it times the scale."""
+    sides = _unit(20, torch.float32, 320), _unit(20, torch.float32, 320)
+    q, k = (F.normalize(x, dim=-1).bfloat16().requires_grad_() for x in (sides[0], 0.6 * sides[0] + 0.8 * sides[1]))
+    leaf = torch.tensor(scale, requires_grad=True)
+    wide = [x.detach().double().requires_grad_() for x in (q, k, leaf)]
+    (true,) = torch.autograd.grad(dense_softmax(*wide, symmetric=True), wide[2])
+    (found,) = torch.autograd.grad(contrast(q, k, scale=leaf, backend="triton"), leaf)
+    assert distance(found, true) <= 3e-4
 
 
 def test_the_gradients_of_a_sigmoids_scale_and_bias_are_exact() -> None:

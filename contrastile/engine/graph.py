@@ -12,6 +12,7 @@ independent of each other. Kernels, their order and the bits are those of the ca
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -63,9 +64,9 @@ def small(problem: Problem, exchange: Exchange, tiles: MakeTiles) -> bool:
         rows.features.is_cuda
         and min(len(rows), len(cols)) <= MOST_ROWS
         and getattr(kind, "capturable", False)
-        and kind.captured_bytes(rows, cols, problem.dtype) <= MOST_BYTES
+        and _growth(problem) * kind.captured_bytes(rows, cols, problem.dtype) <= MOST_BYTES
         # a graph has a copy of what it reads, and sums of the same size
-        and 2 * sum(x.nbytes for side in (rows, cols) for x in side.leaves) <= MOST_BYTES
+        and _growth(problem) * 2 * sum(x.nbytes for side in (rows, cols) for x in side.leaves) <= MOST_BYTES
         and len(exchange.layout) == 1
         and problem.options.reduction != "none"
         and rows.targets is None
@@ -77,6 +78,12 @@ def small(problem: Problem, exchange: Exchange, tiles: MakeTiles) -> bool:
 def shared_length(tokens: int) -> int:
     """The length to which masked token vectors are padded in a graph, for calls of few lengths."""
     return rounded_length(tokens, max(tokens, MOST_ROUNDED))
+
+
+def _growth(problem: Problem) -> float:
+    """How many times as many pairs of tokens a graph has that pads masked token vectors."""
+    lengths = [side.leaves[0].shape[1] for side in (problem.rows, problem.cols) if side.others]
+    return math.prod(shared_length(length) / length for length in lengths if length)
 
 
 def _padded(call: Call) -> Call:
@@ -138,6 +145,7 @@ class Graph:
         # fused kernels have been chosen: Triton is there
         from contrastile.tiles.triton.replay import Filling, Gradients
 
+        lengths = [x.shape for x in _features(call)]
         call = _padded(call)
         given, labels, q = _features(call), _labels(call), call.rows.features
         self.device, self.wide = call.device, call.plan.wide
@@ -169,8 +177,8 @@ class Graph:
             value, (u, v, sums) = with_gradients(own_call, tiles, features, wanted)
             of_pairs, of_products = tiles.pair_sums(sums, *own_call.shards(features), u, v, wanted[0])
             self.fill.deliver(value)
-            # where tiles sum products, of a softmax, the gradients of pairs add up to 0
-            zero = not (call.loss.uses_bias or tiles.sums_products)
+            # tiles of vectors that sum products have written an exact 0
+            zero = not (call.loss.uses_bias or (tiles.sums_products and call.scorer is None))
             of_bias = torch.zeros_like(of_pairs) if zero else of_pairs
             return Accumulated(u, v, torch.stack([tiles.scale, of_products, of_bias]))
 
@@ -179,6 +187,9 @@ class Graph:
         self.fill([*given, *numbers, *labels], self.value, self.stream_address)
         self.fill.deliver(self.value)
         with without_autocast(call.device):
+            if lengths != [x.shape for x in given]:
+                # the calls before had other lengths, and may have had other kernels
+                compute()
             self.sums, self.replay, self.bytes, self.apart = _captured(compute)
         self.bytes += sum(x.nbytes for x in (*features, *own_labels))
         # vectors come first on each side, and masks get no gradient

@@ -115,6 +115,8 @@ def _of_lengths(arguments: Arguments) -> Hashable | None:
         leaves = leaves_of(side)
         if not all(isinstance(x, Tensor) and x.ndim > 1 and x.shape[:2] == leaves[0].shape[:2] for x in leaves):
             return None
+        if leaves[0].shape[1] == 0:
+            return None
         lengths = [x.shape[1] if len(leaves) == 1 else shared_length(x.shape[1]) for x in leaves]
         kinds += [
             (type(side), type(x), len(x), length, *x.shape[2:], x.dtype, x.device, x.requires_grad)

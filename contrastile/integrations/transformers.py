@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from contrastile import InfoNCELoss
 from contrastile._errors import invalid
+from contrastile._torch import uncompiled
 from contrastile.gradcache.ddp_fsdp import unwrap
 from contrastile.gradcache.introspect import of_its_module
 from contrastile.integrations.sides import Retain, encode_sides, loss_of_sides
@@ -42,13 +43,17 @@ def mean_pooled(model: nn.Module, /, **inputs: Any) -> Tensor:
     return F.normalize((states * weights).sum(1) / weights.sum(1).clamp(min=1), dim=-1)
 
 
-def named(model: nn.Module, method: str) -> tuple[nn.Module, Callable[..., Tensor]]:
+def method_encoder(model: nn.Module, method: str) -> tuple[nn.Module, str | Callable[..., Tensor]]:
     """A method of the model as an encoder: what it returns, or the `pooler_output` of that.
 
-    The features of transformers' `get_image_features` are such an output since version 5.
+    The features of transformers' `get_image_features` are such an output since version 5. What `forward` or a compiled
+    method returns is taken as it is.
     """
     # refuses a name of no method, and has FSDP2 gather parameters for it
     unwrap((model, method))
+    if method == "forward" or uncompiled(getattr(model, method)) is not None:
+        # a call of the model, with its hooks; or compiled, which `encode` has to see
+        return model, method
 
     @of_its_module
     def features(module: nn.Module, /, *inputs: Any, **named: Any) -> Any:
@@ -166,7 +171,7 @@ class ContrastileMixin:
         # accelerate puts autocast on the model's forward alone, which methods and the loss would miss
         with self.accelerator.autocast():
             features = encode_sides(
-                [named(model, each) if isinstance(each, str) else (model, each) for each in self.encoders],
+                [method_encoder(model, each) if isinstance(each, str) else (model, each) for each in self.encoders],
                 [self.inputs_of(inputs, side) for side in self.sides],
                 self.sub_batch, self.sub_batch_tokens, self.retain,
             )  # fmt: skip

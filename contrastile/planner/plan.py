@@ -112,8 +112,9 @@ class Plan:
     def at(self, batch: int) -> Plan:
         """The same plan for another batch of all ranks, which a run of known length has throughout."""
         rows, pairs = -(-batch // (self.target.ranks * self.parts)), sum(size * steps for size, steps in self.stages)
-        lengths = ((batch, -(-pairs // batch)),) if pairs else ()
-        return replace(self, batch=batch, step=self.step.with_batch(rows, self.keys * rows), stages=lengths)
+        # a run is never shorter than a step of its own pairs
+        stages = ((batch, -(-pairs // batch)),) if pairs >= batch else ()
+        return replace(self, batch=batch, step=self.step.with_batch(rows, self.keys * rows), stages=stages)
 
     @property
     def most(self) -> int:

@@ -134,6 +134,14 @@ def test_methods_of_a_model_that_return_an_output_of_transformers(tmp_path: Path
         run.compute_loss(model, batch)
 
 
+def test_forward_by_name_is_a_call_of_the_model() -> None:
+    """With its hooks, which FSDP2 gathers parameters by; a compiled method stays one that `encode` recognises."""
+    model = torch.nn.Linear(3, 2)
+    assert adapter.method_encoder(model, "forward") == (model, "forward")
+    model.features = torch.compile(model.forward)
+    assert adapter.method_encoder(model, "features") == (model, "features")
+
+
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for words, sentence in (
         ({"sides": ("query",)}, r"`sides` must name two columns or more; got \('query',\). Pass"),

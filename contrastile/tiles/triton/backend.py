@@ -228,12 +228,12 @@ class Triton(Tiles):
         position = rows.start, len(rows), cols.start, len(cols)
         if position not in self.constants:
             given = rows.features, cols.features, self.scale, self.bias
-            one_way = self.followed and not self.loss.symmetric and kept.suits(rows, self._epilogue)
-            number = len(cols) if one_way else 0
-            constants = launch.block_constants(*given, self._epilogue, kept=number, norms=self.norms)
-            self.constants[position] = constants
-            if self._epilogue.taught:
-                self.constants[position] = with_teacher(constants, rows, cols, self._epilogue)
+            suits = self.followed and kept.suits(rows, self._epilogue)
+            number = len(cols) if suits and not self.loss.symmetric else 0
+            least = kept.LEAST if suits and self.loss.symmetric and self.keeps(rows, cols) else 0.0
+            constants = launch.block_constants(*given, self._epilogue, kept=number, least=least, norms=self.norms)
+            taught = self._epilogue.taught
+            self.constants[position] = with_teacher(constants, rows, cols, self._epilogue) if taught else constants
             self.groups[position] = numbered_groups(rows, cols)
             if by_label(rows):
                 self.orders[position] = sorting.ordered(rows, cols, exclude_self=self.loss.exclude_self)
@@ -356,7 +356,7 @@ class Triton(Tiles):
     def _scaled_strips(self, block: Block, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None) -> Term:
         """`_strips` of fp16, whose range is small: accumulators are kept in a unit of the block's own."""
         # the power of two that brings the largest possible gradient of a pair just under fp16's range
-        largest = torch.stack([coefficient.abs().amax() for _, coefficient in block.directions]).sum()
+        largest = block.largest_gradient(weighed=self._epilogue.formula.mises_fisher)
         power = UNIT_POWER - torch.log2(largest).ceil()
         unit = torch.where(largest == 0, 1.0, torch.exp2(power))
         block.constants[int(UNIT.value)] = unit

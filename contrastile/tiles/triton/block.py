@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile.losses.base import PairLoss, Shard
+from contrastile.tiles.triton.arithmetic import POSITIVE_SHARE
 from contrastile.tiles.triton.plan import (
     PIECES,
     SOFT_SUMS,
@@ -228,6 +229,16 @@ class Block:
             assert side.coefficient is not None
             directions.append((side.state, side.coefficient))
         return directions
+
+    def largest_gradient(self, *, weighed: bool) -> Tensor:
+        """A bound on the gradient of a pair. weighed: a positive's weight, which may be of any size, is its share."""
+        largest = []
+        for state, coefficient in self.directions:
+            # other positives than those by label are not in the strip
+            by_weights = weighed and self.order is not None
+            share = state[POSITIVE_SHARE.value].abs().clamp(min=1) if by_weights else 1.0
+            largest.append((coefficient * share).abs().amax())
+        return torch.stack(largest).sum()
 
     @property
     def position(self) -> tuple[int, ...]:

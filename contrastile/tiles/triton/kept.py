@@ -30,6 +30,8 @@ from contrastile.tiles.triton.products import add_at_once, add_cols, add_rows
 
 # power of two that keeps a_i · q_i within the range of bf16: a_i lies between 2^−137 and 2^60
 UNIT = 2.0**40
+# largest |t| from which a symmetric loss has Σ g · ⟨q, k⟩ from Σ g · t, whose rounding is divided by the scale
+LEAST = 2.0**-4
 # rows of one program of `kept_rows`, features at a time, and tiles added at once
 ROWS, FEATURES, TILES = 8, 256, 128
 # of one program of `kept_pairs`: rows at a time, columns, times, of which so many are loaded ahead; and its warps

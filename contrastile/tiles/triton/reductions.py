@@ -98,12 +98,12 @@ def norms(q_ptr, k_ptr, out_ptr, N, M, D, q_row_stride, q_stride, k_row_stride, 
 
 
 @triton.jit(do_not_specialize=ANY)
-def block_constants(norms_ptr, scale_ptr, bias_ptr, out_ptr, q_blocks, blocks, truncation, kept, hardness,
+def block_constants(norms_ptr, scale_ptr, bias_ptr, out_ptr, q_blocks, blocks, truncation, kept, least, hardness,
                     BIASED: tl.constexpr, SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """The constants of a block, as `forward.py` counts them; the shift of exponentials makes t ≤ HIGHEST.
 
     kept: keys of a block whose exponentials may be kept (`kept.py`), else 0: the careful flag is set where their sums
-    times features could exceed float32.
+    times features could exceed float32. least: the flag is also set where all logits are closer to 0, in powers of 2.
     """
     at = tl.arange(0, BLOCK)
     q_norm = tl.zeros((BLOCK,), tl.float32)
@@ -138,7 +138,10 @@ def block_constants(norms_ptr, scale_ptr, bias_ptr, out_ptr, q_blocks, blocks, t
     tl.store(out_ptr + BIAS, bias)
     tl.store(out_ptr + SCALE, scale)
     size = tl.sqrt(tl.max(k_norm)) * tl.maximum(1.0, tl.sqrt(tl.max(q_norm)))
-    tl.store(out_ptr + CAREFUL, tl.where(kept.to(tl.float32) * size > MOST_KEPT, 1.0, 0.0))
+    careful = kept.to(tl.float32) * size > MOST_KEPT
+    if not SOFTPLUS:
+        careful = careful | (largest < least)
+    tl.store(out_ptr + CAREFUL, tl.where(careful, 1.0, 0.0))
     tl.store(out_ptr + NONFINITE, tl.sum(zero) + scale * 0.0)
 
 

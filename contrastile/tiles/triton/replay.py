@@ -59,6 +59,7 @@ class Filling:
     def __init__(self, targets: Sequence[Tensor], measured: int = 0) -> None:
         self._targets = tuple(targets)
         self._lengths, self._strides = tuple([x.numel() for x in targets]), [x.stride() for x in targets]
+        self._shapes = [x.shape for x in targets]
         # address to which the graph's last kernel writes the loss
         self._address = torch.zeros((), dtype=torch.int64, device=targets[0].device)
         D, blocks = targets[0].shape[-1] if measured else 1, sum(tiles_of(len(x), ROWS) for x in targets[:measured])
@@ -74,10 +75,10 @@ class Filling:
 
     def __call__(self, sources: Sequence[Tensor], value: Tensor, stream: int) -> None:
         """Copy, and have the next replay write its loss to `value`."""
-        # numbers at odd addresses, or in another order, are copied before
+        # numbers at odd addresses, in another order, or of fewer tokens are copied before
         sources = [
-            x if x.stride() == strides and not x.data_ptr() % ALIGNMENT else _like(target, x)
-            for x, target, strides in zip(sources, self._targets, self._strides, strict=True)
+            x if x.shape == shape and x.stride() == strides and not x.data_ptr() % ALIGNMENT else _like(target, x)
+            for x, target, shape, strides in zip(sources, self._targets, self._shapes, self._strides, strict=True)
         ]
         types = tuple([x.dtype for x in sources])
         repeated = self._launches.get(types)
