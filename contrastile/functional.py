@@ -15,11 +15,15 @@ from torch import Tensor, nn
 
 from contrastile._dispatch import Options
 from contrastile._types import Backend, ExchangeName, Gradient, Reduction
+from contrastile.engine import arguments as checks
 from contrastile.engine.plan import prepare, share_error
 from contrastile.gradcache.inputs import Ragged
 from contrastile.losses.base import PairLoss
 from contrastile.losses.softmax import Softmax
-from contrastile.scorers import padded
+from contrastile.scorers import MaxSim, padded, tokens, unit_vectors
+
+# scorer of sides that are normalised already; one module, of which tiles are measured once
+OF_UNIT_VECTORS = MaxSim()
 
 
 def contrast(
@@ -69,7 +73,8 @@ def contrast(
             positive of query i. The loss of a row is the mean over its positives of −log p. A row without any
             leaves the mean; if no row has one, the loss and its gradients are 0. On a GPU indices out of range raise
             in the first 16 calls of a process; later calls do not wait for the device, and return NaN for them.
-        negatives: [H, D] further keys, negatives of every query of all ranks; or [N, H, D], H of each query alone.
+        negatives: [H, D] further keys, negatives of every query of all ranks; or [N, H, D], H of each query alone
+            (not with a scorer).
         query_labels, key_labels: [N], [M] integers; pairs of equal labels are the positives.
         query_ids, key_ids: [N], [M] integers; pairs of equal ids that are not positive do not count at all. With
             `negatives` [H, D], key_labels and key_ids may go on over them ([M + H]); else negatives share theirs with
@@ -126,10 +131,14 @@ def contrast(
         if label_smoothing and isinstance(loss, PairLoss):
             loss = loss.smoothed(label_smoothing)
         if scorer is not None:
+            if isinstance(scorer, MaxSim) and scorer.normalize and scorer.original:
+                # once for all tiles, which see unit vectors
+                q, k, negatives, scorer = *map(_normalized, (q, k, negatives)), OF_UNIT_VECTORS
             # keys and negatives are one side, of texts of one length
             longest = max([1, *(n for side in (k, negatives) if isinstance(side, Ragged) for n in side.lengths)])
             q = padded_texts(q, 1) if isinstance(q, Ragged) else q
             k, negatives = (padded_texts(x, longest) if isinstance(x, Ragged) else x for x in (k, negatives))
+            checks.shared_by_queries(negatives, k)
     except ValueError as error:
         share_error(error, group, exchange)
         raise
@@ -140,6 +149,20 @@ def contrast(
     )  # fmt: skip
     value: Tensor = operation(*inputs)
     return value
+
+
+def _normalized(side: Any) -> Any:
+    """A side of `MaxSim` with vectors of length 1, nested as it was; one that is none as it is, for a later error."""
+    if isinstance(side, Ragged) and side.values.is_floating_point():
+        return Ragged(unit_vectors(side.values.movedim(side.axis, 0)), side.lengths)
+    try:
+        vectors, mask = tokens("q", side)
+    except ValueError:
+        return side
+    if not vectors.is_floating_point() or (mask is not None and mask.device != vectors.device):
+        return side
+    vectors = unit_vectors(vectors, mask)
+    return (vectors, side[1]) if isinstance(side, (tuple, list)) else vectors
 
 
 def padded_texts(texts: Ragged, least: int = 0) -> tuple[Tensor, Tensor]:

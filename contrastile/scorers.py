@@ -85,20 +85,29 @@ class MaxSim(nn.Module):
 
     Called with token vectors [I, L, D] and [J, M, D], each alone or as (vectors, mask [I, L]), the mask true, or not
     0, where there is a token: a tokenizer's `attention_mask` as it is. Padding does not count; a column
-    without any token scores 0. Vectors are used as given: normalise them first, as ColBERT does. Raises ValueError for
-    anything else, such as a mask of floats, whose meaning is not plain.
+    without any token scores 0. Raises ValueError for anything else, such as a mask of floats, whose meaning is not
+    plain.
+
+    Arguments:
+        normalize: compare vectors of length 1, as ColBERT does: naively `F.normalize(x, dim=-1)` of each side. By
+            default vectors are used as given. A vector of zeros stays one, and gets no gradient.
 
     >>> from contrastile import contrast
-    >>> query = F.normalize(torch.randn(8, 5, 16), dim=-1).requires_grad_()
-    >>> document = F.normalize(torch.randn(8, 9, 16), dim=-1)
+    >>> query, document = torch.randn(8, 5, 16, requires_grad=True), torch.randn(8, 9, 16)
     >>> mask = torch.arange(9) < torch.randint(1, 10, (8, 1))
-    >>> contrast(query, (document, mask), scorer=MaxSim()).backward()
+    >>> contrast(query, (document, mask), scorer=MaxSim(normalize=True)).backward()
     >>> query.grad.shape
     torch.Size([8, 5, 16])
     """
 
+    def __init__(self, normalize: bool = False) -> None:
+        super().__init__()
+        self.normalize = normalize
+
     def forward(self, rows: Tokens, columns: Tokens) -> Tensor:
         (q_ILD, asking), (k_JMD, answering) = self.checked(rows, columns)
+        if self.normalize:
+            q_ILD, k_JMD = unit_vectors(q_ILD, asking), unit_vectors(k_JMD, answering)
         q_ED = q_ILD.flatten(0, 1)
         if q_ED.device.type == "cpu" and not torch.compiler.is_compiling():
             best_EJ = _BestMatches.apply(q_ED, k_JMD, answering)
@@ -119,9 +128,14 @@ class MaxSim(nn.Module):
         return sides
 
     @property
-    def known(self) -> bool:
-        """This class itself, without hooks and not compiled: it draws no random numbers and has no state."""
+    def original(self) -> bool:
+        """This class itself, without hooks and not compiled: calls do what its `forward` says."""
         return type(self) is MaxSim and not (self._forward_hooks or self._forward_pre_hooks or self._compiled_call_impl)
+
+    @property
+    def known(self) -> bool:
+        """`original`, of vectors as given: it draws no random numbers and has no state."""
+        return self.original and not self.normalize
 
     @property
     def stateless(self) -> bool:
@@ -145,6 +159,18 @@ class MaxSim(nn.Module):
         mask = torch.ones(vectors.shape[:2], dtype=torch.bool, device=vectors.device) if mask is None else mask
         length = vectors.shape[1] if length is None else length
         return padded_to(vectors, length), padded_to(mask, length)
+
+
+def unit_vectors(vectors: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Vectors [..., D] divided by their lengths, with zeros where the mask [...] is false.
+
+    Vectors of zeros stay and get no gradient, also in float16, where the smallest length of `F.normalize` is 0.
+    """
+    if mask is not None:
+        # padding may hold anything, and NaN would reach the gradient
+        vectors = vectors.masked_fill(~mask.bool()[..., None], 0.0)
+    lengths = vectors.norm(dim=-1, keepdim=True)
+    return vectors / lengths.masked_fill(lengths == 0, torch.inf)
 
 
 def padded_to(x: Tensor, length: int) -> Tensor:

@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from problems import distance
 from ranks import Pool
+from refusals import refusal
 from scored import PROBLEMS, by_formula, by_tiles, gradients, leaves, numbers, scorer, sides
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
-from contrastile import contrast, scorers
+from contrastile import Ragged, contrast, scorers
 from contrastile.engine import plan
 from contrastile.exchange import host
 from contrastile.gradcache.memory import footprint
@@ -99,6 +101,81 @@ def test_vectors_that_are_as_long_are_not_copied_to_be_padded() -> None:
 def test_a_second_derivative_is_that_of_the_formula() -> None:
     pair = [torch.randn(2, length, 4, dtype=torch.float64, requires_grad=True) for length in (3, 5)]
     assert torch.autograd.gradgradcheck(lambda q, k: MaxSim()(q, k), pair)
+
+
+WAYS = ["module", "symmetric", "negatives", "packed", "host", "compiled", "hooked", "ranks", "kernels"]
+
+
+# torch.compile asks tensors of the call for theirs
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("way", WAYS)
+def test_vectors_are_normalized_inside(way: str, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a line of F.normalize before the call, in float64; in float32 by kernels."""
+    monkeypatch.setattr(plan, "_plans", {})
+    if way == "host":
+        monkeypatch.setattr(plan, "waits_on_host", lambda features, device: True)
+        monkeypatch.setattr(host, "cut", lambda *_: host.Cut(2, 3))
+    q, k, mask = _batch()
+    mask[2] = False
+    leaves = [x.double().requires_grad_() for x in (q, k.masked_fill(~mask[..., None], 0.0), k.flip(0))]
+    results = [_normalized_step(leaves, mask, way, inside=False)]
+    if way == "ranks":
+        found = pool.run(_normalized_on_a_rank, 2, mask, leaves)
+        results.append([found[0][0], *[torch.cat(parts) for parts in list(zip(*found, strict=True))[1:]]])
+    else:
+        given = [x.float().detach().requires_grad_() for x in leaves] if way == "kernels" else leaves
+        results.append(_normalized_step(given, mask, way, inside=True))
+    for true, x in zip(*results, strict=True):
+        assert distance(x, true) <= (1e-5 if way == "kernels" else 1e-12)
+
+
+def _normalized_step(leaves: list[Tensor], mask: Tensor, way: str, inside: bool) -> list[Tensor]:
+    """The loss, and the gradients of vectors that are normalised by the scorer or before."""
+    module, how = MaxSim(normalize=inside), {"loss": Softmax()} if way == "negatives" else {}
+    if inside and way == "hooked":
+        module.register_forward_hook(lambda *_: None)
+    backend = "triton" if inside and way == "kernels" else "auto"
+
+    def step(*vectors: Tensor) -> Tensor:
+        query, key, more = vectors if inside else [F.normalize(x, dim=-1) for x in vectors]
+        if way == "module":
+            return module(query, (key, mask)).square().sum()
+        sides: Any = (query, mask[:, :3]), (key, mask)
+        if way == "packed":
+            sides = Ragged.of(*sides[0]), Ragged(Ragged.of(*sides[1]).values.T, mask.sum(1), axis=1)
+        negatives = {"negatives": (more, ~mask)} if way == "negatives" else {}
+        return contrast(*sides, **negatives, **how, scorer=module, scale=2.0, backend=backend)
+
+    loss = (torch.compile(step, backend="eager") if inside and way == "compiled" else step)(*leaves)
+    used = leaves[: 3 if way == "negatives" else 2]
+    return [loss.detach(), *torch.autograd.grad(loss, used)]
+
+
+def _normalized_on_a_rank(rank: int, group: Any, mask: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    share = [slice(0, 2), slice(2, 5)][rank]
+    q, k = (x[share].detach().requires_grad_() for x in leaves[:2])
+    sides = (q, mask[share, :3]), (k, mask[share])
+    loss = contrast(*sides, scorer=MaxSim(normalize=True), scale=2.0, group=group, gradient="sum")
+    return [loss.detach(), *torch.autograd.grad(loss, (q, k))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_zeros_and_padding_are_normalized_without_nan(dtype: torch.dtype) -> None:
+    x, mask = torch.randn(2, 3, 8).to(dtype), torch.ones(2, 3, dtype=torch.bool)
+    assert torch.equal(scorers.unit_vectors(x), F.normalize(x, dim=-1))
+    x[0, 1], x[1, 2], mask[1, 2] = 0.0, torch.nan, False
+    unit = scorers.unit_vectors(x.requires_grad_(), mask)
+    (gradient,) = torch.autograd.grad(unit, x, torch.randn_like(unit))
+    assert all(y.isfinite().all() and not y[0, 1].any() and not y[1, 2].any() for y in (unit.detach(), gradient))
+    loss = contrast((x, mask), (x, mask), scorer=MaxSim(normalize=True), loss=Softmax())
+    assert torch.autograd.grad(loss, x)[0].isfinite().all()
+
+
+def test_a_side_that_cannot_be_normalized_has_the_sentence_of_the_scorer() -> None:
+    q = torch.ones(5, 2, 4)
+    for k in (q[0], (q, torch.ones(5, 2)), (q, torch.ones(5, 2, device="meta").bool()), {"tokens": q}):
+        sentences = [refusal(contrast, q, k, scorer=MaxSim(normalize=inside)) for inside in (False, True)]
+        assert sentences[0] == sentences[1]
 
 
 def _masks(shape: tuple[int, ...], masked: bool) -> tuple[Tensor | None, Tensor | None]:

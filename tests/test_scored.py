@@ -544,6 +544,14 @@ SENTENCES = {
     "`negatives` must be nested and shaped as `k`; got [[2, 3]]. Pad both alike.": lambda: contrast(
         _x(), _x(), negatives=torch.ones(2, 3), scorer=Bilinear(4, 4), loss=Softmax()
     ),
+    "`negatives` must be shared by all queries with a scorer; got shapes [[5, 3, 2, 4]]. Flatten them to [N * H, ...], "
+    "negatives of every query, or leave `scorer` out.": lambda: contrast(
+        *[torch.ones(5, 2, 4)] * 2, negatives=torch.ones(5, 3, 2, 4), scorer=MaxSim(normalize=True), loss=Softmax()
+    ),
+    "`negative_ids` must go with `negatives` of three dimensions [queries, H, features]; got others. Continue "
+    "`key_ids` over shared negatives.": lambda: contrast(
+        _x(), _x(), negatives=_x(), negative_ids=torch.ones(5, 1), scorer=Bilinear(4, 4), loss=Softmax()
+    ),
     "`negatives` must have the types of `k`, and lie beside it; got torch.float32 on cpu and torch.float64 on cpu. "
     "Convert one side first.": lambda: contrast(
         _x(), _x(), negatives=_x().double(), scorer=Bilinear(4, 4), loss=Softmax()

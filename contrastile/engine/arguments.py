@@ -9,11 +9,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from contrastile._errors import invalid
+from contrastile._torch import pytree
 from contrastile._types import FEATURES, shape_or_type
 from contrastile.losses.base import Count, PairLoss, Shard, changed, count_equal
 from contrastile.tiles.base import nonfinite_flag
@@ -124,6 +126,15 @@ def own_negatives(
         got = f"shape {list(ids.shape)}, {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
         rule = f"be integers of shape {list(own.shape[:2])}, one for each of the negatives"
         raise invalid("negative_ids", rule, got, "A negative with the id of its query does not count.")
+
+
+def shared_by_queries(negatives: Any, k: Any) -> None:
+    """Check that the negatives of a scorer are nested tensors like those of k, and no lists of each query's own."""
+    more, keys = ([x for x in pytree.tree_leaves(side) if isinstance(x, Tensor)] for side in (negatives, k))
+    if more and keys and more[0].ndim == keys[0].ndim + 1:
+        rule, got = "be shared by all queries with a scorer", [list(x.shape) for x in more]
+        remedy = "Flatten them to [N * H, ...], negatives of every query, or leave `scorer` out."
+        raise invalid("negatives", rule, f"shapes {got}", remedy)
 
 
 def same_length(name: str, x: Tensor, other_name: str, other: Tensor, otherwise: str = "") -> None:

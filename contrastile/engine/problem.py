@@ -108,7 +108,7 @@ class Arguments:
         if not scored:
             _features(q, k, self.negatives, self.cast())
             checks.guides(self.guides, q, k, self.negatives)
-            checks.own_negatives(self.own, self.negative_ids, self.query_ids, q, self.options.device)
+        checks.own_negatives(self.own, self.negative_ids, self.query_ids, q, self.options.device)
         if not isinstance(loss, PairLoss):
             got = loss.__name__ if isinstance(loss, type) else type(loss).__name__
             remedy = "Pass Softmax(...) or Sigmoid(...) of contrastile.losses."
