@@ -34,16 +34,14 @@ SIX = {"LEFT": 0b10_01_00_01_00_00, "RIGHT": 0b00_01_10_00_01_00, "PRODUCTS": 6,
 # every option of the small kernels
 EVERYTHING = {"U": True, "V": True, "WEIGHTS": True, "SMOOTH": True, "BIASED": True, "SIDES": 2}
 EVERYTHING |= {"MEAN": True, "TIMES": True, "GUIDE": 2, "SELF": True, "ADD": True, "ORDERED": True, "STEPS": 14}
-EVERYTHING |= {"MEASURED": 1, "SOFT": 1}
+EVERYTHING |= {"MEASURED": 1}
 # strides and sizes that are multiples of 16 where features are
-ALIGNED = ("D", "G", "entries", *(f"{name}_stride" for name in ("q", "k", "guide_q", "guide_k", "out", "guide")))
+ALIGNED = ("D", "G", "entries", *(f"{name}_stride" for name in ("q", "k", "guide_q", "guide_k", "out", "bits")))
 # arguments of several tensors
 TUPLES = {"sources": ("*fp32", "*i32"), "targets": ("*bf16", "*i64"), "lengths": ("i32", "i32")}
 TUPLES |= {"totals": ("*fp32", "*fp32"), "outs": ("*bf16", "*fp32"), "number_outs": ("*fp32", "*bf16")}
 # GUIDE of a teacher
 TEACHER = 2
-# kernels of a guide before those of the tiles
-GUIDING = ("mask_bits", "soft_strip")
 # kernels that take most of the time: several programs of them share a multiprocessor
 BUSY = ("totals plain", "gradient plain", "totals sigmoid", "gradient sigmoid")
 KEPT = ("totals kept", "gradient kept")
@@ -114,7 +112,7 @@ def _type(name: str, shape: Any, constants: dict[str, Any]) -> str | tuple[str, 
     rows, cols = (shape.rows, shape.depth), (shape.cols, shape.depth)
     of_tokens = (constants.get("BN"), constants["BD"]) if "BD" in constants else cols
     descriptors = {"q_mem": rows, "k_mem": of_tokens, "out_mem": (shape.rows, shape.cols // 2)}
-    if constants.get("GUIDE") == TEACHER and not constants.get("SOFT"):
+    if constants.get("GUIDE") == TEACHER:
         descriptors |= {"guide_q_mem": rows, "guide_k_mem": cols}
     if name.endswith("_mem") and name not in descriptors:
         return "*bf16"
@@ -129,12 +127,10 @@ def _type(name: str, shape: Any, constants: dict[str, Any]) -> str | tuple[str, 
     of_texts = ("tokens_ptr", "lengths_ptr", "list_ptr", "bounds_ptr", "begins_ptr", "order_ptr")
     by_label = constants.get("POSITIVES") == -1 and name == "positives_ptr"
     by_label |= name == "spans_ptr" or (name in ("row_out_ptr", "col_out_ptr") and "STEPS" in constants)
-    if name.endswith(("ids_ptr", *of_texts)) or by_label:
+    if name.endswith(("ids_ptr", "bits_ptr", *of_texts)) or by_label:
         return "*i32"
     if name == "strip_ptr":
         return "*bf16"
-    if name == "guide_ptr":
-        return "*bf16" if constants.get("SOFT") else "*i32"
     indices = (
         "labels_ptr",
         "sorted_ptr",
@@ -196,9 +192,7 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
 
     plain = {"DIAGONAL": True, "COLUMNS": True, "PRODUCTS": 1, "PARTS": 1}
     sigmoid = {"SOFTPLUS": True, "COLUMNS": False, "LOSS": True}
-    teacher = {"GUIDE": TEACHER, "GUIDE_PRODUCTS": 1, "FLATTEN": False, "EACH": 4}
-    # of 16-bit features; others, and the careful kernels, compute the teacher's products themselves
-    strip = {"GUIDE": TEACHER, "SOFT": 2, "EACH": 4}
+    teacher = {"GUIDE": TEACHER, "GUIDE_PRODUCTS": 1, "FLATTEN": False}
     by_label = {"DIAGONAL": False, "POSITIVES": -1}
     several = {"DIAGONAL": False, "POSITIVES": UNROLLED.value + 1, "FLATTEN": False, "IDS": True, "SMOOTH": True}
     for kernel in _kernels():
@@ -214,7 +208,7 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
                 yield kernel, name, plain | masks | sizes
             continue
         if name not in TILE_KERNELS:
-            if capability in COMPLETE or (name in GUIDING and capability == 90):
+            if capability in COMPLETE or (name, capability) == ("mask_bits", 90):
                 side = {"BM": 64, "BN": 64} if kernel.fn.__module__.endswith("labels") else {}
                 yield kernel, name, plain | EVERYTHING | side | {"CHANNELS": 7, "LAST": True}
                 if name == "finish":
@@ -237,7 +231,7 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
         if busy and capability == 90:
             yield kernel, f"{name} kept", plain | {"LOSS": True, "COLUMNS": name == "totals", "KEEP": True}
         if capability in GUIDED_ON and (EVERY or busy):
-            yield kernel, f"{name} teacher", plain | (strip if busy else teacher)
+            yield kernel, f"{name} teacher", plain | teacher
             if EVERY:
                 yield kernel, f"{name} teacher, six products", plain | SIX | teacher
                 yield kernel, f"{name} mask", plain | {"GUIDE": 1, "COLUMNS": False}

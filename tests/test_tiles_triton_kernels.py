@@ -22,7 +22,6 @@ from contrastile import contrast
 from contrastile._types import Reduction
 from contrastile.losses.base import Finished, Formula, PairLoss, Shard
 from contrastile.losses.decoupled import Decoupled, DecoupledWeighted
-from contrastile.losses.distilled import Distilled
 from contrastile.losses.hardness import Hardness
 from contrastile.losses.reference import dense_decoupled, dense_softmax
 from contrastile.losses.sigmoid import Sigmoid
@@ -155,20 +154,6 @@ def test_exponentials_are_kept_for_a_backward_that_follows(n: int, scale: float,
         least = 1e-4 if loss.symmetric else 1e-6
         assert distance(found, true) <= (1e-2 if found.ndim else least * max(1.0, scale / 20))
     assert tiles.kept is None
-
-
-def test_a_teacher_s_exponentials_are_kept_for_a_backward_that_follows() -> None:
-    rows, cols = _pair(_unit(45, torch.bfloat16), _unit(70, torch.bfloat16))
-    rows, cols = (
-        replace(rows, guides=(15 * _unit(45, torch.bfloat16),)),
-        replace(cols, guides=(_unit(70, torch.bfloat16),)),
-    )
-    tiles = Triton(Distilled(symmetric=True, weight=0.4), torch.tensor(20.0), None, 2**30)
-    tiles.followed = tiles.fresh = True
-    wide = [replace(x, guides=tuple([guide.double() for guide in x.guides])) for x in (rows, cols)]
-    for found, true in zip(_followed(tiles, rows, cols), _followed(*_exact(tiles, *wide)), strict=True):
-        assert distance(found, true) <= 1e-2
-    assert tiles.guidance.strip is None
 
 
 @pytest.mark.usefixtures("_few_features")

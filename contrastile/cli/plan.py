@@ -103,7 +103,7 @@ def lines(plan: Plan) -> Iterator[str]:
 
 
 def _pairs(plan: Plan, count: int) -> str:
-    """A largest batch; from some on the device sets no limit."""
+    """The largest batch as text, or "no limit" where the search has ended."""
     return f"{count:,}" if count < plan.most else "no limit"
 
 

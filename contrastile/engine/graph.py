@@ -4,7 +4,7 @@ A batch of 4,096 rows keeps a GPU busy for 0.2 ms, but its thirty launches keep 
 with ids, labels or listed positives there are sixty. From the third call of a plan on they are two launches in the
 forward, one that copies features, numbers, labels and weights to the memory that the graph reads, and the graph itself,
 and one in the backward. Gradient sums stay in the graph's memory until their backward (`Held`), so that calls are
-independent of each other. Kernels, their order and the bits are those of the calls before.
+independent of each other. Kernels and their order are those of the calls before.
 
 `Replayed` is the twin of `Operation` for such a call: nothing is left to choose, so it has none of `Operation`'s steps.
 """

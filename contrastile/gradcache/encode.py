@@ -98,7 +98,7 @@ def encode(
         retain: number of sub-batches, the last ones, whose graph is kept from the first pass; they need no second
             forward. "auto": as many as memory allows; with room for all, caching costs nothing. Behind a frozen trunk,
             where graphs hold little more than the trunk's features, all are kept in any case, as long as there is room.
-            A batch of one sub-batch with a number of 1 or more is plain autograd, outside of data-parallel wrappers.
+            With a number of 1 or more, a batch that fits in one sub-batch is plain autograd, outside of wrappers.
         device: device on which the encoder computes; by default that of its parameters.
         features: memory in which the features wait. "host": pinned host memory, to which each sub-batch's features are
             copied at once; a loss with `device=` reads them there, and their gradients come back from there sub-batch

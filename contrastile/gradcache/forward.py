@@ -125,10 +125,10 @@ class Job:
 
     @property
     def retains_the_batch(self) -> bool:
-        """Return whether the batch is one sub-batch that retains its graph, whatever other ranks and calls do."""
+        """Return whether the batch is one sub-batch that retains its graph, and no wrapper or host takes part."""
         (start, stop), *others = self.bounds
-        elsewhere = self.sharding.modules or self.engine or self.to_host
-        return not others and start < stop and self.retain not in (0, AUTO) and not elsewhere
+        takes_part = self.sharding.modules or self.engine or self.to_host
+        return not others and start < stop and self.retain not in (0, AUTO) and not takes_part
 
     def differentiates(self, leaves: Sequence[Tensor]) -> bool:
         """Return whether anything will be back-propagated."""

@@ -23,8 +23,8 @@ OPTIMIZER_TRAFFIC = 7
 # time of the fused kernels in float32 over that in 16 bits, by torch's precision of float32 products: six, three or one
 # product of pieces, and the pieces' way through memory
 FLOAT32_LOSS = {"highest": 7.0, "high": 3.5, "medium": 1.2}
-# the host's time, in those of a small call, which is replayed: of a pairwise loss's call, of a block of a larger loss,
-# and until the first block of one begins
+# the host's time as multiples of that of a small replayed call: a small call of a pairwise loss, each block of a larger
+# loss, and the start of a larger loss
 PAIRWISE_CALLS, BLOCK_CALLS, START_CALLS = 2.3, 1.1, 1.3
 # the time of a pair beside its products, over that of a plain softmax: with a teacher's probability too, and where
 # labels are compared. From 32k rows of `contrastile bench loss --losses distill clip_labels siglip_labels`

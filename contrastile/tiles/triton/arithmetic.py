@@ -50,8 +50,7 @@ ANY = ("N", "M", "n", "diagonal", "self_diagonal", "positives", "positives_strid
        "vectors_step", "part_stride", "part_row_stride", "part_col_stride", "parts", "stats_row_stride", "stats_stride",
        "row_stats_stride", "col_stats_stride", "row_state_stride", "col_state_stride", "row_tiles", "col_tiles",
        "row_first", "row_last", "col_first", "col_last", "q_blocks", "blocks", "truncation", "careful", "kept",
-       "smoothing", "m", "spans_stride", "spans_start", "row_stride", "col_stride", "x_lost", "y_lost",
-       "guide_step")  # fmt: skip
+       "smoothing", "m", "spans_stride", "spans_start", "row_stride", "col_stride", "x_lost", "y_lost")  # fmt: skip
 
 
 @triton.jit
@@ -174,30 +173,13 @@ def _added(a, b, c, other_a, other_b, other_c):
 
 
 @triton.jit
-def _of_warps(x, BM: tl.constexpr, WIDTH: tl.constexpr):
-    """Sums along the columns of x, [4, WIDTH], one of each warp."""
-    return tl.sum(tl.sum(tl.reshape(x, (2, 4, BM // 8, WIDTH)), 0), 1)
-
-
-@triton.jit
-def store_column_sums(a, b, c, col_part_ptr, i, cols, M, stride, BM: tl.constexpr, WIDTH: tl.constexpr,
-                      EACH: tl.constexpr):  # fmt: skip
-    """Store the sums of three tiles along columns, one stride apart, as `store_sums`.
-
-    EACH is 4: one of each warp, so that none waits for another. Else they wait once for all three.
-    """
-    if EACH == 4:
-        warps = 4 * i + tl.arange(0, 4)
-        at = col_part_ptr + warps.to(tl.int64)[:, None] * M + cols[None, :]
-        inside = tl.broadcast_to((cols < M)[None, :], (4, WIDTH))
-        store_sums(_of_warps(a, BM, WIDTH), _of_warps(b, BM, WIDTH), _of_warps(c, BM, WIDTH), at, stride, inside)
-    else:
-        of_a, of_b, of_c = tl.reduce((a, b, c), 0, _added)
-        at = col_part_ptr + i.to(tl.int64) * M + cols
-        # [columns, 2, 2], the last of which is not stored
-        sums = tl.join(tl.join(of_a, of_c), tl.join(of_b, of_b))
-        number = 2 * tl.arange(0, 2)[None, :, None] + tl.arange(0, 2)[None, None, :]
-        tl.store(at[:, None, None] + number * stride, sums, mask=(cols < M)[:, None, None] & (number < 3))
+def store_column_sums(a, b, c, at, stride, inside):
+    """Store the sums of three tiles along columns, as `store_sums`; warps wait for each other once, not three times."""
+    of_a, of_b, of_c = tl.reduce((a, b, c), 0, _added)
+    # [columns, 2, 2], the last of which is not stored
+    sums = tl.join(tl.join(of_a, of_c), tl.join(of_b, of_b))
+    number = 2 * tl.arange(0, 2)[None, :, None] + tl.arange(0, 2)[None, None, :]
+    tl.store(at[:, None, None] + number * stride, sums, mask=inside[:, None, None] & (number < 3))
 
 
 @triton.jit

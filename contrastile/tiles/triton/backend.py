@@ -294,11 +294,8 @@ class Triton(Tiles):
                 else:
                     # where the careful flag is set, the exponentials are not read
                     memory = None if self.kept is None else self.kept.strip.view(torch.float32).flatten()
-                    parts = self._new_parts(tile.block, channels, memory, 1 if careful else epilogue.each)
-                    keep = self.followed and all((*tile.first, *tile.last))
-                    pair = tile.pair if careful else self.guidance.taught(tile.pair, block.constants, keep=keep)
-                    launch.sums(pair, block.constants, parts, epilogue, careful=careful)
-                    del pair
+                    parts = self._new_parts(tile.block, channels, memory)
+                    launch.sums(tile.pair, block.constants, parts, epilogue, careful=careful)
                 merged = (parts, tile.of(stats), block.constants, epilogue, tile.first, tile.last)
                 launch.merge_sums(*merged, careful=careful)
                 if block.order is not None and not careful:
@@ -306,7 +303,7 @@ class Triton(Tiles):
                 # freed before the next super-tile's sums are allocated, which may fill the workspace
                 del parts, merged
         if self._epilogue.masked and all((*tile.first, *tile.last)):
-            self.guidance = Guidance(block.position, tile.pair.guided)
+            self.guidance = Guidance(block.position, tile.pair.bits)
         if not self.followed:
             self.super_tile = None
         self._positive_stats(block, stats)
@@ -389,7 +386,7 @@ class Triton(Tiles):
         for tile in self._super_tiles(block, self._budget.backward_beside(self.guidance.held(block))):
             if strip is None:
                 # the first super-tile is the largest
-                strip = tile.pair.new_strip() if self.guidance.strip is None else self.guidance.strip
+                strip = tile.pair.new_strip()
             self._fill(tile, weights, strip, sums, row_stats)
             first_of_row, first_of_col = (self.fresh and first for first in tile.first)
             if u is not None and not early:
@@ -419,8 +416,7 @@ class Triton(Tiles):
         epilogue, constants = self._epilogue, tile.block.constants
         vectors = [along(x, at) for x, at in zip(weights, tile.along, strict=False)]
         parts = [] if row_stats is None else self._new_parts(tile.block, epilogue.channels)
-        pair = self.guidance.taught_gradient(tile.pair, constants, strip)
-        launch.gradient(pair, constants, vectors, strip, sums, epilogue, *parts)
+        launch.gradient(tile.pair, constants, vectors, strip, sums, epilogue, *parts)
         stats = None if row_stats is None else tile.of([row_stats])
         if stats is not None:
             # not first: added to the statistics so far

@@ -40,7 +40,7 @@ from contrastile.tiles.triton.arithmetic import (
     sum_per_lane,
 )
 from contrastile.tiles.triton.forward import join_quarters, softplus_sum, store_half, tile_at, tile_products
-from contrastile.tiles.triton.guides import aside, false_negatives, load_bits, load_soft
+from contrastile.tiles.triton.guides import aside, false_negatives, load_bits
 from contrastile.tiles.triton.masks import distinct_pairs, has_masked, valid_pairs
 
 
@@ -126,14 +126,14 @@ def program_sums(sums_ptr, BM: tl.constexpr):
 
 @triton.jit(do_not_specialize=ANY)
 def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row_a_ptr, col_b_ptr, sums_ptr,
-             row_part_ptr, positives_ptr, row_ids_ptr, col_ids_ptr, guide_ptr, scratch_ptr, q_stride, k_stride,
+             row_part_ptr, positives_ptr, row_ids_ptr, col_ids_ptr, bits_ptr, scratch_ptr, q_stride, k_stride,
              guide_q_stride, guide_k_stride, N, M, D, G, diagonal, self_diagonal, positives, positives_stride,
-             positives_start, part_stride, out_stride, guide_stride, guide_step, vectors_step, BM: tl.constexpr,
+             positives_start, part_stride, out_stride, bits_stride, vectors_step, BM: tl.constexpr,
              BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
              PRODUCTS: tl.constexpr, GUIDE: tl.constexpr, GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr,
              GUIDE_PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr, DIAGONAL: tl.constexpr,
              SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr, COLUMNS: tl.constexpr,
-             SOFTPLUS: tl.constexpr, SMOOTH: tl.constexpr, LOSS: tl.constexpr, PARTS: tl.constexpr, SOFT: tl.constexpr,
+             SOFTPLUS: tl.constexpr, SMOOTH: tl.constexpr, LOSS: tl.constexpr, PARTS: tl.constexpr,
              FLATTEN: tl.constexpr):  # fmt: skip
     """Write the gradient of the valid pairs, 2^t · (a_i + b_j) − (c_i + d_j), into the strip [PARTS, N, M].
 
@@ -153,7 +153,7 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
     row_tiles = tl.cdiv(N, BM)
     col_tiles = tl.cdiv(M, BN)
     constants = exponent_constants(constants_ptr)
-    if GUIDE == TEACHER and SOFT == 0:
+    if GUIDE == TEACHER:
         teachers = exponent_constants(constants_ptr + TEACHERS)
     tiles = tl.where(tl.load(constants_ptr + CAREFUL) == 0, row_tiles * col_tiles, 0)
     sums_at = program_sums(sums_ptr, BM)
@@ -163,7 +163,7 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
         acc = tile_products(
             q_mem, k_mem, q_stride, k_stride, D, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, G,
             scratch_ptr, i, j, N, M, BM, BN, BK, LEFT, RIGHT, PRODUCTS, GUIDE, GUIDE_LEFT, GUIDE_RIGHT, GUIDE_PRODUCTS,
-            SOFT, TMA, UPCAST)  # fmt: skip
+            TMA, UPCAST)  # fmt: skip
         rows = i * BM + tl.arange(0, BM)
         a = _load_vector(row_a_ptr, rows, N)[:, None]
         masked = has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES)
@@ -192,7 +192,7 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
             if GUIDE == TEACHER:
                 c = _load_vector(row_a_ptr + vectors_step, rows, N)[:, None]
             if GUIDE == MASK:
-                words = load_bits(guide_ptr, guide_stride, i, j, BM)
+                words = load_bits(bits_ptr, bits_stride, i, j, BM)
             for at in tl.static_range(4):
                 part = quarter(acc, at, BM, BN)
                 cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
@@ -200,7 +200,7 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
                 if GUIDE == MASK:
                     false = false_negatives(words, at * WIDTH, BM, WIDTH)
                     t = tl.where(false, -float("inf"), t)
-                if GUIDE == TEACHER and SOFT == 0:
+                if GUIDE == TEACHER:
                     soft = exponents(aside(scratch_ptr, at, BM, BN), teachers, SOFTPLUS, GUIDE_PRODUCTS)
                 if IDS or SMOOTH:
                     valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
@@ -209,12 +209,12 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
                     if GUIDE == MASK:
                         valid = valid & (false == 0)
                     t = tl.where(valid, t, -float("inf"))
-                    if GUIDE == TEACHER and SOFT == 0:
+                    if GUIDE == TEACHER:
                         soft = tl.where(valid, soft, -float("inf"))
                 elif masked:
                     valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
                     t = tl.where(valid, t, -float("inf"))
-                    if GUIDE == TEACHER and SOFT == 0:
+                    if GUIDE == TEACHER:
                         soft = tl.where(valid, soft, -float("inf"))
                 e = tl.math.exp2(t)
                 g = e
@@ -234,11 +234,7 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
                     d = c
                     if COLUMNS:
                         d = c + _load_vector(col_b_ptr + vectors_step, cols, M)[None, :]
-                    if SOFT == 0:
-                        f = tl.math.exp2(soft)
-                    else:
-                        f = load_soft(guide_ptr, guide_stride, guide_step, i, j, at, BM, BN, SOFT)
-                    g = g - f * d
+                    g = g - tl.math.exp2(soft) * d
                 if SMOOTH:
                     g = g - _load_vector(row_a_ptr + vectors_step, rows, N)[:, None]
                     if COLUMNS:
@@ -251,9 +247,6 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
                 else:
                     half = j * BN + (at // 2) * (BN // 2)
                     g = join_quarters(left, g, BM, WIDTH)
-                    if GUIDE == TEACHER and not TMA:
-                        # the half of the strip that is overwritten has been read by all warps
-                        tl.debug_barrier()
                     store_half(out_mem, out_stride, g, i, half, part_stride, BM, BN // 2, PARTS, TMA)
             if LOSS:
                 row_at = row_part_ptr + j.to(tl.int64) * N + rows

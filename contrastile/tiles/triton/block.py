@@ -20,7 +20,6 @@ from contrastile.losses.base import PairLoss, Shard
 from contrastile.tiles.triton.arithmetic import POSITIVE_SHARE
 from contrastile.tiles.triton.plan import (
     PIECES,
-    SOFT_SUMS,
     Epilogue,
     Masks,
     Pair,
@@ -58,12 +57,9 @@ class Budget:
     workspace: int
 
     def forward(self, height: int, width: int, copied: int, parts: int) -> int:
-        """The tiles' numbers, a teacher's exponentials of 16-bit features, and what all passes share."""
-        fast = self._partial(height, width, self.epilogue.channels, self.epilogue.each)
-        if self.epilogue.taught and parts == 1:
-            fast += 2 * prod(strip_shape(height, width, SOFT_SUMS, shape_for(self.device)))
-        careful = self._partial(height, width, self.epilogue.careful_channels)
-        return max(fast, careful) + self._shared(height, width, copied)
+        """The tiles' numbers, and what all passes share."""
+        del parts
+        return self._partial(height, width, self.epilogue.careful_channels) + self._shared(height, width, copied)
 
     def backward(self, height: int, width: int, copied: int, parts: int) -> int:
         """The strip, the sums of a loss computed in the same sweep, and what all passes share."""

@@ -92,8 +92,8 @@ def _teacher(x, t, valid, axis: tl.constexpr):
 
 @triton.jit(do_not_specialize=ANY)
 def maxima(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, col_part_ptr, positives_ptr,
-           row_ids_ptr, col_ids_ptr, guide_ptr, scratch_ptr, q_stride, k_stride, guide_q_stride, guide_k_stride, N, M,
-           D, G, diagonal, self_diagonal, positives, positives_stride, positives_start, guide_stride, BM: tl.constexpr,
+           row_ids_ptr, col_ids_ptr, bits_ptr, scratch_ptr, q_stride, k_stride, guide_q_stride, guide_k_stride, N, M,
+           D, G, diagonal, self_diagonal, positives, positives_stride, positives_start, bits_stride, BM: tl.constexpr,
            BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
            PRODUCTS: tl.constexpr, GUIDE: tl.constexpr, GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr,
            GUIDE_PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr, DIAGONAL: tl.constexpr,
@@ -118,7 +118,7 @@ def maxima(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
         acc = tile_products(
             q_mem, k_mem, q_stride, k_stride, D, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, G,
             scratch_ptr, i, j, N, M, BM, BN, BK, LEFT, RIGHT, PRODUCTS, GUIDE, GUIDE_LEFT, GUIDE_RIGHT, GUIDE_PRODUCTS,
-            0, TMA, UPCAST)  # fmt: skip
+            TMA, UPCAST)  # fmt: skip
         rows = i * BM + tl.arange(0, BM)
         WIDTH: tl.constexpr = BN // 4
         top = tl.full((BM,), -float("inf"), tl.float32)
@@ -126,7 +126,7 @@ def maxima(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
         logit_sum, count = total, total
         teacher_top, soft, gap = top, total, total
         if GUIDE == MASK:
-            words = load_bits(guide_ptr, guide_stride, i, j, BM)
+            words = load_bits(bits_ptr, bits_stride, i, j, BM)
         for at in tl.static_range(4):
             x = quarter(acc, at, BM, BN) * factor * LN2
             cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
@@ -189,9 +189,9 @@ def softmax_gradient(x, t, positive, several, state_ptr, state_stride, coefficie
 @triton.jit(do_not_specialize=ANY)
 def careful_gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row_state_ptr, row_coefficient_ptr,
                      col_state_ptr, col_coefficient_ptr, row_state_stride, col_state_stride, sums_ptr, positives_ptr,
-                     row_ids_ptr, col_ids_ptr, guide_ptr, scratch_ptr, q_stride, k_stride, guide_q_stride,
+                     row_ids_ptr, col_ids_ptr, bits_ptr, scratch_ptr, q_stride, k_stride, guide_q_stride,
                      guide_k_stride, N, M, D, G, diagonal, self_diagonal, positives, positives_stride, positives_start,
-                     part_stride, out_stride, guide_stride, smoothing, BM: tl.constexpr, BN: tl.constexpr,
+                     part_stride, out_stride, bits_stride, smoothing, BM: tl.constexpr, BN: tl.constexpr,
                      BK: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
                      PRODUCTS: tl.constexpr, GUIDE: tl.constexpr, GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr,
                      GUIDE_PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr, DIAGONAL: tl.constexpr,
@@ -214,11 +214,11 @@ def careful_gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_
         acc = tile_products(
             q_mem, k_mem, q_stride, k_stride, D, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, G,
             scratch_ptr, i, j, N, M, BM, BN, BK, LEFT, RIGHT, PRODUCTS, GUIDE, GUIDE_LEFT, GUIDE_RIGHT, GUIDE_PRODUCTS,
-            0, TMA, UPCAST)  # fmt: skip
+            TMA, UPCAST)  # fmt: skip
         rows = i * BM + tl.arange(0, BM)
         WIDTH: tl.constexpr = BN // 4
         if GUIDE == MASK:
-            words = load_bits(guide_ptr, guide_stride, i, j, BM)
+            words = load_bits(bits_ptr, bits_stride, i, j, BM)
         for at in tl.static_range(4):
             part = quarter(acc, at, BM, BN)
             cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)

@@ -41,16 +41,7 @@ from contrastile.tiles.triton.arithmetic import (
     store_sums,
     sum_per_lane,
 )
-from contrastile.tiles.triton.guides import (
-    aside,
-    false_negatives,
-    load_bits,
-    load_soft,
-    logarithm,
-    set_aside,
-    store_bits,
-    store_soft,
-)
+from contrastile.tiles.triton.guides import aside, false_negatives, load_bits, set_aside, store_bits
 from contrastile.tiles.triton.masks import distinct_pairs, has_masked, valid_pairs
 
 
@@ -103,14 +94,11 @@ def products(acc, q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM: tl.conste
 def tile_products(q_mem, k_mem, q_stride, k_stride, D, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, G,
                   scratch_ptr, i, j, N, M, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr,
                   RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, GUIDE: tl.constexpr, GUIDE_LEFT: tl.constexpr,
-                  GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr, SOFT: tl.constexpr, TMA: tl.constexpr,
+                  GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr, TMA: tl.constexpr,
                   UPCAST: tl.constexpr):  # fmt: skip
-    """⟨q, k⟩ of tile (i, j).
-
-    Without a strip of its exponentials, a teacher's product comes before it, and is set aside: the registers hold one.
-    """
+    """⟨q, k⟩ of tile (i, j). A teacher's product comes before it, and is set aside: the registers hold one of them."""
     zero = tl.zeros((BM, BN), tl.float32)
-    if GUIDE == TEACHER and SOFT == 0:
+    if GUIDE == TEACHER:
         guide = products(zero, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, i, j, N, M, G, BM, BN, BK,
                          GUIDE_LEFT, GUIDE_RIGHT, GUIDE_PRODUCTS, TMA, UPCAST)  # fmt: skip
         set_aside(scratch_ptr, guide, BM, BN)
@@ -205,14 +193,14 @@ def kept_tile(acc, constants, masks, ids, col_part_ptr, out_mem, out_stride, i, 
 
 @triton.jit(do_not_specialize=ANY)
 def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, col_part_ptr, positives_ptr,
-           row_ids_ptr, col_ids_ptr, guide_ptr, scratch_ptr, out_mem, out_stride, q_stride, k_stride, guide_q_stride,
+           row_ids_ptr, col_ids_ptr, bits_ptr, scratch_ptr, out_mem, out_stride, q_stride, k_stride, guide_q_stride,
            guide_k_stride, N, M, D, G, diagonal, self_diagonal, positives, positives_stride, positives_start,
-           guide_stride, guide_step, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+           bits_stride, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
            LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, GUIDE: tl.constexpr,
            GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr, TMA: tl.constexpr,
            UPCAST: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr,
-           COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, SMOOTH: tl.constexpr, KEEP: tl.constexpr, EACH: tl.constexpr,
-           SOFT: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
+           COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, SMOOTH: tl.constexpr, KEEP: tl.constexpr,
+           FLATTEN: tl.constexpr):  # fmt: skip
     """Per tile: Σ 2^t of the valid pairs, along rows [channel, col tile, N] and columns [channel, row tile, M].
 
     SMOOTH adds two channels, see `_store_logits`; so does GUIDE == TEACHER, see `store_sums`. SOFTPLUS sums
@@ -223,14 +211,14 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
     row_tiles = tl.cdiv(N, BM)
     col_tiles = tl.cdiv(M, BN)
     constants = exponent_constants(constants_ptr)
-    if GUIDE == TEACHER and SOFT == 0:
+    if GUIDE == TEACHER:
         teachers = exponent_constants(constants_ptr + TEACHERS)
     for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=FLATTEN):
         i, j = tile_at(tile, row_tiles, col_tiles, GROUP)
         acc = tile_products(
             q_mem, k_mem, q_stride, k_stride, D, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, G,
             scratch_ptr, i, j, N, M, BM, BN, BK, LEFT, RIGHT, PRODUCTS, GUIDE, GUIDE_LEFT, GUIDE_RIGHT, GUIDE_PRODUCTS,
-            SOFT, TMA, UPCAST)  # fmt: skip
+            TMA, UPCAST)  # fmt: skip
         rows = i * BM + tl.arange(0, BM)
         cols = j * BN + tl.arange(0, BN)
         row_at = row_part_ptr + j.to(tl.int64) * N + rows
@@ -238,34 +226,30 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
         if GUIDE == TEACHER:
             masked = has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES)
             row_stride = col_tiles.to(tl.int64) * N
-            col_stride = EACH * row_tiles.to(tl.int64) * M
+            col_stride = row_tiles.to(tl.int64) * M
             total = tl.zeros((BM, 4), tl.float32)
             soft, gap = total, total
             WIDTH: tl.constexpr = BN // 4
             for at in tl.static_range(4):
                 cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
                 x = exponents(quarter(acc, at, BM, BN), constants, SOFTPLUS, PRODUCTS)
-                if SOFT == 0:
-                    t = exponents(aside(scratch_ptr, at, BM, BN), teachers, SOFTPLUS, GUIDE_PRODUCTS)
-                    f = tl.math.exp2(t)
-                else:
-                    f = load_soft(guide_ptr, guide_stride, guide_step, i, j, at, BM, BN, SOFT)
-                    t = logarithm(f, UPCAST)
-                apart = f * (t - x)
+                t = exponents(aside(scratch_ptr, at, BM, BN), teachers, SOFTPLUS, GUIDE_PRODUCTS)
+                apart = t - x
                 if IDS or masked:
                     valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
                     if IDS:
                         valid = valid & distinct_pairs(ids, rows, cols, N, M)
                     x = tl.where(valid, x, -float("inf"))
-                    if SOFT == 0:
-                        f = tl.where(valid, f, 0.0)
-                        apart = tl.where(valid, apart, 0.0)
+                    t = tl.where(valid, t, -float("inf"))
                 e = tl.math.exp2(x)
+                f = tl.math.exp2(t)
+                apart = f * apart
                 total += sum_per_lane(e, BM, WIDTH)
                 soft += sum_per_lane(f, BM, WIDTH)
                 gap += sum_per_lane(apart, BM, WIDTH)
                 if COLUMNS:
-                    store_column_sums(e, f, apart, col_part_ptr, i, cols, M, col_stride, BM, WIDTH, EACH)
+                    col_at = col_part_ptr + i.to(tl.int64) * M + cols
+                    store_column_sums(e, f, apart, col_at, col_stride, cols < M)
             store_sums(tl.sum(total, 1), tl.sum(soft, 1), tl.sum(gap, 1), row_at, row_stride, rows < N)
         elif KEEP:
             total = kept_tile(acc, constants, masks, ids, col_part_ptr, out_mem, out_stride, i, j, N, M, BM, BN,
@@ -274,7 +258,7 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
         else:
             t = exponents(acc, constants, SOFTPLUS, PRODUCTS)
             if GUIDE == MASK:
-                false = false_negatives(load_bits(guide_ptr, guide_stride, i, j, BM), 0, BM, BN)
+                false = false_negatives(load_bits(bits_ptr, bits_stride, i, j, BM), 0, BM, BN)
                 t = tl.where(false, -float("inf"), t)
             if IDS or SMOOTH:
                 valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
@@ -302,7 +286,7 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
 
 
 @triton.jit(do_not_specialize=ANY)
-def mask_bits(q_mem, k_mem, guide_ptr, constants_ptr, row_numbers_ptr, q_stride, k_stride, N, M, D, guide_stride,
+def mask_bits(q_mem, k_mem, bits_ptr, constants_ptr, row_numbers_ptr, q_stride, k_stride, N, M, D, bits_stride,
               careful, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr,
               RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
               FLATTEN: tl.constexpr):  # fmt: skip
@@ -323,36 +307,4 @@ def mask_bits(q_mem, k_mem, guide_ptr, constants_ptr, row_numbers_ptr, q_stride,
         words = tl.zeros((BM, 4), tl.int32)
         for at in tl.static_range(4):
             exceeds = quarter(acc, at, BM, BN) > threshold[:, None]
-            words = store_bits(guide_ptr, guide_stride, exceeds, words, i, j, at, BM, BN)
-
-
-@triton.jit(do_not_specialize=ANY)
-def soft_strip(q_mem, k_mem, guide_ptr, constants_ptr, positives_ptr, row_ids_ptr, col_ids_ptr, q_stride, k_stride, N,
-               M, D, diagonal, self_diagonal, positives, positives_stride, positives_start, guide_stride, guide_step,
-               BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr,
-               RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
-               DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr,
-               SOFT: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
-    """Write a teacher's 2^t of the valid pairs, 0 of others, into a strip; see `store_soft`."""
-    masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
-    ids = (row_ids_ptr, col_ids_ptr)
-    row_tiles = tl.cdiv(N, BM)
-    col_tiles = tl.cdiv(M, BN)
-    constants = exponent_constants(constants_ptr + TEACHERS)
-    tiles = tl.where(tl.load(constants_ptr + CAREFUL) == 0, row_tiles * col_tiles, 0)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
-        i, j = tile_at(tile, row_tiles, col_tiles, GROUP)
-        acc = products(tl.zeros((BM, BN), tl.float32), q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK,
-                       LEFT, RIGHT, PRODUCTS, TMA, UPCAST)  # fmt: skip
-        masked = has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES)
-        rows = i * BM + tl.arange(0, BM)
-        WIDTH: tl.constexpr = BN // 4
-        for at in tl.static_range(4):
-            e = tl.math.exp2(exponents(quarter(acc, at, BM, BN), constants, False, PRODUCTS))
-            cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
-            if IDS or masked:
-                valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
-                if IDS:
-                    valid = valid & distinct_pairs(ids, rows, cols, N, M)
-                e = tl.where(valid, e, 0.0)
-            store_soft(guide_ptr, guide_stride, guide_step, e, i, j, at, BM, BN, SOFT)
+            words = store_bits(bits_ptr, bits_stride, exceeds, words, i, j, at, BM, BN)

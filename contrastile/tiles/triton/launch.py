@@ -223,6 +223,15 @@ def truncation_per_term(device: torch.device, *, exact: bool) -> float:
     return shape_for(device).truncation * (TRUNCATION_ONE_SIGN if exact else 1.0)
 
 
+def mask_bits(pair: Pair, constants: Tensor, *, careful: bool) -> None:
+    """Write the bits of the pairs that a guide excludes; `careful`: where the flag is set."""
+    guide = pair.of_guide
+    run(
+        forward.mask_bits, guide.programs, constants_ptr=constants, careful=int(careful), FLATTEN=guide.flattened,
+        **guide.arguments,
+    )  # fmt: skip
+
+
 def sums(
     pair: Pair,
     constants: Tensor,
@@ -238,11 +247,10 @@ def sums(
     """
     kernel = careful_kernels.maxima if careful else forward.totals
     written = {"out_mem": constants, "out_stride": 0} if strip is None else _strip(strip, constants, pair)
-    both = len(parts) == 2
     run(
-        kernel, pair.programs, constants_ptr=constants, row_part_ptr=parts[0], col_part_ptr=parts[-1], COLUMNS=both,
-        KEEP=strip is not None, EACH=parts[-1].shape[1] // pair.row_tiles if both else 1, FLATTEN=pair.flattened,
-        **written, **epilogue.flags, **pair.arguments,
+        kernel, pair.programs, constants_ptr=constants, row_part_ptr=parts[0], col_part_ptr=parts[-1],
+        COLUMNS=len(parts) == 2, KEEP=strip is not None, FLATTEN=pair.flattened, **written, **epilogue.flags,
+        **pair.arguments,
     )  # fmt: skip
 
 

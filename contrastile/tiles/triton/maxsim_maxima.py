@@ -3,8 +3,8 @@
 """Device code of a document's maxima: the largest product of each query token, and the first column that has it.
 
 Below `maxsim_kernels.py`. The bits of numbers that are not negative are ordered as integers are, and processors with
-wide products compare three integers at once. So a thread takes the maximum of its 16 columns as integers; where one is
-negative, all 16 numbers are, and it is the least of them. Of each column x,
+wide products compare three integers at once. So a thread takes the maximum of its 16 columns as integers. If that
+maximum is negative, so are all 16 numbers, and the largest number is the least integer. Of each column x,
 
     min(x − maximum, 2^c), without a sign,
 

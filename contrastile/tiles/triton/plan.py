@@ -137,8 +137,6 @@ def is_readable(x: Tensor) -> bool:
     return size == 2 and aligned and x.stride(0) >= x.shape[1]
 
 
-# 16-bit pieces of a teacher's exponentials where they are summed; sums of each column of a tile, one of each warp
-SOFT_SUMS, SOFT_EACH = 2, 4
 # uses of a guide's product, as `forward.py` numbers them
 GUIDES = {None: 0, "mask": 1, "teacher": 2}
 # fields of a loss that the kernels compute; of exponentials also the label smoothing and the weights of negatives
@@ -202,11 +200,6 @@ class Epilogue:
         The sum; with smoothing, also those of the logits and the pairs; with a teacher, the teacher's sum and gap.
         """
         return 3 if self.smooth or self.taught else 1
-
-    @property
-    def each(self) -> int:
-        """Sums of each column that `totals` writes per tile."""
-        return SOFT_EACH if self.taught else 1
 
     @cached_property
     def careful_channels(self) -> int:
@@ -316,10 +309,8 @@ class Pair:
     numbers: tuple[Tensor | None, Tensor | None] = (None, None)
     # the guide is a teacher
     taught: bool = False
-    # what a guide says of each pair (`guides.py`): bits of those that it excludes [row tiles, col tiles, 4 · rows of a
-    # tile], or a teacher's exponentials, a strip of so many pieces
-    guided: Tensor | None = None
-    pieces: int = 0
+    # bits of the pairs that a guide excludes [row tiles, col tiles, 4 · rows of a tile], see `guides.py`
+    bits: Tensor | None = None
 
     @cached_property
     def shape(self) -> Shape:
@@ -338,10 +329,8 @@ class Pair:
             "q_mem": q.memory(shape.rows, shape), "k_mem": k.memory(shape.cols, shape), "q_stride": q.data.stride(0),
             "k_stride": k.data.stride(0), "N": len(q), "M": len(k), "D": q.width, "BM": shape.rows, "BN": shape.cols,
             "BK": shape.depth, "GROUP": GROUP, "TMA": shape.tma, "warps": shape.warps, "stages": shape.stages,
-            "guide_ptr": q.data if self.guided is None else self.guided,
-            "guide_stride": 0 if self.guided is None else self.guided.stride(0),
-            "guide_step": self.guided.shape[0] // self.pieces if self.guided is not None and self.pieces else 0,
-            "SOFT": self.pieces, "scratch_ptr": self._scratch,
+            "bits_ptr": q.data if self.bits is None else self.bits,
+            "bits_stride": 0 if self.bits is None else self.bits.stride(0), "scratch_ptr": self._scratch,
         }  # fmt: skip
 
     @property
@@ -359,7 +348,7 @@ class Pair:
         shape, (of_rows, of_cols) = self.shape, self.numbers
         unused, (a, b) = self.q.data, self.guide or (self.q, self.k)
         # no descriptor where the kernel does not read it: making one takes the host as long as a launch
-        memory = (a.memory(shape.rows, shape), b.memory(shape.cols, shape)) if self._together else (unused, unused)
+        memory = (a.memory(shape.rows, shape), b.memory(shape.cols, shape)) if self.taught else (unused, unused)
         return {
             "guide_q_mem": memory[0], "guide_k_mem": memory[1], "guide_q_stride": a.data.stride(0),
             "guide_k_stride": b.data.stride(0), "G": a.width,
@@ -368,18 +357,9 @@ class Pair:
         } | {f"GUIDE_{name}": value for name, value in products_of(a.parts).items()}  # fmt: skip
 
     @property
-    def row_tiles(self) -> int:
-        return tiles_of(len(self.q), self.shape.rows)
-
-    @property
-    def _together(self) -> bool:
-        """A teacher's products are computed beside the student's."""
-        return self.taught and not self.pieces
-
-    @property
     def _scratch(self) -> Tensor:
         """Memory in which each program keeps a tile of a teacher's products, [programs, rows · cols]."""
-        if not self._together:
+        if not self.taught:
             return self.q.data
         size = scratch_shape(len(self.q), len(self.k), self.q.data.device, self.reserved)
         return self.q.data.new_empty(size, dtype=torch.float32)
@@ -387,16 +367,16 @@ class Pair:
     @property
     def flattened(self) -> bool:
         """True if features and tiles are one loop: only where no loop over positives, or a guide's, is inside."""
-        return self.shape.flatten and self.masks.per_row <= UNROLLED.value and not self._together
+        return self.shape.flatten and self.masks.per_row <= UNROLLED.value and not self.taught
 
     @cached_property
     def programs(self) -> tuple[int]:
         """The grid: as many programs as the device runs at once, each of which computes one tile after the other."""
         return (programs_of(len(self.q), len(self.k), self.q.data.device, self.reserved),)
 
-    def new_strip(self, parts: int | None = None) -> Tensor:
+    def new_strip(self) -> Tensor:
         """Memory for the gradient: the pieces below each other, in whole tiles."""
-        return self.q.data.new_empty(strip_shape(len(self.q), len(self.k), parts or self.q.parts, self.shape))
+        return self.q.data.new_empty(strip_shape(len(self.q), len(self.k), self.q.parts, self.shape))
 
     def strip_pieces(self, strip: Tensor) -> list[Tensor]:
         """The strip's pieces, as matrices [N, M]."""
@@ -404,11 +384,6 @@ class Pair:
         if self.q.parts == 1 and strip.shape == (N, M):
             return [strip]
         return [piece[:N, :M] for piece in strip.chunk(self.q.parts)]
-
-
-def is_soft(pair: Pair) -> bool:
-    """True if a teacher's exponentials are kept in a strip: of student's features in bf16."""
-    return pair.taught and pair.q.parts == 1 and pair.q.data.dtype == torch.bfloat16
 
 
 def programs_of(N: int, M: int, device: torch.device, reserved: int = 0) -> int:
