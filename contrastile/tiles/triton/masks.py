@@ -14,8 +14,8 @@ import triton.language as tl
 # positives per row up to which a kernel is compiled for their number; above it, one kernel loops over them
 UNROLLED = tl.constexpr(4)
 # value of POSITIVES where they are known by label: `positives_ptr` has five numbers of each row then, columns in the
-# order of labels: the first column of its label, the first column behind them, its own column (or −1); the least of these
-# columns over this and all later rows of its tile, and the end of these columns over this and all earlier rows
+# order of labels. They are the first column of its label, the first behind those, and its own column (or −1); then the
+# least of these columns over this row and all later ones of its tile, and the end of them over it and all earlier ones
 BY_LABEL = tl.constexpr(-1)
 FIRST, STOP, ITSELF, LOWEST_COLUMN, HIGHEST_COLUMN = (tl.constexpr(row) for row in range(5))
 
