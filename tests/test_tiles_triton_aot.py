@@ -148,7 +148,7 @@ def _type(name: str, shape: Any, constants: dict[str, Any]) -> str | tuple[str, 
         return "*i64"
     if name in ("factor_ptr", "highest_ptr", "kernels_ptr"):
         return "*fp64"
-    numbers = ("smoothing", "truncation", "hardness", "x_lost", "y_lost")
+    numbers = ("smoothing", "truncation", "hardness", "least", "x_lost", "y_lost")
     return "*fp32" if name.endswith("_ptr") else "fp32" if name in numbers else "i32"
 
 

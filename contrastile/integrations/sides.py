@@ -18,7 +18,7 @@ def retain_of_sides(retain: Retain, sides: int, sub_batch: int | Literal["auto"]
     """`retain` of each side's call of `encode`, in the order of the calls.
 
     The backward begins with the last sub-batch of the last side. To retain its graph spares a forward, and takes memory
-    during the loss only. A size "auto" fills the memory, in which the loss still has to find room: nothing is retained.
+    during the loss only, which has to find room beside it. A size "auto" fills the memory: no more graphs are retained.
     """
     last: Retain = max(1, retain) if isinstance(retain, int) and sub_batch != "auto" else retain
     return [*[retain] * (sides - 1), last]

@@ -162,6 +162,18 @@ def _positives(cols, spans, N, M, rows, SELF: tl.constexpr):
 
 
 @triton.jit
+def _tile(q_ptr, k_ptr, q_stride, k_stride, i, j, rows, own, constants, N, M, D, BM: tl.constexpr, BN: tl.constexpr,
+          BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, UPCAST: tl.constexpr,
+          SELF: tl.constexpr, SOFTPLUS: tl.constexpr):  # fmt: skip
+    """Products ⟨q, k⟩ of tile (i, j), its columns, the mask of positives, and the products' exponents t."""
+    acc = tl.zeros((BM, BN), tl.float32)
+    acc = products(acc, q_ptr, k_ptr, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, False,
+                   UPCAST)  # fmt: skip
+    cols = j * BN + tl.arange(0, BN)
+    return acc, cols, _positives(cols, own, N, M, rows, SELF), exponents(acc, constants, SOFTPLUS, PRODUCTS)
+
+
+@triton.jit
 def _softplus(t):
     """log(1 + 2^−t): the loss of positives."""
     return log1p(tl.math.exp2(tl.abs(t) * -1.0)) + tl.maximum(-t, 0.0) * LN2
@@ -194,12 +206,8 @@ def label_totals(q_ptr, k_ptr, constants_ptr, stats_ptr, stats_stride, spans_ptr
     logit_sum, count = total, total
     top = total - float("inf")
     for j in range(start, end):
-        acc = tl.zeros((BM, BN), tl.float32)
-        acc = products(acc, q_ptr, k_ptr, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, False,
-                       UPCAST)  # fmt: skip
-        cols = j * BN + tl.arange(0, BN)
-        positive = _positives(cols, own, N, M, rows, SELF)
-        t = exponents(acc, constants, SOFTPLUS, PRODUCTS)
+        _, cols, positive, t = _tile(q_ptr, k_ptr, q_stride, k_stride, i, j, rows, own, constants, N, M, D, BM, BN,
+                                     BK, LEFT, RIGHT, PRODUCTS, UPCAST, SELF, SOFTPLUS)  # fmt: skip
         if SOFTPLUS:
             terms = _softplus(t)
             if WEIGHED:
@@ -272,12 +280,8 @@ def label_gradients(q_ptr, k_ptr, strip_ptr, constants_ptr, row_state_ptr, row_c
     sums = tl.zeros((BM,), tl.float32)
     loss = sums
     for j in range(start, end):
-        acc = tl.zeros((BM, BN), tl.float32)
-        acc = products(acc, q_ptr, k_ptr, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, False,
-                       UPCAST)  # fmt: skip
-        cols = j * BN + tl.arange(0, BN)
-        positive = _positives(cols, own, N, M, rows, SELF)
-        t = exponents(acc, constants, SOFTPLUS, PRODUCTS)
+        acc, cols, positive, t = _tile(q_ptr, k_ptr, q_stride, k_stride, i, j, rows, own, constants, N, M, D, BM, BN,
+                                       BK, LEFT, RIGHT, PRODUCTS, UPCAST, SELF, SOFTPLUS)  # fmt: skip
         if SOFTPLUS:
             coefficient = tl.load(row_coefficient_ptr + rows, mask=rows < N, other=0.0)
             g = coefficient[:, None] * (-1.0 / (1.0 + tl.math.exp2(t)))
