@@ -26,13 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from contrastile._errors import invalid
 from contrastile._torch import pytree, without_parametrization_cache
 from contrastile._types import shape_or_type
-from contrastile.gradcache.introspect import (
-    graph_leaves,
-    graph_may_change_bits,
-    refusing_batch_norm,
-    refusing_changes,
-    refusing_state,
-)
+from contrastile.gradcache import introspect
 from contrastile.gradcache.memory import as_written
 from contrastile.gradcache.modes import Autocast, back_propagated, in_modes, without_hooks
 from contrastile.gradcache.rng import RandomState, begin_random, own_generators
@@ -145,7 +139,7 @@ class Scorer:
                     raise invalid("scorer", f"be on {device}, which computes its scores", x.device, "Move it there.")
         modules = list(module.modules())
         training = [one.training for one in modules]
-        autocast, other = Autocast.current(device), graph_may_change_bits(module, modules)
+        autocast, other = Autocast.current(device), introspect.graph_may_change_bits(module, modules)
         # dtype and random numbers are those of the trial
         draft = cls(
             module, modules, training, rows[0], cols[0], parameters, torch.float32, device, autocast, None, other
@@ -162,10 +156,10 @@ class Scorer:
         try:
             with (
                 as_written(),
-                refusing_batch_norm(modules, "scorer"),
-                refusing_state(modules, "scorer", "pairs"),
-                refusing_changes(trial[0].leaves, "q", "scorer"),
-                refusing_changes(trial[1].leaves, "k", "scorer"),
+                introspect.refusing_batch_norm(modules, "scorer"),
+                introspect.refusing_state(modules, "scorer", "pairs"),
+                introspect.refusing_changes(trial[0].leaves, "q", "scorer"),
+                introspect.refusing_changes(trial[1].leaves, "k", "scorer"),
             ):
                 scores, leaves = draft.with_graph(*trial)
             after = RandomState.capture(device, own=generators, last=before)
@@ -183,7 +177,7 @@ class Scorer:
             raise invalid("scorer", "return floating point", scores.dtype, "Convert it with .float().")
         # frozen parameters included
         known = {id(x) for x in [*leaves, *self.module.parameters()]}
-        for leaf in graph_leaves([scores]):
+        for leaf in introspect.graph_leaves([scores]):
             if id(leaf) not in known:
                 got = f"one of shape {list(leaf.shape)} elsewhere"
                 remedy = "Register what holds them as a submodule, or pass the tensor with the features."
