@@ -26,7 +26,7 @@ from contrastile._types import Gradient, Reduction, accumulator
 from contrastile.distributed import collectives
 from contrastile.distributed.failure import in_step
 from contrastile.losses.base import Shard
-from contrastile.tiles.base import Accumulated, ForwardResult, Tiles
+from contrastile.tiles.base import Accumulated, ForwardResult, Sum, Tiles
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,7 @@ class Exchange(ABC):
         """Statistics of this rank's rows over all columns, and of this rank's columns over all rows."""
 
     @abstractmethod
-    def backward(
-        self, tiles: Tiles, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None
-    ) -> Tensor:
+    def backward(self, tiles: Tiles, rows: Shard, cols: Shard, u: Sum, v: Sum, row_stats: Tensor | None) -> Tensor:
         """Add the gradients of all ranks' pairs for this rank's rows and columns to u and v, which come as zeros.
 
         With `row_stats` the statistics of a pairwise loss are merged into it from the same sweep. Returns the sums over
@@ -167,9 +165,7 @@ class Single(Exchange):
     def forward(self, tiles: Tiles, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
         return tiles.forward(rows, cols)
 
-    def backward(
-        self, tiles: Tiles, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None
-    ) -> Tensor:
+    def backward(self, tiles: Tiles, rows: Shard, cols: Shard, u: Sum, v: Sum, row_stats: Tensor | None) -> Tensor:
         return tiles.backward(rows, cols, u, v, row_stats)
 
 

@@ -20,7 +20,7 @@ from contrastile._types import accumulator
 from contrastile.distributed import collectives
 from contrastile.exchange.base import Exchange, Layout, bytes_per_feature, gather_shard
 from contrastile.losses.base import Shard
-from contrastile.tiles.base import STATISTICS, Tiles
+from contrastile.tiles.base import STATISTICS, Sum, Tiles
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,7 @@ class Gather(Exchange):
             tiles.merge(col_stats, received.transpose(1, 2))
         return row_stats, col_stats
 
-    def backward(
-        self, tiles: Tiles, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None
-    ) -> Tensor:
+    def backward(self, tiles: Tiles, rows: Shard, cols: Shard, u: Sum, v: Sum, row_stats: Tensor | None) -> Tensor:
         columns = self._all_columns(tiles, cols)
         v_all = None if v is None else v.new_zeros(len(columns), v.shape[1])
         sums = tiles.no_pairs()

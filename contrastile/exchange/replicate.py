@@ -15,7 +15,7 @@ from contrastile._types import accumulator
 from contrastile.distributed import collectives
 from contrastile.exchange.base import Exchange, Layout, bytes_per_feature, gather_shard
 from contrastile.losses.base import Shard
-from contrastile.tiles.base import STATISTICS, Tiles
+from contrastile.tiles.base import STATISTICS, Sum, Tiles
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,7 @@ class Replicate(Exchange):
         row_stats, col_stats = tiles.forward(self._all_rows(rows), self._all_cols(cols))
         return row_stats[:, _own(rows)], None if col_stats is None else col_stats[:, _own(cols)]
 
-    def backward(
-        self, tiles: Tiles, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None
-    ) -> Tensor:
+    def backward(self, tiles: Tiles, rows: Shard, cols: Shard, u: Sum, v: Sum, row_stats: Tensor | None) -> Tensor:
         all_rows, all_cols = self._all_rows(rows), self._all_cols(cols)
         u_all, v_all = (
             None if own is None else torch.zeros(len(shard), own.shape[1], dtype=own.dtype, device=own.device)

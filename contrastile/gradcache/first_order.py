@@ -42,8 +42,7 @@ def first_order(name: str) -> Callable[[Backward], Backward]:
             with torch.no_grad():
                 gradients = backward(ctx, saved, *upstream)
             inputs = (*upstream, *saved, *getattr(ctx, "parameters", ()))
-            tied: tuple[Tensor | None, ...] = _Refusing.apply(name, gradients, *inputs)
-            return tied
+            return _Refusing.apply(name, gradients, *inputs)
 
         return once
 

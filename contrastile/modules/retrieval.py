@@ -101,8 +101,7 @@ class InfoNCELoss(Loss):
             with self._shared_errors():
                 key, others = _own_keys(query, key, others)
         operation, inputs = self._prepared(query, key, scale, **others)
-        loss: Tensor = operation(*inputs)
-        return loss
+        return operation(*inputs)
 
 
 def _own_keys(query: Tensor, key: Tensor, others: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
@@ -225,8 +224,7 @@ class GISTLoss(Loss):
             query, key, scale, positives=positives, negatives=negatives, query_ids=query_ids, key_ids=key_ids,
             weights=weights, guides=guides,
         )  # fmt: skip
-        loss: Tensor = operation(*inputs)
-        return loss
+        return operation(*inputs)
 
     def _sides(self, rows: Tensor, keys: Tensor, M: int, own: Any) -> tuple[Tensor, Tensor]:
         """Rows [N, ...], and the M keys with all other columns: rows, negatives and the rows' `own` keys once more.

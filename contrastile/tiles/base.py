@@ -74,11 +74,15 @@ class ForwardResult(NamedTuple):
 Weigh = Callable[[Sequence[Tensor], slice], tuple[Sequence[Tensor], Sequence[Tensor]]]
 
 
+# an accumulator of gradients; None where they are not wanted
+Sum = Tensor | None
+
+
 class Accumulated(NamedTuple):
     """Gradient sums of a backward, all without the factor `scale`."""
 
-    u: Tensor | None  # [N, numbers of a row]: Σ_j g_ij · k_j
-    v: Tensor | None  # [M, numbers of a column]: Σ_i g_ij · q_i
+    u: Sum  # [N, numbers of a row]: Σ_j g_ij · k_j
+    v: Sum  # [M, numbers of a column]: Σ_i g_ij · q_i
     sums: Tensor  # as `Tiles.backward` returns them
 
 
@@ -141,9 +145,7 @@ class Tiles(ABC):
         """
 
     @abstractmethod
-    def backward(
-        self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None = None
-    ) -> Tensor:
+    def backward(self, rows: Shard, cols: Shard, u: Sum, v: Sum | InFlight, row_stats: Tensor | None = None) -> Tensor:
         """Add Σ_j g_ij k_j to u [N, D] and Σ_i g_ij q_i to v [M, D], where g_ij is the gradient of a pair's logit.
 
         Accumulators are in the accumulator's type and without the scale; None is not computed. 6·N·M·D operations.
@@ -167,7 +169,7 @@ class Tiles(ABC):
         del rows, cols
         return 0
 
-    def strips(self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, weigh: Weigh) -> Tensor:
+    def strips(self, rows: Shard, cols: Shard, u: Sum, v: Sum, weigh: Weigh) -> Tensor:
         """Add the gradients of all pairs to u and v, strip by strip, as `backward`: 6·N·M·D operations with the loss.
 
         Returns the sums of `backward`.
@@ -239,7 +241,7 @@ class Tiles(ABC):
             SumRow(k.shape[1], k.dtype) if needs_v else None,
         )
 
-    def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
+    def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Sum, Sum]:
         """Zeros, or `fresh` memory, for u and v where they are `needed`."""
         needs_u, needs_v = self.needed(wanted)
         wide = self.scale.dtype
@@ -275,7 +277,7 @@ class Tiles(ABC):
         return [dscale, dbias, dq, dk]
 
     def pair_sums(
-        self, sums: Tensor, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, want_scale: bool
+        self, sums: Tensor, rows: Shard, cols: Shard, u: Sum, v: Sum, want_scale: bool
     ) -> tuple[Tensor, Tensor]:
         """Σ g_ij and Σ g_ij · ⟨q_i, k_j⟩; the second is read off u or v where `backward` did not sum it."""
         if self.sums_products:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from contrastile._types import accumulator
 from contrastile.losses.base import PairLoss, Shard, Tile, fill, mark, target, with_states
-from contrastile.tiles.base import InFlight, Tiles, Weigh, bounds_of
+from contrastile.tiles.base import InFlight, Sum, Tiles, Weigh, bounds_of
 
 # tiles of 1,024² float32 stay in a core's cache; on an accelerator 8,192² fill its multiprocessors
 SIDE_CPU = 1024
@@ -42,9 +42,7 @@ class Eager(Tiles):
         row_stats = self.init(rows) if stats[0] is None else stats[0]
         return row_stats, self.init(cols) if self.loss.symmetric and stats[1] is None else stats[1]
 
-    def backward(
-        self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None = None
-    ) -> Tensor:
+    def backward(self, rows: Shard, cols: Shard, u: Sum, v: Sum | InFlight, row_stats: Tensor | None = None) -> Tensor:
         assert not isinstance(v, InFlight)
         sums = self.no_pairs()
         self._sweep(rows, cols, None if row_stats is None else [row_stats, None], u, v, sums)
@@ -70,7 +68,7 @@ class Eager(Tiles):
         height = min(N, fit, STRIP_CPU if self.scale.device.type == "cpu" else side)
         return height if height >= LEAST_STRIP else 0
 
-    def strips(self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, weigh: Weigh) -> Tensor:
+    def strips(self, rows: Shard, cols: Shard, u: Sum, v: Sum, weigh: Weigh) -> Tensor:
         height, sums = self.strip(rows, cols), self.no_pairs()
         room = self.scale.new_empty(height * len(cols))
         for along, strip in self._tiles(rows, height):
@@ -145,12 +143,9 @@ class Eager(Tiles):
 
     def _products(self, graph: Any) -> Tensor:
         """⟨q_i, k_j⟩ [I, J]."""
-        products: Tensor = graph
-        return products
+        return graph
 
-    def _propagate(
-        self, tile: Tile, graph: Any, rows: Shard, cols: Shard, u_I: Tensor | None, v_J: Tensor | None, sums: Tensor
-    ) -> None:
+    def _propagate(self, tile: Tile, graph: Any, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor) -> None:
         """Add a tile's gradient to the accumulators, and its sum where a bias needs it."""
         del graph
         g_IJ = self.loss.pair_grad(tile, rows, cols)

@@ -32,7 +32,7 @@ from contrastile.gradcache.modes import Autocast, back_propagated, in_modes, wit
 from contrastile.gradcache.rng import RandomState, begin_random, own_generators
 from contrastile.losses.base import Shard, Tile
 from contrastile.scorers import MaxSim
-from contrastile.tiles.base import Accumulated, InFlight, SumRow, as_given
+from contrastile.tiles.base import Accumulated, InFlight, Sum, SumRow, as_given
 from contrastile.tiles.eager import Eager
 
 # rows and columns of a module's trial
@@ -242,9 +242,7 @@ class Scored(Eager):
     # a tile has been computed: this rank has pairs
     computed: bool = field(default=False, kw_only=True)
 
-    def backward(
-        self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None = None
-    ) -> Tensor:
+    def backward(self, rows: Shard, cols: Shard, u: Sum, v: Sum | InFlight, row_stats: Tensor | None = None) -> Tensor:
         with without_hooks(self.scorer.parameters):
             return super().backward(rows, cols, u, v, row_stats)
 
@@ -270,7 +268,7 @@ class Scored(Eager):
         del wanted
         return self.scorer.rows.sum_row(rows.leaves), self.scorer.cols.sum_row(cols.leaves)
 
-    def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
+    def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Sum, Sum]:
         u, v = (
             None if row is None else self.scale.new_zeros(len(shard), row.numbers)
             for shard, row in zip((rows, cols), self.sum_rows(rows, cols, wanted), strict=True)
@@ -324,7 +322,11 @@ class Scored(Eager):
         """scale · Φ [I, J], and behind it the scores with their graph and its leaves."""
         del room
         self.computed = True
-        self._seed_tile(rows, cols)
+        if self.scorer.seed is not None:
+            # by the tile's position, so that every computation of it draws the same
+            words = f"{self.scorer.seed} {rows.start} {cols.start}".encode()
+            seed = int.from_bytes(hashlib.blake2b(words, digest_size=7).digest())
+            begin_random(self.scorer.device, seed, self.scorer.process)
         if with_graph or (self.scorer.graph_changes_bits and self.scorer.wanted):
             scores, leaves = self.scorer.with_graph(rows, cols)
         else:
@@ -335,9 +337,7 @@ class Scored(Eager):
     def _products(self, graph: Any) -> Tensor:
         return graph[0].detach().to(self.scale.dtype)
 
-    def _propagate(
-        self, tile: Tile, graph: Any, rows: Shard, cols: Shard, u_I: Tensor | None, v_J: Tensor | None, sums: Tensor
-    ) -> None:
+    def _propagate(self, tile: Tile, graph: Any, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor) -> None:
         """Back-propagate g through a tile's graph, into the accumulators of its leaves and into the sums."""
         (scores, leaves), g_IJ = graph, self.loss.pair_grad(tile, rows, cols)
         sums[0] += g_IJ.sum()
@@ -359,7 +359,7 @@ class Scored(Eager):
                 # an embedding's gradient may be sparse
                 parts[index].add_(gradient.to_dense().flatten())
 
-    def _by_leaf(self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None) -> list[Tensor]:
+    def _by_leaf(self, rows: Shard, cols: Shard, u: Sum, v: Sum) -> list[Tensor]:
         """The columns of u and v that belong to each leaf."""
         forms = ((self.scorer.rows, rows, u), (self.scorer.cols, cols, v))
         return [
@@ -394,10 +394,3 @@ class Scored(Eager):
                 yield
             finally:
                 before.restore()
-
-    def _seed_tile(self, rows: Shard, cols: Shard) -> None:
-        """Seed the random numbers of this tile by its position, so that every computation of it draws the same."""
-        if self.scorer.seed is not None:
-            words = f"{self.scorer.seed} {rows.start} {cols.start}".encode()
-            seed = int.from_bytes(hashlib.blake2b(words, digest_size=7).digest())
-            begin_random(self.scorer.device, seed, self.scorer.process)

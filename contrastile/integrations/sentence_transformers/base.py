@@ -96,8 +96,7 @@ class CachedLoss(nn.Module):
         # a decorator of calculate_loss reads the gradients of its embeddings
         leaves = [x.detach().requires_grad_() for x in embeddings]
         loss = self.calculate_loss([[x] for x in leaves], others, with_backward=True)
-        value: Tensor = _Differentiated.apply(loss.detach(), [leaf.grad for leaf in leaves], *embeddings)
-        return value
+        return _Differentiated.apply(loss.detach(), [leaf.grad for leaf in leaves], *embeddings)
 
     def calculate_loss(self, reps: list[list[Tensor]], others: Any = None, *, with_backward: bool = False) -> Tensor:
         """The loss of embeddings that come in parts, back-propagated to them at once if wanted."""
