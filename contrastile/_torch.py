@@ -155,8 +155,7 @@ def partitioned(
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
-    def compiled(graph: Any, inputs: Any) -> Any:
-        del inputs
+    def compiled(graph: Any, _inputs: Any) -> Any:
         run = runner(graph)
 
         def boxed(inputs: list[Any]) -> Any:

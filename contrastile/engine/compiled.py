@@ -133,9 +133,8 @@ def _shapes_forward(q: Tensor, k: Tensor, *rest: Any) -> list[Tensor]:
 
 @operation_backward.register_fake
 def _shapes_backward(
-    upstream: Tensor, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, *rest: Any
+    _upstream: Tensor, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, *rest: Any
 ) -> list[Tensor]:
-    del upstream
     *_, wanted = rest
     return [
         x.new_empty(x.shape) if want and x is not None else q.new_empty(0)
@@ -159,8 +158,7 @@ def _backward(ctx: Any, upstream: list[Tensor]) -> tuple[Tensor | None, ...]:
     return dq, dk, dscale, dbias, *[None] * (ctx.tensors - 4), *[None] * 4
 
 
-def _refuse(ctx: Any, upstream: list[Tensor]) -> tuple[Tensor | None, ...]:
-    del ctx, upstream
+def _refuse(_ctx: Any, _upstream: list[Tensor]) -> tuple[Tensor | None, ...]:
     raise refusal("contrast")
 
 

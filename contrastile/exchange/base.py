@@ -98,9 +98,8 @@ class Exchange(ABC):
         """
 
     @classmethod
-    def extra_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
+    def extra_bytes(cls, _layout: Layout, _D: int, _dtype: torch.dtype) -> int:
         """Bytes at the peak beside a rank's own features, gradients and workspace; 0 for one process."""
-        del layout, D, dtype
         return 0
 
     @classmethod

@@ -53,13 +53,11 @@ class _Refusing(torch.autograd.Function):
     """Gradients as a function of the inputs that has no derivative."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, gradients: Sequence[Tensor | None], *inputs: Tensor | None) -> tuple[Any, ...]:
-        del inputs
+    def forward(ctx: Any, name: str, gradients: Sequence[Tensor | None], *_inputs: Tensor | None) -> tuple[Any, ...]:
         ctx.name = name
         # a gradient may be a view of an upstream one, which must not be tied again
         return tuple(None if x is None else x.detach() for x in gradients)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        del upstream
+    def backward(ctx: Any, *_upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         raise refusal(ctx.name)

@@ -136,8 +136,7 @@ class FrozenReads(TorchFunctionMode):
         super().__init__()
         self.any = False
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # attributes such as the type or the device have no values of the parameter
         if not self.any and getattr(func, "__name__", "") != "__get__":
             leaves = pytree.tree_leaves((args, kwargs))

@@ -388,9 +388,8 @@ class PairLoss(ABC):
         loss, remedy = self.unsmoothed
         raise invalid("label_smoothing", f"be 0 for {loss}", label_smoothing, remedy)
 
-    def guide_numbers(self, rows: Shard, cols: Shard) -> Tensor | None:
+    def guide_numbers(self, rows: Shard, _cols: Shard) -> Tensor | None:
         """The numbers [n] of the rows for a tile's `guides`, where positions are still counted on this rank."""
-        del cols
         return rows.numbers
 
     def counted(
@@ -426,9 +425,8 @@ class PairLoss(ABC):
     def finish(self, stats: Tensor) -> Finished:
         """The rows' losses, and their state for the backward."""
 
-    def finish_all(self, directions: Sequence[Tensor], scale: Tensor, total: Total) -> list[Finished]:
+    def finish_all(self, directions: Sequence[Tensor], _scale: Tensor, _total: Total) -> list[Finished]:
         """`finish` of each direction's statistics."""
-        del scale, total
         return list(map(self.finish, directions))
 
     @abstractmethod

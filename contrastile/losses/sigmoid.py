@@ -63,8 +63,7 @@ class Sigmoid(PairLoss):
         (loss,) = stats
         return Finished(loss, torch.ones_like(loss), stats[:0])
 
-    def pair_grad(self, tile: Tile, rows: Shard, cols: Shard) -> Tensor:
-        del cols
+    def pair_grad(self, tile: Tile, rows: Shard, _cols: Shard) -> Tensor:
         assert rows.coefficient is not None
         grad = torch.sigmoid(tile.x)
         # −σ(−x), not σ(x) − 1, which would cancel

@@ -132,9 +132,8 @@ class Tiles(ABC):
     grad_dtypes: tuple[torch.dtype, torch.dtype] | None = field(default=None, init=False, repr=False)
 
     @classmethod
-    def declines(cls, loss: PairLoss, rows: Shard, cols: Shard) -> str | None:
+    def declines(cls, _loss: PairLoss, _rows: Shard, _cols: Shard) -> str | None:
         """The reason why this backend cannot compute such blocks; None if it can, as all can that call the loss."""
-        del loss, rows, cols
         return None
 
     @abstractmethod
@@ -164,9 +163,8 @@ class Tiles(ABC):
         # float32 features have three 16-bit pieces
         return len(rows) * len(cols) * (6 if dtype == torch.float32 else 2)
 
-    def strip(self, rows: Shard, cols: Shard) -> int:
+    def strip(self, _rows: Shard, _cols: Shard) -> int:
         """Rows of a strip that meets all columns, whose loss and gradient come from one product; 0 without strips."""
-        del rows, cols
         return 0
 
     def strips(self, rows: Shard, cols: Shard, u: Sum, v: Sum, weigh: Weigh) -> Tensor:
@@ -176,9 +174,8 @@ class Tiles(ABC):
         """
         raise NotImplementedError
 
-    def keeps(self, rows: Shard, cols: Shard) -> bool:
+    def keeps(self, _rows: Shard, _cols: Shard) -> bool:
         """Return whether a forward keeps results for a backward of the same block that follows at once (`followed`)."""
-        del rows, cols
         return False
 
     @abstractmethod

@@ -111,9 +111,8 @@ class Eager(Tiles):
                     # free the memory for the next tile
                     del x, graph, tile
 
-    def _stats(self, tile: Tile, rows: Shard, cols: Shard, *, keep: bool = False) -> Sequence[Tensor]:
+    def _stats(self, tile: Tile, _rows: Shard, _cols: Shard, *, keep: bool = False) -> Sequence[Tensor]:
         """The statistics of a tile's rows and, if symmetric, of its columns; uses the tile up unless `keep`."""
-        del rows, cols
         return self.loss.absorb(tile._replace(x=tile.x.clone()) if keep else tile)
 
     def _merge_tile(
@@ -145,9 +144,8 @@ class Eager(Tiles):
         """⟨q_i, k_j⟩ [I, J]."""
         return graph
 
-    def _propagate(self, tile: Tile, graph: Any, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor) -> None:
+    def _propagate(self, tile: Tile, _graph: Any, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor) -> None:
         """Add a tile's gradient to the accumulators, and its sum where a bias needs it."""
-        del graph
         g_IJ = self.loss.pair_grad(tile, rows, cols)
         if u_I is not None:
             add_product(u_I, g_IJ, cols.features)
@@ -215,9 +213,8 @@ class Eager(Tiles):
         bounds = [(start, min(start + step, n)) for start in range(0, n, step)]
         return iter([(slice(*each), shard.narrow(*each)) for each in bounds])
 
-    def _side(self, dtype: torch.dtype) -> int:
+    def _side(self, _dtype: torch.dtype) -> int:
         """Rows, and columns, of a tile: the fastest size that fits the workspace."""
-        del dtype
         most = SIDE_CPU if self.scale.device.type == "cpu" else SIDE_ACCELERATOR
         fit = int((self.workspace / (self._held * self.scale.dtype.itemsize)) ** 0.5)
         return max(16, min(most, fit))
@@ -231,8 +228,7 @@ class Dense(Eager):
     elements.
     """
 
-    def _side(self, dtype: torch.dtype) -> int:
-        del dtype
+    def _side(self, _dtype: torch.dtype) -> int:
         return 2**62
 
     @classmethod

@@ -246,14 +246,12 @@ class Scored(Eager):
         with without_hooks(self.scorer.parameters):
             return super().backward(rows, cols, u, v, row_stats)
 
-    def nonfinite(self, rows: Shard, cols: Shard) -> Tensor:
+    def nonfinite(self, _rows: Shard, _cols: Shard) -> Tensor:
         # features are of any kind; one that is not finite shows in the scores
-        del rows, cols
         return self.scale * 0
 
-    def strip(self, rows: Shard, cols: Shard) -> int:
+    def strip(self, _rows: Shard, _cols: Shard) -> int:
         # scores with their graph take more memory than tiles of products
-        del rows, cols
         return 0
 
     def no_pairs(self) -> Tensor:
@@ -263,9 +261,8 @@ class Scored(Eager):
     def sums_products(self) -> bool:
         return True
 
-    def sum_rows(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[SumRow | None, SumRow | None]:
+    def sum_rows(self, rows: Shard, cols: Shard, _wanted: Sequence[bool]) -> tuple[SumRow | None, SumRow | None]:
         """The rows of u and of v: the numbers of all leaves that want a gradient."""
-        del wanted
         return self.scorer.rows.sum_row(rows.leaves), self.scorer.cols.sum_row(cols.leaves)
 
     def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Sum, Sum]:
@@ -318,9 +315,8 @@ class Scored(Eager):
             for index, (part, parameter) in enumerate(zip(parts, parameters, strict=True))
         ]
 
-    def _logits(self, rows: Shard, cols: Shard, room: Tensor, *, with_graph: bool) -> tuple[Tensor, Any]:
+    def _logits(self, rows: Shard, cols: Shard, _room: Tensor, *, with_graph: bool) -> tuple[Tensor, Any]:
         """scale · Φ [I, J], and behind it the scores with their graph and its leaves."""
-        del room
         self.computed = True
         if self.scorer.seed is not None:
             # by the tile's position, so that every computation of it draws the same
@@ -369,17 +365,14 @@ class Scored(Eager):
             for part in whole.split(form.widths(shard.leaves), dim=1)
         ]
 
-    def _room(self, rows: Shard, cols: Shard, side: int) -> Tensor:
+    def _room(self, _rows: Shard, _cols: Shard, _side: int) -> Tensor:
         # the scores bring their own memory
-        del rows, cols, side
         return self.scale.new_empty(0)
 
-    def _side(self, dtype: torch.dtype) -> int:
-        del dtype
+    def _side(self, _dtype: torch.dtype) -> int:
         return self.side
 
-    def workspace_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
-        del N, M, D, dtype
+    def workspace_bytes(self, _N: int, _M: int, _D: int, _dtype: torch.dtype) -> int:
         return self.workspace
 
     @contextmanager
