@@ -7,10 +7,9 @@ from typing import ClassVar, Unpack
 from torch import Tensor
 
 from contrastile.engine import arguments as checks
-from contrastile.losses.balanced import BalancedSigmoid
 from contrastile.losses.decoupled import Decoupled, DecoupledWeighted
 from contrastile.losses.distilled import Distilled
-from contrastile.losses.sigmoid import Sigmoid
+from contrastile.losses.sigmoid import BalancedSigmoid, Sigmoid
 from contrastile.losses.softmax import Softmax
 from contrastile.modules.base import How, Loss, PairedLoss
 

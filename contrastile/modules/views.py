@@ -12,8 +12,7 @@ from contrastile._errors import invalid, one_of
 from contrastile._types import shape_or_type
 from contrastile.engine import arguments as checks
 from contrastile.engine.problem import autocast_type
-from contrastile.losses.inside import SoftmaxInside
-from contrastile.losses.softmax import Softmax
+from contrastile.losses.softmax import Softmax, SoftmaxInside
 from contrastile.modules.base import How, Loss
 
 
