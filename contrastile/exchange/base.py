@@ -13,7 +13,7 @@ that W or 1; nothing else in the library multiplies by a number of ranks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +25,7 @@ from torch import Tensor
 from contrastile._types import Gradient, Reduction, accumulator
 from contrastile.distributed import collectives
 from contrastile.distributed.failure import in_step
-from contrastile.losses.base import Shard
+from contrastile.losses.base import Gathers, Shard
 from contrastile.tiles.base import Accumulated, ForwardResult, Sum, Tiles
 
 
@@ -53,8 +53,8 @@ class Layout:
         """The global position of a rank's first column."""
         return sum(self.cols[:rank]) if self.starts is None else self.starts[rank]
 
-    def gathers(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-        """Functions that gather a tensor of this rank's rows, or of its columns, from all ranks."""
+    def gathers(self) -> Gathers:
+        """Functions that gather a tensor of this rank's rows, and one of its columns, from all ranks."""
 
         def gathered(x: Tensor, sizes: tuple[int, ...]) -> Tensor:
             return x if len(self) == 1 else collectives.gather_rows(x.contiguous(), sizes, self.group)

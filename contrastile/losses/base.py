@@ -310,6 +310,8 @@ class Formula:
 
 # function from labels [n] and others to the number [n] of others that equal each label
 Count = Callable[[Tensor, Tensor], Tensor]
+# functions that gather a tensor of this rank's rows, and one of its columns, from all ranks
+Gathers = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
 
 def count_equal(labels: Tensor, others: Tensor) -> Tensor:
@@ -392,18 +394,8 @@ class PairLoss(ABC):
         """The numbers [n] of the rows for a tile's `guides`, where positions are still counted on this rank."""
         return rows.numbers
 
-    def counted(
-        self,
-        rows: Shard,
-        cols: Shard,
-        all_rows: Callable[[Tensor], Tensor],
-        all_cols: Callable[[Tensor], Tensor],
-        count: Count,
-    ) -> tuple[Shard, Shard]:
-        """Both shards with weights of their positives, where `counts_positives`.
-
-        all_rows, all_cols: gather a tensor of this rank's rows, or columns, from all ranks.
-        """
+    def counted(self, rows: Shard, cols: Shard, gathers: Gathers, count: Count) -> tuple[Shard, Shard]:
+        """Both shards with weights of their positives, where `counts_positives`."""
         raise NotImplementedError
 
     @abstractmethod

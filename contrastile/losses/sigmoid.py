@@ -10,7 +10,6 @@ k_i the positives of row i and k'_j those of column j, over all ranks: a number 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from contrastile._errors import invalid
 from contrastile._types import accumulator
-from contrastile.losses.base import Count, Diagonal, Finished, Formula, PairLoss, Shard, Tile, changed
+from contrastile.losses.base import Count, Diagonal, Finished, Formula, Gathers, PairLoss, Shard, Tile, changed
 
 
 @dataclass(frozen=True)
@@ -97,21 +96,15 @@ class BalancedSigmoid(Sigmoid):
     formula = Formula("softplus", weighed=True)
     counts_positives: ClassVar[bool] = True
 
-    def counted(
-        self,
-        rows: Shard,
-        cols: Shard,
-        all_rows: Callable[[Tensor], Tensor],
-        all_cols: Callable[[Tensor], Tensor],
-        count: Count,
-    ) -> tuple[Shard, Shard]:
+    def counted(self, rows: Shard, cols: Shard, gathers: Gathers, count: Count) -> tuple[Shard, Shard]:
         if rows.positives is not None:
             raise invalid("positives", "be left out for the balanced sigmoid loss", "some", "Pass labels.")
         if rows.labels is None or cols.labels is None:
             # one positive each
             return rows, cols
         wide = accumulator(rows.features.dtype)
-        every_row, every_col = all_rows(rows.labels), all_cols(cols.labels)
+        of_all_rows, of_all_cols = gathers
+        every_row, every_col = of_all_rows(rows.labels), of_all_cols(cols.labels)
         of_rows = 0.5 / count(rows.labels, every_col).clamp(min=1).to(wide)
         shares = [of_rows, of_rows]
         if every_row is not every_col:

@@ -309,11 +309,7 @@ class Tiles(ABC):
 
 
 def reduced(
-    directions: Sequence[Finished],
-    weights: Tensor | None,
-    reduction: Reduction,
-    total: Callable[[Tensor], Tensor],
-    nonfinite: Tensor,
+    directions: Sequence[Finished], weights: Tensor | None, reduction: Reduction, total: Total, nonfinite: Tensor
 ) -> ForwardResult:
     """The loss of the global batch, and for each direction ∂(loss)/∂(loss of each row) for an upstream gradient of 1.
 

@@ -82,13 +82,7 @@ class Eager(Tiles):
         return sums
 
     def _sweep(
-        self,
-        rows: Shard,
-        cols: Shard,
-        stats: list[Tensor | None] | None,
-        u: Tensor | None,
-        v: Tensor | None,
-        sums: Tensor | None,
+        self, rows: Shard, cols: Shard, stats: list[Tensor | None] | None, u: Sum, v: Sum, sums: Tensor | None
     ) -> None:
         """Visit every tile once: merge its statistics into `stats`, and add its gradient to u, v and sums.
 
