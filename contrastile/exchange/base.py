@@ -13,7 +13,7 @@ that W or 1; nothing else in the library multiplies by a number of ranks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -173,26 +173,20 @@ def bytes_per_feature(dtype: torch.dtype) -> int:
     return dtype.itemsize + accumulator(dtype).itemsize
 
 
-@dataclass(frozen=True)
-class PendingGather:
-    """A gather of all ranks' shards that is under way."""
+def gather_shard(shard: Shard, sizes: Sequence[int], group: Any, start: int = 0) -> Callable[[], Shard]:
+    """Start the gather of all ranks' shards with everything that travels with them; the first one begins at `start`.
 
-    shard: Shard
-    flight: collectives.Transfer
-    # global position of the first row
-    start: int
-
-    def wait(self) -> Shard:
-        """Wait for the shards, and return them as one, in rank order."""
-        payload = self.flight.wait()
-        if self.shard.state is not None:
-            payload[-1] = payload[-1].T
-        return self.shard.unpacked(payload, self.start)
-
-
-def gather_shard(shard: Shard, sizes: Sequence[int], group: Any, start: int = 0) -> PendingGather:
-    """Start the gather of all ranks' shards with everything that travels with them; the first one begins at `start`."""
+    Returns a function that waits for them, and returns them as one shard, in rank order.
+    """
     payload = shard.payload()
     if shard.state is not None:
         payload[-1] = payload[-1].T.contiguous()
-    return PendingGather(shard, collectives.begin_gather([x.contiguous() for x in payload], sizes, group), start)
+    flight = collectives.begin_gather([x.contiguous() for x in payload], sizes, group)
+
+    def wait() -> Shard:
+        arrived = flight.wait()
+        if shard.state is not None:
+            arrived[-1] = arrived[-1].T
+        return shard.unpacked(arrived, start)
+
+    return wait

@@ -31,9 +31,9 @@ class Gather(Exchange):
     column_sends: ClassVar[int] = 1
 
     def forward(self, tiles: Tiles, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
-        pending = gather_shard(cols, self.layout.cols, self.layout.group, self.layout.start(0))
+        wait = gather_shard(cols, self.layout.cols, self.layout.group, self.layout.start(0))
         row_stats, col_stats = tiles.forward(rows, cols)
-        tiles.columns = pending.wait()
+        tiles.columns = wait()
         others = []
         for block, _ in self._other_columns(tiles.columns):
             block_rows, block_cols = tiles.forward(rows, block)
@@ -77,7 +77,7 @@ class Gather(Exchange):
         """All ranks' columns, gathered in the forward, with the states and coefficients of the backward."""
         sizes, group = self.layout.cols, self.layout.group
         if tiles.columns is None:
-            return gather_shard(cols, sizes, group, self.layout.start(0)).wait()
+            return gather_shard(cols, sizes, group, self.layout.start(0))()
         columns, tiles.columns = tiles.columns, None
         if cols.state is None or cols.coefficient is None:
             return columns

@@ -64,7 +64,7 @@ class Replicate(Exchange):
             # as indices: the diagonal of one rank does not continue that of the rank before
             first = torch.arange(len(rows), device=rows.features.device) + rows.diagonal
             rows = replace(rows, diagonal=None, positives=first[:, None])
-        gathered = gather_shard(rows, sizes, group).wait()
+        gathered = gather_shard(rows, sizes, group)()
         if rows.positives is not None:
             gathered = replace(gathered, positives=collectives.gather_rows(rows.positives, sizes, group))
         if rows.targets is not None:
@@ -72,7 +72,7 @@ class Replicate(Exchange):
         return gathered
 
     def _all_cols(self, cols: Shard) -> Shard:
-        return gather_shard(cols, self.layout.cols, self.layout.group).wait()
+        return gather_shard(cols, self.layout.cols, self.layout.group)()
 
 
 def _own(shard: Shard) -> slice:

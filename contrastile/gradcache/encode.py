@@ -32,7 +32,7 @@ from contrastile.gradcache.forward import Features, Job, OutputForm, Record, det
 from contrastile.gradcache.inputs import Place, laid_out, laid_out_parts, lendable, listed
 from contrastile.gradcache.memory import AUTO
 from contrastile.gradcache.modes import Autocast, back_propagated, in_modes, sharing_casts, without_hooks
-from contrastile.gradcache.replay_check import ReplayCheck, poll
+from contrastile.gradcache.replay_check import ReplayCheck, poll, sketched
 from contrastile.offload import numbered, present_device, settle, stream
 
 
@@ -207,7 +207,7 @@ def first_pass(job: Job, leaves: Sequence[Tensor], form: OutputForm, *, grad: bo
             if outputs is None:
                 outputs, _ = job.with_room(partial(job.run, index, rows, form, with_graph), random)
             if grad:
-                record.sketches.add(outputs)
+                record.sketches.append(sketched(outputs))
             else:
                 refuse_gradients(outputs)
             form.shared = form.shared or job.shared(outputs, values, form, random)
