@@ -20,7 +20,7 @@ from contrastile.engine import arguments as checks
 from contrastile.engine.operation import Call, Plan, backward, without_autocast
 from contrastile.engine.problem import Arguments, Problem
 from contrastile.exchange.base import Layout, Single
-from contrastile.gradcache.first_order import refusal
+from contrastile.gradcache.modes import refusal
 from contrastile.losses.base import PairLoss, Shard
 from contrastile.tiles.base import Tiles
 

@@ -29,7 +29,7 @@ from contrastile.engine.operation import Call, MakeTiles, Operation, Plan, with_
 from contrastile.engine.problem import PLAIN, Problem
 from contrastile.exchange.base import Exchange
 from contrastile.gradcache.batching import rounded_length
-from contrastile.gradcache.first_order import first_order
+from contrastile.gradcache.modes import first_order
 from contrastile.losses.base import Shard
 from contrastile.scorers import padded_to
 from contrastile.tiles.base import Accumulated

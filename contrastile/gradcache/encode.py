@@ -27,11 +27,10 @@ from contrastile.gradcache import ddp_fsdp, introspect
 from contrastile.gradcache.auto import with_fitting_size
 from contrastile.gradcache.batching import SubBatches, split, split_by_tokens, stand_ins
 from contrastile.gradcache.ddp_fsdp import Sharding
-from contrastile.gradcache.first_order import first_order
 from contrastile.gradcache.forward import Features, Job, OutputForm, Record, detached, differentiable, refuse_gradients
 from contrastile.gradcache.inputs import Place, laid_out, laid_out_parts, lendable, listed
 from contrastile.gradcache.memory import AUTO
-from contrastile.gradcache.modes import Autocast, back_propagated, in_modes, sharing_casts, without_hooks
+from contrastile.gradcache.modes import Autocast, back_propagated, first_order, in_modes, sharing_casts, without_hooks
 from contrastile.gradcache.replay_check import ReplayCheck, poll, sketched
 from contrastile.offload import numbered, present_device, settle, stream
 

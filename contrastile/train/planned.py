@@ -25,8 +25,7 @@ from contrastile.models.late import special_tokens
 from contrastile.models.text import train_tokenizer
 from contrastile.offload import free_memory
 from contrastile.planner.compiled import as_compiled
-from contrastile.planner.late import LateSize
-from contrastile.planner.loss import LossSize
+from contrastile.planner.loss import LateSize, LossSize
 from contrastile.planner.memory import LIBRARIES, Held, Side, StepMemory
 from contrastile.planner.plan import Plan
 from contrastile.planner.profile import Target, target
