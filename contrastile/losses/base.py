@@ -158,13 +158,6 @@ def fill(x: Tensor, where: Where | None, value: float) -> Tensor:
     return x
 
 
-class Marks(NamedTuple):
-    """The positive pairs of a tile, and those that do not count; None where the tile has none."""
-
-    positive: Diagonal | Tensor | None
-    excluded: Where | None
-
-
 class Tile(NamedTuple):
     """A tile of logits with its marks; the logits of pairs that do not count are −∞."""
 
@@ -185,8 +178,8 @@ class Tile(NamedTuple):
     own: bool = False
 
 
-def mark(rows: Shard, cols: Shard, *, exclude_self: bool) -> Marks:
-    """The marks of the tile of `rows` and `cols`.
+def mark(rows: Shard, cols: Shard, *, exclude_self: bool) -> tuple[Diagonal | Tensor | None, Where | None]:
+    """The positive pairs of the tile of `rows` and `cols`, and those that do not count; None where it has none.
 
     A pair is positive by index, by label or on the diagonal. It is excluded when it is an example with itself
     (`exclude_self`), or when the ids are equal and it is not positive.
@@ -198,12 +191,12 @@ def mark(rows: Shard, cols: Shard, *, exclude_self: bool) -> Marks:
     elif positive == itself:
         positive = None
     if rows.ids is None or cols.ids is None:
-        return Marks(positive, itself)
+        return positive, itself
     few = _few_equal(rows.ids, cols.ids) if itself is None else None
     if few is not None:
-        return Marks(positive, _without(few, positive))
+        return positive, _without(few, positive)
     same = fill(rows.ids[:, None] == cols.ids[None, :], positive, False)
-    return Marks(positive, fill(same, itself, True))
+    return positive, fill(same, itself, True)
 
 
 def _positive(rows: Shard, cols: Shard) -> Diagonal | Tensor | None:

@@ -186,11 +186,11 @@ class Eager(Tiles):
         if self.bias is not None:
             x += self.bias
         bounds = bounds_of(x)
-        marks = mark(rows, cols, exclude_self=self.loss.exclude_self)
-        if marks.excluded is not None:
-            fill(x, marks.excluded, -torch.inf)
+        positive, excluded = mark(rows, cols, exclude_self=self.loss.exclude_self)
+        if excluded is not None:
+            fill(x, excluded, -torch.inf)
         products = self._products(graph) if self.loss.reads_products else None
-        tile = Tile(x, *marks, bounds, numbers=(rows.numbers, cols.numbers), products=products)
+        tile = Tile(x, positive, excluded, bounds, numbers=(rows.numbers, cols.numbers), products=products)
         if not rows.guides and rows.targets is None:
             return tile
         guides = [a.to(x.dtype) @ b.to(x.dtype).T for a, b in zip(rows.guides, cols.guides, strict=True)]
