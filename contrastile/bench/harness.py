@@ -148,7 +148,6 @@ def results_file(path: Path | None, columns: Sequence[str]) -> Iterator[Callable
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a results file."""
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
@@ -157,13 +156,11 @@ class World(Ranks):
     """The ranks that measure together; by default this process alone."""
 
     def numbers(self, number: float) -> list[float]:
-        """Return the number of every rank."""
         if self.size == 1:
             return [number]
         return [float(one["number"]) for one in consistency.agree(None, {"number": number}, free=["number"])]
 
     def slowest(self, seconds: float) -> float:
-        """Return the largest of the ranks' numbers."""
         return max(self.numbers(seconds))
 
     def failure(self, reason: str | None) -> str | None:
@@ -310,7 +307,6 @@ class Machine:
         return seconds, weighed.bytes
 
     def wait(self) -> None:
-        """Wait until the device is idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

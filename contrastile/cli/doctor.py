@@ -46,7 +46,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def lines(values: dict[str, Any]) -> Iterator[str]:
-    """Yield the values of `examine` as lines of text."""
     from contrastile.train.log import size
 
     system, torch = values["system"], values["torch"]

@@ -80,7 +80,6 @@ class HeldOut:
 
 
 def encode_held_out(run: Run, pairs: PairSet) -> HeldOut:
-    """Encode the held-out pictures and every name."""
     parts = {}
     with evaluating(run.model):
         for name, rows in held_out(pairs.splits).items():
@@ -176,7 +175,6 @@ def probe(run: Run, pairs: PairSet) -> dict[str, dict[str, float]]:
 
 
 def _compare(test: str, queries: Encoded, keys: Encoded, *, headline: bool = False) -> Row:
-    """The row of one test."""
     counts = len(queries.ids), len(keys.ids)
     shares = recall(queries.features, keys.features, queries.ids, keys.ids, ks=ranks_below(counts[1]))
     guessed = chance(queries.ids, keys.ids, ks=(1,))[1]
@@ -218,7 +216,6 @@ def encode_pictures(run: Run, images: Images, rows: Indices, label: str) -> Tens
 
 
 def ids_of(run: Run, pairs: PairSet, rows: Indices) -> Tensor:
-    """The ids of `rows`, on the device of the features."""
     return torch.from_numpy(pairs.ids[rows]).to(run.device)
 
 
@@ -352,7 +349,6 @@ def open_test(test: AnyTest) -> Test:
 
 
 def metrics_line(row: Row, **more: Any) -> dict[str, Any]:
-    """A row for metrics.jsonl."""
     return {"test": row["test"], "queries": row["queries"], "choices": row["choices"], **row["metrics"], **more}
 
 

@@ -67,7 +67,6 @@ class Bar:
             self._show(n)
 
     def close(self) -> None:
-        """Show the end."""
         self._show(0, last=True)
 
     def _show(self, n: int, *, last: bool = False) -> None:
@@ -225,7 +224,6 @@ def scalars(kind: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]
 
 
 def trackers(recipe: Any, folder: RunFolder) -> dict[str, Listener]:
-    """The trackers that the recipe names."""
     chosen: dict[str, Listener] = {}
     if recipe.log.tensorboard:
         chosen["TensorBoard"] = TensorBoard(folder)

@@ -82,7 +82,6 @@ class Objective:
         return {"queue": self.queues} if len(self.queues) else {}
 
     def queued(self, side: str) -> tuple[Tensor, Tensor]:
-        """The keys of a side's queue, and their ids."""
         queue: Any = self.queues[side]
         return queue.keys, queue.ids
 
@@ -170,8 +169,6 @@ def _decoupled(sigma: float | None) -> Decoupled:
 
 
 class QueryObjective(Objective):
-    """The loss of queries that find passages."""
-
     kinds: ClassVar = {
         "infonce": modules.InfoNCELoss, "gist": modules.GISTLoss, "dcl": _one_way(_decoupled, "sigma"),
         "distill": _one_way(Distilled, "weight"),

@@ -184,7 +184,6 @@ class ShardedPart:
 
 
 def sharded_parts(parts: Parts) -> dict[str, ShardedPart]:
-    """The parts with sharded tensors, by name."""
     return {name: ShardedPart(parts[name]) for name in SHARDED_PARTS}
 
 
