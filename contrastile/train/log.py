@@ -232,6 +232,8 @@ def trackers(recipe: Any, folder: RunFolder) -> dict[str, Listener]:
     return chosen
 
 
+# the mark of a whole test in its line, as `json` writes it; within a text the quotes would be escaped
+WHOLE = b'"whole": true'
 # values that differ between equal runs, because the clock and the machine decide them
 MEASURED = ("seconds", "speed", "shares", "peak_bytes")
 
@@ -271,7 +273,7 @@ class Metrics:
         with Path(self._file.name).open("rb") as file:
             for line in file:
                 position += len(line)
-                if line.endswith(b"\n") and not _of_whole_test(line):
+                if line.endswith(b"\n") and WHOLE not in line:
                     end = position
         if end < position:
             self._file.truncate(end)
@@ -312,15 +314,6 @@ class Metrics:
         self._notify(lambda listener: listener.close())
         if self._lost:
             logger.warning("%d lines of %s were lost", self._lost, self._file.name)
-
-
-def _of_whole_test(line: bytes) -> bool:
-    # the text is looked at first, because parsing every line of a long run takes seconds
-    if b'"whole": true' not in line:
-        return False
-    with suppress(ValueError, AttributeError):
-        return bool(json.loads(line).get("whole") is True)
-    return False
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
