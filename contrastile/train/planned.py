@@ -255,8 +255,3 @@ def made_up_tokenizer(settings: Any, special: Sequence[str] = ()) -> Any:
         return ready
     words = map("".join, islice(product(ascii_lowercase, repeat=5), settings.size))
     return train_tokenizer(words, size=settings.size, length=settings.length, special=special)
-
-
-def learned_tokens(settings: Any) -> int | None:
-    """The most tokens a tokenizer may learn from the run's texts; None for a ready one."""
-    return None if settings.folder is not None or settings.kind == "open_clip" else int(settings.size)
