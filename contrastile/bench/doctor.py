@@ -145,7 +145,7 @@ def _recipe_plan(recipe: Any, ranks: int) -> Values:
     from contrastile.train.run import choose_device
 
     device, batch, keys = choose_device(recipe.device), max(count for _, count in recipe.train.batch), keys_of(recipe)
-    model, costs = towers(recipe, ranks, batch)
+    model, costs = towers(recipe, ranks, batch, device.type)
     machines = Target(str(device), None, free_memory(device)[1], ranks, ranks, device.type)
     plan = plan_of(recipe, machines, batch, model, costs)
     sides = [_side(side) for side in plan.step.sides]
