@@ -43,6 +43,11 @@ class LateSize(LossSize):
         return max(self.tokens) * self.dimensions
 
     @property
+    def casts(self) -> int:
+        """Those of the kernels are bytes of their own."""
+        return 0
+
+    @property
     def at_once(self) -> bool:
         """The gradients come with the loss, from one sweep."""
         return self.backend_name == "triton" and self.ranks == 1 and not self.host and not self.fused[1]

@@ -189,15 +189,16 @@ def plan_of(
     on_gpu, late = machines.device == "cuda", _late(recipe)
     sides = []
     for cost, (examples, size, _) in zip(costs, sub_batches(recipe, rows).values(), strict=True):
-        # features in the type of the loss, and normalised
-        copies = 2 * given.itemsize * cost.dimensions
+        # the normalisation keeps features of the loss's type; normalised ones, and a retriever's as encoded, have names
+        wide = given.itemsize * cost.dimensions
+        copies, named = wide - cost.features, wide if isinstance(recipe, Recipe) else wide + cost.features
         if late:
             # in float32 where they are not, without those that do not count, and normalised
-            copies = given.itemsize * cost.dimensions * ((half is not None) + recipe.model.normalise)
+            copies, named = wide * ((half is not None) + recipe.model.normalise), 0
             copies += cost.features if cost.name == "passage" else 0
         inputs = (STREAMED * size if on_gpu else 0) * cost.inputs
         between = NORMALISED * given.itemsize * cost.dimensions if late else 0
-        sides.append(Side(cost, examples, inputs, copies, between))
+        sides.append(Side(cost, examples, inputs, copies, named, between))
     kind, queue = recipe.loss.kind, getattr(recipe.loss, "queue", 0)
     both_ways = isinstance(recipe, Recipe) and kind in ("infonce", "gist")
     size_of: Any = LossSize
