@@ -29,7 +29,7 @@ from contrastile.gradcache.batching import SubBatches, split, split_by_tokens, s
 from contrastile.gradcache.ddp_fsdp import Sharding
 from contrastile.gradcache.forward import Features, Job, OutputForm, Record, detached, differentiable, refuse_gradients
 from contrastile.gradcache.inputs import Place, laid_out, laid_out_parts, lendable, listed
-from contrastile.gradcache.memory import AUTO
+from contrastile.gradcache.memory import AUTO, Releasable
 from contrastile.gradcache.modes import Autocast, back_propagated, first_order, in_modes, sharing_casts, without_hooks
 from contrastile.gradcache.replay_check import ReplayCheck, poll, sketched
 from contrastile.offload import numbered, present_device, settle, stream
@@ -92,7 +92,7 @@ def encode(
     Raises ValueError for inputs that cannot be split, for batch normalisation in training mode, whose statistics over a
     sub-batch are not those of the batch, for modules that change a buffer when they run, for encoders that write over
     their inputs or parameters, for the module inside a DistributedDataParallel, whose gradients would not be reduced,
-    and for `checkpoint(..., use_reentrant=True)`.
+    for modules of torch.jit, and for `checkpoint(..., use_reentrant=True)`.
 
     >>> from torch import nn
     >>> tower = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4))
@@ -415,7 +415,7 @@ def _refuse_changed_parameters(ctx: Any, rule: str, got: str, remedy: str) -> No
 
 def _count(name: str, value: Any, least: int, words: tuple[Any, ...] = (None, AUTO)) -> Any:
     """A checked number of examples, tokens or sub-batches, or one of the words."""
-    if (value is None or isinstance(value, str)) and value in words:
+    if isinstance(value, Releasable) or ((value is None or isinstance(value, str)) and value in words):
         return value
     remedy = "Count examples, tokens, or sub-batches" + (', or say "auto".' if AUTO in words else ".")
     return whole_number(name, value, least, remedy)

@@ -113,6 +113,10 @@ def reach(
         probe = partial(_probe, encoder, leaves, layout, device or input_device)
         modules, parameters, differentiable, reads_frozen = _probe_function(probe)
         first = next((parameter for parameter in parameters if parameter.requires_grad), None)
+    if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
+        # its hooks do not run, so that a batch normalisation inside would go unnoticed
+        got, remedy = "one of torch.jit", "Pass the module that it was made from, or what torch.compile makes of that."
+        raise invalid("encoder", "consist of Python's modules", got, remedy)
     device = device or (input_device if first is None else first.device)
     if not torch.is_grad_enabled():
         return Reached(modules, [], device)

@@ -63,6 +63,9 @@ class CachedLoss(nn.Module):
         retain: Retain,
     ) -> None:
         super().__init__()
+        if not isinstance(model, nn.Module):
+            remedy = "Load it: SentenceTransformer(name)."
+            raise invalid("model", "be a model of sentence-transformers", repr(model)[:80], remedy)
         if not scale > 0:
             raise invalid("scale", "be above 0", scale, "Pass 1 / temperature.")
         whole_number("mini_batch_size", mini_batch_size, 1, "Count the texts that the model sees at once.")
