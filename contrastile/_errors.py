@@ -4,8 +4,6 @@ The lowest file of the package. It imports nothing, not even torch, so that the 
 before torch is loaded. Checks of tensors are in `engine/arguments.py`.
 """
 
-from __future__ import annotations
-
 import errno
 import math
 import operator

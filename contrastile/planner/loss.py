@@ -3,8 +3,6 @@
 A row is one vector, or those of L tokens: `LateSize` has the bytes and the work of `MaxSim`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
