@@ -4,8 +4,6 @@ Stands below `loss.py` and `step.py`. A step is a function without arguments. A 
 the same device in the same minute: a machine that is shared or throttled slows both, and their ratio stays.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import gc
@@ -20,7 +18,7 @@ from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -210,7 +208,7 @@ class Machine:
     world: World = ALONE
 
     @classmethod
-    def of(cls, device: torch.device, seconds: float, world: World = ALONE) -> Machine:
+    def of(cls, device: torch.device, seconds: float, world: World = ALONE) -> Self:
         side, dtype = PRODUCTS.get(device.type, PRODUCTS["cpu"])
         # random numbers: products of zeros draw less power and run faster
         a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))

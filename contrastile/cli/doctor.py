@@ -1,7 +1,5 @@
 """`contrastile doctor [RECIPE]`: the machine, the choices of "auto" on it with their reasons, the plan of a recipe."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`contrastile encode RUN [CORPUS]`: write the features of passages to disk, for `contrastile search`."""
 
-from __future__ import annotations
-
 import argparse
 
 from contrastile._errors import invalid, written_to

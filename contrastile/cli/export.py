@@ -1,7 +1,5 @@
 """`contrastile export RUN --as ... --out FOLDER`: a run or its index for other libraries."""
 
-from __future__ import annotations
-
 import argparse
 
 from contrastile._errors import invalid, one_of

@@ -4,8 +4,6 @@ Nothing heavy is imported until a verb runs. Exit codes: 0 done, 1 the machine f
 user must change something, 130 stopped by Ctrl-C (143 by SIGTERM), 141 the reader of the output has gone.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import select

@@ -1,7 +1,5 @@
 """`contrastile search RUN ["a question"]`: the best passages for a question, or for one after the other."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from contextlib import suppress

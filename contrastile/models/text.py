@@ -3,8 +3,6 @@
 Below the text towers. A trained tokenizer is saved as tokenizer.json, the format of the library `tokenizers`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path

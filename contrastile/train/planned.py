@@ -3,8 +3,6 @@
 `planner/` adds up what every part of a step declares.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace

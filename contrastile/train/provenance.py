@@ -1,7 +1,5 @@
 """Provenance of a number: device, software versions, date and commit, the last columns of every file of results."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,15 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from contrastile._errors import printable
+from contrastile._errors import logger, printable
 from contrastile.train.folder import EVALUATION, GALLERIES, METADATA, METRICS, QUESTIONS, RECIPE, REPORT, RunFolder
 from contrastile.train.log import Listener, clock, metrics_lines, size
 from contrastile.train.report.figures import Curve, StepColumns, curves, memory_bars
 
 if TYPE_CHECKING:
     from jinja2 import Template
-
-logger = logging.getLogger("contrastile")
 
 Line = Mapping[str, Any]
 # the largest share of a run's time that its reports may take: one takes about half a second
