@@ -1,7 +1,5 @@
 """What a file of results says of the machine: the same words wherever a number is written down."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from datetime import date
