@@ -27,7 +27,7 @@ from contrastile._errors import invalid, written_to
 from contrastile.distributed import collectives, consistency
 from contrastile.offload import free_memory
 from contrastile.train.memory import Weighed
-from contrastile.train.provenance import ORIGIN, signature
+from contrastile.train.provenance import ORIGIN, provenance
 from contrastile.train.ranks import Ranks
 
 Step = Callable[[], object]
@@ -357,8 +357,10 @@ def reporting(
     first = world.rank == 0
     say = partial(print, flush=True) if first else lambda _: None
     with results_file(path if first else None, columns) as write:
-        ranks = f"{world.size} ranks on " if world.size > 1 else ""
-        say("\n".join(filter(None, (ranks + signature(device, *packages), busy(device)))))
+        ranks, origin = f"{world.size} ranks on " if world.size > 1 else "", provenance(device, *packages)
+        say(f"{ranks}{origin['chip']}; {origin['versions']}")
+        if warning := busy(device):
+            say(warning)
         yield Report(say, write, world)
     if path:
         say(f"rows: {path}")

@@ -41,12 +41,6 @@ def versions(*packages: str) -> dict[str, str]:
     return installed
 
 
-def signature(device: torch.device, *packages: str) -> str:
-    """Device and versions in one line."""
-    origin = provenance(device, *packages)
-    return f"{origin['chip']}; {origin['versions']}"
-
-
 @cache
 def commit() -> str:
     """The commit of the package, with "-dirty" if a file of the package differs from it; empty where git has none.
