@@ -3,9 +3,6 @@
 `planner/` adds up what every part of a step declares.
 """
 
-from __future__ import annotations
-
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contrastile._errors import invalid
+from contrastile._errors import invalid, logger
 from contrastile.data.sources import is_collection
 from contrastile.models.base import feature_size
 from contrastile.models.compiled import compiled_parts
@@ -38,8 +35,6 @@ from contrastile.train.optim import state_bytes, step_bytes
 from contrastile.train.recipe import load_any_recipe
 from contrastile.train.retriever.run import build_retriever_run
 from contrastile.train.run import build_run, ready_tokenizer
-
-logger = logging.getLogger("contrastile")
 
 # numbers of a token: its index, and the mask
 TOKEN_TENSORS = 2
