@@ -43,8 +43,8 @@ class LateSize(LossSize):
         return max(self.tokens) * self.dimensions
 
     @property
-    def casts(self) -> int:
-        """Those of the kernels are bytes of their own."""
+    def operands(self) -> int:
+        """The kernels' copies are bytes of their own."""
         return 0
 
     @property

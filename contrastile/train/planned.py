@@ -48,6 +48,8 @@ TOKEN_TENSORS = 2
 STREAMED = 2
 # tensors that the gradient of a normalisation takes for a moment, of its inputs' size
 NORMALISED = 5
+# the same of pictures, texts, and single vectors, beside the gradient itself
+QUOTIENT = 4
 # bytes of the id of a key in a queue
 ID = 8
 CPU = torch.device("cpu")
@@ -197,7 +199,8 @@ def plan_of(
             copies, named = wide * ((half is not None) + recipe.model.normalise), 0
             copies += cost.features if cost.name == "passage" else 0
         inputs = (STREAMED * size if on_gpu else 0) * cost.inputs
-        between = NORMALISED * given.itemsize * cost.dimensions if late else 0
+        # a quotient's gradient, and gradients of both sides in the loss's type
+        between = NORMALISED * wide if late else QUOTIENT * wide + 2 * (wide - cost.features)
         sides.append(Side(cost, examples, inputs, copies, named, between))
     kind, queue = recipe.loss.kind, getattr(recipe.loss, "queue", 0)
     both_ways = isinstance(recipe, Recipe) and kind in ("infonce", "gist")
