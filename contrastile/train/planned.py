@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contrastile._errors import invalid
+from contrastile._errors import whole_number
 from contrastile.data.sources import is_collection
 from contrastile.models.base import feature_size
 from contrastile.models.compiled import compiled_parts
@@ -60,8 +60,11 @@ def planned(recipe: Any, overrides: Sequence[str], gpus: str | None, batch: int 
     machines = target(gpus)
     settings: Any = recipe if isinstance(recipe, AnyRecipe) else load_any_recipe(recipe, overrides, files=False)
     largest = max(size for _, size in settings.train.batch)
-    if batch is not None and batch < machines.ranks:
-        raise invalid("batch", f"be at least a pair for each of the {machines.ranks} ranks", batch, "Take more.")
+    if batch is not None:
+        rule = f"be at least a pair for each of the {machines.ranks} ranks"
+        batch = whole_number("batch", batch, machines.ranks, "Take more.", rule=rule)
+    if pairs is not None:
+        pairs = whole_number("pairs", pairs, 1, "Leave it out for the recipe's own.")
     model, costs = towers(settings, machines.ranks, batch or largest, machines.device)
     plan = plan_of(settings, machines, batch or largest, model, costs, stages(settings, pairs))
     return plan if batch is None else plan.at(batch)
