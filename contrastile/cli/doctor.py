@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(values | {"recipe": planned and planned.values()}, indent=1))
     else:
-        print("\n".join([*lines(values), *(plan.lines(planned) if planned else ())]))
+        print("\n".join([*lines(values), *(["", *plan.lines(planned)] if planned else ())]))
     return 1 if broken(values) else 0
 
 
