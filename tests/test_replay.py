@@ -26,7 +26,7 @@ from contrastile.losses import Sigmoid, Softmax
 from contrastile.scorers import MaxSim
 from contrastile.tiles.base import Accumulated
 from contrastile.tiles.eager import Eager
-from contrastile.tiles.triton import kept, launch, replay
+from contrastile.tiles.triton import launch, replay
 
 CAPTURED: list[int] = []
 # so large that two of them are kept, with what they read
@@ -115,35 +115,6 @@ def test_sums_are_copied_away_for_a_backward_that_is_still_to_come(monkeypatch: 
     assert torch.equal(again, 2.0 * once)
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
-
-
-@pytest.mark.parametrize("listed", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_large_gradients_of_columns_are_computed_in_their_backward(
-    listed: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    """With the bits of a call that is not replayed, whatever the calls before a backward."""
-    monkeypatch.setattr(kept, "LATE", 1)
-    # numbers of 16 bits, which the interpreter rounds otherwise
-    q, k = (F.normalize(torch.randn(n, 12), dim=-1).bfloat16().to(dtype).requires_grad_() for n in (14, 70))
-    at = torch.randint(-1, 70, (14, 3)) if listed else None
-    leaves = q, k, torch.tensor(20.0, requires_grad=True)
-
-    def call() -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return contrast(*leaves[:2], scale=leaves[2], loss=Softmax(), backend="triton", positives=at)
-
-    request.getfixturevalue("_played")
-    plain = torch.autograd.grad(2.0 * call(), leaves)
-    for _ in range(4):
-        first, second = call(), call()
-        for value in (first, second):
-            again = torch.autograd.grad(2.0 * value, leaves)
-            assert all(torch.equal(x, y) for x, y in zip(again, plain, strict=True))
-    assert len(CAPTURED) == 1
-    exact = [x.detach().double().requires_grad_() for x in leaves]
-    truth = torch.autograd.grad(2.0 * contrast(*exact[:2], scale=exact[2], loss=Softmax(), positives=at), exact)
-    assert all(distance(x, y) <= 1e-2 for x, y in zip(plain, truth, strict=True))
 
 
 @pytest.mark.usefixtures("_played")

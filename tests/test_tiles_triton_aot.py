@@ -33,16 +33,7 @@ TILE_KERNELS = ("totals", "maxima", "gradient", "careful_gradient")
 SIX = {"LEFT": 0b10_01_00_01_00_00, "RIGHT": 0b00_01_10_00_01_00, "PRODUCTS": 6, "PARTS": 3}
 # every option of the small kernels
 EVERYTHING = {"U": True, "V": True, "WEIGHTS": True, "SMOOTH": True, "BIASED": True, "SIDES": 2}
-EVERYTHING |= {
-    "MEAN": True,
-    "TIMES": True,
-    "GUIDE": 2,
-    "SELF": True,
-    "ADD": True,
-    "WEIGH": True,
-    "ORDERED": True,
-    "STEPS": 14,
-}
+EVERYTHING |= {"MEAN": True, "TIMES": True, "GUIDE": 2, "SELF": True, "ADD": True, "ORDERED": True, "STEPS": 14}
 EVERYTHING |= {"MEASURED": 1}
 # strides and sizes that are multiples of 16 where features are
 ALIGNED = ("D", "G", "entries", *(f"{name}_stride" for name in ("q", "k", "guide_q", "guide_k", "out", "bits")))

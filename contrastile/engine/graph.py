@@ -32,7 +32,7 @@ from contrastile.gradcache.batching import rounded_length
 from contrastile.gradcache.first_order import first_order
 from contrastile.losses.base import Shard
 from contrastile.scorers import padded_to
-from contrastile.tiles.base import Accumulated, LateGradient
+from contrastile.tiles.base import Accumulated
 
 logger = logging.getLogger("contrastile")
 
@@ -122,11 +122,9 @@ def _refilled(call: Call, features: Sequence[Tensor], labels: Sequence[Tensor]) 
 class Held:
     """Gradient sums of one call in a graph's memory, until their backward."""
 
-    def __init__(self, sums: Accumulated, columns: LateGradient | None) -> None:
+    def __init__(self, sums: Accumulated) -> None:
         # None after the backward
         self.sums: Accumulated | None = sums
-        # the gradient of the columns, where no sum stands for it
-        self.columns = columns
 
     def move(self) -> None:
         """Copy the sums to memory of their own, before a replay overwrites them."""
@@ -134,7 +132,6 @@ class Held:
             u, v, numbers = (None if x is None else x.clone() for x in self.sums)
             assert numbers is not None
             self.sums = Accumulated(u, v, numbers)
-            self.columns = None if self.columns is None else self.columns.computed()
 
 
 def _nothing() -> None:
@@ -168,8 +165,6 @@ class Graph:
         self.fill = Filling([*features, scale, *others, *own_labels], len(features) * plain)
         # of scale, bias and all other inputs
         self.shapes = (None, None, *[x.shape for x in features])
-        # the gradient of the columns, where the graph leaves it to the backward
-        self.columns: LateGradient | None = None
         # numbers that were passed as such
         self.numbers: dict[float, Tensor] = {}
         # the sums of the latest call, as long as somebody may want its backward
@@ -178,11 +173,10 @@ class Graph:
 
         def compute() -> Accumulated:
             tiles = own_call.tiles(scale, others[0] if others else None)
-            tiles.norms, tiles.defers = self.fill.norms, wanted[3]
+            tiles.norms = self.fill.norms
             value, (u, v, sums) = with_gradients(own_call, tiles, features, wanted)
             of_pairs, of_products = tiles.pair_sums(sums, *own_call.shards(features), u, v, wanted[0])
             self.fill.deliver(value)
-            self.columns = tiles.late_columns
             # tiles of vectors that sum products have written an exact 0
             zero = not (call.loss.uses_bias or (tiles.sums_products and call.scorer is None))
             of_bias = torch.zeros_like(of_pairs) if zero else of_pairs
@@ -207,7 +201,7 @@ class Graph:
             before, stream = self.held(), current_stream_address(self.device.index)
             if before is not None and before.sums is not None:
                 # on the stream that its backward reads it on
-                with torch.cuda.stream(self.stream), without_autocast(self.device):
+                with torch.cuda.stream(self.stream):
                     before.move()
             if stream != self.stream_address:
                 # another stream may still read the results of the last call
@@ -217,7 +211,7 @@ class Graph:
             value = torch.empty_like(self.value)
             self.fill(tensors, value, stream)
             self.replay()
-            held = Held(self.sums, self.columns)
+            held = Held(self.sums)
             self.held = ref(held)
             return value, held
 
@@ -237,11 +231,8 @@ class Graph:
         # no replay in another thread while the sums are read
         with _lock, _on(self.device):
             assert held.sums is not None
-            outs = [x for x in gradients[: 3 if held.columns is not None else None] if x is not None]
+            outs = [x for x in gradients if x is not None]
             self.gradients(held.sums, outs, upstream, current_stream_address(self.device.index))
-            if held.columns is not None and gradients[3] is not None:
-                with without_autocast(self.device):
-                    held.columns.write(gradients[3], upstream)
             # a backward that failed may be tried again
             if not backward_is_kept():
                 held.sums = None

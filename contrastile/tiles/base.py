@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,11 +60,6 @@ class InFlight:
             self._wait = None
 
 
-def received(v: Tensor | InFlight) -> Tensor:
-    """The accumulator itself."""
-    return v.value() if isinstance(v, InFlight) else v
-
-
 class ForwardResult(NamedTuple):
     """The loss, and the inputs of the backward: one state and one coefficient for each direction."""
 
@@ -85,16 +80,6 @@ class Accumulated(NamedTuple):
     u: Tensor | None  # [N, numbers of a row]: Σ_j g_ij · k_j
     v: Tensor | None  # [M, numbers of a column]: Σ_i g_ij · q_i
     sums: Tensor  # as `Tiles.backward` returns them
-
-
-class LateGradient(Protocol):
-    """A gradient that is computed when a backward has memory for it."""
-
-    def write(self, out: Tensor, upstream: Tensor | None = None) -> None:
-        """Write the gradient to `out`, times the upstream gradient []."""
-
-    def computed(self) -> LateGradient:
-        """The same from memory of its own."""
 
 
 class SumRow(NamedTuple):
@@ -139,11 +124,6 @@ class Tiles(ABC):
     final: bool = field(default=False, init=False, repr=False)
     # partial norms of rows and columns, where a replay has computed them (`tiles/triton/launch.py`)
     norms: Tensor | None = field(default=None, init=False, repr=False)
-    # the columns' gradient may be left to `late_columns`, which then has it
-    defers: bool = field(default=False, init=False, repr=False)
-    late_columns: LateGradient | None = field(default=None, init=False, repr=False)
-    # v is the gradient of the columns, scaled and in its own type, for an upstream gradient of 1
-    final_columns: bool = field(default=False, init=False, repr=False)
     # types of the gradients of rows and columns; None: those of the features
     grad_dtypes: tuple[torch.dtype, torch.dtype] | None = field(default=None, init=False, repr=False)
 
@@ -291,11 +271,7 @@ class Tiles(ABC):
         keep = upstream is not None
         of_q, of_k = self.grad_dtypes or (rows.features.dtype, cols.features.dtype)
         dq = self.scaled(u, of_q, upstream, keep=keep) if want_q and u is not None else None
-        dk = None
-        if self.final_columns and v is not None:
-            dk = v if upstream is None else v * upstream
-        elif want_k and v is not None:
-            dk = self.scaled(v, of_k, upstream, keep=keep)
+        dk = self.scaled(v, of_k, upstream, keep=keep) if want_k and v is not None else None
         return [dscale, dbias, dq, dk]
 
     def pair_sums(

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from contrastile._types import Reduction
 from contrastile.losses.base import PairLoss, Shard, Total
-from contrastile.tiles.base import ForwardResult, InFlight, Tiles, received
+from contrastile.tiles.base import ForwardResult, InFlight, Tiles
 from contrastile.tiles.triton import kept, launch, plan, positions, sorting
 from contrastile.tiles.triton.arithmetic import UNIT
 from contrastile.tiles.triton.block import (
@@ -199,13 +199,14 @@ class Triton(Tiles):
         return kept.fits(rows, cols, self._epilogue, self._budget)
 
     def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
-        block, (_, of_k) = self.kept, self.grad_dtypes or (None, cols.features.dtype)
-        late = block is not None and block.late(cols)
-        if block is None or not (late or (block.narrow and of_k == torch.bfloat16)):
+        if (
+            self.kept is None
+            or not self.kept.narrow
+            or self.grad_dtypes not in (None, (torch.bfloat16, torch.bfloat16))
+        ):
             return super().accumulators(rows, cols, wanted)
         u, _ = super().accumulators(rows, cols, (*wanted[:3], False))
-        wants = wanted[3] and not (late and self.defers)
-        return u, cols.features.new_empty(cols.features.shape, dtype=of_k) if wants else None
+        return u, cols.features.new_empty(cols.features.shape) if wanted[3] else None
 
     @property
     def sums_products(self) -> bool:
@@ -338,22 +339,14 @@ class Triton(Tiles):
         accumulators lack the digits for the latter: 16 bits and the matrix units truncate them, and
         attraction and repulsion often cancel to a few percent.
         """
-        positives, exponentials, columns = block.positives(), self.kept, v
-        late = exponentials is not None and exponentials.late(block.cols)
-        v, known = None if late else v, None
+        positives = block.positives()
         if block.rows.features.dtype == torch.float16:
-            terms = [self._scaled_strips(block, u, None if v is None else received(v), row_stats)]
+            terms = [self._scaled_strips(block, u, None if v is None else _received(v), row_stats)]
         else:
             terms = [self._strips(block, u, v, row_stats, final=positives is None)]
         self.super_tile = None
         if positives is not None:
-            g_NP, term = self._positive_grads(block, positives, u, None if v is None else received(v))
-            terms, known = [*terms, term], (positives, g_NP)
-        if exponentials is not None and late and (columns is not None or self.defers):
-            gradient = exponentials.column_gradients(block.cols, self.scale, self.grad_dtypes, known)
-            self.late_columns, self.final_columns = (gradient, False) if columns is None else (None, True)
-            if columns is not None:
-                gradient.write(received(columns))
+            terms.append(self._positive_grads(block, positives, u, None if v is None else _received(v)))
         sums = launch.add_up(terms)
         return sums if self.sums_products else sums[1]
 
@@ -383,7 +376,7 @@ class Triton(Tiles):
         """
         weights = self._weights(block)
         if self.kept is not None:
-            numbers = self.kept.add(block, weights, u, None if v is None else received(v), self._epilogue)
+            numbers = self.kept.add(block, weights, u, None if v is None else _received(v), self._epilogue)
             self.kept, self.guidance = None, Guidance()
             return numbers, launch.truncation(block.rows.features)
         sums = launch.new_sums(self.scale.device, 0 if block.order is None else len(block.rows))
@@ -399,7 +392,7 @@ class Triton(Tiles):
             if u is not None and not early:
                 sorting.add_strip(u, tile, 0, strip, fresh=first_of_row)
             if v is not None:
-                sorting.add_strip(received(v), tile, 1, strip, fresh=first_of_col)
+                sorting.add_strip(_received(v), tile, 1, strip, fresh=first_of_col)
             if all(tile.last):
                 if isinstance(v, InFlight) and final:
                     v.release()
@@ -435,14 +428,19 @@ class Triton(Tiles):
             of_rows = along(sums[launch.sums_of_programs(self.scale.device) :], tile.along[0])
             sorting.label_gradients(tile.pair, tile.block, strip, of_rows, epilogue, stats[0] if stats else None)
 
-    def _positive_grads(
-        self, block: Block, positives: Positives, u: Tensor | None, v: Tensor | None
-    ) -> tuple[Tensor, Term]:
-        """Add the gradient of the positives known by position in float32; returns it, and its sums as `_strips`."""
+    def _positive_grads(self, block: Block, positives: Positives, u: Tensor | None, v: Tensor | None) -> Term:
+        """Add the gradient of the positives known by position in float32; returns its sums, as `_strips`."""
         g_NP, inner_NP = positions.positive_gradients(block, positives, u, v, self._epilogue)
         if v is not None and positives.columns is not None:
-            positions.add_pairs(v, block.rows.features, *positions.by_column(positives.columns, g_NP, len(v)))
+            # sorted by column, so that sums have the same order, and bits, in every run
+            columns, order = torch.where(positives.columns < 0, len(v), positives.columns).flatten().sort(stable=True)
+            positions.add_pairs(v, block.rows.features, columns, order // positives.per_row, g_NP.flatten()[order])
         if not self.sums_products:
-            return g_NP, (g_NP, 0.0)
-        as_tiles = positions.as_tiles(block.rows.features.dtype, self._epilogue)
-        return g_NP, (inner_NP, launch.truncation(block.rows.features) if as_tiles else 0.0)
+            return g_NP, 0.0
+        q = block.rows.features
+        lost = launch.truncation(q) if positions.as_tiles(q.dtype, self._epilogue) else 0.0
+        return inner_NP, lost
+
+
+def _received(v: Tensor | InFlight) -> Tensor:
+    return v.value() if isinstance(v, InFlight) else v

@@ -10,9 +10,6 @@ product from some 300 features on. In one direction the products have the factor
 
     u_i = a_i · Σ_j e_ij k_j        v_j = Σ_i e_ij · (a_i q_i)        Σ g · ⟨q, k⟩ = Σ_i a_i · Σ_j e_ij ⟨q_i, k_j⟩
 
-A large v of few rows is the gradient of the columns itself, (scale · a_i · q_i in the product), which a replayed call
-computes where its backward wants it: `ColumnGradients`.
-
 A block of several super-tiles has no memory to keep all of its strips.
 """
 
@@ -20,14 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from contrastile.losses.base import Shard
-from contrastile.tiles.triton import kept_kernels, launch, positions
-from contrastile.tiles.triton.block import KEPT_IN, Block, Budget, Positives, by_label
+from contrastile.tiles.triton import kept_kernels, launch
+from contrastile.tiles.triton.block import KEPT_IN, Block, Budget, by_label
 from contrastile.tiles.triton.launch import Weights
 from contrastile.tiles.triton.plan import Epilogue, Pair, interpreting, most_programs, shape_for, tiles_of
 from contrastile.tiles.triton.products import add_at_once, add_cols, add_rows
@@ -44,8 +40,6 @@ PAIRS, PAIRS_WARPS = (2, 1024, 8, 1), 4
 NUMBERS = 2048
 # columns per row from which the columns' sums, most of the memory that a call writes, have 16 bits
 NARROW = 4
-# numbers of such a sum from which it is the gradient itself; numbers of one program that multiplies it, and programs
-LATE, MULTIPLIED, MULTIPLIERS = 2**24, 4096, 264
 
 
 @dataclass(frozen=True)
@@ -60,17 +54,11 @@ class Kept:
     # those of `launch.new_sums` for the careful form; of one direction, behind a number of each row
     sums: Tensor
     parts: Tensor
-    # of one direction, a of each row, which the backward writes
-    factors: Tensor | None = None
 
     @property
     def narrow(self) -> bool:
         """The columns' sums have 16 bits."""
         return len(self.parts) == 2 and len(self.pair.k) >= NARROW * len(self.pair.q)
-
-    def late(self, cols: Shard) -> bool:
-        """The columns' sum is their gradient, see `ColumnGradients`."""
-        return self.narrow and cols.features.numel() >= LATE
 
     def add(self, block: Block, weights: Weights, u: Tensor | None, v: Tensor | None, epilogue: Epilogue) -> Tensor:
         """Write the gradient sums of all pairs to u and v; returns numbers that add up to Σ g · ⟨q, k⟩.
@@ -85,43 +73,24 @@ class Kept:
             return self._add_both(block, weights, u, v, epilogue)
         return self._add_one_way(block, weights[0][0], self.parts[1], u, v)
 
-    def column_gradients(
-        self,
-        cols: Shard,
-        scale: Tensor,
-        dtypes: tuple[torch.dtype, torch.dtype] | None,
-        known: tuple[Positives, Tensor] | None,
-    ) -> ColumnGradients:
-        """The columns' gradient where it is `late`. dtypes: of the gradients, if not those of the features.
-
-        known: the positives known by position, and their gradients.
-        """
-        assert self.factors is not None
-        k, diagonal, listed = cols.features, None, None
-        if known is not None:
-            positives, g_NP = known
-            if positives.columns is None:
-                diagonal = positives.diagonal or 0, g_NP
-            else:
-                listed = positions.by_column(positives.columns, g_NP * scale, len(k))
-        dtype = k.dtype if dtypes is None else dtypes[1]
-        return ColumnGradients(self.pair, self.strip, self.factors, scale, diagonal, listed, k.shape, dtype)
-
     def _add_one_way(self, block: Block, a: Tensor, inner: Tensor, u: Tensor | None, v: Tensor | None) -> Tensor:
-        (col_tiles, N), q, factors = inner.shape, self.pair.q, self.factors
-        assert factors is not None
-        weighted = q.data.new_empty(N, q.width)
+        (col_tiles, N), q = inner.shape, self.pair.q
+        factors, weighted = torch.empty_like(a), q.data.new_empty(N, q.width)
         launch.run(
             kept_kernels.kept_rows, (tiles_of(N, ROWS),), q_ptr=q.data, out_ptr=weighted, weights_ptr=a,
             inner_ptr=inner, factors_ptr=factors, sums_ptr=self.sums, constants_ptr=block.constants, N=N,
             D=q.width, q_row_stride=q.data.stride(0), col_tiles=col_tiles, UNIT=UNIT, ROWS=ROWS, BLOCK=FEATURES,
-            TILES=TILES, WEIGH=v is not None,
+            TILES=TILES,
         )  # fmt: skip
         if u is not None:
             add_rows(u, self.pair, self.strip, fresh=True)
             u.mul_(factors[:, None])
         if v is not None:
-            _multiply_cols(v, self.pair, self.strip, weighted)
+            (g,), x = self.pair.strip_pieces(self.strip), weighted[:, : v.shape[1]]
+            if v.dtype == torch.float32:
+                add_at_once(v, g.T, x, 1 / UNIT, 0.0)
+            else:
+                torch.addmm(v, g.T, x, alpha=1 / UNIT, beta=0, out=v)
         return self.sums
 
     def _add_both(
@@ -150,88 +119,6 @@ class Kept:
         return total
 
 
-@dataclass(frozen=True)
-class ColumnGradients:
-    """The gradient of the columns of one direction, [M, D] in a type of its own, for an upstream gradient of 1.
-
-    It is computed when the backward has memory for it: sums of this size would be written and read once more.
-    """
-
-    pair: Pair
-    strip: Tensor
-    # a of each row, and the scale []
-    factors: Tensor
-    scale: Tensor
-    # first column of a diagonal of positives and their gradients; or of listed ones, in the order of their columns,
-    # columns, rows and gradients times the scale
-    diagonal: tuple[int, Tensor] | None
-    listed: tuple[Tensor, Tensor, Tensor] | None
-    # of the gradient
-    shape: torch.Size
-    dtype: torch.dtype
-
-    def computed(self) -> ComputedGradient:
-        """The gradient for an upstream gradient of 1."""
-        out = self.scale.new_empty(self.shape, dtype=self.dtype)
-        self.write(out)
-        return ComputedGradient(out)
-
-    def write(self, out: Tensor, upstream: Tensor | None = None) -> None:
-        """Write the gradient to `out`, times the upstream gradient []."""
-        q = self.pair.q
-        N, (M, D) = len(q), out.shape
-        weighted = q.data.new_empty(N, q.width)
-        given: dict[str, Any] = {
-            "q_ptr": q.data,
-            "q_row_stride": q.data.stride(0),
-            "N": N,
-            "scale_ptr": self.scale,
-            "ROWS": ROWS,
-        }
-        launch.run(
-            kept_kernels.weigh_rows, (tiles_of(N, ROWS),), out_ptr=weighted, factors_ptr=self.factors, D=q.width,
-            UNIT=UNIT, BLOCK=FEATURES, **given,
-        )  # fmt: skip
-        _multiply_cols(out, self.pair, self.strip, weighted)
-        if self.diagonal is not None:
-            first, g = self.diagonal
-            launch.run(
-                kept_kernels.add_diagonal, (tiles_of(N, ROWS),), out_ptr=out, g_ptr=g, M=M, D=D, diagonal=first,
-                BLOCK=FEATURES, **given,
-            )  # fmt: skip
-        if self.listed is not None:
-            columns, rows, g = self.listed
-            positions.add_pairs(out, q.data, columns, rows, g)
-        if upstream is not None:
-            launch.run(
-                kept_kernels.multiply, (min(MULTIPLIERS, tiles_of(out.numel(), MULTIPLIED)),), out_ptr=out,
-                times_ptr=upstream, n=out.numel(), BLOCK=MULTIPLIED,
-            )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class ComputedGradient:
-    """A gradient for an upstream gradient of 1."""
-
-    gradient: Tensor
-
-    def computed(self) -> ComputedGradient:
-        return self
-
-    def write(self, out: Tensor, upstream: Tensor | None = None) -> None:
-        """Write the gradient to `out`, times the upstream gradient []."""
-        torch.mul(self.gradient, 1.0 if upstream is None else upstream, out=out)
-
-
-def _multiply_cols(v: Tensor, pair: Pair, strip: Tensor, weighted: Tensor) -> None:
-    """v = stripᵀ · weighted / UNIT, in the type of v."""
-    (g,), x = pair.strip_pieces(strip), weighted[:, : v.shape[1]]
-    if v.dtype == torch.float32:
-        add_at_once(v, g.T, x, 1 / UNIT, 0.0)
-    else:
-        torch.addmm(v, g.T, x, alpha=1 / UNIT, beta=0, out=v)
-
-
 def suits(rows: Shard, epilogue: Epilogue) -> bool:
     """Return whether exponentials of this kind can be kept: in the type of the features, and not by label."""
     return epilogue.keeps and rows.features.dtype == KEPT_IN and not by_label(rows)
@@ -252,4 +139,4 @@ def exponentials(pair: Pair, constants: Tensor, parts: Sequence[Tensor], epilogu
     (part,) = parts
     sums = torch.zeros(part.shape[2] + most_programs(device) * shape_for(device).rows, device=device)
     launch.gradient(pair, constants, [part[0]], strip, sums[part.shape[2] :], epilogue, part)
-    return Kept(pair, strip, sums, part, part.new_empty(part.shape[2]))
+    return Kept(pair, strip, sums, part)

@@ -3,9 +3,6 @@
 """Device code between a strip of kept exponentials and the products with the features (see `kept.py`).
 
     kept_rows     one direction: the factor of each row, and the rows times it
-    weigh_rows    the rows times their factors and the scale, for a product that is the gradient itself
-    add_diagonal  the diagonal's gradients, added to that product
-    multiply      an upstream gradient other than 1
     kept_pairs    both directions: the strip's exponentials become gradients in place
     kept_total    the scale's gradient from the sums of `kept_pairs`
 
@@ -23,25 +20,12 @@ from contrastile.tiles.triton.arithmetic import ANY, CAREFUL, FACTOR, HIGHEST, L
 ROUNDED = tl.constexpr(2.0**-14 / 24 * 1.4426950408889634)
 
 
-@triton.jit
-def _store_weighed(q_ptr, out_ptr, rows, factor, N, D, q_row_stride, BLOCK: tl.constexpr):
-    """Store factor_i · q_i of each row i in the type of out [N, D]."""
-    row = rows.to(tl.int64)[:, None]
-    for step in range(0, D, BLOCK):
-        cols = step + tl.arange(0, BLOCK)
-        inside = (rows < N)[:, None] & (cols < D)[None, :]
-        x = tl.load(q_ptr + row * q_row_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
-        x = x * factor[:, None]
-        tl.store(out_ptr + row * D + cols[None, :], x.to(out_ptr.dtype.element_ty), mask=inside)
-
-
 @triton.jit(do_not_specialize=ANY)
 def kept_rows(q_ptr, out_ptr, weights_ptr, inner_ptr, factors_ptr, sums_ptr, constants_ptr, N, D, q_row_stride,
-              col_tiles, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
-              WEIGH: tl.constexpr):  # fmt: skip
+              col_tiles, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
     """Write the factors that make gradients of a strip of exponentials 2^t, a_i of each row i (see `kept.py`).
 
-    Writes the factor a_i of the row's sums, with WEIGH a_i · UNIT · q_i in 16 bits for those of the columns, and
+    Writes the factor a_i of the row's sums, a_i · UNIT · q_i in 16 bits for those of the columns, and
     Σ_j g_ij · ⟨q_i, k_j⟩. Where the careful flag is set, the strip holds gradients: factors are 1 and sums 0.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -49,8 +33,13 @@ def kept_rows(q_ptr, out_ptr, weights_ptr, inner_ptr, factors_ptr, sums_ptr, con
     weight = tl.load(weights_ptr + rows, mask=rows < N, other=0.0)
     factor = tl.where(fast, weight, 1.0)
     tl.store(factors_ptr + rows, factor, mask=rows < N)
-    if WEIGH:
-        _store_weighed(q_ptr, out_ptr, rows, factor * UNIT, N, D, q_row_stride, BLOCK)
+    row = rows.to(tl.int64)[:, None]
+    for step in range(0, D, BLOCK):
+        cols = step + tl.arange(0, BLOCK)
+        inside = (rows < N)[:, None] & (cols < D)[None, :]
+        x = tl.load(q_ptr + row * q_row_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+        x = x * (factor * UNIT)[:, None]
+        tl.store(out_ptr + row * D + cols[None, :], x.to(out_ptr.dtype.element_ty), mask=inside)
     total = tl.zeros((ROWS,), tl.float32)
     for step in range(0, col_tiles, TILES):
         tile = step + tl.arange(0, TILES)
@@ -58,42 +47,6 @@ def kept_rows(q_ptr, out_ptr, weights_ptr, inner_ptr, factors_ptr, sums_ptr, con
         at = tile.to(tl.int64)[:, None] * N + rows[None, :]
         total += tl.sum(tl.load(inner_ptr + at, mask=inside, other=0.0), 0)
     tl.store(sums_ptr + rows, tl.where(fast, total * weight, 0.0), mask=rows < N)
-
-
-@triton.jit(do_not_specialize=ANY)
-def weigh_rows(q_ptr, out_ptr, factors_ptr, scale_ptr, N, D, q_row_stride, UNIT: tl.constexpr, ROWS: tl.constexpr,
-               BLOCK: tl.constexpr):  # fmt: skip
-    """Write scale · a_i · UNIT · q_i in 16 bits."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    factor = tl.load(factors_ptr + rows, mask=rows < N, other=0.0) * (tl.load(scale_ptr) * UNIT)
-    _store_weighed(q_ptr, out_ptr, rows, factor, N, D, q_row_stride, BLOCK)
-
-
-@triton.jit(do_not_specialize=ANY)
-def add_diagonal(out_ptr, q_ptr, g_ptr, scale_ptr, N, M, D, diagonal, q_row_stride, ROWS: tl.constexpr,
-                 BLOCK: tl.constexpr):  # fmt: skip
-    """out [M, D], row i + diagonal, += scale · g_i · q_i."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    to = rows + diagonal
-    exists = (rows < N) & (to >= 0) & (to < M)
-    factor = tl.load(g_ptr + rows, mask=exists, other=0.0) * tl.load(scale_ptr)
-    for step in range(0, D, BLOCK):
-        cols = step + tl.arange(0, BLOCK)
-        inside = exists[:, None] & (cols < D)[None, :]
-        x = tl.load(q_ptr + rows.to(tl.int64)[:, None] * q_row_stride + cols[None, :], mask=inside, other=0.0)
-        at = out_ptr + to.to(tl.int64)[:, None] * D + cols[None, :]
-        total = tl.load(at, mask=inside, other=0.0).to(tl.float32) + factor[:, None] * x.to(tl.float32)
-        tl.store(at, total.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=ANY)
-def multiply(out_ptr, times_ptr, n, BLOCK: tl.constexpr):
-    """out [n] *= times, in place; returns at once where that is 1."""
-    times = tl.load(times_ptr)
-    for start in range(tl.program_id(0) * BLOCK, tl.where(times == 1.0, 0, n), tl.num_programs(0) * BLOCK):
-        at = start + tl.arange(0, BLOCK).to(tl.int64)
-        x = tl.load(out_ptr + at, mask=at < n).to(tl.float32) * times
-        tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=at < n)
 
 
 @triton.jit

@@ -84,15 +84,6 @@ def positive_gradients(
     return g_NP, inner_NP
 
 
-def by_column(columns: Tensor, g_NP: Tensor, M: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Column, row and gradient of each listed positive, in the order of columns, as `add_pairs` reads them.
-
-    Sums then have the same order, and bits, in every run.
-    """
-    ordered, order = torch.where(columns < 0, M, columns).flatten().sort(stable=True)
-    return ordered, order // columns.shape[1], g_NP.flatten()[order]
-
-
 def add_pairs(total: Tensor, x: Tensor, targets: Tensor, sources: Tensor, values: Tensor) -> None:
     """total[targets[s]] += values[s] · x[sources[s]], in order of s; targets rise, and those beyond total are left."""
     n, D = total.shape
