@@ -1,10 +1,10 @@
 """Time losses as people call them, beside the plain formula and the same compiled: autocast, options, rectangles.
 
 Forward and backward, in interleaved rounds: the median and the least milliseconds of a step, many steps in a row.
-"host" is the time until a step's launches are queued. Packages that compute the same are beside it where they are
+"host" is the time until a step's launches are queued. With --peers also packages that compute the same, where they are
 installed. Run on an idle GPU:
 
-    python benchmarks/user_calls.py [--only infonce] [--seconds 1] [--csv FILE]
+    python benchmarks/user_calls.py [--only infonce] [--seconds 1] [--peers] [--csv FILE]
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def step(loss: Loss, leaves: list[Tensor], *, autocast: bool = True) -> Step:
     return run
 
 
-def calls(machine: Machine) -> Iterator[tuple[str, dict[str, Step]]]:
+def calls(machine: Machine, *, with_peers: bool) -> Iterator[tuple[str, dict[str, Step]]]:
     """Each problem's name, and the steps that are timed together."""
     clip, one_way = FORMULAS["clip"], FORMULAS["infonce"]
     scale = torch.tensor(100.0, device="cuda", requires_grad=True)
@@ -56,7 +56,7 @@ def calls(machine: Machine) -> Iterator[tuple[str, dict[str, Step]]]:
 
     def peers(name: str, leaves: list[Tensor]) -> dict[str, Step]:
         """Packages that take these features as they are."""
-        ways = {one.label: one for one in PEERS if name in one.losses and one.absent(machine) is None}
+        ways = {one.label: one for one in with_peers * PEERS if name in one.losses and one.absent(machine) is None}
         return {label: step(one.losses[name], leaves, autocast=False) for label, one in ways.items()}
 
     for b, d in ((1024, 512), (4096, 512), (8192, 768), (16384, 768), (32768, 768)):
@@ -70,7 +70,7 @@ def calls(machine: Machine) -> Iterator[tuple[str, dict[str, Step]]]:
         steps = {f"contrastile, {name}": step(partial(ClipLoss(), **given), leaves) for name, given in options.items()}
         steps["contrastile, smoothing"] = step(ClipLoss(label_smoothing=0.1), leaves)
         yield f"clip {b} x 512, options", {**steps, "plain": step(clip, leaves)}
-    for n, m, d in ((1024, 4096, 512), (1024, 65536, 768), (4096, 32768, 768), (2048, 131072, 512)):
+    for n, m, d in ((1024, 65536, 768), (4096, 32768, 768), (2048, 131072, 512), (1024, 4096, 512)):
         for kind, dtype in (("", torch.bfloat16), (", float32 features", torch.float32)):
             leaves = [*features((n, d), (m, d), dtype=dtype), scale]
             steps = beside(InfoNCELoss(), one_way, leaves) | ({} if kind else peers("infonce", leaves))
@@ -101,12 +101,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1.0, help="how long each may be measured (default: 1)")
     parser.add_argument("--only", default="", help="the calls whose names hold this word")
+    parser.add_argument("--peers", action="store_true", help="public packages too")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write rows there, behind those that it has")
     options = parser.parse_args()
     machine = Machine.of(torch.device("cuda"), options.seconds)
     machine.load()
     with results_file(options.csv, COLUMNS) as write:
-        for name, steps in calls(machine):
+        for name, steps in calls(machine, with_peers=options.peers):
             if options.only not in name:
                 continue
             print(name)
