@@ -46,8 +46,8 @@ FEW = 4096
 MERGED, MERGED_FEW = (128, 16), (16, 128)
 # rows of one program that reads features, `BLOCK` features at a time
 ROWS = 16
-# partial norms that are read at once, and numbers that `add_up` reads at once
-NORMS, ADDED = 4096, 4096
+# partial norms that are read at once
+NORMS = 4096
 # constants of a block; rows that `finish` writes: each row's loss, its weight, and from the third on the state
 CONSTANTS, WEIGHT, STATE = 8, 1, 2
 # products of fp16 have more bits than those of bf16, and lose more to truncation
@@ -416,7 +416,7 @@ def add_up(terms: Sequence[Term]) -> Tensor:
     out = torch.empty(2, dtype=torch.float32, device=x.device)
     run(
         endings.add_up, (1,), x_ptr=x, n=x.numel(), x_lost=x_lost, y_ptr=y, m=y.numel() if len(terms) == 2 else 0,
-        y_lost=y_lost, out_ptr=out, BLOCK=ADDED, warps=16,
+        y_lost=y_lost, out_ptr=out, BLOCK=NORMS, warps=16,
     )  # fmt: skip
     return out
 
