@@ -286,7 +286,7 @@ def _shared(kernel: Any, name: str, chosen: dict[str, Any], capability: int) -> 
         "FLATTEN": shape.flatten,
         "TMA": shape.tma,
     }
-    fixed |= {"BLOCK": 128, "TILES": 16, "ROWS": 16, "COLS": 128, "STEPS": 4}
+    fixed |= {"BLOCK": 128, "TILES": 16, "ROWS": 16, "COLS": 128, "STEPS": 4, "SCAN": 1024}
     names = kernel.arg_names
     constants = {parameter.name: 0 for parameter in kernel.params if parameter.is_constexpr}
     constants |= {name: value for name, value in (fixed | chosen).items() if name in constants}
