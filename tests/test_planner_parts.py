@@ -9,9 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_planner import SUB_BATCH, _cost, _inputs, _tower
+from tiny_runs import write_recipe
 from tiny_texts import tiny_retriever, write_text_recipe
 from torch import Tensor
 
@@ -22,10 +24,12 @@ from contrastile.planner.loss import LateSize
 from contrastile.planner.profile import target
 from contrastile.planner.towers import measure, shapes_only
 from contrastile.scorers import MaxSim
+from contrastile.train.image_text import ImageText
 from contrastile.train.memory import Weighed
 from contrastile.train.objective import QueryObjective, Teacher
 from contrastile.train.planned import made_up_tokenizer, plan_of, towers
-from contrastile.train.recipe import load_any_recipe
+from contrastile.train.ranks import ALONE
+from contrastile.train.recipe import load_any_recipe, load_recipe
 from contrastile.train.retriever.job import RetrieverJob
 from contrastile.train.retriever.run import build_retriever_run
 
@@ -93,6 +97,20 @@ def test_the_planned_peak_is_that_of_a_real_step(
     assert plan.peak.name == moment
     assert weighed.bytes <= 1.06 * planned
     assert planned <= 1.2 * weighed.bytes
+
+
+def test_features_of_pictures_and_texts_are_released_as_planned(tmp_path: Path) -> None:
+    """Of many features the gradient of their normalisation takes most."""
+    words = ["train.batch=400", "train.sub_batch=32", "train.retain=0", "model.features=4096", "device=cpu"]
+    job = ImageText.open(load_recipe(write_recipe(tmp_path), words))
+    (part,) = job.parts(torch.from_numpy(np.resize(job.rows, 400)), 1, ALONE)
+    with Weighed(CPU) as weighed:
+        job.loss(part).backward()
+    recipe = job.run.recipe
+    plan = plan_of(recipe, target(None), 400, *towers(recipe, 1, 400, "cpu", tokenizer=job.run.tokenizer))
+    held = plan.step.held
+    assert plan.peak.name == "gradients of features"
+    assert plan.peak.bytes - held.weights - held.optimizer == pytest.approx(weighed.bytes, rel=0.01)
 
 
 def test_a_guide_and_a_queue_are_parts_of_the_plan(tmp_path: Path) -> None:

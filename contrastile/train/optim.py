@@ -231,8 +231,8 @@ def step_bytes(model: nn.Module, settings: OptimSettings) -> int:
     trained = [p.nbytes for p in model.parameters() if p.requires_grad]
     if isinstance(settings, AdamWSettings):
         return sum(trained)
-    # a gradient in float32, its square, and two products of them
-    return 4 * max(trained, default=0)
+    # of Adafactor the square of a gradient and the root, or the root and the update; of Muon a few products more
+    return (2 if isinstance(settings, AdafactorSettings) else 4) * max(trained, default=0)
 
 
 def with_warmup(settings: OptimSettings, train: Steps, pairs: int) -> OptimSettings:
