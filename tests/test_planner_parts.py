@@ -18,7 +18,7 @@ from torch import Tensor
 import contrastile
 from contrastile.models.late import special_tokens
 from contrastile.planner.compiled import as_compiled
-from contrastile.planner.late import LateSize
+from contrastile.planner.loss import LateSize
 from contrastile.planner.profile import target
 from contrastile.planner.towers import measure, shapes_only
 from contrastile.scorers import MaxSim

@@ -267,7 +267,7 @@ class Record:
     training: list[bool]
     # state of the generators before each sub-batch
     random: list[RandomState] = field(default_factory=list)
-    sketches: Sketches = field(default_factory=Sketches)
+    sketches: list[Sketches] = field(default_factory=list)
 
 
 class Features:

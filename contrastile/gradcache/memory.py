@@ -75,8 +75,7 @@ class _Allocations(DispatchMode):
         self.present = self.most = 0
         self.living: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._note((args, kwargs), counted=False)
         out = func(*args, **(kwargs or {}))
         self._note(out, counted=True)

@@ -108,8 +108,7 @@ class Counted(DispatchMode):
         Counted.running = None
         super().__exit__(*failure)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if Counted.running is self and not is_free(func):
             self.work += work_of(func, args, kwargs or {}, out)
@@ -200,8 +199,7 @@ def measure(
 class _Undecided(DispatchMode):
     """Answer every yes-or-no question about values with no: that a mask hides nothing, for one."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
             return False
         return func(*args, **(kwargs or {}))

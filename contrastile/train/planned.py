@@ -25,8 +25,7 @@ from contrastile.models.late import special_tokens
 from contrastile.models.text import train_tokenizer
 from contrastile.offload import free_memory
 from contrastile.planner.compiled import as_compiled
-from contrastile.planner.late import LateSize
-from contrastile.planner.loss import LossSize
+from contrastile.planner.loss import LateSize, LossSize
 from contrastile.planner.memory import LIBRARIES, Held, Side, StepMemory
 from contrastile.planner.plan import Plan
 from contrastile.planner.profile import Target, target
@@ -256,8 +255,3 @@ def made_up_tokenizer(settings: Any, special: Sequence[str] = ()) -> Any:
         return ready
     words = map("".join, islice(product(ascii_lowercase, repeat=5), settings.size))
     return train_tokenizer(words, size=settings.size, length=settings.length, special=special)
-
-
-def learned_tokens(settings: Any) -> int | None:
-    """The most tokens a tokenizer may learn from the run's texts; None for a ready one."""
-    return None if settings.folder is not None or settings.kind == "open_clip" else int(settings.size)
