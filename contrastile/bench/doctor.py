@@ -3,8 +3,6 @@
 Stands above train/, whose choices it reports. `contrastile doctor` prints it. Without a recipe it needs torch alone.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import platform
 import re
@@ -141,4 +139,4 @@ def recipe_plan(recipe: Any, ranks: int) -> Plan:
 
     device, batch = choose_device(recipe.device), max(count for _, count in recipe.train.batch)
     machines = Target(str(device), None, free_memory(device)[1], ranks, ranks, device.type)
-    return plan_of(recipe, machines, batch, *towers(recipe, ranks, batch))
+    return plan_of(recipe, machines, batch, *towers(recipe, ranks, batch, device.type))

@@ -3,8 +3,6 @@
 A row is one vector, or those of L tokens: `LateSize` has the bytes and the work of `MaxSim`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -162,6 +160,25 @@ class LossSize:
         return throughout + others, end + others
 
     @property
+    def casts(self) -> int:
+        """Bytes of the features in the type of the products, which stay until the gradients have gone back."""
+        return (
+            0
+            if self.host or self.given == self.dtype
+            else (self.rows + self.columns) * self.dimensions * self.dtype.itemsize
+        )
+
+    @property
+    def later(self) -> int:
+        """Bytes of the accumulators that the backward makes; 0 where the gradients come with the loss.
+
+        They do for a pairwise loss, and in one process for a loss of one direction and one that keeps its exponentials.
+        """
+        N, M = self.rows, self.columns
+        early = self.loss.pairwise or (self.ranks == 1 and (not self.loss.symmetric or self._allowed >= 2 * N * M))
+        return 0 if early or self.host else (N + M) * self.dimensions * self.wide
+
+    @property
     def _at_once(self) -> bool:
         """Eager tiles compute the gradient in the forward: of a pairwise loss, of one tile, and in strips."""
         side = SIDE_ACCELERATOR if self.device == "cuda" else SIDE_CPU
@@ -237,6 +254,11 @@ class LateSize(LossSize):
     @property
     def vectors(self) -> int:
         return self.tokens[1]
+
+    @property
+    def casts(self) -> int:
+        """Those of the kernels are bytes of their own."""
+        return 0
 
     @property
     def at_once(self) -> bool:

@@ -4,8 +4,6 @@ The package has profiles of the H200 and of the H100 (`profiles/`, each with its
 of this machine.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import tomllib
