@@ -110,10 +110,10 @@ def doors(page: str) -> str:
     """A step in the trainers of other libraries by their losses, and by ours in their place."""
     cells = []
     for door, theirs, ours in DOORS[page]:
-        # small batches are said in the text
-        largest = str(max(int(row["batch"]) for row in rows_of("h200_doors.csv", loss=door)))
-        rows = rows_of("h200_doors.csv", loss=door, batch=largest)
-        beside = [row for row in rows if not row["impl"].startswith("contrastile")][-1]
+        theirs_rows = [row for row in rows_of("h200_doors.csv", loss=door) if not row["impl"].startswith("contrastile")]
+        # the largest batch that theirs has; small batches are said in the text
+        beside = max(theirs_rows[::-1], key=lambda row: int(row["batch"]))
+        rows = rows_of("h200_doors.csv", loss=door, batch=beside["batch"])
         ways = {(row["impl"], row["retain"]): row for row in rows if row["impl"].startswith("contrastile")}
         for (impl, retain), row in sorted(ways.items()):
             option = impl.removeprefix("contrastile, ")
