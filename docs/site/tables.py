@@ -50,7 +50,9 @@ DOORS = {
     ),
     "door_transformers": (("trainer", "the formula as `compute_loss`, whole batch", "`ContrastileTrainer`"),),
     "door_lightning": (("lightning", "the formula in `training_step`, whole batch", "`ContrastileMixin`"),),
+    "door_accelerate": (("accelerate", "the formula, whole batch", "the code below"),),
     "door_flag_embedding": (("flag-embedding", "`sub_batch_size`", "the subclass below"),),
+    "door_colpali_engine": (("colpali-engine", "`ContrastiveTrainer`, whole batch", "the subclass below"),),
     "door_pylate": (("pylate", "`CachedContrastive`", "the subclass below"),),
 }
 
@@ -108,10 +110,10 @@ def doors(page: str) -> str:
     """A step in the trainers of other libraries by their losses, and by ours in their place."""
     cells = []
     for door, theirs, ours in DOORS[page]:
-        # small batches are said in the text
-        largest = str(max(int(row["batch"]) for row in rows_of("h200_doors.csv", loss=door)))
-        rows = rows_of("h200_doors.csv", loss=door, batch=largest)
-        beside = [row for row in rows if not row["impl"].startswith("contrastile")][-1]
+        theirs_rows = [row for row in rows_of("h200_doors.csv", loss=door) if not row["impl"].startswith("contrastile")]
+        # the largest batch that theirs has; small batches are said in the text
+        beside = max(theirs_rows[::-1], key=lambda row: int(row["batch"]))
+        rows = rows_of("h200_doors.csv", loss=door, batch=beside["batch"])
         ways = {(row["impl"], row["retain"]): row for row in rows if row["impl"].startswith("contrastile")}
         for (impl, retain), row in sorted(ways.items()):
             option = impl.removeprefix("contrastile, ")
