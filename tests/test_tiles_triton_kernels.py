@@ -23,11 +23,12 @@ from contrastile._types import Reduction
 from contrastile.losses.base import Finished, Formula, PairLoss, Shard
 from contrastile.losses.decoupled import Decoupled, DecoupledWeighted
 from contrastile.losses.hardness import Hardness
+from contrastile.losses.inside import SoftmaxInside
 from contrastile.losses.reference import dense_decoupled, dense_softmax
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax, SoftmaxStats
 from contrastile.tiles.eager import Eager
-from contrastile.tiles.triton import backend, block, launch, plan, positions
+from contrastile.tiles.triton import backend, block, launch, plan, positions, sorting
 from contrastile.tiles.triton.arithmetic import CAREFUL, SHIFT
 from contrastile.tiles.triton.backend import Triton
 from contrastile.tiles.triton.masks import UNROLLED
@@ -153,6 +154,31 @@ def test_exponentials_are_kept_for_a_backward_that_follows(n: int, scale: float,
         # strips, weighed rows and sums in 16 bits, which the interpreter truncates where a chip rounds
         least = 1e-4 if loss.symmetric else 1e-6
         assert distance(found, true) <= (1e-2 if found.ndim else least * max(1.0, scale / 20))
+    assert tiles.kept is None
+
+
+@pytest.mark.parametrize("loss", [Softmax(exclude_self=True), SoftmaxInside(symmetric=True)], ids=str)
+@pytest.mark.parametrize(("scale", "many"), [(20.0, 0), (20.0, 2**20), (3000.0, 0)])
+@pytest.mark.usefixtures("_few_features")
+def test_exponentials_are_kept_with_labels(
+    loss: PairLoss, scale: float, many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Positives in tiles of both sizes; some rows have no weight, and some no positive."""
+    monkeypatch.setattr(sorting, "MANY", many)
+    monkeypatch.setattr(sorting, "LONG", 12)
+    labels = torch.randint(0, 9, (70,)) + torch.arange(70) // 60 * torch.arange(70)
+    rows, cols = (
+        Shard(_unit(70, torch.bfloat16), labels=labels),
+        Shard(_unit(70, torch.bfloat16), labels=labels.flip(0)),
+    )
+    tiles = Triton(loss, torch.tensor(scale), None, 2**30)
+    tiles.followed = tiles.fresh = True
+    for found, true in zip(_followed(tiles, rows, cols), _followed(*_exact(tiles, rows, cols)), strict=True):
+        least = 1e-4 if loss.symmetric else 1e-5
+        assert distance(found, true) <= (1e-2 if found.ndim else least * max(1.0, scale / 20)), (
+            found.ndim,
+            distance(found, true),
+        )
     assert tiles.kept is None
 
 

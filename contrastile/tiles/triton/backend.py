@@ -229,7 +229,9 @@ class Triton(Tiles):
         if position not in self.constants:
             given = rows.features, cols.features, self.scale, self.bias
             suits = self.followed and kept.suits(rows, self._epilogue)
-            number = len(cols) if suits and not self.loss.symmetric else 0
+            # gradients of positives over the factor of their row add up to twice the sum of exponentials
+            most = 4 if by_label(rows) else 1
+            number = most * len(cols) if suits and not self.loss.symmetric else 0
             least = kept.LEAST if suits and self.loss.symmetric and self.keeps(rows, cols) else 0.0
             constants = launch.block_constants(*given, self._epilogue, kept=number, least=least, norms=self.norms)
             taught = self._epilogue.taught
@@ -343,7 +345,7 @@ class Triton(Tiles):
         if block.rows.features.dtype == torch.float16:
             terms = [self._scaled_strips(block, u, None if v is None else _received(v), row_stats)]
         else:
-            terms = [self._strips(block, u, v, row_stats, final=positives is None)]
+            terms = self._strips(block, u, v, row_stats, final=positives is None)
         self.super_tile = None
         if positives is not None:
             terms.append(self._positive_grads(block, positives, u, None if v is None else _received(v)))
@@ -360,7 +362,7 @@ class Triton(Tiles):
         accumulators = [x for x in (u, v) if x is not None]
         for x in accumulators if not self.fresh else []:
             x.mul_(unit)
-        numbers, lost = self._strips(block, u, v, row_stats, final=False)
+        ((numbers, lost),) = self._strips(block, u, v, row_stats, final=False)
         inverse = 1 / unit
         for x in (*accumulators, numbers):
             x.mul_(inverse)
@@ -368,7 +370,7 @@ class Triton(Tiles):
 
     def _strips(
         self, block: Block, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None, *, final: bool
-    ) -> Term:
+    ) -> list[Term]:
         """Add the gradient of all pairs but the positives, one strip at a time; returns the sums of the tiles.
 
         A v that may leave early is added to first. Any other is added to last, because it may still be in flight and
@@ -378,7 +380,8 @@ class Triton(Tiles):
         if self.kept is not None:
             numbers = self.kept.add(block, weights, u, None if v is None else _received(v), self._epilogue)
             self.kept, self.guidance = None, Guidance()
-            return numbers, launch.truncation(block.rows.features)
+            lost = launch.truncation(block.rows.features)
+            return [(x, lost) for x in numbers]
         sums = launch.new_sums(self.scale.device, 0 if block.order is None else len(block.rows))
         strip: Tensor | None = None
         lost = launch.truncation(block.rows.features) if self.sums_products else 0.0
@@ -402,7 +405,7 @@ class Triton(Tiles):
             if u is not None and early:
                 sorting.add_strip(u, tile, 0, strip, fresh=first_of_row)
         self.guidance = Guidance()
-        return sums, lost
+        return [(sums, lost)]
 
     def _weights(self, block: Block) -> Weights:
         if self.loss.pairwise:

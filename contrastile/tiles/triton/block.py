@@ -237,6 +237,11 @@ class Block:
         return torch.stack(largest).sum()
 
     @property
+    def places(self) -> tuple[Tensor | None, Tensor | None]:
+        """The positions of the rows, and of the columns, in the order of the caller, where they have another one."""
+        return (None, None) if self.order is None else (self.order.rows, self.order.cols)
+
+    @property
     def position(self) -> tuple[int, ...]:
         return self.rows.start, len(self.rows), self.cols.start, len(self.cols)
 

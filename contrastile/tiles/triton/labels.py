@@ -22,7 +22,10 @@ import triton.language as tl
 
 from contrastile.tiles.triton.arithmetic import (
     ANY,
+    CAREFUL,
+    INVERSE,
     LN2,
+    LOG2E,
     MISSING,
     POSITIVE_INVERSE,
     POSITIVE_SHARE,
@@ -30,6 +33,7 @@ from contrastile.tiles.triton.arithmetic import (
     SHARE,
     SHIFT,
     STATE_POSITIVE_TOP,
+    STATE_TOP,
     UNIT,
     count_along,
     exponent_constants,
@@ -37,10 +41,11 @@ from contrastile.tiles.triton.arithmetic import (
     finite,
     log1p,
     merge_exponentials,
+    quarter,
     shift_as_logarithm,
     store_stats,
 )
-from contrastile.tiles.triton.backward import softmax_positive
+from contrastile.tiles.triton.backward import probability_factor, softmax_positive
 from contrastile.tiles.triton.forward import products
 from contrastile.tiles.triton.masks import FIRST, HIGHEST_COLUMN, ITSELF, LOWEST_COLUMN, STOP, row_spans
 
@@ -151,6 +156,19 @@ def _tile_range(spans_ptr, stride, start, i, N, M, BM: tl.constexpr, BN: tl.cons
 
 
 @triton.jit
+def _is_left(spans_ptr, stride, start, i, N, M, BM: tl.constexpr, TALL: tl.constexpr, LONG: tl.constexpr):
+    """True if another launch has the positives of this row tile: of more than LONG columns, tiles of TALL rows have."""
+    if LONG == 0:
+        left = i < 0
+    else:
+        at = i * BM // TALL * TALL
+        first = tl.load(spans_ptr + FIRST * stride + at) - start
+        stop = tl.load(spans_ptr + STOP * stride + tl.minimum(at + TALL, N) - 1) - start
+        left = (tl.minimum(stop, M) - tl.maximum(first, 0) > LONG) != (BM == TALL)
+    return left
+
+
+@triton.jit
 def _positives(cols, spans, N, M, rows, SELF: tl.constexpr):
     """Mask of the positives by label."""
     first, stop, itself = spans
@@ -159,18 +177,6 @@ def _positives(cols, spans, N, M, rows, SELF: tl.constexpr):
     if SELF:
         positive = positive & (cols[None, :] != itself[:, None])
     return positive
-
-
-@triton.jit
-def _tile(q_ptr, k_ptr, q_stride, k_stride, i, j, rows, own, constants, N, M, D, BM: tl.constexpr, BN: tl.constexpr,
-          BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, UPCAST: tl.constexpr,
-          SELF: tl.constexpr, SOFTPLUS: tl.constexpr):  # fmt: skip
-    """Products ⟨q, k⟩ of tile (i, j), its columns, the mask of positives, and the products' exponents t."""
-    acc = tl.zeros((BM, BN), tl.float32)
-    acc = products(acc, q_ptr, k_ptr, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, False,
-                   UPCAST)  # fmt: skip
-    cols = j * BN + tl.arange(0, BN)
-    return acc, cols, _positives(cols, own, N, M, rows, SELF), exponents(acc, constants, SOFTPLUS, PRODUCTS)
 
 
 @triton.jit
@@ -191,13 +197,15 @@ def _weights(row_numbers_ptr, col_numbers_ptr, rows, cols, N, M):
 def label_totals(q_ptr, k_ptr, constants_ptr, stats_ptr, stats_stride, spans_ptr, spans_stride, spans_start,
                  row_numbers_ptr, col_numbers_ptr, row_first, q_stride, k_stride, N, M, D, BM: tl.constexpr,
                  BN: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr,
-                 UPCAST: tl.constexpr, SELF: tl.constexpr, SOFTPLUS: tl.constexpr,
-                 WEIGHED: tl.constexpr):  # fmt: skip
+                 UPCAST: tl.constexpr, SELF: tl.constexpr, SOFTPLUS: tl.constexpr, WEIGHED: tl.constexpr,
+                 TALL: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
     """Add the positives of a super-tile to the statistics of its rows; row_first: its columns are the first.
 
     SOFTPLUS adds Σ weight · log(1 + exp(−x)).
     """
     i = tl.program_id(0)
+    if _is_left(spans_ptr, spans_stride, spans_start, i, N, M, BM, TALL, LONG):
+        return
     rows = i * BM + tl.arange(0, BM)
     own = row_spans(spans_ptr, spans_stride, spans_start, rows, N)
     start, end = _tile_range(spans_ptr, spans_stride, spans_start, i, N, M, BM, BN)
@@ -206,8 +214,12 @@ def label_totals(q_ptr, k_ptr, constants_ptr, stats_ptr, stats_stride, spans_ptr
     logit_sum, count = total, total
     top = total - float("inf")
     for j in range(start, end):
-        _, cols, positive, t = _tile(q_ptr, k_ptr, q_stride, k_stride, i, j, rows, own, constants, N, M, D, BM, BN,
-                                     BK, LEFT, RIGHT, PRODUCTS, UPCAST, SELF, SOFTPLUS)  # fmt: skip
+        acc = tl.zeros((BM, BN), tl.float32)
+        acc = products(acc, q_ptr, k_ptr, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, False,
+                       UPCAST)  # fmt: skip
+        cols = j * BN + tl.arange(0, BN)
+        positive = _positives(cols, own, N, M, rows, SELF)
+        t = exponents(acc, constants, SOFTPLUS, PRODUCTS)
         if SOFTPLUS:
             terms = _softplus(t)
             if WEIGHED:
@@ -245,18 +257,31 @@ def label_totals(q_ptr, k_ptr, constants_ptr, stats_ptr, stats_stride, spans_ptr
 
 
 @triton.jit
-def _direction(x, rest, state_ptr, stride, coefficient_ptr, at, inside, smoothing, axis: tl.constexpr,
-               INSIDE: tl.constexpr):  # fmt: skip
-    """One direction's gradient of the positives with logits x + rest: losses/softmax.py."""
+def _load_direction(state_ptr, stride, coefficient_ptr, at, inside, shift, smoothing):
+    """Numbers of rows, or of columns, for `_direction`: the first two are the top as an exponent t.
+
+    One number would be rounded, and move all gradients of the row.
+    """
     top = tl.load(state_ptr + STATE_POSITIVE_TOP * stride + at, mask=inside, other=0.0)
     inverse = tl.load(state_ptr + POSITIVE_INVERSE * stride + at, mask=inside, other=0.0)
     missing = tl.load(state_ptr + MISSING * stride + at, mask=inside, other=0.0)
     target = tl.load(state_ptr + POSITIVE_SHARE * stride + at, mask=inside, other=0.0)
     share = tl.load(state_ptr + SHARE * stride + at, mask=inside, other=0.0)
     coefficient = tl.load(coefficient_ptr + at, mask=inside, other=0.0)
-    among = tl.exp((x - tl.expand_dims(top, axis)) + rest) * tl.expand_dims(inverse, axis)
+    exact = top.to(tl.float64) * LOG2E - shift
+    power = exact.to(tl.float32)
+    rest = (exact - power.to(tl.float64)).to(tl.float32)
+    return power, rest, inverse, missing, target, share * smoothing, coefficient
+
+
+@triton.jit
+def _direction(t, numbers, smoothing, axis: tl.constexpr, INSIDE: tl.constexpr):
+    """One direction's gradient of the positives with exponents t: losses/softmax.py."""
+    power, rest, inverse, missing, target, share, coefficient = numbers
+    among = tl.math.exp2((t - tl.expand_dims(power, axis)) - tl.expand_dims(rest, axis))
+    among *= tl.expand_dims(inverse, axis)
     value = softmax_positive(among, tl.expand_dims(target, axis), tl.expand_dims(missing, axis), smoothing, INSIDE)
-    return (value - tl.expand_dims(share * smoothing, axis)) * tl.expand_dims(coefficient, axis)
+    return (value - tl.expand_dims(share, axis)) * tl.expand_dims(coefficient, axis)
 
 
 @triton.jit(do_not_specialize=ANY)
@@ -266,48 +291,73 @@ def label_gradients(q_ptr, k_ptr, strip_ptr, constants_ptr, row_state_ptr, row_c
                     part_stride, out_stride, smoothing, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
                     LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, UPCAST: tl.constexpr,
                     SELF: tl.constexpr, COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, WEIGHED: tl.constexpr,
-                    INSIDE: tl.constexpr, LOSS: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+                    INSIDE: tl.constexpr, LOSS: tl.constexpr, PARTS: tl.constexpr, KEPT: tl.constexpr,
+                    TALL: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
     """Write the gradients of a super-tile's positives into the strip [PARTS, N, M], over the zeros of `gradient`.
 
     Adds each row's Σ g · ⟨q, k⟩, or Σ g with SOFTPLUS, to `label_sums`, and with LOSS their loss to the statistics.
+    KEPT: the strip has exponentials of one direction, and its positives the gradient over the factor a of their row
+    (`kept.py`). A tile's gradient is computed in quarters, of which several programs' fit a multiprocessor.
     """
     i = tl.program_id(0)
+    if _is_left(spans_ptr, spans_stride, spans_start, i, N, M, BM, TALL, LONG):
+        return
     rows = i * BM + tl.arange(0, BM)
     own = row_spans(spans_ptr, spans_stride, spans_start, rows, N)
     start, end = _tile_range(spans_ptr, spans_stride, spans_start, i, N, M, BM, BN)
     constants = exponent_constants(constants_ptr)
     unit = tl.load(constants_ptr + UNIT)
+    shift = tl.load(constants_ptr + SHIFT).to(tl.float64)
     sums = tl.zeros((BM,), tl.float32)
     loss = sums
+    if SOFTPLUS:
+        coefficient = tl.load(row_coefficient_ptr + rows, mask=rows < N, other=0.0)
+    else:
+        of_rows = _load_direction(row_state_ptr, row_state_stride, row_coefficient_ptr, rows, rows < N, shift,
+                                  smoothing)  # fmt: skip
+    if KEPT:
+        # two factors: their product may exceed float32
+        fast = tl.load(constants_ptr + CAREFUL) == 0
+        coefficient = tl.load(row_coefficient_ptr + rows, mask=rows < N, other=0.0)
+        by_coefficient = 1.0 / tl.where(fast, tl.where(coefficient == 0, 1.0, coefficient), 1.0)
+        top = tl.load(row_state_ptr + STATE_TOP * row_state_stride + rows, mask=rows < N, other=0.0)
+        inverse = tl.load(row_state_ptr + INVERSE * row_state_stride + rows, mask=rows < N, other=1.0)
+        by_factor = 1.0 / tl.where(fast, probability_factor(top, inverse, shift), 1.0)
+    WIDTH: tl.constexpr = BN // 4
     for j in range(start, end):
-        acc, cols, positive, t = _tile(q_ptr, k_ptr, q_stride, k_stride, i, j, rows, own, constants, N, M, D, BM, BN,
-                                       BK, LEFT, RIGHT, PRODUCTS, UPCAST, SELF, SOFTPLUS)  # fmt: skip
-        if SOFTPLUS:
-            coefficient = tl.load(row_coefficient_ptr + rows, mask=rows < N, other=0.0)
-            g = coefficient[:, None] * (-1.0 / (1.0 + tl.math.exp2(t)))
-            terms = _softplus(t)
-            if WEIGHED:
-                weights = _weights(row_numbers_ptr, col_numbers_ptr, rows, cols, N, M)
-                g *= weights
-                terms *= weights
-            if LOSS:
-                loss += tl.sum(tl.where(positive, terms, 0.0), 1)
-        else:
-            whole = tl.floor(t)
-            x, rest = shift_as_logarithm(tl.load(constants_ptr + SHIFT) + whole)
-            rest += (t - whole) * LN2
-            g = _direction(x, rest, row_state_ptr, row_state_stride, row_coefficient_ptr, rows, rows < N, smoothing, 1,
-                           INSIDE)  # fmt: skip
-            if COLUMNS:
-                g += _direction(x, rest, col_state_ptr, col_state_stride, col_coefficient_ptr, cols, cols < M,
-                                smoothing, 0, INSIDE)  # fmt: skip
-        g = tl.where(positive, g * unit, 0.0)
-        sums += tl.sum(g if SOFTPLUS else g * acc, 1)
-        for part in tl.static_range(PARTS):
-            piece = g.to(strip_ptr.dtype.element_ty)
-            row = (part * part_stride + rows).to(tl.int64)
-            tl.store(strip_ptr + row[:, None] * out_stride + cols[None, :], piece, mask=positive)
-            g = g - piece.to(tl.float32)
+        acc = tl.zeros((BM, BN), tl.float32)
+        acc = products(acc, q_ptr, k_ptr, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, False,
+                       UPCAST)  # fmt: skip
+        for at in tl.static_range(4):
+            part = quarter(acc, at, BM, BN)
+            cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
+            positive = _positives(cols, own, N, M, rows, SELF)
+            t = exponents(part, constants, SOFTPLUS, PRODUCTS)
+            if SOFTPLUS:
+                g = coefficient[:, None] * (-1.0 / (1.0 + tl.math.exp2(t)))
+                if WEIGHED:
+                    weights = _weights(row_numbers_ptr, col_numbers_ptr, rows, cols, N, M)
+                    g *= weights
+                if LOSS:
+                    terms = _softplus(t)
+                    if WEIGHED:
+                        terms *= weights
+                    loss += tl.sum(tl.where(positive, terms, 0.0), 1)
+            else:
+                g = _direction(t, of_rows, smoothing, 1, INSIDE)
+                if COLUMNS:
+                    of_cols = _load_direction(col_state_ptr, col_state_stride, col_coefficient_ptr, cols, cols < M,
+                                              shift, smoothing)  # fmt: skip
+                    g += _direction(t, of_cols, smoothing, 0, INSIDE)
+            g = tl.where(positive, g * unit, 0.0)
+            sums += tl.sum(g if SOFTPLUS else g * part, 1)
+            if KEPT:
+                g = (g * by_coefficient[:, None]) * by_factor[:, None]
+            for piece_at in tl.static_range(PARTS):
+                piece = g.to(strip_ptr.dtype.element_ty)
+                row = (piece_at * part_stride + rows).to(tl.int64)
+                tl.store(strip_ptr + row[:, None] * out_stride + cols[None, :], piece, mask=positive)
+                g = g - piece.to(tl.float32)
     sums_at = label_sums_ptr + rows
     tl.store(sums_at, tl.load(sums_at, mask=rows < N, other=0.0) + sums, mask=rows < N)
     if LOSS:
@@ -340,17 +390,21 @@ def move_ordered(row_x_ptr, row_stride, row_last_ptr, row_order_ptr, row_out_ptr
 
 
 @triton.jit(do_not_specialize=ANY)
-def add_ordered(total_ptr, out_ptr, order_ptr, n, D, total_stride, out_stride, ADD: tl.constexpr, ROWS: tl.constexpr,
-                BLOCK: tl.constexpr):  # fmt: skip
-    """out[order[i]] = total[i], or with ADD += it, for each of n rows."""
+def add_ordered(total_ptr, out_ptr, order_ptr, factors_ptr, n, D, total_stride, out_stride, ADD: tl.constexpr,
+                TIMES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """out[order[i]] = total[i], or with ADD += it, for each of n rows; TIMES: total[i] · factors[i]."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row = rows.to(tl.int64)[:, None]
     to = tl.load(order_ptr + rows, mask=rows < n, other=0).to(tl.int64)[:, None]
+    if TIMES:
+        factors = tl.load(factors_ptr + rows, mask=rows < n, other=0.0)[:, None]
     for step in range(0, D, BLOCK):
         cols = step + tl.arange(0, BLOCK)
         inside = (rows < n)[:, None] & (cols < D)[None, :]
         total = tl.load(total_ptr + row * total_stride + cols[None, :], mask=inside, other=0.0)
         out = out_ptr + to * out_stride + cols[None, :]
+        if TIMES:
+            total *= factors
         if ADD:
             total += tl.load(out, mask=inside, other=0.0)
         tl.store(out, total, mask=inside)
