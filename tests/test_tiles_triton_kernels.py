@@ -163,7 +163,7 @@ def test_exponentials_are_kept_for_a_backward_that_follows(n: int, scale: float,
 def test_exponentials_are_kept_with_labels(
     loss: PairLoss, scale: float, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Positives in tiles of both sizes; some rows have no weight, and some no positive."""
+    """Positives in tiles of both sizes; some rows have no positive."""
     monkeypatch.setattr(sorting, "MANY", many)
     monkeypatch.setattr(sorting, "LONG", 12)
     labels = torch.randint(0, 9, (70,)) + torch.arange(70) // 60 * torch.arange(70)
@@ -335,15 +335,15 @@ def test_the_sums_of_a_super_tile_are_freed_before_the_next_ones(monkeypatch: py
     """Two of them at once would take twice the workspace."""
     rows, cols = _pair(_unit(4 * SHAPE.rows), _unit(4 * SHAPE.rows))
     made: list[weakref.ref[Tensor]] = []
-    new_parts = Triton._new_parts
+    new_parts = block.Block.new_parts
 
-    def recorded(tiles: Triton, *arguments: Any) -> list[Tensor]:
+    def recorded(of_block: block.Block, *arguments: Any) -> list[Tensor]:
         assert all(part() is None for part in made)
-        parts = new_parts(tiles, *arguments)
+        parts = new_parts(of_block, *arguments)
         made.extend(map(weakref.ref, parts))
         return parts
 
-    monkeypatch.setattr(Triton, "_new_parts", recorded)
+    monkeypatch.setattr(block.Block, "new_parts", recorded)
     for module, name in ((launch, "sums"), (launch, "merge_sums"), (positions, "positive_totals")):
         monkeypatch.setattr(module, name, lambda *_, **__: None)
     _tiles(workspace=2**12).forward(rows, cols)

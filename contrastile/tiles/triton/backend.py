@@ -19,7 +19,6 @@ A guide's features are a second pair of operands (`guided.py`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -169,6 +168,16 @@ class Triton(Tiles):
             numbers, mean = (constants, self.scale), reduction == "mean"
             return ForwardResult(*launch.finish(stats, weights, numbers, total, self._epilogue, mean=mean))
 
+    def nonfinite(self, rows: Shard, cols: Shard) -> Tensor:
+        if self.flag is not None or self.norms is None:
+            return super().nonfinite(rows, cols)
+        # with the norms of a replay come sums of features times 0
+        return self.norms[1].sum() + self.scale * 0
+
+    def inner_product(self, x: Tensor, total: Tensor) -> Tensor:
+        with on(self.scale.device):
+            return launch.inner_product(x, total)
+
     def scaled(self, total: Tensor, dtype: torch.dtype, upstream: Tensor | None, *, keep: bool) -> Tensor:
         with on(self.scale.device):
             return launch.scaled(total, self.scale, upstream, dtype, keep=keep)
@@ -291,12 +300,12 @@ class Triton(Tiles):
                 if keeps and not careful:
                     # one way with the sums of the scale's gradient, else with several of each column
                     each = COLUMN_SUMS if self.loss.symmetric else 1
-                    parts = self._new_parts(tile.block, channels + (not self.loss.symmetric), each=each)
+                    parts = tile.block.new_parts(channels + (not self.loss.symmetric), each=each)
                     self.kept = kept.exponentials(tile.pair, block.constants, parts, epilogue)
                 else:
                     # where the careful flag is set, the exponentials are not read
                     memory = None if self.kept is None else self.kept.strip.view(torch.float32).flatten()
-                    parts = self._new_parts(tile.block, channels, memory)
+                    parts = tile.block.new_parts(channels, memory)
                     launch.sums(tile.pair, block.constants, parts, epilogue, careful=careful)
                 merged = (parts, tile.of(stats), block.constants, epilogue, tile.first, tile.last)
                 launch.merge_sums(*merged, careful=careful)
@@ -309,22 +318,6 @@ class Triton(Tiles):
         if not self.followed:
             self.super_tile = None
         self._positive_stats(block, stats)
-
-    def _new_parts(self, block: Block, channels: int, memory: Tensor | None = None, each: int = 1) -> list[Tensor]:
-        """Memory for the tiles' sums: [channels, col tiles, N] and, if symmetric, [channels, each · row tiles, M].
-
-        memory: float32 numbers that may be overwritten.
-        """
-        shape = plan.shape_for(self.scale.device)
-        height, width = len(block.rows), len(block.cols)
-        sizes = [(channels, plan.tiles_of(width, shape.cols), height)]
-        sizes += [(channels, each * plan.tiles_of(height, shape.rows), width)] * self.loss.symmetric
-        if memory is None:
-            return [self.scale.new_empty(size) for size in sizes]
-        # each begins at whole words, as memory of its own does
-        lengths = [plan.tiles_of(math.prod(size), plan.ALIGNMENT) * plan.ALIGNMENT for size in sizes]
-        parts = memory[: sum(lengths)].split(lengths)
-        return [part[: math.prod(size)].view(size) for part, size in zip(parts, sizes, strict=True)]
 
     def _positive_stats(self, block: Block, stats: list[Tensor]) -> None:
         """Write the positives known by position into the statistics."""
@@ -418,7 +411,7 @@ class Triton(Tiles):
         """Write the super-tile's gradient into the strip, and with `row_stats` merge its loss into them."""
         epilogue, constants = self._epilogue, tile.block.constants
         vectors = [along(x, at) for x, at in zip(weights, tile.along, strict=False)]
-        parts = [] if row_stats is None else self._new_parts(tile.block, epilogue.channels)
+        parts = [] if row_stats is None else tile.block.new_parts(epilogue.channels)
         launch.gradient(tile.pair, constants, vectors, strip, sums, epilogue, *parts)
         stats = None if row_stats is None else tile.of([row_stats])
         if stats is not None:
