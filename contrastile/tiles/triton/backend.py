@@ -143,7 +143,7 @@ class Triton(Tiles):
             launch.merge_parts(stats, parts, self._epilogue)
 
     def count_equal(self, labels: Tensor, others: Tensor) -> Tensor:
-        if max(len(labels), len(others)) > sorting.MOST_COUNTED:
+        if max(len(labels), len(others)) > sorting.MOST_CHUNKED:
             return super().count_equal(labels, others)
         with on(self.scale.device):
             return sorting.count_equal(labels, others)

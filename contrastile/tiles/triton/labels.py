@@ -4,6 +4,7 @@
 
 Launched by `sorting.py`, beside the tile kernels, which leave the positives out:
 
+    sort_chunks        labels of each chunk in rising order
     order_labels       labels in rising order
     count_equal        the number of equal labels on the other side
     spans              of each row, the first column of its label and the first behind it
@@ -51,63 +52,91 @@ from contrastile.tiles.triton.masks import FIRST, HIGHEST_COLUMN, ITSELF, LOWEST
 
 
 @triton.jit
-def _position(others_ptr, label, m, STEPS: tl.constexpr, RIGHT: tl.constexpr):
-    """Number of the m labels in rising order that are less than each label or, where RIGHT, not greater."""
-    low = (label * 0).to(tl.int32)
-    high = low + m
+def _position(others_ptr, label, low, high, after, STEPS: tl.constexpr):
+    """Position from low to high of each label among others in rising order: behind equal ones where `after`."""
     for _ in tl.static_range(STEPS):
         middle = (low + high) // 2
         open_ = low < high
         other = tl.load(others_ptr + middle, mask=open_, other=0)
-        before = (other <= label) if RIGHT else (other < label)
+        before = (other < label) | ((other == label) & after)
         low = tl.where(open_ & before, middle + 1, low)
         high = tl.where(open_ & (before == 0), middle, high)
     return low
 
 
+@triton.jit
+def _chunks(start, n, SLOTS: tl.constexpr, CHUNK: tl.constexpr):
+    """Numbers of the chunks from `start` on, and the first and the last position of each, [1, SLOTS]."""
+    chunk = (start + tl.arange(0, SLOTS))[None, :]
+    return chunk, tl.minimum(chunk * CHUNK, n), tl.minimum((chunk + 1) * CHUNK, n)
+
+
 @triton.jit(do_not_specialize=ANY)
-def order_labels(row_labels_ptr, row_sorted_ptr, row_order_ptr, row_places_ptr, N, col_labels_ptr, col_sorted_ptr,
-                 col_order_ptr, col_places_ptr, M, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Sort the labels of each side, equal ones in their order: for few of them, by counting those before each.
+def sort_chunks(row_labels_ptr, row_chunks_ptr, row_within_ptr, N, col_labels_ptr, col_chunks_ptr, col_within_ptr, M,
+                CHUNK: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Sort the labels of each chunk, equal ones in their order, by counting those before each.
+
+    Writes them in rising order, and the place of each within its chunk. program_id 1 = 0 sorts those of the rows, 1
+    those of the columns.
+    """
+    of_rows = tl.program_id(1) == 0
+    labels_ptr = tl.where(of_rows, row_labels_ptr, col_labels_ptr)
+    n = tl.where(of_rows, N, M)
+    first = tl.program_id(0) * CHUNK
+    rows = first + tl.arange(0, CHUNK)
+    label = tl.load(labels_ptr + rows, mask=rows < n, other=0)
+    place = tl.zeros((CHUNK,), tl.int32)
+    for start in range(first, first + CHUNK, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        other = tl.load(labels_ptr + at, mask=at < n, other=0)[None, :]
+        less = (other < label[:, None]) | ((other == label[:, None]) & (at[None, :] < rows[:, None]))
+        place += tl.sum((less & (at < n)[None, :]).to(tl.int32), 1)
+    tl.store(tl.where(of_rows, row_chunks_ptr, col_chunks_ptr) + first + place, label, mask=rows < n)
+    tl.store(tl.where(of_rows, row_within_ptr, col_within_ptr) + rows, place.to(tl.int64), mask=rows < n)
+
+
+@triton.jit(do_not_specialize=ANY)
+def order_labels(row_labels_ptr, row_chunks_ptr, row_within_ptr, row_sorted_ptr, row_order_ptr, row_places_ptr, N,
+                 col_labels_ptr, col_chunks_ptr, col_within_ptr, col_sorted_ptr, col_order_ptr, col_places_ptr, M,
+                 ROWS: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
+    """Sort the labels of each side, equal ones in their order, by their positions in all sorted chunks.
 
     Writes the labels in rising order, the position of each of these, and its inverse: the place of each position.
     program_id 1 = 0 sorts those of the rows, 1 those of the columns.
     """
     of_rows = tl.program_id(1) == 0
-    labels_ptr = tl.where(of_rows, row_labels_ptr, col_labels_ptr)
     n = tl.where(of_rows, N, M)
+    chunks_ptr = tl.where(of_rows, row_chunks_ptr, col_chunks_ptr)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if tl.program_id(0) * ROWS < n:
-        label = tl.load(labels_ptr + rows, mask=rows < n, other=0)
-        before = tl.zeros((ROWS, BLOCK), tl.int32)
-        for start in range(0, n, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            other = tl.load(labels_ptr + at, mask=at < n, other=0)[None, :]
-            if start + BLOCK <= tl.program_id(0) * ROWS:
-                less = other <= label[:, None]
-            elif start >= (tl.program_id(0) + 1) * ROWS:
-                less = (other < label[:, None]) & (at < n)[None, :]
-            else:
-                less = (other < label[:, None]) & (at < n)[None, :]
-                less = less | ((other == label[:, None]) & (at[None, :] < rows[:, None]))
-            before += less.to(tl.int32)
-        place = tl.sum(before, 1)
+        label = tl.load(tl.where(of_rows, row_labels_ptr, col_labels_ptr) + rows, mask=rows < n, other=0)
+        place = tl.load(tl.where(of_rows, row_within_ptr, col_within_ptr) + rows, mask=rows < n, other=0).to(tl.int32)
+        own = (rows // CHUNK)[:, None]
+        for start in range(0, tl.cdiv(n, CHUNK), SLOTS):
+            chunk, first, stop = _chunks(start, n, SLOTS, CHUNK)
+            # nothing of their own chunk
+            low = first + own * 0
+            high = tl.where(chunk == own, low, stop)
+            place += tl.sum(_position(chunks_ptr, label[:, None], low, high, chunk < own, STEPS) - low, 1)
         tl.store(tl.where(of_rows, row_sorted_ptr, col_sorted_ptr) + place, label, mask=rows < n)
         tl.store(tl.where(of_rows, row_order_ptr, col_order_ptr) + place, rows.to(tl.int64), mask=rows < n)
         tl.store(tl.where(of_rows, row_places_ptr, col_places_ptr) + rows, place.to(tl.int64), mask=rows < n)
 
 
 @triton.jit(do_not_specialize=ANY)
-def count_equal(labels_ptr, others_ptr, out_ptr, n, m, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Write the number of the m others that equal each of the n labels."""
+def count_equal(labels_ptr, chunks_ptr, out_ptr, n, m, ROWS: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr,
+                STEPS: tl.constexpr):  # fmt: skip
+    """Write the number of the m others, in sorted chunks, that equal each of the n labels."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     label = tl.load(labels_ptr + rows, mask=rows < n, other=0)[:, None]
-    count = tl.zeros((ROWS, BLOCK), tl.int32)
-    for start in range(0, m, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        other = tl.load(others_ptr + at, mask=at < m, other=0)[None, :]
-        count += ((other == label) & (at < m)[None, :]).to(tl.int32)
-    tl.store(out_ptr + rows, tl.sum(count, 1), mask=rows < n)
+    count = tl.zeros((ROWS,), tl.int32)
+    for start in range(0, tl.cdiv(m, CHUNK), SLOTS):
+        _, first, stop = _chunks(start, m, SLOTS, CHUNK)
+        low = first + rows[:, None] * 0
+        high = stop + rows[:, None] * 0
+        first = _position(chunks_ptr, label, low, high, high < 0, STEPS)
+        count += tl.sum(_position(chunks_ptr, label, first, high, high >= 0, STEPS) - first, 1)
+    tl.store(out_ptr + rows, count, mask=rows < n)
 
 
 @triton.jit(do_not_specialize=ANY)
@@ -125,8 +154,8 @@ def spans(row_labels_ptr, row_order_ptr, row_places_ptr, row_out_ptr, N, col_lab
     at = tl.program_id(0) * BM + tl.arange(0, BM)
     inside = at < n
     label = tl.load(tl.where(of_rows, row_labels_ptr, col_labels_ptr) + at, mask=inside, other=0)
-    first = _position(others_ptr, label, m, STEPS, False)
-    stop = _position(others_ptr, label, m, STEPS, True)
+    first = _position(others_ptr, label, at * 0, at * 0 + m, at < 0, STEPS)
+    stop = _position(others_ptr, label, first, at * 0 + m, at >= 0, STEPS)
     itself = first * 0 - 1
     lowest, highest = first, stop
     if SELF:
@@ -257,7 +286,7 @@ def label_totals(q_ptr, k_ptr, constants_ptr, stats_ptr, stats_stride, spans_ptr
 
 
 @triton.jit
-def _load_direction(state_ptr, stride, coefficient_ptr, at, inside, shift, smoothing):
+def _load_direction(state_ptr, stride, coefficient_ptr, at, inside, shift, smoothing, SMOOTH: tl.constexpr):
     """Numbers of rows, or of columns, for `_direction`: the first two are the top as an exponent t.
 
     One number would be rounded, and move all gradients of the row.
@@ -266,12 +295,14 @@ def _load_direction(state_ptr, stride, coefficient_ptr, at, inside, shift, smoot
     inverse = tl.load(state_ptr + POSITIVE_INVERSE * stride + at, mask=inside, other=0.0)
     missing = tl.load(state_ptr + MISSING * stride + at, mask=inside, other=0.0)
     target = tl.load(state_ptr + POSITIVE_SHARE * stride + at, mask=inside, other=0.0)
-    share = tl.load(state_ptr + SHARE * stride + at, mask=inside, other=0.0)
+    share = tl.zeros_like(top)
+    if SMOOTH:
+        share = tl.load(state_ptr + SHARE * stride + at, mask=inside, other=0.0) * smoothing
     coefficient = tl.load(coefficient_ptr + at, mask=inside, other=0.0)
     exact = top.to(tl.float64) * LOG2E - shift
     power = exact.to(tl.float32)
     rest = (exact - power.to(tl.float64)).to(tl.float32)
-    return power, rest, inverse, missing, target, share * smoothing, coefficient
+    return power, rest, inverse, missing, target, share, coefficient
 
 
 @triton.jit
@@ -291,8 +322,8 @@ def label_gradients(q_ptr, k_ptr, strip_ptr, constants_ptr, row_state_ptr, row_c
                     part_stride, out_stride, smoothing, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
                     LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, UPCAST: tl.constexpr,
                     SELF: tl.constexpr, COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, WEIGHED: tl.constexpr,
-                    INSIDE: tl.constexpr, LOSS: tl.constexpr, PARTS: tl.constexpr, KEPT: tl.constexpr,
-                    TALL: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
+                    SMOOTH: tl.constexpr, INSIDE: tl.constexpr, LOSS: tl.constexpr, PARTS: tl.constexpr,
+                    KEPT: tl.constexpr, TALL: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
     """Write the gradients of a super-tile's positives into the strip [PARTS, N, M], over the zeros of `gradient`.
 
     Adds each row's Σ g · ⟨q, k⟩, or Σ g with SOFTPLUS, to `label_sums`, and with LOSS their loss to the statistics.
@@ -314,7 +345,7 @@ def label_gradients(q_ptr, k_ptr, strip_ptr, constants_ptr, row_state_ptr, row_c
         coefficient = tl.load(row_coefficient_ptr + rows, mask=rows < N, other=0.0)
     else:
         of_rows = _load_direction(row_state_ptr, row_state_stride, row_coefficient_ptr, rows, rows < N, shift,
-                                  smoothing)  # fmt: skip
+                                  smoothing, SMOOTH)  # fmt: skip
     if KEPT:
         # two factors: their product may exceed float32
         fast = tl.load(constants_ptr + CAREFUL) == 0
@@ -347,16 +378,18 @@ def label_gradients(q_ptr, k_ptr, strip_ptr, constants_ptr, row_state_ptr, row_c
                 g = _direction(t, of_rows, smoothing, 1, INSIDE)
                 if COLUMNS:
                     of_cols = _load_direction(col_state_ptr, col_state_stride, col_coefficient_ptr, cols, cols < M,
-                                              shift, smoothing)  # fmt: skip
+                                              shift, smoothing, SMOOTH)  # fmt: skip
                     g += _direction(t, of_cols, smoothing, 0, INSIDE)
             g = tl.where(positive, g * unit, 0.0)
             sums += tl.sum(g if SOFTPLUS else g * part, 1)
             if KEPT:
                 g = (g * by_coefficient[:, None]) * by_factor[:, None]
+            # whole tiles, as the strip has: stores of single numbers take several times as long
             for piece_at in tl.static_range(PARTS):
                 piece = g.to(strip_ptr.dtype.element_ty)
                 row = (piece_at * part_stride + rows).to(tl.int64)
-                tl.store(strip_ptr + row[:, None] * out_stride + cols[None, :], piece, mask=positive)
+                strip_at = strip_ptr + row[:, None] * out_stride + cols[None, :]
+                tl.store(strip_at, tl.where(positive, piece, tl.load(strip_at)))
                 g = g - piece.to(tl.float32)
     sums_at = label_sums_ptr + rows
     tl.store(sums_at, tl.load(sums_at, mask=rows < N, other=0.0) + sums, mask=rows < N)

@@ -24,9 +24,9 @@ from contrastile.tiles.triton.products import add_cols, add_rows
 
 # numbers of a row in the order of labels, see `masks.py`
 NUMBERS = 5
-# labels of a side up to which they are sorted by counting, faster than by the many kernels of a sort; labels of one
-# program, those that it compares them with at once, and its warps
-MOST_COUNTED, COUNTED = 12288, {"ROWS": 16, "BLOCK": 256, "warps": 8}
+# labels of a side up to which they are sorted by chunks, faster than by the many kernels of a sort; labels of a chunk,
+# and those compared at once; labels and chunks of one program, and the steps that find a position in a chunk
+MOST_CHUNKED, CHUNK, SEARCH = 16384, {"CHUNK": 128, "BLOCK": 32}, {"ROWS": 16, "SLOTS": 64, "CHUNK": 128, "STEPS": 8}
 # columns of positives of a row tile above which its tiles have the size of the shape, else half of its rows; warps of
 # the larger ones; and columns of a block above which it has these, whose launches are not worth their time in others
 LONG, TALL_WARPS, MANY = 1024, 8, 12288
@@ -55,26 +55,43 @@ def ordered(rows: Shard, cols: Shard, *, exclude_self: bool) -> Order:
 def _sorted(rows: Tensor, cols: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Of each side the labels in rising order, the position of each, and the place of each position."""
     sides = [rows] if cols is rows else [rows, cols]
-    if max(map(len, sides)) > MOST_COUNTED:
+    if max(map(len, sides)) > MOST_CHUNKED:
         results = [_by_torch(labels) for labels in sides]
     else:
+        chunks = _chunks(sides)
         results = [(torch.empty_like(x), *x.new_empty(2, len(x))) for x in sides]
-        given: dict[str, Any] = {"N": len(rows), "M": len(cols), "row_labels_ptr": rows, "col_labels_ptr": cols}
-        for side, of_side in (("row", results[0]), ("col", results[-1])):
-            names = (f"{side}_{name}_ptr" for name in ("sorted", "order", "places"))
-            given |= dict(zip(names, of_side, strict=True))
+        given = _of_sides("labels", sides) | _of_sides("chunks", [x[0] for x in chunks])
+        given |= _of_sides("within", [x[1] for x in chunks]) | {"N": len(rows), "M": len(cols)}
+        for at, name in enumerate(("sorted", "order", "places")):
+            given |= _of_sides(name, [x[at] for x in results])
         run(
-            kernels.order_labels, (tiles_of(max(map(len, sides)), COUNTED["ROWS"]), len(sides)), **given, **COUNTED
+            kernels.order_labels, (tiles_of(max(map(len, sides)), SEARCH["ROWS"]), len(sides)), **given, **SEARCH,
         )  # fmt: skip
     return [results[0], results[-1]]
 
 
+def _of_sides(name: str, sides: Sequence[Tensor]) -> dict[str, Any]:
+    """Arguments of a kernel for rows and columns; one tensor may be both."""
+    return {f"row_{name}_ptr": sides[0], f"col_{name}_ptr": sides[-1]}
+
+
+def _chunks(sides: Sequence[Tensor]) -> list[Tensor]:
+    """Of one or two sides [2, n]: the labels, sorted within chunks, and the place of each in its chunk."""
+    out = [x.new_empty(2, len(x)) for x in sides]
+    run(
+        kernels.sort_chunks, (tiles_of(max(map(len, sides)), CHUNK["CHUNK"]), len(sides)), N=len(sides[0]),
+        M=len(sides[-1]), **_of_sides("labels", sides), **_of_sides("chunks", [x[0] for x in out]),
+        **_of_sides("within", [x[1] for x in out]), **CHUNK,
+    )  # fmt: skip
+    return out
+
+
 def count_equal(labels: Tensor, others: Tensor) -> Tensor:
     """The number [n] of other labels that equal each label."""
-    out = torch.empty(len(labels), dtype=torch.int32, device=labels.device)
+    out, ((chunks, _),) = torch.empty(len(labels), dtype=torch.int32, device=labels.device), _chunks([_wide(others)])
     run(
-        kernels.count_equal, (tiles_of(len(labels), COUNTED["ROWS"]),), labels_ptr=_wide(labels),
-        others_ptr=_wide(others), out_ptr=out, n=len(labels), m=len(others), **COUNTED,
+        kernels.count_equal, (tiles_of(len(labels), SEARCH["ROWS"]),), labels_ptr=_wide(labels), chunks_ptr=chunks,
+        out_ptr=out, n=len(labels), m=len(others), **SEARCH,
     )  # fmt: skip
     return out
 
