@@ -213,6 +213,8 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
             if capability in COMPLETE or (name, capability) == ("mask_bits", 90):
                 side = {"BM": 64, "BN": 64} if kernel.fn.__module__.endswith("labels") else {}
                 yield kernel, name, plain | EVERYTHING | side | {"CHANNELS": 7, "LAST": True}
+                if EVERY and name.startswith("label_"):
+                    yield kernel, f"{name} tall", plain | {"COLUMNS": True, "TALL": 128, "LONG": 1024}
                 if name == "finish":
                     further = {"DECOUPLED": True, "MISES_FISHER": True, "WEIGHTS": True}
                     yield kernel, f"{name} decoupled", plain | further

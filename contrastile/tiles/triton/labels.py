@@ -389,7 +389,9 @@ def label_gradients(q_ptr, k_ptr, strip_ptr, constants_ptr, row_state_ptr, row_c
                 piece = g.to(strip_ptr.dtype.element_ty)
                 row = (piece_at * part_stride + rows).to(tl.int64)
                 strip_at = strip_ptr + row[:, None] * out_stride + cols[None, :]
-                tl.store(strip_at, tl.where(positive, piece, tl.load(strip_at)))
+                merged = tl.where(positive, piece, tl.load(strip_at))
+                tl.debug_barrier()
+                tl.store(strip_at, merged)
                 g = g - piece.to(tl.float32)
     sums_at = label_sums_ptr + rows
     tl.store(sums_at, tl.load(sums_at, mask=rows < N, other=0.0) + sums, mask=rows < N)
