@@ -3,13 +3,15 @@
     python benchmarks/doors.py [DOOR ...] [--pairs 8192] [--sub-batch 2048] [--csv FILE]
 
 Forward and backward of random texts of 8 to 64 tokens by an encoder of MiniLM's size with random weights, in
-interleaved rounds, under bf16 autocast on a GPU; no download. The losses of sentence-transformers take 90 seconds on an
-H200, loading included; without a GPU sizes are small. Steps that take seconds run twice, of which the second is timed.
-The doors of FlagEmbedding and PyLate run the code of their pages.
+interleaved rounds, under bf16 autocast on a GPU; no download. Each door takes 10 to 30 seconds on an H200, and the
+libraries load for 15; without a GPU sizes are small. Steps that take seconds run twice, of which the second is timed.
+The doors of FlagEmbedding, Tevatron, PyLate and colpali-engine run the code of their pages. Late interaction compares
+every token of every pair.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 import warnings
@@ -17,16 +19,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel, BertTokenizerFast, Trainer, TrainingArguments
 from transformers.utils import logging
 
+from contrastile import InfoNCELoss, encode
 from contrastile.bench.harness import COLUMNS, Machine, Report, Row, Step, Table, script
-from contrastile.integrations.sentence_transformers import CachedGISTLoss, CachedMultiVectorLoss, CachedRankingLoss
+from contrastile.integrations.sentence_transformers import (
+    CachedGISTLoss,
+    CachedMultiVectorLoss,
+    CachedRankingLoss,
+    CachedSymmetricLoss,
+)
 from contrastile.integrations.transformers import ContrastileTrainer, mean_pooled
 from contrastile.train.provenance import provenance
 
@@ -46,12 +56,15 @@ Problem = dict[tuple[str, Any], Make]
 OURS, SENTENCES = "contrastile", "sentence-transformers"
 # with a limit of tokens in place of rows: texts of like length share a sub-batch, without their common padding
 BY_TOKENS = f"{OURS}, sub_batch_tokens"
-PACKAGES = ("sentence-transformers", "transformers", "lightning", "FlagEmbedding", "pylate")
+PACKAGES = (
+    "sentence-transformers", "transformers", "lightning", "accelerate", "deepspeed", "FlagEmbedding", "tevatron",
+    "pylate", "colpali-engine", "flash-maxsim", "late-interaction-kernels",
+)  # fmt: skip
 PAGES = Path(__file__).parents[1] / "docs" / "coming_from"
 SCALE = 20.0
 SHORTEST, LONGEST, WORDS = 8, 64, 30522
-# of late interaction: one in so many pairs, and the size of its vectors
-MULTI_VECTOR_SHARE, VECTOR = 8, 128
+# features of a token's vector
+VECTOR = 128
 # seconds of each loss; a step that takes longer than the second is timed once
 SECONDS, LONG_STEP = 2.0, 2.0
 TABLE = Table(
@@ -69,6 +82,31 @@ class Projection(nn.Module):
 
     def forward(self, features: dict[str, Any]) -> dict[str, Any]:
         return {**features, "token_embeddings": F.normalize(self.linear(features["token_embeddings"]), dim=-1)}
+
+
+class Embedder(nn.Module):
+    """The encoder's mean vectors, of unit length."""
+
+    def __init__(self, bert: nn.Module) -> None:
+        super().__init__()
+        self.bert = bert
+
+    def forward(self, **tokens: Tensor) -> Tensor:
+        return mean_pooled(self.bert, **tokens)
+
+    embed = forward
+
+
+class TokenVectors(nn.Module):
+    """The encoder's unit vectors of tokens, 0 at padding, as models of colpali-engine return them."""
+
+    def __init__(self, bert: nn.Module) -> None:
+        super().__init__()
+        self.bert, self.linear = bert, nn.Linear(384, VECTOR, bias=False)
+
+    def forward(self, **tokens: Tensor) -> Tensor:
+        vectors = F.normalize(self.linear(self.bert(**tokens).last_hidden_state), dim=-1)
+        return vectors * tokens["attention_mask"][..., None]
 
 
 @dataclass(frozen=True)
@@ -122,11 +160,11 @@ class Bench:
             model.forward = torch.autocast("cuda", dtype=torch.bfloat16)(model.forward)
         return model
 
-    def columns(self, pairs: int) -> Columns:
+    def columns(self) -> Columns:
         """Tokens of anchors and of positives."""
         columns = []
         for _ in range(2):
-            lengths = torch.randint(SHORTEST, LONGEST + 1, (pairs, 1))
+            lengths = torch.randint(SHORTEST, LONGEST + 1, (self.pairs, 1))
             mask = (torch.arange(LONGEST) < lengths).long()
             tokens = {"input_ids": torch.randint(5, WORDS, mask.shape) * mask, "attention_mask": mask}
             columns.append({name: x.to(self.device) for name, x in tokens.items()})
@@ -154,9 +192,24 @@ class Bench:
 
     def ranking(self) -> Iterator[Problem]:
         """`CachedMultipleNegativesRankingLoss`."""
-        made = partial(self.of_sentences, CachedRankingLoss, model := self.sentences())
-        theirs = self.of_sentences(losses.CachedMultipleNegativesRankingLoss, model)
-        yield {(SENTENCES, ""): theirs, (OURS, 0): made(), (OURS, "auto"): made(retain="auto")}
+        yield self.beside_theirs(losses.CachedMultipleNegativesRankingLoss, CachedRankingLoss, self.sentences())
+
+    def symmetric(self) -> Iterator[Problem]:
+        """`CachedMultipleNegativesSymmetricRankingLoss`."""
+        theirs = losses.CachedMultipleNegativesSymmetricRankingLoss
+        yield self.beside_theirs(theirs, CachedSymmetricLoss, self.sentences())
+
+    def gist(self) -> Iterator[Problem]:
+        """`CachedGISTEmbedLoss`."""
+        guide = self.sentences().eval().requires_grad_(False)
+        yield self.beside_theirs(losses.CachedGISTEmbedLoss, CachedGISTLoss, self.sentences(), guide)
+
+    def beside_theirs(self, theirs: Any, ours: Any, *models: Any) -> Problem:
+        """The steps of a loss of sentence-transformers and of ours."""
+        made = partial(self.of_sentences, ours, *models)
+        return {
+            (SENTENCES, ""): self.of_sentences(theirs, *models), (OURS, 0): made(), (OURS, "auto"): made(retain="auto")
+        }  # fmt: skip
 
     def late(self) -> Iterator[Problem]:
         """`CachedMultiVectorMultipleNegativesRankingLoss`."""
@@ -165,13 +218,6 @@ class Bench:
         model = self.multi_vector()
         theirs = self.of_sentences(CachedMultiVectorMultipleNegativesRankingLoss, model)
         yield {(SENTENCES, ""): theirs, (OURS, 0): self.of_sentences(CachedMultiVectorLoss, model)}
-
-    def gist(self) -> Iterator[Problem]:
-        """`CachedGISTEmbedLoss`."""
-        model, guide = self.sentences(), self.sentences().eval().requires_grad_(False)
-        # apart, because theirs may take a minute
-        yield {(OURS, 0): self.of_sentences(CachedGISTLoss, model, guide)}
-        yield {(SENTENCES, ""): self.of_sentences(losses.CachedGISTEmbedLoss, model, guide)}
 
     def ours(self, make: Callable[..., Measured]) -> dict[tuple[str, Any], Callable[[], Measured]]:
         """Our steps by rows and by tokens, with and without second forwards."""
@@ -185,6 +231,11 @@ class Bench:
             for retain in (0, "auto")
         }
 
+    def arguments(self) -> TrainingArguments:
+        """Those of a Trainer."""
+        on_gpu = self.device.type == "cuda"
+        return TrainingArguments(str(self.folder), bf16=on_gpu, use_cpu=not on_gpu, report_to=[])
+
     def trainer(self) -> Iterator[Problem]:
         """A Trainer of transformers with the formula as its `compute_loss`, which sees the whole batch at once."""
 
@@ -193,10 +244,7 @@ class Bench:
                 return formula(*(mean_pooled(model, **inputs[side]) for side in ("query", "key")))
 
         def made(kind: Any, **how: Any) -> Measured:
-            arguments = TrainingArguments(
-                str(self.folder), bf16=self.device.type == "cuda", use_cpu=self.device.type == "cpu", report_to=[]
-            )
-            trainer = kind(model=self.bert(), args=arguments, train_dataset=[{}], **how)
+            trainer = kind(model=self.bert(), args=self.arguments(), train_dataset=[{}], **how)
             trainer.current_gradient_accumulation_steps = 1
             model = trainer.accelerator.prepare(trainer.model)
 
@@ -219,10 +267,11 @@ class Bench:
         class Plain(LightningModule):
             def __init__(self) -> None:
                 super().__init__()
-                self.bert = bench.bert()
+                self.embedder = Embedder(bench.bert())
 
             def forward(self, **tokens: Tensor) -> Tensor:
-                return mean_pooled(self.bert, **tokens)
+                features: Tensor = self.embedder(**tokens)
+                return features
 
             def training_step(self, batch: Columns, batch_idx: int) -> Tensor:
                 del batch_idx
@@ -240,6 +289,63 @@ class Bench:
 
         yield {("lightning", ""): partial(made, Plain), **self.ours(partial(made, Cached))}
 
+    def loop(self, name: str, prepare: Callable[[nn.Module], Any], backward: Callable[[Any, Tensor], None]) -> Problem:
+        """The steps of a loop of one's own: the formula of the whole batch, and `encode` with the loss."""
+
+        def made(**how: Any) -> Measured:
+            model = prepare(Embedder(self.bert()))
+
+            def run(columns: Columns) -> None:
+                model.zero_grad()
+                with self.autocast():
+                    if how:
+                        loss = InfoNCELoss()(*(encode((model, "embed"), x, **how) for x in columns), SCALE)
+                    else:
+                        loss = formula(*(model(**x) for x in columns))
+                backward(model, loss)
+
+            return run
+
+        return {(name, ""): made, **self.ours(made)}
+
+    def accelerate(self) -> Iterator[Problem]:
+        """A model that Accelerate prepares."""
+        from accelerate import Accelerator
+
+        on_gpu = self.device.type == "cuda"
+        accelerator = Accelerator(mixed_precision="bf16" if on_gpu else "no", cpu=not on_gpu)
+        yield self.loop("accelerate", accelerator.prepare, lambda _, loss: accelerator.backward(loss))
+
+    def deepspeed(self) -> Iterator[Problem]:
+        """An engine of DeepSpeed's ZeRO stage 1, of one process."""
+        import deepspeed
+
+        config = {
+            "train_micro_batch_size_per_gpu": self.pairs, "zero_optimization": {"stage": 1},
+            "zero_allow_untested_optimizer": True, "gradient_clipping": 0.0,
+            "torch_autocast": {"enabled": self.device.type == "cuda", "dtype": "bfloat16"},
+        }  # fmt: skip
+        # its own collectives for a CPU would be compiled, for a minute
+        deepspeed.ops.__compatible_ops__.clear()
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        os.environ["LOCAL_RANK"] = "0"
+
+        def prepare(model: nn.Module) -> Any:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+        def backward(engine: Any, loss: Tensor) -> None:
+            engine.backward(loss)
+            # gradients of a stage are those of one step
+            engine.step()
+
+        try:
+            yield self.loop("deepspeed", prepare, backward)
+        finally:
+            del os.environ["LOCAL_RANK"]
+            dist.destroy_process_group()
+
     def flag_embedding(self) -> Iterator[Problem]:
         """FlagEmbedding's model with `sub_batch_size`, and the subclass of its page."""
         from FlagEmbedding.finetune.embedder.encoder_only.base.modeling import BiEncoderOnlyEmbedderModel as Theirs
@@ -253,6 +359,43 @@ class Bench:
 
         cached = on_page("flag_embedding", "CachedModel", BiEncoderOnlyEmbedderModel=Theirs)
         yield beside("FlagEmbedding", partial(made, Theirs), partial(made, cached))
+
+    def tevatron(self) -> Iterator[Problem]:
+        """Tevatron's `DenseModel` of the registry, which sees the whole batch at once, and the subclass of its page."""
+        from tevatron.modeling import DenseModel, DenseOutput
+
+        train = SimpleNamespace(negatives_x_device=False, per_device_train_batch_size=self.pairs)
+        how = {"train_args": train, "data_args": SimpleNamespace(train_n_passages=1)}
+
+        def made(kind: Any, retain: Any = 0) -> Measured:
+            bert = self.bert()
+            model = kind(bert, bert, **how).train()
+            model.sub_batch, model.retain = self.sub_batch, retain
+            return self.step(model, lambda columns: model(*columns).loss)
+
+        cached = on_page("tevatron", "CachedModel", DenseModel=DenseModel, DenseOutput=DenseOutput)
+        yield beside("tevatron", partial(made, DenseModel), partial(made, cached))
+
+    def colpali_engine(self) -> Iterator[Problem]:
+        """colpali-engine's trainer, whose model sees the whole batch at once, and the subclass of its page."""
+        from colpali_engine.loss.late_interaction_losses import ColbertLoss
+        from colpali_engine.trainer.contrastive_trainer import ContrastiveTrainer as Theirs
+
+        def made(kind: Any, retain: Any = 0) -> Measured:
+            model = TokenVectors(self.bert()).to(self.device)
+            trainer = kind(
+                ColbertLoss(max_batch_size=self.pairs), True, model=model, args=self.arguments(), train_dataset=[{}],
+                eval_dataset=None,
+            )  # fmt: skip
+            trainer.sub_batch, trainer.retain = self.sub_batch, retain
+            return self.step(model, lambda columns: trainer.compute_loss(model, sides_of(columns)))
+
+        def sides_of(columns: Columns) -> dict[str, Tensor]:
+            sides = zip(("query_", "doc_"), columns, strict=True)
+            return {side + name: x for side, column in sides for name, x in column.items()}
+
+        cached = on_page("colpali_engine", "CachedTrainer")
+        yield beside("colpali-engine", partial(made, Theirs), partial(made, cached))
 
     def pylate(self) -> Iterator[Problem]:
         """PyLate's `CachedContrastive`, and the subclass of its page."""
@@ -279,11 +422,11 @@ def beside(name: str, theirs: Make, ours: Callable[..., Measured]) -> Problem:
     return {(name, ""): theirs, (OURS, 0): ours, (OURS, "auto"): partial(ours, retain="auto")}
 
 
-# late interaction compares every token of every pair: it has a share of the pairs
-OF_TOKENS = ("multi-vector", "pylate")
 DOORS = {
-    "ranking": Bench.ranking, "multi-vector": Bench.late, "gist": Bench.gist, "trainer": Bench.trainer,
-    "lightning": Bench.lightning, "flag-embedding": Bench.flag_embedding, "pylate": Bench.pylate,
+    "ranking": Bench.ranking, "symmetric": Bench.symmetric, "gist": Bench.gist, "multi-vector": Bench.late,
+    "trainer": Bench.trainer, "lightning": Bench.lightning, "accelerate": Bench.accelerate,
+    "deepspeed": Bench.deepspeed, "flag-embedding": Bench.flag_embedding, "tevatron": Bench.tevatron,
+    "pylate": Bench.pylate, "colpali-engine": Bench.colpali_engine,
 }  # fmt: skip
 
 
@@ -293,17 +436,17 @@ def formula(query: Tensor, key: Tensor) -> Tensor:
 
 
 def on_page(page: str, name: str, **names: Any) -> Any:
-    """The class that the code of a page defines, begun with these names."""
-    (code,) = re.findall(r"^```python\n(.*?)^```", (PAGES / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE)
+    """The class that the last code of a page defines, begun with these names."""
+    *_, code = re.findall(r"^```python\n(.*?)^```", (PAGES / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE)
     exec(code, names)
     return names[name]
 
 
 def measure(bench: Bench, door: str, machine: Machine, report: Report) -> None:
     """Report the time and the peak of every implementation."""
-    origin, pairs = provenance(bench.device, *PACKAGES), bench.pairs // (MULTI_VECTOR_SHARE if door in OF_TOKENS else 1)
+    origin = provenance(bench.device, *PACKAGES)
     for implementations in DOORS[door](bench):
-        columns, steps, rows = bench.columns(pairs), dict[str, Step](), dict[str, Row]()
+        columns, steps, rows = bench.columns(), dict[str, Step](), dict[str, Row]()
         for (impl, retain), make in implementations.items():
             step, name = partial(make(), columns), f"{impl} {retain}"
             with report.failures(f"{door} by {impl}", judged=impl.startswith(OURS)):
@@ -311,7 +454,7 @@ def measure(bench: Bench, door: str, machine: Machine, report: Report) -> None:
                 step()
                 seconds, peak = machine.time_and_peak(step)
                 rows[name] = {
-                    "impl": impl, "loss": door, "model": f"bert-384-{bench.layers}", "batch": pairs,
+                    "impl": impl, "loss": door, "model": f"bert-384-{bench.layers}", "batch": bench.pairs,
                     "sub_batch": bench.sub_batch, "length": LONGEST, "retain": retain,
                     "dtype": "bfloat16" if bench.device.type == "cuda" else "float32",
                     "peak_bytes": peak, "ms": seconds * 1e3, **origin,

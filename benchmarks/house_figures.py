@@ -70,9 +70,9 @@ def sizes() -> dict[str, str]:
     }
 
 
-def inputs() -> list[torch.Tensor]:
-    q, k = F.normalize(torch.randn(2, 8, 16), dim=-1)
-    return [q.requires_grad_(), k.requires_grad_(), torch.tensor(10.0, requires_grad=True)]
+def inputs(n: int = 8, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    q, k = F.normalize(torch.randn(2, n, 16, dtype=dtype), dim=-1)
+    return [q.requires_grad_(), k.requires_grad_(), torch.tensor(10.0, dtype=dtype, requires_grad=True)]
 
 
 def calls(run: Callable[[], object]) -> list[str]:

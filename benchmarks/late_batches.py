@@ -94,7 +94,7 @@ def batches(machine: Machine, report: Report, updates: list[int]) -> None:
     optimizer, lengths = build_optimizer(run.model, recipe.optim), (settings.query_length, settings.length)
     generator = torch.Generator().manual_seed(0)
     for b in updates:
-        plan = plan_of(recipe, target(None), b, *towers(recipe, 1, b))
+        plan = plan_of(recipe, target(None), b, *towers(recipe, 1, b, machine.device.type))
         planned = plan.peak.bytes - plan.step.held.weights - plan.step.held.optimizer
         texts = [
             {"input_ids": torch.randint(10, 100, (n, length), generator=generator),

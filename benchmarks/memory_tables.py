@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
-import torch.nn.functional as F
 from papers import B_16, RECIPE, TINY_CLIP, K, dense_bytes, dense_peak
 from torch import Tensor, nn
 
@@ -169,23 +168,22 @@ class Steps:
             low, high = (rows, high) if peak_of(card, one, rows * card.ranks) <= room else (low, rows)
         return low * card.ranks
 
+    def loss(self, card: Card, one: Plan, indices: Tensor) -> Tensor:
+        """A rank's loss, as a task of the training loop computes it."""
+        with self.run.autocast():
+            q, k = (encode(side, indices, sub_batch=card.sub_batch) for side in self.sides)
+            q, k = map(self.run.model.unit_rows, (q, k))
+            if card.impl == OURS:
+                words = {name: getattr(one.step.loss, name) for name in ("exchange", "backend", "workspace")}
+                return ClipLoss(**words)(q, k, SCALE)
+        local = card.impl != "CLIP"
+        return clip(q, k, SCALE, local=local, with_grad=local, autocast=self.run.autocast())
+
     def take(self, card: Card, one: Plan, batch: int) -> None:
         """A rank's step of `batch` pairs of all ranks."""
         indices = torch.arange(batch // card.ranks, device=self.device)
         with one_rank_of(card.ranks) if card.ranks > 1 else nullcontext():
-            with self.run.autocast():
-                features = [encode(side, indices, sub_batch=card.sub_batch) for side in self.sides]
-                q, k = (F.normalize(side.float(), dim=-1) for side in features)
-            del features
-            if card.impl == OURS:
-                words = {name: getattr(one.step.loss, name) for name in ("exchange", "backend", "workspace")}
-                with self.run.autocast():
-                    loss = ClipLoss(**words)(q, k, SCALE)
-                loss.backward()
-            else:
-                local = card.impl != "CLIP"
-                clip(q, k, SCALE, local=local, with_grad=local, autocast=self.run.autocast()).backward()
-            del q, k
+            self.loss(card, one, indices).backward()
             self.optimizer.step()
         self.optimizer.zero_grad()
         self.machine.wait()

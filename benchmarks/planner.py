@@ -32,8 +32,7 @@ from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
 from contrastile.models.compiled import compiled_parts
 from contrastile.planner.compiled import as_compiled
-from contrastile.planner.late import LateSize
-from contrastile.planner.loss import LossSize
+from contrastile.planner.loss import LateSize, LossSize
 from contrastile.planner.memory import Held, Side, StepMemory
 from contrastile.planner.profile import Profile, target
 from contrastile.planner.seconds import exchange_seconds, loss_seconds, step_seconds

@@ -23,9 +23,8 @@ from contrastile._errors import invalid, one_of, whole_number
 from contrastile._types import Backend, ExchangeName, Gradient, Reduction
 from contrastile.distributed import collectives, consistency
 from contrastile.exchange.base import Exchange, Layout, Single, bytes_per_feature
-from contrastile.exchange.gather import Gather
+from contrastile.exchange.gather import Gather, Replicate
 from contrastile.exchange.hierarchical import Hierarchical
-from contrastile.exchange.replicate import Replicate
 from contrastile.exchange.ring import Ring
 from contrastile.losses.base import PairLoss, Shard
 from contrastile.offload import known_device

@@ -62,14 +62,12 @@ def backward_hooks(x: Tensor) -> dict[int, Any] | None:
 
 def backward_is_kept() -> bool:
     """Return whether the running backward may run again: `retain_graph=True`."""
-    kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()
-    return kept
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def current_stream_address(device: int) -> int:
     """Address of a CUDA device's current stream; torch takes twenty times as long to return the stream itself."""
-    address: int = torch._C._cuda_getCurrentRawStream(device)
-    return address
+    return torch._C._cuda_getCurrentRawStream(device)
 
 
 def saving_is_hooked() -> bool:
@@ -157,8 +155,7 @@ def partitioned(
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
-    def compiled(graph: Any, inputs: Any) -> Any:
-        del inputs
+    def compiled(graph: Any, _inputs: Any) -> Any:
         run = runner(graph)
 
         def boxed(inputs: list[Any]) -> Any:
@@ -193,8 +190,7 @@ def nccl_options(group: Any) -> Any:
 
 def nccl_timeout(group: Any) -> timedelta:
     """Time-out of the group's operations between GPUs."""
-    timeout: timedelta = nccl_options(group)._timeout
-    return timeout
+    return nccl_options(group)._timeout
 
 
 def default_store() -> Any:

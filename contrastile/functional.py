@@ -147,8 +147,7 @@ def contrast(
         key_labels=key_labels, query_ids=query_ids, key_ids=key_ids, negative_ids=negative_ids, weights=weights,
         scorer=scorer, guides=() if guide_q is None and guide_k is None else ((guide_q, guide_k),),
     )  # fmt: skip
-    value: Tensor = operation(*inputs)
-    return value
+    return operation(*inputs)
 
 
 def _normalized(side: Any) -> Any:

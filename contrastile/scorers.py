@@ -76,8 +76,7 @@ class PairMLP(nn.Module):
         _vectors("q", rows, self.rows.in_features)
         _vectors("k", columns, self.columns.in_features)
         hidden_IJH = F.gelu(self.rows(rows)[:, None] + self.columns(columns)[None, :])
-        scores: Tensor = self.output(self.dropout(hidden_IJH)).squeeze(-1)
-        return scores
+        return self.output(self.dropout(hidden_IJH)).squeeze(-1)
 
 
 class MaxSim(nn.Module):

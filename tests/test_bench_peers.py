@@ -86,7 +86,7 @@ def test_torchs_own_is_called_right(loss):
 
 def test_each_direction_with_a_product_of_its_own_is_the_same_loss():
     (two,) = (one for one in DENSE if one.backend == "two products")
-    close(step(peers._two_products, leaves()), step(dense_clip, leaves()))
+    close(step(peers.TWO_PRODUCTS, leaves()), step(dense_clip, leaves()))
     assert two.losses["clip"](*leaves(dtype="bfloat16")).dtype == torch.float32
     assert DENSE.index(two) > 0, "what multiples are of stays the first"
 

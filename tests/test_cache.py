@@ -460,6 +460,18 @@ def test_each_error_has_its_sentence(tower: Tower, sentence: str) -> None:
     assert refusal(BAD[sentence], tower).startswith(sentence)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["itself", "inside", "function"])
+def test_a_module_of_torch_jit_is_refused(kind: str) -> None:
+    x = torch.randn(8, D_IN)
+    traced = torch.jit.trace(nn.Sequential(nn.Linear(D_IN, 4), nn.Tanh()), x)
+    encoder = {"itself": traced, "inside": nn.Sequential(traced, nn.Identity()), "function": lambda x: traced(x)}[kind]
+    assert refusal(lambda _: encode(encoder, x, sub_batch=4), None) == (
+        "`encoder` must consist of Python's modules; got one of torch.jit. Pass the module that it was made from, or "
+        "what torch.compile makes of that."
+    )
+
+
 def test_batch_norm_beside_the_encoder_or_in_eval_mode_is_accepted(tower: Tower) -> None:
     tower.other = nn.BatchNorm1d(4)
     encode(tower.forward, _inputs(), sub_batch=8).sum().backward()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from contrastile import encode
 from contrastile.gradcache import auto, forward, memory
-from contrastile.gradcache.memory import RetainedGraphs, footprint, later_bytes, spare_bytes
+from contrastile.gradcache.memory import AUTO, Releasable, RetainedGraphs, footprint, later_bytes, spare_bytes
 
 B, L, D = 29, 11, 6
 LENGTHS = torch.randint(1, L + 1, (B,), generator=torch.Generator().manual_seed(5))
@@ -281,9 +281,9 @@ class Backward(torch.autograd.Function):
         return gradient
 
 
-@pytest.mark.parametrize("fails", [1, 2, 4])
+@pytest.mark.parametrize(("fails", "retain"), [(1, AUTO), (2, AUTO), (4, AUTO), (2, Releasable(4))])
 def test_graphs_that_cannot_be_back_propagated_are_encoded_again(
-    texts: dict[str, Tensor], caplog: Any, fails: int
+    texts: dict[str, Tensor], caplog: Any, fails: int, retain: Any
 ) -> None:
     torch.manual_seed(3)
     words = Words(dropout=0.4).double()
@@ -294,7 +294,7 @@ def test_graphs_that_cannot_be_back_propagated_are_encoded_again(
     torch.manual_seed(4)
     truth = _gradients(words, encode(words, texts, sub_batch=8))
     torch.manual_seed(4)
-    features = encode(_Owned(words, tight), texts, sub_batch=8, retain="auto")
+    features = encode(_Owned(words, tight), texts, sub_batch=8, retain=retain)
     words.seen.clear()
     Backward.left = fails
     found = _gradients(words, features)

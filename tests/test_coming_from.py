@@ -510,7 +510,7 @@ def test_kept_statistics_can_be_cached(views: dict[str, Tensor]) -> None:
     assert model.head[1].weight.grad.abs().sum() > 0
 
 
-def test_the_last_sub_batch_of_the_last_side_runs_once() -> None:
+def test_the_last_sub_batch_of_the_last_side_runs_once(caplog: Any) -> None:
     torch.manual_seed(0)
     tower, sides = nn.Linear(5, 4).double(), [torch.randn(N, 5).double() for _ in range(3)]
 
@@ -530,6 +530,26 @@ def test_the_last_sub_batch_of_the_last_side_runs_once() -> None:
         loss_of_sides(InfoNCELoss(), features, 9.0).backward()
         same(gradients(tower), wanted)
         assert len(runs) == forwards or (size == "auto" and runs[-3:] == [N] * 3)
+    # where its graph has no room in the backward, it is encoded again
+    ends = [True]
+
+    @of_its_module
+    def tight_rows(module: nn.Module, x: Tensor) -> Tensor:
+        def out_of_memory(gradient: Tensor) -> None:
+            if ends and ends.pop():
+                raise torch.OutOfMemoryError
+
+        rows = unit_rows(module, x)
+        if rows.requires_grad:
+            rows.register_hook(out_of_memory)
+        return rows
+
+    runs.clear()
+    tower.zero_grad()
+    loss_of_sides(InfoNCELoss(), encode_sides([(tower, tight_rows)] * 3, sides, 2, None, 0), 9.0).backward()
+    same(gradients(tower), wanted)
+    assert len(runs) == 18
+    assert caplog.messages == ["encode: out of memory; 0 of 3 sub-batches keep their graph"]
     sentence = r"`sub_batch` must be given for a side without an `attention_mask`; got None\. Say how many"
     with pytest.raises(ValueError, match=sentence):
         encode_sides([(tower, unit_rows)], sides[:1], None, 64, 0)

@@ -29,12 +29,11 @@ from contrastile.bench.ways import Task, cached
 from contrastile.engine import arguments as checks
 from contrastile.engine import graph
 from contrastile.engine.arguments import MOST_READS
-from contrastile.losses.balanced import BalancedSigmoid
 from contrastile.losses.decoupled import Decoupled
 from contrastile.losses.distilled import Distilled
 from contrastile.losses.guided import Guided
 from contrastile.losses.reference import dense_clip, dense_decoupled, dense_sigmoid
-from contrastile.losses.sigmoid import Sigmoid
+from contrastile.losses.sigmoid import BalancedSigmoid, Sigmoid
 from contrastile.losses.softmax import Softmax
 from contrastile.scorers import Bilinear, PairMLP
 from contrastile.tiles import eager

@@ -142,11 +142,8 @@ def test_adapters_alone_are_trained(tokenizer):
     ("settings", "sentence"),
     [
         ({"pooling": 1}, "`settings` must have keys among both, query, "),
-        ({"both": None}, "`settings` must have both, or query and passage; got none. "),
-        ({"query": {"kind": "words"}}, "`settings` must have both, or query and passage; got both, query. "),
         ({"both": {"kind": "conv"}}, "`both.kind` must be one of bag, words, transformers; got conv. "),
         ({"both": {"kind": "words", "depth": 3}}, "`both` must have the settings of a tower of the kind words"),
-        ({"scale": 0.0}, "`scale` must be above 0; got 0.0. "),
         (
             {"both": None, "query": {"kind": "words", "width": 4}, "passage": {"kind": "words", "width": 8}},
             "`features` must be given for encoders of unequal sizes; got [8, 16]. Set model.features.",

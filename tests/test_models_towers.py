@@ -286,23 +286,6 @@ REFUSED = {
         {"text": {"kind": "words", "depth": 3}},
         "`text` must have the settings of a tower of the kind words; got {'depth': 3}. ",
     ),
-    "no origin": (
-        {"text": {"kind": "transformers"}},
-        "`config` must be given, or folder, not both; got None and None. "
-        "A folder has its own weights, a config gets fresh ones.",
-    ),
-    "an unknown pooling": (
-        {"text": {**BERT, "pooling": "first"}},
-        '`pooling` must be one of mean, cls, last, pooler; got first. "mean" suits every model.',
-    ),
-    "a folder without a model": (
-        {"image": {"kind": "transformers", "folder": "/nowhere"}},
-        "`folder` must hold a config.json; got /nowhere. Save the model there with save_pretrained.",
-    ),
-    "a config without its type": (
-        {"image": library(patch_size=8)},
-        "`config` must have a model_type; got {'patch_size': 8}. For example model_type = \"vit\".",
-    ),
     "a key that its model does not read": (
         {"image": library(model_type="vit", hidden_sizee=8)},
         "`config` must have keys that a vit reads; got hidden_sizee. Did you mean hidden_size?",
@@ -358,10 +341,6 @@ REFUSED = {
         {"both": VIT},
         "`both` must be a model with vision_model and text_model; got ViTModel. "
         "Take a CLIP or a SigLIP, or give the two sides a tower each.",
-    ),
-    "a scale of nothing": (
-        {"scale": 0.0},
-        "`scale` must be above 0; got 0.0. It is the inverse of the temperature; 14 is a usual start.",
     ),
 }  # fmt: skip
 

@@ -100,6 +100,24 @@ def test_attention_is_counted_forward_and_backward() -> None:
     assert cost.replay_work.attention == 14 * 4 * 4 * 10 * 10 * 8
 
 
+def test_dropout_costs_what_a_gpu_keeps_of_it() -> None:
+    """A mask of a byte, and no probabilities of attention, which a CPU keeps in float32."""
+
+    def graph(device: str, p: float) -> int:
+        with shapes_only(device):
+            layer = nn.Linear(32, 32)
+
+            def encoder(x: Tensor) -> Tensor:
+                heads = layer(x).view(len(x), 10, 4, 8).transpose(1, 2)
+                return F.dropout(F.scaled_dot_product_attention(heads, heads, heads, None, p).flatten(1), p)
+
+            return measure("layer", encoder, lambda n: [torch.zeros(n, 10, 32)], layer, 4, torch.enable_grad).graph
+
+    numbers = 4 * 10 * 32
+    assert graph("cuda", 0.1) == graph("cuda", 0.0) + numbers
+    assert graph("cpu", 0.1) > graph("cpu", 0.0) + 4 * numbers + 4 * 4 * (4 * 10 * 10)
+
+
 def test_a_frozen_encoder_has_no_graph_and_no_second_pass() -> None:
     cost = _cost(frozen=True)
     assert (cost.trained, cost.graph, cost.replay) == (0, 0, cost.forward)
@@ -133,9 +151,9 @@ def test_the_planned_peak_is_that_of_a_real_step(batch: int, retain: int, backen
     x = torch.randn(batch, WIDTH)
 
     def run() -> None:
-        q, k = (encode(tower, x, sub_batch=SUB_BATCH, retain=retain) for tower in towers)
+        sides = (encode(tower, x, sub_batch=SUB_BATCH, retain=retain) for tower in towers)
         # logits far apart, whose exponentials rows and columns have for themselves
-        ClipLoss(backend=backend, workspace=2**20)(q, k, 100.0).backward()
+        ClipLoss(backend=backend, workspace=2**20)(*sides, 100.0).backward()
 
     run()
     for tower in towers:

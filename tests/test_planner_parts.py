@@ -18,7 +18,7 @@ from torch import Tensor
 import contrastile
 from contrastile.models.late import special_tokens
 from contrastile.planner.compiled import as_compiled
-from contrastile.planner.late import LateSize
+from contrastile.planner.loss import LateSize
 from contrastile.planner.profile import target
 from contrastile.planner.towers import measure, shapes_only
 from contrastile.scorers import MaxSim
@@ -87,7 +87,7 @@ def test_the_planned_peak_is_that_of_a_real_step(
     run.model.zero_grad()
     with Weighed(CPU) as weighed:
         step()
-    plan = plan_of(recipe, target(None), batch, *towers(recipe, 1, batch))
+    plan = plan_of(recipe, target(None), batch, *towers(recipe, 1, batch, "cpu"))
     held = plan.step.held
     planned = plan.peak.bytes - held.weights - held.optimizer - held.teacher - held.queue
     assert plan.peak.name == moment

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from contrastile import encode
 from contrastile.gradcache import replay_check
-from contrastile.gradcache.replay_check import PRODUCTS, ReplayCheck, Sketches, poll, tolerance
+from contrastile.gradcache.replay_check import PRODUCTS, ReplayCheck, poll, sketch, sketched, tolerance
 
 B, D_IN, D, SUB = 23, 6, 16, 4
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -180,8 +180,7 @@ def test_distances_of_sketches_are_those_of_features(shape: tuple[int, ...]) -> 
     """The mean of the features is larger than their differences."""
     one = 5 + torch.rand(shape)
     other = one + 0.01 * torch.randn(shape)
-    sketches = Sketches()
-    here, there = sketches.of(one), sketches.of(other)
+    here, there = sketch(one), sketch(other)
     assert here.shape == (one.numel() // (shape[-1] if len(shape) > 1 else 1), PRODUCTS)
     found = torch.linalg.vector_norm(there - here) / torch.linalg.vector_norm(here)
     true = torch.linalg.vector_norm(other - one) / torch.linalg.vector_norm(one)
@@ -206,9 +205,10 @@ def test_only_dense_floating_point_rows_are_sketched() -> None:
     class Spread(Tensor):
         pass
 
-    rows, sketches = torch.zeros(3, 2), Sketches()
-    sketches.add([rows, nn.Parameter(rows), None, torch.ones(()), torch.ones(3, dtype=torch.int64), rows > 0])
-    sketches.add([rows.to_sparse(), rows.to("meta"), rows.as_subclass(Spread), rows.cfloat()])
-    compared = [[x is not None for x in outputs] for outputs in sketches.sub_batches]
+    rows = torch.zeros(3, 2)
+    first = [rows, nn.Parameter(rows), None, torch.ones(()), torch.ones(3, dtype=torch.int64), rows > 0]
+    others = [rows.to_sparse(), rows.to("meta"), rows.as_subclass(Spread), rows.cfloat()]
+    sketches = [sketched(first), sketched(others)]
+    compared = [[x is not None for x in outputs] for outputs in sketches]
     assert compared == [[True] * 2 + [False] * 4, [False] * 4]
     assert ReplayCheck(sketches, []).report("nobody") is None

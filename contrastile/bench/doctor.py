@@ -1,4 +1,4 @@
-"""The machine and the choices of "auto" on it, and a recipe's memory before its run begins, all as plain values.
+"""The machine and the choices of "auto" on it as plain values, and the plan of a recipe on it.
 
 Stands above train/, whose choices it reports. `contrastile doctor` prints it. Without a recipe it needs torch alone.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import re
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from contrastile.losses.base import PairLoss, Shard
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
 from contrastile.offload import free_memory, usable_cpus
-from contrastile.planner.memory import Side
+from contrastile.planner.plan import Plan
 from contrastile.planner.profile import Target
 from contrastile.train.provenance import versions
 
@@ -35,8 +34,8 @@ OPTIONAL = ("triton", "timm", "open_clip_torch", "faiss-cpu", "peft")
 TEST_SIDE = 64
 
 
-def examine(*, ranks: int = 1, batch: int = 32_768, features: int = 512, recipe: Any = None) -> Values:
-    """Return versions, devices and choices for a global `batch` over `ranks`, and the plan of a `recipe`.
+def examine(*, ranks: int = 1, batch: int = 32_768, features: int = 512) -> Values:
+    """Return versions, devices and choices for a global `batch` over `ranks`.
 
     >>> values = examine()
     >>> values["devices"][0]["name"], broken(values)
@@ -60,7 +59,6 @@ def examine(*, ranks: int = 1, batch: int = 32_768, features: int = 512, recipe:
         "packages": _packages(),
         "devices": devices,
         "auto": [_choices(device, ranks, batch, features) for device in working],
-        "recipe": None if recipe is None else _recipe_plan(recipe, ranks),
     }
 
 
@@ -125,58 +123,22 @@ def backend_choice(loss: PairLoss, dtype: torch.dtype, device: torch.device) -> 
     return {"takes": None, "declined": declined}
 
 
-def exchange_choice(
-    ranks: int, batch: int, features: int, dtype: torch.dtype, device: torch.device, *, keys: int = 1
-) -> Values:
-    """The exchange "auto" takes between ranks, for `keys` keys per query of the batch, and the bytes of a gather."""
+def exchange_choice(ranks: int, batch: int, features: int, dtype: torch.dtype, device: torch.device) -> Values:
+    """The exchange "auto" takes between ranks, and the bytes of a gather."""
     if ranks == 1:
         return {"takes": "single", "ranks": 1}
     rows = tuple(batch // ranks + (rank < batch % ranks) for rank in range(ranks))
-    layout = Layout(None, 0, rows, tuple(keys * count for count in rows))
-    sizes = {"ranks": ranks, "batch": keys * batch, "features": features}
+    layout = Layout(None, 0, rows, rows)
+    sizes = {"ranks": ranks, "batch": batch, "features": features}
     needs = {"gathered": Gather.extra_bytes(layout, features, dtype), "allowed": gathering_allowed(device)}
     return {"takes": automatic_exchange(layout, features, dtype, gathering_allowed(device)), **sizes, **needs}
 
 
-def _recipe_plan(recipe: Any, ranks: int) -> Values:
-    """The memory of a recipe's run on its device, by the planner, which makes its towers without memory."""
-    from contrastile.train.objective import OBJECTIVES
-    from contrastile.train.planned import keys_of, learned_tokens, plan_of, towers
+def recipe_plan(recipe: Any, ranks: int) -> Plan:
+    """The planner's step of a recipe on its device of this machine, for so many ranks."""
+    from contrastile.train.planned import plan_of, towers
     from contrastile.train.run import choose_device
 
-    device, batch, keys = choose_device(recipe.device), max(count for _, count in recipe.train.batch), keys_of(recipe)
-    model, costs = towers(recipe, ranks, batch)
+    device, batch = choose_device(recipe.device), max(count for _, count in recipe.train.batch)
     machines = Target(str(device), None, free_memory(device)[1], ranks, ranks, device.type)
-    plan = plan_of(recipe, machines, batch, model, costs)
-    sides = [_side(side) for side in plan.step.sides]
-    graphs, needed = sum(side["graphs"] for side in sides), sum(side["graphs"] * side["graph"] for side in sides)
-    # everything else of the step comes first
-    without = replace(plan.step, retain=0).peak()
-    room = max(0, spare_bytes(device) - without.bytes)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    loss = OBJECTIVES[recipe.kind](recipe.loss).pair_loss
-    dtype = torch.float64 if recipe.train.precision == "float64" else torch.float32
-    backend: Values = {"takes": recipe.loss.backend, "declined": {}}
-    exchange: Values = {"takes": recipe.loss.exchange}
-    if backend["takes"] == "auto":
-        backend = backend_choice(loss, dtype, device)
-    if exchange["takes"] == "auto":
-        exchange = exchange_choice(ranks, batch, costs[0].dimensions, dtype, device, keys=keys)
-    held = plan.step.held
-    return {
-        "name": recipe.name, "device": str(device), "parameters": parameters, "trained": trained,
-        "learned_tokens": learned_tokens(recipe.model.tokenizer),
-        "held": held.weights + held.optimizer + held.average + plan.trained, "batch": batch, "sides": sides,
-        "graphs": graphs, "needed": needed,
-        "without": {"bytes": without.bytes, "name": without.name, "parts": without.parts}, "room": room,
-        "fitting": graphs if needed <= room else int(graphs * room / needed), "retain": recipe.train.retain,
-        "matrix": 4 * batch * batch * keys, "backend": backend, "exchange": exchange,
-        "workspace": workspace_on(device, None),
-    }  # fmt: skip
-
-
-def _side(side: Side) -> Values:
-    activations, size = side.cost.graph // side.cost.sub_batch, side.cost.sub_batch
-    plan = {"name": side.cost.name, "examples": side.examples, "sub_batch": size, "activations": activations}
-    return {**plan, "graph": activations * size, "graphs": side.count}
+    return plan_of(recipe, machines, batch, *towers(recipe, ranks, batch, device.type))

@@ -105,7 +105,6 @@ def draw_memory(source: Path, target: Path) -> None:
 
 
 def _save(figure: Figure, target: Path) -> None:
-    """Write a figure; the same one is the same file."""
     import matplotlib as mpl
 
     figure.tight_layout()

@@ -53,7 +53,6 @@ def problem(case: Case, device: torch.device, *, on_host: bool = False) -> list[
 
 
 def placed(leaves: list[Tensor], device: torch.device | str) -> list[Tensor]:
-    """Return the same leaves with the features on a device."""
     return [*(side.detach().to(device).requires_grad_() for side in leaves[:2]), *leaves[2:]]
 
 
@@ -81,12 +80,10 @@ class Distance:
 
 
 def gate_rows(device: torch.device) -> int:
-    """Return the rows on which whole results are compared with float64."""
     return GATE_ROWS.get(device.type, GATE_ROWS_ELSEWHERE)
 
 
 def double(leaves: list[Tensor]) -> list[Tensor]:
-    """Return the same leaves in float64."""
     return [leaf.detach().double().requires_grad_() for leaf in leaves]
 
 

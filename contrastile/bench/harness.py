@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from contrastile._errors import invalid, written_to
 from contrastile.distributed import collectives, consistency
+from contrastile.offload import free_memory
 from contrastile.train.memory import Weighed
 from contrastile.train.provenance import ORIGIN, signature
 from contrastile.train.ranks import Ranks
@@ -110,10 +111,6 @@ class Table:
         return f"{value / 2**20 if key.endswith('_bytes') else value:{spec}}"
 
 
-def _discard(_: Row) -> None:
-    """Write a row nowhere."""
-
-
 @contextmanager
 def results_file(path: Path | None, columns: Sequence[str]) -> Iterator[Callable[[Row], None]]:
     """Open a results file and yield a function that appends a row, which is on disk when it returns.
@@ -121,7 +118,7 @@ def results_file(path: Path | None, columns: Sequence[str]) -> Iterator[Callable
     The function raises KeyError for a row without one of the columns; it does nothing where `path` is None.
     """
     if path is None:
-        yield _discard
+        yield lambda _: None
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     if old := path.exists() and path.stat().st_size > 0:
@@ -148,7 +145,6 @@ def results_file(path: Path | None, columns: Sequence[str]) -> Iterator[Callable
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a results file."""
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
@@ -157,13 +153,11 @@ class World(Ranks):
     """The ranks that measure together; by default this process alone."""
 
     def numbers(self, number: float) -> list[float]:
-        """Return the number of every rank."""
         if self.size == 1:
             return [number]
         return [float(one["number"]) for one in consistency.agree(None, {"number": number}, free=["number"])]
 
     def slowest(self, seconds: float) -> float:
-        """Return the largest of the ranks' numbers."""
         return max(self.numbers(seconds))
 
     def failure(self, reason: str | None) -> str | None:
@@ -227,8 +221,7 @@ class Machine:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-            return torch.cuda.mem_get_info(self.device)[0]
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return free_memory(self.device)[0]
 
     @contextmanager
     def limited(self, limit: int) -> Iterator[None]:
@@ -298,10 +291,7 @@ class Machine:
 
     def peak(self, step: Step) -> int:
         """Return the most bytes of tensors that a step holds at once, beside those held before it."""
-        with Weighed(self.device) as weighed:
-            step()
-            self.wait()
-        return weighed.bytes
+        return self.time_and_peak(step)[1]
 
     def time_and_peak(self, step: Step) -> tuple[float, int]:
         """Return the seconds of a step on this rank, and its peak."""
@@ -310,7 +300,6 @@ class Machine:
         return seconds, weighed.bytes
 
     def wait(self) -> None:
-        """Wait until the device is idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -335,7 +324,7 @@ class Report:
     """
 
     say: Callable[[str], None]
-    write: Callable[[Row], None] = _discard
+    write: Callable[[Row], None] = lambda _: None
     world: World = ALONE
     passed: bool = True
     _notes: set[str] = field(default_factory=set)

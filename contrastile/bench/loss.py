@@ -291,7 +291,6 @@ class LossBench:
         yield from (replace(one, world=size) for one in others if one.offers(case))
 
     def shard(self, leaves: list[Tensor]) -> list[Tensor]:
-        """Return this rank's rows of both sides, and the scalars."""
         rank, size = self._world.rank, self._world.size
         sides = (side.detach().tensor_split(size)[rank].clone().requires_grad_() for side in leaves[:2])
         return [*sides, *leaves[2:]]
@@ -354,7 +353,6 @@ class LossBench:
 
 
 def step_of(case: Case, one: Contestant, leaves: list[Tensor]) -> Step:
-    """Return the step of a contestant on these leaves."""
     loss = one.losses[case.loss]
     return lambda: step(loss, leaves)
 

@@ -197,7 +197,6 @@ class _Views(nn.Module):
 
 
 def _same_views(q: Tensor) -> dict[str, Any]:
-    """The labels of both views."""
     return dict.fromkeys(("query_labels", "key_labels"), labels_of(q).repeat(2))
 
 

@@ -52,23 +52,19 @@ class Task:
 
     @property
     def batch(self) -> int:
-        """Pairs of this rank."""
         return len(self.sides[0][1])
 
     @property
     def sub_batches(self) -> int:
-        """The number of sub-batches; the last may be shorter."""
         return -(-self.batch // self.sub_batch)
 
     def autocast(self) -> AbstractContextManager[object]:
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
 
     def first(self, batch: int) -> Task:
-        """Return the same task with its first pairs only."""
         return replace(self, sides=[(tower, leaf[:batch]) for tower, leaf in self.sides])
 
     def loss_of(self, images: Tensor, texts: Tensor) -> Tensor:
-        """Return the loss of features at the towers' scale."""
         return self.loss(images, texts, self.towers.logit_scale.exp())
 
 
@@ -293,12 +289,10 @@ def rank_ways(device: torch.device) -> dict[str, Way]:
 
 
 def with_inputs(way: Way, inputs: Literal["host", "pool"]) -> Way:
-    """Return the same way with its inputs in another place."""
     return replace(way, name=f"{way.name}, {PLACES[inputs]}", inputs=inputs)
 
 
 def with_compiled_towers(ways: Mapping[str, Way]) -> dict[str, Way]:
-    """Return the same ways with compiled towers."""
     return {COMPILED + key: replace(way, name=f"{way.name}, compiled", compiled=True) for key, way in ways.items()}
 
 

@@ -1,4 +1,4 @@
-"""`contrastile doctor [RECIPE]`: the machine, the choices of "auto" on it with their reasons, a recipe's memory."""
+"""`contrastile doctor [RECIPE]`: the machine, the choices of "auto" on it with their reasons, the plan of a recipe."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from contrastile.cli import plan
 from contrastile.cli.options import OVERRIDES, RECIPE, at_least
 
 SUMMARY = 'what this machine has, and what "auto" would choose and why'
@@ -33,15 +34,18 @@ def run(arguments: argparse.Namespace) -> int:
 
         recipe = load_any_recipe(arguments.recipe, arguments.overrides)
 
-    from contrastile.bench.doctor import broken, examine
+    from contrastile.bench.doctor import broken, examine, recipe_plan
 
-    values = examine(ranks=arguments.ranks, batch=arguments.batch, features=arguments.features, recipe=recipe)
-    print(json.dumps(values, indent=1) if arguments.json else "\n".join(lines(values)))
+    values = examine(ranks=arguments.ranks, batch=arguments.batch, features=arguments.features)
+    planned = None if recipe is None else recipe_plan(recipe, arguments.ranks)
+    if arguments.json:
+        print(json.dumps(values | {"recipe": planned and planned.values()}, indent=1))
+    else:
+        print("\n".join([*lines(values), *(plan.lines(planned) if planned else ())]))
     return 1 if broken(values) else 0
 
 
 def lines(values: dict[str, Any]) -> Iterator[str]:
-    """Yield the values of `examine` as lines of text."""
     from contrastile.train.log import size
 
     system, torch = values["system"], values["torch"]
@@ -71,8 +75,6 @@ def lines(values: dict[str, Any]) -> Iterator[str]:
         yield f"  exchange {_exchange(auto['exchange'])}"
         yield f"  workspace {size(auto['workspace'])}: 1/64 of the device's memory"
         yield f"  retain, sub_batch: {size(auto['room'])} to share among graphs"
-    if values["recipe"] is not None:
-        yield from _recipe_lines(values["recipe"])
 
 
 def _backend(choice: dict[str, Any]) -> str:
@@ -83,26 +85,6 @@ def _exchange(exchange: dict[str, Any]) -> str:
     from contrastile.train.log import size
 
     if "gathered" not in exchange:
-        alone = exchange.get("ranks") == 1
-        return exchange["takes"] + (": one process; --ranks N asks for more" if alone else ": the recipe says so")
+        return exchange["takes"] + ": one process; --ranks N asks for more"
     needs = f"gathering {exchange['batch']:,} rows of {exchange['features']} takes {size(exchange['gathered'])} a rank"
     return f"{exchange['takes']} between {exchange['ranks']} ranks: {needs}, allowed is {size(exchange['allowed'])}"
-
-
-def _recipe_lines(recipe: dict[str, Any]) -> Iterator[str]:
-    from contrastile.train.log import size
-
-    yield f"\n{recipe['name']} on {recipe['device']}:"
-    millions, tokens = [f"{recipe[key] / 1e6:.1f}" for key in ("parameters", "trained")], recipe["learned_tokens"]
-    limit = "" if tokens is None else f", with all {tokens:,} tokens that its tokenizer may learn"
-    yield f"  {millions[0]} million parameters, {millions[1]} of them trained{limit}"
-    yield f"  weights, gradients and optimizer take about {size(recipe['held'])}"
-    yield f"  batch {recipe['batch']:,}:"
-    for side in recipe["sides"]:
-        graph = f"{size(side['activations'])} of activations an example, {size(side['graph'])} a sub-batch"
-        yield f"    {side['name']}: {side['examples']:,} a rank in sub-batches of {side['sub_batch']:,}: {graph}"
-    without = f"{size(recipe['without']['bytes'])} for everything else"
-    fits = f"about {recipe['fitting']:,} of {recipe['graphs']:,} graphs fit beside {without}"
-    yield f"  retain = {recipe['retain']}: {fits}" + ("" if recipe["fitting"] else "; not even one: lower sub_batch")
-    yield f"  loss: backend {_backend(recipe['backend'])}; exchange {_exchange(recipe['exchange'])}"
-    yield f"  workspace {size(recipe['workspace'])}, where the whole matrix would take {size(recipe['matrix'])}"

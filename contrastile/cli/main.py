@@ -77,7 +77,6 @@ def build_parser() -> Page:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit code."""
     options = _parsed(build_parser(), arguments)
     try:
         code = int(options.verb(options))

@@ -63,7 +63,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def lines(plan: Plan) -> Iterator[str]:
-    """Yield a plan as lines of text."""
     from contrastile.train.log import clock, size
 
     step, target = plan.step, plan.target

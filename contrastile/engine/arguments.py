@@ -7,7 +7,7 @@ range, and rows of unit length. On a GPU they do so in the first `MOST_READS` ca
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from contrastile._errors import invalid
 from contrastile._torch import pytree
 from contrastile._types import FEATURES, shape_or_type
-from contrastile.losses.base import Count, PairLoss, Shard, changed, count_equal
+from contrastile.losses.base import Count, Gathers, PairLoss, Shard, changed, count_equal
 from contrastile.tiles.base import nonfinite_flag
 
 # calls of a process that read values of one kind on a GPU: a read waits for the device, which a step must not
@@ -200,12 +200,7 @@ def mask_out_of_range(positives: Tensor, keys: int, scale: Tensor) -> tuple[Tens
 
 
 def numbered(
-    loss: PairLoss,
-    rows: Shard,
-    cols: Shard,
-    scale: Tensor,
-    gathers: Sequence[Callable[[Tensor], Tensor]],
-    count: Count = count_equal,
+    loss: PairLoss, rows: Shard, cols: Shard, scale: Tensor, gathers: Gathers, count: Count = count_equal
 ) -> tuple[Shard, Shard, Tensor]:
     """Both shards with the numbers that the loss takes from guides and labels, and the scale.
 
@@ -217,8 +212,7 @@ def numbered(
         given = (*rows.guides, *cols.guides, *[x for x in (rows.numbers,) if x is not None])
         scale = scale + nonfinite_flag(torch.zeros_like(scale), *given)
     if loss.counts_positives:
-        all_rows, all_cols = gathers
-        rows, cols = loss.counted(rows, cols, all_rows, all_cols, count)
+        rows, cols = loss.counted(rows, cols, gathers, count)
     return rows, cols, scale
 
 

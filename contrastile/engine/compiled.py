@@ -20,12 +20,19 @@ from contrastile.engine import arguments as checks
 from contrastile.engine.operation import Call, Plan, backward, without_autocast
 from contrastile.engine.problem import Arguments, Problem
 from contrastile.exchange.base import Layout, Single
-from contrastile.gradcache.first_order import refusal
+from contrastile.gradcache.modes import refusal
 from contrastile.losses.base import PairLoss, Shard
+from contrastile.tiles.base import Tiles
 
 NO_DIAGONAL = -(2**40)
 # in place of the number of keys: positives are in range
 IN_RANGE = -1
+
+GROUPS = "Tensor? positives, Tensor? row_labels, Tensor? row_ids, Tensor? col_labels, Tensor? col_ids"
+INPUTS = f"Tensor q, Tensor k, Tensor scale, Tensor? bias, {GROUPS}"
+SETTINGS = "str loss, str words, int[] numbers"
+FORWARD = f"({INPUTS}, Tensor? weights, {SETTINGS}) -> Tensor[]"
+BACKWARD = f"(Tensor upstream, {INPUTS}, Tensor[] results, {SETTINGS}, bool[] wanted) -> Tensor[]"
 
 
 def traceable(arguments: Arguments) -> bool:
@@ -60,29 +67,15 @@ def _loss(*inputs: Any) -> Tensor:
     return value
 
 
-@torch.library.custom_op("contrastile::forward", mutates_args=())
-def operation_forward(
-    q: Tensor,
-    k: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    positives: Tensor | None,
-    row_labels: Tensor | None,
-    row_ids: Tensor | None,
-    col_labels: Tensor | None,
-    col_ids: Tensor | None,
-    weights: Tensor | None,
-    loss: str,
-    words: str,
-    numbers: list[int],
-) -> list[Tensor]:
+@torch.library.custom_op("contrastile::forward", mutates_args=(), schema=FORWARD)
+def operation_forward(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, *rest: Any) -> list[Tensor]:
     """The loss, then the states, then the coefficients of each direction."""
-    if positives is not None and numbers[-1] != IN_RANGE:
+    *groups, weights, loss, words, numbers = rest
+    if groups[0] is not None and numbers[-1] != IN_RANGE:
         # checked here, because a graph cannot read values
-        checks.in_range(positives, numbers[-1])
-        positives, scale = checks.mask_out_of_range(positives, numbers[-1], scale)
-    call = _call(q, k, [positives, row_labels, row_ids, col_labels, col_ids, weights], loss, words, numbers)
-    tiles, (rows, cols) = call.tiles(scale, bias), call.shards((q, k))
+        checks.in_range(groups[0], numbers[-1])
+    call, tiles = _call(q, k, scale, bias, groups, loss, words, numbers)
+    rows, cols = call.shards((q, k))
     with without_autocast(q.device):
         stats = [side for side in call.exchange.forward(tiles, rows, cols) if side is not None]
         value, states, coefficients = call.exchange.finish(tiles, stats, rows, cols, weights, call.reduction)
@@ -90,29 +83,14 @@ def operation_forward(
     return [value, *(x.clone() for x in (*states, *coefficients))]
 
 
-@torch.library.custom_op("contrastile::backward", mutates_args=())
+@torch.library.custom_op("contrastile::backward", mutates_args=(), schema=BACKWARD)
 def operation_backward(
-    upstream: Tensor,
-    q: Tensor,
-    k: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    positives: Tensor | None,
-    row_labels: Tensor | None,
-    row_ids: Tensor | None,
-    col_labels: Tensor | None,
-    col_ids: Tensor | None,
-    results: list[Tensor],
-    loss: str,
-    words: str,
-    numbers: list[int],
-    wanted: list[bool],
+    upstream: Tensor, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, *rest: Any
 ) -> list[Tensor]:
     """The gradients of scale, bias, q and k; one without elements stands for each that is not wanted."""
-    if positives is not None and numbers[-1] != IN_RANGE:
-        positives, scale = checks.mask_out_of_range(positives, numbers[-1], scale)
-    call = _call(q, k, [positives, row_labels, row_ids, col_labels, col_ids, None], loss, words, numbers)
-    gradients = backward(call, call.tiles(scale, bias), upstream, scale, bias, (q, k), results, wanted)
+    *groups, results, loss, words, numbers, wanted = rest
+    call, tiles = _call(q, k, scale, bias, groups, loss, words, numbers)
+    gradients = backward(call, tiles, upstream, scale, bias, (q, k), results, wanted)
     return [q.new_empty(0) if gradient is None else _own_memory(gradient) for gradient in gradients]
 
 
@@ -122,17 +100,24 @@ def _own_memory(x: Tensor) -> Tensor:
     return x if own else x.clone(memory_format=torch.contiguous_format)
 
 
-def _call(q: Tensor, k: Tensor, groups: Sequence[Tensor | None], loss: str, words: str, numbers: Sequence[int]) -> Call:
-    positives, row_labels, row_ids, col_labels, col_ids, weights = groups
+def _call(
+    q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, groups: Sequence[Tensor | None], loss: str, words: str,
+    numbers: Sequence[int],
+) -> tuple[Call, Tiles]:  # fmt: skip
+    """The call without its weights, and its tiles."""
+    positives, row_labels, row_ids, col_labels, col_ids = groups
     backend, gradient, reduction = words.split()
-    first, workspace, _ = numbers
+    first, workspace, keys = numbers
     parsed, diagonal = PairLoss.parsed(loss), None if first == NO_DIAGONAL else first
     rows = Shard(q, diagonal=diagonal, positives=positives, labels=row_labels, ids=row_ids)
     cols = Shard(k, labels=col_labels, ids=col_ids)
     exchange = Single(cast(Gradient, gradient), Layout(None, 0, (len(q),), (len(k),)))
-    tiles = choose_tiles(cast(Backend, backend), parsed, rows, cols)
-    plan = Plan(exchange, tiles, workspace_on(q.device, workspace or None), accumulator(q.dtype), at_once=False)
-    return Call(plan, exchange, parsed, rows, cols, weights, cast(Reduction, reduction), q.device)
+    make = choose_tiles(cast(Backend, backend), parsed, rows, cols)
+    plan = Plan(exchange, make, workspace_on(q.device, workspace or None), accumulator(q.dtype), at_once=False)
+    indexed = None if keys == IN_RANGE else keys
+    call = Call(plan, exchange, parsed, rows, cols, None, cast(Reduction, reduction), q.device, indexed=indexed)
+    tiles = call.tiles(scale, bias)
+    return call.prepared(tiles), tiles
 
 
 @operation_forward.register_fake
@@ -148,9 +133,8 @@ def _shapes_forward(q: Tensor, k: Tensor, *rest: Any) -> list[Tensor]:
 
 @operation_backward.register_fake
 def _shapes_backward(
-    upstream: Tensor, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, *rest: Any
+    _upstream: Tensor, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, *rest: Any
 ) -> list[Tensor]:
-    del upstream
     *_, wanted = rest
     return [
         x.new_empty(x.shape) if want and x is not None else q.new_empty(0)
@@ -174,8 +158,7 @@ def _backward(ctx: Any, upstream: list[Tensor]) -> tuple[Tensor | None, ...]:
     return dq, dk, dscale, dbias, *[None] * (ctx.tensors - 4), *[None] * 4
 
 
-def _refuse(ctx: Any, upstream: list[Tensor]) -> tuple[Tensor | None, ...]:
-    del ctx, upstream
+def _refuse(_ctx: Any, _upstream: list[Tensor]) -> tuple[Tensor | None, ...]:
     raise refusal("contrast")
 
 

@@ -29,7 +29,7 @@ from contrastile.engine.operation import Call, MakeTiles, Operation, Plan, with_
 from contrastile.engine.problem import PLAIN, Problem
 from contrastile.exchange.base import Exchange
 from contrastile.gradcache.batching import rounded_length
-from contrastile.gradcache.first_order import first_order
+from contrastile.gradcache.modes import first_order
 from contrastile.losses.base import Shard
 from contrastile.scorers import padded_to
 from contrastile.tiles.base import Accumulated
@@ -134,10 +134,6 @@ class Held:
             self.sums = Accumulated(u, v, numbers)
 
 
-def _nothing() -> None:
-    """The reference of a graph that was not called yet."""
-
-
 class Graph:
     """A captured call, the tensors that it reads and the gradient sums that it writes."""
 
@@ -167,8 +163,8 @@ class Graph:
         self.shapes = (None, None, *[x.shape for x in features])
         # numbers that were passed as such
         self.numbers: dict[float, Tensor] = {}
-        # the sums of the latest call, as long as somebody may want its backward
-        self.held: Callable[[], Held | None] = _nothing
+        # a reference to the sums of the latest call, alive as long as somebody may want its backward
+        self.held: Callable[[], Held | None] = lambda: None
         self.stream, self.stream_address = torch.cuda.current_stream(), current_stream_address(call.device.index)
 
         def compute() -> Accumulated:

@@ -21,7 +21,7 @@ from torch import Tensor
 from contrastile._types import Reduction
 from contrastile.engine import arguments as checks
 from contrastile.exchange.base import Exchange, Single
-from contrastile.gradcache.first_order import first_order
+from contrastile.gradcache.modes import first_order
 from contrastile.losses.base import Finished, PairLoss, Shard, changed, divisor, with_states
 from contrastile.tiles import own
 from contrastile.tiles.base import Accumulated, Tiles, reduced

@@ -100,7 +100,9 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
         if signature is not None:
             if len(_plans) >= MOST_PLANS:
                 _plans.clear()
-            template = _template(problem, plan, exchange) if alone and arguments.refillable() else None
+            # a later call fills its tensors into the template
+            fits = arguments.negatives is None and arguments.targets is None and options.device is None
+            template = _template(problem, plan, exchange) if alone and fits else None
             _plans[signature if plan.small else exact] = plan, template
     inputs = _call(problem, plan, exchange), problem.scale, problem.bias, *problem.inputs
     return operation(*inputs) if plan.small else (Operation.apply, inputs)
@@ -155,8 +157,7 @@ def _padded(problem: Problem, tokens: tuple[int, int] | None) -> Problem:
 def _eagerly(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, others: dict[str, Any]) -> Tensor:
     """The loss of a call that torch.compile cannot trace."""
     operation, inputs = prepare(q, k, scale, loss, options, **others)
-    value: Tensor = operation(*inputs)
-    return value
+    return operation(*inputs)
 
 
 def share_error(error: Exception, group: Any, exchange: str) -> None:

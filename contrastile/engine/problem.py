@@ -89,11 +89,6 @@ class Arguments:
         one_each = self.scorer is None and isinstance(self.negatives, Tensor) and self.negatives.ndim == 3
         return self.negatives if one_each else None
 
-    def refillable(self) -> bool:
-        """Return whether a later call of this signature can fill the tensors into the template of this one."""
-        others = (self.negatives, self.targets)
-        return all(x is None for x in others) and self.options.device is None
-
     def cast(self) -> torch.dtype | None:
         """The type of products under autocast on the device of the computation; None where autocast is off."""
         device = self.options.device
@@ -106,7 +101,12 @@ class Arguments:
         """Raise ValueError for arguments that do not go together. A scorer's inputs are checked by its probe."""
         q, k, loss, scored = self.q, self.k, self.loss, self.scorer is not None
         if not scored:
-            _features(q, k, self.negatives, self.cast())
+            checks.features("q", q)
+            checks.features("k", k)
+            checks.alike("k", k, "q", q, self.cast())
+            if self.negatives is not None:
+                checks.features("negatives", self.negatives, own=True)
+                checks.alike("negatives", self.negatives, "k", k, self.cast())
             checks.guides(self.guides, q, k, self.negatives)
         checks.own_negatives(self.own, self.negative_ids, self.query_ids, q, self.options.device)
         if not isinstance(loss, PairLoss):
@@ -178,11 +178,14 @@ class Problem:
         own = () if arguments.own is None else (arguments.own,)
         statement: dict[str, Any] = {}
         if not alone:
+            # ranks compute gradients together
+            given = (*sides.rows, *sides.cols, scale, bias, *parameters[:1], *own)
+            wanted = [isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled() for x in given]
             statement = {
                 "scale": _stated(scale),
                 "bias": _stated(bias),
                 "weights": _stated(arguments.weights),
-                "requires_grad": _require_grad(*sides.rows, *sides.cols, scale, bias, *parameters[:1], *own),
+                "requires_grad": wanted,
                 "key dtype": str(cols.features.dtype),
                 "device of the loss": device.type,
                 "scorer": None if sides.scorer is None else f"scores of {dtype}",
@@ -373,16 +376,6 @@ def cast_features(q: Tensor, k: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
     return of_rows, k.detach() if k.dtype == dtype else k.detach().to(dtype)
 
 
-def _features(q: Any, k: Any, negatives: Any, cast: torch.dtype | None) -> None:
-    """Check that the features can be multiplied with each other; `cast`: autocast's type."""
-    checks.features("q", q)
-    checks.features("k", k)
-    checks.alike("k", k, "q", q, cast)
-    if negatives is not None:
-        checks.features("negatives", negatives, own=True)
-        checks.alike("negatives", negatives, "k", k, cast)
-
-
 def guides(arguments: Arguments, q: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
     """Fields of both shards: the guides' features as constants, and the factor of their product for each row [N].
 
@@ -443,8 +436,3 @@ def as_tensor(x: Tensor | float, device: torch.device, dtype: torch.dtype) -> Te
 def _stated(x: Tensor | float | None) -> Any:
     """A number as ranks compare it: its value, or "a tensor", whose value is on the device."""
     return "a tensor" if isinstance(x, Tensor) else x if x is None else float(x)
-
-
-def _require_grad(*inputs: Any) -> list[bool]:
-    """Return for each input whether it gets a gradient, which ranks compute together."""
-    return [torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad for x in inputs]

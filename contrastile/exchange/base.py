@@ -25,8 +25,8 @@ from torch import Tensor
 from contrastile._types import Gradient, Reduction, accumulator
 from contrastile.distributed import collectives
 from contrastile.distributed.failure import in_step
-from contrastile.losses.base import Shard
-from contrastile.tiles.base import Accumulated, ForwardResult, Tiles
+from contrastile.losses.base import Gathers, Shard
+from contrastile.tiles.base import Accumulated, ForwardResult, Sum, Tiles
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Layout:
         """The global position of a rank's first column."""
         return sum(self.cols[:rank]) if self.starts is None else self.starts[rank]
 
-    def gathers(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-        """Functions that gather a tensor of this rank's rows, or of its columns, from all ranks."""
+    def gathers(self) -> Gathers:
+        """Functions that gather a tensor of this rank's rows, and one of its columns, from all ranks."""
 
         def gathered(x: Tensor, sizes: tuple[int, ...]) -> Tensor:
             return x if len(self) == 1 else collectives.gather_rows(x.contiguous(), sizes, self.group)
@@ -90,9 +90,7 @@ class Exchange(ABC):
         """Statistics of this rank's rows over all columns, and of this rank's columns over all rows."""
 
     @abstractmethod
-    def backward(
-        self, tiles: Tiles, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None
-    ) -> Tensor:
+    def backward(self, tiles: Tiles, rows: Shard, cols: Shard, u: Sum, v: Sum, row_stats: Tensor | None) -> Tensor:
         """Add the gradients of all ranks' pairs for this rank's rows and columns to u and v, which come as zeros.
 
         With `row_stats` the statistics of a pairwise loss are merged into it from the same sweep. Returns the sums over
@@ -100,9 +98,8 @@ class Exchange(ABC):
         """
 
     @classmethod
-    def extra_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
+    def extra_bytes(cls, _layout: Layout, _D: int, _dtype: torch.dtype) -> int:
         """Bytes at the peak beside a rank's own features, gradients and workspace; 0 for one process."""
-        del layout, D, dtype
         return 0
 
     @classmethod
@@ -167,9 +164,7 @@ class Single(Exchange):
     def forward(self, tiles: Tiles, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
         return tiles.forward(rows, cols)
 
-    def backward(
-        self, tiles: Tiles, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None
-    ) -> Tensor:
+    def backward(self, tiles: Tiles, rows: Shard, cols: Shard, u: Sum, v: Sum, row_stats: Tensor | None) -> Tensor:
         return tiles.backward(rows, cols, u, v, row_stats)
 
 
@@ -178,26 +173,20 @@ def bytes_per_feature(dtype: torch.dtype) -> int:
     return dtype.itemsize + accumulator(dtype).itemsize
 
 
-@dataclass(frozen=True)
-class PendingGather:
-    """A gather of all ranks' shards that is under way."""
+def gather_shard(shard: Shard, sizes: Sequence[int], group: Any, start: int = 0) -> Callable[[], Shard]:
+    """Start the gather of all ranks' shards with everything that travels with them; the first one begins at `start`.
 
-    shard: Shard
-    flight: collectives.Transfer
-    # global position of the first row
-    start: int
-
-    def wait(self) -> Shard:
-        """Wait for the shards, and return them as one, in rank order."""
-        payload = self.flight.wait()
-        if self.shard.state is not None:
-            payload[-1] = payload[-1].T
-        return self.shard.unpacked(payload, self.start)
-
-
-def gather_shard(shard: Shard, sizes: Sequence[int], group: Any, start: int = 0) -> PendingGather:
-    """Start the gather of all ranks' shards with everything that travels with them; the first one begins at `start`."""
+    Returns a function that waits for them, and returns them as one shard, in rank order.
+    """
     payload = shard.payload()
     if shard.state is not None:
         payload[-1] = payload[-1].T.contiguous()
-    return PendingGather(shard, collectives.begin_gather([x.contiguous() for x in payload], sizes, group), start)
+    flight = collectives.begin_gather([x.contiguous() for x in payload], sizes, group)
+
+    def wait() -> Shard:
+        arrived = flight.wait()
+        if shard.state is not None:
+            arrived[-1] = arrived[-1].T
+        return shard.unpacked(arrived, start)
+
+    return wait

@@ -24,7 +24,7 @@ from contrastile.exchange.base import Exchange, Layout, bytes_per_feature
 from contrastile.exchange.gather import Gather
 from contrastile.exchange.ring import Ring
 from contrastile.losses.base import Shard
-from contrastile.tiles.base import InFlight, Tiles
+from contrastile.tiles.base import InFlight, Sum, Tiles
 
 # by group and ranks of a node: the groups of this rank within its node, and between nodes
 _groups: WeakKeyDictionary[Any, dict[int, tuple[Any, Any]]] = WeakKeyDictionary()
@@ -38,9 +38,7 @@ class Hierarchical(Exchange):
         ring, node = self._levels(tiles)
         return ring.forward(node, rows, cols)
 
-    def backward(
-        self, tiles: Tiles, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None
-    ) -> Tensor:
+    def backward(self, tiles: Tiles, rows: Shard, cols: Shard, u: Sum, v: Sum, row_stats: Tensor | None) -> Tensor:
         ring, node = self._levels(tiles)
         return ring.backward(node, rows, cols, u, v, row_stats)
 
@@ -86,9 +84,7 @@ class _Node(Tiles):
         self.tiles.columns = None
         return stats
 
-    def backward(
-        self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None = None
-    ) -> Tensor:
+    def backward(self, rows: Shard, cols: Shard, u: Sum, v: Sum | InFlight, row_stats: Tensor | None = None) -> Tensor:
         assert not isinstance(v, InFlight)
         return next(self.gathers).backward(self.tiles, rows, cols, u, v, row_stats)
 

@@ -28,7 +28,7 @@ from contrastile.exchange.base import Exchange
 from contrastile.exchange.ring import Ring
 from contrastile.losses.base import Shard
 from contrastile.offload import BlockStream, free_memory, host_room
-from contrastile.tiles.base import STATISTICS, Accumulated, InFlight, SumRow, Tiles, inner_product
+from contrastile.tiles.base import STATISTICS, Accumulated, InFlight, Sum, SumRow, Tiles, inner_product
 
 # vectors of a shard's columns: enough for the matrix products, few beside the device's memory
 SHARD = 65536
@@ -116,7 +116,7 @@ class Host(Exchange):
             tiles.flag = flag
         return row_stats, col_stats
 
-    def block_backward(self, tiles: Tiles, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None) -> Tensor:
+    def block_backward(self, tiles: Tiles, rows: Shard, cols: Shard, u: Sum, v: Sum) -> Tensor:
         """Add the gradients of a block's pairs to u and v, which are in host memory."""
         sums = tiles.no_pairs()
         blocks = self._blocks(tiles, cols, 0 if v is None else v.shape[1], v)
@@ -133,9 +133,7 @@ class Host(Exchange):
         blocks.finish()
         return sums
 
-    def backward(
-        self, tiles: Tiles, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None
-    ) -> Tensor:
+    def backward(self, tiles: Tiles, rows: Shard, cols: Shard, u: Sum, v: Sum, row_stats: Tensor | None) -> Tensor:
         raise NotImplementedError("the gradients of features in host memory are accumulated by `accumulate`")
 
     def accumulate(
@@ -239,9 +237,7 @@ class _Blocks(Tiles):
         row_stats, col_stats = self.host.block_forward(self.tiles, rows, without_features_on(cols, self.host.device))
         return row_stats.cpu(), None if col_stats is None else col_stats.cpu()
 
-    def backward(
-        self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None = None
-    ) -> Tensor:
+    def backward(self, rows: Shard, cols: Shard, u: Sum, v: Sum | InFlight, row_stats: Tensor | None = None) -> Tensor:
         assert not isinstance(v, InFlight)
         assert row_stats is None
         return self.host.block_backward(self.tiles, rows, without_features_on(cols, self.host.device), u, v)

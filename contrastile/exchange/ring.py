@@ -31,7 +31,7 @@ from torch import Tensor
 from contrastile.distributed import collectives
 from contrastile.exchange.base import Exchange, Layout, bytes_per_feature
 from contrastile.losses.base import Shard
-from contrastile.tiles.base import InFlight, Tiles
+from contrastile.tiles.base import InFlight, Sum, Tiles
 
 # tensors of a packet begin at multiples of this number of bytes, where any kernel can read them
 ALIGNMENT = 256
@@ -73,9 +73,7 @@ class Ring(Exchange):
         assert row_stats is not None
         return row_stats, col_stats if symmetric else None
 
-    def backward(
-        self, tiles: Tiles, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None
-    ) -> Tensor:
+    def backward(self, tiles: Tiles, rows: Shard, cols: Shard, u: Sum, v: Sum, row_stats: Tensor | None) -> Tensor:
         sums = tiles.no_pairs()
         returned = tiles.scale.new_empty(len(cols), 0) if v is None else v
         most = max(self.layout.cols)

@@ -27,19 +27,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from contrastile import _torch
 from contrastile._errors import invalid
-from contrastile._torch import (
-    finish_fsdp_backward,
-    fsdp_groups,
-    fsdp_module_class,
-    fsdp_parameters,
-    fsdp_states,
-    in_fsdp_module,
-    pytree,
-    reduce_at_end_of_backward,
-    restoring_fsdp_root,
-    running_ddp,
-)
+from contrastile._torch import pytree
 from contrastile.distributed import collectives, consistency
 from contrastile.distributed.failure import in_step
 from contrastile.gradcache.introspect import without_partials
@@ -82,7 +72,7 @@ def unwrap(encoder: Any) -> tuple[Any, DistributedDataParallel | None]:
         got = f"({type(module).__name__}, {repr(name) if isinstance(name, str) else type(name).__name__})"
         remedy = "Check the name, as in (model, 'encode_image')."
         raise invalid("encoder", "be callable, or a module and the name of its method", got, remedy)
-    if isinstance(module, fsdp_module_class()) and not _gathers(module, name):
+    if isinstance(module, _torch.fsdp_module_class()) and not _gathers(module, name):
         sys.modules["torch.distributed.fsdp"].register_fsdp_forward_method(module, name)
     return getattr(module, name), wrapper
 
@@ -148,7 +138,7 @@ def lent_part(encoder: Any, wrapper: DistributedDataParallel | None, make: Calla
     if borrowed is None:
         return None
     # a function computes where its inputs are: on the rank that lent them, beside the parameters
-    parameter = next(_owner(encoder, wrapper or running_ddp()).parameters(), None)
+    parameter = next(_owner(encoder, wrapper or _torch.running_ddp()).parameters(), None)
     place = partial(torch.Tensor.to, device=None if parameter is None else parameter.device)
     return pytree.tree_map_only(Tensor, place, borrowed)
 
@@ -161,14 +151,14 @@ def _owner(encoder: Any, wrapper: DistributedDataParallel | None) -> Any:
 
 def _groups_of_call(encoder: Any, wrapper: DistributedDataParallel | None) -> list[Any]:
     """Process groups of several ranks whose ranks all call `encode` for this encoder."""
-    wrapper, engine = wrapper or running_ddp(), engine_of(encoder)
+    wrapper, engine = wrapper or _torch.running_ddp(), engine_of(encoder)
     if wrapper is not None or engine is not None:
         group = engine.data_parallel_group if wrapper is None else wrapper.process_group
         trained = any(parameter.requires_grad for parameter in (wrapper or engine).parameters())
         return [group] if torch.is_grad_enabled() and trained and collectives.size(group) > 1 else []
     module = _owner(encoder, None)
     modules = module.modules() if isinstance(module, nn.Module) else ()
-    return Sharding([each for each in modules if isinstance(each, fsdp_module_class())]).comparing()
+    return Sharding([each for each in modules if isinstance(each, _torch.fsdp_module_class())]).comparing()
 
 
 def refuse_bypass(wrapper: Any, modules: Sequence[nn.Module], parameters: Sequence[Tensor]) -> None:
@@ -198,7 +188,7 @@ def _unreduced(parameters: Sequence[Tensor]) -> bool:
     if not _wrappers:
         return False
     wanted = {id(parameter) for parameter in parameters}
-    if (running := running_ddp()) is not None:
+    if (running := _torch.running_ddp()) is not None:
         wanted -= {id(parameter) for parameter in running.module.parameters()}
     return any(
         id(parameter) in wanted
@@ -224,31 +214,31 @@ class Sharding:
         """The sharded ones of the modules. Raises ValueError for a method that does not gather its parameters."""
         encoder = without_partials(encoder)
         owner, name = getattr(encoder, "__self__", None), getattr(encoder, "__name__", "")
-        if isinstance(owner, fsdp_module_class()) and not _gathers(owner, name):
+        if isinstance(owner, _torch.fsdp_module_class()) and not _gathers(owner, name):
             got = f"{name} of {type(owner).__name__}, which does not gather its parameters"
             raise invalid("encoder", "be a forward method that FSDP2 knows", got, f"Pass (module, {name!r}).")
-        return cls([module for module in modules if isinstance(module, fsdp_module_class())])
+        return cls([module for module in modules if isinstance(module, _torch.fsdp_module_class())])
 
     @cached_property
     def _states(self) -> list[Any]:
-        return fsdp_states(self.modules)
+        return _torch.fsdp_states(self.modules)
 
     @property
     def _groups(self) -> list[Any]:
-        return [group for state in self._states for group in fsdp_groups(state)]
+        return [group for state in self._states for group in _torch.fsdp_groups(state)]
 
     def wholes_of(self, parameters: Sequence[Tensor], modules: Sequence[nn.Module]) -> list[Tensor]:
         """The parameters that the encoder computes with: for shards, the wholes behind them."""
-        managed = any(map(in_fsdp_module, modules))
+        managed = any(map(_torch.in_fsdp_module, modules))
         if not managed and not self.modules:
             return list(parameters)
         for module in self.modules:
-            if any(whole is None for _, whole in fsdp_parameters(fsdp_states([module]))):
+            if any(whole is None for _, whole in _torch.fsdp_parameters(_torch.fsdp_states([module]))):
                 # a whole is made when it is gathered for the first time; ranks in other calls of `encode` raise before
                 self.most(0)
                 module.unshard()
                 module.reshard()
-        wholes = {id(shard): whole for shard, whole in fsdp_parameters(self._states) if whole is not None}
+        wholes = {id(shard): whole for shard, whole in _torch.fsdp_parameters(self._states) if whole is not None}
         used = [wholes[id(p)].requires_grad_() if id(p) in wholes else p for p in parameters]
         distributed = [p for p in used if managed and hasattr(p, "device_mesh")]
         if any(not placement.is_replicate() for p in distributed for placement in getattr(p, "placements", ())):
@@ -260,12 +250,12 @@ class Sharding:
 
     def shards_of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The parameters that the optimizer changes: for wholes, the shards behind them."""
-        shards = {id(whole): shard for shard, whole in fsdp_parameters(self._states)}
+        shards = {id(whole): shard for shard, whole in _torch.fsdp_parameters(self._states)}
         return [shards.get(id(parameter), parameter) for parameter in parameters]
 
     def wholes(self) -> list[Tensor]:
         """The wholes of all shards, frozen ones too: a graph that refers to one takes no memory for it."""
-        return [whole for _, whole in fsdp_parameters(self._states) if whole is not None]
+        return [whole for _, whole in _torch.fsdp_parameters(self._states) if whole is not None]
 
     def most(self, value: int) -> int:
         """The largest value of any rank: each run is a collective, so all ranks must run equally often."""
@@ -303,7 +293,7 @@ class Sharding:
 
     @cached_property
     def _meshes(self) -> list[Any]:
-        shards = (shard for shard, _ in fsdp_parameters(self._states))
+        shards = (shard for shard, _ in _torch.fsdp_parameters(self._states))
         return list(dict.fromkeys(getattr(shard, "device_mesh", None) for shard in shards))
 
     @contextmanager
@@ -323,7 +313,7 @@ class Sharding:
     @contextmanager
     def attempt(self) -> Iterator[None]:
         """Restore FSDP2's records after one trial, whether or not it succeeded."""
-        with restoring_fsdp_root(self._states):
+        with _torch.restoring_fsdp_root(self._states):
             try:
                 yield
             finally:
@@ -332,13 +322,13 @@ class Sharding:
     @contextmanager
     def holding_back(self) -> Iterator[None]:
         """Reduce no gradient during the replays, but at the end of the backward that they are part of."""
-        reduce_at_end_of_backward(self._states)
+        _torch.reduce_at_end_of_backward(self._states)
         with _set_to(self._groups, NO_REDUCTION):
             yield
 
     def settle(self) -> None:
         """Shard every group again after a replay, and make it ready for the next one."""
-        finish_fsdp_backward(self._states)
+        _torch.finish_fsdp_backward(self._states)
 
 
 @contextmanager

@@ -23,34 +23,15 @@ from torch import Tensor, nn
 from contrastile._errors import invalid, one_of, whole_number
 from contrastile._torch import add_each, add_each_, running_ddp, version
 from contrastile._types import accumulator
+from contrastile.gradcache import ddp_fsdp, introspect
 from contrastile.gradcache.auto import with_fitting_size
 from contrastile.gradcache.batching import SubBatches, split, split_by_tokens, stand_ins
-from contrastile.gradcache.ddp_fsdp import (
-    Sharding,
-    as_forward_of,
-    engine_of,
-    lent_part,
-    refuse_bare_backward,
-    refuse_bypass,
-    refuse_missing_autocast,
-    unwrap,
-)
-from contrastile.gradcache.first_order import first_order
+from contrastile.gradcache.ddp_fsdp import Sharding
 from contrastile.gradcache.forward import Features, Job, OutputForm, Record, detached, differentiable, refuse_gradients
 from contrastile.gradcache.inputs import Place, laid_out, laid_out_parts, lendable, listed
-from contrastile.gradcache.introspect import (
-    graph_leaves,
-    graph_may_change_bits,
-    not_owned,
-    reach,
-    refusing_batch_norm,
-    refusing_changes,
-    refusing_state,
-    runs_compiled,
-)
-from contrastile.gradcache.memory import AUTO
-from contrastile.gradcache.modes import Autocast, back_propagated, in_modes, sharing_casts, without_hooks
-from contrastile.gradcache.replay_check import ReplayCheck, poll
+from contrastile.gradcache.memory import AUTO, Releasable
+from contrastile.gradcache.modes import Autocast, back_propagated, first_order, in_modes, sharing_casts, without_hooks
+from contrastile.gradcache.replay_check import ReplayCheck, poll, sketched
 from contrastile.offload import numbered, present_device, settle, stream
 
 
@@ -111,7 +92,7 @@ def encode(
     Raises ValueError for inputs that cannot be split, for batch normalisation in training mode, whose statistics over a
     sub-batch are not those of the batch, for modules that change a buffer when they run, for encoders that write over
     their inputs or parameters, for the module inside a DistributedDataParallel, whose gradients would not be reduced,
-    and for `checkpoint(..., use_reentrant=True)`.
+    for modules of torch.jit, and for `checkpoint(..., use_reentrant=True)`.
 
     >>> from torch import nn
     >>> tower = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4))
@@ -125,7 +106,7 @@ def encode(
             device=device, features=features,
         )  # fmt: skip
     poll()
-    function, wrapper = unwrap(encoder)
+    function, wrapper = ddp_fsdp.unwrap(encoder)
     if not callable(function):
         remedy = "Pass a module, a method of one, or a function."
         raise invalid("encoder", "be callable", type(function).__name__, remedy)
@@ -135,7 +116,7 @@ def encode(
     one_of("features", features, ("device", "host"), "The host has room for more.")
     if parts is not None:
         parts = listed(parts)
-        borrowed = lent_part(encoder, wrapper, partial(lendable, parts) if parts else None)
+        borrowed = ddp_fsdp.lent_part(encoder, wrapper, partial(lendable, parts) if parts else None)
     layout, leaves = laid_out(inputs) if parts is None else laid_out_parts(parts, borrowed)
     batch = layout.batch
     if batch == 0 and parts is None:
@@ -144,19 +125,19 @@ def encode(
         remedy = "Cut by examples with sub_batch."
         raise invalid("sub_batch_tokens", "come with inputs that are all rows", "packed values or lists", remedy)
     target = None if device is None else numbered(present_device(device, "where the encoder is"))
-    reached = reach(function, leaves, layout, target)
-    refuse_bypass(wrapper, reached.modules, reached.parameters)
-    engine = engine_of(encoder)
-    refuse_missing_autocast(engine, reached.device)
+    reached = introspect.reach(function, leaves, layout, target)
+    ddp_fsdp.refuse_bypass(wrapper, reached.modules, reached.parameters)
+    engine = ddp_fsdp.engine_of(encoder)
+    ddp_fsdp.refuse_missing_autocast(engine, reached.device)
     sharding = Sharding.of(function, reached.modules)
     parameters = sharding.wholes_of(reached.parameters, reached.modules)
     # the batch is one sub-batch until its size is known
     job = Job(
         encoder=function, layout=layout, batches=SubBatches([(0, batch)]), retain=retain, to_host=features == "host",
         reached=replace(reached, parameters=parameters), autocast=Autocast.current(reached.device), sharding=sharding,
-        graph_changes_bits=graph_may_change_bits(function, reached.modules), engine=engine,
+        graph_changes_bits=introspect.graph_may_change_bits(function, reached.modules), engine=engine,
     )  # fmt: skip
-    form, rounded = OutputForm(), tokens is not None and runs_compiled(function, reached.modules)
+    form, rounded = OutputForm(), tokens is not None and introspect.runs_compiled(function, reached.modules)
     # evaluation reduces nothing, so it needs no forward of the wrapper
     wrapper = wrapper if parameters else None
 
@@ -178,8 +159,8 @@ def encode(
 
     # a search for the size handles its own errors, outside of `in_step`
     encoded = partial(with_fitting_size, job, leaves, batch, wrapper, run) if examples == AUTO else run
-    with refusing_batch_norm(reached.modules):
-        outputs = encoded() if wrapper is None else as_forward_of(wrapper, encoded)
+    with introspect.refusing_batch_norm(reached.modules):
+        outputs = encoded() if wrapper is None else ddp_fsdp.as_forward_of(wrapper, encoded)
     return form.unflatten(outputs)
 
 
@@ -204,7 +185,7 @@ class _Encode(torch.autograd.Function):
     @staticmethod
     @first_order("encode")
     def backward(ctx: Any, leaves: Sequence[Tensor], *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_bare_backward(ctx.job.engine)
+        ddp_fsdp.refuse_bare_backward(ctx.job.engine)
         rule = "have the parameters of the first pass"
         _refuse_changed_parameters(ctx, rule, "that has changed since", "Step the optimizer after backward.")
         return None, None, None, *second_pass(ctx.job, ctx.record, ctx.parameters, leaves, upstream)
@@ -217,7 +198,7 @@ def first_pass(job: Job, leaves: Sequence[Tensor], form: OutputForm, *, grad: bo
     with_graph = wanted if grad and job.graph_changes_bits else None
     features = Features(job, form)
     # in the caller's grad mode: without `grad`, an output with a graph shows a parameter that was missed
-    with refusing_state(job.reached.modules), refusing_changes(leaves):
+    with introspect.refusing_state(job.reached.modules), introspect.refusing_changes(leaves):
         for index, rows in enumerate(stream(job.rows(values), job.device)):
             random = job.reached.random(last=record.random[-1] if record.random else None)
             record.random.append(random)
@@ -225,7 +206,7 @@ def first_pass(job: Job, leaves: Sequence[Tensor], form: OutputForm, *, grad: bo
             if outputs is None:
                 outputs, _ = job.with_room(partial(job.run, index, rows, form, with_graph), random)
             if grad:
-                record.sketches.add(outputs)
+                record.sketches.append(sketched(outputs))
             else:
                 refuse_gradients(outputs)
             form.shared = form.shared or job.shared(outputs, values, form, random)
@@ -240,7 +221,7 @@ def first_pass(job: Job, leaves: Sequence[Tensor], form: OutputForm, *, grad: bo
 def one_pass(job: Job, leaves: Sequence[Tensor], form: OutputForm) -> list[Any]:
     """The features of a batch that is one sub-batch and retains its graph, by plain autograd: nothing is summed."""
     features = Features(job, form)
-    with refusing_state(job.reached.modules), refusing_changes(leaves):
+    with introspect.refusing_state(job.reached.modules), introspect.refusing_changes(leaves):
         (rows,) = stream(job.rows(leaves), job.device)
         random = job.reached.random()
         outputs, _ = job.with_room(partial(job.run, 0, rows, form), random)
@@ -375,10 +356,10 @@ class GradientSums:
         (`enable_input_require_grads` of transformers), needs none.
         """
         known = {id(x) for x in (*self.parameters, *inputs)}
-        for leaf in graph_leaves(outs):
+        for leaf in introspect.graph_leaves(outs):
             if id(leaf) not in known:
                 if isinstance(leaf, nn.Parameter):
-                    raise not_owned(leaf)
+                    raise introspect.not_owned(leaf)
                 self.unowned.append(ref(leaf))
 
     def finish(self) -> list[Tensor | None]:
@@ -388,7 +369,7 @@ class GradientSums:
             gc.collect()
         for reference in self.unowned:
             if (leaf := reference()) is not None:
-                raise not_owned(leaf)
+                raise introspect.not_owned(leaf)
         # a rank of which no example reaches a parameter has zeros for it, where another rank has a gradient
         reached = self.job.sharding.any_of([position in self.totals for position in range(len(self.parameters))])
         for position, (parameter, elsewhere) in enumerate(zip(self.parameters, reached, strict=True)):
@@ -434,7 +415,7 @@ def _refuse_changed_parameters(ctx: Any, rule: str, got: str, remedy: str) -> No
 
 def _count(name: str, value: Any, least: int, words: tuple[Any, ...] = (None, AUTO)) -> Any:
     """A checked number of examples, tokens or sub-batches, or one of the words."""
-    if (value is None or isinstance(value, str)) and value in words:
+    if isinstance(value, Releasable) or ((value is None or isinstance(value, str)) and value in words):
         return value
     remedy = "Count examples, tokens, or sub-batches" + (', or say "auto".' if AUTO in words else ".")
     return whole_number(name, value, least, remedy)

@@ -22,7 +22,7 @@ from contrastile.gradcache.batching import SubBatches
 from contrastile.gradcache.ddp_fsdp import Sharding
 from contrastile.gradcache.inputs import Layout, Parts, Ragged, flatten_outputs
 from contrastile.gradcache.introspect import Reached, graph_leaves, not_owned, without_partials
-from contrastile.gradcache.memory import AUTO, Graph, RetainedGraphs, as_written, free_a_graph, later_bytes
+from contrastile.gradcache.memory import AUTO, Graph, Releasable, RetainedGraphs, as_written, free_a_graph, later_bytes
 from contrastile.gradcache.modes import Autocast
 from contrastile.gradcache.replay_check import Sketches
 from contrastile.gradcache.rng import RandomState
@@ -146,7 +146,7 @@ class Job:
             resident=lambda: [*self.reached.resident, *self.sharding.wholes(), *leaves],
             frugal=frugal,
             # a number that the user gave is kept, and other ranks would have to replay as well
-            releasable=self.retain in (AUTO, 0) and not self.sharding.modules,
+            releasable=(self.retain in (AUTO, 0) or isinstance(self.retain, Releasable)) and not self.sharding.modules,
             most=self.sharding.most,
         )
 
@@ -267,7 +267,7 @@ class Record:
     training: list[bool]
     # state of the generators before each sub-batch
     random: list[RandomState] = field(default_factory=list)
-    sketches: Sketches = field(default_factory=Sketches)
+    sketches: list[Sketches] = field(default_factory=list)
 
 
 class Features:

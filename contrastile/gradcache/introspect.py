@@ -21,19 +21,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+from contrastile import _torch
 from contrastile._errors import invalid
-from contrastile._torch import (
-    BatchNorm,
-    is_compiled,
-    modules_of,
-    own_buffers,
-    own_names,
-    own_parameters,
-    pytree,
-    uncompiled,
-    version,
-    without_parametrization_cache,
-)
+from contrastile._torch import pytree
 from contrastile.gradcache.inputs import Layout, Parts, flatten_outputs
 from contrastile.gradcache.memory import as_written
 from contrastile.gradcache.rng import Generator, RandomState, own_generators
@@ -60,12 +50,12 @@ class Reached:
     @cached_property
     def _every(self) -> list[nn.Parameter]:
         """All parameters, frozen ones included."""
-        return own_parameters(self.modules)
+        return _torch.own_parameters(self.modules)
 
     @cached_property
     def resident(self) -> list[Tensor]:
         """Parameters and buffers, frozen ones included, which are in memory in any case."""
-        return [*self.parameters, *self._every, *(x for _, _, x in own_buffers(self.modules))]
+        return [*self.parameters, *self._every, *(x for _, _, x in _torch.own_buffers(self.modules))]
 
     @cached_property
     def devices(self) -> list[torch.device | None]:
@@ -111,18 +101,22 @@ def reach(
     """
     marked = isinstance(encoder, partial) and getattr(encoder.func, of_its_module.__name__, False)
     owner = encoder.args[0] if marked and isinstance(encoder, partial) else without_partials(encoder)
-    while not isinstance(owner, nn.Module) and (inner := uncompiled(owner)) is not None:
+    while not isinstance(owner, nn.Module) and (inner := _torch.uncompiled(owner)) is not None:
         owner = without_partials(inner)
     owner = getattr(owner, "__self__", owner)
     input_device = next((leaf.device for leaf in leaves), None)
     if isinstance(owner, nn.Module):
-        modules, differentiable, reads_frozen = modules_of(owner), True, False
-        parameters: list[Tensor] = [*own_parameters(modules)]
+        modules, differentiable, reads_frozen = _torch.modules_of(owner), True, False
+        parameters: list[Tensor] = [*_torch.own_parameters(modules)]
         first = next(iter(parameters), None)
     else:
         probe = partial(_probe, encoder, leaves, layout, device or input_device)
         modules, parameters, differentiable, reads_frozen = _probe_function(probe)
         first = next((parameter for parameter in parameters if parameter.requires_grad), None)
+    if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
+        # its hooks do not run, so that a batch normalisation inside would go unnoticed
+        got, remedy = "one of torch.jit", "Pass the module that it was made from, or what torch.compile makes of that."
+        raise invalid("encoder", "consist of Python's modules", got, remedy)
     device = device or (input_device if first is None else first.device)
     if not torch.is_grad_enabled():
         return Reached(modules, [], device)
@@ -146,8 +140,7 @@ class FrozenReads(TorchFunctionMode):
         super().__init__()
         self.any = False
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # attributes such as the type or the device have no values of the parameter
         if not self.any and getattr(func, "__name__", "") != "__get__":
             leaves = pytree.tree_leaves((args, kwargs))
@@ -184,7 +177,7 @@ def _probe_function(probe: Callable[[], list[Tensor]]) -> tuple[list[nn.Module],
     parameters = {id(leaf): leaf for each in met if (leaf := each()) is not None}
     visited = set[nn.Module]()
     inside = [each for module in modules.values() for _, each in module.named_modules(visited)]
-    parameters |= {id(p): p for p in own_parameters(inside)}
+    parameters |= {id(p): p for p in _torch.own_parameters(inside)}
     return list(modules.values()), list(parameters.values()), differentiable, reads.any
 
 
@@ -200,7 +193,7 @@ def _probe(
     few = [None if rows is None else rows.detach().clone() for rows in layout.rows(leaves, layout.probe)]
     (rows,) = stream([few], device)
     args, kwargs = layout.arguments(rows, layout.probe)
-    with RandomState.capture(device, own=own).restoring(), without_parametrization_cache(), as_written():
+    with RandomState.capture(device, own=own).restoring(), _torch.without_parametrization_cache(), as_written():
         return [out for out in flatten_outputs(encoder(*args, **kwargs))[0] if isinstance(out, Tensor)]
 
 
@@ -248,25 +241,25 @@ def graph_may_change_bits(encoder: Callable[..., Any], modules: Sequence[nn.Modu
     if runs_compiled(encoder, modules) or any(isinstance(m, attention) and not m.training for m in modules):
         return True
     # most models have none of the words in any name
-    names = " ".join(own_names(*modules))
+    names = " ".join(_torch.own_names(*modules))
     return any(word in names for word in RELATIVE) and any(map(_learns_a_bias, modules))
 
 
 def runs_compiled(encoder: Callable[..., Any], modules: Sequence[nn.Module]) -> bool:
     """Return whether torch.compile has wrapped the encoder or a part of it."""
-    return uncompiled(without_partials(encoder)) is not None or any(map(is_compiled, modules))
+    return _torch.uncompiled(without_partials(encoder)) is not None or any(map(_torch.is_compiled, modules))
 
 
 def _learns_a_bias(module: nn.Module) -> bool:
     """Return whether a trained parameter or child of the module is named as a relative position bias is."""
-    biases = [getattr(module, name) for name in own_names(module) if any(word in name for word in RELATIVE)]
+    biases = [getattr(module, name) for name in _torch.own_names(module) if any(word in name for word in RELATIVE)]
     parameters = (p for x in biases for p in (x.parameters() if isinstance(x, nn.Module) else [x]))
     return any(parameter is not None and parameter.requires_grad for parameter in parameters)
 
 
 def _normalises_over_rows(module: nn.Module) -> bool:
     """Return whether the module is a batch normalisation that takes its statistics from the rows it sees."""
-    return isinstance(module, BatchNorm) and (module.training or module.running_mean is None)
+    return isinstance(module, _torch.BatchNorm) and (module.training or module.running_mean is None)
 
 
 def _refuse_batch_norm(module: nn.Module, name: str = "encoder") -> None:
@@ -295,7 +288,7 @@ def refusing_batch_norm(modules: Sequence[nn.Module], name: str = "encoder") -> 
 @contextmanager
 def refusing_state(modules: Sequence[nn.Module], name: str = "encoder", parts: str = "examples") -> Iterator[None]:
     """Raise when a module changes one of its buffers: its output depends on the calls before."""
-    before = [(*each, _version(each[-1])) for each in own_buffers(modules)]
+    before = [(*each, _version(each[-1])) for each in _torch.own_buffers(modules)]
     yield
     for module, key, x, counted in before:
         now = getattr(module, key, None)
@@ -319,4 +312,4 @@ def refusing_changes(leaves: Sequence[Tensor | None], name: str = "inputs", by: 
 
 def _version(x: Tensor) -> int | None:
     """Count of a tensor's changes; None for one made in inference mode, which counts none."""
-    return None if x.is_inference() else version(x)
+    return None if x.is_inference() else _torch.version(x)

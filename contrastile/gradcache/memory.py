@@ -26,6 +26,12 @@ from contrastile.offload import allocated, free_memory
 Graph = tuple[list[Any], list[Tensor]]
 
 AUTO: Literal["auto"] = "auto"
+
+
+class Releasable(int):
+    """A number of graphs to retain as long as memory lasts; a plain number is kept, or the step fails."""
+
+
 # share of an accelerator's memory left free, for fragmentation and for allocations that are not counted
 MARGIN = 0.06
 # share of an accelerator's memory that a loss takes beside features, gradients and accumulators
@@ -69,8 +75,7 @@ class _Allocations(DispatchMode):
         self.present = self.most = 0
         self.living: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._note((args, kwargs), counted=False)
         out = func(*args, **(kwargs or {}))
         self._note(out, counted=True)

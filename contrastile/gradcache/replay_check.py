@@ -45,26 +45,25 @@ def tolerance(dtypes: Iterable[torch.dtype], *, accelerated: bool) -> float:
     return float(0.5 * max(eps) ** 0.5)
 
 
-class Sketches:
-    """Four numbers of every row of the first pass's features, by sub-batch and output."""
+# four numbers of every row of each output of a sub-batch; None for an output that is not compared
+Sketches = list[Tensor | None]
 
-    def __init__(self) -> None:
-        self.sub_batches: list[list[Tensor | None]] = []
 
-    def add(self, outputs: Sequence[Tensor | None]) -> None:
-        """Sketch those outputs of the next sub-batch that are rows of floating-point numbers."""
-        self.sub_batches.append([self.of(out) if _is_compared(out) else None for out in outputs])
+def sketched(outputs: Sequence[Tensor | None]) -> Sketches:
+    """Sketch those outputs of a sub-batch that are rows of floating-point numbers."""
+    return [sketch(out) if _is_compared(out) else None for out in outputs]
 
-    @torch.no_grad()
-    def of(self, out: Any) -> Tensor:
-        """Products [rows, 4]; a tensor with further axes has one row for each vector of its last axis."""
-        rows = out.detach()
-        rows = rows[:, None] if rows.ndim == 1 else rows.reshape(-1, rows.shape[-1]) if rows.ndim > 2 else rows
-        signs = _signs(rows.shape[1], rows.dtype, rows.device)
-        kind = rows.device.type
-        # products in the features' own type
-        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
-            return rows @ signs
+
+@torch.no_grad()
+def sketch(out: Any) -> Tensor:
+    """Products [rows, 4]; a tensor with further axes has one row for each vector of its last axis."""
+    rows = out.detach()
+    rows = rows[:, None] if rows.ndim == 1 else rows.reshape(-1, rows.shape[-1]) if rows.ndim > 2 else rows
+    signs = _signs(rows.shape[1], rows.dtype, rows.device)
+    kind = rows.device.type
+    # products in the features' own type
+    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+        return rows @ signs
 
 
 @lru_cache(maxsize=64)
@@ -80,18 +79,18 @@ def _signs(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 class ReplayCheck:
     """Comparison of the second pass with the first. `dtypes`: types of the encoder, beside those of its outputs."""
 
-    def __init__(self, first: Sketches, dtypes: Iterable[torch.dtype]) -> None:
+    def __init__(self, first: Sequence[Sketches], dtypes: Iterable[torch.dtype]) -> None:
         self.first, self.dtypes = first, list(dtypes)
         # norm of the difference and number of rows of each sub-batch, by output
         self.gaps: dict[int, list[tuple[Tensor, int]]] = defaultdict(list)
 
     def compare(self, index: int, outputs: Sequence[Any], upstream: Sequence[Tensor | None]) -> None:
         """Compare those outputs of a sub-batch that have a gradient."""
-        pairs = zip(outputs, self.first.sub_batches[index], upstream, strict=True)
+        pairs = zip(outputs, self.first[index], upstream, strict=True)
         for output, (out, before, gradient) in enumerate(pairs):
             if before is None or gradient is None or not out.requires_grad or out.numel() == 0:
                 continue
-            now = self.first.of(out)
+            now = sketch(out)
             if now.shape == before.shape:
                 gap = torch.linalg.vector_norm(now - before, dtype=accumulator(out.dtype))
                 self.gaps[output].append((gap, len(before)))
@@ -120,7 +119,7 @@ class ReplayCheck:
 
     def _excess(self, output: int, gaps: Sequence[tuple[Tensor, int]]) -> Tensor:
         """The largest difference of any sub-batch, divided by the tolerance for features of this size."""
-        rows = torch.cat([each for sketches in self.first.sub_batches if (each := sketches[output]) is not None])
+        rows = torch.cat([each for sketches in self.first if (each := sketches[output]) is not None])
         size = torch.linalg.vector_norm(rows, dtype=accumulator(rows.dtype)) / len(rows) ** 0.5
         allowed = tolerance([rows.dtype, *self.dtypes], accelerated=rows.device.type != "cpu")
         scaled = multiply_each([gap for gap, _ in gaps], [n**-0.5 for _, n in gaps])

@@ -41,7 +41,7 @@ class ContrastileMixin:
         sub_batch: examples of a side that are encoded at once, or "auto".
         sub_batch_tokens: tokens that are encoded at once, padding included, of sides with an `attention_mask`; with
             `sub_batch = None` this is the only limit. Texts of like length share a sub-batch, without common padding.
-        retain: as for `encode`; of the last side, one sub-batch at least retains its graph.
+        retain: as for `encode`; of the last side one sub-batch retains its graph in any case, while memory lasts.
         loss: called as `loss(queries, keys, scale)`; by default InfoNCE.
 
     A batch is a list or tuple of the sides' inputs, or a mapping, whose values are taken in its order.

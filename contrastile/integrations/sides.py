@@ -10,6 +10,7 @@ from torch import Tensor
 
 from contrastile import encode
 from contrastile._errors import invalid
+from contrastile.gradcache.memory import Releasable
 
 Retain = int | Literal["auto"]
 
@@ -18,9 +19,10 @@ def retain_of_sides(retain: Retain, sides: int, sub_batch: int | Literal["auto"]
     """`retain` of each side's call of `encode`, in the order of the calls.
 
     The backward begins with the last sub-batch of the last side. To retain its graph spares a forward, and takes memory
-    during the loss only, which has to find room beside it. A size "auto" fills the memory: no more graphs are retained.
+    during the loss only, which has to find room beside it; where `encode` runs out of memory it is released. A size
+    "auto" fills the memory: no more graphs are retained.
     """
-    last: Retain = max(1, retain) if isinstance(retain, int) and sub_batch != "auto" else retain
+    last: Retain = Releasable(1) if retain == 0 and sub_batch != "auto" else retain
     return [*[retain] * (sides - 1), last]
 
 

@@ -99,7 +99,7 @@ class ContrastileMixin:
             `mean_pooled`.
         loss: called as `loss(queries, keys, scale)`; by default InfoNCE, whose keys may be more than the queries.
         scale: a number, or a function of the model, as `lambda model: model.logit_scale.exp()`.
-        retain: as for `encode`; of the last side, one sub-batch at least retains its graph.
+        retain: as for `encode`; of the last side one sub-batch retains its graph in any case, while memory lasts.
 
     The loss is the mean over the batch of all ranks. Mixed precision, DistributedDataParallel, FSDP2, DeepSpeed's ZeRO
     stages 1 and 2, gradient accumulation, evaluation and resuming are the Trainer's own. Raises ValueError for several

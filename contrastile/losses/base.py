@@ -158,13 +158,6 @@ def fill(x: Tensor, where: Where | None, value: float) -> Tensor:
     return x
 
 
-class Marks(NamedTuple):
-    """The positive pairs of a tile, and those that do not count; None where the tile has none."""
-
-    positive: Diagonal | Tensor | None
-    excluded: Where | None
-
-
 class Tile(NamedTuple):
     """A tile of logits with its marks; the logits of pairs that do not count are −∞."""
 
@@ -185,8 +178,8 @@ class Tile(NamedTuple):
     own: bool = False
 
 
-def mark(rows: Shard, cols: Shard, *, exclude_self: bool) -> Marks:
-    """The marks of the tile of `rows` and `cols`.
+def mark(rows: Shard, cols: Shard, *, exclude_self: bool) -> tuple[Diagonal | Tensor | None, Where | None]:
+    """The positive pairs of the tile of `rows` and `cols`, and those that do not count; None where it has none.
 
     A pair is positive by index, by label or on the diagonal. It is excluded when it is an example with itself
     (`exclude_self`), or when the ids are equal and it is not positive.
@@ -198,12 +191,12 @@ def mark(rows: Shard, cols: Shard, *, exclude_self: bool) -> Marks:
     elif positive == itself:
         positive = None
     if rows.ids is None or cols.ids is None:
-        return Marks(positive, itself)
+        return positive, itself
     few = _few_equal(rows.ids, cols.ids) if itself is None else None
     if few is not None:
-        return Marks(positive, _without(few, positive))
+        return positive, _without(few, positive)
     same = fill(rows.ids[:, None] == cols.ids[None, :], positive, False)
-    return Marks(positive, fill(same, itself, True))
+    return positive, fill(same, itself, True)
 
 
 def _positive(rows: Shard, cols: Shard) -> Diagonal | Tensor | None:
@@ -310,6 +303,8 @@ class Formula:
 
 # function from labels [n] and others to the number [n] of others that equal each label
 Count = Callable[[Tensor, Tensor], Tensor]
+# functions that gather a tensor of this rank's rows, and one of its columns, from all ranks
+Gathers = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
 
 def count_equal(labels: Tensor, others: Tensor) -> Tensor:
@@ -388,23 +383,12 @@ class PairLoss(ABC):
         loss, remedy = self.unsmoothed
         raise invalid("label_smoothing", f"be 0 for {loss}", label_smoothing, remedy)
 
-    def guide_numbers(self, rows: Shard, cols: Shard) -> Tensor | None:
+    def guide_numbers(self, rows: Shard, _cols: Shard) -> Tensor | None:
         """The numbers [n] of the rows for a tile's `guides`, where positions are still counted on this rank."""
-        del cols
         return rows.numbers
 
-    def counted(
-        self,
-        rows: Shard,
-        cols: Shard,
-        all_rows: Callable[[Tensor], Tensor],
-        all_cols: Callable[[Tensor], Tensor],
-        count: Count,
-    ) -> tuple[Shard, Shard]:
-        """Both shards with weights of their positives, where `counts_positives`.
-
-        all_rows, all_cols: gather a tensor of this rank's rows, or columns, from all ranks.
-        """
+    def counted(self, rows: Shard, cols: Shard, gathers: Gathers, count: Count) -> tuple[Shard, Shard]:
+        """Both shards with weights of their positives, where `counts_positives`."""
         raise NotImplementedError
 
     @abstractmethod
@@ -426,9 +410,8 @@ class PairLoss(ABC):
     def finish(self, stats: Tensor) -> Finished:
         """The rows' losses, and their state for the backward."""
 
-    def finish_all(self, directions: Sequence[Tensor], scale: Tensor, total: Total) -> list[Finished]:
+    def finish_all(self, directions: Sequence[Tensor], _scale: Tensor, _total: Total) -> list[Finished]:
         """`finish` of each direction's statistics."""
-        del scale, total
         return list(map(self.finish, directions))
 
     @abstractmethod

@@ -47,8 +47,7 @@ class _Scores(PairLoss):
         loss, counts = stats
         return Finished(loss, counts, stats[:0])
 
-    def pair_grad(self, tile: Tile, rows: Shard, cols: Shard) -> Tensor:
-        del cols
+    def pair_grad(self, tile: Tile, rows: Shard, _cols: Shard) -> Tensor:
         assert rows.coefficient is not None
         if not tile.own:
             return torch.zeros_like(tile.x)

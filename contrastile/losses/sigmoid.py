@@ -3,6 +3,9 @@
     loss_i = Σ_j log(1 + exp(−z_ij x_ij)),   z_ij = 1 for a positive pair, −1 for all others,
 
 with x_ij = scale · ⟨q_i, k_j⟩ + bias. The mean over rows is the sum over all pairs divided by the batch.
+
+`BalancedSigmoid` (SigLIP+ of siglip-kernel) multiplies the term of a positive pair by (1 / k_i + 1 / k'_j) / 2, with
+k_i the positives of row i and k'_j those of column j, over all ranks: a number of the row plus one of the column.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ import torch
 from torch import Tensor
 
 from contrastile._errors import invalid
-from contrastile.losses.base import Diagonal, Finished, Formula, PairLoss, Shard, Tile
+from contrastile._types import accumulator
+from contrastile.losses.base import Count, Diagonal, Finished, Formula, Gathers, PairLoss, Shard, Tile, changed
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,7 @@ class Sigmoid(PairLoss):
         (loss,) = stats
         return Finished(loss, torch.ones_like(loss), stats[:0])
 
-    def pair_grad(self, tile: Tile, rows: Shard, cols: Shard) -> Tensor:
-        del cols
+    def pair_grad(self, tile: Tile, rows: Shard, _cols: Shard) -> Tensor:
         assert rows.coefficient is not None
         grad = torch.sigmoid(tile.x)
         # −σ(−x), not σ(x) − 1, which would cancel
@@ -73,3 +76,60 @@ class Sigmoid(PairLoss):
         elif tile.positive is not None:
             grad = torch.where(tile.positive, torch.sigmoid(-tile.x).neg_(), grad)
         return grad.mul_(rows.coefficient[:, None])
+
+
+@dataclass(frozen=True)
+class BalancedSigmoid(Sigmoid):
+    """The sigmoid loss of positives by label, weighted by their number (SigLIP+ of siglip-kernel).
+
+    Naively, with logits x and `positive` [N, M], `z = 2 * positive - 1` and
+
+        v = torch.where(positive, (1 / positive.sum(1, keepdim=True) + 1 / positive.sum(0)) / 2, 1)
+        (-v * F.logsigmoid(z * x)).sum() / N
+
+    >>> from contrastile import contrast
+    >>> q, k, labels = *torch.nn.functional.normalize(torch.randn(2, 6, 16), dim=-1), torch.arange(6) // 2
+    >>> contrast(q, k, scale=10.0, bias=-10.0, loss=BalancedSigmoid(), query_labels=labels, key_labels=labels).shape
+    torch.Size([])
+    """
+
+    formula = Formula("softplus", weighed=True)
+    counts_positives: ClassVar[bool] = True
+
+    def counted(self, rows: Shard, cols: Shard, gathers: Gathers, count: Count) -> tuple[Shard, Shard]:
+        if rows.positives is not None:
+            raise invalid("positives", "be left out for the balanced sigmoid loss", "some", "Pass labels.")
+        if rows.labels is None or cols.labels is None:
+            # one positive each
+            return rows, cols
+        wide = accumulator(rows.features.dtype)
+        of_all_rows, of_all_cols = gathers
+        every_row, every_col = of_all_rows(rows.labels), of_all_cols(cols.labels)
+        of_rows = 0.5 / count(rows.labels, every_col).clamp(min=1).to(wide)
+        shares = [of_rows, of_rows]
+        if every_row is not every_col:
+            shares[1] = 0.5 / count(cols.labels, every_row).clamp(min=1).to(wide)
+        return changed(rows, numbers=shares[0]), changed(cols, numbers=shares[1])
+
+    def absorb(self, tile: Tile) -> tuple[Tensor, ...]:
+        weights = _weights(tile)
+        if weights is None:
+            return super().absorb(tile)
+        assert isinstance(tile.positive, Tensor)
+        losses = torch.logaddexp(torch.where(tile.positive, -tile.x, tile.x), tile.x.new_zeros(()))
+        return (torch.where(tile.positive, losses * weights, losses).sum(1)[None],)
+
+    def pair_grad(self, tile: Tile, rows: Shard, cols: Shard) -> Tensor:
+        grad, weights = super().pair_grad(tile, rows, cols), _weights(tile)
+        if weights is None:
+            return grad
+        assert isinstance(tile.positive, Tensor)
+        return torch.where(tile.positive, grad * weights, grad)
+
+
+def _weights(tile: Tile) -> Tensor | None:
+    """v [I, J] of the positives; None where each row has one."""
+    of_rows, of_cols = tile.numbers
+    if of_rows is None or of_cols is None or not isinstance(tile.positive, Tensor):
+        return None
+    return of_rows[:, None] + of_cols

@@ -65,7 +65,6 @@ class PixelTower(nn.Module):
             self.register_buffer(name, torch.tensor(values).view(-1, 1, 1))
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """`[B, C, S, S]` to `[B, features]`."""
         if pixels.shape[1] == 1:
             pixels = pixels.expand(-1, self.channels, -1, -1)
         return self._features((pixels - self.mean) / self.std)

@@ -54,15 +54,7 @@ class Library:
     std: list[float] | None = None
 
     def __post_init__(self) -> None:
-        if (self.folder is None) == (self.config is None):
-            remedy = "A folder has its own weights, a config gets fresh ones."
-            raise invalid("config", "be given, or folder, not both", f"{self.config} and {self.folder}", remedy)
-        if self.pooling not in POOLINGS:
-            raise invalid("pooling", f"be one of {', '.join(POOLINGS)}", self.pooling, '"mean" suits every model.')
-        if self.folder is not None and not (Path(self.folder) / "config.json").is_file():
-            raise invalid("folder", "hold a config.json", self.folder, "Save the model there with save_pretrained.")
-        if self.config is not None and "model_type" not in self.config:
-            raise invalid("config", "have a model_type", self.config, 'For example model_type = "vit".')
+        # the recipe has checked that there is one of both, and its form
         if (entry := remote_code(self.config)) is not None:
             raise invalid("config", RULE, entry, "Leave it out.")
         if self.folder is not None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from contrastile._errors import invalid, whole_number
+from contrastile._errors import invalid
 from contrastile.models.remote_code import refuse_remote_code
 
 PAD, UNKNOWN = "[PAD]", "[UNK]"
@@ -22,7 +22,6 @@ PAD, UNKNOWN = "[PAD]", "[UNK]"
 MASK = "[MASK]"
 # the first and last token of a text for CLIP
 CLIP_ENDS = ("<start_of_text>", "<end_of_text>")
-KINDS = ("words", "bpe")
 # above it, a tokenizer's own length stands for no limit
 MOST_TOKENS = 100_000
 
@@ -51,8 +50,7 @@ class WordTokenizer:
     def __init__(self, serialised: str, *, length: int) -> None:
         from tokenizers import Tokenizer as Engine
 
-        remedy, rule = "Titles of a few words need about 16.", "be at least 1 token"
-        self.length = length = whole_number("length", length, 1, remedy, rule=rule)
+        self.length = length
         self._engine = Engine.from_str(serialised)
         self._engine.enable_truncation(length)
         padding = self._engine.padding or {}
@@ -133,11 +131,6 @@ def train_tokenizer(
     >>> tokenizer.tokenise(["LATIN LETTER Z"])["attention_mask"]
     tensor([[1, 1, 1, 0, 0]])
     """
-    if kind not in KINDS:
-        raise invalid("kind", f"be one of {', '.join(KINDS)}", kind, "Or load a tokenizer from a folder.")
-    remedy = "Two of them are for padding and for what is unknown."
-    size = whole_number("size", size, 3, remedy, rule="be at least 3 words")
-
     from tokenizers import Tokenizer as Engine
     from tokenizers import models, normalizers, pre_tokenizers, trainers
 

@@ -128,14 +128,6 @@ class OpenClip:
     std: list[float] | None = None
     folder: str | None = None
 
-    def __post_init__(self) -> None:
-        others = [name for name in ("name", "config", "checkpoint") if getattr(self, name) is not None]
-        if self.folder is not None and others:
-            raise invalid("folder", "be given alone", f"{' and '.join(others)} beside it", "It has all of them.")
-        if self.folder is None and (self.name is None) == (self.config is None):
-            remedy = "A name has the shapes that open_clip ships."
-            raise invalid("config", "be given, or name, not both", f"{self.config} and {self.name}", remedy)
-
     @cached_property
     def _described(self) -> dict[str, Any]:
         return {} if self.folder is None else read_open_clip(self.folder)

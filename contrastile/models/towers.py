@@ -34,8 +34,6 @@ class DualEncoder(nn.Module):
         self, image: nn.Module, text: nn.Module, *, scale: float, bias: float | None, settings: dict[str, Any]
     ) -> None:
         super().__init__()
-        if not scale > 0:
-            raise invalid("scale", "be above 0", scale, "It is the inverse of the temperature; 14 is a usual start.")
         self.image, self.text = image, text
         self.logit_scale = nn.Parameter(torch.tensor(math.log(scale)))
         self.logit_bias = None if bias is None else nn.Parameter(torch.tensor(float(bias)))
@@ -114,8 +112,6 @@ def _separate_towers(settings: base.Settings, tokenizer: Tokenizer) -> base.Towe
 def _whole_model(settings: base.Settings, tokenizer: Tokenizer) -> base.TowerPair:
     own = dict(settings["both"])
     kind = own.pop("kind", "transformers")
-    if kind not in WHOLE:
-        raise invalid("both.kind", f"be one of {', '.join(WHOLE)}", kind, "See the recipes for examples.")
     origin, build = WHOLE[kind]
     pair = build(origin(**own), **_image_input(settings), tokenizer=tokenizer)
     return replace(pair, settings={"both": {"kind": kind, **pair.settings}})
@@ -154,12 +150,10 @@ class Retriever(nn.Module):
 
     def __init__(self, encoders: Mapping[str, nn.Module], *, features: int, settings: dict[str, Any]) -> None:
         super().__init__()
-        scale = settings["scale"]
-        if not scale > 0:
-            raise invalid("scale", "be above 0", scale, "Dot products have a scale of 1, cosines one of about 20.")
         # "both", or "query" and "passage"
         self.encoders = nn.ModuleDict(dict(encoders))
-        self.logit_scale = nn.Parameter(torch.tensor(math.log(scale)), requires_grad=settings["learn_scale"])
+        scale = torch.tensor(math.log(settings["scale"]))
+        self.logit_scale = nn.Parameter(scale, requires_grad=settings["learn_scale"])
         self.normalise: bool = settings["normalise"]
         self.features, self.settings = features, settings
 
@@ -228,12 +222,10 @@ def build_retriever(settings: base.Settings, *, tokenizer: Tokenizer) -> Retriev
 
 def encoder_towers(complete: base.Settings, tokenizer: Tokenizer) -> dict[str, base.Tower]:
     """The towers of a retriever's sides with their adapters, "both" or "query" and "passage", by its settings."""
-    sides = [side for side in ("both", "query", "passage") if complete[side] is not None]
-    if sides not in (["both"], ["query", "passage"]):
-        remedy = "One encoder for both sides, or one for each."
-        raise invalid("settings", "have both, or query and passage", ", ".join(sides) or "none", remedy)
     towers: dict[str, base.Tower] = {}
-    for side in sides:
+    for side in ("both", "query", "passage"):
+        if complete[side] is None:
+            continue
         towers[side] = base.build_tower(side, ENCODERS, complete, tokenizer)
         # before the next tower: a seed gives the weights that it always gave
         if complete["lora"] is not None:

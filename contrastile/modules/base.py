@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any, ClassVar, Literal, Never, TypedDict, overload
 
@@ -79,13 +81,21 @@ class Loss(nn.Module):
             self._in_own_words(error)
             raise
 
-    def _in_own_words(self, error: ValueError) -> ValueError:
-        """The error with this loss's names of arguments."""
+    def _in_own_words(self, error: ValueError) -> None:
+        """Put this loss's names of arguments into an error."""
         error.args = (re.sub(r"`(\w+)`", lambda name: f"`{self.names.get(name[1], name[1])}`", str(error)),)
-        return error
 
-    def _tell_all(self, error: Exception) -> None:
-        share_error(error, self.options.group, self.options.exchange)
+    @contextmanager
+    def _shared_errors(self) -> Iterator[None]:
+        """Raise an error of this rank on all of them, with this loss's names of arguments."""
+        try:
+            yield
+        except Exception as error:
+            # a scorer's own errors are of any kind
+            if isinstance(error, ValueError):
+                self._in_own_words(error)
+            share_error(error, self.options.group, self.options.exchange)
+            raise
 
     def _look(self, scale: Tensor | float, *sides: Tensor) -> None:
         """Warn, at the first call, about rows that are not of unit length, or a temperature in place of the scale."""

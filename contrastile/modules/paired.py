@@ -7,10 +7,9 @@ from typing import ClassVar, Unpack
 from torch import Tensor
 
 from contrastile.engine import arguments as checks
-from contrastile.losses.balanced import BalancedSigmoid
 from contrastile.losses.decoupled import Decoupled, DecoupledWeighted
 from contrastile.losses.distilled import Distilled
-from contrastile.losses.sigmoid import Sigmoid
+from contrastile.losses.sigmoid import BalancedSigmoid, Sigmoid
 from contrastile.losses.softmax import Softmax
 from contrastile.modules.base import How, Loss, PairedLoss
 
@@ -152,16 +151,13 @@ class DistillClipLoss(Loss):
             ids: [N] integers; pairs of equal ids are not negatives of each other.
             weights: [N]; the loss is Σ w·loss / Σ w.
         """
-        try:
+        with self._shared_errors():
             checks.features("dist_image_features", dist_image_features)
             checks.number("dist_logit_scale", dist_logit_scale, dist_image_features)
             if isinstance(dist_logit_scale, Tensor):
                 checks.constant("dist_logit_scale", dist_logit_scale)
             checks.features("dist_text_features", dist_text_features)
             checks.alike("dist_text_features", dist_text_features, "dist_image_features", dist_image_features)
-        except ValueError as error:
-            self._tell_all(error)
-            raise
         operation, inputs = self._prepared(
             image_features, text_features, logit_scale, query_ids=ids, key_ids=ids, weights=weights, paired=True,
             guides=((dist_image_features, dist_text_features),), guide_scale=dist_logit_scale,

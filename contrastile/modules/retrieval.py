@@ -98,14 +98,10 @@ class InfoNCELoss(Loss):
             "negative_ids": negative_ids, "weights": weights,
         }  # fmt: skip
         if not self.in_batch:
-            try:
+            with self._shared_errors():
                 key, others = _own_keys(query, key, others)
-            except ValueError as error:
-                self._tell_all(self._in_own_words(error))
-                raise
         operation, inputs = self._prepared(query, key, scale, **others)
-        loss: Tensor = operation(*inputs)
-        return loss
+        return operation(*inputs)
 
 
 def _own_keys(query: Tensor, key: Tensor, others: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
@@ -206,7 +202,7 @@ class GISTLoss(Loss):
             query_ids, key_ids: [N], [M] integers; pairs of equal ids that are not positive do not count.
             weights: [N]; the loss is Σ w·loss / Σ w.
         """
-        try:
+        with self._shared_errors():
             if (negatives is None) != (guide_negatives is None):
                 got = None if guide_negatives is None else "some"
                 raise invalid("guide_negatives", "be given just where `negatives` is", got, "Pass both, or neither.")
@@ -224,15 +220,11 @@ class GISTLoss(Loss):
                 guides = (self._sides(guide_query, guide_key, M, own),)
                 query, key = self._sides(query, key if negatives is None else torch.cat([key, negatives]), M, own)
                 negatives = None
-        except ValueError as error:
-            self._tell_all(self._in_own_words(error))
-            raise
         operation, inputs = self._prepared(
             query, key, scale, positives=positives, negatives=negatives, query_ids=query_ids, key_ids=key_ids,
             weights=weights, guides=guides,
         )  # fmt: skip
-        loss: Tensor = operation(*inputs)
-        return loss
+        return operation(*inputs)
 
     def _sides(self, rows: Tensor, keys: Tensor, M: int, own: Any) -> tuple[Tensor, Tensor]:
         """Rows [N, ...], and the M keys with all other columns: rows, negatives and the rows' `own` keys once more.
@@ -327,19 +319,12 @@ class ScoreDistillLoss(Loss):
                 key as `contrast` takes them: nested tensors [N, ...] and [N, P, ...], or [M, ...] with `lists`. It
                 scores one query's list at a time, and again in the backward.
         """
-        try:
+        with self._shared_errors():
             if scorer is not None:
                 # a score is its own product with 1
                 key = _listed_scores(scorer, query, key, lists)[..., None]
                 query = key.new_ones(len(key), 1)
             own = self._listed(query, key, scores, None if scorer is not None else lists)
-        except ValueError as error:
-            self._tell_all(self._in_own_words(error))
-            raise
-        except Exception as error:
-            # a scorer's own errors are of any kind
-            self._tell_all(error)
-            raise
         # a pad has the id of every query
         ids: dict[str, Any] = {}
         if lists is not None:

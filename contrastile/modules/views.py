@@ -12,8 +12,7 @@ from contrastile._errors import invalid, one_of
 from contrastile._types import shape_or_type
 from contrastile.engine import arguments as checks
 from contrastile.engine.problem import autocast_type
-from contrastile.losses.inside import SoftmaxInside
-from contrastile.losses.softmax import Softmax
+from contrastile.losses.softmax import Softmax, SoftmaxInside
 from contrastile.modules.base import How, Loss
 
 
@@ -53,14 +52,11 @@ class SupConLoss(Loss):
             labels: [N] integers; examples of equal labels are positives of each other.
             scale: a number, or a tensor of shape [] or [1]: 1 / temperature.
         """
-        try:
+        with self._shared_errors():
             if not isinstance(features, Tensor) or features.ndim not in (2, 3):
                 rule = "be a tensor of shape [N, D] or [N, views, D]"
                 raise invalid("features", rule, shape_or_type(features), "Flatten the others first.")
             checks.vector("labels", labels, "features", features, integer=True)
-        except ValueError as error:
-            self._tell_all(error)
-            raise
         if features.ndim == 3:
             labels = labels.repeat_interleave(features.shape[1])
             features = features.flatten(0, 1)
@@ -115,7 +111,7 @@ class NTXentLoss(Loss):
             scale: a number, or a tensor of shape [] or [1]: 1 / temperature.
             ids: [N] integers; views of two examples with equal ids are not negatives of each other.
         """
-        try:
+        with self._shared_errors():
             checks.features("view_a", view_a)
             checks.features("view_b", view_b)
             checks.alike("view_b", view_b, "view_a", view_a, autocast_type(view_a.device))
@@ -123,9 +119,6 @@ class NTXentLoss(Loss):
             if ids is not None:
                 checks.vector("ids", ids, "view_a", view_a, integer=True)
                 ids = ids.repeat(2)
-        except ValueError as error:
-            self._tell_all(error)
-            raise
         views = torch.cat([view_a, view_b])
         N = len(view_a)
         other = torch.arange(2 * N, device=views.device).roll(N)

@@ -1,4 +1,7 @@
-"""A rank's loss as the planner sees it: sizes, and the bytes that exchange and tiles declare for them."""
+"""A rank's loss as the planner sees it: sizes, and the bytes that exchange and tiles declare for them.
+
+A row is one vector, or those of L tokens: `LateSize` has the bytes and the work of `MaxSim`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from contrastile.exchange.base import Exchange, Layout
 from contrastile.exchange.host import Cut, cut_within, device_bytes, row_bytes
 from contrastile.losses.base import PairLoss
 from contrastile.losses.softmax import Softmax
-from contrastile.tiles.base import resident_bytes
+from contrastile.scorers import MaxSim
+from contrastile.tiles.base import STATISTICS, resident_bytes
 from contrastile.tiles.eager import MATRICES, MATRICES_BY_INDEX, SIDE_ACCELERATOR, SIDE_CPU
 
 # bytes of fused kernels whatever the size of a block, measured: the scratch memory of their programs
@@ -61,8 +65,8 @@ class LossSize:
 
     @property
     def carried(self) -> int:
-        """Numbers of a column that other ranks send."""
-        return self.dimensions
+        """Numbers of a column that other ranks send, of rows and columns the larger one's."""
+        return max(self.sizes)
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -158,6 +162,25 @@ class LossSize:
         return throughout + others, end + others
 
     @property
+    def casts(self) -> int:
+        """Bytes of the features in the type of the products, which stay until the gradients have gone back."""
+        return (
+            0
+            if self.host or self.given == self.dtype
+            else (self.rows + self.columns) * self.dimensions * self.dtype.itemsize
+        )
+
+    @property
+    def later(self) -> int:
+        """Bytes of the accumulators that the backward makes; 0 where the gradients come with the loss.
+
+        They do for a pairwise loss, and in one process for a loss of one direction and one that keeps its exponentials.
+        """
+        N, M = self.rows, self.columns
+        early = self.loss.pairwise or (self.ranks == 1 and (not self.loss.symmetric or self._allowed >= 2 * N * M))
+        return 0 if early or self.host else (N + M) * self.dimensions * self.wide
+
+    @property
     def _at_once(self) -> bool:
         """Eager tiles compute the gradient in the forward: of a pairwise loss, of one tile, and in strips."""
         side = SIDE_ACCELERATOR if self.device == "cuda" else SIDE_CPU
@@ -207,3 +230,94 @@ class LossSize:
     def wide(self) -> int:
         """Bytes of an accumulator."""
         return accumulator(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class LateSize(LossSize):
+    """The loss of rows and columns with so many `tokens` each, of `dimensions` features.
+
+    masked: tokens behind a mask do not count, as those of a recipe.
+    """
+
+    tokens: tuple[int, int] = (1, 1)
+    masked: bool = True
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of the features of all rows and columns."""
+        of_row, of_col = self.sizes
+        return self.rows * of_row + self.columns * of_col
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        L, T = self.tokens
+        return L * self.dimensions, T * self.dimensions
+
+    @property
+    def vectors(self) -> int:
+        return self.tokens[1]
+
+    @property
+    def casts(self) -> int:
+        """Those of the kernels are bytes of their own."""
+        return 0
+
+    @property
+    def at_once(self) -> bool:
+        """The gradients come with the loss, from one sweep."""
+        return self.backend_name == "triton" and self.ranks == 1 and not self.host and not self.fused[1]
+
+    @property
+    def fused(self) -> tuple[int, int]:
+        """Bytes of the kernels beside the accumulators, and columns of a tile; 0 of gradients that come with it."""
+        try:
+            from contrastile.tiles.triton import maxsim
+        except ImportError:
+            return self._allowed, self.columns
+        cast = self.given != self.dtype
+        copies = self.dtype.itemsize * (self.masked + cast)
+        rows, cols = self.blocks[-1]
+        return maxsim.expected_bytes(
+            rows, cols, self.tokens, self.dimensions, self._allowed, symmetric=self.loss.symmetric, copies=copies,
+            at_once=not self.host,
+        )  # fmt: skip
+
+    @property
+    def workspace_bytes(self) -> int:
+        if self.backend_name == "triton":
+            return self.fused[0]
+        rows, cols = self.blocks[-1]
+        L, T = self.tokens
+        tile = MaxSim.tile_bytes(rows, cols, L, T, self.dimensions, accumulator(self.dtype).itemsize)
+        if self.device == "cuda":
+            # all similarities of a tile, and their gradients
+            tile += 2 * self.dtype.itemsize * rows * L * cols * T
+        return tile if self.backend_name == "dense" else min(tile, self._allowed)
+
+    @property
+    def resident(self) -> tuple[int, int]:
+        """Accumulators and statistics; at the end gradients, and the accumulators twice if they came with the loss."""
+        if self.host:
+            return super().resident
+        wide, (of_row, of_col) = accumulator(self.dtype).itemsize, self.sizes
+        stats = (self.rows + self.columns) * STATISTICS * wide
+        returned = 0 if self.given.itemsize == wide else self.given.itemsize
+        if self.backend_name == "triton" and self.ranks == 1 and not self.at_once:
+            # the gradients of the columns are float32 for a strip at a time
+            strip = min(self.fused[1], self.columns) * of_col * wide
+            of_columns = self.columns * of_col * self.given.itemsize
+            throughout = self.rows * of_row * wide + of_columns + stats
+            return throughout + strip, throughout + self.rows * of_row * returned
+        sums = self.numbers * wide
+        return sums + stats, sums * (1 + self.at_once) + stats + self.numbers * returned
+
+    @property
+    def operations(self) -> float:
+        """Operations of a sweep over all tokens of a rank's pairs."""
+        L, T = self.tokens
+        return 2.0 * self.pairs * L * T * self.dimensions
+
+    @property
+    def gathered(self) -> float:
+        """Bytes of the winning tokens that gradients of both sides read."""
+        return 2.0 * self.pairs * self.tokens[0] * self.dimensions * self.dtype.itemsize

@@ -33,8 +33,10 @@ class Side:
     cost: TowerCost
     examples: int
     inputs: int = 0
-    # bytes of features per example beside those that the encoder returns, such as normalised ones
+    # bytes of an example's features that wait for the loss's backward beside those of the encoder, or in place of them
     copies: int = 0
+    # bytes of an example's features that the task holds until the loss is computed, such as normalised ones
+    named: int = 0
     # bytes per example, for a moment, while the gradient goes back from the loss's features to the encoder's
     between: int = 0
     # features and their gradients wait in host memory
@@ -47,12 +49,12 @@ class Side:
 
     @property
     def features(self) -> int:
-        """Bytes of all features."""
-        return 0 if self.host else self.examples * (self.cost.features + self.copies)
+        """Bytes of all features until the loss's backward."""
+        return 0 if self.host else self.encoded + self.examples * self.copies
 
     @property
-    def gradients(self) -> int:
-        """Bytes of all features' gradients."""
+    def encoded(self) -> int:
+        """Bytes of all features as the encoder returns them, and of their gradients."""
         return 0 if self.host else self.examples * self.cost.features
 
     @property
@@ -135,7 +137,7 @@ class StepMemory:
             beside = min(each, int(BESIDE * total))
             most = side.count if side.keeps_all else retained_graphs(side.count, spare, later + beside, each)
             retained.append(most if cost.trained else 0)
-            spare -= side.graphs(retained[-1]) + side.features + copies
+            spare -= side.graphs(retained[-1]) + side.encoded + copies
         return retained
 
     def moments(self) -> list[Moment]:
@@ -146,6 +148,7 @@ class StepMemory:
             moments.append(Moment(name, base | {key: value for key, value in parts.items() if value}))
 
         graphs = features = guided = 0
+        random = sum(RANDOM_STATE * side.count for side in self.sides) if self.loss.device == "cpu" else 0
         for side in self.guides:
             cost, own = side.cost, GUIDE * side.examples * side.cost.dimensions
             encoded = side.examples * cost.features
@@ -155,24 +158,28 @@ class StepMemory:
             add(f"teacher, {cost.name}: features", features=guided + encoded + converted + own)
             guided += own
         for side, count in zip(self.sides, retained, strict=True):
-            features, cost = features + side.features, side.cost
-            features += RANDOM_STATE * side.count if self.loss.device == "cpu" else 0
-            built, parts = min(cost.graph, side.graphs(count)), {"features": features + guided}
+            features, cost = features + side.encoded, side.cost
+            built, parts = min(cost.graph, side.graphs(count)), {"features": features + guided + random}
             alive = graphs + side.graphs(count) - built
             add(f"{cost.name}: first pass", graphs=alive, **parts, activations=max(cost.forward, built))
             graphs += side.graphs(count)
+        features = random + sum(side.features for side in self.sides)
+        named = sum(side.named * side.examples for side in self.sides)
         if self.guides and isinstance(self.loss.loss, Guided):
             # keys of some rows, and their products with the queries
             widths = min(self.loss.rows, ROWS_AT_ONCE) * self.guides[-1].cost.dimensions
-            add("thresholds of the guide", graphs=graphs, features=features + guided, loss=2 * GUIDE * widths)
-        add("loss", graphs=graphs, features=features + guided, **self._loss_parts())
-        # the features' own gradients wait beside them
-        features += sum(side.gradients for side in self.sides)
+            add("thresholds of the guide", graphs=graphs, features=features + guided + named, loss=2 * GUIDE * widths)
+        # names are released before the backward, which makes its accumulators
+        named = max(0, named - self.loss.later)
+        add("loss", graphs=graphs, features=features + guided + named, **self._loss_parts())
+        random += self.loss.casts
+        # gradients of the encoders' features; all else of the features is released on the way back to them
+        waiting = sum(side.encoded for side in self.sides)
         if between := max(side.between * side.examples for side in self.sides):
-            add("gradients of features", graphs=graphs, features=features + guided, activations=between)
+            add("gradients of features", graphs=graphs, features=features + guided + waiting, activations=between)
         gradients = 0
         for side, count in reversed(list(zip(self.sides, retained, strict=True))):
-            cost, graphs = side.cost, graphs - side.graphs(count)
+            cost, graphs, features = side.cost, graphs - side.graphs(count), random + waiting
             sums = gradients + (cost.trained if side.count > 1 else 0)
             name, each = f"{cost.name}: second pass", min(cost.graph, side.graphs(count))
             if count:
@@ -187,7 +194,7 @@ class StepMemory:
                 held, rest = min(3, side.count + 1) * cost.trained, max(0, side.graphs(count) - each - cost.graph)
                 name = f"{cost.name}: sum of gradients"
                 add(name, graphs=graphs + rest, features=features, gradients=gradients + held)
-            gradients += cost.trained
+            gradients, waiting = gradients + cost.trained, waiting - side.encoded
         add("optimizer", gradients=gradients, step=self.held.step)
         return moments
 
@@ -204,7 +211,7 @@ class StepMemory:
 
     def with_features_on_host(self) -> StepMemory:
         """The same step whose features wait in host memory: of `encode` and the loss."""
-        sides = [replace(side, host=True, copies=0, between=0) for side in self.sides]
+        sides = [replace(side, host=True, copies=0, named=0, between=0) for side in self.sides]
         graphs = sum(side.graphs(count) for side, count in zip(self.sides, self.graphs(), strict=True))
         held = sum(self.base().values()) + graphs
         return replace(self, sides=sides, loss=replace(self.loss, host=True, held=held))

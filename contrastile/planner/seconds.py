@@ -12,8 +12,7 @@ from math import ceil, hypot
 import torch
 
 from contrastile.engine.graph import MOST_BYTES, MOST_ROWS
-from contrastile.planner.late import LateSize
-from contrastile.planner.loss import LossSize
+from contrastile.planner.loss import LateSize, LossSize
 from contrastile.planner.memory import Side, StepMemory
 from contrastile.planner.profile import Profile
 from contrastile.planner.towers import Work

@@ -7,13 +7,15 @@ the same shapes. Weights are neither made nor read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from contrastile._torch import DispatchMode, pytree, without_values
@@ -108,8 +110,7 @@ class Counted(DispatchMode):
         Counted.running = None
         super().__exit__(*failure)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if Counted.running is self and not is_free(func):
             self.work += work_of(func, args, kwargs or {}, out)
@@ -200,17 +201,35 @@ def measure(
 class _Undecided(DispatchMode):
     """Answer every yes-or-no question about values with no: that a mask hides nothing, for one."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
             return False
         return func(*args, **(kwargs or {}))
 
 
+class _FusedDropout(TorchFunctionMode):
+    """Dropout as a GPU's kernels compute it: a mask of one byte a number, and none of attention's probabilities.
+
+    A CPU, whose tensors the counted ones pass for, keeps the probabilities of attention with dropout in float32.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            # query, key, value, mask, probability
+            args, kwargs = args[:4] + (0.0,) * (len(args) > 4) + args[5:], {**kwargs}
+            kwargs.pop("dropout_p", None)
+        elif func is F.dropout and kwargs["training"] and kwargs["p"]:
+            return torch.native_dropout(args[0], kwargs["p"], True)[0]
+        return func(*args, **kwargs)
+
+
 @contextmanager
-def shapes_only() -> Iterator[None]:
-    """Run modules without memory; torch's random numbers outside go on as if nothing had happened."""
-    with torch.random.fork_rng(devices=[]), without_values(), _Undecided():
+def shapes_only(device: str = "cuda") -> Iterator[None]:
+    """Run modules without memory, as on a `device`; torch's random numbers outside go on as if nothing had happened."""
+    fused = _FusedDropout() if device == "cuda" else nullcontext()
+    with torch.random.fork_rng(devices=[]), without_values(), _Undecided(), fused:
         yield
 
 

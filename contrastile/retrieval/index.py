@@ -36,10 +36,11 @@ from contrastile.evaluate import late
 from contrastile.evaluate.retrieval import best_of, no_matches, topk
 from contrastile.retrieval.integrity import LENGTHS, check_index, described, sealed
 from contrastile.train.folder import INDEX, RECIPE, WEIGHTS, RunFolder, one_writer
+from contrastile.train.load import load
 from contrastile.train.log import progress
 from contrastile.train.recipe import load_any_recipe
-from contrastile.train.retriever.run import RetrieverRun, load_retriever, open_run_texts, passage_tokens
-from contrastile.train.run import Run, load
+from contrastile.train.retriever.run import RetrieverRun, open_run_texts, passage_tokens
+from contrastile.train.run import Run
 
 FORMAT = 2
 # pictures that are read and encoded at once
@@ -52,18 +53,13 @@ def run_checksums(run_folder: RunFolder) -> dict[str, str]:
     return {name: run_folder.checksum(name) for name in (WEIGHTS, RECIPE)}
 
 
-def load_run(folder: RunFolder, *, device: str) -> Run | RetrieverRun:
-    pictures = load_any_recipe(folder / RECIPE, files=False).kind == "image-text"
-    return load(folder.path, device=device) if pictures else load_retriever(folder.path, device=device)
-
-
 def encode_source(
     folder: RunFolder, corpus: str | None, out: Path, *, shard: int, dimensions: int | None, device: str,
     bad_rows: float | None = None,
 ) -> Index:  # fmt: skip
     """The index of `corpus`, by default the run's own passages; of a folder of pictures, for a run of pictures."""
     made_by = run_checksums(folder)
-    run = load_run(folder, device=device)
+    run: Any = load(folder.path, device=device)
     passages: Iterable[Passage]
     if isinstance(run, Run):
         if dimensions is not None:

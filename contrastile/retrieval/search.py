@@ -18,8 +18,9 @@ from torch import Tensor
 
 from contrastile._errors import invalid, printable
 from contrastile.data.texts import words
-from contrastile.retrieval.index import SINGLE, Index, load_run, open_index
+from contrastile.retrieval.index import SINGLE, Index, open_index
 from contrastile.train.folder import RunFolder
+from contrastile.train.load import load
 from contrastile.train.report.page import template
 from contrastile.train.retriever.evaluation import Candidates, FirstStage, Passages, alignment, bm25_candidates
 from contrastile.train.retriever.run import RetrieverRun
@@ -40,11 +41,6 @@ class Search:
     # picks the passages that a late retriever scores
     candidates: Candidates | None = None
 
-    def encoded(self, questions: list[str]) -> Any:
-        if isinstance(self.run, Run):
-            return self.run.encode_text(questions)
-        return self.run.encode_query(questions, dimensions=self.index.dimensions)
-
     @cached_property
     def threshold(self) -> float | None:
         """A score that most made-up questions do not reach: below it nothing is close. None for a small corpus."""
@@ -64,7 +60,11 @@ class Search:
 
         A late retriever's score is divided by the number of the question's tokens, so that long ones have no better.
         """
-        features = self.encoded(questions)
+        features: Any
+        if isinstance(self.run, Run):
+            features = self.run.encode_text(questions)
+        else:
+            features = self.run.encode_query(questions, dimensions=self.index.dimensions)
         if isinstance(features, Tensor):
             return self.index.search(features, k)
         among = None if self.candidates is None else self.candidates(questions)
@@ -97,7 +97,8 @@ def open_search(
 ) -> Search:
     """A run with its index; raises ValueError where another run, or other weights, made the index."""
     opened = open_index(folder, index, engine=engine, verify=verify)
-    return Search(index=opened, run=load_run(folder, device=device))
+    run: Any = load(folder.path, device=device)
+    return Search(run, opened)
 
 
 def first_stage(source: str, count: int, device: str) -> FirstStage:

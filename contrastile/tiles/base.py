@@ -74,11 +74,15 @@ class ForwardResult(NamedTuple):
 Weigh = Callable[[Sequence[Tensor], slice], tuple[Sequence[Tensor], Sequence[Tensor]]]
 
 
+# an accumulator of gradients; None where they are not wanted
+Sum = Tensor | None
+
+
 class Accumulated(NamedTuple):
     """Gradient sums of a backward, all without the factor `scale`."""
 
-    u: Tensor | None  # [N, numbers of a row]: Σ_j g_ij · k_j
-    v: Tensor | None  # [M, numbers of a column]: Σ_i g_ij · q_i
+    u: Sum  # [N, numbers of a row]: Σ_j g_ij · k_j
+    v: Sum  # [M, numbers of a column]: Σ_i g_ij · q_i
     sums: Tensor  # as `Tiles.backward` returns them
 
 
@@ -128,9 +132,8 @@ class Tiles(ABC):
     grad_dtypes: tuple[torch.dtype, torch.dtype] | None = field(default=None, init=False, repr=False)
 
     @classmethod
-    def declines(cls, loss: PairLoss, rows: Shard, cols: Shard) -> str | None:
+    def declines(cls, _loss: PairLoss, _rows: Shard, _cols: Shard) -> str | None:
         """The reason why this backend cannot compute such blocks; None if it can, as all can that call the loss."""
-        del loss, rows, cols
         return None
 
     @abstractmethod
@@ -141,9 +144,7 @@ class Tiles(ABC):
         """
 
     @abstractmethod
-    def backward(
-        self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None = None
-    ) -> Tensor:
+    def backward(self, rows: Shard, cols: Shard, u: Sum, v: Sum | InFlight, row_stats: Tensor | None = None) -> Tensor:
         """Add Σ_j g_ij k_j to u [N, D] and Σ_i g_ij q_i to v [M, D], where g_ij is the gradient of a pair's logit.
 
         Accumulators are in the accumulator's type and without the scale; None is not computed. 6·N·M·D operations.
@@ -162,21 +163,19 @@ class Tiles(ABC):
         # float32 features have three 16-bit pieces
         return len(rows) * len(cols) * (6 if dtype == torch.float32 else 2)
 
-    def strip(self, rows: Shard, cols: Shard) -> int:
+    def strip(self, _rows: Shard, _cols: Shard) -> int:
         """Rows of a strip that meets all columns, whose loss and gradient come from one product; 0 without strips."""
-        del rows, cols
         return 0
 
-    def strips(self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, weigh: Weigh) -> Tensor:
+    def strips(self, rows: Shard, cols: Shard, u: Sum, v: Sum, weigh: Weigh) -> Tensor:
         """Add the gradients of all pairs to u and v, strip by strip, as `backward`: 6·N·M·D operations with the loss.
 
         Returns the sums of `backward`.
         """
         raise NotImplementedError
 
-    def keeps(self, rows: Shard, cols: Shard) -> bool:
+    def keeps(self, _rows: Shard, _cols: Shard) -> bool:
         """Return whether a forward keeps results for a backward of the same block that follows at once (`followed`)."""
-        del rows, cols
         return False
 
     @abstractmethod
@@ -239,7 +238,7 @@ class Tiles(ABC):
             SumRow(k.shape[1], k.dtype) if needs_v else None,
         )
 
-    def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
+    def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Sum, Sum]:
         """Zeros, or `fresh` memory, for u and v where they are `needed`."""
         needs_u, needs_v = self.needed(wanted)
         wide = self.scale.dtype
@@ -275,7 +274,7 @@ class Tiles(ABC):
         return [dscale, dbias, dq, dk]
 
     def pair_sums(
-        self, sums: Tensor, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, want_scale: bool
+        self, sums: Tensor, rows: Shard, cols: Shard, u: Sum, v: Sum, want_scale: bool
     ) -> tuple[Tensor, Tensor]:
         """Σ g_ij and Σ g_ij · ⟨q_i, k_j⟩; the second is read off u or v where `backward` did not sum it."""
         if self.sums_products:
@@ -314,11 +313,7 @@ class Tiles(ABC):
 
 
 def reduced(
-    directions: Sequence[Finished],
-    weights: Tensor | None,
-    reduction: Reduction,
-    total: Callable[[Tensor], Tensor],
-    nonfinite: Tensor,
+    directions: Sequence[Finished], weights: Tensor | None, reduction: Reduction, total: Total, nonfinite: Tensor
 ) -> ForwardResult:
     """The loss of the global batch, and for each direction ∂(loss)/∂(loss of each row) for an upstream gradient of 1.
 

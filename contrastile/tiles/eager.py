@@ -17,7 +17,7 @@ from torch import Tensor
 
 from contrastile._types import accumulator
 from contrastile.losses.base import PairLoss, Shard, Tile, fill, mark, target, with_states
-from contrastile.tiles.base import InFlight, Tiles, Weigh, bounds_of
+from contrastile.tiles.base import InFlight, Sum, Tiles, Weigh, bounds_of
 
 # tiles of 1,024² float32 stay in a core's cache; on an accelerator 8,192² fill its multiprocessors
 SIDE_CPU = 1024
@@ -42,9 +42,7 @@ class Eager(Tiles):
         row_stats = self.init(rows) if stats[0] is None else stats[0]
         return row_stats, self.init(cols) if self.loss.symmetric and stats[1] is None else stats[1]
 
-    def backward(
-        self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None = None
-    ) -> Tensor:
+    def backward(self, rows: Shard, cols: Shard, u: Sum, v: Sum | InFlight, row_stats: Tensor | None = None) -> Tensor:
         assert not isinstance(v, InFlight)
         sums = self.no_pairs()
         self._sweep(rows, cols, None if row_stats is None else [row_stats, None], u, v, sums)
@@ -70,7 +68,7 @@ class Eager(Tiles):
         height = min(N, fit, STRIP_CPU if self.scale.device.type == "cpu" else side)
         return height if height >= LEAST_STRIP else 0
 
-    def strips(self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, weigh: Weigh) -> Tensor:
+    def strips(self, rows: Shard, cols: Shard, u: Sum, v: Sum, weigh: Weigh) -> Tensor:
         height, sums = self.strip(rows, cols), self.no_pairs()
         room = self.scale.new_empty(height * len(cols))
         for along, strip in self._tiles(rows, height):
@@ -84,13 +82,7 @@ class Eager(Tiles):
         return sums
 
     def _sweep(
-        self,
-        rows: Shard,
-        cols: Shard,
-        stats: list[Tensor | None] | None,
-        u: Tensor | None,
-        v: Tensor | None,
-        sums: Tensor | None,
+        self, rows: Shard, cols: Shard, stats: list[Tensor | None] | None, u: Sum, v: Sum, sums: Tensor | None
     ) -> None:
         """Visit every tile once: merge its statistics into `stats`, and add its gradient to u, v and sums.
 
@@ -113,9 +105,8 @@ class Eager(Tiles):
                     # free the memory for the next tile
                     del x, graph, tile
 
-    def _stats(self, tile: Tile, rows: Shard, cols: Shard, *, keep: bool = False) -> Sequence[Tensor]:
+    def _stats(self, tile: Tile, _rows: Shard, _cols: Shard, *, keep: bool = False) -> Sequence[Tensor]:
         """The statistics of a tile's rows and, if symmetric, of its columns; uses the tile up unless `keep`."""
-        del rows, cols
         return self.loss.absorb(tile._replace(x=tile.x.clone()) if keep else tile)
 
     def _merge_tile(
@@ -145,14 +136,10 @@ class Eager(Tiles):
 
     def _products(self, graph: Any) -> Tensor:
         """⟨q_i, k_j⟩ [I, J]."""
-        products: Tensor = graph
-        return products
+        return graph
 
-    def _propagate(
-        self, tile: Tile, graph: Any, rows: Shard, cols: Shard, u_I: Tensor | None, v_J: Tensor | None, sums: Tensor
-    ) -> None:
+    def _propagate(self, tile: Tile, _graph: Any, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor) -> None:
         """Add a tile's gradient to the accumulators, and its sum where a bias needs it."""
-        del graph
         g_IJ = self.loss.pair_grad(tile, rows, cols)
         if u_I is not None:
             add_product(u_I, g_IJ, cols.features)
@@ -199,11 +186,11 @@ class Eager(Tiles):
         if self.bias is not None:
             x += self.bias
         bounds = bounds_of(x)
-        marks = mark(rows, cols, exclude_self=self.loss.exclude_self)
-        if marks.excluded is not None:
-            fill(x, marks.excluded, -torch.inf)
+        positive, excluded = mark(rows, cols, exclude_self=self.loss.exclude_self)
+        if excluded is not None:
+            fill(x, excluded, -torch.inf)
         products = self._products(graph) if self.loss.reads_products else None
-        tile = Tile(x, *marks, bounds, numbers=(rows.numbers, cols.numbers), products=products)
+        tile = Tile(x, positive, excluded, bounds, numbers=(rows.numbers, cols.numbers), products=products)
         if not rows.guides and rows.targets is None:
             return tile
         guides = [a.to(x.dtype) @ b.to(x.dtype).T for a, b in zip(rows.guides, cols.guides, strict=True)]
@@ -220,9 +207,8 @@ class Eager(Tiles):
         bounds = [(start, min(start + step, n)) for start in range(0, n, step)]
         return iter([(slice(*each), shard.narrow(*each)) for each in bounds])
 
-    def _side(self, dtype: torch.dtype) -> int:
+    def _side(self, _dtype: torch.dtype) -> int:
         """Rows, and columns, of a tile: the fastest size that fits the workspace."""
-        del dtype
         most = SIDE_CPU if self.scale.device.type == "cpu" else SIDE_ACCELERATOR
         fit = int((self.workspace / (self._held * self.scale.dtype.itemsize)) ** 0.5)
         return max(16, min(most, fit))
@@ -236,8 +222,7 @@ class Dense(Eager):
     elements.
     """
 
-    def _side(self, dtype: torch.dtype) -> int:
-        del dtype
+    def _side(self, _dtype: torch.dtype) -> int:
         return 2**62
 
     @classmethod

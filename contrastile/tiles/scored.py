@@ -26,19 +26,13 @@ from torch.nn.parallel import DistributedDataParallel
 from contrastile._errors import invalid
 from contrastile._torch import pytree, without_parametrization_cache
 from contrastile._types import shape_or_type
-from contrastile.gradcache.introspect import (
-    graph_leaves,
-    graph_may_change_bits,
-    refusing_batch_norm,
-    refusing_changes,
-    refusing_state,
-)
+from contrastile.gradcache import introspect
 from contrastile.gradcache.memory import as_written
 from contrastile.gradcache.modes import Autocast, back_propagated, in_modes, without_hooks
 from contrastile.gradcache.rng import RandomState, begin_random, own_generators
 from contrastile.losses.base import Shard, Tile
 from contrastile.scorers import MaxSim
-from contrastile.tiles.base import Accumulated, InFlight, SumRow, as_given
+from contrastile.tiles.base import Accumulated, InFlight, Sum, SumRow, as_given
 from contrastile.tiles.eager import Eager
 
 # rows and columns of a module's trial
@@ -145,7 +139,7 @@ class Scorer:
                     raise invalid("scorer", f"be on {device}, which computes its scores", x.device, "Move it there.")
         modules = list(module.modules())
         training = [one.training for one in modules]
-        autocast, other = Autocast.current(device), graph_may_change_bits(module, modules)
+        autocast, other = Autocast.current(device), introspect.graph_may_change_bits(module, modules)
         # dtype and random numbers are those of the trial
         draft = cls(
             module, modules, training, rows[0], cols[0], parameters, torch.float32, device, autocast, None, other
@@ -162,10 +156,10 @@ class Scorer:
         try:
             with (
                 as_written(),
-                refusing_batch_norm(modules, "scorer"),
-                refusing_state(modules, "scorer", "pairs"),
-                refusing_changes(trial[0].leaves, "q", "scorer"),
-                refusing_changes(trial[1].leaves, "k", "scorer"),
+                introspect.refusing_batch_norm(modules, "scorer"),
+                introspect.refusing_state(modules, "scorer", "pairs"),
+                introspect.refusing_changes(trial[0].leaves, "q", "scorer"),
+                introspect.refusing_changes(trial[1].leaves, "k", "scorer"),
             ):
                 scores, leaves = draft.with_graph(*trial)
             after = RandomState.capture(device, own=generators, last=before)
@@ -183,7 +177,7 @@ class Scorer:
             raise invalid("scorer", "return floating point", scores.dtype, "Convert it with .float().")
         # frozen parameters included
         known = {id(x) for x in [*leaves, *self.module.parameters()]}
-        for leaf in graph_leaves([scores]):
+        for leaf in introspect.graph_leaves([scores]):
             if id(leaf) not in known:
                 got = f"one of shape {list(leaf.shape)} elsewhere"
                 remedy = "Register what holds them as a submodule, or pass the tensor with the features."
@@ -248,20 +242,16 @@ class Scored(Eager):
     # a tile has been computed: this rank has pairs
     computed: bool = field(default=False, kw_only=True)
 
-    def backward(
-        self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None = None
-    ) -> Tensor:
+    def backward(self, rows: Shard, cols: Shard, u: Sum, v: Sum | InFlight, row_stats: Tensor | None = None) -> Tensor:
         with without_hooks(self.scorer.parameters):
             return super().backward(rows, cols, u, v, row_stats)
 
-    def nonfinite(self, rows: Shard, cols: Shard) -> Tensor:
+    def nonfinite(self, _rows: Shard, _cols: Shard) -> Tensor:
         # features are of any kind; one that is not finite shows in the scores
-        del rows, cols
         return self.scale * 0
 
-    def strip(self, rows: Shard, cols: Shard) -> int:
+    def strip(self, _rows: Shard, _cols: Shard) -> int:
         # scores with their graph take more memory than tiles of products
-        del rows, cols
         return 0
 
     def no_pairs(self) -> Tensor:
@@ -271,12 +261,11 @@ class Scored(Eager):
     def sums_products(self) -> bool:
         return True
 
-    def sum_rows(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[SumRow | None, SumRow | None]:
+    def sum_rows(self, rows: Shard, cols: Shard, _wanted: Sequence[bool]) -> tuple[SumRow | None, SumRow | None]:
         """The rows of u and of v: the numbers of all leaves that want a gradient."""
-        del wanted
         return self.scorer.rows.sum_row(rows.leaves), self.scorer.cols.sum_row(cols.leaves)
 
-    def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
+    def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Sum, Sum]:
         u, v = (
             None if row is None else self.scale.new_zeros(len(shard), row.numbers)
             for shard, row in zip((rows, cols), self.sum_rows(rows, cols, wanted), strict=True)
@@ -326,11 +315,14 @@ class Scored(Eager):
             for index, (part, parameter) in enumerate(zip(parts, parameters, strict=True))
         ]
 
-    def _logits(self, rows: Shard, cols: Shard, room: Tensor, *, with_graph: bool) -> tuple[Tensor, Any]:
+    def _logits(self, rows: Shard, cols: Shard, _room: Tensor, *, with_graph: bool) -> tuple[Tensor, Any]:
         """scale · Φ [I, J], and behind it the scores with their graph and its leaves."""
-        del room
         self.computed = True
-        self._seed_tile(rows, cols)
+        if self.scorer.seed is not None:
+            # by the tile's position, so that every computation of it draws the same
+            words = f"{self.scorer.seed} {rows.start} {cols.start}".encode()
+            seed = int.from_bytes(hashlib.blake2b(words, digest_size=7).digest())
+            begin_random(self.scorer.device, seed, self.scorer.process)
         if with_graph or (self.scorer.graph_changes_bits and self.scorer.wanted):
             scores, leaves = self.scorer.with_graph(rows, cols)
         else:
@@ -341,9 +333,7 @@ class Scored(Eager):
     def _products(self, graph: Any) -> Tensor:
         return graph[0].detach().to(self.scale.dtype)
 
-    def _propagate(
-        self, tile: Tile, graph: Any, rows: Shard, cols: Shard, u_I: Tensor | None, v_J: Tensor | None, sums: Tensor
-    ) -> None:
+    def _propagate(self, tile: Tile, graph: Any, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor) -> None:
         """Back-propagate g through a tile's graph, into the accumulators of its leaves and into the sums."""
         (scores, leaves), g_IJ = graph, self.loss.pair_grad(tile, rows, cols)
         sums[0] += g_IJ.sum()
@@ -365,7 +355,7 @@ class Scored(Eager):
                 # an embedding's gradient may be sparse
                 parts[index].add_(gradient.to_dense().flatten())
 
-    def _by_leaf(self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None) -> list[Tensor]:
+    def _by_leaf(self, rows: Shard, cols: Shard, u: Sum, v: Sum) -> list[Tensor]:
         """The columns of u and v that belong to each leaf."""
         forms = ((self.scorer.rows, rows, u), (self.scorer.cols, cols, v))
         return [
@@ -375,17 +365,14 @@ class Scored(Eager):
             for part in whole.split(form.widths(shard.leaves), dim=1)
         ]
 
-    def _room(self, rows: Shard, cols: Shard, side: int) -> Tensor:
+    def _room(self, _rows: Shard, _cols: Shard, _side: int) -> Tensor:
         # the scores bring their own memory
-        del rows, cols, side
         return self.scale.new_empty(0)
 
-    def _side(self, dtype: torch.dtype) -> int:
-        del dtype
+    def _side(self, _dtype: torch.dtype) -> int:
         return self.side
 
-    def workspace_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
-        del N, M, D, dtype
+    def workspace_bytes(self, _N: int, _M: int, _D: int, _dtype: torch.dtype) -> int:
         return self.workspace
 
     @contextmanager
@@ -400,10 +387,3 @@ class Scored(Eager):
                 yield
             finally:
                 before.restore()
-
-    def _seed_tile(self, rows: Shard, cols: Shard) -> None:
-        """Seed the random numbers of this tile by its position, so that every computation of it draws the same."""
-        if self.scorer.seed is not None:
-            words = f"{self.scorer.seed} {rows.start} {cols.start}".encode()
-            seed = int.from_bytes(hashlib.blake2b(words, digest_size=7).digest())
-            begin_random(self.scorer.device, seed, self.scorer.process)

@@ -228,7 +228,6 @@ class Batch:
 
     @property
     def floats(self) -> dict[str, Tensor]:
-        """The inputs that may be non-finite."""
         return {"the pixels of the batch": self.pixels}
 
     def parts(self, count: int) -> Iterator[Batch]:
@@ -285,7 +284,6 @@ class BatchBuilder:
             self._stream.skipped, self._stream.seen = Counter(state_dict["skipped"]), state_dict["seen"]
 
     def expect(self, rows: Tensor, share: slice = slice(None)) -> None:
-        """Prefetch the first rows of the next batch, or this rank's share of them."""
         if self._stream is not None:
             own, examples = self._stream_rows(rows, share)
             if self._bundle.features is None:
@@ -294,7 +292,6 @@ class BatchBuilder:
             self._texts = self._reader.submit(self._read_texts, self._stream, own)
 
     def close(self) -> None:
-        """Stop prefetching."""
         if self._stream is not None:
             self._stream.close()
         if self._reader is not None:

@@ -71,33 +71,28 @@ class Encoded:
     ids: Tensor
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """Pictures and names of each held-out part, and the prompted names of the whole pair set as classes."""
-
-    parts: dict[str, tuple[Encoded, Encoded]]
-    classes: Encoded
+# pictures and names of each held-out part, and the prompted names of the whole pair set as classes
+HeldOut = tuple[dict[str, tuple[Encoded, Encoded]], Encoded]
 
 
 def encode_held_out(run: Run, pairs: PairSet) -> HeldOut:
-    """Encode the held-out pictures and every name."""
     parts = {}
     with evaluating(run.model):
         for name, rows in held_out(pairs.splits).items():
             features = encode_pictures(run, pairs.images, rows, f"encoding {PARTS.get(name, name)}")
             parts[name] = Encoded(rows, features, ids_of(run, pairs, rows)), encode_names(run, pairs, rows)
         classes = encode_names(run, pairs, np.arange(len(pairs)), prompts=run.recipe.evaluate.prompts)
-    return HeldOut(parts, classes)
+    return parts, classes
 
 
 def evaluate(run: Run, encoded: HeldOut) -> list[Row]:
     """Every test as a row: name, queries, choices, recall at `KS`, chance; a `headline` leads the report."""
-    rows = []
-    labelled = [(PARTS.get(name, name), *sides) for name, sides in encoded.parts.items()]
+    rows, (parts, classes) = [], encoded
+    labelled = [(PARTS.get(name, name), *sides) for name, sides in parts.items()]
     for label, pictures, names in labelled:
         rows.append(_compare(f"{label}, picture → name", pictures, names, headline=True))
         rows.append(_compare(f"{label}, name → picture", names, pictures))
-    rows += [_compare(f"{label}, zero-shot among all names", part, encoded.classes) for label, part, _ in labelled]
+    rows += [_compare(f"{label}, zero-shot among all names", part, classes) for label, part, _ in labelled]
     glyphs = run.recipe.data.source == "glyphs"
     return [*rows, digits(run)] if glyphs and run.recipe.evaluate.digits else rows
 
@@ -116,9 +111,8 @@ def digits(run: Run) -> Row:
 
 def picture_samples(pairs: PairSet, held_out: HeldOut) -> Samples:
     """Galleries in both directions for each held-out part. The queries are random, the same every time."""
-    generator = np.random.default_rng(0)
-    classes, galleries = held_out.classes, []
-    for name, (pictures, names) in held_out.parts.items():
+    generator, (parts, classes), galleries = np.random.default_rng(0), held_out, []
+    for name, (pictures, names) in parts.items():
         sides = {
             True: (pictures, classes, PICTURES, "What it reads", READS.format(len(classes.rows))),
             False: (names, pictures, NAMES, "What it finds", FINDS.format(len(pictures.rows))),
@@ -176,7 +170,6 @@ def probe(run: Run, pairs: PairSet) -> dict[str, dict[str, float]]:
 
 
 def _compare(test: str, queries: Encoded, keys: Encoded, *, headline: bool = False) -> Row:
-    """The row of one test."""
     counts = len(queries.ids), len(keys.ids)
     shares = recall(queries.features, keys.features, queries.ids, keys.ids, ks=ranks_below(counts[1]))
     guessed = chance(queries.ids, keys.ids, ks=(1,))[1]
@@ -218,7 +211,6 @@ def encode_pictures(run: Run, images: Images, rows: Indices, label: str) -> Tens
 
 
 def ids_of(run: Run, pairs: PairSet, rows: Indices) -> Tensor:
-    """The ids of `rows`, on the device of the features."""
     return torch.from_numpy(pairs.ids[rows]).to(run.device)
 
 
@@ -352,7 +344,6 @@ def open_test(test: AnyTest) -> Test:
 
 
 def metrics_line(row: Row, **more: Any) -> dict[str, Any]:
-    """A row for metrics.jsonl."""
     return {"test": row["test"], "queries": row["queries"], "choices": row["choices"], **row["metrics"], **more}
 
 

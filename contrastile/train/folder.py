@@ -45,7 +45,6 @@ INDEX = "index.json"
 
 
 def recipe_names() -> list[str]:
-    """The names of the packaged recipes."""
     return sorted(path.stem for path in PACKAGED.glob("*.toml"))
 
 
@@ -90,12 +89,10 @@ class RunFolder:
             temporary.unlink(missing_ok=True)
 
     def write_text(self, name: str, text: str) -> None:
-        """Write `text` into the file `name`."""
         with self.written_whole(name) as path:
             path.write_text(text, encoding="utf-8")
 
     def write_json(self, name: str, value: Any) -> None:
-        """Write `value` as indented JSON into the file `name`."""
         self.write_text(name, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
     def read_json(self, name: str) -> Any:
@@ -107,7 +104,6 @@ class RunFolder:
             raise invalid(name, "be JSON", got, "The file is damaged; restore it.") from None
 
     def checksum(self, name: str) -> str:
-        """The SHA-256 of the file `name`."""
         return checksum(self / name)
 
 

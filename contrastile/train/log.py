@@ -67,7 +67,6 @@ class Bar:
             self._show(n)
 
     def close(self) -> None:
-        """Show the end."""
         self._show(0, last=True)
 
     def _show(self, n: int, *, last: bool = False) -> None:
@@ -225,7 +224,6 @@ def scalars(kind: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]
 
 
 def trackers(recipe: Any, folder: RunFolder) -> dict[str, Listener]:
-    """The trackers that the recipe names."""
     chosen: dict[str, Listener] = {}
     if recipe.log.tensorboard:
         chosen["TensorBoard"] = TensorBoard(folder)
@@ -234,6 +232,8 @@ def trackers(recipe: Any, folder: RunFolder) -> dict[str, Listener]:
     return chosen
 
 
+# the mark of a whole test in its line, as `json` writes it; within a text the quotes would be escaped
+WHOLE = b'"whole": true'
 # values that differ between equal runs, because the clock and the machine decide them
 MEASURED = ("seconds", "speed", "shares", "peak_bytes")
 
@@ -273,7 +273,7 @@ class Metrics:
         with Path(self._file.name).open("rb") as file:
             for line in file:
                 position += len(line)
-                if line.endswith(b"\n") and not _of_whole_test(line):
+                if line.endswith(b"\n") and WHOLE not in line:
                     end = position
         if end < position:
             self._file.truncate(end)
@@ -314,15 +314,6 @@ class Metrics:
         self._notify(lambda listener: listener.close())
         if self._lost:
             logger.warning("%d lines of %s were lost", self._lost, self._file.name)
-
-
-def _of_whole_test(line: bytes) -> bool:
-    # the text is looked at first, because parsing every line of a long run takes seconds
-    if b'"whole": true' not in line:
-        return False
-    with suppress(ValueError, AttributeError):
-        return bool(json.loads(line).get("whole") is True)
-    return False
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -391,5 +391,5 @@ def step(
         optimizer.step()
         optim.clamp_scale(run.model.logit_scale)
     scaler.update()
-    task.end_step(taken)
+    task.objective.end_step(taken)
     return value, norm

@@ -38,7 +38,6 @@ class PeakMemory:
         return _status(entry)
 
     def bytes(self) -> int:
-        """The mark now."""
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else _status("VmHWM")
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from contrastile import modules
 from contrastile._errors import invalid
+from contrastile._torch import pytree
 from contrastile.functional import contrast
 from contrastile.gradcache.encode import encode
 from contrastile.losses.base import PairLoss
@@ -82,7 +83,6 @@ class Objective:
         return {"queue": self.queues} if len(self.queues) else {}
 
     def queued(self, side: str) -> tuple[Tensor, Tensor]:
-        """The keys of a side's queue, and their ids."""
         queue: Any = self.queues[side]
         return queue.keys, queue.ids
 
@@ -170,8 +170,6 @@ def _decoupled(sigma: float | None) -> Decoupled:
 
 
 class QueryObjective(Objective):
-    """The loss of queries that find passages."""
-
     kinds: ClassVar = {
         "infonce": modules.InfoNCELoss, "gist": modules.GISTLoss, "dcl": _one_way(_decoupled, "sigma"),
         "distill": _one_way(Distilled, "weight"),
@@ -211,7 +209,10 @@ class QueryObjective(Objective):
         [L]. scores [b, H]: of the listed. guides: the other model's features of both sides, and its scale. queue: keys
         of earlier steps, and their ids. With a scorer of token vectors, query and passage are vectors and their mask.
         """
-        key, ids = (passage, key_ids) if shared is None else (_some(passage, shared), key_ids[shared])
+        key, ids = passage, key_ids
+        if shared is not None:
+            # features, or token vectors and their mask
+            key, ids = pytree.tree_map(lambda x: x[shared], (passage, key_ids))
         given: dict[str, Any] = {"positives": positives, "query_ids": query_ids, "key_ids": ids}
         if scores is not None:
             weight = self.settings.weight
@@ -241,11 +242,6 @@ def _scored(loss: modules.InfoNCELoss, scorer: nn.Module) -> Callable[..., Tenso
     # it has its smoothing already
     words: dict[str, Any] = vars(loss.options) | {"label_smoothing": 0.0, "scorer": scorer}
     return partial(contrast, loss=loss.loss, **words)
-
-
-def _some(side: Any, rows: Tensor) -> Any:
-    """These rows of features, or of token vectors and their mask."""
-    return tuple(x[rows] for x in side) if isinstance(side, tuple) else side[rows]
 
 
 # the objective of each kind of recipe

@@ -37,7 +37,6 @@ class PerParameterOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -171,7 +170,6 @@ class CombinedOptimizer(Optimizer):
         self.param_groups = [group for member in self.members.values() for group in member.param_groups]
 
     def step(self) -> None:  # type: ignore[override]
-        """Step each member."""
         for member in self.members.values():
             member.step()
 
@@ -288,7 +286,6 @@ SCHEDULES: dict[str, Callable[[float, OptimSettings], float]] = {
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    """Set the rate of every group."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 
@@ -306,5 +303,4 @@ def weight_norm(model: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def clamp_scale(log_scale: Tensor) -> None:
-    """Clamp the logarithm of the scale to [0, ln 100]."""
     log_scale.clamp_(*LOG_SCALE_BOUNDS)

@@ -25,8 +25,7 @@ from contrastile.models.late import special_tokens
 from contrastile.models.text import train_tokenizer
 from contrastile.offload import free_memory
 from contrastile.planner.compiled import as_compiled
-from contrastile.planner.late import LateSize
-from contrastile.planner.loss import LossSize
+from contrastile.planner.loss import LateSize, LossSize
 from contrastile.planner.memory import LIBRARIES, Held, Side, StepMemory
 from contrastile.planner.plan import Plan
 from contrastile.planner.profile import Target, target
@@ -60,7 +59,7 @@ def planned(recipe: Any, overrides: Sequence[str], gpus: str | None, batch: int 
     largest = max(size for _, size in settings.train.batch)
     if batch is not None and batch < machines.ranks:
         raise invalid("batch", f"be at least a pair for each of the {machines.ranks} ranks", batch, "Take more.")
-    model, costs = towers(settings, machines.ranks, batch or largest)
+    model, costs = towers(settings, machines.ranks, batch or largest, machines.device)
     plan = plan_of(settings, machines, batch or largest, model, costs, stages(settings, pairs))
     return plan if batch is None else plan.at(batch)
 
@@ -75,7 +74,8 @@ def planned_memory(run: LoadedRun, batch: int, ranks: int) -> dict[str, int] | N
     try:
         memory = free_memory(run.device)[1]
         machines = Target(str(run.device), None, memory, ranks, ranks, run.device.type)
-        return plan_of(run.recipe, machines, batch, *towers(run.recipe, ranks, batch)).peak.parts
+        model, costs = towers(run.recipe, ranks, batch, tokenizer=run.tokenizer)
+        return plan_of(run.recipe, machines, batch, model, costs).peak.parts
     except Exception as error:
         logger.warning("no plan of the memory: %s: %s", type(error).__name__, error)
         return None
@@ -112,15 +112,18 @@ def keys_of(recipe: Any) -> int:
     return 1 if isinstance(recipe, Recipe) else recipe.data.positives + recipe.data.negatives
 
 
-def towers(recipe: Any, ranks: int, batch: int, *, frozen: bool = False) -> tuple[nn.Module, list[TowerCost]]:
+def towers(
+    recipe: Any, ranks: int, batch: int, device: str = "cuda", *, frozen: bool = False, tokenizer: Any = None
+) -> tuple[nn.Module, list[TowerCost]]:
     """The recipe's model without memory, and the cost of each side's sub-batch for a batch of all ranks.
 
-    frozen: none of its weights is trained, as a teacher's.
+    device: the type on which it would run. frozen: none of its weights is trained, as a teacher's. tokenizer: that of a
+    run; otherwise as many words as the recipe allows are made up.
     """
     rows = ceil(batch / ranks / recipe.train.accumulate)
     build: Callable[..., Any] = build_run if isinstance(recipe, Recipe) else build_retriever_run
     special = special_tokens(recipe.model) if _late(recipe) else ()
-    tokenizer = made_up_tokenizer(recipe.model.tokenizer, special)
+    tokenizer = tokenizer or made_up_tokenizer(recipe.model.tokenizer, special)
     # weights in folders are not read, and nothing is compiled
     settings = without_folders(recipe)
     settings = settings.model_copy(
@@ -131,7 +134,7 @@ def towers(recipe: Any, ranks: int, batch: int, *, frozen: bool = False) -> tupl
     if frozen:
         model.eval().requires_grad_(False)
     context, costs = partial(autocast, CPU, recipe.train.precision), []
-    with shapes_only():
+    with shapes_only(device):
         without_memory(model)
         for name, (_, size, length) in sub_batches(recipe, rows).items():
             encoder, module = _encoder(model, name)
@@ -185,15 +188,16 @@ def plan_of(
     on_gpu, late = machines.device == "cuda", _late(recipe)
     sides = []
     for cost, (examples, size, _) in zip(costs, sub_batches(recipe, rows).values(), strict=True):
-        # features in the type of the loss, and normalised
-        copies = 2 * given.itemsize * cost.dimensions
+        # the normalisation keeps features of the loss's type; normalised ones, and a retriever's as encoded, have names
+        wide = given.itemsize * cost.dimensions
+        copies, named = wide - cost.features, wide if isinstance(recipe, Recipe) else wide + cost.features
         if late:
             # in float32 where they are not, without those that do not count, and normalised
-            copies = given.itemsize * cost.dimensions * ((half is not None) + recipe.model.normalise)
+            copies, named = wide * ((half is not None) + recipe.model.normalise), 0
             copies += cost.features if cost.name == "passage" else 0
         inputs = (STREAMED * size if on_gpu else 0) * cost.inputs
         between = NORMALISED * given.itemsize * cost.dimensions if late else 0
-        sides.append(Side(cost, examples, inputs, copies, between))
+        sides.append(Side(cost, examples, inputs, copies, named, between))
     kind, queue = recipe.loss.kind, getattr(recipe.loss, "queue", 0)
     both_ways = isinstance(recipe, Recipe) and kind in ("infonce", "gist")
     size_of: Any = LossSize
@@ -217,7 +221,7 @@ def plan_of(
     teacher, guides = 0, list[Side]()
     if (other := teacher_recipe(recipe)) is not None:
         try:
-            guide, guide_costs = towers(other, ranks, batch, frozen=True)
+            guide, guide_costs = towers(other, ranks, batch, machines.device, frozen=True)
         except ValueError as error:
             # a run keeps its weights when the folders that its recipe names are gone
             logger.warning("the plan leaves loss.%s out: %s", recipe.loss.other_model, error)
@@ -256,8 +260,3 @@ def made_up_tokenizer(settings: Any, special: Sequence[str] = ()) -> Any:
         return ready
     words = map("".join, islice(product(ascii_lowercase, repeat=5), settings.size))
     return train_tokenizer(words, size=settings.size, length=settings.length, special=special)
-
-
-def learned_tokens(settings: Any) -> int | None:
-    """The most tokens a tokenizer may learn from the run's texts; None for a ready one."""
-    return None if settings.folder is not None or settings.kind == "open_clip" else int(settings.size)

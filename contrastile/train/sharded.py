@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from contrastile._errors import invalid
+from contrastile._torch import pytree
 from contrastile._types import Gradient
 from contrastile.distributed import collectives
 from contrastile.models.base import repeated_modules
@@ -152,14 +153,12 @@ def settle_gradients(model: nn.Module, how: Gradient) -> None:
 
 def gathered(state: Any, *, keep: bool) -> Any:
     """`state` with whole tensors in host memory on ranks that `keep` them, None on the others; collective."""
-    if isinstance(state, Tensor):
-        tensor = full(state)
+
+    def whole(x: Tensor) -> Tensor | None:
+        tensor = full(x)
         return tensor.cpu() if keep else None
-    if isinstance(state, Mapping):
-        return {name: gathered(inner, keep=keep) for name, inner in state.items()}
-    if isinstance(state, (list, tuple)):
-        return type(state)(gathered(inner, keep=keep) for inner in state)
-    return state
+
+    return pytree.tree_map_only(Tensor, whole, state)
 
 
 class ShardedPart:
@@ -184,7 +183,6 @@ class ShardedPart:
 
 
 def sharded_parts(parts: Parts) -> dict[str, ShardedPart]:
-    """The parts with sharded tensors, by name."""
     return {name: ShardedPart(parts[name]) for name in SHARDED_PARTS}
 
 

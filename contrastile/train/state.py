@@ -114,7 +114,6 @@ class TrainResult:
     stopped_by: int | None = None
 
     def update(self, progress: Progress, skipped_steps: int) -> None:
-        """Record the progress after a step."""
         self.examples, self.steps, self.seconds = progress.seen, len(progress.sizes), progress.seconds
         self.largest_batch, self.peak_bytes = max(progress.sizes, default=0), progress.peak_bytes
         self.skipped_steps = skipped_steps
@@ -238,7 +237,6 @@ class NonFiniteGuard:
 
 
 def all_finite(model: nn.Module) -> bool:
-    """True where this rank's weights and buffers are all finite."""
     return all(bool(local(tensor).isfinite().all()) for tensor in chain(model.parameters(), model.buffers()))
 
 

@@ -120,10 +120,6 @@ class Task(ABC, Generic[P]):
     def loss(self, part: P) -> Tensor:
         """The mean loss over this part's examples, of all ranks."""
 
-    def end_step(self, taken: bool) -> None:
-        """End a step, in which the weights were updated, or which was skipped."""
-        self.objective.end_step(taken)
-
     def timed(self, stopwatch: Stopwatch) -> None:
         """Mark the ends of the loss on `stopwatch` from now on."""
         self._loss = stopwatch.around(self._loss)

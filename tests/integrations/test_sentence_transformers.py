@@ -371,6 +371,9 @@ def refused(**words: Any) -> Any:
 
 
 SENTENCES = {
+    "`model` must be a model of sentence-transformers; got 'all-MiniLM-L6-v2'. Load it: Sentence": lambda model: (
+        CachedRankingLoss("all-MiniLM-L6-v2")
+    ),
     "`scale` must be above 0; got 0. Pass 1 / temperature.": refused(scale=0),
     "`similarity_fct` must be util.cos_sim or util.dot_score; got euclidean_sim. Pass one of": refused(
         similarity_fct=util.euclidean_sim

@@ -57,6 +57,32 @@ def test_bf16(tmp_path: Path, kind: str) -> None:
         torch.testing.assert_close(p, results[1][1][name], rtol=2e-2, atol=2e-4)
 
 
+def with_scaler(run: Any, first: float) -> Any:
+    """The Trainer under fp16 with a GradScaler, which accelerate makes on GPUs only."""
+    run.accelerator.state._mixed_precision = "fp16"
+    run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=first)
+    return run
+
+
+@pytest.mark.parametrize("kind", ["ours", "method"])
+@pytest.mark.parametrize("first", [2.0**12, 2.0**40], ids=["fits", "overflows"])
+def test_fp16(tmp_path: Path, kind: str, first: float) -> None:
+    """Gradients are scaled before the cache and unscaled once behind it; a step whose gradients overflow is skipped."""
+    results, weights = [], [p.clone() for p in Model().parameters()]
+    for each in (kind, "plain"):
+        # clipped, which unscales them
+        run = with_scaler(trainer(each, tmp_path, 8, bf16=True, double=False, max_grad_norm=1e-2), first)
+        run.train()
+        assert run.accelerator.scaler.get_scale() == (first if first < 2**20 else first / 2**4)
+        moved = max(float((p - q).abs().max()) for p, q in zip(run.model.parameters(), weights, strict=True))
+        assert (moved > 1e-6) == (first < 2**20)
+        results.append(result(run))
+    (losses, ours), (others, plain) = results
+    assert losses == pytest.approx(others, rel=2e-3)
+    for name, p in ours.items():
+        torch.testing.assert_close(p, plain[name], rtol=2e-3, atol=2e-6)
+
+
 def test_a_resumed_run_has_the_same_weights(tmp_path: Path) -> None:
     whole = trainer("ours", tmp_path / "whole", 8)
     whole.train()

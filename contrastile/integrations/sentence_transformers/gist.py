@@ -131,8 +131,7 @@ class CachedGISTLoss(CachedLoss):
         texts = self.tokenizer.batch_decode(list(tokens), skip_special_tokens=True)
         # version 5 calls it so
         tokenize = getattr(self.guide, "preprocess", None) or self.guide.tokenize
-        tokens_of_guide: Mapping[str, Any] = batch_to_device(tokenize(texts), self.guide.device)
-        return tokens_of_guide
+        return batch_to_device(tokenize(texts), self.guide.device)
 
 
 def _vocabulary(name: str, model: Any) -> Any:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -80,7 +79,8 @@ class CachedMultiVectorLoss(CachedLoss):
         query, mask = embeddings[0], others[0]
         if self.similarity == "mean_colbert_scores":
             query = query / mask.sum(1).clamp(min=1)[:, None, None]
-        width = self._longest([x.shape[1] for x in embeddings[1:]], query.device)
+        # `contrast` pads further, where other ranks have longer documents
+        width = max(x.shape[1] for x in embeddings[1:])
         documents = torch.cat([_padded(x, width) for x in embeddings[1:]])
         masks = torch.cat([_padded(x, width) for x in others[1:]])
         return contrast(
@@ -100,14 +100,6 @@ class CachedMultiVectorLoss(CachedLoss):
         vectors, mask = out["token_embeddings"], out["attention_mask"].bool()
         # sub-batches of packed texts are as wide as their longest
         return _padded(vectors, width), _padded(mask, width)
-
-    def _longest(self, widths: Sequence[int], device: torch.device) -> int:
-        """The most positions of any document; of all ranks, where they exchange documents."""
-        if self.exchange == "single" or not (dist.is_available() and dist.is_initialized()):
-            return max(widths)
-        longest = torch.tensor(max(widths), device=device)
-        dist.all_reduce(longest, dist.ReduceOp.MAX)
-        return int(longest)
 
 
 def _padded(x: Tensor, width: int) -> Tensor:

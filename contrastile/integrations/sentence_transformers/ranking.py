@@ -161,8 +161,7 @@ class CachedRankingLoss(CachedLoss):
             rows, keys, self.scale, Softmax(), Options(exchange=self.exchange, reduction="none"),
             negatives=positives[:, None], own_positives=1, query_ids=ids, key_ids=key_ids,
         )  # fmt: skip
-        loss: Tensor = operation(*inputs)
-        return loss
+        return operation(*inputs)
 
     def _ids(self, queries: Tensor) -> Tensor:
         """A number of each query that no rank shares."""

@@ -261,7 +261,7 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
 def softmax_positive(among, target, missing, smoothing, INSIDE: tl.constexpr):
     """p − (1 − ε) · target of a positive pair, without cancellation as p → 1: see losses/softmax.py.
 
-    INSIDE: the probability among the positives is the target, see losses/inside.py.
+    INSIDE: the probability among the positives is the target, see losses/softmax.py.
     """
     # exactly 1 for a single positive, even if its logit is rounded otherwise than in the forward
     among = tl.where(target == 1.0, 1.0, among)

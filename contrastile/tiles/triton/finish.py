@@ -106,7 +106,7 @@ def finish(row_stats_ptr, row_stats_stride, N, col_stats_ptr, col_stats_stride, 
 
     The sums of each block: Σ weight · loss and Σ weight of each side, the number of rows, and NONFINITE. program_id 1 =
     0 computes rows, 1 columns. DECOUPLED leaves the positives out of the denominator, MISES_FISHER weighs them by the
-    totals of `mises_fisher_sums` (losses/decoupled.py); INSIDE: see losses/inside.py.
+    totals of `mises_fisher_sums` (losses/decoupled.py); INSIDE: see losses/softmax.py.
     """
     side = tl.program_id(1)
     sides = tl.num_programs(1)

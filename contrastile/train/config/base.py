@@ -92,7 +92,6 @@ class Settings(BaseModel):
 
 
 def refuse(clashes: Iterable[Clash]) -> None:
-    """Refuse a recipe by the first clash whose condition is true."""
     for wrong, key, reason in clashes:
         if wrong:
             raise PydanticCustomError("clash", reason, {"key": key})

@@ -201,7 +201,6 @@ def as_svg(figure: Figure, *, transparent: bool = False) -> str:
 
 
 def _svg(figure: Figure) -> str:
-    """The SVG element, in the colours of the page around it."""
     svg = as_svg(figure, transparent=True)
     for colour, variable in VARIABLES.items():
         svg = svg.replace(colour, variable)

@@ -154,7 +154,6 @@ def measures(results: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[str, 
 
 
 def percent(share: float | None) -> str:
-    """A share in percent; empty for None."""
     if share is None:
         return ""
     return f"{share:.2%}" if share < 0.01 else f"{share:.1%}"
@@ -220,7 +219,6 @@ def few_text(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def table_text(results: Sequence[Mapping[str, Any]], wording: Wording = IMAGE_TEXT) -> str:
-    """The table of results for a terminal."""
     rows = table(results, wording)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []

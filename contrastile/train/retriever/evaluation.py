@@ -120,7 +120,6 @@ def rank_all(
 
 
 def bm25_candidates(passages: Passages, count: int) -> Candidates:
-    """The first `count` passages of BM25."""
     engine = BM25(passages)
     return lambda questions: engine.search(questions, count)[1]
 

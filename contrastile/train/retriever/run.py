@@ -116,7 +116,6 @@ def passage_tokens(passages: Sequence[Passage], tokenizer: Tokenizer, recipe: Re
 
 
 def query_tokens(queries: Iterable[str], tokenizer: Tokenizer, recipe: RetrieverRecipe) -> TokenStore:
-    """Tokens of questions as their encoder reads them."""
     texts = (recipe.data.query_prefix + query for query in queries)
     return TokenStore(texts, tokenizer, recipe.model.tokenizer.query_length, _marker(tokenizer, recipe, "query"))
 
