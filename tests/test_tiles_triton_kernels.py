@@ -23,10 +23,9 @@ from contrastile._types import Reduction
 from contrastile.losses.base import Finished, Formula, PairLoss, Shard
 from contrastile.losses.decoupled import Decoupled, DecoupledWeighted
 from contrastile.losses.hardness import Hardness
-from contrastile.losses.inside import SoftmaxInside
 from contrastile.losses.reference import dense_decoupled, dense_softmax
 from contrastile.losses.sigmoid import Sigmoid
-from contrastile.losses.softmax import Softmax, SoftmaxStats
+from contrastile.losses.softmax import Softmax, SoftmaxInside, SoftmaxStats
 from contrastile.tiles.eager import Eager
 from contrastile.tiles.triton import backend, block, launch, plan, positions, sorting
 from contrastile.tiles.triton.arithmetic import CAREFUL, SHIFT
