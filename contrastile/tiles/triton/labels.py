@@ -384,14 +384,17 @@ def label_gradients(q_ptr, k_ptr, strip_ptr, constants_ptr, row_state_ptr, row_c
             sums += tl.sum(g if SOFTPLUS else g * part, 1)
             if KEPT:
                 g = (g * by_coefficient[:, None]) * by_factor[:, None]
-            # whole tiles, as the strip has: stores of single numbers take several times as long
             for piece_at in tl.static_range(PARTS):
                 piece = g.to(strip_ptr.dtype.element_ty)
                 row = (piece_at * part_stride + rows).to(tl.int64)
                 strip_at = strip_ptr + row[:, None] * out_stride + cols[None, :]
-                merged = tl.where(positive, piece, tl.load(strip_at))
-                tl.debug_barrier()
-                tl.store(strip_at, merged)
+                if BM == TALL:
+                    # all of a tile, 16 bytes at a time: most of its pairs are positives
+                    merged = tl.where(positive, piece, tl.load(strip_at))
+                    tl.debug_barrier()
+                    tl.store(strip_at, merged)
+                else:
+                    tl.store(strip_at, piece, mask=positive)
                 g = g - piece.to(tl.float32)
     sums_at = label_sums_ptr + rows
     tl.store(sums_at, tl.load(sums_at, mask=rows < N, other=0.0) + sums, mask=rows < N)
