@@ -397,10 +397,14 @@ def label_gradients(q_ptr, k_ptr, strip_ptr, constants_ptr, row_state_ptr, row_c
                     tl.store(strip_at, piece, mask=positive)
                 g = g - piece.to(tl.float32)
     sums_at = label_sums_ptr + rows
-    tl.store(sums_at, tl.load(sums_at, mask=rows < N, other=0.0) + sums, mask=rows < N)
+    sums += tl.load(sums_at, mask=rows < N, other=0.0)
     if LOSS:
-        out = stats_ptr + rows
-        tl.store(out, tl.load(out, mask=rows < N, other=0.0) + loss, mask=rows < N)
+        loss += tl.load(stats_ptr + rows, mask=rows < N, other=0.0)
+    # all warps have read before one of them writes
+    tl.debug_barrier()
+    tl.store(sums_at, sums, mask=rows < N)
+    if LOSS:
+        tl.store(stats_ptr + rows, loss, mask=rows < N)
 
 
 @triton.jit(do_not_specialize=ANY)
