@@ -4,8 +4,6 @@ python benchmarks/house_figures.py              # prints the table
 python benchmarks/house_figures.py --write      # and puts it into docs/architecture.md, whose column "before" stays
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import statistics

@@ -7,8 +7,6 @@ command continues with --resume. Everything that both runs leave behind is compa
 in metrics.jsonl. The exit code is 1 where anything differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

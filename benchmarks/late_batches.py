@@ -5,7 +5,7 @@
 `batches` takes whole updates of the recipe `docstrings-late`, with made-up texts of full length, each question with two
 passages; on a GPU where there is one, in bf16. `ratio` times 256² pairs of 32 × 64 tokens, d = 128, symmetric, with
 gradients: the tiles of `contrast` and the plain formula in turns, so that both meet the same machine. Memory is that of
-tensors, without the parameters.
+tensors, without the parameters. On a GPU sub-batches have 1,024 texts, and the workspace of the loss has 1 GiB.
 """
 
 from __future__ import annotations
@@ -84,8 +84,11 @@ def ratio(machine: Machine, report: Report) -> None:
 
 def batches(machine: Machine, report: Report, updates: list[int]) -> None:
     """Whole updates of the small model."""
-    precision = "bf16" if machine.device.type == "cuda" else "float32"
+    on_gpu = machine.device.type == "cuda"
+    precision = "bf16" if on_gpu else "float32"
     words = [f"train.precision={precision}", "train.retain=0", "evaluate.candidates=0", "evaluate.bm25=false"]
+    if on_gpu:
+        words += ["train.sub_batch={query=1024,passage=1024}", f"loss.workspace={2**30}"]
     recipe = load_retriever_recipe("docstrings-late", words)
     tokenizer = made_up_tokenizer(recipe.model.tokenizer, special_tokens(recipe.model))
     run, settings = build_retriever_run(recipe, tokenizer), recipe.model.tokenizer

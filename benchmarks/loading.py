@@ -10,8 +10,6 @@ the steps' time, without the first few, before the batch is there. `without data
 resident batch, while nothing else happens.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import tarfile

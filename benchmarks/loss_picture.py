@@ -3,8 +3,6 @@
 python benchmarks/loss_picture.py
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from matplotlib.figure import Figure

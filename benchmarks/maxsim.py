@@ -60,7 +60,7 @@ SHARED = Tiling(entries=256, warps=8, registers=False, most_registers=128)
 SWEEPS = {
     "128 x 64 in registers, 4 warps": Tiling(),
     "4 stages": Tiling(stages=4),
-    "64 documents": Tiling(documents=64),
+    "32 documents": Tiling(documents=32),
     "a loop for documents, one for blocks": Tiling(flatten=False),
     "256 x 64 in shared memory, 8 warps": SHARED,
     "128 x 64 in shared memory, 2 stages": Tiling(registers=False, stages=2),
@@ -71,9 +71,8 @@ QUERIES = {
     "256 entries of 32 features, 4 warps": Gathering(entries=256, features=32),
 }
 DOCUMENTS = {
-    "lists of 32 rows, 1 warp": Gathering(),
-    "lists of 64 rows, 2 warps": Gathering(rows=64, list_warps=2),
-    "lists of 128 rows, 4 warps": Gathering(rows=128, list_warps=4),
+    "groups of 32 entries": Gathering(),
+    "groups of 64": Gathering(group=64),
     "64 features": Gathering(document_features=64),
     "4 stages": Gathering(document_stages=4),
 }

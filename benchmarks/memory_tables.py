@@ -7,7 +7,7 @@ Takes about a minute on an H200; without a GPU sizes are small. A step at the la
 card's memory, and a step above it must fail; expandable segments leave no gaps behind steps of other sizes. A step is
 one rank's of a world of which no other rank exists. Every tensor of the step is there and the loss is computed as a
 whole. Of each side's sub-batches the first FEW run through the tower, whose activations are those of any other; the
-others' features are one trained row.
+others' features are one trained row, in long parts, because their number would take minutes.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from contrastile.train.provenance import ORIGIN, provenance
 from contrastile.train.recipe import load_recipe
 from contrastile.train.run import build_run
 
-# sub-batches of a side that run through its tower
-FEW = 3
+# sub-batches of a side that run through its tower, each at the head of a part of so many
+FEW, PART = 3, 32
 # pairs of a batch that must fail, over those that exactly fill the card
 ABOVE = 1.03
 # pairs of a rank: no more are looked for; of the tiny model
@@ -75,10 +75,10 @@ IMPLS = ("CLIP", "open_clip", OURS)
 # loss of a step that fills 80 GB takes minutes
 CARDS = tuple(
     card
-    for model, own in (("ViT-B/16", 17), ("ViT-L/14", 50))
+    for model, own, size in (("ViT-B/16", 8, 32), ("ViT-L/14", 15, 16))
     for card in (
         *(Card(impl, model, ranks, 80, 128) for impl, ranks in (("CLIP", 8), ("open_clip", 8), ("open_clip", 32))),
-        Card(OURS, model, 8, own, 128),
+        Card(OURS, model, 8, own, size),
     )
 )
 TINY = [Card(impl, "tiny", 8, 3, 16) for impl in IMPLS]
@@ -86,7 +86,10 @@ MODELS = {"ViT-B/16": B_16, "ViT-L/14": (), "tiny": TINY_CLIP}
 
 
 class Sampled(nn.Module):
-    """A tower over indices [n] into a batch: the first FEW sub-batches run through it, others get one trained row."""
+    """A tower over indices [n] into a batch: a sub-batch of each of the first FEW parts runs through it.
+
+    All other examples get one trained row.
+    """
 
     def __init__(self, tower: nn.Module, encoder: Callable[..., Tensor], inputs: list[Tensor], D: int) -> None:
         super().__init__()
@@ -94,9 +97,11 @@ class Sampled(nn.Module):
         self.row = nn.Parameter(torch.randn(D, device=inputs[0].device))
 
     def forward(self, indices: Tensor) -> Tensor:
-        if int(indices[0]) < FEW * len(self.inputs[0]):
-            return self._encoder(*(x[: len(indices)] for x in self.inputs))
-        return self.row.to(torch.get_autocast_dtype(indices.device.type)).expand(len(indices), -1).clone()
+        row = self.row.to(torch.get_autocast_dtype(indices.device.type))
+        if int(indices[0]) >= FEW * PART * len(self.inputs[0]):
+            return row.expand(len(indices), -1).clone()
+        run = self._encoder(*(x[: len(indices)] for x in self.inputs))
+        return torch.cat([run, row.expand(len(indices) - len(run), -1)])
 
 
 class Steps:
@@ -136,7 +141,7 @@ class Steps:
         limit = one.target.memory - CONTEXT
         inside, above = self.largest(card, one, one.allowed), int(ABOVE * self.largest(card, one, limit))
         # makes the optimizer's state, and compiles the kernels of the towers
-        self.take(card, one, 4 * card.sub_batch * card.ranks)
+        self.take(card, one, (FEW * PART + 1) * card.sub_batch * card.ranks)
         with self.machine.limited(limit):
             for batch, expected in ((inside, "fits"), (above // card.ranks * card.ranks, "fails")):
                 self.report.result(*self.row(card, one, batch, expected, limit))
@@ -171,7 +176,7 @@ class Steps:
     def loss(self, card: Card, one: Plan, indices: Tensor) -> Tensor:
         """A rank's loss, as a task of the training loop computes it."""
         with self.run.autocast():
-            q, k = (encode(side, indices, sub_batch=card.sub_batch) for side in self.sides)
+            q, k = (encode(side, indices, sub_batch=PART * card.sub_batch) for side in self.sides)
             q, k = map(self.run.model.unit_rows, (q, k))
             if card.impl == OURS:
                 words = {name: getattr(one.step.loss, name) for name in ("exchange", "backend", "workspace")}

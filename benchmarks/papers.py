@@ -7,8 +7,6 @@ and 20.3 for DisCo-CLIP's decomposition (h200_memory.csv), 16.19 for OpenCLIP's 
 (h200_4_ranks.csv).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from math import sqrt

@@ -1,9 +1,10 @@
 """Time losses as people call them, beside the plain formula and the same compiled: autocast, options, rectangles.
 
 Forward and backward, in interleaved rounds: the median and the least milliseconds of a step, many steps in a row.
-"host" is the time until a step's launches are queued. Run on an idle GPU:
+"host" is the time until a step's launches are queued. With --peers also packages that compute the same, where they are
+installed. Run on an idle GPU:
 
-    python benchmarks/user_calls.py
+    python benchmarks/user_calls.py [--only infonce] [--seconds 1] [--peers] [--csv FILE]
 """
 
 from __future__ import annotations
@@ -13,14 +14,19 @@ import statistics
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile import ClipLoss, InfoNCELoss, SigLipLoss
-from contrastile.bench.harness import Machine, Step
-from contrastile.bench.peers import FORMULAS, Loss
+from contrastile.bench.harness import Machine, Step, results_file
+from contrastile.bench.peers import FORMULAS, PEERS, Loss
+from contrastile.train.provenance import ORIGIN, provenance
+
+PACKAGES = "cut-cross-entropy", "siglip-kernel"
+COLUMNS = ("call", "impl", "ms", "least_ms", "host_ms", *ORIGIN)
 
 
 def features(*sizes: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
@@ -39,7 +45,7 @@ def step(loss: Loss, leaves: list[Tensor], *, autocast: bool = True) -> Step:
     return run
 
 
-def calls() -> Iterator[tuple[str, dict[str, Step]]]:
+def calls(machine: Machine, *, with_peers: bool) -> Iterator[tuple[str, dict[str, Step]]]:
     """Each problem's name, and the steps that are timed together."""
     clip, one_way = FORMULAS["clip"], FORMULAS["infonce"]
     scale = torch.tensor(100.0, device="cuda", requires_grad=True)
@@ -47,6 +53,11 @@ def calls() -> Iterator[tuple[str, dict[str, Step]]]:
     def beside(ours: Loss, plain: Loss, leaves: list[Tensor], **more: Step) -> dict[str, Step]:
         ways = {"plain": step(plain, leaves), "compiled": step(torch.compile(plain, dynamic=False), leaves)}
         return {"contrastile": step(ours, leaves), **more, **ways}
+
+    def peers(name: str, leaves: list[Tensor]) -> dict[str, Step]:
+        """Packages that take these features as they are."""
+        ways = {one.label: one for one in with_peers * PEERS if name in one.losses and one.absent(machine) is None}
+        return {label: step(one.losses[name], leaves, autocast=False) for label, one in ways.items()}
 
     for b, d in ((1024, 512), (4096, 512), (8192, 768), (16384, 768), (32768, 768)):
         wide, narrow = features((b, d), (b, d), dtype=torch.float32), features((b, d), (b, d))
@@ -59,16 +70,19 @@ def calls() -> Iterator[tuple[str, dict[str, Step]]]:
         steps = {f"contrastile, {name}": step(partial(ClipLoss(), **given), leaves) for name, given in options.items()}
         steps["contrastile, smoothing"] = step(ClipLoss(label_smoothing=0.1), leaves)
         yield f"clip {b} x 512, options", {**steps, "plain": step(clip, leaves)}
-    for n, m, d in ((1024, 4096, 512), (1024, 65536, 768), (4096, 32768, 768), (2048, 131072, 512)):
-        leaves = [*features((n, d), (m, d)), scale]
-        steps = beside(InfoNCELoss(), one_way, leaves)
-        at = torch.randperm(m, device="cuda")[:n]
-        steps["contrastile, positives"] = step(partial(InfoNCELoss(), positives=at), leaves)
-        yield f"infonce {n} x {m} x {d}", steps
+    for n, m, d in ((1024, 65536, 768), (4096, 32768, 768), (2048, 131072, 512), (1024, 4096, 512)):
+        for kind, dtype in (("", torch.bfloat16), (", float32 features", torch.float32)):
+            leaves = [*features((n, d), (m, d), dtype=dtype), scale]
+            steps = beside(InfoNCELoss(), one_way, leaves) | ({} if kind else peers("infonce", leaves))
+            at = torch.randperm(m, device="cuda")[:n]
+            steps["contrastile, positives"] = step(partial(InfoNCELoss(), positives=at), leaves)
+            yield f"infonce {n} x {m} x {d}{kind}", steps
     sigmoids = ((SigLipLoss(), {"logit_bias": -10.0}), (FORMULAS["siglip"], {"bias": -10.0}))
-    for b in (1024, 4096, 8192):
+    for b in (1024, 2048, 4096, 8192, 16384, 32768):
         leaves = [*features((b, 768), (b, 768)), scale]
-        yield f"siglip {b} x 768", beside(*(partial(loss, **bias) for loss, bias in sigmoids), leaves)
+        steps = beside(*(partial(loss, **bias) for loss, bias in sigmoids), leaves)
+        with_bias = [*leaves, torch.tensor(-10.0, device="cuda", requires_grad=True)]
+        yield f"siglip {b} x 768", steps | peers("siglip", with_bias)
 
 
 def host_ms(run: Step, rounds: int = 9, steps: int = 5) -> float:
@@ -87,16 +101,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1.0, help="how long each may be measured (default: 1)")
     parser.add_argument("--only", default="", help="the calls whose names hold this word")
+    parser.add_argument("--peers", action="store_true", help="public packages too")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write rows there, behind those that it has")
     options = parser.parse_args()
     machine = Machine.of(torch.device("cuda"), options.seconds)
     machine.load()
-    for name, steps in calls():
-        if options.only not in name:
-            continue
-        print(name)
-        for impl, timing in machine.race(steps).items():
-            host = host_ms(steps[impl])
-            print(f"  {impl:28} {timing.ms:8.3f} ms, least {timing.least_ms:8.3f}, host {host:8.3f}", flush=True)
+    with results_file(options.csv, COLUMNS) as write:
+        for name, steps in calls(machine, with_peers=options.peers):
+            if options.only not in name:
+                continue
+            print(name)
+            for impl, timing in machine.race(steps).items():
+                host = host_ms(steps[impl])
+                print(f"  {impl:28} {timing.ms:8.3f} ms, least {timing.least_ms:8.3f}, host {host:8.3f}", flush=True)
+                times = {"ms": round(timing.ms, 3), "least_ms": round(timing.least_ms, 3), "host_ms": round(host, 3)}
+                write({"call": name, "impl": impl, **times, **provenance(machine.device, *PACKAGES)})
 
 
 if __name__ == "__main__":

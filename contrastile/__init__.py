@@ -11,8 +11,6 @@ learned distance of `contrastile.scorers`; `load` gives the towers of a finished
 run, `plan` the memory and the time of one to come.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

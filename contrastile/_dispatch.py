@@ -5,8 +5,6 @@ name never falls back; "auto" says once, in the log of the name `contrastile`, w
 declined.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

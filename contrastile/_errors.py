@@ -1,12 +1,11 @@
-"""The form of every error that a user can mend.
+"""The form of every error that a user can mend, and the log of the package.
 
 The lowest file of the package. It imports nothing, not even torch, so that the command line can refuse an argument
 before torch is loaded. Checks of tensors are in `engine/arguments.py`.
 """
 
-from __future__ import annotations
-
 import errno
+import logging
 import math
 import operator
 import re
@@ -14,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any
+
+logger = logging.getLogger("contrastile")
 
 # error numbers of a full disk
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -9,8 +9,6 @@
 is what an encoder sees at once.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

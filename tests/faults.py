@@ -8,8 +8,6 @@ the same command, with --resume where it has that, must end with the bytes of th
 random sample of the events is tried. The exit code is 1 where anything differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import errno

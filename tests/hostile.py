@@ -5,8 +5,6 @@ growth of the largest resident set since the fork; processor time beyond `SECOND
 `MEMORY`, so that a mistake cannot take the machine with it.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Images that promise more than they hold, and what an honest one may take: made by code, a few kilobytes each."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zlib

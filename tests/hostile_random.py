@@ -3,8 +3,6 @@
 A reader may return, skip an example with its reason, or raise ValueError in the house's form. Anything else fails.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -1,7 +1,5 @@
 """Text files that promise more than they hold, that lose what they hold, or that no reader expects; made by code."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

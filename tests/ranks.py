@@ -3,8 +3,6 @@
 And processes of a test's own, for what leaves a group unusable or kills a rank.
 """
 
-from __future__ import annotations
-
 import datetime
 import gc
 import multiprocessing

@@ -1,7 +1,5 @@
 """The sentence of an error."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`contrastile bench memory`: one rank of a world that is not there, beside the papers' baselines."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`LossBench` across ranks: exchanges beside one process, right results only, failures of one rank, the profile."""
 
-from __future__ import annotations
-
 import sys
 from importlib.metadata import version
 from pathlib import Path

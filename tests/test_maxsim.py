@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from contrastile.exchange import host
 from contrastile.gradcache.memory import footprint
 from contrastile.losses import Softmax
 from contrastile.scorers import Bilinear, MaxSim
-from contrastile.tiles.triton import launch, maxsim, maxsim_maxima, maxsim_plan
+from contrastile.tiles.triton import launch, maxsim, maxsim_lists, maxsim_maxima, maxsim_plan
 from contrastile.tiles.triton import scores as score_tiles
 from contrastile.tiles.triton.late import FusedMaxSim
 from contrastile.tiles.triton.maxsim import Documents, Entries
@@ -272,16 +273,18 @@ def test_the_last_programs_of_a_sweep_end_together(monkeypatch: pytest.MonkeyPat
     maxsim_plan.documents_for.cache_clear()
     # 32 tiles of entries and 128 documents: 384 programs of 11 documents
     assert maxsim_plan.documents_for(Tiling(), 32, 128, 180, device) == 11
-    assert maxsim_plan.documents_for(Tiling(), 256, 1024, 180, device) == Tiling().documents
+    assert maxsim_plan.documents_for(Tiling(), 256, 1024, 180, device) == 61
     assert maxsim_plan.documents_for(Tiling(), 8, 32, 180, device) == 1
     maxsim_plan.documents_for.cache_clear()
 
 
 class _Lanes:
-    """32 lanes that run the assembly of maxima."""
+    """32 lanes that run assembly; stored numbers are in `memory`, by address."""
 
     def __init__(self, code: str, inputs: dict[str, Tensor]) -> None:
-        self.values = {**inputs, "least": torch.zeros(32, dtype=torch.int64)}
+        lanes = torch.arange(32)
+        self.values = {**inputs, "least": lanes * 0, "%laneid": lanes, "%lanemask_lt": (1 << lanes) - 1}
+        self.memory: dict[int, int] = {}
         skipped = False
         for line in filter(
             None, map(str.strip, code.strip("{}\n").replace("${:uid}", "").replace(";", "").split("\n"))
@@ -297,15 +300,16 @@ class _Lanes:
         guard, _, rest = line.partition(" ") if line.startswith("@") else ("", "", line)
         operation, _, names = rest.partition(" ")
         to, *sources = names.split(", ")
-        x, y = ([self._read(name) for name in sources] * 2)[:2]
-        unsigned = (1 << 32) - 1
-        value = {
-            "max.s32": lambda: torch.maximum(x, y), "min.s32": lambda: torch.minimum(x, y),
-            "min.u32": lambda: torch.minimum(x & unsigned, y), "sub.s32": lambda: x - y, "mov.b32": lambda: x,
-            "or.b32": lambda: x | y, "and.b32": lambda: x & y, "not.b32": lambda: ~x,
-            "bfind.u32": lambda: x.double().log2().floor().long(), "setp.lt.s32": lambda: x < y,
-            "vote.sync.any.pred": lambda: x.any().expand(32),
-        }[operation]()  # fmt: skip
+        x, y, z = ([self._read(name) for name in sources] * 3)[:3]
+        if operation.startswith("st.global"):
+            chosen = self.values[guard[1:]]
+            self.memory |= dict(zip(self.values[to.strip("[]")][chosen].tolist(), x[chosen].tolist(), strict=True))
+            return
+        value = _value(operation, x, y, z)
+        # a shuffle's second result: there is such a lane
+        to, _, reached = to.partition("|")
+        if reached:
+            self.values[reached] = torch.arange(32) >= y
         before = self.values.get(to, torch.zeros_like(value))
         self.values[to] = torch.where(self.values[guard[1:]], value, before) if guard else value
 
@@ -313,6 +317,28 @@ class _Lanes:
         if name in self.values:
             return self.values[name]
         return torch.full((32,), int(name, 0), dtype=torch.int64)
+
+
+def _value(operation: str, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    """The result of an operation on numbers of 32 lanes."""
+    unsigned, lanes = (1 << 32) - 1, torch.arange(32)
+    bits = (1 << lanes) * x.bool()
+    results: dict[str, Callable[[], Tensor]] = {
+        "max": lambda: torch.maximum(x, y), "min": lambda: torch.minimum(x, y), "add": lambda: x + y,
+        "min.u32": lambda: torch.minimum(x & unsigned, y), "sub": lambda: x - y, "mov": lambda: x,
+        "or": lambda: x | y, "and": lambda: x & y, "xor": lambda: x ^ y, "not": lambda: ~x,
+        "bfind": lambda: x.double().log2().floor().long(), "mad": lambda: x * y + z,
+        "selp": lambda: x.where(z.bool(), y),
+        "setp.lt": lambda: x < y, "setp.ne": lambda: x != y,
+        "vote.sync.any": lambda: x.any().expand(32),
+        "vote.sync.ballot": lambda: bits.sum().expand(32),
+        "popc": lambda: torch.tensor([(each & unsigned).bit_count() for each in x.tolist()]),
+        "shfl.sync.idx": lambda: x[y],
+        "shfl.sync.up": lambda: x[(lanes - y).clamp(min=0)],
+    }  # fmt: skip
+    parts = operation.split(".")
+    name = next(name for n in (4, 3, 2, 1) if (name := ".".join(parts[:n])) in results)
+    return results[name]()
 
 
 @pytest.mark.parametrize("places", [False, True])
@@ -335,6 +361,31 @@ def test_the_assembly_of_maxima(places: bool) -> None:
             if places:
                 expected = torch.from_numpy((some[row] == top[:, None]).numpy().argmax(1))
                 assert torch.equal(values[f"${rows + row}"], expected)
+
+
+def test_the_assembly_of_lists() -> None:
+    """Two steps of 512 entries: counts of each code, begins and ends, and the values of each list in order."""
+    pack, codes = maxsim_lists.PACK, torch.randint(16, (2, maxsim_lists.PACK, 32))
+    counts = torch.zeros(32, dtype=torch.int64)
+    for step in codes:
+        inputs = {f"${pack + entry}": step[entry] for entry in range(pack)} | {f"${2 * pack}": counts}
+        counts = _Lanes(maxsim_lists._steps(store=False), inputs).values["$0"]
+    assert torch.equal(counts[:16], codes.flatten().bincount(minlength=16))
+    values = _Lanes(maxsim_lists._bounds(), {f"${3 * pack}": counts}).values
+    fields, before = maxsim_lists.FIELDS.value, counts[maxsim_lists.BEFORE.value]
+    begin, end = values["$0"][:fields], values[f"${pack}"][:fields]
+    assert torch.equal(end, before + counts[:fields].cumsum(0))
+    assert torch.equal(begin, end - counts[:fields])
+    assert values[f"${2 * pack}"].tolist() == [*range(fields), *[-1] * (32 - fields)]
+    found: dict[int, int] = {}
+    begins = values["$0"]
+    for number, step in enumerate(codes):
+        entries = torch.arange(512).view(pack, 32) + 512 * number
+        inputs = {f"${kind * pack + entry}": x[entry] for entry in range(pack) for kind, x in ((1, step), (3, entries))}
+        lanes = _Lanes(maxsim_lists._steps(store=True), inputs | {f"${2 * pack}": begins, f"${4 * pack}": begins * 0})
+        begins, found = lanes.values["$0"], found | lanes.memory
+    order = [int(e) for code in range(fields) for e in (codes.flatten() == code).nonzero()]
+    assert [found[4 * (int(before) + at)] for at in range(len(order))] == order
 
 
 def test_several_tiles_and_strips_agree(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from refusals import refusal
 
 from contrastile.models.text import load_tokenizer, train_tokenizer
 
@@ -119,3 +120,14 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
         load_tokenizer(tmp_path)
     sentence = f"`folder` must hold a tokenizer.json; got {tmp_path}. Point to a run or to a saved tokenizer."
     assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"size": 2}, "`size` must be at least 3 words; got 2. Two of them are for padding and for what is unknown."),
+        ({"length": 0}, "`length` must be at least 1 token; got 0. Titles of a few words need about 16."),
+    ],
+)
+def test_invalid_settings_are_refused(settings, sentence):
+    assert refusal(train_tokenizer, TITLES, **settings) == sentence

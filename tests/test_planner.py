@@ -251,6 +251,21 @@ def test_a_word_that_names_no_machine_is_refused(word: str, sentence: str, monke
     assert str(error.value) == sentence
 
 
+@pytest.mark.parametrize(("words", "sentence"), [
+    ({"gpus": 8}, "`gpus` must be [nodes x] [GPUs x] chip [- memory in GB]; got 8. "
+     "Such as H200, 8xH100-80GB, or 32x8xH100-80GB for 32 nodes."),
+    ({"gpus": "8xH100", "batch": "64k"},
+     "`batch` must be at least a pair for each of the 8 ranks; got '64k'. Take more."),
+    ({"gpus": "8xH100", "batch": 64.5},
+     "`batch` must be at least a pair for each of the 8 ranks; got 64.5. Take more."),
+    ({"pairs": 0}, "`pairs` must be a whole number of at least 1; got 0. Leave it out for the recipe's own."),
+])  # fmt: skip
+def test_arguments_of_another_kind_are_refused(words: Any, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as error:
+        contrastile.plan(write_recipe(tmp_path), **words)
+    assert str(error.value) == sentence
+
+
 def test_a_profile_with_a_wrong_key_is_refused() -> None:
     values = asdict(known_profiles()["h100"])
     for wrong in ({**values, "speed": 1.0}, {**values, "loss": 0}, {k: v for k, v in values.items() if k != "hop"}):

@@ -145,6 +145,9 @@ def test_kinds_that_are_not_used_are_given_up(monkeypatch: pytest.MonkeyPatch) -
     # a kind that was given up once waits for longer
     assert captured == [1, 2, 3, 3, 4]
     assert len(graph._graphs) == 2
+    for _ in range(3):
+        contrast(torch.randn(6, 4, requires_grad=True), torch.randn(6, 4), scale=1.0, workspace=2 * graph.KEPT_BYTES)
+    assert len(graph._graphs) == 3
 
 
 def _late(loss: Any, masked: bool, call: int) -> list[Tensor]:

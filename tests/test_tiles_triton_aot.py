@@ -253,7 +253,8 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
 def _late(name: str, capability: int) -> dict[str, Any]:
     """Everything at once: masks, winning tokens, padded features."""
     tiling = LATE if capability == 90 else LATE_SMALL
-    of_documents = {"BN": 16} if name in ("list_entries", "document_gradients") else {}
+    # sixteen entries for each of 128 threads
+    of_documents = {"BN": 16, "ROWS": 2048} if name in ("list_entries", "document_gradients") else {}
     masks = {"ROWS_MASKED": True, "COLS_MASKED": True, "PADDED": 32, "NONE": 255}
     return tiling | of_documents | masks | {"BEST": True, "FLATTEN": True, "STAGES": 1, "WHOLE": False}
 
@@ -289,7 +290,7 @@ def _shared(kernel: Any, name: str, chosen: dict[str, Any], capability: int) -> 
         "FLATTEN": shape.flatten,
         "TMA": shape.tma,
     }
-    fixed |= {"BLOCK": 128, "TILES": 16, "ROWS": 16, "COLS": 128, "STEPS": 4}
+    fixed |= {"BLOCK": 128, "TILES": 16, "ROWS": 16, "COLS": 128, "STEPS": 4, "SCAN": 1024}
     names = kernel.arg_names
     constants = {parameter.name: 0 for parameter in kernel.params if parameter.is_constexpr}
     constants |= {name: value for name, value in (fixed | chosen).items() if name in constants}

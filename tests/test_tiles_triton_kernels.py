@@ -274,6 +274,27 @@ def test_any_number_of_positives_by_index_is_exact(listed: int, loss: PairLoss) 
     assert all(distance(x, y) <= 1e-5 for x, y in zip(*gradients, strict=True))
 
 
+@pytest.mark.parametrize(("M", "listed"), [(9, 3), (400, 1)])
+def test_listed_positives_are_added_in_their_order_with_or_without_a_sort(
+    M: int, listed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns, g, q, v = (
+        torch.randint(-1, M, (20, listed)),
+        torch.randn(20, listed),
+        torch.randn(20, 33),
+        torch.zeros(M, 33),
+    )
+    monkeypatch.setattr(positions, "SCAN", 16)
+    positions.add_columns(v, q, columns, g)
+    monkeypatch.setattr(positions, "SCANNED", 0)
+    ordered = torch.zeros_like(v)
+    positions.add_columns(ordered, q, columns, g)
+    assert torch.equal(v, ordered)
+    terms = g.double()[:, :, None] * q.double()[:, None]
+    truth = torch.zeros(M + 1, 33).double().index_add_(0, columns.flatten() % (M + 1), terms.flatten(0, 1))[:M]
+    assert distance(v, truth) <= 1e-6
+
+
 def test_long_lists_of_positives_take_one_kernel() -> None:
     pair = Pair(*(launch.operand(_unit(n), 1, SHAPE) for n in (8, 50)), Masks(positives=torch.zeros(8, 30).long()))
     longer = replace(pair, masks=Masks(positives=torch.zeros(8, 31).long()))

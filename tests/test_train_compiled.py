@@ -1,7 +1,5 @@
 """Recipes with compiled towers: few shapes, plain weights, a resumed run bit for bit; and the choices of "auto"."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from pathlib import Path

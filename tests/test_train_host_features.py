@@ -1,7 +1,5 @@
 """Recipes whose features wait in host memory: the gradients of features on the device, alone and on several ranks."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The losses of recipes: each is its plain formula in float64, on one process and on ranks, with inputs of its own."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import cache

@@ -3,8 +3,6 @@
 Stands above train/, whose choices it reports. `contrastile doctor` prints it. Without a recipe it needs torch alone.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import platform
 import re

@@ -4,12 +4,11 @@ Stands under `loss.py`. A `Gate` compares whole results on fewer rows. A `Sample
 with all the weight on a few rows and columns, for which the truth is cheap.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from functools import partial
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -71,12 +70,12 @@ class Distance:
     scalar: float
 
     @classmethod
-    def between(cls, results: Iterable[Tensor], true: Iterable[Tensor]) -> Distance:
+    def between(cls, results: Iterable[Tensor], true: Iterable[Tensor]) -> Self:
         value, *gradients = (_relative(x, y) for x, y in zip(results, true, strict=True))
         return cls(value, _worst(gradients[:2]), _worst(gradients[2:]))
 
-    def worst(self, other: Distance) -> Distance:
-        return Distance(*(_worst(pair) for pair in zip(astuple(self), astuple(other), strict=True)))
+    def worst(self, other: Self) -> Self:
+        return type(self)(*(_worst(pair) for pair in zip(astuple(self), astuple(other), strict=True)))
 
 
 def gate_rows(device: torch.device) -> int:

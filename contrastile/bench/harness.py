@@ -4,8 +4,6 @@ Stands below `loss.py` and `step.py`. A step is a function without arguments. A 
 the same device in the same minute: a machine that is shared or throttled slows both, and their ratio stays.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import gc
@@ -20,7 +18,7 @@ from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -29,7 +27,7 @@ from contrastile._errors import invalid, written_to
 from contrastile.distributed import collectives, consistency
 from contrastile.offload import free_memory
 from contrastile.train.memory import Weighed
-from contrastile.train.provenance import ORIGIN, signature
+from contrastile.train.provenance import ORIGIN, provenance
 from contrastile.train.ranks import Ranks
 
 Step = Callable[[], object]
@@ -210,7 +208,7 @@ class Machine:
     world: World = ALONE
 
     @classmethod
-    def of(cls, device: torch.device, seconds: float, world: World = ALONE) -> Machine:
+    def of(cls, device: torch.device, seconds: float, world: World = ALONE) -> Self:
         side, dtype = PRODUCTS.get(device.type, PRODUCTS["cpu"])
         # random numbers: products of zeros draw less power and run faster
         a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
@@ -359,8 +357,10 @@ def reporting(
     first = world.rank == 0
     say = partial(print, flush=True) if first else lambda _: None
     with results_file(path if first else None, columns) as write:
-        ranks = f"{world.size} ranks on " if world.size > 1 else ""
-        say("\n".join(filter(None, (ranks + signature(device, *packages), busy(device)))))
+        ranks, origin = f"{world.size} ranks on " if world.size > 1 else "", provenance(device, *packages)
+        say(f"{ranks}{origin['chip']}; {origin['versions']}")
+        if warning := busy(device):
+            say(warning)
         yield Report(say, write, world)
     if path:
         say(f"rows: {path}")

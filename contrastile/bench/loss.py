@@ -8,8 +8,6 @@ that has the whole batch, and a failure on one rank leaves the contestant out on
 compared with resident ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

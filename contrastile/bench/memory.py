@@ -5,8 +5,6 @@ filled with the rank's own shard. The allocator's peak and the arithmetic are th
 communication, and gradients are those of a batch that repeats this rank's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial

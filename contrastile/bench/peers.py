@@ -4,8 +4,6 @@ Stands on `harness.py`; `loss.py` runs them. A peer is imported when it runs, ca
 out by name where it is not installed or cannot take the problem. None is a dependency.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -4,8 +4,6 @@ Stands on `loss.py`; called by `contrastile bench loss --profile` under torchrun
 that begins with an idle device, on the first rank, through torch's profiler.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 from torch.profiler import ProfilerActivity, record_function

@@ -8,8 +8,6 @@ four losses are compared, gradients averaged by an explicit all-reduce, with the
 2024: data, loss, backbone, and the peak of the whole step.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -4,8 +4,6 @@ Under `gate.py`, which compares the two. Inputs beside two sides, such as labels
 from the row alone, so that both have the same. A formula is the mean loss of a few rows, those `some` [n] of b.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

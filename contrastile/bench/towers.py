@@ -4,8 +4,6 @@ Stands below `ways.py`. Nothing is downloaded. Images are uint8 and become float
 that a quarter of the bytes is copied.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import partial

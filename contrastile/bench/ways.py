@@ -5,15 +5,13 @@ Stands below `step.py`, which checks and times them. A way takes a task, leaves 
 none is a dependency. Their loss is the package's own or the dense formula, as its users have it.
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -61,7 +59,7 @@ class Task:
     def autocast(self) -> AbstractContextManager[object]:
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
 
-    def first(self, batch: int) -> Task:
+    def first(self, batch: int) -> Self:
         return replace(self, sides=[(tower, leaf[:batch]) for tower, leaf in self.sides])
 
     def loss_of(self, images: Tensor, texts: Tensor) -> Tensor:

@@ -7,11 +7,13 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from contrastile._errors import invalid, one_of, whole_number
 from contrastile.cli.options import DEFAULT, add_device, number
+from contrastile.train.folder import make_way
 
 if TYPE_CHECKING:
     import torch
@@ -264,8 +266,6 @@ def _seconds(arguments: argparse.Namespace, kind: str) -> float:
 
 def _make_folders(arguments: argparse.Namespace, *names: str) -> None:
     """Make the folders of results before anything is measured; of several ranks the first writes."""
-    from contrastile.train.folder import make_way
-
     for name in names if _is_first() else ():
         if path := getattr(arguments, name):
             make_way(name, path)
@@ -311,8 +311,6 @@ def _check_step(arguments: argparse.Namespace) -> None:
 
 def _check_figure(arguments: argparse.Namespace) -> None:
     """Refuse a figure that cannot be drawn, before anything is measured."""
-    from importlib.util import find_spec
-
     if arguments.figure and not arguments.csv:
         raise invalid("figure", "come with csv, whose rows it draws", "none", "Add --csv FILE.")
     if arguments.figure and not arguments.figure.endswith(FIGURES):

@@ -1,7 +1,5 @@
 """`contrastile doctor [RECIPE]`: the machine, the choices of "auto" on it with their reasons, the plan of a recipe."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterator
@@ -9,6 +7,7 @@ from typing import Any
 
 from contrastile.cli import plan
 from contrastile.cli.options import OVERRIDES, RECIPE, at_least
+from contrastile.train.log import size
 
 SUMMARY = 'what this machine has, and what "auto" would choose and why'
 EXAMPLE = "contrastile doctor glyphs"
@@ -41,13 +40,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(values | {"recipe": planned and planned.values()}, indent=1))
     else:
-        print("\n".join([*lines(values), *(plan.lines(planned) if planned else ())]))
+        print("\n".join([*lines(values), *(["", *plan.lines(planned)] if planned else ())]))
     return 1 if broken(values) else 0
 
 
 def lines(values: dict[str, Any]) -> Iterator[str]:
-    from contrastile.train.log import size
-
     system, torch = values["system"], values["torch"]
     yield f"contrastile {system['contrastile']}, Python {system['python']}, {system['system']}"
     nccl = f", NCCL {torch['nccl']}" if torch["nccl"] else ", no NCCL"
@@ -68,7 +65,8 @@ def lines(values: dict[str, Any]) -> Iterator[str]:
         yield f'\n"auto" on {auto["device"]}:'
         cases: dict[str, list[str]] = {}
         for one in auto["backends"]:
-            cases.setdefault(_backend(one), []).append(f"{one['loss']} {one['dtype']}")
+            declined = "".join(f"; {name} declined: {reason}" for name, reason in one["declined"].items())
+            cases.setdefault(one["takes"] + declined, []).append(f"{one['loss']} {one['dtype']}")
         yield from (f"  backend {choice} (for {', '.join(several)})" for choice, several in cases.items())
         if not auto["device"].startswith("cuda"):
             yield "  not asked here: triton, for NVIDIA devices; dense, by its name alone, because it holds the matrix"
@@ -77,13 +75,7 @@ def lines(values: dict[str, Any]) -> Iterator[str]:
         yield f"  retain, sub_batch: {size(auto['room'])} to share among graphs"
 
 
-def _backend(choice: dict[str, Any]) -> str:
-    return choice["takes"] + "".join(f"; {name} declined: {reason}" for name, reason in choice["declined"].items())
-
-
 def _exchange(exchange: dict[str, Any]) -> str:
-    from contrastile.train.log import size
-
     if "gathered" not in exchange:
         return exchange["takes"] + ": one process; --ranks N asks for more"
     needs = f"gathering {exchange['batch']:,} rows of {exchange['features']} takes {size(exchange['gathered'])} a rank"

@@ -1,11 +1,12 @@
 """`contrastile encode RUN [CORPUS]`: write the features of passages to disk, for `contrastile search`."""
 
-from __future__ import annotations
-
 import argparse
+from pathlib import Path
 
 from contrastile._errors import invalid, written_to
 from contrastile.cli.options import add_device, at_least, check_bad_rows, check_source, finished_run_on
+from contrastile.data.files import own_folder
+from contrastile.train.folder import make_folder
 
 SUMMARY = "turn texts or pictures into features with a run, to be searched"
 EXAMPLE = "contrastile encode runs/docstrings"
@@ -26,11 +27,6 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the arguments before anything heavy is imported, then encode; finished shards are kept."""
-    from pathlib import Path
-
-    from contrastile.data.files import own_folder
-    from contrastile.train.folder import make_folder
-
     folder, _ = finished_run_on(arguments.run, arguments.device)
     for name in ("shard", "dimensions"):
         at_least(name, getattr(arguments, name))

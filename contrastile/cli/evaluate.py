@@ -5,8 +5,6 @@ texts; the report keeps the other results. `contrastile evaluate x.trec --judgem
 rankings in TREC's form, of any system.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Sequence

@@ -1,11 +1,11 @@
 """`contrastile export RUN --as ... --out FOLDER`: a run or its index for other libraries."""
 
-from __future__ import annotations
-
 import argparse
+from pathlib import Path
 
 from contrastile._errors import invalid, one_of
 from contrastile.cli.options import finished_run_on
+from contrastile.train.folder import INDEX
 
 LIBRARIES, INDEXES = ("sentence-transformers", "transformers", "open_clip"), ("npy", "faiss")
 # libraries for each kind of run, and its name in sentences
@@ -29,10 +29,6 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the arguments before anything heavy is imported, then write."""
-    from pathlib import Path
-
-    from contrastile.train.folder import INDEX
-
     one_of("--as", arguments.kind, (*LIBRARIES, *INDEXES), "The last two are for an index.")
     folder, recipe = finished_run_on(arguments.run, "auto")
     libraries, noun = OF_KIND[recipe.kind]

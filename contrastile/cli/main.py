@@ -4,8 +4,6 @@ Nothing heavy is imported until a verb runs. Exit codes: 0 done, 1 the machine f
 user must change something, 130 stopped by Ctrl-C (143 by SIGTERM), 141 the reader of the output has gone.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import select
@@ -19,6 +17,7 @@ from typing import Any, NoReturn
 from contrastile import __version__
 from contrastile._errors import printable
 from contrastile.cli import bench, compare, doctor, encode, evaluate, export, plan, search, train
+from contrastile.train.folder import recipe_names
 
 # arguments of pip for modules outside "contrastile[train]"
 PACKAGES = {
@@ -49,8 +48,6 @@ class Page(Parser):
     """The command's own parser, whose help is a page: the verbs in groups, with one example each."""
 
     def format_help(self) -> str:
-        from contrastile.train.folder import recipe_names
-
         lines = ["Contrastive training with batches of any size.", "", "usage: contrastile VERB [...]"]
         for group, verbs in VERBS.items():
             lines += ["", group]

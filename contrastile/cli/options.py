@@ -1,15 +1,12 @@
 """Options that several verbs have, and their checks before anything heavy is imported."""
 
-from __future__ import annotations
-
 import argparse
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from contrastile._errors import invalid
-
-if TYPE_CHECKING:
-    from contrastile.train.folder import RunFolder
+from contrastile.train.folder import INDEX, RunFolder, finished_run
+from contrastile.train.folder import RECIPE as RECIPE_FILE
 
 UNITS = {"": 1, "k": 2**10, "M": 2**20, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 RECIPE = "a TOML file, or a recipe of the package by its name, such as glyphs"
@@ -60,8 +57,6 @@ def candidates(text: str | None, recipe: Any) -> tuple[str, int] | None:
     """The source of --candidates and their number; raises ValueError where it is none, or the run has no need of it."""
     if text is None:
         return None
-    from contrastile.train.folder import INDEX, finished_run
-
     kind = getattr(recipe.model, "kind", "single")
     if kind != "late":
         rule, remedy = "be left out unless the run is a late retriever", "It compares all passages at once anyway."
@@ -83,9 +78,8 @@ def check_source(name: str, path: str | None) -> None:
 def finished_run_on(run: str, device: str) -> tuple[RunFolder, Any]:
     """Return the folder of a finished run and its recipe, after a check of the device."""
     from contrastile.train.config.base import known_device
-    from contrastile.train.folder import RECIPE, finished_run
     from contrastile.train.recipe import load_any_recipe
 
     known_device(device)
     folder = finished_run(run)
-    return folder, load_any_recipe(folder / RECIPE, files=False)
+    return folder, load_any_recipe(folder / RECIPE_FILE, files=False)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from contrastile._errors import invalid
 from contrastile.cli.options import DEFAULT, OVERRIDES, RECIPE, number
+from contrastile.train.log import clock, size
 
 if TYPE_CHECKING:
     from contrastile.planner.plan import Plan
@@ -63,8 +64,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def lines(plan: Plan) -> Iterator[str]:
-    from contrastile.train.log import clock, size
-
     step, target = plan.step, plan.target
     rows = f"{step.loss.rows:,} on each of {target.ranks} ranks"
     yield f"{plan.name} on {target.word}: {plan.batch:,} pairs a step, {rows}" + (

@@ -1,15 +1,15 @@
 """`contrastile search RUN ["a question"]`: the best passages for a question, or for one after the other."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 
 from contrastile._errors import invalid
 from contrastile.cli.options import add_candidates, add_device, at_least, candidates, finished_run_on
+from contrastile.train.folder import INDEX
 
 SUMMARY = "find passages by a question, or pictures by a text; without one, ask for some"
 EXAMPLE = 'contrastile search runs/docstrings "bracket a minimum"'
@@ -31,10 +31,6 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Answer one question, or each line that is typed until an empty one."""
-    from pathlib import Path
-
-    from contrastile.train.folder import INDEX
-
     folder, recipe = finished_run_on(arguments.run, arguments.device)
     index = Path(arguments.index) if arguments.index else folder / "index"
     at_least("-k", arguments.k)

@@ -1,7 +1,5 @@
 """`contrastile train RECIPE [key=value ...]`: train, evaluate, write the report."""
 
-from __future__ import annotations
-
 import argparse
 import os
 

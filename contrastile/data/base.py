@@ -3,10 +3,7 @@
 The only state of the order is the position, so a resumed run sees exactly the examples that it would have seen.
 """
 
-from __future__ import annotations
-
 import hashlib
-import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -20,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from contrastile._errors import invalid
+from contrastile._errors import invalid, logger
 
 Indices = npt.NDArray[np.int64]
 Images = npt.NDArray[np.uint8]
@@ -28,8 +25,6 @@ Images = npt.NDArray[np.uint8]
 Shape = tuple[int, int, int]
 # maker of progress bars: `with progress(total, "rendering", "pictures") as bar: ... bar.update(1)`
 ProgressFactory = Callable[[int, str, str], AbstractContextManager[Any]]
-
-logger = logging.getLogger("contrastile")
 
 # with fewer held-out captions, images of the other captions are held out too
 FEW_CAPTIONS = 20

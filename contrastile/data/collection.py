@@ -5,11 +5,8 @@ place of each, its caption and its hash fraction; the training pairs are read by
 decides the order, on any number of ranks and workers, and a run resumes in the middle of an epoch at no cost.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
-import logging
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from contrastile._errors import invalid
+from contrastile._errors import invalid, logger
 from contrastile.data import base
 from contrastile.data.base import Indices, ProgressFactory, Skipped
 from contrastile.data.files import cached_folder, file_state, is_whole
@@ -31,8 +28,6 @@ from contrastile.data.pairs import ImageWriter, Labels, PairOptions, PairSet, St
 from contrastile.data.shards import find_pairs, manifest_state, state
 from contrastile.data.sources import Source, read_source
 from contrastile.data.tables import Row, read_table
-
-logger = logging.getLogger("contrastile")
 
 # increased whenever the digest of a collection, or what is cached of it, changes
 FORMAT, TABLE_FORMAT = 1, 2

@@ -5,12 +5,9 @@ augmentation. Any process of a run that misses a shard writes the same bytes, on
 removed, or damaged, is written again. A few shards lie on the disk at once, however large the set is.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
-import logging
 import tarfile
 import threading
 from collections.abc import Callable
@@ -21,14 +18,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from contrastile._errors import invalid
+from contrastile._errors import invalid, logger
 from contrastile.data.base import Batches, Images, Indices, Shape
 from contrastile.data.files import locked, new_file
 from contrastile.data.images import augment, draw_parameters
 from contrastile.data.pairs import PairSet, Stream
 from contrastile.data.shards import Pair, add_to_tar, find_in_tar
-
-logger = logging.getLogger("contrastile")
 
 FORMAT = 1
 # pairs of a shard, about 10 MB; shards on the disk at once; shards in the memory of a process

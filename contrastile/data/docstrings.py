@@ -7,8 +7,6 @@ whole packages (`email`, `scipy.optimize`), and "functions", a share of the othe
 A file that was moved or written since makes the harvest run again.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib.util

@@ -4,8 +4,6 @@ Lines of JSON, JSON lists, comma- and tab-separated tables, parquet. A `SkipCoun
 used by reason, and keeps the location of the first one.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

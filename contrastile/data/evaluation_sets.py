@@ -8,8 +8,6 @@ Nothing is decoded here. Classes are sub-folders, as ImageNet has them. The know
     ObjectNet                folders of its own, each of several classes: a mapping; folders without one are left out
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter, defaultdict

@@ -6,13 +6,10 @@ is written under a temporary name and renamed, under a lock, so that neither a k
 it. Its checksums are compared whenever it is opened; a damaged folder is made again.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import shutil
 import stat
@@ -21,9 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from contrastile._errors import invalid, written_to
-
-logger = logging.getLogger("contrastile")
+from contrastile._errors import invalid, logger, written_to
 
 # increased whenever the content of a cached folder changes, so that older folders are not used
 FORMAT = 1

@@ -9,8 +9,6 @@ same pixels. "names": whole groups of names, whose every word still occurs in at
 that they are new compositions of known words. The names of the ten digits, which label scans, are never held out.
 """
 
-from __future__ import annotations
-
 import hashlib
 import string
 import unicodedata

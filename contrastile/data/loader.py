@@ -6,8 +6,6 @@ tasks over a socket and end with this process. Nothing is pickled; images travel
 torch's `DataLoader`, measured in their place, reads half as many JPEGs per second (docs/log.md).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import mmap

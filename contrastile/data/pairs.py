@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,12 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from contrastile._errors import invalid
+from contrastile._errors import invalid, logger
 from contrastile.data.base import Images, Indices, ProgressFactory, Shape, check_bad, counted, silent
 from contrastile.data.files import cached_folder, open_in_place, write_text
 from contrastile.data.loader import TIMEOUT, ImageLoader, Key, Origin, Piece, Reasons, cores
-
-logger = logging.getLogger("contrastile")
 
 # rows that are tried in the place of each row of a batch without a single readable image
 TRIES = 10

@@ -3,8 +3,6 @@
 A new source is one file with an open function, and a name in `open_pairs` or `open_texts`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -6,8 +6,6 @@ zeros that its format asks for, in no more of them than tools write, and agree w
 over. No library in use keeps these promises.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -5,8 +5,6 @@ Stands on the ground, so that a recipe can be checked before any file is read. T
 nothing is run: an address or a pipe is refused.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -5,8 +5,6 @@ A quote that is never closed would swallow all lines behind it. So quotes are re
 columns. A .tsv file has tabs and no quoting; a .csv file has commas, or tabs where its first line has one, and quotes.
 """
 
-from __future__ import annotations
-
 import codecs
 import csv
 from collections import Counter

@@ -8,10 +8,7 @@ keys: DPR (`question`, `positive_ctxs`, `hard_negative_ctxs`, `answers`), Tevatr
 `scores` of the passages in this order. A passage that is an object may have a `score`.
 """
 
-from __future__ import annotations
-
 import ast
-import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,12 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from contrastile._errors import invalid
+from contrastile._errors import invalid, logger
 from contrastile.data.base import Indices, ProgressFactory, SkipCounter, Skipped, hash_split, sorted_rows
 from contrastile.data.entries import BEIR_CORPUS, Entry, first, read_entries, read_passages, reading, text_of
 from contrastile.data.texts import Passage, Query, TextSet, text_digest
-
-logger = logging.getLogger("contrastile")
 
 # columns of a table of pairs that hold no texts
 NUMBERS = {"label", "labels", "score", "scores"}

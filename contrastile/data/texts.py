@@ -4,8 +4,6 @@ A retriever learns to find the positives of queries among all passages. BM25, by
 the source of its hard negatives: a wrong passage that shares words with its query costs no training.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

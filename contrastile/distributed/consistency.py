@@ -4,8 +4,6 @@ Stands on the ground of the house, beside `collectives.py`, which carries tensor
 exchange, `ddp_fsdp.py` and `train/` use it. Ranks compare on the host where possible, so that none waits for a device.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Sequence

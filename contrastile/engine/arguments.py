@@ -4,8 +4,6 @@ Used by `problem.py` and `modules/`. A check reads shapes, types and devices. Tw
 range, and rows of unit length. On a GPU they do so in the first `MOST_READS` calls of a process only (`GpuReads`).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from numbers import Real

@@ -5,8 +5,6 @@ autograd.Function. It covers one process: several ranks agree on the host, which
 loss is passed as the string of its class and fields (`PairLoss.spelled`); one without such a string breaks the graph
 too."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 

@@ -44,7 +44,8 @@ MOST_BYTES = 2**29
 CALLS = 2
 # calls of a plan whose graph was dropped before its next capture
 AGAIN = 32
-# graphs kept, those used last, and the bytes that they keep together, copies of inputs included; one may take more
+# graphs kept, those used last, and the bytes that they keep together, copies of inputs included, where the workspace of
+# the latest one is not larger; one may take more
 KEPT, KEPT_BYTES = 8, 2**30
 NEVER = -(2**62)
 LABELS = ("positives", "labels", "ids", "numbers")
@@ -328,7 +329,8 @@ def _capture(key: tuple[Plan, str | None], call: Call, inputs: Sequence[Tensor |
     except RuntimeError as error:
         logger.info("a small call is not replayed: %s", error)
         _calls[call.plan] = NEVER
-    while len(_graphs) > KEPT or (len(_graphs) > 1 and sum(one.bytes for one in _graphs.values()) > KEPT_BYTES):
+    most = max(KEPT_BYTES, call.plan.workspace)
+    while len(_graphs) > KEPT or (len(_graphs) > 1 and sum(one.bytes for one in _graphs.values()) > most):
         # batches of many lengths would be captured more often than replayed
         _calls[_graphs.popitem(last=False)[0][0]] = CALLS - AGAIN
 

@@ -5,8 +5,6 @@ like the last one repeats neither checks nor choices. Calls of several ranks cho
 the ranks agree on it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial

@@ -89,6 +89,17 @@ class Arguments:
         one_each = self.scorer is None and isinstance(self.negatives, Tensor) and self.negatives.ndim == 3
         return self.negatives if one_each else None
 
+    @property
+    def ids(self) -> tuple[Tensor | None, Tensor | None]:
+        """The ids of queries and of keys; none where the queries' are for negatives of their own alone."""
+        own_alone = self.negative_ids is not None and self.key_ids is None
+        return (None, None) if own_alone else (self.query_ids, self.key_ids)
+
+    @property
+    def on_diagonal(self) -> bool:
+        """Key i belongs to query i."""
+        return self.positives is None and self.query_labels is None and not self.own_positives
+
     def cast(self) -> torch.dtype | None:
         """The type of products under autocast on the device of the computation; None where autocast is off."""
         device = self.options.device
@@ -161,11 +172,7 @@ class Problem:
         q, scale, bias = sides.rows[0], arguments.scale, arguments.bias
         scale = 1.0 if scale is None else scale
         if not checked:
-            checks.number("scale", scale, q, options.device)
-            if scorer is not None:
-                checks.guides(arguments.guides, q, sides.cols[0], None)
-            if bias is not None:
-                checks.number("bias", bias, q, options.device)
+            sides.check(arguments)
         loss = arguments.loss
         # autocast leaves float64 as it is
         autocast = None if q.dtype == torch.float64 else arguments.cast()
@@ -173,7 +180,7 @@ class Problem:
         device = _device(q.device, options)
         # features in host memory are cast on the device
         cast = dtype if sides.scorer is None and device == q.device else None
-        rows, cols = sides.shards(arguments, loss, cast, checked=checked)
+        rows, cols = sides.shards(arguments, cast)
         parameters = () if sides.scorer is None else sides.scorer.parameters
         own = () if arguments.own is None else (arguments.own,)
         statement: dict[str, Any] = {}
@@ -269,75 +276,74 @@ class _Sides:
         device = _device(rows[0].device, arguments.options)
         return cls(tuple(rows), tuple(cols), keys, Scorer.of(module, (row_form, rows), (col_form, cols), device))
 
-    def shards(
-        self, arguments: Arguments, loss: PairLoss, cast: torch.dtype | None, *, checked: bool
-    ) -> tuple[Shard, Shard]:
+    def check(self, arguments: Arguments) -> None:
+        """Raise ValueError for numbers, labels, positives or weights that do not fit the two sides."""
+        q, k, loss, device = self.rows[0], self.cols[0], arguments.loss, arguments.options.device
+        if arguments.scale is not None:
+            checks.number("scale", arguments.scale, q, device)
+        if self.scorer is not None:
+            checks.guides(arguments.guides, q, k, None)
+        if arguments.bias is not None:
+            checks.number("bias", arguments.bias, q, device)
+        if loss.symmetric and (len(k) > self.keys or arguments.own is not None):
+            raise invalid("negatives", "be left out for a symmetric loss", "both", "Take a one-way loss.")
+        if loss.symmetric or arguments.paired:
+            remedy = "" if arguments.paired else " Further keys go with loss=Softmax()."
+            checks.same_length("k", k, "q", q, remedy)
+        self._check_groups("labels", arguments.query_labels, arguments.key_labels)
+        self._check_groups("ids", *arguments.ids)
+        if arguments.positives is not None:
+            if arguments.query_labels is not None:
+                raise invalid("positives", "be left out where labels are given", "both", "Pass one of the two.")
+            if loss.symmetric:
+                remedy = "Pass labels, or take a one-way loss."
+                raise invalid("positives", "be left out for a symmetric loss", "both", remedy)
+            checks.positives(arguments.positives, q)
+        elif arguments.on_diagonal and self.keys < len(q):
+            raise invalid("k", "have at least as many rows as `q`", f"{len(q)} and {self.keys}", "Or pass `positives`.")
+        if arguments.weights is not None:
+            checks.vector("weights", arguments.weights, "q", q, integer=False)
+            checks.constant("weights", arguments.weights)
+
+    def _check_groups(self, what: str, of_queries: Tensor | None, of_keys: Tensor | None) -> None:
+        """Check labels, or ids, of both sides; those of the keys may go on over the negatives."""
+        of_rows, of_cols, k = f"query_{what}", f"key_{what}", self.cols[0]
+        if of_queries is None and of_keys is None:
+            return
+        if of_queries is None:
+            raise invalid(of_rows, f"be given where `{of_cols}` is", None, "Pass both, or neither.")
+        if of_keys is None:
+            raise invalid(of_cols, f"be given where `{of_rows}` is", None, "Pass both, or neither.")
+        checks.vector(of_rows, of_queries, "q", self.rows[0], integer=True)
+        keys_alone = len(k) > self.keys and isinstance(of_keys, Tensor) and of_keys.shape == (self.keys,)
+        checks.vector(of_cols, of_keys, "k", k[: self.keys] if keys_alone else k, integer=True)
+
+    def shards(self, arguments: Arguments, cast: torch.dtype | None) -> tuple[Shard, Shard]:
         """Rows and columns with their positives, labels and ids, and with features of the type `cast`."""
-        q, k, negatives = self.rows[0], self.cols[0], len(self.cols[0]) - self.keys
-        weights = arguments.weights
-        if not checked:
-            if loss.symmetric and (negatives or arguments.own is not None):
-                raise invalid("negatives", "be left out for a symmetric loss", "both", "Take a one-way loss.")
-            if loss.symmetric or arguments.paired:
-                remedy = "" if arguments.paired else " Further keys go with loss=Softmax()."
-                checks.same_length("k", k, "q", q, remedy)
-        labels: tuple[Tensor | None, Tensor | None] = (None, None)
-        ids = labels
-        if arguments.query_labels is not None or arguments.key_labels is not None:
-            labels = self._groups("labels", arguments.query_labels, arguments.key_labels, checked=checked)
-        only_own = arguments.negative_ids is not None and arguments.key_ids is None
-        if (arguments.query_ids is not None and not only_own) or arguments.key_ids is not None:
-            ids = self._groups("ids", arguments.query_ids, arguments.key_ids, checked=checked)
-        diagonal, positives = self._positives(arguments, loss, checked=checked)
-        if weights is not None and not checked:
-            checks.vector("weights", weights, "q", q, integer=False)
-            checks.constant("weights", weights)
+        labels, ids = self._groups(arguments.query_labels, arguments.key_labels), self._groups(*arguments.ids)
+        positives = None if arguments.positives is None else indices(arguments, self.keys)
         (q, *more_q), (k, *more_k) = [x.detach() for x in self.rows], [x.detach() for x in self.cols]
         if cast is not None:
             q, k = cast_features(q, k, cast)
         of_rows, of_cols = guides(arguments, q)
         rows = Shard(
-            q, diagonal=diagonal, positives=positives, labels=labels[0], ids=ids[0], others=tuple(more_q),
-            targets=arguments.targets, **of_rows, **_own(arguments, cast),
+            q, diagonal=0 if arguments.on_diagonal else None, positives=positives, labels=labels[0], ids=ids[0],
+            others=tuple(more_q), targets=arguments.targets, **of_rows, **_own(arguments, cast),
         )  # fmt: skip
         cols = Shard(k, labels=labels[1], ids=ids[1], others=tuple(more_k), **of_cols)
         return rows, cols
 
-    def _positives(self, arguments: Arguments, loss: PairLoss, *, checked: bool) -> tuple[int | None, Tensor | None]:
-        """The positive of the first row where key i is that of query i, or those of all rows; none with labels."""
-        q, positives, labels = self.rows[0], arguments.positives, arguments.query_labels
-        if positives is None:
-            if labels is not None or arguments.own_positives:
-                return None, None
-            if self.keys < q.shape[0]:
-                got = f"{len(q)} and {self.keys}"
-                raise invalid("k", "have at least as many rows as `q`", got, "Or pass `positives`.")
-            return 0, None
-        if not checked:
-            if labels is not None:
-                raise invalid("positives", "be left out where labels are given", "both", "Pass one of the two.")
-            if loss.symmetric:
-                remedy = "Pass labels, or take a one-way loss."
-                raise invalid("positives", "be left out for a symmetric loss", "both", remedy)
-            checks.positives(positives, q)
-        return None, indices(arguments, self.keys)
+    def _groups(self, of_queries: Tensor | None, of_keys: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Labels, or ids, of rows and columns as int64, which every backend can send.
 
-    def _groups(
-        self, what: str, of_queries: Tensor | None, of_keys: Tensor | None, *, checked: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Labels, or ids, of rows and columns as int64, which every backend can send."""
-        of_rows, of_cols = f"query_{what}", f"key_{what}"
-        if of_queries is None:
-            raise invalid(of_rows, f"be given where `{of_cols}` is", None, "Pass both, or neither.")
-        if of_keys is None:
-            raise invalid(of_cols, f"be given where `{of_rows}` is", None, "Pass both, or neither.")
-        negatives = len(self.cols[0]) - self.keys
-        if negatives and isinstance(of_keys, Tensor) and of_keys.shape == (self.keys,):
-            of_keys = _with_negatives(of_keys, negatives)
-        if not checked:
-            checks.vector(of_rows, of_queries, "q", self.rows[0], integer=True)
-            checks.vector(of_cols, of_keys, "k", self.cols[0], integer=True)
-        groups = of_queries.long()
+        Negatives share theirs with no query, unless those of the keys go on over them.
+        """
+        if of_queries is None or of_keys is None:
+            return None, None
+        negatives, groups = len(self.cols[0]) - self.keys, of_queries.long()
+        if negatives and len(of_keys) == self.keys:
+            own = torch.full((negatives,), torch.iinfo(torch.int64).min, device=of_keys.device)
+            return groups, torch.cat([of_keys.long(), own])
         return groups, groups if of_keys is of_queries else of_keys.long()
 
 
@@ -402,14 +408,6 @@ def _own(arguments: Arguments, cast: torch.dtype | None) -> dict[str, Any]:
     own = own.detach() if cast is None else own.detach().to(cast)
     excluded = None if ids is None or of_queries is None else ids == of_queries[:, None]
     return {"own": own, "own_excluded": excluded, "own_positives": arguments.own_positives}
-
-
-def _with_negatives(groups: Tensor, negatives: int) -> Tensor:
-    """Integer ids, or labels, of the keys and of the negatives, which share theirs with no query."""
-    if groups.is_floating_point() or groups.is_complex():
-        return groups
-    own = torch.full((negatives,), torch.iinfo(torch.int64).min, device=groups.device)
-    return torch.cat([groups.long(), own])
 
 
 def _device(features: torch.device, options: Options) -> torch.device:

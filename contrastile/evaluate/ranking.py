@@ -4,8 +4,6 @@ A run holds the scores of the passages retrieved for each query; judgements hold
 a wrong one. Passages of equal score (in float32, trec_eval's type) are ordered by descending id.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import unicodedata

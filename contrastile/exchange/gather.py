@@ -10,8 +10,6 @@ Replicate: every rank gets all rows too and computes the whole matrix, as CLIP's
 papers' tables: b² work and, with dense tiles, b² memory on every rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar

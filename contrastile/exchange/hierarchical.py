@@ -6,8 +6,6 @@ ranks instead of one. Both levels are the exchanges of `ring.py` and `gather.py`
 the ring.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Below the studies, and called by the command line.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from itertools import chain

@@ -5,8 +5,6 @@
 5 and appendix A.3: accuracy against batch size.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

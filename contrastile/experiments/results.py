@@ -1,7 +1,5 @@
 """Results of a comparison: one value for each trial, and their text as CSV and as Markdown."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

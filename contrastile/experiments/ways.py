@@ -4,8 +4,6 @@ Steps of each way are timed beforehand; the first way sees the recipe's examples
 time. Time is the processor's on a CPU, so that other processes of the machine do not count.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping, Sequence

@@ -7,8 +7,6 @@ need not stay, and may be written over. On a GPU the host does not wait for the 
 reports it.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence

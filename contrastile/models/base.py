@@ -4,15 +4,13 @@ Below the files that build towers. A recipe asks for frozen weights (LiT, Zhai e
 `model.unlocked`, and for activations that are computed again with `model.checkpointing`.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import dropwhile
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +42,7 @@ class TowerPair:
     scale: float | None = None
     bias: float | None = None
 
-    def with_scale_of(self, model: Any) -> TowerPair:
+    def with_scale_of(self, model: Any) -> Self:
         bias = getattr(model, "logit_bias", None)
         return replace(self, scale=math.exp(model.logit_scale.item()), bias=None if bias is None else bias.item())
 

@@ -4,8 +4,6 @@ All layers of a kind share one compiled graph, so a tower of 24 layers is compil
 their names, and hooks, wrappers and checkpoints of activations around a layer stay as they are.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from functools import partial

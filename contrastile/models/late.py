@@ -3,8 +3,6 @@
 The score of a query and a passage is Σ_l max_m ⟨q_l, k_m⟩ over the query's tokens l and the passage's tokens m.
 """
 
-from __future__ import annotations
-
 import string
 from collections.abc import Mapping
 from typing import Any

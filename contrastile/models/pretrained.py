@@ -4,12 +4,9 @@ Nothing is downloaded: a configuration gives random weights, a folder its own. A
 towers and their projections, so that it trains like any other pair.
 """
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import json
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,12 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from contrastile._errors import invalid
+from contrastile._errors import invalid, logger
 from contrastile.models import base
 from contrastile.models.remote_code import RULE, read_table, refuse_remote_code, remote_code
 from contrastile.models.text import Tokenizer
-
-logger = logging.getLogger("contrastile")
 
 # the text that finds the position of a tower's pooling
 TRIAL_TEXT = "a small red fox in the snow"

@@ -4,8 +4,6 @@ The argument `trust_remote_code=False` stops modules of Python alone: transforme
 experts from its hub, looks up backbones there, and leaves quantised weights to further packages.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

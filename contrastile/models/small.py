@@ -4,8 +4,6 @@ Measured at equal training time: one residual block on the coarsest map learns m
 4 × 4 positions more than 2 × 2 or one, because glyphs differ in where their strokes are.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -3,8 +3,6 @@
 Below the text towers. A trained tokenizer is saved as tokenizer.json, the format of the library `tokenizers`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from contrastile._errors import invalid
+from contrastile._errors import invalid, whole_number
 from contrastile.models.remote_code import refuse_remote_code
 
 PAD, UNKNOWN = "[PAD]", "[UNK]"
@@ -50,7 +48,8 @@ class WordTokenizer:
     def __init__(self, serialised: str, *, length: int) -> None:
         from tokenizers import Tokenizer as Engine
 
-        self.length = length
+        remedy, rule = "Titles of a few words need about 16.", "be at least 1 token"
+        self.length = length = whole_number("length", length, 1, remedy, rule=rule)
         self._engine = Engine.from_str(serialised)
         self._engine.enable_truncation(length)
         padding = self._engine.padding or {}
@@ -131,6 +130,9 @@ def train_tokenizer(
     >>> tokenizer.tokenise(["LATIN LETTER Z"])["attention_mask"]
     tensor([[1, 1, 1, 0, 0]])
     """
+    remedy = "Two of them are for padding and for what is unknown."
+    size = whole_number("size", size, 3, remedy, rule="be at least 3 words")
+
     from tokenizers import Tokenizer as Engine
     from tokenizers import models, normalizers, pre_tokenizers, trainers
 

@@ -6,8 +6,6 @@ Tested with timm 1.0.31, open_clip 3.3.0 and an empty stand-in for torchvision; 
 not tested. Nothing but tensors is unpickled.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path

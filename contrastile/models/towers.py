@@ -4,8 +4,6 @@ A tower is any module that maps its inputs to `[B, features]`: one of `small.py`
 (`pretrained.py`), timm and open_clip (`timm_openclip.py`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 A row is one vector, or those of L tokens: `LateSize` has the bytes and the work of `MaxSim`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -162,13 +160,9 @@ class LossSize:
         return throughout + others, end + others
 
     @property
-    def casts(self) -> int:
-        """Bytes of the features in the type of the products, which stay until the gradients have gone back."""
-        return (
-            0
-            if self.host or self.given == self.dtype
-            else (self.rows + self.columns) * self.dimensions * self.dtype.itemsize
-        )
+    def operands(self) -> int:
+        """Bytes of both sides in the type of the products, which stay as long as the loss's graph."""
+        return 0 if self.host else (self.rows + self.columns) * self.dimensions * self.dtype.itemsize
 
     @property
     def later(self) -> int:
@@ -258,8 +252,8 @@ class LateSize(LossSize):
         return self.tokens[1]
 
     @property
-    def casts(self) -> int:
-        """Those of the kernels are bytes of their own."""
+    def operands(self) -> int:
+        """The kernels' copies are bytes of their own."""
         return 0
 
     @property

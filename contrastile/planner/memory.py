@@ -169,17 +169,18 @@ class StepMemory:
             # keys of some rows, and their products with the queries
             widths = min(self.loss.rows, ROWS_AT_ONCE) * self.guides[-1].cost.dimensions
             add("thresholds of the guide", graphs=graphs, features=features + guided + named, loss=2 * GUIDE * widths)
-        # names are released before the backward, which makes its accumulators
-        named = max(0, named - self.loss.later)
+        # names are released before the backward, which makes its accumulators; copies are bytes of the loss
+        operands = self.loss.operands
+        named = max(named - self.loss.later, min(named, operands) if self.loss.given == self.loss.dtype else 0)
         add("loss", graphs=graphs, features=features + guided + named, **self._loss_parts())
-        random += self.loss.casts
         # gradients of the encoders' features; all else of the features is released on the way back to them
         waiting = sum(side.encoded for side in self.sides)
         if between := max(side.between * side.examples for side in self.sides):
-            add("gradients of features", graphs=graphs, features=features + guided + waiting, activations=between)
+            held = features + guided + waiting + operands
+            add("gradients of features", graphs=graphs, features=held, activations=between)
         gradients = 0
         for side, count in reversed(list(zip(self.sides, retained, strict=True))):
-            cost, graphs, features = side.cost, graphs - side.graphs(count), random + waiting
+            cost, graphs, features = side.cost, graphs - side.graphs(count), random + operands + waiting
             sums = gradients + (cost.trained if side.count > 1 else 0)
             name, each = f"{cost.name}: second pass", min(cost.graph, side.graphs(count))
             if count:

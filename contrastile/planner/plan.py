@@ -124,6 +124,9 @@ class Plan:
     def largest(self, **loss: Any) -> int:
         """The largest batch of all ranks that fits, without retained graphs; `loss`: changed fields of its sizes."""
         step = replace(self.step, retain=0, loss=replace(self.step.loss, **loss))
+        if step.loss.host:
+            # strips and shards fill what graphs leave
+            step = step.with_features_on_host()
 
         def fits(rows: int) -> bool:
             return step.with_batch(rows, self.keys * rows).peak().bytes <= self.allowed

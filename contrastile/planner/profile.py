@@ -4,8 +4,6 @@ The package has profiles of the H200 and of the H100 (`profiles/`, each with its
 of this machine.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import tomllib
@@ -117,7 +115,7 @@ def target(word: str | None) -> Target:
     profiles = known_profiles()
     if word is None:
         return _here(profiles)
-    match = GPUS.fullmatch(word)
+    match = GPUS.fullmatch(word) if isinstance(word, str) else None
     if match is None:
         raise invalid("gpus", "be [nodes x] [GPUs x] chip [- memory in GB]", repr(word), EXAMPLE)
     chip, gigabytes = match["chip"].lower(), match["memory"]

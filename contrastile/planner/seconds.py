@@ -4,8 +4,6 @@ A kernel takes the longer of the host's time to launch it and the device's to ru
 computation and of the data's way to it, because the next batch is read meanwhile.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import ceil, hypot
 

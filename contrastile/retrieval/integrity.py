@@ -5,8 +5,6 @@ read anyway, and a random sample of the other blocks: a fraction of a second for
 against damage, not against somebody who writes a whole index with its checksums.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -5,8 +5,6 @@ words of the corpus, say how near that is where nothing fits. A late retriever m
 passages whose token vectors are scored, and a page with a picture of the tokens that matched.
 """
 
-from __future__ import annotations
-
 import textwrap
 from dataclasses import dataclass
 from functools import cached_property, partial

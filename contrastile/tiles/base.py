@@ -5,8 +5,6 @@ call. It has the loss, the scale and the bias, and computes any block of rows ×
 forward leaves for the backward are attributes.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

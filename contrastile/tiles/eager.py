@@ -5,8 +5,6 @@ rows and columns (2·N·M·D operations). The backward computes each tile again 
 (6·N·M·D). Together they take 8·b²·d operations, with one tile of the matrix in memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Beside `base.py`; `engine/` calls it after the exchange, whatever tiles compute 
 operations forward and 6·N·H·D backward, in plain PyTorch, a few rows at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

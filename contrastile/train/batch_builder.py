@@ -3,8 +3,6 @@
 Titles are tokenised once; pictures are augmented anew every time, in host memory, or on a GPU where they take little.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -15,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -230,7 +228,7 @@ class Batch:
     def floats(self) -> dict[str, Tensor]:
         return {"the pixels of the batch": self.pixels}
 
-    def parts(self, count: int) -> Iterator[Batch]:
+    def parts(self, count: int) -> Iterator[Self]:
         """Split the batch of all ranks into at most `count` nearly equal parts; this rank's share of each."""
         positions = range(len(self)) if self.positions is None else self.positions
         count = min(count, self.whole)
@@ -240,7 +238,7 @@ class Batch:
             own = slice(*(len(range(positions.start, end, positions.step)) for end in (low, high)))
             within = range(positions.start + own.start * positions.step - low, high - low, positions.step)
             tokens = {name: ids[own] for name, ids in self.tokens.items()}
-            yield Batch(self.pixels[own], tokens, self.ids[own], within)
+            yield type(self)(self.pixels[own], tokens, self.ids[own], within)
 
 
 # of some titles of a collection: the position of each row's title among them, their ids and tokens

@@ -4,11 +4,8 @@ A checkpoint is a folder `step-<number>` that exists whole or not at all: writte
 a manifest of sizes and SHA-256 last, then renamed. Tensors are safetensors, all else is JSON; nothing is unpickled.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
-import logging
 import re
 import shutil
 from collections.abc import Mapping
@@ -17,12 +14,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from contrastile._errors import invalid
+from contrastile._errors import invalid, logger
 from contrastile.data.files import as_open_makes_it, checksum, own_folder, sync, write_text
 from contrastile.train.config import SaveSettings
 from contrastile.train.folder import RUN_ID, RunFolder, free_name, run_id
-
-logger = logging.getLogger("contrastile")
 
 FORMAT = 1
 MANIFEST, PLAIN = "manifest.json", "state.json"

@@ -6,11 +6,8 @@ caption retrieval, measured on samples at each probe, and whole at the end of a 
 pictures of a test out.
 """
 
-from __future__ import annotations
-
 import base64
 import io
-import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from contrastile._errors import invalid
+from contrastile._errors import invalid, logger
 from contrastile.data.base import Images, Indices, counted, held_out
 from contrastile.data.evaluation_sets import Captioned, ClassFolder, open_captions, open_class_folder, read_prompts
 from contrastile.data.glyphs import DIGIT_NAMES, handwritten_digits
@@ -38,8 +35,6 @@ from contrastile.train.log import Metrics, progress
 from contrastile.train.report.page import IMAGE_TEXT, Samples, table_text, write_report, write_results
 from contrastile.train.run import Run, load
 from contrastile.train.sharded import is_sharded
-
-logger = logging.getLogger("contrastile")
 
 Row = dict[str, Any]
 

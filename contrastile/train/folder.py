@@ -4,12 +4,9 @@
 nothing is overwritten. Every file but `metrics.jsonl` is written under a temporary name and renamed.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json
-import logging
 import os
 import re
 import secrets
@@ -20,10 +17,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from contrastile._errors import invalid
+from contrastile._errors import invalid, logger
 from contrastile.data.files import checksum, new_file
-
-logger = logging.getLogger("contrastile")
 
 RECIPE = "recipe.toml"
 METRICS = "metrics.jsonl"

@@ -1,7 +1,5 @@
 """Task of pictures and texts: its data, its loss, its evaluation; one of the two tasks of `loop.py`."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Optional packages are imported when a run is loaded, so that the library without extras has this name too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

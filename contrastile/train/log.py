@@ -3,10 +3,7 @@
 The x-axis of all curves is the number of examples seen. No listener can end a run, or see a repeated step twice.
 """
 
-from __future__ import annotations
-
 import json
-import logging
 import os
 import secrets
 import shutil
@@ -18,12 +15,11 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
+from contrastile._errors import logger
 from contrastile.data.files import open_in_place, own_folder
 from contrastile.train.folder import RunFolder
-
-logger = logging.getLogger("contrastile")
 
 # seconds between two lines where there is no terminal
 LINE_EVERY = 10.0
@@ -302,7 +298,7 @@ class Metrics:
             self._file.truncate(path.read_bytes().rfind(b"\n") + 1)
             logger.warning("%s has lost lines from before the checkpoint", path)
 
-    def __enter__(self) -> Metrics:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -4,9 +4,6 @@
 trained. Every rank runs this file on its share of each batch.
 """
 
-from __future__ import annotations
-
-import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +16,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from contrastile._errors import logger
 from contrastile.data.base import Batches
 from contrastile.distributed.failure import all_failed
 from contrastile.gradcache.rng import begin_random
@@ -41,8 +39,6 @@ from contrastile.train.run import begin_run, learned_by, same_recipe, save_run, 
 from contrastile.train.sharded import full, is_sharded
 from contrastile.train.state import Progress, StopRequest, TrainResult, all_finite
 from contrastile.train.task import BatchPart, Task
-
-logger = logging.getLogger("contrastile")
 
 # share of the run after which its end by the clock is foretold
 FORETOLD = 0.1

@@ -1,7 +1,5 @@
 """Memory: the peak of a run, the peak of single updates, and the additional memory of plain autograd."""
 
-from __future__ import annotations
-
 import gc
 import os
 import resource

@@ -5,8 +5,6 @@ module's inputs, and has the state that outlasts a step: queues of earlier keys.
 or a folder of transformers, that encodes the same batch and stays as it is.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

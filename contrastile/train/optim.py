@@ -5,8 +5,6 @@ Adafactor: Shazeer & Stern (arXiv:1804.04235) in the form of Zhai et al., "Scali
 (https://kellerjordan.github.io/posts/muon/), with the size of updates after Moonshot (arXiv:2502.16982).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

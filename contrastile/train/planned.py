@@ -3,9 +3,6 @@
 `planner/` adds up what every part of a step declares.
 """
 
-from __future__ import annotations
-
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contrastile._errors import invalid
+from contrastile._errors import logger, whole_number
 from contrastile.data.sources import is_collection
 from contrastile.models.base import feature_size
 from contrastile.models.compiled import compiled_parts
@@ -39,14 +36,14 @@ from contrastile.train.recipe import load_any_recipe
 from contrastile.train.retriever.run import build_retriever_run
 from contrastile.train.run import build_run, ready_tokenizer
 
-logger = logging.getLogger("contrastile")
-
 # numbers of a token: its index, and the mask
 TOKEN_TENSORS = 2
 # sub-batches of inputs on a device: the present one, and the next that is copied meanwhile
 STREAMED = 2
 # tensors that the gradient of a normalisation takes for a moment, of its inputs' size
 NORMALISED = 5
+# the same of pictures, texts, and single vectors, beside the gradient itself
+QUOTIENT = 4
 # bytes of the id of a key in a queue
 ID = 8
 CPU = torch.device("cpu")
@@ -57,8 +54,11 @@ def planned(recipe: Any, overrides: Sequence[str], gpus: str | None, batch: int 
     machines = target(gpus)
     settings: Any = recipe if isinstance(recipe, AnyRecipe) else load_any_recipe(recipe, overrides, files=False)
     largest = max(size for _, size in settings.train.batch)
-    if batch is not None and batch < machines.ranks:
-        raise invalid("batch", f"be at least a pair for each of the {machines.ranks} ranks", batch, "Take more.")
+    if batch is not None:
+        rule = f"be at least a pair for each of the {machines.ranks} ranks"
+        batch = whole_number("batch", batch, machines.ranks, "Take more.", rule=rule)
+    if pairs is not None:
+        pairs = whole_number("pairs", pairs, 1, "Leave it out for the recipe's own.")
     model, costs = towers(settings, machines.ranks, batch or largest, machines.device)
     plan = plan_of(settings, machines, batch or largest, model, costs, stages(settings, pairs))
     return plan if batch is None else plan.at(batch)
@@ -196,7 +196,8 @@ def plan_of(
             copies, named = wide * ((half is not None) + recipe.model.normalise), 0
             copies += cost.features if cost.name == "passage" else 0
         inputs = (STREAMED * size if on_gpu else 0) * cost.inputs
-        between = NORMALISED * given.itemsize * cost.dimensions if late else 0
+        # a quotient's gradient, and gradients of both sides in the loss's type
+        between = NORMALISED * wide if late else QUOTIENT * wide + 2 * (wide - cost.features)
         sides.append(Side(cost, examples, inputs, copies, named, between))
     kind, queue = recipe.loss.kind, getattr(recipe.loss, "queue", 0)
     both_ways = isinstance(recipe, Recipe) and kind in ("infonce", "gist")

@@ -1,7 +1,5 @@
 """Provenance of a number: device, software versions, date and commit, the last columns of every file of results."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess
@@ -41,12 +39,6 @@ def versions(*packages: str) -> dict[str, str]:
         with suppress(metadata.PackageNotFoundError):
             installed.setdefault(package, metadata.version(package))
     return installed
-
-
-def signature(device: torch.device, *packages: str) -> str:
-    """Device and versions in one line."""
-    origin = provenance(device, *packages)
-    return f"{origin['chip']}; {origin['versions']}"
 
 
 @cache

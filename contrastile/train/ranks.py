@@ -4,9 +4,6 @@ A batch is shared out among the ranks, the losses exchange features, and after t
 gradient of the whole batch. Only the first rank writes.
 """
 
-from __future__ import annotations
-
-import logging
 import os
 import signal
 import sys
@@ -24,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 
-from contrastile._errors import invalid
+from contrastile._errors import invalid, logger
 from contrastile._types import Gradient
 from contrastile.data.pairs import Stream
 from contrastile.distributed import collectives, consistency
@@ -32,8 +29,6 @@ from contrastile.distributed.failure import LostRankError, farewell, hang_up, lo
 from contrastile.train.checkpoints import Checkpoints, Parts
 from contrastile.train.loaded import LoadedRun
 from contrastile.train.sharded import is_sharded, settle_gradients, sharded_model, sharded_parts
-
-logger = logging.getLogger("contrastile")
 
 # the time that ranks with their data open wait for one without
 LOADING = timedelta(hours=1)
@@ -53,7 +48,7 @@ class Ranks:
     size: int = 1
 
     @classmethod
-    def of_environment(cls, device: str) -> Ranks:
+    def of_environment(cls, device: str) -> Self:
         """The ranks that torchrun started, or one process. A rank on a GPU takes that of its number on its node."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:

@@ -3,11 +3,8 @@
 Every mistake is one line that names the file or the override, the key and the reason.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
-import logging
 import os
 import re
 import tomllib
@@ -20,12 +17,11 @@ import tomli_w
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from contrastile._errors import logger
 from contrastile.train.config import AnyRecipe, Recipe
 from contrastile.train.config.base import known_keys, unused_keys
 from contrastile.train.folder import METRICS, PACKAGED, recipe_names
 from contrastile.train.retriever.config import RetrieverRecipe
-
-logger = logging.getLogger("contrastile")
 
 # the recipes by their key `kind`; a file without it has the first
 KINDS: dict[str, type[AnyRecipe]] = {"image-text": Recipe, "retriever": RetrieverRecipe}

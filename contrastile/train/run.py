@@ -5,7 +5,6 @@ Nothing is unpickled: weights are safetensors with a checksum, everything else i
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import tempfile
@@ -17,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from contrastile._errors import invalid
+from contrastile._errors import invalid, logger
 from contrastile.data.files import as_open_makes_it, sync
 from contrastile.data.images import squared
 from contrastile.gradcache.encode import encode
@@ -45,8 +44,6 @@ HOW_TRAINED = {"tokenizer", "locked", "unlocked", "precompute", "checkpointing"}
 CPU, BF16 = Path("/proc/cpuinfo"), re.compile(r"\b(avx512_bf16|amx_bf16|svebf16|bf16)\b")
 # examples of a run from which on compiled towers save more time than they take to compile
 WORTH_COMPILING = 200_000
-
-logger = logging.getLogger("contrastile")
 
 
 def checked_list(name: str, values: Any, noun: str, *kinds: type) -> list[Any]:

@@ -4,8 +4,6 @@ For recipes with `train.parallel = "shard"`. Checkpoints hold full tensors, whic
 of `torch.distributed.checkpoint` have a pickle as metadata.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping

@@ -4,9 +4,6 @@
 step, and the request to stop between two.
 """
 
-from __future__ import annotations
-
-import logging
 import math
 import signal
 import time
@@ -16,16 +13,15 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import chain, groupby, pairwise
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from contrastile._errors import logger
 from contrastile.train.folder import METADATA, RunFolder
 from contrastile.train.sharded import AllRanksError, local
-
-logger = logging.getLogger("contrastile")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # skipped steps in a row that end the run
@@ -366,7 +362,7 @@ class StopRequest:
             raise KeyboardInterrupt(number)
         self.signal = self.signal or number
 
-    def __enter__(self) -> StopRequest:
+    def __enter__(self) -> Self:
         try:
             self._handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
         except ValueError:

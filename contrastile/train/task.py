@@ -3,8 +3,6 @@
 There are two: towers of pictures and texts (`image_text.py`), and retrievers (`retriever/job.py`).
 """
 
-from __future__ import annotations
-
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence

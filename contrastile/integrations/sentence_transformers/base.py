@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -23,6 +24,8 @@ from contrastile.gradcache.introspect import of_its_module
 from contrastile.integrations.sides import Retain, retain_of_sides
 
 LIBRARY = "sentence_transformers"
+# words of a constructor that the model card leaves out
+NOT_SHOWN = ("model", "show_progress_bar", "retain")
 # entries of a batch that are no rows, whatever their shape
 WHOLE = ("prompt_length",)
 
@@ -49,8 +52,6 @@ class CachedLoss(nn.Module):
     citation: ClassVar[str] = CITATION
     # the class without a cache that errors recommend
     uncached: ClassVar[str]
-    # options that the model card shows
-    shown: ClassVar[tuple[str, ...]]
 
     def __init__(
         self,
@@ -77,14 +78,12 @@ class CachedLoss(nn.Module):
         if show_progress_bar:
             raise invalid("show_progress_bar", "be False", True, "Leave it out: the trainer shows its own.")
 
-    @property
-    def similarity(self) -> str:
-        """Name of the similarity, where it is an option."""
-        raise NotImplementedError
-
     def get_config_dict(self) -> dict[str, Any]:
-        """The options, for the model card."""
-        return {name: self.similarity if name == "similarity_fct" else getattr(self, name) for name in self.shown}
+        """The words of the constructor, for the model card."""
+        # a loss derived from another has the words of that one
+        kind = next(each for each in type(self).__mro__ if CachedLoss in each.__bases__)
+        words = [name for name in signature(kind).parameters if name not in NOT_SHOWN]
+        return {name: getattr(self, "similarity" if name == "similarity_fct" else name) for name in words}
 
     @property
     def exchange(self) -> Literal["auto", "single"]:

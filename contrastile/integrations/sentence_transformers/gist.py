@@ -56,10 +56,6 @@ class CachedGISTLoss(CachedLoss):
 
     uncached = "GISTEmbedLoss"
     citation = GIST_CITATION
-    shown = (
-        "guide", "temperature", "mini_batch_size", "mini_batch_num_tokens", "margin_strategy", "margin",
-        "contrast_anchors", "contrast_positives", "gather_across_devices",
-    )  # fmt: skip
 
     def __init__(
         self,

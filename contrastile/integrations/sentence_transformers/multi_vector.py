@@ -42,10 +42,6 @@ class CachedMultiVectorLoss(CachedLoss):
     """
 
     uncached = "MultiVectorMultipleNegativesRankingLoss"
-    shown = (
-        "scale", "similarity_fct", "mini_batch_size", "mini_batch_num_tokens", "score_mini_batch_size",
-        "gather_across_devices",
-    )  # fmt: skip
 
     def __init__(
         self,

@@ -57,10 +57,6 @@ class CachedRankingLoss(CachedLoss):
     """
 
     uncached = "MultipleNegativesRankingLoss"
-    shown = (
-        "scale", "similarity_fct", "mini_batch_size", "mini_batch_num_tokens", "gather_across_devices", "directions",
-        "partition_mode", "hardness_mode", "hardness_strength",
-    )  # fmt: skip
 
     def __init__(
         self,

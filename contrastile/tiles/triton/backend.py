@@ -67,10 +67,12 @@ class Triton(Tiles):
     capturable: ClassVar[bool] = True
     writes_fresh: ClassVar[bool] = True
     accepts_in_flight: ClassVar[bool] = True
-    # of each block of this call, written by the forward for the backward: constants; ids in 32 bits; order of labels
+    # of each block of this call, written by the forward for the backward: constants; ids in 32 bits; order of labels;
+    # positives known by position
     constants: dict[Position, Tensor] = field(default_factory=dict, compare=False, repr=False)
     groups: dict[Position, Groups] = field(default_factory=dict, compare=False, repr=False)
     orders: dict[Position, Order] = field(default_factory=dict, compare=False, repr=False)
+    positives: dict[tuple[int, ...], Positives | None] = field(default_factory=dict, compare=False, repr=False)
     # latest super-tile of the present block, whose operands the next pass reuses: often it is the only one
     super_tile: SuperTile | None = field(default=None, init=False, compare=False, repr=False)
     # exponentials of the block that the forward has kept for the backward
@@ -208,11 +210,8 @@ class Triton(Tiles):
         return kept.fits(rows, cols, self._epilogue, self._budget)
 
     def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
-        if (
-            self.kept is None
-            or not self.kept.narrow
-            or self.grad_dtypes not in (None, (torch.bfloat16, torch.bfloat16))
-        ):
+        narrow = self.kept is not None and self.kept.narrow
+        if not narrow or self.grad_dtypes not in (None, (torch.bfloat16, torch.bfloat16)):
             return super().accumulators(rows, cols, wanted)
         u, _ = super().accumulators(rows, cols, (*wanted[:3], False))
         return u, cols.features.new_empty(cols.features.shape) if wanted[3] else None
@@ -319,9 +318,15 @@ class Triton(Tiles):
             self.super_tile = None
         self._positive_stats(block, stats)
 
+    def _positives(self, block: Block) -> Positives | None:
+        """The positives known by position, as those of the forward."""
+        if block.position not in self.positives:
+            self.positives[block.position] = block.positives()
+        return self.positives[block.position]
+
     def _positive_stats(self, block: Block, stats: list[Tensor]) -> None:
         """Write the positives known by position into the statistics."""
-        positives = block.positives()
+        positives = self._positives(block)
         if positives is not None:
             positions.positive_totals(block, positives, stats, self._epilogue)
 
@@ -334,7 +339,7 @@ class Triton(Tiles):
         accumulators lack the digits for the latter: 16 bits and the matrix units truncate them, and
         attraction and repulsion often cancel to a few percent.
         """
-        positives = block.positives()
+        positives = self._positives(block)
         if block.rows.features.dtype == torch.float16:
             terms = [self._scaled_strips(block, u, None if v is None else _received(v), row_stats)]
         else:
@@ -428,9 +433,7 @@ class Triton(Tiles):
         """Add the gradient of the positives known by position in float32; returns its sums, as `_strips`."""
         g_NP, inner_NP = positions.positive_gradients(block, positives, u, v, self._epilogue)
         if v is not None and positives.columns is not None:
-            # sorted by column, so that sums have the same order, and bits, in every run
-            columns, order = torch.where(positives.columns < 0, len(v), positives.columns).flatten().sort(stable=True)
-            positions.add_pairs(v, block.rows.features, columns, order // positives.per_row, g_NP.flatten()[order])
+            positions.add_columns(v, block.rows.features, positives.columns, g_NP)
         if not self.sums_products:
             return g_NP, 0.0
         q = block.rows.features

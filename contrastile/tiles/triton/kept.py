@@ -38,7 +38,7 @@ LEAST = 2.0**-4
 # rows of one program of `kept_rows`, features at a time, and tiles added at once
 ROWS, FEATURES, TILES = 8, 256, 128
 # of one program of `kept_pairs`: rows at a time, columns, times, of which so many are loaded ahead; and its warps
-PAIRS, PAIRS_WARPS = (2, 1024, 8, 1), 4
+PAIRS, PAIRS_WARPS = (2, 1024, 8, 4), 4
 # numbers that `kept_total` reads at once
 NUMBERS = 2048
 # columns per row from which the columns' sums, most of the memory that a call writes, have 16 bits

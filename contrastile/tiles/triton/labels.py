@@ -341,15 +341,13 @@ def label_gradients(q_ptr, k_ptr, strip_ptr, constants_ptr, row_state_ptr, row_c
     shift = tl.load(constants_ptr + SHIFT).to(tl.float64)
     sums = tl.zeros((BM,), tl.float32)
     loss = sums
-    if SOFTPLUS:
-        coefficient = tl.load(row_coefficient_ptr + rows, mask=rows < N, other=0.0)
-    else:
+    coefficient = tl.load(row_coefficient_ptr + rows, mask=rows < N, other=0.0)
+    if not SOFTPLUS:
         of_rows = _load_direction(row_state_ptr, row_state_stride, row_coefficient_ptr, rows, rows < N, shift,
                                   smoothing, SMOOTH)  # fmt: skip
     if KEPT:
         # two factors: their product may exceed float32
         fast = tl.load(constants_ptr + CAREFUL) == 0
-        coefficient = tl.load(row_coefficient_ptr + rows, mask=rows < N, other=0.0)
         by_coefficient = 1.0 / tl.where(fast, tl.where(coefficient == 0, 1.0, coefficient), 1.0)
         top = tl.load(row_state_ptr + STATE_TOP * row_state_stride + rows, mask=rows < N, other=0.0)
         inverse = tl.load(row_state_ptr + INVERSE * row_state_stride + rows, mask=rows < N, other=1.0)
@@ -366,13 +364,12 @@ def label_gradients(q_ptr, k_ptr, strip_ptr, constants_ptr, row_state_ptr, row_c
             t = exponents(part, constants, SOFTPLUS, PRODUCTS)
             if SOFTPLUS:
                 g = coefficient[:, None] * (-1.0 / (1.0 + tl.math.exp2(t)))
+                terms = _softplus(t)
                 if WEIGHED:
                     weights = _weights(row_numbers_ptr, col_numbers_ptr, rows, cols, N, M)
                     g *= weights
+                    terms *= weights
                 if LOSS:
-                    terms = _softplus(t)
-                    if WEIGHED:
-                        terms *= weights
                     loss += tl.sum(tl.where(positive, terms, 0.0), 1)
             else:
                 g = _direction(t, of_rows, smoothing, 1, INSIDE)

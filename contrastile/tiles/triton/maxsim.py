@@ -26,6 +26,7 @@ from contrastile.tiles.eager import LEAST_STRIP
 from contrastile.tiles.triton import mask_kernels
 from contrastile.tiles.triton import maxsim_kernels as kernels
 from contrastile.tiles.triton.launch import run
+from contrastile.tiles.triton.maxsim_lists import FIELDS
 from contrastile.tiles.triton.maxsim_plan import Gathering, Tiling, documents_for, gathering_for, slot_of, tiling_for
 from contrastile.tiles.triton.plan import ALIGNMENT, interpreting, shape_for, tiles_of
 
@@ -268,7 +269,7 @@ def add_document_gradients(
     (N, L, width), (J, M, _) = entries.vectors.shape, documents.vectors.shape
     D = v.shape[1] // M
     at_once = max(1, min(J, MOST_PROGRAMS, workspace // (4 * entries.count)))
-    gathering = gathering or gathering_for(entries.vectors, at_once * M)
+    gathering = gathering or gathering_for(entries.vectors)
     BD, BN = min(gathering.document_features, max(16, triton.next_power_of_2(D))), gathering.tokens
     blocks = tiles_of(M, BN)
     lists = torch.empty(at_once, entries.count, dtype=torch.int32, device=g.device)
@@ -279,8 +280,8 @@ def add_document_gradients(
     for first in range(0, J, at_once):
         some = min(at_once, J - first)
         run(
-            kernels.list_entries, (tiles_of(blocks, kernels.FIELDS.value), some), warps=gathering.list_warps,
-            best_ptr=best, first=first, ROWS=gathering.rows, **given,
+            kernels.list_entries, (tiles_of(blocks, FIELDS.value), some), warps=1, best_ptr=best, first=first,
+            ROWS=gathering.listed, INTERPRETED=interpreting(), **given,
         )  # fmt: skip
         run(
             kernels.document_gradients, (blocks, some, tiles_of(D, BD)), warps=gathering.document_warps,

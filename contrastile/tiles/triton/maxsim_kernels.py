@@ -22,14 +22,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from contrastile.tiles.triton.maxsim_lists import BEFORE, FIELDS, OTHER, bounds, counted, listed, places_by_step
 from contrastile.tiles.triton.maxsim_maxima import LANES, column, maxima
 
 # below every product, and finite
 LOWEST = tl.constexpr(-3.0e38)
 # warps that share 64 rows of wide products
 WARPS = tl.constexpr(4)
-# blocks of tokens that are listed by one program, and entries of a row of them: their counters fill a number
-FIELDS, ROW = tl.constexpr(12), tl.constexpr(16)
 # arguments that change from call to call: compiled once for all their values
 ANY = ("N", "J", "L", "M", "slots", "documents", "row_weight_stride", "col_weight_stride", "out_stride",
        "first", "blocks")  # fmt: skip
@@ -192,82 +191,45 @@ def query_gradients(k_ptr, best_ptr, weight_ptr, tokens_ptr, out_ptr, N, J, L, M
 
 
 @triton.jit
-def _counters(row):
-    """Twelve counters of 5 bits as six pairs of 32 bits."""
-    return (_pair(row), _pair(row >> 10), _pair(row >> 20), _pair(row >> 30), _pair(row >> 40), _pair(row >> 50))
-
-
-@triton.jit
-def _pair(x):
-    return (x & 31) | ((x >> 5 & 31) << 32)
-
-
-@triton.jit
-def _behind(begin, count):
-    """Begins of the lists of a pair of blocks, and the end of the second. count: lengths of both, 32 bits each."""
-    second = begin + (count & 0xFFFFFFFF)
-    return begin | (second << 32), second + (count >> 32)
-
-
-@triton.jit
-def _fields(best_ptr, e, first, M, entries, BN: tl.constexpr):
-    """Winners of entries, their blocks from the first on, whether it is one of FIELDS, its shift and its counter."""
-    best = tl.load(best_ptr + e, mask=e < entries, other=M).to(tl.int32)
+def _codes(best, first, M, BN: tl.constexpr):
+    """Codes of the winners' blocks: from the first on 0 to FIELDS − 1, BEFORE, OTHER."""
     field = best // BN - first
-    inside = (best < M) & (field >= 0) & (field < FIELDS)
-    shift = (tl.where(inside, field, 0) * 5).to(tl.int64)
-    return best, field, inside, shift, tl.where(inside, 1, 0).to(tl.int64) << shift
+    behind = (best >= M) | (field >= FIELDS)
+    return tl.where(behind, OTHER, tl.where(field < 0, BEFORE, field))
 
 
 @triton.jit(do_not_specialize=ANY)
-def list_entries(best_ptr, list_ptr, bounds_ptr, M, entries, first, blocks, BN: tl.constexpr, ROWS: tl.constexpr):
+def list_entries(best_ptr, list_ptr, bounds_ptr, M, entries, first, blocks, BN: tl.constexpr, ROWS: tl.constexpr,
+                 INTERPRETED: tl.constexpr):  # fmt: skip
     """List the entries that each of FIELDS blocks of BN tokens has won: numbers e · BN + token of the block.
 
     The list [J, entries] of a document has those of its first block, then of the next; bounds [J, 2, blocks]: where
-    each begins and ends. A row of entries is counted by one thread, in counters of 5 bits.
+    each begins and ends. A program is one warp.
     """
     j = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0) * FIELDS
     best_at = best_ptr + (j + first) * entries
     list_at = list_ptr + j * entries
-    places = tl.arange(0, ROWS)[:, None] * ROW + tl.arange(0, ROW)[None, :]
-    before = tl.zeros((ROWS, ROW), tl.int32)
-    n0 = tl.zeros((ROWS,), tl.int64)
-    n1, n2, n3, n4, n5 = n0, n0, n0, n0, n0
-    for start in range(0, entries, ROWS * ROW):
-        best, field, inside, shift, one = _fields(best_at, start + places, block, M, entries, BN)
-        before += (field < 0).to(tl.int32)
-        c0, c1, c2, c3, c4, c5 = _counters(tl.sum(one, 1))
-        n0, n1, n2, n3, n4, n5 = n0 + c0, n1 + c1, n2 + c2, n3 + c3, n4 + c4, n5 + c5
-    n0, n1, n2, n3, n4, n5 = tl.sum(n0), tl.sum(n1), tl.sum(n2), tl.sum(n3), tl.sum(n4), tl.sum(n5)
-    b0, end = _behind(tl.sum(before).to(tl.int64), n0)
-    b1, end = _behind(end, n1)
-    b2, end = _behind(end, n2)
-    b3, end = _behind(end, n3)
-    b4, end = _behind(end, n4)
-    b5, end = _behind(end, n5)
-    pair = tl.arange(0, 2)
-    for i in tl.static_range(6):
-        begin = (b0, b1, b2, b3, b4, b5)[i]
-        count = (n0, n1, n2, n3, n4, n5)[i]
-        number = block + 2 * i + pair
-        at = bounds_ptr + j * 2 * blocks + number
-        tl.store(at, (begin >> (32 * pair)).to(tl.int32), mask=number < blocks)
-        tl.store(at + blocks, ((begin + count) >> (32 * pair)).to(tl.int32), mask=number < blocks)
-    for start in range(0, entries, ROWS * ROW):
-        best, field, inside, shift, one = _fields(best_at, start + places, block, M, entries, BN)
-        rank = (tl.cumsum(one, 1) >> shift & 31).to(tl.int32) - 1
-        c0, c1, c2, c3, c4, c5 = _counters(tl.sum(one, 1))
-        # behind the entries of the rows before
-        p0, p1, p2 = b0 + tl.cumsum(c0, 0) - c0, b1 + tl.cumsum(c1, 0) - c1, b2 + tl.cumsum(c2, 0) - c2
-        p3, p4, p5 = b3 + tl.cumsum(c3, 0) - c3, b4 + tl.cumsum(c4, 0) - c4, b5 + tl.cumsum(c5, 0) - c5
-        half = field >> 1
-        behind = tl.where(half < 2, tl.where(half < 1, p0[:, None], p1[:, None]), tl.where(half < 3, p2[:, None],
-                      tl.where(half < 4, p3[:, None], tl.where(half < 5, p4[:, None], p5[:, None]))))  # fmt: skip
-        behind = (behind >> ((field & 1) * 32).to(tl.int64)).to(tl.int32) + rank
-        tl.store(list_at + behind, (start + places) * BN + best % BN, mask=inside)
-        b0, b1, b2 = b0 + tl.sum(c0), b1 + tl.sum(c1), b2 + tl.sum(c2)
-        b3, b4, b5 = b3 + tl.sum(c3), b4 + tl.sum(c4), b5 + tl.sum(c5)
+    bounds_at = bounds_ptr + j * 2 * blocks + block
+    places = places_by_step(ROWS, INTERPRETED)
+    # of each code, one to a thread; interpreted, one to each of the first places
+    counts = tl.zeros_like(places)
+    # loaded one step ahead
+    best = tl.load(best_at + places, mask=places < entries, other=M)
+    for start in range(ROWS, entries + ROWS, ROWS):
+        code = _codes(best.to(tl.int32), block, M, BN)
+        best = tl.load(best_at + start + places, mask=start + places < entries, other=M)
+        counts = counted(code, counts, INTERPRETED)
+    begin, end, field = bounds(counts, INTERPRETED)
+    inside = (field >= 0) & (block + field < blocks)
+    tl.store(bounds_at + field, begin, mask=inside)
+    tl.store(bounds_at + blocks + field, end, mask=inside)
+    best = tl.load(best_at + places, mask=places < entries, other=M)
+    for start in range(0, entries, ROWS):
+        token = best.to(tl.int32)
+        best = tl.load(best_at + start + ROWS + places, mask=start + ROWS + places < entries, other=M)
+        value = (start + places) * BN + token % BN
+        begin = listed(list_at, _codes(token, block, M, BN), value, begin, INTERPRETED)
 
 
 @triton.jit(do_not_specialize=ANY)

@@ -19,8 +19,6 @@ LESS_SHARED = (8, 6), (8, 9), (12, 0)
 WGMMA = 9
 # the beginning of a program, which loads its entries, in blocks of tokens
 BEGINNING = 4
-# document tokens below which their entries are listed by programs of more warps than one
-FEW_LISTED = 100_000
 
 
 class Tiling(NamedTuple):
@@ -31,7 +29,7 @@ class Tiling(NamedTuple):
     warps: int = 4
     stages: int = 3
     # at most
-    documents: int = 32
+    documents: int = 128
     # programs that share a multiprocessor
     programs: int = 3
     # documents and their tiles are one loop, so that the next document's loads overlap the sums
@@ -51,9 +49,8 @@ class Gathering(NamedTuple):
     warps: int = 1
     stages: int = 1
     registers: int | None = 128
-    # rows of a list, and warps that write one
-    rows: int = 32
-    list_warps: int = 1
+    # entries that are listed at once
+    listed: int = 512
     tokens: int = 16
     document_features: int = 128
     group: int = 32
@@ -65,7 +62,7 @@ class Gathering(NamedTuple):
 TILING_INTERPRETED = Tiling(entries=32, tokens=16, documents=3, registers=False)
 # in float32, which takes more registers
 GATHERING_WIDE = Gathering(group=64, document_warps=4, document_registers=None)
-GATHERING_INTERPRETED = Gathering(entries=32, rows=4, group=16)
+GATHERING_INTERPRETED = Gathering(entries=32, listed=16, group=16)
 
 
 def slot_of(L: int, most: int, *, masked: bool) -> int:
@@ -108,9 +105,8 @@ def documents_for(tiling: Tiling, tiles: int, J: int, M: int, device: torch.devi
     return min(range(tiling.documents, 0, -1), key=length)
 
 
-def gathering_for(x: Tensor, listed: int = 0) -> Gathering:
-    """The form of the gradients' kernels for queries [N, L, D]; listed: document tokens whose entries are listed."""
+def gathering_for(x: Tensor) -> Gathering:
+    """The form of the gradients' kernels for queries [N, L, D]."""
     if interpreting():
         return GATHERING_INTERPRETED
-    form = GATHERING_WIDE if x.dtype == torch.float32 else Gathering()
-    return form._replace(rows=128, list_warps=4) if listed < FEW_LISTED else form
+    return GATHERING_WIDE if x.dtype == torch.float32 else Gathering()

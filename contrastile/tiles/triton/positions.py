@@ -20,6 +20,8 @@ POSITIVES, POSITIVES_FEW = (16, 128), (8, 256)
 # rows of one program that multiplies them in the matrix units, the least that takes a Hopper chip's wide instruction,
 # and features at a time
 ROWS_MULTIPLIED, FEATURES_MULTIPLIED = 64, 32
+# listed positives up to which each one reads all of them, in place of a sort, and those read at once
+SCANNED, SCAN = 8192, 1024
 
 
 def as_tiles(dtype: torch.dtype, epilogue: Epilogue) -> bool:
@@ -82,6 +84,22 @@ def positive_gradients(
         V=v is not None and positives.columns is None, **directions(block, epilogue), **given,
     )  # fmt: skip
     return g_NP, inner_NP
+
+
+def add_columns(v: Tensor, q: Tensor, columns: Tensor, g_NP: Tensor) -> None:
+    """v[columns[i, p]] += g[i, p] · q[i] where the column is not negative, in the order of (i, p)."""
+    if columns.numel() <= SCANNED:
+        D = v.shape[1]
+        block = min(1024, triton.next_power_of_2(D))
+        launch.run(
+            kernels.add_listed, (columns.numel(), tiles_of(D, block)), out_ptr=v, out_stride=v.stride(0), x_ptr=q,
+            row_stride=q.stride(0), feature_stride=q.stride(1), columns_ptr=columns, values_ptr=g_NP,
+            n=columns.numel(), per_row=columns.shape[1], D=D, BLOCK=block, SCAN=SCAN,
+        )  # fmt: skip
+    else:
+        # sorted by column, so that sums have the same order, and bits, in every run
+        targets, order = torch.where(columns < 0, len(v), columns).flatten().sort(stable=True)
+        add_pairs(v, q, targets, order // columns.shape[1], g_NP.flatten()[order])
 
 
 def add_pairs(total: Tensor, x: Tensor, targets: Tensor, sources: Tensor, values: Tensor) -> None:

@@ -302,3 +302,32 @@ def add_pairs(out_ptr, out_stride, x_ptr, row_stride, feature_stride, targets_pt
             x = tl.load(x_ptr + source * row_stride + at.to(tl.int64) * feature_stride, mask=inside, other=0.0)
             total += value * x.to(tl.float32)
         tl.store(out_ptr + row * out_stride + at, total, mask=inside)
+
+
+@triton.jit(do_not_specialize=ANY)
+def add_listed(out_ptr, out_stride, x_ptr, row_stride, feature_stride, columns_ptr, values_ptr, n, per_row, D,
+               BLOCK: tl.constexpr, SCAN: tl.constexpr):  # fmt: skip
+    """out[columns[s]] += values[s] · x[s // per_row] for each s that is not negative.
+
+    The program of the first s of a column adds all of them, in their order. It finds them by reading all columns.
+    """
+    first = tl.program_id(0)
+    column = tl.load(columns_ptr + first)
+    before = first * 0
+    for start in range(0, tl.where(column >= 0, first, 0), SCAN):
+        s = start + tl.arange(0, SCAN)
+        before += tl.sum((tl.load(columns_ptr + s, mask=s < first, other=-1) == column).to(tl.int32))
+    if (before == 0) & (column >= 0):
+        at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < D
+        total = tl.load(out_ptr + column * out_stride + at, mask=inside, other=0.0).to(tl.float32)
+        for start in range(first, n, SCAN):
+            s = start + tl.arange(0, SCAN)
+            same = tl.load(columns_ptr + s, mask=s < n, other=-1) == column
+            source = tl.min(tl.where(same, s, n))
+            while source < n:
+                x = tl.load(x_ptr + (source // per_row).to(tl.int64) * row_stride + at.to(tl.int64) * feature_stride,
+                            mask=inside, other=0.0)  # fmt: skip
+                total += tl.load(values_ptr + source) * x.to(tl.float32)
+                source = tl.min(tl.where(same & (s > source), s, n))
+        tl.store(out_ptr + column * out_stride + at, total, mask=inside)

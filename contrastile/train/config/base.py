@@ -4,8 +4,6 @@ Rules about files, packages and devices hold only for a recipe that is to be tra
 folder stays readable after its data are gone.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

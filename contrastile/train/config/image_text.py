@@ -3,10 +3,7 @@
 Files and folders must be there; their contents are read before the first step.
 """
 
-from __future__ import annotations
-
 import json
-import logging
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
+from contrastile._errors import logger
 from contrastile.data.sources import PICTURES, PROMPTS, columns, is_collection, missing, read_source
 from contrastile.train.config.base import (
     AnyRecipe,
@@ -37,8 +35,6 @@ from contrastile.train.config.base import (
 )
 from contrastile.train.config.losses import AnyLoss, ClipSettings
 from contrastile.train.config.towers import AnyImageTower, AnyTextTower, AnyWhole, OpenClipModel, size_clashes
-
-logger = logging.getLogger("contrastile")
 
 Side = Literal["image", "text"]
 

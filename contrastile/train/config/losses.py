@@ -4,8 +4,6 @@ A field that the loss's constructor takes too has its name and default; the cons
 opens, before any data are read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal
 

@@ -5,8 +5,6 @@ folder. Last of all transformers is loaded: its configuration classes fill in de
 read. `models/` compares the sizes that are known only once it builds a model.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 from collections.abc import Iterable, Iterator, Mapping

@@ -6,7 +6,6 @@ Text stays text and colours are variables of the page's style, so a figure fits 
 from __future__ import annotations
 
 import io
-import logging
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from contrastile._errors import logger
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-logger = logging.getLogger("contrastile")
 
 # placeholder colours for matplotlib, and the variables of the page's style that replace them
 INK, SOFT, FAINT = "#010203", "#020103", "#030201"

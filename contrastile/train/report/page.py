@@ -1,25 +1,17 @@
 """The page: `report.html`, one file that needs nothing beside it, made of metrics, metadata, results and samples."""
 
-from __future__ import annotations
-
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from contrastile._errors import printable
+from contrastile._errors import logger, printable
 from contrastile.train.folder import EVALUATION, GALLERIES, METADATA, METRICS, QUESTIONS, RECIPE, REPORT, RunFolder
 from contrastile.train.log import Listener, clock, metrics_lines, size
 from contrastile.train.report.figures import Curve, StepColumns, curves, memory_bars
-
-if TYPE_CHECKING:
-    from jinja2 import Template
-
-logger = logging.getLogger("contrastile")
 
 Line = Mapping[str, Any]
 # the largest share of a run's time that its reports may take: one takes about half a second
@@ -110,7 +102,7 @@ def write_stopped_report(folder: RunFolder, metadata: Mapping[str, Any], wording
 
 
 @cache
-def template(name: str) -> Template:
+def template(name: str) -> Any:
     """A page's template, compiled once: a run that trains writes its report at every probe."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 

@@ -1,1 +1,1 @@
-"""The story of a retriever, beside that of pictures and texts: config, feed, run, loop, evaluation, report, index."""
+"""The task of retrievers, beside that of pictures and texts: recipe, batches, run, job, evaluation."""

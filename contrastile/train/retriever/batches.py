@@ -3,8 +3,6 @@
 The passages of a step are distinct: one that two queries share is encoded once, and is a negative of neither.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The recipe of a retriever: its data, encoders, loss and steps, beside the sections that every recipe has."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path

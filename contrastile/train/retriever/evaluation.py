@@ -4,9 +4,6 @@ This file ranks the passages, for all queries or for the sample of a `probe`, an
 files for other tools, and the samples of the report.
 """
 
-from __future__ import annotations
-
-import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from contrastile._errors import invalid
+from contrastile._errors import invalid, logger
 from contrastile.data.base import Indices, held_out
 from contrastile.data.texts import BM25, WORD, Passage, Query, TextSet, words
 from contrastile.evaluate import late
@@ -31,8 +28,6 @@ from contrastile.train.report import page
 from contrastile.train.report.page import Samples, percent, write_report
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.run import RetrieverRun, TextMaterials, TokenStore, passage_tokens, query_tokens
-
-logger = logging.getLogger("contrastile")
 
 Row = dict[str, Any]
 

@@ -3,8 +3,6 @@
 A step encodes the queries and all passages of the batch once, and compares every query with every passage.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from hashlib import sha256

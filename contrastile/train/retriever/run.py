@@ -1,7 +1,5 @@
 """A retriever in memory and on disk, and its texts as tokens, made once per run and stored without padding."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
