@@ -34,7 +34,7 @@ SIX = {"LEFT": 0b10_01_00_01_00_00, "RIGHT": 0b00_01_10_00_01_00, "PRODUCTS": 6,
 # every option of the small kernels
 EVERYTHING = {"U": True, "V": True, "WEIGHTS": True, "SMOOTH": True, "BIASED": True, "SIDES": 2}
 EVERYTHING |= {"MEAN": True, "TIMES": True, "GUIDE": 2, "SELF": True, "ADD": True, "ORDERED": True, "STEPS": 14}
-EVERYTHING |= {"MEASURED": 1}
+EVERYTHING |= {"MEASURED": 1, "CHUNK": 128, "SLOTS": 64, "KEPT": True, "TALL": 128, "LONG": 1024}
 # strides and sizes that are multiples of 16 where features are
 ALIGNED = ("D", "G", "entries", *(f"{name}_stride" for name in ("q", "k", "guide_q", "guide_k", "out", "bits")))
 # arguments of several tensors
@@ -134,6 +134,8 @@ def _type(name: str, shape: Any, constants: dict[str, Any]) -> str | tuple[str, 
     indices = (
         "labels_ptr",
         "sorted_ptr",
+        "chunks_ptr",
+        "within_ptr",
         "others_ptr",
         "places_ptr",
         "positives_ptr",
@@ -211,6 +213,8 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
             if capability in COMPLETE or (name, capability) == ("mask_bits", 90):
                 side = {"BM": 64, "BN": 64} if kernel.fn.__module__.endswith("labels") else {}
                 yield kernel, name, plain | EVERYTHING | side | {"CHANNELS": 7, "LAST": True}
+                if EVERY and name.startswith("label_"):
+                    yield kernel, f"{name} tall", plain | {"COLUMNS": True, "TALL": 128, "LONG": 1024}
                 if name == "finish":
                     further = {"DECOUPLED": True, "MISES_FISHER": True, "WEIGHTS": True}
                     yield kernel, f"{name} decoupled", plain | further

@@ -227,14 +227,14 @@ def test_an_example_with_two_labels_is_not_compared_with_itself(
     loss: PairLoss, counted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Labels of some rows alone, and of some columns alone; more labels than are sorted by counting."""
-    monkeypatch.setattr(sorting, "MOST_COUNTED", counted)
+    monkeypatch.setattr(sorting, "MOST_CHUNKED", counted)
     groups = {f"{side}_{name}": torch.randint(-5, 12, (N,)) for side in ("query", "key") for name in ("labels", "ids")}
     _against_eager(_leaves(N, N), torch.float16, loss=loss, workspace=LITTLE, **groups)
 
 
 @pytest.mark.parametrize("number", [0, 2**14], ids=["sorted", "counted"])
 def test_the_order_of_labels(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sorting, "MOST_COUNTED", number)
+    monkeypatch.setattr(sorting, "MOST_CHUNKED", number)
     rows, cols = (torch.randint(-(2**40), 2**40, (n,))[torch.randint(0, n // 3, (n,))] for n in (N, M + 200))
     for labels, found in zip((rows, cols), sorting._sorted(rows, cols), strict=True):
         values, order = labels.sort(stable=True)

@@ -25,9 +25,9 @@ from contrastile.losses.decoupled import Decoupled, DecoupledWeighted
 from contrastile.losses.hardness import Hardness
 from contrastile.losses.reference import dense_decoupled, dense_softmax
 from contrastile.losses.sigmoid import Sigmoid
-from contrastile.losses.softmax import Softmax, SoftmaxStats
+from contrastile.losses.softmax import Softmax, SoftmaxInside, SoftmaxStats
 from contrastile.tiles.eager import Eager
-from contrastile.tiles.triton import backend, block, launch, plan, positions
+from contrastile.tiles.triton import backend, block, launch, plan, positions, sorting
 from contrastile.tiles.triton.arithmetic import CAREFUL, SHIFT
 from contrastile.tiles.triton.backend import Triton
 from contrastile.tiles.triton.masks import UNROLLED
@@ -153,6 +153,31 @@ def test_exponentials_are_kept_for_a_backward_that_follows(n: int, scale: float,
         # strips, weighed rows and sums in 16 bits, which the interpreter truncates where a chip rounds
         least = 1e-4 if loss.symmetric else 1e-6
         assert distance(found, true) <= (1e-2 if found.ndim else least * max(1.0, scale / 20))
+    assert tiles.kept is None
+
+
+@pytest.mark.parametrize("loss", [Softmax(exclude_self=True), SoftmaxInside(symmetric=True)], ids=str)
+@pytest.mark.parametrize(("scale", "many"), [(20.0, 0), (20.0, 2**20), (3000.0, 0)])
+@pytest.mark.usefixtures("_few_features")
+def test_exponentials_are_kept_with_labels(
+    loss: PairLoss, scale: float, many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Positives in tiles of both sizes; some rows have no positive."""
+    monkeypatch.setattr(sorting, "MANY", many)
+    monkeypatch.setattr(sorting, "LONG", 12)
+    labels = torch.randint(0, 9, (70,)) + torch.arange(70) // 60 * torch.arange(70)
+    rows, cols = (
+        Shard(_unit(70, torch.bfloat16), labels=labels),
+        Shard(_unit(70, torch.bfloat16), labels=labels.flip(0)),
+    )
+    tiles = Triton(loss, torch.tensor(scale), None, 2**30)
+    tiles.followed = tiles.fresh = True
+    for found, true in zip(_followed(tiles, rows, cols), _followed(*_exact(tiles, rows, cols)), strict=True):
+        least = 1e-4 if loss.symmetric else 1e-5
+        assert distance(found, true) <= (1e-2 if found.ndim else least * max(1.0, scale / 20)), (
+            found.ndim,
+            distance(found, true),
+        )
     assert tiles.kept is None
 
 
@@ -330,15 +355,15 @@ def test_the_sums_of_a_super_tile_are_freed_before_the_next_ones(monkeypatch: py
     """Two of them at once would take twice the workspace."""
     rows, cols = _pair(_unit(4 * SHAPE.rows), _unit(4 * SHAPE.rows))
     made: list[weakref.ref[Tensor]] = []
-    new_parts = Triton._new_parts
+    new_parts = block.Block.new_parts
 
-    def recorded(tiles: Triton, *arguments: Any) -> list[Tensor]:
+    def recorded(of_block: block.Block, *arguments: Any) -> list[Tensor]:
         assert all(part() is None for part in made)
-        parts = new_parts(tiles, *arguments)
+        parts = new_parts(of_block, *arguments)
         made.extend(map(weakref.ref, parts))
         return parts
 
-    monkeypatch.setattr(Triton, "_new_parts", recorded)
+    monkeypatch.setattr(block.Block, "new_parts", recorded)
     for module, name in ((launch, "sums"), (launch, "merge_sums"), (positions, "positive_totals")):
         monkeypatch.setattr(module, name, lambda *_, **__: None)
     _tiles(workspace=2**12).forward(rows, cols)

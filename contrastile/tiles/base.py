@@ -281,7 +281,11 @@ class Tiles(ABC):
             return sums, sums
         x, total = (rows.features, u) if u is not None else (cols.features, v)
         assert total is not None
-        return sums, inner_product(x, total)
+        return sums, self.inner_product(x, total)
+
+    def inner_product(self, x: Tensor, total: Tensor) -> Tensor:
+        """Σ ⟨x_i, total_i⟩ of features and their sums."""
+        return inner_product(x, total)
 
     def scaled(self, total: Tensor, dtype: torch.dtype, upstream: Tensor | None, *, keep: bool) -> Tensor:
         """total · scale · upstream in this type; overwrites `total` unless `keep`."""

@@ -19,7 +19,6 @@ A guide's features are a second pair of operands (`guided.py`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -146,7 +145,7 @@ class Triton(Tiles):
             launch.merge_parts(stats, parts, self._epilogue)
 
     def count_equal(self, labels: Tensor, others: Tensor) -> Tensor:
-        if max(len(labels), len(others)) > sorting.MOST_COUNTED:
+        if max(len(labels), len(others)) > sorting.MOST_CHUNKED:
             return super().count_equal(labels, others)
         with on(self.scale.device):
             return sorting.count_equal(labels, others)
@@ -170,6 +169,16 @@ class Triton(Tiles):
         with on(self.scale.device):
             numbers, mean = (constants, self.scale), reduction == "mean"
             return ForwardResult(*launch.finish(stats, weights, numbers, total, self._epilogue, mean=mean))
+
+    def nonfinite(self, rows: Shard, cols: Shard) -> Tensor:
+        if self.flag is not None or self.norms is None:
+            return super().nonfinite(rows, cols)
+        # with the norms of a replay come sums of features times 0
+        return self.norms[1].sum() + self.scale * 0
+
+    def inner_product(self, x: Tensor, total: Tensor) -> Tensor:
+        with on(self.scale.device):
+            return launch.inner_product(x, total)
 
     def scaled(self, total: Tensor, dtype: torch.dtype, upstream: Tensor | None, *, keep: bool) -> Tensor:
         with on(self.scale.device):
@@ -228,7 +237,9 @@ class Triton(Tiles):
         if position not in self.constants:
             given = rows.features, cols.features, self.scale, self.bias
             suits = self.followed and kept.suits(rows, self._epilogue)
-            number = len(cols) if suits and not self.loss.symmetric else 0
+            # gradients of positives over the factor of their row add up to twice the sum of exponentials
+            most = 4 if by_label(rows) else 1
+            number = most * len(cols) if suits and not self.loss.symmetric else 0
             least = kept.LEAST if suits and self.loss.symmetric and self.keeps(rows, cols) else 0.0
             constants = launch.block_constants(*given, self._epilogue, kept=number, least=least, norms=self.norms)
             taught = self._epilogue.taught
@@ -288,12 +299,12 @@ class Triton(Tiles):
                 if keeps and not careful:
                     # one way with the sums of the scale's gradient, else with several of each column
                     each = COLUMN_SUMS if self.loss.symmetric else 1
-                    parts = self._new_parts(tile.block, channels + (not self.loss.symmetric), each=each)
+                    parts = tile.block.new_parts(channels + (not self.loss.symmetric), each=each)
                     self.kept = kept.exponentials(tile.pair, block.constants, parts, epilogue)
                 else:
                     # where the careful flag is set, the exponentials are not read
                     memory = None if self.kept is None else self.kept.strip.view(torch.float32).flatten()
-                    parts = self._new_parts(tile.block, channels, memory)
+                    parts = tile.block.new_parts(channels, memory)
                     launch.sums(tile.pair, block.constants, parts, epilogue, careful=careful)
                 merged = (parts, tile.of(stats), block.constants, epilogue, tile.first, tile.last)
                 launch.merge_sums(*merged, careful=careful)
@@ -306,22 +317,6 @@ class Triton(Tiles):
         if not self.followed:
             self.super_tile = None
         self._positive_stats(block, stats)
-
-    def _new_parts(self, block: Block, channels: int, memory: Tensor | None = None, each: int = 1) -> list[Tensor]:
-        """Memory for the tiles' sums: [channels, col tiles, N] and, if symmetric, [channels, each · row tiles, M].
-
-        memory: float32 numbers that may be overwritten.
-        """
-        shape = plan.shape_for(self.scale.device)
-        height, width = len(block.rows), len(block.cols)
-        sizes = [(channels, plan.tiles_of(width, shape.cols), height)]
-        sizes += [(channels, each * plan.tiles_of(height, shape.rows), width)] * self.loss.symmetric
-        if memory is None:
-            return [self.scale.new_empty(size) for size in sizes]
-        # each begins at whole words, as memory of its own does
-        lengths = [plan.tiles_of(math.prod(size), plan.ALIGNMENT) * plan.ALIGNMENT for size in sizes]
-        parts = memory[: sum(lengths)].split(lengths)
-        return [part[: math.prod(size)].view(size) for part, size in zip(parts, sizes, strict=True)]
 
     def _positives(self, block: Block) -> Positives | None:
         """The positives known by position, as those of the forward."""
@@ -348,7 +343,7 @@ class Triton(Tiles):
         if block.rows.features.dtype == torch.float16:
             terms = [self._scaled_strips(block, u, None if v is None else _received(v), row_stats)]
         else:
-            terms = [self._strips(block, u, v, row_stats, final=positives is None)]
+            terms = self._strips(block, u, v, row_stats, final=positives is None)
         self.super_tile = None
         if positives is not None:
             terms.append(self._positive_grads(block, positives, u, None if v is None else _received(v)))
@@ -365,7 +360,7 @@ class Triton(Tiles):
         accumulators = [x for x in (u, v) if x is not None]
         for x in accumulators if not self.fresh else []:
             x.mul_(unit)
-        numbers, lost = self._strips(block, u, v, row_stats, final=False)
+        ((numbers, lost),) = self._strips(block, u, v, row_stats, final=False)
         inverse = 1 / unit
         for x in (*accumulators, numbers):
             x.mul_(inverse)
@@ -373,7 +368,7 @@ class Triton(Tiles):
 
     def _strips(
         self, block: Block, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None, *, final: bool
-    ) -> Term:
+    ) -> list[Term]:
         """Add the gradient of all pairs but the positives, one strip at a time; returns the sums of the tiles.
 
         A v that may leave early is added to first. Any other is added to last, because it may still be in flight and
@@ -383,7 +378,8 @@ class Triton(Tiles):
         if self.kept is not None:
             numbers = self.kept.add(block, weights, u, None if v is None else _received(v), self._epilogue)
             self.kept, self.guidance = None, Guidance()
-            return numbers, launch.truncation(block.rows.features)
+            lost = launch.truncation(block.rows.features)
+            return [(x, lost) for x in numbers]
         sums = launch.new_sums(self.scale.device, 0 if block.order is None else len(block.rows))
         strip: Tensor | None = None
         lost = launch.truncation(block.rows.features) if self.sums_products else 0.0
@@ -407,7 +403,7 @@ class Triton(Tiles):
             if u is not None and early:
                 sorting.add_strip(u, tile, 0, strip, fresh=first_of_row)
         self.guidance = Guidance()
-        return sums, lost
+        return [(sums, lost)]
 
     def _weights(self, block: Block) -> Weights:
         if self.loss.pairwise:
@@ -420,7 +416,7 @@ class Triton(Tiles):
         """Write the super-tile's gradient into the strip, and with `row_stats` merge its loss into them."""
         epilogue, constants = self._epilogue, tile.block.constants
         vectors = [along(x, at) for x, at in zip(weights, tile.along, strict=False)]
-        parts = [] if row_stats is None else self._new_parts(tile.block, epilogue.channels)
+        parts = [] if row_stats is None else tile.block.new_parts(epilogue.channels)
         launch.gradient(tile.pair, constants, vectors, strip, sums, epilogue, *parts)
         stats = None if row_stats is None else tile.of([row_stats])
         if stats is not None:

@@ -45,7 +45,7 @@ from contrastile.tiles.triton.masks import distinct_pairs, has_masked, valid_pai
 
 
 @triton.jit
-def _probability_factor(top, inverse, shift):
+def probability_factor(top, inverse, shift):
     """exp(−top) · inverse under the shift.
 
     In float64, and the whole part apart: a rounding error of their size would be in every gradient of the row.
@@ -76,12 +76,12 @@ def direction_weights(row_state_ptr, row_state_stride, row_coefficient_ptr, N, c
     shift = tl.load(constants_ptr + SHIFT)
     coefficient = tl.load(coefficient_ptr + at, mask=inside, other=0.0) * tl.load(constants_ptr + UNIT)
     top = tl.load(state_ptr + STATE_TOP * stride + at, mask=inside, other=0.0)
-    weight = _probability_factor(top, tl.load(state_ptr + INVERSE * stride + at, mask=inside, other=0.0), shift)
+    weight = probability_factor(top, tl.load(state_ptr + INVERSE * stride + at, mask=inside, other=0.0), shift)
     low = tl.max((inside & (weight > 1.0 / LOWEST_SUM)).to(tl.int32))
     if GUIDE == TEACHER:
         top = tl.load(state_ptr + STATE_TEACHER_TOP * stride + at, mask=inside, other=0.0)
         inverse = tl.load(state_ptr + TEACHER_INVERSE * stride + at, mask=inside, other=0.0)
-        soft = _probability_factor(top, inverse, tl.load(constants_ptr + TEACHERS + SHIFT))
+        soft = probability_factor(top, inverse, tl.load(constants_ptr + TEACHERS + SHIFT))
         low += tl.max((inside & (soft > 1.0 / LOWEST_SUM)).to(tl.int32))
         tl.store(weight_ptr + N + M + at, coefficient * soft * smoothing, mask=inside)
     # every program writes the same value

@@ -19,6 +19,7 @@ from torch import Tensor
 from contrastile.losses.base import PairLoss, Shard
 from contrastile.tiles.triton.arithmetic import POSITIVE_SHARE
 from contrastile.tiles.triton.plan import (
+    ALIGNMENT,
     PIECES,
     Epilogue,
     Masks,
@@ -237,6 +238,11 @@ class Block:
         return torch.stack(largest).sum()
 
     @property
+    def places(self) -> tuple[Tensor | None, Tensor | None]:
+        """The positions of the rows, and of the columns, in the order of the caller, where they have another one."""
+        return (None, None) if self.order is None else (self.order.rows, self.order.cols)
+
+    @property
     def position(self) -> tuple[int, ...]:
         return self.rows.start, len(self.rows), self.cols.start, len(self.cols)
 
@@ -258,6 +264,22 @@ class Block:
             labels=_both(rows.labels, cols.labels) if by_label(rows) and self.order is None else None,
             spans=None if self.order is None else self.order.of_rows,
         )
+
+    def new_parts(self, channels: int, memory: Tensor | None = None, each: int = 1) -> list[Tensor]:
+        """Memory for the tiles' sums: [channels, col tiles, N] and, if symmetric, [channels, each · row tiles, M].
+
+        memory: float32 numbers that may be overwritten.
+        """
+        shape = shape_for(self.constants.device)
+        height, width = len(self.rows), len(self.cols)
+        sizes = [(channels, tiles_of(width, shape.cols), height)]
+        sizes += [(channels, each * tiles_of(height, shape.rows), width)] * self.loss.symmetric
+        if memory is None:
+            return [self.constants.new_empty(size) for size in sizes]
+        # each begins at whole words, as memory of its own does
+        lengths = [tiles_of(prod(size), ALIGNMENT) * ALIGNMENT for size in sizes]
+        parts = memory[: sum(lengths)].split(lengths)
+        return [part[: prod(size)].view(size) for part, size in zip(parts, sizes, strict=True)]
 
     def positives(self) -> Positives | None:
         """The positives known by position; None if there are none."""

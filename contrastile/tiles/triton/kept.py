@@ -10,6 +10,9 @@ product from some 300 features on. In one direction the products have the factor
 
     u_i = a_i · Σ_j e_ij k_j        v_j = Σ_i e_ij · (a_i q_i)        Σ g · ⟨q, k⟩ = Σ_i a_i · Σ_j e_ij ⟨q_i, k_j⟩
 
+Positives by label are no exponentials: their gradients are written into the strip before its products, in one direction
+over the factor of their row.
+
 A block of several super-tiles has no memory to keep all of its strips.
 """
 
@@ -22,8 +25,8 @@ import torch
 from torch import Tensor
 
 from contrastile.losses.base import Shard
-from contrastile.tiles.triton import kept_kernels, launch
-from contrastile.tiles.triton.block import KEPT_IN, Block, Budget, by_label
+from contrastile.tiles.triton import kept_kernels, launch, sorting
+from contrastile.tiles.triton.block import KEPT_IN, Block, Budget
 from contrastile.tiles.triton.launch import Weights
 from contrastile.tiles.triton.plan import Epilogue, Pair, interpreting, most_programs, shape_for, tiles_of
 from contrastile.tiles.triton.products import add_at_once, add_cols, add_rows
@@ -58,9 +61,12 @@ class Kept:
     @property
     def narrow(self) -> bool:
         """The columns' sums have 16 bits."""
-        return len(self.parts) == 2 and len(self.pair.k) >= NARROW * len(self.pair.q)
+        by_position = self.pair.masks.spans is None
+        return by_position and len(self.parts) == 2 and len(self.pair.k) >= NARROW * len(self.pair.q)
 
-    def add(self, block: Block, weights: Weights, u: Tensor | None, v: Tensor | None, epilogue: Epilogue) -> Tensor:
+    def add(
+        self, block: Block, weights: Weights, u: Tensor | None, v: Tensor | None, epilogue: Epilogue
+    ) -> list[Tensor]:
         """Write the gradient sums of all pairs to u and v; returns numbers that add up to Σ g · ⟨q, k⟩.
 
         weights: a [1, N] and, of a symmetric loss, b [1, M]. Where the careful flag is set, the strip becomes the
@@ -71,10 +77,13 @@ class Kept:
         launch.careful_gradient(self.pair, block, self.strip, careful, epilogue)
         if both:
             return self._add_both(block, weights, u, v, epilogue)
-        return self._add_one_way(block, weights[0][0], self.parts[1], u, v)
+        return self._add_one_way(block, weights[0][0], u, v, epilogue)
 
-    def _add_one_way(self, block: Block, a: Tensor, inner: Tensor, u: Tensor | None, v: Tensor | None) -> Tensor:
-        (col_tiles, N), q = inner.shape, self.pair.q
+    def _add_one_way(
+        self, block: Block, a: Tensor, u: Tensor | None, v: Tensor | None, epilogue: Epilogue
+    ) -> list[Tensor]:
+        inner, q = self.parts[1], self.pair.q
+        col_tiles, N = inner.shape
         factors, weighted = torch.empty_like(a), q.data.new_empty(N, q.width)
         launch.run(
             kept_kernels.kept_rows, (tiles_of(N, ROWS),), q_ptr=q.data, out_ptr=weighted, weights_ptr=a,
@@ -82,20 +91,24 @@ class Kept:
             D=q.width, q_row_stride=q.data.stride(0), col_tiles=col_tiles, UNIT=UNIT, ROWS=ROWS, BLOCK=FEATURES,
             TILES=TILES,
         )  # fmt: skip
+        of_rows, of_cols = block.places
+        if block.order is not None:
+            sorting.label_gradients(self.pair, block, self.strip, self.sums[:N], epilogue, factored=True)
         if u is not None:
-            add_rows(u, self.pair, self.strip, fresh=True)
-            u.mul_(factors[:, None])
+            with sorting.in_order(u, of_rows, factors=factors) as total:
+                add_rows(total, self.pair, self.strip, fresh=True)
         if v is not None:
             (g,), x = self.pair.strip_pieces(self.strip), weighted[:, : v.shape[1]]
-            if v.dtype == torch.float32:
-                add_at_once(v, g.T, x, 1 / UNIT, 0.0)
-            else:
-                torch.addmm(v, g.T, x, alpha=1 / UNIT, beta=0, out=v)
-        return self.sums
+            with sorting.in_order(v, of_cols) as total:
+                if total.dtype == torch.float32:
+                    add_at_once(total, g.T, x, 1 / UNIT, 0.0)
+                else:
+                    torch.addmm(total, g.T, x, alpha=1 / UNIT, beta=0, out=total)
+        return [self.sums]
 
     def _add_both(
         self, block: Block, weights: Weights, u: Tensor | None, v: Tensor | None, epilogue: Epilogue
-    ) -> Tensor:
+    ) -> list[Tensor]:
         rows, cols, steps, stages = PAIRS
         N, M = len(self.pair.q), len(self.pair.k)
         # the strip has whole tiles
@@ -112,16 +125,22 @@ class Kept:
             blocks=blocks, parts=self.sums.numel(), BLOCK=NUMBERS, warps=16,
             **launch.directions(block, epilogue),
         )  # fmt: skip
+        numbers, (of_rows, of_cols) = [total], block.places
+        if block.order is not None:
+            numbers.append(torch.zeros_like(weights[0][0]))
+            sorting.label_gradients(self.pair, block, self.strip, numbers[-1], epilogue)
         if u is not None:
-            add_rows(u, self.pair, self.strip, fresh=True)
+            with sorting.in_order(u, of_rows) as of_labels:
+                add_rows(of_labels, self.pair, self.strip, fresh=True)
         if v is not None:
-            add_cols(v, self.pair, self.strip, fresh=True)
-        return total
+            with sorting.in_order(v, of_cols) as of_labels:
+                add_cols(of_labels, self.pair, self.strip, fresh=True)
+        return numbers
 
 
 def suits(rows: Shard, epilogue: Epilogue) -> bool:
-    """Return whether exponentials of this kind can be kept: in the type of the features, and not by label."""
-    return epilogue.keeps and rows.features.dtype == KEPT_IN and not by_label(rows)
+    """Return whether exponentials of this kind can be kept: in the type of the features."""
+    return epilogue.keeps and rows.features.dtype == KEPT_IN
 
 
 def fits(rows: Shard, cols: Shard, epilogue: Epilogue, budget: Budget) -> bool:

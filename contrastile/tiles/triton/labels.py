@@ -4,6 +4,7 @@
 
 Launched by `sorting.py`, beside the tile kernels, which leave the positives out:
 
+    sort_chunks        labels of each chunk in rising order
     order_labels       labels in rising order
     count_equal        the number of equal labels on the other side
     spans              of each row, the first column of its label and the first behind it
@@ -22,7 +23,10 @@ import triton.language as tl
 
 from contrastile.tiles.triton.arithmetic import (
     ANY,
+    CAREFUL,
+    INVERSE,
     LN2,
+    LOG2E,
     MISSING,
     POSITIVE_INVERSE,
     POSITIVE_SHARE,
@@ -30,6 +34,7 @@ from contrastile.tiles.triton.arithmetic import (
     SHARE,
     SHIFT,
     STATE_POSITIVE_TOP,
+    STATE_TOP,
     UNIT,
     count_along,
     exponent_constants,
@@ -37,72 +42,101 @@ from contrastile.tiles.triton.arithmetic import (
     finite,
     log1p,
     merge_exponentials,
+    quarter,
     shift_as_logarithm,
     store_stats,
 )
-from contrastile.tiles.triton.backward import softmax_positive
+from contrastile.tiles.triton.backward import probability_factor, softmax_positive
 from contrastile.tiles.triton.forward import products
 from contrastile.tiles.triton.masks import FIRST, HIGHEST_COLUMN, ITSELF, LOWEST_COLUMN, STOP, row_spans
 
 
 @triton.jit
-def _position(others_ptr, label, m, STEPS: tl.constexpr, RIGHT: tl.constexpr):
-    """Number of the m labels in rising order that are less than each label or, where RIGHT, not greater."""
-    low = (label * 0).to(tl.int32)
-    high = low + m
+def _position(others_ptr, label, low, high, after, STEPS: tl.constexpr):
+    """Position from low to high of each label among others in rising order: behind equal ones where `after`."""
     for _ in tl.static_range(STEPS):
         middle = (low + high) // 2
         open_ = low < high
         other = tl.load(others_ptr + middle, mask=open_, other=0)
-        before = (other <= label) if RIGHT else (other < label)
+        before = (other < label) | ((other == label) & after)
         low = tl.where(open_ & before, middle + 1, low)
         high = tl.where(open_ & (before == 0), middle, high)
     return low
 
 
+@triton.jit
+def _chunks(start, n, SLOTS: tl.constexpr, CHUNK: tl.constexpr):
+    """Numbers of the chunks from `start` on, and the first and the last position of each, [1, SLOTS]."""
+    chunk = (start + tl.arange(0, SLOTS))[None, :]
+    return chunk, tl.minimum(chunk * CHUNK, n), tl.minimum((chunk + 1) * CHUNK, n)
+
+
 @triton.jit(do_not_specialize=ANY)
-def order_labels(row_labels_ptr, row_sorted_ptr, row_order_ptr, row_places_ptr, N, col_labels_ptr, col_sorted_ptr,
-                 col_order_ptr, col_places_ptr, M, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Sort the labels of each side, equal ones in their order: for few of them, by counting those before each.
+def sort_chunks(row_labels_ptr, row_chunks_ptr, row_within_ptr, N, col_labels_ptr, col_chunks_ptr, col_within_ptr, M,
+                CHUNK: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Sort the labels of each chunk, equal ones in their order, by counting those before each.
+
+    Writes them in rising order, and the place of each within its chunk. program_id 1 = 0 sorts those of the rows, 1
+    those of the columns.
+    """
+    of_rows = tl.program_id(1) == 0
+    labels_ptr = tl.where(of_rows, row_labels_ptr, col_labels_ptr)
+    n = tl.where(of_rows, N, M)
+    first = tl.program_id(0) * CHUNK
+    rows = first + tl.arange(0, CHUNK)
+    label = tl.load(labels_ptr + rows, mask=rows < n, other=0)
+    place = tl.zeros((CHUNK,), tl.int32)
+    for start in range(first, first + CHUNK, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        other = tl.load(labels_ptr + at, mask=at < n, other=0)[None, :]
+        less = (other < label[:, None]) | ((other == label[:, None]) & (at[None, :] < rows[:, None]))
+        place += tl.sum((less & (at < n)[None, :]).to(tl.int32), 1)
+    tl.store(tl.where(of_rows, row_chunks_ptr, col_chunks_ptr) + first + place, label, mask=rows < n)
+    tl.store(tl.where(of_rows, row_within_ptr, col_within_ptr) + rows, place.to(tl.int64), mask=rows < n)
+
+
+@triton.jit(do_not_specialize=ANY)
+def order_labels(row_labels_ptr, row_chunks_ptr, row_within_ptr, row_sorted_ptr, row_order_ptr, row_places_ptr, N,
+                 col_labels_ptr, col_chunks_ptr, col_within_ptr, col_sorted_ptr, col_order_ptr, col_places_ptr, M,
+                 ROWS: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
+    """Sort the labels of each side, equal ones in their order, by their positions in all sorted chunks.
 
     Writes the labels in rising order, the position of each of these, and its inverse: the place of each position.
     program_id 1 = 0 sorts those of the rows, 1 those of the columns.
     """
     of_rows = tl.program_id(1) == 0
-    labels_ptr = tl.where(of_rows, row_labels_ptr, col_labels_ptr)
     n = tl.where(of_rows, N, M)
+    chunks_ptr = tl.where(of_rows, row_chunks_ptr, col_chunks_ptr)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if tl.program_id(0) * ROWS < n:
-        label = tl.load(labels_ptr + rows, mask=rows < n, other=0)
-        before = tl.zeros((ROWS, BLOCK), tl.int32)
-        for start in range(0, n, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            other = tl.load(labels_ptr + at, mask=at < n, other=0)[None, :]
-            if start + BLOCK <= tl.program_id(0) * ROWS:
-                less = other <= label[:, None]
-            elif start >= (tl.program_id(0) + 1) * ROWS:
-                less = (other < label[:, None]) & (at < n)[None, :]
-            else:
-                less = (other < label[:, None]) & (at < n)[None, :]
-                less = less | ((other == label[:, None]) & (at[None, :] < rows[:, None]))
-            before += less.to(tl.int32)
-        place = tl.sum(before, 1)
+        label = tl.load(tl.where(of_rows, row_labels_ptr, col_labels_ptr) + rows, mask=rows < n, other=0)
+        place = tl.load(tl.where(of_rows, row_within_ptr, col_within_ptr) + rows, mask=rows < n, other=0).to(tl.int32)
+        own = (rows // CHUNK)[:, None]
+        for start in range(0, tl.cdiv(n, CHUNK), SLOTS):
+            chunk, first, stop = _chunks(start, n, SLOTS, CHUNK)
+            # nothing of their own chunk
+            low = first + own * 0
+            high = tl.where(chunk == own, low, stop)
+            place += tl.sum(_position(chunks_ptr, label[:, None], low, high, chunk < own, STEPS) - low, 1)
         tl.store(tl.where(of_rows, row_sorted_ptr, col_sorted_ptr) + place, label, mask=rows < n)
         tl.store(tl.where(of_rows, row_order_ptr, col_order_ptr) + place, rows.to(tl.int64), mask=rows < n)
         tl.store(tl.where(of_rows, row_places_ptr, col_places_ptr) + rows, place.to(tl.int64), mask=rows < n)
 
 
 @triton.jit(do_not_specialize=ANY)
-def count_equal(labels_ptr, others_ptr, out_ptr, n, m, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Write the number of the m others that equal each of the n labels."""
+def count_equal(labels_ptr, chunks_ptr, out_ptr, n, m, ROWS: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr,
+                STEPS: tl.constexpr):  # fmt: skip
+    """Write the number of the m others, in sorted chunks, that equal each of the n labels."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     label = tl.load(labels_ptr + rows, mask=rows < n, other=0)[:, None]
-    count = tl.zeros((ROWS, BLOCK), tl.int32)
-    for start in range(0, m, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        other = tl.load(others_ptr + at, mask=at < m, other=0)[None, :]
-        count += ((other == label) & (at < m)[None, :]).to(tl.int32)
-    tl.store(out_ptr + rows, tl.sum(count, 1), mask=rows < n)
+    count = tl.zeros((ROWS,), tl.int32)
+    for start in range(0, tl.cdiv(m, CHUNK), SLOTS):
+        _, first, stop = _chunks(start, m, SLOTS, CHUNK)
+        low = first + rows[:, None] * 0
+        high = stop + rows[:, None] * 0
+        first = _position(chunks_ptr, label, low, high, high < 0, STEPS)
+        count += tl.sum(_position(chunks_ptr, label, first, high, high >= 0, STEPS) - first, 1)
+    tl.store(out_ptr + rows, count, mask=rows < n)
 
 
 @triton.jit(do_not_specialize=ANY)
@@ -120,8 +154,8 @@ def spans(row_labels_ptr, row_order_ptr, row_places_ptr, row_out_ptr, N, col_lab
     at = tl.program_id(0) * BM + tl.arange(0, BM)
     inside = at < n
     label = tl.load(tl.where(of_rows, row_labels_ptr, col_labels_ptr) + at, mask=inside, other=0)
-    first = _position(others_ptr, label, m, STEPS, False)
-    stop = _position(others_ptr, label, m, STEPS, True)
+    first = _position(others_ptr, label, at * 0, at * 0 + m, at < 0, STEPS)
+    stop = _position(others_ptr, label, first, at * 0 + m, at >= 0, STEPS)
     itself = first * 0 - 1
     lowest, highest = first, stop
     if SELF:
@@ -151,6 +185,19 @@ def _tile_range(spans_ptr, stride, start, i, N, M, BM: tl.constexpr, BN: tl.cons
 
 
 @triton.jit
+def _is_left(spans_ptr, stride, start, i, N, M, BM: tl.constexpr, TALL: tl.constexpr, LONG: tl.constexpr):
+    """True if another launch has the positives of this row tile: of more than LONG columns, tiles of TALL rows have."""
+    if LONG == 0:
+        left = i < 0
+    else:
+        at = i * BM // TALL * TALL
+        first = tl.load(spans_ptr + FIRST * stride + at) - start
+        stop = tl.load(spans_ptr + STOP * stride + tl.minimum(at + TALL, N) - 1) - start
+        left = (tl.minimum(stop, M) - tl.maximum(first, 0) > LONG) != (BM == TALL)
+    return left
+
+
+@triton.jit
 def _positives(cols, spans, N, M, rows, SELF: tl.constexpr):
     """Mask of the positives by label."""
     first, stop, itself = spans
@@ -159,18 +206,6 @@ def _positives(cols, spans, N, M, rows, SELF: tl.constexpr):
     if SELF:
         positive = positive & (cols[None, :] != itself[:, None])
     return positive
-
-
-@triton.jit
-def _tile(q_ptr, k_ptr, q_stride, k_stride, i, j, rows, own, constants, N, M, D, BM: tl.constexpr, BN: tl.constexpr,
-          BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, UPCAST: tl.constexpr,
-          SELF: tl.constexpr, SOFTPLUS: tl.constexpr):  # fmt: skip
-    """Products ⟨q, k⟩ of tile (i, j), its columns, the mask of positives, and the products' exponents t."""
-    acc = tl.zeros((BM, BN), tl.float32)
-    acc = products(acc, q_ptr, k_ptr, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, False,
-                   UPCAST)  # fmt: skip
-    cols = j * BN + tl.arange(0, BN)
-    return acc, cols, _positives(cols, own, N, M, rows, SELF), exponents(acc, constants, SOFTPLUS, PRODUCTS)
 
 
 @triton.jit
@@ -191,13 +226,15 @@ def _weights(row_numbers_ptr, col_numbers_ptr, rows, cols, N, M):
 def label_totals(q_ptr, k_ptr, constants_ptr, stats_ptr, stats_stride, spans_ptr, spans_stride, spans_start,
                  row_numbers_ptr, col_numbers_ptr, row_first, q_stride, k_stride, N, M, D, BM: tl.constexpr,
                  BN: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr,
-                 UPCAST: tl.constexpr, SELF: tl.constexpr, SOFTPLUS: tl.constexpr,
-                 WEIGHED: tl.constexpr):  # fmt: skip
+                 UPCAST: tl.constexpr, SELF: tl.constexpr, SOFTPLUS: tl.constexpr, WEIGHED: tl.constexpr,
+                 TALL: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
     """Add the positives of a super-tile to the statistics of its rows; row_first: its columns are the first.
 
     SOFTPLUS adds Σ weight · log(1 + exp(−x)).
     """
     i = tl.program_id(0)
+    if _is_left(spans_ptr, spans_stride, spans_start, i, N, M, BM, TALL, LONG):
+        return
     rows = i * BM + tl.arange(0, BM)
     own = row_spans(spans_ptr, spans_stride, spans_start, rows, N)
     start, end = _tile_range(spans_ptr, spans_stride, spans_start, i, N, M, BM, BN)
@@ -206,8 +243,12 @@ def label_totals(q_ptr, k_ptr, constants_ptr, stats_ptr, stats_stride, spans_ptr
     logit_sum, count = total, total
     top = total - float("inf")
     for j in range(start, end):
-        _, cols, positive, t = _tile(q_ptr, k_ptr, q_stride, k_stride, i, j, rows, own, constants, N, M, D, BM, BN,
-                                     BK, LEFT, RIGHT, PRODUCTS, UPCAST, SELF, SOFTPLUS)  # fmt: skip
+        acc = tl.zeros((BM, BN), tl.float32)
+        acc = products(acc, q_ptr, k_ptr, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, False,
+                       UPCAST)  # fmt: skip
+        cols = j * BN + tl.arange(0, BN)
+        positive = _positives(cols, own, N, M, rows, SELF)
+        t = exponents(acc, constants, SOFTPLUS, PRODUCTS)
         if SOFTPLUS:
             terms = _softplus(t)
             if WEIGHED:
@@ -245,18 +286,33 @@ def label_totals(q_ptr, k_ptr, constants_ptr, stats_ptr, stats_stride, spans_ptr
 
 
 @triton.jit
-def _direction(x, rest, state_ptr, stride, coefficient_ptr, at, inside, smoothing, axis: tl.constexpr,
-               INSIDE: tl.constexpr):  # fmt: skip
-    """One direction's gradient of the positives with logits x + rest: losses/softmax.py."""
+def _load_direction(state_ptr, stride, coefficient_ptr, at, inside, shift, smoothing, SMOOTH: tl.constexpr):
+    """Numbers of rows, or of columns, for `_direction`: the first two are the top as an exponent t.
+
+    One number would be rounded, and move all gradients of the row.
+    """
     top = tl.load(state_ptr + STATE_POSITIVE_TOP * stride + at, mask=inside, other=0.0)
     inverse = tl.load(state_ptr + POSITIVE_INVERSE * stride + at, mask=inside, other=0.0)
     missing = tl.load(state_ptr + MISSING * stride + at, mask=inside, other=0.0)
     target = tl.load(state_ptr + POSITIVE_SHARE * stride + at, mask=inside, other=0.0)
-    share = tl.load(state_ptr + SHARE * stride + at, mask=inside, other=0.0)
+    share = tl.zeros_like(top)
+    if SMOOTH:
+        share = tl.load(state_ptr + SHARE * stride + at, mask=inside, other=0.0) * smoothing
     coefficient = tl.load(coefficient_ptr + at, mask=inside, other=0.0)
-    among = tl.exp((x - tl.expand_dims(top, axis)) + rest) * tl.expand_dims(inverse, axis)
+    exact = top.to(tl.float64) * LOG2E - shift
+    power = exact.to(tl.float32)
+    rest = (exact - power.to(tl.float64)).to(tl.float32)
+    return power, rest, inverse, missing, target, share, coefficient
+
+
+@triton.jit
+def _direction(t, numbers, smoothing, axis: tl.constexpr, INSIDE: tl.constexpr):
+    """One direction's gradient of the positives with exponents t: losses/softmax.py."""
+    power, rest, inverse, missing, target, share, coefficient = numbers
+    among = tl.math.exp2((t - tl.expand_dims(power, axis)) - tl.expand_dims(rest, axis))
+    among *= tl.expand_dims(inverse, axis)
     value = softmax_positive(among, tl.expand_dims(target, axis), tl.expand_dims(missing, axis), smoothing, INSIDE)
-    return (value - tl.expand_dims(share * smoothing, axis)) * tl.expand_dims(coefficient, axis)
+    return (value - tl.expand_dims(share, axis)) * tl.expand_dims(coefficient, axis)
 
 
 @triton.jit(do_not_specialize=ANY)
@@ -266,53 +322,86 @@ def label_gradients(q_ptr, k_ptr, strip_ptr, constants_ptr, row_state_ptr, row_c
                     part_stride, out_stride, smoothing, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
                     LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, UPCAST: tl.constexpr,
                     SELF: tl.constexpr, COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, WEIGHED: tl.constexpr,
-                    INSIDE: tl.constexpr, LOSS: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+                    SMOOTH: tl.constexpr, INSIDE: tl.constexpr, LOSS: tl.constexpr, PARTS: tl.constexpr,
+                    KEPT: tl.constexpr, TALL: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
     """Write the gradients of a super-tile's positives into the strip [PARTS, N, M], over the zeros of `gradient`.
 
     Adds each row's Σ g · ⟨q, k⟩, or Σ g with SOFTPLUS, to `label_sums`, and with LOSS their loss to the statistics.
+    KEPT: the strip has exponentials of one direction, and its positives the gradient over the factor a of their row
+    (`kept.py`). A tile's gradient is computed in quarters, of which several programs' fit a multiprocessor.
     """
     i = tl.program_id(0)
+    if _is_left(spans_ptr, spans_stride, spans_start, i, N, M, BM, TALL, LONG):
+        return
     rows = i * BM + tl.arange(0, BM)
     own = row_spans(spans_ptr, spans_stride, spans_start, rows, N)
     start, end = _tile_range(spans_ptr, spans_stride, spans_start, i, N, M, BM, BN)
     constants = exponent_constants(constants_ptr)
     unit = tl.load(constants_ptr + UNIT)
+    shift = tl.load(constants_ptr + SHIFT).to(tl.float64)
     sums = tl.zeros((BM,), tl.float32)
     loss = sums
+    coefficient = tl.load(row_coefficient_ptr + rows, mask=rows < N, other=0.0)
+    if not SOFTPLUS:
+        of_rows = _load_direction(row_state_ptr, row_state_stride, row_coefficient_ptr, rows, rows < N, shift,
+                                  smoothing, SMOOTH)  # fmt: skip
+    if KEPT:
+        # two factors: their product may exceed float32
+        fast = tl.load(constants_ptr + CAREFUL) == 0
+        by_coefficient = 1.0 / tl.where(fast, tl.where(coefficient == 0, 1.0, coefficient), 1.0)
+        top = tl.load(row_state_ptr + STATE_TOP * row_state_stride + rows, mask=rows < N, other=0.0)
+        inverse = tl.load(row_state_ptr + INVERSE * row_state_stride + rows, mask=rows < N, other=1.0)
+        by_factor = 1.0 / tl.where(fast, probability_factor(top, inverse, shift), 1.0)
+    WIDTH: tl.constexpr = BN // 4
     for j in range(start, end):
-        acc, cols, positive, t = _tile(q_ptr, k_ptr, q_stride, k_stride, i, j, rows, own, constants, N, M, D, BM, BN,
-                                       BK, LEFT, RIGHT, PRODUCTS, UPCAST, SELF, SOFTPLUS)  # fmt: skip
-        if SOFTPLUS:
-            coefficient = tl.load(row_coefficient_ptr + rows, mask=rows < N, other=0.0)
-            g = coefficient[:, None] * (-1.0 / (1.0 + tl.math.exp2(t)))
-            terms = _softplus(t)
-            if WEIGHED:
-                weights = _weights(row_numbers_ptr, col_numbers_ptr, rows, cols, N, M)
-                g *= weights
-                terms *= weights
-            if LOSS:
-                loss += tl.sum(tl.where(positive, terms, 0.0), 1)
-        else:
-            whole = tl.floor(t)
-            x, rest = shift_as_logarithm(tl.load(constants_ptr + SHIFT) + whole)
-            rest += (t - whole) * LN2
-            g = _direction(x, rest, row_state_ptr, row_state_stride, row_coefficient_ptr, rows, rows < N, smoothing, 1,
-                           INSIDE)  # fmt: skip
-            if COLUMNS:
-                g += _direction(x, rest, col_state_ptr, col_state_stride, col_coefficient_ptr, cols, cols < M,
-                                smoothing, 0, INSIDE)  # fmt: skip
-        g = tl.where(positive, g * unit, 0.0)
-        sums += tl.sum(g if SOFTPLUS else g * acc, 1)
-        for part in tl.static_range(PARTS):
-            piece = g.to(strip_ptr.dtype.element_ty)
-            row = (part * part_stride + rows).to(tl.int64)
-            tl.store(strip_ptr + row[:, None] * out_stride + cols[None, :], piece, mask=positive)
-            g = g - piece.to(tl.float32)
+        acc = tl.zeros((BM, BN), tl.float32)
+        acc = products(acc, q_ptr, k_ptr, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, False,
+                       UPCAST)  # fmt: skip
+        for at in tl.static_range(4):
+            part = quarter(acc, at, BM, BN)
+            cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
+            positive = _positives(cols, own, N, M, rows, SELF)
+            t = exponents(part, constants, SOFTPLUS, PRODUCTS)
+            if SOFTPLUS:
+                g = coefficient[:, None] * (-1.0 / (1.0 + tl.math.exp2(t)))
+                terms = _softplus(t)
+                if WEIGHED:
+                    weights = _weights(row_numbers_ptr, col_numbers_ptr, rows, cols, N, M)
+                    g *= weights
+                    terms *= weights
+                if LOSS:
+                    loss += tl.sum(tl.where(positive, terms, 0.0), 1)
+            else:
+                g = _direction(t, of_rows, smoothing, 1, INSIDE)
+                if COLUMNS:
+                    of_cols = _load_direction(col_state_ptr, col_state_stride, col_coefficient_ptr, cols, cols < M,
+                                              shift, smoothing, SMOOTH)  # fmt: skip
+                    g += _direction(t, of_cols, smoothing, 0, INSIDE)
+            g = tl.where(positive, g * unit, 0.0)
+            sums += tl.sum(g if SOFTPLUS else g * part, 1)
+            if KEPT:
+                g = (g * by_coefficient[:, None]) * by_factor[:, None]
+            for piece_at in tl.static_range(PARTS):
+                piece = g.to(strip_ptr.dtype.element_ty)
+                row = (piece_at * part_stride + rows).to(tl.int64)
+                strip_at = strip_ptr + row[:, None] * out_stride + cols[None, :]
+                if BM == TALL:
+                    # all of a tile, 16 bytes at a time: most of its pairs are positives
+                    merged = tl.where(positive, piece, tl.load(strip_at))
+                    tl.debug_barrier()
+                    tl.store(strip_at, merged)
+                else:
+                    tl.store(strip_at, piece, mask=positive)
+                g = g - piece.to(tl.float32)
     sums_at = label_sums_ptr + rows
-    tl.store(sums_at, tl.load(sums_at, mask=rows < N, other=0.0) + sums, mask=rows < N)
+    sums += tl.load(sums_at, mask=rows < N, other=0.0)
     if LOSS:
-        out = stats_ptr + rows
-        tl.store(out, tl.load(out, mask=rows < N, other=0.0) + loss, mask=rows < N)
+        loss += tl.load(stats_ptr + rows, mask=rows < N, other=0.0)
+    # all warps have read before one of them writes
+    tl.debug_barrier()
+    tl.store(sums_at, sums, mask=rows < N)
+    if LOSS:
+        tl.store(stats_ptr + rows, loss, mask=rows < N)
 
 
 @triton.jit(do_not_specialize=ANY)
@@ -340,17 +429,21 @@ def move_ordered(row_x_ptr, row_stride, row_last_ptr, row_order_ptr, row_out_ptr
 
 
 @triton.jit(do_not_specialize=ANY)
-def add_ordered(total_ptr, out_ptr, order_ptr, n, D, total_stride, out_stride, ADD: tl.constexpr, ROWS: tl.constexpr,
-                BLOCK: tl.constexpr):  # fmt: skip
-    """out[order[i]] = total[i], or with ADD += it, for each of n rows."""
+def add_ordered(total_ptr, out_ptr, order_ptr, factors_ptr, n, D, total_stride, out_stride, ADD: tl.constexpr,
+                TIMES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """out[order[i]] = total[i], or with ADD += it, for each of n rows; TIMES: total[i] · factors[i]."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row = rows.to(tl.int64)[:, None]
     to = tl.load(order_ptr + rows, mask=rows < n, other=0).to(tl.int64)[:, None]
+    if TIMES:
+        factors = tl.load(factors_ptr + rows, mask=rows < n, other=0.0)[:, None]
     for step in range(0, D, BLOCK):
         cols = step + tl.arange(0, BLOCK)
         inside = (rows < n)[:, None] & (cols < D)[None, :]
         total = tl.load(total_ptr + row * total_stride + cols[None, :], mask=inside, other=0.0)
         out = out_ptr + to * out_stride + cols[None, :]
+        if TIMES:
+            total *= factors
         if ADD:
             total += tl.load(out, mask=inside, other=0.0)
         tl.store(out, total, mask=inside)

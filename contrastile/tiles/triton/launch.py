@@ -207,6 +207,14 @@ def block_constants(
     return out
 
 
+def inner_product(x: Tensor, total: Tensor) -> Tensor:
+    """Σ ⟨x_i, total_i⟩ of the rows of x [n, D] and of their sums in float32."""
+    out = torch.empty(tiles_of(len(x), ROWS), dtype=torch.float32, device=x.device)
+    if len(x):
+        run(reductions.inner_sums, (len(out),), out_ptr=out, N=len(x), **features(x, total))
+    return out.sum()
+
+
 def is_exact(dtype: torch.dtype) -> bool:
     """True for float32 features whose products keep all digits: torch's matmul precision is "highest"."""
     return PIECES[dtype]() == EXACT

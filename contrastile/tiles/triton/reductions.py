@@ -5,6 +5,7 @@
 Launched by `launch.py`, before, between and after the kernels of `forward.py` and `backward.py`:
 
     split_features, norms, block_constants     features as 16-bit pieces; the constants of a block
+    inner_sums                                sums of products of two sides' rows
     merge_sums, merge_maxima, merge_parts     the tiles' sums brought together, in a fixed order
 
 The end of a call is in `finish.py`.
@@ -95,6 +96,23 @@ def norms(q_ptr, k_ptr, out_ptr, N, M, D, q_row_stride, q_stride, k_row_stride, 
         zero += tl.sum(x * 0.0, 1)
     tl.store(out_ptr + block, tl.max(total))
     tl.store(out_ptr + blocks + block, tl.sum(zero))
+
+
+@triton.jit(do_not_specialize=ANY)
+def inner_sums(q_ptr, k_ptr, out_ptr, N, D, q_row_stride, q_stride, k_row_stride, k_stride, ROWS: tl.constexpr,
+               BLOCK: tl.constexpr):  # fmt: skip
+    """[blocks]: Σ ⟨q_i, k_i⟩ of each block of rows."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = rows.to(tl.int64)[:, None]
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for step in range(0, D, BLOCK):
+        cols = step + tl.arange(0, BLOCK)
+        inside = (rows < N)[:, None] & (cols < D)[None, :]
+        col = cols.to(tl.int64)[None, :]
+        q = tl.load(q_ptr + row * q_row_stride + col * q_stride, mask=inside, other=0.0).to(tl.float32)
+        k = tl.load(k_ptr + row * k_row_stride + col * k_stride, mask=inside, other=0.0).to(tl.float32)
+        total += q * k
+    tl.store(out_ptr + tl.program_id(0), tl.sum(total))
 
 
 @triton.jit(do_not_specialize=ANY)

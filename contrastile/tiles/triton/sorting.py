@@ -7,7 +7,8 @@ kernels compute them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,11 +24,12 @@ from contrastile.tiles.triton.products import add_cols, add_rows
 
 # numbers of a row in the order of labels, see `masks.py`
 NUMBERS = 5
-# labels of a side up to which they are sorted by counting, faster than by the many kernels of a sort; labels of one
-# program, those that it compares them with at once, and its warps
-MOST_COUNTED, COUNTED = 12288, {"ROWS": 16, "BLOCK": 256, "warps": 8}
-# rows and columns of a tile of positives, of which most are few
-SIDE = 64
+# labels of a side up to which they are sorted by chunks, faster than by the many kernels of a sort; labels of a chunk,
+# and those compared at once; labels and chunks of one program, and the steps that find a position in a chunk
+MOST_CHUNKED, CHUNK, SEARCH = 16384, {"CHUNK": 128, "BLOCK": 32}, {"ROWS": 16, "SLOTS": 64, "CHUNK": 128, "STEPS": 8}
+# columns of positives of a row tile above which its tiles have the size of the shape, else half of its rows; warps of
+# the larger ones; and columns of a block above which it has these, whose launches are not worth their time in others
+LONG, TALL_WARPS, MANY = 1024, 8, 12288
 
 
 def ordered(rows: Shard, cols: Shard, *, exclude_self: bool) -> Order:
@@ -53,26 +55,43 @@ def ordered(rows: Shard, cols: Shard, *, exclude_self: bool) -> Order:
 def _sorted(rows: Tensor, cols: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Of each side the labels in rising order, the position of each, and the place of each position."""
     sides = [rows] if cols is rows else [rows, cols]
-    if max(map(len, sides)) > MOST_COUNTED:
+    if max(map(len, sides)) > MOST_CHUNKED:
         results = [_by_torch(labels) for labels in sides]
     else:
+        chunks = _chunks(sides)
         results = [(torch.empty_like(x), *x.new_empty(2, len(x))) for x in sides]
-        given: dict[str, Any] = {"N": len(rows), "M": len(cols), "row_labels_ptr": rows, "col_labels_ptr": cols}
-        for side, of_side in (("row", results[0]), ("col", results[-1])):
-            names = (f"{side}_{name}_ptr" for name in ("sorted", "order", "places"))
-            given |= dict(zip(names, of_side, strict=True))
+        given = _of_sides("labels", sides) | _of_sides("chunks", [x[0] for x in chunks])
+        given |= _of_sides("within", [x[1] for x in chunks]) | {"N": len(rows), "M": len(cols)}
+        for at, name in enumerate(("sorted", "order", "places")):
+            given |= _of_sides(name, [x[at] for x in results])
         run(
-            kernels.order_labels, (tiles_of(max(map(len, sides)), COUNTED["ROWS"]), len(sides)), **given, **COUNTED
+            kernels.order_labels, (tiles_of(max(map(len, sides)), SEARCH["ROWS"]), len(sides)), **given, **SEARCH,
         )  # fmt: skip
     return [results[0], results[-1]]
 
 
+def _of_sides(name: str, sides: Sequence[Tensor]) -> dict[str, Any]:
+    """Arguments of a kernel for rows and columns; one tensor may be both."""
+    return {f"row_{name}_ptr": sides[0], f"col_{name}_ptr": sides[-1]}
+
+
+def _chunks(sides: Sequence[Tensor]) -> list[Tensor]:
+    """Of one or two sides [2, n]: the labels, sorted within chunks, and the place of each in its chunk."""
+    out = [x.new_empty(2, len(x)) for x in sides]
+    run(
+        kernels.sort_chunks, (tiles_of(max(map(len, sides)), CHUNK["CHUNK"]), len(sides)), N=len(sides[0]),
+        M=len(sides[-1]), **_of_sides("labels", sides), **_of_sides("chunks", [x[0] for x in out]),
+        **_of_sides("within", [x[1] for x in out]), **CHUNK,
+    )  # fmt: skip
+    return out
+
+
 def count_equal(labels: Tensor, others: Tensor) -> Tensor:
     """The number [n] of other labels that equal each label."""
-    out = torch.empty(len(labels), dtype=torch.int32, device=labels.device)
+    out, ((chunks, _),) = torch.empty(len(labels), dtype=torch.int32, device=labels.device), _chunks([_wide(others)])
     run(
-        kernels.count_equal, (tiles_of(len(labels), COUNTED["ROWS"]),), labels_ptr=_wide(labels),
-        others_ptr=_wide(others), out_ptr=out, n=len(labels), m=len(others), **COUNTED,
+        kernels.count_equal, (tiles_of(len(labels), SEARCH["ROWS"]),), labels_ptr=_wide(labels), chunks_ptr=chunks,
+        out_ptr=out, n=len(labels), m=len(others), **SEARCH,
     )  # fmt: skip
     return out
 
@@ -128,26 +147,43 @@ def label_totals(pair: Pair, block: Block, stats: Sequence[Tensor], first: Seque
     first: the columns, and the rows, are the first that the statistics meet.
     """
     for columns, (of_side, is_first) in enumerate(zip(stats, first, strict=False)):
-        given = _products(pair, block, columns=bool(columns))
-        run(
-            kernels.label_totals, (tiles_of(given["N"], given["BM"]),), constants_ptr=block.constants,
-            stats_ptr=of_side, stats_stride=of_side.stride(0), row_first=int(is_first), **epilogue.flags, **given,
-        )  # fmt: skip
+        given = _products(pair, block, columns=bool(columns)) | epilogue.flags
+        given |= {"constants_ptr": block.constants, "stats_ptr": of_side, "stats_stride": of_side.stride(0)}
+        _run_tiles(kernels.label_totals, pair, given | {"row_first": int(is_first)})
 
 
 def label_gradients(
-    pair: Pair, block: Block, strip: Tensor, sums: Tensor, epilogue: Epilogue, stats: Tensor | None
+    pair: Pair,
+    block: Block,
+    strip: Tensor,
+    sums: Tensor,
+    epilogue: Epilogue,
+    stats: Tensor | None = None,
+    *,
+    factored: bool = False,
 ) -> None:
     """Write the gradients of a super-tile's positives into the strip, and add Σ g · ⟨q, k⟩, or Σ g, to `sums` [N].
 
-    stats: add the loss of the positives too, for a pairwise loss.
+    stats: add the loss of the positives too, for a pairwise loss. factored: the strip has exponentials, of which a
+    factor of each row makes gradients (`kept.py`).
     """
     given = directions(block, epilogue) | _products(pair, block)
-    run(
-        kernels.label_gradients, (tiles_of(len(pair.q), given["BM"]),), strip_ptr=strip, out_stride=strip.stride(0),
-        part_stride=strip.shape[0] // pair.q.parts, PARTS=pair.q.parts, label_sums_ptr=sums,
-        stats_ptr=sums if stats is None else stats, LOSS=stats is not None, **given,
-    )  # fmt: skip
+    given |= {"strip_ptr": strip, "out_stride": strip.stride(0), "part_stride": strip.shape[0] // pair.q.parts}
+    given |= {"PARTS": pair.q.parts, "label_sums_ptr": sums, "stats_ptr": sums if stats is None else stats}
+    _run_tiles(kernels.label_gradients, pair, given | {"LOSS": stats is not None, "KEPT": factored})
+
+
+def _run_tiles(kernel: Any, pair: Pair, given: dict[str, Any]) -> None:
+    """Launch a kernel of tiles of positives: small ones, and tall ones for rows whose positives are many."""
+    shape = pair.shape
+    given |= {"TALL": shape.rows, "LONG": LONG if given["M"] > MANY else 0}
+    small = shape.rows // 2
+    run(kernel, (tiles_of(given["N"], small),), BM=small, BN=small, **given)
+    if given["LONG"]:
+        run(
+            kernel, (tiles_of(given["N"], shape.rows),), BM=shape.rows, BN=shape.rows, warps=TALL_WARPS,
+            stages=shape.stages, **given,
+        )  # fmt: skip
 
 
 def _products(pair: Pair, block: Block, *, columns: bool = False) -> dict[str, Any]:
@@ -155,7 +191,7 @@ def _products(pair: Pair, block: Block, *, columns: bool = False) -> dict[str, A
     order = block.order
     assert order is not None
     q, k, spans, start, shape = pair.q, pair.k, order.of_rows, order.first_col, pair.shape
-    numbers, side, given = pair.numbers, min(SIDE, shape.rows // 2), products_of(pair.q.parts)
+    numbers, given = pair.numbers, products_of(pair.q.parts)
     if columns:
         q, k, spans, start, numbers = k, q, order.of_cols, order.first_row, numbers[::-1]
         # pieces of the same products in the same order
@@ -164,8 +200,8 @@ def _products(pair: Pair, block: Block, *, columns: bool = False) -> dict[str, A
     return given | {
         "q_ptr": q.data, "k_ptr": k.data, "q_stride": q.data.stride(0), "k_stride": k.data.stride(0), "N": len(q),
         "M": len(k), "D": q.width, "spans_ptr": spans, "spans_stride": spans.stride(0), "spans_start": start,
-        "row_numbers_ptr": row_numbers, "col_numbers_ptr": col_numbers, "SELF": block.loss.exclude_self, "BM": side,
-        "BN": side, "BK": shape.depth,
+        "row_numbers_ptr": row_numbers, "col_numbers_ptr": col_numbers, "SELF": block.loss.exclude_self,
+        "BK": shape.depth,
     }  # fmt: skip
 
 
@@ -175,16 +211,28 @@ def add_strip(total: Tensor, tile: SuperTile, side: int, strip: Tensor, *, fresh
     if order is None:
         add(along(total, tile.along[side], 0), tile.pair, strip, fresh=fresh)
         return
-    places = (order.rows, order.cols)[side]
-    part = total.new_empty(len(places), total.shape[1])
-    add(part, tile.pair, strip, fresh=True)
-    add_ordered(total, part, places, fresh=fresh)
+    with in_order(total, (order.rows, order.cols)[side], fresh=fresh) as part:
+        add(part, tile.pair, strip, fresh=True)
 
 
-def add_ordered(out: Tensor, total: Tensor, order: Tensor, *, fresh: bool) -> None:
-    """out[order] += total, or = it where `fresh`: gradient sums in the order of the caller."""
-    n, D = total.shape
+@contextmanager
+def in_order(
+    total: Tensor, order: Tensor | None, *, fresh: bool = True, factors: Tensor | None = None
+) -> Iterator[Tensor]:
+    """Memory for sums in the order of labels, which are added to `total`, or replace it where `fresh`.
+
+    factors: of each sum. Without an order the memory is `total` itself.
+    """
+    if order is None:
+        yield total
+        if factors is not None:
+            total.mul_(factors[:, None])
+        return
+    part = total.new_empty(len(order), total.shape[1])
+    yield part
+    n, D = part.shape
     run(
-        kernels.add_ordered, (tiles_of(n, ROWS),), total_ptr=total, out_ptr=out, order_ptr=order, n=n, D=D,
-        total_stride=total.stride(0), out_stride=out.stride(0), ADD=not fresh, ROWS=ROWS, BLOCK=BLOCK,
+        kernels.add_ordered, (tiles_of(n, ROWS),), total_ptr=part, out_ptr=total, order_ptr=order, n=n, D=D,
+        factors_ptr=part if factors is None else factors, TIMES=factors is not None, total_stride=part.stride(0),
+        out_stride=total.stride(0), ADD=not fresh, ROWS=ROWS, BLOCK=BLOCK,
     )  # fmt: skip
