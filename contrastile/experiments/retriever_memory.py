@@ -26,6 +26,7 @@ from contrastile._errors import invalid
 from contrastile.data.base import Batches, held_out
 from contrastile.data.texts import BM25
 from contrastile.experiments.results import Result, by_labels, markdown, mean_percent, measures_of, seeds_of
+from contrastile.experiments.studies import Ways
 from contrastile.experiments.sweep import Study, Trial, overridden
 from contrastile.gradcache.memory import spare_bytes
 from contrastile.train.folder import RunFolder
@@ -90,6 +91,11 @@ class OfRetrievers(Study):
 
     def measures(self, job: RetrieverJob, data: TextMaterials) -> dict[str, float]:
         return ranking_measures(job.run.recipe, data, rank_all(job.run, data.texts, data.passages))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrieverWays(OfRetrievers, Ways):
+    """`Ways` of a retriever."""
 
 
 @dataclass(frozen=True, kw_only=True)
