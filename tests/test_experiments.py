@@ -17,8 +17,7 @@ from contrastile.cli.main import main
 from contrastile.experiments import studies, sweep
 from contrastile.experiments.results import Result, spread, to_csv
 from contrastile.experiments.studies import LOSS_WAYS, BatchSizes, FourWays, Losses, difference, negligible
-from contrastile.experiments.sweep import Comparison, Trial, overridden, training_share
-from contrastile.experiments.workers import assigned_gpu, run_parallel
+from contrastile.experiments.sweep import Comparison, Trial, assigned_gpu, overridden, run_parallel, training_share
 from contrastile.train.batch_builder import open_data_bundle
 from contrastile.train.log import read_metrics
 from contrastile.train.optim import learning_rate
