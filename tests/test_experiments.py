@@ -14,11 +14,10 @@ from ranks import fresh, server
 from tiny_runs import tiny_recipe, write_recipe
 
 from contrastile.cli.main import main
-from contrastile.experiments import pairs, sweep
-from contrastile.experiments.pairs import LOSS_WAYS, BatchSizes, FourWays, Losses, difference, negligible
+from contrastile.experiments import studies, sweep
 from contrastile.experiments.results import Result, spread, to_csv
-from contrastile.experiments.sweep import Comparison, Trial, overridden, training_share
-from contrastile.experiments.workers import assigned_gpu, run_parallel
+from contrastile.experiments.studies import LOSS_WAYS, BatchSizes, FourWays, Losses, difference, negligible
+from contrastile.experiments.sweep import Comparison, Trial, assigned_gpu, overridden, run_parallel, training_share
 from contrastile.train.batch_builder import open_data_bundle
 from contrastile.train.log import read_metrics
 from contrastile.train.optim import learning_rate
@@ -160,7 +159,7 @@ def test_each_way_of_the_loss_is_an_exchange_and_a_backend(tmp_path, monkeypatch
     assert [tuple(trial.overrides["loss"].values()) for trial in trials[:5]] == [
         ("replicate", "dense"), ("gather", "dense"), ("gather", "eager"), ("ring", "dense"), ("ring", "eager"),
     ]  # fmt: skip
-    monkeypatch.setattr(pairs, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(studies, "choose_device", lambda name: torch.device("cuda"))
     backends = [trial.overrides["loss"]["backend"] for trial in study.trials(None)[:5]]
     assert backends == ["dense", "dense", "triton", "dense", "triton"]
 

@@ -12,9 +12,9 @@ from tiny_runs import tiny_recipe
 from tiny_texts import write_text_recipe
 
 from contrastile.cli.main import main
-from contrastile.experiments import ways
+from contrastile.experiments import studies
 from contrastile.experiments.results import Result
-from contrastile.experiments.ways import Ways
+from contrastile.experiments.studies import Ways
 from contrastile.train.batch_builder import open_data_bundle
 
 WAYS = """
@@ -33,9 +33,9 @@ def compared(folder: Path, text: str, *more: str) -> tuple[int, Path]:
 def test_ways_of_a_retriever_are_compared_and_resumed(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ways, "WARM", 1)
-    monkeypatch.setattr(ways, "TIMED", 1)
-    monkeypatch.setattr(ways, "ROUNDS", 1)
+    monkeypatch.setattr(studies, "WARM", 1)
+    monkeypatch.setattr(studies, "TIMED", 1)
+    monkeypatch.setattr(studies, "ROUNDS", 1)
     code, folder = compared(tmp_path, WAYS, "--seeds", "1")
     assert code == 0
     rows = [*csv.DictReader((folder / "compare.csv").read_text().splitlines())]

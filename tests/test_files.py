@@ -14,7 +14,7 @@ from contrastile.cli.main import main
 from contrastile.data import copies, files, shards
 from contrastile.data.files import new_file, open_in_place, own_folder
 from contrastile.data.pairs import PairSet
-from contrastile.experiments import workers
+from contrastile.experiments import sweep
 from contrastile.train.checkpoints import Checkpoints
 from contrastile.train.config import Recipe, SaveSettings
 from contrastile.train.folder import RunFolder
@@ -155,7 +155,7 @@ def test_trackers_write_into_no_folder_behind_a_link(foreign, tmp_path, monkeypa
 
 def test_a_crew_says_nothing_into_a_link(own, foreign):
     (foreign / "crew-0.log").symlink_to(own)
-    assert refusal(list, workers.run_parallel(None, [None], None, foreign, jobs=1, device="cpu")) == refused(
+    assert refusal(list, sweep.run_parallel(None, [None], None, foreign, jobs=1, device="cpu")) == refused(
         foreign / "crew-0.log"
     )
 

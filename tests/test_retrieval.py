@@ -19,7 +19,6 @@ import contrastile
 from contrastile.cli.main import main
 from contrastile.data.texts import Passage
 from contrastile.retrieval import index as indexing
-from contrastile.retrieval import integrity
 from contrastile.retrieval.index import Index, encode_corpus, picture_passages, run_checksums
 from contrastile.retrieval.search import Search
 from contrastile.train.folder import finished_run
@@ -217,13 +216,13 @@ def test_a_damaged_index_json_is_refused(run, tmp_path):
 
 
 def test_of_a_large_index_a_sample_is_compared_and_all_with_verify(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(integrity, "BLOCK", 16)
+    monkeypatch.setattr(indexing, "BLOCK", 16)
     encoded(run, tmp_path)
-    read, real = [], integrity._digest
-    monkeypatch.setattr(integrity, "_digest", lambda block: read.append(block) or real(block))
+    read, real = [], indexing._digest
+    monkeypatch.setattr(indexing, "_digest", lambda block: read.append(block) or real(block))
     Index(tmp_path)
     offsets = sum(-(-path.stat().st_size // 16) for path in tmp_path.glob("*.offsets.npy"))
-    assert len(read) == integrity.SAMPLED + offsets
+    assert len(read) == indexing.SAMPLED + offsets
     flipped(tmp_path / "00004.jsonl", 40)
     with pytest.raises(ValueError, match=r"00004\.jsonl as it was written; got other bytes from 32 on"):
         Index(tmp_path, verify=True)

@@ -31,8 +31,8 @@ from contrastile.train.log import read_metrics
 from contrastile.train.loop import run_recipe
 from contrastile.train.objective import PairObjective, QueryObjective
 from contrastile.train.recipe import load_any_recipe
-from contrastile.train.retriever.batches import TextBatchBuilder
 from contrastile.train.retriever.config import RetrieverRecipe
+from contrastile.train.retriever.job import TextBatchBuilder
 from contrastile.train.retriever.run import TextMaterials, open_text_materials
 
 SCALE, D = 10.0, 6

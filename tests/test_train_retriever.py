@@ -22,9 +22,8 @@ from contrastile.train.loop import evaluate_run, run_recipe, step
 from contrastile.train.optim import build_optimizer
 from contrastile.train.recipe import RecipeError, load_any_recipe, load_recipe
 from contrastile.train.report.page import table
-from contrastile.train.retriever.batches import SampledQuery, TextBatchBuilder
 from contrastile.train.retriever.evaluation import WORDING, Rankings, evaluate, question_samples
-from contrastile.train.retriever.job import RetrieverJob
+from contrastile.train.retriever.job import RetrieverJob, SampledQuery, TextBatchBuilder
 from contrastile.train.retriever.run import TokenStore, open_text_materials, training_texts
 from contrastile.train.run import settled
 

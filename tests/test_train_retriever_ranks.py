@@ -16,8 +16,7 @@ import contrastile
 from contrastile.train.loop import run_recipe
 from contrastile.train.ranks import Ranks
 from contrastile.train.recipe import load_any_recipe
-from contrastile.train.retriever.batches import assign_ranks
-from contrastile.train.retriever.job import RetrieverJob
+from contrastile.train.retriever.job import RetrieverJob, assign_ranks
 
 SHORT = ("train.examples=132", "evaluate.every=1.0")
 # a question has several right passages, and some passages are right for several

@@ -92,7 +92,8 @@ def _of_ways(recipe: Any, arguments: argparse.Namespace, _: dict[str, list[int]]
     report_overrides("compare --ways", recipe, arguments.recipe, arguments.overrides)
     recipes = read_ways(arguments.ways, arguments.recipe, arguments.overrides)
 
-    from contrastile.experiments.ways import RetrieverWays, Ways
+    from contrastile.experiments.retriever_memory import RetrieverWays
+    from contrastile.experiments.studies import Ways
 
     study = Ways if recipe.kind == "image-text" else RetrieverWays
     return study(recipe=recipe, seeds=arguments.seeds, jobs=arguments.jobs, recipes=recipes)
@@ -117,7 +118,7 @@ def _of_pairs(recipe: Any, arguments: argparse.Namespace, sizes: dict[str, list[
         raise invalid("rates", f"be among {', '.join(RATES)}", rates, "Such as fixed sqrt.")
     report_overrides(f"compare {kind}".strip(), recipe, arguments.recipe, arguments.overrides)
 
-    from contrastile.experiments.pairs import BatchSizes, FourWays, Losses
+    from contrastile.experiments.studies import BatchSizes, FourWays, Losses
 
     many: dict[str, Any] = {"recipe": recipe, "seeds": arguments.seeds, "jobs": arguments.jobs}
     if kind == "--losses":

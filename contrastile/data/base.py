@@ -203,12 +203,8 @@ class Batches(Iterator[Tensor]):
         pieces, position, end = [], self.examples, self.examples + count
         while position < end:
             epoch, start = divmod(position, len(self._rows))
-            pieces.append(self._epoch(epoch)[start : start + end - position])
+            if self._shuffled[0] != epoch:
+                self._shuffled = epoch, np.random.default_rng((self._seed, epoch)).permutation(self._rows)
+            pieces.append(self._shuffled[1][start : start + end - position])
             position += len(pieces[-1])
         return torch.from_numpy(np.concatenate(pieces))
-
-    def _epoch(self, number: int) -> Indices:
-        if self._shuffled[0] != number:
-            shuffled = np.random.default_rng((self._seed, number)).permutation(self._rows)
-            self._shuffled = (number, shuffled)
-        return self._shuffled[1]

@@ -11,6 +11,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -199,16 +200,14 @@ def open_index(digest: str, sources: Sequence[Source], options: PairOptions) -> 
         files = map(Path, json.loads((folder / HEADER).read_text(encoding="utf-8"))["files"])
         return all(is_whole(path.parent, (path.name,)) for path in files if unpacked in path.parents)
 
-    def make(folder: Path) -> None:
-        _write_index(folder, sources, unpacked, options.progress)
-
+    make = partial(_write_index, sources, unpacked, options.progress)
     key = [digest, [line for source in sources for line in manifest_state(source)]]
     folder = cached_folder(options.cache, "index", key, files=(HEADER, *ARRAYS.values()), make=make, usable=usable)
     header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
     return Index(**header, **{key: np.load(folder / name, mmap_mode="r") for key, name in ARRAYS.items()})
 
 
-def _write_index(folder: Path, sources: Sequence[Source], unpacked: Path, progress: ProgressFactory) -> None:
+def _write_index(sources: Sequence[Source], unpacked: Path, progress: ProgressFactory, folder: Path) -> None:
     # arrays of plain numbers, because millions of pairs as Python objects would not fit into memory
     where, ends, fractions, text, parts = array("q"), array("q"), array("d"), bytearray(), []
     files: dict[str, int] = {}

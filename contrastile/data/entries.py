@@ -264,7 +264,13 @@ def read_passages(source: Path, counter: SkipCounter) -> Iterator[Passage]:
     if (source / BEIR_CORPUS).is_file():
         source = source / BEIR_CORPUS
     if source.is_dir() or source.suffix == ".py":
-        yield from _functions(source, counter)
+        if not (files := source_files(source)):
+            remedy = f"Folders called {', '.join(sorted(LEFT_OUT))} are left out."
+            raise invalid("source", "hold corpus.jsonl or Python files", source, remedy)
+        for path in files:
+            for name, node, code in parse_functions(path, module_name(path, source)):
+                counter.rows += 1
+                yield Passage(name, code, source=f"{path}:{node.lineno}")
         return
     for location, entry in read_entries(source, counter):
         try:
@@ -278,14 +284,3 @@ def read_passages(source: Path, counter: SkipCounter) -> Iterator[Passage]:
             counter.skip("empty text", location)
         else:
             yield Passage(str(identity), text, title, location)
-
-
-def _functions(source: Path, counter: SkipCounter) -> Iterator[Passage]:
-    files = source_files(source)
-    if not files:
-        remedy = f"Folders called {', '.join(sorted(LEFT_OUT))} are left out."
-        raise invalid("source", "hold corpus.jsonl or Python files", source, remedy)
-    for path in files:
-        for name, node, code in parse_functions(path, module_name(path, source)):
-            counter.rows += 1
-            yield Passage(name, code, source=f"{path}:{node.lineno}")

@@ -13,6 +13,7 @@ import hashlib
 import string
 import unicodedata
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -53,11 +54,7 @@ def open_glyphs(source: str, options: PairOptions) -> PairSet:  # noqa: ARG001
         "unicode": unicodedata.unidata_version,
         "faces": {face.name: hashlib.sha256(face.read_bytes()).hexdigest() for face in faces},
     }
-
-    def make(writer: ImageWriter) -> Labels:
-        return _draw_all(faces, options, writer)
-
-    return cached_pairs(options.cache, "glyphs", settings, shape=options.shape, make=make)
+    return cached_pairs(options.cache, "glyphs", settings, shape=options.shape, make=partial(_draw_all, faces, options))
 
 
 def _draw_all(faces: list[Path], options: PairOptions, writer: ImageWriter) -> Labels:

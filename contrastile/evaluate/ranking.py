@@ -4,7 +4,6 @@ A run holds the scores of the passages retrieved for each query; judgements hold
 a wrong one. Passages of equal score (in float32, trec_eval's type) are ordered by descending id.
 """
 
-import logging
 import math
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,9 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from contrastile._errors import invalid
-
-logger = logging.getLogger("contrastile")
+from contrastile._errors import invalid, logger
 
 Run = Mapping[str, Mapping[str, float]]
 Judgements = Mapping[str, Mapping[str, int]]

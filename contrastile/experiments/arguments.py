@@ -3,17 +3,14 @@
 Below the studies, and called by the command line.
 """
 
-import logging
 from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
 
-from contrastile._errors import invalid
+from contrastile._errors import invalid, logger
 from contrastile.train.config import AnyRecipe, Recipe
 from contrastile.train.recipe import load_any_recipe, read_tables, touched
-
-logger = logging.getLogger("contrastile")
 
 # rules of the learning rate, and their values of optim.rate_scaling
 RATES = {"fixed": "none", "sqrt": "sqrt", "linear": "linear"}

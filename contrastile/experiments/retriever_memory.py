@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import csv
 import io
-import logging
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -22,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastile._errors import invalid
+from contrastile._errors import invalid, logger
 from contrastile.data.base import Batches, held_out
 from contrastile.data.texts import BM25
 from contrastile.experiments.results import Result, by_labels, markdown, mean_percent, measures_of, seeds_of
+from contrastile.experiments.studies import Ways
 from contrastile.experiments.sweep import Study, Trial, overridden
 from contrastile.gradcache.memory import spare_bytes
 from contrastile.train.folder import RunFolder
@@ -43,8 +43,6 @@ from contrastile.train.retriever.job import RetrieverJob, check_scores
 from contrastile.train.retriever.run import TextMaterials, build_retriever_run, open_text_materials
 from contrastile.train.run import choose_device
 from contrastile.train.state import TrainResult
-
-logger = logging.getLogger("contrastile")
 
 MEASURES = ("@1", "@5", "@20", "@100", "nDCG@10")
 # the loss's part of the memory is one in LOSS_SHARE, and at least so many bytes
@@ -90,6 +88,11 @@ class OfRetrievers(Study):
 
     def measures(self, job: RetrieverJob, data: TextMaterials) -> dict[str, float]:
         return ranking_measures(job.run.recipe, data, rank_all(job.run, data.texts, data.passages))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrieverWays(OfRetrievers, Ways):
+    """`Ways` of a retriever."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@ memory still runs out, the batch is encoded again with half the size, which is r
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
+from contrastile._errors import logger
 from contrastile.distributed import consistency
 from contrastile.gradcache.forward import Job, OutputForm, detached, differentiable
 from contrastile.gradcache.introspect import without_partials
@@ -31,8 +31,6 @@ UNLIMITED = 2**62
 FEW = 8
 # bytes of forward and backward together, in graphs: without a trial, and before one
 BACKWARD, BACKWARD_TRIED = 2.0, 1.25
-
-logger = logging.getLogger("contrastile")
 
 # sizes by kind of inputs, for each encoder, by one of its modules or parameters
 _sizes = WeakIdKeyDictionary()

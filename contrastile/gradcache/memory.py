@@ -8,7 +8,6 @@ any call of `encode` that runs out of memory releases one, and the backward of i
 from __future__ import annotations
 
 import itertools
-import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from contrastile._errors import logger
 from contrastile._torch import DispatchMode, pytree, storage_id
 from contrastile._types import accumulator
 from contrastile.offload import allocated, free_memory
@@ -43,8 +43,6 @@ MARGIN_CPU, SHARE_CPU = 0.1, 0.6
 BESIDE = 1 / 10
 # size of the graph of a trained head behind a frozen trunk, in features: the trunk's, and a hidden layer or two
 HEAD = 16
-
-logger = logging.getLogger("contrastile")
 
 
 def footprint(run: Callable[[], object]) -> int:

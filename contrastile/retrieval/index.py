@@ -4,9 +4,14 @@ Stands after a retriever's training: the bodies of `contrastile encode` and `con
 of shards, each written completely or not at all: `00000.npy` holds the features in float16 and is memory-mapped,
 `00000.ids` one id per line, `00000.jsonl` the passages, `00000.offsets.npy` the byte at which each of their lines
 begins. Of a late retriever the features are the vectors of all tokens, packed, and `00000.lengths.npy` their number in
-each passage. `index.json` lists the finished shards with checksums, so that an interrupted call is continued after the
-last of them, once features and passages are verified to be the same; `integrity.py` compares them. A picture of a
-folder is a passage without words, whose id is its path in the folder.
+each passage. A picture of a folder is a passage without words, whose id is its path in the folder. `index.json` lists
+the finished shards, so that an interrupted call is continued after the last of them, once features and passages are
+verified to be the same.
+
+`index.json` has the size of each file and a checksum of each block of 1 MiB. When an index is opened, every size is
+compared, every block of the offsets, which are read anyway, and a random sample of the other blocks: a fraction of a
+second for an index of any size. They protect against damage, not against somebody who writes a whole index with its
+checksums.
 """
 
 from __future__ import annotations
@@ -14,7 +19,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import accumulate, islice
@@ -28,13 +35,12 @@ from torch import Tensor
 from contrastile._errors import invalid, whole_number
 from contrastile.data.base import Indices, SkipCounter
 from contrastile.data.entries import read_passages
-from contrastile.data.files import file_state, files_below
+from contrastile.data.files import checksum, file_state, files_below
 from contrastile.data.loader import read_chunks
 from contrastile.data.sources import PICTURES
 from contrastile.data.texts import Passage
 from contrastile.evaluate import late
 from contrastile.evaluate.retrieval import best_of, no_matches, topk
-from contrastile.retrieval.integrity import LENGTHS, check_index, described, sealed
 from contrastile.train.folder import INDEX, RECIPE, WEIGHTS, RunFolder, one_writer
 from contrastile.train.load import load
 from contrastile.train.log import progress
@@ -47,6 +53,13 @@ FORMAT = 2
 CHUNK = 256
 # the kind of runs and indices with one vector for each text or picture
 SINGLE = "single"
+# bytes of a block, hexadecimal digits of its checksum, blocks compared when an index is opened
+BLOCK, DIGITS, SAMPLED = 2**20, 16, 64
+OFFSETS, LENGTHS = ".offsets.npy", ".lengths.npy"
+# endings of the files of a shard; the last one of token vectors only
+ENDINGS = (".npy", ".ids", ".jsonl", OFFSETS, LENGTHS)
+NAME = re.compile(r"\d{5,}")
+REMEDY = "Restore it, or remove the folder and encode again."
 
 
 def run_checksums(run_folder: RunFolder) -> dict[str, str]:
@@ -328,3 +341,83 @@ def picture_features(run: Run, passages: Sequence[Passage], title: str) -> Tenso
             features.append(run.encode_image(pictures.clone()))
             bar.update(len(rows))
     return torch.cat(features)
+
+
+def described(folder: Path, shard: str) -> dict[str, dict[str, Any]]:
+    """The entries of a shard's files: bytes, and the checksums of the blocks, one after the other in one text."""
+    paths = [path for ending in ENDINGS if (path := folder / f"{shard}{ending}").is_file()]
+    return {path.name: {"bytes": path.stat().st_size, "blocks": "".join(_digests(path))} for path in paths}
+
+
+def sealed(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of index.json with a checksum of its own, under "sha256"."""
+    content = {key: value for key, value in metadata.items() if key != "sha256"}
+    return {**content, "sha256": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
+
+
+def check_index(folder: Path, metadata: Any, *, whole: bool = False) -> None:
+    """Raise ValueError where files of an index are not what index.json, `metadata`, says; `whole`: in any byte.
+
+    Indices of earlier versions have checksums of two of the four files of a shard, which only `whole` compares.
+    """
+    if not _well_formed(metadata):
+        raise invalid(INDEX, "list the shards that were written", f'others in "{folder}"', REMEDY)
+    if metadata.get("sha256") not in (None, sealed(metadata)["sha256"]):
+        raise _damaged(folder / INDEX, "other bytes")
+    sampled: list[tuple[Path, int, str]] = []
+    for shard in metadata["shards"]:
+        for name, expected in shard.get("files", {}).items():
+            path, blocks = folder / name, expected["blocks"]
+            if not path.is_file() or path.stat().st_size != expected["bytes"]:
+                raise _damaged(path, "another size" if path.is_file() else "none")
+            numbered = [(path, at, blocks[at * DIGITS :][:DIGITS]) for at in range(len(blocks) // DIGITS)]
+            if whole or name.endswith((OFFSETS, LENGTHS)):
+                _compare(numbered)
+            else:
+                sampled += numbered
+        if whole and "files" not in shard:
+            for ending, key in ((".npy", "sha256"), (".jsonl", "passages_sha256")):
+                path = folder / f"{shard['name']}{ending}"
+                if not path.is_file() or checksum(path) != shard[key]:
+                    raise _damaged(path, "other bytes")
+    # a generator of its own, because a program may have seeded Python's
+    _compare(random.Random().sample(sampled, min(SAMPLED, len(sampled))))
+
+
+def _well_formed(metadata: Any) -> bool:
+    """True where index.json has the keys that are read, and shards whose names lead to no other folder."""
+    try:
+        shards, known = metadata["shards"], {"complete", "made_by"} <= metadata.keys()
+        return known and all(
+            NAME.fullmatch(shard["name"])
+            and isinstance(shard["passages"], int)
+            and {"sha256", "passages_sha256"} <= shard.keys()
+            and shard.get("files", {}).keys() <= {f"{shard['name']}{ending}" for ending in ENDINGS}
+            and all(isinstance(one["bytes"], int) and one["blocks"] + "" for one in shard.get("files", {}).values())
+            for shard in shards
+        )
+    except (TypeError, KeyError, AttributeError):
+        return False
+
+
+def _compare(blocks: Sequence[tuple[Path, int, str]]) -> None:
+    """Raise ValueError for the first block whose bytes have another checksum."""
+    for path, number, expected in blocks:
+        with path.open("rb") as file:
+            file.seek(number * BLOCK)
+            if _digest(file.read(BLOCK)) != expected:
+                raise _damaged(path, f"other bytes from {number * BLOCK:,} on")
+
+
+def _digests(path: Path) -> Iterator[str]:
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            yield _digest(block)
+
+
+def _digest(block: bytes) -> str:
+    return hashlib.sha256(block).hexdigest()[:DIGITS]
+
+
+def _damaged(path: Path, got: str) -> ValueError:
+    return invalid("index", f"hold {path.name} as it was written", f'{got} in "{path.parent}"', REMEDY)

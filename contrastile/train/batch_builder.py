@@ -31,7 +31,6 @@ from contrastile.gradcache.encode import encode
 from contrastile.models.text import Tokenizer, train_tokenizer
 from contrastile.offload import free_memory
 from contrastile.train.config import Recipe
-from contrastile.train.config.image_text import TokenizerSettings
 from contrastile.train.log import progress
 from contrastile.train.run import Run, choose_device, ready_tokenizer
 
@@ -86,7 +85,12 @@ def open_data_bundle(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Data
     cache, most_bad = Path(data.cache).expanduser(), data.max_bad_fraction
     pairs = open_pairs(data.source, **settings, cache=cache, most_bad=most_bad, seed=recipe.seed, progress=progress)
     named = recipe.model.tokenizer
-    tokenizer = tokenizer or ready_tokenizer(named) or _trained_tokenizer(pairs, named)
+    tokenizer = tokenizer or ready_tokenizer(named)
+    if tokenizer is None:
+        train, stream = pairs.splits["train"], pairs.stream
+        # a collection has too many titles
+        titles = [pairs.captions[row] for row in train] if stream is None else stream.sample_captions(MOST_TITLES)
+        tokenizer = train_tokenizer(titles, kind=named.kind, size=named.size, length=named.length)
     return DataBundle(pairs, tokenizer, tokenizer.tokenise(pairs.captions), _home(pairs, choose_device(recipe.device)))
 
 
@@ -95,15 +99,6 @@ def _home(pairs: PairSet, device: torch.device) -> torch.device | None:
     if device.type != "cuda" or pairs.stream is not None:
         return None
     return device if pairs.images.nbytes <= SHARE_OF_DEVICE * free_memory(device)[0] else None
-
-
-def _trained_tokenizer(pairs: PairSet, settings: TokenizerSettings) -> Tokenizer:
-    """A tokenizer trained on all titles, or on a million spread over a collection."""
-    if pairs.stream is None:
-        titles = [pairs.captions[row] for row in pairs.splits["train"]]
-    else:
-        titles = pairs.stream.sample_captions(MOST_TITLES)
-    return train_tokenizer(titles, kind=settings.kind, size=settings.size, length=settings.length)
 
 
 def with_cached_features(run: Run, bundle: DataBundle) -> DataBundle:

@@ -74,15 +74,11 @@ class Weighed:
             self.bytes = torch.cuda.max_memory_allocated(self.device) - self._before
         else:
             self._profile.stop()
-            self.bytes = _highest(self._profile)
-
-
-def _highest(profiled: profile) -> int:
-    """The peak of the running sum of allocations and frees."""
-    results: Any = profiled.profiler.kineto_results  # type: ignore[union-attr]
-    moves = [(event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]"]
-    ordered = (count for _, count in sorted(moves, key=itemgetter(0)))
-    return max(accumulate(ordered, initial=0))
+            results: Any = self._profile.profiler.kineto_results  # type: ignore[union-attr]
+            moves = [(event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]"]
+            ordered = (count for _, count in sorted(moves, key=itemgetter(0)))
+            # the peak of the running sum of allocations and frees
+            self.bytes = max(accumulate(ordered, initial=0))
 
 
 def _status(entry: str) -> int:

@@ -291,7 +291,12 @@ def open_teacher(recipe: Any) -> Teacher | None:
     if not settings.other_model:
         return None
     key, folder, finished = _folder(settings)
-    run: Any = load(folder, device=recipe.device) if finished else _of_transformers(recipe, folder)
+    if finished:
+        run: Any = load(folder, device=recipe.device)
+    else:
+        build: Any = build_run if isinstance(recipe, Recipe) else build_retriever_run
+        tokenizer = load_tokenizer(folder, length=recipe.model.tokenizer.length)
+        run = build(_recipe_of_transformers(recipe, folder), tokenizer)
     if run.recipe.kind != recipe.kind:
         got = f'"{folder}", of {KINDS[run.recipe.kind]}'
         raise invalid(key, f"be a model of {KINDS[recipe.kind]}", got, "It encodes the same batch.")
@@ -329,15 +334,8 @@ def teacher_recipe(recipe: Any) -> Any:
     return load_any_recipe(folder / RECIPE, files=False) if finished else _recipe_of_transformers(recipe, folder)
 
 
-def _of_transformers(recipe: Any, folder: Path) -> Any:
-    """A run with the model of a folder of transformers, for the data and the lengths of `recipe`."""
-    build: Any = build_run if isinstance(recipe, Recipe) else build_retriever_run
-    length = recipe.model.tokenizer.length
-    return build(_recipe_of_transformers(recipe, folder), load_tokenizer(folder, length=length))
-
-
 def _recipe_of_transformers(recipe: Any, folder: Path) -> Any:
-    """The recipe of such a run."""
+    """The recipe of a run with the model of a folder of transformers, for the data and the lengths of `recipe`."""
     lengths = recipe.model.tokenizer.model_dump(include={"length", "query_length"})
     sections = {"both": {"folder": str(folder)}, "tokenizer": {"folder": str(folder), **lengths}}
     settings: Any = ModelSettings if isinstance(recipe, Recipe) else RetrieverSettings

@@ -264,16 +264,13 @@ class Heartbeat:
             while beat.item() == ALIVE:
                 dist.recv(beat, self._previous, self._group)
         except RuntimeError as error:
-            self._end(error)
-
-    def _end(self, error: RuntimeError) -> None:
-        if self._failed:
-            return
-        # wakes the main thread
-        hang_up(None)
-        failure = lost(progress.operation or "training", self._group, error)
-        time.sleep(GRACE)
-        if not (self._failed or progress.failing):
-            sys.stderr.write(f"{failure}\n")
-            sys.stderr.flush()
-            os._exit(1)
+            if self._failed:
+                return
+            # wakes the main thread
+            hang_up(None)
+            failure = lost(progress.operation or "training", self._group, error)
+            time.sleep(GRACE)
+            if not (self._failed or progress.failing):
+                sys.stderr.write(f"{failure}\n")
+                sys.stderr.flush()
+                os._exit(1)

@@ -32,15 +32,15 @@ Measure = tuple[str, Callable[[], Sequence[Mapping[str, Any]]]]
 
 
 class BatchPart(Protocol):
-    """One rank's share of a batch, or of a part of one."""
+    """One rank's share of a batch of `whole` examples, or of a part of one.
+
+    floats: its floating-point inputs, named for error messages: they may be non-finite.
+    """
 
     @property
-    def whole(self) -> int:
-        """The examples of all ranks."""
-
+    def whole(self) -> int: ...
     @property
-    def floats(self) -> Mapping[str, Tensor]:
-        """Floating-point inputs, named for error messages: they may be non-finite."""
+    def floats(self) -> Mapping[str, Tensor]: ...
 
 
 P = TypeVar("P", bound=BatchPart)

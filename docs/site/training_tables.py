@@ -8,9 +8,8 @@ from functools import partial
 
 from cells import last, mib, rows_of, table_of
 
-from contrastile.experiments.pairs import LOSS_WAYS, difference
 from contrastile.experiments.results import Result, by_labels, mean_cost, mean_percent
-from contrastile.experiments.ways import gap
+from contrastile.experiments.studies import LOSS_WAYS, difference, gap
 
 # columns of the files, and their heads on the pages; earlier versions called fonts faces
 TESTS = {

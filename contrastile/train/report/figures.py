@@ -29,8 +29,6 @@ LEGEND = 44
 
 Column = npt.NDArray[np.float64]
 Curve = tuple[list[float], list[float]]
-
-
 # values of a step that the page draws
 VALUES = ("examples", "batch", "planned", "loss", "scale", "learning_rate", "seconds")
 

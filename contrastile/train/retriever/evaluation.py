@@ -35,8 +35,6 @@ KS = (1, 5, 20, 100)
 # the columns of a table beside the hits at KS; rows hold the recalls at the other KS too
 MEASURES = ("nDCG@10", "MRR@10", "MAP", f"recall@{KS[-1]}")
 PARTS = {"functions": "held-out functions", "packages": "held-out packages", "held_out": "held-out queries"}
-
-
 # questions shown of each part, passages shown to each, letters shown of each passage
 SHOWN, ANSWERS, LETTERS = 8, 4, 2400
 # the shortest word of a question that is marked in a passage, in letters, and longer ones that say nothing
