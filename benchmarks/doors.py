@@ -30,7 +30,7 @@ from transformers import BertConfig, BertModel, BertTokenizerFast, Trainer, Trai
 from transformers.utils import logging
 
 from contrastile import InfoNCELoss, encode
-from contrastile.bench.harness import COLUMNS, Machine, Report, Row, Step, Table, script
+from contrastile.bench.harness import Machine, Report, Row, Step, Table, script
 from contrastile.integrations.sentence_transformers import (
     CachedGISTLoss,
     CachedMultiVectorLoss,
@@ -38,7 +38,6 @@ from contrastile.integrations.sentence_transformers import (
     CachedSymmetricLoss,
 )
 from contrastile.integrations.transformers import ContrastileTrainer, mean_pooled
-from contrastile.train.provenance import provenance
 
 with warnings.catch_warnings():
     # version 6 has moved what version 5 has there
@@ -67,10 +66,9 @@ SHORTEST, LONGEST, WORDS = 8, 64, 30522
 VECTOR = 128
 # seconds of each loss; a step that takes longer than the second is timed once
 SECONDS, LONG_STEP = 2.0, 2.0
-TABLE = Table(
-    ("loss", "loss", "14"), ("impl", "by", "29"), ("retain", "retain", "7"), ("batch", "pairs", ">6"),
-    ("ms", "ms", ">9.1f"), ("peak_bytes", "MiB", ">9.0f"),
-)  # fmt: skip
+# length: the most tokens of a text; retain: the argument of `encode`
+COLUMNS = "impl", "loss", "model", "batch", "sub_batch", "length", "retain", "dtype", "ms", "peak_bytes"
+TABLE = Table("loss 14 | impl=by 29 | retain 7 | batch=pairs >6 | ms >9.1f | peak_bytes=MiB >9.0f")
 
 
 class Projection(nn.Module):
@@ -444,7 +442,6 @@ def on_page(page: str, name: str, **names: Any) -> Any:
 
 def measure(bench: Bench, door: str, machine: Machine, report: Report) -> None:
     """Report the time and the peak of every implementation."""
-    origin = provenance(bench.device, *PACKAGES)
     for implementations in DOORS[door](bench):
         columns, steps, rows = bench.columns(), dict[str, Step](), dict[str, Row]()
         for (impl, retain), make in implementations.items():
@@ -457,14 +454,14 @@ def measure(bench: Bench, door: str, machine: Machine, report: Report) -> None:
                     "impl": impl, "loss": door, "model": f"bert-384-{bench.layers}", "batch": bench.pairs,
                     "sub_batch": bench.sub_batch, "length": LONGEST, "retain": retain,
                     "dtype": "bfloat16" if bench.device.type == "cuda" else "float32",
-                    "peak_bytes": peak, "ms": seconds * 1e3, **origin,
+                    "peak_bytes": peak, "ms": seconds * 1e3,
                 }  # fmt: skip
                 if seconds <= LONG_STEP:
                     steps[name] = step
         timings = machine.race(steps)
         for name, row in rows.items():
             row["ms"] = timings[name].ms if name in timings else row["ms"]
-            report.result(TABLE.line(row), row)
+            report.result(row)
 
 
 def main() -> None:
@@ -479,11 +476,10 @@ def main() -> None:
     torch.manual_seed(0)
     with (
         tempfile.TemporaryDirectory() as folder,
-        script(__doc__, COLUMNS["doors"], *PACKAGES, seconds=SECONDS, options=words) as (options, machine, report),
+        script(__doc__, COLUMNS, TABLE, *PACKAGES, seconds=SECONDS, options=words) as (options, machine, report),
     ):
         bench = Bench(machine.device, options.pairs, options.sub_batch, layers, Path(folder))
         bench.save()
-        report.say(TABLE.header())
         for door in options.doors or DOORS:
             # a library that is not installed, or has no such loss
             with report.failures(door, judged=False):

@@ -26,29 +26,21 @@ from papers import TINY_CLIP
 from torch import Tensor, nn
 
 from contrastile import contrast
-from contrastile.bench.harness import Machine, Report, Row, Table, script
+from contrastile.bench.harness import Machine, Report, Table, script
 from contrastile.scorers import Bilinear, MaxSim, PairMLP
 from contrastile.train.image_text import ImageText
 from contrastile.train.loop import step
 from contrastile.train.memory import PeakMemory
 from contrastile.train.optim import build_optimizer, state_bytes, step_bytes
 from contrastile.train.planned import made_up_tokenizer, planned_memory
-from contrastile.train.provenance import ORIGIN, provenance
 from contrastile.train.ranks import ALONE
 from contrastile.train.recipe import load_recipe
 from contrastile.train.run import build_run
 
-COLUMNS = (
-    *("what", "way", "batch", "sub_batch", "steps", "ms", "us_per_pair", "peak_bytes", "planned_bytes", "waiting"),
-    *ORIGIN,
-)
+COLUMNS = "what", "way", "batch", "sub_batch", "steps", "ms", "us_per_pair", "peak_bytes", "planned_bytes", "waiting"
 TABLE = Table(
-    *(("what", "what", "9"), ("way", "way", "44"), ("batch", "batch", ">7"), ("ms", "ms", ">10.2f")),
-    *(
-        ("us_per_pair", "us/pair", ">8.1f"),
-        ("peak_bytes", "peak MiB", ">9,.0f"),
-        ("planned_bytes", "planned", ">9,.0f"),
-    ),
+    "what 9 | way 44 | batch >7 | ms >10.2f | us_per_pair=us/pair >8.1f | peak_bytes=peak MiB >9,.0f"
+    " | planned_bytes=planned >9,.0f"
 )
 RECIPE, CLIP = "lit-vit-b-16", "clip-vit-l-14"
 # words of a title: more tokens than a text tower reads
@@ -94,12 +86,9 @@ class Bench:
         return self.device.type == "cuda"
 
     def result(self, what: str, way: str, batch: int | None, ms: float, peak: int, **others: Any) -> None:
-        row: Row = {
-            "what": what, "way": way, "batch": batch, "sub_batch": None, "steps": None, "ms": round(ms, 3),
-            "us_per_pair": round(ms / batch * 1e3, 3) if batch else None, "peak_bytes": peak, "planned_bytes": None,
-            "waiting": None, **others, **provenance(self.device, "transformers"),
-        }  # fmt: skip
-        self.report.result(TABLE.line(row), row)
+        pace = round(ms / batch * 1e3, 3) if batch else None
+        row = {"what": what, "way": way, "batch": batch, "ms": round(ms, 3), "us_per_pair": pace, "peak_bytes": peak}
+        self.report.result(dict.fromkeys(COLUMNS) | row | others)
 
     def timed(self, run: Callable[[], object]) -> tuple[float, int]:
         """Milliseconds of a step, and its peak with everything that is held before it."""
@@ -213,9 +202,8 @@ def main() -> None:
     words = {"--parts": {"nargs": "+", "choices": PARTS, "default": PARTS}}
     with (
         TemporaryDirectory() as folder,
-        script(__doc__, COLUMNS, "transformers", options=words) as (options, machine, report),
+        script(__doc__, COLUMNS, TABLE, "transformers", options=words) as (options, machine, report),
     ):
-        report.say(TABLE.header())
         bench = Bench(machine, report)
         for part in options.parts:
             with report.failures(part, judged=True):

@@ -28,16 +28,14 @@ from contrastile.scorers import MaxSim
 from contrastile.train.objective import QueryObjective
 from contrastile.train.optim import build_optimizer
 from contrastile.train.planned import made_up_tokenizer, plan_of, towers
-from contrastile.train.provenance import ORIGIN, provenance
 from contrastile.train.recipe import load_retriever_recipe
 from contrastile.train.retriever.job import RetrieverJob
 from contrastile.train.retriever.run import build_retriever_run
 
 COLUMNS = ("what", "impl", "batch", "query_tokens", "passage_tokens", "d", "dtype", "seconds", "ratio", "peak_mib",
-           "planned_mib", *ORIGIN)  # fmt: skip
+           "planned_mib")  # fmt: skip
 TABLE = Table(
-    *(("what", "what", "13"), ("impl", "by", "20"), ("batch", "batch", ">6"), ("seconds", "seconds", ">9.4f")),
-    *(("ratio", "ratio", ">6.3f"), ("peak_mib", "MiB", ">9,.1f"), ("planned_mib", "planned", ">9,.1f")),
+    "what 13 | impl=by 20 | batch >6 | seconds >9.4f | ratio >6.3f | peak_mib=MiB >9,.1f | planned_mib=planned >9,.1f"
 )
 # queries and documents, tokens of each, features; and the seconds of each way in turns
 RATIO, SECONDS = (256, 32, 64, 128), 5.0
@@ -54,14 +52,14 @@ def plain(q: Tensor, k: Tensor) -> Tensor:
 
 
 def result(
-    machine: Machine, report: Report, what: str, impl: str, sizes: tuple[int, ...], dtype: str, seconds: float,
+    report: Report, what: str, impl: str, sizes: tuple[int, ...], dtype: str, seconds: float,
     peak: int, *, ratio: float | None = None, planned: int | None = None,
 ) -> None:  # fmt: skip
     """Report a row; sizes: the batch, tokens of a query and of a passage, features."""
     row = dict(zip(("batch", "query_tokens", "passage_tokens", "d"), sizes, strict=True))
     row |= {"what": what, "impl": impl, "dtype": dtype, "seconds": round(seconds, 4), "ratio": ratio}
     row |= {"peak_mib": round(peak / MIB, 1), "planned_mib": None if planned is None else round(planned / MIB, 1)}
-    report.result(TABLE.line(row), row | provenance(machine.device))
+    report.result(row)
 
 
 def ratio(machine: Machine, report: Report) -> None:
@@ -79,7 +77,7 @@ def ratio(machine: Machine, report: Report) -> None:
     peaks, timings = {name: machine.peak(step) for name, step in steps.items()}, machine.race(steps)
     for name, timing in timings.items():
         times = round(timing.ms / timings["plain formula"].ms, 3)
-        result(machine, report, "loss + grads", name, RATIO, "float32", timing.ms / 1e3, peaks[name], ratio=times)
+        result(report, "loss + grads", name, RATIO, "float32", timing.ms / 1e3, peaks[name], ratio=times)
 
 
 def batches(machine: Machine, report: Report, updates: list[int]) -> None:
@@ -119,14 +117,13 @@ def batches(machine: Machine, report: Report, updates: list[int]) -> None:
         first, peak = machine.time_and_peak(step)
         seconds = median(machine.time(step) for _ in range(3)) if first < LONG_UPDATE else first
         sizes = (b, *lengths, run.model.features)
-        result(machine, report, "update", "contrastile", sizes, precision, seconds, peak, planned=planned)
+        result(report, "update", "contrastile", sizes, precision, seconds, peak, planned=planned)
 
 
 def main() -> None:
     words = {"--parts": {"nargs": "+", "choices": ("ratio", "batches"), "default": ["ratio", "batches"]}}
     words["--sizes"] = {"type": int, "nargs": "+", "default": [64, 256, 1024]}
-    with script(__doc__, COLUMNS, seconds=SECONDS, options=words) as (options, machine, report):
-        report.say(TABLE.header())
+    with script(__doc__, COLUMNS, TABLE, seconds=SECONDS, options=words) as (options, machine, report):
         if "ratio" in options.parts:
             ratio(machine, report)
         if "batches" in options.parts:

@@ -26,13 +26,12 @@ from contrastile.scorers import MaxSim
 from contrastile.tiles.triton import maxsim
 from contrastile.tiles.triton.maxsim import Documents, Entries
 from contrastile.tiles.triton.maxsim_plan import Gathering, Tiling
-from contrastile.train.provenance import ORIGIN, provenance
 
 COLUMNS = ("what", "impl", "queries", "documents", "query_tokens", "document_tokens", "d", "dtype", "ms", "least_ms",
-           "tflops", "product_tflops", "peak_mib", *ORIGIN)  # fmt: skip
+           "tflops", "product_tflops", "peak_mib")  # fmt: skip
 TABLE = Table(
-    *(("what", "what", "12"), ("impl", "implementation", "56"), ("ms", "ms", ">9.3f"), ("least_ms", "least", ">9.3f")),
-    *(("tflops", "TFLOP/s", ">8.1f"), ("product_tflops", "product", ">8.1f"), ("peak_mib", "MiB", ">9,.1f")),
+    "what 12 | impl=implementation 56 | ms >9.3f | least_ms=least >9.3f | tflops=TFLOP/s >8.1f"
+    " | product_tflops=product >8.1f | peak_mib=MiB >9,.1f"
 )
 # queries, documents, tokens of each, features
 Size = tuple[int, int, int, int, int]
@@ -102,9 +101,9 @@ class Bench:
                 "d": D, "dtype": NAMES[dtype], "ms": round(timing.ms, 4), "least_ms": round(timing.least_ms, 4),
                 "tflops": round(2e-9 * N * J * L * M * D * sweeps / timing.ms, 1),
                 "product_tflops": round(timing.product_rate / 1e12, 1),
-                "peak_mib": round(self.machine.peak(call) / 2**20, 1), **provenance(self.machine.device, *PEERS),
+                "peak_mib": round(self.machine.peak(call) / 2**20, 1),
             }  # fmt: skip
-            self.report.result(TABLE.line(row), row)
+            self.report.result(row)
 
     def ladder(self) -> None:
         """Every form of the kernels."""
@@ -207,8 +206,7 @@ def main() -> None:
         "--parts": {"nargs": "+", "choices": parts, "default": ["ladder", "losses"]},
         "--queries": {"nargs": "+", "type": int, "default": []},
     }
-    with script(__doc__, COLUMNS, *PEERS, seconds=SECONDS, options=words) as (options, machine, report):
-        report.say(TABLE.header())
+    with script(__doc__, COLUMNS, TABLE, *PEERS, seconds=SECONDS, options=words) as (options, machine, report):
         bench = Bench(machine, report, options.queries)
         for part in options.parts:
             getattr(bench, part)()

@@ -33,7 +33,6 @@ from contrastile.planner.profile import target
 from contrastile.train.memory import PeakMemory
 from contrastile.train.optim import build_optimizer
 from contrastile.train.planned import made_up_tokenizer, plan_of, towers
-from contrastile.train.provenance import ORIGIN, provenance
 from contrastile.train.recipe import load_recipe
 from contrastile.train.run import build_run
 
@@ -45,12 +44,11 @@ ABOVE = 1.03
 MOST_ROWS, MOST_ROWS_TINY = 2**22, 2**8
 COLUMNS = (
     *("impl", "model", "gigabytes", "world", "sub_batch", "b", "expected", "outcome", "planned_bytes", "peak_bytes"),
-    *("limit_bytes", "seconds", *ORIGIN),
+    *("limit_bytes", "seconds"),
 )
 TABLE = Table(
-    *(("impl", "implementation", "14"), ("model", "model", "9"), ("gigabytes", "GB", ">4"), ("world", "ranks", ">5")),
-    *(("b", "pairs", ">10,"), ("expected", "expected", "8"), ("outcome", "outcome", "8")),
-    *(("planned_bytes", "planned MiB", ">12,.0f"), ("peak_bytes", "peak MiB", ">12,.0f"), ("seconds", "s", ">7.1f")),
+    "impl=implementation 14 | model 9 | gigabytes=GB >4 | world=ranks >5 | b=pairs >10, | expected 8 | outcome 8"
+    " | planned_bytes=planned MiB >12,.0f | peak_bytes=peak MiB >12,.0f | seconds=s >7.1f"
 )
 
 
@@ -144,9 +142,9 @@ class Steps:
         self.take(card, one, (FEW * PART + 1) * card.sub_batch * card.ranks)
         with self.machine.limited(limit):
             for batch, expected in ((inside, "fits"), (above // card.ranks * card.ranks, "fails")):
-                self.report.result(*self.row(card, one, batch, expected, limit))
+                self.report.result(self.row(card, one, batch, expected, limit))
 
-    def row(self, card: Card, one: Plan, batch: int, expected: str, limit: int) -> tuple[str, Row]:
+    def row(self, card: Card, one: Plan, batch: int, expected: str, limit: int) -> Row:
         memory, start, outcome = PeakMemory(self.device), time.perf_counter(), "fits"
         memory.start()
         try:
@@ -158,12 +156,11 @@ class Steps:
         seconds, peak = time.perf_counter() - start, memory.bytes()
         self.optimizer.zero_grad()
         gc.collect()
-        row = {
+        return {
             **vars(card), "world": card.ranks, "b": batch, "expected": expected, "outcome": outcome,
             "planned_bytes": peak_of(card, one, batch), "peak_bytes": peak, "limit_bytes": limit,
-            "seconds": round(seconds, 3), **provenance(self.device, "transformers"),
+            "seconds": round(seconds, 3),
         }  # fmt: skip
-        return TABLE.line(row), row
 
     def largest(self, card: Card, one: Plan, room: int) -> int:
         """The largest batch of all ranks whose planned peak is at most `room`."""
@@ -207,8 +204,7 @@ def peak_of(card: Card, one: Plan, batch: int) -> int:
 def main() -> None:
     all_cards = CARDS if torch.cuda.is_available() else TINY
     words = {"--impl": {"nargs": "+", "choices": IMPLS, "default": IMPLS}}
-    with script(__doc__, COLUMNS, "transformers", options=words) as (options, machine, report):
-        report.say(TABLE.header())
+    with script(__doc__, COLUMNS, TABLE, "transformers", options=words) as (options, machine, report):
         chosen = [card for card in all_cards if card.impl in options.impl]
         for (model, sub_batch), cards in groupby(chosen, lambda card: (card.model, card.sub_batch)):
             steps = Steps(model, sub_batch, report, machine)

@@ -9,24 +9,22 @@ installed. Run on an idle GPU:
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile import ClipLoss, InfoNCELoss, SigLipLoss
-from contrastile.bench.harness import Machine, Step, results_file
+from contrastile.bench.harness import Machine, Step, Table, script
 from contrastile.bench.peers import FORMULAS, PEERS, Loss
-from contrastile.train.provenance import ORIGIN, provenance
 
 PACKAGES = "cut-cross-entropy", "siglip-kernel"
-COLUMNS = ("call", "impl", "ms", "least_ms", "host_ms", *ORIGIN)
+COLUMNS = "call", "impl", "ms", "least_ms", "host_ms"
+TABLE = Table("impl=call, and by 48 | ms >8.3f | least_ms=least >8.3f | host_ms=host >8.3f")
 
 
 def features(*sizes: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
@@ -98,24 +96,21 @@ def host_ms(run: Step, rounds: int = 9, steps: int = 5) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=1.0, help="how long each may be measured (default: 1)")
-    parser.add_argument("--only", default="", help="the calls whose names hold this word")
-    parser.add_argument("--peers", action="store_true", help="public packages too")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write rows there, behind those that it has")
-    options = parser.parse_args()
-    machine = Machine.of(torch.device("cuda"), options.seconds)
-    machine.load()
-    with results_file(options.csv, COLUMNS) as write:
+    words = {
+        "--seconds": {"type": float, "default": 1.0, "help": "how long each may be measured (default: 1)"},
+        "--only": {"default": "", "help": "the calls whose names hold this word"},
+        "--peers": {"action": "store_true", "help": "public packages too"},
+    }
+    with script(__doc__, COLUMNS, TABLE, *PACKAGES, options=words) as (options, machine, report):
+        machine.load()
         for name, steps in calls(machine, with_peers=options.peers):
             if options.only not in name:
                 continue
-            print(name)
+            report.say(name)
             for impl, timing in machine.race(steps).items():
-                host = host_ms(steps[impl])
-                print(f"  {impl:28} {timing.ms:8.3f} ms, least {timing.least_ms:8.3f}, host {host:8.3f}", flush=True)
-                times = {"ms": round(timing.ms, 3), "least_ms": round(timing.least_ms, 3), "host_ms": round(host, 3)}
-                write({"call": name, "impl": impl, **times, **provenance(machine.device, *PACKAGES)})
+                times = {"ms": timing.ms, "least_ms": timing.least_ms, "host_ms": host_ms(steps[impl])}
+                times = {column: round(ms, 3) for column, ms in times.items()}
+                report.result({"call": name, "impl": impl, **times})
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from contrastile.bench.harness import (
     results_file,
     script,
 )
-from contrastile.train.provenance import ORIGIN
+from contrastile.train.provenance import ORIGIN, provenance
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 FILES = {
@@ -78,11 +78,9 @@ def test_committed_results_have_the_columns_that_the_bench_appends(pattern):
 
 
 def test_a_table_aligns_its_columns_and_leaves_none_blank():
-    table = Table(
-        ("name", "name", "6"), ("ms", "time", ">8.2f"), ("share", "share", ">6.0%"), ("peak_bytes", "MiB", ">4")
-    )
-    assert table.header() == "name       time  share  MiB"
-    assert table.line({"name": "a", "ms": 1.5, "peak_bytes": 2**20}) == "a          1.50         1.0"
+    table = Table("name 6 | ms=the time >9.2f | share >6.0% | peak_bytes=MiB >4")
+    assert table.header() == "name    the time  share  MiB"
+    assert table.line({"name": "a", "ms": 1.5, "peak_bytes": 2**20}) == "a           1.50         1.0"
 
 
 def test_a_row_is_on_disk_before_the_next_one(tmp_path):
@@ -194,11 +192,14 @@ def test_a_script_has_its_own_arguments_and_the_file_of_its_rows(tmp_path, monke
     path = tmp_path / "rows.csv"
     monkeypatch.setattr("sys.argv", ["script.py", "one", "--rows", "4", "--csv", str(path)])
     options = {"names": {"nargs": "*"}, "--rows": {"type": int, "default": 2}}
-    with script("What it measures.", ("what", "ms"), options=options) as (given, machine, report):
+    table = Table("what 5 | ms >4")
+    with script("What it measures.", ("what", "ms"), table, options=options) as (given, machine, report):
         assert (given.names, given.rows, machine.seconds) == (["one"], 4, 0.0)
-        report.result("a line", {"what": "one", "ms": 3})
-    assert read_rows(path) == [{"what": "one", "ms": "3"}]
-    assert capsys.readouterr().out.splitlines()[-2:] == ["a line", f"rows: {path}"]
+        report.result({"what": "one", "ms": 3}, " a remark")
+    (row,) = read_rows(path)
+    assert row == {"what": "one", "ms": "3", **provenance(torch.device("cpu"))}
+    lines = ["what    ms", "one      3 a remark", f"rows: {path}"]
+    assert capsys.readouterr().out.splitlines()[-3:] == lines
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.csv")), ids=lambda path: path.stem)

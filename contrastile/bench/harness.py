@@ -69,7 +69,6 @@ _RATES = ("ms", "effective_tflops", "ratio", "peak_bytes")
 #               device. ratio_to_plain: time per pair over the plain step's at the largest batch up to this one that
 #               fits it; of compiled towers, over that of compiled ones
 #   memory      of one rank of a world that is not there; ms: its arithmetic alone. planned_bytes: contrastile plan's
-#   doors       length: the most tokens of a text; retain: the argument of `encode`
 #   rank steps  bytes of the first rank. data: its inputs. loss: beside the features and their gradients. backbone:
 #               weights, gradients and the activations of one sub-batch
 COLUMNS = {
@@ -80,7 +79,6 @@ COLUMNS = {
         *(*_STEP, "retain", "inputs", "dtype", "world", "ms", "us_per_pair", "ratio_to_plain", "peak_bytes"),
         *ORIGIN,
     ),
-    "doors": ("impl", "loss", "model", "batch", "sub_batch", "length", "retain", "dtype", "ms", "peak_bytes", *ORIGIN),
     "rank steps": (
         *(*_STEP, "dtype", "world", "data_bytes", "loss_bytes", "backbone_bytes", "peak_bytes", "ms", "us_per_pair"),
         *ORIGIN,
@@ -90,10 +88,17 @@ COLUMNS = {
 
 
 class Table:
-    """Lines of aligned cells from rows; a cell is (key of the row, label, format), and bytes are shown in MiB."""
+    """Lines of aligned cells from rows; bytes are shown in MiB.
 
-    def __init__(self, *cells: tuple[str, str, str]) -> None:
-        self._cells = [(key, label, spec, re.match(r"[<>]?\d*", spec)[0]) for key, label, spec in cells]  # type: ignore[index]
+    cells: "key=label format", with bars between them; the label may be left out where it is the row's key.
+
+    >>> Table("name 6 | peak_bytes=MiB >4.0f").header()
+    'name    MiB'
+    """
+
+    def __init__(self, cells: str) -> None:
+        each = re.findall(r"(\w+)(?:=([^|]+))? (([<>]?\d+)[^\s|]*)", cells)
+        self._cells = [(key, label or key, spec, width) for key, label, spec, width in each]
 
     def header(self) -> str:
         return " ".join(f"{label:{width}}" for _, label, _, width in self._cells)
@@ -318,18 +323,27 @@ def _repeats(seconds: float, *, across: bool) -> int:
 class Report:
     """The output of a bench: lines to `say`, rows to `write`, and whether all of contrastile's own passed.
 
-    world: across ranks an exception is raised again, because the other ranks would wait for this one.
+    world: across ranks an exception is raised again, because the other ranks would wait for this one. origin: the
+    columns of `ORIGIN` for rows that have none of their own.
     """
 
     say: Callable[[str], None]
     write: Callable[[Row], None] = lambda _: None
     world: World = ALONE
     passed: bool = True
+    origin: Row = field(default_factory=dict)
+    _table: Table = field(default_factory=lambda: Table(""))
     _notes: set[str] = field(default_factory=set)
 
-    def result(self, line: str, row: Row) -> None:
-        self.say(line)
-        self.write(row)
+    def begin(self, table: Table) -> None:
+        """Say the header of the table that the next results are lines of."""
+        self._table = table
+        self.say(table.header())
+
+    def result(self, row: Row, remark: str = "") -> None:
+        """Say a row's line, with a remark behind it, and write the row."""
+        self.say(f"{self._table.line(row).rstrip()}{remark}")
+        self.write(self.origin | row)
 
     def note(self, sentence: str) -> None:
         """Say an indented line, once."""
@@ -361,26 +375,29 @@ def reporting(
         say(f"{ranks}{origin['chip']}; {origin['versions']}")
         if warning := busy(device):
             say(warning)
-        yield Report(say, write, world)
+        yield Report(say, write, world, origin=origin)
     if path:
         say(f"rows: {path}")
 
 
 @contextmanager
 def script(
-    doc: str | None, columns: Sequence[str], *packages: str, seconds: float = 0.0,
+    doc: str | None, columns: Sequence[str], table: Table, *packages: str, seconds: float = 0.0,
     options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Iterator[tuple[argparse.Namespace, Machine, Report]]:  # fmt: skip
     """Parse a script's `--csv` and its own arguments; yield them, the GPU or else the CPU, and a report.
 
-    seconds: of the machine, beside whose products times are taken; 0 is for scripts that need no product.
+    columns: of the file, before those of `ORIGIN`. seconds: of the machine, beside whose products times are taken,
+    unless `--seconds` is one of the arguments; 0 is for scripts that need no product.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write rows there, behind those that it has")
     for name, words in (options or {}).items():
         parser.add_argument(name, **words)
     given, device = parser.parse_args(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with reporting(given.csv, columns, device, *packages) as report:
+    with reporting(given.csv, (*columns, *ORIGIN), device, *packages) as report:
+        report.begin(table)
+        seconds = vars(given).get("seconds", seconds)
         yield given, Machine.of(device, seconds) if seconds else Machine(device), report
 
 

@@ -37,16 +37,14 @@ ONCE_PRODUCTS = 100
 EXCHANGES = {"gather": ANY_NUMBER, "ring": ANY_NUMBER, "replicate": 2**15}
 
 _START = (
-    *(("loss", "loss", "8"), ("b", "b", ">8"), ("d", "d", ">5"), ("dtype", "dtype", "9")),
-    *(("implementation", "implementation", "44"), ("ms", "ms", ">10.2f"), ("least_ms", "least ms", ">10.2f")),
-    *(("effective_tflops", "TFLOP/s", ">8.3g"), ("ratio", "ratio", ">6.3f")),
+    "loss 8 | b >8 | d >5 | dtype 9 | implementation 44 | ms >10.2f | least_ms=least ms >10.2f"
+    " | effective_tflops=TFLOP/s >8.3g | ratio >6.3f"
 )
-_PEAK = ("peak_bytes", "extra MiB", ">9,.0f")
-_FAR = (("loss_distance", "loss", ">8.0e"), ("gradient_distance", "gradient", ">8.0e"))
-TABLE = Table(*_START, ("times_dense", "times dense", ">11.2f"), _PEAK, *_FAR)
+_PEAK, _FAR = "peak_bytes=extra MiB >9,.0f", "loss_distance=loss >8.0e | gradient_distance=gradient >8.0e"
+TABLE = Table(f"{_START} | times_dense=times dense >11.2f | {_PEAK} | {_FAR}")
 RANK_TABLE = Table(
-    *(*_START, ("cost", "cost", ">6.3f"), ("single_ms", "single", ">10.2f"), ("single_cost", "cost", ">6.3f")),
-    *(_PEAK, ("beside_bytes", "beside", ">9,.0f"), *_FAR, ("scalar_distance", "scale", ">8.0e")),
+    f"{_START} | cost >6.3f | single_ms=single >10.2f | single_cost=cost >6.3f | {_PEAK} | beside_bytes=beside >9,.0f"
+    f" | {_FAR} | scalar_distance=scale >8.0e"
 )
 
 
@@ -156,7 +154,7 @@ class LossBench:
     def __post_init__(self) -> None:
         self._world = self.machine.world
         self._across = self._world.size > 1
-        self._table, self._reference = RANK_TABLE if self._across else TABLE, ""
+        self._reference = ""
         if self._across:
             # every rank makes every group
             self._own_group = [dist.new_group([rank]) for rank in range(self._world.size)][self._world.rank]
@@ -169,7 +167,7 @@ class LossBench:
             f"{OURS} is compared with float64 on {gate_rows(self.machine.device):,} rows{at_size}\n"
             f"ms: forward and backward; ratio: {ratio}; loss, gradient: relative distances from float64"
         )
-        self.report.say(self._table.header())
+        self.report.begin(RANK_TABLE if self._across else TABLE)
 
     def measure(self, cases: Iterable[Case]) -> None:
         """Measure every case; report each result as soon as it is there."""
@@ -204,7 +202,8 @@ class LossBench:
                         if one.label != self._reference:
                             self._reference = one.label
                             self.report.say(f"  times dense: over {one.label}")
-                    self._report(replace(result, timing=timing, alone=alone), dense_ms)
+                    timed = replace(result, timing=timing, alone=alone)
+                    self.report.result(timed.row(self.machine.device, dense_ms))
 
     def once(self, cases: Iterable[Case]) -> None:
         """Time one step of contrastile, for sizes where a step takes minutes; check it at its own size."""
@@ -229,7 +228,8 @@ class LossBench:
         if not self._rejected(case, one, gate.red(distance) or gate.red(at_size, cast)):
             ms = seconds * 1e3
             timing = Timing(ms, machine.product_operations / product_seconds, ms, ms)
-            self._report(Result(case, one, distance.worst(at_size), peak, timing=timing))
+            result = Result(case, one, distance.worst(at_size), peak, timing=timing)
+            self.report.result(result.row(machine.device))
 
     def host(self, cases: Iterable[Case], limit: int) -> None:
         """Measure features in host memory beside resident ones; `limit` bytes of the device may be allocated.
@@ -257,12 +257,8 @@ class LossBench:
                 timing = machine.race({name: step_of(case, one, leaves)})[name]
                 result = Result(case, one, distance, memory.bytes() - before, timing=timing)
                 first_rate = first_rate or result.rate
-                row = result.row(device) | {"ratio": round(result.rate / first_rate, 4), "limit_bytes": limit}
-                self.report.result(TABLE.line(row), row)
-
-    def _report(self, result: Result, dense_ms: float | None = None) -> None:
-        row = result.row(self.machine.device, dense_ms)
-        self.report.result(self._table.line(row), row)
+                ratio = {"ratio": round(result.rate / first_rate, 4), "limit_bytes": limit}
+                self.report.result(result.row(device) | ratio)
 
     def _races(self, results: list[Result]) -> list[list[Result]]:
         """The results whose steps are timed in the same rounds.

@@ -39,9 +39,8 @@ MOST_SECONDS = 600.0
 ONCE_SECONDS = 0.5
 
 TABLE = Table(
-    *(("world", "ranks", ">5"), ("b", "pairs", ">9"), ("d", "d", ">5"), ("dtype", "dtype", "9")),
-    *(("implementation", "implementation", "48"), ("ms", "ms", ">11.2f")),
-    *(("peak_bytes", "peak MiB", ">11,.1f"), ("planned_bytes", "planned MiB", ">11,.1f")),
+    "world=ranks >5 | b=pairs >9 | d >5 | dtype 9 | implementation 48 | ms >11.2f | peak_bytes=peak MiB >11,.1f"
+    " | planned_bytes=planned MiB >11,.1f"
 )
 
 
@@ -215,9 +214,9 @@ class MemoryBench:
             "planned_bytes": self._planned(way, world, N, d, dtype),
             **provenance(machine.device, way.package or way.name),
         }  # fmt: skip
-        line, ahead = TABLE.line(row).rstrip(), self._pace.get(label, 0.0) * N * b * d
+        ahead = self._pace.get(label, 0.0) * N * b * d
         if ahead > self.longest:
-            self.report.say(f"{line} left out, it would take about {ahead:,.0f} s")
+            self.report.say(f"{TABLE.line(row).rstrip()} left out, it would take about {ahead:,.0f} s")
             return
         with self.report.failures(label, judged=way.name == "contrastile"):
             try:
@@ -225,10 +224,10 @@ class MemoryBench:
                     raise torch.OutOfMemoryError
                 row |= self._numbers(way.losses["clip"], N, d, dtype, once=ahead > ONCE_SECONDS)
             except torch.OutOfMemoryError:
-                self.report.result(f"{line} does not fit", row)
+                self.report.result(row, " does not fit")
                 return
             self._pace[label] = row["ms"] / 1e3 / (N * b * d)
-            self.report.result(TABLE.line(row), row)
+            self.report.result(row)
 
     def _numbers(self, loss: Loss, N: int, d: int, dtype: torch.dtype, *, once: bool) -> Row:
         """The peak of a step beside its features, and the milliseconds of the next, or `once` of the same."""

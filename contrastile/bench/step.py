@@ -46,15 +46,12 @@ MOST_ON_DEVICE = 2**18
 MOST_WARMUP_PAIRS = 2**16
 
 TABLE = Table(
-    *(("model", "model", "9"), ("batch", "batch", ">8"), ("sub_batch", "sub_batch", ">9")),
-    *(("implementation", "implementation", "55"), ("inputs", "inputs", "7"), ("ms", "ms", ">10.1f")),
-    *(("us_per_pair", "us/pair", ">8.1f"), ("ratio_to_plain", "times plain", ">11.3f")),
-    ("peak_bytes", "peak MiB", ">9,.0f"),
+    "model 9 | batch >8 | sub_batch >9 | implementation 55 | inputs 7 | ms >10.1f | us_per_pair=us/pair >8.1f"
+    " | ratio_to_plain=times plain >11.3f | peak_bytes=peak MiB >9,.0f"
 )
 RANK_TABLE = Table(
-    *(("model", "model", "9"), ("batch", "batch", ">8"), ("world", "ranks", ">5"), ("way", "loss", "16")),
-    *((f"{name}_bytes", f"{name} MiB", ">12,.0f") for name in ("data", "loss", "backbone", "peak")),
-    ("ms", "ms", ">10.1f"),
+    "model 9 | batch >8 | world=ranks >5 | way=loss 16 | data_bytes=data MiB >12,.0f | loss_bytes=loss MiB >12,.0f"
+    " | backbone_bytes=backbone MiB >12,.0f | peak_bytes=peak MiB >12,.0f | ms >10.1f"
 )
 
 
@@ -95,12 +92,12 @@ class StepBench:
 
     def measure(self, model: str, plan: Mapping[int, Sequence[str]], sub_batch: int | None = None) -> None:
         """Measure the ways named for each batch; report each result as soon as it is there."""
-        machine, table = self.machine, TABLE if self.machine.world.size == 1 else RANK_TABLE
+        machine = self.machine
         # in the order of the table, so that the plain step comes first: others are compared with it
         ways = {name: way for name, way in self.ways.items() if any(name in names for names in plan.values())}
         ways = {name: way for name, way in ways.items() if self._passes(model, way)}
         machine.free_bytes()
-        self.report.say(table.header())
+        self.report.begin(TABLE if machine.world.size == 1 else RANK_TABLE)
         torch.manual_seed(0)
         towers = Towers(model, machine.device)
         pairs = Pairs(towers)
@@ -111,8 +108,7 @@ class StepBench:
                 continue
             with self.report.failures(way.label, judged=way.judged):
                 row = self._row(model, name, pairs, batch, sub_batch or towers.sub_batch)
-                line = table.line(row)
-                self.report.result(f"{line.rstrip()} does not fit" if row["ms"] is None else line, row)
+                self.report.result(row, " does not fit" if row["ms"] is None else "")
             towers.zero_grad()
             machine.free_bytes()
 

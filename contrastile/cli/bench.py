@@ -228,7 +228,7 @@ def run_memory(arguments: argparse.Namespace) -> int:
         words = {"peers": arguments.peers, "longest": arguments.longest, "words": arguments.ways}
         bench = MemoryBench(Machine(device), report, **words)
         report.say("one rank of a world, forward and backward; peak: beside the features; ms: without communication")
-        report.say(TABLE.header())
+        report.begin(TABLE)
         for world in worlds:
             bench.measure(world, sizes, arguments.features, dtype)
     if arguments.figure:
