@@ -28,7 +28,6 @@ from contrastile.bench.subjects import SUBJECTS
 from contrastile.bench.towers import MODELS, POOL, Pairs, Towers
 from contrastile.engine.graph import MOST_BYTES, MOST_ROWS
 from contrastile.losses.base import PairLoss
-from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
 from contrastile.models.compiled import compiled_parts
 from contrastile.planner.compiled import as_compiled
@@ -50,9 +49,13 @@ USUAL_PRODUCT = 665
 STEP_FILES = ("h200_step", "h200_2_step", "h200_4_step", "h200_8_step", "h200_towers")
 # behind the name of a model whose towers are compiled
 COMPILED = ", compiled"
-LOSSES = {"clip": Softmax(symmetric=True), "siglip": Sigmoid(), "infonce": Softmax()}
-# losses with positives in any place: their names in OTHER_LOSSES, and those of `contrastile bench loss`
-LABELLED = {"balanced": "siglip_balanced", "inside": "supcon_in"}
+# losses with positives in any place, by their names in the files, and those of `contrastile bench loss`
+LABELLED = {
+    "balanced": "siglip_balanced",
+    "inside": "supcon_in",
+    "clip_labels": "clip_labels",
+    "siglip_labels": "siglip_labels",
+}
 SUB_BATCHES = {"vit-b-16": (128, 256, 512, 1024), "vit-l-14": (192, 384)}
 WORKSPACES = {"workspace 192 MiB": 192 * 2**20, "workspace 32 MiB": 32 * 2**20}
 # rates that the rows can tell, and those fitted to whole steps
@@ -166,6 +169,15 @@ def left_out(name: str, row: dict[str, str]) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
+def loss_of(name: str, d: int) -> dict[str, Any]:
+    """A loss of `contrastile bench loss` as the planner's sizes have it."""
+    loss = SUBJECTS[LABELLED.get(name, name)].module()
+    while not isinstance(loss, PairLoss):
+        loss = loss.loss
+    listed = name in LABELLED
+    return {"loss": loss, "listed": listed, "labels": listed, "guide": d if loss.guides else 0}
+
+
 def loss_cases(memory: int) -> Iterator[Case]:
     count = 0
     for name in (*LOSS_FILES, NEW_LOSSES):
@@ -177,7 +189,7 @@ def loss_cases(memory: int) -> Iterator[Case]:
             dtype = getattr(torch, row["dtype"])
             size = LossSize(
                 b // world, b // world, world, int(row["d"]), memory, exchange, "triton", "cuda", workspace, dtype,
-                dtype, LOSSES[row["loss"]],
+                dtype, **loss_of(row["loss"], int(row["d"])),
             )  # fmt: skip
             label = f"{row['loss']} {backend} {b} x {row['d']} {row['dtype']} on {world}"
             precision = "high" if "precision high" in backend else "highest"
@@ -205,14 +217,8 @@ def rank_cases(memory: int) -> Iterator[Case]:
 def other_losses(memory: int) -> Iterator[Case]:
     """Losses beside `ClipLoss` and `SigLipLoss` in fused kernels: bytes alone, kernels have become faster since."""
     for row in rows(OTHER_LOSSES):
-        loss, b = row["loss"], int(row["b"])
-        pair_loss = SUBJECTS[LABELLED.get(loss, loss)].module()
-        while not isinstance(pair_loss, PairLoss):
-            pair_loss = pair_loss.loss
-        size = LossSize(
-            b, b, 1, int(row["d"]), memory, "single", "triton", workspace=2 * 2**30, loss=pair_loss,
-            listed=loss in LABELLED, guide=int(row["d"]) if pair_loss.guides else 0,
-        )  # fmt: skip
+        loss, b, d = row["loss"], int(row["b"]), int(row["d"])
+        size = LossSize(b, b, 1, d, memory, "single", "triton", workspace=2 * 2**30, **loss_of(loss, d))
         label, peak = f"{loss} {b} x {row['d']}", int(row["peak_bytes"])
         # calls of fewer rows take as much as then
         reason = BESIDE if loss in GUIDED and b > MOST_ROWS else None
@@ -228,7 +234,7 @@ def cpu_cases(memory: int) -> Iterator[Case]:
                 exchange, backend = row["way"].split(", ")
             size = LossSize(
                 b // world, b // world, world, int(row["d"]), memory, exchange, str(backend), "cpu",
-                dtype=torch.float32, given=torch.float32, loss=LOSSES[row.get("loss", "clip")],
+                dtype=torch.float32, given=torch.float32, **loss_of(row.get("loss", "clip"), int(row["d"])),
             )  # fmt: skip
             label = f"{row.get('loss', 'clip')} {exchange}, {backend} {b} x {row['d']} on {world} CPUs"
             reason = OTHER_CODE.get((name, str(backend), b, None, row["peak_bytes"]))
