@@ -119,8 +119,8 @@ class FusedMaxSim(FusedScores):
         entries, documents = Entries.of(readable(q, wide), asking), Documents.of(readable(k, wide), answering)
         position = rows.start, cols.start
         if with_graph and position in self.kept:
-            scores, best = self.kept.pop(position)
-            return scores, Block(entries, documents, best)
+            kept, winners = self.kept.pop(position)
+            return kept, Block(entries, documents, winners)
         keeps = not with_graph and self._keeps(rows, cols, entries.count * documents.index.itemsize + 4 * len(rows))
         if wide == torch.float32 and not interpreting():
             scores, best = multiplied(entries, documents, self.workspace // LISTS, best=with_graph or keeps)
