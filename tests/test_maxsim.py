@@ -18,12 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton")
 
 from contrastile import Ragged, contrast, scorers
+from contrastile._dispatch import LEAST_WORKSPACE
 from contrastile.engine import plan
 from contrastile.exchange import host
 from contrastile.gradcache.memory import footprint
 from contrastile.losses import Softmax
 from contrastile.scorers import Bilinear, MaxSim
-from contrastile.tiles.triton import launch, maxsim, maxsim_lists, maxsim_maxima, maxsim_plan
+from contrastile.tiles.triton import late, launch, maxsim, maxsim_lists, maxsim_maxima, maxsim_plan
 from contrastile.tiles.triton import scores as score_tiles
 from contrastile.tiles.triton.late import FusedMaxSim
 from contrastile.tiles.triton.maxsim import Documents, Entries
@@ -423,6 +424,44 @@ def test_sums_of_documents_are_float32_for_a_strip_at_a_time(monkeypatch: pytest
     assert types == [torch.float32, torch.float16, torch.float32, torch.float32]
     for half, single in zip(*results, strict=True):
         torch.testing.assert_close(half.float(), single, rtol=2e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+def test_a_forward_keeps_winners_of_the_first_columns(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many tiles as fit, which the first backward takes and a second one computes again: the same bits."""
+    sweeps: list[bool] = []
+    made = late.scored
+
+    def scored(*given: Any, best: bool) -> Any:
+        sweeps.append(best)
+        return made(*given, best=best)
+
+    monkeypatch.setattr(late, "scored", scored)
+    monkeypatch.setattr(FusedMaxSim, "strip", lambda *_: 0)
+    monkeypatch.setattr(FusedMaxSim, "fitting_side", lambda *_: 2)
+    q, k = (torch.randn(n, 2, 16).half().requires_grad_() for n in (6, 6))
+    sides = [(x, torch.tensor([[True, False], [True, True]]).repeat(3, 1)) if masked else x for x in (q, k)]
+    # a tile of four pairs beside those kept takes the least workspace
+    monkeypatch.setattr(late, "_pair_bytes", lambda *_: LEAST_WORKSPACE / 4)
+    # indices of a tile's winners, and its scores
+    of_tile = 2 * 2 * (16 if masked else 8) + 4 * 2 * 2
+    results = []
+    for kept in (0, 2, 3):
+        monkeypatch.setattr(plan, "_plans", {})
+        sweeps.clear()
+        workspace = LEAST_WORKSPACE + kept * of_tile + of_tile // 2
+        loss = contrast(*sides, scorer=MaxSim(), backend="triton", scale=2.0, workspace=workspace)
+        first = torch.autograd.grad(loss, (q, k), retain_graph=True)
+        # nine tiles, of which the forward keeps some of the first three columns'
+        assert (sweeps.count(True), sweeps.count(False)) == (9, 9 - kept)
+        results += [first, torch.autograd.grad(loss, (q, k))]
+        assert sweeps.count(True) == 18
+        sweeps.clear()
+        with torch.no_grad():
+            contrast(*sides, scorer=MaxSim(), backend="triton", scale=2.0, workspace=workspace)
+        assert not any(sweeps)
+    for result in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(result, results[0], strict=True))
 
 
 def _step(q: Tensor, k: Tensor, **how: Any) -> list[Tensor]:

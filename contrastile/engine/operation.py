@@ -139,6 +139,7 @@ class Operation(torch.autograd.Function):
             else:
                 call = call.prepared(tiles)
                 rows, cols = call.shards(inputs)
+                tiles.continued = isinstance(call.exchange, Single)
                 stats = [side for side in call.exchange.forward(tiles, rows, cols) if side is not None]
                 if rows.own is not None:
                     stats[0] = own.forward(tiles, rows, cols, stats[0])

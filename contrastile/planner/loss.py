@@ -262,24 +262,25 @@ class LateSize(LossSize):
         return self.backend_name == "triton" and self.ranks == 1 and not self.host and not self.fused[1]
 
     @property
-    def fused(self) -> tuple[int, int]:
-        """Bytes of the kernels beside the accumulators, and columns of a tile; 0 of gradients that come with it."""
+    def fused(self) -> tuple[int, int, int, int]:
+        """Bytes of the kernels and columns of a tile, pairs whose winning tokens are kept, and bytes with those."""
         try:
             from contrastile.tiles.triton import maxsim
         except ImportError:
-            return self._allowed, self.columns
+            return self._allowed, self.columns, 0, 0
         cast = self.given != self.dtype
         copies = self.dtype.itemsize * (self.masked + cast)
         rows, cols = self.blocks[-1]
         return maxsim.expected_bytes(
             rows, cols, self.tokens, self.dimensions, self._allowed, symmetric=self.loss.symmetric, copies=copies,
-            at_once=not self.host,
+            at_once=not self.host and self.ranks == 1,
         )  # fmt: skip
 
     @property
     def workspace_bytes(self) -> int:
         if self.backend_name == "triton":
-            return self.fused[0]
+            most, _, _, beginning = self.fused
+            return max(most, beginning - self.columns * self.sizes[1] * self.given.itemsize)
         rows, cols = self.blocks[-1]
         L, T = self.tokens
         tile = MaxSim.tile_bytes(rows, cols, L, T, self.dimensions, accumulator(self.dtype).itemsize)

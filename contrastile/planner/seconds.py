@@ -119,7 +119,9 @@ def late_seconds(loss: LateSize, profile: Profile) -> float:
     sweep = loss.operations / (profile.loss * SWEEP)
     if loss.dtype == torch.float32:
         sweep *= FLOAT32_LOSS[torch.get_float32_matmul_precision()]
-    device = sweep * (WINNERS if loss.at_once else 1 + WINNERS) + gathered
+    # one sweep of pairs whose winning tokens the forward keeps, two of all others
+    again = 0.0 if loss.at_once else 1 - loss.fused[2] / loss.pairs
+    device = sweep * (again + WINNERS) + gathered
     return max(LATE_CALLS * profile.call, LATE_START * profile.call + device)
 
 

@@ -120,6 +120,8 @@ class Tiles(ABC):
     fresh: bool = field(default=False, init=False, repr=False)
     # the backward of the same block follows the forward at once, which may keep results for it
     followed: bool = field(default=False, init=False, repr=False)
+    # a backward of the same block comes later, for which the forward may keep results within the workspace
+    continued: bool = field(default=False, init=False, repr=False)
     # the next backward is the whole one of its rows and columns, and only the scale is missing from its sums
     closing: bool = field(default=False, init=False, repr=False)
     # u and v are the gradients of the features, scaled and in their own types, and the sums those of `pair_sums`

@@ -7,7 +7,7 @@ block and their gradients.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -50,7 +50,14 @@ class Block(NamedTuple):
 
 @dataclass
 class FusedMaxSim(FusedScores):
-    """Blocks of `MaxSim` scores from fused kernels."""
+    """Blocks of `MaxSim` scores from fused kernels.
+
+    Where a backward follows, the forward keeps scores and winning tokens of tiles of the first columns, as many as fit
+    the workspace beside a tile: the backward begins with them and does not compute them again.
+    """
+
+    # scores and winning tokens of tiles, by the first row and column of each
+    kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def refusal(cls, scorer: Scorer, rows: Shard, cols: Shard) -> str | None:
@@ -110,11 +117,26 @@ class FusedMaxSim(FusedScores):
         (q, asking), (k, answering) = self._tokens(rows, cols)
         wide = self.scorer.dtype
         entries, documents = Entries.of(readable(q, wide), asking), Documents.of(readable(k, wide), answering)
+        position = rows.start, cols.start
+        if with_graph and position in self.kept:
+            kept, winners = self.kept.pop(position)
+            return kept, Block(entries, documents, winners)
+        keeps = not with_graph and self._keeps(rows, cols, entries.count * documents.index.itemsize + 4 * len(rows))
         if wide == torch.float32 and not interpreting():
-            scores, best = multiplied(entries, documents, self.workspace // LISTS, best=with_graph)
+            scores, best = multiplied(entries, documents, self.workspace // LISTS, best=with_graph or keeps)
         else:
-            scores, best = scored(entries, documents, best=with_graph)
+            scores, best = scored(entries, documents, best=with_graph or keeps)
+        if keeps and best is not None:
+            self.kept[position] = scores, best
         return scores, Block(entries, documents, best)
+
+    def _keeps(self, rows: Shard, cols: Shard, bytes_of_column: int) -> bool:
+        """Whether the forward keeps a tile: of the first columns, where it fits beside those kept and a tile."""
+        if not (self.continued and self.scorer.wanted) or cols.start:
+            return False
+        held = sum(x.nbytes for tile in self.kept.values() for x in tile)
+        beside = _pair_bytes(rows, cols) * len(rows) * len(cols)
+        return held + bytes_of_column * len(cols) + beside <= self.workspace
 
     def _pass_on(self, g_IJ: Tensor, context: Block, u_I: Tensor | None, v_J: Tensor | None) -> None:
         entries, documents, best = context

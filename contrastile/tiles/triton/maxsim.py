@@ -15,7 +15,7 @@ document's tokens come first in a copy of the block.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -130,21 +130,33 @@ class Documents:
         return MOST_SMALL if self.index == torch.uint8 else MOST_TOKENS
 
 
+class Expected(NamedTuple):
+    """What a loss with gradients takes beside inputs and accumulators."""
+
+    bytes: int
+    # columns of a tile; 0 where the gradients come with the loss
+    columns: int
+    # pairs whose winning tokens the forward keeps, and bytes while they are there, when columns have no gradients yet
+    kept: int
+    beginning: int
+
+
 def expected_bytes(
     N: int, M: int, tokens: tuple[int, int], D: int, workspace: int, *, symmetric: bool, copies: int = 0,
     at_once: bool = True,
-) -> tuple[int, int]:  # fmt: skip
-    """Bytes of a loss with gradients beside inputs and accumulators, for a planner, and columns of a tile.
-
-    The columns are 0 where the gradients come with the loss.
+) -> Expected:  # fmt: skip
+    """Bytes of a loss with gradients beside inputs and accumulators, for a planner.
 
     copies: bytes of a feature in tokens without those behind a mask, or in another type; 0 without a mask. at_once: the
-    gradients come with the loss where its tiles allow it.
+    gradients come with the loss where its tiles allow it; otherwise the forward keeps what fits.
     """
     L, T = tokens
+    index = 1 if T < MOST_SMALL else 2
+    padded = tiles_of(L, slot := slot_of(L, Tiling().entries, masked=False)) * slot
+    # sides of tiles follow from queries without a mask
+    pair = (PAIR_BYTES + padded * (index + 4 / slot)) / (1 - 1 / LISTS)
     padded = tiles_of(L, slot := slot_of(L, Tiling().entries, masked=copies > 0)) * slot
-    winners = padded * (1 if T < MOST_SMALL else 2)
-    pair = (PAIR_BYTES + winners + 4 * padded / slot) / (1 - 1 / LISTS)
+    winners = padded * index
     whole = at_once and workspace >= pair * N * M
     side = max(LEAST_STRIP, min(SIDE, int((workspace / pair) ** 0.5)))
     # a loss of one way has all columns in a strip
@@ -152,10 +164,15 @@ def expected_bytes(
     rows, cols = (N, M) if whole else (strip, M) if strip >= LEAST_STRIP else (min(N, side), min(M, side))
     lists = 4 * rows * padded * max(1, min(cols, min(workspace // LISTS, LIST_BYTES) // (4 * rows * padded)))
     columns = 0 if whole or strip >= LEAST_STRIP else cols
-    # scores and gradients, with the loss logits too; of the tile before, its winners and three of them are still there
-    first = (winners + (8 if columns else 12)) * rows * cols + lists
-    next_one = 0 if (rows, cols) == (N, M) else (2 * winners + 20) * rows * cols
-    return max(first, next_one) + copies * (rows * L + cols * T) * D, columns
+    # scores and gradients, with the loss logits too
+    most = (winners + (8 if columns else 12)) * rows * cols + lists
+    copied = copies * (rows * L + cols * T) * D
+    kept = beginning = 0
+    if columns and at_once:
+        each = (winners + 4) * rows * cols
+        tiles = max(0, min(tiles_of(N, rows), int((workspace - pair * rows * cols) / each)))
+        kept, beginning = min(tiles * rows, N) * cols, tiles * each + 4 * rows * cols + lists + copied
+    return Expected(most + copied, columns, kept, beginning)
 
 
 def ordered(mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -43,15 +43,16 @@ class FusedScores(Scored):
 
     def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
         del wanted
-        # `closing`, the columns' gradients are float32 for a strip at a time
+        # `closing`, the columns' gradients are float32 for a strip at a time, and take memory after the first one,
+        # which frees what the forward has kept for it
         self.final = self.closing
         u, v = (
-            side.features.new_zeros(len(side), math.prod(side.features.shape[1:]), dtype=dtype)
-            if form.wanted[0]
-            else None
-            for form, side, dtype in (
-                (self.scorer.rows, rows, self.scale.dtype),
-                (self.scorer.cols, cols, cols.features.dtype if self.closing else self.scale.dtype),
+            side.features.new_zeros(n, math.prod(side.features.shape[1:]), dtype=dtype) if form.wanted[0] else None
+            for form, side, n, dtype in (
+                (self.scorer.rows, rows, len(rows), self.scale.dtype),
+                (self.scorer.cols, cols, 0, cols.features.dtype)
+                if self.closing
+                else (self.scorer.cols, cols, len(cols), self.scale.dtype),
             )
         )
         return u, v
@@ -67,6 +68,7 @@ class FusedScores(Scored):
             v_J = None if v is None else self.scale.new_zeros(len(strip), v.shape[1])
             sums += super().backward(rows, strip, u, v_J, row_stats)
             if v is not None and v_J is not None:
+                v.resize_(len(cols), v.shape[1])
                 v[along] = self.scaled(v_J, v.dtype, None, keep=False).view_as(v_J)
         if u is not None:
             u.mul_(self.scale)
