@@ -98,7 +98,9 @@ def batches(machine: Machine, report: Report, updates: list[int]) -> None:
     generator = torch.Generator().manual_seed(0)
     for b in updates:
         plan = plan_of(recipe, target(None), b, *towers(recipe, 1, b, machine.device.type))
-        planned = plan.peak.bytes - plan.step.held.weights - plan.step.held.optimizer
+        held = plan.step.held
+        # those of libraries are there since the first update
+        planned = plan.peak.bytes - held.weights - held.optimizer - held.libraries
         texts = [
             {"input_ids": torch.randint(10, 100, (n, length), generator=generator),
              "attention_mask": torch.ones(n, length, dtype=torch.int64)}

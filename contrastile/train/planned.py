@@ -197,7 +197,8 @@ def plan_of(
             copies += cost.features if cost.name == "passage" else 0
         inputs = (STREAMED * size if on_gpu else 0) * cost.inputs
         # a quotient's gradient, and gradients of both sides in the loss's type
-        between = NORMALISED * wide if late else QUOTIENT * wide + 2 * (wide - cost.features)
+        # of features in 16 bits the copy in float32 is freed with the loss
+        between = (NORMALISED - (half is not None)) * wide if late else QUOTIENT * wide + 2 * (wide - cost.features)
         sides.append(Side(cost, examples, inputs, copies, named, between))
     kind, queue = recipe.loss.kind, getattr(recipe.loss, "queue", 0)
     both_ways = isinstance(recipe, Recipe) and kind in ("infonce", "gist")

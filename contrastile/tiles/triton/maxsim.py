@@ -142,9 +142,12 @@ def expected_bytes(
     gradients come with the loss where its tiles allow it.
     """
     L, T = tokens
+    index = 1 if T < MOST_SMALL else 2
+    padded = tiles_of(L, slot := slot_of(L, Tiling().entries, masked=False)) * slot
+    # sides of tiles follow from queries without a mask
+    pair = (PAIR_BYTES + padded * (index + 4 / slot)) / (1 - 1 / LISTS)
     padded = tiles_of(L, slot := slot_of(L, Tiling().entries, masked=copies > 0)) * slot
-    winners = padded * (1 if T < MOST_SMALL else 2)
-    pair = (PAIR_BYTES + winners + 4 * padded / slot) / (1 - 1 / LISTS)
+    winners = padded * index
     whole = at_once and workspace >= pair * N * M
     side = max(LEAST_STRIP, min(SIDE, int((workspace / pair) ** 0.5)))
     # a loss of one way has all columns in a strip
@@ -152,10 +155,9 @@ def expected_bytes(
     rows, cols = (N, M) if whole else (strip, M) if strip >= LEAST_STRIP else (min(N, side), min(M, side))
     lists = 4 * rows * padded * max(1, min(cols, min(workspace // LISTS, LIST_BYTES) // (4 * rows * padded)))
     columns = 0 if whole or strip >= LEAST_STRIP else cols
-    # scores and gradients, with the loss logits too; of the tile before, its winners and three of them are still there
-    first = (winners + (8 if columns else 12)) * rows * cols + lists
-    next_one = 0 if (rows, cols) == (N, M) else (2 * winners + 20) * rows * cols
-    return max(first, next_one) + copies * (rows * L + cols * T) * D, columns
+    # scores and gradients, with the loss logits too
+    most = (winners + (8 if columns else 12)) * rows * cols + lists
+    return most + copies * (rows * L + cols * T) * D, columns
 
 
 def ordered(mask: Tensor) -> tuple[Tensor, Tensor]:
