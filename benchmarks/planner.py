@@ -43,7 +43,7 @@ LOSS_FILES = ("h200_loss", "h200_2_ranks", "h200_4_ranks")
 # rows that nothing was fitted to
 NEW_LOSSES, MEMORY, TOKENS, OTHER_LOSSES = "h200_planner_loss", "h200_memory", "h200_maxsim", "h200_loss_ratios"
 # files whose rows have the plan of their day, and those of a CPU
-CARRIED, CPU = ("h200_features", "h200_largest", "late_batches"), ("cpu_loss", "cpu_memory")
+CARRIED, CPU = ("h200_features", "h200_largest", "late_batches", "h200_late_batches"), ("cpu_loss", "cpu_memory")
 # TFLOP/s of the product beside a loss on most H200s; others run at other clocks
 USUAL_PRODUCT = 665
 STEP_FILES = ("h200_step", "h200_2_step", "h200_4_step", "h200_8_step", "h200_towers")
@@ -92,6 +92,8 @@ OTHER_CODE = {
 
 # losses whose rows are of another code, and what it did
 GUIDED, BESIDE = ("gist", "distill"), "the guide's product beside the other"
+# kernels that had no copies in the order of labels
+UNORDERED = "labels in the order of the rows"
 # reasons against the seconds of a row, whose bytes are planned
 CAPTURED, HOST = "such calls are captured and replayed today", "bound by a host whose rates were not measured"
 DISTURBED = "eleven measurements of the case took 607 to 638 ms"
@@ -220,8 +222,8 @@ def other_losses(memory: int) -> Iterator[Case]:
         loss, b, d = row["loss"], int(row["b"]), int(row["d"])
         size = LossSize(b, b, 1, d, memory, "single", "triton", workspace=2 * 2**30, **loss_of(loss, d))
         label, peak = f"{loss} {b} x {row['d']}", int(row["peak_bytes"])
-        # calls of fewer rows take as much as then
-        reason = BESIDE if loss in GUIDED and b > MOST_ROWS else None
+        # with a guide, calls of fewer rows take as much as then
+        reason = UNORDERED if size.labels else BESIDE if loss in GUIDED and b > MOST_ROWS else None
         yield Case(OTHER_LOSSES, label, peak, None, size, other_code=reason)
 
 

@@ -127,7 +127,7 @@ class LossSize:
         device = torch.device("meta" if self.device == "cuda" else "cpu")
         by_index = self.exchange_class.by_index or self.listed
         followed = self.ranks == 1 and not (self.host or self.own)
-        expected = partial(tiles.expected_bytes, self.loss, by_index=by_index, followed=followed)
+        expected = partial(tiles.expected_bytes, self.loss, by_index=by_index, labels=self.labels, followed=followed)
         # halved until they fit, a shorter block may take more
         blocks = max(expected(N, M, self.dimensions, self.dtype, allowed, device) for N, M in self.blocks)
         return blocks + (SCRATCH if self.backend_name == "triton" else 0)

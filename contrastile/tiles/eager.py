@@ -162,9 +162,9 @@ class Eager(Tiles):
     @classmethod
     def expected_bytes(
         cls, loss: PairLoss, N: int, M: int, D: int, dtype: torch.dtype, workspace: int, device: torch.device,
-        *, by_index: bool = False, followed: bool = False,
+        *, by_index: bool = False, labels: bool = False, followed: bool = False,
     ) -> int:  # fmt: skip
-        del followed
+        del labels, followed
         tiles = cls(loss, torch.empty((), device=device), None, workspace)
         teacher = loss.formula is not None and loss.formula.guide == "teacher"
         if device.type != "cpu" or by_index or teacher:
@@ -226,9 +226,9 @@ class Dense(Eager):
     @classmethod
     def expected_bytes(
         cls, loss: PairLoss, N: int, M: int, D: int, dtype: torch.dtype, workspace: int, device: torch.device,
-        *, by_index: bool = False, followed: bool = False,
+        *, by_index: bool = False, labels: bool = False, followed: bool = False,
     ) -> int:  # fmt: skip
-        del D, workspace, followed
+        del D, workspace, labels, followed
         # as of a tile, exponentials of both directions where logits are far apart
         on_cpu = TILES_HELD_CPU + loss.symmetric
         matrices = MATRICES_BY_INDEX if by_index else on_cpu if device.type == "cpu" else MATRICES

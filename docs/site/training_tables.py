@@ -125,13 +125,14 @@ def late_interaction(file: str = "late_docstrings.csv") -> str:
 
 
 def late_batches() -> str:
-    """Seconds and memory of an update of the small late model, by batch."""
+    """Seconds and memory of an update of the small late model, by machine and batch."""
     rows = [
-        (f"{int(row['batch']):,}", f"{float(row['seconds']):.1f}", row["peak_mib"], row["planned_mib"])
-        for row in rows_of("late_batches.csv")
+        (where, f"{int(row['batch']):,}", f"{float(row['seconds']):.{digits}f}", row["peak_mib"], row["planned_mib"])
+        for where, file, digits in (("CPU", "late_batches.csv", 1), ("H200", "h200_late_batches.csv", 3))
+        for row in rows_of(file)
         if row["what"] == "update"
     ]
-    return table_of(("questions", "seconds", "MiB", "MiB by the plan"), rows)
+    return table_of(("", "questions", "seconds", "MiB", "MiB by the plan"), rows)
 
 
 def retrieval() -> str:

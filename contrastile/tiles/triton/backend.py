@@ -190,13 +190,13 @@ class Triton(Tiles):
     @classmethod
     def expected_bytes(
         cls, loss: PairLoss, N: int, M: int, D: int, dtype: torch.dtype, workspace: int, device: torch.device,
-        *, by_index: bool = False, followed: bool = False,
+        *, by_index: bool = False, labels: bool = False, followed: bool = False,
     ) -> int:  # fmt: skip
         del by_index
         budget = Budget(loss, plan.epilogue_for(loss), device, workspace)
         # 16-bit features of such a width are read as they are
         copied = 0 if dtype.itemsize == 2 and D % 8 == 0 else D
-        return budget.expected_bytes(N, M, copied, dtype, followed=D * followed)
+        return budget.expected_bytes(N, M, copied, dtype, followed=D * followed, ordered=D * labels)
 
     def reserve(self, multiprocessors: int) -> None:
         """Leave so many of the device's multiprocessors to transfers.

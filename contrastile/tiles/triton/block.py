@@ -103,13 +103,14 @@ class Budget:
         copies = (0, self._copied(D, dtype), self._ordered(D, dtype))
         return max(self._most(N, M, copied, dtype) for copied in copies)
 
-    def expected_bytes(self, N: int, M: int, D: int, dtype: torch.dtype, *, followed: int = 0) -> int:
+    def expected_bytes(self, N: int, M: int, D: int, dtype: torch.dtype, *, followed: int = 0, ordered: int = 0) -> int:
         """The same for features of one kind; D is 0 where they need no copy.
 
         followed: features of a backward that follows at once, for which exponentials are kept where they fit. Its
-        accumulators, which are not among these bytes, are not there yet in the forward.
+        accumulators, which are not among these bytes, are not there yet in the forward. ordered: features that are
+        copied in the order of labels.
         """
-        copied = self._copied(D, dtype)
+        copied = self._ordered(ordered, dtype) if ordered else self._copied(D, dtype)
         most, keeping = self._most(N, M, copied, dtype), self.keeping(N, M, copied, PIECES[dtype]())
         gains = self._gains(followed) and self.epilogue.keeps and dtype == KEPT_IN
         if followed and gains and keeping <= self.workspace:
