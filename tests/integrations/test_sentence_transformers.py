@@ -55,6 +55,8 @@ DIRECTIONS: list[dict[str, Any]] = [
     {"directions": (Q2D, D2Q), "partition_mode": "per_direction"},
     {"directions": (Q2D, Q2Q, D2Q, D2D)},
     {"directions": (Q2D, D2D)},
+    # counted once
+    {"directions": (Q2D, D2Q, D2Q), "partition_mode": "per_direction"},
     {"similarity_fct": util.dot_score, "scale": 1.5},
     {"similarity_fct": util.dot_score, "scale": 1.5, "directions": (Q2D, D2Q), "partition_mode": "per_direction"},
 ]

@@ -196,7 +196,8 @@ class CachedSymmetricLoss(CachedRankingLoss):
 def _directions(directions: Sequence[str], partition_mode: str) -> tuple[str, ...]:
     """The directions, checked together with the mode."""
     one_of("partition_mode", partition_mode, ("joint", "per_direction"), "Both are means over the anchors.")
-    named = (directions,) if isinstance(directions, str) else tuple(directions)
+    # each once, as sentence-transformers counts them
+    named = (directions,) if isinstance(directions, str) else tuple(dict.fromkeys(directions))
     for each in named:
         one_of("directions", each, DIRECTIONS, "Pass a tuple of these.")
     if "query_to_doc" not in named:
