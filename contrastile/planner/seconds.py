@@ -28,8 +28,8 @@ PAIRWISE_CALLS, BLOCK_CALLS, START_CALLS = 2.3, 1.1, 1.3
 TEACHER_PAIRS, LABELLED_PAIRS = 6.0, 3.0
 # of token vectors: a sweep's rate over that of large losses; the time of a sweep that notes the winning tokens over
 # that of one that does not; the time of gathering them over that of memory; the host's time, and its time before the
-# device begins, in calls. From the rows of 1,024² and of 128² pairs of 32 x 180 tokens in h200_maxsim.csv, and a profile
-# of 16,384² pairs
+# device begins, in calls. From the rows of 1,024² and of 128² pairs of 32 x 180 tokens in h200_maxsim.csv, and a
+# profile of 16,384² pairs
 SWEEP, WINNERS, GATHERED, LATE_CALLS, LATE_START = 0.98, 1.31, 0.43, 1.65, 0.43
 
 
