@@ -59,6 +59,19 @@ def test_sentence_transformers(tmp_path: Path, pooling: str, words: list[str]) -
     assert f"| pooling | {pooling} |" in card
 
 
+def test_a_run_starts_from_an_exported_folder(tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    target = exported(run, "sentence-transformers", tmp_path / "out")
+    model = f"model.both={{kind='transformers',pooling='mean',folder='{target}'}}"
+    tokenizer = f"model.tokenizer={{folder='{target}',length=16,query_length=16}}"
+    still = ["optim.learning_rate=1e-30", "optim.weight_decay=0.0", "optim.warmup=0.0"]
+    (tmp_path / "again").mkdir()
+    again = trained(tmp_path / "again", model, tokenizer, *still)
+    ours, theirs = contrastile.load(run, device="cpu"), contrastile.load(again, device="cpu")
+    assert torch.equal(ours.encode_query(TEXTS), theirs.encode_query(TEXTS))
+    assert torch.equal(ours.encode_passage(TEXTS), theirs.encode_passage(TEXTS))
+
+
 def test_transformers(tmp_path: Path) -> None:
     from transformers import AutoModel, AutoTokenizer
 
