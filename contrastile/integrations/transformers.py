@@ -102,10 +102,10 @@ class ContrastileMixin:
         retain: as for `encode`; of the last side one sub-batch retains its graph in any case, while memory lasts.
 
     The loss is the mean over the batch of all ranks. Mixed precision, DistributedDataParallel, FSDP2, DeepSpeed's ZeRO
-    stages 1 and 2, gradient accumulation, evaluation and resuming are the Trainer's own. `predict` has the loss among its
-    metrics and no predictions: features come from the model. Raises ValueError for several
-    GPUs in one process, for ZeRO stage 3, and for options of the Trainer that a loss of two sides would not follow:
-    `compute_loss_func`, `compute_metrics`, `label_smoothing_factor`.
+    stages 1 and 2, gradient accumulation, evaluation and resuming are the Trainer's own. `predict` has the loss among
+    its metrics and no predictions: features come from the model. Raises ValueError for several GPUs in one process, for
+    ZeRO stage 3, and for options of the Trainer that a loss of two sides would not follow: `compute_loss_func`,
+    `compute_metrics`, `label_smoothing_factor`.
     """
 
     # the loss is a mean over the batch: the Trainer divides it by the steps that it accumulates
