@@ -82,7 +82,7 @@ def shared_length(tokens: int) -> int:
 
 
 def _growth(problem: Problem) -> float:
-    """How many times as many pairs of tokens a graph has that pads masked token vectors."""
+    """The pairs of tokens of a graph that pads masked token vectors, over those without padding."""
     lengths = [side.leaves[0].shape[1] for side in (problem.rows, problem.cols) if side.others]
     return math.prod(shared_length(length) / length for length in lengths if length)
 

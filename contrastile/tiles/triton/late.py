@@ -131,7 +131,7 @@ class FusedMaxSim(FusedScores):
         return scores, Block(entries, documents, best)
 
     def _keeps(self, rows: Shard, cols: Shard, bytes_of_column: int) -> bool:
-        """Whether the forward keeps a tile: of the first columns, where it fits beside those kept and a tile."""
+        """True for a tile that the forward keeps: of the first columns, where it fits beside those kept and a tile."""
         if not (self.continued and self.scorer.wanted) or cols.start:
             return False
         held = sum(x.nbytes for tile in self.kept.values() for x in tile)

@@ -131,7 +131,7 @@ class Documents:
 
 
 class Expected(NamedTuple):
-    """What a loss with gradients takes beside inputs and accumulators."""
+    """The memory of a loss with gradients, beside inputs and accumulators."""
 
     bytes: int
     # columns of a tile; 0 where the gradients come with the loss
