@@ -37,14 +37,14 @@ def quicken() -> None:
 
 
 def _bfloat16(interpreter: ModuleType) -> Callable[..., Any]:
-    """The interpreter's casts between float32 and bfloat16, to the bit, in shifts of whole arrays.
+    """Casts between float32 and bfloat16 to nearest, as a GPU rounds, in shifts of whole arrays.
 
-    Its own way is kept for other types, and for arrays with subnormal numbers.
+    The interpreter cuts digits off, or rounds up without a carry. Its own way is kept for other types, and for arrays
+    with subnormal numbers or NaN.
     """
     import numpy as np
 
     convert, language = interpreter._convert_float, interpreter.tl
-    nearest = interpreter._ir.ROUNDING_MODE.RTNE
 
     def cast(x: Any, source: Any, target: Any, rounding: Any) -> Any:
         wide = (source, target) == (language.bfloat16, language.float32)
@@ -52,14 +52,11 @@ def _bfloat16(interpreter: ModuleType) -> Callable[..., Any]:
             return convert(x, source, target, rounding)
         bits = x.view(np.uint16 if wide else np.uint32)
         size = bits & (0x7FFF if wide else 0x7FFFFFFF)
-        if np.any((size < (0x80 if wide else 0x800000)) & (size > 0)):
+        if np.any((size < (0x80 if wide else 0x800000)) & (size > 0) | (size > (0x7F80 if wide else 0x7F800000))):
             return convert(x, source, target, rounding)
         if wide:
             return bits.astype(np.uint32) << 16
-        if rounding != nearest:
-            return (bits >> 16).astype(np.uint16)
-        # a carry out of the digits meets the exponent's last bit, and is lost where that is set
-        return ((bits >> 16 & 0xFF80) | ((bits >> 16 & 0x7F) + (bits >> 15 & 1))).astype(np.uint16)
+        return (bits + (0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
     return cast
 

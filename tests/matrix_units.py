@@ -31,7 +31,7 @@ def emulated() -> Iterator[None]:
         acc = truncated_product(a.data, b.data, d.data.astype(np.float64))
         return interpreter.TensorHandle(acc.astype(np.float32), d.dtype.scalar)
 
-    def add_at_once(total: Tensor, g: Tensor, x: Tensor, times: float, keep: float) -> None:
+    def add_at_once(total: Tensor, g: Tensor, x: Tensor, keep: float, times: float = 1.0) -> None:
         acc = truncated_product(g.double().numpy(), x.double().numpy(), np.zeros(total.shape))
         product = torch.from_numpy(acc).to(total.dtype) * times
         total.copy_(product + total if keep else product)

@@ -99,6 +99,18 @@ def binade(total):
 
 
 @triton.jit
+def rounding_to_steps(squares):
+    """The number c for which (x + c) − c is x in whole steps of about 2⁻¹¹ of its row's norm, from the squared norms.
+
+    Sums of products of such numbers are exact in 24 bits, in any order. 0 where the squares are too small to tell.
+    """
+    # three quarters: the power of two of a normalised row must not depend on the order of its sum
+    exponent = (((squares * 0.75).to(tl.int32, bitcast=True) >> 23) - 125) >> 1
+    c = (((exponent + (12 + 127)) << 23) | (1 << 22)).to(tl.float32, bitcast=True)
+    return tl.where(squares > 1e-30, c, 0.0)
+
+
+@triton.jit
 def finite(top):
     """A maximum to subtract: 0 for the maximum of an empty set."""
     return tl.where(top == -float("inf"), 0.0, top)

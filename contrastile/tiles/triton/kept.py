@@ -101,7 +101,7 @@ class Kept:
             (g,), x = self.pair.strip_pieces(self.strip), weighted[:, : v.shape[1]]
             with sorting.in_order(v, of_cols) as total:
                 if total.dtype == torch.float32:
-                    add_at_once(total, g.T, x, 1 / UNIT, 0.0)
+                    add_at_once(total, g.T, x, 0.0, 1 / UNIT)
                 else:
                     torch.addmm(total, g.T, x, alpha=1 / UNIT, beta=0, out=total)
         return [self.sums]

@@ -52,9 +52,6 @@ NORMS = 4096
 CONSTANTS, WEIGHT, STATE = 8, 1, 2
 # products of fp16 have more bits than those of bf16, and lose more to truncation
 TRUNCATION_FLOAT16 = 1.25
-# sums of terms of one sign, which positives may cancel, grow steadily and lose more than those of other features; by a
-# model of the units, not measured: float32 alone has the digits to show it
-TRUNCATION_ONE_SIGN = 1.3
 # each direction's vectors [V, n]: see `direction_weights`
 Weights = list[Tensor]
 # numbers to be added up, and the share of their sum that the matrix units have lost
@@ -124,10 +121,12 @@ _kernels: dict[int, _Kernel] = {}
 
 
 def run(
-    kernel: Any, grid: tuple[int, ...], *, warps: int = 4, stages: int = 3, registers: int | None = None, **given: Any
-) -> None:
+    kernel: Any, grid: tuple[int, ...], *, warps: int = 4, stages: int = 3, registers: int | None = None,
+    fusion: int = True, **given: Any,
+) -> None:  # fmt: skip
     """Launch a kernel with those of the given arguments that it has; `registers`: the most of a thread.
 
+    fusion: the compiler may join a product and a sum to one rounding.
     Triton's own dispatch of a compiled kernel takes longer than many of these kernels run, so it is used once for each
     signature.
     """
@@ -139,11 +138,12 @@ def run(
         known = _kernels[id(kernel)] = _Kernel(kernel)
     kinds, arguments = known.signature(given)
     device = torch.cuda.current_device()
-    key = (device, warps, stages, registers, *kinds)
+    key = (device, warps, stages, registers, fusion, *kinds)
     compiled = known.compiled.get(key)
     if compiled is None:
         chosen = {name: given[name] for name in known.names}
-        known.compiled[key] = kernel[grid](**chosen, num_warps=warps, num_stages=stages, maxnreg=registers)
+        options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers, "enable_fp_fusion": fusion}
+        known.compiled[key] = kernel[grid](**chosen, **options)
     else:
         x, y, z = (*grid, 1, 1)[:3]
         start(compiled, (x, y, z), current_stream_address(device), arguments)
@@ -221,14 +221,10 @@ def is_exact(dtype: torch.dtype) -> bool:
 
 
 def truncation(q: Tensor) -> float:
-    """The mean share of a product that the matrix units lose."""
-    share = truncation_per_term(q.device, exact=is_exact(q.dtype)) * q.shape[1]
-    return share * (TRUNCATION_FLOAT16 if q.dtype == torch.float16 else 1.0)
-
-
-def truncation_per_term(device: torch.device, *, exact: bool) -> float:
-    """The share of a sum that the matrix units lose, per term: of pairs of features or, if `exact`, of like terms."""
-    return shape_for(device).truncation * (TRUNCATION_ONE_SIGN if exact else 1.0)
+    """The mean share of a product ⟨q, k⟩ that the matrix units lose; none of three pieces, whose sums are exact."""
+    if is_exact(q.dtype):
+        return 0.0
+    return shape_for(q.device).truncation * q.shape[1] * (TRUNCATION_FLOAT16 if q.dtype == torch.float16 else 1.0)
 
 
 def mask_bits(pair: Pair, constants: Tensor, *, careful: bool) -> None:
@@ -257,8 +253,8 @@ def sums(
     written = {"out_mem": constants, "out_stride": 0} if strip is None else _strip(strip, constants, pair)
     run(
         kernel, pair.programs, constants_ptr=constants, row_part_ptr=parts[0], col_part_ptr=parts[-1],
-        COLUMNS=len(parts) == 2, KEEP=strip is not None, FLATTEN=pair.flattened, **written, **epilogue.flags,
-        **pair.arguments,
+        COLUMNS=len(parts) == 2, KEEP=strip is not None, FLATTEN=pair.flattened, fusion=not careful, **written,
+        **epilogue.flags, **pair.arguments,
     )  # fmt: skip
 
 
@@ -368,9 +364,12 @@ def gradient(
 
 
 def careful_gradient(pair: Pair, block: Block, strip: Tensor, sums: Tensor, epilogue: Epilogue) -> None:
-    """The careful form, where the flag is set."""
+    """The careful form, where the flag is set.
+
+    Without fusion a logit is rounded as it was for the maximum. Logits of 1,000 would differ by 3e-5.
+    """
     given = directions(block, epilogue) | _strip(strip, sums, pair)
-    run(careful_kernels.careful_gradient, pair.programs, **given, **pair.arguments)
+    run(careful_kernels.careful_gradient, pair.programs, fusion=False, **given, **pair.arguments)
 
 
 def finish(

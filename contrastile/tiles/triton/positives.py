@@ -37,6 +37,7 @@ from contrastile.tiles.triton.arithmetic import (
     log1p,
     merge_exponentials,
     merge_teachers,
+    rounding_to_steps,
     shift_as_logarithm,
     store_stats,
 )
@@ -44,9 +45,9 @@ from contrastile.tiles.triton.backward import softmax_positive
 
 
 @triton.jit
-def _piece(x, index):
+def _piece(x, steps, index):
     """The bf16 piece of a float32 number with this index, as `split_features` makes it."""
-    first = x.to(tl.bfloat16)
+    first = ((x + steps[:, None]) - steps[:, None]).to(tl.bfloat16)
     rest = x - first.to(tl.float32)
     second = rest.to(tl.bfloat16)
     third = (rest - second.to(tl.float32)).to(tl.bfloat16)
@@ -60,6 +61,16 @@ def _load_rows(ptr, row, step, D, row_stride, stride, exists, BLOCK: tl.constexp
     inside = exists[:, None] & (at < D)[None, :]
     features = ptr + row.to(tl.int64)[:, None] * row_stride + at.to(tl.int64)[None, :] * stride
     return tl.load(features, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _steps(ptr, row, D, row_stride, stride, exists, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The numbers that round features of these rows to their first pieces."""
+    squares = tl.zeros((ROWS,), tl.float32)
+    for step in range(0, D, BLOCK):
+        x = _load_rows(ptr, row, step, D, row_stride, stride, exists, BLOCK)
+        squares += tl.sum(x * x, 1)
+    return rounding_to_steps(squares)
 
 
 @triton.jit
@@ -81,12 +92,14 @@ def positive_logit(q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, di
         col = tl.load(columns_ptr + row.to(tl.int64) * per_row + p, mask=row < N, other=-1)
         exists = col >= 0
     if PRODUCTS > 1:
+        q_steps = _steps(q_ptr, row, D, q_row_stride, q_stride, exists, ROWS, BLOCK)
+        k_steps = _steps(k_ptr, col, D, k_row_stride, k_stride, exists, ROWS, BLOCK)
         acc = tl.zeros((ROWS, ROWS), tl.float32)
         for product in range(PRODUCTS):
             for step in range(0, D, BLOCK):
-                q = _piece(_load_rows(q_ptr, row, step, D, q_row_stride, q_stride, exists, BLOCK),
+                q = _piece(_load_rows(q_ptr, row, step, D, q_row_stride, q_stride, exists, BLOCK), q_steps,
                            (LEFT >> (2 * product)) & 3)  # fmt: skip
-                k = _piece(_load_rows(k_ptr, col, step, D, k_row_stride, k_stride, exists, BLOCK),
+                k = _piece(_load_rows(k_ptr, col, step, D, k_row_stride, k_stride, exists, BLOCK), k_steps,
                            (RIGHT >> (2 * product)) & 3)  # fmt: skip
                 if UPCAST:
                     q = q.to(tl.float32)

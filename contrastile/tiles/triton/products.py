@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from contrastile.tiles.triton import launch, plan
+from contrastile.tiles.triton import plan
 from contrastile.tiles.triton.plan import Pair
 
 # terms of an inner sum per product where float32's full precision is requested: the matrix units truncate their sums by
@@ -19,41 +19,34 @@ INNER = 1024
 def add_rows(u: Tensor, pair: Pair, strip: Tensor, *, fresh: bool) -> None:
     """u += g @ k of a super-tile whose gradient g is in the strip; `fresh`: u = g @ k."""
     g = pair.strip_pieces(strip)
-    for of_g, of_k, inner, lost in _strip_products(pair):
-        _add_product(u, g[of_g], pair.k.piece(of_k, u.shape[1]), inner, lost, fresh=fresh)
+    for of_g, of_k, inner in _strip_products(pair):
+        _add_product(u, g[of_g], pair.k.piece(of_k, u.shape[1]), inner, fresh=fresh)
         fresh = False
 
 
 def add_cols(v: Tensor, pair: Pair, strip: Tensor, *, fresh: bool) -> None:
     """v += gᵀ @ q; `fresh`: v = gᵀ @ q."""
     g = pair.strip_pieces(strip)
-    for of_g, of_q, inner, lost in _strip_products(pair):
-        _add_product(v, g[of_g].T, pair.q.piece(of_q, v.shape[1]), inner, lost, fresh=fresh)
+    for of_g, of_q, inner in _strip_products(pair):
+        _add_product(v, g[of_g].T, pair.q.piece(of_q, v.shape[1]), inner, fresh=fresh)
         fresh = False
 
 
-def _strip_products(pair: Pair) -> list[tuple[int, int, int | None, float]]:
-    """Pieces of the gradient and of the features that are multiplied, terms of an inner sum, and what each loses."""
+def _strip_products(pair: Pair) -> list[tuple[int, int, int | None]]:
+    """Pieces of the gradient and of the features that are multiplied, and terms of an inner sum."""
     parts = pair.q.parts
-    exact = parts == plan.EXACT
-    lost = launch.truncation_per_term(pair.q.data.device, exact=True) if exact else 0.0
     # of three pieces, the product of the largest must be as exact as the last are small
-    return [(g, x, INNER if exact and g == x == 0 else None, lost) for g, x in plan.piece_products(parts)]
+    return [(g, x, INNER if parts == plan.EXACT and g == x == 0 else None) for g, x in plan.piece_products(parts)]
 
 
-def _add_product(total: Tensor, g: Tensor, x: Tensor, inner: int | None, lost: float, *, fresh: bool) -> None:
-    """total += g @ x in float32, from 16-bit operands, with at most `inner` terms at once.
-
-    lost: share of a sum that the matrix units truncate, per term. fresh: total has no values yet.
-    """
+def _add_product(total: Tensor, g: Tensor, x: Tensor, inner: int | None, *, fresh: bool) -> None:
+    """total += g @ x in float32, from 16-bit operands, with at most `inner` terms at once; fresh: no values yet."""
     n = len(x) if inner is None else inner
     for start in range(0, len(x), n):
-        terms = x[start : start + n]
-        keep = 0.0 if fresh and start == 0 else 1.0
-        add_at_once(total, g[:, start : start + n], terms, 1 + lost * len(terms), keep)
+        add_at_once(total, g[:, start : start + n], x[start : start + n], 0.0 if fresh and start == 0 else 1.0)
 
 
-def add_at_once(total: Tensor, g: Tensor, x: Tensor, times: float, keep: float) -> None:
+def add_at_once(total: Tensor, g: Tensor, x: Tensor, keep: float, times: float = 1.0) -> None:
     """total = keep · total + times · g @ x; with `keep` 0 the values of total are not read."""
     if total.is_cuda:
         torch.addmm(total, g, x, alpha=times, beta=keep, out_dtype=torch.float32, out=total)

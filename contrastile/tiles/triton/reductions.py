@@ -47,6 +47,7 @@ from contrastile.tiles.triton.arithmetic import (
     finite,
     merge_exponentials,
     merge_teachers,
+    rounding_to_steps,
     shift_as_logarithm,
     store_stats,
 )
@@ -65,12 +66,22 @@ def split_features(x_ptr, out_ptr, order_ptr, n, D, row_stride, feature_stride, 
     source = rows.to(tl.int64)
     if ORDERED:
         source = tl.load(order_ptr + rows, mask=rows < n, other=0)
-    at = source[:, None] * row_stride + cols.to(tl.int64)[None, :] * feature_stride
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    row_ptr = x_ptr + source[:, None] * row_stride
+    x = tl.load(row_ptr + cols.to(tl.int64)[None, :] * feature_stride, mask=inside, other=0.0).to(tl.float32)
     out = rows.to(tl.int64)[:, None] * (PARTS * width) + cols[None, :]
     within = (rows < n)[:, None] & (cols < width)[None, :]
+    if PARTS == 3:
+        squares = tl.zeros((ROWS,), tl.float32)
+        for step in range(0, D, BLOCK):
+            at = step + tl.arange(0, BLOCK)
+            each = tl.load(row_ptr + at.to(tl.int64)[None, :] * feature_stride,
+                           mask=(rows < n)[:, None] & (at < D)[None, :], other=0.0).to(tl.float32)  # fmt: skip
+            squares += tl.sum(each * each, 1)
+        steps = rounding_to_steps(squares)[:, None]
     for part in tl.static_range(PARTS):
         piece = x.to(out_ptr.dtype.element_ty)
+        if part == 0 and PARTS == 3:
+            piece = ((x + steps) - steps).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + out + part * width, piece, mask=within)
         x = x - piece.to(tl.float32)
 
