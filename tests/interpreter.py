@@ -10,7 +10,10 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-REPLACED = {"_patch_lang", "_patch_builtin", "_patch_attr", "_get_np_dtype", "_convert_float", "interpreter_builder"}
+REPLACED = {
+    "_patch_lang", "_patch_builtin", "_patch_attr", "_get_np_dtype", "_convert_float", "interpreter_builder",
+    "interpreter_semantic",
+}  # fmt: skip
 
 
 def quicken() -> None:
@@ -21,7 +24,7 @@ def quicken() -> None:
     so only where it debugs.
     """
     try:
-        from triton.language import core
+        from triton.language import core, semantic
         from triton.runtime import interpreter
     except ImportError:
         return
@@ -30,10 +33,12 @@ def quicken() -> None:
     options = interpreter.interpreter_builder.options
     interpreter.interpreter_builder.options = replace(options, sanitize_overflow=options.debug)
     interpreter._patch_builtin, interpreter._get_np_dtype = _patch(interpreter), _numpy_type(interpreter)
+    interpreter._patch_attr = _patch_attribute(interpreter)
     interpreter._patch_lang = _patch_once(interpreter)
     interpreter.InterpreterBuilder.create_fma = _fused(interpreter)
     interpreter._convert_float = _bfloat16(interpreter)
     _remember_shapes(core)
+    _pass_equal_types(core, semantic.TritonSemantic)
 
 
 def _bfloat16(interpreter: ModuleType) -> Callable[..., Any]:
@@ -65,27 +70,81 @@ def _remember_shapes(core: ModuleType) -> None:
     """Let types and values share what follows from their shape, which Triton makes anew for each of them."""
 
     @cache
-    def of(shape: tuple[int, ...]) -> tuple[Any, int, str]:
+    def of(shape: tuple[int, ...]) -> tuple[Any, int, str, tuple[Any, Any]]:
         type_ = real.__new__(core.block_type)
         made(type_, core.float32, [*shape])
-        return type_.shape, type_.numel, str(type_.shape)
+        return type_.shape, type_.numel, str(type_.shape), constants(shape)
 
-    @cache
     def constants(shape: tuple[int, ...]) -> tuple[Any, Any]:
         return core.tuple([core.constexpr(size) for size in shape]), core.constexpr(math.prod(shape))
 
-    real, made = core.block_type, core.block_type.__init__
+    real, made, scalar = core.block_type, core.block_type.__init__, constants(())
 
     def block_type(self: Any, element_ty: Any, shape: Any) -> None:
-        self.element_ty = element_ty
-        self.shape, self.numel, name = of(tuple([getattr(size, "value", size) for size in shape]))
+        self.element_ty, self.sizes = element_ty, tuple([getattr(size, "value", size) for size in shape])
+        self.shape, self.numel, name, self.constants = of(self.sizes)
         self.name = f"<{name}, {element_ty}>"
 
     def tensor(self: Any, handle: Any, type: Any) -> None:  # noqa: A002 (Triton's name)
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = constants(tuple(type.shape) if type.is_block() else ())
+        self.shape, self.numel = getattr(type, "constants", scalar)
 
+    @cache
+    def of_element(number: int, shape: tuple[int, ...]) -> Any:
+        return core.block_type(elements[number], shape)
+
+    def with_element_ty(self: Any, element: Any) -> Any:
+        if id(element) in elements:
+            return of_element(id(element), self.sizes)
+        return core.block_type(element, self.shape)
+
+    # types that outlive every kernel, by their number: Triton's hash of a type is that of its name
+    elements = {id(kind): kind for kind in vars(core).values() if type(kind) is core.dtype}
     core.block_type.__init__, core.tensor.__init__ = block_type, tensor
+    core.block_type.with_element_ty = with_element_ty
+
+
+def _pass_equal_types(core: ModuleType, semantic: Any) -> None:
+    """Let operands pass at once whose types or shapes are the same object, or numbers that take the tensor's type.
+
+    Their types are otherwise compared by name, and their shapes size by size, at every operation.
+    """
+    check, cast, broadcast = semantic.binary_op_type_checking_impl, semantic.cast, semantic.broadcast_impl_value
+    unwrap, tensor = core._unwrap_if_constexpr, core.tensor
+    # types by their number, because Triton's hash of a type is that of its name; bits of whole numbers, 0 of others
+    bits = {id(core.int32): 31, id(core.int64): 63, id(core.float32): 0, id(core.float64): 0}
+
+    def joins(number: Any, kind: Any) -> bool:
+        """True for a number that becomes one of a tensor's type; other rules are Triton's own."""
+        if (size := bits.get(id(kind))) is None:
+            return False
+        return type(number) is int and -(2**size) <= number < 2**size if size else type(number) in (int, float)
+
+    def checked(self: Any, lhs: Any, rhs: Any, *rules: bool, **named: bool) -> Any:
+        # the third rule, true where it is not given: types are made one
+        if named:
+            return check(self, lhs, rhs, *rules, **named)
+        if type(lhs) is type(rhs) is tensor:
+            if lhs.dtype is rhs.dtype and id(lhs.dtype) in bits:
+                return self.broadcast_impl_value(lhs, rhs)
+        elif all(rules[2:3]) and type(lhs) is tensor and joins(rhs, lhs.dtype):
+            return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, lhs.dtype))
+        elif all(rules[2:3]) and type(rhs) is tensor and joins(lhs, rhs.dtype):
+            return self.broadcast_impl_value(self.scalar_constant(lhs, rhs.dtype), rhs)
+        return check(self, lhs, rhs, *rules)
+
+    def converted(self: Any, value: Any, kind: Any, fp_downcast_rounding: Any = None) -> Any:
+        return value if value.dtype is kind else cast(self, value, kind, fp_downcast_rounding)
+
+    def joined(self: Any, lhs: Any, rhs: Any) -> Any:
+        # tensors of one shape share it
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+
+    def unwrapped(value: Any) -> Any:
+        return value if type(value) is tensor else unwrap(value)
+
+    semantic.binary_op_type_checking_impl, semantic.cast, semantic.broadcast_impl_value = checked, converted, joined
+    core._unwrap_if_constexpr = unwrapped
 
 
 def _fused(interpreter: ModuleType) -> Callable[..., Any]:
@@ -96,6 +155,22 @@ def _fused(interpreter: ModuleType) -> Callable[..., Any]:
         return interpreter.TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
 
     return fused
+
+
+def _patch_attribute(interpreter: ModuleType) -> Callable[..., None]:
+    """One call between a kernel and a function of the language, where the interpreter has three."""
+    semantic = interpreter.interpreter_semantic
+
+    def patch(owner: Any, name: str, member: Any, _builder: Any, scope: Any) -> None:
+        inner = getattr(member, "__wrapped__", member)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            named["_semantic"] = semantic
+            return inner(*arguments, **named)
+
+        scope.set_attr(owner, name, call)
+
+    return patch
 
 
 def _patch(interpreter: ModuleType) -> Callable[..., None]:

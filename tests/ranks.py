@@ -57,7 +57,11 @@ def server() -> Any:
 
 
 def as_in_tests() -> None:
-    """Give a process of the server what `conftest.py` gives a test: one thread, NaN in new memory, no figures."""
+    """Give a process of the server what `conftest.py` gives a test: one thread, NaN in new memory, no figures.
+
+    What the server loaded is set aside: a collection in a run of a second would take a third of it.
+    """
+    gc.freeze()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     for name in FIGURES:
