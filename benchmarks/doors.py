@@ -62,8 +62,8 @@ PACKAGES = (
 PAGES = Path(__file__).parents[1] / "docs" / "coming_from"
 SCALE = 20.0
 SHORTEST, LONGEST, WORDS = 8, 64, 30522
-# features of a token's vector
-VECTOR = 128
+# features of a token's vector; queries whose scores theirs has at once
+VECTOR, SCORED = 128, 256
 # seconds of each loss; a step that takes longer than the second is timed once
 SECONDS, LONG_STEP = 2.0, 2.0
 # length: the most tokens of a text; retain: the argument of `encode`
@@ -116,6 +116,11 @@ class Bench:
     sub_batch: int
     layers: int
     folder: Path
+
+    @property
+    def scored(self) -> int:
+        """Queries whose scores theirs has at once, of late interaction: few, where the model sees many texts."""
+        return min(self.sub_batch, SCORED)
 
     def save(self) -> None:
         """Write the encoder and a tokenizer."""
@@ -213,9 +218,8 @@ class Bench:
         """`CachedMultiVectorMultipleNegativesRankingLoss`."""
         from sentence_transformers.multi_vector_encoder.losses import CachedMultiVectorMultipleNegativesRankingLoss
 
-        model = self.multi_vector()
-        theirs = self.of_sentences(CachedMultiVectorMultipleNegativesRankingLoss, model)
-        yield {(SENTENCES, ""): theirs, (OURS, 0): self.of_sentences(CachedMultiVectorLoss, model)}
+        theirs = partial(CachedMultiVectorMultipleNegativesRankingLoss, score_mini_batch_size=self.scored)
+        yield self.beside_theirs(theirs, CachedMultiVectorLoss, self.multi_vector())
 
     def ours(self, make: Callable[..., Measured]) -> dict[tuple[str, Any], Callable[[], Measured]]:
         """Our steps by rows and by tokens, with and without second forwards."""
@@ -412,7 +416,12 @@ class Bench:
                 return {"token_embeddings": self.linear(self.bert(**features).last_hidden_state)}
 
         model, cached = Colbert(), on_page("pylate", "TiledContrastive")
-        yield {("pylate", ""): self.of_sentences(CachedContrastive, model), (OURS, 0): self.of_sentences(cached, model)}
+        theirs = partial(CachedContrastive, score_mini_batch_size=self.scored)
+
+        def made(retain: Any = 0) -> Measured:
+            return self.of_sentences(type(cached.__name__, (cached,), {"retain": retain}), model)()
+
+        yield beside("pylate", self.of_sentences(theirs, model), made)
 
 
 def beside(name: str, theirs: Make, ours: Callable[..., Measured]) -> Problem:
@@ -445,19 +454,24 @@ def measure(bench: Bench, door: str, machine: Machine, report: Report) -> None:
     for implementations in DOORS[door](bench):
         columns, steps, rows = bench.columns(), dict[str, Step](), dict[str, Row]()
         for (impl, retain), make in implementations.items():
-            step, name = partial(make(), columns), f"{impl} {retain}"
+            name, seconds, peak = f"{impl} {retain}", None, None
             with report.failures(f"{door} by {impl}", judged=impl.startswith(OURS)):
-                # compiles and allocates
-                step()
-                seconds, peak = machine.time_and_peak(step)
+                try:
+                    step = partial(make(), columns)
+                    # compiles and allocates
+                    step()
+                    seconds, peak = machine.time_and_peak(step)
+                    if seconds <= LONG_STEP:
+                        steps[name] = step
+                except torch.OutOfMemoryError:
+                    # of a row without a time
+                    report.note(f"{door} by {name}: out of memory")
                 rows[name] = {
                     "impl": impl, "loss": door, "model": f"bert-384-{bench.layers}", "batch": bench.pairs,
                     "sub_batch": bench.sub_batch, "length": LONGEST, "retain": retain,
                     "dtype": "bfloat16" if bench.device.type == "cuda" else "float32",
-                    "peak_bytes": peak, "ms": seconds * 1e3,
+                    "peak_bytes": peak, "ms": seconds and seconds * 1e3,
                 }  # fmt: skip
-                if seconds <= LONG_STEP:
-                    steps[name] = step
         timings = machine.race(steps)
         for name, row in rows.items():
             row["ms"] = timings[name].ms if name in timings else row["ms"]

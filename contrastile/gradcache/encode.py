@@ -110,9 +110,9 @@ def encode(
     if not callable(function):
         remedy = "Pass a module, a method of one, or a function."
         raise invalid("encoder", "be callable", type(function).__name__, remedy)
-    _check_sizes(inputs, parts, sub_batch, sub_batch_tokens)
-    examples, retain = _count("sub_batch", sub_batch, 1), _count("retain", retain, 0, (AUTO,))
-    tokens = _count("sub_batch_tokens", sub_batch_tokens, 1, (None,))
+    check_sizes(inputs, parts, sub_batch, sub_batch_tokens)
+    examples, retain = count("sub_batch", sub_batch, 1), count("retain", retain, 0, (AUTO,))
+    tokens = count("sub_batch_tokens", sub_batch_tokens, 1, (None,))
     one_of("features", features, ("device", "host"), "The host has room for more.")
     if parts is not None:
         parts = listed(parts)
@@ -413,7 +413,7 @@ def _refuse_changed_parameters(ctx: Any, rule: str, got: str, remedy: str) -> No
             raise invalid("encoder", rule, f"one of shape {list(parameter.shape)} {got}", remedy)
 
 
-def _count(name: str, value: Any, least: int, words: tuple[Any, ...] = (None, AUTO)) -> Any:
+def count(name: str, value: Any, least: int, words: tuple[Any, ...] = (None, AUTO)) -> Any:
     """A checked number of examples, tokens or sub-batches, or one of the words."""
     if isinstance(value, Releasable) or ((value is None or isinstance(value, str)) and value in words):
         return value
@@ -421,7 +421,7 @@ def _count(name: str, value: Any, least: int, words: tuple[Any, ...] = (None, AU
     return whole_number(name, value, least, remedy)
 
 
-def _check_sizes(inputs: Any, parts: Any, sub_batch: Any, sub_batch_tokens: Any) -> None:
+def check_sizes(inputs: Any, parts: Any, sub_batch: Any, sub_batch_tokens: Any) -> None:
     """Raise where a size is missing, or given for parts that are made already."""
     sized = sub_batch is not None or sub_batch_tokens is not None
     if parts is None and not sized:

@@ -24,10 +24,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import contrastile
-from contrastile import encode
+from contrastile import contrast, encode
 from contrastile._errors import invalid, one_of, whole_number
 from contrastile._torch import pytree
 from contrastile._types import ExchangeName
+from contrastile.losses import Sigmoid
 
 # ways of SigLIP between ranks, and the exchange that does the same
 EXCHANGES: dict[str | None, ExchangeName] = {
@@ -36,12 +37,16 @@ EXCHANGES: dict[str | None, ExchangeName] = {
 
 
 def _exchange(world_size: int, exchange: ExchangeName = "auto") -> ExchangeName:
-    """The exchange of this many ranks, which must be those of the process group."""
-    present = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if world_size > 1 and world_size != present:
-        remedy = "Call torch.distributed.init_process_group first, or launch with torchrun."
-        raise invalid("world_size", f"be that of the process group, {present}", world_size, remedy)
+    """The exchange of this many ranks."""
     return exchange if world_size > 1 else "single"
+
+
+def _refuse_other_worlds(loss: Any, _inputs: object) -> None:
+    """Raise for a loss whose world is not the process group, before it is called: the group may follow the loss."""
+    present = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if loss.world_size > 1 and loss.world_size != present:
+        remedy = "Call torch.distributed.init_process_group first, or launch with torchrun."
+        raise invalid("world_size", f"be that of the process group, {present}", loss.world_size, remedy)
 
 
 class ClipLoss(contrastile.ClipLoss):
@@ -51,7 +56,7 @@ class ClipLoss(contrastile.ClipLoss):
         local_loss, gather_with_grad, cache_labels: taken, and without effect. Whatever they say, the value is the loss
             of the global batch, and the gradient, after DistributedDataParallel's mean, is that of the global batch;
             open_clip has this gradient with the first two both on.
-        rank, world_size: of the process group; with a world size of 1 the loss is of this process alone.
+        rank, world_size: of the process group, by the first call; a world size of 1 is this process alone.
         use_horovod: only False.
 
     Called as open_clip's: `loss(image_features, text_features, logit_scale, logit_bias=None, output_dict=False)`.
@@ -71,6 +76,7 @@ class ClipLoss(contrastile.ClipLoss):
         super().__init__(exchange=_exchange(world_size))
         self.local_loss, self.gather_with_grad, self.cache_labels = local_loss, gather_with_grad, cache_labels
         self.rank, self.world_size, self.use_horovod = rank, world_size, use_horovod
+        self.register_forward_pre_hook(_refuse_other_worlds)
 
 
 class SigLipLoss(contrastile.SigLipLoss):
@@ -95,6 +101,22 @@ class SigLipLoss(contrastile.SigLipLoss):
         super().__init__(exchange=_exchange(world_size, EXCHANGES[dist_impl]))
         self.cache_labels, self.rank, self.world_size = cache_labels, rank, world_size
         self.dist_impl, self.chunk_size = dist_impl, chunk_size
+        self.register_forward_pre_hook(_refuse_other_worlds)
+
+    def _loss(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor | float,
+        logit_bias: Tensor | float | None = None,
+        negative_only: bool = False,
+    ) -> Tensor:
+        """The loss of one block of pairs, of which `negative_only` leaves none positive; open_clip's tests call it."""
+        nothing = torch.full((len(image_features),), -1, device=image_features.device) if negative_only else None
+        return contrast(
+            image_features, text_features, scale=logit_scale, bias=0.0 if logit_bias is None else logit_bias,
+            loss=Sigmoid(), positives=nothing, exchange="single",
+        )  # fmt: skip
 
 
 class CoCaLoss(ClipLoss):

@@ -10,9 +10,16 @@ from torch import Tensor
 
 from contrastile import encode
 from contrastile._errors import invalid
-from contrastile.gradcache.memory import Releasable
+from contrastile.gradcache.encode import check_sizes, count
+from contrastile.gradcache.memory import AUTO, Releasable
 
 Retain = int | Literal["auto"]
+
+
+def checked_retain(retain: Any) -> Retain:
+    """`retain` as `encode` takes it. Raises ValueError for anything else, before a step is run."""
+    checked: Retain = count("retain", retain, 0, (AUTO,))
+    return checked
 
 
 def retain_of_sides(retain: Retain, sides: int, sub_batch: int | Literal["auto"] | None = None) -> list[Retain]:
@@ -24,6 +31,14 @@ def retain_of_sides(retain: Retain, sides: int, sub_batch: int | Literal["auto"]
     """
     last: Retain = Releasable(1) if retain == 0 and sub_batch != "auto" else retain
     return [*[retain] * (sides - 1), last]
+
+
+def check_counts(sub_batch: Any, sub_batch_tokens: Any, retain: Any) -> None:
+    """Raise ValueError for sizes that `encode` would refuse in the first step."""
+    check_sizes((), None, sub_batch, sub_batch_tokens)
+    count("sub_batch", sub_batch, 1)
+    count("sub_batch_tokens", sub_batch_tokens, 1, (None,))
+    checked_retain(retain)
 
 
 def encode_sides(
@@ -49,6 +64,13 @@ def encode_sides(
 
 
 def loss_of_sides(loss: Callable[..., Tensor], features: Sequence[Tensor], scale: Any) -> Tensor:
-    """loss(queries, keys, scale): the first side's features, and those of all others, one behind the other."""
+    """loss(queries, keys, scale): the first side's features, and those of all others, one behind the other.
+
+    Keys behind the right ones are hard negatives, in a side of their own or not. Raises ValueError for fewer keys in the
+    second side than queries.
+    """
     query, *keys = features
+    if len(keys[0]) < len(query):
+        remedy = "Let the data have a pair in every row."
+        raise invalid("sides", "have a key for each query", f"{len(query)} and {len(keys[0])} rows", remedy)
     return loss(query, torch.cat(keys) if len(keys) > 1 else keys[0], scale)

@@ -26,7 +26,7 @@ from contrastile._errors import invalid
 from contrastile._torch import uncompiled
 from contrastile.gradcache.ddp_fsdp import unwrap
 from contrastile.gradcache.introspect import of_its_module
-from contrastile.integrations.sides import Retain, encode_sides, loss_of_sides
+from contrastile.integrations.sides import Retain, check_counts, encode_sides, loss_of_sides
 
 # an encoder of one side: the name of a method of the model, or a function that gets the model and one side's inputs
 Encoder = str | Callable[..., Tensor]
@@ -139,6 +139,7 @@ class ContrastileMixin:
         self.encoders: list[Encoder] = [encoders] * len(sides) if one else list(encoders)  # type: ignore[list-item,arg-type]
         if len(self.encoders) != len(sides):
             raise invalid("encoders", f"be one, or one for each of {len(sides)} sides", len(self.encoders), "Add some.")
+        check_counts(sub_batch, sub_batch_tokens, retain)
         self.sub_batch, self.sub_batch_tokens = sub_batch, sub_batch_tokens
         self.sides, self.scale, self.retain = tuple(sides), scale, retain
         self.contrastive_loss = InfoNCELoss() if loss is None else loss

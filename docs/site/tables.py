@@ -123,7 +123,10 @@ def doors(page: str) -> str:
             option = impl.removeprefix("contrastile, ")
             words = ours + (f", `{option}`" if option != impl else "")
             words += f', `retain="{retain}"`' if retain != "0" else ""
-            figures = (f"{float(each['ms']):,.0f} ms, {mib(each['peak_bytes'])} MiB" for each in (beside, row))
+            figures = (
+                f"{float(each['ms']):,.0f} ms, {mib(each['peak_bytes'])} MiB" if each["ms"] else "out of memory"
+                for each in (beside, row)
+            )
             cells.append((theirs, f"{int(row['batch']):,}", next(figures), words, next(figures)))
     return table_of(("theirs", "pairs", "time, peak memory", "ours", "time, peak memory"), cells)
 

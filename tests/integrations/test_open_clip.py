@@ -85,6 +85,24 @@ def test_the_losses_and_gradients_of_their_classes(name: str, dictionary: bool) 
     same(*results)
 
 
+@pytest.mark.parametrize("negative", [False, True])
+def test_the_loss_of_one_block(negative: bool) -> None:
+    inputs = {**features(), "logit_bias": torch.tensor(-5.0, dtype=torch.float64, requires_grad=True)}
+    results = []
+    for module in (ours, theirs):
+        value = module.SigLipLoss()._loss(**inputs, negative_only=negative)
+        results.append((value.detach(), torch.autograd.grad(value, list(inputs.values()))))
+    same(*results)
+    plain = list(features().values())
+    same(ours.SigLipLoss()._loss(*plain), theirs.SigLipLoss()._loss(*plain))
+
+
+def test_a_loss_may_be_made_before_the_process_group() -> None:
+    loss = ours.ClipLoss(rank=1, world_size=2)
+    with pytest.raises(ValueError, match=r"`world_size` must be that of the process group, 1; got 2"):
+        loss(**features())
+
+
 @pytest.mark.parametrize("dictionary", [False, True])
 @pytest.mark.parametrize("weight", [0.0, 1.5])
 def test_coca(weight: float, dictionary: bool) -> None:
@@ -143,7 +161,7 @@ SENTENCES = {
     "`use_horovod` must be False; got True. Launch with torchrun.": lambda: ours.ClipLoss(use_horovod=True),
     "`world_size` must be that of the process group, 1; got 2. Call torch.distributed.init": lambda: ours.SigLipLoss(
         world_size=2
-    ),
+    )(**features()),
     "`dist_impl` must be one of bidir, shift, reduce, gather; got 'ring'.": lambda: ours.SigLipLoss(dist_impl="ring"),
     "`--sub-batch` must be a whole number of at least 1; got 0. Count": lambda: ours.main(["--sub-batch", "0"]),
     "`--model` must be one of two towers alone; got coca_tiny. Run open_clip_train.main": lambda: ours.main(

@@ -372,11 +372,24 @@ def refused(**words: Any) -> Any:
     return lambda model: CachedRankingLoss(model, **words)
 
 
+class Scorer(torch.nn.Module):
+    """The face of a CrossEncoder."""
+
+    def predict(self) -> None:
+        """Score pairs."""
+
+
 SENTENCES = {
     "`model` must be a model of sentence-transformers; got 'all-MiniLM-L6-v2'. Load it: Sentence": lambda model: (
         CachedRankingLoss("all-MiniLM-L6-v2")
     ),
     "`scale` must be above 0; got 0. Pass 1 / temperature.": refused(scale=0),
+    "`scale` must be above 0; got '20'. Pass 1 / temperature.": refused(scale="20"),
+    "`directions` must be a tuple of words; got None. Pass (": refused(directions=None),
+    "`retain` must be a whole number of at least 0; got 'all'.": refused(retain="all"),
+    "`model` must embed each text by itself; got a Scorer. Take a loss of sentence_transformers.cross_": lambda _: (
+        CachedRankingLoss(Scorer())
+    ),
     "`similarity_fct` must be util.cos_sim or util.dot_score; got euclidean_sim. Pass one of": refused(
         similarity_fct=util.euclidean_sim
     ),

@@ -178,6 +178,14 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with pytest.raises(ValueError, match=sentence):
             adapter.ContrastileTrainer(model=Model(), sub_batch=3, **words)
+    for words, sentence in (
+        ({"sub_batch": 0}, "`sub_batch` must be a whole number of at least 1; got 0"),
+        ({"sub_batch": None}, "`sub_batch` must be given, or sub_batch_tokens; got None"),
+        ({"sub_batch": 2, "sub_batch_tokens": 0}, "`sub_batch_tokens` must be a whole number of at least 1; got 0"),
+        ({"sub_batch": 2, "retain": "all"}, "`retain` must be a whole number of at least 0; got 'all'"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            adapter.ContrastileTrainer(model=Model(), **words)
     model = Model()
     model.config = model.bert.config
     for words, arguments, sentence in (

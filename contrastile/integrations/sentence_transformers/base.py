@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from contrastile import encode
-from contrastile._errors import invalid, whole_number
+from contrastile._errors import invalid, number, whole_number
 from contrastile.gradcache.introspect import of_its_module
-from contrastile.integrations.sides import Retain, retain_of_sides
+from contrastile.integrations.sides import Retain, checked_retain, retain_of_sides
 
 LIBRARY = "sentence_transformers"
 # words of a constructor that the model card leaves out
@@ -67,8 +67,12 @@ class CachedLoss(nn.Module):
         if not isinstance(model, nn.Module):
             remedy = "Load it: SentenceTransformer(name)."
             raise invalid("model", "be a model of sentence-transformers", repr(model)[:80], remedy)
-        if not scale > 0:
-            raise invalid("scale", "be above 0", scale, "Pass 1 / temperature.")
+        if hasattr(model, "predict") and not hasattr(model, "encode"):
+            # a CrossEncoder scores a pair of texts together
+            remedy = "Take a loss of sentence_transformers.cross_encoder.losses."
+            raise invalid("model", "embed each text by itself", f"a {type(model).__name__}", remedy)
+        number("scale", scale, lambda x: x > 0, "be above 0", "Pass 1 / temperature.")
+        retain = checked_retain(retain)
         whole_number("mini_batch_size", mini_batch_size, 1, "Count the texts that the model sees at once.")
         if mini_batch_num_tokens is not None:
             whole_number("mini_batch_num_tokens", mini_batch_num_tokens, 1, "Count the tokens that it sees at once.")

@@ -197,6 +197,8 @@ def _directions(directions: Sequence[str], partition_mode: str) -> tuple[str, ..
     """The directions, checked together with the mode."""
     one_of("partition_mode", partition_mode, ("joint", "per_direction"), "Both are means over the anchors.")
     # each once, as sentence-transformers counts them
+    if not isinstance(directions, Sequence):
+        raise invalid("directions", "be a tuple of words", directions, 'Pass ("query_to_doc",).')
     named = (directions,) if isinstance(directions, str) else tuple(dict.fromkeys(directions))
     for each in named:
         one_of("directions", each, DIRECTIONS, "Pass a tuple of these.")
