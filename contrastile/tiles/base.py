@@ -104,6 +104,8 @@ class Tiles(ABC):
     writes_fresh: ClassVar[bool] = False
     # `backward` accepts an `InFlight` as v, adds to it and releases it
     accepts_in_flight: ClassVar[bool] = False
+    # `finish` makes the loss NaN where a teacher's features or scale are not finite
+    checks_teacher: ClassVar[bool] = False
 
     loss: PairLoss
     # [] in the accumulator's type
