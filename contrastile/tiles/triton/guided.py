@@ -83,7 +83,8 @@ class Guidance:
 
     def complete(self, constants: Tensor) -> None:
         """Add the gap, a sum in powers of 2 and in the unit of the strip, to the value."""
-        if self.gap is not None and self.gap.value is not None:
+        if self.gap is not None:
+            assert self.gap.value is not None
             total = launch.add_up([(self.gap.sums, 0.0)])[1]
             self.gap.value.addcdiv_(total, constants[UNIT.value], value=log(2))
 
