@@ -34,7 +34,7 @@ SIX = {"LEFT": 0b10_01_00_01_00_00, "RIGHT": 0b00_01_10_00_01_00, "PRODUCTS": 6,
 # every option of the small kernels
 EVERYTHING = {"U": True, "V": True, "WEIGHTS": True, "SMOOTH": True, "BIASED": True, "SIDES": 2}
 EVERYTHING |= {"MEAN": True, "TIMES": True, "GUIDE": 2, "SELF": True, "ADD": True, "ORDERED": True, "STEPS": 14}
-EVERYTHING |= {"MEASURED": 1, "CHUNK": 128, "SLOTS": 64, "KEPT": True, "TALL": 128, "LONG": 1024}
+EVERYTHING |= {"MEASURED": 1, "CHUNK": 128, "SLOTS": 64, "KEPT": True, "TALL": 128, "LONG": 1024, "LATER": True}
 # strides and sizes that are multiples of 16 where features are
 ALIGNED = ("D", "G", "entries", *(f"{name}_stride" for name in ("q", "k", "guide_q", "guide_k", "out", "bits")))
 # arguments of several tensors
@@ -235,9 +235,11 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
         if busy and capability == 90:
             yield kernel, f"{name} kept", plain | {"LOSS": True, "COLUMNS": name == "totals", "KEEP": True}
         if capability in GUIDED_ON and (EVERY or busy):
-            yield kernel, f"{name} teacher", plain | teacher
+            # with the loss's gap, as in a call with gradients
+            yield kernel, f"{name} teacher", plain | teacher | {"LOSS": True}
             if EVERY:
                 yield kernel, f"{name} teacher, six products", plain | SIX | teacher
+                yield kernel, f"{name} teacher of ranks", plain | teacher
                 yield kernel, f"{name} mask", plain | {"GUIDE": 1, "COLUMNS": False}
         if capability == 90 and (EVERY or name != "maxima"):
             yield kernel, f"{name} six products, ids, smooth, several positives", plain | SIX | several

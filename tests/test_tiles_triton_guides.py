@@ -178,6 +178,32 @@ def test_a_teacher_where_the_careful_kernels_run(scale: float, teacher: float) -
     _against_eager([*apart, torch.tensor(scale)], loss=loss, workspace=LITTLE, steepest=max(scale, teacher), **guides)
 
 
+@pytest.mark.parametrize("scale", [20.0, 1000.0])
+def test_the_loss_of_a_teacher_alone_is_that_beside_its_gradients(scale: float) -> None:
+    """Without gradients both products of a tile are summed together, with them the backward completes the loss."""
+    ids = torch.arange(N) % 30
+    leaves = _leaves(N, N, scale)
+    teacher = _teacher(N, N, scale=scale)
+    # far below the largest logits possible: the careful kernels
+    teacher["guide_q"] = -teacher["guide_q"].abs() if scale > 100 else teacher["guide_q"]
+    given = {"loss": TEACHER, "query_ids": ids, "key_ids": ids, "weights": torch.rand(N), **teacher}
+    alone = contrast(*leaves[:2], scale=leaves[2], backend="triton", **given)
+    for workspace in (LITTLE, None):
+        torch.testing.assert_close(_result("triton", torch.float32, leaves, workspace=workspace, **given)[0], alone)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("side", ["guide_q", "guide_k"])
+def test_a_teacher_that_is_not_finite_makes_loss_and_gradients_nan(side: str, reduction: str) -> None:
+    teacher = _teacher(N, N)
+    teacher[side][3, 2] = -torch.inf
+    results = _result("triton", torch.float32, _leaves(N, N), loss=TEACHER, reduction=reduction, **teacher)
+    assert all(x.isnan().all() for x in results)
+    with torch.no_grad():
+        q, k, scale = _leaves(N, N)
+        assert contrast(q, k, scale=scale, loss=TEACHER, reduction=reduction, backend="triton", **teacher).isnan().all()
+
+
 def test_a_teacher_of_listed_positives() -> None:
     positives = torch.randint(-1, M, (N, 2)).masked_fill(torch.arange(N)[:, None] == 3, -1)
     # a key listed twice counts once

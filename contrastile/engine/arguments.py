@@ -198,17 +198,26 @@ def mask_out_of_range(positives: Tensor, keys: int, scale: Tensor) -> tuple[Tens
 
 
 def numbered(
-    loss: PairLoss, rows: Shard, cols: Shard, scale: Tensor, gathers: Gathers, count: Count = count_equal
+    loss: PairLoss,
+    rows: Shard,
+    cols: Shard,
+    scale: Tensor,
+    gathers: Gathers,
+    count: Count = count_equal,
+    *,
+    checked: bool = False,
 ) -> tuple[Shard, Shard, Tensor]:
     """Both shards with the numbers that the loss takes from guides and labels, and the scale.
 
     The scale is NaN where a guide is not finite, which would change a mask silently. Positions are counted on this
-    rank. gathers, count: see `PairLoss.counted`.
+    rank. gathers, count: see `PairLoss.counted`. checked: the tiles look at a teacher themselves.
     """
     if rows.guides:
         rows = changed(rows, numbers=loss.guide_numbers(rows, cols))
         given = (*rows.guides, *cols.guides, *[x for x in (rows.numbers,) if x is not None])
-        scale = scale + nonfinite_flag(torch.zeros_like(scale), *given)
+        taught = loss.formula is not None and loss.formula.guide == "teacher"
+        if not (checked and taught and len(rows) and len(cols)):
+            scale = scale + nonfinite_flag(torch.zeros_like(scale), *given)
     if loss.counts_positives:
         rows, cols = loss.counted(rows, cols, gathers, count)
     return rows, cols, scale

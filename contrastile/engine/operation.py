@@ -96,7 +96,7 @@ class Call:
             return call
         gathers = self.exchange.layout.gathers()
         rows, cols, tiles.scale = checks.numbered(
-            self.loss, call.rows, call.cols, tiles.scale, gathers, tiles.count_equal
+            self.loss, call.rows, call.cols, tiles.scale, gathers, tiles.count_equal, checked=tiles.checks_teacher
         )
         return changed(call, rows=rows, cols=cols, numbered=True)
 

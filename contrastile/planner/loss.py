@@ -168,10 +168,13 @@ class LossSize:
     def later(self) -> int:
         """Bytes of the accumulators that the backward makes; 0 where the gradients come with the loss.
 
-        They do for a pairwise loss, and in one process for a loss of one direction and one that keeps its exponentials.
+        They do for a pairwise loss, and in one process for a loss of one direction, one that keeps its exponentials and
+        one with a teacher.
         """
-        N, M = self.rows, self.columns
-        early = self.loss.pairwise or (self.ranks == 1 and (not self.loss.symmetric or self._allowed >= 2 * N * M))
+        N, M, formula = self.rows, self.columns, self.loss.formula
+        taught = formula is not None and formula.guide == "teacher" and self.backend_name == "triton"
+        keeps = taught or self._allowed >= 2 * N * M
+        early = self.loss.pairwise or (self.ranks == 1 and (not self.loss.symmetric or keeps))
         return 0 if early or self.host else (N + M) * self.dimensions * self.wide
 
     @property

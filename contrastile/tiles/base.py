@@ -104,6 +104,8 @@ class Tiles(ABC):
     writes_fresh: ClassVar[bool] = False
     # `backward` accepts an `InFlight` as v, adds to it and releases it
     accepts_in_flight: ClassVar[bool] = False
+    # `finish` makes the loss NaN where a teacher's features or scale are not finite
+    checks_teacher: ClassVar[bool] = False
 
     loss: PairLoss
     # [] in the accumulator's type
@@ -118,7 +120,8 @@ class Tiles(ABC):
     flag: Tensor | None = field(default=None, init=False, repr=False)
     # u and v are uninitialised memory, all of which one `backward` writes
     fresh: bool = field(default=False, init=False, repr=False)
-    # the backward of the same block follows the forward at once, which may keep results for it
+    # the backward of the same block follows the forward at once, which may keep results for it, and leave a part of the
+    # loss to it: the backward adds that to the value of `finish` in place
     followed: bool = field(default=False, init=False, repr=False)
     # a backward of the same block comes later, for which the forward may keep results within the workspace
     continued: bool = field(default=False, init=False, repr=False)

@@ -31,7 +31,7 @@ from contrastile._types import Reduction
 from contrastile.losses.base import PairLoss, Shard, Total
 from contrastile.tiles.base import ForwardResult, InFlight, Tiles
 from contrastile.tiles.triton import kept, launch, plan, positions, sorting
-from contrastile.tiles.triton.arithmetic import UNIT
+from contrastile.tiles.triton.arithmetic import NONFINITE, UNIT
 from contrastile.tiles.triton.block import (
     COLUMN_SUMS,
     Block,
@@ -47,9 +47,9 @@ from contrastile.tiles.triton.block import (
     numbered_groups,
     readable_side,
 )
-from contrastile.tiles.triton.guided import Guidance, with_teacher
+from contrastile.tiles.triton.guided import Gap, Guidance, separate_sums, with_teacher
 from contrastile.tiles.triton.kept import Kept
-from contrastile.tiles.triton.launch import Term, Weights, on
+from contrastile.tiles.triton.launch import CONSTANTS, Term, Weights, on
 from contrastile.tiles.triton.plan import Epilogue, Operand, Pair
 
 # compute capability of the oldest chip whose matrix units take bf16
@@ -67,6 +67,7 @@ class Triton(Tiles):
     capturable: ClassVar[bool] = True
     writes_fresh: ClassVar[bool] = True
     accepts_in_flight: ClassVar[bool] = True
+    checks_teacher: ClassVar[bool] = True
     # of each block of this call, written by the forward for the backward: constants; ids in 32 bits; order of labels;
     # positives known by position
     constants: dict[Position, Tensor] = field(default_factory=dict, compare=False, repr=False)
@@ -162,15 +163,18 @@ class Triton(Tiles):
         constants = next(iter(self.constants.values()), None)
         fused = self._epilogue.formula.denominator is not None and reduction != "none" and self.flag is None
         if not fused or constants is None:
-            return super().finish(stats, weights, reduction, total, nonfinite)
+            return self.guidance.noted(super().finish(stats, weights, reduction, total, nonfinite))
         weights = None if weights is None else weights.to(torch.float32).contiguous()
         # views of other statistics do not have the layout that the kernel reads
         stats = [side.contiguous() for side in stats]
         with on(self.scale.device):
-            numbers, mean = (constants, self.scale), reduction == "mean"
-            return ForwardResult(*launch.finish(stats, weights, numbers, total, self._epilogue, mean=mean))
+            given = stats, weights, (constants, self.scale), total, self._epilogue
+            return self.guidance.noted(ForwardResult(*launch.finish(*given, mean=reduction == "mean")))
 
     def nonfinite(self, rows: Shard, cols: Shard) -> Tensor:
+        if self._epilogue.taught and self.constants:
+            of_teacher = next(iter(self.constants.values()))[CONSTANTS + NONFINITE.value]
+            return super().nonfinite(rows, cols) + of_teacher
         if self.flag is not None or self.norms is None:
             return super().nonfinite(rows, cols)
         # with the norms of a replay come sums of features times 0
@@ -207,7 +211,7 @@ class Triton(Tiles):
         self.reserved = multiprocessors
 
     def keeps(self, rows: Shard, cols: Shard) -> bool:
-        return kept.fits(rows, cols, self._epilogue, self._budget)
+        return self._epilogue.taught or kept.fits(rows, cols, self._epilogue, self._budget)
 
     def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
         narrow = self.kept is not None and self.kept.narrow
@@ -242,8 +246,7 @@ class Triton(Tiles):
             number = most * len(cols) if suits and not self.loss.symmetric else 0
             least = kept.LEAST if suits and self.loss.symmetric and self.keeps(rows, cols) else 0.0
             constants = launch.block_constants(*given, self._epilogue, kept=number, least=least, norms=self.norms)
-            taught = self._epilogue.taught
-            self.constants[position] = with_teacher(constants, rows, cols, self._epilogue) if taught else constants
+            self.constants[position] = with_teacher(constants, rows, cols, self._epilogue)
             self.groups[position] = numbered_groups(rows, cols)
             if by_label(rows):
                 self.orders[position] = sorting.ordered(rows, cols, exclude_self=self.loss.exclude_self)
@@ -270,8 +273,7 @@ class Triton(Tiles):
                 (q, *guide_q), (k, *guide_k) = of_rows, of_cols
                 guide = (guide_q[0], guide_k[0]) if guide_q else None
                 numbers = rows.numbers, part.cols.numbers
-                masks, taught = part.masks, self._epilogue.taught
-                pair = Pair(q, k, masks, self.reserved, guide, numbers, taught)
+                pair = Pair(q, k, part.masks, self.reserved, guide, numbers, self._epilogue.taught)
                 if self._epilogue.masked:
                     pair = self.guidance.masked(pair, block.constants, block, (i, j), careful=careful)
                 first, last = (j.start == 0, i.start == 0), (j.stop == len(block.cols), i.stop == len(block.rows))
@@ -293,7 +295,8 @@ class Triton(Tiles):
         passes = [(False, epilogue.channels, budget.forward), (True, epilogue.careful_channels, budget.forward)]
         if not epilogue.exponential:
             passes = passes[:1]
-        keeps = self.followed and self.keeps(block.rows, block.cols)
+        later = self.followed and epilogue.taught
+        keeps = self.followed and not later and self.keeps(block.rows, block.cols)
         for careful, channels, cost in passes:
             for tile in self._super_tiles(block, cost, careful=careful):
                 if keeps and not careful:
@@ -301,6 +304,8 @@ class Triton(Tiles):
                     each = COLUMN_SUMS if self.loss.symmetric else 1
                     parts = tile.block.new_parts(channels + (not self.loss.symmetric), each=each)
                     self.kept = kept.exponentials(tile.pair, block.constants, parts, epilogue)
+                elif later and not careful:
+                    parts = separate_sums(tile, epilogue)
                 else:
                     # where the careful flag is set, the exponentials are not read
                     memory = None if self.kept is None else self.kept.strip.view(torch.float32).flatten()
@@ -312,8 +317,8 @@ class Triton(Tiles):
                     sorting.label_totals(tile.pair, tile.block, tile.of(stats), tile.first, epilogue)
                 # freed before the next super-tile's sums are allocated, which may fill the workspace
                 del parts, merged
-        if self._epilogue.masked and all((*tile.first, *tile.last)):
-            self.guidance = Guidance(block.position, tile.pair.bits)
+        if later or (epilogue.masked and all((*tile.first, *tile.last))):
+            self.guidance = Guidance(block.position, tile.pair.bits, Gap(stats) if later else None)
         if not self.followed:
             self.super_tile = None
         self._positive_stats(block, stats)
@@ -402,22 +407,22 @@ class Triton(Tiles):
                     sums = sums.sum(dtype=torch.float64)
             if u is not None and early:
                 sorting.add_strip(u, tile, 0, strip, fresh=first_of_row)
+        self.guidance.complete(block.constants)
         self.guidance = Guidance()
         return [(sums, lost)]
 
     def _weights(self, block: Block) -> Weights:
         if self.loss.pairwise:
             ((_, coefficient),) = block.directions
-            weight = coefficient * block.constants[int(UNIT.value)]
-            return [weight[None]]
-        return launch.direction_weights(block, self._epilogue)
+            return [(coefficient * block.constants[int(UNIT.value)])[None]]
+        return launch.direction_weights(block, self._epilogue, *self.guidance.weighed)
 
     def _fill(self, tile: SuperTile, weights: Weights, strip: Tensor, sums: Tensor, row_stats: Tensor | None) -> None:
         """Write the super-tile's gradient into the strip, and with `row_stats` merge its loss into them."""
         epilogue, constants = self._epilogue, tile.block.constants
         vectors = [along(x, at) for x, at in zip(weights, tile.along, strict=False)]
         parts = [] if row_stats is None else tile.block.new_parts(epilogue.channels)
-        launch.gradient(tile.pair, constants, vectors, strip, sums, epilogue, *parts)
+        launch.gradient(tile.pair, constants, vectors, strip, sums, epilogue, *self.guidance.sums, *parts)
         stats = None if row_stats is None else tile.of([row_stats])
         if stats is not None:
             # not first: added to the statistics so far

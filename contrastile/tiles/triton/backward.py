@@ -39,8 +39,8 @@ from contrastile.tiles.triton.arithmetic import (
     quarter,
     sum_per_lane,
 )
-from contrastile.tiles.triton.forward import join_quarters, softplus_sum, store_half, tile_at, tile_products
-from contrastile.tiles.triton.guides import aside, false_negatives, load_bits
+from contrastile.tiles.triton.forward import join_quarters, products, softplus_sum, store_half, tile_at
+from contrastile.tiles.triton.guides import aside, false_negatives, load_bits, set_aside
 from contrastile.tiles.triton.masks import distinct_pairs, has_masked, valid_pairs
 
 
@@ -57,13 +57,14 @@ def probability_factor(top, inverse, shift):
 
 @triton.jit(do_not_specialize=ANY)
 def direction_weights(row_state_ptr, row_state_stride, row_coefficient_ptr, N, col_state_ptr, col_state_stride,
-                      col_coefficient_ptr, M, constants_ptr, out_ptr, smoothing, SMOOTH: tl.constexpr,
-                      GUIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                      col_coefficient_ptr, M, constants_ptr, row_lift_ptr, col_lift_ptr, lack_ptr, out_ptr, smoothing,
+                      SMOOTH: tl.constexpr, GUIDE: tl.constexpr, LATER: tl.constexpr,
+                      BLOCK: tl.constexpr):  # fmt: skip
     """Write the vectors of `gradient`, times the unit of the strip: [2, N + M].
 
     First coefficient · exp(−top) · inverse under the shift, then the part that smoothing subtracts, or the like factor
-    of a teacher's exponentials. A sum of exponentials too low under the shift
-    sets the careful flag. program_id 1 = 0 computes rows, 1 columns.
+    of a teacher's exponentials. A sum of exponentials too low under the shift sets the careful flag. LATER: also the
+    part of a teacher's gap that the sums of `merge_sums` tell, [N + M]. program_id 1 = 0 computes rows, 1 columns.
     """
     of_rows = tl.program_id(1) == 0
     state_ptr = tl.where(of_rows, row_state_ptr, col_state_ptr)
@@ -77,13 +78,22 @@ def direction_weights(row_state_ptr, row_state_stride, row_coefficient_ptr, N, c
     coefficient = tl.load(coefficient_ptr + at, mask=inside, other=0.0) * tl.load(constants_ptr + UNIT)
     top = tl.load(state_ptr + STATE_TOP * stride + at, mask=inside, other=0.0)
     weight = probability_factor(top, tl.load(state_ptr + INVERSE * stride + at, mask=inside, other=0.0), shift)
-    low = tl.max((inside & (weight > 1.0 / LOWEST_SUM)).to(tl.int32))
+    # a sum that the forward trusts stays trusted where its inverse is rounded
+    low = tl.max((inside & (weight > 2.0 / LOWEST_SUM)).to(tl.int32))
     if GUIDE == TEACHER:
         top = tl.load(state_ptr + STATE_TEACHER_TOP * stride + at, mask=inside, other=0.0)
         inverse = tl.load(state_ptr + TEACHER_INVERSE * stride + at, mask=inside, other=0.0)
         soft = probability_factor(top, inverse, tl.load(constants_ptr + TEACHERS + SHIFT))
-        low += tl.max((inside & (soft > 1.0 / LOWEST_SUM)).to(tl.int32))
-        tl.store(weight_ptr + N + M + at, coefficient * soft * smoothing, mask=inside)
+        low += tl.max((inside & (soft > 2.0 / LOWEST_SUM)).to(tl.int32))
+        soft *= coefficient * smoothing
+        tl.store(weight_ptr + N + M + at, soft, mask=inside)
+        if LATER:
+            lift_at = tl.where(of_rows, row_lift_ptr, col_lift_ptr) + at
+            lift = tl.load(lift_at, mask=inside, other=0.0)
+            total = tl.load(lift_at + n, mask=inside, other=0.0)
+            # the careful kernels write 0, for a gap that is whole
+            lack = tl.where(total == 0, 0.0, (soft * total) * (shift - lift))
+            tl.store(lack_ptr + tl.where(of_rows, 0, N) + at, lack, mask=inside)
     # every program writes the same value
     if low != 0:
         tl.store(constants_ptr + CAREFUL, 1.0)
@@ -124,6 +134,40 @@ def program_sums(sums_ptr, BM: tl.constexpr):
     return sums_ptr + tl.program_id(0) * BM + group * 4 + tl.arange(0, 4)[None, None, :]
 
 
+@triton.jit
+def _teacher_tile(acc, teachers, masks, ids, c_ptr, d_ptr, scratch_ptr, i, j, N, M, BM: tl.constexpr,
+                  BN: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr,
+                  IDS: tl.constexpr, COLUMNS: tl.constexpr, LATER: tl.constexpr, PRODUCTS: tl.constexpr):  # fmt: skip
+    """Set 2^t · (c_i + d_j) of a teacher's tile aside, before the student's product needs the registers.
+
+    LATER: returns Σ 2^t · (c_i + d_j) · t per thread.
+    """
+    WIDTH: tl.constexpr = BN // 4
+    rows = i * BM + tl.arange(0, BM)
+    masked = has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES)
+    c = _load_vector(c_ptr, rows, N)[:, None]
+    gaps = 0.0
+    for at in tl.static_range(4):
+        cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
+        t = exponents(quarter(acc, at, BM, BN), teachers, False, PRODUCTS)
+        f = tl.math.exp2(t)
+        if IDS or masked:
+            valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
+            if IDS:
+                valid = valid & distinct_pairs(ids, rows, cols, N, M)
+            f = tl.where(valid, f, 0.0)
+        if COLUMNS:
+            f = f * (c + _load_vector(d_ptr, cols, M)[None, :])
+        else:
+            f = f * c
+        set_aside(scratch_ptr, f, at, BM, BN)
+        if LATER:
+            gap = sum_per_thread(f * t, BM, WIDTH)
+            # not added to zeros, which have another layout
+            gaps = gap if at == 0 else gaps + gap
+    return gaps
+
+
 @triton.jit(do_not_specialize=ANY)
 def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row_a_ptr, col_b_ptr, sums_ptr,
              row_part_ptr, positives_ptr, row_ids_ptr, col_ids_ptr, bits_ptr, scratch_ptr, q_stride, k_stride,
@@ -142,11 +186,14 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
     set, the strip is left to `careful_gradient`. Each program adds Σ g · ⟨q, k⟩ of its tiles, or Σ g with SOFTPLUS, to
     its own row of `sums` [programs, BM].
 
-    Of an exponential with LOSS, in one direction, the strip holds 2^t alone, for a backward that knows a later: see
-    `kept.py`. Each tile's Σ 2^t and Σ 2^t · ⟨q, k⟩ along rows go to `row_part` [2, col tiles, N].
+    With a teacher's t and the student's x, LOSS also adds Σ 2^t · (c_i + d_j) · (t − x) to the program's number in
+    `row_part` [programs], without the shift of x, which `direction_weights` adds: see `Gap` in `guided.py`.
+
+    Of another exponential with LOSS, in one direction, the strip holds 2^t alone, for a backward that knows a later:
+    see `kept.py`. Each tile's Σ 2^t and Σ 2^t · ⟨q, k⟩ along rows go to `row_part` [2, col tiles, N].
 
     A softmax's tile is processed in quarters: the products stay in registers until their gradients are known, and
-    spilling them costs more than all else.
+    spilling them costs more than all else. A teacher's tile is a gradient before the student's product begins.
     """
     masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
     ids = (row_ids_ptr, col_ids_ptr)
@@ -156,15 +203,28 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
     if GUIDE == TEACHER:
         teachers = exponent_constants(constants_ptr + TEACHERS)
     tiles = tl.where(tl.load(constants_ptr + CAREFUL) == 0, row_tiles * col_tiles, 0)
+    KEEP: tl.constexpr = LOSS and GUIDE != TEACHER
+    LATER: tl.constexpr = LOSS and GUIDE == TEACHER
     sums_at = program_sums(sums_ptr, BM)
     sums = tl.load(sums_at)
+    if LATER:
+        gaps_at = row_part_ptr + tl.program_id(0)
+        before = tl.load(gaps_at)
+        gaps = sums * 0.0
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
         i, j = tile_at(tile, row_tiles, col_tiles, GROUP)
-        acc = tile_products(
-            q_mem, k_mem, q_stride, k_stride, D, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, G,
-            scratch_ptr, i, j, N, M, BM, BN, BK, LEFT, RIGHT, PRODUCTS, GUIDE, GUIDE_LEFT, GUIDE_RIGHT, GUIDE_PRODUCTS,
-            TMA, UPCAST)  # fmt: skip
         rows = i * BM + tl.arange(0, BM)
+        zero = tl.zeros((BM, BN), tl.float32)
+        if GUIDE == TEACHER:
+            acc = products(zero, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, i, j, N, M, G, BM, BN, BK,
+                           GUIDE_LEFT, GUIDE_RIGHT, GUIDE_PRODUCTS, TMA, UPCAST)  # fmt: skip
+            gap = _teacher_tile(
+                acc, teachers, masks, ids, row_a_ptr + vectors_step, col_b_ptr + vectors_step, scratch_ptr, i, j, N, M,
+                BM, BN, DIAGONAL, SELF, POSITIVES, IDS, COLUMNS, LATER, GUIDE_PRODUCTS)  # fmt: skip
+            if LATER:
+                gaps += gap
+        acc = products(zero, q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA,
+                       UPCAST)  # fmt: skip
         a = _load_vector(row_a_ptr, rows, N)[:, None]
         masked = has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES)
         if SOFTPLUS:
@@ -189,8 +249,6 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
             if COLUMNS and GUIDE != TEACHER:
                 # loaded before the quarters, because loads do not overtake stores
                 b = tl.broadcast_to(_load_vector(col_b_ptr, j * BN + tl.arange(0, BN), M)[None, :], (BM, BN))
-            if GUIDE == TEACHER:
-                c = _load_vector(row_a_ptr + vectors_step, rows, N)[:, None]
             if GUIDE == MASK:
                 words = load_bits(bits_ptr, bits_stride, i, j, BM)
             for at in tl.static_range(4):
@@ -200,8 +258,6 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
                 if GUIDE == MASK:
                     false = false_negatives(words, at * WIDTH, BM, WIDTH)
                     t = tl.where(false, -float("inf"), t)
-                if GUIDE == TEACHER:
-                    soft = exponents(aside(scratch_ptr, at, BM, BN), teachers, SOFTPLUS, GUIDE_PRODUCTS)
                 if IDS or SMOOTH:
                     valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
                     if IDS:
@@ -209,16 +265,12 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
                     if GUIDE == MASK:
                         valid = valid & (false == 0)
                     t = tl.where(valid, t, -float("inf"))
-                    if GUIDE == TEACHER:
-                        soft = tl.where(valid, soft, -float("inf"))
                 elif masked:
                     valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
                     t = tl.where(valid, t, -float("inf"))
-                    if GUIDE == TEACHER:
-                        soft = tl.where(valid, soft, -float("inf"))
                 e = tl.math.exp2(t)
                 g = e
-                if LOSS:
+                if KEEP:
                     if at == 0:
                         total = sum_per_lane(e, BM, WIDTH)
                         inner = sum_per_lane(e * part, BM, WIDTH)
@@ -231,16 +283,16 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
                 else:
                     g = e * (a + quarter(b, at, BM, BN) if COLUMNS else a)
                 if GUIDE == TEACHER:
-                    d = c
-                    if COLUMNS:
-                        d = c + _load_vector(col_b_ptr + vectors_step, cols, M)[None, :]
-                    g = g - tl.math.exp2(soft) * d
+                    of_teacher = aside(scratch_ptr, at, BM, BN)
+                    g = g - of_teacher
+                    if LATER:
+                        gaps -= sum_per_thread(of_teacher * part, BM, WIDTH) * constants[0]
                 if SMOOTH:
                     g = g - _load_vector(row_a_ptr + vectors_step, rows, N)[:, None]
                     if COLUMNS:
                         g = g - _load_vector(col_b_ptr + vectors_step, cols, M)[None, :]
                     g = tl.where(valid, g, 0.0)
-                if not LOSS:
+                if not KEEP:
                     sums += sum_per_thread(g * part, BM, WIDTH)
                 if at % 2 == 0:
                     left = g
@@ -248,13 +300,15 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
                     half = j * BN + (at // 2) * (BN // 2)
                     g = join_quarters(left, g, BM, WIDTH)
                     store_half(out_mem, out_stride, g, i, half, part_stride, BM, BN // 2, PARTS, TMA)
-            if LOSS:
+            if KEEP:
                 row_at = row_part_ptr + j.to(tl.int64) * N + rows
                 tl.store(row_at, tl.sum(total, 1), mask=rows < N)
                 tl.store(row_at + col_tiles.to(tl.int64) * N, tl.sum(inner, 1), mask=rows < N)
         if SOFTPLUS:
             sums += added
     tl.store(sums_at, sums)
+    if LATER:
+        tl.store(gaps_at, before + tl.sum(gaps))
 
 
 @triton.jit

@@ -38,6 +38,7 @@ from contrastile.tiles.triton.arithmetic import (
     TEACHER_INVERSE,
     TEACHER_TOP,
     TEACHER_TOTAL,
+    TEACHERS,
     TOP,
     TOTAL,
     X_TOP,
@@ -188,6 +189,8 @@ def finish(row_stats_ptr, row_stats_stride, N, col_stats_ptr, col_stats_stride, 
     if side == 0:
         first_block = tl.where(block == 0, 1.0, 0.0)
         nonfinite = tl.load(constants_ptr + NONFINITE)
+        if GUIDE == TEACHER:
+            nonfinite += tl.load(constants_ptr + TEACHERS + NONFINITE)
         tl.store(sums_ptr + 2 * sides * blocks + block, nonfinite + first_block * n)
         tl.store(sums_ptr + (2 * sides + 1) * blocks + block, nonfinite)
 

@@ -101,7 +101,8 @@ def tile_products(q_mem, k_mem, q_stride, k_stride, D, guide_q_mem, guide_k_mem,
     if GUIDE == TEACHER:
         guide = products(zero, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, i, j, N, M, G, BM, BN, BK,
                          GUIDE_LEFT, GUIDE_RIGHT, GUIDE_PRODUCTS, TMA, UPCAST)  # fmt: skip
-        set_aside(scratch_ptr, guide, BM, BN)
+        for at in tl.static_range(4):
+            set_aside(scratch_ptr, quarter(guide, at, BM, BN), at, BM, BN)
     return products(zero, q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA,
                     UPCAST)  # fmt: skip
 

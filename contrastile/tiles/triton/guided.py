@@ -2,30 +2,58 @@
 
 Between `launch.py` and `backend.py`. A tile's registers hold one product, so a guide's product comes first: of a mask
 one bit for each pair. A teacher needs no kernel of its own: each program sets a tile of its products aside.
+
+A backward that follows at once needs both products of a pair anyway, and adds what the loss lacks. The forward then
+has two plain sweeps, of the student and of the teacher. With q_i the teacher's softmax, w the weight of its loss and
+γ_i = ∂loss/∂loss_i, the loss lacks, over both directions,
+
+    Σ_i γ_i w Σ_j q_ij (t_ij − x_ij − lift_i) ,
+
+in powers of 2. A lift, the difference of the two sums' binades, makes it as small as the divergence: the value has few
+digits. Each tile adds up γ_i w q_ij (t_ij − x_ij); the sums of the forward tell the lifts' part.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import log
 
 import torch
 from torch import Tensor
 
 from contrastile.losses.base import Shard
+from contrastile.tiles.base import ForwardResult
 from contrastile.tiles.triton import launch, plan
-from contrastile.tiles.triton.block import Block
+from contrastile.tiles.triton.arithmetic import LOGIT_SUM, UNIT
+from contrastile.tiles.triton.block import Block, SuperTile
+from contrastile.tiles.triton.launch import CONSTANTS
 from contrastile.tiles.triton.plan import Epilogue, Pair
+
+
+class Gap:
+    """What a teacher's loss lacks after a forward of two sweeps."""
+
+    def __init__(self, stats: Sequence[Tensor]) -> None:
+        rows = sum(side.shape[1] for side in stats)
+        # of the gradient's programs, and behind them of each row of both sides
+        self.sums = stats[0].new_zeros(plan.most_programs(stats[0].device) + rows)
+        # [2, n] of each side, which `merge_sums` has written, and memory for each row's part
+        self.weighed = [side[LOGIT_SUM.value :][:2] for side in stats], self.sums[-rows:]
+        # the loss, as `finish` returns it
+        self.value: Tensor | None = None
 
 
 @dataclass
 class Guidance:
-    """The bits of a whole block that the forward keeps for the backward.
+    """What the forward of a block keeps for the backward: the bits of a whole mask, or the gap of a teacher's loss.
 
-    position: of the block whose bits these are.
+    position: of the block.
     """
 
     position: tuple[int, ...] | None = None
     bits: Tensor | None = None
+    gap: Gap | None = None
 
     def masked(self, pair: Pair, constants: Tensor, block: Block, at: tuple[slice, slice], *, careful: bool) -> Pair:
         """The pair with the bits of its pairs; careful: for the careful kernels alone."""
@@ -37,13 +65,46 @@ class Guidance:
         launch.mask_bits(pair, constants, careful=careful)
         return pair
 
+    @property
+    def weighed(self) -> tuple[list[Tensor], Tensor] | tuple[()]:
+        """The arguments of `launch.direction_weights`."""
+        return () if self.gap is None else self.gap.weighed
+
+    @property
+    def sums(self) -> list[Tensor]:
+        """The further argument of `launch.gradient`."""
+        return [] if self.gap is None else [self.gap.sums]
+
+    def noted(self, result: ForwardResult) -> ForwardResult:
+        """The result, to whose value the backward adds the gap."""
+        if self.gap is not None:
+            self.gap.value = result.value
+        return result
+
+    def complete(self, constants: Tensor) -> None:
+        """Add the gap, a sum in powers of 2 and in the unit of the strip, to the value."""
+        if self.gap is not None:
+            assert self.gap.value is not None
+            total = launch.add_up([(self.gap.sums, 0.0)])[1]
+            self.gap.value.addcdiv_(total, constants[UNIT.value], value=log(2))
+
     def held(self, block: Block) -> int:
         """Bytes of the bits of this block."""
         return self.bits.nbytes if self.bits is not None and self.position == block.position else 0
 
 
 def with_teacher(constants: Tensor, rows: Shard, cols: Shard, epilogue: Epilogue) -> Tensor:
-    """The constants of a block, and behind them those of a teacher's logits."""
+    """The constants of a block, and behind them those of a teacher's logits, if there is one."""
+    if not epilogue.taught:
+        return constants
     ((a,), (b,)), scale = (rows.guides, cols.guides), rows.numbers
     scale = constants.new_ones(()) if scale is None else scale[0]
     return torch.cat([constants, launch.block_constants(a, b, scale, None, epilogue)])
+
+
+def separate_sums(tile: SuperTile, epilogue: Epilogue) -> list[Tensor]:
+    """The sums of the student's exponentials, and behind them those of the teacher's, from a sweep each."""
+    pair, constants, parts = tile.pair, tile.block.constants, tile.block.new_parts(2)
+    launch.sums(replace(pair, guide=None, taught=False), constants, parts, epilogue.student)
+    launch.sums(pair.of_guide, constants[CONSTANTS:], [part[1:] for part in parts], epilogue.student)
+    return parts

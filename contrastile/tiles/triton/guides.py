@@ -13,8 +13,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from contrastile.tiles.triton.arithmetic import quarter
-
 
 @triton.jit
 def _words_at(i, j, stride, BM: tl.constexpr):
@@ -64,17 +62,17 @@ def _places(at: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def set_aside(scratch_ptr, x, BM: tl.constexpr, BN: tl.constexpr):
-    """Write a tile to the memory of this program, [programs, BM · BN]."""
+def set_aside(scratch_ptr, x, at: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Write a quarter of a tile to the memory of this program, [programs, BM · BN]."""
     WIDTH: tl.constexpr = BN // 4
     # pairs of neighbours that a thread writes at once
     PAIRS: tl.constexpr = 2 if WIDTH >= 16 else 1
-    for at in tl.static_range(4):
-        part = tl.reshape(quarter(x, at, BM, BN), (BM // 16, 2, 8, WIDTH // (8 * PAIRS), PAIRS, 4, 2))
-        ordered = tl.reshape(tl.permute(part, (3, 1, 0, 2, 5, 4, 6)), (BM * WIDTH,))
-        tl.store(scratch_ptr + _places(at, BM, BN), ordered)
-    # on other chips a number may be read by another thread
-    tl.debug_barrier()
+    part = tl.reshape(x, (BM // 16, 2, 8, WIDTH // (8 * PAIRS), PAIRS, 4, 2))
+    ordered = tl.reshape(tl.permute(part, (3, 1, 0, 2, 5, 4, 6)), (BM * WIDTH,))
+    tl.store(scratch_ptr + _places(at, BM, BN), ordered)
+    if at == 3:
+        # on other chips a number may be read by another thread
+        tl.debug_barrier()
 
 
 @triton.jit

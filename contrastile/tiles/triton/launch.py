@@ -271,9 +271,9 @@ def merge_sums(
     """Merge the tiles' sums [channels, tiles, n] into the statistics [K, n] of each side, in a fixed order.
 
     first: replace the statistics so far. last: low sums set the careful flag. careful: merge maxima and sums, where
-    the flag is set.
+    the flag is set. Of a teacher two channels lack its gap.
     """
-    (_, col_tiles, N), (_, row_tiles, M), col = parts[0].shape, parts[-1].shape, len(parts) - 1
+    (channels, col_tiles, N), (_, row_tiles, M), col = parts[0].shape, parts[-1].shape, len(parts) - 1
     rows, tiles = MERGED_FEW if max(N, M) <= FEW else MERGED
     kernel = reductions.merge_maxima if careful else reductions.merge_sums
     run(
@@ -281,7 +281,7 @@ def merge_sums(
         col_stride=stats[col].stride(0), N=N, M=M, row_tiles=row_tiles, col_tiles=col_tiles, row_first=int(first[0]),
         col_first=int(first[col]), row_last=int(last[0]), col_last=int(last[col]),
         row_part_ptr=parts[0], col_part_ptr=parts[-1], row_stats_ptr=stats[0], col_stats_ptr=stats[col], BLOCK=rows,
-        TILES=tiles, **epilogue.flags,
+        TILES=tiles, LATER=epilogue.taught and channels < epilogue.channels, **epilogue.flags,
     )  # fmt: skip
 
 
@@ -310,13 +310,18 @@ def directions(block: Block, epilogue: Epilogue) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def direction_weights(block: Block, epilogue: Epilogue) -> Weights:
-    """Each direction's vectors for `gradient`, times the unit; sets the flag where the careful form is needed."""
+def direction_weights(block: Block, epilogue: Epilogue, lifts: Sequence[Tensor] = (), *lack: Tensor) -> Weights:
+    """Each direction's vectors for `gradient`, times the unit; sets the flag where the careful form is needed.
+
+    lifts, lack: of a teacher's gap, what the forward has written and memory for its part [n], see `guided.py`.
+    """
     lengths = [len(coefficient) for _, coefficient in block.directions]
     (N, M), n = ((*lengths, 0)[:2]), sum(lengths)
     out = block.constants.new_empty(2 if epilogue.smooth or epilogue.taught else 1, n)
+    lifts = lifts or [out]
     run(
         backward.direction_weights, (tiles_of(max(lengths), BLOCK), len(lengths)), N=N, M=M, out_ptr=out, BLOCK=BLOCK,
+        row_lift_ptr=lifts[0], col_lift_ptr=lifts[-1], lack_ptr=lack[0] if lack else out, LATER=len(lack) > 0,
         **directions(block, epilogue),
     )  # fmt: skip
     return list(out.split(lengths, 1))
@@ -351,8 +356,9 @@ def gradient(
 ) -> None:
     """Write the gradient of the valid pairs into the strip, and add Σ g · ⟨q, k⟩, or Σ g, to `sums`.
 
-    weights: the vectors of each direction. row_part: also write the sums of `totals`, for a pairwise loss; of an
-    exponential, write the exponentials into the strip instead, and their sums.
+    weights: the vectors of each direction. row_part: also write the sums of `totals`, for a pairwise loss; add what a
+    teacher's loss lacks to a number of each program; of another exponential, write the exponentials into the strip
+    instead, and their sums.
     """
     run(
         backward.gradient, pair.programs, constants_ptr=constants, row_a_ptr=weights[0], col_b_ptr=weights[-1],

@@ -178,6 +178,11 @@ class Epilogue:
         return self.label_smoothing > 0 and not self.taught
 
     @cached_property
+    def student(self) -> Epilogue:
+        """The work on a tile without the teacher."""
+        return replace(self, formula=replace(self.formula, guide=None), label_smoothing=0.0)
+
+    @cached_property
     def keeps(self) -> bool:
         """A pair's gradient is its exponential times numbers of its row and its column: without soft targets."""
         return self.exponential and not (self.smooth or self.taught)

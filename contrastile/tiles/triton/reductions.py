@@ -202,10 +202,13 @@ def _load_logits(stats_ptr, stride, at, inside, before, whole):
 @triton.jit(do_not_specialize=ANY)
 def merge_sums(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first, row_last, col_part_ptr, col_stats_ptr,
                col_stride, row_tiles, M, col_first, col_last, constants_ptr, SOFTPLUS: tl.constexpr,
-               SMOOTH: tl.constexpr, GUIDE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+               SMOOTH: tl.constexpr, GUIDE: tl.constexpr, LATER: tl.constexpr, BLOCK: tl.constexpr,
+               TILES: tl.constexpr):  # fmt: skip
     """Add a super-tile's sums to the statistics of its rows (program_id 1 = 0) and of its columns (1).
 
-    After the last super-tile of a side, a sum that is too low to be trusted sets the careful flag.
+    After the last super-tile of a side, a sum that is too low to be trusted sets the careful flag. LATER: a teacher's
+    gap comes with the backward, see `Gap` in `guided.py`; a sum of logits and their number have room for the lift and
+    the teacher's sum under the shift.
     """
     of_rows = tl.program_id(1) == 0
     part_ptr = tl.where(of_rows, row_part_ptr, col_part_ptr)
@@ -246,7 +249,8 @@ def merge_sums(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first,
                 gap = tl.load(stats_ptr + GAP * stride + at, mask=inside, other=0.0)
             for step in range(0, tiles, TILES):
                 soft += tl.sum(_load_channel(part_ptr, 1, tiles, step, n, at, inside, TILES), 0)
-                gap += tl.sum(_load_channel(part_ptr, 2, tiles, step, n, at, inside, TILES), 0)
+                if not LATER:
+                    gap += tl.sum(_load_channel(part_ptr, 2, tiles, step, n, at, inside, TILES), 0)
             lowest = tl.minimum(lowest, soft)
         if last != 0:
             # every program writes the same value
@@ -257,7 +261,12 @@ def merge_sums(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first,
             if GUIDE == TEACHER:
                 soft_whole = binade(soft)
                 soft_top, soft_error = shift_as_logarithm(tl.load(constants_ptr + TEACHERS + SHIFT) + soft_whole)
-                gap = (gap - soft * (soft_whole - whole)) * LN2 + soft * (soft_error - error)
+                lift = soft_whole - whole
+                if LATER:
+                    logit_sum, count = lift, soft
+                else:
+                    gap = (gap - soft * lift) * LN2
+                gap += soft * (soft_error - error)
                 soft *= tl.math.exp2(-soft_whole)
                 gap *= tl.math.exp2(-soft_whole)
                 soft = tl.fma(soft, soft_error, soft)
@@ -267,7 +276,8 @@ def merge_sums(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first,
             total *= tl.math.exp2(-whole)
             # rounded once: an error of the factor 1 + error would be the same in all rows
             total = tl.fma(total, error, total)
-            logit_sum = logit_sum * LN2 + count * error
+            if SMOOTH:
+                logit_sum = logit_sum * LN2 + count * error
             tl.store(stats_ptr + TOP * stride + at, top, mask=inside)
         if first != 0:
             # `positive_totals`, or `label_totals`, fills the positives' rows later
