@@ -66,8 +66,8 @@ def encode_sides(
 def loss_of_sides(loss: Callable[..., Tensor], features: Sequence[Tensor], scale: Any) -> Tensor:
     """loss(queries, keys, scale): the first side's features, and those of all others, one behind the other.
 
-    Keys behind the right ones are hard negatives, in a side of their own or not. Raises ValueError for fewer keys in the
-    second side than queries.
+    Keys behind the right ones are hard negatives, in a side of their own or not. Raises ValueError for fewer keys in
+    the second side than queries.
     """
     query, *keys = features
     if len(keys[0]) < len(query):
