@@ -553,6 +553,6 @@ def test_the_last_sub_batch_of_the_last_side_runs_once(caplog: Any) -> None:
     sentence = r"`sub_batch` must be given for a side without an `attention_mask`; got None\. Say how many"
     with pytest.raises(ValueError, match=sentence):
         encode_sides([(tower, unit_rows)], sides[:1], None, 64, 0)
-    sentence = r"`sides` must have a key for each query in the second; got 3 and 4 rows\. Put hard negatives"
+    sentence = r"`sides` must have a key for each query; got 4 and 3 rows\. Let the data have a pair in every row\."
     with pytest.raises(ValueError, match=sentence):
-        loss_of_sides(InfoNCELoss(), [torch.ones(3, 2), torch.ones(4, 2)], 1.0)
+        loss_of_sides(InfoNCELoss(), [torch.ones(4, 2), torch.ones(3, 2)], 1.0)

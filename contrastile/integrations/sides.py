@@ -66,12 +66,11 @@ def encode_sides(
 def loss_of_sides(loss: Callable[..., Tensor], features: Sequence[Tensor], scale: Any) -> Tensor:
     """loss(queries, keys, scale): the first side's features, and those of all others, one behind the other.
 
-    Raises ValueError for sides whose first two have other numbers of rows.
+    Keys behind the right ones are hard negatives, in a side of their own or not. Raises ValueError for fewer keys in
+    the second side than queries.
     """
     query, *keys = features
-    if len(keys[0]) != len(query):
-        remedy = "Put hard negatives into a side behind these."
-        raise invalid(
-            "sides", "have a key for each query in the second", f"{len(query)} and {len(keys[0])} rows", remedy
-        )
+    if len(keys[0]) < len(query):
+        remedy = "Let the data have a pair in every row."
+        raise invalid("sides", "have a key for each query", f"{len(query)} and {len(keys[0])} rows", remedy)
     return loss(query, torch.cat(keys) if len(keys) > 1 else keys[0], scale)
