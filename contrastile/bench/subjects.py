@@ -182,16 +182,23 @@ def _some_ntxent(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
 
 
 class _Views(nn.Module):
-    """A loss of both sides as views of one example, with weights; `further` makes its inputs of the first side."""
+    """A loss of both sides as views of one example, with weights.
+
+    `further` makes its inputs of the first side, at the first call with it.
+    """
 
     def __init__(self, loss: Module, further: Callable[[Tensor], dict[str, Any]], **how: Any) -> None:
         super().__init__()
         self.loss: Any = loss(**how).loss
         self.further, self.how = further, how
+        self._of: Tensor | None = None
+        self._made: dict[str, Any] = {}
 
     def forward(self, q: Tensor, k: Tensor, scale: Tensor, weights: Tensor | None = None) -> Tensor:
+        if self._of is not q:
+            self._of, self._made = q, self.further(q)
         views, both = torch.cat([q, k]), None if weights is None else weights.repeat(2)
-        return contrast(views, views, scale=scale, loss=self.loss, weights=both, **self.further(q), **self.how)
+        return contrast(views, views, scale=scale, loss=self.loss, weights=both, **self._made, **self.how)
 
 
 def _same_views(q: Tensor) -> dict[str, Any]:
