@@ -166,12 +166,12 @@ class FusedScores(Scored):
             self._pass_on(g, context, u_I, v_J)
 
     def _pairs(self, scores: Tensor, rows: Shard, cols: Shard) -> dict[str, Any]:
-        """The scores of a tile and its masks, as the kernels read them; each logit is rounded alike in both."""
+        """The scores of a tile and its masks, as the kernels read them."""
         rows = readable_side(rows, {})
         masks = Block(rows, cols, self.scale, self.loss).masks
         return masks.arguments(scores) | {
             "scores_ptr": scores, "scale_ptr": self.scale, "row_stride": scores.stride(0),
-            "col_stride": scores.stride(1), "N": len(rows), "M": len(cols), "fusion": False,
+            "col_stride": scores.stride(1), "N": len(rows), "M": len(cols),
         }  # fmt: skip
 
 
