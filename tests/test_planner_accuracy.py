@@ -93,6 +93,14 @@ def test_token_vectors_of_a_gpu(cases: dict[str, list[Any]]) -> None:
     assert max(abs(case.planned_seconds(profile) / case.seconds - 1) for case in new) <= 0.1
 
 
+def test_updates_of_a_gpu(cases: dict[str, list[Any]]) -> None:
+    """Adafactor waits for the host, AdamW for memory; nothing was fitted to Adafactor without momentum."""
+    profile = target("H200").profile
+    several = [case for case in cases["carried"] if case.timed]
+    assert sorted(case.fitted for case in several) == [False, True, True]
+    assert max(abs(case.planned_seconds(profile) / case.seconds - 1) for case in several) <= 0.03
+
+
 def test_compiled_towers_of_a_gpu(cases: dict[str, list[Any]]) -> None:
     """Nothing was fitted to these rows."""
     several = [case for case in cases["steps"] if case.file == "h200_towers" and "compiled" in case.label]

@@ -1,4 +1,4 @@
-"""Plans of late interaction, guides, queues and compiled towers, beside real steps on a CPU."""
+"""Plans of late interaction, guides, queues, compiled towers and optimizers; hosts' memory; units for people."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from tiny_texts import tiny_retriever, write_text_recipe
 from torch import Tensor
 
 import contrastile
+from contrastile.cli import plan as cli
+from contrastile.cli.plan import lines
 from contrastile.models.late import special_tokens
 from contrastile.planner.compiled import as_compiled
 from contrastile.planner.loss import LateSize
 from contrastile.planner.profile import target
+from contrastile.planner.seconds import UPDATE_LAUNCHES, update_seconds
 from contrastile.planner.towers import measure, shapes_only
 from contrastile.scorers import MaxSim
 from contrastile.train.image_text import ImageText
@@ -211,3 +214,58 @@ def test_layers_that_cannot_be_traced_are_planned_as_written(caplog: Any) -> Non
     with shapes_only(), as_compiled([layer], partial(torch.nn.Module.__call__, layer), 4):  # type: ignore[arg-type]
         assert layer._compiled_call_impl is None
     assert "compiled towers are planned as written ones: RuntimeError: not now" in caplog.text
+
+
+def test_a_batch_must_fit_the_host_memory_of_this_machine(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    plan = contrastile.plan(write_recipe(tmp_path), "train.retain=0")
+    assert plan.fits
+    assert plan.target.host == plan.target.memory
+    # pictures in host memory take more than a tower's step
+    small = replace(plan, target=replace(plan.target, host=plan.peak.bytes + 30 * 2 * 10**6), host_inputs=10**6)
+    assert small.peak.bytes <= small.allowed
+    assert not small.fits
+    assert "  host memory: DOES NOT FIT: " in "\n".join(lines(small))
+    largest = small.largest()
+    assert 0 < largest < plan.batch
+    assert small.at(largest).fits
+    assert not small.at(largest + 2).fits
+    # the memory of other machines' hosts is not known, and the plan says what it must be
+    text = "\n".join(lines(contrastile.plan(write_recipe(tmp_path), gpus="H100")))
+    assert "  host memory of a node: must have " in text
+
+
+def test_numbers_for_people_have_units(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path)
+    plan = contrastile.plan(path, "train.retain=0", gpus="T4-2GB")
+    # not one pair fits beside the weights of a hundred times as many bytes
+    held = replace(plan.step.held, weights=2**41)
+    text = "\n".join(lines(replace(plan, step=replace(plan.step, held=held))))
+    assert "2.0 TiB" in text
+    assert "largest batch, without kept graphs: none, not a pair for each rank fits" in text
+    rows = [line.split() for line in text.split("other choices")[1].splitlines()[2:]]
+    assert {row[-1] for row in rows} == {"none"}
+    assert [cli._pairs(count) for count in (0, 1000, 1025, 65_536, 21_700_000, 2**31)] == [
+        "0", "1000", "1.0k", "64k", "20.7M", "2.0G",
+    ]  # fmt: skip
+    seconds = (0.0123, 90.0, 1_500.0, 36_000.0)
+    assert [cli._seconds(each) for each in seconds] == ["12.3 ms", "90.0 s", "25.0 min", "10.0 hours"]
+
+
+def test_an_optimizer_takes_its_passes_or_the_hosts_launches(tmp_path: Path) -> None:
+    path, profile = write_recipe(tmp_path), target("H200").profile
+    works = {}
+    for kind in ("adamw", "adafactor", "muon"):
+        plan = contrastile.plan(path, f"optim={{kind='{kind}'}}", gpus="H200")
+        works[kind] = plan.update
+        assert plan.seconds.optimizer == update_seconds(plan.update, profile) > 0
+    # AdamW reads and writes weights, gradients and moments in 21 passes, and 3 more clip the gradient
+    assert works["adamw"].moved == pytest.approx(24 * plan.trained, rel=0.02)
+    # Adafactor launches its kernels for every tensor, and only Muon has products
+    assert works["adafactor"].kernels > 3 * works["adamw"].kernels
+    assert [kind for kind, work in works.items() if work.products] == ["muon"]
+    slow = replace(profile, launch=1.0)
+    assert update_seconds(works["muon"], slow) == pytest.approx(UPDATE_LAUNCHES * works["muon"].kernels)
+    # a rank of sharded weights updates its part
+    shared = contrastile.plan(path, "train.parallel='shard'", gpus="2xH200").update
+    assert shared.moved == pytest.approx(contrastile.plan(path, gpus="2xH200").update.moved / 2)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from contrastile._errors import invalid
-from contrastile.cli.options import DEFAULT, OVERRIDES, RECIPE, number
-from contrastile.train.log import clock, size
+from contrastile.cli.options import OVERRIDES, RECIPE, number
+from contrastile.train.log import size
 
 if TYPE_CHECKING:
     from contrastile.planner.plan import Plan
@@ -55,7 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.largest:
         planned = planned.at_largest()
     if arguments.hours is not None and planned.run_seconds is None:
-        rule, remedy = "come with a run of known length and a chip with a profile", DEFAULT
+        rule = "come with a run of known length and a chip with a profile"
+        remedy = "Measure such a machine: contrastile plan --calibrate, there."
         if planned.target.profile is not None:
             remedy = "Give the pairs to train on, such as --hours 280M."
         raise invalid("--hours", rule, arguments.gpus or planned.target.word, remedy)
@@ -65,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def lines(plan: Plan) -> Iterator[str]:
     step, target = plan.step, plan.target
-    rows = f"{step.loss.rows:,} on each of {target.ranks} ranks"
+    rows = f"{step.loss.rows:,} on each of {target.ranks} ranks" if target.ranks > 1 else "on one rank"
     yield f"{plan.name} on {target.word}: {plan.batch:,} pairs a step, {rows}" + (
         f", in {plan.parts} parts" if plan.parts > 1 else ""
     )
@@ -76,10 +77,24 @@ def lines(plan: Plan) -> Iterator[str]:
     yield f"\npeak of a rank: {size(plan.peak.bytes)}, {plan.peak.name}"
     for name, count in sorted(plan.peak.parts.items(), key=lambda part: -part[1]):
         yield f"  {name:12} {size(count):>10}  {'█' * round(WIDTH * count / plan.peak.bytes)}"
-    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    verdict = "fits" if plan.peak.bytes <= plan.allowed else "DOES NOT FIT"
     yield f"  {verdict}: a rank may take {size(plan.allowed)} of {size(target.memory)}"
-    yield f"  host memory of a node: {size(plan.host)}, beside libraries and the data's own"
-    yield f"  largest batch, without kept graphs: {_pairs(plan, plan.largest())}"
+    others = "beside libraries and the data's own"
+    if target.host is None:
+        yield f"  host memory of a node: must have {size(plan.host)}, {others}"
+    else:
+        peak = " beside the peak" if target.device == "cpu" else ""
+        verdict = "fits" if plan.fits_host else "DOES NOT FIT"
+        yield f"  host memory: {verdict}: {size(plan.host)}{peak}, of {size(target.host)}, {others}"
+    if largest := plan.largest():
+        there = f", with {size(plan.at(largest).host)} of host memory on a node"
+        yield (
+            f"  largest batch, without kept graphs: {largest:,}{there}"
+            if largest < plan.most
+            else ("  largest batch, without kept graphs: no limit")
+        )
+    else:
+        yield "  largest batch, without kept graphs: none, not a pair for each rank fits"
     seconds = plan.seconds
     if seconds is None:
         yield "  no times: this chip has no profile (--calibrate makes one of this machine)"
@@ -91,19 +106,34 @@ def lines(plan: Plan) -> Iterator[str]:
         yield f"  {parts}{data}"
         if plan.run_seconds is not None:
             count = sum(steps for _, steps in plan.stages)
-            yield f"  run: {clock(plan.run_seconds)} for {count:,} steps"
+            yield f"  run: {_seconds(plan.run_seconds)} for {count:,} steps"
     yield "\nother choices, all else equal:"
     width = max(len(choice.name) for choice in plan.choices())
-    yield f"  {'':{width}}  {'peak':>10}  {'step':>9}  {'largest batch':>15}"
+    heads = ("peak", "fits", "on the host", "step", "largest batch", "on the host")
+    yield f"  {'':{width}}" + "".join(f"  {head:>13}" for head in heads)
     for choice in plan.choices():
         time = "" if choice.seconds is None else _seconds(choice.seconds)
-        yield f"  {choice.name:{width}}  {size(choice.peak):>10}  {time:>9}  {_pairs(plan, choice.largest):>15}"
+        cells = [size(choice.peak), "yes" if choice.fits else "no", size(choice.host), time]
+        if 0 < choice.largest < plan.most:
+            cells += [_pairs(choice.largest), size(choice.largest_host)]
+        else:
+            cells += ["no limit" if choice.largest else "none", ""]
+        yield (f"  {choice.name:{width}}" + "".join(f"  {cell:>13}" for cell in cells)).rstrip()
 
 
-def _pairs(plan: Plan, count: int) -> str:
-    """The largest batch as text, or "no limit" where the search has ended."""
-    return f"{count:,}" if count < plan.most else "no limit"
+def _pairs(count: float) -> str:
+    """A number of pairs in the units of --batch: 65,536 is "64k", three digits of a number that is no multiple."""
+    for unit in ("", "k", "M"):
+        if count < 1024:
+            return f"{count:.{0 if count == int(count) or count >= 100 else 1}f}{unit}"
+        count /= 1024
+    return f"{count:,.1f}G"
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+    if seconds < 1:
+        return f"{seconds * 1e3:.1f} ms"
+    for most, unit, name in ((120, 1, "s"), (7200, 60, "min")):
+        if seconds < most:
+            return f"{seconds / unit:.1f} {name}"
+    return f"{seconds / 3600:,.1f} hours"

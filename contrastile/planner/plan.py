@@ -16,6 +16,7 @@ from contrastile.gradcache.memory import AUTO, MARGIN
 from contrastile.planner.memory import CONTEXT, Moment, Side, StepMemory
 from contrastile.planner.profile import Target
 from contrastile.planner.seconds import StepSeconds, step_seconds
+from contrastile.planner.towers import Work
 
 # pairs of a rank beyond which no batch is looked for
 MOST_ROWS = 2**28
@@ -28,22 +29,29 @@ WORKS = ("forward_work", "replay_work")
 
 @dataclass(frozen=True)
 class Choice:
-    """Another way to take the step, for the comparison: its name, its peak, its seconds, and its largest batch."""
+    """Another way to take the step, for the comparison.
+
+    host: bytes of a node's host memory. largest: the largest batch that fits, 0 for none; largest_host: its `host`.
+    """
 
     name: str
     peak: int
+    fits: bool
+    host: int
     seconds: float | None
     largest: int
+    largest_host: int
 
 
 @dataclass(frozen=True)
 class Plan:
     """The step of a recipe on a target.
 
-    name: of the recipe. batch: pairs of all ranks in a step. keys: keys for each query. parts: parts of a batch whose
-    gradients are accumulated. parameters, trained: bytes of the whole model's. host_inputs: bytes of a pair in host
-    memory. decoded: pictures of a pair that are decoded. half: towers compute in 16 bits. on_host: features may wait
-    in host memory. stages: batch and steps of each stage of the run; none where its length is not known.
+    name: of the recipe. batch: pairs of all ranks in a step. keys: keys for each query. parts: parts of a batch
+    whose gradients are accumulated. parameters, trained: bytes of the whole model's. host_inputs: bytes of a pair
+    in host memory. decoded: pictures of a pair that are decoded. half: towers compute in 16 bits. on_host: features
+    may wait in host memory. update: the optimizer's work in a step, the clipping of the gradient included. stages:
+    batch and steps of each stage of the run; none where its length is not known.
     """
 
     name: str
@@ -58,6 +66,7 @@ class Plan:
     decoded: int
     half: bool
     on_host: bool
+    update: Work
     stages: tuple[tuple[int, int], ...] = ()
 
     @cached_property
@@ -73,7 +82,15 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.peak.bytes <= self.allowed
+        """The peak fits the device, and the host's bytes a host whose memory is known."""
+        return self.peak.bytes <= self.allowed and self.fits_host
+
+    @property
+    def fits_host(self) -> bool:
+        """The host's bytes fit, beside the peak of a device that is the host; True where its memory is not known."""
+        # the model of a CPU is part of the peak
+        held = self.peak.bytes - self.parameters if self.target.device == "cpu" else 0
+        return self.target.host is None or held + self.host <= (1 - MARGIN) * self.target.host
 
     @property
     def host(self) -> int:
@@ -93,7 +110,9 @@ class Plan:
         if profile is None:
             return None
         decoded, per_node = self.decoded * step.loss.rows, self.target.per_node
-        one = step_seconds(step, profile, per_node=per_node, trained=self.trained, decoded=decoded, half=self.half)
+        one = step_seconds(
+            step, profile, per_node=per_node, trained=self.trained, decoded=decoded, half=self.half, update=self.update
+        )
         # gradients of all parts are summed over ranks, and the weights moved, once
         return replace(one, towers=self.parts * one.towers, loss=self.parts * one.loss, data=self.parts * one.data)
 
@@ -128,8 +147,10 @@ class Plan:
             # strips and shards fill what graphs leave
             step = step.with_features_on_host()
 
+        plan, each = replace(self, step=step), self.target.ranks * self.parts
+
         def fits(rows: int) -> bool:
-            return step.with_batch(rows, self.keys * rows).peak().bytes <= self.allowed
+            return plan.at(rows * each).fits
 
         low, high = 0, 1
         while high <= MOST_ROWS and fits(high):
@@ -139,7 +160,7 @@ class Plan:
         while high - low > max(1, low // 1000):
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
-        return low * self.target.ranks * self.parts
+        return low * each
 
     def at_largest(self) -> Plan:
         """The plan of the largest batch, without retained graphs; raises ValueError where not one pair fits."""
@@ -166,9 +187,7 @@ class Plan:
             name = f"exchange {exchange}, backend {backend}"
             yield self._choice(name, replace(step, loss=replace(step.loss, **words)), **words)
         if self.on_host and not step.loss.host:
-            plan = replace(self, step=step.with_features_on_host())
-            name = f"features in host memory: {plan.host / GIB:,.0f} GiB there"
-            yield plan._choice(name, plan.step)
+            yield self._choice("features in host memory", step.with_features_on_host())
         for retain in (0, AUTO):
             if retain != step.retain:
                 yield self._choice(f"retain {retain}", replace(step, retain=retain))
@@ -179,8 +198,10 @@ class Plan:
 
     def _choice(self, name: str, step: StepMemory, **loss: Any) -> Choice:
         plan = replace(self, step=step)
-        seconds = plan.seconds
-        return Choice(name, plan.peak.bytes, None if seconds is None else seconds.total, plan.largest(**loss))
+        seconds, largest = plan.seconds, plan.largest(**loss)
+        total = None if seconds is None else seconds.total
+        host = plan.at(largest).host if largest else 0
+        return Choice(name, plan.peak.bytes, plan.fits, plan.host, total, largest, host)
 
     def values(self) -> dict[str, Any]:
         """The plan as values for JSON: bytes and seconds."""
@@ -204,7 +225,7 @@ class Plan:
             "moments": [{"name": one.name, "bytes": one.bytes, "parts": one.parts} for one in step.moments()],
             "peak": {"name": self.peak.name, "bytes": self.peak.bytes, "parts": self.peak.parts},
             "fits": self.fits,
-            "host": self.host,
+            "host": {"bytes": self.host, "memory": target.host, "fits": self.fits_host},
             "largest": self.largest(),
             "seconds": None if seconds is None else {**vars(seconds), "total": seconds.total},
             "bottleneck": None if seconds is None else seconds.bottleneck,

@@ -83,6 +83,8 @@ class Target:
     per_node: int = 1
     # type of the device
     device: str = "cuda"
+    # bytes of a node's host memory, known of this machine alone
+    host: int | None = None
 
 
 def known_profiles() -> dict[str, Profile]:
@@ -142,11 +144,11 @@ def _here(profiles: dict[str, Profile]) -> Target:
     """This machine: its first GPU, or its CPUs."""
     import torch
 
+    host = free_memory(None)[1]
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name(0)
         profile = profiles.get(name.lower()) or next((p for p in profiles.values() if p.name in name), None)
         memory = free_memory(torch.device("cuda", 0))[1]
-        return Target(name, None if profile is None else replace(profile, memory=memory), memory)
-    profile, memory = profiles.get(THIS), free_memory(None)[1]
+        return Target(name, None if profile is None else replace(profile, memory=memory), memory, host=host)
     # without a profile there are no times
-    return Target(THIS, profile, memory, device="cpu")
+    return Target(THIS, profiles.get(THIS), host, device="cpu", host=host)

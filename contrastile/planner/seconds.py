@@ -15,8 +15,9 @@ from contrastile.planner.memory import Side, StepMemory
 from contrastile.planner.profile import Profile
 from contrastile.planner.towers import Work
 
-# bytes that AdamW reads and writes for each byte of a trained float32 parameter
-OPTIMIZER_TRAFFIC = 7
+# of an optimizer's kernels: the rate of memory over that of a tower's, and the host's time for one over that of a
+# tower's, which autograd and modules call. From the rows of AdamW and of Adafactor with momentum in h200_features.csv
+UPDATE_BANDWIDTH, UPDATE_LAUNCHES = 1.2, 0.3
 # time of the fused kernels in float32 over that in 16 bits, by torch's precision of float32 products: six, three or one
 # product of pieces, and the pieces' way through memory
 FLOAT32_LOSS = {"highest": 7.0, "high": 3.5, "medium": 1.2}
@@ -31,6 +32,9 @@ TEACHER_PAIRS, LABELLED_PAIRS = 6.0, 3.0
 # device begins, in calls. From the rows of 1,024² and of 128² pairs of 32 x 180 tokens in h200_maxsim.csv, and a
 # profile of 16,384² pairs
 SWEEP, WINNERS, GATHERED, LATE_CALLS, LATE_START = 0.98, 1.31, 0.43, 1.65, 0.43
+
+
+NO_WORK = Work()
 
 
 @dataclass(frozen=True)
@@ -63,12 +67,13 @@ class StepSeconds:
 
 
 def step_seconds(
-    step: StepMemory, profile: Profile, *, per_node: int, trained: int, decoded: int = 0, half: bool = True
-) -> StepSeconds:
+    step: StepMemory, profile: Profile, *, per_node: int, trained: int, decoded: int = 0, half: bool = True,
+    update: Work = NO_WORK,
+) -> StepSeconds:  # fmt: skip
     """The seconds of a step of a rank.
 
     per_node: ranks of a node. trained: bytes of trained parameters. decoded: pictures of a rank that are decoded. half:
-    towers compute in 16 bits.
+    towers compute in 16 bits. update: the work of the optimizer.
     """
     towers = waiting = 0.0
     for side, retained in zip(step.sides, step.graphs(), strict=True):
@@ -84,7 +89,7 @@ def step_seconds(
         towers,
         loss_seconds(loss, profile),
         exchange_seconds(loss, profile, link) + reduced,
-        OPTIMIZER_TRAFFIC * trained / profile.bandwidth,
+        update_seconds(update, profile),
         decoded / (profile.decode * profile.cpus),
         waiting / towers if towers else 0.0,
     )
@@ -103,6 +108,12 @@ def _tower_seconds(side: Side, retained: int, profile: Profile, half: bool) -> t
             total += times * max(device, host)
             waiting += times * max(0.0, host - device)
     return total, waiting
+
+
+def update_seconds(work: Work, profile: Profile) -> float:
+    """Seconds of an optimizer's step: those of the device or of the host, the longer."""
+    device = work.products / profile.products + work.moved / (UPDATE_BANDWIDTH * profile.bandwidth)
+    return max(device, work.kernels * UPDATE_LAUNCHES * profile.launch)
 
 
 def pass_seconds(work: Work, profile: Profile, share: float = 1.0, *, half: bool = True) -> tuple[float, float]:

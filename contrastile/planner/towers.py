@@ -134,7 +134,9 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
         return Work(attention=each * prod(q.shape) * k.shape[-2], kernels=1)
     if func._overloadpacket in flop_registry:
         return Work(products=flop_registry[func._overloadpacket](*args, **kwargs, out_val=out), kernels=1)
-    return Work(moved=sum(x.nbytes for x in (*inputs, *outputs)), kernels=1)
+    # an operation in place on many tensors returns none of them
+    written = outputs or (args[0] if isinstance(args[0], list | tuple) else [])
+    return Work(moved=sum(x.nbytes for x in (*inputs, *written)), kernels=1)
 
 
 def measure(

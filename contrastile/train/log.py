@@ -132,7 +132,7 @@ def size(count: float) -> str:
         if abs(count) < 1024:
             return f"{count:.0f} {unit}"
         count /= 1024
-    return f"{count:.1f} GiB"
+    return f"{count:.1f} GiB" if abs(count) < 1024 else f"{count / 1024:,.1f} TiB"
 
 
 class Listener:

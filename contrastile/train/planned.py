@@ -26,12 +26,21 @@ from contrastile.planner.loss import LateSize, LossSize
 from contrastile.planner.memory import LIBRARIES, Held, Side, StepMemory
 from contrastile.planner.plan import Plan
 from contrastile.planner.profile import Target, target
-from contrastile.planner.towers import TowerCost, made_without_memory, measure, shapes_only, without_memory
+from contrastile.planner.towers import (
+    Counted,
+    TowerCost,
+    Work,
+    made_without_memory,
+    measure,
+    shapes_only,
+    without_memory,
+)
 from contrastile.train.config import AnyRecipe, Recipe
+from contrastile.train.config.base import OptimSettings
 from contrastile.train.config.towers import without_folders
 from contrastile.train.loaded import HALVES, LoadedRun, autocast
 from contrastile.train.objective import OBJECTIVES, teacher_recipe
-from contrastile.train.optim import state_bytes, step_bytes
+from contrastile.train.optim import build_optimizer, state_bytes, step_bytes
 from contrastile.train.recipe import load_any_recipe
 from contrastile.train.retriever.run import build_retriever_run
 from contrastile.train.run import build_run, ready_tokenizer
@@ -44,6 +53,8 @@ STREAMED = 2
 NORMALISED = 5
 # the same of pictures, texts, and single vectors, beside the gradient itself
 QUOTIENT = 4
+# times that clipping reads or writes the gradient: for its norm, and to multiply it
+CLIPPED = 3
 # bytes of the id of a key in a queue
 ID = 8
 CPU = torch.device("cpu")
@@ -249,8 +260,30 @@ def plan_of(
         step = step.with_features_on_host()
     return Plan(
         recipe.name, machines, batch, step, keys, train.accumulate, weights, trained, inputs, int(pictures),
-        half is not None, recipe.may_stream, lengths,
+        half is not None, recipe.may_stream,
+        update_work(model, recipe.optim, share) if machines.profile is not None else Work(), lengths,
     )  # fmt: skip
+
+
+def update_work(model: nn.Module, settings: OptimSettings, share: int = 1, *, clipped: bool = True) -> Work:
+    """The work of an optimizer's step, and of clipping the gradient, counted on weights without memory.
+
+    share: ranks, each of which updates a part of the weights. torch's AdamW updates many tensors at once, as on a GPU.
+    """
+    optimizer = build_optimizer(model, settings)
+    for group in optimizer.param_groups:
+        group["params"] = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in group["params"]]
+        for parameter in group["params"]:
+            parameter.grad = torch.empty_like(parameter)
+        if "foreach" in group:
+            group["foreach"] = True
+    # makes the state
+    optimizer.step()
+    with Counted() as counter:
+        optimizer.step()
+    gradients = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
+    work = counter.work + Work(moved=CLIPPED * gradients * clipped)
+    return replace(work, moved=work.moved / share)
 
 
 def made_up_tokenizer(settings: Any, special: Sequence[str] = ()) -> Any:
