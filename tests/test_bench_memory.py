@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from contrastile import InfoNCELoss
 from contrastile.bench import memory as bench_memory
 from contrastile.bench.harness import COLUMNS, Machine, Report, read_rows
 from contrastile.bench.memory import SCALE, MemoryBench, clip, one_rank_of, ways
@@ -46,6 +47,18 @@ def test_every_way_computes_the_loss_of_a_batch_that_repeats_this_ranks(world: i
                 computed.append(way.label)
     assert len(computed) == 7
     assert not dist.is_initialized()
+
+
+def test_one_way_losses_go_around_the_ring_of_ranks_that_are_not_there() -> None:
+    q, k = _features()
+    truth = F.cross_entropy(SCALE * q.double() @ k.double().T, torch.arange(N)) + math.log(3)
+    with one_rank_of(3):
+        loss = InfoNCELoss(exchange="ring", backend="eager")(q, k, torch.tensor(SCALE))
+        loss.backward()
+    assert loss.item() == pytest.approx(truth.item(), abs=1e-5)
+    assert q.grad is not None
+    assert k.grad is not None
+    assert bool(q.grad.isfinite().all() and k.grad.isfinite().all())
 
 
 def test_the_collectives_are_as_before_even_after_an_error() -> None:

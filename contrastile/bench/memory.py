@@ -56,8 +56,13 @@ def one_rank_of(world: int) -> Iterator[None]:
 
 
 def _returned(operations: Sequence[tuple[Any, Tensor, int]], group: Any) -> list[Any]:
-    """Copy what leaves to where it would arrive: around a ring of equal ranks both have one size."""
+    """Copy what leaves to where it would arrive: around a ring of equal ranks both have one size.
+
+    Nothing travels where the loss of one direction has no statistics of columns.
+    """
     del group
+    if not operations:
+        return []
     (_, leaving, _), (_, arriving, _) = operations
     arriving.copy_(leaving)
     return []
