@@ -120,7 +120,7 @@ def test_seconds_are_formatted_as_hours_minutes_and_seconds(seconds, text):
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (2048, "2 KiB"), (5 << 20, "5 MiB"), (3 << 30, "3.0 GiB"), (5 << 40, "5120.0 GiB")]
+    ("count", "text"), [(0, "0 B"), (2048, "2 KiB"), (5 << 20, "5 MiB"), (3 << 30, "3.0 GiB"), (5 << 40, "5.0 TiB")]
 )
 def test_bytes_are_formatted_in_powers_of_1024(count, text):
     assert size(count) == text
