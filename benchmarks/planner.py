@@ -75,6 +75,7 @@ FILES_LEFT_OUT = {
     **dict.fromkeys(("h200_2_batches", "h200_losses", "late_docstrings", "late_docstrings_time"), RUN),
     **dict.fromkeys(("h200_retrieval", "h200_updates"), SHORT),
     "h200_doors": "models and loops of other libraries",
+    "h200_user_calls": "seconds of whole calls, without their bytes",
     "h200_host_features": "tensors of the bench itself in the peak, and no time of copies in the plan",
 }
 # Rows that no plan of today's code can meet, with the reason: (file, backend or way, batch, sub-batch) of memory.
