@@ -35,6 +35,7 @@ SIX = {"LEFT": 0b10_01_00_01_00_00, "RIGHT": 0b00_01_10_00_01_00, "PRODUCTS": 6,
 EVERYTHING = {"U": True, "V": True, "WEIGHTS": True, "SMOOTH": True, "BIASED": True, "SIDES": 2}
 EVERYTHING |= {"MEAN": True, "TIMES": True, "GUIDE": 2, "SELF": True, "ADD": True, "ORDERED": True, "STEPS": 14}
 EVERYTHING |= {"MEASURED": 1, "CHUNK": 128, "SLOTS": 64, "KEPT": True, "TALL": 128, "LONG": 1024, "LATER": True}
+EVERYTHING |= {"LABELS": True}
 # strides and sizes that are multiples of 16 where features are
 ALIGNED = ("D", "G", "entries", *(f"{name}_stride" for name in ("q", "k", "guide_q", "guide_k", "out", "bits")))
 # arguments of several tensors
@@ -166,14 +167,15 @@ def _kernels() -> list[Any]:
         labels,
         mask_kernels,
         maxsim_kernels,
+        order_kernels,
         positives,
         reductions,
         score_kernels,
     )
 
     modules = (
-        forward, backward, careful, kept_kernels, labels, ends, positives, reductions, finish, maxsim_kernels,
-        score_kernels, mask_kernels,
+        forward, backward, careful, kept_kernels, labels, order_kernels, ends, positives, reductions, finish,
+        maxsim_kernels, score_kernels, mask_kernels,
     )  # fmt: skip
     return [
         function
@@ -211,7 +213,7 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
             continue
         if name not in TILE_KERNELS:
             if capability in COMPLETE or (name, capability) == ("mask_bits", 90):
-                side = {"BM": 64, "BN": 64} if kernel.fn.__module__.endswith("labels") else {}
+                side = {"BM": 64, "BN": 64} if kernel.fn.__module__.endswith(("labels", "order_kernels")) else {}
                 yield kernel, name, plain | EVERYTHING | side | {"CHANNELS": 7, "LAST": True}
                 if EVERY and name.startswith("label_"):
                     yield kernel, f"{name} tall", plain | {"COLUMNS": True, "TALL": 128, "LONG": 1024}

@@ -385,7 +385,7 @@ class Triton(Tiles):
             self.kept, self.guidance = None, Guidance()
             lost = launch.truncation(block.rows.features)
             return [(x, lost) for x in numbers]
-        sums = launch.new_sums(self.scale.device, 0 if block.order is None else len(block.rows))
+        sums = launch.new_sums(self.scale.device, 0 if block.order is None else sorting.SHARED * len(block.rows))
         strip: Tensor | None = None
         lost = launch.truncation(block.rows.features) if self.sums_products else 0.0
         early = isinstance(v, InFlight) and v.early
@@ -430,9 +430,9 @@ class Triton(Tiles):
         if epilogue.exponential:
             launch.careful_gradient(tile.pair, tile.block, strip, sums, epilogue)
         if tile.block.order is not None:
-            # of all rows, behind those of the programs
-            of_rows = along(sums[launch.sums_of_programs(self.scale.device) :], tile.along[0])
-            sorting.label_gradients(tile.pair, tile.block, strip, of_rows, epilogue, stats[0] if stats else None)
+            of_rows = sums[launch.sums_of_programs(self.scale.device) :].view(sorting.SHARED, -1)
+            of_rows = along(of_rows, tile.along[0])
+            sorting.label_gradients(tile.pair, tile.block, strip, of_rows, epilogue, vectors, stats)
 
     def _positive_grads(self, block: Block, positives: Positives, u: Tensor | None, v: Tensor | None) -> Term:
         """Add the gradient of the positives known by position in float32; returns its sums, as `_strips`."""

@@ -25,8 +25,12 @@ from contrastile.tiles.triton.arithmetic import (
     LOG2E,
     LOWEST_SUM,
     MASK,
+    MISSING,
+    POSITIVE_INVERSE,
+    POSITIVE_SHARE,
     SHARE,
     SHIFT,
+    STATE_POSITIVE_TOP,
     STATE_TEACHER_TOP,
     STATE_TOP,
     TEACHER,
@@ -55,16 +59,43 @@ def probability_factor(top, inverse, shift):
     return tl.math.exp2(whole.to(tl.float32)) * (tl.exp((power - whole) * LN2) * inverse).to(tl.float32)
 
 
+@triton.jit
+def _positive_vectors(state_ptr, stride, at, inside, shift, smoothing, SMOOTH: tl.constexpr, INSIDE: tl.constexpr):
+    """Factor of 2^t, and the number taken from it, of the gradients of rows' positives: `softmax_positive` as a line.
+
+    Of a single positive, whose exponential would cancel the number, the number alone.
+    """
+    top = tl.load(state_ptr + STATE_POSITIVE_TOP * stride + at, mask=inside, other=0.0)
+    inverse = tl.load(state_ptr + POSITIVE_INVERSE * stride + at, mask=inside, other=0.0)
+    missing = tl.load(state_ptr + MISSING * stride + at, mask=inside, other=0.0)
+    target = tl.load(state_ptr + POSITIVE_SHARE * stride + at, mask=inside, other=0.0)
+    if INSIDE:
+        share = smoothing - missing
+        taken = missing * 0.0
+    else:
+        share = 1.0 - missing
+        taken = target * (1.0 - smoothing)
+    # in float64, whose range no factor leaves
+    among = tl.exp((shift - top.to(tl.float64) * LOG2E) * LN2) * inverse
+    slope = tl.where(target == 1.0, 0.0, among * share).to(tl.float32)
+    taken = tl.where(target == 1.0, missing - smoothing, taken)
+    if SMOOTH:
+        taken += tl.load(state_ptr + SHARE * stride + at, mask=inside, other=0.0) * smoothing
+    return slope, taken
+
+
 @triton.jit(do_not_specialize=ANY)
 def direction_weights(row_state_ptr, row_state_stride, row_coefficient_ptr, N, col_state_ptr, col_state_stride,
                       col_coefficient_ptr, M, constants_ptr, row_lift_ptr, col_lift_ptr, lack_ptr, out_ptr, smoothing,
-                      SMOOTH: tl.constexpr, GUIDE: tl.constexpr, LATER: tl.constexpr,
-                      BLOCK: tl.constexpr):  # fmt: skip
+                      SMOOTH: tl.constexpr, GUIDE: tl.constexpr, LATER: tl.constexpr, INSIDE: tl.constexpr,
+                      LABELS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Write the vectors of `gradient`, times the unit of the strip: [2, N + M].
 
     First coefficient · exp(−top) · inverse under the shift, then the part that smoothing subtracts, or the like factor
     of a teacher's exponentials. A sum of exponentials too low under the shift sets the careful flag. LATER: also the
     part of a teacher's gap that the sums of `merge_sums` tell, [N + M]. program_id 1 = 0 computes rows, 1 columns.
+
+    LABELS: behind these two vectors of the positives by label, whose gradient is 2^t times the first less the second.
     """
     of_rows = tl.program_id(1) == 0
     state_ptr = tl.where(of_rows, row_state_ptr, col_state_ptr)
@@ -94,6 +125,12 @@ def direction_weights(row_state_ptr, row_state_stride, row_coefficient_ptr, N, c
             # the careful kernels write 0, for a gap that is whole
             lack = tl.where(total == 0, 0.0, (soft * total) * (shift - lift))
             tl.store(lack_ptr + tl.where(of_rows, 0, N) + at, lack, mask=inside)
+    if LABELS:
+        slope, taken = _positive_vectors(state_ptr, stride, at, inside, shift, smoothing, SMOOTH, INSIDE)
+        low += tl.max((inside & (tl.abs(slope) > 2.0 / LOWEST_SUM)).to(tl.int32))
+        behind = weight_ptr + (2 if SMOOTH else 1) * (N + M) + at
+        tl.store(behind, coefficient * slope, mask=inside)
+        tl.store(behind + N + M, coefficient * taken, mask=inside)
     # every program writes the same value
     if low != 0:
         tl.store(constants_ptr + CAREFUL, 1.0)

@@ -77,12 +77,12 @@ class Kept:
         launch.careful_gradient(self.pair, block, self.strip, careful, epilogue)
         if both:
             return self._add_both(block, weights, u, v, epilogue)
-        return self._add_one_way(block, weights[0][0], u, v, epilogue)
+        return self._add_one_way(block, weights, u, v, epilogue)
 
     def _add_one_way(
-        self, block: Block, a: Tensor, u: Tensor | None, v: Tensor | None, epilogue: Epilogue
+        self, block: Block, weights: Weights, u: Tensor | None, v: Tensor | None, epilogue: Epilogue
     ) -> list[Tensor]:
-        inner, q = self.parts[1], self.pair.q
+        inner, q, a = self.parts[1], self.pair.q, weights[0][0]
         col_tiles, N = inner.shape
         factors, weighted = torch.empty_like(a), q.data.new_empty(N, q.width)
         launch.run(
@@ -91,9 +91,10 @@ class Kept:
             D=q.width, q_row_stride=q.data.stride(0), col_tiles=col_tiles, UNIT=UNIT, ROWS=ROWS, BLOCK=FEATURES,
             TILES=TILES,
         )  # fmt: skip
-        of_rows, of_cols = block.places
+        numbers, (of_rows, of_cols) = [self.sums], block.places
         if block.order is not None:
-            sorting.label_gradients(self.pair, block, self.strip, self.sums[:N], epilogue, factored=True)
+            numbers.append(sorting.new_sums(block))
+            sorting.label_gradients(self.pair, block, self.strip, numbers[-1], epilogue, weights, factored=True)
         if u is not None:
             with sorting.in_order(u, of_rows, factors=factors) as total:
                 add_rows(total, self.pair, self.strip, fresh=True)
@@ -104,7 +105,7 @@ class Kept:
                     add_at_once(total, g.T, x, 0.0, 1 / UNIT)
                 else:
                     torch.addmm(total, g.T, x, alpha=1 / UNIT, beta=0, out=total)
-        return [self.sums]
+        return numbers
 
     def _add_both(
         self, block: Block, weights: Weights, u: Tensor | None, v: Tensor | None, epilogue: Epilogue
@@ -127,8 +128,8 @@ class Kept:
         )  # fmt: skip
         numbers, (of_rows, of_cols) = [total], block.places
         if block.order is not None:
-            numbers.append(torch.zeros_like(weights[0][0]))
-            sorting.label_gradients(self.pair, block, self.strip, numbers[-1], epilogue)
+            numbers.append(sorting.new_sums(block))
+            sorting.label_gradients(self.pair, block, self.strip, numbers[-1], epilogue, weights)
         if u is not None:
             with sorting.in_order(u, of_rows) as of_labels:
                 add_rows(of_labels, self.pair, self.strip, fresh=True)

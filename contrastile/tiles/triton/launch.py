@@ -317,11 +317,13 @@ def direction_weights(block: Block, epilogue: Epilogue, lifts: Sequence[Tensor] 
     """
     lengths = [len(coefficient) for _, coefficient in block.directions]
     (N, M), n = ((*lengths, 0)[:2]), sum(lengths)
-    out = block.constants.new_empty(2 if epilogue.smooth or epilogue.taught else 1, n)
+    by_label = block.order is not None
+    out = block.constants.new_empty((2 if epilogue.smooth or epilogue.taught else 1) + 2 * by_label, n)
     lifts = lifts or [out]
     run(
         backward.direction_weights, (tiles_of(max(lengths), BLOCK), len(lengths)), N=N, M=M, out_ptr=out, BLOCK=BLOCK,
         row_lift_ptr=lifts[0], col_lift_ptr=lifts[-1], lack_ptr=lack[0] if lack else out, LATER=len(lack) > 0,
+        LABELS=by_label,
         **directions(block, epilogue),
     )  # fmt: skip
     return list(out.split(lengths, 1))

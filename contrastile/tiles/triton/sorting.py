@@ -1,4 +1,4 @@
-"""Positives by label: a block in the order of its labels, and the launches of `labels.py`.
+"""Positives by label: a block in the order of its labels; launches of `order_kernels.py` and `labels.py`.
 
 Between `launch.py` and `backend.py`. Rows and columns of a label are neighbours in that order, so that the positives of
 a tile's rows are a few columns side by side. The tile kernels leave these out as they leave out a diagonal, and small
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from contrastile.losses.base import Shard
 from contrastile.tiles.triton import labels as kernels
+from contrastile.tiles.triton import order_kernels
 from contrastile.tiles.triton.block import Block, Order, SuperTile, along
-from contrastile.tiles.triton.launch import BLOCK, ROWS, directions, run
+from contrastile.tiles.triton.launch import BLOCK, ROWS, Weights, directions, run
 from contrastile.tiles.triton.plan import Epilogue, Pair, products_of, shape_for, tiles_of
 from contrastile.tiles.triton.products import add_cols, add_rows
 
@@ -28,8 +29,9 @@ NUMBERS = 5
 # and those compared at once; labels and chunks of one program, and the steps that find a position in a chunk
 MOST_CHUNKED, CHUNK, SEARCH = 16384, {"CHUNK": 128, "BLOCK": 32}, {"ROWS": 16, "SLOTS": 64, "CHUNK": 128, "STEPS": 8}
 # columns of positives of a row tile above which its tiles have the size of the shape, else half of its rows; warps of
-# the larger ones; and columns of a block above which it has these, whose launches are not worth their time in others
-LONG, TALL_WARPS, MANY = 1024, 8, 12288
+# the larger ones; programs that share the columns of one in the gradient, which row tiles alone would not fill a chip
+# with; and columns of a block above which it has these, whose launches are not worth their time in others
+LONG, TALL_WARPS, SHARED, MANY = 256, 8, 4, 6144
 
 
 def ordered(rows: Shard, cols: Shard, *, exclude_self: bool) -> Order:
@@ -46,7 +48,7 @@ def ordered(rows: Shard, cols: Shard, *, exclude_self: bool) -> Order:
     }
     height = shape_for(device).rows
     run(
-        kernels.spans, (tiles_of(max(N, M), height), 2), N=N, M=M, self_diagonal=rows.start - cols.start,
+        order_kernels.spans, (tiles_of(max(N, M), height), 2), N=N, M=M, self_diagonal=rows.start - cols.start,
         SELF=exclude_self, BM=height, STEPS=max(N, M).bit_length(), **given,
     )  # fmt: skip
     return Order(row_order, col_order, row_spans, col_spans)
@@ -65,7 +67,7 @@ def _sorted(rows: Tensor, cols: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         for at, name in enumerate(("sorted", "order", "places")):
             given |= _of_sides(name, [x[at] for x in results])
         run(
-            kernels.order_labels, (tiles_of(max(map(len, sides)), SEARCH["ROWS"]), len(sides)), **given, **SEARCH,
+            order_kernels.order_labels, (tiles_of(max(map(len, sides)), SEARCH["ROWS"]), len(sides)), **given, **SEARCH,
         )  # fmt: skip
     return [results[0], results[-1]]
 
@@ -79,7 +81,7 @@ def _chunks(sides: Sequence[Tensor]) -> list[Tensor]:
     """Of one or two sides [2, n]: the labels, sorted within chunks, and the place of each in its chunk."""
     out = [x.new_empty(2, len(x)) for x in sides]
     run(
-        kernels.sort_chunks, (tiles_of(max(map(len, sides)), CHUNK["CHUNK"]), len(sides)), N=len(sides[0]),
+        order_kernels.sort_chunks, (tiles_of(max(map(len, sides)), CHUNK["CHUNK"]), len(sides)), N=len(sides[0]),
         M=len(sides[-1]), **_of_sides("labels", sides), **_of_sides("chunks", [x[0] for x in out]),
         **_of_sides("within", [x[1] for x in out]), **CHUNK,
     )  # fmt: skip
@@ -90,8 +92,8 @@ def count_equal(labels: Tensor, others: Tensor) -> Tensor:
     """The number [n] of other labels that equal each label."""
     out, ((chunks, _),) = torch.empty(len(labels), dtype=torch.int32, device=labels.device), _chunks([_wide(others)])
     run(
-        kernels.count_equal, (tiles_of(len(labels), SEARCH["ROWS"]),), labels_ptr=_wide(labels), chunks_ptr=chunks,
-        out_ptr=out, n=len(labels), m=len(others), **SEARCH,
+        order_kernels.count_equal, (tiles_of(len(labels), SEARCH["ROWS"]),), labels_ptr=_wide(labels),
+        chunks_ptr=chunks, out_ptr=out, n=len(labels), m=len(others), **SEARCH,
     )  # fmt: skip
     return out
 
@@ -136,9 +138,14 @@ def _move(sides: Sequence[tuple[Tensor, Tensor | None, Tensor, Tensor]], *, put:
         given |= {f"{name}_x_ptr": x if len(x) else out, f"{name}_last_ptr": out if last is None else last}
         given |= {f"{name}_stride": x.stride(0), f"{name}_order_ptr": order, f"{name}_out_ptr": out}
     run(
-        kernels.move_ordered, (tiles_of(max(lengths), BLOCK), len(sides)), N=lengths[0], M=lengths[-1],
+        order_kernels.move_ordered, (tiles_of(max(lengths), BLOCK), len(sides)), N=lengths[0], M=lengths[-1],
         CHANNELS=len(sides[0][0]), LAST=sides[0][1] is not None, PUT=put, BLOCK=BLOCK, **given,
     )  # fmt: skip
+
+
+def new_sums(block: Block) -> Tensor:
+    """Zeros [S, N] for `label_gradients`."""
+    return block.constants.new_zeros(SHARED, len(block.rows))
 
 
 def label_totals(pair: Pair, block: Block, stats: Sequence[Tensor], first: Sequence[bool], epilogue: Epilogue) -> None:
@@ -158,30 +165,40 @@ def label_gradients(
     strip: Tensor,
     sums: Tensor,
     epilogue: Epilogue,
-    stats: Tensor | None = None,
+    weights: Weights,
+    stats: Sequence[Tensor] | None = None,
     *,
     factored: bool = False,
 ) -> None:
-    """Write the gradients of a super-tile's positives into the strip, and add Σ g · ⟨q, k⟩, or Σ g, to `sums` [N].
+    """Write the gradients of a super-tile's positives into the strip, and add Σ g · ⟨q, k⟩, or Σ g, to `sums` [S, N].
 
-    stats: add the loss of the positives too, for a pairwise loss. factored: the strip has exponentials, of which a
-    factor of each row makes gradients (`kept.py`).
+    weights: the vectors of each direction, the last two for its positives. stats: add the loss of the positives too,
+    for a pairwise loss. factored: the strip has exponentials, of which a factor of each row makes gradients
+    (`kept.py`).
     """
     given = directions(block, epilogue) | _products(pair, block)
     given |= {"strip_ptr": strip, "out_stride": strip.stride(0), "part_stride": strip.shape[0] // pair.q.parts}
-    given |= {"PARTS": pair.q.parts, "label_sums_ptr": sums, "stats_ptr": sums if stats is None else stats}
-    _run_tiles(kernels.label_gradients, pair, given | {"LOSS": stats is not None, "KEPT": factored})
+    given |= {"sums_step": sums.stride(0)}
+    vectors = weights if block.loss.pairwise else [x[-2:] for x in weights]
+    given |= {"row_vectors_ptr": vectors[0], "col_vectors_ptr": vectors[-1], "vectors_step": vectors[0].stride(0)}
+    given |= {"PARTS": pair.q.parts, "label_sums_ptr": sums, "stats_ptr": stats[0] if stats else sums}
+    # a pairwise loss is added to one number of a row
+    shared = 1 if block.loss.pairwise else SHARED
+    _run_tiles(kernels.label_gradients, pair, given | {"LOSS": bool(stats), "KEPT": factored}, shared)
 
 
-def _run_tiles(kernel: Any, pair: Pair, given: dict[str, Any]) -> None:
-    """Launch a kernel of tiles of positives: small ones, and tall ones for rows whose positives are many."""
+def _run_tiles(kernel: Any, pair: Pair, given: dict[str, Any], shared: int = 1) -> None:
+    """Launch a kernel of tiles of positives: small ones, and tall ones for rows whose positives are many.
+
+    shared: programs for the columns of a tall one.
+    """
     shape = pair.shape
     given |= {"TALL": shape.rows, "LONG": LONG if given["M"] > MANY else 0}
     small = shape.rows // 2
     run(kernel, (tiles_of(given["N"], small),), BM=small, BN=small, **given)
     if given["LONG"]:
         run(
-            kernel, (tiles_of(given["N"], shape.rows),), BM=shape.rows, BN=shape.rows, warps=TALL_WARPS,
+            kernel, (tiles_of(given["N"], shape.rows), shared), BM=shape.rows, BN=shape.rows, warps=TALL_WARPS,
             stages=shape.stages, **given,
         )  # fmt: skip
 
@@ -232,7 +249,7 @@ def in_order(
     yield part
     n, D = part.shape
     run(
-        kernels.add_ordered, (tiles_of(n, ROWS),), total_ptr=part, out_ptr=total, order_ptr=order, n=n, D=D,
+        order_kernels.add_ordered, (tiles_of(n, ROWS),), total_ptr=part, out_ptr=total, order_ptr=order, n=n, D=D,
         factors_ptr=part if factors is None else factors, TIMES=factors is not None, total_stride=part.stride(0),
         out_stride=total.stride(0), ADD=not fresh, ROWS=ROWS, BLOCK=BLOCK,
     )  # fmt: skip
