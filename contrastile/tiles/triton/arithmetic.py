@@ -49,8 +49,9 @@ STATE_TEACHER_TOP, TEACHER_INVERSE = (tl.constexpr(len(SoftmaxState._fields) + r
 ANY = ("N", "M", "n", "diagonal", "self_diagonal", "positives", "positives_stride", "positives_start", "per_row",
        "vectors_step", "sums_step", "part_stride", "part_row_stride", "part_col_stride", "parts", "stats_row_stride",
        "stats_stride", "row_stats_stride", "col_stats_stride", "row_state_stride", "col_state_stride", "row_tiles",
-       "col_tiles", "row_first", "row_last", "col_first", "col_last", "q_blocks", "blocks", "truncation", "careful", "kept",
-       "smoothing", "m", "spans_stride", "spans_start", "row_stride", "col_stride", "x_lost", "y_lost")  # fmt: skip
+       "col_tiles", "row_first", "row_last", "col_first", "col_last", "q_blocks", "blocks", "truncation", "careful",
+       "kept", "smoothing", "m", "spans_stride", "spans_start", "row_stride", "col_stride", "x_lost",
+       "y_lost")  # fmt: skip
 
 
 @triton.jit
