@@ -1,4 +1,4 @@
-"""How far the fused kernels are from float64 on this chip, and what its matrix units cut off.
+"""Distances of the fused kernels from float64 on this chip, and the part that its matrix units cut off.
 
 The script behind the numbers of docs/kernels.md and docs/numerics.md. Needs a CUDA device with a copy engine:
 

@@ -1,4 +1,4 @@
-"""What all tests share: the interpreter for kernels, poisoned memory, and seeds."""
+"""Set-up of all tests: the interpreter for kernels, poisoned memory, and seeds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ranks import FIGURES, Pool, set_aside
 
 from contrastile.train.report import page
 
-# what is loaded until the first test stays: collections would look through it for nothing
+# modules loaded before the first test stay: the garbage collector need not look through them
 gc.disable()
 # the suite runs in as many processes as there are cores: threads of each would only wait for the others
 torch.set_num_threads(1)

@@ -47,7 +47,7 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 FAULTS = ("kill", "tear", "fail", "full")
 # seconds after which a process counts as hanging
 PATIENCE = 120
-# what torchrun hands to its ranks: the arguments of `carry_out`
+# handed by torchrun to its ranks: the arguments of `carry_out`
 LAUNCHED = "CONTRASTILE_FAULTS"
 
 
@@ -247,7 +247,7 @@ def _without_times(path: Path) -> list[dict[str, Any]]:
 
 
 def of_run(folder: Path) -> dict[str, Any]:
-    """What the run below a folder leaves, without times; a start that was killed may lie beside it as `tiny-1`."""
+    """Files and values left by the run below a folder, without times; a killed start may lie beside it as `tiny-1`."""
     run = folder / "tiny"
     names = sorted(path.name for path in run.iterdir())
     measured = [path for path in sorted(run.iterdir()) if path.suffix in (".trec", ".qrels")]

@@ -22,7 +22,7 @@ SECONDS, MEMORY = 20, 4 << 30
 
 
 class Outcome(NamedTuple):
-    """What an attack led to: the value returned, or the error's type and text; bytes of memory beside the program's."""
+    """The end of an attack: the value returned, or the error's type and text; bytes of memory beside the program's."""
 
     value: Any
     error: str
@@ -83,7 +83,7 @@ def _serve() -> None:
         answers, answer = os.pipe()
         child = os.fork()
         if child == 0:
-            # what a library prints is no answer
+            # a library's prints are no answer
             os.dup2(2, 1)
             _attack(line, answer)
             os._exit(0)

@@ -13,7 +13,7 @@ from PIL import Image
 from contrastile.data.base import Skipped
 from contrastile.data.images import crop_box, decode
 
-# what tests expect, by their short names
+# classes of errors that tests expect, by their short names
 MEMORY, PIXELS, SIDE = "picture over 100 MB to decode", "picture over 64 megapixels", "picture with a side over 65,535"
 PARTS, SLOW, BROKEN = "picture in too many parts", "picture too large for its format", "broken picture"
 

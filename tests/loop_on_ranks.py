@@ -1,4 +1,4 @@
-"""What torchrun starts for `test_failure.py`: a loop of a user's own, in which one rank is killed.
+"""The program that torchrun starts for `test_failure.py`: a loop of a user's own, in which one rank is killed.
 
 torchrun --standalone --nproc-per-node 3 tests/loop_on_ranks.py 2
 """

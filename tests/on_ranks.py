@@ -1,4 +1,4 @@
-"""What torchrun starts for `test_gpu_ranks.py`: one rank of a check, on its own GPU where there is one.
+"""The program that torchrun starts for `test_gpu_ranks.py`: one rank of a check, on its own GPU where there is one.
 
 torchrun --nproc-per-node 2 tests/on_ranks.py losses     (or `quick`: fewer kernels to compile)
 """

@@ -213,7 +213,7 @@ PROBLEMS = {
 }
 
 
-# what a rank has of its own: by rows, and by keys
+# arguments of which each rank has its part: by rows, and by keys
 ROW_OPTIONS = ("positives", "query_ids", "query_labels", "weights")
 COLUMN_OPTIONS = ("key_ids", "key_labels")
 

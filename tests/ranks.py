@@ -31,7 +31,7 @@ PATIENCE = 40
 
 
 def set_aside() -> None:
-    """What is loaded by now is no garbage: a collection would look through all of it again, for a third of a second.
+    """Keep loaded modules out of garbage collections, each of which would take a third of a second longer.
 
     In a forked process it would also copy it.
     """
@@ -39,7 +39,7 @@ def set_aside() -> None:
     gc.freeze()
 
 
-# what processes would else load each for itself, for seconds
+# loaded once, for all processes: each would take seconds to load them
 LOADED = (
     "torch._dynamo", "torch.distributed.fsdp", "transformers.models.bert.modeling_bert", "jinja2", "pytest", "faults",
 )  # fmt: skip

@@ -120,7 +120,7 @@ def test_failures_and_long_steps_are_named_and_cost_their_own_row_only():
 
 
 def test_a_bench_ends_in_its_time(monkeypatch):
-    """What is not known to fit into the rest of it is left out: an unmeasured way is as slow as the slowest."""
+    """Ways that may not fit into the rest of it are left out: an unmeasured one counts as the slowest."""
     clock = iter(range(10_000))
     monkeypatch.setattr(bench_step.time, "perf_counter", lambda: float(next(clock)))
     ways = {name: WAYS[name] for name in ("plain", "retain-0")}

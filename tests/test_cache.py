@@ -647,7 +647,7 @@ def test_a_compiled_function_builds_its_graph_in_the_first_pass_too(tower: Tower
     assert not graph_may_change_bits(partial(tower.forward), [])
 
 
-# what torch.compile asks of a tensor that is not a leaf
+# needed by torch.compile of a tensor that is not a leaf
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("as_function", [False, True])
 def test_a_compiled_step_ends_its_graph_before_encode_and_goes_on_behind(tower: Tower, as_function: bool) -> None:

@@ -83,7 +83,7 @@ def test_sub_batches_stay_within_the_tokens_and_are_sorted_by_length(
     assert sum(rows for rows, _ in first) == B
     widths = [width for _, width in first]
     assert widths == sorted(widths, reverse=True)
-    # what the padding costs: nothing but in the first sub-batch
+    # padding costs nothing but in the first sub-batch
     assert widths[-1] < L
     assert sum(rows * width for rows, width in first) < 0.8 * B * L
 

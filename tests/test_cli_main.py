@@ -445,7 +445,7 @@ def test_ctrl_c_while_a_library_loads_ends_quietly_whatever_the_library_makes_of
     root = os.path.dirname(os.path.dirname(contrastile.__file__))
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
     words = [sys.executable, "-m", "contrastile", "doctor"]
-    # what runs behind a script ignores Ctrl-C, and so would what it starts
+    # a process behind a script ignores Ctrl-C, and so would its children
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment, preexec_fn=heard)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")

@@ -193,11 +193,11 @@ def test_a_compiled_scorer_stays_compiled(way: str, dropout: float) -> None:
         counts.append(len(ran))
     assert counts[0] > 8
     assert counts[1] == 2 * counts[0]
-    # what is compiled without a graph may draw other random numbers
+    # code compiled without a graph may draw other random numbers
     assert all(ran)
 
 
-# what torch.compile asks of a tensor that is not a leaf
+# needed by torch.compile of a tensor that is not a leaf
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 def test_a_scorer_inside_a_compiled_step_breaks_the_graph_and_nothing_else() -> None:
     torch._dynamo.reset()
@@ -220,7 +220,7 @@ def test_a_scorer_inside_a_compiled_step_breaks_the_graph_and_nothing_else() -> 
 
 
 def _in_a_graph(rank: int, group: Any, exchange: str) -> tuple[list[list[str]], float]:
-    """What torch.compile makes of a step around a loss of all ranks, and how far its gradients are off."""
+    """Compile a step around a loss of all ranks; returns the graphs' properties and the error of its gradients."""
     torch._dynamo.reset()
     leaves = [x.requires_grad_() for x in torch.randn(2, 4 + rank, 8, dtype=torch.float64)]
     loss = ClipLoss(exchange=exchange, group=group)

@@ -1,4 +1,4 @@
-"""What is written for readers holds: examples in docstrings run, links lead somewhere, the page of keys is complete."""
+"""Documents are true: examples in docstrings run, links lead somewhere, the page of keys is complete."""
 
 import ast
 import doctest
@@ -170,7 +170,7 @@ class Tokens(nn.Module):
 
 
 def _stand_ins():
-    """What a reader has by then: a model, a batch, an optimizer."""
+    """Names that a reader has by then: a model, a batch, an optimizer."""
     torch.manual_seed(0)
     model, N = Clip(bias=False), 6
     pixels, tokens, mask = torch.randn(N, 5), torch.randint(0, 20, (N, 3)), torch.ones(N, 3, dtype=torch.bool)
@@ -295,7 +295,7 @@ def _plain(value):
 @pytest.mark.parametrize(("kind", "section"), [("image-text", "Pictures and texts"), ("retriever", "Retrievers")])
 def test_the_page_of_keys_says_what_the_program_has(kind, section):
     told, keys = _told("Every recipe", section), _keys(KINDS[kind])
-    # what one of several optimizers or losses has of its own is told with its name
+    # a property of one of several optimizers or losses is told with its name
     assert set(told) == set(keys)
     for key, default in told.items():
         if key != "kind":

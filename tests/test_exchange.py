@@ -176,7 +176,7 @@ def _rows(rank: int, group: Any, sizes: list[int], loss: PairLoss, exchange: str
     q = torch.randn(sum(sizes), 5, generator=torch.Generator().manual_seed(3)).double()
     mine = q.split(sizes)[rank].clone().requires_grad_()
     rows = contrast(mine, mine.detach(), scale=1.0, loss=loss, reduction="none", group=group, exchange=exchange)
-    # what a user does: the local mean, which the wrapper then averages
+    # a user's code: the local mean, which the wrapper then averages
     rows.mean().backward()
     return rows.detach(), mine.grad
 
@@ -266,7 +266,7 @@ def test_what_a_class_finds_wrong_on_one_rank_is_raised_on_all(pool: Pool, name:
 
 
 def _taken(rank: int, group: Any, dtype: torch.dtype, memory: int) -> tuple[str, bool]:
-    """What "auto" takes on a device of so much memory, for 2 x 8 pairs of 4 features; and whether it computes."""
+    """The exchange that "auto" takes on a device of this memory, for 2 x 8 pairs of 4 features; True if exact."""
     taken, known = [], _dispatch.automatic_exchange
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_dispatch, "device_memory", lambda device: memory)

@@ -162,7 +162,7 @@ def test_torchrun_ends_the_others(tmp_path: Path) -> None:
         process.join(200)
     assert process.exitcode == 1
     output = (tmp_path / "said.txt").read_text()
-    # what torchrun knows of how each ended; its own half minute, after which it kills, is not needed
+    # torchrun's record of the end of each; its own half minute, after which it kills, is not needed
     codes = re.findall(r"exitcode +: (\S+) ", output)
     codes.remove("-9")
     assert len(codes) == W - 1

@@ -30,7 +30,7 @@ def _writes(_, folder, at, how):
         (0, "kill", 5, {"whole": "01234567"}),
         (3, "kill", -signal.SIGKILL, {"synced": "0123456789abcdef"}),
         (4, "tear", -signal.SIGKILL, {"synced": "0123456789abc", "part": "0123"}),
-        # what was renamed before it was synced is torn under its new name
+        # a file renamed before it was synced is torn under its new name
         (5, "tear", -signal.SIGKILL, {"synced": "0123456789abc", "whole": "0123"}),
         (4, "fail", 1, {"synced": "0123456789abcdef", "part": "01234567"}),
         (2, "full", 1, {"synced": "0123456789"}),

@@ -1,4 +1,4 @@
-"""What only a GPU shows: its matrix units' arithmetic, large sizes, and how the losses live with graphs and streams.
+"""Properties that only a GPU shows: its matrix units' arithmetic, large sizes, losses beside graphs and streams.
 
 Run by `make test-gpu`; elsewhere skipped.
 """

@@ -119,7 +119,7 @@ def test_the_root_holds_ten_files_at_most() -> None:
     assert len(list(ROOT.glob("*.py"))) <= 10
 
 
-# what neighbours in a drawer may know: its base, and what others are a special case of; the kernels fill several files
+# imports allowed between neighbours in a drawer: its base, and the general case of others; kernels fill several files
 SHARED = {
     "losses": {"base", "softmax", "sigmoid"},
     "tiles": {"base", "eager", "scored"},

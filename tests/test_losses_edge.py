@@ -273,7 +273,7 @@ def test_a_temperature_in_the_place_of_the_scale_is_said_once() -> None:
         loss(a, b, 0.07)
         NTXentLoss()(a, b, 1 / 0.07)
         InfoNCELoss()(a, b, 0.07)
-        # what has no meaning as one, such as none at all
+        # values without a meaning as one, such as none at all
         NTXentLoss()(a, b, 0.0)
     assert not said
 

@@ -378,7 +378,7 @@ def test_invalid_models_of_timm_are_refused(timm, tokenizer, settings, more, sen
 
 
 class Planted:
-    """What runs a command where it is unpickled."""
+    """An object that runs a command where it is unpickled."""
 
     def __reduce__(self):
         import os

@@ -28,7 +28,7 @@ HOW = {"exchange": "ring", "backend": "eager"}
 
 @dataclass
 class Circle:
-    """What W simulated ranks share: a queue from each to the next, and one table for what all of them say."""
+    """Shared state of W simulated ranks: a queue from each to the next, and one table of their messages."""
 
     W: int
     queues: list[SimpleQueue[Tensor]] = field(init=False)
@@ -41,7 +41,7 @@ class Circle:
         self.barrier = Barrier(self.W)
 
     def everyone(self, rank: int, said: Any) -> list[Any]:
-        """What all ranks say."""
+        """Messages of all ranks."""
         self.table[rank] = said
         self.barrier.wait(PATIENCE)
         heard = list(self.table)
@@ -71,7 +71,7 @@ class Posted:
 
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ranks say and send in a ring, without torch.distributed."""
+    """Messages of ranks in a ring, without torch.distributed."""
 
     def post(leaving: Tensor, arriving: Tensor, group: Place) -> Posted:
         following = (group.rank + 1) % group.circle.W
@@ -158,7 +158,7 @@ class Air:
 
 
 def _share(x: Tensor, y: Tensor | None) -> bool:
-    """Whether two tensors have memory in common."""
+    """True where two tensors have memory in common."""
     if y is None or not x.numel() or not y.numel():
         return False
     return x.data_ptr() < y.data_ptr() + y.nbytes and y.data_ptr() < x.data_ptr() + x.nbytes
@@ -169,7 +169,7 @@ def _share(x: Tensor, y: Tensor | None) -> bool:
 def test_nothing_is_touched_while_it_travels(
     monkeypatch: pytest.MonkeyPatch, columns: tuple[int, ...], early: bool
 ) -> None:
-    """What is computed between a post and its wait runs beside the transfer on a device: neither may see the other."""
+    """Work between a post and its wait runs beside the transfer on a device: neither may see the other."""
     for rank, n in enumerate(columns):
         air = Air()
         monkeypatch.setattr(collectives, "post", air.post)

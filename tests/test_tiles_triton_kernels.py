@@ -510,7 +510,7 @@ def test_a_strip_of_integers_is_written_exactly() -> None:
     exact.diagonal(2).zero_()
     (written,) = pair.strip_pieces(strip)
     assert torch.equal(written.float(), exact)
-    # what two sweeps come to, in a sum of products of integers
+    # the result of two sweeps, in a sum of products of integers
     assert sums.sum() == 2 * (exact * (q.float() @ k.float().T)).sum()
 
 

@@ -1,4 +1,4 @@
-"""What a step eats is the same wherever the pictures lie."""
+"""The batch of a step is the same wherever the pictures lie."""
 
 from dataclasses import replace
 

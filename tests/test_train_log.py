@@ -1,4 +1,4 @@
-"""What a run says: readable lines where there is no terminal, and metrics that survive a crash."""
+"""Output of a run: readable lines where there is no terminal, and metrics that survive a crash."""
 
 import io
 import json

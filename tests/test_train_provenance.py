@@ -1,4 +1,4 @@
-"""What a file of results says of the machine: the same words wherever a number is written down."""
+"""A file of results describes the machine in the same words wherever a number is written down."""
 
 import os
 import subprocess

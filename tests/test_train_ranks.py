@@ -200,7 +200,7 @@ def test_computing_ranks_notice_a_lost_rank(tmp_path: Path, victim: int, how: si
 
 
 def _launcher(_: int, folder: Path, words: list[str], port: int) -> None:
-    """What torchrun is to its ranks: their parent, which says so in their environment."""
+    """A stand-in for torchrun: the parent of its ranks, named in their environment."""
     as_in_tests()
     os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "x"}
     for rank in range(2):
@@ -520,7 +520,7 @@ def test_damaged_checkpoints_are_an_error_on_all_ranks(tmp_path: Path) -> None:
         assert launched.codes() == [2, 2]
         for rank in range(2):
             assert launched.said(rank).splitlines()[-1].startswith("rank 0: `checkpoints` must hold one that is whole")
-    # what was learned before is not written over by what was not
+    # parameters learned before are not written over
     assert json.loads((tmp_path / "runs" / "tiny" / "run.json").read_text())["examples"] == 48
 
 

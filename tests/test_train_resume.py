@@ -37,7 +37,7 @@ def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
     recipe = tiny_recipe(folder, DROPOUT, *SAVED)
     whole = run_recipe(recipe, folder / "runs").folder
-    # what it loaded, those that are forked have
+    # forked processes have its modules
     set_aside()
     return recipe, whole
 
@@ -221,9 +221,9 @@ def _limited(_, size, words, said):
 
 
 def limited(size, words, said):
-    """What a command comes to in a process whose files cannot grow beyond `size`: a disk that is full, for real.
+    """The end of a command in a process whose files cannot grow beyond `size`: a disk that is full, for real.
 
-    Its exit code, and what it says, by way of the file `said`.
+    Returns its exit code and its output, by way of the file `said`.
     """
     with fresh(1, _limited, size, words, said) as (process,):
         process.join()
@@ -245,7 +245,7 @@ def test_a_full_disk_fails_at_the_end_of_a_run_and_loses_no_checkpoint(undisturb
     assert last.startswith("the weights could not be saved into ")
     assert last.endswith("File too large (os error 27)); what was saved before is there, free the disk and resume")
     assert "Traceback" not in said
-    # what was there before is there, whole
+    # older files are there, whole
     assert (tmp_path / recipe.name / "model.safetensors").read_bytes() == before
     assert (kept / "manifest.json").is_file()
     assert main(["train", *words]) == 0
@@ -449,7 +449,7 @@ def test_a_run_whose_folder_is_moved_writes_nothing_into_another(undisturbed, tm
     assert list(path.iterdir()) == []
     # at the next checkpoint, which is saved every fourth step
     assert len(steps) == 4
-    # what it had is in its own
+    # its values are in its own
     path.rmdir()
     (tmp_path / "moved").rename(path)
     monkeypatch.setattr(loop, "step", real)

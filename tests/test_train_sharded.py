@@ -118,7 +118,7 @@ def test_a_stopped_run_resumes_bit_identically_on_as_many_ranks(tmp_path: Path, 
     assert plain["origin"]["run"] == (folder / "run.id").read_text().strip()
     assert plain["origin"]["optim.kind"] == kind
     assert codes_of(2, tmp_path, _main, [*words, "--resume"]) == [0, 0]
-    # what a run that is through does is the same with whole towers
+    # a finished run does the same with whole towers
     same_run(folder, whole)
 
 
@@ -169,7 +169,7 @@ def test_a_rank_lost_during_a_gather_is_named(tmp_path: Path) -> None:
 
 
 class _Ending(torch.autograd.Function):
-    """What raises where it is back-propagated."""
+    """A function that raises in its backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, end: Any) -> Tensor:
@@ -301,7 +301,7 @@ class _Odd(nn.Module):
 
 
 def _stepped(model: nn.Module, gradients: list[Tensor], optimizer: Optimizer) -> list[Tensor]:
-    """What clipping and three steps make of the parameters, and the norm."""
+    """Parameters after clipping and three steps, and the norm."""
     for number in range(1, 4):
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             parameter.grad = shard_like(number * gradient, parameter)
@@ -327,7 +327,7 @@ def _clipped_and_moved(rank: int, group: Any, settings: OptimSettings, foreach: 
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-# what a GPU takes is all parameters in one call, which AdamW has, and clipping before any optimizer
+# a GPU takes all parameters in one call, which AdamW has, and clips before any optimizer
 @pytest.mark.parametrize(
     ("kind", "foreach"),
     [(AdamWSettings, False), (AdamWSettings, True), (AdafactorSettings, False), (MuonSettings, True)],

@@ -47,7 +47,7 @@ def _sides(dtype: torch.dtype, diagonal: int | None) -> tuple[Triton, Shard, Sha
 
 
 def _swept(dtype: torch.dtype, diagonal: int | None, early: bool) -> tuple[Tensor, Tensor, bool]:
-    """What a turn's accumulator holds when it leaves, what one that stays would; and if the rows were done by then."""
+    """A turn's accumulator when it leaves, that of one that stays, and True if the rows were done by then."""
     tiles, rows, cols = _sides(dtype, diagonal)
     u, v, gathered, left = torch.zeros(N, D), torch.ones(M, D), torch.ones(M, D), []
     turn = InFlight(
@@ -84,7 +84,7 @@ def test_a_turn_waits_once_and_leaves_once() -> None:
     turn.release()
     turn.release()
     assert log == ["waits", "leaves"]
-    # what nobody asked for is waited for before it goes on; and a first one need not come
+    # a message that nobody asked for is waited for before it goes on; a first one need not come
     log.clear()
     turn = InFlight(torch.zeros(1), lambda: log.append("waits"), lambda: log.append("leaves"), first=True, early=False)
     turn.value()

@@ -1,4 +1,4 @@
-"""What is written for readers passes a strict type checker, and a run says what it has."""
+"""Examples for readers pass a strict type checker, and public names have the types that a run finds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from contrastile.train.run import Run
 
 ROOT = Path(contrastile.__file__).parent.parent
 SNIPPET = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
-# what a reader has by then
+# names that a reader has by then
 THERE = "from typing import Any\nimport torch\nmodel: Any\npixels: torch.Tensor\ntokens: torch.Tensor\n"
 RETRIEVER = """
 import contrastile

@@ -382,7 +382,7 @@ def _text_plain(wrapped: Any, model: Pair, x: Tensor, y: Tensor, first: bool) ->
 
 def _checkpointed(wrapped: Any, model: Pair, x: Tensor, y: Tensor) -> Any:
     for tower in (model.image, model.text):
-        # what is inside is gathered again when it is recomputed
+        # parameters inside are gathered again for recomputation
         tower.blocks.forward = lambda z, blocks=tower.blocks: checkpoint_sequential(blocks, 2, z, use_reentrant=False)
     return *_both(wrapped, x, y), *model.numbers()
 

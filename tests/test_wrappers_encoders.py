@@ -128,7 +128,7 @@ def _with_buffers(rank: int, group: Any) -> None:
                 DistributedDataParallel._distributed_broadcast_coalesced(plain, tensors, *how),
             )
             if broadcast and rank == 1 and make is Shifted:
-                # what the first rank has counts
+                # the first rank's value counts
                 model.norm.running_mean += 1
             for step in range(1, 4):
                 wrapped.zero_grad()
@@ -301,7 +301,7 @@ def test_an_empty_batch_runs_on_stand_ins_without_trace(trained: str) -> None:
 
 
 def test_a_batch_without_rows_does_not_run_a_frozen_trunk_again() -> None:
-    """Whether graphs are kept is agreed: a rank without rows must not speak against it."""
+    """Ranks agree to keep graphs: one without rows must not refuse."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 2))
     model[0].requires_grad_(False)
     runs: list[int] = []

@@ -26,7 +26,7 @@ from contrastile.data.texts import Passage
 BLOCK, MOST_CHARACTERS, MOST_BLANKS = 1 << 20, 16 << 20, 1 << 20
 # the limit of what parquet unpacks to: so many times its size, and so many bytes more; the rows that are read at once
 MOST_TIMES, MOST_MORE, ROWS = 100, 1 << 28, 64
-# what lies between the entries of a JSON list
+# separators of the entries of a JSON list
 GAP = re.compile(r"[\s,]*")
 # first lines that do not name columns: a tab, then a list of answers as Python writes it; two ids and a grade, with a
 # column without meaning between them in TREC's form

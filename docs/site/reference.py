@@ -91,7 +91,7 @@ def _file(value: Any) -> str:
 
 
 def _signature(name: str, module: str, value: Any) -> str:
-    """How a name is imported, made and called, with its types."""
+    """The import, constructor and call of a name, with types."""
     own = inspect.signature(value)
     lines = [f"from {module} import {name}", ""]
     if inspect.isclass(value):

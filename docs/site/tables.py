@@ -297,7 +297,7 @@ def small_sub_batches() -> str:
     )
 
 
-# what a cell says of inputs that are not on the device
+# text of a cell for inputs that are not on the device
 INPUTS = {"device": "", "host": ", host", "pool": ", pool"}
 VIT_B = ("vit-b-16", "512", (1024, 8192, 65536, 262144, 1048576))
 VIT_L = ("vit-l-14", "192", (384, 1024, 8192, 65536, 262144))

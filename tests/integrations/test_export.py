@@ -1,4 +1,4 @@
-"""What `contrastile export` writes, loaded by the libraries themselves."""
+"""Folders of `contrastile export`, loaded by the libraries themselves."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def colpali_engine(encoder: Encoder, wrap: Any, sides: list[Any]) -> None:
         ColbertLoss()(encoder(**query), encoder(**document)).backward()
         return
     kind = run(blocks("colpali-engine")[0])["CachedTrainer"]
-    # what `compute_loss` reads; a whole trainer would make a process group of its own
+    # attributes that `compute_loss` reads; a whole trainer would make a process group of its own
     trainer, accelerator = kind.__new__(kind), SimpleNamespace(pad_across_processes=lambda x, **_: x)
     vars(trainer).update(loss_func=ColbertLoss(), compute_symetric_loss=False, accelerator=accelerator)
     vars(trainer).update(neg_prefix="neg_", query_prefix="query_", pos_prefix="doc_")

@@ -32,7 +32,7 @@ from contrastile.tiles.triton.plan import Epilogue, Pair
 
 
 class Gap:
-    """What a teacher's loss lacks after a forward of two sweeps."""
+    """The part of a teacher's loss that is missing after a forward of two sweeps."""
 
     def __init__(self, stats: Sequence[Tensor]) -> None:
         rows = sum(side.shape[1] for side in stats)
@@ -46,7 +46,7 @@ class Gap:
 
 @dataclass
 class Guidance:
-    """What the forward of a block keeps for the backward: the bits of a whole mask, or the gap of a teacher's loss.
+    """Values kept by a block's forward for its backward: the bits of a whole mask, or the gap of a teacher's loss.
 
     position: of the block.
     """
