@@ -64,3 +64,5 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.save(trained(cached), Path(sys.argv[1]) / f"{Accelerator().process_index}.pt")
+    # threads of a process group that is still there may abort the process at its end
+    Accelerator().end_training()
