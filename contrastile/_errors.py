@@ -42,6 +42,12 @@ def number(name: str, value: Any, holds: Callable[[float], bool], rule: str, rem
         raise invalid(name, rule, value if real else repr(value), remedy)
 
 
+def truth_value(name: str, value: object) -> None:
+    """Raise ValueError for anything but True and False: the word "no" would count as true."""
+    if not isinstance(value, bool):
+        raise invalid(name, "be True or False", repr(value), "Leave out the quotes.")
+
+
 def whole_number(name: str, value: Any, least: int, remedy: str, *, rule: str = "", most: int | None = None) -> int:
     """A whole number of any library as an int: all that `operator.index` takes, except truth values.
 

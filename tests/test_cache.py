@@ -828,7 +828,8 @@ def test_reentrant_checkpointing_is_refused(tower: Tower, monkeypatch: pytest.Mo
     features = encode(encoder, _inputs(), sub_batch=8)
     sentence = (
         "`encoder` must checkpoint activations without entering autograd again; got use_reentrant=True. "
-        "Pass use_reentrant=False to torch.utils.checkpoint."
+        "Pass use_reentrant=False to torch.utils.checkpoint, or transformers "
+        'gradient_checkpointing_kwargs={"use_reentrant": False}.'
     )
     with pytest.raises(ValueError, match=sentence):
         features.sum().backward()

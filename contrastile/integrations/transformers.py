@@ -102,8 +102,8 @@ class ContrastileMixin:
         retain: as for `encode`; of the last side one sub-batch retains its graph in any case, while memory lasts.
 
     The loss is the mean over the batch of all ranks. Mixed precision, DistributedDataParallel, FSDP2, DeepSpeed's ZeRO
-    stages 1 and 2, gradient accumulation, evaluation and resuming are the Trainer's own. `predict` has the loss among
-    its metrics and no predictions: features come from the model. Raises ValueError for several GPUs in one process, for
+    stages 1 and 2, gradient accumulation, evaluation and resuming are the Trainer's own. `predict` returns the features
+    of each side, in the order of `sides`. Raises ValueError for several GPUs in one process, for
     ZeRO stage 3, and for options of the Trainer that a loss of two sides would not follow: `compute_loss_func`,
     `compute_metrics`, `label_smoothing_factor`.
     """
@@ -200,12 +200,12 @@ class ContrastileMixin:
 
     def prediction_step(
         self, model: Any, inputs: Mapping[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
-    ) -> tuple[Tensor, None, None]:
-        """The loss of a batch in evaluation."""
-        del prediction_loss_only, ignore_keys
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None, None]:
+        """The loss of a batch in evaluation, and the features of each side unless the loss alone is wanted."""
+        del ignore_keys
         with torch.no_grad():
-            loss: Tensor = self.compute_loss(model, self._prepare_inputs(inputs))
-        return loss.detach(), None, None
+            loss, features = self.compute_loss(model, self._prepare_inputs(inputs), return_outputs=True)
+        return loss.detach(), None if prediction_loss_only else tuple(x.detach() for x in features.values()), None
 
 
 def refuse_zero_3(plugin: Any) -> None:

@@ -93,6 +93,33 @@ def test_a_resumed_run_has_the_same_weights(tmp_path: Path) -> None:
     same(result(again)[1], result(whole)[1])
 
 
+def test_predictions_are_the_features_of_each_side(tmp_path: Path) -> None:
+    # a last batch that is smaller
+    run = trainer("ours", tmp_path, 8, dataloader_drop_last=False)
+    data = torch.utils.data.Subset(Pairs(), range(13))
+    queries, keys = run.predict(data).predictions
+    batch = collate([data[i] for i in range(13)])
+    with torch.no_grad():
+        _, wanted = run.compute_loss(run.model, batch, return_outputs=True)
+    torch.testing.assert_close(torch.from_numpy(queries), wanted["query"])
+    torch.testing.assert_close(torch.from_numpy(keys), wanted["key"])
+    assert "eval_loss" in run.evaluate(data)
+
+
+def test_a_model_that_checkpoints_its_layers(tmp_path: Path) -> None:
+    results = []
+    for kind, reentrant in (("ours", False), ("plain", False), ("ours", True)):
+        run = trainer(kind, tmp_path, 8)
+        run.model.bert.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        if reentrant:
+            with pytest.raises(ValueError, match=r'Pass .* gradient_checkpointing_kwargs=\{"use_reentrant": False\}'):
+                run.train()
+        else:
+            run.train()
+            results.append(result(run))
+    same(*results)
+
+
 def test_two_ranks_have_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
     script = Path(__file__).with_name("trainer_on_ranks.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from contrastile import encode
-from contrastile._errors import invalid, number, whole_number
+from contrastile._errors import invalid, number, truth_value, whole_number
 from contrastile.gradcache.introspect import of_its_module
 from contrastile.integrations.sides import Retain, checked_retain, retain_of_sides
 
@@ -64,15 +64,14 @@ class CachedLoss(nn.Module):
         retain: Retain,
     ) -> None:
         super().__init__()
-        if not isinstance(model, nn.Module):
-            remedy = "Load it: SentenceTransformer(name)."
-            raise invalid("model", "be a model of sentence-transformers", repr(model)[:80], remedy)
+        check_model("model", model)
         if hasattr(model, "predict") and not hasattr(model, "encode"):
             # a CrossEncoder scores a pair of texts together
             remedy = "Take a loss of sentence_transformers.cross_encoder.losses."
             raise invalid("model", "embed each text by itself", f"a {type(model).__name__}", remedy)
         number("scale", scale, lambda x: x > 0, "be above 0", "Pass 1 / temperature.")
         retain = checked_retain(retain)
+        truth_value("gather_across_devices", gather_across_devices)
         whole_number("mini_batch_size", mini_batch_size, 1, "Count the texts that the model sees at once.")
         if mini_batch_num_tokens is not None:
             whole_number("mini_batch_num_tokens", mini_batch_num_tokens, 1, "Count the tokens that it sees at once.")
@@ -178,6 +177,13 @@ class CachedLoss(nn.Module):
             raise invalid("sentence_features", "be rows of the batch", "packed inputs", remedy) from error
         bounds = _minibatch_ranges(rows, self.mini_batch_size, self.mini_batch_num_tokens)
         return [_create_minibatch(rows, *each) for each in bounds]
+
+
+def check_model(name: str, model: Any) -> None:
+    """Raise ValueError for anything but a module, such as the name of a model."""
+    if not isinstance(model, nn.Module):
+        remedy = "Load it: SentenceTransformer(name)."
+        raise invalid(name, "be a model of sentence-transformers", repr(model)[:80], remedy)
 
 
 def name_of(similarity_fct: Any, default: str) -> str:

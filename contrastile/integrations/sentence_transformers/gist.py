@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile import GISTLoss
-from contrastile._errors import invalid
-from contrastile.integrations.sentence_transformers.base import CachedLoss
+from contrastile._errors import invalid, number, truth_value
+from contrastile.integrations.sentence_transformers.base import CachedLoss, check_model
 
 GIST_CITATION = """
 @misc{solatorio2024gistembed,
@@ -73,8 +73,10 @@ class CachedGISTLoss(CachedLoss):
         *,
         retain: int | Literal["auto"] = 0,
     ) -> None:
-        if not temperature > 0:
-            raise invalid("temperature", "be above 0", temperature, "Pass 0.01, say.")
+        number("temperature", temperature, lambda x: x > 0, "be above 0", "Pass 0.01, say.")
+        check_model("guide", guide)
+        truth_value("contrast_anchors", contrast_anchors)
+        truth_value("contrast_positives", contrast_positives)
         super().__init__(
             model, 1 / temperature, mini_batch_size, mini_batch_num_tokens, gather_across_devices, show_progress_bar,
             retain,
