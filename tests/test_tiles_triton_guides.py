@@ -245,6 +245,28 @@ def test_positives_by_label(loss: PairLoss, scale: float, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
+    "loss",
+    [
+        BalancedSigmoid(),
+        Softmax(exclude_self=True),
+        Softmax(symmetric=True, label_smoothing=0.1),
+        SoftmaxInside(exclude_self=True),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("workspace", [LITTLE, 2**24])
+def test_rows_with_many_positives_and_rows_with_few(
+    loss: PairLoss, workspace: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tall tiles, whose columns several programs share, compute some row tiles, and small ones the others."""
+    monkeypatch.setattr(sorting, "MANY", 2)
+    monkeypatch.setattr(sorting, "LONG", 24)
+    labels = torch.where(torch.arange(N) % 3 < 2, 7, torch.arange(N))
+    given = {"query_labels": labels, "key_labels": labels}
+    _against_eager(_leaves(N, N), loss=loss, workspace=workspace, **given)
+
+
+@pytest.mark.parametrize(
     ("loss", "counted"),
     [(Softmax(exclude_self=True, label_smoothing=0.1), 0), (Softmax(symmetric=True, exclude_self=True), 2**14)],
     ids=["sorted", "counted"],

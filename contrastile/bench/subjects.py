@@ -62,6 +62,11 @@ def _same_label(some: Tensor, x: Tensor) -> Tensor:
     return labels_of(x)[some][:, None] == labels_of(x)
 
 
+def _two_labels(x: Tensor) -> Tensor:
+    """Labels [b] of rows, half of which have each."""
+    return torch.arange(len(x), device=x.device) % 2
+
+
 def _rows(loss: Loss, positives: Callable[[Tensor, Tensor], Tensor] = _own_key) -> Some:
     """The formula of a few rows, whose positives `positives` marks."""
     return lambda some, q, k, *scalars: loss(q[some], k, *scalars, positive=positives(some, k))
@@ -279,6 +284,11 @@ SUBJECTS = {
     "own_alone": Subject(_some_alone, _with_own(in_batch=False), 0),
     "queue": Subject(_some_queue, _with(_queue, modules.InfoNCELoss), 16),
     "clip_labels": Subject(_both_ways(_rows(reference.dense_softmax, _same_label)), _labelled(modules.ClipLoss), 8),
+    "clip_two_labels": Subject(
+        _both_ways(_rows(reference.dense_softmax, lambda some, x: _two_labels(x)[some][:, None] == _two_labels(x))),
+        _with(lambda q, _: {"labels": _two_labels(q)}, modules.ClipLoss),
+        8,
+    ),
     "siglip_labels": Subject(_rows(reference.dense_sigmoid, _same_label), _labelled(modules.SigLipLoss), 6, bias=-10.0),
     # a tile's sum has every positive at full weight, before the share that balance takes is subtracted
     "siglip_balanced": Subject(_some_balanced, _balanced, 6, -10.0, summed=OF_A_LABEL),

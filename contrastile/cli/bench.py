@@ -26,8 +26,8 @@ Plan = dict[int, list[str]]
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 LOSSES = (
     *("clip", "siglip", "infonce", "dcl", "dclw", "hardness", "gist", "gist_relative", "gist_pairs", "distill", "own"),
-    *("own_alone", "hardness_own", "queue", "clip_labels", "siglip_labels", "siglip_balanced", "ntxent", "supcon"),
-    *("supcon_in", "kl", "margin_mse"),
+    *("own_alone", "hardness_own", "queue", "clip_labels", "clip_two_labels", "siglip_labels", "siglip_balanced"),
+    *("ntxent", "supcon", "supcon_in", "kl", "margin_mse"),
 )
 # seconds per measurement: of a loss, of a way to take a step; and both with --quick
 SECONDS, QUICK_SECONDS = {"loss": 4.0, "step": 20.0}, {"loss": 0.5, "step": 2.0}

@@ -106,7 +106,7 @@ def _weights(row_numbers_ptr, col_numbers_ptr, rows, cols, N, M):
 
 
 @triton.jit(do_not_specialize=ANY)
-def label_totals(q_ptr, k_ptr, constants_ptr, stats_ptr, stats_stride, spans_ptr, spans_stride, spans_start,
+def label_totals(q_ptr, k_ptr, constants_ptr, stats_ptr, stats_stride, part_ptr, spans_ptr, spans_stride, spans_start,
                  row_numbers_ptr, col_numbers_ptr, row_first, q_stride, k_stride, N, M, D, BM: tl.constexpr,
                  BN: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr,
                  UPCAST: tl.constexpr, SELF: tl.constexpr, SOFTPLUS: tl.constexpr, WEIGHED: tl.constexpr,
@@ -114,18 +114,24 @@ def label_totals(q_ptr, k_ptr, constants_ptr, stats_ptr, stats_stride, spans_ptr
     """Add the positives of a super-tile to the statistics of its rows; row_first: its columns are the first.
 
     SOFTPLUS adds Σ weight · log(1 + exp(−x)).
+
+    Several programs share the columns of a row tile: all but the first write statistics of their own into `part`
+    [programs − 1, 4, N], also of rows without positives in these tiles.
     """
     i = tl.program_id(0)
-    if _is_left(spans_ptr, spans_stride, spans_start, i, N, M, i < 0, BM, TALL, LONG):
+    share = tl.program_id(1)
+    left = _is_left(spans_ptr, spans_stride, spans_start, i, N, M, i < 0, BM, TALL, LONG)
+    if left & (share == 0):
         return
     rows = i * BM + tl.arange(0, BM)
     own = row_spans(spans_ptr, spans_stride, spans_start, rows, N)
     start, end = _tile_range(spans_ptr, spans_stride, spans_start, i, N, M, BM, BN)
+    end = tl.where(left, start, end)
     constants = exponent_constants(constants_ptr)
     total = tl.zeros((BM,), tl.float32)
     logit_sum, count = total, total
     top = total - float("inf")
-    for j in range(start, end):
+    for j in range(start + share, end, tl.num_programs(1)):
         acc = tl.zeros((BM, BN), tl.float32)
         acc = products(acc, q_ptr, k_ptr, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, False,
                        UPCAST)  # fmt: skip
@@ -146,16 +152,18 @@ def label_totals(q_ptr, k_ptr, constants_ptr, stats_ptr, stats_stride, spans_ptr
             logit_sum += count * (finite(top) - safe) + tl.sum(tl.where(positive, t - safe[:, None], 0.0), 1)
             count += count_along(t, positive, 1)
             top = higher
-    out = stats_ptr + rows
     if SOFTPLUS:
+        out = stats_ptr + rows
         tl.store(out, tl.load(out, mask=rows < N, other=0.0) + total, mask=rows < N)
     else:
         natural, error = shift_as_logarithm(tl.load(constants_ptr + SHIFT) + finite(top))
         top = tl.where(top == -float("inf"), top, natural)
         total = tl.fma(total, error, total)
         logit_sum = logit_sum * LN2 + count * error
-        out += POSITIVE_TOP * stats_stride
-        if row_first == 0:
+        own_at = part_ptr + (share - 1) * 4 * N
+        out = tl.where(share == 0, stats_ptr + POSITIVE_TOP * stats_stride, own_at) + rows
+        stats_stride = tl.where(share == 0, stats_stride, N)
+        if (row_first == 0) & (share == 0):
             before = tl.load(out, mask=rows < N, other=-float("inf"))
             total_before = tl.load(out + stats_stride, mask=rows < N, other=0.0)
             logits = tl.load(out + 2 * stats_stride, mask=rows < N, other=0.0)

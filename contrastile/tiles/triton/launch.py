@@ -286,16 +286,16 @@ def merge_sums(
 
 
 def merge_parts(stats: Tensor, parts: Tensor, epilogue: Epilogue) -> None:
-    """Merge parts [P, K, n] of statistics, in order, into those [K, n] of the same rows."""
-    P, _, n = parts.shape
+    """Merge parts [P, K, n] of statistics, in order, into those [K, n] of the same rows; 4 are those of positives."""
+    P, K, n = parts.shape
     if not epilogue.exponential:
         stats.add_(parts[0] if P == 1 else parts.sum(0))
     elif n:
         part_stride, row_stride, col_stride = parts.stride()
         run(
-            reductions.merge_parts, (tiles_of(n, BLOCK), 2), stats_ptr=stats, stats_row_stride=stats.stride(0),
-            stats_stride=stats.stride(1), part_ptr=parts, part_stride=part_stride, part_row_stride=row_stride,
-            part_col_stride=col_stride, parts=P, n=n, BLOCK=BLOCK,
+            reductions.merge_parts, (tiles_of(n, BLOCK), 2 if K > 4 else 1), stats_ptr=stats, parts=P, n=n, BLOCK=BLOCK,
+            stats_row_stride=stats.stride(0), stats_stride=stats.stride(1), part_ptr=parts, part_stride=part_stride,
+            part_row_stride=row_stride, part_col_stride=col_stride,
         )  # fmt: skip
 
 

@@ -18,8 +18,9 @@ from torch import Tensor
 from contrastile.losses.base import Shard
 from contrastile.tiles.triton import labels as kernels
 from contrastile.tiles.triton import order_kernels
+from contrastile.tiles.triton.arithmetic import POSITIVE_TOP, STATS
 from contrastile.tiles.triton.block import Block, Order, SuperTile, along
-from contrastile.tiles.triton.launch import BLOCK, ROWS, Weights, directions, run
+from contrastile.tiles.triton.launch import BLOCK, ROWS, Weights, directions, merge_parts, run
 from contrastile.tiles.triton.plan import Epilogue, Pair, products_of, shape_for, tiles_of
 from contrastile.tiles.triton.products import add_cols, add_rows
 
@@ -29,9 +30,11 @@ NUMBERS = 5
 # and those compared at once; labels and chunks of one program, and the steps that find a position in a chunk
 MOST_CHUNKED, CHUNK, SEARCH = 16384, {"CHUNK": 128, "BLOCK": 32}, {"ROWS": 16, "SLOTS": 64, "CHUNK": 128, "STEPS": 8}
 # columns of positives of a row tile above which its tiles have the size of the shape, else half of its rows; warps of
-# the larger ones; programs that share the columns of one in the gradient, which row tiles alone would not fill a chip
-# with; and columns of a block above which it has these, whose launches are not worth their time in others
-LONG, TALL_WARPS, SHARED, MANY = 256, 8, 4, 6144
+# the larger ones; and columns of a block above which it has these, whose launches are not worth their time in others
+LONG, TALL_WARPS, MANY = 256, 8, 6144
+# programs that share the columns of a larger row tile, because row tiles alone would not fill a chip; statistics, which
+# have to be merged, in blocks of up to so many rows and columns
+SHARED, MOST_SHARED = 8, 16384
 
 
 def ordered(rows: Shard, cols: Shard, *, exclude_self: bool) -> Order:
@@ -155,8 +158,15 @@ def label_totals(pair: Pair, block: Block, stats: Sequence[Tensor], first: Seque
     """
     for columns, (of_side, is_first) in enumerate(zip(stats, first, strict=False)):
         given = _products(pair, block, columns=bool(columns)) | epilogue.flags
+        shares = _has_tall(given["M"]) and max(given["N"], given["M"]) <= MOST_SHARED and not block.loss.pairwise
+        shared = SHARED if shares else 1
+        of_positives = of_side[POSITIVE_TOP.value : STATS.value]
+        parts = of_side.new_empty(shared - 1, len(of_positives), given["N"])
         given |= {"constants_ptr": block.constants, "stats_ptr": of_side, "stats_stride": of_side.stride(0)}
-        _run_tiles(kernels.label_totals, pair, given | {"row_first": int(is_first)})
+        given |= {"part_ptr": parts if shared > 1 else of_side, "row_first": int(is_first)}
+        _run_tiles(kernels.label_totals, pair, given, shared)
+        if shared > 1:
+            merge_parts(of_positives, parts, epilogue)
 
 
 def label_gradients(
@@ -193,7 +203,7 @@ def _run_tiles(kernel: Any, pair: Pair, given: dict[str, Any], shared: int = 1) 
     shared: programs for the columns of a tall one.
     """
     shape = pair.shape
-    given |= {"TALL": shape.rows, "LONG": LONG if given["M"] > MANY else 0}
+    given |= {"TALL": shape.rows, "LONG": LONG if _has_tall(given["M"]) else 0}
     small = shape.rows // 2
     run(kernel, (tiles_of(given["N"], small),), BM=small, BN=small, **given)
     if given["LONG"]:
@@ -201,6 +211,11 @@ def _run_tiles(kernel: Any, pair: Pair, given: dict[str, Any], shared: int = 1) 
             kernel, (tiles_of(given["N"], shape.rows), shared), BM=shape.rows, BN=shape.rows, warps=TALL_WARPS,
             stages=shape.stages, **given,
         )  # fmt: skip
+
+
+def _has_tall(M: int) -> bool:
+    """True for so many columns of a block that tall tiles are launched."""
+    return M > MANY
 
 
 def _products(pair: Pair, block: Block, *, columns: bool = False) -> dict[str, Any]:
