@@ -1,6 +1,6 @@
 """Time and memory of a training step in the trainers of other libraries, by their loss and by ours in its place.
 
-    python benchmarks/doors.py [DOOR ...] [--pairs 8192] [--sub-batch 2048] [--csv FILE]
+    python benchmarks/doors.py [DOOR ...] [--ours] [--pairs 8192] [--sub-batch 2048] [--csv FILE]
 
 Forward and backward of random texts of 8 to 64 tokens by an encoder of MiniLM's size with random weights, in
 interleaved rounds, under bf16 autocast on a GPU; no download. Each door takes 10 to 30 seconds on an H200, and the
@@ -449,11 +449,13 @@ def on_page(page: str, name: str, **names: Any) -> Any:
     return names[name]
 
 
-def measure(bench: Bench, door: str, machine: Machine, report: Report) -> None:
-    """Report the time and the peak of every implementation."""
+def measure(bench: Bench, door: str, machine: Machine, report: Report, *, only_ours: bool = False) -> None:
+    """Report the time and the peak of every implementation, or of ours alone."""
     for implementations in DOORS[door](bench):
         columns, steps, rows = bench.columns(), dict[str, Step](), dict[str, Row]()
         for (impl, retain), make in implementations.items():
+            if only_ours and not impl.startswith(OURS):
+                continue
             name, seconds, peak = f"{impl} {retain}", None, None
             with report.failures(f"{door} by {impl}", judged=impl.startswith(OURS)):
                 try:
@@ -483,6 +485,7 @@ def main() -> None:
     words = {
         "doors": {"nargs": "*", "metavar": "DOOR", "help": f"of {', '.join(DOORS)} (default: all)"},
         "--pairs": {"type": int, "default": pairs, "help": f"pairs of texts (default: {pairs})"},
+        "--ours": {"action": "store_true", "help": "leave out the other libraries' steps"},
         "--sub-batch": {"type": int, "default": sub_batch, "help": f"texts encoded at once (default: {sub_batch})"},
     }
     logging.set_verbosity_error()
@@ -497,7 +500,7 @@ def main() -> None:
         for door in options.doors or DOORS:
             # a library that is not installed, or has no such loss
             with report.failures(door, judged=False):
-                measure(bench, door, machine, report)
+                measure(bench, door, machine, report, only_ours=options.ours)
 
 
 if __name__ == "__main__":

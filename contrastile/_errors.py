@@ -45,7 +45,7 @@ def number(name: str, value: Any, holds: Callable[[float], bool], rule: str, rem
 def truth_value(name: str, value: object) -> None:
     """Raise ValueError for anything but True and False: the word "no" would count as true."""
     if not isinstance(value, bool):
-        raise invalid(name, "be True or False", repr(value), "Leave out the quotes.")
+        raise invalid(name, "be True or False", repr(value), "Pass one of these, without quotes.")
 
 
 def whole_number(name: str, value: Any, least: int, remedy: str, *, rule: str = "", most: int | None = None) -> int:

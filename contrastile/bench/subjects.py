@@ -58,13 +58,13 @@ def _own_key(some: Tensor, x: Tensor) -> Tensor:
     return some[:, None] == torch.arange(len(x), device=x.device)
 
 
-def _same_label(some: Tensor, x: Tensor) -> Tensor:
-    return labels_of(x)[some][:, None] == labels_of(x)
-
-
 def _two_labels(x: Tensor) -> Tensor:
-    """Labels [b] of rows, half of which have each."""
+    """Labels [b] of rows: 0 and 1 in turns."""
     return torch.arange(len(x), device=x.device) % 2
+
+
+def _same_label(some: Tensor, x: Tensor, labels: Callable[[Tensor], Tensor] = labels_of) -> Tensor:
+    return labels(x)[some][:, None] == labels(x)
 
 
 def _rows(loss: Loss, positives: Callable[[Tensor, Tensor], Tensor] = _own_key) -> Some:
@@ -285,7 +285,7 @@ SUBJECTS = {
     "queue": Subject(_some_queue, _with(_queue, modules.InfoNCELoss), 16),
     "clip_labels": Subject(_both_ways(_rows(reference.dense_softmax, _same_label)), _labelled(modules.ClipLoss), 8),
     "clip_two_labels": Subject(
-        _both_ways(_rows(reference.dense_softmax, lambda some, x: _two_labels(x)[some][:, None] == _two_labels(x))),
+        _both_ways(_rows(reference.dense_softmax, partial(_same_label, labels=_two_labels))),
         _with(lambda q, _: {"labels": _two_labels(q)}, modules.ClipLoss),
         8,
     ),

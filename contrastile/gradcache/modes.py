@@ -111,8 +111,10 @@ def back_propagated(
             remedy = f"Compute that inside too, or pass it as {passed}, a row for each example."
         elif "use_reentrant" in str(error):
             rule, got = "checkpoint activations without entering autograd again", "use_reentrant=True"
-            passed = 'to torch.utils.checkpoint, or transformers gradient_checkpointing_kwargs={"use_reentrant": False}'
-            remedy = f"Pass use_reentrant=False {passed}."
+            remedy = (
+                "Pass use_reentrant=False to torch.utils.checkpoint, or transformers "
+                'gradient_checkpointing_kwargs={"use_reentrant": False}.'
+            )
         else:
             raise
         raise invalid(name, rule, got, remedy) from error

@@ -103,9 +103,9 @@ class ContrastileMixin:
 
     The loss is the mean over the batch of all ranks. Mixed precision, DistributedDataParallel, FSDP2, DeepSpeed's ZeRO
     stages 1 and 2, gradient accumulation, evaluation and resuming are the Trainer's own. `predict` returns the features
-    of each side, in the order of `sides`. Raises ValueError for several GPUs in one process, for
-    ZeRO stage 3, and for options of the Trainer that a loss of two sides would not follow: `compute_loss_func`,
-    `compute_metrics`, `label_smoothing_factor`.
+    of each side, in the order of `sides`. Raises ValueError for several GPUs in one process, for ZeRO stage 3, and for
+    options of the Trainer that a loss of two sides would not follow: `compute_loss_func`, `compute_metrics`,
+    `label_smoothing_factor`.
     """
 
     # the loss is a mean over the batch: the Trainer divides it by the steps that it accumulates

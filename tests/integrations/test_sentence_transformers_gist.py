@@ -145,8 +145,8 @@ def test_their_constructors_words(models: dict[str, Any]) -> None:
 SENTENCES: dict[str, dict[str, Any]] = {
     "`temperature` must be above 0; got 0. Pass 0.01, say.": {"temperature": 0},
     "`temperature` must be above 0; got '0.05'. Pass 0.01": {"temperature": "0.05"},
-    "`contrast_anchors` must be True or False; got 'no'. Leave": {"contrast_anchors": "no"},
-    "`contrast_positives` must be True or False; got 1. Leave": {"contrast_positives": 1},
+    "`contrast_anchors` must be True or False; got 'no'. Pass one of these": {"contrast_anchors": "no"},
+    "`contrast_positives` must be True or False; got 1. Pass one of these": {"contrast_positives": 1},
     "`guide` must be a model of sentence-transformers; got 'all-MiniLM-L6-v2'. Load it": {"guide": "all-MiniLM-L6-v2"},
     "`margin_strategy` must be one of absolute, relative; got 'both'.": {"margin_strategy": "both"},
     "`show_progress_bar` must be False; got True.": {"show_progress_bar": True},

@@ -116,7 +116,7 @@ def label_totals(q_ptr, k_ptr, constants_ptr, stats_ptr, stats_stride, part_ptr,
     SOFTPLUS adds Σ weight · log(1 + exp(−x)).
 
     Several programs share the columns of a row tile: all but the first write statistics of their own into `part`
-    [programs − 1, 4, N], also of rows without positives in these tiles.
+    [programs − 1, 4, N], those of no pair for rows of another launch.
     """
     i = tl.program_id(0)
     share = tl.program_id(1)

@@ -154,7 +154,8 @@ def new_sums(block: Block) -> Tensor:
 def label_totals(pair: Pair, block: Block, stats: Sequence[Tensor], first: Sequence[bool], epilogue: Epilogue) -> None:
     """Add a super-tile's positives to the statistics of its rows and, if symmetric, of its columns.
 
-    first: the columns, and the rows, are the first that the statistics meet.
+    first: the columns, and the rows, are the first that the statistics meet. Several programs share the columns of a
+    tall tile where a block is small; `merge_parts` adds their statistics.
     """
     for columns, (of_side, is_first) in enumerate(zip(stats, first, strict=False)):
         given = _products(pair, block, columns=bool(columns)) | epilogue.flags
