@@ -258,12 +258,13 @@ def test_positives_by_label(loss: PairLoss, scale: float, monkeypatch: pytest.Mo
 def test_rows_with_many_positives_and_rows_with_few(
     loss: PairLoss, workspace: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tall tiles, whose columns several programs share, compute some row tiles, and small ones the others."""
+    """Tall tiles, several to a row tile and shared by programs, compute some rows, and small ones the others."""
     monkeypatch.setattr(sorting, "MANY", 2)
     monkeypatch.setattr(sorting, "LONG", 24)
-    labels = torch.where(torch.arange(N) % 3 < 2, 7, torch.arange(N))
+    rows = torch.arange(3 * N)
+    labels = torch.where(rows % 3 < 2, 7, rows)
     given = {"query_labels": labels, "key_labels": labels}
-    _against_eager(_leaves(N, N), loss=loss, workspace=workspace, **given)
+    _against_eager(_leaves(3 * N, 3 * N), loss=loss, workspace=workspace, **given)
 
 
 @pytest.mark.parametrize(

@@ -385,9 +385,7 @@ SENTENCES = {
     ),
     "`scale` must be above 0; got 0. Pass 1 / temperature.": refused(scale=0),
     "`scale` must be above 0; got '20'. Pass 1 / temperature.": refused(scale="20"),
-    "`gather_across_devices` must be True or False; got 'no'. Pass one of these, without": refused(
-        gather_across_devices="no"
-    ),
+    "`gather_across_devices` must be True or False; got 'no'. Pass one of": refused(gather_across_devices="no"),
     "`directions` must be a tuple of words; got None. Pass (": refused(directions=None),
     "`retain` must be a whole number of at least 0; got 'all'.": refused(retain="all"),
     "`model` must embed each text by itself; got a Scorer. Take a loss of sentence_transformers.cross_": lambda _: (
