@@ -35,6 +35,8 @@ def _run(rank: int, group: Any, case: Case, path: Path | None, spoil: str) -> tu
     # times are of no interest here: as few steps as can be
     for name, steps in (("WARMUP_STEPS", 1), ("RANK_ROUNDS", 1), ("ROW_STEPS", 2), ("ROW_SECONDS", 0.0)):
         patch.setattr(harness, name, steps)
+    if spoil == "nodes":
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
     if spoil == "gate":
         patch.setattr(bench_gate, "LOSS_TOLERANCE", -1.0)
 
@@ -75,6 +77,13 @@ def test_every_exchange_is_compared_with_one_process(pool: Pool, tmp_path: Path,
         expected_costs = pytest.approx([each / milliseconds[0] for each in milliseconds], rel=rel, abs=0.002)
         assert [float(row[cost]) for row in rows] == expected_costs
         assert [float(line.split()[at]) for line in answers[0][0]] == expected_costs
+
+
+def test_two_levels_are_measured_between_nodes(pool: Pool) -> None:
+    (lines, passed), *_ = pool.run(_run, RANKS, CASE, None, "nodes")
+    assert passed
+    ways = ("one process", "gather", "ring", "hierarchical", "replicate")
+    assert _names(lines) == [f"contrastile (eager, {way})" for way in ways]
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(0.01, 10), (0.2, 3), (0.999, 3), (1.0, 1), (6.0, 1)])
@@ -161,12 +170,17 @@ def test_peers_get_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(sys.modules, "open_clip", SimpleNamespace(ClipLoss=make))
     monkeypatch.setitem(sys.modules, "open_clip.loss", SimpleNamespace(SigLipLoss=make))
+    monkeypatch.setitem(sys.modules, "siglip_kernel", SimpleNamespace(DistributedSigLIPLoss=make))
     q = torch.eye(4, dtype=torch.bfloat16)
-    inf_cl, open_clip = rank_peers(1, 4)
+    inf_cl, *siglip_kernel, open_clip = rank_peers(1, 4)
     open_clip.losses["clip"](q, q, torch.ones(()))
     open_clip.losses["siglip"](q, q, torch.ones(()), torch.zeros(()))
     where = {"rank": 1, "world_size": 4}
     assert seen == [{"local_loss": True, "gather_with_grad": True, **where}, where]
+    del seen[:]
+    for peer in siglip_kernel:
+        peer.losses["siglip"](q, q, torch.ones(()), torch.zeros(()))
+    assert seen == [{"strategy": way, **where} for way in ("gather", "ring")]
     stand_in = SimpleNamespace(cal_inf_loss=lambda q, k, scale: (q.sum() + 2 * k.sum()) * scale)
     monkeypatch.setitem(sys.modules, "inf_cl", stand_in)
     assert inf_cl.losses["clip"](torch.ones(2, 2), torch.zeros(2, 2), torch.tensor(3.0)) == 18.0
@@ -174,7 +188,7 @@ def test_peers_get_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_cases_across_gpus_include_all_documented_sizes() -> None:
     cases = suite(torch.device("cuda"), quick=False, ranks=2)
-    for b in (2**16, 2**17, 2**18):
+    for b in (2**16, 2**17, 2**18, 2**20):
         assert Case("clip", b, 768, "bfloat16", (2 * 2**30,)) in cases
     assert len(suite(CPU, quick=True, ranks=2)) == 2
 

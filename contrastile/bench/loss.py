@@ -23,6 +23,7 @@ from contrastile.bench.harness import Machine, Report, Row, Step, Table, Timing,
 from contrastile.bench.peers import ANY_NUMBER, DENSE, PEERS, Case, Contestant, rank_peers
 from contrastile.bench.subjects import SUBJECTS
 from contrastile.distributed import collectives
+from contrastile.exchange.hierarchical import node_size
 from contrastile.train.memory import PeakMemory
 from contrastile.train.provenance import provenance
 
@@ -33,8 +34,9 @@ WORKSPACE, SMALL_WORKSPACE, HOST_WORKSPACE = 2 * 2**30, 192 * 2**20, 2**30
 LEAST_WORKSPACE = 32 * 2**20
 # products before a step that is timed once
 ONCE_PRODUCTS = 100
-# exchanges across ranks and the most rows of each; replicate does the work of all ranks on each
-EXCHANGES = {"gather": ANY_NUMBER, "ring": ANY_NUMBER, "replicate": 2**15}
+# exchanges across ranks and the most rows of each; replicate does the work of all ranks on each, and hierarchical is
+# measured where there are several nodes
+EXCHANGES = {"gather": ANY_NUMBER, "ring": ANY_NUMBER, "hierarchical": ANY_NUMBER, "replicate": 2**15}
 
 _START = (
     "loss 8 | b >8 | d >5 | dtype 9 | implementation 44 | ms >10.2f | least_ms=least ms >10.2f"
@@ -54,7 +56,7 @@ def suite(device: torch.device, *, quick: bool, ranks: int = 1, host: bool = Fal
     if host and on_gpu:
         return [Case("clip", b, 768, "bfloat16", (HOST_WORKSPACE,)) for b in ([2**18] if quick else [2**18, 2**22])]
     if ranks > 1 and on_gpu:
-        clip = [Case("clip", b, 768, "bfloat16", wide) for b in ([2**16] if quick else [2**16, 2**17, 2**18])]
+        clip = [Case("clip", b, 768, "bfloat16", wide) for b in ([2**16] if quick else [2**16, 2**17, 2**18, 2**20])]
         return clip if quick else [*clip, Case("siglip", 2**16, 768, "bfloat16", wide)]
     if ranks > 1:
         return [Case(loss, 512 if quick else 4096, 128, "float32") for loss in ("clip", "siglip")]
@@ -277,6 +279,8 @@ class LossBench:
             yield from contestants(case, device, peers=peers)
             return
         for name, most_rows in {ONE_PROCESS: ANY_NUMBER, **EXCHANGES}.items():
+            if name == "hierarchical" and node_size(size) == size:
+                continue
             how = {"group": self._own_group} if name == ONE_PROCESS else {"exchange": name}
             one = _contrastile(case.loss, device, case.workspaces[0], name, most_rows, **how)
             frugal = _contrastile(case.loss, device, LEAST_WORKSPACE, name, **how).losses[case.loss]

@@ -139,6 +139,16 @@ def _siglip_kernel(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     return import_module("siglip_kernel").fused_siglip_loss(q, k, scale.log(), bias)
 
 
+def _siglip_across(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor, **ranks: Any) -> Tensor:
+    value: Tensor = import_module("siglip_kernel").DistributedSigLIPLoss(**ranks)(q, k, scale, bias)
+    return value
+
+
+def _inf_cl_ring(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+    value: Tensor = import_module("inf_cl").cal_inf_loss(q, k, scale=scale)
+    return value
+
+
 def labels_of(x: Tensor) -> Tensor:
     """Labels [b] of rows, `OF_A_LABEL` of each."""
     return torch.arange(len(x), device=x.device) // OF_A_LABEL
@@ -209,8 +219,10 @@ def rank_peers(rank: int, world: int) -> tuple[Contestant, ...]:
     ranks: dict[str, Any] = {"rank": rank, "world_size": world}
     # as its documentation recommends for many ranks
     clip = partial(_open_clip, local_loss=True, gather_with_grad=True, **ranks)
+    across = partial(_on_gpu, "siglip-kernel", module="siglip_kernel")
     return (
-        _inf_cl("ring", _both(lambda q, k, scale: import_module("inf_cl").cal_inf_loss(q, k, scale=scale))),
+        _inf_cl("ring", _both(_inf_cl_ring), most_rows=2**18),
+        *(across(way, {"siglip": partial(_siglip_across, strategy=way, **ranks)}) for way in ("gather", "ring")),
         Contestant(
             "open_clip", "local loss, gathered gradients",
             {"clip": clip, "siglip": partial(_open_clip_siglip, **ranks)}, HALVES,

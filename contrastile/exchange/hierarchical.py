@@ -42,14 +42,14 @@ class Hierarchical(Exchange):
 
     @classmethod
     def extra_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
-        size = _node_size(len(layout))
+        size = node_size(len(layout))
         nodes = [sum(layout.cols[first : first + size]) for first in range(0, len(layout), size)]
         return (max(nodes) + 2 * max(layout.cols)) * D * bytes_per_feature(dtype)
 
     def _levels(self, tiles: Tiles) -> tuple[Exchange, Tiles]:
         """The ring between nodes and the tiles of this rank's node; with a single node its gather, and the tiles."""
         layout, W = self.layout, len(self.layout)
-        size = _node_size(W)
+        size = node_size(W)
         if size == W:
             return Gather(self.gradient, layout), tiles
         within, between = _subgroups(layout.group, layout.rank, W, size)
@@ -103,7 +103,7 @@ def _of(values: Any, ranks: range) -> tuple[int, ...]:
     return tuple(values[rank] for rank in ranks)
 
 
-def _node_size(W: int) -> int:
+def node_size(W: int) -> int:
     """Number of ranks on a node: LOCAL_WORLD_SIZE of the launcher; all ranks without a launcher."""
     size = int(os.environ.get("LOCAL_WORLD_SIZE", W))
     if W % size:
