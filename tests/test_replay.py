@@ -26,7 +26,7 @@ from contrastile.losses import Sigmoid, Softmax
 from contrastile.scorers import MaxSim
 from contrastile.tiles.base import Accumulated
 from contrastile.tiles.eager import Eager
-from contrastile.tiles.triton import launch, replay
+from contrastile.tiles.triton import kernel, replay
 
 CAPTURED: list[int] = []
 # so large that two of them are kept, with what they read
@@ -263,9 +263,9 @@ def test_hooks_of_a_profiler_see_every_launch(monkeypatch: pytest.MonkeyPatch) -
 
     launches: list[Any] = []
     compiled: Any = Compiled()
-    launch.start(compiled, (3, 1, 1), 7, (5, 6))
-    monkeypatch.setattr(launch.triton.knobs.runtime, "launch_enter_hook", [print])
-    launch.start(compiled, (3, 1, 1), 7, (5, 6))
+    kernel.start(compiled, (3, 1, 1), 7, (5, 6))
+    monkeypatch.setattr(kernel.triton.knobs.runtime, "launch_enter_hook", [print])
+    kernel.start(compiled, (3, 1, 1), 7, (5, 6))
     assert launches == [(3, 1, 1, 7, "function", "metadata", None, None, None, 5, 6), ((3, 1, 1), 7, (5, 6))]
 
 

@@ -39,39 +39,46 @@ SENDABLE = (
 )  # fmt: skip
 
 
-@contextmanager
-def collective(operation: str, group: Any, carrier: Any = None) -> Iterator[None]:
+class collective:  # noqa: N801 (read as a verb: `with collective(...)`)
     """Run an operation of all ranks of the group; where it fails, raise an error that names rank, step and operation.
 
-    carrier: the group whose connections carry it, if not this one.
+    carrier: the group whose connections carry it, if not this one. A class, because a generator takes twice as long.
     """
-    group = resolved(group)
-    state = state_of(group)
-    if state.left_by is not None:
-        rule, got = "be carried out by all ranks", f"this one, which left the others by {state.left_by}"
-        raise LostRankError(str(invalid(operation, rule, got, "Start all ranks again.")))
-    if state.in_flight is not None:
-        raise _misused(f"a {state.in_flight.operation} under way, which the {operation} would meet")
-    state.operations += 1
-    progress.operation = operation
-    with reporting_lost_ranks(operation, carrier or group, own=True):
-        yield
-    progress.operation = None
+
+    def __init__(self, operation: str, group: Any, carrier: Any = None) -> None:
+        self._operation, self._group, self._carrier = operation, resolved(group), carrier
+
+    def __enter__(self) -> None:
+        state, operation = state_of(self._group), self._operation
+        if state.left_by is not None:
+            rule, got = "be carried out by all ranks", f"this one, which left the others by {state.left_by}"
+            raise LostRankError(str(invalid(operation, rule, got, "Start all ranks again.")))
+        if state.in_flight is not None:
+            raise _misused(f"a {state.in_flight.operation} under way, which the {operation} would meet")
+        state.operations += 1
+        progress.operation = operation
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            progress.operation = None
+        else:
+            _raise_lost(error, self._operation, self._carrier or self._group)
 
 
 @contextmanager
-def reporting_lost_ranks(operation: str, group: Any, *, own: bool = False) -> Iterator[None]:
-    """Turn a backend's error into one that names rank and step; of `own` operations every RuntimeError is one.
-
-    Used alone around collectives that torch makes, such as FSDP2's.
-    """
+def reporting_lost_ranks(operation: str, group: Any) -> Iterator[None]:
+    """Turn a backend's error in collectives that torch makes, such as FSDP2's, into one that names rank and step."""
     try:
         yield
-    except (torch.OutOfMemoryError, LostRankError):
-        raise
     except RuntimeError as error:
-        if not (own or isinstance(error, dist.DistError) or any(words in str(error) for words in GLOO_ERRORS)):
-            raise
+        if isinstance(error, dist.DistError) or any(words in str(error) for words in GLOO_ERRORS):
+            _raise_lost(error, operation, group)
+        raise
+
+
+def _raise_lost(error: BaseException, operation: str, group: Any) -> None:
+    """Raise the error that names the missing ranks, where a backend's RuntimeError tells of them."""
+    if isinstance(error, RuntimeError) and not isinstance(error, (torch.OutOfMemoryError, LostRankError)):
         progress.failing = True
         raise lost(operation, group, error) from error
 
@@ -114,7 +121,7 @@ def post(leaving: Tensor, arriving: Tensor, group: Any) -> Transfer:
     Raises RuntimeError where the group has a transfer under way.
     """
     group = resolved(group)
-    ranks, me = size(group), rank(group)
+    ranks, me = group.size(), group.rank()
     operations = [(group.send, leaving, (me + 1) % ranks), (group.recv, arriving, (me - 1) % ranks)]
     with collective(RING, group):
         works = post_together([each for each in operations if each[1].numel()], group)

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from contrastile.distributed import collectives
+from contrastile.distributed.failure import resolved
 from contrastile.exchange.base import Exchange, Layout, bytes_per_feature
 from contrastile.losses.base import Shard
 from contrastile.tiles.base import InFlight, Sum, Tiles
@@ -105,7 +106,7 @@ class Ring(Exchange):
         visit: adds this rank's part to the accumulator of a shard. Ranks add in the order of the ring, so that every
         run gives the same bits.
         """
-        W, rank, group, sizes = len(self.layout), self.layout.rank, self.layout.group, self.layout.cols
+        W, rank, sizes, group = len(self.layout), self.layout.rank, self.layout.cols, resolved(self.layout.group)
         buffers = _Buffers(shard, returned, axis, max(sizes))
 
         def packet(hop: int) -> Packet:
@@ -154,9 +155,16 @@ class _Buffers:
         self.buffers = [returned.new_empty(room, dtype=torch.uint8) for _ in range(2)]
         kinds = {dtype for dtype, *_ in self.layouts}
         self.views = [{dtype: buffer.view(dtype) for dtype in kinds} for buffer in self.buffers]
+        self._packets: dict[tuple[int, int, int], Packet] = {}
 
     def packet(self, buffer: int, columns: int, accumulated: int) -> Packet:
         """A packet in a buffer, with a payload of `columns` columns and an accumulator of `accumulated` ones."""
+        key = buffer, columns, accumulated
+        if key not in self._packets:
+            self._packets[key] = self._packet(*key)
+        return self._packets[key]
+
+    def _packet(self, buffer: int, columns: int, accumulated: int) -> Packet:
         sizes = self._sizes(columns, accumulated)
         views, tensors, begin = self.views[buffer], [], 0
         counts = self._columns(columns, accumulated)

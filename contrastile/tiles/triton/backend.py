@@ -36,7 +36,6 @@ from contrastile.tiles.triton.block import (
     COLUMN_SUMS,
     Block,
     Budget,
-    Cost,
     Groups,
     Order,
     Positives,
@@ -257,9 +256,9 @@ class Triton(Tiles):
             rows, cols = sorting.ordered_sides(rows, cols, order)
         return Block(rows, cols, self.constants[position], self.loss, order)
 
-    def _super_tiles(self, block: Block, cost: Cost, *, careful: bool = False) -> Iterator[SuperTile]:
+    def _super_tiles(self, block: Block, held: int | None, *, careful: bool = False) -> Iterator[SuperTile]:
         """The block's super-tiles with their operands, which neighbours and the next pass share."""
-        for i, j in self._budget.super_tiles(block.rows, block.cols, cost):
+        for i, j in self._budget.super_tiles(block.rows, block.cols, held):
             tile = self.super_tile
             if tile is None or tile.along != (i, j) or tile.whole is not block:
                 order = None if block.order is None else block.order.narrow(i, j)
@@ -291,14 +290,14 @@ class Triton(Tiles):
         """Write the statistics of all pairs: by fast kernels, then by careful ones, which return at once where the flag
         is not set.
         """
-        epilogue, budget = self._epilogue, self._budget
-        passes = [(False, epilogue.channels, budget.forward), (True, epilogue.careful_channels, budget.forward)]
+        epilogue = self._epilogue
+        passes = [(False, epilogue.channels), (True, epilogue.careful_channels)]
         if not epilogue.exponential:
             passes = passes[:1]
         later = self.followed and epilogue.taught
         keeps = self.followed and not later and self.keeps(block.rows, block.cols)
-        for careful, channels, cost in passes:
-            for tile in self._super_tiles(block, cost, careful=careful):
+        for careful, channels in passes:
+            for tile in self._super_tiles(block, None, careful=careful):
                 if keeps and not careful:
                     # one way with the sums of the scale's gradient, else with several of each column
                     each = COLUMN_SUMS if self.loss.symmetric else 1
@@ -389,7 +388,7 @@ class Triton(Tiles):
         strip: Tensor | None = None
         lost = launch.truncation(block.rows.features) if self.sums_products else 0.0
         early = isinstance(v, InFlight) and v.early
-        for tile in self._super_tiles(block, self._budget.backward_beside(self.guidance.held(block))):
+        for tile in self._super_tiles(block, self.guidance.held(block)):
             if strip is None:
                 # the first super-tile is the largest
                 strip = tile.pair.new_strip()

@@ -7,7 +7,7 @@ pass within the workspace; masks, positives and guides of a whole block.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -56,6 +56,8 @@ class Budget:
     device: torch.device
     # bytes
     workspace: int
+    # height and width of super-tiles found so far
+    _sizes: dict[tuple[int | None, ...], tuple[int, int]] = field(default_factory=dict, compare=False, repr=False)
 
     def forward(self, height: int, width: int, copied: int, parts: int) -> int:
         """The tiles' numbers, and what all passes share."""
@@ -90,10 +92,17 @@ class Budget:
         needed = self.keeping(len(rows), len(cols), *self._copies(rows, cols)) + weighed
         return self._gains(rows.features.shape[1]) and needed <= self.workspace
 
-    def super_tiles(self, rows: Shard, cols: Shard, cost: Cost) -> Iterator[tuple[slice, slice]]:
-        """Rows and columns of each super-tile of a block, row by row."""
+    def super_tiles(self, rows: Shard, cols: Shard, held: int | None) -> Iterator[tuple[slice, slice]]:
+        """Rows and columns of each super-tile of a block, row by row.
+
+        held: bytes of the bits that the forward has kept, beside which the backward works; None in the forward.
+        """
         N, M = len(rows), len(cols)
-        height, width = self._largest(N, M, *self._copies(rows, cols), cost)
+        key = held, N, M, *self._copies(rows, cols)
+        if key not in self._sizes:
+            cost = self.forward if held is None else self.backward_beside(held)
+            self._sizes[key] = self._largest(*key[1:], cost)
+        height, width = self._sizes[key]
         for i in range(0, N, height):
             for j in range(0, M, width):
                 yield slice(i, min(i + height, N)), slice(j, min(j + width, M))

@@ -11,26 +11,23 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from contrastile._torch import current_stream_address
 from contrastile.losses.base import Total
 from contrastile.losses.decoupled import mises_fisher_exponents
 from contrastile.tiles.triton import backward, forward, reductions
 from contrastile.tiles.triton import careful as careful_kernels
 from contrastile.tiles.triton import finish as endings
 from contrastile.tiles.triton.block import Block
+from contrastile.tiles.triton.kernel import run as run
 from contrastile.tiles.triton.plan import (
-    ALIGNMENT,
     EXACT,
     PIECES,
     Epilogue,
     Operand,
     Pair,
     Shape,
-    interpreting,
     is_readable,
     most_programs,
     padded,
@@ -62,91 +59,6 @@ def on(device: torch.device) -> AbstractContextManager[None]:
     """A context in which launches go to this device."""
     other = device.type == "cuda" and device.index != torch.cuda.current_device()
     return torch.cuda.device(device) if other else nullcontext()
-
-
-class _Kernel:
-    """A kernel's arguments by name, and its compiled forms."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.names: list[str] = kernel.arg_names
-        parameters = {parameter.name: parameter for parameter in kernel.params}
-        index = {name: position for position, name in enumerate(self.names)}
-        memory = [name for name in self.names if name.endswith(("_ptr", "_mem"))]
-        self.memory = [index[name] for name in memory]
-        self.constants = [index[name] for name in self.names if parameters[name].is_constexpr]
-        numbers = [name for name in self.names if name not in memory and not parameters[name].is_constexpr]
-        # compiled once for all values up to 32 bits
-        self.general = [index[name] for name in numbers if parameters[name].do_not_specialize]
-        self.specialized = [index[name] for name in numbers if not parameters[name].do_not_specialize]
-        self.compiled: dict[Any, Any] = {}
-
-    def signature(self, given: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-        """All that Triton specializes on, and the arguments in their order, tensors as addresses."""
-        arguments = [given[name] for name in self.names]
-        kinds = [arguments[index] for index in self.constants]
-        for index in self.specialized:
-            value = arguments[index]
-            kinds.append((value == 1, value % ALIGNMENT == 0, value < 2**31))
-        large = [index for index in self.general if not -(2**31) <= arguments[index] < 2**31]
-        unaligned = []
-        for index in self.memory:
-            value = arguments[index]
-            if type(value) is TensorDescriptor:
-                kinds.append(value.base.dtype)
-            else:
-                kinds.append(value.dtype)
-                arguments[index] = address = value.data_ptr()
-                if address % ALIGNMENT:
-                    unaligned.append(index)
-        if large or unaligned:
-            kinds += (*large, None, *unaligned)
-        return kinds, arguments
-
-
-def start(compiled: Any, grid: tuple[int, int, int], stream: int, arguments: Sequence[Any]) -> None:
-    """Launch a compiled kernel with all of its arguments, tensors as addresses.
-
-    As `compiled[grid]` does, but without a record of each launch for a profiler's hooks where there are none.
-    """
-    runtime = triton.knobs.runtime
-    # chains of functions; in older versions one or None
-    hooks = [getattr(x, "calls", x) for x in (runtime.launch_enter_hook, runtime.launch_exit_hook)]
-    if any(hooks):
-        compiled[grid](*arguments, stream=stream)
-    else:
-        compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
-
-
-_kernels: dict[int, _Kernel] = {}
-
-
-def run(
-    kernel: Any, grid: tuple[int, ...], *, warps: int = 4, stages: int = 3, registers: int | None = None,
-    fusion: int = True, **given: Any,
-) -> None:  # fmt: skip
-    """Launch a kernel with those of the given arguments that it has; `registers`: the most of a thread.
-
-    fusion: the compiler may join a product and a sum to one rounding.
-    Triton's own dispatch of a compiled kernel takes longer than many of these kernels run, so it is used once for each
-    signature.
-    """
-    if interpreting():
-        kernel[grid](**{name: given[name] for name in kernel.arg_names})
-        return
-    known = _kernels.get(id(kernel))
-    if known is None:
-        known = _kernels[id(kernel)] = _Kernel(kernel)
-    kinds, arguments = known.signature(given)
-    device = torch.cuda.current_device()
-    key = (device, warps, stages, registers, fusion, *kinds)
-    compiled = known.compiled.get(key)
-    if compiled is None:
-        chosen = {name: given[name] for name in known.names}
-        options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers, "enable_fp_fusion": fusion}
-        known.compiled[key] = kernel[grid](**chosen, **options)
-    else:
-        x, y, z = (*grid, 1, 1)[:3]
-        start(compiled, (x, y, z), current_stream_address(device), arguments)
 
 
 def operand(x: Tensor, parts: int, shape: Shape, order: Tensor | None = None) -> Operand:
@@ -339,6 +251,7 @@ def sums_of_programs(device: torch.device) -> int:
 
 
 def _strip(strip: Tensor, sums: Tensor, pair: Pair) -> dict[str, Any]:
+    """The memory of a gradient, as the kernels write it, and of each program's sums."""
     shape, parts = pair.shape, pair.q.parts
     memory = TensorDescriptor.from_tensor(strip, [shape.rows, shape.cols // 2]) if shape.tma else strip
     return {

@@ -25,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from contrastile.tiles.eager import LEAST_STRIP
 from contrastile.tiles.triton import mask_kernels
 from contrastile.tiles.triton import maxsim_kernels as kernels
-from contrastile.tiles.triton.launch import run
+from contrastile.tiles.triton.kernel import run
 from contrastile.tiles.triton.maxsim_lists import FIELDS
 from contrastile.tiles.triton.maxsim_plan import Gathering, Tiling, documents_for, gathering_for, slot_of, tiling_for
 from contrastile.tiles.triton.plan import ALIGNMENT, interpreting, shape_for, tiles_of

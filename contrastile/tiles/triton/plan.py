@@ -87,7 +87,8 @@ def shape_for(device: torch.device) -> Shape:
     # a planner's device stands for a chip
     if interpreting() and device.type != "meta":
         return SHAPE_INTERPRETED
-    return SHAPES[max(known for known in SHAPES if known <= _capability(device))]
+    capability = _capability(device)
+    return SHAPES.get(capability) or SHAPES[max(known for known in SHAPES if known <= capability)]
 
 
 @cache
@@ -123,11 +124,17 @@ def piece_products(parts: int) -> list[tuple[int, int]]:
     return [(left, order - left) for order in reversed(range(parts)) for left in range(order + 1)]
 
 
+@cache
 def products_of(parts: int) -> dict[str, Any]:
     """The kernels' arguments LEFT and RIGHT, the indices of multiplied pieces in two bits each, and their number."""
     pairs = piece_products(parts)
     left, right = (sum(piece << 2 * at for at, piece in enumerate(side)) for side in zip(*pairs, strict=True))
     return {"LEFT": left, "RIGHT": right, "PRODUCTS": len(pairs), "UPCAST": interpreting()}
+
+
+@cache
+def _guide_products(parts: int) -> dict[str, Any]:
+    return {f"GUIDE_{name}": value for name, value in products_of(parts).items()}
 
 
 def is_readable(x: Tensor) -> bool:
@@ -359,7 +366,7 @@ class Pair:
             "guide_k_stride": b.data.stride(0), "G": a.width,
             "row_numbers_ptr": unused if of_rows is None else of_rows,
             "col_numbers_ptr": unused if of_cols is None else of_cols,
-        } | {f"GUIDE_{name}": value for name, value in products_of(a.parts).items()}  # fmt: skip
+        } | _guide_products(a.parts)  # fmt: skip
 
     @property
     def _scratch(self) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from contrastile.scorers import padded_to
 from contrastile.tiles.base import Accumulated
 from contrastile.tiles.triton import ends, launch
+from contrastile.tiles.triton.kernel import start
 from contrastile.tiles.triton.launch import ROWS
 from contrastile.tiles.triton.plan import ALIGNMENT, interpreting, tiles_of
 
@@ -35,7 +36,7 @@ class _Repeated:
 
     def __call__(self, stream: int, arguments: Sequence[Any]) -> None:
         """Launch with other tensors, as addresses."""
-        launch.start(self._compiled, self._grid, stream, arguments)
+        start(self._compiled, self._grid, stream, arguments)
 
 
 def _addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:

@@ -24,7 +24,8 @@ from contrastile.tiles.scored import Scored
 from contrastile.tiles.triton import launch, plan
 from contrastile.tiles.triton import score_kernels as kernels
 from contrastile.tiles.triton.block import Block, readable_side
-from contrastile.tiles.triton.launch import on, run
+from contrastile.tiles.triton.kernel import run
+from contrastile.tiles.triton.launch import on
 from contrastile.tiles.triton.plan import Epilogue, tiles_of
 
 # rows, or columns, of a program of statistics, and of the others that it meets at once

@@ -20,7 +20,8 @@ from contrastile.tiles.triton import labels as kernels
 from contrastile.tiles.triton import order_kernels
 from contrastile.tiles.triton.arithmetic import POSITIVE_TOP, STATS
 from contrastile.tiles.triton.block import Block, Order, SuperTile, along
-from contrastile.tiles.triton.launch import BLOCK, ROWS, Weights, directions, merge_parts, run
+from contrastile.tiles.triton.kernel import run
+from contrastile.tiles.triton.launch import BLOCK, ROWS, Weights, directions, merge_parts
 from contrastile.tiles.triton.plan import Epilogue, Pair, products_of, shape_for, tiles_of
 from contrastile.tiles.triton.products import add_cols, add_rows
 
