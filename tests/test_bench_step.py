@@ -12,9 +12,10 @@ from contrastile.bench import harness
 from contrastile.bench import step as bench_step
 from contrastile.bench.figure import draw, series
 from contrastile.bench.harness import COLUMNS, Machine, Report, World, joined, not_installed, read_rows, results_file
+from contrastile.bench.rank_ways import STANDARD, rank_ways
 from contrastile.bench.step import GATE_TOLERANCE, StepBench, gate, standard, usual
 from contrastile.bench.towers import Pairs, Towers
-from contrastile.bench.ways import PEERS, WAYS, Way, cached, plain, rank_ways
+from contrastile.bench.ways import PEERS, WAYS, Way, cached, plain
 from contrastile.cli.main import main
 
 CPU = torch.device("cpu")
@@ -324,7 +325,8 @@ def test_default_sizes_are_multiples_of_the_ranks(monkeypatch):
 
 
 def _on_a_rank(rank, group, path):
-    world, ways = World(rank, 4), rank_ways(CPU)
+    world, ways = World(rank, 4), rank_ways(CPU, rank, 4)
+    ways = {name: ways[name] for name in STANDARD}
     with results_file(path if rank == 0 else None, COLUMNS["rank steps"]) as write:
         report = Report(lambda line: None, write, world)
         bench = StepBench(Machine(CPU, 0.05, world=world), torch.float32, report, ways, longest=math.inf)
