@@ -43,9 +43,10 @@ _TINY_TEXT = {"max_position_embeddings": 12, "vocab_size": 99, "bos_token_id": 9
 MODELS = {
     "vit-b-16": Shape({"patch_size": 16}, {}, 512),
     "vit-l-14": Shape(_sizes(1024, 16, 768, 24, patch_size=14), _sizes(768, 12, 768, 12), 192),
+    # as many features as Inf-CL's loss takes at least
     "tiny": Shape(
-        _sizes(32, 2, 24, 2, intermediate_size=64, patch_size=8, image_size=32),
-        _sizes(32, 2, 24, 2, intermediate_size=64, **_TINY_TEXT),
+        _sizes(32, 2, 256, 2, intermediate_size=64, patch_size=8, image_size=32),
+        _sizes(32, 2, 256, 2, intermediate_size=64, **_TINY_TEXT),
         16,
     ),
 }
