@@ -27,7 +27,7 @@ from contrastile.losses.reference import dense_clip
 from contrastile.modules import ClipLoss
 from contrastile.train.memory import PeakMemory
 from contrastile.train.provenance import provenance
-from contrastile.train.sharded import full
+from contrastile.train.sharded import full, local
 
 GATE_BATCH, GATE_SUB_BATCH, GATE_DROPOUT = 8, 3, 0.1
 # model on which ways with compiled towers are checked
@@ -244,7 +244,9 @@ def gate(model: str, way: Way, device: torch.device, world: World = ALONE) -> tu
         torch.manual_seed(1)
         run(task)
         parameters = (towers.logit_scale, *towers.image.parameters(), *towers.text.parameters())
-        return [full(torch.zeros_like(one) if one.grad is None else one.grad.clone()) for one in parameters]
+        scale, *others = (torch.zeros_like(one) if one.grad is None else one.grad.clone() for one in parameters)
+        # sharded parameters have their gradient in parts; the scale's is whole on every rank
+        return [local(scale), *map(full, others)]
 
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         true = gradients(partial(plain_in_sub_batches, sub_batch=GATE_SUB_BATCH if way.cut else batch), whole)
