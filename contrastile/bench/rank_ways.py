@@ -71,7 +71,7 @@ def _by_name(task: Task, model: Any) -> Task:
 
 
 def sharded(task: Task) -> Tensor:
-    """Use `encode` under FSDP2, which averages all gradients but the scale's."""
+    """Use `encode` under FSDP2, which averages the towers' gradients; sum the scale's as the training loop does."""
     loss = cached(task)
     settle_gradients(task.towers, "mean")
     return loss

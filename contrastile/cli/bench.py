@@ -71,10 +71,10 @@ def add_to(bench: argparse.ArgumentParser) -> None:
         "step",
         help="whole training steps: towers, loss, gradients",
         description="CLIPs with random weights on made-up pairs: the plain step, accumulation, and gradient caches. "
-        "Under torchrun: the four ways to compute the loss across ranks.",
+        "Under torchrun: four ways to compute the loss across ranks; --ways names more, and DDP and FSDP2.",
     )
     add = step.add_argument
-    ways = "such as plain, retain-0, GradCache; pool-0@64k,256k: there only; under torchrun such as ring-tiles"
+    ways = "such as plain, retain-0, GradCache; pool-0@64k,256k: there only; under torchrun such as ring-tiles, ddp"
     within = "seconds for all: what would take longer is left out"
     add("--models", nargs="+", metavar="NAME", help="vit-b-16, vit-l-14 or tiny")
     add("--sizes", nargs="+", metavar="B", help="pairs per step, such as 8k; of all ranks together")
