@@ -36,7 +36,7 @@ def rank_ways(device: torch.device, rank: int, world: int) -> dict[str, Way]:
     ways["ddp"] = ours
     ways["fsdp"] = replace(ours, name=f"FSDP2, auto, {tiles}", run=sharded, wrap=in_shards)
     for peer in rank_peers(rank, world):
-        if peer.only_on in (None, device.type):
+        if "clip" in peer.losses and peer.only_on in (None, device.type):
             which: Any = {"loss": peer.losses["clip"], "module": peer.module, "package": peer.package}
             ways[peer.name] = Way(peer.name, peer.backend, averaged, retain="0", **which)
     return ways | {f"pool-{word}": with_inputs(way, "pool") for word, way in ways.items()}
