@@ -1,24 +1,34 @@
 """`contrastile bench step` on the tiny model: right gradients only, every way a row, and what does not fit a result."""
 
 import math
+import re
+import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 
 import pytest
 import torch
 
 # once, before the ranks are forked
+import torch._dynamo
 import transformers.models.clip.modeling_clip  # noqa: F401
+from torch.distributed.fsdp import FSDPModule
 
+from contrastile import ClipLoss, InfoNCELoss
 from contrastile.bench import harness
 from contrastile.bench import step as bench_step
 from contrastile.bench.figure import draw, series
 from contrastile.bench.harness import COLUMNS, Machine, Report, World, joined, not_installed, read_rows, results_file
+from contrastile.bench.rank_ways import STANDARD, rank_ways
 from contrastile.bench.step import GATE_TOLERANCE, StepBench, gate, standard, usual
 from contrastile.bench.towers import Pairs, Towers
-from contrastile.bench.ways import PEERS, WAYS, Way, cached, plain, rank_ways
+from contrastile.bench.ways import PEERS, WAYS, Task, Way, cached, plain
 from contrastile.cli.main import main
 
 CPU = torch.device("cpu")
 OURS = [name for name, way in WAYS.items() if way.judged]
+# beside the four losses that are measured by default
+FURTHER = ["gather-tiles", "ddp", "fsdp", "inf-cl", "open_clip", "pool-ddp"]
 # of a results file, as far as a figure reads it
 HEADER = "impl,way,model,batch,sub_batch,inputs,ms,us_per_pair,peak_bytes\n"
 
@@ -176,8 +186,10 @@ def test_inputs_in_three_places_are_the_same_pairs():
     towers = Towers("tiny", CPU).eval()
     pairs = Pairs(towers, most=5)
     for side in (0, 1):
-        places = [pairs.sides(12, inputs)[side] for inputs in ("device", "host", "pool")]
-        features = [tower(leaf) for tower, leaf in places]
+        features = []
+        for inputs in ("device", "host", "pool"):
+            tower, leaf = pairs.sides(12, inputs)[side]
+            features.append(tower(leaf))
         assert all(torch.equal(features[0], other) for other in features[1:])
         assert torch.equal(features[0][:5], features[0][5:10])
         assert not torch.equal(features[0][0], features[0][1])
@@ -312,7 +324,7 @@ def test_a_named_peer_contradicts_no_peers(capsys):
     assert capsys.readouterr().err == sentence
 
 
-def test_default_sizes_are_multiples_of_the_ranks(monkeypatch):
+def test_sizes_and_ways_of_ranks(monkeypatch):
     plans = []
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "1")
@@ -321,10 +333,14 @@ def test_default_sizes_are_multiples_of_the_ranks(monkeypatch):
     monkeypatch.setattr(StepBench, "measure", lambda self, model, plan, sub_batch: plans.append(plan))
     assert main(["bench", "step", "--device", "cpu"]) == 0
     assert plans == [{batch: ["replicate-dense", "gather-dense", "ring-dense", "ring-tiles"] for batch in (63, 255)}]
+    ways = ["compiled-fsdp", "compiled-pool-ddp@96", "open_clip"]
+    assert main(["bench", "step", "--device", "cpu", "--sizes", "9", "--ways", *ways]) == 0
+    assert plans[1] == {9: ["compiled-fsdp", "open_clip"], 96: ["compiled-pool-ddp"]}
 
 
 def _on_a_rank(rank, group, path):
-    world, ways = World(rank, 4), rank_ways(CPU)
+    world, ways = World(rank, 4), rank_ways(CPU, rank, 4)
+    ways = {name: ways[name] for name in STANDARD}
     with results_file(path if rank == 0 else None, COLUMNS["rank steps"]) as write:
         report = Report(lambda line: None, write, world)
         bench = StepBench(Machine(CPU, 0.05, world=world), torch.float32, report, ways, longest=math.inf)
@@ -345,6 +361,65 @@ def test_the_four_losses_across_ranks(pool, tmp_path):
     draw(tmp_path / "rows.csv", tmp_path / "figure.svg")
     assert series(rows, "tiny")[1].keys() == {f"contrastile, {row['way']}" for row in rows}
     assert "ring, eager" in (tmp_path / "figure.svg").read_text()
+
+
+def _peer(name, **parts):
+    """A stand-in for a package that is not installed."""
+    module = module_from_spec(ModuleSpec(name, None))
+    vars(module).update(parts)
+    return module
+
+
+def _further_ways(rank, group, path):
+    """Measure the ways beside the four losses; return what was said, how the models are wrapped, and a peer's words."""
+    patch, lines, world = pytest.MonkeyPatch(), [], World(rank, 4)
+    # Inf-CL's loss gives each rank the sum of the scale's gradients
+    seen, one_way = [], InfoNCELoss()
+    clip = {"ClipLoss": lambda **how: seen.append(how) or ClipLoss()}
+    ring = {"cal_inf_loss": lambda q, k, scale: one_way(q, k, 4 * scale - 3 * scale.detach())}
+    for module in (_peer("open_clip", **clip), _peer("inf_cl", **ring)):
+        patch.setitem(sys.modules, module.__name__, module)
+    # the peers are those of a GPU, the tiles those of this device
+    ways = {**rank_ways(torch.device("cuda"), rank, 4), **rank_ways(CPU, rank, 4)}
+    try:
+        with results_file(path if rank == 0 else None, COLUMNS["rank steps"]) as write:
+            report = Report(lines.append, write, world)
+            bench = StepBench(Machine(CPU, world=world), torch.float32, report, ways, longest=math.inf)
+            bench.measure("tiny", {32: FURTHER}, sub_batch=8)
+    finally:
+        patch.undo()
+    wrapped = {}
+    for name in ("ddp", "fsdp"):
+        towers = Towers("tiny", CPU)
+        task = Task(towers, Pairs(towers).sides(8, "device"), 4, CPU, torch.float32, ClipLoss())
+        (model, method), _ = ways[name].wrap(task).sides[1]
+        wrapped[name] = type(model).__name__, method, sum(isinstance(one, FSDPModule) for one in model.modules())
+    return report.passed, lines, wrapped, seen[0]
+
+
+def test_wrappers_gathered_tiles_and_peers_losses_across_ranks(pool, tmp_path):
+    passed, lines, wrapped, how = pool.run(_further_ways, 4, tmp_path / "rows.csv")[0]
+    assert passed
+    rows = {f"{row['impl']}, {row['way']}": row for row in read_rows(tmp_path / "rows.csv")}
+    assert [*rows] == [
+        "contrastile, gather, eager", "contrastile, DDP, auto, eager", "contrastile, FSDP2, auto, eager",
+        "inf-cl, ring", "open_clip, local loss, gathered gradients", "contrastile, DDP, auto, eager, from a pool",
+    ]  # fmt: skip
+    for name, row in rows.items():
+        assert all(row[column] for column in ("ms", "us_per_pair", "loss_bytes", "backbone_bytes"))
+        # 8 pairs of pictures and texts, or as many indices into 256 pairs
+        each = 3 * 32 * 32 + 96
+        assert int(row["data_bytes"]) == (256 * each + 2 * 8 * 8 if "pool" in name else 8 * each)
+        (line,) = (line for line in lines if line.startswith(f"  {name}: "))
+        towers, scale = (float(number) for number in re.findall(r"\d\.\de[+-]\d\d", line))
+        assert towers < GATE_TOLERANCE
+        # an unusual factor of a peer's is shown, and keeps its speed
+        assert scale == 3.0 if name.startswith("inf-cl") else scale < GATE_TOLERANCE
+    # model, towers, and two layers of each
+    assert wrapped == {
+        "ddp": ("DistributedDataParallel", "encode_text", 0), "fsdp": ("FSDPTowers", "encode_text", 7),
+    }  # fmt: skip
+    assert how == {"local_loss": True, "gather_with_grad": True, "rank": 0, "world_size": 4}
 
 
 def test_a_png_is_small(tmp_path):

@@ -2,10 +2,10 @@
 
     model ── gate: gradients against plain ones ── batch by batch, way by way: time, memory ── a line, a row
 
-Stands on `harness.py` and `ways.py`. A judged way with wrong gradients has no speed. A step that does not fit into
-memory is a row without numbers. The optimizer is left out by default: it costs all ways the same. Under torchrun the
-four losses are compared, gradients averaged by an explicit all-reduce, with the columns of table 4 of Cheng et al.
-2024: data, loss, backbone, and the peak of the whole step.
+Stands on `harness.py`, `ways.py` and `rank_ways.py`. A judged way with wrong gradients has no speed. A step that does
+not fit into memory is a row without numbers. The optimizer is left out by default: it costs all ways the same. Under
+torchrun losses and wrappers are compared, with the columns of table 4 of Cheng et al. 2024: data, loss, backbone, and
+the peak of the whole step.
 """
 
 import math
@@ -27,6 +27,7 @@ from contrastile.losses.reference import dense_clip
 from contrastile.modules import ClipLoss
 from contrastile.train.memory import PeakMemory
 from contrastile.train.provenance import provenance
+from contrastile.train.sharded import full, local
 
 GATE_BATCH, GATE_SUB_BATCH, GATE_DROPOUT = 8, 3, 0.1
 # model on which ways with compiled towers are checked
@@ -50,8 +51,8 @@ TABLE = Table(
     " | ratio_to_plain=times plain >11.3f | peak_bytes=peak MiB >9,.0f"
 )
 RANK_TABLE = Table(
-    "model 9 | batch >8 | world=ranks >5 | way=loss 16 | data_bytes=data MiB >12,.0f | loss_bytes=loss MiB >12,.0f"
-    " | backbone_bytes=backbone MiB >12,.0f | peak_bytes=peak MiB >12,.0f | ms >10.1f"
+    "model 9 | batch >8 | world=ranks >5 | implementation 46 | data_bytes=data MiB >12,.0f"
+    " | loss_bytes=loss MiB >12,.0f | backbone_bytes=backbone MiB >12,.0f | peak_bytes=peak MiB >12,.0f | ms >10.1f"
 )
 
 
@@ -98,19 +99,23 @@ class StepBench:
         ways = {name: way for name, way in ways.items() if self._passes(model, way)}
         machine.free_bytes()
         self.report.begin(TABLE if machine.world.size == 1 else RANK_TABLE)
-        torch.manual_seed(0)
-        towers = Towers(model, machine.device)
-        pairs = Pairs(towers)
+        pairs = Pairs(self._towers(model))
         for batch, name in ((batch, name) for batch, names in sorted(plan.items()) for name in ways if name in names):
             way, ahead = ways[name], self._expected(model, name, batch)
             if ahead > min(self.longest, self.within - (time.perf_counter() - self._start)):
                 self.report.say(f"  {way.label} at {batch:,}: left out, it would take about {ahead:,.0f} s")
                 continue
             with self.report.failures(way.label, judged=way.judged):
-                row = self._row(model, name, pairs, batch, sub_batch or towers.sub_batch)
+                row = self._row(model, name, pairs, batch, sub_batch or pairs.towers.sub_batch)
                 self.report.result(row, " does not fit" if row["ms"] is None else "")
-            towers.zero_grad()
+            if way.wrap is not None:
+                pairs.towers = self._towers(model)
+            pairs.towers.zero_grad()
             machine.free_bytes()
+
+    def _towers(self, model: str) -> Towers:
+        torch.manual_seed(0)
+        return Towers(model, self.machine.device)
 
     def _row(self, model: str, name: str, pairs: Pairs, batch: int, sub_batch: int) -> Row:
         """The columns of a step on one process and across ranks; no numbers where it does not fit into memory."""
@@ -163,8 +168,10 @@ class StepBench:
         towers.compiled(way.compiled)
         sides = pairs.sides(batch, way.inputs)
         task = Task(towers, sides, min(sub_batch, batch), machine.device, self.dtype, way.loss)
+        task = way.wrap(task) if way.wrap else task
         optimizer = torch.optim.AdamW(towers.parameters(), lr=1e-6) if self.optimizer else None
         across, nbytes = machine.world.size > 1, sum(leaf.nbytes for _, leaf in sides)
+        nbytes += sum(tower.pool.nbytes for tower, _ in sides if tower.pool is not None)
         backbone = self._backbone_peak(task) - nbytes if across else 0
         loss_peak(task, machine, min(batch, MOST_WARMUP_PAIRS))
 
@@ -197,6 +204,8 @@ class StepBench:
         memory.start()
         with few.autocast():
             outs = [encode(tower, leaf, sub_batch=few.sub_batch) for tower, leaf in few.sides]
+        # DistributedDataParallel waits for every gradient
+        outs.append(task.towers.logit_scale.exp())
         torch.autograd.backward(outs, [torch.full_like(out, 1e-3) for out in outs])
         return memory.bytes()
 
@@ -235,13 +244,15 @@ def gate(model: str, way: Way, device: torch.device, world: World = ALONE) -> tu
         torch.manual_seed(1)
         run(task)
         parameters = (towers.logit_scale, *towers.image.parameters(), *towers.text.parameters())
-        return [torch.zeros_like(one) if one.grad is None else one.grad.clone() for one in parameters]
+        scale, *others = (torch.zeros_like(one) if one.grad is None else one.grad.clone() for one in parameters)
+        # sharded parameters have their gradient in parts; the scale's is whole on every rank
+        return [local(scale), *map(full, others)]
 
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         true = gradients(partial(plain_in_sub_batches, sub_batch=GATE_SUB_BATCH if way.cut else batch), whole)
         towers.checkpointing(way.checkpointing)
         towers.compiled(way.compiled)
-        results = gradients(way.run, task)
+        results = gradients(way.run, way.wrap(task) if way.wrap else task)
     if across:
         results, true = ([x[0], torch.cat([y.flatten() for y in x[1:]])] for x in (results, true))
     least = GATE_FLOOR * max(float(gradient.norm()) for gradient in true[1:])

@@ -43,22 +43,29 @@ _TINY_TEXT = {"max_position_embeddings": 12, "vocab_size": 99, "bos_token_id": 9
 MODELS = {
     "vit-b-16": Shape({"patch_size": 16}, {}, 512),
     "vit-l-14": Shape(_sizes(1024, 16, 768, 24, patch_size=14), _sizes(768, 12, 768, 12), 192),
+    # as many features as Inf-CL's loss takes at least
     "tiny": Shape(
-        _sizes(32, 2, 24, 2, intermediate_size=64, patch_size=8, image_size=32),
-        _sizes(32, 2, 24, 2, intermediate_size=64, **_TINY_TEXT),
+        _sizes(32, 2, 256, 2, intermediate_size=64, patch_size=8, image_size=32),
+        _sizes(32, 2, 256, 2, intermediate_size=64, **_TINY_TEXT),
         16,
     ),
 }
 
 
 class Encoder(nn.Module):
-    """A tower: uint8 images [B, 3, S, S] or tokens [B, L] to features [B, D] of unit length."""
+    """A tower: uint8 images [B, 3, S, S] or tokens [B, L] to features [B, D] of unit length.
+
+    With a pool of examples on the device, the inputs are indices [B] into it.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.pool: Tensor | None = None
 
     def forward(self, inputs: Tensor) -> Tensor:
+        if self.pool is not None:
+            inputs = self.pool[inputs]
         if inputs.dtype == torch.uint8:
             features = self.model(pixel_values=inputs.float().div_(127.5).sub_(1)).image_embeds
         else:
@@ -84,6 +91,12 @@ class Towers(nn.Module):
             self.logit_scale = nn.Parameter(torch.tensor(math.log(SCALE)))
         self.train()
 
+    def encode_image(self, inputs: Tensor) -> Tensor:
+        return self.image(inputs)
+
+    def encode_text(self, inputs: Tensor) -> Tensor:
+        return self.text(inputs)
+
     def checkpointing(self, wanted: bool) -> None:
         """Recompute each layer's activations in the backward, or keep them."""
         for layer in self.modules():
@@ -96,17 +109,6 @@ class Towers(nn.Module):
         """Compile the layers of both towers, or run them as they are written."""
         for tower in (self.image, self.text):
             (compile_tower if wanted else uncompile_tower)(tower)
-
-
-class Indexed(nn.Module):
-    """A tower whose inputs are indices [B] into a pool of examples on the device."""
-
-    def __init__(self, tower: nn.Module, pool: Tensor) -> None:
-        super().__init__()
-        self.tower, self.pool = tower, pool
-
-    def forward(self, indices: Tensor) -> Tensor:
-        return self.tower(self.pool[indices])
 
 
 class Pairs:
@@ -122,18 +124,23 @@ class Pairs:
         self.texts = torch.randint(0, text.eos_token_id, (pool, text.max_position_embeddings), **drawn)
         self.texts[:, -1] = text.eos_token_id
 
-    def sides(self, batch: int, inputs: str) -> list[tuple[nn.Module, Tensor]]:
-        """Return each tower with a batch on the "device", on the "host" (pinned), or as indices into a "pool"."""
+    def sides(self, batch: int, inputs: str) -> list[tuple[Encoder, Tensor]]:
+        """Return each tower with a batch on the "device", on the "host" (pinned), or as indices into a "pool".
+
+        The towers keep the pool until the next call.
+        """
         indices = torch.arange(batch) % len(self.images)
         both = ((self.towers.image, self.images), (self.towers.text, self.texts))
+        for tower, pool in both:
+            tower.pool = pool.to(self.device) if inputs == "pool" else None
         if inputs == "pool":
-            return [(Indexed(tower, pool.to(self.device)), indices.to(self.device)) for tower, pool in both]
+            return [(tower, indices.to(self.device)) for tower, _ in both]
         if inputs == "device":
             return [(tower, pool.to(self.device)[indices.to(self.device)]) for tower, pool in both]
         need, (room, _) = batch * sum(pool[0].nbytes for _, pool in both), free_memory(torch.device("cpu"))
         if need > HOST_SHARE * room:
             raise torch.OutOfMemoryError(f"inputs take {need:,} bytes of the host, and {room:,} are free")
-        sides: list[tuple[nn.Module, Tensor]] = []
+        sides: list[tuple[Encoder, Tensor]] = []
         for tower, pool in both:
             whole = torch.empty((batch, *pool.shape[1:]), dtype=pool.dtype, pin_memory=self.device.type == "cuda")
             sides.append((tower, torch.index_select(pool, 0, indices, out=whole)))

@@ -1,8 +1,8 @@
-"""The ways to take a step: plain, accumulated, two passes by hand, through `encode`, across ranks, and peers' caches.
+"""The ways to take a step in one process: plain, accumulated, two passes by hand, through `encode`, and peers' caches.
 
-Stands below `step.py`, which checks and times them. A way takes a task, leaves the gradients in the parameters'
-`.grad`, and returns the loss. Public gradient caches are imported when they run and called as their documentation says;
-none is a dependency. Their loss is the package's own or the dense formula, as its users have it.
+Stands below `rank_ways.py` and `step.py`, which checks and times them. A way takes a task, leaves the gradients in the
+parameters' `.grad`, and returns the loss. Public gradient caches are imported when they run and called as their
+documentation says; none is a dependency. Their loss is the package's own or the dense formula, as its users have it.
 """
 
 from argparse import Namespace
@@ -14,20 +14,17 @@ from importlib import import_module
 from typing import Any, Literal, Self, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from contrastile._types import Backend, ExchangeName
 from contrastile.bench.towers import Towers
 from contrastile.gradcache.encode import encode
 from contrastile.losses.reference import dense_clip
 from contrastile.modules import ClipLoss
 
-Side = tuple[nn.Module, Tensor]
+# a tower, or the pair that names a wrapped model's method, and its inputs
+Side = tuple[Any, Tensor]
 Retain = int | Literal["half", "all", "auto"]
 
-# the losses of CLIP, of OpenCLIP, with tiles across ranks only, and with tiles on both levels
-RANK_WAYS = ("replicate-dense", "gather-dense", "ring-dense", "ring-tiles")
 # the beginning of the names of ways with compiled towers
 COMPILED = "compiled-"
 # places of the inputs, nearest to the device first, and the end of a way's name there
@@ -46,7 +43,7 @@ class Task:
     sub_batch: int
     device: torch.device
     dtype: torch.dtype
-    loss: ClipLoss
+    loss: Callable[..., Tensor]
 
     @property
     def batch(self) -> int:
@@ -71,8 +68,9 @@ class Way:
     """A way to take a step.
 
     cut: encodes sub-batches, on which dropout's random numbers depend. same: computes the gradient of the whole batch.
-    replays: draws the same random numbers in both passes. inputs: their place. compiled: its towers are. loss: that of
-    its tasks. module: the one it is imported from. package: its name on PyPI where that differs from impl.
+    replays: draws the same random numbers in both passes. inputs: their place. compiled: its towers are. wrap: puts the
+    towers of a task into a wrapper that cannot be taken off. loss: that of its tasks. module: the one it is imported
+    from. package: its name on PyPI where that differs from impl.
     """
 
     impl: str
@@ -85,7 +83,8 @@ class Way:
     inputs: str = "device"
     checkpointing: bool = False
     compiled: bool = False
-    loss: ClipLoss = field(default_factory=ClipLoss)
+    wrap: Callable[[Task], Task] | None = None
+    loss: Callable[..., Tensor] = field(default_factory=ClipLoss)
     module: str = ""
     package: str = ""
 
@@ -166,18 +165,6 @@ def cached(task: Task, retain: Retain = 0) -> Tensor:
         loss = task.loss_of(*features)
     loss.backward()
     return loss.detach()
-
-
-def cached_on_ranks(task: Task) -> Tensor:
-    """Use `encode` for this rank's pairs and the loss of all; average the gradients in one all-reduce."""
-    loss = cached(task)
-    gradients = [parameter.grad for parameter in task.towers.parameters() if parameter.grad is not None]
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
-    dist.all_reduce(flat)
-    flat /= dist.get_world_size()
-    for gradient, mean in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
-        gradient.copy_(mean.view_as(gradient))
-    return loss
 
 
 class _Under(nn.Module):
@@ -272,18 +259,6 @@ def open_clip(task: Task) -> Tensor:
     optimizer = Namespace(zero_grad=lambda: None, step=lambda: None)
     train(_Clip(task), {"train": data}, loss, 0, optimizer, None, None, None, arguments)
     return torch.zeros(())
-
-
-def rank_ways(device: torch.device) -> dict[str, Way]:
-    """Return the ways across ranks by their words on the command line: exchange and block of the loss."""
-    ways = {}
-    for word in RANK_WAYS:
-        exchange, block = word.split("-")
-        # tiles are the device's own
-        backend = ("triton" if device.type == "cuda" else "eager") if block == "tiles" else block
-        loss = ClipLoss(exchange=cast(ExchangeName, exchange), backend=cast(Backend, backend))
-        ways[word] = Way("contrastile", f"{exchange}, {backend}", cached_on_ranks, retain="0", loss=loss)
-    return ways
 
 
 def with_inputs(way: Way, inputs: Literal["host", "pool"]) -> Way:

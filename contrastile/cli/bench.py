@@ -71,10 +71,10 @@ def add_to(bench: argparse.ArgumentParser) -> None:
         "step",
         help="whole training steps: towers, loss, gradients",
         description="CLIPs with random weights on made-up pairs: the plain step, accumulation, and gradient caches. "
-        "Under torchrun: the four ways to compute the loss across ranks.",
+        "Under torchrun: four ways to compute the loss across ranks; --ways names more, and DDP and FSDP2.",
     )
     add = step.add_argument
-    ways = "such as plain, retain-0, GradCache; pool-0@64k,256k: there only; under torchrun such as ring-tiles"
+    ways = "such as plain, retain-0, GradCache; pool-0@64k,256k: there only; under torchrun such as ring-tiles, ddp"
     within = "seconds for all: what would take longer is left out"
     add("--models", nargs="+", metavar="NAME", help="vit-b-16, vit-l-14 or tiny")
     add("--sizes", nargs="+", metavar="B", help="pairs per step, such as 8k; of all ranks together")
@@ -165,16 +165,17 @@ def run_step(arguments: argparse.Namespace) -> int:
     import torch
 
     from contrastile.bench.harness import Machine
+    from contrastile.bench.rank_ways import rank_ways
     from contrastile.bench.step import RANK_SECONDS, StepBench, standard
     from contrastile.bench.towers import MODELS
-    from contrastile.bench.ways import WAYS, rank_ways, with_compiled_towers
+    from contrastile.bench.ways import WAYS, with_compiled_towers
 
     kind, ranks = device_of(arguments.device), _world_size()
     models, batches = standard(torch.device(kind), quick=arguments.quick)
     for name in arguments.models or ():
         one_of("models", name, tuple(MODELS), "The tiny one suits a CPU.")
     batches = _numbers(arguments, "sizes") or [batch // ranks * ranks for batch in batches]
-    ways = WAYS if ranks == 1 else rank_ways(torch.device(kind))
+    ways = WAYS if ranks == 1 else rank_ways(torch.device(kind), _rank(), ranks)
     ways = {**ways, **with_compiled_towers(ways)}
     plan = _plan(arguments, batches, ways, ranks)
     dtype = getattr(torch, DTYPES[arguments.dtype or ("bf16" if kind == "cuda" else "fp32")])
@@ -187,7 +188,7 @@ def run_step(arguments: argparse.Namespace) -> int:
         )  # fmt: skip
         for model in arguments.models or models:
             bench.measure(model, plan, arguments.sub_batch)
-    if arguments.figure and _is_first():
+    if arguments.figure and _rank() == 0:
         from contrastile.bench.figure import draw
 
         draw(Path(arguments.csv), Path(arguments.figure))
@@ -255,8 +256,8 @@ def _world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _is_first() -> bool:
-    return int(os.environ.get("RANK", "0")) == 0
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
 
 
 def _seconds(arguments: argparse.Namespace, kind: str) -> float:
@@ -266,7 +267,7 @@ def _seconds(arguments: argparse.Namespace, kind: str) -> float:
 
 def _make_folders(arguments: argparse.Namespace, *names: str) -> None:
     """Make the folders of results before anything is measured; of several ranks the first writes."""
-    for name in names if _is_first() else ():
+    for name in names if _rank() == 0 else ():
         if path := getattr(arguments, name):
             make_way(name, path)
 
@@ -347,6 +348,7 @@ def _dtype(name: str) -> str:
 
 def _plan(arguments: argparse.Namespace, batches: list[int], known: Mapping[str, Way], ranks: int) -> Plan:
     """The ways that are measured at each size; a way with sizes of its own is measured there only."""
+    from contrastile.bench.rank_ways import STANDARD
     from contrastile.bench.step import usual
     from contrastile.bench.ways import COMPILED
 
@@ -361,7 +363,7 @@ def _plan(arguments: argparse.Namespace, batches: list[int], known: Mapping[str,
     if peers and not arguments.peers:
         raise invalid("peers", "be measured where one is named", f"--no-peers and {peers[0]}", "Leave out the one.")
     for batch in () if plan else batches:
-        names = [each for each in known if not known[each].compiled] if ranks > 1 else usual(batch)
+        names = STANDARD if ranks > 1 else usual(batch)
         plan[batch] = [name for name in names if arguments.peers or known[name].judged]
     for names in plan.values() if arguments.compile else ():
         names += [COMPILED + name for name in names if not known[name].compiled]
