@@ -3,6 +3,7 @@
 The script behind the tables of late interaction in docs/kernels.md and docs/host_features.md. Needs a CUDA device:
 
     python benchmarks/maxsim.py [--csv FILE] [--parts ladder losses shapes host] [--queries 128 1024]
+    torchrun --standalone --nproc-per-node 4 benchmarks/maxsim.py --parts ranks [--csv FILE] [--queries 16384]
 
 Peers are timed where they can be imported. TFLOP/s count 2 · pairs · tokens · tokens · features operations per sweep,
 whatever is computed; the product is 8192³ in bf16 in the same minute. `make test-gpu` compares results with float64.
@@ -173,6 +174,19 @@ class Bench:
 
                     self.measure("loss + grads", f"{place}, {way}, {size[0]} x {size[1]}", size, 1, step)
 
+    def ranks(self) -> None:
+        """Symmetric losses of a batch that the ranks share, with their gradients, by each exchange."""
+        rank, W = self.machine.world.rank, self.machine.world.size
+        for size in self.chosen((LARGE[1], LARGE[0])):
+            N, J, *others = size
+            pair = tuple(x.requires_grad_() for x in tokens((N // W, J // W, *others), seed=rank))
+            for exchange in ("gather", "ring") if W > 1 else ("single",):
+
+                def step(exchange: str = exchange, pair: tuple[Tensor, ...] = pair) -> object:
+                    return torch.autograd.grad(contrast(*pair, scorer=MaxSim(), scale=20.0, exchange=exchange), pair)
+
+                self.measure("loss + grads", f"{W} ranks, {exchange}, {N} x {J}", size, 1, step)
+
     def implementations(self, size: Size) -> Iterator[tuple[str, Loss]]:
         scorer = MaxSim()
         yield "contrastile", lambda q, k: contrast(q, k, scorer=scorer, scale=20.0)
@@ -186,9 +200,10 @@ class Bench:
                     yield name, lambda q, k, scores=scores: clip(scores(q, k))
 
 
-def tokens(size: Size) -> tuple[Tensor, Tensor]:
+def tokens(size: Size, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Unit vectors of queries and documents; each query's document has its tokens, with noise."""
     N, J, L, M, D = size
+    torch.manual_seed(seed)
     q, k = torch.randn(N, L, D, device="cuda"), torch.randn(J, M, D, device="cuda")
     count = min(N, J)
     k[:count, : min(L, M)] += q[:count, : min(L, M)]
@@ -201,7 +216,7 @@ def clip(x: Tensor) -> Tensor:
 
 
 def main() -> None:
-    parts = ("ladder", "losses", "shapes", "host")
+    parts = ("ladder", "losses", "shapes", "host", "ranks")
     words = {
         "--parts": {"nargs": "+", "choices": parts, "default": ["ladder", "losses"]},
         "--queries": {"nargs": "+", "type": int, "default": []},

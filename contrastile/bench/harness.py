@@ -387,6 +387,8 @@ def script(
 ) -> Iterator[tuple[argparse.Namespace, Machine, Report]]:  # fmt: skip
     """Parse a script's `--csv` and its own arguments; yield them, the GPU or else the CPU, and a report.
 
+    Under torchrun the ranks join, and the first one reports.
+
     columns: of the file, before those of `ORIGIN`. seconds: of the machine, beside whose products times are taken,
     unless `--seconds` is one of the arguments; 0 is for scripts that need no product.
     """
@@ -394,11 +396,14 @@ def script(
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write rows there, behind those that it has")
     for name, words in (options or {}).items():
         parser.add_argument(name, **words)
-    given, device = parser.parse_args(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with reporting(given.csv, (*columns, *ORIGIN), device, *packages) as report:
+    given, kind = parser.parse_args(), "cuda" if torch.cuda.is_available() else "cpu"
+    with (
+        joined(kind) as (device, world),
+        reporting(given.csv, (*columns, *ORIGIN), device, *packages, world=world) as report,
+    ):
         report.begin(table)
         seconds = vars(given).get("seconds", seconds)
-        yield given, Machine.of(device, seconds) if seconds else Machine(device), report
+        yield given, Machine.of(device, seconds, world) if seconds else Machine(device), report
 
 
 def sentence_of(error: Exception) -> str:
