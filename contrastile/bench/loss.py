@@ -280,11 +280,14 @@ class LossBench:
         if not self._across:
             yield from contestants(case, device, peers=peers)
             return
+        # NCCL_MAX_CTAS
+        reserved = collectives.reserved_multiprocessors(None)
         for name, most_rows in {ONE_PROCESS: MOST_ALONE, **EXCHANGES}.items():
             if name == "hierarchical" and node_size(size) == size:
                 continue
             how = {"group": self._own_group} if name == ONE_PROCESS else {"exchange": name}
-            one = _contrastile(case.loss, device, case.workspaces[0], name, most_rows, **how)
+            label = f"{name}, {reserved} multiprocessors for transfers" if reserved and name != ONE_PROCESS else name
+            one = _contrastile(case.loss, device, case.workspaces[0], label, most_rows, **how)
             frugal = _contrastile(case.loss, device, LEAST_WORKSPACE, name, **how).losses[case.loss]
             yield replace(one, world=1 if name == ONE_PROCESS else size, frugal=frugal)
         others = rank_peers(self._world.rank, size) if peers else ()
