@@ -148,7 +148,7 @@ class Case:
             rates = {"loss": profile.loss * self.clock, "pair": profile.pair / self.clock}
             with float32_products(self.precision):
                 own = loss_seconds(self.loss, replace(profile, **rates))
-            return own + exchange_seconds(self.loss, profile, profile.link)
+            return own + exchange_seconds(self.loss, profile)
         trained = sum(side.cost.trained for side in self.step.sides)
         # the bench of steps takes no optimizer's step
         return step_seconds(self.step, profile, per_node=8, trained=trained).total

@@ -221,10 +221,13 @@ def test_seconds_are_those_of_the_slower_of_device_and_host() -> None:
 
 def test_a_ring_is_hidden_by_its_arithmetic_but_for_its_hops() -> None:
     profile = target("H200").profile
-    many = LossSize(2**15, 2**15, 8, 768, 2**37, "ring", "triton")
-    assert exchange_seconds(many, profile, profile.link) == 16 * profile.hop
-    assert exchange_seconds(many, profile, 1e6) > 100
-    assert exchange_seconds(replace(many, ranks=1), profile, 1e6) == 0
+    many, slow = LossSize(2**15, 2**15, 8, 768, 2**37, "ring", "triton"), replace(profile, link=1e6)
+    assert exchange_seconds(many, profile) == 16 * profile.hop
+    assert exchange_seconds(many, slow) > 100
+    assert exchange_seconds(replace(many, ranks=1), slow) == 0
+    # between nodes the network is slow
+    assert exchange_seconds(replace(many, node=4), slow) == 16 * profile.hop
+    assert exchange_seconds(replace(many, node=4), replace(profile, network=1e6)) > 100
 
 
 @pytest.mark.parametrize(("word", "ranks", "per_node", "gibibytes"), [

@@ -1,30 +1,35 @@
-"""Plans of late interaction, guides, queues, compiled towers and optimizers; hosts' memory; units for people."""
+"""Plans of late interaction, guides, queues, nodes, compiled towers and optimizers; hosts' memory; units for people."""
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from ranks import Pool
 from test_planner import SUB_BATCH, _cost, _inputs, _tower
 from tiny_runs import write_recipe
 from tiny_texts import tiny_retriever, write_text_recipe
 from torch import Tensor
 
 import contrastile
+from contrastile import ClipLoss
 from contrastile.cli import plan as cli
 from contrastile.cli.plan import lines
 from contrastile.models.late import special_tokens
 from contrastile.planner.compiled import as_compiled
-from contrastile.planner.loss import LateSize
+from contrastile.planner.loss import LateSize, LossSize
 from contrastile.planner.profile import target
-from contrastile.planner.seconds import UPDATE_LAUNCHES, update_seconds
+from contrastile.planner.seconds import UPDATE_LAUNCHES, exchange_seconds, update_seconds
 from contrastile.planner.towers import measure, shapes_only
 from contrastile.scorers import MaxSim
 from contrastile.train.image_text import ImageText
@@ -177,7 +182,7 @@ def test_the_plan_of_token_vectors(tmp_path: Path) -> None:
     assert plan.step.loss.operations == 2 * 16 * 4 * 32 * 12 * 24 * 32
     # a ring or a gather carries the vectors of all tokens of a passage
     one = contrastile.plan(path, *WORDS, "train.precision=bf16", gpus="4xH100", batch=64).step.loss
-    assert plan.step.loss.sent == 24 * one.sent
+    assert plan.step.loss.traffic.sent[0] == 24 * one.traffic.sent[0] > 0
     largest = plan.largest()
     assert plan.at(largest).fits
     assert not plan.at(int(1.02 * largest)).fits
@@ -269,3 +274,39 @@ def test_an_optimizer_takes_its_passes_or_the_hosts_launches(tmp_path: Path) -> 
     # a rank of sharded weights updates its part
     shared = contrastile.plan(path, "train.parallel='shard'", gpus="2xH200").update
     assert shared.moved == pytest.approx(contrastile.plan(path, gpus="2xH200").update.moved / 2)
+
+
+def test_a_ring_of_nodes_has_fewer_hops_and_a_gather_in_each() -> None:
+    """Every column comes to a node once in a pass, from one rank of it to the others by fast links."""
+    flat = LossSize(2**15, 2**15, 32, 768, 2**37, "ring", "triton", node=8)
+    size, bytes_of_shard = replace(flat, exchange="hierarchical"), 2**15 * 768 * 8
+    assert flat.traffic == (64, (0, 31 * bytes_of_shard), (1.0, 1.0))
+    assert size.traffic == (16, (4 * 7 * bytes_of_shard, 3 * bytes_of_shard), (1 / 8, 1.0))
+    assert exchange_seconds(size, target("H100").profile) < exchange_seconds(flat, target("H100").profile)
+    # a rank computes blocks of its own node's columns; more nodes take no more memory
+    assert size.blocks == [(2**15, 2**15), (2**15, 7 * 2**15)]
+    assert size.peak == replace(size, ranks=64).peak
+    # on one node it is a gather
+    one, gather = replace(size, node=None), replace(size, exchange="gather", node=None)
+    assert (one.peak, one.blocks, one.traffic) == (gather.peak, gather.blocks, gather.traffic)
+
+
+def _bytes_of_rank(rank: int, group: Any, exchange: Any, N: int, features: int) -> int:
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
+        loss = ClipLoss(exchange=exchange, backend="eager", workspace=2**20, group=group)
+        q, k = (F.normalize(torch.randn(N, features), dim=-1).requires_grad_() for _ in range(2))
+        loss(q, k, 100.0).backward()
+        q.grad = k.grad = None
+        with Weighed(CPU) as weighed:
+            loss(q, k, 100.0).backward()
+    return weighed.bytes
+
+
+@pytest.mark.parametrize(("exchange", "gathered"), [("gather", 4), ("ring", 0), ("hierarchical", 2)])
+def test_the_planned_peak_of_a_rank_is_the_measured_one(pool: Pool, exchange: str, gathered: int) -> None:
+    """Two nodes of two ranks; Gloo copies the columns' gradients before it sums those of ranks."""
+    N = features = 256
+    measured = max(pool.run(_bytes_of_rank, 4, exchange, N, features))
+    node = 2 if exchange == "hierarchical" else None
+    size = LossSize(N, N, 4, features, 2**35, exchange, "eager", "cpu", 2**20, torch.float, torch.float, node=node)
+    assert measured <= size.peak + gathered * N * features * 4 <= 1.1 * measured

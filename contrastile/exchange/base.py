@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +45,8 @@ class Layout:
     starts: tuple[int, ...] | None = None
     # the most tokens of a row and of a column on any rank, where a scorer pads them
     tokens: tuple[int, int] | None = None
+    # ranks of a node, for a planner; None: those that the launcher started
+    node: int | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -69,6 +71,18 @@ class Layout:
             positives = torch.where(positives >= 0, positives + first_col, positives)
         diagonal = None if rows.diagonal is None else rows.diagonal + first_col
         return (replace(rows, start=first_row, diagonal=diagonal, positives=positives), replace(cols, start=first_col))
+
+
+class Traffic(NamedTuple):
+    """What a rank waits for in both passes, for a planner: first of its own node, then of others.
+
+    hops: transfers, each of which takes a while at least. sent: bytes that arrive. beside: the share of the rank's
+    arithmetic that runs meanwhile.
+    """
+
+    hops: int
+    sent: tuple[int, int]
+    beside: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -113,10 +127,12 @@ class Exchange(ABC):
         return [(max(layout.rows), max(layout.cols))]
 
     @classmethod
-    def sent_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
-        """Bytes that a rank receives in both passes: every column of the others, and their gradient's sums."""
-        each = cls.column_sends * dtype.itemsize + accumulator(dtype).itemsize
-        return (sum(layout.cols) - min(layout.cols)) * D * each
+    def traffic(cls, layout: Layout, D: int, dtype: torch.dtype) -> Traffic:
+        """Every column of the others, and the sums of its gradient, while the block of the rank's own is computed."""
+        W, each = len(layout), cls.column_sends * dtype.itemsize + accumulator(dtype).itemsize
+        sent = (sum(layout.cols) - min(layout.cols)) * D * each
+        far = layout.node not in (None, W)
+        return Traffic(2, (0, sent) if far else (sent, 0), (1 / W, 1 / W))
 
     def finish(
         self, tiles: Tiles, stats: Sequence[Tensor], rows: Shard, cols: Shard, weights: Tensor | None,

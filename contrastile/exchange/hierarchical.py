@@ -8,7 +8,7 @@ the ring.
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from contrastile._errors import invalid
 from contrastile.distributed import collectives
-from contrastile.exchange.base import Exchange, Layout, bytes_per_feature
+from contrastile.exchange.base import Exchange, Layout, Traffic
 from contrastile.exchange.gather import Gather
 from contrastile.exchange.ring import Ring
 from contrastile.losses.base import Shard
@@ -42,9 +42,30 @@ class Hierarchical(Exchange):
 
     @classmethod
     def extra_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
-        size = node_size(len(layout))
-        nodes = [sum(layout.cols[first : first + size]) for first in range(0, len(layout), size)]
-        return (max(nodes) + 2 * max(layout.cols)) * D * bytes_per_feature(dtype)
+        nodes = _nodes(layout)
+        ring = Ring.extra_bytes(layout, D, dtype) if len(nodes) > 1 else 0
+        return ring + max(Gather.extra_bytes(node, D, dtype) for node in nodes)
+
+    @classmethod
+    def expected_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
+        nodes = _nodes(layout)
+        ring = Ring.expected_bytes(layout, D, dtype) if len(nodes) > 1 else 0
+        return ring + max(Gather.expected_bytes(node, D, dtype) for node in nodes)
+
+    @classmethod
+    def blocks(cls, layout: Layout) -> list[tuple[int, int]]:
+        return max((Gather.blocks(node) for node in _nodes(layout)), key=lambda blocks: blocks[-1][1])
+
+    @classmethod
+    def traffic(cls, layout: Layout, D: int, dtype: torch.dtype) -> Traffic:
+        """A hop of the ring and a gather for each node; a gather alone has all columns for the backward."""
+        nodes = _nodes(layout)
+        if len(nodes) == 1:
+            return Gather.traffic(nodes[0], D, dtype)
+        # columns that have travelled are gathered in both passes
+        near = sum(Ring.traffic(node, D, dtype).sent[0] for node in nodes)
+        far = Ring.traffic(_part(layout, range(0, len(layout), len(nodes[0]))), D, dtype)
+        return Traffic(4 * len(nodes), (near, sum(far.sent)), (1 / len(nodes[0]), 1.0))
 
     def _levels(self, tiles: Tiles) -> tuple[Exchange, Tiles]:
         """The ring between nodes and the tiles of this rank's node; with a single node its gather, and the tiles."""
@@ -54,15 +75,8 @@ class Hierarchical(Exchange):
             return Gather(self.gradient, layout), tiles
         within, between = _subgroups(layout.group, layout.rank, W, size)
         node, local_rank = divmod(layout.rank, size)
-        starts = [layout.start(rank) for rank in range(W)]
-        across = range(local_rank, W, size)
-        ring = Layout(between, node, _of(layout.rows, across), _of(layout.cols, across), _of(starts, across))
-        members = [range(first, first + size) for first in range(0, W, size)]
-        nodes = [
-            Layout(within, local_rank, _of(layout.rows, each), _of(layout.cols, each), _of(starts, each))
-            for each in members
-        ]
-        gathers = [Gather(self.gradient, each) for each in nodes]
+        ring = _part(layout, range(local_rank, W, size), between, node)
+        gathers = [Gather(self.gradient, replace(each, group=within, rank=local_rank)) for each in _nodes(layout)]
         # in the order in which the ring brings their shards: this node's first, then that of the node before
         visits = iter(gathers[node::-1] + gathers[:node:-1])
         return Ring(self.gradient, ring), _Node(tiles.loss, tiles.scale, tiles.bias, tiles.workspace, tiles, visits)
@@ -99,8 +113,17 @@ class _Node(Tiles):
         return self.tiles.workspace_bytes(N, M, D, dtype)
 
 
-def _of(values: Any, ranks: range) -> tuple[int, ...]:
-    return tuple(values[rank] for rank in ranks)
+def _part(layout: Layout, ranks: range, group: Any = None, rank: int = 0) -> Layout:
+    """Those ranks of a layout, of which this one is `rank`."""
+    starts, sizes = [layout.start(each) for each in ranks], (layout.rows, layout.cols)
+    rows, cols = (tuple([size[each] for each in ranks]) for size in sizes)
+    return Layout(group, rank, rows, cols, tuple(starts))
+
+
+def _nodes(layout: Layout) -> list[Layout]:
+    """The ranks of each node."""
+    W, size = len(layout), layout.node or node_size(len(layout))
+    return [_part(layout, range(first, first + size)) for first in range(0, W, size)]
 
 
 def node_size(W: int) -> int:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from contrastile.distributed import collectives
 from contrastile.distributed.failure import resolved
-from contrastile.exchange.base import Exchange, Layout, bytes_per_feature
+from contrastile.exchange.base import Exchange, Layout, Traffic, bytes_per_feature
 from contrastile.losses.base import Shard
 from contrastile.tiles.base import InFlight, Sum, Tiles
 
@@ -99,6 +99,10 @@ class Ring(Exchange):
     @classmethod
     def extra_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
         return 2 * max(layout.cols) * D * bytes_per_feature(dtype)
+
+    @classmethod
+    def traffic(cls, layout: Layout, D: int, dtype: torch.dtype) -> Traffic:
+        return super().traffic(layout, D, dtype)._replace(hops=2 * len(layout), beside=(1.0, 1.0))
 
     def _around(self, shard: Shard, returned: Tensor, axis: int, visit: Callable[[Shard, InFlight], None]) -> None:
         """Send the shard around the ring, and fill `returned` [columns along `axis`] with all ranks' sum for it.

@@ -10,7 +10,7 @@ import torch
 
 from contrastile._dispatch import DEFAULT_SHARE, EXCHANGES, GATHERED_SHARE, TILES, automatic_exchange
 from contrastile._types import accumulator
-from contrastile.exchange.base import Exchange, Layout
+from contrastile.exchange.base import Exchange, Layout, Traffic
 from contrastile.exchange.host import Cut, cut_within, device_bytes, row_bytes
 from contrastile.losses.base import PairLoss
 from contrastile.losses.softmax import Softmax
@@ -55,6 +55,8 @@ class LossSize:
     listed: bool = False
     # by labels, which every pair compares
     labels: bool = False
+    # ranks of a node; None: all of them
+    node: int | None = None
 
     @property
     def columns(self) -> int:
@@ -78,7 +80,7 @@ class LossSize:
 
     @cached_property
     def layout(self) -> Layout:
-        return Layout(None, 0, (self.rows,) * self.ranks, (self.columns,) * self.ranks)
+        return Layout(None, 0, (self.rows,) * self.ranks, (self.columns,) * self.ranks, node=self.node or self.ranks)
 
     @cached_property
     def exchange_name(self) -> str:
@@ -217,11 +219,9 @@ class LossSize:
         return MATRICES_BY_INDEX if self.exchange_class.by_index else MATRICES
 
     @property
-    def sent(self) -> int:
-        """Bytes that a rank receives from others in both passes."""
-        if self.ranks == 1:
-            return 0
-        return self.exchange_class.sent_bytes(self.layout, self.carried, self.dtype)
+    def traffic(self) -> Traffic:
+        """What a rank receives from others in both passes."""
+        return self.exchange_class.traffic(self.layout, self.carried, self.dtype)
 
     @property
     def wide(self) -> int:

@@ -180,6 +180,7 @@ class Plan:
         """Other exchanges and blocks, retained graphs and sub-batches, each with all else as in the plan."""
         step = self.step
         blocks = [("replicate", "dense"), ("gather", "dense"), ("gather", "auto"), ("ring", "auto")]
+        blocks += [("hierarchical", "auto")] * (self.target.ranks > self.target.per_node)
         if step.loss.ranks == 1:
             blocks = [("single", "dense"), ("single", "auto")]
         for exchange, backend in blocks:

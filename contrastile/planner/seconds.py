@@ -88,7 +88,7 @@ def step_seconds(
     return StepSeconds(
         towers,
         loss_seconds(loss, profile),
-        exchange_seconds(loss, profile, link) + reduced,
+        exchange_seconds(loss, profile) + reduced,
         update_seconds(update, profile),
         decoded / (profile.decode * profile.cpus),
         waiting / towers if towers else 0.0,
@@ -166,16 +166,13 @@ def _pair_work(loss: LossSize) -> float:
     return TEACHER_PAIRS if teacher else LABELLED_PAIRS if loss.labels else 1.0
 
 
-def exchange_seconds(loss: LossSize, profile: Profile, link: float) -> float:
-    """Seconds that other ranks' features and gradients add.
+def exchange_seconds(loss: LossSize, profile: Profile) -> float:
+    """Seconds that other ranks' features and gradients add: hops, and what arithmetic does not hide.
 
-    A ring's hop is hidden by the products of its block (Inf-CL, section 3.2); a gather by those of the rank's own, and
-    the host makes each of its two blocks anew as it does a hop.
+    A ring's hop is hidden by the products of its block (Inf-CL, section 3.2), a gather by those of the rank's own.
     """
-    W = loss.ranks
-    if W == 1:
+    if loss.ranks == 1:
         return 0.0
-    sent, arithmetic = loss.sent / link, loss.operations / profile.loss
-    if loss.exchange_name == "ring":
-        return 2 * W * profile.hop + max(0.0, sent - arithmetic)
-    return 2 * profile.hop + max(0.0, sent - arithmetic / W)
+    traffic, arithmetic = loss.traffic, loss.operations / profile.loss
+    ways = zip(traffic.sent, (profile.link, profile.network), traffic.beside, strict=True)
+    return traffic.hops * profile.hop + sum(max(0.0, sent / rate - share * arithmetic) for sent, rate, share in ways)

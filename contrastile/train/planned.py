@@ -229,7 +229,7 @@ def plan_of(
         rows, keys * rows, ranks, dimensions, machines.memory, recipe.loss.exchange, recipe.loss.backend,
         machines.device, getattr(recipe.loss, "workspace", None), products, given,
         pair_loss, queue=queue // ranks, own=anchors + positives, directions=2 if both_ways else 1, listed=listed,
-        labels=labels,
+        labels=labels, node=machines.per_node,
     )  # fmt: skip
     teacher, guides = 0, list[Side]()
     if (other := teacher_recipe(recipe)) is not None:
