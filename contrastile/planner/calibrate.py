@@ -24,6 +24,7 @@ from contrastile.modules import ClipLoss
 from contrastile.offload import free_memory, settle, usable_cpus
 from contrastile.planner.loss import LossSize
 from contrastile.planner.profile import THIS, Profile, calibrated_path, known_profiles
+from contrastile.planner.seconds import KEPT_BYTES
 from contrastile.planner.towers import Work, measure, shapes_only
 
 # seconds for each of the measurements
@@ -93,15 +94,16 @@ def measured(device: torch.device, seconds: float) -> Profile:
     call, (few_features, many) = timed(_loss(*SMALL[kind], "auto", device)), FEATURES
     # the time per pair is a straight line over the features
     slope = max(1e-18, (times["auto", many] - times["auto", few_features]) / (rows**2 * (many - few_features)))
-    rest = max(1e-15, (times["auto", few_features] - call) / rows**2 - slope * few_features)
-    size = LossSize(rows, rows, 1, few_features, memory, backend="dense", device=kind, dtype=torch.float32)
+    size = LossSize(rows, rows, 1, few_features, memory, device=kind, dtype=_dtype(kind))
+    each, kept = size.operations / rows**2 / few_features, KEPT_BYTES / bandwidth if size.kept else 0.0
+    rest = max(1e-15, (times["auto", few_features] - call) / rows**2 - slope * few_features - kept)
     dense = max(1e-15, (times["dense", few_features] / rows**2 - slope * few_features) / size.matrices)
     device_text = f"{torch.get_num_threads()} threads" if kind == "cpu" else name
     today = datetime.now(UTC).date()
     return replace(
         base, name=name, device=kind, memory=memory, products=products, attention=attention,
         float32=rates[torch.float32] / bare, bandwidth=bandwidth, launch=launch,
-        loss=8 / slope, pair=rest, dense_pair=dense, call=call, decode=_decoded(seconds), cpus=usable_cpus(),
+        loss=each / slope, pair=rest, dense_pair=dense, call=call, decode=_decoded(seconds), cpus=usable_cpus(),
         provenance=(
             f"contrastile plan --calibrate, {device_text}, torch {torch.__version__}, {today}",
             "link, network, hop and block are those of the H200: one process cannot measure them",
@@ -133,12 +135,16 @@ def _layer(kind: str, device: torch.device, examples: int) -> tuple[Work, Callab
 
 def _loss(rows: int, features: int, backend: str, device: torch.device) -> Callable[[], object]:
     """A loss, forward and backward: in 16 bits on a GPU, in float32 on a CPU."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     q, k = (
-        F.normalize(torch.randn(rows, features, device=device), dim=-1).to(dtype).requires_grad_() for _ in range(2)
+        F.normalize(torch.randn(rows, features, device=device), dim=-1).to(_dtype(device.type)).requires_grad_()
+        for _ in range(2)
     )
     loss = ClipLoss(backend=backend)  # type: ignore[arg-type]
     return lambda: loss(q, k, 20.0).backward()
+
+
+def _dtype(kind: str) -> torch.dtype:
+    return torch.bfloat16 if kind == "cuda" else torch.float32
 
 
 def _decoded(seconds: float) -> float:

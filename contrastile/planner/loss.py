@@ -10,12 +10,13 @@ import torch
 
 from contrastile._dispatch import DEFAULT_SHARE, EXCHANGES, GATHERED_SHARE, TILES, automatic_exchange
 from contrastile._types import accumulator
+from contrastile.engine.graph import MOST_BYTES, MOST_ROWS
 from contrastile.exchange.base import Exchange, Layout, Traffic
 from contrastile.exchange.host import Cut, cut_within, device_bytes, row_bytes
 from contrastile.losses.base import PairLoss
 from contrastile.losses.softmax import Softmax
 from contrastile.scorers import MaxSim
-from contrastile.tiles.base import STATISTICS, resident_bytes
+from contrastile.tiles.base import NARROW, STATISTICS, resident_bytes
 from contrastile.tiles.eager import MATRICES, MATRICES_BY_INDEX, SIDE_ACCELERATOR, SIDE_CPU
 
 # bytes of fused kernels whatever the size of a block, measured: the scratch memory of their programs
@@ -126,12 +127,11 @@ class LossSize:
         except ImportError:
             # Triton is not installed here: a strip of 16-bit gradients
             return min(allowed, 2 * self.block[0] * self.block[1])
-        device = torch.device("meta" if self.device == "cuda" else "cpu")
         by_index = self.exchange_class.by_index or self.listed
         followed = self.ranks == 1 and not (self.host or self.own)
         expected = partial(tiles.expected_bytes, self.loss, by_index=by_index, labels=self.labels, followed=followed)
         # halved until they fit, a shorter block may take more
-        blocks = max(expected(N, M, self.dimensions, self.dtype, allowed, device) for N, M in self.blocks)
+        blocks = max(expected(N, M, self.dimensions, self.dtype, allowed, self._place) for N, M in self.blocks)
         return blocks + (SCRATCH if self.backend_name == "triton" else 0)
 
     @property
@@ -173,11 +173,32 @@ class LossSize:
         They do for a pairwise loss, and in one process for a loss of one direction, one that keeps its exponentials and
         one with a teacher.
         """
-        N, M, formula = self.rows, self.columns, self.loss.formula
-        taught = formula is not None and formula.guide == "teacher" and self.backend_name == "triton"
-        keeps = taught or self._allowed >= 2 * N * M
+        N, M = self.rows, self.columns
+        keeps = self.kept or (self.taught and self.backend_name == "triton")
         early = self.loss.pairwise or (self.ranks == 1 and (not self.loss.symmetric or keeps))
         return 0 if early or self.host else (N + M) * self.dimensions * self.wide
+
+    @property
+    def taught(self) -> bool:
+        """A teacher's features are multiplied too."""
+        return self.loss.formula is not None and self.loss.formula.guide == "teacher"
+
+    @cached_property
+    def kept(self) -> bool:
+        """The backward has the forward's exponentials: of one process, by fused kernels, where they fit."""
+        if self.backend_name != "triton" or self.ranks > 1 or self.host or self.own:
+            return False
+        try:
+            from contrastile.tiles.triton.block import Budget
+        except ImportError:
+            return 2 * self.rows * self.columns <= self._allowed
+        budget = Budget.expected(self.loss, self._place, self._allowed)
+        return budget.expects_kept(self.rows, self.columns, self.dimensions, self.dtype, ordered=self.labels)
+
+    @property
+    def _place(self) -> torch.device:
+        """A device whose tensors have no memory stands for a GPU."""
+        return torch.device("meta" if self.device == "cuda" else "cpu")
 
     @property
     def _at_once(self) -> bool:
@@ -202,10 +223,26 @@ class LossSize:
     def operations(self) -> float:
         """Operations of a rank in both passes.
 
-        For each pair and feature 8, of a pairwise loss in one sweep 6; for each feature of another model 4.
+        For each pair and feature 8, of a pairwise loss in one sweep and with kept exponentials 6; for each feature of a
+        teacher 4, and of a guide, whose mask is kept as bits, 2.
         """
-        own = 6 if self.loss.pairwise and not self.host else 8
-        return self.pairs * (own * self.dimensions + 4 * self.guide)
+        own = 6 if self.kept or (self.loss.pairwise and not self.host) else 8
+        return self.pairs * (own * self.dimensions + (4 if self.taught else 2) * self.guide)
+
+    @property
+    def replayed(self) -> bool:
+        """A small call of one process is replayed from a graph."""
+        N, M = self.block
+        return self.ranks == 1 and min(N, M) <= MOST_ROWS and 2 * N * M <= MOST_BYTES
+
+    @property
+    def copied(self) -> int:
+        """Bytes that a replay moves beside its graph: features to the graph's memory, and sums from it."""
+        narrow = self.kept and not self.loss.symmetric and self.columns >= NARROW * self.rows
+        of_row, of_col = self.sizes
+        sums = of_row * self.rows * self.wide + of_col * self.columns * (self.dtype.itemsize if narrow else self.wide)
+        numbers = of_row * self.rows + of_col * self.columns
+        return numbers * (2 * self.given.itemsize + self.dtype.itemsize) + sums
 
     @property
     def pairs(self) -> float:

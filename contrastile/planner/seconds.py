@@ -9,7 +9,6 @@ from math import ceil, hypot
 
 import torch
 
-from contrastile.engine.graph import MOST_BYTES, MOST_ROWS
 from contrastile.planner.loss import LateSize, LossSize
 from contrastile.planner.memory import Side, StepMemory
 from contrastile.planner.profile import Profile
@@ -17,21 +16,23 @@ from contrastile.planner.towers import Work
 
 # of an optimizer's kernels: the rate of memory over that of a tower's, and the host's time for one over that of a
 # tower's, which autograd and modules call. From the rows of AdamW and of Adafactor with momentum in h200_features.csv
-UPDATE_BANDWIDTH, UPDATE_LAUNCHES = 1.2, 0.3
+UPDATE_BANDWIDTH, UPDATE_LAUNCHES = 1.23, 0.3
 # time of the fused kernels in float32 over that in 16 bits, by torch's precision of float32 products: six, three or one
 # product of pieces, and the pieces' way through memory
 FLOAT32_LOSS = {"highest": 7.0, "high": 3.5, "medium": 1.2}
-# the host's time as multiples of that of a small replayed call: a small call of a pairwise loss, each block of a larger
-# loss, and the start of a larger loss
-PAIRWISE_CALLS, BLOCK_CALLS, START_CALLS = 2.3, 1.1, 1.3
-# the time of a pair beside its products, over that of a plain softmax: with a teacher's probability too, and where
-# labels are compared. From 32k rows of `contrastile bench loss --losses distill clip_labels siglip_labels`
-TEACHER_PAIRS, LABELLED_PAIRS = 6.0, 3.0
+# the host's time as multiples of that of a small replayed call: each block of a larger loss, and its start
+BLOCK_CALLS, START_CALLS = 1.2, 1.3
+# the time of a pair beside its products, over that of a plain softmax: of a sigmoid, with a teacher's probability too,
+# with a bit of a guide's mask, and where labels are compared. From rows of 65,536 x 768 in h200_loss.csv and of
+# 32,768 x 512 in h200_planner_loss.csv
+SIGMOID_PAIRS, TEACHER_PAIRS, MASKED_PAIRS, LABELLED_PAIRS = 1.5, 5.2, 4.2, 2.5
+# bytes of a pair whose kept exponential is multiplied by numbers of its row and column in place
+KEPT_BYTES = 4
 # of token vectors: a sweep's rate over that of large losses; the time of a sweep that notes the winning tokens over
 # that of one that does not; the time of gathering them over that of memory; the host's time, and its time before the
 # device begins, in calls. From the rows of 1,024² and of 128² pairs of 32 x 180 tokens in h200_maxsim.csv, and a
 # profile of 16,384² pairs
-SWEEP, WINNERS, GATHERED, LATE_CALLS, LATE_START = 0.98, 1.31, 0.43, 1.65, 0.43
+SWEEP, WINNERS, GATHERED, LATE_CALLS, LATE_START = 0.992, 1.31, 0.42, 1.8, 0.47
 
 
 NO_WORK = Work()
@@ -152,18 +153,21 @@ def loss_seconds(loss: LossSize, profile: Profile) -> float:
         return hypot(profile.call, device)
     blocks = ceil(2 * N * M / max(1, loss.workspace_bytes))
     device += blocks * profile.block
-    if loss.ranks == 1 and min(N, M) <= MOST_ROWS and 2 * N * M <= MOST_BYTES:
-        # replayed from a CUDA graph, so that host and device work at once
-        host = profile.call * (PAIRWISE_CALLS if loss.loss.pairwise else 1.0)
-        return (host**4 + device**4) ** 0.25
+    if loss.kept and loss.loss.symmetric:
+        device += loss.pairs * KEPT_BYTES / profile.bandwidth
+    if loss.replayed:
+        # from a CUDA graph, so that host and device work at once
+        return hypot(profile.call, device + loss.copied / profile.bandwidth)
     return max(device, blocks * BLOCK_CALLS * profile.call) + START_CALLS * profile.call
 
 
 def _pair_work(loss: LossSize) -> float:
     """The work of a pair beside its products, in those of a plain softmax."""
-    formula = loss.loss.formula
-    teacher = formula is not None and formula.guide == "teacher"
-    return TEACHER_PAIRS if teacher else LABELLED_PAIRS if loss.labels else 1.0
+    if loss.loss.pairwise:
+        return LABELLED_PAIRS if loss.labels else SIGMOID_PAIRS
+    if loss.guide:
+        return TEACHER_PAIRS if loss.taught else MASKED_PAIRS
+    return LABELLED_PAIRS if loss.labels else 1.0
 
 
 def exchange_seconds(loss: LossSize, profile: Profile) -> float:

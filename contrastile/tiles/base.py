@@ -20,6 +20,9 @@ from contrastile.losses.base import Finished, PairLoss, Shard, Total, count_equa
 ROWS_AT_ONCE = 8192
 # upper bound of the numbers that a loss has for each row: statistics, a block's part of them, state and coefficient
 STATISTICS = 14
+# columns per row from which fused kernels of one direction sum the columns, most of the memory that a call writes, in
+# 16 bits
+NARROW = 4
 
 
 class InFlight:

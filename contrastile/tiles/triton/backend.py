@@ -196,10 +196,8 @@ class Triton(Tiles):
         *, by_index: bool = False, labels: bool = False, followed: bool = False,
     ) -> int:  # fmt: skip
         del by_index
-        budget = Budget(loss, plan.epilogue_for(loss), device, workspace)
-        # 16-bit features of such a width are read as they are
-        copied = 0 if dtype.itemsize == 2 and D % 8 == 0 else D
-        return budget.expected_bytes(N, M, copied, dtype, followed=D * followed, ordered=D * labels)
+        budget = Budget.expected(loss, device, workspace)
+        return budget.expected_bytes(N, M, D, dtype, followed=followed, ordered=labels)
 
     def reserve(self, multiprocessors: int) -> None:
         """Leave so many of the device's multiprocessors to transfers.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from contrastile.tiles.triton.plan import (
     Masks,
     Pair,
     bits_shape,
+    epilogue_for,
     is_readable,
     padded,
     scratch_shape,
@@ -58,6 +59,11 @@ class Budget:
     workspace: int
     # height and width of super-tiles found so far
     _sizes: dict[tuple[int | None, ...], tuple[int, int]] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def expected(cls, loss: PairLoss, device: torch.device, workspace: int) -> Self:
+        """The budget of a loss with its own epilogue, for a planner."""
+        return cls(loss, epilogue_for(loss), device, workspace)
 
     def forward(self, height: int, width: int, copied: int, parts: int) -> int:
         """The tiles' numbers, and what all passes share."""
@@ -112,20 +118,31 @@ class Budget:
         copies = (0, self._copied(D, dtype), self._ordered(D, dtype))
         return max(self._most(N, M, copied, dtype) for copied in copies)
 
-    def expected_bytes(self, N: int, M: int, D: int, dtype: torch.dtype, *, followed: int = 0, ordered: int = 0) -> int:
-        """The same for features of one kind; D is 0 where they need no copy.
+    def expected_bytes(
+        self, N: int, M: int, D: int, dtype: torch.dtype, *, followed: bool = False, ordered: bool = False
+    ) -> int:
+        """The same for features of one kind.
 
-        followed: features of a backward that follows at once, for which exponentials are kept where they fit. Its
-        accumulators, which are not among these bytes, are not there yet in the forward. ordered: features that are
-        copied in the order of labels.
+        followed: by a backward at once, for which exponentials are kept where they fit. Its accumulators, which are not
+        among these bytes, are not there yet in the forward. ordered: copied in the order of labels.
         """
-        copied = self._ordered(ordered, dtype) if ordered else self._copied(D, dtype)
-        most, keeping = self._most(N, M, copied, dtype), self.keeping(N, M, copied, PIECES[dtype]())
-        gains = self._gains(followed) and self.epilogue.keeps and dtype == KEPT_IN
-        if followed and gains and keeping <= self.workspace:
-            later = self.keeping(N, M, copied, PIECES[dtype](), later=True)
-            most = max(most, keeping - 4 * (N + M) * followed, later)
+        given = self._expected(D, dtype, ordered), PIECES[dtype]()
+        most = self._most(N, M, given[0], dtype)
+        if followed and self.expects_kept(N, M, D, dtype, ordered=ordered):
+            later = self.keeping(N, M, *given, later=True)
+            most = max(most, self.keeping(N, M, *given) - 4 * (N + M) * D, later)
         return most
+
+    def expects_kept(self, N: int, M: int, D: int, dtype: torch.dtype, *, ordered: bool = False) -> bool:
+        """Return whether exponentials are kept for a backward that follows at once, as `keeps` does."""
+        gains = self._gains(D) and self.epilogue.keeps and dtype == KEPT_IN
+        return gains and self.keeping(N, M, self._expected(D, dtype, ordered), PIECES[dtype]()) <= self.workspace
+
+    def _expected(self, D: int, dtype: torch.dtype, ordered: bool) -> int:
+        """Bytes of a row's features that are copied: 16-bit features of a usual width are read as they are."""
+        if ordered:
+            return self._ordered(D, dtype)
+        return 0 if dtype.itemsize == 2 and D % 8 == 0 else self._copied(D, dtype)
 
     def _most(self, N: int, M: int, copied: int, dtype: torch.dtype) -> int:
         given = copied, PIECES[dtype]()

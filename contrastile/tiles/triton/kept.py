@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from contrastile.losses.base import Shard
+from contrastile.tiles.base import NARROW
 from contrastile.tiles.triton import kept_kernels, launch, sorting
 from contrastile.tiles.triton.block import KEPT_IN, Block, Budget
 from contrastile.tiles.triton.launch import Weights
@@ -41,8 +42,6 @@ ROWS, FEATURES, TILES = 8, 256, 128
 PAIRS, PAIRS_WARPS = (2, 1024, 8, 4), 4
 # numbers that `kept_total` reads at once
 NUMBERS = 2048
-# columns per row from which the columns' sums, most of the memory that a call writes, have 16 bits
-NARROW = 4
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,429 @@
+"""The rows of benchmarks/results as the planner sees them, each a case or left out for a reason with a name.
+
+`planner.py` beside it compares plans with the cases, and fits rates to some. A file belongs to a kind by its name, a
+row to a chip by its column: new files of known names, and rows of further chips with a profile, are cases too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from contrastile.bench.harness import MOST_PRODUCT_SECONDS, read_rows
+from contrastile.bench.loss import OURS, float32_products
+from contrastile.bench.subjects import SUBJECTS
+from contrastile.bench.towers import MODELS, POOL
+from contrastile.losses.base import PairLoss
+from contrastile.losses.softmax import Softmax
+from contrastile.planner.loss import LateSize, LossSize
+from contrastile.planner.memory import Held, Side, StepMemory
+from contrastile.planner.profile import Profile, target
+from contrastile.planner.seconds import exchange_seconds, loss_seconds, step_seconds, update_seconds
+from contrastile.planner.towers import TowerCost, Work, made_without_memory
+from contrastile.train.planned import made_up_tokenizer, update_work
+from contrastile.train.recipe import load_recipe
+from contrastile.train.run import build_run
+
+CLIP = "clip-vit-l-14"
+RESULTS = Path(__file__).parent / "results"
+TOWERS = RESULTS / "planner_towers.json"
+# chips with a profile
+CHIPS = ("H200", "H100")
+# the names of the files of each kind
+FILES = {
+    "losses": r"h\d+_(loss|\d+_ranks|planner_loss)",
+    "calls": r"h\d+_user_calls",
+    "other losses": r"h\d+_loss_ratios",
+    "ranks": r"h\d+_memory",
+    "steps": r"h\d+_((\d+_)?step|towers)",
+    "tokens": r"h\d+_maxsim",
+    "carried": r"h\d+_(features|largest)|(h\d+_)?late_batches",
+    "cpu": r"cpu_(loss|memory)",
+}
+# files of those kinds to whose rows nothing is fitted
+NEW = r"h\d+_(planner_loss|towers)"
+# behind the name of a model whose towers are compiled, and of a way whose inputs are indices
+COMPILED, POOLED = ", compiled", ", from a pool"
+# losses with positives in any place, by their names in the files, and those of `contrastile bench loss`
+LABELLED = {
+    "balanced": "siglip_balanced",
+    "inside": "supcon_in",
+    "clip_labels": "clip_labels",
+    "siglip_labels": "siglip_labels",
+}
+WORKSPACES = {"workspace 192 MiB": 192 * 2**20, "workspace 32 MiB": 32 * 2**20}
+EXCHANGES = ("replicate", "gather", "ring", "hierarchical")
+
+RUN, SHORT = "seconds of a whole run, beside others", "texts shorter than the encoder's limit, with which it is planned"
+EAGER = "eager tiles on a GPU, of a loss that has kernels"
+LIBRARIES = "models and loops of other libraries"
+HELD = "tensors of the bench itself in the peak, and no time of copies in the plan"
+# files without a row that the planner could meet, by their names behind the chip, and why
+FILES_LEFT_OUT = {
+    **dict.fromkeys(
+        ("cpu_loss_ways_docstrings", "cpu_loss_ways_glyphs", "cpu_losses_float32", "cpu_losses_float64"), RUN
+    ),
+    **dict.fromkeys(("2_batches", "losses", "late_docstrings", "late_docstrings_time"), RUN),
+    **dict.fromkeys(("retrieval", "updates"), SHORT),
+    "doors": LIBRARIES,
+    "host_features": HELD,
+}
+# Rows that no plan of today's code can meet, with the reason: (file, backend or way, batch, sub-batch) of memory.
+# "auto" of commit 75cffff kept fewer graphs than the rule of later rows of the same cases; two sums of a super-tile
+# were held at once in the forward until the commit that added this file (later rows of the case are met).
+OTHER_CODE = {
+    ("h200_step", "retain auto", 1024, "128", "81472923136"): "an earlier rule of retain",
+    ("h200_step", "retain auto, streamed", 1024, "256", "70040943104"): "an earlier rule of retain",
+    ("h200_step", "retain auto", 8192, "256", "88905820672"): "an earlier rule of retain",
+    **{
+        ("cpu_loss", "eager", b, None, count): "a tile was still held while the next was computed"
+        for b, several in ((4096, ("21274636", "16838672")), (8192, ("25763852", "21082128")))
+        for count in several
+    },
+    ("h200_2_ranks", "triton, one process", 262144, None, "4311745024"): "two sums at once in the forward",
+    ("h200_4_ranks", "triton, one process", 262144, None, "4311745024"): "two sums at once in the forward",
+}
+# losses whose rows are of another code, and what it did
+GUIDED, BESIDE = ("gist", "distill"), "the guide's product beside the other, and no bits of a mask"
+# kernels that had no copies in the order of labels
+UNORDERED = "labels in the order of the rows"
+# reasons against the seconds of a row, whose bytes are planned; the commits of small calls with eight launches instead
+# of three, without kept exponentials, and at first not captured from 8,192 rows on
+EARLIER, EARLIER_CALLS = "an earlier form of small calls", ("4070535", "57538e5", "91840d4")
+HOST = "bound by a host whose rates were not measured"
+DISTURBED = "eleven measurements of the case took 607 to 638 ms"
+FIRST = "twice the time of the same call with float32 features, which does more"
+# with so little workspace that the host launches 256 blocks one machine took twice as long as another
+HOST_BOUND = ("clip triton, workspace 32 MiB 65536 x 512 bfloat16 on 1",)
+# calls with so little work that they take the host's time, and those of the first race of their run
+HOST_CALL, FIRST_CALL = "infonce 1024 x 4096 x 512", "infonce 1024 x 65536 x 768"
+# seconds of a rank alone, and of a hop, below which they are those of the host, which fills the buffers of receives:
+# 5 to 8 ms for a gather, 0.5 to 1 ms for a hop
+LEAST_ALONE, LEAST_HOP = 0.01, 1e-3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A measured row: its file, chip and label, bytes and seconds measured, what the planner needs.
+
+    other_code, untimed: the reason why its bytes, or its seconds, are not planned.
+    """
+
+    file: str
+    chip: str
+    label: str
+    bytes: int | None
+    seconds: float | None
+    loss: LossSize | None = None
+    step: StepMemory | None = None
+    precision: str = "highest"
+    other_code: str | None = None
+    untimed: str | None = None
+    # of long steps the rate of a product in the same minute, over the usual one
+    clock: float = 1.0
+    fitted: bool = False
+    # the plan of the day of the row
+    planned: int | None = None
+    # of an optimizer's step alone
+    update: Work | None = None
+    # a rank whose others are not there
+    alone: bool = False
+
+    @property
+    def timed(self) -> bool:
+        return self.seconds is not None and self.untimed is None
+
+    @property
+    def planned_bytes(self) -> int:
+        if self.planned is not None:
+            return self.planned
+        with float32_products(self.precision):
+            return self.step.peak().bytes if self.step is not None else self.loss.peak
+
+    def planned_seconds(self, profile: Profile | None = None) -> float:
+        """By the profile of the row's chip, or another; all ranks are on one host."""
+        profile = profile or profile_of(self.chip)
+        profile = replace(profile, network=profile.link)
+        if self.update is not None:
+            return update_seconds(self.update, profile)
+        if self.step is None:
+            rates = {"loss": profile.loss * self.clock, "pair": profile.pair / self.clock}
+            with float32_products(self.precision):
+                own = loss_seconds(self.loss, replace(profile, **rates))
+            return own + (0.0 if self.alone else exchange_seconds(self.loss, profile))
+        trained = sum(side.cost.trained for side in self.step.sides)
+        # the bench of steps takes no optimizer's step
+        return step_seconds(self.step, profile, per_node=self.step.loss.ranks, trained=trained).total
+
+
+@cache
+def profile_of(chip: str) -> Profile:
+    profile = target(chip).profile
+    assert profile is not None
+    return profile
+
+
+def files(kind: str) -> list[str]:
+    """The files of a kind, shorter names first, by which rows are counted in the same order when files are added."""
+    names = (path.stem for path in RESULTS.glob("*.csv"))
+    return sorted((name for name in names if re.fullmatch(FILES[kind], name)), key=lambda name: (len(name), name))
+
+
+def rows(kind: str) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """File, chip and content of the rows that are cases of a kind; the chip of a CPU is empty."""
+    for name in files(kind):
+        for row in read_rows(RESULTS / f"{name}.csv"):
+            if left_out(name, row) is None:
+                yield name, next((chip for chip in CHIPS if chip in row["chip"]), ""), row
+
+
+def left_out(name: str, row: dict[str, str]) -> str | None:
+    """The reason why a row of a file is no case; None for one that is."""
+    if reason := FILES_LEFT_OUT.get(re.sub(r"^h\d+_", "", name)):
+        return reason
+    kind = next((kind for kind, names in FILES.items() if re.fullmatch(names, name)), None)
+    impl, plan = row.get("impl", OURS), row.get("planned_bytes") or row.get("planned_mib")
+    ours = (OURS, "one way") if kind == "tokens" else OURS
+    if kind == "steps":
+        plain = impl == "plain" and row["way"].removesuffix(COMPILED) == "whole batch"
+        ours = impl if plain else (OURS, "by hand")
+    reasons = {
+        "another implementation": kind != "carried" and not impl.startswith(ours),
+        "no plan beside it": kind == "carried" and not plan,
+        "out of memory, or too long": "" in (row.get("ms"), row.get("peak_bytes")) or row.get("outcome") == "fails",
+        SHORT: row.get("model", "").startswith("bert"),
+        "no gradients": kind == "tokens" and row["what"] != "loss + grads",
+        EAGER: kind in ("other losses", "tokens") and "eager" in impl + row.get("backend", ""),
+    }  # fmt: skip
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def loss_of(name: str, d: int) -> dict[str, Any]:
+    """A loss of `contrastile bench loss` as the planner's sizes have it."""
+    loss = SUBJECTS[LABELLED.get(name, name)].module()
+    while not isinstance(loss, PairLoss):
+        loss = loss.loss
+    listed = name in LABELLED
+    return {"loss": loss, "listed": listed, "labels": listed, "guide": d if loss.guides else 0}
+
+
+@cache
+def usual_product(chip: str) -> float:
+    """The rate of the product beside long losses on most of the chips; others run at other clocks."""
+    long = (row for _, of, row in rows("losses") if of == chip and float(row["ms"]) > MOST_PRODUCT_SECONDS * 1e3)
+    return median([_product(row) for row in long] or [1.0])
+
+
+def _product(row: dict[str, str]) -> float:
+    """TFLOP/s of the product beside a row."""
+    return float(row["effective_tflops"]) / float(row["ratio"])
+
+
+def loss_cases() -> Iterator[Case]:
+    """Every second row of each exchange is one of the fit."""
+    counts = Counter[tuple[str, str]]()
+    for name, chip, row in rows("losses"):
+        world, b, d, backend = int(row["world"]), int(row["b"]), int(row["d"]), row["backend"]
+        exchange = next((way for way in EXCHANGES if way in backend.split(", ")), "single")
+        workspace = next((size for mark, size in WORKSPACES.items() if mark in backend), 2 * 2**30)
+        dtype, new = getattr(torch, row["dtype"]), re.fullmatch(NEW, name) is not None
+        # of two levels, two nodes are measured on one host
+        size = LossSize(
+            b // world, b // world, world, d, profile_of(chip).memory, exchange, "triton", "cuda", workspace, dtype,
+            dtype, node=world // 2 if exchange == "hierarchical" else None, **loss_of(row["loss"], d),
+        )  # fmt: skip
+        label = f"{row['loss']} {backend} {b} x {d} {row['dtype']} on {world}"
+        seconds, counted = float(row["ms"]) / 1e3, (chip, exchange)
+        counts[counted] += not new
+        # beside a shorter step the product runs in bursts, at another clock
+        clock = _product(row) / usual_product(chip) if seconds > MOST_PRODUCT_SECONDS else 1.0
+        earlier = EARLIER if size.replayed and row["commit"] in EARLIER_CALLS else None
+        yield Case(
+            name, chip, label, int(row["peak_bytes"]), seconds, size,
+            precision="high" if "precision high" in backend else "highest",
+            other_code=OTHER_CODE.get((name, backend, b, None, row["peak_bytes"])),
+            untimed=HOST if label in HOST_BOUND else earlier, clock=clock,
+            fitted=not new and counts[counted] % 2 == 1,
+        )  # fmt: skip
+
+
+def call_cases() -> Iterator[Case]:
+    """Whole calls of users, forward and backward under autocast: seconds alone."""
+    for name, chip, row in rows("calls"):
+        call, _, more = row["call"].partition(",")
+        kind, *numbers = call.replace(" x", "").split()
+        N, *others, d = map(int, numbers)
+        given = torch.float32 if "float32" in more and "bf16" not in row["impl"] else torch.bfloat16
+        size = LossSize(
+            N, others[0] if others else N, 1, d, profile_of(chip).memory, "single", "triton", given=given,
+            **loss_of(kind, d) | {"listed": "positives" in row["impl"]},
+        )  # fmt: skip
+        first = FIRST if row["call"] == FIRST_CALL else None
+        label = f"{row['call']}: {row['impl']}"
+        yield Case(name, chip, label, None, float(row["ms"]) / 1e3, size, untimed=HOST if call == HOST_CALL else first)
+
+
+def rank_cases() -> Iterator[Case]:
+    """One rank's loss in a world that is not there: its arithmetic, without communication."""
+    count = 0
+    for name, chip, row in rows("ranks"):
+        world, b, profile = int(row["world"]), int(row["b"]), profile_of(chip)
+        exchange, backend = row["way"].split(", ")
+        size = LossSize(b // world, b // world, world, int(row["d"]), profile.memory, exchange, backend)
+        label, seconds = f"{row['way']} {b} x {row['d']} on {world}", float(row["ms"]) / 1e3
+        # a ring's blocks are launched one by one
+        least = max(LEAST_ALONE, LEAST_HOP * size.traffic.hops) if exchange == "ring" else LEAST_ALONE
+        busy = loss_seconds(size, profile) > least
+        count += backend == "dense" and busy
+        yield Case(
+            name, chip, label, int(row["peak_bytes"]), seconds, size, untimed=None if busy else HOST,
+            fitted=backend == "dense" and busy and count % 2 == 1, alone=True,
+        )  # fmt: skip
+
+
+def other_losses() -> Iterator[Case]:
+    """Losses beside `ClipLoss` and `SigLipLoss` in fused kernels."""
+    for name, chip, row in rows("other losses"):
+        loss, b, d = row["loss"], int(row["b"]), int(row["d"])
+        size = LossSize(
+            b, b, 1, d, profile_of(chip).memory, "single", "triton", workspace=2 * 2**30, **loss_of(loss, d)
+        )
+        reason = UNORDERED if size.labels else BESIDE if loss in GUIDED else None
+        yield Case(
+            name, chip, f"{loss} {b} x {d}", int(row["peak_bytes"]), float(row["ms"]) / 1e3, size, other_code=reason,
+            untimed=EARLIER if size.replayed else reason,
+        )  # fmt: skip
+
+
+def cpu_cases() -> Iterator[Case]:
+    """Losses of a CPU, alone and of one rank: bytes alone, because a CPU has no profile."""
+    for name, chip, row in rows("cpu"):
+        world, b, (exchange, backend) = int(row["world"]), int(row["b"]), ("single", row.get("backend"))
+        if name == "cpu_memory":
+            exchange, backend = row["way"].split(", ")
+        size = LossSize(
+            b // world, b // world, world, int(row["d"]), profile_of("H200").memory, exchange, str(backend), "cpu",
+            dtype=torch.float32, given=torch.float32, **loss_of(row.get("loss", "clip"), int(row["d"])),
+        )  # fmt: skip
+        label = f"{row.get('loss', 'clip')} {exchange}, {backend} {b} x {row['d']} on {world} CPUs"
+        reason = OTHER_CODE.get((name, str(backend), b, None, row["peak_bytes"]))
+        yield Case(name, chip, label, int(row["peak_bytes"]), None, size, other_code=reason)
+
+
+# the optimizers of h200_features.csv, and those whose rows were used for the constants of their kernels
+OPTIMIZERS = {
+    "Adafactor of the recipe": ([], True),
+    "Adafactor without momentum": (["optim.betas=[0.0, 0.95]"], False),
+    "AdamW": (["optim={kind='adamw'}"], True),
+}
+
+
+def updates() -> dict[str, Work]:
+    """The work of optimizers on the weights of the paper's recipe, without clipping."""
+    recipe = load_recipe(CLIP, files=False).model_copy(update={"device": "meta"})
+    with made_without_memory():
+        model = build_run(recipe, made_up_tokenizer(recipe.model.tokenizer)).model
+    return {
+        name: update_work(model, load_recipe(CLIP, words, files=False).optim, clipped=False)
+        for name, (words, _) in OPTIMIZERS.items()
+    }
+
+
+def carried_cases() -> Iterator[Case]:
+    """Steps whose rows have the plan of their day: of recipes, at the largest batch of a card, of late interaction."""
+    works = updates()
+    for name, chip, row in rows("carried"):
+        scale, columns = (
+            (2**20, ("peak_mib", "planned_mib")) if "peak_mib" in row else (1, ("peak_bytes", "planned_bytes"))
+        )
+        measured, planned = (int(scale * float(row[column])) for column in columns)
+        words = (row[key] for key in ("what", "impl", "way", "model", "world", "batch", "b") if key in row)
+        seconds, update, fitted = None, None, False
+        if row.get("what") == "optimizer":
+            way = row["way"].partition(",")[0]
+            seconds, update, fitted = float(row["ms"]) / 1e3, works[way], OPTIMIZERS[way][1]
+        yield Case(name, chip, ", ".join(words), measured, seconds, planned=planned, update=update, fitted=fitted)
+
+
+def step_cases() -> Iterator[Case]:
+    costs, counts = tower_costs(), Counter[str]()
+    for name, chip, row in rows("steps"):
+        world, way = int(row["world"]), row["way"].removesuffix(COMPILED).removesuffix(POOLED)
+        model = row["model"] + COMPILED * (compiled := row["way"].endswith(COMPILED))
+        plain = row["impl"] == "plain" and way == "whole batch"
+        b = int(row["batch"]) // world
+        size = min(int(row["sub_batch"] or b), b)
+        sides = [Side(cost, b, _inputs(row, b, size, cost)) for cost in costs[model, size]]
+        count = sides[0].count
+        words = {"all": count, "half": count // 2, "auto": "auto"}
+        retain: Any = count if plain else words.get(row.get("retain", "0"), 0)
+        *wrapper, exchange, backend = way.split(", ") if world > 1 else ("single", "triton")
+        weights, trained = (sum(getattr(side.cost, key) for side in sides) for key in ("weights", "trained"))
+        loss = LossSize(b, b, world, sides[0].cost.dimensions, profile_of(chip).memory, exchange, backend)
+        # buckets of torch's wrapper stay; without one a buffer of all gradients is there for a moment
+        held = Held(weights=weights, step=trained if world > 1 else 0)
+        if wrapper:
+            held = Held(weights=weights // world if "FSDP2" in wrapper else weights + trained)
+        label = f"{row['model']} {row['impl']}, {row['way']}, {row['batch']} by {row['sub_batch']} on {world}"
+        new = re.fullmatch(NEW, name) is not None
+        counts[chip] += not new
+        yield Case(
+            # plain steps and those by hand hold other tensors: their times alone are planned
+            name, chip, label, int(row["peak_bytes"]) if row["impl"] == OURS or compiled else None,
+            float(row["ms"]) / 1e3, None, StepMemory(sides, loss, held, retain),
+            other_code=OTHER_CODE.get((name, way, int(row["batch"]), row["sub_batch"], row["peak_bytes"])),
+            untimed=DISTURBED if plain and row["ms"] == "920.45" else None, fitted=not new and counts[chip] % 2 == 1,
+        )  # fmt: skip
+
+
+def token_cases() -> Iterator[Case]:
+    """Whole losses of token vectors with gradients; the constants of their seconds are from the rows of 1,024²."""
+    for name, chip, row in rows("tokens"):
+        names = ("queries", "documents", "query_tokens", "document_tokens", "d")
+        N, M, L, T, D = (int(row[name]) for name in names)
+        loss, memory = Softmax(symmetric="one way" not in row["impl"]), profile_of(chip).memory
+        size = LateSize(N, M, 1, D, memory, "single", "triton", loss=loss, tokens=(L, T), masked=False)
+        label = f"{'symmetric' if loss.symmetric else 'one way'}, {N} x {M} of {L} x {T} tokens"
+        peak, seconds = int(float(row["peak_mib"]) * 2**20), float(row["ms"]) / 1e3
+        yield Case(name, chip, label, peak, seconds, size, fitted=N == 1024)
+
+
+def _inputs(row: dict[str, str], b: int, size: int, cost: TowerCost) -> int:
+    """Bytes of a side's inputs on the device: the batch, two sub-batches, or a pool and indices into it."""
+    inputs = "pool" if row["way"].endswith(POOLED) else row.get("inputs", "device")
+    if inputs == "pool":
+        return min(POOL, 16 * MODELS[row["model"]].sub_batch) * cost.inputs + 8 * b
+    return {"device": b, "host": 2 * size}[inputs] * cost.inputs
+
+
+def tower_costs() -> dict[tuple[str, int], list[TowerCost]]:
+    """The committed costs of both towers, by model and sub-batch."""
+    costs: dict[tuple[str, int], list[TowerCost]] = {}
+    for entry in json.loads(TOWERS.read_text()):
+        model = entry.pop("model")
+        costs.setdefault((model, entry["sub_batch"]), []).append(TowerCost.from_dict(entry))
+    return costs
+
+
+def unsteady(cases: Iterable[Case]) -> set[str]:
+    """The cases of which two measurements differ by more than a plan within 20 % of both could."""
+    seconds: dict[str, list[float]] = {}
+    for case in cases:
+        if case.seconds and case.untimed not in (EARLIER, DISTURBED):
+            seconds.setdefault(f"{case.chip}: {case.label}", []).append(case.seconds)
+    return {label for label, several in seconds.items() if max(several) > 1.2 / 0.8 * min(several)}
+
+
+KINDS = {
+    "losses": loss_cases, "calls": call_cases, "other losses": other_losses, "ranks": rank_cases, "steps": step_cases,
+    "tokens": token_cases, "carried": carried_cases, "cpu": cpu_cases,
+}  # fmt: skip
