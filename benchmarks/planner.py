@@ -36,7 +36,7 @@ RATES = {
     "steps": ("products", "bandwidth", "launch"),
 }
 # the weight of a rate's distance from the profile's present one: what no row tells stays
-PRIOR = 0.01
+PRIOR = 0.1
 
 
 def measured_towers(model: str, sub_batches: tuple[int, ...], *, compiled: bool = False) -> Iterator[dict[str, Any]]:

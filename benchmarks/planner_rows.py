@@ -96,8 +96,8 @@ OTHER_CODE = {
 GUIDED, BESIDE = ("gist", "distill"), "the guide's product beside the other, and no bits of a mask"
 # kernels that had no copies in the order of labels
 UNORDERED = "labels in the order of the rows"
-# reasons against the seconds of a row, whose bytes are planned; the commits of small calls with eight launches instead
-# of three, without kept exponentials, and at first not captured from 8,192 rows on
+# reasons against the seconds of a row, whose bytes are planned; commits of small calls with six launches beside a graph
+# in place of two, without kept exponentials, and at first not captured from 8,192 rows on
 EARLIER, EARLIER_CALLS = "an earlier form of small calls", ("4070535", "57538e5", "91840d4")
 HOST = "bound by a host whose rates were not measured"
 DISTURBED = "eleven measurements of the case took 607 to 638 ms"
