@@ -293,6 +293,7 @@ def test_a_ring_of_nodes_has_fewer_hops_and_a_gather_in_each() -> None:
 
 def _bytes_of_rank(rank: int, group: Any, exchange: Any, N: int, features: int) -> int:
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
+        torch.manual_seed(rank)
         loss = ClipLoss(exchange=exchange, backend="eager", workspace=2**20, group=group)
         q, k = (F.normalize(torch.randn(N, features), dim=-1).requires_grad_() for _ in range(2))
         loss(q, k, 100.0).backward()
@@ -309,4 +310,4 @@ def test_the_planned_peak_of_a_rank_is_the_measured_one(pool: Pool, exchange: st
     measured = max(pool.run(_bytes_of_rank, 4, exchange, N, features))
     node = 2 if exchange == "hierarchical" else None
     size = LossSize(N, N, 4, features, 2**35, exchange, "eager", "cpu", 2**20, torch.float, torch.float, node=node)
-    assert measured <= size.peak + gathered * N * features * 4 <= 1.1 * measured
+    assert measured <= size.peak + gathered * N * features * 4 <= 1.15 * measured
