@@ -25,13 +25,17 @@ import contrastile
 from contrastile import ClipLoss
 from contrastile.cli import plan as cli
 from contrastile.cli.plan import lines
+from contrastile.engine.graph import MOST_ROWS
+from contrastile.losses import Sigmoid, Softmax
+from contrastile.losses.base import Shard
 from contrastile.models.late import special_tokens
 from contrastile.planner.compiled import as_compiled
 from contrastile.planner.loss import LateSize, LossSize
 from contrastile.planner.profile import target
-from contrastile.planner.seconds import UPDATE_LAUNCHES, exchange_seconds, update_seconds
+from contrastile.planner.seconds import UPDATE_LAUNCHES, exchange_seconds, loss_seconds, update_seconds
 from contrastile.planner.towers import measure, shapes_only
 from contrastile.scorers import MaxSim
+from contrastile.tiles.triton.block import Budget
 from contrastile.train.image_text import ImageText
 from contrastile.train.memory import Weighed
 from contrastile.train.objective import QueryObjective, Teacher
@@ -276,8 +280,44 @@ def test_an_optimizer_takes_its_passes_or_the_hosts_launches(tmp_path: Path) -> 
     assert shared.moved == pytest.approx(contrastile.plan(path, gpus="2xH200").update.moved / 2)
 
 
-def test_a_ring_of_nodes_has_fewer_hops_and_a_gather_in_each() -> None:
+@pytest.mark.parametrize(("N", "M", "features", "symmetric", "gigabytes", "keeps"), [
+    (2**13, 2**13, 512, True, 2.0, True), (2**15, 2**15, 512, True, 2.0, False), (2**15, 2**15, 512, True, 2.2, True),
+    (2**13, 2**13, 256, True, 2.0, False), (2**13, 2**13, 256, False, 2.0, True), (2**10, 2**16, 768, False, 2.0, True),
+])  # fmt: skip
+def test_exponentials_are_planned_as_kept_where_the_kernels_keep_them(
+    N: int, M: int, features: int, symmetric: bool, gigabytes: float, keeps: bool
+) -> None:
+    """Two of eight products are saved, and the gradients come with the loss."""
+    loss, workspace = Softmax(symmetric=symmetric), int(gigabytes * 2**30)
+    size = LossSize(N, M, 1, features, 2**37, "single", "triton", workspace=workspace, loss=loss)
+    budget = Budget.expected(loss, torch.device("meta"), workspace)
+    rows, cols = (Shard(torch.empty(n, features, dtype=torch.bfloat16, device="meta")) for n in (N, M))
+    assert size.kept == budget.keeps(rows, cols) == keeps
+    assert size.operations == (6 if keeps else 8) * N * M * features
+    assert not replace(size, ranks=2, exchange="gather").kept
+    assert not replace(size, dtype=torch.float32).kept
+    if symmetric:
+        assert (size.later == 0) == keeps
+
+
+def test_a_small_call_takes_the_hosts_time_and_the_devices() -> None:
+    profile = target("H200").profile
+    small = LossSize(256, 256, 1, 512, 2**37, "single", "triton")
+    for loss in (Softmax(symmetric=True), Sigmoid()):
+        assert loss_seconds(replace(small, loss=loss), profile) == pytest.approx(profile.call, rel=0.05)
+    # one more row than is replayed has the start of a larger loss, and no graph whose memory is filled
+    most = LossSize(MOST_ROWS, MOST_ROWS, 1, 512, 2**37, "single", "triton")
+    assert (most.replayed, replace(most, rows=MOST_ROWS + 1, keys=MOST_ROWS + 1).replayed) == (True, False)
+    assert most.copied == 2 * MOST_ROWS * 512 * (2 + 2 + 4 + 2)
+    assert loss_seconds(most, replace(profile, call=1e-9)) > loss_seconds(
+        most, replace(profile, bandwidth=1e18, call=1e-9)
+    )
+
+
+def test_a_ring_of_nodes_has_fewer_hops_and_a_gather_in_each(tmp_path: Path) -> None:
     """Every column comes to a node once in a pass, from one rank of it to the others by fast links."""
+    plan = contrastile.plan(write_recipe(tmp_path), gpus="2x2xH100", batch=48)
+    assert [choice.name for choice in plan.choices()].count("exchange hierarchical, backend auto") == 1
     flat = LossSize(2**15, 2**15, 32, 768, 2**37, "ring", "triton", node=8)
     size, bytes_of_shard = replace(flat, exchange="hierarchical"), 2**15 * 768 * 8
     assert flat.traffic == (64, (0, 31 * bytes_of_shard), (1.0, 1.0))
