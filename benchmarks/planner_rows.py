@@ -45,7 +45,7 @@ FILES = {
     "other losses": r"h\d+_loss_ratios",
     "ranks": r"h\d+_memory",
     "steps": r"h\d+_((\d+_)?step|towers)",
-    "tokens": r"h\d+_maxsim",
+    "tokens": r"h\d+_(\d+_)?maxsim",
     "carried": r"h\d+_(features|largest)|(h\d+_)?late_batches",
     "cpu": r"cpu_(loss|memory)",
 }
@@ -102,6 +102,8 @@ EARLIER, EARLIER_CALLS = "an earlier form of small calls", ("4070535", "57538e5"
 HOST = "bound by a host whose rates were not measured"
 DISTURBED = "eleven measurements of the case took 607 to 638 ms"
 FIRST = "twice the time of the same call with float32 features, which does more"
+# the name of a loss of token vectors across ranks
+SHARED = re.compile(r"(\d+) ranks, (\w+)")
 # with so little workspace that the host launches 256 blocks one machine took twice as long as another
 HOST_BOUND = ("clip triton, workspace 32 MiB 65536 x 512 bfloat16 on 1",)
 # calls with so little work that they take the host's time, and those of the first race of their run
@@ -192,7 +194,9 @@ def left_out(name: str, row: dict[str, str]) -> str | None:
         return reason
     kind = next((kind for kind, names in FILES.items() if re.fullmatch(names, name)), None)
     impl, plan = row.get("impl", OURS), row.get("planned_bytes") or row.get("planned_mib")
-    ours = (OURS, "one way") if kind == "tokens" else OURS
+    ours: Any = OURS
+    if kind == "tokens":
+        ours = impl if SHARED.match(impl) else (OURS, "one way")
     if kind == "steps":
         plain = impl == "plain" and row["way"].removesuffix(COMPILED) == "whole batch"
         ours = impl if plain else (OURS, "by hand")
@@ -391,8 +395,10 @@ def token_cases() -> Iterator[Case]:
         names = ("queries", "documents", "query_tokens", "document_tokens", "d")
         N, M, L, T, D = (int(row[name]) for name in names)
         loss, memory = Softmax(symmetric="one way" not in row["impl"]), profile_of(chip).memory
-        size = LateSize(N, M, 1, D, memory, "single", "triton", loss=loss, tokens=(L, T), masked=False)
-        label = f"{'symmetric' if loss.symmetric else 'one way'}, {N} x {M} of {L} x {T} tokens"
+        shared = SHARED.match(row["impl"])
+        W, exchange = (int(shared[1]), shared[2]) if shared else (1, "single")
+        size = LateSize(N // W, M // W, W, D, memory, exchange, "triton", loss=loss, tokens=(L, T), masked=False)
+        label = f"{'symmetric' if loss.symmetric else 'one way'}, {N} x {M} of {L} x {T} tokens on {W}"
         peak, seconds = int(float(row["peak_mib"]) * 2**20), float(row["ms"]) / 1e3
         yield Case(name, chip, label, peak, seconds, size, fitted=N == 1024)
 
