@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -20,7 +21,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from planner_rows import CHIPS, COMPILED, KINDS, TOWERS, Case, profile_of
+from planner_rows import CHIPS, COMPILED, KINDS, NEW, TOWERS, Case, profile_of
 
 from contrastile.bench.towers import Pairs, Towers
 from contrastile.models.compiled import compiled_parts
@@ -82,9 +83,10 @@ def fitted(chip: str, cases: dict[str, list[Case]]) -> Profile:
     """The profile of a chip fitted to its rows of the fit."""
     profile = profile_of(chip)
     for kind, names in RATES.items():
+        of_fit = [case for case in cases[kind] if case.chip == chip and case.fitted and case.timed]
         # rows with the least workspace are those of the host
-        of_fit = [case for case in cases[kind] if case.chip == chip and case.fitted and "32 MiB" not in case.label]
-        profile = fit([case for case in of_fit if case.timed], names, profile)
+        told = [case for case in of_fit if "32 MiB" not in case.label and not re.fullmatch(NEW, case.file)]
+        profile = fit(told, names, profile)
     return profile
 
 

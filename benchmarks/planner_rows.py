@@ -49,8 +49,9 @@ FILES = {
     "carried": r"h\d+_(features|largest)|(h\d+_)?late_batches",
     "cpu": r"cpu_(loss|memory)",
 }
-# files of those kinds to whose rows nothing is fitted
+# files of those kinds to whose rows no rate is fitted; losses whose rows of 512 features gave the time of their pairs
 NEW = r"h\d+_(planner_loss|towers)"
+OF_PAIRS = ("gist", "distill", "clip_labels", "siglip_labels")
 # behind the name of a model whose towers are compiled, and of a way whose inputs are indices
 COMPILED, POOLED = ", compiled", ", from a pool"
 # losses with positives in any place, by their names in the files, and those of `contrastile bench loss`
@@ -256,7 +257,7 @@ def loss_cases() -> Iterator[Case]:
             precision="high" if "precision high" in backend else "highest",
             other_code=OTHER_CODE.get((name, backend, b, None, row["peak_bytes"])),
             untimed=HOST if label in HOST_BOUND else earlier, clock=clock,
-            fitted=not new and counts[counted] % 2 == 1,
+            fitted=d == 512 and row["loss"] in OF_PAIRS if new else counts[counted] % 2 == 1,
         )  # fmt: skip
 
 

@@ -139,7 +139,7 @@ def test_seconds_are_within_10_percent_of_nine_rows_in_ten_and_20_of_all(
     kinds = ("other losses", "calls") if kind == "other losses" else (kind,)
     every = [case for kind in kinds for case in cases[kind] if case.timed]
     off = [_seconds_off(case) for case in every if not (case.fitted and half != "every row")]
-    assert len(off) >= {"losses": 40, "calls": 10, "other losses": 18, "ranks": 25, "steps": 77, "tokens": 6}[kind]
+    assert len(off) >= {"losses": 36, "calls": 10, "other losses": 18, "ranks": 25, "steps": 77, "tokens": 6}[kind]
     assert max(off) <= 0.2
     assert sum(x <= 0.1 for x in off) >= 0.9 * len(off)
 
