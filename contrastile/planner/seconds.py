@@ -178,5 +178,7 @@ def exchange_seconds(loss: LossSize, profile: Profile) -> float:
     if loss.ranks == 1:
         return 0.0
     traffic, arithmetic = loss.traffic, loss.operations / profile.loss
+    # one sweep gives a pairwise loss and its gradients
+    hops = traffic.hops / (2 if loss.loss.pairwise else 1)
     ways = zip(traffic.sent, (profile.link, profile.network), traffic.beside, strict=True)
-    return traffic.hops * profile.hop + sum(max(0.0, sent / rate - share * arithmetic) for sent, rate, share in ways)
+    return hops * profile.hop + sum(max(0.0, sent / rate - share * arithmetic) for sent, rate, share in ways)

@@ -161,21 +161,27 @@ def h200_loss() -> str:
     return table_of(("pairs", "workspace", "512 features", "768", "1024"), cells)
 
 
-def ranks() -> str:
-    """Times and memory of a loss of 768 features on one, two and four H200s."""
+def ranks(loss: str) -> str:
+    """Times and memory of a loss of 768 features on two and four H200s: the newest measurement of each way."""
     cells = []
-    for b, title in (("65536", "64k"), ("131072", "128k"), ("262144", "256k")):
+    for b, title in (("65536", "64k"), ("131072", "128k"), ("262144", "256k"), ("1048576", "1M")):
         for world in ("2", "4"):
-            rows = [row for row in rows_of(f"h200_{world}_ranks.csv", b=b) if row["world"] == world]
-            for row in rows:
-                way = row["backend"] if row["impl"] == "contrastile" else f"{row['impl']}, {row['backend']}"
-                single = f"{float(row['single_ms']):,.1f} ({float(row['single_cost']):.2f})"
-                cells.append((
-                    title, world, way.removeprefix("triton, "), f"{float(row['ms']):,.1f} ({float(row['cost']):.2f})",
-                    single, f"{float(row['beside_bytes']) / 2**20:,.0f}",
-                ))  # fmt: skip
+            rows = [row for row in rows_of(f"h200_{world}_ranks.csv", b=b, loss=loss) if row["world"] == world]
+            for (impl, backend), row in {(row["impl"], row["backend"]): row for row in rows}.items():
+                way = backend.removeprefix("triton, ") if impl == "contrastile" else f"{impl}, {backend}"
+                times = (f"{float(row[ms]):,.1f}" + _times_alone(row[cost]) for ms, cost in TIMES_OF_RANKS)
+                cells.append((title, world, way, *times, f"{float(row['beside_bytes']) / 2**20:,.0f}"))
     head = ("pairs", "GPUs", "way", "steps in a row, ms", "a single step, ms", "memory, MiB")
     return table_of(head, cells)
+
+
+# columns of times, and of their multiples of one GPU's
+TIMES_OF_RANKS = (("ms", "cost"), ("single_ms", "single_cost"))
+
+
+def _times_alone(cost: str) -> str:
+    """The time multiplied by the ranks over that of one GPU, where that was measured."""
+    return f" ({float(cost):.2f})" if cost else ""
 
 
 def h200_peers() -> str:
@@ -303,8 +309,8 @@ VIT_B = ("vit-b-16", "512", (1024, 8192, 65536, 262144, 1048576))
 VIT_L = ("vit-l-14", "192", (384, 1024, 8192, 65536, 262144))
 
 
-def four_ranks() -> str:
-    """Memory and time of whole steps with four losses on four H200s."""
+def four_ranks(*, compiled: bool) -> str:
+    """Memory and time of whole steps on four H200s."""
     titles = {
         "replicate, dense": "replicate, dense (CLIP)",
         "gather, dense": "gather, dense (OpenCLIP)",
@@ -313,8 +319,11 @@ def four_ranks() -> str:
     names = {"vit-b-16": "ViT-B/16", "vit-l-14": "ViT-L/14"}
     rows = []
     for row in rows_of("h200_4_step.csv"):
+        if row["way"].endswith(", compiled") != compiled:
+            continue
         memory = (mib(row[f"{kind}_bytes"]) for kind in ("data", "loss", "backbone", "peak"))
-        title = (names[row["model"]], f"{int(row['batch']):,}", titles.get(row["way"], row["way"]))
+        way = row["way"] if row["impl"] == "contrastile" else f"{row['impl']}, {row['way']}"
+        title = (names[row["model"]], f"{int(row['batch']):,}", titles.get(way, way.removesuffix(", compiled")))
         rows.append((*title, *memory, f"{float(row['ms']) / 1000:.2f} s"))
     return table_of(("model", "batch", "way", "data, MiB", "loss, MiB", "backbone, MiB", "peak, MiB", "step"), rows)
 
@@ -359,12 +368,16 @@ FORMULA = {
 }
 SIGLIP = {("siglip-kernel", "auto"): "siglip-kernel", ("contrastile", "triton"): "`SigLipLoss`"}
 MEASURED = (
-    *(readme, steps, cpu_loss, h200_loss, h200_peers, ranks, two_ranks, four_ranks, one_gpu, small_sub_batches),
+    *(readme, steps, cpu_loss, h200_loss, h200_peers, two_ranks, one_gpu, small_sub_batches),
     *(open_clip, compiled_towers),
 )
 TABLES: dict[str, Callable[[], str]] = {
     **{each.__name__: each for each in MEASURED},
     **{page: partial(doors, page) for page in DOORS},
+    "ranks": partial(ranks, "clip"),
+    "ranks_sigmoid": partial(ranks, "siglip"),
+    "four_ranks": partial(four_ranks, compiled=False),
+    "four_ranks_compiled": partial(four_ranks, compiled=True),
     "formula": partial(side_by_loss, "clip", "512", (4096, 8192, 32768, 65536), FORMULA),
     "siglip": partial(side_by_loss, "siglip", "768", (4096, 8192, 65536), SIGLIP),
     "vit_b_time": partial(side_by_side, *VIT_B, _pace),

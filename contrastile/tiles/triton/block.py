@@ -127,7 +127,8 @@ class Budget:
         among these bytes, are not there yet in the forward. ordered: copied in the order of labels.
         """
         given = self._expected(D, dtype, ordered), PIECES[dtype]()
-        most = self._most(N, M, given[0], dtype)
+        # one sweep gives a pairwise loss and its gradients
+        most = self._most(N, M, given[0], dtype, forward=not self.loss.pairwise)
         if followed and self.expects_kept(N, M, D, dtype, ordered=ordered):
             later = self.keeping(N, M, *given, later=True)
             most = max(most, self.keeping(N, M, *given) - 4 * (N + M) * D, later)
@@ -144,9 +145,9 @@ class Budget:
             return self._ordered(D, dtype)
         return 0 if dtype.itemsize == 2 and D % 8 == 0 else self._copied(D, dtype)
 
-    def _most(self, N: int, M: int, copied: int, dtype: torch.dtype) -> int:
+    def _most(self, N: int, M: int, copied: int, dtype: torch.dtype, *, forward: bool = True) -> int:
         given = copied, PIECES[dtype]()
-        passes = self.forward, self.backward_beside(self.held(N, M, *given))
+        passes = [self.backward_beside(self.held(N, M, *given)), *[self.forward] * forward]
         return max(cost(*self._largest(N, M, *given, cost), *given) for cost in passes)
 
     def _gains(self, features: int) -> bool:
