@@ -193,6 +193,39 @@ def test_inside_adaptive_layers(model: Any, words: dict[str, Any], matryoshka: b
     same(*results)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_scores_of_16_bit_embeddings_are_in_float32(model: Any, dtype: torch.dtype) -> None:
+    columns = [torch.randn(32, WIDTH).to(dtype) for _ in range(3)]
+    loss, results = CachedRankingLoss(model, scale=100.0), []
+    for each in (dtype, torch.float64):
+        leaves = [x.to(each).requires_grad_() for x in columns]
+        # times a factor, without which fp16 would lose small numbers
+        gradients = torch.autograd.grad(4096 * loss.compute_loss_from_embeddings(leaves), leaves)
+        results.append(torch.stack(gradients).double())
+    found, truth = results
+    # no more than twice what the gradient's own type costs
+    assert (found - truth).norm() <= 2 * (truth.to(dtype) - truth).norm()
+
+
+class Half(nn.Module):
+    """The end of a model whose embeddings are fp16."""
+
+    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+        return {**features, "sentence_embedding": features["sentence_embedding"].half()}
+
+
+def test_a_scaled_loss_of_fp16_embeddings_inside_matryoshka(model: Any) -> None:
+    half = SentenceTransformer(modules=[*deepcopy(model).float(), Half()], device="cpu")
+    columns, results = columns_of(half, "ab"), []
+    # more than fp16 holds, as GradScaler begins
+    for factor in (1.0, 2.0**16):
+        loss = losses.MatryoshkaLoss(half, CachedRankingLoss(half, mini_batch_size=3), [WIDTH, 8])
+        half.zero_grad()
+        (factor * loss(columns, None)).backward()
+        results.append({name: gradient / factor for name, gradient in gradients(half).items()})
+    torch.testing.assert_close(*results, rtol=1e-2, atol=1e-4)
+
+
 def test_dropout_gives_the_gradient_of_plain_autograd(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = build(tmp_path, dropout=0.3).double().train()

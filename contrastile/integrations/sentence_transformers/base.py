@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from contrastile import encode
 from contrastile._errors import invalid, number, truth_value, whole_number
+from contrastile._types import accumulator
 from contrastile.gradcache.introspect import of_its_module
 from contrastile.integrations.sides import Retain, checked_retain, retain_of_sides
 
@@ -105,8 +106,8 @@ class CachedLoss(nn.Module):
             return self.compute_loss_from_embeddings(embeddings, others)
         if not torch.is_grad_enabled():
             return self.calculate_loss([[x] for x in embeddings], others)
-        # a decorator of calculate_loss reads the gradients of its embeddings
-        leaves = [x.detach().requires_grad_() for x in embeddings]
+        # a decorator of calculate_loss reads the gradients of its embeddings, which 16 bits would not hold unscaled
+        leaves = [widened(x.detach()).requires_grad_() for x in embeddings]
         loss = self.calculate_loss([[x] for x in leaves], others, with_backward=True)
         return _Differentiated.apply(loss.detach(), [leaf.grad for leaf in leaves], *embeddings)
 
@@ -177,6 +178,11 @@ class CachedLoss(nn.Module):
             raise invalid("sentence_features", "be rows of the batch", "packed inputs", remedy) from error
         bounds = _minibatch_ranges(rows, self.mini_batch_size, self.mini_batch_num_tokens)
         return [_create_minibatch(rows, *each) for each in bounds]
+
+
+def widened(x: Tensor) -> Tensor:
+    """Embeddings in float32 at least: unit rows in 16 bits would miss up to 5 % of the gradient at a scale of 100."""
+    return x.to(accumulator(x.dtype))
 
 
 def check_model(name: str, model: Any) -> None:
