@@ -401,6 +401,11 @@ def test_words_that_change_after_construction(model: Any) -> None:
         both[0](columns)
 
 
+def cos_sim(a: Tensor, b: Tensor) -> Tensor:
+    """Another similarity by the name of theirs."""
+    return -torch.cdist(a, b)
+
+
 def refused(**words: Any) -> Any:
     return lambda model: CachedRankingLoss(model, **words)
 
@@ -426,6 +431,17 @@ SENTENCES = {
     ),
     "`similarity_fct` must be util.cos_sim or util.dot_score; got euclidean_sim. Pass one of": refused(
         similarity_fct=util.euclidean_sim
+    ),
+    f"`similarity_fct` must be util.cos_sim or util.dot_score; got {__name__}.cos_sim. Pass one of": refused(
+        similarity_fct=cos_sim
+    ),
+    "`model` must be a model of sentence-transformers; got a BertModel. Load it: Sentence": lambda model: (
+        CachedRankingLoss(model[0].auto_model)
+    ),
+    "`sentence_features` must have a positive for each anchor; got 7 for 8. Let the dataset": lambda model: (
+        CachedRankingLoss(model)(
+            [columns_of(model, "a")[0], *({**x, **parts(x, 7)[0]} for x in columns_of(model, "bc"))]
+        )
     ),
     "`mini_batch_size` must be a whole number of at least 1; got 0. Count the texts": refused(mini_batch_size=0),
     "`mini_batch_num_tokens` must be a whole number of at least 1; got '9'. Count": refused(mini_batch_num_tokens="9"),

@@ -53,6 +53,8 @@ class CachedLoss(nn.Module):
     citation: ClassVar[str] = CITATION
     # the class without a cache that errors recommend
     uncached: ClassVar[str]
+    # whether the model gives a vector for each token
+    of_tokens: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -65,7 +67,7 @@ class CachedLoss(nn.Module):
         retain: Retain,
     ) -> None:
         super().__init__()
-        check_model("model", model)
+        check_model("model", model, of_tokens=self.of_tokens)
         if hasattr(model, "predict") and not hasattr(model, "encode"):
             # a CrossEncoder scores a pair of texts together
             remedy = "Take a loss of sentence_transformers.cross_encoder.losses."
@@ -102,6 +104,9 @@ class CachedLoss(nn.Module):
         layers = Layers.of(self.model)
         embed = partial(self._embed_columns, columns, labels)
         embeddings, others = embed() if layers is None else layers.chosen(embed)
+        if len(embeddings[1]) < len(embeddings[0]):
+            got, remedy = f"{len(embeddings[1])} for {len(embeddings[0])}", "Let the dataset have a pair in every row."
+            raise invalid("sentence_features", "have a positive for each anchor", got, remedy)
         if "calculate_loss" not in vars(self):
             return self.compute_loss_from_embeddings(embeddings, others)
         if not torch.is_grad_enabled():
@@ -185,16 +190,29 @@ def widened(x: Tensor) -> Tensor:
     return x.to(accumulator(x.dtype))
 
 
-def check_model(name: str, model: Any) -> None:
-    """Raise ValueError for anything but a module, such as the name of a model."""
-    if not isinstance(model, nn.Module):
-        remedy = "Load it: SentenceTransformer(name)."
-        raise invalid(name, "be a model of sentence-transformers", repr(model)[:80], remedy)
+def check_model(name: str, model: Any, *, of_tokens: bool = False) -> None:
+    """Raise ValueError for anything but a module of the library, such as the name of a model, and for other vectors.
+
+    of_tokens: whether the model has to give a vector for each token, and not one for a text.
+    """
+    kinds = {each.__name__ for each in type(unwrapped(model)).__mro__}
+    if not isinstance(model, nn.Module) or "PreTrainedModel" in kinds:
+        got = f"a {type(model).__name__}" if isinstance(model, nn.Module) else repr(model)[:80]
+        raise invalid(name, "be a model of sentence-transformers", got, "Load it: SentenceTransformer(name).")
+    for kind in kinds & {"MultiVectorEncoder", "SentenceTransformer", "SparseEncoder"}:
+        if (kind == "MultiVectorEncoder") != of_tokens:
+            rule, remedy = "give one vector for a text", "Take CachedMultiVectorLoss, or a SentenceTransformer."
+            if of_tokens:
+                rule, remedy = "give a vector for each token", "Take CachedRankingLoss, or a MultiVectorEncoder."
+            raise invalid(name, rule, f"a {kind}", remedy)
 
 
 def name_of(similarity_fct: Any, default: str) -> str:
-    """The name of a similarity; `default` for None."""
-    return default if similarity_fct is None else getattr(similarity_fct, "__name__", type(similarity_fct).__name__)
+    """The name of a similarity, with its module where that is another library's; `default` for None."""
+    if similarity_fct is None:
+        return default
+    name, module = getattr(similarity_fct, "__name__", type(similarity_fct).__name__), similarity_fct.__module__
+    return name if module.startswith(LIBRARY) else f"{module}.{name}"
 
 
 def _width(rows: Mapping[str, Tensor]) -> int:
