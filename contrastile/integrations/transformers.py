@@ -68,7 +68,7 @@ def method_encoder(model: nn.Module, method: str) -> tuple[nn.Module, str | Call
 class TextPairs:
     """A collator for columns of texts: each side's tokenizer output, padded, under the name of its column.
 
-    Raises ValueError for examples without such a column.
+    Raises ValueError for examples without such a column, and for others than texts.
     """
 
     def __init__(self, tokenizer: Any, sides: Sequence[str] = ("query", "key"), **how: Any) -> None:
@@ -81,6 +81,12 @@ class TextPairs:
             got = f"{', '.join(missing)}, of examples with {', '.join(examples[0])}"
             remedy = "Pass the same sides=(...) to TextPairs and to the trainer."
             raise invalid("sides", "name columns of the data", got, remedy)
+        for side, text in ((side, row[side]) for row in examples for side in self.sides):
+            # a tokenizer would join the texts of a list
+            if not isinstance(text, str):
+                raise invalid(
+                    side, "be a text in every row", type(text).__name__, "Give each text a column of its own."
+                )
         return {side: dict(self.tokenizer([row[side] for row in examples], **self.how)) for side in self.sides}
 
 
@@ -135,8 +141,8 @@ class ContrastileMixin:
         if isinstance(loss, type) or (loss is not None and not callable(loss)):
             name = getattr(loss, "__name__", "InfoNCELoss")
             raise invalid("loss", "be a loss as an object", getattr(loss, "__name__", loss), f"Pass {name}().")
-        one = isinstance(encoders, str) or callable(encoders)
-        self.encoders: list[Encoder] = [encoders] * len(sides) if one else list(encoders)  # type: ignore[list-item,arg-type]
+        several = isinstance(encoders, (list, tuple))
+        self.encoders: list[Encoder] = list(encoders) if several else [encoders] * len(sides)  # type: ignore[arg-type,list-item]
         if len(self.encoders) != len(sides):
             raise invalid("encoders", f"be one, or one for each of {len(sides)} sides", len(self.encoders), "Add some.")
         check_counts(sub_batch, sub_batch_tokens, retain)
@@ -144,6 +150,11 @@ class ContrastileMixin:
         self.sides, self.scale, self.retain = tuple(sides), scale, retain
         self.contrastive_loss = InfoNCELoss() if loss is None else loss
         super().__init__(*positional, **named)
+        for each in self.encoders:
+            if not callable(getattr(self.model, each, None) if isinstance(each, str) else each):
+                raise invalid(
+                    "encoders", "be functions, or names of the model's methods", repr(each), "Check the name."
+                )
         # the columns of both sides are no arguments of the model's forward
         self.args.remove_unused_columns = False
         smoothing = self.args.label_smoothing_factor
@@ -170,6 +181,11 @@ class ContrastileMixin:
     ) -> Any:
         """The loss of a batch; with `return_outputs` also the features by side."""
         del num_items_in_batch
+        if others := [name for name, x in inputs.items() if isinstance(x, Mapping) and name not in self.sides]:
+            remedy = "Pass sides=(...) to the trainer too, or leave it out of the batch."
+            raise invalid(
+                "sides", "name every side of a batch", f"{', '.join(self.sides)} with {others[0]} in the batch", remedy
+            )
         # accelerate puts autocast on the model's forward alone, which methods and the loss would miss
         with self.accelerator.autocast():
             features = encode_sides(
@@ -192,7 +208,10 @@ class ContrastileMixin:
         """The inputs of a side's encoder."""
         if side in inputs:
             return inputs[side]
-        prefixed = {name.removeprefix(f"{side}_"): x for name, x in inputs.items() if name.startswith(f"{side}_")}
+        # of "key" and "key_2" the second has "key_2_..."
+        longer = tuple(f"{each}_" for each in self.sides if each.startswith(f"{side}_"))
+        own = [name for name in inputs if name.startswith(f"{side}_") and not f"{name}_".startswith(longer)]
+        prefixed = {name.removeprefix(f"{side}_"): inputs[name] for name in own}
         if not prefixed:
             remedy = "Name the columns in `sides`, or let the collator return them."
             raise invalid("inputs", f"hold {side} or {side}_...", sorted(inputs), remedy)
