@@ -250,6 +250,10 @@ def parts(column: dict[str, Any], size: int) -> list[dict[str, Any]]:
     return [{name: x[each] if isinstance(x, Tensor) else x for name, x in column.items()} for each in rows]
 
 
+# losses around others, and their first argument: all layers, numbers of features
+OUTER = {"AdaptiveLayerLoss": -1, "MatryoshkaLoss": [WIDTH, 8]}
+
+
 def on_a_rank(rank: int, group: Any, folder: Path, words: dict[str, Any]) -> None:
     model, columns = torch.load(folder / "whole.pt", weights_only=False)
     W = dist.get_world_size(group)
@@ -258,12 +262,12 @@ def on_a_rank(rank: int, group: Any, folder: Path, words: dict[str, Any]) -> Non
         rows = slice(rank * N // W, (rank + 1) * N // W)
         mine = [{name: x[rows] if isinstance(x, Tensor) else x for name, x in column.items()} for column in columns]
         wrapped, how = DistributedDataParallel(model), {**words}
-        layers = how.pop("layers", None)
+        outer = how.pop("outer", None)
         loss: nn.Module = CachedRankingLoss(wrapped, mini_batch_size=3, **how)
-        if layers is not None:
+        if outer is not None:
             # transformers record hidden states of a loaded model only where one of its class was made
             type(model[0].auto_model)(model[0].auto_model.config)
-            loss = losses.AdaptiveLayerLoss(model, loss, layers)
+            loss = getattr(losses, outer)(model, loss, OUTER[outer])
             loss.model = wrapped
         value = loss(mine, None)
         value.backward()
@@ -289,11 +293,12 @@ def test_two_ranks_have_the_gradient_of_the_whole_batch(
     same((found[0][0] + found[1][0]) / 2, value)
 
 
-def test_adaptive_layers_on_two_ranks(pool: Pool, tmp_path: Path, model: Any) -> None:
+@pytest.mark.parametrize("outer", OUTER)
+def test_losses_around_others_on_two_ranks(pool: Pool, tmp_path: Path, model: Any, outer: str) -> None:
     columns = columns_of(model, "abc")
-    truth = step(losses.AdaptiveLayerLoss(model, losses.MultipleNegativesRankingLoss(model), -1), columns)
+    truth = step(getattr(losses, outer)(model, losses.MultipleNegativesRankingLoss(model), OUTER[outer]), columns)
     torch.save((model, columns), tmp_path / "whole.pt")
-    pool.check(on_a_rank, 2, tmp_path, {"layers": -1, "gather_across_devices": True})
+    pool.check(on_a_rank, 2, tmp_path, {"outer": outer, "gather_across_devices": True})
     for rank in range(2):
         same(torch.load(tmp_path / f"{rank}.pt")[1], truth[1])
 
