@@ -465,6 +465,9 @@ SENTENCES = {
     '`directions` must be "query_to_doc" and "doc_to_query" with partition_mode="per_direction"; got': refused(
         directions=(Q2D, Q2Q), partition_mode="per_direction"
     ),
+    "`model` must be on one GPU in each process; got a DataParallel. Launch": lambda model: CachedRankingLoss(
+        nn.DataParallel(model)
+    )(columns_of(model, "ab"), None),
     "`sentence_features` must have two columns or more; got 1. Give the dataset": lambda model: CachedRankingLoss(
         model
     )(columns_of(model, "a"), None),

@@ -101,6 +101,10 @@ class CachedLoss(nn.Module):
         if len(columns) < 2:
             remedy = "Give the dataset a column of anchors and one of positives."
             raise invalid("sentence_features", "have two columns or more", len(columns), remedy)
+        if isinstance(self.model, nn.DataParallel):
+            # a replay would draw other random numbers on all GPUs but the first
+            remedy = "Launch one process for each GPU, with torchrun."
+            raise invalid("model", "be on one GPU in each process", "a DataParallel", remedy)
         layers = Layers.of(self.model)
         embed = partial(self._embed_columns, columns, labels)
         embeddings, others = embed() if layers is None else layers.chosen(embed)
