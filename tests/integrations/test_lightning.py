@@ -15,7 +15,8 @@ pytest.importorskip("lightning")
 
 from comparison import same
 from lightning import LightningModule
-from lightning_on_ranks import Cached, Plain, pairs, quiet, train
+from lightning_on_ranks import Base, Cached, Plain, pairs, quiet, train
+from test_coming_from import blocks, run
 from torch.utils.data import DataLoader, TensorDataset
 
 from contrastile import ClipLoss
@@ -27,6 +28,12 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.unpoisoned]
 @pytest.mark.parametrize("words", [{}, {"accumulate_grad_batches": 2}], ids=["plain", "accumulated"])
 def test_weights_are_those_of_the_whole_batch(tmp_path: Path, words: dict[str, Any]) -> None:
     same(train(Cached(), tmp_path, 8, **words), train(Plain(), tmp_path, 8, **words))
+
+
+def test_the_class_on_the_page(tmp_path: Path) -> None:
+    # with the methods that it leaves out
+    kind = run(blocks("Lightning")[0], LightningModule=Base)["Clip"]
+    same(train(kind(), tmp_path, 8), train(Plain(), tmp_path, 8))
 
 
 def test_texts_share_sub_batches_of_tokens() -> None:
