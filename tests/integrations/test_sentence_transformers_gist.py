@@ -107,7 +107,7 @@ def test_inside_matryoshka(models: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("guide", ["alike", "other"])
 def test_inside_adaptive_layers(models: dict[str, Any], guide: str) -> None:
-    model, columns, results = models["model"], columns_of(models["model"], "abc", "a: "), []
+    model, columns, results = models["model"], columns_of(models["model"], "abc"), []
     for kind, how in ((CachedGISTLoss, {"mini_batch_size": 3}), (losses.GISTEmbedLoss, {})):
         loss = losses.AdaptiveLayerLoss(model, kind(model, models[guide], margin=MARGIN, **how), n_layers_per_step=-1)
         results.append(step(loss, columns))
