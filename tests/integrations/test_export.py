@@ -29,7 +29,7 @@ TEXTS = ["where is the red fox house", "def blue_owl(): return river", "white be
 def trained(folder: Path, *words: str, pooling: str = "mean") -> Path:
     """A retriever's finished run, one step long."""
     model = BERT.replace("POOLING", pooling)
-    own = [] if any(word.startswith("model.both") for word in words) else [f"model.both={model}"]
+    own = [] if any(word.startswith(("model.both", "model.query")) for word in words) else [f"model.both={model}"]
     # sentence-transformers has one length for both sides
     own += ["model.tokenizer={kind='words',size=100,length=16,query_length=16}"]
     how = [*own, "train.examples=32", "train.batch=32", "data.query_prefix='query: '", "evaluate.every=1.0", *words]
@@ -57,6 +57,23 @@ def test_sentence_transformers(tmp_path: Path, pooling: str, words: list[str]) -
     card = (target / "README.md").read_text()
     assert "train.examples" in card or "examples = 32" in card
     assert f"| pooling | {pooling} |" in card
+
+
+@pytest.mark.parametrize("sides", ["both", "each"])
+def test_queries_that_are_shorter_than_passages(tmp_path: Path, sides: str) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    model = BERT.replace("POOLING", "mean")
+    words = [f"model.query={model}", f"model.passage={model}"] if sides == "each" else [f"model.both={model}"]
+    run = trained(tmp_path, *words, "model.tokenizer.query_length=4")
+    ours, target = contrastile.load(run, device="cpu"), exported(run, "sentence-transformers", tmp_path / "out")
+    folders = [target / "query", target / "passage"] if sides == "each" else [target, target]
+    query, passage = (SentenceTransformer(str(folder), device="cpu") for folder in folders)
+    assert torch.equal(passage.encode_document(TEXTS[:1], convert_to_tensor=True), ours.encode_passage(TEXTS[:1]))
+    if sides == "both":
+        assert "set `model.max_seq_length = 4` before `encode_query` |" in (target / "README.md").read_text()
+        query.max_seq_length = 4
+    assert torch.equal(query.encode_query(TEXTS[:1], convert_to_tensor=True), ours.encode_query(TEXTS[:1]))
 
 
 def test_a_run_starts_from_an_exported_folder(tmp_path: Path) -> None:
