@@ -17,6 +17,7 @@ from tiny_texts import write_text_recipe
 
 import contrastile
 from contrastile.cli.main import main
+from contrastile.models.pretrained import Library
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.unpoisoned]
 BERT = (
@@ -87,6 +88,19 @@ def test_a_run_starts_from_an_exported_folder(tmp_path: Path) -> None:
     ours, theirs = contrastile.load(run, device="cpu"), contrastile.load(again, device="cpu")
     assert torch.equal(ours.encode_query(TEXTS), theirs.encode_query(TEXTS))
     assert torch.equal(ours.encode_passage(TEXTS), theirs.encode_passage(TEXTS))
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_other_modules_of_a_folder_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture, old: bool) -> None:
+    target = exported(trained(tmp_path, "model.features=8", pooling="cls"), "sentence-transformers", tmp_path / "out")
+    if old:
+        words = {"word_embedding_dimension": 16, "pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
+        (target / "1_Pooling" / "config.json").write_text(json.dumps(words))
+    for pooling, sentences in (("cls", ["left out: 2_Dense"]), ("mean", ["set its pooling", "left out: 2_Dense"])):
+        caplog.clear()
+        Library(folder=str(target), pooling=pooling).build()
+        messages = [record.getMessage() for record in caplog.records]
+        assert [sentence in text for sentence, text in zip(sentences, messages, strict=True)] == [True] * len(sentences)
 
 
 def test_transformers(tmp_path: Path) -> None:
