@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from contrastile import InfoNCELoss
 from contrastile._errors import invalid
 from contrastile._torch import uncompiled
+from contrastile._types import accumulator
 from contrastile.gradcache.ddp_fsdp import unwrap
 from contrastile.gradcache.introspect import of_its_module
 from contrastile.integrations.sides import Retain, check_counts, encode_sides, loss_of_sides
@@ -34,13 +35,16 @@ Encoder = str | Callable[..., Tensor]
 
 @of_its_module
 def mean_pooled(model: nn.Module, /, **inputs: Any) -> Tensor:
-    """Unit rows [B, D]: the mean of the last hidden states over the tokens of the attention mask."""
+    """Unit rows [B, D], float32 at least: the mean of the last hidden states over the tokens of the attention mask.
+
+    Rows of unit length in 16 bits would change the gradient by some percent.
+    """
     states: Tensor = model(**inputs).last_hidden_state
-    mask = inputs.get("attention_mask")
+    dtype, mask = accumulator(states.dtype), inputs.get("attention_mask")
     if mask is None:
-        return F.normalize(states.mean(1), dim=-1)
+        return F.normalize(states.mean(1, dtype=dtype), dim=-1)
     weights = (mask != 0)[..., None].to(states.dtype)
-    return F.normalize((states * weights).sum(1) / weights.sum(1).clamp(min=1), dim=-1)
+    return F.normalize((states * weights).sum(1, dtype=dtype) / weights.sum(1, dtype=dtype).clamp(min=1), dim=-1)
 
 
 def method_encoder(model: nn.Module, method: str) -> tuple[nn.Module, str | Callable[..., Tensor]]:

@@ -200,6 +200,20 @@ def test_methods_of_a_model_that_return_an_output_of_transformers(tmp_path: Path
         run.compute_loss(model, batch)
 
 
+@pytest.mark.parametrize("mask", [None, torch.tensor([[1, 1, 1], [1, 1, 0]])])
+def test_the_mean_of_16_bit_states_is_float32(mask: Any) -> None:
+    states = torch.randn(2, 3, 8).bfloat16()
+
+    class Model16(torch.nn.Module):
+        def forward(self, **inputs: Any) -> Any:
+            return SimpleNamespace(last_hidden_state=states)
+
+    inputs = {} if mask is None else {"attention_mask": mask}
+    counted = [row[: 3 if mask is None else int(n)].double().mean(0) for row, n in zip(states, (3, 2), strict=True)]
+    wanted = torch.nn.functional.normalize(torch.stack(counted), dim=-1)
+    torch.testing.assert_close(adapter.mean_pooled(Model16(), **inputs), wanted.float(), rtol=1e-6, atol=1e-7)
+
+
 def test_forward_by_name_is_a_call_of_the_model() -> None:
     """With its hooks, which FSDP2 gathers parameters by; a compiled method stays one that `encode` recognises."""
     model = torch.nn.Linear(3, 2)
