@@ -359,12 +359,12 @@ class Bench:
             model.retain = retain
             return self.step(model, lambda columns: model(*columns).loss)
 
-        cached = on_page("flag_embedding", "CachedModel", BiEncoderOnlyEmbedderModel=Theirs)
+        cached = on_page("flag_embedding", "CachedModel")
         yield beside("FlagEmbedding", partial(made, Theirs), partial(made, cached))
 
     def tevatron(self) -> Iterator[Problem]:
         """Tevatron's `DenseModel` of the registry, which sees the whole batch at once, and the subclass of its page."""
-        from tevatron.modeling import DenseModel, DenseOutput
+        from tevatron.modeling import DenseModel
 
         train = SimpleNamespace(negatives_x_device=False, per_device_train_batch_size=self.pairs)
         how = {"train_args": train, "data_args": SimpleNamespace(train_n_passages=1)}
@@ -375,7 +375,7 @@ class Bench:
             model.sub_batch, model.retain = self.sub_batch, retain
             return self.step(model, lambda columns: model(*columns).loss)
 
-        cached = on_page("tevatron", "CachedModel", DenseModel=DenseModel, DenseOutput=DenseOutput)
+        cached = on_page("tevatron", "CachedModel")
         yield beside("tevatron", partial(made, DenseModel), partial(made, cached))
 
     def colpali_engine(self) -> Iterator[Problem]:
@@ -442,8 +442,9 @@ def formula(query: Tensor, key: Tensor) -> Tensor:
     return F.cross_entropy(SCALE * query @ key.T, torch.arange(len(query), device=query.device))
 
 
-def on_page(page: str, name: str, **names: Any) -> Any:
-    """The class that the last code of a page defines, begun with these names."""
+def on_page(page: str, name: str) -> Any:
+    """The class that the last code of a page defines."""
+    names = dict[str, Any]()
     *_, code = re.findall(r"^```python\n(.*?)^```", (PAGES / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE)
     exec(code, names)
     return names[name]

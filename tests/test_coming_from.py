@@ -40,7 +40,9 @@ def blocks(heading: str) -> list[str]:
 
 
 def run(code: str, **names: Any) -> dict[str, Any]:
-    """The names that a block leaves, begun with these."""
+    """The names that a block leaves, begun with these, which it does not import then."""
+    for name in names:
+        code = re.sub(rf"^from .+ import .*\b{name}\b.*\n", "", code, flags=re.MULTILINE)
     exec(compile(code, "coming_from", "exec"), names)
     return names
 

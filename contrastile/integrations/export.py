@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,12 @@ states = model(**tokenizer(["a text"], return_tensors="pt")).last_hidden_state  
 ```""",
 }
 
+# the way to shorter queries, where passages have the same folder
+SHORTER = {
+    "sentence-transformers": "set `model.max_seq_length = {length}` before `encode_query`",
+    "transformers": "call `tokenizer(..., truncation=True, max_length={length})`",
+}
+
 
 def export_run(folder: Path, library: str, target: Path) -> list[Path]:
     """Write each encoder of a retriever's run as a folder of `library`, and return the folders.
@@ -92,9 +99,12 @@ def export_run(folder: Path, library: str, target: Path) -> list[Path]:
         for side, (tower, projection) in parts.items():
             targets[side].mkdir(parents=True)
             tower.model.save_pretrained(targets[side])  # type: ignore[operator]
-            save_tokenizer(run.tokenizer, targets[side])
+            tokenizer = copy(run.tokenizer)
+            if side == "query":
+                tokenizer.length = run.recipe.model.tokenizer.query_length
+            save_tokenizer(tokenizer, targets[side])
             if library == "sentence-transformers":
-                _save_modules(run, tower, projection, targets[side])
+                _save_modules(run, tower, projection, targets[side], tokenizer.length)
             card = _card(run, folder, library, side, tower, targets[side].name)
             (targets[side] / "README.md").write_text(card, encoding="utf-8")
     return list(targets.values())
@@ -134,11 +144,11 @@ def save_tokenizer(tokenizer: Tokenizer, target: Path) -> None:
         PreTrainedTokenizerFast(tokenizer_file=file, **words).save_pretrained(target)
 
 
-def _save_modules(run: RetrieverRun, tower: TextTower, projection: nn.Linear | None, target: Path) -> None:
+def _save_modules(run: RetrieverRun, tower: TextTower, projection: nn.Linear | None, target: Path, length: int) -> None:
     """Replace a folder of transformers by one of sentence-transformers."""
     from sentence_transformers import SentenceTransformer, models
 
-    modules: list[Any] = [models.Transformer(str(target), max_seq_length=run.tokenizer.length)]
+    modules: list[Any] = [models.Transformer(str(target), max_seq_length=length)]
     modules.append(models.Pooling(tower.model.config.hidden_size, pooling_mode=POOLINGS[tower.pooling]))  # type: ignore[union-attr]
     if projection is not None:
         dense = models.Dense(projection.in_features, projection.out_features, False, nn.Identity())
@@ -159,6 +169,10 @@ def _card(run: RetrieverRun, folder: Path, library: str, side: str, tower: TextT
     """The model card of an encoder: use, form and training."""
     data, tokenizer = run.recipe.data, run.recipe.model.tokenizer
     comparison = "cosine" if run.model.normalise else "dot product"
+    lengths = {"query": tokenizer.query_length, "passage": run.tokenizer.length}
+    longest = f"{lengths.get(side, run.tokenizer.length)} tokens"
+    if side == "both" and tokenizer.query_length < run.tokenizer.length:
+        longest += f", a query {tokenizer.query_length}: {SHORTER[library].format(length=tokenizer.query_length)}"
     side = "queries and passages" if side == "both" else side
     separator = data.title_separator.replace("\n", "\\n")
     return filled_card(
@@ -172,7 +186,7 @@ def _card(run: RetrieverRun, folder: Path, library: str, side: str, tower: TextT
         rows={
             "side": side,
             "pooling": tower.pooling,
-            "longest text": f"{run.tokenizer.length} tokens, a query {tokenizer.query_length}",
+            "longest text": longest,
             "before a query": f"`{data.query_prefix}`",
             "before a passage": f"`{data.passage_prefix}`, then its title, `{separator}` and its text",
         },

@@ -21,14 +21,13 @@ the LightningModule by `fully_shard`, or a module that holds all parameters, who
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
 from contrastile import InfoNCELoss
 from contrastile._errors import invalid
-from contrastile.integrations.sides import Retain, encode_sides, loss_of_sides
+from contrastile.integrations.sides import Retain, check_counts, encode_sides, loss_of_sides
 
 
 class ContrastileMixin:
@@ -44,7 +43,8 @@ class ContrastileMixin:
         retain: as for `encode`; of the last side one sub-batch retains its graph in any case, while memory lasts.
         loss: called as `loss(queries, keys, scale)`; by default InfoNCE.
 
-    A batch is a list or tuple of the sides' inputs, or a mapping, whose values are taken in its order.
+    A batch is a list or tuple of the sides' inputs, or a mapping, whose values are taken in its order. A fit starts
+    with ValueError for wrong sizes, encoders and losses.
     """
 
     encoders: Sequence[str] | str = "forward"
@@ -60,24 +60,51 @@ class ContrastileMixin:
         """The factor of the scores; 20 by default. A number as an attribute takes its place."""
         return 20.0
 
+    def on_fit_start(self) -> None:
+        """Refuse wrong sizes, encoders and losses before the first batch is loaded."""
+        super().on_fit_start()  # type: ignore[misc]
+        check_counts(self.sub_batch, self.sub_batch_tokens, self.retain)
+        self._methods(2)
+        self._check_loss()
+
     def contrastive_loss(self, batch: Any) -> Tensor:
         """The loss of a batch, over all ranks."""
+        if not isinstance(batch, (Mapping, list, tuple)):
+            # the rows of a tensor would be sides
+            remedy = "Let the data loader return (queries, keys)."
+            raise invalid("batch", "be a list, a tuple or a mapping of sides", type(batch).__name__, remedy)
         sides = list(batch.values() if isinstance(batch, Mapping) else batch)
-        names = [self.encoders] * len(sides) if isinstance(self.encoders, str) else list(self.encoders)
-        if not 2 <= len(names) == len(sides):
+        encoders = self._methods(len(sides))
+        if not 2 <= len(encoders) == len(sides):
             remedy = "Let the data loader return the inputs of each encoder."
-            raise invalid("batch", f"have two sides or more, one for each of {len(names)} encoders", len(sides), remedy)
-        if isinstance(self.loss, type) or not callable(self.loss):
-            name = getattr(self.loss, "__name__", "InfoNCELoss")
-            got = getattr(self.loss, "__name__", self.loss)
-            raise invalid("loss", "be a loss as an object", got, f"Write loss = {name}().")
-        paths = [name.rpartition(".") for name in names]
-        encoders = [(attrgetter(path)(self) if path else self, method) for path, _, method in paths]
+            rule = f"have two sides or more, one for each of {len(encoders)} encoders"
+            raise invalid("batch", rule, len(sides), remedy)
+        self._check_loss()
         features = encode_sides(encoders, sides, self.sub_batch, self.sub_batch_tokens, self.retain)
         # a subclass may have a number in the place of the method
         scale: Any = self.scale
         scale = scale() if callable(scale) else scale
         return loss_of_sides(self.loss, features, scale)
+
+    def _methods(self, sides: int) -> list[tuple[Any, str]]:
+        """The module and the method of each encoder, where one name stands for this many sides."""
+        methods = []
+        for name in [self.encoders] * sides if isinstance(self.encoders, str) else self.encoders:
+            path, _, method = str(name).rpartition(".")
+            module: Any = self
+            for inside in path.split(".") if path else ():
+                module = getattr(module, inside, None)
+            if not callable(getattr(module, method, None)):
+                remedy = 'Write "encode_image", or "model.encode_image" for one of a module inside.'
+                raise invalid("encoders", "be names of methods", repr(name), remedy)
+            methods.append((module, method))
+        return methods
+
+    def _check_loss(self) -> None:
+        if isinstance(self.loss, type) or not callable(self.loss):
+            name = getattr(self.loss, "__name__", "InfoNCELoss")
+            got = getattr(self.loss, "__name__", self.loss)
+            raise invalid("loss", "be a loss as an object", got, f"Write loss = {name}().")
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Log the loss as `train_loss` and return it."""

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from contrastile import InfoNCELoss
 from contrastile._errors import invalid
 from contrastile._torch import uncompiled
+from contrastile._types import accumulator
 from contrastile.gradcache.ddp_fsdp import unwrap
 from contrastile.gradcache.introspect import of_its_module
 from contrastile.integrations.sides import Retain, check_counts, encode_sides, loss_of_sides
@@ -34,13 +35,16 @@ Encoder = str | Callable[..., Tensor]
 
 @of_its_module
 def mean_pooled(model: nn.Module, /, **inputs: Any) -> Tensor:
-    """Unit rows [B, D]: the mean of the last hidden states over the tokens of the attention mask."""
+    """Unit rows [B, D], float32 at least: the mean of the last hidden states over the tokens of the attention mask.
+
+    Rows of unit length in 16 bits would change the gradient by some percent.
+    """
     states: Tensor = model(**inputs).last_hidden_state
-    mask = inputs.get("attention_mask")
+    dtype, mask = accumulator(states.dtype), inputs.get("attention_mask")
     if mask is None:
-        return F.normalize(states.mean(1), dim=-1)
+        return F.normalize(states.mean(1, dtype=dtype), dim=-1)
     weights = (mask != 0)[..., None].to(states.dtype)
-    return F.normalize((states * weights).sum(1) / weights.sum(1).clamp(min=1), dim=-1)
+    return F.normalize((states * weights).sum(1, dtype=dtype) / weights.sum(1, dtype=dtype).clamp(min=1), dim=-1)
 
 
 def method_encoder(model: nn.Module, method: str) -> tuple[nn.Module, str | Callable[..., Tensor]]:
@@ -68,7 +72,7 @@ def method_encoder(model: nn.Module, method: str) -> tuple[nn.Module, str | Call
 class TextPairs:
     """A collator for columns of texts: each side's tokenizer output, padded, under the name of its column.
 
-    Raises ValueError for examples without such a column.
+    Raises ValueError for examples without such a column, and for others than texts.
     """
 
     def __init__(self, tokenizer: Any, sides: Sequence[str] = ("query", "key"), **how: Any) -> None:
@@ -81,6 +85,12 @@ class TextPairs:
             got = f"{', '.join(missing)}, of examples with {', '.join(examples[0])}"
             remedy = "Pass the same sides=(...) to TextPairs and to the trainer."
             raise invalid("sides", "name columns of the data", got, remedy)
+        for side, text in ((side, row[side]) for row in examples for side in self.sides):
+            # a tokenizer would join the texts of a list
+            if not isinstance(text, str):
+                raise invalid(
+                    side, "be a text in every row", type(text).__name__, "Give each text a column of its own."
+                )
         return {side: dict(self.tokenizer([row[side] for row in examples], **self.how)) for side in self.sides}
 
 
@@ -135,8 +145,8 @@ class ContrastileMixin:
         if isinstance(loss, type) or (loss is not None and not callable(loss)):
             name = getattr(loss, "__name__", "InfoNCELoss")
             raise invalid("loss", "be a loss as an object", getattr(loss, "__name__", loss), f"Pass {name}().")
-        one = isinstance(encoders, str) or callable(encoders)
-        self.encoders: list[Encoder] = [encoders] * len(sides) if one else list(encoders)  # type: ignore[list-item,arg-type]
+        several = isinstance(encoders, (list, tuple))
+        self.encoders: list[Encoder] = list(encoders) if several else [encoders] * len(sides)  # type: ignore[arg-type,list-item]
         if len(self.encoders) != len(sides):
             raise invalid("encoders", f"be one, or one for each of {len(sides)} sides", len(self.encoders), "Add some.")
         check_counts(sub_batch, sub_batch_tokens, retain)
@@ -144,6 +154,11 @@ class ContrastileMixin:
         self.sides, self.scale, self.retain = tuple(sides), scale, retain
         self.contrastive_loss = InfoNCELoss() if loss is None else loss
         super().__init__(*positional, **named)
+        for each in self.encoders:
+            if not callable(getattr(self.model, each, None) if isinstance(each, str) else each):
+                raise invalid(
+                    "encoders", "be functions, or names of the model's methods", repr(each), "Check the name."
+                )
         # the columns of both sides are no arguments of the model's forward
         self.args.remove_unused_columns = False
         smoothing = self.args.label_smoothing_factor
@@ -170,6 +185,11 @@ class ContrastileMixin:
     ) -> Any:
         """The loss of a batch; with `return_outputs` also the features by side."""
         del num_items_in_batch
+        if others := [name for name, x in inputs.items() if isinstance(x, Mapping) and name not in self.sides]:
+            remedy = "Pass sides=(...) to the trainer too, or leave it out of the batch."
+            raise invalid(
+                "sides", "name every side of a batch", f"{', '.join(self.sides)} with {others[0]} in the batch", remedy
+            )
         # accelerate puts autocast on the model's forward alone, which methods and the loss would miss
         with self.accelerator.autocast():
             features = encode_sides(
@@ -192,7 +212,10 @@ class ContrastileMixin:
         """The inputs of a side's encoder."""
         if side in inputs:
             return inputs[side]
-        prefixed = {name.removeprefix(f"{side}_"): x for name, x in inputs.items() if name.startswith(f"{side}_")}
+        # of "key" and "key_2" the second has "key_2_..."
+        longer = tuple(f"{each}_" for each in self.sides if each.startswith(f"{side}_"))
+        own = [name for name in inputs if name.startswith(f"{side}_") and not f"{name}_".startswith(longer)]
+        prefixed = {name.removeprefix(f"{side}_"): inputs[name] for name in own}
         if not prefixed:
             remedy = "Name the columns in `sides`, or let the collator return them."
             raise invalid("inputs", f"hold {side} or {side}_...", sorted(inputs), remedy)

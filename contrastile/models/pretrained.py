@@ -30,6 +30,12 @@ DTYPE = torch.float32
 LOCAL_ONLY = {"local_files_only": True, "trust_remote_code": False}
 # nothing is unpickled; weights that differ from the model's are reported
 LOAD_OPTIONS: dict[str, Any] = {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
+# names of poolings in folders of sentence-transformers, and those of older versions
+SENTENCE_POOLINGS: dict[str, tuple[Any, ...]] = {
+    "mean": ("mean", ["pooling_mode_mean_tokens"]),
+    "cls": ("cls", ["pooling_mode_cls_token"]),
+    "last": ("lasttoken", ["pooling_mode_lasttoken"]),
+}
 # the module that only the pooling "pooler" uses; models saved without their task's head may lack it
 POOLER = "pooler"
 
@@ -133,7 +139,25 @@ def _load(folder: str, pooling: str) -> nn.Module:
         raise invalid("folder", "hold the weights of its model", f'"{folder}": {text}', remedy)
     if text := base.differences(lacking=unused, besides=report["unexpected_keys"]):
         logger.warning('the weights in "%s" fit but for what is not used: %s', folder, text)
+    with _folder_errors(folder):
+        _compare_modules(Path(folder), pooling)
     return model
+
+
+def _compare_modules(folder: Path, pooling: str) -> None:
+    """Warn where a folder of sentence-transformers pools otherwise, or has a module without a tower, such as Dense."""
+    modules = folder / "modules.json"
+    for module in json.loads(modules.read_text(encoding="utf-8")) if modules.is_file() else ():
+        kind = module["type"].rpartition(".")[2]
+        if kind == "Pooling":
+            words = read_table(folder / module["path"] / "config.json")
+            modes = words.get("pooling_mode")
+            # older folders have a truth value for each mode
+            modes = modes or [name for name, value in words.items() if name.startswith(f"{kind.lower()}_") and value]
+            if modes not in SENTENCE_POOLINGS.get(pooling, ()):
+                logger.warning('"%s" pools by %s, and the tower by %s: set its pooling', folder, modes, pooling)
+        elif kind not in ("Transformer", "Normalize"):
+            logger.warning('the module %s in "%s" is left out: %s', kind, folder, module["path"])
 
 
 @contextmanager

@@ -15,8 +15,12 @@ from torch import Tensor, nn
 
 from contrastile import ClipLoss, encode
 
+# where torchrun starts this file, tests/ is not on the path
+sys.path.append(str(Path(__file__).parents[1]))
+from test_coming_from import blocks, run
+
 N, STEPS = 4, 2
-WAYS = ("engine", "method", "function", "inside", "no rows")
+WAYS = ("engine", "method", "function", "inside", "no rows", "page")
 
 
 class Clip(nn.Module):
@@ -75,6 +79,9 @@ def trained(stage: int, way: str, accumulated: int) -> list[Tensor]:
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     for x, y in batches(STEPS * accumulated):
         mine = slice(rank * N, rank * N + N) if way != "no rows" else slice(0, 2 * N * (rank == 0))
+        if way == "page":
+            run(blocks("DeepSpeed")[0], engine=engine, images=x[mine], texts=y[mine])
+            continue
         image, text = encoded(way, engine, x[mine], y[mine])
         engine.backward(ClipLoss()(image, text, engine.module.logit_scale.exp()))
         engine.step()

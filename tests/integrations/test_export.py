@@ -17,6 +17,7 @@ from tiny_texts import write_text_recipe
 
 import contrastile
 from contrastile.cli.main import main
+from contrastile.models.pretrained import Library
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.unpoisoned]
 BERT = (
@@ -29,7 +30,7 @@ TEXTS = ["where is the red fox house", "def blue_owl(): return river", "white be
 def trained(folder: Path, *words: str, pooling: str = "mean") -> Path:
     """A retriever's finished run, one step long."""
     model = BERT.replace("POOLING", pooling)
-    own = [] if any(word.startswith("model.both") for word in words) else [f"model.both={model}"]
+    own = [] if any(word.startswith(("model.both", "model.query")) for word in words) else [f"model.both={model}"]
     # sentence-transformers has one length for both sides
     own += ["model.tokenizer={kind='words',size=100,length=16,query_length=16}"]
     how = [*own, "train.examples=32", "train.batch=32", "data.query_prefix='query: '", "evaluate.every=1.0", *words]
@@ -59,6 +60,23 @@ def test_sentence_transformers(tmp_path: Path, pooling: str, words: list[str]) -
     assert f"| pooling | {pooling} |" in card
 
 
+@pytest.mark.parametrize("sides", ["both", "each"])
+def test_queries_that_are_shorter_than_passages(tmp_path: Path, sides: str) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    model = BERT.replace("POOLING", "mean")
+    words = [f"model.query={model}", f"model.passage={model}"] if sides == "each" else [f"model.both={model}"]
+    run = trained(tmp_path, *words, "model.tokenizer.query_length=4")
+    ours, target = contrastile.load(run, device="cpu"), exported(run, "sentence-transformers", tmp_path / "out")
+    folders = [target / "query", target / "passage"] if sides == "each" else [target, target]
+    query, passage = (SentenceTransformer(str(folder), device="cpu") for folder in folders)
+    assert torch.equal(passage.encode_document(TEXTS[:1], convert_to_tensor=True), ours.encode_passage(TEXTS[:1]))
+    if sides == "both":
+        assert "set `model.max_seq_length = 4` before `encode_query` |" in (target / "README.md").read_text()
+        query.max_seq_length = 4
+    assert torch.equal(query.encode_query(TEXTS[:1], convert_to_tensor=True), ours.encode_query(TEXTS[:1]))
+
+
 def test_a_run_starts_from_an_exported_folder(tmp_path: Path) -> None:
     run = trained(tmp_path)
     target = exported(run, "sentence-transformers", tmp_path / "out")
@@ -70,6 +88,19 @@ def test_a_run_starts_from_an_exported_folder(tmp_path: Path) -> None:
     ours, theirs = contrastile.load(run, device="cpu"), contrastile.load(again, device="cpu")
     assert torch.equal(ours.encode_query(TEXTS), theirs.encode_query(TEXTS))
     assert torch.equal(ours.encode_passage(TEXTS), theirs.encode_passage(TEXTS))
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_other_modules_of_a_folder_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture, old: bool) -> None:
+    target = exported(trained(tmp_path, "model.features=8", pooling="cls"), "sentence-transformers", tmp_path / "out")
+    if old:
+        words = {"word_embedding_dimension": 16, "pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
+        (target / "1_Pooling" / "config.json").write_text(json.dumps(words))
+    for pooling, sentences in (("cls", ["left out: 2_Dense"]), ("mean", ["set its pooling", "left out: 2_Dense"])):
+        caplog.clear()
+        Library(folder=str(target), pooling=pooling).build()
+        messages = [record.getMessage() for record in caplog.records]
+        assert [sentence in text for sentence, text in zip(sentences, messages, strict=True)] == [True] * len(sentences)
 
 
 def test_transformers(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ pytest.importorskip("lightning")
 
 from comparison import same
 from lightning import LightningModule
-from lightning_on_ranks import Cached, Plain, pairs, quiet, train
+from lightning_on_ranks import Base, Cached, Plain, pairs, quiet, train
+from test_coming_from import blocks, run
 from torch.utils.data import DataLoader, TensorDataset
 
 from contrastile import ClipLoss
@@ -27,6 +28,12 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.unpoisoned]
 @pytest.mark.parametrize("words", [{}, {"accumulate_grad_batches": 2}], ids=["plain", "accumulated"])
 def test_weights_are_those_of_the_whole_batch(tmp_path: Path, words: dict[str, Any]) -> None:
     same(train(Cached(), tmp_path, 8, **words), train(Plain(), tmp_path, 8, **words))
+
+
+def test_the_class_on_the_page(tmp_path: Path) -> None:
+    # with the methods that it leaves out
+    kind = run(blocks("Lightning")[0], LightningModule=Base)["Clip"]
+    same(train(kind(), tmp_path, 8), train(Plain(), tmp_path, 8))
 
 
 def test_texts_share_sub_batches_of_tokens() -> None:
@@ -91,9 +98,33 @@ def test_two_ranks_have_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
             same(weights, truth)
 
 
-def test_a_batch_of_another_number_of_sides_is_refused() -> None:
+def test_a_batch_of_other_sides_is_refused() -> None:
     with pytest.raises(ValueError, match=r"`batch` must have two sides or more, one for each of 2 encoders; got 1."):
         Cached().contrastive_loss([torch.randn(4, 6)])
+    with pytest.raises(ValueError, match=r"`batch` must be a list, a tuple or a mapping of sides; got Tensor. Let the"):
+        Cached().contrastive_loss(torch.randn(2, 4, 6))
+
+
+REFUSED = {
+    "`sub_batch` must be a whole number of at least 1; got '64'": {"sub_batch": "64"},
+    "`sub_batch` must be given, or sub_batch_tokens; got None": {"sub_batch": None},
+    "`retain` must be a whole number of at least 0; got 'all'": {"retain": "all"},
+    "`encoders` must be names of methods; got 'encode_txt'. Write": {"encoders": ("encode_image", "encode_txt")},
+    "`encoders` must be names of methods; got 'model.encode_text'": {"encoders": ("encode_image", "model.encode_text")},
+    "`encoders` must be names of methods; got 'logit_scale'": {"encoders": "logit_scale"},
+    "`loss` must be a loss as an object; got ClipLoss. Write loss = ClipLoss().": {"loss": ClipLoss},
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_mistakes_are_refused_before_a_batch_is_loaded(tmp_path: Path, sentence: str) -> None:
+    def unread(rows: Any) -> None:
+        raise AssertionError("a batch")
+
+    model = type("Mistaken", (Cached,), REFUSED[sentence])()
+    with pytest.raises(ValueError) as raised:
+        quiet(tmp_path).fit(model, DataLoader(pairs(), batch_size=8, collate_fn=unread))
+    assert str(raised.value).startswith(sentence)
 
 
 def test_a_scale_may_be_a_number_and_the_loss_an_object(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ def step(model: nn.Module, loss: Any) -> tuple[Tensor, dict[str, Tensor]]:
 def test_flag_embedding(words: dict[str, Any], size: int, listed: bool) -> None:
     modeling = pytest.importorskip("FlagEmbedding.finetune.embedder.encoder_only.base.modeling")
     base = modeling.BiEncoderOnlyEmbedderModel
-    ours = run(blocks("FlagEmbedding")[0], BiEncoderOnlyEmbedderModel=base)["CachedModel"]
+    ours = run(blocks("FlagEmbedding")[0])["CachedModel"]
     torch.manual_seed(0)
     queries, passages, encoder = tokens(N), tokens(2 * N), Encoder().double()
     sides: list[Any] = [queries, passages]
@@ -83,13 +83,11 @@ def test_tevatron(place: str) -> None:
         inner, kind = deepcopy(encoder), module.DenseModel
         if place == "tevatron.modeling":
             # the repository's has the first subclass of the page
-            names = {"DenseModel": kind, "DenseOutput": module.DenseOutput}
-            kind = run(blocks("Tevatron")[1], **names)["CachedModel"] if cached else kind
+            kind = run(blocks("Tevatron")[1])["CachedModel"] if cached else kind
             how = {"train_args": SimpleNamespace(negatives_x_device=False, per_device_train_batch_size=N)}
             model = kind(inner, inner, data_args=SimpleNamespace(train_n_passages=2), **how)
         else:
-            names = {"DenseModel": kind, "EncoderOutput": module.EncoderOutput}
-            kind = run(blocks("Tevatron")[0], **names)["CachedModel"] if cached else kind
+            kind = run(blocks("Tevatron")[0])["CachedModel"] if cached else kind
             model = kind(inner, pooling="mean", normalize=True, temperature=0.5)
         results.append(step(model.train(), lambda model=model: model(queries, passages).loss))
         with torch.no_grad():
@@ -159,7 +157,7 @@ def test_colpali_engine(tmp_path: Path, normalize: bool) -> None:
 def flag_embedding(encoder: Encoder, wrap: Any, sides: list[Any]) -> None:
     from FlagEmbedding.finetune.embedder.encoder_only.base.modeling import BiEncoderOnlyEmbedderModel as Theirs
 
-    kind = run(blocks("FlagEmbedding")[0], BiEncoderOnlyEmbedderModel=Theirs)["CachedModel"] if wrap else Theirs
+    kind = run(blocks("FlagEmbedding")[0])["CachedModel"] if wrap else Theirs
     shared = {"negatives_cross_device": wrap is not None}
     model = kind(encoder, temperature=0.5, sub_batch_size=4, normalize_embeddings=True, **shared).train()
     model = wrap(model) if wrap else model
@@ -169,8 +167,7 @@ def flag_embedding(encoder: Encoder, wrap: Any, sides: list[Any]) -> None:
 def tevatron(encoder: Encoder, wrap: Any, sides: list[Any]) -> None:
     from tevatron import modeling
 
-    names = {"DenseModel": modeling.DenseModel, "DenseOutput": modeling.DenseOutput}
-    kind = run(blocks("Tevatron")[1], **names)["CachedModel"] if wrap else modeling.DenseModel
+    kind = run(blocks("Tevatron")[1])["CachedModel"] if wrap else modeling.DenseModel
     words = {"negatives_x_device": wrap is not None, "per_device_train_batch_size": len(sides[0]["input_ids"])}
     how = {"train_args": SimpleNamespace(**words), "data_args": SimpleNamespace(train_n_passages=2)}
     model = kind(encoder, encoder, **how).train()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import random
-import subprocess
-import sys
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,6 @@ from sentences import (
     losses,
     models,
     step,
-    trained,
     util,
 )
 from torch import Tensor, nn
@@ -193,6 +190,39 @@ def test_inside_adaptive_layers(model: Any, words: dict[str, Any], matryoshka: b
     same(*results)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_scores_of_16_bit_embeddings_are_in_float32(model: Any, dtype: torch.dtype) -> None:
+    columns = [torch.randn(32, WIDTH).to(dtype) for _ in range(3)]
+    loss, results = CachedRankingLoss(model, scale=100.0), []
+    for each in (dtype, torch.float64):
+        leaves = [x.to(each).requires_grad_() for x in columns]
+        # times a factor, without which fp16 would lose small numbers
+        gradients = torch.autograd.grad(4096 * loss.compute_loss_from_embeddings(leaves), leaves)
+        results.append(torch.stack(gradients).double())
+    found, truth = results
+    # no more than twice what the gradient's own type costs
+    assert (found - truth).norm() <= 2 * (truth.to(dtype) - truth).norm()
+
+
+class Half(nn.Module):
+    """The end of a model whose embeddings are fp16."""
+
+    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+        return {**features, "sentence_embedding": features["sentence_embedding"].half()}
+
+
+def test_a_scaled_loss_of_fp16_embeddings_inside_matryoshka(model: Any) -> None:
+    half = SentenceTransformer(modules=[*deepcopy(model).float(), Half()], device="cpu")
+    columns, results = columns_of(half, "ab"), []
+    # more than fp16 holds, as GradScaler begins
+    for factor in (1.0, 2.0**16):
+        loss = losses.MatryoshkaLoss(half, CachedRankingLoss(half, mini_batch_size=3), [WIDTH, 8])
+        half.zero_grad()
+        (factor * loss(columns, None)).backward()
+        results.append({name: gradient / factor for name, gradient in gradients(half).items()})
+    torch.testing.assert_close(*results, rtol=1e-2, atol=1e-4)
+
+
 def test_dropout_gives_the_gradient_of_plain_autograd(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = build(tmp_path, dropout=0.3).double().train()
@@ -217,6 +247,10 @@ def parts(column: dict[str, Any], size: int) -> list[dict[str, Any]]:
     return [{name: x[each] if isinstance(x, Tensor) else x for name, x in column.items()} for each in rows]
 
 
+# losses around others, and their first argument: all layers, numbers of features
+OUTER = {"AdaptiveLayerLoss": -1, "MatryoshkaLoss": [WIDTH, 8]}
+
+
 def on_a_rank(rank: int, group: Any, folder: Path, words: dict[str, Any]) -> None:
     model, columns = torch.load(folder / "whole.pt", weights_only=False)
     W = dist.get_world_size(group)
@@ -225,12 +259,12 @@ def on_a_rank(rank: int, group: Any, folder: Path, words: dict[str, Any]) -> Non
         rows = slice(rank * N // W, (rank + 1) * N // W)
         mine = [{name: x[rows] if isinstance(x, Tensor) else x for name, x in column.items()} for column in columns]
         wrapped, how = DistributedDataParallel(model), {**words}
-        layers = how.pop("layers", None)
+        outer = how.pop("outer", None)
         loss: nn.Module = CachedRankingLoss(wrapped, mini_batch_size=3, **how)
-        if layers is not None:
+        if outer is not None:
             # transformers record hidden states of a loaded model only where one of its class was made
             type(model[0].auto_model)(model[0].auto_model.config)
-            loss = losses.AdaptiveLayerLoss(model, loss, layers)
+            loss = getattr(losses, outer)(model, loss, OUTER[outer])
             loss.model = wrapped
         value = loss(mine, None)
         value.backward()
@@ -256,11 +290,12 @@ def test_two_ranks_have_the_gradient_of_the_whole_batch(
     same((found[0][0] + found[1][0]) / 2, value)
 
 
-def test_adaptive_layers_on_two_ranks(pool: Pool, tmp_path: Path, model: Any) -> None:
+@pytest.mark.parametrize("outer", OUTER)
+def test_losses_around_others_on_two_ranks(pool: Pool, tmp_path: Path, model: Any, outer: str) -> None:
     columns = columns_of(model, "abc")
-    truth = step(losses.AdaptiveLayerLoss(model, losses.MultipleNegativesRankingLoss(model), -1), columns)
+    truth = step(getattr(losses, outer)(model, losses.MultipleNegativesRankingLoss(model), OUTER[outer]), columns)
     torch.save((model, columns), tmp_path / "whole.pt")
-    pool.check(on_a_rank, 2, tmp_path, {"layers": -1, "gather_across_devices": True})
+    pool.check(on_a_rank, 2, tmp_path, {"outer": outer, "gather_across_devices": True})
     for rank in range(2):
         same(torch.load(tmp_path / f"{rank}.pt")[1], truth[1])
 
@@ -278,48 +313,6 @@ def test_without_gathering_each_rank_has_its_own_negatives(pool: Pool, tmp_path:
         found = torch.load(tmp_path / f"{rank}.pt")
         mean = {name: (truths[0][1][name] + truths[1][1][name]) / 2 for name in truths[0][1]}
         same(found, (value, mean))
-
-
-@pytest.mark.parametrize("words", [{}, {"gradient_accumulation_steps": 2}], ids=["plain", "accumulated"])
-def test_their_trainer(model: Any, tmp_path: Path, words: dict[str, Any]) -> None:
-    ours, theirs = deepcopy(model), deepcopy(model)
-    found = trained(ours, CachedRankingLoss(ours, mini_batch_size=3), tmp_path / "ours", **words)
-    truth = trained(theirs, losses.MultipleNegativesRankingLoss(theirs), tmp_path / "theirs", **words)
-    same(found, truth, 1e-7)
-
-
-def test_their_trainer_with_several_datasets(model: Any, tmp_path: Path) -> None:
-    ours, theirs = deepcopy(model), deepcopy(model)
-    found = {"first": CachedRankingLoss(ours, mini_batch_size=3), "second": CachedSymmetricLoss(ours)}
-    truth = {
-        "first": losses.MultipleNegativesRankingLoss(theirs),
-        "second": losses.MultipleNegativesRankingLoss(theirs, **DIRECTIONS[3]),
-    }
-    same(trained(ours, found, tmp_path), trained(theirs, truth, tmp_path), 1e-7)
-
-
-def test_their_trainer_on_two_ranks(model: Any, tmp_path: Path) -> None:
-    ours, theirs = deepcopy(model), deepcopy(model)
-    torch.save(ours, tmp_path / "model.pt")
-    script = Path(__file__).with_name("sentences.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    subprocess.run([*command, str(tmp_path)], check=True, timeout=240)
-    truth = trained(theirs, losses.MultipleNegativesRankingLoss(theirs), tmp_path, batch=8)
-    for rank in range(2):
-        same(torch.load(tmp_path / f"{rank}.pt"), truth, 1e-7)
-
-
-def test_their_trainer_with_several_datasets_bf16_and_a_model_card(model: Any, tmp_path: Path) -> None:
-    ours = deepcopy(model).float()
-    loss = {"first": CachedRankingLoss(ours, mini_batch_size=3), "second": CachedSymmetricLoss(ours, mini_batch_size=3)}
-    curve, weights = trained(ours, loss, tmp_path, bf16=True)
-    assert len(curve) == 8
-    assert all(torch.isfinite(p).all() for p in weights.values())
-    ours.save_pretrained(str(tmp_path / "saved"))
-    card = (tmp_path / "saved" / "README.md").read_text()
-    assert "CachedRankingLoss" in card
-    assert '"mini_batch_size": 3' in card
-    assert "gao2021scaling" in card
 
 
 def test_adapters_of_peft(model: Any) -> None:
@@ -368,6 +361,11 @@ def test_words_that_change_after_construction(model: Any) -> None:
         both[0](columns)
 
 
+def cos_sim(a: Tensor, b: Tensor) -> Tensor:
+    """Another similarity by the name of theirs."""
+    return -torch.cdist(a, b)
+
+
 def refused(**words: Any) -> Any:
     return lambda model: CachedRankingLoss(model, **words)
 
@@ -394,6 +392,17 @@ SENTENCES = {
     "`similarity_fct` must be util.cos_sim or util.dot_score; got euclidean_sim. Pass one of": refused(
         similarity_fct=util.euclidean_sim
     ),
+    f"`similarity_fct` must be util.cos_sim or util.dot_score; got {__name__}.cos_sim. Pass one of": refused(
+        similarity_fct=cos_sim
+    ),
+    "`model` must be a model of sentence-transformers; got a BertModel. Load it: Sentence": lambda model: (
+        CachedRankingLoss(model[0].auto_model)
+    ),
+    "`sentence_features` must have a positive for each anchor; got 7 for 8. Let the dataset": lambda model: (
+        CachedRankingLoss(model)(
+            [columns_of(model, "a")[0], *({**x, **parts(x, 7)[0]} for x in columns_of(model, "bc"))]
+        )
+    ),
     "`mini_batch_size` must be a whole number of at least 1; got 0. Count the texts": refused(mini_batch_size=0),
     "`mini_batch_num_tokens` must be a whole number of at least 1; got '9'. Count": refused(mini_batch_num_tokens="9"),
     "`show_progress_bar` must be False; got True. Leave it out: the trainer shows its own.": refused(
@@ -411,6 +420,9 @@ SENTENCES = {
     '`directions` must be "query_to_doc" and "doc_to_query" with partition_mode="per_direction"; got': refused(
         directions=(Q2D, Q2Q), partition_mode="per_direction"
     ),
+    "`model` must be on one GPU in each process; got a DataParallel. Launch": lambda model: CachedRankingLoss(
+        nn.DataParallel(model)
+    )(columns_of(model, "ab"), None),
     "`sentence_features` must have two columns or more; got 1. Give the dataset": lambda model: CachedRankingLoss(
         model
     )(columns_of(model, "a"), None),

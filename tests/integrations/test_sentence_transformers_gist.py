@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,35 @@ def test_inside_matryoshka(models: dict[str, Any]) -> None:
         results.append((value.detach(), gradients(model)))
         assert all(p.grad is None for p in guide.parameters())
     same(*results, CACHED)
+
+
+@pytest.mark.parametrize("guide", ["alike", "other"])
+def test_inside_adaptive_layers(models: dict[str, Any], guide: str) -> None:
+    model, columns, results = models["model"], columns_of(models["model"], "abc"), []
+    for kind, how in ((CachedGISTLoss, {"mini_batch_size": 3}), (losses.GISTEmbedLoss, {})):
+        loss = losses.AdaptiveLayerLoss(model, kind(model, models[guide], margin=MARGIN, **how), n_layers_per_step=-1)
+        results.append(step(loss, columns))
+    same(*results)
+
+
+def test_a_guide_that_is_the_model_judges_with_all_its_layers(models: dict[str, Any]) -> None:
+    model, columns, results = models["model"], columns_of(models["model"], "ab"), []
+    for guide in (model, deepcopy(model)):
+        loss = losses.AdaptiveLayerLoss(model, CachedGISTLoss(model, guide, margin=MARGIN), n_layers_per_step=-1)
+        results.append(step(loss, columns))
+    same(*results)
+
+
+def test_the_scores_of_16_bit_embeddings_are_in_float32(models: dict[str, Any]) -> None:
+    columns, guides = torch.randn(2, 2, 32, WIDTH).bfloat16()
+    loss, results = CachedGISTLoss(models["model"], models["alike"]), []
+    for dtype in (torch.bfloat16, torch.float64):
+        leaf = columns.to(dtype).requires_grad_()
+        (gradient,) = torch.autograd.grad(loss.compute_loss_from_embeddings([*leaf], [*guides.to(dtype)]), leaf)
+        results.append(gradient.double())
+    found, truth = results
+    # no more than twice what the gradient's own type costs
+    assert (found - truth).norm() <= 2 * (truth.bfloat16() - truth).norm()
 
 
 def on_a_rank(rank: int, group: Any, folder: Path) -> None:

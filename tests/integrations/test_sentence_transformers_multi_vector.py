@@ -17,15 +17,21 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from comparison import same
 from ranks import Pool
-from sentence_transformers import MultiVectorEncoder, MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments
+from sentence_transformers import (
+    MultiVectorEncoder,
+    MultiVectorEncoderTrainer,
+    MultiVectorEncoderTrainingArguments,
+    SentenceTransformer,
+)
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.multi_vector_encoder import losses, scoring
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from sentences import WIDTH, N, gradients, step, texts, transformer
+from sentences import losses as single_vector
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from contrastile.integrations.sentence_transformers import CachedMultiVectorLoss
+from contrastile.integrations.sentence_transformers import CachedGISTLoss, CachedMultiVectorLoss
 
 # warnings of the library about itself
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.unpoisoned]
@@ -230,13 +236,14 @@ def test_their_constructors_words(model: Any) -> None:
 
 SENTENCES = {
     "`scale` must be above 0; got 0. Pass 1 / temperature.": {"scale": 0},
+    "`score_mini_batch_size` must be a whole number of at least 1; got 0. Leave it out": {"score_mini_batch_size": 0},
     "`similarity_fct` must be one of colbert_scores, mean_colbert_scores; got 'xtr_scores'. Pass one of": {
         "similarity_fct": scoring.xtr_scores
     },
     "`similarity_fct` must be one of colbert_scores, mean_colbert_scores; got 'XTRScores'. Pass one of": {
         "similarity_fct": scoring.XTRScores()
     },
-    "`similarity_fct` must be one of colbert_scores, mean_colbert_scores; got 'partial'. Pass one of": {
+    "`similarity_fct` must be one of colbert_scores, mean_colbert_scores; got 'functools.partial'. Pass one of": {
         "similarity_fct": partial(scoring.colbert_scores, length_normalize=True)
     },
 }
@@ -247,3 +254,20 @@ def test_refusals(model: Any, sentence: str) -> None:
     with pytest.raises(ValueError) as raised:
         CachedMultiVectorLoss(model, **SENTENCES[sentence])
     assert str(raised.value).startswith(sentence)
+
+
+def test_models_of_other_vectors_are_refused(model: Any) -> None:
+    single = SentenceTransformer(modules=[model[0]], device="cpu")
+    sentence = r"`model` must give a vector for each token; got a SentenceTransformer. Take CachedRankingLoss, or a Mul"
+    with pytest.raises(ValueError, match=sentence):
+        CachedMultiVectorLoss(single)
+    sentence = r" must give one vector for a text; got a MultiVectorEncoder. Take CachedMultiVectorLoss, or a Sentence"
+    for name, models in (("model", [model, single]), ("guide", [single, model])):
+        with pytest.raises(ValueError, match=f"`{name}`{sentence}"):
+            CachedGISTLoss(*models)
+
+
+def test_adaptive_layers_are_refused(model: Any) -> None:
+    loss = single_vector.AdaptiveLayerLoss(model, CachedMultiVectorLoss(model))
+    with pytest.raises(ValueError, match="`loss` must be called by a trainer or MatryoshkaLoss; got AdaptiveLayerLoss"):
+        loss(columns_of(model, "ab"), None)

@@ -162,6 +162,19 @@ def test_texts_and_hard_negatives(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match=r"`inputs` must hold query or query_...; got \['positive'\]"):
         run.compute_loss(run.model, {"positive": batch["positive"]})
+    with pytest.raises(ValueError, match="`sides` must name every side of a batch; got query, positive, negative with"):
+        run.compute_loss(run.model, {**batch, "another": batch["negative"]})
+    for text, got in ((None, "NoneType"), (["d", "e"], "list")):
+        with pytest.raises(ValueError, match=f"`negative` must be a text in every row; got {got}. Give each text a"):
+            adapter.TextPairs(None, sides)([rows[0], {**rows[1], "negative": text}])
+
+
+def test_a_side_that_begins_as_another(tmp_path: Path) -> None:
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    run = adapter.ContrastileTrainer(model=Model(), args=arguments, sub_batch=1, sides=("query", "key", "key_2"))
+    batch = {"query_x": 0, "key_x": 1, "key_2_x": 2}
+    assert [run.inputs_of(batch, side) for side in run.sides] == [{"x": 0}, {"x": 1}, {"x": 2}]
+    assert run.inputs_of({"key_x": 1, "key_2": {"x": 2}}, "key") == {"x": 1}
 
 
 def test_methods_of_a_model_that_return_an_output_of_transformers(tmp_path: Path) -> None:
@@ -187,6 +200,20 @@ def test_methods_of_a_model_that_return_an_output_of_transformers(tmp_path: Path
         run.compute_loss(model, batch)
 
 
+@pytest.mark.parametrize("mask", [None, torch.tensor([[1, 1, 1], [1, 1, 0]])])
+def test_the_mean_of_16_bit_states_is_float32(mask: Any) -> None:
+    states = torch.randn(2, 3, 8).bfloat16()
+
+    class Model16(torch.nn.Module):
+        def forward(self, **inputs: Any) -> Any:
+            return SimpleNamespace(last_hidden_state=states)
+
+    inputs = {} if mask is None else {"attention_mask": mask}
+    counted = [row[: 3 if mask is None else int(n)].double().mean(0) for row, n in zip(states, (3, 2), strict=True)]
+    wanted = torch.nn.functional.normalize(torch.stack(counted), dim=-1)
+    torch.testing.assert_close(adapter.mean_pooled(Model16(), **inputs), wanted.float(), rtol=1e-6, atol=1e-7)
+
+
 def test_forward_by_name_is_a_call_of_the_model() -> None:
     """With its hooks, which FSDP2 gathers parameters by; a compiled method stays one that `encode` recognises."""
     model = torch.nn.Linear(3, 2)
@@ -196,15 +223,21 @@ def test_forward_by_name_is_a_call_of_the_model() -> None:
 
 
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
     for words, sentence in (
         ({"sides": ("query",)}, r"`sides` must name two columns or more; got \('query',\). Pass"),
         ({"sides": "query"}, "`sides` must name two columns or more; got query. Pass"),
         ({"loss": "infonce"}, r"`loss` must be a loss as an object; got infonce. Pass InfoNCELoss\(\)."),
         ({"loss": ClipLoss}, r"`loss` must be a loss as an object; got ClipLoss. Pass ClipLoss\(\)."),
         ({"encoders": ["a"]}, "`encoders` must be one, or one for each of 2 sides; got 1. Add some."),
+        ({"encoders": "get_picture"}, "`encoders` must be functions, or names of the model's methods; got 'get_pict"),
+        (
+            {"encoders": None},
+            "`encoders` must be functions, or names of the model's methods; got None. Check the name.",
+        ),
     ):
         with pytest.raises(ValueError, match=sentence):
-            adapter.ContrastileTrainer(model=Model(), sub_batch=3, **words)
+            adapter.ContrastileTrainer(model=Model(), args=args, sub_batch=3, **words)
     for words, sentence in (
         ({"sub_batch": 0}, "`sub_batch` must be a whole number of at least 1; got 0"),
         ({"sub_batch": None}, "`sub_batch` must be given, or sub_batch_tokens; got None"),

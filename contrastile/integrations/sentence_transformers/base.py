@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from contrastile import encode
 from contrastile._errors import invalid, number, truth_value, whole_number
+from contrastile._types import accumulator
 from contrastile.gradcache.introspect import of_its_module
 from contrastile.integrations.sides import Retain, checked_retain, retain_of_sides
 
@@ -52,6 +53,8 @@ class CachedLoss(nn.Module):
     citation: ClassVar[str] = CITATION
     # the class without a cache that errors recommend
     uncached: ClassVar[str]
+    # whether the model gives a vector for each token
+    of_tokens: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -64,7 +67,7 @@ class CachedLoss(nn.Module):
         retain: Retain,
     ) -> None:
         super().__init__()
-        check_model("model", model)
+        check_model("model", model, of_tokens=self.of_tokens)
         if hasattr(model, "predict") and not hasattr(model, "encode"):
             # a CrossEncoder scores a pair of texts together
             remedy = "Take a loss of sentence_transformers.cross_encoder.losses."
@@ -98,15 +101,22 @@ class CachedLoss(nn.Module):
         if len(columns) < 2:
             remedy = "Give the dataset a column of anchors and one of positives."
             raise invalid("sentence_features", "have two columns or more", len(columns), remedy)
+        if isinstance(self.model, nn.DataParallel):
+            # a replay would draw other random numbers on all GPUs but the first
+            remedy = "Launch one process for each GPU, with torchrun."
+            raise invalid("model", "be on one GPU in each process", "a DataParallel", remedy)
         layers = Layers.of(self.model)
         embed = partial(self._embed_columns, columns, labels)
         embeddings, others = embed() if layers is None else layers.chosen(embed)
+        if len(embeddings[1]) < len(embeddings[0]):
+            got, remedy = f"{len(embeddings[1])} for {len(embeddings[0])}", "Let the dataset have a pair in every row."
+            raise invalid("sentence_features", "have a positive for each anchor", got, remedy)
         if "calculate_loss" not in vars(self):
             return self.compute_loss_from_embeddings(embeddings, others)
         if not torch.is_grad_enabled():
             return self.calculate_loss([[x] for x in embeddings], others)
-        # a decorator of calculate_loss reads the gradients of its embeddings
-        leaves = [x.detach().requires_grad_() for x in embeddings]
+        # a decorator of calculate_loss reads the gradients of its embeddings, which 16 bits would not hold unscaled
+        leaves = [widened(x.detach()).requires_grad_() for x in embeddings]
         loss = self.calculate_loss([[x] for x in leaves], others, with_backward=True)
         return _Differentiated.apply(loss.detach(), [leaf.grad for leaf in leaves], *embeddings)
 
@@ -179,16 +189,34 @@ class CachedLoss(nn.Module):
         return [_create_minibatch(rows, *each) for each in bounds]
 
 
-def check_model(name: str, model: Any) -> None:
-    """Raise ValueError for anything but a module, such as the name of a model."""
-    if not isinstance(model, nn.Module):
-        remedy = "Load it: SentenceTransformer(name)."
-        raise invalid(name, "be a model of sentence-transformers", repr(model)[:80], remedy)
+def widened(x: Tensor) -> Tensor:
+    """Embeddings in float32 at least: unit rows in 16 bits would miss up to 5 % of the gradient at a scale of 100."""
+    return x.to(accumulator(x.dtype))
+
+
+def check_model(name: str, model: Any, *, of_tokens: bool = False) -> None:
+    """Raise ValueError for anything but a module of the library, such as the name of a model, and for other vectors.
+
+    of_tokens: whether the model has to give a vector for each token, and not one for a text.
+    """
+    kinds = {each.__name__ for each in type(unwrapped(model)).__mro__}
+    if not isinstance(model, nn.Module) or "PreTrainedModel" in kinds:
+        got = f"a {type(model).__name__}" if isinstance(model, nn.Module) else repr(model)[:80]
+        raise invalid(name, "be a model of sentence-transformers", got, "Load it: SentenceTransformer(name).")
+    for kind in kinds & {"MultiVectorEncoder", "SentenceTransformer", "SparseEncoder"}:
+        if (kind == "MultiVectorEncoder") != of_tokens:
+            rule, remedy = "give one vector for a text", "Take CachedMultiVectorLoss, or a SentenceTransformer."
+            if of_tokens:
+                rule, remedy = "give a vector for each token", "Take CachedRankingLoss, or a MultiVectorEncoder."
+            raise invalid(name, rule, f"a {kind}", remedy)
 
 
 def name_of(similarity_fct: Any, default: str) -> str:
-    """The name of a similarity; `default` for None."""
-    return default if similarity_fct is None else getattr(similarity_fct, "__name__", type(similarity_fct).__name__)
+    """The name of a similarity, with its module where that is another library's; `default` for None."""
+    if similarity_fct is None:
+        return default
+    name, module = getattr(similarity_fct, "__name__", type(similarity_fct).__name__), similarity_fct.__module__
+    return name if module.startswith(LIBRARY) else f"{module}.{name}"
 
 
 def _width(rows: Mapping[str, Tensor]) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from contrastile import GISTLoss
 from contrastile._errors import invalid, number, truth_value
-from contrastile.integrations.sentence_transformers.base import CachedLoss, check_model
+from contrastile.integrations.sentence_transformers.base import CachedLoss, check_model, widened
 
 GIST_CITATION = """
 @misc{solatorio2024gistembed,
@@ -101,8 +101,9 @@ class CachedGISTLoss(CachedLoss):
 
     def compute_loss_from_embeddings(self, embeddings: Sequence[Tensor], others: Any = None) -> Tensor:
         """The loss of the columns' embeddings, each [N, D]; `others`: the guide's, each [N, G]."""
-        anchors, positives, *negatives = (F.normalize(x, dim=-1) for x in embeddings)
-        guide_anchors, guide_positives, *guide_negatives = (F.normalize(x, dim=-1) for x in others)
+        anchors, positives, *negatives = (F.normalize(widened(x), dim=-1) for x in embeddings)
+        guides = (F.normalize(widened(x.to(anchors.device)), dim=-1) for x in others)
+        guide_anchors, guide_positives, *guide_negatives = guides
         loss: Tensor = self.loss(
             anchors, positives, 1 / self.temperature, guide_query=guide_anchors, guide_key=guide_positives,
             negatives=torch.cat(negatives) if negatives else None,
@@ -115,7 +116,8 @@ class CachedGISTLoss(CachedLoss):
         with torch.no_grad():
             guides = [self._embed(self._for_the_guide(column), self.guide) for column in columns]
         embeddings, _ = super()._embed_columns(columns, labels)
-        return embeddings, [guide.to(x.device) for guide, x in zip(guides, embeddings, strict=True)]
+        # inside AdaptiveLayerLoss a guide that is the model itself has embeddings of all layers
+        return embeddings, [guide[-1] if isinstance(guide, tuple) else guide for guide in guides]
 
     def _for_the_guide(self, features: Mapping[str, Any]) -> Mapping[str, Any]:
         """The texts of a column in the tokens of the guide."""

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile import contrast
-from contrastile._errors import one_of
-from contrastile.integrations.sentence_transformers.base import CachedLoss, name_of
+from contrastile._errors import invalid, one_of, whole_number
+from contrastile.integrations.sentence_transformers.base import CachedLoss, Layers, name_of
 from contrastile.losses import Softmax
 from contrastile.scorers import MaxSim
 
@@ -41,7 +41,7 @@ class CachedMultiVectorLoss(CachedLoss):
     A document without any token scores 0. Raises ValueError for words that it does not know how to honour.
     """
 
-    uncached = "MultiVectorMultipleNegativesRankingLoss"
+    uncached, of_tokens = "MultiVectorMultipleNegativesRankingLoss", True
 
     def __init__(
         self,
@@ -60,6 +60,8 @@ class CachedMultiVectorLoss(CachedLoss):
             model, scale, mini_batch_size, mini_batch_num_tokens, gather_across_devices, show_progress_bar, retain
         )
         self.similarity_fct = similarity_fct
+        if score_mini_batch_size is not None:
+            whole_number("score_mini_batch_size", score_mini_batch_size, 1, "Leave it out: it has no effect.")
         self.score_mini_batch_size = score_mini_batch_size or mini_batch_size
         _ = self.similarity
 
@@ -85,6 +87,9 @@ class CachedMultiVectorLoss(CachedLoss):
 
     def _embed_columns(self, columns: Sequence[Mapping[str, Any]], labels: Tensor | None) -> tuple[list[Tensor], Any]:
         del labels
+        if Layers.of(self.model) is not None:
+            remedy = "Train the layers of a SentenceTransformer."
+            raise invalid("loss", "be called by a trainer or MatryoshkaLoss", "AdaptiveLayerLoss", remedy)
         tasks = ["query", *["document"] * (len(columns) - 1)]
         stamped = [{**x, "task": x.get("task", task)} for x, task in zip(columns, tasks, strict=True)]
         embeddings, masks = zip(*self._embed_each(stamped), strict=True)

@@ -14,7 +14,7 @@ from contrastile import contrast
 from contrastile._dispatch import Options
 from contrastile._errors import invalid, one_of
 from contrastile.engine.plan import prepare
-from contrastile.integrations.sentence_transformers.base import CachedLoss, name_of
+from contrastile.integrations.sentence_transformers.base import CachedLoss, name_of, widened
 from contrastile.losses import Hardness, Softmax
 
 DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
@@ -111,6 +111,7 @@ class CachedRankingLoss(CachedLoss):
     def compute_loss_from_embeddings(self, embeddings: Sequence[Tensor], labels: Tensor | None = None) -> Tensor:
         """The loss of the columns' embeddings, each [N, D]; `labels` are not used."""
         del labels
+        embeddings = [widened(x) for x in embeddings]
         if self.normalises:
             embeddings = [F.normalize(x, dim=-1) for x in embeddings]
         queries, positives, columns = embeddings[0], embeddings[1], list(embeddings[1:])
