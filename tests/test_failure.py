@@ -87,7 +87,7 @@ def _computes_until(path: Path) -> None:
 
 
 def _receive(other: int) -> None:
-    with collectives.collective("chain", None):
+    with collectives.Collective("chain", None):
         dist.recv(torch.empty(1), other)
 
 

@@ -39,8 +39,8 @@ SENDABLE = (
 )  # fmt: skip
 
 
-class collective:  # noqa: N801 (read as a verb: `with collective(...)`)
-    """Run an operation of all ranks of the group; where it fails, raise an error that names rank, step and operation.
+class Collective:
+    """Context of an operation of all ranks: its failure becomes an error that names rank, step and operation.
 
     carrier: the group whose connections carry it, if not this one. A class, because a generator takes twice as long.
     """
@@ -110,7 +110,7 @@ class Transfer:
     def complete(self) -> None:
         """Wait until nothing is under way, and let the group carry the next operation."""
         state_of(self.group).in_flight = None
-        with collective(self.operation, self.group):
+        with Collective(self.operation, self.group):
             for work in self.works:
                 work.wait()
 
@@ -123,7 +123,7 @@ def post(leaving: Tensor, arriving: Tensor, group: Any) -> Transfer:
     group = resolved(group)
     ranks, me = group.size(), group.rank()
     operations = [(group.send, leaving, (me + 1) % ranks), (group.recv, arriving, (me - 1) % ranks)]
-    with collective(RING, group):
+    with Collective(RING, group):
         works = post_together([each for each in operations if each[1].numel()], group)
     return Transfer(group, RING, works, [arriving], [leaving])
 
@@ -146,7 +146,7 @@ def begin_gather(tensors: Sequence[Tensor], sizes: Sequence[int], group: Any) ->
         pairs = zip(arrived, tensors, strict=True)
         return [all_rows if all_rows.dtype == x.dtype else all_rows.view(x.dtype).squeeze(-1) for all_rows, x in pairs]
 
-    with collective(operation, group):
+    with Collective(operation, group):
         works = [
             all_gather(all_rows, x, group=group, async_op=True)
             for all_rows, x in zip(received, sent, strict=True)
@@ -161,7 +161,7 @@ def begin_scatter_sum(x: Tensor, sizes: Sequence[int], group: Any) -> Transfer:
     even = all(n == largest for n in sizes)
     padded = x if even else torch.cat([_padded(rows, largest) for rows in x.split(list(sizes))])
     own, rows = x.new_empty((largest, *x.shape[1:])), sizes[rank(group)]
-    with collective(operation, group):
+    with Collective(operation, group):
         works = [_reduce_scatter(own, padded, group=group, async_op=True)] if own.numel() else []
     return Transfer(group, operation, works, [own], [padded], lambda arrived: [arrived[0][:rows]])
 
@@ -175,7 +175,7 @@ def exchange_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
     leaving = [0 if other == me else n for other, n in enumerate(sizes)]
     arriving = [0 if other == me else sizes[me] for other in range(W)]
     received = x.new_empty(((W - 1) * sizes[me], *x.shape[1:]))
-    with collective("exchange of statistics", group):
+    with Collective("exchange of statistics", group):
         dist.all_to_all_single(received, x, arriving, leaving, group=group)
     return received.view(W - 1, sizes[me], *x.shape[1:])
 
@@ -190,21 +190,21 @@ def total(x: Tensor, group: Any) -> Tensor:
 def largest(x: Tensor, group: Any) -> Tensor:
     """The largest over ranks of each number of x."""
     x = x.clone()
-    with collective("maximum over ranks", group):
+    with Collective("maximum over ranks", group):
         dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
     return x
 
 
 def sum_into(x: Tensor, group: Any, operation: str) -> None:
     """Replace x by its sum over ranks."""
-    with collective(operation, group):
+    with Collective(operation, group):
         dist.all_reduce(x, group=group)
 
 
 def broadcast(x: Tensor, group: Any, source: int = 0) -> None:
     """Replace x by that of one rank, the first one unless another is named."""
     sent = x.contiguous()
-    with collective("broadcast", group):
+    with Collective("broadcast", group):
         dist.broadcast(sent, dist.get_global_rank(resolved(group), source), group=group)
     if sent is not x:
         x.copy_(sent)

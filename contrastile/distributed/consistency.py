@@ -19,7 +19,7 @@ from torch import Tensor
 from contrastile._errors import invalid
 from contrastile._torch import nccl_timeout
 from contrastile.distributed import collectives
-from contrastile.distributed.collectives import all_gather, collective
+from contrastile.distributed.collectives import Collective, all_gather
 from contrastile.distributed.failure import progress, resolved, size, state_of
 
 # bytes of a rank's full statement, letters of a sentence in it, and letters of any other value
@@ -130,7 +130,7 @@ def _gather(own: Tensor, group: Any) -> Tensor:
     carrier, device = _carrier(group)
     with _own_stream(device):
         gathered = own.new_empty(size(group) * len(own), device=device)
-        with collective("agreement", group, carrier):
+        with Collective("agreement", group, carrier):
             all_gather(gathered, own.to(device), group=carrier)
         return gathered.cpu()
 
@@ -144,7 +144,7 @@ def _carrier(group: Any) -> tuple[Any, torch.device]:
     """
     group, state = resolved(group), state_of(group)
     if state.host_group is None and not _on_host(group) and size(group) == dist.get_world_size():
-        with collective("first meeting", group):
+        with Collective("first meeting", group):
             state.host_group = dist.new_group(timeout=nccl_timeout(group), backend="gloo")
             # some backends connect all ranks with the first operation, which a rank without rows may skip later
             dist.all_reduce(torch.zeros(1, device=_device(group)), group=group)
