@@ -74,7 +74,7 @@ class Layout:
 
 
 class Traffic(NamedTuple):
-    """What a rank waits for in both passes, for a planner: first of its own node, then of others.
+    """Transfers that a rank waits for in both passes, for a planner: first of its own node, then of others.
 
     hops: transfers, each of which takes a while at least. sent: bytes that arrive. beside: the share of the rank's
     arithmetic that runs meanwhile.

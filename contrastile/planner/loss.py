@@ -257,7 +257,7 @@ class LossSize:
 
     @property
     def traffic(self) -> Traffic:
-        """What a rank receives from others in both passes."""
+        """The transfers of both passes, from other ranks to this one."""
         return self.exchange_class.traffic(self.layout, self.carried, self.dtype)
 
     @property
