@@ -300,6 +300,26 @@ def test_losses_around_others_on_two_ranks(pool: Pool, tmp_path: Path, model: An
         same(torch.load(tmp_path / f"{rank}.pt")[1], truth[1])
 
 
+def refused_on_a_rank(rank: int, group: Any, folder: Path) -> str:
+    model, columns = torch.load(folder / "whole.pt", weights_only=False)
+    default, dist.GroupMember.WORLD = dist.GroupMember.WORLD, group
+    try:
+        # the second rank lacks a positive
+        mine = [{**x, **parts(x, 4 - rank * at)[0]} for at, x in enumerate(columns)]
+        CachedRankingLoss(DistributedDataParallel(model), gather_across_devices=True)(mine, None)
+    except ValueError as error:
+        return str(error)
+    finally:
+        dist.GroupMember.WORLD = default
+    return ""
+
+
+def test_a_positive_that_one_rank_lacks_is_an_error_on_all(pool: Pool, tmp_path: Path, model: Any) -> None:
+    torch.save((model, columns_of(model, "ab")), tmp_path / "whole.pt")
+    sentence = "rank 1: `sentence_features` must have a positive for each anchor; got 3 for 4. Let the dataset"
+    assert all(said.startswith(sentence) for said in pool.run(refused_on_a_rank, 2, tmp_path))
+
+
 def test_without_gathering_each_rank_has_its_own_negatives(pool: Pool, tmp_path: Path, model: Any) -> None:
     columns = columns_of(model, "abc")
     halves = [

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from contrastile import encode
 from contrastile._errors import invalid, number, truth_value, whole_number
 from contrastile._types import accumulator
+from contrastile.engine.plan import share_error
 from contrastile.gradcache.introspect import of_its_module
 from contrastile.integrations.sides import Retain, checked_retain, retain_of_sides
 
@@ -110,7 +111,10 @@ class CachedLoss(nn.Module):
         embeddings, others = embed() if layers is None else layers.chosen(embed)
         if len(embeddings[1]) < len(embeddings[0]):
             got, remedy = f"{len(embeddings[1])} for {len(embeddings[0])}", "Let the dataset have a pair in every row."
-            raise invalid("sentence_features", "have a positive for each anchor", got, remedy)
+            error = invalid("sentence_features", "have a positive for each anchor", got, remedy)
+            # other ranks are about to compare their arguments with this one's
+            share_error(error, None, self.exchange)
+            raise error
         if "calculate_loss" not in vars(self):
             return self.compute_loss_from_embeddings(embeddings, others)
         if not torch.is_grad_enabled():
