@@ -31,6 +31,7 @@ from transformers.utils import logging
 
 from contrastile import InfoNCELoss, encode
 from contrastile.bench.harness import Machine, Report, Row, Step, Table, script
+from contrastile.bench.peers import FORMULAS
 from contrastile.integrations.sentence_transformers import (
     CachedGISTLoss,
     CachedMultiVectorLoss,
@@ -61,6 +62,8 @@ PACKAGES = (
 )  # fmt: skip
 PAGES = Path(__file__).parents[1] / "docs" / "coming_from"
 SCALE = 20.0
+# the ranking loss of unit rows [N, D], with its matrix
+formula = partial(FORMULAS["infonce"], scale=SCALE)
 SHORTEST, LONGEST, WORDS = 8, 64, 30522
 # features of a token's vector; queries whose scores theirs has at once
 VECTOR, SCORED = 128, 256
@@ -149,19 +152,16 @@ class Bench:
 
     def bert(self) -> nn.Module:
         """The encoder itself."""
-        model: nn.Module = BertModel.from_pretrained(self.folder, add_pooling_layer=False)
-        return model.to(self.device).train()
+        return BertModel.from_pretrained(self.folder, add_pooling_layer=False).to(self.device).train()
 
     def autocast(self) -> Any:
         """bf16 on a GPU."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda")
 
     def _ready(self, model: Any) -> Any:
-        model.to(self.device).train()
-        if self.device.type == "cuda":
-            # as accelerate's prepare does
-            model.forward = torch.autocast("cuda", dtype=torch.bfloat16)(model.forward)
-        return model
+        # as accelerate's prepare does
+        model.forward = self.autocast()(model.forward)
+        return model.to(self.device).train()
 
     def columns(self) -> Columns:
         """Tokens of anchors and of positives."""
@@ -184,42 +184,24 @@ class Bench:
 
         return run
 
-    def of_sentences(self, make: Callable[..., nn.Module], *models: Any, **how: Any) -> Make:
+    def of_sentences(self, make: Callable[..., nn.Module], *models: Any, **how: Any) -> Measured:
         """The step of a loss of sentence-transformers, or in its form."""
+        loss = make(*models, mini_batch_size=self.sub_batch, **how)
+        return self.step(loss, lambda columns: loss([dict(column) for column in columns], None))
 
-        def made() -> Measured:
-            loss = make(*models, mini_batch_size=self.sub_batch, **how)
-            return self.step(loss, lambda columns: loss([dict(column) for column in columns], None))
-
-        return made
-
-    def ranking(self) -> Iterator[Problem]:
-        """`CachedMultipleNegativesRankingLoss`."""
-        yield self.beside_theirs(losses.CachedMultipleNegativesRankingLoss, CachedRankingLoss, self.sentences())
-
-    def symmetric(self) -> Iterator[Problem]:
-        """`CachedMultipleNegativesSymmetricRankingLoss`."""
-        theirs = losses.CachedMultipleNegativesSymmetricRankingLoss
-        yield self.beside_theirs(theirs, CachedSymmetricLoss, self.sentences())
+    def beside_theirs(self, theirs: Any, ours: Any, *models: Any) -> Iterator[Problem]:
+        """The steps of a loss of sentence-transformers and of ours."""
+        yield beside(SENTENCES, *(partial(self.of_sentences, loss, *models) for loss in (theirs, ours)))
 
     def gist(self) -> Iterator[Problem]:
-        """`CachedGISTEmbedLoss`."""
         guide = self.sentences().eval().requires_grad_(False)
-        yield self.beside_theirs(losses.CachedGISTEmbedLoss, CachedGISTLoss, self.sentences(), guide)
-
-    def beside_theirs(self, theirs: Any, ours: Any, *models: Any) -> Problem:
-        """The steps of a loss of sentence-transformers and of ours."""
-        made = partial(self.of_sentences, ours, *models)
-        return {
-            (SENTENCES, ""): self.of_sentences(theirs, *models), (OURS, 0): made(), (OURS, "auto"): made(retain="auto")
-        }  # fmt: skip
+        return self.beside_theirs(losses.CachedGISTEmbedLoss, CachedGISTLoss, self.sentences(), guide)
 
     def late(self) -> Iterator[Problem]:
-        """`CachedMultiVectorMultipleNegativesRankingLoss`."""
         from sentence_transformers.multi_vector_encoder.losses import CachedMultiVectorMultipleNegativesRankingLoss
 
         theirs = partial(CachedMultiVectorMultipleNegativesRankingLoss, score_mini_batch_size=self.scored)
-        yield self.beside_theirs(theirs, CachedMultiVectorLoss, self.multi_vector())
+        return self.beside_theirs(theirs, CachedMultiVectorLoss, self.multi_vector())
 
     def ours(self, make: Callable[..., Measured]) -> dict[tuple[str, Any], Callable[[], Measured]]:
         """Our steps by rows and by tokens, with and without second forwards."""
@@ -272,8 +254,7 @@ class Bench:
                 self.embedder = Embedder(bench.bert())
 
             def forward(self, **tokens: Tensor) -> Tensor:
-                features: Tensor = self.embedder(**tokens)
-                return features
+                return self.embedder(**tokens)
 
             def training_step(self, batch: Columns, batch_idx: int) -> Tensor:
                 del batch_idx
@@ -419,9 +400,9 @@ class Bench:
         theirs = partial(CachedContrastive, score_mini_batch_size=self.scored)
 
         def made(retain: Any = 0) -> Measured:
-            return self.of_sentences(type(cached.__name__, (cached,), {"retain": retain}), model)()
+            return self.of_sentences(type(cached.__name__, (cached,), {"retain": retain}), model)
 
-        yield beside("pylate", self.of_sentences(theirs, model), made)
+        yield beside("pylate", partial(self.of_sentences, theirs, model), made)
 
 
 def beside(name: str, theirs: Make, ours: Callable[..., Measured]) -> Problem:
@@ -430,16 +411,17 @@ def beside(name: str, theirs: Make, ours: Callable[..., Measured]) -> Problem:
 
 
 DOORS = {
-    "ranking": Bench.ranking, "symmetric": Bench.symmetric, "gist": Bench.gist, "multi-vector": Bench.late,
+    "ranking": lambda bench: bench.beside_theirs(
+        losses.CachedMultipleNegativesRankingLoss, CachedRankingLoss, bench.sentences()
+    ),
+    "symmetric": lambda bench: bench.beside_theirs(
+        losses.CachedMultipleNegativesSymmetricRankingLoss, CachedSymmetricLoss, bench.sentences()
+    ),
+    "gist": Bench.gist, "multi-vector": Bench.late,
     "trainer": Bench.trainer, "lightning": Bench.lightning, "accelerate": Bench.accelerate,
     "deepspeed": Bench.deepspeed, "flag-embedding": Bench.flag_embedding, "tevatron": Bench.tevatron,
     "pylate": Bench.pylate, "colpali-engine": Bench.colpali_engine,
 }  # fmt: skip
-
-
-def formula(query: Tensor, key: Tensor) -> Tensor:
-    """The ranking loss of unit rows [N, D], with its matrix."""
-    return F.cross_entropy(SCALE * query @ key.T, torch.arange(len(query), device=query.device))
 
 
 def on_page(page: str, name: str) -> Any:

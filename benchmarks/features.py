@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from loading import trained, write_shards
 from papers import TINY_CLIP
+from planner_rows import CLIP, OPTIMIZERS
 from torch import Tensor, nn
 
 from contrastile import contrast
@@ -42,16 +43,11 @@ TABLE = Table(
     "what 9 | way 44 | batch >7 | ms >10.2f | us_per_pair=us/pair >8.1f | peak_bytes=peak MiB >9,.0f"
     " | planned_bytes=planned >9,.0f"
 )
-RECIPE, CLIP = "lit-vit-b-16", "clip-vit-l-14"
+RECIPE = "lit-vit-b-16"
 # words of a title: more tokens than a text tower reads
 TITLE = 90
 # steps of the recipe, and their pairs
 STEPS, BATCH = 200, 128
-OPTIMIZERS = {
-    "Adafactor of the recipe": [],
-    "Adafactor without momentum": ["optim.betas=[0.0, 0.95]"],
-    "AdamW": ["optim={kind='adamw'}"],
-}
 LIT_WAYS = {
     "image tower locked": [],
     "locked, features computed once": ["model.precompute=true"],

@@ -212,6 +212,13 @@ def left_out(name: str, row: dict[str, str]) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
+def size_of(chip: str, row: dict[str, str], exchange: str = "single", backend: str = "triton", **more: Any) -> LossSize:
+    """A row's loss, of which every rank has as many pairs; a CPU has the memory of an H200."""
+    world, b, d = int(row["world"]), int(row["b"]), int(row["d"])
+    more |= loss_of(row.get("loss", "clip"), d)
+    return LossSize(b // world, b // world, world, d, profile_of(chip or CHIPS[0]).memory, exchange, backend, **more)
+
+
 def loss_of(name: str, d: int) -> dict[str, Any]:
     """A loss of `contrastile bench loss` as the planner's sizes have it."""
     loss = SUBJECTS[LABELLED.get(name, name)].module()
@@ -237,17 +244,14 @@ def loss_cases() -> Iterator[Case]:
     """Every second row of each exchange is one of the fit."""
     counts = Counter[tuple[str, str]]()
     for name, chip, row in rows("losses"):
-        world, b, d, backend = int(row["world"]), int(row["b"]), int(row["d"]), row["backend"]
+        b, backend, dtype = row["b"], row["backend"], getattr(torch, row["dtype"])
         exchange = next((way for way in EXCHANGES if way in backend.split(", ")), "single")
         workspace = next((size for mark, size in WORKSPACES.items() if mark in backend), 2 * 2**30)
-        dtype, new = getattr(torch, row["dtype"]), re.fullmatch(NEW, name) is not None
         # of two levels, two nodes are measured on one host
-        size = LossSize(
-            b // world, b // world, world, d, profile_of(chip).memory, exchange, "triton", "cuda", workspace, dtype,
-            dtype, node=world // 2 if exchange == "hierarchical" else None, **loss_of(row["loss"], d),
-        )  # fmt: skip
-        label = f"{row['loss']} {backend} {b} x {d} {row['dtype']} on {world}"
-        seconds, counted = float(row["ms"]) / 1e3, (chip, exchange)
+        node = int(row["world"]) // 2 if exchange == "hierarchical" else None
+        size = size_of(chip, row, exchange, workspace=workspace, dtype=dtype, given=dtype, node=node)
+        label = f"{row['loss']} {backend} {b} x {row['d']} {row['dtype']} on {row['world']}"
+        seconds, counted, new = float(row["ms"]) / 1e3, (chip, exchange), re.fullmatch(NEW, name) is not None
         counts[counted] += not new
         # beside a shorter step the product runs in bursts, at another clock
         clock = _product(row) / usual_product(chip) if seconds > MOST_PRODUCT_SECONDS else 1.0
@@ -255,9 +259,9 @@ def loss_cases() -> Iterator[Case]:
         yield Case(
             name, chip, label, int(row["peak_bytes"]), seconds, size,
             precision="high" if "precision high" in backend else "highest",
-            other_code=OTHER_CODE.get((name, backend, b, None, row["peak_bytes"])),
+            other_code=OTHER_CODE.get((name, backend, int(b), None, row["peak_bytes"])),
             untimed=HOST if label in HOST_BOUND else earlier, clock=clock,
-            fitted=d == 512 and row["loss"] in OF_PAIRS if new else counts[counted] % 2 == 1,
+            fitted=row["d"] == "512" and row["loss"] in OF_PAIRS if new else counts[counted] % 2 == 1,
         )  # fmt: skip
 
 
@@ -281,13 +285,12 @@ def rank_cases() -> Iterator[Case]:
     """One rank's loss in a world that is not there: its arithmetic, without communication."""
     count = 0
     for name, chip, row in rows("ranks"):
-        world, b, profile = int(row["world"]), int(row["b"]), profile_of(chip)
         exchange, backend = row["way"].split(", ")
-        size = LossSize(b // world, b // world, world, int(row["d"]), profile.memory, exchange, backend)
-        label, seconds = f"{row['way']} {b} x {row['d']} on {world}", float(row["ms"]) / 1e3
+        size = size_of(chip, row, exchange, backend)
+        label, seconds = f"{row['way']} {row['b']} x {row['d']} on {row['world']}", float(row["ms"]) / 1e3
         # a ring's blocks are launched one by one
         least = max(LEAST_ALONE, LEAST_HOP * size.traffic.hops) if exchange == "ring" else LEAST_ALONE
-        busy = loss_seconds(size, profile) > least
+        busy = loss_seconds(size, profile_of(chip)) > least
         count += backend == "dense" and busy
         yield Case(
             name, chip, label, int(row["peak_bytes"]), seconds, size, untimed=None if busy else HOST,
@@ -298,38 +301,30 @@ def rank_cases() -> Iterator[Case]:
 def other_losses() -> Iterator[Case]:
     """Losses beside `ClipLoss` and `SigLipLoss` in fused kernels."""
     for name, chip, row in rows("other losses"):
-        loss, b, d = row["loss"], int(row["b"]), int(row["d"])
-        size = LossSize(
-            b, b, 1, d, profile_of(chip).memory, "single", "triton", workspace=2 * 2**30, **loss_of(loss, d)
-        )
-        reason = UNORDERED if size.labels else BESIDE if loss in GUIDED else None
-        yield Case(
-            name, chip, f"{loss} {b} x {d}", int(row["peak_bytes"]), float(row["ms"]) / 1e3, size, other_code=reason,
-            untimed=EARLIER if size.replayed else reason,
-        )  # fmt: skip
+        size, label = size_of(chip, row, workspace=2 * 2**30), f"{row['loss']} {row['b']} x {row['d']}"
+        reason = UNORDERED if size.labels else BESIDE if row["loss"] in GUIDED else None
+        untimed = EARLIER if size.replayed else reason
+        peak, seconds = int(row["peak_bytes"]), float(row["ms"]) / 1e3
+        yield Case(name, chip, label, peak, seconds, size, other_code=reason, untimed=untimed)
 
 
 def cpu_cases() -> Iterator[Case]:
     """Losses of a CPU, alone and of one rank: bytes alone, because a CPU has no profile."""
     for name, chip, row in rows("cpu"):
-        world, b, (exchange, backend) = int(row["world"]), int(row["b"]), ("single", row.get("backend"))
-        if name == "cpu_memory":
-            exchange, backend = row["way"].split(", ")
-        size = LossSize(
-            b // world, b // world, world, int(row["d"]), profile_of("H200").memory, exchange, str(backend), "cpu",
-            dtype=torch.float32, given=torch.float32, **loss_of(row.get("loss", "clip"), int(row["d"])),
-        )  # fmt: skip
-        label = f"{row.get('loss', 'clip')} {exchange}, {backend} {b} x {row['d']} on {world} CPUs"
-        reason = OTHER_CODE.get((name, str(backend), b, None, row["peak_bytes"]))
+        exchange, backend = row["way"].split(", ") if name == "cpu_memory" else ("single", row["backend"])
+        size = size_of(chip, row, exchange, backend, device="cpu", dtype=torch.float32, given=torch.float32)
+        label = f"{row.get('loss', 'clip')} {exchange}, {backend} {row['b']} x {row['d']} on {row['world']} CPUs"
+        reason = OTHER_CODE.get((name, backend, int(row["b"]), None, row["peak_bytes"]))
         yield Case(name, chip, label, int(row["peak_bytes"]), None, size, other_code=reason)
 
 
-# the optimizers of h200_features.csv, and those whose rows were used for the constants of their kernels
+# the optimizers of h200_features.csv, and the one whose row was not used for the constants of their kernels
 OPTIMIZERS = {
-    "Adafactor of the recipe": ([], True),
-    "Adafactor without momentum": (["optim.betas=[0.0, 0.95]"], False),
-    "AdamW": (["optim={kind='adamw'}"], True),
+    "Adafactor of the recipe": [],
+    "Adafactor without momentum": ["optim.betas=[0.0, 0.95]"],
+    "AdamW": ["optim={kind='adamw'}"],
 }
+NEW_OPTIMIZER = "Adafactor without momentum"
 
 
 def updates() -> dict[str, Work]:
@@ -339,7 +334,7 @@ def updates() -> dict[str, Work]:
         model = build_run(recipe, made_up_tokenizer(recipe.model.tokenizer)).model
     return {
         name: update_work(model, load_recipe(CLIP, words, files=False).optim, clipped=False)
-        for name, (words, _) in OPTIMIZERS.items()
+        for name, words in OPTIMIZERS.items()
     }
 
 
@@ -347,15 +342,13 @@ def carried_cases() -> Iterator[Case]:
     """Steps whose rows have the plan of their day: of recipes, at the largest batch of a card, of late interaction."""
     works = updates()
     for name, chip, row in rows("carried"):
-        scale, columns = (
-            (2**20, ("peak_mib", "planned_mib")) if "peak_mib" in row else (1, ("peak_bytes", "planned_bytes"))
-        )
-        measured, planned = (int(scale * float(row[column])) for column in columns)
+        unit, scale = ("mib", 2**20) if "peak_mib" in row else ("bytes", 1)
+        measured, planned = (int(scale * float(row[f"{part}_{unit}"])) for part in ("peak", "planned"))
         words = (row[key] for key in ("what", "impl", "way", "model", "world", "batch", "b") if key in row)
         seconds, update, fitted = None, None, False
         if row.get("what") == "optimizer":
             way = row["way"].partition(",")[0]
-            seconds, update, fitted = float(row["ms"]) / 1e3, works[way], OPTIMIZERS[way][1]
+            seconds, update, fitted = float(row["ms"]) / 1e3, works[way], way != NEW_OPTIMIZER
         yield Case(name, chip, ", ".join(words), measured, seconds, planned=planned, update=update, fitted=fitted)
 
 
