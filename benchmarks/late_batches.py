@@ -21,6 +21,7 @@ from torch import Tensor
 
 from contrastile import contrast
 from contrastile.bench.harness import Machine, Report, Table, script
+from contrastile.bench.peers import both_directions
 from contrastile.losses import Softmax
 from contrastile.models.late import special_tokens
 from contrastile.planner.profile import target
@@ -47,8 +48,7 @@ MIB = 2**20
 def plain(q: Tensor, k: Tensor) -> Tensor:
     """The symmetric loss of all similarities at once."""
     x = torch.einsum("ild,jmd->ijlm", q, k).amax(3).sum(2)
-    labels = torch.arange(len(x), device=x.device)
-    return (F.cross_entropy(x, labels) + F.cross_entropy(x.T, labels)) / 2
+    return both_directions(x, x.T)
 
 
 def result(

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from contrastile import contrast
 from contrastile.bench.harness import Machine, Report, Row, Step, Table, not_installed, script
+from contrastile.bench.peers import both_directions
 from contrastile.losses import Softmax
 from contrastile.scorers import MaxSim
 from contrastile.tiles.triton import maxsim
@@ -211,8 +212,8 @@ def tokens(size: Size, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def clip(x: Tensor) -> Tensor:
-    x, target = x.float() * 20.0, torch.arange(len(x), device=x.device)
-    return (F.cross_entropy(x, target) + F.cross_entropy(x.T, target)) / 2
+    x = x.float() * 20.0
+    return both_directions(x, x.T)
 
 
 def main() -> None:

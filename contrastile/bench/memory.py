@@ -23,7 +23,7 @@ from torch import Tensor
 from contrastile._dispatch import device_memory
 from contrastile._torch import fake_store
 from contrastile.bench.harness import Machine, Report, Row, Table
-from contrastile.bench.peers import Contestant, Loss, autocast_of, rank_peers, under_autocast
+from contrastile.bench.peers import Contestant, Loss, autocast_of, both_directions, rank_peers, under_autocast
 from contrastile.distributed import collectives
 from contrastile.modules import ClipLoss
 from contrastile.planner.loss import LossSize
@@ -126,15 +126,9 @@ def clip(
     images, texts = (_gathered(side, with_grad) for side in (q, k))
     with autocast or autocast_of(q):
         if local:
-            return _cross_entropies(scale * q @ texts.T, scale * k @ images.T)
+            return both_directions(scale * q @ texts.T, scale * k @ images.T)
         logits = scale * images @ texts.T
-        return _cross_entropies(logits, logits.T)
-
-
-def _cross_entropies(rows: Tensor, columns: Tensor) -> Tensor:
-    """The mean of both directions, whose targets are the first diagonal."""
-    labels = torch.arange(len(rows), device=rows.device)
-    return (F.cross_entropy(rows, labels) + F.cross_entropy(columns, labels)) / 2
+        return both_directions(logits, logits.T)
 
 
 class _AllGather(torch.autograd.Function):
@@ -155,8 +149,7 @@ class _AllGather(torch.autograd.Function):
 def _gathered(side: Tensor, with_grad: bool) -> Tensor:
     """All ranks' rows; without `with_grad` this rank's rows alone have a graph."""
     if with_grad:
-        gathered: Tensor = _AllGather.apply(side)
-        return gathered
+        return _AllGather.apply(side)
     every = [torch.empty_like(side) for _ in range(dist.get_world_size())]
     dist.all_gather(every, side.detach())
     return torch.cat([side, *every[1:]])
@@ -173,7 +166,7 @@ class _Decomposed(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
         N, every = len(q), [_gathered(side, with_grad=False).requires_grad_() for side in (q, k)]
         with torch.enable_grad(), autocast_of(q):
-            loss = _cross_entropies(scale * every[0][:N] @ every[1].T, scale * every[1][:N] @ every[0].T)
+            loss = both_directions(scale * every[0][:N] @ every[1].T, scale * every[1][:N] @ every[0].T)
             gradients = torch.autograd.grad(loss, every)
         for gradient in gradients:
             dist.all_reduce(gradient)

@@ -113,10 +113,16 @@ def _diagonal(q: Tensor) -> Tensor:
     return torch.arange(len(q), device=q.device)
 
 
+def both_directions(rows: Tensor, columns: Tensor) -> Tensor:
+    """The mean of two cross-entropies of logits, whose targets are the first diagonal."""
+    labels = _diagonal(rows)
+    return (F.cross_entropy(rows, labels) + F.cross_entropy(columns, labels)) / 2
+
+
 def _wide_logits(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     """The product in 16 bits, logits and cross-entropy in float32."""
-    logits, labels = scale * (q @ k.T).float(), _diagonal(q)
-    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+    logits = scale * (q @ k.T).float()
+    return both_directions(logits, logits.T)
 
 
 def _cut(q: Tensor, k: Tensor, scale: Tensor, **options: None) -> Tensor:
@@ -140,13 +146,11 @@ def _siglip_kernel(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
 
 
 def _siglip_across(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor, **ranks: Any) -> Tensor:
-    value: Tensor = import_module("siglip_kernel").DistributedSigLIPLoss(**ranks)(q, k, scale, bias)
-    return value
+    return import_module("siglip_kernel").DistributedSigLIPLoss(**ranks)(q, k, scale, bias)
 
 
 def _inf_cl_ring(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    value: Tensor = import_module("inf_cl").cal_inf_loss(q, k, scale=scale)
-    return value
+    return import_module("inf_cl").cal_inf_loss(q, k, scale=scale)
 
 
 def labels_of(x: Tensor) -> Tensor:
@@ -157,8 +161,7 @@ def labels_of(x: Tensor) -> Tensor:
 def _siglip_plus(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     """Its mean over all pairs times the rows. With the number of labels it waits for no device."""
     plus, labels = import_module("siglip_kernel").fused_siglip_plus_loss, labels_of(q)
-    value: Tensor = plus(q, k, scale.log(), bias, labels, labels, num_groups=-(-len(q) // OF_A_LABEL))
-    return value * len(q)
+    return len(q) * plus(q, k, scale.log(), bias, labels, labels, num_groups=-(-len(q) // OF_A_LABEL))
 
 
 def _twice(one_way: Loss, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ SHARED = 8
 OWN = 8
 
 Some = Callable[..., Tensor]
-Module = Callable[..., nn.Module]
+Module = Callable[..., Loss]
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,7 @@ class _With(nn.Module):
     def forward(self, q: Tensor, k: Tensor, *numbers: Tensor, **others: Any) -> Tensor:
         if not self._of or self._of[0] is not q or self._of[1] is not k:
             self._of, self._made = (q, k), self.further(q, k)
-        value: Tensor = self.loss(q, k, *numbers, **self._made, **others)
-        return value
+        return self.loss(q, k, *numbers, **self._made, **others)
 
 
 def guides(q: Tensor, k: Tensor) -> dict[str, Tensor]:
@@ -187,30 +186,22 @@ def _some_ntxent(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
 
 
 class _Views(nn.Module):
-    """A loss of both sides as views of one example, with weights.
+    """A loss of both sides as views of one example, with weights."""
 
-    `further` makes its inputs of the first side, at the first call with it.
-    """
-
-    def __init__(self, loss: Module, further: Callable[[Tensor], dict[str, Any]], **how: Any) -> None:
+    def __init__(self, loss: Callable[..., Any], **how: Any) -> None:
         super().__init__()
-        self.loss: Any = loss(**how).loss
-        self.further, self.how = further, how
-        self._of: Tensor | None = None
-        self._made: dict[str, Any] = {}
+        self.loss, self.how = loss(**how).loss, how
 
-    def forward(self, q: Tensor, k: Tensor, scale: Tensor, weights: Tensor | None = None) -> Tensor:
-        if self._of is not q:
-            self._of, self._made = q, self.further(q)
+    def forward(self, q: Tensor, k: Tensor, scale: Tensor, weights: Tensor | None = None, **further: Any) -> Tensor:
         views, both = torch.cat([q, k]), None if weights is None else weights.repeat(2)
-        return contrast(views, views, scale=scale, loss=self.loss, weights=both, **self._made, **self.how)
+        return contrast(views, views, scale=scale, loss=self.loss, weights=both, **further, **self.how)
 
 
-def _same_views(q: Tensor) -> dict[str, Any]:
+def _same_views(q: Tensor, _: Tensor) -> dict[str, Any]:
     return dict.fromkeys(("query_labels", "key_labels"), labels_of(q).repeat(2))
 
 
-def _other_view(q: Tensor) -> dict[str, Any]:
+def _other_view(q: Tensor, _: Tensor) -> dict[str, Any]:
     return {"positives": torch.arange(2 * len(q), device=q.device).roll(len(q))}
 
 
@@ -226,16 +217,10 @@ def _some_views(form: str, some: Tensor, q: Tensor, k: Tensor, scale: Tensor) ->
     return (x.logsumexp(1) - inside).mean()
 
 
-class _Listed(nn.Module):
+def _listed(kind: Any, **how: Any) -> Loss:
     """ScoreDistillLoss of each query's own key and negatives."""
-
-    def __init__(self, kind: Any, **how: Any) -> None:
-        super().__init__()
-        self.loss = modules.ScoreDistillLoss(kind=kind, **how)
-
-    def forward(self, q: Tensor, k: Tensor, scale: Tensor, weights: Tensor | None = None) -> Tensor:
-        value: Tensor = self.loss(q, *_lists(k), scale, weights=weights)
-        return value
+    loss = modules.ScoreDistillLoss(kind=kind, **how)
+    return lambda q, k, scale, **weights: loss(q, *_lists(k), scale, **weights)
 
 
 def _lists(k: Tensor) -> tuple[Tensor, Tensor]:
@@ -263,7 +248,7 @@ _with_own = partial(_with, lambda _, k: {"negatives": _negatives(k)}, modules.In
 _hard = partial(modules.InfoNCELoss, hardness_strength=HARDNESS, hardness_mode="all_negatives")
 _guided = partial(_with, guides, modules.GISTLoss)
 _balanced = _labelled(modules.SigLipLoss, balanced=True)
-_inside = partial(_Views, partial(modules.SupConLoss, form="in"), _same_views)
+_inside = partial(modules.SupConLoss, form="in")
 SUBJECTS = {
     "clip": Subject(_both_ways(_rows(reference.dense_softmax)), modules.ClipLoss, 8, dense=reference.dense_clip),
     "siglip": Subject(_rows(reference.dense_sigmoid), modules.SigLipLoss, 6, bias=-10.0),
@@ -293,10 +278,10 @@ SUBJECTS = {
     # a tile's sum has every positive at full weight, before the share that balance takes is subtracted
     "siglip_balanced": Subject(_some_balanced, _balanced, 6, -10.0, summed=OF_A_LABEL),
     # a matrix of twice the rows and columns
-    "ntxent": Subject(_some_ntxent, partial(_Views, modules.NTXentLoss, _other_view), 32),
-    "supcon": Subject(partial(_some_views, "out"), partial(_Views, modules.SupConLoss, _same_views), 32),
-    "supcon_in": Subject(partial(_some_views, "in"), _inside, 32),
-    "kl": Subject(partial(_some_scores, "kl"), partial(_Listed, "kl"), 0),
-    "margin_mse": Subject(partial(_some_scores, "margin_mse"), partial(_Listed, "margin_mse"), 0),
+    "ntxent": Subject(_some_ntxent, _with(_other_view, partial(_Views, modules.NTXentLoss)), 32),
+    "supcon": Subject(partial(_some_views, "out"), _with(_same_views, partial(_Views, modules.SupConLoss)), 32),
+    "supcon_in": Subject(partial(_some_views, "in"), _with(_same_views, partial(_Views, _inside)), 32),
+    "kl": Subject(partial(_some_scores, "kl"), partial(_listed, "kl"), 0),
+    "margin_mse": Subject(partial(_some_scores, "margin_mse"), partial(_listed, "margin_mse"), 0),
     "hardness": Subject(_rows(partial(reference.dense_softmax, hardness=HARDNESS)), _hard, 8),
 }
