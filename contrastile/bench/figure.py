@@ -64,11 +64,8 @@ def draw(source: Path, target: Path) -> None:
         for panel, column, of, unit in zip(
             panels, (1, 2), ("time", "peak memory"), ("µs per pair", "GiB"), strict=True
         ):
-            for name, points in lines.items():
-                _line(panel, name, styles[name], points, column)
             panel.set(title=f"{title}: {of}", ylabel=unit, xlabel="pairs per step")
-            panel.set_xscale("log", base=2)
-            panel.grid(alpha=0.3)
+            _lines(panel, lines, styles, column)
             panel.set_ylim(0, 1.1 * panel.dataLim.ymax)
         hollow = any(point[-1] != "device" for points in lines.values() for point in points)
         beside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.02, 0.5)}
@@ -93,12 +90,10 @@ def draw_memory(source: Path, target: Path) -> None:
     panels = figure.subplots(1, len(peaks), squeeze=False, sharey=True)[0]
     styles = {name: at for at, name in enumerate(dict.fromkeys(chain(*peaks.values())))}
     for panel, (world, lines) in zip(panels, peaks.items(), strict=True):
-        for name, points in lines.items():
-            _line(panel, name, styles[name], [(b, 0.0, points[b], "device") for b in sorted(points)], 2)
         panel.set(title=f"a rank of {world}", xlabel="pairs of all ranks")
-        panel.set_xscale("log", base=2)
+        of_ways = {name: [(b, 0.0, points[b], "device") for b in sorted(points)] for name, points in lines.items()}
+        _lines(panel, of_ways, styles, 2)
         panel.set_yscale("log")
-        panel.grid(alpha=0.3)
     panels[0].set_ylabel("GiB beside the features")
     panels[-1].legend(*panels[0].get_legend_handles_labels(), fontsize=8, loc="center left", bbox_to_anchor=(1.02, 0.5))
     _save(figure, target)
@@ -119,12 +114,15 @@ def _save(figure: Figure, target: Path) -> None:
         image.save(target, optimize=True)
 
 
-def _line(panel: Axes, name: str, at: int, points: list[Point], column: int) -> None:
-    """Draw one column of a way's points; hollow where inputs are not on the device."""
-    ours = name.startswith("contrastile")
-    # ten colours; later ways differ by the marker
-    style: dict[str, Any] = {"marker": "os^"[at // 10 % 3], "ms": 4, "color": f"C{at % 10}"}
-    batches, values = [point[0] for point in points], [point[column] for point in points]
-    panel.plot(batches, values, label=name, lw=2 if ours else 1, ls="-" if ours else "--", **style)
-    far = [point for point in points if point[-1] != "device"]
-    panel.plot([point[0] for point in far], [point[column] for point in far], ls="", mfc="white", zorder=3, **style)
+def _lines(panel: Axes, lines: dict[str, list[Point]], styles: dict[str, int], column: int) -> None:
+    """Draw one column of the ways' points; hollow where inputs are not on the device."""
+    for name, points in lines.items():
+        ours, at = name.startswith("contrastile"), styles[name]
+        # ten colours; later ways differ by the marker
+        style: dict[str, Any] = {"marker": "os^"[at // 10 % 3], "ms": 4, "color": f"C{at % 10}"}
+        batches, values = [point[0] for point in points], [point[column] for point in points]
+        panel.plot(batches, values, label=name, lw=2 if ours else 1, ls="-" if ours else "--", **style)
+        far = [point for point in points if point[-1] != "device"]
+        panel.plot([point[0] for point in far], [point[column] for point in far], ls="", mfc="white", zorder=3, **style)
+    panel.set_xscale("log", base=2)
+    panel.grid(alpha=0.3)

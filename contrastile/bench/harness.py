@@ -365,19 +365,23 @@ class Report:
 
 @contextmanager
 def reporting(
-    path: Path | None, columns: Sequence[str], device: torch.device, *packages: str, world: World = ALONE
-) -> Iterator[Report]:
-    """Print device and versions; yield a report that prints lines and appends rows to a file, on the first rank."""
-    first = world.rank == 0
-    say = partial(print, flush=True) if first else lambda _: None
-    with results_file(path if first else None, columns) as write:
-        ranks, origin = f"{world.size} ranks on " if world.size > 1 else "", provenance(device, *packages)
-        say(f"{ranks}{origin['chip']}; {origin['versions']}")
-        if warning := busy(device):
-            say(warning)
-        yield Report(say, write, world, origin=origin)
-    if path:
-        say(f"rows: {path}")
+    path: Path | None, columns: Sequence[str], kind: str, *packages: str
+) -> Iterator[tuple[torch.device, Report]]:
+    """Join the ranks, print device and versions; yield this rank's device, and a report.
+
+    On the first rank it prints lines and appends rows to a file. kind: as in `joined`.
+    """
+    with joined(kind) as (device, world):
+        first = world.rank == 0
+        say = partial(print, flush=True) if first else lambda _: None
+        with results_file(path if first else None, columns) as write:
+            ranks, origin = f"{world.size} ranks on " if world.size > 1 else "", provenance(device, *packages)
+            say(f"{ranks}{origin['chip']}; {origin['versions']}")
+            if warning := busy(device):
+                say(warning)
+            yield device, Report(say, write, world, origin=origin)
+        if path:
+            say(f"rows: {path}")
 
 
 @contextmanager
@@ -397,13 +401,10 @@ def script(
     for name, words in (options or {}).items():
         parser.add_argument(name, **words)
     given, kind = parser.parse_args(), "cuda" if torch.cuda.is_available() else "cpu"
-    with (
-        joined(kind) as (device, world),
-        reporting(given.csv, (*columns, *ORIGIN), device, *packages, world=world) as report,
-    ):
+    with reporting(given.csv, (*columns, *ORIGIN), kind, *packages) as (device, report):
         report.begin(table)
         seconds = vars(given).get("seconds", seconds)
-        yield given, Machine.of(device, seconds, world) if seconds else Machine(device), report
+        yield given, Machine.of(device, seconds, report.world) if seconds else Machine(device), report
 
 
 def sentence_of(error: Exception) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,9 +15,6 @@ from contrastile.cli.options import DEFAULT, add_device, number
 from contrastile.train.folder import make_way
 
 if TYPE_CHECKING:
-    import torch
-
-    from contrastile.bench.harness import Report
     from contrastile.bench.peers import Case
     from contrastile.bench.ways import Way
 
@@ -105,7 +101,7 @@ def add_to(bench: argparse.ArgumentParser) -> None:
     memory.set_defaults(verb=run_memory)
     csv = "write rows there, behind those that it has; its folder is made"
     for parser in (loss, step, memory):
-        parser.add_argument("--csv", metavar="FILE", help=csv)
+        parser.add_argument("--csv", type=Path, metavar="FILE", help=csv)
         add_device(parser)
         peers = argparse.BooleanOptionalAction
         parser.add_argument("--peers", action=peers, default=True, help="public packages too")
@@ -132,7 +128,7 @@ def run_loss(arguments: argparse.Namespace) -> int:
 
     import torch
 
-    from contrastile.bench.harness import Machine
+    from contrastile.bench.harness import COLUMNS, Machine, reporting
     from contrastile.bench.loss import LossBench, suite
 
     kind, ranks = device_of(arguments.device), _world_size()
@@ -140,7 +136,7 @@ def run_loss(arguments: argparse.Namespace) -> int:
         raise invalid("profile", "come under torchrun", "one process", "Start several ranks, or leave it out.")
     cases = _cases(arguments, suite(torch.device(kind), quick=arguments.quick, ranks=ranks, host=arguments.host))
     columns = "host" if arguments.host else "losses" if ranks == 1 else "exchanges"
-    with _reporting(arguments, kind, columns) as (device, report):
+    with reporting(arguments.csv, COLUMNS[columns], kind) as (device, report):
         machine = Machine.of(device, _seconds(arguments, "loss"), report.world)
         bench = LossBench(machine, arguments.peers, report)
         if arguments.host:
@@ -164,7 +160,7 @@ def run_step(arguments: argparse.Namespace) -> int:
 
     import torch
 
-    from contrastile.bench.harness import Machine
+    from contrastile.bench.harness import COLUMNS, Machine, reporting
     from contrastile.bench.rank_ways import rank_ways
     from contrastile.bench.step import RANK_SECONDS, StepBench, standard
     from contrastile.bench.towers import MODELS
@@ -180,7 +176,8 @@ def run_step(arguments: argparse.Namespace) -> int:
     plan = _plan(arguments, batches, ways, ranks)
     dtype = getattr(torch, DTYPES[arguments.dtype or ("bf16" if kind == "cuda" else "fp32")])
     seconds = _seconds(arguments, "step") if ranks == 1 else RANK_SECONDS
-    with _reporting(arguments, kind, "steps" if ranks == 1 else "rank steps", "transformers") as (device, report):
+    columns = COLUMNS["steps" if ranks == 1 else "rank steps"]
+    with reporting(arguments.csv, columns, kind, "transformers") as (device, report):
         bench = StepBench(
             Machine(device, seconds, world=report.world), dtype, report, ways,
             longest=arguments.longest if ranks == 1 else math.inf, within=arguments.within,
@@ -191,7 +188,7 @@ def run_step(arguments: argparse.Namespace) -> int:
     if arguments.figure and _rank() == 0:
         from contrastile.bench.figure import draw
 
-        draw(Path(arguments.csv), Path(arguments.figure))
+        draw(arguments.csv, Path(arguments.figure))
         print(f"figure: {arguments.figure}")
     return 0 if report.passed else 1
 
@@ -219,13 +216,13 @@ def run_memory(arguments: argparse.Namespace) -> int:
 
     import torch
 
-    from contrastile.bench.harness import Machine
+    from contrastile.bench.harness import COLUMNS, Machine, reporting
     from contrastile.bench.memory import TABLE, MemoryBench
 
     kind = device_of(arguments.device)
     sizes = sizes or (MEMORY_SIZES if kind == "cuda" else SMALL_MEMORY_SIZES)
     dtype = getattr(torch, DTYPES[arguments.dtype or ("bf16" if kind == "cuda" else "fp32")])
-    with _reporting(arguments, kind, "memory") as (device, report):
+    with reporting(arguments.csv, COLUMNS["memory"], kind) as (device, report):
         words = {"peers": arguments.peers, "longest": arguments.longest, "words": arguments.ways}
         bench = MemoryBench(Machine(device), report, **words)
         report.say("one rank of a world, forward and backward; peak: beside the features; ms: without communication")
@@ -235,21 +232,9 @@ def run_memory(arguments: argparse.Namespace) -> int:
     if arguments.figure:
         from contrastile.bench.figure import draw_memory
 
-        draw_memory(Path(arguments.csv), Path(arguments.figure))
+        draw_memory(arguments.csv, Path(arguments.figure))
         print(f"figure: {arguments.figure}")
     return 0 if report.passed else 1
-
-
-@contextmanager
-def _reporting(
-    arguments: argparse.Namespace, kind: str, columns: str, *packages: str
-) -> Iterator[tuple[torch.device, Report]]:
-    """Join the ranks; yield this rank's device, and a report whose lines and rows the first rank writes."""
-    from contrastile.bench.harness import COLUMNS, joined, reporting
-
-    path = Path(arguments.csv) if arguments.csv else None
-    with joined(kind) as (device, world), reporting(path, COLUMNS[columns], device, *packages, world=world) as report:
-        yield device, report
 
 
 def _world_size() -> int:
