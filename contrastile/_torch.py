@@ -165,10 +165,9 @@ def partitioned(
         return boxed
 
     compilers: Any = {"fw_compiler": compiled, "bw_compiler": compiled}
-    by_graphs: Callable[..., Any] = aot_function(
+    return aot_function(
         function, **compilers, decompositions=select_decomp_table(), partition_fn=min_cut_rematerialization_partition
     )
-    return by_graphs
 
 
 @contextmanager

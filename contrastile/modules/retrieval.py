@@ -334,8 +334,7 @@ class ScoreDistillLoss(Loss):
             operation, inputs = self._prepared(
                 query, own[:0, 0], scale, negatives=own, own_positives=1, targets=scores, weights=weights, **ids
             )
-            loss: Tensor = operation(*inputs)
-        return loss
+            return operation(*inputs)
 
     def _listed(self, query: Tensor, key: Tensor, scores: Tensor, lists: Tensor | None) -> Tensor:
         """The keys [N, P, D] of each query, once scores and lists are checked."""

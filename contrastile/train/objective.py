@@ -72,8 +72,7 @@ class Objective:
     @property
     def pair_loss(self) -> PairLoss:
         """The loss as tiles compute it."""
-        pair_loss: PairLoss = self.loss.keywords["loss"] if isinstance(self.loss, partial) else self.loss.loss
-        return pair_loss
+        return self.loss.keywords["loss"] if isinstance(self.loss, partial) else self.loss.loss
 
     @property
     def state(self) -> Parts:
@@ -231,8 +230,7 @@ class QueryObjective(Objective):
             if not self.settings.in_batch:
                 key = key[positives[:, 0]]
                 del given["positives"], given["key_ids"]
-        value: Tensor = self.loss(query, key, scale=scale, **given)
-        return value
+        return self.loss(query, key, scale=scale, **given)
 
 
 def _scored(loss: modules.InfoNCELoss, scorer: nn.Module) -> Callable[..., Tensor]:
