@@ -149,10 +149,6 @@ def _siglip_across(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor, **ranks: A
     return import_module("siglip_kernel").DistributedSigLIPLoss(**ranks)(q, k, scale, bias)
 
 
-def _inf_cl_ring(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    return import_module("inf_cl").cal_inf_loss(q, k, scale=scale)
-
-
 def labels_of(x: Tensor) -> Tensor:
     """Labels [b] of rows, `OF_A_LABEL` of each."""
     return torch.arange(len(x), device=x.device) // OF_A_LABEL
@@ -224,7 +220,9 @@ def rank_peers(rank: int, world: int) -> tuple[Contestant, ...]:
     clip = partial(_open_clip, local_loss=True, gather_with_grad=True, **ranks)
     across = partial(_on_gpu, "siglip-kernel", module="siglip_kernel")
     return (
-        _inf_cl("ring", _both(_inf_cl_ring), most_rows=2**18),
+        _inf_cl(
+            "ring", _both(lambda q, k, scale: import_module("inf_cl").cal_inf_loss(q, k, scale=scale)), most_rows=2**18
+        ),
         *(across(way, {"siglip": partial(_siglip_across, strategy=way, **ranks)}) for way in ("gather", "ring")),
         Contestant(
             "open_clip", "local loss, gathered gradients",
