@@ -125,6 +125,9 @@ def choose_exchange(
         dtype = max((x.dtype for side in (rows, cols) for x in side.leaves), key=bytes_per_feature)
         name = automatic_exchange(layout, D, dtype, gathering_allowed(rows.features.device))
         _say_once(f"exchange: {name}")
+    if name == "replicate" and loss.exclude_self and layout.rows != layout.cols:
+        rule = "meet the ranks' columns in turn for a loss of examples among themselves with further keys"
+        raise invalid("exchange", rule, "'replicate'", "Take gather or ring.")
     return EXCHANGES[name](options.gradient, layout)
 
 

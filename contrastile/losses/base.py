@@ -52,7 +52,7 @@ class Shard:
 
     # [n, D]; with a learned score, the first [n, ...] of its inputs
     features: Tensor
-    # global position of the first row
+    # global position of the first column; of rows, that of the column that is the same example as the first one
     start: int = 0
     # global column that is the positive of the first row; the next one is that of the second row, and so on
     diagonal: int | None = None
