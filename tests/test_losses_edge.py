@@ -13,7 +13,15 @@ from torch import Tensor
 
 import contrastile
 from contrastile import (
-    ClipLoss, DistillClipLoss, GISTLoss, InfoNCELoss, NTXentLoss, ScoreDistillLoss, SigLipLoss, SupConLoss, contrast,
+    ClipLoss,
+    DistillClipLoss,
+    GISTLoss,
+    InfoNCELoss,
+    NTXentLoss,
+    ScoreDistillLoss,
+    SigLipLoss,
+    SupConLoss,
+    contrast,
 )  # fmt: skip
 from contrastile.engine import arguments as checks
 from contrastile.losses.base import Tile
