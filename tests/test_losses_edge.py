@@ -382,6 +382,16 @@ def test_what_a_teacher_made_in_inference_mode_is_taken(name: str) -> None:
     assert q.grad is not None
 
 
+def test_a_pair_that_does_not_count_has_a_gradient_of_nan_too() -> None:
+    """With label smoothing too, whose share such a pair has not."""
+    q, k = (x.requires_grad_() for x in torch.randn(2, 3, 8))
+    with torch.no_grad():
+        q[0, 0] = -torch.inf
+    ids, positives = {"query_ids": torch.zeros(3).long(), "key_ids": torch.tensor([1, 2, 0])}, torch.tensor([1, 1, 0])
+    loss = contrast(q, k, scale=1.0, loss=Softmax(label_smoothing=0.1), positives=positives, **ids)
+    assert all(x.isnan().all() for x in (loss, *torch.autograd.grad(loss, (q, k))))
+
+
 def test_ids_of_inference_mode_are_taken() -> None:
     q, k = (x.requires_grad_() for x in torch.randn(2, 3, 8))
     with torch.inference_mode():

@@ -128,6 +128,8 @@ class Arguments:
             name, rule = type(loss).__name__, "be given for" if loss.guides else "be left out for"
             got = "both" if self.guides else None
             raise invalid("guide_q", f"{rule} the loss {name}", got, "Further features go with a loss that reads them.")
+        if loss.reads_targets and self.targets is None:
+            raise invalid("loss", "be one of pairs", type(loss).__name__, "ScoreDistillLoss gives it its lists.")
         if self.bias is not None and not loss.takes_bias:
             rule = f"be left out for the loss {type(loss).__name__}"
             raise invalid("bias", rule, "one", "Its weights of positives keep a bias from cancelling.")
