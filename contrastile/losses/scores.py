@@ -112,7 +112,7 @@ class ScoreMargins(_Scores):
 
     def _gradient(self, tile: Tile) -> Tensor:
         error, number = _margin_errors(tile)
-        share = error * (2 / number.clamp(min=1))[:, None]
+        share = error * 2 / number.clamp(min=1)[:, None]
         return torch.cat([share.sum(1, keepdim=True), -share[:, 1:]], 1)
 
 
