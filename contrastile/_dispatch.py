@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 import torch
 
-from contrastile._errors import invalid, one_of, whole_number
+from contrastile._errors import SMOOTHING, invalid, one_of, whole_number
 from contrastile._types import Backend, ExchangeName, Gradient, Reduction
 from contrastile.distributed import collectives, consistency
 from contrastile.exchange.base import Exchange, Layout, Single, bytes_per_feature
@@ -80,7 +80,8 @@ class Options:
             one_of(name, getattr(self, name), words, "Leave it out for the default.")
         smoothing, workspace = self.label_smoothing, self.workspace
         if not isinstance(smoothing, (int, float, Real)) or not 0.0 <= smoothing < 1.0:
-            raise invalid("label_smoothing", "be at least 0 and below 1", repr(smoothing), "0.1 is usual.")
+            rule, remedy = SMOOTHING
+            raise invalid("label_smoothing", rule, repr(smoothing), remedy)
         if workspace is not None:
             # 2e9 is a number of bytes too
             count = int(workspace) if isinstance(workspace, float) and math.isfinite(workspace) else workspace
@@ -125,6 +126,9 @@ def choose_exchange(
         dtype = max((x.dtype for side in (rows, cols) for x in side.leaves), key=bytes_per_feature)
         name = automatic_exchange(layout, D, dtype, gathering_allowed(rows.features.device))
         _say_once(f"exchange: {name}")
+    if name == "replicate" and loss.exclude_self and layout.rows != layout.cols:
+        rule = "meet the ranks' columns in turn for a loss of examples among themselves with further keys"
+        raise invalid("exchange", rule, "'replicate'", "Take gather or ring.")
     return EXCHANGES[name](options.gradient, layout)
 
 

@@ -16,6 +16,9 @@ from typing import Any
 
 logger = logging.getLogger("contrastile")
 
+# rule and remedy of label smoothing
+SMOOTHING = "be at least 0 and below 1", "0.1 is usual."
+
 # error numbers of a full disk
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,7 +12,17 @@ from problems import distance
 from torch import Tensor
 
 import contrastile
-from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss, contrast
+from contrastile import (
+    ClipLoss,
+    DistillClipLoss,
+    GISTLoss,
+    InfoNCELoss,
+    NTXentLoss,
+    ScoreDistillLoss,
+    SigLipLoss,
+    SupConLoss,
+    contrast,
+)  # fmt: skip
 from contrastile.engine import arguments as checks
 from contrastile.losses.base import Tile
 from contrastile.losses.reference import dense_sigmoid, dense_softmax
@@ -330,6 +341,55 @@ def test_groups_that_change_before_the_backward_are_noticed(scorer: Bilinear | N
     groups.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+TAUGHT: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    "teacher": lambda q, k, given, one: DistillClipLoss(reduction="none")(q, k, 1.0, given, k.detach(), one),
+    "scale of a teacher": lambda q, k, given, one: DistillClipLoss(reduction="none")(q, k, 1.0, k.detach(), one, given),
+    "guide": lambda q, k, given, one: GISTLoss(reduction="none")(q, k, 1.0, guide_query=one, guide_key=given),
+    "scores": lambda q, k, given, _: ScoreDistillLoss()(q, k[:, None].expand(5, 8, 8), given),
+}
+
+
+def _taught(name: str) -> tuple[Tensor, Tensor]:
+    """A tensor that a teacher or a guide made, and another one."""
+    alone = name == "scale of a teacher"
+    given, one = torch.tensor(2.0) if alone else torch.randn(5, 8), torch.randn(5, 8)
+    return given, torch.tensor(2.0) if name == "teacher" else one
+
+
+@pytest.mark.filterwarnings("ignore:.*rows of length")
+@pytest.mark.parametrize("name", TAUGHT)
+def test_what_a_teacher_made_is_not_changed_before_the_backward(name: str) -> None:
+    """A buffer of the next batch's features or scores would give another loss's gradient."""
+    q, k = (x.requires_grad_() for x in torch.randn(2, 5, 8))
+    given, one = _taught(name)
+    loss = TAUGHT[name](q, k, given, one).mean()
+    given.mul_(-3.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*rows of length")
+@pytest.mark.parametrize("name", TAUGHT)
+def test_what_a_teacher_made_in_inference_mode_is_taken(name: str) -> None:
+    q, k = (x.requires_grad_() for x in torch.randn(2, 5, 8))
+    with torch.inference_mode():
+        given, one = _taught(name)
+    loss = TAUGHT[name](q, k, given, one).mean()
+    assert torch.equal(loss, TAUGHT[name](q, k, given.clone(), one.clone()).mean())
+    loss.backward()
+    assert q.grad is not None
+
+
+def test_a_pair_that_does_not_count_has_a_gradient_of_nan_too() -> None:
+    """With label smoothing too, whose share such a pair has not."""
+    q, k = (x.requires_grad_() for x in torch.randn(2, 3, 8))
+    with torch.no_grad():
+        q[0, 0] = -torch.inf
+    ids, positives = {"query_ids": torch.zeros(3).long(), "key_ids": torch.tensor([1, 2, 0])}, torch.tensor([1, 1, 0])
+    loss = contrast(q, k, scale=1.0, loss=Softmax(label_smoothing=0.1), positives=positives, **ids)
+    assert all(x.isnan().all() for x in (loss, *torch.autograd.grad(loss, (q, k))))
 
 
 def test_ids_of_inference_mode_are_taken() -> None:

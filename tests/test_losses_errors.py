@@ -10,7 +10,8 @@ import torch
 from refusals import refusal
 from torch import Tensor
 
-from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss, contrast
+from contrastile import ClipLoss, GISTLoss, InfoNCELoss, KeyQueue, NTXentLoss, SigLipLoss, SupConLoss, contrast
+from contrastile.losses.scores import ScoreDivergence, ScoreMargins
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
 
@@ -209,6 +210,41 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     ),
     "`view_b` must have as many rows as `view_a`; got 3 and 2. Pass one row for each; a symmetric loss pairs row i "
     "with row i.": lambda: NTXentLoss()(_x(3, 4), _x(2, 4), 1.0),
+    "`label_smoothing` must be at least 0 and below 1; got 1.5. 0.1 is usual.": lambda: Softmax(label_smoothing=1.5),
+    "`symmetric` must be True or False; got 'no'. Pass one of these, without quotes.": lambda: Softmax(symmetric="no"),
+    "`uses_bias` must stay as Sigmoid has it; got False. Leave it out.": lambda: Sigmoid(uses_bias=False),
+    "`exclude_self` must be False for a loss of listed keys; got True. Leave it out.": lambda: ScoreMargins(
+        exclude_self=True
+    ),
+    "`loss` must be one of pairs; got ScoreDivergence. ScoreDistillLoss gives it its lists.": lambda: contrast(
+        _x(3, 4), _x(3, 4), scale=1.0, loss=ScoreDivergence()
+    ),
+    "`balanced` must be True or False; got 'no'. Pass one of these, without quotes.": lambda: SigLipLoss(balanced="no"),
+    "`in_batch` must be True or False; got 'no'. Pass one of these, without quotes.": lambda: InfoNCELoss(
+        in_batch="no"
+    ),
+    "`contrast_anchors` must be True or False; got 1. Pass one of these, without quotes.": lambda: GISTLoss(
+        contrast_anchors=1
+    ),
+    "`contrast_positives` must be True or False; got 'no'. Pass one of these, without quotes.": lambda: GISTLoss(
+        contrast_positives="no"
+    ),
+    "`hardness_mode` must be another one with in_batch=False; got 'in_batch_negatives'. A query meets no other query's "
+    "keys.": lambda: InfoNCELoss(in_batch=False, hardness_mode="in_batch_negatives", hardness_strength=5.0),
+    "`negatives` must be [N, H, D], each query's own, with hardness_mode=\"hard_negatives\"; got shape [2, 4]. List "
+    "them.": lambda: InfoNCELoss(hardness_mode="hard_negatives", hardness_strength=5.0)(
+        _x(3, 4), _x(3, 4), 1.0, negatives=_x(2, 4)
+    ),
+    "`positives` must index this rank's 3 keys, or be -1; got 6. Count from this rank's first key.": lambda: GISTLoss(
+        contrast_anchors=True
+    )(_x(3, 4), _x(3, 4), 1.0, guide_query=_x(3, 2), guide_key=_x(3, 2), positives=torch.tensor([0, 1, 6])),
+    "`negative_ids` must be integers of shape [3, 2], one for each of the negatives; got shape [3, 2], "
+    "torch.complex64. A negative with the id of its query does not count.": lambda: InfoNCELoss()(
+        _x(3, 4), _x(3, 4), 1.0, negatives=_x(3, 2, 4), query_ids=torch.arange(3), negative_ids=_x(3, 2) + 0j
+    ),
+    "`ids` must be on the device of the queue; got cpu and meta. Move the queue with .to(device).": lambda: KeyQueue(
+        6, 4
+    ).push(_x(3, 4), _meta(3).long()),
 }  # fmt: skip
 
 

@@ -544,3 +544,23 @@ def test_ids_of_own_negatives_are_never_without_those_of_queries() -> None:
 @pytest.mark.parametrize("sentence", SENTENCES)
 def test_every_sentence(sentence: str) -> None:
     assert refusal(SENTENCES[sentence]) == sentence
+
+
+def test_indices_of_8_bits_are_no_mask() -> None:
+    q, k = _x(3, 4), torch.randn(3, 4)
+    scores, lists = torch.randn(3, 4), torch.tensor([[0, 2, 1, 1]] * 3)
+    loss, guided = ScoreDistillLoss(), GISTLoss(contrast_positives=True)
+    assert torch.equal(loss(q, k, scores, lists=lists.byte()), loss(q, k, scores, lists=lists))
+    positives, guides = torch.tensor([2, 1, 1]), {"guide_query": torch.randn(3, 2), "guide_key": torch.randn(3, 2)}
+    found = guided(q, k, 2.0, positives=positives.byte(), **guides)
+    assert torch.equal(found, guided(q, k, 2.0, positives=positives, **guides))
+
+
+def test_a_third_of_three_margins_has_the_digits_of_float64() -> None:
+    query, key, scores = (torch.randn(*shape, dtype=torch.float64) for shape in ((5, 4), (5, 4, 4), (5, 4)))
+    query.requires_grad_()
+    x = (key @ query[..., None])[..., 0]
+    plain = F.mse_loss(x[:, :1] - x[:, 1:], scores[:, :1] - scores[:, 1:])
+    found = ScoreDistillLoss(kind="margin_mse")(query, key, scores)
+    gradients = (torch.autograd.grad(value, query)[0] for value in (found, plain))
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-14)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from contrastile import InfoNCELoss, NTXentLoss
+from contrastile import GISTLoss, InfoNCELoss, NTXentLoss
 from contrastile.engine import arguments as checks
 from contrastile.engine.arguments import MOST_READS
 
@@ -104,6 +104,18 @@ def test_unread_positives_out_of_range_make_the_loss_and_all_gradients_nan(
     value = loss(q, k, scale, positives=torch.tensor([0, 1, index, 3, 4]))
     assert value.isnan().all()
     assert all(x.isnan().all() for x in torch.autograd.grad(value.sum(), (q, k, scale)))
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_an_unread_positive_beyond_the_keys_is_no_other_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries, and their own keys once more, are columns behind the keys."""
+    monkeypatch.setattr(checks, "MOST_READS", 0)
+    q, k, scale = _leaves()
+    guides: Any = {"guide_query": torch.randn(5, 3), "guide_key": torch.randn(7, 3)}
+    for both in ({"contrast_anchors": True}, {"contrast_positives": True}):
+        value = GISTLoss(**both)(q, k, scale, positives=torch.tensor([0, 1, 7, 3, 4]), **guides)
+        assert value.isnan()
+        assert torch.autograd.grad(value, q)[0].isnan().all()
 
 
 @pytest.mark.usefixtures("on_gpu")

@@ -120,7 +120,7 @@ def own_negatives(
     if query_ids is None:
         raise invalid("query_ids", "be given where `negative_ids` is", None, "Pass both, or neither.")
     vector("query_ids", query_ids, "q", q, integer=True)
-    if not isinstance(ids, Tensor) or ids.shape != own.shape[:2] or ids.is_floating_point():
+    if not isinstance(ids, Tensor) or ids.shape != own.shape[:2] or ids.is_floating_point() or ids.is_complex():
         got = f"shape {list(ids.shape)}, {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
         rule = f"be integers of shape {list(own.shape[:2])}, one for each of the negatives"
         raise invalid("negative_ids", rule, got, "A negative with the id of its query does not count.")

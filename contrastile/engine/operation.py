@@ -117,8 +117,12 @@ class Call:
 
     def constants(self) -> list[Tensor]:
         """Tensors that the backward reads beside its inputs, saved so that autograd notices a change in place."""
-        shards = (self.rows, self.cols)
-        tensors = [x for shard in shards for x in (shard.positives, shard.labels, shard.ids) if x is not None]
+        tensors = [
+            x
+            for shard in (self.rows, self.cols)
+            for x in (shard.positives, shard.labels, shard.ids, shard.numbers, shard.targets, *shard.guides)
+            if x is not None
+        ]
         if self.scorer is not None:
             tensors += self.scorer.frozen
         return [x for x in tensors if not x.is_inference()] if tensors else tensors

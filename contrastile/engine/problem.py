@@ -128,6 +128,8 @@ class Arguments:
             name, rule = type(loss).__name__, "be given for" if loss.guides else "be left out for"
             got = "both" if self.guides else None
             raise invalid("guide_q", f"{rule} the loss {name}", got, "Further features go with a loss that reads them.")
+        if loss.reads_targets and self.targets is None:
+            raise invalid("loss", "be one of pairs", type(loss).__name__, "ScoreDistillLoss gives it its lists.")
         if self.bias is not None and not loss.takes_bias:
             rule = f"be left out for the loss {type(loss).__name__}"
             raise invalid("bias", rule, "one", "Its weights of positives keep a bias from cancelling.")
@@ -287,6 +289,12 @@ class _Sides:
             checks.number("bias", arguments.bias, q, device)
         if loss.symmetric and (len(k) > self.keys or arguments.own is not None):
             raise invalid("negatives", "be left out for a symmetric loss", "both", "Take a one-way loss.")
+        if loss.exclude_self and self.keys < len(q):
+            rule, got = "have a row for each of `q`, which is the same example", f"{len(q)} and {self.keys}"
+            raise invalid("k", rule, got, f"Leave out `exclude_self` of the loss {type(loss).__name__}.")
+        if loss.exclude_self and arguments.on_diagonal:
+            rule = f"be given for the loss {type(loss).__name__} of examples among themselves"
+            raise invalid("positives", rule, None, "Key i is query i itself, and no positive. Or pass labels.")
         if loss.symmetric or arguments.paired:
             remedy = "" if arguments.paired else " Further keys go with loss=Softmax()."
             checks.same_length("k", k, "q", q, remedy)

@@ -65,12 +65,12 @@ class Layout:
 
     def place(self, rows: Shard, cols: Shard) -> tuple[Shard, Shard]:
         """This rank's shards with positions counted over all ranks."""
-        first_row, first_col = sum(self.rows[: self.rank]), self.start(self.rank)
-        positives = rows.positives
+        first_col, positives = self.start(self.rank), rows.positives
         if positives is not None:
             positives = torch.where(positives >= 0, positives + first_col, positives)
         diagonal = None if rows.diagonal is None else rows.diagonal + first_col
-        return (replace(rows, start=first_row, diagonal=diagonal, positives=positives), replace(cols, start=first_col))
+        # row i and column i of a rank may be one example, also where ranks have more columns than rows
+        return (replace(rows, start=first_col, diagonal=diagonal, positives=positives), replace(cols, start=first_col))
 
 
 class Traffic(NamedTuple):

@@ -104,7 +104,8 @@ class Replicate(Exchange):
 
     def forward(self, tiles: Tiles, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
         row_stats, col_stats = tiles.forward(self._all_rows(rows), self._all_cols(cols))
-        return row_stats[:, _own(rows)], None if col_stats is None else col_stats[:, _own(cols)]
+        own_rows, own_cols = self._own()
+        return row_stats[:, own_rows], None if col_stats is None else col_stats[:, own_cols]
 
     def backward(self, tiles: Tiles, rows: Shard, cols: Shard, u: Sum, v: Sum, row_stats: Tensor | None) -> Tensor:
         all_rows, all_cols = self._all_rows(rows), self._all_cols(cols)
@@ -114,11 +115,12 @@ class Replicate(Exchange):
         )
         all_stats = None if row_stats is None else tiles.init(all_rows)
         sums = tiles.backward(all_rows, all_cols, u_all, v_all, all_stats)
-        for own, everyone, shard in ((u, u_all, rows), (v, v_all, cols)):
+        own_rows, own_cols = self._own()
+        for own, everyone, along in ((u, u_all, own_rows), (v, v_all, own_cols)):
             if own is not None and everyone is not None:
-                own += everyone[_own(shard)]
+                own += everyone[along]
         if row_stats is not None and all_stats is not None:
-            row_stats.copy_(all_stats[:, _own(rows)])
+            row_stats.copy_(all_stats[:, own_rows])
         # every rank has the sums over all rows, and returns an equal share, which add up to them
         return sums / len(self.layout)
 
@@ -151,6 +153,7 @@ class Replicate(Exchange):
     def _all_cols(self, cols: Shard) -> Shard:
         return gather_shard(cols, self.layout.cols, self.layout.group)()
 
-
-def _own(shard: Shard) -> slice:
-    return slice(shard.start, shard.start + len(shard))
+    def _own(self) -> list[slice]:
+        """This rank's rows among those of all ranks, and its columns."""
+        rank, sides = self.layout.rank, (self.layout.rows, self.layout.cols)
+        return [slice(sum(sizes[:rank]), sum(sizes[: rank + 1])) for sizes in sides]

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from contrastile._errors import invalid
+from contrastile._errors import invalid, truth_value
 
 # the tensors of a shard whose first axis are its rows
 ROWS_FIRST = (
@@ -52,7 +52,7 @@ class Shard:
 
     # [n, D]; with a learned score, the first [n, ...] of its inputs
     features: Tensor
-    # global position of the first row
+    # global position of the first column; of rows, that of the column that is the same example as the first one
     start: int = 0
     # global column that is the positive of the first row; the next one is that of the second row, and so on
     diagonal: int | None = None
@@ -147,7 +147,7 @@ class Diagonal:
 Where = Diagonal | Tensor | tuple[Tensor, Tensor]
 
 
-def fill(x: Tensor, where: Where | None, value: float) -> Tensor:
+def fill(x: Tensor, where: Where | None, value: Tensor | float) -> Tensor:
     """`x` [I, J] with `value` at these pairs, in place."""
     if isinstance(where, Diagonal):
         where.of(x).fill_(value)
@@ -337,6 +337,8 @@ class PairLoss(ABC):
     guides: ClassVar[int] = 0
     # `absorb` and `pair_grad` read a tile's `products`
     reads_products: ClassVar[bool] = False
+    # pairs have targets, such as a teacher's scores of listed keys
+    reads_targets: ClassVar[bool] = False
     # `counted` weighs positives by their number over all ranks
     counts_positives: ClassVar[bool] = False
     # a bias may be given; without `uses_bias` it changes nothing
@@ -365,6 +367,11 @@ class PairLoss(ABC):
 
     def __post_init__(self) -> None:
         values = [(field.name, getattr(self, field.name)) for field in fields(self)]  # type: ignore[arg-type]
+        for name in ("symmetric", "exclude_self"):
+            truth_value(name, getattr(self, name))
+        for name in ("uses_bias", "pairwise"):
+            if getattr(self, name) != getattr(type(self), name, getattr(self, name)):
+                raise invalid(name, f"stay as {type(self).__name__} has it", getattr(self, name), "Leave it out.")
         plain = all(isinstance(value, (bool, int, float, str)) for _, value in values)
         # a float of NumPy is written as Python's
         words = [f"{name}={float(value) if isinstance(value, float) else value!r}" for name, value in values]

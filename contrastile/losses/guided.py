@@ -76,8 +76,13 @@ class Guided(Softmax):
             listed = rows.positives
         else:
             raise invalid("query_labels", "be left out for a guided loss", "some", "Pass `positives`.")
+        if self.exclude_self:
+            # an example is no positive of its own
+            itself = torch.arange(len(of_rows), device=of_rows.device)[:, None]
+            listed = listed.masked_fill(listed == itself, -1)
         least = of_rows.new_full((len(of_rows),), torch.inf, dtype=wide)
-        for start in range(0, len(of_rows), ROWS_AT_ONCE):
+        # without a key, no row has a positive
+        for start in range(0, len(of_rows) if len(of_cols) else 0, ROWS_AT_ONCE):
             along = slice(start, start + ROWS_AT_ONCE)
             some = of_rows[along].to(wide)
             for each in listed[along].unbind(1):

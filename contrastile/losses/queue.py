@@ -114,9 +114,10 @@ class KeyQueue(nn.Module):
             return invalid("key", rule, shape_or_type(key), "Pass the features of the keys.")
         if not key.is_floating_point():
             return invalid("key", "be floating point", key.dtype, "Convert it with .float().")
-        if key.device != self._keys.device:
-            got = f"{self._keys.device} and {key.device}"
-            return invalid("key", "be on the device of the queue", got, "Move the queue with .to(device).")
+        for name, x in (("key", key), ("ids", ids)):
+            if isinstance(x, Tensor) and x.device != self._keys.device:
+                got = f"{self._keys.device} and {x.device}"
+                return invalid(name, "be on the device of the queue", got, "Move the queue with .to(device).")
         whole = isinstance(ids, Tensor) and not ids.is_floating_point() and not ids.is_complex()
         if ids is not None and (not whole or ids.shape != key.shape[:1]):
             got = f"shape {list(ids.shape)}, {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__

@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from contrastile._errors import invalid
 from contrastile.losses.base import Finished, PairLoss, Shard, Tile
 
 
@@ -24,12 +25,19 @@ class _Scores(PairLoss):
     """The base of both: statistics are a row's loss and whether it has one."""
 
     state_rows: ClassVar[int] = 0
+    reads_targets: ClassVar[bool] = True
     unsmoothed = "a distillation of scores", "Soften the scores instead."
 
     symmetric: bool = False
     exclude_self: bool = False
     uses_bias: bool = False
     pairwise: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("symmetric", "exclude_self"):
+            if getattr(self, name):
+                raise invalid(name, "be False for a loss of listed keys", True, "Leave it out.")
 
     def init(self, n: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(2, n, dtype=dtype, device=device)
@@ -104,7 +112,7 @@ class ScoreMargins(_Scores):
 
     def _gradient(self, tile: Tile) -> Tensor:
         error, number = _margin_errors(tile)
-        share = error * (2 / number.clamp(min=1))[:, None]
+        share = error * 2 / number.clamp(min=1)[:, None]
         return torch.cat([share.sum(1, keepdim=True), -share[:, 1:]], 1)
 
 

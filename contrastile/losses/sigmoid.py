@@ -105,11 +105,16 @@ class BalancedSigmoid(Sigmoid):
         wide = accumulator(rows.features.dtype)
         of_all_rows, of_all_cols = gathers
         every_row, every_col = of_all_rows(rows.labels), of_all_cols(cols.labels)
-        of_rows = 0.5 / count(rows.labels, every_col).clamp(min=1).to(wide)
-        shares = [of_rows, of_rows]
+        numbers = [count(rows.labels, every_col)]
         if every_row is not every_col:
-            shares[1] = 0.5 / count(cols.labels, every_row).clamp(min=1).to(wide)
-        return changed(rows, numbers=shares[0]), changed(cols, numbers=shares[1])
+            numbers.append(count(cols.labels, every_row))
+        if self.exclude_self:
+            # an example is no positive of its own
+            N = len(rows)
+            itself = (rows.labels == cols.labels[:N]).to(numbers[0].dtype)
+            numbers = [torch.cat([n[:N] - itself, n[N:]]) for n in numbers]
+        shares = [0.5 / n.clamp(min=1).to(wide) for n in numbers]
+        return changed(rows, numbers=shares[0]), changed(cols, numbers=shares[-1])
 
     def absorb(self, tile: Tile) -> tuple[Tensor, ...]:
         weights = _weights(tile)

@@ -26,6 +26,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from contrastile._errors import SMOOTHING, number
 from contrastile.losses.base import Diagonal, Finished, Formula, PairLoss, Shard, Tile, fill
 
 # exp(−60) is still a normal number in float32, with room for a sum below it
@@ -93,8 +94,10 @@ class Softmax(PairLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.label_smoothing and self.unsmoothed is not None:
-            super().smoothed(self.label_smoothing)
+        smoothing = self.label_smoothing
+        number("label_smoothing", smoothing, lambda share: 0.0 <= share < 1.0, *SMOOTHING)
+        if smoothing and self.unsmoothed is not None:
+            super().smoothed(smoothing)
 
     def smoothed(self, label_smoothing: float) -> PairLoss:
         return replace(self, label_smoothing=label_smoothing)
@@ -184,7 +187,8 @@ class Softmax(PairLoss):
         if self.label_smoothing:
             for state, coefficient in directions:
                 grad.sub_(state.share * coefficient * self.label_smoothing)
-            fill(grad, tile.excluded, 0.0)
+            # 0, or NaN where an input is not finite
+            fill(grad, tile.excluded, directions[0][1].flatten()[0] * 0)
         return grad
 
     def _directions(

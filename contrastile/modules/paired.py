@@ -6,6 +6,7 @@ from typing import ClassVar, Unpack
 
 from torch import Tensor
 
+from contrastile._errors import truth_value
 from contrastile.engine import arguments as checks
 from contrastile.losses.decoupled import Decoupled, DecoupledWeighted
 from contrastile.losses.distilled import Distilled
@@ -62,6 +63,7 @@ class SigLipLoss(PairedLoss):
 
     def __init__(self, *, balanced: bool = False, **how: Unpack[How]) -> None:
         super().__init__(**how)
+        truth_value("balanced", balanced)
         if balanced:
             self.loss = BalancedSigmoid()
 

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from contrastile._errors import invalid, one_of
+from contrastile._errors import invalid, one_of, truth_value
 from contrastile._torch import pytree
 from contrastile._types import accumulator, shape_or_type
 from contrastile.engine import arguments as checks
 from contrastile.engine.problem import Arguments, autocast_type
 from contrastile.losses.guided import Guided
-from contrastile.losses.hardness import Hardness
+from contrastile.losses.hardness import IN_BATCH, OWN, Hardness
 from contrastile.losses.queue import NOBODY
 from contrastile.losses.scores import ScoreDivergence, ScoreMargins
 from contrastile.losses.softmax import Softmax
@@ -59,7 +59,11 @@ class InfoNCELoss(Loss):
         **how: Unpack[How],
     ) -> None:
         super().__init__(**how)
+        truth_value("in_batch", in_batch)
         self.in_batch = in_batch
+        if hardness_mode == IN_BATCH and not in_batch:
+            remedy = "A query meets no other query's keys."
+            raise invalid("hardness_mode", "be another one with in_batch=False", repr(hardness_mode), remedy)
         if hardness_mode is not None:
             smoothing = self.options.label_smoothing
             self.loss = Hardness(
@@ -97,19 +101,26 @@ class InfoNCELoss(Loss):
             "positives": positives, "negatives": negatives, "query_ids": query_ids, "key_ids": key_ids,
             "negative_ids": negative_ids, "weights": weights,
         }  # fmt: skip
-        if not self.in_batch:
-            with self._shared_errors():
+        with self._shared_errors():
+            if not self.in_batch:
                 key, others = _own_keys(query, key, others)
+            elif isinstance(self.loss, Hardness) and self.loss.hardness_mode == OWN:
+                _has_own(negatives, f'hardness_mode="{OWN}"')
         operation, inputs = self._prepared(query, key, scale, **others)
         return operation(*inputs)
+
+
+def _has_own(negatives: Tensor | None, option: str) -> None:
+    """Check that the negatives are each query's own, as this option of the loss needs them."""
+    if not isinstance(negatives, Tensor) or negatives.ndim != 3:
+        rule = f"be [N, H, D], each query's own, with {option}"
+        raise invalid("negatives", rule, shape_or_type(negatives), "List them.")
 
 
 def _own_keys(query: Tensor, key: Tensor, others: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
     """No shared key, and the arguments in which each query's key comes before its own negatives."""
     negatives, ids = others["negatives"], others["negative_ids"]
-    if not isinstance(negatives, Tensor) or negatives.ndim != 3:
-        rule = "be [N, H, D], each query's own, with in_batch=False"
-        raise invalid("negatives", rule, shape_or_type(negatives), "List them.")
+    _has_own(negatives, "in_batch=False")
     for name in ("positives", "key_ids"):
         if others[name] is not None:
             raise invalid(name, "be left out with in_batch=False", "both", "Key i belongs to query i.")
@@ -174,6 +185,8 @@ class GISTLoss(Loss):
         super().__init__(**how)
         smoothing = self.options.label_smoothing
         self.loss = Guided(label_smoothing=smoothing, margin=margin, margin_strategy=margin_strategy)
+        truth_value("contrast_anchors", contrast_anchors)
+        truth_value("contrast_positives", contrast_positives)
         self.contrast_anchors, self.contrast_positives = contrast_anchors, contrast_positives
 
     def forward(
@@ -214,7 +227,7 @@ class GISTLoss(Loss):
             guides = ((guide_query, guide_key),)
             if self.contrast_anchors or self.contrast_positives:
                 Arguments(query, key, scale, self.loss, self.options, negatives=negatives, guides=guides).check()
-                M, own = len(key), _own_positions(query, key, positives)
+                M, (own, positives) = len(key), _own_positions(query, key, positives)
                 if query_ids is not None and key_ids is not None:
                     key_ids = self._ids(query, key, own, negatives, query_ids, key_ids)
                 guides = (self._sides(guide_query, guide_key, M, own),)
@@ -253,18 +266,25 @@ class GISTLoss(Loss):
         return torch.cat([x.long() for x in (of_keys, *anchors, of_negatives, *of_own)])
 
 
-def _own_positions(query: Tensor, key: Tensor, positives: Tensor | None) -> slice | Tensor:
-    """The key of each query, of several positives the first one; positions out of range are refused later."""
+def _own_positions(query: Tensor, key: Tensor, positives: Tensor | None) -> tuple[slice | Tensor, Tensor | None]:
+    """The key of each query, of several positives the first one, and the positives among more columns than keys.
+
+    A positive out of range, which may be read later on a device, is not the position of another column.
+    """
     if positives is not None:
         checks.positives(positives, query)
         if len(query) and not len(key):
             raise invalid("key", "have a row or more for `positives`", "none", "Pass the keys of this rank's queries.")
+        if not torch.compiler.is_compiling():
+            checks.in_range(positives, len(key))
+        positives = positives.long()
         first = (positives[:, None] if positives.ndim == 1 else F.pad(positives, (0, 1), value=-1))[:, 0]
-        return first.clamp(0, max(len(key) - 1, 0))
+        beyond = positives.masked_fill(positives >= len(key), torch.iinfo(torch.int64).max)
+        return first.clamp(0, max(len(key) - 1, 0)), beyond
     if len(key) < len(query):
         got = f"{len(query)} and {len(key)}"
         raise invalid("key", "have at least as many rows as `query`", got, "Key i belongs to query i.")
-    return slice(len(query))
+    return slice(len(query)), None
 
 
 class ScoreDistillLoss(Loss):
@@ -328,7 +348,7 @@ class ScoreDistillLoss(Loss):
         # a pad has the id of every query
         ids: dict[str, Any] = {}
         if lists is not None:
-            ids = {"negative_ids": lists.long(), "query_ids": torch.full_like(lists[:, 0], -1)}
+            ids = {"negative_ids": lists.long(), "query_ids": torch.full_like(lists[:, 0], -1, dtype=torch.int64)}
         # autocast would round the scores of a scorer
         with nullcontext() if scorer is None else torch.autocast(own.device.type, enabled=False):
             operation, inputs = self._prepared(
@@ -356,7 +376,8 @@ class ScoreDistillLoss(Loss):
             raise invalid("key", "have a row or more for `lists`", f"shape {list(key.shape)}", "Pass the listed keys.")
         checks.constant("scores", scores)
         checks.same_device("scores", scores, "key", listed)
-        return key if lists is None else key[lists.clamp(0, len(key) - 1)]
+        # 8-bit indices would be a mask
+        return key if lists is None else key[lists.long().clamp(0, len(key) - 1)]
 
 
 def _check_lists(lists: Tensor, query: Tensor, keys: int) -> None:
@@ -386,7 +407,7 @@ def _listed_scores(scorer: nn.Module, query: Any, key: Any, lists: Tensor | None
 
     scores = [
         checkpoint(
-            scorer, some(query, slice(i, i + 1)), some(key, i if lists is None else lists[i].clamp(min=0)),
+            scorer, some(query, slice(i, i + 1)), some(key, i if lists is None else lists[i].long().clamp(min=0)),
             use_reentrant=False,
         )[0]
         for i in range(N)
