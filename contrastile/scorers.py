@@ -105,8 +105,9 @@ class MaxSim(nn.Module):
 
     def forward(self, rows: Tokens, columns: Tokens) -> Tensor:
         (q_ILD, asking), (k_JMD, answering) = self.checked(rows, columns)
+        q_ILD, k_JMD = without_padding(q_ILD, asking), without_padding(k_JMD, answering)
         if self.normalize:
-            q_ILD, k_JMD = unit_vectors(q_ILD, asking), unit_vectors(k_JMD, answering)
+            q_ILD, k_JMD = unit_vectors(q_ILD), unit_vectors(k_JMD)
         q_ED = q_ILD.flatten(0, 1)
         if q_ED.device.type == "cpu" and not torch.compiler.is_compiling():
             best_EJ = _BestMatches.apply(q_ED, k_JMD, answering)
@@ -160,14 +161,17 @@ class MaxSim(nn.Module):
         return padded_to(vectors, length), padded_to(mask, length)
 
 
+def without_padding(vectors: Tensor, mask: Tensor | None) -> Tensor:
+    """Vectors [..., D] with zeros where the mask [...] is false: padding may hold anything, and 0 · NaN is NaN."""
+    return vectors if mask is None else vectors.masked_fill(~mask.bool()[..., None], 0.0)
+
+
 def unit_vectors(vectors: Tensor, mask: Tensor | None = None) -> Tensor:
     """Vectors [..., D] divided by their lengths, with zeros where the mask [...] is false.
 
     Vectors of zeros stay and get no gradient, also in float16, where the smallest length of `F.normalize` is 0.
     """
-    if mask is not None:
-        # padding may hold anything, and NaN would reach the gradient
-        vectors = vectors.masked_fill(~mask.bool()[..., None], 0.0)
+    vectors = without_padding(vectors, mask)
     lengths = vectors.norm(dim=-1, keepdim=True)
     return vectors / lengths.masked_fill(lengths == 0, torch.inf)
 

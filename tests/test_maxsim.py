@@ -61,6 +61,25 @@ def test_a_cpu_holds_a_part_of_the_similarities(monkeypatch: pytest.MonkeyPatch,
         assert torch.equal(MaxSim()((pair[0], masks[0]), (pair[1], masks[1])), results[1][0])
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+def test_padding_may_hold_anything_on_a_cpu(normalize: bool) -> None:
+    pair = [torch.randn(3, length, 4, dtype=torch.float64).requires_grad_() for length in (4, 5)]
+    masks = [torch.rand(3, length) < 0.5 for length in (4, 5)]
+    for mask in masks:
+        mask[0] = False
+    g, scorer = torch.randn(3, 3, dtype=torch.float64), MaxSim(normalize=normalize)
+
+    def results(padding: float) -> list[Tensor]:
+        sides = [x.masked_fill(~mask[..., None], padding) for x, mask in zip(pair, masks, strict=True)]
+        scores = scorer(*zip(sides, masks, strict=True))
+        loss = contrast(*zip(sides, masks, strict=True), scorer=scorer)
+        return [scores, loss, *torch.autograd.grad((scores * g).sum() + loss, pair)]
+
+    for poison in (torch.nan, torch.inf):
+        for clean, poisoned in zip(results(0.0), results(poison), strict=True):
+            assert torch.equal(clean, poisoned)
+
+
 def test_a_cpu_takes_a_tenth_of_the_plain_formulas_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     # in proportion to a problem that takes no time
     monkeypatch.setattr(scorers, "ROWS", 256)
