@@ -80,6 +80,22 @@ def test_padding_may_hold_anything_on_a_cpu(normalize: bool) -> None:
             assert torch.equal(clean, poisoned)
 
 
+@pytest.mark.parametrize("lengths", [(0, 3), (2, 0), (0, 0)])
+def test_sides_without_tokens_score_0(lengths: tuple[int, int]) -> None:
+    pair = [torch.randn(3, length, 4, requires_grad=True) for length in lengths]
+    assert torch.equal(MaxSim()(*pair), torch.zeros(3, 3))
+    loss = contrast(*pair, scorer=MaxSim(), loss=Softmax())
+    torch.testing.assert_close(loss.detach(), torch.tensor(3.0).log())
+    assert all(not of_side.any() for of_side in torch.autograd.grad(loss, pair))
+
+
+def test_a_mask_of_floats_packs_nothing() -> None:
+    """Of an additive mask 0 says that a token counts."""
+    rule, got = "must be true or false for each vector [B, L]", "torch.float32 of shape [2, 3] for vectors [2, 3, 4]"
+    sentence = f"`mask` {rule}; got {got}. Pass attention_mask.bool(), say."
+    assert refusal(Ragged.of, torch.randn(2, 3, 4), torch.zeros(2, 3)) == sentence
+
+
 def test_a_cpu_takes_a_tenth_of_the_plain_formulas_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     # in proportion to a problem that takes no time
     monkeypatch.setattr(scorers, "ROWS", 256)
