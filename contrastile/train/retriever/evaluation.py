@@ -33,7 +33,8 @@ Row = dict[str, Any]
 
 KS = (1, 5, 20, 100)
 # the columns of a table beside the hits at KS; rows hold the recalls at the other KS too
-MEASURES = ("nDCG@10", "MRR@10", "MAP", f"recall@{KS[-1]}")
+CUTOFF = 10
+MEASURES = (f"nDCG@{CUTOFF}", f"MRR@{CUTOFF}", "MAP", f"recall@{KS[-1]}")
 PARTS = {"functions": "held-out functions", "packages": "held-out packages", "held_out": "held-out queries"}
 # questions shown of each part, passages shown to each, letters shown of each passage
 SHOWN, ANSWERS, LETTERS = 8, 4, 2400
@@ -188,12 +189,15 @@ def evaluate(recipe: RetrieverRecipe, texts: TextSet, rankings: Sequence[Ranking
     """
     rows = []
     for one in rankings:
-        # recalls beyond the depth of the rankings would be too low
-        ks = [k for k in KS if k <= one.rows.shape[1]]
+        # measures beyond the depth of the rankings would be too low
+        depth = one.rows.shape[1]
+        ks = [k for k in KS if k <= depth]
         # of each row of the table: the ending of its name, the number of queries, hits and measures
         results: list[tuple[str, int, dict[int, float], dict[str, float]]] = []
         if judgements := judgements_of(one.queries, texts):
-            names = [*(f"hit@{k}" for k in ks), *MEASURES[:-1], *(f"recall@{k}" for k in ks)]
+            deep = depth >= CUTOFF or depth >= len(one.passages)
+            cut = [name for name in MEASURES[:-1] if deep or "@" not in name]
+            names = [*(f"hit@{k}" for k in ks), *cut, *(f"recall@{k}" for k in ks)]
             values = means(measure(run_of(one, texts), judgements, names))
             results.append(("", len(judgements), {k: values.pop(f"hit@{k}") for k in ks}, values))
         answers = {query: texts.queries[row].answers for query, row in enumerate(one.queries.tolist())}
