@@ -16,6 +16,7 @@ from contrastile.cli.main import main
 from contrastile.data.texts import Passage
 from contrastile.retrieval import index as indexing
 from contrastile.retrieval.index import Index, encode_corpus
+from contrastile.retrieval.search import Search
 from contrastile.scorers import MaxSim
 from contrastile.train.loop import run_recipe
 from contrastile.train.retriever.evaluation import alignment
@@ -108,6 +109,12 @@ def test_an_index_of_a_later_format_is_refused(run, tmp_path):
     assert refusal(Index, tmp_path) == (
         "`index` must be of a format up to 2; got 3. Encode the corpus again, or update contrastile."
     )
+
+
+def test_candidates_that_the_index_lacks_are_no_results(run, tmp_path):
+    index = encoded(run, tmp_path)
+    search = Search(run, index, lambda questions: np.full((len(questions), 2), -1))
+    assert search.results_text("red fox", 3, lines=1) == "no passage: the index has none of the candidates"
 
 
 def test_a_question_that_is_no_utf_8_is_refused(run):

@@ -72,6 +72,8 @@ class Search:
     def results_text(self, question: str, k: int, *, lines: int) -> str:
         """The `k` best passages for a terminal, `lines` lines of each, and a first line where nothing is close."""
         scores, rows = self.best([question], k)
+        if int(rows.max()) < 0:
+            return "no passage: the index has none of the candidates"
         blocks, best = [], float(scores[0, 0])
         if self.threshold is not None and best < self.threshold:
             sentence = f"nothing close: {best:.3f}, and random words of the corpus come as near as {self.threshold:.3f}"
