@@ -105,8 +105,12 @@ class MaxSim(nn.Module):
 
     def forward(self, rows: Tokens, columns: Tokens) -> Tensor:
         (q_ILD, asking), (k_JMD, answering) = self.checked(rows, columns)
+        q_ILD, k_JMD = without_padding(q_ILD, asking), without_padding(k_JMD, answering)
         if self.normalize:
-            q_ILD, k_JMD = unit_vectors(q_ILD, asking), unit_vectors(k_JMD, answering)
+            q_ILD, k_JMD = unit_vectors(q_ILD), unit_vectors(k_JMD)
+        if not k_JMD.shape[1]:
+            # no column has a token
+            k_JMD, answering = self.pad_tokens((k_JMD, answering), 1)
         q_ED = q_ILD.flatten(0, 1)
         if q_ED.device.type == "cpu" and not torch.compiler.is_compiling():
             best_EJ = _BestMatches.apply(q_ED, k_JMD, answering)
@@ -123,7 +127,15 @@ class MaxSim(nn.Module):
     def checked(rows: Tokens, columns: Tokens) -> list[tuple[Tensor, Tensor | None]]:
         """The vectors and the mask of both sides."""
         sides = [tokens("q", rows), tokens("k", columns)]
-        _vectors("k", sides[1][0], sides[0][0].shape[2])
+        (q, _), (k, _) = sides
+        _vectors("k", k, q.shape[2])
+        for name, x in (("q", q), ("k", k)):
+            if not x.is_floating_point():
+                raise invalid(name, "be floating point", x.dtype, "Convert it with .float().")
+        # vectors in host memory are compared on another device
+        cast = any(map(torch.is_autocast_enabled, (q.device.type, "cuda")))
+        if q.dtype != k.dtype and not cast:
+            raise invalid("k", "have the dtype of `q`", f"{q.dtype} and {k.dtype}", "Convert one side first.")
         return sides
 
     @property
@@ -160,14 +172,17 @@ class MaxSim(nn.Module):
         return padded_to(vectors, length), padded_to(mask, length)
 
 
+def without_padding(vectors: Tensor, mask: Tensor | None) -> Tensor:
+    """Vectors [..., D] with zeros where the mask [...] is false: padding may hold anything, and 0 · NaN is NaN."""
+    return vectors if mask is None else vectors.masked_fill(~mask.bool()[..., None], 0.0)
+
+
 def unit_vectors(vectors: Tensor, mask: Tensor | None = None) -> Tensor:
     """Vectors [..., D] divided by their lengths, with zeros where the mask [...] is false.
 
     Vectors of zeros stay and get no gradient, also in float16, where the smallest length of `F.normalize` is 0.
     """
-    if mask is not None:
-        # padding may hold anything, and NaN would reach the gradient
-        vectors = vectors.masked_fill(~mask.bool()[..., None], 0.0)
+    vectors = without_padding(vectors, mask)
     lengths = vectors.norm(dim=-1, keepdim=True)
     return vectors / lengths.masked_fill(lengths == 0, torch.inf)
 
@@ -218,7 +233,7 @@ class _BestMatches(torch.autograd.Function):
     def forward(ctx: Any, q_ED: Tensor, k_JMD: Tensor, answering: Tensor | None) -> Tensor:
         E, (J, M, _), with_graph = len(q_ED), k_JMD.shape, any(ctx.needs_input_grad)
         # autocast decides about the type of products
-        best = torch.empty(E, J, dtype=(q_ED[:0] @ k_JMD[:0, 0].T).dtype)
+        best = torch.empty(E, J, dtype=(q_ED[:0] @ k_JMD.flatten(0, 1)[:0].T).dtype)
         winners = torch.empty(E, J, dtype=torch.int32) if with_graph else None
         documents = max(1, COLUMNS // max(M, 1))
         for rows in _parts(E, ROWS):

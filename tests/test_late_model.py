@@ -61,6 +61,20 @@ def test_a_query_is_filled_up_with_mask_tokens(tokenizer, attends):
     assert (plain.shape, mask.sum().item()) == ((2, 5, 8), tokens["attention_mask"].sum().item())
 
 
+@pytest.mark.parametrize("kind", ["bag", "words"])
+def test_mask_tokens_have_a_vector_in_small_encoders_too(tokenizer, kind):
+    """Words that do not attend to them have the vectors that they have alone."""
+    both, tokens = {"kind": kind, "width": 16}, tokenizer.tokenise(["a minimum", "sort"], 5)
+    vectors, _ = built(tokenizer, both=both).encode_query(**tokens)
+    alone, mask = built(tokenizer, both=both, query_expansion=False).encode_query(**tokens)
+    assert torch.equal(vectors[:, : alone.shape[1]][mask], alone[mask])
+    assert (vectors.norm(dim=-1) > 0).all()
+    if kind == "bag":
+        whole = torch.full((1, 1), tokenizer.mask)
+        of_mask = built(tokenizer, both=both).encoders["both"](whole, torch.ones_like(whole))[0, 0]
+        assert (vectors[:, 5:] - of_mask).abs().max() < 1e-6
+
+
 def test_punctuation_is_read_but_not_compared(tokenizer):
     tokens = tokenizer.tokenise(["get_max(xs)"])
     names = tokenizer.tokens(tokens["input_ids"][0].tolist())
@@ -175,6 +189,10 @@ def test_scores_of_packed_passages_are_exact(tmp_path, monkeypatch, memory):
     assert rows[4].tolist() == [0, -1, -1]
     with pytest.raises(ValueError, match=r"`k` must be between 1 and the 9 passages; got 10\. Ask for fewer\."):
         late.topk((vectors, mask), [key], 10)
+    sentence = "`candidates` must be rows [N, C] of the 9 passages for {} queries; got shape {}, with rows up to {}. "
+    for some, got in ((chosen[:2], ("[2, 4]", 8)), (chosen + 1, ("[5, 4]", 9)), (chosen[0], ("[4]", 8))):
+        expected_sentence = sentence.format(len(vectors), *got) + "List those of each query; -1 pads."
+        assert refusal(late.topk, (vectors, mask), [key], 1, some) == expected_sentence
 
 
 def test_texts_are_packed_and_padded():

@@ -3,6 +3,7 @@
 import html
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ from contrastile.cli.main import main
 from contrastile.data.texts import Passage
 from contrastile.retrieval import index as indexing
 from contrastile.retrieval.index import Index, encode_corpus
+from contrastile.retrieval.search import Search
 from contrastile.scorers import MaxSim
 from contrastile.train.loop import run_recipe
+from contrastile.train.retriever.evaluation import alignment
 
 LATE = ("model.kind=late", "model.features=8", "model.both={kind='bag', width=16}", "loss.backend=dense")
 SHORT = ("train.examples=32", "train.batch=16", "evaluate.every=1.0")
@@ -90,6 +93,36 @@ def test_a_search_is_exact_over_shards_and_among_candidates(run, tmp_path):
     assert index.search(queries, 100)[1].shape == (3, 7)
 
 
+def test_candidates_of_an_index_of_one_vector_each_are_refused(single, tmp_path):
+    run = contrastile.load(single, device="cpu")
+    index = encoded(run, tmp_path)
+    assert refusal(index.search, run.encode_query(["fox"]), 1, np.zeros((1, 1), dtype=np.int64)) == (
+        '`candidates` must be left out for an index of kind "single"; got some. '
+        "All of its passages are compared at once anyway."
+    )
+
+
+def test_an_index_of_a_later_format_is_refused(run, tmp_path):
+    encoded(run, tmp_path)
+    path = tmp_path / "index.json"
+    path.write_text(json.dumps(indexing.sealed({**json.loads(path.read_text()), "format": 3})))
+    assert refusal(Index, tmp_path) == (
+        "`index` must be of a format up to 2; got 3. Encode the corpus again, or update contrastile."
+    )
+
+
+def test_candidates_that_the_index_lacks_are_no_results(run, tmp_path):
+    index = encoded(run, tmp_path)
+    search = Search(run, index, lambda questions: np.full((len(questions), 2), -1))
+    assert search.results_text("red fox", 3, lines=1) == "no passage: the index has none of the candidates"
+
+
+def test_a_question_that_is_no_utf_8_is_refused(run):
+    rule, remedy = "be texts of characters that UTF-8 has", "Decode them as what they are."
+    sentence = f'`texts` must {rule}; got "red \\udcff fox". {remedy}'
+    assert refusal(run.encode_query, ["red \udcff fox"]) == sentence
+
+
 def test_an_interrupted_index_goes_on_and_a_damaged_one_is_refused(run, tmp_path, monkeypatch):
     whole = encoded(run, tmp_path / "whole")
     assert encoded(run, tmp_path / "index", PASSAGES[:3]).metadata["shards"] == whole.metadata["shards"][:1]
@@ -111,6 +144,25 @@ def test_the_first_dimensions_of_each_token_may_be_kept(run, tmp_path):
     assert index.dimensions == 4
     scores, _ = index.search(run.encode_query(["eel"], dimensions=4), 7)
     assert float(scores.max()) <= 8.01
+    whole, cut = (alignment(run, "red fox", index[0], dimensions=size) for size in (None, 4))
+    query, _ = run.encode_query(["red fox"], dimensions=4)
+    key, mask = run.encode_passage([index[0]], dimensions=4)
+    similar = query[0, : len(cut["query"])] @ key[mask].T
+    assert cut["values"] == pytest.approx(similar.amax(1).tolist(), abs=1e-3)
+    assert cut["values"] != whole["values"]
+
+
+@pytest.mark.parametrize("kind", ["trained", "single"])
+def test_an_index_of_the_first_dimensions_is_measured(request, kind, tmp_path, capsys):
+    folder = shutil.copytree(request.getfixturevalue(kind), tmp_path / kind)
+    measured = {}
+    for size in (4, 8):
+        index = str(tmp_path / str(size))
+        assert main(["encode", str(folder), "--out", index, "--dimensions", str(size)]) == 0
+        assert main(["evaluate", str(folder), "--index", index]) == 0
+        measured[size] = (folder / "held_out.retriever.trec").read_text()
+    assert measured[4] != measured[8]
+    capsys.readouterr()
 
 
 def test_an_index_and_a_run_of_other_kinds_are_refused(trained, single, run, tmp_path, capsys):

@@ -61,6 +61,41 @@ def test_a_cpu_holds_a_part_of_the_similarities(monkeypatch: pytest.MonkeyPatch,
         assert torch.equal(MaxSim()((pair[0], masks[0]), (pair[1], masks[1])), results[1][0])
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+def test_padding_may_hold_anything_on_a_cpu(normalize: bool) -> None:
+    pair = [torch.randn(3, length, 4, dtype=torch.float64).requires_grad_() for length in (4, 5)]
+    masks = [torch.rand(3, length) < 0.5 for length in (4, 5)]
+    for mask in masks:
+        mask[0] = False
+    g, scorer = torch.randn(3, 3, dtype=torch.float64), MaxSim(normalize=normalize)
+
+    def results(padding: float) -> list[Tensor]:
+        sides = [x.masked_fill(~mask[..., None], padding) for x, mask in zip(pair, masks, strict=True)]
+        scores = scorer(*zip(sides, masks, strict=True))
+        loss = contrast(*zip(sides, masks, strict=True), scorer=scorer)
+        return [scores, loss, *torch.autograd.grad((scores * g).sum() + loss, pair)]
+
+    for poison in (torch.nan, torch.inf):
+        for clean, poisoned in zip(results(0.0), results(poison), strict=True):
+            assert torch.equal(clean, poisoned)
+
+
+@pytest.mark.parametrize("lengths", [(0, 3), (2, 0), (0, 0)])
+def test_sides_without_tokens_score_0(lengths: tuple[int, int]) -> None:
+    pair = [torch.randn(3, length, 4, requires_grad=True) for length in lengths]
+    assert torch.equal(MaxSim()(*pair), torch.zeros(3, 3))
+    loss = contrast(*pair, scorer=MaxSim(), loss=Softmax())
+    torch.testing.assert_close(loss.detach(), torch.tensor(3.0).log())
+    assert all(not of_side.any() for of_side in torch.autograd.grad(loss, pair))
+
+
+def test_a_mask_of_floats_packs_nothing() -> None:
+    """Of an additive mask 0 says that a token counts."""
+    rule, got = "must be true or false for each vector [B, L]", "torch.float32 of shape [2, 3] for vectors [2, 3, 4]"
+    sentence = f"`mask` {rule}; got {got}. Pass attention_mask.bool(), say."
+    assert refusal(Ragged.of, torch.randn(2, 3, 4), torch.zeros(2, 3)) == sentence
+
+
 def test_a_cpu_takes_a_tenth_of_the_plain_formulas_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     # in proportion to a problem that takes no time
     monkeypatch.setattr(scorers, "ROWS", 256)

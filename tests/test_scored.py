@@ -572,6 +572,18 @@ SENTENCES = {
     "torch.float32. Pass attention_mask.bool(), say.": lambda: contrast(
         torch.ones(5, 2, 4), (torch.ones(5, 2, 4), torch.ones(5, 2)), scorer=MaxSim()
     ),
+    "`q` must be floating point; got torch.int64. Convert it with .float().": lambda: contrast(
+        torch.ones(5, 2, 4).long(), torch.randn(5, 2, 4), scorer=MaxSim()
+    ),
+    "`k` must have the dtype of `q`; got torch.float32 and torch.float64. Convert one side first.": lambda: contrast(
+        torch.randn(5, 2, 4), torch.randn(5, 2, 4).double(), scorer=MaxSim()
+    ),
+    "`q` must be made of tensors with one shape for all rows; got a nested tensor. Pass "
+    "Ragged(x.values(), x.offsets().diff()), or padding and a mask.": lambda: contrast(
+        torch.nested.as_nested_tensor([torch.randn(n, 4) for n in (2, 3)], layout=torch.jagged),
+        torch.randn(2, 5, 4),
+        scorer=MaxSim(),
+    ),
     "`q` must be token vectors [B, L, D], alone or with a bool mask [B, L]; got dict. Check the encoder.": lambda: (
         contrast({"tokens": torch.ones(5, 2, 4), "mask": torch.ones(5, 2).bool()}, _x(), scorer=MaxSim())
     ),

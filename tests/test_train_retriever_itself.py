@@ -157,6 +157,8 @@ def test_a_question_is_not_among_its_results(tmp_path):
         assert [len(ranking) for ranking in ranked.values()] == [5] * 5
         assert not any(query in ranking for query, ranking in ranked.items())
     assert read_judgements(folder / "test.qrels")["a8"] == {"a9": 1}
+    # ten results of each question would be needed for measures of ten
+    assert results(folder)["retriever"]["measures"].keys() == {"MAP", "recall@1", "recall@5"}
     # the comparison's row of BM25 is the same
     study = RetrieverMemory(recipe=recipe, memory=0, batches=[])
     compared = study.run(Trial(BM25_LABELS, None, {}), open_text_materials(recipe), Ranks(), tmp_path)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from contrastile._errors import invalid
+from contrastile._errors import invalid, whole_number
 from contrastile._types import TokenFeatures
 from contrastile.evaluate.retrieval import Matches, best_of, no_matches
 from contrastile.functional import padded_texts
@@ -124,10 +124,15 @@ def topk(query: TokenFeatures, shards: Sequence[TokenVectors], k: int, candidate
     are scored, −1 pads. A query with fewer candidates than k gets rows of −1, scores of −∞.
     """
     total = sum(map(len, shards))
-    if not 1 <= k <= total:
-        raise invalid("k", f"be between 1 and the {total} passages", k, "Ask for fewer.")
+    k = whole_number("k", k, 1, "Ask for fewer.", rule=f"be between 1 and the {total} passages", most=total)
     vectors, _ = query
     if candidates is not None:
+        candidates = np.asarray(candidates)
+        highest = int(candidates.max(initial=-1))
+        if candidates.ndim != 2 or len(candidates) != len(vectors) or highest >= total:
+            rule, got = f"be rows [N, C] of the {total} passages for {len(vectors)} queries", list(candidates.shape)
+            remedy = "List those of each query; -1 pads."
+            raise invalid("candidates", rule, f"shape {got}, with rows up to {highest}", remedy)
         scores, rows = no_matches(vectors, k)
         for row, chosen in enumerate(candidates):
             one = slice(row, row + 1)

@@ -73,6 +73,9 @@ class Ragged:
 
         `contrastile.scorers.padded(values, lengths)` is the way back.
         """
+        if mask.is_floating_point() or mask.shape != vectors.shape[:2]:
+            got = f"{mask.dtype} of shape {list(mask.shape)} for vectors {list(vectors.shape)}"
+            raise invalid("mask", "be true or false for each vector [B, L]", got, "Pass attention_mask.bool(), say.")
         mask = mask.bool()
         return cls(vectors[mask], mask.sum(dim=1))
 

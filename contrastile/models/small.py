@@ -70,10 +70,9 @@ class WordsTower(nn.Module):
         return torch.cat([mean, highest], dim=1)
 
     def states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """`[B, L]` twice to a vector for each token, `[B, L, width]`."""
-        mask = attention_mask[..., None].bool()
-        x = (self.words(input_ids) + self.places[: input_ids.shape[1]]) * mask
-        padded = F.pad(x, (0, 0, 1, 1))
+        """`[B, L]` twice to a vector for each token, `[B, L, width]`; masked ones are neighbours of none."""
+        x = self.words(input_ids) + self.places[: input_ids.shape[1]]
+        padded = F.pad(x * attention_mask[..., None].bool(), (0, 0, 1, 1))
         mixed = F.relu(self.mix(torch.cat([padded[:, :-2], x, padded[:, 2:]], dim=-1)))
         return self.norm(x + mixed)
 
@@ -103,8 +102,7 @@ class BagTower(nn.Module):
         mean = F.embedding_bag(input_ids, self.words.weight, per_sample_weights=share, mode="sum")
         return mean + self.layer_out(F.relu(self.layer_in(mean)))
 
-    def states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """`[B, L]` twice to exp(a_t) times the vector of each token, `[B, L, width]`; 0 for masked tokens."""
+    def states(self, input_ids: Tensor, _attention_mask: Tensor) -> Tensor:
+        """`[B, L]` twice to exp(a_t) times the vector of each token, `[B, L, width]`; masked ones have theirs too."""
         x = self.words(input_ids)
-        weight = self.weight(input_ids).exp() * attention_mask[..., None]
-        return weight * (x + self.layer_out(F.relu(self.layer_in(x))))
+        return self.weight(input_ids).exp() * (x + self.layer_out(F.relu(self.layer_in(x))))

@@ -324,6 +324,8 @@ class LateSize(LossSize):
         rows, cols = self.blocks[-1]
         L, T = self.tokens
         tile = MaxSim.tile_bytes(rows, cols, L, T, self.dimensions, accumulator(self.dtype).itemsize)
+        # without what is behind a mask
+        tile += self.masked * self.dtype.itemsize * (rows * L + cols * T) * self.dimensions
         if self.device == "cuda":
             # all similarities of a tile, and their gradients
             tile += 2 * self.dtype.itemsize * rows * L * cols * T

@@ -252,6 +252,9 @@ class Index:
             rule = f'be encoded by a run of the index\'s kind, "{self.kind}"'
             got = "one vector each" if isinstance(queries, Tensor) else "vectors of tokens"
             raise invalid("queries", rule, got, "Encode the corpus by the same run.")
+        if candidates is not None and self.kind == SINGLE:
+            remedy = "All of its passages are compared at once anyway."
+            raise invalid("candidates", f'be left out for an index of kind "{SINGLE}"', "some", remedy)
         further = {} if self.kind == SINGLE else {"candidates": candidates}
         return self._search(queries, k=min(k, len(self)), **further)
 
@@ -362,6 +365,9 @@ def check_index(folder: Path, metadata: Any, *, whole: bool = False) -> None:
     """
     if not _well_formed(metadata):
         raise invalid(INDEX, "list the shards that were written", f'others in "{folder}"', REMEDY)
+    if metadata.get("format", 1) not in range(1, FORMAT + 1):
+        remedy = "Encode the corpus again, or update contrastile."
+        raise invalid("index", f"be of a format up to {FORMAT}", metadata["format"], remedy)
     if metadata.get("sha256") not in (None, sealed(metadata)["sha256"]):
         raise _damaged(folder / INDEX, "other bytes")
     sampled: list[tuple[Path, int, str]] = []

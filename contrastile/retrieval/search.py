@@ -72,6 +72,8 @@ class Search:
     def results_text(self, question: str, k: int, *, lines: int) -> str:
         """The `k` best passages for a terminal, `lines` lines of each, and a first line where nothing is close."""
         scores, rows = self.best([question], k)
+        if int(rows.max()) < 0:
+            return "no passage: the index has none of the candidates"
         blocks, best = [], float(scores[0, 0])
         if self.threshold is not None and best < self.threshold:
             sentence = f"nothing close: {best:.3f}, and random words of the corpus come as near as {self.threshold:.3f}"
@@ -129,9 +131,8 @@ def write_page(search: Search, question: str, k: int, path: Path) -> None:
     # the command line asks for a late retriever
     run: Any = search.run
     ranked = [(score, row) for score, row in zip(scores[0].tolist(), rows[0].tolist(), strict=True) if row >= 0]
-    passages = [
-        {"passage": search.index[row], "score": score, "alignment": alignment(run, question, search.index[row])}
-        for score, row in ranked
-    ]
+    picture = partial(alignment, run, question, dimensions=search.index.dimensions)
+    found = [(score, search.index[row]) for score, row in ranked]
+    passages = [{"passage": passage, "score": score, "alignment": picture(passage)} for score, passage in found]
     content = template("search.html.jinja").render(question=question, run=search.run.recipe.name, passages=passages)
     path.write_text(content, encoding="utf-8")

@@ -59,6 +59,9 @@ class Form:
                 got = "a tensor without axes" if isinstance(x, Tensor) else type(x).__name__
                 rule = "be made of tensors whose first axis is the batch"
                 raise invalid(name, rule, got, "Keep the rest in `scorer`.")
+            if x.is_nested:
+                remedy = "Pass Ragged(x.values(), x.offsets().diff()), or padding and a mask."
+                raise invalid(name, "be made of tensors with one shape for all rows", "a nested tensor", remedy)
         if not tensors:
             raise invalid(name, "contain a tensor", "none", "Pass what the scorer reads of each example.")
         if len({len(x) for x in tensors}) > 1:
@@ -147,7 +150,7 @@ class Scorer:
         if isinstance(module, MaxSim) and module.known:
             # its type follows from the inputs; a trial takes a millisecond
             (q, _), (k, _) = module.checked(rows[0].nested(rows[1]), cols[0].nested(cols[1]))
-            return replace(draft, dtype=(q[:0, 0].to(device) @ k[:0, 0].to(device).T).dtype)
+            return replace(draft, dtype=(q.flatten(0, 1)[:0].to(device) @ k.flatten(0, 1)[:0].to(device).T).dtype)
         # rows and columns differ in number, which shows a module that exchanges them
         probe = (1, 2) if len(cols[1][0]) == 2 else PROBE
         trial = [few(tensors, n, device) for (_, tensors), n in zip((rows, cols), probe, strict=True)]

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from contrastile._errors import invalid, logger
+from contrastile._errors import invalid, logger, printable
 from contrastile.data.files import as_open_makes_it, sync
 from contrastile.data.images import squared
 from contrastile.gradcache.encode import encode
@@ -56,6 +56,14 @@ def checked_list(name: str, values: Any, noun: str, *kinds: type) -> list[Any]:
         if noun == "picture" and foreign[0] == "ndarray":
             remedy = "Make them with PIL.Image.fromarray."
         raise invalid(name, f"be a list of {noun}s", f"one of {foreign[0]}", remedy)
+    for text in (item for item in items if isinstance(item, str)):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            remedy = "Decode them as what they are."
+            raise invalid(
+                name, f"be {noun}s of characters that UTF-8 has", f'"{printable(text[:60])}"', remedy
+            ) from None
     return items
 
 

@@ -33,7 +33,8 @@ Row = dict[str, Any]
 
 KS = (1, 5, 20, 100)
 # the columns of a table beside the hits at KS; rows hold the recalls at the other KS too
-MEASURES = ("nDCG@10", "MRR@10", "MAP", f"recall@{KS[-1]}")
+CUTOFF = 10
+MEASURES = (f"nDCG@{CUTOFF}", f"MRR@{CUTOFF}", "MAP", f"recall@{KS[-1]}")
 PARTS = {"functions": "held-out functions", "packages": "held-out packages", "held_out": "held-out queries"}
 # questions shown of each part, passages shown to each, letters shown of each passage
 SHOWN, ANSWERS, LETTERS = 8, 4, 2400
@@ -101,7 +102,10 @@ def rank_all(
         if settings.bm25:
             searches["BM25"] = partial(BM25(texts.passages).search, progress=progress)
     else:
-        searches["retriever"] = lambda questions, k: passages.search(run.encode_query(questions), k, among(questions))
+        size = passages.dimensions
+        searches["retriever"] = lambda questions, k: passages.search(
+            run.encode_query(questions, dimensions=size), k, among(questions)
+        )
     rankings = [
         rank_part(texts, part, system, corpus, search, settings.depth)
         for part in held_out(texts.splits)
@@ -185,12 +189,15 @@ def evaluate(recipe: RetrieverRecipe, texts: TextSet, rankings: Sequence[Ranking
     """
     rows = []
     for one in rankings:
-        # recalls beyond the depth of the rankings would be too low
-        ks = [k for k in KS if k <= one.rows.shape[1]]
+        # measures beyond the depth of the rankings would be too low
+        depth = one.rows.shape[1]
+        ks = [k for k in KS if k <= depth]
         # of each row of the table: the ending of its name, the number of queries, hits and measures
         results: list[tuple[str, int, dict[int, float], dict[str, float]]] = []
         if judgements := judgements_of(one.queries, texts):
-            names = [*(f"hit@{k}" for k in ks), *MEASURES[:-1], *(f"recall@{k}" for k in ks)]
+            deep = depth >= CUTOFF or depth >= len(one.passages)
+            cut = [name for name in MEASURES[:-1] if deep or "@" not in name]
+            names = [*(f"hit@{k}" for k in ks), *cut, *(f"recall@{k}" for k in ks)]
             values = means(measure(run_of(one, texts), judgements, names))
             results.append(("", len(judgements), {k: values.pop(f"hit@{k}") for k in ks}, values))
         answers = {query: texts.queries[row].answers for query, row in enumerate(one.queries.tolist())}
@@ -259,7 +266,8 @@ def evaluate_and_report(
     results, match = evaluate(run.recipe, texts, answered), run.recipe.evaluate.match
     retrieved = [rankings for rankings in answered if rankings.system == "retriever"]
     # a picture for the first passage of each question alone: it takes an encoding of both
-    picture = partial(alignment, run) if run.recipe.model.kind == "late" else None
+    size = None if isinstance(passages, TokenStore) else passages.dimensions
+    picture = partial(alignment, run, dimensions=size) if run.recipe.model.kind == "late" else None
     questions = [question_samples(rankings, texts, match, picture) for rankings in retrieved]
     page.write_results(folder, results, beside=beside)
     write_runs(folder, texts, answered)
@@ -349,17 +357,20 @@ def marked(text: str, question: str) -> list[tuple[str, bool]]:
 
 
 @torch.no_grad()
-def alignment(run: RetrieverRun, question: str, passage: Passage) -> dict[str, Any] | None:
+def alignment(
+    run: RetrieverRun, question: str, passage: Passage, *, dimensions: int | None = None
+) -> dict[str, Any] | None:
     """The matches of a question's own tokens, in the order of the passage; None where the passage has no vector.
 
-    Mask tokens, which the score counts too, are left out.
+    Mask tokens, which the score counts too, are left out. dimensions: the features that are compared, by default all.
     """
     model: Any = run.model
     first = torch.zeros(1, dtype=torch.int64)
     asked = query_tokens([question], run.tokenizer, run.recipe).rows(first)
     read = passage_tokens([passage], run.tokenizer, run.recipe).rows(first)
     compared = read["input_ids"][model.compared(**read)].tolist()
-    (query, _), (key, mask) = run.encode_query([question]), run.encode_passage([passage])
+    query, _ = run.encode_query([question], dimensions=dimensions)
+    key, mask = run.encode_passage([passage], dimensions=dimensions)
     words = asked["input_ids"][0].tolist()
     if not words or not compared:
         return None
