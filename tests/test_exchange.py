@@ -372,7 +372,7 @@ def test_agreements_wait_for_no_work_of_the_device(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(consistency, "size", lambda group: 2)
     monkeypatch.setattr(consistency, "_own_stream", own_stream)
-    monkeypatch.setattr(consistency, "collective", lambda *_: nullcontext())
+    monkeypatch.setattr(consistency, "Collective", lambda *_: nullcontext())
     monkeypatch.setattr(consistency, "_carrier", lambda group: (group, torch.device("cpu")))
     monkeypatch.setattr(consistency, "all_gather", gather)
     assert consistency.most(3, None) == 3

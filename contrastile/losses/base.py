@@ -370,7 +370,7 @@ class PairLoss(ABC):
         for name in ("symmetric", "exclude_self"):
             truth_value(name, getattr(self, name))
         for name in ("uses_bias", "pairwise"):
-            if getattr(self, name) != getattr(type(self), name, getattr(self, name)):
+            if getattr(type(self), name, False) and not getattr(self, name):
                 raise invalid(name, f"stay as {type(self).__name__} has it", getattr(self, name), "Leave it out.")
         plain = all(isinstance(value, (bool, int, float, str)) for _, value in values)
         # a float of NumPy is written as Python's

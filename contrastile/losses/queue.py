@@ -24,8 +24,8 @@ NOBODY = torch.iinfo(torch.int64).min
 class KeyQueue(nn.Module):
     """The last `size` keys that were pushed, detached, with their ids: a ring buffer (MoCo, He et al. 2020).
 
-    Naively `keys = torch.cat([keys, key.detach()])[-size:]`, for the keys of all ranks in rank order. It is part of a
-    checkpoint by its `state_dict`, and has no parameters.
+    Naively `keys = torch.cat([keys, key.detach()])[-size:]`, for the keys of all ranks, but in another order: new keys
+    take the places of the oldest. It is part of a checkpoint by its `state_dict`, and has no parameters.
 
     Arguments:
         size: keys that are held, of all ranks together.

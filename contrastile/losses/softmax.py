@@ -72,7 +72,8 @@ class Softmax(PairLoss):
     symmetric (Radford et al. 2021).
 
     Naively `F.cross_entropy(x, positives)` with logits x [N, M], or the mean of it and of the transposed. With
-    `exclude_self` row i and key i are the same example, which is not compared with itself (SimCLR, SupCon).
+    `exclude_self` row i and key i are the same example, which is not compared with itself (SimCLR, SupCon). Positives
+    are then listed, or given by labels, and further keys follow those of the rows.
 
     >>> from contrastile import contrast
     >>> views = torch.nn.functional.normalize(torch.randn(8, 16), dim=-1)
