@@ -30,6 +30,7 @@ from contrastile.gradcache.ddp_fsdp import Sharding
 from contrastile.gradcache.forward import Features, Job, OutputForm, Record, detached, differentiable, refuse_gradients
 from contrastile.gradcache.inputs import Place, laid_out, laid_out_parts, lendable, listed
 from contrastile.gradcache.memory import AUTO, Releasable
+from contrastile.gradcache.mixing import to_check, warn_of_mixing
 from contrastile.gradcache.modes import Autocast, back_propagated, first_order, in_modes, sharing_casts, without_hooks
 from contrastile.gradcache.replay_check import ReplayCheck, poll, sketched
 from contrastile.offload import numbered, present_device, settle, stream
@@ -88,7 +89,8 @@ def encode(
     Returns the encoder's result (tensor, tuple, dict, nested), each leaf for the whole batch. Packed values, `Ragged`,
     are joined along their first axis. A number of shape [] or [1] that is not a row for each example, such as a scale,
     must be the same for every sub-batch, and is returned so.
-    Warns once where the second pass gives other features than the first; on a GPU in a later call.
+    Warns once where the second pass gives other features than the first; on a GPU in a later call. Warns in the first
+    call for an encoder whose features of an example depend on the other examples; this runs a sub-batch once more.
     Raises ValueError for inputs that cannot be split, for batch normalisation in training mode, whose statistics over a
     sub-batch are not those of the batch, for modules that change a buffer when they run, for encoders that write over
     their inputs or parameters, for the module inside a DistributedDataParallel, whose gradients would not be reduced,
@@ -205,14 +207,18 @@ def first_pass(job: Job, leaves: Sequence[Tensor], form: OutputForm, *, grad: bo
             outputs = job.run_retaining(record, index, rows, wanted)
             if outputs is None:
                 outputs, _ = job.with_room(partial(job.run, index, rows, form, with_graph), random)
+            checked = index == 0 and to_check(job)
+            sketches = sketched(outputs) if grad or checked else []
             if grad:
-                record.sketches.append(sketched(outputs))
+                record.sketches.append(sketches)
             else:
                 refuse_gradients(outputs)
             form.shared = form.shared or job.shared(outputs, values, form, random)
             features.add(index, outputs)
             # free the graph before the next one is built
             del outputs
+            if checked:
+                warn_of_mixing(job, rows, values, with_graph, sketches, random)
     states = [*record.random, job.reached.random(last=record.random[-1])]
     record.random = [state.drawn(following) for state, following in pairwise(states)]
     return features.finish(), record
