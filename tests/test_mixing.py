@@ -47,6 +47,8 @@ class Tower(nn.Module):
             case "the wrong axis":
                 # as many features as examples in a sub-batch
                 return rows.mean(0)
+            case "sums of examples before":
+                return rows.cumsum(0)
             case "in eval mode":
                 return rows if self.training else rows - rows.mean(0)
             case "dropout":
@@ -69,7 +71,15 @@ def _x(dtype: torch.dtype = torch.float32) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "kind", ["centred", "normalised", "attention along the batch", "the wrong axis", "centred, with dropout"]
+    "kind",
+    [
+        "centred",
+        "normalised",
+        "attention along the batch",
+        "the wrong axis",
+        "centred, with dropout",
+        "sums of examples before",
+    ],
 )
 def test_mixed_examples_are_warned_of_once(kind: str, dtype: torch.dtype) -> None:
     tower = Tower(kind).to(dtype)

@@ -1,9 +1,9 @@
 """Mixing check: a warning where the features of an example depend on the other examples of its sub-batch.
 
 An encoder that centres its features, normalises by hand or attends across the batch gives other features in sub-batches
-than in the whole batch. Once for each encoder and mode, `encode.first_pass` runs the first sub-batch again with the
-later half of its examples replaced by copies of the batch's last one, and with the same random numbers. The features of
-the half before must stay as they are. Batch normalisation is refused before this, in `introspect.py`.
+than in the whole batch. Once for each encoder and mode, `encode.first_pass` runs the first sub-batch again with every
+second example replaced by the batch's last one, and with the same random numbers. The features of the other examples
+must stay as they are. Batch normalisation is refused before this, in `introspect.py`.
 """
 
 import warnings
@@ -59,10 +59,11 @@ def warn_of_mixing(
     rows: its inputs. values: those of the whole batch. wanted: as for `Job.run`. random: the generators before it.
     """
     count = job.bounds[0][1]
-    half = (count + 1) // 2
 
     def replaced(row: Tensor, value: Tensor) -> Tensor:
-        return torch.cat([row[:half], value[-1:].to(row.device).expand(count - half, *row.shape[1:])])
+        others = row.clone()
+        others[1::2] = value[-1].to(row.device)
+        return others
 
     def sketches(inputs: Sequence[Tensor | None]) -> Sketches:
         random.restore()
@@ -77,7 +78,8 @@ def warn_of_mixing(
         pairs = zip(now, before, strict=True) if len(now) == len(before) else ()
         # an axis that follows the lengths of the other examples is not compared
         alike = [(x, y) for x, y in pairs if x is not None and y is not None and x.shape == y.shape]
-        return any(_distance(x, y, len(x) * half // count) > limit(x) for x, y in alike)
+        rows = [(x, *(each.view(count, -1)[::2] for each in (x, y))) for x, y in alike if len(x) % count == 0]
+        return any(_distance(now, before) > limit(x) for x, now, before in rows)
 
     def limit(x: Tensor) -> float:
         return tolerance([x.dtype, *job.reached.dtypes, *job.autocast.dtypes], accelerated=x.device.type != "cpu")
@@ -98,8 +100,7 @@ def warn_of_mixing(
     warnings.warn(str(invalid("encoder", rule, got, remedy)), stacklevel=2)
 
 
-def _distance(now: Tensor, before: Tensor, rows: int) -> float:
-    """The difference of the first rows in relation to their size; 0 where either is not finite."""
-    now, before = now[:rows], before[:rows]
+def _distance(now: Tensor, before: Tensor) -> float:
+    """The difference in relation to the size; 0 where either is not finite."""
     gap, size = (torch.linalg.vector_norm(x, dtype=accumulator(x.dtype)) for x in (now - before, before))
     return float((gap / size).nan_to_num(0.0, 0.0, 0.0))
