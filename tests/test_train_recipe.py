@@ -53,7 +53,7 @@ def test_a_run_in_place_of_its_recipe_is_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("runs").mkdir()
     Path("runs/recipe.toml").touch()
-    assert complaint(path="runs") == "runs: is a folder; that of this run is runs/recipe.toml"
+    assert complaint(path="runs") == "runs: is a folder; the recipe of this run is runs/recipe.toml"
 
 
 @pytest.mark.parametrize(

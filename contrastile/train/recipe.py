@@ -106,7 +106,7 @@ def read_tables(origin: str) -> dict[str, Any]:
             reason += f"; did you mean {near[0]}, a recipe of the package?"
     except IsADirectoryError:
         inside = os.path.join(origin, "recipe.toml")
-        how = f"that of this run is {inside}" if os.path.exists(inside) else naming
+        how = f"the recipe of this run is {inside}" if os.path.exists(inside) else naming
         reason = f"is a folder; {how}"
     except OSError as error:
         reason = f"cannot be read ({error.strerror})"
