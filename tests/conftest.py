@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 from collections.abc import Iterator
 
 # kernels are interpreted on the CPU; Triton reads this when it decorates a kernel
@@ -18,6 +17,7 @@ from hostile import Arena
 from interpreter import quicken
 from ranks import FIGURES, Pool, set_aside
 
+from contrastile.gradcache import encode
 from contrastile.train.report import page
 
 # modules loaded before the first test stay: the garbage collector need not look through them
@@ -59,7 +59,7 @@ def _undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def _unmixed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check for mixed examples runs an encoder once more, where tests count its runs; it has tests of its own."""
     if not request.node.get_closest_marker("mixing"):
-        monkeypatch.setattr(sys.modules["contrastile.gradcache.encode"], "to_check", lambda _: False)
+        monkeypatch.setattr(encode, "to_check", lambda _: False)
 
 
 @pytest.fixture(scope="session")
