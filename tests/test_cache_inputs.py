@@ -328,6 +328,9 @@ SENTENCES: dict[str, Any] = {
     "`inputs['b']` must be tensors whose first axis is the batch; got a tensor without axes. Convert": lambda: encode(
         LINEAR, {"a": torch.randn(2, 3), "b": torch.tensor(1.0)}, sub_batch=2
     ),
+    "`inputs` must be tensors whose first axis is the batch; got a sparse or nested tensor. Make it": lambda: encode(
+        LINEAR, torch.eye(3).to_sparse(), sub_batch=2
+    ),
     "`inputs['b']` must be tensors whose first axis is the batch; got ndarray. Convert": lambda: encode(
         LINEAR, {"a": torch.randn(2, 3), "b": torch.randn(2).numpy()}, sub_batch=2
     ),

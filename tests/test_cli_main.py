@@ -113,7 +113,11 @@ WORDS = {
     ),
     "evaluate {folder}/texts --corpus {folder}": "`--corpus` must come with --texts; got no --texts. ",
     "search {folder}/no hello": f"{RUN} ",
-    "search {folder}/pictures hello": '`index` must hold an index.json; got "{folder}/pictures/index". ',
+    "search {folder}/pictures hello": (
+        '`index` must hold an index.json; got "{folder}/pictures/index". '
+        "Make it first: contrastile encode {folder}/pictures FOLDER_OF_PICTURES\n"
+    ),
+    "export {folder}/pictures --as npy --out x": "contrastile encode {folder}/pictures FOLDER_OF_PICTURES\n",
     "search {folder}/texts hello": (
         '`index` must hold an index.json; got "{folder}/texts/index". '
         "Make it first: contrastile encode {folder}/texts\n"

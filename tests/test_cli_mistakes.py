@@ -47,6 +47,8 @@ MISTAKES = [
     (STEPS + "[data]\nsource = 'a/{0..9999}/{0..9999}.tar'",
      'data.source: must name at most 1,000,000 files; got 100,000,000 in "a/{0..9999}/{0..9999}.tar"'),
     (STEPS + "[data]\nsource = 'pipe:cat x.tar'", 'data.source: must name files on this machine; got "pipe:cat x.tar"'),
+    (STEPS + "[data]\nsource = 'x.toml'",
+     'data.source: must be "glyphs", a .tsv, .csv, .tar or .parquet file, or a folder; got "x.toml"'),
     (STEPS + "[data]\nsource = 'mine.tsv'", 'data.source: no such file "mine.tsv"'),
     (STEPS + "[data]\nsource = 'no/{000..009}.tar'", 'data.source: no such file "no/000.tar"'),
     (STEPS + "[data]\nweights = [2]", 'data.weights: must be left out: "glyphs" is no collection of several sources'),

@@ -244,10 +244,16 @@ def test_a_table_with_nothing_to_compare_is_refused(album):
     album.add("nowhere.png")
     assert refusal(album.open) == (
         f"`source` must hold at least two pairs that differ and can be read ({album.folder / 'pairs.tsv'}); got 1 "
-        f'readable pairs and skipped missing picture: 1; there is no "nowhere.png" in the folder "{album.folder}". '
+        f'readable; skipped missing picture: 1; there is no "nowhere.png" in the folder "{album.folder}". '
         "One is needed to train on, one to be held out."
     )
     assert not [entry for entry in os.scandir(album.folder / "cache") if entry.is_dir()]
+
+
+def test_a_table_of_one_title_is_refused(album):
+    header, *rows = album.lines
+    album.lines = [header, *(f"{row.partition(chr(9))[0]}\tthe same" for row in rows)]
+    assert f"; got {len(rows)} readable, all with one title or one picture. One is" in refusal(album.open)
 
 
 def test_a_table_that_is_not_there_is_refused(tmp_path):

@@ -439,7 +439,7 @@ def test_keys_that_a_comparison_sets_are_reported_of_a_recipe_and_refused_of_an_
     assert main(["compare", str(recipe), *rest]) == 0
     keys = ", ".join(word.partition("=")[0] for word in words)
     assert [one for one in caplog.messages if "itself" in one] == [
-        f"{recipe}: {comparison} sets {keys} itself, whatever is said there"
+        f"{recipe}: {comparison} sets {keys} itself: the recipe's own values are not used"
     ]
     # defaults, and values that the comparison sets too, are no loss
     recipe.write_text(to_toml(load_recipe(write_recipe(tmp_path), ["train.retain=1", "train.batch=256"])))

@@ -323,7 +323,9 @@ def test_keys_that_the_comparison_sets_are_reported_of_a_recipe_and_refused_of_a
     recipe, runs = write_text_recipe(tmp_path), ["--runs", str(tmp_path / "runs")]
     assert main(["compare", str(recipe), *runs]) == 0
     keys = "train.batch, train.sub_batch, train.retain, evaluate.every"
-    assert caplog.messages == [f"{recipe}: compare of retrievers sets {keys} itself, whatever is said there"]
+    assert caplog.messages == [
+        f"{recipe}: compare of retrievers sets {keys} itself: the recipe's own values are not used"
+    ]
     capsys.readouterr()
     for word in ("train.sub_batch.query=4", "evaluate.every=0.2", "train.accumulate=2", "train.minutes=1.0"):
         assert main(["compare", str(recipe), word, *runs]) == 2

@@ -472,8 +472,10 @@ def test_pictures_of_a_folder_are_found_by_a_text(tmp_path, capsys):
         assert main(["encode", *words]) == 2
     assert capsys.readouterr().err.splitlines()[-5:] == [
         "`--index` must be left out for pictures and texts; got x. It belongs to a retriever.",
-        "`corpus` must be a folder of pictures, for this run; got none. Name it behind the run.",
-        f'`corpus` must be a folder of pictures, for this run; got "{recipe}". Name it behind the run.',
+        "`corpus` must be a folder of pictures, for this run; got none. Name it after the run: "
+        "contrastile encode RUN FOLDER.",
+        f'`corpus` must be a folder of pictures, for this run; got "{recipe}". Name it after the run: '
+        "contrastile encode RUN FOLDER.",
         f'`corpus` must have pictures (.jpg, .jpeg, .png, .webp); got "{tmp_path}/cache", without any. Check its path.',
         "`dimensions` must be left out for a run of pictures and texts; got 3. Prefixes of features were not trained.",
     ]

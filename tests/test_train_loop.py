@@ -432,10 +432,17 @@ def test_failing_measurements_of_one_step_have_distinct_names(tmp_path, monkeypa
 def test_train_minutes_end_a_run_early(tmp_path, caplog, capsys):
     outcome = run_recipe(tiny_recipe(tmp_path, "train.examples=10000000", "train.minutes=0.01"), tmp_path / "runs")
     assert 0 < outcome.examples < 10_000_000
-    said = f"train.minutes=0.01 ended the training after {outcome.examples} of 10000000 pairs"
+    said = f"train.minutes=0.01 ended the training after {outcome.examples:,} of 10,000,000 pairs"
     assert said in caplog.messages
     last = [line for line in capsys.readouterr().err.splitlines() if line.startswith("training")][-1]
     assert last.startswith(f"training 100% · {outcome.examples:,} pairs")
+
+
+def test_a_resumed_run_that_is_not_there_begins_with_a_line(tmp_path, caplog):
+    for begins in (True, False):
+        caplog.clear()
+        folder = run_recipe(tiny_recipe(tmp_path, "train.examples=16"), tmp_path / "runs", resume=True).folder
+        assert (f"no run {folder} to go on with: a new one begins" in caplog.messages) == begins
 
 
 def test_a_run_takes_at_least_one_step(tmp_path):

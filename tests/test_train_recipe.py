@@ -34,7 +34,7 @@ def complaint(*overrides, path="x.toml"):
     ("name", "content", "sentence"),
     [
         ("none.toml", None, "no such file"),
-        ("folder.toml", "", "cannot be read (Is a directory)"),
+        ("mine.tsv", "", HINT.replace("not a recipe", "is a folder")),
         ("bytes.toml", b"\xff\xfe", "not a text in UTF-8"),
         ("mine.tsv", b"filepath\ttitle\n", HINT),
         ("mine.tsv", b"\xff\xd8", HINT),
@@ -47,6 +47,13 @@ def test_a_file_that_is_no_recipe_is_one_line(tmp_path, monkeypatch, name, conte
     elif content is not None:
         Path(name).write_bytes(content)
     assert complaint(path=name) == f"{name}: {sentence}"
+
+
+def test_a_run_in_place_of_its_recipe_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    Path("runs/recipe.toml").touch()
+    assert complaint(path="runs") == "runs: is a folder; the recipe of this run is runs/recipe.toml"
 
 
 @pytest.mark.parametrize(

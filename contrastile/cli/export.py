@@ -4,8 +4,7 @@ import argparse
 from pathlib import Path
 
 from contrastile._errors import invalid, one_of
-from contrastile.cli.options import finished_run_on
-from contrastile.train.folder import INDEX
+from contrastile.cli.options import finished_run_on, index_of
 
 LIBRARIES, INDEXES = ("sentence-transformers", "transformers", "open_clip"), ("npy", "faiss")
 # libraries for each kind of run, and its name in sentences
@@ -35,14 +34,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.kind not in (*libraries, *INDEXES):
         rule, remedy = f"be one of {', '.join(libraries)} for {noun}", "Other kinds of runs have the others."
         raise invalid("--as", rule, repr(arguments.kind), remedy)
-    index = Path(arguments.index) if arguments.index else folder / "index"
-    if arguments.kind in INDEXES and not (index / INDEX).is_file():
-        raise invalid("index", f"hold an {INDEX}", f'"{index}"', f"Make it first: contrastile encode {arguments.run}")
+    index = index_of(arguments, recipe) if arguments.kind in INDEXES else None
 
     from contrastile.integrations.export import export_index, export_run
     from contrastile.integrations.export_pairs import export_pair
 
-    if arguments.kind in INDEXES:
+    if index is not None:
         written = export_index(index, arguments.kind, Path(arguments.out))
     else:
         export = export_pair if recipe.kind == "image-text" else export_run

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from pathlib import Path
 from typing import Any
 
 from contrastile._errors import invalid
@@ -73,6 +74,16 @@ def candidates(text: str | None, recipe: Any) -> tuple[str, int] | None:
 def check_source(name: str, path: str | None) -> None:
     if path is not None and not os.path.exists(path):
         raise invalid(name, "be a file or folder", f'"{path}"', "Check its path.")
+
+
+def index_of(arguments: argparse.Namespace, recipe: Any) -> Path:
+    """The index of --index, or the run's own; raises ValueError where it was not made, with the command that does."""
+    index = Path(arguments.index or Path(arguments.run) / "index")
+    if not (index / INDEX).is_file():
+        corpus = " FOLDER_OF_PICTURES" if recipe.kind == "image-text" else ""
+        command = f"contrastile encode {arguments.run}{corpus}" + (f" --out {index}" if arguments.index else "")
+        raise invalid("index", f"hold an {INDEX}", f'"{index}"', f"Make it first: {command}")
+    return index
 
 
 def finished_run_on(run: str, device: str) -> tuple[RunFolder, Any]:

@@ -8,8 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 from contrastile._errors import invalid
-from contrastile.cli.options import add_candidates, add_device, at_least, candidates, finished_run_on
-from contrastile.train.folder import INDEX
+from contrastile.cli.options import add_candidates, add_device, at_least, candidates, finished_run_on, index_of
 
 SUMMARY = "find passages by a question, or pictures by a text; without one, ask for some"
 EXAMPLE = 'contrastile search runs/docstrings "bracket a minimum"'
@@ -32,20 +31,17 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Answer one question, or each line that is typed until an empty one."""
     folder, recipe = finished_run_on(arguments.run, arguments.device)
-    index = Path(arguments.index) if arguments.index else folder / "index"
     at_least("-k", arguments.k)
     at_least("lines", arguments.lines, 0)
     picked = candidates(arguments.candidates, recipe)
     if arguments.page is not None and arguments.question is None:
-        raise invalid("--page", "come with a question", "none", "Name it behind the run.")
+        raise invalid("--page", "come with a question", "none", "Name it after the run.")
     if arguments.page is not None and getattr(recipe.model, "kind", "single") != "late":
         rule, remedy = "be left out unless the run is a late retriever", "One vector a text has no tokens to show."
         raise invalid("--page", rule, f'"{arguments.page}"', remedy)
     if arguments.question is not None and not arguments.question.strip():
         raise invalid("question", "have words", "none", "Leave it out to be asked for some.")
-    if not (index / INDEX).is_file():
-        command = f"contrastile encode {arguments.run}" + (f" --out {index}" if arguments.index else "")
-        raise invalid("index", f"hold an {INDEX}", f'"{index}"', f"Make it first: {command}")
+    index = index_of(arguments, recipe)
 
     from contrastile.retrieval.search import first_stage, open_search, write_page
 

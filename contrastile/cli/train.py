@@ -14,7 +14,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add("recipe", help=RECIPE)
     add("overrides", **OVERRIDES, help="such as train.minutes=2 or loss.kind=siglip")
     add("--runs", default="runs", metavar="FOLDER", help=runs)
-    add("--resume", action="store_true", help="continue the interrupted run of that name")
+    add("--resume", action="store_true", help="continue the interrupted run of that name; begin it where there is none")
 
 
 def run(arguments: argparse.Namespace) -> int:

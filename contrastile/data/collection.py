@@ -62,7 +62,9 @@ def open_table(source: str, options: PairOptions) -> PairSet:
         captions, digests, skipped = _decode_all(writer, rows, read, options.progress, "reading the pictures")
         ids = base.joined_ids(captions, digests)
         if len(set(ids.tolist())) < 2:
-            got = f"{len(captions)} readable pairs" + (f" and skipped {base.counted(skipped)}" if skipped else "")
+            # equal titles or equal pictures make pairs one
+            alike = ", all with one title or one picture" if len(captions) > 1 else ""
+            got = f"{len(captions)} readable{alike}" + (f"; skipped {base.counted(skipped)}" if skipped else "")
             got += _first_missing(rows, Path(source).parent)
             remedy = "One is needed to train on, one to be held out."
             raise invalid("source", f"hold at least two pairs that differ and can be read ({source})", got, remedy)

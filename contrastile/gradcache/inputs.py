@@ -290,15 +290,18 @@ def _check(paths: Sequence[str], leaves: Sequence[Any]) -> None:
     cut = any(isinstance(leaf, (Tensor, Ragged)) for leaf in leaves)
     for path, leaf in zip(paths, leaves, strict=True):
         if isinstance(leaf, Tensor):
-            refused = leaf.ndim == 0
+            refused = leaf.ndim == 0 or leaf.layout is not torch.strided
         else:
             # an array, or a mapping that pytree does not know, would not be cut
             array = hasattr(leaf, "__array__") and getattr(leaf, "ndim", 0) > 0
             refused = array or isinstance(leaf, Mapping) or not (cut or leaf is None)
         if refused:
-            got = "a tensor without axes" if isinstance(leaf, Tensor) else type(leaf).__name__
+            got = type(leaf).__name__
+            if isinstance(leaf, Tensor):
+                got = "a tensor without axes" if leaf.ndim == 0 else "a sparse or nested tensor"
             remedy = "Tokenise texts first" if isinstance(leaf, (str, list)) else "Convert arrays with torch.as_tensor"
             remedy = "Make it a dict" if isinstance(leaf, Mapping) else remedy
+            remedy = "Make it dense" if isinstance(leaf, Tensor) and leaf.ndim else remedy
             remedy = f"{remedy}; bind other arguments with functools.partial."
             raise invalid(path, "be tensors whose first axis is the batch", got, remedy)
     if not cut:

@@ -322,7 +322,12 @@ def picture_passages(folder: str | None) -> tuple[list[Passage], str]:
     """The pictures below `folder`, in the order of their paths, and a name that changes with any of the files."""
     if folder is None or not os.path.isdir(folder):
         got = "none" if folder is None else f'"{folder}"'
-        raise invalid("corpus", "be a folder of pictures, for this run", got, "Name it behind the run.")
+        raise invalid(
+            "corpus",
+            "be a folder of pictures, for this run",
+            got,
+            "Name it after the run: contrastile encode RUN FOLDER.",
+        )
     root = Path(folder).resolve()
     paths = files_below(root, PICTURES)
     if not paths:

@@ -79,14 +79,16 @@ def run_recipe(recipe: Recipe | RetrieverRecipe, runs: str | Path, *, resume: bo
         return Outcome(None, result.examples, "", result.stopped_by, task.unit)
     with folders.resumed_run(begun) if begun is not None else folders.new_run(runs, recipe.name) as folder:
         if begun is None:
+            if resume:
+                logger.warning("no run %s to go on with: a new one begins", folder.path)
             begin_run(folder, task.run)
         checkpoints = checkpoints_of(run=folder)
         result = states.finished_result(folder)
         if result is None:
             result = train_run(folder, task, checkpoints, ranks)
             if result.finished and result.examples < result.planned:
-                message = "train.minutes=%g ended the training after %d of %d %s"
-                logger.warning(message, recipe.train.minutes, result.examples, result.planned, task.unit)
+                message = "train.minutes=%g ended the training after %s of %s %s"
+                logger.warning(message, recipe.train.minutes, f"{result.examples:,}", f"{result.planned:,}", task.unit)
         else:
             task.set_model(load(folder.path, device=recipe.device).model)
         table = task.report(folder) if result.finished else ""

@@ -94,6 +94,7 @@ def load_any_recipe(path: str | Path, overrides: Sequence[str] = (), *, files: b
 def read_tables(origin: str) -> dict[str, Any]:
     """Read a TOML file, or a packaged recipe by its name, as nested dictionaries; raise `RecipeError` for neither."""
     packaged = PACKAGED / f"{origin}.toml"
+    naming = f"a recipe is a TOML file that names its data: contrastile train RECIPE data.source={origin}"
     path = packaged if os.path.basename(origin) == origin and not os.path.exists(origin) else Path(origin)
     try:
         return tomllib.loads((path if path.is_file() else Path(origin)).read_text(encoding="utf-8"))
@@ -103,13 +104,16 @@ def read_tables(origin: str) -> dict[str, Any]:
             reason += "; a recipe comes before key=value, such as glyphs"
         elif near := difflib.get_close_matches(Path(origin).stem, recipe_names(), n=1, cutoff=0.7):
             reason += f"; did you mean {near[0]}, a recipe of the package?"
+    except IsADirectoryError:
+        inside = os.path.join(origin, "recipe.toml")
+        how = f"the recipe of this run is {inside}" if os.path.exists(inside) else naming
+        reason = f"is a folder; {how}"
     except OSError as error:
         reason = f"cannot be read ({error.strerror})"
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         reason = "not a text in UTF-8" if isinstance(error, UnicodeDecodeError) else f"not valid TOML: {error}"
         if not origin.endswith(".toml"):
-            how = f"a recipe is a TOML file that names its data: contrastile train RECIPE data.source={origin}"
-            reason = f"not a recipe; {how}"
+            reason = f"not a recipe; {naming}"
     raise RecipeError(f"{origin}: {reason}")
 
 

@@ -151,7 +151,7 @@ class DataSettings(Settings):
         if not needs_files(info):
             return source
         absent = next(filter(None, map(missing, parts)), None)
-        if absent == source and not os.path.splitext(source)[1]:
+        if absent == source and (os.path.exists(source) or not os.path.splitext(source)[1]):
             raise ValueError(f'must be "glyphs", a .tsv, .csv, .tar or .parquet file, or a folder; got "{source}"')
         if absent is not None:
             raise ValueError(f'no such file "{absent}"')
