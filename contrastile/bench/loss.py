@@ -280,7 +280,7 @@ class LossBench:
         if not self._across:
             yield from contestants(case, device, peers=peers)
             return
-        # NCCL_MAX_CTAS
+        # by NCCL_MAX_CTAS: kernels then run on fewer multiprocessors, so rows say it
         reserved = collectives.reserved_multiprocessors(None)
         for name, most_rows in {ONE_PROCESS: MOST_ALONE, **EXCHANGES}.items():
             if name == "hierarchical" and node_size(size) == size:
