@@ -137,12 +137,12 @@ def agreed_layout(
     tokens: tuple[int, int] | None = None,
 ) -> Layout:  # fmt: skip
     """The rows and columns of every rank, and the most tokens; raises where the ranks' statements differ."""
-    group = options.group
+    group = collectives.resolved(options.group)
     statement = _statement(options, loss, rows, cols, ragged=tokens is not None) | statement
     counted = consistency.tally(group, statement, (len(rows), len(cols), *(tokens or (0, 0))))
     of_rows, of_cols, *lengths = (tuple(each) for each in zip(*counted, strict=True))
     longest = None if tokens is None else (max(lengths[0]), max(lengths[1]))
-    layout = Layout(group, collectives.rank(group), of_rows, of_cols, tokens=longest)
+    layout = Layout(group, group.rank(), of_rows, of_cols, tokens=longest)
     _not_empty(sum(layout.rows))
     return layout
 

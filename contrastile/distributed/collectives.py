@@ -160,7 +160,7 @@ def begin_scatter_sum(x: Tensor, sizes: Sequence[int], group: Any) -> Transfer:
     group, largest, operation = resolved(group), max(sizes), "sum of the ranks' parts"
     even = all(n == largest for n in sizes)
     padded = x if even else torch.cat([_padded(rows, largest) for rows in x.split(list(sizes))])
-    own, rows = x.new_empty((largest, *x.shape[1:])), sizes[rank(group)]
+    own, rows = x.new_empty((largest, *x.shape[1:])), sizes[group.rank()]
     with Collective(operation, group):
         works = [_reduce_scatter(own, padded, group=group, async_op=True)] if own.numel() else []
     return Transfer(group, operation, works, [own], [padded], lambda arrived: [arrived[0][:rows]])
@@ -171,7 +171,8 @@ def exchange_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
 
     x [Σ sizes of the others, ...]: the rows for each other rank.
     """
-    me, W = rank(group), len(sizes)
+    group, W = resolved(group), len(sizes)
+    me = group.rank()
     leaving = [0 if other == me else n for other, n in enumerate(sizes)]
     arriving = [0 if other == me else sizes[me] for other in range(W)]
     received = x.new_empty(((W - 1) * sizes[me], *x.shape[1:]))

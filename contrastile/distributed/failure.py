@@ -58,7 +58,8 @@ _states: WeakKeyDictionary[Any, GroupState] = WeakKeyDictionary()
 
 def state_of(group: Any) -> GroupState:
     """The state of a group, made at the first call."""
-    return _states.setdefault(resolved(group), GroupState())
+    group = resolved(group)
+    return _states.get(group) or _states.setdefault(group, GroupState())
 
 
 def resolved(group: Any) -> Any:

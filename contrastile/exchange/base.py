@@ -122,8 +122,8 @@ class Exchange(ABC):
         return cls.extra_bytes(layout, D, dtype)
 
     @classmethod
-    def blocks(cls, layout: Layout) -> list[tuple[int, int]]:
-        """Rows and columns of each block that a rank computes, the block with most columns last."""
+    def blocks(cls, layout: Layout, _D: int) -> list[tuple[int, int]]:
+        """Rows and columns of each block that a rank computes, the block with most columns last; D numbers a column."""
         return [(max(layout.rows), max(layout.cols))]
 
     @classmethod

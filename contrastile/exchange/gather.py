@@ -4,13 +4,13 @@ The decomposition of DisCo-CLIP (Chen et al. 2023, equations 5 to 8) and of Open
 gradients; rows and columns have their statistics from one sweep. It is as fast as the ring, and simpler, where all
 columns and their accumulators fit into memory, b · D numbers each. Communication overlaps with the block of the rank's
 own columns: the forward computes it first, while the other columns arrive, the backward last, while gradients are sent.
+A small block hides less than a second one costs the host: ranks of few rows compute all columns in one block.
 The gathered columns stay from the forward to the backward.
 
 Replicate: every rank gets all rows too and computes the whole matrix, as CLIP's own training did. The baseline of the
 papers' tables: b² work and, with dense tiles, b² memory on every rank.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -19,9 +19,13 @@ from torch import Tensor
 
 from contrastile._types import accumulator
 from contrastile.distributed import collectives
-from contrastile.exchange.base import Exchange, Layout, bytes_per_feature, gather_shard
+from contrastile.exchange.base import Exchange, Layout, Traffic, bytes_per_feature, gather_shard
 from contrastile.losses.base import Shard
 from contrastile.tiles.base import STATISTICS, Sum, Tiles
+
+# pairs of a rank's rows and its own columns, times the numbers of a column, up to which all columns are one block: some
+# 0.4 ms of an H200's arithmetic in both passes, where a second block takes the host as long
+TOGETHER = 2**35
 
 
 @dataclass(frozen=True)
@@ -33,27 +37,36 @@ class Gather(Exchange):
 
     def forward(self, tiles: Tiles, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
         wait = gather_shard(cols, self.layout.cols, self.layout.group, self.layout.start(0))
-        row_stats, col_stats = tiles.forward(rows, cols)
-        tiles.columns = wait()
-        others = []
-        for block, _ in self._other_columns(tiles.columns):
-            block_rows, block_cols = tiles.forward(rows, block)
-            tiles.merge(row_stats, block_rows[None])
-            others.append(block_cols)
+        own, others = self._slices()
+        if self._together(cols):
+            tiles.columns = wait()
+            row_stats, of_all = tiles.forward(rows, tiles.columns)
+            parts = [None if of_all is None else of_all[:, along] for along in (own, *others)]
+        else:
+            row_stats, *parts = tiles.forward(rows, cols)
+            tiles.columns = wait()
+            for along in others:
+                block_rows, block_cols = tiles.forward(rows, tiles.columns.narrow(along.start, along.stop))
+                tiles.merge(row_stats, block_rows[None])
+                parts.append(block_cols)
+        col_stats, *sent = parts
         if col_stats is not None:
-            sent = torch.cat([col_stats.T[:0], *(stats.T for stats in others if stats is not None)])
-            received = collectives.exchange_rows(sent, self.layout.cols, self.layout.group)
+            col_stats = col_stats.contiguous()
+            leaving = torch.cat([col_stats.T[:0], *(stats.T for stats in sent if stats is not None)])
+            received = collectives.exchange_rows(leaving, self.layout.cols, self.layout.group)
             tiles.merge(col_stats, received.transpose(1, 2))
         return row_stats, col_stats
 
     def backward(self, tiles: Tiles, rows: Shard, cols: Shard, u: Sum, v: Sum, row_stats: Tensor | None) -> Tensor:
-        columns = self._all_columns(tiles, cols)
+        columns, together = self._all_columns(tiles, cols), self._together(cols)
         v_all = None if v is None else v.new_zeros(len(columns), v.shape[1])
         sums = tiles.no_pairs()
-        for block, along in self._other_columns(columns):
-            sums += tiles.backward(rows, block, u, None if v_all is None else v_all[along], row_stats)
+        for along in [slice(0, len(columns))] if together else self._slices()[1]:
+            block, v_block = columns.narrow(along.start, along.stop), None if v_all is None else v_all[along]
+            sums += tiles.backward(rows, block, u, v_block, row_stats)
         pending = None if v_all is None else collectives.begin_scatter_sum(v_all, self.layout.cols, self.layout.group)
-        sums += tiles.backward(rows, cols, u, v, row_stats)
+        if not together:
+            sums += tiles.backward(rows, cols, u, v, row_stats)
         if v is not None and pending is not None:
             v += pending.wait()[0]
         return sums
@@ -65,11 +78,19 @@ class Gather(Exchange):
     @classmethod
     def expected_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
         wide, others = accumulator(dtype).itemsize, sum(layout.cols) - min(layout.cols)
-        # the sum that arrives, and the statistics of the others' columns, as sent and as received
-        return cls.extra_bytes(layout, D, dtype) + wide * (max(layout.cols) * D + STATISTICS * others)
+        # the sum that arrives beside a block, and the statistics of the others' columns, as sent and as received
+        arriving = 0 if _together(layout, D) else max(layout.cols) * D
+        return cls.extra_bytes(layout, D, dtype) + wide * (arriving + STATISTICS * others)
 
     @classmethod
-    def blocks(cls, layout: Layout) -> list[tuple[int, int]]:
+    def traffic(cls, layout: Layout, D: int, dtype: torch.dtype) -> Traffic:
+        traffic = super().traffic(layout, D, dtype)
+        return traffic._replace(beside=(0.0, 0.0)) if _together(layout, D) else traffic
+
+    @classmethod
+    def blocks(cls, layout: Layout, D: int) -> list[tuple[int, int]]:
+        if _together(layout, D):
+            return [(max(layout.rows), sum(layout.cols))]
         # its own, and the first rank meets all other columns at once
         widths = sorted((max(layout.cols), sum(layout.cols[1:])))
         return [(max(layout.rows), width) for width in widths if width]
@@ -86,13 +107,19 @@ class Gather(Exchange):
         state, coefficient = both.T.contiguous().split([len(cols.state), 1])
         return replace(columns, state=state, coefficient=coefficient[0])
 
-    def _other_columns(self, columns: Shard) -> Iterator[tuple[Shard, slice]]:
-        """The columns before this rank's own and those behind them, each with its slice of all columns."""
+    def _together(self, cols: Shard) -> bool:
+        return _together(self.layout, cols.features.shape[1:].numel())
+
+    def _slices(self) -> tuple[slice, list[slice]]:
+        """This rank's own columns among all, and those before them and behind."""
         sizes, rank = self.layout.cols, self.layout.rank
-        first = sum(sizes[:rank])
-        for along in (slice(0, first), slice(first + sizes[rank], sum(sizes))):
-            if along.stop > along.start:
-                yield columns.narrow(along.start, along.stop), along
+        first, stop = sum(sizes[:rank]), sum(sizes[: rank + 1])
+        return slice(first, stop), [slice(*ends) for ends in ((0, first), (stop, sum(sizes))) if ends[0] < ends[1]]
+
+
+def _together(layout: Layout, D: int) -> bool:
+    """True where the block of a rank's own columns is too small to hide a transfer; the same on all ranks."""
+    return max(layout.rows) * max(layout.cols) * D <= TOGETHER
 
 
 @dataclass(frozen=True)
@@ -134,7 +161,7 @@ class Replicate(Exchange):
         return cls.extra_bytes(layout, D, dtype) + every * STATISTICS * accumulator(dtype).itemsize
 
     @classmethod
-    def blocks(cls, layout: Layout) -> list[tuple[int, int]]:
+    def blocks(cls, layout: Layout, _D: int) -> list[tuple[int, int]]:
         return [(sum(layout.rows), sum(layout.cols))]
 
     def _all_rows(self, rows: Shard) -> Shard:

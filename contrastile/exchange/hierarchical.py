@@ -53,8 +53,8 @@ class Hierarchical(Exchange):
         return ring + max(Gather.expected_bytes(node, D, dtype) for node in nodes)
 
     @classmethod
-    def blocks(cls, layout: Layout) -> list[tuple[int, int]]:
-        return max((Gather.blocks(node) for node in _nodes(layout)), key=lambda blocks: blocks[-1][1])
+    def blocks(cls, layout: Layout, D: int) -> list[tuple[int, int]]:
+        return max((Gather.blocks(node, D) for node in _nodes(layout)), key=lambda blocks: blocks[-1][1])
 
     @classmethod
     def traffic(cls, layout: Layout, D: int, dtype: torch.dtype) -> Traffic:

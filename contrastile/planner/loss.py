@@ -108,7 +108,7 @@ class LossSize:
     @cached_property
     def block(self) -> tuple[int, int]:
         """Rows and columns of the largest block."""
-        return self.exchange_class.blocks(self.layout)[-1]
+        return self.exchange_class.blocks(self.layout, self.carried)[-1]
 
     @property
     def blocks(self) -> list[tuple[int, int]]:
@@ -116,7 +116,7 @@ class LossSize:
         if self.host:
             cuts = self._cuts()
             return [(min(cuts.strip, self.rows), min(cuts.shard, self.columns))]
-        return self.exchange_class.blocks(self.layout)
+        return self.exchange_class.blocks(self.layout, self.carried)
 
     @cached_property
     def workspace_bytes(self) -> int:
