@@ -24,8 +24,8 @@ from contrastile.losses.base import Shard
 from contrastile.tiles.base import STATISTICS, Sum, Tiles
 
 # pairs of a rank's rows and its own columns, times the numbers of a column, up to which all columns are one block: some
-# 0.4 ms of an H200's arithmetic in both passes, where a second block takes the host as long
-TOGETHER = 2**35
+# 0.1 ms of an H200's arithmetic in both passes, where a second block takes the host 0.5 ms and more
+TOGETHER = 2**33
 
 
 @dataclass(frozen=True)
