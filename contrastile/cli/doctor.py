@@ -48,7 +48,8 @@ def lines(values: dict[str, Any]) -> Iterator[str]:
     system, torch = values["system"], values["torch"]
     yield f"contrastile {system['contrastile']}, Python {system['python']}, {system['system']}"
     nccl = f", NCCL {torch['nccl']}" if torch["nccl"] else ", no NCCL"
-    yield f"torch {torch['version']}, CUDA {torch['cuda'] or 'none'}{nccl}, {torch['threads']} threads"
+    threads = f"{torch['threads']} thread{'s' * (torch['threads'] != 1)}"
+    yield f"torch {torch['version']}, CUDA {torch['cuda'] or 'none'}{nccl}, {threads}"
     yield f"{system['cpus']:g} CPUs, {size(system['free'])} of {size(system['memory'])} memory free"
     for device in values["devices"]:
         if device["broken"] is not None:
