@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from problems import PROBLEMS, distance
+from ranks import Pool
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -22,6 +23,8 @@ pytest.importorskip("triton")
 
 from contrastile import ClipLoss, contrast
 from contrastile.engine import graph, plan
+from contrastile.engine.problem import Problem
+from contrastile.exchange.base import Exchange
 from contrastile.losses import Sigmoid, Softmax
 from contrastile.scorers import MaxSim
 from contrastile.tiles.base import Accumulated
@@ -33,9 +36,13 @@ CAPTURED: list[int] = []
 BYTES = graph.KEPT_BYTES // 2 - 2**20
 
 
-def _captured(compute: Callable[[], Accumulated]) -> tuple[Accumulated, Callable[[], None], int, int]:
-    """A computation whose replay is a further run."""
+def _captured(
+    compute: Callable[[], Accumulated], *, across_ranks: bool
+) -> tuple[Accumulated, Callable[[], None], int, int]:
+    """A computation whose replay is a further run; in one process its results are those of no call."""
     results = compute()
+    if not across_ranks:
+        results.sums.fill_(torch.nan)
     CAPTURED.append(len(CAPTURED))
 
     def replay() -> None:
@@ -46,10 +53,18 @@ def _captured(compute: Callable[[], Accumulated]) -> tuple[Accumulated, Callable
     return results, replay, BYTES, 0
 
 
+def _small(problem: Problem, exchange: Exchange, _: Any) -> bool:
+    return problem.options.reduction != "none" and exchange.repeatable(problem.rows.features.shape[-1])
+
+
 @pytest.fixture
 def _played(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    yield from _plays(monkeypatch)
+
+
+def _plays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(plan, "_plans", {})
-    monkeypatch.setattr(plan, "small", lambda problem, *_: problem.options.reduction != "none")
+    monkeypatch.setattr(plan, "small", _small)
     for name, value in {"_captured": _captured, "current_stream_address": lambda _: 0}.items():
         monkeypatch.setattr(graph, name, value)
     for name in ("current_device", "current_stream"):
@@ -119,7 +134,7 @@ def test_sums_are_copied_away_for_a_backward_that_is_still_to_come(monkeypatch: 
 
 @pytest.mark.usefixtures("_played")
 def test_a_backward_that_failed_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*arguments: Any) -> None:
+    def failing(*arguments: Any, **how: Any) -> None:
         raise MemoryError
 
     for _ in range(graph.CALLS + 2):
@@ -231,7 +246,7 @@ def test_nothing_is_small_on_a_cpu() -> None:
 def test_a_capture_that_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
-    def failing(*arguments: Any) -> None:
+    def failing(*arguments: Any, **how: Any) -> None:
         tried.append(1)
         raise RuntimeError("no")
 
@@ -272,7 +287,7 @@ def test_hooks_of_a_profiler_see_every_launch(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.usefixtures("_played")
 def test_a_replayed_step_makes_few_python_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of functions of the package are counted, without kernels and the captured computation."""
-    monkeypatch.setattr(graph, "_captured", lambda compute: (compute(), lambda: None, 1, 0))
+    monkeypatch.setattr(graph, "_captured", lambda compute, **_: (compute(), lambda: None, 1, 0))
     q, k, scale = *F.normalize(torch.randn(2, 6, 4), dim=-1).requires_grad_(), torch.tensor(3.0, requires_grad=True)
     ids, loss, calls = torch.arange(6), ClipLoss(), []
     files = [f"contrastile/{path}" for path in ("modules/", "engine/", "gradcache/", "tiles/triton/replay.py")]
@@ -301,3 +316,89 @@ def test_graphs_that_are_kept_were_captured_on_streams_of_their_own(monkeypatch:
     assert first not in [each.apart for each in graphs.values()]
     assert graph._free_stream() is first
     assert len(graph._streams[0]) == 3
+
+
+SIZES = {"even": (4, 4, 4), "uneven": (5, 0, 3)}
+KINDS: dict[str, dict[str, Any]] = {
+    "clip": {"loss": Softmax(symmetric=True)},
+    "ids, weights": {"loss": Softmax(symmetric=True), "query_ids": 3, "key_ids": 3, "weights": 1},
+    "labels": {"loss": Softmax(symmetric=True), "query_labels": 2, "key_labels": 2},
+    "siglip": {"loss": Sigmoid(), "bias": -3.0},
+    "sum": {"loss": Softmax(), "reduction": "sum", "gradient": "sum"},
+}
+
+
+def _steps(rank: int, group: Any, kind: str, exchange: str) -> list[Tensor]:
+    """Losses and gradients of calls of several sizes; only gather repeats calls, and rank 2 refuses in one of them."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        played = _plays(patch)
+        next(played)
+        for step, sizes in enumerate(["even"] * 5 + ["uneven"] * 4 + ["even"] * 2):
+            torch.manual_seed(10 * step + rank)
+            n = SIZES[sizes][rank]
+            q, k = (torch.randn(n, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))
+            scale = torch.tensor(2.0 + step, dtype=torch.float64, requires_grad=True)
+            how = dict(KINDS[kind])
+            for name in ("query_ids", "key_ids", "query_labels", "key_labels"):
+                if name in how:
+                    how[name] = torch.randint(how[name], (n,))
+            if "weights" in how:
+                how["weights"] = torch.rand(n, dtype=torch.float64)
+            hooks = (
+                torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x) if step == 4 == 2 + rank else None
+            )
+            with hooks or nullcontext():
+                loss = contrast(q, k, scale=scale, exchange=exchange, group=group, **how)
+            found += [loss.detach(), *torch.autograd.grad(2.0 * loss, [q, k, scale])]
+        # the calls of both layouts
+        assert len(CAPTURED) == (2 if exchange == "gather" else 0)
+        next(played, None)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_of_several_ranks_are_repeated_for_each_layout(pool: Pool, kind: str) -> None:
+    repeated, truth = (pool.run(_steps, 3, kind, exchange) for exchange in ("gather", "ring"))
+    for ours, theirs in zip(repeated, truth, strict=True):
+        assert all(distance(x, y) <= 1e-12 for x, y in zip(ours, theirs, strict=True))
+
+
+class _Played:
+    """A graph that says what happens to it."""
+
+    def __init__(self) -> None:
+        self.number = len(HAPPENED)
+        HAPPENED.append("made")
+
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+        assert pool in (None, "pool")
+        HAPPENED.append("begin")
+
+    def capture_end(self) -> None:
+        HAPPENED.append("end")
+
+    def pool(self) -> str:
+        return "pool"
+
+    def replay(self) -> None:
+        HAPPENED.append(f"replay {self.number}")
+
+
+HAPPENED: list[str] = []
+
+
+def test_transfers_are_made_between_graphs_in_a_recorded_call_and_in_each_repetition(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", _Played)
+    HAPPENED.clear()
+    parts = graph.Parts()
+    parts.begin()
+    parts.transfer(lambda: HAPPENED.append("transfer"))
+    parts.end()
+    parts.last()
+    assert HAPPENED == ["made", "begin", "end", "replay 0", "transfer", "made", "begin", "end", "replay 5"]
+    HAPPENED.clear()
+    parts.replay()
+    assert HAPPENED == ["replay 0", "transfer", "replay 5"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,6 +64,32 @@ class Collective:
             progress.operation = None
         else:
             _raise_lost(error, self._operation, self._carrier or self._group)
+
+
+class _Recorder(threading.local):
+    """A call of this thread that is recorded, to be repeated later; `transfer` takes each operation of all ranks."""
+
+    transfer: Callable[[Callable[[], None]], None] | None = None
+
+
+recorder = _Recorder()
+
+
+def _carried(operation: str, group: Any, begin: Callable[[], list[Any]]) -> list[Any]:
+    """The works that `begin` starts. Those of a call that is recorded are waited for here and in each repetition."""
+
+    def carry() -> list[Any]:
+        with Collective(operation, group):
+            return begin()
+
+    def complete() -> None:
+        for work in carry():
+            work.wait()
+
+    if recorder.transfer is None:
+        return carry()
+    recorder.transfer(complete)
+    return []
 
 
 @contextmanager
@@ -146,12 +173,11 @@ def begin_gather(tensors: Sequence[Tensor], sizes: Sequence[int], group: Any) ->
         pairs = zip(arrived, tensors, strict=True)
         return [all_rows if all_rows.dtype == x.dtype else all_rows.view(x.dtype).squeeze(-1) for all_rows, x in pairs]
 
-    with Collective(operation, group):
-        works = [
-            all_gather(all_rows, x, group=group, async_op=True)
-            for all_rows, x in zip(received, sent, strict=True)
-            if all_rows.numel()
-        ]
+    def begin() -> list[Any]:
+        several = zip(received, sent, strict=True)
+        return [all_gather(all_rows, x, group=group, async_op=True) for all_rows, x in several if all_rows.numel()]
+
+    works = _carried(operation, group, begin)
     return Transfer(group, operation, works, received, sent, unpacked)
 
 
@@ -161,8 +187,11 @@ def begin_scatter_sum(x: Tensor, sizes: Sequence[int], group: Any) -> Transfer:
     even = all(n == largest for n in sizes)
     padded = x if even else torch.cat([_padded(rows, largest) for rows in x.split(list(sizes))])
     own, rows = x.new_empty((largest, *x.shape[1:])), sizes[group.rank()]
-    with Collective(operation, group):
-        works = [_reduce_scatter(own, padded, group=group, async_op=True)] if own.numel() else []
+
+    def begin() -> list[Any]:
+        return [_reduce_scatter(own, padded, group=group, async_op=True)] if own.numel() else []
+
+    works = _carried(operation, group, begin)
     return Transfer(group, operation, works, [own], [padded], lambda arrived: [arrived[0][:rows]])
 
 
@@ -176,8 +205,12 @@ def exchange_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
     leaving = [0 if other == me else n for other, n in enumerate(sizes)]
     arriving = [0 if other == me else sizes[me] for other in range(W)]
     received = x.new_empty(((W - 1) * sizes[me], *x.shape[1:]))
-    with Collective("exchange of statistics", group):
+
+    def begin() -> list[Any]:
         dist.all_to_all_single(received, x, arriving, leaving, group=group)
+        return []
+
+    _carried("exchange of statistics", group, begin)
     return received.view(W - 1, sizes[me], *x.shape[1:])
 
 
@@ -191,15 +224,21 @@ def total(x: Tensor, group: Any) -> Tensor:
 def largest(x: Tensor, group: Any) -> Tensor:
     """The largest over ranks of each number of x."""
     x = x.clone()
-    with Collective("maximum over ranks", group):
-        dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
+    _reduce(x, group, "maximum over ranks", dist.ReduceOp.MAX)
     return x
 
 
 def sum_into(x: Tensor, group: Any, operation: str) -> None:
     """Replace x by its sum over ranks."""
-    with Collective(operation, group):
-        dist.all_reduce(x, group=group)
+    _reduce(x, group, operation, dist.ReduceOp.SUM)
+
+
+def _reduce(x: Tensor, group: Any, operation: str, kind: Any) -> None:
+    def begin() -> list[Any]:
+        dist.all_reduce(x, kind, group=group)
+        return []
+
+    _carried(operation, group, begin)
 
 
 def broadcast(x: Tensor, group: Any, source: int = 0) -> None:

@@ -4,7 +4,8 @@ A batch of 4,096 rows keeps a GPU busy for 0.2 ms, but its thirty launches keep 
 with ids, labels or listed positives there are sixty. From the third call of a plan on they are two launches in the
 forward, one that copies features, numbers, labels and weights to the memory that the graph reads, and the graph itself,
 and one in the backward. Gradient sums stay in the graph's memory until their backward (`Held`), so that calls are
-independent of each other. Kernels and their order are those of the calls before.
+independent of each other. Kernels and their order are those of the calls before. Ranks of few rows have a graph before
+and after each of their transfers, which are made anew in each call: a lost rank is found as ever.
 
 `Replayed` is the twin of `Operation` for such a call: nothing is left to choose, so it has none of `Operation`'s steps.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +27,7 @@ import torch
 from torch import Tensor
 
 from contrastile._torch import backward_is_kept, current_stream_address, saving_is_hooked
+from contrastile.distributed.collectives import recorder
 from contrastile.engine.operation import Call, MakeTiles, Operation, Plan, with_gradients, without_autocast
 from contrastile.engine.problem import PLAIN, Problem
 from contrastile.exchange.base import Exchange
@@ -56,24 +59,33 @@ MOST_ROUNDED = 4096
 
 
 def small(problem: Problem, exchange: Exchange, tiles: MakeTiles) -> bool:
-    """Return whether a call is replayed: fused kernels, one process, few rows, and little memory for the pairs."""
+    """Return whether a call is replayed: fused kernels, few rows, and little memory for the pairs.
+
+    Across ranks all that decides is the same on each: a call that is replayed computes its gradients with the loss.
+    """
     rows, cols = problem.rows, problem.cols
     # tiles of a scorer come as a partial application of their class
     kind: Any = getattr(tiles, "func", tiles)
     numbers = [x for x in (problem.scale, problem.bias) if x is not None]
     return (
         rows.features.is_cuda
-        and min(len(rows), len(cols)) <= MOST_ROWS
         and getattr(kind, "capturable", False)
-        and _growth(problem) * kind.captured_bytes(rows, cols, problem.dtype) <= MOST_BYTES
-        # a graph has a copy of what it reads, and sums of the same size
-        and _growth(problem) * 2 * sum(x.nbytes for side in (rows, cols) for x in side.leaves) <= MOST_BYTES
-        and len(exchange.layout) == 1
+        and (_fits(problem, kind) if len(exchange.layout) == 1 else problem.scorer is None)
+        and exchange.repeatable(cols.features.shape[-1])
         and problem.options.reduction != "none"
         and rows.targets is None
         # a subclass of tensors may have its values anywhere
         and all(type(x) in PLAIN for x in (*problem.inputs, *numbers, *_labels(problem)))
     )
+
+
+def _fits(problem: Problem, kind: Any) -> bool:
+    """Return whether a call of one process has few rows, and its graph little memory."""
+    rows, cols, growth = problem.rows, problem.cols, _growth(problem)
+    # a graph has a copy of what it reads, and sums of the same size
+    copies = 2 * sum(x.nbytes for side in (rows, cols) for x in side.leaves)
+    of_pairs = kind.captured_bytes(rows, cols, problem.dtype)
+    return min(len(rows), len(cols)) <= MOST_ROWS and growth * max(of_pairs, copies) <= MOST_BYTES
 
 
 def shared_length(tokens: int) -> int:
@@ -145,7 +157,8 @@ class Graph:
         lengths = [x.shape for x in _features(call)]
         call = _padded(call)
         given, labels, q = _features(call), _labels(call), call.rows.features
-        self.device, self.wide = call.device, call.plan.wide
+        self.device, self.wide, self.exchange = call.device, call.plan.wide, call.exchange
+        ranks = len(call.exchange.layout)
         # without grad mode, the loss alone
         wants = torch.is_grad_enabled()
         self.wanted = wanted = [wants and x is not None and x.requires_grad for x in inputs]
@@ -157,8 +170,8 @@ class Graph:
         if call.cols.labels is call.rows.labels:
             # one tensor for both sides, in every call of this plan
             own_call = replace(own_call, cols=replace(own_call.cols, labels=own_call.rows.labels))
-        # two sides of vectors, side by side in memory
-        plain = call.scorer is None and all(x.is_contiguous() for x in features)
+        # two sides of vectors, side by side in memory, which meet each other alone
+        plain = call.scorer is None and ranks == 1 and all(x.is_contiguous() for x in features)
         self.fill = Filling([*features, scale, *others, *own_labels], len(features) * plain)
         # of scale, bias and all other inputs
         self.shapes = (None, None, *[x.shape for x in features])
@@ -187,7 +200,9 @@ class Graph:
             if lengths != [x.shape for x in given]:
                 # the calls before had other lengths, and may have had other kernels
                 compute()
-            self.sums, self.replay, self.bytes, self.apart = _captured(compute)
+            self.sums, self.replay, self.bytes, self.apart = _captured(compute, across_ranks=ranks > 1)
+        # the first call of several ranks is computed already: others may compute theirs without a graph
+        self.computed = ranks > 1
         self.bytes += sum(x.nbytes for x in (*features, *own_labels))
         # vectors come first on each side, and masks get no gradient
         self.gradients = Gradients(self.sums, [*wanted[:3], wanted[2 + len(call.rows.leaves)]])
@@ -204,10 +219,15 @@ class Graph:
                 # another stream may still read the results of the last call
                 torch.cuda.current_stream().wait_stream(self.stream)
                 self.stream, self.stream_address = torch.cuda.current_stream(), stream
-            tensors = [x if isinstance(x, Tensor) else self._number(x) for x in given]
-            value = torch.empty_like(self.value)
-            self.fill(tensors, value, stream)
-            self.replay()
+            if self.computed:
+                value = self.value.clone()
+            else:
+                tensors = [x if isinstance(x, Tensor) else self._number(x) for x in given]
+                value = torch.empty_like(self.value)
+                self.fill(tensors, value, stream)
+                with self.exchange.in_step():
+                    self.replay()
+            self.computed = False
             held = Held(self.sums)
             self.held = ref(held)
             return value, held
@@ -228,7 +248,9 @@ class Graph:
         # no replay in another thread while the sums are read
         with _lock, _on(self.device):
             assert held.sums is not None
-            outs = [x for x in gradients if x is not None]
+            outs, ranks = [x for x in gradients if x is not None], self.exchange.gradient_factor()
+            if ranks != 1:
+                upstream = upstream * ranks
             self.gradients(held.sums, outs, upstream, current_stream_address(self.device.index))
             # a backward that failed may be tried again
             if not backward_is_kept():
@@ -273,20 +295,68 @@ def _free_stream() -> torch.cuda.Stream:
     return free[0]
 
 
-def _captured(compute: Callable[[], Accumulated]) -> tuple[Accumulated, Callable[[], None], int, torch.cuda.Stream]:
-    """The results of a computation in a graph's memory, its replay, its bytes, and the stream of its capture."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+class Parts:
+    """The graphs of a call, and between them its transfers, each of which is computed as soon as it is recorded."""
+
+    def __init__(self) -> None:
+        self._parts: list[Callable[[], None]] = []
+        self._pool: Any = None
+
+    def begin(self) -> None:
+        """Begin a graph."""
+        self._graph = torch.cuda.CUDAGraph()
+        # other threads may use the device meanwhile
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def end(self) -> None:
+        """End the graph."""
+        with warnings.catch_warnings():
+            # nothing may be between two transfers
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+            self._graph.capture_end()
+        self._pool = self._graph.pool()
+        self._parts.append(self._graph.replay)
+
+    def last(self) -> None:
+        """Compute the last graph."""
+        self._parts[-1]()
+
+    def transfer(self, complete: Callable[[], None]) -> None:
+        """Compute what comes before a transfer, make it, and begin another graph."""
+        self.end()
+        self.last()
+        complete()
+        self._parts.append(complete)
+        self.begin()
+
+    def replay(self) -> None:
+        """Compute the call."""
+        for part in self._parts:
+            part()
+
+
+def _captured(
+    compute: Callable[[], Accumulated], *, across_ranks: bool
+) -> tuple[Accumulated, Callable[[], None], int, torch.cuda.Stream]:
+    """The results of a computation in a graph's memory, its replay, its bytes, and the stream of its capture.
+
+    across_ranks: the results are computed too.
+    """
+    parts, stream = Parts(), torch.cuda.current_stream()
     apart, before = _free_stream(), torch.cuda.memory_reserved()
     apart.wait_stream(stream)
     with torch.cuda.stream(apart):
-        # other threads may use the device meanwhile
-        graph.capture_begin(capture_error_mode="thread_local")
+        parts.begin()
+        recorder.transfer = parts.transfer if across_ranks else None
         try:
             results = compute()
         finally:
-            graph.capture_end()
+            recorder.transfer = None
+            parts.end()
+        if across_ranks:
+            parts.last()
     stream.wait_stream(apart)
-    return results, graph.replay, torch.cuda.memory_reserved() - before, apart
+    return results, parts.replay, torch.cuda.memory_reserved() - before, apart
 
 
 def operation(call: Call, scale: Tensor, bias: Tensor | None, *inputs: Tensor) -> tuple[Any, tuple[Any, ...]]:
@@ -325,8 +395,12 @@ def _capture(key: tuple[Plan, str | None], call: Call, inputs: Sequence[Tensor |
     if _calls[call.plan] <= CALLS:
         return
     try:
-        _graphs[key] = Graph(call, inputs)
+        with call.exchange.in_step():
+            _graphs[key] = Graph(call, inputs)
     except RuntimeError as error:
+        if len(call.exchange.layout) > 1:
+            # in the middle of the other ranks' call
+            raise
         logger.info("a small call is not replayed: %s", error)
         _calls[call.plan] = NEVER
     most = max(KEPT_BYTES, call.plan.workspace)

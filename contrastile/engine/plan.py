@@ -88,6 +88,10 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
     if exchange is None:
         rows, cols = problem.rows, problem.cols
         exchange = choose_exchange(options, problem.loss, rows, cols, problem.statement, tokens)
+        if signature is not None and len(exchange.layout) > 1:
+            # ranks plan alike, by the rows of all
+            signature = exact, exchange.layout.rows, exchange.layout.cols
+            plan, _ = _plans.get(signature, (None, None))
     if len(exchange.layout.rows) == 1 and plan is not None:
         problem = problem.placed(exchange)
     else:
@@ -101,7 +105,8 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
             # a later call fills its tensors into the template
             fits = arguments.negatives is None and arguments.targets is None and options.device is None
             template = _template(problem, plan, exchange) if alone and fits else None
-            _plans[signature if plan.small else exact] = plan, template
+            for key in {exact, signature} if not alone else {signature if plan.small else exact}:
+                _plans[key] = plan, template
     inputs = _call(problem, plan, exchange), problem.scale, problem.bias, *problem.inputs
     return operation(*inputs) if plan.small else (Operation.apply, inputs)
 

@@ -134,6 +134,10 @@ class Exchange(ABC):
         far = layout.node not in (None, W)
         return Traffic(2, (0, sent) if far else (sent, 0), (1 / W, 1 / W))
 
+    def repeatable(self, _D: int) -> bool:
+        """Return whether a small call's transfers are worth repeating as they are; D numbers a column. Ranks agree."""
+        return len(self.layout) == 1
+
     def finish(
         self, tiles: Tiles, stats: Sequence[Tensor], rows: Shard, cols: Shard, weights: Tensor | None,
         reduction: Reduction,
