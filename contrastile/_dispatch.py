@@ -142,7 +142,7 @@ def agreed_layout(
     counted = consistency.tally(group, statement, (len(rows), len(cols), *(tokens or (0, 0))))
     of_rows, of_cols, *lengths = (tuple(each) for each in zip(*counted, strict=True))
     longest = None if tokens is None else (max(lengths[0]), max(lengths[1]))
-    layout = Layout(group, group.rank(), of_rows, of_cols, tokens=longest)
+    layout = Layout(group, collectives.rank(group), of_rows, of_cols, tokens=longest)
     _not_empty(sum(layout.rows))
     return layout
 
