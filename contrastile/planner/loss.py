@@ -170,13 +170,19 @@ class LossSize:
     def later(self) -> int:
         """Bytes of the accumulators that the backward makes; 0 where the gradients come with the loss.
 
-        They do for a pairwise loss, and in one process for a loss of one direction, one that keeps its exponentials and
-        one with a teacher.
+        They do for a pairwise loss, on a GPU's ranks of few rows, and in one process for a loss of one direction, one
+        that keeps its exponentials and one with a teacher.
         """
         N, M = self.rows, self.columns
         keeps = self.kept or (self.taught and self.backend_name == "triton")
-        early = self.loss.pairwise or (self.ranks == 1 and (not self.loss.symmetric or keeps))
+        early = self.loss.pairwise or self.repeated or (self.ranks == 1 and (not self.loss.symmetric or keeps))
         return 0 if early or self.host else (N + M) * self.dimensions * self.wide
+
+    @property
+    def repeated(self) -> bool:
+        """Several ranks may repeat the call from graphs (`repeatable` in `engine/graph.py`)."""
+        fits = self.ranks > 1 and self.device == "cuda" and not self.own and self.vectors == 1
+        return fits and self.exchange_class("mean", self.layout).repeatable(self.carried)
 
     @property
     def taught(self) -> bool:
