@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,9 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("triton")
 
 from contrastile import ClipLoss, contrast
+from contrastile.distributed import collectives
+from contrastile.distributed.collectives import recorder
+from contrastile.distributed.failure import LostRankError, state_of
 from contrastile.engine import graph, plan
 from contrastile.engine.problem import Problem
 from contrastile.exchange.base import Exchange
@@ -402,3 +406,56 @@ def test_transfers_are_made_between_graphs_in_a_recorded_call_and_in_each_repeti
     HAPPENED.clear()
     parts.replay()
     assert HAPPENED == ["replay 0", "transfer", "replay 5"]
+
+
+def _transfers(x: Tensor, group: Any) -> list[Tensor]:
+    rows = collectives.gather_rows(x, [2, 2], group)
+    own = collectives.begin_scatter_sum(rows, [2, 2], group).wait()[0]
+    return [rows, own, collectives.exchange_rows(x, [2, 2], group), collectives.total(x, group)]
+
+
+def _recorded(rank: int, group: Any) -> list[int]:
+    """Operations that a plain call, a recorded one and a repetition count."""
+    x, made, state = torch.zeros(2, 3), list[Callable[[], None]](), state_of(group)
+    counts = [state.operations]
+
+    def transfer(complete: Callable[[], None]) -> None:
+        complete()
+        made.append(complete)
+
+    _transfers(x, group)
+    counts.append(state.operations)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorder, "transfer", transfer)
+        rows, _, others, _ = _transfers(x, group)
+    counts.append(state.operations)
+    x += rank + 1
+    for complete in made:
+        complete()
+    counts.append(state.operations)
+    assert rows.mean() == 1.5
+    assert others.mean() == 2 - rank
+    return [after - before for before, after in pairwise(counts)]
+
+
+def test_a_repeated_call_counts_as_any_other(pool: Pool) -> None:
+    """By the counts ranks know that they fail at one place, while one of them repeats a call and another does not."""
+    assert pool.run(_recorded, 2) == [[4, 4, 4]] * 2
+
+
+def test_a_rank_lost_in_a_repeated_transfer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        pass
+
+    class Work:
+        def wait(self) -> None:
+            raise RuntimeError("closed")
+
+    made, group = list[Callable[[], None]](), Group()
+    monkeypatch.setattr(collectives, "all_gather", lambda *_, **how: Work())
+    monkeypatch.setattr(collectives, "lost", lambda operation, *_: LostRankError(operation))
+    monkeypatch.setattr(recorder, "transfer", made.append)
+    collectives.begin_gather([torch.ones(2, 3)], [2], group)
+    state_of(group).in_flight = None
+    with pytest.raises(LostRankError, match="gather of rows"):
+        made[0]()

@@ -43,11 +43,12 @@ SENDABLE = (
 class Collective:
     """Context of an operation of all ranks: its failure becomes an error that names rank, step and operation.
 
-    carrier: the group whose connections carry it, if not this one. A class, because a generator takes twice as long.
+    carrier: the group whose connections carry it, if not this one. begins: it is no wait for one that has begun. A
+    class, because a generator takes twice as long.
     """
 
-    def __init__(self, operation: str, group: Any, carrier: Any = None) -> None:
-        self._operation, self._group, self._carrier = operation, resolved(group), carrier
+    def __init__(self, operation: str, group: Any, carrier: Any = None, *, begins: bool = True) -> None:
+        self._operation, self._group, self._carrier, self._begins = operation, resolved(group), carrier, begins
 
     def __enter__(self) -> None:
         state, operation = state_of(self._group), self._operation
@@ -56,7 +57,7 @@ class Collective:
             raise LostRankError(str(invalid(operation, rule, got, "Start all ranks again.")))
         if state.in_flight is not None:
             raise _misused(f"a {state.in_flight.operation} under way, which the {operation} would meet")
-        state.operations += 1
+        state.operations += self._begins
         progress.operation = operation
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -83,8 +84,7 @@ def _carried(operation: str, group: Any, begin: Callable[[], list[Any]]) -> list
             return begin()
 
     def complete() -> None:
-        for work in carry():
-            work.wait()
+        Transfer(group, operation, carry(), [], []).complete()
 
     if recorder.transfer is None:
         return carry()
@@ -137,7 +137,7 @@ class Transfer:
     def complete(self) -> None:
         """Wait until nothing is under way, and let the group carry the next operation."""
         state_of(self.group).in_flight = None
-        with Collective(self.operation, self.group):
+        with Collective(self.operation, self.group, begins=False):
             for work in self.works:
                 work.wait()
 
