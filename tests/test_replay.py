@@ -5,25 +5,30 @@ Graphs need a GPU (`test_gpu.py`); here one is played by the plain call, between
 
 from __future__ import annotations
 
+import gc
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from problems import PROBLEMS, distance
-from ranks import Pool
+from ranks import Pool, fresh
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 
 from contrastile import ClipLoss, contrast
-from contrastile.distributed import collectives
+from contrastile.distributed import collectives, failure
 from contrastile.distributed.collectives import recorder
 from contrastile.distributed.failure import LostRankError, state_of
 from contrastile.engine import graph, plan
@@ -57,7 +62,7 @@ def _captured(
     return results, replay, BYTES, 0
 
 
-def _small(problem: Problem, exchange: Exchange, _: Any) -> bool:
+def _repeatable(problem: Problem, exchange: Exchange) -> bool:
     return problem.options.reduction != "none" and exchange.repeatable(problem.rows.features.shape[-1])
 
 
@@ -68,7 +73,8 @@ def _played(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def _plays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(plan, "_plans", {})
-    monkeypatch.setattr(plan, "small", _small)
+    monkeypatch.setattr(plan, "repeatable", _repeatable)
+    monkeypatch.setattr(plan, "small", lambda *_: True)
     for name, value in {"_captured": _captured, "current_stream_address": lambda _: 0}.items():
         monkeypatch.setattr(graph, name, value)
     for name in ("current_device", "current_stream"):
@@ -333,11 +339,16 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def _steps(rank: int, group: Any, kind: str, exchange: str) -> list[Tensor]:
-    """Losses and gradients of calls of several sizes; only gather repeats calls, and rank 2 refuses in one of them."""
+    """Losses and gradients of calls of several sizes; only gather repeats calls.
+
+    Rank 1 can repeat none, and rank 2 refuses in one of them, as rank 0, another of whose threads captures a call.
+    """
     found = []
     with pytest.MonkeyPatch.context() as patch:
         played = _plays(patch)
         next(played)
+        if rank == 1:
+            patch.setattr(plan, "small", lambda *_: False)
         for step, sizes in enumerate(["even"] * 5 + ["uneven"] * 4 + ["even"] * 2):
             torch.manual_seed(10 * step + rank)
             n = SIZES[sizes][rank]
@@ -349,14 +360,15 @@ def _steps(rank: int, group: Any, kind: str, exchange: str) -> list[Tensor]:
                     how[name] = torch.randint(how[name], (n,))
             if "weights" in how:
                 how["weights"] = torch.rand(n, dtype=torch.float64)
-            hooks = (
-                torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x) if step == 4 == 2 + rank else None
-            )
-            with hooks or nullcontext():
+            refusing: Any = nullcontext()
+            if step == 4 and rank != 1:
+                hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+                refusing = hooks if rank == 2 else graph._lock
+            with refusing:
                 loss = contrast(q, k, scale=scale, exchange=exchange, group=group, **how)
             found += [loss.detach(), *torch.autograd.grad(2.0 * loss, [q, k, scale])]
         # the calls of both layouts
-        assert len(CAPTURED) == (2 if exchange == "gather" else 0)
+        assert len(CAPTURED) == (2 if exchange == "gather" and rank != 1 else 0)
         next(played, None)
     return found
 
@@ -390,6 +402,24 @@ class _Played:
 
 
 HAPPENED: list[str] = []
+
+
+def _lost() -> None:
+    raise LostRankError("lost")
+
+
+def test_a_rank_lost_in_a_recorded_call_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = SimpleNamespace(wait_stream=lambda _: None)
+    monkeypatch.setattr(graph, "_free_stream", lambda: stream)
+    here = {"current_stream": lambda: stream, "stream": lambda _: nullcontext(), "memory_reserved": lambda: 0}
+    # cached memory can be given back before the capture alone
+    memory = {"mem_get_info": lambda: (0, 0), "empty_cache": lambda: HAPPENED.append("emptied")}
+    for name, value in {"CUDAGraph": _Played, **here, **memory}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    HAPPENED.clear()
+    with pytest.raises(LostRankError):
+        graph._captured(lambda: recorder.transfer(_lost), across_ranks=True)
+    assert HAPPENED == ["emptied", "made", "begin", "end", "replay 1"]
 
 
 def test_transfers_are_made_between_graphs_in_a_recorded_call_and_in_each_repetition(
@@ -459,3 +489,125 @@ def test_a_rank_lost_in_a_repeated_transfer_is_found(monkeypatch: pytest.MonkeyP
     state_of(group).in_flight = None
     with pytest.raises(LostRankError, match="gather of rows"):
         made[0]()
+
+
+@pytest.mark.usefixtures("_played")
+@pytest.mark.parametrize(
+    ("owner", "method"), [(replay.Filling, "__call__"), (graph.Held, "move"), (replay.Gradients, "__call__")]
+)
+def test_an_error_in_a_repeated_call_is_one_of_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, owner: type, method: str
+) -> None:
+    seen = []
+
+    @contextmanager
+    def in_step(_: Exchange) -> Iterator[None]:
+        try:
+            yield
+        except MemoryError:
+            seen.append(1)
+            raise
+
+    def failing(*arguments: Any) -> None:
+        raise MemoryError
+
+    q, k = torch.randn(2, 6, 4, requires_grad=True)
+    losses = [contrast(q, k, scale=1.0) for _ in range(graph.CALLS + 2)]
+    monkeypatch.setattr(Exchange, "in_step", in_step)
+    monkeypatch.setattr(owner, method, failing)
+    with pytest.raises(MemoryError):
+        (losses[-1] + contrast(q, k, scale=1.0)).backward()
+    assert seen
+
+
+@pytest.mark.usefixtures("_played")
+def test_a_replay_that_waits_for_other_ranks_delays_no_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(n: int) -> None:
+        contrast(torch.randn(n, 4, requires_grad=True), torch.randn(n, 4), scale=1.0)
+
+    for n in (3, 4):
+        for _ in range(graph.CALLS + 1):
+            call(n)
+    waiting, done, (first, _) = threading.Event(), threading.Event(), graph._graphs.values()
+    monkeypatch.setattr(first, "replay", lambda: (waiting.set(), done.wait(60)))
+    thread = threading.Thread(target=call, args=(3,))
+    other = threading.Thread(target=call, args=(4,), daemon=True)
+    thread.start()
+    waiting.wait(60)
+    other.start()
+    other.join(10)
+    delayed = other.is_alive()
+    done.set()
+    thread.join()
+    assert not delayed
+
+
+@pytest.mark.usefixtures("_played")
+def test_a_graph_of_inference_mode_is_replayed_there_alone() -> None:
+    q, k = torch.randn(2, 6, 4)
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            values = [contrast(q, k, scale=1.0) for _ in range(graph.CALLS + 2)]
+        assert all(torch.equal(x, values[0]) for x in values)
+    assert len(CAPTURED) == 2
+
+
+def _refused(rank: int, group: Any) -> tuple[int, int]:
+    tried, places, all_failed = [], list[str](), failure.all_failed
+
+    def failing(*arguments: Any, **how: Any) -> None:
+        tried.append(1)
+        raise RuntimeError("no")
+
+    with pytest.MonkeyPatch.context() as patch:
+        played = _plays(patch)
+        next(played)
+        patch.setattr(graph, "_captured", failing)
+        patch.setattr(failure, "all_failed", lambda place, group: places.append(place) or all_failed(place, group))
+        q, k = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(rank))
+        losses = [contrast(q.requires_grad_(), k, scale=1.0, exchange="gather", group=group).detach() for _ in range(5)]
+        assert all(torch.equal(loss, losses[0]) for loss in losses)
+        next(played, None)
+    # another name than that of an error in a call without a graph, after which none computes it again
+    return len(tried), len([place for place in places if place.startswith("capture")])
+
+
+def test_a_capture_that_fails_on_all_ranks_is_not_tried_again(pool: Pool) -> None:
+    assert pool.run(_refused, 2) == [(1, 1)] * 2
+
+
+def _world(rank: int, W: int, path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=W)
+
+
+def _in_new_worlds(rank: int, folder: Path) -> None:
+    q, k = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(rank))
+
+    def call(**how: Any) -> Tensor:
+        return contrast(q.requires_grad_(), k, scale=1.0, **how).detach()
+
+    with pytest.MonkeyPatch.context() as patch:
+        _world(rank, 2, folder / "first")
+        world = ref(dist.group.WORLD)
+        call(exchange="gather")
+        dist.destroy_process_group()
+        gc.collect()
+        # its connections close with it, so that ranks which wait for this one wake up
+        assert world() is None
+        played = _plays(patch)
+        next(played)
+        _world(rank, 2, folder / "second")
+        for _ in range(graph.CALLS + 2):
+            call(exchange="gather")
+        assert len(CAPTURED) == 1
+        dist.destroy_process_group()
+        _world(0, 1, folder / f"alone {rank}")
+        assert distance(call(exchange="gather"), call(reduction="none").mean()) <= 1e-6
+        next(played, None)
+
+
+def test_a_group_of_all_ranks_that_was_made_anew_is_another_one(tmp_path: Path) -> None:
+    with fresh(2, _in_new_worlds, tmp_path) as processes:
+        for process in processes:
+            process.join(60)
+        assert [process.exitcode for process in processes] == [0, 0]

@@ -207,13 +207,15 @@ def all_failed(place: str, group: Any) -> bool:
 
 
 @contextmanager
-def in_step(group: Any) -> Iterator[None]:
+def in_step(group: Any, place: str = "operation") -> Iterator[None]:
     """Turn an error of one rank, in a step of all ranks of the group, into an error on all of them.
 
     A backend does not notice an error between two collectives, such as too little memory: the other ranks would wait,
     and a transfer that was posted would meet the next one. Where all ranks fail at the same place, none waits: each
     raises its own error, and the group stays usable. A rank that fails alone leaves: it reports its error and closes
     its connections, so that the others raise `LostRankError` with that error; so does every later collective on it.
+
+    place: a word for what is done, beside which the operations are counted.
     """
     try:
         yield
@@ -221,7 +223,7 @@ def in_step(group: Any) -> Iterator[None]:
         raise
     except Exception as error:
         state = state_of(group)
-        if all_failed(f"operation {state.operations}", group):
+        if all_failed(f"{place} {state.operations}", group):
             # the next attempt fails at another place, even if no collective comes before it
             state.operations += 1
             if state.in_flight is not None:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from contrastile._torch import backward_is_kept, current_stream_address, saving_is_hooked
 from contrastile.distributed.collectives import recorder
+from contrastile.distributed.failure import LostRankError, state_of
 from contrastile.engine.operation import Call, MakeTiles, Operation, Plan, with_gradients, without_autocast
 from contrastile.engine.problem import PLAIN, Problem
 from contrastile.exchange.base import Exchange
@@ -51,6 +52,8 @@ AGAIN = 32
 # the latest one is not larger; one may take more
 KEPT, KEPT_BYTES = 8, 2**30
 NEVER = -(2**62)
+# a graph's plan, the precision of its float32 products, and whether its tensors are those of inference mode
+Key = tuple[Plan, str | None, bool]
 LABELS = ("positives", "labels", "ids", "numbers")
 # numbers that a graph holds as tensors
 NUMBERS_KEPT = 8
@@ -58,22 +61,28 @@ NUMBERS_KEPT = 8
 MOST_ROUNDED = 4096
 
 
-def small(problem: Problem, exchange: Exchange, tiles: MakeTiles) -> bool:
-    """Return whether a call is replayed: fused kernels, few rows, and little memory for the pairs.
+def repeatable(problem: Problem, exchange: Exchange) -> bool:
+    """Return whether calls like this one may be replayed, by what all ranks have in common.
 
-    Across ranks all that decides is the same on each: a call that is replayed computes its gradients with the loss.
+    They compute the gradients with the loss then, also on a rank that replays none.
     """
-    rows, cols = problem.rows, problem.cols
+    return (
+        problem.rows.features.is_cuda
+        and (len(exchange.layout) == 1 or problem.scorer is None)
+        and exchange.repeatable(problem.cols.features.shape[-1])
+        and problem.options.reduction != "none"
+        and problem.rows.targets is None
+    )
+
+
+def small(problem: Problem, exchange: Exchange, tiles: MakeTiles) -> bool:
+    """Return whether a repeatable call is replayed: fused kernels, few rows, and little memory for the pairs."""
     # tiles of a scorer come as a partial application of their class
     kind: Any = getattr(tiles, "func", tiles)
     numbers = [x for x in (problem.scale, problem.bias) if x is not None]
     return (
-        rows.features.is_cuda
-        and getattr(kind, "capturable", False)
-        and (_fits(problem, kind) if len(exchange.layout) == 1 else problem.scorer is None)
-        and exchange.repeatable(cols.features.shape[-1])
-        and problem.options.reduction != "none"
-        and rows.targets is None
+        getattr(kind, "capturable", False)
+        and (len(exchange.layout) > 1 or _fits(problem, kind))
         # a subclass of tensors may have its values anywhere
         and all(type(x) in PLAIN for x in (*problem.inputs, *numbers, *_labels(problem)))
     )
@@ -158,6 +167,8 @@ class Graph:
         call = _padded(call)
         given, labels, q = _features(call), _labels(call), call.rows.features
         self.device, self.wide, self.exchange = call.device, call.plan.wide, call.exchange
+        # of its own: ranks wait for each other in a replay, and another thread's may be the one that they wait for
+        self.lock = threading.Lock()
         ranks = len(call.exchange.layout)
         # without grad mode, the loss alone
         wants = torch.is_grad_enabled()
@@ -209,7 +220,7 @@ class Graph:
 
     def __call__(self, given: Sequence[Tensor | float]) -> tuple[Tensor, Held]:
         """The loss of these features, numbers and labels, and its gradient sums."""
-        with _lock, _on(self.device):
+        with self.lock, _on(self.device), self.exchange.in_step():
             before, stream = self.held(), current_stream_address(self.device.index)
             if before is not None and before.sums is not None:
                 # on the stream that its backward reads it on
@@ -225,8 +236,7 @@ class Graph:
                 tensors = [x if isinstance(x, Tensor) else self._number(x) for x in given]
                 value = torch.empty_like(self.value)
                 self.fill(tensors, value, stream)
-                with self.exchange.in_step():
-                    self.replay()
+                self.replay()
             self.computed = False
             held = Held(self.sums)
             self.held = ref(held)
@@ -241,12 +251,12 @@ class Graph:
 
     def backward(self, held: Held, inputs: Sequence[Tensor | None], upstream: Tensor) -> list[Tensor | None]:
         """The gradients of scale, bias, queries and keys; None for masks."""
-        gradients = [
-            x.new_empty(x.shape if shape is None else shape) if want and x is not None else None
-            for x, want, shape in zip(inputs, self.wanted, self.shapes, strict=True)
-        ]
         # no replay in another thread while the sums are read
-        with _lock, _on(self.device):
+        with self.lock, _on(self.device), self.exchange.in_step():
+            gradients = [
+                x.new_empty(x.shape if shape is None else shape) if want and x is not None else None
+                for x, want, shape in zip(inputs, self.wanted, self.shapes, strict=True)
+            ]
             assert held.sums is not None
             outs, ranks = [x for x in gradients if x is not None], self.exchange.gradient_factor()
             if ranks != 1:
@@ -280,7 +290,7 @@ class Replayed(torch.autograd.Function):
         return None, None, *ctx.graph.backward(ctx.held, inputs, upstream)
 
 
-_graphs: OrderedDict[tuple[Plan, str | None], Graph] = OrderedDict()
+_graphs: OrderedDict[Key, Graph] = OrderedDict()
 _calls: WeakKeyDictionary[Plan, int] = WeakKeyDictionary()
 _streams: dict[int, list[torch.cuda.Stream]] = {}
 _lock = threading.Lock()
@@ -301,21 +311,27 @@ class Parts:
     def __init__(self) -> None:
         self._parts: list[Callable[[], None]] = []
         self._pool: Any = None
+        # the graph that is being captured
+        self._graph: Any = None
 
     def begin(self) -> None:
         """Begin a graph."""
-        self._graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         # other threads may use the device meanwhile
-        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._graph = graph
 
     def end(self) -> None:
-        """End the graph."""
+        """End the graph; there is none where a transfer failed."""
+        graph, self._graph = self._graph, None
+        if graph is None:
+            return
         with warnings.catch_warnings():
             # nothing may be between two transfers
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")
-            self._graph.capture_end()
-        self._pool = self._graph.pool()
-        self._parts.append(self._graph.replay)
+            graph.capture_end()
+        self._pool = graph.pool()
+        self._parts.append(graph.replay)
 
     def last(self) -> None:
         """Compute the last graph."""
@@ -343,6 +359,9 @@ def _captured(
     across_ranks: the results are computed too.
     """
     parts, stream = Parts(), torch.cuda.current_stream()
+    if across_ranks and torch.cuda.mem_get_info()[0] < KEPT_BYTES:
+        # torch frees no cached memory during a capture, and a rank that runs short of it fails all others
+        torch.cuda.empty_cache()
     apart, before = _free_stream(), torch.cuda.memory_reserved()
     apart.wait_stream(stream)
     with torch.cuda.stream(apart):
@@ -379,27 +398,35 @@ def ready(call: Call, inputs: Sequence[Tensor | None] | None = None) -> Graph | 
         return None
     # torch's precision of float32 products decides which kernels run
     exact = call.rows.features.dtype == torch.float32
-    key = call.plan, torch.backends.cuda.matmul.fp32_precision if exact else None
-    with _lock:
+    precision = torch.backends.cuda.matmul.fp32_precision if exact else None
+    key = call.plan, precision, torch.is_inference_mode_enabled()
+    # a capture waits for other ranks, which may wait for another thread of this process
+    if not _lock.acquire(blocking=len(call.exchange.layout) == 1):
+        return None
+    try:
         if key in _graphs:
             _graphs.move_to_end(key)
         elif inputs is not None:
             with _on(call.device):
                 _capture(key, call, inputs)
         return _graphs.get(key)
+    finally:
+        _lock.release()
 
 
-def _capture(key: tuple[Plan, str | None], call: Call, inputs: Sequence[Tensor | None]) -> None:
+def _capture(key: Key, call: Call, inputs: Sequence[Tensor | None]) -> None:
     """Count a call of the plan, and capture it once that pays."""
     _calls[call.plan] = _calls.get(call.plan, 0) + 1
     if _calls[call.plan] <= CALLS:
         return
     try:
-        with call.exchange.in_step():
+        # ranks that all fail to capture compute this call without a graph; one whose others raise must not
+        with call.exchange.in_step("capture"):
             _graphs[key] = Graph(call, inputs)
     except RuntimeError as error:
-        if len(call.exchange.layout) > 1:
-            # in the middle of the other ranks' call
+        several, group = len(call.exchange.layout) > 1, call.exchange.layout.group
+        if several and (isinstance(error, LostRankError) or state_of(group).left_by is not None):
+            # the others have not failed alike: they are in the middle of the call
             raise
         logger.info("a small call is not replayed: %s", error)
         _calls[call.plan] = NEVER

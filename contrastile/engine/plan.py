@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from contrastile._errors import invalid
 from contrastile._types import accumulator
 from contrastile.distributed import collectives, consistency
 from contrastile.engine.compiled import traceable, traced
-from contrastile.engine.graph import Replayed, operation, ready, shared_length, small
+from contrastile.engine.graph import Replayed, operation, ready, repeatable, shared_length, small
 from contrastile.engine.operation import Call, MakeTiles, Operation, Plan
 from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cast_features, guides, indices, leaves_of
 from contrastile.exchange import host
@@ -56,7 +57,9 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
     alone = not (dist.is_available() and dist.is_initialized())
     # other scorers have a state, and other ranks' texts other lengths
     cached = arguments.scorer is None or (alone and getattr(arguments.scorer, "stateless", False))
-    exact: Hashable = (alone, arguments.signature()) if cached else None
+    # all groups end with the one of all ranks; a reference to one that has ended equals no other
+    world = None if alone else ref(dist.group.WORLD)
+    exact: Hashable = (world, arguments.signature()) if cached else None
     plan, template = _plans.get(exact, (None, None))
     signature = exact
     if plan is None and cached and (of_lengths := _of_lengths(arguments)) is not None:
@@ -272,17 +275,20 @@ def _planned(problem: Problem, exchange: Exchange) -> Plan:
     own = problem.rows.own is not None
     at_once = wants and pairwise and not own
     tiles = _tiles(problem, exchange, workspace)
-    alone = len(exchange.layout.rows) == 1 and options.reduction != "none" and not own
+    several = len(exchange.layout) > 1
+    alone = not several and options.reduction != "none" and not own
     number = torch.ones((), dtype=accumulator(problem.dtype), device=problem.device)
     if wants and alone:
         example = tiles(loss, number, None, workspace)
         # one product of each strip gives loss and gradient; or the forward keeps what the backward would repeat
         at_once |= bool(example.strip(problem.rows, problem.cols)) or example.keeps(problem.rows, problem.cols)
-    replayed = not own and small(problem, exchange, tiles)
+    early = not own and repeatable(problem, exchange)
+    replayed = early and small(problem, exchange, tiles)
     if isinstance(tiles, partial) and tiles.func is Scored and problem.dtype == torch.float16:
         # float16 underflows in the module unless the upstream gradient, a GradScaler's factor, goes through it
         at_once = False
-    return Plan(exchange, tiles, workspace, accumulator(problem.dtype), at_once or (wants and replayed), replayed)
+    at_once |= wants and (early if several else replayed)
+    return Plan(None if several else exchange, tiles, workspace, accumulator(problem.dtype), at_once, replayed)
 
 
 def _tiles(problem: Problem, exchange: Exchange, workspace: int) -> MakeTiles:

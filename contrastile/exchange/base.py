@@ -158,9 +158,9 @@ class Exchange(ABC):
             return local
         return (collectives.largest if largest else collectives.total)(local, self.layout.group)
 
-    def in_step(self) -> AbstractContextManager[None]:
+    def in_step(self, place: str = "operation") -> AbstractContextManager[None]:
         """A context for a sweep, in which an error of one rank becomes an error of all."""
-        return nullcontext() if len(self.layout.rows) == 1 else in_step(self.layout.group)
+        return nullcontext() if len(self.layout.rows) == 1 else in_step(self.layout.group, place)
 
     def reserved(self) -> int:
         """Multiprocessors that tiles should leave to transfers between devices."""
