@@ -131,6 +131,10 @@ def encode(
     ddp_fsdp.refuse_missing_autocast(engine, reached.device)
     sharding = Sharding.of(function, reached.modules)
     parameters = sharding.wholes_of(reached.parameters, reached.modules)
+    if wrapper is not None and parameters:
+        # the wrapper waits for all, and a function of its module may reach a part of them
+        others = (parameter for parameter in wrapper.module.parameters() if parameter.requires_grad)
+        parameters = list(dict.fromkeys([*parameters, *others]))
     # the batch is one sub-batch until its size is known
     job = Job(
         encoder=function, layout=layout, batches=SubBatches([(0, batch)]), retain=retain, to_host=features == "host",
