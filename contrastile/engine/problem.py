@@ -21,6 +21,7 @@ from contrastile._types import accumulator
 from contrastile.distributed import collectives
 from contrastile.engine import arguments as checks
 from contrastile.exchange.base import Exchange
+from contrastile.gradcache.modes import joined
 from contrastile.losses.base import PairLoss, Shard
 from contrastile.offload import numbered, present_device
 from contrastile.tiles.scored import Form, Scorer
@@ -253,7 +254,7 @@ class _Sides:
     def plain(cls, arguments: Arguments) -> _Sides:
         q, k, negatives = arguments.q, arguments.k, arguments.negatives
         shared = negatives is not None and arguments.own is None
-        return cls((q,), (torch.cat([k, negatives]) if shared else k,), len(k))
+        return cls((q,), (joined([k, negatives]) if shared else k,), len(k))
 
     @classmethod
     def scored(cls, arguments: Arguments, module: nn.Module) -> _Sides:
@@ -272,7 +273,7 @@ class _Sides:
                     got = f"{key.dtype} on {key.device} and {negative.dtype} on {negative.device}"
                     rule = "have the types of `k`, and lie beside it"
                     raise invalid("negatives", rule, got, "Convert one side first.")
-            together = pytree.tree_map(lambda a, b: None if a is None or b is None else torch.cat([a, b]), k, negatives)
+            together = pytree.tree_map(lambda a, b: None if a is None or b is None else joined([a, b]), k, negatives)
             col_form, cols = Form.of("k", together)
         checks.same_device("k", cols[0], "q", rows[0])
         device = _device(rows[0].device, arguments.options)

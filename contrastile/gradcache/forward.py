@@ -23,7 +23,7 @@ from contrastile.gradcache.ddp_fsdp import Sharding
 from contrastile.gradcache.inputs import Layout, Parts, Ragged, flatten_outputs
 from contrastile.gradcache.introspect import Reached, graph_leaves, not_owned, without_partials
 from contrastile.gradcache.memory import AUTO, Graph, Releasable, RetainedGraphs, as_written, free_a_graph, later_bytes
-from contrastile.gradcache.modes import Autocast
+from contrastile.gradcache.modes import Autocast, joined
 from contrastile.gradcache.replay_check import Sketches
 from contrastile.gradcache.rng import RandomState
 from contrastile.offload import Bounds, host_room, on_accelerator, settle, stream
@@ -326,7 +326,7 @@ class Features:
         for device in self.devices if self.job.to_host else ():
             settle(device)
         features = [
-            (_equal_number if one else torch.cat)(whole) if isinstance(whole, list) else whole
+            (_equal_number if one else joined)(whole) if isinstance(whole, list) else whole
             for whole, one in zip(self.wholes, self.form.shared, strict=True)
         ]
         for position in self.form.packed:
@@ -344,7 +344,7 @@ def _fits(before: Sequence[Tensor], rows: Tensor, count: int | None) -> bool:
 
 def _equal_number(numbers: Sequence[Tensor]) -> Tensor:
     """The number that every sub-batch returned. They are compared at the end, so that the host waits once."""
-    every = torch.stack(list(numbers))
+    every = joined([number[None] for number in numbers])
     other = (every != every[0]) & ~(every.isnan() & every[0].isnan())
     if len(numbers) > 1 and bool(other.any()):
         got = f"{every[other][0]:.6g} after {every[0].item():.6g}"

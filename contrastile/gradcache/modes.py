@@ -10,7 +10,7 @@ scalar loss's does not: a penalty on gradients would then be differentiated as a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -58,6 +58,14 @@ class Autocast:
         """Run with these settings and a cache of casts of its own."""
         with sharing_casts(None), self.entered():
             yield
+
+
+def joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """torch.cat, also of float16 under autocast to bfloat16 and the other way round, which torch refuses."""
+    kind = tensors[0].device.type
+    on = kind != "meta" and torch.is_autocast_enabled(kind)
+    with torch.autocast(kind, enabled=False) if on else nullcontext():
+        return torch.cat(list(tensors), dim)
 
 
 @contextmanager
