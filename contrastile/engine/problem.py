@@ -73,7 +73,7 @@ class Arguments:
         )  # fmt: skip
         kinds = [
             x if x is None
-            else (type(x), x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor)
+            else (type(x), x.shape, x.dtype, x.device, x.layout, x.requires_grad) if isinstance(x, Tensor)
             else tuple(map(_kind, x)) if isinstance(x, (tuple, list))
             else type(x)
             for x in tensors
@@ -116,6 +116,8 @@ class Arguments:
             checks.features("q", q)
             checks.features("k", k)
             checks.alike("k", k, "q", q, self.cast())
+            if q.is_meta:
+                raise invalid("q", "have values", "a tensor on meta", "Move the model to a device that computes.")
             if self.negatives is not None:
                 checks.features("negatives", self.negatives, own=True)
                 checks.alike("negatives", self.negatives, "k", k, self.cast())
@@ -358,7 +360,7 @@ class _Sides:
 
 def _kind(x: Any) -> Any:
     """The facts of an argument that do not change with the values of its tensors."""
-    return (type(x), x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else type(x)
+    return (type(x), x.shape, x.dtype, x.device, x.layout, x.requires_grad) if isinstance(x, Tensor) else type(x)
 
 
 def leaves_of(side: Any) -> list[Any]:
@@ -437,7 +439,7 @@ def _device(features: torch.device, options: Options) -> torch.device:
 
 def as_tensor(x: Tensor | float, device: torch.device, dtype: torch.dtype) -> Tensor:
     """A number as a tensor of the accumulator's type."""
-    return x if isinstance(x, Tensor) else torch.full((), x, dtype=accumulator(dtype), device=device)
+    return x if isinstance(x, Tensor) else torch.full((), float(x), dtype=accumulator(dtype), device=device)
 
 
 def _stated(x: Tensor | float | None) -> Any:
