@@ -353,6 +353,20 @@ def test_a_parameters_hook_fires_once_with_the_whole_gradient(tower: Tower) -> N
     assert torch.equal(tower.embed.weight.grad, 2 * truth)
 
 
+def test_no_hook_of_a_parameter_without_a_gradient_is_called(tower: Tower) -> None:
+    called: list[Tensor] = []
+    every: list[Any] = []
+    tower.logit_scale.register_hook(lambda g: called.append(g.clone()))
+    tower.logit_scale.register_post_accumulate_grad_hook(lambda p: called.append(p.grad.clone()))
+    torch.autograd.graph.register_multi_grad_hook(list(tower.parameters()), every.append)
+    for _ in range(2):
+        encode(tower, _inputs(), sub_batch=8).square().sum().backward()
+    assert not called
+    assert len(every) == 2
+    (encode(tower, _inputs(), sub_batch=8).detach().sum() * tower.logit_scale).backward()
+    assert len(called) == 2
+
+
 def test_a_frozen_tower_runs_once(tower: Tower) -> None:
     runs = []
     tower.embed.register_forward_hook(lambda *_: runs.append(1))
@@ -445,6 +459,8 @@ BAD = {
     "`encoder` must return tensors whose first axis is the sub-batch of 4; got shape [5].": lambda t: encode(
         Changing("sum"), torch.randn(8, D_IN), sub_batch=4
     ),
+    "`encoder` must return dense tensors; got a sparse or nested one. Call to_dense() there, or return "
+    "Ragged(values, lengths).": lambda t: encode(lambda x: t.embed(x).to_sparse(), torch.randn(8, D_IN), sub_batch=4),
     "`inputs` must be left as it is by the encoder; got one of shape [8, 6] that it writes over. Clone it there, or "
     "work out of place.": lambda t: encode(lambda x: t.embed(x.mul_(2)), torch.randn(8, D_IN), sub_batch=4),
     "`inputs` must be left as it is by the encoder; got one of shape [8, 7] that it": lambda t: encode(

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from contrastile._errors import invalid, one_of, whole_number
-from contrastile._torch import add_each, add_each_, running_ddp, version
+from contrastile._torch import add_each, add_each_, forward_ad_runs, func_transform, running_ddp, version
 from contrastile._types import accumulator
-from contrastile.gradcache import ddp_fsdp, introspect
+from contrastile.gradcache import ddp_fsdp, introspect, modes
 from contrastile.gradcache.auto import with_fitting_size
 from contrastile.gradcache.batching import SubBatches, split, split_by_tokens, stand_ins
 from contrastile.gradcache.ddp_fsdp import Sharding
@@ -105,6 +105,9 @@ def encode(
             encoder, inputs, parts=parts, sub_batch=sub_batch, sub_batch_tokens=sub_batch_tokens, retain=retain,
             device=device, features=features,
         )  # fmt: skip
+    if func_transform() is not None or forward_ad_runs():
+        rule, got = "run outside of torch.func and of forward-mode differentiation", "a call inside"
+        raise invalid("encode", rule, got, "Call backward, or torch.autograd.grad.")
     poll()
     function, wrapper = ddp_fsdp.unwrap(encoder)
     if not callable(function):
@@ -198,7 +201,8 @@ class _Encode(torch.autograd.Function):
 def first_pass(job: Job, leaves: Sequence[Tensor], form: OutputForm, *, grad: bool) -> tuple[list[Any], Record]:
     """The features of the whole batch, and the record for the second pass. grad: a backward will follow."""
     values, wanted = detached(leaves)
-    record = Record(form, job.graphs(leaves, grad), [module.training for module in job.reached.modules])
+    frozen = [parameter for parameter in job.reached.every if not parameter.requires_grad]
+    record = Record(form, job.graphs(leaves, grad), [module.training for module in job.reached.modules], frozen)
     with_graph = wanted if grad and job.graph_changes_bits else None
     features = Features(job, form)
     # in the caller's grad mode: without `grad`, an output with a graph shows a parameter that was missed
@@ -247,7 +251,7 @@ def second_pass(
     forward.
     """
     values, wanted = detached(leaves)
-    sums = GradientSums(job, record.form, parameters, leaves, upstream)
+    sums = GradientSums(job, record.form, parameters, record.frozen, leaves, upstream)
     check = ReplayCheck(record.sketches, [*job.reached.dtypes, *job.autocast.dtypes])
     after = job.reached.random(process={name for state in record.random for name in state.process})
 
@@ -258,10 +262,13 @@ def second_pass(
         sums.add(index, outputs, inputs)
         job.sharding.settle()
 
-    modes = in_modes(job.reached.modules, record.training)
-    with after.restoring(), job.sharding.in_step(), without_hooks(parameters), job.sharding.holding_back(), modes:
+    mode = in_modes(job.reached.modules, record.training)
+    with after.restoring(), job.sharding.in_step(), without_hooks(parameters), job.sharding.holding_back(), mode:
         done = _consume_graphs(job, record, sums)
         replayed = [index for index in range(len(job.bounds)) if index not in done]
+        if replayed and not job.sharding.modules:
+            # FSDP2 has shards in their place between its gathers
+            job.reached.refuse_replaced()
         with sharing_casts(job.device):
             for index, rows in zip(replayed, stream(job.rows(values, replayed), job.device), strict=True):
                 record.random[index].restore()
@@ -277,14 +284,16 @@ def second_pass(
 class GradientSums:
     """Sums of gradients over sub-batches.
 
-    leaves: all tensors of the inputs. upstream: gradients of each output of the encoder, for the whole batch. The first
-    sub-batch's gradients stay as autograd returned them; adding the second's allocates the accumulators, to which all
-    others are added in place. So a step takes few kernels for all parameters, and copies nothing.
+    frozen: parameters that get no gradient, because they wanted none in the first pass. leaves: all tensors of the
+    inputs. upstream: gradients of each output of the encoder, for the whole batch. The first sub-batch's gradients stay
+    as autograd returned them; adding the second's allocates the accumulators, to which all others are added in place.
+    So a step takes few kernels for all parameters, and copies nothing.
     """
 
     job: Job
     form: OutputForm
     parameters: Sequence[Tensor]
+    frozen: Sequence[Tensor]
     leaves: Sequence[Tensor]
     upstream: Sequence[Tensor | None]
     # sums by position of the parameter
@@ -359,7 +368,7 @@ class GradientSums:
         A tensor that the encoder made and wants a gradient of, such as features behind frozen embeddings
         (`enable_input_require_grads` of transformers), needs none.
         """
-        known = {id(x) for x in (*self.parameters, *inputs)}
+        known = {id(x) for x in (*self.parameters, *inputs, *self.frozen)}
         for leaf in introspect.graph_leaves(outs):
             if id(leaf) not in known:
                 if isinstance(leaf, nn.Parameter):
@@ -379,6 +388,8 @@ class GradientSums:
         for position, (parameter, elsewhere) in enumerate(zip(self.parameters, reached, strict=True)):
             if elsewhere and position not in self.totals:
                 self.totals[position] = torch.zeros_like(parameter)
+            if position not in self.totals:
+                modes.skip_hooks_without_gradient(parameter)
         totals = [
             _as_type(self.totals[position], parameter.dtype) if position in self.totals else None
             for position, parameter in enumerate(self.parameters)

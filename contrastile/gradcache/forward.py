@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from contrastile._errors import invalid
 from contrastile._torch import pytree, without_parametrization_cache
@@ -53,6 +53,9 @@ class OutputForm:
         if self.structure is None:
             if all(out is None for out in outputs):
                 raise invalid("encoder", "return features", "nothing", "See whether it has a `return`.")
+            if any(isinstance(out, Tensor) and out.layout != torch.strided for out in outputs):
+                remedy = "Call to_dense() there, or return Ragged(values, lengths)."
+                raise invalid("encoder", "return dense tensors", "a sparse or nested one", remedy)
             self.structure, self.packed = structure, packed
             self.row_shapes = [out.shape[1:] if isinstance(out, Tensor) else None for out in outputs]
         if (structure, packed) != (self.structure, self.packed):
@@ -265,6 +268,8 @@ class Record:
     graphs: RetainedGraphs
     # training mode of each module
     training: list[bool]
+    # parameters of the encoder that wanted no gradient
+    frozen: list[nn.Parameter]
     # state of the generators before each sub-batch
     random: list[RandomState] = field(default_factory=list)
     sketches: list[Sketches] = field(default_factory=list)
