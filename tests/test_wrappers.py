@@ -15,7 +15,7 @@ import torch.distributed as dist
 from gradient_table import D_IN, SHARES, D, Pair, batch, loss_of, shard, wrap
 from problems import distance
 from ranks import Pool
-from refusals import refusal
+from refusals import refusal, unlike
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh
@@ -608,6 +608,16 @@ def _stepped_too_soon(rank: int, group: Any, kind: str) -> str:
 def test_parameters_changed_before_the_backward_are_noticed(pool: Pool, kind: str) -> None:
     for said in pool.run(_stepped_too_soon, 2, kind):
         assert said.startswith("`encoder` must have the parameters of the first pass; got one of shape"), said
+
+
+def _unequal_retain(rank: int, group: Any) -> str:
+    model = shard(Pair(), group)
+    return refusal(encode, (model, "encode_image"), _mine(rank, group)[0], sub_batch=2, retain=rank)
+
+
+def test_ranks_of_a_sharded_module_that_retain_different_graphs_are_told(pool: Pool) -> None:
+    """They would run a different number of times, and wait for each other's shards."""
+    assert pool.run(_unequal_retain, 2) == [unlike("retain", 0, 1)] * 2
 
 
 def _sharded_number(rank: int, group: Any, combined: str) -> Tensor:

@@ -154,7 +154,7 @@ def encode(
             if tokens is None
             else split_by_tokens(inputs, tokens, size, rounded=rounded)
         )
-        batches = batches.extended(sharding.most(len(batches.bounds)))
+        batches = batches.extended(sharding.most(len(batches.bounds), retain=retain))
         planned, ordered = replace(job, batches=batches), batches.sort(leaves)
         if not planned.differentiates(ordered):
             return form.unsort(first_pass(planned, ordered, form, grad=False)[0], batches)
