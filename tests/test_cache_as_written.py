@@ -237,6 +237,21 @@ def test_parameters_unfrozen_before_the_backward_get_no_gradient(retain: int) ->
     assert distance(found[1], found[0]) <= 1e-12
 
 
+@pytest.mark.parametrize("retain", [0, 2])
+@pytest.mark.parametrize("wanted", [True, False])
+def test_inputs_have_the_gradients_that_they_wanted_in_the_first_pass(wanted: bool, retain: int) -> None:
+    tower, found = _linear(), list[Tensor]()
+    for plain in (True, False):
+        x, y = _x().requires_grad_(wanted), _x().requires_grad_()
+        tower.zero_grad()
+        features = [tower(x), tower(y)] if plain else [encode(tower, z, sub_batch=SUB, retain=retain) for z in (x, y)]
+        x.requires_grad_(not wanted)
+        _total(features).backward()
+        assert x.grad is None or wanted
+        found.append(torch.cat([z.grad.flatten() for z in (x, y, tower.weight) if z.grad is not None]))
+    assert distance(found[1], found[0]) <= 1e-12
+
+
 class Cached(nn.Module):
     """A tower in the gradient cache."""
 

@@ -202,7 +202,8 @@ def first_pass(job: Job, leaves: Sequence[Tensor], form: OutputForm, *, grad: bo
     """The features of the whole batch, and the record for the second pass. grad: a backward will follow."""
     values, wanted = detached(leaves)
     frozen = [parameter for parameter in job.reached.every if not parameter.requires_grad]
-    record = Record(form, job.graphs(leaves, grad), [module.training for module in job.reached.modules], frozen)
+    training = [module.training for module in job.reached.modules]
+    record = Record(form, job.graphs(leaves, grad), training, frozen, wanted)
     with_graph = wanted if grad and job.graph_changes_bits else None
     features = Features(job, form)
     # in the caller's grad mode: without `grad`, an output with a graph shows a parameter that was missed
@@ -250,6 +251,8 @@ def second_pass(
     upstream: gradients of the features, the cache. Sub-batches that retained their graph come first, without a second
     forward.
     """
+    # they may want a gradient by now, or none any more
+    leaves = [leaf.detach().requires_grad_(want) for leaf, want in zip(leaves, record.wanted, strict=True)]
     values, wanted = detached(leaves)
     sums = GradientSums(job, record.form, parameters, record.frozen, leaves, upstream)
     check = ReplayCheck(record.sketches, [*job.reached.dtypes, *job.autocast.dtypes])

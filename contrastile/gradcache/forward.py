@@ -270,6 +270,8 @@ class Record:
     training: list[bool]
     # parameters of the encoder that wanted no gradient
     frozen: list[nn.Parameter]
+    # for each leaf of the inputs whether it wants one
+    wanted: list[bool]
     # state of the generators before each sub-batch
     random: list[RandomState] = field(default_factory=list)
     sketches: list[Sketches] = field(default_factory=list)
