@@ -434,7 +434,7 @@ BAD = {
     "`retain` must be a whole number of at least 0; got -1.": lambda t: encode(t, _inputs(), sub_batch=4, retain=-1),
     "`inputs` must be tensors whose first axis is the batch; got ndarray. Convert arrays with torch.as_tensor; bind "
     "other arguments with functools.partial.": lambda t: encode(t, _inputs().numpy(), sub_batch=4),
-    "`inputs[0]` must be tensors whose first axis is the batch; got str. Tokenise texts first; bind other": lambda t: (
+    "`inputs` must be tensors whose first axis is the batch; got tuple. Tokenise texts first; bind other": lambda t: (
         encode(t, ("a",), sub_batch=4)
     ),
     "`inputs` must be tensors whose first axis is the batch; got a tensor without": lambda t: encode(

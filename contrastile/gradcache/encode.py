@@ -61,8 +61,8 @@ def encode(
         inputs: a tensor is passed as `encoder(x)`, a tuple as `encoder(*x)`, a mapping as `encoder(**x)`; nesting is
             allowed. A tensor's first axis is the batch; it may be on the device or in (pinned) host memory. Packed
             values, such as the patches of images of many sizes, come as `Ragged(values, lengths)`. A list with an entry
-            for each example, and no tensor in it, is cut as well; everything else that is no tensor is passed on as it
-            is.
+            for each example and no tensor in it, or a tuple of texts, is cut as well; everything else that is no tensor
+            is passed on as it is.
         parts: in place of `inputs`, the sub-batches as a data loader made them, a list of what `inputs` may be, and of
             anything that the encoder takes: each is passed whole, and its features follow those of the one before. Of
             ranks that DistributedDataParallel or DeepSpeed joins in training, or FSDP2, and which all pass `parts`, one
