@@ -116,7 +116,7 @@ class Arguments:
             checks.features("q", q)
             checks.features("k", k)
             checks.alike("k", k, "q", q, self.cast())
-            if q.is_meta:
+            if q.is_meta and self.options.device is None:
                 raise invalid("q", "have values", "a tensor on meta", "Move the model to a device that computes.")
             if self.negatives is not None:
                 checks.features("negatives", self.negatives, own=True)
