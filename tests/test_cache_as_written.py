@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from problems import distance
 from refusals import refusal
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, jacrev, vmap
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
@@ -249,6 +249,29 @@ def test_inputs_have_the_gradients_that_they_wanted_in_the_first_pass(wanted: bo
         _total(features).backward()
         assert x.grad is None or wanted
         found.append(torch.cat([z.grad.flatten() for z in (x, y, tower.weight) if z.grad is not None]))
+    assert distance(found[1], found[0]) <= 1e-12
+
+
+class Differentiating(nn.Module):
+    """A trunk, and the derivative of a layer behind it in each example."""
+
+    def __init__(self, *, frozen: bool) -> None:
+        super().__init__()
+        self.trunk, self.layer = _linear(D_IN, D_IN).requires_grad_(not frozen), _linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return vmap(jacrev(lambda row: self.layer(row).sin()))(F.dropout(self.trunk(x), 0.3)).sum(2)
+
+
+@pytest.mark.parametrize(("frozen", "retain"), [(True, 0), (False, "auto")])
+def test_graphs_of_torch_func_are_not_measured(frozen: bool, retain: Any) -> None:
+    found = []
+    for plain in (True, False):
+        torch.manual_seed(0)
+        encoder = Differentiating(frozen=frozen)
+        parts = [encoder(part) for part in _x().split(SUB)] if plain else []
+        _total(torch.cat(parts) if plain else encode(encoder, _x(), sub_batch=SUB, retain=retain)).backward()
+        found.append(_gradient(encoder))
     assert distance(found[1], found[0]) <= 1e-12
 
 

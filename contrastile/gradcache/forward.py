@@ -211,10 +211,14 @@ class Job:
         while graphs.builds(index):
             try:
                 graph = graphs.measured(index, partial(self.run, index, rows, record.form, wanted), size, later)
-            except torch.OutOfMemoryError:
-                if not graphs.releasable:
+            except RuntimeError as error:
+                if "saved tensor hooks" in str(error):
+                    # the encoder uses torch.func, under which no graph can be measured
+                    graphs.first, graphs.frugal = graphs.count, False
+                elif isinstance(error, torch.OutOfMemoryError) and graphs.releasable:
+                    graphs.retain_fewer(index)
+                else:
                     raise
-                graphs.retain_fewer(index)
                 record.random[index].restore()
             else:
                 if graphs.retains(index):
