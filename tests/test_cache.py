@@ -532,10 +532,13 @@ def test_batch_norm_behind_a_function_is_refused_before_it_changes(grad: bool) -
     assert not normed[1].running_mean.any()
 
 
-def test_parameters_changed_before_the_backward_are_noticed(tower: Tower) -> None:
-    features = encode(tower, _inputs(), sub_batch=8)
+@pytest.mark.parametrize("retain", [0, 3])
+@pytest.mark.parametrize("how", ["values", "type"])
+def test_parameters_changed_before_the_backward_are_noticed(tower: Tower, how: str, retain: int) -> None:
+    """One of another type would get no gradient from a graph that was kept."""
+    features = encode(tower, _inputs(), sub_batch=8, retain=retain)
     with torch.no_grad():
-        tower.embed.weight.add_(1.0)
+        tower.double() if how == "type" else tower.embed.weight.add_(1.0)
     with pytest.raises(ValueError, match="must have the parameters of the first pass"):
         features.sum().backward()
 

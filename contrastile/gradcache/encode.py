@@ -179,7 +179,7 @@ class _Encode(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.job = job
         ctx.parameters = inputs[: len(inputs) - len(differentiable(leaves))]
-        ctx.versions = [version(parameter) for parameter in job.sharding.shards_of(ctx.parameters)]
+        ctx.versions = [(version(x), x.dtype, x.device) for x in job.sharding.shards_of(ctx.parameters)]
         ctx.save_for_backward(*leaves)
         features, ctx.record = first_pass(job, leaves, form, grad=True)
         rule, got = "leave its parameters as they are", "that it writes over, as Embedding(max_norm=...) does"
@@ -425,10 +425,11 @@ def _consume_graphs(job: Job, record: Record, sums: GradientSums) -> set[int]:
 
 
 def _refuse_changed_parameters(ctx: Any, rule: str, got: str, remedy: str) -> None:
-    """Raise ValueError where a parameter was written over since the first pass began."""
-    for parameter, before in zip(ctx.job.sharding.shards_of(ctx.parameters), ctx.versions, strict=True):
-        if version(parameter) != before:
-            raise invalid("encoder", rule, f"one of shape {list(parameter.shape)} {got}", remedy)
+    """Raise ValueError where a parameter was written over, or moved, since the first pass began."""
+    for x, before in zip(ctx.job.sharding.shards_of(ctx.parameters), ctx.versions, strict=True):
+        # autograd reaches a parameter of another type or device by a new node, which is not in a graph that was kept
+        if (version(x), x.dtype, x.device) != before:
+            raise invalid("encoder", rule, f"one of shape {list(x.shape)} {got}", remedy)
 
 
 def count(name: str, value: Any, least: int, words: tuple[Any, ...] = (None, AUTO)) -> Any:
