@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from contrastile._errors import SMOOTHING, number
-from contrastile.losses.base import Diagonal, Finished, Formula, PairLoss, Shard, Tile, fill
+from contrastile.losses.base import FEW, Diagonal, Finished, Formula, PairLoss, Shard, Tile, fill
 
 # exp(−60) is still a normal number in float32, with room for a sum below it
 SPREAD = 60.0
@@ -180,6 +180,9 @@ class Softmax(PairLoss):
             on_diagonal = self._positive_grad(positive.of(x), self._directions(rows, cols, along[:1], along[1:]))
             grad = self._negative_grad(tile, directions)
             positive.of(grad).copy_(on_diagonal)
+        elif positive is not None and (pairs := _few(positive)) is not None:
+            at_positive = self._positive_grad(x[pairs], self._directions(rows, cols, pairs[:1], pairs[1:]))
+            grad = fill(self._negative_grad(tile, directions), pairs, at_positive)
         elif positive is not None:
             at_positive = self._positive_grad(x, directions)
             grad = torch.where(positive, at_positive, self._negative_grad(tile, directions))
@@ -274,10 +277,27 @@ def _absorb_positives(x: Tensor, positive: Diagonal | Tensor, dim: int, named: S
         along = positive.along(x)[1 - dim]
         named.positive_top[along] = positive.of(x)
         named.positive_total[along] = named.positive_count[along] = 1.0
+    elif (pairs := _few(positive)) is not None:
+        x = x[pairs]
+        counted = x != -torch.inf
+        x, of_row = x[counted], pairs[1 - dim][counted]
+        below = x - named.positive_top.scatter_reduce_(0, of_row, x, "amax")[of_row]
+        for total, terms in (
+            (named.positive_total, below.exp()), (named.positive_sum, below), (named.positive_count, below.new_ones(1)),
+        ):  # fmt: skip
+            total.index_add_(0, of_row, terms.expand_as(below))
     else:
         x = x.masked_fill(~positive, -torch.inf)
         _exponential_sum(x, dim, named.positive_top, named.positive_total)
         _logit_sum(x, dim, named.positive_top, named.positive_sum, named.positive_count)
+
+
+def _few(positive: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Row and column of each positive; None if they are many, or on a device, where a count would wait."""
+    if positive.device.type != "cpu":
+        return None
+    row, column = positive.nonzero(as_tuple=True)
+    return (row, column) if len(row) <= FEW * positive.numel() else None
 
 
 def finite(top: Tensor) -> Tensor:

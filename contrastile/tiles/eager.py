@@ -21,8 +21,9 @@ from contrastile.tiles.base import InFlight, Sum, Tiles, Weigh, bounds_of
 SIDE_CPU = 1024
 SIDE_ACCELERATOR = 8192
 # tiles held at once: logits, exponentials, gradient, a temporary, masks; on a CPU, which knows the logits' range, the
-# logits and their gradient; there a guide has its product and a mask, label smoothing a tile and a mask
-TILES_HELD, TILES_HELD_CPU, GUIDED_CPU, SMOOTHED_CPU = 5, 2, 1.25, 1.25
+# logits and their gradient; there a guide has its product and a mask, label smoothing a tile and a mask, and listed
+# positives a mask
+TILES_HELD, TILES_HELD_CPU, GUIDED_CPU, SMOOTHED_CPU, LISTED_CPU = 5, 2, 1.25, 1.25, 0.25
 # float32 matrices of a dense block at the peak, with positives on a diagonal and by index, whose masks are matrices
 MATRICES, MATRICES_BY_INDEX = 3.0, 7.25
 # most and fewest rows of a strip over all columns on a CPU; with fewer, two sweeps over tiles are as fast
@@ -164,15 +165,15 @@ class Eager(Tiles):
         cls, loss: PairLoss, N: int, M: int, D: int, dtype: torch.dtype, workspace: int, device: torch.device,
         *, by_index: bool = False, labels: bool = False, followed: bool = False,
     ) -> int:  # fmt: skip
-        del labels, followed
+        del followed
         tiles = cls(loss, torch.empty((), device=device), None, workspace)
         teacher = loss.formula is not None and loss.formula.guide == "teacher"
-        if device.type != "cpu" or by_index or teacher:
+        if device.type != "cpu" or labels or teacher or (loss.guides and by_index):
             return tiles.workspace_bytes(N, M, D, dtype)
         side, wide = tiles._side(dtype), accumulator(dtype)
         # both passes of a pairwise loss are one sweep over tiles
         rows, cols = (min(N, side), min(M, side)) if loss.pairwise else tiles._largest_tile(N, M, dtype)
-        held = TILES_HELD_CPU + GUIDED_CPU * loss.guides + loss.reads_products
+        held = TILES_HELD_CPU + GUIDED_CPU * loss.guides + loss.reads_products + LISTED_CPU * by_index
         # label smoothing reads the logits after their exponentials; logits that are far apart, as at a large scale,
         # have exponentials of their own for rows and for columns
         held += SMOOTHED_CPU if getattr(loss, "label_smoothing", 0.0) else loss.symmetric
@@ -228,10 +229,11 @@ class Dense(Eager):
         cls, loss: PairLoss, N: int, M: int, D: int, dtype: torch.dtype, workspace: int, device: torch.device,
         *, by_index: bool = False, labels: bool = False, followed: bool = False,
     ) -> int:  # fmt: skip
-        del D, workspace, labels, followed
+        del D, workspace, followed
         # as of a tile, exponentials of both directions where logits are far apart
-        on_cpu = TILES_HELD_CPU + loss.symmetric
-        matrices = MATRICES_BY_INDEX if by_index else on_cpu if device.type == "cpu" else MATRICES
+        on_cpu = TILES_HELD_CPU + loss.symmetric + LISTED_CPU * by_index
+        listed = by_index and (labels or device.type != "cpu")
+        matrices = MATRICES_BY_INDEX if listed else on_cpu if device.type == "cpu" else MATRICES
         return int(matrices * N * M * accumulator(dtype).itemsize)
 
 
