@@ -105,6 +105,9 @@ def test_entries_without_a_pair_are_counted_by_reason(tmp_path):
         add(tar, "twice.jpg", jpeg(1))
         add(tar, "twice.png", jpeg(1))
         add(tar, "twice.txt", b"twice")
+        for number in range(3):
+            add(tar, f"thrice.{number}.jpg", jpeg(number))
+            add(tar, f"thrice.{number}.txt", b"thrice")
         add(tar, "link.jpg", b"", type=tarfile.SYMTYPE, linkname="/etc/passwd")
         add(tar, "device.jpg", b"", type=tarfile.CHRTYPE)
         add(tar, "notes.json", b"{}")
@@ -113,7 +116,7 @@ def test_entries_without_a_pair_are_counted_by_reason(tmp_path):
     found = list(find_in_tar(tmp_path / "a.tar"))
     assert [pair.caption for pair in found if not isinstance(pair, str)] == ["two words"]
     assert Counter(pair for pair in found if isinstance(pair, str)) == {
-        "missing title": 1, "missing picture": 1, "empty title": 1, "not UTF-8": 1, "key used twice": 1,
+        "missing title": 1, "missing picture": 1, "empty title": 1, "not UTF-8": 1, "key used twice": 4,
         "not a plain file": 2, "too large": 1,
     }  # fmt: skip
 

@@ -66,9 +66,9 @@ def find_in_tar(shard: Path, unpacked: Path | None = None) -> Iterator[Finding]:
     tar = shard if unpacked is None else unpack(shard, unpacked)
     count = 0
     for _, members in groupby(_members(tar), key=lambda member: _key(member.name)):
-        if finding := _pair(tar, list(members)):
-            count += 1
-            yield finding
+        findings = _pairs(tar, list(members))
+        count += len(findings)
+        yield from findings
     stated = _stated_size(shard)
     if stated is not None and stated != count:
         raise _damaged(shard, f"{count} pairs where {SIZES} says {stated}")
@@ -162,8 +162,8 @@ def _members(shard: Path) -> Iterator[tarfile.TarInfo]:
         raise _damaged(shard, f"nothing but zeros from byte {end:,} on")
 
 
-def _pair(shard: Path, members: Sequence[tarfile.TarInfo]) -> Finding | None:
-    """The pair of one key; None for a key without an image or a text, such as a shard's own notes."""
+def _pairs(shard: Path, members: Sequence[tarfile.TarInfo]) -> list[Finding]:
+    """The pair of one key, or the reason why there is none, for each pair that is lost; empty for a shard's notes."""
     named = [
         (os.path.splitext(member.name)[1].lower() if member.isreg() and not member.issparse() else "", member)
         for member in members
@@ -171,18 +171,18 @@ def _pair(shard: Path, members: Sequence[tarfile.TarInfo]) -> Finding | None:
     images = [member for suffix, member in named if suffix in PICTURES]
     texts = [member for suffix, member in named if suffix == ".txt"]
     if not images and not texts:
-        return None if all(suffix for suffix, _ in named) else "not a plain file"
+        return [] if all(suffix for suffix, _ in named) else ["not a plain file"]
     if not images:
-        return "missing picture"
+        return ["missing picture"] * len(texts)
     if not texts:
-        return "missing title"
+        return ["missing title"] * len(images)
     if len(images) > 1 or len(texts) > 1:
-        return "key used twice"
+        return ["key used twice"] * min(len(images), len(texts))
     with open_file(shard) as file:
         file.seek(texts[0].offset_data)
         # one byte more than a caption may have, so that a longer one is noticed
         caption = file.read(min(texts[0].size, LONGEST_CAPTION + 1))
-    return _checked(shard, images[0].offset_data, images[0].size, caption)
+    return [_checked(shard, images[0].offset_data, images[0].size, caption)]
 
 
 def _checked(path: Path, offset: int, size: int, caption: bytes) -> Finding:
