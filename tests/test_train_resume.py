@@ -339,6 +339,13 @@ def test_unused_keys_of_a_recipe_may_change_on_resume(undisturbed, tmp_path):
         same_recipe(RunFolder(tmp_path / recipe.name), _with_optim(recipe, schedule="cooldown"))
 
 
+def test_a_run_that_bad_pairs_stopped_goes_on_with_more_of_them_allowed(undisturbed, tmp_path):
+    recipe, whole = undisturbed
+    stopped(recipe, tmp_path, at=2)
+    data = recipe.data.model_copy(update={"max_bad_fraction": 0.5})
+    same_run(run_recipe(recipe.model_copy(update={"data": data}), tmp_path, resume=True).folder, whole)
+
+
 def _with_optim(recipe, **change):
     return recipe.model_copy(update={"optim": recipe.optim.model_copy(update=change)})
 

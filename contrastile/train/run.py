@@ -257,7 +257,7 @@ def save_run(folder: RunFolder, run: LoadedRun, metadata: dict[str, Any]) -> Non
 
 # keys that may change when a run is resumed
 FREE = (
-    *("device", "save.", "log.", "data.cache", "train.timeout", "train.parallel"),
+    *("device", "save.", "log.", "data.cache", "data.max_bad_fraction", "train.timeout", "train.parallel"),
     *("evaluate.zero_shot", "evaluate.retrieval"),
 )
 
