@@ -21,11 +21,9 @@ from contrastile._errors import invalid
 from contrastile.data.files import cached_folder, checksum, file_state, files_below, open_file, plain_file, sync
 from contrastile.data.image_limits import MOST_BYTES
 from contrastile.data.sources import PICTURES, TABLES, Source
-from contrastile.data.tables import check_names, read_table
+from contrastile.data.tables import LONGEST_CAPTION, check_names, read_table
 
 SIZES, SUMS = "sizes.json", "SHA256SUMS"
-# the most bytes of a caption
-LONGEST_CAPTION = 1 << 16
 # two empty records end a tar file, and tools fill it up to a whole number of larger ones
 TAIL, LONGEST_TAIL = 2 * tarfile.BLOCKSIZE, 2 * tarfile.BLOCKSIZE + tarfile.RECORDSIZE
 # the most bytes of a member's header with its extensions, and of a number in it
