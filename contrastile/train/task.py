@@ -177,6 +177,7 @@ class Task(ABC, Generic[P]):
             "device": chip(self.run.device), **asdict(result), "versions": versions(),
             "ended": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), "pairs": pairs, "skipped": dict(self.skipped),
             "loss": recipe.loss.kind, "batch": [size for _, size in recipe.train.fitted(pairs).batch],
+            "accumulate": recipe.train.accumulate,
         }  # fmt: skip
 
     @abstractmethod
