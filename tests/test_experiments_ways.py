@@ -78,6 +78,8 @@ def test_a_slower_way_sees_fewer_examples(tmp_path: Path) -> None:
          '`--ways` must name ways without /; got "b/c". The name is that of a file, too.'),
         ("[ways]\na = []\nb = ['data.negatives=1']",
          "`--ways` must override keys of loss, optim, train; got 'data.negatives=1' in "),
+        ("[ways]\na = []\nb = ['train.epochs=2.0']",
+         "`--ways` must say nothing about the length; got 'train.epochs=2.0' in "),
         ("[ways]\na = []\nb = ['loss.kind=clip']", "loss.kind=clip: loss.kind: must be one of "),
     ],
 )  # fmt: skip
