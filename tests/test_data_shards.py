@@ -298,12 +298,17 @@ def test_folders_of_pictures(tmp_path):
         (tmp_path / "set" / name).mkdir(parents=True, exist_ok=True)
         (tmp_path / "set" / name / f"{number}.jpg").write_bytes(jpeg(number))
     (tmp_path / "set" / "owl" / "3.txt").write_text("an owl at night")
+    (tmp_path / "set" / "owl" / "5.JPG").write_bytes(jpeg(5))
+    (tmp_path / "set" / "owl" / "5.TXT").write_text("an owl by day")
+    (tmp_path / "set" / "owl" / "6.jpg").write_bytes(jpeg(6))
     (tmp_path / "secret.jpg").write_bytes(jpeg(4))
     (tmp_path / "set" / "owl" / "4.jpg").symlink_to(tmp_path / "secret.jpg")
     found = list(find_in_folder(tmp_path / "set"))
     assert [pair if isinstance(pair, str) else pair.caption for pair in found] == [
         "an owl at night",
         "outside the folder",
+        "an owl by day",
+        "missing title",
         "red fox",
         "red fox",
     ]

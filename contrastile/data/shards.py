@@ -65,7 +65,7 @@ def find_in_tar(shard: Path, unpacked: Path | None = None) -> Iterator[Finding]:
     count = 0
     for _, members in groupby(_members(tar), key=lambda member: _key(member.name)):
         findings = _pairs(tar, list(members))
-        count += len(findings)
+        count += bool(findings)
         yield from findings
     stated = _stated_size(shard)
     if stated is not None and stated != count:
@@ -207,15 +207,23 @@ def find_in_table(table: Path) -> Iterator[Finding]:
 
 
 def find_in_folder(folder: Path) -> Iterator[Finding]:
-    """Every image below a folder, captioned by the .txt beside it or its folder's name; no link leads outside."""
-    root = folder.resolve()
-    for path in files_below(folder, PICTURES):
-        text = path.with_suffix(".txt")
-        if not all(file.resolve().is_relative_to(root) for file in (path, text)):
+    """Every image below a folder, none outside; its caption is the .txt beside it, or where no image there has one, the
+    name of its own folder.
+    """
+    root, paths = folder.resolve(), files_below(folder, PICTURES)
+    beside = ((path, path.with_suffix(ending)) for path in paths for ending in (".TXT", ".txt"))
+    texts = {path: text for path, text in beside if text.is_file()}
+    titled = {path.parent for path in texts}
+    for path in paths:
+        text = texts.get(path)
+        if not all(file.resolve().is_relative_to(root) for file in (path, text or path)):
             yield "outside the folder"
             continue
+        if text is None and path.parent in titled:
+            yield "missing title"
+            continue
         caption = path.parent.name.replace("_", " ").encode()
-        if text.is_file():
+        if text is not None:
             with open_file(text) as file:
                 caption = file.read(LONGEST_CAPTION + 1)
         yield _checked(path, 0, path.stat().st_size, caption)
@@ -223,12 +231,14 @@ def find_in_folder(folder: Path) -> Iterator[Finding]:
 
 def state(source: Source) -> list[Any]:
     """The state of a source, by which an index is known to be its own: paths, sizes and dates of all its files."""
-    paths = list(source.paths)
-    if source.kind == "folder":
+    kind, paths = source.kind, list(source.paths)
+    if kind == "folder":
+        # the rule of its captions was another one before
+        kind = "titled folder"
         paths = [str(path) for path in files_below(Path(paths[0]), (*PICTURES, ".txt"))]
-    elif source.kind in TABLES:
+    elif kind in TABLES:
         paths += [str(row[0]) for table in source.paths for row in read_table(Path(table)) if not isinstance(row, str)]
-    return [source.kind, *map(file_state, paths)]
+    return [kind, *map(file_state, paths)]
 
 
 def manifest_state(source: Source) -> list[Any]:
