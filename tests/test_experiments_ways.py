@@ -45,6 +45,9 @@ def test_ways_of_a_retriever_are_compared_and_resumed(
     expected = max(1, round(64 * paces["infonce"][0] / paces["own"][0]))
     assert rows[1]["examples"] == str(expected)
     assert "held-out queries @1" in rows[0]
+    page = (folder / "compare.md").read_text()
+    assert '- infonce: `{"loss": {"kind": "infonce"' in page
+    assert '"optim": {"learning_rate": 0.005}' in page.partition("- own: ")[2]
     capsys.readouterr()
     # a finished comparison has nothing left to do; another way of that name is refused
     assert compared(tmp_path, WAYS, "--seeds", "1", "--resume")[0] == 0
