@@ -138,7 +138,7 @@ class Softmax(PairLoss):
 
     def merge(self, a: Tensor, b: Tensor) -> Tensor:
         # the negatives' four and the positives'
-        return _merge(a.unflatten(0, (2, -1)), b.unflatten(0, (2, -1))).flatten(0, 1)
+        return _merge(*(stats.unflatten(0, (2, -1)).transpose(0, 1) for stats in (a, b))).transpose(0, 1).flatten(0, 1)
 
     def finish(self, stats: Tensor) -> Finished:
         named = SoftmaxStats(*stats)
@@ -319,10 +319,10 @@ def _logit_sum(x: Tensor, dim: int, top: Tensor, logit_sum: Tensor, count: Tenso
 
 
 def _merge(a: Tensor, b: Tensor) -> Tensor:
-    """Statistics [..., 4, n], of negatives or of positives, of the union of two sets."""
-    (top_a, total_a, sum_a, count_a), (top_b, total_b, sum_b, count_b) = a.unbind(-2), b.unbind(-2)
+    """Statistics [4, ..., n], of negatives or of positives, of the union of two sets."""
+    (top_a, total_a, sum_a, count_a), (top_b, total_b, sum_b, count_b) = a, b
     higher = torch.maximum(top_a, top_b)
     top = finite(higher)
     total = total_a * (top_a - top).exp() + total_b * (top_b - top).exp()
     logit_sum = (sum_a + count_a * (finite(top_a) - top)) + (sum_b + count_b * (finite(top_b) - top))
-    return torch.stack([higher, total, logit_sum, count_a + count_b], -2)
+    return torch.stack([higher, total, logit_sum, count_a + count_b])
