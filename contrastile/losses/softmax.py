@@ -105,9 +105,8 @@ class Softmax(PairLoss):
 
     def init(self, n: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         stats = torch.zeros(len(SoftmaxStats._fields), n, dtype=dtype, device=device)
-        named = SoftmaxStats(*stats)
-        named.top.fill_(-torch.inf)
-        named.positive_top.fill_(-torch.inf)
+        # the two tops
+        stats[:: len(SoftmaxStats._fields) // 2] = -torch.inf
         return stats
 
     def absorb(self, tile: Tile) -> tuple[Tensor, ...]:
@@ -158,9 +157,9 @@ class Softmax(PairLoss):
             # difference of the positives' mean and the negatives'
             pull = (named.positive_top - finite(named.top)) + (mean - others)
             loss = loss + self.label_smoothing * (pull * (named.logit_count * share))
-        top, total, *_ = _merge(*stats.unflatten(0, (2, -1)))
+        _, top, total = _joined(*named[:2], *named[4:6])
         state = SoftmaxState(
-            finite(top),
+            top,
             # without a key that counts, 0 instead of 0 · ∞
             1 / total.masked_fill(total == 0, 1.0),
             finite(named.positive_top),
@@ -276,7 +275,8 @@ def _absorb_positives(x: Tensor, positive: Diagonal | Tensor, dim: int, named: S
         # at most one in a row or a column
         along = positive.along(x)[1 - dim]
         named.positive_top[along] = positive.of(x)
-        named.positive_total[along] = named.positive_count[along] = 1.0
+        named.positive_total[along].fill_(1.0)
+        named.positive_count[along].fill_(1.0)
     elif (pairs := _few(positive)) is not None:
         x = x[pairs]
         counted = x != -torch.inf
@@ -318,11 +318,16 @@ def _logit_sum(x: Tensor, dim: int, top: Tensor, logit_sum: Tensor, count: Tenso
     torch.sum(excluded.logical_not_(), dim, dtype=x.dtype, out=count)
 
 
+def _joined(top_a: Tensor, total_a: Tensor, top_b: Tensor, total_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Top of the union of two sets, the same where it is finite, and Σ exp(x − top)."""
+    higher = torch.maximum(top_a, top_b)
+    top = finite(higher)
+    return higher, top, total_a * (top_a - top).exp() + total_b * (top_b - top).exp()
+
+
 def _merge(a: Tensor, b: Tensor) -> Tensor:
     """Statistics [4, ..., n], of negatives or of positives, of the union of two sets."""
     (top_a, total_a, sum_a, count_a), (top_b, total_b, sum_b, count_b) = a, b
-    higher = torch.maximum(top_a, top_b)
-    top = finite(higher)
-    total = total_a * (top_a - top).exp() + total_b * (top_b - top).exp()
+    higher, top, total = _joined(top_a, total_a, top_b, total_b)
     logit_sum = (sum_a + count_a * (finite(top_a) - top)) + (sum_b + count_b * (finite(top_b) - top))
     return torch.stack([higher, total, logit_sum, count_a + count_b])

@@ -5,10 +5,11 @@ rows and columns (2·N·M·D operations). The backward computes each tile again 
 (6·N·M·D). Together they take 8·b²·d operations, with one tile of the matrix in memory.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,6 +34,9 @@ STRIP_CPU, LEAST_STRIP = 512, 32
 @dataclass
 class Eager(Tiles):
     """Tiles of plain PyTorch operations."""
+
+    # the logits are products of features: also, where all of them are finite, so are the features
+    writes_fresh_strip: ClassVar[bool] = True
 
     def forward(self, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
         stats: list[Tensor | None] = [None, None]
@@ -73,6 +77,8 @@ class Eager(Tiles):
         for along, strip in self._tiles(rows, height):
             x, graph = self._logits(strip, cols, room, with_graph=True)
             tile = self._tile(x, strip, cols, graph)
+            if self.fresh and tile.bounds is not None and all(map(math.isfinite, tile.bounds)):
+                self.flag = self.scale.new_zeros(())
             states, coefficients = weigh(self._stats(tile, strip, cols, keep=True), along)
             sides = with_states(strip, cols, states, coefficients)
             self._propagate(tile, graph, *sides, None if u is None else u[along], v, sums)
@@ -141,9 +147,9 @@ class Eager(Tiles):
         """Add a tile's gradient to the accumulators, and its sum where a bias needs it."""
         g_IJ = self.loss.pair_grad(tile, rows, cols)
         if u_I is not None:
-            add_product(u_I, g_IJ, cols.features)
+            add_product(u_I, g_IJ, cols.features, fresh=self.fresh)
         if v_J is not None:
-            add_product(v_J, g_IJ.T, rows.features)
+            add_product(v_J, g_IJ.T, rows.features, fresh=self.fresh)
         if self.bias is not None:
             sums += g_IJ.sum()
 
@@ -237,15 +243,17 @@ class Dense(Eager):
         return int(matrices * N * M * accumulator(dtype).itemsize)
 
 
-def add_product(total: Tensor, g: Tensor, features: Tensor) -> None:
-    """total += g @ features, in the accumulator's type."""
+def add_product(total: Tensor, g: Tensor, features: Tensor, *, fresh: bool) -> None:
+    """total += g @ features, in the accumulator's type; `fresh`: total = g @ features."""
+    keep = 0 if fresh else 1
     if not _narrow_on_accelerator(features):
-        total.addmm_(g, features.to(total.dtype))
+        total.addmm_(g, features.to(total.dtype), beta=keep)
     elif features.dtype == torch.float16:
         narrow, unit = _in_range(g)
-        total.addcdiv_(torch.mm(narrow, features, out_dtype=torch.float32), unit)
+        product = torch.mm(narrow, features, out_dtype=torch.float32)
+        _ = torch.div(product, unit, out=total) if fresh else total.addcdiv_(product, unit)
     else:
-        torch.addmm(total, g.to(features.dtype), features, out_dtype=torch.float32, out=total)
+        torch.addmm(total, g.to(features.dtype), features, beta=keep, out_dtype=torch.float32, out=total)
 
 
 def _in_range(g: Tensor) -> tuple[Tensor, Tensor]:
