@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
@@ -60,6 +61,11 @@ def backward_hooks(x: Tensor) -> dict[int, Any] | None:
     return x._backward_hooks
 
 
+def accumulation_hooks(x: Tensor) -> dict[int, Any] | None:
+    """Hooks that autograd calls with a leaf after its gradient was accumulated; None where it never had any."""
+    return x._post_accumulate_grad_hooks
+
+
 def backward_is_kept() -> bool:
     """Return whether the running backward may run again: `retain_graph=True`."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
@@ -68,6 +74,15 @@ def backward_is_kept() -> bool:
 def current_stream_address(device: int) -> int:
     """Address of a CUDA device's current stream; torch takes twenty times as long to return the stream itself."""
     return torch._C._cuda_getCurrentRawStream(device)
+
+
+# innermost transform of torch.func around a call; None outside of all
+func_transform = torch._C._functorch.peek_interpreter_stack
+
+
+def forward_ad_runs() -> bool:
+    """Return whether forward-mode differentiation is in progress, whose tangents copies in place lose."""
+    return forward_ad._current_level >= 0
 
 
 def saving_is_hooked() -> bool:

@@ -12,7 +12,7 @@ from problems import PROBLEMS, Problem, distance
 from ranks import Pool
 from torch import Tensor, nn
 
-from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss, contrast
+from contrastile import ClipLoss, GISTLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss, contrast, encode
 from contrastile.engine import plan
 from contrastile.exchange import host
 from contrastile.scorers import Bilinear
@@ -146,6 +146,30 @@ def test_sides_of_two_types_may_be_joined_into_one(name: str) -> None:
     assert gradient.dtype == torch.bfloat16
     assert value.item() == expected.item()
     assert distance(gradient, truth.double()) <= 1e-2
+
+
+JOINING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "views": lambda a, b: NTXentLoss()(a, b, 10.0),
+    "negatives": lambda a, b: InfoNCELoss()(a, a, 10.0, negatives=b),
+    "own negatives": lambda a, b: InfoNCELoss(in_batch=False)(a, a, 10.0, negatives=b[:, None]),
+    "guide": lambda a, b: GISTLoss(contrast_positives=True)(
+        a, b, 10.0, guide_query=a.detach(), guide_key=b.detach(), negatives=b, guide_negatives=b.detach()
+    ),
+    "parts": lambda a, b: encode(lambda x: (x, x[0, 0] * 0), parts=[a, b])[0].float().sin().sum(),
+    "no rows": lambda a, b: ClipLoss()(a, b, 10.0) + encode(lambda x: x, a[:0], sub_batch=2).sum(),
+}
+
+
+@pytest.mark.parametrize("name", JOINING)
+def test_float16_sides_are_joined_where_autocast_is_to_bfloat16(name: str) -> None:
+    """torch.cat refuses them there."""
+    a, b = (x.half().requires_grad_() for x in F.normalize(torch.randn(2, 5, 8), dim=-1))
+    with _autocast():
+        value, expected = JOINING[name](a, b), JOINING[name](a.float(), b.float())
+    assert value.item() == expected.item()
+    for gradient, truth in zip(*(torch.autograd.grad(x, (a, b)) for x in (value, expected)), strict=True):
+        assert gradient.dtype == torch.float16
+        assert distance(gradient, truth.double()) <= 1e-3
 
 
 def test_float64_is_left_as_it_is() -> None:

@@ -353,6 +353,20 @@ def test_a_parameters_hook_fires_once_with_the_whole_gradient(tower: Tower) -> N
     assert torch.equal(tower.embed.weight.grad, 2 * truth)
 
 
+def test_no_hook_of_a_parameter_without_a_gradient_is_called(tower: Tower) -> None:
+    called: list[Tensor] = []
+    every: list[Any] = []
+    tower.logit_scale.register_hook(lambda g: called.append(g.clone()))
+    tower.logit_scale.register_post_accumulate_grad_hook(lambda p: called.append(p.grad.clone()))
+    torch.autograd.graph.register_multi_grad_hook(list(tower.parameters()), every.append)
+    for _ in range(2):
+        encode(tower, _inputs(), sub_batch=8).square().sum().backward()
+    assert not called
+    assert len(every) == 2
+    (encode(tower, _inputs(), sub_batch=8).detach().sum() * tower.logit_scale).backward()
+    assert len(called) == 2
+
+
 def test_a_frozen_tower_runs_once(tower: Tower) -> None:
     runs = []
     tower.embed.register_forward_hook(lambda *_: runs.append(1))
@@ -420,7 +434,7 @@ BAD = {
     "`retain` must be a whole number of at least 0; got -1.": lambda t: encode(t, _inputs(), sub_batch=4, retain=-1),
     "`inputs` must be tensors whose first axis is the batch; got ndarray. Convert arrays with torch.as_tensor; bind "
     "other arguments with functools.partial.": lambda t: encode(t, _inputs().numpy(), sub_batch=4),
-    "`inputs[0]` must be tensors whose first axis is the batch; got str. Tokenise texts first; bind other": lambda t: (
+    "`inputs` must be tensors whose first axis is the batch; got tuple. Tokenise texts first; bind other": lambda t: (
         encode(t, ("a",), sub_batch=4)
     ),
     "`inputs` must be tensors whose first axis is the batch; got a tensor without": lambda t: encode(
@@ -445,6 +459,8 @@ BAD = {
     "`encoder` must return tensors whose first axis is the sub-batch of 4; got shape [5].": lambda t: encode(
         Changing("sum"), torch.randn(8, D_IN), sub_batch=4
     ),
+    "`encoder` must return dense tensors; got a sparse or nested one. Call to_dense() there, or return "
+    "Ragged(values, lengths).": lambda t: encode(lambda x: t.embed(x).to_sparse(), torch.randn(8, D_IN), sub_batch=4),
     "`inputs` must be left as it is by the encoder; got one of shape [8, 6] that it writes over. Clone it there, or "
     "work out of place.": lambda t: encode(lambda x: t.embed(x.mul_(2)), torch.randn(8, D_IN), sub_batch=4),
     "`inputs` must be left as it is by the encoder; got one of shape [8, 7] that it": lambda t: encode(
@@ -516,10 +532,13 @@ def test_batch_norm_behind_a_function_is_refused_before_it_changes(grad: bool) -
     assert not normed[1].running_mean.any()
 
 
-def test_parameters_changed_before_the_backward_are_noticed(tower: Tower) -> None:
-    features = encode(tower, _inputs(), sub_batch=8)
+@pytest.mark.parametrize("retain", [0, 3])
+@pytest.mark.parametrize("how", ["values", "type"])
+def test_parameters_changed_before_the_backward_are_noticed(tower: Tower, how: str, retain: int) -> None:
+    """One of another type would get no gradient from a graph that was kept."""
+    features = encode(tower, _inputs(), sub_batch=8, retain=retain)
     with torch.no_grad():
-        tower.embed.weight.add_(1.0)
+        tower.double() if how == "type" else tower.embed.weight.add_(1.0)
     with pytest.raises(ValueError, match="must have the parameters of the first pass"):
         features.sum().backward()
 

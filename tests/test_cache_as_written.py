@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from problems import distance
 from refusals import refusal
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, jacrev, vmap
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
@@ -220,6 +220,87 @@ def test_a_parameter_frozen_before_the_backward_gets_no_gradient(frozen: list[in
         ]
         found.append(_gradient(tower))
     assert distance(found[1], found[0]) <= 1e-12
+
+
+@pytest.mark.parametrize("retain", [0, 2])
+def test_parameters_unfrozen_before_the_backward_get_no_gradient(retain: int) -> None:
+    """As those of a critic, which is frozen while the features of a generator pass through it."""
+    tower, found = nn.Sequential(_linear(), nn.Tanh()), list[Tensor]()
+    for plain in (True, False):
+        x = _x().requires_grad_()
+        tower.requires_grad_(False)
+        features = tower(x) if plain else encode(tower, x, sub_batch=SUB, retain=retain)
+        tower.requires_grad_(True)
+        _total(features).backward()
+        assert tower[0].weight.grad is None
+        found.append(x.grad)
+    assert distance(found[1], found[0]) <= 1e-12
+
+
+@pytest.mark.parametrize("retain", [0, 2])
+@pytest.mark.parametrize("wanted", [True, False])
+def test_inputs_have_the_gradients_that_they_wanted_in_the_first_pass(wanted: bool, retain: int) -> None:
+    tower, found = _linear(), list[Tensor]()
+    for plain in (True, False):
+        x, y = _x().requires_grad_(wanted), _x().requires_grad_()
+        tower.zero_grad()
+        features = [tower(x), tower(y)] if plain else [encode(tower, z, sub_batch=SUB, retain=retain) for z in (x, y)]
+        x.requires_grad_(not wanted)
+        _total(features).backward()
+        assert x.grad is None or wanted
+        found.append(torch.cat([z.grad.flatten() for z in (x, y, tower.weight) if z.grad is not None]))
+    assert distance(found[1], found[0]) <= 1e-12
+
+
+class Differentiating(nn.Module):
+    """A trunk, and the derivative of a layer behind it in each example."""
+
+    def __init__(self, *, frozen: bool) -> None:
+        super().__init__()
+        self.trunk, self.layer = _linear(D_IN, D_IN).requires_grad_(not frozen), _linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return vmap(jacrev(lambda row: self.layer(row).sin()))(F.dropout(self.trunk(x), 0.3)).sum(2)
+
+
+@pytest.mark.parametrize(("frozen", "retain"), [(True, 0), (False, "auto")])
+def test_graphs_of_torch_func_are_not_measured(frozen: bool, retain: Any) -> None:
+    found = []
+    for plain in (True, False):
+        torch.manual_seed(0)
+        encoder = Differentiating(frozen=frozen)
+        parts = [encoder(part) for part in _x().split(SUB)] if plain else []
+        _total(torch.cat(parts) if plain else encode(encoder, _x(), sub_batch=SUB, retain=retain)).backward()
+        found.append(_gradient(encoder))
+    assert distance(found[1], found[0]) <= 1e-12
+
+
+class Cached(nn.Module):
+    """A tower in the gradient cache."""
+
+    def __init__(self, tower: nn.Module, retain: int) -> None:
+        super().__init__()
+        self.tower, self.retain = tower, retain
+
+    def forward(self, x: Tensor) -> Tensor:
+        return encode(self.tower, x, sub_batch=SUB, retain=self.retain)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_parameters_that_are_replaced_before_a_replay_are_refused(trained: bool) -> None:
+    """They would get no gradient, silently where those in their place are frozen."""
+    tower = _linear().requires_grad_(trained)
+    given = {f"tower.{name}": (2 * x.detach()).requires_grad_() for name, x in tower.named_parameters()}
+    features = functional_call(Cached(tower, retain=0), given, (_x(),))
+    assert refusal(_total(features).backward) == (
+        "`encoder` must have the parameters of the first pass; got others, as after torch.func.functional_call. Call "
+        "backward before they are replaced."
+    )
+    # no replay, no need of them
+    _total(functional_call(Cached(tower, retain=99), given, (_x(),))).backward()
+    found = torch.cat([x.grad.flatten() for x in given.values()])
+    _total(F.linear(_x(), *given.values())).backward()
+    assert distance(torch.cat([x.grad.flatten() for x in given.values()]), 2 * found) <= 1e-12
 
 
 def test_the_second_pass_runs_in_the_mode_of_the_first() -> None:

@@ -371,8 +371,9 @@ class Table(nn.Module):
 
 def test_a_buffer_that_grows_is_accepted(x: Tensor) -> None:
     table = Table()
-    assert torch.equal(encode(table, x, sub_batch=SUB), table(x))
-    assert torch.equal(encode(table, x, sub_batch=SUB), table(x))
+    for _ in range(2):
+        # products of fewer rows may have other last digits
+        assert distance(encode(table, x, sub_batch=SUB).detach(), table(x).detach()) <= 1e-12
 
 
 def test_a_marked_function_of_a_module_runs_without_a_probe() -> None:

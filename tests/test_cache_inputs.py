@@ -256,18 +256,20 @@ class Packed(nn.Module):
         self.words, self.scale = nn.Embedding(20, WIDTH), nn.Parameter(torch.tensor(2.0))
 
     def forward(self, tokens: Tensor, lengths: Tensor, names: list[str], factor: float) -> tuple[Tensor, Tensor]:
-        assert names == [f"text {length}" for length in lengths.tolist()]
+        assert list(names) == [f"text {length}" for length in lengths.tolist()]
         offsets = lengths.cumsum(0) - lengths
         return F.embedding_bag(tokens[0], self.words.weight, offsets, mode="sum") * factor, self.scale
 
 
+@pytest.mark.parametrize("kind", [list, tuple])
 @pytest.mark.parametrize("size", [1, 3, "auto"])
-def test_cu_seqlens_lists_and_constants(size: Any) -> None:
+def test_cu_seqlens_lists_and_constants(size: Any, kind: Any) -> None:
+    """Texts are a list, or a tuple, which a DataLoader makes of them."""
     model = Packed()
     lengths = torch.tensor([2, 1, 4, 3, 1])
     cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
     tokens = torch.randint(0, 20, (1, 11))
-    names = [f"text {length}" for length in lengths.tolist()]
+    names = kind([f"text {length}" for length in lengths.tolist()])
     truth = model(tokens, lengths, names, 0.5)
     (truth[0].square().sum() * truth[1]).backward()
     wanted = gradients(deepcopy_with_gradients(model))

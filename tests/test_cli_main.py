@@ -389,6 +389,11 @@ def test_resume_starts_or_continues_a_run_and_refuses_another_recipe(tmp_path, c
     # the folder's own recipe has all that the command said
     assert main(["train", str(tmp_path / "runs/tiny/recipe.toml"), *words[3:]]) == 0
     assert capsys.readouterr().out == first
+    # under another name too
+    (tmp_path / "runs/tiny").rename(tmp_path / "runs/other")
+    assert main(["train", str(tmp_path / "runs/other/recipe.toml"), *words[3:]]) == 0
+    assert capsys.readouterr().out == first.replace("runs/tiny", "runs/other")
+    (tmp_path / "runs/other").rename(tmp_path / "runs/tiny")
     assert main([*words[:2], "seed=1", *words[2:]]) == 2
     assert capsys.readouterr().err.endswith(
         "`seed` must be what the run began with; got 1. "

@@ -42,8 +42,6 @@ MISTAKES = [
     (STEPS + "[data]\nsource = 'a/{a..}.tar'", "data.source: must count in whole numbers, as in {000..099}; got {a..}"),
     (STEPS + "[data]\nsource = 'a/{009..000}.tar'",
      "data.source: must count upwards, to 1,000,000 files at most; got {009..000}"),
-    (STEPS + "[data]\nsource = 'other.tsv'",
-     'data.source: must have the columns filepath and title in the first line, between tabs; got ["file", "caption"]'),
     (STEPS + "[data]\nsource = 'a/{0..9999}/{0..9999}.tar'",
      'data.source: must name at most 1,000,000 files; got 100,000,000 in "a/{0..9999}/{0..9999}.tar"'),
     (STEPS + "[data]\nsource = 'pipe:cat x.tar'", 'data.source: must name files on this machine; got "pipe:cat x.tar"'),
@@ -230,7 +228,6 @@ def recipe_file(tmp_path, monkeypatch):
     config = {"model_type": "bert", "hidden_size": 24, "max_position_embeddings": 40}
     for name, text in (("config.json", json.dumps(config)), ("tokenizer.json", "{}"), ("model.safetensors", "")):
         (tmp_path / "m" / name).write_text(text)
-    (tmp_path / "other.tsv").write_text("file\tcaption\r\nx\ty\r\n")
     return tmp_path / "x.toml"
 
 

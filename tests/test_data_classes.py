@@ -153,6 +153,13 @@ def test_imagenet_v2_s_folders_are_numbers(tmp_path):
         assert len(found.names) == 12
 
 
+def test_numbers_that_a_file_names_are_no_places_in_it(tmp_path):
+    root = class_folder(tmp_path / "a", {"0": "A", "1": "B", "2": "C"}, each=1)
+    names = written(tmp_path / "x.json", {"1": "one", "2": "two", "3": "three"})
+    got = refusal(open_class_folder, root, classes=names)
+    assert got == f'`classes` must name every folder; got none for "0" in {names}. Add it, or give a mapping.'
+
+
 def test_of_a_subset_only_its_classes_are_offered(tmp_path):
     root = class_folder(tmp_path / "a", {WNIDS[3]: "A", WNIDS[1]: "B"})
     names = written(tmp_path / "x.json", dict(zip(WNIDS, NAMES, strict=True)))

@@ -105,6 +105,9 @@ def test_entries_without_a_pair_are_counted_by_reason(tmp_path):
         add(tar, "twice.jpg", jpeg(1))
         add(tar, "twice.png", jpeg(1))
         add(tar, "twice.txt", b"twice")
+        for number in range(3):
+            add(tar, f"thrice.{number}.jpg", jpeg(number))
+            add(tar, f"thrice.{number}.txt", b"thrice")
         add(tar, "link.jpg", b"", type=tarfile.SYMTYPE, linkname="/etc/passwd")
         add(tar, "device.jpg", b"", type=tarfile.CHRTYPE)
         add(tar, "notes.json", b"{}")
@@ -113,7 +116,7 @@ def test_entries_without_a_pair_are_counted_by_reason(tmp_path):
     found = list(find_in_tar(tmp_path / "a.tar"))
     assert [pair.caption for pair in found if not isinstance(pair, str)] == ["two words"]
     assert Counter(pair for pair in found if isinstance(pair, str)) == {
-        "missing title": 1, "missing picture": 1, "empty title": 1, "not UTF-8": 1, "key used twice": 1,
+        "missing title": 1, "missing picture": 1, "empty title": 1, "not UTF-8": 1, "key used twice": 4,
         "not a plain file": 2, "too large": 1,
     }  # fmt: skip
 
@@ -295,12 +298,17 @@ def test_folders_of_pictures(tmp_path):
         (tmp_path / "set" / name).mkdir(parents=True, exist_ok=True)
         (tmp_path / "set" / name / f"{number}.jpg").write_bytes(jpeg(number))
     (tmp_path / "set" / "owl" / "3.txt").write_text("an owl at night")
+    (tmp_path / "set" / "owl" / "5.JPG").write_bytes(jpeg(5))
+    (tmp_path / "set" / "owl" / "5.TXT").write_text("an owl by day")
+    (tmp_path / "set" / "owl" / "6.jpg").write_bytes(jpeg(6))
     (tmp_path / "secret.jpg").write_bytes(jpeg(4))
     (tmp_path / "set" / "owl" / "4.jpg").symlink_to(tmp_path / "secret.jpg")
     found = list(find_in_folder(tmp_path / "set"))
     assert [pair if isinstance(pair, str) else pair.caption for pair in found] == [
         "an owl at night",
         "outside the folder",
+        "an owl by day",
+        "missing title",
         "red fox",
         "red fox",
     ]

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 from refusals import refusal
 
+from contrastile.data.base import Batches
 from contrastile.data.images import squared
 from contrastile.data.registry import open_pairs
 
@@ -143,6 +144,15 @@ def test_too_many_bad_rows_are_an_error_also_from_the_cache(album):
             f'there is no "a.png" in the folder "{album.folder}". '
             "Mend it, or raise data.max_bad_fraction."
         )
+
+
+def test_copies_leave_out_titles_that_a_shard_cannot_hold(album):
+    album.add("pictures/0.png", "nul \0 nul")
+    album.add("pictures/1.png", "long " * 20_000)
+    pairs = album.open(copies=2)
+    assert pairs.skipped == {"not a text": 1, "too large": 1}
+    rows = next(Batches(np.arange(len(pairs.stream)), sizes=[len(pairs.stream)], seed=0)).tolist()
+    assert pairs.stream.read(rows, range(len(rows)), None)[1] == rows
 
 
 def test_a_wrong_absolute_path_is_named(album):

@@ -57,6 +57,17 @@ def test_dpr(tmp_path, form, monkeypatch):
     assert (texts.passages[0].id, texts.passages[0].title) == ("id0", "T")
 
 
+@pytest.mark.parametrize("identity", ["id", "", "index"])
+def test_a_column_of_ids_is_no_text(tmp_path, identity):
+    lines(tmp_path / "x.jsonl", [{identity: f"7{n}", "question": f"q{n}", "answer": f"p{n}"} for n in range(3)])
+    assert known(opened(tmp_path, "x.jsonl")) == {f"q{n}": ([f"p{n}"], []) for n in range(3)}
+
+
+def test_a_question_behind_another_column_is_no_positive(tmp_path):
+    lines(tmp_path / "x.jsonl", [{"answer": f"p{n}", "question": f"q{n}"} for n in range(3)])
+    assert "3 of 3 (question not the first column: 3)" in refusal(opened, tmp_path, "x.jsonl")
+
+
 def test_dpr_falls_back_to_its_easy_negatives(tmp_path):
     lines(tmp_path / "x.jsonl", [dpr(0, hard_negative_ctxs=[]), dpr(1)])
     assert known(opened(tmp_path, "x.jsonl"))["q0"] == (["p0"], ["easy"])

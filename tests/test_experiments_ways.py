@@ -45,6 +45,9 @@ def test_ways_of_a_retriever_are_compared_and_resumed(
     expected = max(1, round(64 * paces["infonce"][0] / paces["own"][0]))
     assert rows[1]["examples"] == str(expected)
     assert "held-out queries @1" in rows[0]
+    page = (folder / "compare.md").read_text()
+    assert '- infonce: `{"loss": {"kind": "infonce"' in page
+    assert '"optim": {"learning_rate": 0.005}' in page.partition("- own: ")[2]
     capsys.readouterr()
     # a finished comparison has nothing left to do; another way of that name is refused
     assert compared(tmp_path, WAYS, "--seeds", "1", "--resume")[0] == 0
@@ -78,6 +81,8 @@ def test_a_slower_way_sees_fewer_examples(tmp_path: Path) -> None:
          '`--ways` must name ways without /; got "b/c". The name is that of a file, too.'),
         ("[ways]\na = []\nb = ['data.negatives=1']",
          "`--ways` must override keys of loss, optim, train; got 'data.negatives=1' in "),
+        ("[ways]\na = []\nb = ['train.epochs=2.0']",
+         "`--ways` must say nothing about the length; got 'train.epochs=2.0' in "),
         ("[ways]\na = []\nb = ['loss.kind=clip']", "loss.kind=clip: loss.kind: must be one of "),
     ],
 )  # fmt: skip

@@ -7,8 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from refusals import refusal
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.functional import hessian, hvp
+from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss, contrast, encode
@@ -91,3 +94,21 @@ def test_a_graph_of_the_gradient_that_nobody_differentiates_is_fine() -> None:
         x.grad = None
     contrast(2 * q, k, scale=5.0).backward()
     assert all(torch.equal(x.grad, before) for x, before in zip((q, k), graphless, strict=True))
+
+
+# torch loads its own decompositions
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_transforms_and_tangents_are_refused() -> None:
+    tower, x = nn.Linear(4, 8), torch.randn(2, 5, 4)
+    sentence = (
+        "`encode` must run outside of torch.func and of forward-mode differentiation; got a call inside. Call "
+        "backward, or torch.autograd.grad."
+    )
+    assert refusal(lambda: vmap(lambda rows: encode(tower, rows, sub_batch=2))(x)) == sentence
+    with forward_ad.dual_level():
+        rows = forward_ad.make_dual(x[0], x[1])
+        assert refusal(encode, tower, rows, sub_batch=2) == sentence
+    assert refusal(lambda: grad(lambda q: contrast(q, x[1], scale=5.0))(x[0])) == (
+        "`contrast` must be called outside of torch.func's transforms; got a call inside. Call backward, or "
+        "torch.autograd.grad."
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from fractions import Fraction
 
 import pytest
 import torch
@@ -428,3 +429,8 @@ def test_a_dense_matrix_beyond_the_workspace_is_held_once(workspace: int, matric
     with Weighed(torch.device("cpu")) as weighed:
         loss(q, k, 20.0).backward()
     assert matrices - 0.4 <= weighed.bytes / (4 * 1500**2) <= matrices
+
+
+def test_a_scale_may_be_any_real_number() -> None:
+    q, k = F.normalize(torch.randn(2, 5, 8), dim=-1)
+    assert contrast(q, k, scale=Fraction(5, 2)).item() == contrast(q, k, scale=2.5).item()

@@ -24,6 +24,12 @@ def _meta(*shape: int) -> Tensor:
     return torch.ones(*shape, device="meta")
 
 
+class Sharded(Tensor):
+    """What is seen of a DTensor."""
+
+    device_mesh = None
+
+
 SENTENCES: dict[str, Callable[[], Any]] = {
     "`q` must be a tensor; got list. Convert it with torch.as_tensor.": lambda: contrast([1.0], _x(3, 4), scale=1.0),
     "`q` must have two dimensions [rows, features]; got shape [3]. Flatten the others first.": lambda: contrast(
@@ -34,6 +40,14 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     ),
     "`q` must be bf16, fp16, fp32 or fp64; got torch.float8_e4m3fn. Convert it with .float().": lambda: contrast(
         _x(3, 4).to(torch.float8_e4m3fn), _x(3, 4), scale=1.0
+    ),
+    "`q` must be a dense tensor of this process; got torch.sparse_coo. Pass its to_local(), or its "
+    "to_dense().": lambda: [contrast(x, _x(3, 4), scale=1.0) for x in (_x(3, 4), _x(3, 4).to_sparse())],
+    "`k` must be a dense tensor of this process; got a DTensor. Pass its to_local(), or its to_dense().": lambda: (
+        contrast(_x(3, 4), _x(3, 4).as_subclass(Sharded), scale=1.0)
+    ),
+    "`q` must have values; got a tensor on meta. Move the model to a device that computes.": lambda: contrast(
+        _meta(3, 4), _meta(3, 4), scale=1.0
     ),
     "`q` must have at least one feature; got shape [3, 0]. Check the encoder's output.": lambda: contrast(
         _x(3, 0), _x(3, 0), scale=1.0

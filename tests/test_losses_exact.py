@@ -91,9 +91,9 @@ def test_small_gradients_of_pairs_in_fp16(factor: float, monkeypatch: pytest.Mon
     n = 1500
     k = F.normalize(torch.randn(n, 32), dim=-1).half()
     g = factor * (torch.softmax(k.float() @ k.float().T, 1) - torch.eye(n)) / (2 * n)
-    total = torch.zeros(n, 32)
-    for _ in range(2):
-        eager.add_product(total, g, k)
+    total = torch.full((n, 32), torch.nan)
+    for fresh in (True, False):
+        eager.add_product(total, g, k, fresh=fresh)
     assert distance(total, 2 * g.double() @ k.double()) <= 5e-4
 
 

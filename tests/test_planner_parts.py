@@ -108,7 +108,8 @@ def test_the_planned_peak_is_that_of_a_real_step(
     planned = plan.peak.bytes - held.weights - held.optimizer - held.teacher - held.queue
     assert plan.peak.name == moment
     assert weighed.bytes <= 1.06 * planned
-    assert planned <= 1.2 * weighed.bytes
+    # with a guide a plan has the masks of both directions, of which one has none
+    assert planned <= 1.27 * weighed.bytes
 
 
 def test_features_of_pictures_and_texts_are_released_as_planned(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def test_a_collection_is_evaluated_and_reported(undisturbed):
     _, folder = undisturbed
     tests = [row["test"] for row in json.loads((folder / "evaluation.json").read_text())]
     assert tests[0] == "held-out pairs, picture → name"
+    assert "held-out pairs, zero-shot among all held-out names" in tests
     assert (folder / "report.html").is_file()
 
 

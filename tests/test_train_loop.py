@@ -28,7 +28,7 @@ from contrastile.train.loop import run_recipe, step
 from contrastile.train.optim import build_optimizer
 from contrastile.train.ranks import ALONE
 from contrastile.train.recipe import load_recipe
-from contrastile.train.report import figures
+from contrastile.train.report import figures, page
 from contrastile.train.report.figures import StepColumns
 from contrastile.train.report.page import IMAGE_TEXT, _figures, memory_saved, table_text, write_report
 from contrastile.train.run import settled
@@ -162,6 +162,21 @@ def test_a_curve_of_one_step_can_be_seen():
     point = f"fill: {figures.COLOURS[0]}"
     assert point in figures.curves({"loss": ([512], [1.2])}, title="Loss", stages=[])
     assert point not in figures.curves({"loss": ([512, 600], [1.2, 1.1])}, title="Loss", stages=[])
+
+
+def test_all_curves_of_a_figure_are_drawn_and_differ():
+    names = [f"part {number}" for number in range(6)]
+    svg = figures.curves({name: ([1, 2], [3, 4]) for name in names}, title="Recall", stages=[])
+    assert all(f"{name}</text>" in svg for name in names)
+    assert len(set(re.findall(r'style="(fill: none;[^"]*stroke-width: 1.6[^"]*)"', svg))) == 6
+
+
+def test_guessing_is_among_the_texts_of_an_accumulated_part(monkeypatch):
+    under = []
+    monkeypatch.setattr(page, "curves", lambda *_, **how: under.append(how.get("under")) or "")
+    step = {**dict.fromkeys(figures.VALUES, 1.0), "kind": "step", "planned": 64, "batch": 64}
+    _figures(StepColumns([step]), {"loss": "clip", "accumulate": 4}, IMAGE_TEXT)
+    assert under[0]["guessing"][1] == [pytest.approx(math.log(16))]
 
 
 def test_pictures_and_their_bytes_are_encoded_alike(finished):

@@ -8,9 +8,11 @@ import resource
 import shutil
 import signal
 import sys
+from functools import partial
 
 import pytest
 import torch
+from PIL import Image, ImageOps
 from ranks import as_in_tests, fresh, set_aside
 from refusals import refusal
 from tiny_runs import interrupted, left, same_run, timed, tiny_recipe
@@ -21,7 +23,7 @@ from contrastile.train.batch_builder import BatchBuilder
 from contrastile.train.folder import RunFolder, resumed_run
 from contrastile.train.image_text import ImageText
 from contrastile.train.log import Metrics, read_metrics
-from contrastile.train.loop import run_recipe
+from contrastile.train.loop import evaluate_run, run_recipe
 from contrastile.train.run import same_recipe
 
 # dropout and augmentation are on, and a checkpoint is saved every fourth step
@@ -339,6 +341,13 @@ def test_unused_keys_of_a_recipe_may_change_on_resume(undisturbed, tmp_path):
         same_recipe(RunFolder(tmp_path / recipe.name), _with_optim(recipe, schedule="cooldown"))
 
 
+def test_a_run_that_bad_pairs_stopped_goes_on_with_more_of_them_allowed(undisturbed, tmp_path):
+    recipe, whole = undisturbed
+    stopped(recipe, tmp_path, at=2)
+    data = recipe.data.model_copy(update={"max_bad_fraction": 0.5})
+    same_run(run_recipe(recipe.model_copy(update={"data": data}), tmp_path, resume=True).folder, whole)
+
+
 def _with_optim(recipe, **change):
     return recipe.model_copy(update={"optim": recipe.optim.model_copy(update=change)})
 
@@ -352,6 +361,31 @@ def test_another_recipe_is_refused(undisturbed, tmp_path):
         f"It began with 0.003: go on with contrastile train {tmp_path / recipe.name}/recipe.toml --runs {tmp_path} "
         "--resume, or train anew, without --resume."
     )
+
+
+def _change(picture):
+    with Image.open(picture) as image:
+        ImageOps.invert(image).save(picture)
+
+
+def test_other_pictures_under_the_same_titles_are_refused(tmp_path):
+    recipe = tiny_recipe(tmp_path)
+    stopped(recipe, tmp_path, at=2)
+    _change(tmp_path / "A-left.png")
+    with pytest.raises(ValueError, match=r"`checkpoint` must be this run's own, of pictures \w+; got .*, of pictures"):
+        run_recipe(recipe, tmp_path, resume=True)
+
+
+def test_measuring_a_finished_run_on_other_data_is_logged(tmp_path, caplog):
+    recipe = tiny_recipe(tmp_path)
+    folder = run_recipe(recipe, tmp_path).folder
+    evaluate_run(folder)
+    assert "not those of the training" not in caplog.text
+    _change(tmp_path / "A-left.png")
+    for measure in (partial(evaluate_run, folder), partial(run_recipe, recipe, tmp_path, resume=True)):
+        caplog.clear()
+        measure()
+        assert f"{folder}: the data are not those of the training" in caplog.text
 
 
 def test_resumed_steps_do_not_count_for_the_rate_and_a_large_batch_is_logged(tmp_path, monkeypatch, capsys, caplog):

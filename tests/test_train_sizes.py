@@ -8,7 +8,6 @@ from refusals import refusal
 from tiny_runs import tiny_recipe
 from tiny_texts import tiny_retriever
 
-from contrastile.data import sources
 from contrastile.models import small
 from contrastile.models.text import train_tokenizer
 from contrastile.train import image_text
@@ -31,7 +30,7 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "m/config.json").write_text(json.dumps(described))
     (tmp_path / "m/tokenizer.json").write_text("{}")
     (tmp_path / "m/model.safetensors").write_text("")
-    (tmp_path / "other.tsv").write_text("file\tcaption\r\nx\ty\r\n")
+    (tmp_path / "other.tsv").write_text("image\tcaption\r\nx\ty\r\n")
     return tmp_path
 
 
@@ -142,17 +141,9 @@ def test_transformers_refuses_an_encoder_when_the_recipe_is_loaded(tmp_path):
         assert refusal(tiny_retriever, tmp_path, model, word) == f"{word}: {line}"
 
 
-def test_a_table_that_cannot_be_read_is_one_line(here, monkeypatch):
+def test_columns_of_a_table_may_have_any_of_their_names(here):
     (here / "x.toml").write_text(f"{STEPS}[data]\nsource = 'other.tsv'\n")
-
-    def refused(*_):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(sources, "open", refused, raising=False)
-    with pytest.raises(RecipeError) as caught:
-        load_any_recipe("x.toml")
-    said = 'data.source: must be a table that can be read; got "other.tsv" (Permission denied)'
-    assert str(caught.value) == f"x.toml: {said}"
+    assert load_any_recipe("x.toml").data.source == "other.tsv"
 
 
 PACKAGES = {

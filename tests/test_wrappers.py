@@ -15,7 +15,7 @@ import torch.distributed as dist
 from gradient_table import D_IN, SHARES, D, Pair, batch, loss_of, shard, wrap
 from problems import distance
 from ranks import Pool
-from refusals import refusal
+from refusals import refusal, unlike
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh
@@ -84,6 +84,15 @@ WAYS: dict[str, Callable[[Any, Pair, Tensor, Tensor], Any]] = {
 }
 
 
+# without the module's own call, so that its numbers are not reached
+DDP_WAYS = WAYS | {
+    "by a function of its methods": lambda wrapped, model, x, y: (
+        *encode((wrapped, lambda inner, x, y: (inner.encode_image(x), inner.encode_text(y))), (x, y), sub_batch=2),
+        *model.numbers(),
+    ),
+}
+
+
 def _wrapped_ddp(model: nn.Module, group: Any, **how: Any) -> tuple[DistributedDataParallel, list[int]]:
     """The wrapper, and the number of elements in each of its reductions."""
     wrapped = DistributedDataParallel(model, process_group=group, **how)
@@ -106,7 +115,7 @@ def _ddp_steps(rank: int, group: Any, way: str, how: dict[str, Any]) -> None:
     for step in range(STEPS):
         wrapped.zero_grad()
         reduced.clear()
-        loss_of("ClipLoss", WAYS[way](wrapped, model, x, y), labels, group=group).backward()
+        loss_of("ClipLoss", DDP_WAYS[way](wrapped, model, x, y), labels, group=group).backward()
         _compare(_found(model), truth)
         # each parameter once; DDP begins with one bucket for all of them
         assert sum(reduced) == sum(p.numel() for p in model.parameters())
@@ -116,7 +125,7 @@ def _ddp_steps(rank: int, group: Any, way: str, how: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "how", [{}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}], ids=str
 )
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", DDP_WAYS)
 def test_ddp_reduces_each_gradient_once(pool: Pool, way: str, how: dict[str, Any]) -> None:
     pool.check(_ddp_steps, 3, way, how)
 
@@ -599,6 +608,16 @@ def _stepped_too_soon(rank: int, group: Any, kind: str) -> str:
 def test_parameters_changed_before_the_backward_are_noticed(pool: Pool, kind: str) -> None:
     for said in pool.run(_stepped_too_soon, 2, kind):
         assert said.startswith("`encoder` must have the parameters of the first pass; got one of shape"), said
+
+
+def _unequal_retain(rank: int, group: Any) -> str:
+    model = shard(Pair(), group)
+    return refusal(encode, (model, "encode_image"), _mine(rank, group)[0], sub_batch=2, retain=rank)
+
+
+def test_ranks_of_a_sharded_module_that_retain_different_graphs_are_told(pool: Pool) -> None:
+    """They would run a different number of times, and wait for each other's shards."""
+    assert pool.run(_unequal_retain, 2) == [unlike("retain", 0, 1)] * 2
 
 
 def _sharded_number(rank: int, group: Any, combined: str) -> Tensor:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from pathlib import Path
 
 from contrastile.cli.options import OVERRIDES, RECIPE
 
@@ -19,10 +20,14 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the recipe before anything heavy is imported, then train."""
-    from contrastile.train.folder import RECIPE, make_folder
+    from contrastile.train.folder import METRICS, RECIPE, make_folder
     from contrastile.train.recipe import load_any_recipe
 
-    recipe = load_any_recipe(arguments.recipe, arguments.overrides)
+    folder, overrides = Path(arguments.recipe).absolute().parent, arguments.overrides
+    if arguments.resume and (folder / METRICS).is_file():
+        # the run in this folder, which may have another name since it began
+        overrides = [f"name={folder.name}", *overrides]
+    recipe = load_any_recipe(arguments.recipe, overrides)
     if os.environ.get("RANK", "0") == "0":
         make_folder("--runs", arguments.runs)
 

@@ -212,7 +212,7 @@ def _single_classes(
     folders: list[str], numbers: dict[str, int], count: int, file: str | Path | None
 ) -> dict[str, list[int]]:
     """The class of each folder, by number."""
-    by_number = all(map(str.isdecimal, folders))
+    by_number = all(map(str.isdecimal, folders)) and numbers.keys().isdisjoint(folders)
     if not numbers and not by_number:
         if len(folders) != count:
             got = f"{len(folders)} folders and {count} names in {file}"

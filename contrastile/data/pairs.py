@@ -21,7 +21,7 @@ from torch import Tensor
 
 from contrastile._errors import invalid, logger
 from contrastile.data.base import Images, Indices, ProgressFactory, Shape, check_bad, counted, silent
-from contrastile.data.files import cached_folder, open_in_place, write_text
+from contrastile.data.files import MANIFEST, cached_folder, open_in_place, write_text
 from contrastile.data.loader import TIMEOUT, ImageLoader, Key, Origin, Piece, Reasons, cores
 
 # rows that are tried in the place of each row of a batch without a single readable image
@@ -60,7 +60,7 @@ class PairSet:
     images: `[n, C, S, S]` uint8, memory-mapped and read-only. captions: `n` texts. ids: `[n]`, equal for pairs that
     could each be the other's right answer. splits: sorted indices, "train" and the held-out parts by their names.
     skipped: the number of the source's rows that gave no pair, by reason. stream: the training pairs of a collection,
-    rows from `n` on, read on demand.
+    rows from `n` on, read on demand. digest: the checksum of the images.
     """
 
     images: Images
@@ -69,6 +69,7 @@ class PairSet:
     splits: dict[str, Indices]
     skipped: dict[str, int]
     stream: Stream | None = None
+    digest: str = ""
 
     def __len__(self) -> int:
         return len(self.captions)
@@ -242,4 +243,5 @@ def cached_pairs(
         ids=np.array(labels["ids"], dtype=np.int64),
         splits={name: np.array(rows, dtype=np.int64) for name, rows in labels["splits"].items()},
         skipped=labels["skipped"],
+        digest=json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"][IMAGES],
     )

@@ -21,11 +21,9 @@ from contrastile._errors import invalid
 from contrastile.data.files import cached_folder, checksum, file_state, files_below, open_file, plain_file, sync
 from contrastile.data.image_limits import MOST_BYTES
 from contrastile.data.sources import PICTURES, TABLES, Source
-from contrastile.data.tables import check_names, read_table
+from contrastile.data.tables import LONGEST_CAPTION, check_names, read_table
 
 SIZES, SUMS = "sizes.json", "SHA256SUMS"
-# the most bytes of a caption
-LONGEST_CAPTION = 1 << 16
 # two empty records end a tar file, and tools fill it up to a whole number of larger ones
 TAIL, LONGEST_TAIL = 2 * tarfile.BLOCKSIZE, 2 * tarfile.BLOCKSIZE + tarfile.RECORDSIZE
 # the most bytes of a member's header with its extensions, and of a number in it
@@ -66,9 +64,9 @@ def find_in_tar(shard: Path, unpacked: Path | None = None) -> Iterator[Finding]:
     tar = shard if unpacked is None else unpack(shard, unpacked)
     count = 0
     for _, members in groupby(_members(tar), key=lambda member: _key(member.name)):
-        if finding := _pair(tar, list(members)):
-            count += 1
-            yield finding
+        findings = _pairs(tar, list(members))
+        count += bool(findings)
+        yield from findings
     stated = _stated_size(shard)
     if stated is not None and stated != count:
         raise _damaged(shard, f"{count} pairs where {SIZES} says {stated}")
@@ -162,8 +160,8 @@ def _members(shard: Path) -> Iterator[tarfile.TarInfo]:
         raise _damaged(shard, f"nothing but zeros from byte {end:,} on")
 
 
-def _pair(shard: Path, members: Sequence[tarfile.TarInfo]) -> Finding | None:
-    """The pair of one key; None for a key without an image or a text, such as a shard's own notes."""
+def _pairs(shard: Path, members: Sequence[tarfile.TarInfo]) -> list[Finding]:
+    """The pair of one key, or the reason why there is none, for each pair that is lost; empty for a shard's notes."""
     named = [
         (os.path.splitext(member.name)[1].lower() if member.isreg() and not member.issparse() else "", member)
         for member in members
@@ -171,18 +169,18 @@ def _pair(shard: Path, members: Sequence[tarfile.TarInfo]) -> Finding | None:
     images = [member for suffix, member in named if suffix in PICTURES]
     texts = [member for suffix, member in named if suffix == ".txt"]
     if not images and not texts:
-        return None if all(suffix for suffix, _ in named) else "not a plain file"
+        return [] if all(suffix for suffix, _ in named) else ["not a plain file"]
     if not images:
-        return "missing picture"
+        return ["missing picture"] * len(texts)
     if not texts:
-        return "missing title"
+        return ["missing title"] * len(images)
     if len(images) > 1 or len(texts) > 1:
-        return "key used twice"
+        return ["key used twice"] * min(len(images), len(texts))
     with open_file(shard) as file:
         file.seek(texts[0].offset_data)
         # one byte more than a caption may have, so that a longer one is noticed
         caption = file.read(min(texts[0].size, LONGEST_CAPTION + 1))
-    return _checked(shard, images[0].offset_data, images[0].size, caption)
+    return [_checked(shard, images[0].offset_data, images[0].size, caption)]
 
 
 def _checked(path: Path, offset: int, size: int, caption: bytes) -> Finding:
@@ -209,15 +207,23 @@ def find_in_table(table: Path) -> Iterator[Finding]:
 
 
 def find_in_folder(folder: Path) -> Iterator[Finding]:
-    """Every image below a folder, captioned by the .txt beside it or its folder's name; no link leads outside."""
-    root = folder.resolve()
-    for path in files_below(folder, PICTURES):
-        text = path.with_suffix(".txt")
-        if not all(file.resolve().is_relative_to(root) for file in (path, text)):
+    """Every image below a folder, none outside; its caption is the .txt beside it, or where no image there has one, the
+    name of its own folder.
+    """
+    root, paths = folder.resolve(), files_below(folder, PICTURES)
+    beside = ((path, path.with_suffix(ending)) for path in paths for ending in (".TXT", ".txt"))
+    texts = {path: text for path, text in beside if text.is_file()}
+    titled = {path.parent for path in texts}
+    for path in paths:
+        text = texts.get(path)
+        if not all(file.resolve().is_relative_to(root) for file in (path, text or path)):
             yield "outside the folder"
             continue
+        if text is None and path.parent in titled:
+            yield "missing title"
+            continue
         caption = path.parent.name.replace("_", " ").encode()
-        if text.is_file():
+        if text is not None:
             with open_file(text) as file:
                 caption = file.read(LONGEST_CAPTION + 1)
         yield _checked(path, 0, path.stat().st_size, caption)
@@ -225,12 +231,14 @@ def find_in_folder(folder: Path) -> Iterator[Finding]:
 
 def state(source: Source) -> list[Any]:
     """The state of a source, by which an index is known to be its own: paths, sizes and dates of all its files."""
-    paths = list(source.paths)
-    if source.kind == "folder":
+    kind, paths = source.kind, list(source.paths)
+    if kind == "folder":
+        # the rule of its captions was another one before
+        kind = "titled folder"
         paths = [str(path) for path in files_below(Path(paths[0]), (*PICTURES, ".txt"))]
-    elif source.kind in TABLES:
+    elif kind in TABLES:
         paths += [str(row[0]) for table in source.paths for row in read_table(Path(table)) if not isinstance(row, str)]
-    return [source.kind, *map(file_state, paths)]
+    return [kind, *map(file_state, paths)]
 
 
 def manifest_state(source: Source) -> list[Any]:

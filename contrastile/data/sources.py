@@ -71,15 +71,6 @@ def missing(source: Source) -> str | None:
     return next((path for path in source.paths if not exists(path)), None)
 
 
-def columns(table: str) -> list[str]:
-    """The names in a table's first line; raises ValueError for a file that cannot be read."""
-    try:
-        with open(table, "rb") as file:
-            return file.readline().decode("utf-8-sig", errors="replace").rstrip("\r\n").split("\t")
-    except OSError as failure:
-        raise ValueError(f'must be a table that can be read; got "{table}" ({failure.strerror})') from failure
-
-
 def braces(pattern: str) -> Iterator[str]:
     """Expand braces in every way: {007..012} counts and keeps the zeros, {a,b} is either.
 

@@ -18,6 +18,8 @@ from contrastile.data.files import open_file
 
 # the most lines of a row, and the most characters of a field
 ROW_LINES, FIELD_CHARACTERS = 16, 1 << 20
+# the most bytes of a caption
+LONGEST_CAPTION = 1 << 16
 # names of the columns; the first one that a table has is read
 PATH_COLUMNS, CAPTION_COLUMNS = ("filepath", "file_name", "image"), ("title", "text", "caption")
 
@@ -95,6 +97,8 @@ def read_table(table: Path, folder: Path | None = None, *, name: str = "source")
         if "\0" in fields[path_column]:
             return "NUL in a path"
         caption = " ".join(fields[caption_column].split())
+        if "\0" in caption or len(caption.encode()) > LONGEST_CAPTION:
+            return "not a text" if "\0" in caption else "too large"
         return ((folder or table.parent) / fields[path_column].strip(), caption) if caption else "empty title"
 
     # a .tsv file may have lines of blanks

@@ -24,6 +24,8 @@ from contrastile.data.texts import Passage, Query, TextSet, text_digest
 
 # columns of a table of pairs that hold no texts
 NUMBERS = {"label", "labels", "score", "scores"}
+# the same for ids; pandas writes a first column without a name
+ROW_IDS = {"", "id", "_id", "idx", "index", "qid", "query_id", "Unnamed: 0"}
 # names of columns in any order; negatives may be numbered
 QUESTIONS, POSITIVE, NEGATIVE = ("anchor", "query", "question"), "positive", "negative"
 # the longest list that is written as Python writes it: an element takes a few hundred bytes while it is read
@@ -213,11 +215,13 @@ def _columns(entry: Entry, place: str) -> Question:
             raise Skipped("a label that is no number") from None
         if not matches:
             raise Skipped("a pair that is no match")
-    texts = {name: value for name, value in entry.items() if name not in NUMBERS}
+    texts = {name: value for name, value in entry.items() if name not in NUMBERS | ROW_IDS}
     anchor = next((name for name in QUESTIONS if name in texts), None)
     if anchor is not None and POSITIVE in texts:
         numbered = {key: value for key, value in texts.items() if key.startswith(NEGATIVE)}
         texts = {anchor: texts[anchor], POSITIVE: texts[POSITIVE], **numbered}
+    if anchor not in (None, next(iter(texts), None)):
+        raise Skipped(f"{anchor} not the first column")
     if len(texts) < 2:
         raise Skipped("no positives")
     question, positive, *others = texts.values()

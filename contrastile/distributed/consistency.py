@@ -86,9 +86,9 @@ def _compare(group: Any, statement: dict[str, Any], free: Sequence[str]) -> list
     return statements
 
 
-def most(number: int, group: Any) -> int:
+def most(number: int, group: Any, **statement: Any) -> int:
     """The largest of the ranks' whole numbers; like `tally`, it does not wait for this rank's device."""
-    return number if size(group) == 1 else max(_tally(group, {"parts": None}, [number]))[0]
+    return number if size(group) == 1 else max(_tally(group, {"parts": None, **statement}, [number]))[0]
 
 
 def any_of(flags: Sequence[bool], group: Any) -> list[bool]:

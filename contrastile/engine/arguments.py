@@ -49,6 +49,10 @@ def features(name: str, x: Tensor, *, own: bool = False) -> None:
         ragged = type(x).__name__ == "Ragged"
         remedy = "Call contrast(..., scorer=MaxSim())." if ragged else "Convert it with torch.as_tensor."
         raise invalid(name, "be a tensor", type(x).__name__, remedy)
+    sharded = hasattr(x, "device_mesh")
+    if sharded or x.layout != torch.strided:
+        got = "a DTensor" if sharded else x.layout
+        raise invalid(name, "be a dense tensor of this process", got, "Pass its to_local(), or its to_dense().")
     if x.ndim != 2 and not (own and x.ndim == 3):
         rule = "have two dimensions [rows, features]" + ", or three [queries, H, features]" * own
         raise invalid(name, rule, f"shape {list(x.shape)}", "Flatten the others first.")

@@ -209,6 +209,7 @@ def in_strips(
     whole: there is one strip, which knows the mean's divisor, the number of rows that have a positive. Sums of several
     strips are divided by it at the end.
     """
+    tiles.fresh = whole and tiles.writes_fresh_strip
     u, v = tiles.accumulators(rows, cols, wanted)
     values: list[Tensor] = []
     ends: list[Finished] = []

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from contrastile._dispatch import Options, agreed_layout, choose_exchange, choose_fused, choose_tiles, workspace_on
 from contrastile._errors import invalid
+from contrastile._torch import func_transform
 from contrastile._types import accumulator
 from contrastile.distributed import collectives, consistency
 from contrastile.engine.compiled import traceable, traced
@@ -54,6 +55,9 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
         if traceable(arguments):
             return traced(arguments)
         return torch.compiler.disable(_eagerly), (q, k, scale, loss, options, others)
+    if func_transform() is not None:
+        remedy = "Call backward, or torch.autograd.grad."
+        raise invalid("contrast", "be called outside of torch.func's transforms", "a call inside", remedy)
     alone = not (dist.is_available() and dist.is_initialized())
     # other scorers have a state, and other ranks' texts other lengths
     cached = arguments.scorer is None or (alone and getattr(arguments.scorer, "stateless", False))

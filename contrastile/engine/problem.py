@@ -21,6 +21,7 @@ from contrastile._types import accumulator
 from contrastile.distributed import collectives
 from contrastile.engine import arguments as checks
 from contrastile.exchange.base import Exchange
+from contrastile.gradcache.modes import joined
 from contrastile.losses.base import PairLoss, Shard
 from contrastile.offload import numbered, present_device
 from contrastile.tiles.scored import Form, Scorer
@@ -72,7 +73,7 @@ class Arguments:
         )  # fmt: skip
         kinds = [
             x if x is None
-            else (type(x), x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor)
+            else (type(x), x.shape, x.dtype, x.device, x.layout, x.requires_grad) if isinstance(x, Tensor)
             else tuple(map(_kind, x)) if isinstance(x, (tuple, list))
             else type(x)
             for x in tensors
@@ -115,6 +116,8 @@ class Arguments:
             checks.features("q", q)
             checks.features("k", k)
             checks.alike("k", k, "q", q, self.cast())
+            if q.is_meta and self.options.device is None:
+                raise invalid("q", "have values", "a tensor on meta", "Move the model to a device that computes.")
             if self.negatives is not None:
                 checks.features("negatives", self.negatives, own=True)
                 checks.alike("negatives", self.negatives, "k", k, self.cast())
@@ -253,7 +256,7 @@ class _Sides:
     def plain(cls, arguments: Arguments) -> _Sides:
         q, k, negatives = arguments.q, arguments.k, arguments.negatives
         shared = negatives is not None and arguments.own is None
-        return cls((q,), (torch.cat([k, negatives]) if shared else k,), len(k))
+        return cls((q,), (joined([k, negatives]) if shared else k,), len(k))
 
     @classmethod
     def scored(cls, arguments: Arguments, module: nn.Module) -> _Sides:
@@ -272,7 +275,7 @@ class _Sides:
                     got = f"{key.dtype} on {key.device} and {negative.dtype} on {negative.device}"
                     rule = "have the types of `k`, and lie beside it"
                     raise invalid("negatives", rule, got, "Convert one side first.")
-            together = pytree.tree_map(lambda a, b: None if a is None or b is None else torch.cat([a, b]), k, negatives)
+            together = pytree.tree_map(lambda a, b: None if a is None or b is None else joined([a, b]), k, negatives)
             col_form, cols = Form.of("k", together)
         checks.same_device("k", cols[0], "q", rows[0])
         device = _device(rows[0].device, arguments.options)
@@ -357,7 +360,7 @@ class _Sides:
 
 def _kind(x: Any) -> Any:
     """The facts of an argument that do not change with the values of its tensors."""
-    return (type(x), x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else type(x)
+    return (type(x), x.shape, x.dtype, x.device, x.layout, x.requires_grad) if isinstance(x, Tensor) else type(x)
 
 
 def leaves_of(side: Any) -> list[Any]:
@@ -436,7 +439,7 @@ def _device(features: torch.device, options: Options) -> torch.device:
 
 def as_tensor(x: Tensor | float, device: torch.device, dtype: torch.dtype) -> Tensor:
     """A number as a tensor of the accumulator's type."""
-    return x if isinstance(x, Tensor) else torch.full((), x, dtype=accumulator(dtype), device=device)
+    return x if isinstance(x, Tensor) else torch.full((), float(x), dtype=accumulator(dtype), device=device)
 
 
 def _stated(x: Tensor | float | None) -> Any:

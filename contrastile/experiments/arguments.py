@@ -16,6 +16,8 @@ from contrastile.train.recipe import load_any_recipe, read_tables, touched
 RATES = {"fixed": "none", "sqrt": "sqrt", "linear": "linear"}
 # sections that may differ between ways
 OF_WAYS = ("loss", "optim", "train")
+# keys of the length that all ways share
+LENGTHS = ("train.examples", "train.epochs", "train.minutes")
 # keys that a comparison overrides with several values, beside those that get the same value in all trials
 SEVERAL = object()
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -64,6 +66,9 @@ def read_ways(path: str, origin: str, overrides: Sequence[str]) -> dict[str, Any
         if not isinstance(text, str) or text.split(".")[0] not in OF_WAYS:
             rule, remedy = f"override keys of {', '.join(OF_WAYS)}", "All ways share data and model."
             raise invalid("--ways", rule, f"{text!r} in {path}", remedy)
+        if text.partition("=")[0].strip() in LENGTHS:
+            remedy = "All ways take the time of the first; give its length behind the recipe."
+            raise invalid("--ways", "say nothing about the length", f"{text!r} in {path}", remedy)
     return {name: load_any_recipe(origin, [*overrides, *words]) for name, words in ways.items()}
 
 

@@ -327,11 +327,17 @@ class Ways(Study):
     def introduction(self, results: Sequence[Result]) -> str:
         first, *_ = self.recipes
         examples = next((int(one.costs["examples"]) for one in results if one.labels["way"] == first), 0)
-        ways = "\n".join(f"- {way}: `{json.dumps(_keys(recipe)['loss'])}`" for way, recipe in self.recipes.items())
+        keys, of_first = {way: _keys(recipe) for way, recipe in self.recipes.items()}, _keys(self.recipes[first])
+        shown = {
+            way: {name: section for name, section in own.items() if name == "loss" or section != of_first[name]}
+            for way, own in keys.items()
+        }
+        ways = "\n".join(f"- {way}: `{json.dumps(own)}`" for way, own in shown.items())
         return f"""\
 Every way learns for the time that {first} takes for {examples:,} examples, by steps that were timed
 beforehand; seconds are those of the training itself, beside whatever else the machine did. Mean and standard deviation
-over {seeds_of(results)}; differences are taken seed by seed, mean and 95 % interval in points. The losses:
+over {seeds_of(results)}; differences are taken seed by seed, mean and 95 % interval in points. The losses,
+and sections that differ from those of {first}:
 
 {ways}"""
 

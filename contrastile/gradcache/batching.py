@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile._errors import invalid
+from contrastile.gradcache.modes import joined
 from contrastile.offload import Bounds
 
 # name under which tokenizers return the mask of tokens
@@ -164,6 +165,6 @@ def stand_ins(leaves: Sequence[Tensor], inputs: Any) -> list[Tensor]:
         if leaf is not mask and rows.is_floating_point():
             # an even count of evenly spaced numbers from -1 to 1 does not contain 0
             rows = torch.linspace(-1, 1, rows.numel()).view(rows.shape).to(rows)
-        return torch.cat([leaf, rows])
+        return joined([leaf, rows])
 
     return [extended(leaf) for leaf in leaves]

@@ -257,10 +257,13 @@ class Sharding:
         """The wholes of all shards, frozen ones too: a graph that refers to one takes no memory for it."""
         return [whole for _, whole in _torch.fsdp_parameters(self._states) if whole is not None]
 
-    def most(self, value: int) -> int:
-        """The largest value of any rank: each run is a collective, so all ranks must run equally often."""
+    def most(self, value: int, **statement: Any) -> int:
+        """The largest value of any rank: each run is a collective, so all ranks must run equally often.
+
+        Raises ValueError on all ranks where their statements differ.
+        """
         for group in self.comparing():
-            value = consistency.most(value, group)
+            value = consistency.most(value, group, **statement)
         return value
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from contrastile._errors import invalid, one_of, whole_number
-from contrastile._torch import add_each, add_each_, running_ddp, version
+from contrastile._torch import add_each, add_each_, forward_ad_runs, func_transform, running_ddp, version
 from contrastile._types import accumulator
-from contrastile.gradcache import ddp_fsdp, introspect
+from contrastile.gradcache import ddp_fsdp, introspect, modes
 from contrastile.gradcache.auto import with_fitting_size
 from contrastile.gradcache.batching import SubBatches, split, split_by_tokens, stand_ins
 from contrastile.gradcache.ddp_fsdp import Sharding
@@ -61,8 +61,8 @@ def encode(
         inputs: a tensor is passed as `encoder(x)`, a tuple as `encoder(*x)`, a mapping as `encoder(**x)`; nesting is
             allowed. A tensor's first axis is the batch; it may be on the device or in (pinned) host memory. Packed
             values, such as the patches of images of many sizes, come as `Ragged(values, lengths)`. A list with an entry
-            for each example, and no tensor in it, is cut as well; everything else that is no tensor is passed on as it
-            is.
+            for each example and no tensor in it, or a tuple of texts, is cut as well; everything else that is no tensor
+            is passed on as it is.
         parts: in place of `inputs`, the sub-batches as a data loader made them, a list of what `inputs` may be, and of
             anything that the encoder takes: each is passed whole, and its features follow those of the one before. Of
             ranks that DistributedDataParallel or DeepSpeed joins in training, or FSDP2, and which all pass `parts`, one
@@ -105,6 +105,9 @@ def encode(
             encoder, inputs, parts=parts, sub_batch=sub_batch, sub_batch_tokens=sub_batch_tokens, retain=retain,
             device=device, features=features,
         )  # fmt: skip
+    if func_transform() is not None or forward_ad_runs():
+        rule, got = "run outside of torch.func and of forward-mode differentiation", "a call inside"
+        raise invalid("encode", rule, got, "Call backward, or torch.autograd.grad.")
     poll()
     function, wrapper = ddp_fsdp.unwrap(encoder)
     if not callable(function):
@@ -131,6 +134,10 @@ def encode(
     ddp_fsdp.refuse_missing_autocast(engine, reached.device)
     sharding = Sharding.of(function, reached.modules)
     parameters = sharding.wholes_of(reached.parameters, reached.modules)
+    if wrapper is not None and parameters:
+        # the wrapper waits for all, and a function of its module may reach a part of them
+        others = (parameter for parameter in wrapper.module.parameters() if parameter.requires_grad)
+        parameters = list(dict.fromkeys([*parameters, *others]))
     # the batch is one sub-batch until its size is known
     job = Job(
         encoder=function, layout=layout, batches=SubBatches([(0, batch)]), retain=retain, to_host=features == "host",
@@ -147,7 +154,7 @@ def encode(
             if tokens is None
             else split_by_tokens(inputs, tokens, size, rounded=rounded)
         )
-        batches = batches.extended(sharding.most(len(batches.bounds)))
+        batches = batches.extended(sharding.most(len(batches.bounds), retain=retain))
         planned, ordered = replace(job, batches=batches), batches.sort(leaves)
         if not planned.differentiates(ordered):
             return form.unsort(first_pass(planned, ordered, form, grad=False)[0], batches)
@@ -172,7 +179,7 @@ class _Encode(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.job = job
         ctx.parameters = inputs[: len(inputs) - len(differentiable(leaves))]
-        ctx.versions = [version(parameter) for parameter in job.sharding.shards_of(ctx.parameters)]
+        ctx.versions = [(version(x), x.dtype, x.device) for x in job.sharding.shards_of(ctx.parameters)]
         ctx.save_for_backward(*leaves)
         features, ctx.record = first_pass(job, leaves, form, grad=True)
         rule, got = "leave its parameters as they are", "that it writes over, as Embedding(max_norm=...) does"
@@ -194,7 +201,9 @@ class _Encode(torch.autograd.Function):
 def first_pass(job: Job, leaves: Sequence[Tensor], form: OutputForm, *, grad: bool) -> tuple[list[Any], Record]:
     """The features of the whole batch, and the record for the second pass. grad: a backward will follow."""
     values, wanted = detached(leaves)
-    record = Record(form, job.graphs(leaves, grad), [module.training for module in job.reached.modules])
+    frozen = [parameter for parameter in job.reached.every if not parameter.requires_grad]
+    training = [module.training for module in job.reached.modules]
+    record = Record(form, job.graphs(leaves, grad), training, frozen, wanted)
     with_graph = wanted if grad and job.graph_changes_bits else None
     features = Features(job, form)
     # in the caller's grad mode: without `grad`, an output with a graph shows a parameter that was missed
@@ -242,8 +251,10 @@ def second_pass(
     upstream: gradients of the features, the cache. Sub-batches that retained their graph come first, without a second
     forward.
     """
+    # they may want a gradient by now, or none any more
+    leaves = [leaf.detach().requires_grad_(want) for leaf, want in zip(leaves, record.wanted, strict=True)]
     values, wanted = detached(leaves)
-    sums = GradientSums(job, record.form, parameters, leaves, upstream)
+    sums = GradientSums(job, record.form, parameters, record.frozen, leaves, upstream)
     check = ReplayCheck(record.sketches, [*job.reached.dtypes, *job.autocast.dtypes])
     after = job.reached.random(process={name for state in record.random for name in state.process})
 
@@ -254,10 +265,13 @@ def second_pass(
         sums.add(index, outputs, inputs)
         job.sharding.settle()
 
-    modes = in_modes(job.reached.modules, record.training)
-    with after.restoring(), job.sharding.in_step(), without_hooks(parameters), job.sharding.holding_back(), modes:
+    mode = in_modes(job.reached.modules, record.training)
+    with after.restoring(), job.sharding.in_step(), without_hooks(parameters), job.sharding.holding_back(), mode:
         done = _consume_graphs(job, record, sums)
         replayed = [index for index in range(len(job.bounds)) if index not in done]
+        if replayed and not job.sharding.modules:
+            # FSDP2 has shards in their place between its gathers
+            job.reached.refuse_replaced()
         with sharing_casts(job.device):
             for index, rows in zip(replayed, stream(job.rows(values, replayed), job.device), strict=True):
                 record.random[index].restore()
@@ -273,14 +287,16 @@ def second_pass(
 class GradientSums:
     """Sums of gradients over sub-batches.
 
-    leaves: all tensors of the inputs. upstream: gradients of each output of the encoder, for the whole batch. The first
-    sub-batch's gradients stay as autograd returned them; adding the second's allocates the accumulators, to which all
-    others are added in place. So a step takes few kernels for all parameters, and copies nothing.
+    frozen: parameters that get no gradient, because they wanted none in the first pass. leaves: all tensors of the
+    inputs. upstream: gradients of each output of the encoder, for the whole batch. The first sub-batch's gradients stay
+    as autograd returned them; adding the second's allocates the accumulators, to which all others are added in place.
+    So a step takes few kernels for all parameters, and copies nothing.
     """
 
     job: Job
     form: OutputForm
     parameters: Sequence[Tensor]
+    frozen: Sequence[Tensor]
     leaves: Sequence[Tensor]
     upstream: Sequence[Tensor | None]
     # sums by position of the parameter
@@ -355,7 +371,7 @@ class GradientSums:
         A tensor that the encoder made and wants a gradient of, such as features behind frozen embeddings
         (`enable_input_require_grads` of transformers), needs none.
         """
-        known = {id(x) for x in (*self.parameters, *inputs)}
+        known = {id(x) for x in (*self.parameters, *inputs, *self.frozen)}
         for leaf in introspect.graph_leaves(outs):
             if id(leaf) not in known:
                 if isinstance(leaf, nn.Parameter):
@@ -375,6 +391,8 @@ class GradientSums:
         for position, (parameter, elsewhere) in enumerate(zip(self.parameters, reached, strict=True)):
             if elsewhere and position not in self.totals:
                 self.totals[position] = torch.zeros_like(parameter)
+            if position not in self.totals:
+                modes.skip_hooks_without_gradient(parameter)
         totals = [
             _as_type(self.totals[position], parameter.dtype) if position in self.totals else None
             for position, parameter in enumerate(self.parameters)
@@ -407,10 +425,11 @@ def _consume_graphs(job: Job, record: Record, sums: GradientSums) -> set[int]:
 
 
 def _refuse_changed_parameters(ctx: Any, rule: str, got: str, remedy: str) -> None:
-    """Raise ValueError where a parameter was written over since the first pass began."""
-    for parameter, before in zip(ctx.job.sharding.shards_of(ctx.parameters), ctx.versions, strict=True):
-        if version(parameter) != before:
-            raise invalid("encoder", rule, f"one of shape {list(parameter.shape)} {got}", remedy)
+    """Raise ValueError where a parameter was written over, or moved, since the first pass began."""
+    for x, before in zip(ctx.job.sharding.shards_of(ctx.parameters), ctx.versions, strict=True):
+        # autograd reaches a parameter of another type or device by a new node, which is not in a graph that was kept
+        if (version(x), x.dtype, x.device) != before:
+            raise invalid("encoder", rule, f"one of shape {list(x.shape)} {got}", remedy)
 
 
 def count(name: str, value: Any, least: int, words: tuple[Any, ...] = (None, AUTO)) -> Any:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from contrastile._errors import invalid
 from contrastile._torch import pytree, without_parametrization_cache
@@ -23,7 +23,7 @@ from contrastile.gradcache.ddp_fsdp import Sharding
 from contrastile.gradcache.inputs import Layout, Parts, Ragged, flatten_outputs
 from contrastile.gradcache.introspect import Reached, graph_leaves, not_owned, without_partials
 from contrastile.gradcache.memory import AUTO, Graph, Releasable, RetainedGraphs, as_written, free_a_graph, later_bytes
-from contrastile.gradcache.modes import Autocast
+from contrastile.gradcache.modes import Autocast, joined
 from contrastile.gradcache.replay_check import Sketches
 from contrastile.gradcache.rng import RandomState
 from contrastile.offload import Bounds, host_room, on_accelerator, settle, stream
@@ -53,6 +53,9 @@ class OutputForm:
         if self.structure is None:
             if all(out is None for out in outputs):
                 raise invalid("encoder", "return features", "nothing", "See whether it has a `return`.")
+            if any(isinstance(out, Tensor) and out.layout != torch.strided for out in outputs):
+                remedy = "Call to_dense() there, or return Ragged(values, lengths)."
+                raise invalid("encoder", "return dense tensors", "a sparse or nested one", remedy)
             self.structure, self.packed = structure, packed
             self.row_shapes = [out.shape[1:] if isinstance(out, Tensor) else None for out in outputs]
         if (structure, packed) != (self.structure, self.packed):
@@ -208,10 +211,14 @@ class Job:
         while graphs.builds(index):
             try:
                 graph = graphs.measured(index, partial(self.run, index, rows, record.form, wanted), size, later)
-            except torch.OutOfMemoryError:
-                if not graphs.releasable:
+            except RuntimeError as error:
+                if "saved tensor hooks" in str(error):
+                    # the encoder uses torch.func, under which no graph can be measured
+                    graphs.first, graphs.frugal = graphs.count, False
+                elif isinstance(error, torch.OutOfMemoryError) and graphs.releasable:
+                    graphs.retain_fewer(index)
+                else:
                     raise
-                graphs.retain_fewer(index)
                 record.random[index].restore()
             else:
                 if graphs.retains(index):
@@ -265,6 +272,10 @@ class Record:
     graphs: RetainedGraphs
     # training mode of each module
     training: list[bool]
+    # parameters of the encoder that wanted no gradient
+    frozen: list[nn.Parameter]
+    # for each leaf of the inputs whether it wants one
+    wanted: list[bool]
     # state of the generators before each sub-batch
     random: list[RandomState] = field(default_factory=list)
     sketches: list[Sketches] = field(default_factory=list)
@@ -326,7 +337,7 @@ class Features:
         for device in self.devices if self.job.to_host else ():
             settle(device)
         features = [
-            (_equal_number if one else torch.cat)(whole) if isinstance(whole, list) else whole
+            (_equal_number if one else joined)(whole) if isinstance(whole, list) else whole
             for whole, one in zip(self.wholes, self.form.shared, strict=True)
         ]
         for position in self.form.packed:
@@ -344,7 +355,7 @@ def _fits(before: Sequence[Tensor], rows: Tensor, count: int | None) -> bool:
 
 def _equal_number(numbers: Sequence[Tensor]) -> Tensor:
     """The number that every sub-batch returned. They are compared at the end, so that the host waits once."""
-    every = torch.stack(list(numbers))
+    every = joined([number[None] for number in numbers])
     other = (every != every[0]) & ~(every.isnan() & every[0].isnan())
     if len(numbers) > 1 and bool(other.any()):
         got = f"{every[other][0]:.6g} after {every[0].item():.6g}"

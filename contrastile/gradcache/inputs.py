@@ -209,7 +209,7 @@ def laid_out(inputs: Any) -> tuple[Layout, list[Tensor]]:
     }
     if packed and batch == 0:
         raise invalid("inputs", "hold an example where one is Ragged", "none", "Leave the call out.")
-    lists = [position for position, leaf in enumerate(leaves) if isinstance(leaf, list) and len(leaf) == batch]
+    lists = [position for position, leaf in enumerate(leaves) if isinstance(leaf, (list, tuple)) and len(leaf) == batch]
     others = [None if position in tensors else leaf for position, leaf in enumerate(leaves)]
     layout = Layout(batch, structure, others, tensors, lists, packed)
     return layout, [leaf.values if isinstance(leaf, Ragged) else leaf for leaf in values]
@@ -299,7 +299,8 @@ def _check(paths: Sequence[str], leaves: Sequence[Any]) -> None:
             got = type(leaf).__name__
             if isinstance(leaf, Tensor):
                 got = "a tensor without axes" if leaf.ndim == 0 else "a sparse or nested tensor"
-            remedy = "Tokenise texts first" if isinstance(leaf, (str, list)) else "Convert arrays with torch.as_tensor"
+            texts = isinstance(leaf, (str, list, tuple))
+            remedy = "Tokenise texts first" if texts else "Convert arrays with torch.as_tensor"
             remedy = "Make it a dict" if isinstance(leaf, Mapping) else remedy
             remedy = "Make it dense" if isinstance(leaf, Tensor) and leaf.ndim else remedy
             remedy = f"{remedy}; bind other arguments with functools.partial."
@@ -309,10 +310,12 @@ def _check(paths: Sequence[str], leaves: Sequence[Any]) -> None:
 
 
 def _is_leaf(x: Any) -> bool:
-    """Return whether x is packed values, or a list without tensors, which may have an entry for each example."""
+    """Return whether x is packed values, or may have an entry for each example: a list without tensors, or a tuple of
+    texts, which a DataLoader makes of them.
+    """
     if isinstance(x, list):
         return not any(isinstance(leaf, (Tensor, Ragged)) for leaf in pytree.tree_leaves(x))
-    return isinstance(x, Ragged)
+    return isinstance(x, Ragged) or (type(x) is tuple and len(x) > 0 and all(isinstance(y, (str, bytes)) for y in x))
 
 
 def _arguments(

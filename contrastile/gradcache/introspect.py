@@ -48,14 +48,14 @@ class Reached:
     reads_frozen: bool = False
 
     @cached_property
-    def _every(self) -> list[nn.Parameter]:
+    def every(self) -> list[nn.Parameter]:
         """All parameters, frozen ones included."""
         return _torch.own_parameters(self.modules)
 
     @cached_property
     def resident(self) -> list[Tensor]:
         """Parameters and buffers, frozen ones included, which are in memory in any case."""
-        return [*self.parameters, *self._every, *(x for _, _, x in _torch.own_buffers(self.modules))]
+        return [*self.parameters, *self.every, *(x for _, _, x in _torch.own_buffers(self.modules))]
 
     @cached_property
     def devices(self) -> list[torch.device | None]:
@@ -65,11 +65,17 @@ class Reached:
     @property
     def dtypes(self) -> set[torch.dtype]:
         """Types of all parameters."""
-        return {x.dtype for x in self._every}
+        return {x.dtype for x in self.every}
 
     @cached_property
     def _generators(self) -> list[Generator]:
         return own_generators(self.modules)
+
+    def refuse_replaced(self) -> None:
+        """Raise ValueError where the modules have other parameters than in the first pass."""
+        if list(map(id, _torch.own_parameters(self.modules))) != list(map(id, self.every)):
+            rule, got = "have the parameters of the first pass", "others, as after torch.func.functional_call"
+            raise invalid("encoder", rule, got, "Call backward before they are replaced.")
 
     def random(self, last: RandomState | None = None, process: Iterable[str] | None = None) -> RandomState:
         """State of all generators that running the encoder may use."""

@@ -10,16 +10,16 @@ scalar loss's does not: a penalty on gradients would then be differentiated as a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from contrastile._errors import invalid
-from contrastile._torch import backward_hooks
+from contrastile._torch import accumulation_hooks, backward_hooks
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
@@ -60,6 +60,14 @@ class Autocast:
             yield
 
 
+def joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """torch.cat, also of float16 under autocast to bfloat16 and the other way round, which torch refuses."""
+    kind = tensors[0].device.type
+    on = kind != "meta" and torch.is_autocast_enabled(kind)
+    with torch.autocast(kind, enabled=False) if on else nullcontext():
+        return torch.cat(list(tensors), dim)
+
+
 @contextmanager
 def sharing_casts(device: torch.device | None) -> Iterator[None]:
     """Cast each weight once inside. Earlier casts, which may have no graph, are not used."""
@@ -96,6 +104,24 @@ def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for hooks, saved in suspended:
             hooks.update(saved)
+
+
+def skip_hooks_without_gradient(parameter: Tensor) -> None:
+    """Keep autograd from calling the parameter's hooks with None, which it passes on where `encode` has no gradient."""
+    before, behind = backward_hooks(parameter) or {}, accumulation_hooks(parameter) or {}
+    for hooks, call in ((before, _with_gradient), (behind, _with_grad)):
+        for key, hook in hooks.items():
+            # torch's own (`register_multi_grad_hook`) count their calls
+            if getattr(hook, "func", None) is not call and getattr(hook, "__module__", "") != "torch.autograd.graph":
+                hooks[key] = partial(call, hook)
+
+
+def _with_gradient(hook: Callable[[Tensor], Any], gradient: Tensor | None) -> Any:
+    return None if gradient is None else hook(gradient)
+
+
+def _with_grad(hook: Callable[[Tensor], Any], parameter: Tensor) -> Any:
+    return None if parameter.grad is None else hook(parameter)
 
 
 def back_propagated(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from contrastile import encode
 from contrastile._errors import invalid
 from contrastile.gradcache.encode import check_sizes, count
 from contrastile.gradcache.memory import AUTO, Releasable
+from contrastile.gradcache.modes import joined
 
 Retain = int | Literal["auto"]
 
@@ -73,4 +73,4 @@ def loss_of_sides(loss: Callable[..., Tensor], features: Sequence[Tensor], scale
     if len(keys[0]) < len(query):
         remedy = "Let the data have a pair in every row."
         raise invalid("sides", "have a key for each query", f"{len(query)} and {len(keys[0])} rows", remedy)
-    return loss(query, torch.cat(keys) if len(keys) > 1 else keys[0], scale)
+    return loss(query, joined(keys) if len(keys) > 1 else keys[0], scale)

@@ -418,8 +418,11 @@ class PairLoss(ABC):
         """The rows' losses, and their state for the backward."""
 
     def finish_all(self, directions: Sequence[Tensor], _scale: Tensor, _total: Total) -> list[Finished]:
-        """`finish` of each direction's statistics."""
-        return list(map(self.finish, directions))
+        """`finish` of each direction's statistics, or of both at once where they have one size: half the operations."""
+        if len(directions) != 2 or directions[0].shape != directions[1].shape:
+            return list(map(self.finish, directions))
+        loss, counts, state = self.finish(torch.stack(list(directions), 1))
+        return [Finished(*each) for each in zip(loss, counts, state.unbind(1), strict=True)]
 
     @abstractmethod
     def pair_grad(self, tile: Tile, rows: Shard, cols: Shard) -> Tensor:

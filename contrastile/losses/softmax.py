@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from contrastile._errors import SMOOTHING, number
-from contrastile.losses.base import Diagonal, Finished, Formula, PairLoss, Shard, Tile, fill
+from contrastile.losses.base import FEW, Diagonal, Finished, Formula, PairLoss, Shard, Tile, fill
 
 # exp(−60) is still a normal number in float32, with room for a sum below it
 SPREAD = 60.0
@@ -105,9 +105,8 @@ class Softmax(PairLoss):
 
     def init(self, n: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         stats = torch.zeros(len(SoftmaxStats._fields), n, dtype=dtype, device=device)
-        named = SoftmaxStats(*stats)
-        named.top.fill_(-torch.inf)
-        named.positive_top.fill_(-torch.inf)
+        # the two tops
+        stats[:: len(SoftmaxStats._fields) // 2] = -torch.inf
         return stats
 
     def absorb(self, tile: Tile) -> tuple[Tensor, ...]:
@@ -138,7 +137,7 @@ class Softmax(PairLoss):
 
     def merge(self, a: Tensor, b: Tensor) -> Tensor:
         # the negatives' four and the positives'
-        return _merge(a.unflatten(0, (2, -1)), b.unflatten(0, (2, -1))).flatten(0, 1)
+        return _merge(*(stats.unflatten(0, (2, -1)).transpose(0, 1) for stats in (a, b))).transpose(0, 1).flatten(0, 1)
 
     def finish(self, stats: Tensor) -> Finished:
         named = SoftmaxStats(*stats)
@@ -158,9 +157,9 @@ class Softmax(PairLoss):
             # difference of the positives' mean and the negatives'
             pull = (named.positive_top - finite(named.top)) + (mean - others)
             loss = loss + self.label_smoothing * (pull * (named.logit_count * share))
-        top, total, *_ = _merge(*stats.unflatten(0, (2, -1)))
+        _, top, total = _joined(*named[:2], *named[4:6])
         state = SoftmaxState(
-            finite(top),
+            top,
             # without a key that counts, 0 instead of 0 · ∞
             1 / total.masked_fill(total == 0, 1.0),
             finite(named.positive_top),
@@ -180,6 +179,9 @@ class Softmax(PairLoss):
             on_diagonal = self._positive_grad(positive.of(x), self._directions(rows, cols, along[:1], along[1:]))
             grad = self._negative_grad(tile, directions)
             positive.of(grad).copy_(on_diagonal)
+        elif positive is not None and (pairs := _few(positive)) is not None:
+            at_positive = self._positive_grad(x[pairs], self._directions(rows, cols, pairs[:1], pairs[1:]))
+            grad = fill(self._negative_grad(tile, directions), pairs, at_positive)
         elif positive is not None:
             at_positive = self._positive_grad(x, directions)
             grad = torch.where(positive, at_positive, self._negative_grad(tile, directions))
@@ -273,11 +275,29 @@ def _absorb_positives(x: Tensor, positive: Diagonal | Tensor, dim: int, named: S
         # at most one in a row or a column
         along = positive.along(x)[1 - dim]
         named.positive_top[along] = positive.of(x)
-        named.positive_total[along] = named.positive_count[along] = 1.0
+        named.positive_total[along].fill_(1.0)
+        named.positive_count[along].fill_(1.0)
+    elif (pairs := _few(positive)) is not None:
+        x = x[pairs]
+        counted = x != -torch.inf
+        x, of_row = x[counted], pairs[1 - dim][counted]
+        below = x - named.positive_top.scatter_reduce_(0, of_row, x, "amax")[of_row]
+        for total, terms in (
+            (named.positive_total, below.exp()), (named.positive_sum, below), (named.positive_count, below.new_ones(1)),
+        ):  # fmt: skip
+            total.index_add_(0, of_row, terms.expand_as(below))
     else:
         x = x.masked_fill(~positive, -torch.inf)
         _exponential_sum(x, dim, named.positive_top, named.positive_total)
         _logit_sum(x, dim, named.positive_top, named.positive_sum, named.positive_count)
+
+
+def _few(positive: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Row and column of each positive; None if they are many, or on a device, where a count would wait."""
+    if positive.device.type != "cpu":
+        return None
+    row, column = positive.nonzero(as_tuple=True)
+    return (row, column) if len(row) <= FEW * positive.numel() else None
 
 
 def finite(top: Tensor) -> Tensor:
@@ -298,11 +318,16 @@ def _logit_sum(x: Tensor, dim: int, top: Tensor, logit_sum: Tensor, count: Tenso
     torch.sum(excluded.logical_not_(), dim, dtype=x.dtype, out=count)
 
 
-def _merge(a: Tensor, b: Tensor) -> Tensor:
-    """Statistics [..., 4, n], of negatives or of positives, of the union of two sets."""
-    (top_a, total_a, sum_a, count_a), (top_b, total_b, sum_b, count_b) = a.unbind(-2), b.unbind(-2)
+def _joined(top_a: Tensor, total_a: Tensor, top_b: Tensor, total_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Top of the union of two sets, the same where it is finite, and Σ exp(x − top)."""
     higher = torch.maximum(top_a, top_b)
     top = finite(higher)
-    total = total_a * (top_a - top).exp() + total_b * (top_b - top).exp()
+    return higher, top, total_a * (top_a - top).exp() + total_b * (top_b - top).exp()
+
+
+def _merge(a: Tensor, b: Tensor) -> Tensor:
+    """Statistics [4, ..., n], of negatives or of positives, of the union of two sets."""
+    (top_a, total_a, sum_a, count_a), (top_b, total_b, sum_b, count_b) = a, b
+    higher, top, total = _joined(top_a, total_a, top_b, total_b)
     logit_sum = (sum_a + count_a * (finite(top_a) - top)) + (sum_b + count_b * (finite(top_b) - top))
-    return torch.stack([higher, total, logit_sum, count_a + count_b], -2)
+    return torch.stack([higher, total, logit_sum, count_a + count_b])

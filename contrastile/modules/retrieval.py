@@ -15,6 +15,7 @@ from contrastile._torch import pytree
 from contrastile._types import accumulator, shape_or_type
 from contrastile.engine import arguments as checks
 from contrastile.engine.problem import Arguments, autocast_type
+from contrastile.gradcache.modes import joined
 from contrastile.losses.guided import Guided
 from contrastile.losses.hardness import IN_BATCH, OWN, Hardness
 from contrastile.losses.queue import NOBODY
@@ -134,7 +135,7 @@ def _own_keys(query: Tensor, key: Tensor, others: dict[str, Any]) -> tuple[Tenso
     if ids is not None:
         # the key always counts
         ids = torch.cat([others["query_ids"][:, None] + 1, ids], dim=1)
-    own = torch.cat([key[:, None], negatives], dim=1)
+    own = joined([key[:, None], negatives], dim=1)
     return key[:0], {**others, "negatives": own, "negative_ids": ids, "own_positives": 1}
 
 
@@ -223,7 +224,7 @@ class GISTLoss(Loss):
                 checks.features("guide_key", guide_key)
                 checks.features("guide_negatives", guide_negatives)
                 checks.alike("guide_negatives", guide_negatives, "guide_key", guide_key)
-                guide_key = torch.cat([guide_key, guide_negatives])
+                guide_key = joined([guide_key, guide_negatives])
             guides = ((guide_query, guide_key),)
             if self.contrast_anchors or self.contrast_positives:
                 Arguments(query, key, scale, self.loss, self.options, negatives=negatives, guides=guides).check()
@@ -231,7 +232,7 @@ class GISTLoss(Loss):
                 if query_ids is not None and key_ids is not None:
                     key_ids = self._ids(query, key, own, negatives, query_ids, key_ids)
                 guides = (self._sides(guide_query, guide_key, M, own),)
-                query, key = self._sides(query, key if negatives is None else torch.cat([key, negatives]), M, own)
+                query, key = self._sides(query, key if negatives is None else joined([key, negatives]), M, own)
                 negatives = None
         operation, inputs = self._prepared(
             query, key, scale, positives=positives, negatives=negatives, query_ids=query_ids, key_ids=key_ids,
@@ -245,11 +246,11 @@ class GISTLoss(Loss):
         Where keys are compared with keys, a row has the features of its key beside its own, and a column has zeros in
         the place of those that it is not compared with.
         """
-        columns = torch.cat([keys[:M], *[rows] * self.contrast_anchors, keys[M:]])
+        columns = joined([keys[:M], *[rows] * self.contrast_anchors, keys[M:]])
         if not self.contrast_positives:
             return rows, columns
         of_own, D = keys[own], rows.shape[1]
-        return torch.cat([rows, of_own], 1), torch.cat([F.pad(columns, (0, D)), F.pad(of_own, (D, 0))])
+        return joined([rows, of_own], 1), joined([F.pad(columns, (0, D)), F.pad(of_own, (D, 0))])
 
     def _ids(
         self, query: Tensor, key: Tensor, own: Any, negatives: Tensor | None, of_rows: Tensor, of_keys: Tensor

@@ -12,6 +12,7 @@ from contrastile._errors import invalid, one_of
 from contrastile._types import shape_or_type
 from contrastile.engine import arguments as checks
 from contrastile.engine.problem import autocast_type
+from contrastile.gradcache.modes import joined
 from contrastile.losses.softmax import Softmax, SoftmaxInside
 from contrastile.modules.base import How, Loss
 
@@ -119,7 +120,7 @@ class NTXentLoss(Loss):
             if ids is not None:
                 checks.vector("ids", ids, "view_a", view_a, integer=True)
                 ids = ids.repeat(2)
-        views = torch.cat([view_a, view_b])
+        views = joined([view_a, view_b])
         N = len(view_a)
         other = torch.arange(2 * N, device=views.device).roll(N)
         operation, inputs = self._prepared(

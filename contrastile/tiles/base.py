@@ -103,8 +103,9 @@ class Tiles(ABC):
 
     # a call can be captured as a CUDA graph, because it never waits for the device
     capturable: ClassVar[bool] = False
-    # `backward` writes accumulators that are `fresh`
+    # `backward` writes accumulators that are `fresh`; so does one strip of all rows
     writes_fresh: ClassVar[bool] = False
+    writes_fresh_strip: ClassVar[bool] = False
     # `backward` accepts an `InFlight` as v, adds to it and releases it
     accepts_in_flight: ClassVar[bool] = False
     # `finish` makes the loss NaN where a teacher's features or scale are not finite

@@ -5,10 +5,11 @@ rows and columns (2·N·M·D operations). The backward computes each tile again 
 (6·N·M·D). Together they take 8·b²·d operations, with one tile of the matrix in memory.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,8 +22,9 @@ from contrastile.tiles.base import InFlight, Sum, Tiles, Weigh, bounds_of
 SIDE_CPU = 1024
 SIDE_ACCELERATOR = 8192
 # tiles held at once: logits, exponentials, gradient, a temporary, masks; on a CPU, which knows the logits' range, the
-# logits and their gradient; there a guide has its product and a mask, label smoothing a tile and a mask
-TILES_HELD, TILES_HELD_CPU, GUIDED_CPU, SMOOTHED_CPU = 5, 2, 1.25, 1.25
+# logits and their gradient; there a guide has its product and a mask, label smoothing a tile and a mask, and listed
+# positives a mask
+TILES_HELD, TILES_HELD_CPU, GUIDED_CPU, SMOOTHED_CPU, LISTED_CPU = 5, 2, 1.25, 1.25, 0.25
 # float32 matrices of a dense block at the peak, with positives on a diagonal and by index, whose masks are matrices
 MATRICES, MATRICES_BY_INDEX = 3.0, 7.25
 # most and fewest rows of a strip over all columns on a CPU; with fewer, two sweeps over tiles are as fast
@@ -32,6 +34,9 @@ STRIP_CPU, LEAST_STRIP = 512, 32
 @dataclass
 class Eager(Tiles):
     """Tiles of plain PyTorch operations."""
+
+    # the logits are products of features: also, where all of them are finite, so are the features
+    writes_fresh_strip: ClassVar[bool] = True
 
     def forward(self, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
         stats: list[Tensor | None] = [None, None]
@@ -72,6 +77,8 @@ class Eager(Tiles):
         for along, strip in self._tiles(rows, height):
             x, graph = self._logits(strip, cols, room, with_graph=True)
             tile = self._tile(x, strip, cols, graph)
+            if self.fresh and tile.bounds is not None and all(map(math.isfinite, tile.bounds)):
+                self.flag = self.scale.new_zeros(())
             states, coefficients = weigh(self._stats(tile, strip, cols, keep=True), along)
             sides = with_states(strip, cols, states, coefficients)
             self._propagate(tile, graph, *sides, None if u is None else u[along], v, sums)
@@ -140,9 +147,9 @@ class Eager(Tiles):
         """Add a tile's gradient to the accumulators, and its sum where a bias needs it."""
         g_IJ = self.loss.pair_grad(tile, rows, cols)
         if u_I is not None:
-            add_product(u_I, g_IJ, cols.features)
+            add_product(u_I, g_IJ, cols.features, fresh=self.fresh)
         if v_J is not None:
-            add_product(v_J, g_IJ.T, rows.features)
+            add_product(v_J, g_IJ.T, rows.features, fresh=self.fresh)
         if self.bias is not None:
             sums += g_IJ.sum()
 
@@ -164,15 +171,15 @@ class Eager(Tiles):
         cls, loss: PairLoss, N: int, M: int, D: int, dtype: torch.dtype, workspace: int, device: torch.device,
         *, by_index: bool = False, labels: bool = False, followed: bool = False,
     ) -> int:  # fmt: skip
-        del labels, followed
+        del followed
         tiles = cls(loss, torch.empty((), device=device), None, workspace)
         teacher = loss.formula is not None and loss.formula.guide == "teacher"
-        if device.type != "cpu" or by_index or teacher:
+        if device.type != "cpu" or labels or teacher or (loss.guides and by_index):
             return tiles.workspace_bytes(N, M, D, dtype)
         side, wide = tiles._side(dtype), accumulator(dtype)
         # both passes of a pairwise loss are one sweep over tiles
         rows, cols = (min(N, side), min(M, side)) if loss.pairwise else tiles._largest_tile(N, M, dtype)
-        held = TILES_HELD_CPU + GUIDED_CPU * loss.guides + loss.reads_products
+        held = TILES_HELD_CPU + GUIDED_CPU * loss.guides + loss.reads_products + LISTED_CPU * by_index
         # label smoothing reads the logits after their exponentials; logits that are far apart, as at a large scale,
         # have exponentials of their own for rows and for columns
         held += SMOOTHED_CPU if getattr(loss, "label_smoothing", 0.0) else loss.symmetric
@@ -228,22 +235,25 @@ class Dense(Eager):
         cls, loss: PairLoss, N: int, M: int, D: int, dtype: torch.dtype, workspace: int, device: torch.device,
         *, by_index: bool = False, labels: bool = False, followed: bool = False,
     ) -> int:  # fmt: skip
-        del D, workspace, labels, followed
+        del D, workspace, followed
         # as of a tile, exponentials of both directions where logits are far apart
-        on_cpu = TILES_HELD_CPU + loss.symmetric
-        matrices = MATRICES_BY_INDEX if by_index else on_cpu if device.type == "cpu" else MATRICES
+        on_cpu = TILES_HELD_CPU + loss.symmetric + LISTED_CPU * by_index
+        listed = by_index and (labels or device.type != "cpu")
+        matrices = MATRICES_BY_INDEX if listed else on_cpu if device.type == "cpu" else MATRICES
         return int(matrices * N * M * accumulator(dtype).itemsize)
 
 
-def add_product(total: Tensor, g: Tensor, features: Tensor) -> None:
-    """total += g @ features, in the accumulator's type."""
+def add_product(total: Tensor, g: Tensor, features: Tensor, *, fresh: bool) -> None:
+    """total += g @ features, in the accumulator's type; `fresh`: total = g @ features."""
+    keep = 0 if fresh else 1
     if not _narrow_on_accelerator(features):
-        total.addmm_(g, features.to(total.dtype))
+        total.addmm_(g, features.to(total.dtype), beta=keep)
     elif features.dtype == torch.float16:
         narrow, unit = _in_range(g)
-        total.addcdiv_(torch.mm(narrow, features, out_dtype=torch.float32), unit)
+        product = torch.mm(narrow, features, out_dtype=torch.float32)
+        _ = torch.div(product, unit, out=total) if fresh else total.addcdiv_(product, unit)
     else:
-        torch.addmm(total, g.to(features.dtype), features, out_dtype=torch.float32, out=total)
+        torch.addmm(total, g.to(features.dtype), features, beta=keep, out_dtype=torch.float32, out=total)
 
 
 def _in_range(g: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -244,6 +244,8 @@ class Scored(Eager):
     touched: set[int] = field(default_factory=set, kw_only=True)
     # a tile has been computed: this rank has pairs
     computed: bool = field(default=False, kw_only=True)
+
+    writes_fresh_strip: ClassVar[bool] = False
 
     def backward(self, rows: Shard, cols: Shard, u: Sum, v: Sum | InFlight, row_stats: Tensor | None = None) -> Tensor:
         with without_hooks(self.scorer.parameters):

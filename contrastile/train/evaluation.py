@@ -25,6 +25,7 @@ from contrastile.data.evaluation_sets import Captioned, ClassFolder, open_captio
 from contrastile.data.glyphs import DIGIT_NAMES, handwritten_digits
 from contrastile.data.loader import read_chunks
 from contrastile.data.pairs import PairSet
+from contrastile.data.sources import is_collection
 from contrastile.distributed import collectives, consistency
 from contrastile.evaluate.retrieval import both_ways, chance, chance_among, class_features, classified, recall, topk
 from contrastile.models.base import evaluating
@@ -87,7 +88,9 @@ def evaluate(run: Run, encoded: HeldOut) -> list[Row]:
     for label, pictures, names in labelled:
         rows.append(_compare(f"{label}, picture → name", pictures, names, headline=True))
         rows.append(_compare(f"{label}, name → picture", names, pictures))
-    rows += [_compare(f"{label}, zero-shot among all names", part, classes) for label, part, _ in labelled]
+    # the names to train on of a collection may be millions
+    choices = "all held-out names" if is_collection(run.recipe.data.source) else "all names"
+    rows += [_compare(f"{label}, zero-shot among {choices}", part, classes) for label, part, _ in labelled]
     glyphs = run.recipe.data.source == "glyphs"
     return [*rows, digits(run)] if glyphs and run.recipe.evaluate.digits else rows
 

@@ -66,7 +66,7 @@ class ImageText(Task[Batch]):
     @classmethod
     def of_run(cls, folder: RunFolder, *, device: str = "auto") -> Self:
         run = load(folder.path, device=device)
-        return cls(run, open_data_bundle(run.recipe, run.tokenizer))
+        return cls(run, open_data_bundle(run.recipe, run.tokenizer)).compared(folder)
 
     @property
     def rows(self) -> Indices:
@@ -84,6 +84,15 @@ class ImageText(Task[Batch]):
         for name, ids in self.bundle.tokens.items():
             digest.update(name.encode() + ids.numpy().tobytes())
         return digest.hexdigest()
+
+    @property
+    def origin(self) -> dict[str, str]:
+        return {**super().origin, "pictures": self.bundle.pairs.digest[:16]}
+
+    @property
+    def measured(self) -> str:
+        pairs = self.bundle.pairs
+        return sha256("\0".join((pairs.digest, *pairs.captions)).encode()).hexdigest()
 
     def parts(self, rows: Tensor, step: int, ranks: Ranks) -> list[Batch]:  # noqa: ARG002
         """This rank's share of a batch; augmentation draws from the builder's own generator, step after step."""

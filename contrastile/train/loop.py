@@ -90,7 +90,7 @@ def run_recipe(recipe: Recipe | RetrieverRecipe, runs: str | Path, *, resume: bo
                 message = "train.minutes=%g ended the training after %s of %s %s"
                 logger.warning(message, recipe.train.minutes, f"{result.examples:,}", f"{result.planned:,}", task.unit)
         else:
-            task.set_model(load(folder.path, device=recipe.device).model)
+            task.compared(folder).set_model(load(folder.path, device=recipe.device).model)
         table = task.report(folder) if result.finished else ""
         if result.stopped_by is not None:
             write_stopped_report(folder, task.metadata_so_far(result), task.wording)

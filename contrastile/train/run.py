@@ -257,7 +257,7 @@ def save_run(folder: RunFolder, run: LoadedRun, metadata: dict[str, Any]) -> Non
 
 # keys that may change when a run is resumed
 FREE = (
-    *("device", "save.", "log.", "data.cache", "train.timeout", "train.parallel"),
+    *("device", "save.", "log.", "data.cache", "data.max_bad_fraction", "train.timeout", "train.parallel"),
     *("evaluate.zero_shot", "evaluate.retrieval"),
 )
 
@@ -266,9 +266,9 @@ def same_recipe(folder: RunFolder, recipe: AnyRecipe, verb: str = "train") -> No
     """Raise ValueError where `verb` began with a recipe that differs in a key that training depends on."""
     began = _flat(settled(load_any_recipe(folder / RECIPE, files=False), folder).model_dump(mode="json"))
     now = _flat(settled(recipe, folder).model_dump(mode="json"))
-    # keys that nothing reads may differ
-    unused = {rule.key for rule in unused_keys(recipe)}
-    for key in sorted((began.keys() | now.keys()) - unused):
+    # keys that nothing reads may differ, and a folder may have been renamed
+    free = {"name", *(rule.key for rule in unused_keys(recipe))}
+    for key in sorted((began.keys() | now.keys()) - free):
         if began.get(key) != now.get(key) and not key.startswith(FREE):
             again = f"contrastile {verb} {folder / RECIPE} --runs {folder.path.parent} --resume"
             remedy = f"It began with {began.get(key)}: go on with {again}, or {verb} anew, without --resume."

@@ -13,11 +13,12 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 from torch import Tensor
 
+from contrastile._errors import logger
 from contrastile.data.base import Indices
 from contrastile.data.pairs import Stream
 from contrastile.gradcache.memory import as_written
 from contrastile.train.checkpoints import Parts
-from contrastile.train.folder import RunFolder
+from contrastile.train.folder import METADATA, RunFolder
 from contrastile.train.memory import dense_need
 from contrastile.train.objective import Objective, Teacher
 from contrastile.train.planned import planned_memory
@@ -91,8 +92,21 @@ class Task(ABC, Generic[P]):
         """The fingerprint of the training data."""
 
     @property
+    @abstractmethod
+    def measured(self) -> str:
+        """The fingerprint of the data that `report` measures on."""
+
+    def compared(self, folder: RunFolder) -> Self:
+        """The task itself, with a warning where a finished run is measured on other data than at its end."""
+        # runs of earlier versions do not tell
+        if folder.read_json(METADATA).get("data_sha256", self.measured) != self.measured:
+            message = "%s: the data are not those of the training; pairs that are held out now may have been trained on"
+            logger.warning(message, folder.path)
+        return self
+
+    @property
     def origin(self) -> dict[str, str]:
-        """The teacher that the training depends on, beside recipe and data."""
+        """What the training depends on beside recipe and data, such as a teacher."""
         return {} if self.teacher is None else {"teacher": self.teacher.digest[:16]}
 
     def joined(self, ranks: Ranks) -> AbstractContextManager[None]:
@@ -152,7 +166,8 @@ class Task(ABC, Generic[P]):
         retained = largest if retain == "auto" else at_once * max(retain, 1)
         need = dense_need(per_example, largest, retained)
         planned = planned_memory(self.run, largest, result.ranks)
-        return {**self.metadata_so_far(result), "memory": need, "planned_memory": planned}
+        more = {"memory": need, "planned_memory": planned, "data_sha256": self.measured}
+        return {**self.metadata_so_far(result), **more}
 
     def metadata_so_far(self, result: TrainResult) -> dict[str, Any]:
         """The metadata without values that take the model, or long, to compute."""
@@ -162,6 +177,7 @@ class Task(ABC, Generic[P]):
             "device": chip(self.run.device), **asdict(result), "versions": versions(),
             "ended": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), "pairs": pairs, "skipped": dict(self.skipped),
             "loss": recipe.loss.kind, "batch": [size for _, size in recipe.train.fitted(pairs).batch],
+            "accumulate": recipe.train.accumulate,
         }  # fmt: skip
 
     @abstractmethod

@@ -3,7 +3,6 @@
 Files and folders must be there; their contents are read before the first step.
 """
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from contrastile._errors import logger
-from contrastile.data.sources import PICTURES, PROMPTS, columns, is_collection, missing, read_source
+from contrastile.data.sources import PICTURES, PROMPTS, is_collection, missing, read_source
 from contrastile.train.config.base import (
     AnyRecipe,
     Clash,
@@ -157,11 +156,6 @@ class DataSettings(Settings):
             raise ValueError(f'no such file "{absent}"')
         if any(part.kind == ".parquet" for part in parts):
             refuse([not_installed("pyarrow", '"contrastile[data]"')])
-        # of many tables the first one stands for all
-        table = next((part.paths[0] for part in parts if part.kind == ".tsv"), None)
-        if table is not None and not {"filepath", "title"} <= set(names := columns(table)):
-            got = json.dumps(names, ensure_ascii=False)
-            raise ValueError(f"must have the columns filepath and title in the first line, between tabs; got {got}")
         return source
 
     def clashes(self) -> Iterable[Clash]:

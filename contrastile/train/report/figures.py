@@ -9,6 +9,7 @@ import io
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle, product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -132,10 +133,13 @@ def curves(
         figure, axes = _canvas(title, unit)
         for name, (seen, values) in under.items():
             axes.plot(seen, values, color=SOFT, linewidth=1.2, linestyle=(0, (3, 2)), label=name)
-        for (name, (seen, values)), colour in zip(lines.items(), COLOURS, strict=False):
+        # more lines than colours have other dashes
+        looks = product(("-", ":", "-."), COLOURS)
+        for (name, (seen, values)), (dashes, colour) in zip(lines.items(), cycle(looks), strict=False):
             # a single point needs a marker
             marker = "o" if percent or len(values) == 1 else ""
-            axes.plot(seen, values, color=colour, linewidth=1.6, label=name, marker=marker, markersize=3.5)
+            look: dict[str, Any] = {"color": colour, "linestyle": dashes, "marker": marker, "markersize": 3.5}
+            axes.plot(seen, values, linewidth=1.6, label=name, **look)
         # the name of the first stage stands at 0, which a run of few steps would not show
         axes.set_xlim(left=0)
         above = ("data", "axes fraction")

@@ -229,8 +229,9 @@ def _figures(steps: StepColumns, metadata: Mapping[str, Any], wording: Wording) 
     if not len(steps):
         return memory
     draw, whole = partial(curves, stages=steps.stages, unit=wording.unit), slice(steps.full)
-    # the loss of a uniform guess among the b texts of a batch is ln b
-    guess = {"guessing": steps.averaged(np.log(steps["planned"]))} if metadata["loss"] == "clip" else {}
+    # the loss of a uniform guess among the b texts of a batch, or of a part of it, is ln b
+    texts = steps["planned"] / metadata.get("accumulate", 1)
+    guess = {"guessing": steps.averaged(np.log(texts))} if metadata["loss"] == "clip" else {}
     figures = [draw({"loss": steps.averaged(steps["loss"][whole], whole)}, title="Loss", under=guess)]
     # there are no recalls if every probe failed, or if no question has known right passages
     if recalls := _probed(steps.others, wording.parts):

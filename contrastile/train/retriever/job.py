@@ -265,7 +265,7 @@ class RetrieverJob(Task[TextBatch]):
     @classmethod
     def of_run(cls, folder: RunFolder, *, device: str = "auto") -> Self:
         run = load_retriever(folder.path, device=device)
-        return cls(run, open_text_materials(run.recipe, run.tokenizer))
+        return cls(run, open_text_materials(run.recipe, run.tokenizer)).compared(folder)
 
     @property
     def rows(self) -> Indices:
@@ -279,6 +279,10 @@ class RetrieverJob(Task[TextBatch]):
         if isinstance(self.run.recipe.loss, RetrieverScores):
             digest.update(self.materials.texts.scores_digest().encode())
         return digest.hexdigest()
+
+    @property
+    def measured(self) -> str:
+        return self.materials.texts.digest()
 
     def parts(self, rows: Tensor, step: int, ranks: Ranks) -> list[TextBatch]:
         """This rank's shares; every rank samples the passages of the whole batch with the same seed."""
@@ -347,7 +351,7 @@ class RetrieverJob(Task[TextBatch]):
         return total, sub_batch.at_once("query", run.recipe.model.tokenizer.query_length)
 
     def metadata(self, result: TrainResult) -> dict[str, Any]:
-        return {**super().metadata(result), "texts_sha256": self.materials.texts.digest()}
+        return {**super().metadata(result), "texts_sha256": self.measured}
 
     def metadata_so_far(self, result: TrainResult) -> dict[str, Any]:
         own = {"unit": self.unit, "passages": len(self.materials.texts.passages)}
