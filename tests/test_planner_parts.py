@@ -26,6 +26,7 @@ from contrastile import ClipLoss
 from contrastile.cli import plan as cli
 from contrastile.cli.plan import lines
 from contrastile.engine.graph import MOST_ROWS
+from contrastile.exchange import gather
 from contrastile.losses import Sigmoid, Softmax
 from contrastile.losses.base import Shard
 from contrastile.models.late import special_tokens
@@ -339,8 +340,8 @@ def test_a_ring_of_nodes_has_fewer_hops_and_a_gather_in_each(tmp_path: Path) -> 
     assert (one.peak, one.blocks, one.traffic) == (gather.peak, gather.blocks, gather.traffic)
 
 
-def _bytes_of_rank(rank: int, group: Any, exchange: Any, N: int, features: int) -> int:
-    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
+def _bytes_of_rank(rank: int, group: Any, exchange: Any, N: int, features: int, together: int) -> int:
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"), mock.patch.object(gather, "TOGETHER", together):
         torch.manual_seed(rank)
         loss = ClipLoss(exchange=exchange, backend="eager", workspace=2**20, group=group)
         q, k = (F.normalize(torch.randn(N, features), dim=-1).requires_grad_() for _ in range(2))
@@ -351,11 +352,17 @@ def _bytes_of_rank(rank: int, group: Any, exchange: Any, N: int, features: int) 
     return weighed.bytes
 
 
-@pytest.mark.parametrize(("exchange", "gathered"), [("gather", 4), ("ring", 0), ("hierarchical", 2)])
-def test_the_planned_peak_of_a_rank_is_the_measured_one(pool: Pool, exchange: str, gathered: int) -> None:
+@pytest.mark.parametrize(
+    ("exchange", "gathered", "together"),
+    [("gather", 4, 0), ("gather", 4, gather.TOGETHER), ("ring", 0, 0), ("hierarchical", 2, 0)],
+)
+def test_the_planned_peak_of_a_rank_is_the_measured_one(
+    pool: Pool, exchange: str, gathered: int, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two nodes of two ranks; Gloo copies the columns' gradients before it sums those of ranks."""
+    monkeypatch.setattr(gather, "TOGETHER", together)
     N = features = 256
-    measured = max(pool.run(_bytes_of_rank, 4, exchange, N, features))
+    measured = max(pool.run(_bytes_of_rank, 4, exchange, N, features, together))
     node = 2 if exchange == "hierarchical" else None
     size = LossSize(N, N, 4, features, 2**35, exchange, "eager", "cpu", 2**20, torch.float, torch.float, node=node)
     assert measured <= size.peak + gathered * N * features * 4 <= 1.15 * measured

@@ -29,7 +29,7 @@ pytest.importorskip("triton")
 
 from contrastile import ClipLoss, contrast
 from contrastile.distributed import collectives, failure
-from contrastile.distributed.collectives import recorder
+from contrastile.distributed.collectives import captured_call
 from contrastile.distributed.failure import LostRankError, state_of
 from contrastile.engine import graph, plan
 from contrastile.engine.problem import Problem
@@ -62,8 +62,8 @@ def _captured(
     return results, replay, BYTES, 0
 
 
-def _repeatable(problem: Problem, exchange: Exchange) -> bool:
-    return problem.options.reduction != "none" and exchange.repeatable(problem.rows.features.shape[-1])
+def _replayable(problem: Problem, exchange: Exchange) -> bool:
+    return problem.options.reduction != "none" and exchange.replayable(problem.rows.features.shape[-1])
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def _played(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def _plays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(plan, "_plans", {})
-    monkeypatch.setattr(plan, "repeatable", _repeatable)
+    monkeypatch.setattr(plan, "replayable", _replayable)
     monkeypatch.setattr(plan, "small", lambda *_: True)
     for name, value in {"_captured": _captured, "current_stream_address": lambda _: 0}.items():
         monkeypatch.setattr(graph, name, value)
@@ -339,9 +339,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def _steps(rank: int, group: Any, kind: str, exchange: str) -> list[Tensor]:
-    """Losses and gradients of calls of several sizes; only gather repeats calls.
+    """Losses and gradients of calls of several sizes; only gather replays calls.
 
-    Rank 1 can repeat none, and rank 2 refuses in one of them, as rank 0, another of whose threads captures a call.
+    Rank 1 can replay none, and rank 2 refuses in one of them, as rank 0, another of whose threads captures a call.
     """
     found = []
     with pytest.MonkeyPatch.context() as patch:
@@ -374,9 +374,9 @@ def _steps(rank: int, group: Any, kind: str, exchange: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_calls_of_several_ranks_are_repeated_for_each_layout(pool: Pool, kind: str) -> None:
-    repeated, truth = (pool.run(_steps, 3, kind, exchange) for exchange in ("gather", "ring"))
-    for ours, theirs in zip(repeated, truth, strict=True):
+def test_calls_of_several_ranks_are_replayed_for_each_layout(pool: Pool, kind: str) -> None:
+    replayed, truth = (pool.run(_steps, 3, kind, exchange) for exchange in ("gather", "ring"))
+    for ours, theirs in zip(replayed, truth, strict=True):
         assert all(distance(x, y) <= 1e-12 for x, y in zip(ours, theirs, strict=True))
 
 
@@ -408,7 +408,7 @@ def _lost() -> None:
     raise LostRankError("lost")
 
 
-def test_a_rank_lost_in_a_recorded_call_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_lost_in_a_captured_call_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = SimpleNamespace(wait_stream=lambda _: None)
     monkeypatch.setattr(graph, "_free_stream", lambda: stream)
     here = {"current_stream": lambda: stream, "stream": lambda _: nullcontext(), "memory_reserved": lambda: 0}
@@ -418,11 +418,11 @@ def test_a_rank_lost_in_a_recorded_call_is_found(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(torch.cuda, name, value)
     HAPPENED.clear()
     with pytest.raises(LostRankError):
-        graph._captured(lambda: recorder.transfer(_lost), across_ranks=True)
+        graph._captured(lambda: captured_call.transfer(_lost), across_ranks=True)
     assert HAPPENED == ["emptied", "made", "begin", "end", "replay 1"]
 
 
-def test_transfers_are_made_between_graphs_in_a_recorded_call_and_in_each_repetition(
+def test_transfers_are_made_between_graphs_in_a_captured_call_and_in_each_replay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", _Played)
@@ -444,8 +444,8 @@ def _transfers(x: Tensor, group: Any) -> list[Tensor]:
     return [rows, own, collectives.exchange_rows(x, [2, 2], group), collectives.total(x, group)]
 
 
-def _recorded(rank: int, group: Any) -> list[int]:
-    """Operations that a plain call, a recorded one and a repetition count."""
+def _counted(rank: int, group: Any) -> list[int]:
+    """Operations that a plain call, a captured one and a replay count."""
     x, made, state = torch.zeros(2, 3), list[Callable[[], None]](), state_of(group)
     counts = [state.operations]
 
@@ -456,7 +456,7 @@ def _recorded(rank: int, group: Any) -> list[int]:
     _transfers(x, group)
     counts.append(state.operations)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recorder, "transfer", transfer)
+        patch.setattr(captured_call, "transfer", transfer)
         rows, _, others, _ = _transfers(x, group)
     counts.append(state.operations)
     x += rank + 1
@@ -468,12 +468,12 @@ def _recorded(rank: int, group: Any) -> list[int]:
     return [after - before for before, after in pairwise(counts)]
 
 
-def test_a_repeated_call_counts_as_any_other(pool: Pool) -> None:
-    """By the counts ranks know that they fail at one place, while one of them repeats a call and another does not."""
-    assert pool.run(_recorded, 2) == [[4, 4, 4]] * 2
+def test_a_replayed_call_counts_as_any_other(pool: Pool) -> None:
+    """By the counts ranks know that they fail at one place, while one of them replays a call and another does not."""
+    assert pool.run(_counted, 2) == [[4, 4, 4]] * 2
 
 
-def test_a_rank_lost_in_a_repeated_transfer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_lost_in_a_replayed_transfer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     class Group:
         pass
 
@@ -484,7 +484,7 @@ def test_a_rank_lost_in_a_repeated_transfer_is_found(monkeypatch: pytest.MonkeyP
     made, group = list[Callable[[], None]](), Group()
     monkeypatch.setattr(collectives, "all_gather", lambda *_, **how: Work())
     monkeypatch.setattr(collectives, "lost", lambda operation, *_: LostRankError(operation))
-    monkeypatch.setattr(recorder, "transfer", made.append)
+    monkeypatch.setattr(captured_call, "transfer", made.append)
     collectives.begin_gather([torch.ones(2, 3)], [2], group)
     state_of(group).in_flight = None
     with pytest.raises(LostRankError, match="gather of rows"):
@@ -495,7 +495,7 @@ def test_a_rank_lost_in_a_repeated_transfer_is_found(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("owner", "method"), [(replay.Filling, "__call__"), (graph.Held, "move"), (replay.Gradients, "__call__")]
 )
-def test_an_error_in_a_repeated_call_is_one_of_all_ranks(
+def test_an_error_in_a_replayed_call_is_one_of_all_ranks(
     monkeypatch: pytest.MonkeyPatch, owner: type, method: str
 ) -> None:
     seen = []

@@ -67,17 +67,17 @@ class Collective:
             _raise_lost(error, self._operation, self._carrier or self._group)
 
 
-class _Recorder(threading.local):
-    """A call of this thread that is recorded, to be repeated later; `transfer` takes each operation of all ranks."""
+class _CapturedCall(threading.local):
+    """The call that this thread captures, to be replayed later; `transfer` takes each operation of all ranks."""
 
     transfer: Callable[[Callable[[], None]], None] | None = None
 
 
-recorder = _Recorder()
+captured_call = _CapturedCall()
 
 
 def _carried(operation: str, group: Any, begin: Callable[[], list[Any]]) -> list[Any]:
-    """The works that `begin` starts. Those of a call that is recorded are waited for here and in each repetition."""
+    """The works that `begin` starts. Those of a call that is captured are waited for here and in each replay."""
 
     def carry() -> list[Any]:
         with Collective(operation, group):
@@ -86,9 +86,9 @@ def _carried(operation: str, group: Any, begin: Callable[[], list[Any]]) -> list
     def complete() -> None:
         Transfer(group, operation, carry(), [], []).complete()
 
-    if recorder.transfer is None:
+    if captured_call.transfer is None:
         return carry()
-    recorder.transfer(complete)
+    captured_call.transfer(complete)
     return []
 
 

@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 from contrastile._torch import backward_is_kept, current_stream_address, saving_is_hooked
-from contrastile.distributed.collectives import recorder
+from contrastile.distributed.collectives import captured_call
 from contrastile.distributed.failure import LostRankError, state_of
-from contrastile.engine.operation import Call, MakeTiles, Operation, Plan, with_gradients, without_autocast
+from contrastile.engine.operation import Call, MakeTiles, Operation, Plan, with_gradients
 from contrastile.engine.problem import PLAIN, Problem
 from contrastile.exchange.base import Exchange
 from contrastile.gradcache.batching import rounded_length
-from contrastile.gradcache.modes import first_order
+from contrastile.gradcache.modes import first_order, without_autocast
 from contrastile.losses.base import Shard
 from contrastile.scorers import padded_to
 from contrastile.tiles.base import Accumulated
@@ -61,7 +61,7 @@ NUMBERS_KEPT = 8
 MOST_ROUNDED = 4096
 
 
-def repeatable(problem: Problem, exchange: Exchange) -> bool:
+def replayable(problem: Problem, exchange: Exchange) -> bool:
     """Return whether calls like this one may be replayed, by what all ranks have in common.
 
     They compute the gradients with the loss then, also on a rank that replays none.
@@ -69,14 +69,14 @@ def repeatable(problem: Problem, exchange: Exchange) -> bool:
     return (
         problem.rows.features.is_cuda
         and (len(exchange.layout) == 1 or problem.scorer is None)
-        and exchange.repeatable(problem.cols.features.shape[-1])
+        and exchange.replayable(problem.cols.features.shape[-1])
         and problem.options.reduction != "none"
         and problem.rows.targets is None
     )
 
 
 def small(problem: Problem, exchange: Exchange, tiles: MakeTiles) -> bool:
-    """Return whether a repeatable call is replayed: fused kernels, few rows, and little memory for the pairs."""
+    """Return whether a replayable call is replayed here: fused kernels, few rows, and little memory for the pairs."""
     # tiles of a scorer come as a partial application of their class
     kind: Any = getattr(tiles, "func", tiles)
     numbers = [x for x in (problem.scale, problem.bias) if x is not None]
@@ -306,7 +306,7 @@ def _free_stream() -> torch.cuda.Stream:
 
 
 class Parts:
-    """The graphs of a call, and between them its transfers, each of which is computed as soon as it is recorded."""
+    """The graphs of a call, and between them its transfers, each of which is computed as soon as it is captured."""
 
     def __init__(self) -> None:
         self._parts: list[Callable[[], None]] = []
@@ -366,11 +366,11 @@ def _captured(
     apart.wait_stream(stream)
     with torch.cuda.stream(apart):
         parts.begin()
-        recorder.transfer = parts.transfer if across_ranks else None
+        captured_call.transfer = parts.transfer if across_ranks else None
         try:
             results = compute()
         finally:
-            recorder.transfer = None
+            captured_call.transfer = None
             parts.end()
         if across_ranks:
             parts.last()

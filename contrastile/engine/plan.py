@@ -21,7 +21,7 @@ from contrastile._torch import func_transform
 from contrastile._types import accumulator
 from contrastile.distributed import collectives, consistency
 from contrastile.engine.compiled import traceable, traced
-from contrastile.engine.graph import Replayed, operation, ready, repeatable, shared_length, small
+from contrastile.engine.graph import Replayed, operation, ready, replayable, shared_length, small
 from contrastile.engine.operation import Call, MakeTiles, Operation, Plan
 from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cast_features, guides, indices, leaves_of
 from contrastile.exchange import host
@@ -286,7 +286,7 @@ def _planned(problem: Problem, exchange: Exchange) -> Plan:
         example = tiles(loss, number, None, workspace)
         # one product of each strip gives loss and gradient; or the forward keeps what the backward would repeat
         at_once |= bool(example.strip(problem.rows, problem.cols)) or example.keeps(problem.rows, problem.cols)
-    early = not own and repeatable(problem, exchange)
+    early = not own and replayable(problem, exchange)
     replayed = early and small(problem, exchange, tiles)
     if isinstance(tiles, partial) and tiles.func is Scored and problem.dtype == torch.float16:
         # float16 underflows in the module unless the upstream gradient, a GradScaler's factor, goes through it

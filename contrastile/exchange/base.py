@@ -134,8 +134,8 @@ class Exchange(ABC):
         far = layout.node not in (None, W)
         return Traffic(2, (0, sent) if far else (sent, 0), (1 / W, 1 / W))
 
-    def repeatable(self, _D: int) -> bool:
-        """Return whether a small call's transfers are worth repeating as they are; D numbers a column. Ranks agree."""
+    def replayable(self, _D: int) -> bool:
+        """Return whether small calls are replayed with these transfers; D numbers a column. Ranks agree."""
         return len(self.layout) == 1
 
     def finish(

@@ -26,7 +26,7 @@ from contrastile.tiles.base import STATISTICS, Sum, Tiles
 # pairs of a rank's rows and its own columns, times the numbers of a column, up to which all columns are one block: some
 # 0.1 ms of an H200's arithmetic in both passes, where a second block takes the host 0.5 ms and more
 TOGETHER = 2**33
-# pairs of a rank, and numbers of all columns, up to which the transfers of a call are repeated (`engine/graph.py`)
+# pairs of a rank, and numbers of all columns, up to which a call is replayed (`engine/graph.py`)
 MOST_PAIRS, MOST_NUMBERS = 2**26, 2**25
 
 
@@ -37,7 +37,7 @@ class Gather(Exchange):
     # the gathered columns stay for the backward
     column_sends: ClassVar[int] = 1
 
-    def repeatable(self, D: int) -> bool:
+    def replayable(self, D: int) -> bool:
         N, M = self.blocks(self.layout, D)[-1]
         return _together(self.layout, D) and N * M <= MOST_PAIRS and M * D <= MOST_NUMBERS
 
@@ -84,8 +84,9 @@ class Gather(Exchange):
     @classmethod
     def expected_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
         wide, others = accumulator(dtype).itemsize, sum(layout.cols) - min(layout.cols)
-        # the sum that arrives beside a block, and the statistics of the others' columns, as sent and as received
-        arriving = 0 if _together(layout, D) else max(layout.cols) * D
+        # the sum that arrives beside a block, or of a node beside the ring, and the statistics of the others' columns,
+        # as sent and as received
+        arriving = 0 if _together(layout, D) and layout.starts is None else max(layout.cols) * D
         return cls.extra_bytes(layout, D, dtype) + wide * (arriving + STATISTICS * others)
 
     @classmethod

@@ -123,7 +123,7 @@ def _part(layout: Layout, ranks: range, group: Any = None, rank: int = 0) -> Lay
 def _nodes(layout: Layout) -> list[Layout]:
     """The ranks of each node."""
     W, size = len(layout), layout.node or node_size(len(layout))
-    return [_part(layout, range(first, first + size)) for first in range(0, W, size)]
+    return [layout] if size == W else [_part(layout, range(first, first + size)) for first in range(0, W, size)]
 
 
 def node_size(W: int) -> int:

@@ -175,14 +175,8 @@ class LossSize:
         """
         N, M = self.rows, self.columns
         keeps = self.kept or (self.taught and self.backend_name == "triton")
-        early = self.loss.pairwise or self.repeated or (self.ranks == 1 and (not self.loss.symmetric or keeps))
-        return 0 if early or self.host else (N + M) * self.dimensions * self.wide
-
-    @property
-    def repeated(self) -> bool:
-        """Several ranks may repeat the call from graphs (`repeatable` in `engine/graph.py`)."""
-        fits = self.ranks > 1 and self.device == "cuda" and not self.own and self.vectors == 1
-        return fits and self.exchange_class("mean", self.layout).repeatable(self.carried)
+        early = self.replayed if self.ranks > 1 else not self.loss.symmetric or keeps
+        return 0 if early or self.loss.pairwise or self.host else (N + M) * self.dimensions * self.wide
 
     @property
     def taught(self) -> bool:
@@ -237,9 +231,12 @@ class LossSize:
 
     @property
     def replayed(self) -> bool:
-        """A small call of one process is replayed from a graph."""
+        """A small call is replayed from graphs: of one process, or of a GPU's ranks of few rows."""
+        if self.ranks > 1:
+            fits = self.device == "cuda" and not self.own and self.vectors == 1
+            return fits and self.exchange_class("mean", self.layout).replayable(self.carried)
         N, M = self.block
-        return self.ranks == 1 and min(N, M) <= MOST_ROWS and 2 * N * M <= MOST_BYTES
+        return min(N, M) <= MOST_ROWS and 2 * N * M <= MOST_BYTES
 
     @property
     def copied(self) -> int:

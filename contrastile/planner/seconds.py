@@ -155,7 +155,7 @@ def loss_seconds(loss: LossSize, profile: Profile) -> float:
     device += blocks * profile.block
     if loss.kept and loss.loss.symmetric:
         device += loss.pairs * KEPT_BYTES / profile.bandwidth
-    if loss.replayed:
+    if loss.replayed and loss.ranks == 1:
         # from a CUDA graph, so that host and device work at once
         return hypot(profile.call, device + loss.copied / profile.bandwidth)
     return max(device, blocks * BLOCK_CALLS * profile.call) + START_CALLS * profile.call

@@ -106,7 +106,7 @@ class Task(ABC, Generic[P]):
 
     @property
     def origin(self) -> dict[str, str]:
-        """What the training depends on beside recipe and data, such as a teacher."""
+        """Everything that the training depends on beside recipe and data, such as a teacher."""
         return {} if self.teacher is None else {"teacher": self.teacher.digest[:16]}
 
     def joined(self, ranks: Ranks) -> AbstractContextManager[None]:
