@@ -5,6 +5,9 @@ Forward and backward, in interleaved rounds: the median and the least millisecon
 installed. Run on an idle GPU:
 
     python benchmarks/user_calls.py [--only infonce] [--seconds 1] [--peers] [--csv FILE]
+    torchrun --standalone --nproc-per-node 2 benchmarks/user_calls.py [--csv FILE]
+
+Under torchrun: ranks of few rows, beside OpenCLIP's class.
 """
 
 from __future__ import annotations
@@ -13,13 +16,14 @@ import statistics
 import time
 from collections.abc import Iterator
 from functools import partial
+from importlib import import_module
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile import ClipLoss, InfoNCELoss, SigLipLoss
-from contrastile.bench.harness import Machine, Step, Table, script
+from contrastile.bench.harness import Machine, Step, Table, not_installed, script
 from contrastile.bench.peers import FORMULAS, PEERS, Loss
 
 PACKAGES = "cut-cross-entropy", "siglip-kernel"
@@ -75,12 +79,33 @@ def calls(machine: Machine, *, with_peers: bool) -> Iterator[tuple[str, dict[str
             at = torch.randperm(m, device="cuda")[:n]
             steps["contrastile, positives"] = step(partial(InfoNCELoss(), positives=at), leaves)
             yield f"infonce {n} x {m} x {d}{kind}", steps
+    for b in (8192, 32768):
+        leaves = [*features((b, 512), (b, 512)), scale]
+        labels = {str(n): torch.randint(n, (b,), device="cuda") for n in (2, 10, 100, 1000)}
+        labels["b / 4"] = torch.randperm(b, device="cuda") // 4
+        steps = {"contrastile": step(ClipLoss(), leaves, autocast=False)}
+        for n, given in labels.items():
+            steps[f"contrastile, {n} labels"] = step(partial(ClipLoss(), labels=given), leaves, autocast=False)
+        yield f"labels {b} x 512", steps
     sigmoids = ((SigLipLoss(), {"logit_bias": -10.0}), (FORMULAS["siglip"], {"bias": -10.0}))
     for b in (1024, 2048, 4096, 8192, 16384, 32768):
         leaves = [*features((b, 768), (b, 768)), scale]
         steps = beside(*(partial(loss, **bias) for loss, bias in sigmoids), leaves)
         with_bias = [*leaves, torch.tensor(-10.0, device="cuda", requires_grad=True)]
         yield f"siglip {b} x 768", steps | peers("siglip", with_bias)
+
+
+def calls_of_ranks(machine: Machine) -> Iterator[tuple[str, dict[str, Step]]]:
+    """The same of a batch that ranks share, with few rows on each."""
+    scale = torch.tensor(50.0, device="cuda", requires_grad=True)
+    given = {"gather_with_grad": True, "rank": machine.world.rank, "world_size": machine.world.size}
+    for n, d in (*((n, 512) for n in (256, 512, 1024, 2048, 4096)), (1024, 768), (2048, 768)):
+        leaves = [*features((n, d), (n, d)), scale]
+        ways = {"contrastile": ClipLoss(), "contrastile, ring": ClipLoss(exchange="ring")}
+        if not not_installed("open_clip"):
+            peer = import_module("open_clip").ClipLoss
+            ways |= {f"open_clip, local_loss={local}": peer(local_loss=local, **given) for local in (True, False)}
+        yield f"clip {n} x {d} on each rank", {name: step(loss, leaves, autocast=False) for name, loss in ways.items()}
 
 
 def host_ms(run: Step, rounds: int = 9, steps: int = 5) -> float:
@@ -103,7 +128,8 @@ def main() -> None:
     }
     with script(__doc__, COLUMNS, TABLE, *PACKAGES, options=words) as (options, machine, report):
         machine.load()
-        for name, steps in calls(machine, with_peers=options.peers):
+        alone = machine.world.size == 1
+        for name, steps in calls(machine, with_peers=options.peers) if alone else calls_of_ranks(machine):
             if options.only not in name:
                 continue
             report.say(name)
