@@ -15,10 +15,10 @@ from contrastile._dispatch import choose_tiles, workspace_on
 from contrastile._types import Backend, Gradient, Reduction, accumulator
 from contrastile.distributed import collectives
 from contrastile.engine import arguments as checks
-from contrastile.engine.operation import Call, Plan, backward
+from contrastile.engine.operation import Call, Plan, backward, without_autocast
 from contrastile.engine.problem import Arguments, Problem
 from contrastile.exchange.base import Layout, Single
-from contrastile.gradcache.modes import refusal, without_autocast
+from contrastile.gradcache.modes import refusal
 from contrastile.losses.base import PairLoss, Shard
 from contrastile.tiles.base import Tiles
 

@@ -29,11 +29,11 @@ from torch import Tensor
 from contrastile._torch import backward_is_kept, current_stream_address, saving_is_hooked
 from contrastile.distributed.collectives import captured_call
 from contrastile.distributed.failure import LostRankError, state_of
-from contrastile.engine.operation import Call, MakeTiles, Operation, Plan, with_gradients
+from contrastile.engine.operation import Call, MakeTiles, Operation, Plan, with_gradients, without_autocast
 from contrastile.engine.problem import PLAIN, Problem
 from contrastile.exchange.base import Exchange
 from contrastile.gradcache.batching import rounded_length
-from contrastile.gradcache.modes import first_order, without_autocast
+from contrastile.gradcache.modes import first_order
 from contrastile.losses.base import Shard
 from contrastile.scorers import padded_to
 from contrastile.tiles.base import Accumulated

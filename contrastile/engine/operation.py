@@ -10,6 +10,7 @@ memory. A plan with `at_once` computes the gradients together with the loss.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor
 from contrastile._types import Reduction
 from contrastile.engine import arguments as checks
 from contrastile.exchange.base import Exchange, Single
-from contrastile.gradcache.modes import first_order, without_autocast
+from contrastile.gradcache.modes import first_order
 from contrastile.losses.base import Finished, PairLoss, Shard, changed, divisor, with_states
 from contrastile.tiles import own
 from contrastile.tiles.base import Accumulated, Tiles, reduced
@@ -279,3 +280,9 @@ def _with_own(
     dtype = None if call.input_dtypes is None else call.input_dtypes[2]
     gradient = own.backward(tiles, rows, accumulated, dtype, wanted=of_own)
     return [*tiles.gradients(accumulated, rows, cols, wanted[:4], numbers, None), gradient]
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """A context without autocast; nothing is entered where it is off, because that costs time."""
+    kind = device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()

@@ -10,7 +10,7 @@ scalar loss's does not: a penalty on gradients would then be differentiated as a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
@@ -62,15 +62,10 @@ class Autocast:
 
 def joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """torch.cat, also of float16 under autocast to bfloat16 and the other way round, which torch refuses."""
-    with without_autocast(tensors[0].device):
-        return torch.cat(list(tensors), dim)
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """A context without autocast; nothing is entered where it is off, because that costs time."""
-    kind = device.type
+    kind = tensors[0].device.type
     on = kind != "meta" and torch.is_autocast_enabled(kind)
-    return torch.autocast(kind, enabled=False) if on else nullcontext()
+    with torch.autocast(kind, enabled=False) if on else nullcontext():
+        return torch.cat(list(tensors), dim)
 
 
 @contextmanager
