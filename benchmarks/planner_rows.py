@@ -91,6 +91,14 @@ OTHER_CODE = {
         for count in several
     },
     ("h200_2_ranks", "triton, one process", 262144, None, "4311745024"): "two sums at once in the forward",
+    **{
+        (name, way, 65536, None, count): "tiles of more than 512 MiB, in a call that is not replayed"
+        for name, way, count in (
+            ("h200_memory", "gather, triton", "1295335424"),
+            ("h200_4_ranks", "triton, ring", "797319168"),
+            ("h200_4_ranks", "triton, ring, 8 multiprocessors for transfers", "797319168"),
+        )
+    },
 }
 # losses whose rows are of another code, and what it did
 GUIDED, BESIDE = ("gist", "distill"), "the guide's product beside the other, and no bits of a mask"
@@ -294,6 +302,7 @@ def rank_cases() -> Iterator[Case]:
         count += backend == "dense" and busy
         yield Case(
             name, chip, label, int(row["peak_bytes"]), seconds, size, untimed=None if busy else HOST,
+            other_code=OTHER_CODE.get((name, row["way"], int(row["b"]), None, row["peak_bytes"])),
             fitted=backend == "dense" and busy and count % 2 == 1, alone=True,
         )  # fmt: skip
 

@@ -80,8 +80,8 @@ def losses(device: torch.device, *, quick: bool = False) -> None:
             mine = [leaf.detach().split(sizes)[rank].clone().requires_grad_() for leaf in whole[:2]]
             own_ids = None if ids is None else ids.split(sizes)[rank]
             for exchange in EXCHANGES:
-                # gather's third call is captured, and replayed by the fourth
-                for _ in range(4 if exchange == "gather" and device.type == "cuda" else 1):
+                # the third call is captured, and replayed by the fourth
+                for _ in range(4 if exchange != "replicate" and device.type == "cuda" else 1):
                     value, dq, dk, *scalars = _step(make(exchange=exchange), [*mine, *whole[2:]], own_ids)
                 rows = [collectives.gather_rows(gradient.double(), sizes, None) / W for gradient in (dq, dk)]
                 found = [value, *rows, *(collectives.total(x, None) / W for x in scalars)]

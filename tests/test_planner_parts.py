@@ -305,8 +305,11 @@ def test_exponentials_are_planned_as_kept_where_the_kernels_keep_them(
 def test_gradients_of_ranks_of_few_rows_are_planned_to_come_with_the_loss() -> None:
     few = LossSize(4096, 4096, 4, 512, 2**37, "gather", "triton")
     assert few.later == 0
-    for apart in (replace(few, ranks=8), replace(few, exchange="ring"), replace(few, device="cpu", backend="eager")):
-        assert apart.later == 2 * 4096 * 512 * 4
+    assert replace(few, exchange="ring").later == 0
+    more = {"rows": 2**15, "keys": 2**15}
+    others = ({"exchange": "hierarchical"}, {"device": "cpu", "backend": "eager"}, more, more | {"exchange": "ring"})
+    for apart in (replace(few, **other) for other in others):
+        assert apart.later == 2 * apart.rows * 512 * 4
 
 
 def test_a_small_call_takes_the_hosts_time_and_the_devices() -> None:

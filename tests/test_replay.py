@@ -63,7 +63,7 @@ def _captured(
 
 
 def _replayable(problem: Problem, exchange: Exchange) -> bool:
-    return problem.options.reduction != "none" and exchange.replayable(problem.rows.features.shape[-1])
+    return problem.options.reduction != "none" and exchange.replayable(problem.rows.features.shape[-1], problem.dtype)
 
 
 @pytest.fixture
@@ -339,7 +339,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def _steps(rank: int, group: Any, kind: str, exchange: str) -> list[Tensor]:
-    """Losses and gradients of calls of several sizes; only gather replays calls.
+    """Losses and gradients of calls of several sizes, which replicate never replays.
 
     Rank 1 can replay none, and rank 2 refuses in one of them, as rank 0, another of whose threads captures a call.
     """
@@ -368,14 +368,15 @@ def _steps(rank: int, group: Any, kind: str, exchange: str) -> list[Tensor]:
                 loss = contrast(q, k, scale=scale, exchange=exchange, group=group, **how)
             found += [loss.detach(), *torch.autograd.grad(2.0 * loss, [q, k, scale])]
         # the calls of both layouts
-        assert len(CAPTURED) == (2 if exchange == "gather" and rank != 1 else 0)
+        assert len(CAPTURED) == (2 if exchange != "replicate" and rank != 1 else 0)
         next(played, None)
     return found
 
 
+@pytest.mark.parametrize("exchange", ["gather", "ring"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_calls_of_several_ranks_are_replayed_for_each_layout(pool: Pool, kind: str) -> None:
-    replayed, truth = (pool.run(_steps, 3, kind, exchange) for exchange in ("gather", "ring"))
+def test_calls_of_several_ranks_are_replayed_for_each_layout(pool: Pool, kind: str, exchange: str) -> None:
+    replayed, truth = (pool.run(_steps, 3, kind, each) for each in (exchange, "replicate"))
     for ours, theirs in zip(replayed, truth, strict=True):
         assert all(distance(x, y) <= 1e-12 for x, y in zip(ours, theirs, strict=True))
 
@@ -429,48 +430,53 @@ def test_transfers_are_made_between_graphs_in_a_captured_call_and_in_each_replay
     HAPPENED.clear()
     parts = graph.Parts()
     parts.begin()
-    parts.transfer(lambda: HAPPENED.append("transfer"))
+    parts.transfer(lambda: HAPPENED.append("begun"))
+    parts.transfer(lambda: HAPPENED.append("completed"))
     parts.end()
     parts.last()
-    assert HAPPENED == ["made", "begin", "end", "replay 0", "transfer", "made", "begin", "end", "replay 5"]
+    assert [each for each in HAPPENED if each not in ("made", "begin", "end")] == [
+        "replay 0", "begun", "replay 5", "completed", "replay 10",
+    ]  # fmt: skip
     HAPPENED.clear()
     parts.replay()
-    assert HAPPENED == ["replay 0", "transfer", "replay 5"]
+    assert HAPPENED == ["replay 0", "begun", "replay 5", "completed", "replay 10"]
 
 
 def _transfers(x: Tensor, group: Any) -> list[Tensor]:
     rows = collectives.gather_rows(x, [2, 2], group)
     own = collectives.begin_scatter_sum(rows, [2, 2], group).wait()[0]
-    return [rows, own, collectives.exchange_rows(x, [2, 2], group), collectives.total(x, group)]
+    (passed,) = collectives.post(x, torch.empty_like(x), group).wait()
+    return [rows, own, collectives.exchange_rows(x, [2, 2], group), collectives.total(x, group), passed]
 
 
 def _counted(rank: int, group: Any) -> list[int]:
     """Operations that a plain call, a captured one and a replay count."""
-    x, made, state = torch.zeros(2, 3), list[Callable[[], None]](), state_of(group)
+    x, steps, state = torch.zeros(2, 3), list[Callable[[], None]](), state_of(group)
     counts = [state.operations]
 
-    def transfer(complete: Callable[[], None]) -> None:
-        complete()
-        made.append(complete)
+    def transfer(step: Callable[[], None]) -> None:
+        step()
+        steps.append(step)
 
     _transfers(x, group)
     counts.append(state.operations)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(captured_call, "transfer", transfer)
-        rows, _, others, _ = _transfers(x, group)
+        rows, _, others, _, passed = _transfers(x, group)
     counts.append(state.operations)
     x += rank + 1
-    for complete in made:
-        complete()
+    for step in steps:
+        step()
     counts.append(state.operations)
     assert rows.mean() == 1.5
-    assert others.mean() == 2 - rank
+    assert others.mean() == passed.mean() == 2 - rank
+    assert state.in_flight is None
     return [after - before for before, after in pairwise(counts)]
 
 
 def test_a_replayed_call_counts_as_any_other(pool: Pool) -> None:
     """By the counts ranks know that they fail at one place, while one of them replays a call and another does not."""
-    assert pool.run(_counted, 2) == [[4, 4, 4]] * 2
+    assert pool.run(_counted, 2) == [[5, 5, 5]] * 2
 
 
 def test_a_rank_lost_in_a_replayed_transfer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,14 +487,18 @@ def test_a_rank_lost_in_a_replayed_transfer_is_found(monkeypatch: pytest.MonkeyP
         def wait(self) -> None:
             raise RuntimeError("closed")
 
-    made, group = list[Callable[[], None]](), Group()
+    steps, group = list[Callable[[], None]](), Group()
     monkeypatch.setattr(collectives, "all_gather", lambda *_, **how: Work())
     monkeypatch.setattr(collectives, "lost", lambda operation, *_: LostRankError(operation))
-    monkeypatch.setattr(captured_call, "transfer", made.append)
-    collectives.begin_gather([torch.ones(2, 3)], [2], group)
-    state_of(group).in_flight = None
+    monkeypatch.setattr(captured_call, "transfer", lambda step: (step(), steps.append(step)))
+    flight = collectives.begin_gather([torch.ones(2, 3)], [2], group)
+    works, flight.works = flight.works, []
+    flight.wait()
+    begin, complete = steps
+    begin()
+    assert len(works) == len(flight.works) == 1
     with pytest.raises(LostRankError, match="gather of rows"):
-        made[0]()
+        complete()
 
 
 @pytest.mark.usefixtures("_played")

@@ -68,7 +68,7 @@ class Collective:
 
 
 class _CapturedCall(threading.local):
-    """The call that this thread captures, to be replayed later; `transfer` takes each operation of all ranks."""
+    """The call that this thread captures, to be replayed later; `transfer` takes each step of its transfers."""
 
     transfer: Callable[[Callable[[], None]], None] | None = None
 
@@ -76,20 +76,12 @@ class _CapturedCall(threading.local):
 captured_call = _CapturedCall()
 
 
-def _carried(operation: str, group: Any, begin: Callable[[], list[Any]]) -> list[Any]:
-    """The works that `begin` starts. Those of a call that is captured are waited for here and in each replay."""
-
-    def carry() -> list[Any]:
-        with Collective(operation, group):
-            return begin()
-
-    def complete() -> None:
-        Transfer(group, operation, carry(), [], []).complete()
-
+def _carry_out(step: Callable[[], None]) -> None:
+    """Take a step of an operation of all ranks: now, and in each replay of a call that is captured."""
     if captured_call.transfer is None:
-        return carry()
-    captured_call.transfer(complete)
-    return []
+        step()
+    else:
+        captured_call.transfer(step)
 
 
 @contextmanager
@@ -116,7 +108,8 @@ class Transfer:
 
     group: Any
     operation: str
-    works: list[Any]
+    # posts it, and returns the works to be waited for
+    post: Callable[[], list[Any]]
     arriving: list[Tensor]
     # kept alive until they have been sent
     leaving: list[Tensor]
@@ -124,15 +117,21 @@ class Transfer:
     finish: Callable[[list[Tensor]], list[Tensor]] = list
 
     def __post_init__(self) -> None:
-        state_of(self.group).in_flight = self
+        self.works: list[Any] = []
+        _carry_out(self._begin)
 
     def wait(self) -> list[Tensor]:
         """The tensors that arrived. Raises RuntimeError at a second call."""
         if state_of(self.group).in_flight is not self:
             raise _misused(f"a {self.operation} that was waited for already")
-        self.complete()
+        _carry_out(self.complete)
         self.leaving = []
         return self.finish(self.arriving)
+
+    def _begin(self) -> None:
+        with Collective(self.operation, self.group):
+            self.works = self.post()
+        state_of(self.group).in_flight = self
 
     def complete(self) -> None:
         """Wait until nothing is under way, and let the group carry the next operation."""
@@ -140,6 +139,7 @@ class Transfer:
         with Collective(self.operation, self.group, begins=False):
             for work in self.works:
                 work.wait()
+        self.works = []
 
 
 def post(leaving: Tensor, arriving: Tensor, group: Any) -> Transfer:
@@ -150,9 +150,8 @@ def post(leaving: Tensor, arriving: Tensor, group: Any) -> Transfer:
     group = resolved(group)
     ranks, me = group.size(), group.rank()
     operations = [(group.send, leaving, (me + 1) % ranks), (group.recv, arriving, (me - 1) % ranks)]
-    with Collective(RING, group):
-        works = post_together([each for each in operations if each[1].numel()], group)
-    return Transfer(group, RING, works, [arriving], [leaving])
+    full = [each for each in operations if each[1].numel()]
+    return Transfer(group, RING, lambda: post_together(full, group), [arriving], [leaving])
 
 
 def gather_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
@@ -162,7 +161,7 @@ def gather_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
 
 def begin_gather(tensors: Sequence[Tensor], sizes: Sequence[int], group: Any) -> Transfer:
     """Start `gather_rows` of several tensors."""
-    group, largest, operation = resolved(group), max(sizes), "gather of rows"
+    group, largest = resolved(group), max(sizes)
     sent = [_padded(_as_bytes(x), largest) for x in tensors]
     received = [x.new_empty((len(sizes) * largest, *x.shape[1:])) for x in sent]
 
@@ -173,26 +172,24 @@ def begin_gather(tensors: Sequence[Tensor], sizes: Sequence[int], group: Any) ->
         pairs = zip(arrived, tensors, strict=True)
         return [all_rows if all_rows.dtype == x.dtype else all_rows.view(x.dtype).squeeze(-1) for all_rows, x in pairs]
 
-    def begin() -> list[Any]:
+    def posted() -> list[Any]:
         several = zip(received, sent, strict=True)
         return [all_gather(all_rows, x, group=group, async_op=True) for all_rows, x in several if all_rows.numel()]
 
-    works = _carried(operation, group, begin)
-    return Transfer(group, operation, works, received, sent, unpacked)
+    return Transfer(group, "gather of rows", posted, received, sent, unpacked)
 
 
 def begin_scatter_sum(x: Tensor, sizes: Sequence[int], group: Any) -> Transfer:
     """Start the sum over ranks of x [Σ sizes, ...], of which each rank receives its own rows."""
-    group, largest, operation = resolved(group), max(sizes), "sum of the ranks' parts"
+    group, largest = resolved(group), max(sizes)
     even = all(n == largest for n in sizes)
     padded = x if even else torch.cat([_padded(rows, largest) for rows in x.split(list(sizes))])
     own, rows = x.new_empty((largest, *x.shape[1:])), sizes[group.rank()]
 
-    def begin() -> list[Any]:
+    def posted() -> list[Any]:
         return [_reduce_scatter(own, padded, group=group, async_op=True)] if own.numel() else []
 
-    works = _carried(operation, group, begin)
-    return Transfer(group, operation, works, [own], [padded], lambda arrived: [arrived[0][:rows]])
+    return Transfer(group, "sum of the ranks' parts", posted, [own], [padded], lambda arrived: [arrived[0][:rows]])
 
 
 def exchange_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
@@ -206,11 +203,11 @@ def exchange_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
     arriving = [0 if other == me else sizes[me] for other in range(W)]
     received = x.new_empty(((W - 1) * sizes[me], *x.shape[1:]))
 
-    def begin() -> list[Any]:
-        dist.all_to_all_single(received, x, arriving, leaving, group=group)
-        return []
+    def carry() -> None:
+        with Collective("exchange of statistics", group):
+            dist.all_to_all_single(received, x, arriving, leaving, group=group)
 
-    _carried("exchange of statistics", group, begin)
+    _carry_out(carry)
     return received.view(W - 1, sizes[me], *x.shape[1:])
 
 
@@ -234,11 +231,11 @@ def sum_into(x: Tensor, group: Any, operation: str) -> None:
 
 
 def _reduce(x: Tensor, group: Any, operation: str, kind: Any) -> None:
-    def begin() -> list[Any]:
-        dist.all_reduce(x, kind, group=group)
-        return []
+    def carry() -> None:
+        with Collective(operation, group):
+            dist.all_reduce(x, kind, group=group)
 
-    _carried(operation, group, begin)
+    _carry_out(carry)
 
 
 def broadcast(x: Tensor, group: Any, source: int = 0) -> None:

@@ -69,7 +69,7 @@ def replayable(problem: Problem, exchange: Exchange) -> bool:
     return (
         problem.rows.features.is_cuda
         and (len(exchange.layout) == 1 or problem.scorer is None)
-        and exchange.replayable(problem.cols.features.shape[-1])
+        and exchange.replayable(problem.cols.features.shape[-1], problem.dtype)
         and problem.options.reduction != "none"
         and problem.rows.targets is None
     )
@@ -337,12 +337,12 @@ class Parts:
         """Compute the last graph."""
         self._parts[-1]()
 
-    def transfer(self, complete: Callable[[], None]) -> None:
-        """Compute what comes before a transfer, make it, and begin another graph."""
+    def transfer(self, step: Callable[[], None]) -> None:
+        """Compute what comes before a step of a transfer, take it, and begin another graph."""
         self.end()
         self.last()
-        complete()
-        self._parts.append(complete)
+        step()
+        self._parts.append(step)
         self.begin()
 
     def replay(self) -> None:

@@ -21,7 +21,7 @@ from contrastile._torch import func_transform
 from contrastile._types import accumulator
 from contrastile.distributed import collectives, consistency
 from contrastile.engine.compiled import traceable, traced
-from contrastile.engine.graph import Replayed, operation, ready, replayable, shared_length, small
+from contrastile.engine.graph import MOST_BYTES, Replayed, operation, ready, replayable, shared_length, small
 from contrastile.engine.operation import Call, MakeTiles, Operation, Plan
 from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cast_features, guides, indices, leaves_of
 from contrastile.exchange import host
@@ -292,6 +292,9 @@ def _planned(problem: Problem, exchange: Exchange) -> Plan:
         # float16 underflows in the module unless the upstream gradient, a GradScaler's factor, goes through it
         at_once = False
     at_once |= wants and (early if several else replayed)
+    if several and replayed:
+        # a graph keeps its memory between calls
+        workspace = min(workspace, MOST_BYTES)
     return Plan(None if several else exchange, tiles, workspace, accumulator(problem.dtype), at_once, replayed)
 
 

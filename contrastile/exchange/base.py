@@ -28,6 +28,10 @@ from contrastile.distributed.failure import in_step
 from contrastile.losses.base import Gathers, Shard
 from contrastile.tiles.base import Accumulated, ForwardResult, Sum, Tiles
 
+# pairs of a rank between two transfers, and bytes of its transfers, up to which ranks replay a call
+# (`engine/graph.py`): an H200 computes 2.7 ms for so many pairs of 768 features, about as long as the host takes
+MOST_PAIRS, MOST_BYTES = 2**28, 2**29
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -134,9 +138,17 @@ class Exchange(ABC):
         far = layout.node not in (None, W)
         return Traffic(2, (0, sent) if far else (sent, 0), (1 / W, 1 / W))
 
-    def replayable(self, _D: int) -> bool:
-        """Return whether small calls are replayed with these transfers; D numbers a column. Ranks agree."""
-        return len(self.layout) == 1
+    def parts(self) -> int:
+        """Number of parts that a pass has between its transfers; 0: they are not made anew in a replayed call."""
+        return 0
+
+    def replayable(self, D: int, dtype: torch.dtype) -> bool:
+        """Return whether a call with these transfers is replayed; D numbers a column. Ranks agree."""
+        layout, parts = self.layout, self.parts()
+        if parts == 0 or len(layout) == 1:
+            return len(layout) == 1
+        few = max(layout.rows) * sum(layout.cols) <= parts * MOST_PAIRS
+        return few and self.expected_bytes(layout, D, dtype) <= MOST_BYTES
 
     def finish(
         self, tiles: Tiles, stats: Sequence[Tensor], rows: Shard, cols: Shard, weights: Tensor | None,

@@ -26,8 +26,6 @@ from contrastile.tiles.base import STATISTICS, Sum, Tiles
 # pairs of a rank's rows and its own columns, times the numbers of a column, up to which all columns are one block: some
 # 0.1 ms of an H200's arithmetic in both passes, where a second block takes the host 0.5 ms and more
 TOGETHER = 2**33
-# pairs of a rank, and numbers of all columns, up to which a call is replayed (`engine/graph.py`)
-MOST_PAIRS, MOST_NUMBERS = 2**26, 2**25
 
 
 @dataclass(frozen=True)
@@ -37,9 +35,8 @@ class Gather(Exchange):
     # the gathered columns stay for the backward
     column_sends: ClassVar[int] = 1
 
-    def replayable(self, D: int) -> bool:
-        N, M = self.blocks(self.layout, D)[-1]
-        return _together(self.layout, D) and N * M <= MOST_PAIRS and M * D <= MOST_NUMBERS
+    def parts(self) -> int:
+        return 2
 
     def forward(self, tiles: Tiles, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
         wait = gather_shard(cols, self.layout.cols, self.layout.group, self.layout.start(0))

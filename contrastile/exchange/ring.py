@@ -52,6 +52,9 @@ class Packet(NamedTuple):
 class Ring(Exchange):
     """W hops, each of which fetches the next shard while the present one is computed."""
 
+    def parts(self) -> int:
+        return len(self.layout)
+
     def forward(self, tiles: Tiles, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
         row_stats: Tensor | None = None
         symmetric = tiles.loss.symmetric

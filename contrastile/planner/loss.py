@@ -137,7 +137,9 @@ class LossSize:
     @property
     def _allowed(self) -> int:
         """Bytes that a block may take."""
-        return self.memory // DEFAULT_SHARE if self.workspace is None else self.workspace
+        allowed = self.memory // DEFAULT_SHARE if self.workspace is None else self.workspace
+        graph = self.ranks > 1 and self.replayed and self.backend_name == "triton"
+        return min(allowed, MOST_BYTES) if graph else allowed
 
     @cached_property
     def exchange_bytes(self) -> int:
@@ -234,7 +236,7 @@ class LossSize:
         """A small call is replayed from graphs: of one process, or of a GPU's ranks of few rows."""
         if self.ranks > 1:
             fits = self.device == "cuda" and not self.own and self.vectors == 1
-            return fits and self.exchange_class("mean", self.layout).replayable(self.carried)
+            return fits and self.exchange_class("mean", self.layout).replayable(self.carried, self.dtype)
         N, M = self.block
         return min(N, M) <= MOST_ROWS and 2 * N * M <= MOST_BYTES
 
