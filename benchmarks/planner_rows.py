@@ -41,7 +41,7 @@ CHIPS = ("H200", "H100")
 # the names of the files of each kind
 FILES = {
     "losses": r"h\d+_(loss|\d+_ranks|planner_loss)",
-    "calls": r"h\d+_user_calls",
+    "calls": r"h\d+_(\d+_)?user_calls",
     "other losses": r"h\d+_loss_ratios",
     "ranks": r"h\d+_memory",
     "steps": r"h\d+_((\d+_)?step|towers)",
@@ -91,14 +91,7 @@ OTHER_CODE = {
         for count in several
     },
     ("h200_2_ranks", "triton, one process", 262144, None, "4311745024"): "two sums at once in the forward",
-    **{
-        (name, way, 65536, None, count): "tiles of more than 512 MiB, in a call that is not replayed"
-        for name, way, count in (
-            ("h200_memory", "gather, triton", "1295335424"),
-            ("h200_4_ranks", "triton, ring", "797319168"),
-            ("h200_4_ranks", "triton, ring, 8 multiprocessors for transfers", "797319168"),
-        )
-    },
+    ("h200_memory", "gather, triton", 65536, None, "1295335424"): "more than 512 MiB of tiles in a call of few rows",
 }
 # losses whose rows are of another code, and what it did
 GUIDED, BESIDE = ("gist", "distill"), "the guide's product beside the other, and no bits of a mask"
@@ -276,17 +269,21 @@ def loss_cases() -> Iterator[Case]:
 def call_cases() -> Iterator[Case]:
     """Whole calls of users, forward and backward under autocast: seconds alone."""
     for name, chip, row in rows("calls"):
-        call, _, more = row["call"].partition(",")
+        call, _, more = row["call"].removesuffix(" on each rank").partition(",")
         kind, *numbers = call.replace(" x", "").split()
+        several = re.match(r"h\d+_(\d+)_", name)
+        exchange = "ring" if "ring" in row["impl"] else "gather" if several else "single"
         N, *others, d = map(int, numbers)
         given = torch.float32 if "float32" in more and "bf16" not in row["impl"] else torch.bfloat16
         size = LossSize(
-            N, others[0] if others else N, 1, d, profile_of(chip).memory, "single", "triton", given=given,
+            N, others[0] if others else N, int(several[1]) if several else 1, d, profile_of(chip).memory, exchange,
+            "triton", given=given,
             **loss_of(kind, d) | {"listed": "positives" in row["impl"]},
         )  # fmt: skip
-        first = FIRST if row["call"] == FIRST_CALL else None
-        label = f"{row['call']}: {row['impl']}"
-        yield Case(name, chip, label, None, float(row["ms"]) / 1e3, size, untimed=HOST if call == HOST_CALL else first)
+        reason = HOST if call == HOST_CALL else FIRST if row["call"] == FIRST_CALL else None
+        label, seconds = f"{row['call']}: {row['impl']}", float(row["ms"]) / 1e3
+        # the host's time of ranks was taken from these
+        yield Case(name, chip, label, None, seconds, size, untimed=reason, fitted=several is not None)
 
 
 def rank_cases() -> Iterator[Case]:

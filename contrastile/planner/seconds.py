@@ -5,7 +5,7 @@ computation and of the data's way to it, because the next batch is read meanwhil
 """
 
 from dataclasses import dataclass
-from math import ceil, hypot
+from math import ceil, hypot, log2
 
 import torch
 
@@ -22,6 +22,9 @@ UPDATE_BANDWIDTH, UPDATE_LAUNCHES = 1.23, 0.3
 FLOAT32_LOSS = {"highest": 7.0, "high": 3.5, "medium": 1.2}
 # the host's time as multiples of that of a small replayed call: each block of a larger loss, and its start
 BLOCK_CALLS, START_CALLS = 1.2, 1.3
+# the same of ranks that replay a call, and for each doubling of their number, which agree on it; the time of one of its
+# hops over that of another call's. From the rows of h200_2_user_calls.csv and h200_4_user_calls.csv
+SHARED_CALLS, AGREED_CALLS, REPLAYED_HOP = 7.3, 1.3, 0.17
 # the time of a pair beside its products, over that of a plain softmax: of a sigmoid, with a teacher's probability too,
 # with a bit of a guide's mask, and where labels are compared. From rows of 65,536 x 768 in h200_loss.csv and of
 # 32,768 x 512 in h200_planner_loss.csv
@@ -155,9 +158,10 @@ def loss_seconds(loss: LossSize, profile: Profile) -> float:
     device += blocks * profile.block
     if loss.kept and loss.loss.symmetric:
         device += loss.pairs * KEPT_BYTES / profile.bandwidth
-    if loss.replayed and loss.ranks == 1:
-        # from a CUDA graph, so that host and device work at once
-        return hypot(profile.call, device + loss.copied / profile.bandwidth)
+    if loss.replayed:
+        # from CUDA graphs, so that host and device work at once
+        calls = 1.0 if loss.ranks == 1 else SHARED_CALLS + AGREED_CALLS * log2(loss.ranks)
+        return hypot(calls * profile.call, device + loss.copied / profile.bandwidth)
     return max(device, blocks * BLOCK_CALLS * profile.call) + START_CALLS * profile.call
 
 
@@ -173,12 +177,15 @@ def _pair_work(loss: LossSize) -> float:
 def exchange_seconds(loss: LossSize, profile: Profile) -> float:
     """Seconds that other ranks' features and gradients add: hops, and what arithmetic does not hide.
 
-    A ring's hop is hidden by the products of its block (Inf-CL, section 3.2), a gather by those of the rank's own.
+    A ring's hop is hidden by the products of its block (Inf-CL, section 3.2), a gather by those of the rank's own. In
+    short calls, which are replayed, transfers take multiprocessors from the products, and nothing is hidden.
     """
     if loss.ranks == 1:
         return 0.0
     traffic, arithmetic = loss.traffic, loss.operations / profile.loss
     # one sweep gives a pairwise loss and its gradients
     hops = traffic.hops / (2 if loss.loss.pairwise else 1)
-    ways = zip(traffic.sent, (profile.link, profile.network), traffic.beside, strict=True)
-    return hops * profile.hop + sum(max(0.0, sent / rate - share * arithmetic) for sent, rate, share in ways)
+    short = loss.replayed and loss.backend_name == "triton"
+    hop, beside = (REPLAYED_HOP * profile.hop, (0.0, 0.0)) if short else (profile.hop, traffic.beside)
+    ways = zip(traffic.sent, (profile.link, profile.network), beside, strict=True)
+    return hops * hop + sum(max(0.0, sent / rate - share * arithmetic) for sent, rate, share in ways)

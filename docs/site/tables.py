@@ -175,6 +175,21 @@ def ranks(loss: str) -> str:
     return table_of(head, cells)
 
 
+def few_rows() -> str:
+    """Times of `ClipLoss` with few rows on each of two and four H200s, beside OpenCLIP's class in its faster form."""
+    calls = dict.fromkeys(row["call"] for row in rows_of("h200_2_user_calls.csv"))
+    cells = []
+    for call in calls:
+        times = []
+        for world in (2, 4):
+            ours, ring, *peers = rows_of(f"h200_{world}_user_calls.csv", call=call)
+            faster = min(peers, key=lambda row: float(row["ms"]))
+            times += [f"{float(row['ms']):.2f}, {float(row['least_ms']):.2f}" for row in (ours, ring, faster)]
+        cells.append((call.removeprefix("clip ").removesuffix(" on each rank").replace("x", "×"), *times))
+    ways = [f"{world} GPUs: {way}" for world in (2, 4) for way in ("gather", "ring", "OpenCLIP")]
+    return table_of(("rows of a rank × features", *ways), cells)
+
+
 # columns of times, and of their multiples of one GPU's
 TIMES_OF_RANKS = (("ms", "cost"), ("single_ms", "single_cost"))
 
@@ -376,6 +391,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{page: partial(doors, page) for page in DOORS},
     "ranks": partial(ranks, "clip"),
     "ranks_sigmoid": partial(ranks, "siglip"),
+    "few_rows": few_rows,
     "four_ranks": partial(four_ranks, compiled=False),
     "four_ranks_compiled": partial(four_ranks, compiled=True),
     "formula": partial(side_by_loss, "clip", "512", (4096, 8192, 32768, 65536), FORMULA),
