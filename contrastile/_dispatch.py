@@ -25,7 +25,7 @@ from contrastile.exchange.gather import Gather, Replicate
 from contrastile.exchange.hierarchical import Hierarchical
 from contrastile.exchange.ring import Ring
 from contrastile.losses.base import PairLoss, Shard
-from contrastile.offload import known_device
+from contrastile.offload import default_workspace, known_device
 from contrastile.scorers import MaxSim
 from contrastile.tiles.base import Tiles
 from contrastile.tiles.eager import Dense, Eager
@@ -34,8 +34,6 @@ from contrastile.tiles.scored import Scorer
 logger = logging.getLogger("contrastile")
 
 LEAST_WORKSPACE = 2**20
-# the default workspace is the device's memory divided by this
-DEFAULT_SHARE = 64
 # "auto" gathers columns within the device's memory divided by this
 GATHERED_SHARE = 16
 WORDS = {
@@ -93,8 +91,8 @@ class Options:
 
 
 def workspace_on(device: torch.device, workspace: int | None) -> int:
-    """Bytes that tiles may use on a device; None: its share of the memory."""
-    return device_memory(device) // DEFAULT_SHARE if workspace is None else workspace
+    """Bytes that tiles may use on a device; None: the default for its memory."""
+    return default_workspace(device_memory(device)) if workspace is None else workspace
 
 
 EXCHANGES: dict[str, type[Exchange]] = {

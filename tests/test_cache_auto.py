@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from contrastile import encode
 from contrastile.gradcache import auto, forward, memory
 from contrastile.gradcache.memory import AUTO, Releasable, RetainedGraphs, footprint, later_bytes, spare_bytes
+from contrastile.offload import default_workspace
 
 B, L, D = 29, 11, 6
 LENGTHS = torch.randint(1, L + 1, (B,), generator=torch.Generator().manual_seed(5))
@@ -381,7 +382,9 @@ def test_on_an_accelerator_all_graphs_that_fit_are_kept(monkeypatch: Any) -> Non
 
 def test_spare_bytes_leave_a_margin(monkeypatch: Any) -> None:
     monkeypatch.setattr(memory, "free_memory", lambda _: (100_000, 128_000))
-    assert spare_bytes(torch.device("cuda")) == 100_000 - 0.06 * 128_000 - 2_000
+    assert spare_bytes(torch.device("cuda")) == 100_000 - 0.06 * 128_000 - 4_000
+    # a loss takes 1/64 of a large memory
+    assert [default_workspace(gib * 2**30) / 2**30 for gib in (32, 64, 80, 140, 192)] == [1, 2, 2.25, 2.25, 3]
     # others want a CPU's memory too
     assert spare_bytes(torch.device("cpu")) == spare_bytes(None) == int(0.6 * (100_000 - 12_800))
     monkeypatch.setattr(memory, "free_memory", lambda _: (1_000, 128_000))

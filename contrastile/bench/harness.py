@@ -40,8 +40,8 @@ MOST_PRODUCT_SECONDS = 0.25
 MOST_ROUNDS = 25
 # untimed steps at first: at most so many, and none after so many seconds
 WARMUP_STEPS, WARMUP_SECONDS = 5, 1.0
-# seconds of a first step that may have compiled, and of a later one that is no whole step of towers
-COMPILATION, SHORT = 60.0, 0.1
+# seconds of a first and of a second step that may have compiled, and of a later one that is no whole step of towers
+COMPILATION = 60.0, 5.0, 0.1
 # side and dtype of the product that times are compared with
 PRODUCTS = {"cuda": (8192, torch.bfloat16), "cpu": (2048, torch.float32)}
 # seconds of load after which a GPU's clocks are those of a training run
@@ -309,7 +309,7 @@ class Machine:
 
 def _compiled(seconds: Sequence[float]) -> bool:
     """The warm-up's time may have been that of compilation alone."""
-    return seconds[-1] < (COMPILATION if len(seconds) == 1 else SHORT)
+    return seconds[-1] < COMPILATION[min(len(seconds), len(COMPILATION)) - 1]
 
 
 def _repeats(seconds: float, *, across: bool) -> int:

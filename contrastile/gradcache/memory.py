@@ -20,7 +20,7 @@ from torch import Tensor
 from contrastile._errors import logger
 from contrastile._torch import DispatchMode, pytree, storage_id
 from contrastile._types import accumulator
-from contrastile.offload import allocated, free_memory
+from contrastile.offload import allocated, default_workspace, free_memory
 
 # a sub-batch's outputs with their graph, and its inputs that want a gradient
 Graph = tuple[list[Any], list[Tensor]]
@@ -34,8 +34,6 @@ class Releasable(int):
 
 # share of an accelerator's memory left free, for fragmentation and for allocations that are not counted
 MARGIN = 0.06
-# share of an accelerator's memory that a loss takes beside features, gradients and accumulators
-WORKSPACE = 1 / 64
 # a CPU's memory has other users too: the share of it left free, and the share of the rest that is used
 MARGIN_CPU, SHARE_CPU = 0.1, 0.6
 # room beside the retained graphs: that of one more graph, at most this share of the memory; a backward needs it while
@@ -136,7 +134,7 @@ def spare_bytes(device: torch.device | None) -> int:
     free, total = free_memory(device)
     if device is None or device.type == "cpu":
         return int(SHARE_CPU * max(0.0, free - MARGIN_CPU * total))
-    return max(0, int(free - (MARGIN + WORKSPACE) * total))
+    return max(0, int(free - MARGIN * total) - default_workspace(total))
 
 
 def later_bytes(parameters: Sequence[Tensor], inputs: int, outputs: Sequence[Any], times: float) -> int:

@@ -8,13 +8,14 @@ from functools import cached_property, partial
 
 import torch
 
-from contrastile._dispatch import DEFAULT_SHARE, EXCHANGES, GATHERED_SHARE, TILES, automatic_exchange
+from contrastile._dispatch import EXCHANGES, GATHERED_SHARE, TILES, automatic_exchange
 from contrastile._types import accumulator
 from contrastile.engine.graph import MOST_BYTES, MOST_ROWS
 from contrastile.exchange.base import Exchange, Layout, Traffic
 from contrastile.exchange.host import Cut, cut_within, device_bytes, row_bytes
 from contrastile.losses.base import PairLoss
 from contrastile.losses.softmax import Softmax
+from contrastile.offload import default_workspace
 from contrastile.scorers import MaxSim
 from contrastile.tiles.base import NARROW, STATISTICS, resident_bytes
 from contrastile.tiles.eager import MATRICES, MATRICES_BY_INDEX, SIDE_ACCELERATOR, SIDE_CPU
@@ -137,7 +138,7 @@ class LossSize:
     @property
     def _allowed(self) -> int:
         """Bytes that a block may take."""
-        allowed = self.memory // DEFAULT_SHARE if self.workspace is None else self.workspace
+        allowed = default_workspace(self.memory) if self.workspace is None else self.workspace
         graph = self.ranks > 1 and self.replayed and self.backend_name == "triton"
         return min(allowed, MOST_BYTES) if graph else allowed
 

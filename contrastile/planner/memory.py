@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
-from contrastile.gradcache.memory import AUTO, BESIDE, HEAD, MARGIN, WORKSPACE, retained_graphs
+from contrastile.gradcache.memory import AUTO, BESIDE, HEAD, MARGIN, retained_graphs
 from contrastile.losses.guided import ROWS_AT_ONCE, Guided
+from contrastile.offload import default_workspace
 from contrastile.planner.loss import LossSize
 from contrastile.planner.towers import TowerCost
 
@@ -128,7 +129,7 @@ class StepMemory:
             return [count if side.cost.trained else 0 for count, side in zip(counts, self.sides, strict=True)]
         retained: list[int] = []
         total = self.loss.memory
-        spare = int(total * (1 - MARGIN - WORKSPACE)) - CONTEXT - sum(self.base().values())
+        spare = int(total * (1 - MARGIN)) - default_workspace(total) - CONTEXT - sum(self.base().values())
         for side in self.sides:
             cost, copies = side.cost, side.cost.trained // 2
             # gradients and their sums; features, their gradients and the loss's accumulators

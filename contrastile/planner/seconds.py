@@ -32,10 +32,10 @@ SIGMOID_PAIRS, TEACHER_PAIRS, MASKED_PAIRS, LABELLED_PAIRS = 1.5, 5.2, 4.2, 2.5
 # bytes of a pair whose kept exponential is multiplied by numbers of its row and column in place
 KEPT_BYTES = 4
 # of token vectors: a sweep's rate over that of large losses; the time of a sweep that notes the winning tokens over
-# that of one that does not; the time of gathering them over that of memory; the host's time, and its time before the
-# device begins, in calls. From the rows of 1,024² and of 128² pairs of 32 x 180 tokens in h200_maxsim.csv, and a
-# profile of 16,384² pairs
-SWEEP, WINNERS, GATHERED, LATE_CALLS, LATE_START = 0.992, 1.31, 0.42, 1.8, 0.47
+# that of one that does not; operations in the time of gathering a byte of them, from caches; the host's time, and its
+# time before the device begins, in calls. From the rows of 1,024² and of 128² pairs of 32 x 180 tokens in
+# h200_maxsim.csv, and a profile of 16,384² pairs
+SWEEP, WINNERS, GATHERED, LATE_CALLS, LATE_START = 0.992, 1.31, 100.5, 1.8, 0.47
 
 
 NO_WORK = Work()
@@ -129,7 +129,7 @@ def pass_seconds(work: Work, profile: Profile, share: float = 1.0, *, half: bool
 
 def late_seconds(loss: LateSize, profile: Profile) -> float:
     """Seconds of a rank's pairs of token vectors: one sweep or two, and what the gradients gather."""
-    gathered = GATHERED * loss.gathered / profile.bandwidth
+    gathered = GATHERED * loss.gathered / profile.loss
     if loss.backend_name != "triton":
         return hypot(profile.call, 2 * loss.operations / (profile.loss * profile.float32) + gathered)
     sweep = loss.operations / (profile.loss * SWEEP)
