@@ -103,11 +103,14 @@ EARLIER, EARLIER_CALLS = "an earlier form of small calls", ("4070535", "57538e5"
 HOST = "bound by a host whose rates were not measured"
 GATHERED = "FSDP2's gathers of layers, for each sub-batch and pass, have no time in a plan"
 DISTURBED = "eleven measurements of the case took 607 to 638 ms"
+SHARED_LABELS = "as long as rows that share a label are many, which no plan knows"
 FIRST = "twice the time of the same call with float32 features, which does more"
 # the name of a loss of token vectors across ranks
 SHARED = re.compile(r"(\d+) ranks, (\w+)")
 # with so little workspace that the host launches 256 blocks one machine took twice as long as another
 HOST_BOUND = ("clip triton, workspace 32 MiB 65536 x 512 bfloat16 on 1",)
+# rows up to which a machine with an H100 had a host that took 0.37 to 0.63 ms for one call
+LEAST_OF_H100 = 4096
 # calls with so little work that they take the host's time, and those of the first race of their run
 HOST_CALL, FIRST_CALL = "infonce 1024 x 4096 x 512", "infonce 1024 x 65536 x 768"
 # seconds of a rank alone, and of a hop, below which they are those of the host, which fills the buffers of receives:
@@ -257,11 +260,12 @@ def loss_cases() -> Iterator[Case]:
         # beside a shorter step the product runs in bursts, at another clock
         clock = _product(row) / usual_product(chip) if seconds > MOST_PRODUCT_SECONDS else 1.0
         earlier = EARLIER if size.replayed and row["commit"] in EARLIER_CALLS else None
+        busy = label in HOST_BOUND or (chip == "H100" and (int(b) <= LEAST_OF_H100 or "32 MiB" in label))
         yield Case(
             name, chip, label, int(row["peak_bytes"]), seconds, size,
             precision="high" if "precision high" in backend else "highest",
             other_code=OTHER_CODE.get((name, backend, int(b), None, row["peak_bytes"])),
-            untimed=HOST if label in HOST_BOUND else earlier, clock=clock,
+            untimed=HOST if busy else earlier, clock=clock,
             fitted=row["d"] == "512" and row["loss"] in OF_PAIRS if new else counts[counted] % 2 == 1,
         )  # fmt: skip
 
@@ -275,12 +279,15 @@ def call_cases() -> Iterator[Case]:
         exchange = "ring" if "ring" in row["impl"] else "gather" if several else "single"
         N, *others, d = map(int, numbers)
         given = torch.float32 if "float32" in more and "bf16" not in row["impl"] else torch.bfloat16
+        labels = kind == "labels"
         size = LossSize(
             N, others[0] if others else N, int(several[1]) if several else 1, d, profile_of(chip).memory, exchange,
             "triton", given=given,
-            **loss_of(kind, d) | {"listed": "positives" in row["impl"]},
+            **loss_of("clip" if labels else kind, d) | {"listed": "positives" in row["impl"]},
         )  # fmt: skip
-        reason = HOST if call == HOST_CALL else FIRST if row["call"] == FIRST_CALL else None
+        reason = FIRST if row["call"] == FIRST_CALL else None
+        slow = chip == "H100" and max([N, *others]) <= LEAST_OF_H100
+        reason = HOST if call == HOST_CALL or slow else SHARED_LABELS if labels and "," in row["impl"] else reason
         label, seconds = f"{row['call']}: {row['impl']}", float(row["ms"]) / 1e3
         # the host's time of ranks was taken from these
         yield Case(name, chip, label, None, seconds, size, untimed=reason, fitted=several is not None)
@@ -399,7 +406,21 @@ def token_cases() -> Iterator[Case]:
         loss, memory = Softmax(symmetric="one way" not in row["impl"]), profile_of(chip).memory
         shared = SHARED.match(row["impl"])
         W, exchange = (int(shared[1]), shared[2]) if shared else (1, "single")
-        size = LateSize(N // W, M // W, W, D, memory, exchange, "triton", loss=loss, tokens=(L, T), masked=False)
+        # rows of an H100 had a default of 1/64 of its memory
+        workspace = memory // 64 if chip == "H100" else None
+        size = LateSize(
+            N // W,
+            M // W,
+            W,
+            D,
+            memory,
+            exchange,
+            "triton",
+            workspace=workspace,
+            loss=loss,
+            tokens=(L, T),
+            masked=False,
+        )
         label = f"{'symmetric' if loss.symmetric else 'one way'}, {N} x {M} of {L} x {T} tokens on {W}"
         peak, seconds = int(float(row["peak_mib"]) * 2**20), float(row["ms"]) / 1e3
         yield Case(name, chip, label, peak, seconds, size, fitted=N == 1024)

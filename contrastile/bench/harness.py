@@ -38,10 +38,10 @@ LEAST_SECONDS = 0.01
 # products between two runs of a step last as long as the step, up to this: a GPU's clocks follow its load
 MOST_PRODUCT_SECONDS = 0.25
 MOST_ROUNDS = 25
-# untimed steps at first: at most so many, and none after so many seconds
-WARMUP_STEPS, WARMUP_SECONDS = 5, 1.0
-# seconds of a first and of a second step that may have compiled, and of a later one that is no whole step of towers
-COMPILATION = 60.0, 5.0, 0.1
+# untimed steps at first, at most
+WARMUP_STEPS = 5
+# seconds of a first and of a second step that may have compiled, and of a later one that may have been captured
+COMPILATION = 60.0, 5.0, 1.0
 # side and dtype of the product that times are compared with
 PRODUCTS = {"cuda": (8192, torch.bfloat16), "cpu": (2048, torch.float32)}
 # seconds of load after which a GPU's clocks are those of a training run
@@ -273,7 +273,7 @@ class Machine:
     def _warm_up(self, step: Step) -> float:
         """Seconds of a step after the first ones, which allocate, compile, and may be captured."""
         seconds = [self.time_together(step)]
-        while len(seconds) < WARMUP_STEPS and (sum(seconds) < WARMUP_SECONDS or _compiled(seconds)):
+        while len(seconds) < WARMUP_STEPS and _compiled(seconds):
             seconds.append(self.time_together(step))
         return seconds[-1]
 

@@ -31,11 +31,11 @@ SHARED_CALLS, AGREED_CALLS, REPLAYED_HOP = 7.3, 1.3, 0.17
 SIGMOID_PAIRS, TEACHER_PAIRS, MASKED_PAIRS, LABELLED_PAIRS = 1.5, 5.2, 4.2, 2.5
 # bytes of a pair whose kept exponential is multiplied by numbers of its row and column in place
 KEPT_BYTES = 4
-# of token vectors: a sweep's rate over that of large losses; the time of a sweep that notes the winning tokens over
+# of token vectors: a sweep's rate over that of towers' products; the time of a sweep that notes the winning tokens over
 # that of one that does not; operations in the time of gathering a byte of them, from caches; the host's time, and its
 # time before the device begins, in calls. From the rows of 1,024² and of 128² pairs of 32 x 180 tokens in
 # h200_maxsim.csv, and a profile of 16,384² pairs
-SWEEP, WINNERS, GATHERED, LATE_CALLS, LATE_START = 0.992, 1.31, 100.5, 1.8, 0.47
+SWEEP, WINNERS, GATHERED, LATE_CALLS, LATE_START = 0.896, 1.31, 111.0, 1.8, 0.47
 
 
 NO_WORK = Work()
@@ -129,10 +129,10 @@ def pass_seconds(work: Work, profile: Profile, share: float = 1.0, *, half: bool
 
 def late_seconds(loss: LateSize, profile: Profile) -> float:
     """Seconds of a rank's pairs of token vectors: one sweep or two, and what the gradients gather."""
-    gathered = GATHERED * loss.gathered / profile.loss
+    gathered = GATHERED * loss.gathered / profile.products
     if loss.backend_name != "triton":
-        return hypot(profile.call, 2 * loss.operations / (profile.loss * profile.float32) + gathered)
-    sweep = loss.operations / (profile.loss * SWEEP)
+        return hypot(profile.call, 2 * loss.operations / (profile.products * profile.float32) + gathered)
+    sweep = loss.operations / (profile.products * SWEEP)
     if loss.dtype == torch.float32:
         sweep *= FLOAT32_LOSS[torch.get_float32_matmul_precision()]
     # one sweep of pairs whose winning tokens the forward keeps, two of all others

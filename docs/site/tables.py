@@ -161,6 +161,27 @@ def h200_loss() -> str:
     return table_of(("pairs", "workspace", "512 features", "768", "1024"), cells)
 
 
+def h100_loss() -> str:
+    """Rate of `ClipLoss` on one H100, with 2 GiB, over that of a product, and its time."""
+    cells = []
+    for b in (8192, 16384, 65536):
+        at = {"impl": "contrastile", "loss": "clip", "backend": "triton", "b": str(b)}
+        rows = [last("h100_loss.csv", **at, d=d) for d in ("512", "768", "1024")]
+        cells.append((f"{b:,}", *(f"{float(row['ratio']):.2f} ({time_text(float(row['ms']))})" for row in rows)))
+    return table_of(("pairs", "512 features", "768", "1024"), cells)
+
+
+def h100_calls() -> str:
+    """Calls of users on one H100: median and least milliseconds, beside the plain formula and the same compiled."""
+    cells = []
+    for call in dict.fromkeys(row["call"] for row in rows_of("h100_user_calls.csv")):
+        if not call.startswith("labels"):
+            rows = [last("h100_user_calls.csv", call=call, impl=impl) for impl in ("contrastile", "plain", "compiled")]
+            times = (f"{float(row['ms']):.2f}, {float(row['least_ms']):.2f}" for row in rows)
+            cells.append((call.replace(" x ", " × "), *times))
+    return table_of(("call", "contrastile", "plain", "compiled"), cells)
+
+
 def ranks(loss: str) -> str:
     """Times and memory of a loss of 768 features on two and four H200s: the newest measurement of each way."""
     cells = []
@@ -384,7 +405,7 @@ FORMULA = {
 SIGLIP = {("siglip-kernel", "auto"): "siglip-kernel", ("contrastile", "triton"): "`SigLipLoss`"}
 MEASURED = (
     *(readme, steps, cpu_loss, h200_loss, h200_peers, two_ranks, one_gpu, small_sub_batches),
-    *(open_clip, compiled_towers),
+    *(open_clip, compiled_towers, h100_loss, h100_calls),
 )
 TABLES: dict[str, Callable[[], str]] = {
     **{each.__name__: each for each in MEASURED},
