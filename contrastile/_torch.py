@@ -66,7 +66,7 @@ def accumulation_hooks(x: Tensor) -> dict[int, Any] | None:
     return x._post_accumulate_grad_hooks
 
 
-def backward_is_kept() -> bool:
+def backward_is_repeatable() -> bool:
     """Return whether the running backward may run again: `retain_graph=True`."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
 

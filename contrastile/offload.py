@@ -17,8 +17,8 @@ from torch import Tensor
 from contrastile._errors import invalid
 
 Bounds = tuple[int, int]
-# 2 bytes for each of 32,768² pairs, and what a block takes beside them
-KEPT_BYTES = 2 * 2**30 + 2**28
+# 2 bytes for each of 32,768² pairs, and 0.16 GiB that a block takes beside them
+EXPONENTIAL_BYTES = 2 * 2**30 + 11 * 2**24
 
 
 def numbered(device: torch.device | str) -> torch.device:
@@ -58,7 +58,7 @@ def default_workspace(memory: int) -> int:
     A sixty-fourth; a thirty-second as far as bf16 exponentials of 32,768² pairs need, which are then kept for the
     backward: 2.2 GiB on an H100, as on an H200.
     """
-    return max(memory // 64, min(memory // 32, KEPT_BYTES))
+    return max(memory // 64, min(memory // 32, EXPONENTIAL_BYTES))
 
 
 def free_memory(device: torch.device | None) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from contrastile.bench.peers import Case
 from contrastile.bench.subjects import HARDNESS, SUBJECTS
 from contrastile.cli.main import main
 from contrastile.cli.plan import lines
-from contrastile.gradcache.memory import footprint, kept_bytes
+from contrastile.gradcache.memory import footprint, graph_bytes
 from contrastile.losses import Guided, Hardness, Sigmoid, Softmax
 from contrastile.planner import calibrate as calibration
 from contrastile.planner.loss import LossSize
@@ -80,7 +80,7 @@ def test_the_cost_of_an_encoder_is_that_of_a_real_one() -> None:
     with torch.no_grad():
         assert cost.forward == pytest.approx(footprint(forward), rel=0.01)
     assert cost.replay == pytest.approx(footprint(replay), rel=0.01)
-    assert cost.graph == kept_bytes(forward) - kept_bytes(partial(forward, SUB_BATCH // 2)) + cost.graph // 2
+    assert cost.graph == graph_bytes(forward) - graph_bytes(partial(forward, SUB_BATCH // 2)) + cost.graph // 2
     assert (cost.dimensions, cost.features, cost.inputs) == (D, 4 * D, 4 * WIDTH)
     # the products of the two layers, and again twice backward, but for the gradient of the inputs
     assert cost.forward_work.products == 2 * SUB_BATCH * 4 * WIDTH * (WIDTH + D)

@@ -316,9 +316,9 @@ class _Sides:
             checks.vector("weights", arguments.weights, "q", q, integer=False)
             checks.constant("weights", arguments.weights)
 
-    def _check_groups(self, what: str, of_queries: Tensor | None, of_keys: Tensor | None) -> None:
+    def _check_groups(self, name: str, of_queries: Tensor | None, of_keys: Tensor | None) -> None:
         """Check labels, or ids, of both sides; those of the keys may go on over the negatives."""
-        of_rows, of_cols, k = f"query_{what}", f"key_{what}", self.cols[0]
+        of_rows, of_cols, k = f"query_{name}", f"key_{name}", self.cols[0]
         if of_queries is None and of_keys is None:
             return
         if of_queries is None:

@@ -177,7 +177,7 @@ class LossSize:
         that keeps its exponentials and one with a teacher.
         """
         N, M = self.rows, self.columns
-        keeps = self.kept or (self.taught and self.backend_name == "triton")
+        keeps = self.exponentials or (self.taught and self.backend_name == "triton")
         early = self.replayed if self.ranks > 1 else not self.loss.symmetric or keeps
         return 0 if early or self.loss.pairwise or self.host else (N + M) * self.dimensions * self.wide
 
@@ -187,7 +187,7 @@ class LossSize:
         return self.loss.formula is not None and self.loss.formula.guide == "teacher"
 
     @cached_property
-    def kept(self) -> bool:
+    def exponentials(self) -> bool:
         """The backward has the forward's exponentials: of one process, by fused kernels, where they fit."""
         if self.backend_name != "triton" or self.ranks > 1 or self.host or self.own:
             return False
@@ -196,7 +196,7 @@ class LossSize:
         except ImportError:
             return 2 * self.rows * self.columns <= self._allowed
         budget = Budget.expected(self.loss, self._place, self._allowed)
-        return budget.expects_kept(self.rows, self.columns, self.dimensions, self.dtype, ordered=self.labels)
+        return budget.expects_exponentials(self.rows, self.columns, self.dimensions, self.dtype, ordered=self.labels)
 
     @property
     def _place(self) -> torch.device:
@@ -229,7 +229,7 @@ class LossSize:
         For each pair and feature 8, of a pairwise loss in one sweep and with kept exponentials 6; for each feature of a
         teacher 4, and of a guide, whose mask is kept as bits, 2.
         """
-        own = 6 if self.kept or (self.loss.pairwise and not self.host) else 8
+        own = 6 if self.exponentials or (self.loss.pairwise and not self.host) else 8
         return self.pairs * (own * self.dimensions + (4 if self.taught else 2) * self.guide)
 
     @property
@@ -244,7 +244,7 @@ class LossSize:
     @property
     def copied(self) -> int:
         """Bytes that a replay moves beside its graph: features to the graph's memory, and sums from it."""
-        narrow = self.kept and not self.loss.symmetric and self.columns >= NARROW * self.rows
+        narrow = self.exponentials and not self.loss.symmetric and self.columns >= NARROW * self.rows
         of_row, of_col = self.sizes
         sums = of_row * self.rows * self.wide + of_col * self.columns * (self.dtype.itemsize if narrow else self.wide)
         numbers = of_row * self.rows + of_col * self.columns

@@ -116,7 +116,7 @@ def target(word: str | None) -> Target:
     """
     profiles = known_profiles()
     if word is None:
-        return _here(profiles)
+        return _this_machine(profiles)
     match = GPUS.fullmatch(word) if isinstance(word, str) else None
     if match is None:
         raise invalid("gpus", "be [nodes x] [GPUs x] chip [- memory in GB]", repr(word), EXAMPLE)
@@ -140,7 +140,7 @@ def target(word: str | None) -> Target:
     return Target(word, profile, memory, nodes * per_node, per_node, kind)
 
 
-def _here(profiles: dict[str, Profile]) -> Target:
+def _this_machine(profiles: dict[str, Profile]) -> Target:
     """This machine: its first GPU, or its CPUs."""
     import torch
 

@@ -107,12 +107,12 @@ class Bar:
 
 
 @contextmanager
-def progress(total: int, what: str, unit: str, begun: int = 0) -> Iterator[Bar]:
+def progress(total: int, action: str, unit: str, begun: int = 0) -> Iterator[Bar]:
     """Show a wait of `total` units: `with progress(54_000, "rendering", "pictures") as bar: ... bar.update(1)`.
 
     Of several ranks only the first shows the bar.
     """
-    bar = Bar(total, what, unit, begun, sys.stderr if os.environ.get("RANK", "0") == "0" else None)
+    bar = Bar(total, action, unit, begun, sys.stderr if os.environ.get("RANK", "0") == "0" else None)
     try:
         yield bar
     finally:
