@@ -1,8 +1,8 @@
 """The interface of every way to compute a block of the matrix.
 
 Stands between `exchange/`, which brings rows and columns together, and the arithmetic. A `Tiles` object belongs to one
-call. It has the loss, the scale and the bias, and computes any block of rows × columns within its workspace. What the
-forward leaves for the backward are attributes.
+call. It has the loss, the scale and the bias, and computes any block of rows × columns within its workspace. Its
+attributes are the forward's results for the backward.
 """
 
 from abc import ABC, abstractmethod
