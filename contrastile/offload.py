@@ -52,13 +52,13 @@ def present_device(name: Any, place: str) -> torch.device:
     return device
 
 
-def default_workspace(memory: int) -> int:
+def default_workspace(memory: int, *, alone: bool = True) -> int:
     """Bytes that the tiles of a loss may use on a device of `memory` bytes.
 
-    A sixty-fourth; a thirty-second as far as bf16 exponentials of 32,768² pairs need, which are then kept for the
-    backward: 2.2 GiB on an H100, as on an H200.
+    A sixty-fourth; in one process a thirty-second as far as bf16 exponentials of 32,768² pairs need, which are then
+    kept for the backward: 2.2 GiB on an H100, as on an H200.
     """
-    return max(memory // 64, min(memory // 32, EXPONENTIAL_BYTES))
+    return max(memory // 64, min(memory // 32, EXPONENTIAL_BYTES) if alone else 0)
 
 
 def free_memory(device: torch.device | None) -> tuple[int, int]:

@@ -271,7 +271,7 @@ def _tensors(call: Call, arguments: Arguments, inputs: Sequence[Tensor]) -> list
 def _planned(problem: Problem, exchange: Exchange) -> Plan:
     """The choices for calls of this signature."""
     loss, options = problem.loss, problem.options
-    workspace = workspace_on(problem.device, options.workspace)
+    workspace = workspace_on(problem.device, options.workspace, alone=len(exchange.layout) == 1)
     every = (problem.scale, problem.bias, *problem.inputs)
     wants = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in every)
     pairwise = loss.pairwise and options.reduction != "none"

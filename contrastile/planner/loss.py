@@ -138,7 +138,8 @@ class LossSize:
     @property
     def _allowed(self) -> int:
         """Bytes that a block may take."""
-        allowed = default_workspace(self.memory) if self.workspace is None else self.workspace
+        default = default_workspace(self.memory, alone=self.ranks == 1 and not self.host)
+        allowed = default if self.workspace is None else self.workspace
         graph = self.ranks > 1 and self.replayed and self.backend_name == "triton"
         return min(allowed, MOST_BYTES) if graph else allowed
 
