@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from contrastile._torch import bf16_matrix_units
 from contrastile._types import accumulator
 from contrastile.losses.base import PairLoss, Shard, Tile, fill, mark, target, with_states
 from contrastile.tiles.base import InFlight, Sum, Tiles, Weigh, bounds_of
@@ -134,6 +135,10 @@ class Eager(Tiles):
         out = room[: n * m].view(n, m)
         if _narrow_on_accelerator(q):
             torch.mm(q, k, out_dtype=torch.float32, out=out)
+        elif _on_matrix_units(q.dtype, q.device):
+            # the product rounded to bf16, and what the rounding took away
+            rounded = torch.mm(q, k)
+            out.copy_(rounded).add_(torch.addmm(rounded, q, k, beta=-1, out=rounded))
         else:
             torch.mm(q.to(out.dtype), k.to(out.dtype), out=out)
         # scaled after the product: scaled features would be rounded once more
@@ -146,12 +151,14 @@ class Eager(Tiles):
     def _propagate(self, tile: Tile, _graph: Any, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor) -> None:
         """Add a tile's gradient to the accumulators, and its sum where a bias needs it."""
         g_IJ = self.loss.pair_grad(tile, rows, cols)
+        if self.bias is not None:
+            sums += g_IJ.sum()
+        if _on_matrix_units(rows.features.dtype, rows.features.device):
+            g_IJ = g_IJ.to(rows.features.dtype)
         if u_I is not None:
             add_product(u_I, g_IJ, cols.features, fresh=self.fresh)
         if v_J is not None:
             add_product(v_J, g_IJ.T, rows.features, fresh=self.fresh)
-        if self.bias is not None:
-            sums += g_IJ.sum()
 
     def _repeatable(self) -> AbstractContextManager[object]:
         """A context in which a tile is computed the same every time."""
@@ -183,8 +190,11 @@ class Eager(Tiles):
         # label smoothing reads the logits after their exponentials; logits that are far apart, as at a large scale,
         # have exponentials of their own for rows and for columns
         held += SMOOTHED_CPU if getattr(loss, "label_smoothing", 0.0) else loss.symmetric
-        # features of another type are converted, a side at a time
-        return int(wide.itemsize * (held * rows * cols + (dtype != wide) * max(rows, cols) * D))
+        # features of another type are converted, a side at a time; for matrix units the tile is, and products come so
+        copied = max(rows, cols) * D * wide.itemsize if dtype != wide else 0
+        if _on_matrix_units(dtype, device):
+            copied = (rows * cols + max(rows, cols) * D) * dtype.itemsize
+        return int(wide.itemsize * held * rows * cols + copied)
 
     def _tile(self, x: Tensor, rows: Shard, cols: Shard, graph: Any) -> Tile:
         """The tile of the logits x, to which the bias is added in place."""
@@ -246,7 +256,10 @@ class Dense(Eager):
 def add_product(total: Tensor, g: Tensor, features: Tensor, *, fresh: bool) -> None:
     """total += g @ features, in the accumulator's type; `fresh`: total = g @ features."""
     keep = 0 if fresh else 1
-    if not _narrow_on_accelerator(features):
+    if _on_matrix_units(features.dtype, features.device):
+        product = g.to(features.dtype) @ features
+        _ = total.copy_(product) if fresh else total.add_(product)
+    elif not _narrow_on_accelerator(features):
         total.addmm_(g, features.to(total.dtype), beta=keep)
     elif features.dtype == torch.float16:
         narrow, unit = _in_range(g)
@@ -271,3 +284,8 @@ def _in_range(g: Tensor) -> tuple[Tensor, Tensor]:
 def _narrow_on_accelerator(features: Tensor) -> bool:
     """16-bit operands on a CUDA device: its matrix units accumulate in float32 and return it."""
     return features.is_cuda and features.dtype in (torch.float16, torch.bfloat16)
+
+
+def _on_matrix_units(dtype: torch.dtype, device: torch.device) -> bool:
+    """bf16 operands on a CPU whose matrix units accumulate in float32 and return bf16."""
+    return dtype == torch.bfloat16 and device.type == "cpu" and bf16_matrix_units
