@@ -30,6 +30,8 @@ ROWS_FIRST = (
 CARRIED = ("labels", "ids", "numbers", "coefficient", "state")
 # share of a tile's pairs up to which excluded ones are listed; above it a mask is faster
 FEW = 1 / 32
+# exp(−60) is still a normal number in float32, with room for a sum below it
+SPREAD = 60.0
 
 
 _Value = TypeVar("_Value")
@@ -150,7 +152,7 @@ Where = Diagonal | Tensor | tuple[Tensor, Tensor]
 def fill(x: Tensor, where: Where | None, value: Tensor | float) -> Tensor:
     """`x` [I, J] with `value` at these pairs, in place."""
     if isinstance(where, Diagonal):
-        where.of(x).fill_(value)
+        where.of(x)[:] = value
     elif isinstance(where, Tensor):
         x.masked_fill_(where, value)
     elif where is not None:
@@ -408,6 +410,13 @@ class PairLoss(ABC):
 
         Uses the tile up, unless the loss is pairwise.
         """
+
+    def direct(self, _tile: Tile, _number: int) -> tuple[Tensor, Tensor] | None:
+        """The loss of rows that meet all columns, as a part of the mean over this number of rows, and ∂loss/∂x [I, J].
+
+        It uses the tile up. None leaves the tile as it is, to the other methods.
+        """
+        return None
 
     @abstractmethod
     def merge(self, a: Tensor, b: Tensor) -> Tensor:

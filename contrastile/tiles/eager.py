@@ -17,6 +17,7 @@ from torch import Tensor
 from contrastile._torch import bf16_matrix_units
 from contrastile._types import accumulator
 from contrastile.losses.base import PairLoss, Shard, Tile, fill, mark, target, with_states
+from contrastile.losses.softmax import Softmax
 from contrastile.tiles.base import InFlight, Sum, Tiles, Weigh, bounds_of
 
 # tiles of 1,024² float32 stay in a core's cache; on an accelerator 8,192² fill its multiprocessors
@@ -30,6 +31,8 @@ TILES_HELD, TILES_HELD_CPU, GUIDED_CPU, SMOOTHED_CPU, LISTED_CPU = 5, 2, 1.25, 1
 MATRICES, MATRICES_BY_INDEX = 3.0, 7.25
 # most and fewest rows of a strip over all columns on a CPU; with fewer, two sweeps over tiles are as fast
 STRIP_CPU, LEAST_STRIP = 512, 32
+# most rows of a symmetric block that is one tile on a CPU, whose two sweeps would compute every product twice
+WHOLE_CPU = 2048
 
 
 @dataclass
@@ -63,7 +66,7 @@ class Eager(Tiles):
     def _height(self, N: int, M: int, dtype: torch.dtype) -> int:
         side = self._side(dtype)
         fit = self.workspace // (self._held * self.scale.dtype.itemsize * max(M, 1))
-        if max(N, M) <= side:
+        if max(N, M) <= (max(side, WHOLE_CPU) if self.loss.symmetric and self.scale.device.type == "cpu" else side):
             # a dense matrix beyond the workspace takes two sweeps, which hold it once
             return N if M and fit >= N else 0
         if self.loss.symmetric:
@@ -72,20 +75,35 @@ class Eager(Tiles):
         height = min(N, fit, STRIP_CPU if self.scale.device.type == "cpu" else side)
         return height if height >= LEAST_STRIP else 0
 
-    def strips(self, rows: Shard, cols: Shard, u: Sum, v: Sum, weigh: Weigh) -> Tensor:
+    def strips(
+        self, rows: Shard, cols: Shard, u: Sum, v: Sum, weigh: Weigh, *, mean: bool
+    ) -> tuple[Tensor, Tensor | None]:
         height, sums = self.strip(rows, cols), self.no_pairs()
         room = self.scale.new_empty(height * len(cols))
+        value: Tensor | None = None
         for along, strip in self._tiles(rows, height):
             x, graph = self._logits(strip, cols, room, with_graph=True)
             tile = self._tile(x, strip, cols, graph)
+            u_I = None if u is None else u[along]
+            if mean and (result := self.loss.direct(tile, len(rows))) is not None:
+                value = result[0] if value is None else value + result[0]
+                self._add(result[1], strip, cols, u_I, v, sums)
+                continue
+            if value is not None:
+                # a row without a positive, or a number that is not finite, behind strips without
+                for total in (u, v):
+                    if total is not None:
+                        total.zero_()
+                return self.strips(rows, cols, u, v, weigh, mean=False)
+            mean = False
             if self.fresh and tile.bounds is not None and all(map(math.isfinite, tile.bounds)):
                 self.flag = self.scale.new_zeros(())
             states, coefficients = weigh(self._stats(tile, strip, cols, keep=True), along)
             sides = with_states(strip, cols, states, coefficients)
-            self._propagate(tile, graph, *sides, None if u is None else u[along], v, sums)
+            self._propagate(tile, graph, *sides, u_I, v, sums)
             # free the memory for the next strip
             del x, graph, tile
-        return sums
+        return sums, value
 
     def _sweep(
         self, rows: Shard, cols: Shard, stats: list[Tensor | None] | None, u: Sum, v: Sum, sums: Tensor | None
@@ -149,8 +167,11 @@ class Eager(Tiles):
         return graph
 
     def _propagate(self, tile: Tile, _graph: Any, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor) -> None:
-        """Add a tile's gradient to the accumulators, and its sum where a bias needs it."""
-        g_IJ = self.loss.pair_grad(tile, rows, cols)
+        """Add a tile's gradient to the accumulators and to the sums."""
+        self._add(self.loss.pair_grad(tile, rows, cols), rows, cols, u_I, v_J, sums)
+
+    def _add(self, g_IJ: Tensor, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor) -> None:
+        """Add g · k to u, gᵀ · q to v, and the sum of g to the sums where a bias needs it."""
         if self.bias is not None:
             sums += g_IJ.sum()
         if _on_matrix_units(rows.features.dtype, rows.features.device):
@@ -178,15 +199,18 @@ class Eager(Tiles):
         cls, loss: PairLoss, N: int, M: int, D: int, dtype: torch.dtype, workspace: int, device: torch.device,
         *, by_index: bool = False, labels: bool = False, followed: bool = False,
     ) -> int:  # fmt: skip
-        del followed
         tiles = cls(loss, torch.empty((), device=device), None, workspace)
         teacher = loss.formula is not None and loss.formula.guide == "teacher"
         if device.type != "cpu" or labels or teacher or (loss.guides and by_index):
             return tiles.workspace_bytes(N, M, D, dtype)
         side, wide = tiles._side(dtype), accumulator(dtype)
-        # both passes of a pairwise loss are one sweep over tiles
-        rows, cols = (min(N, side), min(M, side)) if loss.pairwise else tiles._largest_tile(N, M, dtype)
-        held = TILES_HELD_CPU + GUIDED_CPU * loss.guides + loss.reads_products + LISTED_CPU * by_index
+        # a pairwise loss, and blocks of several ranks, are swept over in tiles
+        in_tiles = loss.pairwise or not followed
+        rows, cols = (min(N, side), min(M, side)) if in_tiles else tiles._largest_tile(N, M, dtype)
+        # the gradient of one direction takes the place of the logits, unless matrix units want it in bf16
+        one_way = type(loss) is Softmax and not (loss.symmetric or loss.label_smoothing)
+        in_place = one_way and not _on_matrix_units(dtype, device)
+        held = TILES_HELD_CPU - in_place + GUIDED_CPU * loss.guides + loss.reads_products + LISTED_CPU * by_index
         # label smoothing reads the logits after their exponentials; logits that are far apart, as at a large scale,
         # have exponentials of their own for rows and for columns
         held += SMOOTHED_CPU if getattr(loss, "label_smoothing", 0.0) else loss.symmetric
