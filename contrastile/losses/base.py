@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from ast import literal_eval
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -321,6 +322,13 @@ class Total(Protocol):
     def __call__(self, local: Tensor, *, largest: bool = False) -> Tensor: ...
 
 
+@cache
+def _made(kind: type[PairLoss], *words: str) -> PairLoss:
+    """A loss of this class, with its fields as in `spelled`."""
+    values = (word.split("=", 1) for word in words)
+    return kind(**{field: literal_eval(value) for field, value in values})
+
+
 class PairLoss(ABC):
     """A loss whose rows are functions of statistics that can be accumulated over any partition of the pairs.
 
@@ -383,8 +391,7 @@ class PairLoss(ABC):
     def parsed(spelled: str) -> PairLoss:
         """The loss of a string as in `spelled`."""
         name, *words = spelled.split()
-        values = (word.split("=", 1) for word in words)
-        return PairLoss.registry[name](**{field: literal_eval(value) for field, value in values})
+        return _made(PairLoss.registry[name], *words)
 
     def smoothed(self, label_smoothing: float) -> PairLoss:
         """The same loss with this share of every target spread over the keys that count; an error by default."""
