@@ -81,8 +81,7 @@ def _on_ranks(rank: int, group: object, W: int, exchange: str) -> None:
     torch.testing.assert_close(several, one, rtol=1e-5, atol=1e-6)
     for a, b in zip(torch.autograd.grad(several, own), torch.autograd.grad(one, whole), strict=True):
         assert a.dtype == torch.float32
-        # products of gradients are rounded to bf16, block by block
-        torch.testing.assert_close(a, b[mine], rtol=0, atol=2**-7 * float(b.abs().max()))
+        torch.testing.assert_close(a, b[mine], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("exchange", ["replicate", "gather", "ring"])

@@ -154,9 +154,7 @@ class Eager(Tiles):
         if _narrow_on_accelerator(q):
             torch.mm(q, k, out_dtype=torch.float32, out=out)
         elif _on_matrix_units(q.dtype, q.device):
-            # the product rounded to bf16, and what the rounding took away
-            rounded = torch.mm(q, k)
-            out.copy_(rounded).add_(torch.addmm(rounded, q, k, beta=-1, out=rounded))
+            _add_in_two(out, q, k, fresh=True)
         else:
             torch.mm(q.to(out.dtype), k.to(out.dtype), out=out)
         # scaled after the product: scaled features would be rounded once more
@@ -174,12 +172,18 @@ class Eager(Tiles):
         """Add g · k to u, gᵀ · q to v, and the sum of g to the sums where a bias needs it."""
         if self.bias is not None:
             sums += g_IJ.sum()
-        if _on_matrix_units(rows.features.dtype, rows.features.device):
-            g_IJ = g_IJ.to(rows.features.dtype)
+        q, k = rows.features, cols.features
+        narrow = _on_matrix_units(q.dtype, q.device)
+        g = g_IJ.to(q.dtype) if narrow else g_IJ
         if u_I is not None:
-            add_product(u_I, g_IJ, cols.features, fresh=self.fresh)
+            add_product(u_I, g, k, fresh=self.fresh)
         if v_J is not None:
-            add_product(v_J, g_IJ.T, rows.features, fresh=self.fresh)
+            add_product(v_J, g.T, q, fresh=self.fresh)
+        if narrow and u_I is not None:
+            # the scale's gradient, a single number, is read off u, or off v where there is no u
+            u_I += g_IJ.sub_(g).to(q.dtype) @ k
+        elif narrow and v_J is not None:
+            v_J += g_IJ.sub_(g).to(q.dtype).T @ q
 
     def _repeatable(self) -> AbstractContextManager[object]:
         """A context in which a tile is computed the same every time."""
@@ -214,10 +218,10 @@ class Eager(Tiles):
         # label smoothing reads the logits after their exponentials; logits that are far apart, as at a large scale,
         # have exponentials of their own for rows and for columns
         held += SMOOTHED_CPU if getattr(loss, "label_smoothing", 0.0) else loss.symmetric
-        # features of another type are converted, a side at a time; for matrix units the tile is, and products come so
+        # features of another type are converted, a side at a time; for matrix units the tile is, in two parts
         copied = max(rows, cols) * D * wide.itemsize if dtype != wide else 0
         if _on_matrix_units(dtype, device):
-            copied = (rows * cols + max(rows, cols) * D) * dtype.itemsize
+            copied = (2 * rows * cols + max(rows, cols) * D) * dtype.itemsize
         return int(wide.itemsize * held * rows * cols + copied)
 
     def _tile(self, x: Tensor, rows: Shard, cols: Shard, graph: Any) -> Tile:
@@ -281,8 +285,7 @@ def add_product(total: Tensor, g: Tensor, features: Tensor, *, fresh: bool) -> N
     """total += g @ features, in the accumulator's type; `fresh`: total = g @ features."""
     keep = 0 if fresh else 1
     if _on_matrix_units(features.dtype, features.device):
-        product = g.to(features.dtype) @ features
-        _ = total.copy_(product) if fresh else total.add_(product)
+        _add_in_two(total, g.to(features.dtype), features, fresh=fresh)
     elif not _narrow_on_accelerator(features):
         total.addmm_(g, features.to(total.dtype), beta=keep)
     elif features.dtype == torch.float16:
@@ -291,6 +294,13 @@ def add_product(total: Tensor, g: Tensor, features: Tensor, *, fresh: bool) -> N
         _ = torch.div(product, unit, out=total) if fresh else total.addcdiv_(product, unit)
     else:
         torch.addmm(total, g.to(features.dtype), features, beta=keep, out_dtype=torch.float32, out=total)
+
+
+def _add_in_two(total: Tensor, a: Tensor, b: Tensor, *, fresh: bool) -> None:
+    """total += a @ b in float32, where matrix units return bf16: the rounded product, and what rounding took away."""
+    product = torch.mm(a, b)
+    _ = total.copy_(product) if fresh else total.add_(product)
+    total += torch.addmm(product, a, b, beta=-1, out=product)
 
 
 def _in_range(g: Tensor) -> tuple[Tensor, Tensor]:
