@@ -17,7 +17,7 @@ from contrastile.losses.base import PairLoss
 from contrastile.losses.softmax import Softmax
 from contrastile.offload import default_workspace
 from contrastile.scorers import MaxSim
-from contrastile.tiles.base import NARROW, STATISTICS, resident_bytes
+from contrastile.tiles.base import NARROW, ROWS_AT_ONCE, STATISTICS, resident_bytes
 from contrastile.tiles.eager import MATRICES, MATRICES_BY_INDEX, SIDE_ACCELERATOR, SIDE_CPU
 
 # bytes of fused kernels whatever the size of a block, measured: the scratch memory of their programs
@@ -157,10 +157,12 @@ class LossSize:
             return device_bytes(self._cuts(), self.rows, self.columns, self.sizes, self.given, self.dtype), 0
         throughout, end = resident_bytes(self.rows, self.columns, self.dimensions, self.dtype, self.given)
         if self._at_once and end == throughout:
-            # the backward multiplies accumulators of the forward with its own gradient
-            end += (self.rows + self.columns) * self.dimensions * self.wide
+            # the scale's gradient is the sum of a product of this size
+            end += min(self.rows, ROWS_AT_ONCE) * self.dimensions * self.wide
         # the sums of those before wait for the backward; copies of all columns, where others are behind the keys, too
         queued = self.columns * self.dimensions * self.given.itemsize if self.queue or self.own else 0
+        # the copy that a queue hands out
+        queued += self.queue * self.dimensions * self.given.itemsize
         queued += (self.rows + self.columns) * self.guide * self.given.itemsize if self.own else 0
         others = (self.directions - 1) * throughout + self.directions * queued
         return throughout + others, end + others
