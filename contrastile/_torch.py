@@ -24,6 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
 __all__ = ["BatchNorm", "DispatchMode", "pytree"]
 
+if dist.is_available() and not dist.is_initialized():
+    # default arguments of this keep the group of all ranks that is there when torch first loads it, with its threads
+    import torch.distributed.nn.functional
+
 # one call for a list of tensors
 add_each, add_each_, multiply_each = torch._foreach_add, torch._foreach_add_, torch._foreach_mul
 # the CPU multiplies bf16 in matrix units (AMX), many times as fast as float32

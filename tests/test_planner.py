@@ -246,6 +246,7 @@ def test_machines_by_a_word(word: str, ranks: int, per_node: int, gibibytes: flo
      "Such as H200, 8xH100-80GB, or 32x8xH100-80GB for 32 nodes."),
     ("8xA800", "`gpus` must name a chip with a profile (H100, H200), or its memory too; got '8xA800'. "
      "Such as A800-80GB."),
+    ("9999x8xH100", "`ranks` must be at most 65,536; got 79,992. Plan for fewer GPUs."),
 ])  # fmt: skip
 def test_a_word_that_names_no_machine_is_refused(word: str, sentence: str, monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -21,6 +21,8 @@ GPUS = re.compile(rf"(?:(?P<nodes>{COUNT})x)??(?:(?P<count>{COUNT})x)?(?P<chip>[
 EXAMPLE = "Such as H200, 8xH100-80GB, or 32x8xH100-80GB for 32 nodes."
 # the CPUs of this machine as a device
 THIS = "cpu"
+# ranks of a plan, which lists the rows of each
+MOST_RANKS = 2**16
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,10 @@ class Target:
     device: str = "cuda"
     # bytes of a node's host memory, known of this machine alone
     host: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.ranks > MOST_RANKS:
+            raise invalid("ranks", f"be at most {MOST_RANKS:,}", f"{self.ranks:,}", "Plan for fewer GPUs.")
 
 
 def known_profiles() -> dict[str, Profile]:

@@ -318,8 +318,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def metrics_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The same, one after the other: those of a long run would fill the memory."""
+    """The same, one after the other: those of a long run would fill the memory. None where the file was removed."""
     damaged = 0
+    if not path.exists():
+        return
     with path.open("rb") as file:
         for line in file:
             try:
