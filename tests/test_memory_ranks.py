@@ -88,7 +88,7 @@ def test_a_rank_holds_two_shards_beside_its_accumulators(extra: dict[tuple[str, 
 
 def test_more_ranks_take_no_more(extra: dict[tuple[str, int], int]) -> None:
     """The bytes of a shard are 2 N D; one that stayed at each hop would show."""
-    assert extra["ClipLoss", 4] <= extra["ClipLoss", 3] + N * D
+    assert extra["ClipLoss", 4] <= extra["ClipLoss", 3] + 1.5 * N * D
 
 
 @pytest.mark.parametrize("W", [2, 4, 256])
