@@ -51,6 +51,8 @@ class Layout:
     tokens: tuple[int, int] | None = None
     # ranks of a node, for a planner; None: those that the launcher started
     node: int | None = None
+    # bytes of gathered columns that "auto" allows on every rank
+    allowed: int = 0
 
     def __len__(self) -> int:
         return len(self.rows)
