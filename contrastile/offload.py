@@ -55,8 +55,8 @@ def present_device(name: Any, place: str) -> torch.device:
 def default_workspace(memory: int) -> int:
     """Bytes that the tiles of a loss may use on a device of `memory` bytes.
 
-    A sixty-fourth; a thirty-second as far as bf16 exponentials of 32,768² pairs need, which are then kept for the
-    backward: 2.2 GiB on an H100, as on an H200.
+    A thirty-second, up to what bf16 exponentials of 32,768² pairs need, which are then kept for the backward (2.2 GiB,
+    on an H100 as on an H200); a sixty-fourth where that is more.
     """
     return max(memory // 64, min(memory // 32, KEPT_BYTES))
 

@@ -72,7 +72,8 @@ def lines(values: dict[str, Any]) -> Iterator[str]:
         if not auto["device"].startswith("cuda"):
             yield "  not asked here: triton, for NVIDIA devices; dense, by its name alone, because it holds the matrix"
         yield f"  exchange {_exchange(auto['exchange'])}"
-        yield f"  workspace {size(auto['workspace'])}: 1/64 of the device's memory, or up to 2.2 GiB 1/32"
+        workspace, rule = size(auto["workspace"]), "1/32 of the device's memory up to 2.2 GiB, 1/64 where that is more"
+        yield f"  workspace {workspace}: {rule}"
         yield f"  retain, sub_batch: {size(auto['room'])} to share among graphs"
 
 
