@@ -90,6 +90,8 @@ OTHER_CODE = {
         for b, several in ((4096, ("21274636", "16838672")), (8192, ("25763852", "21082128")))
         for count in several
     },
+    ("cpu_loss", "eager", 4096, None, "21119496"): "the gradient of one direction beside its logits",
+    ("cpu_loss", "eager", 8192, None, "42238472"): "the gradient of one direction beside its logits",
     ("h200_2_ranks", "triton, one process", 262144, None, "4311745024"): "two sums at once in the forward",
     ("h200_memory", "gather, triton", 65536, None, "1295335424"): "more than 512 MiB of tiles in a call of few rows",
 }

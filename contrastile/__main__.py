@@ -3,6 +3,7 @@
 Before everything else: Ctrl-C is looked after from here on, also while libraries are still being loaded.
 """
 
+import io
 import os
 import signal
 import sys
@@ -16,6 +17,9 @@ def command() -> int:
     # where somebody ignores it, as `nohup` and scripts do for what runs behind them, it stays so
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _stop)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # a terminal or a file may have no bars and no arrows
+        sys.stdout.reconfigure(errors="replace")
     try:
         from contrastile.cli.main import main
 

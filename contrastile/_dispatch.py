@@ -90,9 +90,9 @@ class Options:
             known_device(self.device, "where the features are")
 
 
-def workspace_on(device: torch.device, workspace: int | None) -> int:
+def workspace_on(device: torch.device, workspace: int | None, *, alone: bool = False) -> int:
     """Bytes that tiles may use on a device; None: the default for its memory."""
-    return default_workspace(device_memory(device)) if workspace is None else workspace
+    return default_workspace(device_memory(device), alone=alone) if workspace is None else workspace
 
 
 EXCHANGES: dict[str, type[Exchange]] = {

@@ -24,8 +24,14 @@ from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
 __all__ = ["BatchNorm", "DispatchMode", "pytree"]
 
+if dist.is_available() and not dist.is_initialized():
+    # default arguments of this keep the group of all ranks that is there when torch first loads it, with its threads
+    import torch.distributed.nn.functional
+
 # one call for a list of tensors
 add_each, add_each_, multiply_each = torch._foreach_add, torch._foreach_add_, torch._foreach_mul
+# the CPU multiplies bf16 in matrix units (AMX), many times as fast as float32
+bf16_matrix_units: bool = torch.cpu._is_amx_tile_supported()
 # shapes that torch.compile may compile a function for; 8 by default
 COMPILED_SHAPES = 128
 
@@ -66,7 +72,7 @@ def accumulation_hooks(x: Tensor) -> dict[int, Any] | None:
     return x._post_accumulate_grad_hooks
 
 
-def backward_is_kept() -> bool:
+def backward_is_repeatable() -> bool:
     """Return whether the running backward may run again: `retain_graph=True`."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
 

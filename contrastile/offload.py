@@ -17,8 +17,8 @@ from torch import Tensor
 from contrastile._errors import invalid
 
 Bounds = tuple[int, int]
-# 2 bytes for each of 32,768² pairs, and what a block takes beside them
-KEPT_BYTES = 2 * 2**30 + 2**28
+# 2 bytes for each of 32,768² pairs, and 0.16 GiB that a block takes beside them
+EXPONENTIAL_BYTES = 2 * 2**30 + 11 * 2**24
 
 
 def numbered(device: torch.device | str) -> torch.device:
@@ -52,13 +52,13 @@ def present_device(name: Any, place: str) -> torch.device:
     return device
 
 
-def default_workspace(memory: int) -> int:
+def default_workspace(memory: int, *, alone: bool = True) -> int:
     """Bytes that the tiles of a loss may use on a device of `memory` bytes.
 
-    A thirty-second, up to what bf16 exponentials of 32,768² pairs need, which are then kept for the backward (2.2 GiB,
-    on an H100 as on an H200); a sixty-fourth where that is more.
+    A sixty-fourth; in one process (`alone`) a thirty-second, up to what bf16 exponentials of 32,768² pairs need, if
+    that is more: they are then kept for the backward, on an H100 as on an H200.
     """
-    return max(memory // 64, min(memory // 32, KEPT_BYTES))
+    return max(memory // 64, min(memory // 32, EXPONENTIAL_BYTES) if alone else 0)
 
 
 def free_memory(device: torch.device | None) -> tuple[int, int]:

@@ -75,7 +75,7 @@ def test_results_are_a_table_and_a_file(tmp_path, capsys):
     output = capsys.readouterr().out
     cases = [(row["impl"], row["loss"], row["b"], row["d"]) for row in harness.read_rows(path)]
     assert cases == [("dense", "clip", "64", "8"), ("contrastile", "clip", "64", "8")]
-    assert "times dense" in output
+    assert "speed/dense" in output
     assert output.endswith(f"rows: {path}\n")
 
 
@@ -88,6 +88,11 @@ def test_once_times_one_step_of_contrastile_alone(capsys):
 def test_a_wrong_result_gives_exit_code_1(monkeypatch):
     monkeypatch.setattr("contrastile.bench.gate.LOSS_TOLERANCE", -1.0)
     assert main([*SMALL, "--seconds", "0.01"]) == 1
+
+
+def test_seconds_that_are_no_number_are_refused(capsys):
+    assert main([*SMALL, "--seconds", "nan"]) == 2
+    assert capsys.readouterr().err == "`seconds` must be above 0; got nan. Leave it out for the default.\n"
 
 
 def test_a_profile_needs_several_ranks(capsys):

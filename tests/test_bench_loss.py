@@ -32,7 +32,7 @@ def run(monkeypatch, *entered, cases=(CASE,), write=lambda row: None):
     report = Report(lines.append, write)
     LossBench(machine(), peers=False, report=report).measure(cases)
     assert "ratio: of torch.mm's rate" in lines[0]
-    return [line for line in lines[2:] if not line.startswith("  times dense")], report.passed
+    return [line for line in lines[2:] if not line.startswith("  speed/dense")], report.passed
 
 
 def ours(loss):
@@ -101,7 +101,7 @@ def wrong_when_large(q, k, scale, weights=None):
 @pytest.mark.parametrize(("loss", "right"), [(ClipLoss(), True), (wrong_when_large, False)])
 @pytest.mark.parametrize("once", [False, True])
 def test_a_case_is_checked_at_its_own_size_too(loss, right, once, monkeypatch, tmp_path):
-    monkeypatch.setattr(bench_gate, "GATE_ROWS_ELSEWHERE", 60)
+    monkeypatch.setattr(bench_gate, "GATE_ROWS_WITHOUT_GPU", 60)
     monkeypatch.setattr(bench_loss, "contestants", lambda case, device, *, peers: [ours(loss), *DENSE])
     monkeypatch.setattr(Machine, "peak", lambda self, step: (step(), 4096)[1])
     lines = []
@@ -118,7 +118,7 @@ def test_the_multiples_name_their_dense_formula(monkeypatch):
     lines = []
     monkeypatch.setattr(bench_loss, "contestants", lambda case, device, *, peers: list(DENSE[1:2]))
     LossBench(machine(), peers=False, report=Report(lines.append)).measure([CASE, replace(CASE, b=97)])
-    assert [line for line in lines if "over" in line] == ["  times dense: over dense (one dtype)"]
+    assert [line for line in lines if "over" in line] == ["  speed/dense: over dense (one dtype)"]
 
 
 def test_a_wrong_result_has_no_speed(monkeypatch):
@@ -166,7 +166,7 @@ def test_a_contestant_that_declines_is_named_once(monkeypatch):
     assert lines == ["  somebody (a way): is not installed"]
 
 
-def test_times_dense_and_the_ratio_come_from_the_times(monkeypatch, tmp_path):
+def test_speed_and_the_ratio_come_from_the_times(monkeypatch, tmp_path):
     timing = {"dense (one dtype)": 6.0, "contrastile (eager)": 2.0}
     monkeypatch.setattr(Machine, "race", lambda self, steps: {name: Timing(timing[name], 1e9) for name in steps})
     monkeypatch.setattr(Machine, "peak", lambda self, step: 4096)

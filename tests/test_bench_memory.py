@@ -145,6 +145,14 @@ def test_mistakes_are_one_line(words: list[str], sentence: str, capsys: pytest.C
     assert capsys.readouterr().err == sentence + "\n"
 
 
+def test_a_word_of_no_way_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--ranks", "2", "--sizes", "32", "--device", "cpu"]
+    assert main(["bench", "memory", *words, "--ways", "ring", "wheel"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("`ways` must be words of contrastile, gather, eager; contrastile, ring, eager; ")
+    assert error.endswith("; inf-cl, ring; got 'wheel'. Leave it out for all.\n")
+
+
 def test_ranks_of_torchrun_are_refused(monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["bench", "memory"]) == 2

@@ -122,6 +122,7 @@ WORDS = {
         '`index` must hold an index.json; got "{folder}/texts/index". '
         "Make it first: contrastile encode {folder}/texts\n"
     ),
+    "evaluate {folder}/texts --index {folder}/x": "contrastile encode {folder}/texts --out {folder}/x\n",
     "search {folder}/texts hello --index {folder}/x": "contrastile encode {folder}/texts --out {folder}/x\n",
     "search {folder}/texts _": "`question` must have words; got none. ",
     "encode {folder}/pictures {folder}/no": '`corpus` must be a file or folder; got "{folder}/no". ',
@@ -273,6 +274,40 @@ def test_a_closed_pipe_ends_the_command_quietly(tmp_path):
         command.stdout.read(1)
         command.stdout.close()
         assert (command.stderr.read(), command.wait()) == (b"", 141)
+
+
+FULL = "the output could not be written (No space left on device); free the disk and begin again\n"
+
+
+@pytest.mark.parametrize(
+    ("output", "environment", "code", "sentence"),
+    [
+        (">&-", {}, 0, ""),
+        (">/dev/full", {}, 1, FULL),
+        ("", {"PYTHONIOENCODING": "ascii"}, 0, ""),
+    ],
+)
+def test_an_output_that_is_closed_or_full_or_without_bars(tmp_path, output, environment, code, sentence):
+    program = "from contrastile.cli import evaluate; from contrastile.__main__ import command\n"
+    program += "evaluate._measure = lambda *names: print(*names) or 0; raise SystemExit(command())"
+    words = f'"{sys.executable}" -c "{program}" evaluate \u2588.trec --judgements x.qrels {output}'
+    environment = {**os.environ, "PYTHONUNBUFFERED": "", **environment}
+    done = subprocess.run(words, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (code, sentence)
+    assert done.stdout == ("" if output else "?.trec x.qrels None\n")
+
+
+def test_a_long_name_of_a_measure_is_apart_from_its_value(tmp_path, capsys):
+    (tmp_path / "x.trec").write_text("q Q0 d 1 1 x\n")
+    (tmp_path / "x.qrels").write_text("q 0 d 1\n")
+    files = [str(tmp_path / "x.trec"), "--judgements", str(tmp_path / "x.qrels")]
+    assert main(["evaluate", *files, "--measures", "recall@10000", "MAP"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["recall@10000 1.0000", "MAP         1.0000"]
+
+
+def test_an_empty_batch_of_a_plan_is_refused(capsys):
+    assert main(["plan", "glyphs", "--batch", ""]) == 2
+    assert capsys.readouterr().err.startswith("`--batch` must be whole numbers above 0, perhaps with a unit; got ''. ")
 
 
 @pytest.mark.parametrize(

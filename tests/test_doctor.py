@@ -41,12 +41,12 @@ def test_doctor_runs_without_the_extras():
 
 
 def test_json_has_all_values_of_the_report(capsys):
-    assert main(["doctor", "--json", "--ranks", "3", "--batch", "100", "--features", "7"]) == 0
+    assert main(["doctor", "--json", "--ranks", "3", "--batch", "2k", "--features", "7"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["devices"][0]["name"] == "cpu"
     assert values["system"]["memory"] >= values["system"]["free"] > 0
     exchange = values["auto"][0]["exchange"]
-    assert (exchange["takes"], exchange["ranks"], exchange["gathered"]) == ("gather", 3, 100 * 7 * 8)
+    assert (exchange["takes"], exchange["ranks"], exchange["gathered"]) == ("gather", 3, 2048 * 7 * 8)
     assert values["packages"]["beside"].keys() == {"triton", "timm", "open_clip_torch", "faiss-cpu", "peft"}
     assert values.pop("recipe") is None
     # the lines can be made of the parsed JSON
@@ -128,7 +128,14 @@ def test_a_wrong_recipe_is_one_line(tmp_path, capsys):
     assert capsys.readouterr().err == f"{tmp_path}/r.toml: train: must have either examples or epochs, and not both\n"
 
 
-@pytest.mark.parametrize("name", ["ranks", "batch", "features"])
+@pytest.mark.parametrize(("option", "got"), [(["--batch", "4k"], 4096), (["--features", "8"], 8)])
+def test_sizes_beside_a_recipe_are_refused(tmp_path, capsys, option, got):
+    assert main(["doctor", str(write_recipe(tmp_path)), *option]) == 2
+    remedy = "Change its keys, such as train.batch=4096."
+    assert capsys.readouterr().err == f"`{option[0]}` must be left out with a recipe; got {got}. {remedy}\n"
+
+
+@pytest.mark.parametrize("name", ["ranks", "features"])
 def test_a_number_below_one_is_refused(capsys, name):
     assert main(["doctor", f"--{name}", "0"]) == 2
     assert capsys.readouterr().err == f"`--{name}` must be at least 1; got 0. Leave it out for the default.\n"

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -514,3 +515,16 @@ def test_groups_with_a_cpu_backend_compare_on_the_host(
 ) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
     assert consistency._on_host(None) is speaks
+
+
+def test_a_group_ends_that_was_made_before_torch_loaded_its_compiler(tmp_path: Path) -> None:
+    """`DistributedDataParallel`, optimizers and learned distances load it, and functions whose default is a group."""
+    program = (
+        "import weakref, torch, torch.distributed as dist, contrastile.functional\n"
+        f"dist.init_process_group('gloo', init_method='file://{tmp_path}/meet', rank=0, world_size=1)\n"
+        "import torch.distributed.nn.functional\n"
+        "group = weakref.ref(dist.group.WORLD)\n"
+        "dist.destroy_process_group()\n"
+        "assert group() is None"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

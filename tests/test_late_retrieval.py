@@ -296,3 +296,9 @@ def test_pages_show_which_tokens_matched(indices, tmp_path, capsys):
         '`--page` must be left out unless the run is a late retriever; got "x.html". '
         "One vector a text has no tokens to show."
     )
+    assert refused(capsys, "search", trained, "fox", "--page", tmp_path) == (
+        f'`--page` must be a file that can be written to; got "{tmp_path}". Name another one.'
+    )
+    assert refused(capsys, "search", trained, "fox", "--candidates", "bm24:9") == (
+        '`--candidates` must be all, bm25, or a run with an index; got "bm24". Check its spelling.'
+    )

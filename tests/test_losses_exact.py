@@ -9,6 +9,7 @@ from problems import PROBLEMS, Problem, distance
 from torch import Tensor
 
 from contrastile import contrast
+from contrastile.losses import Softmax
 from contrastile.tiles import eager
 
 # in float64 this cuts tiles of 161 rows, so that the larger shapes have several, and uneven ones
@@ -104,14 +105,40 @@ def test_what_is_not_finite_in_fp16_stays_so() -> None:
     assert (narrow / unit == 0).all()
 
 
+@pytest.mark.parametrize(("name", "scale"), [("clip", 20.0), ("clip", 100.0), ("info_nce", 100.0)])
+def test_bf16_products_are_not_rounded_to_bf16_before_the_loss(name: str, scale: float) -> None:
+    problem = PROBLEMS[name](252, 252)
+    tensors = problem.tensors(torch.bfloat16, scale=scale)
+    truth, _ = problem.by_formula({key: x.detach().double().requires_grad_() for key, x in tensors.items()})
+    dense, _ = problem.by_formula(tensors)
+    for workspace in (None, WORKSPACE):
+        loss, _ = problem.by_tiles(tensors, workspace=workspace)
+        assert distance(loss, truth) <= distance(dense, truth) / 100
+
+
 @pytest.mark.parametrize("backend", ["dense", "eager"])
-def test_the_size_of_tiles_changes_nothing(backend: str) -> None:
-    problem = PROBLEMS["clip_ids_weights_smoothing"](300, 300)
-    tensors = problem.tensors(torch.float64)
+@pytest.mark.parametrize(("name", "scale"), [
+    ("clip_ids_weights_smoothing", 20.0), ("clip", 20.0), ("info_nce", 1000.0), ("siglip", 20.0),
+])  # fmt: skip
+def test_the_size_of_tiles_changes_nothing(name: str, scale: float, backend: str) -> None:
+    problem = PROBLEMS[name](300, 300)
+    tensors = problem.tensors(torch.float64, scale=scale)
     one, one_gradients = problem.by_tiles(tensors, workspace=2**30)
     other, other_gradients = problem.by_tiles(tensors, workspace=2**20, backend=backend)
     assert distance(other, one) <= 1e-13
     assert all(distance(other_gradients[key], one_gradients[key]) <= 1e-13 for key in tensors)
+
+
+def test_strips_behind_which_a_row_has_no_positive() -> None:
+    """Strips are computed at once where each row has one positive; the last row, of another strip, has none."""
+    q, k = (F.normalize(x, dim=-1).requires_grad_() for x in torch.randn(2, 600, 16, dtype=torch.float64))
+    positives = torch.arange(600).roll(1)
+    positives[-1] = -1
+    truth = F.cross_entropy(5.0 * q @ k.T, positives, ignore_index=-1)
+    loss = contrast(q, k, scale=5.0, loss=Softmax(), positives=positives, workspace=WORKSPACE)
+    assert abs(loss - truth) <= 1e-12
+    pairs = zip(torch.autograd.grad(loss, [q, k]), torch.autograd.grad(truth, [q, k]), strict=True)
+    assert all(distance(a, b) <= 1e-12 for a, b in pairs)
 
 
 def test_strides_do_not_matter() -> None:

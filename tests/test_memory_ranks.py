@@ -42,8 +42,8 @@ def rank(me, path, found):
     for loss, W in ((ClipLoss, 2), (ClipLoss, 3), (ClipLoss, 4), (SigLipLoss, 3)):
         group = dist.new_group(list(range(W)))
         if me < W:
-            # everything that is loaded and allocated once
-            run(64, 256, loss, group)
+            # everything that is loaded, made for these shapes and allocated once
+            run({N}, {D}, loss, group)
             found.put((loss.__name__, W, run({N}, {D}, loss, group)))
     dist.barrier()
 

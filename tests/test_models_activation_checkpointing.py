@@ -11,7 +11,7 @@ from test_train_resume import left
 from tiny_runs import tiny_recipe
 from torch import nn
 
-from contrastile.gradcache.memory import kept_bytes
+from contrastile.gradcache.memory import graph_bytes
 from contrastile.models import compiled
 from contrastile.models.base import checkpoint_activations
 from contrastile.models.compiled import compile_tower, uncompile_tower
@@ -52,7 +52,7 @@ def test_a_checkpointed_tower_has_the_same_gradients(settings):
         if model is saving:
             for side in ("image", "text"):
                 checkpoint_activations(getattr(model, side), side)
-        kept.append(kept_bytes(lambda model=model: model.encode_image(pixels)))
+        kept.append(graph_bytes(lambda model=model: model.encode_image(pixels)))
         (model.encode_image(pixels).square().sum() + model.encode_text(**tokens).square().sum()).backward()
     for (name, one), other in zip(plain.named_parameters(), saving.parameters(), strict=True):
         if one.grad is not None:

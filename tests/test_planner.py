@@ -23,7 +23,7 @@ from contrastile.bench.peers import Case
 from contrastile.bench.subjects import HARDNESS, SUBJECTS
 from contrastile.cli.main import main
 from contrastile.cli.plan import lines
-from contrastile.gradcache.memory import footprint, kept_bytes
+from contrastile.gradcache.memory import footprint, graph_bytes
 from contrastile.losses import Guided, Hardness, Sigmoid, Softmax
 from contrastile.planner import calibrate as calibration
 from contrastile.planner.loss import LossSize
@@ -80,7 +80,7 @@ def test_the_cost_of_an_encoder_is_that_of_a_real_one() -> None:
     with torch.no_grad():
         assert cost.forward == pytest.approx(footprint(forward), rel=0.01)
     assert cost.replay == pytest.approx(footprint(replay), rel=0.01)
-    assert cost.graph == kept_bytes(forward) - kept_bytes(partial(forward, SUB_BATCH // 2)) + cost.graph // 2
+    assert cost.graph == graph_bytes(forward) - graph_bytes(partial(forward, SUB_BATCH // 2)) + cost.graph // 2
     assert (cost.dimensions, cost.features, cost.inputs) == (D, 4 * D, 4 * WIDTH)
     # the products of the two layers, and again twice backward, but for the gradient of the inputs
     assert cost.forward_work.products == 2 * SUB_BATCH * 4 * WIDTH * (WIDTH + D)
@@ -246,6 +246,7 @@ def test_machines_by_a_word(word: str, ranks: int, per_node: int, gibibytes: flo
      "Such as H200, 8xH100-80GB, or 32x8xH100-80GB for 32 nodes."),
     ("8xA800", "`gpus` must name a chip with a profile (H100, H200), or its memory too; got '8xA800'. "
      "Such as A800-80GB."),
+    ("9999x8xH100", "`ranks` must be at most 65,536; got 79,992. Plan for fewer GPUs."),
 ])  # fmt: skip
 def test_a_word_that_names_no_machine_is_refused(word: str, sentence: str, monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

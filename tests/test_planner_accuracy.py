@@ -62,7 +62,7 @@ def test_peaks_are_within_5_percent_of_nine_rows_in_ten_and_10_of_all(cases: dic
     every = [case for case in (*cases[kind], *others) if case.bytes and case.other_code is None]
     off = [_bytes_off(case) for case in every if case.label not in CLOSE_LOGITS]
     assert all(case.planned_bytes > case.bytes for case in every if case.label in CLOSE_LOGITS)
-    assert len(off) >= {"cpu": 17, "carried": 8, "losses": 62}.get(kind, 48)
+    assert len(off) >= {"cpu": 15, "carried": 8, "losses": 62}.get(kind, 48)
     assert max(off) <= 0.1
     assert sum(x <= 0.05 for x in off) >= 0.9 * len(off)
 
@@ -127,7 +127,7 @@ def test_compiled_towers_of_a_gpu(cases: dict[str, list[Any]]) -> None:
 
 def test_rows_of_other_code_are_named_one_by_one(cases: dict[str, list[Any]]) -> None:
     named = [case for several in cases.values() for case in several if case.other_code is not None]
-    assert len(named) == 31
+    assert len(named) == 33
     # a row that the planner meets is not left out
     assert min(map(_bytes_off, named)) > 0.05
 

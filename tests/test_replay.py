@@ -639,12 +639,15 @@ def _in_new_worlds(rank: int, folder: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         _world(rank, 2, folder / "first")
-        world = ref(dist.group.WORLD)
-        call(exchange="gather")
+        groups = [dist.group.WORLD, dist.new_group(), [dist.new_group([0]), dist.new_group([1])][rank]]
+        for group in groups:
+            call(exchange="gather", group=group)
+        references = [ref(group) for group in groups]
+        del group, groups
         dist.destroy_process_group()
         gc.collect()
-        # its connections close with it, so that ranks which wait for this one wake up
-        assert world() is None
+        # their connections close with them, so that ranks which wait for this one wake up
+        assert [group() for group in references] == [None, None, None]
         played = _plays(patch)
         next(played)
         _world(rank, 2, folder / "second")

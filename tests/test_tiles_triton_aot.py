@@ -34,7 +34,7 @@ SIX = {"LEFT": 0b10_01_00_01_00_00, "RIGHT": 0b00_01_10_00_01_00, "PRODUCTS": 6,
 # every option of the small kernels
 EVERYTHING = {"U": True, "V": True, "WEIGHTS": True, "SMOOTH": True, "BIASED": True, "SIDES": 2}
 EVERYTHING |= {"MEAN": True, "TIMES": True, "GUIDE": 2, "SELF": True, "ADD": True, "ORDERED": True, "STEPS": 14}
-EVERYTHING |= {"MEASURED": 1, "CHUNK": 128, "SLOTS": 64, "KEPT": True, "TALL": 128, "LONG": 1024, "LATER": True}
+EVERYTHING |= {"MEASURED": 1, "CHUNK": 128, "SLOTS": 64, "STORED": True, "TALL": 128, "LONG": 1024, "LATER": True}
 EVERYTHING |= {"LABELS": True}
 # strides and sizes that are multiples of 16 where features are
 ALIGNED = ("D", "G", "entries", *(f"{name}_stride" for name in ("q", "k", "guide_q", "guide_k", "out", "bits")))
@@ -45,7 +45,7 @@ TUPLES |= {"totals": ("*fp32", "*fp32"), "outs": ("*bf16", "*fp32"), "number_out
 TEACHER = 2
 # kernels that take most of the time: several programs of them share a multiprocessor
 BUSY = ("totals plain", "gradient plain", "totals sigmoid", "gradient sigmoid")
-KEPT = ("totals kept", "gradient kept")
+STORED = ("totals kept", "gradient kept")
 # the same where they are compiled
 GUIDED = ("totals teacher", "gradient teacher", "totals mask", "gradient mask")
 # every kernel and option on every chip, for `make test-kernels`
@@ -102,7 +102,7 @@ def test_every_kernel_compiles_and_fits(capability: int, compiled: Callable[[int
     assert names >= ({"totals", "gradient"} if capability in BUSY_ON else {*TILE_KERNELS})
     assert names >= late or capability != 90
     assert max(taken.values()) <= SHARED[capability]
-    for name in (*BUSY, *(name for name in (*GUIDED, *KEPT) if name in taken)):
+    for name in (*BUSY, *(name for name in (*GUIDED, *STORED) if name in taken)):
         assert SHAPES[capability].programs * (taken[name] + RESERVED) <= SHARED[capability] + RESERVED
 
 
@@ -161,9 +161,9 @@ def _kernels() -> list[Any]:
         backward,
         careful,
         ends,
+        exponential_kernels,
         finish,
         forward,
-        kept_kernels,
         labels,
         mask_kernels,
         maxsim_kernels,
@@ -174,7 +174,7 @@ def _kernels() -> list[Any]:
     )
 
     modules = (
-        forward, backward, careful, kept_kernels, labels, order_kernels, ends, positives, reductions, finish,
+        forward, backward, careful, exponential_kernels, labels, order_kernels, ends, positives, reductions, finish,
         maxsim_kernels, score_kernels, mask_kernels,
     )  # fmt: skip
     return [

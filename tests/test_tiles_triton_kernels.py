@@ -153,7 +153,7 @@ def test_exponentials_are_kept_for_a_backward_that_follows(n: int, scale: float,
         # strips, weighed rows and sums in 16 bits, which the interpreter truncates where a chip rounds
         least = 1e-4 if loss.symmetric else 1e-6
         assert distance(found, true) <= (1e-2 if found.ndim else least * max(1.0, scale / 20))
-    assert tiles.kept is None
+    assert tiles.exponentials is None
 
 
 @pytest.mark.parametrize("loss", [Softmax(exclude_self=True), SoftmaxInside(symmetric=True)], ids=str)
@@ -178,7 +178,7 @@ def test_exponentials_are_kept_with_labels(
             found.ndim,
             distance(found, true),
         )
-    assert tiles.kept is None
+    assert tiles.exponentials is None
 
 
 @pytest.mark.usefixtures("_few_features")
@@ -195,7 +195,7 @@ def test_exponentials_are_kept_where_they_fit() -> None:
         tiles = Triton(loss, torch.tensor(20.0), None, workspace)
         tiles.followed = followed
         tiles.forward(rows, cols)
-        assert (tiles.kept is not None) == kept
+        assert (tiles.exponentials is not None) == kept
 
 
 @pytest.mark.usefixtures("_few_features")

@@ -112,6 +112,9 @@ def test_a_line_cut_short_is_left_out(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"kind": "step"}\n{"kind": "st')
     assert read_metrics(path) == [{"kind": "step"}]
+    # a report is written without it
+    path.unlink()
+    assert read_metrics(path) == []
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (75, "1:15"), (3599.7, "1:00:00"), (3725, "1:02:05")])

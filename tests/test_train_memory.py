@@ -6,23 +6,23 @@ import pytest
 import torch
 from torch import nn
 
-from contrastile.gradcache.memory import bytes_per_example, kept_bytes
+from contrastile.gradcache.memory import bytes_per_example, graph_bytes
 from contrastile.train.memory import PeakMemory, Weighed, dense_need
 
 
 def test_kept_bytes_are_those_that_autograd_saves():
     x = torch.randn(100, 10, requires_grad=True)
-    assert kept_bytes(lambda: x.exp()) == 100 * 10 * 4
+    assert graph_bytes(lambda: x.exp()) == 100 * 10 * 4
 
 
 def test_a_storage_kept_twice_counts_once():
     x = torch.randn(100, 10, requires_grad=True)
     y = x * 1.0
-    assert kept_bytes(lambda: (y * y, y * y)) == 100 * 10 * 4
+    assert graph_bytes(lambda: (y * y, y * y)) == 100 * 10 * 4
 
 
 def test_without_a_graph_nothing_is_kept():
-    assert kept_bytes(lambda: torch.randn(100).exp()) == 0
+    assert graph_bytes(lambda: torch.randn(100).exp()) == 0
 
 
 def test_bytes_per_example_leave_the_parameters_out():

@@ -105,7 +105,7 @@ def _choices(device: torch.device, ranks: int, batch: int, features: int) -> Val
             for dtype in DTYPES
         ],
         "exchange": exchange_choice(ranks, batch, features, torch.float32, device),
-        "workspace": workspace_on(device, None),
+        "workspace": workspace_on(device, None, alone=True),
         "room": spare_bytes(device),
     }
 

@@ -20,7 +20,7 @@ from contrastile.bench.subjects import SUBJECTS
 SCALE = 100.0
 # rows on which whole results are compared with float64
 GATE_ROWS = {"cuda": 10048}
-GATE_ROWS_ELSEWHERE = 1000
+GATE_ROWS_WITHOUT_GPU = 1000
 # relative distances from float64 that rounding explains, before the gradient's last cast
 LOSS_TOLERANCE, SCALAR_TOLERANCE = 1e-6, 1e-4
 GRADIENT_TOLERANCE = {("bfloat16", None): 1e-3, ("float16", None): 3e-4, ("float32", "high"): 1e-4}
@@ -79,7 +79,7 @@ class Distance:
 
 
 def gate_rows(device: torch.device) -> int:
-    return GATE_ROWS.get(device.type, GATE_ROWS_ELSEWHERE)
+    return GATE_ROWS.get(device.type, GATE_ROWS_WITHOUT_GPU)
 
 
 def double(leaves: list[Tensor]) -> list[Tensor]:

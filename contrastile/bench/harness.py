@@ -422,4 +422,4 @@ def busy(device: torch.device) -> str | None:
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if device.type != "cpu" or load < cores / 2:
         return None
-    return f"other programs keep {load:.1f} of {cores} cores busy: times will be long, and ratios wrong"
+    return f"other programs want {load:.1f} of {cores} cores: times will be long, and ratios wrong"

@@ -45,7 +45,7 @@ _START = (
     " | effective_tflops=TFLOP/s >8.3g | ratio >6.3f"
 )
 _PEAK, _FAR = "peak_bytes=extra MiB >9,.0f", "loss_distance=loss >8.0e | gradient_distance=gradient >8.0e"
-TABLE = Table(f"{_START} | times_dense=times dense >11.2f | {_PEAK} | {_FAR}")
+TABLE = Table(f"{_START} | times_dense=speed/dense >11.2f | {_PEAK} | {_FAR}")
 RANK_TABLE = Table(
     f"{_START} | cost >6.3f | single_ms=single >10.2f | single_cost=cost >6.3f | {_PEAK} | beside_bytes=beside >9,.0f"
     f" | {_FAR} | scalar_distance=scale >8.0e"
@@ -205,7 +205,7 @@ class LossBench:
                         dense_ms = timing.ms
                         if one.label != self._reference:
                             self._reference = one.label
-                            self.report.say(f"  times dense: over {one.label}")
+                            self.report.say(f"  speed/dense: over {one.label}")
                     timed = replace(result, timing=timing, alone=alone)
                     self.report.result(timed.row(self.machine.device, dense_ms))
 

@@ -14,13 +14,11 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-
-# its functions keep the default group of the moment of this import, which is none
-import torch.distributed.nn.functional
 import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile._dispatch import device_memory
+from contrastile._errors import invalid
 from contrastile._torch import fake_store
 from contrastile.bench.harness import Machine, Report, Row, Table
 from contrastile.bench.peers import Contestant, Loss, autocast_of, both_directions, rank_peers, under_autocast
@@ -195,11 +193,15 @@ class MemoryBench:
     def measure(self, world: int, sizes: Sequence[int], d: int, dtype: torch.dtype) -> None:
         """Measure all ways of a world; report each result as soon as it is there."""
         with one_rank_of(world):
-            for way in ways(self.machine, world):
-                if not any(word in f"{way.name}, {way.backend}" for word in self.words):
+            known = {f"{way.name}, {way.backend}": way for way in ways(self.machine, world)}
+            for word in self.words:
+                if not any(word in label for label in known):
+                    raise invalid("ways", f"be words of {'; '.join(known)}", repr(word), "Leave it out for all.")
+            for label, way in known.items():
+                if not any(word in label for word in self.words):
                     continue
                 if absent := way.absent(self.machine):
-                    self.report.note(f"{way.name}, {way.backend}: {absent}")
+                    self.report.note(f"{label}: {absent}")
                 elif self.peers or way.name == "contrastile":
                     for b in sizes:
                         self._measure(way, world, b, d, dtype)

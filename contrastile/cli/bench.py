@@ -111,7 +111,7 @@ def run_loss(arguments: argparse.Namespace) -> int:
     """Measure losses; return 1 if a result of contrastile was wrong or failed."""
     # mistakes are reported before anything heavy is imported
     _known_device(arguments.device)
-    if arguments.seconds is not None and arguments.seconds <= 0:
+    if arguments.seconds is not None and not arguments.seconds > 0:
         raise invalid("seconds", "be above 0", arguments.seconds, DEFAULT)
     if min(arguments.features or (1,)) < 1:
         raise invalid("features", "be at least 1", min(arguments.features), "Such as 512.")

@@ -5,8 +5,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from contrastile._errors import invalid
 from contrastile.cli import plan
-from contrastile.cli.options import OVERRIDES, RECIPE, at_least
+from contrastile.cli.options import OVERRIDES, RECIPE, at_least, number
 from contrastile.train.log import size
 
 SUMMARY = 'what this machine has, and what "auto" would choose and why'
@@ -18,24 +19,28 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add("recipe", nargs="?", help=f"{RECIPE}: also what it would use")
     add("overrides", **OVERRIDES, help="as for train")
     add("--ranks", type=int, default=1, metavar="N", help="for so many processes (default: 1)")
-    add("--batch", type=int, default=32_768, help="pairs of all ranks, without a recipe (default: 32768)")
-    add("--features", type=int, default=512, help="features, without a recipe (default: 512)")
+    add("--batch", metavar="B", help="pairs of all ranks, without a recipe, such as 64k (default: 32k)")
+    add("--features", type=int, metavar="D", help="features, without a recipe (default: 512)")
     add("--json", action="store_true", help="the same as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the examination; return 1 where a device is broken."""
-    for name in ("ranks", "batch", "features"):
+    for name in ("ranks", "features"):
         at_least(name, getattr(arguments, name))
+    batch = None if arguments.batch is None else number("--batch", arguments.batch)
+    sizes = {name: n for name, n in (("batch", batch), ("features", arguments.features)) if n is not None}
     recipe = None
     if arguments.recipe is not None:
+        for name, got in sizes.items():
+            raise invalid(f"--{name}", "be left out with a recipe", got, "Change its keys, such as train.batch=4096.")
         from contrastile.train.recipe import load_any_recipe
 
         recipe = load_any_recipe(arguments.recipe, arguments.overrides)
 
     from contrastile.bench.doctor import broken, examine, recipe_plan
 
-    values = examine(ranks=arguments.ranks, batch=arguments.batch, features=arguments.features)
+    values = examine(ranks=arguments.ranks, **sizes)
     planned = None if recipe is None else recipe_plan(recipe, arguments.ranks)
     if arguments.json:
         print(json.dumps(values | {"recipe": planned and planned.values()}, indent=1))
@@ -72,8 +77,7 @@ def lines(values: dict[str, Any]) -> Iterator[str]:
         if not auto["device"].startswith("cuda"):
             yield "  not asked here: triton, for NVIDIA devices; dense, by its name alone, because it holds the matrix"
         yield f"  exchange {_exchange(auto['exchange'])}"
-        workspace, rule = size(auto["workspace"]), "1/32 of the device's memory up to 2.2 GiB, 1/64 where that is more"
-        yield f"  workspace {workspace}: {rule}"
+        yield f"  workspace {size(auto['workspace'])}: 1/64 of the memory; in one process 1/32, up to 2.2 GiB, if more"
         yield f"  retain, sub_batch: {size(auto['room'])} to share among graphs"
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from contrastile._errors import invalid
-from contrastile.cli.options import add_candidates, add_device, candidates, check_bad_rows, check_source, flag
+from contrastile.cli.options import add_candidates, add_device, candidates, check_bad_rows, check_source, flag, index_of
 
 # options that belong to --zero-shot and to --captions, to all tests on pictures, and to --texts
 ZERO_SHOT, CAPTIONS = ("classes", "templates", "mapping", "among"), ("images", "split")
@@ -69,6 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         remedy = "It belongs to a retriever."
         raise invalid("--index", "be left out for pictures and texts", arguments.index, remedy)
     picked = candidates(arguments.candidates, recipe)
+    found = None if arguments.index is None else index_of(arguments, recipe)
     make_folder("run", folder.path)
     for test in tests:
         _check_files(test)
@@ -80,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     from contrastile.train.retriever.job import RetrieverJob, evaluate_texts
 
     device = arguments.device
-    index = None if arguments.index is None else open_index(folder, arguments.index)
+    index = None if found is None else open_index(folder, found)
     stage: Any = None if picked is None else first_stage(*picked, device)
     busy = invalid("run", "be written by one command at a time", f'"{folder.path}"', "Wait until the other one ends.")
     with one_writer(folder.path, busy):
@@ -171,5 +172,5 @@ def _measure(rankings: str, judgements: str, names: Sequence[str] | None) -> int
         raise ValueError(str(error).replace("`names`", "`--measures`")) from None
     print(f"{len(judged):,} judged queries, {len(judged.keys() & ranked):,} of them answered")
     for name, value in measured.items():
-        print(f"{name:<12}{value:.4f}")
+        print(f"{name:<11} {value:.4f}")
     return 0

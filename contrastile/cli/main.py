@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any, NoReturn
 
 from contrastile import __version__
-from contrastile._errors import printable
+from contrastile._errors import printable, written_to
 from contrastile.cli import bench, compare, doctor, encode, evaluate, export, plan, search, train
 from contrastile.train.folder import recipe_names
 
@@ -77,7 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parsed(build_parser(), arguments)
     try:
         code = int(options.verb(options))
-        sys.stdout.flush()
+        with written_to("the output"):
+            _flush()
         return code
     except KeyboardInterrupt as stop:
         # a second signal is raised with its number
@@ -92,7 +93,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
     # names from files may be part of it
     print("\n".join(map(printable, sentence.split("\n"))), file=sys.stderr)
+    try:
+        _flush()
+    except OSError:
+        # Python would try again at its end, and exit with a code of its own
+        _to_nowhere(sys.stdout.fileno())
     return code
+
+
+def _flush() -> None:
+    """Write what was printed; there is nothing where the output is closed, and `sys.stdout` is None."""
+    print(end="", flush=True)
+
+
+def _to_nowhere(output: int) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
 
 
 def _explained(error: Exception) -> tuple[str, int]:
@@ -135,7 +150,7 @@ def _reader_has_gone() -> bool:
     poll.register(output, 0)
     if not any(event & select.POLLERR for _, event in poll.poll(0)):
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    _to_nowhere(output)
     return True
 
 

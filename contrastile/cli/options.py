@@ -65,8 +65,8 @@ def candidates(text: str | None, recipe: Any) -> tuple[str, int] | None:
     head, colon, tail = text.rpartition(":")
     source, count = (head, int(tail)) if colon and tail.isdecimal() else (text, CANDIDATES)
     at_least("--candidates", count, reason="Such as bm25:1000.")
-    if source not in ("bm25", "all") and not (finished_run(source) / "index" / INDEX).is_file():
-        remedy = f"Make it first: contrastile encode {source}"
+    if source not in ("bm25", "all") and not (Path(source) / "index" / INDEX).is_file():
+        remedy = f"Make it first: contrastile encode {source}" if os.path.isdir(source) else "Check its spelling."
         raise invalid("--candidates", "be all, bm25, or a run with an index", f'"{source}"', remedy)
     return source, count
 

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the plan; return 1 where the step does not fit."""
     if arguments.recipe is None and not arguments.calibrate:
         raise invalid("recipe", "be named", "none", "Such as recipes/glyphs.toml.")
-    batch = number("--batch", arguments.batch) if arguments.batch else None
+    batch = None if arguments.batch is None else number("--batch", arguments.batch)
     pairs = number("--hours", arguments.hours) if arguments.hours else None
     if arguments.calibrate:
         from contrastile.planner.calibrate import calibrate

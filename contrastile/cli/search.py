@@ -7,8 +7,9 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
-from contrastile._errors import invalid
+from contrastile._errors import invalid, written_to
 from contrastile.cli.options import add_candidates, add_device, at_least, candidates, finished_run_on, index_of
+from contrastile.train.folder import make_way
 
 SUMMARY = "find passages by a question, or pictures by a text; without one, ask for some"
 EXAMPLE = 'contrastile search runs/docstrings "bracket a minimum"'
@@ -42,6 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.question is not None and not arguments.question.strip():
         raise invalid("question", "have words", "none", "Leave it out to be asked for some.")
     index = index_of(arguments, recipe)
+    if arguments.page is not None:
+        make_way("--page", arguments.page)
 
     from contrastile.retrieval.search import first_stage, open_search, write_page
 
@@ -50,7 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     if picked is not None:
         search = replace(search, candidates=first_stage(*picked, arguments.device)(search.index))
     if arguments.page is not None:
-        write_page(search, arguments.question, arguments.k, Path(arguments.page))
+        with written_to(arguments.page):
+            write_page(search, arguments.question, arguments.k, Path(arguments.page))
     if arguments.question is not None:
         print(search.results_text(arguments.question, arguments.k, lines=arguments.lines))
         return 0

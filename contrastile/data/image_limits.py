@@ -99,10 +99,10 @@ def _too_many() -> Skipped:
 def _jpeg(content: bytes) -> Iterator[int]:
     """The segments of a JPEG; the coefficients are held until the last of several scans is read."""
     position, components, coefficients, scans, filling, progressive = 2, 0, 0, 0, 0, False
-    while (found := MARKER.search(content, position)) and found[1] != b"\xd9":
-        marker, start = found[1][0], found.end() + 2
-        filling += 0 if scans else found.end() - position
-        position = max(start, found.end() + int.from_bytes(content[found.end() : start], "big"))
+    while (match := MARKER.search(content, position)) and match[1] != b"\xd9":
+        marker, start = match[1][0], match.end() + 2
+        filling += 0 if scans else match.end() - position
+        position = max(start, match.end() + int.from_bytes(content[match.end() : start], "big"))
         if marker in FRAMES and len(content) > start + 5:
             progressive, components = marker in PROGRESSIVE, content[start + 5]
             coefficients = _coefficients(content[start : start + 6 + 3 * components])

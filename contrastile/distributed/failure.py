@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -65,6 +65,11 @@ def state_of(group: Any) -> GroupState:
 def resolved(group: Any) -> Any:
     """The group itself: the default one for None."""
     return dist.group.WORLD if group is None else group
+
+
+def weakly(group: Any) -> Any:
+    """A reference that keeps no group alive, hashable as the group is; anything else as it is."""
+    return ref(group) if dist.is_available() and isinstance(group, dist.ProcessGroup) else group
 
 
 def size(group: Any) -> int:

@@ -15,11 +15,11 @@ from contrastile._dispatch import choose_tiles, workspace_on
 from contrastile._types import Backend, Gradient, Reduction, accumulator
 from contrastile.distributed import collectives
 from contrastile.engine import arguments as checks
-from contrastile.engine.operation import Call, Plan, backward, without_autocast
+from contrastile.engine.operation import Call, Plan, backward, with_gradients, without_autocast
 from contrastile.engine.problem import Arguments, Problem
 from contrastile.exchange.base import Layout, Single
 from contrastile.gradcache.modes import refusal
-from contrastile.losses.base import PairLoss, Shard
+from contrastile.losses.base import PairLoss, Shard, changed
 from contrastile.tiles.base import Tiles
 
 NO_DIAGONAL = -(2**40)
@@ -56,7 +56,12 @@ def traced(arguments: Arguments) -> tuple[Callable[..., Tensor], tuple[Any, ...]
     groups = (rows.positives, rows.labels, rows.ids, cols.labels, cols.ids, problem.weights)
     words = f"{options.backend} {options.gradient} {options.reduction}"
     diagonal = NO_DIAGONAL if rows.diagonal is None else rows.diagonal
-    numbers = [diagonal, int(options.workspace or 0), IN_RANGE if problem.indexed is None else problem.indexed]
+    # on a CPU one sweep computes the gradients with the loss; else the backward does
+    early = torch.is_grad_enabled() and q.device.type == "cpu" and options.backend != "triton"
+    given = (problem.scale, problem.bias, q, k) if early and options.reduction != "none" else ()
+    wanted = sum([1 << at for at, x in enumerate(given) if x is not None and x.requires_grad])
+    keys = IN_RANGE if problem.indexed is None else problem.indexed
+    numbers = [diagonal, int(options.workspace or 0), wanted, keys]
     return _loss, (q, k, problem.scale, problem.bias, *groups, problem.loss.spelled, words, numbers)
 
 
@@ -67,7 +72,7 @@ def _loss(*inputs: Any) -> Tensor:
 
 @torch.library.custom_op("contrastile::forward", mutates_args=(), schema=FORWARD)
 def operation_forward(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, *rest: Any) -> list[Tensor]:
-    """The loss, then the states, then the coefficients of each direction."""
+    """The loss, then the states, then the coefficients of each direction; or the gradient sums, where it has them."""
     *groups, weights, loss, words, numbers = rest
     if groups[0] is not None and numbers[-1] != IN_RANGE:
         # checked here, because a graph cannot read values
@@ -75,6 +80,9 @@ def operation_forward(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, 
     call, tiles = _call(q, k, scale, bias, groups, loss, words, numbers)
     rows, cols = call.shards((q, k))
     with without_autocast(q.device):
+        if call.plan.at_once:
+            value, sums = with_gradients(changed(call, weights=weights), tiles, (q, k), _wanted(numbers))
+            return [value, *(q.new_empty(0) if x is None else x for x in sums)]
         stats = [side for side in call.exchange.forward(tiles, rows, cols) if side is not None]
         value, states, coefficients = call.exchange.finish(tiles, stats, rows, cols, weights, call.reduction)
     # outputs of an operation share no memory
@@ -88,8 +96,18 @@ def operation_backward(
     """The gradients of scale, bias, q and k; one without elements stands for each that is not wanted."""
     *groups, results, loss, words, numbers, wanted = rest
     call, tiles = _call(q, k, scale, bias, groups, loss, words, numbers)
+    if call.plan.at_once:
+        # copies, which are overwritten
+        u, v, sums = results
+        needs_u, needs_v = tiles.needed(_wanted(numbers))
+        results = [u.clone() if needs_u else None, v.clone() if needs_v else None, sums]
     gradients = backward(call, tiles, upstream, scale, bias, (q, k), results, wanted)
     return [q.new_empty(0) if gradient is None else _own_memory(gradient) for gradient in gradients]
+
+
+def _wanted(numbers: Sequence[int]) -> list[bool]:
+    """The gradients of scale, bias, q and k that come with the loss."""
+    return [bool(numbers[2] >> at & 1) for at in range(4)]
 
 
 def _own_memory(x: Tensor) -> Tensor:
@@ -105,13 +123,13 @@ def _call(
     """The call without its weights, and its tiles."""
     positives, row_labels, row_ids, col_labels, col_ids = groups
     backend, gradient, reduction = words.split()
-    first, workspace, keys = numbers
+    first, workspace, wanted, keys = numbers
     parsed, diagonal = PairLoss.parsed(loss), None if first == NO_DIAGONAL else first
     rows = Shard(q, diagonal=diagonal, positives=positives, labels=row_labels, ids=row_ids)
     cols = Shard(k, labels=col_labels, ids=col_ids)
     exchange = Single(cast(Gradient, gradient), Layout(None, 0, (len(q),), (len(k),)))
     make = choose_tiles(cast(Backend, backend), parsed, rows, cols)
-    plan = Plan(exchange, make, workspace_on(q.device, workspace or None), accumulator(q.dtype), at_once=False)
+    plan = Plan(exchange, make, workspace_on(q.device, workspace or None), accumulator(q.dtype), wanted > 0)
     indexed = None if keys == IN_RANGE else keys
     call = Call(plan, exchange, parsed, rows, cols, None, cast(Reduction, reduction), q.device, indexed=indexed)
     tiles = call.tiles(scale, bias)
@@ -120,8 +138,15 @@ def _call(
 
 @operation_forward.register_fake
 def _shapes_forward(q: Tensor, k: Tensor, *rest: Any) -> list[Tensor]:
-    *_, loss, words, _ = rest
+    *_, loss, words, numbers = rest
     wide, parsed = accumulator(q.dtype), PairLoss.parsed(loss)
+    of_scale, _, of_q, of_k = wanted = _wanted(numbers)
+    if any(wanted):
+        u, v = q.new_empty(q.shape, dtype=wide), k.new_empty(k.shape, dtype=wide)
+        none = q.new_empty(0)
+        # as `Tiles.needed` has it
+        needs_u = of_q or (of_scale and not of_k)
+        return [q.new_empty([], dtype=wide), u if needs_u else none, v if of_k else none, q.new_empty([], dtype=wide)]
     # shapes, not `len`, which would be a constant of the graph and compile it anew for other lengths
     sides = [q.shape[0], k.shape[0]] if parsed.symmetric else [q.shape[0]]
     value = q.new_empty([q.shape[0]] if words.endswith("none") else [], dtype=wide)

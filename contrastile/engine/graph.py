@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 
-from contrastile._torch import backward_is_kept, current_stream_address, saving_is_hooked
+from contrastile._torch import backward_is_repeatable, current_stream_address, saving_is_hooked
 from contrastile.distributed.collectives import captured_call
 from contrastile.distributed.failure import LostRankError, state_of
 from contrastile.engine.operation import Call, MakeTiles, Operation, Plan, with_gradients, without_autocast
@@ -263,7 +263,7 @@ class Graph:
                 upstream = upstream * ranks
             self.gradients(held.sums, outs, upstream, current_stream_address(self.device.index))
             # a backward that failed may be tried again
-            if not backward_is_kept():
+            if not backward_is_repeatable():
                 held.sums = None
         return [
             x if x is None or given is None or x.shape == given.shape else x[:, : given.shape[1]]

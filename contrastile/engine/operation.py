@@ -178,9 +178,13 @@ def with_gradients(call: Call, tiles: Tiles, inputs: Sequence[Tensor], wanted: W
         stats = [side for side in exchange.forward(tiles, rows, cols) if side is not None]
         value = exchange.finish(tiles, stats, rows, cols, call.weights, call.reduction).value
         return value, Accumulated(None, None, tiles.no_pairs())
-    height = 0 if call.loss.pairwise or len(exchange.layout.rows) > 1 else tiles.strip(rows, cols)
-    if height:
-        return in_strips(call, tiles, rows, cols, wanted, whole=height == len(rows))
+    height = tiles.strip(rows, cols) if len(exchange.layout.rows) == 1 else 0
+    whole = height == len(rows)
+    # products of features on a CPU, whose strips know the loss that they are part of
+    mean = tiles.writes_fresh_strip and call.device.type == "cpu"
+    mean = mean and call.weights is None and call.reduction == "mean"
+    if height and ((mean and whole) or not call.loss.pairwise):
+        return in_strips(call, tiles, rows, cols, wanted, whole=whole, mean=mean)
     if not call.loss.pairwise:
         tiles.followed = isinstance(exchange, Single)
         stats = [side for side in exchange.forward(tiles, rows, cols) if side is not None]
@@ -202,7 +206,7 @@ def with_gradients(call: Call, tiles: Tiles, inputs: Sequence[Tensor], wanted: W
 
 
 def in_strips(
-    call: Call, tiles: Tiles, rows: Shard, cols: Shard, wanted: Wanted, *, whole: bool
+    call: Call, tiles: Tiles, rows: Shard, cols: Shard, wanted: Wanted, *, whole: bool, mean: bool
 ) -> tuple[Tensor, Accumulated]:
     """The loss and its gradient sums from one product of each strip, whose rows meet all columns.
 
@@ -224,9 +228,9 @@ def in_strips(
         ends.append(end)
         return [end.state], [end.counts if call.weights is None else end.counts * call.weights[along].to(end.counts)]
 
-    sums = tiles.strips(rows, cols, u, v, weigh)
-    if whole:
-        return values[0], Accumulated(u, v, sums)
+    sums, value = tiles.strips(rows, cols, u, v, weigh, mean=mean)
+    if whole or value is not None:
+        return values[0] if value is None else value, Accumulated(u, v, sums)
     flag = tiles.nonfinite(rows, cols)
     every = Finished(*(torch.cat(parts, -1) for parts in zip(*ends, strict=True)))
     mass = every.counts if call.weights is None else every.counts * call.weights.to(every.counts.dtype)

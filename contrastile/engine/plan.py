@@ -9,7 +9,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from contrastile._errors import invalid
 from contrastile._torch import func_transform
 from contrastile._types import accumulator
 from contrastile.distributed import collectives, consistency
+from contrastile.distributed.failure import weakly
 from contrastile.engine.compiled import traceable, traced
 from contrastile.engine.graph import MOST_BYTES, Replayed, operation, ready, replayable, shared_length, small
 from contrastile.engine.operation import Call, MakeTiles, Operation, Plan
@@ -61,8 +61,8 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
     alone = not (dist.is_available() and dist.is_initialized())
     # other scorers have a state, and other ranks' texts other lengths
     cached = arguments.scorer is None or (alone and getattr(arguments.scorer, "stateless", False))
-    # all groups end with the one of all ranks; a reference to one that has ended equals no other
-    world = None if alone else ref(dist.group.WORLD)
+    # a reference to a group that has ended equals no other
+    world = None if alone else weakly(dist.group.WORLD)
     exact: Hashable = (world, arguments.signature()) if cached else None
     plan, template = _plans.get(exact, (None, None))
     signature = exact
@@ -271,7 +271,7 @@ def _tensors(call: Call, arguments: Arguments, inputs: Sequence[Tensor]) -> list
 def _planned(problem: Problem, exchange: Exchange) -> Plan:
     """The choices for calls of this signature."""
     loss, options = problem.loss, problem.options
-    workspace = workspace_on(problem.device, options.workspace)
+    workspace = workspace_on(problem.device, options.workspace, alone=len(exchange.layout) == 1)
     every = (problem.scale, problem.bias, *problem.inputs)
     wants = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in every)
     pairwise = loss.pairwise and options.reduction != "none"
@@ -295,7 +295,9 @@ def _planned(problem: Problem, exchange: Exchange) -> Plan:
     if several and replayed:
         # a graph keeps its memory between calls
         workspace = min(workspace, MOST_BYTES)
-    return Plan(None if several else exchange, tiles, workspace, accumulator(problem.dtype), at_once, replayed)
+    # a cached plan must not keep a process group alive
+    cached = None if several or exchange.layout.group is not None else exchange
+    return Plan(cached, tiles, workspace, accumulator(problem.dtype), at_once, replayed)
 
 
 def _tiles(problem: Problem, exchange: Exchange, workspace: int) -> MakeTiles:

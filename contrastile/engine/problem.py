@@ -19,6 +19,7 @@ from contrastile._errors import invalid
 from contrastile._torch import pytree
 from contrastile._types import accumulator
 from contrastile.distributed import collectives
+from contrastile.distributed.failure import weakly
 from contrastile.engine import arguments as checks
 from contrastile.exchange.base import Exchange
 from contrastile.gradcache.modes import joined
@@ -78,8 +79,10 @@ class Arguments:
             else type(x)
             for x in tensors
         ]  # fmt: skip
+        group = self.options.group
+        words = {**vars(self.options), "group": group and weakly(group)}.values()
         return (
-            self.options, self.loss, self.paired, self.positives_in_range, self.own_positives, torch.is_grad_enabled(),
+            *words, self.loss, self.paired, self.positives_in_range, self.own_positives, torch.is_grad_enabled(),
             # one tensor of labels for both sides is sorted once
             self.cast(), self.query_labels is self.key_labels, *kinds,
         )  # fmt: skip
@@ -316,9 +319,9 @@ class _Sides:
             checks.vector("weights", arguments.weights, "q", q, integer=False)
             checks.constant("weights", arguments.weights)
 
-    def _check_groups(self, what: str, of_queries: Tensor | None, of_keys: Tensor | None) -> None:
+    def _check_groups(self, name: str, of_queries: Tensor | None, of_keys: Tensor | None) -> None:
         """Check labels, or ids, of both sides; those of the keys may go on over the negatives."""
-        of_rows, of_cols, k = f"query_{what}", f"key_{what}", self.cols[0]
+        of_rows, of_cols, k = f"query_{name}", f"key_{name}", self.cols[0]
         if of_queries is None and of_keys is None:
             return
         if of_queries is None:

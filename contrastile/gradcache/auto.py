@@ -19,7 +19,7 @@ from contrastile._errors import logger
 from contrastile.distributed import consistency
 from contrastile.gradcache.forward import Job, OutputForm, detached, differentiable
 from contrastile.gradcache.introspect import without_partials
-from contrastile.gradcache.memory import bytes_per_example, footprint, kept_bytes, later_bytes, spare_bytes
+from contrastile.gradcache.memory import bytes_per_example, footprint, graph_bytes, later_bytes, spare_bytes
 from contrastile.gradcache.modes import back_propagated, without_hooks
 from contrastile.offload import stream
 
@@ -142,7 +142,7 @@ def search(job: Job, leaves: Sequence[Tensor], batch: int) -> int:
                 back_propagated(outs, [*parameters, *inputs], [torch.zeros_like(out) for out in outs])
             return outputs
 
-    measure = kept_bytes if differentiates else footprint
+    measure = graph_bytes if differentiates else footprint
     with job.reached.random().restoring(), job.sharding.gathered(), without_hooks(parameters):
         few, each = halving(lambda n: bytes_per_example(encoded, n, measure) if n > 1 else 1, min(batch, FEW))
         most = batch if few == min(batch, FEW) else few

@@ -388,8 +388,8 @@ class GradientSums:
                 raise introspect.not_owned(leaf)
         # a rank of which no example reaches a parameter has zeros for it, where another rank has a gradient
         reached = self.job.sharding.any_of([position in self.totals for position in range(len(self.parameters))])
-        for position, (parameter, elsewhere) in enumerate(zip(self.parameters, reached, strict=True)):
-            if elsewhere and position not in self.totals:
+        for position, (parameter, reaches) in enumerate(zip(self.parameters, reached, strict=True)):
+            if reaches and position not in self.totals:
                 self.totals[position] = torch.zeros_like(parameter)
             if position not in self.totals:
                 modes.skip_hooks_without_gradient(parameter)

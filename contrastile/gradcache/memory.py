@@ -107,7 +107,7 @@ def counting() -> Iterator[dict[int, int]]:
         yield sizes
 
 
-def kept_bytes(forward: Callable[[], object]) -> int:
+def graph_bytes(forward: Callable[[], object]) -> int:
     """The bytes that autograd keeps for the backward of `forward()`, every storage counted once."""
     with counting() as sizes:
         # the graph lives until the sum is taken: a freed storage's identity could be that of another
@@ -118,7 +118,7 @@ def kept_bytes(forward: Callable[[], object]) -> int:
 
 
 def bytes_per_example(
-    forward: Callable[[int], object], sub_batch: int, measure: Callable[[Callable[[], object]], int] = kept_bytes
+    forward: Callable[[int], object], sub_batch: int, measure: Callable[[Callable[[], object]], int] = graph_bytes
 ) -> int:
     """Bytes that one more example adds: the slope between half a sub-batch and a whole one.
 

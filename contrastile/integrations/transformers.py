@@ -50,8 +50,8 @@ def mean_pooled(model: nn.Module, /, **inputs: Any) -> Tensor:
 def method_encoder(model: nn.Module, method: str) -> tuple[nn.Module, str | Callable[..., Tensor]]:
     """A method of the model as an encoder: what it returns, or the `pooler_output` of that.
 
-    The features of transformers' `get_image_features` are such an output since version 5. What `forward` or a compiled
-    method returns is taken as it is.
+    The features of transformers' `get_image_features` are such an output since version 5. The result of `forward`,
+    or of a compiled method, is taken as it is.
     """
     # refuses a name of no method, and has FSDP2 gather parameters for it
     unwrap((model, method))

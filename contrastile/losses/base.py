@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from ast import literal_eval
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -30,6 +31,8 @@ ROWS_FIRST = (
 CARRIED = ("labels", "ids", "numbers", "coefficient", "state")
 # share of a tile's pairs up to which excluded ones are listed; above it a mask is faster
 FEW = 1 / 32
+# exp(−60) is still a normal number in float32, with room for a sum below it
+SPREAD = 60.0
 
 
 _Value = TypeVar("_Value")
@@ -150,7 +153,7 @@ Where = Diagonal | Tensor | tuple[Tensor, Tensor]
 def fill(x: Tensor, where: Where | None, value: Tensor | float) -> Tensor:
     """`x` [I, J] with `value` at these pairs, in place."""
     if isinstance(where, Diagonal):
-        where.of(x).fill_(value)
+        where.of(x)[:] = value
     elif isinstance(where, Tensor):
         x.masked_fill_(where, value)
     elif where is not None:
@@ -319,6 +322,13 @@ class Total(Protocol):
     def __call__(self, local: Tensor, *, largest: bool = False) -> Tensor: ...
 
 
+@cache
+def _made(kind: type[PairLoss], *words: str) -> PairLoss:
+    """A loss of this class, with its fields as in `spelled`."""
+    values = (word.split("=", 1) for word in words)
+    return kind(**{field: literal_eval(value) for field, value in values})
+
+
 class PairLoss(ABC):
     """A loss whose rows are functions of statistics that can be accumulated over any partition of the pairs.
 
@@ -381,8 +391,7 @@ class PairLoss(ABC):
     def parsed(spelled: str) -> PairLoss:
         """The loss of a string as in `spelled`."""
         name, *words = spelled.split()
-        values = (word.split("=", 1) for word in words)
-        return PairLoss.registry[name](**{field: literal_eval(value) for field, value in values})
+        return _made(PairLoss.registry[name], *words)
 
     def smoothed(self, label_smoothing: float) -> PairLoss:
         """The same loss with this share of every target spread over the keys that count; an error by default."""
@@ -408,6 +417,13 @@ class PairLoss(ABC):
 
         Uses the tile up, unless the loss is pairwise.
         """
+
+    def direct(self, _tile: Tile, _number: int) -> tuple[Tensor, Tensor] | None:
+        """The loss of rows that meet all columns, as a part of the mean over this number of rows, and ∂loss/∂x [I, J].
+
+        It uses the tile up. None leaves the tile as it is, to the other methods.
+        """
+        return None
 
     @abstractmethod
     def merge(self, a: Tensor, b: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from contrastile._errors import invalid
 from contrastile._types import accumulator
-from contrastile.losses.base import Count, Diagonal, Finished, Formula, Gathers, PairLoss, Shard, Tile, changed
+from contrastile.losses.base import SPREAD, Count, Diagonal, Finished, Formula, Gathers, PairLoss, Shard, Tile, changed
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,20 @@ class Sigmoid(PairLoss):
         elif tile.positive is not None:
             losses = torch.logaddexp(torch.where(tile.positive, -tile.x, tile.x), tile.x.new_zeros(()))
         return (losses.sum(1)[None],)
+
+    def direct(self, tile: Tile, number: int) -> tuple[Tensor, Tensor] | None:
+        x, positive, share = tile.x, tile.positive, 1 / number
+        if type(self) is not Sigmoid or not isinstance(positive, Diagonal) or tile.bounds is None:
+            return None
+        if not -torch.inf < tile.bounds[0] <= tile.bounds[1] <= SPREAD:
+            return None
+        at_positive, exponential = -positive.of(x), x.exp_()
+        losses = exponential.log1p()
+        positive.of(losses).copy_(torch.logaddexp(at_positive, x.new_zeros(())))
+        loss = losses.sum() * share
+        grad = exponential.div_(torch.add(exponential, 1, out=losses))
+        positive.of(grad).copy_(torch.sigmoid(at_positive).neg_())
+        return loss, grad.mul_(share)
 
     def merge(self, a: Tensor, b: Tensor) -> Tensor:
         return a + b

@@ -20,17 +20,16 @@ which is satisfied by one similar positive, where the mean of logarithms wants a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile._errors import SMOOTHING, number
-from contrastile.losses.base import FEW, Diagonal, Finished, Formula, PairLoss, Shard, Tile, fill
-
-# exp(−60) is still a normal number in float32, with room for a sum below it
-SPREAD = 60.0
+from contrastile.losses.base import FEW, SPREAD, Diagonal, Finished, Formula, PairLoss, Shard, Tile, fill
 
 
 class SoftmaxStats(NamedTuple):
@@ -194,6 +193,29 @@ class Softmax(PairLoss):
             fill(grad, tile.excluded, directions[0][1].flatten()[0] * 0)
         return grad
 
+    def direct(self, tile: Tile, number: int) -> tuple[Tensor, Tensor] | None:
+        x, bounds, where = tile.x, tile.bounds, tile.positive
+        if type(self) is not Softmax or self.label_smoothing or bounds is None or not all(map(math.isfinite, bounds)):
+            return None
+        close = bounds[1] - bounds[0] <= SPREAD
+        pairs = _one_each(where) if isinstance(where, Tensor) and not self.symmetric else where
+        if pairs is None or isinstance(pairs, Tensor) or (self.symmetric and not close):
+            return None
+        positive = (pairs.of(x) if isinstance(pairs, Diagonal) else x[pairs]).clone()
+        fill(x, pairs, -torch.inf)
+        # rows and columns share their exponentials
+        top = x.new_tensor(bounds[1]) if close else finite(x.amax(1, keepdim=True))
+        x.sub_(top).exp_()
+        # of the negatives
+        totals = torch.stack([x.sum(dim) for dim in (1, 0)[: 1 + self.symmetric]])
+        positive.sub_(top.squeeze())
+        gap, share = totals.log() - positive, 1 / (len(totals) * number)
+        weights = share / totals.add_(positive.exp())
+        grad = x.mul_(weights[0][:, None] + weights[1] if self.symmetric else weights[0][:, None])
+        # log(1 + exp(gap)), which is the gap itself behind the threshold
+        loss = F.softplus(gap, threshold=SPREAD).sum() * share
+        return loss, fill(grad, pairs, torch.sigmoid(gap).sum(0).mul_(-share))
+
     def _directions(
         self, rows: Shard, cols: Shard, row_index: tuple[Any, ...], col_index: tuple[Any, ...]
     ) -> list[tuple[SoftmaxState, Tensor]]:
@@ -298,6 +320,12 @@ def _few(positive: Tensor) -> tuple[Tensor, Tensor] | None:
         return None
     row, column = positive.nonzero(as_tuple=True)
     return (row, column) if len(row) <= FEW * positive.numel() else None
+
+
+def _one_each(positive: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Row and column of each positive where every row has one; else None."""
+    pairs = _few(positive)
+    return pairs if pairs is not None and torch.equal(pairs[0], torch.arange(len(positive))) else None
 
 
 def finite(top: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from contrastile.modules import ClipLoss
 from contrastile.offload import free_memory, settle, usable_cpus
 from contrastile.planner.loss import LossSize
 from contrastile.planner.profile import THIS, Profile, calibrated_path, known_profiles
-from contrastile.planner.seconds import KEPT_BYTES
+from contrastile.planner.seconds import EXPONENTIAL_BYTES
 from contrastile.planner.towers import Work, measure, shapes_only
 
 # seconds for each of the measurements
@@ -95,8 +95,8 @@ def measured(device: torch.device, seconds: float) -> Profile:
     # the time per pair is a straight line over the features
     slope = max(1e-18, (times["auto", many] - times["auto", few_features]) / (rows**2 * (many - few_features)))
     size = LossSize(rows, rows, 1, few_features, memory, device=kind, dtype=_dtype(kind))
-    each, kept = size.operations / rows**2 / few_features, KEPT_BYTES / bandwidth if size.kept else 0.0
-    rest = max(1e-15, (times["auto", few_features] - call) / rows**2 - slope * few_features - kept)
+    each, beside = size.operations / rows**2 / few_features, EXPONENTIAL_BYTES / bandwidth if size.exponentials else 0.0
+    rest = max(1e-15, (times["auto", few_features] - call) / rows**2 - slope * few_features - beside)
     dense = max(1e-15, (times["dense", few_features] / rows**2 - slope * few_features) / size.matrices)
     device_text = f"{torch.get_num_threads()} threads" if kind == "cpu" else name
     today = datetime.now(UTC).date()

@@ -17,7 +17,7 @@ from contrastile.losses.base import PairLoss
 from contrastile.losses.softmax import Softmax
 from contrastile.offload import default_workspace
 from contrastile.scorers import MaxSim
-from contrastile.tiles.base import NARROW, STATISTICS, resident_bytes
+from contrastile.tiles.base import NARROW, ROWS_AT_ONCE, STATISTICS, resident_bytes
 from contrastile.tiles.eager import MATRICES, MATRICES_BY_INDEX, SIDE_ACCELERATOR, SIDE_CPU
 
 # bytes of fused kernels whatever the size of a block, measured: the scratch memory of their programs
@@ -138,7 +138,8 @@ class LossSize:
     @property
     def _allowed(self) -> int:
         """Bytes that a block may take."""
-        allowed = default_workspace(self.memory) if self.workspace is None else self.workspace
+        default = default_workspace(self.memory, alone=self.ranks == 1 and not self.host)
+        allowed = default if self.workspace is None else self.workspace
         graph = self.ranks > 1 and self.replayed and self.backend_name == "triton"
         return min(allowed, MOST_BYTES) if graph else allowed
 
@@ -156,10 +157,12 @@ class LossSize:
             return device_bytes(self._cuts(), self.rows, self.columns, self.sizes, self.given, self.dtype), 0
         throughout, end = resident_bytes(self.rows, self.columns, self.dimensions, self.dtype, self.given)
         if self._at_once and end == throughout:
-            # the backward multiplies accumulators of the forward with its own gradient
-            end += (self.rows + self.columns) * self.dimensions * self.wide
+            # the scale's gradient is the sum of a product of this size
+            end += min(self.rows, ROWS_AT_ONCE) * self.dimensions * self.wide
         # the sums of those before wait for the backward; copies of all columns, where others are behind the keys, too
         queued = self.columns * self.dimensions * self.given.itemsize if self.queue or self.own else 0
+        # the copy that a queue hands out
+        queued += self.queue * self.dimensions * self.given.itemsize
         queued += (self.rows + self.columns) * self.guide * self.given.itemsize if self.own else 0
         others = (self.directions - 1) * throughout + self.directions * queued
         return throughout + others, end + others
@@ -177,7 +180,7 @@ class LossSize:
         that keeps its exponentials and one with a teacher.
         """
         N, M = self.rows, self.columns
-        keeps = self.kept or (self.taught and self.backend_name == "triton")
+        keeps = self.exponentials or (self.taught and self.backend_name == "triton")
         early = self.replayed if self.ranks > 1 else not self.loss.symmetric or keeps
         return 0 if early or self.loss.pairwise or self.host else (N + M) * self.dimensions * self.wide
 
@@ -187,7 +190,7 @@ class LossSize:
         return self.loss.formula is not None and self.loss.formula.guide == "teacher"
 
     @cached_property
-    def kept(self) -> bool:
+    def exponentials(self) -> bool:
         """The backward has the forward's exponentials: of one process, by fused kernels, where they fit."""
         if self.backend_name != "triton" or self.ranks > 1 or self.host or self.own:
             return False
@@ -196,7 +199,7 @@ class LossSize:
         except ImportError:
             return 2 * self.rows * self.columns <= self._allowed
         budget = Budget.expected(self.loss, self._place, self._allowed)
-        return budget.expects_kept(self.rows, self.columns, self.dimensions, self.dtype, ordered=self.labels)
+        return budget.expects_exponentials(self.rows, self.columns, self.dimensions, self.dtype, ordered=self.labels)
 
     @property
     def _place(self) -> torch.device:
@@ -229,7 +232,7 @@ class LossSize:
         For each pair and feature 8, of a pairwise loss in one sweep and with kept exponentials 6; for each feature of a
         teacher 4, and of a guide, whose mask is kept as bits, 2.
         """
-        own = 6 if self.kept or (self.loss.pairwise and not self.host) else 8
+        own = 6 if self.exponentials or (self.loss.pairwise and not self.host) else 8
         return self.pairs * (own * self.dimensions + (4 if self.taught else 2) * self.guide)
 
     @property
@@ -246,7 +249,7 @@ class LossSize:
     @property
     def copied(self) -> int:
         """Bytes that a replay moves beside its graph: features to the graph's memory, and sums from it."""
-        narrow = self.kept and not self.loss.symmetric and self.columns >= NARROW * self.rows
+        narrow = self.exponentials and not self.loss.symmetric and self.columns >= NARROW * self.rows
         of_row, of_col = self.sizes
         sums = of_row * self.rows * self.wide + of_col * self.columns * (self.dtype.itemsize if narrow else self.wide)
         numbers = of_row * self.rows + of_col * self.columns

@@ -21,6 +21,8 @@ GPUS = re.compile(rf"(?:(?P<nodes>{COUNT})x)??(?:(?P<count>{COUNT})x)?(?P<chip>[
 EXAMPLE = "Such as H200, 8xH100-80GB, or 32x8xH100-80GB for 32 nodes."
 # the CPUs of this machine as a device
 THIS = "cpu"
+# ranks of a plan, which lists the rows of each
+MOST_RANKS = 2**16
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,10 @@ class Target:
     # bytes of a node's host memory, known of this machine alone
     host: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.ranks > MOST_RANKS:
+            raise invalid("ranks", f"be at most {MOST_RANKS:,}", f"{self.ranks:,}", "Plan for fewer GPUs.")
+
 
 def known_profiles() -> dict[str, Profile]:
     """The profiles of the package and that of this machine, by their names in lower case."""
@@ -116,7 +122,7 @@ def target(word: str | None) -> Target:
     """
     profiles = known_profiles()
     if word is None:
-        return _here(profiles)
+        return _this_machine(profiles)
     match = GPUS.fullmatch(word) if isinstance(word, str) else None
     if match is None:
         raise invalid("gpus", "be [nodes x] [GPUs x] chip [- memory in GB]", repr(word), EXAMPLE)
@@ -140,7 +146,7 @@ def target(word: str | None) -> Target:
     return Target(word, profile, memory, nodes * per_node, per_node, kind)
 
 
-def _here(profiles: dict[str, Profile]) -> Target:
+def _this_machine(profiles: dict[str, Profile]) -> Target:
     """This machine: its first GPU, or its CPUs."""
     import torch
 

@@ -30,7 +30,7 @@ SHARED_CALLS, AGREED_CALLS, REPLAYED_HOP = 7.3, 1.3, 0.17
 # 32,768 x 512 in h200_planner_loss.csv
 SIGMOID_PAIRS, TEACHER_PAIRS, MASKED_PAIRS, LABELLED_PAIRS = 1.5, 5.2, 4.2, 2.5
 # bytes of a pair whose kept exponential is multiplied by numbers of its row and column in place
-KEPT_BYTES = 4
+EXPONENTIAL_BYTES = 4
 # of token vectors: a sweep's rate over that of towers' products; the time of a sweep that notes the winning tokens over
 # that of one that does not; operations in the time of gathering a byte of them, from caches; the host's time, and its
 # time before the device begins, in calls. From the rows of 1,024² and of 128² pairs of 32 x 180 tokens in
@@ -156,8 +156,8 @@ def loss_seconds(loss: LossSize, profile: Profile) -> float:
         return hypot(profile.call, device)
     blocks = ceil(2 * N * M / max(1, loss.workspace_bytes))
     device += blocks * profile.block
-    if loss.kept and loss.loss.symmetric:
-        device += loss.pairs * KEPT_BYTES / profile.bandwidth
+    if loss.exponentials and loss.loss.symmetric:
+        device += loss.pairs * EXPONENTIAL_BYTES / profile.bandwidth
     if loss.replayed:
         # from CUDA graphs, so that host and device work at once
         calls = 1.0 if loss.ranks == 1 else SHARED_CALLS + AGREED_CALLS * log2(loss.ranks)

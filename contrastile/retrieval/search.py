@@ -132,7 +132,7 @@ def write_page(search: Search, question: str, k: int, path: Path) -> None:
     run: Any = search.run
     ranked = [(score, row) for score, row in zip(scores[0].tolist(), rows[0].tolist(), strict=True) if row >= 0]
     picture = partial(alignment, run, question, dimensions=search.index.dimensions)
-    found = [(score, search.index[row]) for score, row in ranked]
-    passages = [{"passage": passage, "score": score, "alignment": picture(passage)} for score, passage in found]
+    best = [(score, search.index[row]) for score, row in ranked]
+    passages = [{"passage": passage, "score": score, "alignment": picture(passage)} for score, passage in best]
     content = template("search.html.jinja").render(question=question, run=search.run.recipe.name, passages=passages)
     path.write_text(content, encoding="utf-8")

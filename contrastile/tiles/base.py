@@ -1,8 +1,8 @@
 """The interface of every way to compute a block of the matrix.
 
 Stands between `exchange/`, which brings rows and columns together, and the arithmetic. A `Tiles` object belongs to one
-call. It has the loss, the scale and the bias, and computes any block of rows × columns within its workspace. What the
-forward leaves for the backward are attributes.
+call. It has the loss, the scale and the bias, and computes any block of rows × columns within its workspace. Its
+attributes are the forward's results for the backward.
 """
 
 from abc import ABC, abstractmethod
@@ -13,6 +13,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from contrastile._torch import backward_is_repeatable
 from contrastile._types import Reduction, accumulator
 from contrastile.losses.base import Finished, PairLoss, Shard, Total, count_equal, divisor
 
@@ -174,10 +175,12 @@ class Tiles(ABC):
         """Rows of a strip that meets all columns, whose loss and gradient come from one product; 0 without strips."""
         return 0
 
-    def strips(self, rows: Shard, cols: Shard, u: Sum, v: Sum, weigh: Weigh) -> Tensor:
+    def strips(
+        self, rows: Shard, cols: Shard, u: Sum, v: Sum, weigh: Weigh, *, mean: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """Add the gradients of all pairs to u and v, strip by strip, as `backward`: 6·N·M·D operations with the loss.
 
-        Returns the sums of `backward`.
+        Returns the sums of `backward`, and the loss where it is the `mean` of all rows and needed no `weigh`.
         """
         raise NotImplementedError
 
@@ -261,7 +264,7 @@ class Tiles(ABC):
         """Gradients of scale, bias and features in their own types.
 
         numbers: scale and bias as the user passed them. upstream: a factor that is not in the sums yet. With it the
-        accumulators stay as they are, because a second backward may read them again.
+        accumulators stay as they are if a second backward may read them again.
         """
         scale, bias = numbers
         want_scale, want_bias, want_q, want_k = wanted
@@ -274,7 +277,7 @@ class Tiles(ABC):
             dbias = as_given(of_pairs if self.loss.uses_bias else torch.zeros_like(of_pairs), bias, upstream)
         if self.final:
             return [dscale, dbias, u, v]
-        keep = upstream is not None
+        keep = upstream is not None and backward_is_repeatable()
         of_q, of_k = self.grad_dtypes or (rows.features.dtype, cols.features.dtype)
         dq = self.scaled(u, of_q, upstream, keep=keep) if want_q and u is not None else None
         dk = self.scaled(v, of_k, upstream, keep=keep) if want_k and v is not None else None
@@ -391,10 +394,9 @@ def inner_product(x: Tensor, total: Tensor) -> Tensor:
     """Σ ⟨x_i, total_i⟩ in the accumulator's type, `ROWS_AT_ONCE` rows at a time."""
     wide = accumulator(x.dtype)
     if len(x) <= ROWS_AT_ONCE:
-        parts = [torch.linalg.vecdot(x.to(wide), total).sum()]
-    else:
-        parts = [
-            torch.linalg.vecdot(some.to(wide), other).sum()
-            for some, other in zip(x.split(ROWS_AT_ONCE), total.split(ROWS_AT_ONCE), strict=True)
-        ]
+        return torch.linalg.vecdot(x.to(wide), total).sum()
+    parts = [
+        torch.linalg.vecdot(some.to(wide), other).sum()
+        for some, other in zip(x.split(ROWS_AT_ONCE), total.split(ROWS_AT_ONCE), strict=True)
+    ]
     return torch.stack(parts).sum()

@@ -14,8 +14,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from contrastile._torch import bf16_matrix_units
 from contrastile._types import accumulator
 from contrastile.losses.base import PairLoss, Shard, Tile, fill, mark, target, with_states
+from contrastile.losses.softmax import Softmax
 from contrastile.tiles.base import InFlight, Sum, Tiles, Weigh, bounds_of
 
 # tiles of 1,024² float32 stay in a core's cache; on an accelerator 8,192² fill its multiprocessors
@@ -29,6 +31,8 @@ TILES_HELD, TILES_HELD_CPU, GUIDED_CPU, SMOOTHED_CPU, LISTED_CPU = 5, 2, 1.25, 1
 MATRICES, MATRICES_BY_INDEX = 3.0, 7.25
 # most and fewest rows of a strip over all columns on a CPU; with fewer, two sweeps over tiles are as fast
 STRIP_CPU, LEAST_STRIP = 512, 32
+# most rows of a symmetric block that is one tile on a CPU, whose two sweeps would compute every product twice
+WHOLE_CPU = 2048
 
 
 @dataclass
@@ -62,7 +66,7 @@ class Eager(Tiles):
     def _height(self, N: int, M: int, dtype: torch.dtype) -> int:
         side = self._side(dtype)
         fit = self.workspace // (self._held * self.scale.dtype.itemsize * max(M, 1))
-        if max(N, M) <= side:
+        if max(N, M) <= (max(side, WHOLE_CPU) if self.loss.symmetric and self.scale.device.type == "cpu" else side):
             # a dense matrix beyond the workspace takes two sweeps, which hold it once
             return N if M and fit >= N else 0
         if self.loss.symmetric:
@@ -71,20 +75,35 @@ class Eager(Tiles):
         height = min(N, fit, STRIP_CPU if self.scale.device.type == "cpu" else side)
         return height if height >= LEAST_STRIP else 0
 
-    def strips(self, rows: Shard, cols: Shard, u: Sum, v: Sum, weigh: Weigh) -> Tensor:
+    def strips(
+        self, rows: Shard, cols: Shard, u: Sum, v: Sum, weigh: Weigh, *, mean: bool
+    ) -> tuple[Tensor, Tensor | None]:
         height, sums = self.strip(rows, cols), self.no_pairs()
         room = self.scale.new_empty(height * len(cols))
+        value: Tensor | None = None
         for along, strip in self._tiles(rows, height):
             x, graph = self._logits(strip, cols, room, with_graph=True)
             tile = self._tile(x, strip, cols, graph)
+            u_I = None if u is None else u[along]
+            if mean and (result := self.loss.direct(tile, len(rows))) is not None:
+                value = result[0] if value is None else value + result[0]
+                self._add(result[1], strip, cols, u_I, v, sums)
+                continue
+            if value is not None:
+                # a row without a positive, or a number that is not finite, behind strips without
+                for total in (u, v):
+                    if total is not None:
+                        total.zero_()
+                return self.strips(rows, cols, u, v, weigh, mean=False)
+            mean = False
             if self.fresh and tile.bounds is not None and all(map(math.isfinite, tile.bounds)):
                 self.flag = self.scale.new_zeros(())
             states, coefficients = weigh(self._stats(tile, strip, cols, keep=True), along)
             sides = with_states(strip, cols, states, coefficients)
-            self._propagate(tile, graph, *sides, None if u is None else u[along], v, sums)
+            self._propagate(tile, graph, *sides, u_I, v, sums)
             # free the memory for the next strip
             del x, graph, tile
-        return sums
+        return sums, value
 
     def _sweep(
         self, rows: Shard, cols: Shard, stats: list[Tensor | None] | None, u: Sum, v: Sum, sums: Tensor | None
@@ -134,6 +153,8 @@ class Eager(Tiles):
         out = room[: n * m].view(n, m)
         if _narrow_on_accelerator(q):
             torch.mm(q, k, out_dtype=torch.float32, out=out)
+        elif _on_matrix_units(q.dtype, q.device):
+            _add_in_two(out, q, k, fresh=True)
         else:
             torch.mm(q.to(out.dtype), k.to(out.dtype), out=out)
         # scaled after the product: scaled features would be rounded once more
@@ -144,14 +165,25 @@ class Eager(Tiles):
         return graph
 
     def _propagate(self, tile: Tile, _graph: Any, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor) -> None:
-        """Add a tile's gradient to the accumulators, and its sum where a bias needs it."""
-        g_IJ = self.loss.pair_grad(tile, rows, cols)
-        if u_I is not None:
-            add_product(u_I, g_IJ, cols.features, fresh=self.fresh)
-        if v_J is not None:
-            add_product(v_J, g_IJ.T, rows.features, fresh=self.fresh)
+        """Add a tile's gradient to the accumulators and to the sums."""
+        self._add(self.loss.pair_grad(tile, rows, cols), rows, cols, u_I, v_J, sums)
+
+    def _add(self, g_IJ: Tensor, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor) -> None:
+        """Add g · k to u, gᵀ · q to v, and the sum of g to the sums where a bias needs it."""
         if self.bias is not None:
             sums += g_IJ.sum()
+        q, k = rows.features, cols.features
+        narrow = _on_matrix_units(q.dtype, q.device)
+        g = g_IJ.to(q.dtype) if narrow else g_IJ
+        if u_I is not None:
+            add_product(u_I, g, k, fresh=self.fresh)
+        if v_J is not None:
+            add_product(v_J, g.T, q, fresh=self.fresh)
+        if narrow and u_I is not None:
+            # the scale's gradient, a single number, is read off u, or off v where there is no u
+            u_I += g_IJ.sub_(g).to(q.dtype) @ k
+        elif narrow and v_J is not None:
+            v_J += g_IJ.sub_(g).to(q.dtype).T @ q
 
     def _repeatable(self) -> AbstractContextManager[object]:
         """A context in which a tile is computed the same every time."""
@@ -171,20 +203,26 @@ class Eager(Tiles):
         cls, loss: PairLoss, N: int, M: int, D: int, dtype: torch.dtype, workspace: int, device: torch.device,
         *, by_index: bool = False, labels: bool = False, followed: bool = False,
     ) -> int:  # fmt: skip
-        del followed
         tiles = cls(loss, torch.empty((), device=device), None, workspace)
         teacher = loss.formula is not None and loss.formula.guide == "teacher"
         if device.type != "cpu" or labels or teacher or (loss.guides and by_index):
             return tiles.workspace_bytes(N, M, D, dtype)
         side, wide = tiles._side(dtype), accumulator(dtype)
-        # both passes of a pairwise loss are one sweep over tiles
-        rows, cols = (min(N, side), min(M, side)) if loss.pairwise else tiles._largest_tile(N, M, dtype)
-        held = TILES_HELD_CPU + GUIDED_CPU * loss.guides + loss.reads_products + LISTED_CPU * by_index
+        # a pairwise loss, and blocks of several ranks, are swept over in tiles
+        in_tiles = loss.pairwise or not followed
+        rows, cols = (min(N, side), min(M, side)) if in_tiles else tiles._largest_tile(N, M, dtype)
+        # the gradient of one direction takes the place of the logits, unless matrix units want it in bf16
+        one_way = type(loss) is Softmax and not (loss.symmetric or loss.label_smoothing)
+        in_place = one_way and not _on_matrix_units(dtype, device)
+        held = TILES_HELD_CPU - in_place + GUIDED_CPU * loss.guides + loss.reads_products + LISTED_CPU * by_index
         # label smoothing reads the logits after their exponentials; logits that are far apart, as at a large scale,
         # have exponentials of their own for rows and for columns
         held += SMOOTHED_CPU if getattr(loss, "label_smoothing", 0.0) else loss.symmetric
-        # features of another type are converted, a side at a time
-        return int(wide.itemsize * (held * rows * cols + (dtype != wide) * max(rows, cols) * D))
+        # features of another type are converted, a side at a time; for matrix units the tile is, in two parts
+        copied = max(rows, cols) * D * wide.itemsize if dtype != wide else 0
+        if _on_matrix_units(dtype, device):
+            copied = (2 * rows * cols + max(rows, cols) * D) * dtype.itemsize
+        return int(wide.itemsize * held * rows * cols + copied)
 
     def _tile(self, x: Tensor, rows: Shard, cols: Shard, graph: Any) -> Tile:
         """The tile of the logits x, to which the bias is added in place."""
@@ -246,7 +284,9 @@ class Dense(Eager):
 def add_product(total: Tensor, g: Tensor, features: Tensor, *, fresh: bool) -> None:
     """total += g @ features, in the accumulator's type; `fresh`: total = g @ features."""
     keep = 0 if fresh else 1
-    if not _narrow_on_accelerator(features):
+    if _on_matrix_units(features.dtype, features.device):
+        _add_in_two(total, g.to(features.dtype), features, fresh=fresh)
+    elif not _narrow_on_accelerator(features):
         total.addmm_(g, features.to(total.dtype), beta=keep)
     elif features.dtype == torch.float16:
         narrow, unit = _in_range(g)
@@ -254,6 +294,13 @@ def add_product(total: Tensor, g: Tensor, features: Tensor, *, fresh: bool) -> N
         _ = torch.div(product, unit, out=total) if fresh else total.addcdiv_(product, unit)
     else:
         torch.addmm(total, g.to(features.dtype), features, beta=keep, out_dtype=torch.float32, out=total)
+
+
+def _add_in_two(total: Tensor, a: Tensor, b: Tensor, *, fresh: bool) -> None:
+    """total += a @ b in float32, where matrix units return bf16: the rounded product, and what rounding took away."""
+    product = torch.mm(a, b)
+    _ = total.copy_(product) if fresh else total.add_(product)
+    total += torch.addmm(product, a, b, beta=-1, out=product)
 
 
 def _in_range(g: Tensor) -> tuple[Tensor, Tensor]:
@@ -271,3 +318,8 @@ def _in_range(g: Tensor) -> tuple[Tensor, Tensor]:
 def _narrow_on_accelerator(features: Tensor) -> bool:
     """16-bit operands on a CUDA device: its matrix units accumulate in float32 and return it."""
     return features.is_cuda and features.dtype in (torch.float16, torch.bfloat16)
+
+
+def _on_matrix_units(dtype: torch.dtype, device: torch.device) -> bool:
+    """bf16 operands on a CPU whose matrix units accumulate in float32 and return bf16."""
+    return dtype == torch.bfloat16 and device.type == "cpu" and bf16_matrix_units

@@ -107,12 +107,12 @@ class Bar:
 
 
 @contextmanager
-def progress(total: int, what: str, unit: str, begun: int = 0) -> Iterator[Bar]:
+def progress(total: int, action: str, unit: str, begun: int = 0) -> Iterator[Bar]:
     """Show a wait of `total` units: `with progress(54_000, "rendering", "pictures") as bar: ... bar.update(1)`.
 
     Of several ranks only the first shows the bar.
     """
-    bar = Bar(total, what, unit, begun, sys.stderr if os.environ.get("RANK", "0") == "0" else None)
+    bar = Bar(total, action, unit, begun, sys.stderr if os.environ.get("RANK", "0") == "0" else None)
     try:
         yield bar
     finally:
@@ -318,8 +318,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def metrics_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The same, one after the other: those of a long run would fill the memory."""
+    """The same, one after the other: those of a long run would fill the memory. None where the file was removed."""
     damaged = 0
+    if not path.exists():
+        return
     with path.open("rb") as file:
         for line in file:
             try:

@@ -64,5 +64,5 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.save(trained(cached), Path(sys.argv[1]) / f"{Accelerator().process_index}.pt")
-    # threads of a process group that is still there may abort the process at its end
+    # torch's threads of a group that is still there may abort an interpreter that ends
     Accelerator().end_training()

@@ -21,7 +21,7 @@ LN2_REST = tl.constexpr(-2.1219444005469057e-4)
 # largest exponent t of a term
 HIGHEST = tl.constexpr(100.0)
 # keys times the norms of features beyond which sums of such exponentials times features could exceed float32
-MOST_KEPT = tl.constexpr(2.0**27)
+MOST_EXPONENTIALS = tl.constexpr(2.0**27)
 # a smaller sum may have lost terms that matter
 LOWEST_SUM = tl.constexpr(2.0**-60)
 # positions of a block's constants: factor and shift of t; unit of a 16-bit strip; bias and scale, for logits computed
@@ -50,7 +50,7 @@ ANY = ("N", "M", "n", "diagonal", "self_diagonal", "positives", "positives_strid
        "vectors_step", "sums_step", "part_stride", "part_row_stride", "part_col_stride", "parts", "stats_row_stride",
        "stats_stride", "row_stats_stride", "col_stats_stride", "row_state_stride", "col_state_stride", "row_tiles",
        "col_tiles", "row_first", "row_last", "col_first", "col_last", "q_blocks", "blocks", "truncation", "careful",
-       "kept", "smoothing", "m", "spans_stride", "spans_start", "row_stride", "col_stride", "x_lost",
+       "keys", "smoothing", "m", "spans_stride", "spans_start", "row_stride", "col_stride", "x_lost",
        "y_lost")  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from contrastile._types import Reduction
 from contrastile.losses.base import PairLoss, Shard, Total
 from contrastile.tiles.base import ForwardResult, InFlight, Tiles
-from contrastile.tiles.triton import kept, launch, plan, positions, sorting
+from contrastile.tiles.triton import exponentials, launch, plan, positions, sorting
 from contrastile.tiles.triton.arithmetic import NONFINITE, UNIT
 from contrastile.tiles.triton.block import (
     COLUMN_SUMS,
@@ -46,8 +46,8 @@ from contrastile.tiles.triton.block import (
     numbered_groups,
     readable_side,
 )
+from contrastile.tiles.triton.exponentials import Exponentials
 from contrastile.tiles.triton.guided import Gap, Guidance, separate_sums, with_teacher
-from contrastile.tiles.triton.kept import Kept
 from contrastile.tiles.triton.launch import CONSTANTS, Term, Weights, on
 from contrastile.tiles.triton.plan import Epilogue, Operand, Pair
 
@@ -75,8 +75,8 @@ class Triton(Tiles):
     positives: dict[tuple[int, ...], Positives | None] = field(default_factory=dict, compare=False, repr=False)
     # latest super-tile of the present block, whose operands the next pass reuses: often it is the only one
     super_tile: SuperTile | None = field(default=None, init=False, compare=False, repr=False)
-    # exponentials of the block that the forward has kept for the backward
-    kept: Kept | None = field(default=None, init=False, compare=False, repr=False)
+    # exponentials of the block, which the forward has written for the backward
+    exponentials: Exponentials | None = field(default=None, init=False, compare=False, repr=False)
     guidance: Guidance = field(default_factory=Guidance, init=False, compare=False, repr=False)
     # multiprocessors left to transfers between devices
     reserved: int = 0
@@ -208,10 +208,10 @@ class Triton(Tiles):
         self.reserved = multiprocessors
 
     def keeps(self, rows: Shard, cols: Shard) -> bool:
-        return self._epilogue.taught or kept.fits(rows, cols, self._epilogue, self._budget)
+        return self._epilogue.taught or exponentials.fits(rows, cols, self._epilogue, self._budget)
 
     def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
-        narrow = self.kept is not None and self.kept.narrow
+        narrow = self.exponentials is not None and self.exponentials.narrow
         if not narrow or self.grad_dtypes not in (None, (torch.bfloat16, torch.bfloat16)):
             return super().accumulators(rows, cols, wanted)
         u, _ = super().accumulators(rows, cols, (*wanted[:3], False))
@@ -237,12 +237,12 @@ class Triton(Tiles):
         position = rows.start, len(rows), cols.start, len(cols)
         if position not in self.constants:
             given = rows.features, cols.features, self.scale, self.bias
-            suits = self.followed and kept.suits(rows, self._epilogue)
+            suits = self.followed and exponentials.suits(rows, self._epilogue)
             # gradients of positives over the factor of their row add up to twice the sum of exponentials
             most = 4 if by_label(rows) else 1
             number = most * len(cols) if suits and not self.loss.symmetric else 0
-            least = kept.LEAST if suits and self.loss.symmetric and self.keeps(rows, cols) else 0.0
-            constants = launch.block_constants(*given, self._epilogue, kept=number, least=least, norms=self.norms)
+            least = exponentials.LEAST if suits and self.loss.symmetric and self.keeps(rows, cols) else 0.0
+            constants = launch.block_constants(*given, self._epilogue, keys=number, least=least, norms=self.norms)
             self.constants[position] = with_teacher(constants, rows, cols, self._epilogue)
             self.groups[position] = numbered_groups(rows, cols)
             if by_label(rows):
@@ -300,12 +300,13 @@ class Triton(Tiles):
                     # one way with the sums of the scale's gradient, else with several of each column
                     each = COLUMN_SUMS if self.loss.symmetric else 1
                     parts = tile.block.new_parts(channels + (not self.loss.symmetric), each=each)
-                    self.kept = kept.exponentials(tile.pair, block.constants, parts, epilogue)
+                    self.exponentials = exponentials.written(tile.pair, block.constants, parts, epilogue)
                 elif later and not careful:
                     parts = separate_sums(tile, epilogue)
                 else:
                     # where the careful flag is set, the exponentials are not read
-                    memory = None if self.kept is None else self.kept.strip.view(torch.float32).flatten()
+                    strip = None if self.exponentials is None else self.exponentials.strip
+                    memory = None if strip is None else strip.view(torch.float32).flatten()
                     parts = tile.block.new_parts(channels, memory)
                     launch.sums(tile.pair, block.constants, parts, epilogue, careful=careful)
                 merged = (parts, tile.of(stats), block.constants, epilogue, tile.first, tile.last)
@@ -377,9 +378,9 @@ class Triton(Tiles):
         because the columns must stay until they have been read. It leaves then if this is the `final` addition.
         """
         weights = self._weights(block)
-        if self.kept is not None:
-            numbers = self.kept.add(block, weights, u, None if v is None else _received(v), self._epilogue)
-            self.kept, self.guidance = None, Guidance()
+        if self.exponentials is not None:
+            numbers = self.exponentials.add(block, weights, u, None if v is None else _received(v), self._epilogue)
+            self.exponentials, self.guidance = None, Guidance()
             lost = launch.truncation(block.rows.features)
             return [(x, lost) for x in numbers]
         sums = launch.new_sums(self.scale.device, 0 if block.order is None else sorting.SHARED * len(block.rows))

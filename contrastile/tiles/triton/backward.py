@@ -227,7 +227,7 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
     `row_part` [programs], without the shift of x, which `direction_weights` adds: see `Gap` in `guided.py`.
 
     Of another exponential with LOSS, in one direction, the strip holds 2^t alone, for a backward that knows a later:
-    see `kept.py`. Each tile's Σ 2^t and Σ 2^t · ⟨q, k⟩ along rows go to `row_part` [2, col tiles, N].
+    see `exponentials.py`. Each tile's Σ 2^t and Σ 2^t · ⟨q, k⟩ along rows go to `row_part` [2, col tiles, N].
 
     A softmax's tile is processed in quarters: the products stay in registers until their gradients are known, and
     spilling them costs more than all else. A teacher's tile is a gradient before the student's product begins.

@@ -35,11 +35,11 @@ from contrastile.tiles.triton.plan import (
 )
 
 # type of features, and of a strip, whose range is that of exponentials; float32 features would have three strips
-KEPT_IN = torch.bfloat16
+EXPONENTIAL_DTYPE = torch.bfloat16
 # features from which a symmetric loss's product of a pair takes longer than its number's way through memory, by the
 # times at 512 and at 768
 LEAST_FEATURES = 320
-# sums of a tile's column where exponentials are kept, see `kept_tile`
+# sums of a tile's column where exponentials are kept, see `exponential_tile`
 COLUMN_SUMS = 4
 # 32-bit ids by name, of rows and of columns
 Groups = tuple[dict[str, Tensor], dict[str, Tensor]]
@@ -129,14 +129,14 @@ class Budget:
         given = self._expected(D, dtype, ordered), PIECES[dtype]()
         # one sweep gives a pairwise loss and its gradients
         most = self._most(N, M, given[0], dtype, forward=not self.loss.pairwise)
-        if followed and self.expects_kept(N, M, D, dtype, ordered=ordered):
+        if followed and self.expects_exponentials(N, M, D, dtype, ordered=ordered):
             later = self.keeping(N, M, *given, later=True)
             most = max(most, self.keeping(N, M, *given) - 4 * (N + M) * D, later)
         return most
 
-    def expects_kept(self, N: int, M: int, D: int, dtype: torch.dtype, *, ordered: bool = False) -> bool:
+    def expects_exponentials(self, N: int, M: int, D: int, dtype: torch.dtype, *, ordered: bool = False) -> bool:
         """Return whether exponentials are kept for a backward that follows at once, as `keeps` does."""
-        gains = self._gains(D) and self.epilogue.keeps and dtype == KEPT_IN
+        gains = self._gains(D) and self.epilogue.keeps and dtype == EXPONENTIAL_DTYPE
         return gains and self.keeping(N, M, self._expected(D, dtype, ordered), PIECES[dtype]()) <= self.workspace
 
     def _expected(self, D: int, dtype: torch.dtype, ordered: bool) -> int:

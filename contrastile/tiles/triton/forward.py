@@ -155,7 +155,7 @@ def join_quarters(left, right, BM: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def kept_tile(acc, constants, masks, ids, col_part_ptr, out_mem, out_stride, i, j, N, M, BM: tl.constexpr,
+def exponential_tile(acc, constants, masks, ids, col_part_ptr, out_mem, out_stride, i, j, N, M, BM: tl.constexpr,
               BN: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr,
               PRODUCTS: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """Write a tile's exponentials 2^t into the strip, and their sums along columns; returns those along rows.
@@ -205,7 +205,7 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
     """Per tile: Σ 2^t of the valid pairs, along rows [channel, col tile, N] and columns [channel, row tile, M].
 
     SMOOTH adds two channels, see `_store_logits`; so does GUIDE == TEACHER, see `store_sums`. SOFTPLUS sums
-    softplus(x), along rows only. KEEP also writes 2^t into a strip, see `kept_tile`.
+    softplus(x), along rows only. KEEP also writes 2^t into a strip, see `exponential_tile`.
     """
     masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
     ids = (row_ids_ptr, col_ids_ptr)
@@ -253,7 +253,7 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
                     store_column_sums(e, f, apart, col_at, col_stride, cols < M)
             store_sums(tl.sum(total, 1), tl.sum(soft, 1), tl.sum(gap, 1), row_at, row_stride, rows < N)
         elif KEEP:
-            total = kept_tile(acc, constants, masks, ids, col_part_ptr, out_mem, out_stride, i, j, N, M, BM, BN,
+            total = exponential_tile(acc, constants, masks, ids, col_part_ptr, out_mem, out_stride, i, j, N, M, BM, BN,
                               DIAGONAL, SELF, POSITIVES, IDS, PRODUCTS, TMA)  # fmt: skip
             tl.store(row_at, total, mask=rows < N)
         else:

@@ -220,7 +220,7 @@ def label_gradients(q_ptr, k_ptr, strip_ptr, constants_ptr, row_state_ptr, row_c
 
     Adds each row's Σ g · ⟨q, k⟩, or Σ g with SOFTPLUS, to `label_sums`, and with LOSS their loss to the statistics.
     KEPT: the strip has exponentials of one direction, and its positives the gradient over the factor a of their row
-    (`kept.py`). A tile's gradient is computed in quarters, of which several programs' fit a multiprocessor.
+    (`exponentials.py`). A tile's gradient is computed in quarters, of which several programs' fit a multiprocessor.
 
     Tiles of TALL rows, whose positives are many, have one exponential for both directions: 2^t · (a_i + b_j) −
     (c_i + d_j), with the vectors of `direction_weights`. Where the careful flag is set, smaller ones have their rows.

@@ -57,7 +57,7 @@ class FusedMaxSim(FusedScores):
     """
 
     # scores and winning tokens of tiles, by the first row and column of each
-    kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
+    stored: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def refusal(cls, scorer: Scorer, rows: Shard, cols: Shard) -> str | None:
@@ -118,23 +118,23 @@ class FusedMaxSim(FusedScores):
         wide = self.scorer.dtype
         entries, documents = Entries.of(readable(q, wide), asking), Documents.of(readable(k, wide), answering)
         position = rows.start, cols.start
-        if with_graph and position in self.kept:
-            kept, winners = self.kept.pop(position)
-            return kept, Block(entries, documents, winners)
+        if with_graph and position in self.stored:
+            scores, winners = self.stored.pop(position)
+            return scores, Block(entries, documents, winners)
         keeps = not with_graph and self._keeps(rows, cols, entries.count * documents.index.itemsize + 4 * len(rows))
         if wide == torch.float32 and not interpreting():
             scores, best = multiplied(entries, documents, self.workspace // LISTS, best=with_graph or keeps)
         else:
             scores, best = scored(entries, documents, best=with_graph or keeps)
         if keeps and best is not None:
-            self.kept[position] = scores, best
+            self.stored[position] = scores, best
         return scores, Block(entries, documents, best)
 
     def _keeps(self, rows: Shard, cols: Shard, bytes_of_column: int) -> bool:
         """True for a tile that the forward keeps: of the first columns, where it fits beside those kept and a tile."""
         if not (self.continued and self.scorer.wanted) or cols.start:
             return False
-        held = sum(x.nbytes for tile in self.kept.values() for x in tile)
+        held = sum(x.nbytes for tile in self.stored.values() for x in tile)
         beside = _pair_bytes(rows, cols) * len(rows) * len(cols)
         return held + bytes_of_column * len(cols) + beside <= self.workspace
 

@@ -92,13 +92,13 @@ def block_constants(
     bias: Tensor | None,
     epilogue: Epilogue,
     *,
-    kept: int = 0,
+    keys: int = 0,
     least: float = 0.0,
     norms: Tensor | None = None,
 ) -> Tensor:
     """The constants of x = scale · ⟨q, k⟩ + bias, as `forward.py` numbers them.
 
-    kept: number of keys if exponentials may be kept, which sets the flag where sums of theirs could overflow. least:
+    keys: number of keys if exponentials may be kept, which sets the flag where sums of theirs could overflow. least:
     largest |t| below which the flag is set, where the sum of products is computed from that of t. norms: those of the
     features, as `reductions.norms` writes them, where they are known.
     """
@@ -113,7 +113,7 @@ def block_constants(
     out = torch.empty(CONSTANTS, dtype=torch.float32, device=q.device)
     run(
         reductions.block_constants, (1,), norms_ptr=norms, scale_ptr=scale, bias_ptr=scale if bias is None else bias,
-        out_ptr=out, q_blocks=q_blocks, blocks=blocks, truncation=truncation(q), kept=kept, least=least,
+        out_ptr=out, q_blocks=q_blocks, blocks=blocks, truncation=truncation(q), keys=keys, least=least,
         hardness=epilogue.hardness, BIASED=bias is not None, BLOCK=NORMS, **epilogue.flags,
     )  # fmt: skip
     return out

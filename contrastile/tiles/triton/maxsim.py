@@ -137,7 +137,7 @@ class Expected(NamedTuple):
     # columns of a tile; 0 where the gradients come with the loss
     columns: int
     # pairs whose winning tokens the forward keeps, and bytes while they are there, when columns have no gradients yet
-    kept: int
+    pairs: int
     beginning: int
 
 
@@ -167,12 +167,12 @@ def expected_bytes(
     # scores and gradients, with the loss logits too
     most = (winners + (8 if columns else 12)) * rows * cols + lists
     copied = copies * (rows * L + cols * T) * D
-    kept = beginning = 0
+    pairs = beginning = 0
     if columns and at_once:
         each = (winners + 4) * rows * cols
         tiles = max(0, min(tiles_of(N, rows), int((workspace - pair * rows * cols) / each)))
-        kept, beginning = min(tiles * rows, N) * cols, tiles * each + 4 * rows * cols + lists + copied
-    return Expected(most + copied, columns, kept, beginning)
+        pairs, beginning = min(tiles * rows, N) * cols, tiles * each + 4 * rows * cols + lists + copied
+    return Expected(most + copied, columns, pairs, beginning)
 
 
 def ordered(mask: Tensor) -> tuple[Tensor, Tensor]:

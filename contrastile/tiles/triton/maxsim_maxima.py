@@ -29,7 +29,7 @@ def _assembly(*, places: bool) -> str:
     """The assembly for ROWS rows: arguments are the maxima and, with `places`, their places; then column by column."""
     rows, columns = range(ROWS), range(PLACES.value)
     results = [f"${row}" for row in rows]
-    found = [f"${ROWS + row}" for row in rows]
+    outputs = [f"${ROWS + row}" for row in rows]
     first = ROWS * (1 + places)
     x = [[f"${first + column * ROWS + row}" for column in columns] for row in rows]
 
@@ -49,12 +49,12 @@ def _assembly(*, places: bool) -> str:
 
     def bits(row: int, difference: str, condition: str = "") -> list[str]:
         """Bits of the columns of a row that are not its maximum."""
-        lines = [f"{condition}mov.b32 {found[row]}, 0;"]
+        lines = [f"{condition}mov.b32 {outputs[row]}, 0;"]
         for column in columns:
             lines += [
                 f"{condition}sub.s32 r0, {difference.format(x=x[row][column], most=results[row])};",
                 f"{condition}min.u32 r0, r0, {1 << (PLACES.value - 1 - column)};",
-                f"{condition}or.b32 {found[row]}, {found[row]}, r0;",
+                f"{condition}or.b32 {outputs[row]}, {outputs[row]}, r0;",
             ]
         return lines
 
@@ -72,8 +72,8 @@ def _assembly(*, places: bool) -> str:
         lines += bits(row, "{most}, {x}", "@negative ") if places else []
     lines += ["DONE${:uid}:"]
     for row in rows if places else ():
-        lines += [f"not.b32 r0, {found[row]};", f"and.b32 r0, r0, {(1 << PLACES.value) - 1};"]
-        lines += ["bfind.u32 r0, r0;", f"sub.s32 {found[row]}, {PLACES.value - 1}, r0;"]
+        lines += [f"not.b32 r0, {outputs[row]};", f"and.b32 r0, r0, {(1 << PLACES.value) - 1};"]
+        lines += ["bfind.u32 r0, r0;", f"sub.s32 {outputs[row]}, {PLACES.value - 1}, r0;"]
     return "{\n" + "\n".join(lines) + "\n}"
 
 

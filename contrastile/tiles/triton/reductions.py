@@ -28,7 +28,7 @@ from contrastile.tiles.triton.arithmetic import (
     LOGIT_COUNT,
     LOGIT_SUM,
     LOWEST_SUM,
-    MOST_KEPT,
+    MOST_EXPONENTIALS,
     NONFINITE,
     POSITIVE_TOP,
     REST,
@@ -127,12 +127,13 @@ def inner_sums(q_ptr, k_ptr, out_ptr, N, D, q_row_stride, q_stride, k_row_stride
 
 
 @triton.jit(do_not_specialize=ANY)
-def block_constants(norms_ptr, scale_ptr, bias_ptr, out_ptr, q_blocks, blocks, truncation, kept, least, hardness,
+def block_constants(norms_ptr, scale_ptr, bias_ptr, out_ptr, q_blocks, blocks, truncation, keys, least, hardness,
                     BIASED: tl.constexpr, SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """The constants of a block, as `forward.py` counts them; the shift of exponentials makes t ≤ HIGHEST.
 
-    kept: keys of a block whose exponentials may be kept (`kept.py`), else 0: the careful flag is set where their sums
-    times features could exceed float32. least: the flag is also set where all logits are closer to 0, in powers of 2.
+    keys: those of a block whose exponentials may be kept (`exponentials.py`), else 0: the careful flag is set where
+    their sums times features could exceed float32. least: the flag is also set where all logits are closer to 0, in
+    powers of 2.
     """
     at = tl.arange(0, BLOCK)
     q_norm = tl.zeros((BLOCK,), tl.float32)
@@ -167,7 +168,7 @@ def block_constants(norms_ptr, scale_ptr, bias_ptr, out_ptr, q_blocks, blocks, t
     tl.store(out_ptr + BIAS, bias)
     tl.store(out_ptr + SCALE, scale)
     size = tl.sqrt(tl.max(k_norm)) * tl.maximum(1.0, tl.sqrt(tl.max(q_norm)))
-    careful = kept.to(tl.float32) * size > MOST_KEPT
+    careful = keys.to(tl.float32) * size > MOST_EXPONENTIALS
     if not SOFTPLUS:
         careful = careful | (largest < least)
     tl.store(out_ptr + CAREFUL, tl.where(careful, 1.0, 0.0))

@@ -186,7 +186,7 @@ def label_gradients(
 
     weights: the vectors of each direction, the last two for its positives. stats: add the loss of the positives too,
     for a pairwise loss. factored: the strip has exponentials, of which a factor of each row makes gradients
-    (`kept.py`).
+    (`exponentials.py`).
     """
     given = directions(block, epilogue) | _products(pair, block)
     given |= {"strip_ptr": strip, "out_stride": strip.stride(0), "part_stride": strip.shape[0] // pair.q.parts}

@@ -366,12 +366,12 @@ def alignment(
     """
     model: Any = run.model
     first = torch.zeros(1, dtype=torch.int64)
-    asked = query_tokens([question], run.tokenizer, run.recipe).rows(first)
+    question_tokens = query_tokens([question], run.tokenizer, run.recipe).rows(first)
     read = passage_tokens([passage], run.tokenizer, run.recipe).rows(first)
     compared = read["input_ids"][model.compared(**read)].tolist()
     query, _ = run.encode_query([question], dimensions=dimensions)
     key, mask = run.encode_passage([passage], dimensions=dimensions)
-    words = asked["input_ids"][0].tolist()
+    words = question_tokens["input_ids"][0].tolist()
     if not words or not compared:
         return None
     similar = query[0, : len(words)] @ key[0][mask[0]].T

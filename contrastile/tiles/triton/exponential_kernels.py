@@ -1,10 +1,10 @@
 # mypy: ignore-errors
 # device code: Triton compiles these functions from their source, their arguments have no Python types
-"""Device code between a strip of kept exponentials and the products with the features (see `kept.py`).
+"""Device code between a strip of kept exponentials and the products with the features (see `exponentials.py`).
 
-    kept_rows     one direction: the factor of each row, and the rows times it
-    kept_pairs    both directions: the strip's exponentials become gradients in place
-    kept_total    the scale's gradient from the sums of `kept_pairs`
+    weighted_rows     one direction: the factor of each row, and the rows times it
+    weighted_pairs    both directions: the strip's exponentials become gradients in place
+    weighted_total    the scale's gradient from the sums of `weighted_pairs`
 
 Where the careful flag is set, `careful_gradient` has written the strip, which holds gradients.
 """
@@ -21,9 +21,9 @@ ROUNDED = tl.constexpr(2.0**-14 / 24 * 1.4426950408889634)
 
 
 @triton.jit(do_not_specialize=ANY)
-def kept_rows(q_ptr, out_ptr, weights_ptr, inner_ptr, factors_ptr, sums_ptr, constants_ptr, N, D, q_row_stride,
+def weighted_rows(q_ptr, out_ptr, weights_ptr, inner_ptr, factors_ptr, sums_ptr, constants_ptr, N, D, q_row_stride,
               col_tiles, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """Write the factors that make gradients of a strip of exponentials 2^t, a_i of each row i (see `kept.py`).
+    """Write the factors that make gradients of a strip of exponentials 2^t, a_i of each row i (see `exponentials.py`).
 
     Writes the factor a_i of the row's sums, a_i · UNIT · q_i in 16 bits for those of the columns, and
     Σ_j g_ij · ⟨q_i, k_j⟩. Where the careful flag is set, the strip holds gradients: factors are 1 and sums 0.
@@ -67,7 +67,7 @@ def _of_tiles(x, ROWS: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=ANY)
-def kept_pairs(strip_ptr, out_stride, row_part_ptr, row_a_ptr, col_b_ptr, sums_ptr, constants_ptr, N, M, blocks,
+def weighted_pairs(strip_ptr, out_stride, row_part_ptr, row_a_ptr, col_b_ptr, sums_ptr, constants_ptr, N, M, blocks,
                ROWS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, BN: tl.constexpr,
                UPCAST: tl.constexpr):  # fmt: skip
     """Multiply the strip's exponentials e = 2^t by a_i + b_j, and write Σ g · t and Σ g of each program [2, blocks].
@@ -123,10 +123,10 @@ def _of_negatives(state_ptr, stride, coefficient_ptr, n, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=ANY)
-def kept_total(row_state_ptr, row_state_stride, row_coefficient_ptr, N, col_state_ptr, col_state_stride,
+def weighted_total(row_state_ptr, row_state_stride, row_coefficient_ptr, N, col_state_ptr, col_state_stride,
                col_coefficient_ptr, M, sums_ptr, careful_ptr, constants_ptr, out_ptr, blocks, parts,
                BLOCK: tl.constexpr):  # fmt: skip
-    """Write Σ g_ij · ⟨q_i, k_j⟩ in float64, from the sums of `kept_pairs`, or those of `careful_gradient` [parts].
+    """Write Σ g_ij · ⟨q_i, k_j⟩ in float64, from the sums of `weighted_pairs`, or those of `careful_gradient` [parts].
 
     The state of each row and column tells the exact Σ g. The difference that rounding has left, times the mean logit
     and what rounding adds to the logits, is subtracted.

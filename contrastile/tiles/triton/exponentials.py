@@ -26,8 +26,8 @@ from torch import Tensor
 
 from contrastile.losses.base import Shard
 from contrastile.tiles.base import NARROW
-from contrastile.tiles.triton import kept_kernels, launch, sorting
-from contrastile.tiles.triton.block import KEPT_IN, Block, Budget
+from contrastile.tiles.triton import exponential_kernels, launch, sorting
+from contrastile.tiles.triton.block import EXPONENTIAL_DTYPE, Block, Budget
 from contrastile.tiles.triton.launch import Weights
 from contrastile.tiles.triton.plan import Epilogue, Pair, interpreting, most_programs, shape_for, tiles_of
 from contrastile.tiles.triton.products import add_at_once, add_cols, add_rows
@@ -36,16 +36,16 @@ from contrastile.tiles.triton.products import add_at_once, add_cols, add_rows
 UNIT = 2.0**40
 # largest |t| from which a symmetric loss has Σ g · ⟨q, k⟩ from Σ g · t, whose rounding is divided by the scale
 LEAST = 2.0**-4
-# rows of one program of `kept_rows`, features at a time, and tiles added at once
+# rows of one program of `weighted_rows`, features at a time, and tiles added at once
 ROWS, FEATURES, TILES = 8, 256, 128
-# of one program of `kept_pairs`: rows at a time, columns, times, of which so many are loaded ahead; and its warps
+# of one program of `weighted_pairs`: rows at a time, columns, times, of which so many are loaded ahead; and its warps
 PAIRS, PAIRS_WARPS = (2, 1024, 8, 4), 4
-# numbers that `kept_total` reads at once
+# numbers that `weighted_total` reads at once
 NUMBERS = 2048
 
 
 @dataclass(frozen=True)
-class Kept:
+class Exponentials:
     """A block's exponentials [N, M] as a strip, and sums along the rows of each tile [1, col tiles, N] or [2, ...].
 
     They are Σ e and, of one direction, Σ e · ⟨q, k⟩.
@@ -85,7 +85,7 @@ class Kept:
         col_tiles, N = inner.shape
         factors, weighted = torch.empty_like(a), q.data.new_empty(N, q.width)
         launch.run(
-            kept_kernels.kept_rows, (tiles_of(N, ROWS),), q_ptr=q.data, out_ptr=weighted, weights_ptr=a,
+            exponential_kernels.weighted_rows, (tiles_of(N, ROWS),), q_ptr=q.data, out_ptr=weighted, weights_ptr=a,
             inner_ptr=inner, factors_ptr=factors, sums_ptr=self.sums, constants_ptr=block.constants, N=N,
             D=q.width, q_row_stride=q.data.stride(0), col_tiles=col_tiles, UNIT=UNIT, ROWS=ROWS, BLOCK=FEATURES,
             TILES=TILES,
@@ -115,13 +115,13 @@ class Kept:
         blocks = tiles_of(M, cols) * (self.strip.shape[0] // (rows * steps))
         parts, total = weights[0].new_empty(2, blocks), weights[0].new_empty((), dtype=torch.float64)
         launch.run(
-            kept_kernels.kept_pairs, (blocks,), strip_ptr=self.strip, out_stride=self.strip.stride(0),
+            exponential_kernels.weighted_pairs, (blocks,), strip_ptr=self.strip, out_stride=self.strip.stride(0),
             row_part_ptr=self.parts, row_a_ptr=weights[0], col_b_ptr=weights[1], sums_ptr=parts,
             constants_ptr=block.constants, N=N, M=M, blocks=blocks, ROWS=rows, BLOCK=cols, STEPS=steps, STAGES=stages,
             BN=self.pair.shape.cols, UPCAST=interpreting(), warps=PAIRS_WARPS,
         )  # fmt: skip
         launch.run(
-            kept_kernels.kept_total, (1,), N=N, M=M, sums_ptr=parts, careful_ptr=self.sums, out_ptr=total,
+            exponential_kernels.weighted_total, (1,), N=N, M=M, sums_ptr=parts, careful_ptr=self.sums, out_ptr=total,
             blocks=blocks, parts=self.sums.numel(), BLOCK=NUMBERS, warps=16,
             **launch.directions(block, epilogue),
         )  # fmt: skip
@@ -140,7 +140,7 @@ class Kept:
 
 def suits(rows: Shard, epilogue: Epilogue) -> bool:
     """Return whether exponentials of this kind can be kept: in the type of the features."""
-    return epilogue.keeps and rows.features.dtype == KEPT_IN
+    return epilogue.keeps and rows.features.dtype == EXPONENTIAL_DTYPE
 
 
 def fits(rows: Shard, cols: Shard, epilogue: Epilogue, budget: Budget) -> bool:
@@ -148,14 +148,14 @@ def fits(rows: Shard, cols: Shard, epilogue: Epilogue, budget: Budget) -> bool:
     return suits(rows, epilogue) and budget.keeps(rows, cols)
 
 
-def exponentials(pair: Pair, constants: Tensor, parts: Sequence[Tensor], epilogue: Epilogue) -> Kept:
+def written(pair: Pair, constants: Tensor, parts: Sequence[Tensor], epilogue: Epilogue) -> Exponentials:
     """Write the strip, and to the parts each tile's sums, as `launch.sums`; of one direction also Σ e · ⟨q, k⟩."""
     strip, device = pair.new_strip(), constants.device
     if len(parts) == 2:
         launch.sums(pair, constants, parts, epilogue, strip)
-        return Kept(pair, strip, launch.new_sums(device), parts[0])
+        return Exponentials(pair, strip, launch.new_sums(device), parts[0])
     # weights are not read: memory of their length
     (part,) = parts
     sums = torch.zeros(part.shape[2] + most_programs(device) * shape_for(device).rows, device=device)
     launch.gradient(pair, constants, [part[0]], strip, sums[part.shape[2] :], epilogue, part)
-    return Kept(pair, strip, sums, part)
+    return Exponentials(pair, strip, sums, part)
