@@ -104,7 +104,7 @@ def choose_exchange(
     options: Options, loss: PairLoss, rows: Shard, cols: Shard, statement: dict[str, Any],
     tokens: tuple[int, int] | None = None,
 ) -> Exchange:  # fmt: skip
-    """The exchange by name; for "auto" gather where it needs at most a sixteenth of the memory, else the ring.
+    """The exchange by name; for "auto" gather where it needs a sixteenth of every rank's memory at most, else the ring.
 
     statement: further facts that all ranks must have in common, such as which inputs require a gradient. tokens: those
     of a row and of a column on this rank, where they may differ.
@@ -122,7 +122,7 @@ def choose_exchange(
     if name == "auto":
         D = max(_numbers(side, length) for side, length in zip((rows, cols), longest or (None, None), strict=True))
         dtype = max((x.dtype for side in (rows, cols) for x in side.leaves), key=bytes_per_feature)
-        name = automatic_exchange(layout, D, dtype, gathering_allowed(rows.features.device))
+        name = automatic_exchange(layout, D, dtype, layout.allowed)
         _say_once(f"exchange: {name}")
     if name == "replicate" and loss.exclude_self and layout.rows != layout.cols:
         rule = "meet the ranks' columns in turn for a loss of examples among themselves with further keys"
@@ -137,10 +137,11 @@ def agreed_layout(
     """The rows and columns of every rank, and the most tokens; raises where the ranks' statements differ."""
     group = collectives.resolved(options.group)
     statement = _statement(options, loss, rows, cols, ragged=tokens is not None) | statement
-    counted = consistency.tally(group, statement, (len(rows), len(cols), *(tokens or (0, 0))))
-    of_rows, of_cols, *lengths = (tuple(each) for each in zip(*counted, strict=True))
+    allowed = gathering_allowed(rows.features.device)
+    counted = consistency.tally(group, statement, (len(rows), len(cols), allowed, *(tokens or (0, 0))))
+    of_rows, of_cols, allowances, *lengths = (tuple(each) for each in zip(*counted, strict=True))
     longest = None if tokens is None else (max(lengths[0]), max(lengths[1]))
-    layout = Layout(group, collectives.rank(group), of_rows, of_cols, tokens=longest)
+    layout = Layout(group, collectives.rank(group), of_rows, of_cols, tokens=longest, allowed=min(allowances))
     _not_empty(sum(layout.rows))
     return layout
 

@@ -265,11 +265,11 @@ def test_what_a_class_finds_wrong_on_one_rank_is_raised_on_all(pool: Pool, name:
     assert first.startswith("rank 1: `")
 
 
-def _taken(rank: int, group: Any, dtype: torch.dtype, memory: int) -> tuple[str, bool]:
-    """The exchange that "auto" takes on a device of this memory, for 2 x 8 pairs of 4 features; True if exact."""
+def _taken(rank: int, group: Any, dtype: torch.dtype, *memory: int) -> tuple[str, bool]:
+    """The exchange that "auto" takes on devices of this memory, for 2 x 8 pairs of 4 features; True if exact."""
     taken, known = [], _dispatch.automatic_exchange
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_dispatch, "device_memory", lambda device: memory)
+        patch.setattr(_dispatch, "device_memory", lambda device: memory[rank])
         patch.setattr(_dispatch, "automatic_exchange", lambda *given: taken.append(known(*given)) or taken[0])
         q = torch.ones(8, 4, dtype=dtype)
         value = contrast(q, q, scale=1.0, group=group, workspace=2**20)
@@ -279,8 +279,10 @@ def _taken(rank: int, group: Any, dtype: torch.dtype, memory: int) -> tuple[str,
 @pytest.mark.parametrize(("dtype", "each"), [(torch.bfloat16, 6), (torch.float32, 8), (torch.float64, 16)])
 def test_auto_counts_an_accumulator_in_its_own_type(pool: Pool, dtype: torch.dtype, each: int) -> None:
     enough = 16 * (16 * 4 * each)
-    assert pool.run(_taken, 2, dtype, enough) == [("gather", True)] * 2
-    assert pool.run(_taken, 2, dtype, enough - 16) == [("ring", True)] * 2
+    assert pool.run(_taken, 2, dtype, enough, enough) == [("gather", True)] * 2
+    # ranks take the same where the device of one has less memory
+    for memory in ((enough - 16, enough - 16), (enough, enough - 16)):
+        assert pool.run(_taken, 2, dtype, *memory) == [("ring", True)] * 2
 
 
 def _shouted(rank: int, group: Any) -> str:

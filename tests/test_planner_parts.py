@@ -312,6 +312,15 @@ def test_gradients_of_ranks_of_few_rows_are_planned_to_come_with_the_loss() -> N
         assert apart.later == 2 * apart.rows * 512 * 4
 
 
+@pytest.mark.parametrize("exchange", ["gather", "ring"])
+def test_graphs_of_ranks_keep_few_bytes_of_rows_too(exchange: str) -> None:
+    """Many rows and few columns make few pairs. Features in host memory are never replayed."""
+    many = LossSize(2**19, 2**9, 2, 128, 2**37, exchange, "triton")
+    assert many.replayed
+    assert not replace(many, dimensions=256).replayed
+    assert not replace(many, host=True).replayed
+
+
 def test_a_small_call_takes_the_hosts_time_and_the_devices() -> None:
     profile = target("H200").profile
     small = LossSize(256, 256, 1, 512, 2**37, "single", "triton")

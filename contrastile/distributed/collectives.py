@@ -108,11 +108,9 @@ class Transfer:
 
     group: Any
     operation: str
-    # posts it, and returns the works to be waited for
+    # posts it, and returns the works to be waited for; keeps what leaves alive
     post: Callable[[], list[Any]]
     arriving: list[Tensor]
-    # kept alive until they have been sent
-    leaving: list[Tensor]
     # result of `wait`, made of the tensors that arrived
     finish: Callable[[list[Tensor]], list[Tensor]] = list
 
@@ -125,7 +123,6 @@ class Transfer:
         if state_of(self.group).in_flight is not self:
             raise _misused(f"a {self.operation} that was waited for already")
         _carry_out(self.complete)
-        self.leaving = []
         return self.finish(self.arriving)
 
     def _begin(self) -> None:
@@ -151,7 +148,7 @@ def post(leaving: Tensor, arriving: Tensor, group: Any) -> Transfer:
     ranks, me = group.size(), group.rank()
     operations = [(group.send, leaving, (me + 1) % ranks), (group.recv, arriving, (me - 1) % ranks)]
     full = [each for each in operations if each[1].numel()]
-    return Transfer(group, RING, lambda: post_together(full, group), [arriving], [leaving])
+    return Transfer(group, RING, lambda: post_together(full, group), [arriving])
 
 
 def gather_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
@@ -176,7 +173,7 @@ def begin_gather(tensors: Sequence[Tensor], sizes: Sequence[int], group: Any) ->
         several = zip(received, sent, strict=True)
         return [all_gather(all_rows, x, group=group, async_op=True) for all_rows, x in several if all_rows.numel()]
 
-    return Transfer(group, "gather of rows", posted, received, sent, unpacked)
+    return Transfer(group, "gather of rows", posted, received, unpacked)
 
 
 def begin_scatter_sum(x: Tensor, sizes: Sequence[int], group: Any) -> Transfer:
@@ -189,7 +186,7 @@ def begin_scatter_sum(x: Tensor, sizes: Sequence[int], group: Any) -> Transfer:
     def posted() -> list[Any]:
         return [_reduce_scatter(own, padded, group=group, async_op=True)] if own.numel() else []
 
-    return Transfer(group, "sum of the ranks' parts", posted, [own], [padded], lambda arrived: [arrived[0][:rows]])
+    return Transfer(group, "sum of the ranks' parts", posted, [own], lambda arrived: [arrived[0][:rows]])
 
 
 def exchange_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:

@@ -29,7 +29,7 @@ VALUE = 160
 # value in place of a statement's digest that requests the full statements
 IN_FULL = 0
 # counts beside a digest, as many in every call, so that ranks which are in different calls can compare
-COUNTS = 4
+COUNTS = 5
 
 
 def tally(group: Any, statement: dict[str, Any], counts: Sequence[int]) -> list[list[int]]:

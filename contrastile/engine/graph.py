@@ -359,8 +359,9 @@ def _captured(
     across_ranks: the results are computed too.
     """
     parts, stream = Parts(), torch.cuda.current_stream()
-    if across_ranks and torch.cuda.mem_get_info()[0] < KEPT_BYTES:
-        # torch frees no cached memory during a capture, and a rank that runs short of it fails all others
+    if across_ranks and torch.cuda.mem_get_info()[0] < 2 * KEPT_BYTES:
+        # torch frees no cached memory during a capture, and a rank that runs short of it fails all others; a call takes
+        # 512 MiB for tiles, as much for features, sums and transfers, and in the ring up to a third of that again
         torch.cuda.empty_cache()
     apart, before = _free_stream(), torch.cuda.memory_reserved()
     apart.wait_stream(stream)

@@ -28,7 +28,7 @@ from contrastile.distributed.failure import in_step
 from contrastile.losses.base import Gathers, Shard
 from contrastile.tiles.base import Accumulated, ForwardResult, Sum, Tiles
 
-# pairs of a rank between two transfers, and bytes of its transfers, up to which ranks replay a call
+# pairs of a rank for each part of a pass, and bytes of features, sums and transfers, up to which ranks replay a call
 # (`engine/graph.py`): an H200 computes 2.7 ms for so many pairs of 768 features, about as long as the host takes
 MOST_PAIRS, MOST_BYTES = 2**28, 2**29
 
@@ -51,6 +51,8 @@ class Layout:
     tokens: tuple[int, int] | None = None
     # ranks of a node, for a planner; None: those that the launcher started
     node: int | None = None
+    # bytes of gathered columns that "auto" allows on every rank
+    allowed: int = 0
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -148,7 +150,9 @@ class Exchange(ABC):
         if parts == 0 or len(layout) == 1:
             return len(layout) == 1
         few = max(layout.rows) * sum(layout.cols) <= parts * MOST_PAIRS
-        return few and self.expected_bytes(layout, D, dtype) <= MOST_BYTES
+        # a graph keeps copies of a rank's own features, and their gradient sums, too
+        own = (max(layout.rows) + max(layout.cols)) * D * bytes_per_feature(dtype)
+        return few and own + self.expected_bytes(layout, D, dtype) <= MOST_BYTES
 
     def finish(
         self, tiles: Tiles, stats: Sequence[Tensor], rows: Shard, cols: Shard, weights: Tensor | None,

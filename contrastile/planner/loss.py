@@ -238,6 +238,8 @@ class LossSize:
     @property
     def replayed(self) -> bool:
         """A small call is replayed from graphs: of one process, or of a GPU's ranks of few rows."""
+        if self.host:
+            return False
         if self.ranks > 1:
             fits = self.device == "cuda" and not self.own and self.vectors == 1
             return fits and self.exchange_class("mean", self.layout).replayable(self.carried, self.dtype)
