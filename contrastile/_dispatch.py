@@ -92,7 +92,9 @@ class Options:
 
 def workspace_on(device: torch.device, workspace: int | None, *, alone: bool = False) -> int:
     """Bytes that tiles may use on a device; None: the default for its memory."""
-    return default_workspace(device_memory(device), alone=alone) if workspace is None else workspace
+    if workspace is not None:
+        return workspace
+    return default_workspace(device_memory(device), alone=alone and device.type == "cuda")
 
 
 EXCHANGES: dict[str, type[Exchange]] = {

@@ -55,7 +55,7 @@ def present_device(name: Any, place: str) -> torch.device:
 def default_workspace(memory: int, *, alone: bool = True) -> int:
     """Bytes that the tiles of a loss may use on a device of `memory` bytes.
 
-    A sixty-fourth; in one process (`alone`) a thirty-second, up to what bf16 exponentials of 32,768² pairs need, if
+    A sixty-fourth; on one GPU (`alone`) a thirty-second, up to what bf16 exponentials of 32,768² pairs need, if
     that is more: they are then kept for the backward, on an H100 as on an H200.
     """
     return max(memory // 64, min(memory // 32, EXPONENTIAL_BYTES) if alone else 0)

@@ -333,7 +333,7 @@ def test_graphs_that_are_not_used_are_given_up() -> None:
     for n in range(100, 1000, 100):
         for _ in range(3):
             _step(loss, _pairs(n, 64))
-    assert [len(one.sums[0]) for one in graph._graphs.values()] == [*range(100, 1000, 100)][-graph.KEPT :]
+    assert [len(one.sums[0]) for one in graph._graphs.values()] == [*range(100, 1000, 100)][-graph.MOST_GRAPHS :]
 
 
 def test_a_step_inside_a_graph_of_its_own() -> None:

@@ -44,7 +44,7 @@ from contrastile.tiles.triton import kernel, launch, replay, sorting
 
 CAPTURED: list[int] = []
 # so large that two of them are kept, with what they read
-BYTES = graph.KEPT_BYTES // 2 - 2**20
+BYTES = graph.GRAPHS_BYTES // 2 - 2**20
 
 
 def _captured(
@@ -173,7 +173,7 @@ def test_kinds_that_are_not_used_are_given_up(monkeypatch: pytest.MonkeyPatch) -
     assert captured == [1, 2, 3, 3, 4]
     assert len(graph._graphs) == 2
     for _ in range(3):
-        contrast(torch.randn(6, 4, requires_grad=True), torch.randn(6, 4), scale=1.0, workspace=2 * graph.KEPT_BYTES)
+        contrast(torch.randn(6, 4, requires_grad=True), torch.randn(6, 4), scale=1.0, workspace=2 * graph.GRAPHS_BYTES)
     assert len(graph._graphs) == 3
 
 
@@ -455,7 +455,10 @@ def test_a_rank_lost_in_a_captured_call_is_found(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(graph, "_free_stream", lambda: stream)
     here = {"current_stream": lambda: stream, "stream": lambda _: nullcontext(), "memory_reserved": lambda: 0}
     # cached memory can be given back before the capture alone
-    memory = {"mem_get_info": lambda: (graph.KEPT_BYTES + 2**29, 0), "empty_cache": lambda: HAPPENED.append("emptied")}
+    memory = {
+        "mem_get_info": lambda: (graph.GRAPHS_BYTES + 2**29, 0),
+        "empty_cache": lambda: HAPPENED.append("emptied"),
+    }
     for name, value in {"CUDAGraph": _Played, **here, **memory}.items():
         monkeypatch.setattr(torch.cuda, name, value)
     HAPPENED.clear()

@@ -77,7 +77,7 @@ def lines(values: dict[str, Any]) -> Iterator[str]:
         if not auto["device"].startswith("cuda"):
             yield "  not asked here: triton, for NVIDIA devices; dense, by its name alone, because it holds the matrix"
         yield f"  exchange {_exchange(auto['exchange'])}"
-        yield f"  workspace {size(auto['workspace'])}: 1/64 of the memory; in one process 1/32, up to 2.2 GiB, if more"
+        yield f"  workspace {size(auto['workspace'])}: 1/64 of the memory; on one GPU 1/32, up to 2.2 GiB, if more"
         yield f"  retain, sub_batch: {size(auto['room'])} to share among graphs"
 
 

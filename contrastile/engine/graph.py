@@ -50,13 +50,13 @@ CALLS = 2
 AGAIN = 32
 # graphs kept, those used last, and the bytes that they keep together, copies of inputs included, where the workspace of
 # the latest one is not larger; one may take more
-KEPT, KEPT_BYTES = 8, 2**30
+MOST_GRAPHS, GRAPHS_BYTES = 8, 2**30
 NEVER = -(2**62)
 # a graph's plan, the precision of its float32 products, and whether its tensors are those of inference mode
 Key = tuple[Plan, str | None, bool]
 LABELS = ("positives", "labels", "ids", "numbers")
 # numbers that a graph holds as tensors
-NUMBERS_KEPT = 8
+MOST_NUMBERS = 8
 # tokens up to which texts of several lengths share a graph
 MOST_ROUNDED = 4096
 
@@ -244,7 +244,7 @@ class Graph:
 
     def _number(self, x: float) -> Tensor:
         if x not in self.numbers:
-            if len(self.numbers) == NUMBERS_KEPT:
+            if len(self.numbers) == MOST_NUMBERS:
                 self.numbers.clear()
             self.numbers[x] = torch.full((), x, dtype=self.wide, device=self.device)
         return self.numbers[x]
@@ -359,7 +359,7 @@ def _captured(
     across_ranks: the results are computed too.
     """
     parts, stream = Parts(), torch.cuda.current_stream()
-    if across_ranks and torch.cuda.mem_get_info()[0] < 2 * KEPT_BYTES:
+    if across_ranks and torch.cuda.mem_get_info()[0] < 2 * GRAPHS_BYTES:
         # torch frees no cached memory during a capture, and a rank that runs short of it fails all others; a call takes
         # 512 MiB for tiles, as much for features, sums and transfers, and in the ring up to a third of that again
         torch.cuda.empty_cache()
@@ -431,8 +431,8 @@ def _capture(key: Key, call: Call, inputs: Sequence[Tensor | None]) -> None:
             raise
         logger.info("a small call is not replayed: %s", error)
         _calls[call.plan] = NEVER
-    most = max(KEPT_BYTES, call.plan.workspace)
-    while len(_graphs) > KEPT or (len(_graphs) > 1 and sum(one.bytes for one in _graphs.values()) > most):
+    most = max(GRAPHS_BYTES, call.plan.workspace)
+    while len(_graphs) > MOST_GRAPHS or (len(_graphs) > 1 and sum(one.bytes for one in _graphs.values()) > most):
         # batches of many lengths would be captured more often than replayed
         _calls[_graphs.popitem(last=False)[0][0]] = CALLS - AGAIN
 

@@ -138,7 +138,7 @@ class LossSize:
     @property
     def _allowed(self) -> int:
         """Bytes that a block may take."""
-        default = default_workspace(self.memory, alone=self.ranks == 1 and not self.host)
+        default = default_workspace(self.memory, alone=self.ranks == 1 and not self.host and self.device == "cuda")
         allowed = default if self.workspace is None else self.workspace
         graph = self.ranks > 1 and self.replayed and self.backend_name == "triton"
         return min(allowed, MOST_BYTES) if graph else allowed

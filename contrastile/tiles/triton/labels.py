@@ -214,12 +214,12 @@ def label_gradients(q_ptr, k_ptr, strip_ptr, constants_ptr, row_state_ptr, row_c
                     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
                     PRODUCTS: tl.constexpr, UPCAST: tl.constexpr, SELF: tl.constexpr, COLUMNS: tl.constexpr,
                     SOFTPLUS: tl.constexpr, WEIGHED: tl.constexpr, SMOOTH: tl.constexpr, INSIDE: tl.constexpr,
-                    LOSS: tl.constexpr, PARTS: tl.constexpr, KEPT: tl.constexpr, TALL: tl.constexpr,
+                    LOSS: tl.constexpr, PARTS: tl.constexpr, FACTORED: tl.constexpr, TALL: tl.constexpr,
                     LONG: tl.constexpr):  # fmt: skip
     """Write the gradients of a super-tile's positives into the strip [PARTS, N, M], over the zeros of `gradient`.
 
     Adds each row's Σ g · ⟨q, k⟩, or Σ g with SOFTPLUS, to `label_sums`, and with LOSS their loss to the statistics.
-    KEPT: the strip has exponentials of one direction, and its positives the gradient over the factor a of their row
+    FACTORED: the strip has exponentials of one direction, and its positives the gradient over the factor a of their row
     (`exponentials.py`). A tile's gradient is computed in quarters, of which several programs' fit a multiprocessor.
 
     Tiles of TALL rows, whose positives are many, have one exponential for both directions: 2^t · (a_i + b_j) −
@@ -247,7 +247,7 @@ def label_gradients(q_ptr, k_ptr, strip_ptr, constants_ptr, row_state_ptr, row_c
     elif not SOFTPLUS:
         of_rows = _load_direction(row_state_ptr, row_state_stride, row_coefficient_ptr, rows, rows < N, shift,
                                   smoothing, SMOOTH)  # fmt: skip
-    if KEPT:
+    if FACTORED:
         # two factors: their product may exceed float32
         fast = tl.load(constants_ptr + CAREFUL) == 0
         by_coefficient = 1.0 / tl.where(fast, tl.where(coefficient == 0, 1.0, coefficient), 1.0)
@@ -290,7 +290,7 @@ def label_gradients(q_ptr, k_ptr, strip_ptr, constants_ptr, row_state_ptr, row_c
             # the vectors have the unit
             g = tl.where(positive, g if JOINT else g * unit, 0.0)
             sums += tl.sum(g if SOFTPLUS else g * part, 1)
-            if KEPT:
+            if FACTORED:
                 g = (g * by_coefficient[:, None]) * by_factor[:, None]
             for piece_at in tl.static_range(PARTS):
                 piece = g.to(strip_ptr.dtype.element_ty)

@@ -196,7 +196,7 @@ def label_gradients(
     given |= {"PARTS": pair.q.parts, "label_sums_ptr": sums, "stats_ptr": stats[0] if stats else sums}
     # a pairwise loss is added to one number of a row
     shared = 1 if block.loss.pairwise else SHARED
-    _run_tiles(kernels.label_gradients, pair, given | {"LOSS": bool(stats), "KEPT": factored}, shared)
+    _run_tiles(kernels.label_gradients, pair, given | {"LOSS": bool(stats), "FACTORED": factored}, shared)
 
 
 def _run_tiles(kernel: Any, pair: Pair, given: dict[str, Any], shared: int = 1) -> None:
