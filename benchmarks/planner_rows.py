@@ -85,13 +85,6 @@ OTHER_CODE = {
     ("h200_step", "retain auto", 1024, "128", "81472923136"): "an earlier rule of retain",
     ("h200_step", "retain auto, streamed", 1024, "256", "70040943104"): "an earlier rule of retain",
     ("h200_step", "retain auto", 8192, "256", "88905820672"): "an earlier rule of retain",
-    **{
-        ("cpu_loss", "eager", b, None, count): "a tile was still held while the next was computed"
-        for b, several in ((4096, ("21274636", "16838672")), (8192, ("25763852", "21082128")))
-        for count in several
-    },
-    ("cpu_loss", "eager", 4096, None, "21119496"): "the gradient of one direction beside its logits",
-    ("cpu_loss", "eager", 8192, None, "42238472"): "the gradient of one direction beside its logits",
     ("h200_2_ranks", "triton, one process", 262144, None, "4311745024"): "two sums at once in the forward",
     ("h200_memory", "gather, triton", 65536, None, "1295335424"): "more than 512 MiB of tiles in a call of few rows",
 }
