@@ -31,7 +31,7 @@ if dist.is_available() and not dist.is_initialized():
 # one call for a list of tensors
 add_each, add_each_, multiply_each = torch._foreach_add, torch._foreach_add_, torch._foreach_mul
 # the CPU multiplies bf16 in matrix units (AMX), many times as fast as float32
-bf16_matrix_units: bool = torch.cpu._is_amx_tile_supported()
+bf16_matrix_units: bool = getattr(torch.cpu, "_is_amx_tile_supported", bool)()
 # shapes that torch.compile may compile a function for; 8 by default
 COMPILED_SHAPES = 128
 
