@@ -278,6 +278,17 @@ def test_a_checkpoint_around_a_loss_finds_what_it_saved() -> None:
     assert len(CAPTURED) == 1
 
 
+@pytest.mark.usefixtures("_played")
+def test_a_call_waits_shortly_for_another_threads_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture may wait for another rank, and that one for the thread of this call."""
+    monkeypatch.setattr(graph, "PATIENCE", 0.01)
+    q = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    with graph._lock:
+        losses = [contrast(q, q.detach(), scale=3.0) for _ in range(graph.CALLS + 2)]
+    assert not CAPTURED
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
+
+
 def test_hooks_of_a_profiler_see_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     class Compiled:
         function, packed_metadata = "function", "metadata"

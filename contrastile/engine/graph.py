@@ -52,6 +52,8 @@ AGAIN = 32
 # the latest one is not larger; one may take more
 MOST_GRAPHS, GRAPHS_BYTES = 8, 2**30
 NEVER = -(2**62)
+# seconds that a call of one process waits for another thread's capture; then it is computed without a graph
+PATIENCE = 1.0
 # a graph's plan, the precision of its float32 products, and whether its tensors are those of inference mode
 Key = tuple[Plan, str | None, bool]
 LABELS = ("positives", "labels", "ids", "numbers")
@@ -402,7 +404,7 @@ def ready(call: Call, inputs: Sequence[Tensor | None] | None = None) -> Graph | 
     precision = torch.backends.cuda.matmul.fp32_precision if exact else None
     key = call.plan, precision, torch.is_inference_mode_enabled()
     # a capture waits for other ranks, which may wait for another thread of this process
-    if not _lock.acquire(blocking=len(call.exchange.layout) == 1):
+    if not _lock.acquire(timeout=PATIENCE if len(call.exchange.layout) == 1 else 0):
         return None
     try:
         if key in _graphs:
