@@ -18,7 +18,7 @@ def command() -> int:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _stop)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # a terminal or a file may have no bars and no arrows
+        # its encoding may lack the bars and arrows that are printed
         sys.stdout.reconfigure(errors="replace")
     try:
         from contrastile.cli.main import main

@@ -18,7 +18,7 @@ from contrastile._errors import invalid
 
 Bounds = tuple[int, int]
 # 2 bytes for each of 32,768² pairs, and 0.16 GiB that a block takes beside them
-EXPONENTIAL_BYTES = 2 * 2**30 + 11 * 2**24
+MOST_OF_ONE_GPU = 2 * 2**30 + 11 * 2**24
 
 
 def numbered(device: torch.device | str) -> torch.device:
@@ -58,7 +58,7 @@ def default_workspace(memory: int, *, alone: bool = True) -> int:
     A sixty-fourth; on one GPU (`alone`) a thirty-second, up to what bf16 exponentials of 32,768² pairs need, if
     that is more: they are then kept for the backward, on an H100 as on an H200.
     """
-    return max(memory // 64, min(memory // 32, EXPONENTIAL_BYTES) if alone else 0)
+    return max(memory // 64, min(memory // 32, MOST_OF_ONE_GPU) if alone else 0)
 
 
 def free_memory(device: torch.device | None) -> tuple[int, int]:

@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         remedy = "It belongs to a retriever."
         raise invalid("--index", "be left out for pictures and texts", arguments.index, remedy)
     picked = candidates(arguments.candidates, recipe)
-    found = None if arguments.index is None else index_of(arguments, recipe)
+    index_name = None if arguments.index is None else index_of(arguments, recipe)
     make_folder("run", folder.path)
     for test in tests:
         _check_files(test)
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     from contrastile.train.retriever.job import RetrieverJob, evaluate_texts
 
     device = arguments.device
-    index = None if found is None else open_index(folder, found)
+    index = None if index_name is None else open_index(folder, index_name)
     stage: Any = None if picked is None else first_stage(*picked, device)
     busy = invalid("run", "be written by one command at a time", f'"{folder.path}"', "Wait until the other one ends.")
     with one_writer(folder.path, busy):

@@ -30,7 +30,7 @@ from contrastile.tiles.base import Accumulated, ForwardResult, Sum, Tiles
 
 # pairs of a rank for each part of a pass, and bytes of features, sums and transfers, up to which ranks replay a call
 # (`engine/graph.py`): an H200 computes 2.7 ms for so many pairs of 768 features, about as long as the host takes
-MOST_PAIRS, MOST_BYTES = 2**28, 2**29
+REPLAYED_PAIRS, REPLAYED_BYTES = 2**28, 2**29
 
 
 @dataclass(frozen=True)
@@ -149,10 +149,10 @@ class Exchange(ABC):
         layout, parts = self.layout, self.parts()
         if parts == 0 or len(layout) == 1:
             return len(layout) == 1
-        few = max(layout.rows) * sum(layout.cols) <= parts * MOST_PAIRS
+        few = max(layout.rows) * sum(layout.cols) <= parts * REPLAYED_PAIRS
         # a graph keeps copies of a rank's own features, and their gradient sums, too
         own = (max(layout.rows) + max(layout.cols)) * D * bytes_per_feature(dtype)
-        return few and own + self.expected_bytes(layout, D, dtype) <= MOST_BYTES
+        return few and own + self.expected_bytes(layout, D, dtype) <= REPLAYED_BYTES
 
     def finish(
         self, tiles: Tiles, stats: Sequence[Tensor], rows: Shard, cols: Shard, weights: Tensor | None,

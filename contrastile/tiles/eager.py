@@ -179,11 +179,13 @@ class Eager(Tiles):
             add_product(u_I, g, k, fresh=self.fresh)
         if v_J is not None:
             add_product(v_J, g.T, q, fresh=self.fresh)
-        if narrow and u_I is not None:
+        if narrow:
             # the scale's gradient, a single number, is read off u, or off v where there is no u
-            u_I += g_IJ.sub_(g).to(q.dtype) @ k
-        elif narrow and v_J is not None:
-            v_J += g_IJ.sub_(g).to(q.dtype).T @ q
+            rest = g_IJ.sub_(g).to(q.dtype)
+            if u_I is not None:
+                u_I += rest @ k
+            elif v_J is not None:
+                v_J += rest.T @ q
 
     def _repeatable(self) -> AbstractContextManager[object]:
         """A context in which a tile is computed the same every time."""

@@ -318,7 +318,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def metrics_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The same, one after the other: those of a long run would fill the memory. None where the file was removed."""
+    """The same, one after the other: those of a long run would fill the memory; no line of a removed file."""
     damaged = 0
     if not path.exists():
         return
