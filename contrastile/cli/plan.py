@@ -70,8 +70,8 @@ def lines(plan: Plan) -> Iterator[str]:
     yield f"{plan.name} on {target.word}: {plan.batch:,} pairs a step, {rows}" + (
         f", in {plan.parts} parts" if plan.parts > 1 else ""
     )
-    for side, kept in zip(step.sides, step.graphs(), strict=True):
-        graphs = f"{kept:,} of {side.count:,} graphs kept, {size(side.cost.graph)} each"
+    for side, retained in zip(step.sides, step.graphs(), strict=True):
+        graphs = f"{retained:,} of {side.count:,} graphs kept, {size(side.cost.graph)} each"
         yield f"  {side.cost.name}: sub-batches of {side.cost.sub_batch:,}, {graphs}"
     yield f"  loss: exchange {step.loss.exchange_name}, backend {step.loss.backend_name}"
     yield f"\npeak of a rank: {size(plan.peak.bytes)}, {plan.peak.name}"

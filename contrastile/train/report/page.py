@@ -189,12 +189,12 @@ def table(results: Sequence[Mapping[str, Any]], wording: Wording) -> list[list[s
     """The heads and rows of the table of results, without a column `recall@k` that repeats the column `@k`."""
     rows = [list(wording.heads), *(wording.row(row) for row in results)]
     columns = {column[0]: column for column in zip(*rows, strict=True)}
-    kept = [
+    chosen = [
         column
         for head, column in columns.items()
         if not head.startswith("recall@") or column[1:] != columns.get(head.removeprefix("recall"), ())[1:]
     ]
-    return [list(row) for row in zip(*kept, strict=True)]
+    return [list(row) for row in zip(*chosen, strict=True)]
 
 
 def few_text(results: Sequence[Mapping[str, Any]]) -> str:
