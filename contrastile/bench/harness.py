@@ -271,11 +271,12 @@ class Machine:
         return timings
 
     def _warm_up(self, step: Step) -> float:
-        """Seconds of a step after the first ones, which allocate, compile, and may be captured."""
+        """Least seconds of the first steps, which allocate, compile, and may be captured."""
         seconds = [self.time_together(step)]
         while len(seconds) < WARMUP_STEPS and _compiled(seconds):
             seconds.append(self.time_together(step))
-        return seconds[-1]
+        # the last one may have been the capture; a number of steps in a row follows from this
+        return min(seconds)
 
     def time_together(self, step: Step, repeats: int = 1) -> float:
         """Return the seconds of one of `repeats` steps in a row, begun by all ranks together, on the slowest one."""

@@ -34,6 +34,8 @@ from contrastile.tiles.triton.plan import ALIGNMENT, interpreting, shape_for, ti
 PAIR_BYTES = 24
 # share of the workspace for lists of the entries that each document token has won, and their bytes at most
 LISTS, LIST_BYTES = 4, 2**28
+# share of the workspace for the winning tokens that a forward keeps; of what the backward has taken, lists are made
+KEPT = 0.65
 # pairs from which a copy of their gradients by queries pays
 COPIED = 2**20
 # programs along the second axis of a grid, at most
@@ -162,16 +164,23 @@ def expected_bytes(
     # a loss of one way has all columns in a strip
     strip = 0 if symmetric or not at_once else int(workspace / (pair * M))
     rows, cols = (N, M) if whole else (strip, M) if strip >= LEAST_STRIP else (min(N, side), min(M, side))
-    lists = 4 * rows * padded * max(1, min(cols, min(workspace // LISTS, LIST_BYTES) // (4 * rows * padded)))
+
+    def lists(held: float = 0.0) -> int:
+        room, each = min(workspace // LISTS, LIST_BYTES, int(KEPT * workspace - held)), 4 * rows * padded
+        return each * max(1, min(cols, room // each))
+
     columns = 0 if whole or strip >= LEAST_STRIP else cols
     # scores and gradients, with the loss logits too
-    most = (winners + (8 if columns else 12)) * rows * cols + lists
+    most = (winners + (8 if columns else 12)) * rows * cols + lists()
     copied = copies * (rows * L + cols * T) * D
     pairs = beginning = 0
     if columns and at_once:
-        each = (winners + 4) * rows * cols
-        tiles = max(0, min(tiles_of(N, rows), int((workspace - pair * rows * cols) / each)))
-        pairs, beginning = min(tiles * rows, N) * cols, tiles * each + 4 * rows * cols + lists + copied
+        each, tall = (winners + 4) * rows * cols, tiles_of(N, rows)
+        room = int(min(workspace - pair * rows * cols, KEPT * workspace) / each)
+        tiles = max(0, min(tall * tiles_of(M, cols), room))
+        pairs = min(tiles * rows * cols, N * M)
+        beginning = tiles * each + 4 * rows * cols + lists((tiles - 1) * each) + copied
+        most += each * max(0, tiles - tall)
     return Expected(most + copied, columns, pairs, beginning)
 
 
