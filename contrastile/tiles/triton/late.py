@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -152,12 +152,13 @@ class FusedMaxSim(FusedScores):
         entries, documents, best = context
         if best is None:
             return
-        if u_I is not None:
-            add_query_gradients(u_I, g_IJ, entries, documents, best)
+        queries = None if u_I is None else partial(add_query_gradients, u_I, g_IJ, entries, documents, best)
         if v_J is not None:
             held = sum(x.nbytes for tile in self.stored.values() for x in tile)
             workspace = min(self.workspace // LISTS, LIST_BYTES, int(KEPT * self.workspace) - held)
-            add_document_gradients(v_J, g_IJ, entries, documents, best, workspace)
+            add_document_gradients(v_J, g_IJ, entries, documents, best, workspace, meanwhile=queries)
+        elif queries is not None:
+            queries()
 
 
 def _pair_bytes(rows: Shard, cols: Shard) -> float:
