@@ -154,7 +154,8 @@ class FusedMaxSim(FusedScores):
             return
         queries = None if u_I is None else partial(add_query_gradients, u_I, g_IJ, entries, documents, best)
         if v_J is not None:
-            held = sum(x.nbytes for tile in self.stored.values() for x in tile)
+            # beside the gradients of pairs and their copy by queries
+            held = sum(x.nbytes for tile in self.stored.values() for x in tile) + 2 * g_IJ.nbytes
             workspace = min(self.workspace // LISTS, LIST_BYTES, int(KEPT * self.workspace) - held)
             add_document_gradients(v_J, g_IJ, entries, documents, best, workspace, meanwhile=queries)
         elif queries is not None:

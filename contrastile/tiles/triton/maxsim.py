@@ -37,7 +37,7 @@ from contrastile.tiles.triton.plan import ALIGNMENT, interpreting, shape_for, ti
 PAIR_BYTES = 24
 # share of the workspace for lists of the entries that each document token has won, and their bytes at most
 LISTS, LIST_BYTES = 4, 2**28
-# share of the workspace for the winning tokens that a forward keeps; of what the backward has taken, lists are made
+# share of the workspace for the winning tokens that a forward keeps; lists have what the backward leaves of it
 KEPT = 0.65
 # pairs from which a copy of their gradients by queries pays
 COPIED = 2**20
@@ -169,12 +169,14 @@ def expected_bytes(
     rows, cols = (N, M) if whole else (strip, M) if strip >= LEAST_STRIP else (min(N, side), min(M, side))
 
     def lists(held: float = 0.0) -> int:
-        room, each = min(workspace // LISTS, LIST_BYTES, int(KEPT * workspace - held)), 4 * rows * padded
+        room = min(workspace // LISTS, LIST_BYTES, int(KEPT * workspace - held - 8 * rows * cols))
+        each = 4 * rows * padded
         return each * max(1, min(cols, room // each))
 
     columns = 0 if whole or strip >= LEAST_STRIP else cols
-    # scores and gradients, with the loss logits too
-    most = (winners + (8 if columns else 12)) * rows * cols + lists()
+    # scores and gradients, with the loss logits too, and of many pairs gradients by queries
+    by_queries = 4 * rows * cols * (rows * cols >= COPIED)
+    most = (winners + (8 if columns else 12)) * rows * cols + by_queries + lists()
     copied = copies * (rows * L + cols * T) * D
     pairs = beginning = 0
     if columns and at_once:
@@ -182,7 +184,7 @@ def expected_bytes(
         room = int(min(workspace - pair * rows * cols, KEPT * workspace) / each)
         tiles = max(0, min(tall * tiles_of(M, cols), room))
         pairs = min(tiles * rows * cols, N * M)
-        beginning = tiles * each + 4 * rows * cols + lists((tiles - 1) * each) + copied
+        beginning = tiles * each + 4 * rows * cols + by_queries + lists((tiles - 1) * each) + copied
         most += each * max(0, tiles - tall)
     return Expected(most + copied, columns, pairs, beginning)
 
