@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -78,15 +78,13 @@ FILES_LEFT_OUT = {
     "doors": LIBRARIES,
     "host_features": HELD,
 }
-# Rows that no plan of today's code can meet, with the reason: (file, backend or way, batch, sub-batch) of memory.
-# "auto" of commit 75cffff kept fewer graphs than the rule of later rows of the same cases; two sums of a super-tile
-# were held at once in the forward until the commit that added this file (later rows of the case are met).
+# rows whose bytes no plan of today's code can meet, by their file and peak; later rows of these cases are met
 OTHER_CODE = {
-    ("h200_step", "retain auto", 1024, "128", "81472923136"): "an earlier rule of retain",
-    ("h200_step", "retain auto, streamed", 1024, "256", "70040943104"): "an earlier rule of retain",
-    ("h200_step", "retain auto", 8192, "256", "88905820672"): "an earlier rule of retain",
-    ("h200_2_ranks", "triton, one process", 262144, None, "4311745024"): "two sums at once in the forward",
-    ("h200_memory", "gather, triton", 65536, None, "1295335424"): "more than 512 MiB of tiles in a call of few rows",
+    ("h200_step", "81472923136"): "an earlier rule of retain",
+    ("h200_step", "70040943104"): "an earlier rule of retain",
+    ("h200_step", "88905820672"): "an earlier rule of retain",
+    ("h200_2_ranks", "4311745024"): "two sums at once in the forward",
+    ("h200_memory", "1295335424"): "more than 512 MiB of tiles in a call of few rows",
 }
 # losses whose rows are of another code, and what it did
 GUIDED, BESIDE = ("gist", "distill"), "the guide's product beside the other, and no bits of a mask"
@@ -174,18 +172,23 @@ def profile_of(chip: str) -> Profile:
     return profile
 
 
-def files(kind: str) -> list[str]:
-    """The files of a kind, shorter names first, by which rows are counted in the same order when files are added."""
-    names = (path.stem for path in RESULTS.glob("*.csv"))
-    return sorted((name for name in names if re.fullmatch(FILES[kind], name)), key=lambda name: (len(name), name))
-
-
 def rows(kind: str) -> Iterator[tuple[str, str, dict[str, str]]]:
-    """File, chip and content of the rows that are cases of a kind; the chip of a CPU is empty."""
-    for name in files(kind):
+    """File, chip and content of the rows that are cases of a kind; the chip of a CPU is empty.
+
+    Shorter names of files come first, so that rows are counted in the same order when files are added.
+    """
+    names = (path.stem for path in RESULTS.glob("*.csv"))
+    for name in sorted((name for name in names if re.fullmatch(FILES[kind], name)), key=lambda name: (len(name), name)):
         for row in read_rows(RESULTS / f"{name}.csv"):
             if left_out(name, row) is None:
                 yield name, next((chip for chip in CHIPS if chip in row["chip"]), ""), row
+
+
+def case_of(name: str, chip: str, row: dict[str, str], label: str, loss: LossSize | None = None, **more: Any) -> Case:
+    """The case of a row, with its peak and seconds unless `more` has others."""
+    peak, other_code = row.get("peak_bytes"), OTHER_CODE.get((name, row.get("peak_bytes", "")))
+    measured = {"bytes": peak and int(peak), "seconds": float(row["ms"]) / 1e3 if row.get("ms") else None}
+    return Case(name, chip, label, loss=loss, **{"other_code": other_code, **measured, **more})
 
 
 def left_out(name: str, row: dict[str, str]) -> str | None:
@@ -256,13 +259,10 @@ def loss_cases() -> Iterator[Case]:
         clock = _product(row) / usual_product(chip) if seconds > MOST_PRODUCT_SECONDS else 1.0
         earlier = EARLIER if size.replayed and row["commit"] in EARLIER_CALLS else None
         busy = label in HOST_BOUND or (chip == "H100" and (int(b) <= LEAST_OF_H100 or "32 MiB" in label))
-        yield Case(
-            name, chip, label, int(row["peak_bytes"]), seconds, size,
-            precision="high" if "precision high" in backend else "highest",
-            other_code=OTHER_CODE.get((name, backend, int(b), None, row["peak_bytes"])),
-            untimed=HOST if busy else earlier, clock=clock,
-            fitted=row["d"] == "512" and row["loss"] in OF_PAIRS if new else counts[counted] % 2 == 1,
-        )  # fmt: skip
+        precision = "high" if "precision high" in backend else "highest"
+        fitted = row["d"] == "512" and row["loss"] in OF_PAIRS if new else counts[counted] % 2 == 1
+        untimed = HOST if busy else earlier
+        yield case_of(name, chip, row, label, size, precision=precision, untimed=untimed, clock=clock, fitted=fitted)
 
 
 def call_cases() -> Iterator[Case]:
@@ -283,9 +283,9 @@ def call_cases() -> Iterator[Case]:
         reason = FIRST if row["call"] == FIRST_CALL else None
         slow = chip == "H100" and max([N, *others]) <= LEAST_OF_H100
         reason = HOST if call == HOST_CALL or slow else SHARED_LABELS if labels and "," in row["impl"] else reason
-        label, seconds = f"{row['call']}: {row['impl']}", float(row["ms"]) / 1e3
         # the host's time of ranks was taken from these
-        yield Case(name, chip, label, None, seconds, size, untimed=reason, fitted=several is not None)
+        fitted = several is not None
+        yield case_of(name, chip, row, f"{row['call']}: {row['impl']}", size, untimed=reason, fitted=fitted)
 
 
 def rank_cases() -> Iterator[Case]:
@@ -294,16 +294,13 @@ def rank_cases() -> Iterator[Case]:
     for name, chip, row in rows("ranks"):
         exchange, backend = row["way"].split(", ")
         size = size_of(chip, row, exchange, backend)
-        label, seconds = f"{row['way']} {row['b']} x {row['d']} on {row['world']}", float(row["ms"]) / 1e3
+        label = f"{row['way']} {row['b']} x {row['d']} on {row['world']}"
         # a ring's blocks are launched one by one
         least = max(LEAST_ALONE, LEAST_HOP * size.traffic.hops) if exchange == "ring" else LEAST_ALONE
         busy = loss_seconds(size, profile_of(chip)) > least
-        count += backend == "dense" and busy
-        yield Case(
-            name, chip, label, int(row["peak_bytes"]), seconds, size, untimed=None if busy else HOST,
-            other_code=OTHER_CODE.get((name, row["way"], int(row["b"]), None, row["peak_bytes"])),
-            fitted=backend == "dense" and busy and count % 2 == 1, alone=True,
-        )  # fmt: skip
+        count += (counted := backend == "dense" and busy)
+        fitted, untimed = counted and count % 2 == 1, None if busy else HOST
+        yield case_of(name, chip, row, label, size, untimed=untimed, fitted=fitted, alone=True)
 
 
 def other_losses() -> Iterator[Case]:
@@ -312,8 +309,7 @@ def other_losses() -> Iterator[Case]:
         size, label = size_of(chip, row, workspace=2 * 2**30), f"{row['loss']} {row['b']} x {row['d']}"
         reason = UNORDERED if size.labels else BESIDE if row["loss"] in GUIDED else None
         untimed = EARLIER if size.replayed else reason
-        peak, seconds = int(row["peak_bytes"]), float(row["ms"]) / 1e3
-        yield Case(name, chip, label, peak, seconds, size, other_code=reason, untimed=untimed)
+        yield case_of(name, chip, row, label, size, other_code=reason, untimed=untimed)
 
 
 def cpu_cases() -> Iterator[Case]:
@@ -322,8 +318,7 @@ def cpu_cases() -> Iterator[Case]:
         exchange, backend = row["way"].split(", ") if name == "cpu_memory" else ("single", row["backend"])
         size = size_of(chip, row, exchange, backend, device="cpu", dtype=torch.float32, given=torch.float32)
         label = f"{row.get('loss', 'clip')} {exchange}, {backend} {row['b']} x {row['d']} on {row['world']} CPUs"
-        reason = OTHER_CODE.get((name, backend, int(row["b"]), None, row["peak_bytes"]))
-        yield Case(name, chip, label, int(row["peak_bytes"]), None, size, other_code=reason)
+        yield case_of(name, chip, row, label, size, seconds=None)
 
 
 # the optimizers of h200_features.csv, and the one whose row was not used for the constants of their kernels
@@ -352,12 +347,11 @@ def carried_cases() -> Iterator[Case]:
     for name, chip, row in rows("carried"):
         unit, scale = ("mib", 2**20) if "peak_mib" in row else ("bytes", 1)
         measured, planned = (int(scale * float(row[f"{part}_{unit}"])) for part in ("peak", "planned"))
-        words = (row[key] for key in ("what", "impl", "way", "model", "world", "batch", "b") if key in row)
-        seconds, update, fitted = None, None, False
+        label = ", ".join(row[key] for key in ("what", "impl", "way", "model", "world", "batch", "b") if key in row)
+        way, timed = row.get("way", "").partition(",")[0], {"seconds": None}
         if row.get("what") == "optimizer":
-            way = row["way"].partition(",")[0]
-            seconds, update, fitted = float(row["ms"]) / 1e3, works[way], way != NEW_OPTIMIZER
-        yield Case(name, chip, ", ".join(words), measured, seconds, planned=planned, update=update, fitted=fitted)
+            timed = {"update": works[way], "fitted": way != NEW_OPTIMIZER}
+        yield case_of(name, chip, row, label, bytes=measured, planned=planned, **timed)
 
 
 def step_cases() -> Iterator[Case]:
@@ -383,14 +377,11 @@ def step_cases() -> Iterator[Case]:
         # nothing is fitted to compiled towers
         new = bool(compiled) or re.fullmatch(NEW, name) is not None
         counts[chip] += not new
-        yield Case(
-            # plain steps and those by hand hold other tensors: their times alone are planned
-            name, chip, label, int(row["peak_bytes"]) if row["impl"] == OURS or compiled else None,
-            float(row["ms"]) / 1e3, None, StepMemory(sides, loss, held, retain),
-            other_code=OTHER_CODE.get((name, way, int(row["batch"]), row["sub_batch"], row["peak_bytes"])),
-            untimed=GATHERED if "FSDP2" in wrapper else DISTURBED if plain and row["ms"] == "920.45" else None,
-            fitted=not new and counts[chip] % 2 == 1,
-        )  # fmt: skip
+        # plain steps and those by hand hold other tensors: their times alone are planned
+        more: Any = {} if row["impl"] == OURS or compiled else {"bytes": None}
+        more |= {"untimed": GATHERED if "FSDP2" in wrapper else DISTURBED if plain and row["ms"] == "920.45" else None}
+        step, fitted = StepMemory(sides, loss, held, retain), not new and counts[chip] % 2 == 1
+        yield case_of(name, chip, row, label, step=step, fitted=fitted, **more)
 
 
 def token_cases() -> Iterator[Case]:
@@ -402,23 +393,11 @@ def token_cases() -> Iterator[Case]:
         shared = SHARED.match(row["impl"])
         W, exchange = (int(shared[1]), shared[2]) if shared else (1, "single")
         # rows of an H100 had a default of 1/64 of its memory
-        workspace = memory // 64 if chip == "H100" else None
-        size = LateSize(
-            N // W,
-            M // W,
-            W,
-            D,
-            memory,
-            exchange,
-            "triton",
-            workspace=workspace,
-            loss=loss,
-            tokens=(L, T),
-            masked=False,
-        )
+        more: Any = {"workspace": memory // 64 if chip == "H100" else None, "tokens": (L, T), "masked": False}
+        size = LateSize(N // W, M // W, W, D, memory, exchange, "triton", loss=loss, **more)
         label = f"{'symmetric' if loss.symmetric else 'one way'}, {N} x {M} of {L} x {T} tokens on {W}"
-        peak, seconds = int(float(row["peak_mib"]) * 2**20), float(row["ms"]) / 1e3
-        yield Case(name, chip, label, peak, seconds, size, fitted=N == 1024)
+        peak = int(float(row["peak_mib"]) * 2**20)
+        yield case_of(name, chip, row, label, size, bytes=peak, fitted=N == 1024)
 
 
 def _inputs(row: dict[str, str], b: int, size: int, cost: TowerCost) -> int:
@@ -436,15 +415,6 @@ def tower_costs() -> dict[tuple[str, int], list[TowerCost]]:
         model = entry.pop("model")
         costs.setdefault((model, entry["sub_batch"]), []).append(TowerCost.from_dict(entry))
     return costs
-
-
-def unsteady(cases: Iterable[Case]) -> set[str]:
-    """The cases of which two measurements differ by more than a plan within 20 % of both could."""
-    seconds: dict[str, list[float]] = {}
-    for case in cases:
-        if case.seconds and case.untimed not in (EARLIER, DISTURBED):
-            seconds.setdefault(f"{case.chip}: {case.label}", []).append(case.seconds)
-    return {label for label, several in seconds.items() if max(several) > 1.2 / 0.8 * min(several)}
 
 
 KINDS = {
