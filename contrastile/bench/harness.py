@@ -105,13 +105,12 @@ class Table:
 
     def line(self, row: Row) -> str:
         """Return the line of a row; a value of None, and one that the row lacks, is left blank."""
-        return " ".join(self._cell(row.get(key), key, spec, width) for key, _, spec, width in self._cells)
-
-    @staticmethod
-    def _cell(value: Any, key: str, spec: str, width: str) -> str:
-        if value is None:
-            return f"{'':{width}}"
-        return f"{value / 2**20 if key.endswith('_bytes') else value:{spec}}"
+        cells = []
+        for key, _, spec, width in self._cells:
+            value = row.get(key)
+            value = value / 2**20 if value is not None and key.endswith("_bytes") else value
+            cells.append(f"{'':{width}}" if value is None else f"{value:{spec}}")
+        return " ".join(cells)
 
 
 @contextmanager
@@ -271,9 +270,12 @@ class Machine:
         return timings
 
     def _warm_up(self, step: Step) -> float:
-        """Seconds of a step after the first ones, which allocate, compile, and may be captured."""
+        """Seconds of a step after the first ones, which allocate, compile, and may be captured.
+
+        The warm-up goes on while its time may have been that of compilation alone.
+        """
         seconds = [self.time_together(step)]
-        while len(seconds) < WARMUP_STEPS and _compiled(seconds):
+        while len(seconds) < WARMUP_STEPS and seconds[-1] < COMPILATION[min(len(seconds), len(COMPILATION)) - 1]:
             seconds.append(self.time_together(step))
         return seconds[-1]
 
@@ -305,11 +307,6 @@ class Machine:
     def wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def _compiled(seconds: Sequence[float]) -> bool:
-    """The warm-up's time may have been that of compilation alone."""
-    return seconds[-1] < COMPILATION[min(len(seconds), len(COMPILATION)) - 1]
 
 
 def _repeats(seconds: float, *, across: bool) -> int:

@@ -2,7 +2,7 @@
 
     model ── gate: gradients against plain ones ── batch by batch, way by way: time, memory ── a line, a row
 
-Stands on `harness.py`, `ways.py` and `rank_ways.py`. A judged way with wrong gradients has no speed. A step that does
+Stands on `harness.py` and `ways.py`. A judged way with wrong gradients has no speed. A step that does
 not fit into memory is a row without numbers. The optimizer is left out by default: it costs all ways the same. Under
 torchrun losses and wrappers are compared, with the columns of table 4 of Cheng et al. 2024: data, loss, backbone, and
 the peak of the whole step.

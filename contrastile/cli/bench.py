@@ -161,10 +161,9 @@ def run_step(arguments: argparse.Namespace) -> int:
     import torch
 
     from contrastile.bench.harness import COLUMNS, Machine, reporting
-    from contrastile.bench.rank_ways import rank_ways
     from contrastile.bench.step import RANK_SECONDS, StepBench, standard
     from contrastile.bench.towers import MODELS
-    from contrastile.bench.ways import WAYS, with_compiled_towers
+    from contrastile.bench.ways import WAYS, rank_ways, with_compiled_towers
 
     kind, ranks = device_of(arguments.device), _world_size()
     models, batches = standard(torch.device(kind), quick=arguments.quick)
@@ -333,9 +332,8 @@ def _dtype(name: str) -> str:
 
 def _plan(arguments: argparse.Namespace, batches: list[int], known: Mapping[str, Way], ranks: int) -> Plan:
     """The ways that are measured at each size; a way with sizes of its own is measured there only."""
-    from contrastile.bench.rank_ways import STANDARD
     from contrastile.bench.step import usual
-    from contrastile.bench.ways import COMPILED
+    from contrastile.bench.ways import COMPILED, STANDARD
 
     plan: Plan = {}
     for word in arguments.ways or ():
