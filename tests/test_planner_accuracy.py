@@ -29,7 +29,7 @@ def module() -> Any:
 
 @pytest.fixture(scope="module")
 def cases(module: Any) -> dict[str, list[Any]]:
-    cases = {kind: list(make()) for kind, make in module.KINDS.items()}
+    cases = {kind: list(module.cases(kind)) for kind in module.KINDS}
     assert _unsteady(module, cases["losses"]) == {f"H200: {label}" for label in module.HOST_BOUND}
     assert not _unsteady(module, cases["steps"]) | _unsteady(module, cases["tokens"])
     return cases

@@ -72,7 +72,6 @@ def one_rank_of(world: int) -> Iterator[None]:
 
 
 def ways(machine: Machine, world: int) -> list[Contestant]:
-    """All ways on this device: contrastile's, and those of the papers' baselines."""
     tiles = "triton" if machine.device.type == "cuda" else "eager"
     # bytes of a pair: of all rows and columns, and of a rank's rows and all columns for each direction
     whole, strips = DENSE_BYTES, 2 * DENSE_BYTES / world
@@ -203,10 +202,13 @@ class MemoryBench:
         machine, N, label = self.machine, b // world, f"{way.name}, {way.backend}"
         row: Row = {
             "impl": way.name, "way": way.backend, "implementation": label, "world": world, "b": b, "d": d,
-            "dtype": str(dtype).removeprefix("torch."), "ms": None, "peak_bytes": None,
-            "planned_bytes": self._planned(way, world, N, d, dtype),
+            "dtype": str(dtype).removeprefix("torch."), "ms": None, "peak_bytes": None, "planned_bytes": None,
             **provenance(machine.device, way.package or way.name),
         }  # fmt: skip
+        if way.name == "contrastile":
+            exchange, backend = way.backend.split(", ")
+            total, kind = device_memory(machine.device), machine.device.type
+            row["planned_bytes"] = LossSize(N, N, world, d, total, exchange, backend, kind, None, dtype, dtype).peak
         ahead = self._pace.get(label, 0.0) * N * b * d
         if ahead > self.longest:
             self.report.say(f"{TABLE.line(row).rstrip()} left out, it would take about {ahead:,.0f} s")
@@ -243,11 +245,3 @@ class MemoryBench:
             # the first may capture a graph
             seconds = min(machine.time(step) for _ in range(3))
         return {"peak_bytes": peak, "ms": round(seconds * 1e3, 3)}
-
-    def _planned(self, way: Contestant, world: int, N: int, d: int, dtype: torch.dtype) -> int | None:
-        """The planner's bytes for contrastile's own ways."""
-        if way.name != "contrastile":
-            return None
-        exchange, backend = way.backend.split(", ")
-        kind, total = self.machine.device.type, device_memory(self.machine.device)
-        return LossSize(N, N, world, d, total, exchange, backend, kind, None, dtype, dtype).peak

@@ -108,7 +108,6 @@ class Way:
 
 
 def plain(task: Task) -> Tensor:
-    """Encode the whole batch at once."""
     with task.autocast():
         loss = task.loss_of(*(tower(leaf) for tower, leaf in task.sides))
     loss.backward()
