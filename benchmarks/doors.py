@@ -181,7 +181,7 @@ class Bench:
         return self.step(loss, lambda columns: loss([dict(column) for column in columns], None))
 
     def beside_theirs(self, theirs: Any, ours: Any, *models: Any) -> Iterator[Problem]:
-        yield beside(SENTENCES, *(partial(self.of_sentences, loss, *models) for loss in (theirs, ours)))
+        yield beside(SENTENCES, lambda make, **how: self.of_sentences(make, *models, **how), theirs, ours)
 
     def ranking(self) -> Iterator[Problem]:
         return self.beside_theirs(losses.CachedMultipleNegativesRankingLoss, CachedRankingLoss, self.sentences())
@@ -329,8 +329,7 @@ class Bench:
             model.retain = retain
             return self.step(model, lambda columns: model(*columns).loss)
 
-        cached = on_page("flag_embedding", "CachedModel")
-        yield beside("FlagEmbedding", partial(made, Theirs), partial(made, cached))
+        yield beside("FlagEmbedding", made, Theirs, on_page("flag_embedding", "CachedModel"))
 
     def tevatron(self) -> Iterator[Problem]:
         """Tevatron's `DenseModel` of the registry, which sees the whole batch at once, and the subclass of its page."""
@@ -345,8 +344,7 @@ class Bench:
             model.sub_batch, model.retain = self.sub_batch, retain
             return self.step(model, lambda columns: model(*columns).loss)
 
-        cached = on_page("tevatron", "CachedModel")
-        yield beside("tevatron", partial(made, DenseModel), partial(made, cached))
+        yield beside("tevatron", made, DenseModel, on_page("tevatron", "CachedModel"))
 
     def colpali_engine(self) -> Iterator[Problem]:
         """colpali-engine's trainer, whose model sees the whole batch at once, and the subclass of its page."""
@@ -367,25 +365,25 @@ class Bench:
 
             return self.step(model, loss)
 
-        cached = on_page("colpali_engine", "CachedTrainer")
-        yield beside("colpali-engine", partial(made, Theirs), partial(made, cached))
+        yield beside("colpali-engine", made, Theirs, on_page("colpali_engine", "CachedTrainer"))
 
     def pylate(self) -> Iterator[Problem]:
         """PyLate's `CachedContrastive`, and the subclass of its page."""
         from pylate.losses import CachedContrastive
 
-        model, cached = TokenVectors(self.bert()).to(self.device), on_page("pylate", "TiledContrastive")
+        model = TokenVectors(self.bert()).to(self.device)
         theirs = partial(CachedContrastive, score_mini_batch_size=self.scored)
 
-        def made(retain: Any = 0) -> Measured:
-            return self.of_sentences(type(cached.__name__, (cached,), {"retain": retain}), model)
+        def made(kind: Any, **attributes: Any) -> Measured:
+            return self.of_sentences(type("Made", (kind,), attributes) if attributes else kind, model)
 
-        yield beside("pylate", partial(self.of_sentences, theirs, model), made)
+        yield beside("pylate", made, theirs, on_page("pylate", "TiledContrastive"))
 
 
-def beside(name: str, theirs: Callable[[], Measured], ours: Callable[..., Measured]) -> Problem:
-    """A library's step beside ours, without and with kept graphs."""
-    return {(name, ""): theirs, (OURS, 0): ours, (OURS, "auto"): partial(ours, retain="auto")}
+def beside(name: str, made: Callable[..., Measured], theirs: Any, ours: Any) -> Problem:
+    """The step made of a library's class beside those of ours, without and with kept graphs."""
+    kept = partial(made, ours, retain="auto")
+    return {(name, ""): partial(made, theirs), (OURS, 0): partial(made, ours), (OURS, "auto"): kept}
 
 
 # methods of `Bench`
