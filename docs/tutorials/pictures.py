@@ -69,10 +69,10 @@ def write_shard(path, count):
     with tarfile.open(path, "w") as tar:
         for k in range(count):
             colour, shape = random.choice([*COLOURS]), random.choice(SHAPES)
-            title = f"a {colour} {shape}"
+            caption = f"a {colour} {shape}"
             pixels = io.BytesIO()
             picture(colour, shape).save(pixels, "PNG")
-            for suffix, content in ((".png", pixels.getvalue()), (".txt", title.encode())):
+            for suffix, content in ((".png", pixels.getvalue()), (".txt", caption.encode())):
                 member = tarfile.TarInfo(f"{k:05}{suffix}")
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
