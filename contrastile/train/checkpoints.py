@@ -54,8 +54,7 @@ class Checkpoints:
         self, folder: Path | None, settings: SaveSettings, data: str = "", *, recipe: Mapping[str, Any] | None = None,
         run: RunFolder | None = None, writes: bool = True,
     ) -> None:  # fmt: skip
-        self._folder, self._settings, self._data, self._writes = folder, settings, data, writes
-        self._run = run
+        self._folder, self._settings, self._data, self._writes, self._run = folder, settings, data, writes, run
         self._origin = {**(recipe or {}), **({} if run is None else {"run": run_id(run)})}
         self._saved = 0.0
 
@@ -136,9 +135,6 @@ class Checkpoints:
                 logger.warning("the checkpoint %s is damaged (%s); the one before is used", checkpoint, damage)
                 checkpoint.rename(free_name(checkpoint.with_name(f"{DAMAGED}{checkpoint.name}")))
                 continue
-            if "origin" not in plain:
-                message = "the checkpoint %s was written before checkpoints said whose they are;"
-                logger.warning(f"{message} it is taken for this run's", checkpoint)
             self._load(checkpoint, parts, plain, tensors)
             return _step(checkpoint)
         if checkpoints:
@@ -162,7 +158,7 @@ class Checkpoints:
     def _load(self, checkpoint: Path, parts: Parts, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         # a key that one of two versions does not know is not compared
         for key, own in self._origin.items():
-            if (other := plain.get("origin", {}).get(key, own)) != own:
+            if (other := plain["origin"].get(key, own)) != own:
                 got, remedy = f'"{checkpoint}", of {key} {other}', "Move it away, or train anew, without --resume."
                 raise invalid("checkpoint", f"be this run's own, of {key} {own}", got, remedy)
         if plain["data"] != self._data:
