@@ -32,9 +32,10 @@ from contrastile.models.base import evaluating
 from contrastile.offload import settle
 from contrastile.train.config.image_text import RetrievalSettings, ZeroShotSettings
 from contrastile.train.folder import METADATA, METRICS, RunFolder, finished_run
+from contrastile.train.load import load
 from contrastile.train.log import Metrics, progress
 from contrastile.train.report.page import IMAGE_TEXT, Samples, table_text, write_report, write_results
-from contrastile.train.run import Run, load
+from contrastile.train.run import Run
 from contrastile.train.sharded import is_sharded
 
 Row = dict[str, Any]
@@ -377,7 +378,7 @@ def evaluate_transfer(path: str | Path, tests: Sequence[AnyTest], *, device: str
     """Measure a finished run on `tests` alone, add their rows to its results and its report; a table of them."""
     folder = finished_run(path)
     opened = [open_test(test) for test in tests]
-    run = load(folder.path, device=device)
+    run: Any = load(folder.path, device=device)
     rows = [row for test in opened for row in test.measure(run)]
     write_results(folder, rows, beside=True)
     write_report(folder)

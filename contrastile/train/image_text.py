@@ -24,7 +24,7 @@ from contrastile.train.folder import RunFolder
 from contrastile.train.objective import BothTokenizers, PairObjective, Teacher, apart, open_teacher
 from contrastile.train.ranks import Ranks
 from contrastile.train.report.page import IMAGE_TEXT, table_text, write_report, write_results
-from contrastile.train.run import Run, build_run, choose_device, load
+from contrastile.train.run import Run, build_run, choose_device
 from contrastile.train.task import Measure, Task
 
 
@@ -33,6 +33,7 @@ class ImageText(Task[Batch]):
 
     unit = "pairs"
     wording = IMAGE_TEXT
+    open_data = staticmethod(open_data_bundle)
     run: Run
 
     def __init__(
@@ -62,11 +63,6 @@ class ImageText(Task[Batch]):
         bundle = open_data_bundle(recipe, load_tokenizer(begun.path) if begun is not None else None)
         run = build_run(recipe, bundle.tokenizer)
         return cls(run, with_cached_features(run, bundle), tests, teacher)
-
-    @classmethod
-    def of_run(cls, folder: RunFolder, *, device: str = "auto") -> Self:
-        run = load(folder.path, device=device)
-        return cls(run, open_data_bundle(run.recipe, run.tokenizer)).compared(folder)
 
     @property
     def rows(self) -> Indices:

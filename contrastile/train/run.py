@@ -28,9 +28,9 @@ from contrastile.models.towers import DualEncoder, build_model
 from contrastile.train.config import AnyRecipe, Recipe
 from contrastile.train.config.base import unused_keys
 from contrastile.train.config.towers import GROWTH
-from contrastile.train.folder import METADATA, RECIPE, WEIGHTS, RunFolder, finished_run
+from contrastile.train.folder import METADATA, RECIPE, WEIGHTS, RunFolder
 from contrastile.train.loaded import LoadedRun
-from contrastile.train.recipe import load_any_recipe, load_recipe, to_toml
+from contrastile.train.recipe import load_any_recipe, to_toml
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -104,14 +104,12 @@ class Run(LoadedRun):
         return F.normalize(encode(self.model.encode_text, tokens, **sub_batch).float(), dim=-1)
 
 
-def load(run: str | Path, *, device: str = "auto") -> Run:
-    """`contrastile.load` for pictures and texts: the towers, the tokenizer and the transform of a finished run."""
-    folder = finished_run(run)
-    recipe = load_recipe(folder / RECIPE, files=False)
+def load_towers(folder: RunFolder, recipe: Recipe, device: torch.device) -> Run:
+    """`contrastile.load` for pictures and texts."""
     tokenizer = load_tokenizer(folder.path)
     model = _in_precision(build_model(checked_towers(folder), tokenizer=tokenizer), recipe)
     load_weights(model, folder)
-    return Run(recipe, model.to(choose_device(device)).eval(), tokenizer, choose_device(device))
+    return Run(recipe, model.to(device).eval(), tokenizer, device)
 
 
 def _in_precision(model: DualEncoder, recipe: Recipe) -> DualEncoder:

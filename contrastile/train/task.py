@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from contrastile.data.pairs import Stream
 from contrastile.gradcache.memory import as_written
 from contrastile.train.checkpoints import Parts
 from contrastile.train.folder import METADATA, RunFolder
+from contrastile.train.load import load
 from contrastile.train.memory import dense_need
 from contrastile.train.objective import Objective, Teacher
 from contrastile.train.planned import planned_memory
@@ -50,12 +51,13 @@ P = TypeVar("P", bound=BatchPart)
 class Task(ABC, Generic[P]):
     """One training: a run, untrained or loaded, with the data that it learns from.
 
-    unit: that of its examples. wording: the terms of its report. state: its own parts of a checkpoint.
-    teacher: another model that its loss needs.
+    unit: that of its examples. wording: the terms of its report. open_data: its data, by a recipe and a tokenizer.
+    state: its own parts of a checkpoint. teacher: another model that its loss needs.
     """
 
     unit: str
     wording: Wording
+    open_data: ClassVar[Callable[..., Any]]
     # a subclass of LoadedRun
     run: Any
 
@@ -72,9 +74,10 @@ class Task(ABC, Generic[P]):
         """The untrained task of `recipe`; a tokenizer is trained unless the run `begun` has one."""
 
     @classmethod
-    @abstractmethod
     def of_run(cls, folder: RunFolder, *, device: str = "auto") -> Self:
         """The task of a finished run."""
+        run = load(folder.path, device=device)
+        return cls(run, cls.open_data(run.recipe, run.tokenizer)).compared(folder)
 
     @property
     @abstractmethod

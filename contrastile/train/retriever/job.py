@@ -26,6 +26,7 @@ from contrastile.models.text import load_tokenizer
 from contrastile.scorers import MaxSim
 from contrastile.train.config.losses import RetrieverScores
 from contrastile.train.folder import RunFolder
+from contrastile.train.load import load
 from contrastile.train.log import progress
 from contrastile.train.objective import QueryObjective, Teacher, open_teacher
 from contrastile.train.ranks import Ranks
@@ -38,7 +39,6 @@ from contrastile.train.retriever.run import (
     Tokens,
     TokenStore,
     build_retriever_run,
-    load_retriever,
     open_text_materials,
     passage_tokens,
     text_stores,
@@ -235,6 +235,7 @@ class RetrieverJob(Task[TextBatch]):
 
     unit = "queries"
     wording = WORDING
+    open_data = staticmethod(open_text_materials)
     run: RetrieverRun
 
     def __init__(self, run: RetrieverRun, materials: TextMaterials, teacher: Teacher | None = None) -> None:
@@ -261,11 +262,6 @@ class RetrieverJob(Task[TextBatch]):
             raise invalid("evaluate.match", "have the package regex to look for answers", "none", remedy)
         check_scores(recipe, materials.texts)
         return cls(build_retriever_run(recipe, materials.tokenizer), materials, teacher=teacher)
-
-    @classmethod
-    def of_run(cls, folder: RunFolder, *, device: str = "auto") -> Self:
-        run = load_retriever(folder.path, device=device)
-        return cls(run, open_text_materials(run.recipe, run.tokenizer)).compared(folder)
 
     @property
     def rows(self) -> Indices:
@@ -385,7 +381,8 @@ def evaluate_texts(
     rows are named after `name`, by default the source's name, and the part: scifact-test. bad_rows: the share of
     unusable rows allowed, by default the recipe's.
     """
-    run, source = load_retriever(folder.path, device=device), Path(source)
+    run: Any = load(folder.path, device=device)
+    source = Path(source)
     options: dict[str, Any] = {"allowed_by": "--bad-rows", "progress": progress}
     options["bad_rows"] = run.recipe.data.bad_rows if bad_rows is None else bad_rows
     if not source.is_dir():
