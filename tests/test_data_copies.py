@@ -142,7 +142,7 @@ def test_a_disk_without_room_is_an_error(tmp_path):
 
 def test_ids_are_those_of_the_set(tmp_path):
     pairs = copied(tmp_path)
-    assert pairs.stream.identities(["letter A", "letter B", "letter C"]) == [0, 0, ord("C")]
+    assert [pairs.stream.library.identity(f"letter {name}") for name in "ABC"] == [0, 0, ord("C")]
 
 
 def test_a_tokenizer_reads_one_copy(tmp_path):

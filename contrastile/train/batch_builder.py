@@ -91,14 +91,10 @@ def open_data_bundle(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Data
         # a collection has too many titles
         titles = [pairs.captions[row] for row in train] if stream is None else stream.sample_captions(MOST_TITLES)
         tokenizer = train_tokenizer(titles, kind=named.kind, size=named.size, length=named.length)
-    return DataBundle(pairs, tokenizer, tokenizer.tokenise(pairs.captions), _home(pairs, choose_device(recipe.device)))
-
-
-def _home(pairs: PairSet, device: torch.device) -> torch.device | None:
-    """The GPU, if the pictures take little of its memory."""
-    if device.type != "cuda" or pairs.stream is not None:
-        return None
-    return device if pairs.images.nbytes <= SHARE_OF_DEVICE * free_memory(device)[0] else None
+    device = choose_device(recipe.device)
+    on_gpu = device.type == "cuda" and pairs.stream is None
+    home = device if on_gpu and pairs.images.nbytes <= SHARE_OF_DEVICE * free_memory(device)[0] else None
+    return DataBundle(pairs, tokenizer, tokenizer.tokenise(pairs.captions), home)
 
 
 def with_cached_features(run: Run, bundle: DataBundle) -> DataBundle:
@@ -296,7 +292,11 @@ class BatchBuilder:
         positions = range(*share.indices(len(rows)))
         if self._stream is not None:
             return self._streamed(self._stream, rows, share, positions)
-        drawn = self._draw(len(rows))[share] if self._augment else None
+        drawn = None
+        if self._augment:
+            # those of all ranks: neither the number of ranks nor the device may change an augmentation
+            sizes = (min(SLICE, len(rows) - start) for start in range(0, len(rows), SLICE))
+            drawn = torch.cat([draw_parameters(size, self._generator) for size in sizes])[share]
         rows = rows[share]
         texts = {name: ids[rows] for name, ids in self._bundle.tokens.items()}, self._ids[rows], positions
         if self._bundle.features is not None:
@@ -338,10 +338,5 @@ class BatchBuilder:
         """Titles of rows, each row once. A share without pairs gets the tokens of one empty text, for their shape."""
         index = {row: position for position, row in enumerate(dict.fromkeys(rows))}
         titles = stream.captions(index)
-        ids = torch.tensor(stream.identities(titles), dtype=torch.int64)
+        ids = torch.tensor([stream.library.identity(title) for title in titles], dtype=torch.int64)
         return index, ids, self._bundle.tokenizer.tokenise(titles or [""])
-
-    def _draw(self, count: int) -> Tensor:
-        """The random numbers of all ranks: neither the number of ranks nor the device may change an augmentation."""
-        sizes = (min(SLICE, count - start) for start in range(0, count, SLICE))
-        return torch.cat([draw_parameters(size, self._generator) for size in sizes])

@@ -157,13 +157,12 @@ def towers(
                 inputs = partial(lambda features, n: [torch.zeros(n, features)], width)
             compiled = recipe.train.compile is True and not frozen
             layers = compiled_parts(module) if compiled else ()
-            with as_compiled(layers, partial(_called, encoder, inputs, context), size):
+            with as_compiled(layers, partial(_encoded, encoder, inputs, context), size):
                 costs.append(measure(name, encoder, inputs, module, size, context, builds_graph=compiled))
     return model, costs
 
 
-def _called(encoder: Callable[..., Tensor], inputs: Callable[[int], list[Tensor]], context: Any, n: int) -> Tensor:
-    """The features of `n` examples."""
+def _encoded(encoder: Callable[..., Tensor], inputs: Callable[[int], list[Tensor]], context: Any, n: int) -> Tensor:
     with context():
         return encoder(*inputs(n))
 
