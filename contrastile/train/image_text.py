@@ -39,8 +39,14 @@ class ImageText(Task[Batch]):
     def __init__(
         self, run: Run, bundle: DataBundle, tests: Sequence[Test] = (), teacher: Teacher | None = None
     ) -> None:
-        recipe = run.recipe
-        super().__init__(run, objective_of(run), teacher)
+        recipe, features = run.recipe, 0
+        if getattr(recipe.loss, "queue", 0):
+            # a queue has the size of the features
+            with evaluating(run.model):
+                features = run.encode_text([""]).shape[1]
+        device = run.device if recipe.train.features == "host" else None
+        words: dict[str, Any] = {"features": features, "dtype": run.model.logit_scale.dtype, "device": device}
+        super().__init__(run, PairObjective(recipe.loss, **words), teacher)
         self.bundle, self._tests = bundle, tests
         # rows of tests that ranks measured whole, by the test's index
         self._results: dict[int, list[Row]] = {}
@@ -163,12 +169,3 @@ class ImageText(Task[Batch]):
         write_results(folder, results)
         write_report(folder, evaluation.picture_samples(self.bundle.pairs, encoded))
         return table_text(results)
-
-
-def objective_of(run: Run) -> PairObjective:
-    """The objective of a run; a queue has the size of its features."""
-    if not getattr(run.recipe.loss, "queue", 0):
-        return PairObjective(run.recipe.loss, device=run.device if run.recipe.train.features == "host" else None)
-    with evaluating(run.model):
-        features = run.encode_text([""]).shape[1]
-    return PairObjective(run.recipe.loss, features=features, dtype=run.model.logit_scale.dtype)

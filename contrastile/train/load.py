@@ -3,13 +3,17 @@
 Optional packages are imported when a run is loaded, so that the library without extras has this name too.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from contrastile.train.folder import RECIPE, finished_run
-from contrastile.train.loaded import LoadedRun
+
+if TYPE_CHECKING:
+    from contrastile.train.run import LoadedRun
 
 
 def load(run: str | Path, *, device: str = "auto") -> LoadedRun:

@@ -26,10 +26,17 @@ from contrastile.models.late import build_late, marker, special_tokens
 from contrastile.models.text import Tokenizer, load_tokenizer, train_tokenizer
 from contrastile.models.towers import Retriever, build_retriever
 from contrastile.train.folder import RunFolder
-from contrastile.train.loaded import LoadedRun
 from contrastile.train.log import progress
 from contrastile.train.retriever.config import RetrieverRecipe, TextDataSettings
-from contrastile.train.run import checked_list, checked_towers, choose_device, load_weights, ready_tokenizer, settled
+from contrastile.train.run import (
+    LoadedRun,
+    checked_list,
+    checked_towers,
+    choose_device,
+    load_weights,
+    ready_tokenizer,
+    settled,
+)
 
 Side = Literal["query", "passage"]
 Tokens = dict[str, Tensor]
