@@ -154,10 +154,9 @@ class RetrieverMemory(OfRetrievers):
         """Train and evaluate a trial; BM25 answers without training."""
         if trial.labels != BM25_LABELS:
             return super().run(trial, data, ranks, folder)
-        texts, engine, depth = data.texts, BM25(data.texts.passages), self.recipe.evaluate.depth
-        answered = [
-            rank_part(texts, part, "BM25", texts.passages, engine.search, depth) for part in held_out(texts.splits)
-        ]
+        texts, search, depth = data.texts, BM25(data.texts.passages).search, self.recipe.evaluate.depth
+        parts = held_out(texts.splits)
+        answered = [rank_part(texts, part, "BM25", texts.passages, search, depth) for part in parts]
         return Result(trial.labels, None, measures=ranking_measures(self.recipe, data, answered))
 
     def costs(self, trial: Trial, trained: TrainResult) -> dict[str, float]:

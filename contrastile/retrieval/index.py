@@ -24,7 +24,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from itertools import accumulate, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -271,16 +271,14 @@ class Index:
 
 def _torch_search(shards: Sequence[Any]) -> SearchEngine:
     """Search shard by shard in tiles; among equal scores the passage of the lower row comes first."""
-    starts = accumulate(map(len, shards[:-1]), initial=0)
-    numbered = list(zip(starts, shards, strict=True))
 
     def search(queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        best = no_matches(queries)
-        for start, shard in numbered:
+        best, start = no_matches(queries), 0
+        for shard in shards:
             # a copy, because torch warns about tensors over read-only memory; a shard has 65,536 rows by default
             features = torch.from_numpy(np.array(shard)).to(queries.device)
             scores, rows = topk(queries, features, min(k, len(shard)))
-            best = best_of(best, (scores, rows + start), k)
+            best, start = best_of(best, (scores, rows + start), k), start + len(shard)
         return best
 
     return search
@@ -321,10 +319,8 @@ def open_index(folder: RunFolder, index: str | Path, *, engine: str = "torch", v
 def picture_passages(folder: str | None) -> tuple[list[Passage], str]:
     """The pictures below `folder`, in the order of their paths, and a name that changes with any of the files."""
     if folder is None or not os.path.isdir(folder):
-        got, remedy = (
-            "none" if folder is None else f'"{folder}"',
-            "Name it after the run: contrastile encode RUN FOLDER.",
-        )
+        got = "none" if folder is None else f'"{folder}"'
+        remedy = "Name it after the run: contrastile encode RUN FOLDER."
         raise invalid("corpus", "be a folder of pictures, for this run", got, remedy)
     root = Path(folder).resolve()
     paths = files_below(root, PICTURES)

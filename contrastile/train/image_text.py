@@ -150,11 +150,10 @@ class ImageText(Task[Batch]):
     def activations(self) -> tuple[int, int]:
         model, recipe, device = self.run.model, self.run.recipe, self.run.device
         data, sub_batch, row = recipe.data, recipe.train.sub_batch, torch.zeros(1, dtype=torch.int64)
+        shape = data.channels, data.image_size, data.image_size
 
         def image(count: int) -> object:
-            return model.encode_image(
-                torch.zeros(count, data.channels, data.image_size, data.image_size, device=device)
-            )
+            return model.encode_image(torch.zeros(count, *shape, device=device))
 
         def text(count: int) -> object:
             tokens: dict[str, Any] = {name: ids[row.expand(count)] for name, ids in self.bundle.tokens.items()}

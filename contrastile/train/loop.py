@@ -303,9 +303,8 @@ class Trainer:
         load, cores, threads = os.getloadavg()[0], os.cpu_count() or 1, torch.get_num_threads()
         if self.task.run.device.type == "cpu" and threads > 1 and load > cores + 1:
             # threads of one product wait for each other, and each of them for a core
-            sentence += (
-                f"; {load:.0f} processes share {cores} cores, where OMP_NUM_THREADS=1 may be several times as fast"
-            )
+            sentence += f"; {load:.0f} processes share {cores} cores, "
+            sentence += "where OMP_NUM_THREADS=1 may be several times as fast"
         logger.warning(sentence)
 
     def probe(self) -> None:

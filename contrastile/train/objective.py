@@ -211,9 +211,9 @@ class QueryObjective(Objective):
         if scores is not None:
             weight = self.settings.weight
             soft: Tensor = self.loss(query, passage, scores * self.settings.score_scale, scale, lists=lists)
-            return (
-                soft if weight == 1 else weight * soft + (1 - weight) * self._in_batch(query, key, scale=scale, **given)
-            )
+            if weight == 1:
+                return soft
+            return weight * soft + (1 - weight) * self._in_batch(query, key, scale=scale, **given)
         if queue is not None:
             key, given["key_ids"] = _behind(key, ids, queue)
         if guides is not None:

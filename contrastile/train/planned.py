@@ -135,10 +135,8 @@ def towers(
     special = special_tokens(recipe.model) if _late(recipe) else ()
     tokenizer = tokenizer or made_up_tokenizer(recipe.model.tokenizer, special)
     # weights in folders are not read, and nothing is compiled
-    settings = without_folders(recipe)
-    settings = settings.model_copy(
-        update={"device": "meta", "train": settings.train.model_copy(update={"compile": False})}
-    )
+    train = recipe.train.model_copy(update={"compile": False})
+    settings = without_folders(recipe).model_copy(update={"device": "meta", "train": train})
     with made_without_memory():
         model = build(settings, tokenizer).model.train()
     if frozen:

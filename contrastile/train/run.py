@@ -68,10 +68,8 @@ def checked_list(name: str, values: Any, noun: str, *kinds: type) -> list[Any]:
         try:
             text.encode()
         except UnicodeEncodeError:
-            remedy = "Decode them as what they are."
-            raise invalid(
-                name, f"be {noun}s of characters that UTF-8 has", f'"{printable(text[:60])}"', remedy
-            ) from None
+            got, remedy = f'"{printable(text[:60])}"', "Decode them as what they are."
+            raise invalid(name, f"be {noun}s of characters that UTF-8 has", got, remedy) from None
     return items
 
 

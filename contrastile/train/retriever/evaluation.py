@@ -350,12 +350,10 @@ def marked(text: str, question: str) -> list[tuple[str, bool]]:
 
 
 @torch.no_grad()
-def alignment(
-    run: RetrieverRun, question: str, passage: Passage, *, dimensions: int | None = None
-) -> dict[str, Any] | None:
+def alignment(run: RetrieverRun, question: str, passage: Passage, *, dimensions: int | None) -> dict[str, Any] | None:
     """The matches of a question's own tokens, in the order of the passage; None where the passage has no vector.
 
-    Mask tokens, which the score counts too, are left out. dimensions: the features that are compared, by default all.
+    Mask tokens, which the score counts too, are left out. dimensions: the features that are compared; None: all.
     """
     model: Any = run.model
     first = torch.zeros(1, dtype=torch.int64)

@@ -117,12 +117,9 @@ class TextBatchBuilder:
                 passages = [passages[index] for index in generator.permutation(len(passages))[:count]]
             return tuple(self._materials.same[list(passages)].tolist())
 
-        queries = ((row, self._materials.texts.queries[row]) for row in rows.tolist())
-        positives, negatives = self._data.positives, self._data.negatives
-        return [
-            SampledQuery(row, choose(query.positives, positives), choose(query.negatives, negatives))
-            for row, query in queries
-        ]
+        queries, data = self._materials.texts.queries, self._data
+        drawn = ((row, queries[row].positives, queries[row].negatives) for row in rows.tolist())
+        return [SampledQuery(row, choose(p, data.positives), choose(n, data.negatives)) for row, p, n in drawn]
 
     def parts(self, sampled: Sequence[SampledQuery], count: int, rank: int = 0, size: int = 1) -> list[TextBatch]:
         """One rank's share of at most `count` nearly equal batches, each with its own negatives only."""

@@ -80,9 +80,9 @@ class TokenStore:
         """
         lengths = self.lengths[rows]
         longest = max(int(lengths.max()), 1) if len(rows) else 1
-        positions = torch.arange(
-            rounded_length(longest, max(int(self.lengths.max()), 1)) if rounded and len(rows) else longest
-        )
+        if rounded and len(rows):
+            longest = rounded_length(longest, max(int(self.lengths.max()), 1))
+        positions = torch.arange(longest)
         mask = positions < lengths[:, None]
         offsets = (self._starts[rows][:, None] + positions).masked_fill(~mask, 0)
         ids = self._ids[offsets].long() if len(self._ids) else torch.zeros_like(offsets)
