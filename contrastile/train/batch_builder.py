@@ -91,10 +91,14 @@ def open_data_bundle(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Data
         # a collection has too many titles
         titles = [pairs.captions[row] for row in train] if stream is None else stream.sample_captions(MOST_TITLES)
         tokenizer = train_tokenizer(titles, kind=named.kind, size=named.size, length=named.length)
-    device = choose_device(recipe.device)
-    on_gpu = device.type == "cuda" and pairs.stream is None
-    home = device if on_gpu and pairs.images.nbytes <= SHARE_OF_DEVICE * free_memory(device)[0] else None
-    return DataBundle(pairs, tokenizer, tokenizer.tokenise(pairs.captions), home)
+    return DataBundle(pairs, tokenizer, tokenizer.tokenise(pairs.captions), _home(pairs, choose_device(recipe.device)))
+
+
+def _home(pairs: PairSet, device: torch.device) -> torch.device | None:
+    """The GPU, if the pictures take little of its memory."""
+    if device.type != "cuda" or pairs.stream is not None:
+        return None
+    return device if pairs.images.nbytes <= SHARE_OF_DEVICE * free_memory(device)[0] else None
 
 
 def with_cached_features(run: Run, bundle: DataBundle) -> DataBundle:
