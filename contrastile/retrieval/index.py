@@ -88,8 +88,6 @@ def encode_source(
 
 
 def _read_passages(source: Path, bad_rows: float) -> Iterator[Passage]:
-    if not source.exists():
-        raise invalid("corpus", "be a file or folder", f'"{source}"', "Check its path.")
     tally = SkipCounter()
     yield from read_passages(source, tally)
     tally.close(source, bad_rows, allowed_by="--bad-rows")
