@@ -171,7 +171,7 @@ def probe(run: Run, pairs: PairSet) -> dict[str, dict[str, float]]:
 def _compare(test: str, queries: Encoded, keys: Encoded, *, headline: bool = False) -> Row:
     counts = len(queries.ids), len(keys.ids)
     shares = recall(queries.features, keys.features, queries.ids, keys.ids, ks=ranks_below(counts[1]))
-    guessed = chance(queries.ids, keys.ids, ks=(1,))[1]
+    guessed = chance(queries.ids, keys.ids)
     return result_row(test, counts, {str(k): share for k, share in shares.items()}, guessed, headline=headline)
 
 
@@ -262,7 +262,7 @@ def retrieval(name: str, captioned: Captioned, run: Run, most: int | None = None
     directions = (("image_to_text", "picture → caption", sizes), ("text_to_image", "caption → picture", sizes[::-1]))
     for (direction, label, counts), queries in zip(directions, matches, strict=True):
         shares = {str(k): measured[f"{direction}_R@{k}"] for k in ranks_below(counts[1])}
-        guessed = chance_among(queries.bincount(minlength=counts[0]), counts[1], ks=(1,))[1]
+        guessed = chance_among(queries.bincount(minlength=counts[0]), counts[1])
         metrics = {metric: value for metric, value in measured.items() if metric.startswith(direction)}
         test = f"{name}, {label}"
         row = result_row(test, counts, shares, guessed, headline=True, metrics=metrics, skipped=skipped)

@@ -19,16 +19,14 @@ from torch import Tensor
 from contrastile._errors import invalid
 from contrastile.data.base import Indices
 from contrastile.data.text_files import open_beir, open_questions
-from contrastile.data.texts import TextSet
 from contrastile.gradcache.memory import bytes_per_example
 from contrastile.models.late import LateRetriever
-from contrastile.models.text import load_tokenizer
 from contrastile.scorers import MaxSim
 from contrastile.train.config.losses import RetrieverScores
 from contrastile.train.folder import RunFolder
 from contrastile.train.load import load
 from contrastile.train.log import progress
-from contrastile.train.objective import QueryObjective, Teacher, open_teacher
+from contrastile.train.objective import QueryObjective, Teacher
 from contrastile.train.ranks import Ranks
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.evaluation import WORDING, FirstStage, Searchable, evaluate_and_report, probe
@@ -43,7 +41,6 @@ from contrastile.train.retriever.run import (
     passage_tokens,
     text_stores,
 )
-from contrastile.train.run import choose_device
 from contrastile.train.state import TrainResult
 from contrastile.train.task import Task
 
@@ -245,20 +242,16 @@ class RetrieverJob(Task[TextBatch]):
         self.builder = TextBatchBuilder(materials, recipe, stores)
 
     @classmethod
-    def open(cls, recipe: RetrieverRecipe, begun: RunFolder | None = None) -> Self:
-        # first: a device that is not there costs nothing, and the loss checks its keys
-        choose_device(recipe.device)
-        QueryObjective(recipe.loss)
-        teacher = open_teacher(recipe)
-        length = recipe.model.tokenizer.length
-        tokenizer = load_tokenizer(begun.path, length=length) if begun is not None else None
-        materials = open_text_materials(recipe, tokenizer)
-        if find_spec("regex") is None and any(query.answers for query in materials.texts.queries):
+    def untrained(cls, recipe: RetrieverRecipe, data: TextMaterials, teacher: Teacher | None = None) -> Self:
+        queries, source = data.texts.queries, recipe.data.source
+        if find_spec("regex") is None and any(query.answers for query in queries):
             # refused here, because the evaluation needs it only after the training
             remedy = 'Run: pip install "contrastile[search]"'
             raise invalid("evaluate.match", "have the package regex to look for answers", "none", remedy)
-        check_scores(recipe, materials.texts)
-        return cls(build_retriever_run(recipe, materials.tokenizer), materials, teacher=teacher)
+        if isinstance(recipe.loss, RetrieverScores) and not any(query.scores for query in queries):
+            rule = f'have scores of its passages for loss.kind = "{recipe.loss.kind}"'
+            raise invalid("data.source", rule, f'none in "{source}"', "Write pos_scores and neg_scores there.")
+        return cls(build_retriever_run(recipe, data.tokenizer), data, teacher)
 
     @property
     def rows(self) -> Indices:
@@ -349,13 +342,6 @@ class RetrieverJob(Task[TextBatch]):
     def metadata_so_far(self, result: TrainResult) -> dict[str, Any]:
         own = {"unit": self.unit, "passages": len(self.materials.texts.passages)}
         return {**super().metadata_so_far(result), **own}
-
-
-def check_scores(recipe: RetrieverRecipe, texts: TextSet) -> None:
-    """Raise ValueError where the loss needs scores, and the texts have none."""
-    if isinstance(recipe.loss, RetrieverScores) and not any(query.scores for query in texts.queries):
-        rule, source = f'have scores of its passages for loss.kind = "{recipe.loss.kind}"', recipe.data.source
-        raise invalid("data.source", rule, f'none in "{source}"', "Write pos_scores and neg_scores there.")
 
 
 def evaluate_texts(
