@@ -18,7 +18,7 @@ from refusals import refusal
 from tiny_runs import interrupted, left, same_run, timed, tiny_recipe
 
 from contrastile.cli.main import main
-from contrastile.train import image_text, log, loop
+from contrastile.train import checkpoints, image_text, log, loop
 from contrastile.train.batch_builder import BatchBuilder
 from contrastile.train.folder import RunFolder, resumed_run
 from contrastile.train.image_text import ImageText
@@ -442,6 +442,24 @@ def test_a_checkpoint_of_another_run_is_refused(undisturbed, tmp_path):
             "Move it away, or train anew, without --resume."
         )
         shutil.rmtree(step)
+
+
+def test_checkpoints_of_earlier_versions_without_an_origin_resume(undisturbed, tmp_path, monkeypatch):
+    recipe, whole = undisturbed
+    folder, probe = stopped(recipe, tmp_path, at=6).folder, image_text.probe
+    step = folder / "checkpoints" / "step-000000006"
+    (folder / "run.id").unlink()
+    plain = json.loads((step / "state.json").read_text())
+    del plain["origin"]
+    (step / "state.json").write_text(json.dumps(plain))
+    files = {path.name: checkpoints._size_and_checksum(path) for path in step.iterdir() if path.name != "manifest.json"}
+    (step / "manifest.json").write_text(checkpoints._manifest(files))
+    drawn = []
+    monkeypatch.setattr(image_text, "probe", lambda *_: drawn.append((folder / "run.id").read_text()) or probe(*_))
+    same_run(run_recipe(recipe, tmp_path, resume=True).folder, whole)
+    assert len(drawn[0]) == 17
+    # it is of use only while there are checkpoints
+    assert not (folder / "run.id").exists()
 
 
 def test_a_run_whose_folder_is_moved_writes_nothing_into_another(undisturbed, tmp_path, monkeypatch):

@@ -158,7 +158,7 @@ class Checkpoints:
     def _load(self, checkpoint: Path, parts: Parts, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         # a key that one of two versions does not know is not compared
         for key, own in self._origin.items():
-            if (other := plain["origin"].get(key, own)) != own:
+            if (other := plain.get("origin", {}).get(key, own)) != own:
                 got, remedy = f'"{checkpoint}", of {key} {other}', "Move it away, or train anew, without --resume."
                 raise invalid("checkpoint", f"be this run's own, of {key} {own}", got, remedy)
         if plain["data"] != self._data:
