@@ -8,8 +8,8 @@ import pytest
 import torch
 from tiny_runs import tiny_recipe
 
+from contrastile.data import copies
 from contrastile.data.base import Batches
-from contrastile.data.copies import with_copies
 from contrastile.data.pairs import PairSet, Stream
 from contrastile.data.registry import open_pairs
 from contrastile.data.shards import find_in_tar
@@ -31,8 +31,14 @@ def some_pairs(channels=1):
     return PairSet(images, titles, ids, {"train": np.arange(2, 12), "faces": np.arange(2)}, {})
 
 
-def copied(folder, copies=9, seed=3, size=16, on_disk=2, pairs=None):
-    return with_copies(pairs or some_pairs(), copies, seed=seed, cache=folder, size=size, on_disk=on_disk)
+@pytest.fixture(autouse=True)
+def few_pairs_a_shard(monkeypatch):
+    monkeypatch.setattr(copies, "PAIRS", 16)
+    monkeypatch.setattr(copies, "ON_DISK", 2)
+
+
+def copied(folder, pairs=None):
+    return copies.with_copies(pairs or some_pairs(), 9, seed=3, cache=folder)
 
 
 def read(pairs, places=PLACES, seed=3):
@@ -142,7 +148,7 @@ def test_a_disk_without_room_is_an_error(tmp_path):
 
 def test_ids_are_those_of_the_set(tmp_path):
     pairs = copied(tmp_path)
-    assert pairs.stream.identities(["letter A", "letter B", "letter C"]) == [0, 0, ord("C")]
+    assert [pairs.stream.library.identity(f"letter {name}") for name in "ABC"] == [0, 0, ord("C")]
 
 
 def test_a_tokenizer_reads_one_copy(tmp_path):

@@ -21,10 +21,10 @@ from contrastile.train import evaluation, image_text
 from contrastile.train.config.image_text import RetrievalSettings, ZeroShotSettings
 from contrastile.train.evaluation import open_test
 from contrastile.train.image_text import ImageText
+from contrastile.train.load import load
 from contrastile.train.log import read_metrics
 from contrastile.train.loop import run_recipe
 from contrastile.train.recipe import RecipeError, load_recipe
-from contrastile.train.run import load
 
 LETTERS = {f"n{number:08}": letter for number, letter in enumerate("ABCDEFGH")}
 NAMES = {folder: f"letter {letter}" for folder, letter in LETTERS.items()}

@@ -20,8 +20,8 @@ from contrastile.cli.main import main
 from contrastile.train import evaluation, loop
 from contrastile.train.config import Recipe
 from contrastile.train.image_text import ImageText
+from contrastile.train.load import load
 from contrastile.train.log import read_metrics
-from contrastile.train.run import load
 from contrastile.train.sharded import shard
 
 SHORT = ("train.examples=48", "train.batch=16", "evaluate.every=1.0")

@@ -384,7 +384,7 @@ def test_live_reports_take_at_most_their_share_of_the_time(plain, tmp_path, monk
         now[0] += 1.0
 
     monkeypatch.setattr(report_page, "write_report", draw)
-    heard = report_page.LiveReport(RunFolder(tmp_path), dict)
+    heard = report_page.LiveReport(RunFolder(tmp_path), dict, report_page.IMAGE_TEXT)
     for _ in range(100):
         heard.log("probe", {})
         now[0] += 1.0

@@ -67,9 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
 def lines(plan: Plan) -> Iterator[str]:
     step, target = plan.step, plan.target
     rows = f"{step.loss.rows:,} on each of {target.ranks} ranks" if target.ranks > 1 else "on one rank"
-    yield f"{plan.name} on {target.word}: {plan.batch:,} pairs a step, {rows}" + (
-        f", in {plan.parts} parts" if plan.parts > 1 else ""
-    )
+    parts = f", in {plan.parts} parts" if plan.parts > 1 else ""
+    yield f"{plan.name} on {target.word}: {plan.batch:,} pairs a step, {rows}{parts}"
     for side, retained in zip(step.sides, step.graphs(), strict=True):
         graphs = f"{retained:,} of {side.count:,} graphs kept, {size(side.cost.graph)} each"
         yield f"  {side.cost.name}: sub-batches of {side.cost.sub_batch:,}, {graphs}"
@@ -86,15 +85,11 @@ def lines(plan: Plan) -> Iterator[str]:
         peak = " beside the peak" if target.device == "cpu" else ""
         verdict = "fits" if plan.fits_host else "DOES NOT FIT"
         yield f"  host memory: {verdict}: {size(plan.host)}{peak}, of {size(target.host)}, {others}"
-    if largest := plan.largest():
-        there = f", with {size(plan.at(largest).host)} of host memory on a node"
-        yield (
-            f"  largest batch, without kept graphs: {largest:,}{there}"
-            if largest < plan.most
-            else ("  largest batch, without kept graphs: no limit")
-        )
-    else:
-        yield "  largest batch, without kept graphs: none, not a pair for each rank fits"
+    largest = plan.largest()
+    most = "no limit" if largest else "none, not a pair for each rank fits"
+    if 0 < largest < plan.most:
+        most = f"{largest:,}, with {size(plan.at(largest).host)} of host memory on a node"
+    yield f"  largest batch, without kept graphs: {most}"
     seconds = plan.seconds
     if seconds is None:
         yield "  no times: this chip has no profile (--calibrate makes one of this machine)"

@@ -117,9 +117,6 @@ class Stream:
         count = len(self) // self.copies
         return self.captions(range(0, count, -(-count // most)))
 
-    def identities(self, captions: Iterable[str]) -> list[int]:
-        return [self.library.identity(caption) for caption in captions]
-
     def expect(self, rows: Sequence[int], examples: Sequence[int], crop_seed: int | None) -> None:
         """Begin to decode the images that the next `read` will ask for. A batch expected before is given up."""
         self._loading().expect(self._keys(rows, examples, crop_seed))

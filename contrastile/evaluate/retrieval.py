@@ -10,7 +10,6 @@ to float32: keys with equal features, such as equal captions of two images, have
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -188,28 +187,23 @@ def _right_pairs(query_rows: Tensor, key_rows: Tensor) -> Right:
     return right
 
 
-def chance(query_ids: Tensor, key_ids: Tensor, *, ks: Sequence[int] = (1, 5, 10)) -> dict[int, float]:
-    """The recall of a random order, where equal ids are right.
+def chance(query_ids: Tensor, key_ids: Tensor) -> float:
+    """The recall at 1 of a random order, where equal ids are right.
 
-    >>> chance(torch.tensor([0, 1]), torch.tensor([0, 1, 2, 2]), ks=[1, 4])
-    {1: 0.25, 4: 1.0}
+    >>> chance(torch.tensor([0, 1]), torch.tensor([0, 1, 2, 2]))
+    0.25
     """
     ids, inverse = torch.cat([query_ids, key_ids]).unique(return_inverse=True)
     query_inverse, key_inverse = inverse.split([len(query_ids), len(key_ids)])
-    return chance_among(key_inverse.bincount(minlength=len(ids))[query_inverse], len(key_ids), ks=ks)
+    return chance_among(key_inverse.bincount(minlength=len(ids))[query_inverse], len(key_ids))
 
 
-def chance_among(right: Tensor, total: int, *, ks: Sequence[int] = (1, 5, 10)) -> dict[int, float]:
-    """The recall of a random order: the mean over queries of 1 − C(M − r, k) / C(M, k), right r, total M."""
+def chance_among(right: Tensor, total: int) -> float:
+    """The recall at 1 of a random order: the mean over queries of 1 − (M − r) / M, right r, total M."""
     if len(right) == 0:
         raise invalid("query_ids", "not be empty", "no queries", "There is nothing to measure.")
-    counts, queries = (each.tolist() for each in right.unique(return_counts=True))
-    result = {}
-    for k in _checked(ks):
-        drawn = min(k, total)
-        hits = [1 - math.comb(total - count, drawn) / math.comb(total, drawn) for count in counts]
-        result[k] = sum(hit * times for hit, times in zip(hits, queries, strict=True)) / len(right)
-    return result
+    counts = zip(*(each.tolist() for each in right.unique(return_counts=True)), strict=True)
+    return sum((1 - (total - count) / total) * queries for count, queries in counts) / len(right)
 
 
 @torch.no_grad()
@@ -236,19 +230,17 @@ def class_features(
     return F.normalize(torch.stack(sums).sum(dim=0), dim=-1)
 
 
-def classified(
-    image: Tensor, classes: Tensor, labels: Tensor, right: Tensor, *, ks: Sequence[int] = (1, 5)
-) -> dict[str, float]:
+def classified(image: Tensor, classes: Tensor, labels: Tensor, right: Tensor) -> dict[str, float]:
     """Accuracies `top1`, `top5` of images, and `mean-per-class-recall`, the mean of top 1 over labels with images.
 
     image `[n, D]`, classes `[C, D]`; labels `[n]`: the label of each image; right `[L, C]`, booleans: the right classes
-    of each label. A k that is not below the number of classes is left out.
+    of each label. Of five classes or fewer there is no `top5`.
     """
     check_features(image, classes)
     if len(image) == 0:
         raise invalid("image", "not be empty", "no pictures", "There is nothing to measure.")
     rank = ranks(image, classes, lambda rows, columns: right[labels[rows], columns])
-    accuracies = {f"top{k}": (rank < k).double().mean().item() for k in ks if k == 1 or k < len(classes)}
+    accuracies = {f"top{k}": (rank < k).double().mean().item() for k in (1, 5) if k == 1 or k < len(classes)}
     images = torch.bincount(labels, minlength=len(right)).double()
     hits = torch.bincount(labels, weights=(rank < 1).double(), minlength=len(right))
     present = images > 0
@@ -257,13 +249,9 @@ def classified(
 
 def _shares(rank: Tensor, keys: int, ks: Sequence[int]) -> dict[int, float]:
     """The share of ranks below each k; the rank of a query without right keys is the number of keys."""
-    return {k: (rank < min(k, keys)).double().mean().item() for k in _checked(ks)}
-
-
-def _checked(ks: Sequence[int]) -> Sequence[int]:
     if not ks or any(k < 1 for k in ks):
         raise invalid("ks", "be numbers of at least 1", list(ks), "Recall at 1, 5 and 10 is usual.")
-    return ks
+    return {k: (rank < min(k, keys)).double().mean().item() for k in ks}
 
 
 def _check_not_empty(**features: Tensor) -> None:

@@ -49,9 +49,8 @@ def report_overrides(comparison: str, recipe: AnyRecipe, origin: str, overrides:
         if got != default:
             lost.append(key)
     if lost:
-        logger.warning(
-            "%s: %s sets %s itself: the recipe's own values are not used", origin, comparison, ", ".join(lost)
-        )
+        message = "%s: %s sets %s itself: the recipe's own values are not used"
+        logger.warning(message, origin, comparison, ", ".join(lost))
 
 
 def read_ways(path: str, origin: str, overrides: Sequence[str]) -> dict[str, AnyRecipe]:

@@ -39,8 +39,8 @@ from contrastile.train.ranks import ALONE, Ranks
 from contrastile.train.report.figures import COLOURS, as_svg
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.evaluation import PARTS, Rankings, evaluate, rank_all, rank_part
-from contrastile.train.retriever.job import RetrieverJob, check_scores
-from contrastile.train.retriever.run import TextMaterials, build_retriever_run, open_text_materials
+from contrastile.train.retriever.job import RetrieverJob
+from contrastile.train.retriever.run import TextMaterials, open_text_materials
 from contrastile.train.run import choose_device
 from contrastile.train.state import TrainResult
 
@@ -84,7 +84,7 @@ class OfRetrievers(Study):
         return int(self.recipe.train.length(len(data.texts.splits["train"])))
 
     def job(self, recipe: RetrieverRecipe, data: TextMaterials, _share: float = 1.0) -> RetrieverJob:
-        return retriever_job(recipe, data)
+        return RetrieverJob.untrained(recipe, data, open_teacher(recipe))
 
     def measures(self, job: RetrieverJob, data: TextMaterials) -> dict[str, float]:
         return ranking_measures(job.run.recipe, data, rank_all(job.run, data.texts, data.passages))
@@ -154,10 +154,9 @@ class RetrieverMemory(OfRetrievers):
         """Train and evaluate a trial; BM25 answers without training."""
         if trial.labels != BM25_LABELS:
             return super().run(trial, data, ranks, folder)
-        texts, engine, depth = data.texts, BM25(data.texts.passages), self.recipe.evaluate.depth
-        answered = [
-            rank_part(texts, part, "BM25", texts.passages, engine.search, depth) for part in held_out(texts.splits)
-        ]
+        texts, search, depth = data.texts, BM25(data.texts.passages).search, self.recipe.evaluate.depth
+        parts = held_out(texts.splits)
+        answered = [rank_part(texts, part, "BM25", texts.passages, search, depth) for part in parts]
         return Result(trial.labels, None, measures=ranking_measures(self.recipe, data, answered))
 
     def costs(self, trial: Trial, trained: TrainResult) -> dict[str, float]:
@@ -215,12 +214,6 @@ Percent of queries with a right passage among the first k of all, and nDCG@10; m
 weights at its peak, counted by torch, tensor by tensor. Trials ran {self.jobs} at a time."""
 
 
-def retriever_job(recipe: RetrieverRecipe, data: TextMaterials) -> RetrieverJob:
-    """The untrained job of a recipe on texts that are open."""
-    check_scores(recipe, data.texts)
-    return RetrieverJob(build_retriever_run(recipe, data.tokenizer), data, teacher=open_teacher(recipe))
-
-
 def ranking_measures(recipe: RetrieverRecipe, data: TextMaterials, answered: Sequence[Rankings]) -> dict[str, float]:
     """For each part the share of queries with a right passage among the first k, and nDCG@10."""
     measures: dict[str, float] = {}
@@ -251,7 +244,7 @@ def time_updates(recipe: RetrieverRecipe, materials: TextMaterials, rows: Tensor
 
     Each update is made twice, its memory measured first and its time then, when kernels are compiled for its shapes.
     """
-    job = retriever_job(recipe, materials)
+    job = RetrieverJob.untrained(recipe, materials, open_teacher(recipe))
     model, seconds = job.run.model.train(), [0.0]
     batches: list[Tensor] = []
     with Weighed(job.run.device) as weighed:

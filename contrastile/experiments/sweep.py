@@ -34,7 +34,7 @@ from contrastile.data.base import Batches
 from contrastile.data.files import open_in_place
 from contrastile.experiments.results import PAGE, RESULTS, Result, read_results, to_csv
 from contrastile.offload import usable_cpus
-from contrastile.train.batch_builder import DataBundle, open_data_bundle, with_cached_features
+from contrastile.train.batch_builder import DataBundle, open_data_bundle
 from contrastile.train.evaluation import encode_held_out, evaluate
 from contrastile.train.folder import RECIPE, RunFolder, begun_run, new_run, resumed_run
 from contrastile.train.image_text import ImageText
@@ -45,7 +45,7 @@ from contrastile.train.optim import build_optimizer
 from contrastile.train.provenance import provenance
 from contrastile.train.ranks import ALONE, Ranks
 from contrastile.train.recipe import to_toml
-from contrastile.train.run import build_run, choose_device, same_recipe
+from contrastile.train.run import choose_device, same_recipe
 from contrastile.train.state import StopRequest, TrainResult
 
 # steps that are timed beforehand, the first of which does not count
@@ -147,9 +147,7 @@ class Study(ABC):
         return int(self.recipe.train.length(len(data.pairs.splits["train"])))
 
     def job(self, recipe: Any, data: Any, share: float) -> Any:
-        run = build_run(recipe, data.tokenizer)
-        bundle = with_cached_features(run, training_share(data, share))
-        return ImageText(run, bundle, teacher=open_teacher(recipe))
+        return ImageText.untrained(recipe, training_share(data, share), open_teacher(recipe))
 
     def seconds(self, data: Any) -> float:
         """Estimate the seconds of one training from a few steps of the recipe's first batch."""

@@ -64,10 +64,7 @@ class WordTokenizer:
     def tokenise(self, texts: Sequence[str], length: int | None = None) -> dict[str, Tensor]:
         """`input_ids` and `attention_mask`, int64 `[B, length]`, by default its own; longer texts are truncated."""
         encoded = self._engine.encode_batch(list(texts))
-        rows = {
-            "input_ids": [text.ids for text in encoded],
-            "attention_mask": [text.attention_mask for text in encoded],
-        }
+        rows = {"input_ids": [one.ids for one in encoded], "attention_mask": [one.attention_mask for one in encoded]}
         return {name: torch.tensor(ids).view(len(encoded), self.length)[:, :length] for name, ids in rows.items()}
 
     def token_id(self, token: str) -> int | None:

@@ -24,7 +24,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from itertools import accumulate, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from torch import Tensor
 from contrastile._errors import invalid, whole_number
 from contrastile.data.base import Indices, SkipCounter
 from contrastile.data.entries import read_passages
-from contrastile.data.files import checksum, file_state, files_below
+from contrastile.data.files import file_state, files_below
 from contrastile.data.loader import read_chunks
 from contrastile.data.sources import PICTURES
 from contrastile.data.texts import Passage
@@ -88,8 +88,6 @@ def encode_source(
 
 
 def _read_passages(source: Path, bad_rows: float) -> Iterator[Passage]:
-    if not source.exists():
-        raise invalid("corpus", "be a file or folder", f'"{source}"', "Check its path.")
     tally = SkipCounter()
     yield from read_passages(source, tally)
     tally.close(source, bad_rows, allowed_by="--bad-rows")
@@ -271,16 +269,14 @@ class Index:
 
 def _torch_search(shards: Sequence[Any]) -> SearchEngine:
     """Search shard by shard in tiles; among equal scores the passage of the lower row comes first."""
-    starts = accumulate(map(len, shards[:-1]), initial=0)
-    numbered = list(zip(starts, shards, strict=True))
 
     def search(queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        best = no_matches(queries)
-        for start, shard in numbered:
+        best, start = no_matches(queries), 0
+        for shard in shards:
             # a copy, because torch warns about tensors over read-only memory; a shard has 65,536 rows by default
             features = torch.from_numpy(np.array(shard)).to(queries.device)
             scores, rows = topk(queries, features, min(k, len(shard)))
-            best = best_of(best, (scores, rows + start), k)
+            best, start = best_of(best, (scores, rows + start), k), start + len(shard)
         return best
 
     return search
@@ -322,12 +318,8 @@ def picture_passages(folder: str | None) -> tuple[list[Passage], str]:
     """The pictures below `folder`, in the order of their paths, and a name that changes with any of the files."""
     if folder is None or not os.path.isdir(folder):
         got = "none" if folder is None else f'"{folder}"'
-        raise invalid(
-            "corpus",
-            "be a folder of pictures, for this run",
-            got,
-            "Name it after the run: contrastile encode RUN FOLDER.",
-        )
+        remedy = "Name it after the run: contrastile encode RUN FOLDER."
+        raise invalid("corpus", "be a folder of pictures, for this run", got, remedy)
     root = Path(folder).resolve()
     paths = files_below(root, PICTURES)
     if not paths:
@@ -353,8 +345,12 @@ def picture_features(run: Run, passages: Sequence[Passage], title: str) -> Tenso
 
 def described(folder: Path, shard: str) -> dict[str, dict[str, Any]]:
     """The entries of a shard's files: bytes, and the checksums of the blocks, one after the other in one text."""
-    paths = [path for ending in ENDINGS if (path := folder / f"{shard}{ending}").is_file()]
-    return {path.name: {"bytes": path.stat().st_size, "blocks": "".join(_digests(path))} for path in paths}
+    files = {}
+    for path in (path for ending in ENDINGS if (path := folder / f"{shard}{ending}").is_file()):
+        with path.open("rb") as file:
+            blocks = "".join(_digest(block) for block in iter(partial(file.read, BLOCK), b""))
+        files[path.name] = {"bytes": path.stat().st_size, "blocks": blocks}
+    return files
 
 
 def sealed(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -364,20 +360,17 @@ def sealed(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_index(folder: Path, metadata: Any, *, whole: bool = False) -> None:
-    """Raise ValueError where files of an index are not what index.json, `metadata`, says; `whole`: in any byte.
-
-    Indices of earlier versions have checksums of two of the four files of a shard, which only `whole` compares.
-    """
+    """Raise ValueError where files of an index are not what index.json, `metadata`, says; `whole`: in any byte."""
     if not _well_formed(metadata):
         raise invalid(INDEX, "list the shards that were written", f'others in "{folder}"', REMEDY)
-    if metadata.get("format", 1) not in range(1, FORMAT + 1):
+    if metadata["format"] not in range(1, FORMAT + 1):
         remedy = "Encode the corpus again, or update contrastile."
         raise invalid("index", f"be of a format up to {FORMAT}", metadata["format"], remedy)
     if metadata.get("sha256") not in (None, sealed(metadata)["sha256"]):
         raise _damaged(folder / INDEX, "other bytes")
     sampled: list[tuple[Path, int, str]] = []
     for shard in metadata["shards"]:
-        for name, expected in shard.get("files", {}).items():
+        for name, expected in shard["files"].items():
             path, blocks = folder / name, expected["blocks"]
             if not path.is_file() or path.stat().st_size != expected["bytes"]:
                 raise _damaged(path, "another size" if path.is_file() else "none")
@@ -386,11 +379,6 @@ def check_index(folder: Path, metadata: Any, *, whole: bool = False) -> None:
                 _compare(numbered)
             else:
                 sampled += numbered
-        if whole and "files" not in shard:
-            for ending, key in ((".npy", "sha256"), (".jsonl", "passages_sha256")):
-                path = folder / f"{shard['name']}{ending}"
-                if not path.is_file() or checksum(path) != shard[key]:
-                    raise _damaged(path, "other bytes")
     # a generator of its own, because a program may have seeded Python's
     _compare(random.Random().sample(sampled, min(SAMPLED, len(sampled))))
 
@@ -398,14 +386,13 @@ def check_index(folder: Path, metadata: Any, *, whole: bool = False) -> None:
 def _well_formed(metadata: Any) -> bool:
     """True where index.json has the keys that are read, and shards whose names lead to no other folder."""
     try:
-        shards, known = metadata["shards"], {"complete", "made_by"} <= metadata.keys()
-        return known and all(
+        return {"complete", "format", "made_by"} <= metadata.keys() and all(
             NAME.fullmatch(shard["name"])
             and isinstance(shard["passages"], int)
             and {"sha256", "passages_sha256"} <= shard.keys()
-            and shard.get("files", {}).keys() <= {f"{shard['name']}{ending}" for ending in ENDINGS}
-            and all(isinstance(one["bytes"], int) and one["blocks"] + "" for one in shard.get("files", {}).values())
-            for shard in shards
+            and shard["files"].keys() <= {f"{shard['name']}{ending}" for ending in ENDINGS}
+            and all(isinstance(one["bytes"], int) and one["blocks"] + "" for one in shard["files"].values())
+            for shard in metadata["shards"]
         )
     except (TypeError, KeyError, AttributeError):
         return False
@@ -418,12 +405,6 @@ def _compare(blocks: Sequence[tuple[Path, int, str]]) -> None:
             file.seek(number * BLOCK)
             if _digest(file.read(BLOCK)) != expected:
                 raise _damaged(path, f"other bytes from {number * BLOCK:,} on")
-
-
-def _digests(path: Path) -> Iterator[str]:
-    with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            yield _digest(block)
 
 
 def _digest(block: bytes) -> str:

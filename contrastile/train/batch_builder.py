@@ -24,7 +24,6 @@ from contrastile._errors import invalid
 from contrastile.data.base import Indices, check_bad
 from contrastile.data.files import cached_folder
 from contrastile.data.images import augment, draw_parameters, prepare
-from contrastile.data.loader import TIMEOUT
 from contrastile.data.pairs import PairSet, Stream
 from contrastile.data.registry import open_pairs
 from contrastile.gradcache.encode import encode
@@ -84,14 +83,17 @@ def open_data_bundle(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Data
     settings = data.model_dump(include={"image_size", "channels", "held_out", "weights", "copies"})
     cache, most_bad = Path(data.cache).expanduser(), data.max_bad_fraction
     pairs = open_pairs(data.source, **settings, cache=cache, most_bad=most_bad, seed=recipe.seed, progress=progress)
-    named = recipe.model.tokenizer
+    named, device = recipe.model.tokenizer, choose_device(recipe.device)
+    if pairs.stream is not None:
+        # decoding in other processes keeps this one free for its GPU
+        pairs.stream.apart, pairs.stream.timeout = device.type == "cuda", recipe.train.timeout
     tokenizer = tokenizer or ready_tokenizer(named)
     if tokenizer is None:
         train, stream = pairs.splits["train"], pairs.stream
         # a collection has too many titles
         titles = [pairs.captions[row] for row in train] if stream is None else stream.sample_captions(MOST_TITLES)
         tokenizer = train_tokenizer(titles, kind=named.kind, size=named.size, length=named.length)
-    return DataBundle(pairs, tokenizer, tokenizer.tokenise(pairs.captions), _home(pairs, choose_device(recipe.device)))
+    return DataBundle(pairs, tokenizer, tokenizer.tokenise(pairs.captions), _home(pairs, device))
 
 
 def _home(pairs: PairSet, device: torch.device) -> torch.device | None:
@@ -165,8 +167,6 @@ def _digest(run: Run, pairs: PairSet) -> str:
 def _write(run: Run, pairs: PairSet, rows: range, folder: Path) -> None:
     """Write the features of `rows`, NaN for unreadable pictures, and the reasons for these."""
     skipped, chunks = Counter[str](), []
-    if pairs.stream is not None:
-        pairs.stream.apart, pairs.stream.timeout = run.device.type == "cuda", run.recipe.train.timeout
     ranges = [rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK)]
     for chunk, following in zip_longest(ranges, ranges[1:]):
         if pairs.stream is None:
@@ -241,18 +241,10 @@ _Texts = tuple[dict[int, int], Tensor, Tokens]
 
 
 class BatchBuilder:
-    """Batches by rows. With `augment`, pictures are augmented by random numbers drawn from `seed`.
+    """Batches by rows. With `augment`, pictures are augmented by random numbers drawn from `seed`."""
 
-    apart: decode a collection's pictures in other processes, which keeps this one free for its GPU. timeout: the
-    seconds that these have for an answer.
-    """
-
-    def __init__(
-        self, bundle: DataBundle, *, augment: bool, seed: int, apart: bool = False, timeout: float = TIMEOUT
-    ) -> None:
+    def __init__(self, bundle: DataBundle, *, augment: bool, seed: int) -> None:
         self._bundle, self._augment, self._stream = bundle, augment, bundle.pairs.stream
-        if self._stream is not None:
-            self._stream.apart, self._stream.timeout = apart, timeout
         images, home = bundle.pairs.images, bundle.home
         self._images_on_device = None if home is None else torch.from_numpy(np.array(images)).to(home)
         self._ids = torch.from_numpy(bundle.pairs.ids)
@@ -296,7 +288,11 @@ class BatchBuilder:
         positions = range(*share.indices(len(rows)))
         if self._stream is not None:
             return self._streamed(self._stream, rows, share, positions)
-        drawn = self._draw(len(rows))[share] if self._augment else None
+        drawn = None
+        if self._augment:
+            # those of all ranks: neither the number of ranks nor the device may change an augmentation
+            sizes = (min(SLICE, len(rows) - start) for start in range(0, len(rows), SLICE))
+            drawn = torch.cat([draw_parameters(size, self._generator) for size in sizes])[share]
         rows = rows[share]
         texts = {name: ids[rows] for name, ids in self._bundle.tokens.items()}, self._ids[rows], positions
         if self._bundle.features is not None:
@@ -338,10 +334,5 @@ class BatchBuilder:
         """Titles of rows, each row once. A share without pairs gets the tokens of one empty text, for their shape."""
         index = {row: position for position, row in enumerate(dict.fromkeys(rows))}
         titles = stream.captions(index)
-        ids = torch.tensor(stream.identities(titles), dtype=torch.int64)
+        ids = torch.tensor([stream.library.identity(title) for title in titles], dtype=torch.int64)
         return index, ids, self._bundle.tokenizer.tokenise(titles or [""])
-
-    def _draw(self, count: int) -> Tensor:
-        """The random numbers of all ranks: neither the number of ranks nor the device may change an augmentation."""
-        sizes = (min(SLICE, count - start) for start in range(0, count, SLICE))
-        return torch.cat([draw_parameters(size, self._generator) for size in sizes])

@@ -54,8 +54,7 @@ class Checkpoints:
         self, folder: Path | None, settings: SaveSettings, data: str = "", *, recipe: Mapping[str, Any] | None = None,
         run: RunFolder | None = None, writes: bool = True,
     ) -> None:  # fmt: skip
-        self._folder, self._settings, self._data, self._writes = folder, settings, data, writes
-        self._run = run
+        self._folder, self._settings, self._data, self._writes, self._run = folder, settings, data, writes, run
         self._origin = {**(recipe or {}), **({} if run is None else {"run": run_id(run)})}
         self._saved = 0.0
 
@@ -136,9 +135,6 @@ class Checkpoints:
                 logger.warning("the checkpoint %s is damaged (%s); the one before is used", checkpoint, damage)
                 checkpoint.rename(free_name(checkpoint.with_name(f"{DAMAGED}{checkpoint.name}")))
                 continue
-            if "origin" not in plain:
-                message = "the checkpoint %s was written before checkpoints said whose they are;"
-                logger.warning(f"{message} it is taken for this run's", checkpoint)
             self._load(checkpoint, parts, plain, tensors)
             return _step(checkpoint)
         if checkpoints:

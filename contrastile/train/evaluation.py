@@ -32,9 +32,10 @@ from contrastile.models.base import evaluating
 from contrastile.offload import settle
 from contrastile.train.config.image_text import RetrievalSettings, ZeroShotSettings
 from contrastile.train.folder import METADATA, METRICS, RunFolder, finished_run
+from contrastile.train.load import load
 from contrastile.train.log import Metrics, progress
 from contrastile.train.report.page import IMAGE_TEXT, Samples, table_text, write_report, write_results
-from contrastile.train.run import Run, load
+from contrastile.train.run import Run
 from contrastile.train.sharded import is_sharded
 
 Row = dict[str, Any]
@@ -170,7 +171,7 @@ def probe(run: Run, pairs: PairSet) -> dict[str, dict[str, float]]:
 def _compare(test: str, queries: Encoded, keys: Encoded, *, headline: bool = False) -> Row:
     counts = len(queries.ids), len(keys.ids)
     shares = recall(queries.features, keys.features, queries.ids, keys.ids, ks=ranks_below(counts[1]))
-    guessed = chance(queries.ids, keys.ids, ks=(1,))[1]
+    guessed = chance(queries.ids, keys.ids)
     return result_row(test, counts, {str(k): share for k, share in shares.items()}, guessed, headline=headline)
 
 
@@ -261,7 +262,7 @@ def retrieval(name: str, captioned: Captioned, run: Run, most: int | None = None
     directions = (("image_to_text", "picture → caption", sizes), ("text_to_image", "caption → picture", sizes[::-1]))
     for (direction, label, counts), queries in zip(directions, matches, strict=True):
         shares = {str(k): measured[f"{direction}_R@{k}"] for k in ranks_below(counts[1])}
-        guessed = chance_among(queries.bincount(minlength=counts[0]), counts[1], ks=(1,))[1]
+        guessed = chance_among(queries.bincount(minlength=counts[0]), counts[1])
         metrics = {metric: value for metric, value in measured.items() if metric.startswith(direction)}
         test = f"{name}, {label}"
         row = result_row(test, counts, shares, guessed, headline=True, metrics=metrics, skipped=skipped)
@@ -377,7 +378,7 @@ def evaluate_transfer(path: str | Path, tests: Sequence[AnyTest], *, device: str
     """Measure a finished run on `tests` alone, add their rows to its results and its report; a table of them."""
     folder = finished_run(path)
     opened = [open_test(test) for test in tests]
-    run = load(folder.path, device=device)
+    run: Any = load(folder.path, device=device)
     rows = [row for test in opened for row in test.measure(run)]
     write_results(folder, rows, beside=True)
     write_report(folder)

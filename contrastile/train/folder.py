@@ -180,7 +180,7 @@ def resumed_run(folder: RunFolder) -> Iterator[RunFolder]:
 
 
 def run_id(folder: RunFolder) -> str:
-    """The id of a run under way: drawn once; an older run without one gets it when it is resumed."""
+    """The id of a run under way, drawn once."""
     if not (folder / RUN_ID).is_file():
         folder.write_text(RUN_ID, f"{secrets.token_hex(8)}\n")
     return (folder / RUN_ID).read_text(encoding="utf-8").strip()

@@ -1,7 +1,6 @@
 """Task of pictures and texts: its data, its loss, its evaluation; one of the two tasks of `loop.py`."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
@@ -15,16 +14,15 @@ from contrastile.data.pairs import Stream
 from contrastile.gradcache.encode import encode
 from contrastile.gradcache.memory import bytes_per_example
 from contrastile.models.base import evaluating
-from contrastile.models.text import load_tokenizer
 from contrastile.train import evaluation
 from contrastile.train.batch_builder import Batch, BatchBuilder, DataBundle, open_data_bundle, with_cached_features
 from contrastile.train.config import Recipe
 from contrastile.train.evaluation import Row, Test, measure_all, open_test, probe
 from contrastile.train.folder import RunFolder
-from contrastile.train.objective import BothTokenizers, PairObjective, Teacher, apart, open_teacher
+from contrastile.train.objective import BothTokenizers, PairObjective, Teacher, apart
 from contrastile.train.ranks import Ranks
 from contrastile.train.report.page import IMAGE_TEXT, table_text, write_report, write_results
-from contrastile.train.run import Run, build_run, choose_device, load
+from contrastile.train.run import Run, build_run
 from contrastile.train.task import Measure, Task
 
 
@@ -33,40 +31,39 @@ class ImageText(Task[Batch]):
 
     unit = "pairs"
     wording = IMAGE_TEXT
+    open_data = staticmethod(open_data_bundle)
     run: Run
 
-    def __init__(
-        self, run: Run, bundle: DataBundle, tests: Sequence[Test] = (), teacher: Teacher | None = None
-    ) -> None:
-        recipe = run.recipe
-        super().__init__(run, objective_of(run), teacher)
-        self.bundle, self._tests = bundle, tests
+    def __init__(self, run: Run, bundle: DataBundle, teacher: Teacher | None = None) -> None:
+        recipe, features = run.recipe, 0
+        if getattr(recipe.loss, "queue", 0):
+            # a queue has the size of the features
+            with evaluating(run.model):
+                features = run.encode_text([""]).shape[1]
+        device = run.device if recipe.train.features == "host" else None
+        words: dict[str, Any] = {"features": features, "dtype": run.model.logit_scale.dtype, "device": device}
+        super().__init__(run, PairObjective(recipe.loss, **words), teacher)
+        self.bundle, self._tests = bundle, list[Test]()
         # rows of tests that ranks measured whole, by the test's index
         self._results: dict[int, list[Row]] = {}
-        on_gpu, timeout = run.device.type == "cuda", recipe.train.timeout
         if teacher is not None:
             both = BothTokenizers(bundle.tokenizer, teacher.run.tokenizer)
             bundle = replace(bundle, tokenizer=both, tokens=both.tokenise(bundle.pairs.captions))
-        augment = recipe.data.augment
-        self.builder = BatchBuilder(bundle, augment=augment, seed=recipe.seed, apart=on_gpu, timeout=timeout)
+        self.builder = BatchBuilder(bundle, augment=recipe.data.augment, seed=recipe.seed)
         self.state = {"feed": self.builder, **self.state}
 
     @classmethod
     def open(cls, recipe: Recipe, begun: RunFolder | None = None) -> Self:
-        # cheap checks first: a missing device, a model that does not fit, mistakes in the tests' files
-        choose_device(recipe.device)
-        # the loss checks its keys
-        PairObjective(recipe.loss)
+        # mistakes in the tests' files come before the data are read
         tests = [open_test(test) for test in recipe.evaluate.tests]
-        teacher = open_teacher(recipe)
-        bundle = open_data_bundle(recipe, load_tokenizer(begun.path) if begun is not None else None)
-        run = build_run(recipe, bundle.tokenizer)
-        return cls(run, with_cached_features(run, bundle), tests, teacher)
+        task = super().open(recipe, begun)
+        task._tests = tests
+        return task
 
     @classmethod
-    def of_run(cls, folder: RunFolder, *, device: str = "auto") -> Self:
-        run = load(folder.path, device=device)
-        return cls(run, open_data_bundle(run.recipe, run.tokenizer)).compared(folder)
+    def untrained(cls, recipe: Recipe, data: DataBundle, teacher: Teacher | None = None) -> Self:
+        run = build_run(recipe, data.tokenizer)
+        return cls(run, with_cached_features(run, data), teacher)
 
     @property
     def rows(self) -> Indices:
@@ -148,11 +145,10 @@ class ImageText(Task[Batch]):
     def activations(self) -> tuple[int, int]:
         model, recipe, device = self.run.model, self.run.recipe, self.run.device
         data, sub_batch, row = recipe.data, recipe.train.sub_batch, torch.zeros(1, dtype=torch.int64)
+        shape = data.channels, data.image_size, data.image_size
 
         def image(count: int) -> object:
-            return model.encode_image(
-                torch.zeros(count, data.channels, data.image_size, data.image_size, device=device)
-            )
+            return model.encode_image(torch.zeros(count, *shape, device=device))
 
         def text(count: int) -> object:
             tokens: dict[str, Any] = {name: ids[row.expand(count)] for name, ids in self.bundle.tokens.items()}
@@ -167,12 +163,3 @@ class ImageText(Task[Batch]):
         write_results(folder, results)
         write_report(folder, evaluation.picture_samples(self.bundle.pairs, encoded))
         return table_text(results)
-
-
-def objective_of(run: Run) -> PairObjective:
-    """The objective of a run; a queue has the size of its features."""
-    if not getattr(run.recipe.loss, "queue", 0):
-        return PairObjective(run.recipe.loss, device=run.device if run.recipe.train.features == "host" else None)
-    with evaluating(run.model):
-        features = run.encode_text([""]).shape[1]
-    return PairObjective(run.recipe.loss, features=features, dtype=run.model.logit_scale.dtype)

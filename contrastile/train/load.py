@@ -3,12 +3,17 @@
 Optional packages are imported when a run is loaded, so that the library without extras has this name too.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from contrastile.train.folder import RECIPE, finished_run
-from contrastile.train.loaded import LoadedRun
+
+if TYPE_CHECKING:
+    from contrastile.train.run import LoadedRun
 
 
 def load(run: str | Path, *, device: str = "auto") -> LoadedRun:
@@ -28,12 +33,11 @@ def load(run: str | Path, *, device: str = "auto") -> LoadedRun:
     """
     folder = finished_run(run)
     with naming_the_extra():
-        from contrastile.train import run as image_text
-        from contrastile.train.config import Recipe
         from contrastile.train.recipe import load_any_recipe
         from contrastile.train.retriever.run import load_retriever
-    recipe = load_any_recipe(folder / RECIPE, files=False)
-    return (image_text.load if isinstance(recipe, Recipe) else load_retriever)(run, device=device)
+        from contrastile.train.run import choose_device, load_towers
+    recipe: Any = load_any_recipe(folder / RECIPE, files=False)
+    return (load_towers if recipe.kind == "image-text" else load_retriever)(folder, recipe, choose_device(device))
 
 
 @contextmanager

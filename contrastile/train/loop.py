@@ -267,7 +267,10 @@ class Trainer:
         both = torch.stack([full(self.model.logit_scale.exp()), optim.weight_norm(self.model)])
         scale, self.weight_norm = both.tolist()
         state.step_taken(count)
-        if self._finite(number, value, norm, parts):
+        # an overflow of fp16 is not counted while the scaler can lower its factor
+        overflow = self.scaler.is_enabled() and math.isfinite(value) and self.scaler.get_scale() >= 1
+        inputs = (part.floats for part in parts)
+        if self.guard.passes(number, value, norm, self.model, inputs, counted=not overflow):
             self.ema.update()
             self.metrics.write(
                 "step", examples=state.seen, batch=count, planned=planned, loss=value, norm=norm,
@@ -275,18 +278,8 @@ class Trainer:
             )  # fmt: skip
         else:
             self.metrics.write("skip", examples=state.seen, batch=count, loss=str(value), norm=str(norm))
-        self.shown = {
-            "loss": f"{value:.3f}", "norm": f"{norm:.2f}", "rate": f"{rate:.1e}", "scale": f"{scale:.1f}",
-            "time": states.shares_text(timing["shares"]),
-        }  # fmt: skip
-
-    def _finite(self, number: int, value: float, norm: float, parts: Sequence[BatchPart]) -> bool:
-        """True where loss and norm are finite; raises FloatingPointError at the third step in a row that is not."""
-        scaler = self.scaler
-        # an overflow of fp16 is not counted while the scaler can lower its factor
-        overflow = scaler.is_enabled() and math.isfinite(value) and scaler.get_scale() >= 1
-        inputs = (part.floats for part in parts)
-        return self.guard.passes(number, value, norm, self.model, inputs, counted=not overflow)
+        self.shown = {"loss": f"{value:.3f}", "norm": f"{norm:.2f}", "rate": f"{rate:.1e}", "scale": f"{scale:.1f}"}
+        self.shown["time"] = states.shares_text(timing["shares"])
 
     def show(self, bar: Bar) -> None:
         """Record the progress in the result and on the bar."""
@@ -310,9 +303,8 @@ class Trainer:
         load, cores, threads = os.getloadavg()[0], os.cpu_count() or 1, torch.get_num_threads()
         if self.task.run.device.type == "cpu" and threads > 1 and load > cores + 1:
             # threads of one product wait for each other, and each of them for a core
-            sentence += (
-                f"; {load:.0f} processes share {cores} cores, where OMP_NUM_THREADS=1 may be several times as fast"
-            )
+            sentence += f"; {load:.0f} processes share {cores} cores, "
+            sentence += "where OMP_NUM_THREADS=1 may be several times as fast"
         logger.warning(sentence)
 
     def probe(self) -> None:

@@ -64,7 +64,14 @@ class Objective:
         device: of the products, where the features wait in host memory.
         """
         self.settings = settings
-        self.loss = _made(settings, self.kinds[settings.kind], {} if device is None else {"device": device})
+        more = {} if device is None else {"device": device}
+        try:
+            self.loss: Any = self.kinds[settings.kind](**settings.words(), **more)
+        except ValueError as error:
+            # it speaks of the recipe's keys
+            keys = type(settings).model_fields
+            error.args = (re.sub(r"`(\w+)`", lambda x: f"`loss.{x[1]}`" if x[1] in keys else x[0], str(error)),)
+            raise
         size, sides = getattr(settings, "queue", 0), self.sides if features else ()
         self.queues = nn.ModuleDict({side: KeyQueue(size, features, dtype=dtype) for side in sides if size})
         self._waiting: list[dict[str, Tensor]] = []
@@ -95,16 +102,6 @@ class Objective:
             for side, queue in self.queues.items():
                 queue.push(joined[side], joined["ids"])  # type: ignore[operator]
         self._waiting.clear()
-
-
-def _made(settings: LossSettings, module: Callable[..., Any], more: Mapping[str, Any]) -> Any:
-    """The loss module, with `more` words than the settings'; an error speaks of the recipe's keys."""
-    try:
-        return module(**settings.words(), **more)
-    except ValueError as error:
-        keys = type(settings).model_fields
-        error.args = (re.sub(r"`(\w+)`", lambda x: f"`loss.{x[1]}`" if x[1] in keys else x[0], str(error)),)
-        raise
 
 
 class PairObjective(Objective):
@@ -214,9 +211,9 @@ class QueryObjective(Objective):
         if scores is not None:
             weight = self.settings.weight
             soft: Tensor = self.loss(query, passage, scores * self.settings.score_scale, scale, lists=lists)
-            return (
-                soft if weight == 1 else weight * soft + (1 - weight) * self._in_batch(query, key, scale=scale, **given)
-            )
+            if weight == 1:
+                return soft
+            return weight * soft + (1 - weight) * self._in_batch(query, key, scale=scale, **given)
         if queue is not None:
             key, given["key_ids"] = _behind(key, ids, queue)
         if guides is not None:

@@ -207,23 +207,27 @@ def build_optimizer(model: nn.Module, settings: OptimSettings) -> Optimizer:
     return CombinedOptimizer(Muon(inner, rate, settings.momentum, decay), adamw)
 
 
+def stepped_without_memory(model: nn.Module, settings: OptimSettings) -> Optimizer:
+    """The optimizer after its first step, with a gradient for each weight, all on the device "meta".
+
+    torch's AdamW updates many tensors at once, as on a GPU.
+    """
+    optimizer = build_optimizer(model, settings)
+    for group in optimizer.param_groups:
+        group["params"] = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in group["params"]]
+        for parameter in group["params"]:
+            parameter.grad = torch.empty_like(parameter)
+        if "foreach" in group:
+            group["foreach"] = True
+    optimizer.step()
+    return optimizer
+
+
 def state_bytes(model: nn.Module, settings: OptimSettings) -> int:
     """Bytes of the optimizer's state after its first step, but for the counts of steps."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    inner = {id(parameter) for parameter in matrices(model)} if isinstance(settings, MuonSettings) else set()
-    if isinstance(settings, AdafactorSettings):
-        momentum = settings.betas[0] > 0
-        return sum(momentum * 4 * p.numel() + _second_moment_bytes(p.shape) for p in trained)
-    # Muon has a momentum, AdamW two moments
-    return sum((1 if id(p) in inner else 2) * p.nbytes for p in trained)
-
-
-def _second_moment_bytes(shape: torch.Size) -> int:
-    """Bytes of Adafactor's second moment: whole, or its means over the two longest axes."""
-    longest = sorted(shape)[-2:]
-    if len(longest) < 2 or longest[0] < SMALLEST_FACTORED:
-        return 4 * shape.numel()
-    return sum(4 * shape.numel() // side for side in longest)
+    optimizer: Any = stepped_without_memory(model, settings)
+    states = [state for one in getattr(optimizer, "members", {"": optimizer}).values() for state in one.state.values()]
+    return sum(x.nbytes for state in states for name, x in state.items() if name != "step")
 
 
 def step_bytes(model: nn.Module, settings: OptimSettings) -> int:

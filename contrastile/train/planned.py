@@ -38,12 +38,11 @@ from contrastile.planner.towers import (
 from contrastile.train.config import AnyRecipe, Recipe
 from contrastile.train.config.base import OptimSettings
 from contrastile.train.config.towers import without_folders
-from contrastile.train.loaded import HALVES, LoadedRun, autocast
 from contrastile.train.objective import OBJECTIVES, teacher_recipe
-from contrastile.train.optim import build_optimizer, state_bytes, step_bytes
+from contrastile.train.optim import state_bytes, step_bytes, stepped_without_memory
 from contrastile.train.recipe import load_any_recipe
 from contrastile.train.retriever.run import build_retriever_run
-from contrastile.train.run import build_run, ready_tokenizer
+from contrastile.train.run import HALVES, LoadedRun, autocast, build_run, ready_tokenizer
 
 # numbers of a token: its index, and the mask
 TOKEN_TENSORS = 2
@@ -136,10 +135,8 @@ def towers(
     special = special_tokens(recipe.model) if _late(recipe) else ()
     tokenizer = tokenizer or made_up_tokenizer(recipe.model.tokenizer, special)
     # weights in folders are not read, and nothing is compiled
-    settings = without_folders(recipe)
-    settings = settings.model_copy(
-        update={"device": "meta", "train": settings.train.model_copy(update={"compile": False})}
-    )
+    train = recipe.train.model_copy(update={"compile": False})
+    settings = without_folders(recipe).model_copy(update={"device": "meta", "train": train})
     with made_without_memory():
         model = build(settings, tokenizer).model.train()
     if frozen:
@@ -157,13 +154,12 @@ def towers(
                 inputs = partial(lambda features, n: [torch.zeros(n, features)], width)
             compiled = recipe.train.compile is True and not frozen
             layers = compiled_parts(module) if compiled else ()
-            with as_compiled(layers, partial(_called, encoder, inputs, context), size):
+            with as_compiled(layers, partial(_encoded, encoder, inputs, context), size):
                 costs.append(measure(name, encoder, inputs, module, size, context, builds_graph=compiled))
     return model, costs
 
 
-def _called(encoder: Callable[..., Tensor], inputs: Callable[[int], list[Tensor]], context: Any, n: int) -> Tensor:
-    """The features of `n` examples."""
+def _encoded(encoder: Callable[..., Tensor], inputs: Callable[[int], list[Tensor]], context: Any, n: int) -> Tensor:
     with context():
         return encoder(*inputs(n))
 
@@ -268,17 +264,9 @@ def plan_of(
 def update_work(model: nn.Module, settings: OptimSettings, share: int = 1, *, clipped: bool = True) -> Work:
     """The work of an optimizer's step, and of clipping the gradient, counted on weights without memory.
 
-    share: ranks, each of which updates a part of the weights. torch's AdamW updates many tensors at once, as on a GPU.
+    share: ranks, each of which updates a part of the weights.
     """
-    optimizer = build_optimizer(model, settings)
-    for group in optimizer.param_groups:
-        group["params"] = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in group["params"]]
-        for parameter in group["params"]:
-            parameter.grad = torch.empty_like(parameter)
-        if "foreach" in group:
-            group["foreach"] = True
-    # makes the state
-    optimizer.step()
+    optimizer = stepped_without_memory(model, settings)
     with Counted() as counter:
         optimizer.step()
     gradients = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])

@@ -27,7 +27,7 @@ from contrastile.data.pairs import Stream
 from contrastile.distributed import collectives, consistency
 from contrastile.distributed.failure import LostRankError, farewell, hang_up, lost, progress
 from contrastile.train.checkpoints import Checkpoints, Parts
-from contrastile.train.loaded import LoadedRun
+from contrastile.train.run import LoadedRun
 from contrastile.train.sharded import is_sharded, settle_gradients, sharded_model, sharded_parts
 
 # the time that ranks with their data open wait for one without
@@ -138,10 +138,8 @@ class Ranks:
     def collect_counts(self, stream: Stream | None) -> None:
         """Add all ranks' counts of skipped pairs to the first rank's; the others start from zero."""
         if self.size > 1 and stream is not None:
-            self._collect(stream, *_totals(consistency.agree(None, _counts(stream), free=("skipped", "seen"))))
-
-    def _collect(self, stream: Stream, skipped: Counter[str], seen: int) -> None:
-        stream.skipped, stream.seen = (skipped, seen) if self.rank == 0 else (Counter(), 0)
+            totals = _totals(consistency.agree(None, _counts(stream), free=("skipped", "seen")))
+            stream.skipped, stream.seen = totals if self.rank == 0 else (Counter(), 0)
 
     def agree(
         self, step: int, seconds: float, over: bool, signal: int | None, stream: Stream | None = None
@@ -161,7 +159,7 @@ class Ranks:
                 stream.check(*totals)
             except ValueError:
                 # the first rank is about to write the run's metadata
-                self._collect(stream, *totals)
+                stream.skipped, stream.seen = totals if self.rank == 0 else (Counter(), 0)
                 raise
         signals = [statement["signal"] for statement in statements if statement["signal"] is not None]
         return statements[0]["seconds"], statements[0]["over"], signals[0] if signals else None

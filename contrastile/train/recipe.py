@@ -201,10 +201,9 @@ class _Reader:
 
     def validated(self, *, files: bool) -> AnyRecipe:
         """The tables as a recipe; raises `RecipeError` for the first mistake."""
+        context = {"files": files, "overrides": [*self.overrides]}
         try:
-            return self.schema.model_validate(
-                _frozen(self.tables), context={"files": files, "overrides": [*self.overrides]}
-            )
+            return self.schema.model_validate(_frozen(self.tables), context=context)
         except ValidationError as error:
             mistakes = error.errors()
         # unknown keys first: one is often the reason why another is missing

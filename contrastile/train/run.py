@@ -1,4 +1,4 @@
-"""A run of pictures and texts: two towers, their tokenizer and transform; built, saved whole, loaded exactly.
+"""Runs: the encoders of either kind, and of pictures and texts their building; saved whole, loaded exactly.
 
 Nothing is unpickled: weights are safetensors with a checksum, everything else is text.
 """
@@ -9,6 +9,8 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,15 +30,21 @@ from contrastile.models.towers import DualEncoder, build_model
 from contrastile.train.config import AnyRecipe, Recipe
 from contrastile.train.config.base import unused_keys
 from contrastile.train.config.towers import GROWTH
-from contrastile.train.folder import METADATA, RECIPE, WEIGHTS, RunFolder, finished_run
-from contrastile.train.loaded import LoadedRun
-from contrastile.train.recipe import load_any_recipe, load_recipe, to_toml
+from contrastile.train.folder import METADATA, RECIPE, WEIGHTS, RunFolder
+from contrastile.train.recipe import load_any_recipe, to_toml
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from contrastile.data.texts import Passage
+
 
 R = TypeVar("R", bound=AnyRecipe)
+
+# each kind of run, and its methods
+PICTURES = "of pictures and texts", "encode_image, encode_text and transform"
+RETRIEVER = "a retriever's", "encode_query and encode_passage"
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 # settings of the model that its shapes do not depend on
 HOW_TRAINED = {"tokenizer", "locked", "unlocked", "precompute", "checkpointing"}
@@ -60,11 +68,62 @@ def checked_list(name: str, values: Any, noun: str, *kinds: type) -> list[Any]:
         try:
             text.encode()
         except UnicodeEncodeError:
-            remedy = "Decode them as what they are."
-            raise invalid(
-                name, f"be {noun}s of characters that UTF-8 has", f'"{printable(text[:60])}"', remedy
-            ) from None
+            got, remedy = f'"{printable(text[:60])}"', "Decode them as what they are."
+            raise invalid(name, f"be {noun}s of characters that UTF-8 has", got, remedy) from None
     return items
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
+    """The autocast context of a precision; without effect for those that weights are stored in."""
+    half = HALVES.get(precision)
+    return torch.autocast(device.type, dtype=half, enabled=half is not None)
+
+
+@dataclass(frozen=True, repr=False)
+class LoadedRun:
+    """The encoders of a run of either kind, with the methods of both; ValueError at a method of the other kind.
+
+    A type checker cannot know which kind a folder holds.
+    """
+
+    recipe: Any
+    model: Any
+    tokenizer: Tokenizer
+    device: torch.device
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The precision that the run's encoders train with."""
+        return autocast(self.device, self.recipe.train.precision)
+
+    def __repr__(self) -> str:
+        """One line: the name, the methods, the size and the device."""
+        methods = (PICTURES if self.recipe.kind == "image-text" else RETRIEVER)[1]
+        millions = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
+        return f"<run {self.recipe.name}: {methods}; {millions:.1f} million parameters on {self.device}>"
+
+    def transform(self, images: Sequence[Image]) -> Tensor:  # noqa: ARG002
+        """Pillow pictures as uint8 `[n, C, S, S]`, for a run of pictures and texts."""
+        raise _other("transform", PICTURES, RETRIEVER)
+
+    def encode_image(self, images: Sequence[Image] | Tensor) -> Tensor:  # noqa: ARG002
+        """Features `[n, D]` of pictures, float32 unit rows, for a run of pictures and texts."""
+        raise _other("encode_image", PICTURES, RETRIEVER)
+
+    def encode_text(self, texts: Sequence[str]) -> Tensor:  # noqa: ARG002
+        """Features `[n, D]` of texts, float32 unit rows, for a run of pictures and texts."""
+        raise _other("encode_text", PICTURES, RETRIEVER)
+
+    def encode_query(self, texts: Sequence[str], *, dimensions: int | None = None) -> Tensor:  # noqa: ARG002
+        """Features `[n, D]` of questions, float32, for a retriever."""
+        raise _other("encode_query", RETRIEVER, PICTURES)
+
+    def encode_passage(self, passages: Sequence[Passage | str], *, dimensions: int | None = None) -> Tensor:  # noqa: ARG002
+        """Features `[n, D]` of passages, float32, for a retriever."""
+        raise _other("encode_passage", RETRIEVER, PICTURES)
+
+
+def _other(method: str, needed: tuple[str, str], own: tuple[str, str]) -> ValueError:
+    return invalid("run", f"be {needed[0]} for {method}", f"one that is {own[0]}", f"It has {own[1]}.")
 
 
 class Run(LoadedRun):
@@ -104,14 +163,12 @@ class Run(LoadedRun):
         return F.normalize(encode(self.model.encode_text, tokens, **sub_batch).float(), dim=-1)
 
 
-def load(run: str | Path, *, device: str = "auto") -> Run:
-    """`contrastile.load` for pictures and texts: the towers, the tokenizer and the transform of a finished run."""
-    folder = finished_run(run)
-    recipe = load_recipe(folder / RECIPE, files=False)
+def load_towers(folder: RunFolder, recipe: Recipe, device: torch.device) -> Run:
+    """`contrastile.load` for pictures and texts."""
     tokenizer = load_tokenizer(folder.path)
     model = _in_precision(build_model(checked_towers(folder), tokenizer=tokenizer), recipe)
     load_weights(model, folder)
-    return Run(recipe, model.to(choose_device(device)).eval(), tokenizer, choose_device(device))
+    return Run(recipe, model.to(device).eval(), tokenizer, device)
 
 
 def _in_precision(model: DualEncoder, recipe: Recipe) -> DualEncoder:

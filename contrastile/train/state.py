@@ -226,10 +226,8 @@ class NonFiniteGuard:
         remedy = "Lower optim.learning_rate or optim.weight_decay"
         where = "" if all_finite(model) else f", first seen in {_first_nonfinite(model, ())}"
         rest = "the newest checkpoint has the last finite ones" if where else "they are kept as they are now"
-        raise AllRanksError(
-            f"the weights must stay below a norm of {LARGEST_NORM:g}; step {step} left them at {norm:g}{where}. "
-            f"{remedy}; {rest}."
-        )
+        sentence = f"the weights must stay below a norm of {LARGEST_NORM:g}; step {step} left them at {norm:g}{where}"
+        raise AllRanksError(f"{sentence}. {remedy}; {rest}.")
 
 
 def all_finite(model: nn.Module) -> bool:

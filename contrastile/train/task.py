@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from torch import Tensor
 
@@ -17,15 +17,18 @@ from contrastile._errors import logger
 from contrastile.data.base import Indices
 from contrastile.data.pairs import Stream
 from contrastile.gradcache.memory import as_written
+from contrastile.models.text import load_tokenizer
 from contrastile.train.checkpoints import Parts
 from contrastile.train.folder import METADATA, RunFolder
+from contrastile.train.load import load
 from contrastile.train.memory import dense_need
-from contrastile.train.objective import Objective, Teacher
+from contrastile.train.objective import OBJECTIVES, Objective, Teacher, open_teacher
 from contrastile.train.planned import planned_memory
 from contrastile.train.provenance import chip, versions
 from contrastile.train.ranks import Ranks
 from contrastile.train.recipe import to_toml
 from contrastile.train.report.page import Wording
+from contrastile.train.run import choose_device
 from contrastile.train.state import Stopwatch, TrainResult
 
 # a named measurement, which gives lines for metrics.jsonl
@@ -50,12 +53,13 @@ P = TypeVar("P", bound=BatchPart)
 class Task(ABC, Generic[P]):
     """One training: a run, untrained or loaded, with the data that it learns from.
 
-    unit: that of its examples. wording: the terms of its report. state: its own parts of a checkpoint.
-    teacher: another model that its loss needs.
+    unit: that of its examples. wording: the terms of its report. open_data: its data, by a recipe and a tokenizer.
+    state: its own parts of a checkpoint. teacher: another model that its loss needs.
     """
 
     unit: str
     wording: Wording
+    open_data: ClassVar[Callable[..., Any]]
     # a subclass of LoadedRun
     run: Any
 
@@ -67,14 +71,25 @@ class Task(ABC, Generic[P]):
         self.state: Parts = objective.state
 
     @classmethod
-    @abstractmethod
     def open(cls, recipe: Any, begun: RunFolder | None = None) -> Self:
         """The untrained task of `recipe`; a tokenizer is trained unless the run `begun` has one."""
+        # cheap checks first: a missing device, keys of the loss, a folder that is no model
+        choose_device(recipe.device)
+        OBJECTIVES[recipe.kind](recipe.loss)
+        teacher = open_teacher(recipe)
+        tokenizer = None if begun is None else load_tokenizer(begun.path, length=recipe.model.tokenizer.length)
+        return cls.untrained(recipe, cls.open_data(recipe, tokenizer), teacher)
 
     @classmethod
     @abstractmethod
+    def untrained(cls, recipe: Any, data: Any, teacher: Teacher | None = None) -> Self:
+        """The task of `recipe` on data that are open, with fresh weights."""
+
+    @classmethod
     def of_run(cls, folder: RunFolder, *, device: str = "auto") -> Self:
         """The task of a finished run."""
+        run = load(folder.path, device=device)
+        return cls(run, cls.open_data(run.recipe, run.tokenizer)).compared(folder)
 
     @property
     @abstractmethod

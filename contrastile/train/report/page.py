@@ -77,9 +77,7 @@ class LiveReport(Listener):
     A probe writes none where reports would take more than the share `MOST` of the time since the run started.
     """
 
-    def __init__(
-        self, folder: RunFolder, metadata: Callable[[], Mapping[str, Any]], wording: Wording | None = None
-    ) -> None:
+    def __init__(self, folder: RunFolder, metadata: Callable[[], Mapping[str, Any]], wording: Wording) -> None:
         self._folder, self._metadata, self._wording = folder, metadata, wording
         self._began = time.monotonic()
         self._spent = self._last = 0.0
@@ -146,9 +144,7 @@ def measures(results: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[str, 
 
 
 def percent(share: float | None) -> str:
-    if share is None:
-        return ""
-    return f"{share:.2%}" if share < 0.01 else f"{share:.1%}"
+    return "" if share is None else f"{share:.2%}" if share < 0.01 else f"{share:.1%}"
 
 
 def counted(row: Mapping[str, Any]) -> list[str]:
@@ -156,14 +152,9 @@ def counted(row: Mapping[str, Any]) -> list[str]:
     return [row["test"], f"{row['queries']:,}", f"{row['choices']:,}"]
 
 
-def _image_text_row(row: Mapping[str, Any]) -> list[str]:
-    """The cells of a test: name, queries, choices, recall at 1, 5 and 10, and chance."""
-    return [*counted(row), *(percent(row["recall"].get(str(k))) for k in (1, 5, 10)), percent(row["chance"])]
-
-
 IMAGE_TEXT = Wording(
     heads=("", "queries", "choices", "@1", "@5", "@10", "chance @1"),
-    row=_image_text_row,
+    row=lambda row: [*counted(row), *(percent(row["recall"].get(k)) for k in ("1", "5", "10")), percent(row["chance"])],
     probes="Recall, picture → name (a sample)",
     legend="Recall@k: the share of queries with a right answer among the first k. Chance is the recall of guessing.",
     use="""\
@@ -204,10 +195,8 @@ def few_text(results: Sequence[Mapping[str, Any]]) -> str:
         for row in results
         if 0 < row["queries"] < FEW_QUERIES or 0 < row["choices"] < FEW_CHOICES
     ]
-    sentence = (
-        f"Too few to say anything about the model: {'; '.join(few)}. More data, or a larger data.held_out, helps."
-    )
-    return sentence if few else ""
+    remedy = "More data, or a larger data.held_out, helps."
+    return f"Too few to say anything about the model: {'; '.join(few)}. {remedy}" if few else ""
 
 
 def table_text(results: Sequence[Mapping[str, Any]], wording: Wording = IMAGE_TEXT) -> str:

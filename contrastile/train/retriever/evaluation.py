@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from contrastile._errors import invalid, logger
 from contrastile.data.base import Indices, held_out
@@ -97,15 +96,17 @@ def rank_all(
     among: Candidates = first_stage(corpus) if first_stage is not None else lambda _: None
     searches: dict[str, Search] = {}
     if isinstance(passages, TokenStore):
-        nearest = search_in(run.encode_tokens("passage", passages, title="encoding passages"))
-        searches["retriever"] = lambda questions, k: nearest(run.encode_query(questions), k, among(questions))
+        features: Any = run.encode_tokens("passage", passages, title="encoding passages")
+        if isinstance(features, Ragged):
+            vectors = [late.TokenVectors.of(features.values, features.lengths)]
+            searches["retriever"] = lambda asked, k: late.topk(run.encode_query(asked), vectors, k, among(asked))
+        else:
+            searches["retriever"] = lambda asked, k: topk(run.encode_query(asked), features, k)
         if settings.bm25:
             searches["BM25"] = partial(BM25(texts.passages).search, progress=progress)
     else:
-        size = passages.dimensions
-        searches["retriever"] = lambda questions, k: passages.search(
-            run.encode_query(questions, dimensions=size), k, among(questions)
-        )
+        encode = partial(run.encode_query, dimensions=passages.dimensions)
+        searches["retriever"] = lambda asked, k: passages.search(encode(asked), k, among(asked))
     rankings = [
         rank_part(texts, part, system, corpus, search, settings.depth)
         for part in held_out(texts.splits)
@@ -119,14 +120,6 @@ def rank_all(
 def bm25_candidates(passages: Passages, count: int) -> Candidates:
     engine = BM25(passages)
     return lambda questions: engine.search(questions, count)[1]
-
-
-def search_in(features: Tensor | Ragged) -> Callable[[Any, int, Indices | None], tuple[Tensor, Tensor]]:
-    """The search for the k best of encoded passages: scores and rows by encoded queries, k, and candidates."""
-    if isinstance(features, Ragged):
-        vectors = [late.TokenVectors.of(features.values, features.lengths)]
-        return lambda queries, k, among: late.topk(queries, vectors, k, among)
-    return lambda queries, k, _: topk(queries, features, k)
 
 
 def rank_part(texts: TextSet, part: str, system: str, passages: Passages, search: Search, depth: int) -> Rankings:
@@ -357,12 +350,10 @@ def marked(text: str, question: str) -> list[tuple[str, bool]]:
 
 
 @torch.no_grad()
-def alignment(
-    run: RetrieverRun, question: str, passage: Passage, *, dimensions: int | None = None
-) -> dict[str, Any] | None:
+def alignment(run: RetrieverRun, question: str, passage: Passage, *, dimensions: int | None) -> dict[str, Any] | None:
     """The matches of a question's own tokens, in the order of the passage; None where the passage has no vector.
 
-    Mask tokens, which the score counts too, are left out. dimensions: the features that are compared, by default all.
+    Mask tokens, which the score counts too, are left out. dimensions: the features that are compared; None: all.
     """
     model: Any = run.model
     first = torch.zeros(1, dtype=torch.int64)

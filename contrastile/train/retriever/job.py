@@ -19,15 +19,14 @@ from torch import Tensor
 from contrastile._errors import invalid
 from contrastile.data.base import Indices
 from contrastile.data.text_files import open_beir, open_questions
-from contrastile.data.texts import TextSet
 from contrastile.gradcache.memory import bytes_per_example
 from contrastile.models.late import LateRetriever
-from contrastile.models.text import load_tokenizer
 from contrastile.scorers import MaxSim
 from contrastile.train.config.losses import RetrieverScores
 from contrastile.train.folder import RunFolder
+from contrastile.train.load import load
 from contrastile.train.log import progress
-from contrastile.train.objective import QueryObjective, Teacher, open_teacher
+from contrastile.train.objective import QueryObjective, Teacher
 from contrastile.train.ranks import Ranks
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.evaluation import WORDING, FirstStage, Searchable, evaluate_and_report, probe
@@ -38,12 +37,10 @@ from contrastile.train.retriever.run import (
     Tokens,
     TokenStore,
     build_retriever_run,
-    load_retriever,
     open_text_materials,
     passage_tokens,
     text_stores,
 )
-from contrastile.train.run import choose_device
 from contrastile.train.state import TrainResult
 from contrastile.train.task import Task
 
@@ -117,12 +114,9 @@ class TextBatchBuilder:
                 passages = [passages[index] for index in generator.permutation(len(passages))[:count]]
             return tuple(self._materials.same[list(passages)].tolist())
 
-        queries = ((row, self._materials.texts.queries[row]) for row in rows.tolist())
-        positives, negatives = self._data.positives, self._data.negatives
-        return [
-            SampledQuery(row, choose(query.positives, positives), choose(query.negatives, negatives))
-            for row, query in queries
-        ]
+        queries, data = self._materials.texts.queries, self._data
+        drawn = ((row, queries[row].positives, queries[row].negatives) for row in rows.tolist())
+        return [SampledQuery(row, choose(p, data.positives), choose(n, data.negatives)) for row, p, n in drawn]
 
     def parts(self, sampled: Sequence[SampledQuery], count: int, rank: int = 0, size: int = 1) -> list[TextBatch]:
         """One rank's share of at most `count` nearly equal batches, each with its own negatives only."""
@@ -235,6 +229,7 @@ class RetrieverJob(Task[TextBatch]):
 
     unit = "queries"
     wording = WORDING
+    open_data = staticmethod(open_text_materials)
     run: RetrieverRun
 
     def __init__(self, run: RetrieverRun, materials: TextMaterials, teacher: Teacher | None = None) -> None:
@@ -247,25 +242,16 @@ class RetrieverJob(Task[TextBatch]):
         self.builder = TextBatchBuilder(materials, recipe, stores)
 
     @classmethod
-    def open(cls, recipe: RetrieverRecipe, begun: RunFolder | None = None) -> Self:
-        # first: a device that is not there costs nothing, and the loss checks its keys
-        choose_device(recipe.device)
-        QueryObjective(recipe.loss)
-        teacher = open_teacher(recipe)
-        length = recipe.model.tokenizer.length
-        tokenizer = load_tokenizer(begun.path, length=length) if begun is not None else None
-        materials = open_text_materials(recipe, tokenizer)
-        if find_spec("regex") is None and any(query.answers for query in materials.texts.queries):
+    def untrained(cls, recipe: RetrieverRecipe, data: TextMaterials, teacher: Teacher | None = None) -> Self:
+        queries, source = data.texts.queries, recipe.data.source
+        if find_spec("regex") is None and any(query.answers for query in queries):
             # refused here, because the evaluation needs it only after the training
             remedy = 'Run: pip install "contrastile[search]"'
             raise invalid("evaluate.match", "have the package regex to look for answers", "none", remedy)
-        check_scores(recipe, materials.texts)
-        return cls(build_retriever_run(recipe, materials.tokenizer), materials, teacher=teacher)
-
-    @classmethod
-    def of_run(cls, folder: RunFolder, *, device: str = "auto") -> Self:
-        run = load_retriever(folder.path, device=device)
-        return cls(run, open_text_materials(run.recipe, run.tokenizer)).compared(folder)
+        if isinstance(recipe.loss, RetrieverScores) and not any(query.scores for query in queries):
+            rule = f'have scores of its passages for loss.kind = "{recipe.loss.kind}"'
+            raise invalid("data.source", rule, f'none in "{source}"', "Write pos_scores and neg_scores there.")
+        return cls(build_retriever_run(recipe, data.tokenizer), data, teacher)
 
     @property
     def rows(self) -> Indices:
@@ -358,13 +344,6 @@ class RetrieverJob(Task[TextBatch]):
         return {**super().metadata_so_far(result), **own}
 
 
-def check_scores(recipe: RetrieverRecipe, texts: TextSet) -> None:
-    """Raise ValueError where the loss needs scores, and the texts have none."""
-    if isinstance(recipe.loss, RetrieverScores) and not any(query.scores for query in texts.queries):
-        rule, source = f'have scores of its passages for loss.kind = "{recipe.loss.kind}"', recipe.data.source
-        raise invalid("data.source", rule, f'none in "{source}"', "Write pos_scores and neg_scores there.")
-
-
 def evaluate_texts(
     folder: RunFolder,
     source: str | Path,
@@ -385,7 +364,8 @@ def evaluate_texts(
     rows are named after `name`, by default the source's name, and the part: scifact-test. bad_rows: the share of
     unusable rows allowed, by default the recipe's.
     """
-    run, source = load_retriever(folder.path, device=device), Path(source)
+    run: Any = load(folder.path, device=device)
+    source = Path(source)
     options: dict[str, Any] = {"allowed_by": "--bad-rows", "progress": progress}
     options["bad_rows"] = run.recipe.data.bad_rows if bad_rows is None else bad_rows
     if not source.is_dir():

@@ -25,12 +25,18 @@ from contrastile.models.compiled import compile_tower
 from contrastile.models.late import build_late, marker, special_tokens
 from contrastile.models.text import Tokenizer, load_tokenizer, train_tokenizer
 from contrastile.models.towers import Retriever, build_retriever
-from contrastile.train.folder import RECIPE, finished_run
-from contrastile.train.loaded import LoadedRun
+from contrastile.train.folder import RunFolder
 from contrastile.train.log import progress
-from contrastile.train.recipe import load_retriever_recipe
 from contrastile.train.retriever.config import RetrieverRecipe, TextDataSettings
-from contrastile.train.run import checked_list, checked_towers, choose_device, load_weights, ready_tokenizer, settled
+from contrastile.train.run import (
+    LoadedRun,
+    checked_list,
+    checked_towers,
+    choose_device,
+    load_weights,
+    ready_tokenizer,
+    settled,
+)
 
 Side = Literal["query", "passage"]
 Tokens = dict[str, Tensor]
@@ -74,9 +80,9 @@ class TokenStore:
         """
         lengths = self.lengths[rows]
         longest = max(int(lengths.max()), 1) if len(rows) else 1
-        positions = torch.arange(
-            rounded_length(longest, max(int(self.lengths.max()), 1)) if rounded and len(rows) else longest
-        )
+        if rounded and len(rows):
+            longest = rounded_length(longest, max(int(self.lengths.max()), 1))
+        positions = torch.arange(longest)
         mask = positions < lengths[:, None]
         offsets = (self._starts[rows][:, None] + positions).masked_fill(~mask, 0)
         ids = self._ids[offsets].long() if len(self._ids) else torch.zeros_like(offsets)
@@ -212,17 +218,12 @@ def _build(settings: dict[str, Any], tokenizer: Tokenizer) -> Retriever:
     return build(settings, tokenizer=tokenizer)
 
 
-def load_retriever(run: str | Path, *, device: str = "auto") -> RetrieverRun:
-    """The encoders and tokenizer of a finished run, ready to encode; needs none of the run's data.
-
-    Raises ValueError where the folder is no retriever's run, or its weights do not match their checksum.
-    """
-    folder = finished_run(run)
-    recipe = load_retriever_recipe(folder / RECIPE, files=False)
+def load_retriever(folder: RunFolder, recipe: RetrieverRecipe, device: torch.device) -> RetrieverRun:
+    """`contrastile.load` for a retriever."""
     tokenizer = load_tokenizer(folder.path, length=recipe.model.tokenizer.length)
     model = _build(checked_towers(folder), tokenizer)
     load_weights(model, folder)
-    return RetrieverRun(recipe, model.to(choose_device(device)).eval(), tokenizer, choose_device(device))
+    return RetrieverRun(recipe, model.to(device).eval(), tokenizer, device)
 
 
 @dataclass(frozen=True)
