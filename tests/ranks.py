@@ -8,15 +8,18 @@ import gc
 import multiprocessing
 import os
 import socket
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from itertools import count
 from multiprocessing.connection import Connection
+from multiprocessing.forkserver import ensure_running
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -51,8 +54,10 @@ def server() -> Any:
     A fork of this process can inherit a lock that a thread holds, and then waits for it for ever.
     """
     context = multiprocessing.get_context("forkserver")
-    # read once, when the server starts
     context.set_forkserver_preload([*LOADED])
+    # Python 3.11 does not hand the server this process's path, without which it loads nothing of the tests
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        ensure_running()
     return context
 
 
