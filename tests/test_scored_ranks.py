@@ -120,6 +120,19 @@ def _close(x: Tensor, truth: Tensor) -> bool:
     return float((x - truth).norm()) <= 1e-12 * float(truth.norm()) + 1e-14
 
 
+def _tiles(rank: int, group: Any) -> int:
+    """How often the scorer is called for pairs of which the second rank has none."""
+    calls, features = [], torch.randn(2, [8, 0, 11][rank], 4)
+    module = PairMLP(4, 4, hidden=3)
+    module.register_forward_hook(lambda *_: calls.append(1))
+    contrast(*features, scorer=module, scale=2.0, exchange="replicate", group=group).backward()
+    return len(calls)
+
+
+def test_a_rank_without_rows_computes_tiles_as_large_as_the_others(pool: Pool) -> None:
+    assert len(set(pool.run(_tiles, 3))) == 1
+
+
 class Model(nn.Module):
     """Towers, a scorer and the loss in one module, as a wrapper wants it."""
 
