@@ -218,6 +218,18 @@ ROW_OPTIONS = ("positives", "query_ids", "query_labels", "weights")
 COLUMN_OPTIONS = ("key_ids", "key_labels")
 
 
+def joined_options(problems: list[Problem]) -> dict[str, Any]:
+    """What `contrast` is told about the batch of all ranks, whose problems these are."""
+    options, offset = dict(problems[0].tiled), 0
+    parts: dict[str, list[Tensor]] = {key: [] for key in options if key in ROW_OPTIONS + COLUMN_OPTIONS}
+    for problem in problems:
+        for key, listed in parts.items():
+            value = problem.tiled[key]
+            listed.append(torch.where(value >= 0, value + offset, -1) if key == "positives" else value)
+        offset += problem.M
+    return options | {key: torch.cat(listed) for key, listed in parts.items()}
+
+
 def problems_of(name: str, shares: list[tuple[int, int]]) -> list[Problem]:
     """Each rank's own problem, of so many rows and keys; ids and labels meet across ranks."""
     problems = [PROBLEMS[name](N, M) for N, M in shares]

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from gradient_table import shard
-from problems import COLUMN_OPTIONS, ROW_OPTIONS, distance, problems_of
+from problems import distance, joined_options, problems_of
 from ranks import Pool
 from refusals import refusal, unlike
 from scored import KINDS, by_tiles, gradients, leaves, numbers, scorer, sides
@@ -56,17 +56,9 @@ def _whole(name: str, kind: str, shares: list[tuple[int, int]]) -> tuple[Tensor,
     rows, cols = (pytree.tree_map(_joined, *each) for each in zip(*parts, strict=True))
     if first.same:
         cols = rows
-    options, offset = dict(first.tiled), 0
-    listed: dict[str, list[Tensor]] = {key: [] for key in options if key in ROW_OPTIONS + COLUMN_OPTIONS}
-    for problem in problems:
-        for key, values in listed.items():
-            value = problem.tiled[key]
-            values.append(torch.where(value >= 0, value + offset, -1) if key == "positives" else value)
-        offset += problem.M
-    options |= {key: torch.cat(values) for key, values in listed.items()}
     module, named = scorer(kind, first.same), numbers(first)
     own, shared = leaves(rows, cols), [p for n, p in module.named_parameters() if "unused" not in n]
-    loss = contrast(rows, cols, scorer=module, **named, **options)
+    loss = contrast(rows, cols, scorer=module, **named, **joined_options(problems))
     found = gradients(loss, own, shared, named.values())
     return loss.detach(), found[: len(own)], found[len(own) :]
 
