@@ -16,6 +16,9 @@ from contrastile.losses.reference import dense_decoupled, dense_sigmoid, dense_s
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
 
+# a single number can be right by luck: no plain result is expected to be better than this
+LUCK = 1e-6
+
 
 def seeded(seed: int) -> torch.Generator:
     """A generator on the device that tests are run on."""
@@ -74,6 +77,25 @@ def distance(x: Tensor, truth: Tensor) -> float:
     """‖x − truth‖ / ‖truth‖."""
     difference = (x.double() - truth.double()).norm()
     return float(difference / truth.double().norm().clamp(min=1e-300))
+
+
+def no_worse_than_twice(
+    problem: Any, tensors: dict[str, Tensor], least: tuple[float, float] = (0.0, LUCK), **how: Any
+) -> None:
+    """Assert that loss and gradients are at most twice as far from float64 as the plain formula's in the same types.
+
+    least: the distances that a gradient of features, and one of a number, may have in any case.
+    """
+    exact = {key: x.detach().double().requires_grad_() for key, x in tensors.items()}
+    truth, true_gradients = problem.by_formula(exact)
+    plain, plain_gradients = problem.by_formula(tensors)
+    loss, gradients = problem.by_tiles(tensors, **how)
+    assert loss.dtype == torch.float32
+    assert distance(loss, truth) <= max(2 * distance(plain, truth), LUCK)
+    for key, gradient in gradients.items():
+        assert gradient.dtype == tensors[key].dtype
+        allowed = max(2 * distance(plain_gradients[key], true_gradients[key]), least[gradient.ndim == 0])
+        assert distance(gradient, true_gradients[key]) <= allowed, key
 
 
 def _ids(n: int, groups: int, seed: int) -> Tensor:
