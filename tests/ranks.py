@@ -49,7 +49,7 @@ def server() -> Any:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["loaded"])
-    # Python 3.11 does not hand the server this process's path, without which it loads nothing of the tests
+    # Python 3.11's server does not use the path that it is given, without which it loads nothing of the tests
     with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
         ensure_running()
     return context
