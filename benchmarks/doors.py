@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,13 +46,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from sentence_transformers import SentenceTransformer, losses, models
 
-# tokens of the texts of each side
+# tokens of the texts of each side, and a forward and backward pass of them
 Columns = list[dict[str, Tensor]]
-# a forward and backward pass of a batch
 Measured = Callable[[Columns], None]
-# a function that makes a step; and by implementation and `retain` all that are timed together
-Make = Callable[[], Measured]
-Problem = dict[tuple[str, Any], Make]
+# by implementation and `retain` what makes the steps that are timed together
+Problem = dict[tuple[str, Any], Callable[[], Measured]]
 
 OURS, SENTENCES = "contrastile", "sentence-transformers"
 # with a limit of tokens in place of rows: texts of like length share a sub-batch, without their common padding
@@ -99,15 +98,20 @@ class Embedder(nn.Module):
 
 
 class TokenVectors(nn.Module):
-    """The encoder's unit vectors of tokens, 0 at padding, as models of colpali-engine return them."""
+    """The encoder's vectors of tokens as models of colpali-engine return them, of unit length, or those of PyLate."""
+
+    # PyLate's settings of a model
+    skiplist, do_query_expansion = list[int](), False
 
     def __init__(self, bert: nn.Module) -> None:
         super().__init__()
         self.bert, self.linear = bert, nn.Linear(384, VECTOR, bias=False)
 
-    def forward(self, **tokens: Tensor) -> Tensor:
-        vectors = F.normalize(self.linear(self.bert(**tokens).last_hidden_state), dim=-1)
-        return vectors * tokens["attention_mask"][..., None]
+    def forward(self, of_pylate: dict[str, Tensor] | None = None, **tokens: Tensor) -> Any:
+        vectors = self.linear(self.bert(**(of_pylate or tokens)).last_hidden_state)
+        if of_pylate is not None:
+            return {"token_embeddings": vectors}
+        return F.normalize(vectors, dim=-1) * tokens["attention_mask"][..., None]
 
 
 @dataclass(frozen=True)
@@ -121,50 +125,39 @@ class Bench:
     folder: Path
 
     @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
     def scored(self) -> int:
         """Queries whose scores theirs has at once, of late interaction: few, where the model sees many texts."""
         return min(self.sub_batch, SCORED)
 
     def save(self) -> None:
-        """Write the encoder and a tokenizer."""
-        (self.folder / "vocab.txt").write_text(
-            "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(str, range(WORDS - 5))])
-        )
+        words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(str, range(WORDS - 5))]
+        (self.folder / "vocab.txt").write_text("\n".join(words))
         BertTokenizerFast(str(self.folder / "vocab.txt")).save_pretrained(self.folder)
         sizes = {"hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536, "vocab_size": WORDS}
         config = BertConfig(**sizes, num_hidden_layers=self.layers)
         config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
         BertModel(config).save_pretrained(self.folder)
 
-    def sentences(self) -> Any:
-        """sentence-transformers' model of it, with the mean of its vectors."""
-        return self._ready(SentenceTransformer(modules=[models.Transformer(str(self.folder)), models.Pooling(384)]))
-
-    def multi_vector(self) -> Any:
-        """sentence-transformers' model of it, with a vector for each token."""
-        from sentence_transformers import MultiVectorEncoder
-        from sentence_transformers.base.modules import Transformer
-        from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
-
-        return self._ready(
-            MultiVectorEncoder(modules=[Transformer(str(self.folder)), Projection(384), MultiVectorMask()])
-        )
-
     def bert(self) -> nn.Module:
-        """The encoder itself."""
         return BertModel.from_pretrained(self.folder, add_pooling_layer=False).to(self.device).train()
 
     def autocast(self) -> Any:
-        """bf16 on a GPU."""
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda")
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.on_gpu)
 
-    def _ready(self, model: Any) -> Any:
+    def sentences(self) -> Any:
+        """sentence-transformers' model of it, with the mean of its vectors."""
+        return self.ready(SentenceTransformer(modules=[models.Transformer(str(self.folder)), models.Pooling(384)]))
+
+    def ready(self, model: Any) -> Any:
         # as accelerate's prepare does
         model.forward = self.autocast()(model.forward)
         return model.to(self.device).train()
 
     def columns(self) -> Columns:
-        """Tokens of anchors and of positives."""
         columns = []
         for _ in range(2):
             lengths = torch.randint(SHORTEST, LONGEST + 1, (self.pairs, 1))
@@ -174,8 +167,6 @@ class Bench:
         return columns
 
     def step(self, module: nn.Module, loss: Callable[[Columns], Tensor]) -> Measured:
-        """A forward and backward pass of a module."""
-
         def run(columns: Columns) -> None:
             module.zero_grad()
             with self.autocast():
@@ -190,35 +181,37 @@ class Bench:
         return self.step(loss, lambda columns: loss([dict(column) for column in columns], None))
 
     def beside_theirs(self, theirs: Any, ours: Any, *models: Any) -> Iterator[Problem]:
-        """The steps of a loss of sentence-transformers and of ours."""
-        yield beside(SENTENCES, *(partial(self.of_sentences, loss, *models) for loss in (theirs, ours)))
+        yield beside(SENTENCES, lambda make, **how: self.of_sentences(make, *models, **how), theirs, ours)
+
+    def ranking(self) -> Iterator[Problem]:
+        return self.beside_theirs(losses.CachedMultipleNegativesRankingLoss, CachedRankingLoss, self.sentences())
+
+    def symmetric(self) -> Iterator[Problem]:
+        theirs = losses.CachedMultipleNegativesSymmetricRankingLoss
+        return self.beside_theirs(theirs, CachedSymmetricLoss, self.sentences())
 
     def gist(self) -> Iterator[Problem]:
         guide = self.sentences().eval().requires_grad_(False)
         return self.beside_theirs(losses.CachedGISTEmbedLoss, CachedGISTLoss, self.sentences(), guide)
 
-    def late(self) -> Iterator[Problem]:
+    def multi_vector(self) -> Iterator[Problem]:
+        from sentence_transformers import MultiVectorEncoder
+        from sentence_transformers.base.modules import Transformer
         from sentence_transformers.multi_vector_encoder.losses import CachedMultiVectorMultipleNegativesRankingLoss
+        from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 
+        modules = [Transformer(str(self.folder)), Projection(384), MultiVectorMask()]
         theirs = partial(CachedMultiVectorMultipleNegativesRankingLoss, score_mini_batch_size=self.scored)
-        return self.beside_theirs(theirs, CachedMultiVectorLoss, self.multi_vector())
+        return self.beside_theirs(theirs, CachedMultiVectorLoss, self.ready(MultiVectorEncoder(modules=modules)))
 
-    def ours(self, make: Callable[..., Measured]) -> dict[tuple[str, Any], Callable[[], Measured]]:
+    def ours(self, make: Callable[..., Measured]) -> Problem:
         """Our steps by rows and by tokens, with and without second forwards."""
-        sizes = {
-            OURS: {"sub_batch": self.sub_batch},
-            BY_TOKENS: {"sub_batch": None, "sub_batch_tokens": self.sub_batch * LONGEST},
-        }
-        return {
-            (impl, retain): partial(make, **size, retain=retain)
-            for impl, size in sizes.items()
-            for retain in (0, "auto")
-        }
+        rows, tokens = {"sub_batch": self.sub_batch}, {"sub_batch": None, "sub_batch_tokens": self.sub_batch * LONGEST}
+        sizes = product(((OURS, rows), (BY_TOKENS, tokens)), (0, "auto"))
+        return {(impl, retain): partial(make, **size, retain=retain) for (impl, size), retain in sizes}
 
     def arguments(self) -> TrainingArguments:
-        """Those of a Trainer."""
-        on_gpu = self.device.type == "cuda"
-        return TrainingArguments(str(self.folder), bf16=on_gpu, use_cpu=not on_gpu, report_to=[])
+        return TrainingArguments(str(self.folder), bf16=self.on_gpu, use_cpu=not self.on_gpu, report_to=[])
 
     def trainer(self) -> Iterator[Problem]:
         """A Trainer of transformers with the formula as its `compute_loss`, which sees the whole batch at once."""
@@ -265,9 +258,8 @@ class Bench:
                 """Log nothing outside of a Trainer."""
 
         def made(kind: Any, **how: Any) -> Measured:
-            module = kind()
-            for name, value in how.items():
-                setattr(module, name, value)
+            # settings of ours are attributes of the class
+            module = type("Made", (kind,), how)()
             return self.step(module, lambda columns: module.training_step(columns, 0))
 
         yield {("lightning", ""): partial(made, Plain), **self.ours(partial(made, Cached))}
@@ -292,11 +284,9 @@ class Bench:
         return {(name, ""): made, **self.ours(made)}
 
     def accelerate(self) -> Iterator[Problem]:
-        """A model that Accelerate prepares."""
         from accelerate import Accelerator
 
-        on_gpu = self.device.type == "cuda"
-        accelerator = Accelerator(mixed_precision="bf16" if on_gpu else "no", cpu=not on_gpu)
+        accelerator = Accelerator(mixed_precision="bf16" if self.on_gpu else "no", cpu=not self.on_gpu)
         yield self.loop("accelerate", accelerator.prepare, lambda _, loss: accelerator.backward(loss))
 
     def deepspeed(self) -> Iterator[Problem]:
@@ -306,12 +296,11 @@ class Bench:
         config = {
             "train_micro_batch_size_per_gpu": self.pairs, "zero_optimization": {"stage": 1},
             "zero_allow_untested_optimizer": True, "gradient_clipping": 0.0,
-            "torch_autocast": {"enabled": self.device.type == "cuda", "dtype": "bfloat16"},
+            "torch_autocast": {"enabled": self.on_gpu, "dtype": "bfloat16"},
         }  # fmt: skip
         # its own collectives for a CPU would be compiled, for a minute
         deepspeed.ops.__compatible_ops__.clear()
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("nccl" if self.on_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
         os.environ["LOCAL_RANK"] = "0"
 
         def prepare(model: nn.Module) -> Any:
@@ -340,8 +329,7 @@ class Bench:
             model.retain = retain
             return self.step(model, lambda columns: model(*columns).loss)
 
-        cached = on_page("flag_embedding", "CachedModel")
-        yield beside("FlagEmbedding", partial(made, Theirs), partial(made, cached))
+        yield beside("FlagEmbedding", made, Theirs, on_page("flag_embedding", "CachedModel"))
 
     def tevatron(self) -> Iterator[Problem]:
         """Tevatron's `DenseModel` of the registry, which sees the whole batch at once, and the subclass of its page."""
@@ -356,8 +344,7 @@ class Bench:
             model.sub_batch, model.retain = self.sub_batch, retain
             return self.step(model, lambda columns: model(*columns).loss)
 
-        cached = on_page("tevatron", "CachedModel")
-        yield beside("tevatron", partial(made, DenseModel), partial(made, cached))
+        yield beside("tevatron", made, DenseModel, on_page("tevatron", "CachedModel"))
 
     def colpali_engine(self) -> Iterator[Problem]:
         """colpali-engine's trainer, whose model sees the whole batch at once, and the subclass of its page."""
@@ -371,57 +358,39 @@ class Bench:
                 eval_dataset=None,
             )  # fmt: skip
             trainer.sub_batch, trainer.retain = self.sub_batch, retain
-            return self.step(model, lambda columns: trainer.compute_loss(model, sides_of(columns)))
 
-        def sides_of(columns: Columns) -> dict[str, Tensor]:
-            sides = zip(("query_", "doc_"), columns, strict=True)
-            return {side + name: x for side, column in sides for name, x in column.items()}
+            def loss(columns: Columns) -> Tensor:
+                sides = zip(("query_", "doc_"), columns, strict=True)
+                return trainer.compute_loss(model, {side + name: x for side, xs in sides for name, x in xs.items()})
 
-        cached = on_page("colpali_engine", "CachedTrainer")
-        yield beside("colpali-engine", partial(made, Theirs), partial(made, cached))
+            return self.step(model, loss)
+
+        yield beside("colpali-engine", made, Theirs, on_page("colpali_engine", "CachedTrainer"))
 
     def pylate(self) -> Iterator[Problem]:
         """PyLate's `CachedContrastive`, and the subclass of its page."""
         from pylate.losses import CachedContrastive
 
-        bench = self
-
-        class Colbert(nn.Module):
-            skiplist, do_query_expansion = list[int](), False
-
-            def __init__(self) -> None:
-                super().__init__()
-                self.bert, self.linear = bench.bert(), nn.Linear(384, VECTOR, bias=False, device=bench.device)
-
-            def forward(self, features: Any) -> dict[str, Tensor]:
-                return {"token_embeddings": self.linear(self.bert(**features).last_hidden_state)}
-
-        model, cached = Colbert(), on_page("pylate", "TiledContrastive")
+        model = TokenVectors(self.bert()).to(self.device)
         theirs = partial(CachedContrastive, score_mini_batch_size=self.scored)
 
-        def made(retain: Any = 0) -> Measured:
-            return self.of_sentences(type(cached.__name__, (cached,), {"retain": retain}), model)
+        def made(kind: Any, **attributes: Any) -> Measured:
+            return self.of_sentences(type("Made", (kind,), attributes) if attributes else kind, model)
 
-        yield beside("pylate", partial(self.of_sentences, theirs, model), made)
-
-
-def beside(name: str, theirs: Make, ours: Callable[..., Measured]) -> Problem:
-    """A library's step beside ours, without and with kept graphs."""
-    return {(name, ""): theirs, (OURS, 0): ours, (OURS, "auto"): partial(ours, retain="auto")}
+        yield beside("pylate", made, theirs, on_page("pylate", "TiledContrastive"))
 
 
-DOORS = {
-    "ranking": lambda bench: bench.beside_theirs(
-        losses.CachedMultipleNegativesRankingLoss, CachedRankingLoss, bench.sentences()
-    ),
-    "symmetric": lambda bench: bench.beside_theirs(
-        losses.CachedMultipleNegativesSymmetricRankingLoss, CachedSymmetricLoss, bench.sentences()
-    ),
-    "gist": Bench.gist, "multi-vector": Bench.late,
-    "trainer": Bench.trainer, "lightning": Bench.lightning, "accelerate": Bench.accelerate,
-    "deepspeed": Bench.deepspeed, "flag-embedding": Bench.flag_embedding, "tevatron": Bench.tevatron,
-    "pylate": Bench.pylate, "colpali-engine": Bench.colpali_engine,
-}  # fmt: skip
+def beside(name: str, made: Callable[..., Measured], theirs: Any, ours: Any) -> Problem:
+    """The step made of a library's class beside those of ours, without and with kept graphs."""
+    kept = partial(made, ours, retain="auto")
+    return {(name, ""): partial(made, theirs), (OURS, 0): partial(made, ours), (OURS, "auto"): kept}
+
+
+# methods of `Bench`
+DOORS = (
+    "ranking", "symmetric", "gist", "multi-vector", "trainer", "lightning", "accelerate", "deepspeed",
+    "flag-embedding", "tevatron", "pylate", "colpali-engine",
+)  # fmt: skip
 
 
 def on_page(page: str, name: str) -> Any:
@@ -433,33 +402,32 @@ def on_page(page: str, name: str) -> Any:
 
 
 def measure(bench: Bench, door: str, machine: Machine, report: Report, *, only_ours: bool = False) -> None:
-    """Report the time and the peak of every implementation, or of ours alone."""
-    for implementations in DOORS[door](bench):
+    for implementations in getattr(bench, door.replace("-", "_"))():
         columns, steps, rows = bench.columns(), dict[str, Step](), dict[str, Row]()
         for (impl, retain), make in implementations.items():
             if only_ours and not impl.startswith(OURS):
                 continue
-            name, seconds, peak = f"{impl} {retain}", None, None
+            name, row = f"{impl} {retain}", {
+                "impl": impl, "loss": door, "model": f"bert-384-{bench.layers}", "batch": bench.pairs,
+                "sub_batch": bench.sub_batch, "length": LONGEST, "retain": retain,
+                "dtype": "bfloat16" if bench.on_gpu else "float32", "peak_bytes": None, "ms": None,
+            }  # fmt: skip
             with report.failures(f"{door} by {impl}", judged=impl.startswith(OURS)):
                 try:
                     step = partial(make(), columns)
                     # compiles and allocates
                     step()
-                    seconds, peak = machine.time_and_peak(step)
+                    seconds, row["peak_bytes"] = machine.time_and_peak(step)
+                    row["ms"] = seconds * 1e3
                     if seconds <= LONG_STEP:
                         steps[name] = step
                 except torch.OutOfMemoryError:
                     # of a row without a time
                     report.note(f"{door} by {name}: out of memory")
-                rows[name] = {
-                    "impl": impl, "loss": door, "model": f"bert-384-{bench.layers}", "batch": bench.pairs,
-                    "sub_batch": bench.sub_batch, "length": LONGEST, "retain": retain,
-                    "dtype": "bfloat16" if bench.device.type == "cuda" else "float32",
-                    "peak_bytes": peak, "ms": seconds and seconds * 1e3,
-                }  # fmt: skip
-        timings = machine.race(steps)
-        for name, row in rows.items():
-            row["ms"] = timings[name].ms if name in timings else row["ms"]
+                rows[name] = row
+        for name, timing in machine.race(steps).items():
+            rows[name]["ms"] = timing.ms
+        for row in rows.values():
             report.result(row)
 
 

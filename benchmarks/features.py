@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -66,20 +65,12 @@ TINY_LIT = (
 ROUNDS = 3
 
 
-@dataclass
 class Bench:
     """Measures features in small sizes on a CPU."""
 
-    machine: Machine
-    report: Report
-
-    @property
-    def device(self) -> torch.device:
-        return self.machine.device
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device.type == "cuda"
+    def __init__(self, machine: Machine, report: Report) -> None:
+        self.machine, self.report, self.device = machine, report, machine.device
+        self.on_gpu = self.device.type == "cuda"
 
     def result(self, what: str, way: str, batch: int | None, ms: float, peak: int, **others: Any) -> None:
         pace = round(ms / batch * 1e3, 3) if batch else None
@@ -93,8 +84,7 @@ class Bench:
         memory.start()
         # allocates anew after the cache was emptied, and is not timed
         run()
-        ms = 1e3 * median(self.machine.time(run) for _ in range(ROUNDS))
-        return ms, memory.bytes()
+        return 1e3 * median(self.machine.time(run) for _ in range(ROUNDS)), memory.bytes()
 
     def distances(self, _: Path) -> None:
         """Learned distances in tiles, beside plain autograd over the whole matrix of scores."""
@@ -113,7 +103,6 @@ class Bench:
                 del leaves
 
     def scored(self) -> Iterator[tuple[str, nn.Module, list[Tensor]]]:
-        """Scorers with features of both sides."""
         fewer, dtype = (1, torch.bfloat16) if self.on_gpu else (32, torch.float32)
 
         def sides(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -138,7 +127,6 @@ class Bench:
         return [*words, "train.compile=false", *(() if self.on_gpu else TINY_LIT)]
 
     def lit(self, folder: Path) -> None:
-        """LiT's recipe: both towers trained, the image tower locked, its features computed once, and on the host."""
         batch, sub_batch = (2048, 256) if self.on_gpu else (64, 16)
         words = [*self.words(folder), "data.augment=false"]
         words += [f"train.sub_batch={sub_batch}", "train.retain=0", f"train.batch={batch}"]
@@ -155,8 +143,8 @@ class Bench:
         parts = job.parts(torch.from_numpy(np.resize(job.rows, batch)), 1, ALONE)
         ms, peak = self.timed(partial(step, job, optimizer, parts, scaler))
         plan = planned_memory(job.run, batch, 1)
-        planned = None if plan is None else sum(plan.values())
-        self.result("LiT", way, batch, ms, peak, sub_batch=train.sub_batch.image, steps=ROUNDS, planned_bytes=planned)
+        more = {"steps": ROUNDS, "planned_bytes": plan and sum(plan.values())}
+        self.result("LiT", way, batch, ms, peak, sub_batch=train.sub_batch.image, **more)
         job.close()
 
     def optimizers(self, _: Path) -> None:
@@ -185,10 +173,9 @@ class Bench:
         words = [*self.words(folder), f"train.examples={steps * batch}", "optim.warmup=0.05"]
         words += [f"train.batch={batch}", f"train.sub_batch={batch}"]
         lines, waits = trained(RECIPE, words, folder)
-        seconds = sum(line["seconds"] for line in lines)
+        seconds, peak = sum(line["seconds"] for line in lines), max(line["peak_bytes"] for line in lines)
         way = f"{RECIPE}, the longest wait {max(waits) * 1e3:.0f} ms"
-        peak, waiting = max(line["peak_bytes"] for line in lines), round(sum(waits) / seconds, 4)
-        more = {"sub_batch": batch, "steps": len(lines), "waiting": waiting}
+        more = {"sub_batch": batch, "steps": len(lines), "waiting": round(sum(waits) / seconds, 4)}
         self.result("recipe", way, batch, 1e3 * seconds / len(lines), peak, **more)
 
 

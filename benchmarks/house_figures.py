@@ -35,16 +35,17 @@ THE_LOSS = "the loss: root files, engine, losses, tiles, exchange"
 
 def drawer(path: Path) -> str:
     """Return the row of the table that a source file counts for: that of the innermost folder that is named."""
-    folders = [folder.as_posix() for folder in path.relative_to(SOURCE).parents]
     rows = {folder: row for row, several in DRAWERS.items() for folder in several}
+    folders = (folder.as_posix() for folder in path.relative_to(SOURCE).parents)
     return next((rows[folder] for folder in folders if folder in rows), THE_LOSS)
 
 
 def sizes() -> dict[str, str]:
     """Count files, lines, classes and functions; the lines of a function include its signature and docstring."""
-    lines = {path: path.read_text(encoding="utf-8").count("\n") for path in sorted(SOURCE.rglob("*.py"))}
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted(SOURCE.rglob("*.py"))}
+    lines = {path: text.count("\n") for path, text in texts.items()}
     tests = sum(path.read_text(encoding="utf-8").count("\n") for path in (SOURCE.parent / "tests").glob("*.py"))
-    nodes = [(node, path) for path in lines for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    nodes = [(node, path) for path, text in texts.items() for node in ast.walk(ast.parse(text))]
     functions = sorted(
         (node.end_lineno - node.lineno + 1, f"`{node.name}` of `{path.relative_to(SOURCE).as_posix()}`")
         for node, path in nodes

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.utils.distributed import get_free_port
 
+from contrastile.bench.harness import markdown
 from contrastile.train.folder import CHECKPOINTS, EVALUATION, METRICS, WEIGHTS
 from contrastile.train.log import MEASURED, read_metrics
 from contrastile.train.recipe import load_recipe
@@ -31,13 +32,11 @@ POLL, DELAY = 0.02, 1.0
 # seconds of a start before its first step, from the interpreter's on; for ranks to notice that another one is gone
 START, PATIENCE = 8.0, 15.0
 
-Ranks = list[subprocess.Popen[bytes]]
 # a step, and seconds after it
 Moment = tuple[int, float]
 
 
 def steps_of(folder: Path) -> int:
-    """Return the number of steps in the metrics."""
     lines = read_metrics(folder / METRICS) if (folder / METRICS).is_file() else []
     return sum(line["kind"] != "probe" for line in lines)
 
@@ -75,7 +74,7 @@ def carry_out(folder: Path, command: list[str], count: int, shards: Path, moment
     return [folder.name, kills, repeated, round(time.monotonic() - began), most]
 
 
-def start(command: list[str], count: int, log: Path) -> Ranks:
+def start(command: list[str], count: int, log: Path) -> list[subprocess.Popen[bytes]]:
     """Start the ranks with the environment that torchrun gives them."""
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "WORLD_SIZE": str(count)}
     environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(get_free_port())}
@@ -84,7 +83,7 @@ def start(command: list[str], count: int, log: Path) -> Ranks:
         return [subprocess.Popen(command, env=each, stdout=file, stderr=file) for each in own]
 
 
-def kill(ranks: Ranks, victims: list[int]) -> None:
+def kill(ranks: list[subprocess.Popen[bytes]], victims: list[int]) -> None:
     """Send SIGKILL to some ranks. The others notice and end; those still waiting for them are killed."""
     for rank in victims:
         ranks[rank].kill()
@@ -96,7 +95,7 @@ def kill(ranks: Ranks, victims: list[int]) -> None:
             process.wait()
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recipe", help="such as recipes/glyph-shards.toml")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
@@ -123,20 +122,14 @@ def main() -> int:
         cells = carry_out(folder, command, options.ranks, cache, moments)
         rows.append([*cells, *(checksum[:16] for checksum in checksums(folder))])
     size = f"{steps_of(alone)} steps on {options.ranks} ranks, {recipe.data.copies} copies of each pair"
-    print(f"\n{recipe.name}: {size}\n")
-    print("| run | kills | steps taken again | seconds | shards at once | weights | metrics | evaluation |")
-    print("|---" * 8 + "|")
-    for cells in rows:
-        print(f"| {' | '.join(map(str, cells))} |")
+    heads = "run", "kills", "steps taken again", "seconds", "shards at once", "weights", "metrics", "evaluation"
+    print(f"\n{recipe.name}: {size}\n\n{markdown(heads, rows)}")
     if checksums(alone) != checksums(killed):
-        print("\nthe runs differ", file=sys.stderr)
-        return 1
+        sys.exit("\nthe runs differ")
     if rows[1][1] < options.kills:
-        print("\nit was finished before all kills; take more pairs, train.examples=80_000", file=sys.stderr)
-        return 1
+        sys.exit("\nit was finished before all kills; take more pairs, train.examples=80_000")
     print("\nthe same, bit for bit")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile import contrast
-from contrastile.bench.harness import Machine, Report, Table, script
+from contrastile.bench.harness import Machine, Report, Row, Table, script
 from contrastile.bench.peers import both_directions
 from contrastile.losses import Softmax
 from contrastile.models.late import special_tokens
@@ -51,19 +51,14 @@ def plain(q: Tensor, k: Tensor) -> Tensor:
     return both_directions(x, x.T)
 
 
-def result(
-    report: Report, what: str, impl: str, sizes: tuple[int, ...], dtype: str, seconds: float,
-    peak: int, *, ratio: float | None = None, planned: int | None = None,
-) -> None:  # fmt: skip
-    """Report a row; sizes: the batch, tokens of a query and of a passage, features."""
-    row = dict(zip(("batch", "query_tokens", "passage_tokens", "d"), sizes, strict=True))
-    row |= {"what": what, "impl": impl, "dtype": dtype, "seconds": round(seconds, 4), "ratio": ratio}
-    row |= {"peak_mib": round(peak / MIB, 1), "planned_mib": None if planned is None else round(planned / MIB, 1)}
-    report.result(row)
+def row(what: str, impl: str, sizes: tuple[int, ...], dtype: str, seconds: float, peak: int, **more: Any) -> Row:
+    """A row; sizes: the batch, tokens of a query and of a passage, features."""
+    sized = dict(zip(("batch", "query_tokens", "passage_tokens", "d"), sizes, strict=True))
+    measured = {"seconds": round(seconds, 4), "peak_mib": round(peak / MIB, 1), "ratio": None, "planned_mib": None}
+    return {"what": what, "impl": impl, "dtype": dtype, **sized, **measured, **more}
 
 
 def ratio(machine: Machine, report: Report) -> None:
-    """The tiles beside the plain formula."""
     b, L, T, D = RATIO
     q, k = (F.normalize(torch.randn(b, n, D, device=machine.device), dim=-1).requires_grad_() for n in (L, T))
     tiles: Any = partial(contrast, scorer=MaxSim(), loss=Softmax(symmetric=True), scale=1.0, backend="eager")
@@ -77,11 +72,10 @@ def ratio(machine: Machine, report: Report) -> None:
     peaks, timings = {name: machine.peak(step) for name, step in steps.items()}, machine.race(steps)
     for name, timing in timings.items():
         times = round(timing.ms / timings["plain formula"].ms, 3)
-        result(report, "loss + grads", name, RATIO, "float32", timing.ms / 1e3, peaks[name], ratio=times)
+        report.result(row("loss + grads", name, RATIO, "float32", timing.ms / 1e3, peaks[name], ratio=times))
 
 
 def batches(machine: Machine, report: Report, updates: list[int]) -> None:
-    """Whole updates of the small model."""
     on_gpu = machine.device.type == "cuda"
     precision = "bf16" if on_gpu else "float32"
     words = [f"train.precision={precision}", "train.retain=0", "evaluate.candidates=0", "evaluate.bm25=false"]
@@ -98,7 +92,7 @@ def batches(machine: Machine, report: Report, updates: list[int]) -> None:
         plan = plan_of(recipe, target(None), b, *towers(recipe, 1, b, machine.device.type))
         held = plan.step.held
         # those of libraries are there since the first update
-        planned = plan.peak.bytes - held.weights - held.optimizer - held.libraries
+        planned = round((plan.peak.bytes - held.weights - held.optimizer - held.libraries) / MIB, 1)
         texts = [
             {"input_ids": torch.randint(10, 100, (n, length), generator=generator),
              "attention_mask": torch.ones(n, length, dtype=torch.int64)}
@@ -119,12 +113,14 @@ def batches(machine: Machine, report: Report, updates: list[int]) -> None:
         first, peak = machine.time_and_peak(step)
         seconds = median(machine.time(step) for _ in range(3)) if first < LONG_UPDATE else first
         sizes = (b, *lengths, run.model.features)
-        result(report, "update", "contrastile", sizes, precision, seconds, peak, planned=planned)
+        report.result(row("update", "contrastile", sizes, precision, seconds, peak, planned_mib=planned))
 
 
 def main() -> None:
-    words = {"--parts": {"nargs": "+", "choices": ("ratio", "batches"), "default": ["ratio", "batches"]}}
-    words["--sizes"] = {"type": int, "nargs": "+", "default": [64, 256, 1024]}
+    words = {
+        "--parts": {"nargs": "+", "choices": ("ratio", "batches"), "default": ["ratio", "batches"]},
+        "--sizes": {"type": int, "nargs": "+", "default": [64, 256, 1024]},
+    }
     with script(__doc__, COLUMNS, TABLE, seconds=SECONDS, options=words) as (options, machine, report):
         if "ratio" in options.parts:
             ratio(machine, report)

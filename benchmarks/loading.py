@@ -110,9 +110,8 @@ def waiting(words: list[str], folder: Path) -> None:
     """Train on the shards; print the share of the steps' time that was waiting, and the rate on a resident batch."""
     steps, waits = trained(RECIPE, words, folder)
     total, size = sum(line["seconds"] for line in steps), steps[-1]["batch"]
-    share, pairs = sum(waits) / total, size * len(steps) / total
-    print(f"{len(steps)} steps of {size}: {pairs:,.0f} pairs/s, waiting {share:.1%} (longest {max(waits):.3f} s)")
-
+    wait = f"waiting {sum(waits) / total:.1%} (longest {max(waits):.3f} s)"
+    print(f"{len(steps)} steps of {size}: {size * len(steps) / total:,.0f} pairs/s, {wait}")
     job = ImageText.open(load_recipe(RECIPE, words))
     optimizer = build_optimizer(job.run.model, job.run.recipe.optim)
     resident = job.parts(torch.from_numpy(job.rows[:size]), 0, ALONE)

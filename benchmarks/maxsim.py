@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile import contrast
-from contrastile.bench.harness import Machine, Report, Row, Step, Table, not_installed, script
+from contrastile.bench.harness import Machine, Report, Step, Table, not_installed, script
 from contrastile.bench.peers import both_directions
 from contrastile.losses import Softmax
 from contrastile.scorers import MaxSim
@@ -42,14 +42,14 @@ LARGE: tuple[Size, ...] = ((4096, 4096, 32, 180, 128), (16384, 16384, 32, 180, 1
 # the peers take longest at the last one
 SIZES: tuple[Size, ...] = ((128, 128, 32, 180, 128), USUAL, (64, 64, 1024, 1024, 128), LARGE[1], LARGE[0])
 # other sizes, features and types, at which peers are timed too
-HALF, FULL = torch.float16, torch.float32
+BF16, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
+NAMES = {BF16: "bf16", HALF: "fp16", FULL: "fp32"}
 SHAPES: tuple[tuple[Size, torch.dtype], ...] = (
-    *(((n, n, 32, 180, 128), torch.bfloat16) for n in (32, 64, 256)),
-    *(((1024, 1024, 32, 180, D), torch.bfloat16) for D in (64, 96, 256)),
+    *(((n, n, 32, 180, 128), BF16) for n in (32, 64, 256)),
+    *(((1024, 1024, 32, 180, D), BF16) for D in (64, 96, 256)),
     (USUAL, HALF), ((128, 128, 32, 180, 128), FULL), ((512, 512, 32, 180, 128), FULL),
-    ((16, 16, 1024, 1024, 128), torch.bfloat16), ((256, 256, 1024, 1024, 128), torch.bfloat16),
+    ((16, 16, 1024, 1024, 128), BF16), ((256, 256, 1024, 1024, 128), BF16),
 )  # fmt: skip
-NAMES = {torch.bfloat16: "bf16", HALF: "fp16", FULL: "fp32"}
 # pairs up to which peers are timed
 MOST_PEER = 4096**2
 # module and function of a peer, from tokens to scores
@@ -84,53 +84,48 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Bench:
-    """Times calls and reports their rows."""
-
     machine: Machine
     report: Report
     # numbers of queries to measure; all where empty
     queries: Sequence[int] = ()
 
     def measure(
-        self, what: str, impl: str, size: Size, sweeps: float, call: Step, dtype: torch.dtype = torch.bfloat16
+        self, what: str, impl: str, size: Size, call: Step, dtype: torch.dtype = BF16, sweeps: float = 1.0
     ) -> None:
         """Report the row of a call; sweeps: its operations, in units of all products of the tokens."""
         with self.report.failures(f"{what}, {impl}", judged=True):
             timing = self.machine.race({impl: call})[impl]
             N, J, L, M, D = size
-            row: Row = {
+            self.report.result({
                 "what": what, "impl": impl, "queries": N, "documents": J, "query_tokens": L, "document_tokens": M,
                 "d": D, "dtype": NAMES[dtype], "ms": round(timing.ms, 4), "least_ms": round(timing.least_ms, 4),
                 "tflops": round(2e-9 * N * J * L * M * D * sweeps / timing.ms, 1),
                 "product_tflops": round(timing.product_rate / 1e12, 1),
                 "peak_mib": round(self.machine.peak(call) / 2**20, 1),
-            }  # fmt: skip
-            self.report.result(row)
+            })  # fmt: skip
 
     def ladder(self) -> None:
-        """Every form of the kernels."""
         q, k = tokens(USUAL)
         N, J = len(q), len(k)
         entries, documents = Entries.of(q, None), Documents.of(k, None)
         for what in ("sweep", "winners"):
             for name, tiling in SWEEPS.items():
                 sweep = partial(maxsim.scored, entries, documents, best=what == "winners", tiling=tiling)
-                self.measure(what, name, USUAL, 1, sweep)
+                self.measure(what, name, USUAL, sweep)
         best = torch.randint(k.shape[1], (J, entries.count), dtype=documents.index, device="cuda")
         g = torch.randn(N, J, device="cuda") / (N * J)
         u, v = (torch.zeros(len(x), x[0].numel(), device="cuda") for x in (q, k))
-        share = 1 / k.shape[1]
         for name, gathering in QUERIES.items():
             add = partial(maxsim.add_query_gradients, u, g, entries, documents, best, gathering)
-            self.measure("queries", name, USUAL, share, add)
+            self.measure("queries", name, USUAL, add, sweeps=1 / k.shape[1])
         for name, gathering in DOCUMENTS.items():
             add = partial(maxsim.add_document_gradients, v, g, entries, documents, best, 2**31, gathering)
-            self.measure("documents", name, USUAL, share, add)
+            self.measure("documents", name, USUAL, add, sweeps=1 / k.shape[1])
 
     def losses(self) -> None:
         """Whole symmetric losses, forward and with both gradients."""
         for size in self.chosen(SIZES):
-            self.loss(size)
+            self.loss(size, BF16, "loss")
 
     def shapes(self) -> None:
         """The same at other sizes, features and types."""
@@ -138,12 +133,12 @@ class Bench:
             if self.chosen([size]):
                 self.loss(size, dtype, "shape")
 
-    def loss(self, size: Size, dtype: torch.dtype = torch.bfloat16, what: str = "loss") -> None:
+    def loss(self, size: Size, dtype: torch.dtype, what: str) -> None:
         """Losses of one size, ours and the peers'. what: the first word of their rows."""
         q, k = (x.to(dtype).requires_grad_() for x in tokens(size))
         N, J, L, M, D = size
         label = f"{N} x {J}, {L} x {M} tokens"
-        if (D, dtype) != (USUAL[-1], torch.bfloat16):
+        if (D, dtype) != (USUAL[-1], BF16):
             label += f", d = {D}, {NAMES[dtype]}"
         for name, loss in self.implementations(size):
 
@@ -154,11 +149,10 @@ class Bench:
                 with torch.no_grad():
                     return loss(q, k)
 
-            self.measure(f"{what} + grads", f"{name}, {label}", size, 1, step, dtype)
-            self.measure(what, f"{name}, {label}", size, 1, forward, dtype)
+            self.measure(f"{what} + grads", f"{name}, {label}", size, step, dtype)
+            self.measure(what, f"{name}, {label}", size, forward, dtype)
 
     def chosen(self, sizes: Sequence[Size]) -> list[Size]:
-        """Those of the sizes that have been asked for."""
         return [size for size in sizes if not self.queries or size[0] in self.queries]
 
     def host(self) -> None:
@@ -173,7 +167,7 @@ class Bench:
                         value = contrast(*pair, scorer=MaxSim(), scale=20.0, loss=loss, device="cuda")
                         return torch.autograd.grad(value, pair)
 
-                    self.measure("loss + grads", f"{place}, {way}, {size[0]} x {size[1]}", size, 1, step)
+                    self.measure("loss + grads", f"{place}, {way}, {size[0]} x {size[1]}", size, step)
 
     def ranks(self) -> None:
         """Symmetric losses of a batch that the ranks share, with their gradients, by each exchange."""
@@ -186,7 +180,7 @@ class Bench:
                 def step(exchange: str = exchange, pair: tuple[Tensor, ...] = pair) -> object:
                     return torch.autograd.grad(contrast(*pair, scorer=MaxSim(), scale=20.0, exchange=exchange), pair)
 
-                self.measure("loss + grads", f"{W} ranks, {exchange}, {N} x {J}", size, 1, step)
+                self.measure("loss + grads", f"{W} ranks, {exchange}, {N} x {J}", size, step)
 
     def implementations(self, size: Size) -> Iterator[tuple[str, Loss]]:
         scorer = MaxSim()

@@ -24,7 +24,7 @@ from papers import B_16, RECIPE, TINY_CLIP, K, dense_bytes, dense_peak
 from torch import Tensor, nn
 
 from contrastile import ClipLoss, encode
-from contrastile.bench.harness import Machine, Report, Row, Table, script
+from contrastile.bench.harness import Machine, Report, Table, script
 from contrastile.bench.loss import OURS
 from contrastile.bench.memory import SCALE, clip, one_rank_of
 from contrastile.planner.memory import CONTEXT
@@ -61,11 +61,6 @@ class Card:
     ranks: int
     gigabytes: int
     sub_batch: int
-
-    @property
-    def gpus(self) -> str:
-        nodes = f"{self.ranks // 8}x8x" if self.ranks > 8 else f"{self.ranks}x"
-        return f"{nodes}card-{self.gigabytes}GB"
 
 
 IMPLS = ("CLIP", "open_clip", OURS)
@@ -114,20 +109,20 @@ class Steps:
         self.recipe = load_recipe(RECIPE, [*words, *MODELS[model]], files=False)
         self.report, self.machine, self.device = report, machine, device
         self._shapes, self._costs = towers(self.recipe, 8, 8 * K * sub_batch)
-        tokenizer = made_up_tokenizer(self.recipe.model.tokenizer)
+        data, settings = self.recipe.data, self.recipe.model.tokenizer
+        tokenizer = made_up_tokenizer(settings)
         with torch.device(device):
             self.run = build_run(self.recipe, tokenizer)
-        self.optimizer = build_optimizer(self.run.model.train(), self.recipe.optim)
-        size, data, length = sub_batch, self.recipe.data, self.recipe.model.tokenizer.length
-        pixels = torch.zeros(size, data.channels, data.image_size, data.image_size, device=device)
-        tokens = [torch.ones(size, length, dtype=torch.int64, device=device) for _ in range(2)]
-        D, net = self._costs[0].dimensions, self.run.model
-        self.sides = [
-            Sampled(net.image, net.encode_image, [pixels], D), Sampled(net.text, net.encode_text, tokens, D)
-        ]  # fmt: skip
+            pixels = torch.zeros(sub_batch, data.channels, data.image_size, data.image_size)
+            tokens = [torch.ones(sub_batch, settings.length, dtype=torch.int64) for _ in range(2)]
+        D, net = self._costs[0].dimensions, self.run.model.train()
+        self.optimizer = build_optimizer(net, self.recipe.optim)
+        towers_of = ((net.image, net.encode_image, [pixels]), (net.text, net.encode_text, tokens))
+        self.sides = [Sampled(*tower, D) for tower in towers_of]
 
     def planned(self, card: Card) -> Plan:
-        machines = replace(target(card.gpus), device=self.device.type)
+        gpus = f"{card.ranks // 8}x8" if card.ranks > 8 else card.ranks
+        machines = replace(target(f"{gpus}xcard-{card.gigabytes}GB"), device=self.device.type)
         one = plan_of(self.recipe, machines, 8 * K * card.ranks, self._shapes, self._costs)
         words = {"exchange": "ring" if card.ranks > 1 else "single", "workspace": machines.memory // 64}
         words |= {"backend": "triton" if self.device.type == "cuda" else "eager"}
@@ -142,25 +137,22 @@ class Steps:
         self.take(card, one, (FEW * PART + 1) * card.sub_batch * card.ranks)
         with self.machine.limited(limit):
             for batch, expected in ((inside, "fits"), (above // card.ranks * card.ranks, "fails")):
-                self.report.result(self.row(card, one, batch, expected, limit))
-
-    def row(self, card: Card, one: Plan, batch: int, expected: str, limit: int) -> Row:
-        memory, start, outcome = PeakMemory(self.device), time.perf_counter(), "fits"
-        memory.start()
-        try:
-            self.take(card, one, batch)
-        except torch.OutOfMemoryError as error:
-            outcome = "fails"
-            if expected == "fits":
-                self.report.note(str(error))
-        seconds, peak = time.perf_counter() - start, memory.bytes()
-        self.optimizer.zero_grad()
-        gc.collect()
-        return {
-            **vars(card), "world": card.ranks, "b": batch, "expected": expected, "outcome": outcome,
-            "planned_bytes": peak_of(card, one, batch), "peak_bytes": peak, "limit_bytes": limit,
-            "seconds": round(seconds, 3),
-        }  # fmt: skip
+                memory, start, outcome = PeakMemory(self.device), time.perf_counter(), "fits"
+                memory.start()
+                try:
+                    self.take(card, one, batch)
+                except torch.OutOfMemoryError as error:
+                    outcome = "fails"
+                    if expected == "fits":
+                        self.report.note(str(error))
+                seconds, peak = time.perf_counter() - start, memory.bytes()
+                self.optimizer.zero_grad()
+                gc.collect()
+                self.report.result({
+                    **vars(card), "world": card.ranks, "b": batch, "expected": expected, "outcome": outcome,
+                    "planned_bytes": peak_of(card, one, batch), "peak_bytes": peak, "limit_bytes": limit,
+                    "seconds": round(seconds, 3),
+                })  # fmt: skip
 
     def largest(self, card: Card, one: Plan, room: int) -> int:
         """The largest batch of all ranks whose planned peak is at most `room`."""
@@ -182,7 +174,6 @@ class Steps:
         return clip(q, k, SCALE, local=local, with_grad=local, autocast=self.run.autocast())
 
     def take(self, card: Card, one: Plan, batch: int) -> None:
-        """A rank's step of `batch` pairs of all ranks."""
         indices = torch.arange(batch // card.ranks, device=self.device)
         with one_rank_of(card.ranks) if card.ranks > 1 else nullcontext():
             self.loss(card, one, indices).backward()

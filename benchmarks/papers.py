@@ -7,10 +7,10 @@ and 20.3 for DisCo-CLIP's decomposition (h200_memory.csv), 16.19 for OpenCLIP's 
 (h200_4_ranks.csv).
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from math import sqrt
 
+from contrastile.bench.harness import markdown
 from contrastile.planner.memory import StepMemory
 from contrastile.planner.plan import Plan
 from contrastile.train.plan import plan
@@ -82,49 +82,41 @@ def dense_peak(step: StepMemory, loss_bytes: int) -> int:
     return max(peaks)
 
 
-def gb(count: float) -> str:
-    return f"{count / 2**30:.2f}"
-
-
-def table_1(plans: dict[int, Plan]) -> Iterator[str]:
+def table_1(plans: dict[tuple[str, int], Plan]) -> str:
     """Loss and peak of a rank, GiB: the paper's, and ours with a ring of fused tiles."""
-    yield "| GPUs | loss | " + " | ".join(f"{k}k" for k in (32, 64, 128, 256, 1024)) + " |\n" + "|---" * 7 + "|"
+    sizes, rows = (32, 64, 128, 256, 1024), []
     for ranks, several in TABLE_1.items():
-        for name, cells in several.items():
-            yield (
-                f"| {ranks} | {name}, paper | " + " | ".join(cells.get(k, "") for k in (32, 64, 128, 256, 1024)) + " |"
-            )
+        rows += [(ranks, f"{name}, paper", *(cells.get(k, "") for k in sizes)) for name, cells in several.items()]
+        one = plans["ViT-L/14", ranks]
         for name in ("CLIP", "OpenCLIP", "ours"):
             cells = []
-            for k in (32, 64, 128, 256, 1024):
-                step = plans[ranks].at(k * K).step
+            for k in sizes:
+                step = one.at(k * K).step
                 step = replace(step, loss=replace(step.loss, exchange="ring"))
                 loss = step.loss.peak if name == "ours" else dense_bytes(name, step)
                 peak = step.peak().bytes if name == "ours" else dense_peak(step, loss)
-                fits = peak <= plans[ranks].allowed
-                cells.append(f"{gb(loss)} ({gb(peak)})" if fits else f"{gb(loss)} (does not fit)")
-            yield f"| {ranks} | {name}, planned | " + " | ".join(cells) + " |"
+                cells.append(f"{gb(loss)} ({gb(peak) if peak <= one.allowed else 'does not fit'})")
+            rows.append((ranks, f"{name}, planned", *cells))
+    return markdown(("GPUs", "loss", *(f"{k}k" for k in sizes)), rows)
 
 
-def table_2(plans: dict[tuple[str, int], Plan]) -> Iterator[str]:
+def table_2(plans: dict[tuple[str, int], Plan]) -> str:
     """Largest batches on cards of 80 GB, thousands of pairs."""
     heads = ["model", "GPUs", "CLIP, paper", "planned", "OpenCLIP, paper", "with offload", "planned", "Inf-CL, paper"]
-    heads += ["with offload", "ring, planned"]
-    yield f"| {' | '.join(heads)} |\n" + "|---" * len(heads) + "|"
+    rows = []
     for (model, ranks), (clip, open_clip, moved, inf_cl, offload) in TABLE_2.items():
         one = plans[model, ranks]
-        ring = one.largest(exchange="ring") // K
         # a rank's loss of a dense matrix takes what weights and optimizer leave
         room = one.allowed - sum(one.step.base().values())
         dense = int(sqrt(room / CLIP)) // K, int(sqrt(room * ranks / OPENCLIP)) // K
-        cells = (clip, dense[0], open_clip, moved, dense[1], inf_cl, offload, f"{ring:,}")
-        yield f"| {model} | {ranks} | " + " | ".join(map(str, cells)) + " |"
+        ring = f"{one.largest(exchange='ring') // K:,}"
+        rows.append((model, ranks, clip, dense[0], open_clip, moved, dense[1], inf_cl, offload, ring))
+    return markdown([*heads, "with offload", "ring, planned"], rows)
 
 
-def disco() -> Iterator[str]:
+def disco() -> str:
     """DisCo-CLIP's table 3: a GPU's whole share at once, its layers kept or computed again; a ring with a cache."""
-    heads = ("loss", "GPUs", "pairs", "paper, GB", "planned, GiB", "layers computed again", "ours, sub-batches of 128")
-    yield f"| {' | '.join(heads)} |\n" + "|---" * len(heads) + "|"
+    rows = []
     for impl, ranks, thousands, paper in DISCO_3:
         batch = thousands * K
         gpus = f"{ranks // 8}x8xA100-40GB" if ranks > 8 else f"{ranks}xA100-40GB"
@@ -138,43 +130,43 @@ def disco() -> Iterator[str]:
             cells.append(gb(peak) if peak <= whole.allowed else f"{gb(peak)}: does not fit")
         cached = plan(RECIPE, *COMMON, *B_32, gpus=gpus, batch=batch).step
         ours = replace(cached, loss=replace(cached.loss, exchange="ring")).peak().bytes
-        yield f"| {impl} | {ranks} | {batch:,} | {' | '.join(cells)} | {gb(ours)} |"
+        rows.append((impl, ranks, f"{batch:,}", *cells, gb(ours)))
+    heads = ("loss", "GPUs", "pairs", "paper, GB", "planned, GiB", "layers computed again", "ours, sub-batches of 128")
+    return markdown(heads, rows)
 
 
-def figure_4() -> Iterator[str]:
+def figure_4() -> str:
     """Seconds of a step and hours of an epoch of ViT-L/14 on 8 GPUs."""
-    heads = ("pairs", "paper, 8 x A800: s", "hours an epoch", "planned, 8 x H200: s", "of the loss", "hours an epoch")
-    yield f"| {' | '.join(heads)} |\n" + "|---" * len(heads) + "|"
-    one = plan(RECIPE, *COMMON[1:], gpus="8xH200", batch=64 * K)
+    one, rows = plan(RECIPE, *COMMON[1:], gpus="8xH200", batch=64 * K), []
     for thousands, paper in FIGURE_4.items():
         batch = thousands * K
         seconds = one.at(batch).seconds
-        assert seconds is not None
         hours = seconds.total * EPOCH / batch / 3600
-        cells = (f"{batch:,}", paper, EPOCH_HOURS, f"{seconds.total:.1f}", f"{seconds.loss:.2f}", f"{hours:.0f}")
-        yield f"| {' | '.join(cells)} |"
+        rows.append((f"{batch:,}", paper, EPOCH_HOURS, f"{seconds.total:.1f}", f"{seconds.loss:.2f}", f"{hours:.0f}"))
+    heads = ("pairs", "paper, 8 x A800: s", "hours an epoch", "planned, 8 x H200: s", "of the loss", "hours an epoch")
+    return markdown(heads, rows)
 
 
-def twelve_million() -> Iterator[str]:
+def twelve_million(chip: str) -> str:
     """12,582,912 pairs of ViT-L/14 on 32 nodes of 8 GPUs."""
-    for chip in ("H100-80GB", "H200"):
-        one = plan(RECIPE, *COMMON, gpus=f"32x8x{chip}", batch=12 * K * K)
-        seconds, loss = one.seconds, one.step.loss
-        assert seconds is not None
-        parts = ", ".join(
-            f"{key} {getattr(seconds, key):.1f} s" for key in ("towers", "loss", "communication", "optimizer")
-        )
-        memory = f"{gb(one.peak.bytes)} GiB at the peak ({one.peak.name}), {gb(loss.peak)} of the loss"
-        yield f"32 x 8 {chip}: {loss.exchange_name}, {loss.rows:,} rows a GPU, {memory}"
-        yield f"    {seconds.total:.0f} s a step ({parts})"
+    one = plan(RECIPE, *COMMON, gpus=f"32x8x{chip}", batch=12 * K * K)
+    seconds, loss = one.seconds, one.step.loss
+    kinds = ("towers", "loss", "communication", "optimizer")
+    parts = ", ".join(f"{key} {getattr(seconds, key):.1f} s" for key in kinds)
+    memory = f"{gb(one.peak.bytes)} GiB at the peak ({one.peak.name}), {gb(loss.peak)} of the loss"
+    head = f"32 x 8 {chip}: {loss.exchange_name}, {loss.rows:,} rows a GPU, {memory}"
+    return f"{head}\n    {seconds.total:.0f} s a step ({parts})"
+
+
+def gb(count: float) -> str:
+    return f"{count / 2**30:.2f}"
 
 
 def main() -> None:
     plans = {(model, ranks): planned(model, ranks) for model in MODELS for ranks in (8, 32)}
-    print("\n".join(table_1({ranks: plans["ViT-L/14", ranks] for ranks in (8, 32)})), "\n")
-    print("\n".join(table_2(plans)), "\n")
-    for table in (disco, figure_4, twelve_million):
-        print("\n".join(table()), "\n")
+    for table in (table_1(plans), table_2(plans), disco(), figure_4()):
+        print(table, "\n")
+    print("\n".join(map(twelve_million, ("H100-80GB", "H200"))), "\n")
 
 
 if __name__ == "__main__":

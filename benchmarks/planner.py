@@ -21,8 +21,9 @@ from itertools import product
 from typing import Any
 
 import torch
-from planner_rows import CHIPS, COMPILED, KINDS, NEW, TOWERS, Case, profile_of
+from planner_rows import CHIPS, COMPILED, KINDS, NEW, TOWERS, Case, cases, profile_of
 
+from contrastile.bench.harness import markdown
 from contrastile.bench.towers import Pairs, Towers
 from contrastile.models.compiled import compiled_parts
 from contrastile.planner.compiled import as_compiled
@@ -79,11 +80,11 @@ def fit(cases: list[Case], names: tuple[str, ...], profile: Profile) -> Profile:
     return changed(least_squares(errors, start, loss="soft_l1", f_scale=0.05).x)
 
 
-def fitted(chip: str, cases: dict[str, list[Case]]) -> Profile:
+def fitted(chip: str, every: dict[str, list[Case]]) -> Profile:
     """The profile of a chip fitted to its rows of the fit."""
     profile = profile_of(chip)
     for kind, names in RATES.items():
-        of_fit = [case for case in cases[kind] if case.chip == chip and case.fitted and case.timed]
+        of_fit = [case for case in every[kind] if case.chip == chip and case.fitted and case.timed]
         # rows with the least workspace are those of the host
         told = [case for case in of_fit if "32 MiB" not in case.label and not re.fullmatch(NEW, case.file)]
         profile = fit(told, names, profile)
@@ -97,32 +98,29 @@ def main() -> None:
             entries += measured_towers(model, (size,), compiled=True)
         TOWERS.write_text(json.dumps(entries, indent=1) + "\n")
         return
-    cases = {kind: list(make()) for kind, make in KINDS.items()}
+    every = {kind: list(cases(kind)) for kind in KINDS}
     if "--fit" in sys.argv:
         chip = next((word for word in sys.argv if word in CHIPS), CHIPS[0])
-        profile = fitted(chip, cases)
+        profile = fitted(chip, every)
         for name in (name for names in RATES.values() for name in names):
             print(f"{name} = {getattr(profile, name):.3g}")
         return
     heads = ["", "bytes of rows", "within 5 %", "10 %", "seconds of rows", "within 10 %", "20 %"]
-    heads += ["not fitted to", "within 10 %"]
-    print(f"| {' | '.join(heads)} |\n" + "|---" * len(heads) + "|")
-    outside = []
-    for kind, several in cases.items():
+    table, outside = [], []
+    for kind, several in every.items():
         memory = [case.planned_bytes / case.bytes - 1 for case in several if case.bytes and not case.other_code]
         times = [(case.planned_seconds() / case.seconds - 1, case.fitted) for case in several if case.timed]
         new = [x for x, fitted in times if not fitted]
         cells = [kind, len(memory), *(sum(abs(x) <= most for x in memory) for most in (0.05, 0.1)), len(times)]
         cells += [*(sum(abs(x) <= most for x, _ in times) for most in (0.1, 0.2)), len(new)]
-        print("|", " | ".join(map(str, [*cells, sum(abs(x) <= 0.1 for x in new)])), "|")
+        table.append([*cells, sum(abs(x) <= 0.1 for x in new)])
         for case in several:
-            far = case.planned_seconds() / case.seconds - 1 if case.seconds else 0.0
-            of_fit = ", a row of the fit" if case.fitted else ""
             if case.bytes and abs(more := case.planned_bytes / case.bytes - 1) > 0.05:
                 outside.append(f"bytes {more:+.1%}: {case.file}: {case.label}; {case.other_code or 'not explained'}")
-            if abs(far) > 0.1:
-                reason = case.untimed or "not explained"
+            if case.seconds and abs(far := case.planned_seconds() / case.seconds - 1) > 0.1:
+                of_fit, reason = ", a row of the fit" if case.fitted else "", case.untimed or "not explained"
                 outside.append(f"seconds {far:+.1%}: {case.file}: {case.label}{of_fit}; {reason}")
+    print(markdown([*heads, "not fitted to", "within 10 %"], table))
     print("\n".join(["", *outside]))
 
 

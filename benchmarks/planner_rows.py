@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -55,12 +55,8 @@ OF_PAIRS = ("gist", "distill", "clip_labels", "siglip_labels")
 # behind the name of a model whose towers are compiled, and of a way whose inputs are indices
 COMPILED, POOLED = ", compiled", ", from a pool"
 # losses with positives in any place, by their names in the files, and those of `contrastile bench loss`
-LABELLED = {
-    "balanced": "siglip_balanced",
-    "inside": "supcon_in",
-    "clip_labels": "clip_labels",
-    "siglip_labels": "siglip_labels",
-}
+LABELLED = {name: name for name in ("clip_labels", "siglip_labels")}
+LABELLED |= {"balanced": "siglip_balanced", "inside": "supcon_in"}
 WORKSPACES = {"workspace 192 MiB": 192 * 2**20, "workspace 32 MiB": 32 * 2**20}
 EXCHANGES = ("replicate", "gather", "ring", "hierarchical")
 
@@ -70,23 +66,19 @@ LIBRARIES = "models and loops of other libraries"
 HELD = "tensors of the bench itself in the peak, and no time of copies in the plan"
 # files without a row that the planner could meet, by their names behind the chip, and why
 FILES_LEFT_OUT = {
-    **dict.fromkeys(
-        ("cpu_loss_ways_docstrings", "cpu_loss_ways_glyphs", "cpu_losses_float32", "cpu_losses_float64"), RUN
-    ),
+    **{f"cpu_loss{name}": RUN for name in ("_ways_docstrings", "_ways_glyphs", "es_float32", "es_float64")},
     **dict.fromkeys(("2_batches", "losses", "late_docstrings", "late_docstrings_time"), RUN),
-    **dict.fromkeys(("retrieval", "updates"), SHORT),
-    "doors": LIBRARIES,
-    "host_features": HELD,
-}
-# Rows that no plan of today's code can meet, with the reason: (file, backend or way, batch, sub-batch) of memory.
-# "auto" of commit 75cffff kept fewer graphs than the rule of later rows of the same cases; two sums of a super-tile
-# were held at once in the forward until the commit that added this file (later rows of the case are met).
+    **dict.fromkeys(("retrieval", "updates"), SHORT), "doors": LIBRARIES, "host_features": HELD,
+}  # fmt: skip
+# rows whose bytes no plan of today's code can meet, by their file and peak; later rows of these cases are met
 OTHER_CODE = {
-    ("h200_step", "retain auto", 1024, "128", "81472923136"): "an earlier rule of retain",
-    ("h200_step", "retain auto, streamed", 1024, "256", "70040943104"): "an earlier rule of retain",
-    ("h200_step", "retain auto", 8192, "256", "88905820672"): "an earlier rule of retain",
-    ("h200_2_ranks", "triton, one process", 262144, None, "4311745024"): "two sums at once in the forward",
-    ("h200_memory", "gather, triton", 65536, None, "1295335424"): "more than 512 MiB of tiles in a call of few rows",
+    ("h200_step", "81472923136"): "an earlier rule of retain",
+    ("h200_step", "70040943104"): "an earlier rule of retain",
+    ("h200_step", "88905820672"): "an earlier rule of retain",
+    ("h200_2_ranks", "4311745024"): "two sums at once in the forward",
+    ("h200_memory", "1295335424"): "more than 512 MiB of tiles in a call of few rows",
+    ("h200_maxsim", "160.0"): "sums twice at the end",
+    ("h200_maxsim", "33.1"): "sums twice at the end",
 }
 # losses whose rows are of another code, and what it did
 GUIDED, BESIDE = ("gist", "distill"), "the guide's product beside the other, and no bits of a mask"
@@ -99,15 +91,14 @@ HOST = "bound by a host whose rates were not measured"
 GATHERED = "FSDP2's gathers of layers, for each sub-batch and pass, have no time in a plan"
 DISTURBED = "eleven measurements of the case took 607 to 638 ms"
 SHARED_LABELS = "as long as rows that share a label are many, which no plan knows"
-FIRST = "twice the time of the same call with float32 features, which does more"
 # the name of a loss of token vectors across ranks
 SHARED = re.compile(r"(\d+) ranks, (\w+)")
 # with so little workspace that the host launches 256 blocks one machine took twice as long as another
 HOST_BOUND = ("clip triton, workspace 32 MiB 65536 x 512 bfloat16 on 1",)
 # rows up to which a machine with an H100 had a host that took 0.37 to 0.63 ms for one call
 LEAST_OF_H100 = 4096
-# calls with so little work that they take the host's time, and those of the first race of their run
-HOST_CALL, FIRST_CALL = "infonce 1024 x 4096 x 512", "infonce 1024 x 65536 x 768"
+# calls with so little work that they take the host's time, and calls on an H100's machine whose host took 0.6 of 1.0 ms
+HOST_CALL, SLOW_CALL = "infonce 1024 x 4096 x 512", "infonce 1024 x 65536 x 768"
 # seconds of a rank alone, and of a hop, below which they are those of the host, which fills the buffers of receives:
 # 5 to 8 ms for a gather, 0.5 to 1 ms for a hop
 LEAST_ALONE, LEAST_HOP = 0.01, 1e-3
@@ -174,18 +165,29 @@ def profile_of(chip: str) -> Profile:
     return profile
 
 
-def files(kind: str) -> list[str]:
-    """The files of a kind, shorter names first, by which rows are counted in the same order when files are added."""
+def rows(kind: str) -> Iterator[dict[str, str]]:
+    """The rows that are cases of a kind, with their file, and the chip by its short name (empty for a CPU).
+
+    Shorter names of files come first, so that rows are counted in the same order when files are added.
+    """
     names = (path.stem for path in RESULTS.glob("*.csv"))
-    return sorted((name for name in names if re.fullmatch(FILES[kind], name)), key=lambda name: (len(name), name))
-
-
-def rows(kind: str) -> Iterator[tuple[str, str, dict[str, str]]]:
-    """File, chip and content of the rows that are cases of a kind; the chip of a CPU is empty."""
-    for name in files(kind):
+    for name in sorted((name for name in names if re.fullmatch(FILES[kind], name)), key=lambda name: (len(name), name)):
         for row in read_rows(RESULTS / f"{name}.csv"):
             if left_out(name, row) is None:
-                yield name, next((chip for chip in CHIPS if chip in row["chip"]), ""), row
+                yield row | {"file": name, "chip": next((chip for chip in CHIPS if chip in row["chip"]), "")}
+
+
+def cases(kind: str) -> Iterator[Case]:
+    """The cases of a kind; of those with an equal `half` every second one is of the fit."""
+    counts = Counter[str]()
+    for row in rows(kind):
+        peak, ms = row.get("peak_bytes"), row.get("ms")
+        words = {"bytes": int(peak) if peak else None, "seconds": float(ms) / 1e3 if ms else None}
+        words |= {"other_code": OTHER_CODE.get((row["file"], peak or row.get("peak_mib"))), **KINDS[kind](row)}
+        if half := words.pop("half", ""):
+            counts[half] += 1
+            words["fitted"] = counts[half] % 2 == 1
+        yield Case(row["file"], row["chip"], **words)
 
 
 def left_out(name: str, row: dict[str, str]) -> str | None:
@@ -211,11 +213,12 @@ def left_out(name: str, row: dict[str, str]) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def size_of(chip: str, row: dict[str, str], exchange: str = "single", backend: str = "triton", **more: Any) -> LossSize:
+def size_of(row: dict[str, str], exchange: str = "single", backend: str = "triton", **more: Any) -> LossSize:
     """A row's loss, of which every rank has as many pairs; a CPU has the memory of an H200."""
     world, b, d = int(row["world"]), int(row["b"]), int(row["d"])
+    memory = profile_of(row["chip"] or CHIPS[0]).memory
     more |= loss_of(row.get("loss", "clip"), d)
-    return LossSize(b // world, b // world, world, d, profile_of(chip or CHIPS[0]).memory, exchange, backend, **more)
+    return LossSize(b // world, b // world, world, d, memory, exchange, backend, **more)
 
 
 def loss_of(name: str, d: int) -> dict[str, Any]:
@@ -230,8 +233,8 @@ def loss_of(name: str, d: int) -> dict[str, Any]:
 @cache
 def usual_product(chip: str) -> float:
     """The rate of the product beside long losses on most of the chips; others run at other clocks."""
-    long = (row for _, of, row in rows("losses") if of == chip and float(row["ms"]) > MOST_PRODUCT_SECONDS * 1e3)
-    return median([_product(row) for row in long] or [1.0])
+    of_chip = (row for row in rows("losses") if row["chip"] == chip)
+    return median([_product(row) for row in of_chip if float(row["ms"]) > MOST_PRODUCT_SECONDS * 1e3] or [1.0])
 
 
 def _product(row: dict[str, str]) -> float:
@@ -239,91 +242,70 @@ def _product(row: dict[str, str]) -> float:
     return float(row["effective_tflops"]) / float(row["ratio"])
 
 
-def loss_cases() -> Iterator[Case]:
-    """Every second row of each exchange is one of the fit."""
-    counts = Counter[tuple[str, str]]()
-    for name, chip, row in rows("losses"):
-        b, backend, dtype = row["b"], row["backend"], getattr(torch, row["dtype"])
-        exchange = next((way for way in EXCHANGES if way in backend.split(", ")), "single")
-        workspace = next((size for mark, size in WORKSPACES.items() if mark in backend), 2 * 2**30)
-        # of two levels, two nodes are measured on one host
-        node = int(row["world"]) // 2 if exchange == "hierarchical" else None
-        size = size_of(chip, row, exchange, workspace=workspace, dtype=dtype, given=dtype, node=node)
-        label = f"{row['loss']} {backend} {b} x {row['d']} {row['dtype']} on {row['world']}"
-        seconds, counted, new = float(row["ms"]) / 1e3, (chip, exchange), re.fullmatch(NEW, name) is not None
-        counts[counted] += not new
-        # beside a shorter step the product runs in bursts, at another clock
-        clock = _product(row) / usual_product(chip) if seconds > MOST_PRODUCT_SECONDS else 1.0
-        earlier = EARLIER if size.replayed and row["commit"] in EARLIER_CALLS else None
-        busy = label in HOST_BOUND or (chip == "H100" and (int(b) <= LEAST_OF_H100 or "32 MiB" in label))
-        yield Case(
-            name, chip, label, int(row["peak_bytes"]), seconds, size,
-            precision="high" if "precision high" in backend else "highest",
-            other_code=OTHER_CODE.get((name, backend, int(b), None, row["peak_bytes"])),
-            untimed=HOST if busy else earlier, clock=clock,
-            fitted=row["d"] == "512" and row["loss"] in OF_PAIRS if new else counts[counted] % 2 == 1,
-        )  # fmt: skip
+def of_loss(row: dict[str, str]) -> dict[str, Any]:
+    b, backend, dtype, chip = row["b"], row["backend"], getattr(torch, row["dtype"]), row["chip"]
+    exchange = next((way for way in EXCHANGES if way in backend.split(", ")), "single")
+    workspace = next((size for mark, size in WORKSPACES.items() if mark in backend), 2 * 2**30)
+    # of two levels, two nodes are measured on one host
+    node = int(row["world"]) // 2 if exchange == "hierarchical" else None
+    size = size_of(row, exchange, workspace=workspace, dtype=dtype, given=dtype, node=node)
+    label = f"{row['loss']} {backend} {b} x {row['d']} {row['dtype']} on {row['world']}"
+    # beside a shorter step the product runs in bursts, at another clock
+    clock = _product(row) / usual_product(chip) if float(row["ms"]) / 1e3 > MOST_PRODUCT_SECONDS else 1.0
+    earlier = EARLIER if size.replayed and row["commit"] in EARLIER_CALLS else None
+    busy = label in HOST_BOUND or (chip == "H100" and (int(b) <= LEAST_OF_H100 or "32 MiB" in label))
+    new = re.fullmatch(NEW, row["file"])
+    return {
+        "label": label, "loss": size, "clock": clock, "untimed": HOST if busy else earlier,
+        "precision": "high" if "precision high" in backend else "highest",
+        "fitted": row["d"] == "512" and row["loss"] in OF_PAIRS, "half": "" if new else f"{chip}, {exchange}",
+    }  # fmt: skip
 
 
-def call_cases() -> Iterator[Case]:
-    """Whole calls of users, forward and backward under autocast: seconds alone."""
-    for name, chip, row in rows("calls"):
-        call, _, more = row["call"].removesuffix(" on each rank").partition(",")
-        kind, *numbers = call.replace(" x", "").split()
-        several = re.match(r"h\d+_(\d+)_", name)
-        exchange = "ring" if "ring" in row["impl"] else "gather" if several else "single"
-        N, *others, d = map(int, numbers)
-        given = torch.float32 if "float32" in more and "bf16" not in row["impl"] else torch.bfloat16
-        labels = kind == "labels"
-        size = LossSize(
-            N, others[0] if others else N, int(several[1]) if several else 1, d, profile_of(chip).memory, exchange,
-            "triton", given=given,
-            **loss_of("clip" if labels else kind, d) | {"listed": "positives" in row["impl"]},
-        )  # fmt: skip
-        reason = FIRST if row["call"] == FIRST_CALL else None
-        slow = chip == "H100" and max([N, *others]) <= LEAST_OF_H100
-        reason = HOST if call == HOST_CALL or slow else SHARED_LABELS if labels and "," in row["impl"] else reason
-        label, seconds = f"{row['call']}: {row['impl']}", float(row["ms"]) / 1e3
-        # the host's time of ranks was taken from these
-        yield Case(name, chip, label, None, seconds, size, untimed=reason, fitted=several is not None)
+def of_call(row: dict[str, str]) -> dict[str, Any]:
+    """A whole call of users, forward and backward under autocast: seconds alone."""
+    call, _, more = row["call"].removesuffix(" on each rank").partition(",")
+    kind, *numbers = call.replace(" x", "").split()
+    several, chip = re.match(r"h\d+_(\d+)_", row["file"]), row["chip"]
+    exchange = "ring" if "ring" in row["impl"] else "gather" if several else "single"
+    N, *others, d = map(int, numbers)
+    given = torch.float32 if "float32" in more and "bf16" not in row["impl"] else torch.bfloat16
+    labels, M, W = kind == "labels", others[0] if others else N, int(several[1]) if several else 1
+    which = loss_of("clip" if labels else kind, d) | {"listed": "positives" in row["impl"]}
+    size = LossSize(N, M, W, d, profile_of(chip).memory, exchange, "triton", given=given, **which)
+    slow = call == HOST_CALL or (chip == "H100" and (max(N, M) <= LEAST_OF_H100 or row["call"] == SLOW_CALL))
+    reason = HOST if slow else SHARED_LABELS if labels and "," in row["impl"] else None
+    # the host's time of ranks was taken from these
+    return {"label": f"{row['call']}: {row['impl']}", "loss": size, "untimed": reason, "fitted": several is not None}
 
 
-def rank_cases() -> Iterator[Case]:
+def of_rank(row: dict[str, str]) -> dict[str, Any]:
     """One rank's loss in a world that is not there: its arithmetic, without communication."""
-    count = 0
-    for name, chip, row in rows("ranks"):
-        exchange, backend = row["way"].split(", ")
-        size = size_of(chip, row, exchange, backend)
-        label, seconds = f"{row['way']} {row['b']} x {row['d']} on {row['world']}", float(row["ms"]) / 1e3
-        # a ring's blocks are launched one by one
-        least = max(LEAST_ALONE, LEAST_HOP * size.traffic.hops) if exchange == "ring" else LEAST_ALONE
-        busy = loss_seconds(size, profile_of(chip)) > least
-        count += backend == "dense" and busy
-        yield Case(
-            name, chip, label, int(row["peak_bytes"]), seconds, size, untimed=None if busy else HOST,
-            other_code=OTHER_CODE.get((name, row["way"], int(row["b"]), None, row["peak_bytes"])),
-            fitted=backend == "dense" and busy and count % 2 == 1, alone=True,
-        )  # fmt: skip
+    exchange, backend = row["way"].split(", ")
+    size = size_of(row, exchange, backend)
+    # a ring's blocks are launched one by one
+    least = max(LEAST_ALONE, LEAST_HOP * size.traffic.hops) if exchange == "ring" else LEAST_ALONE
+    busy = loss_seconds(size, profile_of(row["chip"])) > least
+    return {
+        "label": f"{row['way']} {row['b']} x {row['d']} on {row['world']}", "loss": size, "alone": True,
+        "untimed": None if busy else HOST, "half": backend if backend == "dense" and busy else "",
+    }  # fmt: skip
 
 
-def other_losses() -> Iterator[Case]:
-    """Losses beside `ClipLoss` and `SigLipLoss` in fused kernels."""
-    for name, chip, row in rows("other losses"):
-        size, label = size_of(chip, row, workspace=2 * 2**30), f"{row['loss']} {row['b']} x {row['d']}"
-        reason = UNORDERED if size.labels else BESIDE if row["loss"] in GUIDED else None
-        untimed = EARLIER if size.replayed else reason
-        peak, seconds = int(row["peak_bytes"]), float(row["ms"]) / 1e3
-        yield Case(name, chip, label, peak, seconds, size, other_code=reason, untimed=untimed)
+def of_other_loss(row: dict[str, str]) -> dict[str, Any]:
+    """A loss beside `ClipLoss` and `SigLipLoss` in fused kernels."""
+    size = size_of(row, workspace=2 * 2**30)
+    reason = UNORDERED if size.labels else BESIDE if row["loss"] in GUIDED else None
+    label, untimed = f"{row['loss']} {row['b']} x {row['d']}", EARLIER if size.replayed else reason
+    return {"label": label, "loss": size, "other_code": reason, "untimed": untimed}
 
 
-def cpu_cases() -> Iterator[Case]:
-    """Losses of a CPU, alone and of one rank: bytes alone, because a CPU has no profile."""
-    for name, chip, row in rows("cpu"):
-        exchange, backend = row["way"].split(", ") if name == "cpu_memory" else ("single", row["backend"])
-        size = size_of(chip, row, exchange, backend, device="cpu", dtype=torch.float32, given=torch.float32)
-        label = f"{row.get('loss', 'clip')} {exchange}, {backend} {row['b']} x {row['d']} on {row['world']} CPUs"
-        reason = OTHER_CODE.get((name, backend, int(row["b"]), None, row["peak_bytes"]))
-        yield Case(name, chip, label, int(row["peak_bytes"]), None, size, other_code=reason)
+def of_cpu(row: dict[str, str]) -> dict[str, Any]:
+    """A loss of a CPU, alone or of one rank: bytes alone, because a CPU has no profile."""
+    exchange, backend = row["way"].split(", ") if row["file"] == "cpu_memory" else ("single", row["backend"])
+    size = size_of(row, exchange, backend, device="cpu", dtype=torch.float32, given=torch.float32)
+    label = f"{row.get('loss', 'clip')} {exchange}, {backend} {row['b']} x {row['d']} on {row['world']} CPUs"
+    return {"label": label, "loss": size, "seconds": None}
 
 
 # the optimizers of h200_features.csv, and the one whose row was not used for the constants of their kernels
@@ -335,90 +317,66 @@ OPTIMIZERS = {
 NEW_OPTIMIZER = "Adafactor without momentum"
 
 
+@cache
 def updates() -> dict[str, Work]:
     """The work of optimizers on the weights of the paper's recipe, without clipping."""
     recipe = load_recipe(CLIP, files=False).model_copy(update={"device": "meta"})
     with made_without_memory():
         model = build_run(recipe, made_up_tokenizer(recipe.model.tokenizer)).model
+    settings = {name: load_recipe(CLIP, words, files=False).optim for name, words in OPTIMIZERS.items()}
+    return {name: update_work(model, optim, clipped=False) for name, optim in settings.items()}
+
+
+def of_plan(row: dict[str, str]) -> dict[str, Any]:
+    """A step whose row has the plan of its day: of a recipe, at the largest batch of a card, of late interaction."""
+    unit, scale = ("mib", 2**20) if "peak_mib" in row else ("bytes", 1)
+    peak, planned = (int(scale * float(row[f"{part}_{unit}"])) for part in ("peak", "planned"))
+    label = ", ".join(row[key] for key in ("what", "impl", "way", "model", "world", "batch", "b") if key in row)
+    words = {"label": label, "bytes": peak, "planned": planned}
+    if row.get("what") != "optimizer":
+        return {**words, "seconds": None}
+    way = row["way"].partition(",")[0]
+    return {**words, "update": updates()[way], "fitted": way != NEW_OPTIMIZER}
+
+
+def of_step(row: dict[str, str]) -> dict[str, Any]:
+    world, way, chip = int(row["world"]), row["way"].removesuffix(COMPILED).removesuffix(POOLED), row["chip"]
+    compiled, plain = row["way"].endswith(COMPILED), row["impl"] == "plain" and way == "whole batch"
+    b = int(row["batch"]) // world
+    size = min(int(row["sub_batch"] or b), b)
+    costs = tower_costs()[row["model"] + COMPILED * compiled, size]
+    sides = [Side(cost, b, _inputs(row, b, size, cost)) for cost in costs]
+    count = sides[0].count
+    words = {"all": count, "half": count // 2, "auto": "auto"}
+    retain: Any = count if plain else words.get(row.get("retain", "0"), 0)
+    *wrapper, exchange, backend = way.split(", ") if world > 1 else ("single", "triton")
+    weights, trained = (sum(getattr(side.cost, key) for side in sides) for key in ("weights", "trained"))
+    loss = LossSize(b, b, world, sides[0].cost.dimensions, profile_of(chip).memory, exchange, backend)
+    # buckets of torch's wrapper stay; without one a buffer of all gradients is there for a moment
+    held = Held(weights=weights, step=trained if world > 1 else 0)
+    if wrapper:
+        held = Held(weights=weights // world if "FSDP2" in wrapper else weights + trained)
     return {
-        name: update_work(model, load_recipe(CLIP, words, files=False).optim, clipped=False)
-        for name, words in OPTIMIZERS.items()
+        "label": f"{row['model']} {row['impl']}, {row['way']}, {row['batch']} by {row['sub_batch']} on {world}",
+        "step": StepMemory(sides, loss, held, retain),
+        "untimed": GATHERED if "FSDP2" in wrapper else DISTURBED if plain and row["ms"] == "920.45" else None,
+        # nothing is fitted to compiled towers
+        "half": "" if compiled or re.fullmatch(NEW, row["file"]) else chip,
+        # plain steps and those by hand hold other tensors: their times alone are planned
+        **({} if row["impl"] == OURS or compiled else {"bytes": None}),
     }
 
 
-def carried_cases() -> Iterator[Case]:
-    """Steps whose rows have the plan of their day: of recipes, at the largest batch of a card, of late interaction."""
-    works = updates()
-    for name, chip, row in rows("carried"):
-        unit, scale = ("mib", 2**20) if "peak_mib" in row else ("bytes", 1)
-        measured, planned = (int(scale * float(row[f"{part}_{unit}"])) for part in ("peak", "planned"))
-        words = (row[key] for key in ("what", "impl", "way", "model", "world", "batch", "b") if key in row)
-        seconds, update, fitted = None, None, False
-        if row.get("what") == "optimizer":
-            way = row["way"].partition(",")[0]
-            seconds, update, fitted = float(row["ms"]) / 1e3, works[way], way != NEW_OPTIMIZER
-        yield Case(name, chip, ", ".join(words), measured, seconds, planned=planned, update=update, fitted=fitted)
-
-
-def step_cases() -> Iterator[Case]:
-    costs, counts = tower_costs(), Counter[str]()
-    for name, chip, row in rows("steps"):
-        world, way = int(row["world"]), row["way"].removesuffix(COMPILED).removesuffix(POOLED)
-        model = row["model"] + COMPILED * (compiled := row["way"].endswith(COMPILED))
-        plain = row["impl"] == "plain" and way == "whole batch"
-        b = int(row["batch"]) // world
-        size = min(int(row["sub_batch"] or b), b)
-        sides = [Side(cost, b, _inputs(row, b, size, cost)) for cost in costs[model, size]]
-        count = sides[0].count
-        words = {"all": count, "half": count // 2, "auto": "auto"}
-        retain: Any = count if plain else words.get(row.get("retain", "0"), 0)
-        *wrapper, exchange, backend = way.split(", ") if world > 1 else ("single", "triton")
-        weights, trained = (sum(getattr(side.cost, key) for side in sides) for key in ("weights", "trained"))
-        loss = LossSize(b, b, world, sides[0].cost.dimensions, profile_of(chip).memory, exchange, backend)
-        # buckets of torch's wrapper stay; without one a buffer of all gradients is there for a moment
-        held = Held(weights=weights, step=trained if world > 1 else 0)
-        if wrapper:
-            held = Held(weights=weights // world if "FSDP2" in wrapper else weights + trained)
-        label = f"{row['model']} {row['impl']}, {row['way']}, {row['batch']} by {row['sub_batch']} on {world}"
-        # nothing is fitted to compiled towers
-        new = bool(compiled) or re.fullmatch(NEW, name) is not None
-        counts[chip] += not new
-        yield Case(
-            # plain steps and those by hand hold other tensors: their times alone are planned
-            name, chip, label, int(row["peak_bytes"]) if row["impl"] == OURS or compiled else None,
-            float(row["ms"]) / 1e3, None, StepMemory(sides, loss, held, retain),
-            other_code=OTHER_CODE.get((name, way, int(row["batch"]), row["sub_batch"], row["peak_bytes"])),
-            untimed=GATHERED if "FSDP2" in wrapper else DISTURBED if plain and row["ms"] == "920.45" else None,
-            fitted=not new and counts[chip] % 2 == 1,
-        )  # fmt: skip
-
-
-def token_cases() -> Iterator[Case]:
-    """Whole losses of token vectors with gradients; the constants of their seconds are from the rows of 1,024²."""
-    for name, chip, row in rows("tokens"):
-        names = ("queries", "documents", "query_tokens", "document_tokens", "d")
-        N, M, L, T, D = (int(row[name]) for name in names)
-        loss, memory = Softmax(symmetric="one way" not in row["impl"]), profile_of(chip).memory
-        shared = SHARED.match(row["impl"])
-        W, exchange = (int(shared[1]), shared[2]) if shared else (1, "single")
-        # rows of an H100 had a default of 1/64 of its memory
-        workspace = memory // 64 if chip == "H100" else None
-        size = LateSize(
-            N // W,
-            M // W,
-            W,
-            D,
-            memory,
-            exchange,
-            "triton",
-            workspace=workspace,
-            loss=loss,
-            tokens=(L, T),
-            masked=False,
-        )
-        label = f"{'symmetric' if loss.symmetric else 'one way'}, {N} x {M} of {L} x {T} tokens on {W}"
-        peak, seconds = int(float(row["peak_mib"]) * 2**20), float(row["ms"]) / 1e3
-        yield Case(name, chip, label, peak, seconds, size, fitted=N == 1024)
+def of_tokens(row: dict[str, str]) -> dict[str, Any]:
+    """A whole loss of token vectors with gradients; the constants of its seconds are from the rows of 1,024²."""
+    N, M, L, T, D = (int(row[key]) for key in ("queries", "documents", "query_tokens", "document_tokens", "d"))
+    loss, memory = Softmax(symmetric="one way" not in row["impl"]), profile_of(row["chip"]).memory
+    shared = SHARED.match(row["impl"])
+    W, exchange = (int(shared[1]), shared[2]) if shared else (1, "single")
+    more: Any = {"tokens": (L, T), "masked": False}
+    size = LateSize(N // W, M // W, W, D, memory, exchange, "triton", loss=loss, **more)
+    label = f"{'symmetric' if loss.symmetric else 'one way'}, {N} x {M} of {L} x {T} tokens on {W}"
+    return {"label": label, "loss": size, "bytes": int(float(row["peak_mib"]) * 2**20), "fitted": N == 1024}
 
 
 def _inputs(row: dict[str, str], b: int, size: int, cost: TowerCost) -> int:
@@ -429,6 +387,7 @@ def _inputs(row: dict[str, str], b: int, size: int, cost: TowerCost) -> int:
     return {"device": b, "host": 2 * size}[inputs] * cost.inputs
 
 
+@cache
 def tower_costs() -> dict[tuple[str, int], list[TowerCost]]:
     """The committed costs of both towers, by model and sub-batch."""
     costs: dict[tuple[str, int], list[TowerCost]] = {}
@@ -438,16 +397,8 @@ def tower_costs() -> dict[tuple[str, int], list[TowerCost]]:
     return costs
 
 
-def unsteady(cases: Iterable[Case]) -> set[str]:
-    """The cases of which two measurements differ by more than a plan within 20 % of both could."""
-    seconds: dict[str, list[float]] = {}
-    for case in cases:
-        if case.seconds and case.untimed not in (EARLIER, DISTURBED):
-            seconds.setdefault(f"{case.chip}: {case.label}", []).append(case.seconds)
-    return {label for label, several in seconds.items() if max(several) > 1.2 / 0.8 * min(several)}
-
-
-KINDS = {
-    "losses": loss_cases, "calls": call_cases, "other losses": other_losses, "ranks": rank_cases, "steps": step_cases,
-    "tokens": token_cases, "carried": carried_cases, "cpu": cpu_cases,
+# what the planner needs of a row, by kind
+KINDS: dict[str, Callable[[dict[str, str]], dict[str, Any]]] = {
+    "losses": of_loss, "calls": of_call, "other losses": of_other_loss, "ranks": of_rank, "steps": of_step,
+    "tokens": of_tokens, "carried": of_plan, "cpu": of_cpu,
 }  # fmt: skip

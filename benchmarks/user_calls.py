@@ -32,7 +32,6 @@ TABLE = Table("impl=call, and by 48 | ms >8.3f | least_ms=least >8.3f | host_ms=
 
 
 def features(*sizes: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    """Unit features on the GPU that want gradients."""
     return [F.normalize(torch.randn(size, device="cuda"), dim=-1).to(dtype).requires_grad_() for size in sizes]
 
 
@@ -58,8 +57,8 @@ def calls(machine: Machine, *, with_peers: bool) -> Iterator[tuple[str, dict[str
 
     def peers(name: str, leaves: list[Tensor]) -> dict[str, Step]:
         """Packages that take these features as they are."""
-        ways = {one.label: one for one in with_peers * PEERS if name in one.losses and one.absent(machine) is None}
-        return {label: step(one.losses[name], leaves, autocast=False) for label, one in ways.items()}
+        there = [one for one in with_peers * PEERS if name in one.losses and one.absent(machine) is None]
+        return {one.label: step(one.losses[name], leaves, autocast=False) for one in there}
 
     for b, d in ((1024, 512), (4096, 512), (8192, 768), (16384, 768), (32768, 768)):
         wide, narrow = features((b, d), (b, d), dtype=torch.float32), features((b, d), (b, d))
@@ -130,13 +129,11 @@ def main() -> None:
         machine.load()
         alone = machine.world.size == 1
         for name, steps in calls(machine, with_peers=options.peers) if alone else calls_of_ranks(machine):
-            if options.only not in name:
-                continue
-            report.say(name)
-            for impl, timing in machine.race(steps).items():
-                times = {"ms": timing.ms, "least_ms": timing.least_ms, "host_ms": host_ms(steps[impl])}
-                times = {column: round(ms, 3) for column, ms in times.items()}
-                report.result({"call": name, "impl": impl, **times})
+            if options.only in name:
+                report.say(name)
+                for impl, timing in machine.race(steps).items():
+                    times = {"ms": timing.ms, "least_ms": timing.least_ms, "host_ms": host_ms(steps[impl])}
+                    report.result({"call": name, "impl": impl} | {key: round(ms, 3) for key, ms in times.items()})
 
 
 if __name__ == "__main__":

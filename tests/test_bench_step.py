@@ -20,10 +20,9 @@ from contrastile.bench import harness
 from contrastile.bench import step as bench_step
 from contrastile.bench.figure import draw, series
 from contrastile.bench.harness import COLUMNS, Machine, Report, World, joined, not_installed, read_rows, results_file
-from contrastile.bench.rank_ways import STANDARD, rank_ways
 from contrastile.bench.step import GATE_TOLERANCE, StepBench, gate, standard, usual
 from contrastile.bench.towers import Pairs, Towers
-from contrastile.bench.ways import PEERS, WAYS, Task, Way, cached, plain
+from contrastile.bench.ways import PEERS, STANDARD, WAYS, Task, Way, cached, plain, rank_ways
 from contrastile.cli.main import main
 
 CPU = torch.device("cpu")

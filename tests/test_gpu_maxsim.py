@@ -6,6 +6,7 @@ Run by `make test-gpu`; elsewhere skipped.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -197,6 +198,30 @@ def test_offsets_of_more_than_31_bits() -> None:
     won = F.one_hot(similar.argmax(-1), 4) * g[-9:, None, -7:, None].double()
     assert distance(u[-9:].view(9, 32, 16), torch.einsum("iljm,jmd->ild", won, k[-7:].double())) <= 1e-5
     assert distance(v[-7:].view(7, 4, 16), torch.einsum("iljm,ild->jmd", won, q[-9:].double())) <= 1e-2
+
+
+def test_documents_on_two_streams_have_the_bits_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four parts of the documents, beside the queries; also captured as a graph."""
+    q, k = _tokens(1_100, 8, 32).bfloat16(), _tokens(1_000, 20, 32).bfloat16()
+    entries, documents = Entries.of(q, None), Documents.of(k, None)
+    _, winners = maxsim.scored(entries, documents, best=True)
+    assert winners is not None
+    g, workspace = torch.randn(len(q), len(k)), 2 * 4 * entries.count * 250
+
+    def sums() -> list[Tensor]:
+        u, v = (torch.zeros(len(x), x[0].numel()) for x in (q, k))
+        queries = partial(maxsim.add_query_gradients, u, g, entries, documents, winners)
+        maxsim.add_document_gradients(v, g, entries, documents, winners, workspace, meanwhile=queries)
+        return [u, v]
+
+    several, graph = sums(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = sums()
+    graph.replay()
+    monkeypatch.setattr(maxsim, "_streams", lambda *_: (None,))
+    for one, *others in zip(sums(), several, captured, strict=True):
+        assert one.any()
+        assert all(torch.equal(one, other) for other in others)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

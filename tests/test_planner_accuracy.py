@@ -29,10 +29,19 @@ def module() -> Any:
 
 @pytest.fixture(scope="module")
 def cases(module: Any) -> dict[str, list[Any]]:
-    cases = {kind: list(make()) for kind, make in module.KINDS.items()}
-    assert module.unsteady(cases["losses"]) == {f"H200: {label}" for label in module.HOST_BOUND}
-    assert not module.unsteady(cases["steps"]) | module.unsteady(cases["tokens"])
+    cases = {kind: list(module.cases(kind)) for kind in module.KINDS}
+    assert _unsteady(module, cases["losses"]) == {f"H200: {label}" for label in module.HOST_BOUND}
+    assert not _unsteady(module, cases["steps"]) | _unsteady(module, cases["tokens"])
     return cases
+
+
+def _unsteady(module: Any, cases: list[Any]) -> set[str]:
+    """The cases of which two measurements differ by more than a plan within 20 % of both could."""
+    seconds: dict[str, list[float]] = {}
+    for case in cases:
+        if case.seconds and case.untimed not in (module.EARLIER, module.DISTURBED):
+            seconds.setdefault(f"{case.chip}: {case.label}", []).append(case.seconds)
+    return {label for label, several in seconds.items() if max(several) > 1.2 / 0.8 * min(several)}
 
 
 def _bytes_off(case: Any) -> float:
@@ -102,11 +111,11 @@ def test_a_fit_finds_the_rates_of_another_chip_and_leaves_those_that_its_rows_do
 
 def test_token_vectors_of_a_gpu(cases: dict[str, list[Any]]) -> None:
     alone, several = ([case for case in cases["tokens"] if (case.loss.ranks > 1) is more] for more in (False, True))
-    assert (len(alone), len(several)) == (11, 4)
-    assert max(map(_bytes_off, alone)) <= 0.005
+    assert (len(alone), len(several)) == (13, 4)
+    assert max(_bytes_off(case) for case in alone if case.other_code is None) <= 0.04
     assert max(map(_bytes_off, several)) <= 0.1
     new = [case for case in (*alone, *several) if not case.fitted]
-    assert len(new) == 11
+    assert len(new) == 13
     assert max(map(_seconds_off, new)) <= 0.1
 
 
@@ -127,7 +136,7 @@ def test_compiled_towers_of_a_gpu(cases: dict[str, list[Any]]) -> None:
 
 def test_rows_of_other_code_are_named_one_by_one(cases: dict[str, list[Any]]) -> None:
     named = [case for several in cases.values() for case in several if case.other_code is not None]
-    assert len(named) == 27
+    assert len(named) == 30
     # a row that the planner meets is not left out
     assert min(map(_bytes_off, named)) > 0.05
 
@@ -152,10 +161,10 @@ def test_seconds_that_are_not_planned_have_a_reason_with_a_name(module: Any, cas
         (module.EARLIER, "h200_loss"): 1, (module.EARLIER, "h200_planner_loss"): 4,
         (module.EARLIER, "h200_loss_ratios"): 10, (module.BESIDE, "h200_loss_ratios"): 8,
         (module.UNORDERED, "h200_loss_ratios"): 8, (module.HOST, "h200_loss"): 2, (module.HOST, "h200_planner_loss"): 1,
-        (module.HOST, "h200_user_calls"): 4, (module.FIRST, "h200_user_calls"): 2, (module.HOST, "h200_memory"): 30,
+        (module.HOST, "h200_user_calls"): 4, (module.HOST, "h200_memory"): 30,
         (module.DISTURBED, "h200_step"): 1, (module.SHARED_LABELS, "h100_user_calls"): 5,
-        (module.HOST, "h100_loss"): 5, (module.HOST, "h100_user_calls"): 6, (module.FIRST, "h100_user_calls"): 2,
+        (module.HOST, "h100_loss"): 5, (module.HOST, "h100_user_calls"): 8,
         (module.GATHERED, "h200_4_step"): 1,
     }  # fmt: skip
     # a row that the planner meets is not left out
-    assert min(_seconds_off(case) for case in named if case.untimed in (module.FIRST, module.DISTURBED)) > 0.25
+    assert min(_seconds_off(case) for case in named if case.untimed == module.DISTURBED) > 0.25

@@ -56,7 +56,20 @@ def examine(*, ranks: int = 1, batch: int = 32_768, features: int = 512) -> Valu
         },
         "packages": _packages(),
         "devices": devices,
-        "auto": [_choices(device, ranks, batch, features) for device in working],
+        "auto": [
+            {
+                "device": str(device),
+                "backends": [
+                    {"loss": name, "dtype": str(dtype).removeprefix("torch."), **backend_choice(loss, dtype, device)}
+                    for name, loss in LOSSES.items()
+                    for dtype in DTYPES
+                ],
+                "exchange": exchange_choice(ranks, batch, features, torch.float32, device),
+                "workspace": workspace_on(device, None, alone=True),
+                "room": spare_bytes(device),
+            }
+            for device in working
+        ],
     }
 
 
@@ -94,20 +107,6 @@ def device_fault(device: torch.device) -> str | None:
     except Exception as failure:
         return (str(failure).splitlines() or [type(failure).__name__])[0]
     return None if right else "a product of two matrices comes out wrong"
-
-
-def _choices(device: torch.device, ranks: int, batch: int, features: int) -> Values:
-    return {
-        "device": str(device),
-        "backends": [
-            {"loss": name, "dtype": str(dtype).removeprefix("torch."), **backend_choice(loss, dtype, device)}
-            for name, loss in LOSSES.items()
-            for dtype in DTYPES
-        ],
-        "exchange": exchange_choice(ranks, batch, features, torch.float32, device),
-        "workspace": workspace_on(device, None, alone=True),
-        "room": spare_bytes(device),
-    }
 
 
 def backend_choice(loss: PairLoss, dtype: torch.dtype, device: torch.device) -> Values:

@@ -72,10 +72,10 @@ class Distance:
     @classmethod
     def between(cls, results: Iterable[Tensor], true: Iterable[Tensor]) -> Self:
         value, *gradients = (_relative(x, y) for x, y in zip(results, true, strict=True))
-        return cls(value, _worst(gradients[:2]), _worst(gradients[2:]))
+        return cls(value, worst(gradients[:2]), worst(gradients[2:]))
 
     def worst(self, other: Self) -> Self:
-        return type(self)(*(_worst(pair) for pair in zip(astuple(self), astuple(other), strict=True)))
+        return type(self)(*(worst(pair) for pair in zip(astuple(self), astuple(other), strict=True)))
 
 
 def gate_rows(device: torch.device) -> int:
@@ -156,6 +156,6 @@ def _relative(x: Tensor, true: Tensor) -> float:
     return float(difference / whole)
 
 
-def _worst(distances: Iterable[float]) -> float:
+def worst(distances: Iterable[float]) -> float:
     """The largest; NaN where one is NaN, which Python's max may hide."""
     return float(torch.tensor(list(distances)).max())

@@ -11,7 +11,7 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -105,13 +105,12 @@ class Table:
 
     def line(self, row: Row) -> str:
         """Return the line of a row; a value of None, and one that the row lacks, is left blank."""
-        return " ".join(self._cell(row.get(key), key, spec, width) for key, _, spec, width in self._cells)
-
-    @staticmethod
-    def _cell(value: Any, key: str, spec: str, width: str) -> str:
-        if value is None:
-            return f"{'':{width}}"
-        return f"{value / 2**20 if key.endswith('_bytes') else value:{spec}}"
+        cells = []
+        for key, _, spec, width in self._cells:
+            value = row.get(key)
+            value = value / 2**20 if value is not None and key.endswith("_bytes") else value
+            cells.append(f"{'':{width}}" if value is None else f"{value:{spec}}")
+        return " ".join(cells)
 
 
 @contextmanager
@@ -145,6 +144,12 @@ def results_file(path: Path | None, columns: Sequence[str]) -> Iterator[Callable
         # closing writes again what could not be written before
         with written_to(path):
             file.close()
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
+    """Return a table in Markdown."""
+    head, *lines = (f"| {' | '.join(map(str, cells))} |" for cells in (heads, *rows))
+    return "\n".join([head, "|---" * len(heads) + "|", *lines])
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -271,11 +276,15 @@ class Machine:
         return timings
 
     def _warm_up(self, step: Step) -> float:
-        """Seconds of a step after the first ones, which allocate, compile, and may be captured."""
+        """Least seconds of the first steps, which allocate, compile, and may be captured.
+
+        The warm-up goes on while its time may have been that of compilation alone.
+        """
         seconds = [self.time_together(step)]
-        while len(seconds) < WARMUP_STEPS and _compiled(seconds):
+        while len(seconds) < WARMUP_STEPS and seconds[-1] < COMPILATION[min(len(seconds), len(COMPILATION)) - 1]:
             seconds.append(self.time_together(step))
-        return seconds[-1]
+        # the last one may have been the capture; a number of steps in a row follows from this
+        return min(seconds)
 
     def time_together(self, step: Step, repeats: int = 1) -> float:
         """Return the seconds of one of `repeats` steps in a row, begun by all ranks together, on the slowest one."""
@@ -307,13 +316,7 @@ class Machine:
             torch.cuda.synchronize(self.device)
 
 
-def _compiled(seconds: Sequence[float]) -> bool:
-    """The warm-up's time may have been that of compilation alone."""
-    return seconds[-1] < COMPILATION[min(len(seconds), len(COMPILATION)) - 1]
-
-
 def _repeats(seconds: float, *, across: bool) -> int:
-    """The number of steps that are timed in a row."""
     if not across:
         return max(1, round(LEAST_SECONDS / seconds))
     return 1 if seconds >= LONG_STEP else max(ROW_STEPS, round(ROW_SECONDS / max(seconds, 1e-9)))

@@ -191,8 +191,11 @@ class LossBench:
         for workspaces in [(workspace,) for workspace in case.workspaces] if self._across else [case.workspaces]:
             entered = self.entries(replace(case, workspaces=workspaces), peers=self.peers and workspaces[0] == first)
             checked, alone = [self._check(case, one, gate, leaves_of[one.world]) for one in entered], None
+            results = [result for result in checked if result is not None]
+            # exchanges race each other; a shared CPU drifts, and all must drift alike; a GPU's clocks follow each step
+            together = [x for x in results if (x.contestant.name == OURS if self._across else device.type == "cpu")]
             self.machine.load()
-            for group in self._races([result for result in checked if result is not None]):
+            for group in filter(None, [together, *([x] for x in results if x not in together)]):
                 ones = [result.contestant for result in group]
                 steps = {one.label: step_of(case, one, leaves_of[one.world]) for one in ones}
                 timings: dict[str, Timing] = {}
@@ -206,8 +209,7 @@ class LossBench:
                         if one.label != self._reference:
                             self._reference = one.label
                             self.report.say(f"  speed/dense: over {one.label}")
-                    timed = replace(result, timing=timing, alone=alone)
-                    self.report.result(timed.row(self.machine.device, dense_ms))
+                    self.report.result(replace(result, timing=timing, alone=alone).row(device, dense_ms))
 
     def once(self, cases: Iterable[Case]) -> None:
         """Time one step of contrastile, for sizes where a step takes minutes; check it at its own size."""
@@ -230,9 +232,8 @@ class LossBench:
         seconds, peak = machine.time_and_peak(lambda: results.append(sample.step(loss)))
         at_size, cast = sample.distance(results[0])
         if not self._rejected(case, one, gate.red(distance) or gate.red(at_size, cast)):
-            ms = seconds * 1e3
-            timing = Timing(ms, machine.product_operations / product_seconds, ms, ms)
-            result = Result(case, one, distance.worst(at_size), peak, timing=timing)
+            rate, ms = machine.product_operations / product_seconds, seconds * 1e3
+            result = Result(case, one, distance.worst(at_size), peak, timing=Timing(ms, rate, ms, ms))
             self.report.result(result.row(machine.device))
 
     def host(self, cases: Iterable[Case], limit: int) -> None:
@@ -263,16 +264,6 @@ class LossBench:
                 first_rate = first_rate or result.rate
                 ratio = {"ratio": round(result.rate / first_rate, 4), "limit_bytes": limit}
                 self.report.result(result.row(device) | ratio)
-
-    def _races(self, results: list[Result]) -> list[list[Result]]:
-        """The results whose steps are timed in the same rounds.
-
-        A shared CPU drifts, and all must drift alike; a GPU's clocks follow each step. Exchanges race each other.
-        """
-        on_cpu = self.machine.device.type == "cpu"
-        together = [one for one in results if (one.contestant.name == OURS if self._across else on_cpu)]
-        singly = [[one] for one in results if one not in together]
-        return [together, *singly] if together else singly
 
     def entries(self, case: Case, *, peers: bool) -> Iterator[Contestant]:
         """Yield the contestants; across ranks one process, the exchanges, and the peers of ranks."""

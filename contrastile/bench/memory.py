@@ -45,7 +45,25 @@ TABLE = Table(
 @contextmanager
 def one_rank_of(world: int) -> Iterator[None]:
     """Be the first of `world` ranks, of which no other exists; whatever another would send is this rank's own."""
-    with patch.multiple(collectives, post_together=_returned, _reduce_scatter=_own_part, exchange_rows=_own_rows):
+
+    def post_together(operations: Sequence[tuple[Any, Tensor, int]], group: Any) -> list[Any]:
+        # around a ring of equal ranks what leaves has the size of what arrives; statistics of columns may be absent
+        del group
+        if operations:
+            (_, leaving, _), (_, arriving, _) = operations
+            arriving.copy_(leaving)
+        return []
+
+    def reduce_scatter(own: Tensor, every: Tensor, **words: Any) -> Any:
+        own.copy_(every[: len(own)])
+        return dist.barrier(words["group"], async_op=True)
+
+    def exchange_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
+        del group
+        return x.clone().view(len(sizes) - 1, sizes[0], *x.shape[1:])
+
+    ours: Any = {"post_together": post_together, "_reduce_scatter": reduce_scatter, "exchange_rows": exchange_rows}
+    with patch.multiple(collectives, **ours):
         dist.init_process_group("fake", rank=0, world_size=world, store=fake_store())
         try:
             yield
@@ -53,33 +71,7 @@ def one_rank_of(world: int) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def _returned(operations: Sequence[tuple[Any, Tensor, int]], group: Any) -> list[Any]:
-    """Copy what leaves to where it would arrive: around a ring of equal ranks both have one size.
-
-    Nothing travels where the loss of one direction has no statistics of columns.
-    """
-    del group
-    if not operations:
-        return []
-    (_, leaving, _), (_, arriving, _) = operations
-    arriving.copy_(leaving)
-    return []
-
-
-def _own_part(own: Tensor, every: Tensor, **words: Any) -> Any:
-    """This rank's part of the sum, without the others'."""
-    own.copy_(every[: len(own)])
-    return dist.barrier(words["group"], async_op=True)
-
-
-def _own_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
-    """The rows for each other rank in the place of those that they would send."""
-    del group
-    return x.clone().view(len(sizes) - 1, sizes[0], *x.shape[1:])
-
-
 def ways(machine: Machine, world: int) -> list[Contestant]:
-    """All ways on this device: contrastile's, and those of the papers' baselines."""
     tiles = "triton" if machine.device.type == "cuda" else "eager"
     # bytes of a pair: of all rows and columns, and of a rank's rows and all columns for each direction
     whole, strips = DENSE_BYTES, 2 * DENSE_BYTES / world
@@ -96,8 +88,9 @@ def ways(machine: Machine, world: int) -> list[Contestant]:
 
 def _contrastile(exchange: Any, backend: Any, world: int) -> Contestant:
     loss, block = ClipLoss(exchange=exchange, backend=backend), 2 * DENSE_BYTES / world**2
-    pair_bytes = block if backend == "dense" else 0
-    return Contestant("contrastile", f"{exchange}, {backend}", {"clip": loss}, pair_bytes=pair_bytes)
+    return Contestant(
+        "contrastile", f"{exchange}, {backend}", {"clip": loss}, pair_bytes=block if backend == "dense" else 0
+    )
 
 
 def _open_clip(name: str, world: int, *, with_grad: bool) -> Contestant:
@@ -108,8 +101,7 @@ def _open_clip(name: str, world: int, *, with_grad: bool) -> Contestant:
     # torchvision beside another torch raises a RuntimeError
     except (ImportError, RuntimeError):
         name, loss = f"{name}, written out", partial(clip, local=True, with_grad=with_grad)
-    pair_bytes = 2 * DENSE_BYTES / world
-    return Contestant("open_clip", name, {"clip": loss}, pair_bytes=pair_bytes, package="open_clip_torch")
+    return Contestant("open_clip", name, {"clip": loss}, pair_bytes=2 * DENSE_BYTES / world, package="open_clip_torch")
 
 
 def clip(
@@ -210,10 +202,13 @@ class MemoryBench:
         machine, N, label = self.machine, b // world, f"{way.name}, {way.backend}"
         row: Row = {
             "impl": way.name, "way": way.backend, "implementation": label, "world": world, "b": b, "d": d,
-            "dtype": str(dtype).removeprefix("torch."), "ms": None, "peak_bytes": None,
-            "planned_bytes": self._planned(way, world, N, d, dtype),
+            "dtype": str(dtype).removeprefix("torch."), "ms": None, "peak_bytes": None, "planned_bytes": None,
             **provenance(machine.device, way.package or way.name),
         }  # fmt: skip
+        if way.name == "contrastile":
+            exchange, backend = way.backend.split(", ")
+            total, kind = device_memory(machine.device), machine.device.type
+            row["planned_bytes"] = LossSize(N, N, world, d, total, exchange, backend, kind, None, dtype, dtype).peak
         ahead = self._pace.get(label, 0.0) * N * b * d
         if ahead > self.longest:
             self.report.say(f"{TABLE.line(row).rstrip()} left out, it would take about {ahead:,.0f} s")
@@ -250,11 +245,3 @@ class MemoryBench:
             # the first may capture a graph
             seconds = min(machine.time(step) for _ in range(3))
         return {"peak_bytes": peak, "ms": round(seconds * 1e3, 3)}
-
-    def _planned(self, way: Contestant, world: int, N: int, d: int, dtype: torch.dtype) -> int | None:
-        """The planner's bytes for contrastile's own ways."""
-        if way.name != "contrastile":
-            return None
-        exchange, backend = way.backend.split(", ")
-        kind, total = self.machine.device.type, device_memory(self.machine.device)
-        return LossSize(N, N, world, d, total, exchange, backend, kind, None, dtype, dtype).peak

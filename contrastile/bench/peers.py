@@ -109,14 +109,14 @@ def under_autocast(loss: Loss, q: Tensor, *others: Tensor) -> Tensor:
         return loss(q, *others)
 
 
-def _diagonal(q: Tensor) -> Tensor:
-    return torch.arange(len(q), device=q.device)
-
-
 def both_directions(rows: Tensor, columns: Tensor) -> Tensor:
     """The mean of two cross-entropies of logits, whose targets are the first diagonal."""
     labels = _diagonal(rows)
     return (F.cross_entropy(rows, labels) + F.cross_entropy(columns, labels)) / 2
+
+
+def _diagonal(q: Tensor) -> Tensor:
+    return torch.arange(len(q), device=q.device)
 
 
 def _wide_logits(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
@@ -125,28 +125,9 @@ def _wide_logits(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     return both_directions(logits, logits.T)
 
 
-def _cut(q: Tensor, k: Tensor, scale: Tensor, **options: None) -> Tensor:
-    return import_module("cut_cross_entropy").linear_cross_entropy(scale * q, k, _diagonal(q), **options)
-
-
-def _open_clip(q: Tensor, k: Tensor, scale: Tensor, **ranks: Any) -> Tensor:
-    return under_autocast(import_module("open_clip").ClipLoss(**ranks), q, k, scale)
-
-
-def _open_clip_siglip(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor, **ranks: Any) -> Tensor:
-    return under_autocast(import_module("open_clip.loss").SigLipLoss(**ranks), q, k, scale, bias)
-
-
-def _of_torch(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    return F.linear_cross_entropy(scale * q, k, _diagonal(q), options=torch.nn.LinearCrossEntropyOptions())
-
-
-def _siglip_kernel(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    return import_module("siglip_kernel").fused_siglip_loss(q, k, scale.log(), bias)
-
-
-def _siglip_across(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor, **ranks: Any) -> Tensor:
-    return import_module("siglip_kernel").DistributedSigLIPLoss(**ranks)(q, k, scale, bias)
+def _trained(module: str, name: str, **how: Any) -> Loss:
+    """The loss of a package's class under autocast, as its users train with it."""
+    return lambda *leaves: under_autocast(getattr(import_module(module), name)(**how), *leaves)
 
 
 def labels_of(x: Tensor) -> Tensor:
@@ -169,6 +150,14 @@ def _both(one_way: Loss) -> dict[str, Loss]:
     return {"clip": partial(_twice, one_way), "infonce": one_way}
 
 
+def _cut(q: Tensor, k: Tensor, scale: Tensor, **options: None) -> Tensor:
+    return import_module("cut_cross_entropy").linear_cross_entropy(scale * q, k, _diagonal(q), **options)
+
+
+def _of_torch(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+    return F.linear_cross_entropy(scale * q, k, _diagonal(q), options=torch.nn.LinearCrossEntropyOptions())
+
+
 def _not_in_torch() -> str | None:
     known = hasattr(F, "linear_cross_entropy") and hasattr(torch.nn, "LinearCrossEntropyOptions")
     return None if known else f"is not in torch {torch.__version__}"
@@ -180,26 +169,26 @@ FORMULAS: dict[str, Loss] = {
     "siglip": dense_sigmoid,
 }
 TWO_PRODUCTS = partial(_twice, FORMULAS["infonce"])
+_dense = partial(Contestant, "dense", pair_bytes=DENSE_BYTES)
+_dense_twice = partial(Contestant, "dense", dtypes=HALVES, pair_bytes=TWICE_DENSE_BYTES)
 # others are compared with the first that runs
 DENSE = (
-    Contestant(
-        "dense", "autocast", {name: partial(under_autocast, loss) for name, loss in FORMULAS.items()}, HALVES,
-        pair_bytes=DENSE_BYTES,
-    ),
-    Contestant("dense", "one dtype", FORMULAS, pair_bytes=DENSE_BYTES),
+    _dense("autocast", {name: partial(under_autocast, loss) for name, loss in FORMULAS.items()}, HALVES),
+    _dense("one dtype", FORMULAS),
     # OpenCLIP's formula: each direction's logits from a product of its own, 12 · b² · d operations
-    Contestant(
-        "dense", "two products", {"clip": partial(under_autocast, TWO_PRODUCTS)}, HALVES, pair_bytes=TWICE_DENSE_BYTES
-    ),
-    Contestant("dense", "float32 logits", {"clip": _wide_logits}, HALVES, pair_bytes=TWICE_DENSE_BYTES),
-)  # fmt: skip
-_on_gpu = partial(Contestant, only_on="cuda")
-_cut_on_gpu = partial(_on_gpu, "cut-cross-entropy", dtypes=HALVES, most_rows=2**16, module="cut_cross_entropy")
-_inf_cl = partial(_on_gpu, "inf-cl", module="inf_cl")
+    _dense_twice("two products", {"clip": partial(under_autocast, TWO_PRODUCTS)}),
+    _dense_twice("float32 logits", {"clip": _wide_logits}),
+)
+_open_clip = partial(Contestant, "open_clip", dtypes=HALVES, module="open_clip")
+_cut_on_gpu = partial(
+    Contestant, "cut-cross-entropy", dtypes=HALVES, most_rows=2**16, only_on="cuda", module="cut_cross_entropy"
+)
+_inf_cl = partial(Contestant, "inf-cl", only_on="cuda", module="inf_cl")
+_siglip_kernel = partial(Contestant, "siglip-kernel", only_on="cuda", module="siglip_kernel")
 PEERS = (
-    Contestant(
-        "open_clip", "one process", {"clip": _open_clip, "siglip": _open_clip_siglip}, HALVES,
-        pair_bytes=TWICE_DENSE_BYTES, module="open_clip",
+    _open_clip(
+        "one process", {"clip": _trained("open_clip", "ClipLoss"), "siglip": _trained("open_clip.loss", "SigLipLoss")},
+        pair_bytes=TWICE_DENSE_BYTES,
     ),
     Contestant("linear_cross_entropy", "torch", _both(_of_torch), most_rows=2**16, missing=_not_in_torch),
     _cut_on_gpu("default", _both(_cut)),
@@ -207,27 +196,31 @@ PEERS = (
     _cut_on_gpu("exact", _both(partial(_cut, filter_eps=None))),
     # the `scale` argument of Inf-CL's function needs a process group
     _inf_cl("triton", _both(lambda q, k, scale: import_module("inf_cl").cal_inf_loss(scale * q, k)), most_rows=2**15),
-    _on_gpu(
-        "siglip-kernel", "auto", {"siglip": _siglip_kernel, "siglip_balanced": _siglip_plus}, module="siglip_kernel"
-    ),
+    _siglip_kernel("auto", {
+        "siglip": lambda q, k, scale, bias: import_module("siglip_kernel").fused_siglip_loss(q, k, scale.log(), bias),
+        "siglip_balanced": _siglip_plus,
+    }),
 )  # fmt: skip
 
 
 def rank_peers(rank: int, world: int) -> tuple[Contestant, ...]:
     """Return the peers for a batch shared by ranks, which give each rank the mean over its own rows."""
     ranks: dict[str, Any] = {"rank": rank, "world_size": world}
+
+    def siglip(way: str, *leaves: Tensor) -> Tensor:
+        return import_module("siglip_kernel").DistributedSigLIPLoss(strategy=way, **ranks)(*leaves)
+
     # as its documentation recommends for many ranks
-    clip = partial(_open_clip, local_loss=True, gather_with_grad=True, **ranks)
-    across = partial(_on_gpu, "siglip-kernel", module="siglip_kernel")
+    clip = _trained("open_clip", "ClipLoss", local_loss=True, gather_with_grad=True, **ranks)
     return (
         _inf_cl(
             "ring", _both(lambda q, k, scale: import_module("inf_cl").cal_inf_loss(q, k, scale=scale)), most_rows=2**18
         ),
-        *(across(way, {"siglip": partial(_siglip_across, strategy=way, **ranks)}) for way in ("gather", "ring")),
-        Contestant(
-            "open_clip", "local loss, gathered gradients",
-            {"clip": clip, "siglip": partial(_open_clip_siglip, **ranks)}, HALVES,
-            # two matrices of a rank's rows and all columns, each a logit in 16 bits with its float32 gradient
-            pair_bytes=max(1, 17 // world), module="open_clip", package="open_clip_torch",
+        *(_siglip_kernel(way, {"siglip": partial(siglip, way)}) for way in ("gather", "ring")),
+        # two matrices of a rank's rows and all columns, each a logit in 16 bits with its float32 gradient
+        _open_clip(
+            "local loss, gathered gradients",
+            {"clip": clip, "siglip": _trained("open_clip.loss", "SigLipLoss", **ranks)},
+            pair_bytes=max(1, 17 // world), package="open_clip_torch",
         ),
     )  # fmt: skip

@@ -2,10 +2,10 @@
 
     model ── gate: gradients against plain ones ── batch by batch, way by way: time, memory ── a line, a row
 
-Stands on `harness.py`, `ways.py` and `rank_ways.py`. A judged way with wrong gradients has no speed. A step that does
-not fit into memory is a row without numbers. The optimizer is left out by default: it costs all ways the same. Under
-torchrun losses and wrappers are compared, with the columns of table 4 of Cheng et al. 2024: data, loss, backbone, and
-the peak of the whole step.
+Stands on `harness.py` and `ways.py`. A judged way with wrong gradients has no speed. A step that does not fit into
+memory is a row without numbers. The optimizer is left out by default: it costs all ways the same. Under torchrun losses
+and wrappers are compared, with the columns of table 4 of Cheng et al. 2024: data, loss, backbone, and the peak of the
+whole step.
 """
 
 import math
@@ -13,12 +13,12 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from contrastile.bench.gate import worst
 from contrastile.bench.harness import ALONE, Machine, Report, Row, Table, World, not_installed
 from contrastile.bench.towers import Pairs, Towers
 from contrastile.bench.ways import COMPILED, WAYS, Task, Way
@@ -101,7 +101,9 @@ class StepBench:
         self.report.begin(TABLE if machine.world.size == 1 else RANK_TABLE)
         pairs = Pairs(self._towers(model))
         for batch, name in ((batch, name) for batch, names in sorted(plan.items()) for name in ways if name in names):
-            way, ahead = ways[name], self._expected(model, name, batch)
+            # at the way's pace so far, or else at the slowest pace of the model
+            paces = [pace for (other, _), pace in self._pace.items() if other == model]
+            way, ahead = ways[name], self._pace.get((model, name), max(paces, default=0.0)) * batch / 1e6
             if ahead > min(self.longest, self.within - (time.perf_counter() - self._start)):
                 self.report.say(f"  {way.label} at {batch:,}: left out, it would take about {ahead:,.0f} s")
                 continue
@@ -138,11 +140,6 @@ class StepBench:
             # ranks have as many pairs each, and run out of memory at the same place
             self._full.add((model, name))
         return columns | numbers
-
-    def _expected(self, model: str, name: str, batch: int) -> float:
-        """Seconds of a step at the way's pace so far, or else at the slowest pace of the model."""
-        paces = [pace for (other, _), pace in self._pace.items() if other == model]
-        return self._pace.get((model, name), max(paces, default=0.0)) * batch / 1e6
 
     def _passes(self, model: str, way: Way) -> bool:
         """Report a way's distance from plain gradients; return if it may be measured."""
@@ -248,8 +245,13 @@ def gate(model: str, way: Way, device: torch.device, world: World = ALONE) -> tu
         # sharded parameters have their gradient in parts; the scale's is whole on every rank
         return [local(scale), *map(full, others)]
 
+    def plain_in_sub_batches(task: Task) -> None:
+        rows = GATE_SUB_BATCH if way.cut else batch
+        q, k = (torch.cat([tower(x.to(device)) for x in leaf.split(rows)]) for tower, leaf in task.sides)
+        dense_clip(q, k, towers.logit_scale.exp()).backward()
+
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        true = gradients(partial(plain_in_sub_batches, sub_batch=GATE_SUB_BATCH if way.cut else batch), whole)
+        true = gradients(plain_in_sub_batches, whole)
         towers.checkpointing(way.checkpointing)
         towers.compiled(way.compiled)
         results = gradients(way.run, way.wrap(task) if way.wrap else task)
@@ -260,13 +262,4 @@ def gate(model: str, way: Way, device: torch.device, world: World = ALONE) -> tu
     scale, *distances = (
         float((x - y).norm() / y.norm().clamp(min=floor)) for x, y, floor in zip(results, true, floors, strict=True)
     )
-    # torch's max is NaN where one is, which Python's may hide
-    return float(torch.tensor(distances).max()), scale
-
-
-def plain_in_sub_batches(task: Task, sub_batch: int) -> None:
-    """Take the plain step with the dense loss, in sub-batches whose graphs are all kept."""
-    images, texts = (
-        torch.cat([tower(rows.to(task.device)) for rows in leaf.split(sub_batch)]) for tower, leaf in task.sides
-    )
-    dense_clip(images, texts, task.towers.logit_scale.exp()).backward()
+    return worst(distances), scale

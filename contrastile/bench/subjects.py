@@ -153,15 +153,9 @@ def _some_own(hardness: float, some: Tensor, q: Tensor, k: Tensor, scale: Tensor
     return F.cross_entropy(torch.cat([scale * q[some] @ k.T, scale * similar + hardness * similar.detach()], 1), some)
 
 
-def _queue(q: Tensor, k: Tensor) -> dict[str, Tensor]:
-    """As many earlier keys as there are rows, constants."""
-    del q
-    return {"negatives": k.detach().roll(1, 1)}
-
-
 def _some_queue(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    """Keys of the batch and of the queue."""
-    return F.cross_entropy(scale * q[some] @ torch.cat([k, *_queue(q, k).values()]).T, some)
+    """Keys of the batch, and as many earlier ones, which are constants."""
+    return F.cross_entropy(scale * q[some] @ torch.cat([k, k.detach().roll(1, 1)]).T, some)
 
 
 def _some_balanced(some: Tensor, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
@@ -195,14 +189,6 @@ class _Views(nn.Module):
     def forward(self, q: Tensor, k: Tensor, scale: Tensor, weights: Tensor | None = None, **further: Any) -> Tensor:
         views, both = torch.cat([q, k]), None if weights is None else weights.repeat(2)
         return contrast(views, views, scale=scale, loss=self.loss, weights=both, **further, **self.how)
-
-
-def _same_views(q: Tensor, _: Tensor) -> dict[str, Any]:
-    return dict.fromkeys(("query_labels", "key_labels"), labels_of(q).repeat(2))
-
-
-def _other_view(q: Tensor, _: Tensor) -> dict[str, Any]:
-    return {"positives": torch.arange(2 * len(q), device=q.device).roll(len(q))}
 
 
 def _some_views(form: str, some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
@@ -247,8 +233,8 @@ _labelled = partial(_with, lambda q, _: {"labels": labels_of(q)})
 _with_own = partial(_with, lambda _, k: {"negatives": _negatives(k)}, modules.InfoNCELoss)
 _hard = partial(modules.InfoNCELoss, hardness_strength=HARDNESS, hardness_mode="all_negatives")
 _guided = partial(_with, guides, modules.GISTLoss)
-_balanced = _labelled(modules.SigLipLoss, balanced=True)
-_inside = partial(modules.SupConLoss, form="in")
+_of_same_views = partial(_with, lambda q, _: dict.fromkeys(("query_labels", "key_labels"), labels_of(q).repeat(2)))
+_other_view = partial(_with, lambda q, _: {"positives": torch.arange(2 * len(q), device=q.device).roll(len(q))})
 SUBJECTS = {
     "clip": Subject(_both_ways(_rows(reference.dense_softmax)), modules.ClipLoss, 8, dense=reference.dense_clip),
     "siglip": Subject(_rows(reference.dense_sigmoid), modules.SigLipLoss, 6, bias=-10.0),
@@ -267,7 +253,7 @@ SUBJECTS = {
         partial(_some_own, HARDNESS), _with_own(hardness_mode="hard_negatives", hardness_strength=HARDNESS), 8
     ),
     "own_alone": Subject(_some_alone, _with_own(in_batch=False), 0),
-    "queue": Subject(_some_queue, _with(_queue, modules.InfoNCELoss), 16),
+    "queue": Subject(_some_queue, _with(lambda _, k: {"negatives": k.detach().roll(1, 1)}, modules.InfoNCELoss), 16),
     "clip_labels": Subject(_both_ways(_rows(reference.dense_softmax, _same_label)), _labelled(modules.ClipLoss), 8),
     "clip_two_labels": Subject(
         _both_ways(_rows(reference.dense_softmax, partial(_same_label, labels=_two_labels))),
@@ -276,11 +262,13 @@ SUBJECTS = {
     ),
     "siglip_labels": Subject(_rows(reference.dense_sigmoid, _same_label), _labelled(modules.SigLipLoss), 6, bias=-10.0),
     # a tile's sum has every positive at full weight, before the share that balance takes is subtracted
-    "siglip_balanced": Subject(_some_balanced, _balanced, 6, -10.0, summed=OF_A_LABEL),
+    "siglip_balanced": Subject(_some_balanced, _labelled(modules.SigLipLoss, balanced=True), 6, -10.0, OF_A_LABEL),
     # a matrix of twice the rows and columns
-    "ntxent": Subject(_some_ntxent, _with(_other_view, partial(_Views, modules.NTXentLoss)), 32),
-    "supcon": Subject(partial(_some_views, "out"), _with(_same_views, partial(_Views, modules.SupConLoss)), 32),
-    "supcon_in": Subject(partial(_some_views, "in"), _with(_same_views, partial(_Views, _inside)), 32),
+    "ntxent": Subject(_some_ntxent, _other_view(partial(_Views, modules.NTXentLoss)), 32),
+    "supcon": Subject(partial(_some_views, "out"), _of_same_views(partial(_Views, modules.SupConLoss)), 32),
+    "supcon_in": Subject(
+        partial(_some_views, "in"), _of_same_views(partial(_Views, partial(modules.SupConLoss, form="in"))), 32
+    ),
     "kl": Subject(partial(_some_scores, "kl"), partial(_listed, "kl"), 0),
     "margin_mse": Subject(partial(_some_scores, "margin_mse"), partial(_listed, "margin_mse"), 0),
     "hardness": Subject(_rows(partial(reference.dense_softmax, hardness=HARDNESS)), _hard, 8),

@@ -1,8 +1,10 @@
-"""The ways to take a step in one process: plain, accumulated, two passes by hand, through `encode`, and peers' caches.
+"""The ways to take a step: plain, accumulated, two passes by hand, through `encode`, and peers' caches; across ranks.
 
-Stands below `rank_ways.py` and `step.py`, which checks and times them. A way takes a task, leaves the gradients in the
-parameters' `.grad`, and returns the loss. Public gradient caches are imported when they run and called as their
-documentation says; none is a dependency. Their loss is the package's own or the dense formula, as its users have it.
+Stands below `step.py`, which checks and times them. A way takes a task, leaves the gradients in the parameters'
+`.grad`, and returns the loss. Public gradient caches are imported when they run and called as their documentation says;
+none is a dependency. Their loss is the package's own or the dense formula, as its users have it. All ways across ranks
+go through `encode`. Without a wrapper one explicit all-reduce averages the gradients, those of peers' losses too,
+whatever their own convention is.
 """
 
 from argparse import Namespace
@@ -14,12 +16,17 @@ from importlib import import_module
 from typing import Any, Literal, Self, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from contrastile._types import Backend, ExchangeName
+from contrastile.bench.peers import rank_peers
 from contrastile.bench.towers import Towers
 from contrastile.gradcache.encode import encode
 from contrastile.losses.reference import dense_clip
 from contrastile.modules import ClipLoss
+from contrastile.train.sharded import settle_gradients, shard
 
 # a tower, or the pair that names a wrapped model's method, and its inputs
 Side = tuple[Any, Tensor]
@@ -29,6 +36,8 @@ Retain = int | Literal["half", "all", "auto"]
 COMPILED = "compiled-"
 # places of the inputs, nearest to the device first, and the end of a way's name there
 PLACES = {"device": "", "host": "streamed", "pool": "from a pool"}
+# measured by default across ranks: the losses of CLIP and OpenCLIP, tiles across ranks only, and tiles on both levels
+STANDARD = ("replicate-dense", "gather-dense", "ring-dense", "ring-tiles")
 
 
 @dataclass(frozen=True)
@@ -99,7 +108,6 @@ class Way:
 
 
 def plain(task: Task) -> Tensor:
-    """Encode the whole batch at once."""
     with task.autocast():
         loss = task.loss_of(*(tower(leaf) for tower, leaf in task.sides))
     loss.backward()
@@ -243,18 +251,11 @@ def open_clip(task: Task) -> Tensor:
     """Run the training loop of open_clip with `--accum-freq`: one loss of the whole batch per sub-batch."""
     loss, train = import_module("open_clip").ClipLoss(), import_module("open_clip_train.train").train_one_epoch
     arguments = Namespace(
-        device=str(task.device),
-        precision="fp32" if task.dtype == torch.float32 else "amp_bf16",
-        accum_freq=task.sub_batches,
-        distill=False,
-        skip_scheduler=True,
-        grad_clip_norm=None,
-        horovod=False,
+        device=str(task.device), precision="fp32" if task.dtype == torch.float32 else "amp_bf16",
+        accum_freq=task.sub_batches, distill=False, skip_scheduler=True, grad_clip_norm=None, horovod=False,
         # only the first rank logs
-        rank=1,
-        local_rank=1,
-        log_every_n_steps=1,
-    )
+        rank=1, local_rank=1, log_every_n_steps=1,
+    )  # fmt: skip
     data = Namespace(dataloader=_Loader(task), set_epoch=lambda _: None)
     optimizer = Namespace(zero_grad=lambda: None, step=lambda: None)
     train(_Clip(task), {"train": data}, loss, 0, optimizer, None, None, None, arguments)
@@ -267,6 +268,57 @@ def with_inputs(way: Way, inputs: Literal["host", "pool"]) -> Way:
 
 def with_compiled_towers(ways: Mapping[str, Way]) -> dict[str, Way]:
     return {COMPILED + key: replace(way, name=f"{way.name}, compiled", compiled=True) for key, way in ways.items()}
+
+
+def averaged(task: Task) -> Tensor:
+    """Use `encode` for this rank's pairs and the loss of all; average the gradients in one all-reduce."""
+    loss = cached(task)
+    gradients = [parameter.grad for parameter in task.towers.parameters() if parameter.grad is not None]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for gradient, mean in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+        gradient.copy_(mean.view_as(gradient))
+    return loss
+
+
+def sharded(task: Task) -> Tensor:
+    """Use `encode` under FSDP2, which averages the towers' gradients; sum the scale's as the training loop does."""
+    loss = cached(task)
+    settle_gradients(task.towers, "mean")
+    return loss
+
+
+def in_shards(towers: Towers) -> Towers:
+    """Shard layers, towers and model with FSDP2, as `train.parallel = "shard"` does."""
+    shard(towers, towers.logit_scale.device)
+    return towers
+
+
+def wrapped(wrap: Callable[[Towers], Any], task: Task) -> Task:
+    """The task with the methods of the wrapped model as encoders."""
+    model, names = wrap(task.towers), ("encode_image", "encode_text")
+    return replace(task, sides=[((model, name), leaf) for name, (_, leaf) in zip(names, task.sides, strict=True)])
+
+
+def rank_ways(device: torch.device, rank: int, world: int) -> dict[str, Way]:
+    """Return the ways across ranks by their words on the command line; exchange and block name those of our loss."""
+    # tiles are the device's own
+    ways: dict[str, Way] = {}
+    tiles: Backend = "triton" if device.type == "cuda" else "eager"
+    for word in (*STANDARD, "gather-tiles"):
+        exchange, block = word.split("-")
+        backend = tiles if block == "tiles" else cast(Backend, block)
+        loss = ClipLoss(exchange=cast(ExchangeName, exchange), backend=backend)
+        ways[word] = Way("contrastile", f"{exchange}, {backend}", averaged, retain="0", loss=loss)
+    ours = partial(Way, "contrastile", retain="0", loss=ClipLoss(backend=tiles))
+    ways["ddp"] = ours(f"DDP, auto, {tiles}", cached, wrap=partial(wrapped, DistributedDataParallel))
+    ways["fsdp"] = ours(f"FSDP2, auto, {tiles}", sharded, wrap=partial(wrapped, in_shards))
+    for peer in rank_peers(rank, world):
+        if "clip" in peer.losses and peer.only_on in (None, device.type):
+            which: Any = {"loss": peer.losses["clip"], "module": peer.module, "package": peer.package}
+            ways[peer.name] = Way(peer.name, peer.backend, averaged, retain="0", **which)
+    return ways | {f"pool-{word}": with_inputs(way, "pool") for word, way in ways.items()}
 
 
 def _ours(retain: Retain) -> Way:

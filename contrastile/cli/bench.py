@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Mapping
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,7 +42,6 @@ EXAMPLE = "contrastile bench loss --quick"
 
 
 def add_to(bench: argparse.ArgumentParser) -> None:
-    """Declare the sub-verbs and their arguments."""
     kinds = bench.add_subparsers(title="what to measure", metavar="WHAT", required=True)
     loss = kinds.add_parser(
         "loss",
@@ -117,7 +117,7 @@ def run_loss(arguments: argparse.Namespace) -> int:
         raise invalid("features", "be at least 1", min(arguments.features), "Such as 512.")
     for name in ("sizes", "workspace"):
         _numbers(arguments, name)
-    number("limit", arguments.limit or HOST_LIMIT)
+    limit = number("limit", arguments.limit or HOST_LIMIT)
     if arguments.limit and not arguments.host:
         raise invalid("limit", "come with host, which it limits", "no --host", "Add --host.")
     if arguments.host and (_world_size() > 1 or arguments.once):
@@ -140,7 +140,7 @@ def run_loss(arguments: argparse.Namespace) -> int:
         machine = Machine.of(device, _seconds(arguments, "loss"), report.world)
         bench = LossBench(machine, arguments.peers, report)
         if arguments.host:
-            bench.host(cases, number("limit", arguments.limit or HOST_LIMIT))
+            bench.host(cases, limit)
         else:
             (bench.once if arguments.once else bench.measure)(cases)
         if arguments.profile:
@@ -161,10 +161,9 @@ def run_step(arguments: argparse.Namespace) -> int:
     import torch
 
     from contrastile.bench.harness import COLUMNS, Machine, reporting
-    from contrastile.bench.rank_ways import rank_ways
     from contrastile.bench.step import RANK_SECONDS, StepBench, standard
     from contrastile.bench.towers import MODELS
-    from contrastile.bench.ways import WAYS, with_compiled_towers
+    from contrastile.bench.ways import WAYS, rank_ways, with_compiled_towers
 
     kind, ranks = device_of(arguments.device), _world_size()
     models, batches = standard(torch.device(kind), quick=arguments.quick)
@@ -200,18 +199,13 @@ def run_memory(arguments: argparse.Namespace) -> int:
     if _world_size() > 1:
         raise invalid("memory", "run in one process, which is a rank of any world", "torchrun", "Start it alone.")
     worlds = arguments.ranks or WORLDS
-    for name, got, least in (
-        ("ranks", min(worlds), 2),
-        ("features", arguments.features, 1),
-        ("longest", arguments.longest, 0),
-    ):
-        if not got >= least:
-            raise invalid(name, f"be at least {least}", got, DEFAULT)
+    _at_least("ranks", min(worlds), 2)
+    _at_least("features", arguments.features, 1)
+    _at_least("longest", arguments.longest)
     sizes = _numbers(arguments, "sizes")
-    if uneven := [(b, world) for b in sizes for world in worlds if b % world]:
-        raise invalid(
-            "sizes", f"be multiples of the {uneven[0][1]} ranks", uneven[0][0], "Each rank has as many pairs."
-        )
+    for b, world in product(sizes, worlds):
+        if b % world:
+            raise invalid("sizes", f"be multiples of the {world} ranks", b, "Each rank has as many pairs.")
     _make_folders(arguments, "csv", "figure")
 
     import torch
@@ -287,12 +281,16 @@ def _check_step(arguments: argparse.Namespace) -> None:
     if arguments.sub_batch is not None:
         whole_number("sub_batch", arguments.sub_batch, 1, "Leave it out for the model's.")
     for name in ("seconds", "longest", "within"):
-        if (got := getattr(arguments, name)) is not None and not got >= 0:
-            raise invalid(name, "be at least 0", got, DEFAULT)
+        _at_least(name, getattr(arguments, name))
     _numbers(arguments, "sizes")
     given = [name for name in ONE_PROCESS if getattr(arguments, name) not in (None, False, math.inf, LONGEST)]
     if _world_size() > 1 and given:
         raise invalid(given[0], "be left out under torchrun", getattr(arguments, given[0]), "Run one process with it.")
+
+
+def _at_least(name: str, got: float | None, least: int = 0) -> None:
+    if got is not None and not got >= least:
+        raise invalid(name, f"be at least {least}", got, DEFAULT)
 
 
 def _check_figure(arguments: argparse.Namespace) -> None:
@@ -333,9 +331,8 @@ def _dtype(name: str) -> str:
 
 def _plan(arguments: argparse.Namespace, batches: list[int], known: Mapping[str, Way], ranks: int) -> Plan:
     """The ways that are measured at each size; a way with sizes of its own is measured there only."""
-    from contrastile.bench.rank_ways import STANDARD
     from contrastile.bench.step import usual
-    from contrastile.bench.ways import COMPILED
+    from contrastile.bench.ways import COMPILED, STANDARD
 
     plan: Plan = {}
     for word in arguments.ways or ():

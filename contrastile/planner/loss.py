@@ -344,7 +344,7 @@ class LateSize(LossSize):
 
     @property
     def resident(self) -> tuple[int, int]:
-        """Accumulators and statistics; at the end gradients, and the accumulators twice if they came with the loss."""
+        """Accumulators and statistics; at the end gradients too."""
         if self.host:
             return super().resident
         wide, (of_row, of_col) = accumulator(self.dtype).itemsize, self.sizes
@@ -357,7 +357,7 @@ class LateSize(LossSize):
             throughout = self.rows * of_row * wide + of_columns + stats
             return throughout + strip, throughout + self.rows * of_row * returned
         sums = self.numbers * wide
-        return sums + stats, sums * (1 + self.at_once) + stats + self.numbers * returned
+        return sums + stats, sums + stats + self.numbers * returned
 
     @property
     def operations(self) -> float:

@@ -143,7 +143,7 @@ class Eager(Tiles):
             return
         if whole is None:
             whole = stats[index] = self.init(shard)
-        whole[:, along] = self.loss.merge(whole[:, along], tile_stats)
+        self.merge(whole[:, along], tile_stats[None])
 
     def _logits(self, rows: Shard, cols: Shard, room: Tensor, *, with_graph: bool) -> tuple[Tensor, Any]:
         """scale · ⟨q_i, k_j⟩ [I, J], and a context for `_products` and `_propagate`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from contrastile.tiles.eager import LEAST_STRIP
 from contrastile.tiles.scored import Scorer
 from contrastile.tiles.triton.backend import LEAST_CAPABILITY
 from contrastile.tiles.triton.maxsim import (
+    KEPT,
     LIST_BYTES,
     LISTS,
     MOST_TOKENS,
@@ -33,7 +34,7 @@ from contrastile.tiles.triton.maxsim import (
     readable,
     scored,
 )
-from contrastile.tiles.triton.plan import PIECES, interpreting
+from contrastile.tiles.triton.plan import PIECES, interpreting, tiles_of
 from contrastile.tiles.triton.scores import FusedScores, token_flag
 
 # features of a token up to which a tile of them fits shared memory
@@ -52,12 +53,19 @@ class Block(NamedTuple):
 class FusedMaxSim(FusedScores):
     """Blocks of `MaxSim` scores from fused kernels.
 
-    Where a backward follows, the forward keeps scores and winning tokens of tiles of the first columns, as many as fit
-    the workspace beside a tile: the backward begins with them and does not compute them again.
+    Where a backward follows, the forward keeps scores and winning tokens of the tiles with which the backward begins,
+    as many as fit the workspace beside a tile. They are not computed again.
     """
 
     # scores and winning tokens of tiles, by the first row and column of each
     stored: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
+    # numbers of tiles along the rows and of tiles to be kept
+    tall: int = field(default=0, init=False, repr=False)
+    kept: int = field(default=0, init=False, repr=False)
+
+    def forward(self, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
+        self.tall, self.kept = tiles_of(len(rows), self.side), -1
+        return super().forward(rows, cols)
 
     @classmethod
     def refusal(cls, scorer: Scorer, rows: Shard, cols: Shard) -> str | None:
@@ -131,22 +139,27 @@ class FusedMaxSim(FusedScores):
         return scores, Block(entries, documents, best)
 
     def _keeps(self, rows: Shard, cols: Shard, bytes_of_column: int) -> bool:
-        """True for a tile that the forward keeps: of the first columns, where it fits beside those kept and a tile."""
-        if not (self.continued and self.scorer.wanted) or cols.start:
+        """True for a tile that the forward keeps, in the order of the backward: rows first, then columns."""
+        if not (self.continued and self.scorer.wanted):
             return False
-        held = sum(x.nbytes for tile in self.stored.values() for x in tile)
-        beside = _pair_bytes(rows, cols) * len(rows) * len(cols)
-        return held + bytes_of_column * len(cols) + beside <= self.workspace
+        if self.kept < 0:
+            # by the first tile, which is as large as any
+            room = min(self.workspace - _pair_bytes(rows, cols) * len(rows) * len(cols), KEPT * self.workspace)
+            self.kept = int(room / (bytes_of_column * len(cols)))
+        return cols.start // self.side * self.tall + rows.start // self.side < self.kept
 
     def _pass_on(self, g_IJ: Tensor, context: Block, u_I: Tensor | None, v_J: Tensor | None) -> None:
         entries, documents, best = context
         if best is None:
             return
-        if u_I is not None:
-            add_query_gradients(u_I, g_IJ, entries, documents, best)
+        queries = None if u_I is None else partial(add_query_gradients, u_I, g_IJ, entries, documents, best)
         if v_J is not None:
-            workspace = min(self.workspace // LISTS, LIST_BYTES)
-            add_document_gradients(v_J, g_IJ, entries, documents, best, workspace)
+            # beside the gradients of pairs and their copy by queries
+            held = sum(x.nbytes for tile in self.stored.values() for x in tile) + 2 * g_IJ.nbytes
+            workspace = min(self.workspace // LISTS, LIST_BYTES, int(KEPT * self.workspace) - held)
+            add_document_gradients(v_J, g_IJ, entries, documents, best, workspace, meanwhile=queries)
+        elif queries is not None:
+            queries()
 
 
 def _pair_bytes(rows: Shard, cols: Shard) -> float:

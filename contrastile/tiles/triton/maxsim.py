@@ -14,7 +14,10 @@ document's tokens come first in a copy of the block.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +37,8 @@ from contrastile.tiles.triton.plan import ALIGNMENT, interpreting, shape_for, ti
 PAIR_BYTES = 24
 # share of the workspace for lists of the entries that each document token has won, and their bytes at most
 LISTS, LIST_BYTES = 4, 2**28
+# share of the workspace for the winning tokens that a forward keeps; lists have what the backward leaves of it
+KEPT = 0.65
 # pairs from which a copy of their gradients by queries pays
 COPIED = 2**20
 # programs along the second axis of a grid, at most
@@ -162,16 +167,25 @@ def expected_bytes(
     # a loss of one way has all columns in a strip
     strip = 0 if symmetric or not at_once else int(workspace / (pair * M))
     rows, cols = (N, M) if whole else (strip, M) if strip >= LEAST_STRIP else (min(N, side), min(M, side))
-    lists = 4 * rows * padded * max(1, min(cols, min(workspace // LISTS, LIST_BYTES) // (4 * rows * padded)))
+
+    def lists(held: float = 0.0) -> int:
+        room = min(workspace // LISTS, LIST_BYTES, int(KEPT * workspace - held - 8 * rows * cols))
+        each = 4 * rows * padded
+        return each * max(1, min(cols, room // each))
+
     columns = 0 if whole or strip >= LEAST_STRIP else cols
-    # scores and gradients, with the loss logits too
-    most = (winners + (8 if columns else 12)) * rows * cols + lists
+    # scores and gradients, with the loss logits too, and of many pairs gradients by queries
+    by_queries = 4 * rows * cols * (rows * cols >= COPIED)
+    most = (winners + (8 if columns else 12)) * rows * cols + by_queries + lists()
     copied = copies * (rows * L + cols * T) * D
     pairs = beginning = 0
     if columns and at_once:
-        each = (winners + 4) * rows * cols
-        tiles = max(0, min(tiles_of(N, rows), int((workspace - pair * rows * cols) / each)))
-        pairs, beginning = min(tiles * rows, N) * cols, tiles * each + 4 * rows * cols + lists + copied
+        each, tall = (winners + 4) * rows * cols, tiles_of(N, rows)
+        room = int(min(workspace - pair * rows * cols, KEPT * workspace) / each)
+        tiles = max(0, min(tall * tiles_of(M, cols), room))
+        pairs = min(tiles * rows * cols, N * M)
+        beginning = tiles * each + 4 * rows * cols + by_queries + lists((tiles - 1) * each) + copied
+        most += each * max(0, tiles - tall)
     return Expected(most + copied, columns, pairs, beginning)
 
 
@@ -280,35 +294,78 @@ def add_query_gradients(
 
 def add_document_gradients(
     v: Tensor, g: Tensor, entries: Entries, documents: Documents, best: Tensor, workspace: int,
-    gathering: Gathering | None = None,
+    gathering: Gathering | None = None, meanwhile: Callable[[], None] | None = None,
 ) -> None:  # fmt: skip
-    """Add Σ g_ij · q_il over the query tokens that each document token has won to v [J, M · D]."""
+    """Add Σ g_ij · q_il over the query tokens that each document token has won to v [J, M · D].
+
+    Documents are listed and multiplied some at a time, of many pairs on two streams in turn: lists keep few
+    multiprocessors busy. meanwhile: called beside the first lists.
+    """
     (N, L, width), (J, M, _) = entries.vectors.shape, documents.vectors.shape
     D = v.shape[1] // M
-    at_once = max(1, min(J, MOST_PROGRAMS, workspace // (4 * entries.count)))
+    streams = _streams(g.device, get_ident()) if g.is_cuda and g.numel() >= COPIED else (None,)
+    at_once = max(1, min(J, MOST_PROGRAMS, workspace // (4 * entries.count * len(streams))))
     gathering = gathering or gathering_for(entries.vectors)
     BD, BN = min(gathering.document_features, max(16, triton.next_power_of_2(D))), gathering.tokens
     blocks = tiles_of(M, BN)
-    lists = torch.empty(at_once, entries.count, dtype=torch.int32, device=g.device)
-    bounds = torch.empty(at_once, 2, blocks, dtype=torch.int32, device=g.device)
+    rooms: list[dict[str, Any]] = [
+        {
+            "list_ptr": torch.empty(at_once, entries.count, dtype=torch.int32, device=g.device),
+            "bounds_ptr": torch.empty(at_once, 2, blocks, dtype=torch.int32, device=g.device),
+        }
+        for _ in streams
+    ]
     unit = _unit(g) if entries.vectors.dtype == torch.float16 else torch.ones((), device=g.device)
-    given: dict[str, Any] = {"list_ptr": lists, "bounds_ptr": bounds, "M": M, "entries": entries.count}
-    given |= {"blocks": blocks, "BN": BN}
-    for first in range(0, J, at_once):
-        some = min(at_once, J - first)
-        run(
-            kernels.list_entries, (tiles_of(blocks, FIELDS.value), some), warps=1, best_ptr=best, first=first,
-            ROWS=gathering.listed, INTERPRETED=interpreting(), **given,
-        )  # fmt: skip
-        run(
-            kernels.document_gradients, (blocks, some, tiles_of(D, BD)), warps=gathering.document_warps,
-            registers=gathering.document_registers, q_ptr=entries.vectors, weight_ptr=g,
-            tokens_ptr=_or(entries.tokens, best), order_ptr=_or(documents.order, best), unit_ptr=unit, out_ptr=v, N=N,
-            L=L, D=D, q_stride=width, first=first, row_weight_stride=g.stride(0), col_weight_stride=g.stride(1),
-            out_stride=v.stride(0), BD=BD, GROUP=gathering.group, PADDED=entries.padded,
-            ROWS_MASKED=entries.tokens is not None, COLS_MASKED=documents.order is not None, WHOLE=D % BD == 0,
-            STAGES=gathering.document_stages, **given,
-        )  # fmt: skip
+    given: dict[str, Any] = {"M": M, "entries": entries.count, "blocks": blocks, "BN": BN}
+
+    def list_entries(part: int) -> None:
+        first, turn = part * at_once, part % len(streams)
+        with torch.cuda.stream(streams[turn]):
+            run(
+                kernels.list_entries, (tiles_of(blocks, FIELDS.value), min(at_once, J - first)), warps=1, best_ptr=best,
+                first=first, ROWS=gathering.listed, INTERPRETED=interpreting(), **given, **rooms[turn],
+            )  # fmt: skip
+
+    def multiply(part: int) -> None:
+        first, turn = part * at_once, part % len(streams)
+        with torch.cuda.stream(streams[turn]):
+            run(
+                kernels.document_gradients, (blocks, min(at_once, J - first), tiles_of(D, BD)),
+                warps=gathering.document_warps, registers=gathering.document_registers, q_ptr=entries.vectors,
+                weight_ptr=g, tokens_ptr=_or(entries.tokens, best), order_ptr=_or(documents.order, best),
+                unit_ptr=unit, out_ptr=v, N=N, L=L, D=D, q_stride=width, first=first, row_weight_stride=g.stride(0),
+                col_weight_stride=g.stride(1), out_stride=v.stride(0), BD=BD, GROUP=gathering.group,
+                PADDED=entries.padded, ROWS_MASKED=entries.tokens is not None,
+                COLS_MASKED=documents.order is not None, WHOLE=D % BD == 0, STAGES=gathering.document_stages,
+                **given, **rooms[turn],
+            )  # fmt: skip
+
+    parts = range(tiles_of(J, at_once))
+    _follow(streams)
+    for part in parts[: len(streams)]:
+        list_entries(part)
+    if meanwhile is not None:
+        meanwhile()
+    # products would take the cache from what is computed meanwhile
+    _follow(streams)
+    for part in parts:
+        if part >= len(streams):
+            list_entries(part)
+        multiply(part)
+    for stream in filter(None, streams):
+        torch.cuda.current_stream().wait_stream(stream)
+
+
+@cache
+def _streams(device: torch.device, _thread: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """Two streams of a thread: one that another thread captures would take up what this one launches."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+
+def _follow(streams: Sequence[torch.cuda.Stream | None]) -> None:
+    """Let the streams wait for what was launched on the current one."""
+    for stream in filter(None, streams):
+        stream.wait_stream(torch.cuda.current_stream())
 
 
 def _or(x: Tensor | None, other: Tensor) -> Tensor:

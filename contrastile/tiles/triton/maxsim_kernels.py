@@ -140,11 +140,12 @@ def sweep(q_ptr, k_mem, tokens_ptr, lengths_ptr, sums_ptr, best_ptr, N, J, L, M,
 
 @triton.jit
 def _winners(best_ptr, weight_at, e, j, J, M, entries, col_weight_stride, valid):
-    """The winning token of each entry in document j and its weight; token 0 with weight 0 where there is none."""
-    best = tl.load(best_ptr + j * entries.to(tl.int64) + e, mask=(e < entries) & (j < J), other=0).to(tl.int32)
-    won = valid & (best < M) & (j < J)
-    g = tl.load(weight_at + j * col_weight_stride.to(tl.int64), mask=won, other=0.0)
-    return tl.where(won, best, 0), g
+    """The winning token of each entry in document j, and its weight; 0 where there is none."""
+    best = tl.load(best_ptr + j * entries.to(tl.int64) + e, mask=(e < entries) & (j < J), other=M).to(tl.int32)
+    # not only of winners: both loads at once
+    g = tl.load(weight_at + j * col_weight_stride.to(tl.int64), mask=valid & (j < J), other=0.0)
+    won = valid & (best < M)
+    return tl.where(won, best, 0), tl.where(won, g, 0.0)
 
 
 @triton.jit

@@ -98,6 +98,13 @@ class FusedScores(Scored):
         plain = plain and not (formula.inside or formula.mises_fisher or epilogue.hardness)
         return epilogue if epilogue.exponential and plain else None
 
+    def merge(self, stats: Tensor, parts: Tensor) -> None:
+        if self._epilogue is None:
+            super().merge(stats, parts)
+            return
+        with on(self.scale.device):
+            launch.merge_parts(stats, parts, self._epilogue)
+
     def finish(
         self,
         stats: Sequence[Tensor],
