@@ -23,6 +23,8 @@ from contrastile.train.report import page
 gc.disable()
 # the suite runs in as many processes as there are cores: threads of each would only wait for the others
 torch.set_num_threads(1)
+# NaN in all memory that a test's code does not write itself; a switch takes longer than many a test
+torch.use_deterministic_algorithms(True)
 if os.environ["TRITON_INTERPRET"] == "1":
     quicken()
 
@@ -35,15 +37,15 @@ def _loaded() -> None:
 
 @pytest.fixture(autouse=True)
 def _seeded_and_poisoned(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The same numbers every time, and NaN in all memory that a test's code does not write itself."""
+    """The same numbers every time; new memory as it comes for a test that is marked so."""
     # torch's own call notes the stack it came from for devices that are not there: longer than many a test takes
     (torch if torch.cuda.is_available() else torch.default_generator).manual_seed(0)
-    if request.node.get_closest_marker("unpoisoned"):
-        yield
-        return
-    torch.use_deterministic_algorithms(True)
+    unpoisoned = request.node.get_closest_marker("unpoisoned")
+    if unpoisoned:
+        torch.use_deterministic_algorithms(False)
     yield
-    torch.use_deterministic_algorithms(False)
+    if unpoisoned:
+        torch.use_deterministic_algorithms(True)
 
 
 @pytest.fixture(autouse=True)

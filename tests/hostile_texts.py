@@ -65,7 +65,6 @@ def parquet(names: list[str], *columns: list[Any], **options: Any) -> Callable[[
     return write
 
 
-ENTRY = '{"query": "a", "pos": ["b"]}'
 ENTRIES = "\n".join(json.dumps({"query": f"a{row}", "pos": [f"b{row}"]}) for row in range(2))
 LONG = "\n" + json.dumps({"query": "c", "pos": ["x" * 10_000_000]})
 TWO = '[{"query": "a", "pos": ["b"]}, {"query": "c", "pos": ["d"]}]'

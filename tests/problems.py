@@ -16,6 +16,9 @@ from contrastile.losses.reference import dense_decoupled, dense_sigmoid, dense_s
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
 
+# a single number can be right by luck: no plain result is expected to be better than this
+LUCK = 1e-6
+
 
 def seeded(seed: int) -> torch.Generator:
     """A generator on the device that tests are run on."""
@@ -74,6 +77,25 @@ def distance(x: Tensor, truth: Tensor) -> float:
     """‖x − truth‖ / ‖truth‖."""
     difference = (x.double() - truth.double()).norm()
     return float(difference / truth.double().norm().clamp(min=1e-300))
+
+
+def no_worse_than_twice(
+    problem: Any, tensors: dict[str, Tensor], least: tuple[float, float] = (0.0, LUCK), **how: Any
+) -> None:
+    """Assert that loss and gradients are at most twice as far from float64 as the plain formula's in the same types.
+
+    least: the distances that a gradient of features, and one of a number, may have in any case.
+    """
+    exact = {key: x.detach().double().requires_grad_() for key, x in tensors.items()}
+    truth, true_gradients = problem.by_formula(exact)
+    plain, plain_gradients = problem.by_formula(tensors)
+    loss, gradients = problem.by_tiles(tensors, **how)
+    assert loss.dtype == torch.float32
+    assert distance(loss, truth) <= max(2 * distance(plain, truth), LUCK)
+    for key, gradient in gradients.items():
+        assert gradient.dtype == tensors[key].dtype
+        allowed = max(2 * distance(plain_gradients[key], true_gradients[key]), least[gradient.ndim == 0])
+        assert distance(gradient, true_gradients[key]) <= allowed, key
 
 
 def _ids(n: int, groups: int, seed: int) -> Tensor:
@@ -216,6 +238,18 @@ PROBLEMS = {
 # arguments of which each rank has its part: by rows, and by keys
 ROW_OPTIONS = ("positives", "query_ids", "query_labels", "weights")
 COLUMN_OPTIONS = ("key_ids", "key_labels")
+
+
+def joined_options(problems: list[Problem]) -> dict[str, Any]:
+    """What `contrast` is told about the batch of all ranks, whose problems these are."""
+    options, offset = dict(problems[0].tiled), 0
+    parts: dict[str, list[Tensor]] = {key: [] for key in options if key in ROW_OPTIONS + COLUMN_OPTIONS}
+    for problem in problems:
+        for key, listed in parts.items():
+            value = problem.tiled[key]
+            listed.append(torch.where(value >= 0, value + offset, -1) if key == "positives" else value)
+        offset += problem.M
+    return options | {key: torch.cat(listed) for key, listed in parts.items()}
 
 
 def problems_of(name: str, shares: list[tuple[int, int]]) -> list[Problem]:

@@ -8,15 +8,18 @@ import gc
 import multiprocessing
 import os
 import socket
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from itertools import count
 from multiprocessing.connection import Connection
+from multiprocessing.forkserver import ensure_running
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -39,29 +42,21 @@ def set_aside() -> None:
     gc.freeze()
 
 
-# loaded once, for all processes: each would take seconds to load them
-LOADED = (
-    "torch._dynamo", "torch.distributed.fsdp", "transformers.models.bert.modeling_bert", "jinja2", "pytest", "faults",
-)  # fmt: skip
-
-
 def server() -> Any:
     """The context of processes that are forks of a server without threads.
 
     A fork of this process can inherit a lock that a thread holds, and then waits for it for ever.
     """
     context = multiprocessing.get_context("forkserver")
-    # read once, when the server starts
-    context.set_forkserver_preload([*LOADED])
+    context.set_forkserver_preload(["loaded"])
+    # Python 3.11's server does not use the path that it is given, without which it loads nothing of the tests
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        ensure_running()
     return context
 
 
 def as_in_tests() -> None:
-    """Give a process of the server what `conftest.py` gives a test: one thread, NaN in new memory, no figures.
-
-    What the server loaded is set aside: a collection in a run of a second would take a third of it.
-    """
-    gc.freeze()
+    """Give a process of the server what `conftest.py` gives a test: one thread, NaN in new memory, no figures."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     for name in FIGURES:

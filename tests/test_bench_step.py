@@ -5,6 +5,7 @@ import re
 import sys
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,6 +29,8 @@ CPU = torch.device("cpu")
 OURS = [name for name, way in WAYS.items() if way.judged]
 # beside the four losses that are measured by default
 FURTHER = ["gather-tiles", "ddp", "fsdp", "inf-cl", "open_clip", "pool-ddp"]
+# one timed step of ranks: how many there are is test_bench_harness.py's and test_bench_ranks.py's
+ONCE = {"RANK_ROUNDS": 1, "ROW_STEPS": 1, "ROW_SECONDS": 0.0, "WARMUP_STEPS": 1}
 # of a results file, as far as a figure reads it
 HEADER = "impl,way,model,batch,sub_batch,inputs,ms,us_per_pair,peak_bytes\n"
 
@@ -338,9 +341,10 @@ def test_sizes_and_ways_of_ranks(monkeypatch):
 def _on_a_rank(rank, group, path):
     world, ways = World(rank, 4), rank_ways(CPU, rank, 4)
     ways = {name: ways[name] for name in STANDARD}
-    with results_file(path if rank == 0 else None, COLUMNS["rank steps"]) as write:
+    once, path = patch.multiple(harness, **ONCE), path if rank == 0 else None
+    with once, results_file(path, COLUMNS["rank steps"]) as write:
         report = Report(lambda line: None, write, world)
-        bench = StepBench(Machine(CPU, 0.05, world=world), torch.float32, report, ways, longest=math.inf)
+        bench = StepBench(Machine(CPU, world=world), torch.float32, report, ways, longest=math.inf)
         bench.measure("tiny", {32: list(ways), 64: ["ring-tiles"]}, sub_batch=5)
     return report.passed
 
@@ -369,22 +373,19 @@ def _peer(name, **parts):
 
 def _further_ways(rank, group, path):
     """Measure the ways beside the four losses; return what was said, how the models are wrapped, and a peer's words."""
-    patch, lines, world = pytest.MonkeyPatch(), [], World(rank, 4)
+    lines, world = [], World(rank, 4)
     # Inf-CL's loss gives each rank the sum of the scale's gradients
     seen, one_way = [], InfoNCELoss()
     clip = {"ClipLoss": lambda **how: seen.append(how) or ClipLoss()}
     ring = {"cal_inf_loss": lambda q, k, scale: one_way(q, k, 4 * scale - 3 * scale.detach())}
-    for module in (_peer("open_clip", **clip), _peer("inf_cl", **ring)):
-        patch.setitem(sys.modules, module.__name__, module)
+    peers = {module.__name__: module for module in (_peer("open_clip", **clip), _peer("inf_cl", **ring))}
     # the peers are those of a GPU, the tiles those of this device
     ways = {**rank_ways(torch.device("cuda"), rank, 4), **rank_ways(CPU, rank, 4)}
-    try:
-        with results_file(path if rank == 0 else None, COLUMNS["rank steps"]) as write:
-            report = Report(lines.append, write, world)
-            bench = StepBench(Machine(CPU, world=world), torch.float32, report, ways, longest=math.inf)
-            bench.measure("tiny", {32: FURTHER}, sub_batch=8)
-    finally:
-        patch.undo()
+    once, path = patch.multiple(harness, **ONCE), path if rank == 0 else None
+    with once, patch.dict(sys.modules, peers), results_file(path, COLUMNS["rank steps"]) as write:
+        report = Report(lines.append, write, world)
+        bench = StepBench(Machine(CPU, world=world), torch.float32, report, ways, longest=math.inf)
+        bench.measure("tiny", {32: FURTHER}, sub_batch=8)
     wrapped = {}
     for name in ("ddp", "fsdp"):
         towers = Towers("tiny", CPU)

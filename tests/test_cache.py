@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import traceback
-from collections import Counter
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +11,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from counted import Counted
 from problems import distance
 from refusals import refusal
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import contrastile
@@ -150,23 +149,11 @@ def test_autocast_is_restored(tower: Tower) -> None:
         _check_equal(_gradients(tower), true_gradients, 1e-2)
 
 
-class Counting(TorchDispatchMode):
-    """Count how often each operation runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ran: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ran[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def test_autocast_casts_the_weights_once_for_all_replays() -> None:
     layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
     casts = []
     for sub_batch in (12, 4, 2):
-        with Counting() as counting, torch.autocast("cpu", dtype=torch.bfloat16):
+        with Counted() as counting, torch.autocast("cpu", dtype=torch.bfloat16):
             features = encode(layers, torch.ones(12, 8), sub_batch=sub_batch)
         with counting:
             features.float().sum().backward()
@@ -181,7 +168,7 @@ def test_autocast_casts_the_weights_once_for_all_replays() -> None:
 def test_few_operations_run_per_sub_batch_beside_the_encoder(dtype: torch.dtype, layers: int) -> None:
     """Slices of inputs, features and their gradients, one operation that adds to all sums, four that compare."""
     tower = nn.Sequential(*[nn.Linear(8, 8) for _ in range(layers)]).to(dtype)
-    few, more, plain = Counting(), Counting(), Counting()
+    few, more, plain = Counted(), Counted(), Counted()
     for counting, batch in ((few, 5), (more, 9)):
         with counting:
             encode(tower, torch.ones(batch, 8, dtype=dtype), sub_batch=1).sum().backward()

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from ranks import fresh
 
 import contrastile
 
@@ -169,6 +170,17 @@ def test_importing_the_library_costs_little_and_loads_nothing_optional(tmp_path:
     assert not OPTIONAL & set(loaded.split())
     assert random == "False"
     assert sentence == '`pydantic` is not installed; run: pip install "contrastile[train]"'
+
+
+def _served(_: int) -> None:
+    raise SystemExit("loaded" not in sys.modules)
+
+
+def test_processes_of_tests_find_modules_loaded() -> None:
+    """The server passes over in silence what it can not load."""
+    with fresh(1, _served) as (process,):
+        process.join(60)
+        assert process.exitcode == 0
 
 
 def test_public_names() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from fractions import Fraction
 
 import pytest
 import torch
@@ -128,23 +127,6 @@ def test_a_bad_number_is_never_hidden(loss: object, side: str, bad: float) -> No
     value.backward()
     assert value.isnan()
     assert all(x.grad.isnan().any() for x in leaves.values())
-
-
-def test_one_example_has_no_loss_and_no_gradient() -> None:
-    q, k = (x.requires_grad_() for x in torch.randn(2, 1, 8))
-    loss = contrast(q, k, scale=10.0)
-    loss.backward()
-    assert loss == 0
-    assert (q.grad == 0).all()
-    assert (k.grad == 0).all()
-
-
-def test_rows_without_a_positive_leave_the_mean() -> None:
-    q, k = torch.randn(6, 8), torch.randn(6, 8)
-    positives = torch.tensor([0, -1, 2, -1, 4, 5])
-    some = positives >= 0
-    loss = contrast(q, k, scale=1.0, loss=Softmax(), positives=positives)
-    assert distance(loss, F.cross_entropy(q[some] @ k.T, positives[some])) <= 1e-6
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -429,8 +411,3 @@ def test_a_dense_matrix_beyond_the_workspace_is_held_once(workspace: int, matric
     with Weighed(torch.device("cpu")) as weighed:
         loss(q, k, 20.0).backward()
     assert matrices - 0.4 <= weighed.bytes / (4 * 1500**2) <= matrices
-
-
-def test_a_scale_may_be_any_real_number() -> None:
-    q, k = F.normalize(torch.randn(2, 5, 8), dim=-1)
-    assert contrast(q, k, scale=Fraction(5, 2)).item() == contrast(q, k, scale=2.5).item()

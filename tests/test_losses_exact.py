@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from problems import PROBLEMS, Problem, distance
+from problems import PROBLEMS, Problem, distance, no_worse_than_twice
 from torch import Tensor
 
 from contrastile import contrast
@@ -14,8 +14,6 @@ from contrastile.tiles import eager
 
 # in float64 this cuts tiles of 161 rows, so that the larger shapes have several, and uneven ones
 WORKSPACE = 2**20
-# a single number can be right by luck: no dense result is expected to be better than this
-LUCK = 1e-6
 SHAPES = [(252, 507), (123, 1), (1, 123), (1, 1), (7, 5)]
 
 
@@ -47,18 +45,7 @@ def test_float64_equals_the_dense_formula(name: str, shape: tuple[int, int], red
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_no_further_from_float64_than_twice_the_dense_formula(name: str, scale: float, dtype: torch.dtype) -> None:
     problem = PROBLEMS[name](252, 507)
-    tensors = problem.tensors(dtype, scale=scale)
-    exact = {key: x.detach().double().requires_grad_() for key, x in tensors.items()}
-    truth, true_gradients = problem.by_formula(exact)
-    dense, dense_gradients = problem.by_formula(tensors)
-    loss, gradients = problem.by_tiles(tensors, workspace=WORKSPACE)
-    assert loss.dtype == torch.float32
-    assert distance(loss, truth) <= max(2 * distance(dense, truth), LUCK)
-    for key, gradient in gradients.items():
-        assert gradient.dtype == tensors[key].dtype
-        allowed = 2 * distance(dense_gradients[key], true_gradients[key])
-        allowed = allowed if gradient.ndim else max(allowed, LUCK)
-        assert distance(gradient, true_gradients[key]) <= allowed, key
+    no_worse_than_twice(problem, problem.tensors(dtype, scale=scale), workspace=WORKSPACE)
 
 
 def test_float32_at_scale_20_is_good_to_a_millionth() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from further import CASES, Case, N
-from problems import distance
+from problems import distance, no_worse_than_twice
 from ranks import Pool
 from refusals import refusal
 from torch import Tensor, nn
@@ -32,8 +32,6 @@ from contrastile.losses.reference import dense_decoupled, mises_fisher_weights
 from contrastile.scorers import Bilinear
 from contrastile.tiles import eager
 
-# the loss is one number, which can be right by luck
-LUCK = 1e-6
 SHARES = {1: [N], 2: [28, N - 28], 3: [20, 0, N - 20]}
 # those that a fused kernel computes
 FUSED = [
@@ -75,33 +73,20 @@ def test_float64_equals_the_plain_formula(name: str, reduction: str) -> None:
             assert distance(gradient, true_gradients[key]) <= 1e-12, key
 
 
-def _no_worse_than_twice(case: Case, dtype: torch.dtype, scale: float, **how: Any) -> None:
-    """The distances from float64 of loss and gradients are at most twice those of the plain formula in this type."""
-    tensors = case.tensors(dtype, scale)
-    exact = {key: x.detach().double().requires_grad_() for key, x in tensors.items()}
-    truth, true_gradients = case.by_formula(exact)
-    plain, plain_gradients = case.by_formula(tensors)
-    loss, gradients = case.by_tiles(tensors, **how)
-    assert loss.dtype == torch.float32
-    assert distance(loss, truth) <= max(2 * distance(plain, truth), LUCK)
-    for key, gradient in gradients.items():
-        assert gradient.dtype == tensors[key].dtype
-        allowed = 2 * distance(plain_gradients[key], true_gradients[key])
-        assert distance(gradient, true_gradients[key]) <= (allowed if gradient.ndim else max(allowed, LUCK)), key
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scale", [20.0, 100.0])
 @pytest.mark.parametrize("name", CASES)
 def test_no_further_from_float64_than_twice_the_plain_formula(name: str, scale: float, dtype: torch.dtype) -> None:
-    _no_worse_than_twice(CASES[name](), dtype, scale)
+    case = CASES[name]()
+    no_worse_than_twice(case, case.tensors(dtype, scale))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_kernels(name: str, dtype: torch.dtype) -> None:
     pytest.importorskip("triton")
-    _no_worse_than_twice(CASES[name](), dtype, 20.0, backend="triton")
+    case = CASES[name]()
+    no_worse_than_twice(case, case.tensors(dtype, 20.0), backend="triton")
 
 
 def _on_a_rank(rank: int, group: Any, exchange: str) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:

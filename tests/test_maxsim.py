@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from counted import Counted
 from problems import distance
 from ranks import Pool
 from refusals import refusal
 from scored import PROBLEMS, by_formula, by_tiles, gradients, leaves, numbers, scorer, sides
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
@@ -507,16 +507,6 @@ def _step(q: Tensor, k: Tensor, **how: Any) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, pair)]
 
 
-class _Counted(TorchDispatchMode):
-    """The number of operations that are dispatched, views included."""
-
-    seen = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen += 1
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(("masked", "most"), [(False, (24, 5, 66, 11)), (True, (42, 10, 84, 16))])
 def test_few_operations_lie_around_the_kernels(
     masked: bool, most: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
@@ -531,11 +521,11 @@ def test_few_operations_lie_around_the_kernels(
     # the first call of a kind is planned
     for grad in (False, False, True, True):
         launches.clear()
-        with _Counted() as counted, torch.set_grad_enabled(grad):
+        with Counted() as counted, torch.set_grad_enabled(grad):
             loss = contrast(*sides, scorer=MaxSim(), scale=2.0, backend="triton")
             if grad:
                 loss.backward()
-        counts += [counted.seen, len(launches)]
+        counts += [counted.ran.total(), len(launches)]
     # torch's operations on scores alone made 230 (loss) and 320 (step), with masks 290 and 390
     assert all(count <= bound for count, bound in zip(counts[2:4] + counts[6:], most, strict=True)), counts
 

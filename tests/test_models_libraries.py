@@ -9,6 +9,7 @@ import pytest
 import torch
 from refusals import refusal
 from safetensors.torch import save_file
+from test_models_folders import Planted
 from tiny_runs import tiny_recipe
 from torch import nn
 
@@ -375,15 +376,6 @@ def test_invalid_models_of_timm_are_refused(timm, tokenizer, settings, more, sen
 
 
 # --- weights
-
-
-class Planted:
-    """An object that runs a command where it is unpickled."""
-
-    def __reduce__(self):
-        import os
-
-        return os.mkdir, ("planted",)
 
 
 def test_code_in_a_checkpoint_is_not_run(tmp_path, monkeypatch):

@@ -7,26 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from counted import Counted
 from ranks import Pool
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from contrastile import ClipLoss
 
 # upper bounds on the operations of a call: with two ranks, and for each further one; on launches per further rank
 FIRST, EACH = 145, 32
 LAUNCHES_EACH = 14
-
-
-class Counted(TorchDispatchMode):
-    """The operations that are dispatched, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[function.name()] += 1
-        return function(*args, **(kwargs or {}))
 
 
 def _counts(rank: int, group: Any, exchange: str) -> tuple[Counter[str], int]:
@@ -47,7 +35,7 @@ def _counts(rank: int, group: Any, exchange: str) -> tuple[Counter[str], int]:
         launches.clear()
         with Counted() as counted:
             loss(q, k, scale).backward()
-        return counted.seen, len(launches)
+        return counted.ran, len(launches)
     finally:
         for (module, name), function in zip(places, functions, strict=True):
             setattr(module, name, function)

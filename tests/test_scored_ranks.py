@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from gradient_table import shard
-from problems import COLUMN_OPTIONS, ROW_OPTIONS, distance, problems_of
+from problems import distance, joined_options, problems_of
 from ranks import Pool
 from refusals import refusal, unlike
 from scored import KINDS, by_tiles, gradients, leaves, numbers, scorer, sides
@@ -56,17 +56,9 @@ def _whole(name: str, kind: str, shares: list[tuple[int, int]]) -> tuple[Tensor,
     rows, cols = (pytree.tree_map(_joined, *each) for each in zip(*parts, strict=True))
     if first.same:
         cols = rows
-    options, offset = dict(first.tiled), 0
-    listed: dict[str, list[Tensor]] = {key: [] for key in options if key in ROW_OPTIONS + COLUMN_OPTIONS}
-    for problem in problems:
-        for key, values in listed.items():
-            value = problem.tiled[key]
-            values.append(torch.where(value >= 0, value + offset, -1) if key == "positives" else value)
-        offset += problem.M
-    options |= {key: torch.cat(values) for key, values in listed.items()}
     module, named = scorer(kind, first.same), numbers(first)
     own, shared = leaves(rows, cols), [p for n, p in module.named_parameters() if "unused" not in n]
-    loss = contrast(rows, cols, scorer=module, **named, **options)
+    loss = contrast(rows, cols, scorer=module, **named, **joined_options(problems))
     found = gradients(loss, own, shared, named.values())
     return loss.detach(), found[: len(own)], found[len(own) :]
 
@@ -118,6 +110,19 @@ def test_as_one_process(pool: Pool, name: str, kind: str, W: int, exchange: str,
 def _close(x: Tensor, truth: Tensor) -> bool:
     """To 1e-12; a bias of the scores cancels in a softmax, and leaves noise."""
     return float((x - truth).norm()) <= 1e-12 * float(truth.norm()) + 1e-14
+
+
+def _tiles(rank: int, group: Any) -> int:
+    """How often the scorer is called for pairs of which the second rank has none."""
+    calls, features = [], torch.randn(2, [8, 0, 11][rank], 4)
+    module = PairMLP(4, 4, hidden=3)
+    module.register_forward_hook(lambda *_: calls.append(1))
+    contrast(*features, scorer=module, scale=2.0, exchange="replicate", group=group).backward()
+    return len(calls)
+
+
+def test_a_rank_without_rows_computes_tiles_as_large_as_the_others(pool: Pool) -> None:
+    assert len(set(pool.run(_tiles, 3))) == 1
 
 
 class Model(nn.Module):

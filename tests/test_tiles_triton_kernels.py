@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from problems import PROBLEMS, distance
+from problems import PROBLEMS, distance, no_worse_than_twice
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -102,17 +102,7 @@ def _pair(q: Tensor, k: Tensor) -> tuple[Shard, Shard]:
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_every_problem_is_no_further_from_float64_than_twice_the_dense_formula(name: str, dtype: torch.dtype) -> None:
     problem = PROBLEMS[name](45, 70)
-    tensors = problem.tensors(dtype)
-    exact = {key: x.detach().double().requires_grad_() for key, x in tensors.items()}
-    truth, true_gradients = problem.by_formula(exact)
-    dense, dense_gradients = problem.by_formula(tensors)
-    loss, gradients = problem.by_tiles(tensors, backend="triton")
-    assert distance(loss, truth) <= max(2 * distance(dense, truth), 1e-6)
-    for key, gradient in gradients.items():
-        # a single number can be right by luck in the dense formula
-        least = 1e-6 if gradient.ndim else 1e-4
-        allowed = max(2 * distance(dense_gradients[key], true_gradients[key]), least)
-        assert distance(gradient, true_gradients[key]) <= allowed, key
+    no_worse_than_twice(problem, problem.tensors(dtype), least=(1e-6, 1e-4), backend="triton")
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import signal
 import sys
@@ -17,7 +16,7 @@ import pytest
 import torch
 from ranks import Pool
 from refusals import refusal
-from test_train_ranks import Launched, _late_signal, _main, _spoilt, _steps, _trained, _words, codes_of
+from test_train_ranks import Launched, _late_signal, _main, _spoilt, _steps, _trained, _words, codes_of, same_as_alone
 from test_train_resume import DROPOUT
 from test_train_retriever import bert
 from test_train_retriever_ranks import _trained as _trained_retriever
@@ -30,7 +29,6 @@ import contrastile
 from contrastile.cli.main import main
 from contrastile.models.small import WordsTower
 from contrastile.train import loop
-from contrastile.train.batch_builder import BatchBuilder
 from contrastile.train.config.base import AdafactorSettings, AdamWSettings, MuonSettings, OptimSettings
 from contrastile.train.log import read_metrics
 from contrastile.train.loop import evaluate_run, run_recipe
@@ -67,15 +65,7 @@ def test_ranks_have_the_curve_of_one_process(tmp_path: Path, W: int, overrides: 
     overrides = (*overrides, SHARD, END)
     alone = run_recipe(tiny_recipe(tmp_path / "alone", *overrides), tmp_path / "alone" / "runs").folder
     together = _trained(tmp_path, W, *overrides)
-    for one, same in zip(_steps(alone), _steps(together), strict=True):
-        for exact in ("examples", "batch", "learning_rate"):
-            assert same[exact] == one[exact]
-        assert same["loss"] == pytest.approx(one["loss"], rel=1e-4, abs=1e-4)
-        assert same["norm"] == pytest.approx(one["norm"], rel=1e-2, abs=1e-4)
-        assert same["scale"] == pytest.approx(one["scale"], rel=1e-4)
-    assert sorted(path.name for path in together.iterdir()) == sorted(path.name for path in alone.iterdir())
-    one, same = (json.loads((folder / "run.json").read_text()) for folder in (alone, together))
-    assert (same["ranks"], same["parameters"]) == (W, one["parameters"])
+    same_as_alone(alone, together, W)
     assert contrastile.load(together).encode_text(["letter A"]).shape == (1, 16)
     same_weights, own = weights(together), weights(alone)
     assert same_weights.keys() == own.keys()
@@ -88,10 +78,7 @@ def test_sharded_retrievers_have_the_curve_of_one_process(tmp_path: Path) -> Non
     overrides = ("train.examples=132", "model.dimensions=[4, 8]", "loss.learn_scale=true", SHARD)
     alone = run_recipe(tiny_retriever(tmp_path / "alone", *overrides), tmp_path / "alone" / "runs").folder
     together = _trained_retriever(tmp_path, 2, *overrides)
-    for one, same in zip(_steps(alone), _steps(together), strict=True):
-        assert same["loss"] == pytest.approx(one["loss"], rel=1e-4)
-        assert same["norm"] == pytest.approx(one["norm"], rel=1e-3)
-        assert same["scale"] == pytest.approx(one["scale"], rel=1e-4)
+    same_as_alone(alone, together, 2, norm=1e-3, least=1e-12)
     assert contrastile.load(together).encode_query(["where"]).shape == (1, 16)
 
 
@@ -246,33 +233,9 @@ def test_a_probe_that_fails_on_all_ranks_is_logged_and_the_training_continues(tm
     assert sum(line["examples"] == 64 for line in lines if line["kind"] == "step") == 1
 
 
-def test_a_non_finite_step_of_one_rank_is_skipped_on_all(tmp_path: Path) -> None:
-    words = _words(tmp_path, SHARD, "train.examples=64", "train.batch=16")
-    assert codes_of(2, tmp_path, _spoilt, words) == [0, 0]
-    folder = tmp_path / "runs" / "tiny"
-    lines = read_metrics(folder / "metrics.jsonl")
-    assert [line["kind"] for line in lines if line["kind"] != "probe"] == ["step", "skip", "step", "step"]
-    assert all(value.isfinite().all() for value in weights(folder).values())
-
-
-def _spoilt_for_good(rank: int, words: list[str]) -> int:
-    """Rank 1 has only pixels that are no numbers, from its third batch on."""
-    real, calls = BatchBuilder.batch, []
-
-    def batch(*arguments: Any) -> Any:
-        made = real(*arguments)
-        calls.append(1)
-        if rank == 1 and len(calls) > 2:
-            made.pixels[:] = math.nan
-        return made
-
-    BatchBuilder.batch = batch
-    return main(words)
-
-
 def test_the_third_non_finite_step_in_a_row_stops_all_and_the_weights_are_saved(tmp_path: Path) -> None:
     words = _words(tmp_path, SHARD, "train.examples=160", "train.batch=16")
-    with Launched(2, tmp_path, _spoilt_for_good, words) as launched:
+    with Launched(2, tmp_path, _spoilt, words, range(3, 99)) as launched:
         assert launched.codes() == [1, 1]
         assert "the loss must stay a finite number; step 5 is skipped" in launched.said(0)
     folder = tmp_path / "runs" / "tiny"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -93,7 +94,7 @@ def test_a_workspace_refuses_what_is_none(value: Any) -> None:
         Options(workspace=value)
 
 
-@pytest.mark.parametrize("two", [2, np.int64(2), np.float32(2), np.float64(2)], ids=named)
+@pytest.mark.parametrize("two", [2, np.int64(2), np.float32(2), np.float64(2), Fraction(2)], ids=named)
 def test_a_scale_may_be_any_number_that_is_real(two: Any) -> None:
     q = torch.randn(5, 4)
     assert contrast(q, q, scale=two, bias=two) == contrast(q, q, scale=2.0, bias=2.0)

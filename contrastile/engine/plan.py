@@ -317,7 +317,10 @@ def _tiles(problem: Problem, exchange: Exchange, workspace: int) -> MakeTiles:
     if scorer.seed is not None and not exchange.once:
         remedy = "Take gather or ring, or put the scorer in eval mode."
         raise invalid("exchange", "compute each pair once if the scorer draws random numbers", "replicate", remedy)
-    side = WHOLE if backend == "dense" else fitting_side(scorer, problem.rows, problem.cols, workspace)
+    if backend == "dense":
+        return partial(Scored, scorer=scorer, side=WHOLE)
+    sizes = max(exchange.layout.rows), max(exchange.layout.cols)
+    side = fitting_side(scorer, problem.rows, problem.cols, sizes, workspace)
     return partial(Scored, scorer=scorer, side=side)
 
 

@@ -25,27 +25,28 @@ FIRST_SIDE = 4
 _measured: WeakKeyDictionary[nn.Module, dict[Any, int]] = WeakKeyDictionary()
 
 
-def fitting_side(scorer: Scorer, rows: Shard, cols: Shard, workspace: int) -> int:
+def fitting_side(scorer: Scorer, rows: Shard, cols: Shard, sizes: tuple[int, int], workspace: int) -> int:
     """Rows, and columns, of a tile whose scores, graph and gradients fit the workspace.
 
     Tiles of growing size are run, and their bytes are counted, once for inputs of one shape.
+    sizes: the most rows, and columns, of any rank; this one may have fewer, or none.
     """
     shapes = [(x.shape[1:], x.dtype) for side in (rows, cols) for x in side.leaves]
     setting = (scorer.rows.wanted, scorer.cols.wanted, len(scorer.parameters), scorer.dtype, scorer.module.training)
-    key = (str(shapes), len(rows), len(cols), workspace, *setting)
+    key = (str(shapes), sizes, workspace, *setting)
     known = _measured.setdefault(scorer.module, {})
     if key not in known:
-        known[key] = _measure(scorer, rows, cols, workspace)
+        known[key] = _measure(scorer, rows, cols, sizes, workspace)
     return known[key]
 
 
-def _measure(scorer: Scorer, rows: Shard, cols: Shard, workspace: int) -> int:
-    most = min(max(len(rows), len(cols)), SIDE_CPU if scorer.device.type == "cpu" else SIDE_ACCELERATOR)
+def _measure(scorer: Scorer, rows: Shard, cols: Shard, sizes: tuple[int, int], workspace: int) -> int:
+    most = min(max(sizes), SIDE_CPU if scorer.device.type == "cpu" else SIDE_ACCELERATOR)
     before, side = RandomState.capture(scorer.device), FIRST_SIDE
     try:
         while True:
             # a side twice as long takes at most four times as much
-            growth = (workspace / max(1, _bytes(scorer, rows, cols, side))) ** 0.5
+            growth = (workspace / max(1, _bytes(scorer, rows, cols, *(max(1, min(side, n)) for n in sizes)))) ** 0.5
             following = max(1, min(most, int(side * growth)))
             if side / 2 < following < 2 * side or following == side:
                 return min(side, following) if growth < 1 else following
@@ -54,13 +55,13 @@ def _measure(scorer: Scorer, rows: Shard, cols: Shard, workspace: int) -> int:
         before.restore()
 
 
-def _bytes(scorer: Scorer, rows: Shard, cols: Shard, side: int) -> int:
-    """Bytes of a tile without the gradients of Ω, which are outputs."""
+def _bytes(scorer: Scorer, rows: Shard, cols: Shard, N: int, M: int) -> int:
+    """Bytes of a tile of N × M, whose rows are repeated where there are fewer, without the gradients of Ω."""
     row_tile, col_tile = (
-        each.with_leaves([x[:side].to(scorer.device) for x in each.leaves])
+        each.with_leaves([x[torch.arange(n, device=x.device) % len(x)].to(scorer.device) for x in each.leaves])
         if len(each)
-        else few(each.leaves, side, scorer.device)
-        for each in (rows, cols)
+        else few(each.leaves, n, scorer.device)
+        for each, n in ((rows, N), (cols, M))
     )
 
     def run() -> None:
