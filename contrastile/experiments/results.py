@@ -55,7 +55,8 @@ def read_results(folder: RunFolder) -> list[Result]:
             costs = {name: json.loads(text) for name in COSTS if (text := row.pop(name, ""))}
             labels = {name: row.pop(name) for name in [*row][: [*row].index("seed")]}
             seed = row.pop("seed")
-            measures = {name: float(text) for name, text in row.items() if text}
+            # earlier versions called fonts faces
+            measures = {name.replace("held-out faces", "held-out fonts"): float(row[name]) for name in row if row[name]}
             results.append(Result(labels, int(seed) if seed else None, costs, measures, failed, origin))
     return results
 

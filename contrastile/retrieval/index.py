@@ -35,7 +35,7 @@ from torch import Tensor
 from contrastile._errors import invalid, whole_number
 from contrastile.data.base import Indices, SkipCounter
 from contrastile.data.entries import read_passages
-from contrastile.data.files import file_state, files_below
+from contrastile.data.files import checksum, file_state, files_below
 from contrastile.data.loader import read_chunks
 from contrastile.data.sources import PICTURES
 from contrastile.data.texts import Passage
@@ -360,17 +360,20 @@ def sealed(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_index(folder: Path, metadata: Any, *, whole: bool = False) -> None:
-    """Raise ValueError where files of an index are not what index.json, `metadata`, says; `whole`: in any byte."""
+    """Raise ValueError where files of an index are not what index.json, `metadata`, says; `whole`: in any byte.
+
+    Indices of 0.1.0 have checksums of two of the four files of a shard, which only `whole` compares.
+    """
     if not _well_formed(metadata):
         raise invalid(INDEX, "list the shards that were written", f'others in "{folder}"', REMEDY)
-    if metadata["format"] not in range(1, FORMAT + 1):
+    if metadata.get("format", 1) not in range(1, FORMAT + 1):
         remedy = "Encode the corpus again, or update contrastile."
         raise invalid("index", f"be of a format up to {FORMAT}", metadata["format"], remedy)
     if metadata.get("sha256") not in (None, sealed(metadata)["sha256"]):
         raise _damaged(folder / INDEX, "other bytes")
     sampled: list[tuple[Path, int, str]] = []
     for shard in metadata["shards"]:
-        for name, expected in shard["files"].items():
+        for name, expected in shard.get("files", {}).items():
             path, blocks = folder / name, expected["blocks"]
             if not path.is_file() or path.stat().st_size != expected["bytes"]:
                 raise _damaged(path, "another size" if path.is_file() else "none")
@@ -379,6 +382,11 @@ def check_index(folder: Path, metadata: Any, *, whole: bool = False) -> None:
                 _compare(numbered)
             else:
                 sampled += numbered
+        if whole and "files" not in shard:
+            for ending, key in ((".npy", "sha256"), (".jsonl", "passages_sha256")):
+                path = folder / f"{shard['name']}{ending}"
+                if not path.is_file() or checksum(path) != shard[key]:
+                    raise _damaged(path, "other bytes")
     # a generator of its own, because a program may have seeded Python's
     _compare(random.Random().sample(sampled, min(SAMPLED, len(sampled))))
 
@@ -386,12 +394,12 @@ def check_index(folder: Path, metadata: Any, *, whole: bool = False) -> None:
 def _well_formed(metadata: Any) -> bool:
     """True where index.json has the keys that are read, and shards whose names lead to no other folder."""
     try:
-        return {"complete", "format", "made_by"} <= metadata.keys() and all(
+        return {"complete", "made_by"} <= metadata.keys() and all(
             NAME.fullmatch(shard["name"])
             and isinstance(shard["passages"], int)
             and {"sha256", "passages_sha256"} <= shard.keys()
-            and shard["files"].keys() <= {f"{shard['name']}{ending}" for ending in ENDINGS}
-            and all(isinstance(one["bytes"], int) and one["blocks"] + "" for one in shard["files"].values())
+            and shard.get("files", {}).keys() <= {f"{shard['name']}{ending}" for ending in ENDINGS}
+            and all(isinstance(one["bytes"], int) and one["blocks"] + "" for one in shard.get("files", {}).values())
             for shard in metadata["shards"]
         )
     except (TypeError, KeyError, AttributeError):
