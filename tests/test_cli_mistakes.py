@@ -157,7 +157,7 @@ MISTAKES = [
      "train.precision: must be 'auto', 'float32', 'float64', 'bf16' or 'fp16'; got \"fp8\""),
     ("[train]\nexamples = 10\nsub_batch = {audio = 3}", "train.sub_batch.audio: unknown key"),
     (STEPS + "sub_batch = {text_tokens = 8}",
-     "train.sub_batch.text_tokens: must be at least model.tokenizer.length, the tokens of one title; got 8 and 16"),
+     "train.sub_batch.text_tokens: must be at least model.tokenizer.length, the tokens of one caption; got 8 and 16"),
     ("[train]\nexamples = 10\nsub_batch = 0", "train.sub_batch: must be at least 1; got 0"),
     ("seed = 3", "train: missing"),
     (STEPS + "epochs = 2.0", "train: must have either examples or epochs, and not both"),
@@ -305,7 +305,7 @@ def test_the_command_prints_the_line_and_exits_with_2_before_anything_heavy_is_l
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "2 []\n"
-    rule = "must be at least model.tokenizer.length, the tokens of one title; got 8 and 16"
+    rule = "must be at least model.tokenizer.length, the tokens of one caption; got 8 and 16"
     assert done.stderr == f"x.toml: train.sub_batch.text_tokens: {rule}\n"
     assert not (recipe_file.parent / "runs").exists()
 

@@ -118,7 +118,7 @@ def test_a_table_must_be_whole(tmp_path):
     path.write_text("filepath\ttitle\na.png\tone\nb.png\t \nc.png\n")
     assert refusal(open_captions, path) == (
         "`captions` must have a picture and a caption in each line; "
-        f"got empty title: 1, wrong number of columns: 1 in {path}. Mend them."
+        f"got empty caption: 1, wrong number of columns: 1 in {path}. Mend them."
     )
     path.write_text("file\ttitle\na.png\tone\n")
     assert refusal(open_captions, path) == (

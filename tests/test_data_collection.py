@@ -34,7 +34,7 @@ def test_tables_are_joined_to_others_and_read_as_they_are_needed(tmp_path):
     write_shard(tmp_path / "a.tar", range(12))
     tables, shard = f"{tmp_path}/{{0..1}}.tsv", f"{tmp_path}/a.tar"
     one, other = (opened(source, tmp_path, held_out=0.2, most_bad=0.3) for source in (tables, shard))
-    assert one.skipped == {"missing picture": 2, "empty title": 1}
+    assert one.skipped == {"missing picture": 2, "empty caption": 1}
     assert one.captions == other.captions
     everything = range(len(one.stream))
     assert np.array_equal(*(pairs.stream.read(everything, everything, None)[0] for pairs in (one, other)))
@@ -45,7 +45,7 @@ def test_tables_are_joined_to_others_and_read_as_they_are_needed(tmp_path):
     assert opened(tables, tmp_path, held_out=0.2, most_bad=0.3).stream.fingerprint != one.stream.fingerprint
 
 
-def test_every_pair_is_on_one_side_and_titles_stay_together(tmp_path):
+def test_every_pair_is_on_one_side_and_captions_stay_together(tmp_path):
     write_shards(tmp_path)
     write_shard(tmp_path / "10.tar", range(60, 100), title="the same title")
     pairs = opened(f"{tmp_path}/{{00..02}}.tar::{tmp_path}/10.tar", tmp_path, held_out=0.2)
@@ -168,18 +168,18 @@ def test_a_share_may_be_empty_and_an_expected_batch_may_be_given_up(tmp_path):
 def test_a_folder_without_pictures_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     assert refusal(opened, tmp_path / "empty", tmp_path) == (
-        f'`source` must hold at least two pairs that differ in their titles; got 0 pairs in "{tmp_path / "empty"}". '
+        f'`source` must hold at least two pairs that differ in their captions; got 0 pairs in "{tmp_path / "empty"}". '
         "Name a folder with pictures below it, or shards of pairs, as shards/{000..099}.tar."
     )
 
 
-def test_pictures_without_titles_are_refused_with_their_places(tmp_path):
+def test_pictures_without_captions_are_refused_with_their_places(tmp_path):
     (tmp_path / "pictures").mkdir()
     for number in range(4):
         (tmp_path / f"pictures/{number}.jpg").write_bytes(jpeg(number))
     assert refusal(opened, tmp_path / "pictures", tmp_path) == (
-        f'`source` must hold at least two pairs that differ in their titles; got 4 pairs in "{tmp_path / "pictures"}". '
-        "One is to be held out. In a folder a picture's title is the .txt beside it, or its folder's name."
+        f'`source` must hold at least two pairs that differ in their captions; got 4 pairs in "{tmp_path / "pictures"}". '
+        "One is to be held out. In a folder a picture's caption is the .txt beside it, or its folder's name."
     )
 
 

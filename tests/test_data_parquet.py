@@ -41,8 +41,8 @@ def test_rows_of_parquet_without_either_are_counted(tmp_path):
     titles = ["\xe9".encode("latin-1"), None, *(f"title {number}".encode() for number in range(2, 30))]
     pictures = [*(jpeg(number) for number in range(28)), None, b""]
     pairs = opened(parquet_of(tmp_path / "a.parquet", titles, pictures), tmp_path, most_bad=0.2)
-    assert pairs.skipped == {"not UTF-8": 1, "empty title": 1, "missing picture": 2}
-    with pytest.raises(ValueError, match=r"must have at most 10.0% bad pairs; got 4 of 30 \(empty title: 1, missing"):
+    assert pairs.skipped == {"not UTF-8": 1, "empty caption": 1, "missing picture": 2}
+    with pytest.raises(ValueError, match=r"must have at most 10.0% bad pairs; got 4 of 30 \(empty caption: 1, missing"):
         opened(tmp_path / "a.parquet", tmp_path, most_bad=0.1)
 
 

@@ -116,7 +116,7 @@ def test_entries_without_a_pair_are_counted_by_reason(tmp_path):
     found = list(find_in_tar(tmp_path / "a.tar"))
     assert [pair.caption for pair in found if not isinstance(pair, str)] == ["two words"]
     assert Counter(pair for pair in found if isinstance(pair, str)) == {
-        "missing title": 1, "missing picture": 1, "empty title": 1, "not UTF-8": 1, "key used twice": 4,
+        "missing caption": 1, "missing picture": 1, "empty caption": 1, "not UTF-8": 1, "key used twice": 4,
         "not a plain file": 2, "too large": 1,
     }  # fmt: skip
 
@@ -308,7 +308,7 @@ def test_folders_of_pictures(tmp_path):
         "an owl at night",
         "outside the folder",
         "an owl by day",
-        "missing title",
+        "missing caption",
         "red fox",
         "red fox",
     ]

@@ -47,7 +47,7 @@ def test_every_row_is_a_pair(album):
     assert pairs.skipped == {}
 
 
-def test_pictures_belong_to_their_titles(album):
+def test_pictures_belong_to_their_captions(album):
     pairs = album.open(channels=3)
     assert pairs.images[:, :, 4, 4].tolist() == [[shade * 10, 0, 255 - shade * 10] for shade in range(20)]
 
@@ -118,7 +118,7 @@ def huge(side):
         ("x.png\ta title", cut_short, "broken picture"),
         ("x.png\ta title", Path.mkdir, "broken picture"),
         *(("x.png\ta title", huge(side), "picture over 64 megapixels") for side in (8001, 12_000, 20_000)),
-        ("pictures/0.png\t   ", None, "empty title"),
+        ("pictures/0.png\t   ", None, "empty caption"),
         ("pictures/0.png\tone\ttoo many", None, "wrong number of columns"),
         ("pictures/0.png\tcafé".encode("latin-1"), None, "not UTF-8"),
     ],
@@ -137,16 +137,16 @@ def test_too_many_bad_rows_are_an_error_also_from_the_cache(album):
     for name in ("a.png", "b.png"):
         album.add(name)
     album.add("pictures/0.png", "")
-    assert album.open(most_bad=0.2).skipped == {"missing picture": 2, "empty title": 1}
+    assert album.open(most_bad=0.2).skipped == {"missing picture": 2, "empty caption": 1}
     for _ in range(2):
         assert refusal(album.open, most_bad=0.1) == (
-            "`source` must have at most 10.0% bad pairs; got 3 of 23 (empty title: 1, missing picture: 2); "
+            "`source` must have at most 10.0% bad pairs; got 3 of 23 (empty caption: 1, missing picture: 2); "
             f'there is no "a.png" in the folder "{album.folder}". '
             "Mend it, or raise data.max_bad_fraction."
         )
 
 
-def test_copies_leave_out_titles_that_a_shard_cannot_hold(album):
+def test_copies_leave_out_captions_that_a_shard_cannot_hold(album):
     album.add("pictures/0.png", "nul \0 nul")
     album.add("pictures/1.png", "long " * 20_000)
     pairs = album.open(copies=2)
@@ -263,7 +263,7 @@ def test_a_table_with_nothing_to_compare_is_refused(album):
 def test_a_table_of_one_title_is_refused(album):
     header, *rows = album.lines
     album.lines = [header, *(f"{row.partition(chr(9))[0]}\tthe same" for row in rows)]
-    assert f"; got {len(rows)} readable, all with one title or one picture. One is" in refusal(album.open)
+    assert f"; got {len(rows)} readable, all with one caption or one picture. One is" in refusal(album.open)
 
 
 def test_a_table_that_is_not_there_is_refused(tmp_path):
@@ -334,4 +334,4 @@ def test_quotes_that_are_right_are_read(album):
     rows += [f'pictures/{n}.png,"' + "\n" * 15 + f'{n}"' for n in (3, 4)]
     pairs = opened_csv(album, rows)
     assert pairs.captions == ['a "word" of lines, and commas', 'a 5" screen', "3", "4"]
-    assert pairs.skipped == {"empty title": 1}
+    assert pairs.skipped == {"empty caption": 1}

@@ -126,7 +126,7 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     ("settings", "sentence"),
     [
         ({"size": 2}, "`size` must be at least 3 words; got 2. Two of them are for padding and for what is unknown."),
-        ({"length": 0}, "`length` must be at least 1 token; got 0. Titles of a few words need about 16."),
+        ({"length": 0}, "`length` must be at least 1 token; got 0. Captions of a few words need about 16."),
     ],
 )
 def test_invalid_settings_are_refused(settings, sentence):

@@ -333,7 +333,7 @@ REFUSED = {
         "`tokenizer` must have no more tokens than the text tower; got 9 for a text tower of 5. "
         "Use the tokenizer that the model was made with.",
     ),
-    "titles too long": (
+    "captions too long": (
         {"text": library(**BERT["config"], max_position_embeddings=4)},
         "`length` must be at most the 4 tokens of the text tower; got 6. Set model.tokenizer.length to it.",
     ),

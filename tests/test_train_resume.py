@@ -368,7 +368,7 @@ def _change(picture):
         ImageOps.invert(image).save(picture)
 
 
-def test_other_pictures_under_the_same_titles_are_refused(tmp_path):
+def test_other_pictures_under_the_same_captions_are_refused(tmp_path):
     recipe = tiny_recipe(tmp_path)
     stopped(recipe, tmp_path, at=2)
     _change(tmp_path / "A-left.png")

@@ -62,8 +62,8 @@ def open_table(source: str, options: PairOptions) -> PairSet:
         captions, digests, skipped = _decode_all(writer, rows, read, options.progress, "reading the pictures")
         ids = base.joined_ids(captions, digests)
         if len(set(ids.tolist())) < 2:
-            # equal titles or equal pictures make pairs one
-            alike = ", all with one title or one picture" if len(captions) > 1 else ""
+            # equal captions or equal pictures make pairs one
+            alike = ", all with one caption or one picture" if len(captions) > 1 else ""
             got = f"{len(captions)} readable{alike}" + (f"; skipped {base.counted(skipped)}" if skipped else "")
             got += _first_missing(rows, Path(source).parent)
             remedy = "One is needed to train on, one to be held out."
@@ -130,8 +130,8 @@ def open_collection(source: str, options: PairOptions) -> PairSet:
         got = f'{len(index)} pairs in "{source}"{unread}'
         remedy = "Name a folder with pictures below it, or shards of pairs, as shards/{000..099}.tar."
         if len(index):
-            remedy = "One is to be held out. In a folder a picture's title is the .txt beside it, or its folder's name."
-        raise invalid("source", "hold at least two pairs that differ in their titles", got, remedy)
+            remedy = "One is to be held out. In a folder a picture's caption is the .txt beside it, or its folder's name."
+        raise invalid("source", "hold at least two pairs that differ in their captions", got, remedy)
     held_out = _held_out(index, options.held_out)
     parts = {"held_out": np.flatnonzero(held_out)}
     settings = {"format": FORMAT, "index": digest, "held_out": options.held_out, "channels": options.channels}

@@ -173,7 +173,7 @@ def _pairs(shard: Path, members: Sequence[tarfile.TarInfo]) -> list[Finding]:
     if not images:
         return ["missing picture"] * len(texts)
     if not texts:
-        return ["missing title"] * len(images)
+        return ["missing caption"] * len(images)
     if len(images) > 1 or len(texts) > 1:
         return ["key used twice"] * min(len(images), len(texts))
     with open_file(shard) as file:
@@ -194,7 +194,7 @@ def _checked(path: Path, offset: int, size: int, caption: bytes) -> Finding:
     except UnicodeDecodeError:
         return "not UTF-8"
     # a disk gives zeros in the place of what it lost
-    return "not a text" if "\0" in clean else Pair(str(path), offset, size, clean) if clean else "empty title"
+    return "not a text" if "\0" in clean else Pair(str(path), offset, size, clean) if clean else "empty caption"
 
 
 def find_in_table(table: Path) -> Iterator[Finding]:
@@ -220,7 +220,7 @@ def find_in_folder(folder: Path) -> Iterator[Finding]:
             yield "outside the folder"
             continue
         if text is None and path.parent in titled:
-            yield "missing title"
+            yield "missing caption"
             continue
         caption = path.parent.name.replace("_", " ").encode()
         if text is not None:

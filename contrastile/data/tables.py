@@ -99,7 +99,7 @@ def read_table(table: Path, folder: Path | None = None, *, name: str = "source")
         caption = " ".join(fields[caption_column].split())
         if "\0" in caption or len(caption.encode()) > LONGEST_CAPTION:
             return "not a text" if "\0" in caption else "too large"
-        return ((folder or table.parent) / fields[path_column].strip(), caption) if caption else "empty title"
+        return ((folder or table.parent) / fields[path_column].strip(), caption) if caption else "empty caption"
 
     # a .tsv file may have lines of blanks
     return [row(fields) for _, fields in rows if is_csv or "".join(fields).strip()]

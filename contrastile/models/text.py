@@ -48,7 +48,7 @@ class WordTokenizer:
     def __init__(self, serialised: str, *, length: int) -> None:
         from tokenizers import Tokenizer as Engine
 
-        remedy, rule = "Titles of a few words need about 16.", "be at least 1 token"
+        remedy, rule = "Captions of a few words need about 16.", "be at least 1 token"
         self.length = length = whole_number("length", length, 1, remedy, rule=rule)
         self._engine = Engine.from_str(serialised)
         self._engine.enable_truncation(length)

@@ -1,6 +1,6 @@
 """Data bundle and batch builder: from the rows that `Batches` samples to pixels, tokens and ids.
 
-Titles are tokenised once; pictures are augmented anew every time, in host memory, or on a GPU where they take little.
+Captions are tokenised once; pictures are augmented anew every time, in host memory, or on a GPU where they take little.
 """
 
 import hashlib
@@ -39,8 +39,8 @@ Tokens = dict[str, Tensor]
 SLICE = 512
 # the same on a GPU; pictures stay there if they take at most this share of its free memory
 SLICE_ON_DEVICE, SHARE_OF_DEVICE = 8192, 1 / 64
-# titles of a collection that train a tokenizer
-MOST_TITLES = 1_000_000
+# captions of a collection that train a tokenizer
+MOST_CAPTIONS = 1_000_000
 # precomputed features: pictures of one part, and those that are read and encoded at once
 PART, CHUNK = 16_384, 512
 FEATURES, SKIPPED = "features.npy", "skipped.json"
@@ -64,7 +64,7 @@ class FeatureTable:
 
 @dataclass(frozen=True)
 class DataBundle:
-    """The pairs of a recipe, a tokenizer for their titles, and every title's tokens.
+    """The pairs of a recipe, a tokenizer for their captions, and every caption's tokens.
 
     home: the device on which pictures stay, None for host memory. features: a frozen tower's output for every picture,
     by row, or of a collection by row of its stream.
@@ -78,7 +78,7 @@ class DataBundle:
 
 
 def open_data_bundle(recipe: Recipe, tokenizer: Tokenizer | None = None) -> DataBundle:
-    """Open the data of a recipe; without a `tokenizer`, train one on the titles of the training split."""
+    """Open the data of a recipe; without a `tokenizer`, train one on the captions of the training split."""
     data = recipe.data
     settings = data.model_dump(include={"image_size", "channels", "held_out", "weights", "copies"})
     cache, most_bad = Path(data.cache).expanduser(), data.max_bad_fraction
@@ -90,9 +90,9 @@ def open_data_bundle(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Data
     tokenizer = tokenizer or ready_tokenizer(named)
     if tokenizer is None:
         train, stream = pairs.splits["train"], pairs.stream
-        # a collection has too many titles
-        titles = [pairs.captions[row] for row in train] if stream is None else stream.sample_captions(MOST_TITLES)
-        tokenizer = train_tokenizer(titles, kind=named.kind, size=named.size, length=named.length)
+        # a collection has too many captions
+        captions = [pairs.captions[row] for row in train] if stream is None else stream.sample_captions(MOST_CAPTIONS)
+        tokenizer = train_tokenizer(captions, kind=named.kind, size=named.size, length=named.length)
     return DataBundle(pairs, tokenizer, tokenizer.tokenise(pairs.captions), _home(pairs, device))
 
 
@@ -236,7 +236,7 @@ class Batch:
             yield type(self)(self.pixels[own], tokens, self.ids[own], within)
 
 
-# of some titles of a collection: the position of each row's title among them, their ids and tokens
+# of some captions of a collection: the position of each row's caption among them, their ids and tokens
 _Texts = tuple[dict[int, int], Tensor, Tokens]
 
 
@@ -331,8 +331,8 @@ class BatchBuilder:
         return (rows[share] - len(self._bundle.pairs)).tolist(), examples[share]
 
     def _read_texts(self, stream: Stream, rows: list[int]) -> _Texts:
-        """Titles of rows, each row once. A share without pairs gets the tokens of one empty text, for their shape."""
+        """Captions of rows, each row once. A share without pairs gets the tokens of one empty text, for their shape."""
         index = {row: position for position, row in enumerate(dict.fromkeys(rows))}
-        titles = stream.captions(index)
-        ids = torch.tensor([stream.library.identity(title) for title in titles], dtype=torch.int64)
-        return index, ids, self._bundle.tokenizer.tokenise(titles or [""])
+        captions = stream.captions(index)
+        ids = torch.tensor([stream.library.identity(caption) for caption in captions], dtype=torch.int64)
+        return index, ids, self._bundle.tokenizer.tokenise(captions or [""])

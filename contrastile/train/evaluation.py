@@ -189,12 +189,12 @@ def result_row(
 
 
 def encode_names(run: Run, pairs: PairSet, rows: Indices, prompts: Sequence[str] | None = None) -> Encoded:
-    """Encode each distinct title of `rows`, alone or in `prompts`."""
+    """Encode each distinct caption of `rows`, alone or in `prompts`."""
     _, first = np.unique([pairs.captions[row] for row in rows], return_index=True)
     rows = rows[np.sort(first)]
-    titles = [pairs.captions[row] for row in rows]
+    captions = [pairs.captions[row] for row in rows]
     encode = run.encode_text
-    features = encode(titles) if prompts is None else class_features(titles, encode=encode, prompts=prompts)
+    features = encode(captions) if prompts is None else class_features(captions, encode=encode, prompts=prompts)
     return Encoded(rows, features, ids_of(run, pairs, rows))
 
 

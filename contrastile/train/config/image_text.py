@@ -126,7 +126,7 @@ class ModelSettings(Settings):
 
 
 class DataSettings(Settings):
-    """Pairs of pictures and titles. `source`: "glyphs", a table (.tsv or .csv), or a collection: tar shards such as
+    """Pairs of pictures and captions. `source`: "glyphs", a table (.tsv or .csv), or a collection: tar shards such as
     "a/{000..099}.tar", parquet files and folders of pictures, several joined by "::".
     """
 
@@ -308,7 +308,7 @@ class Recipe(AnyRecipe):
         reason = f'must be "device" with loss.kind = "{self.loss.kind}"; got "host"'
         yield self.train.features == "host" and not self.may_stream, "train.features", reason
         yield self.too_small_queue(1)
-        yield self.too_few_tokens("text", noun="title")
+        yield self.too_few_tokens("text", noun="caption")
 
     def training_clashes(self) -> Iterable[Clash]:
         yield from super().training_clashes()

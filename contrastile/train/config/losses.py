@@ -76,7 +76,7 @@ class Distilled(LossSettings):
 
 
 class ClipSettings(LossSettings):
-    """ClipLoss. `labels`: pairs of equal titles are positives of each other, instead of being left out."""
+    """ClipLoss. `labels`: pairs of equal captions are positives of each other, instead of being left out."""
 
     kind: Literal["clip"] = "clip"
     label_smoothing: Fraction = 0.0
@@ -105,14 +105,14 @@ class DclSettings(LossSettings):
 
 
 class SupConSettings(LossSettings):
-    """SupConLoss of images and texts together: a title is the label of its pictures and of itself."""
+    """SupConLoss of images and texts together: a caption is the label of its pictures and of itself."""
 
     kind: Literal["supcon"] = "supcon"
     form: str = "out"
 
 
 class NTXentSettings(LossSettings):
-    """NTXentLoss: a picture and its title are the two views of an example."""
+    """NTXentLoss: a picture and its caption are the two views of an example."""
 
     kind: Literal["ntxent"] = "ntxent"
     label_smoothing: Fraction = 0.0

@@ -162,11 +162,11 @@ import contrastile
 from PIL import Image
 
 run = contrastile.load("{run}")
-scores = run.encode_image([Image.open("picture.png")]) @ run.encode_text(["one title", "another title"]).T
+scores = run.encode_image([Image.open("picture.png")]) @ run.encode_text(["one caption", "another caption"]).T
 
 # on the command line: pictures of a folder by a text
 contrastile encode {run} my/pictures
-contrastile search {run} "one title\"""",
+contrastile search {run} "one caption\"""",
     parts={
         "faces": "held-out fonts",
         "names": "held-out names",
