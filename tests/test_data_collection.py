@@ -178,8 +178,9 @@ def test_pictures_without_captions_are_refused_with_their_places(tmp_path):
     for number in range(4):
         (tmp_path / f"pictures/{number}.jpg").write_bytes(jpeg(number))
     assert refusal(opened, tmp_path / "pictures", tmp_path) == (
-        f'`source` must hold at least two pairs that differ in their captions; got 4 pairs in "{tmp_path / "pictures"}". '
-        "One is to be held out. In a folder a picture's caption is the .txt beside it, or its folder's name."
+        "`source` must hold at least two pairs that differ in their captions; "
+        f'got 4 pairs in "{tmp_path / "pictures"}". '
+        "One is held out. In a folder a picture's caption is the .txt beside it, or its folder's name."
     )
 
 

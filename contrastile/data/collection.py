@@ -130,7 +130,7 @@ def open_collection(source: str, options: PairOptions) -> PairSet:
         got = f'{len(index)} pairs in "{source}"{unread}'
         remedy = "Name a folder with pictures below it, or shards of pairs, as shards/{000..099}.tar."
         if len(index):
-            remedy = "One is to be held out. In a folder a picture's caption is the .txt beside it, or its folder's name."
+            remedy = "One is held out. In a folder a picture's caption is the .txt beside it, or its folder's name."
         raise invalid("source", "hold at least two pairs that differ in their captions", got, remedy)
     held_out = _held_out(index, options.held_out)
     parts = {"held_out": np.flatnonzero(held_out)}

@@ -107,8 +107,8 @@ class Objective:
 class PairObjective(Objective):
     """The loss of pictures and texts.
 
-    Pairs of equal ids, which are those of captions, are left out, or are positives where the recipe has `labels`. A loss
-    of one direction is the mean of both.
+    Pairs of equal ids, which are those of captions, are left out, or are positives where the recipe has `labels`. A
+    loss of one direction is the mean of both.
     """
 
     kinds: ClassVar = {
