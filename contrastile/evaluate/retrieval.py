@@ -199,11 +199,10 @@ def chance(query_ids: Tensor, key_ids: Tensor) -> float:
 
 
 def chance_among(right: Tensor, total: int) -> float:
-    """The recall at 1 of a random order: the mean over queries of 1 − (M − r) / M, right r, total M."""
+    """The recall at 1 of a random order: the mean over queries of the share of the `total` keys that are `right`."""
     if len(right) == 0:
         raise invalid("query_ids", "not be empty", "no queries", "There is nothing to measure.")
-    counts = zip(*(each.tolist() for each in right.unique(return_counts=True)), strict=True)
-    return sum((1 - (total - count) / total) * queries for count, queries in counts) / len(right)
+    return right.double().mean().item() / total
 
 
 @torch.no_grad()

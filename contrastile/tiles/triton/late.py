@@ -20,12 +20,12 @@ from contrastile.tiles.eager import LEAST_STRIP
 from contrastile.tiles.scored import Scorer
 from contrastile.tiles.triton.backend import LEAST_CAPABILITY
 from contrastile.tiles.triton.maxsim import (
-    KEPT,
     LIST_BYTES,
     LISTS,
     MOST_TOKENS,
     PAIR_BYTES,
     SIDE,
+    STORED,
     Documents,
     Entries,
     add_document_gradients,
@@ -59,12 +59,12 @@ class FusedMaxSim(FusedScores):
 
     # scores and winning tokens of tiles, by the first row and column of each
     stored: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
-    # numbers of tiles along the rows and of tiles to be kept
-    tall: int = field(default=0, init=False, repr=False)
-    kept: int = field(default=0, init=False, repr=False)
+    # numbers of tiles along the rows, and of tiles to be stored
+    row_tiles: int = field(default=0, init=False, repr=False)
+    most_stored: int = field(default=0, init=False, repr=False)
 
     def forward(self, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
-        self.tall, self.kept = tiles_of(len(rows), self.side), -1
+        self.row_tiles, self.most_stored = tiles_of(len(rows), self.side), -1
         return super().forward(rows, cols)
 
     @classmethod
@@ -142,11 +142,11 @@ class FusedMaxSim(FusedScores):
         """True for a tile that the forward keeps, in the order of the backward: rows first, then columns."""
         if not (self.continued and self.scorer.wanted):
             return False
-        if self.kept < 0:
+        if self.most_stored < 0:
             # by the first tile, which is as large as any
-            room = min(self.workspace - _pair_bytes(rows, cols) * len(rows) * len(cols), KEPT * self.workspace)
-            self.kept = int(room / (bytes_of_column * len(cols)))
-        return cols.start // self.side * self.tall + rows.start // self.side < self.kept
+            room = min(self.workspace - _pair_bytes(rows, cols) * len(rows) * len(cols), STORED * self.workspace)
+            self.most_stored = int(room / (bytes_of_column * len(cols)))
+        return cols.start // self.side * self.row_tiles + rows.start // self.side < self.most_stored
 
     def _pass_on(self, g_IJ: Tensor, context: Block, u_I: Tensor | None, v_J: Tensor | None) -> None:
         entries, documents, best = context
@@ -156,7 +156,7 @@ class FusedMaxSim(FusedScores):
         if v_J is not None:
             # beside the gradients of pairs and their copy by queries
             held = sum(x.nbytes for tile in self.stored.values() for x in tile) + 2 * g_IJ.nbytes
-            workspace = min(self.workspace // LISTS, LIST_BYTES, int(KEPT * self.workspace) - held)
+            workspace = min(self.workspace // LISTS, LIST_BYTES, int(STORED * self.workspace) - held)
             add_document_gradients(v_J, g_IJ, entries, documents, best, workspace, meanwhile=queries)
         elif queries is not None:
             queries()

@@ -38,7 +38,7 @@ PAIR_BYTES = 24
 # share of the workspace for lists of the entries that each document token has won, and their bytes at most
 LISTS, LIST_BYTES = 4, 2**28
 # share of the workspace for the winning tokens that a forward keeps; lists have what the backward leaves of it
-KEPT = 0.65
+STORED = 0.65
 # pairs from which a copy of their gradients by queries pays
 COPIED = 2**20
 # programs along the second axis of a grid, at most
@@ -169,7 +169,7 @@ def expected_bytes(
     rows, cols = (N, M) if whole else (strip, M) if strip >= LEAST_STRIP else (min(N, side), min(M, side))
 
     def lists(held: float = 0.0) -> int:
-        room = min(workspace // LISTS, LIST_BYTES, int(KEPT * workspace - held - 8 * rows * cols))
+        room = min(workspace // LISTS, LIST_BYTES, int(STORED * workspace - held - 8 * rows * cols))
         each = 4 * rows * padded
         return each * max(1, min(cols, room // each))
 
@@ -180,12 +180,12 @@ def expected_bytes(
     copied = copies * (rows * L + cols * T) * D
     pairs = beginning = 0
     if columns and at_once:
-        each, tall = (winners + 4) * rows * cols, tiles_of(N, rows)
-        room = int(min(workspace - pair * rows * cols, KEPT * workspace) / each)
-        tiles = max(0, min(tall * tiles_of(M, cols), room))
+        each, row_tiles = (winners + 4) * rows * cols, tiles_of(N, rows)
+        room = int(min(workspace - pair * rows * cols, STORED * workspace) / each)
+        tiles = max(0, min(row_tiles * tiles_of(M, cols), room))
         pairs = min(tiles * rows * cols, N * M)
         beginning = tiles * each + 4 * rows * cols + by_queries + lists((tiles - 1) * each) + copied
-        most += each * max(0, tiles - tall)
+        most += each * max(0, tiles - row_tiles)
     return Expected(most + copied, columns, pairs, beginning)
 
 
@@ -308,7 +308,7 @@ def add_document_gradients(
     gathering = gathering or gathering_for(entries.vectors)
     BD, BN = min(gathering.document_features, max(16, triton.next_power_of_2(D))), gathering.tokens
     blocks = tiles_of(M, BN)
-    rooms: list[dict[str, Any]] = [
+    buffers: list[dict[str, Any]] = [
         {
             "list_ptr": torch.empty(at_once, entries.count, dtype=torch.int32, device=g.device),
             "bounds_ptr": torch.empty(at_once, 2, blocks, dtype=torch.int32, device=g.device),
@@ -323,7 +323,7 @@ def add_document_gradients(
         with torch.cuda.stream(streams[turn]):
             run(
                 kernels.list_entries, (tiles_of(blocks, FIELDS.value), min(at_once, J - first)), warps=1, best_ptr=best,
-                first=first, ROWS=gathering.listed, INTERPRETED=interpreting(), **given, **rooms[turn],
+                first=first, ROWS=gathering.listed, INTERPRETED=interpreting(), **given, **buffers[turn],
             )  # fmt: skip
 
     def multiply(part: int) -> None:
@@ -337,7 +337,7 @@ def add_document_gradients(
                 col_weight_stride=g.stride(1), out_stride=v.stride(0), BD=BD, GROUP=gathering.group,
                 PADDED=entries.padded, ROWS_MASKED=entries.tokens is not None,
                 COLS_MASKED=documents.order is not None, WHOLE=D % BD == 0, STAGES=gathering.document_stages,
-                **given, **rooms[turn],
+                **given, **buffers[turn],
             )  # fmt: skip
 
     parts = range(tiles_of(J, at_once))
