@@ -441,7 +441,7 @@ def test_several_tiles_and_strips_agree(monkeypatch: pytest.MonkeyPatch) -> None
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 
 
-def test_sums_of_documents_are_float32_for_a_strip_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_are_float32_for_a_strip_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k = torch.randn(3, 2, 16).half(), torch.randn(3, 2, 16).half()
     made = FusedMaxSim.accumulators
     types: list[torch.dtype] = []
@@ -456,9 +456,20 @@ def test_sums_of_documents_are_float32_for_a_strip_at_a_time(monkeypatch: pytest
     monkeypatch.setattr(FusedMaxSim, "fitting_side", lambda *_: 2)
     monkeypatch.setattr(plan, "_plans", {})
     results = [_step(x, y, scale=2.0) for x, y in ((q, k), (q.float(), k.float()))]
-    assert types == [torch.float32, torch.float16, torch.float32, torch.float32]
+    assert types == [torch.float16, torch.float16, torch.float32, torch.float32]
     for half, single in zip(*results, strict=True):
         torch.testing.assert_close(half.float(), single, rtol=2e-3, atol=1e-5)
+
+
+# the interpreter's NumPy computes the statistics of rows without pairs
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_queries_without_documents_have_gradients_of_zero() -> None:
+    q, k = (torch.randn(n, 2, 16).half().requires_grad_() for n in (3, 0))
+    loss = contrast(
+        q, k, loss=Softmax(symmetric=False), scorer=MaxSim(), backend="triton", positives=torch.full((3,), -1)
+    )
+    for x, gradient in zip((q, k), torch.autograd.grad(loss, (q, k)), strict=True):
+        assert torch.equal(gradient, torch.zeros_like(x))
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])

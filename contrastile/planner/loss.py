@@ -331,7 +331,9 @@ class LateSize(LossSize):
     def workspace_bytes(self) -> int:
         if self.backend_name == "triton":
             most, _, _, beginning = self.fused
-            return max(most, beginning - self.columns * self.sizes[1] * self.given.itemsize)
+            # when winners are kept, the columns have no gradients yet
+            of_row, of_col = self.sizes
+            return max(most, beginning - self.columns * of_col * self.given.itemsize - self.rows * of_row * self.wide)
         rows, cols = self.blocks[-1]
         L, T = self.tokens
         tile = MaxSim.tile_bytes(rows, cols, L, T, self.dimensions, accumulator(self.dtype).itemsize)

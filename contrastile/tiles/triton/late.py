@@ -20,7 +20,6 @@ from contrastile.tiles.eager import LEAST_STRIP
 from contrastile.tiles.scored import Scorer
 from contrastile.tiles.triton.backend import LEAST_CAPABILITY
 from contrastile.tiles.triton.maxsim import (
-    LIST_BYTES,
     LISTS,
     MOST_TOKENS,
     PAIR_BYTES,
@@ -30,6 +29,7 @@ from contrastile.tiles.triton.maxsim import (
     Entries,
     add_document_gradients,
     add_query_gradients,
+    list_bytes,
     multiplied,
     readable,
     scored,
@@ -154,9 +154,10 @@ class FusedMaxSim(FusedScores):
             return
         queries = None if u_I is None else partial(add_query_gradients, u_I, g_IJ, entries, documents, best)
         if v_J is not None:
-            # beside the gradients of pairs and their copy by queries
-            held = sum(x.nbytes for tile in self.stored.values() for x in tile) + 2 * g_IJ.nbytes
-            workspace = min(self.workspace // LISTS, LIST_BYTES, int(STORED * self.workspace) - held)
+            # beside the winners that are kept and this tile's, the gradients of pairs and their copy by queries
+            held = sum(x.nbytes for tile in self.stored.values() for x in tile)
+            held += (best.nbytes + 3 * g_IJ.nbytes) if held else 0
+            workspace = list_bytes(self.workspace, held)
             add_document_gradients(v_J, g_IJ, entries, documents, best, workspace, meanwhile=queries)
         elif queries is not None:
             queries()

@@ -35,10 +35,11 @@ from contrastile.tiles.triton.plan import ALIGNMENT, interpreting, shape_for, ti
 
 # bytes of a pair in float32 scores, logits, gradients and temporaries
 PAIR_BYTES = 24
-# share of the workspace for lists of the entries that each document token has won, and their bytes at most
-LISTS, LIST_BYTES = 4, 2**28
+# share of the workspace for lists of the entries that each document token has won, beside winners of other tiles at
+# least, and their bytes at most
+LISTS, LEAST_LISTS, LIST_BYTES = 4, 64, 2**28
 # share of the workspace for the winning tokens that a forward keeps; lists have what the backward leaves of it
-STORED = 0.65
+STORED = 0.78
 # pairs from which a copy of their gradients by queries pays
 COPIED = 2**20
 # programs along the second axis of a grid, at most
@@ -141,7 +142,8 @@ class Expected(NamedTuple):
     bytes: int
     # columns of a tile; 0 where the gradients come with the loss
     columns: int
-    # pairs whose winning tokens the forward keeps, and bytes while they are there, when columns have no gradients yet
+    # pairs whose winning tokens the forward keeps, and bytes while they are there, with the gradients of rows, when
+    # columns have none yet
     pairs: int
     beginning: int
 
@@ -168,10 +170,9 @@ def expected_bytes(
     strip = 0 if symmetric or not at_once else int(workspace / (pair * M))
     rows, cols = (N, M) if whole else (strip, M) if strip >= LEAST_STRIP else (min(N, side), min(M, side))
 
-    def lists(held: float = 0.0) -> int:
-        room = min(workspace // LISTS, LIST_BYTES, int(STORED * workspace - held - 8 * rows * cols))
+    def lists(held: int = 0) -> int:
         each = 4 * rows * padded
-        return each * max(1, min(cols, room // each))
+        return each * max(1, min(cols, list_bytes(workspace, held) // each))
 
     columns = 0 if whole or strip >= LEAST_STRIP else cols
     # scores and gradients, with the loss logits too, and of many pairs gradients by queries
@@ -184,9 +185,22 @@ def expected_bytes(
         room = int(min(workspace - pair * rows * cols, STORED * workspace) / each)
         tiles = max(0, min(row_tiles * tiles_of(M, cols), room))
         pairs = min(tiles * rows * cols, N * M)
-        beginning = tiles * each + 4 * rows * cols + by_queries + lists((tiles - 1) * each) + copied
-        most += each * max(0, tiles - row_tiles)
+        # each tile frees its winners, and those of the first columns make room for the gradients of their rows
+        for at in range(tiles):
+            kept = (tiles - at) * each
+            used = kept + 4 * rows * cols + by_queries + lists(kept + 8 * rows * cols if at < tiles - 1 else 0)
+            if at < row_tiles:
+                beginning = max(beginning, used + 4 * rows * L * D * (at + 1))
+            else:
+                most = max(most, used)
+        beginning += copied
     return Expected(most + copied, columns, pairs, beginning)
+
+
+def list_bytes(workspace: int, held: int) -> int:
+    """Bytes of the lists of a tile's winners, beside those `held` by other tiles' winners and this tile; 0: none."""
+    most = min(workspace // LISTS, LIST_BYTES)
+    return max(workspace // LEAST_LISTS, min(most, int(STORED * workspace) - held)) if held else most
 
 
 def ordered(mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -44,17 +44,18 @@ class FusedScores(Scored):
 
     def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
         del wanted
-        # `closing`, the columns' gradients are float32 for a strip at a time, and take memory after the first one,
-        # which frees what the forward has kept for it
+        # `closing`, sums are float32 for a strip at a time, and take memory as tiles are met, each of which frees what
+        # the forward has kept for it
         self.final = self.closing
         u, v = (
-            side.features.new_zeros(n, math.prod(side.features.shape[1:]), dtype=dtype) if form.wanted[0] else None
-            for form, side, n, dtype in (
-                (self.scorer.rows, rows, len(rows), self.scale.dtype),
-                (self.scorer.cols, cols, 0, cols.features.dtype)
-                if self.closing
-                else (self.scorer.cols, cols, len(cols), self.scale.dtype),
+            side.features.new_zeros(
+                0 if self.closing and len(cols) else len(side),
+                math.prod(side.features.shape[1:]),
+                dtype=side.features.dtype if self.closing else self.scale.dtype,
             )
+            if form.wanted[0]
+            else None
+            for form, side in ((self.scorer.rows, rows), (self.scorer.cols, cols))
         )
         return u, v
 
@@ -65,15 +66,24 @@ class FusedScores(Scored):
             return super().backward(rows, cols, u, v, row_stats)
         assert not isinstance(v, InFlight)
         sums = self.no_pairs()
-        for along, strip in self._tiles(cols, self.side):
-            v_J = None if v is None else self.scale.new_zeros(len(strip), v.shape[1])
-            sums += super().backward(rows, strip, u, v_J, row_stats)
-            if v is not None and v_J is not None:
-                v.resize_(len(cols), v.shape[1])
-                v[along] = self.scaled(v_J, v.dtype, None, keep=False).view_as(v_J)
-        if u is not None:
-            u.mul_(self.scale)
+        u_strips: dict[int, Tensor] = {}
+        for along_j, col_strip in self._tiles(cols, self.side):
+            v_J = None if v is None else self.scale.new_zeros(len(col_strip), v.shape[1])
+            for along_i, row_strip in self._tiles(rows, self.side):
+                if u is not None and along_i.start not in u_strips:
+                    u_strips[along_i.start] = self.scale.new_zeros(len(row_strip), u.shape[1])
+                stats = None if row_stats is None else row_stats[:, along_i]
+                sums += super().backward(row_strip, col_strip, u_strips.get(along_i.start), v_J, stats)
+            self._fill(v, len(cols), along_j, v_J)
+        for along_i, _ in self._tiles(rows, self.side):
+            self._fill(u, len(rows), along_i, u_strips.pop(along_i.start, None))
         return sums
+
+    def _fill(self, gradient: Tensor | None, n: int, along: slice, total: Tensor | None) -> None:
+        """Write the sums of a strip, scaled, to the gradient, whose n rows take memory with the first strip."""
+        if gradient is not None and total is not None:
+            gradient.resize_(n, gradient.shape[1])
+            gradient[along] = self.scaled(total, gradient.dtype, None, keep=False).view_as(total)
 
     @abstractmethod
     def _scores(self, rows: Shard, cols: Shard, *, with_graph: bool) -> tuple[Tensor, Any]:
