@@ -30,9 +30,11 @@ NUMBERS = 5
 # labels of a side up to which they are sorted by chunks, faster than by the many kernels of a sort; labels of a chunk,
 # and those compared at once; labels and chunks of one program, and the steps that find a position in a chunk
 MOST_CHUNKED, CHUNK, SEARCH = 16384, {"CHUNK": 128, "BLOCK": 32}, {"ROWS": 16, "SLOTS": 64, "CHUNK": 128, "STEPS": 8}
-# columns of positives of a row tile above which its tiles have the size of the shape, else half of its rows; warps of
-# the larger ones; and columns of a block above which it has these, whose launches are not worth their time in others
-LONG, TALL_WARPS, MANY = 256, 8, 6144
+# columns of positives of a row tile above which its tiles have the size of the shape, else half of its rows; columns of
+# a block above which it has the larger ones, whose launches are not worth their time in others
+LONG, MANY = 160, 6144
+# warps of the smaller and of the larger tiles of a kernel, as measured; stages of the gradients'
+TOTALS_WARPS, GRADIENTS_WARPS, GRADIENTS_STAGES = (4, 8), (8, 4), 3
 # programs that share the columns of a larger row tile, because row tiles alone would not fill a chip; statistics, which
 # have to be merged, in blocks of up to so many rows and columns
 SHARED, MOST_SHARED = 8, 16384
@@ -166,7 +168,7 @@ def label_totals(pair: Pair, block: Block, stats: Sequence[Tensor], first: Seque
         parts = of_side.new_empty(shared - 1, len(of_positives), given["N"])
         given |= {"constants_ptr": block.constants, "stats_ptr": of_side, "stats_stride": of_side.stride(0)}
         given |= {"part_ptr": parts if shared > 1 else of_side, "row_first": int(is_first)}
-        _run_tiles(kernels.label_totals, pair, given, shared)
+        _run_tiles(kernels.label_totals, pair, given, TOTALS_WARPS, pair.shape.stages, shared)
         if shared > 1:
             merge_parts(of_positives, parts, epilogue)
 
@@ -196,23 +198,22 @@ def label_gradients(
     given |= {"PARTS": pair.q.parts, "label_sums_ptr": sums, "stats_ptr": stats[0] if stats else sums}
     # a pairwise loss is added to one number of a row
     shared = 1 if block.loss.pairwise else SHARED
-    _run_tiles(kernels.label_gradients, pair, given | {"LOSS": bool(stats), "FACTORED": factored}, shared)
+    given |= {"LOSS": bool(stats), "FACTORED": factored}
+    _run_tiles(kernels.label_gradients, pair, given, GRADIENTS_WARPS, GRADIENTS_STAGES, shared)
 
 
-def _run_tiles(kernel: Any, pair: Pair, given: dict[str, Any], shared: int = 1) -> None:
+def _run_tiles(
+    kernel: Any, pair: Pair, given: dict[str, Any], warps: tuple[int, int], stages: int, shared: int
+) -> None:
     """Launch a kernel of tiles of positives: small ones, and tall ones for rows whose positives are many.
 
-    shared: programs for the columns of a tall one.
+    warps: of both. shared: programs for the columns of a tall one.
     """
-    shape = pair.shape
-    given |= {"TALL": shape.rows, "LONG": LONG if _has_tall(given["M"]) else 0}
-    small = shape.rows // 2
-    run(kernel, (tiles_of(given["N"], small),), BM=small, BN=small, **given)
+    tall = pair.shape.rows
+    given |= {"TALL": tall, "LONG": LONG if _has_tall(given["M"]) else 0, "stages": stages}
+    run(kernel, (tiles_of(given["N"], tall // 2),), BM=tall // 2, BN=tall // 2, warps=warps[0], **given)
     if given["LONG"]:
-        run(
-            kernel, (tiles_of(given["N"], shape.rows), shared), BM=shape.rows, BN=shape.rows, warps=TALL_WARPS,
-            stages=shape.stages, **given,
-        )  # fmt: skip
+        run(kernel, (tiles_of(given["N"], tall), shared), BM=tall, BN=tall, warps=warps[1], **given)
 
 
 def _has_tall(M: int) -> bool:
