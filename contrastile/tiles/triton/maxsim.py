@@ -318,7 +318,7 @@ def add_document_gradients(
     (N, L, width), (J, M, _) = entries.vectors.shape, documents.vectors.shape
     D = v.shape[1] // M
     streams = _streams(g.device, get_ident()) if g.is_cuda and g.numel() >= COPIED else (None,)
-    at_once = max(1, min(J, MOST_PROGRAMS, workspace // (4 * entries.count * len(streams))))
+    at_once = max(1, min(tiles_of(J, len(streams)), MOST_PROGRAMS, workspace // (4 * entries.count * len(streams))))
     gathering = gathering or gathering_for(entries.vectors)
     BD, BN = min(gathering.document_features, max(16, triton.next_power_of_2(D))), gathering.tokens
     blocks = tiles_of(M, BN)

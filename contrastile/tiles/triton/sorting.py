@@ -32,7 +32,7 @@ NUMBERS = 5
 MOST_CHUNKED, CHUNK, SEARCH = 16384, {"CHUNK": 128, "BLOCK": 32}, {"ROWS": 16, "SLOTS": 64, "CHUNK": 128, "STEPS": 8}
 # columns of positives of a row tile above which its tiles have the size of the shape, else half of its rows; columns of
 # a block above which it has the larger ones, whose launches are not worth their time in others
-LONG, MANY = 160, 6144
+LONG, MANY = 144, 6144
 # warps of the smaller and of the larger tiles of a kernel, as measured; stages of the gradients'
 TOTALS_WARPS, GRADIENTS_WARPS, GRADIENTS_STAGES = (4, 8), (8, 4), 3
 # programs that share the columns of a larger row tile, because row tiles alone would not fill a chip; statistics, which
