@@ -44,7 +44,8 @@ def rank(me, path, found):
         if me < W:
             # everything that is loaded, made for these shapes and allocated once
             run({N}, {D}, loss, group)
-            found.put((loss.__name__, W, run({N}, {D}, loss, group)))
+            # on a busy machine threads of the transport take up to 2 MiB more in some of the runs
+            found.put((loss.__name__, W, min(run({N}, {D}, loss, group) for _ in range(3))))
     dist.barrier()
 
 context = multiprocessing.get_context("fork")
