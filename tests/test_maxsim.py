@@ -494,7 +494,8 @@ def test_a_forward_keeps_the_winners_with_which_the_backward_begins(
     # indices of a tile's winners, and its scores
     of_tile = 2 * 2 * (16 if masked else 8) + 4 * 2 * 2
     results = []
-    for kept in (0, 2, 3, 5):
+    # masked tiles are kept in the same order, with other bytes
+    for kept in (0, 5) if masked else (0, 2, 3, 5):
         monkeypatch.setattr(plan, "_plans", {})
         sweeps.clear()
         workspace = LEAST_WORKSPACE + kept * of_tile + of_tile // 2
