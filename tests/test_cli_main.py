@@ -96,14 +96,16 @@ WORDS = {
     "evaluate {folder}/pictures --captions {folder}/x.toml --images {folder}/no": (
         '`--images` must be a folder; there is no "{folder}/no".\n'
     ),
-    "evaluate {folder}/texts --zero-shot {folder}": '{folder}/texts/recipe.toml: kind: must be "image-text" here; got',
+    "evaluate {folder}/texts --zero-shot {folder}": (
+        "`--zero-shot` must be left out for a retriever; got {folder}. It belongs to a run of pictures and texts.\n"
+    ),
     "evaluate {folder}/pictures --captions {folder}/file --index {folder}": (
         '`--index` must be left out with tests on pictures; got "{folder}". '
     ),
     "evaluate x.trec --judgements x.qrels --zero-shot x": "`--zero-shot` must be left out with --judgements; got x. ",
     "evaluate x.trec --judgements x.qrels --index x": "`--index` must be left out with --judgements; got x. ",
     "evaluate x.trec --judgements x.qrels --bad-rows 0.1": "`--bad-rows` must be left out with --judgements; got 0.1. ",
-    "evaluate {folder}/pictures --texts {folder}": '{folder}/pictures/recipe.toml: kind: must be "retriever" here; got',
+    "evaluate {folder}/pictures --texts {folder}": "`--texts` must be left out for pictures and texts; got {folder}. ",
     "evaluate {folder}/texts --texts {folder}/no": '`--texts` must be a file or folder; got "{folder}/no". ',
     "evaluate {folder}/texts --texts {folder} --corpus {folder}/no": "`--corpus` must be a file or folder; got ",
     "evaluate {folder}/texts --texts {folder} --captions x": '`--captions` must be left out with --texts; got "x". ',
@@ -126,7 +128,6 @@ WORDS = {
     "search {folder}/texts hello --index {folder}/x": "contrastile encode {folder}/texts --out {folder}/x\n",
     "search {folder}/texts _": "`question` must have words; got none. ",
     "encode {folder}/pictures {folder}/no": '`corpus` must be a file or folder; got "{folder}/no". ',
-    "evaluate {folder}/pictures --texts {folder}/texts": "pictures and texts are encoded in Python: contrastile.load(",
     "encode {folder}/texts {folder}/no.jsonl": '`corpus` must be a file or folder; got "{folder}/no.jsonl". ',
     "encode {folder}/texts --shard 0": "`--shard` must be at least 1; got 0. ",
     "encode {folder}/texts --dimensions 0": "`--dimensions` must be at least 1; got 0. ",
