@@ -158,6 +158,7 @@ WORDS = {
     "encode {folder}/texts --out {folder}/x.toml/x": "`--out` must be a folder, or where one can be made; got ",
     "compare {folder}/x.toml --runs {folder}/x.toml/x": "`--runs` must be a folder, or where one can be made; got ",
     "train x=1": "x=1: no such file; a recipe comes before key=value, ",
+    "train nothing": "nothing: no such file; contrastile --help lists the recipes of the package\n",
     "compare {folder}/none.toml": "{folder}/none.toml: no such file\n",
     "train {folder}/x.toml --runs {folder}/x.toml": "`--runs` must be a folder, or where one can be made; got ",
 }

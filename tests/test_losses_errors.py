@@ -34,6 +34,8 @@ OPTIONS = (
     "must be one of the options backend, exchange, group, gradient, label_smoothing, reduction, workspace, device; got"
 )
 SENTENCES: dict[str, Callable[[], Any]] = {
+    "`q` must have two dimensions [rows, features]; got shape [3, 2, 4]. Flatten the others first, or compare token "
+    "vectors by contrast(..., scorer=MaxSim()).": lambda: contrast(_x(3, 2, 4), _x(3, 2, 4), scale=1.0),
     "`positives` must be a tensor of shape [3] or [3, P]; got list. Convert it with torch.as_tensor.": lambda: (
         InfoNCELoss()(_x(3, 4), _x(3, 4), 1.0, positives=[0, 1, 2])
     ),

@@ -55,9 +55,8 @@ def features(name: str, x: Tensor, *, own: bool = False) -> None:
         raise invalid(name, "be a dense tensor of this process", got, "Pass its to_local(), or its to_dense().")
     if x.ndim != 2 and not (own and x.ndim == 3):
         rule = "have two dimensions [rows, features]" + ", or three [queries, H, features]" * own
-        raise invalid(
-            name, rule, f"shape {list(x.shape)}", "Flatten the others first." if x.ndim > 2 else "Pass a batch."
-        )
+        remedy = "Flatten the others first, or compare token vectors by contrast(..., scorer=MaxSim())."
+        raise invalid(name, rule, f"shape {list(x.shape)}", remedy if x.ndim > 2 else "Pass a batch.")
     if not x.is_floating_point():
         raise invalid(name, "be floating point", x.dtype, "Convert it with .float().")
     if x.dtype not in FEATURES:

@@ -103,6 +103,8 @@ def read_tables(origin: str) -> dict[str, Any]:
             reason += "; a recipe comes before key=value, such as glyphs"
         elif near := difflib.get_close_matches(Path(origin).stem, recipe_names(), n=1, cutoff=0.7):
             reason += f"; did you mean {near[0]}, a recipe of the package?"
+        elif os.path.basename(origin) == origin:
+            reason += "; contrastile --help lists the recipes of the package"
     except IsADirectoryError:
         inside = os.path.join(origin, "recipe.toml")
         how = f"the recipe of this run is {inside}" if os.path.exists(inside) else naming
