@@ -138,6 +138,9 @@ WORDS = {
     "compare {folder}/x.toml --rates sqrt": "`--rates` must come with --batches; got no --batches. ",
     "compare {folder}/x.toml --ranks 3": "`--ranks` must come with --losses; got no --losses. ",
     "compare {folder}/x.toml --batches abc": f"`--batches` {SIZES} 'abc'. ",
+    "compare {folder}/x.toml --batches 64 train.examples=1": (
+        f"`--batches` {SIZES} 'train.examples=1'. Write key=value before the options.\n"
+    ),
     "compare {folder}/x.toml --memory 1XB": f"`--memory` {SIZES} '1XB'. ",
     "compare {folder}/x.toml --updates 64": "`--updates` must be left out for this recipe; got ['64']. ",
     "bench loss --sizes abc": f"`--sizes` {SIZES} 'abc'. ",
