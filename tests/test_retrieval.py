@@ -555,3 +555,26 @@ def test_an_argument_that_may_be_left_out_may_follow_options(trained, tmp_path, 
     with pytest.raises(SystemExit):
         main(["search", str(trained), "red", "fox"])
     assert "unrecognized arguments: fox (put a question of several words into quotes)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("", "`data.source` must hold at least two questions ("),
+        ("data.corpus={folder}/x.md", "`data.corpus` must end in .jsonl, "),
+        ("data.test={folder}/x.md", "`data.test` must end in .jsonl, "),
+    ],
+)
+def test_a_fault_of_a_recipes_texts_has_the_name_of_its_key(words, sentence, tmp_path, capsys):
+    (tmp_path / "q.jsonl").write_text('{"query": "a", "positive": "b"}\n')
+    (tmp_path / "x.md").write_text("text")
+    given = ["--runs", str(tmp_path), f"data.source={tmp_path}/q.jsonl", *words.format(folder=tmp_path).split()]
+    assert main(["train", "docstrings", *given]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_cache_that_cannot_be_made_has_the_name_of_its_key(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    given = ["--runs", str(tmp_path), f"data.cache={tmp_path}/file"]
+    assert main(["train", "glyphs", *given]) == 2
+    assert "`data.cache` must be a folder that can be written; got " in capsys.readouterr().err

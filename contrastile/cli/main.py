@@ -33,8 +33,8 @@ PACKAGES = {
 }
 # arguments for texts other than those of the recipe's `data.source`, by the names that a user types
 SOURCES = {"--texts": "texts", "corpus": "corpus"}
-# other files of a recipe's texts
-FILES = ("corpus", "test")
+# other keys of a recipe's section `data`
+FILES = ("corpus", "test", "cache")
 VERBS = {"Train": (plan, train, compare), "Measure": (evaluate, bench, doctor), "Search": (encode, search, export)}
 
 
