@@ -71,7 +71,8 @@ class Options:
         for name in unknown:
             near = get_close_matches(name, [*cls.__dataclass_fields__, *others], n=1, cutoff=0.75)
             remedy = f"Did you mean {near[0]}?" if near else FOREIGN_KEYWORDS.get(name, "Check the spelling.")
-            raise invalid("how", f"be made of {', '.join(cls.__dataclass_fields__)}", ", ".join(unknown), remedy)
+            rule = f"be one of the options {', '.join(cls.__dataclass_fields__)}"
+            raise invalid(name, rule, ", ".join(f"{key}={value!r:.20}" for key, value in unknown.items()), remedy)
 
     def __post_init__(self) -> None:
         for name, words in WORDS.items():

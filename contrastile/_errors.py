@@ -32,6 +32,15 @@ def invalid(name: str, rule: str, got: object, remedy: str) -> ValueError:
     return ValueError(f"`{name}` must {rule}; got {got}. {remedy}")
 
 
+@contextmanager
+def renamed(old: str, new: str) -> Iterator[None]:
+    """Give the argument that an error of `invalid` opens with the name that the caller has for it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(re.sub(f"^`{old}` must ", f"`{new}` must ", str(error))) from error
+
+
 def one_of(name: str, value: object, known: tuple[str, ...], remedy: str) -> None:
     """Raise ValueError unless the value is one of the known words."""
     if value not in known:

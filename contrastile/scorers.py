@@ -135,7 +135,7 @@ class MaxSim(nn.Module):
         # vectors in host memory are compared on another device
         cast = any(map(torch.is_autocast_enabled, (q.device.type, "cuda")))
         if q.dtype != k.dtype and not cast:
-            raise invalid("k", "have the dtype of `q`", f"{q.dtype} and {k.dtype}", "Convert one side first.")
+            raise invalid("k", "have the dtype of `q`", f"{k.dtype} and {q.dtype}", "Convert one side first.")
         return sides
 
     @property

@@ -37,20 +37,20 @@ def test_a_size_may_have_a_unit():
 def test_a_wrong_size_is_refused(text, capsys):
     assert main(["bench", "loss", "--device", "cpu", f"--sizes={text}"]) == 2
     assert capsys.readouterr().err == (
-        f"`sizes` must be whole numbers above 0, perhaps with a unit; got {text!r}. "
+        f"`--sizes` must be whole numbers above 0, perhaps with a unit; got {text!r}. "
         "Such as 4096, 64k, 1M, 192MiB or 2GiB.\n"
     )
 
 
 def test_an_unknown_dtype_is_refused(capsys):
     assert main(["bench", "loss", "--device", "cpu", "--dtype", "int8"]) == 2
-    assert "`dtype` must be one of bf16, fp16, fp32, fp64" in capsys.readouterr().err
+    assert "`--dtype` must be one of bf16, fp16, fp32, fp64" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("device", ["tpu", *([] if torch.cuda.is_available() else ["cuda"])])
 def test_a_missing_device_is_refused(device, capsys):
     assert main(["bench", "loss", "--device", device]) == 2
-    assert capsys.readouterr().err.startswith("`device` must be one")
+    assert capsys.readouterr().err.startswith("`--device` must be one")
 
 
 def test_named_settings_are_crossed():
@@ -92,12 +92,12 @@ def test_a_wrong_result_gives_exit_code_1(monkeypatch):
 
 def test_seconds_that_are_no_number_are_refused(capsys):
     assert main([*SMALL, "--seconds", "nan"]) == 2
-    assert capsys.readouterr().err == "`seconds` must be above 0; got nan. Leave it out for the default.\n"
+    assert capsys.readouterr().err == "`--seconds` must be above 0; got nan. Leave it out for the default.\n"
 
 
 def test_a_profile_needs_several_ranks(capsys):
     assert main([*SMALL, "--profile"]) == 2
-    sentence = "`profile` must come under torchrun; got one process. Start several ranks, or leave it out.\n"
+    sentence = "`--profile` must come under torchrun; got one process. Start several ranks, or leave it out.\n"
     assert capsys.readouterr().err == sentence
 
 

@@ -267,7 +267,7 @@ def test_a_figure_needs_rows(tmp_path, capsys):
     with pytest.raises(ValueError, match="`csv` must hold rows of steps; got none in"):
         draw(tmp_path / "rows.csv", tmp_path / "figure.svg")
     assert main(["bench", "step", "--figure", "x.svg"]) == 2
-    assert capsys.readouterr().err == "`figure` must come with csv, whose rows it draws; got none. Add --csv FILE.\n"
+    assert capsys.readouterr().err == "`--figure` must come with csv, whose rows it draws; got none. Add --csv FILE.\n"
 
 
 def test_a_figure_without_matplotlib_is_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys):
@@ -278,9 +278,9 @@ def test_a_figure_without_matplotlib_is_refused_before_anything_is_measured(tmp_
 
 
 @pytest.mark.parametrize(("words", "sentence"), [
-    ("--optimizer", "`optimizer` must be left out under torchrun; got True. Run one process with it.\n"),
-    ("--device cpu --sizes 8 33", "`sizes` must be multiples of the 2 ranks; got 33. Each rank takes as many pairs.\n"),
-    ("--ways plain", "`ways` must be one of replicate-dense, gather-dense, ring-dense, ring"),
+    ("--optimizer", "`--optimizer` must be left out under torchrun; got True. Run one process with it.\n"),
+    ("--device cpu --sizes 8 33", "`--sizes` must be multiples of the 2 ranks; got 33. Each rank takes as many"),
+    ("--ways plain", "`--ways` must be one of replicate-dense, gather-dense, ring-dense, ring"),
 ])  # fmt: skip
 def test_options_for_one_process_are_refused_under_torchrun(words, sentence, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -291,12 +291,12 @@ def test_options_for_one_process_are_refused_under_torchrun(words, sentence, mon
 @pytest.mark.parametrize(
     ("option", "word", "sentence"),
     [
-        ("--sub-batch", "0", "`sub_batch` must be a whole number of at least 1; got 0. Leave it out for the model's."),
-        ("--models", "nobody", "`models` must be one of"),
-        ("--ways", "nobody", "`ways` must be"),
-        ("--ways", "nobody@8", "`ways` must be"),
-        ("--ways", "plain@many", "`ways` must"),
-        ("--ways", "plain@", "`ways` must be whole numbers"),
+        ("--sub-batch", "0", "`--sub-batch` must be a whole number of at least 1; got 0. Leave it out for the"),
+        ("--models", "nobody", "`--models` must be one of"),
+        ("--ways", "nobody", "`--ways` must be"),
+        ("--ways", "nobody@8", "`--ways` must be"),
+        ("--ways", "plain@many", "`--ways` must"),
+        ("--ways", "plain@", "`--ways` must be whole numbers"),
     ],
 )
 def test_unknown_words_are_refused(option, word, sentence, capsys):
@@ -320,7 +320,7 @@ def test_ranks_compute_on_the_cpu_where_it_is_named(monkeypatch):
 def test_a_named_peer_contradicts_no_peers(capsys):
     words = ["--device", "cpu", "--models", "tiny", "--sizes", "8", "--ways", "plain", "GradCache@8", "--no-peers"]
     assert main(["bench", "step", *words]) == 2
-    sentence = "`peers` must be measured where one is named; got --no-peers and GradCache. Leave out the one.\n"
+    sentence = "`--peers` must be measured where one is named; got --no-peers and GradCache. Leave out the one.\n"
     assert capsys.readouterr().err == sentence
 
 

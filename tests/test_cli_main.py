@@ -96,14 +96,16 @@ WORDS = {
     "evaluate {folder}/pictures --captions {folder}/x.toml --images {folder}/no": (
         '`--images` must be a folder; there is no "{folder}/no".\n'
     ),
-    "evaluate {folder}/texts --zero-shot {folder}": '{folder}/texts/recipe.toml: kind: must be "image-text" here; got',
+    "evaluate {folder}/texts --zero-shot {folder}": (
+        "`--zero-shot` must be left out for a retriever; got {folder}. It belongs to a run of pictures and texts.\n"
+    ),
     "evaluate {folder}/pictures --captions {folder}/file --index {folder}": (
         '`--index` must be left out with tests on pictures; got "{folder}". '
     ),
     "evaluate x.trec --judgements x.qrels --zero-shot x": "`--zero-shot` must be left out with --judgements; got x. ",
     "evaluate x.trec --judgements x.qrels --index x": "`--index` must be left out with --judgements; got x. ",
     "evaluate x.trec --judgements x.qrels --bad-rows 0.1": "`--bad-rows` must be left out with --judgements; got 0.1. ",
-    "evaluate {folder}/pictures --texts {folder}": '{folder}/pictures/recipe.toml: kind: must be "retriever" here; got',
+    "evaluate {folder}/pictures --texts {folder}": "`--texts` must be left out for pictures and texts; got {folder}. ",
     "evaluate {folder}/texts --texts {folder}/no": '`--texts` must be a file or folder; got "{folder}/no". ',
     "evaluate {folder}/texts --texts {folder} --corpus {folder}/no": "`--corpus` must be a file or folder; got ",
     "evaluate {folder}/texts --texts {folder} --captions x": '`--captions` must be left out with --texts; got "x". ',
@@ -114,19 +116,18 @@ WORDS = {
     "evaluate {folder}/texts --corpus {folder}": "`--corpus` must come with --texts; got no --texts. ",
     "search {folder}/no hello": f"{RUN} ",
     "search {folder}/pictures hello": (
-        '`index` must hold an index.json; got "{folder}/pictures/index". '
+        '`--index` must hold an index.json; got "{folder}/pictures/index". '
         "Make it first: contrastile encode {folder}/pictures FOLDER_OF_PICTURES\n"
     ),
     "export {folder}/pictures --as npy --out x": "contrastile encode {folder}/pictures FOLDER_OF_PICTURES\n",
     "search {folder}/texts hello": (
-        '`index` must hold an index.json; got "{folder}/texts/index". '
+        '`--index` must hold an index.json; got "{folder}/texts/index". '
         "Make it first: contrastile encode {folder}/texts\n"
     ),
     "evaluate {folder}/texts --index {folder}/x": "contrastile encode {folder}/texts --out {folder}/x\n",
     "search {folder}/texts hello --index {folder}/x": "contrastile encode {folder}/texts --out {folder}/x\n",
     "search {folder}/texts _": "`question` must have words; got none. ",
     "encode {folder}/pictures {folder}/no": '`corpus` must be a file or folder; got "{folder}/no". ',
-    "evaluate {folder}/pictures --texts {folder}/texts": "pictures and texts are encoded in Python: contrastile.load(",
     "encode {folder}/texts {folder}/no.jsonl": '`corpus` must be a file or folder; got "{folder}/no.jsonl". ',
     "encode {folder}/texts --shard 0": "`--shard` must be at least 1; got 0. ",
     "encode {folder}/texts --dimensions 0": "`--dimensions` must be at least 1; got 0. ",
@@ -136,27 +137,31 @@ WORDS = {
     "compare {folder}/x.toml --data 0.1": "`--data` must come with --batches; got no --batches. ",
     "compare {folder}/x.toml --rates sqrt": "`--rates` must come with --batches; got no --batches. ",
     "compare {folder}/x.toml --ranks 3": "`--ranks` must come with --losses; got no --losses. ",
-    "compare {folder}/x.toml --batches abc": f"`batches` {SIZES} 'abc'. ",
-    "compare {folder}/x.toml --memory 1XB": f"`memory` {SIZES} '1XB'. ",
+    "compare {folder}/x.toml --batches abc": f"`--batches` {SIZES} 'abc'. ",
+    "compare {folder}/x.toml --batches 64 train.examples=1": (
+        f"`--batches` {SIZES} 'train.examples=1'. Write key=value before the options.\n"
+    ),
+    "compare {folder}/x.toml --memory 1XB": f"`--memory` {SIZES} '1XB'. ",
     "compare {folder}/x.toml --updates 64": "`--updates` must be left out for this recipe; got ['64']. ",
-    "bench loss --sizes abc": f"`sizes` {SIZES} 'abc'. ",
-    "bench loss --workspace 1zz": f"`workspace` {SIZES} '1zz'. ",
-    "bench loss --dtype int8": "`dtype` must be one of bf16, ",
-    "bench loss --device tpu": "`device` must be one of auto, cpu, cuda; got 'tpu'. ",
-    "bench loss --features 0": "`features` must be at least 1; got 0. ",
-    "bench loss --seconds 0": "`seconds` must be above 0; got 0.0. ",
-    "bench loss --limit 1GiB": "`limit` must come with host, which it limits; got no --host. ",
-    "bench loss --host --limit x": f"`limit` {SIZES} 'x'. ",
-    "bench loss --host --once": "`host` must come with neither torchrun nor once; got --once. ",
-    "bench step --sizes abc": f"`sizes` {SIZES} 'abc'. ",
-    "bench step --figure x.foo --csv x.csv": '`figure` must end in .svg, .png, .pdf; got "x.foo". ',
-    "bench loss --csv {folder}/x.toml/x.csv": "`csv` must be a file, or where one can be made; got ",
-    "bench step --csv {folder}/x.toml/x.csv": "`csv` must be a file, or where one can be made; got ",
-    "bench step --csv {folder}": '`csv` must be a file that can be written to; got "{folder}". ',
-    "bench step --csv {folder}/x.csv --figure {folder}/x.toml/x.svg": "`figure` must be a file, or where one can be ",
+    "bench loss --sizes abc": f"`--sizes` {SIZES} 'abc'. ",
+    "bench loss --workspace 1zz": f"`--workspace` {SIZES} '1zz'. ",
+    "bench loss --dtype int8": "`--dtype` must be one of bf16, ",
+    "bench loss --device tpu": "`--device` must be one of auto, cpu, cuda; got 'tpu'. ",
+    "bench loss --features 0": "`--features` must be at least 1; got 0. ",
+    "bench loss --seconds 0": "`--seconds` must be above 0; got 0.0. ",
+    "bench loss --limit 1GiB": "`--limit` must come with host, which it limits; got no --host. ",
+    "bench loss --host --limit x": f"`--limit` {SIZES} 'x'. ",
+    "bench loss --host --once": "`--host` must come with neither torchrun nor once; got --once. ",
+    "bench step --sizes abc": f"`--sizes` {SIZES} 'abc'. ",
+    "bench step --figure x.foo --csv x.csv": '`--figure` must end in .svg, .png, .pdf; got "x.foo". ',
+    "bench loss --csv {folder}/x.toml/x.csv": "`--csv` must be a file, or where one can be made; got ",
+    "bench step --csv {folder}/x.toml/x.csv": "`--csv` must be a file, or where one can be made; got ",
+    "bench step --csv {folder}": '`--csv` must be a file that can be written to; got "{folder}". ',
+    "bench step --csv {folder}/x.csv --figure {folder}/x.toml/x.svg": "`--figure` must be a file, or where one can be ",
     "encode {folder}/texts --out {folder}/x.toml/x": "`--out` must be a folder, or where one can be made; got ",
     "compare {folder}/x.toml --runs {folder}/x.toml/x": "`--runs` must be a folder, or where one can be made; got ",
     "train x=1": "x=1: no such file; a recipe comes before key=value, ",
+    "train nothing": "nothing: no such file; contrastile --help lists the recipes of the package\n",
     "compare {folder}/none.toml": "{folder}/none.toml: no such file\n",
     "train {folder}/x.toml --runs {folder}/x.toml": "`--runs` must be a folder, or where one can be made; got ",
 }
@@ -236,7 +241,7 @@ def test_a_gpu_without_a_torch_for_it_is_one_line_before_torch_is_loaded(words, 
         f'device=cuda: {alone} "cuda"\n',
         f'device=cuda:1: {alone} "cuda:1"\n',
         '`--device` must be "auto" or "cpu" with a torch for CPUs alone; got "cuda". Install one for CUDA.\n',
-        "`device` must be one that torch sees; got cuda. Install torch for CUDA, or take cpu.\n",
+        "`--device` must be one that torch sees; got cuda. Install torch for CUDA, or take cpu.\n",
     )
     assert complaint in sentences
 
@@ -528,9 +533,9 @@ def test_ctrl_c_outside_of_a_verb_is_one_word(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--batches 64 --rates cube", "`rates` must be among fixed, sqrt, linear; got ['cube']. Such as fixed sqrt."),
-        ("--batches 64 --data 2", "`data` must be shares above 0, up to 1; got [2.0]. Such as 0.1 0.3 1.0."),
-        ("--batches 1 64", "`batches` must be sizes of at least 2; got [1, 64]. Such as 256 1024 4096."),
+        ("--batches 64 --rates cube", "`--rates` must be among fixed, sqrt, linear; got ['cube']. Such as fixed sqrt."),
+        ("--batches 64 --data 2", "`--data` must be shares above 0, up to 1; got [2.0]. Such as 0.1 0.3 1.0."),
+        ("--batches 1 64", "`--batches` must be sizes of at least 2; got [1, 64]. Such as 256 1024 4096."),
         (
             "train.batch=16",
             "`train.batch` must have a size above train.sub_batch.image; got 16 and 16. There is nothing to compare.",
@@ -553,10 +558,10 @@ def test_falling_sizes_of_a_retrievers_comparison_are_one_line(tmp_path, answere
     words = ["compare", str(tmp_path / "r.toml"), "evaluate.bm25=false", "--runs", str(tmp_path / "runs")]
     code, _, complaint, loaded = answered(*words, "--batches", "512", "128")
     assert (code, loaded) == (2, [])
-    assert complaint == "`batches` must be rising sizes of at least 2; got [512, 128]. Such as 128 512 4096.\n"
+    assert complaint == "`--batches` must be rising sizes of at least 2; got [512, 128]. Such as 128 512 4096.\n"
 
 
 @pytest.mark.parametrize("name", ["seconds", "longest", "within"])
 def test_a_negative_time_is_refused(capsys, name):
     assert main(["bench", "step", f"--{name}", "-1"]) == 2
-    assert capsys.readouterr().err == f"`{name}` must be at least 0; got -1.0. Leave it out for the default.\n"
+    assert capsys.readouterr().err == f"`--{name}` must be at least 0; got -1.0. Leave it out for the default.\n"

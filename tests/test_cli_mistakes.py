@@ -65,10 +65,12 @@ MISTAKES = [
     ("device = 'cpu'\n" + STEPS + "[loss]\nbackend = 'triton'",
      'loss.backend: must be "auto", "eager" or "dense" with device = "cpu"; got "triton"'),
     (STEPS + "[loss]\nbackend = 'cuda'", "loss.backend: must be 'auto', 'dense', 'eager' or 'triton'; got \"cuda\""),
-    (STEPS + "[loss]\nbias = -10.0", "loss.bias: unknown key with this kind"),
+    (STEPS + "[loss]\nbias = -10.0", "loss.bias: unknown key with this kind; it belongs to "
+     "loss.kind = \"siglip\""),
     (STEPS + "[loss]\nexchange = 'rings'",
      "loss.exchange: must be 'auto', 'single', 'replicate', 'gather', 'ring' or 'hierarchical'; got \"rings\""),
-    (STEPS + "[loss]\nkind = 'siglip'\nlabel_smoothing = 0.1", "loss.label_smoothing: unknown key with this kind"),
+    (STEPS + "[loss]\nkind = 'siglip'\nlabel_smoothing = 0.1", "loss.label_smoothing: unknown key with this kind; "
+     "it belongs to loss.kind = \"clip\" or \"ntxent\" or \"infonce\" or \"gist\""),
     (STEPS + "[loss]\nscale = 101.0", "loss.scale: must be at most 100; got 101.0"),
     ("lr = 1.0\n" + STEPS, "lr: unknown key (did you mean optim.learning_rate?)"),
     (STEPS + "[model]\nboth = {config = {model_type = 'clip', text_config = {max_position_embedings = 9}}}",
@@ -119,14 +121,16 @@ MISTAKES = [
     (STEPS + "[optim]\nbetas = 0.9", "optim.betas: must be a list; got 0.9"),
     (STEPS + "[optim]\nschedule = 'cooldown'\nwarmup = 0.5\ncooldown = 0.75",
      "optim.cooldown: must leave the warm-up its share of 0.5; got 0.75"),
-    (STEPS + "[optim]\nkind = 'adafactor'\neps = 1e-8", "optim.eps: unknown key with this kind"),
+    (STEPS + "[optim]\nkind = 'adafactor'\neps = 1e-8", "optim.eps: unknown key with this kind; "
+     "it belongs to optim.kind = \"adamw\" or \"muon\""),
     (STEPS + "[optim]\nfinal = 1.5", "optim.final: must be at most 1; got 1.5"),
     (STEPS + "[optim]\nkind = 'lamb'", "optim.kind: must be one of 'adamw', 'adafactor', 'muon'; got \"lamb\""),
     (STEPS + "[optim]\nlearning_rate = nan", "optim.learning_rate: must be a finite number; got NaN"),
     (STEPS + "[optim]\nlearning_rate = 'fast'", 'optim.learning_rate: must be a number; got "fast"'),
     (STEPS + "[optim]\nlearning_rate = -1e-3", "optim.learning_rate: must be greater than 0; got -0.001"),
     (STEPS + "[optim]\nlearning_rte = 1e-3", "optim.learning_rte: unknown key (did you mean optim.learning_rate?)"),
-    (STEPS + "[optim]\nkind = 'adamw'\nmomentum = 0.9", "optim.momentum: unknown key with this kind"),
+    (STEPS + "[optim]\nkind = 'adamw'\nmomentum = 0.9", "optim.momentum: unknown key with this kind; "
+     "it belongs to optim.kind = \"muon\""),
     (STEPS + "[optim]\nsub_batch = 3", "optim.sub_batch: unknown key (did you mean train.sub_batch?)"),
     # beyond float32, or on the way there
     (STEPS + "[optim]\nlearning_rate = 1e38", "optim.learning_rate: must be at most 1,000; got 1e+38"),

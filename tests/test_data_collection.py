@@ -4,6 +4,7 @@ import io
 import json
 import tarfile
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -171,6 +172,21 @@ def test_a_folder_without_pictures_is_refused(tmp_path):
         f'`source` must hold at least two pairs that differ in their captions; got 0 pairs in "{tmp_path / "empty"}". '
         "Name a folder with pictures below it, or shards of pairs, as shards/{000..099}.tar."
     )
+
+
+def test_one_caption_left_to_train_on_is_a_warning(tmp_path, caplog):
+    lines = ["filepath,title"]
+    for number in range(6):
+        name = f"{'cat' if number % 2 else 'dog'}/{number}.jpg"
+        (tmp_path / "pictures" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "pictures" / name).write_bytes(jpeg(number))
+        lines.append(f"{name},{Path(name).parent}")
+    (tmp_path / "pictures/pairs.csv").write_text("\n".join(lines))
+    sentence = "one caption is left to train on, so that no pair has a negative and the loss is 0; add captions"
+    for source in ("pictures", "pictures/pairs.csv"):
+        caplog.clear()
+        open_pairs(str(tmp_path / source), image_size=8, cache=tmp_path / "cache")
+        assert f"{tmp_path / source}: {sentence}" in caplog.messages
 
 
 def test_pictures_without_captions_are_refused_with_their_places(tmp_path):

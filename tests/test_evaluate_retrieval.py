@@ -89,11 +89,11 @@ EYE, IDS = torch.eye(3), torch.arange(3)
         ),
         (
             (EYE, torch.ones(3, 4), IDS, IDS),
-            "`key` must have the same feature size as `query`; got 3 and 4. Project one side first.",
+            "`key` must have the same feature size as `query`; got 4 and 3. Project one side first.",
         ),
         (
             (EYE, EYE.to("meta"), IDS, IDS),
-            "`key` must be on the device of `query`; got cpu and meta. Move one of them.",
+            "`key` must be on the device of `query`; got meta and cpu. Move one of them.",
         ),
         (
             (EYE, EYE, IDS[:2], IDS),

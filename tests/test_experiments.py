@@ -394,12 +394,12 @@ def test_worker_processes_end_with_their_parent(tmp_path):
         ("--losses --jobs 0", "`--jobs` must be at least 1; got 0. So many runs are made at a time."),
         ("--batches 16 --seeds 0", "`--seeds` must be at least 1; got 0. Three show a spread."),
         ("--seeds 0", "`--seeds` must be at least 1; got 0. Three show a spread."),
-        ("--jobs 2", "`jobs` must be 1 where time is compared; got 2. Runs side by side slow each other down."),
+        ("--jobs 2", "`--jobs` must be 1 where time is compared; got 2. Runs side by side slow each other down."),
         ("--data 0.5", "`--data` must come with --batches; got no --batches. It belongs to that comparison."),
         ("--memory 1GiB", "`--memory` must be left out for this recipe; got 1GiB. It belongs to a retriever."),
         (
             "--batches 0",
-            "`batches` must be whole numbers above 0, perhaps with a unit; got '0'. "
+            "`--batches` must be whole numbers above 0, perhaps with a unit; got '0'. "
             "Such as 4096, 64k, 1M, 192MiB or 2GiB.",
         ),
     ],

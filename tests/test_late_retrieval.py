@@ -170,7 +170,7 @@ def test_an_index_and_a_run_of_other_kinds_are_refused(trained, single, run, tmp
     capsys.readouterr()
     for words in (["search", trained, "fox"], ["evaluate", trained]):
         assert refused(capsys, *words, "--index", tmp_path / "single") == (
-            f'`index` must be of the run\'s kind, "late"; got "{tmp_path}/single", of kind "single". '
+            f'`--index` must be of the run\'s kind, "late"; got "{tmp_path}/single", of kind "single". '
             f"Encode the corpus again: contrastile encode {trained}"
         )
     index = encoded(run, tmp_path / "late")
@@ -190,7 +190,7 @@ def test_an_index_and_a_run_of_other_kinds_are_refused(trained, single, run, tmp
     )
     words = ("export", trained, "--as", "npy", "--index", tmp_path / "late", "--out", tmp_path / "out")
     assert refused(capsys, *words) == (
-        '`index` must have one vector a passage; got one of kind "late". '
+        '`--index` must have one vector a passage; got one of kind "late". '
         "Read its .npy and .lengths.npy: the vectors of all tokens, and their number in each passage."
     )
 

@@ -272,6 +272,11 @@ def test_a_temperature_in_the_place_of_the_scale_is_said_once() -> None:
     assert not said
 
 
+def test_a_negative_scale_is_said() -> None:
+    with pytest.warns(UserWarning, match=r"^ClipLoss got a scale of -10, which drives positives apart; products are "):
+        contrastile.ClipLoss()(*F.normalize(torch.randn(2, 4, 8), dim=-1), -10.0)
+
+
 @pytest.mark.parametrize("name", OF_COSINES)
 def test_lengths_on_a_gpu_are_read_in_few_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's tensors are taken for a GPU's, in a process that has read none yet."""

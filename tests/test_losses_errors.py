@@ -30,9 +30,20 @@ class Sharded(Tensor):
     device_mesh = None
 
 
+OPTIONS = (
+    "must be one of the options backend, exchange, group, gradient, label_smoothing, reduction, workspace, device; got"
+)
 SENTENCES: dict[str, Callable[[], Any]] = {
+    "`q` must have two dimensions [rows, features]; got shape [3, 2, 4]. Flatten the others first, or compare token "
+    "vectors by contrast(..., scorer=MaxSim()).": lambda: contrast(_x(3, 2, 4), _x(3, 2, 4), scale=1.0),
+    "`positives` must be a tensor of shape [3] or [3, P]; got list. Convert it with torch.as_tensor.": lambda: (
+        InfoNCELoss()(_x(3, 4), _x(3, 4), 1.0, positives=[0, 1, 2])
+    ),
+    "`logit_bias` must be a number or a tensor of shape [] or [1]; got str. Convert it with float().": lambda: (
+        SigLipLoss()(_x(3, 4), _x(3, 4), 1.0, "-10")
+    ),
     "`q` must be a tensor; got list. Convert it with torch.as_tensor.": lambda: contrast([1.0], _x(3, 4), scale=1.0),
-    "`q` must have two dimensions [rows, features]; got shape [3]. Flatten the others first.": lambda: contrast(
+    "`q` must have two dimensions [rows, features]; got shape [3]. Pass a batch.": lambda: contrast(
         _x(3), _x(3, 4), scale=1.0
     ),
     "`q` must be floating point; got torch.int64. Convert it with .float().": lambda: contrast(
@@ -55,18 +66,18 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`q` must have at least one row over all ranks; got 0. Skip the step when the batch is empty.": lambda: contrast(
         _x(0, 4), _x(0, 4), scale=1.0
     ),
-    "`k` must have the same feature size as `q`; got 4 and 5. Project one side first.": lambda: contrast(
+    "`k` must have the same feature size as `q`; got 5 and 4. Project one side first.": lambda: contrast(
         _x(3, 4), _x(3, 5), scale=1.0
     ),
-    "`k` must have the dtype of `q`; got torch.float32 and torch.float64. Convert one side first.": lambda: contrast(
+    "`k` must have the dtype of `q`; got torch.float64 and torch.float32. Convert one side first.": lambda: contrast(
         _x(3, 4), _x(3, 4, dtype=torch.float64), scale=1.0
     ),
-    "`k` must be on the device of `q`; got cpu and meta. Move one side first.": lambda: contrast(
+    "`k` must be on the device of `q`; got meta and cpu. Move one side first.": lambda: contrast(
         _x(3, 4), _meta(3, 4), scale=1.0
     ),
-    "`k` must have as many rows as `q`; got 3 and 2. Pass one row for each; a symmetric loss pairs row i with "
+    "`k` must have as many rows as `q`; got 2 and 3. Pass one row for each; a symmetric loss pairs row i with "
     "row i. Further keys go with loss=Softmax().": lambda: contrast(_x(3, 4), _x(2, 4), scale=1.0),
-    "`k` must have at least as many rows as `q`; got 3 and 2. Or pass `positives`.": lambda: contrast(
+    "`k` must have at least as many rows as `q`; got 2 and 3. Or pass `positives`.": lambda: contrast(
         _x(3, 4), _x(2, 4), scale=1.0, loss=Softmax()
     ),
     "`scale` must be a number or a tensor of shape [] or [1]; got str. Pass logit_scale.exp(), say.": lambda: contrast(
@@ -78,7 +89,7 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`scale` must be floating point; got torch.int64. Convert it with .float().": lambda: contrast(
         _x(3, 4), _x(3, 4), scale=torch.tensor(3)
     ),
-    "`bias` must be on the device of `q`; got cpu and meta. Move one side first.": lambda: contrast(
+    "`bias` must be on the device of `q`; got meta and cpu. Move one side first.": lambda: contrast(
         _x(3, 4), _x(3, 4), scale=1.0, bias=_meta(1)
     ),
     "`query_ids` must be a tensor of shape [3], one entry for each row of `q`; got shape [2]. Check it.": lambda: (
@@ -109,7 +120,7 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`loss` must be a loss as an object; got Softmax. Pass Softmax(...) or Sigmoid(...) of contrastile.losses.": (
         lambda: contrast(_x(3, 4), _x(3, 4), scale=1.0, loss=Softmax)
     ),
-    "`weights` must be on the device of `q`; got cpu and meta. Move one side first.": lambda: contrast(
+    "`weights` must be on the device of `q`; got meta and cpu. Move one side first.": lambda: contrast(
         _x(3, 4), _x(3, 4), scale=1.0, weights=_meta(3)
     ),
     "`positives` must be a tensor of shape [3] or [3, P]; got shape [2]. List each query's keys.": lambda: (
@@ -118,13 +129,13 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`positives` must be integers; got torch.float32. Pass indices of keys, -1 where there is none.": lambda: (
         InfoNCELoss()(_x(3, 4), _x(3, 4), 1.0, positives=_x(3))
     ),
-    "`positives` must be on the device of `query`; got cpu and meta. Move one side first.": lambda: InfoNCELoss()(
+    "`positives` must be on the device of `query`; got meta and cpu. Move one side first.": lambda: InfoNCELoss()(
         _x(3, 4), _x(3, 4), 1.0, positives=_meta(3).long()
     ),
     "`positives` must index this rank's 3 keys, or be -1; got 4. Count from this rank's first key.": lambda: (
         InfoNCELoss()(_x(3, 4), _x(3, 4), 1.0, positives=torch.tensor([0, 1, 4]), negatives=_x(2, 4))
     ),
-    "`key` must have at least as many rows as `query`; got 3 and 2. Or pass `positives`.": lambda: InfoNCELoss()(
+    "`key` must have at least as many rows as `query`; got 2 and 3. Or pass `positives`.": lambda: InfoNCELoss()(
         _x(3, 4), _x(2, 4), 1.0, negatives=_x(2, 4)
     ),
     "`positives` must index this rank's 3 keys, or be -1; got 3. Count from this rank's first key.": lambda: (
@@ -143,7 +154,7 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`negatives` must be left out for a symmetric loss; got both. Take a one-way loss.": lambda: contrast(
         _x(3, 4), _x(3, 4), scale=1.0, negatives=_x(2, 4)
     ),
-    "`negatives` must have the same feature size as `key`; got 4 and 5. Project one side first.": lambda: InfoNCELoss()(
+    "`negatives` must have the same feature size as `key`; got 5 and 4. Project one side first.": lambda: InfoNCELoss()(
         _x(3, 4), _x(3, 4), 1.0, negatives=_x(2, 5)
     ),
     "`backend` must be one of auto, dense, eager, triton; got 'cuda'. Leave it out for the default.": lambda: ClipLoss(
@@ -185,21 +196,20 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`group` must be a process group; got str. Pass what torch.distributed.new_group gives.": lambda: ClipLoss(
         group="all"
     )(_x(3, 4), _x(3, 4), 1.0),
-    "`how` must be made of backend, exchange, group, gradient, label_smoothing, reduction, workspace, device; got "
-    "local_loss, rank. Leave it out: a loss meets all ranks by itself, with gradients to all of them.": lambda: (
+    f"`local_loss` {OPTIONS} local_loss=True, rank=0. Leave it out: a loss meets all ranks by itself, with gradients "
+    "to all of them.": lambda: (
         ClipLoss(local_loss=True, rank=0)
     ),
-    "`how` must be made of backend, exchange, group, gradient, label_smoothing, reduction, workspace, device; got "
-    "temperature. Pass the scale, 1 / temperature, in the call.": lambda: NTXentLoss(temperature=0.5),
-    "`how` must be made of backend, exchange, group, gradient, label_smoothing, reduction, workspace, device; got "
-    "scale. Pass it in the call.": lambda: ClipLoss(scale=20.0),
-    "`how` must be made of backend, exchange, group, gradient, label_smoothing, reduction, workspace, device; got "
-    "chunk. Check the spelling.": lambda: contrast(_x(3, 4), _x(3, 4), scale=1.0, chunk=8),
-    "`how` must be made of backend, exchange, group, gradient, label_smoothing, reduction, workspace, device; got "
-    "bakend. Did you mean backend?": lambda: ClipLoss(bakend="eager"),
-    "`how` must be made of backend, exchange, group, gradient, label_smoothing, reduction, workspace, device; got "
-    "positive. Did you mean positives?": lambda: contrast(_x(3, 4), _x(3, 4), scale=1.0, positive=None),
-    "`text_features` must have as many rows as `image_features`; got 3 and 2. Pass one row for each; a symmetric loss "
+    f"`temperature` {OPTIONS} temperature=0.5. Pass the scale, 1 / temperature, in the call.": lambda: (
+        NTXentLoss(temperature=0.5)
+    ),
+    f"`scale` {OPTIONS} scale=20.0. Pass it in the call.": lambda: ClipLoss(scale=20.0),
+    f"`chunk` {OPTIONS} chunk=8. Check the spelling.": lambda: contrast(_x(3, 4), _x(3, 4), scale=1.0, chunk=8),
+    f"`bakend` {OPTIONS} bakend='eager'. Did you mean backend?": lambda: ClipLoss(bakend="eager"),
+    f"`positive` {OPTIONS} positive=None. Did you mean positives?": lambda: contrast(
+        _x(3, 4), _x(3, 4), scale=1.0, positive=None
+    ),
+    "`text_features` must have as many rows as `image_features`; got 2 and 3. Pass one row for each; a symmetric loss "
     "pairs row i with row i.": lambda: SigLipLoss()(_x(3, 4), _x(2, 4), 1.0),
     "`ids` must be a tensor of shape [3], one entry for each row of `image_features`; got list. Convert "
     "it with torch.as_tensor.": lambda: ClipLoss()(_x(3, 4), _x(3, 4), 1.0, ids=[1, 2, 3]),
@@ -208,9 +218,9 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     ),
     "`weights` must be a tensor of shape [3], one entry for each row of `image_features`; got shape [2]. Check "
     "it.": lambda: ClipLoss()(_x(3, 4), _x(3, 4), 1.0, weights=_x(2)),
-    "`text_features` must have the same feature size as `image_features`; got 4 and 5. Project one side "
+    "`text_features` must have the same feature size as `image_features`; got 5 and 4. Project one side "
     "first.": lambda: ClipLoss()(_x(3, 4), _x(3, 5), 1.0),
-    "`key` must have the same feature size as `query`; got 4 and 5. Project one side first.": lambda: InfoNCELoss()(
+    "`key` must have the same feature size as `query`; got 5 and 4. Project one side first.": lambda: InfoNCELoss()(
         _x(3, 4), _x(3, 5), 1.0
     ),
     "`features` must be floating point; got torch.int64. Convert it with .float().": lambda: SupConLoss()(
@@ -222,7 +232,7 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`labels` must be a tensor of shape [3], one entry for each row of `features`; got shape [2]. Check it.": lambda: (
         SupConLoss()(_x(3, 4), torch.arange(2), 1.0)
     ),
-    "`view_b` must have as many rows as `view_a`; got 3 and 2. Pass one row for each; a symmetric loss pairs row i "
+    "`view_b` must have as many rows as `view_a`; got 2 and 3. Pass one row for each; a symmetric loss pairs row i "
     "with row i.": lambda: NTXentLoss()(_x(3, 4), _x(2, 4), 1.0),
     "`label_smoothing` must be at least 0 and below 1; got 1.5. 0.1 is usual.": lambda: Softmax(label_smoothing=1.5),
     "`symmetric` must be True or False; got 'no'. Pass one of these, without quotes.": lambda: Softmax(symmetric="no"),
@@ -256,7 +266,7 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "torch.complex64. A negative with the id of its query does not count.": lambda: InfoNCELoss()(
         _x(3, 4), _x(3, 4), 1.0, negatives=_x(3, 2, 4), query_ids=torch.arange(3), negative_ids=_x(3, 2) + 0j
     ),
-    "`ids` must be on the device of the queue; got cpu and meta. Move the queue with .to(device).": lambda: KeyQueue(
+    "`ids` must be on the device of the queue; got meta and cpu. Move the queue with .to(device).": lambda: KeyQueue(
         6, 4
     ).push(_x(3, 4), _meta(3).long()),
 }  # fmt: skip

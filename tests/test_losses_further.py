@@ -298,10 +298,10 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     '`hardness_mode` must be given with `hardness_strength`; got None. "all_negatives", say.': lambda: InfoNCELoss(
         hardness_strength=5.0
     ),
-    "`guide_key` must have as many rows as `key`; got 3 and 2. One row for each, and for each of the `negatives`.": (
+    "`guide_key` must have as many rows as `key`; got 2 and 3. One row for each, and for each of the `negatives`.": (
         lambda: GISTLoss()(_x(3, 4), _x(3, 4), 1.0, guide_query=_x(3, 5), guide_key=_x(2, 5))
     ),
-    "`guide_key` must have the same feature size as `guide_query`; got 5 and 6. Project one side first.": lambda: (
+    "`guide_key` must have the same feature size as `guide_query`; got 6 and 5. Project one side first.": lambda: (
         GISTLoss()(_x(3, 4), _x(3, 4), 1.0, guide_query=_x(3, 5), guide_key=_x(3, 6))
     ),
     "`guide_query` must not require a gradient; got some that do. Detach them: they are taken as constants.": lambda: (
@@ -310,7 +310,7 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`guide_q` must be a tensor; got NoneType. Convert it with torch.as_tensor.": lambda: contrast(
         _x(3, 4), _x(3, 4), scale=1.0, loss=Guided(), guide_q=None, guide_k=_x(3, 5)
     ),
-    "`guide_query` must be on the device of `query`; got cpu and meta. Move one side first.": lambda: GISTLoss()(
+    "`guide_query` must be on the device of `query`; got meta and cpu. Move one side first.": lambda: GISTLoss()(
         _x(3, 4), _x(3, 4), 1.0, guide_query=torch.ones(3, 5, device="meta"), guide_key=_x(3, 5)
     ),
     "`guide_q` must be given for the loss Guided; got None. Further features go with a loss that reads them.": lambda: (
@@ -325,10 +325,10 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`key` must have a row or more for `positives`; got none. Pass the keys of this rank's queries.": lambda: GISTLoss(
         contrast_anchors=True
     )(_x(3, 4), _x(0, 4), 1.0, guide_query=_x(3, 5), guide_key=_x(0, 5), positives=torch.full((3, 0), -1)),
-    "`key` must have at least as many rows as `query`; got 3 and 2. Key i belongs to query i.": lambda: GISTLoss(
+    "`key` must have at least as many rows as `query`; got 2 and 3. Key i belongs to query i.": lambda: GISTLoss(
         contrast_positives=True
     )(_x(3, 4), _x(2, 4), 1.0, guide_query=_x(3, 5), guide_key=_x(2, 5)),
-    "`guide_query` must have as many rows as `query`; got 3 and 2. One row for each, and for each of the "
+    "`guide_query` must have as many rows as `query`; got 2 and 3. One row for each, and for each of the "
     "`negatives`.": lambda: GISTLoss(contrast_positives=True)(
         _x(3, 4), _x(3, 4), 1.0, guide_query=_x(2, 5), guide_key=_x(3, 5)
     ),
@@ -367,9 +367,9 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`dist_logit_scale` must not require a gradient; got some that do. Detach them: they are taken as constants.": (
         lambda: DistillClipLoss()(_x(3, 4), _x(3, 4), 1.0, _x(3, 5), _x(3, 5), _x(1).requires_grad_())
     ),
-    "`dist_text_features` must have the same feature size as `dist_image_features`; got 5 and 6. Project one side "
+    "`dist_text_features` must have the same feature size as `dist_image_features`; got 6 and 5. Project one side "
     "first.": lambda: DistillClipLoss()(_x(3, 4), _x(3, 4), 1.0, _x(3, 5), _x(3, 6), 1.0),
-    "`dist_image_features` must have as many rows as `image_features`; got 3 and 2. One row for each, and for each of "
+    "`dist_image_features` must have as many rows as `image_features`; got 2 and 3. One row for each, and for each of "
     "the `negatives`.": lambda: DistillClipLoss()(_x(3, 4), _x(3, 4), 1.0, _x(2, 5), _x(3, 5), 1.0),
     "`weight` must be from 0 to 1; got 1.5. 0.5 weighs teacher and labels alike.": lambda: DistillClipLoss(weight=1.5),
     "`label_smoothing` must be 0 for distillation; got 0.1. The teacher's targets are soft already.": lambda: (
@@ -380,7 +380,7 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`scores` must not require a gradient; got some that do. Detach them: they are taken as constants.": lambda: (
         ScoreDistillLoss()(_x(3, 4), _x(3, 2, 4), _x(3, 2).requires_grad_())
     ),
-    "`scores` must be on the device of `key`; got cpu and meta. Move one side first.": lambda: ScoreDistillLoss()(
+    "`scores` must be on the device of `key`; got meta and cpu. Move one side first.": lambda: ScoreDistillLoss()(
         _x(3, 4), _x(3, 2, 4), torch.ones(3, 2, device="meta")
     ),
     "`key` must be [N, P, D], or [M, D] with `lists`; got shape [3, 4]. List each query's keys.": lambda: (
@@ -435,13 +435,13 @@ SENTENCES: dict[str, Callable[[], Any]] = {
         hardness_mode="all_negatives",
         hardness_strength="5",  # type: ignore[arg-type]
     ),
-    "`guide_negatives` must have the same feature size as `guide_key`; got 5 and 6. Project one side first.": lambda: (
+    "`guide_negatives` must have the same feature size as `guide_key`; got 6 and 5. Project one side first.": lambda: (
         _guided_negatives(_x(2, 6))
     ),
-    "`guide_key` must have as many rows as `key`; got 5 and 4. One row for each, and for each of the `negatives`.": (
+    "`guide_key` must have as many rows as `key`; got 4 and 5. One row for each, and for each of the `negatives`.": (
         lambda: _guided_negatives(_x(1, 5))
     ),
-    "`guide_q` must have as many rows as `q`; got 3 and 2. One row for each, and for each of the `negatives`.": (
+    "`guide_q` must have as many rows as `q`; got 2 and 3. One row for each, and for each of the `negatives`.": (
         lambda: contrast(
             _x(3, 4), _x(3, 4), scale=1.0, loss=Guided(), guide_q=_x(2, 5), guide_k=_x(3, 5), scorer=Bilinear(4, 4)
         )
@@ -474,10 +474,10 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "sentence-transformers' words.": lambda: Hardness(hardness_mode="all"),
     "`hardness_strength` must be at least 0; got -1.0. 5 to 9 is usual.": lambda: Hardness(hardness_strength=-1.0),
     "`negatives` must have two dimensions [rows, features], or three [queries, H, features]; got shape [4]. "
-    "Flatten the others first.": lambda: InfoNCELoss()(_x(3, 4), _x(3, 4), 1.0, negatives=_x(4)),
+    "Pass a batch.": lambda: InfoNCELoss()(_x(3, 4), _x(3, 4), 1.0, negatives=_x(4)),
     "`negatives` must be lists of 3 queries where they have three dimensions; got shape [2, 5, 4]. List each query's "
     "own, or pass shared ones as [H, features].": lambda: InfoNCELoss()(_x(3, 4), _x(3, 4), 1.0, negatives=_x(2, 5, 4)),
-    "`negatives` must have the same feature size as `key`; got 4 and 5. Project one side first.": lambda: InfoNCELoss()(
+    "`negatives` must have the same feature size as `key`; got 5 and 4. Project one side first.": lambda: InfoNCELoss()(
         _x(3, 4), _x(3, 4), 1.0, negatives=_x(3, 2, 5)
     ),
     "`negatives` must be left out for a symmetric loss; got both. Take a one-way loss.": lambda: contrast(

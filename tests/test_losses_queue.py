@@ -90,7 +90,7 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`key` must be a tensor [n, 5]; got shape [3, 4]. Pass the features of the keys.": lambda: KeyQueue(4, D).push(
         torch.ones(3, 4)
     ),
-    "`key` must be on the device of the queue; got cpu and meta. Move the queue with .to(device).": lambda: KeyQueue(
+    "`key` must be on the device of the queue; got meta and cpu. Move the queue with .to(device).": lambda: KeyQueue(
         4, D
     ).push(torch.ones(3, D, device="meta")),
     "`key` must have at most 4 rows over all ranks, the size of the queue; got 5. Make the queue larger.": lambda: (

@@ -259,9 +259,9 @@ def test_a_word_that_names_no_machine_is_refused(word: str, sentence: str, monke
     ({"gpus": 8}, "`gpus` must be [nodes x] [GPUs x] chip [- memory in GB]; got 8. "
      "Such as H200, 8xH100-80GB, or 32x8xH100-80GB for 32 nodes."),
     ({"gpus": "8xH100", "batch": "64k"},
-     "`batch` must be at least a pair for each of the 8 ranks; got '64k'. Take more."),
+     "`batch` must be a whole number of pairs, at least one for each of the 8 ranks; got '64k'. Such as 65536."),
     ({"gpus": "8xH100", "batch": 64.5},
-     "`batch` must be at least a pair for each of the 8 ranks; got 64.5. Take more."),
+     "`batch` must be a whole number of pairs, at least one for each of the 8 ranks; got 64.5. Such as 65536."),
     ({"pairs": 0}, "`pairs` must be a whole number of at least 1; got 0. Leave it out for the recipe's own."),
 ])  # fmt: skip
 def test_arguments_of_another_kind_are_refused(words: Any, sentence: str, tmp_path: Path) -> None:
@@ -383,7 +383,7 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(tmp_path: Path, capsys
 @pytest.mark.parametrize(("words", "sentence"), [
     ([], "`recipe` must be named; got none. Such as recipes/glyphs.toml."),
     (["RECIPE", "--gpus", "8xH100", "--batch", "4"],
-     "`batch` must be at least a pair for each of the 8 ranks; got 4. Take more."),
+     "`--batch` must be a whole number of pairs, at least one for each of the 8 ranks; got 4. Such as 65536."),
     (["RECIPE", "train.epochs=2.0", "--gpus", "H100", "--batch", "64", "--hours"],
      "`--hours` must come with a run of known length and a chip with a profile; got H100. "
      "Give the pairs to train on, such as --hours 280M."),
@@ -391,8 +391,9 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(tmp_path: Path, capsys
      "`--hours` must come with a run of known length and a chip with a profile; got T4-2GB. "
      "Measure such a machine: contrastile plan --calibrate, there."),
     (["RECIPE", "--gpus", "9xT4-1GB", "--largest"],
-     "`gpus` must have room for weights, gradients, optimizer and one pair; got 0.1 GiB of them, and room for 0.0 GiB "
-     'on 9xT4-1GB. Take GPUs with more memory, or with weights and gradients in parts: train.parallel="shard".'),
+     "`--gpus` must have room for weights, gradients, optimizer and one pair; got 0.1 GiB of them, and room for "
+     "0.0 GiB on 9xT4-1GB. Take GPUs with more memory, or with weights and gradients in parts: "
+     'train.parallel="shard".'),
     (["RECIPE", "--gpus", "T4-2GB", "--largest", "train.sub_batch=1M", "train.batch=2M"],
      "`train.sub_batch` must be small enough for one pair on each rank to fit; got 1048576. Take half of it."),
 ])  # fmt: skip

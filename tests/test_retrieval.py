@@ -412,7 +412,7 @@ def test_a_full_disk_names_the_folder(trained, tmp_path, capsys, monkeypatch, wh
 def test_an_index_of_other_weights_is_refused(trained, run, tmp_path, capsys):
     encoded(run, tmp_path / "index")
     assert main(["search", str(trained), "red", "--index", str(tmp_path / "index")]) == 2
-    assert "`index` must be made by this run; got" in capsys.readouterr().err
+    assert "`--index` must be made by this run; got" in capsys.readouterr().err
 
 
 def test_a_run_is_evaluated_on_its_index(trained, tmp_path, capsys):
@@ -477,7 +477,8 @@ def test_pictures_of_a_folder_are_found_by_a_text(tmp_path, capsys):
         f'`corpus` must be a folder of pictures, for this run; got "{recipe}". Name it after the run: '
         "contrastile encode RUN FOLDER.",
         f'`corpus` must have pictures (.jpg, .jpeg, .png, .webp); got "{tmp_path}/cache", without any. Check its path.',
-        "`dimensions` must be left out for a run of pictures and texts; got 3. Prefixes of features were not trained.",
+        "`--dimensions` must be left out for a run of pictures and texts; got 3. Prefixes of features were not "
+        "trained.",
     ]
     assert main(["encode", run, str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith("32 pictures of 16 features: ")
@@ -496,7 +497,7 @@ def test_pictures_of_a_folder_are_found_by_a_text(tmp_path, capsys):
     assert main(["encode", run, str(tmp_path)]) == 2
     assert main(["encode", run, str(tmp_path), "--out", str(tmp_path / "new")]) == 2
     complaints = capsys.readouterr().err.splitlines()
-    assert any(line.startswith("`out` must be empty, or hold the same corpus by the same run") for line in complaints)
+    assert any(line.startswith("`--out` must be empty, or hold the same corpus by the same run") for line in complaints)
     assert f"broken picture: {tmp_path}/A-left.png. Remove it." in complaints[-1]
 
 
@@ -512,7 +513,7 @@ def test_bad_rows_of_a_corpus_are_counted(trained, tmp_path, capsys, caplog):
     # the recipe allows one of a hundred; finished or not, the corpus is looked at
     assert main(asked) == 2
     assert capsys.readouterr().err.endswith(
-        "`source` must have at most 1.0% of rows that cannot be used; got 2 of 5 (empty text: 1, not JSON: 1), "
+        "`corpus` must have at most 1.0% of rows that cannot be used; got 2 of 5 (empty text: 1, not JSON: 1), "
         f"the first at {tmp_path}/corpus.jsonl:4. Mend them, or raise --bad-rows.\n"
     )
     assert main([*asked, "--bad-rows", "1"]) == 2
@@ -526,3 +527,54 @@ def test_a_missing_corpus_is_named(trained, tmp_path, capsys):
 
 def test_run_checksums_cover_weights_and_recipe(trained):
     assert sorted(run_checksums(finished_run(trained))) == ["model.safetensors", "recipe.toml"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("encode {run} {folder}", "`corpus` must hold corpus.jsonl or Python files; got {folder}. "),
+        ("evaluate {run} --texts {folder}", "`--texts` must be a folder in BEIR's format; got {folder} without "),
+        ("evaluate {run} --texts {folder}/q.jsonl --corpus {folder}/x.md", "`--corpus` must end in .jsonl, "),
+        ("encode {run} --dimensions 1000 --out {folder}/out", "`--dimensions` must be between 1 and the "),
+    ],
+)
+def test_a_fault_of_texts_has_the_name_that_the_user_typed(words, sentence, trained, tmp_path, capsys):
+    (tmp_path / "q.jsonl").write_text('{"query": "a", "positive": "b"}\n')
+    (tmp_path / "x.md").write_text("text")
+    names = {"run": trained, "folder": tmp_path}
+    assert main(words.format(**names).split()) == 2
+    assert sentence.format(**names) in capsys.readouterr().err
+
+
+def test_an_argument_that_may_be_left_out_may_follow_options(trained, tmp_path, capsys):
+    words = ["--index", str(tmp_path), "red"]
+    assert main(["search", str(trained), *words]) == 2
+    assert capsys.readouterr().err.startswith("`--index` must hold an index.json; got ")
+    assert main(["encode", str(trained), "--out", str(tmp_path / "out"), str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err.startswith("`corpus` must be a file or folder; got ")
+    with pytest.raises(SystemExit):
+        main(["search", str(trained), "red", "fox"])
+    assert "unrecognized arguments: fox (put a question of several words into quotes)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("", "`data.source` must hold at least two questions ("),
+        ("data.corpus={folder}/x.md", "`data.corpus` must end in .jsonl, "),
+        ("data.test={folder}/x.md", "`data.test` must end in .jsonl, "),
+    ],
+)
+def test_a_fault_of_a_recipes_texts_has_the_name_of_its_key(words, sentence, tmp_path, capsys):
+    (tmp_path / "q.jsonl").write_text('{"query": "a", "positive": "b"}\n')
+    (tmp_path / "x.md").write_text("text")
+    given = ["--runs", str(tmp_path), f"data.source={tmp_path}/q.jsonl", *words.format(folder=tmp_path).split()]
+    assert main(["train", "docstrings", *given]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_cache_that_cannot_be_made_has_the_name_of_its_key(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    given = ["--runs", str(tmp_path), f"data.cache={tmp_path}/file"]
+    assert main(["train", "glyphs", *given]) == 2
+    assert "`data.cache` must be a folder that can be written; got " in capsys.readouterr().err

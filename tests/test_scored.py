@@ -538,7 +538,7 @@ SENTENCES = {
     "`q` must be on one device; got cpu, meta. Move all tensors to it.": lambda: contrast(
         (_x(), _x().to("meta")), _x(), scorer=Bilinear(4, 4)
     ),
-    "`k` must be on the device of `q`; got cpu and meta. Move one side first.": lambda: contrast(
+    "`k` must be on the device of `q`; got meta and cpu. Move one side first.": lambda: contrast(
         _x(), _x().to("meta"), scorer=Bilinear(4, 4)
     ),
     "`negatives` must be nested and shaped as `k`; got [[2, 3]]. Pad both alike.": lambda: contrast(
@@ -564,7 +564,7 @@ SENTENCES = {
         contrast(_x(), _x(), scorer=Bilinear(4, 4), backend="triton")
     ),
     "`scale` must be given for a dot product; got None. Pass logit_scale.exp(), say.": lambda: contrast(_x(), _x()),
-    "`k` must have as many rows as `q`; got 5 and 3. Pass one row for each; a symmetric loss pairs row i with row "
+    "`k` must have as many rows as `q`; got 3 and 5. Pass one row for each; a symmetric loss pairs row i with row "
     "i. Further keys go with loss=Softmax().": lambda: contrast(_x(), _x(3), scorer=Bilinear(4, 4)),
     "`q` must be token vectors [B, L, D], alone or with a bool mask [B, L]; got shape [5, 4]. Check the "
     "encoder.": lambda: contrast(_x(), _x(), scorer=MaxSim()),
@@ -575,7 +575,7 @@ SENTENCES = {
     "`q` must be floating point; got torch.int64. Convert it with .float().": lambda: contrast(
         torch.ones(5, 2, 4).long(), torch.randn(5, 2, 4), scorer=MaxSim()
     ),
-    "`k` must have the dtype of `q`; got torch.float32 and torch.float64. Convert one side first.": lambda: contrast(
+    "`k` must have the dtype of `q`; got torch.float64 and torch.float32. Convert one side first.": lambda: contrast(
         torch.randn(5, 2, 4), torch.randn(5, 2, 4).double(), scorer=MaxSim()
     ),
     "`q` must be made of tensors with one shape for all rows; got a nested tensor. Pass "

@@ -32,6 +32,15 @@ def test_a_log_gets_a_line_every_interval(monkeypatch):
     assert line.endswith(" left")
 
 
+def test_a_log_has_its_last_line_once(monkeypatch):
+    monkeypatch.setattr(log, "LINE_EVERY", 0.0)
+    stream = io.StringIO()
+    bar = Bar(1000, "training", "pairs", stream=stream)
+    bar.update(1000)
+    bar.close()
+    assert len(stream.getvalue().splitlines()) == 1
+
+
 def test_a_slow_rate_is_shown_in_seconds_each():
     stream = io.StringIO()
     bar = Bar(10, "comparing", "runs", stream=stream)

@@ -446,7 +446,7 @@ MISTAKES = [
      "`loss.hardness_mode` must be one of in_batch_negatives, hard_negatives, all_negatives; got 'some'."),
     (tiny_recipe, ["loss.kind=gist", "loss.guide={here}"],
      "`loss.guide` must be the folder of a run, or of a model of transformers; got "),
-    (tiny_recipe, ["loss.kind=gist"], "loss.guide: missing"),
+    (tiny_recipe, ["loss.kind=gist"], "loss.guide: missing; loss.kind = \"gist\" needs it"),
     (tiny_recipe, ["loss.kind=gist", "loss.guide=nowhere"], 'loss.guide: must be a folder; there is no "nowhere"'),
     (tiny_recipe, ["loss.kind=gist", "loss.guide={here}", "model.precompute=true", "model.locked=['image']",
                    "data.augment=false"],

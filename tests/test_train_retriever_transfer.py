@@ -168,5 +168,5 @@ def test_texts_that_cannot_be_measured_are_refused(finished, tmp_path, capsys):
     assert "Mend them, or raise --bad-rows." in said
     (tmp_path / "empty.jsonl").write_text("")
     assert main([*words, str(tmp_path / "empty.jsonl")]) == 2
-    assert "`source` must hold a question" in capsys.readouterr().err
+    assert "`--texts` must hold a question" in capsys.readouterr().err
     assert rows_of(finished) == before

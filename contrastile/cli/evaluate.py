@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from contrastile.train.config.base import known_device
     from contrastile.train.folder import RECIPE, finished_run, make_folder, one_writer
-    from contrastile.train.recipe import load_any_recipe, load_recipe, load_retriever_recipe
+    from contrastile.train.recipe import load_any_recipe
 
     texts, tests = _text_test(arguments), _picture_tests(arguments)
     if tests and arguments.index is not None:
@@ -63,11 +63,11 @@ def run(arguments: argparse.Namespace) -> int:
     _refuse_rankings(arguments)
     # the checks of the recipe and of the tests' files come first: nothing heavy is imported for a mistake
     folder = finished_run(arguments.run)
-    load = load_retriever_recipe if texts else load_recipe if tests else load_any_recipe
-    recipe = load(folder / RECIPE, files=False)
-    if arguments.index is not None and recipe.kind != "retriever":
-        remedy = "It belongs to a retriever."
-        raise invalid("--index", "be left out for pictures and texts", arguments.index, remedy)
+    recipe = load_any_recipe(folder / RECIPE, files=False)
+    if recipe.kind == "retriever":
+        _refuse(arguments, PICTURES, "be left out for a retriever", "It belongs to a run of pictures and texts.")
+    else:
+        _refuse(arguments, ("index", "texts"), "be left out for pictures and texts", "It belongs to a retriever.")
     picked = candidates(arguments.candidates, recipe)
     index_name = None if arguments.index is None else index_of(arguments, recipe)
     make_folder("run", folder.path)

@@ -6,6 +6,7 @@ user must change something, 130 stopped by Ctrl-C (143 by SIGTERM), 141 the read
 
 import argparse
 import os
+import re
 import select
 import signal
 import sys
@@ -17,6 +18,7 @@ from typing import Any, NoReturn
 from contrastile import __version__
 from contrastile._errors import printable, written_to
 from contrastile.cli import bench, compare, doctor, encode, evaluate, export, plan, search, train
+from contrastile.cli.options import flag
 from contrastile.train.folder import recipe_names
 
 # arguments of pip for modules outside "contrastile[train]"
@@ -29,6 +31,10 @@ PACKAGES = {
     "open_clip": "open_clip_torch",
     "sentence_transformers": "sentence-transformers",
 }
+# arguments for texts other than those of the recipe's `data.source`, by the names that a user types
+SOURCES = {"--texts": "texts", "corpus": "corpus"}
+# other keys of a recipe's section `data`
+FILES = ("corpus", "test", "cache")
 VERBS = {"Train": (plan, train, compare), "Measure": (evaluate, bench, doctor), "Search": (encode, search, export)}
 
 
@@ -91,6 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sentence, code = _explained(error)
         if options.traceback or not code:
             raise
+        sentence = _as_typed(sentence, options)
     # names from files may be part of it
     print("\n".join(map(printable, sentence.split("\n"))), file=sys.stderr)
     try:
@@ -126,15 +133,38 @@ def _explained(error: Exception) -> tuple[str, int]:
     return f"memory ran out: {' '.join(str(error).split())}", int(full)
 
 
+def _as_typed(sentence: str, options: argparse.Namespace) -> str:
+    """The sentence with its first name as the user typed it: `--index` for `index`, `--texts` for `source`."""
+    opening = re.match(r"`(\w+)` must ", sentence)
+    if opening is None:
+        return sentence
+    name = opening[1]
+    typed = flag(name) if flag(name) in re.findall(r"--[\w-]+", options.parser.format_usage()) else name
+    if name == "source":
+        given = (word for word, key in SOURCES.items() if getattr(options, key, None) is not None)
+        typed = next(given, "data.source")
+    elif name in FILES and hasattr(options, "overrides"):
+        typed = f"data.{name}"
+    return sentence.replace(name, typed, 1)
+
+
 def _parsed(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse like `parse_args`, but take key=value after options too; without arguments print the help."""
+    """Parse like `parse_args`, but take key=value and what may be left out after options too.
+
+    Without arguments print the help.
+    """
     if not (sys.argv[1:] if arguments is None else arguments):
         parser.print_help(sys.stderr)
         parser.exit(2)
     options, more = parser.parse_known_args(arguments)
+    usage = options.parser.format_usage()
+    left_out = [name for name, value in vars(options).items() if value is None and f"[{name}]" in usage]
+    if left_out and more and not more[0].startswith("-"):
+        setattr(options, left_out[0], more.pop(0))
     unknown = [word for word in more if word.startswith("-") or "=" not in word or not hasattr(options, "overrides")]
     if unknown:
-        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        hint = " (put a question of several words into quotes)" if "[question]" in usage else ""
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if more:
         options.overrides = [*options.overrides, *more]
     return options

@@ -39,7 +39,7 @@ def number(name: str, text: str) -> int:
     digits = text.rstrip("kMGKiB")
     unit = text[len(digits) :]
     if not digits.isdecimal() or int(digits) == 0 or unit not in UNITS:
-        remedy = "Such as 4096, 64k, 1M, 192MiB or 2GiB."
+        remedy = "Write key=value before the options." if "=" in text else "Such as 4096, 64k, 1M, 192MiB or 2GiB."
         raise invalid(name, "be whole numbers above 0, perhaps with a unit", repr(text), remedy)
     return int(digits) * UNITS[unit]
 

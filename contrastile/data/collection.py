@@ -82,7 +82,14 @@ def open_table(source: str, options: PairOptions) -> PairSet:
         message = "%s: %d of %d rows are skipped (%s)%s"
         logger.warning(message, source, count, len(rows), base.counted(pairs.skipped), example)
         base.check_bad(pairs.skipped, len(rows), options.most_bad, example=example)
+    _warn_of_one(source, pairs.ids[pairs.splits["train"]])
     return pairs
+
+
+def _warn_of_one(source: str, captions: npt.NDArray[Any]) -> None:
+    if len(np.unique(captions)) < 2:
+        message = "%s: one caption is left to train on, so that no pair has a negative and the loss is 0; add captions"
+        logger.warning(message, source)
 
 
 def _first_missing(rows: Sequence[Row | str], folder: Path) -> str:
@@ -154,6 +161,7 @@ def open_collection(source: str, options: PairOptions) -> PairSet:
 
     pairs = cached_pairs(options.cache, "held-out", settings, shape=options.shape, make=make)
     base.check_bad(pairs.skipped, int(held_out.sum()), options.most_bad, of=len(index))
+    _warn_of_one(source, index.fractions[~held_out])
     source_of_pair = np.repeat(np.arange(len(sources)), index.parts)
     times = np.asarray(weights or [1] * len(sources))[source_of_pair] * ~held_out
     rows = np.repeat(np.arange(len(index)), times)

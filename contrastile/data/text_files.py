@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from contrastile._errors import invalid, logger
+from contrastile._errors import invalid, logger, renamed
 from contrastile.data.base import Indices, ProgressFactory, SkipCounter, Skipped, hash_split, sorted_rows
 from contrastile.data.entries import BEIR_CORPUS, Entry, first, read_entries, read_passages, reading, text_of
 from contrastile.data.texts import Passage, Query, TextSet, text_digest
@@ -65,10 +65,12 @@ def _read_files(
 ) -> TextSet:  # fmt: skip
     builder = TextSetBuilder()
     with reading([path for path in (source, corpus, test) if path is not None], progress) as counter:
-        for passage in read_passages(corpus, counter) if corpus is not None else ():
-            builder.add_passage(passage)
+        with renamed("source", "corpus"):
+            for passage in read_passages(corpus, counter) if corpus is not None else ():
+                builder.add_passage(passage)
         rows = builder.add_questions(source, counter, answers_suffice=answers_suffice)
-        test_rows = [] if test is None else builder.add_questions(test, counter, answers_suffice=True)
+        with renamed("source", "test"):
+            test_rows = [] if test is None else builder.add_questions(test, counter, answers_suffice=True)
     skipped = counter.close(source, bad_rows, allowed_by=allowed_by)
     builder.check_ids(source)
     splits = {"source": sorted_rows(rows), "test": sorted_rows(test_rows)}

@@ -55,7 +55,8 @@ def features(name: str, x: Tensor, *, own: bool = False) -> None:
         raise invalid(name, "be a dense tensor of this process", got, "Pass its to_local(), or its to_dense().")
     if x.ndim != 2 and not (own and x.ndim == 3):
         rule = "have two dimensions [rows, features]" + ", or three [queries, H, features]" * own
-        raise invalid(name, rule, f"shape {list(x.shape)}", "Flatten the others first.")
+        remedy = "Flatten the others first, or compare token vectors by contrast(..., scorer=MaxSim())."
+        raise invalid(name, rule, f"shape {list(x.shape)}", remedy if x.ndim > 2 else "Pass a batch.")
     if not x.is_floating_point():
         raise invalid(name, "be floating point", x.dtype, "Convert it with .float().")
     if x.dtype not in FEATURES:
@@ -70,10 +71,10 @@ def alike(name: str, x: Tensor, other_name: str, other: Tensor, cast: torch.dtyp
     cast: the type to which autocast casts operands, whatever their own is; it leaves float64 as it is.
     """
     if x.shape[-1] != other.shape[-1]:
-        rule, got = f"have the same feature size as `{other_name}`", f"{other.shape[-1]} and {x.shape[-1]}"
+        rule, got = f"have the same feature size as `{other_name}`", f"{x.shape[-1]} and {other.shape[-1]}"
         raise invalid(name, rule, got, "Project one side first.")
     if x.dtype != other.dtype and (cast is None or torch.float64 in (x.dtype, other.dtype)):
-        rule, got = f"have the dtype of `{other_name}`", f"{other.dtype} and {x.dtype}"
+        rule, got = f"have the dtype of `{other_name}`", f"{x.dtype} and {other.dtype}"
         raise invalid(name, rule, got, "Convert one side first.")
     same_device(name, x, other_name, other)
 
@@ -81,7 +82,7 @@ def alike(name: str, x: Tensor, other_name: str, other: Tensor, cast: torch.dtyp
 def same_device(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
     """Check that x and other are on one device."""
     if x.device != other.device:
-        rule, got = f"be on the device of `{other_name}`", f"{other.device} and {x.device}"
+        rule, got = f"be on the device of `{other_name}`", f"{x.device} and {other.device}"
         raise invalid(name, rule, got, "Move one side first.")
 
 
@@ -101,7 +102,7 @@ def guides(pairs: Sequence[tuple[Tensor, Tensor]], q: Tensor, k: Tensor, negativ
         for name, x, other_name, _, n in sides:
             if len(x) != n:
                 remedy = "One row for each, and for each of the `negatives`."
-                raise invalid(name, f"have as many rows as `{other_name}`", f"{n} and {len(x)}", remedy)
+                raise invalid(name, f"have as many rows as `{other_name}`", f"{len(x)} and {n}", remedy)
 
 
 def own_negatives(
@@ -143,7 +144,7 @@ def same_length(name: str, x: Tensor, other_name: str, other: Tensor, otherwise:
     """Check that x has as many rows as other; `otherwise`: a further remedy."""
     if len(x) != len(other):
         remedy = f"Pass one row for each; a symmetric loss pairs row i with row i.{otherwise}"
-        raise invalid(name, f"have as many rows as `{other_name}`", f"{len(other)} and {len(x)}", remedy)
+        raise invalid(name, f"have as many rows as `{other_name}`", f"{len(x)} and {len(other)}", remedy)
 
 
 def vector(name: str, x: Tensor, rows_name: str, rows: Tensor, *, integer: bool) -> None:
@@ -169,7 +170,8 @@ def positives(x: Tensor, q: Tensor) -> None:
     """Check that x is [N] or [N, P] integers: indices into the keys, −1 pads."""
     if not isinstance(x, Tensor) or x.ndim not in (1, 2) or len(x) != len(q):
         rule = f"be a tensor of shape [{len(q)}] or [{len(q)}, P]"
-        raise invalid("positives", rule, shape_or_type(x), "List each query's keys.")
+        remedy = "List each query's keys." if isinstance(x, Tensor) else "Convert it with torch.as_tensor."
+        raise invalid("positives", rule, shape_or_type(x), remedy)
     if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
         raise invalid("positives", "be integers", x.dtype, "Pass indices of keys, -1 where there is none.")
     same_device("positives", x, "q", q)
@@ -231,7 +233,8 @@ def number(name: str, x: Tensor | float, q: Tensor, device: torch.device | str |
     """Check that x is a number, or a floating tensor of shape [] or [1] on the device of q or of the computation."""
     if isinstance(x, bool) or not isinstance(x, (int, float, Tensor, Real)):
         rule = "be a number or a tensor of shape [] or [1]"
-        raise invalid(name, rule, type(x).__name__, "Pass logit_scale.exp(), say.")
+        remedy = "Convert it with float()." if name.endswith("bias") else "Pass logit_scale.exp(), say."
+        raise invalid(name, rule, type(x).__name__, remedy)
     if not isinstance(x, Tensor):
         return
     if x.shape not in (torch.Size([]), torch.Size([1])):
@@ -239,4 +242,4 @@ def number(name: str, x: Tensor | float, q: Tensor, device: torch.device | str |
     if not x.is_floating_point():
         raise invalid(name, "be floating point", x.dtype, "Convert it with .float().")
     if x.device != q.device and (device is None or x.device.type != torch.device(device).type):
-        raise invalid(name, "be on the device of `q`", f"{q.device} and {x.device}", "Move one side first.")
+        raise invalid(name, "be on the device of `q`", f"{x.device} and {q.device}", "Move one side first.")

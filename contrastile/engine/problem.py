@@ -296,7 +296,7 @@ class _Sides:
         if loss.symmetric and (len(k) > self.keys or arguments.own is not None):
             raise invalid("negatives", "be left out for a symmetric loss", "both", "Take a one-way loss.")
         if loss.exclude_self and self.keys < len(q):
-            rule, got = "have a row for each of `q`, which is the same example", f"{len(q)} and {self.keys}"
+            rule, got = "have a row for each of `q`, which is the same example", f"{self.keys} and {len(q)}"
             raise invalid("k", rule, got, f"Leave out `exclude_self` of the loss {type(loss).__name__}.")
         if loss.exclude_self and arguments.on_diagonal:
             rule = f"be given for the loss {type(loss).__name__} of examples among themselves"
@@ -314,7 +314,7 @@ class _Sides:
                 raise invalid("positives", "be left out for a symmetric loss", "both", remedy)
             checks.positives(arguments.positives, q)
         elif arguments.on_diagonal and self.keys < len(q):
-            raise invalid("k", "have at least as many rows as `q`", f"{len(q)} and {self.keys}", "Or pass `positives`.")
+            raise invalid("k", "have at least as many rows as `q`", f"{self.keys} and {len(q)}", "Or pass `positives`.")
         if arguments.weights is not None:
             checks.vector("weights", arguments.weights, "q", q, integer=False)
             checks.constant("weights", arguments.weights)

@@ -33,10 +33,10 @@ def check_features(query: Tensor, key: Tensor) -> None:
             got = f"{features.dtype} of shape {list(features.shape)}"
             raise invalid(name, "be floating-point features of shape [rows, D]", got, "Encode the examples first.")
     if query.shape[1] != key.shape[1]:
-        got = f"{query.shape[1]} and {key.shape[1]}"
+        got = f"{key.shape[1]} and {query.shape[1]}"
         raise invalid("key", "have the same feature size as `query`", got, "Project one side first.")
     if query.device != key.device:
-        raise invalid("key", "be on the device of `query`", f"{query.device} and {key.device}", "Move one of them.")
+        raise invalid("key", "be on the device of `query`", f"{key.device} and {query.device}", "Move one of them.")
 
 
 def _row_tiles(query: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:

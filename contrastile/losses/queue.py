@@ -116,7 +116,7 @@ class KeyQueue(nn.Module):
             return invalid("key", "be floating point", key.dtype, "Convert it with .float().")
         for name, x in (("key", key), ("ids", ids)):
             if isinstance(x, Tensor) and x.device != self._keys.device:
-                got = f"{self._keys.device} and {x.device}"
+                got = f"{x.device} and {self._keys.device}"
                 return invalid(name, "be on the device of the queue", got, "Move the queue with .to(device).")
         whole = isinstance(ids, Tensor) and not ids.is_floating_point() and not ids.is_complex()
         if ids is not None and (not whole or ids.shape != key.shape[:1]):

@@ -98,7 +98,7 @@ class Loss(nn.Module):
             raise
 
     def _look(self, scale: Tensor | float, *sides: Tensor) -> None:
-        """Warn, at the first call, about rows that are not of unit length, or a temperature in place of the scale."""
+        """Warn, at the first call, about rows not of unit length, or a scale that is a temperature or negative."""
         if torch.compiler.is_compiling() or any(len(side) == 0 for side in sides) or checks.captured(*sides):
             return
         self._unseen = False
@@ -116,10 +116,11 @@ class Loss(nn.Module):
                 )
                 return
         # a scale of a sharded module is a tensor, whose read would be a collective
-        if isinstance(scale, Real) and 0.0 < scale < 1.0:
+        if isinstance(scale, Real) and scale < 1.0 and scale != 0.0:
+            why = "as if it were a temperature" if scale > 0.0 else "which drives positives apart"
             warnings.warn(
-                f"{type(self).__name__} got a scale of {float(scale):.3g}, as if it were a temperature; products are "
-                "multiplied by it. Pass 1 / temperature.",
+                f"{type(self).__name__} got a scale of {float(scale):.3g}, {why}; products are multiplied by it. "
+                "Pass 1 / temperature.",
                 stacklevel=5,
             )
 

@@ -283,7 +283,7 @@ def _own_positions(query: Tensor, key: Tensor, positives: Tensor | None) -> tupl
         beyond = positives.masked_fill(positives >= len(key), torch.iinfo(torch.int64).max)
         return first.clamp(0, max(len(key) - 1, 0)), beyond
     if len(key) < len(query):
-        got = f"{len(query)} and {len(key)}"
+        got = f"{len(key)} and {len(query)}"
         raise invalid("key", "have at least as many rows as `query`", got, "Key i belongs to query i.")
     return slice(len(query)), None
 
@@ -401,7 +401,7 @@ def _listed_scores(scorer: nn.Module, query: Any, key: Any, lists: Tensor | None
     if lists is not None:
         _check_lists(lists, leaves["query"][0], len(first))
     elif len(first) != N:
-        raise invalid("key", "have a list for each `query`", f"{N} and {len(first)}", "Or pass `lists`.")
+        raise invalid("key", "have a list for each `query`", f"{len(first)} and {N}", "Or pass `lists`.")
 
     def some(side: Any, rows: Any) -> Any:
         return pytree.tree_map(lambda x: x[rows] if isinstance(x, Tensor) else x, side)

@@ -45,6 +45,8 @@ class Bar:
         self._began = self._printed = time.monotonic()
         self._tqdm: Any = None
         self._fact_lines: list[Any] = []
+        # units and their total as the last line has them
+        self._lined: tuple[int, int] | None = None
         if stream is not None and stream.isatty():
             from tqdm import tqdm
 
@@ -74,7 +76,7 @@ class Bar:
                     self._show_facts()
                 for line in [self._tqdm, *self._fact_lines] if last else ():
                     line.close()
-            elif self._stream is not None:
+            elif self._stream is not None and not (last and self._lined == (self._done, self._total)):
                 print(self._line(), file=self._stream, flush=True)
         # writing to a closed file raises ValueError
         except (OSError, ValueError):
@@ -91,7 +93,7 @@ class Bar:
             line.set_description_str(text.replace("\N{NO-BREAK SPACE}", " "))
 
     def _line(self) -> str:
-        self._printed = time.monotonic()
+        self._printed, self._lined = time.monotonic(), (self._done, self._total)
         seconds = max(self._printed - self._began, 1e-9)
         share = self._done / max(self._total, 1)
         # units of an earlier process took none of this one's time

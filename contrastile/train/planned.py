@@ -65,8 +65,8 @@ def planned(recipe: Any, overrides: Sequence[str], gpus: str | None, batch: int 
     settings: Any = recipe if isinstance(recipe, AnyRecipe) else load_any_recipe(recipe, overrides, files=False)
     largest = max(size for _, size in settings.train.batch)
     if batch is not None:
-        rule = f"be at least a pair for each of the {machines.ranks} ranks"
-        batch = whole_number("batch", batch, machines.ranks, "Take more.", rule=rule)
+        rule = f"be a whole number of pairs, at least one for each of the {machines.ranks} ranks"
+        batch = whole_number("batch", batch, machines.ranks, "Such as 65536.", rule=rule)
     if pairs is not None:
         pairs = whole_number("pairs", pairs, 1, "Leave it out for the recipe's own.")
     model, costs = towers(settings, machines.ranks, batch or largest, machines.device)

@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import tomli_w
 from pydantic import ValidationError
@@ -66,8 +66,7 @@ def load_retriever_recipe(path: str | Path, overrides: Sequence[str] = (), *, fi
     """Load the recipe of a retriever at `path`, as `load_any_recipe` does."""
     recipe = load_any_recipe(path, overrides, files=files)
     if not isinstance(recipe, RetrieverRecipe):
-        hint = "pictures and texts are encoded in Python: contrastile.load(run).encode_image([picture])"
-        raise RecipeError(f'{path}: kind: must be "retriever" here; got "{recipe.kind}"; {hint}')
+        raise RecipeError(f'{path}: kind: must be "retriever" here; got "{recipe.kind}"')
     return recipe
 
 
@@ -104,6 +103,8 @@ def read_tables(origin: str) -> dict[str, Any]:
             reason += "; a recipe comes before key=value, such as glyphs"
         elif near := difflib.get_close_matches(Path(origin).stem, recipe_names(), n=1, cutoff=0.7):
             reason += f"; did you mean {near[0]}, a recipe of the package?"
+        elif os.path.basename(origin) == origin:
+            reason += "; contrastile --help lists the recipes of the package"
     except IsADirectoryError:
         inside = os.path.join(origin, "recipe.toml")
         how = f"the recipe of this run is {inside}" if os.path.exists(inside) else naming
@@ -249,8 +250,12 @@ class _Reader:
 
     def _reason(self, key: str, mistake: ErrorDetails) -> str:
         kind, context = mistake["type"], mistake.get("ctx", {})
-        if kind in ("extra_forbidden", "missing"):
-            return "missing" if kind == "missing" else f"unknown key{self._suggestion(key)}"
+        if kind == "extra_forbidden":
+            return f"unknown key{self._suggestion(key)}"
+        if kind == "missing":
+            chosen = f"{key.rpartition('.')[0]}.kind"
+            value = _value_at(chosen, self.tables)
+            return "missing" if value is None else f"missing; {chosen} = {_shown(value)} needs it"
         if kind in ("value_error", "clash"):
             return mistake["msg"].removeprefix("Value error, ")
         if kind == "union_tag_invalid":
@@ -263,8 +268,10 @@ class _Reader:
         # the number of an entry in a list is no part of a known key
         *sections, name = (part for part in key.split(".") if not part.isdecimal())
         section, name = ".".join(sections), SYNONYMS.get(name, name)
-        if f"{section}.{name}" in dict(self.known):
-            return " with this kind"
+        owners = [owner for known, owner in self.known if known == f"{section}.{name}"]
+        if owners:
+            kinds = [_shown(kind) for owner in owners for kind in get_args(owner.model_fields["kind"].annotation)]
+            return f" with this kind; it belongs to {section}.kind = {' or '.join(kinds)}"
         keys = (known.rpartition(".") for known, _ in reversed(self.known))
         by_name = {last: table for table, _, last in sorted(keys, key=lambda parts: parts[0] == section)}
         near = difflib.get_close_matches(name, by_name, n=1, cutoff=0.7)

@@ -147,7 +147,7 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, run, "--as", "onnx", "--out", out).startswith(
         "`--as` must be one of sentence-transformers, transformers, open_clip, npy, faiss; got 'onnx'."
     )
-    assert refused(capsys, run, "--as", "npy", "--out", out).startswith("`index` must hold an index.json; got")
+    assert refused(capsys, run, "--as", "npy", "--out", out).startswith("`--index` must hold an index.json; got")
     sentence = "`run` must have encoders of transformers; got BagTower. Train with"
     assert refused(capsys, run, "--as", "transformers", "--out", out).startswith(sentence)
     assert main(["encode", run]) == 0
