@@ -184,7 +184,7 @@ def test_lists_of_token_vectors_need_no_indices_and_are_checked() -> None:
     )
     for words, sentence in (
         ((query, [key[0][:, 0, 0]], scores), "`key` must be made of tensors [N, P, ...], or [M, ...]; got [[4]]. As"),
-        ((query, (own[0][:2], own[1][:2]), scores), "`key` must have a list for each `query`; got 3 and 2. Or pass"),
+        ((query, (own[0][:2], own[1][:2]), scores), "`key` must have a list for each `query`; got 2 and 3. Or pass"),
         (([], own, scores), "`query` must be made of tensors [N, ...]; got none. As the scorer reads them."),
         ((query, own, scores[:, :2]), "`scores` must be floating point of shape [3, 3], one for each listed key; got"),
     ):

@@ -109,7 +109,7 @@ def test_positives_must_be_given_among_examples() -> None:
 
 def test_each_example_must_be_among_the_keys() -> None:
     sentence = (
-        "`k` must have a row for each of `q`, which is the same example; got 4 and 3. Leave out `exclude_self` of the "
+        "`k` must have a row for each of `q`, which is the same example; got 3 and 4. Leave out `exclude_self` of the "
         "loss Softmax."
     )
     q, k, loss = _unit(4, 0), _unit(3, 1), Softmax(exclude_self=True)

@@ -459,7 +459,7 @@ def test_a_missing_package_is_one_line(tmp_path, monkeypatch, override, line):
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("model.image={kind='timm'}", "model.image.name: missing"),
+        ("model.image={kind='timm'}", 'model.image.name: missing; model.image.kind = "timm" needs it'),
         (
             "model.image={kind='timm', name='vit', checkpoint='w.pt'}",
             'model.image.checkpoint: must be a file; there is no "w.pt"',

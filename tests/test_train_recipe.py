@@ -33,7 +33,7 @@ def complaint(*overrides, path="x.toml"):
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("none.toml", None, "no such file"),
+        ("none.toml", None, "no such file; contrastile --help lists the recipes of the package"),
         ("mine.tsv", "", HINT.replace("not a recipe", "is a folder")),
         ("bytes.toml", b"\xff\xfe", "not a text in UTF-8"),
         ("mine.tsv", b"filepath\ttitle\n", HINT),
