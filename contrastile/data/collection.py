@@ -87,7 +87,7 @@ def open_table(source: str, options: PairOptions) -> PairSet:
 
 
 def _warn_of_one(source: str, captions: npt.NDArray[Any]) -> None:
-    if len(np.unique(captions)) < 2:
+    if (captions == captions[:1]).all():
         message = "%s: one caption is left to train on, so that no pair has a negative and the loss is 0; add captions"
         logger.warning(message, source)
 
