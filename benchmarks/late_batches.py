@@ -29,7 +29,7 @@ from contrastile.scorers import MaxSim
 from contrastile.train.objective import QueryObjective
 from contrastile.train.optim import build_optimizer
 from contrastile.train.planned import made_up_tokenizer, plan_of, towers
-from contrastile.train.recipe import load_retriever_recipe
+from contrastile.train.recipe import load_any_recipe
 from contrastile.train.retriever.job import RetrieverJob
 from contrastile.train.retriever.run import build_retriever_run
 
@@ -81,7 +81,7 @@ def batches(machine: Machine, report: Report, updates: list[int]) -> None:
     words = [f"train.precision={precision}", "train.retain=0", "evaluate.candidates=0", "evaluate.bm25=false"]
     if on_gpu:
         words += ["train.sub_batch={query=1024,passage=1024}", f"loss.workspace={2**30}"]
-    recipe = load_retriever_recipe("docstrings-late", words)
+    recipe: Any = load_any_recipe("docstrings-late", words)
     tokenizer = made_up_tokenizer(recipe.model.tokenizer, special_tokens(recipe.model))
     run, settings = build_retriever_run(recipe, tokenizer), recipe.model.tokenizer
     objective = QueryObjective(recipe.loss, features=run.model.features, scorer=MaxSim())

@@ -9,7 +9,7 @@ import logging
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any
@@ -32,13 +32,19 @@ def invalid(name: str, rule: str, got: object, remedy: str) -> ValueError:
     return ValueError(f"`{name}` must {rule}; got {got}. {remedy}")
 
 
+def rename(error: ValueError, names: Mapping[str, str]) -> None:
+    """Put a caller's names of arguments into an error; names: by those that it has."""
+    error.args = (re.sub(r"`(\w+)`", lambda name: f"`{names.get(name[1], name[1])}`", str(error)),)
+
+
 @contextmanager
-def renamed(old: str, new: str) -> Iterator[None]:
-    """Give the argument that an error of `invalid` opens with the name that the caller has for it."""
+def renamed(**names: str) -> Iterator[None]:
+    """Raise errors with a caller's names of arguments."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(re.sub(f"^`{old}` must ", f"`{new}` must ", str(error))) from error
+        rename(error, names)
+        raise
 
 
 def one_of(name: str, value: object, known: tuple[str, ...], remedy: str) -> None:

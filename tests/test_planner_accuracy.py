@@ -116,9 +116,10 @@ def test_token_vectors_of_a_gpu(cases: dict[str, list[Any]]) -> None:
     assert max(map(_bytes_off, several)) <= 0.1
     new = [case for case in (*alone, *several) if not case.fitted]
     assert len(new) == 15
-    off = [_seconds_off(case) for case in new]
-    assert max(off) <= 0.2
-    assert sum(x <= 0.1 for x in off) >= 0.9 * len(off)
+    # one round was timed, behind products of as long a time
+    off = {f"{case.chip}, {case.label}": x for case in new if (x := _seconds_off(case)) > 0.1}
+    assert list(off) == ["H100, symmetric, 4096 x 4096 of 32 x 180 tokens on 1"]
+    assert max(off.values()) <= 0.12
 
 
 def test_updates_of_a_gpu(cases: dict[str, list[Any]]) -> None:

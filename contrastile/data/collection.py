@@ -82,11 +82,12 @@ def open_table(source: str, options: PairOptions) -> PairSet:
         message = "%s: %d of %d rows are skipped (%s)%s"
         logger.warning(message, source, count, len(rows), base.counted(pairs.skipped), example)
         base.check_bad(pairs.skipped, len(rows), options.most_bad, example=example)
-    _warn_of_one(source, pairs.ids[pairs.splits["train"]])
+    _warn_of_one_caption(source, pairs.ids[pairs.splits["train"]])
     return pairs
 
 
-def _warn_of_one(source: str, captions: npt.NDArray[Any]) -> None:
+def _warn_of_one_caption(source: str, captions: npt.NDArray[Any]) -> None:
+    """Warn where all pairs to train on have one caption; captions: a number for each."""
     if (captions == captions[:1]).all():
         message = "%s: one caption is left to train on, so that no pair has a negative and the loss is 0; add captions"
         logger.warning(message, source)
@@ -161,7 +162,7 @@ def open_collection(source: str, options: PairOptions) -> PairSet:
 
     pairs = cached_pairs(options.cache, "held-out", settings, shape=options.shape, make=make)
     base.check_bad(pairs.skipped, int(held_out.sum()), options.most_bad, of=len(index))
-    _warn_of_one(source, index.fractions[~held_out])
+    _warn_of_one_caption(source, index.fractions[~held_out])
     source_of_pair = np.repeat(np.arange(len(sources)), index.parts)
     times = np.asarray(weights or [1] * len(sources))[source_of_pair] * ~held_out
     rows = np.repeat(np.arange(len(index)), times)

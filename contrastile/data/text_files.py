@@ -65,11 +65,11 @@ def _read_files(
 ) -> TextSet:  # fmt: skip
     builder = TextSetBuilder()
     with reading([path for path in (source, corpus, test) if path is not None], progress) as counter:
-        with renamed("source", "corpus"):
+        with renamed(source="corpus"):
             for passage in read_passages(corpus, counter) if corpus is not None else ():
                 builder.add_passage(passage)
         rows = builder.add_questions(source, counter, answers_suffice=answers_suffice)
-        with renamed("source", "test"):
+        with renamed(source="test"):
             test_rows = [] if test is None else builder.add_questions(test, counter, answers_suffice=True)
     skipped = counter.close(source, bad_rows, allowed_by=allowed_by)
     builder.check_ids(source)

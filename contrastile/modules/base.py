@@ -1,12 +1,11 @@
 """The base of the loss modules: their options, and their own names for the arguments of `contrast`.
 
 Losses compute with features as given, under autocast in its type. A loss of cosines warns once about rows that are not
-of unit length, and about a scale that looks like a temperature.
+of unit length, and about a scale that is negative or looks like a temperature.
 """
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from contrastile._dispatch import Options
+from contrastile._errors import rename
 from contrastile._types import Backend, ExchangeName, Gradient, Reduction
 from contrastile.engine import arguments as checks
 from contrastile.engine.plan import prepare, share_error
@@ -78,12 +78,8 @@ class Loss(nn.Module):
         try:
             return prepare(q, k, scale, self.loss, self.options, **others)
         except ValueError as error:
-            self._in_own_words(error)
+            rename(error, self.names)
             raise
-
-    def _in_own_words(self, error: ValueError) -> None:
-        """Put this loss's names of arguments into an error."""
-        error.args = (re.sub(r"`(\w+)`", lambda name: f"`{self.names.get(name[1], name[1])}`", str(error)),)
 
     @contextmanager
     def _shared_errors(self) -> Iterator[None]:
@@ -93,7 +89,7 @@ class Loss(nn.Module):
         except Exception as error:
             # a scorer's own errors are of any kind
             if isinstance(error, ValueError):
-                self._in_own_words(error)
+                rename(error, self.names)
             share_error(error, self.options.group, self.options.exchange)
             raise
 

@@ -331,7 +331,7 @@ class LateSize(LossSize):
     def workspace_bytes(self) -> int:
         if self.backend_name == "triton":
             most, _, _, beginning = self.fused
-            # when winners are kept, the columns have no gradients yet
+            # `beginning` has the rows' gradients that are there by then, and those of columns are not
             of_row, of_col = self.sizes
             return max(most, beginning - self.columns * of_col * self.given.itemsize - self.rows * of_row * self.wide)
         rows, cols = self.blocks[-1]

@@ -62,14 +62,6 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, files: bool 
     return recipe
 
 
-def load_retriever_recipe(path: str | Path, overrides: Sequence[str] = (), *, files: bool = True) -> RetrieverRecipe:
-    """Load the recipe of a retriever at `path`, as `load_any_recipe` does."""
-    recipe = load_any_recipe(path, overrides, files=files)
-    if not isinstance(recipe, RetrieverRecipe):
-        raise RecipeError(f'{path}: kind: must be "retriever" here; got "{recipe.kind}"')
-    return recipe
-
-
 def load_any_recipe(path: str | Path, overrides: Sequence[str] = (), *, files: bool = True) -> Recipe | RetrieverRecipe:
     """Load the recipe at `path`, with `overrides` such as "optim.learning_rate=1e-3" put over it.
 

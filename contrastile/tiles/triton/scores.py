@@ -20,7 +20,7 @@ from torch import Tensor
 from contrastile._types import Reduction
 from contrastile.losses.base import Shard, Tile, Total
 from contrastile.tiles.base import ForwardResult, InFlight
-from contrastile.tiles.scored import Scored
+from contrastile.tiles.scored import Form, Scored
 from contrastile.tiles.triton import launch, plan
 from contrastile.tiles.triton import score_kernels as kernels
 from contrastile.tiles.triton.block import Block, readable_side
@@ -47,17 +47,14 @@ class FusedScores(Scored):
         # `closing`, sums are float32 for a strip at a time, and take memory as tiles are met, each of which frees what
         # the forward has kept for it
         self.final = self.closing
-        u, v = (
-            side.features.new_zeros(
-                0 if self.closing and len(cols) else len(side),
-                math.prod(side.features.shape[1:]),
-                dtype=side.features.dtype if self.closing else self.scale.dtype,
-            )
-            if form.wanted[0]
-            else None
-            for form, side in ((self.scorer.rows, rows), (self.scorer.cols, cols))
-        )
-        return u, v
+
+        def zeros(form: Form, side: Shard) -> Tensor | None:
+            if not form.wanted[0]:
+                return None
+            x, n = side.features, 0 if self.closing and len(cols) else len(side)
+            return x.new_zeros(n, math.prod(x.shape[1:]), dtype=x.dtype if self.closing else self.scale.dtype)
+
+        return zeros(self.scorer.rows, rows), zeros(self.scorer.cols, cols)
 
     def backward(
         self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None = None
