@@ -35,7 +35,7 @@ SIX = {"LEFT": 0b10_01_00_01_00_00, "RIGHT": 0b00_01_10_00_01_00, "PRODUCTS": 6,
 EVERYTHING = {"U": True, "V": True, "WEIGHTS": True, "SMOOTH": True, "BIASED": True, "SIDES": 2}
 EVERYTHING |= {"MEAN": True, "TIMES": True, "GUIDE": 2, "SELF": True, "ADD": True, "ORDERED": True, "STEPS": 14}
 EVERYTHING |= {"MEASURED": 1, "CHUNK": 128, "SLOTS": 64, "STORED": True, "TALL": 128, "LONG": 1024, "LATER": True}
-EVERYTHING |= {"LABELS": True}
+EVERYTHING |= {"LABELS": True, "PLAIN": 2, "WEIGHED": 2, "PIECES": 2, "KINDS": 2}
 # strides and sizes that are multiples of 16 where features are
 ALIGNED = ("D", "G", "entries", *(f"{name}_stride" for name in ("q", "k", "guide_q", "guide_k", "out", "bits")))
 # arguments of several tensors
@@ -127,7 +127,7 @@ def _type(name: str, shape: Any, constants: dict[str, Any]) -> str | tuple[str, 
         return "*u8"
     of_texts = ("tokens_ptr", "lengths_ptr", "list_ptr", "bounds_ptr", "begins_ptr", "order_ptr")
     by_label = constants.get("POSITIVES") == -1 and name == "positives_ptr"
-    by_label |= name == "spans_ptr" or (name in ("row_out_ptr", "col_out_ptr") and "STEPS" in constants)
+    by_label |= name.endswith("spans_ptr") or (name in ("row_out_ptr", "col_out_ptr") and "STEPS" in constants)
     if name.endswith(("ids_ptr", "bits_ptr", *of_texts)) or by_label:
         return "*i32"
     if name == "strip_ptr":
@@ -146,6 +146,7 @@ def _type(name: str, shape: Any, constants: dict[str, Any]) -> str | tuple[str, 
         "sources_ptr",
         "columns_ptr",
         "address_ptr",
+        "singles_ptr",
     )
     if name.endswith(indices):
         return "*i64"
@@ -164,6 +165,7 @@ def _kernels() -> list[Any]:
         exponential_kernels,
         finish,
         forward,
+        label_sum_kernels,
         labels,
         mask_kernels,
         maxsim_kernels,
@@ -174,8 +176,8 @@ def _kernels() -> list[Any]:
     )
 
     modules = (
-        forward, backward, careful, exponential_kernels, labels, order_kernels, ends, positives, reductions, finish,
-        maxsim_kernels, score_kernels, mask_kernels,
+        forward, backward, careful, exponential_kernels, labels, label_sum_kernels, order_kernels, ends, positives,
+        reductions, finish, maxsim_kernels, score_kernels, mask_kernels,
     )  # fmt: skip
     return [
         function
@@ -214,6 +216,8 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
         if name not in TILE_KERNELS:
             if capability in COMPLETE or (name, capability) == ("mask_bits", 90):
                 side = {"BM": 64, "BN": 64} if kernel.fn.__module__.endswith(("labels", "order_kernels")) else {}
+                if kernel.fn.__module__.endswith("label_sum_kernels"):
+                    side = {"CHUNK": 64, "BLOCK": 64}
                 yield kernel, name, plain | EVERYTHING | side | {"CHANNELS": 7, "LAST": True}
                 if EVERY and name.startswith("label_"):
                     yield kernel, f"{name} tall", plain | {"COLUMNS": True, "TALL": 128, "LONG": 1024}
@@ -320,17 +324,19 @@ def _unordered(code: str) -> str | None:
     Triton repeats loads of fewer numbers than threads in every layout that needs them. A kernel that updates such
     numbers in place must wait for all warps before it stores.
     """
-    layouts: dict[str, str] = {}
-    repeated, pointers = False, set()
+    # by the line of a load: its layout, and lines with several; and the line that a pointer is read at
+    layouts, repeated, read_at = dict[str, str](), set[str](), dict[str, str]()
     for line in code.splitlines():
         operation = re.search(r"tt\.(load|store) (%\w+).*tensor<(.*)> loc\((\S+)\)", line)
         if "barrier" in line:
-            repeated = False
+            repeated.clear()
             layouts.clear()
         elif operation is not None and operation[1] == "load":
-            repeated |= layouts.setdefault(operation[4], operation[3]) != operation[3]
-            pointers.add(operation[2])
-        elif operation is not None and repeated and operation[2] in pointers:
+            _, pointer, layout, at = operation.groups()
+            read_at[pointer] = at
+            if layouts.setdefault(at, layout) != layout:
+                repeated.add(at)
+        elif operation is not None and read_at.get(operation[2]) in repeated:
             return operation[0]
     return None
 

@@ -146,7 +146,7 @@ def test_exponentials_are_kept_for_a_backward_that_follows(n: int, scale: float,
     assert tiles.exponentials is None
 
 
-@pytest.mark.parametrize("loss", [Softmax(exclude_self=True), SoftmaxInside(symmetric=True)], ids=str)
+@pytest.mark.parametrize("loss", [SoftmaxInside(exclude_self=True), SoftmaxInside(symmetric=True)], ids=str)
 @pytest.mark.parametrize(("scale", "many"), [(20.0, 0), (20.0, 2**20), (3000.0, 0)])
 @pytest.mark.usefixtures("_few_features")
 def test_exponentials_are_kept_with_labels(
@@ -169,6 +169,62 @@ def test_exponentials_are_kept_with_labels(
             distance(found, true),
         )
     assert tiles.exponentials is None
+
+
+@pytest.mark.parametrize("workspace", [2**30, 2**17])
+@pytest.mark.parametrize("scale", [20.0, 3000.0])
+@pytest.mark.parametrize("loss", [SYMMETRIC, Softmax(), Softmax(exclude_self=True)], ids=str)
+@pytest.mark.usefixtures("_few_features")
+def test_positives_by_label_are_sums_of_features(loss: Softmax, scale: float, workspace: int) -> None:
+    """Runs over several chunks, of one row, and without a positive; sums of few features at a time in little memory."""
+    features = [_unit(n, torch.bfloat16, 140) for n in (75, 75 if loss.exclude_self else 110)]
+    # the first is half of all rows, and each of the last is alone or on one side
+    of_rows, of_cols = ((torch.arange(n) * 2 // n) * torch.arange(n) for n in map(len, features))
+    of_rows = of_cols if loss.exclude_self else torch.where(of_rows == 60, of_rows - 1, of_rows)
+    order = torch.randperm(75)
+    rows = Shard(features[0], labels=of_rows[order])
+    cols = Shard(
+        features[0] if loss.exclude_self else features[1], labels=of_cols[order] if loss.exclude_self else of_cols
+    )
+    tiles = Triton(loss, torch.tensor(scale), None, workspace)
+    assert tiles._budget.sums_labels(rows, cols)
+    tiles.followed = tiles.fresh = True
+    found, true = _followed(tiles, rows, cols), _followed(*_exact(tiles, rows, cols))
+    least = 1e-4 if loss.symmetric else 1e-5
+    for x, y in zip(found, true, strict=True):
+        assert distance(x, y) <= (1e-2 if x.ndim else least * max(1.0, scale / 20))
+
+
+@pytest.mark.parametrize("loss", [SYMMETRIC, Softmax()], ids=str)
+def test_a_single_positive_by_label_keeps_all_digits(loss: Softmax) -> None:
+    """Of a confident model the difference of a log-sum-exp and a mean, or of sums of 16 bits, would be 0."""
+    q = torch.eye(14, 80)
+    q, labels = torch.cat([q, q[:3]]), torch.arange(17) % 14
+    values, grads = [], []
+    for name, dtype in (("triton", torch.bfloat16), ("eager", torch.float64)):
+        sides = [q.to(dtype).requires_grad_() for _ in range(2)]
+        given: dict[str, Any] = {"query_labels": labels, "key_labels": labels, "weights": (labels > 2).double()}
+        values.append(contrast(*sides, scale=30.0, loss=loss, backend=name, **given))
+        grads.append(torch.autograd.grad(values[-1], sides))
+    assert 0 < values[1] < 1e-10
+    assert distance(*(value.detach() for value in values)) <= 1e-5
+    assert all(distance(*pair) <= 1e-2 for pair in zip(*grads, strict=True))
+
+
+def test_sums_by_label_stay_within_the_workspace() -> None:
+    """With less, or in float32, whose digits they would lose, a block has the order of its labels."""
+    labels = torch.arange(70) % 3
+    for dtype, workspace, loss, summed in (
+        (torch.float16, 2**20, SYMMETRIC, True),
+        (torch.float16, 2**15, SYMMETRIC, False),
+        (torch.float32, 2**20, SYMMETRIC, False),
+        (torch.float16, 2**20, SoftmaxInside(), False),
+        (torch.float16, 2**20, Softmax(label_smoothing=0.1), False),
+    ):
+        sides = [Shard(_unit(70, dtype), labels=labels) for _ in range(2)]
+        assert _tiles(loss=loss, workspace=workspace)._budget.sums_labels(*sides) == summed
+    rows = Shard(_unit(70), labels=labels, ids=labels)
+    assert not _tiles()._budget.sums_labels(rows, rows)
 
 
 @pytest.mark.usefixtures("_few_features")
@@ -355,7 +411,7 @@ def test_the_sums_of_a_super_tile_are_freed_before_the_next_ones(monkeypatch: py
         return parts
 
     monkeypatch.setattr(block.Block, "new_parts", recorded)
-    for module, name in ((launch, "sums"), (launch, "merge_sums"), (positions, "positive_totals")):
+    for module, name in ((launch, "sums"), (launch, "merge_sums"), (positions, "add_totals")):
         monkeypatch.setattr(module, name, lambda *_, **__: None)
     _tiles(workspace=2**12).forward(rows, cols)
     assert len(made) > 4

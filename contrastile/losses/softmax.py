@@ -141,15 +141,18 @@ class Softmax(PairLoss):
     def finish(self, stats: Tensor) -> Finished:
         named = SoftmaxStats(*stats)
         counts = (named.positive_count > 0).to(stats.dtype)
+        # all exponentials of a row's positives may be among those of its other pairs
+        alone = (named.positive_count > 0) & (named.positive_total == 0)
+        of_positives = named.positive_total.masked_fill(alone, 1.0).log()
         # differences of maxima first: they are exact where their logits are alike
-        gap = (named.top - named.positive_top) + (named.total.log() - named.positive_total.log())
+        gap = (named.top - named.positive_top.masked_fill(alone, 0.0)) + (named.total.log() - of_positives)
         positive_share = 1 / named.positive_count.clamp(min=1)
         # mean of the positives relative to their top, as that of the negatives below
         mean = named.positive_sum * positive_share
         share = zero = torch.zeros_like(gap)
         # exactly 0 for one positive
-        among = (named.positive_total.log() - mean).masked_fill(named.positive_count == 1, 0.0)
-        loss = torch.logaddexp(zero, gap) + among
+        among = (of_positives - mean).masked_fill((named.positive_count == 1) & ~alone, 0.0)
+        loss = torch.where(alone, gap, torch.logaddexp(zero, gap)) + among
         if self.label_smoothing:
             share = 1 / (named.positive_count + named.logit_count).clamp(min=1)
             others = named.logit_sum / named.logit_count.clamp(min=1)
@@ -162,8 +165,8 @@ class Softmax(PairLoss):
             # without a key that counts, 0 instead of 0 · ∞
             1 / total.masked_fill(total == 0, 1.0),
             finite(named.positive_top),
-            1 / named.positive_total.masked_fill(counts == 0, 1.0),
-            torch.sigmoid(gap),
+            1 / named.positive_total.masked_fill((counts == 0) | alone, 1.0),
+            torch.sigmoid(gap).masked_fill(alone, 1.0),
             positive_share,
             share,
         )

@@ -199,7 +199,7 @@ class LossSize:
         except ImportError:
             return 2 * self.rows * self.columns <= self._allowed
         budget = Budget.expected(self.loss, self._place, self._allowed)
-        return budget.expects_exponentials(self.rows, self.columns, self.dimensions, self.dtype, ordered=self.labels)
+        return budget.expects_exponentials(self.rows, self.columns, self.dimensions, self.dtype, labels=self.labels)
 
     @property
     def _place(self) -> torch.device:

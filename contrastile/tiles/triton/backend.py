@@ -8,9 +8,8 @@ alone. Two acts, each a loop over super-tiles as large as the workspace allows:
                 product adds the strip times the features to float32 accumulators, 6·N·M·D operations
 
 Positives known by position (the diagonal, or indices) are computed in float32 by the loss's own formulas and never
-enter the strip. Positives by label are too many for that: `sorting.py` has kernels for their tiles. float32 features
-are split into two or three bf16 pieces, by torch's float32 matmul precision: the same kernels then compute three or six
-products.
+enter the strip. Positives by label are sums of features (`label_sums.py`) or tiles (`sorting.py`). float32 features are
+split into two or three bf16 pieces, by torch's float32 matmul precision: three or six products of the same kernels.
 
 A guide's features are a second pair of operands (`guided.py`).
 
@@ -20,7 +19,7 @@ A guide's features are a second pair of operands (`guided.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -30,7 +29,7 @@ from torch import Tensor
 from contrastile._types import Reduction
 from contrastile.losses.base import PairLoss, Shard, Total
 from contrastile.tiles.base import ForwardResult, InFlight, Tiles
-from contrastile.tiles.triton import exponentials, launch, plan, positions, sorting
+from contrastile.tiles.triton import exponentials, label_sums, launch, plan, positions, sorting
 from contrastile.tiles.triton.arithmetic import NONFINITE, UNIT
 from contrastile.tiles.triton.block import (
     COLUMN_SUMS,
@@ -39,6 +38,7 @@ from contrastile.tiles.triton.block import (
     Groups,
     Order,
     Positives,
+    Runs,
     SuperTile,
     along,
     by_label,
@@ -67,11 +67,10 @@ class Triton(Tiles):
     writes_fresh: ClassVar[bool] = True
     accepts_in_flight: ClassVar[bool] = True
     checks_teacher: ClassVar[bool] = True
-    # of each block of this call, written by the forward for the backward: constants; ids in 32 bits; order of labels;
-    # positives known by position
+    # of each block of this call, by the forward for the backward: constants; 32-bit ids; order of labels; positives
     constants: dict[Position, Tensor] = field(default_factory=dict, compare=False, repr=False)
     groups: dict[Position, Groups] = field(default_factory=dict, compare=False, repr=False)
-    orders: dict[Position, Order] = field(default_factory=dict, compare=False, repr=False)
+    orders: dict[Position, Order | Runs] = field(default_factory=dict, compare=False, repr=False)
     positives: dict[tuple[int, ...], Positives | None] = field(default_factory=dict, compare=False, repr=False)
     # latest super-tile of the present block, whose operands the next pass reuses: often it is the only one
     super_tile: SuperTile | None = field(default=None, init=False, compare=False, repr=False)
@@ -197,7 +196,7 @@ class Triton(Tiles):
     ) -> int:  # fmt: skip
         del by_index
         budget = Budget.expected(loss, device, workspace)
-        return budget.expected_bytes(N, M, D, dtype, followed=followed, ordered=labels)
+        return budget.expected_bytes(N, M, D, dtype, followed=followed, labels=labels)
 
     def reserve(self, multiprocessors: int) -> None:
         """Leave so many of the device's multiprocessors to transfers.
@@ -211,7 +210,7 @@ class Triton(Tiles):
         return self._epilogue.taught or exponentials.fits(rows, cols, self._epilogue, self._budget)
 
     def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
-        narrow = self.exponentials is not None and self.exponentials.narrow
+        narrow = self.exponentials is not None and self.exponentials.narrow and not self.orders
         if not narrow or self.grad_dtypes not in (None, (torch.bfloat16, torch.bfloat16)):
             return super().accumulators(rows, cols, wanted)
         u, _ = super().accumulators(rows, cols, (*wanted[:3], False))
@@ -238,18 +237,26 @@ class Triton(Tiles):
         if position not in self.constants:
             given = rows.features, cols.features, self.scale, self.bias
             suits = self.followed and exponentials.suits(rows, self._epilogue)
+            by_sums = self._budget.sums_labels(rows, cols)
             # gradients of positives over the factor of their row add up to twice the sum of exponentials
-            most = 4 if by_label(rows) else 1
+            most = 4 if by_label(rows) and not by_sums else 1
             number = most * len(cols) if suits and not self.loss.symmetric else 0
             least = exponentials.LEAST if suits and self.loss.symmetric and self.keeps(rows, cols) else 0.0
             constants = launch.block_constants(*given, self._epilogue, keys=number, least=least, norms=self.norms)
             self.constants[position] = with_teacher(constants, rows, cols, self._epilogue)
             self.groups[position] = numbered_groups(rows, cols)
             if by_label(rows):
-                self.orders[position] = sorting.ordered(rows, cols, exclude_self=self.loss.exclude_self)
+                ordered = sorting.ordered(rows, cols, exclude_self=self.loss.exclude_self)
+                runs = label_sums.runs(ordered, one_way=not self.loss.symmetric) if by_sums else None
+                self.orders[position] = runs or ordered
+                if runs is not None:
+                    self.positives[position] = runs.listed
         of_rows, of_cols = self.groups[position]
         rows, cols = readable_side(rows, of_rows), readable_side(cols, of_cols)
         order = self.orders.get(position)
+        if isinstance(order, Runs):
+            rows = replace(rows, positives=order.columns(cols.start))
+            return Block(rows, cols, self.constants[position], self.loss, runs=order)
         if order is not None:
             rows, cols = sorting.ordered_sides(rows, cols, order)
         return Block(rows, cols, self.constants[position], self.loss, order)
@@ -331,7 +338,10 @@ class Triton(Tiles):
         """Write the positives known by position into the statistics."""
         positives = self._positives(block)
         if positives is not None:
-            positions.positive_totals(block, positives, stats, self._epilogue)
+            positions.add_totals(block, positives, stats, self._epilogue)
+        if block.runs is not None:
+            room = self._budget.room_for_sums(block.rows, block.cols, kept=self.exponentials is not None)
+            label_sums.add_totals(block, stats, room)
 
     # the backward
 
@@ -349,7 +359,10 @@ class Triton(Tiles):
             terms = self._strips(block, u, v, row_stats, final=positives is None)
         self.super_tile = None
         if positives is not None:
-            terms.append(self._positive_grads(block, positives, u, None if v is None else _received(v)))
+            given = block, positives, u, None if v is None else _received(v), self._epilogue
+            terms.append(positions.add_gradients(*given))
+            if block.runs is not None:
+                label_sums.add_gradients(block, *given[2:4], terms[-1][0], self._budget.workspace)
         sums = launch.add_up(terms)
         return sums if self.sums_products else sums[1]
 
@@ -431,17 +444,6 @@ class Triton(Tiles):
             of_rows = sums[launch.sums_of_programs(self.scale.device) :].view(sorting.SHARED, -1)
             of_rows = along(of_rows, tile.along[0])
             sorting.label_gradients(tile.pair, tile.block, strip, of_rows, epilogue, vectors, stats)
-
-    def _positive_grads(self, block: Block, positives: Positives, u: Tensor | None, v: Tensor | None) -> Term:
-        """Add the gradient of the positives known by position in float32; returns its sums, as `_strips`."""
-        g_NP, inner_NP = positions.positive_gradients(block, positives, u, v, self._epilogue)
-        if v is not None and positives.columns is not None:
-            positions.add_columns(v, block.rows.features, positives.columns, g_NP)
-        if not self.sums_products:
-            return g_NP, 0.0
-        q = block.rows.features
-        lost = launch.truncation(q) if positions.as_tiles(q.dtype, self._epilogue) else 0.0
-        return inner_NP, lost
 
 
 def _received(v: Tensor | InFlight) -> Tensor:

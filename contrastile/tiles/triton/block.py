@@ -41,6 +41,8 @@ EXPONENTIAL_DTYPE = torch.bfloat16
 LEAST_FEATURES = 320
 # sums of a tile's column where exponentials are kept, see `exponential_tile`
 COLUMN_SUMS = 4
+# features whose sums by label are in memory at once, at least
+SUMMED = 64
 # 32-bit ids by name, of rows and of columns
 Groups = tuple[dict[str, Tensor], dict[str, Tensor]]
 # bytes of a super-tile of height × width, by the bytes of each row's and column's features that are copied, and the
@@ -95,7 +97,10 @@ class Budget:
     def keeps(self, rows: Shard, cols: Shard) -> bool:
         """A forward that keeps exponentials takes the whole block at once; one way there are weighed rows beside it."""
         weighed = 0 if self.loss.symmetric else 2 * rows.features.numel()
-        needed = self.keeping(len(rows), len(cols), *self._copies(rows, cols)) + weighed
+        given = len(rows), len(cols), *self._copies(rows, cols)
+        needed = self.keeping(*given) + weighed
+        if self.sums_labels(rows, cols):
+            needed = max(needed, self.keeping(*given, later=True) + self._least_sums(len(rows), len(cols)))
         return self._gains(rows.features.shape[1]) and needed <= self.workspace
 
     def super_tiles(self, rows: Shard, cols: Shard, held: int | None) -> Iterator[tuple[slice, slice]]:
@@ -119,29 +124,31 @@ class Budget:
         return max(self._most(N, M, copied, dtype) for copied in copies)
 
     def expected_bytes(
-        self, N: int, M: int, D: int, dtype: torch.dtype, *, followed: bool = False, ordered: bool = False
+        self, N: int, M: int, D: int, dtype: torch.dtype, *, followed: bool = False, labels: bool = False
     ) -> int:
         """The same for features of one kind.
 
         followed: by a backward at once, for which exponentials are kept where they fit. Its accumulators, which are not
-        among these bytes, are not there yet in the forward. ordered: copied in the order of labels.
+        among these bytes, are not there yet in the forward. labels: positives are known by label.
         """
-        given = self._expected(D, dtype, ordered), PIECES[dtype]()
+        given = self._expected(N, M, D, dtype, labels), PIECES[dtype]()
         # one sweep gives a pairwise loss and its gradients
         most = self._most(N, M, given[0], dtype, forward=not self.loss.pairwise)
-        if followed and self.expects_exponentials(N, M, D, dtype, ordered=ordered):
+        if followed and self.expects_exponentials(N, M, D, dtype, labels=labels):
             later = self.keeping(N, M, *given, later=True)
             most = max(most, self.keeping(N, M, *given) - 4 * (N + M) * D, later)
+        if labels and self._sums(N, M, dtype):
+            most = max(most, min(16 * max(N, M) * padded(D, shape_for(self.device)), self.workspace))
         return most
 
-    def expects_exponentials(self, N: int, M: int, D: int, dtype: torch.dtype, *, ordered: bool = False) -> bool:
+    def expects_exponentials(self, N: int, M: int, D: int, dtype: torch.dtype, *, labels: bool = False) -> bool:
         """Return whether exponentials are kept for a backward that follows at once, as `keeps` does."""
         gains = self._gains(D) and self.epilogue.keeps and dtype == EXPONENTIAL_DTYPE
-        return gains and self.keeping(N, M, self._expected(D, dtype, ordered), PIECES[dtype]()) <= self.workspace
+        return gains and self.keeping(N, M, self._expected(N, M, D, dtype, labels), PIECES[dtype]()) <= self.workspace
 
-    def _expected(self, D: int, dtype: torch.dtype, ordered: bool) -> int:
+    def _expected(self, N: int, M: int, D: int, dtype: torch.dtype, labels: bool) -> int:
         """Bytes of a row's features that are copied: 16-bit features of a usual width are read as they are."""
-        if ordered:
+        if labels and not self._sums(N, M, dtype):
             return self._ordered(D, dtype)
         return 0 if dtype.itemsize == 2 and D % 8 == 0 else self._copied(D, dtype)
 
@@ -169,7 +176,7 @@ class Budget:
         """Bytes of each row's and column's features that are copied, and the number of their pieces."""
         copied = 0
         for q, k in zip((rows.features, *rows.guides), (cols.features, *cols.guides), strict=True):
-            if by_label(rows):
+            if by_label(rows) and not self.sums_labels(rows, cols):
                 copied += self._ordered(q.shape[1], q.dtype)
             elif not (is_readable(q) and is_readable(k)):
                 copied += self._copied(q.shape[1], q.dtype)
@@ -193,6 +200,27 @@ class Budget:
         scratch = 4 * prod(scratch_shape(height, width, self.device)) if self.epilogue.taught else 0
         return self.bits(height, width) + scratch + (height + width) * copied
 
+    def sums_labels(self, rows: Shard, cols: Shard) -> bool:
+        """True if positives by label enter as sums of features, in a block of any order: see `label_sums.py`."""
+        of_labels = rows.diagonal is None and rows.labels is not None and rows.ids is None
+        return of_labels and self._sums(len(rows), len(cols), rows.features.dtype)
+
+    def room_for_sums(self, rows: Shard, cols: Shard, *, kept: bool) -> int:
+        """Bytes of the workspace for sums by label; kept: beside exponentials."""
+        given = len(rows), len(cols), *self._copies(rows, cols)
+        return self.workspace - (self.keeping(*given, later=True) if kept else 0)
+
+    def _sums(self, N: int, M: int, dtype: torch.dtype) -> bool:
+        """Return whether the loss allows sums by label, and the workspace has room for the fewest.
+
+        In float32 the difference between probabilities and targets has more digits than that of their sums.
+        """
+        return self.epilogue.sums_labels and dtype.itemsize == 2 and self._least_sums(N, M) <= self.workspace
+
+    def _least_sums(self, N: int, M: int) -> int:
+        """Bytes of the fewest features' sums by label, two of each row and column."""
+        return 16 * SUMMED * max(N, M)
+
     def _copied(self, D: int, dtype: torch.dtype) -> int:
         return 2 * PIECES[dtype]() * padded(D, shape_for(self.device))
 
@@ -207,6 +235,8 @@ class Positives:
 
     columns: Tensor | None
     diagonal: int | None
+    # no column is listed twice, as on a diagonal
+    distinct: bool = False
 
     @property
     def per_row(self) -> int:
@@ -234,6 +264,28 @@ class Order:
 
 
 @dataclass(frozen=True)
+class Runs:
+    """The order of a block's labels, and the pairs that are the only positive of a row.
+
+    singles: columns [N] of these rows, and rows [M] of these columns, −1 for others; positions in the block. one_way:
+    pairs of columns with several rows are among the first, and the second are all −1.
+    """
+
+    order: Order
+    singles: tuple[Tensor, Tensor]
+    one_way: bool
+
+    @property
+    def listed(self) -> Positives:
+        return Positives(self.singles[0][:, None], None, distinct=not self.one_way)
+
+    def columns(self, start: int) -> Tensor:
+        """The columns of the listed pairs [N, 1], counted from `start` columns before the block."""
+        (columns, _) = self.singles
+        return (columns if start == 0 else torch.where(columns < 0, columns, columns + start))[:, None]
+
+
+@dataclass(frozen=True)
 class Block:
     """Rows and columns as the kernels read them, and how `loss` sees them."""
 
@@ -244,6 +296,8 @@ class Block:
     loss: PairLoss
     # with positives by label: all of the sides but the features is in this order
     order: Order | None = None
+    # with positives by label that are sums of features: see `label_sums.py`
+    runs: Runs | None = None
 
     @cached_property
     def directions(self) -> list[tuple[Tensor, Tensor]]:
@@ -315,7 +369,7 @@ class Block:
         N, M = len(rows), len(cols)
         if rows.diagonal is not None:
             diagonal = rows.diagonal - cols.start
-            return Positives(None, diagonal) if -N < diagonal < M else None
+            return Positives(None, diagonal, distinct=True) if -N < diagonal < M else None
         if rows.positives is None or not rows.positives.shape[1]:
             return None
         columns = rows.positives

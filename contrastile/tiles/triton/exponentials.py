@@ -60,8 +60,7 @@ class Exponentials:
     @property
     def narrow(self) -> bool:
         """The columns' sums have 16 bits."""
-        by_position = self.pair.masks.spans is None
-        return by_position and len(self.parts) == 2 and len(self.pair.k) >= NARROW * len(self.pair.q)
+        return len(self.parts) == 2 and len(self.pair.k) >= NARROW * len(self.pair.q)
 
     def add(
         self, block: Block, weights: Weights, u: Tensor | None, v: Tensor | None, epilogue: Epilogue

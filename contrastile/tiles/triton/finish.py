@@ -141,21 +141,23 @@ def finish(row_stats_ptr, row_stats_stride, N, col_stats_ptr, col_stats_stride, 
         missing = positive_inverse + 1.0
     else:
         denominator_top, denominator = merge_exponentials(top, total, positive_top, positive_total)
+        # all exponentials of a row's positives may be among those of its other pairs
+        apart = counts & (positive_total != 0)
         # the difference of maxima first, which is exact for similar logits
-        of_positives = tl.log(tl.where(counts, positive_total, 1.0))
-        gap = (top - positive_top) + (tl.log(total) - of_positives)
+        of_positives = tl.log(tl.where(apart, positive_total, 1.0))
+        gap = (top - finite(positive_top)) + (tl.log(total) - of_positives)
         # 0 for one positive, without the rounding errors of its two forms
-        among = tl.where(count == 1, 0.0, of_positives - mean)
+        among = tl.where((count == 1) & apart, 0.0, of_positives - mean)
         if INSIDE:
             among = tl.log(tl.maximum(count, 1.0))
-        loss = log1p(tl.exp(-tl.abs(gap))) + tl.maximum(gap, 0.0) + among
+        loss = tl.where(apart, log1p(tl.exp(-tl.abs(gap))) + tl.maximum(gap, 0.0), gap) + among
         if SMOOTH:
             others = tl.load(stats_ptr + LOGIT_COUNT * stride + at, mask=inside, other=0.0)
             share = 1.0 / tl.maximum(count + others, 1.0)
             pull = mean - tl.load(stats_ptr + LOGIT_SUM * stride + at, mask=inside, other=0.0) / tl.maximum(others, 1.0)
             loss += smoothing * (((positive_top - finite(top)) + pull) * (others * share))
-        positive_inverse = 1.0 / tl.where(counts, positive_total, 1.0)
-        missing = 1.0 / (1.0 + tl.exp(-gap))
+        positive_inverse = 1.0 / tl.where(apart, positive_total, 1.0)
+        missing = tl.where(apart, 1.0 / (1.0 + tl.exp(-gap)), 1.0)
     # without any key, 0 instead of 0 · ∞
     inverse = 1.0 / tl.where(denominator == 0, 1.0, denominator)
     out = out_ptr + tl.where(side == 0, 0, N) + at

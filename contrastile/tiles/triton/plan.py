@@ -195,6 +195,11 @@ class Epilogue:
         return self.exponential and not (self.smooth or self.taught)
 
     @cached_property
+    def sums_labels(self) -> bool:
+        """The loss is linear in the logits of the positives, all of which are part of the denominator."""
+        return self.keeps and self.formula == Formula("exponential", denominator="all") and not self.hardness
+
+    @cached_property
     def stats(self) -> int:
         """Statistics per row."""
         soft = len(TeacherStats._fields) if self.taught else 0

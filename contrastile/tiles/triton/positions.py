@@ -12,7 +12,7 @@ from torch import Tensor
 from contrastile.tiles.triton import launch
 from contrastile.tiles.triton import positives as kernels
 from contrastile.tiles.triton.block import Block, Positives
-from contrastile.tiles.triton.launch import CONSTANTS, FEW, directions, features, is_exact
+from contrastile.tiles.triton.launch import CONSTANTS, FEW, directions, features, is_exact, truncation
 from contrastile.tiles.triton.plan import EXACT, Epilogue, products_of, shape_for, tiles_of
 
 # rows of one program that computes positives, and features at a time: where rows are few, more programs share them
@@ -61,7 +61,7 @@ def _arguments(block: Block, positives: Positives, epilogue: Epilogue) -> dict[s
     return {"teacher_ptr": logits, **given}
 
 
-def positive_totals(block: Block, positives: Positives, stats: Sequence[Tensor], epilogue: Epilogue) -> None:
+def add_totals(block: Block, positives: Positives, stats: Sequence[Tensor], epilogue: Epilogue) -> None:
     """Write the positives known by position into the statistics, which hold all other pairs."""
     given = _arguments(block, positives, epilogue)
     launch.run(
@@ -71,19 +71,27 @@ def positive_totals(block: Block, positives: Positives, stats: Sequence[Tensor],
     )  # fmt: skip
 
 
-def positive_gradients(
+def add_gradients(
     block: Block, positives: Positives, u: Tensor | None, v: Tensor | None, epilogue: Epilogue
-) -> tuple[Tensor, Tensor]:
-    """The positives' gradient g [N, P], and g · ⟨q, k⟩; adds g · k to u and, on the diagonal, g · q to v."""
+) -> tuple[Tensor, float]:
+    """Add the positives' gradient g · k to u and g · q to v, in float32.
+
+    Returns g · ⟨q, k⟩ [N, P], or g for a pairwise loss, and the share that the matrix units have lost.
+    """
     N, given = len(block.rows), _arguments(block, positives, epilogue)
     g_NP, inner_NP = block.constants.new_empty(2, N, positives.per_row)
     launch.run(
         kernels.positive_gradients, (tiles_of(N, given["ROWS"]),), u_ptr=g_NP if u is None else u,
         u_stride=0 if u is None else u.stride(0), v_ptr=g_NP if v is None else v,
         v_stride=0 if v is None else v.stride(0), g_ptr=g_NP, inner_ptr=inner_NP, U=u is not None,
-        V=v is not None and positives.columns is None, **directions(block, epilogue), **given,
+        V=v is not None and positives.distinct, **directions(block, epilogue), **given,
     )  # fmt: skip
-    return g_NP, inner_NP
+    q = block.rows.features
+    if v is not None and positives.columns is not None and not positives.distinct:
+        add_columns(v, q, positives.columns, g_NP)
+    if not epilogue.exponential:
+        return g_NP, 0.0
+    return inner_NP, truncation(q) if as_tiles(q.dtype, epilogue) else 0.0
 
 
 def add_columns(v: Tensor, q: Tensor, columns: Tensor, g_NP: Tensor) -> None:

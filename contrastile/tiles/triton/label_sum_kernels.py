@@ -1,0 +1,275 @@
+# mypy: ignore-errors
+# device code: Triton compiles these functions from their source, their arguments have no Python types
+"""Device code of positives by label as sums: what a softmax needs of them is linear in the features.
+
+Launched by `label_sums.py`, beside the tile kernels, which treat these positives as they treat negatives:
+
+    single_positives     the positives of rows that have only one
+    chunk_sums           sums of features, or of weighted ones, of the rows of a label within each chunk
+    run_sums             the same of the whole label
+    add_to_totals        the positives' part of each row's statistics
+    add_to_gradients     their part of the gradients
+
+A run is the rows of one label, which are neighbours in the order of labels; spans are those of `order_kernels.py`.
+Features, statistics and gradients stay in the order of the caller.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from contrastile.tiles.triton.arithmetic import ANY, POSITIVE_COUNT, POSITIVE_SHARE, POSITIVE_SUM, SCALE
+from contrastile.tiles.triton.masks import FIRST, STOP, row_spans
+
+
+@triton.jit
+def _positives(spans_ptr, n, at):
+    """Of each row the first column of its label, its own column, whether that is one of them, and its positives."""
+    first, stop, itself = row_spans(spans_ptr, n, 0, at, n)
+    own = (itself >= first) & (itself < stop)
+    return first, itself, own, (stop - first) - own.to(tl.int32)
+
+
+@triton.jit(do_not_specialize=ANY)
+def single_positives(row_spans_ptr, row_order_ptr, row_out_ptr, N, col_spans_ptr, col_order_ptr, col_out_ptr, M,
+                     COLUMNS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Write the only positive of each row that has one, −1 for others, and −1 for columns; in the caller's order.
+
+    COLUMNS: of pairs that are each other's only positive, for columns too. program_id 1 = 0 computes rows, 1 columns.
+    """
+    of_rows = tl.program_id(1) == 0
+    n = tl.where(of_rows, N, M)
+    m = tl.where(of_rows, M, N)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    first, itself, own, count = _positives(tl.where(of_rows, row_spans_ptr, col_spans_ptr), n, at)
+    other = tl.where(own & (itself == first), first + 1, first)
+    single = (at < n) & (count == 1)
+    if COLUMNS:
+        of_others = tl.where(of_rows, col_spans_ptr, row_spans_ptr)
+        _, _, _, others = _positives(of_others, m, tl.where(single, other, m))
+        single = single & (others == 1)
+    else:
+        single = single & of_rows
+    partner = tl.load(tl.where(of_rows, col_order_ptr, row_order_ptr) + other, mask=single, other=-1)
+    place = tl.load(tl.where(of_rows, row_order_ptr, col_order_ptr) + at, mask=at < n, other=0)
+    tl.store(tl.where(of_rows, row_out_ptr, col_out_ptr) + place, partner, mask=at < n)
+
+
+@triton.jit
+def _targets(state_ptr, state_stride, coefficient_ptr, singles_ptr, places, inside):
+    """The target of each positive of these rows, times their coefficient; 0 for rows of a single one."""
+    target = tl.load(state_ptr + POSITIVE_SHARE * state_stride + places, mask=inside, other=0.0)
+    target *= tl.load(coefficient_ptr + places, mask=inside, other=0.0)
+    return tl.where(tl.load(singles_ptr + places, mask=inside, other=0) < 0, target, 0.0)
+
+
+@triton.jit
+def _load(x_ptr, places, row_stride, stride, features, D, inside):
+    """[rows, features] of x in float32, 0 outside."""
+    at = places.to(tl.int64)[:, None] * row_stride + features.to(tl.int64)[None, :] * stride
+    return tl.load(x_ptr + at, mask=inside[:, None] & (features < D)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _sums_of_equal(same, x, PIECES: tl.constexpr, UPCAST: tl.constexpr):
+    """same · x, for zeros and ones in `same`, and x in so many pieces of 16 bits."""
+    if UPCAST:
+        total = tl.dot(same, x)
+    else:
+        chosen = same.to(tl.bfloat16)
+        first = x.to(tl.bfloat16)
+        total = tl.dot(chosen, first)
+        if PIECES == 2:
+            total = tl.dot(chosen, (x - first.to(tl.float32)).to(tl.bfloat16), total)
+    return total
+
+
+@triton.jit(do_not_specialize=ANY)
+def chunk_sums(row_x_ptr, row_order_ptr, row_spans_ptr, row_state_ptr, row_state_stride, row_coefficient_ptr,
+               row_singles_ptr, N, row_x_row_stride, row_x_stride, col_x_ptr, col_order_ptr, col_spans_ptr,
+               col_state_ptr, col_state_stride, col_coefficient_ptr, col_singles_ptr, M, col_x_row_stride, col_x_stride,
+               out_ptr, out_step, D, first_feature, width, PLAIN: tl.constexpr, WEIGHED: tl.constexpr,
+               PIECES: tl.constexpr, UPCAST: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Write the sum of each run within a chunk of the order, at its first row there, of `width` features.
+
+    program_id 2 = 0: those of columns, for the rows; 1: those of rows, for the columns; behind each other in `out`.
+    PLAIN: sums of features, for sides below PLAIN. WEIGHED: then those of features times their row's target, for the
+    last WEIGHED of two sides. Each of `out_step` numbers.
+    """
+    side = tl.program_id(2)
+    of_cols = side == 0
+    n = tl.where(of_cols, M, N)
+    at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    inside = at < n
+    spans = tl.where(of_cols, col_spans_ptr, row_spans_ptr) + at
+    first = tl.load(spans + FIRST * n, mask=inside, other=-1)
+    stop = tl.load(spans + STOP * n, mask=inside, other=-1)
+    # labels without a row on the other side have empty spans, at the place of the label behind them
+    same = ((first[:, None] == first[None, :]) & (stop[:, None] == stop[None, :])).to(tl.float32)
+    behind = tl.arange(0, CHUNK) > 0
+    begins = first != tl.load(spans + FIRST * n - 1, mask=inside & behind, other=-1)
+    begins = begins | (stop != tl.load(spans + STOP * n - 1, mask=inside & behind, other=-1))
+    places = tl.load(tl.where(of_cols, col_order_ptr, row_order_ptr) + at, mask=inside, other=0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = _load(tl.where(of_cols, col_x_ptr, row_x_ptr), places, tl.where(of_cols, col_x_row_stride, row_x_row_stride),
+              tl.where(of_cols, col_x_stride, row_x_stride), first_feature + columns, D, inside)  # fmt: skip
+    out = out_ptr + side.to(tl.int64) * out_step * (2 if PLAIN + WEIGHED > 2 else 1)
+    out += at.to(tl.int64)[:, None] * width + columns[None, :]
+    written = (inside & begins)[:, None] & (columns < width)[None, :]
+    if side < PLAIN:
+        tl.store(out, _sums_of_equal(same, x, PIECES, UPCAST), mask=written)
+    if side >= 2 - WEIGHED:
+        weights = _targets(tl.where(of_cols, col_state_ptr, row_state_ptr),
+                           tl.where(of_cols, col_state_stride, row_state_stride),
+                           tl.where(of_cols, col_coefficient_ptr, row_coefficient_ptr),
+                           tl.where(of_cols, col_singles_ptr, row_singles_ptr), places, inside)  # fmt: skip
+        out += tl.where(side < PLAIN, out_step, 0)
+        tl.store(out, _sums_of_equal(same, weights[:, None] * x, 2, UPCAST), mask=written)
+
+
+@triton.jit(do_not_specialize=ANY)
+def run_sums(row_spans_ptr, N, col_spans_ptr, M, out_ptr, out_step, width, KINDS: tl.constexpr, CHUNK: tl.constexpr,
+             TILES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Make the sum at the first row of each run that of the whole run, of which `chunk_sums` writes one for each chunk.
+
+    A chunk has at most one run that begins in it and goes on behind it. program_id 2: which of the sums, KINDS of each
+    side.
+    """
+    of_cols = tl.program_id(2) < KINDS
+    n = tl.where(of_cols, M, N)
+    m = tl.where(of_cols, N, M)
+    begin = tl.program_id(0) * CHUNK
+    end = begin + CHUNK
+    if end < n:
+        spans_ptr = tl.where(of_cols, col_spans_ptr, row_spans_ptr)
+        others_ptr = tl.where(of_cols, row_spans_ptr, col_spans_ptr)
+        # the other side's first row of the label that the chunk ends in: it has the range of the run
+        of_last = tl.load(spans_ptr + FIRST * n + end - 1)
+        there = tl.load(spans_ptr + STOP * n + end - 1) > of_last
+        first = tl.load(others_ptr + FIRST * m + of_last, mask=there, other=0)
+        stop = tl.load(others_ptr + STOP * m + of_last, mask=there, other=0)
+        if (first >= begin) & (stop > end):
+            columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+            out = out_ptr + tl.program_id(2).to(tl.int64) * out_step + columns
+            inside = columns < width
+            at = out + first.to(tl.int64) * width
+            total = tl.load(at, mask=inside, other=0.0)
+            for tile in range(0, tl.cdiv(stop - end, CHUNK), TILES):
+                rows = end + (tile + tl.arange(0, TILES)) * CHUNK
+                parts = tl.load(out[None, :] + rows.to(tl.int64)[:, None] * width,
+                                mask=(rows < stop)[:, None] & inside[None, :], other=0.0)  # fmt: skip
+                total += tl.sum(parts, 0)
+            # all warps have read before one of them writes
+            tl.debug_barrier()
+            tl.store(at, total, mask=inside)
+
+
+@triton.jit
+def _rows(spans_ptr, order_ptr, singles_ptr, n, ROWS: tl.constexpr):
+    """Places of rows, their spans, the number of their positives, and the rows that have several."""
+    at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = at < n
+    first, itself, own, count = _positives(spans_ptr, n, at)
+    places = tl.load(order_ptr + at, mask=inside, other=0)
+    several = inside & (count > 0) & (tl.load(singles_ptr + places, mask=inside, other=0) < 0)
+    return places, first, itself, own & several, count, several
+
+
+@triton.jit(do_not_specialize=ANY)
+def add_to_totals(row_x_ptr, row_order_ptr, row_spans_ptr, row_singles_ptr, N, row_x_row_stride, row_x_stride,
+                  row_stats_ptr, row_stats_stride, col_x_ptr, col_order_ptr, col_spans_ptr, col_singles_ptr, M,
+                  col_x_row_stride, col_x_stride, col_stats_ptr, col_stats_stride, sums_ptr, sums_step, constants_ptr,
+                  D, first_feature, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Add the logits of positives to the statistics of rows (program_id 1 = 0) and columns (1), from sums of features.
+
+    The first features come with the number of positives.
+    """
+    of_rows = tl.program_id(1) == 0
+    places, first, itself, own, count, several = _rows(
+        tl.where(of_rows, row_spans_ptr, col_spans_ptr), tl.where(of_rows, row_order_ptr, col_order_ptr),
+        tl.where(of_rows, row_singles_ptr, col_singles_ptr), tl.where(of_rows, N, M), ROWS)  # fmt: skip
+    x_ptr = tl.where(of_rows, row_x_ptr, col_x_ptr)
+    x_row_stride = tl.where(of_rows, row_x_row_stride, col_x_row_stride)
+    x_stride = tl.where(of_rows, row_x_stride, col_x_stride)
+    other_x_ptr = tl.where(of_rows, col_x_ptr, row_x_ptr)
+    other_row_stride = tl.where(of_rows, col_x_row_stride, row_x_row_stride)
+    other_stride = tl.where(of_rows, col_x_stride, row_x_stride)
+    sums_ptr += tl.program_id(1).to(tl.int64) * sums_step
+    itself = tl.load(tl.where(of_rows, col_order_ptr, row_order_ptr) + itself, mask=own, other=0)
+    inner = tl.zeros((ROWS,), tl.float32)
+    for step in range(0, width, BLOCK):
+        columns = step + tl.arange(0, BLOCK)
+        features = first_feature + columns
+        x = _load(x_ptr, places, x_row_stride, x_stride, features, D, several)
+        total = _load(sums_ptr, first, width, 1, columns, width, several)
+        total -= _load(other_x_ptr, itself, other_row_stride, other_stride, features, D, own)
+        inner += tl.sum(x * total, 1)
+    stride = tl.where(of_rows, row_stats_stride, col_stats_stride)
+    stats = tl.where(of_rows, row_stats_ptr, col_stats_ptr) + places
+    inner *= tl.load(constants_ptr + SCALE)
+    if first_feature == 0:
+        tl.store(stats + POSITIVE_COUNT * stride, count.to(tl.float32), mask=several)
+    else:
+        inner += tl.load(stats + POSITIVE_SUM * stride, mask=several, other=0.0)
+    # all warps have read before one of them writes
+    tl.debug_barrier()
+    tl.store(stats + POSITIVE_SUM * stride, inner, mask=several)
+
+
+@triton.jit(do_not_specialize=ANY)
+def add_to_gradients(row_x_ptr, row_order_ptr, row_spans_ptr, row_state_ptr, row_state_stride, row_coefficient_ptr,
+                     row_singles_ptr, N, row_x_row_stride, row_x_stride, row_out_ptr, row_out_stride, col_x_ptr,
+                     col_order_ptr, col_spans_ptr, col_state_ptr, col_state_stride, col_coefficient_ptr,
+                     col_singles_ptr, M, col_x_row_stride, col_x_stride, col_out_ptr, col_out_stride, sums_ptr,
+                     sums_step, inner_ptr, D, first_feature, width, COLUMNS: tl.constexpr, U: tl.constexpr,
+                     ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Take the targets of positives times the other side's features from the gradients of rows and of columns.
+
+    program_id 1 = 0 computes rows, and with U takes from their gradients; 1 columns. Targets of the row times the sum
+    of features, and with COLUMNS those of the other side too, whose sum is weighed by them; columns without COLUMNS
+    have the latter alone. Products with the features of rows are taken from `inner`.
+    """
+    side = tl.program_id(1)
+    of_rows = side == 0
+    places, first, itself, own, _, several = _rows(
+        tl.where(of_rows, row_spans_ptr, col_spans_ptr), tl.where(of_rows, row_order_ptr, col_order_ptr),
+        tl.where(of_rows, row_singles_ptr, col_singles_ptr), tl.where(of_rows, N, M), ROWS)  # fmt: skip
+    x_ptr = tl.where(of_rows, row_x_ptr, col_x_ptr)
+    x_row_stride = tl.where(of_rows, row_x_row_stride, col_x_row_stride)
+    x_stride = tl.where(of_rows, row_x_stride, col_x_stride)
+    other_x_ptr = tl.where(of_rows, col_x_ptr, row_x_ptr)
+    other_row_stride = tl.where(of_rows, col_x_row_stride, row_x_row_stride)
+    other_stride = tl.where(of_rows, col_x_stride, row_x_stride)
+    out_ptr = tl.where(of_rows, row_out_ptr, col_out_ptr)
+    out_stride = tl.where(of_rows, row_out_stride, col_out_stride)
+    itself = tl.load(tl.where(of_rows, col_order_ptr, row_order_ptr) + itself, mask=own, other=0)
+    plain = of_rows | COLUMNS
+    weighed = (of_rows == 0) | COLUMNS
+    target = _targets(tl.where(of_rows, row_state_ptr, col_state_ptr),
+                      tl.where(of_rows, row_state_stride, col_state_stride),
+                      tl.where(of_rows, row_coefficient_ptr, col_coefficient_ptr),
+                      tl.where(of_rows, row_singles_ptr, col_singles_ptr), places, several & plain)  # fmt: skip
+    left = tl.where(own, target, 0.0)
+    left += _targets(tl.where(of_rows, col_state_ptr, row_state_ptr),
+                     tl.where(of_rows, col_state_stride, row_state_stride),
+                     tl.where(of_rows, col_coefficient_ptr, row_coefficient_ptr),
+                     tl.where(of_rows, col_singles_ptr, row_singles_ptr), itself, own & weighed)  # fmt: skip
+    sums_ptr += side.to(tl.int64) * sums_step * (2 if COLUMNS else 1)
+    second = tl.where(plain, sums_step, 0)
+    inner = tl.zeros((ROWS,), tl.float32)
+    for step in range(0, width, BLOCK):
+        columns = step + tl.arange(0, BLOCK)
+        features = first_feature + columns
+        g = _load(other_x_ptr, itself, other_row_stride, other_stride, features, D, own) * left[:, None]
+        g -= _load(sums_ptr, first, width, 1, columns, width, several & plain) * target[:, None]
+        g -= _load(sums_ptr + second, first, width, 1, columns, width, several & weighed)
+        inner += tl.sum(g * _load(x_ptr, places, x_row_stride, x_stride, features, D, several & of_rows), 1)
+        if U | (of_rows == 0):
+            out = out_ptr + places.to(tl.int64)[:, None] * out_stride + features[None, :]
+            written = several[:, None] & ((columns < width) & (features < D))[None, :]
+            tl.store(out, tl.load(out, mask=written, other=0.0) + g, mask=written)
+    inner += tl.load(inner_ptr + places, mask=several & of_rows, other=0.0)
+    # all warps have read before one of them writes
+    tl.debug_barrier()
+    tl.store(inner_ptr + places, inner, mask=several & of_rows)
