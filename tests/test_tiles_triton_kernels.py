@@ -189,7 +189,11 @@ def test_positives_by_label_are_sums_of_features(loss: Softmax, scale: float, wo
     tiles = Triton(loss, torch.tensor(scale), None, workspace)
     assert tiles._budget.sums_labels(rows, cols)
     tiles.followed = tiles.fresh = True
-    found, true = _followed(tiles, rows, cols), _followed(*_exact(tiles, rows, cols))
+    exact = _exact(tiles, rows, cols)
+    for of_side in zip(tiles.forward(rows, cols), exact[0].forward(*exact[1:]), strict=True):
+        losses = [loss.finish(stats).loss for stats in of_side if stats is not None]
+        assert not losses or distance(*losses) <= 1e-6
+    found, true = _followed(tiles, rows, cols), _followed(*exact)
     least = 1e-4 if loss.symmetric else 1e-5
     for x, y in zip(found, true, strict=True):
         assert distance(x, y) <= (1e-2 if x.ndim else least * max(1.0, scale / 20))
