@@ -15,16 +15,13 @@ import pytest
 import torch
 from hostile import Arena
 from interpreter import quicken
-from ranks import FIGURES, Pool, set_aside
-
-from contrastile.train.report import page
+from ranks import Pool, as_in_tests, set_aside
 
 # modules loaded before the first test stay: the garbage collector need not look through them
 gc.disable()
-# the suite runs in as many processes as there are cores: threads of each would only wait for the others
-torch.set_num_threads(1)
-# NaN in all memory that a test's code does not write itself; a switch takes longer than many a test
-torch.use_deterministic_algorithms(True)
+# as many processes as there are cores: threads of each would only wait for the others; NaN in all memory that a test's
+# code does not write itself, where a switch takes longer than many a test; figures take a third of a small run
+as_in_tests()
 if os.environ["TRITON_INTERPRET"] == "1":
     quicken()
 
@@ -46,14 +43,6 @@ def _seeded_and_poisoned(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if unpoisoned:
         torch.use_deterministic_algorithms(True)
-
-
-@pytest.fixture(autouse=True)
-def _undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures of reports are left out, which would take a third of a small run; those of fixtures are drawn."""
-    if not request.node.get_closest_marker("drawn"):
-        for name in FIGURES:
-            monkeypatch.setattr(page, name, lambda *_, **__: "<svg></svg>")
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ growth of the largest resident set since the fork; processor time beyond `SECOND
 `MEMORY`, so that a mistake cannot take the machine with it.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -79,6 +80,8 @@ def _attack(line: str, answer: int) -> None:
 
 
 def _serve() -> None:
+    # forks inherit that: none looks through what is loaded, and so copies it
+    gc.freeze()
     for line in sys.stdin:
         answers, answer = os.pipe()
         child = os.fork()

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from contrastile.train.report import page
 
 RANKS = 4
-# functions that draw the figures of a report
-FIGURES = ("curves", "memory_bars")
+# functions that draw the figures of a report, for `patch.multiple(page, **FIGURES)`
+FIGURES = {"curves": page.curves, "memory_bars": page.memory_bars}
 # seconds after which a rank that waits for another gives up
 PATIENCE = 40
 
@@ -56,11 +56,11 @@ def server() -> Any:
 
 
 def as_in_tests() -> None:
-    """Give a process of the server what `conftest.py` gives a test: one thread, NaN in new memory, no figures."""
+    """Give a process of the server what `conftest.py` gives a test: one thread, NaN in new memory, figures left out."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     for name in FIGURES:
-        setattr(page, name, lambda *_, **__: "<svg></svg>")
+        setattr(page, name, lambda *_, title="", **__: f"<svg>{title}</svg>")
 
 
 @contextmanager

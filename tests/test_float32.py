@@ -34,6 +34,6 @@ CASES = [
 @pytest.mark.parametrize(("kind", "name", "scale"), CASES, ids=str)
 def test_no_gradient_is_twice_as_far_from_float64_as_the_plain_formula(kind: str, name: str, scale: float) -> None:
     with nullcontext() if COMPILED else emulated(), torch.device(DEVICE):
-        norms = errors(name, kind, scale)
+        norms = errors(name, kind, scale, seeds=2 if COMPILED else 1)
     ratios = {key: ratio(key, *each) for key, each in norms.items()}
     assert max(ratios.values()) <= 2, ratios

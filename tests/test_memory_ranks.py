@@ -42,9 +42,7 @@ def rank(me, path, found):
     for loss, W in ((ClipLoss, 2), (ClipLoss, 3), (ClipLoss, 4), (SigLipLoss, 3)):
         group = dist.new_group(list(range(W)))
         if me < W:
-            # everything that is loaded, made for these shapes and allocated once
-            run({N}, {D}, loss, group)
-            # on a busy machine threads of the transport take up to 2 MiB more in some of the runs
+            # the first run also loads modules; on a busy machine threads of the transport take up to 2 MiB more in some
             found.put((loss.__name__, W, min(run({N}, {D}, loss, group) for _ in range(3))))
     dist.barrier()
 

@@ -270,7 +270,7 @@ def _late(name: str, capability: int) -> dict[str, Any]:
 @contextmanager
 def _until_llvm() -> Iterator[None]:
     """Compilation that ends before LLVM optimizes and ptxas assembles, which take most of its time."""
-    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.backends.nvidia.compiler import CUDABackend, llvm
 
     real = CUDABackend.add_stages
 
@@ -279,7 +279,9 @@ def _until_llvm() -> Iterator[None]:
         # the last stages also name the kernel
         stages |= {"ptx": lambda _, metadata: metadata.update(name="none") or "", "cubin": lambda *_: b""}
 
-    with patch.object(CUDABackend, "add_stages", add_stages), patch.dict(os.environ, DISABLE_LLVM_OPT="1"):
+    # nor is the library of a device's functions read for each kernel
+    unlinked = patch.object(llvm, "link_extern_libs", lambda *_: None)
+    with patch.object(CUDABackend, "add_stages", add_stages), patch.dict(os.environ, DISABLE_LLVM_OPT="1"), unlinked:
         yield
 
 

@@ -245,16 +245,16 @@ def test_positives_by_label(loss: PairLoss, scale: float, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    "loss",
+    ("loss", "workspace"),
     [
-        BalancedSigmoid(),
-        Softmax(exclude_self=True),
-        Softmax(symmetric=True, label_smoothing=0.1),
-        SoftmaxInside(exclude_self=True),
+        (BalancedSigmoid(), LITTLE),
+        (Softmax(exclude_self=True), LITTLE),
+        (Softmax(symmetric=True, label_smoothing=0.1), LITTLE),
+        (Softmax(symmetric=True, label_smoothing=0.1), 2**24),
+        (SoftmaxInside(exclude_self=True), LITTLE),
     ],
     ids=repr,
 )
-@pytest.mark.parametrize("workspace", [LITTLE, 2**24])
 def test_rows_with_many_positives_and_rows_with_few(
     loss: PairLoss, workspace: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

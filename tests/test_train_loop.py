@@ -7,11 +7,13 @@ import shutil
 import signal
 import tracemalloc
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from ranks import FIGURES
 from refusals import refusal
 from tiny_runs import interrupted, same_run, timed, tiny_recipe, weights, write_pictures, write_recipe
 
@@ -37,10 +39,11 @@ from contrastile.train.state import Progress, TrainResult
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """One run that several tests look at."""
+    """One run that several tests look at, with its figures."""
     folder = tmp_path_factory.mktemp("run")
     recipe = tiny_recipe(folder)
-    return recipe, run_recipe(recipe, folder / "runs")
+    with patch.multiple(page, **FIGURES):
+        return recipe, run_recipe(recipe, folder / "runs")
 
 
 @pytest.fixture
@@ -414,11 +417,11 @@ def test_a_failing_step_leaves_the_weights_before_it_saved(tmp_path, monkeypatch
     assert contrastile.load(tmp_path / "runs" / "tiny").model is not None
 
 
-@pytest.mark.drawn
 def test_evaluating_again_gives_the_same(finished):
     _, outcome = finished
     before = (outcome.folder / "evaluation.json").read_text()
-    assert loop.evaluate_run(outcome.folder) == outcome.table
+    with patch.multiple(page, **FIGURES):
+        assert loop.evaluate_run(outcome.folder) == outcome.table
     assert (outcome.folder / "evaluation.json").read_text() == before
 
 

@@ -3,11 +3,13 @@
 import json
 import math
 import signal
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import FIGURES
 from refusals import refusal
 from tiny_runs import interrupted, same_run, weights
 from tiny_texts import tiny_retriever
@@ -21,6 +23,7 @@ from contrastile.train.log import read_metrics
 from contrastile.train.loop import evaluate_run, run_recipe, step
 from contrastile.train.optim import build_optimizer
 from contrastile.train.recipe import RecipeError, load_any_recipe, load_recipe
+from contrastile.train.report import page as report_page
 from contrastile.train.report.page import table
 from contrastile.train.retriever.evaluation import WORDING, Rankings, evaluate, question_samples
 from contrastile.train.retriever.job import RetrieverJob, SampledQuery, TextBatchBuilder
@@ -48,10 +51,11 @@ def swapped(folder, *overrides):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """One run that several tests look at."""
+    """One run that several tests look at, with its figures."""
     folder = tmp_path_factory.mktemp("run")
     recipe = tiny_retriever(folder)
-    return recipe, run_recipe(recipe, folder / "runs")
+    with patch.multiple(report_page, **FIGURES):
+        return recipe, run_recipe(recipe, folder / "runs")
 
 
 def made(recipe):

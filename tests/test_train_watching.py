@@ -6,9 +6,11 @@ import signal
 import sys
 import types
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
+from ranks import FIGURES
 from refusals import refusal
 from test_train_resume import Killed
 from tiny_runs import interrupted, left, same_run, tiny_recipe
@@ -332,7 +334,6 @@ def test_trackers_may_change_on_resume(plain, tmp_path, monkeypatch):
 # --- the report while it trains
 
 
-@pytest.mark.drawn
 def test_the_report_is_written_while_the_run_trains(plain, tmp_path, monkeypatch):
     monkeypatch.setattr(report_page, "MOST", float("inf"))
     pages, real = [], loop.step
@@ -356,10 +357,10 @@ def test_the_report_is_written_while_the_run_trains(plain, tmp_path, monkeypatch
     assert "<h2>Results" in last
 
 
-@pytest.mark.drawn
 def test_the_report_of_a_stopped_run_has_curves_and_says_how_to_resume(plain, tmp_path, monkeypatch, caplog):
     recipe, whole = plain
-    with interrupted(at=4):
+    # figures of few steps
+    with interrupted(at=4), patch.multiple(report_page, **FIGURES):
         folder = run_recipe(recipe, tmp_path).folder
     page = (folder / "report.html").read_text()
     assert "This run was asked to stop." in page
