@@ -54,7 +54,7 @@ def command(tmp_path):
 
 @pytest.fixture
 def served(monkeypatch):
-    """Worker processes that need not import anything; one is started as users start it."""
+    """Worker processes that need not import anything; those of batch sizes are started as users start them."""
     context = server()
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
     # other tests of this process have ranks of their own
@@ -266,7 +266,7 @@ def test_the_table_of_batch_sizes_has_a_line_for_each_batch_and_a_column_for_eac
     ]
 
 
-def test_batch_sizes_are_compared_in_worker_processes(tmp_path, command, capfd, served):
+def test_batch_sizes_are_compared_in_worker_processes(tmp_path, command, capsys):
     grid = ["--batches", "16", "64", "--data", "0.5", "1", "--rates", "fixed", "sqrt", "--seeds", "1", "--jobs", "2"]
     assert main([*command, *grid]) == 0
     folder = tmp_path / "runs" / "tiny-batches"
@@ -279,7 +279,7 @@ def test_batch_sizes_are_compared_in_worker_processes(tmp_path, command, capfd, 
     assert [row["steps"] for row in rows[:3]] == ["4", "1", "1"]
     assert (folder / "compare.svg").read_text().count("% of the pairs, sqrt rate") == 2
     assert "64 pairs seen in every run" in (folder / "compare.md").read_text()
-    output = capfd.readouterr()
+    output = capsys.readouterr()
     assert "| 0.5 | 64 | 1 |" in output.out
     # side by side they end in any order, each named
     assert output.err.count("finished: data ") == len(rows)
@@ -357,11 +357,9 @@ def interrupt(parent, _data, _ranks):
     torch.multiprocessing.Event().wait()
 
 
-def test_a_signal_ends_worker_processes(tmp_path):
-    before = set(multiprocessing.active_children())
-    # started as users start it
+def test_a_signal_ends_worker_processes(tmp_path, served):
     assert list(run_parallel(interrupt, [os.getpid()], int, tmp_path, jobs=1)) == [15]
-    assert set(multiprocessing.active_children()) <= before
+    assert set(multiprocessing.active_children()) <= served
 
 
 def announce(pipe, _data, _ranks):

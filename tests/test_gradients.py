@@ -25,10 +25,7 @@ from ranks import Pool
 @pytest.mark.parametrize(
     ("W", "wrapper", "exchanges", "ways", "losses"),
     [
-        *((W, "plain", EXCHANGES, [(True, MICRO_BATCHES)], PLAIN) for W in (1, 3)),
-        # without an empty rank; gather on two: below
-        (2, "plain", ["replicate", "ring"], [(True, MICRO_BATCHES)], PLAIN),
-        (4, "plain", ["ring"], [(True, MICRO_BATCHES)], PLAIN),
+        *((W, "plain", EXCHANGES, [(True, MICRO_BATCHES)], PLAIN) for W in (1, 2, 3, 4)),
         # the other losses with every exchange, behind `encode`: test_losses_further.py
         (3, "plain", ["ring"], [(True, MICRO_BATCHES)], FURTHER),
         # a wrapper meets features, whatever loss and exchange made their gradients

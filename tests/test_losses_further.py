@@ -32,7 +32,7 @@ from contrastile.losses.reference import dense_decoupled, mises_fisher_weights
 from contrastile.scorers import Bilinear
 from contrastile.tiles import eager
 
-SHARES = {1: [N], 3: [20, 0, N - 20]}
+SHARES = {1: [N], 2: [28, N - 28], 3: [20, 0, N - 20]}
 # those that a fused kernel computes
 FUSED = [
     "unicl",
@@ -115,16 +115,10 @@ def _behind_encode(case: Case, exchange: str, group: Any) -> tuple[Tensor, dict[
     return loss.detach(), {key: x for key, x in found.items() if x is not None}
 
 
-@pytest.fixture(scope="module")
-def truths() -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
-    return _on_a_rank(0, None, "single")
-
-
-@pytest.mark.parametrize("exchange", ["gather", "ring", "replicate"])
-def test_ranks_have_the_gradients_of_one_process(
-    pool: Pool, truths: dict[str, tuple[Tensor, dict[str, Tensor]]], exchange: str
-) -> None:
-    answers = pool.run(_on_a_rank, W := 3, exchange)
+@pytest.mark.parametrize(("W", "exchange"), [(2, "ring"), (3, "gather"), (3, "ring"), (3, "replicate")])
+def test_ranks_have_the_gradients_of_one_process(pool: Pool, W: int, exchange: str) -> None:
+    truths = _on_a_rank(0, None, "single")
+    answers = pool.run(_on_a_rank, W, exchange)
     for name, (truth, true_gradients) in truths.items():
         for loss, _ in (answer[name] for answer in answers):
             assert distance(loss, truth) <= 1e-12, name

@@ -217,7 +217,7 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
             if capability in COMPLETE or (name, capability) == ("mask_bits", 90):
                 side = {"BM": 64, "BN": 64} if kernel.fn.__module__.endswith(("labels", "order_kernels")) else {}
                 if kernel.fn.__module__.endswith("label_sum_kernels"):
-                    side = {"CHUNK": 64, "BLOCK": 64}
+                    side = {"CHUNK": 32, "BLOCK": 64}
                 yield kernel, name, plain | EVERYTHING | side | {"CHANNELS": 7, "LAST": True}
                 if EVERY and name.startswith("label_"):
                     yield kernel, f"{name} tall", plain | {"COLUMNS": True, "TALL": 128, "LONG": 1024}
