@@ -90,7 +90,6 @@ EARLIER, EARLIER_CALLS = "an earlier form of small calls", ("4070535", "57538e5"
 HOST = "bound by a host whose rates were not measured"
 GATHERED = "FSDP2's gathers of layers, for each sub-batch and pass, have no time in a plan"
 DISTURBED = "eleven measurements of the case took 607 to 638 ms"
-SHARED_LABELS = "as long as rows that share a label are many, which no plan knows"
 # the name of a loss of token vectors across ranks
 SHARED = re.compile(r"(\d+) ranks, (\w+)")
 # with so little workspace that the host launches 256 blocks one machine took twice as long as another
@@ -271,10 +270,11 @@ def of_call(row: dict[str, str]) -> dict[str, Any]:
     N, *others, d = map(int, numbers)
     given = torch.float32 if "float32" in more and "bf16" not in row["impl"] else torch.bfloat16
     labels, M, W = kind == "labels", others[0] if others else N, int(several[1]) if several else 1
-    which = loss_of("clip" if labels else kind, d) | {"listed": "positives" in row["impl"]}
+    name = "clip_labels" if labels and "," in row["impl"] else "clip" if labels else kind
+    which = loss_of(name, d) | ({"listed": True} if "positives" in row["impl"] else {})
     size = LossSize(N, M, W, d, profile_of(chip).memory, exchange, "triton", given=given, **which)
     slow = call == HOST_CALL or (chip == "H100" and (max(N, M) <= LEAST_OF_H100 or row["call"] == SLOW_CALL))
-    reason = HOST if slow else SHARED_LABELS if labels and "," in row["impl"] else None
+    reason = HOST if slow else None
     # the host's time of ranks was taken from these
     return {"label": f"{row['call']}: {row['impl']}", "loss": size, "untimed": reason, "fitted": several is not None}
 

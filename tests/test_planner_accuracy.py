@@ -165,7 +165,7 @@ def test_seconds_that_are_not_planned_have_a_reason_with_a_name(module: Any, cas
         (module.EARLIER, "h200_loss_ratios"): 10, (module.BESIDE, "h200_loss_ratios"): 8,
         (module.UNORDERED, "h200_loss_ratios"): 8, (module.HOST, "h200_loss"): 2, (module.HOST, "h200_planner_loss"): 1,
         (module.HOST, "h200_user_calls"): 4, (module.HOST, "h200_memory"): 30,
-        (module.DISTURBED, "h200_step"): 1, (module.SHARED_LABELS, "h100_user_calls"): 5,
+        (module.DISTURBED, "h200_step"): 1,
         (module.HOST, "h100_loss"): 5, (module.HOST, "h100_user_calls"): 8,
         (module.GATHERED, "h200_4_step"): 1,
     }  # fmt: skip

@@ -13,7 +13,7 @@ from contrastile._types import accumulator
 from contrastile.engine.graph import MOST_BYTES, MOST_ROWS
 from contrastile.exchange.base import Exchange, Layout, Traffic
 from contrastile.exchange.host import Cut, cut_within, device_bytes, row_bytes
-from contrastile.losses.base import PairLoss
+from contrastile.losses.base import Formula, PairLoss
 from contrastile.losses.softmax import Softmax
 from contrastile.offload import default_workspace
 from contrastile.scorers import MaxSim
@@ -200,6 +200,14 @@ class LossSize:
             return 2 * self.rows * self.columns <= self._allowed
         budget = Budget.expected(self.loss, self._place, self._allowed)
         return budget.expects_exponentials(self.rows, self.columns, self.dimensions, self.dtype, labels=self.labels)
+
+    @cached_property
+    def sums_labels(self) -> bool:
+        """Positives by label enter as sums of features, so that they take the time of a few passes over features."""
+        if self.backend_name != "triton" or not self.labels or self.dtype.itemsize != 2:
+            return False
+        formula = self.loss.formula
+        return formula == Formula("exponential", denominator="all") and not getattr(self.loss, "label_smoothing", 0)
 
     @property
     def _place(self) -> torch.device:

@@ -29,6 +29,9 @@ SHARED_CALLS, AGREED_CALLS, REPLAYED_HOP = 7.3, 1.3, 0.17
 # with a bit of a guide's mask, and where labels are compared. From rows of 65,536 x 768 in h200_loss.csv and of
 # 32,768 x 512 in h200_planner_loss.csv
 SIGMOID_PAIRS, TEACHER_PAIRS, MASKED_PAIRS, LABELLED_PAIRS = 1.5, 5.2, 4.2, 2.5
+# the same where positives by label are sums of features, and bytes that move for each feature of a row or column. From
+# the calls in h200_user_calls.csv
+SUMMED_PAIRS, SUMMED_BYTES = 1.3, 40
 # bytes of a pair whose kept exponential is multiplied by numbers of its row and column in place
 EXPONENTIAL_BYTES = 4
 # of token vectors: a sweep's rate over that of towers' products; the time of a sweep that notes the winning tokens over
@@ -158,6 +161,8 @@ def loss_seconds(loss: LossSize, profile: Profile) -> float:
     device += blocks * profile.block
     if loss.exponentials and loss.loss.symmetric:
         device += loss.pairs * EXPONENTIAL_BYTES / profile.bandwidth
+    if loss.sums_labels:
+        device += (N + M) * loss.dimensions * SUMMED_BYTES / profile.bandwidth
     if loss.replayed:
         # from CUDA graphs, so that host and device work at once
         calls = 1.0 if loss.ranks == 1 else SHARED_CALLS + AGREED_CALLS * log2(loss.ranks)
@@ -171,6 +176,8 @@ def _pair_work(loss: LossSize) -> float:
         return LABELLED_PAIRS if loss.labels else SIGMOID_PAIRS
     if loss.guide:
         return TEACHER_PAIRS if loss.taught else MASKED_PAIRS
+    if loss.sums_labels:
+        return SUMMED_PAIRS
     return LABELLED_PAIRS if loss.labels else 1.0
 
 
