@@ -141,6 +141,14 @@ def test_fused_kernels_too(pool: Pool, name: str, exchange: str) -> None:
     check(pool, name, shares, on_rank, (1e-6, 1e-5), exchange=exchange, backend="triton")
 
 
+@pytest.mark.parametrize("name", ["sup_con", "clip_labels"])
+def test_positives_by_label_are_sums_of_features_on_ranks_too(pool: Pool, name: str) -> None:
+    """A row's label may have one row in a block and several in others; features are rounded to 16 bits."""
+    pytest.importorskip("triton")
+    shares, on_rank = [(9, 9), (0, 0), (4, 4)], partial(on_a_rank, dtype=torch.float16)
+    check(pool, name, shares, on_rank, (5e-4, 5e-3), exchange="ring", backend="triton")
+
+
 @pytest.mark.parametrize("exchange", BLOCKS)
 @pytest.mark.parametrize("name", ["info_nce", "info_nce_positives", "info_nce_everything", "dcl_positives"])
 def test_more_keys_than_rows(pool: Pool, name: str, exchange: str) -> None:
