@@ -136,7 +136,7 @@ def same_as_alone(alone: Path, together: Path, W: int, norm: float = 1e-2, least
     ],
 )
 def test_ranks_have_the_curve_of_one_process(tmp_path: Path, W: int, overrides: tuple[str, ...]) -> None:
-    # and the first rank's weights
+    # ranks begin with other weights of their own, and take the first one's
     (tmp_path / "alone").mkdir()
     overrides = (*overrides, "evaluate.every=1.0")
     alone = run_recipe(tiny_recipe(tmp_path / "alone", *overrides), tmp_path / "alone" / "runs").folder
