@@ -6,7 +6,6 @@ import json
 import math
 import os
 import random
-import shutil
 import signal
 import sys
 import time
@@ -14,7 +13,6 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -86,16 +84,6 @@ def _main(rank: int, words: list[str]) -> int:
     return main(words)
 
 
-def _in_turn(rank: int, *runs: tuple[Any, ...]) -> int:
-    """Runs in the same processes, whose first costs the most: a port, the ranks' codes, a function, its arguments."""
-    for port, codes, run, *arguments in runs:
-        os.environ["MASTER_PORT"] = port
-        with patch.object(loop, "step", loop.step), patch.object(loop.Trainer, "end", loop.Trainer.end):
-            code = run(rank, *arguments)
-        assert code == codes[rank]
-    return 0
-
-
 def _words(folder: Path, *overrides: str) -> list[str]:
     return ["train", str(write_recipe(folder)), *overrides, "--runs", str(folder / "runs")]
 
@@ -129,20 +117,24 @@ def same_as_alone(alone: Path, together: Path, W: int, norm: float = 1e-2, least
     ("W", "overrides"),
     [
         (2, ("train.examples=240",)),
-        # parts of each batch, the last batch two pairs: a rank has nothing of it
-        (3, ("train.batch=23", "train.examples=71", "train.accumulate=2")),
-        # the last batch is a single pair
-        (2, ("loss.kind=siglip", "loss.exchange=ring", "loss.gradient=sum", "train.examples=113")),
+        # parts of each batch, the last batch a single pair: two ranks have nothing of it
+        (3, ("train.batch=23", "train.examples=93", "train.accumulate=2")),
+        (2, ("loss.kind=siglip", "loss.exchange=ring", "loss.gradient=sum", "train.examples=128")),
     ],
 )
 def test_ranks_have_the_curve_of_one_process(tmp_path: Path, W: int, overrides: tuple[str, ...]) -> None:
-    # ranks begin with other weights of their own, and take the first one's
     (tmp_path / "alone").mkdir()
     overrides = (*overrides, "evaluate.every=1.0")
     alone = run_recipe(tiny_recipe(tmp_path / "alone", *overrides), tmp_path / "alone" / "runs").folder
-    together = _trained(tmp_path, W, *overrides, run=_other_weights)
+    together = _trained(tmp_path, W, *overrides)
     same_as_alone(alone, together, W)
     assert contrastile.load(together).encode_text(["letter A"]).shape == (1, 16)
+
+
+def test_all_ranks_use_the_first_ranks_clock(tmp_path: Path) -> None:
+    folder = _trained(tmp_path, 2, "train.examples=10000000", "train.minutes=0.01")
+    assert 0 < _steps(folder)[-1]["examples"] < 10_000_000
+    assert "2 ranks, each with" in (folder / "report.html").read_text()
 
 
 def _with_clocks(rank: int, words: list[str]) -> int:
@@ -153,10 +145,8 @@ def _with_clocks(rank: int, words: list[str]) -> int:
 
 def test_the_first_rank_decides_if_time_remains_for_a_step(tmp_path: Path) -> None:
     assert codes_of(2, tmp_path, _with_clocks, _words(tmp_path, "train.minutes=2.0")) == [0, 0]
-    folder = tmp_path / "runs" / "tiny"
-    lines = read_metrics(folder / "metrics.jsonl")
+    lines = read_metrics(tmp_path / "runs" / "tiny" / "metrics.jsonl")
     assert [line["examples"] for line in lines if line["kind"] in ("step", "end")] == [16, 32, 48, 64, 112, 112]
-    assert "2 ranks, each with" in (folder / "report.html").read_text()
 
 
 def _late_signal(rank: int, words: list[str], how: int) -> int:
@@ -280,6 +270,16 @@ def _other_weights(rank: int, words: list[str]) -> int:
     return main(words)
 
 
+def test_all_ranks_start_with_the_first_ranks_weights(tmp_path: Path) -> None:
+    words = _words(tmp_path, "train.examples=32", "evaluate.every=1.0")
+    assert codes_of(2, tmp_path, _other_weights, words) == [0, 0]
+    (tmp_path / "alone").mkdir()
+    recipe = tiny_recipe(tmp_path / "alone", "train.examples=32", "evaluate.every=1.0")
+    alone = run_recipe(recipe, tmp_path / "alone" / "runs").folder
+    curves = [[line["loss"] for line in _steps(folder)] for folder in (alone, tmp_path / "runs" / "tiny")]
+    assert curves[0] == pytest.approx(curves[1], rel=1e-4)
+
+
 def test_ranks_with_other_recipes_are_refused(tmp_path: Path) -> None:
     with Launched(2, tmp_path, _another_recipe, _words(tmp_path)) as launched:
         assert launched.codes() == [2, 2]
@@ -358,49 +358,29 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused(
     assert Ranks.of_environment("cpu") == Ranks(3, 4)
 
 
+def test_a_rank_without_rows_has_the_loss_of_all(tmp_path: Path) -> None:
+    folder = _trained(tmp_path, 3, "train.batch=2", "train.sub_batch=2", "train.examples=4")
+    assert all(math.isfinite(line["loss"]) for line in _steps(folder))
+
+
 SAVED = ("train.examples=160", "save.steps=4", "evaluate.every=1.0", "optim.ema=0.9")
 
 
-def stopped_after_whole(folder: Path, words: list[str], run: Callable[[int, list[str]], int] = _main) -> Path:
-    """Two ranks train elsewhere, and then until they are stopped after three steps; the folder of the first run."""
-    runs = (
-        (str(free_port()), (0, 0), run, [*words[:-1], str(folder / "whole")]),
-        (str(free_port()), (128 + signal.SIGTERM, 0), _late_signal, words, signal.SIGTERM),
-    )
-    assert codes_of(2, folder, _in_turn, *runs) == [0, 0]
-    assert (folder / "runs/tiny/checkpoints/step-000000003").is_dir()
-    return folder / "whole" / "tiny"
-
-
-def stopped_and_resumed(folder: Path, words: list[str]) -> None:
+def stopped_and_resumed(folder: Path, words: list[str], whole: Path) -> None:
     """Two ranks that are stopped after three steps and go on give the files of a run that was not stopped."""
-    whole = stopped_after_whole(folder, words)
+    assert codes_of(2, folder, _late_signal, words, signal.SIGTERM) == [128 + signal.SIGTERM, 0]
+    assert (folder / "runs/tiny/checkpoints/step-000000003").is_dir()
     assert codes_of(2, folder, _main, [*words, "--resume"]) == [0, 0]
     same_run(folder / "runs" / "tiny", whole)
 
 
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
-    """The words of a run that two ranks did not end, and the folder of one that they did."""
-    folder = tmp_path_factory.mktemp("stopped")
-    words = _words(folder, *SAVED)
-    return words, stopped_after_whole(folder, words)
-
-
-def _copied(words: list[str], folder: Path) -> list[str]:
-    """The words for a copy of the stopped run."""
-    shutil.copytree(words[-1], folder / "runs")
-    return [*words[:-1], str(folder / "runs"), "--resume"]
-
-
-def test_a_stopped_run_resumes_bit_identically_on_as_many_ranks(
-    tmp_path: Path, stopped: tuple[list[str], Path]
-) -> None:
-    words = _copied(stopped[0], tmp_path)
-    # then it is through: all ranks see that, and measure it again at most
-    runs = [(str(free_port()), (0, 0), _main, words) for _ in range(2)]
-    assert codes_of(2, tmp_path, _in_turn, *runs) == [0, 0]
-    same_run(tmp_path / "runs" / "tiny", stopped[1])
+def test_a_stopped_run_resumes_bit_identically_on_as_many_ranks(tmp_path: Path) -> None:
+    whole = _trained(tmp_path, 2, *SAVED).rename(tmp_path / "whole")
+    words, folder = _words(tmp_path, *SAVED), tmp_path / "runs" / "tiny"
+    stopped_and_resumed(tmp_path, words, whole)
+    # it is through: all ranks see that, and measure it again at most
+    assert codes_of(2, tmp_path, _main, [*words, "--resume"]) == [0, 0]
+    same_run(folder, whole)
 
 
 def _impatient(rank: int, words: list[str]) -> int:
@@ -482,16 +462,18 @@ def test_ranks_share_a_collection_and_skipped_pairs_are_counted_once(tmp_path: P
     write_pictures(tmp_path)
     (tmp_path / "B-left.png").write_bytes(b"<html>")
     source = write_shards(tmp_path)
-    overrides = (f"data.source={source}", "data.max_bad_fraction=1.0", "train.examples=117", "save.steps=1")
+    overrides = (f"data.source={source}", "data.max_bad_fraction=1.0", "train.examples=117", "save.steps=3")
     (tmp_path / "alone").mkdir()
     alone = run_recipe(tiny_recipe(tmp_path / "alone", *overrides), tmp_path / "alone" / "runs").folder
-    words = _words(tmp_path, *overrides)
+    folder = _trained(tmp_path, 2, *overrides)
+    counts = [json.loads((one / "run.json").read_text())["skipped"] for one in (alone, folder)]
+    assert counts[0] == counts[1]
+    assert counts[0]["broken picture"] >= 2
+    words = _words(tmp_path, *overrides, "save.steps=1")
     assert codes_of(2, tmp_path, _late_signal, words, signal.SIGKILL) == [1, -signal.SIGKILL]
     assert codes_of(2, tmp_path, _late_signal, [*words, "--resume"], signal.SIGTERM) == [128 + signal.SIGTERM, 0]
     assert codes_of(2, tmp_path, _main, [*words, "--resume"]) == [0, 0]
-    counts = [json.loads((one / "run.json").read_text())["skipped"] for one in (alone, tmp_path / "runs" / "tiny")]
-    assert counts[0] == counts[1]
-    assert counts[0]["broken picture"] >= 2
+    assert json.loads((folder / "run.json").read_text())["skipped"] == counts[0]
 
 
 def test_too_many_skipped_pairs_of_all_ranks_stop_all(tmp_path: Path) -> None:
@@ -526,10 +508,11 @@ def _nothing_to_see(rank: int, words: list[str]) -> int:
     return main(words)
 
 
-def test_checkpoints_outside_a_shared_file_system_are_refused(tmp_path: Path, stopped: tuple[list[str], Path]) -> None:
-    words = _copied(stopped[0], tmp_path)
+def test_checkpoints_outside_a_shared_file_system_are_refused(tmp_path: Path) -> None:
+    words = _words(tmp_path, *SAVED)
+    assert codes_of(2, tmp_path, _late_signal, words, signal.SIGTERM) == [128 + signal.SIGTERM, 0]
     kept = weights(tmp_path / "runs" / "tiny")
-    with Launched(2, tmp_path, _nothing_to_see, words) as launched:
+    with Launched(2, tmp_path, _nothing_to_see, [*words, "--resume"]) as launched:
         assert launched.codes() == [1, 2]
         assert launched.said(1).splitlines()[-1] == (
             "`checkpoints` must be the same files on all ranks; got manifest.json: No such file or directory. "
@@ -538,10 +521,11 @@ def test_checkpoints_outside_a_shared_file_system_are_refused(tmp_path: Path, st
     assert all(torch.equal(value, kept[name]) for name, value in weights(tmp_path / "runs" / "tiny").items())
 
 
-def test_damaged_checkpoints_are_an_error_on_all_ranks(tmp_path: Path, stopped: tuple[list[str], Path]) -> None:
-    words = _copied(stopped[0], tmp_path)
+def test_damaged_checkpoints_are_an_error_on_all_ranks(tmp_path: Path) -> None:
+    words = _words(tmp_path, *SAVED)
+    assert codes_of(2, tmp_path, _late_signal, words, signal.SIGTERM) == [128 + signal.SIGTERM, 0]
     (tmp_path / "runs" / "tiny" / "checkpoints" / "step-000000003" / "manifest.json").unlink()
-    with Launched(2, tmp_path, _main, words) as launched:
+    with Launched(2, tmp_path, _main, [*words, "--resume"]) as launched:
         assert launched.codes() == [2, 2]
         for rank in range(2):
             assert launched.said(rank).splitlines()[-1].startswith("rank 0: `checkpoints` must hold one that is whole")

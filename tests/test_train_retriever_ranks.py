@@ -67,7 +67,8 @@ SAVED = ("train.examples=96", "save.steps=4", "evaluate.every=1.0", "optim.ema=0
 
 
 def test_a_run_resumed_on_as_many_ranks_is_bit_identical(tmp_path: Path) -> None:
-    stopped_and_resumed(tmp_path, _words(tmp_path, *SAVED))
+    whole = _trained(tmp_path, 2, *SAVED).rename(tmp_path / "whole")
+    stopped_and_resumed(tmp_path, _words(tmp_path, *SAVED), whole)
 
 
 def test_ranks_that_read_other_texts_are_refused(tmp_path: Path) -> None:
