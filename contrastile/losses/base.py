@@ -303,6 +303,11 @@ class Formula:
     # positives have the weights of `DecoupledWeighted`
     mises_fisher: bool = False
 
+    @property
+    def linear(self) -> bool:
+        """The loss is linear in the logits of positives, all of which are part of the denominator."""
+        return self == Formula("exponential", denominator="all")
+
 
 # function from labels [n] and others to the number [n] of others that equal each label
 Count = Callable[[Tensor, Tensor], Tensor]

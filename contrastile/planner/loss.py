@@ -13,7 +13,7 @@ from contrastile._types import accumulator
 from contrastile.engine.graph import MOST_BYTES, MOST_ROWS
 from contrastile.exchange.base import Exchange, Layout, Traffic
 from contrastile.exchange.host import Cut, cut_within, device_bytes, row_bytes
-from contrastile.losses.base import Formula, PairLoss
+from contrastile.losses.base import PairLoss
 from contrastile.losses.softmax import Softmax
 from contrastile.offload import default_workspace
 from contrastile.scorers import MaxSim
@@ -207,7 +207,7 @@ class LossSize:
         if self.backend_name != "triton" or not self.labels or self.dtype.itemsize != 2:
             return False
         formula = self.loss.formula
-        return formula == Formula("exponential", denominator="all") and not getattr(self.loss, "label_smoothing", 0)
+        return formula is not None and formula.linear and not getattr(self.loss, "label_smoothing", 0)
 
     @property
     def _place(self) -> torch.device:

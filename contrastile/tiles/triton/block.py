@@ -267,8 +267,9 @@ class Order:
 class Runs:
     """The order of a block's labels, and the pairs that are the only positive of a row.
 
-    singles: columns [N] of these rows, and rows [M] of these columns, −1 for others; positions in the block. one_way:
-    pairs of columns with several rows are among the first, and the second are all −1.
+    singles: of each row [N] the position of its only positive, −1 where it has none or several; of each column [M] the
+    same. In both directions such a row and column have nothing but each other. one_way: only rows matter, those of
+    columns are −1.
     """
 
     order: Order

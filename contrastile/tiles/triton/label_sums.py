@@ -43,7 +43,7 @@ def runs(order: Order, *, one_way: bool) -> Runs:
 
 
 def add_totals(block: Block, stats: Sequence[Tensor], room: int) -> None:
-    """Add the listed positives' rest, of rows and of columns with several, to the statistics of all pairs.
+    """Add the positives of rows, and of columns, that have several to the statistics, which hold all pairs.
 
     room: bytes of memory for sums.
     """
@@ -55,7 +55,7 @@ def add_totals(block: Block, stats: Sequence[Tensor], room: int) -> None:
 
 
 def add_gradients(block: Block, u: Tensor | None, v: Tensor | None, inner: Tensor, room: int) -> None:
-    """Take the targets of these positives from u and v, and from Σ g · ⟨q, k⟩ of each row [N].
+    """Take the targets of the same positives from u and v, and from Σ g · ⟨q, k⟩ of each row [N].
 
     room: bytes of memory for sums.
     """

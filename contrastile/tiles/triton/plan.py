@@ -196,8 +196,8 @@ class Epilogue:
 
     @cached_property
     def sums_labels(self) -> bool:
-        """The loss is linear in the logits of the positives, all of which are part of the denominator."""
-        return self.keeps and self.formula == Formula("exponential", denominator="all") and not self.hardness
+        """Positives by label may enter as sums of features: see `label_sums.py`."""
+        return self.keeps and self.formula.linear and not self.hardness
 
     @cached_property
     def stats(self) -> int:

@@ -281,7 +281,7 @@ def merge_sums(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first,
                 logit_sum = logit_sum * LN2 + count * error
             tl.store(stats_ptr + TOP * stride + at, top, mask=inside)
         if first != 0:
-            # `positive_totals`, or `label_totals`, fills the positives' rows later
+            # `positive_totals`, `add_to_totals` or `label_totals` fills the positives' rows later
             tl.store(stats_ptr + POSITIVE_TOP * stride + at, tl.full((BLOCK,), -float("inf"), tl.float32), inside)
             for blank in range(POSITIVE_TOP + 1, STATS):
                 tl.store(stats_ptr + blank * stride + at, tl.zeros((BLOCK,), tl.float32), mask=inside)
