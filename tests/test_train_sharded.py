@@ -20,7 +20,7 @@ from test_train_ranks import Launched, _late_signal, _main, _spoilt, _steps, _tr
 from test_train_resume import DROPOUT
 from test_train_retriever import bert
 from test_train_retriever_ranks import _trained as _trained_retriever
-from tiny_runs import same_run, tiny_recipe, weights, write_recipe
+from tiny_runs import compiling, same_run, tiny_recipe, weights, write_recipe
 from tiny_texts import tiny_retriever
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 import contrastile
 from contrastile.cli.main import main
 from contrastile.models.small import WordsTower
-from contrastile.train import loop
+from contrastile.train import loop, sharded
 from contrastile.train.config.base import AdafactorSettings, AdamWSettings, MuonSettings, OptimSettings
 from contrastile.train.log import read_metrics
 from contrastile.train.loop import evaluate_run, run_recipe
@@ -40,7 +40,15 @@ SHARD = "train.parallel=shard"
 LAYERS = DROPOUT.replace("num_hidden_layers=1", "num_hidden_layers=2")
 STILL = LAYERS.replace("hidden_dropout_prob=0.2", "hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0")
 END = "evaluate.every=1.0"
+COMPILE = "train.compile=true"
 SAVED = ("train.examples=160", "save.steps=4", END, "optim.ema=0.9")
+
+
+def _compiling(rank: int, words: list[str]) -> int:
+    """Train with compiled towers; 0 if those are two graphs, of the image tower and of the layers of the text's."""
+    graphs = list[torch.fx.GraphModule]()
+    with compiling(lambda graph, _: graphs.append(graph)):
+        return _main(rank, words) or int(len(graphs) != 2)
 
 
 @pytest.mark.parametrize(
@@ -58,13 +66,15 @@ SAVED = ("train.examples=160", "save.steps=4", END, "optim.ema=0.9")
         (3, ("optim.kind=adafactor", "train.examples=64")),
         # a tower that does not train, and one whose layers are computed again in the backward
         (2, ("model.locked=['image']", "model.checkpointing=['text']", STILL, "train.batch=16", "train.examples=48")),
+        (2, (COMPILE, STILL, "train.batch=16", "train.examples=48", "optim.ema=0.9")),
     ],
 )  # fmt: skip
 def test_ranks_have_the_curve_of_one_process(tmp_path: Path, W: int, overrides: tuple[str, ...]) -> None:
     (tmp_path / "alone").mkdir()
     overrides = (*overrides, SHARD, END)
-    alone = run_recipe(tiny_recipe(tmp_path / "alone", *overrides), tmp_path / "alone" / "runs").folder
-    together = _trained(tmp_path, W, *overrides)
+    as_written = [word for word in overrides if word != COMPILE]
+    alone = run_recipe(tiny_recipe(tmp_path / "alone", *as_written), tmp_path / "alone" / "runs").folder
+    together = _trained(tmp_path, W, *overrides, run=_compiling if COMPILE in overrides else _main)
     same_as_alone(alone, together, W)
     assert contrastile.load(together).encode_text(["letter A"]).shape == (1, 16)
     same_weights, own = weights(together), weights(alone)
@@ -131,7 +141,8 @@ def test_a_sharded_run_resumes_on_other_ranks_and_unsharded(tmp_path: Path) -> N
 
 
 def _killed_while_it_replays(rank: int, words: list[str]) -> int:
-    """Rank 1 dies in the backward of its third step, where the others wait for its shards."""
+    """Rank 1 dies in the backward of its third step, where the others wait for its shards of weights that are many."""
+    sharded.GATHERED_ONCE = 0
     real, calls = WordsTower.forward, []
 
     def forward(*arguments: Any) -> Any:
@@ -370,17 +381,9 @@ def test_towers_that_share_weights_are_refused(pool: Pool) -> None:
     assert pool.run(_of_one_piece, 4) == [sentence] * 4
 
 
-@pytest.mark.parametrize(
-    ("override", "sentence"),
-    [
-        ("train.compile=true", 'train.compile: must be false with train.parallel = "shard"; got true'),
-        ("train.parallel=fsdp", "train.parallel: must be 'replicate' or 'shard'; got \"fsdp\""),
-    ],
-)
-def test_options_that_exclude_sharding_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, sentence: str
-) -> None:
+def test_another_word_for_sharding_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_recipe(tmp_path)
-    assert main(["train", str(path), SHARD, override, "--runs", str(tmp_path / "runs")]) == 2
+    assert main(["train", str(path), "train.parallel=fsdp", "--runs", str(tmp_path / "runs")]) == 2
+    sentence = "train.parallel: must be 'replicate' or 'shard'; got \"fsdp\""
     assert capsys.readouterr().err.strip().endswith(sentence)
     assert not (tmp_path / "runs").exists()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -344,20 +346,20 @@ def test_frozen_and_unused_parameters_get_the_plain_gradients(
 
 
 @contextmanager
-def _scatters() -> Iterator[list[str]]:
-    """Record each reduce-scatter of FSDP2."""
-    scattered: list[str] = []
-    plain = _fsdp_param_group.foreach_reduce
+def _transfers(kind: str) -> Iterator[list[str]]:
+    """Record each collective of FSDP2 of a kind, by the name of the first parameter in it."""
+    transferred: list[str] = []
+    plain = getattr(_fsdp_param_group, kind)
 
     def counted(parameters: list[Any], *rest: Any, **named: Any) -> Any:
-        scattered.append(parameters[0]._param_fqn)
+        transferred.append(parameters[0]._param_fqn)
         return plain(parameters, *rest, **named)
 
-    _fsdp_param_group.foreach_reduce = counted
-    try:
-        yield scattered
-    finally:
-        _fsdp_param_group.foreach_reduce = plain
+    with patch.object(_fsdp_param_group, kind, counted):
+        yield transferred
+
+
+_scatters, _gathers = partial(_transfers, "foreach_reduce"), partial(_transfers, "foreach_all_gather")
 
 
 def _shard_blocks(tower: Any, group: Any, **how: Any) -> Any:
@@ -451,6 +453,30 @@ def _sharded_steps(rank: int, group: Any, way: str, how: str) -> None:
 )
 def test_fsdp2_scatters_each_group_once(pool: Pool, way: str, how: str) -> None:
     pool.check(_sharded_steps, 3, way, how)
+
+
+def _staying(rank: int, group: Any, stay: bool) -> None:
+    model, truth = Pair(depth=2), _truth(Pair(depth=2))
+    for tower in (model.image, model.text):
+        _shard_blocks(tower, group, reshard_after_forward=not stay)
+    fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+    x, y, labels = _mine(rank, group)
+    shards = [local(p).shape for p in model.parameters()]
+    with _gathers() as gathered:
+        for step in range(3):
+            model.zero_grad()
+            gathered.clear()
+            loss_of("ClipLoss", (*_both(model, x, y), *model.numbers()), labels, group=group).backward()
+            _compare(_found(model), truth)
+            # nothing is whole between two steps
+            assert [local(p).shape for p in model.parameters()] == shards
+            # wholes are made in the first step
+            assert step == 0 or (max(Counter(gathered).values()) == 1) == stay
+
+
+@pytest.mark.parametrize("stay", [True, False])
+def test_fsdp2_gathers_once_a_step_where_it_does_not_reshard_after_the_forward(pool: Pool, stay: bool) -> None:
+    pool.check(_staying, 3, stay)
 
 
 def _mixed(rank: int, group: Any) -> None:

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 from PIL import Image, ImageDraw
-from torch import Tensor
+from torch import Tensor, nn
 
 from contrastile.train import loop, state
 from contrastile.train.config import Recipe
@@ -47,6 +47,25 @@ sub_batch = {{ image = 16, text = 8 }}
 [evaluate]
 every = 0.5
 """
+
+
+@contextmanager
+def compiling(look: Callable[[torch.fx.GraphModule, Any], None]) -> Iterator[None]:
+    """Compile towers to no code: their graphs run as they are. `look` gets each graph and its inputs."""
+    compile_with = nn.Module.compile
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
+        look(graph, inputs)
+        return graph
+
+    def compile_nothing(self: nn.Module, *, dynamic: bool, options: Any) -> None:
+        del options
+        compile_with(self, backend=backend, dynamic=dynamic)
+
+    torch._dynamo.reset()
+    with patch.object(nn.Module, "compile", compile_nothing):
+        yield
+    torch._dynamo.reset()
 
 
 def write_pictures(folder: Path) -> None:

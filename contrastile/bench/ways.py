@@ -26,7 +26,7 @@ from contrastile.bench.towers import Towers
 from contrastile.gradcache.encode import encode
 from contrastile.losses.reference import dense_clip
 from contrastile.modules import ClipLoss
-from contrastile.train.sharded import settle_gradients, shard
+from contrastile.train.sharded import gathered_once, settle_gradients, shard
 
 # a tower, or the pair that names a wrapped model's method, and its inputs
 Side = tuple[Any, Tensor]
@@ -284,7 +284,8 @@ def averaged(task: Task) -> Tensor:
 
 def sharded(task: Task) -> Tensor:
     """Use `encode` under FSDP2, which averages the towers' gradients; sum the scale's as the training loop does."""
-    loss = cached(task)
+    with gathered_once(task.towers):
+        loss = cached(task)
     settle_gradients(task.towers, "mean")
     return loss
 

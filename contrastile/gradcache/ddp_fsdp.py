@@ -324,13 +324,17 @@ class Sharding:
 
     @contextmanager
     def holding_back(self) -> Iterator[None]:
-        """Reduce no gradient during the replays, but at the end of the backward that they are part of."""
+        """Reduce no gradient during the replays, but at the end of the backward that they are part of.
+
+        Groups with `reshard_after_forward=False` stay gathered until then too.
+        """
         _torch.reduce_at_end_of_backward(self._states)
-        with _set_to(self._groups, NO_REDUCTION):
+        stay = [group for group in self._groups if group.post_forward_mesh_info is None]
+        with _set_to(self._groups, NO_REDUCTION), _set_to(stay, {"reshard_after_backward": False}):
             yield
 
     def settle(self) -> None:
-        """Shard every group again after a replay, and make it ready for the next one."""
+        """Shard every group again after a replay, but those that stay gathered, and make it ready for the next one."""
         _torch.finish_fsdp_backward(self._states)
 
 

@@ -36,7 +36,7 @@ from contrastile.train.report.page import LiveReport, write_stopped_report
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.job import RetrieverJob
 from contrastile.train.run import begin_run, learned_by, same_recipe, save_run, settled
-from contrastile.train.sharded import full, is_sharded
+from contrastile.train.sharded import full, gathered_once, is_sharded
 from contrastile.train.state import Progress, StopRequest, TrainResult, all_finite
 from contrastile.train.task import BatchPart, Task
 
@@ -261,7 +261,8 @@ class Trainer:
         parts = task.parts(next(self.batches), number, ranks)
         task.expect(self.batches.ahead(count), ranks)
         self.stopwatch.mark("towers")
-        value, norm = step(task, self.optimizer, parts, self.scaler, ranks)
+        with gathered_once(self.model):
+            value, norm = step(task, self.optimizer, parts, self.scaler, ranks)
         timing = self.stopwatch.read(count)
         # read together, because each reading waits for the device
         both = torch.stack([full(self.model.logit_scale.exp()), optim.weight_norm(self.model)])

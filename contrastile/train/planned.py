@@ -43,6 +43,7 @@ from contrastile.train.optim import state_bytes, step_bytes, stepped_without_mem
 from contrastile.train.recipe import load_any_recipe
 from contrastile.train.retriever.run import build_retriever_run
 from contrastile.train.run import HALVES, LoadedRun, autocast, build_run, ready_tokenizer
+from contrastile.train.sharded import GATHERED_ONCE
 
 # numbers of a token: its index, and the mask
 TOKEN_TENSORS = 2
@@ -243,8 +244,9 @@ def plan_of(
     trained = sum(x.nbytes for x in model.parameters() if x.requires_grad)
     share = ranks if train.parallel == "shard" else 1
     # `Ranks.combine` takes one buffer of all gradients
+    whole = weights if share > 1 and weights <= GATHERED_ONCE else 0
     held = Held(
-        weights // share, state_bytes(model, recipe.optim) // share, trained // share if recipe.optim.ema else 0,
+        weights // share + whole, state_bytes(model, recipe.optim) // share, trained // share if recipe.optim.ema else 0,
         trained if train.accumulate > 1 else 0,
         max(step_bytes(model, recipe.optim) // share, trained if ranks > 1 else 0),
         LIBRARIES if on_gpu else 0, teacher, queues,

@@ -266,9 +266,7 @@ def _pays_to_compile(recipe: Any) -> bool:
     device, train = choose_device(recipe.device), recipe.train
     towers = [getattr(recipe.model, side, None) for side in ("both", "image", "text", "query", "passage")]
     reason = no_compiler(device)
-    if train.parallel == "shard":
-        reason = "they are sharded"
-    elif {tower.kind for tower in towers if tower is not None} <= GROWTH.keys():
+    if {tower.kind for tower in towers if tower is not None} <= GROWTH.keys():
         reason = "they are small"
     elif train.examples is not None and train.examples < WORTH_COMPILING:
         reason = f"{train.examples:,} examples are over sooner"

@@ -24,6 +24,8 @@ from contrastile.distributed import collectives
 from contrastile.models.base import repeated_modules
 from contrastile.train.checkpoints import Parts, Stateful
 
+# bytes of weights up to which a step gathers each of them once, and keeps it; sums of gradients take as many anyway
+GATHERED_ONCE = 2 * 2**30
 # the parts of a run's state that have sharded tensors
 SHARDED_PARTS = ("model", "optimizer", "average")
 
@@ -66,8 +68,8 @@ def sharded_model(
 def shard(model: nn.Module, device: torch.device) -> None:
     """Shard the towers' parameters; scale and bias stay whole, because all ranks change them alike.
 
-    A tower's layers are gathered one at a time, its other parameters together. Calls of the model's `encode_` methods
-    gather. Raises ValueError for towers that share parameters.
+    A tower's layers are gathered one at a time, its other parameters together; see `gathered_once`. Calls of the
+    model's `encode_` methods gather. Raises ValueError for towers that share parameters.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -94,6 +96,24 @@ def shard(model: nn.Module, device: torch.device) -> None:
     for name in dir(model):
         if name.startswith("encode_"):
             register_fsdp_forward_method(model, name)
+
+
+@contextmanager
+def gathered_once(model: Any) -> Iterator[None]:
+    """Gather the weights of a sharded model once during a step, where they are few, not for each sub-batch and pass.
+
+    Outside of it nothing stays whole: a whole would keep its values when its shards change.
+    """
+    few = is_sharded(model) and sum(p.nbytes for p in model.parameters()) <= GATHERED_ONCE
+    if few:
+        model.set_reshard_after_forward(False)
+    try:
+        yield
+    finally:
+        if few:
+            model.set_reshard_after_forward(True)
+            for module in filter(is_sharded, model.modules()):
+                module.reshard()
 
 
 def layers(tower: nn.Module) -> list[nn.Module]:

@@ -355,8 +355,6 @@ class Steps(Settings):
         yield smallest < least, "batch", f"must be at least {least}: one pair has no negatives; got {smallest}"
         reason = f"must leave parts of {least} at least; got {self.accumulate} of a batch of {smallest}"
         yield self.accumulate > 1 and smallest < self.accumulate * least, "accumulate", reason
-        sharded = self.compile is True and self.parallel == "shard"
-        yield sharded, "compile", 'must be false with train.parallel = "shard"; got true'
 
     def batch_at(self, fraction: float) -> int:
         """The batch size after that fraction of the run."""
