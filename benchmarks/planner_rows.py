@@ -88,7 +88,6 @@ UNORDERED = "labels in the order of the rows"
 # in place of two, without kept exponentials, and at first not captured from 8,192 rows on
 EARLIER, EARLIER_CALLS = "an earlier form of small calls", ("4070535", "57538e5", "91840d4")
 HOST = "bound by a host whose rates were not measured"
-GATHERED = "FSDP2's gathers of layers, for each sub-batch and pass, have no time in a plan"
 DISTURBED = "eleven measurements of the case took 607 to 638 ms"
 # the name of a loss of token vectors across ranks
 SHARED = re.compile(r"(\d+) ranks, (\w+)")
@@ -355,11 +354,12 @@ def of_step(row: dict[str, str]) -> dict[str, Any]:
     # buckets of torch's wrapper stay; without one a buffer of all gradients is there for a moment
     held = Held(weights=weights, step=trained if world > 1 else 0)
     if wrapper:
-        held = Held(weights=weights // world if "FSDP2" in wrapper else weights + trained)
+        # FSDP2 gathers weights once in a step
+        held = Held(weights=weights // world + weights if "FSDP2" in wrapper else weights + trained)
     return {
         "label": f"{row['model']} {row['impl']}, {row['way']}, {row['batch']} by {row['sub_batch']} on {world}",
         "step": StepMemory(sides, loss, held, retain),
-        "untimed": GATHERED if "FSDP2" in wrapper else DISTURBED if plain and row["ms"] == "920.45" else None,
+        "untimed": DISTURBED if plain and row["ms"] == "920.45" else None,
         # nothing is fitted to compiled towers
         "half": "" if compiled or re.fullmatch(NEW, row["file"]) else chip,
         # plain steps and those by hand hold other tensors: their times alone are planned
