@@ -50,7 +50,7 @@ TOKEN_TENSORS = 2
 STREAMED = 2
 # tensors that the gradient of a normalisation takes for a moment, of its inputs' size
 NORMALISED = 5
-# the same of pictures, texts, and single vectors, beside the gradient itself
+# the same of images, texts, and single vectors, beside the gradient itself
 QUOTIENT = 4
 # times that clipping reads or writes the gradient: for its norm, and to multiply it
 CLIPPED = 3
@@ -174,7 +174,7 @@ def _encoder(model: Any, side: str) -> tuple[Callable[..., Tensor], nn.Module]:
 
 
 def _inputs(recipe: Any, length: int, n: int) -> list[Tensor]:
-    """A sub-batch of `n` examples: texts of `length` tokens, or pictures where that is 0."""
+    """A sub-batch of `n` examples: texts of `length` tokens, or images where that is 0."""
     if length:
         return [torch.ones(n, length, dtype=torch.int64) for _ in range(TOKEN_TENSORS)]
     data = recipe.data
