@@ -84,7 +84,7 @@ format: $(VENV)/.dev ## put the code into the house's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.train ## time and memory of the losses beside the dense formula and other libraries
+bench: $(VENV)/.train ## time and memory of the losses beside the plain formula and other libraries
 	$(BIN)/contrastile bench loss
 
 clean: ## remove the environment and caches; runs stay

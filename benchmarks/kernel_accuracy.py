@@ -1,12 +1,12 @@
-"""Distances of the fused kernels from float64 on this chip, and the part that its matrix units cut off.
+"""Distances of the fused kernels from float64 on this chip, and the part that its tensor cores cut off.
 
-The script behind the numbers of docs/kernels.md and docs/numerics.md. Needs a CUDA device with a copy engine:
+The script behind the numbers of docs/kernels.md and docs/numerics.md. Needs a CUDA device with TMA:
 
     python benchmarks/kernel_accuracy.py
 
 First, products of a tile against float64: the share they lose, of all pairs and of those above three deviations, which
 matter to a loss. Per feature, this is `Shape.truncation` in tiles/triton/plan.py. Then whole losses, for pairs of some
-cosine, beside the dense formula in the same type. `contrastile bench loss` compares a few rows of larger problems.
+cosine, beside the plain formula in the same type. `contrastile bench loss` compares a few rows of larger problems.
 """
 
 from __future__ import annotations

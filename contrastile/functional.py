@@ -66,7 +66,7 @@ def contrast(
 
     Arguments:
         q, k: features, bf16, fp16, fp32 or fp64, used as given: normalise them first if the method wants that. Under
-            autocast products are made in its type, as by `torch.matmul`; sums and the loss stay in float32.
+            autocast products are made in its dtype, as by `torch.matmul`; sums and the loss stay in float32.
         scale, bias: numbers, or tensors of shape [] or [1]; x_ij = scale · ⟨q_i, k_j⟩ + bias.
         loss: `Softmax(...)`, `Sigmoid(...)`, `Decoupled(...)` and others of `contrastile.losses`.
         positives: [N] or [N, P] indices into this rank's keys, −1 pads; without it (and without labels) key i is the
@@ -77,23 +77,23 @@ def contrast(
             (not with a scorer).
         query_labels, key_labels: [N], [M] integers; pairs of equal labels are the positives.
         query_ids, key_ids: [N], [M] integers; pairs of equal ids that are not positive do not count at all. With
-            `negatives` [H, D], key_labels and key_ids may go on over them ([M + H]); else negatives share theirs with
-            nobody.
-        negative_ids: [N, H] integers for negatives [N, H, D]: one with the id of its query does not count, a pad.
+            `negatives` [H, D], key_labels and key_ids may continue over them ([M + H]); else negatives have ids and
+            labels of their own.
+        negative_ids: [N, H] integers for negatives [N, H, D]; a negative with the id of its query is a pad.
         guide_q, guide_k: [N, G], [M, G] features of another model, constants, for losses that compare them too:
-            `Guided(...)`. With `negatives`, guide_k goes on over them.
+            `Guided(...)`. With `negatives`, guide_k continues over them.
         weights: [N]; the loss is Σ w·loss / Σ w, and 0 where all are 0. In a symmetric loss they weigh the keys'
             direction too. They are constants: weights that require a gradient are refused.
         scorer: a module whose `scorer(rows, columns)` are the scores [I, J] of a block, instead of dot products:
             x_ij = scale · Φ(q_i, k_j; Ω) + bias, gradients of its parameters Ω included (Gao et al. 2021, section
-            5). Then q, k and negatives are anything nested of tensors whose first axis is the batch, cut into
-            blocks and handed over as they are; scale is 1 by default. A side that is `Ragged(values [T, D], lengths)`
-            is handed over as vectors [B, L, D] and mask [B, L]. See `contrastile.scorers`, and docs/scorers.md.
+            5). Then q, k and negatives are tensors whose first axis is the batch, nested in any way; the scorer gets
+            blocks of them, nested in the same way. scale is 1 by default. A side `Ragged(values [T, D], lengths)`
+            becomes vectors [B, L, D] and mask [B, L]. See `contrastile.scorers`, and docs/scorers.md.
 
-    How it is computed, the same keywords for every loss:
+    Options of the computation, the same for every loss:
         backend: "dense" holds the matrix, "eager" goes tile by tile in PyTorch, "triton" in fused kernels.
-        exchange: "single" is each process for itself; "replicate", "gather", "ring" and "hierarchical" (a ring between
-            nodes, a gather within each) are ways to meet the other ranks' columns.
+        exchange: "single" leaves the other ranks out; "replicate", "gather", "ring" and "hierarchical" (a ring between
+            nodes, a gather within each) bring the other ranks' columns.
         group: the process group that shares the batch; None is the default group.
         gradient: what the data-parallel wrapper does with the ranks' gradients, their "mean" (DDP, FSDP) or "sum".
         label_smoothing: the share of each target that is spread over all keys that count.
@@ -102,8 +102,8 @@ def contrast(
             of "mean", also where ranks have unequal numbers of rows.
         workspace: bytes that may be used beside inputs, outputs and accumulators; by default 1/64 of the device's
             memory; on one GPU 1/32, up to 2.2 GiB, if that is more.
-        device: device of the computation, and of the scorer's parameters, for features in host memory, which are
-            streamed to it, and their gradients back; by default that of the features. Several ranks are then a ring
+        device: device of the computation, and of the scorer's parameters, for features in host memory: they are
+            streamed to it, and their gradients back. By default that of the features. Several ranks form a ring
             through host memory.
     `backend` and `exchange` are "auto" by default, and the choice is logged once.
 
@@ -151,7 +151,7 @@ def contrast(
 
 
 def _normalized(side: Any) -> Any:
-    """A side of `MaxSim` with vectors of length 1, nested as it was; one that is none as it is, for a later error."""
+    """A side of `MaxSim` with vectors of length 1, nested as before; any other as it is, for a later error."""
     if isinstance(side, Ragged) and side.values.is_floating_point():
         return Ragged(unit_vectors(side.values.movedim(side.axis, 0)), side.lengths)
     try:

@@ -1,4 +1,4 @@
-"""Learned distances for `contrast(..., scorer=module)`: three of them, and the pattern for any other.
+"""Learned distances for `contrast(..., scorer=module)`: three scorers, and the rules for any other.
 
 A scorer is a module. It is called with a block of rows and a block of columns, each nested as the user passed them, and
 returns their scores [I, J]. It must treat pairs one by one, and own every parameter that it uses. `tiles/scored.py`
@@ -201,7 +201,7 @@ def padded(values: Tensor, lengths: Tensor, longest: int | None = None) -> tuple
     Arguments:
         values: [T, D], the tokens of the first example first.
         lengths: [B] integers that add up to T.
-        longest: L. None: the largest of the lengths, for which a GPU is waited for.
+        longest: L. None: the largest of the lengths, whose read waits for a GPU.
 
     Raises ValueError for other shapes, and for lengths that do not add up to T where they may be read.
 
@@ -232,7 +232,7 @@ class _BestMatches(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_ED: Tensor, k_JMD: Tensor, answering: Tensor | None) -> Tensor:
         E, (J, M, _), with_graph = len(q_ED), k_JMD.shape, any(ctx.needs_input_grad)
-        # autocast decides about the type of products
+        # autocast decides about the dtype of products
         best = torch.empty(E, J, dtype=(q_ED[:0] @ k_JMD.flatten(0, 1)[:0].T).dtype)
         winners = torch.empty(E, J, dtype=torch.int32) if with_graph else None
         documents = max(1, COLUMNS // max(M, 1))

@@ -1,7 +1,7 @@
 """Gradients of the fused kernels in float32 beside those of the plain formula, on hard features, as a table.
 
 python tests/float32_table.py [KIND ...] [LOSS ...]           the interpreter's own rounding, or that of a CUDA device
-python tests/float32_table.py --chip [KIND ...] [LOSS ...]    with a Hopper chip's matrix units emulated
+python tests/float32_table.py --chip [KIND ...] [LOSS ...]    with a Hopper chip's tensor cores emulated
 
 Each line: for every gradient the distance to float64, relative to the gradient and then in roundings (2⁻²⁴) of the
 terms that it is a sum of, first of the kernels, then of the plain formula; and the ratio that `test_float32.py` bounds.

@@ -1,4 +1,4 @@
-"""A Hopper chip's matrix units in Triton's interpreter, and a device's order of sums."""
+"""A Hopper chip's tensor cores in Triton's interpreter, and a device's order of sums."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ LOSSES: dict[str, tuple[type, tuple[float, ...]]] = {
 }
 QUICK = ("clip", "siglip")
 D = 256
-# a gradient may be as far from float64 as the dense formula's in the same dtype, times this, and what sums leave
+# a gradient may be as far from float64 as the plain formula's in the same dtype, times this, and what sums leave
 FACTOR, FLOOR = 2.0, 1e-6
 
 
@@ -86,7 +86,7 @@ def losses(device: torch.device, *, quick: bool = False) -> None:
                 rows = [collectives.gather_rows(gradient.double(), sizes, None) / W for gradient in (dq, dk)]
                 found = [value, *rows, *(collectives.total(x, None) / W for x in scalars)]
                 far = _distances(found, true)
-                # the scalars' gradients are sums with cancellation, which the dense formula may hit by chance
+                # the scalars' gradients are sums with cancellation, which the plain formula may hit by chance
                 bounds = [max(1e-5, allowed[0]), *allowed[1:3], *(max(1e-3, bound) for bound in allowed[3:])]
                 if not all(x <= bound for x, bound in zip(far, bounds, strict=True)):
                     raise SystemExit(f"{name}, {exchange}, {dtype}: {far} from float64, and {bounds} is allowed")

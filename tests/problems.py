@@ -1,4 +1,4 @@
-"""The menagerie: every kind of contrastive problem, with its answer by the dense formula."""
+"""The menagerie: every kind of contrastive problem, with its answer by the plain formula."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def seeded(seed: int) -> torch.Generator:
 
 @dataclass
 class Problem:
-    """One loss on given shapes: what `contrast` is told, and what the dense formula is told."""
+    """One loss on given shapes: what `contrast` is told, and what the plain formula is told."""
 
     N: int
     M: int

@@ -1,4 +1,4 @@
-"""Learned distances in every problem of the menagerie, with the answer of the dense formula and plain autograd."""
+"""Learned distances in every problem of the menagerie, with the answer of the plain formula and plain autograd."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def by_tiles(problem: Problem, module: nn.Module, rows: Any, cols: Any, named: d
 def by_formula(
     problem: Problem, module: nn.Module, rows: Any, cols: Any, named: dict[str, Tensor], **how: Any
 ) -> Tensor:
-    """The dense formula of the whole matrix of scores, which is its own product with the identity."""
+    """The plain formula of the whole matrix of scores, which is its own product with the identity."""
     scores = module(rows, cols)
     return problem.formula(scores, torch.eye(scores.shape[1], dtype=scores.dtype), **named, **(problem.dense | how))
 

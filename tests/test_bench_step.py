@@ -405,7 +405,7 @@ def test_wrappers_gathered_tiles_and_peers_losses_across_ranks(pool, tmp_path):
     ]  # fmt: skip
     for name, row in rows.items():
         assert all(row[column] for column in ("ms", "us_per_pair", "loss_bytes", "backbone_bytes"))
-        # 8 pairs of pictures and texts, or as many indices into 256 pairs
+        # 8 pairs of images and texts, or as many indices into 256 pairs
         each = 3 * 32 * 32 + 96
         assert int(row["data_bytes"]) == (256 * each + 2 * 8 * 8 if "pool" in name else 8 * each)
         (line,) = (line for line in lines if line.startswith(f"  {name}: "))

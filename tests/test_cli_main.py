@@ -90,22 +90,22 @@ WORDS = {
         '`--zero-shot` must have a folder with a sub-folder for each class; "{folder}/texts" has none.\n'
     ),
     "evaluate {folder}/pictures --zero-shot {folder}": (
-        '`--zero-shot` must have a folder with pictures (.jpg, .jpeg, .png, .webp) of each class; "{folder}" has none'
+        '`--zero-shot` must have a folder with images (.jpg, .jpeg, .png, .webp) of each class; "{folder}" has none'
     ),
     "evaluate {folder}/pictures --captions {folder}/no": '`--captions` must be a file; there is no "{folder}/no".\n',
     "evaluate {folder}/pictures --captions {folder}/x.toml --images {folder}/no": (
         '`--images` must be a folder; there is no "{folder}/no".\n'
     ),
     "evaluate {folder}/texts --zero-shot {folder}": (
-        "`--zero-shot` must be left out for a retriever; got {folder}. It belongs to a run of pictures and texts.\n"
+        "`--zero-shot` must be left out for a retriever; got {folder}. It belongs to a run of images and texts.\n"
     ),
     "evaluate {folder}/pictures --captions {folder}/file --index {folder}": (
-        '`--index` must be left out with tests on pictures; got "{folder}". '
+        '`--index` must be left out with tests on images; got "{folder}". '
     ),
     "evaluate x.trec --judgements x.qrels --zero-shot x": "`--zero-shot` must be left out with --judgements; got x. ",
     "evaluate x.trec --judgements x.qrels --index x": "`--index` must be left out with --judgements; got x. ",
     "evaluate x.trec --judgements x.qrels --bad-rows 0.1": "`--bad-rows` must be left out with --judgements; got 0.1. ",
-    "evaluate {folder}/pictures --texts {folder}": "`--texts` must be left out for pictures and texts; got {folder}. ",
+    "evaluate {folder}/pictures --texts {folder}": "`--texts` must be left out for images and texts; got {folder}. ",
     "evaluate {folder}/texts --texts {folder}/no": '`--texts` must be a file or folder; got "{folder}/no". ',
     "evaluate {folder}/texts --texts {folder} --corpus {folder}/no": "`--corpus` must be a file or folder; got ",
     "evaluate {folder}/texts --texts {folder} --captions x": '`--captions` must be left out with --texts; got "x". ',
@@ -543,7 +543,7 @@ def test_ctrl_c_outside_of_a_verb_is_one_word(monkeypatch, capsys):
         (
             "--losses data.copies=3",
             "`data.copies` must be 1 for a comparison, whose seeds share their data; got 3. "
-            "Pictures are bent anew in every run without it.",
+            "Images are bent anew in every run without it.",
         ),
     ],
 )

@@ -18,7 +18,7 @@ TEXTS = RETRIEVER + STEPS
 MISTAKES = [
     ("batch_size = 8\n" + STEPS, "batch_size: unknown key (did you mean train.batch?)"),
     (STEPS + "[model]\nprecompute = true\nlocked = ['image']",
-     "data.augment: must be false with model.precompute: each picture is seen once; got true"),
+     "data.augment: must be false with model.precompute: each image is seen once; got true"),
     (STEPS + "[data]\naugment = 1", "data.augment: must be true or false; got 1"),
     (STEPS + "[data]\nchannels = 2", "data.channels: must be 1 or 3; got 2"),
     (STEPS + "[data]\nchannels = true", "data.channels: must be 1 or 3; got true"),
@@ -288,7 +288,7 @@ def test_a_configuration_that_transformers_wrote_may_hold_any_key(recipe_file, c
 
 def test_class_folders_without_pictures_are_one_line(recipe_file):
     recipe_file.write_text(f"{STEPS}[evaluate]\nzero_shot = [{{folder = 'val'}}]\n")
-    pictures = "pictures (.jpg, .jpeg, .png, .webp) of each class"
+    pictures = "images (.jpg, .jpeg, .png, .webp) of each class"
     for folder, missing in (("", "a sub-folder for each class"), ("cat", pictures), ("dog/deep", pictures)):
         (recipe_file.parent / "val/.cache" / folder).mkdir(parents=True)
         (recipe_file.parent / "val" / folder).mkdir(parents=True, exist_ok=True)

@@ -53,7 +53,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
     path = karpathy(tmp_path)
     assert refusal(open_captions, path, split="dev") == f'`split` must be one of test; got "dev". These are in {path}.'
     assert refusal(open_captions, path, images=tmp_path / "none") == (
-        f"`images` must be the folder of the pictures; got {tmp_path / 'none'}. There is no such folder."
+        f"`images` must be the folder of the images; got {tmp_path / 'none'}. There is no such folder."
     )
     assert refusal(open_captions, tmp_path / "none.json") == (
         f"`captions` must be a file that can be read; got {tmp_path / 'none.json'}. No such file or directory."
@@ -90,7 +90,7 @@ def test_pictures_outside_the_folder_are_refused(tmp_path, place):
     told = json.loads(path.read_text())
     told["images"][1]["filename"] = place
     path.write_text(json.dumps(told))
-    assert refusal(open_captions, path).startswith("`captions` must name pictures within the folder; got ")
+    assert refusal(open_captions, path).startswith("`captions` must name images within the folder; got ")
     assert refusal(open_captions, path).endswith("x.png. Paths go down only.")
 
 
@@ -102,14 +102,14 @@ def test_table_paths_outside_the_folder_are_refused(tmp_path, place):
     assert open_captions(path).paths == [str(tmp_path / "a.png"), str(tmp_path / "b.png")]
     path.write_text(f"filepath\ttitle\na.png\tone\n{place}\ttwo\n")
     assert refusal(open_captions, path) == (
-        f"`captions` must name pictures within the folder; got {tmp_path / place}. Paths go down only."
+        f"`captions` must name images within the folder; got {tmp_path / place}. Paths go down only."
     )
 
 
 def test_one_picture_is_too_few(tmp_path):
     path = karpathy(tmp_path, letters="A")
     assert refusal(open_captions, path) == (
-        f"`captions` must hold two pictures with captions at least; got 1 in {path}. Look at it."
+        f"`captions` must hold two images with captions at least; got 1 in {path}. Look at it."
     )
 
 
@@ -117,7 +117,7 @@ def test_a_table_must_be_whole(tmp_path):
     path = tmp_path / "x.tsv"
     path.write_text("filepath\ttitle\na.png\tone\nb.png\t \nc.png\n")
     assert refusal(open_captions, path) == (
-        "`captions` must have a picture and a caption in each line; "
+        "`captions` must have an image and a caption in each line; "
         f"got empty caption: 1, wrong number of columns: 1 in {path}. Mend them."
     )
     path.write_text("file\ttitle\na.png\tone\n")

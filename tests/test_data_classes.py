@@ -194,7 +194,7 @@ def test_folders_that_are_none_are_refused(tmp_path):
     )
     (tmp_path / "a").mkdir()
     assert refusal(open_class_folder, tmp_path) == (
-        f'`folder` must hold pictures (.jpg, .jpeg, .png, .webp); got "{tmp_path}". Look at its sub-folders.'
+        f'`folder` must hold images (.jpg, .jpeg, .png, .webp); got "{tmp_path}". Look at its sub-folders.'
     )
     class_folder(tmp_path, {"a": "A"})
     assert refusal(open_class_folder, tmp_path) == (

@@ -140,7 +140,7 @@ def test_a_bad_picture_is_counted_and_its_neighbour_stands_in(tmp_path, caplog):
     assert stream.captions(read[:7]) == [titles[1], titles[1], titles[2], titles[3], titles[3], titles[3], titles[6]]
     assert np.array_equal(images[5], images[3])
     assert stream.skipped == {"broken picture": 3}
-    first = f'a picture of the collection is skipped (broken picture: {tmp_path / "a.tar"}, "{titles[0]}")'
+    first = f'an image of the collection is skipped (broken picture: {tmp_path / "a.tar"}, "{titles[0]}")'
     assert [message.split("; ")[0] for message in caplog.messages] == [first]
 
 
@@ -153,7 +153,7 @@ def test_where_none_can_be_read_the_rows_behind_stand_in(tmp_path):
     stream = stream_of(tmp_path, contents, most_bad=1.0)
     assert stream.captions(stream.read([3], [70], None)[1]) == [titles[5]]
     assert stream.skipped == {"broken picture": 2}
-    with pytest.raises(ValueError, match="`source` must have pictures that can be read; got broken picture: 3"):
+    with pytest.raises(ValueError, match="`source` must have images that can be read; got broken picture: 3"):
         stream.read([4], [71], None, tries=0)
 
 
@@ -170,7 +170,7 @@ def test_a_folder_without_pictures_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     assert refusal(opened, tmp_path / "empty", tmp_path) == (
         f'`source` must hold at least two pairs that differ in their captions; got 0 pairs in "{tmp_path / "empty"}". '
-        "Name a folder with pictures below it, or shards of pairs, as shards/{000..099}.tar."
+        "Name a folder with images below it, or shards of pairs, as shards/{000..099}.tar."
     )
 
 
@@ -196,7 +196,7 @@ def test_pictures_without_captions_are_refused_with_their_places(tmp_path):
     assert refusal(opened, tmp_path / "pictures", tmp_path) == (
         "`source` must hold at least two pairs that differ in their captions; "
         f'got 4 pairs in "{tmp_path / "pictures"}". '
-        "One is held out. In a folder a picture's caption is the .txt beside it, or its folder's name."
+        "One is held out. In a folder an image's caption is the .txt beside it, or its folder's name."
     )
 
 

@@ -161,7 +161,7 @@ def test_the_bar_reaches_its_end(tmp_path):
         total = done = 0
 
         def __call__(self, total, what, unit):
-            assert (what, unit) == ("drawing the glyphs", "pictures")
+            assert (what, unit) == ("drawing the glyphs", "images")
             self.total = total
             return self
 

@@ -115,7 +115,7 @@ def test_a_stopped_process_is_named_within_the_timeout(tmp_path):
         with pytest.raises(ChildProcessError) as caught:
             stream.read(range(4), range(4), 1)
         sentence = (
-            "no answer for 0.5 s from the decoding process {}: was it stopped, or is the storage of the pictures lost?"
+            "no answer for 0.5 s from the decoding process {}: was it stopped, or is the storage of the images lost?"
         )
         assert str(caught.value) in [sentence.format(number) for number in numbers]
         with pytest.raises(ChildProcessError):

@@ -50,7 +50,7 @@ def test_groups_come_in_the_order_of_their_hash():
     ("settings", "sentence"),
     [
         ({"image_size": 7}, "`image_size` must be at least 8 pixels; got 7. Glyphs are legible from 32 on."),
-        ({"channels": 2}, "`channels` must be 1 (grey) or 3 (colour); got 2. Pictures are converted to either."),
+        ({"channels": 2}, "`channels` must be 1 (grey) or 3 (colour); got 2. Images are converted to either."),
         *(
             (
                 {"held_out": share},

@@ -73,7 +73,7 @@ def test_sources_are_joined():
         ("{0..9999}{0..9999}.tar", 'must name at most 1,000,000 files; got 100,000,000 in "{0..9999}{0..9999}.tar"'),
         (
             "a.tar.gz",
-            'must end in .tar, .parquet, .tsv or .csv, or be a folder of pictures or "glyphs"; got "a.tar.gz"',
+            'must end in .tar, .parquet, .tsv or .csv, or be a folder of images or "glyphs"; got "a.tar.gz"',
         ),
         ("shards/*.tar", 'must count its files, as in "shards/{000..099}.tar"; got "shards/*.tar"'),
     ],

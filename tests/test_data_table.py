@@ -263,7 +263,7 @@ def test_a_table_with_nothing_to_compare_is_refused(album):
 def test_a_table_of_one_title_is_refused(album):
     header, *rows = album.lines
     album.lines = [header, *(f"{row.partition(chr(9))[0]}\tthe same" for row in rows)]
-    assert f"; got {len(rows)} readable, all with one caption or one picture. One is" in refusal(album.open)
+    assert f"; got {len(rows)} readable, all with one caption or one image. One is" in refusal(album.open)
 
 
 def test_a_table_that_is_not_there_is_refused(tmp_path):

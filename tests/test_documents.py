@@ -292,7 +292,7 @@ def _plain(value):
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-@pytest.mark.parametrize(("kind", "section"), [("image-text", "Pictures and texts"), ("retriever", "Retrievers")])
+@pytest.mark.parametrize(("kind", "section"), [("image-text", "Images and texts"), ("retriever", "Retrievers")])
 def test_the_page_of_keys_says_what_the_program_has(kind, section):
     told, keys = _told("Every recipe", section), _keys(KINDS[kind])
     # a property of one of several optimizers or losses is told with its name

@@ -82,10 +82,10 @@ def test_a_caption_of_several_images_is_right_for_each(seed, ties):
     [
         (torch.eye(2), torch.eye(2), torch.zeros(3, dtype=torch.int64),
          "`owner` must be integers, one per caption; got torch.int64 of shape [3] for 2. "
-         "Give every caption the row of its picture."),
+         "Give every caption the row of its image."),
         (torch.eye(2), torch.eye(2), torch.zeros(2),
          "`owner` must be integers, one per caption; got torch.float32 of shape [2] for 2. "
-         "Give every caption the row of its picture."),
+         "Give every caption the row of its image."),
         (torch.eye(2)[:0], torch.eye(2), torch.zeros(2, dtype=torch.int64),
          "`image` must not be empty; got no rows. There is nothing to measure."),
         (torch.eye(2), torch.eye(2)[:0], torch.zeros(0, dtype=torch.int64),
@@ -145,5 +145,5 @@ def test_accuracies_equal_a_brute_force_count(seed):
 
 def test_classification_without_images_is_refused():
     none, labels = torch.ones(0, 2), torch.ones(0, dtype=torch.int64)
-    sentence = "`image` must not be empty; got no pictures. There is nothing to measure."
+    sentence = "`image` must not be empty; got no images. There is nothing to measure."
     assert refusal(classified, none, torch.eye(2), labels, torch.eye(2, dtype=torch.bool)) == sentence

@@ -1,6 +1,6 @@
 """float32 at matmul precision "highest": no gradient is twice as far from float64 as the plain formula's.
 
-On features whose gradients nearly cancel, with the truncating sums of a Hopper chip's matrix units emulated. A GPU
+On features whose gradients nearly cancel, with the truncating sums of a Hopper chip's tensor cores emulated. A GPU
 computes the same with `make test-gpu`; `python tests/float32_table.py` prints every kind, loss and scale.
 """
 

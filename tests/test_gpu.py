@@ -1,4 +1,4 @@
-"""Properties that only a GPU shows: its matrix units' arithmetic, large sizes, losses beside graphs and streams.
+"""Properties that only a GPU shows: its tensor cores' arithmetic, large sizes, losses beside graphs and streams.
 
 Run by `make test-gpu`; elsewhere skipped.
 """

@@ -1,4 +1,4 @@
-"""Every loss equals the dense formula: value and all gradients, in every dtype, on shapes that divide nothing."""
+"""Every loss equals the plain formula: value and all gradients, in every dtype, on shapes that divide nothing."""
 
 from __future__ import annotations
 

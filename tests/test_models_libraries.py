@@ -402,7 +402,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_open_clip(open_clip, tokeni
     assert refusal(built, tokenizer, **{side: {**CLIP, "checkpoint": str(tmp_path / "w.safetensors")}}) == (
         f'`checkpoint` must hold the weights of this model; got "{tmp_path}/w.safetensors": it lacks logit_scale, '
         "text.positional_embedding, text.text_projection and 5 more. "
-        "Name the model that it is of, and the size of its pictures."
+        "Name the model that it is of, and the size of its images."
     )
 
 
@@ -423,7 +423,7 @@ def test_an_error_names_the_weights_that_differ(tmp_path):
     model, weights = nn.Linear(3, 2), {"weight": torch.ones(2, 4), "gain": torch.ones(1)}
     assert refusal(timm_openclip.load_weights_into, model, weights, "w.pt") == (
         '`checkpoint` must hold the weights of this model; got "w.pt": it lacks bias; it has besides gain; it has of '
-        "another shape weight. Name the model that it is of, and the size of its pictures."
+        "another shape weight. Name the model that it is of, and the size of its images."
     )
 
 

@@ -471,17 +471,16 @@ def test_pictures_of_a_folder_are_found_by_a_text(tmp_path, capsys):
     for words in refused:
         assert main(["encode", *words]) == 2
     assert capsys.readouterr().err.splitlines()[-5:] == [
-        "`--index` must be left out for pictures and texts; got x. It belongs to a retriever.",
-        "`corpus` must be a folder of pictures, for this run; got none. Name it after the run: "
+        "`--index` must be left out for images and texts; got x. It belongs to a retriever.",
+        "`corpus` must be a folder of images, for this run; got none. Name it after the run: "
         "contrastile encode RUN FOLDER.",
-        f'`corpus` must be a folder of pictures, for this run; got "{recipe}". Name it after the run: '
+        f'`corpus` must be a folder of images, for this run; got "{recipe}". Name it after the run: '
         "contrastile encode RUN FOLDER.",
-        f'`corpus` must have pictures (.jpg, .jpeg, .png, .webp); got "{tmp_path}/cache", without any. Check its path.',
-        "`--dimensions` must be left out for a run of pictures and texts; got 3. Prefixes of features were not "
-        "trained.",
+        f'`corpus` must have images (.jpg, .jpeg, .png, .webp); got "{tmp_path}/cache", without any. Check its path.',
+        "`--dimensions` must be left out for a run of images and texts; got 3. Prefixes of features were not trained.",
     ]
     assert main(["encode", run, str(tmp_path)]) == 0
-    assert capsys.readouterr().out.startswith("32 pictures of 16 features: ")
+    assert capsys.readouterr().out.startswith("32 images of 16 features: ")
     assert main(["search", run, "letter A left", "-k", "3"]) == 0
     blocks = capsys.readouterr().out.split("\n\n")
     loaded = contrastile.load(run, device="cpu")

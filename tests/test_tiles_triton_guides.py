@@ -70,7 +70,7 @@ def _against_eager(
 ) -> None:
     """Loss and gradients are at most twice as far from float64 as eager tiles of the same type.
 
-    steepest: the largest scale of student and teacher, where it is large. The matrix units of a chip truncate their
+    steepest: the largest scale of student and teacher, where it is large. The tensor cores of a chip truncate their
     running sums: a product is off by 1e-7 of the features' norms, which the scale multiplies, and a probability by as
     much as its logit.
     """

@@ -71,7 +71,7 @@ def test_results_are_in_all_three_files(finished):
         for name, value in rows[test]["metrics"].items():
             assert f"<td>{name}</td><td>{test}</td><td>{value:.4f}</td>" in report
             assert f"{name}  {value:.4f}" in outcome.table
-    assert "Tests on other pictures (a sample)" in report
+    assert "Tests on other images (a sample)" in report
 
 
 def test_each_probe_measures_a_sample(finished):
@@ -228,7 +228,7 @@ def test_a_failing_test_does_not_end_the_run(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="contrastile"):
         outcome = run_recipe(recipe, tmp_path / "runs")
     why = (
-        "`imagenet` must be pictures that can be read, but for 10.0%; got 8 of 24 that cannot (broken picture: 8), "
+        "`imagenet` must be images that can be read, but for 10.0%; got 8 of 24 that cannot (broken picture: 8), "
         f"the first being {min((tmp_path / 'val').glob('*/0.png'))}. "
         "Mend or remove them, or raise data.max_bad_fraction in the recipe of the run."
     )
@@ -243,7 +243,7 @@ def test_a_failing_test_does_not_end_the_run(tmp_path, caplog):
     text = (outcome.folder / "metrics.jsonl").read_text()
     run_recipe(recipe, tmp_path / "runs", resume=True)
     assert (outcome.folder / "metrics.jsonl").read_text() == text
-    assert "failed: `imagenet` must be pictures" in (outcome.folder / "report.html").read_text()
+    assert "failed: `imagenet` must be images" in (outcome.folder / "report.html").read_text()
     assert any("the test imagenet failed, the others go on" in record.message for record in caplog.records)
 
 
@@ -263,7 +263,7 @@ def test_a_few_bad_pictures_are_left_out_and_counted(finished, tmp_path, caplog)
     there, back = open_test(RetrievalSettings(captions=str(path))).measure(run)
     assert (there["queries"], there["choices"], back["queries"]) == (5, 15, 15)
     assert there["skipped"] == {"unreadable file (No such file or directory)": 1}
-    assert "1 of 24 pictures are left out (broken picture: 1)" in caplog.text
+    assert "1 of 24 images are left out (broken picture: 1)" in caplog.text
 
 
 def test_equal_captions_are_one_answer_and_one_query(tmp_path):

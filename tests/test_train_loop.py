@@ -149,13 +149,13 @@ def test_a_single_picture_or_text_outside_a_list_is_refused(finished):
             "`texts` must be a list of texts; got one of NoneType. Decode or convert them first."
         ),
         lambda: run.encode_image([np.zeros((16, 16), np.uint8)]): (
-            "`images` must be a list of pictures; got one of ndarray. Make them with PIL.Image.fromarray."
+            "`images` must be a list of images; got one of ndarray. Make them with PIL.Image.fromarray."
         ),
         lambda: run.encode_image(picture): (
-            "`images` must be a list of pictures; got Image. Pass [picture], where there is one only."
+            "`images` must be a list of images; got Image. Pass [image], where there is one only."
         ),
         lambda: run.encode_image([picture, "b.png"]): (
-            "`images` must be a list of pictures; got one of str. Open files with PIL.Image.open."
+            "`images` must be a list of images; got one of str. Open files with PIL.Image.open."
         ),
     }.items():
         assert refusal(call) == sentence
@@ -193,7 +193,7 @@ def test_float_pictures_are_refused(finished):
     _, outcome = finished
     run = contrastile.load(outcome.folder, device="cpu")
     assert refusal(run.encode_image, torch.zeros(2, 1, 16, 16)) == (
-        "`images` must be Pillow pictures or a uint8 tensor; got torch.float32. "
+        "`images` must be Pillow images or a uint8 tensor; got torch.float32. "
         "Give bytes from 0 to 255; floats are made of them here."
     )
 

@@ -398,7 +398,7 @@ def test_a_guide_of_another_kind_or_size_has_its_sentence(tmp_path: Path) -> Non
     guide = run_recipe(tiny_recipe(tmp_path, "data.image_size=8", *short), tmp_path / "runs").folder
     recipe = tiny_recipe(tmp_path, "loss.kind=gist", f"loss.guide={guide}")
     with pytest.raises(
-        ValueError, match=re.escape("`loss.guide` must encode pictures of 16 pixels and 1 channels; got 8 and 1.")
+        ValueError, match=re.escape("`loss.guide` must encode images of 16 pixels and 1 channels; got 8 and 1.")
     ):
         run_recipe(recipe, tmp_path / "runs")
     retriever = tiny_retriever(tmp_path, "loss.kind=gist", f"loss.guide={guide}")
@@ -450,7 +450,7 @@ MISTAKES = [
     (tiny_recipe, ["loss.kind=gist", "loss.guide=nowhere"], 'loss.guide: must be a folder; there is no "nowhere"'),
     (tiny_recipe, ["loss.kind=gist", "loss.guide={here}", "model.precompute=true", "model.locked=['image']",
                    "data.augment=false"],
-     "loss.guide: must be left out with model.precompute: that model needs pictures"),
+     "loss.guide: must be left out with model.precompute: that model needs images"),
     (tiny_recipe, ["loss.kind=infonce", "loss.queue=47"],
      "loss.queue: must have room for the keys of a step, 48 at most; got 47"),
     (tiny_recipe, ["loss.kind=infonce", "loss.queue=999999999999"],

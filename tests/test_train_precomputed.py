@@ -145,8 +145,7 @@ def test_non_finite_features_are_refused(few, tmp_path, monkeypatch, shards):
     monkeypatch.setattr(module, "_encode", encoded)
     recipe = tiny_recipe(tmp_path, *LOCKED, ONCE, *sources(tmp_path, shards))
     assert refusal(ImageText.open, recipe) == (
-        "`model.image` must give finite features; got others for 1 of 4 pictures. Check its weights and "
-        "train.precision."
+        "`model.image` must give finite features; got others for 1 of 4 images. Check its weights and train.precision."
     )
 
 

@@ -72,7 +72,7 @@ def test_a_text_model_for_pictures_is_refused(tmp_path):
     from contrastile.models.pretrained import Library, image_tower
 
     small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-    with pytest.raises(ValueError, match=r"^`image` must be a model of pictures; got BertModel \(You must specify"):
+    with pytest.raises(ValueError, match=r"^`image` must be a model of images; got BertModel \(You must specify"):
         image_tower(Library(config={"model_type": "bert", "vocab_size": 9, **small}), image_size=8, channels=1)
 
 
@@ -117,7 +117,7 @@ TRANSFORMERS = {
     ),
     "one model for both that has one side": (
         "model.both={config={model_type='bert'}}",
-        "model.both: must be a model of pictures and texts; got bert. "
+        "model.both: must be a model of images and texts; got bert. "
         "Take a CLIP or a SigLIP, or give the two sides a tower each.",
     ),
 }

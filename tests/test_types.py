@@ -58,13 +58,13 @@ def test_the_readme_is_well_typed_and_a_misspelt_method_is_not(tmp_path: Path) -
         (
             RetrieverRun,
             ("transform", "encode_image", "encode_text"),
-            "`run` must be of pictures and texts for {}; got one that is a retriever's. "
+            "`run` must be of images and texts for {}; got one that is a retriever's. "
             "It has encode_query and encode_passage.",
         ),
         (
             Run,
             ("encode_query", "encode_passage"),
-            "`run` must be a retriever's for {}; got one that is of pictures and texts. "
+            "`run` must be a retriever's for {}; got one that is of images and texts. "
             "It has encode_image, encode_text and transform.",
         ),
     ],

@@ -24,9 +24,9 @@ GATE_ROWS_WITHOUT_GPU = 1000
 # relative distances from float64 that rounding explains, before the gradient's last cast
 LOSS_TOLERANCE, SCALAR_TOLERANCE = 1e-6, 1e-4
 GRADIENT_TOLERANCE = {("bfloat16", None): 1e-3, ("float16", None): 3e-4, ("float32", "high"): 1e-4}
-# the limit for other types, and for all: this many times the distance of the dense formula in the same type
+# the limit for other dtypes, and for all: this many times the distance of the plain formula in the same dtype
 DENSE_FACTOR = 2.0
-# a few roundings of float32, by which the dense formula may be exact by luck where rows are few
+# a few roundings of float32, by which the plain formula may be exact by luck where rows are few
 ROUNDINGS = 2.0**-20
 # elements that are compared at once: a float64 copy of a large gradient may not fit; rows that are drawn at once
 CHUNK, DRAWN = 2**27, 2**16
@@ -87,13 +87,13 @@ def double(leaves: list[Tensor]) -> list[Tensor]:
 
 
 def _true_step(loss: Loss, leaves: list[Tensor]) -> tuple[tuple[Tensor, ...], float]:
-    """The step in float64, and the distance of its gradients after a cast to the features' type."""
+    """The step in float64, and the distance of its gradients after a cast to the features' dtype."""
     true = step(loss, double(leaves))
     return true, max(_relative(gradient.to(leaves[0].dtype), gradient) for gradient in true[1:3])
 
 
 class Gate:
-    """A case on few rows: its true result, and the distance of the dense formula in the case's type."""
+    """A case on few rows: its true result, and the distance of the plain formula in the case's dtype."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         small = Case(case.loss, min(case.b, gate_rows(device)), case.d, case.dtype)

@@ -77,7 +77,7 @@ def suite(device: torch.device, *, quick: bool, ranks: int = 1, host: bool = Fal
 
 
 def contestants(case: Case, device: torch.device, *, peers: bool) -> list[Contestant]:
-    """Return the dense formulas, contrastile with each workspace, and the peers that have this loss."""
+    """Return the plain formulas, contrastile with each workspace, and the peers that have this loss."""
     ours = [_contrastile(case.loss, device, workspace) for workspace in case.workspaces]
     return [one for one in (*DENSE, *ours, *(PEERS if peers else ())) if one.offers(case)]
 

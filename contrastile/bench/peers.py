@@ -1,4 +1,4 @@
-"""The dense formula and the public packages that compute the same losses.
+"""The plain formula and the public packages that compute the same losses.
 
 Stands on `harness.py`; `loss.py` runs them. A peer is imported when it runs, called as its documentation says, and left
 out by name where it is not installed or cannot take the problem. None is a dependency.

@@ -2,7 +2,7 @@
 
 Stands below `step.py`, which checks and times them. A way takes a task, leaves the gradients in the parameters'
 `.grad`, and returns the loss. Public gradient caches are imported when they run and called as their documentation says;
-none is a dependency. Their loss is the package's own or the dense formula, as its users have it. All ways across ranks
+none is a dependency. Their loss is the package's own or the plain formula, as its users have it. All ways across ranks
 go through `encode`. Without a wrapper one explicit all-reduce averages the gradients, those of peers' losses too,
 whatever their own convention is.
 """

@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace, *, pairs: bool) -> None:
     """Refuse options of another kind of recipe or comparison, and numbers that are too small."""
     given = {name: value for name, value in vars(arguments).items() if value is not None}
-    other, owner = (OF_RETRIEVERS, "a retriever") if pairs else (OF_PAIRS, "pictures and texts")
+    other, owner = (OF_RETRIEVERS, "a retriever") if pairs else (OF_PAIRS, "images and texts")
     for name in other:
         if name in given:
             raise invalid(f"--{name}", "be left out for this recipe", given[name], f"It belongs to {owner}.")
@@ -105,7 +105,7 @@ def _of_pairs(recipe: Any, arguments: argparse.Namespace, sizes: dict[str, list[
     kind = "--losses" if arguments.losses else "--batches" if arguments.batches else ""
     if recipe.data.copies > 1:
         rule = "be 1 for a comparison, whose seeds share their data"
-        remedy = "Pictures are bent anew in every run without it."
+        remedy = "Images are bent anew in every run without it."
         raise invalid("data.copies", rule, recipe.data.copies, remedy)
     shares, rates = arguments.data or [1.0], arguments.rates or ["fixed"]
     if not kind:

@@ -8,13 +8,13 @@ from contrastile.cli.options import add_device, at_least, check_bad_rows, check_
 from contrastile.data.files import own_folder
 from contrastile.train.folder import make_folder
 
-SUMMARY = "turn texts or pictures into features with a run, to be searched"
+SUMMARY = "turn texts or images into features with a run, to be searched"
 EXAMPLE = "contrastile encode runs/docstrings"
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    corpus = "a BEIR folder, .jsonl, .tsv, or a folder of code (default: the run's own); a folder of pictures"
+    corpus = "a BEIR folder, .jsonl, .tsv, or a folder of code (default: the run's own); a folder of images"
     bad_rows = "unusable rows allowed in the corpus (default: the recipe's)"
     add("run", help="a run folder, such as runs/docstrings")
     add("corpus", nargs="?", help=corpus)
@@ -44,6 +44,6 @@ def run(arguments: argparse.Namespace) -> int:
     with written_to(out):
         index = encode_source(folder, arguments.corpus, out, **{name: getattr(arguments, name) for name in names})
     each = "" if index.kind == "single" else " for each token"
-    print(f"{len(index):,} {'passages' if index[0].text else 'pictures'} of {index.dimensions} features{each}: {out}")
+    print(f"{len(index):,} {'passages' if index[0].text else 'images'} of {index.dimensions} features{each}: {out}")
     print(f"to search them: contrastile search {arguments.run}" + (f" --index {out}" if arguments.out else ""))
     return 0

@@ -1,6 +1,6 @@
 """`contrastile evaluate RUN`: measure the saved weights again, print the table, write the report again.
 
-`--zero-shot FOLDER` and `--captions FILE` measure a run on those pictures alone, `--texts FOLDER` a retriever on those
+`--zero-shot FOLDER` and `--captions FILE` measure a run on those images alone, `--texts FOLDER` a retriever on those
 texts; the report keeps the other results. `contrastile evaluate x.trec --judgements x.qrels` prints the measures of
 rankings in TREC's form, of any system.
 """
@@ -13,7 +13,7 @@ from typing import Any
 from contrastile._errors import invalid
 from contrastile.cli.options import add_candidates, add_device, candidates, check_bad_rows, check_source, flag, index_of
 
-# options that belong to --zero-shot and to --captions, to all tests on pictures, and to --texts
+# options that belong to --zero-shot and to --captions, to all tests on images, and to --texts
 ZERO_SHOT, CAPTIONS = ("classes", "templates", "mapping", "among"), ("images", "split")
 PICTURES, TEXTS = ("zero_shot", "captions", *ZERO_SHOT, "images"), ("corpus", "bad_rows")
 OF_RUNS = ("index", "candidates", "texts", "name", "split", *PICTURES, *TEXTS)
@@ -30,13 +30,13 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add("--judgements", metavar="FILE", help="of rankings: judgements, TREC's or BEIR's qrels")
     add("--measures", nargs="+", metavar="NAME", help="of rankings: such as nDCG@10 recall@1000 MAP")
     add("--index", metavar="FOLDER", help="of a retriever: search an index of `contrastile encode`")
-    add("--zero-shot", metavar="FOLDER", help="classify pictures: a folder with a sub-folder a class")
+    add("--zero-shot", metavar="FOLDER", help="classify images: a folder with a sub-folder a class")
     add("--classes", metavar="FILE", help="names of classes: JSON, or lines of folder, tab, names")
     add("--templates", metavar="FILE", help="plain (default), several, or a file, a sentence a line")
     add("--mapping", metavar="FILE", help="JSON from folder to its several classes, as for ObjectNet")
     add("--among", choices=("folders", "all"), help="answers: the folders' classes (default), or all")
-    add("--captions", metavar="FILE", help="find captions and pictures: Karpathy's JSON, or a table")
-    add("--images", metavar="FOLDER", help="the pictures of --captions (default: beside the file)")
+    add("--captions", metavar="FILE", help="find captions and images: Karpathy's JSON, or a table")
+    add("--images", metavar="FOLDER", help="the images of --captions (default: beside the file)")
     add("--texts", metavar="SOURCE", help="of a retriever: BEIR's folder, or a file of questions")
     add("--corpus", metavar="FILE", help="further passages beside a file of --texts")
     add("--bad-rows", type=float, metavar="SHARE", help="unusable rows allowed in --texts (default: the recipe's)")
@@ -58,16 +58,16 @@ def run(arguments: argparse.Namespace) -> int:
 
     texts, tests = _text_test(arguments), _picture_tests(arguments)
     if tests and arguments.index is not None:
-        raise invalid("--index", "be left out with tests on pictures", f'"{arguments.index}"', "It is a retriever's.")
+        raise invalid("--index", "be left out with tests on images", f'"{arguments.index}"', "It is a retriever's.")
     known_device(arguments.device)
     _refuse_rankings(arguments)
     # the checks of the recipe and of the tests' files come first: nothing heavy is imported for a mistake
     folder = finished_run(arguments.run)
     recipe = load_any_recipe(folder / RECIPE, files=False)
     if recipe.kind == "retriever":
-        _refuse(arguments, PICTURES, "be left out for a retriever", "It belongs to a run of pictures and texts.")
+        _refuse(arguments, PICTURES, "be left out for a retriever", "It belongs to a run of images and texts.")
     else:
-        _refuse(arguments, ("index", "texts"), "be left out for pictures and texts", "It belongs to a retriever.")
+        _refuse(arguments, ("index", "texts"), "be left out for images and texts", "It belongs to a retriever.")
     picked = candidates(arguments.candidates, recipe)
     index_name = None if arguments.index is None else index_of(arguments, recipe)
     make_folder("run", folder.path)

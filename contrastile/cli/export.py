@@ -9,7 +9,7 @@ from contrastile.cli.options import finished_run_on, index_of
 LIBRARIES, INDEXES = ("sentence-transformers", "transformers", "open_clip"), ("npy", "faiss")
 # libraries for each kind of run, and its name in sentences
 OF_KIND = {
-    "image-text": (("open_clip", "transformers"), "a run of pictures and texts"),
+    "image-text": (("open_clip", "transformers"), "a run of images and texts"),
     "retriever": (("sentence-transformers", "transformers"), "a retriever"),
 }
 

@@ -11,7 +11,7 @@ from contrastile._errors import invalid, written_to
 from contrastile.cli.options import add_candidates, add_device, at_least, candidates, finished_run_on, index_of
 from contrastile.train.folder import make_way
 
-SUMMARY = "find passages by a question, or pictures by a text; without one, ask for some"
+SUMMARY = "find passages by a question, or images by a text; without one, ask for some"
 EXAMPLE = 'contrastile search runs/docstrings "bracket a minimum"'
 
 
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         # arrow keys edit the line and bring earlier questions back; not every Python has it
         with suppress(ImportError):
             import_module("readline")
-    print(f"{len(search.index):,} {'passages' if search.index[0].text else 'pictures'}; an empty line ends it")
+    print(f"{len(search.index):,} {'passages' if search.index[0].text else 'images'}; an empty line ends it")
     with suppress(EOFError):
         while question := input("? ").strip():
             print(search.results_text(question, arguments.k, lines=arguments.lines))

@@ -23,7 +23,7 @@ Indices = npt.NDArray[np.int64]
 Images = npt.NDArray[np.uint8]
 # channels, height and width of an image
 Shape = tuple[int, int, int]
-# maker of progress bars: `with progress(total, "rendering", "pictures") as bar: ... bar.update(1)`
+# maker of progress bars: `with progress(total, "rendering", "images") as bar: ... bar.update(1)`
 ProgressFactory = Callable[[int, str, str], AbstractContextManager[Any]]
 
 # with fewer held-out captions, images of the other captions are held out too

@@ -59,11 +59,11 @@ def open_table(source: str, options: PairOptions) -> PairSet:
         return row[1], row[0]
 
     def make(writer: ImageWriter) -> Labels:
-        captions, digests, skipped = _decode_all(writer, rows, read, options.progress, "reading the pictures")
+        captions, digests, skipped = _decode_all(writer, rows, read, options.progress, "reading the images")
         ids = base.joined_ids(captions, digests)
         if len(set(ids.tolist())) < 2:
-            # equal captions or equal pictures make pairs one
-            alike = ", all with one caption or one picture" if len(captions) > 1 else ""
+            # equal captions or equal images make pairs one
+            alike = ", all with one caption or one image" if len(captions) > 1 else ""
             got = f"{len(captions)} readable{alike}" + (f"; skipped {base.counted(skipped)}" if skipped else "")
             got += _first_missing(rows, Path(source).parent)
             remedy = "One is needed to train on, one to be held out."
@@ -94,7 +94,7 @@ def _warn_of_one_caption(source: str, captions: npt.NDArray[Any]) -> None:
 
 
 def _first_missing(rows: Sequence[Row | str], folder: Path) -> str:
-    """The first picture of a table that is no file, and the folder that its path is relative to; empty without one."""
+    """The first image of a table that is no file, and the folder that its path is relative to; empty without one."""
     path = next((row[0] for row in rows if not isinstance(row, str) and not row[0].is_file()), None)
     if path is not None and path.is_relative_to(folder):
         return f'; there is no "{path.relative_to(folder)}" in the folder "{folder}"'
@@ -106,7 +106,7 @@ def _decode_all(
 ) -> tuple[list[str], list[bytes], dict[str, int]]:
     """Decode what `read` returns of each row: captions, digests of images, numbers of the unusable rows by reason."""
     captions, digests, skipped = [], [], Counter[str]()
-    with progress(len(rows), title, "pictures") as bar:
+    with progress(len(rows), title, "images") as bar:
         for row in rows:
             try:
                 caption, file = read(row)
@@ -136,9 +136,9 @@ def open_collection(source: str, options: PairOptions) -> PairSet:
     if len(np.unique(index.fractions)) < 2:
         unread = f" and skipped {base.counted(index.skipped)}" if index.skipped else ""
         got = f'{len(index)} pairs in "{source}"{unread}'
-        remedy = "Name a folder with pictures below it, or shards of pairs, as shards/{000..099}.tar."
+        remedy = "Name a folder with images below it, or shards of pairs, as shards/{000..099}.tar."
         if len(index):
-            remedy = "One is held out. In a folder a picture's caption is the .txt beside it, or its folder's name."
+            remedy = "One is held out. In a folder an image's caption is the .txt beside it, or its folder's name."
         raise invalid("source", "hold at least two pairs that differ in their captions", got, remedy)
     held_out = _held_out(index, options.held_out)
     parts = {"held_out": np.flatnonzero(held_out)}
@@ -153,7 +153,7 @@ def open_collection(source: str, options: PairOptions) -> PairSet:
         captions: list[str] = []
         splits, skipped = {}, Counter[str]()
         for name, rows in parts.items():
-            title = "reading the held-out pictures"
+            title = "reading the held-out images"
             decoded, _, bad = _decode_all(writer, rows.tolist(), read, options.progress, title)
             splits[name] = np.arange(len(captions), len(captions) + len(decoded))
             captions += decoded

@@ -180,7 +180,7 @@ def open_class_folder(
     images = {name: _images(root / name, root.resolve()) for name in of_folder}
     paths = [path for name in of_folder for path in images[name]]
     if not paths:
-        raise invalid("folder", f"hold pictures ({', '.join(PICTURES)})", f'"{root}"', "Look at its sub-folders.")
+        raise invalid("folder", f"hold images ({', '.join(PICTURES)})", f'"{root}"', "Look at its sub-folders.")
     right = np.zeros((len(of_folder), len(known)), dtype=bool)
     for row, right_classes in enumerate(of_folder.values()):
         right[row, right_classes] = True
@@ -264,7 +264,7 @@ def open_captions(file: str | Path, *, images: str | Path | None = None, split: 
     file = Path(file)
     folder = Path(images) if images is not None else file.parent
     if not folder.is_dir():
-        raise invalid("images", "be the folder of the pictures", folder, "There is no such folder.")
+        raise invalid("images", "be the folder of the images", folder, "There is no such folder.")
     if file.suffix != ".json" and split is not None:
         raise invalid("split", "be left out with a table", f'"{split}"', "Only Karpathy's JSON has splits.")
     if file.suffix == ".json":
@@ -273,17 +273,17 @@ def open_captions(file: str | Path, *, images: str | Path | None = None, split: 
         rows = read_table(file, folder, name="captions")
         if bad := Counter(row for row in rows if isinstance(row, str)):
             got = f"{counted(bad)} in {file}"
-            raise invalid("captions", "have a picture and a caption in each line", got, "Mend them.")
+            raise invalid("captions", "have an image and a caption in each line", got, "Mend them.")
         pairs = [(row[0], [row[1]]) for row in rows if not isinstance(row, str)]
     captions = defaultdict[Path, list[str]](list)
     for path, texts in pairs:
         # links are followed too
         if not path.resolve().is_relative_to(folder.resolve()):
-            raise invalid("captions", "name pictures within the folder", path, "Paths go down only.")
+            raise invalid("captions", "name images within the folder", path, "Paths go down only.")
         captions[path].extend(texts)
     if len(captions) < 2:
         got = f"{len(captions)} in {file}"
-        raise invalid("captions", "hold two pictures with captions at least", got, "Look at it.")
+        raise invalid("captions", "hold two images with captions at least", got, "Look at it.")
     owner = np.repeat(np.arange(len(captions)), [len(texts) for texts in captions.values()])
     return Captioned(list(map(str, captions)), [text for texts in captions.values() for text in texts], owner)
 

@@ -61,7 +61,7 @@ def _draw_all(faces: list[Path], options: PairOptions, writer: ImageWriter) -> L
     """Draw every named character of every face that leaves ink."""
     characters = [named_characters(face) for face in faces]
     names, style_held_out, digests, blank = list[str](), list[bool](), list[bytes](), 0
-    with options.progress(sum(map(len, characters)), "drawing the glyphs", "pictures") as bar:
+    with options.progress(sum(map(len, characters)), "drawing the glyphs", "images") as bar:
         for face, named in zip(faces, characters, strict=True):
             pen = Pen(face, writer.shape[1])
             for character, name in named:

@@ -144,7 +144,7 @@ class Worker:
             seconds, number = self._socket.gettimeout(), self._process.pid
             self.close(patience=0.0)
             got = f"no answer for {seconds:g} s from the decoding process {number}"
-            raise ChildProcessError(f"{got}: was it stopped, or is the storage of the pictures lost?") from None
+            raise ChildProcessError(f"{got}: was it stopped, or is the storage of the images lost?") from None
         except OSError:
             answer = b""
         if not answer:

@@ -147,7 +147,7 @@ class Stream:
             # the following rows replace a share without a readable image, so that a resumed run does the same
             return self.read([(row + 1) % len(self) for row in rows], examples, crop_seed, tries=tries - 1)
         if not good:
-            raise invalid("source", "have pictures that can be read", counted(self.skipped), "Look at the shards.")
+            raise invalid("source", "have images that can be read", counted(self.skipped), "Look at the shards.")
         chosen, last = list(rows), good[0]
         # a bad image is replaced by the last good one before it, or by the first good one
         for number, reason in enumerate(reasons):
@@ -185,7 +185,7 @@ class Stream:
         if bad and not self.skipped:
             (reason, row), origin = bad[0], self.library.origin(bad[0][1], 0)
             place = f"{origin.path}, " if isinstance(origin, Piece) else ""
-            message = 'a picture of the collection is skipped (%s: %s"%s"); all are counted in the report'
+            message = 'an image of the collection is skipped (%s: %s"%s"); all are counted in the report'
             logger.warning(message, reason, place, self.library.caption(row))
         self.seen += len(reasons)
         self.skipped.update(reason for reason, _ in bad)

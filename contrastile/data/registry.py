@@ -33,7 +33,7 @@ def open_pairs(
     if image_size < 8:
         raise invalid("image_size", "be at least 8 pixels", image_size, "Glyphs are legible from 32 on.")
     if channels not in (1, 3):
-        raise invalid("channels", "be 1 (grey) or 3 (colour)", channels, "Pictures are converted to either.")
+        raise invalid("channels", "be 1 (grey) or 3 (colour)", channels, "Images are converted to either.")
     _check_share(held_out)
     options = PairOptions(image_size, channels, held_out, cache, progress, weights, most_bad)
     open_source = open_glyphs if source == "glyphs" else open_collection if is_collection(source) else open_table

@@ -62,7 +62,7 @@ def _source(pattern: str) -> Source:
     kind = next((kind for kind in KINDS if pattern.endswith(kind)), "folder")
     if kind == "folder" and (len(paths) > 1 or re.search(r"\.(gz|tgz|zip|json|jsonl)$", pattern)):
         ends = f"{', '.join(KINDS[:-1])} or {KINDS[-1]}"
-        raise ValueError(f'must end in {ends}, or be a folder of pictures or "glyphs"; got "{pattern}"')
+        raise ValueError(f'must end in {ends}, or be a folder of images or "glyphs"; got "{pattern}"')
     return Source(kind, paths)
 
 

@@ -44,7 +44,7 @@ def captured(*tensors: Tensor) -> bool:
 
 
 def features(name: str, x: Tensor, *, own: bool = False) -> None:
-    """Check that x is [rows, features] of a supported floating type; `own`: or [rows, H, features]."""
+    """Check that x is [rows, features] of a supported floating dtype; `own`: or [rows, H, features]."""
     if not isinstance(x, Tensor):
         ragged = type(x).__name__ == "Ragged"
         remedy = "Call contrast(..., scorer=MaxSim())." if ragged else "Convert it with torch.as_tensor."
@@ -68,7 +68,7 @@ def features(name: str, x: Tensor, *, own: bool = False) -> None:
 def alike(name: str, x: Tensor, other_name: str, other: Tensor, cast: torch.dtype | None = None) -> None:
     """Check that x and other have one feature size, dtype and device.
 
-    cast: the type to which autocast casts operands, whatever their own is; it leaves float64 as it is.
+    cast: the dtype to which autocast casts operands, whatever their own is; it leaves float64 as it is.
     """
     if x.shape[-1] != other.shape[-1]:
         rule, got = f"have the same feature size as `{other_name}`", f"{x.shape[-1]} and {other.shape[-1]}"

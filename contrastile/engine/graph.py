@@ -5,7 +5,7 @@ with ids, labels or listed positives there are sixty. From the third call of a p
 forward, one that copies features, numbers, labels and weights to the memory that the graph reads, and the graph itself,
 and one in the backward. Gradient sums stay in the graph's memory until their backward (`Held`), so that calls are
 independent of each other. Kernels and their order are those of the calls before. Ranks of few rows have a graph before
-and after each of their transfers, which are made anew in each call: a lost rank is found as ever.
+and after each of their transfers, which every call makes anew, so that it finds a lost rank.
 
 `Replayed` is the twin of `Operation` for such a call: nothing is left to choose, so it has none of `Operation`'s steps.
 """
@@ -48,8 +48,8 @@ MOST_BYTES = 2**29
 CALLS = 2
 # calls of a plan whose graph was dropped before its next capture
 AGAIN = 32
-# graphs kept, those used last, and the bytes that they keep together, copies of inputs included, where the workspace of
-# the latest one is not larger; one may take more
+# graphs kept, those used last, and the bytes that they may keep together with copies of inputs, or the workspace of the
+# latest one if that is larger; a single graph may take more
 MOST_GRAPHS, GRAPHS_BYTES = 8, 2**30
 NEVER = -(2**62)
 # seconds that a call of one process waits for another thread's capture; then it is computed without a graph
@@ -64,9 +64,9 @@ MOST_ROUNDED = 4096
 
 
 def replayable(problem: Problem, exchange: Exchange) -> bool:
-    """Return whether calls like this one may be replayed, by what all ranks have in common.
+    """Return whether calls like this one may be replayed, by the facts that all ranks share.
 
-    They compute the gradients with the loss then, also on a rank that replays none.
+    They then compute the gradients with the loss, also on a rank that replays none.
     """
     return (
         problem.rows.features.is_cuda
@@ -169,13 +169,13 @@ class Graph:
         call = _padded(call)
         given, labels, q = _features(call), _labels(call), call.rows.features
         self.device, self.wide, self.exchange = call.device, call.plan.wide, call.exchange
-        # of its own: ranks wait for each other in a replay, and another thread's may be the one that they wait for
+        # a lock for each graph: ranks wait for each other in a replay, possibly for that of another thread
         self.lock = threading.Lock()
         ranks = len(call.exchange.layout)
         # without grad mode, the loss alone
         wants = torch.is_grad_enabled()
         self.wanted = wanted = [wants and x is not None and x.requires_grad for x in inputs]
-        # scale and bias in the accumulator's type, all others with the strides of a clone
+        # scale and bias in the accumulator's dtype, all others with the strides of a clone
         numbers = [x for x in inputs[:2] if x is not None]
         scale, *others = (torch.empty_like(x, dtype=self.wide) for x in numbers)
         features, own_labels = ([torch.empty_like(x) for x in tensors] for tensors in (given, labels))
@@ -183,14 +183,14 @@ class Graph:
         if call.cols.labels is call.rows.labels:
             # one tensor for both sides, in every call of this plan
             own_call = replace(own_call, cols=replace(own_call.cols, labels=own_call.rows.labels))
-        # two sides of vectors, side by side in memory, which meet each other alone
+        # two sides of vectors, side by side in memory, which are compared only with each other
         plain = call.scorer is None and ranks == 1 and all(x.is_contiguous() for x in features)
         self.fill = Filling([*features, scale, *others, *own_labels], len(features) * plain)
         # of scale, bias and all other inputs
         self.shapes = (None, None, *[x.shape for x in features])
-        # numbers that were passed as such
+        # scale and bias that were passed as Python numbers
         self.numbers: dict[float, Tensor] = {}
-        # a reference to the sums of the latest call, alive as long as somebody may want its backward
+        # a reference to the sums of the latest call, alive until its backward
         self.held: Callable[[], Held | None] = lambda: None
         self.stream, self.stream_address = torch.cuda.current_stream(), current_stream_address(call.device.index)
 
@@ -214,7 +214,7 @@ class Graph:
                 # the calls before had other lengths, and may have had other kernels
                 compute()
             self.sums, self.replay, self.bytes, self.apart = _captured(compute, across_ranks=ranks > 1)
-        # the first call of several ranks is computed already: others may compute theirs without a graph
+        # several ranks have computed the first call already: others may compute theirs without a graph
         self.computed = ranks > 1
         self.bytes += sum(x.nbytes for x in (*features, *own_labels))
         # vectors come first on each side, and masks get no gradient

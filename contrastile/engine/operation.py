@@ -1,6 +1,6 @@
 """One call as one autograd operation: forward from features to the loss, backward from its gradient to theirs.
 
-Last station before the strategies: an exchange visits the shards of columns, tiles compute blocks, the loss defines the
+Last step before the strategies: an exchange visits the shards of columns, tiles compute blocks, the loss defines the
 statistics. Every call goes through `Operation`: dot products and learned distances, features on the device or in host
 memory. A plan with `at_once` computes the gradients together with the loss.
 
@@ -42,7 +42,7 @@ class Plan:
     tiles: MakeTiles
     # bytes that tiles may use
     workspace: int
-    # accumulator type
+    # accumulator dtype
     wide: torch.dtype
     # the gradients are computed with the loss: for losses whose pairs' gradients need no statistics, and small calls
     at_once: bool
@@ -63,7 +63,7 @@ class Call:
     reduction: Reduction
     device: torch.device
     scorer: Scorer | None = None
-    # types of the features as passed, and of their gradients, where autocast has cast those of the shards
+    # dtypes of the features as passed, and of their gradients, where autocast has cast those of the shards
     input_dtypes: tuple[torch.dtype, ...] | None = None
     # number of keys that positives must be below, to be checked in the call; None where that is done
     indexed: int | None = None
@@ -71,7 +71,7 @@ class Call:
     numbered: bool = True
 
     def tiles(self, scale: Tensor, bias: Tensor | None) -> Tiles:
-        """The tiles of this call, with its numbers in the accumulator's type."""
+        """The tiles of this call, with its numbers in the accumulator's dtype."""
         plan, loss = self.plan, self.loss
         used = None if bias is None or not loss.uses_bias else self._number(bias)
         number = self._number(scale)

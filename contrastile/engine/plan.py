@@ -96,7 +96,7 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
         rows, cols = problem.rows, problem.cols
         exchange = choose_exchange(options, problem.loss, rows, cols, problem.statement, tokens)
         if signature is not None and len(exchange.layout) > 1:
-            # ranks plan alike, by the rows of all
+            # all ranks make the same plan, from the rows of all
             signature = exact, exchange.layout.rows, exchange.layout.cols
             plan, _ = _plans.get(signature, (None, None))
     if len(exchange.layout.rows) == 1 and plan is not None:
@@ -217,7 +217,7 @@ def _no_rows(x: Tensor | None) -> Tensor | None:
 
 
 def _refilled(call: Call, arguments: Arguments) -> tuple[Any, ...]:
-    """The inputs of the operation: a template with the tensors of these arguments, in its types."""
+    """The inputs of the operation: a template with the tensors of these arguments, in its dtypes."""
     q, k = arguments.q, arguments.k
     of_queries, of_keys = _labels(call, arguments)
     if call.scorer is None:
@@ -248,7 +248,7 @@ def _labels(call: Call, arguments: Arguments) -> tuple[dict[str, Any], dict[str,
         if getattr(call.rows, name) is not None:
             queries, keys = getattr(arguments, of_queries), getattr(arguments, of_keys)
             rows[name] = queries.long()
-            # stays one tensor where it is one
+            # one tensor for both sides stays one
             cols[name] = rows[name] if keys is queries else keys.long()
     if arguments.guides:
         q = arguments.q if call.scorer is None else leaves_of(arguments.q)[0]
@@ -284,7 +284,7 @@ def _planned(problem: Problem, exchange: Exchange) -> Plan:
     number = torch.ones((), dtype=accumulator(problem.dtype), device=problem.device)
     if wants and alone:
         example = tiles(loss, number, None, workspace)
-        # one product of each strip gives loss and gradient; or the forward keeps what the backward would repeat
+        # one product of each strip gives loss and gradient; or the forward keeps values for the backward
         at_once |= bool(example.strip(problem.rows, problem.cols)) or example.keeps(problem.rows, problem.cols)
     early = not own and replayable(problem, exchange)
     replayed = early and small(problem, exchange, tiles)

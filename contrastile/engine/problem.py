@@ -1,6 +1,6 @@
 """The arguments of a call, and the problem that they make: two shards, a loss, a scale and a bias, all checked.
 
-First station of a call. `Arguments` holds them as passed. `check` refuses arguments that do not go together; the checks
+First step of a call. `Arguments` holds them as passed. `check` refuses arguments that do not go together; the checks
 of single tensors are in `arguments.py`. `Problem` is the result, ready to be planned. Later calls of a signature check
 values only, such as positives in range.
 """
@@ -95,7 +95,7 @@ class Arguments:
 
     @property
     def ids(self) -> tuple[Tensor | None, Tensor | None]:
-        """The ids of queries and of keys; none where the queries' are for negatives of their own alone."""
+        """The ids of queries and of keys; none if the queries' ids serve their own negatives alone."""
         own_alone = self.negative_ids is not None and self.key_ids is None
         return (None, None) if own_alone else (self.query_ids, self.key_ids)
 
@@ -105,7 +105,7 @@ class Arguments:
         return self.positives is None and self.query_labels is None and not self.own_positives
 
     def cast(self) -> torch.dtype | None:
-        """The type of products under autocast on the device of the computation; None where autocast is off."""
+        """The dtype of products under autocast on the device of the computation; None where autocast is off."""
         device = self.options.device
         if device is None:
             q = self.q if self.scorer is None else next(iter(leaves_of(self.q)), None)
@@ -157,7 +157,7 @@ class Problem:
     cols: Shard
     weights: Tensor | None
     device: torch.device
-    # the type in which tiles compute
+    # the dtype in which tiles compute
     dtype: torch.dtype
     # number of keys that positives must be below; None where they are in range by construction
     indexed: int | None
@@ -217,7 +217,7 @@ class Problem:
         )  # fmt: skip
 
     def input_dtypes(self) -> tuple[torch.dtype, ...] | None:
-        """The types of the features as passed, where autocast has cast those of the shards; else None."""
+        """The dtypes of the features as passed, where autocast has cast those of the shards; else None."""
         if self.scorer is not None:
             return None
         types = tuple([x.dtype for x in self.inputs])
@@ -333,7 +333,7 @@ class _Sides:
         checks.vector(of_cols, of_keys, "k", k[: self.keys] if keys_alone else k, integer=True)
 
     def shards(self, arguments: Arguments, cast: torch.dtype | None) -> tuple[Shard, Shard]:
-        """Rows and columns with their positives, labels and ids, and with features of the type `cast`."""
+        """Rows and columns with their positives, labels and ids, and with features of the dtype `cast`."""
         labels, ids = self._groups(arguments.query_labels, arguments.key_labels), self._groups(*arguments.ids)
         positives = None if arguments.positives is None else indices(arguments, self.keys)
         (q, *more_q), (k, *more_k) = [x.detach() for x in self.rows], [x.detach() for x in self.cols]
@@ -381,7 +381,7 @@ def indices(arguments: Arguments, keys: int) -> Tensor:
 
 
 def autocast_type(device: torch.device) -> torch.dtype | None:
-    """The type to which autocast casts the operands of products on this device; None where it is off."""
+    """The dtype to which autocast casts the operands of products on this device; None where it is off."""
     kind = device.type
     # other devices may have no autocast
     known = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
@@ -389,7 +389,7 @@ def autocast_type(device: torch.device) -> torch.dtype | None:
 
 
 def cast_features(q: Tensor, k: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Both sides in the type of products; one tensor as both sides is cast once."""
+    """Both sides in the dtype of products; one tensor as both sides is cast once."""
     of_rows = q.detach() if q.dtype == dtype else q.detach().to(dtype)
     if q is k:
         return of_rows, of_rows
@@ -399,7 +399,7 @@ def cast_features(q: Tensor, k: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
 def guides(arguments: Arguments, q: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
     """Fields of both shards: the guides' features as constants, and the factor of their product for each row [N].
 
-    No type is wider than the sums of features of q's type.
+    No dtype is wider than the sums of features of q's dtype.
     """
     if not arguments.guides:
         return {}, {}
@@ -441,7 +441,7 @@ def _device(features: torch.device, options: Options) -> torch.device:
 
 
 def as_tensor(x: Tensor | float, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A number as a tensor of the accumulator's type."""
+    """A number as a tensor of the accumulator's dtype."""
     return x if isinstance(x, Tensor) else torch.full((), float(x), dtype=accumulator(dtype), device=device)
 
 

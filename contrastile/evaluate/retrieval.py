@@ -162,7 +162,7 @@ def both_ways(
     _check_not_empty(image=image, text=text)
     if owner.shape != caption.shape or owner.is_floating_point():
         got = f"{owner.dtype} of shape {list(owner.shape)} for {len(caption)}"
-        raise invalid("owner", "be integers, one per caption", got, "Give every caption the row of its picture.")
+        raise invalid("owner", "be integers, one per caption", got, "Give every caption the row of its image.")
     measures: dict[str, float] = {}
     ways = {"image_to_text": (image, text, owner, caption), "text_to_image": (text, image, caption, owner)}
     for way, (query, key, query_rows, key_rows) in ways.items():
@@ -237,7 +237,7 @@ def classified(image: Tensor, classes: Tensor, labels: Tensor, right: Tensor) ->
     """
     check_features(image, classes)
     if len(image) == 0:
-        raise invalid("image", "not be empty", "no pictures", "There is nothing to measure.")
+        raise invalid("image", "not be empty", "no images", "There is nothing to measure.")
     rank = ranks(image, classes, lambda rows, columns: right[labels[rows], columns])
     accuracies = {f"top{k}": (rank < k).double().mean().item() for k in (1, 5) if k == 1 or k < len(classes)}
     images = torch.bincount(labels, minlength=len(right)).double()

@@ -6,7 +6,7 @@ mask. The tiles know what a row is, and how many numbers its gradient has.
 A strip of rows, as long as the device's memory allows, is on the device with its statistics or its gradient. The shards
 of columns come to the device one after the other; the next one is copied while the present one is computed. In the
 backward a shard comes with the sum of its gradient so far, in float32, and goes back with the new sum; after the last
-strip it goes back in the features' type. With n strips, n · M · D numbers move each way. The only tensors of b numbers
+strip it goes back in the features' dtype. With n strips, n · M · D numbers move each way. The only tensors of b numbers
 on the device are statistics.
 
 Several ranks are a ring whose packets are in host memory; the strips and shards of a rank are the tiles of the ring.
@@ -54,7 +54,7 @@ def cut(rows: Shard, cols: Shard, device: torch.device, workspace: int) -> Cut:
 
 
 def row_bytes(numbers: int, dtype: torch.dtype) -> int:
-    """Bytes of a row of this type and of its accumulator."""
+    """Bytes of a row of this dtype and of its accumulator."""
     return numbers * (dtype.itemsize + accumulator(dtype).itemsize)
 
 
@@ -77,7 +77,7 @@ class Host(Exchange):
     """Features that stay in host memory, of one process or of a ring of ranks."""
 
     device: torch.device
-    # the type in which features are multiplied on the device; None: as given, for a scorer
+    # the dtype in which features are multiplied on the device; None: as given, for a scorer
     dtype: torch.dtype | None
     cuts: Cut
     # group that carries tensors in host memory between several ranks
@@ -139,7 +139,7 @@ class Host(Exchange):
     def accumulate(
         self, tiles: Tiles, rows: Shard, cols: Shard, wanted: Sequence[bool], row_stats: Tensor | None = None
     ) -> Accumulated:
-        """The gradients of q and k on the host, scaled and in their own types, and [Σ g, Σ g · ⟨q, k⟩]."""
+        """The gradients of q and k on the host, scaled and in their own dtypes, and [Σ g, Σ g · ⟨q, k⟩]."""
         assert row_stats is None
         tiles.final = True
         if len(self.layout) > 1:
@@ -260,7 +260,7 @@ def without_features_on(shard: Shard, device: torch.device) -> Shard:
 
 
 def device_bytes(cuts: Cut, N: int, M: int, sizes: tuple[int, int], dtype: torch.dtype, products: torch.dtype) -> int:
-    """Bytes of a device beside the workspace: a strip, shards in both directions, copies in the type of the products,
+    """Bytes of a device beside the workspace: a strip, shards in both directions, copies in the dtype of the products,
     and the statistics of all rows and columns. sizes: numbers of a row and of a column.
     """
     of_row, of_col = (row_bytes(size, dtype) + (products.itemsize * size if products != dtype else 0) for size in sizes)

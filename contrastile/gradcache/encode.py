@@ -4,7 +4,7 @@
 2. The loss returns the gradients of the features: they are the cache.
 3. `second_pass` encodes each sub-batch again, with the random numbers and the autocast of the first pass, and
    back-propagates it. The parameters' gradients are summed in float32, and autograd gets them once, as if the whole
-   batch had been encoded at once. So any loss, any number of towers and any training loop work with it.
+   batch had been encoded at once. So it works with any loss, any number of towers and any training loop.
 """
 
 from __future__ import annotations
@@ -53,33 +53,32 @@ def encode(
 
     Arguments:
         encoder: a module, a method of one (`model.encode_image`), or any function that reaches one. A pair
-            `(model, "encode_image")` names a method, also where DistributedDataParallel wraps the model or FSDP2
-            (`fully_shard`) shards it; either may be passed as a module too. A pair `(model, function)` stands for
-            `function(model, ...)`, with the module inside where DistributedDataParallel wraps the model. Each gradient
-            is reduced once, however many sub-batches and calls there are. DeepSpeed's engine of ZeRO stage 0, 1 or 2
-            is such a wrapper too, and runs the backward.
+            `(model, "encode_image")` names a method, also of a model that DistributedDataParallel wraps or FSDP2
+            (`fully_shard`) shards; such a model may be passed as a module too. A pair `(model, function)` stands for
+            `function(model, ...)`, with the module inside a DistributedDataParallel. Each gradient is reduced once, for
+            any number of sub-batches and calls. DeepSpeed's engine of ZeRO stage 0, 1 or 2 is such a wrapper too, and
+            runs the backward.
         inputs: a tensor is passed as `encoder(x)`, a tuple as `encoder(*x)`, a mapping as `encoder(**x)`; nesting is
             allowed. A tensor's first axis is the batch; it may be on the device or in (pinned) host memory. Packed
             values, such as the patches of images of many sizes, come as `Ragged(values, lengths)`. A list with an entry
-            for each example and no tensor in it, or a tuple of texts, is cut as well; everything else that is no tensor
-            is passed on as it is.
-        parts: in place of `inputs`, the sub-batches as a data loader made them, a list of what `inputs` may be, and of
-            anything that the encoder takes: each is passed whole, and its features follow those of the one before. Of
-            ranks that DistributedDataParallel or DeepSpeed joins in training, or FSDP2, and which all pass `parts`, one
-            may pass `[]`: it gets features without rows, and runs the encoder on a sub-batch that another rank sends,
-            which counts for nothing.
-        sub_batch: examples encoded at once; the last sub-batch may be shorter, on which a compiled encoder runs
-            uncompiled. "auto": as many as fit into memory, measured at the first call for an encoder and remembered,
+            for each example and no tensor in it, or a tuple of texts, is cut as well. All other values are passed on as
+            they are.
+        parts: in place of `inputs`, a list of the sub-batches that a data loader made, in any form that the encoder
+            takes: each is passed whole, and its features follow those of the one before. If all ranks that
+            DistributedDataParallel, DeepSpeed or FSDP2 joins in training pass `parts`, one may pass `[]`: it gets
+            features without rows, and runs the encoder on a sub-batch of another rank, whose gradients are dropped.
+        sub_batch: examples encoded at once. The last sub-batch may be shorter; a compiled encoder runs uncompiled
+            on it. "auto": as many as fit into memory, measured at the first call for an encoder and remembered,
             and halved if memory runs out later. Ranks that a wrapper joins take the smallest size of any.
         sub_batch_tokens: tokens encoded at once, padding included, for a mapping with an `attention_mask` [batch,
             length], which is 0 at padding. Texts are sorted by length, so that short ones share a sub-batch, and
             trimmed to the longest of their sub-batch, in every tensor whose second axis is as long as the mask's. A
-            text without any token keeps all its positions. With `sub_batch` too, both are limits. Lengths are rounded
-            up for a compiled encoder, which is compiled for each.
+            text without any token keeps all its positions. `sub_batch` is a further limit. A compiled encoder is
+            compiled for each length, so lengths are rounded up for it.
         retain: number of sub-batches, the last ones, whose graph is kept from the first pass; they need no second
-            forward. "auto": as many as memory allows; with room for all, caching costs nothing. Behind a frozen trunk,
-            where graphs hold little more than the trunk's features, all are kept in any case, as long as there is room.
-            With a number of 1 or more, a batch that fits in one sub-batch is plain autograd, outside of wrappers.
+            forward. "auto": as many as memory allows; with room for all, caching costs nothing. Graphs behind a frozen
+            trunk, which hold little more than its features, are all kept as long as there is room, for any `retain`.
+            With 1 or more, a batch of one sub-batch is plain autograd, outside of wrappers.
         device: device on which the encoder computes; by default that of its parameters.
         features: memory in which the features wait. "host": pinned host memory, to which each sub-batch's features are
             copied at once; a loss with `device=` reads them there, and their gradients come back from there sub-batch
@@ -88,7 +87,7 @@ def encode(
     Returns the encoder's result (tensor, tuple, dict, nested), each leaf for the whole batch. Packed values, `Ragged`,
     are joined along their first axis. A number of shape [] or [1] that is not a row for each example, such as a scale,
     must be the same for every sub-batch, and is returned so.
-    Warns once where the second pass gives other features than the first; on a GPU in a later call.
+    Warns once if the second pass gives other features than the first, on a GPU in a later call.
     Raises ValueError for inputs that cannot be split, for batch normalisation in training mode, whose statistics over a
     sub-batch are not those of the batch, for modules that change a buffer when they run, for encoders that write over
     their inputs or parameters, for the module inside a DistributedDataParallel, whose gradients would not be reduced,
@@ -379,7 +378,7 @@ class GradientSums:
                 self.unowned.append(ref(leaf))
 
     def finish(self) -> list[Tensor | None]:
-        """The sums in their parameters' types, None for an unused one, and the inputs' gradients."""
+        """The sums in their parameters' dtypes, None for an unused one, and the inputs' gradients."""
         if any(reference() is not None for reference in self.unowned):
             # a reference cycle may keep a dropped one alive
             gc.collect()
@@ -427,7 +426,7 @@ def _consume_graphs(job: Job, record: Record, sums: GradientSums) -> set[int]:
 def _refuse_changed_parameters(ctx: Any, rule: str, got: str, remedy: str) -> None:
     """Raise ValueError where a parameter was written over, or moved, since the first pass began."""
     for x, before in zip(ctx.job.sharding.shards_of(ctx.parameters), ctx.versions, strict=True):
-        # autograd reaches a parameter of another type or device by a new node, which is not in a graph that was kept
+        # autograd reaches a parameter of another dtype or device by a new node, which is not in a graph that was kept
         if (version(x), x.dtype, x.device) != before:
             raise invalid("encoder", rule, f"one of shape {list(x.shape)} {got}", remedy)
 

@@ -1,6 +1,6 @@
 """The way out: a retriever's run as a folder of sentence-transformers or transformers, an index as plain files.
 
-Called by `contrastile export`, as `export_pairs.py` is for pictures and texts. Nothing of contrastile is needed to load
+Called by `contrastile export`, as `export_pairs.py` is for images and texts. Nothing of contrastile is needed to load
 what it writes.
 """
 
@@ -85,7 +85,7 @@ def export_run(folder: Path, library: str, target: Path) -> list[Path]:
     """
     run = load(folder, device="cpu")
     if not isinstance(run, RetrieverRun):
-        raise invalid("run", "be a retriever's", "one of pictures and texts", "Load it with contrastile.load.")
+        raise invalid("run", "be a retriever's", "one of images and texts", "Load it with contrastile.load.")
     if run.recipe.model.kind != "single":
         remedy = "Load it with contrastile.load, and compare with contrastile.scorers.MaxSim."
         raise invalid("run", "have one vector a text", f'one of model.kind "{run.recipe.model.kind}"', remedy)

@@ -1,4 +1,4 @@
-"""The way out of a run of pictures and texts: both its towers as one folder of open_clip or of transformers.
+"""The way out of a run of images and texts: both its towers as one folder of open_clip or of transformers.
 
 Called by `contrastile export`, beside `export.py`, which has retrievers and the model card. The library loads each
 folder once before it is there: tokens and features of a trial batch are the run's, bit for bit, or an error says so.
@@ -24,11 +24,11 @@ from contrastile.models.remote_code import OPEN_CLIP
 from contrastile.models.timm_openclip import WEIGHTS_FILES
 from contrastile.train.run import Run
 
-# pictures and texts of the trial batch
+# images and texts of the trial batch
 TRIAL = 2
 TEXTS = [TRIAL_TEXT, "a"]
 
-SUMMARY = """Features of pictures and of texts, {features} numbers each, trained with contrastile {version} and exported
+SUMMARY = """Features of images and of texts, {features} numbers each, trained with contrastile {version} and exported
 for {library}. They are compared by cosine."""
 
 USAGE = {
@@ -239,7 +239,7 @@ def _compare(
     normalised = (pixels.expand(-1, tower.channels, -1, -1) - tower.mean) / tower.std
     same = {
         "tokens": torch.equal(*tokens),
-        "features of pictures": torch.equal(image(normalised), run.model.encode_image(pixels)),
+        "features of images": torch.equal(image(normalised), run.model.encode_image(pixels)),
         "features of texts": torch.equal(text(words), _features(run)),
     }
     if others := [name for name, equal in same.items() if not equal]:

@@ -338,7 +338,7 @@ class PairLoss(ABC):
     """A loss whose rows are functions of statistics that can be accumulated over any partition of the pairs.
 
     A subclass is a frozen dataclass. Every backend computes all of its fields, or declines the loss by name. The
-    statistics of n rows are one tensor [K, n] in the accumulator's type. Tiles cut it, exchanges send and merge it; the
+    statistics of n rows are a tensor [K, n] in the accumulator's dtype. Tiles cut it, exchanges send and merge it; the
     loss alone knows its K rows.
     """
 

@@ -23,7 +23,7 @@ from contrastile.losses.base import Formula, Shard, Tile, fill
 from contrastile.losses.softmax import Softmax
 
 STRATEGIES = ("absolute", "relative")
-# rows whose features are copied to the accumulator's type at once
+# rows whose features are copied to the accumulator's dtype at once
 ROWS_AT_ONCE = 8192
 # roundings within which a similarity equals that of the positive
 TIES = 16
@@ -42,7 +42,7 @@ class Guided(Softmax):
         F.cross_entropy(x.masked_fill(false & ~eye, -torch.inf), labels)
 
     margin, margin_strategy: as above. A similarity that equals the threshold but for 16 roundings of the accumulator's
-    type does not exceed it, so that copies of the positive are treated alike whatever computes them.
+    dtype does not exceed it, so that copies of the positive are treated alike whatever computes them.
 
     >>> from contrastile import contrast
     >>> q, k, a, b = torch.nn.functional.normalize(torch.randn(4, 6, 16), dim=-1)

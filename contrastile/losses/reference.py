@@ -26,7 +26,7 @@ def dense_softmax(
     positive, excluded: [N, M] bool; by default the diagonal, and nothing. A row's loss is the mean over its
     positives of −log p; rows without one leave the mean. hardness: β · ⟨q, k⟩ is added to negatives' logits as a
     constant, the weight exp(β · ⟨q, k⟩). Symmetric adds the transposed problem and halves the sum;
-    then weights [N] serve both directions. A scalar, or [N] with reduction="none", in the type of the features.
+    then weights [N] serve both directions. A scalar, or [N] with reduction="none", in the dtype of the features.
 
     >>> q = F.normalize(torch.randn(4, 8), dim=-1)
     >>> dense_softmax(q, q, 10.0, symmetric=True) > 0

@@ -285,7 +285,7 @@ def image_tower(library: Library, *, image_size: int, channels: int, model: nn.M
         if str(error).startswith("`"):
             raise
         got = f"{type(model).__name__} ({' '.join(str(error).split())})"
-        raise invalid("image", "be a model of pictures", got, "Name another model_type or folder.") from error
+        raise invalid("image", "be a model of images", got, "Name another model_type or folder.") from error
     return base.Tower(tower, features, {"config": _plain(config), "pooling": library.pooling, "mean": mean, "std": std})
 
 

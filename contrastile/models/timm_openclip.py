@@ -73,7 +73,7 @@ def load_weights_into(module: nn.Module, weights: dict[str, Tensor], checkpoint:
         reshaped={name for name in shared if own[name].shape != weights[name].shape},
     )
     if text:
-        remedy = "Name the model that it is of, and the size of its pictures."
+        remedy = "Name the model that it is of, and the size of its images."
         raise invalid("checkpoint", "hold the weights of this model", f'"{checkpoint}": {text}', remedy)
     module.load_state_dict(weights)
 

@@ -1,6 +1,6 @@
 """The base of the loss modules: their options, and their own names for the arguments of `contrast`.
 
-Losses compute with features as given, under autocast in its type. A loss of cosines warns once about rows that are not
+Losses compute with features as given, under autocast in its dtype. A loss of cosines warns once about rows that are not
 of unit length, and about a scale that is negative or looks like a temperature.
 """
 
@@ -172,7 +172,7 @@ class PairedLoss(Loss):
         """Return the loss of N pairs, over the batch of all ranks.
 
         Arguments:
-            image_features, text_features: [N, D], of one type: bf16, fp16, fp32 or fp64; rows of unit length.
+            image_features, text_features: [N, D], of one dtype: bf16, fp16, fp32 or fp64; rows of unit length.
             logit_scale, logit_bias: numbers, or tensors of shape [] or [1]; the scale itself, not its logarithm. A bias
                 changes nothing in a softmax; its gradient is 0.
             output_dict: return `{"contrastive_loss": loss}`, as open_clip's losses can.

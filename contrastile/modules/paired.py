@@ -99,7 +99,7 @@ class DCLLoss(PairedLoss):
 
 
 class DistillClipLoss(Loss):
-    """CLIP's loss mixed with a distillation from a teacher (TinyCLIP, Wu et al. 2023), as open_clip's class so named.
+    """CLIP's loss mixed with distillation from a teacher (TinyCLIP, Wu et al. 2023), as in open_clip's class.
 
     Naively, with x = logit_scale * image_features @ text_features.T and t the teacher's logits,
 
@@ -108,8 +108,8 @@ class DistillClipLoss(Loss):
         loss = (1 - weight) * hard + weight * soft
 
     where kl(t, x) is `F.kl_div(x.log_softmax(1), t.log_softmax(1), log_target=True, reduction="batchmean")`. open_clip
-    returns hard and soft apart, and soft as a cross-entropy: the teacher's entropy more, which has no gradient. Made as
-    `DistillClipLoss(weight=0.5, **how)`, with the options of `contrast` except `label_smoothing`; returns and
+    returns hard and soft apart. Its soft is a cross-entropy, larger by the teacher's entropy, which has no gradient.
+    Made as `DistillClipLoss(weight=0.5, **how)`, with the options of `contrast` except `label_smoothing`; returns and
     raises what `ClipLoss` does.
 
     >>> import torch, torch.nn.functional as F
@@ -142,12 +142,12 @@ class DistillClipLoss(Loss):
         ids: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> Tensor:
-        """Return the loss of N pairs and of what a teacher makes of them, over the batch of all ranks.
+        """Return the loss of N pairs, with a teacher's features of them, over the batch of all ranks.
 
         Arguments:
             image_features, text_features: [N, D], rows of unit length.
             logit_scale: a number, or a tensor of shape [] or [1]; the scale, not its logarithm.
-            dist_image_features, dist_text_features: [N, G], the teacher's features, of a type and a size of their own,
+            dist_image_features, dist_text_features: [N, G], the teacher's features, of a dtype and a size of their own,
                 rows of unit length; constants.
             dist_logit_scale: the teacher's scale, a number or a tensor of shape [] or [1], a constant.
             ids: [N] integers; pairs of equal ids are not negatives of each other.

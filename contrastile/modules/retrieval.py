@@ -89,7 +89,7 @@ class InfoNCELoss(Loss):
         """Return the loss of N queries among the keys of all ranks.
 
         Arguments:
-            query, key: [N, D] and [M, D], of one type; all keys of all ranks are compared with every query.
+            query, key: [N, D] and [M, D], of one dtype; all keys of all ranks are compared with every query.
             scale: a number, or a tensor of shape [] or [1]: 1 / temperature.
             positives: [N] or [N, P] indices into this rank's keys, −1 pads: the loss of a row is the mean of their
                 −log p. Without it key i belongs to query i, and the keys behind the first N are hard negatives.
@@ -158,9 +158,9 @@ class GISTLoss(Loss):
 
         x = torch.cat([query @ key.T, query @ query.T, key[:N] @ key[:N].T], 1) * scale
 
-    with the guide's similarities likewise, of which each is compared with that of the row's own pair. With `positives`
-    the first one of a query is its key of the last product. Products of keys with keys are made with features of twice
-    the size, zeros among them.
+    with the guide's similarities likewise, each compared with that of the row's own pair. With `positives` the first
+    one of a query is its key in the last product. Products of keys with keys are computed from features of twice the
+    size, zeros among them.
 
     >>> import torch, torch.nn.functional as F
     >>> query, key, guide_query, guide_key = F.normalize(torch.randn(4, 8, 16), dim=-1)
@@ -289,7 +289,7 @@ def _own_positions(query: Tensor, key: Tensor, positives: Tensor | None) -> tupl
 
 
 class ScoreDistillLoss(Loss):
-    """Listed keys of each query get the scores of a teacher, such as a reranker (Hofstätter et al. 2020, ColBERTv2).
+    """Learn the scores that a teacher, such as a reranker, gives each query's keys (Hofstätter et al. 2020, ColBERTv2).
 
     Naively, with x = scale * ⟨query_i, key_ip⟩ [N, P],
 
@@ -333,8 +333,8 @@ class ScoreDistillLoss(Loss):
             key: [N, P, D], the keys of each query; or [M, D], with `lists`.
             scores: [N, P], constants; for "kl" the teacher's logits, divided by its temperature.
             scale: a number, or a tensor of shape [] or [1]; 1 where both are scores of the same kind.
-            lists: [N, P] indices into this rank's keys [M, D], −1 pads; a row of pads alone leaves the mean, and for
-                "margin_mse" the first of a list is the one that the others are compared with.
+            lists: [N, P] indices into this rank's keys [M, D], −1 pads; a row of pads alone leaves the mean.
+                "margin_mse" compares the first of a list with the others.
             weights: [N]; the loss is Σ w·loss / Σ w.
             scorer: a learned distance in place of the dot product, such as `contrastile.scorers.MaxSim`, with query and
                 key as `contrast` takes them: nested tensors [N, ...] and [N, P, ...], or [M, ...] with `lists`. It

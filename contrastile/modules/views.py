@@ -1,4 +1,4 @@
-"""Losses of examples among themselves: those of a label, or the views of one picture, are alike."""
+"""Losses of examples among themselves: those of a label, or the views of one image, are alike."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class SupConLoss(Loss):
             features = features.flatten(0, 1)
         operation, inputs = self._prepared(features, features, scale, query_labels=labels, key_labels=labels)
         loss: Tensor = operation(*inputs)
-        # a GPU is not waited for, except at the first calls
+        # do not wait for a GPU, except in the first calls
         mean = self.options.reduction == "mean" and not torch.compiler.is_compiling()
         if mean and (loss.device.type == "cpu" or self._unseen):
             _warn_without_positives(loss.detach(), labels)
@@ -108,7 +108,7 @@ class NTXentLoss(Loss):
         """Return the loss of N examples in two views, over the batch of all ranks.
 
         Arguments:
-            view_a, view_b: [N, D], of one type; rows of unit length.
+            view_a, view_b: [N, D], of one dtype; rows of unit length.
             scale: a number, or a tensor of shape [] or [1]: 1 / temperature.
             ids: [N] integers; views of two examples with equal ids are not negatives of each other.
         """

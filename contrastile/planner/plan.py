@@ -1,6 +1,6 @@
-"""A plan: one step's memory and time on a target, the largest batches, and other choices beside it.
+"""A plan: one step's memory and time on a target, the largest batches, and other choices.
 
-On top of `memory.py` and `seconds.py`; `train/planned.py` makes one of a recipe.
+Above `memory.py` and `seconds.py`; `train/planned.py` makes the plan of a recipe.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from contrastile.planner.profile import Target
 from contrastile.planner.seconds import StepSeconds, step_seconds
 from contrastile.planner.towers import Work
 
-# pairs of a rank beyond which no batch is looked for
+# the largest number of pairs of a rank in the search for a batch
 MOST_ROWS = 2**28
 # batches in host memory: the present one, and the next that is read meanwhile
 BATCHES_ON_HOST = 2
 GIB = 2**30
-# fields of a cost that grow with the sub-batch but for the number of kernels
+# fields of a cost that grow with the sub-batch, except the number of kernels
 WORKS = ("forward_work", "replay_work")
 
 
@@ -49,7 +49,7 @@ class Plan:
 
     name: of the recipe. batch: pairs of all ranks in a step. keys: keys for each query. parts: parts of a batch
     whose gradients are accumulated. parameters, trained: bytes of the whole model's. host_inputs: bytes of a pair
-    in host memory. decoded: pictures of a pair that are decoded. half: towers compute in 16 bits. on_host: features
+    in host memory. decoded: images of a pair that are decoded. half: towers compute in 16 bits. on_host: features
     may wait in host memory. update: the optimizer's work in a step, the clipping of the gradient included. stages:
     batch and steps of each stage of the run; none where its length is not known.
     """
@@ -87,7 +87,7 @@ class Plan:
 
     @property
     def fits_host(self) -> bool:
-        """The host's bytes fit, beside the peak of a device that is the host; True where its memory is not known."""
+        """The host's bytes fit, on a CPU beside its peak; True if the host's memory is not known."""
         # the model of a CPU is part of the peak
         held = self.peak.bytes - self.parameters if self.target.device == "cpu" else 0
         return self.target.host is None or held + self.host <= (1 - MARGIN) * self.target.host
@@ -137,7 +137,7 @@ class Plan:
 
     @property
     def most(self) -> int:
-        """The batch of all ranks beyond which no larger one is looked for."""
+        """The largest batch of all ranks in the search."""
         return MOST_ROWS * self.target.ranks * self.parts
 
     def largest(self, **loss: Any) -> int:

@@ -34,7 +34,7 @@ class Profile:
     seconds of the host per kernel. loss: operations per second of a large tiled loss; pair, dense_pair: seconds per
     pair beside them, of tiles and of each matrix of a dense block; block: per block within the workspace; call: per
     call. link, network: bytes per second to a GPU of the same node, and of another one. hop: seconds of a hop of the
-    ring and pass. decode: pictures per second and CPU; cpus: CPUs for each GPU.
+    ring and pass. decode: images per second and CPU; cpus: CPUs for each GPU.
     """
 
     name: str

@@ -79,7 +79,7 @@ def step_seconds(
 ) -> StepSeconds:  # fmt: skip
     """The seconds of a step of a rank.
 
-    per_node: ranks of a node. trained: bytes of trained parameters. decoded: pictures of a rank that are decoded. half:
+    per_node: ranks of a node. trained: bytes of trained parameters. decoded: images of a rank that are decoded. half:
     towers compute in 16 bits. update: the work of the optimizer.
     """
     towers = waiting = 0.0

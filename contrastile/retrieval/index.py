@@ -4,7 +4,7 @@ Stands after a retriever's training: the bodies of `contrastile encode` and `con
 of shards, each written completely or not at all: `00000.npy` holds the features in float16 and is memory-mapped,
 `00000.ids` one id per line, `00000.jsonl` the passages, `00000.offsets.npy` the byte at which each of their lines
 begins. Of a late retriever the features are the vectors of all tokens, packed, and `00000.lengths.npy` their number in
-each passage. A picture of a folder is a passage without words, whose id is its path in the folder. `index.json` lists
+each passage. An image of a folder is a passage without words, whose id is its path in the folder. `index.json` lists
 the finished shards, so that an interrupted call is continued after the last of them, once features and passages are
 verified to be the same.
 
@@ -49,9 +49,9 @@ from contrastile.train.retriever.run import RetrieverRun, open_run_texts, passag
 from contrastile.train.run import Run
 
 FORMAT = 2
-# pictures that are read and encoded at once
+# images that are read and encoded at once
 CHUNK = 256
-# the kind of runs and indices with one vector for each text or picture
+# the kind of runs and indices with one vector for each text or image
 SINGLE = "single"
 # bytes of a block, hexadecimal digits of its checksum, blocks compared when an index is opened
 BLOCK, DIGITS, SAMPLED = 2**20, 16, 64
@@ -70,14 +70,14 @@ def encode_source(
     folder: RunFolder, corpus: str | None, out: Path, *, shard: int, dimensions: int | None, device: str,
     bad_rows: float | None = None,
 ) -> Index:  # fmt: skip
-    """The index of `corpus`, by default the run's own passages; of a folder of pictures, for a run of pictures."""
+    """The index of `corpus`, by default the run's own passages; of a folder of images, for a run of images."""
     made_by = run_checksums(folder)
     run: Any = load(folder.path, device=device)
     passages: Iterable[Passage]
     if isinstance(run, Run):
         if dimensions is not None:
             remedy = "Prefixes of features were not trained."
-            raise invalid("dimensions", "be left out for a run of pictures and texts", dimensions, remedy)
+            raise invalid("dimensions", "be left out for a run of images and texts", dimensions, remedy)
         passages, name = picture_passages(corpus)
     elif corpus is None:
         passages, name = open_run_texts(run.recipe).passages, run.recipe.data.source
@@ -186,7 +186,7 @@ def _lines(passages: Sequence[Passage]) -> list[bytes]:
 
 
 def kind_of(recipe: Any) -> str:
-    """The kind of a recipe's features: "single", a row for each text or picture, or "late", one for each token."""
+    """The kind of a recipe's features: "single", a row for each text or image, or "late", one for each token."""
     return str(getattr(recipe.model, "kind", SINGLE))
 
 
@@ -315,30 +315,30 @@ def open_index(folder: RunFolder, index: str | Path, *, engine: str = "torch", v
 
 
 def picture_passages(folder: str | None) -> tuple[list[Passage], str]:
-    """The pictures below `folder`, in the order of their paths, and a name that changes with any of the files."""
+    """The images below `folder`, in the order of their paths, and a name that changes with any of the files."""
     if folder is None or not os.path.isdir(folder):
         got = "none" if folder is None else f'"{folder}"'
         remedy = "Name it after the run: contrastile encode RUN FOLDER."
-        raise invalid("corpus", "be a folder of pictures, for this run", got, remedy)
+        raise invalid("corpus", "be a folder of images, for this run", got, remedy)
     root = Path(folder).resolve()
     paths = files_below(root, PICTURES)
     if not paths:
-        raise invalid("corpus", f"have pictures ({', '.join(PICTURES)})", f'"{folder}", without any', "Check its path.")
+        raise invalid("corpus", f"have images ({', '.join(PICTURES)})", f'"{folder}", without any', "Check its path.")
     digest = hashlib.sha256(json.dumps([file_state(str(path)) for path in paths]).encode()).hexdigest()[:16]
     return [Passage(str(path.relative_to(root)), "", "", str(path)) for path in paths], f"{root} {digest}"
 
 
 def picture_features(run: Run, passages: Sequence[Passage], title: str) -> Tensor:
-    """Features `[n, D]` of the pictures; raises ValueError for one that cannot be read."""
+    """Features `[n, D]` of the images; raises ValueError for one that cannot be read."""
     data, features = run.recipe.data, []
     shape, paths = (data.channels, data.image_size, data.image_size), [passage.source for passage in passages]
-    with progress(len(paths), title, "pictures") as bar:
-        for rows, pictures, reasons in read_chunks(paths, shape, chunk=CHUNK, apart=False):
+    with progress(len(paths), title, "images") as bar:
+        for rows, images, reasons in read_chunks(paths, shape, chunk=CHUNK, apart=False):
             for row, reason in zip(rows, reasons, strict=True):
                 if reason is not None:
-                    raise invalid("corpus", "have pictures that can be read", f"{reason}: {paths[row]}", "Remove it.")
-            # the next pictures are decoded into the same memory
-            features.append(run.encode_image(pictures.clone()))
+                    raise invalid("corpus", "have images that can be read", f"{reason}: {paths[row]}", "Remove it.")
+            # the next images are decoded into the same memory
+            features.append(run.encode_image(images.clone()))
             bar.update(len(rows))
     return torch.cat(features)
 

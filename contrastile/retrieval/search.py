@@ -1,8 +1,8 @@
 """Search for a terminal: a run, the index of its features, and questions in words.
 
-Above `index.py`; the body of `contrastile search`. Some passage is always the nearest one. Made-up questions, of random
-words of the corpus, say how near that is where nothing fits. A late retriever may have a first stage, which picks the
-passages whose token vectors are scored, and a page with a picture of the tokens that matched.
+Above `index.py`; the body of `contrastile search`. Some passage is always the nearest one. Questions of random words of
+the corpus give the score of the nearest passage where nothing fits. A late retriever may have a first stage, which
+picks the passages whose token vectors are scored, and a page with a figure of the tokens that matched.
 """
 
 import textwrap
@@ -24,7 +24,7 @@ from contrastile.train.retriever.evaluation import Candidates, FirstStage, Passa
 from contrastile.train.retriever.run import RetrieverRun
 from contrastile.train.run import Run
 
-# made-up questions, their words, and the passages that these come from; a smaller corpus says too little
+# made-up questions, their words, and the passages that these come from; the least passages of a corpus for them
 MADE_UP, WORDS_EACH, PASSAGES, LEAST = 64, 6, 512, 200
 # sources of candidates beside the index of a run
 BM25, ALL = "bm25", "all"
@@ -41,7 +41,7 @@ class Search:
 
     @cached_property
     def threshold(self) -> float | None:
-        """A score that most made-up questions do not reach: below it nothing is close. None for a small corpus."""
+        """A score that most made-up questions do not reach; None for a small corpus. Below it nothing is close."""
         if len(self.index) < LEAST:
             return None
         generator = np.random.default_rng(0)
@@ -56,7 +56,7 @@ class Search:
     def best(self, questions: list[str], k: int) -> tuple[Tensor, Tensor]:
         """The `k` best passages of each question: scores and rows `[n, k]`.
 
-        A late retriever's score is divided by the number of the question's tokens, so that long ones have no better.
+        A late retriever's score is divided by the number of the question's tokens, so that it does not grow with them.
         """
         features: Any
         if isinstance(self.run, Run):
@@ -131,8 +131,8 @@ def write_page(search: Search, question: str, k: int, path: Path) -> None:
     # the command line asks for a late retriever
     run: Any = search.run
     ranked = [(score, row) for score, row in zip(scores[0].tolist(), rows[0].tolist(), strict=True) if row >= 0]
-    picture = partial(alignment, run, question, dimensions=search.index.dimensions)
+    figure = partial(alignment, run, question, dimensions=search.index.dimensions)
     best = [(score, search.index[row]) for score, row in ranked]
-    passages = [{"passage": passage, "score": score, "alignment": picture(passage)} for score, passage in best]
+    passages = [{"passage": passage, "score": score, "alignment": figure(passage)} for score, passage in best]
     content = template("search.html.jinja").render(question=question, run=search.run.recipe.name, passages=passages)
     path.write_text(content, encoding="utf-8")

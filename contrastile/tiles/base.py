@@ -89,9 +89,9 @@ class Accumulated(NamedTuple):
 
 
 class SumRow(NamedTuple):
-    """A row of an accumulator: its numbers, and the type of the gradient made of it.
+    """A row of an accumulator: its numbers, and the dtype of the gradient made of it.
 
-    The type is None where only the scale's gradient is read off the accumulator.
+    The dtype is None where only the scale's gradient is read off the accumulator.
     """
 
     numbers: int
@@ -113,9 +113,9 @@ class Tiles(ABC):
     checks_teacher: ClassVar[bool] = False
 
     loss: PairLoss
-    # [] in the accumulator's type
+    # [] in the accumulator's dtype
     scale: Tensor
-    # [] in the accumulator's type; None where the loss does not depend on a bias
+    # [] in the accumulator's dtype; None where the loss does not depend on a bias
     bias: Tensor | None
     # bytes that may be used beside inputs, outputs and accumulators
     workspace: int
@@ -132,11 +132,11 @@ class Tiles(ABC):
     continued: bool = field(default=False, init=False, repr=False)
     # the next backward is the whole one of its rows and columns, and only the scale is missing from its sums
     closing: bool = field(default=False, init=False, repr=False)
-    # u and v are the gradients of the features, scaled and in their own types, and the sums those of `pair_sums`
+    # u and v are the gradients of the features, scaled and in their own dtypes, and the sums those of `pair_sums`
     final: bool = field(default=False, init=False, repr=False)
     # partial norms of rows and columns, where a replay has computed them (`tiles/triton/launch.py`)
     norms: Tensor | None = field(default=None, init=False, repr=False)
-    # types of the gradients of rows and columns; None: those of the features
+    # dtypes of the gradients of rows and columns; None: those of the features
     grad_dtypes: tuple[torch.dtype, torch.dtype] | None = field(default=None, init=False, repr=False)
 
     @classmethod
@@ -155,7 +155,7 @@ class Tiles(ABC):
     def backward(self, rows: Shard, cols: Shard, u: Sum, v: Sum | InFlight, row_stats: Tensor | None = None) -> Tensor:
         """Add Σ_j g_ij k_j to u [N, D] and Σ_i g_ij q_i to v [M, D], where g_ij is the gradient of a pair's logit.
 
-        Accumulators are in the accumulator's type and without the scale; None is not computed. 6·N·M·D operations.
+        Accumulators are in the accumulator's dtype and without the scale; None is not computed. 6·N·M·D operations.
         With `row_stats` [K, N] the statistics of a pairwise loss are merged into it from the same sweep.
 
         Returns Σ_ij g_ij, and behind it Σ_ij g_ij · ⟨q_i, k_j⟩ where `sums_products`. For a learned score its
@@ -261,7 +261,7 @@ class Tiles(ABC):
         self, accumulated: Accumulated, rows: Shard, cols: Shard, wanted: Sequence[bool],
         numbers: tuple[Tensor, Tensor | None], upstream: Tensor | None,
     ) -> list[Tensor | None]:  # fmt: skip
-        """Gradients of scale, bias and features in their own types.
+        """Gradients of scale, bias and features in their own dtypes.
 
         numbers: scale and bias as the user passed them. upstream: a factor that is not in the sums yet. With it the
         accumulators stay as they are if a second backward may read them again.
@@ -300,7 +300,7 @@ class Tiles(ABC):
         return inner_product(x, total)
 
     def scaled(self, total: Tensor, dtype: torch.dtype, upstream: Tensor | None, *, keep: bool) -> Tensor:
-        """total · scale · upstream in this type; overwrites `total` unless `keep`."""
+        """total · scale · upstream in this dtype; overwrites `total` unless `keep`."""
         factor = self.scale if upstream is None else self.scale * upstream
         return (total * factor if keep else total.mul_(factor)).to(dtype)
 
@@ -358,7 +358,7 @@ def resident_bytes(N: int, M: int, D: int, dtype: torch.dtype, given: torch.dtyp
     """Bytes of a loss beside its blocks: during their computation, and at the end, when gradients are returned.
 
     dtype: of the products. given: of the features, which are cast to `dtype`, and their gradients back. A gradient in
-    the accumulator's type is the accumulator.
+    the accumulator's dtype is the accumulator.
     """
     wide = accumulator(dtype)
     casts = (N + M) * D * dtype.itemsize if given != dtype else 0
@@ -385,13 +385,13 @@ def nonfinite_flag(scale: Tensor, *features: Tensor) -> Tensor:
 
 
 def as_given(gradient: Tensor, number: Tensor, upstream: Tensor | None = None) -> Tensor:
-    """The gradient of a scalar, times upstream, in the scalar's own type and shape, on its device."""
+    """The gradient of a scalar, times upstream, in the scalar's own dtype and shape, on its device."""
     gradient = (gradient if upstream is None else gradient * upstream).to(number.device, number.dtype)
     return gradient.reshape(number.shape) if number.ndim else gradient
 
 
 def inner_product(x: Tensor, total: Tensor) -> Tensor:
-    """Σ ⟨x_i, total_i⟩ in the accumulator's type, `ROWS_AT_ONCE` rows at a time."""
+    """Σ ⟨x_i, total_i⟩ in the accumulator's dtype, `ROWS_AT_ONCE` rows at a time."""
     wide = accumulator(x.dtype)
     if len(x) <= ROWS_AT_ONCE:
         return torch.linalg.vecdot(x.to(wide), total).sum()

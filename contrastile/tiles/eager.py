@@ -220,7 +220,7 @@ class Eager(Tiles):
         # label smoothing reads the logits after their exponentials; logits that are far apart, as at a large scale,
         # have exponentials of their own for rows and for columns
         held += SMOOTHED_CPU if getattr(loss, "label_smoothing", 0.0) else loss.symmetric
-        # features of another type are converted, a side at a time; for matrix units the tile is, in two parts
+        # features of another dtype are converted, a side at a time; for matrix units the tile is, in two parts
         copied = max(rows, cols) * D * wide.itemsize if dtype != wide else 0
         if _on_matrix_units(dtype, device):
             copied = (2 * rows * cols + max(rows, cols) * D) * dtype.itemsize
@@ -284,7 +284,7 @@ class Dense(Eager):
 
 
 def add_product(total: Tensor, g: Tensor, features: Tensor, *, fresh: bool) -> None:
-    """total += g @ features, in the accumulator's type; `fresh`: total = g @ features."""
+    """total += g @ features, in the accumulator's dtype; `fresh`: total = g @ features."""
     keep = 0 if fresh else 1
     if _on_matrix_units(features.dtype, features.device):
         _add_in_two(total, g.to(features.dtype), features, fresh=fresh)
@@ -318,7 +318,7 @@ def _in_range(g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _narrow_on_accelerator(features: Tensor) -> bool:
-    """16-bit operands on a CUDA device: its matrix units accumulate in float32 and return it."""
+    """16-bit operands on a CUDA device: its tensor cores accumulate in float32 and return it."""
     return features.is_cuda and features.dtype in (torch.float16, torch.bfloat16)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from contrastile.losses.base import Shard, Tile, fill
 from contrastile.tiles.base import Accumulated, Tiles, bounds_of, nonfinite_flag
 
-# copies of a strip's columns in the accumulator's type that are held at once
+# copies of a strip's columns in the accumulator's dtype that are held at once
 COPIES = 3
 
 

@@ -87,11 +87,11 @@ class Form:
         return [x for x, want in zip(tensors, self.wanted, strict=True) if want]
 
     def widths(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Numbers per row of each that wants a gradient."""
+        """Elements per row of each that wants a gradient."""
         return [math.prod(x.shape[1:]) for x in self.differentiable(tensors)]
 
     def sum_row(self, tensors: Sequence[Tensor]) -> SumRow | None:
-        """The row of an accumulator for all that want a gradient, with a type that has the numbers of all of theirs."""
+        """The row of an accumulator for all tensors that want a gradient, in a dtype that holds their values."""
         types = [x.dtype for x in self.differentiable(tensors)]
         return SumRow(sum(self.widths(tensors)), reduce(torch.promote_types, types)) if types else None
 
@@ -148,7 +148,7 @@ class Scorer:
             module, modules, training, rows[0], cols[0], parameters, torch.float32, device, autocast, None, other
         )
         if isinstance(module, MaxSim) and module.known:
-            # its type follows from the inputs; a trial takes a millisecond
+            # its dtype follows from the inputs; a trial takes a millisecond
             (q, _), (k, _) = module.checked(rows[0].nested(rows[1]), cols[0].nested(cols[1]))
             return replace(draft, dtype=(q.flatten(0, 1)[:0].to(device) @ k.flatten(0, 1)[:0].to(device).T).dtype)
         # rows and columns differ in number, which shows a module that exchanges them
@@ -281,7 +281,7 @@ class Scored(Eager):
         self, accumulated: Accumulated, rows: Shard, cols: Shard, wanted: Sequence[bool],
         numbers: tuple[Tensor, Tensor | None], upstream: Tensor | None,
     ) -> list[Tensor | None]:  # fmt: skip
-        """Gradients of scale, bias, the leaves of both sides and the module's parameters Ω, in their own types."""
+        """Gradients of scale, bias, the leaves of both sides and the module's parameters Ω, in their own dtypes."""
         scale, bias = numbers
         u, v, sums = accumulated
         if upstream is not None and (any(wanted[:2]) or self.scorer.parameters):

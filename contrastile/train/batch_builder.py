@@ -1,6 +1,6 @@
 """Data bundle and batch builder: from the rows that `Batches` samples to pixels, tokens and ids.
 
-Captions are tokenised once; pictures are augmented anew every time, in host memory, or on a GPU where they take little.
+Captions are tokenised once; images are augmented anew every time, in host memory, or on a GPU where they take little.
 """
 
 import hashlib
@@ -35,13 +35,13 @@ from contrastile.train.run import Run, choose_device, ready_tokenizer
 
 Tokens = dict[str, Tensor]
 
-# pictures that are augmented at once, and whose random numbers are drawn at once
+# images that are augmented at once, and whose random numbers are drawn at once
 SLICE = 512
-# the same on a GPU; pictures stay there if they take at most this share of its free memory
+# the same on a GPU; images stay there if they take at most this share of its free memory
 SLICE_ON_DEVICE, SHARE_OF_DEVICE = 8192, 1 / 64
 # captions of a collection that train a tokenizer
 MOST_CAPTIONS = 1_000_000
-# precomputed features: pictures of one part, and those that are read and encoded at once
+# precomputed features: images of one part, and those that are read and encoded at once
 PART, CHUNK = 16_384, 512
 FEATURES, SKIPPED = "features.npy", "skipped.json"
 
@@ -66,7 +66,7 @@ class FeatureTable:
 class DataBundle:
     """The pairs of a recipe, a tokenizer for their captions, and every caption's tokens.
 
-    home: the device on which pictures stay, None for host memory. features: a frozen tower's output for every picture,
+    home: the device on which images stay, None for host memory. features: a frozen tower's output for every image,
     by row, or of a collection by row of its stream.
     """
 
@@ -97,16 +97,16 @@ def open_data_bundle(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Data
 
 
 def _home(pairs: PairSet, device: torch.device) -> torch.device | None:
-    """The GPU, if the pictures take little of its memory."""
+    """The GPU, if the images take little of its memory."""
     if device.type != "cuda" or pairs.stream is not None:
         return None
     return device if pairs.images.nbytes <= SHARE_OF_DEVICE * free_memory(device)[0] else None
 
 
 def with_cached_features(run: Run, bundle: DataBundle) -> DataBundle:
-    """The bundle with a frozen image tower's output for every picture, computed once, on disk (LiT, arXiv:2111.07991).
+    """The bundle with a frozen image tower's output for every image, computed once, on disk (LiT, arXiv:2111.07991).
 
-    For recipes with `model.precompute`: a step then encodes no picture, only the projection runs. Pairs whose picture
+    For recipes with `model.precompute`: a step then encodes no image, only the projection runs. Pairs whose image
     cannot be read are left out. Features are made in parts, each whole or not at all; an interrupted run, other ranks
     and other runs go on with the parts that exist.
 
@@ -136,7 +136,7 @@ def _make_parts(run: Run, pairs: PairSet) -> list[Path]:
     # ranks start at different parts, and take from the cache the parts that others have made
     first = len(parts) * int(os.environ.get("RANK", "0")) // int(os.environ.get("WORLD_SIZE", "1"))
     folders: dict[int, Path] = {}
-    with progress(count, "encoding the pictures once", "pictures") as bar:
+    with progress(count, "encoding the images once", "images") as bar:
         for number, rows in (*parts[first:], *parts[:first]):
             key, make = {"of": digest, "part": number}, partial(_write, run, pairs, rows)
             folders[number] = cached_folder(cache, "features", key, files=(FEATURES, SKIPPED), make=make)
@@ -147,7 +147,7 @@ def _make_parts(run: Run, pairs: PairSet) -> list[Path]:
 
 
 def _digest(run: Run, pairs: PairSet) -> str:
-    """A digest of all that features depend on: the tower's weights and settings, the precision, the pictures."""
+    """A digest of all that features depend on: the tower's weights and settings, the precision, the images."""
     digest = hashlib.sha256()
     tower: Any = run.model.image.tower
     for name, weight in tower.state_dict().items():
@@ -165,7 +165,7 @@ def _digest(run: Run, pairs: PairSet) -> str:
 
 
 def _write(run: Run, pairs: PairSet, rows: range, folder: Path) -> None:
-    """Write the features of `rows`, NaN for unreadable pictures, and the reasons for these."""
+    """Write the features of `rows`, NaN for unreadable images, and the reasons for these."""
     skipped, chunks = Counter[str](), []
     ranges = [rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK)]
     for chunk, following in zip_longest(ranges, ranges[1:]):
@@ -177,9 +177,9 @@ def _write(run: Run, pairs: PairSet, rows: range, folder: Path) -> None:
             skipped.update(reason for reason in reasons if reason is not None)
             bad = np.array([reason is not None for reason in reasons])
         features = _encode(run, pictures)
-        # non-finite features of good pictures would pass for unreadable ones
+        # non-finite features of good images would pass for unreadable ones
         if (lost := (~np.isfinite(features[~bad])).any(1).sum()) > 0:
-            got, remedy = f"others for {lost:,} of {len(pictures):,} pictures", "Check its weights and train.precision."
+            got, remedy = f"others for {lost:,} of {len(pictures):,} images", "Check its weights and train.precision."
             raise invalid("model.image", "give finite features", got, remedy)
         features[bad] = np.nan
         chunks.append(features)
@@ -189,7 +189,7 @@ def _write(run: Run, pairs: PairSet, rows: range, folder: Path) -> None:
 
 @torch.no_grad()
 def _encode(run: Run, pictures: Tensor) -> npt.NDArray[np.floating]:
-    """The tower's output for uint8 pictures, in evaluation mode, as a frozen tower is in a step too."""
+    """The tower's output for uint8 images, in evaluation mode, as a frozen tower is in a step too."""
     tower: Any = run.model.image.tower
     pixels = prepare(pictures).to(run.model.logit_scale.dtype)
     with run.autocast():
@@ -241,7 +241,7 @@ _Texts = tuple[dict[int, int], Tensor, Tokens]
 
 
 class BatchBuilder:
-    """Batches by rows. With `augment`, pictures are augmented by random numbers drawn from `seed`."""
+    """Batches by rows. With `augment`, images are augmented by random numbers drawn from `seed`."""
 
     def __init__(self, bundle: DataBundle, *, augment: bool, seed: int) -> None:
         self._bundle, self._augment, self._stream = bundle, augment, bundle.pairs.stream
@@ -301,7 +301,7 @@ class BatchBuilder:
             images, count = torch.from_numpy(self._bundle.pairs.images[rows.numpy()]), SLICE
         else:
             images, count = self._images_on_device[rows.to(self._images_on_device.device)], SLICE_ON_DEVICE
-        # in slices, because augmentation needs several times the memory of its pictures
+        # in slices, because augmentation needs several times the memory of its images
         pixels = []
         for start in range(0, max(len(rows), 1), count):
             part = images[start : start + count]

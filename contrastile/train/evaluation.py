@@ -1,9 +1,9 @@
-"""Evaluation of towers: on held-out parts of a run's pairs, and by tests on other pictures (transfer).
+"""Evaluation of towers: on held-out parts of a run's pairs, and by tests on other images (transfer).
 
 Held-out parts: recall in both directions, zero-shot by prompts, handwritten digits. Tests: zero-shot classification and
 caption retrieval, measured on samples at each probe, and whole at the end of a run and by `contrastile evaluate`.
 `evaluate/` has the arithmetic; this file selects queries and keys, and samples of them for the report. Ranks share the
-pictures of a test out.
+images of a test out.
 """
 
 import base64
@@ -41,34 +41,34 @@ from contrastile.train.sharded import is_sharded
 Row = dict[str, Any]
 
 KS = (1, 5, 10)
-# pictures that are read and encoded at once
+# images that are read and encoded at once
 CHUNK = 2048
 PARTS = IMAGE_TEXT.parts
-# of a test: features, the rows of their pictures, and the reasons why the others have none
+# of a test: features, the rows of their images, and the reasons why the others have none
 Gathered = tuple[Tensor, Indices, Counter[str]]
 AnyTest = ZeroShotSettings | RetrievalSettings
-# picture files of one rank that are read and encoded at once, at least a sub-batch
+# image files of one rank that are read and encoded at once, at least a sub-batch
 FILES = 256
 # queries shown of each held-out part, and answers shown to each query
 PICTURES, NAMES, NEAREST = 9, 6, 5
-# the largest width of a picture in the page, in pixels, so that the file stays small
+# the largest width of an image in the page, in pixels, so that the file stays small
 THUMBNAIL = 96
 READS = "The right name in bold; below it the five nearest of all {:,} names, the best first. Right ones are marked."
-FINDS = "Each name with the five nearest of {:,} pictures, the best first. Right ones are marked."
+FINDS = "Each name with the five nearest of {:,} images, the best first. Right ones are marked."
 # with fewer files threads have finished before decoding processes have started
 MANY = 4000
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Pictures or names of a pair set: their rows, features `[n, D]` and ids `[n]`. Of equal names the first row."""
+    """Images or names of a pair set: their rows, features `[n, D]` and ids `[n]`. Of equal names the first row."""
 
     rows: Indices
     features: Tensor
     ids: Tensor
 
 
-# pictures and names of each held-out part, and the prompted names of the whole pair set as classes
+# images and names of each held-out part, and the prompted names of the whole pair set as classes
 HeldOut = tuple[dict[str, tuple[Encoded, Encoded]], Encoded]
 
 
@@ -125,7 +125,7 @@ def picture_samples(pairs: PairSet, held_out: HeldOut) -> Samples:
 
 
 def _finds(pairs: PairSet, queries: Encoded, keys: Encoded, chosen: Indices, *, by_picture: bool) -> Samples:
-    """The nearest keys of the `chosen` queries. One side is shown as a picture, the other as a name."""
+    """The nearest keys of the `chosen` queries. One side is shown as an image, the other as a name."""
 
     def shown(row: int, *, as_picture: bool) -> str:
         return picture_address(pairs.images[row]) if as_picture else pairs.captions[row]
@@ -145,7 +145,7 @@ def _finds(pairs: PairSet, queries: Encoded, keys: Encoded, chosen: Indices, *, 
 
 
 def picture_address(picture: Images) -> str:
-    """A picture `[C, S, S]` uint8 as a data URL of a small PNG."""
+    """An image `[C, S, S]` uint8 as a data URL of a small PNG."""
     from PIL import Image
 
     image = Image.fromarray(picture[0] if len(picture) == 1 else picture.transpose(1, 2, 0))
@@ -156,7 +156,7 @@ def picture_address(picture: Images) -> str:
 
 
 def probe(run: Run, pairs: PairSet) -> dict[str, dict[str, float]]:
-    """Recall at 1 and 5 from picture to name, of a sample of each held-out part among all of its names."""
+    """Recall at 1 and 5 from image to name, of a sample of each held-out part among all of its names."""
     recalls = {}
     with evaluating(run.model):
         for name, rows in held_out(pairs.splits).items():
@@ -201,7 +201,7 @@ def encode_names(run: Run, pairs: PairSet, rows: Indices, prompts: Sequence[str]
 def encode_pictures(run: Run, images: Images, rows: Indices, label: str) -> Tensor:
     """Features of `images[rows]`, read in chunks, with a bar."""
     features = []
-    with progress(len(rows), label, "pictures") as bar:
+    with progress(len(rows), label, "images") as bar:
         for start in range(0, len(rows), CHUNK):
             part = rows[start : start + CHUNK]
             features.append(run.encode_image(torch.from_numpy(images[part])))
@@ -215,14 +215,14 @@ def ids_of(run: Run, pairs: PairSet, rows: Indices) -> Tensor:
 
 @dataclass(frozen=True)
 class Test:
-    """A test on other pictures: `measure(run, most)` of all, or of at most `most`; `name` begins its measures."""
+    """A test on other images: `measure(run, most)` of all, or of at most `most`; `name` begins its measures."""
 
     name: str
     measure: Callable[..., list[Row]]
 
 
 def zero_shot(name: str, folder: ClassFolder, templates: Sequence[str], run: Run, most: int | None = None) -> list[Row]:
-    """Top 1, top 5 and the mean per class, of all pictures or of a sample of at most `most`."""
+    """Top 1, top 5 and the mean per class, of all images or of a sample of at most `most`."""
     rows = _sample(len(folder.paths), most)
     with evaluating(run.model):
         pictures, readable, skipped = _encode(run, [folder.paths[row] for row in rows], name)
@@ -243,12 +243,12 @@ def zero_shot(name: str, folder: ClassFolder, templates: Sequence[str], run: Run
 
 
 def retrieval(name: str, captioned: Captioned, run: Run, most: int | None = None) -> list[Row]:
-    """Recall and ranks of the first right answer, in both directions, of all pictures or of a sample."""
+    """Recall and ranks of the first right answer, in both directions, of all images or of a sample."""
     paths, owner = captioned.paths, captioned.owner
     rows = _sample(len(paths), most)
     with evaluating(run.model):
         pictures, readable, skipped = _encode(run, [paths[row] for row in rows], name)
-        # the position of each picture among the encoded ones, −1 for those without features
+        # the position of each image among the encoded ones, −1 for those without features
         number = np.full(len(paths), -1)
         number[rows[readable]] = np.arange(len(readable))
         chosen = np.flatnonzero(number[owner] >= 0)
@@ -276,21 +276,21 @@ def _sample(count: int, most: int | None) -> Indices:
 
 
 def _encode(run: Run, paths: Sequence[str], name: str) -> Gathered:
-    """Encode the readable pictures; raises ValueError where more than `data.max_bad_fraction` are not."""
+    """Encode the readable images; raises ValueError where more than `data.max_bad_fraction` are not."""
     most_bad = run.recipe.data.max_bad_fraction
     features, readable, skipped = _gather(run, paths, name)
     if skipped.total() > most_bad * len(paths) or not len(readable):
         bad = paths[np.setdiff1d(np.arange(len(paths)), readable)[0]]
         got = f"{skipped.total():,} of {len(paths):,} that cannot ({counted(skipped)}), the first being {bad}"
         remedy = "Mend or remove them, or raise data.max_bad_fraction in the recipe of the run."
-        raise invalid(name, f"be pictures that can be read, but for {most_bad:.1%}", got, remedy)
+        raise invalid(name, f"be images that can be read, but for {most_bad:.1%}", got, remedy)
     if skipped:
-        logger.warning("%s: %d of %d pictures are left out (%s)", name, skipped.total(), len(paths), counted(skipped))
+        logger.warning("%s: %d of %d images are left out (%s)", name, skipped.total(), len(paths), counted(skipped))
     return features, readable, skipped
 
 
 def _gather(run: Run, paths: Sequence[str], name: str) -> Gathered:
-    """Gather the features of all ranks in the order of the pictures; if one rank fails, all do."""
+    """Gather the features of all ranks in the order of the images; if one rank fails, all do."""
     if collectives.size(None) == 1:
         return _encode_own(run, paths, name)
     try:
@@ -310,19 +310,19 @@ def _gather(run: Run, paths: Sequence[str], name: str) -> Gathered:
 
 
 def _encode_own(run: Run, paths: Sequence[str], name: str) -> Gathered:
-    """Encode this rank's pictures: every W-th chunk, whose content does not depend on the number of ranks W."""
+    """Encode this rank's images: every W-th chunk, whose content does not depend on the number of ranks W."""
     data, size = run.recipe.data, max(FILES, run.recipe.train.sub_batch.image)
     own = np.flatnonzero(np.arange(len(paths)) // size % collectives.size(None) == collectives.rank(None))
     shape, features, readable, skipped = (data.channels, data.image_size, data.image_size), [], [], Counter[str]()
     timeout = run.recipe.train.timeout
     files, apart = [paths[row] for row in own.tolist()], run.device.type == "cuda" and len(own) >= MANY
-    with progress(len(own), f"encoding {name}", "pictures") as bar:
+    with progress(len(own), f"encoding {name}", "images") as bar:
         for part, pictures, reasons in read_chunks(files, shape, chunk=size, apart=apart, timeout=timeout):
             good = [index for index, reason in enumerate(reasons) if reason is None]
             skipped.update(filter(None, reasons))
             readable += [part.start + index for index in good]
             features.append(run.encode_image(pictures[good] if len(good) < len(part) else pictures))
-            # the next pictures are decoded into the same memory, from which a GPU may still be copying
+            # the next images are decoded into the same memory, from which a GPU may still be copying
             settle(run.device)
             bar.update(len(part))
     if len(features) < -(-len(paths) // (size * collectives.size(None))):
@@ -332,7 +332,7 @@ def _encode_own(run: Run, paths: Sequence[str], name: str) -> Gathered:
 
 
 def open_test(test: AnyTest) -> Test:
-    """Open a test: read its lists, no picture yet; raises ValueError where the lists do not fit together."""
+    """Open a test: read its lists, no image yet; raises ValueError where the lists do not fit together."""
     if isinstance(test, RetrievalSettings):
         captioned = open_captions(test.captions, images=test.images, split=test.split)
         return Test(test.called, partial(retrieval, test.called, captioned))
@@ -347,7 +347,7 @@ def metrics_line(row: Row, **more: Any) -> dict[str, Any]:
 
 
 def measure_all(run: Run, folder: RunFolder, results: Mapping[int, list[Row]]) -> list[Row]:
-    """The rows of every test of the run's recipe on all pictures; failures are logged.
+    """The rows of every test of the run's recipe on all images; failures are logged.
 
     metrics.jsonl ends with a line of each, in place of those that an earlier evaluation wrote. results: rows that ranks
     have measured already, by the index of their test.

@@ -1,4 +1,4 @@
-"""Task of pictures and texts: its data, its loss, its evaluation; one of the two tasks of `loop.py`."""
+"""Task of images and texts: its data, its loss, its evaluation; one of the two tasks of `loop.py`."""
 
 from collections import Counter
 from dataclasses import replace
@@ -27,7 +27,7 @@ from contrastile.train.task import Measure, Task
 
 
 class ImageText(Task[Batch]):
-    """The task of a recipe of pictures and texts. `tests` are measured at every probe."""
+    """The task of a recipe of images and texts. `tests` are measured at every probe."""
 
     unit = "pairs"
     wording = IMAGE_TEXT

@@ -23,7 +23,7 @@ def load(run: str | Path, *, device: str = "auto") -> LoadedRun:
         run: the run's folder.
         device: "auto" (the GPU where there is one), "cpu", "cuda" or "cuda:1".
 
-    A run of pictures and texts has `encode_image` (of Pillow pictures) and `encode_text`; a retriever has
+    A run of images and texts has `encode_image` (of Pillow images) and `encode_text`; a retriever has
     `encode_query` and `encode_passage` (of texts). They return float32 rows [n, D] to be multiplied; a method of the
     other kind raises ValueError. Raises ValueError where the folder is no run, or its weights are not the bytes that
     the run wrote, and ModuleNotFoundError where the extra `train` is not installed.

@@ -110,7 +110,7 @@ class Bar:
 
 @contextmanager
 def progress(total: int, action: str, unit: str, begun: int = 0) -> Iterator[Bar]:
-    """Show a wait of `total` units: `with progress(54_000, "rendering", "pictures") as bar: ... bar.update(1)`.
+    """Show a wait of `total` units: `with progress(54_000, "rendering", "images") as bar: ... bar.update(1)`.
 
     Of several ranks only the first shows the bar.
     """

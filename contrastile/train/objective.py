@@ -41,7 +41,7 @@ from contrastile.train.run import build_run
 Tokens = dict[str, Tensor]
 # prefix of the names of a teacher's tokens, beside those of the model that learns
 BESIDE = "teacher_"
-KINDS = {"image-text": "pictures and texts", "retriever": "questions and passages"}
+KINDS = {"image-text": "images and texts", "retriever": "questions and passages"}
 
 
 class Objective:
@@ -105,7 +105,7 @@ class Objective:
 
 
 class PairObjective(Objective):
-    """The loss of pictures and texts.
+    """The loss of images and texts.
 
     Pairs of equal ids, which are those of captions, are left out, or are positives where the recipe has `labels`. A
     loss of one direction is the mean of both.
@@ -259,7 +259,7 @@ class Teacher:
 
     @torch.no_grad()
     def pairs(self, pixels: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | float]:
-        """Features [b, G] of pictures and of texts, float32 of unit length, and the scale."""
+        """Features [b, G] of images and of texts, float32 of unit length, and the scale."""
         model, size = self.run.model, self.run.recipe.train.sub_batch
         with self.run.autocast():
             # the encoders' own features of a side are gone before the next one's are there
@@ -280,7 +280,7 @@ class Teacher:
 def open_teacher(recipe: Any) -> Teacher | None:
     """The model in the folder that the recipe's loss names; None for a loss without one.
 
-    Raises ValueError for a run of the other kind, pictures of another size, and a distillation without a scale.
+    Raises ValueError for a run of the other kind, images of another size, and a distillation without a scale.
     """
     settings: LossSettings = recipe.loss
     if not settings.other_model:
@@ -301,7 +301,7 @@ def open_teacher(recipe: Any) -> Teacher | None:
     if isinstance(recipe, Recipe):
         own, other = ((data.image_size, data.channels) for data in (recipe.data, run.recipe.data))
         if own != other:
-            rule, remedy = "encode pictures of {} pixels and {} channels", "It encodes the same batch."
+            rule, remedy = "encode images of {} pixels and {} channels", "It encodes the same batch."
             raise invalid(key, rule.format(*own), "{} and {}".format(*other), remedy)
     run.model.eval().requires_grad_(False)
     scale = getattr(settings, "teacher_scale", None)

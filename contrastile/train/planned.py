@@ -51,7 +51,7 @@ TOKEN_TENSORS = 2
 STREAMED = 2
 # tensors that the gradient of a normalisation takes for a moment, of its inputs' size
 NORMALISED = 5
-# the same of pictures, texts, and single vectors, beside the gradient itself
+# the same of images, texts, and single vectors, beside the gradient itself
 QUOTIENT = 4
 # times that clipping reads or writes the gradient: for its norm, and to multiply it
 CLIPPED = 3
@@ -175,7 +175,7 @@ def _encoder(model: Any, side: str) -> tuple[Callable[..., Tensor], nn.Module]:
 
 
 def _inputs(recipe: Any, length: int, n: int) -> list[Tensor]:
-    """A sub-batch of `n` examples: texts of `length` tokens, or pictures where that is 0."""
+    """A sub-batch of `n` examples: texts of `length` tokens, or images where that is 0."""
     if length:
         return [torch.ones(n, length, dtype=torch.int64) for _ in range(TOKEN_TENSORS)]
     data = recipe.data
@@ -244,9 +244,9 @@ def plan_of(
     trained = sum(x.nbytes for x in model.parameters() if x.requires_grad)
     share = ranks if train.parallel == "shard" else 1
     # `Ranks.combine` takes one buffer of all gradients
-    whole = weights if share > 1 and weights <= GATHERED_ONCE else 0
+    own = weights // share + (weights if share > 1 and weights <= GATHERED_ONCE else 0)
     held = Held(
-        weights // share + whole, state_bytes(model, recipe.optim) // share, trained // share if recipe.optim.ema else 0,
+        own, state_bytes(model, recipe.optim) // share, trained // share if recipe.optim.ema else 0,
         trained if train.accumulate > 1 else 0,
         max(step_bytes(model, recipe.optim) // share, trained if ranks > 1 else 0),
         LIBRARIES if on_gpu else 0, teacher, queues,

@@ -55,7 +55,7 @@ class RecipeError(ValueError):
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, files: bool = True) -> Recipe:
-    """Load the recipe of pictures and texts at `path`, as `load_any_recipe` does."""
+    """Load the recipe of images and texts at `path`, as `load_any_recipe` does."""
     recipe = load_any_recipe(path, overrides, files=files)
     if not isinstance(recipe, Recipe):
         raise RecipeError(f'{path}: kind: must be "image-text" here; got "{recipe.kind}"')

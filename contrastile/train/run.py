@@ -1,4 +1,4 @@
-"""Runs: the encoders of either kind, and of pictures and texts their building; saved whole, loaded exactly.
+"""Runs: the encoders of either kind, and of images and texts their building; saved whole, loaded exactly.
 
 Nothing is unpickled: weights are safetensors with a checksum, everything else is text.
 """
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound=AnyRecipe)
 
 # each kind of run, and its methods
-PICTURES = "of pictures and texts", "encode_image, encode_text and transform"
+PICTURES = "of images and texts", "encode_image, encode_text and transform"
 RETRIEVER = "a retriever's", "encode_query and encode_passage"
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -60,8 +60,8 @@ def checked_list(name: str, values: Any, noun: str, *kinds: type) -> list[Any]:
         raise invalid(name, f"be a list of {noun}s", type(values).__name__, f"Pass [{noun}], where there is one only.")
     items = list(values)
     if foreign := [type(item).__name__ for item in items if not isinstance(item, kinds)]:
-        remedy = "Open files with PIL.Image.open." if noun == "picture" else "Decode or convert them first."
-        if noun == "picture" and foreign[0] == "ndarray":
+        remedy = "Open files with PIL.Image.open." if noun == "image" else "Decode or convert them first."
+        if noun == "image" and foreign[0] == "ndarray":
             remedy = "Make them with PIL.Image.fromarray."
         raise invalid(name, f"be a list of {noun}s", f"one of {foreign[0]}", remedy)
     for text in (item for item in items if isinstance(item, str)):
@@ -102,15 +102,15 @@ class LoadedRun:
         return f"<run {self.recipe.name}: {methods}; {millions:.1f} million parameters on {self.device}>"
 
     def transform(self, images: Sequence[Image]) -> Tensor:  # noqa: ARG002
-        """Pillow pictures as uint8 `[n, C, S, S]`, for a run of pictures and texts."""
+        """Pillow images as uint8 `[n, C, S, S]`, for a run of images and texts."""
         raise _other("transform", PICTURES, RETRIEVER)
 
     def encode_image(self, images: Sequence[Image] | Tensor) -> Tensor:  # noqa: ARG002
-        """Features `[n, D]` of pictures, float32 unit rows, for a run of pictures and texts."""
+        """Features `[n, D]` of images, float32 unit rows, for a run of images and texts."""
         raise _other("encode_image", PICTURES, RETRIEVER)
 
     def encode_text(self, texts: Sequence[str]) -> Tensor:  # noqa: ARG002
-        """Features `[n, D]` of texts, float32 unit rows, for a run of pictures and texts."""
+        """Features `[n, D]` of texts, float32 unit rows, for a run of images and texts."""
         raise _other("encode_text", PICTURES, RETRIEVER)
 
     def encode_query(self, texts: Sequence[str], *, dimensions: int | None = None) -> Tensor:  # noqa: ARG002
@@ -133,22 +133,22 @@ class Run(LoadedRun):
     model: DualEncoder
 
     def transform(self, images: Sequence[Image]) -> Tensor:
-        """Pillow pictures of any size as uint8 `[n, C, S, S]`, in the run's size and number of channels."""
+        """Pillow images of any size as uint8 `[n, C, S, S]`, in the run's size and number of channels."""
         from PIL.Image import Image as Picture
 
         data = self.recipe.data
         shape = (data.channels, data.image_size, data.image_size)
-        pictures = checked_list("images", images, "picture", Picture)
+        pictures = checked_list("images", images, "image", Picture)
         squares = [torch.from_numpy(squared(picture, shape)) for picture in pictures]
         return torch.stack(squares) if squares else torch.empty(0, *shape, dtype=torch.uint8)
 
     @torch.no_grad()
     def encode_image(self, images: Sequence[Image] | Tensor) -> Tensor:
-        """Features `[n, D]`, float32 unit rows, of Pillow pictures or of uint8 `[n, C, S, S]` as `transform` gives."""
+        """Features `[n, D]`, float32 unit rows, of Pillow images or of uint8 `[n, C, S, S]` as `transform` gives."""
         pictures = images if isinstance(images, Tensor) else self.transform(images)
         if pictures.dtype != torch.uint8:
             remedy = "Give bytes from 0 to 255; floats are made of them here."
-            raise invalid("images", "be Pillow pictures or a uint8 tensor", pictures.dtype, remedy)
+            raise invalid("images", "be Pillow images or a uint8 tensor", pictures.dtype, remedy)
         sub_batch = self.recipe.train.sub_batch.image
         return F.normalize(encode(self.model.encode_image, pictures, sub_batch=sub_batch).float(), dim=-1)
 
@@ -164,7 +164,7 @@ class Run(LoadedRun):
 
 
 def load_towers(folder: RunFolder, recipe: Recipe, device: torch.device) -> Run:
-    """`contrastile.load` for pictures and texts."""
+    """`contrastile.load` for images and texts."""
     tokenizer = load_tokenizer(folder.path)
     model = _in_precision(build_model(checked_towers(folder), tokenizer=tokenizer), recipe)
     load_weights(model, folder)

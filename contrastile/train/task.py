@@ -1,6 +1,6 @@
 """Task: everything that `loop.py` needs to know of the model and data that it trains, as one value.
 
-There are two: towers of pictures and texts (`image_text.py`), and retrievers (`retriever/job.py`).
+There are two: towers of images and texts (`image_text.py`), and retrievers (`retriever/job.py`).
 """
 
 import hashlib

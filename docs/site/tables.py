@@ -132,7 +132,7 @@ def doors(page: str) -> str:
 
 
 def cpu_loss() -> str:
-    """Speed and memory of the losses beside the dense formula on two cores."""
+    """Speed and memory of the losses beside the plain formula on two cores."""
     cells = []
     for loss, title in (("clip", "CLIP"), ("siglip", "SigLIP"), ("infonce", "InfoNCE, one direction")):
         at = {"loss": loss, "b": "8192", "d": "128", "dtype": "float32"}
@@ -143,8 +143,8 @@ def cpu_loss() -> str:
         mib = [f"{float(row['peak_bytes']) / 2**20:,.0f} MiB" for row in (ours, dense)]
         cells.append((title, f"{speed[0]:.1f}", f"{speed[1]:.1f}" if theirs else "", *mib))
     head = (
-        "loss", "speed, times the dense formula's", "torch's `linear_cross_entropy`", "memory beside the features",
-        "the dense formula's memory",
+        "loss", "speed, times the plain formula's", "torch's `linear_cross_entropy`", "memory beside the features",
+        "the plain formula's memory",
     )  # fmt: skip
     return table_of(head, cells)
 
@@ -223,13 +223,13 @@ def _times_alone(cost: str) -> str:
 def h200_peers() -> str:
     """Times of other implementations of a loss on one H200, in multiples of ours."""
     peers = (
-        ("dense formula under autocast", "clip", "dense", "autocast", (65536,)),
+        ("plain formula under autocast", "clip", "dense", "autocast", (65536,)),
         ("OpenCLIP's class, 16-bit logits", "clip", "open_clip", "one process", (65536,)),
-        ("dense formula, float32 logits", "clip", "dense", "float32 logits", (65536,)),
+        ("plain formula, float32 logits", "clip", "dense", "float32 logits", (65536,)),
         ("cut-cross-entropy, called for both directions", "clip", "cut-cross-entropy", "exact", (65536,)),
         ("Inf-CLIP's kernels", "clip", "inf-cl", "triton", (32768,)),
         ("`siglip-kernel`, sigmoid", "siglip", "siglip-kernel", "auto", (65536,)),
-        ("dense formula, one dtype", "clip", "dense", "one dtype", (4096, 8192)),
+        ("plain formula, one dtype", "clip", "dense", "one dtype", (4096, 8192)),
     )
     rows = []
     for title, loss, impl, backend, sizes in peers:

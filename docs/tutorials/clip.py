@@ -1,11 +1,11 @@
 # %% [markdown]
 # # How do I train a CLIP from nothing?
 #
-# This tutorial trains an image tower and a text tower on pictures of characters and their Unicode names. The data are built in, and a CPU is
+# This tutorial trains an image tower and a text tower on images of characters and their Unicode names. The data are built in, and a CPU is
 # enough.
 #
 # - **You will see** the loss fall, recall rise far above chance, and the memory of a plain step beside that of a cached step.
-# - **It takes** about a minute on two cores; the first run draws the pictures, which takes half a minute more.
+# - **It takes** about a minute on two cores; the first run draws the images, which takes half a minute more.
 # - **If it fails**, see the [last section](#if-it-fails).
 
 # %%
@@ -26,7 +26,7 @@ torch.manual_seed(0)
 # %% [markdown]
 # ## The data
 #
-# `open_pairs("glyphs")` draws every character of the fonts that matplotlib ships. Each pair is a picture and a name. Pairs with equal `ids` are
+# `open_pairs("glyphs")` draws every character of the fonts that matplotlib ships. Each pair is an image and a name. Pairs with equal `ids` are
 # right answers of each other: a Latin A and a Greek Alpha look the same.
 
 # %%
@@ -124,7 +124,7 @@ axis.set_ylabel("loss")
 # %% [markdown]
 # ## Did it learn?
 #
-# The held-out faces are fonts that training never saw. We take 500 of their pictures and ask: is the right name among the first ten?
+# The held-out faces are fonts that training never saw. We take 500 of their images and ask: is the right name among the first ten?
 
 # %%
 held_out = torch.from_numpy(pairs.splits["faces"])
@@ -200,4 +200,4 @@ print(f"relative difference of the gradients: {difference:.1e}")
 # | memory ends | a smaller `BATCH`; the sub-batch alone does not change the features' size |
 # | another error | [the index of errors](../reference/errors.md) |
 #
-# Next: [your own pictures](pictures.py), or [text](sentences.py).
+# Next: [your own images](pictures.py), or [text](sentences.py).

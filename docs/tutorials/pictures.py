@@ -1,14 +1,14 @@
 # %% [markdown]
-# # How do I train on my own pictures, and search them by text?
+# # How do I train on my own images, and search them by text?
 #
-# You have pictures with captions. This tutorial packs them into shards, trains a model with the command, classifies pictures of classes that
-# have only a name, and finds pictures by a text.
+# You have images with captions. This tutorial packs them into shards, trains a model with the command, classifies images of classes that
+# have only a name, and finds images by a text.
 #
-# - **You will see** the four commands with their output, and the pictures that the model finds.
+# - **You will see** the four commands with their output, and the images that the model finds.
 # - **It takes** about one minute on two cores.
 # - **If it fails**, see the [last section](#if-it-fails).
 #
-# Your own pictures are not here, so we draw some: shapes of several colours, with captions.
+# Your own images are not here, so we draw some: shapes of several colours, with captions.
 
 # %%
 import io
@@ -58,7 +58,7 @@ def picture(colour, shape):
 
 
 # %% [markdown]
-# ## 1. Pack the pictures into shards
+# ## 1. Pack the images into shards
 #
 # A shard is a tar file with `key.jpg` and `key.txt` side by side. A table (`filepath`, `title`), a folder or a parquet file works too: [all
 # sources](../collections.md). `sizes.json` lets contrastile notice a shard that was cut off.
@@ -87,7 +87,7 @@ print(*sorted(path.name for path in Path("shards").iterdir()))
 # %% [markdown]
 # ## 2. Train
 #
-# A recipe is a TOML file. This one fits a few thousand small pictures. The same keys can be given on the command line.
+# A recipe is a TOML file. This one fits a few thousand small images. The same keys can be given on the command line.
 
 # %%
 RECIPE = f"""
@@ -132,8 +132,8 @@ def command(*words, tail=12):
 command("train", "shapes.toml")
 
 # %% [markdown]
-# *Held-out pairs* are a tenth of the captions: combinations of colour and shape that training never saw. *Held-out pictures* are new
-# pictures of known captions. The folder `runs/shapes` has the
+# *Held-out pairs* are a tenth of the captions: combinations of colour and shape that training never saw. *Held-out images* are new
+# images of known captions. The folder `runs/shapes` has the
 # weights, `metrics.jsonl` and `report.html`, a page with the curves.
 #
 # ## 3. Classify without training for it
@@ -174,10 +174,10 @@ for row, question, best in zip(axes, questions, scores.topk(6).indices, strict=T
 #
 # | symptom | what to do |
 # |---|---|
-# | "bad pairs" | some pictures or captions cannot be used; the log counts them by reason |
+# | "bad pairs" | some images or captions cannot be used; the log counts them by reason |
 # | a shard "was cut" | copy it again; the sentence names the file |
-# | recall stays at chance | more pictures, or a smaller `train.batch`: few hundred pictures need batches of 32 or 64 |
-# | the first step takes minutes | the pictures are large: the cache is being filled; or bf16 on a CPU without bf16 |
+# | recall stays at chance | more images, or a smaller `train.batch`: few hundred images need batches of 32 or 64 |
+# | the first step takes minutes | the images are large: the cache is being filled; or bf16 on a CPU without bf16 |
 # | another error | [the index of errors](../reference/errors.md) |
 #
-# Next: [more sources and larger models](../collections.md), [tests on other pictures](../evaluation.md).
+# Next: [more sources and larger models](../collections.md), [tests on other images](../evaluation.md).

@@ -1,7 +1,7 @@
 # %% [markdown]
-# # How do I train on pictures alone: SimCLR, then SupCon on a frozen trunk?
+# # How do I train on images alone: SimCLR, then SupCon on a frozen trunk?
 #
-# SimCLR needs no labels: two random views of a picture belong together. SupCon uses labels: all pictures of a class belong together. This
+# SimCLR needs no labels: two random views of an image belong together. SupCon uses labels: all images of a class belong together. This
 # tutorial trains a trunk with SimCLR, freezes it, and trains a head with SupCon on 200 labels.
 #
 # - **You will see** the accuracy of a nearest-neighbour classifier on handwritten digits before and after each stage.
@@ -32,7 +32,7 @@ train, test = slice(0, 1297), slice(1297, None)
 
 
 def view(x):
-    """A random shift, turn and size of each picture, and some noise."""
+    """A random shift, turn and size of each image, and some noise."""
     turn, size = (torch.rand(len(x)) - 0.5) * 0.7, 1 + (torch.rand(len(x)) - 0.5) * 0.5
     matrix = torch.stack([size * turn.cos(), -size * turn.sin(), size * turn.sin(), size * turn.cos()], 1).view(
         -1, 2, 2
@@ -58,7 +58,7 @@ head = nn.Sequential(nn.Linear(256, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Lin
 
 
 def accuracy(features_of, known=train):
-    """The share of test pictures whose nearest labelled neighbour has their label."""
+    """The share of test images whose nearest labelled neighbour has their label."""
     with torch.no_grad():
         features = F.normalize(features_of(pictures), dim=-1)
     nearest = (features[test] @ features[known].T).argmax(1)
@@ -71,7 +71,7 @@ print(f"random trunk, 200 labels: {accuracy(trunk, FEW):.1%}")
 # %% [markdown]
 # ## SimCLR
 #
-# The batch is the whole training set: 1,297 pictures, 2,594 views. The trunk sees 256 at a time.
+# The batch is the whole training set: 1,297 images, 2,594 views. The trunk sees 256 at a time.
 
 # %%
 optimizer = torch.optim.AdamW([*trunk.parameters(), *head.parameters()], lr=2e-3)
@@ -127,6 +127,6 @@ except ValueError as error:
 #
 # | symptom | what to do |
 # |---|---|
-# | SupCon returns NaN | no label of the batch occurs twice: take more pictures of each class, or two views |
+# | SupCon returns NaN | no label of the batch occurs twice: take more images of each class, or two views |
 # | accuracy falls during SimCLR | the views destroy what matters; make them milder |
 # | your trunk has BatchNorm | [the ways out](../coming_from/views.md#batch-normalisation) |

@@ -1,4 +1,4 @@
-"""Runs of pictures and texts that `contrastile export` writes, loaded by the libraries themselves."""
+"""Runs of images and texts that `contrastile export` writes, loaded by the libraries themselves."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OPEN_CLIP = (
 
 
 def trained(folder: Path, *words: str) -> Path:
-    """A finished run of pictures and texts, one step long."""
+    """A finished run of images and texts, one step long."""
     how = ["train.examples=32", "train.batch=32", "evaluate.every=1.0", "evaluate.probe=8", *words]
     assert main(["train", str(write_recipe(folder)), *how, "--runs", str(folder / "runs")]) == 0
     return folder / "runs" / "tiny"
@@ -175,7 +175,7 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         '= {kind = "open_clip", name = "ViT-B-16"}, or its config.',
         "transformers": "`run` must have towers that are a model of transformers; got conv and words. Train with "
         'model.both, or model.image and model.text, of the kind "transformers".',
-        "sentence-transformers": "`--as` must be one of open_clip, transformers for a run of pictures and texts; got "
+        "sentence-transformers": "`--as` must be one of open_clip, transformers for a run of images and texts; got "
         "'sentence-transformers'. Other kinds of runs have the others.",
     }
     for kind, sentence in sentences.items():
@@ -201,7 +201,7 @@ def test_other_features_are_refused(tmp_path: Path, words: list[str], capsys: An
     real = export_pairs._pooled
     monkeypatch.setattr(export_pairs, "_pooled", lambda output: real(output) + 1e-6)
     sentence = (
-        "`run` must give the same tokens and features in transformers; got other features of pictures and features of "
+        "`run` must give the same tokens and features in transformers; got other features of images and features of "
         "texts. Use the run with contrastile.load."
     )
     # after bars of progress

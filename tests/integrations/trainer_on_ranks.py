@@ -69,7 +69,7 @@ def scale_of(model: Model) -> Tensor:
 
 
 class Plain(Trainer):
-    """The whole batch at once, and the dense formula."""
+    """The whole batch at once, and the plain formula."""
 
     loss_is_scaled_for_ga = False
 

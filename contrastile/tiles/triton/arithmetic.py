@@ -15,7 +15,7 @@ from contrastile.losses.softmax import SoftmaxState, SoftmaxStats
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
-# log(2) in two: ten bits, and the rest
+# log(2) in two parts: ten bits, and the rest
 LN2_FIRST = tl.constexpr(0.693359375)
 LN2_REST = tl.constexpr(-2.1219444005469057e-4)
 # largest exponent t of a term
@@ -83,8 +83,8 @@ def exponent_constants(constants_ptr):
 def exponents(inner, constants, SOFTPLUS: tl.constexpr, PRODUCTS: tl.constexpr):
     """t of products ⟨q, k⟩, rounded once.
 
-    Of a softplus in float32 also with what factor and shift lost when they were rounded: a bias cancels most of a
-    logit, and would leave the same error in all of them.
+    A softplus in float32 also adds the rounding errors of factor and shift: a bias cancels most of a logit, and would
+    leave the same error in all of them.
     """
     factor, shift, rest = constants
     t = tl.fma(inner, factor, -shift)
@@ -175,7 +175,7 @@ def store_sums(first, second, third, at, stride, inside):
 
 @triton.jit
 def sum_per_lane(x, BM: tl.constexpr, WIDTH: tl.constexpr):
-    """Partial sums of the rows of x as [BM, 4]: within threads, in the layout that the matrix units return."""
+    """Partial sums of the rows of x as [BM, 4]: within threads, in the layout that the tensor cores return."""
     left, right = tl.split(tl.reshape(x, (BM, WIDTH // 2, 2)))
     return tl.sum(tl.reshape(left + right, (BM, WIDTH // 8, 4)), 1)
 
@@ -187,7 +187,7 @@ def _added(a, b, c, other_a, other_b, other_c):
 
 @triton.jit
 def store_column_sums(a, b, c, at, stride, inside):
-    """Store the sums of three tiles along columns, as `store_sums`; warps wait for each other once, not three times."""
+    """Store the sums of three tiles along columns, as `store_sums`; warps wait for each other once, not thrice."""
     of_a, of_b, of_c = tl.reduce((a, b, c), 0, _added)
     # [columns, 2, 2], the last of which is not stored
     sums = tl.join(tl.join(of_a, of_c), tl.join(of_b, of_b))

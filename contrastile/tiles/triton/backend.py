@@ -1,9 +1,9 @@
-"""A block in fused kernels: products, exponentials and sums in one pass over the tiles, no tile written to memory.
+"""A block in fused kernels: products, exponentials and sums in one sweep over the tiles, no tile written to memory.
 
 Stands beside `eager.py`, for CUDA devices: the same statistics and gradients, near the speed of the matrix products
 alone. Two acts, each a loop over super-tiles as large as the workspace allows:
 
-    forward     `totals` sums up rows and columns in one pass, 2·N·M·D operations; `maxima` runs where sums are too low
+    forward     `totals` sums up rows and columns in one sweep, 2·N·M·D operations; `maxima` runs where sums are too low
     backward    `gradient` computes each super-tile again and writes its gradient as a 16-bit strip; the vendor's matrix
                 product adds the strip times the features to float32 accumulators, 6·N·M·D operations
 
@@ -51,7 +51,7 @@ from contrastile.tiles.triton.guided import Gap, Guidance, separate_sums, with_t
 from contrastile.tiles.triton.launch import CONSTANTS, Term, Weights, on
 from contrastile.tiles.triton.plan import Epilogue, Operand, Pair
 
-# compute capability of the oldest chip whose matrix units take bf16
+# compute capability of the oldest chip whose tensor cores take bf16
 LEAST_CAPABILITY = 8, 0
 # a strip in fp16 holds gradients up to 2 to this power
 UNIT_POWER = 14
@@ -72,7 +72,7 @@ class Triton(Tiles):
     groups: dict[Position, Groups] = field(default_factory=dict, compare=False, repr=False)
     orders: dict[Position, Order | Runs] = field(default_factory=dict, compare=False, repr=False)
     positives: dict[tuple[int, ...], Positives | None] = field(default_factory=dict, compare=False, repr=False)
-    # latest super-tile of the present block, whose operands the next pass reuses: often it is the only one
+    # latest super-tile of the present block: the next pass reuses its operands, since it is often the only one
     super_tile: SuperTile | None = field(default=None, init=False, compare=False, repr=False)
     # exponentials of the block, which the forward has written for the backward
     exponentials: Exponentials | None = field(default=None, init=False, compare=False, repr=False)
@@ -175,7 +175,7 @@ class Triton(Tiles):
             return super().nonfinite(rows, cols) + of_teacher
         if self.flag is not None or self.norms is None:
             return super().nonfinite(rows, cols)
-        # with the norms of a replay come sums of features times 0
+        # the norms of a replay include sums of features times 0
         return self.norms[1].sum() + self.scale * 0
 
     def inner_product(self, x: Tensor, total: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ class Triton(Tiles):
         return budget.expected_bytes(N, M, D, dtype, followed=followed, labels=labels)
 
     def reserve(self, multiprocessors: int) -> None:
-        """Leave so many of the device's multiprocessors to transfers.
+        """Leave this number of the device's multiprocessors to transfers.
 
         Each program of the tile kernels has a fixed share of the tiles. A program that finds no free multiprocessor
         starts after the others have finished.
@@ -238,7 +238,7 @@ class Triton(Tiles):
             given = rows.features, cols.features, self.scale, self.bias
             suits = self.followed and exponentials.suits(rows, self._epilogue)
             by_sums = self._budget.sums_labels(rows, cols)
-            # gradients of positives over the factor of their row add up to twice the sum of exponentials
+            # gradients of positives, divided by the factor of their row, add up to twice the sum of exponentials
             most = 4 if by_label(rows) and not by_sums else 1
             number = most * len(cols) if suits and not self.loss.symmetric else 0
             least = exponentials.LEAST if suits and self.loss.symmetric and self.keeps(rows, cols) else 0.0
@@ -304,7 +304,7 @@ class Triton(Tiles):
         for careful, channels in passes:
             for tile in self._super_tiles(block, None, careful=careful):
                 if keeps and not careful:
-                    # one way with the sums of the scale's gradient, else with several of each column
+                    # one direction: with the sums of the scale's gradient; both: with several sums of each column
                     each = COLUMN_SUMS if self.loss.symmetric else 1
                     parts = tile.block.new_parts(channels + (not self.loss.symmetric), each=each)
                     self.exponentials = exponentials.written(tile.pair, block.constants, parts, epilogue)
@@ -349,8 +349,8 @@ class Triton(Tiles):
         """Add all pairs' gradient to u and v, and with `row_stats` their loss to the statistics.
 
         Returns Σ_ij g_ij; or, of a softmax, 0 (its exact value) and Σ_ij g_ij · ⟨q_i, k_j⟩, summed from the tiles. The
-        accumulators lack the digits for the latter: 16 bits and the matrix units truncate them, and
-        attraction and repulsion often cancel to a few percent.
+        accumulators are too inexact for the latter: they have passed 16 bits and truncating tensor cores,
+        and attraction and repulsion often cancel to a few percent.
         """
         positives = self._positives(block)
         if block.rows.features.dtype == torch.float16:
@@ -414,7 +414,7 @@ class Triton(Tiles):
                 if isinstance(v, InFlight) and final:
                     v.release()
                 if isinstance(v, InFlight):
-                    # this small work gives the transfer a start on the device before the next product takes all of it
+                    # this small kernel lets the transfer start before the next product takes the whole device
                     sums = sums.sum(dtype=torch.float64)
             if u is not None and early:
                 sorting.add_strip(u, tile, 0, strip, fresh=first_of_row)
@@ -436,7 +436,7 @@ class Triton(Tiles):
         launch.gradient(tile.pair, constants, vectors, strip, sums, epilogue, *self.guidance.sums, *parts)
         stats = None if row_stats is None else tile.of([row_stats])
         if stats is not None:
-            # not first: added to the statistics so far
+            # not first: add to the statistics so far
             launch.merge_sums(parts, stats, constants, epilogue, (False, False), tile.last)
         if epilogue.exponential:
             launch.careful_gradient(tile.pair, tile.block, strip, sums, epilogue)

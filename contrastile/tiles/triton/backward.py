@@ -5,7 +5,7 @@
 Launched by `launch.py`. Products, masks and constants are those of `forward.py`:
 
     direction_weights    the vectors that `gradient` reads: each row's and column's part of its pairs' gradients
-    gradient             one exponential per pair; each tile's gradient is one piece of the strip
+    gradient             one exponential per pair; each tile's gradient is one part of the strip
     scaled               accumulators to gradients
 
 The gradient kernels, also those of `careful.py` and `positives.py`, return the terms of the scale's gradient. Programs
@@ -61,9 +61,9 @@ def probability_factor(top, inverse, shift):
 
 @triton.jit
 def _positive_vectors(state_ptr, stride, at, inside, shift, smoothing, SMOOTH: tl.constexpr, INSIDE: tl.constexpr):
-    """Factor of 2^t, and the number taken from it, of the gradients of rows' positives: `softmax_positive` as a line.
+    """The factor of 2^t and the value subtracted from it, for gradients of positives: `softmax_positive` as a line.
 
-    Of a single positive, whose exponential would cancel the number, the number alone.
+    A single positive has factor 0: its exponential and the subtracted value would cancel.
     """
     top = tl.load(state_ptr + STATE_POSITIVE_TOP * stride + at, mask=inside, other=0.0)
     inverse = tl.load(state_ptr + POSITIVE_INVERSE * stride + at, mask=inside, other=0.0)
@@ -93,9 +93,9 @@ def direction_weights(row_state_ptr, row_state_stride, row_coefficient_ptr, N, c
 
     First coefficient · exp(−top) · inverse under the shift, then the part that smoothing subtracts, or the like factor
     of a teacher's exponentials. A sum of exponentials too low under the shift sets the careful flag. LATER: also the
-    part of a teacher's gap that the sums of `merge_sums` tell, [N + M]. program_id 1 = 0 computes rows, 1 columns.
+    part of a teacher's gap from the sums of `merge_sums`, [N + M]. program_id 1 = 0 computes rows, 1 columns.
 
-    LABELS: behind these two vectors of the positives by label, whose gradient is 2^t times the first less the second.
+    LABELS: then two vectors of the positives by label, whose gradient is 2^t times the first less the second.
     """
     of_rows = tl.program_id(1) == 0
     state_ptr = tl.where(of_rows, row_state_ptr, col_state_ptr)
@@ -122,7 +122,7 @@ def direction_weights(row_state_ptr, row_state_stride, row_coefficient_ptr, N, c
             lift_at = tl.where(of_rows, row_lift_ptr, col_lift_ptr) + at
             lift = tl.load(lift_at, mask=inside, other=0.0)
             total = tl.load(lift_at + n, mask=inside, other=0.0)
-            # the careful kernels write 0, for a gap that is whole
+            # the careful kernels write 0: their gap is complete
             lack = tl.where(total == 0, 0.0, (soft * total) * (shift - lift))
             tl.store(lack_ptr + tl.where(of_rows, 0, N) + at, lack, mask=inside)
     if LABELS:
@@ -230,7 +230,7 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
     see `exponentials.py`. Each tile's Σ 2^t and Σ 2^t · ⟨q, k⟩ along rows go to `row_part` [2, col tiles, N].
 
     A softmax's tile is processed in quarters: the products stay in registers until their gradients are known, and
-    spilling them costs more than all else. A teacher's tile is a gradient before the student's product begins.
+    spilling them costs more than all else. A teacher's tile becomes a gradient before the student's product begins.
     """
     masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
     ids = (row_ids_ptr, col_ids_ptr)
@@ -364,7 +364,7 @@ def softmax_positive(among, target, missing, smoothing, INSIDE: tl.constexpr):
 @triton.jit(do_not_specialize=ANY)
 def scaled(total_ptr, out_ptr, scale_ptr, times_ptr, n, D, total_stride, out_stride, TIMES: tl.constexpr,
            ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """out = total · scale · times, in the type of out."""
+    """out = total · scale · times, in the dtype of out."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     factor = tl.load(scale_ptr)
     if TIMES:

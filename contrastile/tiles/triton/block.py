@@ -34,10 +34,10 @@ from contrastile.tiles.triton.plan import (
     tiles_of,
 )
 
-# type of features, and of a strip, whose range is that of exponentials; float32 features would have three strips
+# dtype of features, and of a strip, whose range is that of exponentials; float32 features would have three strips
 EXPONENTIAL_DTYPE = torch.bfloat16
-# features from which a symmetric loss's product of a pair takes longer than its number's way through memory, by the
-# times at 512 and at 768
+# features from which a pair's product in a symmetric loss takes longer than one read and write of its exponential, by
+# the times at 512 and at 768
 LEAST_FEATURES = 320
 # sums of a tile's column where exponentials are kept, see `exponential_tile`
 COLUMN_SUMS = 4
@@ -88,14 +88,14 @@ class Budget:
         return cost
 
     def keeping(self, height: int, width: int, copied: int, parts: int, *, later: bool = False) -> int:
-        """The strip of a forward that keeps exponentials, and the tiles' numbers: two sums of each row, or one of each
-        row and several of each column. Those of rows are still there later, in the backward.
+        """The strip of a forward that keeps exponentials, and the tiles' sums: two of each row, or one of each row and
+        several of each column. The backward still needs those of rows.
         """
         each, channels = (COLUMN_SUMS, 1) if self.loss.symmetric else (1, 2)
         return self.backward(height, width, copied, parts) + self._partial(height, width, channels, each * (not later))
 
     def keeps(self, rows: Shard, cols: Shard) -> bool:
-        """A forward that keeps exponentials takes the whole block at once; one way there are weighed rows beside it."""
+        """A forward that keeps exponentials takes the whole block at once; one direction has weighed rows beside it."""
         weighed = 0 if self.loss.symmetric else 2 * rows.features.numel()
         given = len(rows), len(cols), *self._copies(rows, cols)
         needed = self.keeping(*given) + weighed
@@ -213,7 +213,7 @@ class Budget:
     def _sums(self, N: int, M: int, dtype: torch.dtype) -> bool:
         """Return whether the loss allows sums by label, and the workspace has room for the fewest.
 
-        In float32 the difference between probabilities and targets has more digits than that of their sums.
+        In float32 the difference of a probability and its target is more precise than that of their sums.
         """
         return self.epilogue.sums_labels and dtype.itemsize == 2 and self._least_sums(N, M) <= self.workspace
 
@@ -267,8 +267,8 @@ class Order:
 class Runs:
     """The order of a block's labels, and the pairs that are the only positive of a row.
 
-    singles: of each row [N] the position of its only positive, −1 where it has none or several; of each column [M] the
-    same. In both directions such a row and column have nothing but each other. one_way: only rows matter, those of
+    singles: the position of each row's only positive [N], −1 where it has none or several, and the same for each column
+    [M]. With both directions such a row and column are each other's only positive. one_way: only rows matter, those of
     columns are −1.
     """
 
@@ -292,7 +292,7 @@ class Block:
 
     rows: Shard
     cols: Shard
-    # see forward.py
+    # see arithmetic.py
     constants: Tensor
     loss: PairLoss
     # with positives by label: all of the sides but the features is in this order

@@ -2,7 +2,7 @@
 # device code: Triton compiles these functions from their source, their arguments have no Python types
 """Device code of the two ends of a replayed call: inputs into a graph's memory, the loss and the gradients out of it.
 
-Launched by `replay.py`. Tensors of one end differ in type and length and are arguments as tuples, so that all of them
+Launched by `replay.py`. Tensors of one end differ in dtype and length and are arguments as tuples, so that all of them
 take one launch.
 """
 
@@ -34,7 +34,7 @@ def _fill_rows(source_ptr, target_ptr, n, D, block, norm_ptr, blocks, ROWS: tl.c
 @triton.jit(do_not_specialize_on_alignment=["value_ptr"])
 def fill(sources, targets, lengths, D, norms_ptr, norms_blocks, value_ptr, address_ptr, MEASURED: tl.constexpr,
          ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Copy each source to its target [length], in the target's type, and note the address of the value.
+    """Copy each source to its target [length], in the target's dtype, and note the address of the value.
 
     Of the first MEASURED, [n, D], the partial norms are written too, as `reductions.norms` writes them.
     """
@@ -67,7 +67,7 @@ def deliver(value_ptr, address_ptr):
 
 @triton.jit(do_not_specialize_on_alignment=["upstream_ptr"])
 def gradients(totals, outs, lengths, numbers_ptr, upstream_ptr, number_outs, FIRST: tl.constexpr, BLOCK: tl.constexpr):
-    """out = total · scale · upstream, and the gradients of scale and bias, each in the type of its tensor.
+    """out = total · scale · upstream, and the gradients of scale and bias, each in the dtype of its tensor.
 
     numbers: the scale, then the gradients of scale and bias for an upstream gradient of 1; those from FIRST on have
     a tensor in `number_outs`.

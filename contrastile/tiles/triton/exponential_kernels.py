@@ -23,9 +23,9 @@ ROUNDED = tl.constexpr(2.0**-14 / 24 * 1.4426950408889634)
 @triton.jit(do_not_specialize=ANY)
 def weighted_rows(q_ptr, out_ptr, weights_ptr, inner_ptr, factors_ptr, sums_ptr, constants_ptr, N, D, q_row_stride,
               col_tiles, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """Write the factors that make gradients of a strip of exponentials 2^t, a_i of each row i (see `exponentials.py`).
+    """Write the factors a_i by which rows of exponentials 2^t become gradients (see `exponentials.py`).
 
-    Writes the factor a_i of the row's sums, a_i · UNIT · q_i in 16 bits for those of the columns, and
+    Writes a_i for the row's sums, a_i · UNIT · q_i in 16 bits for those of the columns, and
     Σ_j g_ij · ⟨q_i, k_j⟩. Where the careful flag is set, the strip holds gradients: factors are 1 and sums 0.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -72,9 +72,9 @@ def weighted_pairs(strip_ptr, out_stride, row_part_ptr, row_a_ptr, col_b_ptr, su
                UPCAST: tl.constexpr):  # fmt: skip
     """Multiply the strip's exponentials e = 2^t by a_i + b_j, and write Σ g · t and Σ g of each program [2, blocks].
 
-    t is read off the rounded e. Rounding leaves the mean of e as it is, but makes that of e · log2(e), which is convex,
-    larger by its variance, which is subtracted. The rows' exact sums of each tile, in `row_part` [col tiles, N], tell
-    what rounding did to them: both sums are corrected as if it had been one factor for the whole row of a tile.
+    t is computed from the rounded e. Rounding does not change the mean of e. It makes the mean of e · log2(e), a convex
+    function, larger by its variance, which is subtracted. The rows' exact sums of each tile are in `row_part`
+    [col tiles, N]: both sums are corrected as if rounding had been one factor for the whole row of a tile.
     """
     TILES: tl.constexpr = BLOCK // BN
     across = tl.cdiv(M, BLOCK)
@@ -128,8 +128,8 @@ def weighted_total(row_state_ptr, row_state_stride, row_coefficient_ptr, N, col_
                BLOCK: tl.constexpr):  # fmt: skip
     """Write Σ g_ij · ⟨q_i, k_j⟩ in float64, from the sums of `weighted_pairs`, or those of `careful_gradient` [parts].
 
-    The state of each row and column tells the exact Σ g. The difference that rounding has left, times the mean logit
-    and what rounding adds to the logits, is subtracted.
+    The state of each row and column gives the exact Σ g. The rounding error of Σ g, times the derivative of e · log2(e)
+    at the mean t, is subtracted.
     """
     inner = tl.zeros((BLOCK,), tl.float64)
     total = tl.zeros((BLOCK,), tl.float64)

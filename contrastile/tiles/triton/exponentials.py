@@ -1,17 +1,17 @@
 """Exponentials that the forward of a call keeps for the backward behind it: 6·N·M·D operations instead of 8.
 
-A pair's gradient is its exponential times a number of its row and one of its column, g_ij = e_ij · (a_i + b_j), which
-are known once all sums are. The forward therefore writes the exponentials as the 16-bit strip, and the backward needs
-no product before those with the features.
+A pair's gradient is its exponential times a row factor plus a column factor, g_ij = e_ij · (a_i + b_j), which are known
+once all sums are. The forward therefore writes the exponentials as the 16-bit strip, and the backward needs no product
+before those with the features.
 
 A symmetric loss multiplies the strip by a_i + b_j in place: four bytes of memory for each pair are faster than its
-product from some 300 features on. In one direction the products have the factor instead, and with them
-Σ e · ⟨q, k⟩ of each tile, written by the forward:
+product from some 300 features on. In one direction the products have the factor instead, as does Σ e · ⟨q, k⟩ of each
+tile, written by the forward:
 
     u_i = a_i · Σ_j e_ij k_j        v_j = Σ_i e_ij · (a_i q_i)        Σ g · ⟨q, k⟩ = Σ_i a_i · Σ_j e_ij ⟨q_i, k_j⟩
 
-Positives by label are no exponentials: their gradients are written into the strip before its products, in one direction
-over the factor of their row.
+Positives by label in tiles are no exponentials: their gradients are written into the strip before its products, in one
+direction divided by the factor of their row.
 
 A block of several super-tiles has no memory to keep all of its strips.
 """
@@ -34,7 +34,7 @@ from contrastile.tiles.triton.products import add_at_once, add_cols, add_rows
 
 # power of two that keeps a_i · q_i within the range of bf16: a_i lies between 2^−137 and 2^60
 UNIT = 2.0**40
-# largest |t| from which a symmetric loss has Σ g · ⟨q, k⟩ from Σ g · t, whose rounding is divided by the scale
+# least of the largest |t| at which a symmetric loss takes Σ g · ⟨q, k⟩ from Σ g · t, with its rounding over the scale
 LEAST = 2.0**-4
 # rows of one program of `weighted_rows`, features at a time, and tiles added at once
 ROWS, FEATURES, TILES = 8, 256, 128
@@ -138,7 +138,7 @@ class Exponentials:
 
 
 def suits(rows: Shard, epilogue: Epilogue) -> bool:
-    """Return whether exponentials of this kind can be kept: in the type of the features."""
+    """Return whether exponentials of this kind can be kept: in the dtype of the features."""
     return epilogue.keeps and rows.features.dtype == EXPONENTIAL_DTYPE
 
 

@@ -7,8 +7,8 @@ Launched by `launch.py` after the kernels of `reductions.py`:
     mises_fisher_sums       sums over all rows that the weights of positives are made of (losses/decoupled.py)
     finish, coefficients    each row's loss and state; the loss and the coefficients
 
-With `scaled` of `backward.py` they replace some eighty small operations, and with a teacher or weights of positives
-twice as many, which take the host longer than a small batch takes the device.
+With `scaled` of `backward.py` they replace some eighty small operations, or twice as many with a teacher or weights of
+positives, for which the host needs longer than the device for a small batch.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def mises_fisher_sums(row_stats_ptr, row_stats_stride, N, col_stats_ptr, col_sta
                       out_ptr, blocks, BLOCK: tl.constexpr):  # fmt: skip
     """Write each side's and block's Σ exp(s / σ) and number of rows that have a loss, [2 · S, blocks] in float64.
 
-    factor: 1 / (scale · σ). highest: the largest s / σ of each side, which all exponents are below, so that none
-    overflows. program_id 1 = 0 computes rows, 1 columns.
+    factor: 1 / (scale · σ). highest: the largest s / σ of each side, subtracted from all exponents
+    against overflow. program_id 1 = 0 computes rows, 1 columns.
     """
     side = tl.program_id(1)
     stats_ptr = tl.where(side == 0, row_stats_ptr, col_stats_ptr)
@@ -167,7 +167,7 @@ def finish(row_stats_ptr, row_stats_stride, N, col_stats_ptr, col_stats_stride, 
         teacher_total = tl.load(stats_ptr + TEACHER_TOTAL * stride + at, mask=inside, other=1.0)
         x_top = tl.load(stats_ptr + X_TOP * stride + at, mask=inside, other=0.0)
         teacher_inverse = 1.0 / tl.where(teacher_total == 0, 1.0, teacher_total)
-        # the teacher's mean of t − x, and from both to logarithms of probabilities: losses/distilled.py
+        # the teacher's mean of t − x, as a difference of logarithms of probabilities: losses/distilled.py
         apart = tl.load(stats_ptr + GAP * stride + at, mask=inside, other=0.0) * teacher_inverse
         above = (finite(denominator_top) - finite(x_top)) - tl.log(inverse)
         loss = (1.0 - smoothing) * loss + smoothing * (above + (apart + tl.log(teacher_inverse)))
@@ -237,7 +237,7 @@ def _sum(x_ptr, n, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=ANY)
 def add_up(x_ptr, n, x_lost, y_ptr, m, y_lost, out_ptr, BLOCK: tl.constexpr):
-    """Write 0, and Σ x · (1 + x_lost) + Σ y · (1 + y_lost), in the type of out."""
+    """Write 0, and Σ x · (1 + x_lost) + Σ y · (1 + y_lost), in the dtype of out."""
     x = _sum(x_ptr, n, BLOCK)
     y = _sum(y_ptr, m, BLOCK)
     tl.store(out_ptr, 0.0)

@@ -12,7 +12,7 @@ A pair's term is an exponential or, with the constexpr SOFTPLUS, a softplus. Exp
 t = ⟨q, k⟩ · factor − shift with factor = scale · log2(e), so that exp(x) = 2^shift · 2^t. The shift comes from the
 largest norms so that t ≤ 100: nothing overflows, no maximum is needed, and 226 binades lie between the largest term
 and the first that is lost. A sum that ends below 2^−60 sets the careful flag on the device. The careful kernels run
-where it is set and return at once elsewhere. The factor compensates the matrix units' truncation (docs/numerics.md).
+where it is set and return at once elsewhere. The factor compensates the tensor cores' truncation (docs/numerics.md).
 
 Names: `_ptr` points to memory, `_mem` to memory or a descriptor of it; N and M are the rows and columns of the
 super-tile, BM and BN those of a tile, D is the padded feature size, and G that of a guide.
@@ -56,7 +56,7 @@ def tile_at(tile, row_tiles, col_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def _load_features(mem, stride, row, col, n, width, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
-    """[ROWS, COLS] of the features at (row, col), 0 outside; through the copy engine where TMA."""
+    """[ROWS, COLS] of the features at (row, col), 0 outside; by TMA where available."""
     if TMA:
         piece = mem.load([row, col])
     else:

@@ -1,6 +1,6 @@
 """Bits of the pairs that a guide excludes, from a kernel of their own before those of the tiles; a teacher's constants.
 
-Between `launch.py` and `backend.py`. A tile's registers hold one product, so a guide's product comes first: of a mask
+Between `launch.py` and `backend.py`. A tile's registers hold one product, so a guide's product comes first: a mask has
 one bit for each pair. A teacher needs no kernel of its own: each program sets a tile of its products aside.
 
 A backward that follows at once needs both products of a pair anyway, and adds what the loss lacks. The forward then
@@ -9,8 +9,8 @@ has two plain sweeps, of the student and of the teacher. With q_i the teacher's 
 
     Σ_i γ_i w Σ_j q_ij (t_ij − x_ij − lift_i) ,
 
-in powers of 2. A lift, the difference of the two sums' binades, makes it as small as the divergence: the value has few
-digits. Each tile adds up γ_i w q_ij (t_ij − x_ij); the sums of the forward tell the lifts' part.
+in powers of 2. A lift, the difference of the two sums' binades, makes it as small as the divergence, which has few
+correct bits. Each tile adds up γ_i w q_ij (t_ij − x_ij); the lifts' part follows from the sums of the forward.
 """
 
 from __future__ import annotations

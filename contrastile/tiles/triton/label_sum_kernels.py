@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # device code: Triton compiles these functions from their source, their arguments have no Python types
-"""Device code of positives by label as sums: what a softmax needs of them is linear in the features.
+"""Device code of positives by label as sums: a softmax loss is linear in their features.
 
 Launched by `label_sums.py`, beside the tile kernels, which treat these positives as they treat negatives:
 
@@ -25,7 +25,7 @@ from contrastile.tiles.triton.masks import FIRST, STOP, row_spans
 
 @triton.jit
 def _positives(spans_ptr, n, at):
-    """Of each row the first column of its label, its own column, whether that is one of them, and its positives."""
+    """The first column of each row's label, its own column, whether that is one of them, and its positives' number."""
     first, stop, itself = row_spans(spans_ptr, n, 0, at, n)
     own = (itself >= first) & (itself < stop)
     return first, itself, own, (stop - first) - own.to(tl.int32)
@@ -73,7 +73,7 @@ def _load(x_ptr, places, row_stride, stride, features, D, inside):
 
 @triton.jit
 def _sums_of_equal(same, x, PIECES: tl.constexpr, UPCAST: tl.constexpr):
-    """same · x, for zeros and ones in `same`, and x in so many pieces of 16 bits."""
+    """same · x, for zeros and ones in `same`, and x in this number of 16-bit pieces."""
     if UPCAST:
         total = tl.dot(same, x)
     else:
@@ -131,7 +131,7 @@ def chunk_sums(row_x_ptr, row_order_ptr, row_spans_ptr, row_state_ptr, row_state
 @triton.jit(do_not_specialize=ANY)
 def run_sums(row_spans_ptr, N, col_spans_ptr, M, out_ptr, out_step, width, KINDS: tl.constexpr, CHUNK: tl.constexpr,
              TILES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Make the sum at the first row of each run that of the whole run, of which `chunk_sums` writes one for each chunk.
+    """Replace the sum at the first row of each run by that of the whole run, from the chunks' sums of `chunk_sums`.
 
     A chunk has at most one run that begins in it and goes on behind it. program_id 2: which of the sums, KINDS of each
     side.
@@ -224,11 +224,11 @@ def add_to_gradients(row_x_ptr, row_order_ptr, row_spans_ptr, row_state_ptr, row
                      col_singles_ptr, M, col_x_row_stride, col_x_stride, col_out_ptr, col_out_stride, sums_ptr,
                      sums_step, inner_ptr, D, first_feature, width, COLUMNS: tl.constexpr, U: tl.constexpr,
                      ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Take the targets of positives times the other side's features from the gradients of rows and of columns.
+    """Subtract the targets of positives times the other side's features from the gradients of rows and of columns.
 
-    program_id 1 = 0 computes rows, and with U takes from their gradients; 1 columns. Targets of the row times the sum
-    of features, and with COLUMNS those of the other side too, whose sum is weighed by them; columns without COLUMNS
-    have the latter alone. Products with the features of rows are taken from `inner`.
+    program_id 1 = 0 computes rows, and with U changes their gradients; 1 columns. A row has its target times the sum
+    of features and, with COLUMNS, the sum of features weighed by the other side's targets; columns without COLUMNS
+    have the latter alone. Products with the features of rows are subtracted from `inner`.
     """
     side = tl.program_id(1)
     of_rows = side == 0

@@ -5,11 +5,11 @@ the mean logit of its positives, and the latter is linear in their features:
 
     Σ_{p ∈ P(i)} ⟨q_i, k_p⟩ = ⟨q_i, S⟩        u_i −= t_i · S + Σ_{p ∈ P(i)} t'_p k_p        S = Σ_{p ∈ P(i)} k_p
 
-with the targets t_i of the row and t'_p of its columns. The tile kernels compute all pairs as without labels, which
-takes them no longer, however many positives there are; sums of the features of N + M rows are all that labels add.
+with the targets t_i of the row and t'_p of its columns. The tile kernels compute all pairs as without labels, in the
+same time for any number of positives; labels add only sums of the features of N + M rows.
 
-A row with one positive is different: its probability may be 1 to all digits, less a target of 1. Such pairs are
-positives known by position (`positives.py`), which never enter the strip.
+A row with one positive is different: its probability may round to 1, and its target is 1. Such pairs are positives
+known by position (`positives.py`), which never enter the strip.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def add_totals(block: Block, stats: Sequence[Tensor], room: int) -> None:
 
 
 def add_gradients(block: Block, u: Tensor | None, v: Tensor | None, inner: Tensor, room: int) -> None:
-    """Take the targets of the same positives from u and v, and from Σ g · ⟨q, k⟩ of each row [N].
+    """Subtract the targets of the same positives from u and v, and from Σ g · ⟨q, k⟩ of each row [N].
 
     room: bytes of memory for sums.
     """
@@ -73,7 +73,7 @@ def add_gradients(block: Block, u: Tensor | None, v: Tensor | None, inner: Tenso
 def _summed(
     block: Block, room: int, *, plain: int, weighed: int, sides: int
 ) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
-    """Sum the features opposite to rows, and to columns, by label: so many features at a time as there is room for.
+    """Sum the features opposite to rows, and to columns, by label: as many features at a time as there is room for.
 
     Yields the grid and the arguments of a kernel that reads the sums. plain: the first sides that have sums of
     features. weighed: the last of two sides that have sums of features times targets.

@@ -55,7 +55,7 @@ def _tile_range(spans_ptr, stride, start, i, N, M, BM: tl.constexpr, BN: tl.cons
 
 @triton.jit
 def _is_left(spans_ptr, stride, start, i, N, M, small, BM: tl.constexpr, TALL: tl.constexpr, LONG: tl.constexpr):
-    """True if another launch has the positives of this row tile: of more than LONG columns, tiles of TALL rows have.
+    """True if another launch has the positives of this row tile: the tall tiles have those of more than LONG columns.
 
     small: the smaller tiles have those of all rows.
     """
@@ -178,9 +178,9 @@ def label_totals(q_ptr, k_ptr, constants_ptr, stats_ptr, stats_stride, part_ptr,
 
 @triton.jit
 def _load_direction(state_ptr, stride, coefficient_ptr, at, inside, shift, smoothing, SMOOTH: tl.constexpr):
-    """Numbers of rows, or of columns, for `_direction`: the first two are the top as an exponent t.
+    """Values of rows, or of columns, for `_direction`: the first two are the top as an exponent t.
 
-    One number would be rounded, and move all gradients of the row.
+    A single value would be rounded, and move all gradients of the row.
     """
     top = tl.load(state_ptr + STATE_POSITIVE_TOP * stride + at, mask=inside, other=0.0)
     inverse = tl.load(state_ptr + POSITIVE_INVERSE * stride + at, mask=inside, other=0.0)
@@ -219,8 +219,8 @@ def label_gradients(q_ptr, k_ptr, strip_ptr, constants_ptr, row_state_ptr, row_c
     """Write the gradients of a super-tile's positives into the strip [PARTS, N, M], over the zeros of `gradient`.
 
     Adds each row's Σ g · ⟨q, k⟩, or Σ g with SOFTPLUS, to `label_sums`, and with LOSS their loss to the statistics.
-    FACTORED: the strip has exponentials of one direction, and its positives the gradient over the factor a of their row
-    (`exponentials.py`). A tile's gradient is computed in quarters, of which several programs' fit a multiprocessor.
+    FACTORED: the strip has exponentials of one direction, and positives have the gradient divided by the factor a of
+    their row (`exponentials.py`). A tile's gradient is computed in quarters, so that programs share a multiprocessor.
 
     Tiles of TALL rows, whose positives are many, have one exponential for both directions: 2^t · (a_i + b_j) −
     (c_i + d_j), with the vectors of `direction_weights`. Where the careful flag is set, smaller ones have their rows.

@@ -1,4 +1,4 @@
-"""Everything that goes to the device: one function per kernel, tensors in, a launch out.
+"""Launches: one function per kernel, which takes tensors and launches it.
 
 Between `plan.py`, whose values are the kernels' arguments, and `backend.py`, which knows the order of the passes. No
 function waits for the device.
@@ -37,8 +37,7 @@ from contrastile.tiles.triton.plan import (
 
 # rows of one program in kernels along one dimension
 BLOCK = 128
-# rows of one program that merges the sums of tiles, and tiles added at once: where rows are few, more programs take a
-# share of them
+# rows of one program that merges the sums of tiles, and tiles added at once: few rows are shared by more programs
 FEW = 4096
 MERGED, MERGED_FEW = (128, 16), (16, 128)
 # rows of one program that reads features, `BLOCK` features at a time
@@ -51,7 +50,7 @@ CONSTANTS, WEIGHT, STATE = 8, 1, 2
 TRUNCATION_FLOAT16 = 1.25
 # each direction's vectors [V, n]: see `direction_weights`
 Weights = list[Tensor]
-# numbers to be added up, and the share of their sum that the matrix units have lost
+# terms of a sum, and the share of it that the tensor cores have lost
 Term = tuple[Tensor, float]
 
 
@@ -96,11 +95,11 @@ def block_constants(
     least: float = 0.0,
     norms: Tensor | None = None,
 ) -> Tensor:
-    """The constants of x = scale · ⟨q, k⟩ + bias, as `forward.py` numbers them.
+    """The constants of x = scale · ⟨q, k⟩ + bias, as `arithmetic.py` numbers them.
 
-    keys: number of keys if exponentials may be kept, which sets the flag where sums of theirs could overflow. least:
-    largest |t| below which the flag is set, where the sum of products is computed from that of t. norms: those of the
-    features, as `reductions.norms` writes them, where they are known.
+    keys: number of keys if exponentials may be kept: the flag is set where their sums could overflow. least: it is
+    set where the largest |t| is below it, if the sum of products is computed from that of t. norms: those of the
+    features, as `reductions.norms` writes them, if known.
     """
     N, M = len(q), len(k)
     q_blocks = tiles_of(N, ROWS)
@@ -133,7 +132,7 @@ def is_exact(dtype: torch.dtype) -> bool:
 
 
 def truncation(q: Tensor) -> float:
-    """The mean share of a product ⟨q, k⟩ that the matrix units lose; none of three pieces, whose sums are exact."""
+    """The mean share of a product ⟨q, k⟩ that the tensor cores lose; none of three pieces, whose sums are exact."""
     if is_exact(q.dtype):
         return 0.0
     return shape_for(q.device).truncation * q.shape[1] * (TRUNCATION_FLOAT16 if q.dtype == torch.float16 else 1.0)
@@ -350,7 +349,7 @@ def add_up(terms: Sequence[Term]) -> Tensor:
 
 
 def scaled(total: Tensor, scale: Tensor, times: Tensor | None, dtype: torch.dtype, *, keep: bool) -> Tensor:
-    """total · scale (· times) in this type; overwrites `total` unless `keep`."""
+    """total · scale (· times) in this dtype; overwrites `total` unless `keep`."""
     out = total if dtype == total.dtype and not keep else torch.empty(total.shape, dtype=dtype, device=total.device)
     n, D = total.shape
     if not total.numel():

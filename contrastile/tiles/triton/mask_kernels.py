@@ -41,7 +41,7 @@ def order_tokens(mask_ptr, order_ptr, lengths_ptr, L, CHUNK: tl.constexpr):
         at = start + tl.arange(0, CHUNK)
         counted = _counted(mask_ptr, row, start, L, CHUNK)
         rank = before + tl.cumsum(counted, 0)
-        # of the tokens before one that does not count, those that do not count either follow the last that counts
+        # a token that does not count follows all that count, and the earlier ones that do not
         position = tl.where(counted != 0, rank - 1, length + at - rank)
         tl.store(order_ptr + row * L + position, at, mask=at < L)
         before = tl.max(rank)

@@ -13,9 +13,9 @@ import triton.language as tl
 
 # positives per row up to which a kernel is compiled for their number; above it, one kernel loops over them
 UNROLLED = tl.constexpr(4)
-# value of POSITIVES where they are known by label: `positives_ptr` has five numbers of each row then, columns in the
-# order of labels. They are the first column of its label, the first behind those, and its own column (or −1); then the
-# least of these columns over this row and all later ones of its tile, and the end of them over it and all earlier ones
+# value of POSITIVES if they are known by label: then `positives_ptr` has five columns for each row, in the order of
+# labels. They are the first column of its label, the first behind those, and its own column (or −1); then the least
+# first column over this row and all later rows of its tile, and the largest end over it and all earlier rows
 BY_LABEL = tl.constexpr(-1)
 FIRST, STOP, ITSELF, LOWEST_COLUMN, HIGHEST_COLUMN = (tl.constexpr(row) for row in range(5))
 
@@ -28,7 +28,7 @@ def _column(positives_at, inside, positives_start):
 
 @triton.jit
 def row_spans(spans_ptr, stride, start, rows, N):
-    """Of each row the first column of its label, the first behind them, and its own column, counted from `start`."""
+    """Each row's first column of its label, the first behind them, and its own column, counted from `start`."""
     first = tl.load(spans_ptr + FIRST * stride + rows, mask=rows < N, other=0) - start
     stop = tl.load(spans_ptr + STOP * stride + rows, mask=rows < N, other=0) - start
     itself = tl.load(spans_ptr + ITSELF * stride + rows, mask=rows < N, other=-1) - start

@@ -8,8 +8,8 @@ Below `late.py`, whose tiles take the place of `backend.py` for the scorer `MaxS
     gradients   each query token gathers the tokens that won it, each document token the query tokens that it won:
                 2·N·L·M·D operations each, in a fixed order
 
-Of tokens behind a mask nothing is computed: a query's tokens fill slots of which only those in use are swept, and a
-document's tokens come first in a copy of the block.
+Masked tokens are not computed: a query's tokens fill slots, of which only those in use are swept, and a document's
+tokens come first in a copy of the block.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from contrastile.tiles.triton.maxsim_lists import FIELDS
 from contrastile.tiles.triton.maxsim_plan import Gathering, Tiling, documents_for, gathering_for, slot_of, tiling_for
 from contrastile.tiles.triton.plan import ALIGNMENT, interpreting, shape_for, tiles_of
 
-# bytes of a pair in float32 scores, logits, gradients and temporaries
+# bytes of a pair of float32 scores, logits, gradients and temporaries
 PAIR_BYTES = 24
 # share of the workspace for lists of the entries that each document token has won, beside winners of other tiles at
 # least, and their bytes at most
 LISTS, LEAST_LISTS, LIST_BYTES = 4, 64, 2**28
-# share of the workspace for the winning tokens that a forward keeps; lists have what the backward leaves of it
+# share of the workspace for the winning tokens that a forward keeps; lists have the rest in the backward
 STORED = 0.78
 # pairs from which a copy of their gradients by queries pays
 COPIED = 2**20
@@ -48,7 +48,7 @@ MOST_PROGRAMS = 65535
 SIDE = 2048
 # tokens, or queries, that a kernel of masks reads at once; sides of its tiles
 CHUNK, PAIRS = 1024, 32
-# indices of 8 bits, up to so many tokens of a document, else of 16
+# tokens of a document up to which indices have 8 bits, else 16
 MOST_SMALL, MOST_TOKENS = 255, 2**15 - 1
 
 
@@ -154,8 +154,8 @@ def expected_bytes(
 ) -> Expected:  # fmt: skip
     """Bytes of a loss with gradients beside inputs and accumulators, for a planner.
 
-    copies: bytes of a feature in tokens without those behind a mask, or in another type; 0 without a mask. at_once: the
-    gradients come with the loss where its tiles allow it; otherwise the forward keeps what fits.
+    copies: bytes of a feature in tokens without those behind a mask, or in another dtype; 0 without a mask. at_once:
+    the gradients come with the loss where its tiles allow it; otherwise the forward keeps what fits.
     """
     L, T = tokens
     index = 1 if T < MOST_SMALL else 2
@@ -215,7 +215,7 @@ def ordered(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def readable(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x [n, L, D] of this type, as the kernels read it: contiguous, rows aligned."""
+    """x [n, L, D] of this dtype, as the kernels read it: contiguous, rows aligned."""
     D, step = x.shape[2], ALIGNMENT // dtype.itemsize
     if D % step:
         padded = x.new_zeros((*x.shape[:2], D + step - D % step), dtype=dtype)
@@ -260,7 +260,7 @@ def scored(
 
 
 def multiplied(entries: Entries, documents: Documents, workspace: int, *, best: bool) -> tuple[Tensor, Tensor | None]:
-    """`scored` by torch's own products, for types that the matrix units round."""
+    """`scored` by torch's own products, for dtypes that the tensor cores round."""
     positions, k = entries.positions(), documents.vectors
     q, empty, (J, M, _) = entries.vectors.flatten(0, 1)[positions.clamp(min=0)], positions < 0, k.shape
     sums = torch.empty(J, entries.count // entries.slot, dtype=q.dtype, device=q.device)

@@ -53,7 +53,7 @@ def entry_tokens(e, tokens_ptr, N, L, entries, PADDED: tl.constexpr, MASKED: tl.
 
 @triton.jit
 def _load_tokens(mem, stride, row, rows, D, BN: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr):
-    """[BN, BD] features of the tokens from this row on, 0 outside; through the copy engine where TMA."""
+    """[BN, BD] features of the tokens from this row on, 0 outside; by TMA where available."""
     if TMA:
         piece = mem.load([row, 0])
     else:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# threads that share a row of products in the matrix units, and its columns that lie side by side in one of them
+# threads that share a row of products in the tensor cores, and its columns that lie side by side in one of them
 LANES, SIDE = tl.constexpr(4), tl.constexpr(2)
 # a thread's columns of a tile of 64
 PLACES = tl.constexpr(16)

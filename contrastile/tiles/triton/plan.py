@@ -31,7 +31,7 @@ PROGRAMS_INTERPRETED = 3
 # 16-bit pieces of a float32 number, by the precision of torch's float32 products; EXACT of them hold all digits
 EXACT = 3
 PIECES_FLOAT32 = {"bf16": 1, "tf32": 2, "ieee": EXACT, "none": EXACT}
-# 16-bit pieces of each type that has kernels
+# 16-bit pieces of each dtype that has kernels
 PIECES: dict[torch.dtype, Callable[[], int]] = {
     **dict.fromkeys((torch.bfloat16, torch.float16), lambda: 1),
     torch.float32: lambda: PIECES_FLOAT32[torch.backends.cuda.matmul.fp32_precision],
@@ -51,9 +51,9 @@ class Shape:
     programs: int = 2
     # tiles and features are one loop, so that the next tile's loads overlap the epilogue
     flatten: bool = True
-    # the copy engine (TMA) moves tiles to shared memory
+    # TMA moves tiles to shared memory
     tma: bool = True
-    # relative error of a product per feature: the matrix units truncate their running sums. 0 where not measured
+    # relative error of a product per feature: the tensor cores truncate their running sums. 0 where not measured
     truncation: float = 0.0
 
 
@@ -144,7 +144,7 @@ def is_readable(x: Tensor) -> bool:
     return size == 2 and aligned and x.stride(0) >= x.shape[1]
 
 
-# uses of a guide's product, as `forward.py` numbers them
+# uses of a guide's product, as `arithmetic.py` numbers them
 GUIDES = {None: 0, "mask": 1, "teacher": 2}
 # fields of a loss that the kernels compute; of exponentials also the label smoothing and the weights of negatives
 FIELDS = frozenset({"symmetric", "exclude_self", "uses_bias", "pairwise"})

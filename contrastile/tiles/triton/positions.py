@@ -15,9 +15,9 @@ from contrastile.tiles.triton.block import Block, Positives
 from contrastile.tiles.triton.launch import CONSTANTS, FEW, directions, features, is_exact, truncation
 from contrastile.tiles.triton.plan import EXACT, Epilogue, products_of, shape_for, tiles_of
 
-# rows of one program that computes positives, and features at a time: where rows are few, more programs share them
+# rows of one program that computes positives, and features at a time: more programs share few rows
 POSITIVES, POSITIVES_FEW = (16, 128), (8, 256)
-# rows of one program that multiplies them in the matrix units, the least that takes a Hopper chip's wide instruction,
+# rows of one program that multiplies them in the tensor cores, the least that takes a Hopper chip's wide instruction,
 # and features at a time
 ROWS_MULTIPLIED, FEATURES_MULTIPLIED = 64, 32
 # listed positives up to which each one reads all of them, in place of a sort, and those read at once
@@ -76,7 +76,7 @@ def add_gradients(
 ) -> tuple[Tensor, float]:
     """Add the positives' gradient g · k to u and g · q to v, in float32.
 
-    Returns g · ⟨q, k⟩ [N, P], or g for a pairwise loss, and the share that the matrix units have lost.
+    Returns g · ⟨q, k⟩ [N, P], or g for a pairwise loss, and the share that the tensor cores have lost.
     """
     N, given = len(block.rows), _arguments(block, positives, epilogue)
     g_NP, inner_NP = block.constants.new_empty(2, N, positives.per_row)

@@ -11,7 +11,7 @@ from torch import Tensor
 from contrastile.tiles.triton import plan
 from contrastile.tiles.triton.plan import Pair
 
-# terms of an inner sum where float32's full precision is requested: the matrix units truncate sums of terms of
+# terms of an inner sum where float32's full precision is requested: the tensor cores truncate sums of terms of
 # different sizes by 2⁻³⁰ a term, and those of like terms not at all; half of it is made up for
 INNER, MADE_UP = 512, 0.5
 

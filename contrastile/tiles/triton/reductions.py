@@ -129,7 +129,7 @@ def inner_sums(q_ptr, k_ptr, out_ptr, N, D, q_row_stride, q_stride, k_row_stride
 @triton.jit(do_not_specialize=ANY)
 def block_constants(norms_ptr, scale_ptr, bias_ptr, out_ptr, q_blocks, blocks, truncation, keys, least, hardness,
                     BIASED: tl.constexpr, SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """The constants of a block, as `forward.py` counts them; the shift of exponentials makes t ≤ HIGHEST.
+    """The constants of a block, as `arithmetic.py` numbers them; the shift of exponentials makes t ≤ HIGHEST.
 
     keys: those of a block whose exponentials may be kept (`exponentials.py`), else 0: the careful flag is set where
     their sums times features could exceed float32. least: the flag is also set where all logits are closer to 0, in

@@ -1,4 +1,4 @@
-"""The launches at the two ends of a replayed call, which differ from step to step in their addresses alone.
+"""The launches at the two ends of a replayed call, which differ between steps only in their addresses.
 
 Beside `launch.py`, which launches what is between them. Triton's own dispatch, and a launch for each tensor, take
 longer on the host than the graph itself.
@@ -26,7 +26,7 @@ COLS = 256
 
 
 class _Repeated:
-    """A kernel launched again and again with tensors of the same types, lengths and alignment."""
+    """A kernel launched again and again with tensors of the same dtypes, lengths and alignment."""
 
     def __init__(self, kernel: Any, programs: int, arguments: Sequence[Any]) -> None:
         """Launch by Triton, which compiles."""
@@ -51,7 +51,7 @@ def _like(target: Tensor, x: Tensor) -> Tensor:
 
 
 class Filling:
-    """Copies tensors to the memory that a graph reads, each in the type of its target, in one launch.
+    """Copies tensors to the memory that a graph reads, each in the dtype of its target, in one launch.
 
     Targets have no gaps. measured: number of the first ones whose rows' norms are computed on the way, as
     `launch.norms` does: two [n, D], or none.
@@ -71,7 +71,7 @@ class Filling:
         self._fixed = _addresses(targets), self._lengths, D, norms.data_ptr(), blocks
         # of one program, by their kernel's names: rows and features at a time, and numbers
         self._sizes = measured, ROWS, COLS, BLOCK
-        # by types of the sources
+        # by dtypes of the sources
         self._launches: dict[tuple[torch.dtype, ...], _Repeated] = {}
 
     def __call__(self, sources: Sequence[Tensor], value: Tensor, stream: int) -> None:
@@ -91,7 +91,7 @@ class Filling:
             repeated(stream, (_addresses(sources), *self._fixed, *ends_at, *self._sizes))
 
     def deliver(self, value: Tensor) -> None:
-        """Copy the loss to where the last `__call__` has said."""
+        """Copy the loss to the address of the last `__call__`."""
         launch.run(ends.deliver, (1,), value_ptr=value, address_ptr=self._address)
 
 

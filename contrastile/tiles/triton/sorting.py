@@ -31,7 +31,7 @@ NUMBERS = 5
 # and those compared at once; labels and chunks of one program, and the steps that find a position in a chunk
 MOST_CHUNKED, CHUNK, SEARCH = 16384, {"CHUNK": 128, "BLOCK": 32}, {"ROWS": 16, "SLOTS": 64, "CHUNK": 128, "STEPS": 8}
 # columns of positives of a row tile above which its tiles have the size of the shape, else half of its rows; columns of
-# a block above which it has the larger ones, whose launches are not worth their time in others
+# a block above which the larger tiles' launches are worth their time
 LONG, MANY = 144, 6144
 # warps of the smaller and of the larger tiles of a kernel, as measured; stages of the gradients'
 TOTALS_WARPS, GRADIENTS_WARPS, GRADIENTS_STAGES = (4, 8), (8, 4), 3
@@ -61,7 +61,7 @@ def ordered(rows: Shard, cols: Shard, *, exclude_self: bool) -> Order:
 
 
 def _sorted(rows: Tensor, cols: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Of each side the labels in rising order, the position of each, and the place of each position."""
+    """Each side's labels in rising order, the position of each, and the place of each position."""
     sides = [rows] if cols is rows else [rows, cols]
     if max(map(len, sides)) > MOST_CHUNKED:
         results = [_by_torch(labels) for labels in sides]
@@ -84,7 +84,7 @@ def _of_sides(name: str, sides: Sequence[Tensor]) -> dict[str, Any]:
 
 
 def _chunks(sides: Sequence[Tensor]) -> list[Tensor]:
-    """Of one or two sides [2, n]: the labels, sorted within chunks, and the place of each in its chunk."""
+    """The labels of one or two sides [2, n], sorted within chunks, and the place of each in its chunk."""
     out = [x.new_empty(2, len(x)) for x in sides]
     run(
         order_kernels.sort_chunks, (tiles_of(max(map(len, sides)), CHUNK["CHUNK"]), len(sides)), N=len(sides[0]),

@@ -1,4 +1,4 @@
-"""The recipe of pictures and texts: its data, towers, losses, steps and tests, and how they fit together.
+"""The recipe of images and texts: its data, towers, losses, steps and tests, and how they fit together.
 
 Files and folders must be there; their contents are read before the first step.
 """
@@ -126,8 +126,8 @@ class ModelSettings(Settings):
 
 
 class DataSettings(Settings):
-    """Pairs of pictures and captions. `source`: "glyphs", a table (.tsv or .csv), or a collection: tar shards such as
-    "a/{000..099}.tar", parquet files and folders of pictures, several joined by "::".
+    """Pairs of images and captions. `source`: "glyphs", a table (.tsv or .csv), or a collection: tar shards such as
+    "a/{000..099}.tar", parquet files and folders of images, several joined by "::".
     """
 
     source: str = "glyphs"
@@ -169,7 +169,7 @@ class DataSettings(Settings):
 
 
 class SubBatch(SubBatches):
-    """Pictures and texts that an encoder sees at once; with `text_tokens`, as many texts as so many tokens allow."""
+    """Images and texts that an encoder sees at once; with `text_tokens`, as many texts as so many tokens allow."""
 
     image: Count = 256
     text: Count = 256
@@ -178,7 +178,7 @@ class SubBatch(SubBatches):
 
 
 class TrainSettings(Steps):
-    """Training steps on pictures and texts. A sub-batch above the largest batch is reduced to it. "float64" is for
+    """Training steps on images and texts. A sub-batch above the largest batch is reduced to it. "float64" is for
     comparing ways to compute the same: after a hundred steps rounding still does not show.
     """
 
@@ -204,7 +204,7 @@ Templates = Annotated[str, on_disk(f"{KNOWN} or a file", lambda name: name in PR
 
 
 class ZeroShotSettings(Settings):
-    """Classify the pictures of `folder`, which has a sub-folder for each class, by the names of the classes.
+    """Classify the images of `folder`, which has a sub-folder for each class, by the names of the classes.
 
     `classes`: a JSON file or lines of folder, tab and names. `templates`: "plain", "several" or a file with a sentence
     a line. `mapping`: a JSON file, from folder to the several classes that are right for it.
@@ -229,13 +229,13 @@ class ZeroShotSettings(Settings):
         yield not classes, "", f"must have a folder with a sub-folder for each class; {none}"
         files = (name for folder in classes for _, _, names in os.walk(folder) for name in names)
         empty = not any(name.lower().endswith(PICTURES) for name in files)
-        yield empty, "", f"must have a folder with pictures ({pictures}) of each class; {none}"
+        yield empty, "", f"must have a folder with images ({pictures}) of each class; {none}"
 
 
 class RetrievalSettings(Settings):
-    """Find captions by pictures and pictures by captions: Karpathy's JSON, or a table (.tsv or .csv).
+    """Find captions by images and images by captions: Karpathy's JSON, or a table (.tsv or .csv).
 
-    `split`: of the JSON, by default "test". `images`: the folder of the pictures, by default the file's own.
+    `split`: of the JSON, by default "test". `images`: the folder of the images, by default the file's own.
     """
 
     captions: FilePath
@@ -259,7 +259,7 @@ GAPS = must(
 
 
 class EvaluateSettings(Settings):
-    """Probes of recall at each fraction `every` of the run, digits, and tests on other pictures."""
+    """Probes of recall at each fraction `every` of the run, digits, and tests on other images."""
 
     every: Share = 0.1
     probe: Count = 1000
@@ -270,7 +270,7 @@ class EvaluateSettings(Settings):
 
     @property
     def tests(self) -> tuple[ZeroShotSettings | RetrievalSettings, ...]:
-        """The tests on other pictures."""
+        """The tests on other images."""
         return *self.zero_shot, *self.retrieval
 
     def clashes(self) -> Iterable[Clash]:
@@ -280,7 +280,7 @@ class EvaluateSettings(Settings):
 
 
 class Recipe(AnyRecipe):
-    """A whole run of pictures and texts."""
+    """A whole run of images and texts."""
 
     kind: Literal["image-text"] = "image-text"
     data: DataSettings = DataSettings()
@@ -300,10 +300,10 @@ class Recipe(AnyRecipe):
 
     def clashes(self) -> Iterable[Clash]:
         yield from super().clashes()
-        reason = "must be false with model.precompute: each picture is seen once; got true"
+        reason = "must be false with model.precompute: each image is seen once; got true"
         yield self.model.precompute and self.data.augment, "data.augment", reason
         key = self.loss.other_model
-        reason = "must be left out with model.precompute: that model needs pictures"
+        reason = "must be left out with model.precompute: that model needs images"
         yield self.model.precompute and key, f"loss.{key}", reason
         reason = f'must be "device" with loss.kind = "{self.loss.kind}"; got "host"'
         yield self.train.features == "host" and not self.may_stream, "train.features", reason

@@ -105,14 +105,14 @@ class DclSettings(LossSettings):
 
 
 class SupConSettings(LossSettings):
-    """SupConLoss of images and texts together: a caption is the label of its pictures and of itself."""
+    """SupConLoss of images and texts together: a caption is the label of its images and of itself."""
 
     kind: Literal["supcon"] = "supcon"
     form: str = "out"
 
 
 class NTXentSettings(LossSettings):
-    """NTXentLoss: a picture and its caption are the two views of an example."""
+    """NTXentLoss: an image and its caption are the two views of an example."""
 
     kind: Literal["ntxent"] = "ntxent"
     label_smoothing: Fraction = 0.0

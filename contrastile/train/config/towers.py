@@ -281,7 +281,7 @@ def _completed(recipe: Any) -> Any:
         reason = f'must have a model_type that transformers knows; got "{kind}"'
         hint = f" (did you mean {near[0]}?)" if near else ""
         base.refuse([(kind not in CONFIG_MAPPING, f"model.{side}.{origin}", reason + hint)])
-        # the pictures' size and channels complete a configuration that does not name them
+        # the images' size and channels complete a configuration that does not name them
         pixels = {"image_size": recipe.data.image_size, "num_channels": recipe.data.channels} if side == "image" else {}
         try:
             described = Library(folder=tower.folder, config=tower.config).described(**pixels)
@@ -289,7 +289,7 @@ def _completed(recipe: Any) -> Any:
             key, _, reason = str(failure).removeprefix("`").partition("` ")
             base.refuse([(True, f"model.{side}.{key}", reason)])
         if side == "both" and recipe.kind == "image-text":
-            reason = f"must be a model of pictures and texts; got {described.model_type}. "
+            reason = f"must be a model of images and texts; got {described.model_type}. "
             reason += "Take a CLIP or a SigLIP, or give the two sides a tower each."
             base.refuse([(not {"vision_config", "text_config"} <= {*described.sub_configs}, "model.both", reason)])
         sides[side] = tower.model_copy(update={"folder": None, "config": described.to_dict()})

@@ -44,7 +44,7 @@ def write_report(
     folder: RunFolder, galleries: Samples | None = None, *, questions: Samples | None = None,
     wording: Wording | None = None, so_far: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
-    """Write `report.html`. The `wording` is that of pictures and texts unless another is passed.
+    """Write `report.html`. The `wording` is that of images and texts unless another is passed.
 
     so_far: the metadata of a run that still trains, which has no results yet. Samples are stored in the folder; those
     stored before are shown where none are passed.
@@ -132,7 +132,7 @@ def memory_saved(metadata: Mapping[str, Any]) -> dict[str, int] | None:
 
 
 def measures(results: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[str, str]]]:
-    """The measures of each test by open_clip's names, and the number of its unreadable pictures."""
+    """The measures of each test by open_clip's names, and the number of its unreadable images."""
     return {
         row["test"]: [
             *((name, f"{value:.4f}") for name, value in row["metrics"].items()),
@@ -164,14 +164,14 @@ from PIL import Image
 run = contrastile.load("{run}")
 scores = run.encode_image([Image.open("picture.png")]) @ run.encode_text(["one caption", "another caption"]).T
 
-# on the command line: pictures of a folder by a text
+# on the command line: images of a folder by a text
 contrastile encode {run} my/pictures
 contrastile search {run} "one caption\"""",
     parts={
         "faces": "held-out fonts",
         "names": "held-out names",
         "held_out": "held-out pairs",
-        "images": "held-out pictures",
+        "images": "held-out images",
     },
 )
 
@@ -226,7 +226,7 @@ def _figures(steps: StepColumns, metadata: Mapping[str, Any], wording: Wording) 
     if recalls := _probed(steps.others, wording.parts):
         figures.append(draw(recalls, title=wording.probes, percent=True))
     if tested := _tested(steps.others):
-        figures.append(draw(tested, title="Tests on other pictures (a sample)", percent=True))
+        figures.append(draw(tested, title="Tests on other images (a sample)", percent=True))
     single = {
         "scale": ("Scale", steps["scale"]),
         "rate": ("Learning rate", steps["learning_rate"]),

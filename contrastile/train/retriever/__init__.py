@@ -1,1 +1,1 @@
-"""The task of retrievers, beside that of pictures and texts: recipe, batches, run, job, evaluation."""
+"""The task of retrievers, beside that of images and texts: recipe, batches, run, job, evaluation."""

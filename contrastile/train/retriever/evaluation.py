@@ -258,7 +258,7 @@ def evaluate_and_report(
     answered = rank_all(run, texts, passages, first_stage)
     results, match = evaluate(run.recipe, texts, answered), run.recipe.evaluate.match
     retrieved = [rankings for rankings in answered if rankings.system == "retriever"]
-    # a picture for the first passage of each question alone: it takes an encoding of both
+    # a figure for the first passage of each question alone: it takes an encoding of both
     size = None if isinstance(passages, TokenStore) else passages.dimensions
     picture = partial(alignment, run, dimensions=size) if run.recipe.model.kind == "late" else None
     questions = [question_samples(rankings, texts, match, picture) for rankings in retrieved]
