@@ -413,6 +413,9 @@ class Changing(nn.Module):
 
 BAD = {
     "`encoder` must be callable": lambda t: encode(3, _inputs(), sub_batch=4),
+    "`encoder` must be on meta, as its inputs are; got cpu. Pass inputs that have values.": lambda t: encode(
+        t, _inputs().to("meta"), sub_batch=4
+    ),
     "`sub_batch` must be a whole number of at least 1; got 0. Count examples, tokens, or sub-batches, or say "
     '"auto".': lambda t: encode(t, _inputs(), sub_batch=0),
     "`sub_batch_tokens` must be a whole number of at least 1; got 0. Count examples, tokens, or sub-"

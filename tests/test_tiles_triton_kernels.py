@@ -27,7 +27,7 @@ from contrastile.losses.reference import dense_decoupled, dense_softmax
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax, SoftmaxInside, SoftmaxStats
 from contrastile.tiles.eager import Eager
-from contrastile.tiles.triton import backend, block, launch, plan, positions, sorting
+from contrastile.tiles.triton import backend, block, label_sums, launch, plan, positions, sorting
 from contrastile.tiles.triton.arithmetic import CAREFUL, SHIFT
 from contrastile.tiles.triton.backend import Triton
 from contrastile.tiles.triton.masks import UNROLLED
@@ -175,8 +175,13 @@ def test_exponentials_are_kept_with_labels(
 @pytest.mark.parametrize("scale", [20.0, 3000.0])
 @pytest.mark.parametrize("loss", [SYMMETRIC, Softmax(), Softmax(exclude_self=True)], ids=str)
 @pytest.mark.usefixtures("_few_features")
-def test_positives_by_label_are_sums_of_features(loss: Softmax, scale: float, workspace: int) -> None:
+def test_positives_by_label_are_sums_of_features(
+    loss: Softmax, scale: float, workspace: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Runs over several chunks, of one row, and without a positive; sums of few features at a time in little memory."""
+    # the longest run has more chunks than are added at once
+    monkeypatch.setattr(label_sums, "CHUNK", 16)
+    monkeypatch.setattr(label_sums, "TILES", 2)
     features = [_unit(n, torch.bfloat16, 140) for n in (75, 75 if loss.exclude_self else 110)]
     # the first is half of all rows, and each of the last is alone or on one side
     of_rows, of_cols = ((torch.arange(n) * 2 // n) * torch.arange(n) for n in map(len, features))

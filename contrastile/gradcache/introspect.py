@@ -124,6 +124,8 @@ def reach(
         got, remedy = "one of torch.jit", "Pass the module that it was made from, or what torch.compile makes of that."
         raise invalid("encoder", "consist of Python's modules", got, remedy)
     device = device or (input_device if first is None else first.device)
+    if any(leaf.is_meta and leaf.device != device for leaf in leaves):
+        raise invalid("encoder", "be on meta, as its inputs are", device, "Pass inputs that have values.")
     if not torch.is_grad_enabled():
         return Reached(modules, [], device)
     if any(map(is_lazy, parameters)):
