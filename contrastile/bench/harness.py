@@ -38,8 +38,8 @@ LEAST_SECONDS = 0.01
 # products between two runs of a step last as long as the step, up to this: a GPU's clocks follow its load
 MOST_PRODUCT_SECONDS = 0.25
 MOST_ROUNDS = 25
-# untimed steps at first, at most
-WARMUP_STEPS = 5
+# untimed steps at first, at most: the fifth call of a kind may be the one that is captured
+WARMUP_STEPS = 8
 # seconds of a first and of a second step that may have compiled, and of a later one that may have been captured
 COMPILATION = 60.0, 5.0, 1.0
 # side and dtype of the product that times are compared with
