@@ -95,8 +95,8 @@ SHARED = re.compile(r"(\d+) ranks, (\w+)")
 HOST_BOUND = ("clip triton, workspace 32 MiB 65536 x 512 bfloat16 on 1",)
 # rows up to which a machine with an H100 had a host that took 0.37 to 0.63 ms for one call
 LEAST_OF_H100 = 4096
-# calls with so little work that they take the host's time, and calls on an H100's machine whose host took 0.6 of 1.0 ms
-HOST_CALL, SLOW_CALL = "infonce 1024 x 4096 x 512", "infonce 1024 x 65536 x 768"
+# a call with so little work that it takes the host's time
+HOST_CALL = "infonce 1024 x 4096 x 512"
 # seconds of a rank alone, and of a hop, below which they are those of the host, which fills the buffers of receives:
 # 5 to 8 ms for a gather, 0.5 to 1 ms for a hop
 LEAST_ALONE, LEAST_HOP = 0.01, 1e-3
@@ -272,7 +272,7 @@ def of_call(row: dict[str, str]) -> dict[str, Any]:
     name = "clip_labels" if labels and "," in row["impl"] else "clip" if labels else kind
     which = loss_of(name, d) | ({"listed": True} if "positives" in row["impl"] else {})
     size = LossSize(N, M, W, d, profile_of(chip).memory, exchange, "triton", given=given, **which)
-    slow = call == HOST_CALL or (chip == "H100" and (max(N, M) <= LEAST_OF_H100 or row["call"] == SLOW_CALL))
+    slow = call == HOST_CALL or (chip == "H100" and max(N, M) <= LEAST_OF_H100)
     reason = HOST if slow else None
     # the host's time of ranks was taken from these
     return {"label": f"{row['call']}: {row['impl']}", "loss": size, "untimed": reason, "fitted": several is not None}
