@@ -161,6 +161,17 @@ def test_ids_of_any_integers_leave_negatives_to_nobody(dtype: torch.dtype) -> No
     assert wide == narrow
 
 
+@pytest.mark.parametrize("kind", ["labels", "ids"])
+def test_the_least_of_all_labels_is_no_negatives(kind: str) -> None:
+    q, k, negatives = torch.randn(5, 8), torch.randn(5, 8), torch.randn(3, 8)
+    losses = []
+    for smallest in (-1, torch.iinfo(torch.int64).min):
+        given = torch.tensor([0, smallest, smallest, 0, 1])
+        same = {f"query_{kind}": given, f"key_{kind}": given}
+        losses.append(contrast(q, k, scale=2.0, loss=Softmax(), negatives=negatives, **same))
+    assert losses[0] == losses[1]
+
+
 def test_labels_that_are_all_different_are_told() -> None:
     labels = torch.arange(5)
     features = F.normalize(torch.randn(5, 8), dim=-1)

@@ -348,16 +348,14 @@ class _Sides:
         return rows, cols
 
     def _groups(self, of_queries: Tensor | None, of_keys: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Labels, or ids, of rows and columns as int64, which every backend can send.
-
-        Negatives share theirs with no query, unless those of the keys go on over them.
-        """
+        """Labels or ids of rows and columns in int64. Negatives have one of their own, unless the keys' include it."""
         if of_queries is None or of_keys is None:
             return None, None
         negatives, groups = len(self.cols[0]) - self.keys, of_queries.long()
         if negatives and len(of_keys) == self.keys:
-            own = torch.full((negatives,), torch.iinfo(torch.int64).min, device=of_keys.device)
-            return groups, torch.cat([of_keys.long(), own])
+            # the least number, in place of which a query or a key has the next
+            own = torch.full((negatives,), least := torch.iinfo(torch.int64).min, device=of_keys.device)
+            return groups.clamp(min=least + 1), torch.cat([of_keys.long().clamp(min=least + 1), own])
         return groups, groups if of_keys is of_queries else of_keys.long()
 
 
