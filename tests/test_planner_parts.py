@@ -277,9 +277,10 @@ def test_an_optimizer_takes_its_passes_or_the_hosts_launches(tmp_path: Path) -> 
     assert [kind for kind, work in works.items() if work.products] == ["muon"]
     slow = replace(profile, launch=1.0)
     assert update_seconds(works["muon"], slow) == pytest.approx(UPDATE_LAUNCHES * works["muon"].kernels)
-    # a rank of sharded weights updates its part
-    shared = contrastile.plan(path, "train.parallel='shard'", gpus="2xH200").update
-    assert shared.moved == pytest.approx(contrastile.plan(path, gpus="2xH200").update.moved / 2)
+    # a rank of sharded weights updates its part, and gathers the few that there are once in a step
+    shared, whole = (contrastile.plan(path, *words, gpus="2xH200") for words in (["train.parallel='shard'"], []))
+    assert shared.update.moved == pytest.approx(whole.update.moved / 2)
+    assert shared.step.held.weights == pytest.approx(1.5 * whole.step.held.weights)
 
 
 @pytest.mark.parametrize(("N", "M", "features", "symmetric", "gigabytes", "keeps"), [
