@@ -386,7 +386,8 @@ def _steps(rank: int, group: Any, kind: str, exchange: str) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# "clip" in fused kernels: below
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "clip"])
 def test_calls_of_several_ranks_are_replayed_for_each_layout(pool: Pool, kind: str) -> None:
     truth = pool.run(_steps, 3, kind, "replicate")
     for exchange in ("gather", "ring"):
