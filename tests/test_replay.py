@@ -386,7 +386,8 @@ def _steps(rank: int, group: Any, kind: str, exchange: str) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# "clip" in fused kernels: below
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "clip"])
 def test_calls_of_several_ranks_are_replayed_for_each_layout(pool: Pool, kind: str) -> None:
     truth = pool.run(_steps, 3, kind, "replicate")
     for exchange in ("gather", "ring"):
@@ -415,7 +416,7 @@ def _taped(rank: int, group: Any, kind: str, exchange: str) -> list[Tensor]:
         }.items():  # fmt: skip
             for attribute, value in values.items():
                 patch.setattr(place, attribute, value)
-        for step in range(5):
+        for step in range(0 if taped else 2, 5):
             torch.manual_seed(10 * step + rank)
             q, k = (torch.randn(SIZES["uneven"][rank], 6, requires_grad=True) for _ in range(2))
             scale = torch.tensor(2.0 + step, requires_grad=True)
@@ -430,7 +431,8 @@ def _taped(rank: int, group: Any, kind: str, exchange: str) -> list[Tensor]:
 def test_transfers_repeated_between_tapes_give_the_bits_of_plain_calls(pool: Pool, kind: str, exchange: str) -> None:
     taped, plain = (pool.run(_taped, 3, kind, exchange + how) for how in (" taped", ""))
     for ours, theirs in zip(taped, plain, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
+        # the first two calls are plain ones
+        assert all(torch.equal(x, y) for x, y in zip(ours[2 * 4 :], theirs, strict=True))
 
 
 class _Played:

@@ -171,8 +171,7 @@ def test_exponentials_are_kept_with_labels(
     assert tiles.exponentials is None
 
 
-@pytest.mark.parametrize("workspace", [2**30, 2**17])
-@pytest.mark.parametrize("scale", [20.0, 3000.0])
+@pytest.mark.parametrize(("scale", "workspace"), [(20.0, 2**30), (20.0, 2**17), (3000.0, 2**30)])
 @pytest.mark.parametrize("loss", [SYMMETRIC, Softmax(), Softmax(exclude_self=True)], ids=str)
 @pytest.mark.usefixtures("_few_features")
 def test_positives_by_label_are_sums_of_features(

@@ -116,7 +116,6 @@ def same_as_alone(alone: Path, together: Path, W: int, norm: float = 1e-2, least
 @pytest.mark.parametrize(
     ("W", "overrides"),
     [
-        (2, ("train.examples=240",)),
         # parts of each batch, the last batch a single pair: two ranks have nothing of it
         (3, ("train.batch=23", "train.examples=93", "train.accumulate=2")),
         (2, ("loss.kind=siglip", "loss.exchange=ring", "loss.gradient=sum", "train.examples=128")),

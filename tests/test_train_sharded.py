@@ -63,7 +63,6 @@ def _compiling(rank: int, words: list[str]) -> int:
                 "train.retain=auto",
             ),
         ),
-        (3, ("optim.kind=adafactor", "train.examples=64")),
         # a tower that does not train, and one whose layers are computed again in the backward
         (2, ("model.locked=['image']", "model.checkpointing=['text']", STILL, "train.batch=16", "train.examples=48")),
         (2, (COMPILE, STILL, "train.batch=16", "train.examples=48", "optim.ema=0.9")),
@@ -100,11 +99,9 @@ def test_a_retriever_with_adapters_and_fp16_trains(tmp_path: Path) -> None:
     assert all(0 < step["loss"] < 10 and step["norm"] > 0 for step in steps)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adafactor"])
-def test_a_stopped_run_resumes_bit_identically_on_as_many_ranks(tmp_path: Path, kind: str) -> None:
+def test_a_stopped_run_resumes_bit_identically_on_as_many_ranks(tmp_path: Path) -> None:
     # layers that are gathered one at a time, with dropout, and a state of the optimizer that is factored
-    towers = {"adamw": LAYERS, "adafactor": "train.sub_batch=8"}
-    overrides = (*SAVED, SHARD, "train.examples=64", "train.batch=16", f"optim.kind={kind}", towers[kind])
+    overrides = (*SAVED, SHARD, "train.examples=64", "train.batch=16", "optim.kind=adafactor", LAYERS)
     whole = _trained(tmp_path, 2, *overrides).rename(tmp_path / "whole")
     words = _words(tmp_path, *overrides)
     assert codes_of(2, tmp_path, _late_signal, words, signal.SIGTERM) == [128 + signal.SIGTERM, 0]
@@ -113,7 +110,7 @@ def test_a_stopped_run_resumes_bit_identically_on_as_many_ranks(tmp_path: Path, 
     assert "held-out pairs" in evaluate_run(folder)
     plain = json.loads(next(folder.glob("checkpoints/step-*/state.json")).read_text())
     assert plain["origin"]["run"] == (folder / "run.id").read_text().strip()
-    assert plain["origin"]["optim.kind"] == kind
+    assert plain["origin"]["optim.kind"] == "adafactor"
     assert codes_of(2, tmp_path, _main, [*words, "--resume"]) == [0, 0]
     # a finished run does the same with whole towers
     same_run(folder, whole)
