@@ -479,6 +479,32 @@ def test_fsdp2_gathers_once_a_step_where_it_does_not_reshard_after_the_forward(p
     pool.check(_staying, 3, stay)
 
 
+def _gathers_in_steps(rank: int, group: Any, sizes: Any) -> list[list[str]]:
+    """Gathers of two backwards, and of the second step's forward."""
+    model = Pair(depth=2)
+    for tower in (model.image, model.text):
+        _shard_blocks(tower, group)
+    fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+    x, y, labels = _mine(rank, group)
+    found = list[list[str]]()
+    with _gathers() as gathered:
+        for _ in range(2):
+            image = encode((model, "encode_image"), x, sub_batch=sizes)
+            text = encode((model, "encode_text"), y, sub_batch=sizes)
+            loss = loss_of("ClipLoss", (image, text, *model.numbers()), labels, group=group)
+            found.append([*gathered])
+            gathered.clear()
+            loss.backward()
+            found.append([*gathered])
+            gathered.clear()
+    return found[1:]
+
+
+def test_trials_of_sizes_leave_fsdp2_as_it_was(pool: Pool) -> None:
+    # all of the batch fits; where only some ranks made a trial, other gathers would be a hang
+    assert pool.run(_gathers_in_steps, 2, "auto") == pool.run(_gathers_in_steps, 2, 7)
+
+
 def _mixed(rank: int, group: Any) -> None:
     """bfloat16 parameters, float32 shards and reduction: sums of sub-batches are rounded once."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -302,6 +302,8 @@ class Sharding:
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Keep all parameters whole during trials, which may end anywhere, so that no rank waits for another."""
+        # a trial, which some ranks make without the others, must not be the first forward
+        _torch.settle_fsdp_roots(self._states)
         groups = self._groups
         sharded = [group for group in groups if not group.is_unsharded]
         for module in self.modules:
@@ -316,7 +318,7 @@ class Sharding:
     @contextmanager
     def attempt(self) -> Iterator[None]:
         """Restore FSDP2's records after one trial, whether or not it succeeded."""
-        with _torch.restoring_fsdp_root(self._states):
+        with _torch.restoring_fsdp_records(self._states):
             try:
                 yield
             finally:
