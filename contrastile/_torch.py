@@ -269,6 +269,20 @@ def fsdp_parameters(states: Sequence[Any]) -> list[tuple[Tensor, Tensor | None]]
     return [(each.sharded_param, getattr(each, "_unsharded_param", None)) for each in parameters]
 
 
+def fsdp_wholes(states: Sequence[Any]) -> dict[int, Tensor]:
+    """Whole of each parameter that was gathered, by the ids of what the module may have in its place.
+
+    That is the shard, or the larger one that `reshard_after_forward=8` leaves after a forward.
+    """
+    parameters = [each for state in states for group in fsdp_groups(state) for each in group.fsdp_params]
+    return {
+        id(shard): each._unsharded_param
+        for each in parameters
+        if hasattr(each, "_unsharded_param")
+        for shard in (each.sharded_param, getattr(each, "_sharded_post_forward_param", None))
+    }
+
+
 def settle_fsdp_roots(states: Sequence[Any]) -> None:
     """Have FSDP2 settle now what it would in the first forward: the root, which is not sharded after its forward."""
     for state in states:

@@ -455,10 +455,10 @@ def test_fsdp2_scatters_each_group_once(pool: Pool, way: str, how: str) -> None:
     pool.check(_sharded_steps, 3, way, how)
 
 
-def _staying(rank: int, group: Any, stay: bool) -> None:
+def _staying(rank: int, group: Any, reshard: bool | int) -> None:
     model, truth = Pair(depth=2), _truth(Pair(depth=2))
     for tower in (model.image, model.text):
-        _shard_blocks(tower, group, reshard_after_forward=not stay)
+        _shard_blocks(tower, group, reshard_after_forward=reshard)
     fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
     x, y, labels = _mine(rank, group)
     shards = [local(p).shape for p in model.parameters()]
@@ -466,17 +466,21 @@ def _staying(rank: int, group: Any, stay: bool) -> None:
         for step in range(3):
             model.zero_grad()
             gathered.clear()
-            loss_of("ClipLoss", (*_both(model, x, y), *model.numbers()), labels, group=group).backward()
+            features = _both(model, x, y)
+            loss_of("ClipLoss", (*features, *model.numbers()), labels, group=group).backward()
             _compare(_found(model), truth)
             # nothing is whole between two steps
             assert [local(p).shape for p in model.parameters()] == shards
             # wholes are made in the first step
-            assert step == 0 or (max(Counter(gathered).values()) == 1) == stay
+            assert step == 0 or (max(Counter(gathered).values()) == 1) == (reshard is False)
 
 
-@pytest.mark.parametrize("stay", [True, False])
-def test_fsdp2_gathers_once_a_step_where_it_does_not_reshard_after_the_forward(pool: Pool, stay: bool) -> None:
-    pool.check(_staying, 3, stay)
+# 2: among two ranks each, until the backward
+@pytest.mark.parametrize(("W", "reshard"), [(3, False), (3, True), (4, 2)])
+def test_fsdp2_gathers_once_a_step_where_it_does_not_reshard_after_the_forward(
+    pool: Pool, W: int, reshard: bool | int
+) -> None:
+    pool.check(_staying, W, reshard)
 
 
 def _gathers_in_steps(rank: int, group: Any, sizes: Any) -> list[list[str]]:

@@ -238,7 +238,7 @@ class Sharding:
                 self.most(0)
                 module.unshard()
                 module.reshard()
-        wholes = {id(shard): whole for shard, whole in _torch.fsdp_parameters(self._states) if whole is not None}
+        wholes = _torch.fsdp_wholes(self._states)
         used = [wholes[id(p)].requires_grad_() if id(p) in wholes else p for p in parameters]
         distributed = [p for p in used if managed and hasattr(p, "device_mesh")]
         if any(not placement.is_replicate() for p in distributed for placement in getattr(p, "placements", ())):
