@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
+    FSDPModule,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
     fully_shard,
@@ -34,6 +35,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 from contrastile import _torch, encode
 from contrastile.distributed import collectives, consistency
+from contrastile.gradcache.ddp_fsdp import Sharding
 from contrastile.train.sharded import full, local, shard_like
 
 STEPS = 3
@@ -462,15 +464,20 @@ def _staying(rank: int, group: Any, reshard: bool | int) -> None:
     fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
     x, y, labels = _mine(rank, group)
     shards = [local(p).shape for p in model.parameters()]
+    sharding = Sharding([module for module in model.modules() if isinstance(module, FSDPModule)])
+    everything = sum(p.nbytes for p in model.parameters())
     with _gathers() as gathered:
         for step in range(3):
             model.zero_grad()
             gathered.clear()
             features = _both(model, x, y)
+            # of uneven shards with a margin
+            assert (sharding.whole_bytes() >= everything) == (reshard is False)
             loss_of("ClipLoss", (*features, *model.numbers()), labels, group=group).backward()
             _compare(_found(model), truth)
             # nothing is whole between two steps
             assert [local(p).shape for p in model.parameters()] == shards
+            assert sharding.whole_bytes() == 0
             # wholes are made in the first step
             assert step == 0 or (max(Counter(gathered).values()) == 1) == (reshard is False)
 

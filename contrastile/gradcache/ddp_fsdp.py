@@ -257,6 +257,10 @@ class Sharding:
         """The wholes of all shards, frozen ones too: a graph that refers to one takes no memory for it."""
         return [whole for _, whole in _torch.fsdp_parameters(self._states) if whole is not None]
 
+    def whole_bytes(self) -> int:
+        """Bytes of the wholes that are gathered at present: the others' storages are empty."""
+        return sum(whole.untyped_storage().nbytes() for whole in self.wholes())
+
     def most(self, value: int, **statement: Any) -> int:
         """The largest value of any rank: each run is a collective, so all ranks must run equally often.
 
