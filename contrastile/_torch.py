@@ -294,6 +294,7 @@ def restoring_fsdp_records(states: Sequence[Any]) -> Iterator[None]:
     """Restore FSDP2's records: the module that runs as the root, the callback queued for its backward, and the order
     of forwards, by which each rank gathers in advance for a backward.
     """
+    settle_fsdp_roots(states)
     contexts = list(dict.fromkeys(state._state_ctx for state in states))
     before = [(each.iter_forward_root, each.post_backward_final_callback_queued) for each in contexts]
     orders = [group._post_forward_indices for state in states for group in fsdp_groups(state)]
