@@ -269,16 +269,44 @@ def fsdp_parameters(states: Sequence[Any]) -> list[tuple[Tensor, Tensor | None]]
     return [(each.sharded_param, getattr(each, "_unsharded_param", None)) for each in parameters]
 
 
+def fsdp_wholes(states: Sequence[Any]) -> dict[int, Tensor]:
+    """Whole of each parameter that was gathered, by the ids of what the module may have in its place.
+
+    That is the shard, or the larger one that `reshard_after_forward=8` leaves after a forward.
+    """
+    parameters = [each for state in states for group in fsdp_groups(state) for each in group.fsdp_params]
+    return {
+        id(shard): each._unsharded_param
+        for each in parameters
+        if hasattr(each, "_unsharded_param")
+        for shard in (each.sharded_param, getattr(each, "_sharded_post_forward_param", None))
+    }
+
+
+def settle_fsdp_roots(states: Sequence[Any]) -> None:
+    """Have FSDP2 settle now what it would in the first forward: the root, which is not sharded after its forward."""
+    for state in states:
+        state._lazy_init()
+
+
 @contextmanager
-def restoring_fsdp_root(states: Sequence[Any]) -> Iterator[None]:
-    """Restore FSDP2's record of the module that runs as the root, and of the callback queued for its backward."""
+def restoring_fsdp_records(states: Sequence[Any]) -> Iterator[None]:
+    """Restore FSDP2's records: the module that runs as the root, the callback queued for its backward, and the order
+    of forwards, by which each rank gathers in advance for a backward.
+    """
+    settle_fsdp_roots(states)
     contexts = list(dict.fromkeys(state._state_ctx for state in states))
     before = [(each.iter_forward_root, each.post_backward_final_callback_queued) for each in contexts]
+    orders = [group._post_forward_indices for state in states for group in fsdp_groups(state)]
+    orders += [state._comm_ctx.post_forward_order for state in states]
+    kept = [(order, [*order]) for order in orders]
     try:
         yield
     finally:
         for each, (root, queued) in zip(contexts, before, strict=True):
             each.iter_forward_root, each.post_backward_final_callback_queued = root, queued
+        for order, entries in kept:
+            order[:] = entries
 
 
 def reduce_at_end_of_backward(states: Sequence[Any]) -> None:

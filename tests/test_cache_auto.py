@@ -380,6 +380,23 @@ def test_on_an_accelerator_all_graphs_that_fit_are_kept(monkeypatch: Any) -> Non
     assert [kept(85.6, 1), kept(22.4, 1)] == [1, 1]
 
 
+def test_weights_gathered_for_all_sub_batches_are_no_part_of_a_graph(monkeypatch: Any) -> None:
+    """Graphs of 10 bytes beside weights of 400, on a device of 1,000 bytes."""
+    weights = used = 0
+    monkeypatch.setattr(memory, "free_memory", lambda _: (1000 - used, 1000))
+    monkeypatch.setattr(memory, "allocated", lambda _: used)
+
+    def graph() -> Any:
+        nonlocal weights, used
+        weights, used = 400, 410
+        return [], []
+
+    choice = RetainedGraphs("auto", 99, torch.device("cuda", 0))
+    choice.measured(0, graph, 1, lambda _: 0, lambda: weights)
+    # of 1,000 without weights, margin, workspace and one graph more
+    assert 99 - choice.first == (1000 - 400 - 60 - 31 - 10) // 10
+
+
 def test_spare_bytes_leave_a_margin(monkeypatch: Any) -> None:
     monkeypatch.setattr(memory, "free_memory", lambda _: (100_000, 128_000))
     assert spare_bytes(torch.device("cuda")) == 100_000 - 0.06 * 128_000 - 4_000

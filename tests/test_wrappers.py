@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
+    FSDPModule,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
     fully_shard,
@@ -34,6 +35,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 from contrastile import _torch, encode
 from contrastile.distributed import collectives, consistency
+from contrastile.gradcache.ddp_fsdp import Sharding
 from contrastile.train.sharded import full, local, shard_like
 
 STEPS = 3
@@ -455,28 +457,63 @@ def test_fsdp2_scatters_each_group_once(pool: Pool, way: str, how: str) -> None:
     pool.check(_sharded_steps, 3, way, how)
 
 
-def _staying(rank: int, group: Any, stay: bool) -> None:
+def _staying(rank: int, group: Any, reshard: bool | int) -> None:
     model, truth = Pair(depth=2), _truth(Pair(depth=2))
     for tower in (model.image, model.text):
-        _shard_blocks(tower, group, reshard_after_forward=not stay)
+        _shard_blocks(tower, group, reshard_after_forward=reshard)
     fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
     x, y, labels = _mine(rank, group)
     shards = [local(p).shape for p in model.parameters()]
+    sharding = Sharding([module for module in model.modules() if isinstance(module, FSDPModule)])
+    everything = sum(p.nbytes for p in model.parameters())
     with _gathers() as gathered:
         for step in range(3):
             model.zero_grad()
             gathered.clear()
-            loss_of("ClipLoss", (*_both(model, x, y), *model.numbers()), labels, group=group).backward()
+            features = _both(model, x, y)
+            # of uneven shards with a margin
+            assert (sharding.whole_bytes() >= everything) == (reshard is False)
+            loss_of("ClipLoss", (*features, *model.numbers()), labels, group=group).backward()
             _compare(_found(model), truth)
             # nothing is whole between two steps
             assert [local(p).shape for p in model.parameters()] == shards
+            assert sharding.whole_bytes() == 0
             # wholes are made in the first step
-            assert step == 0 or (max(Counter(gathered).values()) == 1) == stay
+            assert step == 0 or (max(Counter(gathered).values()) == 1) == (reshard is False)
 
 
-@pytest.mark.parametrize("stay", [True, False])
-def test_fsdp2_gathers_once_a_step_where_it_does_not_reshard_after_the_forward(pool: Pool, stay: bool) -> None:
-    pool.check(_staying, 3, stay)
+# 2: among two ranks each, until the backward
+@pytest.mark.parametrize(("W", "reshard"), [(3, False), (3, True), (4, 2)])
+def test_fsdp2_gathers_once_a_step_where_it_does_not_reshard_after_the_forward(
+    pool: Pool, W: int, reshard: bool | int
+) -> None:
+    pool.check(_staying, W, reshard)
+
+
+def _gathers_in_steps(rank: int, group: Any, sizes: Any) -> list[list[str]]:
+    """Gathers of two backwards, and of the second step's forward."""
+    model = Pair(depth=2)
+    for tower in (model.image, model.text):
+        _shard_blocks(tower, group)
+    fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+    x, y, labels = _mine(rank, group)
+    found = list[list[str]]()
+    with _gathers() as gathered:
+        for _ in range(2):
+            image = encode((model, "encode_image"), x, sub_batch=sizes)
+            text = encode((model, "encode_text"), y, sub_batch=sizes)
+            loss = loss_of("ClipLoss", (image, text, *model.numbers()), labels, group=group)
+            found.append([*gathered])
+            gathered.clear()
+            loss.backward()
+            found.append([*gathered])
+            gathered.clear()
+    return found[1:]
+
+
+def test_trials_of_sizes_leave_fsdp2_as_it_was(pool: Pool) -> None:
+    # all of the batch fits; where only some ranks made a trial, other gathers would be a hang
+    assert pool.run(_gathers_in_steps, 2, "auto") == pool.run(_gathers_in_steps, 2, 7)
 
 
 def _mixed(rank: int, group: Any) -> None:

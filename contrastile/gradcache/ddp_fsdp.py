@@ -238,7 +238,7 @@ class Sharding:
                 self.most(0)
                 module.unshard()
                 module.reshard()
-        wholes = {id(shard): whole for shard, whole in _torch.fsdp_parameters(self._states) if whole is not None}
+        wholes = _torch.fsdp_wholes(self._states)
         used = [wholes[id(p)].requires_grad_() if id(p) in wholes else p for p in parameters]
         distributed = [p for p in used if managed and hasattr(p, "device_mesh")]
         if any(not placement.is_replicate() for p in distributed for placement in getattr(p, "placements", ())):
@@ -256,6 +256,10 @@ class Sharding:
     def wholes(self) -> list[Tensor]:
         """The wholes of all shards, frozen ones too: a graph that refers to one takes no memory for it."""
         return [whole for _, whole in _torch.fsdp_parameters(self._states) if whole is not None]
+
+    def whole_bytes(self) -> int:
+        """Bytes of the wholes that are gathered at present: the others' storages are empty."""
+        return sum(whole.untyped_storage().nbytes() for whole in self.wholes())
 
     def most(self, value: int, **statement: Any) -> int:
         """The largest value of any rank: each run is a collective, so all ranks must run equally often.
@@ -302,6 +306,8 @@ class Sharding:
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Keep all parameters whole during trials, which may end anywhere, so that no rank waits for another."""
+        # a trial, which some ranks make without the others, must not be the first forward
+        _torch.settle_fsdp_roots(self._states)
         groups = self._groups
         sharded = [group for group in groups if not group.is_unsharded]
         for module in self.modules:
@@ -316,7 +322,7 @@ class Sharding:
     @contextmanager
     def attempt(self) -> Iterator[None]:
         """Restore FSDP2's records after one trial, whether or not it succeeded."""
-        with _torch.restoring_fsdp_root(self._states):
+        with _torch.restoring_fsdp_records(self._states):
             try:
                 yield
             finally:

@@ -210,7 +210,8 @@ class Job:
 
         while graphs.builds(index):
             try:
-                graph = graphs.measured(index, partial(self.run, index, rows, record.form, wanted), size, later)
+                run = partial(self.run, index, rows, record.form, wanted)
+                graph = graphs.measured(index, run, size, later, self.sharding.whole_bytes)
             except RuntimeError as error:
                 if "saved tensor hooks" in str(error):
                     # the encoder uses torch.func, under which no graph can be measured

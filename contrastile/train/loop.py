@@ -36,7 +36,7 @@ from contrastile.train.report.page import LiveReport, write_stopped_report
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.job import RetrieverJob
 from contrastile.train.run import begin_run, learned_by, same_recipe, save_run, settled
-from contrastile.train.sharded import full, gathered_once, is_sharded
+from contrastile.train.sharded import attempt, full, gathered_once, is_sharded
 from contrastile.train.state import Progress, StopRequest, TrainResult, all_finite
 from contrastile.train.task import BatchPart, Task
 
@@ -328,7 +328,7 @@ class Trainer:
         examples, unit = self.progress.seen, self.task.unit
         self.measurements += 1
         try:
-            with self.ema.in_place():
+            with self.ema.in_place(), attempt(self.model):
                 for line in measure():
                     self.metrics.write(kind, examples=examples, **line)
         except Exception as failure:

@@ -243,11 +243,11 @@ def plan_of(
     weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
     trained = sum(x.nbytes for x in model.parameters() if x.requires_grad)
     share = ranks if train.parallel == "shard" else 1
-    # `Ranks.combine` takes one buffer of all gradients
     own = weights // share + (weights if share > 1 and weights <= GATHERED_ONCE else 0)
     held = Held(
         own, state_bytes(model, recipe.optim) // share, trained // share if recipe.optim.ema else 0,
         trained if train.accumulate > 1 else 0,
+        # `Ranks.combine` takes one buffer of all gradients
         max(step_bytes(model, recipe.optim) // share, trained if ranks > 1 else 0),
         LIBRARIES if on_gpu else 0, teacher, queues,
     )  # fmt: skip

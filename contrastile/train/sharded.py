@@ -7,7 +7,7 @@ of `torch.distributed.checkpoint` have a pickle as metadata.
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from itertools import chain
 from typing import Any, Self
@@ -21,6 +21,7 @@ from contrastile._errors import invalid
 from contrastile._torch import pytree
 from contrastile._types import Gradient
 from contrastile.distributed import collectives
+from contrastile.gradcache.ddp_fsdp import Sharding
 from contrastile.models.base import repeated_modules
 from contrastile.train.checkpoints import Parts, Stateful
 
@@ -114,6 +115,11 @@ def gathered_once(model: Any) -> Iterator[None]:
             model.set_reshard_after_forward(True)
             for module in filter(is_sharded, model.modules()):
                 module.reshard()
+
+
+def attempt(model: nn.Module) -> AbstractContextManager[None]:
+    """Leave nothing whole where a forward within fails: the whole would keep its values when its shards change."""
+    return Sharding([module for module in model.modules() if is_sharded(module)]).attempt()
 
 
 def layers(tower: nn.Module) -> list[nn.Module]:
