@@ -6,7 +6,7 @@ The script behind the numbers of docs/kernels.md and docs/numerics.md. Needs a C
 
 First, products of a tile against float64: the share they lose, of all pairs and of those above three deviations, which
 matter to a loss. Per feature, this is `Shape.truncation` in tiles/triton/plan.py. Then whole losses, for pairs of some
-cosine, beside the plain formula in the same type. `contrastile bench loss` compares a few rows of larger problems.
+cosine, beside the plain formula in the same dtype. `contrastile bench loss` compares a few rows of larger problems.
 """
 
 from __future__ import annotations

@@ -263,10 +263,13 @@ def fsdp_groups(state: Any) -> list[Any]:
     return list(groups)
 
 
+def _fsdp_params(states: Sequence[Any]) -> list[Any]:
+    return [each for state in states for group in fsdp_groups(state) for each in group.fsdp_params]
+
+
 def fsdp_parameters(states: Sequence[Any]) -> list[tuple[Tensor, Tensor | None]]:
     """Shard and whole of each parameter; the whole is None until it was gathered for the first time."""
-    parameters = [each for state in states for group in fsdp_groups(state) for each in group.fsdp_params]
-    return [(each.sharded_param, getattr(each, "_unsharded_param", None)) for each in parameters]
+    return [(each.sharded_param, getattr(each, "_unsharded_param", None)) for each in _fsdp_params(states)]
 
 
 def fsdp_wholes(states: Sequence[Any]) -> dict[int, Tensor]:
@@ -274,10 +277,9 @@ def fsdp_wholes(states: Sequence[Any]) -> dict[int, Tensor]:
 
     That is the shard, or the larger one that `reshard_after_forward=8` leaves after a forward.
     """
-    parameters = [each for state in states for group in fsdp_groups(state) for each in group.fsdp_params]
     return {
         id(shard): each._unsharded_param
-        for each in parameters
+        for each in _fsdp_params(states)
         if hasattr(each, "_unsharded_param")
         for shard in (each.sharded_param, getattr(each, "_sharded_post_forward_param", None))
     }
