@@ -269,7 +269,10 @@ SUBJECTS = {
     "siglip_balanced": Subject(_some_balanced, _labelled(modules.SigLipLoss, balanced=True), 6, -10.0, OF_A_LABEL),
     # a matrix of twice the rows and columns
     "ntxent": Subject(_some_ntxent, _other_view(partial(_Views, modules.NTXentLoss)), 32),
-    "supcon": Subject(partial(_some_views, "out"), _of_same_views(partial(_Views, modules.SupConLoss)), 32),
+    # exponentials are rounded beside positives' as they are in "clip_two_labels"
+    "supcon": Subject(
+        partial(_some_views, "out"), _of_same_views(partial(_Views, modules.SupConLoss)), 32, rounded=1.25
+    ),
     "supcon_in": Subject(
         partial(_some_views, "in"), _of_same_views(partial(_Views, partial(modules.SupConLoss, form="in"))), 32
     ),
