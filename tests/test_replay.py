@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 
-from contrastile import ClipLoss, contrast
+from contrastile import ClipLoss, InfoNCELoss, contrast
 from contrastile.distributed import collectives, failure
 from contrastile.distributed.collectives import captured_call
 from contrastile.distributed.failure import LostRankError, state_of
@@ -117,6 +117,24 @@ def test_upstream_gradients_and_frozen_sides(frozen: tuple[str, ...]) -> None:
         found = torch.autograd.grad(7.0 * first - second, free)
         truth = torch.autograd.grad(6.0 * contrast(**leaves, reduction="none").mean(), free)
         assert all(distance(x, y) <= 1e-12 for x, y in zip(found, truth, strict=True))
+
+
+@pytest.mark.usefixtures("_played")
+@pytest.mark.parametrize(
+    "how", [{}, {"in_batch": False}, {"hardness_mode": "hard_negatives", "hardness_strength": 5.0}], ids=str
+)
+def test_negatives_of_each_query_are_replayed(how: dict[str, Any]) -> None:
+    """Gradients are those of the call, though another one is replayed before them."""
+    loss, plain = InfoNCELoss(**how), InfoNCELoss(reduction="none", **how)
+    for _ in range(4):
+        q, k, negatives = (x.double().requires_grad_() for x in (*torch.randn(2, 12, 5), torch.randn(12, 3, 5)))
+        leaves = q, k, torch.tensor(0.7, dtype=torch.float64, requires_grad=True), negatives
+        value = loss(*leaves[:3], negatives=negatives)
+        loss(q.roll(1, 0), k, leaves[2], negatives=-negatives)
+        truth = plain(*leaves[:3], negatives=negatives).mean()
+        for x, y in zip(*(torch.autograd.grad(3 * each, leaves) for each in (value, truth)), strict=True):
+            assert distance(x, y) <= 1e-12
+    assert len(CAPTURED) == 1
 
 
 @pytest.mark.usefixtures("_played")

@@ -25,8 +25,10 @@ SIGMA, HARDNESS, TEACHER_SCALE, TEACHER_WEIGHT = 0.5, 5.0, 50.0, 0.5
 MARGIN = 0.0517
 # every so many features of a key's guide are those of its query's
 SHARED = 8
-# negatives of each query
-OWN = 8
+# negatives of each query; the gradients of a key in 1 + OWN lists are added in the features' dtype
+OWN, OF_LISTS = 8, 2.0
+# losses without kernels
+EAGER = ("kl", "margin_mse")
 
 Some = Callable[..., Tensor]
 Module = Callable[..., Loss]
@@ -254,7 +256,7 @@ SUBJECTS = {
     "hardness_own": Subject(
         partial(_some_own, HARDNESS), _with_own(hardness_mode="hard_negatives", hardness_strength=HARDNESS), 8
     ),
-    "own_alone": Subject(_some_alone, _with_own(in_batch=False), 0),
+    "own_alone": Subject(_some_alone, _with_own(in_batch=False), 0, rounded=OF_LISTS),
     "queue": Subject(_some_queue, _with(lambda _, k: {"negatives": k.detach().roll(1, 1)}, modules.InfoNCELoss), 16),
     "clip_labels": Subject(_both_ways(_rows(reference.dense_softmax, _same_label)), _labelled(modules.ClipLoss), 8),
     "clip_two_labels": Subject(
@@ -274,9 +276,12 @@ SUBJECTS = {
         partial(_some_views, "out"), _of_same_views(partial(_Views, modules.SupConLoss)), 32, rounded=1.25
     ),
     "supcon_in": Subject(
-        partial(_some_views, "in"), _of_same_views(partial(_Views, partial(modules.SupConLoss, form="in"))), 32
+        partial(_some_views, "in"),
+        _of_same_views(partial(_Views, partial(modules.SupConLoss, form="in"))),
+        32,
+        rounded=1.25,
     ),
-    "kl": Subject(partial(_some_scores, "kl"), partial(_listed, "kl"), 0),
-    "margin_mse": Subject(partial(_some_scores, "margin_mse"), partial(_listed, "margin_mse"), 0),
+    "kl": Subject(partial(_some_scores, "kl"), partial(_listed, "kl"), 0, rounded=OF_LISTS),
+    "margin_mse": Subject(partial(_some_scores, "margin_mse"), partial(_listed, "margin_mse"), 0, rounded=OF_LISTS),
     "hardness": Subject(_rows(partial(reference.dense_softmax, hardness=HARDNESS)), _hard, 8),
 }

@@ -82,7 +82,7 @@ def operation_forward(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, 
     with without_autocast(q.device):
         if call.plan.at_once:
             value, sums = with_gradients(changed(call, weights=weights), tiles, (q, k), _wanted(numbers))
-            return [value, *(q.new_empty(0) if x is None else x for x in sums)]
+            return [value, *(q.new_empty(0) if x is None else x for x in sums[:3])]
         stats = [side for side in call.exchange.forward(tiles, rows, cols) if side is not None]
         value, states, coefficients = call.exchange.finish(tiles, stats, rows, cols, weights, call.reduction)
     # outputs of an operation share no memory

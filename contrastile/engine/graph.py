@@ -57,10 +57,8 @@ PATIENCE = 1.0
 # a graph's plan, the precision of its float32 products, and whether its tensors are those of inference mode
 Key = tuple[Plan, str | None, bool]
 LABELS = ("positives", "labels", "ids", "numbers")
-# numbers that a graph holds as tensors
-MOST_NUMBERS = 8
-# tokens up to which texts of several lengths share a graph
-MOST_ROUNDED = 4096
+# numbers that a graph holds as tensors; tokens up to which texts of several lengths share a graph
+MOST_NUMBERS, MOST_ROUNDED = 8, 4096
 
 
 def replayable(problem: Problem, exchange: Exchange) -> bool:
@@ -68,12 +66,14 @@ def replayable(problem: Problem, exchange: Exchange) -> bool:
 
     They then compute the gradients with the loss, also on a rank that replays none.
     """
+    rows, alone = problem.rows, len(exchange.layout) == 1
     return (
-        problem.rows.features.is_cuda
-        and (len(exchange.layout) == 1 or problem.scorer is None)
+        rows.features.is_cuda
+        and (alone or problem.scorer is None)
         and exchange.replayable(problem.cols.features.shape[-1], problem.dtype)
         and problem.options.reduction != "none"
-        and problem.rows.targets is None
+        and rows.targets is None
+        and (rows.own is None or (rows.own_excluded is None and alone and not problem.loss.pairwise))
     )
 
 
@@ -94,7 +94,7 @@ def _fits(problem: Problem, kind: Any) -> bool:
     """Return whether a call of one process has few rows, and its graph little memory."""
     rows, cols, growth = problem.rows, problem.cols, _growth(problem)
     # a graph has a copy of what it reads, and sums of the same size
-    copies = 2 * sum(x.nbytes for side in (rows, cols) for x in side.leaves)
+    copies = 2 * sum(x.nbytes for x in _features(problem))
     of_pairs = kind.captured_bytes(rows, cols, problem.dtype)
     return min(len(rows), len(cols)) <= MOST_ROWS and growth * max(of_pairs, copies) <= MOST_BYTES
 
@@ -125,9 +125,10 @@ def _labels(call: Call | Problem) -> list[Tensor]:
     return [x for x in (*named, call.weights) if x is not None]
 
 
-def _features(call: Call) -> list[Tensor]:
-    """The features of both sides: one tensor each, or the vectors and the mask of a scorer."""
-    return [*call.rows.leaves, *call.cols.leaves]
+def _features(call: Call | Problem) -> list[Tensor]:
+    """The features of both sides, one tensor each, or the vectors and the mask of a scorer; the rows' own columns."""
+    own = call.rows.own
+    return [*call.rows.leaves, *call.cols.leaves, *([] if own is None else [own])]
 
 
 def _refilled(call: Call, features: Sequence[Tensor], labels: Sequence[Tensor]) -> Call:
@@ -138,8 +139,9 @@ def _refilled(call: Call, features: Sequence[Tensor], labels: Sequence[Tensor]) 
         given: dict[str, Any] = {name: next(following) for name in LABELS if getattr(shard, name) is not None}
         return replace(shard.with_leaves(leaves), **given, guides=tuple([next(following) for _ in shard.guides]))
 
-    n = len(call.rows.leaves)
-    rows, cols = refilled(call.rows, features[:n]), refilled(call.cols, features[n:])
+    n, m = len(call.rows.leaves), len(call.rows.leaves) + len(call.cols.leaves)
+    rows, cols = refilled(call.rows, features[:n]), refilled(call.cols, features[n:m])
+    rows = replace(rows, own=None if rows.own is None else features[m])
     return replace(call, rows=rows, cols=cols, weights=None if call.weights is None else next(following))
 
 
@@ -153,9 +155,9 @@ class Held:
     def move(self) -> None:
         """Copy the sums to memory of their own, before a replay overwrites them."""
         if self.sums is not None:
-            u, v, numbers = (None if x is None else x.clone() for x in self.sums)
+            u, v, numbers, own = (None if x is None else x.clone() for x in self.sums)
             assert numbers is not None
-            self.sums = Accumulated(u, v, numbers)
+            self.sums = Accumulated(u, v, numbers, own)
 
 
 class Graph:
@@ -168,7 +170,7 @@ class Graph:
         lengths = [x.shape for x in _features(call)]
         call = _padded(call)
         given, labels, q = _features(call), _labels(call), call.rows.features
-        self.device, self.wide, self.exchange = call.device, call.plan.wide, call.exchange
+        self.device, self.wide, self.exchange, self.dtype = call.device, call.plan.wide, call.exchange, q.dtype
         # a lock for each graph: ranks wait for each other in a replay, possibly for that of another thread
         self.lock = threading.Lock()
         ranks = len(call.exchange.layout)
@@ -184,8 +186,8 @@ class Graph:
             # one tensor for both sides, in every call of this plan
             own_call = replace(own_call, cols=replace(own_call.cols, labels=own_call.rows.labels))
         # two sides of vectors, side by side in memory, which are compared only with each other
-        plain = call.scorer is None and ranks == 1 and all(x.is_contiguous() for x in features)
-        self.fill = Filling([*features, scale, *others, *own_labels], len(features) * plain)
+        plain = call.scorer is None and ranks == 1 and all(x.is_contiguous() for x in features[:2])
+        self.fill = Filling([*features, scale, *others, *own_labels], 2 * plain)
         # of scale, bias and all other inputs
         self.shapes = (None, None, *[x.shape for x in features])
         # scale and bias that were passed as Python numbers
@@ -197,13 +199,13 @@ class Graph:
         def compute() -> Accumulated:
             tiles = own_call.tiles(scale, others[0] if others else None)
             tiles.norms = self.fill.norms
-            value, (u, v, sums) = with_gradients(own_call, tiles, features, wanted)
+            value, (u, v, sums, of_own) = with_gradients(own_call, tiles, features, wanted)
             of_pairs, of_products = tiles.pair_sums(sums, *own_call.shards(features), u, v, wanted[0])
             self.fill.deliver(value)
             # tiles of vectors that sum products have written an exact 0
             zero = not (call.loss.uses_bias or (tiles.sums_products and call.scorer is None))
             of_bias = torch.zeros_like(of_pairs) if zero else of_pairs
-            return Accumulated(u, v, torch.stack([tiles.scale, of_products, of_bias]))
+            return Accumulated(u, v, torch.stack([tiles.scale, of_products, of_bias]), of_own)
 
         # before the capture, in which no kernel can be compiled
         self.value = q.new_empty((), dtype=self.wide)
@@ -260,10 +262,14 @@ class Graph:
                 for x, want, shape in zip(inputs, self.wanted, self.shapes, strict=True)
             ]
             assert held.sums is not None
-            outs, ranks = [x for x in gradients if x is not None], self.exchange.gradient_factor()
+            *of_block, of_own = gradients if held.sums.own is not None else (*gradients, None)
+            outs, ranks = [x for x in of_block if x is not None], self.exchange.gradient_factor()
             if ranks != 1:
                 upstream = upstream * ranks
             self.gradients(held.sums, outs, upstream, current_stream_address(self.device.index))
+            if of_own is not None and (q := inputs[2]) is not None:
+                # the queries of this call: the graph's memory may have those of a later one
+                self.gradients.own(held.sums, q.to(self.dtype), upstream, of_own)
             # a backward that failed may be tried again
             if not backward_is_repeatable():
                 held.sums = None

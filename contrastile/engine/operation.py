@@ -144,9 +144,7 @@ class Operation(torch.autograd.Function):
                 call = call.prepared(tiles)
                 rows, cols = call.shards(inputs)
                 tiles.continued = isinstance(call.exchange, Single)
-                stats = [side for side in call.exchange.forward(tiles, rows, cols) if side is not None]
-                if rows.own is not None:
-                    stats[0] = own.forward(tiles, rows, cols, stats[0])
+                stats = _statistics(call, tiles, rows, cols)
                 value, states, coefficients = call.exchange.finish(
                     tiles, stats, rows, cols, call.weights, call.reduction
                 )
@@ -175,10 +173,12 @@ def with_gradients(call: Call, tiles: Tiles, inputs: Sequence[Tensor], wanted: W
     call = call.prepared(tiles)
     (rows, cols), exchange = call.shards(inputs), call.exchange
     if not any(wanted):
-        stats = [side for side in exchange.forward(tiles, rows, cols) if side is not None]
+        stats = _statistics(call, tiles, rows, cols)
         value = exchange.finish(tiles, stats, rows, cols, call.weights, call.reduction).value
         return value, Accumulated(None, None, tiles.no_pairs())
-    height = tiles.strip(rows, cols) if len(exchange.layout.rows) == 1 else 0
+    # statistics of a strip are not all of its rows' where these have columns of their own
+    one_product = len(exchange.layout.rows) == 1 and rows.own is None
+    height = tiles.strip(rows, cols) if one_product else 0
     whole = height == len(rows)
     # products of features on a CPU, whose strips know the loss that they are part of
     mean = tiles.writes_fresh_strip and call.device.type == "cpu"
@@ -186,11 +186,12 @@ def with_gradients(call: Call, tiles: Tiles, inputs: Sequence[Tensor], wanted: W
     if height and ((mean and whole) or not call.loss.pairwise):
         return in_strips(call, tiles, rows, cols, wanted, whole=whole, mean=mean)
     if not call.loss.pairwise:
-        tiles.followed = isinstance(exchange, Single)
-        stats = [side for side in exchange.forward(tiles, rows, cols) if side is not None]
+        tiles.followed = isinstance(exchange, Single) and rows.own is None
+        tiles.continued = isinstance(exchange, Single) and not tiles.followed
+        stats = _statistics(call, tiles, rows, cols)
         result = exchange.finish(tiles, stats, rows, cols, call.weights, call.reduction)
         carrying = with_states(rows, cols, result.states, result.coefficients)
-        return result.value, exchange.accumulate(tiles, *carrying, wanted)
+        return result.value, _accumulated(call, tiles, *carrying, wanted)
     flag = tiles.nonfinite(rows, cols)
     weights = flag.new_ones(len(rows)) if call.weights is None else call.weights.to(flag.dtype)
     # summed over ranks, so that a value that is not finite makes the gradients of all of them NaN
@@ -203,6 +204,24 @@ def with_gradients(call: Call, tiles: Tiles, inputs: Sequence[Tensor], wanted: W
     row_stats = tiles.init(rows)
     accumulated = exchange.accumulate(tiles, rows, cols, wanted, row_stats)
     return exchange.total((coefficient * call.loss.finish(row_stats).loss).sum()), accumulated
+
+
+def _statistics(call: Call, tiles: Tiles, rows: Shard, cols: Shard) -> list[Tensor]:
+    """The statistics of the rows, with those of their own columns, and for a symmetric loss of the columns."""
+    stats = [side for side in call.exchange.forward(tiles, rows, cols) if side is not None]
+    if rows.own is not None:
+        stats[0] = own.forward(tiles, rows, cols, stats[0])
+    return stats
+
+
+def _accumulated(call: Call, tiles: Tiles, rows: Shard, cols: Shard, wanted: Wanted) -> Accumulated:
+    """The gradient sums of all pairs, with those of the rows' own columns."""
+    if rows.own is None:
+        return call.exchange.accumulate(tiles, rows, cols, wanted)
+    of_scale, of_bias, of_q, of_k, _ = wanted
+    # the scale's gradient is read off the rows' accumulator, which has the products of their own columns too
+    accumulated = call.exchange.accumulate(tiles, rows, cols, (of_scale, of_bias, of_q or of_scale, of_k))
+    return accumulated._replace(own=own.backward(tiles, rows, accumulated))
 
 
 def in_strips(
@@ -265,25 +284,19 @@ def backward(
             half = len(results) // 2
             coefficients = [coefficient * factor for coefficient in results[half:]]
             rows, cols = with_states(rows, cols, results[:half], coefficients)
-            if rows.own is not None:
-                return _with_own(call, tiles, rows, cols, wanted, (scale, bias))
-            tiles.closing = isinstance(exchange, Single)
-            accumulated = exchange.accumulate(tiles, rows, cols, wanted)
+            tiles.closing = isinstance(exchange, Single) and rows.own is None
+            accumulated = _accumulated(call, tiles, rows, cols, wanted)
         # otherwise the coefficients contain the factor
         remaining = factor if call.plan.at_once else None
-        return tiles.gradients(accumulated, rows, cols, wanted, (scale, bias), remaining)
-
-
-def _with_own(
-    call: Call, tiles: Tiles, rows: Shard, cols: Shard, wanted: Wanted, numbers: tuple[Tensor, Tensor | None]
-) -> list[Tensor | None]:
-    """The gradients of scale, bias, q, k and the rows' own columns."""
-    of_scale, of_bias, of_q, of_k, of_own = wanted
-    # the scale's gradient is read off the rows' accumulator, which has the products of their own columns too
-    accumulated = call.exchange.accumulate(tiles, rows, cols, (of_scale, of_bias, of_q or of_scale, of_k))
-    dtype = None if call.input_dtypes is None else call.input_dtypes[2]
-    gradient = own.backward(tiles, rows, accumulated, dtype, wanted=of_own)
-    return [*tiles.gradients(accumulated, rows, cols, wanted[:4], numbers, None), gradient]
+        if rows.own is None:
+            return tiles.gradients(accumulated, rows, cols, wanted, (scale, bias), remaining)
+        *of_block, of_own = wanted
+        gradient = None
+        if of_own and accumulated.own is not None:
+            dtype = rows.own.dtype if call.input_dtypes is None else call.input_dtypes[2]
+            number = tiles.scale if remaining is None else tiles.scale * remaining
+            gradient = own.gradient(tiles, accumulated.own, rows.features, number, dtype)
+        return [*tiles.gradients(accumulated, rows, cols, of_block, (scale, bias), remaining), gradient]
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:

@@ -35,7 +35,7 @@ MOST_PLANS = 256
 # types of a scale and a bias that are whole on every rank
 NUMBERS = (*PLAIN, float, int, type(None))
 # tensors of a shard in a call that can be refilled
-PARTS = ("features", "positives", "labels", "ids", "numbers")
+PARTS = ("features", "positives", "labels", "ids", "numbers", "own")
 # labels of a call that can be refilled: name in a shard, argument of the queries, argument of the keys
 LABELS = (("labels", "query_labels", "key_labels"), ("ids", "query_ids", "key_ids"))
 # side of a tile for backend="dense", which holds the whole block
@@ -76,6 +76,7 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
         graph = ready(template) if plan.small else None
         if graph is not None:
             leaves = (q, k) if template.scorer is None else (*leaves_of(q), *leaves_of(k))
+            leaves = leaves if arguments.own is None else (q, k, arguments.own)
             return Replayed.apply, (graph, _tensors(template, arguments, leaves), scale, arguments.bias, *leaves)
         inputs = _refilled(template, arguments)
         return operation(*inputs) if plan.small else (Operation.apply, inputs)
@@ -110,7 +111,8 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
             if len(_plans) >= MOST_PLANS:
                 _plans.clear()
             # a later call fills its tensors into the template
-            fits = arguments.negatives is None and arguments.targets is None and options.device is None
+            own = arguments.own is not None and arguments.negative_ids is None
+            fits = (own or arguments.negatives is None) and arguments.targets is None and options.device is None
             template = _template(problem, plan, exchange) if alone and fits else None
             for key in {exact, signature} if not alone else {signature if plan.small else exact}:
                 _plans[key] = plan, template
@@ -223,6 +225,9 @@ def _refilled(call: Call, arguments: Arguments) -> tuple[Any, ...]:
     if call.scorer is None:
         inputs: tuple[Tensor, ...] = q, k
         of_queries["features"], of_keys["features"] = cast_features(q, k, call.rows.features.dtype)
+        if arguments.own is not None:
+            inputs = q, k, arguments.own
+            of_queries["own"] = arguments.own.detach().to(call.rows.features.dtype)
     else:
         # vectors, and masks behind them
         sides = leaves_of(q), leaves_of(k)
@@ -286,7 +291,7 @@ def _planned(problem: Problem, exchange: Exchange) -> Plan:
         example = tiles(loss, number, None, workspace)
         # one product of each strip gives loss and gradient; or the forward keeps values for the backward
         at_once |= bool(example.strip(problem.rows, problem.cols)) or example.keeps(problem.rows, problem.cols)
-    early = not own and replayable(problem, exchange)
+    early = replayable(problem, exchange)
     replayed = early and small(problem, exchange, tiles)
     if isinstance(tiles, partial) and tiles.func is Scored and problem.dtype == torch.float16:
         # float16 underflows in the module unless the upstream gradient, a GradScaler's factor, goes through it

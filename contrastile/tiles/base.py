@@ -86,6 +86,7 @@ class Accumulated(NamedTuple):
     u: Sum  # [N, numbers of a row]: Σ_j g_ij · k_j
     v: Sum  # [M, numbers of a column]: Σ_i g_ij · q_i
     sums: Tensor  # as `Tiles.backward` returns them
+    own: Sum = None  # [N, H]: g_ij of the rows' own columns
 
 
 class SumRow(NamedTuple):
@@ -96,6 +97,29 @@ class SumRow(NamedTuple):
 
     numbers: int
     dtype: torch.dtype | None
+
+
+class OwnColumns:
+    """Arithmetic of rows q [I, D] with columns [I, H, D] that each row meets alone, in plain PyTorch."""
+
+    # copies of the columns in the accumulator's dtype that are held at once
+    copies: ClassVar[int] = 3
+
+    @staticmethod
+    def products(q: Tensor, own: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """⟨q_i, own_ih⟩ [I, H] in this dtype; and NaN if a column is not finite, else 0."""
+        zero = torch.zeros((), dtype=dtype, device=q.device)
+        return torch.bmm(own.to(dtype), q.to(dtype)[..., None])[..., 0], nonfinite_flag(zero, own)
+
+    @staticmethod
+    def add(g: Tensor, own: Tensor, u: Tensor) -> None:
+        """Add Σ_h g_ih · own_ih to u [I, D]."""
+        u += torch.bmm(g[:, None], own.to(u.dtype))[:, 0]
+
+    @staticmethod
+    def gradient(g: Tensor, q: Tensor, number: Tensor, out: Tensor) -> None:
+        """Write g_ih · number · q_i to out [I, H, D]."""
+        out.copy_((g * number)[..., None] * q.to(g.dtype)[:, None])
 
 
 @dataclass
@@ -111,6 +135,8 @@ class Tiles(ABC):
     accepts_in_flight: ClassVar[bool] = False
     # `finish` makes the loss NaN where a teacher's features or scale are not finite
     checks_teacher: ClassVar[bool] = False
+    # arithmetic of columns that a row meets alone
+    own_columns: ClassVar[type[OwnColumns]] = OwnColumns
 
     loss: PairLoss
     # [] in the accumulator's dtype
@@ -218,6 +244,10 @@ class Tiles(ABC):
         """0 if the scale and all features are finite, NaN otherwise, computed without a synchronisation."""
         return nonfinite_flag(self.scale, rows.features, cols.features) if self.flag is None else self.flag
 
+    def note(self, flag: Tensor, rows: Shard, cols: Shard) -> None:
+        """Have `finish` read this flag too: NaN if a column of one row alone is not finite, else 0."""
+        self.flag = flag + self.nonfinite(rows, cols)
+
     def finish(
         self,
         stats: Sequence[Tensor],
@@ -268,7 +298,7 @@ class Tiles(ABC):
         """
         scale, bias = numbers
         want_scale, want_bias, want_q, want_k = wanted
-        u, v, sums = accumulated
+        u, v, sums, _ = accumulated
         # the accumulators are overwritten below
         of_pairs, of_products = sums if self.final else self.pair_sums(sums, rows, cols, u, v, want_scale)
         dscale = as_given(of_products, scale, upstream) if want_scale else None

@@ -283,7 +283,7 @@ class Scored(Eager):
     ) -> list[Tensor | None]:  # fmt: skip
         """Gradients of scale, bias, the leaves of both sides and the module's parameters Ω, in their own dtypes."""
         scale, bias = numbers
-        u, v, sums = accumulated
+        u, v, sums, _ = accumulated
         if upstream is not None and (any(wanted[:2]) or self.scorer.parameters):
             sums = sums * upstream
         of_bias = None

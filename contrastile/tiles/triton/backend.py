@@ -49,6 +49,7 @@ from contrastile.tiles.triton.block import (
 from contrastile.tiles.triton.exponentials import Exponentials
 from contrastile.tiles.triton.guided import Gap, Guidance, separate_sums, with_teacher
 from contrastile.tiles.triton.launch import CONSTANTS, Term, Weights, on
+from contrastile.tiles.triton.own import FusedOwnColumns
 from contrastile.tiles.triton.plan import Epilogue, Operand, Pair
 
 # compute capability of the oldest chip whose tensor cores take bf16
@@ -67,6 +68,7 @@ class Triton(Tiles):
     writes_fresh: ClassVar[bool] = True
     accepts_in_flight: ClassVar[bool] = True
     checks_teacher: ClassVar[bool] = True
+    own_columns = FusedOwnColumns
     # of each block of this call, by the forward for the backward: constants; 32-bit ids; order of labels; positives
     constants: dict[Position, Tensor] = field(default_factory=dict, compare=False, repr=False)
     groups: dict[Position, Groups] = field(default_factory=dict, compare=False, repr=False)
@@ -150,18 +152,16 @@ class Triton(Tiles):
             return sorting.count_equal(labels, others)
 
     def finish(
-        self,
-        stats: Sequence[Tensor],
-        weights: Tensor | None,
-        reduction: Reduction,
-        total: Total,
+        self, stats: Sequence[Tensor], weights: Tensor | None, reduction: Reduction, total: Total,
         nonfinite: Callable[[], Tensor],
-    ) -> ForwardResult:
+    ) -> ForwardResult:  # fmt: skip
         # the first block has this rank's own columns: together, the ranks check all features
         constants = next(iter(self.constants.values()), None)
-        fused = self._epilogue.formula.denominator is not None and reduction != "none" and self.flag is None
+        fused = self._epilogue.formula.denominator is not None and reduction != "none"
         if not fused or constants is None:
             return self.guidance.noted(super().finish(stats, weights, reduction, total, nonfinite))
+        if self.flag is not None:
+            constants[NONFINITE.value] += self.flag
         weights = None if weights is None else weights.to(torch.float32).contiguous()
         # views of other statistics do not have the layout that the kernel reads
         stats = [side.contiguous() for side in stats]

@@ -17,6 +17,7 @@ from contrastile.tiles.base import Accumulated
 from contrastile.tiles.triton import ends, launch
 from contrastile.tiles.triton.kernel import start
 from contrastile.tiles.triton.launch import ROWS
+from contrastile.tiles.triton.own import FusedOwnColumns
 from contrastile.tiles.triton.plan import ALIGNMENT, interpreting, tiles_of
 
 # numbers of one program
@@ -109,6 +110,11 @@ class Gradients:
         # number of the numbers that get a gradient, and position of the first
         self._numbers, self._first = sum(wanted[:2]), 1 if wanted[0] else 2
         self._launch: _Repeated | None = None
+
+    def own(self, sums: Accumulated, q: Tensor, upstream: Tensor, out: Tensor) -> None:
+        """Write the gradient of the rows' own columns [N, H, D], of queries q in the dtype of products."""
+        assert sums.own is not None
+        FusedOwnColumns.gradient(sums.own, q, sums.sums[0] * upstream, out)
 
     def _totals(self, sums: Accumulated) -> tuple[Tensor, ...]:
         return tuple([x for x, want in zip(sums, self._wanted[2:], strict=False) if want and x is not None])

@@ -1,0 +1,55 @@
+"""Columns [I, H, D] that each row meets alone, in kernels: `OwnColumns` of fused tiles.
+
+Beside `backend.py`. Plain PyTorch would make a float32 copy of the columns for each of its operations.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from contrastile.tiles.base import OwnColumns
+from contrastile.tiles.triton import own_kernels
+from contrastile.tiles.triton.launch import on, run
+from contrastile.tiles.triton.plan import tiles_of
+
+# pairs of a row and a column, and features, that one program takes at a time; features of a row that one adds up
+PAIRS, BLOCK, ROW_BLOCK = 16, 128, 512
+
+
+class FusedOwnColumns(OwnColumns):
+    copies: ClassVar[int] = 0
+
+    @staticmethod
+    def products(q: Tensor, own: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        blocks = tiles_of(own.shape[0] * own.shape[1], PAIRS)
+        out, zeros = (torch.empty(shape, dtype=dtype, device=q.device) for shape in (own.shape[:2], blocks))
+        with on(q.device):
+            run(own_kernels.own_products, (blocks,), out_ptr=out, zeros_ptr=zeros, **_rows(q, own), **_columns(own))
+        return out, zeros.sum()
+
+    @staticmethod
+    def add(g: Tensor, own: Tensor, u: Tensor) -> None:
+        (N, H, D), g = own.shape, g.contiguous()
+        with on(u.device):
+            grid = N, tiles_of(D, ROW_BLOCK)
+            run(own_kernels.own_sums, grid, g_ptr=g, u_ptr=u, H=H, D=D, ROW_BLOCK=ROW_BLOCK, **_columns(own))
+
+    @staticmethod
+    def gradient(g: Tensor, q: Tensor, number: Tensor, out: Tensor) -> None:
+        grid, g = (tiles_of(g.numel(), PAIRS), tiles_of(q.shape[1], BLOCK)), g.contiguous()
+        with on(q.device):
+            run(own_kernels.own_gradients, grid, g_ptr=g, number_ptr=number, out_ptr=out, **_rows(q, out))
+
+
+def _rows(q: Tensor, own: Tensor) -> dict[str, Any]:
+    N, H, D = own.shape
+    sizes = {"pairs": N * H, "H": H, "D": D, "PAIRS": PAIRS, "BLOCK": BLOCK}
+    return {"q_ptr": q, "q_row_stride": q.stride(0), "q_stride": q.stride(1), **sizes}
+
+
+def _columns(own: Tensor) -> dict[str, Any]:
+    row, column, feature = own.stride()
+    return {"own_ptr": own, "own_row_stride": row, "own_stride": column, "own_feature_stride": feature}

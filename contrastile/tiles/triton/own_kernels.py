@@ -1,0 +1,58 @@
+# mypy: ignore-errors
+# device code: Triton compiles these functions from their source, their arguments have no Python types
+"""Device code of columns [N, H, D] that each row [N, D] meets alone: products, sums for the rows, and gradients.
+
+Launched by `own.py`. Every kernel reads or writes the columns once, which is all of its time.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["pairs", "H"])
+def own_products(q_ptr, own_ptr, out_ptr, zeros_ptr, pairs, H, D, q_row_stride, q_stride, own_row_stride, own_stride,
+             own_feature_stride, PAIRS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """⟨q_i, own_ih⟩ [N · H] of PAIRS pairs, and Σ own · 0 of each program: NaN where a number is not finite."""
+    pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
+    row = pair // H
+    q_at = row * q_row_stride
+    own_at = row * own_row_stride + (pair - row * H) * own_stride
+    total = tl.zeros((PAIRS, BLOCK), tl.float32)
+    zeros = tl.zeros((PAIRS, BLOCK), tl.float32)
+    for start in range(0, D, BLOCK):
+        d = start + tl.arange(0, BLOCK)
+        inside = (pair < pairs)[:, None] & (d < D)[None, :]
+        own = tl.load(own_ptr + own_at[:, None] + d[None, :] * own_feature_stride, mask=inside, other=0.0)
+        q = tl.load(q_ptr + q_at[:, None] + d[None, :] * q_stride, mask=inside, other=0.0)
+        own = own.to(tl.float32)
+        total += own * q.to(tl.float32)
+        zeros += own * 0.0
+    tl.store(out_ptr + pair, tl.sum(total, 1), mask=pair < pairs)
+    tl.store(zeros_ptr + tl.program_id(0), tl.sum(zeros))
+
+
+@triton.jit(do_not_specialize=["H"])
+def own_sums(g_ptr, own_ptr, u_ptr, H, D, own_row_stride, own_stride, own_feature_stride, ROW_BLOCK: tl.constexpr):
+    """u [N, D] += Σ_h g_ih · own_ih, for ROW_BLOCK features of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * ROW_BLOCK + tl.arange(0, ROW_BLOCK)
+    total = tl.load(u_ptr + row * D + d, mask=d < D, other=0.0)
+    for h in range(H):
+        at = own_ptr + row * own_row_stride + h * own_stride + d * own_feature_stride
+        total += tl.load(g_ptr + row * H + h) * tl.load(at, mask=d < D, other=0.0).to(tl.float32)
+    tl.store(u_ptr + row * D + d, total, mask=d < D)
+
+
+@triton.jit(do_not_specialize=["pairs", "H"])
+def own_gradients(g_ptr, q_ptr, number_ptr, out_ptr, pairs, H, D, q_row_stride, q_stride, PAIRS: tl.constexpr,
+             BLOCK: tl.constexpr):  # fmt: skip
+    """out [N · H, D] = g_ih · number · q_i, of PAIRS pairs and BLOCK features."""
+    pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (pair < pairs)[:, None] & (d < D)[None, :]
+    g = tl.load(g_ptr + pair, mask=pair < pairs, other=0.0) * tl.load(number_ptr)
+    q = tl.load(q_ptr + (pair // H * q_row_stride)[:, None] + d[None, :] * q_stride, mask=inside, other=0.0)
+    x = g[:, None] * q.to(g.dtype)
+    tl.store(out_ptr + pair[:, None] * D + d[None, :], x.to(out_ptr.dtype.element_ty), mask=inside)
