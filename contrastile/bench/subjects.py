@@ -26,7 +26,7 @@ MARGIN = 0.0517
 # every so many features of a key's guide are those of its query's
 SHARED = 8
 # negatives of each query; the gradients of a key in 1 + OWN lists are added in the features' dtype
-OWN, OF_LISTS = 8, 2.0
+OWN, OF_LISTS = 8, 2.5
 # losses without kernels
 EAGER = ("kl", "margin_mse")
 

@@ -186,8 +186,8 @@ def with_gradients(call: Call, tiles: Tiles, inputs: Sequence[Tensor], wanted: W
     if height and ((mean and whole) or not call.loss.pairwise):
         return in_strips(call, tiles, rows, cols, wanted, whole=whole, mean=mean)
     if not call.loss.pairwise:
-        tiles.followed = isinstance(exchange, Single) and rows.own is None
-        tiles.continued = isinstance(exchange, Single) and not tiles.followed
+        # a part of a teacher's loss is left to the backward, which knows nothing of columns that a row meets alone
+        tiles.followed = isinstance(exchange, Single) and not (rows.own is not None and rows.guides)
         stats = _statistics(call, tiles, rows, cols)
         result = exchange.finish(tiles, stats, rows, cols, call.weights, call.reduction)
         carrying = with_states(rows, cols, result.states, result.coefficients)

@@ -106,10 +106,10 @@ class OwnColumns:
     copies: ClassVar[int] = 3
 
     @staticmethod
-    def products(q: Tensor, own: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """⟨q_i, own_ih⟩ [I, H] in this dtype; and NaN if a column is not finite, else 0."""
-        zero = torch.zeros((), dtype=dtype, device=q.device)
-        return torch.bmm(own.to(dtype), q.to(dtype)[..., None])[..., 0], nonfinite_flag(zero, own)
+    def products(q: Tensor, own: Tensor, out: Tensor) -> Tensor:
+        """Write ⟨q_i, own_ih⟩ to out [I, H], and return NaN if one is not finite, as for such columns, else 0."""
+        torch.bmm(own.to(out.dtype), q.to(out.dtype)[..., None], out=out[..., None])
+        return (out * 0).sum()
 
     @staticmethod
     def add(g: Tensor, own: Tensor, u: Tensor) -> None:
@@ -162,6 +162,8 @@ class Tiles(ABC):
     final: bool = field(default=False, init=False, repr=False)
     # partial norms of rows and columns, where a replay has computed them (`tiles/triton/launch.py`)
     norms: Tensor | None = field(default=None, init=False, repr=False)
+    # products [N, H] of the rows with their own columns
+    own_products: Tensor | None = field(default=None, init=False, repr=False)
     # dtypes of the gradients of rows and columns; None: those of the features
     grad_dtypes: tuple[torch.dtype, torch.dtype] | None = field(default=None, init=False, repr=False)
 

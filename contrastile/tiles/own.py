@@ -17,20 +17,21 @@ from contrastile.tiles.base import Accumulated, Tiles, bounds_of
 def forward(tiles: Tiles, rows: Shard, cols: Shard, stats: Tensor) -> Tensor:
     """The statistics [K, N] of the rows with those of their own columns merged into them."""
     # a block's kernels look at its own features only
-    flag = torch.zeros_like(tiles.scale)
+    flag, products = torch.zeros_like(tiles.scale), tiles.scale.new_empty(_own(rows).shape[:2])
     for along, strip in _strips(tiles, rows):
-        products, flag_of_strip = tiles.own_columns.products(strip.features, _own(strip), tiles.scale.dtype)
-        flag += flag_of_strip
-        tiles.merge(stats[:, along], tiles.loss.absorb(_tile(tiles, strip, products))[0][None])
+        flag += tiles.own_columns.products(strip.features, _own(strip), products[along])
+        tiles.merge(stats[:, along], tiles.loss.absorb(_tile(tiles, strip, products[along]))[0][None])
     tiles.note(flag, rows, cols)
+    tiles.own_products = products
     return stats
 
 
 def backward(tiles: Tiles, rows: Shard, accumulated: Accumulated) -> Tensor:
     """The gradients [N, H] of the logits of own columns; the rows' gradient is added to their accumulator and sums."""
-    gradients = tiles.scale.new_empty(_own(rows).shape[:2])
+    assert tiles.own_products is not None
+    gradients = torch.empty_like(tiles.own_products)
     for along, strip in _strips(tiles, rows):
-        products, _ = tiles.own_columns.products(strip.features, _own(strip), tiles.scale.dtype)
+        products = tiles.own_products[along]
         g = tiles.loss.pair_grad(_tile(tiles, strip, products), strip, strip)
         if accumulated.u is not None:
             tiles.own_columns.add(g, _own(strip), accumulated.u[along])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from contrastile.tiles.base import OwnColumns
@@ -15,27 +14,27 @@ from contrastile.tiles.triton import own_kernels
 from contrastile.tiles.triton.launch import on, run
 from contrastile.tiles.triton.plan import tiles_of
 
-# pairs of a row and a column, and features, that one program takes at a time; features of a row that one adds up
-PAIRS, BLOCK, ROW_BLOCK = 16, 128, 512
+# pairs of a row and a column, and features, that one program takes at a time
+PAIRS, BLOCK = 8, 512
 
 
 class FusedOwnColumns(OwnColumns):
     copies: ClassVar[int] = 0
 
     @staticmethod
-    def products(q: Tensor, own: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        blocks = tiles_of(own.shape[0] * own.shape[1], PAIRS)
-        out, zeros = (torch.empty(shape, dtype=dtype, device=q.device) for shape in (own.shape[:2], blocks))
+    def products(q: Tensor, own: Tensor, out: Tensor) -> Tensor:
+        blocks = tiles_of(out.numel(), PAIRS)
+        zeros = out.new_empty(blocks)
         with on(q.device):
             run(own_kernels.own_products, (blocks,), out_ptr=out, zeros_ptr=zeros, **_rows(q, own), **_columns(own))
-        return out, zeros.sum()
+        return zeros.sum()
 
     @staticmethod
     def add(g: Tensor, own: Tensor, u: Tensor) -> None:
         (N, H, D), g = own.shape, g.contiguous()
         with on(u.device):
-            grid = N, tiles_of(D, ROW_BLOCK)
-            run(own_kernels.own_sums, grid, g_ptr=g, u_ptr=u, H=H, D=D, ROW_BLOCK=ROW_BLOCK, **_columns(own))
+            grid = N, tiles_of(D, BLOCK)
+            run(own_kernels.own_sums, grid, g_ptr=g, u_ptr=u, H=H, D=D, BLOCK=BLOCK, **_columns(own))
 
     @staticmethod
     def gradient(g: Tensor, q: Tensor, number: Tensor, out: Tensor) -> None:

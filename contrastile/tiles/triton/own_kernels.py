@@ -14,30 +14,28 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["pairs", "H"])
 def own_products(q_ptr, own_ptr, out_ptr, zeros_ptr, pairs, H, D, q_row_stride, q_stride, own_row_stride, own_stride,
              own_feature_stride, PAIRS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """⟨q_i, own_ih⟩ [N · H] of PAIRS pairs, and Σ own · 0 of each program: NaN where a number is not finite."""
+    """⟨q_i, own_ih⟩ [N · H] of PAIRS pairs, and their sum times 0 of each program: NaN where one is not finite."""
     pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
     row = pair // H
     q_at = row * q_row_stride
     own_at = row * own_row_stride + (pair - row * H) * own_stride
     total = tl.zeros((PAIRS, BLOCK), tl.float32)
-    zeros = tl.zeros((PAIRS, BLOCK), tl.float32)
     for start in range(0, D, BLOCK):
         d = start + tl.arange(0, BLOCK)
         inside = (pair < pairs)[:, None] & (d < D)[None, :]
         own = tl.load(own_ptr + own_at[:, None] + d[None, :] * own_feature_stride, mask=inside, other=0.0)
         q = tl.load(q_ptr + q_at[:, None] + d[None, :] * q_stride, mask=inside, other=0.0)
-        own = own.to(tl.float32)
-        total += own * q.to(tl.float32)
-        zeros += own * 0.0
-    tl.store(out_ptr + pair, tl.sum(total, 1), mask=pair < pairs)
-    tl.store(zeros_ptr + tl.program_id(0), tl.sum(zeros))
+        total += own.to(tl.float32) * q.to(tl.float32)
+    out = tl.sum(total, 1)
+    tl.store(out_ptr + pair, out, mask=pair < pairs)
+    tl.store(zeros_ptr + tl.program_id(0), tl.sum(out * 0.0))
 
 
 @triton.jit(do_not_specialize=["H"])
-def own_sums(g_ptr, own_ptr, u_ptr, H, D, own_row_stride, own_stride, own_feature_stride, ROW_BLOCK: tl.constexpr):
-    """u [N, D] += Σ_h g_ih · own_ih, for ROW_BLOCK features of one row."""
+def own_sums(g_ptr, own_ptr, u_ptr, H, D, own_row_stride, own_stride, own_feature_stride, BLOCK: tl.constexpr):
+    """u [N, D] += Σ_h g_ih · own_ih, for BLOCK features of one row."""
     row = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * ROW_BLOCK + tl.arange(0, ROW_BLOCK)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.load(u_ptr + row * D + d, mask=d < D, other=0.0)
     for h in range(H):
         at = own_ptr + row * own_row_stride + h * own_stride + d * own_feature_stride
