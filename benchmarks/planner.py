@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -21,7 +20,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from planner_rows import CHIPS, COMPILED, KINDS, NEW, TOWERS, Case, cases, profile_of
+from planner_rows import CHIPS, COMPILED, KINDS, TOWERS, Case, cases, profile_of
 
 from contrastile.bench.harness import markdown
 from contrastile.bench.towers import Pairs, Towers
@@ -86,7 +85,7 @@ def fitted(chip: str, every: dict[str, list[Case]]) -> Profile:
     for kind, names in RATES.items():
         of_fit = [case for case in every[kind] if case.chip == chip and case.fitted and case.timed]
         # rows with the least workspace are those of the host
-        told = [case for case in of_fit if "32 MiB" not in case.label and not re.fullmatch(NEW, case.file)]
+        told = [case for case in of_fit if "32 MiB" not in case.label]
         profile = fit(told, names, profile)
     return profile
 
@@ -94,8 +93,8 @@ def fitted(chip: str, every: dict[str, list[Case]]) -> Profile:
 def main() -> None:
     if "--towers" in sys.argv:
         entries = [entry for model, sizes in SUB_BATCHES.items() for entry in measured_towers(model, sizes)]
-        for model, size in (("vit-b-16", 512), ("vit-l-14", 192)):
-            entries += measured_towers(model, (size,), compiled=True)
+        for model, sizes in SUB_BATCHES.items():
+            entries += measured_towers(model, sizes[-2:], compiled=True)
         TOWERS.write_text(json.dumps(entries, indent=1) + "\n")
         return
     every = {kind: list(cases(kind)) for kind in KINDS}

@@ -40,7 +40,7 @@ TOWERS = RESULTS / "planner_towers.json"
 CHIPS = ("H200", "H100")
 # the names of the files of each kind
 FILES = {
-    "losses": r"h\d+_(loss|\d+_ranks|planner_loss)",
+    "losses": r"h\d+_(loss|\d+_ranks)",
     "calls": r"h\d+_(\d+_)?user_calls",
     "other losses": r"h\d+_loss_ratios",
     "ranks": r"h\d+_memory",
@@ -49,19 +49,19 @@ FILES = {
     "carried": r"h\d+_(features|largest)|(h\d+_)?late_batches",
     "cpu": r"cpu_(loss|memory)",
 }
-# files of those kinds to whose rows no rate is fitted; losses whose rows of 512 features gave the time of their pairs
-NEW = r"h\d+_(planner_loss|towers)"
-OF_PAIRS = ("gist", "distill", "clip_labels", "siglip_labels")
+# losses whose 32,768 rows gave the time of their pairs
+OF_PAIRS = ("gist", "gist_relative", "siglip_labels", "siglip_balanced")
 # behind the name of a model whose towers are compiled, and of a way whose inputs are indices
 COMPILED, POOLED = ", compiled", ", from a pool"
-# losses with positives in any place, by their names in the files, and those of `contrastile bench loss`
-LABELLED = {name: name for name in ("clip_labels", "siglip_labels")}
-LABELLED |= {"balanced": "siglip_balanced", "inside": "supcon_in"}
+# losses of `contrastile bench loss` with positives by label; with negatives or keys of each row alone
+LABELLED = ("clip_labels", "clip_two_labels", "siglip_labels", "siglip_balanced", "supcon", "supcon_in")
+OF_ROWS = ("own", "hardness_own", "own_alone", "kl", "margin_mse")
 WORKSPACES = {"workspace 192 MiB": 192 * 2**20, "workspace 32 MiB": 32 * 2**20}
 EXCHANGES = ("replicate", "gather", "ring", "hierarchical")
 
 RUN, SHORT = "seconds of a whole run, beside others", "texts shorter than the encoder's limit, with which it is planned"
 EAGER = "eager tiles on a GPU, of a loss that has kernels"
+OWN_KEYS = "keys of each row alone, which no size has"
 LIBRARIES = "models and loops of other libraries"
 HELD = "tensors of the bench itself in the peak, and no time of copies in the plan"
 # files without a row that the planner could meet, by their names behind the chip, and why
@@ -72,29 +72,20 @@ FILES_LEFT_OUT = {
 }  # fmt: skip
 # rows whose bytes no plan of today's code can meet, by their file and peak; later rows of these cases are met
 OTHER_CODE = {
-    ("h200_step", "81472923136"): "an earlier rule of retain",
-    ("h200_step", "70040943104"): "an earlier rule of retain",
-    ("h200_step", "88905820672"): "an earlier rule of retain",
     ("h200_2_ranks", "4311745024"): "two sums at once in the forward",
     ("h200_memory", "1295335424"): "more than 512 MiB of tiles in a call of few rows",
     ("h200_maxsim", "160.0"): "sums twice at the end",
     ("h200_maxsim", "33.1"): "sums twice at the end",
 }
-# losses whose rows are of another code, and what it did
-GUIDED, BESIDE = ("gist", "distill"), "the guide's product beside the other, and no bits of a mask"
-# kernels that had no copies in the order of labels
-UNORDERED = "labels in the order of the rows"
-# reasons against the seconds of a row, whose bytes are planned; commits of small calls with six launches beside a graph
-# in place of two, without kept exponentials, and at first not captured from 8,192 rows on
-EARLIER, EARLIER_CALLS = "an earlier form of small calls", ("4070535", "57538e5", "91840d4")
+# reasons against the seconds of a row, whose bytes are planned
 HOST = "bound by a host whose rates were not measured"
-DISTURBED = "eleven measurements of the case took 607 to 638 ms"
+PAIRS = {"gist_pairs": "pairs of queries and of keys in kernels whose time was not fitted"}
 # the name of a loss of token vectors across ranks
 SHARED = re.compile(r"(\d+) ranks, (\w+)")
 # with so little workspace that the host launches 256 blocks one machine took twice as long as another
 HOST_BOUND = ("clip triton, workspace 32 MiB 65536 x 512 bfloat16 on 1",)
-# rows up to which a machine with an H100 had a host that took 0.37 to 0.63 ms for one call
-LEAST_OF_H100 = 4096
+# rows up to which a loss takes the host's time: 0.27 to 0.55 ms beside an H200, 0.37 to 0.63 beside an H100
+LEAST_ROWS = 4096
 # a call with so little work that it takes the host's time
 HOST_CALL = "infonce 1024 x 4096 x 512"
 # seconds of a rank alone, and of a hop, below which they are those of the host, which fills the buffers of receives:
@@ -206,6 +197,7 @@ def left_out(name: str, row: dict[str, str]) -> str | None:
         "out of memory, or too long": "" in (row.get("ms"), row.get("peak_bytes")) or row.get("outcome") == "fails",
         SHORT: row.get("model", "").startswith("bert"),
         "no gradients": kind == "tokens" and row["what"] != "loss + grads",
+        OWN_KEYS: row.get("loss") in OF_ROWS,
         EAGER: kind in ("other losses", "tokens") and "eager" in impl + row.get("backend", ""),
     }  # fmt: skip
     return next((reason for reason, holds in reasons.items() if holds), None)
@@ -221,7 +213,7 @@ def size_of(row: dict[str, str], exchange: str = "single", backend: str = "trito
 
 def loss_of(name: str, d: int) -> dict[str, Any]:
     """A loss of `contrastile bench loss` as the planner's sizes have it."""
-    loss = SUBJECTS[LABELLED.get(name, name)].module()
+    loss = SUBJECTS[name].module()
     while not isinstance(loss, PairLoss):
         loss = loss.loss
     listed = name in LABELLED
@@ -250,13 +242,11 @@ def of_loss(row: dict[str, str]) -> dict[str, Any]:
     label = f"{row['loss']} {backend} {b} x {row['d']} {row['dtype']} on {row['world']}"
     # beside a shorter step the product runs in bursts, at another clock
     clock = _product(row) / usual_product(chip) if float(row["ms"]) / 1e3 > MOST_PRODUCT_SECONDS else 1.0
-    earlier = EARLIER if size.replayed and row["commit"] in EARLIER_CALLS else None
-    busy = label in HOST_BOUND or (chip == "H100" and (int(b) <= LEAST_OF_H100 or "32 MiB" in label))
-    new = re.fullmatch(NEW, row["file"])
+    busy = label in HOST_BOUND or int(b) <= LEAST_ROWS or (chip == "H100" and "32 MiB" in label)
     return {
-        "label": label, "loss": size, "clock": clock, "untimed": HOST if busy else earlier,
+        "label": label, "loss": size, "clock": clock, "untimed": HOST if busy else None,
         "precision": "high" if "precision high" in backend else "highest",
-        "fitted": row["d"] == "512" and row["loss"] in OF_PAIRS, "half": "" if new else f"{chip}, {exchange}",
+        "half": f"{chip}, {exchange}",
     }  # fmt: skip
 
 
@@ -272,7 +262,7 @@ def of_call(row: dict[str, str]) -> dict[str, Any]:
     name = "clip_labels" if labels and "," in row["impl"] else "clip" if labels else kind
     which = loss_of(name, d) | ({"listed": True} if "positives" in row["impl"] else {})
     size = LossSize(N, M, W, d, profile_of(chip).memory, exchange, "triton", given=given, **which)
-    slow = call == HOST_CALL or (chip == "H100" and max(N, M) <= LEAST_OF_H100)
+    slow = call == HOST_CALL or (chip == "H100" and max(N, M) <= LEAST_ROWS)
     reason = HOST if slow else None
     # the host's time of ranks was taken from these
     return {"label": f"{row['call']}: {row['impl']}", "loss": size, "untimed": reason, "fitted": several is not None}
@@ -293,10 +283,18 @@ def of_rank(row: dict[str, str]) -> dict[str, Any]:
 
 def of_other_loss(row: dict[str, str]) -> dict[str, Any]:
     """A loss beside `ClipLoss` and `SigLipLoss` in fused kernels."""
-    size = size_of(row, workspace=2 * 2**30)
-    reason = UNORDERED if size.labels else BESIDE if row["loss"] in GUIDED else None
-    label, untimed = f"{row['loss']} {row['b']} x {row['d']}", EARLIER if size.replayed else reason
-    return {"label": label, "loss": size, "other_code": reason, "untimed": untimed}
+    size, name, b, d = size_of(row, workspace=2 * 2**30), row["loss"], int(row["b"]), int(row["d"])
+    views = {"rows": 2 * b, "keys": 2 * b, "listed": True}
+    others: dict[str, dict[str, Any]] = {
+        "queue": {"keys": 2 * b}, "ntxent": views, "supcon": views,
+        # pairs of queries, and pairs of keys, beside zeros
+        "gist_pairs": {"own": 2, "dimensions": 2 * d, "guide": 2 * d, "listed": True},
+    }  # fmt: skip
+    size = replace(size, **others.get(name, {}))
+    fitted = b == 2**15 and name in OF_PAIRS
+    words = {"label": f"{name} {b} x {d}", "loss": size, "fitted": fitted, "untimed": PAIRS.get(name)}
+    # its graph is that of the loss before it in the call
+    return {**words, **({"bytes": None} if name == "clip_two_labels" and size.replayed else {})}
 
 
 def of_cpu(row: dict[str, str]) -> dict[str, Any]:
@@ -359,9 +357,8 @@ def of_step(row: dict[str, str]) -> dict[str, Any]:
     return {
         "label": f"{row['model']} {row['impl']}, {row['way']}, {row['batch']} by {row['sub_batch']} on {world}",
         "step": StepMemory(sides, loss, held, retain),
-        "untimed": DISTURBED if plain and row["ms"] == "920.45" else None,
         # nothing is fitted to compiled towers
-        "half": "" if compiled or re.fullmatch(NEW, row["file"]) else chip,
+        "half": "" if compiled else chip,
         # plain steps and those by hand hold other tensors: their times alone are planned
         **({} if row["impl"] == OURS or compiled else {"bytes": None}),
     }

@@ -39,7 +39,7 @@ def _unsteady(module: Any, cases: list[Any]) -> set[str]:
     """The cases of which two measurements differ by more than a plan within 20 % of both could."""
     seconds: dict[str, list[float]] = {}
     for case in cases:
-        if case.seconds and case.untimed not in (module.EARLIER, module.DISTURBED):
+        if case.seconds:
             seconds.setdefault(f"{case.chip}: {case.label}", []).append(case.seconds)
     return {label for label, several in seconds.items() if max(several) > 1.2 / 0.8 * min(several)}
 
@@ -59,8 +59,9 @@ def test_every_row_is_planned_or_left_out_for_a_reason_with_a_name(module: Any, 
         verdicts = [module.left_out(path.stem, row) for row in module.read_rows(path)]
         assert planned[path.stem] == verdicts.count(None), path.stem
         reasons.update(verdict for verdict in verdicts if verdict is not None)
-    assert set(reasons) == {
-        module.RUN, module.SHORT, module.EAGER, module.LIBRARIES, module.HELD,
+    # no committed row has keys of each row alone yet
+    assert reasons.keys() | {module.OWN_KEYS} == {
+        module.RUN, module.SHORT, module.EAGER, module.LIBRARIES, module.HELD, module.OWN_KEYS,
         "another implementation", "no plan beside it", "out of memory, or too long", "no gradients",
     }  # fmt: skip
 
@@ -71,7 +72,7 @@ def test_peaks_are_within_5_percent_of_nine_rows_in_ten_and_10_of_all(cases: dic
     every = [case for case in (*cases[kind], *others) if case.bytes and case.other_code is None]
     off = [_bytes_off(case) for case in every if case.label not in CLOSE_LOGITS]
     assert all(case.planned_bytes > case.bytes for case in every if case.label in CLOSE_LOGITS)
-    assert len(off) >= {"cpu": 15, "carried": 8, "losses": 62}.get(kind, 48)
+    assert len(off) >= {"cpu": 15, "carried": 8, "losses": 120}.get(kind, 48)
     assert max(off) <= 0.1
     assert sum(x <= 0.05 for x in off) >= 0.9 * len(off)
 
@@ -131,15 +132,16 @@ def test_updates_of_a_gpu(cases: dict[str, list[Any]]) -> None:
 
 def test_compiled_towers_of_a_gpu(cases: dict[str, list[Any]]) -> None:
     """Nothing was fitted to these rows."""
-    several = [case for case in cases["steps"] if case.file == "h200_towers" and "compiled" in case.label]
-    assert len(several) >= 5
-    assert max(map(_bytes_off, several)) <= 0.02
+    several = [case for case in cases["steps"] if case.file == "h200_step" and "compiled" in case.label]
+    assert len(several) >= 10
+    # with "auto" the number of graphs is planned too
+    assert max(_bytes_off(case) for case in several if "auto" not in case.label) <= 0.03
     assert max(map(_seconds_off, several)) <= 0.1
 
 
 def test_rows_of_other_code_are_named_one_by_one(cases: dict[str, list[Any]]) -> None:
     named = [case for several in cases.values() for case in several if case.other_code is not None]
-    assert len(named) == 30
+    assert len(named) == 5
     # a row that the planner meets is not left out
     assert min(map(_bytes_off, named)) > 0.05
 
@@ -152,7 +154,7 @@ def test_seconds_are_within_10_percent_of_nine_rows_in_ten_and_20_of_all(
     kinds = ("other losses", "calls") if kind == "other losses" else (kind,)
     every = [case for kind in kinds for case in cases[kind] if case.timed]
     off = [_seconds_off(case) for case in every if not (case.fitted and half != "every row")]
-    assert len(off) >= {"losses": 36, "calls": 10, "other losses": 18, "ranks": 25, "steps": 77, "tokens": 6}[kind]
+    assert len(off) >= {"losses": 36, "calls": 10, "other losses": 70, "ranks": 25, "steps": 52, "tokens": 6}[kind]
     assert max(off) <= 0.2
     assert sum(x <= 0.1 for x in off) >= 0.9 * len(off)
 
@@ -161,12 +163,7 @@ def test_seconds_that_are_not_planned_have_a_reason_with_a_name(module: Any, cas
     named = [case for several in cases.values() for case in several if case.seconds and case.untimed]
     reasons = Counter((case.untimed, case.file) for case in named)
     assert reasons == {
-        (module.EARLIER, "h200_loss"): 1, (module.EARLIER, "h200_planner_loss"): 4,
-        (module.EARLIER, "h200_loss_ratios"): 10, (module.BESIDE, "h200_loss_ratios"): 8,
-        (module.UNORDERED, "h200_loss_ratios"): 8, (module.HOST, "h200_loss"): 2, (module.HOST, "h200_planner_loss"): 1,
-        (module.HOST, "h200_user_calls"): 4, (module.HOST, "h200_memory"): 30,
-        (module.DISTURBED, "h200_step"): 1,
+        (module.HOST, "h200_loss"): 6, (module.HOST, "h200_user_calls"): 4, (module.HOST, "h200_memory"): 30,
         (module.HOST, "h100_loss"): 5, (module.HOST, "h100_user_calls"): 6,
+        (module.PAIRS["gist_pairs"], "h200_loss_ratios"): 2,
     }  # fmt: skip
-    # a row that the planner meets is not left out
-    assert min(_seconds_off(case) for case in named if case.untimed == module.DISTURBED) > 0.25

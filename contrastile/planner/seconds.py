@@ -27,8 +27,8 @@ BLOCK_CALLS, START_CALLS = 1.2, 1.3
 SHARED_CALLS, AGREED_CALLS, REPLAYED_HOP = 7.3, 1.3, 0.17
 # the time of a pair beside its products, over that of a plain softmax: of a sigmoid, with a teacher's probability too,
 # with a bit of a guide's mask, and where labels are compared. From rows of 65,536 x 768 in h200_loss.csv and of
-# 32,768 x 512 in h200_planner_loss.csv
-SIGMOID_PAIRS, TEACHER_PAIRS, MASKED_PAIRS, LABELLED_PAIRS = 1.5, 5.2, 4.2, 2.5
+# 32,768 rows in h200_loss_ratios.csv, a teacher's from earlier ones
+SIGMOID_PAIRS, TEACHER_PAIRS, MASKED_PAIRS, LABELLED_PAIRS = 1.5, 5.2, 3.2, 3.2
 # the same where positives by label are sums of features, and bytes that move for each feature of a row or column. From
 # the calls in h200_user_calls.csv
 SUMMED_PAIRS, SUMMED_BYTES = 1.3, 40

@@ -229,7 +229,7 @@ def _steps() -> tuple[float, dict[int, float]]:
     rows = [row for row in rows_of("h200_step.csv", model="vit-b-16") if row["peak_bytes"]]
     peaks: dict[str, dict[int, float]] = {"plain": {}, "contrastile": {}}
     for row in rows:
-        ours = [row[name] for name in ("impl", "retain", "sub_batch")] == ["contrastile", "0", "512"]
+        ours = [row[name] for name in ("impl", "way", "sub_batch")] == ["contrastile", "retain 0", "512"]
         if ours or (row["impl"], row["way"]) == ("plain", "whole batch"):
             sizes, batch = peaks[row["impl"]], int(row["batch"])
             sizes[batch] = min(float(row["peak_bytes"]) / 2**30, sizes.get(batch, float("inf")))

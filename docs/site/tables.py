@@ -18,15 +18,38 @@ MARKS = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 STEPS = (
     ("plain", "plain", "whole batch"),
     ("activation checkpointing, whole batch", "plain", "activation checkpointing"),
-    ("accumulation, another gradient", "plain", "accumulation"),
+    ("accumulation, another gradient", "plain", "accumulation, not the same gradient"),
     ("two passes by hand", "by hand", "two passes"),
     ("contrastile, `retain=0`", "contrastile", "retain 0"),
     ("contrastile, half of the graphs kept", "contrastile", "retain half"),
+    ("contrastile, all graphs kept", "contrastile", "retain all"),
     ('contrastile, `retain="auto"`', "contrastile", "retain auto"),
     ("GradCache", "GradCache", "dense loss"),
     ("sentence-transformers", "sentence-transformers", "cached loss"),
     ("open_clip, `--accum-freq`", "open_clip", "accum-freq"),
+    ("plain, compiled", "plain", "whole batch, compiled"),
+    ("contrastile, `retain=0`, compiled", "contrastile", "retain 0, compiled"),
+    ('contrastile, `retain="auto"`, compiled', "contrastile", "retain auto, compiled"),
 )
+# losses beside `ClipLoss`, as the bench names them
+LOSSES = {
+    "clip_labels": "`ClipLoss`, four rows of a label",
+    "clip_two_labels": "`ClipLoss`, two labels in all",
+    "infonce": "`InfoNCELoss`",
+    "hardness": "`InfoNCELoss`, hardness",
+    "queue": "`InfoNCELoss`, a queue of as many keys",
+    "dcl": "`DCLLoss`",
+    "dclw": "`DCLLoss(sigma=0.5)`",
+    "gist": "`GISTLoss`",
+    "gist_relative": '`GISTLoss(margin_strategy="relative")`',
+    "gist_pairs": "`GISTLoss`, pairs of queries and of keys too",
+    "distill": "`DistillClipLoss`",
+    "siglip": "`SigLipLoss`",
+    "siglip_labels": "`SigLipLoss`, four rows of a label",
+    "siglip_balanced": "`SigLipLoss(balanced=True)`, the same",
+    "ntxent": "`NTXentLoss`, of both sides as views",
+    "supcon": "`SupConLoss`, the same, four rows of a label",
+}
 # of README: file, loss, rows, features, ranks, and our way; sizes at which another way wins are among them
 README = (
     ("h200_loss", "clip", 8_192, 512, 1, "triton"),
@@ -100,11 +123,9 @@ def steps() -> str:
     file, model = "h200_step.csv", {"model": "vit-b-16", "dtype": "bfloat16"}
     plain = last(file, impl="plain", way="whole batch", batch="1024", **model)
     rows = [("plain", plain)]
-    for batch in ("1024", "8192", "65536", "262144"):
-        rows.append(("`retain=0`", last(file, impl="contrastile", retain="0", batch=batch, sub_batch="512", **model)))
-    for batch in ("1024", "8192"):
-        row = last(file, impl="contrastile", retain="auto", inputs="device", batch=batch, sub_batch="512", **model)
-        rows.append(('`retain="auto"`', row))
+    for way, title in (("retain 0", "`retain=0`"), ("retain auto", '`retain="auto"`')):
+        for batch in ("1024", "8192", "65536"):
+            rows.append((title, last(file, impl="contrastile", way=way, batch=batch, sub_batch="512", **model)))
     pace = float(plain["us_per_pair"])
     cells = ((way, f"{int(row['batch']):,}", f"{float(row['us_per_pair']) / pace:.2f}", gib(row)) for way, row in rows)
     return table_of(("step", "pairs", "time of a pair, times the plain step's", "peak memory"), cells)
@@ -227,7 +248,7 @@ def h200_peers() -> str:
         ("OpenCLIP's class, 16-bit logits", "clip", "open_clip", "one process", (65536,)),
         ("plain formula, float32 logits", "clip", "dense", "float32 logits", (65536,)),
         ("cut-cross-entropy, called for both directions", "clip", "cut-cross-entropy", "exact", (65536,)),
-        ("Inf-CLIP's kernels", "clip", "inf-cl", "triton", (32768,)),
+        ("Inf-CLIP's kernels", "clip", "inf-cl", "triton", (8192, 32768)),
         ("`siglip-kernel`, sigmoid", "siglip", "siglip-kernel", "auto", (65536,)),
         ("plain formula, one dtype", "clip", "dense", "one dtype", (4096, 8192)),
     )
@@ -260,87 +281,63 @@ def two_ranks() -> str:
     return table_of(head, rows)
 
 
-def one_gpu() -> str:
-    """Whole steps of ViT-B/16 on one H200: the newest measurement of each way, batch and sub-batch."""
-    at = {"model": "vit-b-16"}
-    file = [*rows_of("h200_step.csv", commit="499b6ae", **at), *rows_of("h200_step.csv", commit="7854740", **at)]
-    newest = {(int(row["batch"]), -int(row["sub_batch"] or row["batch"]), row["way"]): row for row in file}
-    plain = float(newest[1024, -1024, "whole batch"]["us_per_pair"])
-    rows = []
-    for (batch, _, way), row in sorted(newest.items(), key=lambda item: item[0][:2]):
-        title = {"whole batch": "plain", "two passes": "two passes by hand"}.get(way, way)
-        times = float(row["ratio_to_plain"] or float(row["us_per_pair"]) / plain)
-        time = (time_text(float(row["ms"])), f"{float(row['us_per_pair']):,.0f}", f"{times:.3f}")
-        rows.append((f"{batch:,}", f"{int(row['sub_batch']):,}" if row["sub_batch"] else "", title, *time, gib(row)))
-    return table_of(("batch", "sub-batch", "way", "step", "µs a pair", "times plain", "peak"), rows)
+def texts() -> str:
+    """Steps of texts in sub-batches cut in three ways, as they are written and compiled."""
+    rows = ((row["way"], f"{float(row['us_per_pair']):,.0f}", gib(row)) for row in rows_of("h200_towers.csv"))
+    return table_of(("way", "µs a text", "peak"), rows)
 
 
-def compiled_towers() -> str:
-    """Steps with towers as they are written and compiled: the newest measurement of each."""
-    newest = {(row["model"], row["batch"], row["way"]): row for row in rows_of("h200_towers.csv")}
-    rows = (
-        (model, f"{int(batch):,}", row["sub_batch"], way, f"{float(row['us_per_pair']):,.0f}", gib(row))
-        for (model, batch, way), row in newest.items()
-    )
-    return table_of(("model", "batch", "sub-batch", "way", "µs a pair or text", "peak"), rows)
+def _pace(row: Row) -> str:
+    """Microseconds a pair, in brackets the multiple of the plain step, and peak."""
+    ratio = f" ({float(row['ratio_to_plain']):.2f})" if row["ratio_to_plain"] else ""
+    return f"{float(row['us_per_pair']):,.0f}{ratio}, {gib(row)}"
 
 
-def _pace(rows: Sequence[Row]) -> str:
-    """Microseconds a pair, and in brackets the multiple of the plain step; a range for many measurements."""
-    times = sorted(float(row["us_per_pair"]) for row in rows)
-    if len(rows) > 3:
-        return f"{times[0]:,.0f} to {times[-1]:,.0f}"
-    ratios = (f" ({float(row['ratio_to_plain']):.2f})" if row["ratio_to_plain"] else "" for row in rows)
-    return ", ".join(f"{float(row['us_per_pair']):,.0f}{ratio}" for row, ratio in zip(rows, ratios, strict=True))
-
-
-def _peak(rows: Sequence[Row]) -> str:
-    """Different peaks in GiB."""
-    return ", ".join(dict.fromkeys(f"{float(row['peak_bytes']) / 2**30:.0f}" for row in rows))
-
-
-def _step(rows: Sequence[Row]) -> str:
-    """The shortest time of a step, and the longest where it differs."""
-    times = sorted(float(row["ms"]) for row in rows)
-    return " to ".join(dict.fromkeys((time_text(times[0]), time_text(times[-1]))))
-
-
-def _by_way(columns: Iterable[tuple[str, list[Row]]], cell: Callable[[Sequence[Row]], str]) -> str:
+def _by_way(columns: Iterable[tuple[str, list[Row]]]) -> str:
     """A row for each way of a step, a column for each list of measurements."""
     lines, columns = [], list(columns)
     for title, impl, way in STEPS:
         cells = []
         for _, measured in columns:
-            found = [row for row in measured if row["impl"] == impl and row["way"].startswith(way)]
+            ways = {f"{way}{of_way}": words for of_way, words in INPUTS.items()}
+            found = {row["way"]: row for row in measured if row["impl"] == impl and row["way"] in ways}
             # the bench writes a row without a time where memory ran out
-            texts = ["does not fit"] * any(not row["ms"] for row in found)
-            for inputs, words in INPUTS.items():
-                if rows := [row for row in found if row["ms"] and row["inputs"] == inputs]:
-                    texts.append(f"{cell(rows)}{words}")
+            texts = (f"{_pace(row)}{ways[way]}" if row["ms"] else "does not fit" for way, row in found.items())
             cells.append("; ".join(texts))
         if any(cells):
             lines.append((title, *cells))
     return table_of(("way", *(head for head, _ in columns)), lines)
 
 
-def side_by_side(model: str, sub_batch: str, batches: Sequence[int], cell: Callable[[Sequence[Row]], str]) -> str:
-    """All ways of a step as measured on 2026-11-22, by batch."""
-    file = rows_of("h200_step.csv", model=model, date="2026-11-22")
-    measured = [row for row in file if row["sub_batch"] in ("", sub_batch)]
-    return _by_way(((f"{batch:,}", [row for row in measured if row["batch"] == str(batch)]) for batch in batches), cell)
+def side_by_side(model: str, sub_batch: str, batches: Sequence[int]) -> str:
+    """All ways of a step by batch."""
+    rows = [row for row in rows_of("h200_step.csv", model=model) if row["sub_batch"] in ("", sub_batch)]
+    return _by_way((f"{batch:,}", [row for row in rows if row["batch"] == str(batch)]) for batch in batches)
 
 
-def small_sub_batches() -> str:
-    """Steps of 1,024 pairs in sub-batches of 128 on two hosts."""
+def sub_batches() -> str:
+    """Steps of 1,024 pairs of ViT-B/16 by sub-batch."""
     at = {"model": "vit-b-16", "batch": "1024"}
-    hosts = (("fast host", "7014e07"), ("slow host", "499b6ae-dirty"))
-    return _by_way(
-        ((f"{host} ({commit})", rows_of("h200_step.csv", commit=commit, **at)) for host, commit in hosts), _step
-    )
+    return _by_way((f"{size:,}", rows_of("h200_step.csv", sub_batch=str(size), **at)) for size in (128, 256, 512, 1024))
 
 
-# text of a cell for inputs that are not on the device
-INPUTS = {"device": "", "host": ", host", "pool": ", pool"}
+def loss_ratios() -> str:
+    """Time of each loss over that of `ClipLoss` of the same rows and call."""
+    cells = []
+    for loss, title in LOSSES.items():
+        ratios = []
+        for b, d in (("8192", "512"), ("32768", "512"), ("32768", "768")):
+            ratio = ""
+            for row in rows_of("h200_loss_ratios.csv", loss=loss, b=b, d=d):
+                clip = last("h200_loss_ratios.csv", loss="clip", b=b, d=d, commit=row["commit"])
+                ratio = f"{float(row['ms']) / float(clip['ms']):.2f}"
+            ratios.append(ratio)
+        cells.append((title, *ratios))
+    return table_of(("loss", "8,192 × 512", "32,768 × 512", "32,768 × 768"), cells)
+
+
+# ending of a way's name, and text of a cell, for inputs that are not on the device
+INPUTS = {"": "", ", streamed": ", host", ", from a pool": ", pool"}
 VIT_B = ("vit-b-16", "512", (1024, 8192, 65536, 262144, 1048576))
 VIT_L = ("vit-l-14", "192", (384, 1024, 8192, 65536, 262144))
 
@@ -375,26 +372,26 @@ def side_by_loss(loss: str, d: str, sizes: Sequence[int], ways: dict[tuple[str, 
 
 
 def open_clip() -> str:
-    """Time and memory of OpenCLIP and of ours at 65,536 pairs."""
-    b, step = {"b": "65536", "d": "768", "loss": "clip"}, {"batch": "65536", "model": "vit-b-16", "sub_batch": "512"}
+    """Time and memory of OpenCLIP and of ours: losses of 65,536 pairs, and a step."""
+    b, step = {"b": "65536", "d": "768", "loss": "clip"}, {"batch": "8192", "model": "vit-b-16", "sub_batch": "512"}
     measured = (
         (
-            "the loss on one GPU, 768 features",
+            "the loss of 65,536 pairs on one GPU, 768 features",
             last("h200_loss.csv", impl="open_clip", backend="one process", **b),
             last("h200_loss.csv", impl="contrastile", backend="triton", **b),
         ),
         (
-            "the loss on a rank of two",
+            "the same on a rank of two",
             last("h200_2_ranks.csv", impl="open_clip", **b),
             last("h200_2_ranks.csv", backend="triton, gather", **b),
         ),
         (
-            "a whole step of ViT-B/16, `--accum-freq` and `encode`",
+            "a step of 8,192 pairs of ViT-B/16, `--accum-freq` and `encode`",
             last("h200_step.csv", impl="open_clip", **step),
             last("h200_step.csv", way="retain 0", **step),
         ),
     )
-    return table_of(("65,536 pairs", "OpenCLIP", "contrastile"), ((t, cost(a), cost(c)) for t, a, c in measured))
+    return table_of(("", "OpenCLIP", "contrastile"), ((t, cost(a), cost(c)) for t, a, c in measured))
 
 
 FORMULA = {
@@ -404,8 +401,8 @@ FORMULA = {
 }
 SIGLIP = {("siglip-kernel", "auto"): "siglip-kernel", ("contrastile", "triton"): "`SigLipLoss`"}
 MEASURED = (
-    *(readme, steps, cpu_loss, h200_loss, h200_peers, two_ranks, one_gpu, small_sub_batches),
-    *(open_clip, compiled_towers, h100_loss, h100_calls),
+    *(readme, steps, cpu_loss, h200_loss, h200_peers, two_ranks, sub_batches, texts),
+    *(open_clip, loss_ratios, h100_loss, h100_calls),
 )
 TABLES: dict[str, Callable[[], str]] = {
     **{each.__name__: each for each in MEASURED},
@@ -417,11 +414,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "four_ranks_compiled": partial(four_ranks, compiled=True),
     "formula": partial(side_by_loss, "clip", "512", (4096, 8192, 32768, 65536), FORMULA),
     "siglip": partial(side_by_loss, "siglip", "768", (4096, 8192, 65536), SIGLIP),
-    "vit_b_time": partial(side_by_side, *VIT_B, _pace),
-    "vit_b_peak": partial(side_by_side, *VIT_B, _peak),
-    "vit_b_step": partial(side_by_side, *VIT_B, _step),
-    "vit_l_time": partial(side_by_side, *VIT_L, _pace),
-    "vit_l_peak": partial(side_by_side, *VIT_L, _peak),
+    "vit_b": partial(side_by_side, *VIT_B),
+    "vit_l": partial(side_by_side, *VIT_L),
     **papers_tables.TABLES,
     **training_tables.TABLES,
 }
