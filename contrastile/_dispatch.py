@@ -253,6 +253,9 @@ def _offer(name: str, loss: PairLoss, rows: Shard, cols: Shard) -> tuple[type[Ti
     except ImportError as error:
         return None, f"{error.name} is not installed"
     reason = tiles.declines(loss, rows, cols)
+    if reason and rows.own is not None and not len(cols) and tiles.of_own is not None:
+        tiles = tiles.of_own
+        reason = tiles.declines(loss, rows, cols)
     return (None, reason) if reason else (tiles, None)
 
 

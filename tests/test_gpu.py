@@ -23,7 +23,7 @@ from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, contrast,
 from contrastile.bench.gate import Gate, Sample, problem
 from contrastile.bench.loss import float32_products
 from contrastile.bench.peers import Case
-from contrastile.bench.subjects import EAGER, SUBJECTS
+from contrastile.bench.subjects import SUBJECTS
 from contrastile.bench.towers import Pairs, Towers
 from contrastile.bench.ways import Task, cached
 from contrastile.engine import arguments as checks
@@ -104,7 +104,7 @@ def test_the_decoupled_loss_and_its_gradients(cosine: float, dtype: torch.dtype)
     assert distance(found[3], true[3]) <= 5e-5
 
 
-@pytest.mark.parametrize("loss", [name for name in SUBJECTS if name not in EAGER])
+@pytest.mark.parametrize("loss", SUBJECTS)
 def test_large_sizes_by_a_sample(loss: str) -> None:
     case = Case(loss, 2**16 - 3, 512, "bfloat16")
     gate, sample = Gate(case, CUDA), Sample(loss, problem(case, CUDA))

@@ -39,6 +39,8 @@ FUSED = [
     "siglip_labels",
     "own_negatives",
     "own_negatives_only",
+    "scores_kl",
+    "scores_margin",
     "hardness_in_batch",
     "hardness_own",
     "hardness_all",

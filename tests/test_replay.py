@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 
-from contrastile import ClipLoss, InfoNCELoss, contrast
+from contrastile import ClipLoss, InfoNCELoss, ScoreDistillLoss, contrast
 from contrastile.distributed import collectives, failure
 from contrastile.distributed.collectives import captured_call
 from contrastile.distributed.failure import LostRankError, state_of
@@ -121,18 +121,29 @@ def test_upstream_gradients_and_frozen_sides(frozen: tuple[str, ...]) -> None:
 
 @pytest.mark.usefixtures("_played")
 @pytest.mark.parametrize(
-    "how", [{}, {"in_batch": False}, {"hardness_mode": "hard_negatives", "hardness_strength": 5.0}], ids=str
+    ("kind", "how"),
+    [
+        (InfoNCELoss, {}),
+        (InfoNCELoss, {"in_batch": False}),
+        (InfoNCELoss, {"hardness_mode": "hard_negatives", "hardness_strength": 5.0}),
+        (ScoreDistillLoss, {"kind": "kl"}),
+        (ScoreDistillLoss, {"kind": "margin_mse"}),
+    ],
+    ids=str,
 )
-def test_negatives_of_each_query_are_replayed(how: dict[str, Any]) -> None:
+def test_keys_of_each_query_are_replayed(kind: Any, how: dict[str, Any]) -> None:
     """Gradients are those of the call, though another one is replayed before them."""
-    loss, plain = InfoNCELoss(**how), InfoNCELoss(reduction="none", **how)
+    loss, plain = kind(**how), kind(reduction="none", **how)
     for _ in range(4):
-        q, k, negatives = (x.double().requires_grad_() for x in (*torch.randn(2, 12, 5), torch.randn(12, 3, 5)))
-        leaves = q, k, torch.tensor(0.7, dtype=torch.float64, requires_grad=True), negatives
-        value = loss(*leaves[:3], negatives=negatives)
-        loss(q.roll(1, 0), k, leaves[2], negatives=-negatives)
-        truth = plain(*leaves[:3], negatives=negatives).mean()
-        for x, y in zip(*(torch.autograd.grad(3 * each, leaves) for each in (value, truth)), strict=True):
+        q, k, scores = torch.randn(12, 5).double(), torch.randn(12, 3, 5).double(), torch.randn(12, 3)
+        leaves = {"query": q, "key": k, "scale": torch.tensor(0.7, dtype=torch.float64)}
+        leaves |= {"key": q.flip(0).clone(), "negatives": k} if kind is InfoNCELoss else {}
+        free = [x.requires_grad_() for x in leaves.values()]
+        constants, others = ({}, {}) if kind is InfoNCELoss else ({"scores": scores}, {"scores": -scores})
+        value = loss(**leaves, **constants)
+        loss(**leaves | {"query": q.roll(1, 0)}, **others)
+        truth = plain(**leaves, **constants).mean()
+        for x, y in zip(*(torch.autograd.grad(3 * each, free) for each in (value, truth)), strict=True):
             assert distance(x, y) <= 1e-12
     assert len(CAPTURED) == 1
 

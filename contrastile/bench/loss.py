@@ -21,7 +21,7 @@ from torch import Tensor
 from contrastile.bench.gate import SAMPLE_ROWS, Distance, Gate, Sample, gate_rows, placed, problem, step
 from contrastile.bench.harness import Machine, Report, Row, Step, Table, Timing, sentence_of
 from contrastile.bench.peers import ANY_NUMBER, DENSE, PEERS, Case, Contestant, rank_peers
-from contrastile.bench.subjects import EAGER, SUBJECTS
+from contrastile.bench.subjects import SUBJECTS
 from contrastile.distributed import collectives
 from contrastile.exchange.hierarchical import node_size
 from contrastile.train.memory import PeakMemory
@@ -85,7 +85,7 @@ def contestants(case: Case, device: torch.device, *, peers: bool) -> list[Contes
 def _contrastile(
     loss: str, device: torch.device, workspace: int | None, name: str = "", most_rows: int = ANY_NUMBER, /, **how: Any
 ) -> Contestant:
-    backend = "triton" if device.type == "cuda" and loss not in EAGER else "eager"
+    backend = "triton" if device.type == "cuda" else "eager"
     marked = "" if workspace in (None, WORKSPACE) else f", workspace {workspace // 2**20} MiB"
     module = SUBJECTS[loss].module(backend=backend, workspace=workspace, **how)
     return Contestant(OURS, f"{backend}{name and f', {name}'}{marked}", {loss: module}, most_rows=most_rows)

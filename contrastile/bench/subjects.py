@@ -27,8 +27,6 @@ MARGIN = 0.0517
 SHARED = 8
 # negatives of each query; the gradients of a key in 1 + OWN lists are added in the features' dtype
 OWN, OF_LISTS = 8, 2.5
-# losses without kernels
-EAGER = ("kl", "margin_mse")
 
 Some = Callable[..., Tensor]
 Module = Callable[..., Loss]

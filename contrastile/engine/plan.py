@@ -35,7 +35,7 @@ MOST_PLANS = 256
 # types of a scale and a bias that are whole on every rank
 NUMBERS = (*PLAIN, float, int, type(None))
 # tensors of a shard in a call that can be refilled
-PARTS = ("features", "positives", "labels", "ids", "numbers", "own")
+PARTS = ("features", "positives", "labels", "ids", "numbers", "own", "targets")
 # labels of a call that can be refilled: name in a shard, argument of the queries, argument of the keys
 LABELS = (("labels", "query_labels", "key_labels"), ("ids", "query_ids", "key_ids"))
 # side of a tile for backend="dense", which holds the whole block
@@ -112,7 +112,7 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
                 _plans.clear()
             # a later call fills its tensors into the template
             own = arguments.own is not None and arguments.negative_ids is None
-            fits = (own or arguments.negatives is None) and arguments.targets is None and options.device is None
+            fits = (own or (arguments.negatives is None and arguments.targets is None)) and options.device is None
             template = _template(problem, plan, exchange) if alone and fits else None
             for key in {exact, signature} if not alone else {signature if plan.small else exact}:
                 _plans[key] = plan, template
@@ -261,6 +261,8 @@ def _labels(call: Call, arguments: Arguments) -> tuple[dict[str, Any], dict[str,
         # a graph reads the numbers first
         rows |= {"numbers": of_rows["numbers"], "guides": of_rows["guides"]}
         cols |= of_cols
+    if arguments.targets is not None:
+        rows["targets"] = arguments.targets
     return rows, cols
 
 

@@ -122,7 +122,7 @@ def _log_probabilities(tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
     listed = _counted(tile)
     # a row without any key has no loss, and no NaN either
     some = listed.any(1, keepdim=True)
-    both = (x.where(listed, x.new_tensor(-torch.inf)).where(some, x.new_zeros(())) for x in (tile.x, tile.target))
+    both = (x.where(listed, x.new_full((), -torch.inf)).where(some, x.new_zeros(())) for x in (tile.x, tile.target))
     log_p, log_t = (x.log_softmax(1) for x in both)
     return log_p, log_t, listed
 

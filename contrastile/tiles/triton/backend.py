@@ -49,11 +49,9 @@ from contrastile.tiles.triton.block import (
 from contrastile.tiles.triton.exponentials import Exponentials
 from contrastile.tiles.triton.guided import Gap, Guidance, separate_sums, with_teacher
 from contrastile.tiles.triton.launch import CONSTANTS, Term, Weights, on
-from contrastile.tiles.triton.own import FusedOwnColumns
+from contrastile.tiles.triton.own import FusedOwnColumns, OwnTiles
 from contrastile.tiles.triton.plan import Epilogue, Operand, Pair
 
-# compute capability of the oldest chip whose tensor cores take bf16
-LEAST_CAPABILITY = 8, 0
 # a strip in fp16 holds gradients up to 2 to this power
 UNIT_POWER = 14
 # first row, number of rows, first column, number of columns of a block
@@ -69,6 +67,7 @@ class Triton(Tiles):
     accepts_in_flight: ClassVar[bool] = True
     checks_teacher: ClassVar[bool] = True
     own_columns = FusedOwnColumns
+    of_own = OwnTiles
     # of each block of this call, by the forward for the backward: constants; 32-bit ids; order of labels; positives
     constants: dict[Position, Tensor] = field(default_factory=dict, compare=False, repr=False)
     groups: dict[Position, Groups] = field(default_factory=dict, compare=False, repr=False)
@@ -85,22 +84,13 @@ class Triton(Tiles):
     @classmethod
     def declines(cls, loss: PairLoss, rows: Shard, cols: Shard) -> str | None:
         del cols
-        features = rows.features
         unknown = plan.unknown_part(loss)
         if unknown is not None:
             return f"no kernel for {unknown}"
         if by_label(rows) and (plan.epilogue_for(loss).hardness or rows.guides):
             return f"no kernel for {type(loss).__name__} with positives by label"
-        for x in (features, *rows.guides):
-            if x.dtype not in plan.PIECES:
-                return f"no kernel for {x.dtype}"
-        if plan.interpreting():
-            return None
-        if features.device.type != "cuda" or torch.version.cuda is None:
-            return f"the features are on {features.device.type}, not on an NVIDIA device"
-        if torch.cuda.get_device_capability(features.device) < LEAST_CAPABILITY:
-            return "the device is older than compute capability 8.0"
-        return None
+        reasons = (plan.refusal(x.dtype, rows.features.device) for x in (rows.features, *rows.guides))
+        return next(filter(None, reasons), None)
 
     def forward(self, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
         sides = (rows, cols)[: 1 + self.loss.symmetric]

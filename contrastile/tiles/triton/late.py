@@ -18,7 +18,6 @@ from contrastile.losses.base import Shard
 from contrastile.scorers import MaxSim, tokens
 from contrastile.tiles.eager import LEAST_STRIP
 from contrastile.tiles.scored import Scorer
-from contrastile.tiles.triton.backend import LEAST_CAPABILITY
 from contrastile.tiles.triton.maxsim import (
     LISTS,
     MOST_TOKENS,
@@ -34,7 +33,7 @@ from contrastile.tiles.triton.maxsim import (
     readable,
     scored,
 )
-from contrastile.tiles.triton.plan import PIECES, interpreting, tiles_of
+from contrastile.tiles.triton.plan import interpreting, refusal, tiles_of
 from contrastile.tiles.triton.scores import FusedScores, token_flag
 
 # features of a token up to which a tile of them fits shared memory
@@ -74,19 +73,11 @@ class FusedMaxSim(FusedScores):
         if not isinstance(module, MaxSim) or not module.known:
             return f"no kernel for the scorer {type(module).__name__}"
         (q, _), (k, _) = (tokens(name, form.nested(side.leaves)) for name, form, side in _sides(scorer, rows, cols))
-        if scorer.dtype not in PIECES:
-            return f"no kernel for {scorer.dtype}"
         if q.shape[2] > MOST_FEATURES or k.shape[1] >= MOST_TOKENS:
             return f"no kernel for {q.shape[2]} features and {k.shape[1]} tokens"
         if not q.shape[1] or not k.shape[1]:
             return "no kernel for sides without tokens"
-        if interpreting():
-            return None
-        if q.device.type != "cuda" or torch.version.cuda is None:
-            return f"the features are on {q.device.type}, not on an NVIDIA device"
-        if torch.cuda.get_device_capability(q.device) < LEAST_CAPABILITY:
-            return "the device is older than compute capability 8.0"
-        return None
+        return refusal(scorer.dtype, q.device)
 
     @classmethod
     def fitting_side(cls, rows: Shard, cols: Shard, workspace: int) -> int:

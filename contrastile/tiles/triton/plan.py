@@ -36,6 +36,21 @@ PIECES: dict[torch.dtype, Callable[[], int]] = {
     **dict.fromkeys((torch.bfloat16, torch.float16), lambda: 1),
     torch.float32: lambda: PIECES_FLOAT32[torch.backends.cuda.matmul.fp32_precision],
 }
+# compute capability of the oldest chip whose tensor cores take bf16
+LEAST_CAPABILITY = 8, 0
+
+
+def refusal(dtype: torch.dtype, device: torch.device) -> str | None:
+    """The reason why no kernel takes features of this dtype on this device; None if kernels do."""
+    if dtype not in PIECES:
+        return f"no kernel for {dtype}"
+    if interpreting():
+        return None
+    if device.type != "cuda" or torch.version.cuda is None:
+        return f"the features are on {device.type}, not on an NVIDIA device"
+    if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        return "the device is older than compute capability 8.0"
+    return None
 
 
 @dataclass(frozen=True)
