@@ -1,4 +1,4 @@
-"""Time losses as people call them, beside the plain formula and the same compiled: autocast, options, rectangles.
+"""Time losses as people call them, beside the plain formula and the same compiled: options, rectangles, lists.
 
 Forward and backward, in interleaved rounds: the median and the least milliseconds of a step, many steps in a row.
 "host" is the time until a step's launches are queued. With --peers also packages that compute the same, where they are
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from contrastile import ClipLoss, InfoNCELoss, SigLipLoss
+from contrastile import ClipLoss, InfoNCELoss, ScoreDistillLoss, SigLipLoss
 from contrastile.bench.harness import Machine, Step, Table, not_installed, script
 from contrastile.bench.peers import FORMULAS, PEERS, Loss
 
@@ -31,7 +31,7 @@ COLUMNS = "call", "impl", "ms", "least_ms", "host_ms"
 TABLE = Table("impl=call, and by 48 | ms >8.3f | least_ms=least >8.3f | host_ms=host >8.3f")
 
 
-def features(*sizes: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+def features(*sizes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
     return [F.normalize(torch.randn(size, device="cuda"), dim=-1).to(dtype).requires_grad_() for size in sizes]
 
 
@@ -44,6 +44,24 @@ def step(loss: Loss, leaves: list[Tensor], *, autocast: bool = True) -> Step:
         torch.autograd.grad(value, leaves)
 
     return run
+
+
+def _with_own(loss: InfoNCELoss) -> Loss:
+    return lambda q, k, scale, negatives: loss(q, k, scale, negatives=negatives)
+
+
+def _plain_with_own(q: Tensor, k: Tensor, scale: Tensor, negatives: Tensor) -> Tensor:
+    logits = torch.cat([q @ k.T, (negatives @ q[..., None])[..., 0]], 1)
+    return F.cross_entropy(scale * logits, torch.arange(len(q), device=q.device))
+
+
+def _of_lists(loss: Loss) -> Loss:
+    return lambda q, k, scale: loss(q, k, scale=scale)
+
+
+def _plain_scores(q: Tensor, k: Tensor, scale: Tensor, scores: Tensor) -> Tensor:
+    x = scale * (k @ q[..., None])[..., 0]
+    return F.kl_div(x.log_softmax(1), scores.log_softmax(1), log_target=True, reduction="batchmean")
 
 
 def calls(machine: Machine, *, with_peers: bool) -> Iterator[tuple[str, dict[str, Step]]]:
@@ -86,6 +104,13 @@ def calls(machine: Machine, *, with_peers: bool) -> Iterator[tuple[str, dict[str
         for n, given in labels.items():
             steps[f"contrastile, {n} labels"] = step(partial(ClipLoss(), labels=given), leaves, autocast=False)
         yield f"labels {b} x 512", steps
+    for b in (2048, 8192, 32768):
+        q, k, listed = features((b, 512), (b, 512), (b, 8, 512))
+        with_own = beside(_with_own(InfoNCELoss()), _plain_with_own, [q, k, scale, listed])
+        yield f"negatives {b} x 8 x 512", with_own | {"contrastile, without": step(InfoNCELoss(), [q, k, scale])}
+        scores = torch.randn(b, 8, device="cuda")
+        ours, plain = partial(ScoreDistillLoss(), scores=scores), partial(_plain_scores, scores=scores)
+        yield f"scores {b} x 8 x 512", beside(_of_lists(ours), plain, [q, listed, scale])
     sigmoids = ((SigLipLoss(), {"logit_bias": -10.0}), (FORMULAS["siglip"], {"bias": -10.0}))
     for b in (1024, 2048, 4096, 8192, 16384, 32768):
         leaves = [*features((b, 768), (b, 768)), scale]

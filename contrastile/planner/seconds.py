@@ -26,11 +26,11 @@ BLOCK_CALLS, START_CALLS = 1.2, 1.3
 # hops over that of another call's. From the rows of h200_2_user_calls.csv and h200_4_user_calls.csv
 SHARED_CALLS, AGREED_CALLS, REPLAYED_HOP = 7.3, 1.3, 0.17
 # the time of a pair beside its products, over that of a plain softmax: of a sigmoid, with a teacher's probability too,
-# with a bit of a guide's mask, and where labels are compared. From rows of 65,536 x 768 in h200_loss.csv and of
+# with a bit of a guide's mask, and of a sigmoid with labels. From rows of 65,536 x 768 in h200_loss.csv and of
 # 32,768 rows in h200_loss_ratios.csv, a teacher's from earlier ones
 SIGMOID_PAIRS, TEACHER_PAIRS, MASKED_PAIRS, LABELLED_PAIRS = 1.5, 5.2, 3.2, 3.2
-# the same where positives by label are sums of features, and bytes that move for each feature of a row or column. From
-# the calls in h200_user_calls.csv
+# the same of a softmax with labels; and bytes that move for each feature of a row or column where labels are summed up.
+# From the calls in h200_user_calls.csv
 SUMMED_PAIRS, SUMMED_BYTES = 1.3, 40
 # bytes of a pair whose kept exponential is multiplied by numbers of its row and column in place
 EXPONENTIAL_BYTES = 4
@@ -176,9 +176,7 @@ def _pair_work(loss: LossSize) -> float:
         return LABELLED_PAIRS if loss.labels else SIGMOID_PAIRS
     if loss.guide:
         return TEACHER_PAIRS if loss.taught else MASKED_PAIRS
-    if loss.sums_labels:
-        return SUMMED_PAIRS
-    return LABELLED_PAIRS if loss.labels else 1.0
+    return SUMMED_PAIRS if loss.labels else 1.0
 
 
 def exchange_seconds(loss: LossSize, profile: Profile) -> float:
