@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,27 +120,36 @@ def test_upstream_gradients_and_frozen_sides(frozen: tuple[str, ...]) -> None:
         assert all(distance(x, y) <= 1e-12 for x, y in zip(found, truth, strict=True))
 
 
+def _of_lists(names: tuple[str, ...]) -> dict[str, Tensor]:
+    """Arguments of twelve queries with three keys each."""
+    integers = {"query_ids": torch.randint(3, (12,)), "negative_ids": torch.randint(3, (12, 3))}
+    every = integers | {"lists": torch.randint(-1, 12, (12, 3)), "scores": torch.randn(12, 3)}
+    return {name: every[name] for name in names}
+
+
 @pytest.mark.usefixtures("_played")
 @pytest.mark.parametrize(
-    ("kind", "how"),
+    ("loss", "given"),
     [
-        (InfoNCELoss, {}),
-        (InfoNCELoss, {"in_batch": False}),
-        (InfoNCELoss, {"hardness_mode": "hard_negatives", "hardness_strength": 5.0}),
-        (ScoreDistillLoss, {"kind": "kl"}),
-        (ScoreDistillLoss, {"kind": "margin_mse"}),
+        (partial(InfoNCELoss), ()),
+        (partial(InfoNCELoss), ("query_ids", "negative_ids")),
+        (partial(InfoNCELoss, in_batch=False), ()),
+        (partial(InfoNCELoss, hardness_mode="hard_negatives", hardness_strength=5.0), ()),
+        (partial(ScoreDistillLoss, kind="kl"), ("scores",)),
+        (partial(ScoreDistillLoss, kind="margin_mse"), ("scores", "lists")),
     ],
     ids=str,
 )
-def test_keys_of_each_query_are_replayed(kind: Any, how: dict[str, Any]) -> None:
+def test_keys_of_each_query_are_replayed(loss: partial[Any], given: tuple[str, ...]) -> None:
     """Gradients are those of the call, though another one is replayed before them."""
-    loss, plain = kind(**how), kind(reduction="none", **how)
+    loss, plain = loss(), loss(reduction="none")
     for _ in range(4):
-        q, k, scores = torch.randn(12, 5).double(), torch.randn(12, 3, 5).double(), torch.randn(12, 3)
+        q, k = torch.randn(12, 5).double(), torch.randn(12, 3, 5).double()
         leaves = {"query": q, "key": k, "scale": torch.tensor(0.7, dtype=torch.float64)}
-        leaves |= {"key": q.flip(0).clone(), "negatives": k} if kind is InfoNCELoss else {}
+        leaves |= {} if "scores" in given else {"key": q.flip(0).clone(), "negatives": k}
+        leaves |= {"key": q.flip(0).clone()} if "lists" in given else {}
         free = [x.requires_grad_() for x in leaves.values()]
-        constants, others = ({}, {}) if kind is InfoNCELoss else ({"scores": scores}, {"scores": -scores})
+        constants, others = _of_lists(given), _of_lists(given)
         value = loss(**leaves, **constants)
         loss(**leaves | {"query": q.roll(1, 0)}, **others)
         truth = plain(**leaves, **constants).mean()

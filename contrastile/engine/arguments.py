@@ -105,6 +105,11 @@ def guides(pairs: Sequence[tuple[Tensor, Tensor]], q: Tensor, k: Tensor, negativ
                 raise invalid(name, f"have as many rows as `{other_name}`", f"{len(x)} and {n}", remedy)
 
 
+def own_excluded(ids: Tensor | None, query_ids: Tensor | None) -> Tensor | None:
+    """The mask [N, H] of each query's own negatives that have its id."""
+    return None if ids is None or query_ids is None else ids == query_ids[:, None]
+
+
 def own_negatives(
     own: Tensor | None, ids: Tensor | None, query_ids: Tensor | None, q: Tensor, device: torch.device | str | None
 ) -> None:

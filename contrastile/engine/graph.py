@@ -56,7 +56,7 @@ NEVER = -(2**62)
 PATIENCE = 1.0
 # a graph's plan, the precision of its float32 products, and whether its tensors are those of inference mode
 Key = tuple[Plan, str | None, bool]
-LABELS = ("positives", "labels", "ids", "numbers", "targets")
+LABELS = ("positives", "labels", "ids", "numbers", "targets", "own_excluded")
 # numbers that a graph holds as tensors; tokens up to which texts of several lengths share a graph
 MOST_NUMBERS, MOST_ROUNDED = 8, 4096
 
@@ -73,7 +73,7 @@ def replayable(problem: Problem, exchange: Exchange) -> bool:
         and exchange.replayable(problem.cols.features.shape[-1], problem.dtype)
         and problem.options.reduction != "none"
         and (rows.targets is None or rows.own is not None)
-        and (rows.own is None or (rows.own_excluded is None and alone and not problem.loss.pairwise))
+        and (rows.own is None or (alone and not problem.loss.pairwise))
     )
 
 

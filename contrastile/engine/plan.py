@@ -20,6 +20,7 @@ from contrastile._torch import func_transform
 from contrastile._types import accumulator
 from contrastile.distributed import collectives, consistency
 from contrastile.distributed.failure import weakly
+from contrastile.engine import arguments as checks
 from contrastile.engine.compiled import traceable, traced
 from contrastile.engine.graph import MOST_BYTES, Replayed, operation, ready, replayable, shared_length, small
 from contrastile.engine.operation import Call, MakeTiles, Operation, Plan
@@ -35,7 +36,7 @@ MOST_PLANS = 256
 # types of a scale and a bias that are whole on every rank
 NUMBERS = (*PLAIN, float, int, type(None))
 # tensors of a shard in a call that can be refilled
-PARTS = ("features", "positives", "labels", "ids", "numbers", "own", "targets")
+PARTS = ("features", "positives", "labels", "ids", "numbers", "own", "targets", "own_excluded")
 # labels of a call that can be refilled: name in a shard, argument of the queries, argument of the keys
 LABELS = (("labels", "query_labels", "key_labels"), ("ids", "query_ids", "key_ids"))
 # side of a tile for backend="dense", which holds the whole block
@@ -111,8 +112,8 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
             if len(_plans) >= MOST_PLANS:
                 _plans.clear()
             # a later call fills its tensors into the template
-            own = arguments.own is not None and arguments.negative_ids is None
-            fits = (own or (arguments.negatives is None and arguments.targets is None)) and options.device is None
+            shared = arguments.negatives is not None and arguments.own is None
+            fits = not shared and (arguments.own is not None or arguments.targets is None) and options.device is None
             template = _template(problem, plan, exchange) if alone and fits else None
             for key in {exact, signature} if not alone else {signature if plan.small else exact}:
                 _plans[key] = plan, template
@@ -263,6 +264,8 @@ def _labels(call: Call, arguments: Arguments) -> tuple[dict[str, Any], dict[str,
         cols |= of_cols
     if arguments.targets is not None:
         rows["targets"] = arguments.targets
+    if call.rows.own_excluded is not None:
+        rows["own_excluded"] = checks.own_excluded(arguments.negative_ids, arguments.query_ids)
     return rows, cols
 
 

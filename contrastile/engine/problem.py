@@ -414,11 +414,11 @@ def guides(arguments: Arguments, q: Tensor) -> tuple[dict[str, Any], dict[str, A
 
 def _own(arguments: Arguments, cast: torch.dtype | None) -> dict[str, Any]:
     """Fields of the rows' shard for negatives of each query alone."""
-    own, ids, of_queries = arguments.own, arguments.negative_ids, arguments.query_ids
+    own = arguments.own
     if own is None:
         return {}
     own = own.detach() if cast is None else own.detach().to(cast)
-    excluded = None if ids is None or of_queries is None else ids == of_queries[:, None]
+    excluded = checks.own_excluded(arguments.negative_ids, arguments.query_ids)
     return {"own": own, "own_excluded": excluded, "own_positives": arguments.own_positives}
 
 
