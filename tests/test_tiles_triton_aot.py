@@ -39,7 +39,7 @@ EVERYTHING |= {"LABELS": True, "PLAIN": 2, "WEIGHED": 2, "PIECES": 2, "KINDS": 2
 # strides and sizes that are multiples of 16 where features are
 ALIGNED = ("D", "G", "entries", *(f"{name}_stride" for name in ("q", "k", "guide_q", "guide_k", "out", "bits")))
 # arguments of several tensors
-TUPLES = {"sources": ("*fp32", "*i32"), "targets": ("*bf16", "*i64"), "lengths": ("i32", "i32")}
+TUPLES = {"sources": ("*fp32", "*i32", "*i1"), "targets": ("*bf16", "*i64", "*i1"), "lengths": ("i32",) * 3}
 TUPLES |= {"totals": ("*fp32", "*fp32"), "outs": ("*bf16", "*fp32"), "number_outs": ("*fp32", "*bf16")}
 # GUIDE of a teacher
 TEACHER = 2
