@@ -184,7 +184,7 @@ def _statement(options: Options, loss: PairLoss, rows: Shard, cols: Shard, *, ra
 
 
 def _shapes(side: Shard, *, ragged: bool) -> Any:
-    """The feature size; for a learned score the shape and type of each tensor, or of one token of ragged ones."""
+    """The feature size; for a learned score the shape and dtype of each tensor, or of one token of ragged ones."""
     if side.features.ndim == 2 and not side.others:
         return side.features.shape[1]
     return [f"{list(x.shape[2 if ragged else 1 :])} {x.dtype}" for x in side.leaves]

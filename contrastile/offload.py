@@ -183,7 +183,7 @@ class BlockStream:
         wide: torch.dtype = torch.float32,
         totals: Tensor | None = None,
     ) -> None:
-        """tensors: one at least, [n, ...] each. width: numbers of an accumulator's row. wide: the type of accumulators.
+        """tensors: one at least, [n, ...] each. width: numbers of an accumulator's row. wide: the accumulators' dtype.
 
         totals: [n, width] in host memory, the accumulators between two sweeps.
         """

@@ -552,11 +552,11 @@ SENTENCES = {
     "`key_ids` over shared negatives.": lambda: contrast(
         _x(), _x(), negatives=_x(), negative_ids=torch.ones(5, 1), scorer=Bilinear(4, 4), loss=Softmax()
     ),
-    "`negatives` must have the types of `k`, and lie beside it; got torch.float32 on cpu and torch.float64 on cpu. "
+    "`negatives` must have the dtypes of `k`, and lie beside it; got torch.float32 on cpu and torch.float64 on cpu. "
     "Convert one side first.": lambda: contrast(
         _x(), _x(), negatives=_x().double(), scorer=Bilinear(4, 4), loss=Softmax()
     ),
-    "`negatives` must have the types of `k`, and lie beside it; got torch.float32 on cpu and torch.float32 on meta. "
+    "`negatives` must have the dtypes of `k`, and lie beside it; got torch.float32 on cpu and torch.float32 on meta. "
     "Convert one side first.": lambda: contrast(
         _x(), _x(), negatives=_x().to("meta"), scorer=Bilinear(4, 4), loss=Softmax()
     ),

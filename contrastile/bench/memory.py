@@ -108,7 +108,7 @@ def clip(
     q: Tensor, k: Tensor, scale: Tensor | float, *, local: bool, with_grad: bool = False,
     autocast: AbstractContextManager[Any] | None = None,
 ) -> Tensor:  # fmt: skip
-    """The loss of CLIP's training code in plain PyTorch, under `autocast`; by default that of the features' type.
+    """The loss of CLIP's training code in plain PyTorch, under `autocast`; by default that of the features' dtype.
 
     Every rank gathers all rows of both sides. `local`: it compares its own rows with all columns, in both directions
     (OpenCLIP's local loss); otherwise all rows with all columns. with_grad: gathered rows hand gradients back.

@@ -99,7 +99,7 @@ class Contestant:
 
 
 def autocast_of(q: Tensor) -> torch.autocast:
-    """Autocast to the type of features in 16 bits."""
+    """Autocast to the dtype of features in 16 bits."""
     return torch.autocast(q.device.type, dtype=q.dtype, enabled=q.dtype != torch.float32)
 
 

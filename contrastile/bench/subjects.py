@@ -107,7 +107,7 @@ def guides(q: Tensor, k: Tensor) -> dict[str, Tensor]:
 
 
 def _guide(x: Tensor) -> Tensor:
-    """Features of −1, 0 and 1, whose similarities are exact in every type.
+    """Features of −1, 0 and 1, whose similarities are exact in every dtype.
 
     Zero up to a power of two near half of a feature's size: a product with the size would be rounded across another
     bound in 16 bits, and not in float64.
@@ -212,7 +212,7 @@ def _listed(kind: Any, **how: Any) -> Loss:
 
 
 def _lists(k: Tensor) -> tuple[Tensor, Tensor]:
-    """The keys of each query [b, 1 + H, d], and their scores [b, 1 + H], eighths, which every type holds."""
+    """The keys of each query [b, 1 + H, d], and their scores [b, 1 + H], eighths, which every dtype holds."""
     count = torch.arange(len(k) * (1 + OWN), device=k.device)
     scores = ((count * 7 % 64).to(torch.float32) / 8).view(len(k), -1)
     return torch.cat([k[:, None], _negatives(k)], 1), scores

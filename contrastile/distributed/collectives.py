@@ -34,7 +34,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 # texts in Gloo's errors; the second one is of a connection that this rank has closed itself
 GLOO_ERRORS = ("gloo", "pair closure")
 RING = "ring exchange"
-# types that every backend sends; tensors of another one are sent as bytes
+# dtypes that every backend sends; tensors of another one are sent as bytes
 SENDABLE = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64,
 )  # fmt: skip
@@ -279,7 +279,7 @@ def _misused(got: str) -> RuntimeError:
 
 
 def _as_bytes(x: Tensor) -> Tensor:
-    """x, or its bytes in a last axis if some backend does not send its type."""
+    """x, or its bytes in a last axis if some backend does not send its dtype."""
     return x if x.dtype in SENDABLE else x.contiguous().unsqueeze(-1).view(torch.uint8)
 
 

@@ -1,6 +1,6 @@
 """Checks on the tensors that a user passes to the losses, in the sentence form of `_errors.py`.
 
-Used by `problem.py` and `modules/`. A check reads shapes, types and devices. Two checks read values: positives in
+Used by `problem.py` and `modules/`. A check reads shapes, dtypes and devices. Two checks read values: positives in
 range, and rows of unit length. On a GPU they do so in the first `MOST_READS` calls of a process only (`GpuReads`).
 """
 

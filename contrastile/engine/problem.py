@@ -276,7 +276,7 @@ class _Sides:
             for key, negative in zip(cols, more, strict=True):
                 if (key.dtype, key.device) != (negative.dtype, negative.device):
                     got = f"{key.dtype} on {key.device} and {negative.dtype} on {negative.device}"
-                    rule = "have the types of `k`, and lie beside it"
+                    rule = "have the dtypes of `k`, and lie beside it"
                     raise invalid("negatives", rule, got, "Convert one side first.")
             together = pytree.tree_map(lambda a, b: None if a is None or b is None else joined([a, b]), k, negatives)
             col_form, cols = Form.of("k", together)

@@ -1,7 +1,7 @@
 """Measures of rankings: by judged passages as trec_eval computes them, by answers as DPR does; and their files.
 
 A run holds the scores of the passages retrieved for each query; judgements hold the grade of a passage, 0 or below for
-a wrong one. Passages of equal score (in float32, trec_eval's type) are ordered by descending id.
+a wrong one. Passages of equal score (in float32, trec_eval's dtype) are ordered by descending id.
 """
 
 import math

@@ -122,7 +122,7 @@ def bytes_per_example(
 ) -> int:
     """Bytes that one more example adds: the slope between half a sub-batch and a whole one.
 
-    `forward(n)` encodes n examples. Bytes that do not grow with n (parameters, their copies in another type) cancel.
+    `forward(n)` encodes n examples. Bytes that do not grow with n (parameters, their copies in another dtype) cancel.
     """
     whole = max(sub_batch, 2)
     half = whole // 2
@@ -145,7 +145,7 @@ def later_bytes(parameters: Sequence[Tensor], inputs: int, outputs: Sequence[Any
     total = inputs
     for x in parameters:
         wide = accumulator(x.dtype).itemsize
-        # the running sum, a backward's own gradient, and the sum in the parameter's type
+        # the running sum, a backward's own gradient, and the sum in the parameter's dtype
         total += x.numel() * (wide + x.dtype.itemsize * (1 if wide == x.dtype.itemsize else 2))
     for x in outputs:
         if isinstance(x, Tensor) and x.requires_grad:

@@ -32,7 +32,7 @@ _pending: deque[tuple[Tensor, torch.cuda.Event, str]] = deque()
 
 
 def tolerance(dtypes: Iterable[torch.dtype], *, accelerated: bool) -> float:
-    """The relative distance of features that count as equal: half the root of the coarsest type's precision.
+    """The relative distance of features that count as equal: half the root of the coarsest dtype's precision.
 
     That is 7e-9 in float64, 2e-4 in float32, 0.016 in float16 and 0.044 in bfloat16. Kernels that sum in another order
     each time moved the features of 48 transformer layers by 6e-16, 3e-7, 0.0008 and 0.004;
@@ -59,7 +59,7 @@ def sketch(out: Any) -> Tensor:
     rows = rows[:, None] if rows.ndim == 1 else rows.reshape(-1, rows.shape[-1]) if rows.ndim > 2 else rows
     signs = _signs(rows.shape[1], rows.dtype, rows.device)
     kind = rows.device.type
-    # products in the features' own type
+    # products in the features' own dtype
     with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
         return rows @ signs
 
@@ -75,7 +75,7 @@ def _signs(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class ReplayCheck:
-    """Comparison of the second pass with the first. `dtypes`: types of the encoder, beside those of its outputs."""
+    """Comparison of the second pass with the first. `dtypes`: those of the encoder, beside those of its outputs."""
 
     def __init__(self, first: Sequence[Sketches], dtypes: Iterable[torch.dtype]) -> None:
         self.first, self.dtypes = first, list(dtypes)

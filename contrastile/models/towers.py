@@ -40,7 +40,7 @@ class DualEncoder(nn.Module):
     def encode_image(self, pixels: Tensor, *, unit: bool = False) -> Tensor:
         """Pixels `[B, C, S, S]`, in [0, 1] or uint8, to features `[B, D]`; or cached features of the tower `[B, F]`.
 
-        unit: with rows of unit length, in the type of the scale.
+        unit: with rows of unit length, in the dtype of the scale.
         """
         pixels = pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
         # the tower's precision may differ from the scale's

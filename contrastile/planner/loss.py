@@ -97,7 +97,7 @@ class LossSize:
 
     @cached_property
     def backend_name(self) -> str:
-        """The backend; of "auto" fused kernels on a GPU, for every type but float64."""
+        """The backend; of "auto" fused kernels on a GPU, for every dtype but float64."""
         if self.backend != "auto":
             return self.backend
         return "triton" if self.device == "cuda" and self.dtype != torch.float64 else "eager"
@@ -169,7 +169,7 @@ class LossSize:
 
     @property
     def operands(self) -> int:
-        """Bytes of both sides in the type of the products, which stay as long as the loss's graph."""
+        """Bytes of both sides in the dtype of the products, which stay as long as the loss's graph."""
         return 0 if self.host else (self.rows + self.columns) * self.dimensions * self.dtype.itemsize
 
     @property

@@ -188,7 +188,7 @@ def measure(
     if trained:
         replay = footprint(lambda: counted(grad=True))
         half = max(1, sub_batch // 2)
-        # weights, and their copies in another type, do not grow with the examples
+        # weights, and their copies in another dtype, do not grow with the examples
         retained = (
             (graph(sub_batch) - graph(half)) * sub_batch // max(1, sub_batch - half) if sub_batch > 1 else graph(1)
         )

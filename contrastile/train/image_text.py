@@ -120,7 +120,7 @@ class ImageText(Task[Batch]):
             text = encode(to_text, tokens, **size.words("text"), **words)
             if not streamed:
                 image, text = map(model.unit_rows, (image, text))
-            # the loss makes its products in autocast's type
+            # the loss makes its products in autocast's dtype
             return self._loss(image, text, model.logit_scale.exp(), model.logit_bias, **inputs)
 
     def probe(self) -> dict[str, dict[str, float]]:

@@ -196,7 +196,7 @@ def plan_of(
     on_gpu, late = machines.device == "cuda", _late(recipe)
     sides = []
     for cost, (examples, size, _) in zip(costs, sub_batches(recipe, rows).values(), strict=True):
-        # the normalisation keeps features of the loss's type; normalised ones, and a retriever's as encoded, have names
+        # normalisation keeps features of the loss's dtype; normalised ones, and a retriever's as encoded, have names
         wide = given.itemsize * cost.dimensions
         copies, named = wide - cost.features, wide if isinstance(recipe, Recipe) else wide + cost.features
         if late:
@@ -204,7 +204,7 @@ def plan_of(
             copies, named = wide * ((half is not None) + recipe.model.normalise), 0
             copies += cost.features if cost.name == "passage" else 0
         inputs = (STREAMED * size if on_gpu else 0) * cost.inputs
-        # a quotient's gradient, and gradients of both sides in the loss's type
+        # a quotient's gradient, and gradients of both sides in the loss's dtype
         # of features in 16 bits the copy in float32 is freed with the loss
         between = (NORMALISED - (half is not None)) * wide if late else QUOTIENT * wide + 2 * (wide - cost.features)
         sides.append(Side(cost, examples, inputs, copies, named, between))

@@ -45,7 +45,7 @@ class _Kernel:
         self.recent: dict[Any, Any] = {}
 
     def addressed(self, given: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-        """The arguments in their order, tensors as addresses; and the kinds of memory: types, and what is unaligned."""
+        """The arguments in order, tensors as addresses; and the kinds of memory: dtypes, and what is unaligned."""
         arguments, kinds, unaligned = list(self.ordered(given)), [], []
         for index in self.memory:
             value = arguments[index]

@@ -296,7 +296,7 @@ class RetrieverJob(Task[TextBatch]):
                 if queued:
                     keys, ids = self.objective.queued("passage")
                     inputs["queue"] = model.comparable(keys, size), ids
-                # the loss makes its products in autocast's type
+                # the loss makes its products in autocast's dtype
                 both: Any = (queries, passages)
                 sides = [side[index] if streamed else model.comparable(side, size) for side in both]
                 losses.append(self._loss(*sides, model.logit_scale.exp(), **inputs))
