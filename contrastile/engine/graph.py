@@ -93,8 +93,8 @@ def small(problem: Problem, exchange: Exchange, tiles: MakeTiles) -> bool:
 def _fits(problem: Problem, kind: Any) -> bool:
     """Return whether a call of one process has few rows, and its graph little memory."""
     rows, cols, growth = problem.rows, problem.cols, _growth(problem)
-    # a graph has a copy of what it reads, and sums of the same size
-    copies = 2 * sum(x.nbytes for x in _features(problem))
+    # a graph has a copy of what it reads, and sums as large as both sides
+    copies = sum(x.nbytes for x in (*_features(problem), *rows.leaves, *cols.leaves))
     of_pairs = kind.captured_bytes(rows, cols, problem.dtype)
     return min(len(rows), len(cols)) <= MOST_ROWS and growth * max(of_pairs, copies) <= MOST_BYTES
 
