@@ -31,6 +31,7 @@ from contrastile.tiles.triton import backend, block, label_sums, launch, plan, p
 from contrastile.tiles.triton.arithmetic import CAREFUL, SHIFT
 from contrastile.tiles.triton.backend import Triton
 from contrastile.tiles.triton.masks import UNROLLED
+from contrastile.tiles.triton.own import FusedOwnColumns
 from contrastile.tiles.triton.plan import SHAPE_INTERPRETED, Masks, Pair, epilogue_for, interpreting, shape_for
 
 COMPILED = not interpreting()
@@ -862,3 +863,21 @@ def test_groups_are_numbered_in_32_bits() -> None:
     both = torch.cat([side["ids"] for side in numbered])
     assert both.dtype == torch.int32
     assert both.tolist() == [2, 0, 3, 1, 0]
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("strides", [(128, 2**30 + 64, 1), (8, 1, 2**30 + 64)], ids=["columns", "features"])
+def test_columns_of_a_row_may_be_further_apart_than_32_bits(strides: tuple[int, int, int]) -> None:
+    """Views of lists that begin with another axis, in memory of which a few bytes are used."""
+    memory, N, H, D = torch.empty(2**32 + 4096, dtype=torch.int8), 2, 3, 3
+    q, own = torch.randint(-9, 9, (N, D)), torch.randint(-9, 9, (N, H, D))
+    given = memory.as_strided((N, H, D), strides, 2**31).copy_(own)
+    products, u, g = torch.empty(N, H), torch.zeros(N, D), torch.randn(N, H)
+    FusedOwnColumns.products(q.float(), given, products)
+    FusedOwnColumns.add(g, given, u)
+    assert torch.equal(products, (q[:, None] * own).sum(2).float())
+    torch.testing.assert_close(u, torch.einsum("nh,nhd->nd", g, own.float()))
+    given = memory.as_strided((N, D), strides[:1] + strides[2:], 2**31).copy_(q)
+    out = torch.empty(N, H, D)
+    FusedOwnColumns.gradient(g, given, torch.tensor(2.0), out)
+    torch.testing.assert_close(out, 2 * g[..., None] * q[:, None].float())

@@ -3,7 +3,7 @@
 A batch of 4,096 rows keeps a GPU busy for 0.2 ms, but its thirty launches keep the host busy for six times that, and
 with ids, labels or listed positives there are sixty. From the third call of a plan on they are two launches in the
 forward, one that copies features, numbers, labels and weights to the memory that the graph reads, and the graph itself,
-and one in the backward. Gradient sums stay in the graph's memory until their backward (`Held`), so that calls are
+and one or two in the backward. Gradient sums stay in the graph's memory until their backward (`Held`): calls are
 independent of each other. Kernels and their order are those of the calls before. Ranks of few rows have a graph before
 and after each of their transfers, which every call makes anew, so that it finds a lost rank.
 
@@ -254,7 +254,7 @@ class Graph:
         return self.numbers[x]
 
     def backward(self, held: Held, inputs: Sequence[Tensor | None], upstream: Tensor) -> list[Tensor | None]:
-        """The gradients of scale, bias, queries and keys; None for masks."""
+        """The gradients of scale, bias and all other inputs; None for masks."""
         # no replay in another thread while the sums are read
         with self.lock, _on(self.device), self.exchange.in_step():
             gradients = [
@@ -280,7 +280,7 @@ class Graph:
 
 
 class Replayed(torch.autograd.Function):
-    """The loss of a call that is captured, differentiable in scale, bias, queries and keys."""
+    """The loss of a call that is captured, differentiable in scale, bias and all other inputs."""
 
     @staticmethod
     def forward(
@@ -288,7 +288,7 @@ class Replayed(torch.autograd.Function):
     ) -> Tensor:
         value, ctx.held = graph(given)
         ctx.graph = graph
-        # not read again, but watched by autograd for a change in place
+        # watched by autograd for a change in place; the queries are read again for negatives of each query
         ctx.save_for_backward(*[x if isinstance(x, Tensor) else None for x in (scale, bias, *inputs)])
         return value
 

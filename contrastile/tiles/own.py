@@ -1,8 +1,8 @@
 """Columns that a row meets alone, such as the hard negatives of one query: [N, H, D] beside the block of all pairs.
 
 Beside `base.py`; `engine/` calls it after the exchange, whatever tiles compute the shared columns. It costs 2·N·H·D
-operations forward and 6·N·H·D backward: in plain PyTorch, a few rows at a time, or beside fused tiles in kernels that
-bound only the memory's bandwidth (`triton/own.py`).
+operations forward, whose products are kept, and 4·N·H·D backward: in plain PyTorch, a few rows at a time, or beside
+fused tiles in kernels, which take as long as the memory takes for the columns (`triton/own.py`).
 """
 
 from collections.abc import Iterator
