@@ -148,6 +148,8 @@ class Triton(Tiles):
         # the first block has this rank's own columns: together, the ranks check all features
         constants = next(iter(self.constants.values()), None)
         fused = self._epilogue.formula.denominator is not None and reduction != "none"
+        # of features streamed from the host the constants are those of one block, and the flag of all
+        fused = fused and (self.flag is None or self.own_products is not None)
         if not fused or constants is None:
             return self.guidance.noted(super().finish(stats, weights, reduction, total, nonfinite))
         if self.flag is not None:
