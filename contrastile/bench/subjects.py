@@ -25,8 +25,8 @@ SIGMA, HARDNESS, TEACHER_SCALE, TEACHER_WEIGHT = 0.5, 5.0, 50.0, 0.5
 MARGIN = 0.0517
 # every so many features of a key's guide are those of its query's
 SHARED = 8
-# negatives of each query; the gradients of a key in 1 + OWN lists are added in the features' dtype
-OWN, OF_LISTS = 8, 2.5
+# negatives of each query
+OWN = 8
 
 Some = Callable[..., Tensor]
 Module = Callable[..., Loss]
@@ -146,7 +146,16 @@ def _some_distill(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
 
 def _negatives(k: Tensor) -> Tensor:
     """Negatives of each query [b, H, d]: the keys that follow its own."""
-    return torch.stack([k.roll(-shift, 0) for shift in range(1, OWN + 1)], 1)
+    return _neighbours(k, 1)
+
+
+def _neighbours(k: Tensor, first: int = 0) -> Tensor:
+    """Each query's own key and negatives from `first` on [b, 1 + H − first, d].
+
+    Their copies are made in float32, so that the gradients of a key are added without a rounding of each sum.
+    """
+    wide = k.to(torch.promote_types(k.dtype, torch.float32))
+    return torch.stack([wide.roll(-shift, 0) for shift in range(first, 1 + OWN)], 1).to(k.dtype)
 
 
 def _some_own(hardness: float, some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
@@ -170,7 +179,7 @@ def _some_balanced(some: Tensor, q: Tensor, k: Tensor, scale: Tensor, bias: Tens
 
 def _some_alone(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     """Each query's own key and negatives."""
-    keys = torch.cat([k[:, None], _negatives(k)], 1)[some]
+    keys = _neighbours(k)[some]
     return F.cross_entropy(scale * (keys @ q[some][..., None])[..., 0], torch.zeros_like(some))
 
 
@@ -215,7 +224,7 @@ def _lists(k: Tensor) -> tuple[Tensor, Tensor]:
     """The keys of each query [b, 1 + H, d], and their scores [b, 1 + H], eighths, which every dtype holds."""
     count = torch.arange(len(k) * (1 + OWN), device=k.device)
     scores = ((count * 7 % 64).to(torch.float32) / 8).view(len(k), -1)
-    return torch.cat([k[:, None], _negatives(k)], 1), scores
+    return _neighbours(k), scores
 
 
 def _some_scores(kind: str, some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
@@ -254,7 +263,7 @@ SUBJECTS = {
     "hardness_own": Subject(
         partial(_some_own, HARDNESS), _with_own(hardness_mode="hard_negatives", hardness_strength=HARDNESS), 8
     ),
-    "own_alone": Subject(_some_alone, _with_own(in_batch=False), 0, rounded=OF_LISTS),
+    "own_alone": Subject(_some_alone, _with_own(in_batch=False), 0),
     "queue": Subject(_some_queue, _with(lambda _, k: {"negatives": k.detach().roll(1, 1)}, modules.InfoNCELoss), 16),
     "clip_labels": Subject(_both_ways(_rows(reference.dense_softmax, _same_label)), _labelled(modules.ClipLoss), 8),
     "clip_two_labels": Subject(
@@ -269,7 +278,7 @@ SUBJECTS = {
     "siglip_balanced": Subject(_some_balanced, _labelled(modules.SigLipLoss, balanced=True), 6, -10.0, OF_A_LABEL),
     # a matrix of twice the rows and columns
     "ntxent": Subject(_some_ntxent, _other_view(partial(_Views, modules.NTXentLoss)), 32),
-    # exponentials are rounded beside positives' as they are in "clip_two_labels"
+    # beside the roundings of "clip_two_labels", the gradients of a view as a row and as a column are added in 16 bits
     "supcon": Subject(
         partial(_some_views, "out"), _of_same_views(partial(_Views, modules.SupConLoss)), 32, rounded=1.25
     ),
@@ -279,7 +288,7 @@ SUBJECTS = {
         32,
         rounded=1.25,
     ),
-    "kl": Subject(partial(_some_scores, "kl"), partial(_listed, "kl"), 0, rounded=OF_LISTS),
-    "margin_mse": Subject(partial(_some_scores, "margin_mse"), partial(_listed, "margin_mse"), 0, rounded=OF_LISTS),
+    "kl": Subject(partial(_some_scores, "kl"), partial(_listed, "kl"), 0),
+    "margin_mse": Subject(partial(_some_scores, "margin_mse"), partial(_listed, "margin_mse"), 0),
     "hardness": Subject(_rows(partial(reference.dense_softmax, hardness=HARDNESS)), _hard, 8),
 }
