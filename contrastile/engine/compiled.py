@@ -15,7 +15,7 @@ from contrastile._dispatch import choose_tiles, workspace_on
 from contrastile._types import Backend, Gradient, Reduction, accumulator
 from contrastile.distributed import collectives
 from contrastile.engine import arguments as checks
-from contrastile.engine.operation import Call, Plan, backward, with_gradients, without_autocast
+from contrastile.engine.operation import Call, Plan, backward, statistics, with_gradients, without_autocast
 from contrastile.engine.problem import Arguments, Problem
 from contrastile.exchange.base import Layout, Single
 from contrastile.gradcache.modes import refusal
@@ -83,7 +83,7 @@ def operation_forward(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, 
         if call.plan.at_once:
             value, sums = with_gradients(changed(call, weights=weights), tiles, (q, k), _wanted(numbers))
             return [value, *(q.new_empty(0) if x is None else x for x in sums[:3])]
-        stats = [side for side in call.exchange.forward(tiles, rows, cols) if side is not None]
+        stats = statistics(call, tiles, rows, cols)
         value, states, coefficients = call.exchange.finish(tiles, stats, rows, cols, weights, call.reduction)
     # outputs of an operation share no memory
     return [value, *(x.clone() for x in (*states, *coefficients))]

@@ -72,7 +72,6 @@ def replayable(problem: Problem, exchange: Exchange) -> bool:
         and (alone or problem.scorer is None)
         and exchange.replayable(problem.cols.features.shape[-1], problem.dtype)
         and problem.options.reduction != "none"
-        and (rows.targets is None or rows.own is not None)
         and (rows.own is None or (alone and not problem.loss.pairwise))
     )
 

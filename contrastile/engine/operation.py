@@ -144,7 +144,7 @@ class Operation(torch.autograd.Function):
                 call = call.prepared(tiles)
                 rows, cols = call.shards(inputs)
                 tiles.continued = isinstance(call.exchange, Single)
-                stats = _statistics(call, tiles, rows, cols)
+                stats = statistics(call, tiles, rows, cols)
                 value, states, coefficients = call.exchange.finish(
                     tiles, stats, rows, cols, call.weights, call.reduction
                 )
@@ -173,7 +173,7 @@ def with_gradients(call: Call, tiles: Tiles, inputs: Sequence[Tensor], wanted: W
     call = call.prepared(tiles)
     (rows, cols), exchange = call.shards(inputs), call.exchange
     if not any(wanted):
-        stats = _statistics(call, tiles, rows, cols)
+        stats = statistics(call, tiles, rows, cols)
         value = exchange.finish(tiles, stats, rows, cols, call.weights, call.reduction).value
         return value, Accumulated(None, None, tiles.no_pairs())
     # statistics of a strip are not all of its rows' where these have columns of their own
@@ -188,7 +188,7 @@ def with_gradients(call: Call, tiles: Tiles, inputs: Sequence[Tensor], wanted: W
     if not call.loss.pairwise:
         # a part of a teacher's loss is left to the backward, which knows nothing of columns that a row meets alone
         tiles.followed = isinstance(exchange, Single) and not (rows.own is not None and rows.guides)
-        stats = _statistics(call, tiles, rows, cols)
+        stats = statistics(call, tiles, rows, cols)
         result = exchange.finish(tiles, stats, rows, cols, call.weights, call.reduction)
         carrying = with_states(rows, cols, result.states, result.coefficients)
         return result.value, _accumulated(call, tiles, *carrying, wanted)
@@ -206,7 +206,7 @@ def with_gradients(call: Call, tiles: Tiles, inputs: Sequence[Tensor], wanted: W
     return exchange.total((coefficient * call.loss.finish(row_stats).loss).sum()), accumulated
 
 
-def _statistics(call: Call, tiles: Tiles, rows: Shard, cols: Shard) -> list[Tensor]:
+def statistics(call: Call, tiles: Tiles, rows: Shard, cols: Shard) -> list[Tensor]:
     """The statistics of the rows, with those of their own columns, and for a symmetric loss of the columns."""
     stats = [side for side in call.exchange.forward(tiles, rows, cols) if side is not None]
     if rows.own is not None:

@@ -113,7 +113,7 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
                 _plans.clear()
             # a later call fills its tensors into the template
             shared = arguments.negatives is not None and arguments.own is None
-            fits = not shared and (arguments.own is not None or arguments.targets is None) and options.device is None
+            fits = not shared and options.device is None
             template = _template(problem, plan, exchange) if alone and fits else None
             for key in {exact, signature} if not alone else {signature if plan.small else exact}:
                 _plans[key] = plan, template

@@ -135,7 +135,7 @@ class Tiles(ABC):
     accepts_in_flight: ClassVar[bool] = False
     # `finish` makes the loss NaN where a teacher's features or scale are not finite
     checks_teacher: ClassVar[bool] = False
-    # arithmetic of columns that a row meets alone; tiles for losses of these that decline where there are no others
+    # arithmetic of columns that a row meets alone; tiles for calls without other columns whose loss these decline
     own_columns: ClassVar[type[OwnColumns]] = OwnColumns
     of_own: "ClassVar[type[Tiles] | None]" = None
 

@@ -64,8 +64,8 @@ def _strips(tiles: Tiles, rows: Shard) -> Iterator[tuple[slice, Shard]]:
 def _slices(tiles: Tiles, N: int, H: int, D: int) -> Iterator[slice]:
     """Rows whose copies of own columns in the accumulator's dtype fit into the workspace."""
     copies = tiles.own_columns.copies * tiles.scale.dtype.itemsize * H * D
-    height = max(1, tiles.workspace // copies) if copies else N
-    for start in range(0, N if H else 0, max(height, 1)):
+    height = max(1, tiles.workspace // copies if copies else N)
+    for start in range(0, N if H else 0, height):
         yield slice(start, min(start + height, N))
 
 

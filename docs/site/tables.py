@@ -325,21 +325,19 @@ def sub_batches() -> str:
 
 
 def loss_ratios() -> str:
-    """Time of each loss over that of `ClipLoss` of the same rows and call."""
-    cells = []
-    for loss, title in LOSSES.items():
-        ratios = []
-        for b, d in (("8192", "512"), ("32768", "512"), ("32768", "768")):
-            ratio = ""
-            for row in rows_of("h200_loss_ratios.csv", loss=loss, b=b, d=d):
-                clips = {
-                    clip["commit"]: float(clip["ms"]) for clip in rows_of("h200_loss_ratios.csv", loss="clip", b=b, d=d)
-                }
-                # of the same run where it measured both
-                ratio = f"{float(row['ms']) / clips.get(row['commit'], next(iter(clips.values()))):.2f}"
-            ratios.append(ratio)
-        cells.append((title, *ratios))
+    """Time of each loss over that of `ClipLoss` of the same rows."""
+    shapes = ("8192", "512"), ("32768", "512"), ("32768", "768")
+    cells = ((title, *(_over_clip(loss, b, d) for b, d in shapes)) for loss, title in LOSSES.items())
     return table_of(("loss", "8,192 × 512", "32,768 × 512", "32,768 × 768"), cells)
+
+
+def _over_clip(loss: str, b: str, d: str) -> str:
+    rows, clips = (rows_of("h200_loss_ratios.csv", loss=name, b=b, d=d) for name in (loss, "clip"))
+    if not rows:
+        return ""
+    # of the same run where it measured both
+    beside = [clip for clip in clips if clip["commit"] == rows[-1]["commit"]] or clips
+    return f"{float(rows[-1]['ms']) / float(beside[0]['ms']):.2f}"
 
 
 # ending of a way's name, and text of a cell, for inputs that are not on the device

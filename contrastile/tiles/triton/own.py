@@ -20,6 +20,8 @@ PAIRS, BLOCK = 8, 512
 
 
 class FusedOwnColumns(OwnColumns):
+    """The same in kernels that read the columns in their own dtype, so that no copy is held."""
+
     copies: ClassVar[int] = 0
 
     @staticmethod
