@@ -103,5 +103,7 @@ if __name__ == "__main__":
     gathering = CachedRankingLoss(loaded, mini_batch_size=3, gather_across_devices=True)
     result = trained(loaded, gathering, target, ddp_backend="gloo")
     torch.save(result, target / f"{os.environ['RANK']}.pt")
-    # the threads of a group that is left to the end of the process may abort it
     torch.distributed.destroy_process_group()
+    # threads that libraries leave to the end of the process may abort it, rarely and after the group has ended too
+    sys.stdout.flush()
+    os._exit(0)
