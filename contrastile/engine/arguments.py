@@ -15,8 +15,8 @@ from torch import Tensor
 from contrastile._errors import invalid
 from contrastile._torch import pytree
 from contrastile._types import FEATURES, shape_or_type
-from contrastile.losses.base import Count, Gathers, PairLoss, Shard, changed, count_equal
-from contrastile.tiles.base import nonfinite_flag
+from contrastile.losses.base import Gathers, PairLoss, Shard, changed, count_equal
+from contrastile.tiles.base import Tiles, nonfinite_flag
 
 # calls of a process that read values of one kind on a GPU: a read waits for the device, which a step must not
 MOST_READS = 16
@@ -214,23 +214,22 @@ def numbered(
     cols: Shard,
     scale: Tensor,
     gathers: Gathers,
-    count: Count = count_equal,
-    *,
-    checked: bool = False,
+    tiles: Tiles | None = None,
 ) -> tuple[Shard, Shard, Tensor]:
     """Both shards with the numbers that the loss takes from guides and labels, and the scale.
 
     The scale is NaN where a guide is not finite, which would change a mask silently. Positions are counted on this
-    rank. gathers, count: see `PairLoss.counted`. checked: the tiles look at a teacher themselves.
+    rank. gathers: see `PairLoss.counted`. tiles: those that compute the call, which may have kernels for these numbers.
     """
     if rows.guides:
-        rows = changed(rows, numbers=loss.guide_numbers(rows, cols))
+        rows = changed(
+            rows, numbers=loss.guide_numbers(rows, cols, None) if tiles is None else tiles.guide_numbers(rows, cols)
+        )
         given = (*rows.guides, *cols.guides, *[x for x in (rows.numbers,) if x is not None])
-        taught = loss.formula is not None and loss.formula.guide == "teacher"
-        if not (checked and taught and len(rows) and len(cols)):
+        if not (tiles is not None and tiles.checks_guides and len(rows) and len(cols)):
             scale = scale + nonfinite_flag(torch.zeros_like(scale), *given)
     if loss.counts_positives:
-        rows, cols = loss.counted(rows, cols, gathers, count)
+        rows, cols = loss.counted(rows, cols, gathers, count_equal if tiles is None else tiles.count_equal)
     return rows, cols, scale
 
 

@@ -95,9 +95,7 @@ class Call:
         if self.numbered:
             return call
         gathers = self.exchange.layout.gathers()
-        rows, cols, tiles.scale = checks.numbered(
-            self.loss, call.rows, call.cols, tiles.scale, gathers, tiles.count_equal, checked=tiles.checks_teacher
-        )
+        rows, cols, tiles.scale = checks.numbered(self.loss, call.rows, call.cols, tiles.scale, gathers, tiles)
         return changed(call, rows=rows, cols=cols, numbered=True)
 
     def _number(self, x: Tensor) -> Tensor:

@@ -33,8 +33,6 @@ CARRIED = ("labels", "ids", "numbers", "coefficient", "state")
 FEW = 1 / 32
 # exp(−60) is still a normal number in float32, with room for a sum below it
 SPREAD = 60.0
-
-
 _Value = TypeVar("_Value")
 
 
@@ -311,6 +309,8 @@ class Formula:
 
 # function from labels [n] and others to the number [n] of others that equal each label
 Count = Callable[[Tensor, Tensor], Tensor]
+# function from rows [n, D], columns [m, D], positions [n, P] of columns and a dtype to the products [n, P]
+Products = Callable[[Tensor, Tensor, Tensor, torch.dtype], Tensor]
 # functions that gather a tensor of this rank's rows, and one of its columns, from all ranks
 Gathers = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
@@ -404,8 +404,8 @@ class PairLoss(ABC):
         loss, remedy = self.unsmoothed
         raise invalid("label_smoothing", f"be 0 for {loss}", label_smoothing, remedy)
 
-    def guide_numbers(self, rows: Shard, _cols: Shard) -> Tensor | None:
-        """The numbers [n] of the rows for a tile's `guides`, where positions are still counted on this rank."""
+    def guide_numbers(self, rows: Shard, _cols: Shard, _products: Products | None) -> Tensor | None:
+        """The numbers [n] of the rows for a tile's `guides`; positions are still counted on this rank."""
         return rows.numbers
 
     def counted(self, rows: Shard, cols: Shard, gathers: Gathers, count: Count) -> tuple[Shard, Shard]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from contrastile._errors import invalid, number, one_of
 from contrastile._types import accumulator
-from contrastile.losses.base import Formula, Shard, Tile, fill
+from contrastile.losses.base import Formula, Products, Shard, Tile, fill
 from contrastile.losses.softmax import Softmax
 
 STRATEGIES = ("absolute", "relative")
@@ -66,7 +66,7 @@ class Guided(Softmax):
             remedy = "Add the loss of the exchanged sides for both directions."
             raise invalid("symmetric", "be False for a guided loss", self.symmetric, remedy)
 
-    def guide_numbers(self, rows: Shard, cols: Shard) -> Tensor:
+    def guide_numbers(self, rows: Shard, cols: Shard, products: Products | None) -> Tensor:
         """The threshold of each row."""
         (of_rows,), (of_cols,) = rows.guides, cols.guides
         wide = accumulator(rows.features.dtype)
@@ -80,16 +80,11 @@ class Guided(Softmax):
             # an example is no positive of its own
             itself = torch.arange(len(of_rows), device=of_rows.device)[:, None]
             listed = listed.masked_fill(listed == itself, -1)
-        least = of_rows.new_full((len(of_rows),), torch.inf, dtype=wide)
-        # without a key, no row has a positive
-        for start in range(0, len(of_rows) if len(of_cols) else 0, ROWS_AT_ONCE):
-            along = slice(start, start + ROWS_AT_ONCE)
-            some = of_rows[along].to(wide)
-            for each in listed[along].unbind(1):
-                similar = torch.linalg.vecdot(some, of_cols[each.clamp(0, len(of_cols) - 1)].to(wide))
-                least[along] = least[along].minimum(similar.masked_fill(each < 0, torch.inf))
-        # a row without a positive has no loss, whatever its negatives are
-        least = least.masked_fill(least == torch.inf, 0.0)
+        least = of_rows.new_zeros(len(of_rows), dtype=wide)
+        if listed.shape[1]:
+            least = (products or listed_products)(of_rows, of_cols, listed, wide).amin(1)
+            # a row without a positive has no loss, whatever its negatives are
+            least = least.masked_fill(least == torch.inf, 0.0)
         margin = self.margin * least.abs() if self.margin_strategy == "relative" else self.margin
         return least - margin + TIES * torch.finfo(wide).eps * least.abs().clamp(min=1.0)
 
@@ -106,3 +101,16 @@ def _masked(tile: Tile) -> Tile:
     assert threshold is not None
     excluded = fill(fill(similar > threshold[:, None], tile.positive, False), tile.excluded, True)
     return tile._replace(x=tile.x.masked_fill_(excluded, -torch.inf), excluded=excluded)
+
+
+def listed_products(a: Tensor, b: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """⟨a_i, b_j⟩ [n, P] of each row and the columns j at its positions, ∞ where a position is negative."""
+    out = a.new_full(positions.shape, torch.inf, dtype=dtype)
+    # without a column, no position is one
+    for start in range(0, len(a) if len(b) else 0, ROWS_AT_ONCE):
+        along = slice(start, start + ROWS_AT_ONCE)
+        some = a[along].to(dtype)
+        for product, at in zip(out[along].unbind(1), positions[along].unbind(1), strict=True):
+            similar = torch.linalg.vecdot(some, b[at.clamp(0, len(b) - 1)].to(dtype))
+            product.copy_(similar.masked_fill(at < 0, torch.inf))
+    return out

@@ -166,7 +166,7 @@ class StepMemory:
             graphs += side.graphs(count)
         features = random + sum(side.features for side in self.sides)
         named = sum(side.named * side.examples for side in self.sides)
-        if self.guides and isinstance(self.loss.loss, Guided):
+        if self.guides and isinstance(self.loss.loss, Guided) and self.loss.backend_name != "triton":
             # keys of some rows, and their products with the queries
             widths = min(self.loss.rows, ROWS_AT_ONCE) * self.guides[-1].cost.dimensions
             add("thresholds of the guide", graphs=graphs, features=features + guided + named, loss=2 * GUIDE * widths)

@@ -143,8 +143,8 @@ class Tiles(ABC):
     writes_fresh_strip: ClassVar[bool] = False
     # `backward` accepts an `InFlight` as v, adds to it and releases it
     accepts_in_flight: ClassVar[bool] = False
-    # `finish` makes the loss NaN where a teacher's features or scale are not finite
-    checks_teacher: ClassVar[bool] = False
+    # `finish` makes the loss NaN where a guide's features or the rows' numbers are not finite
+    checks_guides: ClassVar[bool] = False
     # arithmetic of columns that a row meets alone; tiles for calls without other columns whose loss these decline
     own_columns: ClassVar[type[OwnColumns]] = OwnColumns
     of_own: "ClassVar[type[Tiles] | None]" = None
@@ -248,6 +248,9 @@ class Tiles(ABC):
         """Merge the parts [P, K, n], in order, into the statistics [K, n] of the same rows."""
         for part in parts:
             stats.copy_(self.loss.merge(stats, part))
+
+    def guide_numbers(self, rows: Shard, cols: Shard) -> Tensor | None:
+        return self.loss.guide_numbers(rows, cols, None)
 
     def count_equal(self, labels: Tensor, others: Tensor) -> Tensor:
         """The number [n] of other labels that equal each label."""

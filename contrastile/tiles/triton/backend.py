@@ -47,7 +47,7 @@ from contrastile.tiles.triton.block import (
     readable_side,
 )
 from contrastile.tiles.triton.exponentials import Exponentials
-from contrastile.tiles.triton.guided import Gap, Guidance, separate_sums, with_teacher
+from contrastile.tiles.triton.guided import Gap, Guidance, separate_sums, with_guide
 from contrastile.tiles.triton.launch import CONSTANTS, Term, Weights, on
 from contrastile.tiles.triton.own import FusedOwnColumns, OwnTiles
 from contrastile.tiles.triton.plan import Epilogue, Operand, Pair
@@ -65,7 +65,7 @@ class Triton(Tiles):
     capturable: ClassVar[bool] = True
     writes_fresh: ClassVar[bool] = True
     accepts_in_flight: ClassVar[bool] = True
-    checks_teacher: ClassVar[bool] = True
+    checks_guides: ClassVar[bool] = True
     own_columns = FusedOwnColumns
     of_own = OwnTiles
     # of each block of this call, by the forward for the backward: constants; 32-bit ids; order of labels; positives
@@ -135,6 +135,9 @@ class Triton(Tiles):
         with on(self.scale.device):
             launch.merge_parts(stats, parts, self._epilogue)
 
+    def guide_numbers(self, rows: Shard, cols: Shard) -> Tensor | None:
+        return self.loss.guide_numbers(rows, cols, launch.listed_products)
+
     def count_equal(self, labels: Tensor, others: Tensor) -> Tensor:
         if max(len(labels), len(others)) > sorting.MOST_CHUNKED:
             return super().count_equal(labels, others)
@@ -162,19 +165,18 @@ class Triton(Tiles):
             return self.guidance.noted(ForwardResult(*launch.finish(*given, mean=reduction == "mean")))
 
     def nonfinite(self, rows: Shard, cols: Shard) -> Tensor:
-        if self._epilogue.taught and self.constants:
-            of_teacher = next(iter(self.constants.values()))[CONSTANTS + NONFINITE.value]
-            return super().nonfinite(rows, cols) + of_teacher
+        if self._epilogue.formula.guide is not None and self.constants:
+            # a teacher's constants lie behind the block's
+            of_guide = next(iter(self.constants.values()))[CONSTANTS * self._epilogue.taught + NONFINITE.value]
+            return super().nonfinite(rows, cols) + of_guide
         if self.flag is not None or self.norms is None:
             return super().nonfinite(rows, cols)
         # the norms of a replay include sums of features times 0
         return self.norms[1].sum() + self.scale * 0
 
     def note(self, flag: Tensor, rows: Shard, cols: Shard) -> None:
-        if self._epilogue.taught or not self.constants:
-            super().note(flag, rows, cols)
-        else:
-            self.flag = flag + next(iter(self.constants.values()))[NONFINITE.value]
+        constants = next(iter(self.constants.values()), None)
+        self.flag = flag + (self.nonfinite(rows, cols) if constants is None else constants[NONFINITE.value])
 
     def inner_product(self, x: Tensor, total: Tensor) -> Tensor:
         with on(self.scale.device):
@@ -241,7 +243,7 @@ class Triton(Tiles):
             number = most * len(cols) if suits and not self.loss.symmetric else 0
             least = exponentials.LEAST if suits and self.loss.symmetric and self.keeps(rows, cols) else 0.0
             constants = launch.block_constants(*given, self._epilogue, keys=number, least=least, norms=self.norms)
-            self.constants[position] = with_teacher(constants, rows, cols, self._epilogue)
+            self.constants[position] = with_guide(constants, rows, cols, self._epilogue, first=not self.constants)
             self.groups[position] = numbered_groups(rows, cols)
             if by_label(rows):
                 ordered = sorting.ordered(rows, cols, exclude_self=self.loss.exclude_self)

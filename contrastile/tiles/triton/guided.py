@@ -25,7 +25,7 @@ from torch import Tensor
 from contrastile.losses.base import Shard
 from contrastile.tiles.base import ForwardResult
 from contrastile.tiles.triton import launch, plan
-from contrastile.tiles.triton.arithmetic import LOGIT_SUM, UNIT
+from contrastile.tiles.triton.arithmetic import LOGIT_SUM, NONFINITE, UNIT
 from contrastile.tiles.triton.block import Block, SuperTile
 from contrastile.tiles.triton.launch import CONSTANTS
 from contrastile.tiles.triton.plan import Epilogue, Pair
@@ -93,8 +93,14 @@ class Guidance:
         return self.bits.nbytes if self.bits is not None and self.position == block.position else 0
 
 
-def with_teacher(constants: Tensor, rows: Shard, cols: Shard, epilogue: Epilogue) -> Tensor:
-    """The constants of a block, and behind them those of a teacher's logits, if there is one."""
+def with_guide(constants: Tensor, rows: Shard, cols: Shard, epilogue: Epilogue, *, first: bool) -> Tensor:
+    """The constants of a block, and behind them those of a teacher's logits, if there is one.
+
+    first: the flag becomes NaN where the features of a guide whose products are a mask, or a threshold, are not finite.
+    """
+    if epilogue.masked and first and rows.numbers is not None:
+        ((a,), (b,)) = rows.guides, cols.guides
+        constants[NONFINITE.value].add_(launch.feature_norms(a, b)[1].sum() + (rows.numbers * 0).sum())
     if not epilogue.taught:
         return constants
     ((a,), (b,)), scale = (rows.guides, cols.guides), rows.numbers

@@ -84,6 +84,28 @@ def features(q: Tensor, k: Tensor) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def feature_norms(q: Tensor, k: Tensor) -> Tensor:
+    """[2, blocks] numbers: the largest squared norm of each block of rows, those of q first, and Σ x · 0 of each."""
+    q_blocks = tiles_of(len(q), ROWS)
+    out = torch.empty(2, q_blocks + tiles_of(len(k), ROWS), dtype=torch.float32, device=q.device)
+    run(
+        reductions.norms, (out.shape[1],), out_ptr=out, N=len(q), M=len(k), q_blocks=q_blocks, blocks=out.shape[1],
+        **features(q, k),
+    )  # fmt: skip
+    return out
+
+
+def listed_products(a: Tensor, b: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """⟨a_i, b_j⟩ [n, P] of each row and the columns j at its positions, ∞ where there is none."""
+    out = torch.empty(positions.shape, dtype=dtype, device=a.device)
+    with on(a.device):
+        run(
+            reductions.listed_products, (tiles_of(len(a), ROWS),), columns_ptr=positions.contiguous(), out_ptr=out,
+            N=len(a), M=len(b), per_row=positions.shape[1], **features(a, b),
+        )  # fmt: skip
+    return out
+
+
 def block_constants(
     q: Tensor,
     k: Tensor,
@@ -99,21 +121,14 @@ def block_constants(
 
     keys: number of keys if exponentials may be kept: the flag is set where their sums could overflow. least: it is
     set where the largest |t| is below it, if the sum of products is computed from that of t. norms: those of the
-    features, as `reductions.norms` writes them, if known.
+    features, as `feature_norms` writes them, if known.
     """
-    N, M = len(q), len(k)
-    q_blocks = tiles_of(N, ROWS)
-    blocks = q_blocks + tiles_of(M, ROWS)
-    if norms is None:
-        norms = torch.empty(2, blocks, dtype=torch.float32, device=q.device)
-        run(
-            reductions.norms, (blocks,), out_ptr=norms, N=N, M=M, q_blocks=q_blocks, blocks=blocks, **features(q, k),
-        )  # fmt: skip
+    norms = feature_norms(q, k) if norms is None else norms
     out = torch.empty(CONSTANTS, dtype=torch.float32, device=q.device)
     run(
         reductions.block_constants, (1,), norms_ptr=norms, scale_ptr=scale, bias_ptr=scale if bias is None else bias,
-        out_ptr=out, q_blocks=q_blocks, blocks=blocks, truncation=truncation(q), keys=keys, least=least,
-        hardness=epilogue.hardness, BIASED=bias is not None, BLOCK=NORMS, **epilogue.flags,
+        out_ptr=out, q_blocks=tiles_of(len(q), ROWS), blocks=norms.shape[1], truncation=truncation(q), keys=keys,
+        least=least, hardness=epilogue.hardness, BIASED=bias is not None, BLOCK=NORMS, **epilogue.flags,
     )  # fmt: skip
     return out
 
