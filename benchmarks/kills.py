@@ -20,7 +20,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from contrastile.bench.harness import markdown
+from contrastile.experiments.results import markdown
 from contrastile.train.folder import CHECKPOINTS, EVALUATION, METRICS, WEIGHTS
 from contrastile.train.log import MEASURED, read_metrics
 from contrastile.train.recipe import load_recipe

@@ -10,7 +10,7 @@ and 20.3 for DisCo-CLIP's decomposition (h200_memory.csv), 16.19 for OpenCLIP's 
 from dataclasses import replace
 from math import sqrt
 
-from contrastile.bench.harness import markdown
+from contrastile.experiments.results import markdown
 from contrastile.planner.memory import StepMemory
 from contrastile.planner.plan import Plan
 from contrastile.train.plan import plan

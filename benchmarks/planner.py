@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from planner_rows import CHIPS, COMPILED, KINDS, TOWERS, Case, cases, profile_of
 
-from contrastile.bench.harness import markdown
 from contrastile.bench.towers import Pairs, Towers
+from contrastile.experiments.results import markdown
 from contrastile.models.compiled import compiled_parts
 from contrastile.planner.compiled import as_compiled
 from contrastile.planner.profile import Profile

@@ -63,7 +63,6 @@ def test_the_gate_sees_the_other_gradient_of_accumulation():
 @pytest.mark.filterwarnings("ignore:`encoder` must give the same features in both passes")
 def test_the_gate_sees_random_numbers_that_are_not_restored(monkeypatch):
     monkeypatch.setattr("contrastile.gradcache.rng.RandomState.restore", lambda self: None)
-    monkeypatch.setattr("contrastile.bench.ways.set_random_state", lambda device, states: None)
     for name in ("by-hand", "retain-0"):
         assert gate("tiny", WAYS[name], CPU)[0] > 1e-2
 

@@ -11,7 +11,7 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -144,12 +144,6 @@ def results_file(path: Path | None, columns: Sequence[str]) -> Iterator[Callable
         # closing writes again what could not be written before
         with written_to(path):
             file.close()
-
-
-def markdown(heads: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
-    """Return a table in Markdown."""
-    head, *lines = (f"| {' | '.join(map(str, cells))} |" for cells in (heads, *rows))
-    return "\n".join([head, "|---" * len(heads) + "|", *lines])
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:

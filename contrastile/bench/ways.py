@@ -16,7 +16,6 @@ from importlib import import_module
 from typing import Any, Literal, Self, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,9 +23,11 @@ from contrastile._types import Backend, ExchangeName
 from contrastile.bench.peers import rank_peers
 from contrastile.bench.towers import Towers
 from contrastile.gradcache.encode import encode
+from contrastile.gradcache.rng import RandomState
 from contrastile.losses.reference import dense_clip
 from contrastile.modules import ClipLoss
-from contrastile.train.sharded import gathered_once, settle_gradients, shard
+from contrastile.train.ranks import Ranks
+from contrastile.train.sharded import gathered_once, shard
 
 # a tower, or the pair that names a wrapped model's method, and its inputs
 Side = tuple[Any, Tensor]
@@ -126,38 +127,28 @@ def accumulated(task: Task) -> Tensor:
     return total
 
 
-def random_state(device: torch.device) -> list[Tensor]:
-    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
-
-
-def set_random_state(device: torch.device, states: list[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    for state in states[1:]:
-        torch.cuda.set_rng_state(state, device)
-
-
 def by_hand(task: Task) -> Tensor:
     """Take the two passes in plain PyTorch, for these two towers and nothing else."""
-    device, states = task.device, []
-    features: list[Tensor] = []
+    capture = partial(RandomState.capture, task.device, process=())
+    states, features = list[RandomState](), list[Tensor]()
     for tower, leaf in task.sides:
         with torch.no_grad(), task.autocast():
             encoded = []
             for rows in leaf.split(task.sub_batch):
-                states.append(random_state(device))
+                states.append(capture())
                 encoded.append(tower(rows))
         features.append(torch.cat(encoded).requires_grad_())
     loss = task.loss_of(*features)
     loss.backward()
-    after, replayed = random_state(device), iter(states)
+    after, replayed = capture(), iter(states)
     for (tower, leaf), whole in zip(task.sides, features, strict=True):
         gradients = cast(Tensor, whole.grad).split(task.sub_batch)
         for rows, gradient in zip(leaf.split(task.sub_batch), gradients, strict=True):
-            set_random_state(device, next(replayed))
+            next(replayed).restore()
             with task.autocast():
                 out = tower(rows)
             torch.dot(out.flatten(), gradient.flatten()).backward()
-    set_random_state(device, after)
+    after.restore()
     return loss.detach()
 
 
@@ -270,24 +261,11 @@ def with_compiled_towers(ways: Mapping[str, Way]) -> dict[str, Way]:
     return {COMPILED + key: replace(way, name=f"{way.name}, compiled", compiled=True) for key, way in ways.items()}
 
 
-def averaged(task: Task) -> Tensor:
-    """Use `encode` for this rank's pairs and the loss of all; average the gradients in one all-reduce."""
-    loss = cached(task)
-    gradients = [parameter.grad for parameter in task.towers.parameters() if parameter.grad is not None]
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
-    dist.all_reduce(flat)
-    flat /= dist.get_world_size()
-    for gradient, mean in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
-        gradient.copy_(mean.view_as(gradient))
-    return loss
-
-
-def sharded(task: Task) -> Tensor:
-    """Use `encode` under FSDP2, which averages the towers' gradients; sum the scale's as the training loop does."""
+def averaged(ranks: Ranks, task: Task) -> Tensor:
+    """Use `encode` for this rank's pairs and the loss of all; average the gradients as the training loop does."""
     with gathered_once(task.towers):
         loss = cached(task)
-    settle_gradients(task.towers, "mean")
-    return loss
+    return ranks.combine(task.towers, loss, "mean")
 
 
 def in_shards(towers: Towers) -> Towers:
@@ -306,19 +284,20 @@ def rank_ways(device: torch.device, rank: int, world: int) -> dict[str, Way]:
     """Return the ways across ranks by their words on the command line; exchange and block name those of our loss."""
     # tiles are the device's own
     ways: dict[str, Way] = {}
+    combined = partial(averaged, Ranks(rank, world))
     tiles: Backend = "triton" if device.type == "cuda" else "eager"
     for word in (*STANDARD, "gather-tiles"):
         exchange, block = word.split("-")
         backend = tiles if block == "tiles" else cast(Backend, block)
         loss = ClipLoss(exchange=cast(ExchangeName, exchange), backend=backend)
-        ways[word] = Way("contrastile", f"{exchange}, {backend}", averaged, retain="0", loss=loss)
+        ways[word] = Way("contrastile", f"{exchange}, {backend}", combined, retain="0", loss=loss)
     ours = partial(Way, "contrastile", retain="0", loss=ClipLoss(backend=tiles))
     ways["ddp"] = ours(f"DDP, auto, {tiles}", cached, wrap=partial(wrapped, DistributedDataParallel))
-    ways["fsdp"] = ours(f"FSDP2, auto, {tiles}", sharded, wrap=partial(wrapped, in_shards))
+    ways["fsdp"] = ours(f"FSDP2, auto, {tiles}", combined, wrap=partial(wrapped, in_shards))
     for peer in rank_peers(rank, world):
         if "clip" in peer.losses and peer.only_on in (None, device.type):
             which: Any = {"loss": peer.losses["clip"], "module": peer.module, "package": peer.package}
-            ways[peer.name] = Way(peer.name, peer.backend, averaged, retain="0", **which)
+            ways[peer.name] = Way(peer.name, peer.backend, combined, retain="0", **which)
     return ways | {f"pool-{word}": with_inputs(way, "pool") for word, way in ways.items()}
 
 
