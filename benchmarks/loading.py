@@ -28,6 +28,7 @@ from contrastile.cli.main import main as main_command
 from contrastile.data.loader import cores
 from contrastile.data.pairs import Stream
 from contrastile.data.registry import open_pairs
+from contrastile.data.shards import add_to_tar
 from contrastile.train.image_text import ImageText
 from contrastile.train.log import read_metrics
 from contrastile.train.loop import step
@@ -74,10 +75,8 @@ def write_shards(folder: Path, pictures: int, words: int = 6) -> str:
                 file = io.BytesIO()
                 Image.fromarray(noisy).save(file, "JPEG", quality=90)
                 title = f"{' '.join(random.choice(WORDS, words))} {number}"
-                for suffix, content in (("jpg", file.getvalue()), ("txt", title.encode())):
-                    entry = tarfile.TarInfo(f"{number:06}.{suffix}")
-                    entry.size = len(content)
-                    tar.addfile(entry, io.BytesIO(content))
+                add_to_tar(tar, f"{number:06}.jpg", file.getvalue())
+                add_to_tar(tar, f"{number:06}.txt", title.encode())
     return f"{folder}/{{00000..{last:05}}}.tar"
 
 

@@ -161,7 +161,7 @@ def test_a_failure_of_contrastile_is_a_failure_of_the_bench(monkeypatch):
 
 
 def test_a_contestant_that_declines_is_named_once(monkeypatch):
-    absent = replace(other(fail), missing=lambda: "is not installed")
+    absent = replace(other(fail), module="surely_not_installed")
     lines, _ = run(monkeypatch, absent, cases=(CASE, replace(CASE, b=97)))
     assert lines == ["  somebody (a way): is not installed"]
 

@@ -79,7 +79,7 @@ def test_the_peer_of_the_balanced_sigmoid_is_its_formula(monkeypatch):
 
 
 @pytest.mark.parametrize("loss", ["clip", "infonce"])
-@pytest.mark.skipif(peers._not_in_torch() is not None, reason="this torch has no linear_cross_entropy")
+@pytest.mark.skipif(not peers.OF_TORCH, reason="this torch has no linear_cross_entropy")
 def test_torchs_own_is_called_right(loss):
     close(step(peer("linear_cross_entropy").losses[loss], leaves()), step(peers.FORMULAS[loss], leaves()))
 
@@ -116,7 +116,7 @@ def test_under_autocast_the_cross_entropy_is_in_float32():
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"missing": lambda: "is not installed", "only_on": "cuda"}, "is not installed"),
+        ({"module": "surely_not_installed", "only_on": "cuda"}, "is not installed"),
         ({"only_on": "cuda"}, "needs a cuda device"),
         ({"most_rows": 23}, "left out above 23 rows, where it is slow"),
         ({"most_rows": 24}, None),

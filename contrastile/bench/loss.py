@@ -24,7 +24,6 @@ from contrastile.bench.peers import ANY_NUMBER, DENSE, PEERS, Case, Contestant, 
 from contrastile.bench.subjects import SUBJECTS
 from contrastile.distributed import collectives
 from contrastile.exchange.hierarchical import node_size
-from contrastile.train.memory import PeakMemory
 from contrastile.train.provenance import provenance
 
 OURS, ONE_PROCESS = "contrastile", "one process"
@@ -252,15 +251,12 @@ class LossBench:
                 float32_products(case.precision),
                 self.report.failures(_subject(case, one), judged=name == "host"),
             ):
-                gate, memory = Gate(case, device), PeakMemory(device)
+                gate = Gate(case, device)
                 distance = gate.distance(step(one.losses[case.loss], placed(gate.leaves, place)))
                 if self._rejected(case, one, gate.red(distance)):
                     continue
-                leaves = placed(problem(case, device, on_host=True), place)
-                machine.free_bytes()
-                before = memory.start()
-                timing = machine.race({name: step_of(case, one, leaves)})[name]
-                result = Result(case, one, distance, memory.bytes() - before, timing=timing)
+                run = step_of(case, one, placed(problem(case, device, on_host=True), place))
+                result = Result(case, one, distance, machine.peak(run), timing=machine.race({name: run})[name])
                 first_rate = first_rate or result.rate
                 ratio = {"ratio": round(result.rate / first_rate, 4), "limit_bytes": limit}
                 self.report.result(result.row(device) | ratio)

@@ -56,9 +56,9 @@ class Contestant:
     """An implementation of losses, by name.
 
     most_rows: above it a step takes too long to wait for. pair_bytes: memory per pair of rows. only_on: the type of
-    device it needs. module: the one it is imported from. missing: returns another reason why it is not there. package:
-    its name on PyPI where that differs. world: ranks that share the batch; 1 is the whole batch on each. frugal:
-    contrastile's loss with the least workspace, by which `loss.py` finds `beside_bytes`.
+    device it needs. module: the one it is imported from. package: its name on PyPI where that differs. world: ranks
+    that share the batch; 1 is the whole batch on each. frugal: contrastile's loss with the least workspace, by which
+    `loss.py` finds `beside_bytes`.
     """
 
     name: str
@@ -68,7 +68,6 @@ class Contestant:
     most_rows: int = ANY_NUMBER
     pair_bytes: float = 0
     only_on: str | None = None
-    missing: Callable[[], str | None] = lambda: None
     module: str = ""
     package: str = ""
     world: int = 1
@@ -81,7 +80,7 @@ class Contestant:
     def absent(self, machine: Machine) -> str | None:
         """Return the reason why it is not there; None if it is."""
         needs = None if self.only_on in (None, machine.device.type) else f"needs a {self.only_on} device"
-        return self.missing() or not_installed(self.module) or needs
+        return not_installed(self.module) or needs
 
     def declines(self, case: Case, machine: Machine) -> str | None:
         """Return the reason why it cannot take part; None if it can."""
@@ -158,11 +157,6 @@ def _of_torch(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     return F.linear_cross_entropy(scale * q, k, _diagonal(q), options=torch.nn.LinearCrossEntropyOptions())
 
 
-def _not_in_torch() -> str | None:
-    known = hasattr(F, "linear_cross_entropy") and hasattr(torch.nn, "LinearCrossEntropyOptions")
-    return None if known else f"is not in torch {torch.__version__}"
-
-
 FORMULAS: dict[str, Loss] = {
     "clip": dense_clip,
     "infonce": lambda q, k, scale: F.cross_entropy(scale * q @ k.T, _diagonal(q)),
@@ -179,6 +173,9 @@ DENSE = (
     _dense_twice("two products", {"clip": partial(under_autocast, TWO_PRODUCTS)}),
     _dense_twice("float32 logits", {"clip": _wide_logits}),
 )
+# new versions of torch have one
+_linear = partial(Contestant, "linear_cross_entropy", "torch", most_rows=2**16)
+OF_TORCH = [_linear(_both(_of_torch))] if hasattr(torch.nn, "LinearCrossEntropyOptions") else []
 _open_clip = partial(Contestant, "open_clip", dtypes=HALVES, module="open_clip")
 _cut_on_gpu = partial(
     Contestant, "cut-cross-entropy", dtypes=HALVES, most_rows=2**16, only_on="cuda", module="cut_cross_entropy"
@@ -190,7 +187,7 @@ PEERS = (
         "one process", {"clip": _trained("open_clip", "ClipLoss"), "siglip": _trained("open_clip.loss", "SigLipLoss")},
         pair_bytes=TWICE_DENSE_BYTES,
     ),
-    Contestant("linear_cross_entropy", "torch", _both(_of_torch), most_rows=2**16, missing=_not_in_torch),
+    *OF_TORCH,
     _cut_on_gpu("default", _both(_cut)),
     # the default drops gradients that are each small, but not small in their sum
     _cut_on_gpu("exact", _both(partial(_cut, filter_eps=None))),

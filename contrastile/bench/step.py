@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from contrastile.bench.gate import worst
+from contrastile.bench.gate import problem, worst
 from contrastile.bench.harness import ALONE, Machine, Report, Row, Table, World, not_installed
+from contrastile.bench.peers import Case
 from contrastile.bench.towers import Pairs, Towers
 from contrastile.bench.ways import COMPILED, WAYS, Task, Way
 from contrastile.gradcache.encode import encode
@@ -209,11 +209,8 @@ class StepBench:
 
 def loss_peak(task: Task, machine: Machine, rows: int) -> int:
     """Run the loss alone on random features, which compiles its kernels; return its bytes beside their gradients."""
-    width = task.towers.text_config.projection_dim
-    q, k = (
-        F.normalize(torch.randn(rows, width, device=task.device), dim=-1).to(task.dtype).requires_grad_()
-        for _ in range(2)
-    )
+    case = Case("clip", rows, task.towers.text_config.projection_dim, str(task.dtype).removeprefix("torch."))
+    q, k, _ = problem(case, task.device)
     peak = machine.peak(lambda: task.loss_of(q, k).backward())
     task.towers.zero_grad()
     return peak - q.nbytes - k.nbytes
