@@ -6,7 +6,6 @@ batch) and 1 (memory of the loss) of Cheng et al. 2024. Called by `contrastile b
 
 from __future__ import annotations
 
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +15,11 @@ from contrastile.bench.ways import PLACES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 # batch, microseconds per pair, GiB, and the place of the inputs
 Point = tuple[int, float, float, str]
+# a panel's title, unit, points by way, and their column
+Panel = tuple[str, str, dict[str, list[Point]], int]
 
 
 def series(rows: list[dict[str, str]], model: str) -> tuple[int | None, dict[str, list[Point]]]:
@@ -49,59 +49,55 @@ def series(rows: list[dict[str, str]], model: str) -> tuple[int | None, dict[str
 
 def draw(source: Path, target: Path) -> None:
     """Draw a row of two panels for each model; the same rows draw the same file."""
-    from matplotlib.figure import Figure
-
-    rows = read_rows(source)
-    models = {model: series(rows, model) for model in sorted({row["model"] for row in rows})}
-    if not models:
-        raise invalid("csv", "hold rows of steps", f"none in {source}", "Measure something first.")
-    figure = Figure(figsize=(14, 4.2 * len(models)))
-    grid = figure.subplots(len(models), 2, squeeze=False)
-    # a way looks the same in every panel
-    styles = {name: at for at, name in enumerate(dict.fromkeys(chain(*(lines for _, lines in models.values()))))}
-    for (model, (sub_batch, lines)), panels in zip(models.items(), grid, strict=True):
+    rows, panels = read_rows(source), list[list[Panel]]()
+    for model in sorted({row["model"] for row in rows}):
+        sub_batch, lines = series(rows, model)
         title = f"{model}, sub-batch {sub_batch}" if sub_batch else model
-        for panel, column, of, unit in zip(
-            panels, (1, 2), ("time", "peak memory"), ("µs per pair", "GiB"), strict=True
-        ):
-            panel.set(title=f"{title}: {of}", ylabel=unit, xlabel="pairs per step")
-            _lines(panel, lines, styles, column)
-            panel.set_ylim(0, 1.1 * panel.dataLim.ymax)
-        hollow = any(point[-1] != "device" for points in lines.values() for point in points)
-        beside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.02, 0.5)}
-        hint = "hollow: inputs not on the device" if hollow else None
-        panels[1].legend(*panels[0].get_legend_handles_labels(), title=hint, fontsize=8, title_fontsize=8, **beside)
-    _save(figure, target)
+        panels.append([(f"{title}: time", "µs per pair", lines, 1), (f"{title}: peak memory", "GiB", lines, 2)])
+    if not panels:
+        raise invalid("csv", "hold rows of steps", f"none in {source}", "Measure something first.")
+    _draw(panels, "pairs per step", target)
 
 
 def draw_memory(source: Path, target: Path) -> None:
     """Draw a panel for each size of the world: bytes of a rank's loss against the pairs of all ranks."""
-    from matplotlib.figure import Figure
-
     # of rows measured again the newest one
-    peaks: dict[str, dict[str, dict[int, float]]] = {}
+    peaks: dict[str, dict[str, dict[int, Point]]] = {}
     for row in read_rows(source):
         if row["peak_bytes"]:
             points = peaks.setdefault(row["world"], {}).setdefault(f"{row['impl']}, {row['way']}", {})
-            points[int(row["b"])] = int(row["peak_bytes"]) / 2**30
+            points[int(row["b"])] = int(row["b"]), 0.0, int(row["peak_bytes"]) / 2**30, "device"
     if not peaks:
         raise invalid("csv", "hold rows of memory", f"none in {source}", "Measure something first.")
-    figure = Figure(figsize=(5 * len(peaks) + 3, 4.2))
-    panels = figure.subplots(1, len(peaks), squeeze=False, sharey=True)[0]
-    styles = {name: at for at, name in enumerate(dict.fromkeys(chain(*peaks.values())))}
-    for panel, (world, lines) in zip(panels, peaks.items(), strict=True):
-        panel.set(title=f"a rank of {world}", xlabel="pairs of all ranks")
-        of_ways = {name: [(b, 0.0, points[b], "device") for b in sorted(points)] for name, points in lines.items()}
-        _lines(panel, of_ways, styles, 2)
-        panel.set_yscale("log")
-    panels[0].set_ylabel("GiB beside the features")
-    panels[-1].legend(*panels[0].get_legend_handles_labels(), fontsize=8, loc="center left", bbox_to_anchor=(1.02, 0.5))
-    _save(figure, target)
+    panels = []
+    for world, ways in peaks.items():
+        lines = {name: [points[b] for b in sorted(points)] for name, points in ways.items()}
+        panels.append((f"a rank of {world}", "GiB beside the features", lines, 2))
+    _draw([panels], "pairs of all ranks", target, logarithmic=True)
 
 
-def _save(figure: Figure, target: Path) -> None:
+def _draw(grid: list[list[Panel]], xlabel: str, target: Path, *, logarithmic: bool = False) -> None:
+    """Draw rows of panels with a legend behind each; a way looks the same in every panel."""
     import matplotlib as mpl
+    from matplotlib.figure import Figure
 
+    names = dict.fromkeys(name for row in grid for _, _, lines, _ in row for name in lines)
+    styles = {name: at for at, name in enumerate(names)}
+    figure = Figure(figsize=(5 * len(grid[0]) + 4, 4.2 * len(grid)))
+    subplots = figure.subplots(len(grid), len(grid[0]), squeeze=False, sharey=logarithmic)
+    for row, several in zip(grid, subplots, strict=True):
+        for (title, unit, lines, column), axes in zip(row, several, strict=True):
+            axes.set(title=title, ylabel=unit, xlabel=xlabel)
+            _lines(axes, lines, styles, column)
+            if logarithmic:
+                axes.set_yscale("log")
+                axes.label_outer()
+            else:
+                axes.set_ylim(0, 1.1 * axes.dataLim.ymax)
+        hollow = any(point[-1] != "device" for points in row[0][2].values() for point in points)
+        beside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.02, 0.5), "fontsize": 8}
+        beside |= {"title": "hollow: inputs not on the device" if hollow else None, "title_fontsize": 8}
+        several[-1].legend(*several[0].get_legend_handles_labels(), **beside)
     figure.tight_layout()
     target.parent.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context({"svg.hashsalt": "contrastile"}):

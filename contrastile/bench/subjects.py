@@ -183,13 +183,6 @@ def _some_alone(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     return F.cross_entropy(scale * (keys @ q[some][..., None])[..., 0], torch.zeros_like(some))
 
 
-def _some_ntxent(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    """A few examples in both views, among all others."""
-    views, rows = torch.cat([q, k]), torch.cat([some, some + len(q)])
-    x = (scale * views[rows] @ views.T).masked_fill(_own_key(rows, views), -torch.inf)
-    return F.cross_entropy(x, (rows + len(q)) % len(views))
-
-
 class _Views(nn.Module):
     """A loss of both sides as views of one example, with weights."""
 
@@ -203,11 +196,14 @@ class _Views(nn.Module):
 
 
 def _some_views(form: str, some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    """SupCon's loss of a few examples in both views."""
+    """A few examples in both views, among all others.
+
+    form: "other" has the other view as the positive; SupCon's have all of the same label.
+    """
     views, labels, rows = torch.cat([q, k]), labels_of(q).repeat(2), torch.cat([some, some + len(q)])
-    itself = _own_key(rows, views)
-    positive = (labels[rows][:, None] == labels) & ~itself
-    if form == "out":
+    itself, other = _own_key(rows, views), _own_key((rows + len(q)) % len(views), views)
+    positive = other if form == "other" else (labels[rows][:, None] == labels) & ~itself
+    if form != "in":
         return reference.dense_softmax(views[rows], views, scale, positive=positive, excluded=itself)
     x = (scale * views[rows] @ views.T).masked_fill(itself, -torch.inf)
     inside = x.masked_fill(~positive, -torch.inf).logsumexp(1) - positive.sum(1).to(x.dtype).log()
@@ -277,7 +273,7 @@ SUBJECTS = {
     # a tile's sum has every positive at full weight, before the share that balance takes is subtracted
     "siglip_balanced": Subject(_some_balanced, _labelled(modules.SigLipLoss, balanced=True), 6, -10.0, OF_A_LABEL),
     # a matrix of twice the rows and columns
-    "ntxent": Subject(_some_ntxent, _other_view(partial(_Views, modules.NTXentLoss)), 32),
+    "ntxent": Subject(partial(_some_views, "other"), _other_view(partial(_Views, modules.NTXentLoss)), 32),
     # beside the roundings of "clip_two_labels", the gradients of a view as a row and as a column are added in 16 bits
     "supcon": Subject(
         partial(_some_views, "out"), _of_same_views(partial(_Views, modules.SupConLoss)), 32, rounded=1.25
