@@ -101,7 +101,7 @@ def wrong_when_large(q, k, scale, weights=None):
 @pytest.mark.parametrize(("loss", "right"), [(ClipLoss(), True), (wrong_when_large, False)])
 @pytest.mark.parametrize("once", [False, True])
 def test_a_case_is_checked_at_its_own_size_too(loss, right, once, monkeypatch, tmp_path):
-    monkeypatch.setattr(bench_gate, "GATE_ROWS_WITHOUT_GPU", 60)
+    monkeypatch.setitem(bench_gate.GATE_ROWS, "cpu", 60)
     monkeypatch.setattr(bench_loss, "contestants", lambda case, device, *, peers: [ours(loss), *DENSE])
     monkeypatch.setattr(Machine, "peak", lambda self, step: (step(), 4096)[1])
     lines = []

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from contrastile.bench.gate import SAMPLE_ROWS, Distance, Gate, Sample, gate_rows, placed, problem, step
+from contrastile.bench.gate import GATE_ROWS, SAMPLE_ROWS, Distance, Gate, Sample, placed, problem, step
 from contrastile.bench.harness import Machine, Report, Row, Step, Table, Timing, sentence_of
 from contrastile.bench.peers import ANY_NUMBER, DENSE, PEERS, Case, Contestant, rank_peers
 from contrastile.bench.subjects import SUBJECTS
@@ -167,7 +167,7 @@ class LossBench:
         at_size = "" if host or self._across else f", and on {SAMPLE_ROWS} of all where there are more"
         ratio = "to the first resident loss" if host else "of torch.mm's rate"
         self.report.say(
-            f"{OURS} is compared with float64 on {gate_rows(self.machine.device):,} rows{at_size}\n"
+            f"{OURS} is compared with float64 on {GATE_ROWS[self.machine.device.type]:,} rows{at_size}\n"
             f"ms: forward and backward; ratio: {ratio}; loss, gradient: relative distances from float64"
         )
         self.report.begin(RANK_TABLE if self._across else TABLE)
