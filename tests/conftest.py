@@ -47,8 +47,7 @@ def _seeded_and_poisoned(request: pytest.FixtureRequest) -> Iterator[None]:
     """The same numbers every time; new memory as it comes for a test that is marked so."""
     import torch
 
-    # torch's own call notes the stack it came from for devices that are not there: longer than many a test takes
-    (torch if torch.cuda.is_available() else torch.default_generator).manual_seed(0)
+    torch.manual_seed(0)
     unpoisoned = request.node.get_closest_marker("unpoisoned")
     if unpoisoned:
         torch.use_deterministic_algorithms(False)
