@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from typing import Any
 
 # kernels are interpreted on the CPU; Triton reads this when it decorates a kernel
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -12,22 +13,31 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
-import torch
 from hostile import Arena
-from interpreter import quicken
-from ranks import Pool, as_in_tests, set_aside
 
 # modules loaded before the first test stay: the garbage collector need not look through them
 gc.disable()
-# as many processes as there are cores: threads of each would only wait for the others; NaN in all memory that a test's
-# code does not write itself, where a switch takes longer than many a test; figures take a third of a small run
-as_in_tests()
-if os.environ["TRITON_INTERPRET"] == "1":
-    quicken()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Load what tests need, but not where this process leaves all of them to workers."""
+    if config.getoption("numprocesses", None):
+        return
+    from interpreter import quicken
+    from ranks import as_in_tests
+
+    # as many processes as there are cores: threads of each would only wait for the others; NaN in all memory that a
+    # test's code does not write itself, where a switch takes longer than many a test; figures take a third of a small
+    # run
+    as_in_tests()
+    if os.environ["TRITON_INTERPRET"] == "1":
+        quicken()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _loaded() -> None:
+    from ranks import set_aside
+
     set_aside()
     gc.enable()
 
@@ -35,8 +45,9 @@ def _loaded() -> None:
 @pytest.fixture(autouse=True)
 def _seeded_and_poisoned(request: pytest.FixtureRequest) -> Iterator[None]:
     """The same numbers every time; new memory as it comes for a test that is marked so."""
-    # torch's own call notes the stack it came from for devices that are not there: longer than many a test takes
-    (torch if torch.cuda.is_available() else torch.default_generator).manual_seed(0)
+    import torch
+
+    torch.manual_seed(0)
     unpoisoned = request.node.get_closest_marker("unpoisoned")
     if unpoisoned:
         torch.use_deterministic_algorithms(False)
@@ -53,7 +64,9 @@ def attacked() -> Iterator[Arena]:
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
+def pool() -> Iterator[Any]:
+    from ranks import Pool
+
     ranks = Pool()
     yield ranks
     ranks.close()

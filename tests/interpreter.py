@@ -6,7 +6,8 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
+from itertools import permutations, product
 from types import ModuleType
 from typing import Any
 
@@ -37,8 +38,8 @@ def quicken() -> None:
     interpreter._patch_lang = _patch_once(interpreter)
     interpreter.InterpreterBuilder.create_fma = _fused(interpreter)
     interpreter._convert_float = _bfloat16(interpreter)
-    _remember_shapes(core)
-    _pass_equal_types(core, semantic.TritonSemantic)
+    _lighten(interpreter)
+    _pass_equal_types(core, semantic.TritonSemantic, _remember_shapes(core))
 
 
 def _bfloat16(interpreter: ModuleType) -> Callable[..., Any]:
@@ -66,8 +67,38 @@ def _bfloat16(interpreter: ModuleType) -> Callable[..., Any]:
     return cast
 
 
-def _remember_shapes(core: ModuleType) -> None:
-    """Let types and values share what follows from their shape, which Triton makes anew for each of them."""
+def _lighten(interpreter: ModuleType) -> None:
+    """Make values without a comparison of their type with the array's, which an operation on two of one type keeps."""
+    import numpy as np
+
+    handle, builder = interpreter.TensorHandle, interpreter.InterpreterBuilder
+    general = builder.binary_op
+
+    def made(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+    def binary(self: Any, lhs: Any, rhs: Any, operation: Callable[..., Any]) -> Any:
+        data = operation(lhs.data, rhs.data)
+        return handle(data, lhs.dtype) if data.itemsize <= lhs.data.itemsize else general(self, lhs, rhs, operation)
+
+    def splat(_: Any, kind: Any, x: Any) -> Any:
+        data = np.empty(kind.shape, x.data.dtype)
+        data[...] = x.data
+        return handle(data, x.dtype.scalar)
+
+    def expanded(_: Any, x: Any, axis: int) -> Any:
+        shape = x.data.shape
+        return handle(x.data.reshape(*shape[:axis], 1, *shape[axis:]), x.dtype.scalar)
+
+    handle.__init__, builder.binary_op = made, binary
+    builder.create_splat, builder.create_expand_dims = splat, expanded
+
+
+def _remember_shapes(core: ModuleType) -> Callable[[Any, tuple[int, ...]], Any]:
+    """Let types and values share what follows from their shape, which Triton makes anew for each of them.
+
+    Returns a function from an element and sizes to the type of such a block.
+    """
 
     @cache
     def of(shape: tuple[int, ...]) -> tuple[Any, int, str, tuple[Any, Any]]:
@@ -93,26 +124,32 @@ def _remember_shapes(core: ModuleType) -> None:
     def of_element(number: int, shape: tuple[int, ...]) -> Any:
         return core.block_type(elements[number], shape)
 
-    def with_element_ty(self: Any, element: Any) -> Any:
-        if id(element) in elements:
-            return of_element(id(element), self.sizes)
-        return core.block_type(element, self.shape)
+    def typed(element: Any, sizes: tuple[int, ...]) -> Any:
+        return of_element(id(element), sizes) if id(element) in elements else core.block_type(element, sizes)
 
     # types that outlive every kernel, by their number: Triton's hash of a type is that of its name
     elements = {id(kind): kind for kind in vars(core).values() if type(kind) is core.dtype}
     core.block_type.__init__, core.tensor.__init__ = block_type, tensor
-    core.block_type.with_element_ty = with_element_ty
+    core.block_type.with_element_ty, core.dtype.sizes = lambda self, element: typed(element, self.sizes), ()
+    return typed
 
 
-def _pass_equal_types(core: ModuleType, semantic: Any) -> None:
+def _pass_equal_types(core: ModuleType, semantic: Any, typed: Callable[[Any, tuple[int, ...]], Any]) -> None:
     """Let operands pass at once whose types or shapes are the same object, or numbers that take the tensor's type.
 
     Their types are otherwise compared by name, and their shapes size by size, at every operation.
     """
     check, cast, broadcast = semantic.binary_op_type_checking_impl, semantic.cast, semantic.broadcast_impl_value
-    unwrap, tensor = core._unwrap_if_constexpr, core.tensor
+    unwrap, tensor, expand, constexpr = core._unwrap_if_constexpr, core.tensor, semantic.expand_dims, core.constexpr
     # types by their number, because Triton's hash of a type is that of its name; bits of whole numbers, 0 of others
     bits = {id(core.int32): 31, id(core.int64): 63, id(core.float32): 0, id(core.float64): 0}
+    kinds = {id(kind): kind for kind in (core.int32, core.int64, core.float32, core.float64)}
+    # casts in one step, without a rule of their own
+    direct = {*product((*bits, id(core.int1)), bits)} | {
+        pair for kind in (core.float16, core.bfloat16) for pair in permutations((id(kind), id(core.float32)))
+    }
+    closed = {*bits, id(core.int1), id(core.float16), id(core.bfloat16)}
+    plain = {tensor, int, float, bool, str, type(None), core.dtype}
 
     def joins(number: Any, kind: Any) -> bool:
         """True for a number that becomes one of a tensor's type; other rules are Triton's own."""
@@ -125,26 +162,72 @@ def _pass_equal_types(core: ModuleType, semantic: Any) -> None:
         if named:
             return check(self, lhs, rhs, *rules, **named)
         if type(lhs) is type(rhs) is tensor:
-            if lhs.dtype is rhs.dtype and id(lhs.dtype) in bits:
-                return self.broadcast_impl_value(lhs, rhs)
+            # a fourth rule is that of a quotient, which 16 bits do not keep
+            if lhs.dtype is rhs.dtype and id(lhs.dtype) in (bits if rules[3:] else closed):
+                return joined(self, lhs, rhs)
+            # an address and whole numbers
+            if rules[:1] == (True,) and type(lhs.dtype) is core.pointer_type and bits.get(id(rhs.dtype)):
+                return joined(self, lhs, rhs)
         elif all(rules[2:3]) and type(lhs) is tensor and joins(rhs, lhs.dtype):
-            return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, lhs.dtype))
+            return lhs, number(self, str(rhs), rhs, lhs.type)
         elif all(rules[2:3]) and type(rhs) is tensor and joins(lhs, rhs.dtype):
-            return self.broadcast_impl_value(self.scalar_constant(lhs, rhs.dtype), rhs)
+            return number(self, str(lhs), lhs, rhs.type), rhs
         return check(self, lhs, rhs, *rules)
 
     def converted(self: Any, value: Any, kind: Any, fp_downcast_rounding: Any = None) -> Any:
-        return value if value.dtype is kind else cast(self, value, kind, fp_downcast_rounding)
+        if value.dtype is kind:
+            return value
+        if (id(value.dtype), id(kind)) not in direct or fp_downcast_rounding is not None:
+            return cast(self, value, kind, fp_downcast_rounding)
+        return tensor(
+            self.builder.cast_impl(value.handle, kind), typed(kind, value.type.sizes) if value.type.sizes else kind
+        )
+
+    @cache
+    def common(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...] | None:
+        if not left or not right:
+            return left or right
+        fits = len(left) == len(right) and all(1 in pair or len({*pair}) == 1 for pair in zip(left, right, strict=True))
+        return tuple(map(max, left, right)) if fits else None
+
+    def stretched(self: Any, x: Any, sizes: tuple[int, ...]) -> Any:
+        if x.type.sizes == sizes:
+            return x
+        kind = typed(x.dtype, sizes)
+        if not x.type.sizes:
+            return tensor(self.builder.create_splat(kind, x.handle), kind)
+        return tensor(self.builder.create_broadcast(x.handle, sizes), kind)
 
     def joined(self: Any, lhs: Any, rhs: Any) -> Any:
         # tensors of one shape share it
-        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        sizes = common(lhs.type.sizes, rhs.type.sizes)
+        if sizes is None:
+            return broadcast(self, lhs, rhs)
+        return stretched(self, lhs, sizes), stretched(self, rhs, sizes)
+
+    def number(self: Any, name: str, value: Any, kind: Any) -> Any:
+        return remembered(self, name, value, id(kind.scalar), kind.sizes)
+
+    @lru_cache(maxsize=512)
+    def remembered(self: Any, _: str, value: Any, element: int, sizes: tuple[int, ...]) -> Any:
+        # the name tells 0.0 from -0.0
+        return stretched(self, self.scalar_constant(value, kinds[element]), sizes)
+
+    def expanded(self: Any, x: Any, axis: int) -> Any:
+        sizes = x.type.sizes
+        if not sizes or axis < 0:
+            return expand(self, x, axis)
+        kind = typed(x.dtype, (*sizes[:axis], 1, *sizes[axis:]))
+        return tensor(self.builder.create_expand_dims(x.handle, axis), kind)
 
     def unwrapped(value: Any) -> Any:
-        return value if type(value) is tensor else unwrap(value)
+        kind = type(value)
+        return value if kind in plain else value.value if kind is constexpr else unwrap(value)
 
     semantic.binary_op_type_checking_impl, semantic.cast, semantic.broadcast_impl_value = checked, converted, joined
-    core._unwrap_if_constexpr = unwrapped
+    semantic.expand_dims, core._unwrap_if_constexpr = expanded, unwrapped
 
 
 def _fused(interpreter: ModuleType) -> Callable[..., Any]:

@@ -3,6 +3,8 @@
 import ctypes
 import os
 import signal
+import socket
+import subprocess
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import fresh
+from ranks import fresh, server
 from test_data_collection import stream_of
 from test_data_shards import jpeg
 
@@ -41,6 +43,27 @@ def apart(tmp_path_factory):
 def threads(tmp_path):
     with stream_in(tmp_path, processes=False) as stream:
         yield stream
+
+
+class Forked:
+    """Decoding processes that need not load torch; those of `apart` are started as in a run."""
+
+    def __init__(self, _command, pass_fds, **_):
+        with socket.socket(fileno=os.dup(*pass_fds)) as far:
+            self._process = server().Process(target=loader.serve, args=(far,))
+            self._process.start()
+        self.pid, self.kill = self._process.pid, self._process.kill
+
+    def wait(self, seconds=None):
+        self._process.join(seconds)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("serve", seconds)
+        return self._process.exitcode
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    monkeypatch.setattr(loader.subprocess, "Popen", Forked)
 
 
 def test_processes_decode_the_same_as_threads(apart, threads):
@@ -88,7 +111,7 @@ def test_there_is_a_worker_for_each_core_that_the_container_has(monkeypatch):
     assert loader.cores() == 1
 
 
-def test_a_file_that_is_gone_or_a_process_that_is_lost_is_an_error(tmp_path):
+def test_a_file_that_is_gone_or_a_process_that_is_lost_is_an_error(tmp_path, forked):
     with stream_in(tmp_path, processes=True, workers=1) as stream:
         (tmp_path / "a.tar").unlink()
         with pytest.raises(ValueError, match="unreadable file \\(No such file or directory\\): 220"):
@@ -101,7 +124,7 @@ def test_a_file_that_is_gone_or_a_process_that_is_lost_is_an_error(tmp_path):
         assert str(caught.value) == "a decoding process ended with exit code -9: is there memory enough?"
 
 
-def test_a_stopped_process_is_named_within_the_timeout(tmp_path):
+def test_a_stopped_process_is_named_within_the_timeout(tmp_path, forked):
     with stream_in(tmp_path, processes=True) as stream:
         stream.timeout = 77.0
         stream.read(range(39), range(39), None)
@@ -129,7 +152,7 @@ def test_a_process_that_ended_is_one_line_of_the_command():
     assert code == ("a decoding process ended with exit code -9", 1)
 
 
-def test_a_task_that_cannot_be_sent_is_an_error_and_no_endless_wait():
+def test_a_task_that_cannot_be_sent_is_an_error_and_no_endless_wait(forked):
     worker = Worker()
     with pytest.raises(ChildProcessError, match="a decoding process ended with exit code 0"):
         worker.run(SharedBuffer(16), {"pieces": ["x" * (1 << 22)]})
@@ -147,7 +170,7 @@ def test_a_batch_that_is_held_is_not_written_over(apart):
     assert first.data_ptr() not in addresses
 
 
-def test_a_batch_that_is_given_up_is_not_written_over_while_it_is_decoded(tmp_path):
+def test_a_batch_that_is_given_up_is_not_written_over_while_it_is_decoded(tmp_path, forked):
     (tmp_path / "a.jpg").write_bytes(jpeg(1))
     released = Event()
 

@@ -42,8 +42,9 @@ def rank(me, path, found):
     for loss, W in ((ClipLoss, 2), (ClipLoss, 3), (ClipLoss, 4), (SigLipLoss, 3)):
         group = dist.new_group(list(range(W)))
         if me < W:
-            # the first run also loads modules; on a busy machine threads of the transport take up to 2 MiB more in some
-            found.put((loss.__name__, W, min(run({N}, {D}, loss, group) for _ in range(3))))
+            # the first run loads modules; on a busy machine threads of the transport take up to 2 MiB more in some
+            run(64, {D}, loss, group)
+            found.put((loss.__name__, W, min(run({N}, {D}, loss, group) for _ in range(2))))
     dist.barrier()
 
 context = multiprocessing.get_context("fork")
