@@ -40,7 +40,7 @@ from contrastile.train.report.figures import COLOURS, as_svg
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.evaluation import PARTS, Rankings, evaluate, rank_all, rank_part
 from contrastile.train.retriever.job import RetrieverJob
-from contrastile.train.retriever.run import TextMaterials, open_text_materials
+from contrastile.train.retriever.run import TextMaterials
 from contrastile.train.run import choose_device
 from contrastile.train.state import TrainResult
 
@@ -77,14 +77,8 @@ class OfRetrievers(Study):
     # texts are tokenised once, which takes longer than to hand over the tokens
     pickles_data = True
 
-    def open(self) -> TextMaterials:
-        return open_text_materials(self.recipe)
-
     def examples(self, data: Any) -> int:
         return int(self.recipe.train.length(len(data.texts.splits["train"])))
-
-    def job(self, recipe: RetrieverRecipe, data: TextMaterials, _share: float = 1.0) -> RetrieverJob:
-        return RetrieverJob.untrained(recipe, data, open_teacher(recipe))
 
     def measures(self, job: RetrieverJob, data: TextMaterials) -> dict[str, float]:
         return ranking_measures(job.run.recipe, data, rank_all(job.run, data.texts, data.passages))
