@@ -10,6 +10,7 @@ A file that was moved or written since makes the harvest run again.
 import ast
 import hashlib
 import importlib.util
+import json
 import platform
 import re
 import sysconfig
@@ -23,7 +24,7 @@ from typing import NamedTuple
 
 from contrastile._errors import invalid
 from contrastile.data.base import ProgressFactory, hash_fraction, sorted_rows
-from contrastile.data.files import cached_folder
+from contrastile.data.files import cached_folder, file_state
 from contrastile.data.texts import FILES, Passage, Query, TextSet, read_texts, with_mined_negatives, write_texts
 
 # increased whenever the harvest changes
@@ -55,11 +56,13 @@ def open_docstrings(
 ) -> TextSet:
     """Functions of Python's library and of the packages, harvested once into the cache, with mined negatives."""
     roots = [(library_folder(), ""), *((package_folder(name), f"{name}.") for name in packages)]
+    # a package that was changed in place keeps its version; a broken link is no file
+    states = [file_state(str(path)) for root, _ in roots for path in source_files(root) if path.is_file()]
     settings = {
         "harvest": HARVEST,
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in packages},
-        "files": files_digest(roots),
+        "files": hashlib.sha256(json.dumps(states).encode()).hexdigest(),
         "held_out": held_out,
         "mined": mined,
     }
@@ -87,16 +90,6 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "unknown"
-
-
-def files_digest(roots: Sequence[tuple[Path, str]]) -> str:
-    """A digest of the paths, sizes and dates of the files: a package's version does not change with a local change."""
-    digest = hashlib.sha256()
-    # a broken link is no file
-    for path in (path for root, _ in roots for path in source_files(root) if path.is_file()):
-        stat = path.stat()
-        digest.update(f"{path} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
 
 
 def harvest(roots: Sequence[tuple[Path, str]], progress: ProgressFactory) -> Iterator[Documented]:

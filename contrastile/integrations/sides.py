@@ -42,12 +42,9 @@ def check_counts(sub_batch: Any, sub_batch_tokens: Any, retain: Any) -> None:
 
 
 def encode_sides(
-    encoders: Sequence[Any],
-    inputs: Sequence[Any],
-    sub_batch: int | Literal["auto"] | None,
-    sub_batch_tokens: int | None,
-    retain: Retain,
-) -> list[Tensor]:
+    encoders: Sequence[Any], inputs: Sequence[Any], sub_batch: int | Literal["auto"] | None,
+    sub_batch_tokens: int | None, retain: Retain,
+) -> list[Tensor]:  # fmt: skip
     """Features [N, D] of each side. sub_batch_tokens: limits the sides with an `attention_mask`.
 
     Raises ValueError for another side that has no limit.

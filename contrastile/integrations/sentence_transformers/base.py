@@ -58,15 +58,9 @@ class CachedLoss(nn.Module):
     of_tokens: ClassVar[bool] = False
 
     def __init__(
-        self,
-        model: Any,
-        scale: float,
-        mini_batch_size: int,
-        mini_batch_num_tokens: int | None,
-        gather_across_devices: bool,
-        show_progress_bar: bool,
-        retain: Retain,
-    ) -> None:
+        self, model: Any, scale: float, mini_batch_size: int, mini_batch_num_tokens: int | None,
+        gather_across_devices: bool, show_progress_bar: bool, retain: Retain,
+    ) -> None:  # fmt: skip
         super().__init__()
         check_model("model", model, of_tokens=self.of_tokens)
         if hasattr(model, "predict") and not hasattr(model, "encode"):

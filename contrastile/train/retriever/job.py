@@ -345,17 +345,10 @@ class RetrieverJob(Task[TextBatch]):
 
 
 def evaluate_texts(
-    folder: RunFolder,
-    source: str | Path,
-    *,
-    corpus: str | Path | None = None,
-    index: Searchable | None = None,
-    first_stage: FirstStage | None = None,
-    split: str | None = None,
-    name: str | None = None,
-    bad_rows: float | None = None,
-    device: str = "auto",
-) -> str:
+    folder: RunFolder, source: str | Path, *, corpus: str | Path | None = None, index: Searchable | None = None,
+    first_stage: FirstStage | None = None, split: str | None = None, name: str | None = None,
+    bad_rows: float | None = None, device: str = "auto",
+) -> str:  # fmt: skip
     """Measure a finished retriever on the texts of `source`, add the rows to its results, and return their table.
 
     The texts are those of a file, or of a folder in BEIR's format: its part `split`, or all but the one for training.

@@ -153,14 +153,9 @@ class RetrieverRun(LoadedRun):
 
     @torch.no_grad()
     def encode_tokens(
-        self,
-        side: Side,
-        store: TokenStore,
-        *,
-        dimensions: int | None = None,
-        title: str | None = None,
+        self, side: Side, store: TokenStore, *, dimensions: int | None = None, title: str | None = None,
         dtype: torch.dtype = torch.float32,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Features of all texts of a store, without dropout, longest first; with a progress bar called `title`.
 
         A tensor `[n, D]`; of a late retriever `Ragged`, the vectors `[T, D]` of all tokens that are compared.
