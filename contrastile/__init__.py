@@ -30,8 +30,7 @@ if TYPE_CHECKING:
         SigLipLoss,
         SupConLoss,
     )
-    from contrastile.train.load import load
-    from contrastile.train.plan import plan
+    from contrastile.train.load import load, plan
 
 __version__ = "0.2.0"
 
@@ -61,7 +60,7 @@ _HOMES = dict.fromkeys(__all__, "modules") | {
     "contrast": "functional",
     "encode": "gradcache.encode",
     "load": "train.load",
-    "plan": "train.plan",
+    "plan": "train.load",
 }
 
 

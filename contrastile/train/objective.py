@@ -264,10 +264,7 @@ class Teacher:
 
 
 def open_teacher(recipe: Any) -> Teacher | None:
-    """The model in the folder that the recipe's loss names; None for a loss without one.
-
-    Raises ValueError for a run of the other kind, images of another size, and a distillation without a scale.
-    """
+    """The model in the folder that the recipe's loss names; None for a loss without one."""
     settings: LossSettings = recipe.loss
     if not settings.other_model:
         return None

@@ -44,10 +44,7 @@ CITATION = """
 
 
 class CachedLoss(nn.Module):
-    """A loss of columns of texts, which are embedded by the gradient cache.
-
-    A subclass says what the loss of the embeddings is (`compute_loss_from_embeddings`).
-    """
+    """A loss of columns of texts, which are embedded by the gradient cache."""
 
     # MatryoshkaLoss decorates `calculate_loss` of such a loss; it patches the model of others, which replays miss
     uses_gradient_cache: ClassVar[bool] = True

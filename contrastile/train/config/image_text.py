@@ -233,10 +233,7 @@ class ZeroShotSettings(Settings):
 
 
 class RetrievalSettings(Settings):
-    """Find captions by images and images by captions: Karpathy's JSON, or a table (.tsv or .csv).
-
-    `split`: of the JSON, by default "test". `images`: the folder of the images, by default the file's own.
-    """
+    """Find captions by images and images by captions: Karpathy's JSON, or a table (.tsv or .csv)."""
 
     captions: FilePath
     name: str | None = None

@@ -128,10 +128,7 @@ def stored_samples(folder: RunFolder, name: str, samples: Samples | None = None)
 
 
 def memory_saved(metadata: Mapping[str, Any]) -> dict[str, int] | None:
-    """Bytes that a step took above those in use before it, and bytes of the plain way; None where it saved little.
-
-    The plain way holds the activations of all examples, and a matrix, in addition.
-    """
+    """Bytes that a step took above those in use before it, and bytes of the plain way; None where it saved little."""
     need = metadata.get("memory")
     step = metadata["peak_bytes"] - metadata["base_bytes"]
     if need is None or step <= 0:

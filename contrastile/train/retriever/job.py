@@ -309,10 +309,7 @@ class RetrieverJob(Task[TextBatch]):
         return probe(self.run, self.materials)
 
     def report(self, folder: RunFolder, index: Searchable | None = None, first_stage: FirstStage | None = None) -> str:
-        """Search the run's passages or `index`, which may be more than fit into memory.
-
-        first_stage: the candidates that a late retriever scores.
-        """
+        """Search the run's passages or `index`, which may be more than fit into memory."""
         passages = self.materials.passages if index is None else index
         return evaluate_and_report(folder, self.run, self.materials.texts, passages, first_stage)
 
