@@ -13,7 +13,7 @@ from math import sqrt
 from contrastile.bench.harness import markdown
 from contrastile.planner.memory import StepMemory
 from contrastile.planner.plan import Plan
-from contrastile.train.load import plan
+from contrastile.train.plan import plan
 
 RECIPE = "clip-vit-l-14"
 # of table 1: the optimizer is AdamW, no graph is kept

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
         SigLipLoss,
         SupConLoss,
     )
-    from contrastile.train.load import load, plan
+    from contrastile.train.load import load
+    from contrastile.train.plan import plan
 
 __version__ = "0.2.0"
 
@@ -60,7 +61,7 @@ _HOMES = dict.fromkeys(__all__, "modules") | {
     "contrast": "functional",
     "encode": "gradcache.encode",
     "load": "train.load",
-    "plan": "train.load",
+    "plan": "train.plan",
 }
 
 

@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.recipe is None:
         return 0
 
-    from contrastile.train.load import plan
+    from contrastile.train.plan import plan
 
     planned = plan(arguments.recipe, *arguments.overrides, gpus=arguments.gpus, batch=batch, pairs=pairs)
     if arguments.largest:

@@ -1,6 +1,6 @@
-"""`contrastile.load` and `contrastile.plan`: a finished run, ready to encode, and the cost of one that is to come.
+"""`contrastile.load`: a finished run of either kind, ready to encode.
 
-Optional packages are imported by their calls, so that the library without extras has these names too.
+Optional packages are imported when a run is loaded, so that the library without extras has this name too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from contrastile.train.folder import RECIPE, finished_run
 
 if TYPE_CHECKING:
-    from contrastile.planner.plan import Plan
     from contrastile.train.run import LoadedRun
 
 
@@ -39,32 +38,6 @@ def load(run: str | Path, *, device: str = "auto") -> LoadedRun:
         from contrastile.train.run import choose_device, load_towers
     recipe: Any = load_any_recipe(folder / RECIPE, files=False)
     return (load_towers if recipe.kind == "image-text" else load_retriever)(folder, recipe, choose_device(device))
-
-
-def plan(
-    recipe: Any, *overrides: str, gpus: str | None = None, batch: int | None = None, pairs: int | None = None
-) -> Plan:
-    """Plan a step of a recipe: bytes of every part on each rank, seconds, the largest batch, other choices.
-
-    Runs on any machine; no weights are made or read, no data are opened.
-
-    Arguments:
-        recipe: a TOML file, or a recipe that was loaded. overrides: of its keys, such as "train.batch=64".
-        gpus: the machines, such as "H200", "8xH100-80GB", or "32x8xH100-80GB" for 32 nodes of 8; by default this one.
-        batch: pairs of all ranks in a step; by default the recipe's largest.
-        pairs: of the training split, from which the length of a run in epochs follows.
-
-    Returns a `Plan`: `peak` (its `bytes`, and `parts` by name), `fits`, `host`, `seconds` (None for a chip without a
-    profile), `run_seconds`, `largest()`, `choices()`, `at(batch)`, and `values()` with all of it.
-    Raises ValueError for a word of `gpus` that names no machine, and ModuleNotFoundError where the extra `train` is not
-    installed.
-
-    >>> step = plan("recipes/glyphs.toml", gpus="8xH100-80GB", batch=65_536)              # doctest: +SKIP
-    >>> step.peak.bytes, step.seconds.total, step.largest()                                # doctest: +SKIP
-    """
-    with naming_the_extra():
-        from contrastile.train.planned import planned
-    return planned(recipe, overrides, gpus, batch, pairs)
 
 
 @contextmanager
