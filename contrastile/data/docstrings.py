@@ -1,10 +1,7 @@
 """Source: the built-in texts, functions of the Python that runs this, with their docstrings as queries.
 
-Nothing is downloaded or imported: files are parsed in place. The query is the docstring's first paragraph, of five
-words or more; the passage is the function's source without docstring and decorators. Equal code and equal paragraphs
-are taken once: a second copy would be a right answer that counts as wrong. Splits: "packages", every function of some
-whole packages (`email`, `scipy.optimize`), and "functions", a share of the other functions, by the hash of their names.
-A file that was moved or written since makes the harvest run again.
+Nothing is downloaded or imported: files are parsed in place. `docs/retrieval.md` has queries, passages and splits.
+Equal code and equal paragraphs are taken once: a second copy would be a right answer that counts as wrong.
 """
 
 import ast

@@ -1,9 +1,7 @@
 """Several ways to spend a memory on a retriever: table 1 and figure 1 of the gradient cache's paper (Gao et al. 2021).
 
-*Sequential*: plain steps of the largest batch that fits. *Accumulated*: batches of the first size of a list, in parts
-of that largest batch, each with its own negatives. *Cached*: every size of the list with all negatives, while the
-encoders see no more tokens at once than in the plain step. All ways see as many queries. Updates are timed before, one
-after the other in one process, since trials that run side by side slow each other down.
+`RetrieverMemory.introduction` describes the ways. Updates are timed before, one after the other in one process, since
+trials that run side by side slow each other down.
 """
 
 from __future__ import annotations
