@@ -86,8 +86,6 @@ SHARED = re.compile(r"(\d+) ranks, (\w+)")
 HOST_BOUND = ("clip triton, workspace 32 MiB 65536 x 512 bfloat16 on 1",)
 # rows up to which a loss takes the host's time: 0.27 to 0.55 ms beside an H200, 0.37 to 0.63 beside an H100
 LEAST_ROWS = 4096
-# a call with so little work that it takes the host's time
-HOST_CALL = "infonce 1024 x 4096 x 512"
 # seconds of a rank alone, and of a hop, below which they are those of the host, which fills the buffers of receives:
 # 5 to 8 ms for a gather, 0.5 to 1 ms for a hop
 LEAST_ALONE, LEAST_HOP = 0.01, 1e-3
@@ -197,7 +195,7 @@ def left_out(name: str, row: dict[str, str]) -> str | None:
         "out of memory, or too long": "" in (row.get("ms"), row.get("peak_bytes")) or row.get("outcome") == "fails",
         SHORT: row.get("model", "").startswith("bert"),
         "no gradients": kind == "tokens" and row["what"] != "loss + grads",
-        OWN_KEYS: row.get("loss") in OF_ROWS,
+        OWN_KEYS: row.get("loss") in OF_ROWS or row.get("call", "").startswith(("negatives", "scores")),
         EAGER: kind in ("other losses", "tokens") and "eager" in impl + row.get("backend", ""),
     }  # fmt: skip
     return next((reason for reason, holds in reasons.items() if holds), None)
@@ -262,8 +260,7 @@ def of_call(row: dict[str, str]) -> dict[str, Any]:
     name = "clip_labels" if labels and "," in row["impl"] else "clip" if labels else kind
     which = loss_of(name, d) | ({"listed": True} if "positives" in row["impl"] else {})
     size = LossSize(N, M, W, d, profile_of(chip).memory, exchange, "triton", given=given, **which)
-    slow = call == HOST_CALL or (chip == "H100" and max(N, M) <= LEAST_ROWS)
-    reason = HOST if slow else None
+    reason = HOST if W == 1 and max(N, M) <= LEAST_ROWS else None
     # the host's time of ranks was taken from these
     return {"label": f"{row['call']}: {row['impl']}", "loss": size, "untimed": reason, "fitted": several is not None}
 

@@ -35,7 +35,8 @@ SIX = {"LEFT": 0b10_01_00_01_00_00, "RIGHT": 0b00_01_10_00_01_00, "PRODUCTS": 6,
 EVERYTHING = {"U": True, "V": True, "WEIGHTS": True, "SMOOTH": True, "BIASED": True, "SIDES": 2}
 EVERYTHING |= {"MEAN": True, "TIMES": True, "GUIDE": 2, "SELF": True, "ADD": True, "ORDERED": True, "STEPS": 14}
 EVERYTHING |= {"MEASURED": 1, "CHUNK": 128, "SLOTS": 64, "STORED": True, "TALL": 128, "LONG": 1024, "LATER": True}
-EVERYTHING |= {"LABELS": True, "PLAIN": 2, "WEIGHED": 2, "PIECES": 2, "KINDS": 2, "PAIRS": 8}
+EVERYTHING |= {"LABELS": True, "PLAIN": 2, "WEIGHED": 2, "PIECES": 2, "KINDS": 2, "MERGE": True}
+EVERYTHING |= {"GRADIENT": True, "EXCLUDED": True}
 # strides and sizes that are multiples of 16 where features are
 ALIGNED = ("D", "G", "entries", *(f"{name}_stride" for name in ("q", "k", "guide_q", "guide_k", "out", "bits")))
 # arguments of several tensors
@@ -220,6 +221,8 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
                 side = {"BM": 64, "BN": 64} if kernel.fn.__module__.endswith(("labels", "order_kernels")) else {}
                 if kernel.fn.__module__.endswith("label_sum_kernels"):
                     side = {"CHUNK": 32, "BLOCK": 64}
+                if kernel.fn.__module__.endswith("own_kernels"):
+                    side = {"COLS": 8, "BLOCK": 512}
                 yield kernel, name, plain | EVERYTHING | side | {"CHANNELS": 7, "LAST": True}
                 if EVERY and name.startswith("label_"):
                     yield kernel, f"{name} tall", plain | {"COLUMNS": True, "TALL": 128, "LONG": 1024}

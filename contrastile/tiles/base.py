@@ -106,10 +106,10 @@ class OwnColumns:
     copies: ClassVar[int] = 3
 
     @staticmethod
-    def products(q: Tensor, own: Tensor, out: Tensor) -> Tensor:
-        """Write ⟨q_i, own_ih⟩ to out [I, H], and return NaN if one is not finite, as for such columns, else 0."""
+    def products(q: Tensor, own: Tensor, out: Tensor, flag: Tensor) -> None:
+        """Write ⟨q_i, own_ih⟩ to out [I, H], and NaN to the flag if one is not finite, as for such columns."""
         torch.bmm(own.to(out.dtype), q.to(out.dtype)[..., None], out=out[..., None])
-        return (out * 0).sum()
+        flag += (out * 0).sum()
 
     @staticmethod
     def add(g: Tensor, own: Tensor, u: Tensor) -> None:
@@ -120,6 +120,16 @@ class OwnColumns:
     def gradient(g: Tensor, q: Tensor, number: Tensor, out: Tensor) -> None:
         """Write g_ih · number · q_i to out [I, H, D]."""
         out.copy_((g * number)[..., None] * q.to(g.dtype)[:, None])
+
+    @staticmethod
+    def absorb(_tiles: "Tiles", _rows: Shard, _products: Tensor, _flag: Tensor, _stats: Tensor) -> bool:
+        """Write `products`, and merge them into the statistics [K, I]; False where no kernel does both."""
+        return False
+
+    @staticmethod
+    def backward(_tiles: "Tiles", _rows: Shard, _products: Tensor, _g: Tensor, _u: Tensor, _sums: Tensor) -> bool:
+        """Write the gradient g of the logits, `add` it, and add to Σ g · products; False where no kernel does."""
+        return False
 
 
 @dataclass

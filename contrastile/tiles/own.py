@@ -16,11 +16,13 @@ from contrastile.tiles.base import Accumulated, Tiles, bounds_of
 
 def forward(tiles: Tiles, rows: Shard, cols: Shard, stats: Tensor) -> Tensor:
     """The statistics [K, N] of the rows with those of their own columns merged into them."""
+    columns = tiles.own_columns
     # a block's kernels look at its own features only
     flag, products = torch.zeros_like(tiles.scale), tiles.scale.new_empty(_own(rows).shape[:2])
     for along, strip in _strips(tiles, rows):
-        flag += tiles.own_columns.products(strip.features, _own(strip), products[along])
-        tiles.merge(stats[:, along], tiles.loss.absorb(_tile(tiles, strip, products[along]))[0][None])
+        if not columns.absorb(tiles, strip, products[along], flag, stats[:, along]):
+            columns.products(strip.features, _own(strip), products[along], flag)
+            tiles.merge(stats[:, along], tiles.loss.absorb(_tile(tiles, strip, products[along]))[0][None])
     tiles.note(flag, rows, cols)
     tiles.own_products = products
     return stats
@@ -31,10 +33,13 @@ def backward(tiles: Tiles, rows: Shard, accumulated: Accumulated) -> Tensor:
     assert tiles.own_products is not None
     gradients = torch.empty_like(tiles.own_products)
     for along, strip in _strips(tiles, rows):
-        products = tiles.own_products[along]
+        products, u = tiles.own_products[along], None if accumulated.u is None else accumulated.u[along]
+        given = tiles, strip, products, gradients[along]
+        if u is not None and tiles.sums_products and tiles.own_columns.backward(*given, u, accumulated.sums):
+            continue
         g = tiles.loss.pair_grad(_tile(tiles, strip, products), strip, strip)
-        if accumulated.u is not None:
-            tiles.own_columns.add(g, _own(strip), accumulated.u[along])
+        if u is not None:
+            tiles.own_columns.add(g, _own(strip), u)
         if tiles.sums_products:
             accumulated.sums[1] += (g * products).sum()
         elif tiles.bias is not None:

@@ -195,15 +195,14 @@ def h100_loss() -> str:
     return table_of(("pairs", "512 features", "768", "1024"), cells)
 
 
-def h100_calls() -> str:
-    """Calls of users on one H100: median and least milliseconds, beside the plain formula and the same compiled."""
-    cells = []
-    for call in dict.fromkeys(row["call"] for row in rows_of("h100_user_calls.csv")):
-        if not call.startswith("labels"):
-            rows = [last("h100_user_calls.csv", call=call, impl=impl) for impl in ("contrastile", "plain", "compiled")]
-            times = (f"{float(row['ms']):.2f}, {float(row['least_ms']):.2f}" for row in rows)
-            cells.append((call.replace(" x ", " × "), *times))
-    return table_of(("call", "contrastile", "plain", "compiled"), cells)
+def calls(file: str) -> str:
+    """Calls of users on one GPU: median and least milliseconds, beside the plain formula and the same compiled."""
+    cells, ways = [], ("contrastile", "plain", "compiled")
+    for call in dict.fromkeys(row["call"] for row in rows_of(file, impl="compiled")):
+        rows = [last(file, call=call, impl=impl) for impl in ways]
+        times = (f"{float(row['ms']):.2f}, {float(row['least_ms']):.2f}" for row in rows)
+        cells.append((call.replace(" x ", " × "), *times))
+    return table_of(("call", *ways), cells)
 
 
 def ranks(loss: str) -> str:
@@ -406,11 +405,12 @@ FORMULA = {
 SIGLIP = {("siglip-kernel", "auto"): "siglip-kernel", ("contrastile", "triton"): "`SigLipLoss`"}
 MEASURED = (
     *(readme, steps, cpu_loss, h200_loss, h200_peers, two_ranks, sub_batches, texts),
-    *(open_clip, loss_ratios, h100_loss, h100_calls),
+    *(open_clip, loss_ratios, h100_loss),
 )
 TABLES: dict[str, Callable[[], str]] = {
     **{each.__name__: each for each in MEASURED},
     **{page: partial(doors, page) for page in DOORS},
+    **{f"{chip}_calls": partial(calls, f"{chip}_user_calls.csv") for chip in ("h100", "h200")},
     "ranks": partial(ranks, "clip"),
     "ranks_sigmoid": partial(ranks, "siglip"),
     "few_rows": few_rows,

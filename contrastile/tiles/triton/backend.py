@@ -170,6 +170,12 @@ class Triton(Tiles):
         # the norms of a replay include sums of features times 0
         return self.norms[1].sum() + self.scale * 0
 
+    def note(self, flag: Tensor, rows: Shard, cols: Shard) -> None:
+        if self._epilogue.taught or not self.constants:
+            super().note(flag, rows, cols)
+        else:
+            self.flag = flag + next(iter(self.constants.values()))[NONFINITE.value]
+
     def inner_product(self, x: Tensor, total: Tensor) -> Tensor:
         with on(self.scale.device):
             return launch.inner_product(x, total)

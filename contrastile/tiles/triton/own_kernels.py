@@ -2,8 +2,8 @@
 # device code: Triton compiles these functions from their source, their arguments have no Python types
 """Device code of columns [N, H, D] that each row [N, D] meets alone: products, sums for the rows, and gradients.
 
-Launched by `own.py`. Every kernel reads or writes the columns once, which is all of its time. Offsets have 64
-bits: in a view of another layout the columns of one row may be 2³¹ numbers apart.
+Launched by `own.py`. Every kernel reads or writes the columns once, which is all of its time; a program has one row.
+Offsets have 64 bits: in a view of another layout the columns of one row may be 2³¹ numbers apart.
 """
 
 from __future__ import annotations
@@ -12,47 +12,106 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["pairs", "H"])
-def own_products(q_ptr, own_ptr, out_ptr, zeros_ptr, pairs, H, D, q_row_stride, q_stride, own_row_stride, own_stride,
-             own_feature_stride, PAIRS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """⟨q_i, own_ih⟩ [N · H] of PAIRS pairs, and their sum times 0 of each program: NaN where one is not finite."""
-    pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
-    row = pair // H
-    q_at = row * q_row_stride
-    own_at = row * own_row_stride + (pair - row * H) * own_stride
-    total = tl.zeros((PAIRS, BLOCK), tl.float32)
-    for start in range(0, D, BLOCK):
-        d = start + tl.arange(0, BLOCK).to(tl.int64)
-        inside = (pair < pairs)[:, None] & (d < D)[None, :]
-        own = tl.load(own_ptr + own_at[:, None] + d[None, :] * own_feature_stride, mask=inside, other=0.0)
-        q = tl.load(q_ptr + q_at[:, None] + d[None, :] * q_stride, mask=inside, other=0.0)
-        total += own.to(tl.float32) * q.to(tl.float32)
-    out = tl.sum(total, 1)
-    tl.store(out_ptr + pair, out, mask=pair < pairs)
-    tl.store(zeros_ptr + tl.program_id(0), tl.sum(out * 0.0))
+@triton.jit(do_not_specialize=["H"])
+def own_products(q_ptr, own_ptr, out_ptr, flag_ptr, excluded_ptr, scale_ptr, stats_ptr, stats_stride, stats_col_stride,
+             H, D, q_row_stride, q_stride, own_row_stride, own_stride, own_feature_stride, MERGE: tl.constexpr,
+             EXCLUDED: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """⟨q_i, own_ih⟩ [N, H]; the flag becomes NaN where one is not finite.
+
+    MERGE: the exponentials of those that count, times the scale, are added to the row's statistics: their top and sum.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    top = -float("inf")
+    total = 0.0
+    stats = stats_ptr + row * stats_col_stride
+    if MERGE:
+        top = tl.load(stats)
+        total = tl.load(stats + stats_stride)
+        scale = tl.load(scale_ptr)
+    for first in range(0, H, COLS):
+        h = first + tl.arange(0, COLS)
+        own_at = own_ptr + row * own_row_stride + h.to(tl.int64) * own_stride
+        products = tl.zeros((COLS, BLOCK), tl.float32)
+        for start in range(0, D, BLOCK):
+            d = start + tl.arange(0, BLOCK).to(tl.int64)
+            inside = (h < H)[:, None] & (d < D)[None, :]
+            own = tl.load(own_at[:, None] + d[None, :] * own_feature_stride, mask=inside, other=0.0)
+            q = tl.load(q_ptr + row * q_row_stride + d * q_stride, mask=d < D, other=0.0)
+            products += own.to(tl.float32) * q.to(tl.float32)[None, :]
+        x = tl.sum(products, 1)
+        tl.store(out_ptr + row * H + h, x, mask=h < H)
+        # all programs write the same
+        wrong = tl.sum(x * 0.0)
+        tl.store(flag_ptr, wrong, mask=wrong != 0.0)
+        if MERGE:
+            counts = h < H
+            if EXCLUDED:
+                counts &= tl.load(excluded_ptr + row * H + h, mask=counts, other=1) == 0
+            x = tl.where(counts, x * scale, -float("inf"))
+            higher = tl.maximum(top, tl.max(x))
+            base = tl.where(higher == -float("inf"), 0.0, higher)
+            total = total * tl.exp(top - base) + tl.sum(tl.exp(x - base))
+            top = higher
+    if MERGE:
+        # all warps have read the row's statistics
+        tl.debug_barrier()
+        tl.store(stats, top)
+        tl.store(stats + stats_stride, total)
 
 
 @triton.jit(do_not_specialize=["H"])
-def own_sums(g_ptr, own_ptr, u_ptr, H, D, own_row_stride, own_stride, own_feature_stride, BLOCK: tl.constexpr):
-    """u [N, D] += Σ_h g_ih · own_ih, for BLOCK features of one row."""
+def own_sums(g_ptr, own_ptr, u_ptr, products_ptr, excluded_ptr, scale_ptr, state_ptr, state_stride, state_col_stride,
+             coefficient_ptr, sums_ptr, H, D, own_row_stride, own_stride, own_feature_stride, GRADIENT: tl.constexpr,
+             EXCLUDED: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """u [N, D] += Σ_h g_ih · own_ih, for BLOCK features of one row.
+
+    GRADIENT: g [N, H] is computed from the products, as each pair's exponential times the row's numbers, and written;
+    so is Σ_h g_ih · products_ih of each row.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    d = block * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+    u = tl.load(u_ptr + row * D + d, mask=d < D, other=0.0)
+    if GRADIENT:
+        scale = tl.load(scale_ptr)
+        top = tl.load(state_ptr + row * state_col_stride)
+        coefficient = tl.load(coefficient_ptr + row)
+        coefficient *= tl.load(state_ptr + row * state_col_stride + state_stride)
+        total = 0.0
+    for first in range(0, H, COLS):
+        h = first + tl.arange(0, COLS)
+        own_at = own_ptr + row * own_row_stride + h.to(tl.int64) * own_stride
+        inside = (h < H)[:, None] & (d < D)[None, :]
+        own = tl.load(own_at[:, None] + d[None, :] * own_feature_stride, mask=inside, other=0.0)
+        if GRADIENT:
+            products = tl.load(products_ptr + row * H + h, mask=h < H, other=0.0)
+            counts = h < H
+            if EXCLUDED:
+                counts &= tl.load(excluded_ptr + row * H + h, mask=counts, other=1) == 0
+            g = tl.exp(tl.where(counts, products * scale - top, -float("inf"))) * coefficient
+            total += tl.sum(tl.where(h < H, g * products, 0.0))
+            tl.store(g_ptr + row * H + h, g, mask=(h < H) & (block == 0))
+        else:
+            g = tl.load(g_ptr + row * H + h, mask=h < H, other=0.0)
+        u += tl.sum(tl.where((h < H)[:, None], g[:, None] * own.to(tl.float32), 0.0), 0)
+    # all warps have read the row's sums
+    tl.debug_barrier()
+    tl.store(u_ptr + row * D + d, u, mask=d < D)
+    if GRADIENT:
+        tl.store(sums_ptr + row, total, mask=block == 0)
+
+
+@triton.jit(do_not_specialize=["H"])
+def own_gradients(g_ptr, q_ptr, number_ptr, out_ptr, H, D, q_row_stride, q_stride, COLS: tl.constexpr,
+             BLOCK: tl.constexpr):  # fmt: skip
+    """out [N, H, D] = g_ih · number · q_i, for BLOCK features of one row."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
-    total = tl.load(u_ptr + row * D + d, mask=d < D, other=0.0)
-    at = own_ptr + row * own_row_stride + d * own_feature_stride
-    for h in range(H):
-        total += tl.load(g_ptr + row * H + h) * tl.load(at, mask=d < D, other=0.0).to(tl.float32)
-        at += own_stride
-    tl.store(u_ptr + row * D + d, total, mask=d < D)
-
-
-@triton.jit(do_not_specialize=["pairs", "H"])
-def own_gradients(g_ptr, q_ptr, number_ptr, out_ptr, pairs, H, D, q_row_stride, q_stride, PAIRS: tl.constexpr,
-             BLOCK: tl.constexpr):  # fmt: skip
-    """out [N · H, D] = g_ih · number · q_i, of PAIRS pairs and BLOCK features."""
-    pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
-    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
-    inside = (pair < pairs)[:, None] & (d < D)[None, :]
-    g = tl.load(g_ptr + pair, mask=pair < pairs, other=0.0) * tl.load(number_ptr)
-    q = tl.load(q_ptr + (pair // H * q_row_stride)[:, None] + d[None, :] * q_stride, mask=inside, other=0.0)
-    x = g[:, None] * q.to(g.dtype)
-    tl.store(out_ptr + pair[:, None] * D + d[None, :], x.to(out_ptr.dtype.element_ty), mask=inside)
+    q = tl.load(q_ptr + row * q_row_stride + d * q_stride, mask=d < D, other=0.0)
+    number = tl.load(number_ptr)
+    for first in range(0, H, COLS):
+        pair = row * H + first + tl.arange(0, COLS)
+        inside = (first + tl.arange(0, COLS) < H)[:, None] & (d < D)[None, :]
+        g = tl.load(g_ptr + pair, mask=first + tl.arange(0, COLS) < H, other=0.0) * number
+        x = g[:, None] * q.to(g.dtype)[None, :]
+        tl.store(out_ptr + pair[:, None] * D + d[None, :], x.to(out_ptr.dtype.element_ty), mask=inside)
