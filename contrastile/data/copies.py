@@ -104,20 +104,17 @@ class Copies:
         """The bytes of a shard: `key.png` and `key.txt` of its pairs, with the number of the example as the key."""
         self._order.examples = number * PAIRS
         rows = self._rows[self._order.ahead(PAIRS).numpy()]
+        generator = torch.Generator().manual_seed(int(np.random.default_rng((self._seed, number)).integers(2**63)))
+        parameters = draw_parameters(len(rows), generator).split(SLICE)
+        pixels = torch.from_numpy(self._pairs.images[rows]).split(SLICE)
+        augmented = torch.cat(list(map(augment, pixels, parameters)))
+        images = (augmented * 255).round().byte().numpy()
         file = io.BytesIO()
         with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-            images = self._augmented(rows, number)
             for example, (row, image) in enumerate(zip(rows.tolist(), images, strict=True), number * PAIRS):
                 add_to_tar(tar, f"{example:012}.png", _png(image))
                 add_to_tar(tar, f"{example:012}.txt", self.caption(row).encode())
         return file.getvalue()
-
-    def _augmented(self, rows: Indices, number: int) -> Images:
-        generator = torch.Generator().manual_seed(int(np.random.default_rng((self._seed, number)).integers(2**63)))
-        parameters = draw_parameters(len(rows), generator).split(SLICE)
-        images = torch.from_numpy(self._pairs.images[rows]).split(SLICE)
-        augmented = torch.cat(list(map(augment, images, parameters)))
-        return (augmented * 255).round().byte().numpy()
 
 
 def _png(image: Images) -> bytes:

@@ -1,15 +1,13 @@
 """Source: the built-in texts, functions of the Python that runs this, with their docstrings as queries.
 
-Nothing is downloaded or imported: files are parsed in place. The query is the docstring's first paragraph, of five
-words or more; the passage is the function's source without docstring and decorators. Equal code and equal paragraphs
-are taken once: a second copy would be a right answer that counts as wrong. Splits: "packages", every function of some
-whole packages (`email`, `scipy.optimize`), and "functions", a share of the other functions, by the hash of their names.
-A file that was moved or written since makes the harvest run again.
+Nothing is downloaded or imported: files are parsed in place. `docs/retrieval.md` has queries, passages and splits.
+Equal code and equal paragraphs are taken once: a second copy would be a right answer that counts as wrong.
 """
 
 import ast
 import hashlib
 import importlib.util
+import json
 import platform
 import re
 import sysconfig
@@ -23,7 +21,7 @@ from typing import NamedTuple
 
 from contrastile._errors import invalid
 from contrastile.data.base import ProgressFactory, hash_fraction, sorted_rows
-from contrastile.data.files import cached_folder
+from contrastile.data.files import cached_folder, file_state
 from contrastile.data.texts import FILES, Passage, Query, TextSet, read_texts, with_mined_negatives, write_texts
 
 # increased whenever the harvest changes
@@ -55,11 +53,13 @@ def open_docstrings(
 ) -> TextSet:
     """Functions of Python's library and of the packages, harvested once into the cache, with mined negatives."""
     roots = [(library_folder(), ""), *((package_folder(name), f"{name}.") for name in packages)]
+    # a package that was changed in place keeps its version; a broken link is no file
+    states = [file_state(str(path)) for root, _ in roots for path in source_files(root) if path.is_file()]
     settings = {
         "harvest": HARVEST,
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in packages},
-        "files": files_digest(roots),
+        "files": hashlib.sha256(json.dumps(states).encode()).hexdigest(),
         "held_out": held_out,
         "mined": mined,
     }
@@ -87,16 +87,6 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "unknown"
-
-
-def files_digest(roots: Sequence[tuple[Path, str]]) -> str:
-    """A digest of the paths, sizes and dates of the files: a package's version does not change with a local change."""
-    digest = hashlib.sha256()
-    # a broken link is no file
-    for path in (path for root, _ in roots for path in source_files(root) if path.is_file()):
-        stat = path.stat()
-        digest.update(f"{path} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
 
 
 def harvest(roots: Sequence[tuple[Path, str]], progress: ProgressFactory) -> Iterator[Documented]:

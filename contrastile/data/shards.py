@@ -1,9 +1,7 @@
 """Places of every pair of a collection: tar shards of key.jpg and key.txt, parquet files, tables, folders of images.
 
-Only headers and captions are read, no image. A shard that was cut anywhere is an error: a tar file must end in the
-zeros that its format asks for, in no more of them than tools write, and agree with the manifests beside it,
-`sizes.json` and `SHA256SUMS`. Names inside a shard are keys and never become paths; whatever is no plain file is passed
-over. No library in use keeps these promises.
+Only headers and captions are read, no image. `docs/collections.md` says what is promised of damaged and hostile shards;
+no library in use keeps these promises.
 """
 
 import io

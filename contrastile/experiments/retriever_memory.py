@@ -1,9 +1,7 @@
 """Several ways to spend a memory on a retriever: table 1 and figure 1 of the gradient cache's paper (Gao et al. 2021).
 
-*Sequential*: plain steps of the largest batch that fits. *Accumulated*: batches of the first size of a list, in parts
-of that largest batch, each with its own negatives. *Cached*: every size of the list with all negatives, while the
-encoders see no more tokens at once than in the plain step. All ways see as many queries. Updates are timed before, one
-after the other in one process, since trials that run side by side slow each other down.
+`RetrieverMemory.introduction` describes the ways. Updates are timed before, one after the other in one process, since
+trials that run side by side slow each other down.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from contrastile.train.report.figures import COLOURS, as_svg
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.evaluation import PARTS, Rankings, evaluate, rank_all, rank_part
 from contrastile.train.retriever.job import RetrieverJob
-from contrastile.train.retriever.run import TextMaterials, open_text_materials
+from contrastile.train.retriever.run import TextMaterials
 from contrastile.train.run import choose_device
 from contrastile.train.state import TrainResult
 
@@ -77,14 +75,8 @@ class OfRetrievers(Study):
     # texts are tokenised once, which takes longer than to hand over the tokens
     pickles_data = True
 
-    def open(self) -> TextMaterials:
-        return open_text_materials(self.recipe)
-
     def examples(self, data: Any) -> int:
         return int(self.recipe.train.length(len(data.texts.splits["train"])))
-
-    def job(self, recipe: RetrieverRecipe, data: TextMaterials, _share: float = 1.0) -> RetrieverJob:
-        return RetrieverJob.untrained(recipe, data, open_teacher(recipe))
 
     def measures(self, job: RetrieverJob, data: TextMaterials) -> dict[str, float]:
         return ranking_measures(job.run.recipe, data, rank_all(job.run, data.texts, data.passages))

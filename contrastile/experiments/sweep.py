@@ -34,12 +34,11 @@ from contrastile.data.base import Batches
 from contrastile.data.files import open_in_place
 from contrastile.experiments.results import PAGE, RESULTS, Result, read_results, to_csv
 from contrastile.offload import usable_cpus
-from contrastile.train.batch_builder import DataBundle, open_data_bundle
+from contrastile.train.batch_builder import DataBundle
 from contrastile.train.evaluation import encode_held_out, evaluate
 from contrastile.train.folder import RECIPE, RunFolder, begun_run, new_run, resumed_run
-from contrastile.train.image_text import ImageText
 from contrastile.train.log import Metrics, clock, progress
-from contrastile.train.loop import step, train
+from contrastile.train.loop import TASKS, step, train
 from contrastile.train.objective import open_teacher
 from contrastile.train.optim import build_optimizer
 from contrastile.train.provenance import provenance
@@ -97,8 +96,8 @@ class Comparison:
 class Study(ABC):
     """One table or figure: its trials, and the layout of their results.
 
-    `jobs` trials run at a time, each on `ranks` processes, which get a pickled copy of the study. Trials train towers
-    of images and texts and measure recall at 1, unless a study has another `open`, `job`, `costs` and `measures`.
+    `jobs` trials run at a time, each on `ranks` processes, which get a pickled copy of the study. A trial measures
+    recall at 1 of images and texts, unless a study has other `examples`, `costs` and `measures`.
     """
 
     recipe: Any
@@ -141,13 +140,13 @@ class Study(ABC):
         return range(self.recipe.seed, self.recipe.seed + self.seeds)
 
     def open(self) -> Any:
-        return open_data_bundle(self.recipe)
+        return TASKS[self.recipe.kind].open_data(self.recipe)
 
     def examples(self, data: DataBundle) -> int:
         return int(self.recipe.train.length(len(data.pairs.splits["train"])))
 
     def job(self, recipe: Any, data: Any, share: float) -> Any:
-        return ImageText.untrained(recipe, training_share(data, share), open_teacher(recipe))
+        return TASKS[recipe.kind].untrained(recipe, training_share(data, share), open_teacher(recipe))
 
     def seconds(self, data: Any) -> float:
         """Estimate the seconds of one training from a few steps of the recipe's first batch."""

@@ -42,16 +42,10 @@ def check_counts(sub_batch: Any, sub_batch_tokens: Any, retain: Any) -> None:
 
 
 def encode_sides(
-    encoders: Sequence[Any],
-    inputs: Sequence[Any],
-    sub_batch: int | Literal["auto"] | None,
-    sub_batch_tokens: int | None,
-    retain: Retain,
-) -> list[Tensor]:
-    """Features [N, D] of each side. sub_batch_tokens: limits the sides with an `attention_mask`.
-
-    Raises ValueError for another side that has no limit.
-    """
+    encoders: Sequence[Any], inputs: Sequence[Any], sub_batch: int | Literal["auto"] | None,
+    sub_batch_tokens: int | None, retain: Retain,
+) -> list[Tensor]:  # fmt: skip
+    """Features [N, D] of each side. sub_batch_tokens: limits the sides with an `attention_mask`."""
     features = []
     retained = retain_of_sides(retain, len(encoders), sub_batch)
     for encoder, batch, each in zip(encoders, inputs, retained, strict=True):

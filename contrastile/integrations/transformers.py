@@ -88,9 +88,8 @@ class TextPairs:
         for side, text in ((side, row[side]) for row in examples for side in self.sides):
             # a tokenizer would join the texts of a list
             if not isinstance(text, str):
-                raise invalid(
-                    side, "be a text in every row", type(text).__name__, "Give each text a column of its own."
-                )
+                remedy = "Give each text a column of its own."
+                raise invalid(side, "be a text in every row", type(text).__name__, remedy)
         return {side: dict(self.tokenizer([row[side] for row in examples], **self.how)) for side in self.sides}
 
 
@@ -156,9 +155,8 @@ class ContrastileMixin:
         super().__init__(*positional, **named)
         for each in self.encoders:
             if not callable(getattr(self.model, each, None) if isinstance(each, str) else each):
-                raise invalid(
-                    "encoders", "be functions, or names of the model's methods", repr(each), "Check the name."
-                )
+                rule = "be functions, or names of the model's methods"
+                raise invalid("encoders", rule, repr(each), "Check the name.")
         # the columns of both sides are no arguments of the model's forward
         self.args.remove_unused_columns = False
         smoothing = self.args.label_smoothing_factor
@@ -186,10 +184,9 @@ class ContrastileMixin:
         """The loss of a batch; with `return_outputs` also the features by side."""
         del num_items_in_batch
         if others := [name for name, x in inputs.items() if isinstance(x, Mapping) and name not in self.sides]:
+            got = f"{', '.join(self.sides)} with {others[0]} in the batch"
             remedy = "Pass sides=(...) to the trainer too, or leave it out of the batch."
-            raise invalid(
-                "sides", "name every side of a batch", f"{', '.join(self.sides)} with {others[0]} in the batch", remedy
-            )
+            raise invalid("sides", "name every side of a batch", got, remedy)
         # accelerate puts autocast on the model's forward alone, which methods and the loss would miss
         with self.accelerator.autocast():
             features = encode_sides(

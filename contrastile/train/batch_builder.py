@@ -109,8 +109,6 @@ def with_cached_features(run: Run, bundle: DataBundle) -> DataBundle:
     For recipes with `model.precompute`: a step then encodes no image, only the projection runs. Pairs whose image
     cannot be read are left out. Features are made in parts, each whole or not at all; an interrupted run, other ranks
     and other runs go on with the parts that exist.
-
-    Raises ValueError where that leaves out more than `data.max_bad_fraction`.
     """
     if not run.recipe.model.precompute:
         return bundle

@@ -143,10 +143,7 @@ class Checkpoints:
         return 0
 
     def restore_as(self, step: int, parts: Parts) -> None:
-        """Restore `parts` from the checkpoint of `step`, which another rank chose.
-
-        Raises ValueError where this rank does not see the same files, or they belong to other data or another run.
-        """
+        """Restore `parts` from the checkpoint of `step`, which another rank chose."""
         assert self._folder is not None
         checkpoint = self._folder / f"{STEP}{step:09}"
         try:

@@ -34,11 +34,9 @@ from contrastile.train.config.image_text import RetrievalSettings, ZeroShotSetti
 from contrastile.train.folder import METADATA, METRICS, RunFolder, finished_run
 from contrastile.train.load import load
 from contrastile.train.log import Metrics, progress
-from contrastile.train.report.page import IMAGE_TEXT, Samples, table_text, write_report, write_results
+from contrastile.train.report.page import IMAGE_TEXT, Row, Samples, result_row, table_text, write_report, write_results
 from contrastile.train.run import Run
 from contrastile.train.sharded import is_sharded
-
-Row = dict[str, Any]
 
 KS = (1, 5, 10)
 # images that are read and encoded at once
@@ -169,23 +167,14 @@ def probe(run: Run, pairs: PairSet) -> dict[str, dict[str, float]]:
 
 
 def _compare(test: str, queries: Encoded, keys: Encoded, *, headline: bool = False) -> Row:
-    counts = len(queries.ids), len(keys.ids)
-    shares = recall(queries.features, keys.features, queries.ids, keys.ids, ks=ranks_below(counts[1]))
+    shares = recall(queries.features, keys.features, queries.ids, keys.ids, ks=ranks_below(len(keys.ids)))
     guessed = chance(queries.ids, keys.ids)
-    return result_row(test, counts, {str(k): share for k, share in shares.items()}, guessed, headline=headline)
+    return result_row(test, len(queries.ids), len(keys.ids), shares, guessed, headline=headline)
 
 
 def ranks_below(choices: int) -> tuple[int, ...]:
     """Those of `KS` at which recall is not trivially 1, and always 1."""
     return tuple(k for k in KS if k == 1 or k < choices)
-
-
-def result_row(
-    test: str, counts: tuple[int, int], shares: dict[str, float], guessed: float | None, *, headline: bool, **more: Any
-) -> Row:
-    """A test's row in evaluation.json; counts: queries and choices."""
-    sizes = dict(zip(("queries", "choices"), counts, strict=True))
-    return {"test": test, **sizes, "recall": shares, "chance": guessed, "headline": headline, **more}
 
 
 def encode_names(run: Run, pairs: PairSet, rows: Indices, prompts: Sequence[str] | None = None) -> Encoded:
@@ -237,9 +226,8 @@ def zero_shot(name: str, folder: ClassFolder, templates: Sequence[str], run: Run
     guessed = right.double().mean(dim=1)[labels].mean().item()
     metrics = {f"{name}-zeroshot-val-{metric}": value for metric, value in measured.items()}
     shares = {metric.removeprefix("top"): value for metric, value in measured.items() if metric.startswith("top")}
-    counts = len(pictures), len(names)
-    test = f"{name}, zero-shot"
-    return [result_row(test, counts, shares, guessed, headline=True, metrics=metrics, skipped=skipped)]
+    more = {"headline": True, "metrics": metrics, "skipped": skipped}
+    return [result_row(f"{name}, zero-shot", len(pictures), len(names), shares, guessed, **more)]
 
 
 def retrieval(name: str, captioned: Captioned, run: Run, most: int | None = None) -> list[Row]:
@@ -261,12 +249,11 @@ def retrieval(name: str, captioned: Captioned, run: Run, most: int | None = None
     results, sizes = [], (len(pictures), len(texts))
     directions = (("image_to_text", "picture → caption", sizes), ("text_to_image", "caption → picture", sizes[::-1]))
     for (direction, label, counts), queries in zip(directions, matches, strict=True):
-        shares = {str(k): measured[f"{direction}_R@{k}"] for k in ranks_below(counts[1])}
+        shares = {k: measured[f"{direction}_R@{k}"] for k in ranks_below(counts[1])}
         guessed = chance_among(queries.bincount(minlength=counts[0]), counts[1])
         metrics = {metric: value for metric, value in measured.items() if metric.startswith(direction)}
-        test = f"{name}, {label}"
-        row = result_row(test, counts, shares, guessed, headline=True, metrics=metrics, skipped=skipped)
-        results.append(row)
+        more: Row = {"headline": True, "metrics": metrics, "skipped": skipped}
+        results.append(result_row(f"{name}, {label}", *counts, shares, guessed, **more))
     return results
 
 
@@ -363,7 +350,7 @@ def measure_all(run: Run, folder: RunFolder, results: Mapping[int, list[Row]]) -
             logger.warning("the test %s failed, the others go on: %r", test.called, failure)
             lines.append(("failure", {"what": test.called, "why": repr(failure), "whole": True}))
             label = f"{test.called}, failed: {failure}"
-            measured = [result_row(label, (0, 0), {}, None, headline=False, metrics={}, skipped={})]
+            measured = [result_row(label, 0, 0, {}, None, headline=False, metrics={}, skipped={})]
         rows += measured
     if tests:
         # written at once at the end: a kill while they are measured leaves the lines from before

@@ -17,11 +17,11 @@ from contrastile.models.base import evaluating
 from contrastile.train import evaluation
 from contrastile.train.batch_builder import Batch, BatchBuilder, DataBundle, open_data_bundle, with_cached_features
 from contrastile.train.config import Recipe
-from contrastile.train.evaluation import Row, Test, measure_all, open_test, probe
+from contrastile.train.evaluation import Test, measure_all, open_test, probe
 from contrastile.train.folder import RunFolder
 from contrastile.train.objective import BothTokenizers, PairObjective, Teacher, apart
 from contrastile.train.ranks import Ranks
-from contrastile.train.report.page import IMAGE_TEXT, table_text, write_report, write_results
+from contrastile.train.report.page import IMAGE_TEXT, Row, table_text, write_report, write_results
 from contrastile.train.run import Run, build_run
 from contrastile.train.task import Measure, Task
 

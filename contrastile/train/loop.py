@@ -267,7 +267,8 @@ class Trainer:
         # read together, because each reading waits for the device
         both = torch.stack([full(self.model.logit_scale.exp()), optim.weight_norm(self.model)])
         scale, self.weight_norm = both.tolist()
-        state.step_taken(count)
+        state.seen += count
+        state.pace = (state.elapsed() - state.now) / count
         # an overflow of fp16 is not counted while the scaler can lower its factor
         overflow = self.scaler.is_enabled() and math.isfinite(value) and self.scaler.get_scale() >= 1
         inputs = (part.floats for part in parts)

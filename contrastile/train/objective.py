@@ -52,13 +52,9 @@ class Objective:
     sides: ClassVar[tuple[str, ...]]
 
     def __init__(
-        self,
-        settings: Any,
-        *,
-        features: int = 0,
-        dtype: torch.dtype = torch.float32,
+        self, settings: Any, *, features: int = 0, dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Make the loss, and queues of keys of so many `features`; none without.
 
         device: of the products, where the features wait in host memory.
@@ -183,20 +179,10 @@ class QueryObjective(Objective):
             self._in_batch: Any = in_batch if scorer is None else _scored(in_batch, scorer)
 
     def __call__(
-        self,
-        query: Any,
-        passage: Any,
-        scale: Tensor,
-        *,
-        positives: Tensor,
-        query_ids: Tensor,
-        key_ids: Tensor,
-        shared: Tensor | None = None,
-        lists: Tensor | None = None,
-        scores: Tensor | None = None,
-        guides: Any = None,
+        self, query: Any, passage: Any, scale: Tensor, *, positives: Tensor, query_ids: Tensor, key_ids: Tensor,
+        shared: Tensor | None = None, lists: Tensor | None = None, scores: Tensor | None = None, guides: Any = None,
         queue: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """The loss of this rank's queries [b, D] and passages [L, D], which are all or the `shared` [M] of them keys.
 
         positives, lists [b, P], [b, H]: indices of each query's passages, of the keys and of all, −1 pads. key_ids
@@ -278,10 +264,7 @@ class Teacher:
 
 
 def open_teacher(recipe: Any) -> Teacher | None:
-    """The model in the folder that the recipe's loss names; None for a loss without one.
-
-    Raises ValueError for a run of the other kind, images of another size, and a distillation without a scale.
-    """
+    """The model in the folder that the recipe's loss names; None for a loss without one."""
     settings: LossSettings = recipe.loss
     if not settings.other_model:
         return None

@@ -208,15 +208,13 @@ def build_optimizer(model: nn.Module, settings: OptimSettings) -> Optimizer:
 
 
 def stepped_without_memory(model: nn.Module, settings: OptimSettings) -> Optimizer:
-    """The optimizer after its first step, with a gradient for each weight, all on the device "meta".
-
-    torch's AdamW updates many tensors at once, as on a GPU.
-    """
+    """The optimizer after its first step, with a gradient for each weight, all on the device "meta"."""
     optimizer = build_optimizer(model, settings)
     for group in optimizer.param_groups:
         group["params"] = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in group["params"]]
         for parameter in group["params"]:
             parameter.grad = torch.empty_like(parameter)
+        # torch's AdamW updates many tensors at once, as on a GPU
         if "foreach" in group:
             group["foreach"] = True
     optimizer.step()
@@ -240,10 +238,7 @@ def step_bytes(model: nn.Module, settings: OptimSettings) -> int:
 
 
 def with_warmup(settings: OptimSettings, train: Steps, pairs: int) -> OptimSettings:
-    """The settings with `warmup` as a share of the run, converted from steps or epochs of `pairs`.
-
-    Raises ValueError where the warm-up is not shorter than the run, or reaches into the cooldown.
-    """
+    """The settings with `warmup` as a share of the run, converted from steps or epochs of `pairs`."""
     examples, seen = train.length(pairs), 0
     if settings.warmup_epochs is not None:
         seen = round(settings.warmup_epochs * pairs)

@@ -264,10 +264,7 @@ def plan_of(
 
 
 def update_work(model: nn.Module, settings: OptimSettings, share: int = 1, *, clipped: bool = True) -> Work:
-    """The work of an optimizer's step, and of clipping the gradient, counted on weights without memory.
-
-    share: ranks, each of which updates a part of the weights.
-    """
+    """The work on each of `share` ranks of an optimizer's step, and of clipping, counted on weights without memory."""
     optimizer = stepped_without_memory(model, settings)
     with Counted() as counter:
         optimizer.step()
@@ -277,10 +274,7 @@ def update_work(model: nn.Module, settings: OptimSettings, share: int = 1, *, cl
 
 
 def made_up_tokenizer(settings: Any, special: Sequence[str] = ()) -> Any:
-    """The recipe's tokenizer; one that the run would train on its texts is trained on as many made-up words.
-
-    special: tokens that stand for no word.
-    """
+    """The recipe's tokenizer; one that the run would train on its texts is trained on as many made-up words."""
     if (ready := ready_tokenizer(settings)) is not None:
         return ready
     words = map("".join, islice(product(ascii_lowercase, repeat=5), settings.size))

@@ -66,11 +66,6 @@ class Progress:
         """Start the clock at the seconds that a checkpoint restored, or at 0."""
         self.seen, self.now, self.began = sum(self.sizes), self.seconds, time.monotonic() - self.seconds
 
-    def step_taken(self, count: int) -> None:
-        """Count `count` more examples; the pace is that of the step planned at `now`."""
-        self.seen += count
-        self.pace = (self.elapsed() - self.now) / count
-
     def has_time_for(self, count: int) -> bool:
         """Tell if a step of `count` examples, at the pace of the last one, ends within the minutes."""
         return self.minutes is None or self.now + count * self.pace <= 60 * self.minutes

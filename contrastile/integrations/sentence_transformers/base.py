@@ -44,10 +44,7 @@ CITATION = """
 
 
 class CachedLoss(nn.Module):
-    """A loss of columns of texts, which are embedded by the gradient cache.
-
-    A subclass says what the loss of the embeddings is (`compute_loss_from_embeddings`).
-    """
+    """A loss of columns of texts, which are embedded by the gradient cache."""
 
     # MatryoshkaLoss decorates `calculate_loss` of such a loss; it patches the model of others, which replays miss
     uses_gradient_cache: ClassVar[bool] = True
@@ -58,15 +55,9 @@ class CachedLoss(nn.Module):
     of_tokens: ClassVar[bool] = False
 
     def __init__(
-        self,
-        model: Any,
-        scale: float,
-        mini_batch_size: int,
-        mini_batch_num_tokens: int | None,
-        gather_across_devices: bool,
-        show_progress_bar: bool,
-        retain: Retain,
-    ) -> None:
+        self, model: Any, scale: float, mini_batch_size: int, mini_batch_num_tokens: int | None,
+        gather_across_devices: bool, show_progress_bar: bool, retain: Retain,
+    ) -> None:  # fmt: skip
         super().__init__()
         check_model("model", model, of_tokens=self.of_tokens)
         if hasattr(model, "predict") and not hasattr(model, "encode"):

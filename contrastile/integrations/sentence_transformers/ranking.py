@@ -99,11 +99,6 @@ class CachedRankingLoss(CachedLoss):
         return Hardness(hardness_strength=self.hardness_strength, hardness_mode=self.hardness_mode)
 
     @property
-    def normalises(self) -> bool:
-        """True where embeddings are divided by their length."""
-        return self.similarity in COSINE
-
-    @property
     def temperature(self) -> float:
         """1 / scale."""
         return 1.0 / self.scale
@@ -112,7 +107,7 @@ class CachedRankingLoss(CachedLoss):
         """The loss of the columns' embeddings, each [N, D]; `labels` are not used."""
         del labels
         embeddings = [widened(x) for x in embeddings]
-        if self.normalises:
+        if self.similarity in COSINE:
             embeddings = [F.normalize(x, dim=-1) for x in embeddings]
         queries, positives, columns = embeddings[0], embeddings[1], list(embeddings[1:])
         if self.partition_mode == "per_direction" and len(self.directions) == 2:

@@ -50,10 +50,7 @@ class Hardness(LossSettings):
 
 
 class Guided(LossSettings):
-    """GISTLoss. `guide`: the folder of a run, or of a model of transformers, that encodes the same batch.
-
-    `contrast_anchors`, `contrast_positives`: pairs of queries, and pairs of their keys, are compared too.
-    """
+    """GISTLoss. `guide`: the folder of a run, or of a model of transformers, that encodes the same batch."""
 
     other_model: ClassVar = "guide"
     kind: Literal["gist"] = "gist"

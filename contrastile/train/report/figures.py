@@ -41,8 +41,7 @@ class StepColumns:
     """
 
     def __init__(self, lines: Iterable[dict[str, Any]]) -> None:
-        columns = {name: array("d") for name in VALUES}
-        shares: dict[str, array[float]] = {}
+        steps, shares = array("d"), dict[str, Any]()
         # rows of the steps with shares, which earlier versions did not write
         timed = array("q")
         self.others: list[dict[str, Any]] = []
@@ -53,21 +52,20 @@ class StepColumns:
                 self.others.append(line)
             elif kind == "step":
                 try:
-                    numbers = [float(line[name]) for name in VALUES]
+                    steps.extend([float(line[name]) for name in VALUES])
                 except (KeyError, TypeError, ValueError):
                     incomplete += 1
                     continue
-                for column, number in zip(columns.values(), numbers, strict=True):
-                    column.append(number)
                 if parts := line.get("shares"):
                     for part in parts.keys() - shares.keys():
                         shares[part] = array("d", [0.0]) * len(timed)
                     for part, column in shares.items():
                         column.append(parts.get(part, 0.0))
-                    timed.append(len(columns["examples"]) - 1)
+                    timed.append(len(steps) // len(VALUES) - 1)
         if incomplete:
             logger.warning("%d steps of the metrics lack values and are left out", incomplete)
-        self.columns: dict[str, Column] = {name: np.array(column) for name, column in columns.items()}
+        columns = np.array(steps).reshape(-1, len(VALUES)).T.copy()
+        self.columns: dict[str, Column] = dict(zip(VALUES, columns, strict=True))
         self.shares: dict[str, Column] = {part: np.array(shares[part]) for part in sorted(shares)}
         self.timed = np.array(timed, dtype=np.int64)
 

@@ -14,6 +14,7 @@ from contrastile.train.log import Listener, clock, metrics_lines, size
 from contrastile.train.report.figures import Curve, StepColumns, curves, memory_bars
 
 Line = Mapping[str, Any]
+Row = dict[str, Any]
 # the largest share of a run's time that its reports may take: one takes about half a second
 MOST = 0.05
 # share of the plain way's memory from which its saving is shown
@@ -62,6 +63,14 @@ def write_report(
         questions=stored_samples(folder, QUESTIONS, questions), recipe=(folder / RECIPE).read_text(encoding="utf-8"),
     )  # fmt: skip
     folder.write_text(REPORT, page)
+
+
+def result_row(
+    test: str, queries: int, choices: int, recall: Mapping[Any, float], chance: float | None, **more: Any
+) -> Row:
+    """A test's row in evaluation.json; recall: the shares by k."""
+    shares = {str(k): share for k, share in recall.items()}
+    return {"test": test, "queries": queries, "choices": choices, "recall": shares, "chance": chance, **more}
 
 
 def write_results(folder: RunFolder, results: Sequence[Mapping[str, Any]], *, beside: bool = False) -> None:
@@ -119,10 +128,7 @@ def stored_samples(folder: RunFolder, name: str, samples: Samples | None = None)
 
 
 def memory_saved(metadata: Mapping[str, Any]) -> dict[str, int] | None:
-    """Bytes that a step took above those in use before it, and bytes of the plain way; None where it saved little.
-
-    The plain way holds the activations of all examples, and a matrix, in addition.
-    """
+    """Bytes that a step took above those in use before it, and bytes of the plain way; None where it saved little."""
     need = metadata.get("memory")
     step = metadata["peak_bytes"] - metadata["base_bytes"]
     if need is None or step <= 0:

@@ -24,11 +24,9 @@ from contrastile.gradcache.inputs import Ragged
 from contrastile.train.folder import QUESTIONS, RunFolder
 from contrastile.train.log import progress
 from contrastile.train.report import page
-from contrastile.train.report.page import Samples, percent, write_report
+from contrastile.train.report.page import Row, Samples, percent, result_row, write_report
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.run import RetrieverRun, TextMaterials, TokenStore, passage_tokens, query_tokens
-
-Row = dict[str, Any]
 
 KS = (1, 5, 20, 100)
 # the columns of a table beside the hits at KS; rows hold the recalls at the other KS too
@@ -183,33 +181,21 @@ def evaluate(recipe: RetrieverRecipe, texts: TextSet, rankings: Sequence[Ranking
     rows = []
     for one in rankings:
         # measures beyond the depth of the rankings would be too low
-        depth = one.rows.shape[1]
-        ks = [k for k in KS if k <= depth]
-        # of each row of the table: the ending of its name, the number of queries, hits and measures
-        results: list[tuple[str, int, dict[int, float], dict[str, float]]] = []
+        depth, choices = one.rows.shape[1], len(one.passages)
+        ks, test = [k for k in KS if k <= depth], f"{PARTS.get(one.part, one.part)}, {one.system}"
+        row = partial(result_row, choices=choices, chance=1 / choices, headline=one.system == "retriever")
         if judgements := judgements_of(one.queries, texts):
-            deep = depth >= CUTOFF or depth >= len(one.passages)
+            deep = depth >= CUTOFF or depth >= choices
             cut = [name for name in MEASURES[:-1] if deep or "@" not in name]
             names = [*(f"hit@{k}" for k in ks), *cut, *(f"recall@{k}" for k in ks)]
             values = means(measure(run_of(one, texts), judgements, names))
-            results.append(("", len(judgements), {k: values.pop(f"hit@{k}") for k in ks}, values))
+            hits = {k: values.pop(f"hit@{k}") for k in ks}
+            rows.append(row(test, len(judgements), recall=hits, measures=values))
         answers = {query: texts.queries[row].answers for query, row in enumerate(one.queries.tolist())}
         if answers := {query: sought for query, sought in answers.items() if sought}:
             passages = [[passage.text for passage, _ in one.ranking(query)] for query in answers]
             hits = answer_recall(passages, [*answers.values()], match=recipe.evaluate.match, ks=ks)
-            results.append((", answers", len(answers), hits, {}))
-        rows += [
-            {
-                "test": f"{PARTS.get(one.part, one.part)}, {one.system}{ending}",
-                "queries": queries,
-                "choices": len(one.passages),
-                "recall": {str(k): share for k, share in hits.items()},
-                "measures": measures,
-                "chance": 1 / len(one.passages),
-                "headline": one.system == "retriever",
-            }
-            for ending, queries, hits, measures in results
-        ]
+            rows.append(row(f"{test}, answers", len(answers), recall=hits, measures={}))
     return rows
 
 

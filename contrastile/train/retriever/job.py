@@ -309,10 +309,7 @@ class RetrieverJob(Task[TextBatch]):
         return probe(self.run, self.materials)
 
     def report(self, folder: RunFolder, index: Searchable | None = None, first_stage: FirstStage | None = None) -> str:
-        """Search the run's passages or `index`, which may be more than fit into memory.
-
-        first_stage: the candidates that a late retriever scores.
-        """
+        """Search the run's passages or `index`, which may be more than fit into memory."""
         passages = self.materials.passages if index is None else index
         return evaluate_and_report(folder, self.run, self.materials.texts, passages, first_stage)
 
@@ -345,17 +342,10 @@ class RetrieverJob(Task[TextBatch]):
 
 
 def evaluate_texts(
-    folder: RunFolder,
-    source: str | Path,
-    *,
-    corpus: str | Path | None = None,
-    index: Searchable | None = None,
-    first_stage: FirstStage | None = None,
-    split: str | None = None,
-    name: str | None = None,
-    bad_rows: float | None = None,
-    device: str = "auto",
-) -> str:
+    folder: RunFolder, source: str | Path, *, corpus: str | Path | None = None, index: Searchable | None = None,
+    first_stage: FirstStage | None = None, split: str | None = None, name: str | None = None,
+    bad_rows: float | None = None, device: str = "auto",
+) -> str:  # fmt: skip
     """Measure a finished retriever on the texts of `source`, add the rows to its results, and return their table.
 
     The texts are those of a file, or of a folder in BEIR's format: its part `split`, or all but the one for training.

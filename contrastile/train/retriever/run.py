@@ -54,13 +54,15 @@ class TokenStore:
     def __init__(self, texts: Iterable[str], tokenizer: Tokenizer, length: int, marker: int | None = None) -> None:
         stream, self._pad = iter(texts), tokenizer.pad
         ids, lengths = [torch.empty(0, dtype=torch.int32)], [torch.empty(0, dtype=torch.int64)]
+        mark = None if marker is None else torch.tensor([marker], dtype=torch.int32)
         behind = 0 if marker is None else _begins(tokenizer)
         while chunk := list(islice(stream, TOKENISED_AT_ONCE)):
-            tokens = tokenizer.tokenise(chunk, length if marker is None else max(1, length - 1))
+            tokens = tokenizer.tokenise(chunk, length if mark is None else max(1, length - 1))
             mask = tokens["attention_mask"].bool()
             some, counts = tokens["input_ids"][mask].int(), mask.sum(dim=1)
-            if marker is not None:
-                some, counts = _marked(some, counts, marker, behind)
+            if mark is not None:
+                marked = [torch.cat([text[:behind], mark, text[behind:]]) for text in some.split(counts.tolist())]
+                some, counts = torch.cat(marked), counts + 1
             ids.append(some)
             lengths.append(counts)
         self._ids, self.lengths = torch.cat(ids), torch.cat(lengths)
@@ -94,17 +96,6 @@ def _begins(tokenizer: Tokenizer) -> int:
     tokens = tokenizer.tokenise(["a", "1"])
     first, other = (ids[mask.bool()] for ids, mask in zip(tokens["input_ids"], tokens["attention_mask"], strict=True))
     return int(len(first) > 1 and len(other) > 1 and int(first[0]) == int(other[0]))
-
-
-def _marked(ids: Tensor, lengths: Tensor, marker: int, behind: int) -> tuple[Tensor, Tensor]:
-    """Concatenated texts with the marker behind the first tokens of each, and their lengths."""
-    rows = torch.arange(len(lengths))
-    of_token, starts = rows.repeat_interleave(lengths), lengths.cumsum(0) - lengths
-    offsets, at = torch.arange(len(ids)) - starts[of_token], lengths.clamp(max=behind)
-    marked = ids.new_empty(len(ids) + len(lengths))
-    marked[torch.arange(len(ids)) + of_token + (offsets >= at[of_token])] = ids
-    marked[starts + rows + at] = marker
-    return marked, lengths + 1
 
 
 def passage_text(passage: Passage, data: TextDataSettings) -> str:
@@ -162,14 +153,9 @@ class RetrieverRun(LoadedRun):
 
     @torch.no_grad()
     def encode_tokens(
-        self,
-        side: Side,
-        store: TokenStore,
-        *,
-        dimensions: int | None = None,
-        title: str | None = None,
+        self, side: Side, store: TokenStore, *, dimensions: int | None = None, title: str | None = None,
         dtype: torch.dtype = torch.float32,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Features of all texts of a store, without dropout, longest first; with a progress bar called `title`.
 
         A tensor `[n, D]`; of a late retriever `Ragged`, the vectors `[T, D]` of all tokens that are compared.
