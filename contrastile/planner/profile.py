@@ -95,14 +95,12 @@ class Target:
 
 def known_profiles() -> dict[str, Profile]:
     """The profiles of the package and that of this machine, by their names in lower case."""
+    shipped = [path for path in (files("contrastile.planner") / "profiles").iterdir() if path.name.endswith(".toml")]
     profiles = {}
-    for path in (files("contrastile.planner") / "profiles").iterdir():
-        if path.name.endswith(".toml"):
-            profile = Profile.of(tomllib.loads(path.read_text(encoding="utf-8")), path.name)
+    for path in (*shipped, calibrated_path()):
+        if path.is_file():
+            profile = Profile.of(tomllib.loads(path.read_text(encoding="utf-8")), str(path))
             profiles[profile.name.lower()] = profile
-    if (path := calibrated_path()).is_file():
-        profile = Profile.of(tomllib.loads(path.read_text(encoding="utf-8")), str(path))
-        profiles[profile.name.lower()] = profile
     return profiles
 
 

@@ -83,11 +83,9 @@ def step_seconds(
     towers compute in 16 bits. update: the work of the optimizer.
     """
     towers = waiting = 0.0
-    for side, retained in zip(step.sides, step.graphs(), strict=True):
+    guides = ((guide, 0) for guide in step.guides)
+    for side, retained in (*zip(step.sides, step.graphs(), strict=True), *guides):
         seconds, host = _tower_seconds(side, retained, profile, half)
-        towers, waiting = towers + seconds, waiting + host
-    for side in step.guides:
-        seconds, host = _tower_seconds(side, 0, profile, half)
         towers, waiting = towers + seconds, waiting + host
     loss, ranks = step.loss, step.loss.ranks
     link = profile.link if ranks <= per_node else profile.network
