@@ -135,8 +135,7 @@ def run_loss(arguments: argparse.Namespace) -> int:
     cases = _cases(arguments, suite(torch.device(kind), quick=arguments.quick, ranks=ranks, host=arguments.host))
     columns = "host" if arguments.host else "losses" if ranks == 1 else "exchanges"
     with reporting(arguments.csv, COLUMNS[columns], kind) as (device, report):
-        machine = Machine.of(device, _seconds(arguments, "loss"), report.world)
-        bench = LossBench(machine, arguments.peers, report)
+        bench = LossBench(Machine.of(device, _seconds(arguments, "loss"), report.world), arguments.peers, report)
         if arguments.host:
             bench.host(cases, limit)
         else:
