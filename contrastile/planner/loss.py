@@ -368,8 +368,3 @@ class LateSize(LossSize):
         """Operations of a sweep over all tokens of a rank's pairs."""
         L, T = self.tokens
         return 2.0 * self.pairs * L * T * self.dimensions
-
-    @property
-    def gathered(self) -> float:
-        """Bytes of the winning tokens that gradients of both sides read."""
-        return 2.0 * self.pairs * self.tokens[0] * self.dimensions * self.dtype.itemsize

@@ -136,8 +136,7 @@ def target(word: str | None) -> Target:
         # torch's total of an H100 with 80 GB is 79.2 GiB; the profile's own label keeps the profile's number
         labelled = int(gigabytes) * 2**30 * 99 // 100
         memory = min(memory, labelled) if memory and labelled < 1.1 * memory else labelled
-    per_node = int(match["count"] or 1)
-    nodes = int(match["nodes"] or 1)
+    per_node, nodes = int(match["count"] or 1), int(match["nodes"] or 1)
     if profile is not None:
         profile = replace(profile, memory=memory)
     kind = "cuda" if profile is None else profile.device

@@ -130,7 +130,9 @@ def pass_seconds(work: Work, profile: Profile, share: float = 1.0, *, half: bool
 
 def late_seconds(loss: LateSize, profile: Profile) -> float:
     """Seconds of a rank's pairs of token vectors: one sweep or two, and what the gradients gather."""
-    gathered = GATHERED * loss.gathered / profile.products
+    # bytes of the winning tokens that gradients of both sides read
+    winners = 2.0 * loss.pairs * loss.tokens[0] * loss.dimensions * loss.dtype.itemsize
+    gathered = GATHERED * winners / profile.products
     if loss.backend_name != "triton":
         return hypot(profile.call, 2 * loss.operations / (profile.products * profile.float32) + gathered)
     sweep = loss.operations / (profile.products * SWEEP)
