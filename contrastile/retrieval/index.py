@@ -6,12 +6,7 @@ of shards, each written completely or not at all: `00000.npy` holds the features
 begins. Of a late retriever the features are the vectors of all tokens, packed, and `00000.lengths.npy` their number in
 each passage. An image of a folder is a passage without words, whose id is its path in the folder. `index.json` lists
 the finished shards, so that an interrupted call is continued after the last of them, once features and passages are
-verified to be the same.
-
-`index.json` has the size of each file and a checksum of each block of 1 MiB. When an index is opened, every size is
-compared, every block of the offsets, which are read anyway, and a random sample of the other blocks: a fraction of a
-second for an index of any size. They protect against damage, not against somebody who writes a whole index with its
-checksums.
+verified to be the same. Its checksums protect against damage, not against somebody who writes a whole index.
 """
 
 from __future__ import annotations
