@@ -186,10 +186,9 @@ class LossSize:
         They do for a pairwise loss, on a GPU's ranks of few rows, and in one process for a loss of one direction, one
         that keeps its exponentials and one with a teacher.
         """
-        N, M = self.rows, self.columns
         keeps = self.exponentials or (self.taught and self.backend_name == "triton")
         early = self.replayed if self.ranks > 1 else not self.loss.symmetric or keeps
-        return 0 if early or self.loss.pairwise or self.host else (N + M) * self.dimensions * self.wide
+        return 0 if early or self.loss.pairwise or self.host else self.numbers * self.wide
 
     @property
     def taught(self) -> bool:
