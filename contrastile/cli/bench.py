@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from contrastile._errors import invalid, one_of, whole_number
-from contrastile.cli.options import DEFAULT, add_device, number
+from contrastile.cli.options import DEFAULT, add_device, at_least, number
 from contrastile.train.folder import make_way
 
 if TYPE_CHECKING:
@@ -103,8 +103,7 @@ def add_to(bench: argparse.ArgumentParser) -> None:
     for parser in (loss, step, memory):
         parser.add_argument("--csv", type=Path, metavar="FILE", help=csv)
         add_device(parser)
-        peers = argparse.BooleanOptionalAction
-        parser.add_argument("--peers", action=peers, default=True, help="public packages too")
+        parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="public packages too")
 
 
 def run_loss(arguments: argparse.Namespace) -> int:
@@ -113,8 +112,7 @@ def run_loss(arguments: argparse.Namespace) -> int:
     _known_device(arguments.device)
     if arguments.seconds is not None and not arguments.seconds > 0:
         raise invalid("seconds", "be above 0", arguments.seconds, DEFAULT)
-    if min(arguments.features or (1,)) < 1:
-        raise invalid("features", "be at least 1", min(arguments.features), "Such as 512.")
+    at_least("features", min(arguments.features or (1,)), reason="Such as 512.")
     for name in ("sizes", "workspace"):
         _numbers(arguments, name)
     limit = number("limit", arguments.limit or HOST_LIMIT)
@@ -137,8 +135,7 @@ def run_loss(arguments: argparse.Namespace) -> int:
     cases = _cases(arguments, suite(torch.device(kind), quick=arguments.quick, ranks=ranks, host=arguments.host))
     columns = "host" if arguments.host else "losses" if ranks == 1 else "exchanges"
     with reporting(arguments.csv, COLUMNS[columns], kind) as (device, report):
-        machine = Machine.of(device, _seconds(arguments, "loss"), report.world)
-        bench = LossBench(machine, arguments.peers, report)
+        bench = LossBench(Machine.of(device, _seconds(arguments, "loss"), report.world), arguments.peers, report)
         if arguments.host:
             bench.host(cases, limit)
         else:
@@ -184,12 +181,7 @@ def run_step(arguments: argparse.Namespace) -> int:
         )  # fmt: skip
         for model in arguments.models or models:
             bench.measure(model, plan, arguments.sub_batch)
-    if arguments.figure and _rank() == 0:
-        from contrastile.bench.figure import draw
-
-        draw(arguments.csv, Path(arguments.figure))
-        print(f"figure: {arguments.figure}")
-    return 0 if report.passed else 1
+    return _drawn(arguments, passed=report.passed)
 
 
 def run_memory(arguments: argparse.Namespace) -> int:
@@ -199,9 +191,9 @@ def run_memory(arguments: argparse.Namespace) -> int:
     if _world_size() > 1:
         raise invalid("memory", "run in one process, which is a rank of any world", "torchrun", "Start it alone.")
     worlds = arguments.ranks or WORLDS
-    _at_least("ranks", min(worlds), 2)
-    _at_least("features", arguments.features, 1)
-    _at_least("longest", arguments.longest)
+    at_least("ranks", min(worlds), 2)
+    at_least("features", arguments.features)
+    at_least("longest", arguments.longest, 0)
     sizes = _numbers(arguments, "sizes")
     for b, world in product(sizes, worlds):
         if b % world:
@@ -223,12 +215,17 @@ def run_memory(arguments: argparse.Namespace) -> int:
         report.begin(TABLE)
         for world in worlds:
             bench.measure(world, sizes, arguments.features, dtype)
-    if arguments.figure:
-        from contrastile.bench.figure import draw_memory
+    return _drawn(arguments, passed=report.passed)
 
-        draw_memory(arguments.csv, Path(arguments.figure))
+
+def _drawn(arguments: argparse.Namespace, *, passed: bool) -> int:
+    """Draw the figure, if there shall be one, and return the exit code; of several ranks the first draws."""
+    if arguments.figure and _rank() == 0:
+        from contrastile.bench.figure import draw, draw_memory
+
+        (draw_memory if arguments.verb is run_memory else draw)(arguments.csv, Path(arguments.figure))
         print(f"figure: {arguments.figure}")
-    return 0 if report.passed else 1
+    return 0 if passed else 1
 
 
 def _world_size() -> int:
@@ -255,23 +252,18 @@ def device_of(name: str) -> str:
     """Return "cpu" or "cuda"; "auto" is the GPU where there is one."""
     import torch
 
-    if _known_device(name) == "cuda" and not torch.cuda.is_available():
-        raise _no_cuda()
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+    there = torch.cuda.is_available()
+    _known_device(name, without_cuda=not there)
+    return ("cuda" if there else "cpu") if name == "auto" else name
 
 
-def _known_device(name: str) -> str:
+def _known_device(name: str, *, without_cuda: bool | None = None) -> None:
     """Refuse an unknown device, as far as that is possible without torch."""
     from contrastile.train.config.base import torch_is_cpu_only
 
     one_of("device", name, ("auto", "cpu", "cuda"), DEFAULT)
-    if name == "cuda" and torch_is_cpu_only():
-        raise _no_cuda()
-    return name
-
-
-def _no_cuda() -> ValueError:
-    return invalid("device", "be one that torch sees", "cuda", "Install torch for CUDA, or take cpu.")
+    if name == "cuda" and (torch_is_cpu_only() if without_cuda is None else without_cuda):
+        raise invalid("device", "be one that torch sees", "cuda", "Install torch for CUDA, or take cpu.")
 
 
 def _check_step(arguments: argparse.Namespace) -> None:
@@ -281,16 +273,11 @@ def _check_step(arguments: argparse.Namespace) -> None:
     if arguments.sub_batch is not None:
         whole_number("sub_batch", arguments.sub_batch, 1, "Leave it out for the model's.")
     for name in ("seconds", "longest", "within"):
-        _at_least(name, getattr(arguments, name))
+        at_least(name, getattr(arguments, name), 0)
     _numbers(arguments, "sizes")
     given = [name for name in ONE_PROCESS if getattr(arguments, name) not in (None, False, math.inf, LONGEST)]
     if _world_size() > 1 and given:
         raise invalid(given[0], "be left out under torchrun", getattr(arguments, given[0]), "Run one process with it.")
-
-
-def _at_least(name: str, got: float | None, least: int = 0) -> None:
-    if got is not None and not got >= least:
-        raise invalid(name, f"be at least {least}", got, DEFAULT)
 
 
 def _check_figure(arguments: argparse.Namespace) -> None:

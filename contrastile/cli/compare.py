@@ -82,8 +82,7 @@ def _check(arguments: argparse.Namespace, *, pairs: bool) -> None:
     at_least("seeds", arguments.seeds, *fewest)
     at_least("ranks", arguments.ranks, 2, "On one process there is nothing to exchange.")
     if pairs and arguments.jobs > 1 and not given.keys() & {"losses", "batches", "ways"}:
-        reason = "Runs side by side slow each other down."
-        raise invalid("jobs", "be 1 where time is compared", arguments.jobs, reason)
+        raise invalid("jobs", "be 1 where time is compared", arguments.jobs, "Runs side by side slow each other down.")
 
 
 def _of_ways(recipe: Any, arguments: argparse.Namespace, _: dict[str, list[int]]) -> Study:
@@ -105,8 +104,7 @@ def _of_pairs(recipe: Any, arguments: argparse.Namespace, sizes: dict[str, list[
     kind = "--losses" if arguments.losses else "--batches" if arguments.batches else ""
     if recipe.data.copies > 1:
         rule = "be 1 for a comparison, whose seeds share their data"
-        remedy = "Images are bent anew in every run without it."
-        raise invalid("data.copies", rule, recipe.data.copies, remedy)
+        raise invalid("data.copies", rule, recipe.data.copies, "Images are bent anew in every run without it.")
     shares, rates = arguments.data or [1.0], arguments.rates or ["fixed"]
     if not kind:
         large_and_small(recipe)

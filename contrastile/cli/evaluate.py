@@ -141,8 +141,7 @@ def _picture_tests(arguments: argparse.Namespace) -> list[Any]:
     zero_shot = "zero_shot", "folder", ZERO_SHOT, ZeroShotSettings
     for option, key, names, settings in (zero_shot, ("captions", "captions", CAPTIONS, RetrievalSettings)):
         if (source := getattr(arguments, option)) is None:
-            missing = f"no {flag(option)}"
-            _refuse(arguments, names, f"come with {flag(option)}", "Say what to measure on.", missing)
+            _refuse(arguments, names, f"come with {flag(option)}", "Say what to measure on.", f"no {flag(option)}")
         else:
             tests.append(settings(**{key: source}, name=arguments.name, **_given(arguments, names)))
     if arguments.name is not None and len(tests) != 1:

@@ -25,8 +25,8 @@ def flag(name: str) -> str:
     return name if name.startswith("-") else f"--{name.replace('_', '-')}"
 
 
-def at_least(name: str, number: int | None, least: int = 1, reason: str = DEFAULT) -> None:
-    if number is not None and number < least:
+def at_least(name: str, number: float | None, least: int = 1, reason: str = DEFAULT) -> None:
+    if number is not None and not number >= least:
         raise invalid(flag(name), f"be at least {least}", number, reason)
 
 

@@ -103,10 +103,11 @@ def lines(plan: Plan) -> Iterator[str]:
             count = sum(steps for _, steps in plan.stages)
             yield f"  run: {_seconds(plan.run_seconds)} for {count:,} steps"
     yield "\nother choices, all else equal:"
-    width = max(len(choice.name) for choice in plan.choices())
+    choices = list(plan.choices())
+    width = max(len(choice.name) for choice in choices)
     heads = ("peak", "fits", "on the host", "step", "largest batch", "on the host")
     yield f"  {'':{width}}" + "".join(f"  {head:>13}" for head in heads)
-    for choice in plan.choices():
+    for choice in choices:
         time = "" if choice.seconds is None else _seconds(choice.seconds)
         cells = [size(choice.peak), "yes" if choice.fits else "no", size(choice.host), time]
         if 0 < choice.largest < plan.most:

@@ -3,10 +3,8 @@
 Lowest file of `distributed/`. None means the default group; without torch.distributed there is one rank. Ranks are
 counted within the group.
 
-`collectives.py` calls `lost` where a backend raises. A backend reports an address or a time-out, not a rank. So the
-ranks that see the failure sign in the store in which the processes met. A rank that does not sign in time is missing;
-where a connection is closed, the rank behind it is. A rank that leaves by an error of its own writes the error into the
-store. Without a failure nothing is written or read.
+`collectives.py` calls `lost` where a backend raises, which reports an address or a time-out, and no rank. How the rank
+is found is in docs/rank_failure.md. Without a failure nothing is written into the store, or read.
 """
 
 from __future__ import annotations
@@ -215,10 +213,9 @@ def all_failed(place: str, group: Any) -> bool:
 def in_step(group: Any, place: str = "operation") -> Iterator[None]:
     """Turn an error of one rank, in a step of all ranks of the group, into an error on all of them.
 
-    A backend does not notice an error between two collectives, such as too little memory: the other ranks would wait,
-    and a transfer that was posted would meet the next one. Where all ranks fail at the same place, none waits: each
-    raises its own error, and the group stays usable. A rank that fails alone leaves: it reports its error and closes
-    its connections, so that the others raise `LostRankError` with that error; so does every later collective on it.
+    Where all ranks fail at the same place, such as for too little memory, none waits: each raises its own error, and
+    the group stays usable. A rank that fails alone leaves: it reports its error and closes its connections, so that the
+    others raise `LostRankError` with that error; so does every later collective on it.
 
     place: a word for what is done, beside which the operations are counted.
     """

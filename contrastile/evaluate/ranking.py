@@ -185,12 +185,10 @@ def write_judgements(path: Path, judgements: Judgements) -> None:
 
 def _write(path: Path, lines: Iterable[Sequence[object]]) -> None:
     with path.open("w", encoding="utf-8") as file:
-        for line in lines:
-            fields = [str(field) for field in line]
-            for name in fields:
-                if len(name.split()) != 1:
-                    remedy = "The file separates its fields by blanks; rename the id."
-                    raise invalid("run", "have ids without blanks", f'"{name}"', remedy)
+        for fields in (list(map(str, line)) for line in lines):
+            if wrong := [name for name in fields if len(name.split()) != 1]:
+                remedy = "The file separates its fields by blanks; rename the id."
+                raise invalid("run", "have ids without blanks", f'"{wrong[0]}"', remedy)
             file.write(" ".join(fields) + "\n")
 
 

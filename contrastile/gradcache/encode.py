@@ -387,15 +387,14 @@ class GradientSums:
                 raise introspect.not_owned(leaf)
         # a rank of which no example reaches a parameter has zeros for it, where another rank has a gradient
         reached = self.job.sharding.any_of([position in self.totals for position in range(len(self.parameters))])
+        totals: list[Tensor | None] = []
         for position, (parameter, reaches) in enumerate(zip(self.parameters, reached, strict=True)):
-            if reaches and position not in self.totals:
-                self.totals[position] = torch.zeros_like(parameter)
-            if position not in self.totals:
+            total = self.totals.get(position)
+            if total is None and not reaches:
                 modes.skip_hooks_without_gradient(parameter)
-        totals = [
-            _as_type(self.totals[position], parameter.dtype) if position in self.totals else None
-            for position, parameter in enumerate(self.parameters)
-        ]
+                totals.append(None)
+            else:
+                totals.append(torch.zeros_like(parameter) if total is None else _as_type(total, parameter.dtype))
         wanted = (index for index, leaf in enumerate(self.leaves) if leaf.requires_grad)
         return [*totals, *map(self.inputs.get, wanted)]
 

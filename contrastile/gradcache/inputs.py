@@ -193,13 +193,12 @@ def laid_out(inputs: Any) -> tuple[Layout, list[Tensor]]:
         for path, leaf in zip(paths, leaves, strict=True)
         if isinstance(leaf, (Tensor, Ragged))
     }
-    if len(set(sizes.values())) > 1:
-        first = next(iter(sizes))
-        other = next(path for path, size in sizes.items() if size != sizes[first])
-        got = f"{sizes[first]} for {first} and {sizes[other]} for {other}"
-        remedy = "Check each tensor's shape; wrap packed values with their lengths in contrastile.Ragged."
-        raise invalid("inputs", "have the same first axis, the batch", got, remedy)
-    batch = next(iter(sizes.values()))
+    first, batch = next(iter(sizes.items()))
+    for path, size in sizes.items():
+        if size != batch:
+            got = f"{batch} for {first} and {size} for {path}"
+            remedy = "Check each tensor's shape; wrap packed values with their lengths in contrastile.Ragged."
+            raise invalid("inputs", "have the same first axis, the batch", got, remedy)
     tensors = [position for position, leaf in enumerate(leaves) if isinstance(leaf, (Tensor, Ragged))]
     values = [leaves[position] for position in tensors]
     packed = {

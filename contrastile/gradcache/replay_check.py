@@ -1,10 +1,7 @@
-"""Replay check: a warning where the second pass gives other features than the first.
+"""Replay check: a warning where the second pass gives other features than the first (docs/guarantees.md).
 
-An encoder that counts its calls, has a cache of its own or reads data that change computes something else when it runs
-again. The gradient is then not that of the features which the loss got. Four numbers of every row of features are
-saved, its products with random signs. Their distances approximate those of the rows (Achlioptas 2003), so the features
-need not stay, and may be written over. On a GPU the host does not wait for the result; the next call of `encode`
-reports it.
+Four numbers of every row of features are saved, its products with random signs. Their distances approximate those of
+the rows (Achlioptas 2003), so the features need not stay, and may be written over.
 """
 
 import warnings
@@ -32,12 +29,7 @@ _pending: deque[tuple[Tensor, torch.cuda.Event, str]] = deque()
 
 
 def tolerance(dtypes: Iterable[torch.dtype], *, accelerated: bool) -> float:
-    """The relative distance of features that count as equal: half the root of the coarsest dtype's precision.
-
-    That is 7e-9 in float64, 2e-4 in float32, 0.016 in float16 and 0.044 in bfloat16. Kernels that sum in another order
-    each time moved the features of 48 transformer layers by 6e-16, 3e-7, 0.0008 and 0.004;
-    dropout of 0.1 drawn anew, or one layer of 24 left out, by 0.2 to 0.5.
-    """
+    """The relative distance of features that count as equal: half the root of the coarsest dtype's precision."""
     known = [dtype for dtype in dtypes if dtype in FEATURES]
     eps = [EPS_TF32 if accelerated and dtype == torch.float32 else torch.finfo(dtype).eps for dtype in known]
     return float(0.5 * max(eps) ** 0.5)

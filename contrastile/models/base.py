@@ -98,8 +98,7 @@ def build_tower(side: str, kinds: Mapping[str, TowerBuilder], settings: Settings
 
 
 def completed(settings: Settings, defaults: Settings) -> dict[str, Any]:
-    unknown = sorted(set(settings) - set(defaults))
-    if unknown:
+    if unknown := sorted(set(settings) - set(defaults)):
         raise invalid("settings", f"have keys among {', '.join(defaults)}", ", ".join(unknown), "Leave the others out.")
     return {**defaults, **settings}
 
@@ -202,8 +201,7 @@ def check_image_input(
         rule = f"be the {size} pixels of the image tower"
         raise invalid("image_size", rule, image_size, "Set data.image_size to it.")
     if colours is not None and channels not in (1, colours):
-        rule = f"be the {colours} of the image tower"
-        raise invalid("channels", rule, channels, "Set data.channels to it, or to 1.")
+        raise invalid("channels", f"be the {colours} of the image tower", channels, "Set data.channels to it, or to 1.")
 
 
 def check_text_input(tokenizer: Tokenizer, *, vocabulary: int, longest: int | None) -> None:

@@ -73,7 +73,6 @@ def no_compiler(device: torch.device) -> str | None:
         return "they run on a CPU"
     if find_spec("triton") is None:
         return "triton is not installed"
-    compilers = (os.environ.get("CC"), "gcc", "clang", "cc")
-    if not any(shutil.which(name) for name in compilers if name):
+    if not any(shutil.which(name) for name in (os.environ.get("CC"), "gcc", "clang", "cc") if name):
         return "there is no C compiler"
     return None

@@ -274,8 +274,7 @@ def _plain(config: Any) -> dict[str, Any]:
 def image_tower(library: Library, *, image_size: int, channels: int, model: nn.Module | None = None) -> base.Tower:
     model = model or library.build(image_size=image_size, num_channels=channels)
     config: Any = model.config
-    size = getattr(config, "image_size", None)
-    base.check_image_input(image_size, channels, size=size, colours=config.num_channels)
+    base.check_image_input(image_size, channels, size=getattr(config, "image_size", None), colours=config.num_channels)
     mean, std = library.normalisation()
     tower = ImageTower(model, library.pooling, mean, std)
     try:

@@ -68,13 +68,10 @@ def _leaves(value: Any) -> list[Any]:
 def refuse_remote_code(folder: str | Path) -> dict[str, Any]:
     """The entries of a folder's `FILES`, the later files first; raises ValueError for remote code."""
     read: dict[str, Any] = {}
-    for path in (Path(folder) / name for name in FILES):
-        if not path.is_file():
-            continue
+    for path in filter(Path.is_file, (Path(folder) / name for name in FILES)):
         entries = read_table(path)
         if (entry := remote_code(entries)) is not None:
-            remedy = "Save the model or the tokenizer without it."
-            raise invalid("folder", RULE, f'{entry} in "{path}"', remedy)
+            raise invalid("folder", RULE, f'{entry} in "{path}"', "Save the model or the tokenizer without it.")
         read.update(entries)
     return read
 

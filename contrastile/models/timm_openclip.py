@@ -2,8 +2,7 @@
 
 A name gives shapes that the library ships, and downloads nothing. A folder of open_clip has the files of its hub: a
 configuration, with the normalisation of pixels, and weights. Both libraries need torchvision, open_clip timm as well.
-Tested with timm 1.0.31, open_clip 3.3.0 and an empty stand-in for torchvision; weights that the libraries publish were
-not tested. Nothing but tensors is unpickled.
+Nothing but tensors is unpickled. Tested versions are in docs/models.md.
 """
 
 from dataclasses import dataclass
@@ -50,8 +49,7 @@ def read_weights(checkpoint: str | Path) -> dict[str, Tensor]:
         # torch's message about a pickle explains how to allow it
         pickled = reason.startswith("Weights only load failed")
         remedy = "Anything else is not unpickled." if pickled else f"It cannot be read: {reason}"
-        rule = "be safetensors, or tensors that torch.save wrote"
-        raise invalid("checkpoint", rule, f'"{path}"', remedy) from error
+        raise invalid("checkpoint", "be safetensors, or tensors that torch.save wrote", f'"{path}"', remedy) from error
     for envelope in ENVELOPES:
         if isinstance(content, dict) and isinstance(content.get(envelope), dict):
             content = content[envelope]
@@ -190,8 +188,7 @@ class OpenClip:
     def image(self, *, image_size: int, channels: int) -> base.Tower:
         import open_clip
 
-        size = self.shapes["vision_cfg"].get("image_size", IMAGE_SIZE)
-        base.check_image_input(image_size, channels, size=size)
+        base.check_image_input(image_size, channels, size=self.shapes["vision_cfg"].get("image_size", IMAGE_SIZE))
         own = self._described.get("preprocess_cfg", {})
         mean = list(self.mean or own.get("mean") or open_clip.OPENAI_DATASET_MEAN)
         std = list(self.std or own.get("std") or open_clip.OPENAI_DATASET_STD)

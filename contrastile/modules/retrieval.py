@@ -184,8 +184,7 @@ class GISTLoss(Loss):
         **how: Unpack[How],
     ) -> None:
         super().__init__(**how)
-        smoothing = self.options.label_smoothing
-        self.loss = Guided(label_smoothing=smoothing, margin=margin, margin_strategy=margin_strategy)
+        self.loss = Guided(label_smoothing=self.options.label_smoothing, margin=margin, margin_strategy=margin_strategy)
         truth_value("contrast_anchors", contrast_anchors)
         truth_value("contrast_positives", contrast_positives)
         self.contrast_anchors, self.contrast_positives = contrast_anchors, contrast_positives

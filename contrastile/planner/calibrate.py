@@ -57,9 +57,7 @@ def calibrate(path: Path | None = None, seconds: float = SECONDS) -> Path:
 def measured(device: torch.device, seconds: float) -> Profile:
     """The profile of a device."""
     kind, base = device.type, known_profiles()["h200"]
-    name, memory = THIS, free_memory(device)[1]
-    if kind == "cuda":
-        name = torch.cuda.get_device_name(device)
+    name, memory = torch.cuda.get_device_name(device) if kind == "cuda" else THIS, free_memory(device)[1]
 
     def timed(step: Callable[[], object]) -> float:
         """Seconds of a step, the least of several."""
@@ -87,25 +85,23 @@ def measured(device: torch.device, seconds: float) -> Profile:
     bare = rates[torch.bfloat16]
     busy = timed(large) - most.moved / bandwidth - most.attention / attention
     products = min(bare, max(LEAST * bare, most.products / max(busy, 1e-9)))
-    rows, times = ROWS[kind], {}
-    for backend in ("auto", "dense"):
-        for features in FEATURES if backend == "auto" else FEATURES[:1]:
-            times[backend, features] = timed(_loss(rows, features, backend, device))
-    call, (few_features, many) = timed(_loss(*SMALL[kind], "auto", device)), FEATURES
+    rows, (few_features, many) = ROWS[kind], FEATURES
+    cases = ((few_features, "auto"), (many, "auto"), (few_features, "dense"))
+    tiled, wider, as_matrix = (timed(_loss(rows, features, backend, device)) for features, backend in cases)
+    call = timed(_loss(*SMALL[kind], "auto", device))
     # the time per pair is a straight line over the features
-    slope = max(1e-18, (times["auto", many] - times["auto", few_features]) / (rows**2 * (many - few_features)))
+    slope = max(1e-18, (wider - tiled) / (rows**2 * (many - few_features)))
     size = LossSize(rows, rows, 1, few_features, memory, device=kind, dtype=_dtype(kind))
     each, beside = size.operations / rows**2 / few_features, EXPONENTIAL_BYTES / bandwidth if size.exponentials else 0.0
-    rest = max(1e-15, (times["auto", few_features] - call) / rows**2 - slope * few_features - beside)
-    dense = max(1e-15, (times["dense", few_features] / rows**2 - slope * few_features) / size.matrices)
+    rest = max(1e-15, (tiled - call) / rows**2 - slope * few_features - beside)
+    dense = max(1e-15, (as_matrix / rows**2 - slope * few_features) / size.matrices)
     device_text = f"{torch.get_num_threads()} threads" if kind == "cpu" else name
-    today = datetime.now(UTC).date()
     return replace(
         base, name=name, device=kind, memory=memory, products=products, attention=attention,
         float32=rates[torch.float32] / bare, bandwidth=bandwidth, launch=launch,
         loss=each / slope, pair=rest, dense_pair=dense, call=call, decode=_decoded(seconds), cpus=usable_cpus(),
         provenance=(
-            f"contrastile plan --calibrate, {device_text}, torch {torch.__version__}, {today}",
+            f"contrastile plan --calibrate, {device_text}, torch {torch.__version__}, {datetime.now(UTC).date()}",
             "link, network, hop and block are those of the H200: one process cannot measure them",
         ),
     )  # fmt: skip

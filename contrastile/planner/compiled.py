@@ -102,7 +102,8 @@ class _Kernels:
             inputs = {whole.get(one, one) for one in node.all_input_nodes}
             if node.op == "output":
                 uses[node] = inputs
-            elif node.op == "call_function" and _shows(node):
+            elif node.op == "call_function" and (not hasattr(node.target, "_schema") or is_free(node.target)):
+                # a part of a tuple, or a view
                 whole[node] = whole.get(node.args[0], node.args[0])
             elif node.op == "call_function":
                 args, words = pytree.tree_map(lambda x: getattr(x, "meta", {}).get("val", x), (node.args, node.kwargs))
@@ -139,19 +140,13 @@ class _Kernels:
             return node.target(*args, **words)
 
         with Counted.instead(self.work):
-            for node in self.nodes:
-                if node.op == "output":
-                    return torch.fx.map_arg(node.args[0], value)
+            # the last node is the output
+            for node in self.nodes[:-1]:
                 if node in self.made:
                     present[node] = pytree.tree_map_only(Tensor, _empty, node.meta["val"])
                 for one in [one for one in present if self.last.get(one) is node]:
                     del present[one]
-        raise AssertionError("a graph ends with its output")
-
-
-def _shows(node: Any) -> bool:
-    """The node is a view, or a part of a tuple."""
-    return not hasattr(node.target, "_schema") or is_free(node.target)
+            return torch.fx.map_arg(self.nodes[-1].args[0], value)
 
 
 def _bytes(node: Any) -> int:

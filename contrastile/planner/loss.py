@@ -76,6 +76,12 @@ class LossSize:
         return self.dimensions, self.dimensions
 
     @property
+    def numbers(self) -> int:
+        """Numbers of the features of all rows and columns."""
+        of_row, of_col = self.sizes
+        return self.rows * of_row + self.columns * of_col
+
+    @property
     def vectors(self) -> int:
         """Vectors of a column."""
         return 1
@@ -115,8 +121,7 @@ class LossSize:
     def blocks(self) -> list[tuple[int, int]]:
         """Rows and columns of each block; of features in host memory one of a strip and a shard."""
         if self.host:
-            cuts = self._cuts()
-            return [(min(cuts.strip, self.rows), min(cuts.shard, self.columns))]
+            return [(min(self._cuts.strip, self.rows), min(self._cuts.shard, self.columns))]
         return self.exchange_class.blocks(self.layout, self.carried)
 
     @cached_property
@@ -154,10 +159,12 @@ class LossSize:
     def resident(self) -> tuple[int, int]:
         """Bytes beside both: throughout, and at the end."""
         if self.host:
-            return device_bytes(self._cuts(), self.rows, self.columns, self.sizes, self.given, self.dtype), 0
+            return device_bytes(self._cuts, self.rows, self.columns, self.sizes, self.given, self.dtype), 0
         throughout, end = resident_bytes(self.rows, self.columns, self.dimensions, self.dtype, self.given)
-        if self._at_once and end == throughout:
-            # the scale's gradient is the sum of a product of this size
+        side = SIDE_ACCELERATOR if self.device == "cuda" else SIDE_CPU
+        one_sweep = self.loss.pairwise or not self.loss.symmetric or max(self.rows, self.columns) <= side
+        if self.ranks == 1 and self.backend_name == "eager" and one_sweep and end == throughout:
+            # the gradient is computed in the forward, and the scale's is the sum of a product of this size
             end += min(self.rows, ROWS_AT_ONCE) * self.dimensions * self.wide
         # the sums of those before wait for the backward; copies of all columns, where others are behind the keys, too
         queued = self.columns * self.dimensions * self.given.itemsize if self.queue or self.own else 0
@@ -170,7 +177,7 @@ class LossSize:
     @property
     def operands(self) -> int:
         """Bytes of both sides in the dtype of the products, which stay as long as the loss's graph."""
-        return 0 if self.host else (self.rows + self.columns) * self.dimensions * self.dtype.itemsize
+        return 0 if self.host else self.numbers * self.dtype.itemsize
 
     @property
     def later(self) -> int:
@@ -179,10 +186,9 @@ class LossSize:
         They do for a pairwise loss, on a GPU's ranks of few rows, and in one process for a loss of one direction, one
         that keeps its exponentials and one with a teacher.
         """
-        N, M = self.rows, self.columns
         keeps = self.exponentials or (self.taught and self.backend_name == "triton")
         early = self.replayed if self.ranks > 1 else not self.loss.symmetric or keeps
-        return 0 if early or self.loss.pairwise or self.host else (N + M) * self.dimensions * self.wide
+        return 0 if early or self.loss.pairwise or self.host else self.numbers * self.wide
 
     @property
     def taught(self) -> bool:
@@ -214,13 +220,7 @@ class LossSize:
         """A device whose tensors have no memory stands for a GPU."""
         return torch.device("meta" if self.device == "cuda" else "cpu")
 
-    @property
-    def _at_once(self) -> bool:
-        """Eager tiles compute the gradient in the forward: of a pairwise loss, of one tile, and in strips."""
-        side = SIDE_ACCELERATOR if self.device == "cuda" else SIDE_CPU
-        one_sweep = self.loss.pairwise or not self.loss.symmetric or max(self.rows, self.columns) <= side
-        return self.ranks == 1 and self.backend_name == "eager" and one_sweep
-
+    @cached_property
     def _cuts(self) -> Cut:
         """Strips and shards of features in host memory."""
         free = self.memory - self.held - self._allowed
@@ -260,8 +260,7 @@ class LossSize:
         narrow = self.exponentials and not self.loss.symmetric and self.columns >= NARROW * self.rows
         of_row, of_col = self.sizes
         sums = of_row * self.rows * self.wide + of_col * self.columns * (self.dtype.itemsize if narrow else self.wide)
-        numbers = of_row * self.rows + of_col * self.columns
-        return numbers * (2 * self.given.itemsize + self.dtype.itemsize) + sums
+        return self.numbers * (2 * self.given.itemsize + self.dtype.itemsize) + sums
 
     @property
     def pairs(self) -> float:
@@ -294,12 +293,6 @@ class LateSize(LossSize):
 
     tokens: tuple[int, int] = (1, 1)
     masked: bool = True
-
-    @property
-    def numbers(self) -> int:
-        """Numbers of the features of all rows and columns."""
-        of_row, of_col = self.sizes
-        return self.rows * of_row + self.columns * of_col
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -344,7 +337,7 @@ class LateSize(LossSize):
             return max(most, beginning - self.columns * of_col * self.given.itemsize - self.rows * of_row * self.wide)
         rows, cols = self.blocks[-1]
         L, T = self.tokens
-        tile = MaxSim.tile_bytes(rows, cols, L, T, self.dimensions, accumulator(self.dtype).itemsize)
+        tile = MaxSim.tile_bytes(rows, cols, L, T, self.dimensions, self.wide)
         # without what is behind a mask
         tile += self.masked * self.dtype.itemsize * (rows * L + cols * T) * self.dimensions
         if self.device == "cuda":
@@ -357,7 +350,7 @@ class LateSize(LossSize):
         """Accumulators and statistics; at the end gradients too."""
         if self.host:
             return super().resident
-        wide, (of_row, of_col) = accumulator(self.dtype).itemsize, self.sizes
+        wide, (of_row, of_col) = self.wide, self.sizes
         stats = (self.rows + self.columns) * STATISTICS * wide
         returned = 0 if self.given.itemsize == wide else self.given.itemsize
         if self.backend_name == "triton" and self.ranks == 1 and not self.at_once:
@@ -374,8 +367,3 @@ class LateSize(LossSize):
         """Operations of a sweep over all tokens of a rank's pairs."""
         L, T = self.tokens
         return 2.0 * self.pairs * L * T * self.dimensions
-
-    @property
-    def gathered(self) -> float:
-        """Bytes of the winning tokens that gradients of both sides read."""
-        return 2.0 * self.pairs * self.tokens[0] * self.dimensions * self.dtype.itemsize

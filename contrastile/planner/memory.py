@@ -118,9 +118,8 @@ class StepMemory:
         """Parts that every moment has."""
         held, inputs = self.held, sum(side.inputs for side in self.sides)
         parts = {"weights": held.weights, "optimizer": held.optimizer, "average": held.average, "inputs": inputs}
-        parts |= {"accumulated": held.gradients, "libraries": held.libraries}
-        parts |= {"teacher": held.teacher, "queue": held.queue}
-        return {name: count for name, count in parts.items() if count}
+        parts |= {"accumulated": held.gradients, "libraries": held.libraries, "teacher": held.teacher}
+        return {name: count for name, count in (parts | {"queue": held.queue}).items() if count}
 
     def graphs(self) -> list[int]:
         """Graphs that each side keeps; of "auto" as many as `gradcache/` would find room for."""

@@ -103,16 +103,12 @@ class Plan:
     @cached_property
     def seconds(self) -> StepSeconds | None:
         """The seconds of a step; None for a chip without a profile."""
-        return self._seconds(self.step)
-
-    def _seconds(self, step: StepMemory) -> StepSeconds | None:
-        profile = self.target.profile
-        if profile is None:
+        if self.target.profile is None:
             return None
-        decoded, per_node = self.decoded * step.loss.rows, self.target.per_node
         one = step_seconds(
-            step, profile, per_node=per_node, trained=self.trained, decoded=decoded, half=self.half, update=self.update
-        )
+            self.step, self.target.profile, per_node=self.target.per_node, trained=self.trained,
+            decoded=self.decoded * self.step.loss.rows, half=self.half, update=self.update,
+        )  # fmt: skip
         # gradients of all parts are summed over ranks, and the weights moved, once
         return replace(one, towers=self.parts * one.towers, loss=self.parts * one.loss, data=self.parts * one.data)
 
@@ -121,12 +117,8 @@ class Plan:
         """The seconds of all steps of the run."""
         if not self.stages or self.seconds is None:
             return None
-        total = 0.0
-        for batch, steps in self.stages:
-            seconds = self.at(batch).seconds
-            assert seconds is not None
-            total += steps * seconds.total
-        return total
+        every = ((self.at(batch).seconds, steps) for batch, steps in self.stages)
+        return sum(steps * seconds.total for seconds, steps in every if seconds is not None)
 
     def at(self, batch: int) -> Plan:
         """The same plan for another batch of all ranks, which a run of known length has throughout."""
@@ -146,20 +138,15 @@ class Plan:
         if step.loss.host:
             # strips and shards fill what graphs leave
             step = step.with_features_on_host()
-
         plan, each = replace(self, step=step), self.target.ranks * self.parts
-
-        def fits(rows: int) -> bool:
-            return plan.at(rows * each).fits
-
         low, high = 0, 1
-        while high <= MOST_ROWS and fits(high):
+        while high <= MOST_ROWS and plan.at(high * each).fits:
             low, high = high, 2 * high
         if low == MOST_ROWS:
             return self.most
         while high - low > max(1, low // 1000):
             middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
+            low, high = (middle, high) if plan.at(middle * each).fits else (low, middle)
         return low * each
 
     def at_largest(self) -> Plan:

@@ -95,14 +95,12 @@ class Target:
 
 def known_profiles() -> dict[str, Profile]:
     """The profiles of the package and that of this machine, by their names in lower case."""
+    shipped = [path for path in (files("contrastile.planner") / "profiles").iterdir() if path.name.endswith(".toml")]
     profiles = {}
-    for path in (files("contrastile.planner") / "profiles").iterdir():
-        if path.name.endswith(".toml"):
-            profile = Profile.of(tomllib.loads(path.read_text(encoding="utf-8")), path.name)
+    for path in (*shipped, calibrated_path()):
+        if path.is_file():
+            profile = Profile.of(tomllib.loads(path.read_text(encoding="utf-8")), str(path))
             profiles[profile.name.lower()] = profile
-    if (path := calibrated_path()).is_file():
-        profile = Profile.of(tomllib.loads(path.read_text(encoding="utf-8")), str(path))
-        profiles[profile.name.lower()] = profile
     return profiles
 
 
@@ -138,8 +136,7 @@ def target(word: str | None) -> Target:
         # torch's total of an H100 with 80 GB is 79.2 GiB; the profile's own label keeps the profile's number
         labelled = int(gigabytes) * 2**30 * 99 // 100
         memory = min(memory, labelled) if memory and labelled < 1.1 * memory else labelled
-    per_node = int(match["count"] or 1)
-    nodes = int(match["nodes"] or 1)
+    per_node, nodes = int(match["count"] or 1), int(match["nodes"] or 1)
     if profile is not None:
         profile = replace(profile, memory=memory)
     kind = "cuda" if profile is None else profile.device

@@ -83,11 +83,9 @@ def step_seconds(
     towers compute in 16 bits. update: the work of the optimizer.
     """
     towers = waiting = 0.0
-    for side, retained in zip(step.sides, step.graphs(), strict=True):
+    guides = ((guide, 0) for guide in step.guides)
+    for side, retained in (*zip(step.sides, step.graphs(), strict=True), *guides):
         seconds, host = _tower_seconds(side, retained, profile, half)
-        towers, waiting = towers + seconds, waiting + host
-    for side in step.guides:
-        seconds, host = _tower_seconds(side, 0, profile, half)
         towers, waiting = towers + seconds, waiting + host
     loss, ranks = step.loss, step.loss.ranks
     link = profile.link if ranks <= per_node else profile.network
@@ -132,7 +130,9 @@ def pass_seconds(work: Work, profile: Profile, share: float = 1.0, *, half: bool
 
 def late_seconds(loss: LateSize, profile: Profile) -> float:
     """Seconds of a rank's pairs of token vectors: one sweep or two, and what the gradients gather."""
-    gathered = GATHERED * loss.gathered / profile.products
+    # bytes of the winning tokens that gradients of both sides read
+    winners = 2.0 * loss.pairs * loss.tokens[0] * loss.dimensions * loss.dtype.itemsize
+    gathered = GATHERED * winners / profile.products
     if loss.backend_name != "triton":
         return hypot(profile.call, 2 * loss.operations / (profile.products * profile.float32) + gathered)
     sweep = loss.operations / (profile.products * SWEEP)

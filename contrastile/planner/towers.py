@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from contrastile._torch import DispatchMode, pytree, without_values
 from contrastile.gradcache.introspect import FrozenReads
-from contrastile.gradcache.memory import as_written, counting, footprint
+from contrastile.gradcache.memory import as_written, footprint, graph_bytes
 
 # results that take no kernel
 FREE = {f"aten::{name}" for name in ("detach", "alias", "empty", "empty_like", "_unsafe_view", "lift_fresh")}
@@ -177,10 +177,8 @@ def measure(
         shape[:] = [out.detach() for out in outs]
 
     def graph(n: int) -> int:
-        with as_written(), counting() as sizes:
-            outs = run(n, grad=True)
-        del outs
-        return sum(sizes.values())
+        with as_written():
+            return graph_bytes(lambda: run(n, grad=True))
 
     with FrozenReads() as reads:
         forward = footprint(lambda: counted(grad=False))

@@ -6,12 +6,7 @@ of shards, each written completely or not at all: `00000.npy` holds the features
 begins. Of a late retriever the features are the vectors of all tokens, packed, and `00000.lengths.npy` their number in
 each passage. An image of a folder is a passage without words, whose id is its path in the folder. `index.json` lists
 the finished shards, so that an interrupted call is continued after the last of them, once features and passages are
-verified to be the same.
-
-`index.json` has the size of each file and a checksum of each block of 1 MiB. When an index is opened, every size is
-compared, every block of the offsets, which are read anyway, and a random sample of the other blocks: a fraction of a
-second for an index of any size. They protect against damage, not against somebody who writes a whole index with its
-checksums.
+verified to be the same. Its checksums protect against damage, not against somebody who writes a whole index.
 """
 
 from __future__ import annotations
@@ -119,9 +114,8 @@ def _write_shards(
     shard, dimensions = settings["shard"], settings["dimensions"]
     exists = (files / INDEX).is_file()
     metadata: dict[str, Any] = files.read_json(INDEX) if exists else {**settings, "complete": False, "shards": []}
-    differs = [name for name, value in settings.items() if metadata.get(name) != value]
-    if differs:
-        remedy = "Choose another folder with --out, or remove this one."
+    remedy = "Choose another folder with --out, or remove this one."
+    if differs := [name for name, value in settings.items() if metadata.get(name) != value]:
         raise invalid("out", "be empty, or hold the same corpus by the same run", f"another {differs[0]}", remedy)
     check_index(files.path, metadata, whole=True)
     stream = iter(passages)
@@ -130,7 +124,6 @@ def _write_shards(
         if hashlib.sha256(b"".join(_lines(begun))).hexdigest() != finished["passages_sha256"]:
             fewer = len(begun) < finished["passages"]
             got = "fewer passages" if fewer else f"another passage in shard {finished['name']}"
-            remedy = "Choose another folder with --out, or remove this one."
             raise invalid("corpus", "be the one that was begun with", got, remedy)
     while chunk := list(islice(stream, shard)):
         metadata["shards"].append(_write_shard(run, chunk, files, len(metadata["shards"]), dimensions))
@@ -167,10 +160,9 @@ def _write_shard(
         path.write_bytes(b"".join(lines))
     files.write_text(f"{name}.ids", "".join(json.dumps(passage.id)[1:-1] + "\n" for passage in passages))
     offsets = np.cumsum([0, *map(len, lines[:-1])], dtype=np.int64)
-    arrays = {".offsets.npy": offsets, ".npy": features.numpy()} | ({} if lengths is None else {LENGTHS: lengths})
+    arrays = {OFFSETS: offsets, ".npy": features.numpy()} | ({} if lengths is None else {LENGTHS: lengths})
     for ending, array in arrays.items():
-        file_name = f"{name}{ending}"
-        with files.written_whole(file_name) as path, path.open("wb") as file:
+        with files.written_whole(f"{name}{ending}") as path, path.open("wb") as file:
             np.save(file, array, allow_pickle=False)
     return {
         "name": name,
@@ -211,7 +203,7 @@ class Index:
             raise invalid("index", "be complete", f"{len(shards)} shards of more", remedy)
         paths = [self.folder / shard["name"] for shard in shards]
         self._features = [np.load(f"{path}.npy", mmap_mode="r", allow_pickle=False) for path in paths]
-        self._offsets = [np.load(f"{path}.offsets.npy", allow_pickle=False) for path in paths]
+        self._offsets = [np.load(f"{path}{OFFSETS}", allow_pickle=False) for path in paths]
         self._passages = [Path(f"{path}.jsonl") for path in paths]
         parts: Sequence[Any] = self._features
         if self.kind != SINGLE:
@@ -267,19 +259,15 @@ class Index:
             return Passage(**json.loads(file.readline()))
 
 
-def _torch_search(shards: Sequence[Any]) -> SearchEngine:
+def _torch_search(queries: Tensor, k: int, shards: Sequence[Any]) -> tuple[Tensor, Tensor]:
     """Search shard by shard in tiles; among equal scores the passage of the lower row comes first."""
-
-    def search(queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        best, start = no_matches(queries), 0
-        for shard in shards:
-            # a copy, because torch warns about tensors over read-only memory; a shard has 65,536 rows by default
-            features = torch.from_numpy(np.array(shard)).to(queries.device)
-            scores, rows = topk(queries, features, min(k, len(shard)))
-            best, start = best_of(best, (scores, rows + start), k), start + len(shard)
-        return best
-
-    return search
+    best, start = no_matches(queries), 0
+    for shard in shards:
+        # a copy, because torch warns about tensors over read-only memory; a shard has 65,536 rows by default
+        features = torch.from_numpy(np.array(shard)).to(queries.device)
+        scores, rows = topk(queries, features, min(k, len(shard)))
+        best, start = best_of(best, (scores, rows + start), k), start + len(shard)
+    return best
 
 
 def _faiss_search(shards: Sequence[Any]) -> SearchEngine:
@@ -299,7 +287,9 @@ def _faiss_search(shards: Sequence[Any]) -> SearchEngine:
 
 # scores float32 and rows int64 of the k best passages of each query, both [n, k]
 SearchEngine = Callable[..., tuple[Tensor, Tensor]]
-ENGINES: dict[str, Callable[[Sequence[Any]], SearchEngine]] = {"torch": _torch_search, "faiss": _faiss_search}
+ENGINES: dict[str, Callable[[Sequence[Any]], SearchEngine]] = {
+    "torch": lambda shards: partial(_torch_search, shards=shards), "faiss": _faiss_search,
+}  # fmt: skip
 
 
 def open_index(folder: RunFolder, index: str | Path, *, engine: str = "torch", verify: bool = False) -> Index:
