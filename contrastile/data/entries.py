@@ -256,7 +256,11 @@ READERS = {".jsonl": _json, ".json": _json, ".csv": _table, ".tsv": _table, ".pa
 
 
 def read_passages(source: Path, counter: SkipCounter) -> Iterator[Passage]:
-    """The passages of a file or a folder (without corpus.jsonl: its Python functions); other entries are counted."""
+    """The passages of a file or a folder; entries that are none are counted.
+
+    A folder with corpus.jsonl is in BEIR's format; the passages of any other folder, and of a .py file, are the Python
+    functions. The entries of a file have an id, a text and perhaps a title, by their usual names.
+    """
     if (source / BEIR_CORPUS).is_file():
         source = source / BEIR_CORPUS
     if source.is_dir() or source.suffix == ".py":

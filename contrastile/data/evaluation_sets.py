@@ -1,7 +1,11 @@
 """Images to evaluate with: of classes, for zero-shot classification, or of several captions each, for retrieval.
 
-Nothing is decoded here. Classes are sub-folders, as ImageNet has them; `docs/evaluation.md` lists the known layouts,
-and the forms of a file of classes.
+Nothing is decoded here. Classes are sub-folders, as ImageNet has them. The known layouts:
+
+    ImageNet val             1000 folders n01440764, ...; names by folder
+    ImageNet-V2              1000 folders "0" ... "999": numbers of the classes, in numeric order
+    ImageNet-A, -R, -Sketch  folders of some of the classes (200, 200, all): the others are no answers
+    ObjectNet                folders of its own, each of several classes: a mapping; folders without one are left out
 """
 
 import json
@@ -33,15 +37,20 @@ class Class(NamedTuple):
 
 
 def read_classes(path: str | Path) -> list[Class]:
-    """The classes of a file, in its order."""
+    """The classes of a file, in its order.
+
+    JSON: a list of names, or an object from folder to name; a name may be a list of synonyms. Keras's object from
+    number to folder and name is read too. Any other file is text, a line `folder<TAB>name, synonym, ...` a class.
+    """
     entries = (_json_entries if Path(path).suffix == ".json" else _lines)(_text(path, "classes"), path)
     classes = [Class(key, _names(value)) for key, value in entries]
     times = Counter(entry.key for entry in classes if entry.key is not None)
-    if twice := [key for key, count in times.items() if count > 1]:
-        got = f'"{twice[0]}" twice in {path}'
-        raise invalid("classes", "name each folder once", got, "Put its names into one entry.")
-    if nameless := [entry.key or number for number, entry in enumerate(classes) if not entry.names]:
-        got = f"none for {nameless[0]} in {path}"
+    twice = next((key for key, count in times.items() if count > 1), None)
+    if twice is not None:
+        raise invalid("classes", "name each folder once", f'"{twice}" twice in {path}', "Put its names into one entry.")
+    nameless = next((number for number, entry in enumerate(classes) if not entry.names), None)
+    if nameless is not None:
+        got = f"none for {classes[nameless].key or nameless} in {path}"
         raise invalid("classes", "have a name each", got, "A text, or a list of synonyms.")
     if len(classes) < 2:
         raise invalid("classes", "be two at least", f"{len(classes)} in {path}", "There is nothing to choose from.")
@@ -145,7 +154,13 @@ def open_class_folder(
     folder: str | Path, *, classes: str | Path | None = None, mapping: str | Path | None = None,
     among: Literal["folders", "all"] = "folders",
 ) -> ClassFolder:  # fmt: skip
-    """The images below `folder` and their classes, by the rules of `docs/evaluation.md`."""
+    """The images below `folder` and their classes.
+
+    The class of a sub-folder is the entry of its name in the file `classes`; else, where every sub-folder is a number,
+    the class of that number; else, where the file is a list of as many names, the class at its alphabetical place.
+    Without a file, the name of a sub-folder is its class, underscores read as spaces. `mapping`, a JSON file, gives a
+    sub-folder several classes. Answers are the classes that are right for some folder, or "all".
+    """
     root = Path(folder)
     folders = _folders(root)
     known = [Class(name, (name.replace("_", " "),)) for name in folders] if classes is None else read_classes(classes)
@@ -205,8 +220,9 @@ def _single_classes(
             raise invalid("classes", "be one for each folder where they are a mere list", got, remedy)
         numbers = {name: number for number, name in enumerate(folders)}
     classes = {name: [numbers.get(name, int(name) if by_number else count)] for name in folders}
-    if nameless := [name for name, (number,) in classes.items() if number >= count]:
-        got = f'none for "{nameless[0]}" in {file}'
+    nameless = next((name for name, (number,) in classes.items() if number >= count), None)
+    if nameless is not None:
+        got = f'none for "{nameless}" in {file}'
         raise invalid("classes", "name every folder", got, "Add it, or give a mapping.")
     return classes
 

@@ -1,8 +1,11 @@
-"""Source: the user's own questions and passages, in the formats that `docs/retrieval.md` lists, with scores or without.
+"""Source: the user's own questions and passages, in the usual formats.
 
-An entry of a file is read by its keys: DPR (`question`, `positive_ctxs`, `hard_negative_ctxs`, `answers`), Tevatron
-(`query`, `positive_passages`, `negative_passages`, or ids into a corpus), FlagEmbedding (`query`, `pos`, `neg`); any
-other entry is a pair or triplet as in sentence-transformers, by the names of its columns, else in their order.
+A folder in BEIR's format has corpus.jsonl, queries.jsonl and judgements in qrels. An entry of a file is read by its
+keys: DPR (`question`, `positive_ctxs`, `hard_negative_ctxs`, `answers`), Tevatron (`query`, `positive_passages`,
+`negative_passages`, or ids into a corpus), FlagEmbedding (`query`, `pos`, `neg`, and a teacher's `pos_scores`,
+`neg_scores`); any other entry is a pair or triplet as in sentence-transformers, by the names `anchor`, `query` or
+`question`, `positive`, `negative...`, else in the order of its columns: question, positive, negatives, with a list
+`scores` of the passages in this order. A passage that is an object may have a `score`.
 """
 
 import ast
@@ -299,7 +302,10 @@ def _texts(value: Any) -> tuple[str, ...]:
 def open_beir(
     folder: Path, *, bad_rows: float, allowed_by: str = "data.bad_rows", progress: ProgressFactory
 ) -> TextSet:
-    """A folder with corpus.jsonl, queries.jsonl and qrels/*.tsv; each file of qrels is a split by its name."""
+    """A folder with corpus.jsonl, queries.jsonl and qrels/*.tsv; each file of qrels is a split by its name.
+
+    A passage with a question's own id is that question (ArguAna, Quora), and no result of it unless it is judged so.
+    """
     judged = sorted((folder / "qrels").glob("*.tsv"))
     missing = [name for name in (BEIR_CORPUS, "queries.jsonl") if not (folder / name).is_file()]
     if missing or not judged:

@@ -226,7 +226,10 @@ class LossSettings(Settings):
 
 
 class OptimSettings(Settings):
-    """Settings of every optimizer."""
+    """Settings of every optimizer.
+
+    With `rate_scaling` a step of b pairs has the rate times b / base_batch ("linear"), or times its root ("sqrt").
+    """
 
     # larger ones lead from finite weights to others in a single step
     learning_rate: Annotated[float, Field(gt=0.0, le=1e3)] = 1e-3

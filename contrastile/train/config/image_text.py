@@ -126,7 +126,9 @@ class ModelSettings(Settings):
 
 
 class DataSettings(Settings):
-    """Pairs of images and captions. `source`: "glyphs", a table (.tsv or .csv), or a collection (`data/sources.py`)."""
+    """Pairs of images and captions. `source`: "glyphs", a table (.tsv or .csv), or a collection: tar shards such as
+    "a/{000..099}.tar", parquet files and folders of images, several joined by "::".
+    """
 
     source: str = "glyphs"
     image_size: Annotated[int, Field(ge=8, le=1024)] = 32
@@ -202,7 +204,11 @@ Templates = Annotated[str, on_disk(f"{KNOWN} or a file", lambda name: name in PR
 
 
 class ZeroShotSettings(Settings):
-    """Classify the images of `folder`, which has a sub-folder for each class, by the names of the classes."""
+    """Classify the images of `folder`, which has a sub-folder for each class, by the names of the classes.
+
+    `classes`: a JSON file or lines of folder, tab and names. `templates`: "plain", "several" or a file with a sentence
+    a line. `mapping`: a JSON file, from folder to the several classes that are right for it.
+    """
 
     folder: FolderPath
     name: str | None = None
@@ -227,7 +233,10 @@ class ZeroShotSettings(Settings):
 
 
 class RetrievalSettings(Settings):
-    """Find captions by images and images by captions: Karpathy's JSON, or a table (.tsv or .csv)."""
+    """Find captions by images and images by captions: Karpathy's JSON, or a table (.tsv or .csv).
+
+    `split`: of the JSON, by default "test". `images`: the folder of the images, by default the file's own.
+    """
 
     captions: FilePath
     name: str | None = None

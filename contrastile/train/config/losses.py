@@ -50,7 +50,10 @@ class Hardness(LossSettings):
 
 
 class Guided(LossSettings):
-    """GISTLoss. `guide`: the folder of a run, or of a model of transformers, that encodes the same batch."""
+    """GISTLoss. `guide`: the folder of a run, or of a model of transformers, that encodes the same batch.
+
+    `contrast_anchors`, `contrast_positives`: pairs of queries, and pairs of their keys, are compared too.
+    """
 
     other_model: ClassVar = "guide"
     kind: Literal["gist"] = "gist"

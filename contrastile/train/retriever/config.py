@@ -129,7 +129,10 @@ TOKEN_FEATURES = 128
 
 
 class RetrieverSettings(Settings):
-    """One encoder for `both` sides, or one each for `query` and `passage`."""
+    """One encoder for `both` sides, or one each for `query` and `passage`.
+
+    `kind`: "single", a vector for each text; "late", one for each of its tokens.
+    """
 
     kind: Literal["single", "late"] = "single"
     both: AnyEncoder | None = None
@@ -202,7 +205,10 @@ class RetrieverSteps(Steps):
 
 
 class RetrieverEvaluation(Settings):
-    """Probes, and at the end an answer to every held-out question: the `depth` best of all passages."""
+    """Probes, and at the end an answer to every held-out question: the `depth` best of all passages.
+
+    `candidates`: the first passages of BM25 that a late retriever scores; 0: all.
+    """
 
     every: Share = 0.1
     probe: Count = 500
