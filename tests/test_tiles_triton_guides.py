@@ -48,6 +48,19 @@ def _on_the_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def careful_flags(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """The careful flag of each block whose backward the kernels compute."""
+    flags, careful = list[bool](), launch.careful_gradient
+
+    def spied(pair: Any, block: Any, *others: Any) -> None:
+        flags.append(bool(block.constants[int(CAREFUL.value)]))
+        careful(pair, block, *others)
+
+    monkeypatch.setattr(launch, "careful_gradient", spied)
+    return flags
+
+
 def _unit(n: int, features: int = D) -> Tensor:
     return F.normalize(torch.randn(n, features), dim=-1)
 
@@ -114,11 +127,25 @@ def test_a_guide_of_several_super_tiles_with_ids_and_listed_positives() -> None:
     _against_eager(_leaves(N, M), loss=loss, positives=positives, workspace=LITTLE, **ids, **_guide(N, M))
 
 
-def test_a_guide_that_excludes_every_negative() -> None:
-    """Of a row, whose sum then is too low for the fast kernels."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_guide_that_excludes_every_negative(dtype: torch.dtype, careful_flags: list[bool]) -> None:
+    """Of a row, whose sum is 0: the fast kernels know that it has no pair."""
     guide = _guide(N, N)
     guide["guide_q"][5] = 0
-    _against_eager(_leaves(N, N), loss=Guided(margin=0.5), **guide)
+    _against_eager(_leaves(N, N), dtype, loss=Guided(margin=1.0), **guide)
+    _against_eager(_leaves(N, N), dtype, loss=Guided(margin=1.0), workspace=LITTLE, **guide)
+    assert careful_flags
+    assert not any(careful_flags)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("side", ["guide_q", "guide_k"])
+def test_a_guide_that_is_not_finite_makes_the_loss_nan(side: str, reduction: str) -> None:
+    guide, leaves = _guide(N, N), _leaves(N, N)
+    guide[side][3, 2] = torch.inf
+    loss, *gradients = _result("triton", torch.float32, leaves, loss=Guided(), reduction=reduction, **guide)
+    assert loss.isnan().all()
+    assert all(x.isnan().any() for x in gradients)
 
 
 def test_the_bits_of_a_mask_are_those_of_the_forward_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,19 +257,12 @@ def test_few_rows_have_a_teacher(shape: tuple[int, int]) -> None:
     ],
     ids=repr,
 )
-def test_positives_by_label(loss: PairLoss, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags, careful = [], launch.careful_gradient
-
-    def spied(pair: Any, block: Any, *others: Any) -> None:
-        flags.append(bool(block.constants[int(CAREFUL.value)]))
-        careful(pair, block, *others)
-
-    monkeypatch.setattr(launch, "careful_gradient", spied)
+def test_positives_by_label(loss: PairLoss, scale: float, careful_flags: list[bool]) -> None:
     labels = torch.arange(N) % 23
     given = {"query_labels": labels, "key_labels": labels.flip(0)}
     _against_eager(_leaves(N, N, scale), loss=loss, workspace=LITTLE, **given)
     # the fast kernels compute them where they can
-    assert set(flags) == ({scale > 100} if isinstance(loss, Softmax) else set())
+    assert set(careful_flags) == ({scale > 100} if isinstance(loss, Softmax) else set())
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ HIGHEST = tl.constexpr(100.0)
 MOST_EXPONENTIALS = tl.constexpr(2.0**27)
 # a smaller sum may have lost terms that matter
 LOWEST_SUM = tl.constexpr(2.0**-60)
+# exponents of negatives that a guide leaves are raised to this: a sum of 0 has no pair, and needs no careful form
+FAINT = tl.constexpr(-120.0)
 # positions of a block's constants: factor and shift of t; unit of a 16-bit strip; bias and scale, for logits computed
 # in float32; careful flag; 0, or NaN if a feature or the scale is not finite; and a correction of the factor
 FACTOR, SHIFT, UNIT, BIAS, SCALE, CAREFUL, NONFINITE, REST = (tl.constexpr(position) for position in range(8))

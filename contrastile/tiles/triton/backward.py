@@ -20,6 +20,7 @@ import triton.language as tl
 from contrastile.tiles.triton.arithmetic import (
     ANY,
     CAREFUL,
+    FAINT,
     INVERSE,
     LN2,
     LOG2E,
@@ -294,7 +295,7 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
                 t = exponents(part, constants, SOFTPLUS, PRODUCTS)
                 if GUIDE == MASK:
                     false = false_negatives(words, at * WIDTH, BM, WIDTH)
-                    t = tl.where(false, -float("inf"), t)
+                    t = tl.where(false, -float("inf"), tl.maximum(t, FAINT))
                 if IDS or SMOOTH:
                     valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
                     if IDS:

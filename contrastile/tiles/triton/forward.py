@@ -12,7 +12,9 @@ A pair's term is an exponential or, with the constexpr SOFTPLUS, a softplus. Exp
 t = ⟨q, k⟩ · factor − shift with factor = scale · log2(e), so that exp(x) = 2^shift · 2^t. The shift comes from the
 largest norms so that t ≤ 100: nothing overflows, no maximum is needed, and 226 binades lie between the largest term
 and the first that is lost. A sum that ends below 2^−60 sets the careful flag on the device. The careful kernels run
-where it is set and return at once elsewhere. The factor compensates the tensor cores' truncation (docs/numerics.md).
+where it is set and return at once elsewhere. A guide may leave a row without a negative, whose sum is 0: the exponents
+of those that it leaves are at least −120, so that such a sum needs no care. The factor compensates the tensor cores'
+truncation (docs/numerics.md).
 
 Names: `_ptr` points to memory, `_mem` to memory or a descriptor of it; N and M are the rows and columns of the
 super-tile, BM and BN those of a tile, D is the padded feature size, and G that of a guide.
@@ -26,6 +28,7 @@ import triton.language as tl
 from contrastile.tiles.triton.arithmetic import (
     ANY,
     CAREFUL,
+    FAINT,
     LN2,
     MASK,
     TEACHER,
@@ -260,7 +263,7 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
             t = exponents(acc, constants, SOFTPLUS, PRODUCTS)
             if GUIDE == MASK:
                 false = false_negatives(load_bits(bits_ptr, bits_stride, i, j, BM), 0, BM, BN)
-                t = tl.where(false, -float("inf"), t)
+                t = tl.where(false, -float("inf"), tl.maximum(t, FAINT))
             if IDS or SMOOTH:
                 valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
                 if IDS:

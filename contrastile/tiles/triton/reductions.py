@@ -28,6 +28,7 @@ from contrastile.tiles.triton.arithmetic import (
     LOGIT_COUNT,
     LOGIT_SUM,
     LOWEST_SUM,
+    MASK,
     MOST_EXPONENTIALS,
     NONFINITE,
     POSITIVE_TOP,
@@ -275,8 +276,11 @@ def merge_sums(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first,
                     gap += tl.sum(_load_channel(part_ptr, 2, tiles, step, n, at, inside, TILES), 0)
             lowest = tl.minimum(lowest, soft)
         if last != 0:
+            low = inside & (lowest < LOWEST_SUM)
+            if GUIDE == MASK:
+                low &= lowest > 0
             # every program writes the same value
-            if tl.max((inside & (lowest < LOWEST_SUM)).to(tl.int32)) != 0:
+            if tl.max(low.to(tl.int32)) != 0:
                 tl.store(constants_ptr + CAREFUL, 1.0)
             # from powers of two to a maximum, near which logarithms and sums are small
             top, error = shift_as_logarithm(tl.load(constants_ptr + SHIFT) + whole)
