@@ -79,7 +79,7 @@ OTHER_CODE = {
 }
 # reasons against the seconds of a row, whose bytes are planned
 HOST = "bound by a host whose rates were not measured"
-PAIRS = {"gist_pairs": "pairs of queries and of keys in kernels whose time was not fitted"}
+PAIRS = {"gist_pairs": "features beside zeros and their gradients, whose copies are not planned"}
 # the name of a loss of token vectors across ranks
 SHARED = re.compile(r"(\d+) ranks, (\w+)")
 # with so little workspace that the host launches 256 blocks one machine took twice as long as another

@@ -873,7 +873,7 @@ def test_columns_of_a_row_may_be_further_apart_than_32_bits(strides: tuple[int, 
     q, own = torch.randint(-9, 9, (N, D)), torch.randint(-9, 9, (N, H, D))
     given = memory.as_strided((N, H, D), strides, 2**31).copy_(own)
     products, u, g = torch.empty(N, H), torch.zeros(N, D), torch.randn(N, H)
-    FusedOwnColumns.products(q.float(), given, products)
+    FusedOwnColumns.products(q.float(), given, products, torch.zeros(()))
     FusedOwnColumns.add(g, given, u)
     assert torch.equal(products, (q[:, None] * own).sum(2).float())
     torch.testing.assert_close(u, torch.einsum("nh,nhd->nd", g, own.float()))
