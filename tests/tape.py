@@ -87,10 +87,11 @@ class Tape(DispatchMode):
 
     @staticmethod
     def _dropped(block: np.ndarray) -> None:
-        block.fill(POISON)
         if Tape.current is None:
+            # overwritten by the next graph of this pool alone: a collector may find it in the middle of a replay
             Tape.between.append(block)
         else:
+            block.fill(POISON)
             Tape.current._notes.append(lambda: block.fill(POISON))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -7,7 +7,7 @@ exchange, `ddp_fsdp.py` and `train/` use it. Ranks compare on the host where pos
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from io import BytesIO
 from typing import Any
@@ -93,7 +93,8 @@ def most(number: int, group: Any, **statement: Any) -> int:
 
 def any_of(flags: Sequence[bool], group: Any) -> list[bool]:
     """Return for each flag whether it is set on any rank of the group."""
-    return _gather(torch.tensor(flags, dtype=torch.uint8), group).view(size(group), -1).any(0).tolist()
+    gathered = _gather(torch.tensor(flags, dtype=torch.uint8), group)
+    return gathered.view(size(group), -1).any(0).tolist()
 
 
 def lent(group: Any, make: Callable[[], Any] | None) -> Any:
@@ -127,8 +128,7 @@ def lent(group: Any, make: Callable[[], Any] | None) -> Any:
 def _gather(own: Tensor, group: Any) -> Tensor:
     """The numbers of all ranks, one rank after the other, in host memory."""
     carrier, device = _carrier(group)
-    # on a GPU on a stream of its own, which does not wait for earlier kernels
-    with torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext():
+    with _own_stream(device):
         gathered = own.new_empty(size(group) * len(own), device=device)
         with Collective("agreement", group, carrier):
             all_gather(gathered, own.to(device), group=carrier)
@@ -182,6 +182,11 @@ def _short(value: Any) -> Any:
     """The value; of a long one its beginning and a number that tells it from others."""
     written = json.dumps(value)
     return value if len(written) <= VALUE else f"{written[:VALUE]}... ({_digest({'': value}):x})"
+
+
+def _own_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Compute on a stream of its own on a GPU, which does not wait for earlier kernels."""
+    return torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext()
 
 
 @cache
