@@ -153,7 +153,7 @@ def _type(name: str, shape: Any, constants: dict[str, Any]) -> str | tuple[str, 
         return "*i64"
     if name in ("factor_ptr", "highest_ptr", "kernels_ptr"):
         return "*fp64"
-    numbers = ("smoothing", "truncation", "hardness", "least", "x_lost", "y_lost")
+    numbers = ("smoothing", "truncation", "hardness", "least", "far", "x_lost", "y_lost")
     return "*fp32" if name.endswith("_ptr") else "fp32" if name in numbers else "i32"
 
 
@@ -305,7 +305,7 @@ def _shared(kernel: Any, name: str, chosen: dict[str, Any], capability: int) -> 
         "FLATTEN": shape.flatten,
         "TMA": shape.tma,
     }
-    fixed |= {"BLOCK": 128, "TILES": 16, "ROWS": 16, "COLS": 128, "STEPS": 4, "SCAN": 1024}
+    fixed |= {"BLOCK": 128, "TILES": 16, "ROWS": 16, "COLS": 128, "STEPS": 4, "SCAN": 1024, "PAIRS": 32}
     names = kernel.arg_names
     constants = {parameter.name: 0 for parameter in kernel.params if parameter.is_constexpr}
     constants |= {name: value for name, value in (fixed | chosen).items() if name in constants}

@@ -512,6 +512,30 @@ def test_the_careful_flag_is_set_where_fast_sums_would_be_lost() -> None:
         assert constants[int(SHIFT.value)] >= 0
 
 
+@pytest.mark.parametrize(("times", "expected"), [(1.0, 0), (4.0, 1), (-4.0, 1)], ids=["alike", "far", "opposite"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_long_features_need_careful_kernels_only_where_logits_lie_far_apart(
+    dtype: torch.dtype, times: float, expected: int
+) -> None:
+    """Norms allow logits of 900, those of most pairs are near 135; times: of those of one row."""
+    half = (D - 1) // 2
+    q, k = (0.004 * torch.randn(N, D) for _ in range(2))
+    # of products a part along one feature, 900 · 0.16, and none along the others
+    for side, first in ((q, 1), (k, 1 + half)):
+        side[:, 0] += 0.4
+        side[:, first : first + half] += 0.9 * _unit(N, torch.float32, half)
+        side *= 30
+    q[5] *= times
+    q, k = q.to(dtype), k.to(dtype)
+    constants = _fast_totals(q, k, torch.tensor(1.0))
+    assert constants[int(CAREFUL.value)] == expected
+    for symmetric in (False, True):
+        tiles, rows = _tiles(1.0, Softmax(symmetric=symmetric)), Shard(q, diagonal=0)
+        exact, *wide = _exact(tiles, rows, Shard(k))
+        for found, true in zip(_followed(tiles, rows, Shard(k)), _followed(exact, *wide), strict=True):
+            assert distance(found, true) <= (2e-2 if dtype == torch.bfloat16 else 4e-3)
+
+
 def _fast_totals(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     constants = launch.block_constants(q, k, scale, None, EPILOGUE)
     row_part = torch.empty(1, plan.tiles_of(len(k), SHAPE.cols), len(q))
@@ -527,7 +551,7 @@ def _as_pair(q: Tensor, k: Tensor, masks: Masks = Masks()) -> Pair:  # noqa: B00
 
 def _constants(factor: float, shift: float) -> Tensor:
     """Those of a softmax whose careful flag is not set."""
-    return torch.tensor([factor, shift, 1.0, 0.0, factor, 0.0, 0.0])
+    return torch.tensor([factor, shift, 1.0, 0.0, factor, 0.0, 0.0, 0.0, torch.inf])
 
 
 @pytest.mark.parametrize(

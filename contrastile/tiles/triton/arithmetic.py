@@ -20,6 +20,8 @@ LN2_FIRST = tl.constexpr(0.693359375)
 LN2_REST = tl.constexpr(-2.1219444005469057e-4)
 # largest exponent t of a term
 HIGHEST = tl.constexpr(100.0)
+# t of the largest logit of some pairs, where norms allow far larger ones
+ESTIMATED = tl.constexpr(40.0)
 # keys times the norms of features beyond which sums of such exponentials times features could exceed float32
 MOST_EXPONENTIALS = tl.constexpr(2.0**27)
 # a smaller sum may have lost terms that matter
@@ -27,10 +29,11 @@ LOWEST_SUM = tl.constexpr(2.0**-60)
 # exponents of negatives that a guide leaves are raised to this: a sum of 0 has no pair, and needs no careful form
 FAINT = tl.constexpr(-120.0)
 # positions of a block's constants: factor and shift of t; unit of a 16-bit strip; bias and scale, for logits computed
-# in float32; careful flag; 0, or NaN if a feature or the scale is not finite; and a correction of the factor
-FACTOR, SHIFT, UNIT, BIAS, SCALE, CAREFUL, NONFINITE, REST = (tl.constexpr(position) for position in range(8))
+# in float32; careful flag; 0, or NaN if a feature or the scale is not finite; a correction of the factor; and the
+# largest sum that is trusted
+FACTOR, SHIFT, UNIT, BIAS, SCALE, CAREFUL, NONFINITE, REST, LIMIT = (tl.constexpr(position) for position in range(9))
 # position at which those of a teacher's logits begin
-TEACHERS = tl.constexpr(8)
+TEACHERS = tl.constexpr(9)
 # values of GUIDE: negatives where the guide's product exceeds the row's number do not count; or the product, as logit
 # of a teacher, gives soft targets
 MASK, TEACHER = tl.constexpr(1), tl.constexpr(2)

@@ -136,7 +136,7 @@ class Triton(Tiles):
             launch.merge_parts(stats, parts, self._epilogue)
 
     def guide_numbers(self, rows: Shard, cols: Shard) -> Tensor | None:
-        return self.loss.guide_numbers(rows, cols, launch.listed_products)
+        return self.loss.guide_numbers(rows, cols, positions.listed_products)
 
     def count_equal(self, labels: Tensor, others: Tensor) -> Tensor:
         if max(len(labels), len(others)) > sorting.MOST_CHUNKED:
@@ -235,14 +235,14 @@ class Triton(Tiles):
     def _block(self, rows: Shard, cols: Shard) -> Block:
         position = rows.start, len(rows), cols.start, len(cols)
         if position not in self.constants:
-            given = rows.features, cols.features, self.scale, self.bias
+            given = rows.features, cols.features, self.scale, self.bias, self._epilogue
             suits = self.followed and exponentials.suits(rows, self._epilogue)
             by_sums = self._budget.sums_labels(rows, cols)
             # gradients of positives, divided by the factor of their row, add up to twice the sum of exponentials
             most = 4 if by_label(rows) and not by_sums else 1
-            number = most * len(cols) if suits and not self.loss.symmetric else 0
+            keys = most * len(cols) if suits and not self.loss.symmetric else 0
             least = exponentials.LEAST if suits and self.loss.symmetric and self.keeps(rows, cols) else 0.0
-            constants = launch.block_constants(*given, self._epilogue, keys=number, least=least, norms=self.norms)
+            constants = launch.block_constants(*given, keys=keys, least=least, norms=self.norms, labels=by_label(rows))
             self.constants[position] = with_guide(constants, rows, cols, self._epilogue, first=not self.constants)
             self.groups[position] = numbered_groups(rows, cols)
             if by_label(rows):

@@ -6,6 +6,7 @@ function waits for the device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -42,10 +43,13 @@ FEW = 4096
 MERGED, MERGED_FEW = (128, 16), (16, 128)
 # rows of one program that reads features, `BLOCK` features at a time
 ROWS = 16
+# a logit in powers of 2 that norms allow, above which the shift is that of the largest of some pairs; those pairs, and
+# their features that are read at once
+FAR, PAIRS, COLS = 160.0, 32, 128
 # partial norms that are read at once
 NORMS = 4096
 # constants of a block; rows that `finish` writes: each row's loss, its weight, and from the third on the state
-CONSTANTS, WEIGHT, STATE = 8, 1, 2
+CONSTANTS, WEIGHT, STATE = 9, 1, 2
 # products of fp16 have more bits than those of bf16, and lose more to truncation
 TRUNCATION_FLOAT16 = 1.25
 # each direction's vectors [V, n]: see `direction_weights`
@@ -95,17 +99,6 @@ def feature_norms(q: Tensor, k: Tensor) -> Tensor:
     return out
 
 
-def listed_products(a: Tensor, b: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """⟨a_i, b_j⟩ [n, P] of each row and the columns j at its positions, ∞ where there is none."""
-    out = torch.empty(positions.shape, dtype=dtype, device=a.device)
-    with on(a.device):
-        run(
-            reductions.listed_products, (tiles_of(len(a), ROWS),), columns_ptr=positions.contiguous(), out_ptr=out,
-            N=len(a), M=len(b), per_row=positions.shape[1], **features(a, b),
-        )  # fmt: skip
-    return out
-
-
 def block_constants(
     q: Tensor,
     k: Tensor,
@@ -116,19 +109,25 @@ def block_constants(
     keys: int = 0,
     least: float = 0.0,
     norms: Tensor | None = None,
+    labels: bool = False,
 ) -> Tensor:
     """The constants of x = scale · ⟨q, k⟩ + bias, as `arithmetic.py` numbers them.
 
     keys: number of keys if exponentials may be kept: the flag is set where their sums could overflow. least: it is
     set where the largest |t| is below it, if the sum of products is computed from that of t. norms: those of the
-    features, as `feature_norms` writes them, if known.
+    features, as `feature_norms` writes them, if known. labels: positives are exponentials too, whose sums no flag
+    watches, so that the shift is that of the norms whatever the logits are; so it is in float32, where a logit in the
+    hundreds is rounded less by the careful kernels.
     """
     norms = feature_norms(q, k) if norms is None else norms
     out = torch.empty(CONSTANTS, dtype=torch.float32, device=q.device)
     run(
         reductions.block_constants, (1,), norms_ptr=norms, scale_ptr=scale, bias_ptr=scale if bias is None else bias,
         out_ptr=out, q_blocks=tiles_of(len(q), ROWS), blocks=norms.shape[1], truncation=truncation(q), keys=keys,
-        least=least, hardness=epilogue.hardness, BIASED=bias is not None, BLOCK=NORMS, **epilogue.flags,
+        least=least, hardness=epilogue.hardness, BIASED=bias is not None, BLOCK=NORMS, N=len(q), M=len(k),
+        PAIRS=PAIRS, COLS=COLS, far=FAR if q.element_size() == 2 and not labels else math.inf,
+        **epilogue.flags,
+        **{key: value for key, value in features(q, k).items() if key not in ("ROWS", "BLOCK")},
     )  # fmt: skip
     return out
 

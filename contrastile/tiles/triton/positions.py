@@ -61,6 +61,17 @@ def _arguments(block: Block, positives: Positives, epilogue: Epilogue) -> dict[s
     return {"teacher_ptr": logits, **given}
 
 
+def listed_products(a: Tensor, b: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """⟨a_i, b_j⟩ [n, P] of each row and the columns j at its positions, ∞ where there is none."""
+    out = torch.empty(positions.shape, dtype=dtype, device=a.device)
+    with launch.on(a.device):
+        launch.run(
+            kernels.listed_products, (tiles_of(len(a), launch.ROWS),), columns_ptr=positions.contiguous(), out_ptr=out,
+            N=len(a), M=len(b), per_row=positions.shape[1], **features(a, b),
+        )  # fmt: skip
+    return out
+
+
 def add_totals(block: Block, positives: Positives, stats: Sequence[Tensor], epilogue: Epilogue) -> None:
     """Write the positives known by position into the statistics, which hold all other pairs."""
     given = _arguments(block, positives, epilogue)

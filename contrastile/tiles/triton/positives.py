@@ -4,6 +4,7 @@
 
 Launched by `launch.py`; positives by label are in the tiles, see `labels.py`:
 
+    listed_products      products of a guide's features
     positive_logits      their logits by a teacher
     positive_totals      their part of each row's statistics
     positive_gradients   their gradient, added to the accumulators directly
@@ -124,6 +125,27 @@ def positive_logit(q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, di
         top = inner * tl.load(constants_ptr + SCALE) + tl.load(constants_ptr + BIAS)
         rest = tl.zeros((ROWS,), tl.float32)
     return col, exists, inner, top, rest
+
+
+@triton.jit(do_not_specialize=ANY)
+def listed_products(q_ptr, k_ptr, columns_ptr, out_ptr, N, M, D, per_row, q_row_stride, q_stride, k_row_stride,
+                    k_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """⟨q_i, k_j⟩ [N, per_row] of the columns j of each row, ∞ where there is none."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = rows.to(tl.int64)
+    for p in range(per_row):
+        col = tl.load(columns_ptr + row * per_row + p, mask=rows < N, other=-1).to(tl.int64)
+        exists = (col >= 0) & (col < M)
+        total = tl.zeros((ROWS, BLOCK), tl.float32)
+        for step in range(0, D, BLOCK):
+            d = step + tl.arange(0, BLOCK)
+            inside = exists[:, None] & (d < D)[None, :]
+            at = d.to(tl.int64)[None, :]
+            q = tl.load(q_ptr + row[:, None] * q_row_stride + at * q_stride, mask=inside, other=0.0)
+            k = tl.load(k_ptr + col[:, None] * k_row_stride + at * k_stride, mask=inside, other=0.0)
+            total += q.to(tl.float32) * k.to(tl.float32)
+        out = tl.where(exists, tl.sum(total, 1), float("inf"))
+        tl.store(out_ptr + row * per_row + p, out, mask=rows < N)
 
 
 @triton.jit(do_not_specialize=ANY)

@@ -20,9 +20,11 @@ from contrastile.tiles.triton.arithmetic import (
     ANY,
     BIAS,
     CAREFUL,
+    ESTIMATED,
     FACTOR,
     GAP,
     HIGHEST,
+    LIMIT,
     LN2,
     LOG2E,
     LOGIT_COUNT,
@@ -111,27 +113,6 @@ def norms(q_ptr, k_ptr, out_ptr, N, M, D, q_row_stride, q_stride, k_row_stride, 
 
 
 @triton.jit(do_not_specialize=ANY)
-def listed_products(q_ptr, k_ptr, columns_ptr, out_ptr, N, M, D, per_row, q_row_stride, q_stride, k_row_stride,
-                    k_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """⟨q_i, k_j⟩ [N, per_row] of the columns j of each row, ∞ where there is none."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row = rows.to(tl.int64)
-    for p in range(per_row):
-        col = tl.load(columns_ptr + row * per_row + p, mask=rows < N, other=-1).to(tl.int64)
-        exists = (col >= 0) & (col < M)
-        total = tl.zeros((ROWS, BLOCK), tl.float32)
-        for step in range(0, D, BLOCK):
-            d = step + tl.arange(0, BLOCK)
-            inside = exists[:, None] & (d < D)[None, :]
-            at = d.to(tl.int64)[None, :]
-            q = tl.load(q_ptr + row[:, None] * q_row_stride + at * q_stride, mask=inside, other=0.0)
-            k = tl.load(k_ptr + col[:, None] * k_row_stride + at * k_stride, mask=inside, other=0.0)
-            total += q.to(tl.float32) * k.to(tl.float32)
-        out = tl.where(exists, tl.sum(total, 1), float("inf"))
-        tl.store(out_ptr + row * per_row + p, out, mask=rows < N)
-
-
-@triton.jit(do_not_specialize=ANY)
 def inner_sums(q_ptr, k_ptr, out_ptr, N, D, q_row_stride, q_stride, k_row_stride, k_stride, ROWS: tl.constexpr,
                BLOCK: tl.constexpr):  # fmt: skip
     """[blocks]: Σ ⟨q_i, k_i⟩ of each block of rows."""
@@ -148,10 +129,32 @@ def inner_sums(q_ptr, k_ptr, out_ptr, N, D, q_row_stride, q_stride, k_row_stride
     tl.store(out_ptr + tl.program_id(0), tl.sum(total))
 
 
+@triton.jit
+def _largest_product(q_ptr, k_ptr, N, M, D, q_row_stride, q_stride, k_row_stride, k_stride, PAIRS: tl.constexpr,
+                     COLS: tl.constexpr):  # fmt: skip
+    """The largest ⟨q, k⟩ of some pairs, most of them off the diagonal."""
+    pair = tl.arange(0, PAIRS).to(tl.int64)
+    row = pair * N // PAIRS
+    col = (pair * M // PAIRS + M // 2) % M
+    total = tl.zeros((PAIRS,), tl.float32)
+    for step in range(0, D, COLS):
+        at = step + tl.arange(0, COLS).to(tl.int64)
+        inside = tl.broadcast_to((at < D)[None, :], (PAIRS, COLS))
+        q = tl.load(q_ptr + row[:, None] * q_row_stride + at[None, :] * q_stride, mask=inside, other=0.0)
+        k = tl.load(k_ptr + col[:, None] * k_row_stride + at[None, :] * k_stride, mask=inside, other=0.0)
+        total += tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
+    return tl.max(total)
+
+
 @triton.jit(do_not_specialize=ANY)
-def block_constants(norms_ptr, scale_ptr, bias_ptr, out_ptr, q_blocks, blocks, truncation, keys, least, hardness,
-                    BIASED: tl.constexpr, SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def block_constants(norms_ptr, scale_ptr, bias_ptr, out_ptr, q_ptr, k_ptr, N, M, D, q_row_stride, q_stride,
+                    k_row_stride, k_stride, q_blocks, blocks, truncation, keys, least, far, hardness,
+                    BIASED: tl.constexpr, SOFTPLUS: tl.constexpr, PAIRS: tl.constexpr, COLS: tl.constexpr,
+                    BLOCK: tl.constexpr):  # fmt: skip
     """The constants of a block, as `arithmetic.py` numbers them; the shift of exponentials makes t ≤ HIGHEST.
+
+    far: where norms allow larger logits in powers of 2, as of features that are not normalised, the shift is that of
+    the largest logit of PAIRS pairs, and a sum above 2^HIGHEST sets the careful flag (`merge_sums`).
 
     keys: those of a block whose exponentials may be kept (`exponentials.py`), else 0: the careful flag is set where
     their sums times features could exceed float32. least: the flag is also set where all logits are closer to 0, in
@@ -175,6 +178,7 @@ def block_constants(norms_ptr, scale_ptr, bias_ptr, out_ptr, q_blocks, blocks, t
         bias = tl.load(bias_ptr)
     offset = -bias.to(tl.float64) * LOG2E
     shift = offset.to(tl.float32)
+    limit = scale * 0.0 + float("inf")
     factor = (binary + binary * truncation).to(tl.float32)
     # t is exactly 0 where the logit is
     rounding = tl.where(offset == 0, 1.0, shift.to(tl.float64) / tl.where(offset == 0, 1.0, offset))
@@ -183,6 +187,13 @@ def block_constants(norms_ptr, scale_ptr, bias_ptr, out_ptr, q_blocks, blocks, t
         largest = tl.abs(binary.to(tl.float32)) * tl.sqrt(tl.max(q_norm)) * tl.sqrt(tl.max(k_norm))
         # a whole number, for `shift_as_logarithm`
         shift = tl.ceil(tl.maximum(largest - HIGHEST, 0.0))
+        # not where products overflow
+        if (largest > far) & (largest < 2.0**60):
+            product = _largest_product(
+                q_ptr, k_ptr, N, M, D, q_row_stride, q_stride, k_row_stride, k_stride, PAIRS, COLS)  # fmt: skip
+            shift = tl.minimum(shift, tl.ceil(tl.maximum(product * binary.to(tl.float32) - ESTIMATED, 0.0)))
+            limit = tl.exp2(HIGHEST)
+    tl.store(out_ptr + LIMIT, limit)
     tl.store(out_ptr + FACTOR, factor)
     tl.store(out_ptr + REST, rest.to(tl.float32))
     tl.store(out_ptr + SHIFT, shift)
@@ -229,9 +240,9 @@ def merge_sums(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first,
                TILES: tl.constexpr):  # fmt: skip
     """Add a super-tile's sums to the statistics of its rows (program_id 1 = 0) and of its columns (1).
 
-    After the last super-tile of a side, a sum that is too low to be trusted sets the careful flag. LATER: a teacher's
-    gap comes with the backward, see `Gap` in `guided.py`; a sum of logits and their number have room for the lift and
-    the teacher's sum under the shift.
+    After the last super-tile of a side, a sum too low or too high to be trusted sets the careful flag. LATER: a
+    teacher's gap comes with the backward, see `Gap` in `guided.py`; a sum of logits and their number have room for the
+    lift and the teacher's sum under the shift.
     """
     of_rows = tl.program_id(1) == 0
     part_ptr = tl.where(of_rows, row_part_ptr, col_part_ptr)
@@ -264,6 +275,7 @@ def merge_sums(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first,
                 logit_sum, count = _merge_logits(
                     part_ptr, 0, tiles, step, n, at, inside, whole, logit_sum, count, TILES)  # fmt: skip
         lowest = total
+        excess = total > tl.load(constants_ptr + LIMIT)
         if GUIDE == TEACHER:
             soft = tl.zeros((BLOCK,), tl.float32)
             gap = tl.zeros((BLOCK,), tl.float32)
@@ -275,12 +287,13 @@ def merge_sums(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first,
                 if not LATER:
                     gap += tl.sum(_load_channel(part_ptr, 2, tiles, step, n, at, inside, TILES), 0)
             lowest = tl.minimum(lowest, soft)
+            excess = excess | (soft > tl.load(constants_ptr + TEACHERS + LIMIT))
         if last != 0:
-            low = inside & (lowest < LOWEST_SUM)
+            low = lowest < LOWEST_SUM
             if GUIDE == MASK:
-                low &= lowest > 0
+                low = low & (lowest > 0)
             # every program writes the same value
-            if tl.max(low.to(tl.int32)) != 0:
+            if tl.max((inside & (low | excess)).to(tl.int32)) != 0:
                 tl.store(constants_ptr + CAREFUL, 1.0)
             # from powers of two to a maximum, near which logarithms and sums are small
             top, error = shift_as_logarithm(tl.load(constants_ptr + SHIFT) + whole)
