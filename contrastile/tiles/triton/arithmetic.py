@@ -22,6 +22,8 @@ LN2_REST = tl.constexpr(-2.1219444005469057e-4)
 HIGHEST = tl.constexpr(100.0)
 # t of the largest logit of some pairs, where norms allow far larger ones
 ESTIMATED = tl.constexpr(40.0)
+# a larger sum has terms whose products could exceed float32, where no norm is their bound
+HIGHEST_SUM = tl.constexpr(2.0**100)
 # keys times the norms of features beyond which sums of such exponentials times features could exceed float32
 MOST_EXPONENTIALS = tl.constexpr(2.0**27)
 # a smaller sum may have lost terms that matter

@@ -24,6 +24,7 @@ from contrastile.tiles.triton.arithmetic import (
     FACTOR,
     GAP,
     HIGHEST,
+    HIGHEST_SUM,
     LIMIT,
     LN2,
     LOG2E,
@@ -154,7 +155,7 @@ def block_constants(norms_ptr, scale_ptr, bias_ptr, out_ptr, q_ptr, k_ptr, N, M,
     """The constants of a block, as `arithmetic.py` numbers them; the shift of exponentials makes t ≤ HIGHEST.
 
     far: where norms allow larger logits in powers of 2, as of features that are not normalised, the shift is that of
-    the largest logit of PAIRS pairs, and a sum above 2^HIGHEST sets the careful flag (`merge_sums`).
+    the largest logit of PAIRS pairs, and a sum above HIGHEST_SUM sets the careful flag (`merge_sums`).
 
     keys: those of a block whose exponentials may be kept (`exponentials.py`), else 0: the careful flag is set where
     their sums times features could exceed float32. least: the flag is also set where all logits are closer to 0, in
@@ -188,11 +189,11 @@ def block_constants(norms_ptr, scale_ptr, bias_ptr, out_ptr, q_ptr, k_ptr, N, M,
         # a whole number, for `shift_as_logarithm`
         shift = tl.ceil(tl.maximum(largest - HIGHEST, 0.0))
         # not where products overflow
-        if (largest > far) & (largest < 2.0**60):
+        if (largest > far) & (largest < 1e18):
             product = _largest_product(
                 q_ptr, k_ptr, N, M, D, q_row_stride, q_stride, k_row_stride, k_stride, PAIRS, COLS)  # fmt: skip
             shift = tl.minimum(shift, tl.ceil(tl.maximum(product * binary.to(tl.float32) - ESTIMATED, 0.0)))
-            limit = tl.exp2(HIGHEST)
+            limit = scale * 0.0 + HIGHEST_SUM
     tl.store(out_ptr + LIMIT, limit)
     tl.store(out_ptr + FACTOR, factor)
     tl.store(out_ptr + REST, rest.to(tl.float32))
