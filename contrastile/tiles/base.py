@@ -250,6 +250,7 @@ class Tiles(ABC):
             stats.copy_(self.loss.merge(stats, part))
 
     def guide_numbers(self, rows: Shard, cols: Shard) -> Tensor | None:
+        """The numbers [n] of the rows, as the loss takes them from guides."""
         return self.loss.guide_numbers(rows, cols, None)
 
     def count_equal(self, labels: Tensor, others: Tensor) -> Tensor:

@@ -101,6 +101,15 @@ def exponents(inner, constants, SOFTPLUS: tl.constexpr, PRODUCTS: tl.constexpr):
 
 
 @triton.jit
+def load_rows(ptr, row, step, D, row_stride, stride, exists, BLOCK: tl.constexpr):
+    """[ROWS, BLOCK] features of these rows in float32, 0 outside."""
+    at = step + tl.arange(0, BLOCK)
+    inside = exists[:, None] & (at < D)[None, :]
+    features = ptr + row.to(tl.int64)[:, None] * row_stride + at.to(tl.int64)[None, :] * stride
+    return tl.load(features, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def binade(total):
     """The whole part of log2 of a number that is not negative, read off its bits: the same in every kernel."""
     return ((total.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32)

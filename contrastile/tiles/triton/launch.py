@@ -124,10 +124,9 @@ def block_constants(
     run(
         reductions.block_constants, (1,), norms_ptr=norms, scale_ptr=scale, bias_ptr=scale if bias is None else bias,
         out_ptr=out, q_blocks=tiles_of(len(q), ROWS), blocks=norms.shape[1], truncation=truncation(q), keys=keys,
-        least=least, hardness=epilogue.hardness, BIASED=bias is not None, BLOCK=NORMS, N=len(q), M=len(k),
-        PAIRS=PAIRS, COLS=COLS, far=FAR if q.element_size() == 2 and not labels else math.inf,
-        **epilogue.flags,
-        **{key: value for key, value in features(q, k).items() if key not in ("ROWS", "BLOCK")},
+        least=least, hardness=epilogue.hardness, BIASED=bias is not None, N=len(q), M=len(k), PAIRS=PAIRS,
+        COLS=COLS, far=FAR if q.element_size() == 2 and not labels else math.inf, **epilogue.flags,
+        **features(q, k) | {"BLOCK": NORMS},
     )  # fmt: skip
     return out
 

@@ -110,8 +110,7 @@ def own_gradients(g_ptr, q_ptr, number_ptr, out_ptr, H, D, q_row_stride, q_strid
     q = tl.load(q_ptr + row * q_row_stride + d * q_stride, mask=d < D, other=0.0)
     number = tl.load(number_ptr)
     for first in range(0, H, COLS):
-        pair = row * H + first + tl.arange(0, COLS)
-        inside = (first + tl.arange(0, COLS) < H)[:, None] & (d < D)[None, :]
-        g = tl.load(g_ptr + pair, mask=first + tl.arange(0, COLS) < H, other=0.0) * number
-        x = g[:, None] * q.to(g.dtype)[None, :]
-        tl.store(out_ptr + pair[:, None] * D + d[None, :], x.to(out_ptr.dtype.element_ty), mask=inside)
+        h = first + tl.arange(0, COLS)
+        g = tl.load(g_ptr + row * H + h, mask=h < H, other=0.0) * number
+        x = (g[:, None] * q.to(g.dtype)[None, :]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + (row * H + h)[:, None] * D + d[None, :], x, mask=(h < H)[:, None] & (d < D)[None, :])

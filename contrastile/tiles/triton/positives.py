@@ -35,6 +35,7 @@ from contrastile.tiles.triton.arithmetic import (
     exponent_constants,
     exponents,
     finite,
+    load_rows,
     log1p,
     merge_exponentials,
     merge_teachers,
@@ -56,20 +57,11 @@ def _piece(x, steps, index):
 
 
 @triton.jit
-def _load_rows(ptr, row, step, D, row_stride, stride, exists, BLOCK: tl.constexpr):
-    """[ROWS, BLOCK] features of these rows in float32, 0 outside."""
-    at = step + tl.arange(0, BLOCK)
-    inside = exists[:, None] & (at < D)[None, :]
-    features = ptr + row.to(tl.int64)[:, None] * row_stride + at.to(tl.int64)[None, :] * stride
-    return tl.load(features, mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _steps(ptr, row, D, row_stride, stride, exists, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """The numbers that round features of these rows to their first pieces."""
     squares = tl.zeros((ROWS,), tl.float32)
     for step in range(0, D, BLOCK):
-        x = _load_rows(ptr, row, step, D, row_stride, stride, exists, BLOCK)
+        x = load_rows(ptr, row, step, D, row_stride, stride, exists, BLOCK)
         squares += tl.sum(x * x, 1)
     return rounding_to_steps(squares)
 
@@ -98,9 +90,9 @@ def positive_logit(q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, di
         acc = tl.zeros((ROWS, ROWS), tl.float32)
         for product in range(PRODUCTS):
             for step in range(0, D, BLOCK):
-                q = _piece(_load_rows(q_ptr, row, step, D, q_row_stride, q_stride, exists, BLOCK), q_steps,
+                q = _piece(load_rows(q_ptr, row, step, D, q_row_stride, q_stride, exists, BLOCK), q_steps,
                            (LEFT >> (2 * product)) & 3)  # fmt: skip
-                k = _piece(_load_rows(k_ptr, col, step, D, k_row_stride, k_stride, exists, BLOCK), k_steps,
+                k = _piece(load_rows(k_ptr, col, step, D, k_row_stride, k_stride, exists, BLOCK), k_steps,
                            (RIGHT >> (2 * product)) & 3)  # fmt: skip
                 if UPCAST:
                     q = q.to(tl.float32)
@@ -119,8 +111,8 @@ def positive_logit(q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, di
     else:
         inner = tl.zeros((ROWS,), tl.float32)
         for step in range(0, D, BLOCK):
-            q = _load_rows(q_ptr, row, step, D, q_row_stride, q_stride, exists, BLOCK)
-            k = _load_rows(k_ptr, col, step, D, k_row_stride, k_stride, exists, BLOCK)
+            q = load_rows(q_ptr, row, step, D, q_row_stride, q_stride, exists, BLOCK)
+            k = load_rows(k_ptr, col, step, D, k_row_stride, k_stride, exists, BLOCK)
             inner += tl.sum(q * k, 1)
         top = inner * tl.load(constants_ptr + SCALE) + tl.load(constants_ptr + BIAS)
         rest = tl.zeros((ROWS,), tl.float32)
@@ -131,21 +123,17 @@ def positive_logit(q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, di
 def listed_products(q_ptr, k_ptr, columns_ptr, out_ptr, N, M, D, per_row, q_row_stride, q_stride, k_row_stride,
                     k_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """⟨q_i, k_j⟩ [N, per_row] of the columns j of each row, ∞ where there is none."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row = rows.to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     for p in range(per_row):
-        col = tl.load(columns_ptr + row * per_row + p, mask=rows < N, other=-1).to(tl.int64)
+        col = tl.load(columns_ptr + row * per_row + p, mask=row < N, other=-1)
         exists = (col >= 0) & (col < M)
-        total = tl.zeros((ROWS, BLOCK), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
         for step in range(0, D, BLOCK):
-            d = step + tl.arange(0, BLOCK)
-            inside = exists[:, None] & (d < D)[None, :]
-            at = d.to(tl.int64)[None, :]
-            q = tl.load(q_ptr + row[:, None] * q_row_stride + at * q_stride, mask=inside, other=0.0)
-            k = tl.load(k_ptr + col[:, None] * k_row_stride + at * k_stride, mask=inside, other=0.0)
-            total += q.to(tl.float32) * k.to(tl.float32)
-        out = tl.where(exists, tl.sum(total, 1), float("inf"))
-        tl.store(out_ptr + row * per_row + p, out, mask=rows < N)
+            q = load_rows(q_ptr, row, step, D, q_row_stride, q_stride, exists, BLOCK)
+            k = load_rows(k_ptr, col, step, D, k_row_stride, k_stride, exists, BLOCK)
+            total += tl.sum(q * k, 1)
+        out = tl.where(exists, total, float("inf"))
+        tl.store(out_ptr + row * per_row + p, out, mask=row < N)
 
 
 @triton.jit(do_not_specialize=ANY)

@@ -49,6 +49,7 @@ from contrastile.tiles.triton.arithmetic import (
     X_TOP,
     binade,
     finite,
+    load_rows,
     merge_exponentials,
     merge_teachers,
     rounding_to_steps,
@@ -139,11 +140,9 @@ def _largest_product(q_ptr, k_ptr, N, M, D, q_row_stride, q_stride, k_row_stride
     col = (pair * M // PAIRS + M // 2) % M
     total = tl.zeros((PAIRS,), tl.float32)
     for step in range(0, D, COLS):
-        at = step + tl.arange(0, COLS).to(tl.int64)
-        inside = tl.broadcast_to((at < D)[None, :], (PAIRS, COLS))
-        q = tl.load(q_ptr + row[:, None] * q_row_stride + at[None, :] * q_stride, mask=inside, other=0.0)
-        k = tl.load(k_ptr + col[:, None] * k_row_stride + at[None, :] * k_stride, mask=inside, other=0.0)
-        total += tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
+        q = load_rows(q_ptr, row, step, D, q_row_stride, q_stride, pair >= 0, COLS)
+        k = load_rows(k_ptr, col, step, D, k_row_stride, k_stride, pair >= 0, COLS)
+        total += tl.sum(q * k, 1)
     return tl.max(total)
 
 
