@@ -66,7 +66,7 @@ def features(n: int, d: int, cosine: float, dtype: torch.dtype) -> tuple[Tensor,
 def _store(q_mem, k_mem, out_ptr, n, D, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr,
            RIGHT: tl.constexpr, PRODUCTS: tl.constexpr):  # fmt: skip
     i, j = tl.program_id(0), tl.program_id(1)
-    acc = products(q_mem, k_mem, 0, 0, i, j, n, n, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, True, False)
+    acc = products(q_mem, k_mem, 0, 0, i, j, n, n, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, True)
     rows, cols = i * BM + tl.arange(0, BM), j * BN + tl.arange(0, BN)
     tl.store(out_ptr + rows[:, None] * n + cols[None, :], acc)
 

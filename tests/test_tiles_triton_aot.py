@@ -301,7 +301,6 @@ def _shared(kernel: Any, name: str, chosen: dict[str, Any], capability: int) -> 
         "BM": shape.rows,
         "BN": shape.cols,
         "BK": shape.depth,
-        "GROUP": 16,
         "FLATTEN": shape.flatten,
         "TMA": shape.tma,
     }

@@ -13,6 +13,8 @@ import triton.language as tl
 from contrastile.losses.distilled import TeacherStats
 from contrastile.losses.softmax import SoftmaxState, SoftmaxStats
 
+# kernels run on the CPU, in float32 where a chip takes 16 bits; fixed when they are imported
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 # log(2) in two parts: ten bits, and the rest

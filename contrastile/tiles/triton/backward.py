@@ -21,6 +21,7 @@ from contrastile.tiles.triton.arithmetic import (
     ANY,
     CAREFUL,
     FAINT,
+    INTERPRETED,
     INVERSE,
     LN2,
     LOG2E,
@@ -142,7 +143,7 @@ def direction_weights(row_state_ptr, row_state_stride, row_coefficient_ptr, N, c
 
 
 @triton.jit
-def _reciprocal(x, INTERPRETED: tl.constexpr):
+def _reciprocal(x):
     """1 / x for x from 1 to 4, in one instruction; a general division takes six."""
     if INTERPRETED:
         inverse = 1.0 / x
@@ -173,9 +174,9 @@ def program_sums(sums_ptr, BM: tl.constexpr):
 
 
 @triton.jit
-def _teacher_tile(acc, teachers, masks, ids, c_ptr, d_ptr, scratch_ptr, i, j, N, M, BM: tl.constexpr,
-                  BN: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr,
-                  IDS: tl.constexpr, COLUMNS: tl.constexpr, LATER: tl.constexpr, PRODUCTS: tl.constexpr):  # fmt: skip
+def _teacher_tile(acc, teachers, masks, ids, c_ptr, d_ptr, scratch_ptr, i, j, N, M, BM: tl.constexpr, BN: tl.constexpr,
+                  DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr,
+                  COLUMNS: tl.constexpr, LATER: tl.constexpr, PRODUCTS: tl.constexpr):  # fmt: skip
     """Set 2^t · (c_i + d_j) of a teacher's tile aside, before the student's product needs the registers.
 
     LATER: returns Σ 2^t · (c_i + d_j) · t per thread.
@@ -210,13 +211,12 @@ def _teacher_tile(acc, teachers, masks, ids, c_ptr, d_ptr, scratch_ptr, i, j, N,
 def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row_a_ptr, col_b_ptr, sums_ptr,
              row_part_ptr, positives_ptr, row_ids_ptr, col_ids_ptr, bits_ptr, scratch_ptr, q_stride, k_stride,
              guide_q_stride, guide_k_stride, N, M, D, G, diagonal, self_diagonal, positives, positives_stride,
-             positives_start, part_stride, out_stride, bits_stride, vectors_step, BM: tl.constexpr,
-             BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-             PRODUCTS: tl.constexpr, GUIDE: tl.constexpr, GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr,
-             GUIDE_PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr, DIAGONAL: tl.constexpr,
-             SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr, COLUMNS: tl.constexpr,
-             SOFTPLUS: tl.constexpr, SMOOTH: tl.constexpr, LOSS: tl.constexpr, PARTS: tl.constexpr,
-             FLATTEN: tl.constexpr):  # fmt: skip
+             positives_start, part_stride, out_stride, bits_stride, vectors_step, BM: tl.constexpr, BN: tl.constexpr,
+             BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, GUIDE: tl.constexpr,
+             GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr, TMA: tl.constexpr,
+             DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr,
+             COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, SMOOTH: tl.constexpr, LOSS: tl.constexpr,
+             PARTS: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
     """Write the gradient of the valid pairs, 2^t · (a_i + b_j) − (c_i + d_j), into the strip [PARTS, N, M].
 
     SMOOTH subtracts c and d, GUIDE == TEACHER their product with a teacher's exponentials. SOFTPLUS writes a_i · σ(x);
@@ -250,19 +250,17 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
         before = tl.load(gaps_at)
         gaps = sums * 0.0
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
-        i, j = tile_at(tile, row_tiles, col_tiles, GROUP)
+        i, j = tile_at(tile, row_tiles, col_tiles)
         rows = i * BM + tl.arange(0, BM)
-        zero = tl.zeros((BM, BN), tl.float32)
         if GUIDE == TEACHER:
-            acc = products(zero, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, i, j, N, M, G, BM, BN, BK,
-                           GUIDE_LEFT, GUIDE_RIGHT, GUIDE_PRODUCTS, TMA, UPCAST)  # fmt: skip
+            acc = products(guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, i, j, N, M, G, BM, BN, BK,
+                           GUIDE_LEFT, GUIDE_RIGHT, GUIDE_PRODUCTS, TMA)  # fmt: skip
             gap = _teacher_tile(
                 acc, teachers, masks, ids, row_a_ptr + vectors_step, col_b_ptr + vectors_step, scratch_ptr, i, j, N, M,
                 BM, BN, DIAGONAL, SELF, POSITIVES, IDS, COLUMNS, LATER, GUIDE_PRODUCTS)  # fmt: skip
             if LATER:
                 gaps += gap
-        acc = products(zero, q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA,
-                       UPCAST)  # fmt: skip
+        acc = products(q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA)
         a = _load_vector(row_a_ptr, rows, N)[:, None]
         masked = has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES)
         if SOFTPLUS:
@@ -277,7 +275,7 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
                 loss = softplus_sum(t, BM, BN)
                 tl.store(row_part_ptr + j.to(tl.int64) * N + rows, loss, mask=rows < N)
             # recomputed: the loss's exponential would not fit the registers
-            g = a * _reciprocal(1.0 + tl.math.exp2(t * -1.0), UPCAST)
+            g = a * _reciprocal(1.0 + tl.math.exp2(t * -1.0))
             added = sum_per_thread(g, BM, BN)
             left, right = halves(g, BM, BN)
             store_half(out_mem, out_stride, left, i, j * BN, part_stride, BM, BN // 2, PARTS, TMA)

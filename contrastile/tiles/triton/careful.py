@@ -92,13 +92,12 @@ def _teacher(x, t, valid, axis: tl.constexpr):
 
 @triton.jit(do_not_specialize=ANY)
 def maxima(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, col_part_ptr, positives_ptr,
-           row_ids_ptr, col_ids_ptr, bits_ptr, scratch_ptr, q_stride, k_stride, guide_q_stride, guide_k_stride, N, M,
-           D, G, diagonal, self_diagonal, positives, positives_stride, positives_start, bits_stride, BM: tl.constexpr,
-           BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-           PRODUCTS: tl.constexpr, GUIDE: tl.constexpr, GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr,
-           GUIDE_PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr, DIAGONAL: tl.constexpr,
-           SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr, COLUMNS: tl.constexpr,
-           SMOOTH: tl.constexpr):  # fmt: skip
+           row_ids_ptr, col_ids_ptr, bits_ptr, scratch_ptr, q_stride, k_stride, guide_q_stride, guide_k_stride, N, M, D,
+           G, diagonal, self_diagonal, positives, positives_stride, positives_start, bits_stride, BM: tl.constexpr,
+           BN: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr,
+           GUIDE: tl.constexpr, GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr,
+           TMA: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr,
+           COLUMNS: tl.constexpr, SMOOTH: tl.constexpr):  # fmt: skip
     """The careful form of `totals`. Runs where the careful flag is set.
 
     Per tile: top and Σ exp(x − top) of the negatives, with SMOOTH also Σ (x − top) and their number. With GUIDE ==
@@ -114,11 +113,11 @@ def maxima(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
         teacher_factor = tl.load(constants_ptr + TEACHERS + FACTOR)
     tiles = tl.where(tl.load(constants_ptr + CAREFUL) != 0, row_tiles * col_tiles, 0)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
-        i, j = tile_at(tile, row_tiles, col_tiles, GROUP)
+        i, j = tile_at(tile, row_tiles, col_tiles)
         acc = tile_products(
             q_mem, k_mem, q_stride, k_stride, D, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, G,
             scratch_ptr, i, j, N, M, BM, BN, BK, LEFT, RIGHT, PRODUCTS, GUIDE, GUIDE_LEFT, GUIDE_RIGHT, GUIDE_PRODUCTS,
-            TMA, UPCAST)  # fmt: skip
+            TMA)  # fmt: skip
         rows = i * BM + tl.arange(0, BM)
         WIDTH: tl.constexpr = BN // 4
         top = tl.full((BM,), -float("inf"), tl.float32)
@@ -192,10 +191,10 @@ def careful_gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_
                      row_ids_ptr, col_ids_ptr, bits_ptr, scratch_ptr, q_stride, k_stride, guide_q_stride,
                      guide_k_stride, N, M, D, G, diagonal, self_diagonal, positives, positives_stride, positives_start,
                      part_stride, out_stride, bits_stride, smoothing, BM: tl.constexpr, BN: tl.constexpr,
-                     BK: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-                     PRODUCTS: tl.constexpr, GUIDE: tl.constexpr, GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr,
-                     GUIDE_PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr, DIAGONAL: tl.constexpr,
-                     SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr, COLUMNS: tl.constexpr,
+                     BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr,
+                     GUIDE: tl.constexpr, GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr,
+                     GUIDE_PRODUCTS: tl.constexpr, TMA: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr,
+                     POSITIVES: tl.constexpr, IDS: tl.constexpr, COLUMNS: tl.constexpr,
                      PARTS: tl.constexpr):  # fmt: skip
     """The careful form of `gradient`: an exponential per direction."""
     masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
@@ -210,11 +209,11 @@ def careful_gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_
     sums_at = program_sums(sums_ptr, BM)
     sums = tl.load(sums_at)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
-        i, j = tile_at(tile, row_tiles, col_tiles, GROUP)
+        i, j = tile_at(tile, row_tiles, col_tiles)
         acc = tile_products(
             q_mem, k_mem, q_stride, k_stride, D, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, G,
             scratch_ptr, i, j, N, M, BM, BN, BK, LEFT, RIGHT, PRODUCTS, GUIDE, GUIDE_LEFT, GUIDE_RIGHT, GUIDE_PRODUCTS,
-            TMA, UPCAST)  # fmt: skip
+            TMA)  # fmt: skip
         rows = i * BM + tl.arange(0, BM)
         WIDTH: tl.constexpr = BN // 4
         if GUIDE == MASK:
@@ -229,11 +228,11 @@ def careful_gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_
             t = x
             if GUIDE == TEACHER:
                 t = aside(scratch_ptr, at, BM, BN) * teacher_factor * LN2
-            g = softmax_gradient(x, t, valid, 0.0, row_state_ptr, row_state_stride, row_coefficient_ptr, unit,
-                                  rows, rows < N, smoothing, 1, False, False, GUIDE)  # fmt: skip
+            g = softmax_gradient(x, t, valid, 0.0, row_state_ptr, row_state_stride, row_coefficient_ptr, unit, rows,
+                                  rows < N, smoothing, 1, False, False, GUIDE)  # fmt: skip
             if COLUMNS:
-                g += softmax_gradient(x, t, valid, 0.0, col_state_ptr, col_state_stride, col_coefficient_ptr,
-                                       unit, cols, cols < M, smoothing, 0, False, False, GUIDE)  # fmt: skip
+                g += softmax_gradient(x, t, valid, 0.0, col_state_ptr, col_state_stride, col_coefficient_ptr, unit,
+                                       cols, cols < M, smoothing, 0, False, False, GUIDE)  # fmt: skip
             if IDS:
                 valid = valid & distinct_pairs(ids, rows, cols, N, M)
             g = tl.where(valid, g, 0.0)

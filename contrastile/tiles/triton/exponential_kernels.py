@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from contrastile.tiles.triton.arithmetic import ANY, CAREFUL, FACTOR, HIGHEST, LOG2E, MISSING, SHIFT
+from contrastile.tiles.triton.arithmetic import ANY, CAREFUL, FACTOR, HIGHEST, INTERPRETED, LOG2E, MISSING, SHIFT
 
 # variance of a bf16 number's rounding, in units of its binade, times log2(e) / 2
 ROUNDED = tl.constexpr(2.0**-14 / 24 * 1.4426950408889634)
@@ -50,7 +50,7 @@ def weighted_rows(q_ptr, out_ptr, weights_ptr, inner_ptr, factors_ptr, sums_ptr,
 
 
 @triton.jit
-def _log2(x, INTERPRETED: tl.constexpr):
+def _log2(x):
     """The logarithm of a normal number, in one instruction; at most −126, also of 0."""
     if INTERPRETED:
         value = tl.where(x > 0, tl.math.log2(x), -126.0)
@@ -68,8 +68,8 @@ def _of_tiles(x, ROWS: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit(do_not_specialize=ANY)
 def weighted_pairs(strip_ptr, out_stride, row_part_ptr, row_a_ptr, col_b_ptr, sums_ptr, constants_ptr, N, M, blocks,
-               ROWS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, BN: tl.constexpr,
-               UPCAST: tl.constexpr):  # fmt: skip
+               ROWS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+               BN: tl.constexpr):  # fmt: skip
     """Multiply the strip's exponentials e = 2^t by a_i + b_j, and write Σ g · t and Σ g of each program [2, blocks].
 
     t is computed from the rounded e. Rounding does not change the mean of e. It makes the mean of e · log2(e), a convex
@@ -99,7 +99,7 @@ def weighted_pairs(strip_ptr, out_stride, row_part_ptr, row_a_ptr, col_b_ptr, su
         # from 1 to 2; the variance falls with its square, here a parabola
         part = ((e.to(tl.int32, bitcast=True) & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
         share = tl.fma(part, tl.fma(part, 0.7222, -2.9167), 3.1945)
-        t = tl.fma(share, -ROUNDED, _log2(e, UPCAST))
+        t = tl.fma(share, -ROUNDED, _log2(e))
         rounded = _of_tiles(e, ROWS, BLOCK, BN)
         of_t = _of_tiles(g * t, ROWS, BLOCK, BN)
         of_g = _of_tiles(g, ROWS, BLOCK, BN)

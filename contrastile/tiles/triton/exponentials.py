@@ -29,7 +29,7 @@ from contrastile.tiles.base import NARROW
 from contrastile.tiles.triton import exponential_kernels, launch, sorting
 from contrastile.tiles.triton.block import EXPONENTIAL_DTYPE, Block, Budget
 from contrastile.tiles.triton.launch import Weights
-from contrastile.tiles.triton.plan import Epilogue, Pair, interpreting, most_programs, shape_for, tiles_of
+from contrastile.tiles.triton.plan import Epilogue, Pair, most_programs, shape_for, tiles_of
 from contrastile.tiles.triton.products import add_at_once, add_cols, add_rows
 
 # power of two that keeps a_i · q_i within the range of bf16: a_i lies between 2^−137 and 2^60
@@ -117,7 +117,7 @@ class Exponentials:
             exponential_kernels.weighted_pairs, (blocks,), strip_ptr=self.strip, out_stride=self.strip.stride(0),
             row_part_ptr=self.parts, row_a_ptr=weights[0], col_b_ptr=weights[1], sums_ptr=parts,
             constants_ptr=block.constants, N=N, M=M, blocks=blocks, ROWS=rows, BLOCK=cols, STEPS=steps, STAGES=stages,
-            BN=self.pair.shape.cols, UPCAST=interpreting(), warps=PAIRS_WARPS,
+            BN=self.pair.shape.cols, warps=PAIRS_WARPS,
         )  # fmt: skip
         launch.run(
             exponential_kernels.weighted_total, (1,), N=N, M=M, sums_ptr=parts, careful_ptr=self.sums, out_ptr=total,

@@ -30,6 +30,7 @@ from contrastile.tiles.triton.arithmetic import (
     ANY,
     CAREFUL,
     FAINT,
+    INTERPRETED,
     LN2,
     MASK,
     TEACHER,
@@ -48,10 +49,13 @@ from contrastile.tiles.triton.arithmetic import (
 from contrastile.tiles.triton.guides import aside, false_negatives, load_bits, set_aside, store_bits
 from contrastile.tiles.triton.masks import distinct_pairs, has_masked, valid_pairs
 
+# row tiles that are computed together, so that the columns' features stay in the cache
+GROUP = tl.constexpr(16)
+
 
 @triton.jit
-def tile_at(tile, row_tiles, col_tiles, GROUP: tl.constexpr):
-    """Row and column of a tile by its number, in an order that reuses GROUP row tiles while they are in the cache."""
+def tile_at(tile, row_tiles, col_tiles):
+    """Row and column of a tile by its number, in the order of GROUP."""
     width = GROUP * col_tiles
     first = tile // width * GROUP
     height = min(row_tiles - first, GROUP)
@@ -72,10 +76,10 @@ def _load_features(mem, stride, row, col, n, width, ROWS: tl.constexpr, COLS: tl
 
 
 @triton.jit
-def products(acc, q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-             LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, TMA: tl.constexpr,
-             UPCAST: tl.constexpr):  # fmt: skip
-    """acc + ⟨q, k⟩ of tile (i, j). Pieces of features lie side by side; product p takes pieces LEFT[p] and RIGHT[p]."""
+def products(q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+             LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """⟨q, k⟩ of tile (i, j). Pieces of features lie side by side; product p takes pieces LEFT[p] and RIGHT[p]."""
+    acc = tl.zeros((BM, BN), tl.float32)
     # at most three pieces
     width = D * min(PRODUCTS, 3)
     for step in range(0, PRODUCTS * D, BK):
@@ -87,7 +91,7 @@ def products(acc, q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM: tl.conste
             right = step + (((RIGHT >> (2 * product)) & 3) - product) * D
         q = _load_features(q_mem, q_stride, i * BM, left, N, width, BM, BK, TMA)
         k = _load_features(k_mem, k_stride, j * BN, right, M, width, BN, BK, TMA)
-        if UPCAST:
+        if INTERPRETED:
             q = q.to(tl.float32)
             k = k.to(tl.float32)
         acc = tl.dot(q, k.T, acc)
@@ -98,17 +102,14 @@ def products(acc, q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM: tl.conste
 def tile_products(q_mem, k_mem, q_stride, k_stride, D, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, G,
                   scratch_ptr, i, j, N, M, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr,
                   RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, GUIDE: tl.constexpr, GUIDE_LEFT: tl.constexpr,
-                  GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr, TMA: tl.constexpr,
-                  UPCAST: tl.constexpr):  # fmt: skip
+                  GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """⟨q, k⟩ of tile (i, j). A teacher's product comes before it, and is set aside: the registers hold one of them."""
-    zero = tl.zeros((BM, BN), tl.float32)
     if GUIDE == TEACHER:
-        guide = products(zero, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, i, j, N, M, G, BM, BN, BK,
-                         GUIDE_LEFT, GUIDE_RIGHT, GUIDE_PRODUCTS, TMA, UPCAST)  # fmt: skip
+        guide = products(guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, i, j, N, M, G, BM, BN, BK,
+                         GUIDE_LEFT, GUIDE_RIGHT, GUIDE_PRODUCTS, TMA)  # fmt: skip
         for at in tl.static_range(4):
             set_aside(scratch_ptr, quarter(guide, at, BM, BN), at, BM, BN)
-    return products(zero, q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA,
-                    UPCAST)  # fmt: skip
+    return products(q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA)
 
 
 @triton.jit
@@ -200,12 +201,11 @@ def exponential_tile(acc, constants, masks, ids, col_part_ptr, out_mem, out_stri
 def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, col_part_ptr, positives_ptr,
            row_ids_ptr, col_ids_ptr, bits_ptr, scratch_ptr, out_mem, out_stride, q_stride, k_stride, guide_q_stride,
            guide_k_stride, N, M, D, G, diagonal, self_diagonal, positives, positives_stride, positives_start,
-           bits_stride, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-           LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, GUIDE: tl.constexpr,
-           GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr, TMA: tl.constexpr,
-           UPCAST: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr,
-           COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, SMOOTH: tl.constexpr, KEEP: tl.constexpr,
-           FLATTEN: tl.constexpr):  # fmt: skip
+           bits_stride, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+           PRODUCTS: tl.constexpr, GUIDE: tl.constexpr, GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr,
+           GUIDE_PRODUCTS: tl.constexpr, TMA: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr,
+           POSITIVES: tl.constexpr, IDS: tl.constexpr, COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr,
+           SMOOTH: tl.constexpr, KEEP: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
     """Per tile: Σ 2^t of the valid pairs, along rows [channel, col tile, N] and columns [channel, row tile, M].
 
     SMOOTH adds two channels, see `_store_logits`; so does GUIDE == TEACHER, see `store_sums`. SOFTPLUS sums
@@ -219,11 +219,11 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
     if GUIDE == TEACHER:
         teachers = exponent_constants(constants_ptr + TEACHERS)
     for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=FLATTEN):
-        i, j = tile_at(tile, row_tiles, col_tiles, GROUP)
+        i, j = tile_at(tile, row_tiles, col_tiles)
         acc = tile_products(
             q_mem, k_mem, q_stride, k_stride, D, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, G,
             scratch_ptr, i, j, N, M, BM, BN, BK, LEFT, RIGHT, PRODUCTS, GUIDE, GUIDE_LEFT, GUIDE_RIGHT, GUIDE_PRODUCTS,
-            TMA, UPCAST)  # fmt: skip
+            TMA)  # fmt: skip
         rows = i * BM + tl.arange(0, BM)
         cols = j * BN + tl.arange(0, BN)
         row_at = row_part_ptr + j.to(tl.int64) * N + rows
@@ -285,16 +285,14 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
                     of_cols = tl.sum(e, 0)
                     tl.store(col_at, of_cols, mask=cols < M)
                     if SMOOTH:
-                        _store_logits(acc, constants, of_cols, valid, col_at, row_tiles.to(tl.int64) * M, cols < M,
-                                      0)  # fmt: skip
+                        _store_logits(acc, constants, of_cols, valid, col_at, row_tiles.to(tl.int64) * M, cols < M, 0)
             tl.store(row_at, total, mask=rows < N)
 
 
 @triton.jit(do_not_specialize=ANY)
-def mask_bits(q_mem, k_mem, bits_ptr, constants_ptr, row_numbers_ptr, q_stride, k_stride, N, M, D, bits_stride,
-              careful, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr,
-              RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
-              FLATTEN: tl.constexpr):  # fmt: skip
+def mask_bits(q_mem, k_mem, bits_ptr, constants_ptr, row_numbers_ptr, q_stride, k_stride, N, M, D, bits_stride, careful,
+              BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+              PRODUCTS: tl.constexpr, TMA: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
     """Write a bit for each pair whose product exceeds the number of its row; see `store_bits`.
 
     careful: for the careful kernels, which return at once where the flag is not set, as this one does.
@@ -304,9 +302,8 @@ def mask_bits(q_mem, k_mem, bits_ptr, constants_ptr, row_numbers_ptr, q_stride, 
     read = (careful == 0) | (tl.load(constants_ptr + CAREFUL) != 0)
     tiles = tl.where(read, row_tiles * col_tiles, 0)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
-        i, j = tile_at(tile, row_tiles, col_tiles, GROUP)
-        acc = products(tl.zeros((BM, BN), tl.float32), q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK,
-                       LEFT, RIGHT, PRODUCTS, TMA, UPCAST)  # fmt: skip
+        i, j = tile_at(tile, row_tiles, col_tiles)
+        acc = products(q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA)
         rows = i * BM + tl.arange(0, BM)
         threshold = tl.load(row_numbers_ptr + rows, mask=rows < N, other=0.0)
         words = tl.zeros((BM, 4), tl.int32)

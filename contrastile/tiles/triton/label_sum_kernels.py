@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from contrastile.tiles.triton.arithmetic import ANY, POSITIVE_COUNT, POSITIVE_SHARE, POSITIVE_SUM, SCALE
+from contrastile.tiles.triton.arithmetic import ANY, INTERPRETED, POSITIVE_COUNT, POSITIVE_SHARE, POSITIVE_SUM, SCALE
 from contrastile.tiles.triton.masks import FIRST, STOP, row_spans
 
 
@@ -72,9 +72,9 @@ def _load(x_ptr, places, row_stride, stride, features, D, inside):
 
 
 @triton.jit
-def _sums_of_equal(same, x, PIECES: tl.constexpr, UPCAST: tl.constexpr):
+def _sums_of_equal(same, x, PIECES: tl.constexpr):
     """same · x, for zeros and ones in `same`, and x in this number of 16-bit pieces."""
-    if UPCAST:
+    if INTERPRETED:
         total = tl.dot(same, x)
     else:
         chosen = same.to(tl.bfloat16)
@@ -90,7 +90,7 @@ def chunk_sums(row_x_ptr, row_order_ptr, row_spans_ptr, row_state_ptr, row_state
                row_singles_ptr, N, row_x_row_stride, row_x_stride, col_x_ptr, col_order_ptr, col_spans_ptr,
                col_state_ptr, col_state_stride, col_coefficient_ptr, col_singles_ptr, M, col_x_row_stride, col_x_stride,
                out_ptr, out_step, D, first_feature, width, PLAIN: tl.constexpr, WEIGHED: tl.constexpr,
-               PIECES: tl.constexpr, UPCAST: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+               PIECES: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Write the sum of each run within a chunk of the order, at its first row there, of `width` features.
 
     program_id 2 = 0: those of columns, for the rows; 1: those of rows, for the columns; behind each other in `out`.
@@ -118,14 +118,14 @@ def chunk_sums(row_x_ptr, row_order_ptr, row_spans_ptr, row_state_ptr, row_state
     out += at.to(tl.int64)[:, None] * width + columns[None, :]
     written = (inside & begins)[:, None] & (columns < width)[None, :]
     if side < PLAIN:
-        tl.store(out, _sums_of_equal(same, x, PIECES, UPCAST), mask=written)
+        tl.store(out, _sums_of_equal(same, x, PIECES), mask=written)
     if side >= 2 - WEIGHED:
         weights = _targets(tl.where(of_cols, col_state_ptr, row_state_ptr),
                            tl.where(of_cols, col_state_stride, row_state_stride),
                            tl.where(of_cols, col_coefficient_ptr, row_coefficient_ptr),
                            tl.where(of_cols, col_singles_ptr, row_singles_ptr), places, inside)  # fmt: skip
         out += tl.where(side < PLAIN, out_step, 0)
-        tl.store(out, _sums_of_equal(same, weights[:, None] * x, 2, UPCAST), mask=written)
+        tl.store(out, _sums_of_equal(same, weights[:, None] * x, 2), mask=written)
 
 
 @triton.jit(do_not_specialize=ANY)

@@ -24,7 +24,7 @@ from contrastile.tiles.triton import label_sum_kernels as kernels
 from contrastile.tiles.triton.block import SUMMED, Block, Order, Runs
 from contrastile.tiles.triton.kernel import run
 from contrastile.tiles.triton.launch import BLOCK
-from contrastile.tiles.triton.plan import interpreting, tiles_of
+from contrastile.tiles.triton.plan import tiles_of
 
 # rows of a chunk and warps of its program, chunks added at once, rows and warps of one program that reads the sums
 CHUNK, CHUNK_WARPS, TILES, ROWS, WARPS = 32, 2, 64, 32, 8
@@ -90,7 +90,7 @@ def _summed(
     for first in range(0, D, width):
         given |= {"first_feature": first}
         chunks, blocks = tiles_of(max(N, M), CHUNK), tiles_of(min(width, D - first), SUMMED)
-        options = {"CHUNK": CHUNK, "BLOCK": SUMMED, "KINDS": kinds, "TILES": TILES, "UPCAST": interpreting()}
+        options = {"CHUNK": CHUNK, "BLOCK": SUMMED, "KINDS": kinds, "TILES": TILES}
         options |= {"PLAIN": plain, "WEIGHED": weighed, "PIECES": pieces}
         run(kernels.chunk_sums, (chunks, blocks, sides), warps=CHUNK_WARPS, **given, **options)
         run(kernels.run_sums, (chunks, blocks, sides * kinds), **given, **options)

@@ -109,8 +109,8 @@ def _weights(row_numbers_ptr, col_numbers_ptr, rows, cols, N, M):
 def label_totals(q_ptr, k_ptr, constants_ptr, stats_ptr, stats_stride, part_ptr, spans_ptr, spans_stride, spans_start,
                  row_numbers_ptr, col_numbers_ptr, row_first, q_stride, k_stride, N, M, D, BM: tl.constexpr,
                  BN: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr,
-                 UPCAST: tl.constexpr, SELF: tl.constexpr, SOFTPLUS: tl.constexpr, WEIGHED: tl.constexpr,
-                 TALL: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
+                 SELF: tl.constexpr, SOFTPLUS: tl.constexpr, WEIGHED: tl.constexpr, TALL: tl.constexpr,
+                 LONG: tl.constexpr):  # fmt: skip
     """Add the positives of a super-tile to the statistics of its rows; row_first: its columns are the first.
 
     SOFTPLUS adds Σ weight · log(1 + exp(−x)).
@@ -132,9 +132,7 @@ def label_totals(q_ptr, k_ptr, constants_ptr, stats_ptr, stats_stride, part_ptr,
     logit_sum, count = total, total
     top = total - float("inf")
     for j in range(start + share, end, tl.num_programs(1)):
-        acc = tl.zeros((BM, BN), tl.float32)
-        acc = products(acc, q_ptr, k_ptr, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, False,
-                       UPCAST)  # fmt: skip
+        acc = products(q_ptr, k_ptr, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, False)
         cols = j * BN + tl.arange(0, BN)
         positive = _positives(cols, own, N, M, rows, SELF)
         t = exponents(acc, constants, SOFTPLUS, PRODUCTS)
@@ -212,10 +210,9 @@ def label_gradients(q_ptr, k_ptr, strip_ptr, constants_ptr, row_state_ptr, row_c
                     spans_stride, spans_start, row_numbers_ptr, col_numbers_ptr, row_vectors_ptr, col_vectors_ptr,
                     vectors_step, sums_step, q_stride, k_stride, N, M, D, part_stride, out_stride, smoothing,
                     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-                    PRODUCTS: tl.constexpr, UPCAST: tl.constexpr, SELF: tl.constexpr, COLUMNS: tl.constexpr,
-                    SOFTPLUS: tl.constexpr, WEIGHED: tl.constexpr, SMOOTH: tl.constexpr, INSIDE: tl.constexpr,
-                    LOSS: tl.constexpr, PARTS: tl.constexpr, FACTORED: tl.constexpr, TALL: tl.constexpr,
-                    LONG: tl.constexpr):  # fmt: skip
+                    PRODUCTS: tl.constexpr, SELF: tl.constexpr, COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr,
+                    WEIGHED: tl.constexpr, SMOOTH: tl.constexpr, INSIDE: tl.constexpr, LOSS: tl.constexpr,
+                    PARTS: tl.constexpr, FACTORED: tl.constexpr, TALL: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
     """Write the gradients of a super-tile's positives into the strip [PARTS, N, M], over the zeros of `gradient`.
 
     Adds each row's Σ g · ⟨q, k⟩, or Σ g with SOFTPLUS, to `label_sums`, and with LOSS their loss to the statistics.
@@ -256,9 +253,7 @@ def label_gradients(q_ptr, k_ptr, strip_ptr, constants_ptr, row_state_ptr, row_c
         by_factor = 1.0 / tl.where(fast, probability_factor(top, inverse, shift), 1.0)
     WIDTH: tl.constexpr = BN // 4
     for j in range(start + tl.program_id(1), end, tl.num_programs(1)):
-        acc = tl.zeros((BM, BN), tl.float32)
-        acc = products(acc, q_ptr, k_ptr, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, False,
-                       UPCAST)  # fmt: skip
+        acc = products(q_ptr, k_ptr, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, False)
         if BM == TALL:
             full = _is_full(spans_ptr, spans_stride, spans_start, i, j, N, M, own[2], BM, BN, SELF)
         for at in tl.static_range(4):

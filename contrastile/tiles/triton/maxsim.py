@@ -254,7 +254,7 @@ def scored(
         k_stride=width, entries=entries.count, slots=slots, documents=each, BM=BM, BN=tiling.tokens, BD=BD,
         SLOT=entries.slot, PADDED=entries.padded, ROWS_MASKED=entries.tokens is not None,
         COLS_MASKED=documents.lengths is not None, BEST=best, NONE=documents.none, SHORT=tiling.tokens > M, TMA=tma,
-        FLATTEN=tiling.flatten, REGISTERS=tiling.registers, INTERPRETED=interpreting(),
+        FLATTEN=tiling.flatten, REGISTERS=tiling.registers,
     )  # fmt: skip
     return entries.scores(sums), winners
 
@@ -302,7 +302,7 @@ def add_query_gradients(
         tokens_ptr=_or(entries.tokens, best), out_ptr=u, N=N, J=J, L=L, M=M, D=D, k_stride=width,
         entries=entries.count, row_weight_stride=g.stride(0), col_weight_stride=g.stride(1), out_stride=u.stride(0),
         BM=gathering.entries, BD=BD, PADDED=entries.padded, ROWS_MASKED=entries.tokens is not None,
-        WHOLE=D % BD == 0, STAGES=gathering.stages, INTERPRETED=interpreting(),
+        WHOLE=D % BD == 0, STAGES=gathering.stages,
     )  # fmt: skip
 
 
@@ -337,7 +337,7 @@ def add_document_gradients(
         with torch.cuda.stream(streams[turn]):
             run(
                 kernels.list_entries, (tiles_of(blocks, FIELDS.value), min(at_once, J - first)), warps=1, best_ptr=best,
-                first=first, ROWS=gathering.listed, INTERPRETED=interpreting(), **given, **buffers[turn],
+                first=first, ROWS=gathering.listed, **given, **buffers[turn],
             )  # fmt: skip
 
     def multiply(part: int) -> None:

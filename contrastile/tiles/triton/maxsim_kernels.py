@@ -22,6 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from contrastile.tiles.triton.arithmetic import INTERPRETED
 from contrastile.tiles.triton.maxsim_lists import BEFORE, FIELDS, OTHER, bounds, counted, listed, places_by_step
 from contrastile.tiles.triton.maxsim_maxima import LANES, column, maxima
 
@@ -30,8 +31,8 @@ LOWEST = tl.constexpr(-3.0e38)
 # warps that share 64 rows of wide products
 WARPS = tl.constexpr(4)
 # arguments that change from call to call: compiled once for all their values
-ANY = ("N", "J", "L", "M", "slots", "documents", "row_weight_stride", "col_weight_stride", "out_stride",
-       "first", "blocks")  # fmt: skip
+ANY = ("N", "J", "L", "M", "slots", "documents", "row_weight_stride", "col_weight_stride", "out_stride", "first",
+       "blocks")  # fmt: skip
 
 
 @triton.jit
@@ -68,8 +69,7 @@ def _load_tokens(mem, stride, row, rows, D, BN: tl.constexpr, BD: tl.constexpr, 
 def sweep(q_ptr, k_mem, tokens_ptr, lengths_ptr, sums_ptr, best_ptr, N, J, L, M, D, q_stride, k_stride, entries, slots,
           documents, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, SLOT: tl.constexpr, PADDED: tl.constexpr,
           ROWS_MASKED: tl.constexpr, COLS_MASKED: tl.constexpr, BEST: tl.constexpr, NONE: tl.constexpr,
-          SHORT: tl.constexpr, TMA: tl.constexpr, FLATTEN: tl.constexpr, REGISTERS: tl.constexpr,
-          INTERPRETED: tl.constexpr):  # fmt: skip
+          SHORT: tl.constexpr, TMA: tl.constexpr, FLATTEN: tl.constexpr, REGISTERS: tl.constexpr):  # fmt: skip
     """Write sums [J, slots] of a tile of entries over a group of documents and, where BEST, indices [J, entries].
 
     SHORT: M < BN. Otherwise a document of fewer tokens than BN has its first one again behind them.
@@ -113,7 +113,7 @@ def sweep(q_ptr, k_mem, tokens_ptr, lengths_ptr, sums_ptr, best_ptr, N, J, L, M,
             s = tl.dot(q, k.T)
             if SHORT:
                 s = tl.where((cols < n)[None, :], s, LOWEST)
-            value, at = maxima(s, BM, BN, BEST, INTERPRETED)
+            value, at = maxima(s, BM, BN, BEST)
             if BEST:
                 place = tl.where(value > top, start // LANES + at, place)
             top = tl.maximum(top, value)
@@ -149,7 +149,7 @@ def _winners(best_ptr, weight_at, e, j, J, M, entries, col_weight_stride, valid)
 
 
 @triton.jit
-def _wide(x, INTERPRETED: tl.constexpr):
+def _wide(x):
     """x in float32; two numbers of bf16 at once take two operations instead of three."""
     if x.dtype == tl.bfloat16 and not INTERPRETED:
         x = tl.inline_asm_elementwise(
@@ -163,8 +163,8 @@ def _wide(x, INTERPRETED: tl.constexpr):
 @triton.jit(do_not_specialize=ANY)
 def query_gradients(k_ptr, best_ptr, weight_ptr, tokens_ptr, out_ptr, N, J, L, M, D, k_stride, entries,
                     row_weight_stride, col_weight_stride, out_stride, BM: tl.constexpr, BD: tl.constexpr,
-                    PADDED: tl.constexpr, ROWS_MASKED: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
-                    INTERPRETED: tl.constexpr):  # fmt: skip
+                    PADDED: tl.constexpr, ROWS_MASKED: tl.constexpr, WHOLE: tl.constexpr,
+                    STAGES: tl.constexpr):  # fmt: skip
     """Add Σ_j g_ij · k_j,best to each entry's token of `out` [N, L · D]."""
     e = tl.program_id(0) * BM + tl.arange(0, BM)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
@@ -184,7 +184,7 @@ def query_gradients(k_ptr, best_ptr, weight_ptr, tokens_ptr, out_ptr, N, J, L, M
             k = tl.load(k_at + (best * k_stride)[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
         weight = g
         best, g = _winners(best_ptr, weight_at, e, j + 1, J, M, entries, col_weight_stride, valid)
-        acc += weight[:, None] * _wide(k, INTERPRETED)
+        acc += weight[:, None] * _wide(k)
     out = out_ptr + (query * out_stride + (token - query * L) * D)[:, None] + d[None, :]
     inside = valid[:, None] & (d < D)[None, :]
     # no other program adds there: the order is fixed, and no register waits for a load
@@ -200,8 +200,7 @@ def _codes(best, first, M, BN: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=ANY)
-def list_entries(best_ptr, list_ptr, bounds_ptr, M, entries, first, blocks, BN: tl.constexpr, ROWS: tl.constexpr,
-                 INTERPRETED: tl.constexpr):  # fmt: skip
+def list_entries(best_ptr, list_ptr, bounds_ptr, M, entries, first, blocks, BN: tl.constexpr, ROWS: tl.constexpr):
     """List the entries that each of FIELDS blocks of BN tokens has won: numbers e · BN + token of the block.
 
     The list [J, entries] of a document has those of its first block, then of the next; bounds [J, 2, blocks]: where
@@ -212,7 +211,7 @@ def list_entries(best_ptr, list_ptr, bounds_ptr, M, entries, first, blocks, BN: 
     best_at = best_ptr + (j + first) * entries
     list_at = list_ptr + j * entries
     bounds_at = bounds_ptr + j * 2 * blocks + block
-    places = places_by_step(ROWS, INTERPRETED)
+    places = places_by_step(ROWS)
     # of each code, one to a thread; interpreted, one to each of the first places
     counts = tl.zeros_like(places)
     # loaded one step ahead
@@ -220,8 +219,8 @@ def list_entries(best_ptr, list_ptr, bounds_ptr, M, entries, first, blocks, BN: 
     for start in range(ROWS, entries + ROWS, ROWS):
         code = _codes(best.to(tl.int32), block, M, BN)
         best = tl.load(best_at + start + places, mask=start + places < entries, other=M)
-        counts = counted(code, counts, INTERPRETED)
-    begin, end, field = bounds(counts, INTERPRETED)
+        counts = counted(code, counts)
+    begin, end, field = bounds(counts)
     inside = (field >= 0) & (block + field < blocks)
     tl.store(bounds_at + field, begin, mask=inside)
     tl.store(bounds_at + blocks + field, end, mask=inside)
@@ -230,7 +229,7 @@ def list_entries(best_ptr, list_ptr, bounds_ptr, M, entries, first, blocks, BN: 
         token = best.to(tl.int32)
         best = tl.load(best_at + start + ROWS + places, mask=start + ROWS + places < entries, other=M)
         value = (start + places) * BN + token % BN
-        begin = listed(list_at, _codes(token, block, M, BN), value, begin, INTERPRETED)
+        begin = listed(list_at, _codes(token, block, M, BN), value, begin)
 
 
 @triton.jit(do_not_specialize=ANY)

@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from contrastile.tiles.triton.arithmetic import INTERPRETED
+
 # blocks of tokens that are listed by one program; codes of entries that blocks before them have won, and of all others
 FIELDS, BEFORE, OTHER = tl.constexpr(14), tl.constexpr(14), tl.constexpr(15)
 # entries of a thread that a call of the assembly takes, one after the other
@@ -79,7 +81,7 @@ AT_ONCE = tl.constexpr(PACK)
 
 
 @triton.jit
-def places_by_step(ROWS: tl.constexpr, INTERPRETED: tl.constexpr):
+def places_by_step(ROWS: tl.constexpr):
     """0 to ROWS − 1, of which a warp's 32 threads have 32 in a row at each step.
 
     Triton would load neighbours by one thread if it knew them.
@@ -91,7 +93,7 @@ def places_by_step(ROWS: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def counted(code, counts, INTERPRETED: tl.constexpr):
+def counted(code, counts):
     """The counts with those of the codes: of each code one in a thread; interpreted, one at each first place."""
     if INTERPRETED:
         counts += tl.sum((code[None, :] == tl.arange(0, code.shape[0])[:, None]).to(tl.int32), 1)
@@ -103,7 +105,7 @@ def counted(code, counts, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def bounds(counts, INTERPRETED: tl.constexpr):
+def bounds(counts):
     """Begins and ends of the blocks' lists, behind those of blocks before, and the blocks, −1 for none."""
     if INTERPRETED:
         places = tl.arange(0, counts.shape[0])
@@ -117,7 +119,7 @@ def bounds(counts, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def listed(list_at, code, value, begin, INTERPRETED: tl.constexpr):
+def listed(list_at, code, value, begin):
     """Store each entry's value in the list of its block, which begins there; return the begins behind them."""
     if INTERPRETED:
         same = (code[:, None] == tl.arange(0, code.shape[0])[None, :]).to(tl.int32)

@@ -17,6 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from contrastile.tiles.triton.arithmetic import INTERPRETED
+
 # threads that share a row of products in the tensor cores, and its columns that lie side by side in one of them
 LANES, SIDE = tl.constexpr(4), tl.constexpr(2)
 # a thread's columns of a tile of 64
@@ -107,7 +109,7 @@ def _fours(x, BM: tl.constexpr):
 
 
 @triton.jit
-def maxima(s, BM: tl.constexpr, BN: tl.constexpr, WITH_PLACES: tl.constexpr, INTERPRETED: tl.constexpr):
+def maxima(s, BM: tl.constexpr, BN: tl.constexpr, WITH_PLACES: tl.constexpr):
     """Maxima [BM, LANES] of each thread's columns and, WITH_PLACES, the first place among them that has it.
 
     A thread's place is `column` in a tile.

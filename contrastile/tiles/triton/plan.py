@@ -24,8 +24,6 @@ from contrastile.tiles.triton.masks import BY_LABEL, UNROLLED
 
 # address and rows of a tensor descriptor are multiples of so many bytes
 ALIGNMENT = 16
-# row tiles that are computed together, so that the columns' features stay in the cache
-GROUP = 16
 # programs of an interpreted kernel
 PROGRAMS_INTERPRETED = 3
 # 16-bit pieces of a float32 number, by the precision of torch's float32 products; EXACT of them hold all digits
@@ -144,7 +142,7 @@ def products_of(parts: int) -> dict[str, Any]:
     """The kernels' arguments LEFT and RIGHT, the indices of multiplied pieces in two bits each, and their number."""
     pairs = piece_products(parts)
     left, right = (sum(piece << 2 * at for at, piece in enumerate(side)) for side in zip(*pairs, strict=True))
-    return {"LEFT": left, "RIGHT": right, "PRODUCTS": len(pairs), "UPCAST": interpreting()}
+    return {"LEFT": left, "RIGHT": right, "PRODUCTS": len(pairs)}
 
 
 @cache
@@ -360,7 +358,7 @@ class Pair:
         return self.masks.arguments(q.data) | products_of(q.parts) | self._guide_arguments | {
             "q_mem": q.memory(shape.rows, shape), "k_mem": k.memory(shape.cols, shape), "q_stride": q.data.stride(0),
             "k_stride": k.data.stride(0), "N": len(q), "M": len(k), "D": q.width, "BM": shape.rows, "BN": shape.cols,
-            "BK": shape.depth, "GROUP": GROUP, "TMA": shape.tma, "warps": shape.warps, "stages": shape.stages,
+            "BK": shape.depth, "TMA": shape.tma, "warps": shape.warps, "stages": shape.stages,
             "bits_ptr": q.data if self.bits is None else self.bits,
             "bits_stride": 0 if self.bits is None else self.bits.stride(0), "scratch_ptr": self._scratch,
         }  # fmt: skip

@@ -19,6 +19,7 @@ import triton.language as tl
 from contrastile.tiles.triton.arithmetic import (
     ANY,
     BIAS,
+    INTERPRETED,
     LN2,
     MISSING,
     POSITIVE_INVERSE,
@@ -70,7 +71,7 @@ def _steps(ptr, row, D, row_stride, stride, exists, ROWS: tl.constexpr, BLOCK: t
 def positive_logit(q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, diagonal, self_diagonal, per_row,
                    q_row_stride, q_stride, k_row_stride, k_stride, DIAGONAL: tl.constexpr, SELF: tl.constexpr,
                    SOFTPLUS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr,
-                   UPCAST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                   ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Column of each row's p-th positive, the mask of rows that have one, ⟨q, k⟩, and the logit as a sum of two.
 
     With several PRODUCTS, ⟨q, k⟩ and the logit have the rounding errors that `products` and `totals` make, because a
@@ -94,7 +95,7 @@ def positive_logit(q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, di
                            (LEFT >> (2 * product)) & 3)  # fmt: skip
                 k = _piece(load_rows(k_ptr, col, step, D, k_row_stride, k_stride, exists, BLOCK), k_steps,
                            (RIGHT >> (2 * product)) & 3)  # fmt: skip
-                if UPCAST:
+                if INTERPRETED:
                     q = q.to(tl.float32)
                     k = k.to(tl.float32)
                 acc = tl.dot(q, k.T, acc)
@@ -140,14 +141,13 @@ def listed_products(q_ptr, k_ptr, columns_ptr, out_ptr, N, M, D, per_row, q_row_
 def positive_logits(q_ptr, k_ptr, constants_ptr, columns_ptr, out_ptr, N, M, D, diagonal, self_diagonal, per_row,
                     q_row_stride, q_stride, k_row_stride, k_stride, DIAGONAL: tl.constexpr, SELF: tl.constexpr,
                     SOFTPLUS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr,
-                    UPCAST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                    ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Write the logits [N, per_row] of the positives, rounded."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     for p in range(per_row):
         _, _, _, logit, rest = positive_logit(
             q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, diagonal, self_diagonal, per_row, q_row_stride,
-            q_stride, k_row_stride, k_stride, DIAGONAL, SELF, SOFTPLUS, LEFT, RIGHT, PRODUCTS, UPCAST, ROWS,
-            BLOCK)  # fmt: skip
+            q_stride, k_row_stride, k_stride, DIAGONAL, SELF, SOFTPLUS, LEFT, RIGHT, PRODUCTS, ROWS, BLOCK)  # fmt: skip
         tl.store(out_ptr + row.to(tl.int64) * per_row + p, logit + rest, mask=row < N)
 
 
@@ -179,11 +179,10 @@ def _add_to_teacher(top, total, gap, x_top, t, x, exists):
 
 @triton.jit(do_not_specialize=ANY)
 def positive_totals(q_ptr, k_ptr, constants_ptr, columns_ptr, teacher_ptr, row_stats_ptr, col_stats_ptr, N, M, D,
-                    diagonal, self_diagonal, per_row, q_row_stride, q_stride, k_row_stride, k_stride,
-                    row_stats_stride, col_stats_stride, DIAGONAL: tl.constexpr, SELF: tl.constexpr,
-                    COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, GUIDE: tl.constexpr, LEFT: tl.constexpr,
-                    RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, UPCAST: tl.constexpr, ROWS: tl.constexpr,
-                    BLOCK: tl.constexpr):  # fmt: skip
+                    diagonal, self_diagonal, per_row, q_row_stride, q_stride, k_row_stride, k_stride, row_stats_stride,
+                    col_stats_stride, DIAGONAL: tl.constexpr, SELF: tl.constexpr, COLUMNS: tl.constexpr,
+                    SOFTPLUS: tl.constexpr, GUIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+                    PRODUCTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Write the positives into the statistics of their rows and, on the diagonal, of their columns."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     top = tl.full((ROWS,), -float("inf"), tl.float32)
@@ -195,8 +194,7 @@ def positive_totals(q_ptr, k_ptr, constants_ptr, columns_ptr, teacher_ptr, row_s
     for p in range(per_row):
         col, exists, _, logit, rest = positive_logit(
             q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, diagonal, self_diagonal, per_row, q_row_stride,
-            q_stride, k_row_stride, k_stride, DIAGONAL, SELF, SOFTPLUS, LEFT, RIGHT, PRODUCTS, UPCAST, ROWS,
-            BLOCK)  # fmt: skip
+            q_stride, k_row_stride, k_stride, DIAGONAL, SELF, SOFTPLUS, LEFT, RIGHT, PRODUCTS, ROWS, BLOCK)  # fmt: skip
         if SOFTPLUS:
             x = logit + rest
             total += tl.where(exists, log1p(tl.exp(-tl.abs(x))) + tl.maximum(-x, 0.0), 0.0)
@@ -272,8 +270,7 @@ def positive_gradients(q_ptr, k_ptr, constants_ptr, columns_ptr, teacher_ptr, ro
                        col_state_stride, u_stride, v_stride, smoothing, DIAGONAL: tl.constexpr, SELF: tl.constexpr,
                        COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, GUIDE: tl.constexpr, INSIDE: tl.constexpr,
                        U: tl.constexpr, V: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-                       PRODUCTS: tl.constexpr, UPCAST: tl.constexpr, ROWS: tl.constexpr,
-                       BLOCK: tl.constexpr):  # fmt: skip
+                       PRODUCTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Write g [N, per_row], the gradient of the positives, and g · ⟨q, k⟩. Add g · k to u and, on the diagonal, g · q
     to v.
     """
@@ -281,8 +278,7 @@ def positive_gradients(q_ptr, k_ptr, constants_ptr, columns_ptr, teacher_ptr, ro
     for p in range(per_row):
         col, exists, inner, x, rest = positive_logit(
             q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, diagonal, self_diagonal, per_row, q_row_stride,
-            q_stride, k_row_stride, k_stride, DIAGONAL, SELF, SOFTPLUS, LEFT, RIGHT, PRODUCTS, UPCAST, ROWS,
-            BLOCK)  # fmt: skip
+            q_stride, k_row_stride, k_stride, DIAGONAL, SELF, SOFTPLUS, LEFT, RIGHT, PRODUCTS, ROWS, BLOCK)  # fmt: skip
         if SOFTPLUS:
             g = -tl.load(row_coefficient_ptr + row, mask=exists, other=0.0) / (1.0 + tl.exp(x + rest))
         else:
