@@ -22,7 +22,7 @@ from contrastile.losses.base import PairLoss
 from contrastile.losses.softmax import Softmax
 from contrastile.tiles.triton import launch, sorting
 from contrastile.tiles.triton.arithmetic import CAREFUL
-from contrastile.tiles.triton.plan import interpreting
+from contrastile.tiles.triton.plan import EXACT, interpreting, products_of
 
 COMPILED = not interpreting()
 DEVICE = torch.device("cuda" if COMPILED else "cpu")
@@ -286,7 +286,10 @@ def test_rows_with_many_positives_and_rows_with_few(
     rows = torch.arange(2 * N)
     labels = torch.where(rows % 3 < 2, -1, rows)
     given = {"query_labels": labels, "key_labels": labels}
+    multiplied = dict(products_of(EXACT))
     _against_eager(_leaves(2 * N, 2 * N), loss=loss, workspace=workspace, **given)
+    # positives of columns exchange the pieces of both sides, for themselves alone
+    assert products_of(EXACT) == multiplied
 
 
 @pytest.mark.parametrize(

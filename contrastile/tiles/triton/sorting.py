@@ -230,7 +230,7 @@ def _products(pair: Pair, block: Block, *, columns: bool = False) -> dict[str, A
     if columns:
         q, k, spans, start, numbers = k, q, order.of_cols, order.first_row, numbers[::-1]
         # pieces of the same products in the same order
-        given |= {"LEFT": given["RIGHT"], "RIGHT": given["LEFT"]}
+        given = given | {"LEFT": given["RIGHT"], "RIGHT": given["LEFT"]}
     row_numbers, col_numbers = (q.data if x is None else x for x in numbers)
     return given | {
         "q_ptr": q.data, "k_ptr": k.data, "q_stride": q.data.stride(0), "k_stride": k.data.stride(0), "N": len(q),
