@@ -47,7 +47,7 @@ from contrastile.tiles.triton.arithmetic import (
 )
 from contrastile.tiles.triton.forward import join_quarters, products, softplus_sum, store_half, tile_at
 from contrastile.tiles.triton.guides import aside, false_negatives, load_bits, set_aside
-from contrastile.tiles.triton.masks import distinct_pairs, has_masked, valid_pairs
+from contrastile.tiles.triton.masks import has_masked, valid_pairs
 
 
 @triton.jit
@@ -174,7 +174,7 @@ def program_sums(sums_ptr, BM: tl.constexpr):
 
 
 @triton.jit
-def _teacher_tile(acc, teachers, masks, ids, c_ptr, d_ptr, scratch_ptr, i, j, N, M, BM: tl.constexpr, BN: tl.constexpr,
+def _teacher_tile(acc, teachers, masks, c_ptr, d_ptr, scratch_ptr, i, j, N, M, BM: tl.constexpr, BN: tl.constexpr,
                   DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr,
                   COLUMNS: tl.constexpr, LATER: tl.constexpr, PRODUCTS: tl.constexpr):  # fmt: skip
     """Set 2^t · (c_i + d_j) of a teacher's tile aside, before the student's product needs the registers.
@@ -191,10 +191,7 @@ def _teacher_tile(acc, teachers, masks, ids, c_ptr, d_ptr, scratch_ptr, i, j, N,
         t = exponents(quarter(acc, at, BM, BN), teachers, False, PRODUCTS)
         f = tl.math.exp2(t)
         if IDS or masked:
-            valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
-            if IDS:
-                valid = valid & distinct_pairs(ids, rows, cols, N, M)
-            f = tl.where(valid, f, 0.0)
+            f = tl.where(valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES, IDS), f, 0.0)
         if COLUMNS:
             f = f * (c + _load_vector(d_ptr, cols, M)[None, :])
         else:
@@ -233,8 +230,8 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
     A softmax's tile is processed in quarters: the products stay in registers until their gradients are known, and
     spilling them costs more than all else. A teacher's tile becomes a gradient before the student's product begins.
     """
-    masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
     ids = (row_ids_ptr, col_ids_ptr)
+    masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start, ids)
     row_tiles = tl.cdiv(N, BM)
     col_tiles = tl.cdiv(M, BN)
     constants = exponent_constants(constants_ptr)
@@ -256,8 +253,8 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
             acc = products(guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, i, j, N, M, G, BM, BN, BK,
                            GUIDE_LEFT, GUIDE_RIGHT, GUIDE_PRODUCTS, TMA)  # fmt: skip
             gap = _teacher_tile(
-                acc, teachers, masks, ids, row_a_ptr + vectors_step, col_b_ptr + vectors_step, scratch_ptr, i, j, N, M,
-                BM, BN, DIAGONAL, SELF, POSITIVES, IDS, COLUMNS, LATER, GUIDE_PRODUCTS)  # fmt: skip
+                acc, teachers, masks, row_a_ptr + vectors_step, col_b_ptr + vectors_step, scratch_ptr, i, j, N, M, BM,
+                BN, DIAGONAL, SELF, POSITIVES, IDS, COLUMNS, LATER, GUIDE_PRODUCTS)  # fmt: skip
             if LATER:
                 gaps += gap
         acc = products(q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA)
@@ -266,11 +263,8 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
         if SOFTPLUS:
             cols = j * BN + tl.arange(0, BN)
             t = exponents(acc, constants, SOFTPLUS, PRODUCTS)
-            if IDS:
-                valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
-                t = tl.where(valid & distinct_pairs(ids, rows, cols, N, M), t, -float("inf"))
-            elif masked:
-                t = tl.where(valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES), t, -float("inf"))
+            if IDS or masked:
+                t = tl.where(valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES, IDS), t, -float("inf"))
             if LOSS:
                 loss = softplus_sum(t, BM, BN)
                 tl.store(row_part_ptr + j.to(tl.int64) * N + rows, loss, mask=rows < N)
@@ -294,15 +288,10 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
                 if GUIDE == MASK:
                     false = false_negatives(words, at * WIDTH, BM, WIDTH)
                     t = tl.where(false, -float("inf"), tl.maximum(t, FAINT))
-                if IDS or SMOOTH:
-                    valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
-                    if IDS:
-                        valid = valid & distinct_pairs(ids, rows, cols, N, M)
-                    if GUIDE == MASK:
+                if IDS or SMOOTH or masked:
+                    valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES, IDS)
+                    if GUIDE == MASK and SMOOTH:
                         valid = valid & (false == 0)
-                    t = tl.where(valid, t, -float("inf"))
-                elif masked:
-                    valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
                     t = tl.where(valid, t, -float("inf"))
                 e = tl.math.exp2(t)
                 g = e

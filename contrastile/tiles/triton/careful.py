@@ -42,7 +42,7 @@ from contrastile.tiles.triton.arithmetic import (
 from contrastile.tiles.triton.backward import program_sums, softmax_positive, sum_per_thread
 from contrastile.tiles.triton.forward import join_quarters, store_half, tile_at, tile_products
 from contrastile.tiles.triton.guides import aside, false_negatives, load_bits
-from contrastile.tiles.triton.masks import distinct_pairs, valid_pairs
+from contrastile.tiles.triton.masks import valid_pairs
 
 
 @triton.jit
@@ -104,8 +104,8 @@ def maxima(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
     TEACHER behind the first two the teacher's top, Σ exp(t − teacher's top) and the sum of these terms times
     (t − teacher's top) − (x − top). Layout as in `totals`.
     """
-    masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
     ids = (row_ids_ptr, col_ids_ptr)
+    masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start, ids)
     row_tiles = tl.cdiv(N, BM)
     col_tiles = tl.cdiv(M, BN)
     factor = tl.load(constants_ptr + FACTOR)
@@ -129,9 +129,7 @@ def maxima(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
         for at in tl.static_range(4):
             x = quarter(acc, at, BM, BN) * factor * LN2
             cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
-            negative = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
-            if IDS:
-                negative = negative & distinct_pairs(ids, rows, cols, N, M)
+            negative = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES, IDS)
             if GUIDE == MASK:
                 negative = negative & (false_negatives(words, at * WIDTH, BM, WIDTH) == 0)
             before = top
@@ -197,8 +195,8 @@ def careful_gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_
                      POSITIVES: tl.constexpr, IDS: tl.constexpr, COLUMNS: tl.constexpr,
                      PARTS: tl.constexpr):  # fmt: skip
     """The careful form of `gradient`: an exponential per direction."""
-    masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
     ids = (row_ids_ptr, col_ids_ptr)
+    masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start, ids)
     row_tiles = tl.cdiv(N, BM)
     col_tiles = tl.cdiv(M, BN)
     factor = tl.load(constants_ptr + FACTOR)
@@ -222,7 +220,7 @@ def careful_gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_
             part = quarter(acc, at, BM, BN)
             cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
             x = part * factor * LN2
-            valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
+            valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES, IDS)
             if GUIDE == MASK:
                 valid = valid & (false_negatives(words, at * WIDTH, BM, WIDTH) == 0)
             t = x
@@ -233,8 +231,6 @@ def careful_gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_
             if COLUMNS:
                 g += softmax_gradient(x, t, valid, 0.0, col_state_ptr, col_state_stride, col_coefficient_ptr, unit,
                                        cols, cols < M, smoothing, 0, False, False, GUIDE)  # fmt: skip
-            if IDS:
-                valid = valid & distinct_pairs(ids, rows, cols, N, M)
             g = tl.where(valid, g, 0.0)
             sums += sum_per_thread(g * part, BM, WIDTH)
             if at % 2 == 0:

@@ -47,7 +47,7 @@ from contrastile.tiles.triton.arithmetic import (
     sum_per_lane,
 )
 from contrastile.tiles.triton.guides import aside, false_negatives, load_bits, set_aside, store_bits
-from contrastile.tiles.triton.masks import distinct_pairs, has_masked, valid_pairs
+from contrastile.tiles.triton.masks import has_masked, valid_pairs
 
 # row tiles that are computed together, so that the columns' features stay in the cache
 GROUP = tl.constexpr(16)
@@ -160,7 +160,7 @@ def join_quarters(left, right, BM: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def exponential_tile(acc, constants, masks, ids, col_part_ptr, out_mem, out_stride, i, j, N, M, BM: tl.constexpr,
+def exponential_tile(acc, constants, masks, col_part_ptr, out_mem, out_stride, i, j, N, M, BM: tl.constexpr,
               BN: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr,
               PRODUCTS: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """Write a tile's exponentials 2^t into the strip, and their sums along columns; returns those along rows.
@@ -176,11 +176,8 @@ def exponential_tile(acc, constants, masks, ids, col_part_ptr, out_mem, out_stri
         cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
         part = quarter(acc, at, BM, BN)
         t = exponents(part, constants, False, PRODUCTS)
-        if IDS:
-            valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
-            t = tl.where(valid & distinct_pairs(ids, rows, cols, N, M), t, -float("inf"))
-        elif masked:
-            t = tl.where(valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES), t, -float("inf"))
+        if IDS or masked:
+            t = tl.where(valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES, IDS), t, -float("inf"))
         e = tl.math.exp2(t)
         if at == 0:
             total = sum_per_lane(e, BM, WIDTH)
@@ -211,8 +208,8 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
     SMOOTH adds two channels, see `_store_logits`; so does GUIDE == TEACHER, see `store_sums`. SOFTPLUS sums
     softplus(x), along rows only. KEEP also writes 2^t into a strip, see `exponential_tile`.
     """
-    masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
     ids = (row_ids_ptr, col_ids_ptr)
+    masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start, ids)
     row_tiles = tl.cdiv(N, BM)
     col_tiles = tl.cdiv(M, BN)
     constants = exponent_constants(constants_ptr)
@@ -241,9 +238,7 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
                 t = exponents(aside(scratch_ptr, at, BM, BN), teachers, SOFTPLUS, GUIDE_PRODUCTS)
                 apart = t - x
                 if IDS or masked:
-                    valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
-                    if IDS:
-                        valid = valid & distinct_pairs(ids, rows, cols, N, M)
+                    valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES, IDS)
                     x = tl.where(valid, x, -float("inf"))
                     t = tl.where(valid, t, -float("inf"))
                 e = tl.math.exp2(x)
@@ -257,7 +252,7 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
                     store_column_sums(e, f, apart, col_at, col_stride, cols < M)
             store_sums(tl.sum(total, 1), tl.sum(soft, 1), tl.sum(gap, 1), row_at, row_stride, rows < N)
         elif KEEP:
-            total = exponential_tile(acc, constants, masks, ids, col_part_ptr, out_mem, out_stride, i, j, N, M, BM, BN,
+            total = exponential_tile(acc, constants, masks, col_part_ptr, out_mem, out_stride, i, j, N, M, BM, BN,
                               DIAGONAL, SELF, POSITIVES, IDS, PRODUCTS, TMA)  # fmt: skip
             tl.store(row_at, total, mask=rows < N)
         else:
@@ -265,15 +260,11 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
             if GUIDE == MASK:
                 false = false_negatives(load_bits(bits_ptr, bits_stride, i, j, BM), 0, BM, BN)
                 t = tl.where(false, -float("inf"), tl.maximum(t, FAINT))
-            if IDS or SMOOTH:
-                valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
-                if IDS:
-                    valid = valid & distinct_pairs(ids, rows, cols, N, M)
-                if GUIDE == MASK:
+            if IDS or SMOOTH or has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES):
+                valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES, IDS)
+                if GUIDE == MASK and SMOOTH:
                     valid = valid & (false == 0)
                 t = tl.where(valid, t, -float("inf"))
-            elif has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES):
-                t = tl.where(valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES), t, -float("inf"))
             if SOFTPLUS:
                 total = softplus_sum(t, BM, BN)
             else:

@@ -3,7 +3,7 @@
 """Device code of masks: the pairs of a tile that count.
 
 Below `forward.py`. `masks` holds the excluded positions: the two diagonals, and the positives by index with their
-number per row, stride and first column.
+number per row, stride and first column; and the ids of rows and columns, of which equal ones are excluded.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _any_in_tile(positives_at, inside, positives_start, j, BN: tl.constexpr):
 def has_masked(i, j, N, M, masks, BM: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr,
                POSITIVES: tl.constexpr):  # fmt: skip
     """True if the tile has a pair that is excluded by its position, or reaches over the edge."""
-    diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start = masks
+    diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start, _ = masks
     masked = ((i + 1) * BM > N) | ((j + 1) * BN > M)
     if DIAGONAL:
         masked = masked | ((diagonal + i * BM < (j + 1) * BN) & (diagonal + (i + 1) * BM > j * BN))
@@ -71,9 +71,10 @@ def has_masked(i, j, N, M, masks, BM: tl.constexpr, BN: tl.constexpr, DIAGONAL: 
 
 
 @triton.jit
-def valid_pairs(rows, cols, N, M, masks, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr):
-    """Mask of the pairs that exist and are not excluded by their position."""
-    diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start = masks
+def valid_pairs(rows, cols, N, M, masks, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr,
+                IDS: tl.constexpr):  # fmt: skip
+    """Mask of the pairs that exist and are excluded neither by their position nor by their ids."""
+    diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start, ids = masks
     valid = (rows < N)[:, None] & (cols < M)[None, :]
     if DIAGONAL:
         valid = valid & (cols[None, :] != (rows + diagonal)[:, None])
@@ -94,6 +95,8 @@ def valid_pairs(rows, cols, N, M, masks, DIAGONAL: tl.constexpr, SELF: tl.conste
             for p in range(positives):
                 col = _column(positives_at + p, rows < N, positives_start)
                 valid = valid & (cols[None, :] != col[:, None])
+    if IDS:
+        valid = valid & (equal_groups(ids, rows, cols, N, M) == 0)
     return valid
 
 
@@ -104,9 +107,3 @@ def equal_groups(groups, rows, cols, N, M):
     row_groups = tl.load(row_groups_ptr + rows, mask=rows < N, other=0)
     col_groups = tl.load(col_groups_ptr + cols, mask=cols < M, other=0)
     return row_groups[:, None] == col_groups[None, :]
-
-
-@triton.jit
-def distinct_pairs(ids, rows, cols, N, M):
-    """Mask of the pairs whose ids differ."""
-    return equal_groups(ids, rows, cols, N, M) == 0

@@ -34,10 +34,10 @@ def _load_pairs(scores_ptr, scale_ptr, row_stride, col_stride, rows, cols, N, M,
                 DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr,
                 LABELS: tl.constexpr):  # fmt: skip
     """Scores and logits of a tile, and masks of its positives and of its negatives."""
-    there = valid_pairs(rows, cols, N, M, masks, False, SELF, 0)
+    there = valid_pairs(rows, cols, N, M, masks, False, SELF, 0, False)
     at = rows.to(tl.int64)[:, None] * row_stride + cols.to(tl.int64)[None, :] * col_stride
     s = tl.load(scores_ptr + at, mask=(rows < N)[:, None] & (cols < M)[None, :], other=0.0)
-    negative = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
+    negative = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES, False)
     if LABELS:
         negative = negative & (equal_groups(labels, rows, cols, N, M) == 0)
     positive = there & (negative == 0)
@@ -88,8 +88,8 @@ def score_stats(scores_ptr, scale_ptr, row_stats_ptr, col_stats_ptr, positives_p
 
     SIDE: rows, or columns, of a program, which meet STEP of the others at a time.
     """
-    masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
     ids = (row_ids_ptr, col_ids_ptr)
+    masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start, ids)
     labels = (row_labels_ptr, col_labels_ptr)
     if tl.program_id(1) == 0:
         _store_side(scores_ptr, scale_ptr, row_stride, col_stride, N, M, masks, ids, labels, row_stats_ptr,
@@ -102,13 +102,13 @@ def score_stats(scores_ptr, scale_ptr, row_stats_ptr, col_stats_ptr, positives_p
 @triton.jit(do_not_specialize=ANY)
 def score_gradients(scores_ptr, scale_ptr, out_ptr, sums_ptr, row_state_ptr, row_coefficient_ptr, col_state_ptr,
                     col_coefficient_ptr, positives_ptr, row_ids_ptr, col_ids_ptr, row_labels_ptr, col_labels_ptr,
-                    row_stride, col_stride, N, M, diagonal, self_diagonal, positives, positives_stride,
-                    positives_start, row_state_stride, col_state_stride, smoothing, DIAGONAL: tl.constexpr,
-                    SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr, LABELS: tl.constexpr,
-                    COLUMNS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+                    row_stride, col_stride, N, M, diagonal, self_diagonal, positives, positives_stride, positives_start,
+                    row_state_stride, col_state_stride, smoothing, DIAGONAL: tl.constexpr, SELF: tl.constexpr,
+                    POSITIVES: tl.constexpr, IDS: tl.constexpr, LABELS: tl.constexpr, COLUMNS: tl.constexpr,
+                    BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """Write g = ∂loss/∂logit of each pair with the strides of the scores, and sums [2, programs] of g and g · score."""
-    masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
     ids = (row_ids_ptr, col_ids_ptr)
+    masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start, ids)
     labels = (row_labels_ptr, col_labels_ptr)
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     cols = tl.program_id(1) * BN + tl.arange(0, BN)
