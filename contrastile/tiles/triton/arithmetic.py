@@ -112,6 +112,16 @@ def load_rows(ptr, row, step, D, row_stride, stride, exists, BLOCK: tl.constexpr
 
 
 @triton.jit
+def steps_of_rows(ptr, row, D, row_stride, stride, exists, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The numbers that round features of these rows to their first pieces, see `rounding_to_steps`."""
+    squares = tl.zeros((ROWS,), tl.float32)
+    for step in range(0, D, BLOCK):
+        x = load_rows(ptr, row, step, D, row_stride, stride, exists, BLOCK)
+        squares += tl.sum(x * x, 1)
+    return rounding_to_steps(squares)
+
+
+@triton.jit
 def binade(total):
     """The whole part of log2 of a number that is not negative, read off its bits: the same in every kernel."""
     return ((total.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32)
@@ -211,6 +221,23 @@ def store_column_sums(a, b, c, at, stride, inside):
     sums = tl.join(tl.join(of_a, of_c), tl.join(of_b, of_b))
     number = 2 * tl.arange(0, 2)[None, :, None] + tl.arange(0, 2)[None, None, :]
     tl.store(at[:, None, None] + number * stride, sums, mask=inside[:, None, None] & (number < 3))
+
+
+@triton.jit
+def load_stats(at, stride, inside, top: tl.constexpr = -float("inf")):
+    """The statistics that `store_stats` has written, those of no pair outside. top: of no pair."""
+    return (tl.load(at, mask=inside, other=top), tl.load(at + stride, mask=inside, other=0.0),
+            tl.load(at + 2 * stride, mask=inside, other=0.0),
+            tl.load(at + 3 * stride, mask=inside, other=0.0))  # fmt: skip
+
+
+@triton.jit
+def load_positive_state(state_ptr, stride, at, inside):
+    """Numbers of rows for the gradients of their positives: maximum, inverse sum, missing probability, and target."""
+    return (tl.load(state_ptr + STATE_POSITIVE_TOP * stride + at, mask=inside, other=0.0),
+            tl.load(state_ptr + POSITIVE_INVERSE * stride + at, mask=inside, other=0.0),
+            tl.load(state_ptr + MISSING * stride + at, mask=inside, other=0.0),
+            tl.load(state_ptr + POSITIVE_SHARE * stride + at, mask=inside, other=0.0))  # fmt: skip
 
 
 @triton.jit

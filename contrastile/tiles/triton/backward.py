@@ -27,12 +27,8 @@ from contrastile.tiles.triton.arithmetic import (
     LOG2E,
     LOWEST_SUM,
     MASK,
-    MISSING,
-    POSITIVE_INVERSE,
-    POSITIVE_SHARE,
     SHARE,
     SHIFT,
-    STATE_POSITIVE_TOP,
     STATE_TEACHER_TOP,
     STATE_TOP,
     TEACHER,
@@ -42,6 +38,7 @@ from contrastile.tiles.triton.arithmetic import (
     exponent_constants,
     exponents,
     halves,
+    load_positive_state,
     quarter,
     sum_per_lane,
 )
@@ -67,10 +64,7 @@ def _positive_vectors(state_ptr, stride, at, inside, shift, smoothing, SMOOTH: t
 
     A single positive has factor 0: its exponential and the subtracted value would cancel.
     """
-    top = tl.load(state_ptr + STATE_POSITIVE_TOP * stride + at, mask=inside, other=0.0)
-    inverse = tl.load(state_ptr + POSITIVE_INVERSE * stride + at, mask=inside, other=0.0)
-    missing = tl.load(state_ptr + MISSING * stride + at, mask=inside, other=0.0)
-    target = tl.load(state_ptr + POSITIVE_SHARE * stride + at, mask=inside, other=0.0)
+    top, inverse, missing, target = load_positive_state(state_ptr, stride, at, inside)
     if INSIDE:
         share = smoothing - missing
         taken = missing * 0.0

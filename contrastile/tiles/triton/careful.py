@@ -20,11 +20,7 @@ from contrastile.tiles.triton.arithmetic import (
     INVERSE,
     LN2,
     MASK,
-    MISSING,
-    POSITIVE_INVERSE,
-    POSITIVE_SHARE,
     SHARE,
-    STATE_POSITIVE_TOP,
     STATE_TEACHER_TOP,
     STATE_TOP,
     TEACHER,
@@ -33,6 +29,7 @@ from contrastile.tiles.triton.arithmetic import (
     UNIT,
     count_along,
     finite,
+    load_positive_state,
     merge_exponentials,
     merge_teachers,
     quarter,
@@ -166,15 +163,10 @@ def softmax_gradient(x, t, positive, several, state_ptr, state_stride, coefficie
     share = tl.load(state_ptr + SHARE * state_stride + at, mask=inside, other=0.0)
     value = tl.exp(x - tl.expand_dims(top, axis)) * tl.expand_dims(inverse, axis)
     if LABELS and several > 0:
-        positive_top = tl.load(state_ptr + STATE_POSITIVE_TOP * state_stride + at, mask=inside, other=0.0)
-        positive_inverse = tl.load(state_ptr + POSITIVE_INVERSE * state_stride + at, mask=inside, other=0.0)
-        missing = tl.load(state_ptr + MISSING * state_stride + at, mask=inside, other=0.0)
-        positive_share = tl.load(state_ptr + POSITIVE_SHARE * state_stride + at, mask=inside, other=0.0)
+        positive_top, positive_inverse, missing, target = load_positive_state(state_ptr, state_stride, at, inside)
         among = tl.exp(x - tl.expand_dims(positive_top, axis)) * tl.expand_dims(positive_inverse, axis)
-        target = tl.expand_dims(positive_share, axis)
-        value = tl.where(
-            positive, softmax_positive(among, target, tl.expand_dims(missing, axis), smoothing, INSIDE), value
-        )
+        target, missing = tl.expand_dims(target, axis), tl.expand_dims(missing, axis)
+        value = tl.where(positive, softmax_positive(among, target, missing, smoothing, INSIDE), value)
     if GUIDE == TEACHER:
         teacher_top = tl.load(state_ptr + STATE_TEACHER_TOP * state_stride + at, mask=inside, other=0.0)
         teacher_inverse = tl.load(state_ptr + TEACHER_INVERSE * state_stride + at, mask=inside, other=0.0)

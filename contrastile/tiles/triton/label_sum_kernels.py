@@ -19,7 +19,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from contrastile.tiles.triton.arithmetic import ANY, INTERPRETED, POSITIVE_COUNT, POSITIVE_SHARE, POSITIVE_SUM, SCALE
+from contrastile.tiles.triton.arithmetic import (
+    ANY,
+    INTERPRETED,
+    POSITIVE_COUNT,
+    POSITIVE_SHARE,
+    POSITIVE_SUM,
+    SCALE,
+    load_rows,
+)
 from contrastile.tiles.triton.masks import FIRST, STOP, row_spans
 
 
@@ -65,13 +73,6 @@ def _targets(state_ptr, state_stride, coefficient_ptr, singles_ptr, places, insi
 
 
 @triton.jit
-def _load(x_ptr, places, row_stride, stride, features, D, inside):
-    """[rows, features] of x in float32, 0 outside."""
-    at = places.to(tl.int64)[:, None] * row_stride + features.to(tl.int64)[None, :] * stride
-    return tl.load(x_ptr + at, mask=inside[:, None] & (features < D)[None, :], other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _sums_of_equal(same, x, PIECES: tl.constexpr):
     """same · x, for zeros and ones in `same`, and x in this number of 16-bit pieces."""
     if INTERPRETED:
@@ -112,8 +113,9 @@ def chunk_sums(row_x_ptr, row_order_ptr, row_spans_ptr, row_state_ptr, row_state
     begins = begins | (stop != tl.load(spans + STOP * n - 1, mask=inside & behind, other=-1))
     places = tl.load(tl.where(of_cols, col_order_ptr, row_order_ptr) + at, mask=inside, other=0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = _load(tl.where(of_cols, col_x_ptr, row_x_ptr), places, tl.where(of_cols, col_x_row_stride, row_x_row_stride),
-              tl.where(of_cols, col_x_stride, row_x_stride), first_feature + columns, D, inside)  # fmt: skip
+    x = load_rows(tl.where(of_cols, col_x_ptr, row_x_ptr), places, first_feature + tl.program_id(1) * BLOCK, D,
+                  tl.where(of_cols, col_x_row_stride, row_x_row_stride),
+                  tl.where(of_cols, col_x_stride, row_x_stride), inside, BLOCK)  # fmt: skip
     out = out_ptr + side.to(tl.int64) * out_step * (2 if PLAIN + WEIGHED > 2 else 1)
     out += at.to(tl.int64)[:, None] * width + columns[None, :]
     written = (inside & begins)[:, None] & (columns < width)[None, :]
@@ -199,11 +201,10 @@ def add_to_totals(row_x_ptr, row_order_ptr, row_spans_ptr, row_singles_ptr, N, r
     itself = tl.load(tl.where(of_rows, col_order_ptr, row_order_ptr) + itself, mask=own, other=0)
     inner = tl.zeros((ROWS,), tl.float32)
     for step in range(0, width, BLOCK):
-        columns = step + tl.arange(0, BLOCK)
-        features = first_feature + columns
-        x = _load(x_ptr, places, x_row_stride, x_stride, features, D, several)
-        total = _load(sums_ptr, first, width, 1, columns, width, several)
-        total -= _load(other_x_ptr, itself, other_row_stride, other_stride, features, D, own)
+        feature = first_feature + step
+        x = load_rows(x_ptr, places, feature, D, x_row_stride, x_stride, several, BLOCK)
+        total = load_rows(sums_ptr, first, step, width, width, 1, several, BLOCK)
+        total -= load_rows(other_x_ptr, itself, feature, D, other_row_stride, other_stride, own, BLOCK)
         inner += tl.sum(x * total, 1)
     stride = tl.where(of_rows, row_stats_stride, col_stats_stride)
     stats = tl.where(of_rows, row_stats_ptr, col_stats_ptr) + places
@@ -261,10 +262,12 @@ def add_to_gradients(row_x_ptr, row_order_ptr, row_spans_ptr, row_state_ptr, row
     for step in range(0, width, BLOCK):
         columns = step + tl.arange(0, BLOCK)
         features = first_feature + columns
-        g = _load(other_x_ptr, itself, other_row_stride, other_stride, features, D, own) * left[:, None]
-        g -= _load(sums_ptr, first, width, 1, columns, width, several & plain) * target[:, None]
-        g -= _load(sums_ptr + second, first, width, 1, columns, width, several & weighed)
-        inner += tl.sum(g * _load(x_ptr, places, x_row_stride, x_stride, features, D, several & of_rows), 1)
+        feature = first_feature + step
+        g = load_rows(other_x_ptr, itself, feature, D, other_row_stride, other_stride, own, BLOCK) * left[:, None]
+        g -= load_rows(sums_ptr, first, step, width, width, 1, several & plain, BLOCK) * target[:, None]
+        g -= load_rows(sums_ptr + second, first, step, width, width, 1, several & weighed, BLOCK)
+        x = load_rows(x_ptr, places, feature, D, x_row_stride, x_stride, several & of_rows, BLOCK)
+        inner += tl.sum(g * x, 1)
         if U | (of_rows == 0):
             out = out_ptr + places.to(tl.int64)[:, None] * out_stride + features[None, :]
             written = several[:, None] & ((columns < width) & (features < D))[None, :]

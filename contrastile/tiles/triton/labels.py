@@ -21,19 +21,17 @@ from contrastile.tiles.triton.arithmetic import (
     INVERSE,
     LN2,
     LOG2E,
-    MISSING,
-    POSITIVE_INVERSE,
-    POSITIVE_SHARE,
     POSITIVE_TOP,
     SHARE,
     SHIFT,
-    STATE_POSITIVE_TOP,
     STATE_TOP,
     UNIT,
     count_along,
     exponent_constants,
     exponents,
     finite,
+    load_positive_state,
+    load_stats,
     log1p,
     merge_exponentials,
     quarter,
@@ -162,10 +160,7 @@ def label_totals(q_ptr, k_ptr, constants_ptr, stats_ptr, stats_stride, part_ptr,
         out = tl.where(share == 0, stats_ptr + POSITIVE_TOP * stats_stride, own_at) + rows
         stats_stride = tl.where(share == 0, stats_stride, N)
         if (row_first == 0) & (share == 0):
-            before = tl.load(out, mask=rows < N, other=-float("inf"))
-            total_before = tl.load(out + stats_stride, mask=rows < N, other=0.0)
-            logits = tl.load(out + 2 * stats_stride, mask=rows < N, other=0.0)
-            count_before = tl.load(out + 3 * stats_stride, mask=rows < N, other=0.0)
+            before, total_before, logits, count_before = load_stats(out, stats_stride, rows < N)
             higher, total = merge_exponentials(before, total_before, top, total)
             safe = finite(higher)
             logit_sum += logits + count_before * (finite(before) - safe) + count * (finite(top) - safe)
@@ -180,10 +175,7 @@ def _load_direction(state_ptr, stride, coefficient_ptr, at, inside, shift, smoot
 
     A single value would be rounded, and move all gradients of the row.
     """
-    top = tl.load(state_ptr + STATE_POSITIVE_TOP * stride + at, mask=inside, other=0.0)
-    inverse = tl.load(state_ptr + POSITIVE_INVERSE * stride + at, mask=inside, other=0.0)
-    missing = tl.load(state_ptr + MISSING * stride + at, mask=inside, other=0.0)
-    target = tl.load(state_ptr + POSITIVE_SHARE * stride + at, mask=inside, other=0.0)
+    top, inverse, missing, target = load_positive_state(state_ptr, stride, at, inside)
     share = tl.zeros_like(top)
     if SMOOTH:
         share = tl.load(state_ptr + SHARE * stride + at, mask=inside, other=0.0) * smoothing

@@ -21,14 +21,10 @@ from contrastile.tiles.triton.arithmetic import (
     BIAS,
     INTERPRETED,
     LN2,
-    MISSING,
-    POSITIVE_INVERSE,
-    POSITIVE_SHARE,
     POSITIVE_TOP,
     SCALE,
     SHARE,
     SHIFT,
-    STATE_POSITIVE_TOP,
     STATE_TEACHER_TOP,
     TEACHER,
     TEACHER_INVERSE,
@@ -36,12 +32,14 @@ from contrastile.tiles.triton.arithmetic import (
     exponent_constants,
     exponents,
     finite,
+    load_positive_state,
     load_rows,
+    load_stats,
     log1p,
     merge_exponentials,
     merge_teachers,
-    rounding_to_steps,
     shift_as_logarithm,
+    steps_of_rows,
     store_stats,
 )
 from contrastile.tiles.triton.backward import softmax_positive
@@ -55,16 +53,6 @@ def _piece(x, steps, index):
     second = rest.to(tl.bfloat16)
     third = (rest - second.to(tl.float32)).to(tl.bfloat16)
     return tl.where(index == 0, first, tl.where(index == 1, second, third))
-
-
-@triton.jit
-def _steps(ptr, row, D, row_stride, stride, exists, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """The numbers that round features of these rows to their first pieces."""
-    squares = tl.zeros((ROWS,), tl.float32)
-    for step in range(0, D, BLOCK):
-        x = load_rows(ptr, row, step, D, row_stride, stride, exists, BLOCK)
-        squares += tl.sum(x * x, 1)
-    return rounding_to_steps(squares)
 
 
 @triton.jit
@@ -86,8 +74,8 @@ def positive_logit(q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, di
         col = tl.load(columns_ptr + row.to(tl.int64) * per_row + p, mask=row < N, other=-1)
         exists = col >= 0
     if PRODUCTS > 1:
-        q_steps = _steps(q_ptr, row, D, q_row_stride, q_stride, exists, ROWS, BLOCK)
-        k_steps = _steps(k_ptr, col, D, k_row_stride, k_stride, exists, ROWS, BLOCK)
+        q_steps = steps_of_rows(q_ptr, row, D, q_row_stride, q_stride, exists, ROWS, BLOCK)
+        k_steps = steps_of_rows(k_ptr, col, D, k_row_stride, k_stride, exists, ROWS, BLOCK)
         acc = tl.zeros((ROWS, ROWS), tl.float32)
         for product in range(PRODUCTS):
             for step in range(0, D, BLOCK):
@@ -152,24 +140,6 @@ def positive_logits(q_ptr, k_ptr, constants_ptr, columns_ptr, out_ptr, N, M, D, 
 
 
 @triton.jit
-def _load_teacher(stats_ptr, stride, at, exists):
-    """A teacher's statistics: top, total, gap and x_top."""
-    first = stats_ptr + TEACHER_TOP * stride + at
-    return (tl.load(first, mask=exists, other=0.0), tl.load(first + stride, mask=exists, other=0.0),
-            tl.load(first + 2 * stride, mask=exists, other=0.0),
-            tl.load(first + 3 * stride, mask=exists, other=0.0))  # fmt: skip
-
-
-@triton.jit
-def _after_loads():
-    """Wait until all warps have read the statistics that are overwritten next.
-
-    Triton reads fewer numbers than threads once for each layout of its values, so that warps read each other's rows.
-    """
-    tl.debug_barrier()
-
-
-@triton.jit
 def _add_to_teacher(top, total, gap, x_top, t, x, exists):
     """A teacher's statistics with one more pair per row."""
     one = exists.to(tl.float32)
@@ -190,7 +160,8 @@ def positive_totals(q_ptr, k_ptr, constants_ptr, columns_ptr, teacher_ptr, row_s
     logits = tl.zeros((ROWS,), tl.float32)
     count = tl.zeros((ROWS,), tl.float32)
     if GUIDE == TEACHER:
-        soft_top, soft, gap, x_top = _load_teacher(row_stats_ptr, row_stats_stride, row, row < N)
+        teacher_at = row_stats_ptr + TEACHER_TOP * row_stats_stride + row
+        soft_top, soft, gap, x_top = load_stats(teacher_at, row_stats_stride, row < N, 0.0)
     for p in range(per_row):
         col, exists, _, logit, rest = positive_logit(
             q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, diagonal, self_diagonal, per_row, q_row_stride,
@@ -210,11 +181,12 @@ def positive_totals(q_ptr, k_ptr, constants_ptr, columns_ptr, teacher_ptr, row_s
             t = tl.load(teacher_ptr + row.to(tl.int64) * per_row + p, mask=exists, other=0.0)
             soft_top, soft, gap, x_top = _add_to_teacher(soft_top, soft, gap, x_top, t, logit + rest, exists)
             if COLUMNS:
-                col_top, col_soft, col_gap, col_x_top = _load_teacher(col_stats_ptr, col_stats_stride, col, exists)
+                col_at = col_stats_ptr + TEACHER_TOP * col_stats_stride + col
+                col_top, col_soft, col_gap, col_x_top = load_stats(col_at, col_stats_stride, exists, 0.0)
                 col_top, col_soft, col_gap, col_x_top = _add_to_teacher(
                     col_top, col_soft, col_gap, col_x_top, t, logit + rest, exists)  # fmt: skip
-                _after_loads()
-                col_at = col_stats_ptr + TEACHER_TOP * col_stats_stride + col
+                # all warps have read before one of them writes: they read numbers of each other's rows
+                tl.debug_barrier()
                 store_stats(col_top, col_soft, col_gap, col_x_top, col_at, col_stats_stride, exists, True)
         if COLUMNS:
             # a column on the diagonal has one positive
@@ -228,19 +200,15 @@ def positive_totals(q_ptr, k_ptr, constants_ptr, columns_ptr, teacher_ptr, row_s
         row_at = row_stats_ptr + POSITIVE_TOP * row_stats_stride + row
         store_stats(top, total, logits, count, row_at, row_stats_stride, row < N, True)
         if GUIDE == TEACHER:
-            _after_loads()
-            row_at = row_stats_ptr + TEACHER_TOP * row_stats_stride + row
-            store_stats(soft_top, soft, gap, x_top, row_at, row_stats_stride, row < N, True)
+            tl.debug_barrier()
+            store_stats(soft_top, soft, gap, x_top, teacher_at, row_stats_stride, row < N, True)
 
 
 @triton.jit
 def _direction_gradient(x, rest, t, state_ptr, stride, coefficient_ptr, at, exists, smoothing, INSIDE: tl.constexpr,
                         GUIDE: tl.constexpr):  # fmt: skip
     """One direction's gradient of the positives, whose logits are x + rest; t: those by a teacher."""
-    top = tl.load(state_ptr + STATE_POSITIVE_TOP * stride + at, mask=exists, other=0.0)
-    inverse = tl.load(state_ptr + POSITIVE_INVERSE * stride + at, mask=exists, other=0.0)
-    missing = tl.load(state_ptr + MISSING * stride + at, mask=exists, other=0.0)
-    target = tl.load(state_ptr + POSITIVE_SHARE * stride + at, mask=exists, other=0.0)
+    top, inverse, missing, target = load_positive_state(state_ptr, stride, at, exists)
     share = tl.load(state_ptr + SHARE * stride + at, mask=exists, other=0.0)
     among = tl.exp((x - top) + rest) * inverse
     value = softmax_positive(among, target, missing, smoothing, INSIDE) - share * smoothing
@@ -257,10 +225,9 @@ def _add_product(out_ptr, out_stride, to, x_ptr, source, row_stride, stride, g, 
     for step in range(0, D, BLOCK):
         at = step + tl.arange(0, BLOCK)
         inside = exists[:, None] & (at < D)[None, :]
-        x = tl.load(x_ptr + source.to(tl.int64)[:, None] * row_stride + at.to(tl.int64)[None, :] * stride, mask=inside,
-                    other=0.0)  # fmt: skip
+        x = load_rows(x_ptr, source, step, D, row_stride, stride, exists, BLOCK)
         out = out_ptr + to.to(tl.int64)[:, None] * out_stride + at[None, :]
-        tl.store(out, tl.load(out, mask=inside, other=0.0) + g[:, None] * x.to(tl.float32), mask=inside)
+        tl.store(out, tl.load(out, mask=inside, other=0.0) + g[:, None] * x, mask=inside)
 
 
 @triton.jit(do_not_specialize=ANY)

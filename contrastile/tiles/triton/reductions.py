@@ -50,10 +50,11 @@ from contrastile.tiles.triton.arithmetic import (
     binade,
     finite,
     load_rows,
+    load_stats,
     merge_exponentials,
     merge_teachers,
-    rounding_to_steps,
     shift_as_logarithm,
+    steps_of_rows,
     store_stats,
 )
 
@@ -67,22 +68,14 @@ def split_features(x_ptr, out_ptr, order_ptr, n, D, row_stride, feature_stride, 
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = (rows < n)[:, None] & (cols < D)[None, :]
     source = rows.to(tl.int64)
     if ORDERED:
         source = tl.load(order_ptr + rows, mask=rows < n, other=0)
-    row_ptr = x_ptr + source[:, None] * row_stride
-    x = tl.load(row_ptr + cols.to(tl.int64)[None, :] * feature_stride, mask=inside, other=0.0).to(tl.float32)
+    x = load_rows(x_ptr, source, tl.program_id(1) * BLOCK, D, row_stride, feature_stride, rows < n, BLOCK)
     out = rows.to(tl.int64)[:, None] * (PARTS * width) + cols[None, :]
     within = (rows < n)[:, None] & (cols < width)[None, :]
     if PARTS == 3:
-        squares = tl.zeros((ROWS,), tl.float32)
-        for step in range(0, D, BLOCK):
-            at = step + tl.arange(0, BLOCK)
-            each = tl.load(row_ptr + at.to(tl.int64)[None, :] * feature_stride,
-                           mask=(rows < n)[:, None] & (at < D)[None, :], other=0.0).to(tl.float32)  # fmt: skip
-            squares += tl.sum(each * each, 1)
-        steps = rounding_to_steps(squares)[:, None]
+        steps = steps_of_rows(x_ptr, source, D, row_stride, feature_stride, rows < n, ROWS, BLOCK)[:, None]
     for part in tl.static_range(PARTS):
         piece = x.to(out_ptr.dtype.element_ty)
         if part == 0 and PARTS == 3:
@@ -105,9 +98,7 @@ def norms(q_ptr, k_ptr, out_ptr, N, M, D, q_row_stride, q_stride, k_row_stride, 
     total = tl.zeros((ROWS,), tl.float32)
     zero = tl.zeros((ROWS,), tl.float32)
     for step in range(0, D, BLOCK):
-        cols = step + tl.arange(0, BLOCK)
-        at = rows.to(tl.int64)[:, None] * row_stride + cols.to(tl.int64)[None, :] * stride
-        x = tl.load(x_ptr + at, mask=(rows < n)[:, None] & (cols < D)[None, :], other=0.0).to(tl.float32)
+        x = load_rows(x_ptr, rows, step, D, row_stride, stride, rows < n, BLOCK)
         total += tl.sum(x * x, 1)
         zero += tl.sum(x * 0.0, 1)
     tl.store(out_ptr + block, tl.max(total))
@@ -119,14 +110,10 @@ def inner_sums(q_ptr, k_ptr, out_ptr, N, D, q_row_stride, q_stride, k_row_stride
                BLOCK: tl.constexpr):  # fmt: skip
     """[blocks]: Σ ⟨q_i, k_i⟩ of each block of rows."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row = rows.to(tl.int64)[:, None]
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for step in range(0, D, BLOCK):
-        cols = step + tl.arange(0, BLOCK)
-        inside = (rows < N)[:, None] & (cols < D)[None, :]
-        col = cols.to(tl.int64)[None, :]
-        q = tl.load(q_ptr + row * q_row_stride + col * q_stride, mask=inside, other=0.0).to(tl.float32)
-        k = tl.load(k_ptr + row * k_row_stride + col * k_stride, mask=inside, other=0.0).to(tl.float32)
+        q = load_rows(q_ptr, rows, step, D, q_row_stride, q_stride, rows < N, BLOCK)
+        k = load_rows(k_ptr, rows, step, D, k_row_stride, k_stride, rows < N, BLOCK)
         total += q * k
     tl.store(out_ptr + tl.program_id(0), tl.sum(total))
 
@@ -339,10 +326,7 @@ def _merge_half(part_ptr, stats_ptr, stride, tiles, n, first, at, inside, SUMS: 
     total = tl.zeros((BLOCK,), tl.float32)
     logit_sum, count = total, total
     if first == 0:
-        top = tl.load(stats_ptr + at, mask=inside, other=-float("inf"))
-        total = tl.load(stats_ptr + stride + at, mask=inside, other=0.0)
-        logit_sum = tl.load(stats_ptr + 2 * stride + at, mask=inside, other=0.0)
-        count = tl.load(stats_ptr + 3 * stride + at, mask=inside, other=0.0)
+        top, total, logit_sum, count = load_stats(stats_ptr + at, stride, inside)
     for step in range(0, tiles, TILES):
         tops = _load_channel(part_ptr, 0, tiles, step, n, at, inside, TILES, -float("inf"))
         higher = tl.maximum(top, tl.max(tops, 0))
@@ -367,10 +351,7 @@ def _merge_teacher(part_ptr, out, stride, tiles, n, first, at, inside, BLOCK: tl
     total = tl.zeros((BLOCK,), tl.float32)
     gap = total
     if first == 0:
-        top = tl.load(out, mask=inside, other=0.0)
-        total = tl.load(out + stride, mask=inside, other=0.0)
-        gap = tl.load(out + 2 * stride, mask=inside, other=0.0)
-        x_top = tl.load(out + 3 * stride, mask=inside, other=0.0)
+        top, total, gap, x_top = load_stats(out, stride, inside, 0.0)
     channel = tiles.to(tl.int64) * n
     tile_at = part_ptr + at
     for _ in range(tiles):
@@ -417,18 +398,13 @@ def merge_parts(stats_ptr, stats_row_stride, stats_stride, part_ptr, part_stride
     row_stride = part_row_stride.to(tl.int64)
     out = stats_ptr + at * stats_stride.to(tl.int64) + half * stats_row_stride
     parts_at = part_ptr + at * part_col_stride.to(tl.int64) + half * row_stride
-    top = tl.load(out, mask=inside, other=-float("inf"))
-    total = tl.load(out + stats_row_stride, mask=inside, other=0.0)
-    logit_sum = tl.load(out + 2 * stats_row_stride, mask=inside, other=0.0)
-    count = tl.load(out + 3 * stats_row_stride, mask=inside, other=0.0)
+    top, total, logit_sum, count = load_stats(out, stats_row_stride, inside)
     for part in range(parts):
         source = parts_at + part * part_stride.to(tl.int64)
-        part_top = tl.load(source, mask=inside, other=-float("inf"))
-        part_total = tl.load(source + row_stride, mask=inside, other=0.0)
-        part_count = tl.load(source + 3 * row_stride, mask=inside, other=0.0)
+        part_top, part_total, part_sum, part_count = load_stats(source, row_stride, inside)
         higher, total = merge_exponentials(top, total, part_top, part_total)
         safe = finite(higher)
-        logit_sum += tl.load(source + 2 * row_stride, mask=inside, other=0.0)
+        logit_sum += part_sum
         logit_sum += count * (finite(top) - safe) + part_count * (finite(part_top) - safe)
         count += part_count
         top = higher
