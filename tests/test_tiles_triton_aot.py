@@ -61,7 +61,9 @@ GUIDED_ON = (80, 90, 100) if EVERY else (90,)
 BUSY_ON = (89,) if EVERY else (120,)
 # kernels with instructions written out, of which machine code is made in any case
 INSTRUCTIONS = ("gradient plain", "sweep")
-# of late interaction: the tiling of a chip with wide products, and a small one of the same code on others
+# kernels of late interaction without those of masks
+LATE_KERNELS = ("sweep", "query_gradients", "list_entries", "document_gradients")
+# the tiling of a chip with wide products, and a small one of the same code on others
 LATE = {"BM": 128, "BN": 64, "BD": 128, "SLOT": 32, "GROUP": 32, "REGISTERS": True}
 LATE_SMALL = {"BM": 64, "BN": 64, "BD": 32, "SLOT": 8, "GROUP": 32}
 
@@ -95,13 +97,12 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int
 def test_every_kernel_compiles_and_fits(capability: int, compiled: Callable[[int], dict[str, int]]) -> None:
     taken = compiled(capability)
     names = {name.split()[0] for name in taken}
-    late = {"sweep", "query_gradients", "list_entries", "document_gradients"}
     if capability in COMPLETE:
         # gradients of late interaction are the same code on every chip
         known = {kernel.fn.__name__ for kernel in _kernels()}
-        assert known - names <= (late - {"sweep"} if capability == 80 else set())
+        assert known - names <= ({*LATE_KERNELS} - {"sweep"} if capability == 80 else set())
     assert names >= ({"totals", "gradient"} if capability in BUSY_ON else {*TILE_KERNELS})
-    assert names >= late or capability != 90
+    assert names >= {*LATE_KERNELS} or capability != 90
     assert max(taken.values()) <= SHARED[capability]
     for name in (*BUSY, *(name for name in (*GUIDED, *STORED) if name in taken)):
         assert SHAPES[capability].programs * (taken[name] + RESERVED) <= SHARED[capability] + RESERVED
@@ -168,7 +169,6 @@ def _kernels() -> list[Any]:
         forward,
         label_sum_kernels,
         labels,
-        mask_kernels,
         maxsim_kernels,
         order_kernels,
         own_kernels,
@@ -179,8 +179,7 @@ def _kernels() -> list[Any]:
 
     modules = (
         forward, backward, careful, exponential_kernels, labels, label_sum_kernels, order_kernels, ends, positives,
-        reductions, finish, maxsim_kernels, score_kernels, mask_kernels,
-        own_kernels,
+        reductions, finish, maxsim_kernels, score_kernels, own_kernels,
     )  # fmt: skip
     return [
         function
@@ -206,11 +205,11 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
     several = {"DIAGONAL": False, "POSITIVES": UNROLLED.value + 1, "FLATTEN": False, "IDS": True, "SMOOTH": True}
     for kernel in _kernels():
         name = kernel.fn.__name__
-        if kernel.fn.__module__.endswith("maxsim_kernels"):
+        if name in LATE_KERNELS:
             if capability == 90 or (capability in (80, 100) and name == "sweep"):
                 yield kernel, name, _late(name, capability)
             continue
-        if kernel.fn.__module__.endswith(("score_kernels", "mask_kernels")):
+        if kernel.fn.__module__.endswith(("score_kernels", "maxsim_kernels")):
             if capability in COMPLETE:
                 masks = {"SELF": True, "IDS": True, "LABELS": True, "ROWS_MASKED": True, "SMOOTH": True}
                 sizes = {"SIDE": 16, "STEP": 128, "BM": 64, "BN": 64, "ROWS": 64, "SLOT": 16, "CHUNK": 1024}

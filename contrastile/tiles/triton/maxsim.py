@@ -26,7 +26,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from contrastile.tiles.eager import LEAST_STRIP
-from contrastile.tiles.triton import mask_kernels
 from contrastile.tiles.triton import maxsim_kernels as kernels
 from contrastile.tiles.triton.kernel import run
 from contrastile.tiles.triton.maxsim_lists import FIELDS
@@ -77,7 +76,7 @@ class Entries:
         order, entries.lengths = ordered(mask)
         entries.tokens, entries.begins = (order.new_empty(n) for n in (entries.count, N))
         run(
-            mask_kernels.fill_entries, (N,), order_ptr=order, lengths_ptr=entries.lengths, tokens_ptr=entries.tokens,
+            kernels.fill_entries, (N,), order_ptr=order, lengths_ptr=entries.lengths, tokens_ptr=entries.tokens,
             begins_ptr=entries.begins, N=N, L=L, per_query=per_query, SLOT=slot, CHUNK=CHUNK,
         )  # fmt: skip
         return entries
@@ -98,7 +97,7 @@ class Entries:
             return (sums if slots == N else sums.unflatten(1, (N, -1)).sum(-1)).T
         scores = sums.new_empty(J, N)
         run(
-            mask_kernels.slot_scores, (tiles_of(N, PAIRS), tiles_of(J, PAIRS)), sums_ptr=sums, begins_ptr=self.begins,
+            kernels.slot_scores, (tiles_of(N, PAIRS), tiles_of(J, PAIRS)), sums_ptr=sums, begins_ptr=self.begins,
             lengths_ptr=self.lengths, out_ptr=scores, N=N, J=J, slots=slots, SLOT=self.slot, BM=PAIRS, BN=PAIRS,
         )  # fmt: skip
         return scores.T
@@ -120,7 +119,7 @@ class Documents:
         (J, M, width), (order, lengths) = vectors.shape, ordered(mask)
         packed = torch.empty_like(vectors)
         run(
-            mask_kernels.pack_tokens, (J, tiles_of(M, PAIRS)), x_ptr=vectors, order_ptr=order, lengths_ptr=lengths,
+            kernels.pack_tokens, (J, tiles_of(M, PAIRS)), x_ptr=vectors, order_ptr=order, lengths_ptr=lengths,
             out_ptr=packed, M=M, width=width, ROWS=PAIRS, BLOCK=PAIRS,
         )  # fmt: skip
         return cls(packed, lengths, order)
@@ -208,7 +207,7 @@ def ordered(mask: Tensor) -> tuple[Tensor, Tensor]:
     n, L = mask.shape
     order, lengths = (torch.empty(shape, dtype=torch.int32, device=mask.device) for shape in ((n, L), (n,)))
     run(
-        mask_kernels.order_tokens, (n,), mask_ptr=mask.contiguous().view(torch.uint8), order_ptr=order,
+        kernels.order_tokens, (n,), mask_ptr=mask.contiguous().view(torch.uint8), order_ptr=order,
         lengths_ptr=lengths, L=L, CHUNK=min(CHUNK, triton.next_power_of_2(L)),
     )  # fmt: skip
     return order, lengths
