@@ -73,14 +73,28 @@ class Exponentials:
         both = len(self.parts) == 1
         careful = self.sums if both else self.sums[len(self.pair.q) :]
         launch.careful_gradient(self.pair, block, self.strip, careful, epilogue)
+        (of_rows, of_cols), factors, weighted = block.places, None, None
         if both:
-            return self._add_both(block, weights, u, v, epilogue)
-        return self._add_one_way(block, weights, u, v, epilogue)
+            numbers = [self._weigh_pairs(block, weights, epilogue)]
+        else:
+            numbers, (factors, weighted) = [self.sums], self._weigh_rows(block, weights[0][0])
+        if block.order is not None:
+            numbers.append(sorting.new_sums(block))
+            sorting.label_gradients(self.pair, block, self.strip, numbers[-1], epilogue, weights, factored=not both)
+        if u is not None:
+            with sorting.in_order(u, of_rows, factors=factors) as total:
+                add_rows(total, self.pair, self.strip, fresh=True)
+        if v is not None:
+            with sorting.in_order(v, of_cols) as total:
+                if weighted is None:
+                    add_cols(total, self.pair, self.strip, fresh=True)
+                else:
+                    self._add_weighted(total, weighted)
+        return numbers
 
-    def _add_one_way(
-        self, block: Block, weights: Weights, u: Tensor | None, v: Tensor | None, epilogue: Epilogue
-    ) -> list[Tensor]:
-        inner, q, a = self.parts[1], self.pair.q, weights[0][0]
+    def _weigh_rows(self, block: Block, a: Tensor) -> tuple[Tensor, Tensor]:
+        """The factors of each row's sums [N], and the rows times them; writes the rows' Σ g · ⟨q, k⟩."""
+        inner, q = self.parts[1], self.pair.q
         col_tiles, N = inner.shape
         factors, weighted = torch.empty_like(a), q.data.new_empty(N, q.width)
         launch.run(
@@ -89,25 +103,18 @@ class Exponentials:
             D=q.width, q_row_stride=q.data.stride(0), col_tiles=col_tiles, UNIT=UNIT, ROWS=ROWS, BLOCK=FEATURES,
             TILES=TILES,
         )  # fmt: skip
-        numbers, (of_rows, of_cols) = [self.sums], block.places
-        if block.order is not None:
-            numbers.append(sorting.new_sums(block))
-            sorting.label_gradients(self.pair, block, self.strip, numbers[-1], epilogue, weights, factored=True)
-        if u is not None:
-            with sorting.in_order(u, of_rows, factors=factors) as total:
-                add_rows(total, self.pair, self.strip, fresh=True)
-        if v is not None:
-            (g,), x = self.pair.strip_pieces(self.strip), weighted[:, : v.shape[1]]
-            with sorting.in_order(v, of_cols) as total:
-                if total.dtype == torch.float32:
-                    add_at_once(total, g.T, x, 0.0, 1 / UNIT)
-                else:
-                    torch.addmm(total, g.T, x, alpha=1 / UNIT, beta=0, out=total)
-        return numbers
+        return factors, weighted
 
-    def _add_both(
-        self, block: Block, weights: Weights, u: Tensor | None, v: Tensor | None, epilogue: Epilogue
-    ) -> list[Tensor]:
+    def _add_weighted(self, total: Tensor, weighted: Tensor) -> None:
+        """Write the sums of columns from the rows times their factors."""
+        (g,), x = self.pair.strip_pieces(self.strip), weighted[:, : total.shape[1]]
+        if total.dtype == torch.float32:
+            add_at_once(total, g.T, x, 0.0, 1 / UNIT)
+        else:
+            torch.addmm(total, g.T, x, alpha=1 / UNIT, beta=0, out=total)
+
+    def _weigh_pairs(self, block: Block, weights: Weights, epilogue: Epilogue) -> Tensor:
+        """Turn the strip into the gradient, and return Σ g · ⟨q, k⟩."""
         rows, cols, steps, stages = PAIRS
         N, M = len(self.pair.q), len(self.pair.k)
         # the strip has whole tiles
@@ -124,17 +131,7 @@ class Exponentials:
             blocks=blocks, parts=self.sums.numel(), BLOCK=NUMBERS, warps=16,
             **launch.directions(block, epilogue),
         )  # fmt: skip
-        numbers, (of_rows, of_cols) = [total], block.places
-        if block.order is not None:
-            numbers.append(sorting.new_sums(block))
-            sorting.label_gradients(self.pair, block, self.strip, numbers[-1], epilogue, weights)
-        if u is not None:
-            with sorting.in_order(u, of_rows) as of_labels:
-                add_rows(of_labels, self.pair, self.strip, fresh=True)
-        if v is not None:
-            with sorting.in_order(v, of_cols) as of_labels:
-                add_cols(of_labels, self.pair, self.strip, fresh=True)
-        return numbers
+        return total
 
 
 def suits(rows: Shard, epilogue: Epilogue) -> bool:
