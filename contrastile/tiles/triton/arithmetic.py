@@ -64,6 +64,15 @@ ANY = ("N", "M", "n", "diagonal", "self_diagonal", "positives", "positives_strid
 
 
 @triton.jit
+def one_side(of_rows, row, col):
+    """Each value of the rows' tuple, or of the columns'."""
+    chosen = (tl.where(of_rows, row[0], col[0]),)
+    for at in tl.static_range(1, len(row)):
+        chosen += (tl.where(of_rows, row[at], col[at]),)
+    return chosen
+
+
+@triton.jit
 def count_along(x, valid, axis: tl.constexpr):
     """Number of valid pairs along `axis`, computed from x to keep its layout: masks lie across the threads."""
     return tl.sum(tl.where(valid, x * 0.0 + 1.0, 0.0), axis)

@@ -39,6 +39,7 @@ from contrastile.tiles.triton.arithmetic import (
     exponents,
     halves,
     load_positive_state,
+    one_side,
     quarter,
     sum_per_lane,
 )
@@ -93,12 +94,10 @@ def direction_weights(row_state_ptr, row_state_stride, row_coefficient_ptr, N, c
 
     LABELS: then two vectors of the positives by label, whose gradient is 2^t times the first less the second.
     """
-    of_rows = tl.program_id(1) == 0
-    state_ptr = tl.where(of_rows, row_state_ptr, col_state_ptr)
-    stride = tl.where(of_rows, row_state_stride, col_state_stride)
-    coefficient_ptr = tl.where(of_rows, row_coefficient_ptr, col_coefficient_ptr)
-    n = tl.where(of_rows, N, M)
-    weight_ptr = out_ptr + tl.where(of_rows, 0, N)
+    state_ptr, stride, coefficient_ptr, lift_ptr, n, begin = one_side(
+        tl.program_id(1) == 0, (row_state_ptr, row_state_stride, row_coefficient_ptr, row_lift_ptr, N, 0),
+        (col_state_ptr, col_state_stride, col_coefficient_ptr, col_lift_ptr, M, N))  # fmt: skip
+    weight_ptr = out_ptr + begin
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     shift = tl.load(constants_ptr + SHIFT)
@@ -115,12 +114,11 @@ def direction_weights(row_state_ptr, row_state_stride, row_coefficient_ptr, N, c
         soft *= coefficient * smoothing
         tl.store(weight_ptr + N + M + at, soft, mask=inside)
         if LATER:
-            lift_at = tl.where(of_rows, row_lift_ptr, col_lift_ptr) + at
-            lift = tl.load(lift_at, mask=inside, other=0.0)
-            total = tl.load(lift_at + n, mask=inside, other=0.0)
+            lift = tl.load(lift_ptr + at, mask=inside, other=0.0)
+            total = tl.load(lift_ptr + at + n, mask=inside, other=0.0)
             # the careful kernels write 0: their gap is complete
             lack = tl.where(total == 0, 0.0, (soft * total) * (shift - lift))
-            tl.store(lack_ptr + tl.where(of_rows, 0, N) + at, lack, mask=inside)
+            tl.store(lack_ptr + begin + at, lack, mask=inside)
     if LABELS:
         slope, taken = _positive_vectors(state_ptr, stride, at, inside, shift, smoothing, SMOOTH, INSIDE)
         low += tl.max((inside & (tl.abs(slope) > 2.0 / LOWEST_SUM)).to(tl.int32))

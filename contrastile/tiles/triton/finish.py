@@ -45,6 +45,7 @@ from contrastile.tiles.triton.arithmetic import (
     finite,
     log1p,
     merge_exponentials,
+    one_side,
 )
 
 # rows that `finish` writes before the state
@@ -82,11 +83,12 @@ def mises_fisher_sums(row_stats_ptr, row_stats_stride, N, col_stats_ptr, col_sta
     against overflow. program_id 1 = 0 computes rows, 1 columns.
     """
     side = tl.program_id(1)
-    stats_ptr = tl.where(side == 0, row_stats_ptr, col_stats_ptr)
-    stride = tl.where(side == 0, row_stats_stride, col_stats_stride).to(tl.int64)
+    stats_ptr, stride, n = one_side(
+        side == 0, (row_stats_ptr, row_stats_stride, N), (col_stats_ptr, col_stats_stride, M))  # fmt: skip
+    stride = stride.to(tl.int64)
     block = tl.program_id(0)
     at = block * BLOCK + tl.arange(0, BLOCK)
-    inside = at < tl.where(side == 0, N, M)
+    inside = at < n
     total = tl.load(stats_ptr + TOTAL * stride + at, mask=inside, other=1.0)
     positive_top = tl.load(stats_ptr + POSITIVE_TOP * stride + at, mask=inside, other=0.0)
     positive_sum = tl.load(stats_ptr + POSITIVE_SUM * stride + at, mask=inside, other=0.0)
@@ -111,9 +113,9 @@ def finish(row_stats_ptr, row_stats_stride, N, col_stats_ptr, col_stats_stride, 
     """
     side = tl.program_id(1)
     sides = tl.num_programs(1)
-    stats_ptr = tl.where(side == 0, row_stats_ptr, col_stats_ptr)
-    stride = tl.where(side == 0, row_stats_stride, col_stats_stride).to(tl.int64)
-    n = tl.where(side == 0, N, M)
+    stats_ptr, stride, n, begin = one_side(
+        side == 0, (row_stats_ptr, row_stats_stride, N, 0), (col_stats_ptr, col_stats_stride, M, N))  # fmt: skip
+    stride = stride.to(tl.int64)
     length = (N + M).to(tl.int64)
     block = tl.program_id(0)
     at = block * BLOCK + tl.arange(0, BLOCK)
@@ -160,7 +162,7 @@ def finish(row_stats_ptr, row_stats_stride, N, col_stats_ptr, col_stats_stride, 
         missing = tl.where(apart, 1.0 / (1.0 + tl.exp(-gap)), 1.0)
     # without any key, 0 instead of 0 · ∞
     inverse = 1.0 / tl.where(denominator == 0, 1.0, denominator)
-    out = out_ptr + tl.where(side == 0, 0, N) + at
+    out = out_ptr + begin + at
     state = out + STATE * length
     if GUIDE == TEACHER:
         teacher_top = tl.load(stats_ptr + TEACHER_TOP * stride + at, mask=inside, other=0.0)

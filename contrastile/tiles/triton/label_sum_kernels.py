@@ -27,6 +27,7 @@ from contrastile.tiles.triton.arithmetic import (
     POSITIVE_SUM,
     SCALE,
     load_rows,
+    one_side,
 )
 from contrastile.tiles.triton.masks import FIRST, STOP, row_spans
 
@@ -47,26 +48,31 @@ def single_positives(row_spans_ptr, row_order_ptr, row_out_ptr, N, col_spans_ptr
     COLUMNS: of pairs that are each other's only positive, for columns too. program_id 1 = 0 computes rows, 1 columns.
     """
     of_rows = tl.program_id(1) == 0
-    n = tl.where(of_rows, N, M)
-    m = tl.where(of_rows, M, N)
+    row = (row_spans_ptr, row_order_ptr, row_out_ptr, N)
+    col = (col_spans_ptr, col_order_ptr, col_out_ptr, M)
+    spans_ptr, order_ptr, out_ptr, n = one_side(of_rows, row, col)
+    other_spans_ptr, other_order_ptr, _, m = one_side(of_rows, col, row)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    first, itself, own, count = _positives(tl.where(of_rows, row_spans_ptr, col_spans_ptr), n, at)
+    first, itself, own, count = _positives(spans_ptr, n, at)
     other = tl.where(own & (itself == first), first + 1, first)
     single = (at < n) & (count == 1)
     if COLUMNS:
-        of_others = tl.where(of_rows, col_spans_ptr, row_spans_ptr)
-        _, _, _, others = _positives(of_others, m, tl.where(single, other, m))
+        _, _, _, others = _positives(other_spans_ptr, m, tl.where(single, other, m))
         single = single & (others == 1)
     else:
         single = single & of_rows
-    partner = tl.load(tl.where(of_rows, col_order_ptr, row_order_ptr) + other, mask=single, other=-1)
-    place = tl.load(tl.where(of_rows, row_order_ptr, col_order_ptr) + at, mask=at < n, other=0)
-    tl.store(tl.where(of_rows, row_out_ptr, col_out_ptr) + place, partner, mask=at < n)
+    partner = tl.load(other_order_ptr + other, mask=single, other=-1)
+    place = tl.load(order_ptr + at, mask=at < n, other=0)
+    tl.store(out_ptr + place, partner, mask=at < n)
 
 
 @triton.jit
-def _targets(state_ptr, state_stride, coefficient_ptr, singles_ptr, places, inside):
-    """The target of each positive of these rows, times their coefficient; 0 for rows of a single one."""
+def _targets(side, places, inside):
+    """The target of each positive of these rows, times their coefficient; 0 for rows of a single one.
+
+    side: their state, its stride, their coefficients, and their only positives.
+    """
+    state_ptr, state_stride, coefficient_ptr, singles_ptr = side
     target = tl.load(state_ptr + POSITIVE_SHARE * state_stride + places, mask=inside, other=0.0)
     target *= tl.load(coefficient_ptr + places, mask=inside, other=0.0)
     return tl.where(tl.load(singles_ptr + places, mask=inside, other=0) < 0, target, 0.0)
@@ -100,10 +106,12 @@ def chunk_sums(row_x_ptr, row_order_ptr, row_spans_ptr, row_state_ptr, row_state
     """
     side = tl.program_id(2)
     of_cols = side == 0
-    n = tl.where(of_cols, M, N)
+    spans_ptr, order_ptr, x_ptr, row_stride, stride, n = one_side(
+        of_cols, (col_spans_ptr, col_order_ptr, col_x_ptr, col_x_row_stride, col_x_stride, M),
+        (row_spans_ptr, row_order_ptr, row_x_ptr, row_x_row_stride, row_x_stride, N))  # fmt: skip
     at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     inside = at < n
-    spans = tl.where(of_cols, col_spans_ptr, row_spans_ptr) + at
+    spans = spans_ptr + at
     first = tl.load(spans + FIRST * n, mask=inside, other=-1)
     stop = tl.load(spans + STOP * n, mask=inside, other=-1)
     # labels without a row on the other side have empty spans, at the place of the label behind them
@@ -111,21 +119,19 @@ def chunk_sums(row_x_ptr, row_order_ptr, row_spans_ptr, row_state_ptr, row_state
     behind = tl.arange(0, CHUNK) > 0
     begins = first != tl.load(spans + FIRST * n - 1, mask=inside & behind, other=-1)
     begins = begins | (stop != tl.load(spans + STOP * n - 1, mask=inside & behind, other=-1))
-    places = tl.load(tl.where(of_cols, col_order_ptr, row_order_ptr) + at, mask=inside, other=0)
+    places = tl.load(order_ptr + at, mask=inside, other=0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = load_rows(tl.where(of_cols, col_x_ptr, row_x_ptr), places, first_feature + tl.program_id(1) * BLOCK, D,
-                  tl.where(of_cols, col_x_row_stride, row_x_row_stride),
-                  tl.where(of_cols, col_x_stride, row_x_stride), inside, BLOCK)  # fmt: skip
+    feature = first_feature + tl.program_id(1) * BLOCK
+    x = load_rows(x_ptr, places, feature, D, row_stride, stride, inside, BLOCK)
     out = out_ptr + side.to(tl.int64) * out_step * (2 if PLAIN + WEIGHED > 2 else 1)
     out += at.to(tl.int64)[:, None] * width + columns[None, :]
     written = (inside & begins)[:, None] & (columns < width)[None, :]
     if side < PLAIN:
         tl.store(out, _sums_of_equal(same, x, PIECES), mask=written)
     if side >= 2 - WEIGHED:
-        weights = _targets(tl.where(of_cols, col_state_ptr, row_state_ptr),
-                           tl.where(of_cols, col_state_stride, row_state_stride),
-                           tl.where(of_cols, col_coefficient_ptr, row_coefficient_ptr),
-                           tl.where(of_cols, col_singles_ptr, row_singles_ptr), places, inside)  # fmt: skip
+        state = one_side(of_cols, (col_state_ptr, col_state_stride, col_coefficient_ptr, col_singles_ptr),
+                         (row_state_ptr, row_state_stride, row_coefficient_ptr, row_singles_ptr))  # fmt: skip
+        weights = _targets(state, places, inside)
         out += tl.where(side < PLAIN, out_step, 0)
         tl.store(out, _sums_of_equal(same, weights[:, None] * x, 2), mask=written)
 
@@ -138,14 +144,11 @@ def run_sums(row_spans_ptr, N, col_spans_ptr, M, out_ptr, out_step, width, KINDS
     A chunk has at most one run that begins in it and goes on behind it. program_id 2: which of the sums, KINDS of each
     side.
     """
-    of_cols = tl.program_id(2) < KINDS
-    n = tl.where(of_cols, M, N)
-    m = tl.where(of_cols, N, M)
+    spans_ptr, n, others_ptr, m = one_side(tl.program_id(2) < KINDS, (col_spans_ptr, M, row_spans_ptr, N),
+                                           (row_spans_ptr, N, col_spans_ptr, M))  # fmt: skip
     begin = tl.program_id(0) * CHUNK
     end = begin + CHUNK
     if end < n:
-        spans_ptr = tl.where(of_cols, col_spans_ptr, row_spans_ptr)
-        others_ptr = tl.where(of_cols, row_spans_ptr, col_spans_ptr)
         # the other side's first row of the label that the chunk ends in: it has the range of the run
         of_last = tl.load(spans_ptr + FIRST * n + end - 1)
         there = tl.load(spans_ptr + STOP * n + end - 1) > of_last
@@ -188,17 +191,14 @@ def add_to_totals(row_x_ptr, row_order_ptr, row_spans_ptr, row_singles_ptr, N, r
     The first features come with the number of positives.
     """
     of_rows = tl.program_id(1) == 0
-    places, first, itself, own, count, several = _rows(
-        tl.where(of_rows, row_spans_ptr, col_spans_ptr), tl.where(of_rows, row_order_ptr, col_order_ptr),
-        tl.where(of_rows, row_singles_ptr, col_singles_ptr), tl.where(of_rows, N, M), ROWS)  # fmt: skip
-    x_ptr = tl.where(of_rows, row_x_ptr, col_x_ptr)
-    x_row_stride = tl.where(of_rows, row_x_row_stride, col_x_row_stride)
-    x_stride = tl.where(of_rows, row_x_stride, col_x_stride)
-    other_x_ptr = tl.where(of_rows, col_x_ptr, row_x_ptr)
-    other_row_stride = tl.where(of_rows, col_x_row_stride, row_x_row_stride)
-    other_stride = tl.where(of_rows, col_x_stride, row_x_stride)
+    row = (row_order_ptr, row_spans_ptr, row_singles_ptr, N, row_x_ptr, row_x_row_stride, row_x_stride)
+    col = (col_order_ptr, col_spans_ptr, col_singles_ptr, M, col_x_ptr, col_x_row_stride, col_x_stride)
+    order_ptr, spans_ptr, singles_ptr, n, x_ptr, x_row_stride, x_stride = one_side(of_rows, row, col)
+    other_order_ptr, _, _, _, other_x_ptr, other_row_stride, other_stride = one_side(of_rows, col, row)
+    stats_ptr, stride = one_side(of_rows, (row_stats_ptr, row_stats_stride), (col_stats_ptr, col_stats_stride))
+    places, first, itself, own, count, several = _rows(spans_ptr, order_ptr, singles_ptr, n, ROWS)
     sums_ptr += tl.program_id(1).to(tl.int64) * sums_step
-    itself = tl.load(tl.where(of_rows, col_order_ptr, row_order_ptr) + itself, mask=own, other=0)
+    itself = tl.load(other_order_ptr + itself, mask=own, other=0)
     inner = tl.zeros((ROWS,), tl.float32)
     for step in range(0, width, BLOCK):
         feature = first_feature + step
@@ -206,8 +206,7 @@ def add_to_totals(row_x_ptr, row_order_ptr, row_spans_ptr, row_singles_ptr, N, r
         total = load_rows(sums_ptr, first, step, width, width, 1, several, BLOCK)
         total -= load_rows(other_x_ptr, itself, feature, D, other_row_stride, other_stride, own, BLOCK)
         inner += tl.sum(x * total, 1)
-    stride = tl.where(of_rows, row_stats_stride, col_stats_stride)
-    stats = tl.where(of_rows, row_stats_ptr, col_stats_ptr) + places
+    stats = stats_ptr + places
     inner *= tl.load(constants_ptr + SCALE)
     if first_feature == 0:
         tl.store(stats + POSITIVE_COUNT * stride, count.to(tl.float32), mask=several)
@@ -233,29 +232,21 @@ def add_to_gradients(row_x_ptr, row_order_ptr, row_spans_ptr, row_state_ptr, row
     """
     side = tl.program_id(1)
     of_rows = side == 0
-    places, first, itself, own, _, several = _rows(
-        tl.where(of_rows, row_spans_ptr, col_spans_ptr), tl.where(of_rows, row_order_ptr, col_order_ptr),
-        tl.where(of_rows, row_singles_ptr, col_singles_ptr), tl.where(of_rows, N, M), ROWS)  # fmt: skip
-    x_ptr = tl.where(of_rows, row_x_ptr, col_x_ptr)
-    x_row_stride = tl.where(of_rows, row_x_row_stride, col_x_row_stride)
-    x_stride = tl.where(of_rows, row_x_stride, col_x_stride)
-    other_x_ptr = tl.where(of_rows, col_x_ptr, row_x_ptr)
-    other_row_stride = tl.where(of_rows, col_x_row_stride, row_x_row_stride)
-    other_stride = tl.where(of_rows, col_x_stride, row_x_stride)
-    out_ptr = tl.where(of_rows, row_out_ptr, col_out_ptr)
-    out_stride = tl.where(of_rows, row_out_stride, col_out_stride)
-    itself = tl.load(tl.where(of_rows, col_order_ptr, row_order_ptr) + itself, mask=own, other=0)
+    row = (row_order_ptr, row_spans_ptr, N, row_x_ptr, row_x_row_stride, row_x_stride)
+    col = (col_order_ptr, col_spans_ptr, M, col_x_ptr, col_x_row_stride, col_x_stride)
+    order_ptr, spans_ptr, n, x_ptr, x_row_stride, x_stride = one_side(of_rows, row, col)
+    other_order_ptr, _, _, other_x_ptr, other_row_stride, other_stride = one_side(of_rows, col, row)
+    row_state = (row_state_ptr, row_state_stride, row_coefficient_ptr, row_singles_ptr)
+    col_state = (col_state_ptr, col_state_stride, col_coefficient_ptr, col_singles_ptr)
+    state = one_side(of_rows, row_state, col_state)
+    out_ptr, out_stride = one_side(of_rows, (row_out_ptr, row_out_stride), (col_out_ptr, col_out_stride))
+    places, first, itself, own, _, several = _rows(spans_ptr, order_ptr, state[3], n, ROWS)
+    itself = tl.load(other_order_ptr + itself, mask=own, other=0)
     plain = of_rows | COLUMNS
     weighed = (of_rows == 0) | COLUMNS
-    target = _targets(tl.where(of_rows, row_state_ptr, col_state_ptr),
-                      tl.where(of_rows, row_state_stride, col_state_stride),
-                      tl.where(of_rows, row_coefficient_ptr, col_coefficient_ptr),
-                      tl.where(of_rows, row_singles_ptr, col_singles_ptr), places, several & plain)  # fmt: skip
+    target = _targets(state, places, several & plain)
     left = tl.where(own, target, 0.0)
-    left += _targets(tl.where(of_rows, col_state_ptr, row_state_ptr),
-                     tl.where(of_rows, col_state_stride, row_state_stride),
-                     tl.where(of_rows, col_coefficient_ptr, row_coefficient_ptr),
-                     tl.where(of_rows, col_singles_ptr, row_singles_ptr), itself, own & weighed)  # fmt: skip
+    left += _targets(one_side(of_rows, col_state, row_state), itself, own & weighed)
     sums_ptr += side.to(tl.int64) * sums_step * (2 if COLUMNS else 1)
     second = tl.where(plain, sums_step, 0)
     inner = tl.zeros((ROWS,), tl.float32)

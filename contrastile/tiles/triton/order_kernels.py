@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from contrastile.tiles.triton.arithmetic import ANY
+from contrastile.tiles.triton.arithmetic import ANY, one_side
 from contrastile.tiles.triton.masks import FIRST, HIGHEST_COLUMN, ITSELF, LOWEST_COLUMN, STOP
 
 
@@ -49,9 +49,9 @@ def sort_chunks(row_labels_ptr, row_chunks_ptr, row_within_ptr, N, col_labels_pt
     Writes them in rising order, and the place of each within its chunk. program_id 1 = 0 sorts those of the rows, 1
     those of the columns.
     """
-    of_rows = tl.program_id(1) == 0
-    labels_ptr = tl.where(of_rows, row_labels_ptr, col_labels_ptr)
-    n = tl.where(of_rows, N, M)
+    labels_ptr, chunks_ptr, within_ptr, n = one_side(
+        tl.program_id(1) == 0, (row_labels_ptr, row_chunks_ptr, row_within_ptr, N),
+        (col_labels_ptr, col_chunks_ptr, col_within_ptr, M))  # fmt: skip
     first = tl.program_id(0) * CHUNK
     rows = first + tl.arange(0, CHUNK)
     label = tl.load(labels_ptr + rows, mask=rows < n, other=0)
@@ -61,8 +61,8 @@ def sort_chunks(row_labels_ptr, row_chunks_ptr, row_within_ptr, N, col_labels_pt
         other = tl.load(labels_ptr + at, mask=at < n, other=0)[None, :]
         less = (other < label[:, None]) | ((other == label[:, None]) & (at[None, :] < rows[:, None]))
         place += tl.sum((less & (at < n)[None, :]).to(tl.int32), 1)
-    tl.store(tl.where(of_rows, row_chunks_ptr, col_chunks_ptr) + first + place, label, mask=rows < n)
-    tl.store(tl.where(of_rows, row_within_ptr, col_within_ptr) + rows, place.to(tl.int64), mask=rows < n)
+    tl.store(chunks_ptr + first + place, label, mask=rows < n)
+    tl.store(within_ptr + rows, place.to(tl.int64), mask=rows < n)
 
 
 @triton.jit(do_not_specialize=ANY)
@@ -74,13 +74,14 @@ def order_labels(row_labels_ptr, row_chunks_ptr, row_within_ptr, row_sorted_ptr,
     Writes the labels in rising order, the position of each of these, and its inverse: the place of each position.
     program_id 1 = 0 sorts those of the rows, 1 those of the columns.
     """
-    of_rows = tl.program_id(1) == 0
-    n = tl.where(of_rows, N, M)
-    chunks_ptr = tl.where(of_rows, row_chunks_ptr, col_chunks_ptr)
+    labels_ptr, chunks_ptr, within_ptr, sorted_ptr, order_ptr, places_ptr, n = one_side(
+        tl.program_id(1) == 0,
+        (row_labels_ptr, row_chunks_ptr, row_within_ptr, row_sorted_ptr, row_order_ptr, row_places_ptr, N),
+        (col_labels_ptr, col_chunks_ptr, col_within_ptr, col_sorted_ptr, col_order_ptr, col_places_ptr, M))  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if tl.program_id(0) * ROWS < n:
-        label = tl.load(tl.where(of_rows, row_labels_ptr, col_labels_ptr) + rows, mask=rows < n, other=0)
-        place = tl.load(tl.where(of_rows, row_within_ptr, col_within_ptr) + rows, mask=rows < n, other=0).to(tl.int32)
+        label = tl.load(labels_ptr + rows, mask=rows < n, other=0)
+        place = tl.load(within_ptr + rows, mask=rows < n, other=0).to(tl.int32)
         own = (rows // CHUNK)[:, None]
         for start in range(0, tl.cdiv(n, CHUNK), SLOTS):
             chunk, first, stop = _chunks(start, n, SLOTS, CHUNK)
@@ -88,9 +89,9 @@ def order_labels(row_labels_ptr, row_chunks_ptr, row_within_ptr, row_sorted_ptr,
             low = first + own * 0
             high = tl.where(chunk == own, low, stop)
             place += tl.sum(_position(chunks_ptr, label[:, None], low, high, chunk < own, STEPS) - low, 1)
-        tl.store(tl.where(of_rows, row_sorted_ptr, col_sorted_ptr) + place, label, mask=rows < n)
-        tl.store(tl.where(of_rows, row_order_ptr, col_order_ptr) + place, rows.to(tl.int64), mask=rows < n)
-        tl.store(tl.where(of_rows, row_places_ptr, col_places_ptr) + rows, place.to(tl.int64), mask=rows < n)
+        tl.store(sorted_ptr + place, label, mask=rows < n)
+        tl.store(order_ptr + place, rows.to(tl.int64), mask=rows < n)
+        tl.store(places_ptr + rows, place.to(tl.int64), mask=rows < n)
 
 
 @triton.jit(do_not_specialize=ANY)
@@ -117,28 +118,26 @@ def spans(row_labels_ptr, row_order_ptr, row_places_ptr, row_out_ptr, N, col_lab
     labels: in rising order. order, places: see `order_labels`. SELF: row i and column i + self_diagonal of the caller
     are one example. 2 to the power of STEPS is greater than both numbers. program_id 1 = 0 computes rows, 1 columns.
     """
-    of_rows = tl.program_id(1) == 0
-    n = tl.where(of_rows, N, M)
-    m = tl.where(of_rows, M, N)
-    others_ptr = tl.where(of_rows, col_labels_ptr, row_labels_ptr)
+    labels_ptr, order_ptr, out_ptr, n, others_ptr, places_ptr, m, offset = one_side(
+        tl.program_id(1) == 0,
+        (row_labels_ptr, row_order_ptr, row_out_ptr, N, col_labels_ptr, col_places_ptr, M, self_diagonal),
+        (col_labels_ptr, col_order_ptr, col_out_ptr, M, row_labels_ptr, row_places_ptr, N, -self_diagonal))  # fmt: skip
     at = tl.program_id(0) * BM + tl.arange(0, BM)
     inside = at < n
-    label = tl.load(tl.where(of_rows, row_labels_ptr, col_labels_ptr) + at, mask=inside, other=0)
+    label = tl.load(labels_ptr + at, mask=inside, other=0)
     first = _position(others_ptr, label, at * 0, at * 0 + m, at < 0, STEPS)
     stop = _position(others_ptr, label, first, at * 0 + m, at >= 0, STEPS)
     itself = first * 0 - 1
     lowest, highest = first, stop
     if SELF:
-        column = tl.load(tl.where(of_rows, row_order_ptr, col_order_ptr) + at, mask=inside, other=0)
-        column += tl.where(of_rows, self_diagonal, -self_diagonal)
+        column = tl.load(order_ptr + at, mask=inside, other=0) + offset
         exists = inside & (column >= 0) & (column < m)
-        places_ptr = tl.where(of_rows, col_places_ptr, row_places_ptr)
         itself = tl.load(places_ptr + column, mask=exists, other=-1).to(tl.int32)
         lowest = tl.where(inside, tl.minimum(first, tl.where(exists, itself, m)), m)
         highest = tl.where(inside, tl.maximum(stop, itself + 1), 0)
         lowest = first * 0 + tl.min(lowest)
         highest = first * 0 + tl.max(highest)
-    out = tl.where(of_rows, row_out_ptr, col_out_ptr) + at
+    out = out_ptr + at
     tl.store(out + FIRST * n, first, mask=inside)
     tl.store(out + STOP * n, stop, mask=inside)
     tl.store(out + ITSELF * n, itself, mask=inside)
@@ -154,19 +153,19 @@ def move_ordered(row_x_ptr, row_stride, row_last_ptr, row_order_ptr, row_out_ptr
 
     LAST: those of `last` [n] follow. out has no gaps. program_id 1 = 0 moves those of the rows, 1 of the columns.
     """
-    of_rows = tl.program_id(1) == 0
-    n = tl.where(of_rows, N, M)
+    x_ptr, stride, last_ptr, order_ptr, out_ptr, n = one_side(
+        tl.program_id(1) == 0, (row_x_ptr, row_stride, row_last_ptr, row_order_ptr, row_out_ptr, N),
+        (col_x_ptr, col_stride, col_last_ptr, col_order_ptr, col_out_ptr, M))  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
-    place = tl.load(tl.where(of_rows, row_order_ptr, col_order_ptr) + at, mask=inside, other=0)
+    place = tl.load(order_ptr + at, mask=inside, other=0)
     source = at if PUT else place
-    out = tl.where(of_rows, row_out_ptr, col_out_ptr) + (place if PUT else at)
-    x_ptr = tl.where(of_rows, row_x_ptr, col_x_ptr) + source
+    out = out_ptr + (place if PUT else at)
     for channel in tl.static_range(CHANNELS):
-        x = tl.load(x_ptr + channel * tl.where(of_rows, row_stride, col_stride).to(tl.int64), mask=inside, other=0.0)
+        x = tl.load(x_ptr + source + channel * stride.to(tl.int64), mask=inside, other=0.0)
         tl.store(out + channel * n.to(tl.int64), x, mask=inside)
     if LAST:
-        x = tl.load(tl.where(of_rows, row_last_ptr, col_last_ptr) + source, mask=inside, other=0.0)
+        x = tl.load(last_ptr + source, mask=inside, other=0.0)
         tl.store(out + CHANNELS * n.to(tl.int64), x, mask=inside)
 
 

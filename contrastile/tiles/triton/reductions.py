@@ -53,6 +53,7 @@ from contrastile.tiles.triton.arithmetic import (
     load_stats,
     merge_exponentials,
     merge_teachers,
+    one_side,
     shift_as_logarithm,
     steps_of_rows,
     store_stats,
@@ -89,12 +90,10 @@ def norms(q_ptr, k_ptr, out_ptr, N, M, D, q_row_stride, q_stride, k_row_stride, 
           ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """[2, blocks]: the largest squared norm of each block of rows, first of q, then of k; and Σ x · 0 of each."""
     block = tl.program_id(0)
-    of_q = block < q_blocks
-    x_ptr = tl.where(of_q, q_ptr, k_ptr)
-    n = tl.where(of_q, N, M)
-    row_stride = tl.where(of_q, q_row_stride, k_row_stride)
-    stride = tl.where(of_q, q_stride, k_stride)
-    rows = tl.where(of_q, block, block - q_blocks) * ROWS + tl.arange(0, ROWS)
+    x_ptr, n, row_stride, stride, first = one_side(
+        block < q_blocks, (q_ptr, N, q_row_stride, q_stride, 0),
+        (k_ptr, M, k_row_stride, k_stride, q_blocks))  # fmt: skip
+    rows = (block - first) * ROWS + tl.arange(0, ROWS)
     total = tl.zeros((ROWS,), tl.float32)
     zero = tl.zeros((ROWS,), tl.float32)
     for step in range(0, D, BLOCK):
@@ -231,14 +230,9 @@ def merge_sums(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first,
     teacher's gap comes with the backward, see `Gap` in `guided.py`; a sum of logits and their number have room for the
     lift and the teacher's sum under the shift.
     """
-    of_rows = tl.program_id(1) == 0
-    part_ptr = tl.where(of_rows, row_part_ptr, col_part_ptr)
-    stats_ptr = tl.where(of_rows, row_stats_ptr, col_stats_ptr)
-    stride = tl.where(of_rows, row_stride, col_stride)
-    tiles = tl.where(of_rows, col_tiles, row_tiles)
-    n = tl.where(of_rows, N, M)
-    first = tl.where(of_rows, row_first, col_first)
-    last = tl.where(of_rows, row_last, col_last)
+    part_ptr, stats_ptr, stride, tiles, n, first, last = one_side(
+        tl.program_id(1) == 0, (row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first, row_last),
+        (col_part_ptr, col_stats_ptr, col_stride, row_tiles, M, col_first, col_last))  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     total = tl.zeros((BLOCK,), tl.float32)
@@ -370,13 +364,9 @@ def merge_maxima(constants_ptr, row_part_ptr, row_stats_ptr, row_stride, col_til
                  BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
     """The careful form of `merge_sums`, which replaces its results. Runs where the careful flag is set."""
     if tl.load(constants_ptr + CAREFUL) != 0:
-        of_rows = tl.program_id(1) == 0
-        part_ptr = tl.where(of_rows, row_part_ptr, col_part_ptr)
-        stats_ptr = tl.where(of_rows, row_stats_ptr, col_stats_ptr)
-        stride = tl.where(of_rows, row_stride, col_stride)
-        tiles = tl.where(of_rows, col_tiles, row_tiles)
-        n = tl.where(of_rows, N, M)
-        first = tl.where(of_rows, row_first, col_first)
+        part_ptr, stats_ptr, stride, tiles, n, first = one_side(
+            tl.program_id(1) == 0, (row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first),
+            (col_part_ptr, col_stats_ptr, col_stride, row_tiles, M, col_first))  # fmt: skip
         at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = at < n
         _merge_half(part_ptr, stats_ptr, stride, tiles, n, first, at, inside, SMOOTH, BLOCK, TILES)
