@@ -27,8 +27,6 @@ from contrastile.tiles.triton.launch import operand
 from contrastile.tiles.triton.plan import products_of, shape_for
 
 ROWS = 8192
-# 16-bit pieces of a number
-PIECES = {torch.bfloat16: 1, torch.float16: 1, torch.float32: 3}
 PRODUCTS = [(torch.bfloat16, 2**e) for e in range(6, 13)] + [(torch.float16, 512), (torch.float32, 512)]
 CASES = [
     *product(("clip",), (torch.bfloat16,), (512, 768, 1024), (0.0, 0.2, 0.3, 0.4)),
@@ -74,7 +72,7 @@ def _store(q_mem, k_mem, out_ptr, n, D, BM: tl.constexpr, BN: tl.constexpr, BK: 
 def truncation(q: Tensor, k: Tensor) -> tuple[float, float]:
     """Return the share that the products lose, by least squares: of all pairs, and of those above three deviations."""
     n, shape = len(q), shape_for(q.device)
-    a, b = (operand(x, PIECES[x.dtype], shape) for x in (q, k))
+    a, b = (operand(x) for x in (q, k))
     multiplied = products_of(a.parts)
     out = torch.empty(n, n, device="cuda")
     _store[n // shape.rows, n // shape.cols](

@@ -293,7 +293,7 @@ def test_exponentials_are_planned_as_kept_where_the_kernels_keep_them(
     """Two of eight products are saved, and the gradients come with the loss."""
     loss, workspace = Softmax(symmetric=symmetric), int(gigabytes * 2**30)
     size = LossSize(N, M, 1, features, 2**37, "single", "triton", workspace=workspace, loss=loss)
-    budget = Budget.expected(loss, torch.device("meta"), workspace)
+    budget = Budget(loss, torch.device("meta"), workspace)
     rows, cols = (Shard(torch.empty(n, features, dtype=torch.bfloat16, device="meta")) for n in (N, M))
     assert size.exponentials == budget.keeps(rows, cols) == keeps
     assert size.operations == (6 if keeps else 8) * N * M * features

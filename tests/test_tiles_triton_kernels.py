@@ -352,7 +352,7 @@ def test_listed_positives_are_added_in_their_order_with_or_without_a_sort(
 
 
 def test_long_lists_of_positives_take_one_kernel() -> None:
-    pair = Pair(*(launch.operand(_unit(n), 1, SHAPE) for n in (8, 50)), Masks(positives=torch.zeros(8, 30).long()))
+    pair = Pair(*(launch.operand(_unit(n)) for n in (8, 50)), Masks(positives=torch.zeros(8, 30).long()))
     longer = replace(pair, masks=Masks(positives=torch.zeros(8, 31).long()))
     compiled, looped = "POSITIVES", "positives"
     assert pair.arguments[compiled] == longer.arguments[compiled] == UNROLLED.value + 1
@@ -546,7 +546,7 @@ def _fast_totals(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
 
 
 def _as_pair(q: Tensor, k: Tensor, masks: Masks = Masks()) -> Pair:  # noqa: B008 (a frozen value)
-    return Pair(*(launch.operand(x, 1, SHAPE) for x in (q, k)), masks)
+    return Pair(*(launch.operand(x) for x in (q, k)), masks)
 
 
 def _constants(factor: float, shift: float) -> Tensor:

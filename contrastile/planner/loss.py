@@ -204,7 +204,7 @@ class LossSize:
             from contrastile.tiles.triton.block import Budget
         except ImportError:
             return 2 * self.rows * self.columns <= self._allowed
-        budget = Budget.expected(self.loss, self._place, self._allowed)
+        budget = Budget(self.loss, self._place, self._allowed)
         return budget.expects_exponentials(self.rows, self.columns, self.dimensions, self.dtype, labels=self.labels)
 
     @cached_property

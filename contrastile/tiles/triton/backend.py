@@ -195,7 +195,7 @@ class Triton(Tiles):
         *, by_index: bool = False, labels: bool = False, followed: bool = False,
     ) -> int:  # fmt: skip
         del by_index
-        budget = Budget.expected(loss, device, workspace)
+        budget = Budget(loss, device, workspace)
         return budget.expected_bytes(N, M, D, dtype, followed=followed, labels=labels)
 
     def reserve(self, multiprocessors: int) -> None:
@@ -226,7 +226,7 @@ class Triton(Tiles):
 
     @cached_property
     def _budget(self) -> Budget:
-        return Budget(self.loss, self._epilogue, self.scale.device, self.workspace)
+        return Budget(self.loss, self.scale.device, self.workspace)
 
     def _new_stats(self, side: Shard) -> Tensor:
         """Memory for statistics, all of which the first merge writes."""
@@ -286,8 +286,7 @@ class Triton(Tiles):
 
     def _operands(self, side: Shard, order: Tensor | None = None) -> list[Operand]:
         """The features, and behind them those of the guide; order: of these rows."""
-        shape = plan.shape_for(self.scale.device)
-        return [launch.operand(x, plan.PIECES[x.dtype](), shape, order) for x in (side.features, *side.guides)]
+        return [launch.operand(x, order) for x in (side.features, *side.guides)]
 
     # the forward
 
@@ -307,9 +306,9 @@ class Triton(Tiles):
                     # one direction: with the sums of the scale's gradient; both: with several sums of each column
                     each = COLUMN_SUMS if self.loss.symmetric else 1
                     parts = tile.block.new_parts(channels + (not self.loss.symmetric), each=each)
-                    self.exponentials = exponentials.written(tile.pair, block.constants, parts, epilogue)
+                    self.exponentials = exponentials.written(tile.pair, block, parts)
                 elif later and not careful:
-                    parts = separate_sums(tile, epilogue)
+                    parts = separate_sums(tile)
                 else:
                     # where the careful flag is set, the exponentials are not read
                     strip = None if self.exponentials is None else self.exponentials.strip
@@ -319,7 +318,7 @@ class Triton(Tiles):
                 merged = (parts, tile.of(stats), block.constants, epilogue, tile.first, tile.last)
                 launch.merge_sums(*merged, careful=careful)
                 if block.order is not None and not careful:
-                    sorting.label_totals(tile.pair, tile.block, tile.of(stats), tile.first, epilogue)
+                    sorting.label_totals(tile.pair, tile.block, tile.of(stats), tile.first)
                 # freed before the next super-tile's sums are allocated, which may fill the workspace
                 del parts, merged
         if later or (epilogue.masked and all((*tile.first, *tile.last))):
@@ -338,7 +337,7 @@ class Triton(Tiles):
         """Write the positives known by position into the statistics."""
         positives = self._positives(block)
         if positives is not None:
-            positions.add_totals(block, positives, stats, self._epilogue)
+            positions.add_totals(block, positives, stats)
         if block.runs is not None:
             room = self._budget.room_for_sums(block.rows, block.cols, kept=self.exponentials is not None)
             label_sums.add_totals(block, stats, room)
@@ -359,7 +358,7 @@ class Triton(Tiles):
             terms = self._strips(block, u, v, row_stats, final=positives is None)
         self.super_tile = None
         if positives is not None:
-            given = block, positives, u, None if v is None else _received(v), self._epilogue
+            given = block, positives, u, None if v is None else _received(v)
             terms.append(positions.add_gradients(*given))
             if block.runs is not None:
                 label_sums.add_gradients(block, *given[2:4], terms[-1][0], self._budget.workspace)
@@ -392,7 +391,7 @@ class Triton(Tiles):
         """
         weights = self._weights(block)
         if self.exponentials is not None:
-            numbers = self.exponentials.add(block, weights, u, None if v is None else _received(v), self._epilogue)
+            numbers = self.exponentials.add(block, weights, u, None if v is None else _received(v))
             self.exponentials, self.guidance = None, Guidance()
             lost = launch.truncation(block.rows.features)
             return [(x, lost) for x in numbers]
@@ -426,7 +425,7 @@ class Triton(Tiles):
         if self.loss.pairwise:
             ((_, coefficient),) = block.directions
             return [(coefficient * block.constants[int(UNIT.value)])[None]]
-        return launch.direction_weights(block, self._epilogue, *self.guidance.weighed)
+        return launch.direction_weights(block, *self.guidance.weighed)
 
     def _fill(self, tile: SuperTile, weights: Weights, strip: Tensor, sums: Tensor, row_stats: Tensor | None) -> None:
         """Write the super-tile's gradient into the strip, and with `row_stats` merge its loss into them."""
@@ -439,11 +438,11 @@ class Triton(Tiles):
             # not first: add to the statistics so far
             launch.merge_sums(parts, stats, constants, epilogue, (False, False), tile.last)
         if epilogue.exponential:
-            launch.careful_gradient(tile.pair, tile.block, strip, sums, epilogue)
+            launch.careful_gradient(tile.pair, tile.block, strip, sums)
         if tile.block.order is not None:
             of_rows = sums[launch.sums_of_programs(self.scale.device) :].view(sorting.SHARED, -1)
             of_rows = along(of_rows, tile.along[0])
-            sorting.label_gradients(tile.pair, tile.block, strip, of_rows, epilogue, vectors, stats)
+            sorting.label_gradients(tile.pair, tile.block, strip, of_rows, vectors, stats)
 
 
 def _received(v: Tensor | InFlight) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -55,17 +55,15 @@ class Budget:
     """Bytes that each pass over a super-tile takes, and the largest super-tile within the workspace."""
 
     loss: PairLoss
-    epilogue: Epilogue
     device: torch.device
     # bytes
     workspace: int
     # height and width of super-tiles found so far
     _sizes: dict[tuple[int | None, ...], tuple[int, int]] = field(default_factory=dict, compare=False, repr=False)
 
-    @classmethod
-    def expected(cls, loss: PairLoss, device: torch.device, workspace: int) -> Self:
-        """The budget of a loss with its own epilogue, for a planner."""
-        return cls(loss, epilogue_for(loss), device, workspace)
+    @cached_property
+    def epilogue(self) -> Epilogue:
+        return epilogue_for(self.loss)
 
     def forward(self, height: int, width: int, copied: int, parts: int) -> int:
         """The tiles' numbers, and what all passes share."""
@@ -299,6 +297,10 @@ class Block:
     order: Order | None = None
     # with positives by label that are sums of features: see `label_sums.py`
     runs: Runs | None = None
+
+    @cached_property
+    def epilogue(self) -> Epilogue:
+        return epilogue_for(self.loss)
 
     @cached_property
     def directions(self) -> list[tuple[Tensor, Tensor]]:

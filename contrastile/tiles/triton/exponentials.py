@@ -62,9 +62,7 @@ class Exponentials:
         """The columns' sums have 16 bits."""
         return len(self.parts) == 2 and len(self.pair.k) >= NARROW * len(self.pair.q)
 
-    def add(
-        self, block: Block, weights: Weights, u: Tensor | None, v: Tensor | None, epilogue: Epilogue
-    ) -> list[Tensor]:
+    def add(self, block: Block, weights: Weights, u: Tensor | None, v: Tensor | None) -> list[Tensor]:
         """Write the gradient sums of all pairs to u and v; returns numbers that add up to Σ g · ⟨q, k⟩.
 
         weights: a [1, N] and, of a symmetric loss, b [1, M]. Where the careful flag is set, the strip becomes the
@@ -72,15 +70,15 @@ class Exponentials:
         """
         both = len(self.parts) == 1
         careful = self.sums if both else self.sums[len(self.pair.q) :]
-        launch.careful_gradient(self.pair, block, self.strip, careful, epilogue)
+        launch.careful_gradient(self.pair, block, self.strip, careful)
         (of_rows, of_cols), factors, weighted = block.places, None, None
         if both:
-            numbers = [self._weigh_pairs(block, weights, epilogue)]
+            numbers = [self._weigh_pairs(block, weights)]
         else:
             numbers, (factors, weighted) = [self.sums], self._weigh_rows(block, weights[0][0])
         if block.order is not None:
             numbers.append(sorting.new_sums(block))
-            sorting.label_gradients(self.pair, block, self.strip, numbers[-1], epilogue, weights, factored=not both)
+            sorting.label_gradients(self.pair, block, self.strip, numbers[-1], weights, factored=not both)
         if u is not None:
             with sorting.in_order(u, of_rows, factors=factors) as total:
                 add_rows(total, self.pair, self.strip, fresh=True)
@@ -113,7 +111,7 @@ class Exponentials:
         else:
             torch.addmm(total, g.T, x, alpha=1 / UNIT, beta=0, out=total)
 
-    def _weigh_pairs(self, block: Block, weights: Weights, epilogue: Epilogue) -> Tensor:
+    def _weigh_pairs(self, block: Block, weights: Weights) -> Tensor:
         """Turn the strip into the gradient, and return Σ g · ⟨q, k⟩."""
         rows, cols, steps, stages = PAIRS
         N, M = len(self.pair.q), len(self.pair.k)
@@ -129,7 +127,7 @@ class Exponentials:
         launch.run(
             exponential_kernels.weighted_total, (1,), N=N, M=M, sums_ptr=parts, careful_ptr=self.sums, out_ptr=total,
             blocks=blocks, parts=self.sums.numel(), BLOCK=NUMBERS, warps=16,
-            **launch.directions(block, epilogue),
+            **launch.directions(block),
         )  # fmt: skip
         return total
 
@@ -144,9 +142,10 @@ def fits(rows: Shard, cols: Shard, epilogue: Epilogue, budget: Budget) -> bool:
     return suits(rows, epilogue) and budget.keeps(rows, cols)
 
 
-def written(pair: Pair, constants: Tensor, parts: Sequence[Tensor], epilogue: Epilogue) -> Exponentials:
+def written(pair: Pair, block: Block, parts: Sequence[Tensor]) -> Exponentials:
     """Write the strip, and to the parts each tile's sums, as `launch.sums`; of one direction also Σ e · ⟨q, k⟩."""
-    strip, device = pair.new_strip(), constants.device
+    strip, constants, epilogue = pair.new_strip(), block.constants, block.epilogue
+    device = constants.device
     if len(parts) == 2:
         launch.sums(pair, constants, parts, epilogue, strip)
         return Exponentials(pair, strip, launch.new_sums(device), parts[0])

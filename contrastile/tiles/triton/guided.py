@@ -108,9 +108,10 @@ def with_guide(constants: Tensor, rows: Shard, cols: Shard, epilogue: Epilogue, 
     return torch.cat([constants, launch.block_constants(a, b, scale, None, epilogue)])
 
 
-def separate_sums(tile: SuperTile, epilogue: Epilogue) -> list[Tensor]:
+def separate_sums(tile: SuperTile) -> list[Tensor]:
     """The sums of the student's exponentials, and behind them those of the teacher's, from a sweep each."""
-    pair, constants, parts = tile.pair, tile.block.constants, tile.block.new_parts(2)
-    launch.sums(replace(pair, guide=None, taught=False), constants, parts, epilogue.student)
-    launch.sums(pair.of_guide, constants[CONSTANTS:], [part[1:] for part in parts], epilogue.student)
+    pair, constants, student = tile.pair, tile.block.constants, tile.block.epilogue.student
+    parts = tile.block.new_parts(2)
+    launch.sums(replace(pair, guide=None, taught=False), constants, parts, student)
+    launch.sums(pair.of_guide, constants[CONSTANTS:], [part[1:] for part in parts], student)
     return parts

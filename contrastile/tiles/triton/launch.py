@@ -28,7 +28,6 @@ from contrastile.tiles.triton.plan import (
     Epilogue,
     Operand,
     Pair,
-    Shape,
     is_readable,
     most_programs,
     padded,
@@ -64,12 +63,12 @@ def on(device: torch.device) -> AbstractContextManager[None]:
     return torch.cuda.device(device) if other else nullcontext()
 
 
-def operand(x: Tensor, parts: int, shape: Shape, order: Tensor | None = None) -> Operand:
+def operand(x: Tensor, order: Tensor | None = None) -> Operand:
     """x [n, D] itself where the kernels can read it, else a copy in pieces; order: of these rows."""
     if order is None and is_readable(x):
         return Operand(x, x.shape[1], 1)
     n, D = x.shape if order is None else (len(order), x.shape[1])
-    width = padded(D, shape)
+    parts, width = PIECES[x.dtype](), padded(D, shape_for(x.device))
     dtype = torch.bfloat16 if x.dtype == torch.float32 else x.dtype
     data = torch.empty(n, parts * width, dtype=dtype, device=x.device)
     run(
@@ -223,32 +222,31 @@ def merge_parts(stats: Tensor, parts: Tensor, epilogue: Epilogue) -> None:
         )  # fmt: skip
 
 
-def directions(block: Block, epilogue: Epilogue) -> dict[str, Any]:
+def directions(block: Block) -> dict[str, Any]:
     """Constants, states and coefficients of a block in the backward."""
     (row_state, row_coefficient), (col_state, col_coefficient) = block.directions[0], block.directions[-1]
     return {
         "row_state_ptr": row_state, "row_state_stride": row_state.stride(0), "row_coefficient_ptr": row_coefficient,
         "col_state_ptr": col_state, "col_state_stride": col_state.stride(0), "col_coefficient_ptr": col_coefficient,
-        "constants_ptr": block.constants, "COLUMNS": block.loss.symmetric, "smoothing": epilogue.label_smoothing,
-        **epilogue.flags,
+        "constants_ptr": block.constants, "COLUMNS": block.loss.symmetric, "smoothing": block.epilogue.label_smoothing,
+        **block.epilogue.flags,
     }  # fmt: skip
 
 
-def direction_weights(block: Block, epilogue: Epilogue, lifts: Sequence[Tensor] = (), *lack: Tensor) -> Weights:
+def direction_weights(block: Block, lifts: Sequence[Tensor] = (), *lack: Tensor) -> Weights:
     """Each direction's vectors for `gradient`, times the unit; sets the flag where the careful form is needed.
 
     lifts, lack: of a teacher's gap, what the forward has written and memory for its part [n], see `guided.py`.
     """
     lengths = [len(coefficient) for _, coefficient in block.directions]
     (N, M), n = ((*lengths, 0)[:2]), sum(lengths)
-    by_label = block.order is not None
+    epilogue, by_label = block.epilogue, block.order is not None
     out = block.constants.new_empty((2 if epilogue.smooth or epilogue.taught else 1) + 2 * by_label, n)
     lifts = lifts or [out]
     run(
         backward.direction_weights, (tiles_of(max(lengths), BLOCK), len(lengths)), N=N, M=M, out_ptr=out, BLOCK=BLOCK,
         row_lift_ptr=lifts[0], col_lift_ptr=lifts[-1], lack_ptr=lack[0] if lack else out, LATER=len(lack) > 0,
-        LABELS=by_label,
-        **directions(block, epilogue),
+        LABELS=by_label, **directions(block),
     )  # fmt: skip
     return list(out.split(lengths, 1))
 
@@ -296,12 +294,12 @@ def gradient(
     )  # fmt: skip
 
 
-def careful_gradient(pair: Pair, block: Block, strip: Tensor, sums: Tensor, epilogue: Epilogue) -> None:
+def careful_gradient(pair: Pair, block: Block, strip: Tensor, sums: Tensor) -> None:
     """The careful form, where the flag is set.
 
     Without fusion a logit is rounded as it was for the maximum. Logits of 1,000 would differ by 3e-5.
     """
-    given = directions(block, epilogue) | _strip(strip, sums, pair)
+    given = directions(block) | _strip(strip, sums, pair)
     run(careful_kernels.careful_gradient, pair.programs, fusion=False, **given, **pair.arguments)
 
 

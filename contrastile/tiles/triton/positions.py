@@ -45,9 +45,9 @@ def _positives(block: Block, positives: Positives, q: Tensor, k: Tensor, *, exac
     }  # fmt: skip
 
 
-def _arguments(block: Block, positives: Positives, epilogue: Epilogue) -> dict[str, Any]:
+def _arguments(block: Block, positives: Positives) -> dict[str, Any]:
     """The positives known by position, the features and, with a teacher, the positives' logits by it."""
-    q, k = block.rows.features, block.cols.features
+    q, k, epilogue = block.rows.features, block.cols.features, block.epilogue
     given = _positives(block, positives, q, k, exact=as_tiles(q.dtype, epilogue))
     if not epilogue.taught:
         return {"teacher_ptr": block.constants, **given}
@@ -72,37 +72,35 @@ def listed_products(a: Tensor, b: Tensor, positions: Tensor, dtype: torch.dtype)
     return out
 
 
-def add_totals(block: Block, positives: Positives, stats: Sequence[Tensor], epilogue: Epilogue) -> None:
+def add_totals(block: Block, positives: Positives, stats: Sequence[Tensor]) -> None:
     """Write the positives known by position into the statistics, which hold all other pairs."""
-    given = _arguments(block, positives, epilogue)
+    given = _arguments(block, positives)
     launch.run(
         kernels.positive_totals, (tiles_of(len(block.rows), given["ROWS"]),), constants_ptr=block.constants,
         row_stats_ptr=stats[0], row_stats_stride=stats[0].stride(0), col_stats_ptr=stats[-1],
-        col_stats_stride=stats[-1].stride(0), COLUMNS=len(stats) == 2, **epilogue.flags, **given,
+        col_stats_stride=stats[-1].stride(0), COLUMNS=len(stats) == 2, **block.epilogue.flags, **given,
     )  # fmt: skip
 
 
-def add_gradients(
-    block: Block, positives: Positives, u: Tensor | None, v: Tensor | None, epilogue: Epilogue
-) -> tuple[Tensor, float]:
+def add_gradients(block: Block, positives: Positives, u: Tensor | None, v: Tensor | None) -> tuple[Tensor, float]:
     """Add the positives' gradient g · k to u and g · q to v, in float32.
 
     Returns g · ⟨q, k⟩ [N, P], or g for a pairwise loss, and the share that the tensor cores have lost.
     """
-    N, given = len(block.rows), _arguments(block, positives, epilogue)
+    N, given = len(block.rows), _arguments(block, positives)
     g_NP, inner_NP = block.constants.new_empty(2, N, positives.per_row)
     launch.run(
         kernels.positive_gradients, (tiles_of(N, given["ROWS"]),), u_ptr=g_NP if u is None else u,
         u_stride=0 if u is None else u.stride(0), v_ptr=g_NP if v is None else v,
         v_stride=0 if v is None else v.stride(0), g_ptr=g_NP, inner_ptr=inner_NP, U=u is not None,
-        V=v is not None and positives.distinct, **directions(block, epilogue), **given,
+        V=v is not None and positives.distinct, **directions(block), **given,
     )  # fmt: skip
     q = block.rows.features
     if v is not None and positives.columns is not None and not positives.distinct:
         add_columns(v, q, positives.columns, g_NP)
-    if not epilogue.exponential:
+    if not block.epilogue.exponential:
         return g_NP, 0.0
-    return inner_NP, truncation(q) if as_tiles(q.dtype, epilogue) else 0.0
+    return inner_NP, truncation(q) if as_tiles(q.dtype, block.epilogue) else 0.0
 
 
 def add_columns(v: Tensor, q: Tensor, columns: Tensor, g_NP: Tensor) -> None:

@@ -172,7 +172,7 @@ class FusedScores(Scored):
             rows, cols = readable_side(rows, {}), readable_side(cols, {})
             g, grid = torch.empty_like(scores), (tiles_of(len(rows), SQUARE), tiles_of(len(cols), SQUARE))
             parts = scores.new_empty(2, grid[0] * grid[1])
-            given = launch.directions(Block(rows, cols, self.scale, self.loss), epilogue)
+            given = launch.directions(Block(rows, cols, self.scale, self.loss))
             given |= self._pairs(scores, rows, cols)
             with on(self.scale.device):
                 run(kernels.score_gradients, grid, out_ptr=g, sums_ptr=parts, BM=SQUARE, BN=SQUARE, **given)

@@ -22,7 +22,7 @@ from contrastile.tiles.triton.arithmetic import POSITIVE_TOP, STATS
 from contrastile.tiles.triton.block import Block, Order, SuperTile, along
 from contrastile.tiles.triton.kernel import run
 from contrastile.tiles.triton.launch import BLOCK, ROWS, Weights, directions, merge_parts
-from contrastile.tiles.triton.plan import Epilogue, Pair, products_of, shape_for, tiles_of
+from contrastile.tiles.triton.plan import Pair, products_of, shape_for, tiles_of
 from contrastile.tiles.triton.products import add_cols, add_rows
 
 # numbers of a row in the order of labels, see `masks.py`
@@ -154,14 +154,14 @@ def new_sums(block: Block) -> Tensor:
     return block.constants.new_zeros(SHARED, len(block.rows))
 
 
-def label_totals(pair: Pair, block: Block, stats: Sequence[Tensor], first: Sequence[bool], epilogue: Epilogue) -> None:
+def label_totals(pair: Pair, block: Block, stats: Sequence[Tensor], first: Sequence[bool]) -> None:
     """Add a super-tile's positives to the statistics of its rows and, if symmetric, of its columns.
 
     first: the columns, and the rows, are the first that the statistics meet. Several programs share the columns of a
     tall tile where a block is small; `merge_parts` adds their statistics.
     """
     for columns, (of_side, is_first) in enumerate(zip(stats, first, strict=False)):
-        given = _products(pair, block, columns=bool(columns)) | epilogue.flags
+        given = _products(pair, block, columns=bool(columns)) | block.epilogue.flags
         shares = _has_tall(given["M"]) and max(given["N"], given["M"]) <= MOST_SHARED and not block.loss.pairwise
         shared = SHARED if shares else 1
         of_positives = of_side[POSITIVE_TOP.value : STATS.value]
@@ -170,7 +170,7 @@ def label_totals(pair: Pair, block: Block, stats: Sequence[Tensor], first: Seque
         given |= {"part_ptr": parts if shared > 1 else of_side, "row_first": int(is_first)}
         _run_tiles(kernels.label_totals, pair, given, TOTALS_WARPS, pair.shape.stages, shared)
         if shared > 1:
-            merge_parts(of_positives, parts, epilogue)
+            merge_parts(of_positives, parts, block.epilogue)
 
 
 def label_gradients(
@@ -178,7 +178,6 @@ def label_gradients(
     block: Block,
     strip: Tensor,
     sums: Tensor,
-    epilogue: Epilogue,
     weights: Weights,
     stats: Sequence[Tensor] | None = None,
     *,
@@ -190,7 +189,7 @@ def label_gradients(
     for a pairwise loss. factored: the strip has exponentials, of which a factor of each row makes gradients
     (`exponentials.py`).
     """
-    given = directions(block, epilogue) | _products(pair, block)
+    given = directions(block) | _products(pair, block)
     given |= {"strip_ptr": strip, "out_stride": strip.stride(0), "part_stride": strip.shape[0] // pair.q.parts}
     given |= {"sums_step": sums.stride(0)}
     vectors = weights if block.loss.pairwise else [x[-2:] for x in weights]
