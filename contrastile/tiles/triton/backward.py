@@ -43,7 +43,7 @@ from contrastile.tiles.triton.arithmetic import (
     quarter,
     sum_per_lane,
 )
-from contrastile.tiles.triton.forward import join_quarters, products, softplus_sum, store_half, tile_at
+from contrastile.tiles.triton.forward import products, softplus_sum, store_half, store_quarters, tile_at
 from contrastile.tiles.triton.guides import aside, false_negatives, load_bits, set_aside
 from contrastile.tiles.triton.masks import has_masked, valid_pairs
 
@@ -314,9 +314,7 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
                 if at % 2 == 0:
                     left = g
                 else:
-                    half = j * BN + (at // 2) * (BN // 2)
-                    g = join_quarters(left, g, BM, WIDTH)
-                    store_half(out_mem, out_stride, g, i, half, part_stride, BM, BN // 2, PARTS, TMA)
+                    store_quarters(out_mem, out_stride, left, g, i, j, at, part_stride, BM, BN, PARTS, TMA)
             if KEEP:
                 row_at = row_part_ptr + j.to(tl.int64) * N + rows
                 tl.store(row_at, tl.sum(total, 1), mask=rows < N)

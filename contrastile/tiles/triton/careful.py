@@ -37,7 +37,7 @@ from contrastile.tiles.triton.arithmetic import (
     store_sums,
 )
 from contrastile.tiles.triton.backward import program_sums, softmax_positive, sum_per_thread
-from contrastile.tiles.triton.forward import join_quarters, store_half, tile_at, tile_products
+from contrastile.tiles.triton.forward import store_quarters, tile_at, tile_products
 from contrastile.tiles.triton.guides import aside, false_negatives, load_bits
 from contrastile.tiles.triton.masks import valid_pairs
 
@@ -152,7 +152,7 @@ def maxima(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
 
 @triton.jit
 def softmax_gradient(x, t, positive, several, state_ptr, state_stride, coefficient_ptr, unit, at, inside, smoothing,
-                     axis: tl.constexpr, LABELS: tl.constexpr, INSIDE: tl.constexpr, GUIDE: tl.constexpr):  # fmt: skip
+                     axis: tl.constexpr, LABELS: tl.constexpr, GUIDE: tl.constexpr):  # fmt: skip
     """One direction's gradient of every pair with the logits x, and t by a teacher, times `unit`: losses/softmax.py.
 
     several: the most positives of a row.
@@ -166,7 +166,7 @@ def softmax_gradient(x, t, positive, several, state_ptr, state_stride, coefficie
         positive_top, positive_inverse, missing, target = load_positive_state(state_ptr, state_stride, at, inside)
         among = tl.exp(x - tl.expand_dims(positive_top, axis)) * tl.expand_dims(positive_inverse, axis)
         target, missing = tl.expand_dims(target, axis), tl.expand_dims(missing, axis)
-        value = tl.where(positive, softmax_positive(among, target, missing, smoothing, INSIDE), value)
+        value = tl.where(positive, softmax_positive(among, target, missing, smoothing, False), value)
     if GUIDE == TEACHER:
         teacher_top = tl.load(state_ptr + STATE_TEACHER_TOP * state_stride + at, mask=inside, other=0.0)
         teacher_inverse = tl.load(state_ptr + TEACHER_INVERSE * state_stride + at, mask=inside, other=0.0)
@@ -219,16 +219,14 @@ def careful_gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_
             if GUIDE == TEACHER:
                 t = aside(scratch_ptr, at, BM, BN) * teacher_factor * LN2
             g = softmax_gradient(x, t, valid, 0.0, row_state_ptr, row_state_stride, row_coefficient_ptr, unit, rows,
-                                  rows < N, smoothing, 1, False, False, GUIDE)  # fmt: skip
+                                  rows < N, smoothing, 1, False, GUIDE)  # fmt: skip
             if COLUMNS:
                 g += softmax_gradient(x, t, valid, 0.0, col_state_ptr, col_state_stride, col_coefficient_ptr, unit,
-                                       cols, cols < M, smoothing, 0, False, False, GUIDE)  # fmt: skip
+                                       cols, cols < M, smoothing, 0, False, GUIDE)  # fmt: skip
             g = tl.where(valid, g, 0.0)
             sums += sum_per_thread(g * part, BM, WIDTH)
             if at % 2 == 0:
                 left = g
             else:
-                half = j * BN + (at // 2) * (BN // 2)
-                g = join_quarters(left, g, BM, WIDTH)
-                store_half(out_mem, out_stride, g, i, half, part_stride, BM, BN // 2, PARTS, TMA)
+                store_quarters(out_mem, out_stride, left, g, i, j, at, part_stride, BM, BN, PARTS, TMA)
     tl.store(sums_at, sums)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from contrastile.tiles.triton.arithmetic import ANY, CAREFUL, FACTOR, HIGHEST, INTERPRETED, LOG2E, MISSING, SHIFT
+from contrastile.tiles.triton.finish import sum_of
 
 # variance of a bf16 number's rounding, in units of its binade, times log2(e) / 2
 ROUNDED = tl.constexpr(2.0**-14 / 24 * 1.4426950408889634)
@@ -133,15 +134,12 @@ def weighted_total(row_state_ptr, row_state_stride, row_coefficient_ptr, N, col_
     """
     inner = tl.zeros((BLOCK,), tl.float64)
     total = tl.zeros((BLOCK,), tl.float64)
-    careful = tl.zeros((BLOCK,), tl.float64)
     for step in range(0, blocks, BLOCK):
         at = step + tl.arange(0, BLOCK)
         inner += tl.load(sums_ptr + at, mask=at < blocks, other=0.0).to(tl.float64)
         total += tl.load(sums_ptr + blocks + at, mask=at < blocks, other=0.0).to(tl.float64)
     fast = tl.load(constants_ptr + CAREFUL) == 0
-    for step in range(0, tl.where(fast, 0, parts), BLOCK):
-        at = step + tl.arange(0, BLOCK)
-        careful += tl.load(careful_ptr + at, mask=at < parts, other=0.0).to(tl.float64)
+    careful = sum_of(careful_ptr, tl.where(fast, 0, parts), BLOCK)
     of_t = tl.sum(inner)
     of_g = tl.sum(total)
     exact = _of_negatives(row_state_ptr, row_state_stride, row_coefficient_ptr, N, BLOCK)
@@ -152,4 +150,4 @@ def weighted_total(row_state_ptr, row_state_stride, row_coefficient_ptr, N, col_
     of_t -= (mean + LOG2E) * (of_g - exact)
     shift = tl.load(constants_ptr + SHIFT).to(tl.float64)
     of_products = (of_t + shift * exact) / tl.load(constants_ptr + FACTOR).to(tl.float64)
-    tl.store(out_ptr, tl.where(fast, of_products, tl.sum(careful)))
+    tl.store(out_ptr, tl.where(fast, of_products, careful))

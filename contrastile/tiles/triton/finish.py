@@ -228,7 +228,7 @@ def coefficients(weight_ptr, totals_ptr, out_ptr, value_ptr, N, n, MEAN: tl.cons
 
 
 @triton.jit
-def _sum(x_ptr, n, BLOCK: tl.constexpr):
+def sum_of(x_ptr, n, BLOCK: tl.constexpr):
     """The sum of n numbers in float64."""
     total = tl.zeros((BLOCK,), tl.float64)
     for step in range(0, n, BLOCK):
@@ -240,8 +240,8 @@ def _sum(x_ptr, n, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=ANY)
 def add_up(x_ptr, n, x_lost, y_ptr, m, y_lost, out_ptr, BLOCK: tl.constexpr):
     """Write 0, and Σ x · (1 + x_lost) + Σ y · (1 + y_lost), in the dtype of out."""
-    x = _sum(x_ptr, n, BLOCK)
-    y = _sum(y_ptr, m, BLOCK)
+    x = sum_of(x_ptr, n, BLOCK)
+    y = sum_of(y_ptr, m, BLOCK)
     tl.store(out_ptr, 0.0)
     # added apart: 1 + lost would be rounded to float32
     tl.store(out_ptr + 1, (x + y) + (x * x_lost + y * y_lost))

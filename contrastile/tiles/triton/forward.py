@@ -154,9 +154,11 @@ def store_half(out_mem, out_stride, g, i, col, part_stride, BM: tl.constexpr, WI
 
 
 @triton.jit
-def join_quarters(left, right, BM: tl.constexpr, WIDTH: tl.constexpr):
-    """Two quarters side by side, the inverse of `halves`."""
-    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (BM, 2 * WIDTH))
+def store_quarters(out_mem, out_stride, left, right, i, j, at: tl.constexpr, part_stride, BM: tl.constexpr,
+                   BN: tl.constexpr, PARTS: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """Write two quarters of tile (i, j), of which the right one has the number `at`, side by side: see `store_half`."""
+    half = tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (BM, BN // 2))
+    store_half(out_mem, out_stride, half, i, j * BN + (at // 2) * (BN // 2), part_stride, BM, BN // 2, PARTS, TMA)
 
 
 @triton.jit
@@ -189,8 +191,7 @@ def exponential_tile(acc, constants, masks, col_part_ptr, out_mem, out_stride, i
         if at % 2 == 0:
             left = e
         else:
-            half = j * BN + (at // 2) * (BN // 2)
-            store_half(out_mem, out_stride, join_quarters(left, e, BM, WIDTH), i, half, 0, BM, BN // 2, 1, TMA)
+            store_quarters(out_mem, out_stride, left, e, i, j, at, 0, BM, BN, 1, TMA)
     return tl.sum(total, 1)
 
 

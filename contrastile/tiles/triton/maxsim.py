@@ -29,7 +29,7 @@ from contrastile.tiles.eager import LEAST_STRIP
 from contrastile.tiles.triton import maxsim_kernels as kernels
 from contrastile.tiles.triton.kernel import run
 from contrastile.tiles.triton.maxsim_lists import FIELDS
-from contrastile.tiles.triton.maxsim_plan import Gathering, Tiling, documents_for, gathering_for, slot_of, tiling_for
+from contrastile.tiles.triton.maxsim_plan import Tiling, documents_for, gathering_for, slot_of, tiling_for
 from contrastile.tiles.triton.plan import ALIGNMENT, interpreting, shape_for, tiles_of
 
 # bytes of a pair of float32 scores, logits, gradients and temporaries
@@ -285,13 +285,11 @@ def multiplied(entries: Entries, documents: Documents, workspace: int, *, best: 
     return entries.scores(sums), winners
 
 
-def add_query_gradients(
-    u: Tensor, g: Tensor, entries: Entries, documents: Documents, best: Tensor, gathering: Gathering | None = None
-) -> None:
+def add_query_gradients(u: Tensor, g: Tensor, entries: Entries, documents: Documents, best: Tensor) -> None:
     """Add Σ_j g_ij · k_j,best to each query token of u [N, L · D]."""
     (N, L, _), (J, M, width) = entries.vectors.shape, documents.vectors.shape
     D = u.shape[1] // L
-    gathering = gathering or gathering_for(entries.vectors)
+    gathering = gathering_for(entries.vectors)
     # a query's weights side by side, which its entries read document after document
     g = g.contiguous() if g.numel() >= COPIED else g
     BD = min(gathering.features, max(16, triton.next_power_of_2(D)))
@@ -307,7 +305,7 @@ def add_query_gradients(
 
 def add_document_gradients(
     v: Tensor, g: Tensor, entries: Entries, documents: Documents, best: Tensor, workspace: int,
-    gathering: Gathering | None = None, meanwhile: Callable[[], None] | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> None:  # fmt: skip
     """Add Σ g_ij · q_il over the query tokens that each document token has won to v [J, M · D].
 
@@ -318,7 +316,7 @@ def add_document_gradients(
     D = v.shape[1] // M
     streams = _streams(g.device, get_ident()) if g.is_cuda and g.numel() >= COPIED else (None,)
     at_once = max(1, min(tiles_of(J, len(streams)), MOST_PROGRAMS, workspace // (4 * entries.count * len(streams))))
-    gathering = gathering or gathering_for(entries.vectors)
+    gathering = gathering_for(entries.vectors)
     BD, BN = min(gathering.document_features, max(16, triton.next_power_of_2(D))), gathering.tokens
     blocks = tiles_of(M, BN)
     buffers: list[dict[str, Any]] = [

@@ -203,11 +203,11 @@ def _load_channel(part_ptr, channel, tiles, step, n, at, inside, TILES: tl.const
 
 
 @triton.jit
-def _merge_logits(part_ptr, channel, tiles, step, n, at, inside, whole, logit_sum, count, TILES: tl.constexpr):
-    """Add the tiles' sums of logits and their number, behind the channel of their exponentials; see `_store_logits`."""
-    counts = _load_channel(part_ptr, channel + 2, tiles, step, n, at, inside, TILES)
-    lift = binade(_load_channel(part_ptr, channel, tiles, step, n, at, inside, TILES)) - whole[None, :]
-    sums = _load_channel(part_ptr, channel + 1, tiles, step, n, at, inside, TILES) + counts * lift
+def _merge_logits(part_ptr, tiles, step, n, at, inside, whole, logit_sum, count, TILES: tl.constexpr):
+    """Add the tiles' sums of logits and their number, behind their exponentials; see `_store_logits`."""
+    counts = _load_channel(part_ptr, 2, tiles, step, n, at, inside, TILES)
+    lift = binade(_load_channel(part_ptr, 0, tiles, step, n, at, inside, TILES)) - whole[None, :]
+    sums = _load_channel(part_ptr, 1, tiles, step, n, at, inside, TILES) + counts * lift
     return logit_sum + tl.sum(sums, 0), count + tl.sum(counts, 0)
 
 
@@ -253,8 +253,7 @@ def merge_sums(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first,
             if first == 0:
                 logit_sum, count = _load_logits(stats_ptr + LOGIT_SUM * stride, stride, at, inside, before, whole)
             for step in range(0, tiles, TILES):
-                logit_sum, count = _merge_logits(
-                    part_ptr, 0, tiles, step, n, at, inside, whole, logit_sum, count, TILES)  # fmt: skip
+                logit_sum, count = _merge_logits(part_ptr, tiles, step, n, at, inside, whole, logit_sum, count, TILES)
         lowest = total
         excess = total > tl.load(constants_ptr + LIMIT)
         if GUIDE == TEACHER:

@@ -116,10 +116,10 @@ def score_gradients(scores_ptr, scale_ptr, out_ptr, sums_ptr, row_state_ptr, row
                                            labels, DIAGONAL, SELF, POSITIVES, IDS, LABELS)  # fmt: skip
     several = tl.max(count_along(x, positive, 1), 0)
     g = softmax_gradient(x, x, positive, several, row_state_ptr, row_state_stride, row_coefficient_ptr, 1.0, rows,
-                         rows < N, smoothing, 1, True, False, 0)  # fmt: skip
+                         rows < N, smoothing, 1, True, 0)  # fmt: skip
     if COLUMNS:
         g += softmax_gradient(x, x, positive, several, col_state_ptr, col_state_stride, col_coefficient_ptr, 1.0, cols,
-                              cols < M, smoothing, 0, True, False, 0)  # fmt: skip
+                              cols < M, smoothing, 0, True, 0)  # fmt: skip
     g = tl.where(positive | negative, g, 0.0)
     at = rows.to(tl.int64)[:, None] * row_stride + cols.to(tl.int64)[None, :] * col_stride
     tl.store(out_ptr + at, g, mask=(rows < N)[:, None] & (cols < M)[None, :])
