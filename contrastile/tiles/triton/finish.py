@@ -18,18 +18,14 @@ import triton.language as tl
 
 from contrastile.tiles.triton.arithmetic import (
     ANY,
-    GAP,
     INVERSE,
     LOGIT_COUNT,
     LOGIT_SUM,
     MISSING,
     NONFINITE,
-    POSITIVE_COUNT,
     POSITIVE_INVERSE,
     POSITIVE_SHARE,
-    POSITIVE_SUM,
     POSITIVE_TOP,
-    POSITIVE_TOTAL,
     SHARE,
     STATE_POSITIVE_TOP,
     STATE_TEACHER_TOP,
@@ -37,12 +33,11 @@ from contrastile.tiles.triton.arithmetic import (
     TEACHER,
     TEACHER_INVERSE,
     TEACHER_TOP,
-    TEACHER_TOTAL,
     TEACHERS,
     TOP,
     TOTAL,
-    X_TOP,
     finite,
+    load_stats,
     log1p,
     merge_exponentials,
     one_side,
@@ -90,9 +85,7 @@ def mises_fisher_sums(row_stats_ptr, row_stats_stride, N, col_stats_ptr, col_sta
     at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     total = tl.load(stats_ptr + TOTAL * stride + at, mask=inside, other=1.0)
-    positive_top = tl.load(stats_ptr + POSITIVE_TOP * stride + at, mask=inside, other=0.0)
-    positive_sum = tl.load(stats_ptr + POSITIVE_SUM * stride + at, mask=inside, other=0.0)
-    count = tl.load(stats_ptr + POSITIVE_COUNT * stride + at, mask=inside, other=0.0)
+    positive_top, _, positive_sum, count = load_stats(stats_ptr + POSITIVE_TOP * stride + at, stride, inside, 0.0)
     counts = inside & (count > 0) & (total != 0)
     mean = positive_sum / tl.maximum(count, 1.0)
     kernels = _mises_fisher(positive_top, mean, counts, factor_ptr, highest_ptr + side)
@@ -122,10 +115,8 @@ def finish(row_stats_ptr, row_stats_stride, N, col_stats_ptr, col_stats_stride, 
     inside = at < n
     top = tl.load(stats_ptr + TOP * stride + at, mask=inside, other=0.0)
     total = tl.load(stats_ptr + TOTAL * stride + at, mask=inside, other=1.0)
-    positive_top = tl.load(stats_ptr + POSITIVE_TOP * stride + at, mask=inside, other=0.0)
-    positive_total = tl.load(stats_ptr + POSITIVE_TOTAL * stride + at, mask=inside, other=1.0)
-    positive_sum = tl.load(stats_ptr + POSITIVE_SUM * stride + at, mask=inside, other=0.0)
-    count = tl.load(stats_ptr + POSITIVE_COUNT * stride + at, mask=inside, other=0.0)
+    positives_at = stats_ptr + POSITIVE_TOP * stride + at
+    positive_top, positive_total, positive_sum, count = load_stats(positives_at, stride, inside, 0.0)
     positive_share = 1.0 / tl.maximum(count, 1.0)
     mean = positive_sum * positive_share
     share = tl.zeros((BLOCK,), tl.float32)
@@ -165,12 +156,11 @@ def finish(row_stats_ptr, row_stats_stride, N, col_stats_ptr, col_stats_stride, 
     out = out_ptr + begin + at
     state = out + STATE * length
     if GUIDE == TEACHER:
-        teacher_top = tl.load(stats_ptr + TEACHER_TOP * stride + at, mask=inside, other=0.0)
-        teacher_total = tl.load(stats_ptr + TEACHER_TOTAL * stride + at, mask=inside, other=1.0)
-        x_top = tl.load(stats_ptr + X_TOP * stride + at, mask=inside, other=0.0)
+        teacher_at = stats_ptr + TEACHER_TOP * stride + at
+        teacher_top, teacher_total, teacher_gap, x_top = load_stats(teacher_at, stride, inside, 0.0)
         teacher_inverse = 1.0 / tl.where(teacher_total == 0, 1.0, teacher_total)
         # the teacher's mean of t − x, as a difference of logarithms of probabilities: losses/distilled.py
-        apart = tl.load(stats_ptr + GAP * stride + at, mask=inside, other=0.0) * teacher_inverse
+        apart = teacher_gap * teacher_inverse
         above = (finite(denominator_top) - finite(x_top)) - tl.log(inverse)
         loss = (1.0 - smoothing) * loss + smoothing * (above + (apart + tl.log(teacher_inverse)))
         tl.store(state + STATE_TEACHER_TOP * length, finite(teacher_top), mask=inside)

@@ -123,11 +123,7 @@ def maxima(s, BM: tl.constexpr, BN: tl.constexpr, WITH_PLACES: tl.constexpr):
         left, right = _halves(x, BM, PLACES)
         first, second = _halves(left, BM, PLACES // 2)
         third, fourth = _halves(right, BM, PLACES // 2)
-        a, b, c, d = _fours(first, BM)
-        e, f, g, h = _fours(second, BM)
-        i, j, k, m = _fours(third, BM)
-        n, o, p, q = _fours(fourth, BM)
-        columns = [a, b, c, d, e, f, g, h, i, j, k, m, n, o, p, q]
+        columns = _fours(first, BM) + _fours(second, BM) + _fours(third, BM) + _fours(fourth, BM)
         if WITH_PLACES:
             top, at = tl.inline_asm_elementwise(
                 BEST, BEST_ARGUMENTS, columns, dtype=(tl.float32, tl.int32), is_pure=True, pack=ROWS_AT_ONCE
