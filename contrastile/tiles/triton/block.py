@@ -92,14 +92,20 @@ class Budget:
         each, channels = (COLUMN_SUMS, 1) if self.loss.symmetric else (1, 2)
         return self.backward(height, width, copied, parts) + self._partial(height, width, channels, each * (not later))
 
+    def suits(self, dtype: torch.dtype) -> bool:
+        """Return whether exponentials of this kind can be kept: in the dtype of the features."""
+        return self.epilogue.keeps and dtype == EXPONENTIAL_DTYPE
+
     def keeps(self, rows: Shard, cols: Shard) -> bool:
-        """A forward that keeps exponentials takes the whole block at once; one direction has weighed rows beside it."""
+        """Return whether the exponentials of a whole block are kept; one direction has weighed rows beside them."""
+        if not (self.suits(rows.features.dtype) and self._gains(rows.features.shape[1])):
+            return False
         weighed = 0 if self.loss.symmetric else 2 * rows.features.numel()
         given = len(rows), len(cols), *self._copies(rows, cols)
         needed = self.keeping(*given) + weighed
         if self.sums_labels(rows, cols):
             needed = max(needed, self.keeping(*given, later=True) + self._least_sums(len(rows), len(cols)))
-        return self._gains(rows.features.shape[1]) and needed <= self.workspace
+        return needed <= self.workspace
 
     def super_tiles(self, rows: Shard, cols: Shard, held: int | None) -> Iterator[tuple[slice, slice]]:
         """Rows and columns of each super-tile of a block, row by row.
@@ -141,7 +147,7 @@ class Budget:
 
     def expects_exponentials(self, N: int, M: int, D: int, dtype: torch.dtype, *, labels: bool = False) -> bool:
         """Return whether exponentials are kept for a backward that follows at once, as `keeps` does."""
-        gains = self._gains(D) and self.epilogue.keeps and dtype == EXPONENTIAL_DTYPE
+        gains = self._gains(D) and self.suits(dtype)
         return gains and self.keeping(N, M, self._expected(N, M, D, dtype, labels), PIECES[dtype]()) <= self.workspace
 
     def _expected(self, N: int, M: int, D: int, dtype: torch.dtype, labels: bool) -> int:

@@ -24,12 +24,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from contrastile.losses.base import Shard
 from contrastile.tiles.base import NARROW
 from contrastile.tiles.triton import exponential_kernels, launch, sorting
-from contrastile.tiles.triton.block import EXPONENTIAL_DTYPE, Block, Budget
+from contrastile.tiles.triton.block import Block
 from contrastile.tiles.triton.launch import Weights
-from contrastile.tiles.triton.plan import Epilogue, Pair, most_programs, shape_for, tiles_of
+from contrastile.tiles.triton.plan import Pair, tiles_of
 from contrastile.tiles.triton.products import add_at_once, add_cols, add_rows
 
 # power of two that keeps a_i · q_i within the range of bf16: a_i lies between 2^−137 and 2^60
@@ -53,7 +52,7 @@ class Exponentials:
 
     pair: Pair
     strip: Tensor
-    # those of `launch.new_sums` for the careful form; of one direction, behind a number of each row
+    # those of `launch.new_sums` for the careful form; of one direction, before a number of each row
     sums: Tensor
     parts: Tensor
 
@@ -69,8 +68,7 @@ class Exponentials:
         gradient itself.
         """
         both = len(self.parts) == 1
-        careful = self.sums if both else self.sums[len(self.pair.q) :]
-        launch.careful_gradient(self.pair, block, self.strip, careful)
+        launch.careful_gradient(self.pair, block, self.strip, self.sums)
         (of_rows, of_cols), factors, weighted = block.places, None, None
         if both:
             numbers = [self._weigh_pairs(block, weights)]
@@ -97,7 +95,7 @@ class Exponentials:
         factors, weighted = torch.empty_like(a), q.data.new_empty(N, q.width)
         launch.run(
             exponential_kernels.weighted_rows, (tiles_of(N, ROWS),), q_ptr=q.data, out_ptr=weighted, weights_ptr=a,
-            inner_ptr=inner, factors_ptr=factors, sums_ptr=self.sums, constants_ptr=block.constants, N=N,
+            inner_ptr=inner, factors_ptr=factors, sums_ptr=self.sums[-N:], constants_ptr=block.constants, N=N,
             D=q.width, q_row_stride=q.data.stride(0), col_tiles=col_tiles, UNIT=UNIT, ROWS=ROWS, BLOCK=FEATURES,
             TILES=TILES,
         )  # fmt: skip
@@ -132,25 +130,14 @@ class Exponentials:
         return total
 
 
-def suits(rows: Shard, epilogue: Epilogue) -> bool:
-    """Return whether exponentials of this kind can be kept: in the dtype of the features."""
-    return epilogue.keeps and rows.features.dtype == EXPONENTIAL_DTYPE
-
-
-def fits(rows: Shard, cols: Shard, epilogue: Epilogue, budget: Budget) -> bool:
-    """Return whether a block's exponentials can be kept: of a kind that suits, and all in one strip."""
-    return suits(rows, epilogue) and budget.keeps(rows, cols)
-
-
 def written(pair: Pair, block: Block, parts: Sequence[Tensor]) -> Exponentials:
     """Write the strip, and to the parts each tile's sums, as `launch.sums`; of one direction also Σ e · ⟨q, k⟩."""
     strip, constants, epilogue = pair.new_strip(), block.constants, block.epilogue
-    device = constants.device
     if len(parts) == 2:
         launch.sums(pair, constants, parts, epilogue, strip)
-        return Exponentials(pair, strip, launch.new_sums(device), parts[0])
-    # weights are not read: memory of their length
+        return Exponentials(pair, strip, launch.new_sums(constants.device), parts[0])
     (part,) = parts
-    sums = torch.zeros(part.shape[2] + most_programs(device) * shape_for(device).rows, device=device)
-    launch.gradient(pair, constants, [part[0]], strip, sums[part.shape[2] :], epilogue, part)
+    sums = launch.new_sums(constants.device, len(pair.q))
+    # weights are not read: memory of their length
+    launch.gradient(pair, constants, [part[0]], strip, sums, epilogue, part)
     return Exponentials(pair, strip, sums, part)
