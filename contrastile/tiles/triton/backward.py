@@ -209,9 +209,9 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
     """Write the gradient of the valid pairs, 2^t · (a_i + b_j) − (c_i + d_j), into the strip [PARTS, N, M].
 
     SMOOTH subtracts c and d, GUIDE == TEACHER their product with a teacher's exponentials. SOFTPLUS writes a_i · σ(x);
-    with LOSS it also writes the sums of `totals`. Where the careful flag is
-    set, the strip is left to `careful_gradient`. Each program adds Σ g · ⟨q, k⟩ of its tiles, or Σ g with SOFTPLUS, to
-    its own row of `sums` [programs, BM].
+    with LOSS it also writes the sums of `totals`. Where the careful flag is set, the strip is left to
+    `careful_gradient`. Each program adds Σ g · ⟨q, k⟩ of its tiles, or Σ g with SOFTPLUS, to its own row of `sums`
+    [programs, BM].
 
     With a teacher's t and the student's x, LOSS also adds Σ 2^t · (c_i + d_j) · (t − x) to the program's number in
     `row_part` [programs], without the shift of x, which `direction_weights` adds: see `Gap` in `guided.py`.

@@ -24,10 +24,9 @@ ROUNDED = tl.constexpr(2.0**-14 / 24 * 1.4426950408889634)
 @triton.jit(do_not_specialize=ANY)
 def weighted_rows(q_ptr, out_ptr, weights_ptr, inner_ptr, factors_ptr, sums_ptr, constants_ptr, N, D, q_row_stride,
               col_tiles, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """Write the factors a_i by which rows of exponentials 2^t become gradients (see `exponentials.py`).
+    """Write a_i for the row's sums, a_i · UNIT · q_i in 16 bits for those of the columns, and Σ_j g_ij · ⟨q_i, k_j⟩.
 
-    Writes a_i for the row's sums, a_i · UNIT · q_i in 16 bits for those of the columns, and
-    Σ_j g_ij · ⟨q_i, k_j⟩. Where the careful flag is set, the strip holds gradients: factors are 1 and sums 0.
+    Where the careful flag is set, factors are 1 and sums 0.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     fast = tl.load(constants_ptr + CAREFUL) == 0

@@ -112,11 +112,10 @@ def block_constants(
 ) -> Tensor:
     """The constants of x = scale · ⟨q, k⟩ + bias, as `arithmetic.py` numbers them.
 
-    keys: number of keys if exponentials may be kept: the flag is set where their sums could overflow. least: it is
-    set where the largest |t| is below it, if the sum of products is computed from that of t. norms: those of the
-    features, as `feature_norms` writes them, if known. labels: positives are exponentials too, whose sums no flag
-    watches, so that the shift is that of the norms whatever the logits are; so it is in float32, where a logit in the
-    hundreds is rounded less by the careful kernels.
+    keys, least: see the kernel; `least` serves a sum of products that is computed from that of t. norms: those of
+    `feature_norms`, if known. labels: positives are exponentials too, whose sums no flag watches, so that the shift is
+    that of the norms whatever the logits are; so it is in float32, where a logit in the hundreds is rounded less by the
+    careful kernels.
     """
     norms = feature_norms(q, k) if norms is None else norms
     out = torch.empty(CONSTANTS, dtype=torch.float32, device=q.device)
