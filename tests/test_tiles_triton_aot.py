@@ -163,23 +163,23 @@ def _kernels() -> list[Any]:
     from contrastile.tiles.triton import (
         backward,
         careful,
-        ends,
         exponential_kernels,
         finish,
         forward,
+        label_kernels,
         label_sum_kernels,
-        labels,
         maxsim_kernels,
         order_kernels,
         own_kernels,
-        positives,
+        position_kernels,
         reductions,
+        replay_kernels,
         score_kernels,
     )
 
     modules = (
-        forward, backward, careful, exponential_kernels, labels, label_sum_kernels, order_kernels, ends, positives,
-        reductions, finish, maxsim_kernels, score_kernels, own_kernels,
+        forward, backward, careful, exponential_kernels, label_kernels, label_sum_kernels, order_kernels,
+        replay_kernels, position_kernels, reductions, finish, maxsim_kernels, score_kernels, own_kernels,
     )  # fmt: skip
     return [
         function
@@ -217,7 +217,9 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
             continue
         if name not in TILE_KERNELS:
             if capability in COMPLETE or (name, capability) == ("mask_bits", 90):
-                side = {"BM": 64, "BN": 64} if kernel.fn.__module__.endswith(("labels", "order_kernels")) else {}
+                side = (
+                    {"BM": 64, "BN": 64} if kernel.fn.__module__.endswith((".label_kernels", "order_kernels")) else {}
+                )
                 if kernel.fn.__module__.endswith("label_sum_kernels"):
                     side = {"CHUNK": 32, "BLOCK": 64}
                 if kernel.fn.__module__.endswith("own_kernels"):

@@ -8,8 +8,8 @@ Launched by `launch.py`. Products, masks and constants are those of `forward.py`
     gradient             one exponential per pair; each tile's gradient is one part of the strip
     scaled               accumulators to gradients
 
-The gradient kernels, also those of `careful.py` and `positives.py`, return the terms of the scale's gradient. Programs
-never wait for each other.
+The gradient kernels, also those of `careful.py` and `position_kernels.py`, return the terms of the scale's gradient.
+Programs never wait for each other.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from contrastile.tiles.triton.arithmetic import (
     sum_per_lane,
 )
 from contrastile.tiles.triton.forward import products, softplus_sum, store_half, store_quarters, tile_at
-from contrastile.tiles.triton.guides import aside, false_negatives, load_bits, set_aside
+from contrastile.tiles.triton.guide_kernels import aside, false_negatives, load_bits, set_aside
 from contrastile.tiles.triton.masks import has_masked, valid_pairs
 
 

@@ -38,7 +38,7 @@ from contrastile.tiles.triton.arithmetic import (
 )
 from contrastile.tiles.triton.backward import program_sums, softmax_positive, sum_per_thread
 from contrastile.tiles.triton.forward import store_quarters, tile_at, tile_products
-from contrastile.tiles.triton.guides import aside, false_negatives, load_bits
+from contrastile.tiles.triton.guide_kernels import aside, false_negatives, load_bits
 from contrastile.tiles.triton.masks import valid_pairs
 
 

@@ -46,7 +46,7 @@ from contrastile.tiles.triton.arithmetic import (
     store_sums,
     sum_per_lane,
 )
-from contrastile.tiles.triton.guides import aside, false_negatives, load_bits, set_aside, store_bits
+from contrastile.tiles.triton.guide_kernels import aside, false_negatives, load_bits, set_aside, store_bits
 from contrastile.tiles.triton.masks import has_masked, valid_pairs
 
 # row tiles that are computed together, so that the columns' features stay in the cache

@@ -9,7 +9,7 @@ with the targets t_i of the row and t'_p of its columns. The tile kernels comput
 same time for any number of positives; labels add only sums of the features of N + M rows.
 
 A row with one positive is different: its probability may round to 1, and its target is 1. Such pairs are positives
-known by position (`positives.py`), which never enter the strip.
+known by position (`position_kernels.py`), which never enter the strip.
 """
 
 from __future__ import annotations

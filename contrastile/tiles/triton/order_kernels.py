@@ -2,7 +2,7 @@
 # device code: Triton compiles these functions from their source, their arguments have no Python types
 """Device code of a block in the order of its labels, in which a row's positives are neighbours.
 
-Launched by `sorting.py`; `labels.py` computes the positives:
+Launched by `sorting.py`; `label_kernels.py` computes the positives:
 
     sort_chunks        labels of each chunk in rising order
     order_labels       labels in rising order

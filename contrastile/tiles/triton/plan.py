@@ -339,7 +339,7 @@ class Pair:
     numbers: tuple[Tensor | None, Tensor | None] = (None, None)
     # the guide is a teacher
     taught: bool = False
-    # bits of the pairs that a guide excludes [row tiles, col tiles, 4 · rows of a tile], see `guides.py`
+    # bits of the pairs that a guide excludes [row tiles, col tiles, 4 · rows of a tile], see `guide_kernels.py`
     bits: Tensor | None = None
 
     @cached_property

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from contrastile.scorers import padded_to
 from contrastile.tiles.base import Accumulated
-from contrastile.tiles.triton import ends, launch
+from contrastile.tiles.triton import launch, replay_kernels
 from contrastile.tiles.triton.kernel import start
 from contrastile.tiles.triton.launch import ROWS
 from contrastile.tiles.triton.own import FusedOwnColumns
@@ -86,14 +86,14 @@ class Filling:
         repeated = self._launches.get(types)
         if repeated is None or interpreting():
             tensors = (tuple(sources), *self._given, value, self._address, *self._sizes)
-            self._launches[types] = _Repeated(ends.fill, self._programs, tensors)
+            self._launches[types] = _Repeated(replay_kernels.fill, self._programs, tensors)
         else:
             ends_at = value.data_ptr(), self._address.data_ptr()
             repeated(stream, (_addresses(sources), *self._fixed, *ends_at, *self._sizes))
 
     def deliver(self, value: Tensor) -> None:
         """Copy the loss to the address of the last `__call__`."""
-        launch.run(ends.deliver, (1,), value_ptr=value, address_ptr=self._address)
+        launch.run(replay_kernels.deliver, (1,), value_ptr=value, address_ptr=self._address)
 
 
 class Gradients:
@@ -129,7 +129,7 @@ class Gradients:
             each = tuple(gradients)
             tensors = self._totals(sums), each[n:], self._lengths, sums.sums, upstream, each[:n]
             programs = sum(tiles_of(n, BLOCK) for n in self._lengths)
-            self._launch = _Repeated(ends.gradients, programs, (*tensors, self._first, BLOCK))
+            self._launch = _Repeated(replay_kernels.gradients, programs, (*tensors, self._first, BLOCK))
         else:
             totals, numbers = self._fixed if sums is self._sums else self._read(sums)
             outs = _addresses(gradients)

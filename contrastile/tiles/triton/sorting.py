@@ -1,4 +1,4 @@
-"""Positives by label: a block in the order of its labels; launches of `order_kernels.py` and `labels.py`.
+"""Positives by label: a block in the order of its labels; launches of `order_kernels.py` and `label_kernels.py`.
 
 Between `launch.py` and `backend.py`. Rows and columns of a label are neighbours in that order, so that the positives of
 a tile's rows are a few columns side by side. The tile kernels leave these out as they leave out a diagonal, and small
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from contrastile.losses.base import Shard
-from contrastile.tiles.triton import labels as kernels
+from contrastile.tiles.triton import label_kernels as kernels
 from contrastile.tiles.triton import order_kernels
 from contrastile.tiles.triton.arithmetic import POSITIVE_TOP, STATS
 from contrastile.tiles.triton.block import Block, Order, SuperTile, along
