@@ -5,7 +5,7 @@
 Launched by `maxsim.py`. L tokens of each of n examples, N of them queries; M tokens of each of J documents:
 
     order_tokens    the tokens of each example that count, then its others, each in their order
-    pack_tokens     the vectors of documents in that order, the first again where a token does not count
+    pack_tokens     the vectors of documents in that order, the last again where a token does not count
     fill_entries    the tokens of each query in slots of its own, which follow those of the query before
     slot_scores     the score of each pair from the sums of the query's slots
 
@@ -49,11 +49,15 @@ def order_tokens(mask_ptr, order_ptr, lengths_ptr, L, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=ANY)
 def pack_tokens(x_ptr, order_ptr, lengths_ptr, out_ptr, M, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the vectors [J, M, width] of documents, the tokens of each in this order, then the first again."""
+    """Write the vectors [J, M, width] of documents, the tokens of each in this order, then the last one again.
+
+    A copy may win against its token by a rounding error. `sweep` then has an index beyond the tokens, for which it
+    takes the last one.
+    """
     j = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     length = tl.load(lengths_ptr + j)
-    token = tl.load(order_ptr + j * M + tl.where(at < length, at, 0))
+    token = tl.load(order_ptr + j * M + tl.minimum(at, tl.maximum(length - 1, 0)))
     for start in range(0, width, BLOCK):
         d = start + tl.arange(0, BLOCK)
         inside = (d < width)[None, :] & (length > 0)

@@ -72,7 +72,7 @@ def sweep(q_ptr, k_mem, tokens_ptr, lengths_ptr, sums_ptr, best_ptr, N, J, L, M,
           INTERPRETED: tl.constexpr):  # fmt: skip
     """Write sums [J, slots] of a tile of entries over a group of documents and, where BEST, indices [J, entries].
 
-    SHORT: M < BN. Otherwise a document of fewer tokens than BN has its first one again behind them.
+    SHORT: M < BN. Otherwise a document of fewer tokens than BN has its last one again behind them.
     """
     tiles = tl.cdiv(entries, BM)
     tile = tl.program_id(0) % tiles
@@ -130,7 +130,7 @@ def sweep(q_ptr, k_mem, tokens_ptr, lengths_ptr, sums_ptr, best_ptr, N, J, L, M,
             block, of_block = column(place, BN)
             begin = tl.minimum(block * BN, most_begin)
             index = tl.min(tl.where(top == most[:, None], begin + of_block, NONE), 1)
-            # an index in range, also where products are not finite
+            # an index in range, also where products are not finite, or a copy of the last token has won
             index = tl.minimum(tl.maximum(index, 0), n - 1)
             # computed again for each document: registers hold the products
             _, _, has = entry_tokens(e, tokens_ptr, N, L, entries, PADDED, ROWS_MASKED)
