@@ -184,8 +184,9 @@ class Graph:
         if call.cols.labels is call.rows.labels:
             # one tensor for both sides, in every call of this plan
             own_call = replace(own_call, cols=replace(own_call.cols, labels=own_call.rows.labels))
-        # two sides of vectors, side by side in memory, which are compared only with each other
+        # two sides of vectors, side by side in memory, which are compared only with each other, all with all
         plain = call.scorer is None and ranks == 1 and all(x.is_contiguous() for x in features[:2])
+        plain = plain and features[0].shape[1] == features[1].shape[1]
         self.fill = Filling([*features, scale, *others, *own_labels], 2 * plain)
         # of scale, bias and all other inputs
         self.shapes = (None, None, *[x.shape for x in features])

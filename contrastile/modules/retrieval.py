@@ -159,8 +159,7 @@ class GISTLoss(Loss):
         x = torch.cat([query @ key.T, query @ query.T, key[:N] @ key[:N].T], 1) * scale
 
     with the guide's similarities likewise, each compared with that of the row's own pair. With `positives` the first
-    one of a query is its key in the last product. Products of keys with keys are computed from features of twice the
-    size, zeros among them.
+    one of a query is its key in the last product.
 
     >>> import torch, torch.nn.functional as F
     >>> query, key, guide_query, guide_key = F.normalize(torch.randn(4, 8, 16), dim=-1)
@@ -235,21 +234,22 @@ class GISTLoss(Loss):
                 negatives = None
         operation, inputs = self._prepared(
             query, key, scale, positives=positives, negatives=negatives, query_ids=query_ids, key_ids=key_ids,
-            weights=weights, guides=guides,
+            weights=weights, guides=guides, halves=self.contrast_positives,
         )  # fmt: skip
         return operation(*inputs)
 
     def _sides(self, rows: Tensor, keys: Tensor, M: int, own: Any) -> tuple[Tensor, Tensor]:
         """Rows [N, ...], and the M keys with all other columns: rows, negatives and the rows' `own` keys once more.
 
-        Where keys are compared with keys, a row has the features of its key beside its own, and a column has zeros in
-        the place of those that it is not compared with.
+        Where keys are compared with keys, a row has the features of its key behind its own (`tiles/halves.py`).
         """
-        columns = joined([keys[:M], *[rows] * self.contrast_anchors, keys[M:]])
+        given, *negatives = keys.split([M, len(keys) - M]) if len(keys) > M else [keys]
+        columns = [given, *[rows] * self.contrast_anchors, *negatives]
         if not self.contrast_positives:
-            return rows, columns
-        of_own, D = keys[own], rows.shape[1]
-        return joined([rows, of_own], 1), joined([F.pad(columns, (0, D)), F.pad(of_own, (D, 0))])
+            return rows, joined(columns)
+        # the gradient of a slice of all keys would be copied into zeros
+        of_own = keys if isinstance(own, slice) and own.stop == len(keys) else keys[own]
+        return joined([rows, of_own], 1), joined([*columns, of_own])
 
     def _ids(
         self, query: Tensor, key: Tensor, own: Any, negatives: Tensor | None, of_rows: Tensor, of_keys: Tensor

@@ -212,9 +212,8 @@ def plan_of(
     both_ways = isinstance(recipe, Recipe) and kind in ("infonce", "gist")
     size_of: Any = LossSize
     dimensions = costs[0].dimensions
-    # pairs of queries, and pairs of keys, whose features stand beside zeros
+    # pairs of queries, and pairs of keys
     anchors, positives = (getattr(recipe.loss, f"contrast_{name}", False) for name in ("anchors", "positives"))
-    dimensions *= 1 + positives
     if late:
         dimensions = recipe.model.features
         size_of = partial(LateSize, tokens=tuple([cost.dimensions // dimensions for cost in costs]))
@@ -225,8 +224,8 @@ def plan_of(
     loss = size_of(
         rows, keys * rows, ranks, dimensions, machines.memory, recipe.loss.exchange, recipe.loss.backend,
         machines.device, getattr(recipe.loss, "workspace", None), products, given,
-        pair_loss, queue=queue // ranks, own=anchors + positives, directions=2 if both_ways else 1, listed=listed,
-        labels=labels, node=machines.per_node,
+        pair_loss, queue=queue // ranks, own=anchors + positives, halves=positives,
+        directions=2 if both_ways else 1, listed=listed, labels=labels, node=machines.per_node,
     )  # fmt: skip
     teacher, guides = 0, list[Side]()
     if (other := teacher_recipe(recipe)) is not None:
@@ -238,7 +237,7 @@ def plan_of(
         else:
             teacher = sum(x.nbytes for x in (*guide.parameters(), *guide.buffers()))
             guides = [Side(cost, side.examples) for cost, side in zip(guide_costs, sides, strict=True)]
-            loss = replace(loss, guide=guide_costs[0].dimensions * (1 + positives))
+            loss = replace(loss, guide=guide_costs[0].dimensions)
     queues = (2 if both_ways else 1) * queue * (dimensions * given.itemsize + ID)
     weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
     trained = sum(x.nbytes for x in model.parameters() if x.requires_grad)
