@@ -17,7 +17,7 @@ from contrastile.losses.base import PairLoss
 from contrastile.losses.softmax import Softmax
 from contrastile.offload import default_workspace
 from contrastile.scorers import MaxSim
-from contrastile.tiles.base import NARROW, ROWS_AT_ONCE, STATISTICS, resident_bytes
+from contrastile.tiles.base import NARROW, ROWS_AT_ONCE, STATISTICS
 from contrastile.tiles.eager import MATRICES, MATRICES_BY_INDEX, SIDE_ACCELERATOR, SIDE_CPU
 
 # bytes of fused kernels whatever the size of a block, measured: the scratch memory of their programs
@@ -175,7 +175,7 @@ class LossSize:
         if self.host:
             return device_bytes(self._cuts, self.rows, self.columns, self.sizes, self.given, self.dtype), 0
         halves = self.rows * (1 + self.halves)
-        throughout, end = resident_bytes(halves, self.columns, self.dimensions, self.dtype, self.given)
+        throughout, end = _resident_bytes(halves, self.columns, self.dimensions, self.dtype, self.given)
         side = SIDE_ACCELERATOR if self.device == "cuda" else SIDE_CPU
         one_sweep = self.loss.pairwise or not self.loss.symmetric or max(self.rows, self.columns) <= side
         if self.ranks == 1 and self.backend_name == "eager" and one_sweep and end == throughout:
@@ -303,6 +303,18 @@ class LossSize:
     def wide(self) -> int:
         """Bytes of an accumulator."""
         return accumulator(self.dtype).itemsize
+
+
+def _resident_bytes(N: int, M: int, D: int, dtype: torch.dtype, given: torch.dtype) -> tuple[int, int]:
+    """Bytes of a loss beside its blocks: during their computation, and at the end, when gradients are returned.
+
+    dtype: of the products. given: of the features, which are cast to `dtype`, and their gradients back. A gradient in
+    the accumulator's dtype is the accumulator.
+    """
+    wide = accumulator(dtype)
+    casts = (N + M) * D * dtype.itemsize if given != dtype else 0
+    throughout = casts + (N + M) * (D * wide.itemsize + STATISTICS * wide.itemsize)
+    return throughout, throughout + (0 if given == wide else (N + M) * D * given.itemsize)
 
 
 @dataclass(frozen=True)

@@ -407,18 +407,6 @@ def reduced(
     return ForwardResult(value + nonfinite, [each.state for each in directions], coefficients)
 
 
-def resident_bytes(N: int, M: int, D: int, dtype: torch.dtype, given: torch.dtype) -> tuple[int, int]:
-    """Bytes of a loss beside its blocks: during their computation, and at the end, when gradients are returned.
-
-    dtype: of the products. given: of the features, which are cast to `dtype`, and their gradients back. A gradient in
-    the accumulator's dtype is the accumulator.
-    """
-    wide = accumulator(dtype)
-    casts = (N + M) * D * dtype.itemsize if given != dtype else 0
-    throughout = casts + (N + M) * (D * wide.itemsize + STATISTICS * wide.itemsize)
-    return throughout, throughout + (0 if given == wide else (N + M) * D * given.itemsize)
-
-
 def bounds_of(x: Tensor) -> tuple[float, float] | None:
     """The lowest and the highest logit of a tile on a CPU; None on a device, which the host would wait for."""
     if x.device.type != "cpu":
