@@ -266,10 +266,11 @@ class Graph:
             outs, ranks = [x for x in of_block if x is not None], self.exchange.gradient_factor()
             if ranks != 1:
                 upstream = upstream * ranks
-            self.gradients(held.sums, outs, upstream, current_stream_address(self.device.index))
+            stream = current_stream_address(self.device.index)
+            self.gradients(held.sums, outs, upstream, stream)
             if of_own is not None and (q := inputs[2]) is not None:
                 # the queries of this call: the graph's memory may have those of a later one
-                self.gradients.own(held.sums, q.to(self.dtype), upstream, of_own)
+                self.gradients.own(held.sums, q.to(self.dtype), upstream, of_own, stream)
             # a backward that failed may be tried again
             if not backward_is_repeatable():
                 held.sums = None
