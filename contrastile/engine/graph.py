@@ -72,21 +72,20 @@ def replayable(problem: Problem, exchange: Exchange) -> bool:
         and (alone or problem.scorer is None)
         and exchange.replayable(problem.cols.features.shape[-1], problem.dtype)
         and problem.options.reduction != "none"
-        and (rows.own is None or (alone and not problem.loss.pairwise))
+        and (rows.own is None or not problem.loss.pairwise)
     )
 
 
 def small(problem: Problem, exchange: Exchange, tiles: MakeTiles) -> bool:
-    """Return whether a replayable call is replayed here: fused kernels, few rows, and little memory for the pairs."""
+    """Return whether a replayable call is replayed here: fused kernels, few rows, and little memory for pairs."""
     # tiles of a scorer come as a partial application of their class
     kind: Any = getattr(tiles, "func", tiles)
-    numbers = [x for x in (problem.scale, problem.bias) if x is not None]
-    return (
-        getattr(kind, "capturable", False)
-        and (len(exchange.layout) > 1 or _fits(problem, kind))
-        # a subclass of tensors may have its values anywhere
-        and all(type(x) in PLAIN for x in (*problem.inputs, *numbers, *_labels(problem)))
-    )
+    numbers, own = [x for x in (problem.scale, problem.bias) if x is not None], problem.rows.own
+    # a subclass of tensors may have its values anywhere
+    plain = all(type(x) in PLAIN for x in (*problem.inputs, *numbers, *_labels(problem)))
+    if not (plain and getattr(kind, "capturable", False)):
+        return False
+    return _fits(problem, kind) if len(exchange.layout) == 1 else own is None or own.nbytes <= MOST_BYTES
 
 
 def _fits(problem: Problem, kind: Any) -> bool:

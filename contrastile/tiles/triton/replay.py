@@ -117,6 +117,8 @@ class Gradients:
     def own(self, sums: Accumulated, q: Tensor, upstream: Tensor, out: Tensor, stream: int) -> None:
         """Write the gradient of the rows' own columns [N, H, D], of queries q in the dtype of products."""
         assert sums.own is not None
+        if not out.numel():
+            return
         if not q.is_contiguous() or q.data_ptr() % ALIGNMENT:
             q = q.clone(memory_format=torch.contiguous_format)
         memory, (_, H, D) = (sums.own, q, sums.sums, upstream, out), out.shape
