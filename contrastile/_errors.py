@@ -32,9 +32,15 @@ def invalid(name: str, rule: str, got: object, remedy: str) -> ValueError:
     return ValueError(f"`{name}` must {rule}; got {got}. {remedy}")
 
 
-def rename(error: ValueError, names: Mapping[str, str]) -> None:
-    """Put a caller's names of arguments into an error; names: by those that it has."""
-    error.args = (re.sub(r"`(\w+)`", lambda name: f"`{names.get(name[1], name[1])}`", str(error)),)
+def with_names(error: ValueError, names: Mapping[str, str]) -> ValueError:
+    """An error with a caller's names of arguments; names: by those that it has.
+
+    Made of operations that torch.compile traces.
+    """
+    words = str(error.args[0])
+    for name, own in names.items():
+        words = words.replace(f"`{name}`", f"`{own}`")
+    return ValueError(words)
 
 
 @contextmanager
@@ -43,8 +49,7 @@ def renamed(**names: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        rename(error, names)
-        raise
+        raise with_names(error, names) from None
 
 
 def one_of(name: str, value: object, known: tuple[str, ...], remedy: str) -> None:

@@ -62,6 +62,9 @@ class InfoNCELoss(Loss):
         super().__init__(**how)
         truth_value("in_batch", in_batch)
         self.in_batch = in_batch
+        self.own_options = {
+            "in_batch": in_batch, "hardness_mode": hardness_mode, "hardness_strength": hardness_strength,
+        }  # fmt: skip
         if hardness_mode == IN_BATCH and not in_batch:
             remedy = "A query meets no other query's keys."
             raise invalid("hardness_mode", "be another one with in_batch=False", repr(hardness_mode), remedy)
@@ -108,7 +111,10 @@ class InfoNCELoss(Loss):
             elif isinstance(self.loss, Hardness) and self.loss.hardness_mode == OWN:
                 _has_own(negatives, f'hardness_mode="{OWN}"')
         operation, inputs = self._prepared(query, key, scale, **others)
-        return operation(*inputs)
+        loss: Tensor = operation(*inputs)
+        if self._unseen:
+            self._look(scale, query, key)
+        return loss
 
 
 def _has_own(negatives: Tensor | None, option: str) -> None:
@@ -187,6 +193,10 @@ class GISTLoss(Loss):
         truth_value("contrast_anchors", contrast_anchors)
         truth_value("contrast_positives", contrast_positives)
         self.contrast_anchors, self.contrast_positives = contrast_anchors, contrast_positives
+        self.own_options = {
+            "margin": margin, "margin_strategy": margin_strategy, "contrast_anchors": contrast_anchors,
+            "contrast_positives": contrast_positives,
+        }  # fmt: skip
 
     def forward(
         self,
@@ -236,7 +246,10 @@ class GISTLoss(Loss):
             query, key, scale, positives=positives, negatives=negatives, query_ids=query_ids, key_ids=key_ids,
             weights=weights, guides=guides, halves=self.contrast_positives,
         )  # fmt: skip
-        return operation(*inputs)
+        loss: Tensor = operation(*inputs)
+        if self._unseen:
+            self._look(scale, query[:, : key.shape[1]], key)
+        return loss
 
     def _sides(self, rows: Tensor, keys: Tensor, M: int, own: Any) -> tuple[Tensor, Tensor]:
         """Rows [N, ...], and the M keys with all other columns: rows, negatives and the rows' `own` keys once more.
@@ -312,6 +325,7 @@ class ScoreDistillLoss(Loss):
     def __init__(self, *, kind: Literal["kl", "margin_mse"] = "kl", **how: Unpack[How]) -> None:
         super().__init__(**how)
         one_of("kind", kind, ("kl", "margin_mse"), "Leave it out for the divergence.")
+        self.own_options = {"kind": kind}
         self.loss = ScoreDivergence() if kind == "kl" else ScoreMargins()
 
     def forward(
