@@ -256,13 +256,16 @@ class GISTLoss(Loss):
 
         Where keys are compared with keys, a row has the features of its key behind its own (`tiles/halves.py`).
         """
+        if isinstance(own, slice) and own.stop == len(keys):
+            # the gradients of three views are summed at once, and rounded once
+            keys, *both = keys.expand(3, *keys.shape).unbind()
+        else:
+            both = [keys[own]] * 2
         given, *negatives = keys.split([M, len(keys) - M]) if len(keys) > M else [keys]
         columns = [given, *[rows] * self.contrast_anchors, *negatives]
         if not self.contrast_positives:
             return rows, joined(columns)
-        # the gradient of a slice of all keys would be copied into zeros
-        of_own = keys if isinstance(own, slice) and own.stop == len(keys) else keys[own]
-        return joined([rows, of_own], 1), joined([*columns, of_own])
+        return joined([rows, both[0]], 1), joined([*columns, both[1]])
 
     def _ids(
         self, query: Tensor, key: Tensor, own: Any, negatives: Tensor | None, of_rows: Tensor, of_keys: Tensor
