@@ -213,7 +213,9 @@ def ranks(loss: str) -> str:
                 way = backend.removeprefix("triton, ") if impl == "contrastile" else f"{impl}, {backend}"
                 times = (f"{float(row[ms]):,.1f}" + _times_alone(row[cost]) for ms, cost in TIMES_OF_RANKS)
                 cells.append((title, world, way, *times, f"{float(row['beside_bytes']) / 2**20:,.0f}"))
-    head = ("pairs", "GPUs", "way", "steps in a row, ms", "a single step, ms", "memory, MiB")
+    head = (
+        "pairs", "GPUs", "way", "steps in a row, ms", "a single step, ms", "memory beside gradients and workspace, MiB",
+    )  # fmt: skip
     return table_of(head, cells)
 
 
