@@ -6,6 +6,7 @@ from operator import attrgetter
 from pathlib import Path
 
 import pytest
+import tomli_w
 from refusals import refusal
 
 from contrastile.train.recipe import RecipeError, load_any_recipe, load_recipe, to_toml
@@ -69,6 +70,28 @@ def test_a_run_in_place_of_its_recipe_is_one_line(tmp_path, monkeypatch):
 )
 def test_a_mistake_in_an_override_names_the_override(recipe_file, override, sentence):
     assert complaint(override) == f"{override}: {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("key", "known"),
+    [
+        *[("train.batch_size", "train.batch"), ("train.micro_batch_size", "train.sub_batch")],
+        *[("train.mini_batch_size", "train.sub_batch"), ("train.accum_freq", "train.accumulate")],
+        *[("train.gradient_accumulation_steps", "train.accumulate"), ("train.max_epochs", "train.epochs")],
+        *[("model.embed_dim", "model.features"), ("data.path", "data.source"), ("data.src", "data.source")],
+        # of sections with a kind, none of which has the key
+        *[("loss.temperature", "loss.scale"), ("optim.lr", "optim.learning_rate"), ("optim.wd", "optim.weight_decay")],
+    ],
+)
+def test_the_name_of_another_library_in_the_right_section_leads_to_the_key(recipe_file, key, known):
+    line = f"{key}: unknown key (did you mean {known}?)"
+    section, _, name = key.partition(".")
+    for kind in ("image-text", "retriever"):
+        assert refusal(load_any_recipe, recipe_file, [f"kind={kind}", f"{key}=3"]) == f"{key}=3: {line}"
+        tables = {"kind": kind, **tomllib.loads(RECIPE)}
+        tables[section] = {**tables.get(section, {}), name: 3}
+        Path("y.toml").write_text(tomli_w.dumps(tables))
+        assert refusal(load_any_recipe, "y.toml") == f"y.toml: {line}"
 
 
 def test_an_override_takes_the_place_of_what_it_excludes(recipe_file):
