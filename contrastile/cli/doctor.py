@@ -38,10 +38,13 @@ def run(arguments: argparse.Namespace) -> int:
 
         recipe = load_any_recipe(arguments.recipe, arguments.overrides)
 
-    from contrastile.bench.doctor import broken, examine, recipe_plan
+    from contrastile.bench.doctor import broken, examine
 
-    values = examine(ranks=arguments.ranks, **sizes)
-    planned = None if recipe is None else recipe_plan(recipe, arguments.ranks)
+    values, planned = examine(ranks=arguments.ranks, **sizes), None
+    if recipe is not None:
+        from contrastile.train.planned import planned as plan_of
+
+        planned = plan_of(recipe, ranks=arguments.ranks)
     if arguments.json:
         print(json.dumps(values | {"recipe": planned and planned.values()}, indent=1))
     else:

@@ -77,12 +77,13 @@ def lines(plan: Plan) -> Iterator[str]:
     for name, count in sorted(plan.peak.parts.items(), key=lambda part: -part[1]):
         yield f"  {name:12} {size(count):>10}  {'█' * round(WIDTH * count / plan.peak.bytes)}"
     verdict = "fits" if plan.peak.bytes <= plan.allowed else "DOES NOT FIT"
-    yield f"  {verdict}: a rank may take {size(plan.allowed)} of {size(target.memory)}"
+    shared = f", which {plan.sharing} ranks share" if plan.sharing > 1 else ""
+    yield f"  {verdict}: a rank may take {size(plan.allowed)} of {size(target.memory)}{shared}"
     others = "beside libraries and the data's own"
     if target.host is None:
         yield f"  host memory of a node: must have {size(plan.host)}, {others}"
     else:
-        peak = " beside the peak" if target.device == "cpu" else ""
+        peak = "" if target.device != "cpu" else " beside the peaks" if plan.sharing > 1 else " beside the peak"
         verdict = "fits" if plan.fits_host else "DOES NOT FIT"
         yield f"  host memory: {verdict}: {size(plan.host)}{peak}, of {size(target.host)}, {others}"
     largest = plan.largest()

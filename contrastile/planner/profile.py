@@ -4,16 +4,21 @@ The package has profiles of the H200 and of the H100 (`profiles/`, each with its
 of this machine.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import tomllib
 from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from contrastile._errors import invalid
 from contrastile.offload import free_memory
+
+if TYPE_CHECKING:
+    import torch
 
 # nodes, GPUs of a node, chip, memory
 COUNT = r"[1-9]\d*"
@@ -76,7 +81,10 @@ def _positive(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Target:
-    """The machines of a plan: a profile, or None where the chip has none; ranks in all, and on one node."""
+    """The machines of a plan: a profile, or None where the chip has none; ranks in all, and on one node.
+
+    memory: bytes of a rank's device. The ranks of a node share that of a CPU, which is the node's own.
+    """
 
     word: str
     profile: Profile | None
@@ -118,9 +126,9 @@ def target(word: str | None) -> Target:
     >>> target("32x8xH100-80GB").ranks
     256
     """
-    profiles = known_profiles()
     if word is None:
-        return _this_machine(profiles)
+        return this_machine()
+    profiles = known_profiles()
     match = GPUS.fullmatch(word) if isinstance(word, str) else None
     if match is None:
         raise invalid("gpus", "be [nodes x] [GPUs x] chip [- memory in GB]", repr(word), EXAMPLE)
@@ -140,18 +148,24 @@ def target(word: str | None) -> Target:
     if profile is not None:
         profile = replace(profile, memory=memory)
     kind = "cuda" if profile is None else profile.device
-    return Target(word, profile, memory, nodes * per_node, per_node, kind)
+    host = memory if kind == THIS else None
+    return Target(word, profile, memory, nodes * per_node, per_node, kind, host)
 
 
-def _this_machine(profiles: dict[str, Profile]) -> Target:
-    """This machine: its first GPU, or its CPUs."""
+def this_machine(device: torch.device | None = None, ranks: int = 1) -> Target:
+    """This machine with so many ranks, each on a GPU of its own, or all on the CPUs.
+
+    device: where a rank computes; by default the GPU if there is one.
+    """
     import torch
 
-    host = free_memory(None)[1]
-    if torch.cuda.is_available():
-        name = torch.cuda.get_device_name(0)
+    if device is None:
+        device = torch.device("cuda" if torch.cuda.is_available() else THIS)
+    profiles, host = known_profiles(), free_memory(None)[1]
+    if device.type != THIS:
+        name, memory = torch.cuda.get_device_name(device), free_memory(device)[1]
         profile = profiles.get(name.lower()) or next((p for p in profiles.values() if p.name in name), None)
-        memory = free_memory(torch.device("cuda", 0))[1]
-        return Target(name, None if profile is None else replace(profile, memory=memory), memory, host=host)
+        profile = None if profile is None else replace(profile, memory=memory)
+        return Target(name, profile, memory, ranks, ranks, host=host)
     # without a profile there are no times
-    return Target(THIS, profiles.get(THIS), host, device="cpu", host=host)
+    return Target(THIS, profiles.get(THIS), host, ranks, ranks, THIS, host)
