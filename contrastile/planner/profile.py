@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 # nodes, GPUs of a node, chip, memory
 COUNT = r"[1-9]\d*"
 GPUS = re.compile(rf"(?:(?P<nodes>{COUNT})x)??(?:(?P<count>{COUNT})x)?(?P<chip>[A-Za-z]\w*)(?:-(?P<memory>{COUNT})GB)?")
+# a number of GPUs behind the chip, where none is read; GeForce cards, such as the rtx4090, have an x in their names
+BEHIND = re.compile(rf"(?P<chip>[A-Za-z]\w*?)x(?P<count>{COUNT})")
+# words for a device that name no chip
+DEVICES = ("auto", "cpu", "cuda", "gpu")
 EXAMPLE = "Such as H200, 8xH100-80GB, or 32x8xH100-80GB for 32 nodes."
+# bytes of a gigabyte on the label of a GPU: torch's total of an H100 with 80 GB is 79.2 GiB
+LABELLED = 0.99 * 2**30
 # the CPUs of this machine as a device
 THIS = "cpu"
 # ranks of a plan, which lists the rows of each
@@ -133,23 +139,42 @@ def target(word: str | None) -> Target:
     if match is None:
         raise invalid("gpus", "be [nodes x] [GPUs x] chip [- memory in GB]", repr(word), EXAMPLE)
     chip, gigabytes = match["chip"].lower(), match["memory"]
-    # the profile of this machine has its GPU's whole name, such as NVIDIA A100-SXM4-80GB
-    profile = profiles.get(chip) or next((p for name, p in profiles.items() if chip in re.split("[ -]", name)), None)
+    profile = _profile_of(chip, profiles)
+    if profile is None:
+        _refuse_behind(word, match, profiles)
     if profile is None and gigabytes is None:
         names = ", ".join(sorted(profile.name for profile in profiles.values()))
         rule = f"name a chip with a profile ({names}), or its memory too"
-        raise invalid("gpus", rule, repr(word), f"Such as {match['chip']}-80GB.")
+        remedy = "Leave it out for this machine." if chip in DEVICES else f"Such as {word}-80GB."
+        raise invalid("gpus", rule, repr(word), remedy)
     memory = profile.memory if profile is not None else 0
     if gigabytes is not None:
-        # torch's total of an H100 with 80 GB is 79.2 GiB; the profile's own label keeps the profile's number
-        labelled = int(gigabytes) * 2**30 * 99 // 100
+        # the profile's own label keeps the profile's number
+        labelled = int(int(gigabytes) * LABELLED)
         memory = min(memory, labelled) if memory and labelled < 1.1 * memory else labelled
     per_node, nodes = int(match["count"] or 1), int(match["nodes"] or 1)
     if profile is not None:
         profile = replace(profile, memory=memory)
-    kind = "cuda" if profile is None else profile.device
+    kind = profile.device if profile is not None else THIS if chip == THIS else "cuda"
     host = memory if kind == THIS else None
     return Target(word, profile, memory, nodes * per_node, per_node, kind, host)
+
+
+def _profile_of(chip: str, profiles: dict[str, Profile]) -> Profile | None:
+    """The profile of a chip in lower case; that of this machine has its GPU's whole name: NVIDIA A100-SXM4-80GB."""
+    return profiles.get(chip) or next((p for name, p in profiles.items() if chip in re.split("[ -]", name)), None)
+
+
+def _refuse_behind(word: str, match: re.Match[str], profiles: dict[str, Profile]) -> None:
+    """Raise ValueError for a chip such as H100x8, whose name holds the number of GPUs."""
+    behind = BEHIND.fullmatch(match["chip"])
+    # the x of a card's name stands behind a letter, and before the three digits or more of its model
+    if behind is not None and (behind["chip"][-1].isdigit() or len(behind["count"]) < 3):
+        before, _, memory = word.partition(match["chip"])
+        profile = _profile_of(behind["chip"].lower(), profiles)
+        label = 80 if profile is None else round(profile.memory / LABELLED)
+        right = f"{before}{behind['count']}x{behind['chip']}{memory or f'-{label}GB'}"
+        raise invalid("gpus", "have the number of GPUs before the chip", repr(word), f"Such as {right}.")
 
 
 def this_machine(device: torch.device | None = None, ranks: int = 1) -> Target:
