@@ -331,6 +331,12 @@ def test_the_plan_of_a_recipe(tmp_path: Path, capsys: Any) -> None:
     text = "\n".join(lines(plan))
     assert "tiny on 2xH100: 48 pairs a step, 24 on each of 2 ranks" in text
     assert "  image: sub-batches of 16, 1 of 2 graphs kept" in text
+    # a number of pairs with a unit is written out
+    assert main(["plan", str(path), "train.epochs=2.0", "--gpus", "2xH100", "--hours", "1M"]) == 0
+    assert " steps, with 1,048,576 pairs to train on\n" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    assert "280M (k: times 1,024; M: times 1,048,576)" in " ".join(capsys.readouterr().out.split())
     assert main(["plan", str(path), "--gpus", "2xH100", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(values))
 
