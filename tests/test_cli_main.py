@@ -343,12 +343,12 @@ def test_an_empty_batch_of_a_plan_is_refused(capsys):
         (
             ModuleNotFoundError("No module named 'jinja2'", name="jinja2"),
             2,
-            '`jinja2` is not installed; run: pip install "contrastile[train]"',
+            "`jinja2` is not installed; run: pip install '.[train]'",
         ),
         (
             ModuleNotFoundError("No module named 'bm25s'", name="bm25s"),
             2,
-            '`bm25s` is not installed; run: pip install "contrastile[search]"',
+            "`bm25s` is not installed; run: pip install '.[search]'",
         ),
         (
             ModuleNotFoundError("No module named 'faiss'", name="faiss"),

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 import contrastile
+from contrastile._errors import extra
 from contrastile.integrations import open_clip
 
 ROOT = Path(contrastile.__file__).parent.parent
@@ -63,6 +64,17 @@ def test_the_command_line_of_open_clip_names_what_is_missing(monkeypatch, capsys
     complaint = capsys.readouterr().err
     assert complaint.startswith(f"{line} ")
     assert complaint.count("\n") == 1
+
+
+def test_pip_is_given_the_clone_where_the_package_lies_in_one(tmp_path):
+    # the tests run in a clone
+    assert extra("train") == "'.[train]'"
+    assert extra("train", tmp_path) == '"contrastile[train]"'
+    for name, source in (("another", '"contrastile[train]"'), ("contrastile", "'.[train]'")):
+        (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "{name}"\n')
+        assert extra("train", tmp_path) == source
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        assert {"train", "data", "search", "log"} <= tomllib.load(file)["project"]["optional-dependencies"].keys()
 
 
 def test_issue_forms_are_valid():

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from contrastile._errors import logger
+from contrastile._errors import extra, logger
 from contrastile.data.sources import PICTURES, PROMPTS, TO_BE_GIVEN, is_collection, missing, read_source
 from contrastile.train.config.base import (
     AnyRecipe,
@@ -158,7 +158,7 @@ class DataSettings(Settings):
         if absent is not None:
             raise ValueError(f'no such file "{absent}"')
         if any(part.kind == ".parquet" for part in parts):
-            refuse([not_installed("pyarrow", '"contrastile[data]"')])
+            refuse([not_installed("pyarrow", extra("data"))])
         return source
 
     def clashes(self) -> Iterable[Clash]:
