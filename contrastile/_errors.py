@@ -12,9 +12,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger("contrastile")
+
+# the folder in which the package lies
+ROOT = Path(__file__).parent.parent
 
 # rule and remedy of label smoothing
 SMOOTHING = "be at least 0 and below 1", "0.1 is usual."
@@ -41,6 +45,18 @@ def with_names(error: ValueError, names: Mapping[str, str]) -> ValueError:
     for name, own in names.items():
         words = words.replace(f"`{name}`", f"`{own}`")
     return ValueError(words)
+
+
+def extra(name: str, root: Path = ROOT) -> str:
+    """The argument of pip for an extra of this package: in a clone, which pip finds without an index, the clone itself.
+
+    root: the folder in which the package lies.
+    """
+    try:
+        clone = 'name = "contrastile"' in (root / "pyproject.toml").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        clone = False
+    return f"'.[{name}]'" if clone else f'"contrastile[{name}]"'
 
 
 @contextmanager
