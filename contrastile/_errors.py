@@ -37,10 +37,12 @@ def invalid(name: str, rule: str, got: object, remedy: str) -> ValueError:
 
 
 def with_names(error: ValueError, names: Mapping[str, str]) -> ValueError:
-    """An error with a caller's names of arguments; names: by those that it has.
+    """An error with a caller's names of arguments; names: by those that it has. One of a library stays as it is.
 
     Made of operations that torch.compile traces.
     """
+    if type(error) is not ValueError or len(error.args) != 1:
+        return error
     words = str(error.args[0])
     for name, own in names.items():
         words = words.replace(f"`{name}`", f"`{own}`")
