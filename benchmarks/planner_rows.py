@@ -79,7 +79,6 @@ OTHER_CODE = {
 }
 # reasons against the seconds of a row, whose bytes are planned
 HOST = "bound by a host whose rates were not measured"
-PAIRS = {"gist_pairs": "features beside zeros and their gradients, whose copies are not planned"}
 # the name of a loss of token vectors across ranks
 SHARED = re.compile(r"(\d+) ranks, (\w+)")
 # with so little workspace that the host launches 256 blocks one machine took twice as long as another
@@ -284,12 +283,12 @@ def of_other_loss(row: dict[str, str]) -> dict[str, Any]:
     views = {"rows": 2 * b, "keys": 2 * b, "listed": True}
     others: dict[str, dict[str, Any]] = {
         "queue": {"keys": 2 * b}, "ntxent": views, "supcon": views, "supcon_in": views,
-        # pairs of queries, and pairs of keys, beside zeros
-        "gist_pairs": {"own": 2, "dimensions": 2 * d, "guide": 2 * d, "listed": True},
+        # pairs of queries, and pairs of keys
+        "gist_pairs": {"own": 2, "halves": True, "guide": d, "listed": True},
     }  # fmt: skip
     size = replace(size, **others.get(name, {}))
     fitted = b == 2**15 and name in OF_PAIRS
-    words = {"label": f"{name} {b} x {d}", "loss": size, "fitted": fitted, "untimed": PAIRS.get(name)}
+    words = {"label": f"{name} {b} x {d}", "loss": size, "fitted": fitted}
     # its graph is that of the loss before it in the call
     return {**words, **({"bytes": None} if name == "clip_two_labels" and size.replayed else {})}
 

@@ -47,9 +47,15 @@ WORDS = {
 _RANKS = "Leave it out: a loss meets all ranks by itself, with gradients to all of them."
 _SCALE = "Pass the scale, 1 / temperature, in the call."
 FOREIGN_KEYWORDS = dict.fromkeys(
-    ("local_loss", "gather_with_grad", "cache_labels", "rank", "world_size", "use_horovod", "dist_impl",
+    ("local_loss", "gather_with_grad", "cache_labels", "rank", "world_size", "use_horovod",
      "gather_across_devices", "bidirectional"), _RANKS,
-) | {"temperature": _SCALE, "base_temperature": _SCALE, "scale": "Pass it in the call."}  # fmt: skip
+) | {
+    "temperature": _SCALE, "base_temperature": _SCALE, "scale": "Pass it in the call.",
+    "dist_impl": 'Pass exchange="gather" or "ring", or leave it out.',
+    "mini_batch_size": "Encoders run in sub-batches: pass sub_batch to contrastile.encode.",
+    "memory_bank_size": "Pass the keys of a KeyQueue in the call, as `negatives`.",
+    "negative_mode": "Pass `negatives` in the call: [H, D] for all queries, [N, H, D] for each query's own.",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,9 +75,10 @@ class Options:
     def refuse(cls, unknown: Mapping[str, object], others: tuple[str, ...] = ()) -> None:
         """Raise for keywords that are no option; `others`: names that the called function knows beside them."""
         for name in unknown:
-            near = get_close_matches(name, [*cls.__dataclass_fields__, *others], n=1, cutoff=0.75)
+            known = dict.fromkeys([*others, *cls.__dataclass_fields__])
+            near = get_close_matches(name, known, n=1, cutoff=0.75)
             remedy = f"Did you mean {near[0]}?" if near else FOREIGN_KEYWORDS.get(name, "Check the spelling.")
-            rule = f"be one of the options {', '.join(cls.__dataclass_fields__)}"
+            rule = f"be one of the options {', '.join(known)}"
             raise invalid(name, rule, ", ".join(f"{key}={value!r:.20}" for key, value in unknown.items()), remedy)
 
     def __post_init__(self) -> None:
@@ -115,7 +122,7 @@ def choose_exchange(
     name, group = options.exchange, options.group
     W = collectives.size(group)
     if W == 1:
-        _not_empty(len(rows))
+        not_empty(len(rows))
         return Single(options.gradient, Layout(group, 0, (len(rows),), (len(cols),)))
     if name == "single":
         # nothing travels: one rank may compute a loss of its own while the others do not, for validation
@@ -145,7 +152,7 @@ def agreed_layout(
     of_rows, of_cols, allowances, *lengths = (tuple(each) for each in zip(*counted, strict=True))
     longest = None if tokens is None else (max(lengths[0]), max(lengths[1]))
     layout = Layout(group, collectives.rank(group), of_rows, of_cols, tokens=longest, allowed=min(allowances))
-    _not_empty(sum(layout.rows))
+    not_empty(sum(layout.rows))
     return layout
 
 
@@ -155,7 +162,7 @@ def _numbers(side: Shard, tokens: int | None) -> int:
     return sum(map(math.prod, shapes))
 
 
-def _not_empty(rows: int) -> None:
+def not_empty(rows: int) -> None:
     """Raise for a global batch without rows, which has no mean."""
     if rows == 0:
         raise invalid("q", "have at least one row over all ranks", 0, "Skip the step when the batch is empty.")

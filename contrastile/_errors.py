@@ -12,9 +12,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger("contrastile")
+
+# the folder in which the package lies
+ROOT = Path(__file__).parent.parent
 
 # rule and remedy of label smoothing
 SMOOTHING = "be at least 0 and below 1", "0.1 is usual."
@@ -32,9 +36,29 @@ def invalid(name: str, rule: str, got: object, remedy: str) -> ValueError:
     return ValueError(f"`{name}` must {rule}; got {got}. {remedy}")
 
 
-def rename(error: ValueError, names: Mapping[str, str]) -> None:
-    """Put a caller's names of arguments into an error; names: by those that it has."""
-    error.args = (re.sub(r"`(\w+)`", lambda name: f"`{names.get(name[1], name[1])}`", str(error)),)
+def with_names(error: ValueError, names: Mapping[str, str]) -> ValueError:
+    """An error with a caller's names of arguments; names: by those that it has. One of a library stays as it is.
+
+    Made of operations that torch.compile traces.
+    """
+    if type(error) is not ValueError or len(error.args) != 1:
+        return error
+    words = str(error.args[0])
+    for name, own in names.items():
+        words = words.replace(f"`{name}`", f"`{own}`")
+    return ValueError(words)
+
+
+def extra(name: str, root: Path = ROOT) -> str:
+    """The argument of pip for an extra of this package: in a clone, which pip finds without an index, the clone itself.
+
+    root: the folder in which the package lies.
+    """
+    try:
+        clone = 'name = "contrastile"' in (root / "pyproject.toml").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        clone = False
+    return f"'.[{name}]'" if clone else f'"contrastile[{name}]"'
 
 
 @contextmanager
@@ -43,8 +67,7 @@ def renamed(**names: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        rename(error, names)
-        raise
+        raise with_names(error, names) from None
 
 
 def one_of(name: str, value: object, known: tuple[str, ...], remedy: str) -> None:

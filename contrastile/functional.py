@@ -126,7 +126,7 @@ def contrast(
     """
     try:
         if unknown:
-            Options.refuse(unknown, tuple(signature(contrast).parameters))
+            Options.refuse(unknown, tuple(signature(contrast).parameters)[2:-1])
         options = Options(backend, exchange, group, gradient, label_smoothing, reduction, workspace, device)
         if label_smoothing and isinstance(loss, PairLoss):
             loss = loss.smoothed(label_smoothing)

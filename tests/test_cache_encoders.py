@@ -165,7 +165,7 @@ def test_a_bias_that_all_examples_share(x: Tensor, y: Tensor, retain: Any, as_fu
             self.shared = nn.Parameter(torch.tensor(-0.5, dtype=torch.float64))
 
         def forward(self, x: Tensor) -> Any:
-            return F.normalize(self.linear(x), dim=-1), self.shared, self.shared.exp()
+            return F.normalize(self.linear(x), dim=-1), self.shared, (-self.shared).exp()
 
     torch.manual_seed(0)
     biased = Biased()

@@ -16,10 +16,12 @@ import torch
 from tiny_runs import write_recipe
 
 import contrastile
+from contrastile.cli import export
 from contrastile.cli import main as entry
 from contrastile.cli.main import VERBS, build_parser, main
 from contrastile.train.config import base
 from contrastile.train.folder import one_writer
+from contrastile.train.recipe import load_any_recipe
 
 TEXTS = """
 kind = "retriever"
@@ -60,6 +62,12 @@ def test_help_loads_nothing_heavy():
             assert callable(build_parser().parse_args(words).verb)
     assert "clip-vit-l-14, colbert, " in output
     assert max(map(len, output.splitlines())) <= 100
+
+
+def test_the_example_of_export_is_a_run_that_can_be_exported():
+    _, _, run, _, library, *_ = shlex.split(export.EXAMPLE)
+    recipe = load_any_recipe(Path(run).name, files=False)
+    assert (library, recipe.model.both.kind) == ("sentence-transformers", "transformers")
 
 
 def test_no_arguments_print_the_help(capsys):
@@ -335,12 +343,12 @@ def test_an_empty_batch_of_a_plan_is_refused(capsys):
         (
             ModuleNotFoundError("No module named 'jinja2'", name="jinja2"),
             2,
-            '`jinja2` is not installed; run: pip install "contrastile[train]"',
+            "`jinja2` is not installed; run: pip install '.[train]'",
         ),
         (
             ModuleNotFoundError("No module named 'bm25s'", name="bm25s"),
             2,
-            '`bm25s` is not installed; run: pip install "contrastile[search]"',
+            "`bm25s` is not installed; run: pip install '.[search]'",
         ),
         (
             ModuleNotFoundError("No module named 'faiss'", name="faiss"),

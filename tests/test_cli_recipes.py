@@ -5,17 +5,32 @@ from pathlib import Path
 import pytest
 from tiny_runs import write_pictures
 
+from contrastile.cli.main import main
 from contrastile.train.config import Recipe
 from contrastile.train.recipe import RecipeError, load_any_recipe, load_recipe
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.toml"))
-PICTURES = [path for path in RECIPES if isinstance(load_any_recipe(path), Recipe)]
+PICTURES = [path for path in RECIPES if isinstance(load_any_recipe(path, files=False), Recipe)]
 TEXTS = sorted(set(RECIPES) - set(PICTURES))
+# recipes for one's own data
+WITHOUT_DATA = ("clip-vit-l-14", "lit-vit-b-16", "pictures")
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_is_valid(path):
-    assert load_any_recipe(path).name == path.stem
+    assert load_any_recipe(path, files=path.stem not in WITHOUT_DATA).name == path.stem
+
+
+@pytest.mark.parametrize("name", WITHOUT_DATA)
+def test_a_recipe_for_own_data_is_refused_without_them(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for verb in ("train", "compare", "doctor"):
+        assert main([verb, name]) == 2
+        rule = "must be given: data.source=FOLDER of images, or a .tsv, .csv, .tar or .parquet file"
+        assert capsys.readouterr().err == f"{name}: data.source: {rule}\n"
+    assert not any(tmp_path.iterdir())
+    # no data are opened for a plan
+    assert load_any_recipe(name, files=False).data.source == ""
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

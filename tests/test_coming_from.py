@@ -111,7 +111,7 @@ def open_clip_steps(rank: int, group: Any, place: int) -> None:
         same((left["total_loss"].detach(), gradients(model.module)), clip_truth(truth, images, texts))
         with torch.no_grad():
             for p, q in zip(model.parameters(), truth.parameters(), strict=True):
-                p -= p.grad
+                p -= 0.01 * p.grad
                 q.copy_(p)
 
 

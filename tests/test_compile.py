@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -137,6 +138,20 @@ def test_positives_out_of_range_are_found_when_the_graph_runs() -> None:
     )
     with pytest.raises(ValueError, match="`positives` must index this rank's 3 keys, or be -1; got 4"):
         step(torch.randn(3, 4), torch.randn(3, 4), torch.tensor([0, 1, 4]), torch.randn(2, 4))
+
+
+@pytest.mark.parametrize(("rows", "sentence"), [
+    ((8, 5), "`text_features` must have as many rows as `image_features`; got 5 and 8."),
+    ((0, 0), "`image_features` must have at least one row over all ranks; got 0."),
+])  # fmt: skip
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_mistake_is_said_while_a_graph_is_traced(rows: tuple[int, int], sentence: str, fullgraph: bool) -> None:
+    torch._dynamo.reset()
+    sides = [torch.randn(n, 4) for n in rows]
+    compiled = torch.compile(lambda a, b: ClipLoss()(a, b, 10.0), backend="eager", fullgraph=fullgraph)
+    # with `fullgraph` torch has the sentence within its own error
+    with pytest.raises(Exception if fullgraph else ValueError, match=re.escape(sentence)):
+        compiled(*sides)
 
 
 def test_the_way_of_computing_tiles_is_not_chosen_while_a_graph_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:

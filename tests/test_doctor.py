@@ -122,6 +122,34 @@ def test_a_recipe_is_planned_on_this_machine(tmp_path, capsys):
     assert "tiny on cpu: 48 pairs a step, 24 on each of 2 ranks" in output
 
 
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_the_plan_is_the_planners(tmp_path, capsys, monkeypatch, device):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    words = [str(write_recipe(tmp_path)), f"device={device}"]
+    assert main(["plan", *words]) == 0
+    planned = capsys.readouterr().out
+    assert main(["doctor", *words]) == 0
+    assert capsys.readouterr().out.endswith(f"\n\n{planned}")
+    assert main(["plan", *words, "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert main(["doctor", *words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["recipe"] == values
+
+
+def test_ranks_share_the_memory_of_a_cpu(tmp_path, capsys):
+    words = ["doctor", str(write_recipe(tmp_path)), "device=cpu", "--ranks", "4"]
+    assert main([*words, "--json"]) == 0
+    recipe = json.loads(capsys.readouterr().out)["recipe"]
+    memory = recipe["target"]["memory"]
+    assert memory == recipe["host"]["memory"] > 0
+    assert recipe["target"]["allowed"] == pytest.approx(0.94 * memory / 4, abs=4)
+    assert main(words) == 0
+    output = capsys.readouterr().out
+    assert ", which 4 ranks share\n" in output
+    assert "  host memory: fits: " in output
+    assert " beside the peaks, of " in output
+
+
 def test_a_wrong_recipe_is_one_line(tmp_path, capsys):
     (tmp_path / "r.toml").write_text("[train]\n")
     assert main(["doctor", str(tmp_path / "r.toml")]) == 2

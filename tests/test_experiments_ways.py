@@ -89,3 +89,27 @@ def test_a_slower_way_sees_fewer_examples(tmp_path: Path) -> None:
 def test_a_mistake_in_the_ways_has_its_sentence(tmp_path: Path, capsys: Any, text: str, sentence: str) -> None:
     assert compared(tmp_path, text)[0] == 2
     assert sentence in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("content", "got"),
+    [
+        (None, '"losses.toml" (No such file or directory)'),
+        ("", '"losses.toml" (Is a directory)'),
+        (b"\xff", '"losses.toml" (not a text in UTF-8)'),
+        (b"[", '"losses.toml" (not valid TOML: '),
+    ],
+)
+def test_a_file_of_ways_that_is_none_has_its_sentence(
+    tmp_path: Path, monkeypatch: Any, capsys: Any, content: str | bytes | None, got: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if content == "":
+        Path("losses.toml").mkdir()
+    elif isinstance(content, bytes):
+        Path("losses.toml").write_bytes(content)
+    words = [str(write_text_recipe(tmp_path)), "train.examples=64", "--ways", "losses.toml"]
+    assert main(["compare", *words, "--runs", str(tmp_path / "runs")]) == 2
+    complaint = capsys.readouterr().err.splitlines()[-1]
+    assert complaint.startswith(f"`--ways` must be a TOML file with a table `ways`; got {got}")
+    assert complaint.endswith('. Such as clip = [] and siglip = ["loss.kind=siglip"].')

@@ -169,7 +169,7 @@ def test_importing_the_library_costs_little_and_loads_nothing_optional(tmp_path:
     assert int(calls) < 24_000
     assert not OPTIONAL & set(loaded.split())
     assert random == "False"
-    assert sentence == '`pydantic` is not installed; run: pip install "contrastile[train]"'
+    assert sentence == "`pydantic` is not installed; run: pip install '.[train]'"
 
 
 def _served(_: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 
@@ -277,10 +278,32 @@ def test_a_temperature_in_the_place_of_the_scale_is_said_once() -> None:
         warnings.simplefilter("always")
         loss(a, b, 0.07)
         NTXentLoss()(a, b, 1 / 0.07)
-        InfoNCELoss()(a, b, 0.07)
+        InfoNCELoss()(2 * a, b, 0.07)
         # values without a meaning as one, such as none at all
         NTXentLoss()(a, b, 0.0)
     assert not said
+
+
+def test_a_logarithm_in_the_place_of_the_scale_is_said() -> None:
+    a, b = F.normalize(torch.randn(2, 4, 8), dim=-1)
+    sentence = (
+        r"^InfoNCELoss got a scale of 2\.659, the logarithm of 1 / 0\.07; products are multiplied by it\. "
+        r"Pass logit_scale\.exp\(\)\.$"
+    )
+    with pytest.warns(UserWarning, match=sentence):
+        InfoNCELoss()(a, b, torch.nn.Parameter(torch.tensor(math.log(1 / 0.07))))
+    with pytest.warns(UserWarning, match="a temperature"):
+        InfoNCELoss()(a, b, torch.tensor(0.05))
+
+
+@pytest.mark.parametrize("words", [
+    "InfoNCELoss(in_batch=False)", "InfoNCELoss(hardness_mode='all_negatives', hardness_strength=5.0)",
+    "GISTLoss(margin=0.1, contrast_positives=True, exchange='ring')", "DCLLoss(sigma=0.5)", "SupConLoss(form='in')",
+    "SigLipLoss(balanced=True)", "DistillClipLoss(weight=0.9)", "ScoreDistillLoss(kind='margin_mse')", "ClipLoss()",
+])  # fmt: skip
+def test_a_loss_is_written_as_it_was_made(words: str) -> None:
+    made = eval(words, {name: getattr(contrastile, name) for name in contrastile.__all__})
+    assert repr(made) == words
 
 
 def test_a_negative_scale_is_said() -> None:

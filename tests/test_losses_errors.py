@@ -10,7 +10,7 @@ import torch
 from refusals import refusal
 from torch import Tensor
 
-from contrastile import ClipLoss, GISTLoss, InfoNCELoss, KeyQueue, NTXentLoss, SigLipLoss, SupConLoss, contrast
+from contrastile import ClipLoss, DCLLoss, GISTLoss, InfoNCELoss, KeyQueue, NTXentLoss, SigLipLoss, SupConLoss, contrast
 from contrastile.losses.scores import ScoreDivergence, ScoreMargins
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
@@ -33,6 +33,11 @@ class Sharded(Tensor):
 OPTIONS = (
     "must be one of the options backend, exchange, group, gradient, label_smoothing, reduction, workspace, device; got"
 )
+# the function has its other keywords before them
+KEYWORDS = OPTIONS.replace(
+    "options ", "options scale, bias, loss, positives, negatives, query_labels, key_labels, query_ids, key_ids, "
+    "negative_ids, guide_q, guide_k, weights, scorer, ",
+)  # fmt: skip
 SENTENCES: dict[str, Callable[[], Any]] = {
     "`q` must have two dimensions [rows, features]; got shape [3, 2, 4]. Flatten the others first, or compare token "
     "vectors by contrast(..., scorer=MaxSim()).": lambda: contrast(_x(3, 2, 4), _x(3, 2, 4), scale=1.0),
@@ -204,9 +209,14 @@ SENTENCES: dict[str, Callable[[], Any]] = {
         NTXentLoss(temperature=0.5)
     ),
     f"`scale` {OPTIONS} scale=20.0. Pass it in the call.": lambda: ClipLoss(scale=20.0),
-    f"`chunk` {OPTIONS} chunk=8. Check the spelling.": lambda: contrast(_x(3, 4), _x(3, 4), scale=1.0, chunk=8),
+    f"`chunk` {KEYWORDS} chunk=8. Check the spelling.": lambda: contrast(_x(3, 4), _x(3, 4), scale=1.0, chunk=8),
     f"`bakend` {OPTIONS} bakend='eager'. Did you mean backend?": lambda: ClipLoss(bakend="eager"),
-    f"`positive` {OPTIONS} positive=None. Did you mean positives?": lambda: contrast(
+    f"`sigm` {OPTIONS.replace('options', 'options sigma,')} sigm=1.0. Did you mean sigma?": lambda: (
+        DCLLoss(sigm=1.0)
+    ),
+    f"`dist_impl` {OPTIONS.replace('options', 'options balanced,')} dist_impl='gather'. Pass exchange=\"gather\" or "
+    '"ring", or leave it out.': lambda: SigLipLoss(dist_impl="gather"),
+    f"`positive` {KEYWORDS} positive=None. Did you mean positives?": lambda: contrast(
         _x(3, 4), _x(3, 4), scale=1.0, positive=None
     ),
     "`text_features` must have as many rows as `image_features`; got 2 and 3. Pass one row for each; a symmetric loss "

@@ -202,6 +202,38 @@ def test_a_guide_that_is_not_finite_gives_nan() -> None:
     assert all(x.isnan().all() for x in gradients.values())
 
 
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("at", range(4))
+def test_a_number_that_is_not_finite_gives_nan_where_keys_are_compared_with_keys(at: int, backend: Any) -> None:
+    inputs = [F.normalize(torch.randn(37, 16), dim=-1) for _ in range(4)]
+    inputs[at][36, 3] = torch.nan
+    query, key, guide_query, guide_key = inputs
+    leaves = query.requires_grad_(), key.requires_grad_()
+    loss = GISTLoss(contrast_anchors=True, contrast_positives=True, backend=backend)(
+        query, key, 5.0, guide_query=guide_query, guide_key=guide_key
+    )
+    assert loss.isnan()
+    assert all(x.isnan().all() for x in torch.autograd.grad(loss, leaves))
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_keys_among_keys_give_losses_of_rows(reduction: Any, backend: Any) -> None:
+    query, key, a, b = (F.normalize(torch.randn(n, 16), dim=-1) for n in (37, 45, 37, 45))
+    words: Any = {"contrast_positives": True, "backend": backend, "reduction": reduction}
+    weights = torch.rand(37) if reduction == "sum" else None
+    loss = GISTLoss(**words)(query, key.requires_grad_(), 5.0, guide_query=a, guide_key=b, weights=weights)
+    own, diagonal = key[:37], torch.arange(37)
+    guide = torch.cat([a @ b.T, b[:37] @ b[:37].T], 1)
+    false = (guide > guide.diagonal()[:, None]) & ~torch.eye(*guide.shape, dtype=torch.bool)
+    x = 5 * torch.cat([query @ key.T, own @ own.T], 1).masked_fill(false, -torch.inf)
+    naive = F.cross_entropy(x, diagonal, reduction="none")
+    naive = naive if weights is None else (weights * naive).sum()
+    torch.testing.assert_close(loss, naive)
+    (found,), (true,) = (torch.autograd.grad(value.sum(), key) for value in (loss, naive))
+    torch.testing.assert_close(found, true, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["hardness_own", "hardness_all", "dclw", "dclw_labels"])
 def test_weights_by_similarity_at_a_scale_of_zero(name: str) -> None:
     """They do not depend on the scale."""

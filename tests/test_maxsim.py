@@ -301,6 +301,24 @@ def test_the_tiling_of_a_chip_with_wide_products(L: int, masked: bool) -> None:
         torch.testing.assert_close(x, y)
 
 
+def test_a_copy_of_a_token_may_win_against_it() -> None:
+    """Products of equal vectors may be rounded differently in different columns of a tile."""
+    q, k = torch.rand(3, 20, 16), torch.rand(2, 70, 16)
+    # only the first token and the last win
+    for j, last in enumerate((8, 39)):
+        k[j, [0, last]] += 1
+    documents = Documents.of(k, torch.arange(70) < torch.tensor([[9], [40]]))
+    entries = Entries.of(q, None)
+    _, winners = maxsim.scored(entries, documents, best=True)
+    documents.vectors[0, 9:] *= 1 + 1e-6
+    documents.vectors[1, 40:] *= 1 + 1e-6
+    _, with_copies = maxsim.scored(entries, documents, best=True)
+    assert winners is not None
+    assert with_copies is not None
+    assert set(winners[1].tolist()) == {0, 39, documents.none}
+    torch.testing.assert_close(with_copies, winners, rtol=0, atol=0)
+
+
 def test_the_last_programs_of_a_sweep_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents of a program: 396 programs run at once, three on each of 132 multiprocessors."""
     monkeypatch.setattr(maxsim_plan, "interpreting", lambda: False)

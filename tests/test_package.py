@@ -8,6 +8,8 @@ import pytest
 import yaml
 
 import contrastile
+from contrastile._errors import extra
+from contrastile.integrations import open_clip
 
 ROOT = Path(contrastile.__file__).parent.parent
 
@@ -41,6 +43,38 @@ def test_the_version_is_the_one_of_the_citation_and_of_the_newest_changes():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert [author["name"] for author in project["authors"]] == [author["name"] for author in citation["authors"]]
     assert set(project["urls"].values()) == {reference["url"] for reference in citation["references"]}
+
+
+@pytest.mark.parametrize(
+    ("absent", "named", "line"),
+    [
+        (["open_clip", "open_clip_train"], "open_clip_train", "`open_clip` is not installed; run: pip install"),
+        (["webdataset"], "webdataset", "`webdataset` is not installed; run: pip install"),
+        ([], "open_clip_train", "`open_clip` must be of version 2.30 to 4.x; got no module open_clip_train. Run:"),
+    ],
+)
+def test_the_command_line_of_open_clip_names_what_is_missing(monkeypatch, capsys, absent, named, line):
+    def imported(name):
+        raise ModuleNotFoundError(f"No module named {named!r}", name=named)
+
+    monkeypatch.setattr(open_clip, "import_module", imported)
+    monkeypatch.setattr(open_clip, "find_spec", lambda name: None if name in absent else object())
+    monkeypatch.setattr("sys.argv", ["open_clip", "--model", "ViT-B-16"])
+    assert open_clip.command() == 2
+    complaint = capsys.readouterr().err
+    assert complaint.startswith(f"{line} ")
+    assert complaint.count("\n") == 1
+
+
+def test_pip_is_given_the_clone_where_the_package_lies_in_one(tmp_path):
+    # the tests run in a clone
+    assert extra("train") == "'.[train]'"
+    assert extra("train", tmp_path) == '"contrastile[train]"'
+    for name, source in (("another", '"contrastile[train]"'), ("contrastile", "'.[train]'")):
+        (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "{name}"\n')
+        assert extra("train", tmp_path) == source
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        assert {"train", "data", "search", "log"} <= tomllib.load(file)["project"]["optional-dependencies"].keys()
 
 
 def test_issue_forms_are_valid():

@@ -232,20 +232,33 @@ def test_a_ring_is_hidden_by_its_arithmetic_but_for_its_hops() -> None:
 
 @pytest.mark.parametrize(("word", "ranks", "per_node", "gibibytes"), [
     ("H200", 1, 1, 139.8), ("8xH100-80GB", 8, 8, 79.2), ("32x8xH100-80GB", 256, 8, 79.2), ("4xA800-80GB", 4, 4, 79.2),
-    ("2xh100-94GB", 2, 2, 93.1),
+    ("2xh100-94GB", 2, 2, 93.1), ("2xrtx4090-24GB", 2, 2, 23.8), ("gtx1080-8GB", 1, 1, 7.9),
 ])  # fmt: skip
 def test_machines_by_a_word(word: str, ranks: int, per_node: int, gibibytes: float) -> None:
     machines = target(word)
     assert (machines.ranks, machines.per_node, machines.device) == (ranks, per_node, "cuda")
     assert machines.memory / 2**30 == pytest.approx(gibibytes, abs=0.05)
-    assert (machines.profile is None) == ("A800" in word)
+    assert (machines.profile is None) == any(name in word for name in ("A800", "tx"))
+
+
+# words with the number of GPUs behind the chip, and the right ones
+BEHIND = {
+    "H100x8": "8xH100-80GB", "H100x8-94GB": "8xH100-94GB", "4xH100x8": "4x8xH100-80GB", "H200x2": "2xH200-141GB",
+    "L40Sx2-48GB": "2xL40S-48GB", "A800x2": "2xA800-80GB",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("word", "sentence"), [
     ("0xH100", "`gpus` must be [nodes x] [GPUs x] chip [- memory in GB]; got '0xH100'. "
      "Such as H200, 8xH100-80GB, or 32x8xH100-80GB for 32 nodes."),
     ("8xA800", "`gpus` must name a chip with a profile (H100, H200), or its memory too; got '8xA800'. "
-     "Such as A800-80GB."),
+     "Such as 8xA800-80GB."),
+    ("2x8xA800", "`gpus` must name a chip with a profile (H100, H200), or its memory too; got '2x8xA800'. "
+     "Such as 2x8xA800-80GB."),
+    *[(word, f"`gpus` must name a chip with a profile (H100, H200), or its memory too; got '{word}'. "
+       "Leave it out for this machine.") for word in ("cuda", "8xgpu", "cpu")],
+    *[(word, f"`gpus` must have the number of GPUs before the chip; got '{word}'. Such as {right}.")
+      for word, right in BEHIND.items()],
     ("9999x8xH100", "`ranks` must be at most 65,536; got 79,992. Plan for fewer GPUs."),
 ])  # fmt: skip
 def test_a_word_that_names_no_machine_is_refused(word: str, sentence: str, monkeypatch: Any, tmp_path: Path) -> None:
@@ -318,6 +331,12 @@ def test_the_plan_of_a_recipe(tmp_path: Path, capsys: Any) -> None:
     text = "\n".join(lines(plan))
     assert "tiny on 2xH100: 48 pairs a step, 24 on each of 2 ranks" in text
     assert "  image: sub-batches of 16, 1 of 2 graphs kept" in text
+    # a number of pairs with a unit is written out
+    assert main(["plan", str(path), "train.epochs=2.0", "--gpus", "2xH100", "--hours", "1M"]) == 0
+    assert " steps, with 1,048,576 pairs to train on\n" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    assert "280M (k: times 1,024; M: times 1,048,576)" in " ".join(capsys.readouterr().out.split())
     assert main(["plan", str(path), "--gpus", "2xH100", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(values))
 

@@ -164,5 +164,4 @@ def test_seconds_that_are_not_planned_have_a_reason_with_a_name(module: Any, cas
     assert reasons == {
         (module.HOST, "h200_loss"): 6, (module.HOST, "h200_user_calls"): 19, (module.HOST, "h200_memory"): 30,
         (module.HOST, "h100_loss"): 5, (module.HOST, "h100_user_calls"): 6,
-        (module.PAIRS["gist_pairs"], "h200_loss_ratios"): 2,
     }  # fmt: skip

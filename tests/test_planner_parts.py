@@ -32,7 +32,7 @@ from contrastile.losses.base import Shard
 from contrastile.models.late import special_tokens
 from contrastile.planner.compiled import as_compiled
 from contrastile.planner.loss import LateSize, LossSize
-from contrastile.planner.profile import target
+from contrastile.planner.profile import target, this_machine
 from contrastile.planner.seconds import UPDATE_LAUNCHES, exchange_seconds, loss_seconds, update_seconds
 from contrastile.planner.towers import measure, shapes_only
 from contrastile.scorers import MaxSim
@@ -40,7 +40,7 @@ from contrastile.tiles.triton.block import Budget
 from contrastile.train.image_text import ImageText
 from contrastile.train.memory import Weighed
 from contrastile.train.objective import QueryObjective, Teacher
-from contrastile.train.planned import made_up_tokenizer, plan_of, towers
+from contrastile.train.planned import made_up_tokenizer, plan_of, planned, towers
 from contrastile.train.ranks import ALONE
 from contrastile.train.recipe import load_any_recipe, load_recipe
 from contrastile.train.retriever.job import RetrieverJob
@@ -246,6 +246,32 @@ def test_a_batch_must_fit_the_host_memory_of_this_machine(tmp_path: Path, monkey
     assert "  host memory of a node: must have " in text
 
 
+def test_peaks_of_all_ranks_of_a_cpu_stand_beside_the_batch(tmp_path: Path) -> None:
+    plan = planned(write_recipe(tmp_path), ["train.retain=0", "device=cpu"], ranks=4)
+    target = replace(plan.target, memory=2**40, host=int((4 * (plan.peak.bytes - plan.parameters) + plan.host) / 0.94))
+    assert replace(plan, target=replace(target, host=target.host + 10)).fits
+    assert not replace(plan, target=replace(target, host=target.host - 10)).fits
+    # each rank has a quarter
+    small = replace(plan.target, memory=int(4 * plan.peak.bytes / 0.94), host=None)
+    assert replace(plan, target=replace(small, memory=small.memory + 10)).fits
+    assert not replace(plan, target=replace(small, memory=small.memory - 10)).fits
+
+
+def test_this_machine_is_that_of_the_recipes_device(monkeypatch: Any) -> None:
+    gigabytes = {"cpu": 64, "cuda": 80}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(
+        "contrastile.planner.profile.free_memory", lambda device: (0, gigabytes[device.type if device else "cpu"])
+    )
+    gpu, cpu = (this_machine(torch.device(name), 2) for name in ("cuda", "cpu"))
+    assert (gpu.word, gpu.device, gpu.memory, gpu.host, gpu.ranks, gpu.per_node) == (
+        "NVIDIA H100 80GB HBM3", "cuda", 80, 64, 2, 2,
+    )  # fmt: skip
+    assert gpu.profile is not None
+    assert (gpu.profile.name, gpu.profile.memory) == ("H100", 80)
+    assert (cpu.word, cpu.device, cpu.memory, cpu.host, cpu.ranks, cpu.per_node) == ("cpu", "cpu", 64, 64, 2, 2)
+
+
 def test_numbers_for_people_have_units(tmp_path: Path) -> None:
     path = write_recipe(tmp_path)
     plan = contrastile.plan(path, "train.retain=0", gpus="T4-2GB")
@@ -256,9 +282,11 @@ def test_numbers_for_people_have_units(tmp_path: Path) -> None:
     assert "largest batch, without kept graphs: none, not a pair for each rank fits" in text
     rows = [line.split() for line in text.split("other choices")[1].splitlines()[2:]]
     assert {row[-1] for row in rows} == {"none"}
-    assert [cli._pairs(count) for count in (0, 1000, 1025, 65_536, 21_700_000, 2**31)] == [
-        "0", "1000", "1.0k", "64k", "20.7M", "2.0G",
-    ]  # fmt: skip
+    # the table writes the largest batch as the line above it does
+    text, largest = "\n".join(lines(plan)), f"{plan.largest():,}"
+    assert f"largest batch, without kept graphs: {largest}, with " in text
+    rows = [line for line in text.split("other choices")[1].splitlines() if "exchange single, backend auto" in line]
+    assert f"  {largest}  " in rows[0]
     seconds = (0.0123, 90.0, 1_500.0, 36_000.0)
     assert [cli._seconds(each) for each in seconds] == ["12.3 ms", "90.0 s", "25.0 min", "10.0 hours"]
 

@@ -41,7 +41,7 @@ from contrastile.losses import Sigmoid, Softmax
 from contrastile.scorers import MaxSim
 from contrastile.tiles.base import Accumulated
 from contrastile.tiles.eager import Eager
-from contrastile.tiles.triton import kernel, launch, replay, sorting
+from contrastile.tiles.triton import kernel, launch, own, replay, sorting
 
 CAPTURED: list[int] = []
 # so large that two of them are kept, with what they read
@@ -58,9 +58,9 @@ def _captured(
     CAPTURED.append(len(CAPTURED))
 
     def replay() -> None:
-        for own, new in zip(results, compute(), strict=True):
-            if own is not None:
-                own.copy_(new)
+        for held, new in zip(results, compute(), strict=True):
+            if held is not None:
+                held.copy_(new)
 
     return results, replay, BYTES, 0
 
@@ -387,7 +387,17 @@ KINDS: dict[str, dict[str, Any]] = {
     "labels": {"loss": Softmax(symmetric=True), "query_labels": 2, "key_labels": 2},
     "siglip": {"loss": Sigmoid(), "bias": -3.0},
     "sum": {"loss": Softmax(), "reduction": "sum", "gradient": "sum"},
+    "negatives": {"loss": Softmax(), "negatives": 3},
 }
+
+
+def _with_negatives(how: dict[str, Any], q: Tensor) -> list[Tensor]:
+    """Put negatives of each query in place of their number; returns them, if there are some."""
+    if "negatives" not in how:
+        return []
+    n, D = q.shape
+    how["negatives"] = torch.randn(n, how["negatives"], D, dtype=q.dtype, requires_grad=True)
+    return [how["negatives"]]
 
 
 def _steps(rank: int, group: Any, kind: str, exchange: str) -> list[Tensor]:
@@ -412,13 +422,14 @@ def _steps(rank: int, group: Any, kind: str, exchange: str) -> list[Tensor]:
                     how[name] = torch.randint(how[name], (n,))
             if "weights" in how:
                 how["weights"] = torch.rand(n, dtype=torch.float64)
+            further = _with_negatives(how, q)
             refusing: Any = nullcontext()
             if step == 4 and rank != 1:
                 hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
                 refusing = hooks if rank == 2 else graph._lock
             with refusing:
                 loss = contrast(q, k, scale=scale, exchange=exchange, group=group, **how)
-            found += [loss.detach(), *torch.autograd.grad(2.0 * loss, [q, k, scale])]
+            found += [loss.detach(), *torch.autograd.grad(2.0 * loss, [q, k, scale, *further])]
         # the calls of both layouts
         assert len(CAPTURED) == (2 if exchange != "replicate" and rank != 1 else 0)
         next(played, None)
@@ -451,7 +462,7 @@ def _taped(rank: int, group: Any, kind: str, exchange: str) -> list[Tensor]:
                 "mem_get_info": lambda: (2**40, 2**40),
             },
             gather: {"TOGETHER": 0 if "two" in words else gather.TOGETHER},
-            **{module: {"run": run} for module in (launch, sorting)},
+            **{module: {"run": run} for module in (launch, own, sorting)},
         }.items():  # fmt: skip
             for attribute, value in values.items():
                 patch.setattr(place, attribute, value)
@@ -459,19 +470,23 @@ def _taped(rank: int, group: Any, kind: str, exchange: str) -> list[Tensor]:
             torch.manual_seed(10 * step + rank)
             q, k = (torch.randn(SIZES["uneven"][rank], 6, requires_grad=True) for _ in range(2))
             scale = torch.tensor(2.0 + step, requires_grad=True)
-            loss = contrast(q, k, scale=scale, exchange=name, group=group, backend="triton", **KINDS[kind])
-            found += [loss.detach(), *torch.autograd.grad(2.0 * loss, [q, k, scale])]
+            how = dict(KINDS[kind])
+            further = _with_negatives(how, q)
+            loss = contrast(q, k, scale=scale, exchange=name, group=group, backend="triton", **how)
+            found += [loss.detach(), *torch.autograd.grad(2.0 * loss, [q, k, scale, *further])]
         assert len(graph._graphs) == taped
         next(played, None)
     return found
 
 
-@pytest.mark.parametrize(("kind", "exchange"), [("clip", "gather"), ("siglip", "gather two"), ("clip", "ring")])
+@pytest.mark.parametrize(("kind", "exchange"), [
+    ("clip", "gather"), ("siglip", "gather two"), ("clip", "ring"), ("negatives", "gather"), ("negatives", "ring"),
+])  # fmt: skip
 def test_transfers_repeated_between_tapes_give_the_bits_of_plain_calls(pool: Pool, kind: str, exchange: str) -> None:
     taped, plain = (pool.run(_taped, 3, kind, exchange + how) for how in (" taped", ""))
     for ours, theirs in zip(taped, plain, strict=True):
         # the first two calls are plain ones
-        assert all(torch.equal(x, y) for x, y in zip(ours[2 * 4 :], theirs, strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(ours[len(ours) - len(theirs) :], theirs, strict=True))
 
 
 class _Played:

@@ -6,6 +6,7 @@ from operator import attrgetter
 from pathlib import Path
 
 import pytest
+import tomli_w
 from refusals import refusal
 
 from contrastile.train.recipe import RecipeError, load_any_recipe, load_recipe, to_toml
@@ -71,6 +72,28 @@ def test_a_mistake_in_an_override_names_the_override(recipe_file, override, sent
     assert complaint(override) == f"{override}: {sentence}"
 
 
+@pytest.mark.parametrize(
+    ("key", "known"),
+    [
+        *[("train.batch_size", "train.batch"), ("train.micro_batch_size", "train.sub_batch")],
+        *[("train.mini_batch_size", "train.sub_batch"), ("train.accum_freq", "train.accumulate")],
+        *[("train.gradient_accumulation_steps", "train.accumulate"), ("train.max_epochs", "train.epochs")],
+        *[("model.embed_dim", "model.features"), ("data.path", "data.source"), ("data.src", "data.source")],
+        # of sections with a kind, none of which has the key
+        *[("loss.temperature", "loss.scale"), ("optim.lr", "optim.learning_rate"), ("optim.wd", "optim.weight_decay")],
+    ],
+)
+def test_the_name_of_another_library_in_the_right_section_leads_to_the_key(recipe_file, key, known):
+    line = f"{key}: unknown key (did you mean {known}?)"
+    section, _, name = key.partition(".")
+    for kind in ("image-text", "retriever"):
+        assert refusal(load_any_recipe, recipe_file, [f"kind={kind}", f"{key}=3"]) == f"{key}=3: {line}"
+        tables = {"kind": kind, **tomllib.loads(RECIPE)}
+        tables[section] = {**tables.get(section, {}), name: 3}
+        Path("y.toml").write_text(tomli_w.dumps(tables))
+        assert refusal(load_any_recipe, "y.toml") == f"y.toml: {line}"
+
+
 def test_an_override_takes_the_place_of_what_it_excludes(recipe_file):
     train = load_recipe(recipe_file, ["train.epochs=2.0"]).train
     assert (train.examples, train.epochs) == (None, 2.0)
@@ -130,7 +153,7 @@ def test_weights_of_a_folder_need_its_tokenizer(recipe_file, tmp_path):
 def test_a_package_that_is_used_late_is_missed_at_once(recipe_file, monkeypatch, overrides, key):
     monkeypatch.setattr("contrastile.train.config.base.find_spec", lambda _: None)
     assert refusal(load_any_recipe, recipe_file, ["kind=retriever", *overrides]).endswith(
-        f'{key}: needs the package bm25s, which is not installed; run: pip install "contrastile[search]"'
+        f"{key}: needs the package bm25s, which is not installed; run: pip install '.[search]'"
     )
     assert load_any_recipe(recipe_file, ["kind=retriever", "evaluate.bm25=false"]).data.mined == 0
 

@@ -155,12 +155,12 @@ PACKAGES = {
     "texts in parquet": (
         f"{TEXTS}[data]\nsource = 'q.parquet'",
         "pyarrow",
-        'data.source: needs the package pyarrow, which is not installed; run: pip install "contrastile[data]"',
+        "data.source: needs the package pyarrow, which is not installed; run: pip install '.[data]'",
     ),
     "a collection in parquet": (
         f"{STEPS}[data]\nsource = 'q.parquet'",
         "pyarrow",
-        'data.source: needs the package pyarrow, which is not installed; run: pip install "contrastile[data]"',
+        "data.source: needs the package pyarrow, which is not installed; run: pip install '.[data]'",
     ),
 }
 
@@ -180,6 +180,5 @@ def test_answers_need_their_package_before_the_first_step(tmp_path, monkeypatch)
     RetrieverJob.open(recipe)
     monkeypatch.setattr(job, "find_spec", lambda name: None)
     assert refusal(RetrieverJob.open, recipe) == (
-        "`evaluate.match` must have the package regex to look for answers; got none. "
-        'Run: pip install "contrastile[search]"'
+        "`evaluate.match` must have the package regex to look for answers; got none. Run: pip install '.[search]'"
     )

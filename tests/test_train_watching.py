@@ -317,8 +317,7 @@ def test_listeners_receive_numbers_only():
 def test_a_tracker_that_is_not_installed_is_one_line(tmp_path, monkeypatch, override, package):
     monkeypatch.setattr("contrastile.train.config.base.find_spec", lambda name: None)
     assert refusal(tiny_recipe, tmp_path, override) == (
-        f"{override}: log.{package}: needs the package {package}, which is not installed; "
-        'run: pip install "contrastile[log]"'
+        f"{override}: log.{package}: needs the package {package}, which is not installed; run: pip install '.[log]'"
     )
 
 

@@ -1,6 +1,6 @@
-"""The machine and the choices of "auto" on it as plain values, and the plan of a recipe on it.
+"""The machine and the choices of "auto" on it as plain values.
 
-Stands above train/, whose choices it reports. `contrastile doctor` prints it. Without a recipe it needs torch alone.
+Stands above train/, whose choices it reports. `contrastile doctor` prints it. It needs torch alone.
 """
 
 import importlib.metadata
@@ -18,8 +18,6 @@ from contrastile.losses.base import PairLoss, Shard
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
 from contrastile.offload import free_memory, usable_cpus
-from contrastile.planner.plan import Plan
-from contrastile.planner.profile import Target
 from contrastile.train.provenance import versions
 
 Values = dict[str, Any]
@@ -129,13 +127,3 @@ def exchange_choice(ranks: int, batch: int, features: int, dtype: torch.dtype, d
     sizes = {"ranks": ranks, "batch": batch, "features": features}
     needs = {"gathered": Gather.extra_bytes(layout, features, dtype), "allowed": gathering_allowed(device)}
     return {"takes": automatic_exchange(layout, features, dtype, gathering_allowed(device)), **sizes, **needs}
-
-
-def recipe_plan(recipe: Any, ranks: int) -> Plan:
-    """The planner's step of a recipe on its device of this machine, for so many ranks."""
-    from contrastile.train.planned import plan_of, towers
-    from contrastile.train.run import choose_device
-
-    device, batch = choose_device(recipe.device), max(count for _, count in recipe.train.batch)
-    machines = Target(str(device), None, free_memory(device)[1], ranks, ranks, device.type)
-    return plan_of(recipe, machines, batch, *towers(recipe, ranks, batch, device.type))

@@ -252,8 +252,8 @@ SUBJECTS = {
     "gist_relative": Subject(
         partial(_some_gist, MARGIN, False), _guided(margin=MARGIN, margin_strategy="relative"), 12
     ),
-    # three times the columns, of features of twice the size
-    "gist_pairs": Subject(partial(_some_gist, 0.0, True), _guided(contrast_anchors=True, contrast_positives=True), 72),
+    # three times the columns
+    "gist_pairs": Subject(partial(_some_gist, 0.0, True), _guided(contrast_anchors=True, contrast_positives=True), 36),
     "distill": Subject(_some_distill, _with(_teachers, modules.DistillClipLoss, weight=TEACHER_WEIGHT), 12),
     "own": Subject(partial(_some_own, 0.0), _with_own(), 8),
     "hardness_own": Subject(

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from contrastile._errors import invalid
+from contrastile._errors import extra, invalid
 from contrastile.cli import plan
 from contrastile.cli.options import OVERRIDES, RECIPE, at_least, number
 from contrastile.train.log import size
@@ -38,10 +38,13 @@ def run(arguments: argparse.Namespace) -> int:
 
         recipe = load_any_recipe(arguments.recipe, arguments.overrides)
 
-    from contrastile.bench.doctor import broken, examine, recipe_plan
+    from contrastile.bench.doctor import broken, examine
 
-    values = examine(ranks=arguments.ranks, **sizes)
-    planned = None if recipe is None else recipe_plan(recipe, arguments.ranks)
+    values, planned = examine(ranks=arguments.ranks, **sizes), None
+    if recipe is not None:
+        from contrastile.train.planned import planned as plan_of
+
+        planned = plan_of(recipe, ranks=arguments.ranks)
     if arguments.json:
         print(json.dumps(values | {"recipe": planned and planned.values()}, indent=1))
     else:
@@ -62,11 +65,11 @@ def lines(values: dict[str, Any]) -> Iterator[str]:
         elif "model" in device:
             memory = f"{size(device['free'])} of {size(device['memory'])} free"
             yield f"{device['name']}: {device['model']}, compute capability {device['capability']}, {memory}"
-    for extra, packages in values["packages"].items():
+    for group, packages in values["packages"].items():
         installed = ", ".join(f"{name} {version}" for name, version in packages.items() if version)
         missing = ", ".join(name for name, version in packages.items() if not version)
-        remedy = "" if extra == "beside" else f': pip install "contrastile[{extra}]"'
-        yield f"[{extra}] {installed or 'nothing'}" + (f"; not installed: {missing}{remedy}" if missing else "")
+        remedy = "" if group == "beside" else f": pip install {extra(group)}"
+        yield f"[{group}] {installed or 'nothing'}" + (f"; not installed: {missing}{remedy}" if missing else "")
     for auto in values["auto"]:
         yield f'\n"auto" on {auto["device"]}:'
         cases: dict[str, list[str]] = {}

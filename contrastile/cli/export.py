@@ -14,7 +14,7 @@ OF_KIND = {
 }
 
 SUMMARY = "write a run, or its index, as other libraries load it"
-EXAMPLE = "contrastile export runs/docstrings --as sentence-transformers --out my/model"
+EXAMPLE = "contrastile export runs/docstrings-bert --as sentence-transformers --out my/model"
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:

@@ -16,17 +16,17 @@ from itertools import chain
 from typing import Any, NoReturn
 
 from contrastile import __version__
-from contrastile._errors import printable, written_to
+from contrastile._errors import extra, printable, written_to
 from contrastile.cli import bench, compare, doctor, encode, evaluate, export, plan, search, train
 from contrastile.cli.options import flag
 from contrastile.train.folder import recipe_names
 
-# arguments of pip for modules outside "contrastile[train]"
+# arguments of pip for modules outside the extra `train`
 PACKAGES = {
-    **dict.fromkeys(("bm25s", "regex"), '"contrastile[search]"'),
-    **dict.fromkeys(("tensorboard", "wandb"), '"contrastile[log]"'),
+    **dict.fromkeys(("bm25s", "regex"), extra("search")),
+    **dict.fromkeys(("tensorboard", "wandb"), extra("log")),
     **{name: name for name in ("peft", "timm", "torchvision")},
-    "pyarrow": '"contrastile[data]"',
+    "pyarrow": extra("data"),
     "faiss": "faiss-cpu",
     "open_clip": "open_clip_torch",
     "sentence_transformers": "sentence-transformers",
@@ -120,7 +120,7 @@ def _to_nowhere(output: int) -> None:
 def _explained(error: Exception) -> tuple[str, int]:
     """One line for an error that a user or the machine caused, and the exit code; 0 for any other error."""
     if isinstance(error, ModuleNotFoundError):
-        package = PACKAGES.get(error.name or "", '"contrastile[train]"')
+        package = PACKAGES.get(error.name or "", extra("train"))
         ours = (error.name or "").startswith("contrastile")
         return f"`{error.name}` is not installed; run: pip install {package}", 0 if ours else 2
     if isinstance(error, ValueError | FileNotFoundError):

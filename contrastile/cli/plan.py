@@ -14,6 +14,8 @@ from contrastile.train.log import size
 if TYPE_CHECKING:
     from contrastile.planner.plan import Plan
 
+# units of a number of pairs, for the help
+UNITS = " (k: times 1,024; M: times 1,048,576)"
 # characters of a bar that shows a part's share of the memory
 WIDTH = 40
 
@@ -29,9 +31,11 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add("overrides", **OVERRIDES, help="as for train")
     add("--gpus", metavar="WORD", help="such as H200, 8xH100-80GB, 32x8xH100-80GB (default: this machine)")
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--batch", metavar="B", help="pairs of all ranks, such as 64k (default: the recipe's largest)")
+    batch = f"pairs of all ranks, such as 64k{UNITS}; default: the recipe's largest"
+    size.add_argument("--batch", metavar="B", help=batch)
     size.add_argument("--largest", action="store_true", help="the largest batch that fits")
-    add("--hours", nargs="?", const="", metavar="PAIRS", help="the run's time; PAIRS to train on, for epochs")
+    hours = f"the run's time; for epochs with the PAIRS to train on, such as 280000000, or 280M{UNITS}"
+    add("--hours", nargs="?", const="", metavar="PAIRS", help=hours)
     add("--calibrate", action="store_true", help="measure this machine for 20 seconds, and keep its profile")
     add("--json", action="store_true", help="the same as JSON")
 
@@ -60,11 +64,12 @@ def run(arguments: argparse.Namespace) -> int:
         if planned.target.profile is not None:
             remedy = "Give the pairs to train on, such as --hours 280M."
         raise invalid("--hours", rule, arguments.gpus or planned.target.word, remedy)
-    print(json.dumps(planned.values(), indent=1) if arguments.json else "\n".join(lines(planned)))
+    print(json.dumps(planned.values(), indent=1) if arguments.json else "\n".join(lines(planned, pairs)))
     return 0 if planned.fits else 1
 
 
-def lines(plan: Plan) -> Iterator[str]:
+def lines(plan: Plan, pairs: int | None = None) -> Iterator[str]:
+    """The plan for people. pairs: of the training split, where they were given."""
     step, target = plan.step, plan.target
     rows = f"{step.loss.rows:,} on each of {target.ranks} ranks" if target.ranks > 1 else "on one rank"
     parts = f", in {plan.parts} parts" if plan.parts > 1 else ""
@@ -77,12 +82,13 @@ def lines(plan: Plan) -> Iterator[str]:
     for name, count in sorted(plan.peak.parts.items(), key=lambda part: -part[1]):
         yield f"  {name:12} {size(count):>10}  {'█' * round(WIDTH * count / plan.peak.bytes)}"
     verdict = "fits" if plan.peak.bytes <= plan.allowed else "DOES NOT FIT"
-    yield f"  {verdict}: a rank may take {size(plan.allowed)} of {size(target.memory)}"
+    shared = f", which {plan.sharing} ranks share" if plan.sharing > 1 else ""
+    yield f"  {verdict}: a rank may take {size(plan.allowed)} of {size(target.memory)}{shared}"
     others = "beside libraries and the data's own"
     if target.host is None:
         yield f"  host memory of a node: must have {size(plan.host)}, {others}"
     else:
-        peak = " beside the peak" if target.device == "cpu" else ""
+        peak = "" if target.device != "cpu" else " beside the peaks" if plan.sharing > 1 else " beside the peak"
         verdict = "fits" if plan.fits_host else "DOES NOT FIT"
         yield f"  host memory: {verdict}: {size(plan.host)}{peak}, of {size(target.host)}, {others}"
     largest = plan.largest()
@@ -101,7 +107,8 @@ def lines(plan: Plan) -> Iterator[str]:
         yield f"  {parts}{data}"
         if plan.run_seconds is not None:
             count = sum(steps for _, steps in plan.stages)
-            yield f"  run: {_seconds(plan.run_seconds)} for {count:,} steps"
+            given = "" if pairs is None else f", with {pairs:,} pairs to train on"
+            yield f"  run: {_seconds(plan.run_seconds)} for {count:,} steps{given}"
     yield "\nother choices, all else equal:"
     choices = list(plan.choices())
     width = max(len(choice.name) for choice in choices)
@@ -111,19 +118,10 @@ def lines(plan: Plan) -> Iterator[str]:
         time = "" if choice.seconds is None else _seconds(choice.seconds)
         cells = [size(choice.peak), "yes" if choice.fits else "no", size(choice.host), time]
         if 0 < choice.largest < plan.most:
-            cells += [_pairs(choice.largest), size(choice.largest_host)]
+            cells += [f"{choice.largest:,}", size(choice.largest_host)]
         else:
             cells += ["no limit" if choice.largest else "none", ""]
         yield (f"  {choice.name:{width}}" + "".join(f"  {cell:>13}" for cell in cells)).rstrip()
-
-
-def _pairs(count: float) -> str:
-    """A number of pairs in the units of --batch: 65,536 is "64k", three digits of a number that is no multiple."""
-    for unit in ("", "k", "M"):
-        if count < 1024:
-            return f"{count:.{0 if count == int(count) or count >= 100 else 1}f}{unit}"
-        count /= 1024
-    return f"{count:,.1f}G"
 
 
 def _seconds(seconds: float) -> str:

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
+# the source of a recipe for one's own data, until it is given
+TO_BE_GIVEN = ""
 PICTURES = (".jpg", ".jpeg", ".png", ".webp")
 TABLES = (".tsv", ".csv")
 KINDS = (".tar", ".parquet", *TABLES)
@@ -37,8 +39,8 @@ class Source(NamedTuple):
 
 
 def is_collection(source: str) -> bool:
-    """True for shards, parquet files, folders and several tables; False for the glyphs and for one table."""
-    return source != "glyphs" and ("::" in source or "{" in source or not source.endswith(TABLES))
+    """True for shards, parquet files, folders and several tables; False for the glyphs, one table, and no source."""
+    return source not in ("glyphs", TO_BE_GIVEN) and ("::" in source or "{" in source or not source.endswith(TABLES))
 
 
 def read_source(text: str) -> list[Source]:

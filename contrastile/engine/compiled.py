@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from contrastile._dispatch import choose_tiles, workspace_on
+from contrastile._dispatch import choose_tiles, not_empty, workspace_on
 from contrastile._types import Backend, Gradient, Reduction, accumulator
 from contrastile.distributed import collectives
 from contrastile.engine import arguments as checks
@@ -51,6 +51,8 @@ def traced(arguments: Arguments) -> tuple[Callable[..., Tensor], tuple[Any, ...]
     """The operation and its inputs. The backend is chosen when the operation runs, on the device of the tensors."""
     problem = Problem.of(arguments, checked=False, alone=True)
     rows, cols, options = problem.rows, problem.cols, problem.options
+    if collectives.size(options.group) == 1:
+        not_empty(rows.features.shape[0])
     # autocast's cast is an operation of the graph
     q, k = (x.to(problem.dtype) for x in problem.inputs)
     groups = (rows.positives, rows.labels, rows.ids, cols.labels, cols.ids, problem.weights)

@@ -72,21 +72,20 @@ def replayable(problem: Problem, exchange: Exchange) -> bool:
         and (alone or problem.scorer is None)
         and exchange.replayable(problem.cols.features.shape[-1], problem.dtype)
         and problem.options.reduction != "none"
-        and (rows.own is None or (alone and not problem.loss.pairwise))
+        and (rows.own is None or not problem.loss.pairwise)
     )
 
 
 def small(problem: Problem, exchange: Exchange, tiles: MakeTiles) -> bool:
-    """Return whether a replayable call is replayed here: fused kernels, few rows, and little memory for the pairs."""
+    """Return whether a replayable call is replayed here: fused kernels, few rows, and little memory for pairs."""
     # tiles of a scorer come as a partial application of their class
     kind: Any = getattr(tiles, "func", tiles)
-    numbers = [x for x in (problem.scale, problem.bias) if x is not None]
-    return (
-        getattr(kind, "capturable", False)
-        and (len(exchange.layout) > 1 or _fits(problem, kind))
-        # a subclass of tensors may have its values anywhere
-        and all(type(x) in PLAIN for x in (*problem.inputs, *numbers, *_labels(problem)))
-    )
+    numbers, own = [x for x in (problem.scale, problem.bias) if x is not None], problem.rows.own
+    # a subclass of tensors may have its values anywhere
+    plain = all(type(x) in PLAIN for x in (*problem.inputs, *numbers, *_labels(problem)))
+    if not (plain and getattr(kind, "capturable", False)):
+        return False
+    return _fits(problem, kind) if len(exchange.layout) == 1 else own is None or own.nbytes <= MOST_BYTES
 
 
 def _fits(problem: Problem, kind: Any) -> bool:
@@ -184,8 +183,9 @@ class Graph:
         if call.cols.labels is call.rows.labels:
             # one tensor for both sides, in every call of this plan
             own_call = replace(own_call, cols=replace(own_call.cols, labels=own_call.rows.labels))
-        # two sides of vectors, side by side in memory, which are compared only with each other
+        # two sides of vectors, side by side in memory, which are compared only with each other, all with all
         plain = call.scorer is None and ranks == 1 and all(x.is_contiguous() for x in features[:2])
+        plain = plain and features[0].shape[1] == features[1].shape[1]
         self.fill = Filling([*features, scale, *others, *own_labels], 2 * plain)
         # of scale, bias and all other inputs
         self.shapes = (None, None, *[x.shape for x in features])
@@ -265,10 +265,11 @@ class Graph:
             outs, ranks = [x for x in of_block if x is not None], self.exchange.gradient_factor()
             if ranks != 1:
                 upstream = upstream * ranks
-            self.gradients(held.sums, outs, upstream, current_stream_address(self.device.index))
+            stream = current_stream_address(self.device.index)
+            self.gradients(held.sums, outs, upstream, stream)
             if of_own is not None and (q := inputs[2]) is not None:
                 # the queries of this call: the graph's memory may have those of a later one
-                self.gradients.own(held.sums, q.to(self.dtype), upstream, of_own)
+                self.gradients.own(held.sums, q.to(self.dtype), upstream, of_own, stream)
             # a backward that failed may be tried again
             if not backward_is_repeatable():
                 held.sums = None

@@ -29,6 +29,7 @@ from contrastile.exchange import host
 from contrastile.exchange.base import Exchange, Layout, Single
 from contrastile.losses.base import PairLoss, Shard, changed
 from contrastile.tiles.fitting import fitting_side
+from contrastile.tiles.halves import Span, halves_of
 from contrastile.tiles.scored import Scored
 
 # cached plans; all are dropped when more signatures than that have been seen
@@ -321,7 +322,10 @@ def _tiles(problem: Problem, exchange: Exchange, workspace: int) -> MakeTiles:
             side.with_leaves([x[:0].to(problem.device, dtype or x.dtype) for x in side.leaves]) for side in (rows, cols)
         )
     if scorer is None:
-        return choose_tiles(backend, problem.loss, rows, cols)
+        tiles = choose_tiles(backend, problem.loss, rows, cols)
+        if rows.features.shape[1] == cols.features.shape[1]:
+            return tiles
+        return partial(halves_of(tiles), spans=_spans(exchange.layout))
     fused = choose_fused(backend, scorer, rows, cols)
     if fused is not None:
         return partial(fused, scorer=scorer, side=fused.fitting_side(rows, cols, workspace))
@@ -333,6 +337,15 @@ def _tiles(problem: Problem, exchange: Exchange, workspace: int) -> MakeTiles:
     sizes = max(exchange.layout.rows), max(exchange.layout.cols)
     side = fitting_side(scorer, problem.rows, problem.cols, sizes, workspace)
     return partial(Scored, scorer=scorer, side=side)
+
+
+def _spans(layout: Layout) -> tuple[Span, ...]:
+    """The columns of each rank that meet the first half of rows, and behind them as many as it has rows."""
+    spans: list[Span] = []
+    for rank, (rows, cols) in enumerate(zip(layout.rows, layout.cols, strict=True)):
+        start = layout.start(rank)
+        spans += [Span(0, start, start + cols - rows), Span(1, start + cols - rows, start + cols)]
+    return tuple(spans)
 
 
 def _streamed(problem: Problem, tokens: tuple[int, int] | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -62,8 +62,10 @@ class Arguments:
     positives_in_range: bool = False
     # [N, H] ids of negatives [N, H, D]
     negative_ids: Tensor | None = None
-    # number of the first of them that are positives
+    # the first of them that are positives
     own_positives: int = 0
+    # as many of the last keys as queries meet the second half of those (`tiles/halves.py`)
+    halves: bool = False
 
     def signature(self) -> Hashable:
         """The facts that checks and plan depend on: calls of equal signature differ in the values of tensors alone."""
@@ -82,9 +84,9 @@ class Arguments:
         group = self.options.group
         words = {**vars(self.options), "group": group and weakly(group)}.values()
         return (
-            *words, self.loss, self.paired, self.positives_in_range, self.own_positives, torch.is_grad_enabled(),
+            *words, self.loss, self.paired, self.positives_in_range, self.own_positives, self.halves, self.cast(),
             # one tensor of labels for both sides is sorted once
-            self.cast(), self.query_labels is self.key_labels, *kinds,
+            torch.is_grad_enabled(), self.query_labels is self.key_labels, *kinds,
         )  # fmt: skip
 
     @property
@@ -115,7 +117,8 @@ class Arguments:
     def check(self) -> None:
         """Raise ValueError for arguments that do not go together. A scorer's inputs are checked by its probe."""
         q, k, loss, scored = self.q, self.k, self.loss, self.scorer is not None
-        if not scored:
+        # those of two halves are made of checked ones
+        if not (scored or self.halves):
             checks.features("q", q)
             checks.features("k", k)
             checks.alike("k", k, "q", q, self.cast())
@@ -406,10 +409,9 @@ def guides(arguments: Arguments, q: Tensor) -> tuple[dict[str, Any], dict[str, A
         [x.detach().to(wide) if x.dtype == torch.float64 else x.detach() for x in pair] for pair in arguments.guides
     ]
     of_rows, of_cols = zip(*pairs, strict=True)
-    numbers = (
-        None if scale is None else as_tensor(scale, q.device, q.dtype).detach().to(wide).reshape(()).expand(len(q))
-    )
-    return {"guides": of_rows, "numbers": numbers}, {"guides": of_cols}
+    if scale is not None:
+        scale = as_tensor(scale, q.device, q.dtype).detach().to(wide).reshape(()).expand(len(q))
+    return {"guides": of_rows, "numbers": scale}, {"guides": of_cols}
 
 
 def _own(arguments: Arguments, cast: torch.dtype | None) -> dict[str, Any]:

@@ -3,14 +3,16 @@
 Below the studies, and called by the command line.
 """
 
+import tomllib
 from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from contrastile._errors import invalid, logger
 from contrastile.train.config import AnyRecipe, Recipe
-from contrastile.train.recipe import load_any_recipe, read_tables, touched
+from contrastile.train.recipe import load_any_recipe, touched
 
 # rules of the learning rate, and their values of optim.rate_scaling
 RATES = {"fixed": "none", "sqrt": "sqrt", "linear": "linear"}
@@ -55,9 +57,14 @@ def report_overrides(comparison: str, recipe: AnyRecipe, origin: str, overrides:
 
 def read_ways(path: str, origin: str, overrides: Sequence[str]) -> dict[str, AnyRecipe]:
     """Read the ways of a comparison: under `[ways]`, the overrides of the recipe at `origin` for each."""
-    ways = read_tables(path).get("ways")
+    remedy = 'Such as clip = [] and siglip = ["loss.kind=siglip"].'
+    try:
+        ways = tomllib.loads(Path(path).read_text(encoding="utf-8")).get("ways")
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        reason = "not a text in UTF-8" if isinstance(error, UnicodeDecodeError) else f"not valid TOML: {error}"
+        reason = getattr(error, "strerror", None) or reason
+        raise invalid("--ways", "be a TOML file with a table `ways`", f'"{path}" ({reason})', remedy) from None
     if not isinstance(ways, dict) or len(ways) < 2 or not all(isinstance(words, list) for words in ways.values()):
-        remedy = 'Such as clip = [] and siglip = ["loss.kind=siglip"].'
         raise invalid("--ways", "name a file with a table `ways` of two lists or more", f'"{path}"', remedy)
     if slashed := next((name for name in ways if "/" in name), None):
         raise invalid("--ways", "name ways without /", f'"{slashed}"', "The name is that of a file, too.")

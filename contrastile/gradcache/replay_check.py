@@ -63,7 +63,7 @@ def _signs(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
         generator = torch.Generator("cpu").manual_seed(width)
         coins = torch.randint(2, (PRODUCTS, width), generator=generator, dtype=dtype, device="cpu")
-        return coins.mul_(2).sub_(1).mul_(max(1, width) ** -0.5).to(device).T
+        return coins.mul_(2).sub_(1).mul_(max(1, width) ** -0.5).to(device, non_blocking=True).T
 
 
 class ReplayCheck:

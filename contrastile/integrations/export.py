@@ -93,6 +93,11 @@ def export_run(folder: Path, library: str, target: Path) -> list[Path]:
         raise invalid("run", "have encoders without adapters", "lora", "Train without model.lora, or merge them.")
     encoders = run.model.encoders.items()
     targets = {side: target if side == "both" else target / side for side, _ in encoders}
+    kinds = {side: getattr(run.recipe.model, side).kind for side, _ in encoders}
+    for side, kind in kinds.items():
+        if kind != "transformers":
+            remedy = f'Train with model.{side} of the kind "transformers".'
+            raise invalid("run", "have encoders of transformers", f'model.{side} of the kind "{kind}"', remedy)
     parts = {side: _parts(encoder, library) for side, encoder in encoders}
     refuse_existing(target)
     with written_to(target):
@@ -112,12 +117,10 @@ def export_run(folder: Path, library: str, target: Path) -> list[Path]:
 
 def _parts(encoder: nn.Module, library: str) -> tuple[TextTower, nn.Linear | None]:
     """The model with its pooling, and the projection behind it."""
-    tower, projection = encoder, None
+    tower: Any = encoder
+    projection = None
     if isinstance(encoder, ProjectedTower) and isinstance(encoder.projection, nn.Linear):
         tower, projection = encoder.tower, encoder.projection
-    if not isinstance(tower, TextTower):
-        remedy = 'Train with model.both of the kind "transformers".'
-        raise invalid("run", "have encoders of transformers", type(tower).__name__, remedy)
     if library == "transformers" and projection is not None:
         remedy = "Export as sentence-transformers, which has a module for it."
         raise invalid("run", "have no projection for transformers", f"{projection.out_features} features", remedy)

@@ -17,6 +17,7 @@ import copy
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ from contrastile.losses import Sigmoid
 EXCHANGES: dict[str | None, ExchangeName] = {
     None: "auto", "bidir": "ring", "shift": "ring", "reduce": "gather", "gather": "gather",
 }  # fmt: skip
+# of open_clip, for pip
+VERSIONS = ">=2.30,<4"
 
 
 def _exchange(world_size: int, exchange: ExchangeName = "auto") -> ExchangeName:
@@ -245,6 +248,21 @@ def train_one_epoch(model: Any, data: Any, *positional: Any, sub_batch: int | No
 
 def main(words: Sequence[str] | None = None) -> Any:
     """Run open_clip's command line with the gradient cache."""
+    return _run(*_prepared(words))
+
+
+def command() -> Any:
+    """Run `main` for a process: a mistake in its words is a line and exit code 2, errors of the training are theirs."""
+    try:
+        prepared = _prepared()
+    except (ValueError, ModuleNotFoundError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    return _run(*prepared)
+
+
+def _prepared(words: Sequence[str] | None = None) -> tuple[Any, list[str], int | None]:
+    """The module of open_clip's command line, its words, and the sub-batch."""
     parser = argparse.ArgumentParser(
         prog="python -m contrastile.integrations.open_clip", allow_abbrev=False, add_help=False,
         description="open_clip_train.main with contrastile's losses and gradient cache.",
@@ -260,6 +278,10 @@ def main(words: Sequence[str] | None = None) -> Any:
     open_clip_main = _their_main()
     # before any model is built
     _refuse(open_clip_main.parse_args(theirs))
+    return open_clip_main, theirs, sub_batch
+
+
+def _run(open_clip_main: Any, theirs: list[str], sub_batch: int | None) -> Any:
     its_epoch = open_clip_main.train_one_epoch
 
     def epoch(model: Any, data: Any, *positional: Any, **named: Any) -> Any:
@@ -279,7 +301,14 @@ def _their_main() -> Any:
         main = import_module("open_clip_train.main")
         return main if hasattr(main, "create_loss") else import_module("open_clip_train.legacy_main")
     except ModuleNotFoundError as error:
-        rule, remedy = "be of version 2.30 to 4.x", 'Run: pip install "open_clip_torch>=2.30,<4".'
+        if find_spec("open_clip") is None:
+            message = f'`open_clip` is not installed; run: pip install "open_clip_torch[training]{VERSIONS}"'
+            raise ModuleNotFoundError(message, name="open_clip") from error
+        if (error.name or "").split(".")[0] not in ("open_clip", "open_clip_train"):
+            # one of those that its command line needs, and its models do not
+            message = f'`{error.name}` is not installed; run: pip install "open_clip_torch[training]{VERSIONS}"'
+            raise ModuleNotFoundError(message, name=error.name) from error
+        rule, remedy = "be of version 2.30 to 4.x", f'Run: pip install "open_clip_torch{VERSIONS}".'
         raise invalid("open_clip", rule, f"no module {error.name}", remedy) from error
 
 
@@ -294,4 +323,4 @@ def _refuse(args: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command())

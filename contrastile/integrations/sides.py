@@ -57,14 +57,14 @@ def encode_sides(
     return features
 
 
-def loss_of_sides(loss: Callable[..., Tensor], features: Sequence[Tensor], scale: Any) -> Tensor:
+def loss_of_sides(loss: Callable[..., Tensor], features: Sequence[Tensor], scale: Any, bias: Any = None) -> Tensor:
     """loss(queries, keys, scale): the first side's features, and those of all others, one behind the other.
 
-    Keys behind the right ones are hard negatives, in a side of their own or not. Raises ValueError for fewer keys in
-    the second side than queries.
+    bias: follows the scale, if there is one. Keys behind the right ones are hard negatives, in a side of their own or
+    not. Raises ValueError for fewer keys in the second side than queries.
     """
     query, *keys = features
     if len(keys[0]) < len(query):
         remedy = "Let the data have a pair in every row."
         raise invalid("sides", "have a key for each query", f"{len(query)} and {len(keys[0])} rows", remedy)
-    return loss(query, joined(keys) if len(keys) > 1 else keys[0], scale)
+    return loss(query, joined(keys) if len(keys) > 1 else keys[0], scale, *(() if bias is None else (bias,)))

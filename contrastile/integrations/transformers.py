@@ -106,8 +106,9 @@ class ContrastileMixin:
             or a function `f(model, **inputs)`. Either returns features [B, D]; of a method's output its `pooler_output`
             is taken, if it has one. The losses take features as they are: CLIP's are not of unit length. The default is
             `mean_pooled`.
-        loss: called as `loss(queries, keys, scale)`; by default InfoNCE, whose keys may be more than the queries.
-        scale: a number, or a function of the model, as `lambda model: model.logit_scale.exp()`.
+        loss: called as `loss(queries, keys, scale)`, with a bias behind the scale if there is one; by default InfoNCE,
+            whose keys may be more than the queries.
+        scale, bias: numbers, or functions of the model, as `lambda model: model.logit_scale.exp()`.
         retain: as for `encode`; of the last side one sub-batch retains its graph in any case, while memory lasts.
 
     The loss is the mean over the batch of all ranks. Mixed precision, DistributedDataParallel, FSDP2, DeepSpeed's ZeRO
@@ -136,6 +137,7 @@ class ContrastileMixin:
         encoders: Encoder | Sequence[Encoder] = mean_pooled,
         loss: Callable[..., Tensor] | None = None,
         scale: float | Callable[[Any], Tensor] = 20.0,
+        bias: float | Callable[[Any], Tensor] | None = None,
         retain: Retain = 0,
         **named: Any,
     ) -> None:
@@ -150,7 +152,7 @@ class ContrastileMixin:
             raise invalid("encoders", f"be one, or one for each of {len(sides)} sides", len(self.encoders), "Add some.")
         check_counts(sub_batch, sub_batch_tokens, retain)
         self.sub_batch, self.sub_batch_tokens = sub_batch, sub_batch_tokens
-        self.sides, self.scale, self.retain = tuple(sides), scale, retain
+        self.sides, self.scale, self.bias, self.retain = tuple(sides), scale, bias, retain
         self.contrastive_loss = InfoNCELoss() if loss is None else loss
         super().__init__(*positional, **named)
         for each in self.encoders:
@@ -194,8 +196,8 @@ class ContrastileMixin:
                 [self.inputs_of(inputs, side) for side in self.sides],
                 self.sub_batch, self.sub_batch_tokens, self.retain,
             )  # fmt: skip
-            scale = self.scale(self.accelerator.unwrap_model(model)) if callable(self.scale) else self.scale
-            loss = loss_of_sides(self.contrastive_loss, features, scale)
+            numbers = [x(self.accelerator.unwrap_model(model)) if callable(x) else x for x in (self.scale, self.bias)]
+            loss = loss_of_sides(self.contrastive_loss, features, *numbers)
         return (loss, dict(zip(self.sides, features, strict=True))) if return_outputs else loss
 
     def _prepare_inputs(self, inputs: Mapping[str, Any]) -> Any:

@@ -69,6 +69,8 @@ class Guided(Softmax):
     def guide_numbers(self, rows: Shard, cols: Shard, products: Products | None) -> Tensor:
         """The threshold of each row."""
         (of_rows,), (of_cols,) = rows.guides, cols.guides
+        # of rows with two halves the first one has the positives (`tiles/halves.py`)
+        of_rows = of_rows[:, : of_cols.shape[1]]
         wide = accumulator(rows.features.dtype)
         if rows.diagonal is not None:
             listed = torch.arange(rows.diagonal, rows.diagonal + len(of_rows), device=of_rows.device)[:, None]

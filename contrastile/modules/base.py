@@ -1,29 +1,33 @@
 """The base of the loss modules: their options, and their own names for the arguments of `contrast`.
 
-Losses compute with features as given, under autocast in its dtype. A loss of cosines warns once about rows that are not
-of unit length, and about a scale that is negative or looks like a temperature.
+Losses compute with features as given, under autocast in its dtype. The first call warns about rows that are not of unit
+length, in a loss of cosines, and about a scale that is negative, or looks like a temperature or a logarithm.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from numbers import Real
+from inspect import signature
 from typing import Any, ClassVar, Literal, Never, TypedDict, overload
 
 import torch
 from torch import Tensor, nn
 
 from contrastile._dispatch import Options
-from contrastile._errors import rename
+from contrastile._errors import with_names
 from contrastile._types import Backend, ExchangeName, Gradient, Reduction
 from contrastile.engine import arguments as checks
 from contrastile.engine.plan import prepare, share_error
+from contrastile.engine.problem import PLAIN
 from contrastile.losses.base import PairLoss
 
 # deviation of a row's length from 1 above which a loss of cosines warns
 LENGTH_TOLERANCE = 0.05
+# usual scales at the start of a training, whose logarithm is learned, and how close to that a number is one
+USUAL_SCALES, LOGARITHM_TOLERANCE = {"1 / 0.07": 1 / 0.07, "10": 10.0}, 1e-3
 _gpu_reads = checks.GpuReads()
 
 
@@ -46,7 +50,7 @@ class Loss(nn.Module):
     # this loss's own name for each argument of `contrast`
     names: ClassVar[dict[str, str]] = {}
     pair_loss: ClassVar[PairLoss]
-    # the first call checks that rows are of unit length
+    # rows of another length are a mistake
     unit_rows: ClassVar[bool] = True
 
     def __init__(
@@ -63,62 +67,86 @@ class Loss(nn.Module):
         **unknown: Never,
     ) -> None:
         super().__init__()
-        Options.refuse(unknown)
+        if unknown:
+            Options.refuse(unknown, tuple(self._keywords()))
         self.options = Options(backend, exchange, group, gradient, label_smoothing, reduction, workspace, device)
         self.loss = self.pair_loss.smoothed(label_smoothing) if label_smoothing else self.pair_loss
-        self._unseen = self.unit_rows
+        # options of this loss alone, as passed
+        self.own_options: dict[str, object] = {}
+        self._unseen = True
 
     def extra_repr(self) -> str:
-        fields = ((name, getattr(self.options, name)) for name in Options.__dataclass_fields__)
-        default = Options()
-        return ", ".join(f"{name}={value!r}" for name, value in fields if value != getattr(default, name))
+        default, given = vars(Options()) | self._keywords(), self.own_options | vars(self.options)
+        return ", ".join(f"{name}={value!r}" for name, value in given.items() if value != default[name])
+
+    @classmethod
+    def _keywords(cls) -> dict[str, Any]:
+        """The keywords that its constructor names, and their defaults."""
+        return {x.name: x.default for x in signature(cls).parameters.values() if x.kind is x.KEYWORD_ONLY}
 
     def _prepared(self, q: Tensor, k: Tensor, scale: Tensor | float, **others: Any) -> tuple[Any, tuple[Any, ...]]:
         """The operation that computes the loss, and its inputs. Errors have this loss's names of arguments."""
         try:
             return prepare(q, k, scale, self.loss, self.options, **others)
         except ValueError as error:
-            rename(error, self.names)
-            raise
+            raise with_names(error, self.names) from None
 
     @contextmanager
     def _shared_errors(self) -> Iterator[None]:
         """Raise an error of this rank on all of them, with this loss's names of arguments."""
         try:
             yield
+        except ValueError as error:
+            named = with_names(error, self.names)
+            share_error(named, self.options.group, self.options.exchange)
+            raise named from None
         except Exception as error:
             # a scorer's own errors are of any kind
-            if isinstance(error, ValueError):
-                rename(error, self.names)
             share_error(error, self.options.group, self.options.exchange)
             raise
 
     def _look(self, scale: Tensor | float, *sides: Tensor) -> None:
-        """Warn, at the first call, about rows not of unit length, or a scale that is a temperature or negative."""
+        """Warn, at the first call, about rows not of unit length, or a scale that is none."""
         if torch.compiler.is_compiling() or any(len(side) == 0 for side in sides) or checks.captured(*sides):
             return
         self._unseen = False
         # reads are counted by process, because a loss may be made anew in every step
         if not _gpu_reads.allowed(*sides):
             return
-        for side in sides:
-            lengths = torch.linalg.vector_norm(side.detach()[:64].float(), dim=-1)
-            if bool(((lengths - 1).abs() > LENGTH_TOLERANCE).any()):
-                # Python shows equal warnings of one line once, however many losses are made
-                warnings.warn(
-                    f"{type(self).__name__} got rows of length other than 1; it computes with features as given. "
-                    "Normalise them first, with torch.nn.functional.normalize(x, dim=-1).",
-                    stacklevel=5,
-                )
-                return
-        # a scale of a sharded module is a tensor, whose read would be a collective
-        if isinstance(scale, Real) and scale < 1.0 and scale != 0.0:
-            why = "as if it were a temperature" if scale > 0.0 else "which drives positives apart"
+        lengths = [torch.linalg.vector_norm(side.detach()[:64].float(), dim=-1) for side in sides]
+        # lengths that are not finite are no long rows
+        unit = not any(bool(((x - 1).abs() > LENGTH_TOLERANCE).any()) for x in lengths)
+        if self.unit_rows and not unit:
+            # Python shows equal warnings of one line once, however many losses are made
             warnings.warn(
-                f"{type(self).__name__} got a scale of {float(scale):.3g}, {why}; products are multiplied by it. "
-                "Pass 1 / temperature.",
+                f"{type(self).__name__} got rows of length other than 1; it computes with features as given. "
+                "Normalise them first, with torch.nn.functional.normalize(x, dim=-1).",
                 stacklevel=5,
             )
+            return
+        # the read of a sharded module's scale would be a collective
+        if isinstance(scale, Tensor) and type(scale) not in PLAIN:
+            return
+        value = float(scale.detach() if isinstance(scale, Tensor) else scale)
+        why, remedy = _no_scale(value, unit=unit)
+        if why:
+            warnings.warn(
+                f"{type(self).__name__} got a scale of {value:.4g}, {why}; products are multiplied by it. {remedy}",
+                stacklevel=5,
+            )
+
+
+def _no_scale(value: float, *, unit: bool) -> tuple[str, str]:
+    """What a number looks like that is no scale, and the remedy; nothing where it may be one.
+
+    unit: rows have unit length. Products of others may have small scales, such as 1 / √D.
+    """
+    if value < 0.0:
+        return "which drives positives apart", "Pass 1 / temperature."
+    if unit and 0.0 < value < 1.0:
+        return "as if it were a temperature", "Pass 1 / temperature."
+    logarithms = [name for name, x in USUAL_SCALES.items() if abs(value - math.log(x)) < LOGARITHM_TOLERANCE]
+    return (f"the logarithm of {logarithms[0]}", "Pass logit_scale.exp().") if logarithms else ("", "")
 
 
 class PairedLoss(Loss):

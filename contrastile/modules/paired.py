@@ -64,6 +64,7 @@ class SigLipLoss(PairedLoss):
     def __init__(self, *, balanced: bool = False, **how: Unpack[How]) -> None:
         super().__init__(**how)
         truth_value("balanced", balanced)
+        self.own_options = {"balanced": balanced}
         if balanced:
             self.loss = BalancedSigmoid()
 
@@ -94,6 +95,7 @@ class DCLLoss(PairedLoss):
 
     def __init__(self, *, sigma: float | None = None, **how: Unpack[How]) -> None:
         super().__init__(**how)
+        self.own_options = {"sigma": sigma}
         if sigma is not None:
             self.loss = DecoupledWeighted(symmetric=True, sigma=sigma)
 
@@ -128,6 +130,7 @@ class DistillClipLoss(Loss):
 
     def __init__(self, *, weight: float = 0.5, **how: Unpack[How]) -> None:
         super().__init__(**how)
+        self.own_options = {"weight": weight}
         self.loss = Distilled(symmetric=True, weight=weight)
 
     def forward(

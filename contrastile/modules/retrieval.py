@@ -62,6 +62,9 @@ class InfoNCELoss(Loss):
         super().__init__(**how)
         truth_value("in_batch", in_batch)
         self.in_batch = in_batch
+        self.own_options = {
+            "in_batch": in_batch, "hardness_mode": hardness_mode, "hardness_strength": hardness_strength,
+        }  # fmt: skip
         if hardness_mode == IN_BATCH and not in_batch:
             remedy = "A query meets no other query's keys."
             raise invalid("hardness_mode", "be another one with in_batch=False", repr(hardness_mode), remedy)
@@ -108,7 +111,10 @@ class InfoNCELoss(Loss):
             elif isinstance(self.loss, Hardness) and self.loss.hardness_mode == OWN:
                 _has_own(negatives, f'hardness_mode="{OWN}"')
         operation, inputs = self._prepared(query, key, scale, **others)
-        return operation(*inputs)
+        loss: Tensor = operation(*inputs)
+        if self._unseen:
+            self._look(scale, query, key)
+        return loss
 
 
 def _has_own(negatives: Tensor | None, option: str) -> None:
@@ -159,8 +165,7 @@ class GISTLoss(Loss):
         x = torch.cat([query @ key.T, query @ query.T, key[:N] @ key[:N].T], 1) * scale
 
     with the guide's similarities likewise, each compared with that of the row's own pair. With `positives` the first
-    one of a query is its key in the last product. Products of keys with keys are computed from features of twice the
-    size, zeros among them.
+    one of a query is its key in the last product.
 
     >>> import torch, torch.nn.functional as F
     >>> query, key, guide_query, guide_key = F.normalize(torch.randn(4, 8, 16), dim=-1)
@@ -188,6 +193,10 @@ class GISTLoss(Loss):
         truth_value("contrast_anchors", contrast_anchors)
         truth_value("contrast_positives", contrast_positives)
         self.contrast_anchors, self.contrast_positives = contrast_anchors, contrast_positives
+        self.own_options = {
+            "margin": margin, "margin_strategy": margin_strategy, "contrast_anchors": contrast_anchors,
+            "contrast_positives": contrast_positives,
+        }  # fmt: skip
 
     def forward(
         self,
@@ -235,21 +244,28 @@ class GISTLoss(Loss):
                 negatives = None
         operation, inputs = self._prepared(
             query, key, scale, positives=positives, negatives=negatives, query_ids=query_ids, key_ids=key_ids,
-            weights=weights, guides=guides,
+            weights=weights, guides=guides, halves=self.contrast_positives,
         )  # fmt: skip
-        return operation(*inputs)
+        loss: Tensor = operation(*inputs)
+        if self._unseen:
+            self._look(scale, query[:, : key.shape[1]], key)
+        return loss
 
     def _sides(self, rows: Tensor, keys: Tensor, M: int, own: Any) -> tuple[Tensor, Tensor]:
         """Rows [N, ...], and the M keys with all other columns: rows, negatives and the rows' `own` keys once more.
 
-        Where keys are compared with keys, a row has the features of its key beside its own, and a column has zeros in
-        the place of those that it is not compared with.
+        Where keys are compared with keys, a row has the features of its key behind its own (`tiles/halves.py`).
         """
-        columns = joined([keys[:M], *[rows] * self.contrast_anchors, keys[M:]])
+        if isinstance(own, slice) and own.stop == len(keys):
+            # the gradients of three views are summed at once, and rounded once
+            keys, *both = keys.expand(3, *keys.shape).unbind()
+        else:
+            both = [keys[own]] * 2
+        given, *negatives = keys.split([M, len(keys) - M]) if len(keys) > M else [keys]
+        columns = [given, *[rows] * self.contrast_anchors, *negatives]
         if not self.contrast_positives:
-            return rows, columns
-        of_own, D = keys[own], rows.shape[1]
-        return joined([rows, of_own], 1), joined([F.pad(columns, (0, D)), F.pad(of_own, (D, 0))])
+            return rows, joined(columns)
+        return joined([rows, both[0]], 1), joined([*columns, both[1]])
 
     def _ids(
         self, query: Tensor, key: Tensor, own: Any, negatives: Tensor | None, of_rows: Tensor, of_keys: Tensor
@@ -312,6 +328,7 @@ class ScoreDistillLoss(Loss):
     def __init__(self, *, kind: Literal["kl", "margin_mse"] = "kl", **how: Unpack[How]) -> None:
         super().__init__(**how)
         one_of("kind", kind, ("kl", "margin_mse"), "Leave it out for the divergence.")
+        self.own_options = {"kind": kind}
         self.loss = ScoreDivergence() if kind == "kl" else ScoreMargins()
 
     def forward(

@@ -42,6 +42,7 @@ class SupConLoss(Loss):
     def __init__(self, *, form: Literal["out", "in"] = "out", **how: Unpack[How]) -> None:
         super().__init__(**how)
         one_of("form", form, ("out", "in"), "They are the paper's words.")
+        self.own_options = {"form": form}
         if form == "in":
             self.loss = SoftmaxInside(exclude_self=True, label_smoothing=self.options.label_smoothing)
 

@@ -17,7 +17,7 @@ from contrastile.losses.base import PairLoss
 from contrastile.losses.softmax import Softmax
 from contrastile.offload import default_workspace
 from contrastile.scorers import MaxSim
-from contrastile.tiles.base import NARROW, ROWS_AT_ONCE, STATISTICS, resident_bytes
+from contrastile.tiles.base import NARROW, ROWS_AT_ONCE, STATISTICS
 from contrastile.tiles.eager import MATRICES, MATRICES_BY_INDEX, SIDE_ACCELERATOR, SIDE_CPU
 
 # bytes of fused kernels whatever the size of a block, measured: the scratch memory of their programs
@@ -31,7 +31,9 @@ class LossSize:
     dtype: of the products. given: of the features. memory: bytes of the device, of which "auto" and the default
     workspace are shares. exchange, backend: words of the losses' options. queue: a rank's keys of earlier steps, which
     are columns too. own: columns of each row beside them, such as other rows. guide: the numbers of a row of another
-    model, which are multiplied too, and copied where there are own columns. directions: such losses of a step, in turn.
+    model, which are multiplied too, and copied where there are own columns. halves: rows have two halves of so many
+    features, and numbers of the guide, the second of which meets as many columns as there are rows. directions: such
+    losses of a step, in turn.
     """
 
     rows: int
@@ -52,6 +54,7 @@ class LossSize:
     queue: int = 0
     own: int = 0
     guide: int = 0
+    halves: bool = False
     directions: int = 1
     # positives are known by indices or labels in every exchange
     listed: bool = False
@@ -73,7 +76,7 @@ class LossSize:
     @property
     def sizes(self) -> tuple[int, int]:
         """Numbers of a row and of a column."""
-        return self.dimensions, self.dimensions
+        return self.dimensions * (1 + self.halves), self.dimensions
 
     @property
     def numbers(self) -> int:
@@ -134,11 +137,22 @@ class LossSize:
             # Triton is not installed here: a strip of 16-bit gradients
             return min(allowed, 2 * self.block[0] * self.block[1])
         by_index = self.exchange_class.by_index or self.listed
-        followed = self.ranks == 1 and not (self.host or self.own)
+        followed = self.ranks == 1 and not self.host and (self.backend_name == "triton" or not self.halves)
         expected = partial(tiles.expected_bytes, self.loss, by_index=by_index, labels=self.labels, followed=followed)
+
+        def bytes_of(N: int, M: int) -> int:
+            # blocks of both halves, within the workspace by their columns
+            parts = [expected(N, m, self.dimensions, self.dtype, allowed * m // M, self._place) for m in self._split(M)]
+            return sum(parts) if self.exponentials else max(parts)
+
         # halved until they fit, a shorter block may take more
-        blocks = max(expected(N, M, self.dimensions, self.dtype, allowed, self._place) for N, M in self.blocks)
-        return blocks + (SCRATCH if self.backend_name == "triton" else 0)
+        most = max(bytes_of(*block) for block in self.blocks)
+        return most + (SCRATCH if self.backend_name == "triton" else 0)
+
+    def _split(self, M: int) -> list[int]:
+        """M columns of a block, or those that meet the first halves of rows, and those that meet the second."""
+        second = M * self.rows // self.columns if self.halves else 0
+        return [M - second, second] if second else [M]
 
     @property
     def _allowed(self) -> int:
@@ -160,17 +174,19 @@ class LossSize:
         """Bytes beside both: throughout, and at the end."""
         if self.host:
             return device_bytes(self._cuts, self.rows, self.columns, self.sizes, self.given, self.dtype), 0
-        throughout, end = resident_bytes(self.rows, self.columns, self.dimensions, self.dtype, self.given)
+        halves = self.rows * (1 + self.halves)
+        throughout, end = _resident_bytes(halves, self.columns, self.dimensions, self.dtype, self.given)
         side = SIDE_ACCELERATOR if self.device == "cuda" else SIDE_CPU
         one_sweep = self.loss.pairwise or not self.loss.symmetric or max(self.rows, self.columns) <= side
         if self.ranks == 1 and self.backend_name == "eager" and one_sweep and end == throughout:
             # the gradient is computed in the forward, and the scale's is the sum of a product of this size
-            end += min(self.rows, ROWS_AT_ONCE) * self.dimensions * self.wide
+            end += min(self.rows, ROWS_AT_ONCE) * self.sizes[0] * self.wide
         # the sums of those before wait for the backward; copies of all columns, where others are behind the keys, too
-        queued = self.columns * self.dimensions * self.given.itemsize if self.queue or self.own else 0
+        copied = self.columns + self.halves * 2 * self.rows
+        queued = copied * self.dimensions * self.given.itemsize if self.queue or self.own else 0
         # the copy that a queue hands out
         queued += self.queue * self.dimensions * self.given.itemsize
-        queued += (self.rows + self.columns) * self.guide * self.given.itemsize if self.own else 0
+        queued += (halves + self.columns) * self.guide * self.given.itemsize if self.own else 0
         others = (self.directions - 1) * throughout + self.directions * queued
         return throughout + others, end + others
 
@@ -198,14 +214,19 @@ class LossSize:
     @cached_property
     def exponentials(self) -> bool:
         """The backward has the forward's exponentials: of one process, by fused kernels, where they fit."""
-        if self.backend_name != "triton" or self.ranks > 1 or self.host or self.own:
+        if self.backend_name != "triton" or self.ranks > 1 or self.host:
             return False
         try:
             from contrastile.tiles.triton.block import Budget
         except ImportError:
             return 2 * self.rows * self.columns <= self._allowed
-        budget = Budget(self.loss, self._place, self._allowed)
-        return budget.expects_exponentials(self.rows, self.columns, self.dimensions, self.dtype, labels=self.labels)
+        given, M = (self.dimensions, self.dtype), self.columns
+        return all(
+            Budget(self.loss, self._place, self._allowed * m // M).expects_exponentials(
+                self.rows, m, *given, labels=self.labels
+            )
+            for m in self._split(M)
+        )
 
     @cached_property
     def sums_labels(self) -> bool:
@@ -282,6 +303,18 @@ class LossSize:
     def wide(self) -> int:
         """Bytes of an accumulator."""
         return accumulator(self.dtype).itemsize
+
+
+def _resident_bytes(N: int, M: int, D: int, dtype: torch.dtype, given: torch.dtype) -> tuple[int, int]:
+    """Bytes of a loss beside its blocks: during their computation, and at the end, when gradients are returned.
+
+    dtype: of the products. given: of the features, which are cast to `dtype`, and their gradients back. A gradient in
+    the accumulator's dtype is the accumulator.
+    """
+    wide = accumulator(dtype)
+    casts = (N + M) * D * dtype.itemsize if given != dtype else 0
+    throughout = casts + (N + M) * (D * wide.itemsize + STATISTICS * wide.itemsize)
+    return throughout, throughout + (0 if given == wide else (N + M) * D * given.itemsize)
 
 
 @dataclass(frozen=True)

@@ -76,9 +76,17 @@ class Plan:
 
     @property
     def allowed(self) -> int:
-        """Bytes that a step may take: all but those outside torch, and a margin for gaps."""
-        memory = self.target.memory
+        """Bytes that a step of a rank may take: all but those outside torch, and a margin for gaps.
+
+        On a CPU its share of the node's memory.
+        """
+        memory = self.target.memory // self.sharing
         return int((1 - MARGIN) * memory) - (CONTEXT if self.target.device == "cuda" else 0)
+
+    @property
+    def sharing(self) -> int:
+        """The ranks that share the memory of a device: on a CPU those of a node."""
+        return self.target.per_node if self.target.device == "cpu" else 1
 
     @property
     def fits(self) -> bool:
@@ -87,9 +95,9 @@ class Plan:
 
     @property
     def fits_host(self) -> bool:
-        """The host's bytes fit, on a CPU beside its peak; True if the host's memory is not known."""
+        """The host's bytes fit, on a CPU beside the peaks of its ranks; True if the host's memory is not known."""
         # the model of a CPU is part of the peak
-        held = self.peak.bytes - self.parameters if self.target.device == "cpu" else 0
+        held = self.sharing * (self.peak.bytes - self.parameters) if self.target.device == "cpu" else 0
         return self.target.host is None or held + self.host <= (1 - MARGIN) * self.target.host
 
     @property

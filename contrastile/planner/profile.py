@@ -4,21 +4,32 @@ The package has profiles of the H200 and of the H100 (`profiles/`, each with its
 of this machine.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import tomllib
 from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from contrastile._errors import invalid
 from contrastile.offload import free_memory
 
+if TYPE_CHECKING:
+    import torch
+
 # nodes, GPUs of a node, chip, memory
 COUNT = r"[1-9]\d*"
 GPUS = re.compile(rf"(?:(?P<nodes>{COUNT})x)??(?:(?P<count>{COUNT})x)?(?P<chip>[A-Za-z]\w*)(?:-(?P<memory>{COUNT})GB)?")
+# a number of GPUs behind the chip, where none is read; GeForce cards, such as the rtx4090, have an x in their names
+BEHIND = re.compile(rf"(?P<chip>[A-Za-z]\w*?)x(?P<count>{COUNT})")
+# words for a device that name no chip
+DEVICES = ("auto", "cpu", "cuda", "gpu")
 EXAMPLE = "Such as H200, 8xH100-80GB, or 32x8xH100-80GB for 32 nodes."
+# bytes of a gigabyte on the label of a GPU: torch's total of an H100 with 80 GB is 79.2 GiB
+LABELLED = 0.99 * 2**30
 # the CPUs of this machine as a device
 THIS = "cpu"
 # ranks of a plan, which lists the rows of each
@@ -76,7 +87,10 @@ def _positive(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Target:
-    """The machines of a plan: a profile, or None where the chip has none; ranks in all, and on one node."""
+    """The machines of a plan: a profile, or None where the chip has none; ranks in all, and on one node.
+
+    memory: bytes of a rank's device. The ranks of a node share that of a CPU, which is the node's own.
+    """
 
     word: str
     profile: Profile | None
@@ -118,40 +132,65 @@ def target(word: str | None) -> Target:
     >>> target("32x8xH100-80GB").ranks
     256
     """
-    profiles = known_profiles()
     if word is None:
-        return _this_machine(profiles)
+        return this_machine()
+    profiles = known_profiles()
     match = GPUS.fullmatch(word) if isinstance(word, str) else None
     if match is None:
         raise invalid("gpus", "be [nodes x] [GPUs x] chip [- memory in GB]", repr(word), EXAMPLE)
     chip, gigabytes = match["chip"].lower(), match["memory"]
-    # the profile of this machine has its GPU's whole name, such as NVIDIA A100-SXM4-80GB
-    profile = profiles.get(chip) or next((p for name, p in profiles.items() if chip in re.split("[ -]", name)), None)
+    profile = _profile_of(chip, profiles)
+    if profile is None:
+        _refuse_behind(word, match, profiles)
     if profile is None and gigabytes is None:
         names = ", ".join(sorted(profile.name for profile in profiles.values()))
         rule = f"name a chip with a profile ({names}), or its memory too"
-        raise invalid("gpus", rule, repr(word), f"Such as {match['chip']}-80GB.")
+        remedy = "Leave it out for this machine." if chip in DEVICES else f"Such as {word}-80GB."
+        raise invalid("gpus", rule, repr(word), remedy)
     memory = profile.memory if profile is not None else 0
     if gigabytes is not None:
-        # torch's total of an H100 with 80 GB is 79.2 GiB; the profile's own label keeps the profile's number
-        labelled = int(gigabytes) * 2**30 * 99 // 100
+        # the profile's own label keeps the profile's number
+        labelled = int(int(gigabytes) * LABELLED)
         memory = min(memory, labelled) if memory and labelled < 1.1 * memory else labelled
     per_node, nodes = int(match["count"] or 1), int(match["nodes"] or 1)
     if profile is not None:
         profile = replace(profile, memory=memory)
-    kind = "cuda" if profile is None else profile.device
-    return Target(word, profile, memory, nodes * per_node, per_node, kind)
+    kind = profile.device if profile is not None else THIS if chip == THIS else "cuda"
+    host = memory if kind == THIS else None
+    return Target(word, profile, memory, nodes * per_node, per_node, kind, host)
 
 
-def _this_machine(profiles: dict[str, Profile]) -> Target:
-    """This machine: its first GPU, or its CPUs."""
+def _profile_of(chip: str, profiles: dict[str, Profile]) -> Profile | None:
+    """The profile of a chip in lower case; that of this machine has its GPU's whole name: NVIDIA A100-SXM4-80GB."""
+    return profiles.get(chip) or next((p for name, p in profiles.items() if chip in re.split("[ -]", name)), None)
+
+
+def _refuse_behind(word: str, match: re.Match[str], profiles: dict[str, Profile]) -> None:
+    """Raise ValueError for a chip such as H100x8, whose name holds the number of GPUs."""
+    behind = BEHIND.fullmatch(match["chip"])
+    # the x of a card's name stands behind a letter, and before the three digits or more of its model
+    if behind is not None and (behind["chip"][-1].isdigit() or len(behind["count"]) < 3):
+        before, _, memory = word.partition(match["chip"])
+        profile = _profile_of(behind["chip"].lower(), profiles)
+        label = 80 if profile is None else round(profile.memory / LABELLED)
+        right = f"{before}{behind['count']}x{behind['chip']}{memory or f'-{label}GB'}"
+        raise invalid("gpus", "have the number of GPUs before the chip", repr(word), f"Such as {right}.")
+
+
+def this_machine(device: torch.device | None = None, ranks: int = 1) -> Target:
+    """This machine with so many ranks, each on a GPU of its own, or all on the CPUs.
+
+    device: where a rank computes; by default the GPU if there is one.
+    """
     import torch
 
-    host = free_memory(None)[1]
-    if torch.cuda.is_available():
-        name = torch.cuda.get_device_name(0)
+    if device is None:
+        device = torch.device("cuda" if torch.cuda.is_available() else THIS)
+    profiles, host = known_profiles(), free_memory(None)[1]
+    if device.type != THIS:
+        name, memory = torch.cuda.get_device_name(device), free_memory(device)[1]
         profile = profiles.get(name.lower()) or next((p for p in profiles.values() if p.name in name), None)
-        memory = free_memory(torch.device("cuda", 0))[1]
-        return Target(name, None if profile is None else replace(profile, memory=memory), memory, host=host)
+        profile = None if profile is None else replace(profile, memory=memory)
+        return Target(name, profile, memory, ranks, ranks, host=host)
     # without a profile there are no times
-    return Target(THIS, profiles.get(THIS), host, device="cpu", host=host)
+    return Target(THIS, profiles.get(THIS), host, ranks, ranks, THIS, host)

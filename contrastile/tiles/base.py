@@ -160,6 +160,8 @@ class Tiles(ABC):
     columns: Shard | None = field(default=None, init=False, repr=False)
     # NaN if a feature streamed from the host is not finite, else 0; None if `nonfinite` reads the features itself
     flag: Tensor | None = field(default=None, init=False, repr=False)
+    # the flag is that of one block, and of columns beside it
+    noted: bool = field(default=False, init=False, repr=False)
     # u and v are uninitialised memory, all of which one `backward` writes
     fresh: bool = field(default=False, init=False, repr=False)
     # the backward of the same block follows the forward at once, which may keep results for it, and leave a part of the
@@ -261,9 +263,13 @@ class Tiles(ABC):
         """0 if the scale and all features are finite, NaN otherwise, computed without a synchronisation."""
         return nonfinite_flag(self.scale, rows.features, cols.features) if self.flag is None else self.flag
 
+    def found(self, rows: Shard, cols: Shard) -> Tensor:
+        """`nonfinite` of the first block, after its forward, which may have looked already."""
+        return self.nonfinite(rows, cols)
+
     def note(self, flag: Tensor, rows: Shard, cols: Shard) -> None:
         """Have `finish` read this flag too: NaN if a column of one row alone is not finite, else 0."""
-        self.flag = flag + self.nonfinite(rows, cols)
+        self.flag, self.noted = flag + self.found(rows, cols), True
 
     def finish(
         self,
@@ -399,18 +405,6 @@ def reduced(
         # the caller's mean divides by this rank's rows, the value above by those of all ranks
         coefficients = [s * n + nonfinite for s in scaled]
     return ForwardResult(value + nonfinite, [each.state for each in directions], coefficients)
-
-
-def resident_bytes(N: int, M: int, D: int, dtype: torch.dtype, given: torch.dtype) -> tuple[int, int]:
-    """Bytes of a loss beside its blocks: during their computation, and at the end, when gradients are returned.
-
-    dtype: of the products. given: of the features, which are cast to `dtype`, and their gradients back. A gradient in
-    the accumulator's dtype is the accumulator.
-    """
-    wide = accumulator(dtype)
-    casts = (N + M) * D * dtype.itemsize if given != dtype else 0
-    throughout = casts + (N + M) * (D * wide.itemsize + STATISTICS * wide.itemsize)
-    return throughout, throughout + (0 if given == wide else (N + M) * D * given.itemsize)
 
 
 def bounds_of(x: Tensor) -> tuple[float, float] | None:

@@ -207,11 +207,11 @@ class Eager(Tiles):
     ) -> int:  # fmt: skip
         tiles = cls(loss, torch.empty((), device=device), None, workspace)
         teacher = loss.formula is not None and loss.formula.guide == "teacher"
-        if device.type != "cpu" or labels or teacher or (loss.guides and by_index):
+        # a pairwise loss, and blocks of several ranks or of halves, are swept over in tiles
+        in_tiles = loss.pairwise or not followed
+        if device.type != "cpu" or labels or teacher or (loss.guides and by_index and not in_tiles):
             return tiles.workspace_bytes(N, M, D, dtype)
         side, wide = tiles._side(dtype), accumulator(dtype)
-        # a pairwise loss, and blocks of several ranks, are swept over in tiles
-        in_tiles = loss.pairwise or not followed
         rows, cols = (min(N, side), min(M, side)) if in_tiles else tiles._largest_tile(N, M, dtype)
         # the gradient of one direction takes the place of the logits, unless matrix units want it in bf16
         one_way = type(loss) is Softmax and not (loss.symmetric or loss.label_smoothing)

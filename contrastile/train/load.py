@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from contrastile._errors import extra
 from contrastile.train.folder import RECIPE, finished_run
 
 if TYPE_CHECKING:
@@ -46,5 +47,5 @@ def naming_the_extra() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as missing:
-        message = f'`{missing.name}` is not installed; run: pip install "contrastile[train]"'
+        message = f"`{missing.name}` is not installed; run: pip install {extra('train')}"
         raise ModuleNotFoundError(message, name=missing.name) from None

@@ -25,7 +25,7 @@ from contrastile.planner.compiled import as_compiled
 from contrastile.planner.loss import LateSize, LossSize
 from contrastile.planner.memory import LIBRARIES, Held, Side, StepMemory
 from contrastile.planner.plan import Plan
-from contrastile.planner.profile import Target, target
+from contrastile.planner.profile import Target, target, this_machine
 from contrastile.planner.towers import (
     Counted,
     TowerCost,
@@ -42,7 +42,7 @@ from contrastile.train.objective import OBJECTIVES, teacher_recipe
 from contrastile.train.optim import state_bytes, step_bytes, stepped_without_memory
 from contrastile.train.recipe import load_any_recipe
 from contrastile.train.retriever.run import build_retriever_run
-from contrastile.train.run import HALVES, LoadedRun, autocast, build_run, ready_tokenizer
+from contrastile.train.run import HALVES, LoadedRun, autocast, build_run, choose_device, ready_tokenizer
 from contrastile.train.sharded import GATHERED_ONCE
 
 # numbers of a token: its index, and the mask
@@ -60,10 +60,14 @@ ID = 8
 CPU = torch.device("cpu")
 
 
-def planned(recipe: Any, overrides: Sequence[str], gpus: str | None, batch: int | None, pairs: int | None) -> Plan:
-    """`contrastile.plan`."""
-    machines = target(gpus)
+def planned(
+    recipe: Any, overrides: Sequence[str] = (), gpus: str | None = None, batch: int | None = None,
+    pairs: int | None = None, *, ranks: int = 1,
+) -> Plan:  # fmt: skip
+    """`contrastile.plan`. ranks: of this machine, without `gpus`; they compute on the recipe's device."""
+    machines = None if gpus is None else target(gpus)
     settings: Any = recipe if isinstance(recipe, AnyRecipe) else load_any_recipe(recipe, overrides, files=False)
+    machines = machines or this_machine(choose_device(settings.device), ranks)
     largest = max(size for _, size in settings.train.batch)
     if batch is not None:
         rule = f"be a whole number of pairs, at least one for each of the {machines.ranks} ranks"
@@ -212,9 +216,8 @@ def plan_of(
     both_ways = isinstance(recipe, Recipe) and kind in ("infonce", "gist")
     size_of: Any = LossSize
     dimensions = costs[0].dimensions
-    # pairs of queries, and pairs of keys, whose features stand beside zeros
+    # pairs of queries, and pairs of keys
     anchors, positives = (getattr(recipe.loss, f"contrast_{name}", False) for name in ("anchors", "positives"))
-    dimensions *= 1 + positives
     if late:
         dimensions = recipe.model.features
         size_of = partial(LateSize, tokens=tuple([cost.dimensions // dimensions for cost in costs]))
@@ -225,8 +228,8 @@ def plan_of(
     loss = size_of(
         rows, keys * rows, ranks, dimensions, machines.memory, recipe.loss.exchange, recipe.loss.backend,
         machines.device, getattr(recipe.loss, "workspace", None), products, given,
-        pair_loss, queue=queue // ranks, own=anchors + positives, directions=2 if both_ways else 1, listed=listed,
-        labels=labels, node=machines.per_node,
+        pair_loss, queue=queue // ranks, own=anchors + positives, halves=positives,
+        directions=2 if both_ways else 1, listed=listed, labels=labels, node=machines.per_node,
     )  # fmt: skip
     teacher, guides = 0, list[Side]()
     if (other := teacher_recipe(recipe)) is not None:
@@ -238,7 +241,7 @@ def plan_of(
         else:
             teacher = sum(x.nbytes for x in (*guide.parameters(), *guide.buffers()))
             guides = [Side(cost, side.examples) for cost, side in zip(guide_costs, sides, strict=True)]
-            loss = replace(loss, guide=guide_costs[0].dimensions * (1 + positives))
+            loss = replace(loss, guide=guide_costs[0].dimensions)
     queues = (2 if both_ways else 1) * queue * (dimensions * given.itemsize + ID)
     weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
     trained = sum(x.nbytes for x in model.parameters() if x.requires_grad)

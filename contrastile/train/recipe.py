@@ -256,14 +256,17 @@ class _Reader:
         return f"{rule}; got {_shown(mistake['input'])}"
 
     def _suggestion(self, key: str) -> str:
-        """The known key with the nearest name; of several, that of the same section."""
+        """The kinds of the section that have the key, else the known key of the nearest name, or of a synonym.
+
+        Of several with that name, the one of the same section.
+        """
         # the number of an entry in a list is no part of a known key
         *sections, name = (part for part in key.split(".") if not part.isdecimal())
-        section, name = ".".join(sections), SYNONYMS.get(name, name)
-        owners = [owner for known, owner in self.known if known == f"{section}.{name}"]
-        if owners:
-            kinds = [_shown(kind) for owner in owners for kind in get_args(owner.model_fields["kind"].annotation)]
+        section = ".".join(sections)
+        fields = [owner.model_fields for known, owner in self.known if known == f"{section}.{name}"]
+        if kinds := [_shown(kind) for each in fields if "kind" in each for kind in get_args(each["kind"].annotation)]:
             return f" with this kind; it belongs to {section}.kind = {' or '.join(kinds)}"
+        name = SYNONYMS.get(name, name)
         keys = (known.rpartition(".") for known, _ in reversed(self.known))
         by_name = {last: table for table, _, last in sorted(keys, key=lambda parts: parts[0] == section)}
         near = difflib.get_close_matches(name, by_name, n=1, cutoff=0.7)

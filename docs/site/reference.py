@@ -65,7 +65,7 @@ _shown = {name for *_, names in API.values() for name, module in names.items() i
 # every other public name
 API["runs"] = (
     "Which functions work on runs and recipes?",
-    "They need the extra `train`: `pip install 'contrastile[train]'`.",
+    "They need the extra `train`: `pip install '.[train]'` in a clone.",
     {name: "contrastile" for name in contrastile.__all__ if name not in _shown},
 )
 SECTION = re.compile(r"^(Arguments.*|How it is computed.*):$")

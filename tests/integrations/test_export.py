@@ -148,8 +148,10 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "`--as` must be one of sentence-transformers, transformers, open_clip, npy, faiss; got 'onnx'."
     )
     assert refused(capsys, run, "--as", "npy", "--out", out).startswith("`--index` must hold an index.json; got")
-    sentence = "`run` must have encoders of transformers; got BagTower. Train with"
-    assert refused(capsys, run, "--as", "transformers", "--out", out).startswith(sentence)
+    assert refused(capsys, run, "--as", "transformers", "--out", out) == (
+        '`run` must have encoders of transformers; got model.both of the kind "bag". '
+        'Train with model.both of the kind "transformers".\n'
+    )
     assert main(["encode", run]) == 0
     capsys.readouterr()
     assert refused(capsys, run, "--as", "npy", "--out", str(tmp_path)).startswith(

@@ -19,7 +19,7 @@ from lightning_on_ranks import Base, Cached, Plain, pairs, quiet, train
 from test_coming_from import blocks, run
 from torch.utils.data import DataLoader, TensorDataset
 
-from contrastile import ClipLoss
+from contrastile import ClipLoss, SigLipLoss
 from contrastile.integrations.lightning import ContrastileMixin
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.unpoisoned]
@@ -125,6 +125,20 @@ def test_mistakes_are_refused_before_a_batch_is_loaded(tmp_path: Path, sentence:
     with pytest.raises(ValueError) as raised:
         quiet(tmp_path).fit(model, DataLoader(pairs(), batch_size=8, collate_fn=unread))
     assert str(raised.value).startswith(sentence)
+
+
+def test_a_bias_follows_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = Cached(), [side[:4] for side in pairs().tensors]
+    monkeypatch.setattr(Cached, "loss", SigLipLoss())
+    monkeypatch.setattr(Cached, "scale", 7.0)
+    without = model.contrastive_loss(batch)
+    monkeypatch.setattr(Cached, "bias", -3.0)
+    sides = [getattr(model, name)(side) for name, side in zip(Cached.encoders, batch, strict=True)]
+    truth = SigLipLoss()(*sides, 7.0, -3.0)
+    torch.testing.assert_close(model.contrastive_loss(batch), truth)
+    assert not torch.isclose(without, truth)
+    monkeypatch.setattr(Cached, "bias", lambda self: -3.0)
+    torch.testing.assert_close(model.contrastive_loss(batch), truth)
 
 
 def test_a_scale_may_be_a_number_and_the_loss_an_object(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from comparison import same
 from trainer_on_ranks import CASES, Model, Pairs, collate, result, scale_of, trainer
 from transformers import TrainingArguments
 
-from contrastile import ClipLoss
+from contrastile import ClipLoss, SigLipLoss
 from contrastile.integrations import transformers as adapter
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.unpoisoned]
@@ -43,6 +43,17 @@ def test_losses_and_weights_are_those_of_the_whole_batch(tmp_path: Path, kind: s
             wanted = sum(float(plain.compute_loss(plain.model, batch)) for batch in batches) / 4
         assert found == pytest.approx(wanted, rel=1e-6)
     same(results[0][:2], results[1][:2])
+
+
+def test_a_bias_follows_the_scale(tmp_path: Path) -> None:
+    run = trainer("ours", tmp_path, 8)
+    batch, scale = collate([Pairs()[i] for i in range(8)]), scale_of(run.model)
+    _, features = run.compute_loss(run.model, batch, return_outputs=True)
+    truth = SigLipLoss()(*features.values(), scale, -3.0)
+    run.contrastive_loss = SigLipLoss()
+    for bias in (-3.0, lambda model: -3.0 * model.logit_scale / model.logit_scale.detach()):
+        run.bias = bias
+        torch.testing.assert_close(run.compute_loss(run.model, batch), truth)
 
 
 @pytest.mark.parametrize("kind", ["ours", "method"])

@@ -152,7 +152,7 @@ class Triton(Tiles):
         constants = next(iter(self.constants.values()), None)
         fused = self._epilogue.formula.denominator is not None and reduction != "none"
         # of features streamed from the host the constants are those of one block, and the flag of all
-        fused = fused and (self.flag is None or self.own_products is not None)
+        fused = fused and (self.flag is None or self.noted)
         if not fused or constants is None:
             return self.guidance.noted(super().finish(stats, weights, reduction, total, nonfinite))
         if self.flag is not None:
@@ -174,9 +174,9 @@ class Triton(Tiles):
         # the norms of a replay include sums of features times 0
         return self.norms[1].sum() + self.scale * 0
 
-    def note(self, flag: Tensor, rows: Shard, cols: Shard) -> None:
+    def found(self, rows: Shard, cols: Shard) -> Tensor:
         constants = next(iter(self.constants.values()), None)
-        self.flag = flag + (self.nonfinite(rows, cols) if constants is None else constants[NONFINITE.value])
+        return self.nonfinite(rows, cols) if constants is None else constants[NONFINITE.value]
 
     def inner_product(self, x: Tensor, total: Tensor) -> Tensor:
         with on(self.scale.device):

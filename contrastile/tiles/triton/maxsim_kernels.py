@@ -6,7 +6,7 @@ Launched by `maxsim.py`. Query tokens are entries: those of a query lie one afte
 SLOT entries, so that a tile of entries holds several short queries. Documents are [J, M, D], the tokens of each first.
 
     order_tokens        the tokens of each example that count, then its others, each in their order
-    pack_tokens         the vectors of documents in that order, the first again where a token does not count
+    pack_tokens         the vectors of documents in that order, the last again where a token does not count
     fill_entries        the tokens of each query in slots of its own, which follow those of the query before
     slot_scores         the score of each pair from the sums of the query's slots
     sweep               each document's tokens against a tile of entries: sums of the maxima of each slot and, where
@@ -67,11 +67,15 @@ def order_tokens(mask_ptr, order_ptr, lengths_ptr, L, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=ANY)
 def pack_tokens(x_ptr, order_ptr, lengths_ptr, out_ptr, M, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the vectors [J, M, width] of documents, the tokens of each in this order, then the first again."""
+    """Write the vectors [J, M, width] of documents, the tokens of each in this order, then the last one again.
+
+    A copy may win against its token by a rounding error. `sweep` then has an index beyond the tokens, for which it
+    takes the last one.
+    """
     j = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     length = tl.load(lengths_ptr + j)
-    token = tl.load(order_ptr + j * M + tl.where(at < length, at, 0))
+    token = tl.load(order_ptr + j * M + tl.minimum(at, tl.maximum(length - 1, 0)))
     for start in range(0, width, BLOCK):
         d = start + tl.arange(0, BLOCK)
         inside = (d < width)[None, :] & (length > 0)
@@ -157,7 +161,7 @@ def sweep(q_ptr, k_mem, tokens_ptr, lengths_ptr, sums_ptr, best_ptr, N, J, L, M,
           SHORT: tl.constexpr, TMA: tl.constexpr, FLATTEN: tl.constexpr, REGISTERS: tl.constexpr):  # fmt: skip
     """Write sums [J, slots] of a tile of entries over a group of documents and, where BEST, indices [J, entries].
 
-    SHORT: M < BN. Otherwise a document of fewer tokens than BN has its first one again behind them.
+    SHORT: M < BN. Otherwise a document of fewer tokens than BN has its last one again behind them.
     """
     tiles = tl.cdiv(entries, BM)
     tile = tl.program_id(0) % tiles
@@ -215,7 +219,7 @@ def sweep(q_ptr, k_mem, tokens_ptr, lengths_ptr, sums_ptr, best_ptr, N, J, L, M,
             block, of_block = column(place, BN)
             begin = tl.minimum(block * BN, most_begin)
             index = tl.min(tl.where(top == most[:, None], begin + of_block, NONE), 1)
-            # an index in range, also where products are not finite
+            # an index in range, also where products are not finite, or a copy of the last token has won
             index = tl.minimum(tl.maximum(index, 0), n - 1)
             # computed again for each document: registers hold the products
             _, _, has = entry_tokens(e, tokens_ptr, N, L, entries, PADDED, ROWS_MASKED)

@@ -57,11 +57,11 @@ class FusedOwnColumns(OwnColumns):
 
     @staticmethod
     def gradient(g: Tensor, q: Tensor, number: Tensor, out: Tensor) -> None:
-        sizes = _sizes(out)
+        programs, sizes = gradient_programs(out)
         with on(q.device):
             run(
-                own_kernels.own_gradients, (len(q), plan.tiles_of(q.shape[1], sizes["BLOCK"])), g_ptr=g.contiguous(),
-                number_ptr=number, out_ptr=out, q_ptr=q, q_row_stride=q.stride(0), q_stride=q.stride(1), **sizes,
+                own_kernels.own_gradients, (programs,), g_ptr=g.contiguous(), number_ptr=number, upstream_ptr=number,
+                out_ptr=out, q_ptr=q, q_row_stride=q.stride(0), q_stride=q.stride(1), UPSTREAM=False, **sizes,
             )  # fmt: skip
 
     @classmethod
@@ -114,6 +114,12 @@ def _columns(own: Tensor, excluded: Tensor | None, unused: Tensor) -> dict[str, 
         "own_ptr": own, "own_row_stride": row, "own_stride": column, "own_feature_stride": feature,
         "excluded_ptr": mask, "EXCLUDED": excluded is not None, **_sizes(own),
     }  # fmt: skip
+
+
+def gradient_programs(out: Tensor) -> tuple[int, dict[str, int]]:
+    """The programs of `own_gradients` that write [N, H, D], and their sizes."""
+    sizes = _sizes(out)
+    return len(out) * plan.tiles_of(out.shape[2], sizes["BLOCK"]), sizes
 
 
 def _sizes(own: Tensor) -> dict[str, int]:

@@ -101,14 +101,17 @@ def own_sums(g_ptr, own_ptr, u_ptr, products_ptr, excluded_ptr, scale_ptr, state
         tl.store(sums_ptr + row, total, mask=block == 0)
 
 
-@triton.jit(do_not_specialize=["H"])
-def own_gradients(g_ptr, q_ptr, number_ptr, out_ptr, H, D, q_row_stride, q_stride, COLS: tl.constexpr,
-             BLOCK: tl.constexpr):  # fmt: skip
-    """out [N, H, D] = g_ih · number · q_i, for BLOCK features of one row."""
-    row = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+@triton.jit(do_not_specialize=["H"], do_not_specialize_on_alignment=["upstream_ptr"])
+def own_gradients(g_ptr, q_ptr, number_ptr, upstream_ptr, out_ptr, H, D, q_row_stride, q_stride,
+                  UPSTREAM: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """out [N, H, D] = g_ih · number · q_i, for BLOCK features of one row; UPSTREAM: times another number."""
+    blocks = tl.cdiv(D, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    d = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
     q = tl.load(q_ptr + row * q_row_stride + d * q_stride, mask=d < D, other=0.0)
     number = tl.load(number_ptr)
+    if UPSTREAM:
+        number *= tl.load(upstream_ptr)
     for first in range(0, H, COLS):
         h = first + tl.arange(0, COLS)
         g = tl.load(g_ptr + row * H + h, mask=h < H, other=0.0) * number

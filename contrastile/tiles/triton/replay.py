@@ -17,7 +17,8 @@ from contrastile.tiles.base import Accumulated
 from contrastile.tiles.triton import launch, replay_kernels
 from contrastile.tiles.triton.kernel import start
 from contrastile.tiles.triton.launch import ROWS
-from contrastile.tiles.triton.own import FusedOwnColumns
+from contrastile.tiles.triton.own import gradient_programs
+from contrastile.tiles.triton.own_kernels import own_gradients
 from contrastile.tiles.triton.plan import ALIGNMENT, interpreting, tiles_of
 
 # numbers of one program
@@ -110,11 +111,23 @@ class Gradients:
         # number of the numbers that get a gradient, and position of the first
         self._numbers, self._first = sum(wanted[:2]), 1 if wanted[0] else 2
         self._launch: _Repeated | None = None
+        self._own_launch: _Repeated | None = None
+        self._own_numbers: tuple[int, ...] = ()
 
-    def own(self, sums: Accumulated, q: Tensor, upstream: Tensor, out: Tensor) -> None:
+    def own(self, sums: Accumulated, q: Tensor, upstream: Tensor, out: Tensor, stream: int) -> None:
         """Write the gradient of the rows' own columns [N, H, D], of queries q in the dtype of products."""
         assert sums.own is not None
-        FusedOwnColumns.gradient(sums.own, q, sums.sums[0] * upstream, out)
+        if not out.numel():
+            return
+        if not q.is_contiguous() or q.data_ptr() % ALIGNMENT:
+            q = q.clone(memory_format=torch.contiguous_format)
+        memory, (_, H, D) = (sums.own, q, sums.sums, upstream, out), out.shape
+        if self._own_launch is None or interpreting():
+            programs, sizes = gradient_programs(out)
+            self._own_numbers = H, D, D, 1, True, sizes["COLS"], sizes["BLOCK"]
+            self._own_launch = _Repeated(own_gradients, programs, (*memory, *self._own_numbers))
+        else:
+            self._own_launch(stream, (*_addresses(memory), *self._own_numbers))
 
     def _totals(self, sums: Accumulated) -> tuple[Tensor, ...]:
         return tuple([x for x, want in zip(sums, self._wanted[2:], strict=False) if want and x is not None])

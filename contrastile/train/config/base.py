@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
-from contrastile._errors import invalid
+from contrastile._errors import extra, invalid
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
@@ -391,8 +391,8 @@ class SaveSettings(Settings):
 class LogSettings(Settings):
     """Trackers beside the run's own folder: `tensorboard` files in it, a project of `wandb`."""
 
-    tensorboard: Annotated[bool, needs("tensorboard", '"contrastile[log]"')] = False
-    wandb: Annotated[str | None, needs("wandb", '"contrastile[log]"')] = None
+    tensorboard: Annotated[bool, needs("tensorboard", extra("log"))] = False
+    wandb: Annotated[str | None, needs("wandb", extra("log"))] = None
 
 
 class AnyRecipe(Settings):

@@ -10,8 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from contrastile._errors import logger
-from contrastile.data.sources import PICTURES, PROMPTS, is_collection, missing, read_source
+from contrastile._errors import extra, logger
+from contrastile.data.sources import PICTURES, PROMPTS, TO_BE_GIVEN, is_collection, missing, read_source
 from contrastile.train.config.base import (
     AnyRecipe,
     Clash,
@@ -127,7 +127,8 @@ class ModelSettings(Settings):
 
 class DataSettings(Settings):
     """Pairs of images and captions. `source`: "glyphs", a table (.tsv or .csv), or a collection: tar shards such as
-    "a/{000..099}.tar", parquet files and folders of images, several joined by "::".
+    "a/{000..099}.tar", parquet files and folders of images, several joined by "::". Recipes for one's own data have "",
+    with which they are planned and not trained.
     """
 
     source: str = "glyphs"
@@ -146,16 +147,18 @@ class DataSettings(Settings):
     def _source_is_known(cls, source: str, info: ValidationInfo) -> str:
         if source == "docstrings":
             raise ValueError('is a set of texts; set kind = "retriever" at the top of the recipe')
-        parts = [] if source == "glyphs" else read_source(source)
+        parts = [] if source in ("glyphs", TO_BE_GIVEN) else read_source(source)
         if not needs_files(info):
             return source
+        if source == TO_BE_GIVEN:
+            raise ValueError("must be given: data.source=FOLDER of images, or a .tsv, .csv, .tar or .parquet file")
         absent = next(filter(None, map(missing, parts)), None)
         if absent == source and (os.path.exists(source) or not os.path.splitext(source)[1]):
             raise ValueError(f'must be "glyphs", a .tsv, .csv, .tar or .parquet file, or a folder; got "{source}"')
         if absent is not None:
             raise ValueError(f'no such file "{absent}"')
         if any(part.kind == ".parquet" for part in parts):
-            refuse([not_installed("pyarrow", '"contrastile[data]"')])
+            refuse([not_installed("pyarrow", extra("data"))])
         return source
 
     def clashes(self) -> Iterable[Clash]:

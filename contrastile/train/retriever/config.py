@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from contrastile._errors import extra
 from contrastile.train.config.base import (
     AnyRecipe,
     Clash,
@@ -32,7 +33,7 @@ from contrastile.train.config.towers import TransformersModel, WordsTower, size_
 
 # files of a folder of questions, passages and judgements
 BEIR = ("corpus.jsonl", "queries.jsonl", "qrels/*.tsv")
-SEARCH = '"contrastile[search]"'
+SEARCH = extra("search")
 
 
 class TextDataSettings(Settings):
@@ -73,7 +74,7 @@ class TextDataSettings(Settings):
             folder, named = Path(path).expanduser(), '"docstrings" or ' if key == "source" else ""
             yield not folder.exists(), key, f'must be {named}a file or folder; there is no "{path}"'
             if folder.suffix == ".parquet":
-                yield not_installed("pyarrow", '"contrastile[data]"', key)
+                yield not_installed("pyarrow", extra("data"), key)
             if folder.is_dir():
                 yield key == "test", key, f'must be a file of questions; got the folder "{path}"'
                 for name in BEIR if key == "source" else ():

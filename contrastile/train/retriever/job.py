@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from contrastile._errors import invalid
+from contrastile._errors import extra, invalid
 from contrastile.data.base import Indices
 from contrastile.data.text_files import open_beir, open_questions
 from contrastile.gradcache.memory import bytes_per_example
@@ -246,7 +246,7 @@ class RetrieverJob(Task[TextBatch]):
         queries, source = data.texts.queries, recipe.data.source
         if find_spec("regex") is None and any(query.answers for query in queries):
             # refused here, because the evaluation needs it only after the training
-            remedy = 'Run: pip install "contrastile[search]"'
+            remedy = f"Run: pip install {extra('search')}"
             raise invalid("evaluate.match", "have the package regex to look for answers", "none", remedy)
         if isinstance(recipe.loss, RetrieverScores) and not any(query.scores for query in queries):
             rule = f'have scores of its passages for loss.kind = "{recipe.loss.kind}"'
