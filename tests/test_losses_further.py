@@ -202,6 +202,29 @@ def test_a_guide_that_is_not_finite_gives_nan() -> None:
     assert all(x.isnan().all() for x in gradients.values())
 
 
+@pytest.mark.parametrize(("H", "ids"), [(0, False), (1, True), (5, True), (9, False)])
+# Triton's interpreter computes with NumPy, which warns
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_negatives_of_one_query_alone_in_kernels(H: int, ids: bool) -> None:
+    query, key, negatives = (F.normalize(torch.randn(*size), dim=-1) for size in ((7, 6), (7, 6), (7, H, 6)))
+    leaves = [query, key, negatives, torch.tensor(5.0)]
+    of_queries, of_negatives = torch.arange(7) % 3, torch.randint(3, (7, H))
+    more = {"query_ids": of_queries, "negative_ids": of_negatives} if ids else {}
+    query, key, negatives, scale = (x.requires_grad_() for x in leaves)
+    loss = InfoNCELoss(in_batch=False, backend="triton")(query, key, scale, negatives=negatives, **more)
+    others = scale * (negatives @ query[..., None])[..., 0]
+    if ids:
+        others = others.masked_fill(of_negatives == of_queries[:, None], -torch.inf)
+    x = torch.cat([scale * (query * key).sum(1, keepdim=True), others], 1)
+    naive = F.cross_entropy(x, torch.zeros(7, dtype=torch.int64))
+    torch.testing.assert_close(loss, naive)
+    for found, true in zip(*(torch.autograd.grad(value, leaves) for value in (loss, naive)), strict=True):
+        torch.testing.assert_close(found, true, rtol=1e-4, atol=1e-6)
+    with torch.no_grad():
+        negatives[-1:, :1] = torch.nan
+    assert H == 0 or InfoNCELoss(in_batch=False, backend="triton")(query, key, 5.0, negatives=negatives).isnan()
+
+
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("at", range(4))
 def test_a_number_that_is_not_finite_gives_nan_where_keys_are_compared_with_keys(at: int, backend: Any) -> None:

@@ -153,6 +153,9 @@ class Triton(Tiles):
         fused = self._epilogue.formula.denominator is not None and reduction != "none"
         # of features streamed from the host the constants are those of one block, and the flag of all
         fused = fused and (self.flag is None or self.noted)
+        if constants is None and self.noted:
+            # rows that meet their own columns alone
+            constants = self.scale.new_zeros(CONSTANTS)
         if not fused or constants is None:
             return self.guidance.noted(super().finish(stats, weights, reduction, total, nonfinite))
         if self.flag is not None:
@@ -199,11 +202,7 @@ class Triton(Tiles):
         return budget.expected_bytes(N, M, D, dtype, followed=followed, labels=labels)
 
     def reserve(self, multiprocessors: int) -> None:
-        """Leave this number of the device's multiprocessors to transfers.
-
-        Each program of the tile kernels has a fixed share of the tiles. A program that finds no free multiprocessor
-        starts after the others have finished.
-        """
+        """Leave so many multiprocessors to transfers: a program that finds none free waits for the shares of others."""
         self.reserved = multiprocessors
 
     def keeps(self, rows: Shard, cols: Shard) -> bool:
@@ -409,12 +408,11 @@ class Triton(Tiles):
                 sorting.add_strip(u, tile, 0, strip, fresh=first_of_row)
             if v is not None:
                 sorting.add_strip(_received(v), tile, 1, strip, fresh=first_of_col)
-            if all(tile.last):
-                if isinstance(v, InFlight) and final:
+            if all(tile.last) and isinstance(v, InFlight):
+                if final:
                     v.release()
-                if isinstance(v, InFlight):
-                    # this small kernel lets the transfer start before the next product takes the whole device
-                    sums = sums.sum(dtype=torch.float64)
+                # this small kernel lets the transfer start before the next product takes the whole device
+                sums = sums.sum(dtype=torch.float64)
             if u is not None and early:
                 sorting.add_strip(u, tile, 0, strip, fresh=first_of_row)
         self.guidance.complete(block.constants)

@@ -33,6 +33,7 @@ class FusedOwnColumns(OwnColumns):
     ) -> None:
         """statistics: memory of the rows', into which exponentials are merged."""
         unused: dict[str, Any] = {"stats_ptr": out, "stats_stride": 0, "stats_col_stride": 0, "scale_ptr": out}
+        unused["POSITIVE"] = False
         with on(q.device):
             run(
                 own_kernels.own_products, (len(q),), q_ptr=q, q_row_stride=q.stride(0), q_stride=q.stride(1),
@@ -47,7 +48,7 @@ class FusedOwnColumns(OwnColumns):
         unused: dict[str, Any] = dict.fromkeys(
             ("products_ptr", "scale_ptr", "state_ptr", "coefficient_ptr", "sums_ptr"), g
         )
-        unused |= {"state_stride": 0, "state_col_stride": 0}
+        unused |= {"state_stride": 0, "state_col_stride": 0, "POSITIVE": False}
         columns = _columns(own, excluded, g)
         with on(u.device):
             run(
@@ -70,6 +71,7 @@ class FusedOwnColumns(OwnColumns):
         if own is not None:
             stride, col_stride = stats.stride()
             memory = {"stats_ptr": stats, "stats_stride": stride, "stats_col_stride": col_stride}
+            memory["POSITIVE"] = rows.own_positives > 0
             cls.products(rows.features, own, products, flag, rows.own_excluded, scale_ptr=tiles.scale, **memory)
         return own is not None
 
@@ -82,7 +84,7 @@ class FusedOwnColumns(OwnColumns):
         cls.add(
             g, own, u, rows.own_excluded, products_ptr=products, scale_ptr=tiles.scale, sums_ptr=of_rows,
             coefficient_ptr=coefficient.contiguous(), state_ptr=state, state_stride=state.stride(0),
-            state_col_stride=state.stride(1),
+            state_col_stride=state.stride(1), POSITIVE=rows.own_positives > 0,
         )  # fmt: skip
         sums[1] += of_rows.sum()
         return True
@@ -100,11 +102,13 @@ class OwnTiles(Eager):
 
 
 def _exponentials(tiles: Tiles, rows: Shard) -> Tensor | None:
-    """The rows' own columns where they are negatives of which the loss reads the exponentials alone."""
+    """The rows' own columns where the loss reads their exponentials alone, and of one positive the logit."""
     loss, formula = tiles.loss, tiles.loss.formula
     plain = formula is not None and formula.pairs == "exponential" and formula.guide is None
+    if formula is not None and rows.own_positives:
+        plain = formula.linear and rows.own_positives == 1
     others = loss.reads_products or getattr(loss, "label_smoothing", False) or tiles.bias is not None
-    return rows.own if plain and not (others or rows.own_positives) else None
+    return rows.own if plain and not others else None
 
 
 def _columns(own: Tensor, excluded: Tensor | None, unused: Tensor) -> dict[str, Any]:

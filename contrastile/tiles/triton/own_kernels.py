@@ -11,14 +11,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from contrastile.tiles.triton.arithmetic import MISSING, POSITIVE_COUNT, POSITIVE_TOP, POSITIVE_TOTAL
+
 
 @triton.jit(do_not_specialize=["H"])
 def own_products(q_ptr, own_ptr, out_ptr, flag_ptr, excluded_ptr, scale_ptr, stats_ptr, stats_stride, stats_col_stride,
              H, D, q_row_stride, q_stride, own_row_stride, own_stride, own_feature_stride, MERGE: tl.constexpr,
-             EXCLUDED: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+             POSITIVE: tl.constexpr, EXCLUDED: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """⟨q_i, own_ih⟩ [N, H]; the flag becomes NaN where one is not finite.
 
     MERGE: the exponentials of those that count, times the scale, are added to the row's statistics: their top and sum.
+    POSITIVE: the first is the row's only positive.
     """
     row = tl.program_id(0).to(tl.int64)
     top = -float("inf")
@@ -47,7 +50,14 @@ def own_products(q_ptr, own_ptr, out_ptr, flag_ptr, excluded_ptr, scale_ptr, sta
             counts = h < H
             if EXCLUDED:
                 counts &= tl.load(excluded_ptr + row * H + h, mask=counts, other=1) == 0
-            x = tl.where(counts, x * scale, -float("inf"))
+            x *= scale
+            if POSITIVE:
+                counts &= h > 0
+                if first == 0:
+                    tl.store(stats + POSITIVE_TOP * stats_stride, tl.sum(tl.where(h == 0, x, 0.0)))
+                    tl.store(stats + POSITIVE_TOTAL * stats_stride, 1.0)
+                    tl.store(stats + POSITIVE_COUNT * stats_stride, 1.0)
+            x = tl.where(counts, x, -float("inf"))
             higher = tl.maximum(top, tl.max(x))
             base = tl.where(higher == -float("inf"), 0.0, higher)
             total = total * tl.exp(top - base) + tl.sum(tl.exp(x - base))
@@ -62,11 +72,11 @@ def own_products(q_ptr, own_ptr, out_ptr, flag_ptr, excluded_ptr, scale_ptr, sta
 @triton.jit(do_not_specialize=["H"])
 def own_sums(g_ptr, own_ptr, u_ptr, products_ptr, excluded_ptr, scale_ptr, state_ptr, state_stride, state_col_stride,
              coefficient_ptr, sums_ptr, H, D, own_row_stride, own_stride, own_feature_stride, GRADIENT: tl.constexpr,
-             EXCLUDED: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+             POSITIVE: tl.constexpr, EXCLUDED: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """u [N, D] += Σ_h g_ih · own_ih, for BLOCK features of one row.
 
     GRADIENT: g [N, H] is computed from the products, as each pair's exponential times the row's numbers, and written;
-    so is Σ_h g_ih · products_ih of each row.
+    so is Σ_h g_ih · products_ih of each row. POSITIVE: the first is the row's only positive.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -76,7 +86,9 @@ def own_sums(g_ptr, own_ptr, u_ptr, products_ptr, excluded_ptr, scale_ptr, state
         scale = tl.load(scale_ptr)
         top = tl.load(state_ptr + row * state_col_stride)
         coefficient = tl.load(coefficient_ptr + row)
-        coefficient *= tl.load(state_ptr + row * state_col_stride + state_stride)
+        inverse = coefficient * tl.load(state_ptr + row * state_col_stride + state_stride)
+        if POSITIVE:
+            attraction = -coefficient * tl.load(state_ptr + row * state_col_stride + MISSING * state_stride)
         total = 0.0
     for first in range(0, H, COLS):
         h = first + tl.arange(0, COLS)
@@ -88,7 +100,9 @@ def own_sums(g_ptr, own_ptr, u_ptr, products_ptr, excluded_ptr, scale_ptr, state
             counts = h < H
             if EXCLUDED:
                 counts &= tl.load(excluded_ptr + row * H + h, mask=counts, other=1) == 0
-            g = tl.exp(tl.where(counts, products * scale - top, -float("inf"))) * coefficient
+            g = tl.exp(tl.where(counts, products * scale - top, -float("inf"))) * inverse
+            if POSITIVE:
+                g = tl.where(h == 0, attraction, g)
             total += tl.sum(tl.where(h < H, g * products, 0.0))
             tl.store(g_ptr + row * H + h, g, mask=(h < H) & (block == 0))
         else:
