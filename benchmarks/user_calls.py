@@ -55,6 +55,11 @@ def _plain_with_own(q: Tensor, k: Tensor, scale: Tensor, negatives: Tensor) -> T
     return F.cross_entropy(scale * logits, torch.arange(len(q), device=q.device))
 
 
+def _plain_alone(q: Tensor, k: Tensor, scale: Tensor, negatives: Tensor) -> Tensor:
+    logits = torch.cat([(q * k).sum(-1, keepdim=True), (negatives @ q[..., None])[..., 0]], 1)
+    return F.cross_entropy(scale * logits, torch.zeros(len(q), dtype=torch.int64, device=q.device))
+
+
 def _of_lists(loss: Loss) -> Loss:
     return lambda q, k, scale: loss(q, k, scale=scale)
 
@@ -108,6 +113,8 @@ def calls(machine: Machine, *, with_peers: bool) -> Iterator[tuple[str, dict[str
         q, k, listed = features((b, 512), (b, 512), (b, 8, 512))
         with_own = beside(_with_own(InfoNCELoss()), _plain_with_own, [q, k, scale, listed])
         yield f"negatives {b} x 8 x 512", with_own | {"contrastile, without": step(InfoNCELoss(), [q, k, scale])}
+        alone = _with_own(InfoNCELoss(in_batch=False))
+        yield f"alone {b} x 8 x 512", beside(alone, _plain_alone, [q, k, scale, listed])
         scores = torch.randn(b, 8, device="cuda")
         ours, plain = partial(ScoreDistillLoss(), scores=scores), partial(_plain_scores, scores=scores)
         yield f"scores {b} x 8 x 512", beside(_of_lists(ours), plain, [q, listed, scale])
