@@ -197,8 +197,11 @@ class Softmax(PairLoss):
         return grad
 
     def direct(self, tile: Tile, number: int) -> tuple[Tensor, Tensor] | None:
+        return self._direct(tile, number) if type(self) is Softmax else None
+
+    def _direct(self, tile: Tile, number: int) -> tuple[Tensor, Tensor] | None:
         x, bounds, where = tile.x, tile.bounds, tile.positive
-        if type(self) is not Softmax or self.label_smoothing or bounds is None or not all(map(math.isfinite, bounds)):
+        if self.label_smoothing or bounds is None or not all(map(math.isfinite, bounds)):
             return None
         close = bounds[1] - bounds[0] <= SPREAD
         pairs = _one_each(where) if isinstance(where, Tensor) and not self.symmetric else where
