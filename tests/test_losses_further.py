@@ -31,6 +31,7 @@ from contrastile.losses import BalancedSigmoid, Guided, Hardness, Sigmoid, Softm
 from contrastile.losses.reference import dense_decoupled, mises_fisher_weights
 from contrastile.scorers import Bilinear
 from contrastile.tiles import eager
+from contrastile.tiles.base import Tiles
 
 SHARES = {1: [N], 2: [28, N - 28], 3: [20, 0, N - 20]}
 # those that a fused kernel computes
@@ -223,6 +224,36 @@ def test_negatives_of_one_query_alone_in_kernels(H: int, ids: bool) -> None:
     with torch.no_grad():
         negatives[-1:, :1] = torch.nan
     assert H == 0 or InfoNCELoss(in_batch=False, backend="triton")(query, key, 5.0, negatives=negatives).isnan()
+
+
+# strips and tiles; one super-tile and several; fewer keys than negatives, and more
+@pytest.mark.parametrize("workspace", [None, 2**20])
+@pytest.mark.parametrize(("N", "M", "H"), [(100, 130, 300), (70, 70, 40)])
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_shared_negatives_that_are_constants_get_no_sums(
+    backend: Any, N: int, M: int, H: int, workspace: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sums: list[int] = []
+    accumulators = Tiles.accumulators
+
+    def noted(tiles: Tiles, *given: Any) -> Any:
+        u, v = accumulators(tiles, *given)
+        sums.append(len(v))
+        return u, v
+
+    monkeypatch.setattr(Tiles, "accumulators", noted)
+    query, key, negatives = (F.normalize(torch.randn(n, 12), dim=-1) for n in (N, M, H))
+    leaves = query.requires_grad_(), key.requires_grad_(), torch.tensor(9.0, requires_grad=True)
+    loss = InfoNCELoss(backend=backend, workspace=workspace)
+    results = []
+    for learned in (False, True):
+        for positives in (None, torch.randint(-1, M, (N, 2), generator=torch.Generator().manual_seed(0))):
+            value = loss(*leaves, negatives=negatives.clone().requires_grad_(learned), positives=positives)
+            results.append([value.detach(), *torch.autograd.grad(value, leaves)])
+    for constant, learned in zip(results[:2], results[2:], strict=True):
+        for x, y in zip(constant, learned, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-8)
+    assert sums == [M, M, M + H, M + H]
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])

@@ -159,6 +159,18 @@ def test_keys_of_each_query_are_replayed(loss: partial[Any], given: tuple[str, .
 
 
 @pytest.mark.usefixtures("_played")
+def test_constant_negatives_are_replayed() -> None:
+    loss, plain = InfoNCELoss(), InfoNCELoss(reduction="none")
+    for _ in range(4):
+        leaves = [x.requires_grad_() for x in torch.randn(2, 12, 5, dtype=torch.float64)]
+        negatives = torch.randn(7, 5, dtype=torch.float64)
+        values = loss(*leaves, 0.7, negatives=negatives), plain(*leaves, 0.7, negatives=negatives).mean()
+        for x, y in zip(*(torch.autograd.grad(3 * value, leaves) for value in values), strict=True):
+            assert distance(x, y) <= 1e-12
+    assert len(CAPTURED) == 1
+
+
+@pytest.mark.usefixtures("_played")
 def test_sums_are_copied_away_for_a_backward_that_is_still_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
     moved = []
     move = graph.Held.move

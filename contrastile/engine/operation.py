@@ -69,6 +69,8 @@ class Call:
     indexed: int | None = None
     # the shards have the numbers that the loss takes from guides and labels
     numbered: bool = True
+    # the last columns that are constants, whose gradient nobody reads
+    fixed: int = 0
 
     def tiles(self, scale: Tensor, bias: Tensor | None) -> Tiles:
         """The tiles of this call, with its numbers in the accumulator's dtype."""
@@ -78,6 +80,7 @@ class Call:
         if loss.least_scale:
             number = number.masked_fill(number == 0, loss.least_scale)
         tiles = plan.tiles(loss, number, used, plan.workspace)
+        tiles.fixed = self.fixed
         tiles.grad_dtypes = None if self.input_dtypes is None else (self.input_dtypes[0], self.input_dtypes[1])
         if len(self.exchange.layout.rows) > 1:
             tiles.reserve(self.exchange.reserved())

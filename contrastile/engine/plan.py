@@ -118,8 +118,21 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
             template = _template(problem, plan, exchange) if alone and fits else None
             for key in {exact, signature} if not alone else {signature if plan.small else exact}:
                 _plans[key] = plan, template
-    inputs = _call(problem, plan, exchange), problem.scale, problem.bias, *problem.inputs
+    call = changed(_call(problem, plan, exchange), fixed=_constants(arguments, exchange))
+    inputs = call, problem.scale, problem.bias, *problem.inputs
     return operation(*inputs) if plan.small else (Operation.apply, inputs)
+
+
+def _constants(arguments: Arguments, exchange: Exchange) -> int:
+    """The number of shared negatives that get no gradient, such as a queue's keys, behind keys that get one.
+
+    Of several ranks 0: a rank has all columns. The scale's gradient is read off the queries'.
+    """
+    q, k, negatives = arguments.q, arguments.k, arguments.negatives
+    plain = arguments.scorer is None and arguments.own is None and arguments.query_labels is None
+    if not plain or negatives is None or len(exchange.layout) > 1:
+        return 0
+    return len(negatives) if q.requires_grad and k.requires_grad and not negatives.requires_grad else 0
 
 
 def _of_lengths(arguments: Arguments) -> Hashable | None:

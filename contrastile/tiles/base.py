@@ -175,6 +175,8 @@ class Tiles(ABC):
     final: bool = field(default=False, init=False, repr=False)
     # partial norms of rows and columns, where a replay has computed them (`tiles/triton/launch.py`)
     norms: Tensor | None = field(default=None, init=False, repr=False)
+    # the last columns that are constants: v has no rows for them
+    fixed: int = field(default=0, init=False, repr=False)
     # products [N, H] of the rows with their own columns
     own_products: Tensor | None = field(default=None, init=False, repr=False)
     # dtypes of the gradients of rows and columns; None: those of the features
@@ -308,7 +310,8 @@ class Tiles(ABC):
         new = torch.empty if self.fresh else torch.zeros
         # contiguous rows, whatever the strides of the features
         u = new(rows.features.shape, dtype=wide, device=self.scale.device) if needs_u else None
-        return u, new(cols.features.shape, dtype=wide, device=self.scale.device) if needs_v else None
+        size = (len(cols) - self.fixed, *cols.features.shape[1:])
+        return u, new(size, dtype=wide, device=self.scale.device) if needs_v else None
 
     def gradients(
         self, accumulated: Accumulated, rows: Shard, cols: Shard, wanted: Sequence[bool],
@@ -334,6 +337,8 @@ class Tiles(ABC):
         of_q, of_k = self.grad_dtypes or (rows.features.dtype, cols.features.dtype)
         dq = self.scaled(u, of_q, upstream, keep=keep) if want_q and u is not None else None
         dk = self.scaled(v, of_k, upstream, keep=keep) if want_k and v is not None else None
+        if dk is not None and self.fixed:
+            dk = torch.cat([dk, dk.new_zeros(self.fixed, dk.shape[1])])
         return [dscale, dbias, dq, dk]
 
     def pair_sums(

@@ -177,8 +177,8 @@ class Eager(Tiles):
         g = g_IJ.to(q.dtype) if narrow else g_IJ
         if u_I is not None:
             add_product(u_I, g, k, fresh=self.fresh)
-        if v_J is not None:
-            add_product(v_J, g.T, q, fresh=self.fresh)
+        if v_J is not None and len(v_J):
+            add_product(v_J, g.T[: len(v_J)], q, fresh=self.fresh)
         if narrow:
             # the scale's gradient, a single number, is read off u, or off v where there is no u
             rest = g_IJ.sub_(g).to(q.dtype)

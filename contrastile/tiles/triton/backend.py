@@ -213,7 +213,8 @@ class Triton(Tiles):
         if not narrow or self.grad_dtypes not in (None, (torch.bfloat16, torch.bfloat16)):
             return super().accumulators(rows, cols, wanted)
         u, _ = super().accumulators(rows, cols, (*wanted[:3], False))
-        return u, cols.features.new_empty(cols.features.shape) if wanted[3] else None
+        k = cols.features
+        return u, k.new_empty(len(k) - self.fixed, k.shape[1]) if wanted[3] else None
 
     @property
     def sums_products(self) -> bool:

@@ -104,10 +104,12 @@ class Exponentials:
     def _add_weighted(self, total: Tensor, weighted: Tensor) -> None:
         """Write the sums of columns from the rows times their factors."""
         (g,), x = self.pair.strip_pieces(self.strip), weighted[:, : total.shape[1]]
+        # the last columns may have no sums
+        of_cols = g.T[: len(total)]
         if total.dtype == torch.float32:
-            add_at_once(total, g.T, x, 0.0, 1 / UNIT)
+            add_at_once(total, of_cols, x, 0.0, 1 / UNIT)
         else:
-            torch.addmm(total, g.T, x, alpha=1 / UNIT, beta=0, out=total)
+            torch.addmm(total, of_cols, x, alpha=1 / UNIT, beta=0, out=total)
 
     def _weigh_pairs(self, block: Block, weights: Weights) -> Tensor:
         """Turn the strip into the gradient, and return Σ g · ⟨q, k⟩."""

@@ -25,10 +25,10 @@ def add_rows(u: Tensor, pair: Pair, strip: Tensor, *, fresh: bool) -> None:
 
 
 def add_cols(v: Tensor, pair: Pair, strip: Tensor, *, fresh: bool) -> None:
-    """v += gᵀ @ q; `fresh`: v = gᵀ @ q."""
+    """v += gᵀ @ q of as many columns as v has rows; `fresh`: v = gᵀ @ q."""
     g = pair.strip_pieces(strip)
     for of_g, of_q, inner in _strip_products(pair):
-        _add_product(v, g[of_g].T, pair.q.piece(of_q, v.shape[1]), inner, fresh=fresh)
+        _add_product(v, g[of_g].T[: len(v)], pair.q.piece(of_q, v.shape[1]), inner, fresh=fresh)
         fresh = False
 
 

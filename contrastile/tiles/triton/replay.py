@@ -138,6 +138,10 @@ class Gradients:
     def __call__(self, sums: Accumulated, gradients: Sequence[Tensor], upstream: Tensor, stream: int) -> None:
         """Write those gradients that are wanted. sums: those of the graph, or a copy."""
         n = self._numbers
+        for total, out in zip(self._totals(sums), gradients[n:], strict=True):
+            # of the last columns, which are constants
+            if len(out) > len(total):
+                out[len(total) :].zero_()
         if self._launch is None or interpreting():
             each = tuple(gradients)
             tensors = self._totals(sums), each[n:], self._lengths, sums.sums, upstream, each[:n]

@@ -243,7 +243,10 @@ def add_strip(total: Tensor, tile: SuperTile, side: int, strip: Tensor, *, fresh
     """Add a super-tile's gradients to the accumulator of the rows (side 0) or of the columns (1), in either order."""
     add, order = (add_rows, add_cols)[side], tile.block.order
     if order is None:
-        add(along(total, tile.along[side], 0), tile.pair, strip, fresh=fresh)
+        # the last columns may have no sums
+        at = slice(*(min(end, len(total)) for end in (tile.along[side].start, tile.along[side].stop)))
+        if at.start < at.stop:
+            add(along(total, at, 0), tile.pair, strip, fresh=fresh)
         return
     with in_order(total, (order.rows, order.cols)[side], fresh=fresh) as part:
         add(part, tile.pair, strip, fresh=True)
