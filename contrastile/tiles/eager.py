@@ -17,6 +17,7 @@ from torch import Tensor
 from contrastile._torch import bf16_matrix_units
 from contrastile._types import accumulator
 from contrastile.losses.base import PairLoss, Shard, Tile, fill, mark, target, with_states
+from contrastile.losses.guided import Guided
 from contrastile.losses.softmax import Softmax
 from contrastile.tiles.base import InFlight, Sum, Tiles, Weigh, bounds_of
 
@@ -88,6 +89,7 @@ class Eager(Tiles):
             if mean and (result := self.loss.direct(tile, len(rows))) is not None:
                 value = result[0] if value is None else value + result[0]
                 self._add(result[1], strip, cols, u_I, v, sums)
+                del x, graph, tile
                 continue
             if value is not None:
                 # a row without a positive, or a number that is not finite, behind strips without
@@ -209,12 +211,13 @@ class Eager(Tiles):
         teacher = loss.formula is not None and loss.formula.guide == "teacher"
         # a pairwise loss, and blocks of several ranks or of halves, are swept over in tiles
         in_tiles = loss.pairwise or not followed
-        if device.type != "cpu" or labels or teacher or (loss.guides and by_index and not in_tiles):
+        if device.type != "cpu" or labels or teacher:
             return tiles.workspace_bytes(N, M, D, dtype)
         side, wide = tiles._side(dtype), accumulator(dtype)
         rows, cols = (min(N, side), min(M, side)) if in_tiles else tiles._largest_tile(N, M, dtype)
         # the gradient of one direction takes the place of the logits, unless matrix units want it in bf16
-        one_way = type(loss) is Softmax and not (loss.symmetric or loss.label_smoothing)
+        direct = type(loss) is Softmax or (type(loss) is Guided and not by_index)
+        one_way = direct and not (loss.symmetric or getattr(loss, "label_smoothing", False))
         in_place = one_way and not _on_matrix_units(dtype, device)
         held = TILES_HELD_CPU - in_place + GUIDED_CPU * loss.guides + loss.reads_products + LISTED_CPU * by_index
         # label smoothing reads the logits after their exponentials; logits that are far apart, as at a large scale,
