@@ -77,7 +77,8 @@ class Options:
         for name in unknown:
             known = dict.fromkeys([*others, *cls.__dataclass_fields__])
             near = get_close_matches(name, known, n=1, cutoff=0.75)
-            remedy = f"Did you mean {near[0]}?" if near else FOREIGN_KEYWORDS.get(name, "Check the spelling.")
+            nearest = f"Did you mean {near[0]}?" if near else "Check the spelling."
+            remedy = FOREIGN_KEYWORDS.get(name, nearest)
             rule = f"be one of the options {', '.join(known)}"
             raise invalid(name, rule, ", ".join(f"{key}={value!r:.20}" for key, value in unknown.items()), remedy)
 

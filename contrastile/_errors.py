@@ -37,7 +37,7 @@ def invalid(name: str, rule: str, got: object, remedy: str) -> ValueError:
 
 
 def with_names(error: ValueError, names: Mapping[str, str]) -> ValueError:
-    """An error with a caller's names of arguments; names: by those that it has. One of a library stays as it is.
+    """An error with a caller's names of arguments; names: by those that it has. One without them stays as it is.
 
     Made of operations that torch.compile traces.
     """
@@ -46,7 +46,7 @@ def with_names(error: ValueError, names: Mapping[str, str]) -> ValueError:
     words = str(error.args[0])
     for name, own in names.items():
         words = words.replace(f"`{name}`", f"`{own}`")
-    return ValueError(words)
+    return error if words == error.args[0] else ValueError(words)
 
 
 def extra(name: str, root: Path = ROOT) -> str:

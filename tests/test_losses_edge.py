@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -304,6 +305,43 @@ def test_a_logarithm_in_the_place_of_the_scale_is_said() -> None:
 def test_a_loss_is_written_as_it_was_made(words: str) -> None:
     made = eval(words, {name: getattr(contrastile, name) for name in contrastile.__all__})
     assert repr(made) == words
+
+
+def test_a_loss_of_a_users_own_class_is_written_with_the_options_that_differ() -> None:
+    class Balanced(contrastile.SigLipLoss):
+        def __init__(self, **how: Any) -> None:
+            super().__init__(balanced=True, **how)
+
+    assert repr(Balanced(exchange="ring")) == "Balanced(balanced=True, exchange='ring')"
+
+
+def test_a_scale_is_looked_at_where_a_query_meets_its_own_key_alone() -> None:
+    a, b = F.normalize(torch.randn(2, 4, 8), dim=-1)
+    with pytest.warns(UserWarning, match="a temperature"):
+        InfoNCELoss(in_batch=False)(a, b, 0.05, negatives=b[:, None])
+
+
+def test_an_error_of_a_scorer_keeps_its_traceback() -> None:
+    class Failing(torch.nn.Module):
+        def forward(self, a: Any, b: Any) -> Any:
+            raise ValueError("nothing to compare")
+
+    with pytest.raises(ValueError, match="nothing to compare") as raised:
+        contrastile.ScoreDistillLoss()(torch.randn(2, 4), torch.randn(2, 3, 4), torch.randn(2, 3), scorer=Failing())
+    assert raised.traceback[-1].name == "forward"
+    assert "nothing to compare" in str(raised.traceback[-1].statement)
+
+
+@pytest.mark.parametrize("of_ids", [True, False])
+def test_a_row_without_negatives_whose_positive_lies_far_below_other_logits(of_ids: bool) -> None:
+    sides = torch.eye(4)
+    query, key = sides[:2].clone().requires_grad_(), torch.stack([-sides[0], sides[1]]).requires_grad_()
+    guides = {"guide_query": sides[:2], "guide_key": torch.stack([0.1 * sides[0], 0.6 * sides[0] + 0.8 * sides[1]])}
+    ids = dict.fromkeys(("query_ids", "key_ids"), torch.zeros(2, dtype=torch.int64))
+    loss = InfoNCELoss()(query, key, 100.0, **ids) if of_ids else GISTLoss()(query, key, 100.0, **guides)
+    assert float(loss.detach()) < 1e-30
+    for gradient in torch.autograd.grad(loss, (query, key)):
+        assert gradient.abs().max() < 1e-30
 
 
 def test_a_negative_scale_is_said() -> None:

@@ -69,7 +69,7 @@ class Call:
     indexed: int | None = None
     # the shards have the numbers that the loss takes from guides and labels
     numbered: bool = True
-    # the last columns that are constants, whose gradient nobody reads
+    # number of the last columns, which are constants: no gradient sums are kept for them
     fixed: int = 0
 
     def tiles(self, scale: Tensor, bias: Tensor | None) -> Tiles:

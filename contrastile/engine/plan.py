@@ -126,7 +126,8 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
 def _constants(arguments: Arguments, exchange: Exchange) -> int:
     """The number of shared negatives that get no gradient, such as a queue's keys, behind keys that get one.
 
-    Of several ranks 0: a rank has all columns. The scale's gradient is read off the queries'.
+    0 with several ranks, whose exchanges keep sums for all columns. The queries must get a gradient: the scale's is
+    read off their sums.
     """
     q, k, negatives = arguments.q, arguments.k, arguments.negatives
     plain = arguments.scorer is None and arguments.own is None and arguments.query_labels is None

@@ -62,9 +62,9 @@ class Arguments:
     positives_in_range: bool = False
     # [N, H] ids of negatives [N, H, D]
     negative_ids: Tensor | None = None
-    # the first of them that are positives
+    # how many of the first of them are positives
     own_positives: int = 0
-    # as many of the last keys as queries meet the second half of those (`tiles/halves.py`)
+    # queries have two halves of features: the last N keys meet the second, all others the first (`tiles/halves.py`)
     halves: bool = False
 
     def signature(self) -> Hashable:

@@ -41,7 +41,9 @@ class ContrastileMixin:
         sub_batch_tokens: tokens that are encoded at once, padding included, of sides with an `attention_mask`; with
             `sub_batch = None` this is the only limit. Texts of like length share a sub-batch, without common padding.
         retain: as for `encode`; of the last side one sub-batch retains its graph in any case, while memory lasts.
-        loss: called as `loss(queries, keys, scale)`, with a bias behind the scale if there is one; by default InfoNCE.
+        loss: called as `loss(queries, keys, scale)`, and with `logit_bias` behind the scale if there is one; by default
+            InfoNCE.
+        logit_bias: the bias of `SigLipLoss`, a parameter, a number or a method of this name.
 
     A batch is a list or tuple of the sides' inputs, or a mapping, whose values are taken in its order. A fit starts
     with ValueError for wrong sizes, encoders and losses.
@@ -59,10 +61,6 @@ class ContrastileMixin:
     def scale(self) -> Tensor | float:
         """The factor of the scores; 20 by default. A number as an attribute takes its place."""
         return 20.0
-
-    def bias(self) -> Tensor | float | None:
-        """The bias of `SigLipLoss`; none by default. A number as an attribute takes its place."""
-        return None
 
     def on_fit_start(self) -> None:
         """Refuse wrong sizes, encoders and losses before the first batch is loaded."""
@@ -86,7 +84,7 @@ class ContrastileMixin:
         self._check_loss()
         features = encode_sides(encoders, sides, self.sub_batch, self.sub_batch_tokens, self.retain)
         # a subclass may have a number in the place of a method
-        numbers: list[Any] = [self.scale, self.bias]
+        numbers: list[Any] = [self.scale, getattr(self, "logit_bias", None)]
         return loss_of_sides(self.loss, features, *[x() if callable(x) else x for x in numbers])
 
     def _methods(self, sides: int) -> list[tuple[Any, str]]:

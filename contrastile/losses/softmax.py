@@ -210,7 +210,10 @@ class Softmax(PairLoss):
         positive = (pairs.of(x) if isinstance(pairs, Diagonal) else x[pairs]).clone()
         fill(x, pairs, -torch.inf)
         # rows and columns share their exponentials
-        top = x.new_tensor(bounds[1]) if close else finite(x.amax(1, keepdim=True))
+        top = x.new_tensor(bounds[1]) if close else x.amax(1, keepdim=True)
+        if not close:
+            # a row without negatives has its positive alone
+            top = torch.where(top == -torch.inf, positive[:, None], top)
         x.sub_(top).exp_()
         # of the negatives
         totals = torch.stack([x.sum(dim) for dim in (1, 0)[: 1 + self.symmetric]])

@@ -27,7 +27,7 @@ from contrastile.losses.base import PairLoss
 # deviation of a row's length from 1 above which a loss of cosines warns
 LENGTH_TOLERANCE = 0.05
 # usual scales at the start of a training, whose logarithm is learned, and how close to that a number is one
-USUAL_SCALES, LOGARITHM_TOLERANCE = {"1 / 0.07": 1 / 0.07, "10": 10.0}, 1e-3
+USUAL_SCALES, LOGARITHM_TOLERANCE = {"1 / 0.07": 1 / 0.07, "10": 10.0}, 4e-3
 _gpu_reads = checks.GpuReads()
 
 
@@ -81,15 +81,23 @@ class Loss(nn.Module):
 
     @classmethod
     def _keywords(cls) -> dict[str, Any]:
-        """The keywords that its constructor names, and their defaults."""
-        return {x.name: x.default for x in signature(cls).parameters.values() if x.kind is x.KEYWORD_ONLY}
+        """The keywords that its constructor, and those of the classes above it, name, and their defaults."""
+        several = [signature(kind).parameters.values() for kind in reversed(cls.__mro__) if issubclass(kind, Loss)]
+        own_first = [x for parameters in reversed(several) for x in parameters if x.kind is x.KEYWORD_ONLY]
+        defaults = {x.name: x.default for parameters in several for x in parameters}
+        return {x.name: defaults[x.name] for x in own_first}
 
     def _prepared(self, q: Tensor, k: Tensor, scale: Tensor | float, **others: Any) -> tuple[Any, tuple[Any, ...]]:
         """The operation that computes the loss, and its inputs. Errors have this loss's names of arguments."""
         try:
             return prepare(q, k, scale, self.loss, self.options, **others)
         except ValueError as error:
-            raise with_names(error, self.names) from None
+            raise self._named(error) from None
+
+    def _named(self, error: ValueError) -> ValueError:
+        named = with_names(error, self.names)
+        # where a graph is traced, an error has no traceback
+        return named if torch.compiler.is_compiling() else named.with_traceback(error.__traceback__)
 
     @contextmanager
     def _shared_errors(self) -> Iterator[None]:
@@ -97,7 +105,7 @@ class Loss(nn.Module):
         try:
             yield
         except ValueError as error:
-            named = with_names(error, self.names)
+            named = self._named(error)
             share_error(named, self.options.group, self.options.exchange)
             raise named from None
         except Exception as error:
@@ -106,15 +114,15 @@ class Loss(nn.Module):
             raise
 
     def _look(self, scale: Tensor | float, *sides: Tensor) -> None:
-        """Warn, at the first call, about rows not of unit length, or a scale that is none."""
+        """Warn, at the first call, about rows not of unit length, or a scale that looks like another number."""
         if torch.compiler.is_compiling() or any(len(side) == 0 for side in sides) or checks.captured(*sides):
             return
         self._unseen = False
         # reads are counted by process, because a loss may be made anew in every step
-        if not _gpu_reads.allowed(*sides):
+        if not _gpu_reads.allowed(*sides, *[x for x in (scale,) if isinstance(x, Tensor)]):
             return
         lengths = [torch.linalg.vector_norm(side.detach()[:64].float(), dim=-1) for side in sides]
-        # lengths that are not finite are no long rows
+        # a length that is not finite is no sign of rows that were not normalised
         unit = not any(bool(((x - 1).abs() > LENGTH_TOLERANCE).any()) for x in lengths)
         if self.unit_rows and not unit:
             # Python shows equal warnings of one line once, however many losses are made

@@ -105,6 +105,7 @@ class InfoNCELoss(Loss):
             "positives": positives, "negatives": negatives, "query_ids": query_ids, "key_ids": key_ids,
             "negative_ids": negative_ids, "weights": weights,
         }  # fmt: skip
+        given = key
         with self._shared_errors():
             if not self.in_batch:
                 key, others = _own_keys(query, key, others)
@@ -113,7 +114,7 @@ class InfoNCELoss(Loss):
         operation, inputs = self._prepared(query, key, scale, **others)
         loss: Tensor = operation(*inputs)
         if self._unseen:
-            self._look(scale, query, key)
+            self._look(scale, query, given)
         return loss
 
 

@@ -160,7 +160,7 @@ class Tiles(ABC):
     columns: Shard | None = field(default=None, init=False, repr=False)
     # NaN if a feature streamed from the host is not finite, else 0; None if `nonfinite` reads the features itself
     flag: Tensor | None = field(default=None, init=False, repr=False)
-    # the flag is that of one block, and of columns beside it
+    # `note` has set the flag: it is that of the first block, and of what was computed beside it
     noted: bool = field(default=False, init=False, repr=False)
     # u and v are uninitialised memory, all of which one `backward` writes
     fresh: bool = field(default=False, init=False, repr=False)
@@ -175,7 +175,7 @@ class Tiles(ABC):
     final: bool = field(default=False, init=False, repr=False)
     # partial norms of rows and columns, where a replay has computed them (`tiles/triton/launch.py`)
     norms: Tensor | None = field(default=None, init=False, repr=False)
-    # the last columns that are constants: v has no rows for them
+    # number of the last columns, which are constants: v has no rows for them
     fixed: int = field(default=0, init=False, repr=False)
     # products [N, H] of the rows with their own columns
     own_products: Tensor | None = field(default=None, init=False, repr=False)
@@ -266,7 +266,7 @@ class Tiles(ABC):
         return nonfinite_flag(self.scale, rows.features, cols.features) if self.flag is None else self.flag
 
     def found(self, rows: Shard, cols: Shard) -> Tensor:
-        """`nonfinite` of the first block, after its forward, which may have looked already."""
+        """As `nonfinite`, of the first block after its forward, whose own result is taken if there is one."""
         return self.nonfinite(rows, cols)
 
     def note(self, flag: Tensor, rows: Shard, cols: Shard) -> None:

@@ -28,7 +28,7 @@ class Span(NamedTuple):
 
 @dataclass
 class Halves(Tiles):
-    """Two blocks for each block of columns, of tiles of another kind: one-way losses alone."""
+    """A block as two, one for each half of the rows, which tiles of another kind compute. For one-way losses alone."""
 
     # the tiles of a half
     kind: ClassVar[type[Tiles]]
@@ -103,7 +103,7 @@ class Halves(Tiles):
 
     @cached_property
     def halves(self) -> tuple[Tiles, Tiles]:
-        """The tiles of both halves, which share the workspace by their columns: they may keep results at once."""
+        """The tiles of both halves. Each has its share of the workspace, by columns: both may keep results at once."""
         numbers = [sum(span.stop - span.start for span in self.spans if span.half == half) for half in (0, 1)]
         first, second = (self.workspace * number // max(1, sum(numbers)) for number in numbers)
         make = self.kind

@@ -132,12 +132,15 @@ def test_a_bias_follows_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Cached, "loss", SigLipLoss())
     monkeypatch.setattr(Cached, "scale", 7.0)
     without = model.contrastive_loss(batch)
-    monkeypatch.setattr(Cached, "bias", -3.0)
+    monkeypatch.setattr(Cached, "logit_bias", -3.0, raising=False)
     sides = [getattr(model, name)(side) for name, side in zip(Cached.encoders, batch, strict=True)]
     truth = SigLipLoss()(*sides, 7.0, -3.0)
     torch.testing.assert_close(model.contrastive_loss(batch), truth)
     assert not torch.isclose(without, truth)
-    monkeypatch.setattr(Cached, "bias", lambda self: -3.0)
+    monkeypatch.setattr(Cached, "logit_bias", lambda self: -3.0)
+    torch.testing.assert_close(model.contrastive_loss(batch), truth)
+    monkeypatch.delattr(Cached, "logit_bias")
+    model.logit_bias = torch.nn.Parameter(torch.tensor(-3.0, dtype=truth.dtype))
     torch.testing.assert_close(model.contrastive_loss(batch), truth)
 
 

@@ -52,7 +52,7 @@ class Exponentials:
 
     pair: Pair
     strip: Tensor
-    # those of `launch.new_sums` for the careful form; of one direction, before a number of each row
+    # those of the careful kernels (`launch.new_sums`); in one direction a number of each row follows
     sums: Tensor
     parts: Tensor
 

@@ -102,7 +102,7 @@ class OwnTiles(Eager):
 
 
 def _exponentials(tiles: Tiles, rows: Shard) -> Tensor | None:
-    """The rows' own columns where the loss reads their exponentials alone, and of one positive the logit."""
+    """The rows' own columns if the loss needs no more than negatives' exponentials and the logit of one positive."""
     loss, formula = tiles.loss, tiles.loss.formula
     plain = formula is not None and formula.pairs == "exponential" and formula.guide is None
     if formula is not None and rows.own_positives:

@@ -139,7 +139,7 @@ class Gradients:
         """Write those gradients that are wanted. sums: those of the graph, or a copy."""
         n = self._numbers
         for total, out in zip(self._totals(sums), gradients[n:], strict=True):
-            # of the last columns, which are constants
+            # the last columns are constants: they have no sums, and their gradient is 0
             if len(out) > len(total):
                 out[len(total) :].zero_()
         if self._launch is None or interpreting():
