@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from contrastile import ClipLoss, InfoNCELoss, ScoreDistillLoss, SigLipLoss
+from contrastile import ClipLoss, GISTLoss, InfoNCELoss, ScoreDistillLoss, SigLipLoss
 from contrastile.bench.harness import Machine, Step, Table, not_installed, script
 from contrastile.bench.peers import FORMULAS, PEERS, Loss
 
@@ -58,6 +58,14 @@ def _plain_with_own(q: Tensor, k: Tensor, scale: Tensor, negatives: Tensor) -> T
 def _plain_alone(q: Tensor, k: Tensor, scale: Tensor, negatives: Tensor) -> Tensor:
     logits = torch.cat([(q * k).sum(-1, keepdim=True), (negatives @ q[..., None])[..., 0]], 1)
     return F.cross_entropy(scale * logits, torch.zeros(len(q), dtype=torch.int64, device=q.device))
+
+
+def _plain_pairs(q: Tensor, k: Tensor, scale: Tensor, guide_query: Tensor, guide_key: Tensor) -> Tensor:
+    logits, guide = (torch.cat([a @ b.T, a @ a.T, b @ b.T], 1) for a, b in ((q, k), (guide_query, guide_key)))
+    own = torch.arange(len(q), device=q.device)
+    false = guide > guide[own, own][:, None]
+    false[own, own] = False
+    return F.cross_entropy((scale * logits).masked_fill(false, -torch.inf), own)
 
 
 def _of_lists(loss: Loss) -> Loss:
@@ -101,6 +109,16 @@ def calls(machine: Machine, *, with_peers: bool) -> Iterator[tuple[str, dict[str
             at = torch.randperm(m, device="cuda")[:n]
             steps["contrastile, positives"] = step(partial(InfoNCELoss(), positives=at), leaves)
             yield f"infonce {n} x {m} x {d}{kind}", steps
+    for b in (8192, 16384):
+        # as of dense retrieval by dot product
+        q, k = (x.detach().mul(15).requires_grad_() for x in features((b, 768), (b, 768)))
+        one = torch.ones((), device="cuda", requires_grad=True)
+        yield f"infonce {b} x {b} x 768, rows of length 15", beside(InfoNCELoss(), one_way, [q, k, one])
+    for b in (2048, 8192, 16384):
+        leaves, guides = features((b, 512), (b, 512)), [x.detach() for x in features((b, 512), (b, 512))]
+        given = dict(zip(("guide_query", "guide_key"), guides, strict=True))
+        pairs = partial(GISTLoss(contrast_anchors=True, contrast_positives=True), **given)
+        yield f"gist {b} x 512, pairs", beside(pairs, partial(_plain_pairs, **given), [*leaves, scale])
     for b in (8192, 32768):
         leaves = [*features((b, 512), (b, 512)), scale]
         labels = {str(n): torch.randint(n, (b,), device="cuda") for n in (2, 10, 100, 1000)}

@@ -324,12 +324,13 @@ def test_a_scale_is_looked_at_where_a_query_meets_its_own_key_alone() -> None:
 def test_an_error_of_a_scorer_keeps_its_traceback() -> None:
     class Failing(torch.nn.Module):
         def forward(self, a: Any, b: Any) -> Any:
-            raise ValueError("nothing to compare")
+            raise ValueError("nothing to compare") from KeyError("cause")
 
     with pytest.raises(ValueError, match="nothing to compare") as raised:
         contrastile.ScoreDistillLoss()(torch.randn(2, 4), torch.randn(2, 3, 4), torch.randn(2, 3), scorer=Failing())
     assert raised.traceback[-1].name == "forward"
     assert "nothing to compare" in str(raised.traceback[-1].statement)
+    assert isinstance(raised.value.__cause__, KeyError)
 
 
 @pytest.mark.parametrize("of_ids", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from contrastile import (
     encode,
 )
 from contrastile.losses import BalancedSigmoid, Guided, Hardness, Sigmoid, Softmax
+from contrastile.losses.base import Finished
 from contrastile.losses.reference import dense_decoupled, mises_fisher_weights
 from contrastile.scorers import Bilinear
 from contrastile.tiles import eager
@@ -224,6 +226,21 @@ def test_negatives_of_one_query_alone_in_kernels(H: int, ids: bool) -> None:
     with torch.no_grad():
         negatives[-1:, :1] = torch.nan
     assert H == 0 or InfoNCELoss(in_batch=False, backend="triton")(query, key, 5.0, negatives=negatives).isnan()
+
+
+def test_a_users_own_kind_of_guided_loss_is_computed_by_its_methods() -> None:
+    @dataclass(frozen=True)
+    class Doubled(Guided):
+        def finish(self, stats: Tensor) -> Finished:
+            finished = super().finish(stats)
+            return finished._replace(loss=2 * finished.loss)
+
+    query, key, a, b = (F.normalize(torch.randn(9, 6), dim=-1) for _ in range(4))
+    losses = [contrast(query, key, scale=5.0, loss=loss, guide_q=a, guide_k=b) for loss in (Guided(), Doubled())]
+    torch.testing.assert_close(losses[1], 2 * losses[0])
+    query.requires_grad_()
+    losses = [contrast(query, key, scale=5.0, loss=loss, guide_q=a, guide_k=b) for loss in (Guided(), Doubled())]
+    torch.testing.assert_close(losses[1], 2 * losses[0])
 
 
 # strips and tiles; one super-tile and several; fewer keys than negatives, and more

@@ -91,7 +91,7 @@ class Guided(Softmax):
         return least - margin + TIES * torch.finfo(wide).eps * least.abs().clamp(min=1.0)
 
     def direct(self, tile: Tile, number: int) -> tuple[Tensor, Tensor] | None:
-        return self._direct(_masked(tile), number)
+        return self._direct(_masked(tile), number) if type(self) is Guided else None
 
     def absorb(self, tile: Tile) -> tuple[Tensor, ...]:
         return super().absorb(_masked(tile))

@@ -104,14 +104,13 @@ class Loss(nn.Module):
         """Raise an error of this rank on all of them, with this loss's names of arguments."""
         try:
             yield
-        except ValueError as error:
-            named = self._named(error)
-            share_error(named, self.options.group, self.options.exchange)
-            raise named from None
         except Exception as error:
-            # a scorer's own errors are of any kind
-            share_error(error, self.options.group, self.options.exchange)
-            raise
+            # a scorer's own errors are of any kind, and may have a cause
+            named = self._named(error) if isinstance(error, ValueError) else error
+            share_error(named, self.options.group, self.options.exchange)
+            if named is error:
+                raise
+            raise named from None
 
     def _look(self, scale: Tensor | float, *sides: Tensor) -> None:
         """Warn, at the first call, about rows not of unit length, or a scale that looks like another number."""
@@ -145,7 +144,7 @@ class Loss(nn.Module):
 
 
 def _no_scale(value: float, *, unit: bool) -> tuple[str, str]:
-    """What a number looks like that is no scale, and the remedy; nothing where it may be one.
+    """The reason why a number is taken for no scale, and the remedy; both empty where it may be one.
 
     unit: rows have unit length. Products of others may have small scales, such as 1 / √D.
     """
