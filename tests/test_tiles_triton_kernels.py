@@ -512,6 +512,13 @@ def test_the_careful_flag_is_set_where_fast_sums_would_be_lost() -> None:
         assert constants[int(SHIFT.value)] >= 0
 
 
+@pytest.mark.parametrize("size", [D, 8 * D])
+def test_long_features_of_all_directions_need_no_careful_kernels(size: int) -> None:
+    """Logits deviate by 24, norms allow many times that, and the largest ones of rows lie up to 80 apart."""
+    q, k = ((24 * size**0.5) ** 0.5 * _unit(4 * N, features=size) for _ in range(2))
+    assert _fast_totals(q, k, torch.tensor(1.0))[int(CAREFUL.value)] == 0
+
+
 @pytest.mark.parametrize(("times", "expected"), [(1.0, 0), (4.0, 1), (-4.0, 1)], ids=["alike", "far", "opposite"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_long_features_need_careful_kernels_only_where_logits_lie_far_apart(

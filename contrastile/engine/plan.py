@@ -27,6 +27,7 @@ from contrastile.engine.operation import Call, MakeTiles, Operation, Plan
 from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cast_features, guides, indices, leaves_of
 from contrastile.exchange import host
 from contrastile.exchange.base import Exchange, Layout, Single
+from contrastile.gradcache.modes import joined
 from contrastile.losses.base import PairLoss, Shard, changed
 from contrastile.tiles.fitting import fitting_side
 from contrastile.tiles.halves import Span, halves_of
@@ -77,8 +78,7 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
     if plan is not None and template is not None and type(scale) in NUMBERS and type(arguments.bias) in NUMBERS:
         graph = ready(template) if plan.small else None
         if graph is not None:
-            leaves = (q, k) if template.scorer is None else (*leaves_of(q), *leaves_of(k))
-            leaves = leaves if arguments.own is None else (q, k, arguments.own)
+            leaves = _leaves(template, arguments)
             return Replayed.apply, (graph, _tensors(template, arguments, leaves), scale, arguments.bias, *leaves)
         inputs = _refilled(template, arguments)
         return operation(*inputs) if plan.small else (Operation.apply, inputs)
@@ -102,6 +102,7 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
             # all ranks make the same plan, from the rows of all
             signature = exact, exchange.layout.rows, exchange.layout.cols
             plan, _ = _plans.get(signature, (None, None))
+    fixed = _constants(arguments, exchange)
     if len(exchange.layout.rows) == 1 and plan is not None:
         problem = problem.placed(exchange)
     else:
@@ -113,12 +114,11 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
             if len(_plans) >= MOST_PLANS:
                 _plans.clear()
             # a later call fills its tensors into the template
-            shared = arguments.negatives is not None and arguments.own is None
-            fits = not shared and options.device is None
-            template = _template(problem, plan, exchange) if alone and fits else None
+            fits = options.device is None and _whole(arguments)
+            template = changed(_template(problem, plan, exchange), fixed=fixed) if alone and fits else None
             for key in {exact, signature} if not alone else {signature if plan.small else exact}:
                 _plans[key] = plan, template
-    call = changed(_call(problem, plan, exchange), fixed=_constants(arguments, exchange))
+    call = changed(_call(problem, plan, exchange), fixed=fixed)
     inputs = call, problem.scale, problem.bias, *problem.inputs
     return operation(*inputs) if plan.small else (Operation.apply, inputs)
 
@@ -134,6 +134,26 @@ def _constants(arguments: Arguments, exchange: Exchange) -> int:
     if not plain or negatives is None or len(exchange.layout) > 1:
         return 0
     return len(negatives) if q.requires_grad and k.requires_grad and not negatives.requires_grad else 0
+
+
+def _whole(arguments: Arguments) -> bool:
+    """Return whether the columns are the keys and the negatives with labels and ids of their own, if there are any."""
+    if arguments.negatives is None or arguments.own is not None:
+        return True
+    if arguments.scorer is not None:
+        return False
+    groups = [x for x in (arguments.key_labels, arguments.key_ids) if x is not None]
+    return all(len(x) > len(arguments.k) for x in groups)
+
+
+def _leaves(call: Call, arguments: Arguments) -> tuple[Tensor, ...]:
+    """The inputs of the operation: features, or vectors and masks behind them."""
+    q, k = arguments.q, arguments.k
+    if call.scorer is not None:
+        return *leaves_of(q), *leaves_of(k)
+    if arguments.own is not None:
+        return q, k, arguments.own
+    return q, k if arguments.negatives is None else joined([k, arguments.negatives])
 
 
 def _of_lengths(arguments: Arguments) -> Hashable | None:
@@ -236,18 +256,15 @@ def _no_rows(x: Tensor | None) -> Tensor | None:
 
 def _refilled(call: Call, arguments: Arguments) -> tuple[Any, ...]:
     """The inputs of the operation: a template with the tensors of these arguments, in its dtypes."""
-    q, k = arguments.q, arguments.k
     of_queries, of_keys = _labels(call, arguments)
+    inputs = _leaves(call, arguments)
     if call.scorer is None:
-        inputs: tuple[Tensor, ...] = q, k
-        of_queries["features"], of_keys["features"] = cast_features(q, k, call.rows.features.dtype)
+        dtype = call.rows.features.dtype
+        of_queries["features"], of_keys["features"] = cast_features(inputs[0], inputs[1], dtype)
         if arguments.own is not None:
-            inputs = q, k, arguments.own
-            of_queries["own"] = arguments.own.detach().to(call.rows.features.dtype)
+            of_queries["own"] = arguments.own.detach().to(dtype)
     else:
-        # vectors, and masks behind them
-        sides = leaves_of(q), leaves_of(k)
-        inputs = (*sides[0], *sides[1])
+        sides = leaves_of(arguments.q), leaves_of(arguments.k)
         for shard, (features, *masks) in zip((of_queries, of_keys), sides, strict=True):
             shard |= {"features": features.detach(), "others": tuple(masks)}
     rows, cols = changed(call.rows, **of_queries), changed(call.cols, **of_keys)

@@ -13,7 +13,7 @@ t = ⟨q, k⟩ · factor − shift with factor = scale · log2(e), so that exp(x
 largest norms so that t ≤ 100: nothing overflows, no maximum is needed, and 226 binades lie between the largest term
 and the first that is lost. A sum that ends below 2^−60 sets the careful flag on the device. The careful kernels run
 where it is set and return at once elsewhere. Norms of features that are not normalised allow far larger logits than
-there are: in 16 bits the shift is then that of the largest of some pairs, and a sum above 2^100 sets the flag too.
+there are: in 16 bits the shift is then estimated from some pairs, and a sum above 2^100 sets the flag too.
 A guide may leave a row without a negative, whose sum is 0: the exponents of those that it leaves are at least −120, so
 that such a sum needs no care. The factor compensates the tensor cores' truncation (docs/numerics.md).
 

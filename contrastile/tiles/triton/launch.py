@@ -42,9 +42,9 @@ FEW = 4096
 MERGED, MERGED_FEW = (128, 16), (16, 128)
 # rows of one program that reads features, `BLOCK` features at a time
 ROWS = 16
-# a logit in powers of 2 that norms allow, above which the shift is that of the largest of some pairs; those pairs, and
-# their features that are read at once
-FAR, PAIRS, COLS = 160.0, 32, 128
+# a logit in powers of 2 that norms allow, above which the shift is estimated from some pairs; those pairs, and their
+# features that are read at once
+FAR, PAIRS, COLS = 160.0, 512, 16
 # partial norms that are read at once
 NORMS = 4096
 # constants of a block; rows that `finish` writes: each row's loss, its weight, and from the third on the state
