@@ -62,7 +62,7 @@ EXCHANGES = ("replicate", "gather", "ring", "hierarchical")
 RUN, SHORT = "seconds of a whole run, beside others", "texts shorter than the encoder's limit, with which it is planned"
 EAGER = "eager tiles on a GPU, of a loss that has kernels"
 OWN_KEYS = "keys of each row alone, which no size has"
-BENCHED = "a guide's pairs, whose rows are those of the bench"
+BENCHED = "losses whose rows are those of the bench"
 LIBRARIES = "models and loops of other libraries"
 HELD = "tensors of the bench itself in the peak, and no time of copies in the plan"
 # files without a row that the planner could meet, by their names behind the chip, and why
@@ -196,7 +196,7 @@ def left_out(name: str, row: dict[str, str]) -> str | None:
         SHORT: row.get("model", "").startswith("bert"),
         "no gradients": kind == "tokens" and row["what"] != "loss + grads",
         OWN_KEYS: row.get("loss") in OF_ROWS or row.get("call", "").startswith(("negatives", "alone", "scores")),
-        BENCHED: row.get("call", "").startswith("gist"),
+        BENCHED: row.get("call", "").startswith(("gist", "ntxent", "supcon", "queue")),
         EAGER: kind in ("other losses", "tokens") and "eager" in impl + row.get("backend", ""),
     }  # fmt: skip
     return next((reason for reason, holds in reasons.items() if holds), None)

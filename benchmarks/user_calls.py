@@ -17,12 +17,13 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
+from itertools import product
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from contrastile import ClipLoss, GISTLoss, InfoNCELoss, ScoreDistillLoss, SigLipLoss
+from contrastile import ClipLoss, GISTLoss, InfoNCELoss, NTXentLoss, ScoreDistillLoss, SigLipLoss, SupConLoss
 from contrastile.bench.harness import Machine, Step, Table, not_installed, script
 from contrastile.bench.peers import FORMULAS, PEERS, Loss
 
@@ -68,6 +69,27 @@ def _plain_pairs(q: Tensor, k: Tensor, scale: Tensor, guide_query: Tensor, guide
     return F.cross_entropy((scale * logits).masked_fill(false, -torch.inf), own)
 
 
+def _plain_views(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+    views, n = torch.cat([a, b]), len(a)
+    others = (scale * views @ views.T).masked_fill(torch.eye(2 * n, dtype=torch.bool, device=a.device), -torch.inf)
+    return F.cross_entropy(others, torch.arange(2 * n, device=a.device).roll(n))
+
+
+def _plain_labels(x: Tensor, scale: Tensor, labels: Tensor) -> Tensor:
+    itself = torch.eye(len(x), dtype=torch.bool, device=x.device)
+    positive = (labels[:, None] == labels) & ~itself
+    log_p = (scale * x @ x.T).masked_fill(itself, -torch.inf).log_softmax(1)
+    return -(log_p.masked_fill(~positive, 0.0).sum(1) / positive.sum(1)).mean()
+
+
+def _plain_queue(q: Tensor, k: Tensor, scale: Tensor, negatives: Tensor) -> Tensor:
+    return FORMULAS["infonce"](q, torch.cat([k, negatives]), scale)
+
+
+def _with_labels(loss: SupConLoss, labels: Tensor) -> Loss:
+    return lambda x, scale: loss(x, labels, scale)
+
+
 def _of_lists(loss: Loss) -> Loss:
     return lambda q, k, scale: loss(q, k, scale=scale)
 
@@ -109,16 +131,27 @@ def calls(machine: Machine, *, with_peers: bool) -> Iterator[tuple[str, dict[str
             at = torch.randperm(m, device="cuda")[:n]
             steps["contrastile, positives"] = step(partial(InfoNCELoss(), positives=at), leaves)
             yield f"infonce {n} x {m} x {d}{kind}", steps
-    for b in (8192, 16384):
+    for b, length in product((8192, 16384), (15, 30)):
         # as of dense retrieval by dot product
-        q, k = (x.detach().mul(15).requires_grad_() for x in features((b, 768), (b, 768)))
+        q, k = (x.detach().mul(length).requires_grad_() for x in features((b, 768), (b, 768)))
         one = torch.ones((), device="cuda", requires_grad=True)
-        yield f"infonce {b} x {b} x 768, rows of length 15", beside(InfoNCELoss(), one_way, [q, k, one])
+        yield f"infonce {b} x {b} x 768, rows of length {length}", beside(InfoNCELoss(), one_way, [q, k, one])
     for b in (2048, 8192, 16384):
         leaves, guides = features((b, 512), (b, 512)), [x.detach() for x in features((b, 512), (b, 512))]
         given = dict(zip(("guide_query", "guide_key"), guides, strict=True))
         pairs = partial(GISTLoss(contrast_anchors=True, contrast_positives=True), **given)
         yield f"gist {b} x 512, pairs", beside(pairs, partial(_plain_pairs, **given), [*leaves, scale])
+    for b, d in product((1024, 4096, 16384), (128, 512)):
+        # two views of half of them, and labels of four examples each
+        yield f"ntxent {b} x {d}", beside(NTXentLoss(), _plain_views, [*features((b // 2, d), (b // 2, d)), scale])
+        labels = torch.randperm(b, device="cuda") // 4
+        ours, plain = _with_labels(SupConLoss(), labels), partial(_plain_labels, labels=labels)
+        yield f"supcon {b} x {d}", beside(ours, plain, [*features((b, d)), scale])
+    for b, m, d in ((256, 65536, 128), (1024, 8192, 512), (4096, 32768, 512)):
+        q, k, keys = features((b, d), (b, d), (m, d))
+        given = {"negatives": keys.detach()}
+        steps = beside(partial(InfoNCELoss(), **given), partial(_plain_queue, **given), [q, k, scale])
+        yield f"queue {b} x {m} x {d}", steps
     for b in (8192, 32768):
         leaves = [*features((b, 512), (b, 512)), scale]
         labels = {str(n): torch.randint(n, (b,), device="cuda") for n in (2, 10, 100, 1000)}
