@@ -284,7 +284,7 @@ def of_other_loss(row: dict[str, str]) -> dict[str, Any]:
     size, name, b, d = size_of(row, workspace=2 * 2**30), row["loss"], int(row["b"]), int(row["d"])
     views = {"rows": 2 * b, "keys": 2 * b, "listed": True}
     others: dict[str, dict[str, Any]] = {
-        "queue": {"keys": 2 * b}, "ntxent": views, "supcon": views, "supcon_in": views,
+        "queue": {"queue": b}, "ntxent": views, "supcon": views, "supcon_in": views,
         # pairs of queries, and pairs of keys
         "gist_pairs": {"own": 2, "halves": True, "guide": d, "listed": True},
     }  # fmt: skip

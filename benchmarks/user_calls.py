@@ -217,6 +217,8 @@ def main() -> None:
                 for impl, timing in machine.race(steps).items():
                     times = {"ms": timing.ms, "least_ms": timing.least_ms, "host_ms": host_ms(steps[impl])}
                     report.result({"call": name, "impl": impl} | {key: round(ms, 3) for key, ms in times.items()})
+                # a formula of many shapes would be computed without compilation
+                torch.compiler.reset()
 
 
 if __name__ == "__main__":

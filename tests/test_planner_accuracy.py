@@ -60,7 +60,7 @@ def test_every_row_is_planned_or_left_out_for_a_reason_with_a_name(module: Any, 
         assert planned[path.stem] == verdicts.count(None), path.stem
         reasons.update(verdict for verdict in verdicts if verdict is not None)
     assert set(reasons) == {
-        module.RUN, module.SHORT, module.EAGER, module.LIBRARIES, module.HELD, module.OWN_KEYS,
+        module.RUN, module.SHORT, module.EAGER, module.LIBRARIES, module.HELD, module.OWN_KEYS, module.BENCHED,
         "another implementation", "no plan beside it", "out of memory, or too long", "no gradients",
     }  # fmt: skip
 

@@ -69,6 +69,12 @@ class LossSize:
         return self.keys + self.queue + self.own * self.rows
 
     @property
+    def summed(self) -> int:
+        """Numbers of the gradient sums: of all rows and columns but a queue's keys in one process, constants."""
+        constants = self.queue if self.ranks == 1 and not (self.host or self.own) else 0
+        return self.numbers - constants * self.sizes[1]
+
+    @property
     def carried(self) -> int:
         """Numbers of a column that other ranks send, of rows and columns the larger one's."""
         return max(self.sizes)
@@ -187,6 +193,11 @@ class LossSize:
         # the copy that a queue hands out
         queued += self.queue * self.dimensions * self.given.itemsize
         queued += (halves + self.columns) * self.guide * self.given.itemsize if self.own else 0
+        unsummed = (self.numbers - self.summed) * self.wide
+        # a gradient with zeros for constants is no accumulator
+        wide = self.given == accumulator(self.dtype)
+        joined = self.columns * self.sizes[1] * self.wide if unsummed and wide else 0
+        throughout, end = throughout - unsummed, end - unsummed + joined
         others = (self.directions - 1) * throughout + self.directions * queued
         return throughout + others, end + others
 
@@ -204,7 +215,7 @@ class LossSize:
         """
         keeps = self.exponentials or (self.taught and self.backend_name == "triton")
         early = self.replayed if self.ranks > 1 else not self.loss.symmetric or keeps
-        return 0 if early or self.loss.pairwise or self.host else self.numbers * self.wide
+        return 0 if early or self.loss.pairwise or self.host else self.summed * self.wide
 
     @property
     def taught(self) -> bool:
@@ -262,7 +273,8 @@ class LossSize:
         teacher 4, and of a guide, whose mask is kept as bits, 2.
         """
         own = 6 if self.exponentials or (self.loss.pairwise and not self.host) else 8
-        return self.pairs * (own * self.dimensions + (4 if self.taught else 2) * self.guide)
+        every = self.pairs * (own * self.dimensions + (4 if self.taught else 2) * self.guide)
+        return every - 2.0 * self.rows * self.directions * (self.numbers - self.summed)
 
     @property
     def replayed(self) -> bool:
@@ -279,8 +291,8 @@ class LossSize:
     def copied(self) -> int:
         """Bytes that a replay moves beside its graph: features to the graph's memory, and sums from it."""
         narrow = self.exponentials and not self.loss.symmetric and self.columns >= NARROW * self.rows
-        of_row, of_col = self.sizes
-        sums = of_row * self.rows * self.wide + of_col * self.columns * (self.dtype.itemsize if narrow else self.wide)
+        of_rows = self.sizes[0] * self.rows
+        sums = of_rows * self.wide + (self.summed - of_rows) * (self.dtype.itemsize if narrow else self.wide)
         return self.numbers * (2 * self.given.itemsize + self.dtype.itemsize) + sums
 
     @property
