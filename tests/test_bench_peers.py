@@ -91,6 +91,16 @@ def test_each_direction_with_a_product_of_its_own_is_the_same_loss():
     assert DENSE.index(two) > 0, "what multiples are of stays the first"
 
 
+def test_a_formula_is_compiled_once_for_each_shape(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda loss, dynamic: compiled.append(loss) or loss)
+    (one,) = (one for one in DENSE if one.backend == "compiled")
+    q, k, scale = leaves()
+    for rows in (4, 4, 3):
+        close(step(one.losses["clip"], (q[:rows], k[:rows], scale)), step(dense_clip, (q[:rows], k[:rows], scale)))
+    assert compiled == [dense_clip] * 2
+
+
 def test_logits_in_float32_are_the_same_loss():
     (wide,) = (one for one in DENSE if one.backend == "float32 logits")
     loss, (q, k, scale) = wide.losses["clip"], leaves(dtype="bfloat16")

@@ -6,7 +6,7 @@ out by name where it is not installed or cannot take the problem. None is a depe
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -118,6 +118,18 @@ def _diagonal(q: Tensor) -> Tensor:
     return torch.arange(len(q), device=q.device)
 
 
+@lru_cache(maxsize=1)
+def _of_one_shape(loss: Loss, *kind: Any) -> Loss:
+    """The loss compiled for features of this kind: torch compiles one function for few kinds, then runs it as it is."""
+    del kind
+    torch.compiler.reset()
+    return torch.compile(loss, dynamic=False)
+
+
+def _compiled(loss: Loss, q: Tensor, *others: Tensor) -> Tensor:
+    return under_autocast(_of_one_shape(loss, q.shape, q.dtype), q, *others)
+
+
 def _wide_logits(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     """The product in 16 bits, logits and cross-entropy in float32."""
     logits = scale * (q @ k.T).float()
@@ -169,6 +181,7 @@ _dense_twice = partial(Contestant, "dense", dtypes=HALVES, pair_bytes=TWICE_DENS
 DENSE = (
     _dense("autocast", {name: partial(under_autocast, loss) for name, loss in FORMULAS.items()}, HALVES),
     _dense("one dtype", FORMULAS),
+    _dense("compiled", {name: partial(_compiled, loss) for name, loss in FORMULAS.items()}, HALVES, only_on="cuda"),
     # OpenCLIP's formula: each direction's logits from a product of its own, 12 · b² · d operations
     _dense_twice("two products", {"clip": partial(under_autocast, TWO_PRODUCTS)}),
     _dense_twice("float32 logits", {"clip": _wide_logits}),

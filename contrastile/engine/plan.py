@@ -114,8 +114,8 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
             if len(_plans) >= MOST_PLANS:
                 _plans.clear()
             # a later call fills its tensors into the template
-            fits = options.device is None and _whole(arguments)
-            template = changed(_template(problem, plan, exchange), fixed=fixed) if alone and fits else None
+            fits = alone and _refillable(arguments)
+            template = changed(_template(problem, plan, exchange), fixed=fixed) if fits else None
             for key in {exact, signature} if not alone else {signature if plan.small else exact}:
                 _plans[key] = plan, template
     call = changed(_call(problem, plan, exchange), fixed=fixed)
@@ -136,8 +136,13 @@ def _constants(arguments: Arguments, exchange: Exchange) -> int:
     return len(negatives) if q.requires_grad and k.requires_grad and not negatives.requires_grad else 0
 
 
-def _whole(arguments: Arguments) -> bool:
-    """Return whether the columns are the keys and the negatives with labels and ids of their own, if there are any."""
+def _refillable(arguments: Arguments) -> bool:
+    """Return whether later calls can be filled into a template.
+
+    Shared negatives then stand behind the keys of a dot product, and so do their labels and ids.
+    """
+    if arguments.options.device is not None:
+        return False
     if arguments.negatives is None or arguments.own is not None:
         return True
     if arguments.scorer is not None:
