@@ -14,7 +14,7 @@ from problems import distance
 from ranks import Pool
 from torch import Tensor
 
-from contrastile import ClipLoss, contrast
+from contrastile import ClipLoss, InfoNCELoss, contrast
 from contrastile._dispatch import Options, choose_tiles
 from contrastile.engine import plan
 from contrastile.engine.plan import prepare
@@ -57,6 +57,30 @@ def test_a_second_call_of_a_signature_is_not_checked_again() -> None:
     first, second = _calls(lambda: loss(*inputs)), _calls(lambda: loss(*inputs))
     assert any(file.endswith("engine/arguments.py") for file in first)
     assert not any(file.endswith("engine/arguments.py") for file in second)
+    (q, k, scale), negatives = inputs, torch.randn(3, inputs[0].shape[1])
+    first, second = (_calls(lambda: InfoNCELoss()(q, k, scale, negatives=negatives)) for _ in "12")
+    assert len(second) < 0.7 * len(first)
+
+
+@pytest.mark.parametrize("own_ids", [True, False], ids=["ids of all", "ids of the keys"])
+@pytest.mark.parametrize("constant", [True, False], ids=["constant", "learned"])
+def test_a_later_call_with_shared_negatives_is_that_of_its_tensors(constant: bool, own_ids: bool) -> None:
+    loss, scale = InfoNCELoss(), torch.tensor(5.0, dtype=torch.float64, requires_grad=True)
+    for _ in range(3):
+        q, k, more = (F.normalize(torch.randn(n, 7, dtype=torch.float64), dim=-1) for n in (5, 6, 4))
+        leaves = [x.requires_grad_() for x in (q, k, *([] if constant else [more]))]
+        query_ids, key_ids = torch.randint(3, (5,)), torch.randint(3, (10 if own_ids else 6,))
+        positives = torch.randint(6, (5,))
+        given: dict[str, Any] = {"positives": positives, "query_ids": query_ids, "key_ids": key_ids}
+        found = loss(q, k, scale, negatives=more, **given)
+        every = torch.cat([key_ids, torch.full((10 - len(key_ids),), -1)])
+        left = (query_ids[:, None] == every).scatter(1, positives[:, None], value=False)
+        truth = F.cross_entropy((scale * q @ torch.cat([k, more]).T).masked_fill(left, -torch.inf), positives)
+        pairs = zip(*(torch.autograd.grad(x, [scale, *leaves]) for x in (found, truth)), strict=True)
+        assert distance(found.detach(), truth.detach()) <= 1e-12
+        assert all(distance(*pair) <= 1e-12 for pair in pairs)
+    with pytest.raises(ValueError, match="positives"):
+        loss(q, k, scale, negatives=more, **{**given, "positives": positives + 6})
 
 
 @pytest.mark.parametrize("change", ["shape", "dtype", "grad", "kind"])
