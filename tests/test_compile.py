@@ -122,6 +122,18 @@ def test_gradients_have_memory_of_their_own(backend: str, early: int, name: str)
     assert all(x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes for x in gradients)
 
 
+def test_gradients_of_float16_have_room_before_the_factor_of_a_scaler() -> None:
+    torch._dynamo.reset()
+    q, k = (F.normalize(torch.randn(512, 8), dim=-1).half().requires_grad_() for _ in "qk")
+    step = torch.compile(lambda q, k: contrast(q, k, scale=0.002), backend="aot_eager", fullgraph=True)
+    wide = [x.detach().double().requires_grad_() for x in (q, k)]
+    found = torch.autograd.grad(2.0**16 * step(q, k), [q, k])
+    truth = torch.autograd.grad(2.0**16 * contrast(*wide, scale=0.002), wide)
+    # without the factor most of them would be multiples of the smallest number of float16, 6e-8
+    assert truth[0].abs().max() < 2.0**16 * 4e-6
+    assert all(distance(x.double(), y) <= 4e-4 for x, y in zip(found, truth, strict=True))
+
+
 def test_positives_out_of_range_are_found_when_the_graph_runs() -> None:
     torch._dynamo.reset()
     from contrastile.losses.softmax import Softmax

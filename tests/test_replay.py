@@ -33,7 +33,7 @@ from contrastile import ClipLoss, InfoNCELoss, ScoreDistillLoss, contrast
 from contrastile.distributed import collectives, failure
 from contrastile.distributed.collectives import captured_call
 from contrastile.distributed.failure import LostRankError, state_of
-from contrastile.engine import graph, plan
+from contrastile.engine import compiled, graph, plan
 from contrastile.engine.problem import Problem
 from contrastile.exchange import gather
 from contrastile.exchange.base import Exchange
@@ -75,9 +75,10 @@ def _played(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _plays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(plan, "_plans", {})
-    monkeypatch.setattr(plan, "replayable", _replayable)
-    monkeypatch.setattr(plan, "small", lambda *_: True)
+    for module in (plan, compiled):
+        monkeypatch.setattr(module, "_plans", {})
+        monkeypatch.setattr(module, "replayable", _replayable)
+        monkeypatch.setattr(module, "small", lambda *_: True)
     for name, value in {"_captured": _captured, "current_stream_address": lambda _: 0}.items():
         monkeypatch.setattr(graph, name, value)
     for name in ("current_device", "current_stream"):
@@ -104,6 +105,28 @@ def test_the_same_numbers_from_every_call(name: str, request: pytest.FixtureRequ
         loss, gradients = PROBLEMS[name](30, 40).by_tiles(tensors)
         assert distance(loss, truth) <= 1e-12
         assert all(distance(gradients[key], true_gradients[key]) <= 1e-12 for key in tensors)
+    assert len(CAPTURED) == 1
+
+
+@pytest.mark.parametrize("frozen", [None, 0, 1, 2], ids=["all", "without q", "without k", "without the scale"])
+@pytest.mark.parametrize("name", ["clip_ids_weights_smoothing", "siglip_ids_weights", "sup_con"])
+def test_the_same_numbers_from_every_call_inside_a_compiled_graph(
+    name: str, frozen: int | None, request: pytest.FixtureRequest
+) -> None:
+    torch._dynamo.reset()
+    tensors, truth, true_gradients = _plain(name, 30, 40)
+    request.getfixturevalue("_played")
+    problem, learned = PROBLEMS[name](30, 40), [key for at, key in enumerate(tensors) if at != frozen]
+    given = {key: x.detach().requires_grad_(key in learned) for key, x in tensors.items()}
+    step = torch.compile(
+        lambda q, k, **named: contrast(q, k, **problem.tiled, **named), backend="aot_eager", fullgraph=True
+    )
+    for times in (1.0, 0.3, 7.0, -2.0):
+        loss = problem._call(step, {}, given)
+        gradients = torch.autograd.grad(times * loss, [given[key] for key in learned])
+        assert distance(loss.detach(), truth) <= 1e-12
+        pairs = zip(gradients, (times * true_gradients[key] for key in learned), strict=True)
+        assert all(distance(*pair) <= 1e-12 for pair in pairs)
     assert len(CAPTURED) == 1
 
 

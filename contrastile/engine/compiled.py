@@ -1,36 +1,45 @@
-"""The call as two custom operations for torch.compile: one node of the graph for the forward, one for the backward.
+"""The call as two custom operations for torch.compile: one node of the graph for the forward, at most one for the
+backward.
 
 The twin of `operation.py`, used only while a graph is traced, because a custom operation costs more per call than an
 autograd.Function. It covers one process: several ranks agree on the host, which breaks the graph before the call. A
 loss is passed as the string of its class and fields (`PairLoss.spelled`); one without such a string breaks the graph
-too."""
+too. Where calls outside of a graph compute the gradients with the loss, the forward does, and small ones are replayed
+(`graph.py`); the backward multiplies them by the gradient of the loss, in the graph."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from contrastile._dispatch import choose_tiles, not_empty, workspace_on
+from contrastile._dispatch import Options, choose_tiles, not_empty, workspace_on
 from contrastile._types import Backend, Gradient, Reduction, accumulator
 from contrastile.distributed import collectives
 from contrastile.engine import arguments as checks
+from contrastile.engine.graph import read, ready, replayable, small
 from contrastile.engine.operation import Call, Plan, backward, statistics, with_gradients, without_autocast
 from contrastile.engine.problem import Arguments, Problem
 from contrastile.exchange.base import Layout, Single
 from contrastile.gradcache.modes import refusal
-from contrastile.losses.base import PairLoss, Shard, changed
-from contrastile.tiles.base import Tiles
+from contrastile.losses.base import PairLoss, Shard
 
 NO_DIAGONAL = -(2**40)
 # in place of the number of keys: positives are in range
 IN_RANGE = -1
+# bytes of the workspace for each pair whose exponential is kept, and the most that a default workspace has room for
+KEPT_BYTES, MOST_KEPT_BYTES = 2.16, 2.16 * 2**30
+# cached plans; all are dropped when more kinds of calls than that have been seen
+MOST_PLANS = 256
 
 GROUPS = "Tensor? positives, Tensor? row_labels, Tensor? row_ids, Tensor? col_labels, Tensor? col_ids"
 INPUTS = f"Tensor q, Tensor k, Tensor scale, Tensor? bias, {GROUPS}"
 SETTINGS = "str loss, str words, int[] numbers"
 FORWARD = f"({INPUTS}, Tensor? weights, {SETTINGS}) -> Tensor[]"
 BACKWARD = f"(Tensor upstream, {INPUTS}, Tensor[] results, {SETTINGS}, bool[] wanted) -> Tensor[]"
+
+_plans: dict[Hashable, Plan] = {}
 
 
 def traceable(arguments: Arguments) -> bool:
@@ -58,13 +67,23 @@ def traced(arguments: Arguments) -> tuple[Callable[..., Tensor], tuple[Any, ...]
     groups = (rows.positives, rows.labels, rows.ids, cols.labels, cols.ids, problem.weights)
     words = f"{options.backend} {options.gradient} {options.reduction}"
     diagonal = NO_DIAGONAL if rows.diagonal is None else rows.diagonal
-    # on a CPU one sweep computes the gradients with the loss; else the backward does
-    early = torch.is_grad_enabled() and q.device.type == "cpu" and options.backend != "triton"
-    given = (problem.scale, problem.bias, q, k) if early and options.reduction != "none" else ()
+    early = torch.is_grad_enabled() and options.reduction != "none" and _early(problem, q, k)
+    given = (problem.scale, problem.bias, q, k) if early else ()
     wanted = sum([1 << at for at, x in enumerate(given) if x is not None and x.requires_grad])
     keys = IN_RANGE if problem.indexed is None else problem.indexed
     numbers = [diagonal, int(options.workspace or 0), wanted, keys]
     return _loss, (q, k, problem.scale, problem.bias, *groups, problem.loss.spelled, words, numbers)
+
+
+def _early(problem: Problem, q: Tensor, k: Tensor) -> bool:
+    """Return whether the gradients are computed with the loss, as in calls outside of a graph: see `plan._planned`.
+
+    A loss of both directions keeps its exponentials for that; those of larger batches have two sweeps.
+    """
+    if q.device.type == "cpu" or not problem.loss.symmetric:
+        return True
+    # the memory of the device cannot be asked for in a graph
+    return q.shape[0] * k.shape[0] <= int((problem.options.workspace or MOST_KEPT_BYTES) / KEPT_BYTES)
 
 
 def _loss(*inputs: Any) -> Tensor:
@@ -74,21 +93,54 @@ def _loss(*inputs: Any) -> Tensor:
 
 @torch.library.custom_op("contrastile::forward", mutates_args=(), schema=FORWARD)
 def operation_forward(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, *rest: Any) -> list[Tensor]:
-    """The loss, then the states, then the coefficients of each direction; or the gradient sums, where it has them."""
+    """The loss, then the states, then the coefficients of each direction.
+
+    Where gradients come with it, those of scale, bias, q and k for a gradient of the loss of 1 in their place, in the
+    accumulator's dtype: float16 has no room for them before a GradScaler's factor.
+    """
     *groups, weights, loss, words, numbers = rest
     if groups[0] is not None and numbers[-1] != IN_RANGE:
         # checked here, because a graph cannot read values
         checks.in_range(groups[0], numbers[-1])
-    call, tiles = _call(q, k, scale, bias, groups, loss, words, numbers)
-    rows, cols = call.shards((q, k))
+    call = _call(q, k, scale, bias, groups, weights, loss, words, numbers)
     with without_autocast(q.device):
         if call.plan.at_once:
-            value, sums = with_gradients(changed(call, weights=weights), tiles, (q, k), _wanted(numbers))
-            return [value, *(q.new_empty(0) if x is None else x for x in sums[:3])]
+            value, gradients = _at_once(call, scale, bias, (q, k), _wanted(numbers))
+            return [value, *(q.new_empty(0) if x is None else _own_memory(x) for x in gradients)]
+        tiles = call.tiles(scale, bias)
+        call = call.prepared(tiles)
+        rows, cols = call.shards((q, k))
         stats = statistics(call, tiles, rows, cols)
         value, states, coefficients = call.exchange.finish(tiles, stats, rows, cols, weights, call.reduction)
     # outputs of an operation share no memory
     return [value, *(x.clone() for x in (*states, *coefficients))]
+
+
+def _at_once(
+    call: Call, scale: Tensor, bias: Tensor | None, features: tuple[Tensor, Tensor], wanted: Sequence[bool]
+) -> tuple[Tensor, Sequence[Tensor | None]]:
+    """The loss, and the gradients of scale, bias and features: those of a replay where the call is small."""
+    inputs, wide = (scale, bias, *features), call.plan.wide
+    # without memory of their own
+    as_wide: list[Any] = [
+        x if x is None or x.dtype == wide else x.new_empty((), dtype=wide).expand(x.shape) for x in inputs
+    ]
+    if call.plan.small:
+        graph = ready(call)
+        if graph is None:
+            # captured as outside of the compiled graph, in which no tensor requires a gradient
+            leaves = [
+                x if x is None else x.detach().requires_grad_(want) for x, want in zip(inputs, wanted, strict=True)
+            ]
+            with torch.enable_grad():
+                graph = ready(call, leaves)
+        if graph is not None:
+            value, held = graph(read(call, scale, bias))
+            return value, graph.backward(held, as_wide, _one(wide, call.device))
+    tiles = call.tiles(scale, bias)
+    value, sums = with_gradients(call, tiles, features, wanted)
+    tiles.grad_dtypes = wide, wide
+    return value, tiles.gradients(sums, *call.shards(features), wanted, (as_wide[0], as_wide[1]), None)
 
 
 @torch.library.custom_op("contrastile::backward", mutates_args=(), schema=BACKWARD)
@@ -97,14 +149,26 @@ def operation_backward(
 ) -> list[Tensor]:
     """The gradients of scale, bias, q and k; one without elements stands for each that is not wanted."""
     *groups, results, loss, words, numbers, wanted = rest
-    call, tiles = _call(q, k, scale, bias, groups, loss, words, numbers)
-    if call.plan.at_once:
-        # copies, which are overwritten
-        u, v, sums = results
-        needs_u, needs_v = tiles.needed(_wanted(numbers))
-        results = [u.clone() if needs_u else None, v.clone() if needs_v else None, sums]
+    if any(_wanted(numbers)):
+        return _times(results, upstream, (scale, bias, q, k))
+    call = _call(q, k, scale, bias, groups, None, loss, words, numbers)
+    tiles = call.tiles(scale, bias)
+    call = call.prepared(tiles)
     gradients = backward(call, tiles, upstream, scale, bias, (q, k), results, wanted)
     return [q.new_empty(0) if gradient is None else _own_memory(gradient) for gradient in gradients]
+
+
+@cache
+def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.ones((), dtype=dtype, device=device)
+
+
+def _times(gradients: Sequence[Tensor], upstream: Tensor, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+    """Gradients times a number, in the dtypes of their inputs."""
+    return [
+        (gradient * upstream).to(upstream.dtype if x is None else x.dtype)
+        for gradient, x in zip(gradients, inputs, strict=True)
+    ]
 
 
 def _wanted(numbers: Sequence[int]) -> list[bool]:
@@ -119,36 +183,45 @@ def _own_memory(x: Tensor) -> Tensor:
 
 
 def _call(
-    q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, groups: Sequence[Tensor | None], loss: str, words: str,
-    numbers: Sequence[int],
-) -> tuple[Call, Tiles]:  # fmt: skip
-    """The call without its weights, and its tiles."""
+    q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, groups: Sequence[Tensor | None], weights: Tensor | None,
+    loss: str, words: str, numbers: Sequence[int],
+) -> Call:  # fmt: skip
+    """The call of an operation's arguments, whose plan is cached by their kind."""
     positives, row_labels, row_ids, col_labels, col_ids = groups
     backend, gradient, reduction = words.split()
     first, workspace, wanted, keys = numbers
     parsed, diagonal = PairLoss.parsed(loss), None if first == NO_DIAGONAL else first
     rows = Shard(q, diagonal=diagonal, positives=positives, labels=row_labels, ids=row_ids)
     cols = Shard(k, labels=col_labels, ids=col_ids)
-    exchange = Single(cast(Gradient, gradient), Layout(None, 0, (len(q),), (len(k),)))
-    make = choose_tiles(cast(Backend, backend), parsed, rows, cols)
-    plan = Plan(exchange, make, workspace_on(q.device, workspace or None), accumulator(q.dtype), wanted > 0)
     indexed = None if keys == IN_RANGE else keys
-    call = Call(plan, exchange, parsed, rows, cols, None, cast(Reduction, reduction), q.device, indexed=indexed)
-    tiles = call.tiles(scale, bias)
-    return call.prepared(tiles), tiles
+    tensors = q, k, scale, bias, *groups, weights
+    key = (loss, words, *numbers, *(x if x is None else (x.shape, x.dtype, x.device) for x in tensors))
+    plan = _plans.get(key)
+    if plan is None:
+        exchange = Single(cast(Gradient, gradient), Layout(None, 0, (len(q),), (len(k),)))
+        make = choose_tiles(cast(Backend, backend), parsed, rows, cols)
+        options = Options(cast(Backend, backend), reduction=cast(Reduction, reduction))
+        problem = Problem(
+            parsed, options, (q, k), scale, bias, rows, cols, weights, q.device, q.dtype, indexed, scorer=None,
+            statement={}, numbered=True,
+        )  # fmt: skip
+        room, early = workspace_on(q.device, workspace or None), wanted > 0
+        replayed = early and replayable(problem, exchange) and small(problem, exchange, make)
+        if len(_plans) >= MOST_PLANS:
+            _plans.clear()
+        plan = _plans[key] = Plan(exchange, make, room, accumulator(q.dtype), early, replayed)
+    assert plan.exchange is not None
+    return Call(plan, plan.exchange, parsed, rows, cols, weights, cast(Reduction, reduction), q.device, indexed=indexed)
 
 
 @operation_forward.register_fake
 def _shapes_forward(q: Tensor, k: Tensor, *rest: Any) -> list[Tensor]:
     *_, loss, words, numbers = rest
     wide, parsed = accumulator(q.dtype), PairLoss.parsed(loss)
-    of_scale, _, of_q, of_k = wanted = _wanted(numbers)
+    wanted = _wanted(numbers)
     if any(wanted):
-        u, v = q.new_empty(q.shape, dtype=wide), k.new_empty(k.shape, dtype=wide)
-        none = q.new_empty(0)
-        # as `Tiles.needed` has it
-        needs_u = of_q or (of_scale and not of_k)
-        return [q.new_empty([], dtype=wide), u if needs_u else none, v if of_k else none, q.new_empty([], dtype=wide)]
+        scale, bias = rest[:2]
+        return [q.new_empty([], dtype=wide), *_like((scale, bias, q, k), wanted, q, wide)]
     # shapes, not `len`, which would be a constant of the graph and compile it anew for other lengths
     sides = [q.shape[0], k.shape[0]] if parsed.symmetric else [q.shape[0]]
     value = q.new_empty([q.shape[0]] if words.endswith("none") else [], dtype=wide)
@@ -161,9 +234,15 @@ def _shapes_backward(
     _upstream: Tensor, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, *rest: Any
 ) -> list[Tensor]:
     *_, wanted = rest
+    return _like((scale, bias, q, k), wanted, q)
+
+
+def _like(
+    inputs: Sequence[Tensor | None], wanted: Sequence[bool], q: Tensor, dtype: torch.dtype | None = None
+) -> list[Tensor]:
     return [
-        x.new_empty(x.shape) if want and x is not None else q.new_empty(0)
-        for x, want in zip((scale, bias, q, k), wanted, strict=True)
+        x.new_empty(x.shape, dtype=dtype or x.dtype) if want and x is not None else q.new_empty(0)
+        for x, want in zip(inputs, wanted, strict=True)
     ]
 
 
@@ -178,7 +257,11 @@ def _backward(ctx: Any, upstream: list[Tensor]) -> tuple[Tensor | None, ...]:
     given, results = ctx.saved_tensors[: ctx.tensors], list(ctx.saved_tensors[ctx.tensors :])
     of_q, of_k, of_scale, of_bias = ctx.needs_input_grad[:4]
     wanted = [of_scale, of_bias, of_q, of_k]
-    gradients = operation_backward(upstream[0], *given, results, *ctx.settings, wanted)
+    if any(_wanted(ctx.settings[2])) and not torch.is_grad_enabled():
+        # operations of the graph, whose derivative nobody can ask for
+        gradients = _times(results, upstream[0], (given[2], given[3], *given[:2]))
+    else:
+        gradients = operation_backward(upstream[0], *given, results, *ctx.settings, wanted)
     dscale, dbias, dq, dk = (gradient if want else None for gradient, want in zip(gradients, wanted, strict=True))
     return dq, dk, dscale, dbias, *[None] * (ctx.tensors - 4), *[None] * 4
 

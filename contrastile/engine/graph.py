@@ -4,8 +4,7 @@ A batch of 4,096 rows keeps a GPU busy for 0.2 ms, but its thirty launches keep 
 with ids, labels or listed positives there are sixty. From the third call of a plan on they are two launches in the
 forward, one that copies features, numbers, labels and weights to the memory that the graph reads, and the graph itself,
 and one or two in the backward. Gradient sums stay in the graph's memory until their backward (`Held`): calls are
-independent of each other. Kernels and their order are those of the calls before. Ranks of few rows have a graph before
-and after each of their transfers, which every call makes anew, so that it finds a lost rank.
+independent of each other. Ranks of few rows have a graph before and after each transfer, which is made anew.
 
 `Replayed` is the twin of `Operation` for such a call: nothing is left to choose, so it has none of `Operation`'s steps.
 """
@@ -169,12 +168,11 @@ class Graph:
         call = _padded(call)
         given, labels, q = _features(call), _labels(call), call.rows.features
         self.device, self.wide, self.exchange, self.dtype = call.device, call.plan.wide, call.exchange, q.dtype
-        # a lock for each graph: ranks wait for each other in a replay, possibly for that of another thread
+        # of each graph: ranks wait for each other in a replay, possibly for that of another thread
         self.lock = threading.Lock()
         ranks = len(call.exchange.layout)
         # without grad mode, the loss alone
-        wants = torch.is_grad_enabled()
-        self.wanted = wanted = [wants and x is not None and x.requires_grad for x in inputs]
+        self.wanted = wanted = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
         # scale and bias in the accumulator's dtype, all others with the strides of a clone
         numbers = [x for x in inputs[:2] if x is not None]
         scale, *others = (torch.empty_like(x, dtype=self.wide) for x in numbers)
@@ -392,9 +390,12 @@ def operation(call: Call, scale: Tensor, bias: Tensor | None, *inputs: Tensor) -
     graph = ready(call, (scale, bias, *inputs))
     if graph is None:
         return Operation.apply, (call, scale, bias, *inputs)
-    numbers = (scale,) if bias is None else (scale, bias)
-    given = [*_features(call), *numbers, *_labels(call)]
-    return Replayed.apply, (graph, given, scale, bias, *inputs)
+    return Replayed.apply, (graph, read(call, scale, bias), scale, bias, *inputs)
+
+
+def read(call: Call, scale: Tensor, bias: Tensor | None) -> list[Tensor]:
+    """The tensors of a call in the order in which its graph reads them."""
+    return [*_features(call), *([scale] if bias is None else [scale, bias]), *_labels(call)]
 
 
 def ready(call: Call, inputs: Sequence[Tensor | None] | None = None) -> Graph | None:
