@@ -113,10 +113,12 @@ def calls(machine: Machine, *, with_peers: bool) -> Iterator[tuple[str, dict[str
         there = [one for one in with_peers * PEERS if name in one.losses and one.absent(machine) is None]
         return {one.label: step(one.losses[name], leaves, autocast=False) for one in there}
 
-    for b, d in ((1024, 512), (4096, 512), (8192, 768), (16384, 768), (32768, 768)):
+    for b, d in ((1024, 512), (4096, 512), (8192, 256), (32768, 256), (8192, 768), (16384, 768), (32768, 768)):
         wide, narrow = features((b, d), (b, d), dtype=torch.float32), features((b, d), (b, d))
-        cast = {"contrastile, bf16 features": step(ClipLoss(), [*narrow, scale], autocast=False)}
-        yield f"clip {b} x {d}, float32 features under autocast", beside(ClipLoss(), clip, [*wide, scale], **cast)
+        more = {"contrastile, bf16 features": step(ClipLoss(), [*narrow, scale], autocast=False)}
+        # as part of a compiled function
+        more["compiled contrastile"] = step(torch.compile(ClipLoss(), dynamic=False), [*wide, scale])
+        yield f"clip {b} x {d}, float32 features under autocast", beside(ClipLoss(), clip, [*wide, scale], **more)
     for b in (1024, 4096):
         leaves = [*features((b, 512), (b, 512)), scale]
         ids, weights = torch.randint(b // 3, (b,), device="cuda"), torch.rand(b, device="cuda")

@@ -194,10 +194,11 @@ def h100_loss() -> str:
 
 def calls(file: str) -> str:
     """Calls of users on one GPU: median and least milliseconds, beside the plain formula and the same compiled."""
-    cells, ways = [], ("contrastile", "plain", "compiled")
+    every = ("contrastile", "plain", "compiled", "compiled contrastile")
+    cells, ways = [], [impl for impl in every if rows_of(file, impl=impl)]
     for call in dict.fromkeys(row["call"] for row in rows_of(file, impl="compiled")):
-        rows = [last(file, call=call, impl=impl) for impl in ways]
-        times = (f"{float(row['ms']):.2f}, {float(row['least_ms']):.2f}" for row in rows)
+        rows = [rows_of(file, call=call, impl=impl)[-1:] for impl in ways]
+        times = (", ".join(f"{float(row[ms]):.2f}" for row in found for ms in ("ms", "least_ms")) for found in rows)
         cells.append((call.replace(" x ", " × "), *times))
     return table_of(("call", *ways), cells)
 
