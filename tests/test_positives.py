@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from contrastile import GISTLoss, InfoNCELoss, NTXentLoss
+from contrastile import GISTLoss, InfoNCELoss, NTXentLoss, SupConLoss
 from contrastile.engine import arguments as checks
 from contrastile.engine.arguments import MOST_READS
+from contrastile.modules import views
 
 OUT_OF_RANGE = "`positives` must index this rank's 7 keys, or be -1; got 7"
 
@@ -82,6 +83,17 @@ def test_positives_on_a_gpu_are_read_in_few_calls() -> None:
     first = call()
     assert [_reads(call) for _ in range(MOST_READS)] == [2] * (MOST_READS - 1) + [0]
     assert torch.equal(call(), first)
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_losses_made_in_every_step_wait_for_a_gpu_in_few_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[Tensor] = []
+    monkeypatch.setattr(views, "_gpu_reads", checks.GpuReads())
+    monkeypatch.setattr(views, "_warn_without_positives", lambda loss, _: looked.append(loss))
+    x, labels = F.normalize(torch.randn(6, 4), dim=-1), torch.arange(6) // 2
+    for _ in range(MOST_READS + 2):
+        SupConLoss()(x, labels, 2.0)
+    assert len(looked) == MOST_READS
 
 
 @pytest.mark.usefixtures("on_gpu")

@@ -16,6 +16,8 @@ from contrastile.gradcache.modes import joined
 from contrastile.losses.softmax import Softmax, SoftmaxInside
 from contrastile.modules.base import How, Loss
 
+_gpu_reads = checks.GpuReads()
+
 
 class SupConLoss(Loss):
     """Supervised contrastive learning (Khosla et al. 2020, equation 2): every other example of the label is a
@@ -64,9 +66,9 @@ class SupConLoss(Loss):
             features = features.flatten(0, 1)
         operation, inputs = self._prepared(features, features, scale, query_labels=labels, key_labels=labels)
         loss: Tensor = operation(*inputs)
-        # do not wait for a GPU, except in the first calls
+        # do not wait for a GPU, except in the first calls of the process
         mean = self.options.reduction == "mean" and not torch.compiler.is_compiling()
-        if mean and (loss.device.type == "cpu" or self._unseen):
+        if mean and (self._unseen or not checks.on_gpu(loss)) and _gpu_reads.allowed(loss):
             _warn_without_positives(loss.detach(), labels)
         if self._unseen:
             self._look(scale, features)
