@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import time
+from bisect import bisect
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -156,11 +157,8 @@ class Steps:
 
     def largest(self, card: Card, one: Plan, room: int) -> int:
         """The largest batch of all ranks whose planned peak is at most `room`."""
-        low, high = 1, MOST_ROWS_TINY if card.model == "tiny" else MOST_ROWS
-        while high - low > max(1, low // 500):
-            rows = (low + high) // 2
-            low, high = (rows, high) if peak_of(card, one, rows * card.ranks) <= room else (low, rows)
-        return low * card.ranks
+        most = MOST_ROWS_TINY if card.model == "tiny" else MOST_ROWS
+        return bisect(range(most), room, lo=1, key=lambda rows: peak_of(card, one, rows * card.ranks)) * card.ranks
 
     def loss(self, card: Card, one: Plan, indices: Tensor) -> Tensor:
         """A rank's loss, as a task of the training loop computes it."""

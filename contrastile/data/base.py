@@ -85,20 +85,19 @@ def joined_ids(*keys: Sequence[Hashable]) -> Indices:
     >>> joined_ids(["A", "A", "Alpha", "B"], ["image 1", "image 2", "image 2", "image 3"])
     array([0, 0, 0, 1])
     """
-    parent: dict[tuple[int, Hashable], tuple[int, Hashable]] = {}
+    parent = list(range(len(keys[0])))
 
-    def root(node: tuple[int, Hashable]) -> tuple[int, Hashable]:
-        while (above := parent.setdefault(node, node)) != node:
-            parent[node] = node = parent[above]
-        return node
+    def root(row: int) -> int:
+        while (above := parent[row]) != row:
+            parent[row] = row = parent[above]
+        return row
 
-    rows = list(zip(*keys, strict=True))
-    for row in rows:
-        first = root((0, row[0]))
-        for column, value in enumerate(row[1:], start=1):
-            parent[root((column, value))] = first
-    number: dict[tuple[int, Hashable], int] = {}
-    return np.array([number.setdefault(root((0, row[0])), len(number)) for row in rows], dtype=np.int64)
+    for column in keys:
+        first: dict[Hashable, int] = {}
+        for row, value in enumerate(column):
+            parent[root(row)] = root(first.setdefault(value, row))
+    number: dict[int, int] = {}
+    return np.array([number.setdefault(root(row), len(number)) for row in range(len(parent))], dtype=np.int64)
 
 
 def groups_by_id(captions: Sequence[str], ids: Indices) -> list[tuple[str, list[int]]]:
