@@ -25,9 +25,10 @@ from papers import B_16, RECIPE, TINY_CLIP, K, dense_bytes, dense_peak
 from torch import Tensor, nn
 
 from contrastile import ClipLoss, encode
+from contrastile.bench.gate import SCALE
 from contrastile.bench.harness import Machine, Report, Table, script
 from contrastile.bench.loss import OURS
-from contrastile.bench.memory import SCALE, clip, one_rank_of
+from contrastile.bench.memory import clip, one_rank_of
 from contrastile.planner.memory import CONTEXT
 from contrastile.planner.plan import Plan
 from contrastile.planner.profile import target

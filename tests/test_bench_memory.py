@@ -12,8 +12,9 @@ from torch import Tensor
 
 from contrastile import InfoNCELoss
 from contrastile.bench import memory as bench_memory
+from contrastile.bench.gate import SCALE
 from contrastile.bench.harness import COLUMNS, Machine, Report, read_rows
-from contrastile.bench.memory import SCALE, MemoryBench, clip, one_rank_of, ways
+from contrastile.bench.memory import MemoryBench, clip, one_rank_of, ways
 from contrastile.bench.peers import Contestant
 from contrastile.cli.main import main
 from contrastile.distributed import collectives

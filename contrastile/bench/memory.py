@@ -7,6 +7,7 @@ communication, and gradients are those of a batch that repeats this rank's.
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -14,21 +15,19 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile._dispatch import device_memory
 from contrastile._errors import invalid
 from contrastile._torch import fake_store
+from contrastile.bench.gate import problem
 from contrastile.bench.harness import Machine, Report, Row, Table
-from contrastile.bench.peers import Contestant, Loss, autocast_of, both_directions, rank_peers, under_autocast
+from contrastile.bench.peers import Case, Contestant, Loss, autocast_of, both_directions, rank_peers, under_autocast
 from contrastile.distributed import collectives
 from contrastile.modules import ClipLoss
 from contrastile.planner.loss import LossSize
 from contrastile.train.provenance import provenance
 
-# that of the end of CLIP's training: exponentials of both directions lie far apart
-SCALE = 100.0
 # bytes of each pair of a dense block, about: more than a device has are not tried
 DENSE_BYTES = 6
 # the most seconds that a step may take, estimated from the step before
@@ -168,19 +167,20 @@ class _Decomposed(torch.autograd.Function):
         return *(gradient * own for own in ctx.own), None
 
 
+@dataclass
 class MemoryBench:
     """Measures one rank's loss, for each size of the world and each batch of all ranks.
 
     longest: a step that would take more seconds is left out. words: parts of the ways' names, of which one is enough.
     """
 
-    def __init__(
-        self, machine: Machine, report: Report, *, peers: bool = True, longest: float = MOST_SECONDS,
-        words: Sequence[str] = ("",),
-    ) -> None:  # fmt: skip
-        self.machine, self.report, self.peers, self.longest, self.words = machine, report, peers, longest, words
-        # seconds per pair and feature of each way's last step
-        self._pace: dict[str, float] = {}
+    machine: Machine
+    report: Report
+    peers: bool = True
+    longest: float = MOST_SECONDS
+    words: Sequence[str] = ("",)
+    # seconds per pair and feature of each way's last step
+    _pace: dict[str, float] = field(default_factory=dict)
 
     def measure(self, world: int, sizes: Sequence[int], d: int, dtype: torch.dtype) -> None:
         """Measure all ways of a world; report each result as soon as it is there."""
@@ -226,15 +226,12 @@ class MemoryBench:
 
     def _numbers(self, loss: Loss, N: int, d: int, dtype: torch.dtype, *, once: bool) -> Row:
         """The peak of a step beside its features, and the least milliseconds of the next, or `once` of the same."""
-        device, machine = self.machine.device, self.machine
-        generator = torch.Generator(device).manual_seed(0)
-        drawn = (torch.randn(N, d, device=device, generator=generator) for _ in range(2))
-        q, k = (F.normalize(side, dim=-1).to(dtype).requires_grad_() for side in drawn)
-        scale = torch.tensor(SCALE, device=device)
+        machine = self.machine
+        q, k, scale = problem(Case("clip", N, d, str(dtype).removeprefix("torch.")), machine.device)
 
         def step() -> None:
             q.grad = k.grad = None
-            loss(q, k, scale).backward()
+            loss(q, k, scale.detach()).backward()
 
         if not once:
             # compiles kernels, and makes what stays
