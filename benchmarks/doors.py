@@ -73,17 +73,6 @@ COLUMNS = "impl", "loss", "model", "batch", "sub_batch", "length", "retain", "dt
 TABLE = Table("loss 14 | impl=by 29 | retain 7 | batch=pairs >6 | ms >9.1f | peak_bytes=MiB >9.0f")
 
 
-class Projection(nn.Module):
-    """Unit vectors of tokens, for late interaction."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, VECTOR, bias=False)
-
-    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
-        return {**features, "token_embeddings": F.normalize(self.linear(features["token_embeddings"]), dim=-1)}
-
-
 class Embedder(nn.Module):
     """The encoder's mean vectors, of unit length."""
 
@@ -196,11 +185,13 @@ class Bench:
 
     def multi_vector(self) -> Iterator[Problem]:
         from sentence_transformers import MultiVectorEncoder
-        from sentence_transformers.base.modules import Transformer
+        from sentence_transformers.base.modules import Dense, Normalize, Transformer
         from sentence_transformers.multi_vector_encoder.losses import CachedMultiVectorMultipleNegativesRankingLoss
         from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 
-        modules = [Transformer(str(self.folder)), Projection(384), MultiVectorMask()]
+        of_tokens = {"module_input_name": "token_embeddings"}
+        linear = Dense(384, VECTOR, bias=False, activation_function=None, **of_tokens)
+        modules = [Transformer(str(self.folder)), linear, Normalize(**of_tokens), MultiVectorMask()]
         theirs = partial(CachedMultiVectorMultipleNegativesRankingLoss, score_mini_batch_size=self.scored)
         return self.beside_theirs(theirs, CachedMultiVectorLoss, self.ready(MultiVectorEncoder(modules=modules)))
 
