@@ -20,7 +20,7 @@ from torch import Tensor
 from contrastile._dispatch import device_memory
 from contrastile._errors import invalid
 from contrastile._torch import fake_store
-from contrastile.bench.gate import problem
+from contrastile.bench.gate import problem, step
 from contrastile.bench.harness import Machine, Report, Row, Table
 from contrastile.bench.peers import Case, Contestant, Loss, autocast_of, both_directions, rank_peers, under_autocast
 from contrastile.distributed import collectives
@@ -228,17 +228,12 @@ class MemoryBench:
         """The peak of a step beside its features, and the least milliseconds of the next, or `once` of the same."""
         machine = self.machine
         q, k, scale = problem(Case("clip", N, d, str(dtype).removeprefix("torch.")), machine.device)
-
-        def step() -> None:
-            q.grad = k.grad = None
-            loss(q, k, scale.detach()).backward()
-
+        run = partial(step, lambda *sides: loss(*sides, scale.detach()), [q, k])
         if not once:
             # compiles kernels, and makes what stays
-            step()
-            q.grad = k.grad = None
-        seconds, peak = machine.time_and_peak(step)
+            run()
+        seconds, peak = machine.time_and_peak(run)
         if not once:
             # the first may capture a graph
-            seconds = min(machine.time(step) for _ in range(3))
+            seconds = min(machine.time(run) for _ in range(3))
         return {"peak_bytes": peak, "ms": round(seconds * 1e3, 3)}
