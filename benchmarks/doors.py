@@ -9,8 +9,6 @@ The doors of FlagEmbedding, Tevatron, PyLate and colpali-engine run the code of 
 every token of every pair.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import tempfile

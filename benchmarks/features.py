@@ -7,8 +7,6 @@ Takes two minutes on an H200; without a GPU sizes are small. Steps of LiT are th
 tower. The recipe's steps read the same shards, and `waiting` is the share of their time before the batch is there.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -9,8 +9,6 @@ matter to a loss. Per feature, this is `Shape.truncation` in tiles/triton/plan.p
 cosine, beside the plain formula in the same dtype. `contrastile bench loss` compares a few rows of larger problems.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import product
 

@@ -9,8 +9,6 @@ Peers are timed where they can be imported. TFLOP/s count 2 · pairs · tokens �
 is computed; the product is 8192³ in bf16 in the same minute. `make test-gpu` compares results with float64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

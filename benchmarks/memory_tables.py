@@ -10,8 +10,6 @@ whole. Of each side's sub-batches the first FEW run through the tower, whose act
 others' features are one trained row, in long parts, because their number would take minutes.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 from bisect import bisect

@@ -8,8 +8,6 @@
 broken.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys

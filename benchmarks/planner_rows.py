@@ -4,8 +4,6 @@
 row to a chip by its column: new files of known names, and rows of further chips with a profile, are cases too.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

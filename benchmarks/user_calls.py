@@ -10,8 +10,6 @@ installed. Run on an idle GPU:
 Under torchrun: ranks of few rows, beside OpenCLIP's class.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Iterator

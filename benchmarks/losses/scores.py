@@ -6,8 +6,6 @@ Writes runs/docstrings.jsonl, of the training questions, and runs/docstrings-tes
 FlagEmbedding's form. A score is the teacher's logit.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
