@@ -91,11 +91,9 @@ def _of_ways(recipe: Any, arguments: argparse.Namespace, _: dict[str, list[int]]
     report_overrides("compare --ways", recipe, arguments.recipe, arguments.overrides)
     recipes = read_ways(arguments.ways, arguments.recipe, arguments.overrides)
 
-    from contrastile.experiments.retriever_memory import RetrieverWays
     from contrastile.experiments.studies import Ways
 
-    study = Ways if recipe.kind == "image-text" else RetrieverWays
-    return study(recipe=recipe, seeds=arguments.seeds, jobs=arguments.jobs, recipes=recipes)
+    return Ways(recipe=recipe, seeds=arguments.seeds, jobs=arguments.jobs, recipes=recipes)
 
 
 def _of_pairs(recipe: Any, arguments: argparse.Namespace, sizes: dict[str, list[int]]) -> Study:

@@ -23,7 +23,6 @@ from contrastile._errors import invalid, logger
 from contrastile.data.base import Batches, held_out
 from contrastile.data.texts import BM25
 from contrastile.experiments.results import Result, by_labels, markdown, mean_percent, measures_of, seeds_of
-from contrastile.experiments.studies import Ways
 from contrastile.experiments.sweep import Study, Trial, overridden
 from contrastile.gradcache.memory import spare_bytes
 from contrastile.train.folder import RunFolder
@@ -36,13 +35,12 @@ from contrastile.train.provenance import provenance
 from contrastile.train.ranks import ALONE, Ranks
 from contrastile.train.report.figures import COLOURS, as_svg
 from contrastile.train.retriever.config import RetrieverRecipe
-from contrastile.train.retriever.evaluation import PARTS, Rankings, evaluate, rank_all, rank_part
+from contrastile.train.retriever.evaluation import COMPARED, rank_part, ranking_measures
 from contrastile.train.retriever.job import RetrieverJob
 from contrastile.train.retriever.run import TextMaterials
 from contrastile.train.run import choose_device
 from contrastile.train.state import TrainResult
 
-MEASURES = ("@1", "@5", "@20", "@100", "nDCG@10")
 # the loss's part of the memory is one in LOSS_SHARE, and at least so many bytes
 LOSS_SHARE, LEAST_WORKSPACE = 16, 2**20
 BM25_LABELS = {"way": "BM25", "batch": ""}
@@ -69,26 +67,7 @@ def limit_loss(recipe: RetrieverRecipe, memory: int) -> RetrieverRecipe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfRetrievers(Study):
-    """A study of retrievers: shares of queries with a right passage among the first k, and nDCG@10."""
-
-    # texts are tokenised once, which takes longer than to hand over the tokens
-    pickles_data = True
-
-    def examples(self, data: Any) -> int:
-        return int(self.recipe.train.length(len(data.texts.splits["train"])))
-
-    def measures(self, job: RetrieverJob, data: TextMaterials) -> dict[str, float]:
-        return ranking_measures(job.run.recipe, data, rank_all(job.run, data.texts, data.passages))
-
-
-@dataclass(frozen=True, kw_only=True)
-class RetrieverWays(OfRetrievers, Ways):
-    """`Ways` of a retriever."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RetrieverMemory(OfRetrievers):
+class RetrieverMemory(Study):
     """Every way with every seed, beside BM25.
 
     `memory`: bytes that a plain step may add to the model. `batches`: the sizes that are cached. `sizes`: those whose
@@ -149,7 +128,7 @@ class RetrieverMemory(OfRetrievers):
         texts, search, depth = data.texts, BM25(data.texts.passages).search, self.recipe.evaluate.depth
         parts = held_out(texts.splits)
         answered = [rank_part(texts, part, "BM25", texts.passages, search, depth) for part in parts]
-        return Result(trial.labels, None, measures=ranking_measures(self.recipe, data, answered))
+        return Result(trial.labels, None, measures=ranking_measures(self.recipe, texts, answered))
 
     def costs(self, trial: Trial, trained: TrainResult) -> dict[str, float]:
         """Add the costs of an update, measured alone, to those of a training beside others."""
@@ -187,8 +166,8 @@ class RetrieverMemory(OfRetrievers):
                 steps, failed = int(group[0].costs["steps"]), sum(bool(result.failed) for result in group)
                 way += f" ({failed} of {len(group)} failed)" if failed else ""
                 made, took = [f"{int(batch):,}", f"{steps:,}"], [f"{update.seconds * steps:.1f}", size(update.bytes)]
-            rows.append([way, *made, *(mean_percent(group, f"{part} {name}") for name in MEASURES), *took])
-        return markdown(["way", "batch", "updates", *MEASURES, "seconds", "memory"], rows)
+            rows.append([way, *made, *(mean_percent(group, f"{part} {name}") for name in COMPARED), *took])
+        return markdown(["way", "batch", "updates", *COMPARED, "seconds", "memory"], rows)
 
     def introduction(self, results: Sequence[Result]) -> str:
         optim = self.recipe.optim
@@ -204,17 +183,6 @@ encoders see no more tokens at once than in the plain step. Everything else is t
 Percent of queries with a right passage among the first k of all, and nDCG@10; mean ± standard deviation over
 {seeds_of(results)}. Seconds: all updates, at the median time of one, measured alone. Memory: what an update adds to the
 weights at its peak, counted by torch, tensor by tensor. Trials ran {self.jobs} at a time."""
-
-
-def ranking_measures(recipe: RetrieverRecipe, data: TextMaterials, answered: Sequence[Rankings]) -> dict[str, float]:
-    """For each part the share of queries with a right passage among the first k, and nDCG@10."""
-    measures: dict[str, float] = {}
-    for ranked, row in ((one, row) for one in answered for row in evaluate(recipe, data.texts, [one])):
-        if row["measures"]:
-            values = {f"@{k}": share for k, share in row["recall"].items()} | row["measures"]
-            part = PARTS.get(ranked.part, ranked.part)
-            measures |= {f"{part} {name}": values[name] for name in MEASURES if name in values}
-    return measures
 
 
 def update_overrides(recipe: RetrieverRecipe, way: str, batch: int, largest: int) -> dict[str, Any]:

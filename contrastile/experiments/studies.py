@@ -263,7 +263,7 @@ def _points(results: Sequence[Result]) -> dict[tuple[str, str], dict[str, list[R
 
 @dataclass(frozen=True, kw_only=True)
 class Ways(Study):
-    """Every way with every seed, on images and texts. `paces`: seconds of an example, measured by `prepared`."""
+    """Every way with every seed, of either kind of recipe. `paces`: seconds of an example, measured by `prepared`."""
 
     recipes: Mapping[str, AnyRecipe]
     paces: Mapping[str, float] = field(default_factory=dict)

@@ -35,7 +35,6 @@ from contrastile.data.files import open_in_place
 from contrastile.experiments.results import PAGE, RESULTS, Result, read_results, to_csv
 from contrastile.offload import usable_cpus
 from contrastile.train.batch_builder import DataBundle
-from contrastile.train.evaluation import encode_held_out, evaluate
 from contrastile.train.folder import RECIPE, RunFolder, begun_run, new_run, resumed_run
 from contrastile.train.log import Metrics, clock, progress
 from contrastile.train.loop import TASKS, step, train
@@ -96,8 +95,7 @@ class Comparison:
 class Study(ABC):
     """One table or figure: its trials, and the layout of their results.
 
-    `jobs` trials run at a time, each on `ranks` processes, which get a pickled copy of the study. A trial measures
-    recall at 1 of images and texts, unless a study has other `examples`, `costs` and `measures`.
+    `jobs` trials run at a time, each on `ranks` processes, which get a pickled copy of the study.
     """
 
     recipe: Any
@@ -107,8 +105,6 @@ class Study(ABC):
     # the end of the folder's name, and the heading of compare.md
     suffix: ClassVar[str] = "compare"
     title: ClassVar[str]
-    # worker processes get the opened data pickled, instead of opening it again
-    pickles_data: ClassVar[bool] = False
 
     @abstractmethod
     def trials(self, data: Any) -> Sequence[Trial]:
@@ -142,25 +138,21 @@ class Study(ABC):
     def open(self) -> Any:
         return TASKS[self.recipe.kind].open_data(self.recipe)
 
-    def examples(self, data: DataBundle) -> int:
-        return int(self.recipe.train.length(len(data.pairs.splits["train"])))
+    def examples(self, data: Any) -> int:
+        return int(self.recipe.train.length(len(data.rows)))
 
     def job(self, recipe: Any, data: Any, share: float) -> Any:
         return TASKS[recipe.kind].untrained(recipe, training_share(data, share), open_teacher(recipe))
 
     def seconds(self, data: Any) -> float:
         """Estimate the seconds of one training from a few steps of the recipe's first batch."""
-        size = min(self.recipe.train.batch[0][1], len(data.pairs.splits["train"]))
+        size = min(self.recipe.train.batch[0][1], len(data.rows))
         times = timed_steps(self.job(self.recipe, data, 1.0), self.recipe, size, TIMED_STEPS)
         # the first step allocates and compiles
         return statistics.median(times[1:]) / size * self.examples(data)
 
     def costs(self, _trial: Trial, trained: TrainResult) -> dict[str, float]:
         return {"examples": trained.examples, "steps": trained.steps, "seconds": round(trained.seconds, 3)}
-
-    def measures(self, job: Any, data: Any) -> dict[str, float]:
-        rows = evaluate(job.run, encode_held_out(job.run, data.pairs))
-        return {row["test"]: row["recall"]["1"] for row in rows if row["headline"]}
 
     def run(self, trial: Trial, data: Any, ranks: Ranks, folder: RunFolder) -> Result | int | None:
         """Train and evaluate one trial; return the signal that stopped it, if one did, None on ranks but the first."""
@@ -180,7 +172,7 @@ class Study(ABC):
             return None
         if trained.stopped_by is not None:
             return trained.stopped_by
-        measures = {} if failed else self.measures(job, data)
+        measures = {} if failed else job.measures()
         return Result(trial.labels, trial.seed, self.costs(trial, trained), measures, failed)
 
     def write(self, folder: RunFolder, results: Sequence[Result]) -> None:
@@ -207,8 +199,7 @@ def training_share(data: DataBundle, share: float) -> DataBundle:
     """Keep a share of the training pairs: the same pairs for every seed, and a subset of those of a larger share."""
     if share == 1:
         return data
-    rows = data.pairs.splits["train"]
-    subset = np.sort(np.random.default_rng(0).permutation(rows)[: max(1, round(share * len(rows)))])
+    subset = np.sort(np.random.default_rng(0).permutation(data.rows)[: max(1, round(share * len(data.rows)))])
     return replace(data, pairs=replace(data.pairs, splits={**data.pairs.splits, "train": subset}))
 
 
@@ -261,7 +252,9 @@ def _outcomes(
             if (outcome := study.run(study.ready(trial, results), data, Ranks(), folder)) is not None:
                 yield outcome
         return
-    work, opening = partial(study.run, folder=folder), partial(_same, data) if study.pickles_data else study.open
+    # texts are tokenised once, which takes longer than to hand over the tokens
+    pickled = study.recipe.kind == "retriever"
+    work, opening = partial(study.run, folder=folder), partial(_same, data) if pickled else study.open
     del data
     how = {"jobs": study.jobs, "ranks": study.ranks, "device": study.recipe.device}
     yield from run_parallel(work, trials, opening, folder, **how)

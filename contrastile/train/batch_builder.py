@@ -76,6 +76,11 @@ class DataBundle:
     home: torch.device | None = None
     features: FeatureTable | None = None
 
+    @property
+    def rows(self) -> Indices:
+        """The pairs to train on."""
+        return self.pairs.splits["train"]
+
 
 def open_data_bundle(recipe: Recipe, tokenizer: Tokenizer | None = None) -> DataBundle:
     """Open the data of a recipe; without a `tokenizer`, train one on the captions of the training split."""

@@ -9,8 +9,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from contrastile.data.base import Indices
-from contrastile.data.pairs import Stream
 from contrastile.gradcache.encode import encode
 from contrastile.gradcache.memory import bytes_per_example
 from contrastile.models.base import evaluating
@@ -43,7 +41,8 @@ class ImageText(Task[Batch]):
         device = run.device if recipe.train.features == "host" else None
         words: dict[str, Any] = {"features": features, "dtype": run.model.logit_scale.dtype, "device": device}
         super().__init__(run, PairObjective(recipe.loss, **words), teacher)
-        self.bundle, self._tests = bundle, list[Test]()
+        self.bundle, self.rows, self.stream = bundle, bundle.rows, bundle.pairs.stream
+        self._tests = list[Test]()
         # rows of tests that ranks measured whole, by the test's index
         self._results: dict[int, list[Row]] = {}
         if teacher is not None:
@@ -66,17 +65,9 @@ class ImageText(Task[Batch]):
         return cls(run, with_cached_features(run, data), teacher)
 
     @property
-    def rows(self) -> Indices:
-        return self.bundle.pairs.splits["train"]
-
-    @property
-    def stream(self) -> Stream | None:
-        return self.bundle.pairs.stream
-
-    @property
     def data(self) -> str:
         pairs = self.bundle.pairs
-        digest = sha256(pairs.splits["train"].tobytes() + pairs.ids.tobytes())
+        digest = sha256(self.rows.tobytes() + pairs.ids.tobytes())
         digest.update(pairs.stream.digest.encode() if pairs.stream is not None else b"")
         for name, ids in self.bundle.tokens.items():
             digest.update(name.encode() + ids.numpy().tobytes())
@@ -156,6 +147,10 @@ class ImageText(Task[Batch]):
 
         texts = sub_batch.at_once("text", recipe.model.tokenizer.length)
         return bytes_per_example(image, sub_batch.image) + bytes_per_example(text, texts), sub_batch.image
+
+    def measures(self) -> dict[str, float]:
+        rows = evaluation.evaluate(self.run, evaluation.encode_held_out(self.run, self.bundle.pairs))
+        return {row["test"]: row["recall"]["1"] for row in rows if row["headline"]}
 
     def report(self, folder: RunFolder) -> str:
         encoded = evaluation.encode_held_out(self.run, self.bundle.pairs)

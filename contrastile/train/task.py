@@ -54,7 +54,8 @@ class Task(ABC, Generic[P]):
     """One training: a run, untrained or loaded, with the data that it learns from.
 
     unit: that of its examples. wording: the terms of its report. open_data: its data, by a recipe and a tokenizer.
-    state: its own parts of a checkpoint. teacher: another model that its loss needs.
+    rows: the examples to train on. stream: the reader of data that do not fit into memory, with its counts of skipped
+    examples. state: its own parts of a checkpoint. teacher: another model that its loss needs.
     """
 
     unit: str
@@ -62,6 +63,8 @@ class Task(ABC, Generic[P]):
     open_data: ClassVar[Callable[..., Any]]
     # a subclass of LoadedRun
     run: Any
+    rows: Indices
+    stream: Stream | None = None
 
     def __init__(self, run: Any, objective: Any, teacher: Teacher | None = None) -> None:
         self.run, self.teacher = run, teacher
@@ -90,16 +93,6 @@ class Task(ABC, Generic[P]):
         """The task of a finished run."""
         run = load(folder.path, device=device)
         return cls(run, cls.open_data(run.recipe, run.tokenizer)).compared(folder)
-
-    @property
-    @abstractmethod
-    def rows(self) -> Indices:
-        """The examples to train on."""
-
-    @property
-    def stream(self) -> Stream | None:
-        """The reader of data that do not fit into memory, with its counts of skipped examples."""
-        return None
 
     @property
     @abstractmethod
@@ -194,6 +187,10 @@ class Task(ABC, Generic[P]):
             "loss": recipe.loss.kind, "batch": [size for _, size in recipe.train.fitted(pairs).batch],
             "accumulate": recipe.train.accumulate,
         }  # fmt: skip
+
+    @abstractmethod
+    def measures(self) -> dict[str, float]:
+        """The measures that a comparison shows of the model, by their columns: shares of 1."""
 
     @abstractmethod
     def report(self, folder: RunFolder) -> str:

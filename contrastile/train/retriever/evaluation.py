@@ -32,6 +32,8 @@ KS = (1, 5, 20, 100)
 # the columns of a table beside the hits at KS; rows hold the recalls at the other KS too
 CUTOFF = 10
 MEASURES = (f"nDCG@{CUTOFF}", f"MRR@{CUTOFF}", "MAP", f"recall@{KS[-1]}")
+# those that a comparison shows
+COMPARED = (*(f"@{k}" for k in KS), MEASURES[0])
 PARTS = {"functions": "held-out functions", "packages": "held-out packages", "held_out": "held-out queries"}
 # questions shown of each part, passages shown to each, letters shown of each passage
 SHOWN, ANSWERS, LETTERS = 8, 4, 2400
@@ -197,6 +199,17 @@ def evaluate(recipe: RetrieverRecipe, texts: TextSet, rankings: Sequence[Ranking
             hits = answer_recall(passages, [*answers.values()], match=recipe.evaluate.match, ks=ks)
             rows.append(row(f"{test}, answers", len(answers), recall=hits, measures={}))
     return rows
+
+
+def ranking_measures(recipe: RetrieverRecipe, texts: TextSet, rankings: Sequence[Rankings]) -> dict[str, float]:
+    """For each part the share of queries with a right passage among the first k, and nDCG@10."""
+    measures: dict[str, float] = {}
+    for ranked, row in ((one, row) for one in rankings for row in evaluate(recipe, texts, [one])):
+        if row["measures"]:
+            values = {f"@{k}": share for k, share in row["recall"].items()} | row["measures"]
+            part = PARTS.get(ranked.part, ranked.part)
+            measures |= {f"{part} {name}": values[name] for name in COMPARED if name in values}
+    return measures
 
 
 def probe(run: RetrieverRun, materials: TextMaterials) -> dict[str, dict[str, float]]:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from contrastile._errors import extra, invalid
-from contrastile.data.base import Indices
 from contrastile.data.text_files import open_beir, open_questions
 from contrastile.gradcache.memory import bytes_per_example
 from contrastile.models.late import LateRetriever
@@ -28,8 +27,9 @@ from contrastile.train.load import load
 from contrastile.train.log import progress
 from contrastile.train.objective import QueryObjective, Teacher
 from contrastile.train.ranks import Ranks
+from contrastile.train.retriever import evaluation
 from contrastile.train.retriever.config import RetrieverRecipe
-from contrastile.train.retriever.evaluation import WORDING, FirstStage, Searchable, evaluate_and_report, probe
+from contrastile.train.retriever.evaluation import FirstStage, Searchable, evaluate_and_report
 from contrastile.train.retriever.run import (
     RetrieverRun,
     Side,
@@ -228,7 +228,7 @@ class RetrieverJob(Task[TextBatch]):
     """The job of a retriever's recipe."""
 
     unit = "queries"
-    wording = WORDING
+    wording = evaluation.WORDING
     open_data = staticmethod(open_text_materials)
     run: RetrieverRun
 
@@ -237,7 +237,7 @@ class RetrieverJob(Task[TextBatch]):
         words: dict[str, Any] = {"scorer": MaxSim() if recipe.model.kind == "late" else None}
         words["device"] = run.device if recipe.train.features == "host" else None
         super().__init__(run, QueryObjective(recipe.loss, features=run.model.features, **words), teacher)
-        self.materials = materials
+        self.materials, self.rows = materials, materials.rows
         stores = None if teacher is None else text_stores(materials.texts, teacher.run.recipe, teacher.run.tokenizer)
         self.builder = TextBatchBuilder(materials, recipe, stores)
 
@@ -252,10 +252,6 @@ class RetrieverJob(Task[TextBatch]):
             rule = f'have scores of its passages for loss.kind = "{recipe.loss.kind}"'
             raise invalid("data.source", rule, f'none in "{source}"', "Write pos_scores and neg_scores there.")
         return cls(build_retriever_run(recipe, data.tokenizer), data, teacher)
-
-    @property
-    def rows(self) -> Indices:
-        return self.materials.texts.splits["train"]
 
     @property
     def data(self) -> str:
@@ -306,7 +302,11 @@ class RetrieverJob(Task[TextBatch]):
         return torch.stack(losses).mean()
 
     def probe(self) -> dict[str, dict[str, float]]:
-        return probe(self.run, self.materials)
+        return evaluation.probe(self.run, self.materials)
+
+    def measures(self) -> dict[str, float]:
+        rankings = evaluation.rank_all(self.run, self.materials.texts, self.materials.passages)
+        return evaluation.ranking_measures(self.run.recipe, self.materials.texts, rankings)
 
     def report(self, folder: RunFolder, index: Searchable | None = None, first_stage: FirstStage | None = None) -> str:
         """Search the run's passages or `index`, which may be more than fit into memory."""

@@ -225,6 +225,11 @@ class TextMaterials:
     passages: TokenStore
     same: Indices
 
+    @property
+    def rows(self) -> Indices:
+        """The queries to train on."""
+        return self.texts.splits["train"]
+
 
 def open_text_materials(recipe: RetrieverRecipe, tokenizer: Tokenizer | None = None) -> TextMaterials:
     """Read and tokenise the texts of a recipe; without a `tokenizer`, load the recipe's or train one on the texts."""
