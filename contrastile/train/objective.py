@@ -5,7 +5,6 @@ module's inputs, and has the state that outlasts a step: queues of earlier keys.
 or a folder of transformers, that encodes the same batch and stays as it is.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from contrastile import modules
-from contrastile._errors import invalid
+from contrastile._errors import invalid, renamed
 from contrastile._torch import pytree
 from contrastile.functional import contrast
 from contrastile.gradcache.encode import encode
@@ -61,13 +60,9 @@ class Objective:
         """
         self.settings = settings
         more = {} if device is None else {"device": device}
-        try:
+        # errors speak of the recipe's keys
+        with renamed(**{key: f"loss.{key}" for key in type(settings).model_fields}):
             self.loss: Any = self.kinds[settings.kind](**settings.words(), **more)
-        except ValueError as error:
-            # it speaks of the recipe's keys
-            keys = type(settings).model_fields
-            error.args = (re.sub(r"`(\w+)`", lambda x: f"`loss.{x[1]}`" if x[1] in keys else x[0], str(error)),)
-            raise
         size, sides = getattr(settings, "queue", 0), self.sides if features else ()
         self.queues = nn.ModuleDict({side: KeyQueue(size, features, dtype=dtype) for side in sides if size})
         self._waiting: list[dict[str, Tensor]] = []
