@@ -72,10 +72,14 @@ class Checkpoints:
         from safetensors import SafetensorError
 
         self._saved = seconds
-        if self._folder is None or not self._writes:
+        if self._folder is None:
             return False
         try:
-            self._write(self._folder, step, parts)
+            # ranks that do not write call them too: all ranks together gather the tensors of sharded parts
+            states = {name: part.state_dict() for name, part in parts.items()}
+            if not self._writes:
+                return False
+            self._write(self._folder, step, states)
         except (OSError, SafetensorError) as failure:
             sentence = f"the state behind step {step} could not be saved into {self._folder} ({failure})"
             if must:
@@ -84,7 +88,7 @@ class Checkpoints:
             return False
         return True
 
-    def _write(self, folder: Path, step: int, parts: Parts) -> None:
+    def _write(self, folder: Path, step: int, states: Mapping[str, Any]) -> None:
         from safetensors.torch import save_file
 
         self._check_run()
@@ -96,9 +100,9 @@ class Checkpoints:
         temporary.mkdir()
         try:
             plain: dict[str, Any] = {"data": self._data, "origin": self._origin, "parts": {}}
-            for name, part in parts.items():
+            for name, state in states.items():
                 tensors: dict[str, Tensor] = {}
-                plain["parts"][name] = split_tensors(part.state_dict(), name, tensors)
+                plain["parts"][name] = split_tensors(state, name, tensors)
                 if tensors:
                     path = temporary / f"{name}.safetensors"
                     with as_open_makes_it(path):

@@ -286,7 +286,8 @@ class Metrics:
 
     def state_dict(self) -> dict[str, int]:
         """The length of the file, synced to disk: lines behind it belong to steps after the checkpoint."""
-        os.fsync(self._file.fileno())
+        if not self._discarded:
+            os.fsync(self._file.fileno())
         return {"bytes": os.fstat(self._file.fileno()).st_size}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:

@@ -36,7 +36,7 @@ from contrastile.train.report.page import LiveReport, write_stopped_report
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.job import RetrieverJob
 from contrastile.train.run import begin_run, learned_by, same_recipe, save_run, settled
-from contrastile.train.sharded import attempt, full, gathered_once, is_sharded
+from contrastile.train.sharded import SHARDED_PARTS, ShardedPart, attempt, full, gathered_once, is_sharded
 from contrastile.train.state import Progress, StopRequest, TrainResult, all_finite
 from contrastile.train.task import BatchPart, Task
 
@@ -213,6 +213,8 @@ class Trainer:
             "model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, "average": self.ema,
             "guard": self.guard, "metrics": metrics, "course": self.progress, **task.state,
         }  # fmt: skip
+        if is_sharded(self.model):
+            self.state = {**self.state, **{name: ShardedPart(self.state[name]) for name in SHARDED_PARTS}}
 
     def begin(self, checkpoints: Checkpoints) -> None:
         """Restore the newest checkpoint, or probe the untrained model."""
@@ -339,7 +341,7 @@ class Trainer:
             self.metrics.write("failure", examples=examples, what=name, why=repr(failure), **failed)
 
     def save(self, checkpoints: Checkpoints, *, must: bool = False) -> None:
-        self.ranks.save(checkpoints, len(self.progress.sizes), self.progress.now, self.state, must=must)
+        checkpoints.save(len(self.progress.sizes), self.progress.now, self.state, must=must)
 
     def end(self, checkpoints: Checkpoints) -> None:
         """Collect the counts of all ranks, save a stopped run's checkpoint, log an end by `train.minutes`."""

@@ -28,7 +28,7 @@ from contrastile.distributed import collectives, consistency
 from contrastile.distributed.failure import LostRankError, farewell, hang_up, lost, progress
 from contrastile.train.checkpoints import Checkpoints, Parts
 from contrastile.train.run import LoadedRun
-from contrastile.train.sharded import is_sharded, settle_gradients, sharded_model, sharded_parts
+from contrastile.train.sharded import is_sharded, settle_gradients, sharded_model
 
 # the time that ranks with their data open wait for one without
 LOADING = timedelta(hours=1)
@@ -112,8 +112,6 @@ class Ranks:
         """`checkpoints.restore` on every rank, from the checkpoint that the first rank chose; its step, or 0."""
         if self.size == 1:
             return checkpoints.restore(parts)
-        if is_sharded(parts["model"]):
-            parts = {**parts, **sharded_parts(parts)}
         statement: dict[str, Any] = {"checkpoint": 0}
         if self.rank == 0:
             try:
@@ -127,13 +125,6 @@ class Ranks:
                 # the first rank holds the counts of all
                 stream.skipped, stream.seen = Counter(), 0
         return step
-
-    def save(self, checkpoints: Checkpoints, step: int, seconds: float, parts: Parts, *, must: bool = False) -> None:
-        """`checkpoints.save` of whole parts: all ranks gather sharded ones on the first."""
-        if is_sharded(parts["model"]):
-            whole = {name: part.gather(keep=self.rank == 0) for name, part in sharded_parts(parts).items()}
-            parts = {**parts, **whole}
-        checkpoints.save(step, seconds, parts, must=must)
 
     def collect_counts(self, stream: Stream | None) -> None:
         """Add all ranks' counts of skipped pairs to the first rank's; the others start from zero."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from itertools import chain
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from contrastile._types import Gradient
 from contrastile.distributed import collectives
 from contrastile.gradcache.ddp_fsdp import Sharding
 from contrastile.models.base import repeated_modules
-from contrastile.train.checkpoints import Parts, Stateful
+from contrastile.train.checkpoints import Stateful
 
 # bytes of weights up to which a step gathers each of them once, and keeps it; sums of gradients take as many anyway
 GATHERED_ONCE = 2 * 2**30
@@ -186,28 +186,20 @@ def gathered(state: Any, *, keep: bool) -> Any:
 
 
 class ShardedPart:
-    """A sharded part of a run as checkpoints see it: its state dict has the whole tensors that `gather` fetched."""
+    """A sharded part of a run as checkpoints see it: its state dict has whole tensors."""
 
     def __init__(self, part: Stateful) -> None:
-        self._part, self._full = part, None
-
-    def gather(self, *, keep: bool) -> Self:
-        """Gather the state on the ranks that `keep` it; collective."""
-        self._full = gathered(self._part.state_dict(), keep=keep)
-        return self
+        self._part = part
 
     def state_dict(self) -> Any:
-        return self._full
+        """The whole state on the first rank; collective."""
+        return gathered(self._part.state_dict(), keep=dist.get_rank() == 0)
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Take this rank's shards of the whole tensors of a checkpoint, which every rank reads; no collective."""
         part = self._part
         own = _parameters_of(part, state_dict) if isinstance(part, Optimizer) else part.state_dict()
         part.load_state_dict(_shards(state_dict, own))
-
-
-def sharded_parts(parts: Parts) -> dict[str, ShardedPart]:
-    return {name: ShardedPart(parts[name]) for name in SHARDED_PARTS}
 
 
 def _parameters_of(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
