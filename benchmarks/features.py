@@ -33,7 +33,7 @@ from contrastile.train.optim import build_optimizer, state_bytes, step_bytes
 from contrastile.train.planned import made_up_tokenizer, planned_memory
 from contrastile.train.ranks import ALONE
 from contrastile.train.recipe import load_recipe
-from contrastile.train.run import build_run
+from contrastile.train.run import Run
 
 COLUMNS = "what", "way", "batch", "sub_batch", "steps", "ms", "us_per_pair", "peak_bytes", "planned_bytes", "waiting"
 TABLE = Table(
@@ -151,7 +151,7 @@ class Bench:
         recipe = load_recipe(CLIP, words, files=False)
         tokenizer = made_up_tokenizer(recipe.model.tokenizer)
         with torch.device(self.device):
-            model = build_run(recipe, tokenizer).model
+            model = Run.untrained(recipe, tokenizer).model
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
         weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))

@@ -31,7 +31,7 @@ from contrastile.train.optim import build_optimizer
 from contrastile.train.planned import made_up_tokenizer, plan_of, towers
 from contrastile.train.recipe import load_any_recipe
 from contrastile.train.retriever.job import RetrieverJob
-from contrastile.train.retriever.run import build_retriever_run
+from contrastile.train.retriever.run import RetrieverRun
 
 COLUMNS = ("what", "impl", "batch", "query_tokens", "passage_tokens", "d", "dtype", "seconds", "ratio", "peak_mib",
            "planned_mib")  # fmt: skip
@@ -83,7 +83,7 @@ def batches(machine: Machine, report: Report, updates: list[int]) -> None:
         words += ["train.sub_batch={query=1024,passage=1024}", f"loss.workspace={2**30}"]
     recipe: Any = load_any_recipe("docstrings-late", words)
     tokenizer = made_up_tokenizer(recipe.model.tokenizer, special_tokens(recipe.model))
-    run, settings = build_retriever_run(recipe, tokenizer), recipe.model.tokenizer
+    run, settings = RetrieverRun.untrained(recipe, tokenizer), recipe.model.tokenizer
     objective = QueryObjective(recipe.loss, features=run.model.features, scorer=MaxSim())
     job: Any = SimpleNamespace(run=run, objective=objective, teacher=None, _loss=objective)
     optimizer, lengths = build_optimizer(run.model, recipe.optim), (settings.query_length, settings.length)

@@ -34,7 +34,7 @@ from contrastile.train.memory import PeakMemory
 from contrastile.train.optim import build_optimizer
 from contrastile.train.planned import made_up_tokenizer, plan_of, towers
 from contrastile.train.recipe import load_recipe
-from contrastile.train.run import build_run
+from contrastile.train.run import Run
 
 # sub-batches of a side that run through its tower, each at the head of a part of so many
 FEW, PART = 3, 32
@@ -112,7 +112,7 @@ class Steps:
         data, settings = self.recipe.data, self.recipe.model.tokenizer
         tokenizer = made_up_tokenizer(settings)
         with torch.device(device):
-            self.run = build_run(self.recipe, tokenizer)
+            self.run = Run.untrained(self.recipe, tokenizer)
             pixels = torch.zeros(sub_batch, data.channels, data.image_size, data.image_size)
             tokens = [torch.ones(sub_batch, settings.length, dtype=torch.int64) for _ in range(2)]
         D, net = self._costs[0].dimensions, self.run.model.train()

@@ -29,7 +29,7 @@ from contrastile.planner.seconds import exchange_seconds, loss_seconds, step_sec
 from contrastile.planner.towers import TowerCost, Work, made_without_memory
 from contrastile.train.planned import made_up_tokenizer, update_work
 from contrastile.train.recipe import load_recipe
-from contrastile.train.run import build_run
+from contrastile.train.run import Run
 
 CLIP = "clip-vit-l-14"
 RESULTS = Path(__file__).parent / "results"
@@ -315,7 +315,7 @@ def updates() -> dict[str, Work]:
     """The work of optimizers on the weights of the paper's recipe, without clipping."""
     recipe = load_recipe(CLIP, files=False).model_copy(update={"device": "meta"})
     with made_without_memory():
-        model = build_run(recipe, made_up_tokenizer(recipe.model.tokenizer)).model
+        model = Run.untrained(recipe, made_up_tokenizer(recipe.model.tokenizer)).model
     settings = {name: load_recipe(CLIP, words, files=False).optim for name, words in OPTIMIZERS.items()}
     return {name: update_work(model, optim, clipped=False) for name, optim in settings.items()}
 

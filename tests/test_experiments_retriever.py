@@ -30,7 +30,7 @@ from contrastile.experiments.sweep import Comparison, compare, overridden
 from contrastile.train.log import Metrics, read_metrics
 from contrastile.train.loop import run_recipe, train
 from contrastile.train.retriever.job import RetrieverJob
-from contrastile.train.retriever.run import build_retriever_run, open_text_materials
+from contrastile.train.retriever.run import RetrieverRun, open_text_materials
 from contrastile.train.state import TrainResult
 
 MIB = 2**20
@@ -245,7 +245,7 @@ def test_the_memory_of_an_update_does_not_depend_on_earlier_ones(tmp_path, capfd
     )
     assert plain.bytes == again.bytes
     assert plain.seconds > 0
-    model = build_retriever_run(recipe, materials.tokenizer).model
+    model = RetrieverRun.untrained(recipe, materials.tokenizer).model
     # gradients, and both of AdamW's averages
     assert 3 * sum(4 * weight.numel() for weight in model.parameters()) < small.bytes < plain.bytes
     assert small.bytes < cached.bytes

@@ -20,7 +20,7 @@ from contrastile.models.towers import build_model
 from contrastile.train.batch_builder import open_data_bundle
 from contrastile.train.image_text import ImageText
 from contrastile.train.loop import run_recipe
-from contrastile.train.run import build_run
+from contrastile.train.run import Run
 from contrastile.train.state import TrainResult
 
 
@@ -80,7 +80,7 @@ def test_a_tower_without_checkpointing_is_refused(tmp_path):
     recipe = tiny_recipe(tmp_path)
     # of a tower that the recipe knows to have none it would be told before
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"checkpointing": ("image",)})})
-    assert refusal(build_run, recipe, open_data_bundle(recipe).tokenizer) == (
+    assert refusal(Run.untrained, recipe, open_data_bundle(recipe).tokenizer) == (
         "`model.checkpointing` must name towers that have it; got image, a ConvTower. "
         "Leave it out: the gradient cache keeps one sub-batch of activations anyway."
     )

@@ -44,7 +44,7 @@ from contrastile.train.planned import made_up_tokenizer, plan_of, planned, tower
 from contrastile.train.ranks import ALONE
 from contrastile.train.recipe import load_any_recipe, load_recipe
 from contrastile.train.retriever.job import RetrieverJob
-from contrastile.train.retriever.run import build_retriever_run
+from contrastile.train.retriever.run import RetrieverRun
 
 CPU = torch.device("cpu")
 LENGTHS = {"query": 12, "passage": 24}
@@ -78,13 +78,13 @@ def test_the_planned_peak_is_that_of_a_real_step(
     recipe = tiny_retriever(tmp_path, *WORDS, *[word.format(folder=tmp_path) for word in words])
     late = recipe.model.kind == "late"
     tokenizer = made_up_tokenizer(recipe.model.tokenizer, special_tokens(recipe.model) if late else ())
-    run = build_retriever_run(recipe, tokenizer)
+    run = RetrieverRun.untrained(recipe, tokenizer)
     objective = QueryObjective(recipe.loss, features=32, scorer=MaxSim() if late else None)
     for queue in objective.queues.values():
         queue.push(torch.randn(4096, 32))  # type: ignore[operator]
     passages, teacher = 2 * batch, None
     if recipe.loss.other_model:
-        teacher = Teacher(build_retriever_run(load_any_recipe(guide, files=False), tokenizer), 1.0)
+        teacher = Teacher(RetrieverRun.untrained(load_any_recipe(guide, files=False), tokenizer), 1.0)
         teacher.run.model.eval().requires_grad_(False)
     texts: Any = {
         side: {name: torch.full((n, LENGTHS[side]), 5) for name in ("input_ids", "attention_mask")}

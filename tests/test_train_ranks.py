@@ -256,7 +256,7 @@ def _another_recipe(rank: int, words: list[str]) -> int:
 
 
 def _other_weights(rank: int, words: list[str]) -> int:
-    real = image_text.build_run
+    real = image_text.Run.untrained
 
     def build(*arguments: Any) -> Any:
         run = real(*arguments)
@@ -265,7 +265,7 @@ def _other_weights(rank: int, words: list[str]) -> int:
                 tensor.add_(rank)
         return run
 
-    image_text.build_run = build
+    image_text.Run.untrained = build
     return main(words)
 
 

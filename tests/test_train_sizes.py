@@ -16,7 +16,7 @@ from contrastile.train.image_text import ImageText
 from contrastile.train.recipe import RecipeError, load_any_recipe
 from contrastile.train.retriever import job
 from contrastile.train.retriever.job import RetrieverJob
-from contrastile.train.retriever.run import build_retriever_run
+from contrastile.train.retriever.run import RetrieverRun
 
 STEPS = "[train]\nexamples = 1000\n"
 TEXTS = f"kind = 'retriever'\n{STEPS}"
@@ -51,7 +51,7 @@ def test_dimensions_above_the_width_are_refused_when_the_model_is_built(tmp_path
     recipe = tiny_retriever(tmp_path)
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dimensions": (17,)})})
     tokenizer = train_tokenizer(["a text"], kind="words", length=4)
-    assert refusal(build_retriever_run, recipe, tokenizer) == (
+    assert refusal(RetrieverRun.untrained, recipe, tokenizer) == (
         "`model.dimensions` must be at most the 16 features there are; got 17. Leave it out."
     )
 

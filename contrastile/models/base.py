@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import dropwhile
+from itertools import chain, dropwhile
 from typing import Any, Self
 
 import torch
@@ -118,6 +118,12 @@ def feature_size(tower: nn.Module, *inputs: Tensor) -> int:
     """The size of a tower's features, found by running it; changes neither statistics nor random state."""
     with evaluating(tower), torch.no_grad():
         return int(tower(*inputs).shape[1])
+
+
+def towers_of(model: nn.Module) -> list[nn.Module]:
+    """The towers of a model of either kind: its modules, or the members of a ModuleDict of them."""
+    children = [one.values() if isinstance(one, nn.ModuleDict) else [one] for one in model.children()]
+    return [*chain.from_iterable(children)]
 
 
 def repeated_modules(tower: nn.Module) -> list[nn.Module]:

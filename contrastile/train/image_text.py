@@ -20,7 +20,7 @@ from contrastile.train.folder import RunFolder
 from contrastile.train.objective import BothTokenizers, PairObjective, Teacher, apart
 from contrastile.train.ranks import Ranks
 from contrastile.train.report.page import IMAGE_TEXT, Row, table_text, write_report, write_results
-from contrastile.train.run import Run, build_run
+from contrastile.train.run import Run
 from contrastile.train.task import Measure, Task
 
 
@@ -61,7 +61,7 @@ class ImageText(Task[Batch]):
 
     @classmethod
     def untrained(cls, recipe: Recipe, data: DataBundle, teacher: Teacher | None = None) -> Self:
-        run = build_run(recipe, data.tokenizer)
+        run = Run.untrained(recipe, data.tokenizer)
         return cls(run, with_cached_features(run, data), teacher)
 
     @property

@@ -35,10 +35,17 @@ def load(run: str | Path, *, device: str = "auto") -> LoadedRun:
     folder = finished_run(run)
     with naming_the_extra():
         from contrastile.train.recipe import load_any_recipe
-        from contrastile.train.retriever.run import load_retriever
-        from contrastile.train.run import choose_device, load_towers
+        from contrastile.train.run import choose_device
     recipe: Any = load_any_recipe(folder / RECIPE, files=False)
-    return (load_towers if recipe.kind == "image-text" else load_retriever)(folder, recipe, choose_device(device))
+    return class_of(recipe).saved(folder, recipe, choose_device(device))
+
+
+def class_of(recipe: Any) -> type[LoadedRun]:
+    """The class of the runs of a recipe."""
+    with naming_the_extra():
+        from contrastile.train.retriever.run import RetrieverRun
+        from contrastile.train.run import Run
+    return Run if recipe.kind == "image-text" else RetrieverRun
 
 
 @contextmanager

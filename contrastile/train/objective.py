@@ -31,11 +31,9 @@ from contrastile.train.config import Recipe
 from contrastile.train.config.base import LossSettings
 from contrastile.train.config.image_text import ModelSettings
 from contrastile.train.folder import RECIPE
-from contrastile.train.load import load
+from contrastile.train.load import class_of, load
 from contrastile.train.recipe import load_any_recipe
 from contrastile.train.retriever.config import RetrieverSettings
-from contrastile.train.retriever.run import build_retriever_run
-from contrastile.train.run import build_run
 
 Tokens = dict[str, Tensor]
 # prefix of the names of a teacher's tokens, beside those of the model that learns
@@ -267,9 +265,8 @@ def open_teacher(recipe: Any) -> Teacher | None:
     if finished:
         run: Any = load(folder, device=recipe.device)
     else:
-        build: Any = build_run if isinstance(recipe, Recipe) else build_retriever_run
         tokenizer = load_tokenizer(folder, length=recipe.model.tokenizer.length)
-        run = build(_recipe_of_transformers(recipe, folder), tokenizer)
+        run = class_of(recipe).untrained(_recipe_of_transformers(recipe, folder), tokenizer)
     if run.recipe.kind != recipe.kind:
         got = f'"{folder}", of {KINDS[run.recipe.kind]}'
         raise invalid(key, f"be a model of {KINDS[recipe.kind]}", got, "It encodes the same batch.")

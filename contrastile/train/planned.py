@@ -38,11 +38,11 @@ from contrastile.planner.towers import (
 from contrastile.train.config import AnyRecipe, Recipe
 from contrastile.train.config.base import OptimSettings
 from contrastile.train.config.towers import without_folders
+from contrastile.train.load import class_of
 from contrastile.train.objective import OBJECTIVES, teacher_recipe
 from contrastile.train.optim import state_bytes, step_bytes, stepped_without_memory
 from contrastile.train.recipe import load_any_recipe
-from contrastile.train.retriever.run import build_retriever_run
-from contrastile.train.run import HALVES, LoadedRun, autocast, build_run, choose_device, ready_tokenizer
+from contrastile.train.run import HALVES, LoadedRun, autocast, choose_device, ready_tokenizer
 from contrastile.train.sharded import GATHERED_ONCE
 
 # numbers of a token: its index, and the mask
@@ -136,14 +136,13 @@ def towers(
     run; otherwise as many words as the recipe allows are made up.
     """
     rows = ceil(batch / ranks / recipe.train.accumulate)
-    build: Callable[..., Any] = build_run if isinstance(recipe, Recipe) else build_retriever_run
     special = special_tokens(recipe.model) if _late(recipe) else ()
     tokenizer = tokenizer or made_up_tokenizer(recipe.model.tokenizer, special)
     # weights in folders are not read, and nothing is compiled
     train = recipe.train.model_copy(update={"compile": False})
     settings = without_folders(recipe).model_copy(update={"device": "meta", "train": train})
     with made_without_memory():
-        model = build(settings, tokenizer).model.train()
+        model = class_of(recipe).untrained(settings, tokenizer).model.train()
     if frozen:
         model.eval().requires_grad_(False)
     context, costs = partial(autocast, CPU, recipe.train.precision), []

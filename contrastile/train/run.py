@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from contrastile._errors import invalid, logger, printable
 from contrastile.data.files import as_open_makes_it, sync
 from contrastile.data.images import squared
 from contrastile.gradcache.encode import encode
-from contrastile.models.base import checkpoint_activations, freeze
+from contrastile.models.base import checkpoint_activations, freeze, towers_of
 from contrastile.models.compiled import compile_tower, no_compiler
 from contrastile.models.text import Tokenizer, load_tokenizer
 from contrastile.models.timm_openclip import clip_tokenizer
@@ -91,6 +91,46 @@ class LoadedRun:
     tokenizer: Tokenizer
     device: torch.device
 
+    @classmethod
+    def untrained(cls, recipe: Any, tokenizer: Tokenizer) -> Self:
+        """The run of a recipe, its towers initialised from the recipe's seed."""
+        recipe = settled(recipe)
+        torch.manual_seed(recipe.seed)
+        device = choose_device(recipe.device)
+        model = cls.model_of(recipe, tokenizer).to(device)
+        for tower in towers_of(model) if recipe.train.compile else ():
+            compile_tower(tower)
+        return cls(recipe, model, tokenizer, device)
+
+    @classmethod
+    def saved(cls, folder: RunFolder, recipe: Any, device: torch.device) -> Self:
+        """The run in a folder; raises ValueError where its weights are others."""
+        from safetensors.torch import load_model
+
+        tokenizer = load_tokenizer(folder.path, length=recipe.model.tokenizer.length)
+        metadata = folder.read_json(METADATA)
+        if folder.checksum(WEIGHTS) != metadata["weights_sha256"]:
+            remedy = "The file is damaged or another one; train again or restore it."
+            raise invalid(WEIGHTS, "be the file that the run wrote", "another checksum", remedy)
+        model = cls.build(metadata["towers"], recipe, tokenizer)
+        try:
+            load_model(model, folder / WEIGHTS)
+        except RuntimeError as error:
+            got = f'"{folder.path}", whose shapes differ'
+            remedy = "Another version of contrastile wrote it; train again or install that version."
+            raise invalid("run", "hold weights of these towers", got, remedy) from error
+        return cls(recipe, model.to(device).eval(), tokenizer, device)
+
+    @classmethod
+    def model_of(cls, recipe: Any, tokenizer: Tokenizer) -> nn.Module:
+        """The model of a recipe, untrained."""
+        raise NotImplementedError
+
+    @classmethod
+    def build(cls, settings: dict[str, Any], recipe: Any, tokenizer: Tokenizer) -> nn.Module:
+        """The model that `settings` describe, with weights of the recipe's precision."""
+        raise NotImplementedError
+
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision that the run's encoders train with."""
         return autocast(self.device, self.recipe.train.precision)
@@ -132,6 +172,29 @@ class Run(LoadedRun):
     recipe: Recipe
     model: DualEncoder
 
+    @classmethod
+    def model_of(cls, recipe: Recipe, tokenizer: Tokenizer) -> DualEncoder:
+        pretrained = any(getattr(recipe.model.both, origin, None) for origin in ("folder", "checkpoint"))
+        settings = {
+            **recipe.model.model_dump(exclude=HOW_TRAINED, exclude_none=True),
+            "image_size": recipe.data.image_size,
+            "channels": recipe.data.channels,
+            # a pretrained model has a scale and a bias, which only an explicit setting replaces
+            **recipe.loss.model_dump(include={"scale", "bias"}, exclude_unset=pretrained),
+        }
+        model = cls.build(settings, recipe, tokenizer)
+        for side in recipe.model.locked:
+            freeze(getattr(model, side).tower, side, recipe.model.unlocked.get(side, 0))
+        for side in recipe.model.checkpointing:
+            checkpoint_activations(getattr(model, side), side)
+        return model
+
+    @classmethod
+    def build(cls, settings: dict[str, Any], recipe: Recipe, tokenizer: Tokenizer) -> DualEncoder:
+        model = build_model(settings, tokenizer=tokenizer)
+        # half precisions store float32 weights
+        return model.double() if recipe.train.precision == "float64" else model
+
     def transform(self, images: Sequence[Image]) -> Tensor:
         """Pillow images of any size as uint8 `[n, C, S, S]`, in the run's size and number of channels."""
         from PIL.Image import Image as Picture
@@ -163,71 +226,11 @@ class Run(LoadedRun):
         return F.normalize(encode(self.model.encode_text, tokens, **sub_batch).float(), dim=-1)
 
 
-def load_towers(folder: RunFolder, recipe: Recipe, device: torch.device) -> Run:
-    """`contrastile.load` for images and texts."""
-    tokenizer = load_tokenizer(folder.path)
-    model = _in_precision(build_model(checked_towers(folder), tokenizer=tokenizer), recipe)
-    load_weights(model, folder)
-    return Run(recipe, model.to(device).eval(), tokenizer, device)
-
-
-def _in_precision(model: DualEncoder, recipe: Recipe) -> DualEncoder:
-    """The towers with weights of the recipe's precision; half precisions store float32 weights."""
-    return model.double() if recipe.train.precision == "float64" else model
-
-
-def checked_towers(folder: RunFolder) -> dict[str, Any]:
-    """The settings of a run's towers; raises ValueError where the checksum of its weights differs."""
-    metadata = folder.read_json(METADATA)
-    if folder.checksum(WEIGHTS) != metadata["weights_sha256"]:
-        remedy = "The file is damaged or another one; train again or restore it."
-        raise invalid(WEIGHTS, "be the file that the run wrote", "another checksum", remedy)
-    return metadata["towers"]
-
-
-def load_weights(model: nn.Module, folder: RunFolder) -> None:
-    """Load a run's weights into the model that its settings describe."""
-    from safetensors.torch import load_model
-
-    try:
-        load_model(model, folder / WEIGHTS)
-    except RuntimeError as error:
-        remedy = "Another version of contrastile wrote it; train again or install that version."
-        raise invalid("run", "hold weights of these towers", f'"{folder.path}", whose shapes differ', remedy) from error
-
-
 def ready_tokenizer(settings: Any) -> Tokenizer | None:
     """The tokenizer that a recipe's settings name; None where one is trained on the run's texts."""
     if settings.folder is not None:
         return load_tokenizer(Path(settings.folder), length=settings.length)
     return clip_tokenizer(settings.length) if settings.kind == "open_clip" else None
-
-
-def build_run(recipe: Recipe, tokenizer: Tokenizer) -> Run:
-    """The untrained run of a recipe, its towers initialised from the recipe's seed."""
-    recipe = settled(recipe)
-    torch.manual_seed(recipe.seed)
-    device = choose_device(recipe.device)
-    model = _in_precision(build_model(tower_settings(recipe), tokenizer=tokenizer), recipe).to(device)
-    for side in recipe.model.locked:
-        freeze(getattr(model, side).tower, side, recipe.model.unlocked.get(side, 0))
-    for side in recipe.model.checkpointing:
-        checkpoint_activations(getattr(model, side), side)
-    for side in ("image", "text") if recipe.train.compile else ():
-        compile_tower(getattr(model, side))
-    return Run(recipe, model, tokenizer, device)
-
-
-def tower_settings(recipe: Recipe) -> dict[str, Any]:
-    """The arguments of `build_model` from a recipe."""
-    pretrained = any(getattr(recipe.model.both, origin, None) for origin in ("folder", "checkpoint"))
-    return {
-        **recipe.model.model_dump(exclude=HOW_TRAINED, exclude_none=True),
-        "image_size": recipe.data.image_size,
-        "channels": recipe.data.channels,
-        # a pretrained model has a scale and a bias, which only an explicit setting replaces
-        **recipe.loss.model_dump(include={"scale", "bias"}, exclude_unset=pretrained),
-    }
 
 
 def choose_device(name: str) -> torch.device:

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
-from itertools import chain
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from contrastile._torch import pytree
 from contrastile._types import Gradient
 from contrastile.distributed import collectives
 from contrastile.gradcache.ddp_fsdp import Sharding
-from contrastile.models.base import repeated_modules
+from contrastile.models.base import repeated_modules, towers_of
 from contrastile.train.checkpoints import Stateful
 
 # bytes of weights up to which a step gathers each of them once, and keeps it; sums of gradients take as many anyway
@@ -78,9 +77,7 @@ def shard(model: nn.Module, device: torch.device) -> None:
 
     assert dist.group.WORLD is not None
     mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
-    # the members of a ModuleDict count as towers themselves
-    children = [one.values() if isinstance(one, nn.ModuleDict) else [one] for one in model.children()]
-    towers = list(chain.from_iterable(children))
+    towers = towers_of(model)
     if any(count > 1 for count in Counter(id(p) for tower in towers for p in tower.parameters()).values()):
         remedy = 'Set train.parallel = "replicate".'
         raise invalid("train.parallel", 'be "replicate" for towers that share weights', '"shard"', remedy)

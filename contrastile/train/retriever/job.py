@@ -36,7 +36,6 @@ from contrastile.train.retriever.run import (
     TextMaterials,
     Tokens,
     TokenStore,
-    build_retriever_run,
     open_text_materials,
     passage_tokens,
     text_stores,
@@ -251,7 +250,7 @@ class RetrieverJob(Task[TextBatch]):
         if isinstance(recipe.loss, RetrieverScores) and not any(query.scores for query in queries):
             rule = f'have scores of its passages for loss.kind = "{recipe.loss.kind}"'
             raise invalid("data.source", rule, f'none in "{source}"', "Write pos_scores and neg_scores there.")
-        return cls(build_retriever_run(recipe, data.tokenizer), data, teacher)
+        return cls(RetrieverRun.untrained(recipe, data.tokenizer), data, teacher)
 
     @property
     def data(self) -> str:

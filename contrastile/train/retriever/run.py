@@ -21,22 +21,12 @@ from contrastile.gradcache.batching import rounded_length
 from contrastile.gradcache.encode import encode
 from contrastile.gradcache.inputs import Ragged
 from contrastile.models.base import evaluating
-from contrastile.models.compiled import compile_tower
 from contrastile.models.late import build_late, marker, special_tokens
-from contrastile.models.text import Tokenizer, load_tokenizer, train_tokenizer
+from contrastile.models.text import Tokenizer, train_tokenizer
 from contrastile.models.towers import Retriever, build_retriever
-from contrastile.train.folder import RunFolder
 from contrastile.train.log import progress
 from contrastile.train.retriever.config import RetrieverRecipe, TextDataSettings
-from contrastile.train.run import (
-    LoadedRun,
-    checked_list,
-    checked_towers,
-    choose_device,
-    load_weights,
-    ready_tokenizer,
-    settled,
-)
+from contrastile.train.run import LoadedRun, checked_list, ready_tokenizer
 
 Side = Literal["query", "passage"]
 Tokens = dict[str, Tensor]
@@ -130,6 +120,20 @@ class RetrieverRun(LoadedRun):
     recipe: RetrieverRecipe
     model: Retriever
 
+    @classmethod
+    def model_of(cls, recipe: RetrieverRecipe, tokenizer: Tokenizer) -> Retriever:
+        settings = recipe.model.settings() | recipe.loss.model_dump(include={"scale", "learn_scale"})
+        model = cls.build(settings, recipe, tokenizer)
+        # the feature size of some encoders is known only once they are built
+        if (most := max(recipe.model.dimensions, default=0)) > model.features:
+            rule = f"be at most the {model.features} features there are"
+            raise invalid("model.dimensions", rule, most, "Leave it out.")
+        return model
+
+    @classmethod
+    def build(cls, settings: dict[str, Any], recipe: RetrieverRecipe, tokenizer: Tokenizer) -> Retriever:
+        return (build_late if recipe.model.kind == "late" else build_retriever)(settings, tokenizer=tokenizer)
+
     def encoded(self, side: Side, tokens: Tokens, *, compared: Sequence[int | None] = (), **words: Any) -> Any:
         """The encoder's features of these texts, sub-batch by sub-batch; `words`: further ones of `encode`.
 
@@ -181,35 +185,6 @@ class RetrieverRun(LoadedRun):
 
 def _padded(features: Tensor | Ragged) -> Any:
     return padded_texts(features) if isinstance(features, Ragged) else features
-
-
-def build_retriever_run(recipe: RetrieverRecipe, tokenizer: Tokenizer) -> RetrieverRun:
-    """The untrained run of a recipe, initialised from its seed."""
-    recipe = settled(recipe)
-    torch.manual_seed(recipe.seed)
-    device = choose_device(recipe.device)
-    settings = recipe.model.settings() | recipe.loss.model_dump(include={"scale", "learn_scale"})
-    model = _build(settings, tokenizer)
-    # the feature size of some encoders is known only once they are built
-    if (most := max(recipe.model.dimensions, default=0)) > model.features:
-        raise invalid("model.dimensions", f"be at most the {model.features} features there are", most, "Leave it out.")
-    model = model.to(device)
-    for encoder in model.encoders.values() if recipe.train.compile else ():
-        compile_tower(encoder)
-    return RetrieverRun(recipe, model, tokenizer, device)
-
-
-def _build(settings: dict[str, Any], tokenizer: Tokenizer) -> Retriever:
-    build = build_late if settings.get("kind") == "late" else build_retriever
-    return build(settings, tokenizer=tokenizer)
-
-
-def load_retriever(folder: RunFolder, recipe: RetrieverRecipe, device: torch.device) -> RetrieverRun:
-    """`contrastile.load` for a retriever."""
-    tokenizer = load_tokenizer(folder.path, length=recipe.model.tokenizer.length)
-    model = _build(checked_towers(folder), tokenizer)
-    load_weights(model, folder)
-    return RetrieverRun(recipe, model.to(device).eval(), tokenizer, device)
 
 
 @dataclass(frozen=True)
