@@ -162,7 +162,7 @@ class Study(ABC):
         if ranks.rank == 0:
             # an interrupted trial starts again from its beginning
             path.unlink(missing_ok=True)
-        with Metrics(path if ranks.rank == 0 else None) as metrics, job.joined(ranks):
+        with Metrics(path if ranks.rank == 0 else None) as metrics, ranks.joined(job):
             try:
                 train(job, metrics, trained, ranks=ranks)
             except FloatingPointError as error:

@@ -118,7 +118,7 @@ def train_run(folder: RunFolder | None, task: Task[Any], checkpoints: Checkpoint
             report = LiveReport(folder, lambda: task.metadata_so_far(result), task.wording)
             receivers = {"the report": report, **trackers(task.run.recipe, folder)}
         metrics = at_end.enter_context(Metrics(path, receivers))
-        at_end.enter_context(task.joined(ranks))
+        at_end.enter_context(ranks.joined(task))
         train(task, metrics, result, checkpoints, ranks)
     return result
 

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,7 +27,6 @@ from contrastile.data.pairs import Stream
 from contrastile.distributed import collectives, consistency
 from contrastile.distributed.failure import LostRankError, farewell, hang_up, lost, progress
 from contrastile.train.checkpoints import Checkpoints, Parts
-from contrastile.train.run import LoadedRun
 from contrastile.train.sharded import is_sharded, settle_gradients, sharded_model
 
 # the time that ranks with their data open wait for one without
@@ -70,14 +69,12 @@ class Ranks:
         return slice(self.rank, None, self.size)
 
     @contextmanager
-    def joined(
-        self, run: LoadedRun, statement: Callable[[], Mapping[str, str | int]], set_model: Callable[[nn.Module], None]
-    ) -> Iterator[None]:
-        """Join the process group, with the first rank's weights on all; an error where a rank is lost.
+    def joined(self, task: Any) -> Iterator[None]:
+        """Join the process group for a task, with the first rank's weights on all; an error where a rank is lost.
 
-        statement: gives values that must be equal on all ranks. set_model: receives the whole model after sharding.
+        The ranks compare what the task states. After sharding its model is whole again on the first rank.
         """
-        settings: Any = run.recipe.train
+        run, settings = task.run, task.run.recipe.train
         if self.size == 1:
             if settings.parallel == "shard":
                 logger.warning('train.parallel = "shard" has no effect on one process: it has all of the weights')
@@ -100,11 +97,11 @@ class Ranks:
             how = {"backend": "nccl", "timeout": timeout + LATER, "device_id": device}
         dist.init_process_group(store=store, rank=self.rank, world_size=self.size, **how)
         with Heartbeat(timeout):
-            consistency.agree(None, {"device": run.device.type, **statement(), "torch": torch.__version__})
+            consistency.agree(None, {"device": run.device.type, **task.statement(), "torch": torch.__version__})
             for tensor in run.model.state_dict().values():
                 collectives.broadcast(tensor, None)
             sharded = settings.parallel == "shard"
-            with sharded_model(run.model, run.device, self.rank, set_model) if sharded else nullcontext():
+            with sharded_model(task, self.rank) if sharded else nullcontext():
                 yield
         dist.destroy_process_group()
 

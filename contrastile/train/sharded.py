@@ -6,7 +6,7 @@ of `torch.distributed.checkpoint` have a pickle as metadata.
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from typing import Any
@@ -35,13 +35,12 @@ class AllRanksError(FloatingPointError):
 
 
 @contextmanager
-def sharded_model(
-    model: nn.Module, device: torch.device, rank: int, set_model: Callable[[nn.Module], None]
-) -> Iterator[None]:
-    """Shard the model over all ranks; afterwards hand the first rank a whole one through `set_model`.
+def sharded_model(task: Any, rank: int) -> Iterator[None]:
+    """Shard the model of a task over all ranks; afterwards give the first rank's task a whole one.
 
     A lost rank takes its shards with it: the model then stays sharded, and the run resumes from a checkpoint.
     """
+    model, device = task.run.model, task.run.device
     # fully_shard cannot be undone, so the first rank fills a copy in host memory
     copy = None
     if rank == 0:
@@ -53,7 +52,7 @@ def sharded_model(
             state = gathered(model.state_dict(), keep=copy is not None)
         if copy is not None:
             copy.load_state_dict(state)
-            set_model(copy.to(device))
+            task.set_model(copy.to(device))
 
     shard(model, device)
     try:

@@ -6,7 +6,6 @@ There are two: towers of images and texts (`image_text.py`), and retrievers (`re
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
@@ -117,14 +116,10 @@ class Task(ABC, Generic[P]):
         """Everything that the training depends on beside recipe and data, such as a teacher."""
         return {} if self.teacher is None else {"teacher": self.teacher.digest[:16]}
 
-    def joined(self, ranks: Ranks) -> AbstractContextManager[None]:
-        """Join the other ranks for the steps within, after comparing data and recipe."""
-
-        def statement() -> dict[str, str | int]:
-            recipe = hashlib.sha256(to_toml(self.run.recipe).encode()).hexdigest()
-            return {self.unit: len(self.rows), "data": self.data[:16], "recipe": recipe[:16], **self.origin}
-
-        return ranks.joined(self.run, statement, self.set_model)
+    def statement(self) -> dict[str, str | int]:
+        """Values that must be equal on all ranks: those of data and recipe."""
+        recipe = hashlib.sha256(to_toml(self.run.recipe).encode()).hexdigest()
+        return {self.unit: len(self.rows), "data": self.data[:16], "recipe": recipe[:16], **self.origin}
 
     @abstractmethod
     def parts(self, rows: Tensor, step: int, ranks: Ranks) -> Sequence[P]:
