@@ -193,8 +193,8 @@ class Trainer:
         self.optimizer = optim.build_optimizer(self.model, self.optim)
         self.scaler = torch.amp.GradScaler(task.run.device.type, enabled=recipe.train.precision == "fp16")
         self.ema = states.Ema(self.model, recipe.optim.ema)
-        timer = states.DeviceTimer if task.run.device.type == "cuda" else states.HostTimer
-        self.stopwatch = states.Stopwatch(timer())
+        on_gpu = task.run.device.type == "cuda"
+        self.stopwatch = states.Stopwatch(partial(torch.cuda.Event, enable_timing=True) if on_gpu else states.HostEvent)
         self.stopwatch.follow(self.optimizer)
         task.timed(self.stopwatch)
         self.memory = PeakMemory(task.run.device)

@@ -244,39 +244,30 @@ def _first_nonfinite(model: nn.Module, inputs: Iterable[Mapping[str, Tensor]]) -
     return next(nonfinite, "the loss or the norm alone")
 
 
-class HostTimer:
-    """Marks, and the seconds between two of them, on a device that computes synchronously."""
+class HostEvent:
+    """What `torch.cuda.Event` is to a GPU, to a device that computes synchronously."""
 
-    def mark(self) -> Any:
-        return time.perf_counter()
+    def record(self) -> None:
+        self.moment = time.perf_counter()
 
-    def between(self, start: Any, end: Any) -> float:
-        return float(end - start)
+    def synchronize(self) -> None:
+        """Return at once: nothing is queued."""
 
-
-class DeviceTimer(HostTimer):
-    """The same on a CUDA device; a mark is the moment at which the device's queue reaches it."""
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        # the device may not have reached the later event
-        end.synchronize()
-        return start.elapsed_time(end) / 1000
+    def elapsed_time(self, end: Self) -> float:
+        """Milliseconds."""
+        return 1000 * (end.moment - self.moment)
 
 
 class Stopwatch:
     """Marks of one step after the other; a mark names the part of the step that begins there.
 
-    The optimizer's time is that of the step before, because a device still runs the optimizer when its step is logged.
-    The sum of gradients over ranks counts as towers.
+    event: makes one for a mark; a GPU's is the moment at which its queue reaches the mark. The optimizer's time is that
+    of the step before, because a device still runs the optimizer when its step is logged. The sum of gradients over
+    ranks counts as towers.
     """
 
-    def __init__(self, timer: HostTimer) -> None:
-        self._timer = timer
+    def __init__(self, event: Callable[[], Any] = HostEvent) -> None:
+        self._event = event
         # None: outside any step
         self._marks: list[tuple[str | None, Any]] = []
         self._began = time.perf_counter()
@@ -291,7 +282,9 @@ class Stopwatch:
 
     def mark(self, part: str | None) -> None:
         """Begin `part` of the step."""
-        self._marks.append((part, self._timer.mark()))
+        event = self._event()
+        event.record()
+        self._marks.append((part, event))
 
     def follow(self, optimizer: Optimizer) -> None:
         """Mark the begin and the end of each step of the optimizer."""
@@ -322,7 +315,9 @@ class Stopwatch:
         marks = self._marks[:-1] if self._marks[-1][0] is None else self._marks
         for (part, start), (_, end) in pairwise(marks):
             if part is not None:
-                spent[part] += self._timer.between(start, end)
+                # the device may not have reached the later event
+                end.synchronize()
+                spent[part] += start.elapsed_time(end)
         self._marks = self._marks[-2:]
         seconds, total = time.perf_counter() - self._began, sum(spent.values())
         shares = {part: round(took / total, 4) for part, took in sorted(spent.items())} if total > 0 else {}
