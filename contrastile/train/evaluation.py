@@ -212,15 +212,14 @@ class Test:
 
 def zero_shot(name: str, folder: ClassFolder, templates: Sequence[str], run: Run, most: int | None = None) -> list[Row]:
     """Top 1, top 5 and the mean per class, of all images or of a sample of at most `most`."""
-    rows = _sample(len(folder.paths), most)
     with evaluating(run.model):
-        pictures, readable, skipped = _encode(run, [folder.paths[row] for row in rows], name)
+        pictures, rows, skipped = _encode(run, folder.paths, name, most)
         names = class_features(folder.names, encode=run.encode_text, prompts=templates)
     if (alike := len(names) - len(names.unique(dim=0))) > 0:
         # ties count as wrong, so these classes cannot be recognised
         message = "%s: %d classes have the very features of others: names that are equal, or cut at %d tokens"
         logger.warning(message, name, alike, run.tokenizer.length)
-    labels = torch.from_numpy(folder.labels[rows][readable]).to(run.device)
+    labels = torch.from_numpy(folder.labels[rows]).to(run.device)
     right = torch.from_numpy(folder.right).to(run.device)
     measured = classified(pictures, names, labels, right)
     guessed = right.double().mean(dim=1)[labels].mean().item()
@@ -233,12 +232,11 @@ def zero_shot(name: str, folder: ClassFolder, templates: Sequence[str], run: Run
 def retrieval(name: str, captioned: Captioned, run: Run, most: int | None = None) -> list[Row]:
     """Recall and ranks of the first right answer, in both directions, of all images or of a sample."""
     paths, owner = captioned.paths, captioned.owner
-    rows = _sample(len(paths), most)
     with evaluating(run.model):
-        pictures, readable, skipped = _encode(run, [paths[row] for row in rows], name)
+        pictures, rows, skipped = _encode(run, paths, name, most)
         # the position of each image among the encoded ones, −1 for those without features
         number = np.full(len(paths), -1)
-        number[rows[readable]] = np.arange(len(readable))
+        number[rows] = np.arange(len(rows))
         chosen = np.flatnonzero(number[owner] >= 0)
         # equal captions are one query and one answer
         distinct: dict[str, int] = {}
@@ -257,14 +255,13 @@ def retrieval(name: str, captioned: Captioned, run: Run, most: int | None = None
     return results
 
 
-def _sample(count: int, most: int | None) -> Indices:
-    """All rows, or a random sample of at most `most`, the same every time, in ascending order."""
-    return np.sort(np.random.default_rng(0).permutation(count)[:most])
+def _encode(run: Run, paths: Sequence[str], name: str, most: int | None = None) -> Gathered:
+    """Encode the readable ones of all images, or of a random sample of at most `most`, the same every time.
 
-
-def _encode(run: Run, paths: Sequence[str], name: str) -> Gathered:
-    """Encode the readable images; raises ValueError where more than `data.max_bad_fraction` are not."""
-    most_bad = run.recipe.data.max_bad_fraction
+    Raises ValueError where more than `data.max_bad_fraction` are not.
+    """
+    rows, most_bad = np.sort(np.random.default_rng(0).permutation(len(paths))[:most]), run.recipe.data.max_bad_fraction
+    paths = [paths[row] for row in rows]
     features, readable, skipped = _gather(run, paths, name)
     if skipped.total() > most_bad * len(paths) or not len(readable):
         bad = paths[np.setdiff1d(np.arange(len(paths)), readable)[0]]
@@ -273,7 +270,7 @@ def _encode(run: Run, paths: Sequence[str], name: str) -> Gathered:
         raise invalid(name, f"be images that can be read, but for {most_bad:.1%}", got, remedy)
     if skipped:
         logger.warning("%s: %d of %d images are left out (%s)", name, skipped.total(), len(paths), counted(skipped))
-    return features, readable, skipped
+    return features, rows[readable], skipped
 
 
 def _gather(run: Run, paths: Sequence[str], name: str) -> Gathered:
