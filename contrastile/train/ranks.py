@@ -72,7 +72,8 @@ class Ranks:
     def joined(self, task: Any) -> Iterator[None]:
         """Join the process group for a task, with the first rank's weights on all; an error where a rank is lost.
 
-        The ranks compare what the task states. After sharding its model is whole again on the first rank.
+        Raises ValueError where the task's `statement` differs between ranks. After sharding its model is whole again on
+        the first rank.
         """
         run, settings = task.run, task.run.recipe.train
         if self.size == 1:

@@ -104,7 +104,7 @@ class LoadedRun:
 
     @classmethod
     def saved(cls, folder: RunFolder, recipe: Any, device: torch.device) -> Self:
-        """The run in a folder; raises ValueError where its weights are others."""
+        """The run in a folder; raises ValueError where the checksum or the shapes of its weights differ."""
         from safetensors.torch import load_model
 
         tokenizer = load_tokenizer(folder.path, length=recipe.model.tokenizer.length)

@@ -245,7 +245,7 @@ def _first_nonfinite(model: nn.Module, inputs: Iterable[Mapping[str, Tensor]]) -
 
 
 class HostEvent:
-    """What `torch.cuda.Event` is to a GPU, to a device that computes synchronously."""
+    """The counterpart of `torch.cuda.Event` for a device that computes synchronously."""
 
     def record(self) -> None:
         self.moment = time.perf_counter()
