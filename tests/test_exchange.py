@@ -196,6 +196,18 @@ def test_ids_of_types_that_a_backend_does_not_send(pool: Pool, dtype: torch.dtyp
     assert pool.run(_by_ids, 2, dtype, exchange) == [truth] * 2
 
 
+def _by_least_id(rank: int, group: Any, smallest: int) -> Tensor:
+    q, negatives = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(rank)).double()
+    ids = torch.tensor([0, smallest, smallest, 0, 1])
+    # the second rank has none
+    some = negatives[: 2 - 2 * rank]
+    return contrast(q, q, scale=1.0, loss=Softmax(), negatives=some, query_ids=ids, key_ids=ids, group=group)
+
+
+def test_the_least_of_all_ids_is_no_negatives_of_another_rank(pool: Pool) -> None:
+    assert pool.run(_by_least_id, 2, -1) == pool.run(_by_least_id, 2, torch.iinfo(torch.int64).min)
+
+
 def _sentence(rank: int, group: Any, kind: str) -> str:
     q = torch.ones(3, 4 + (kind == "features" and rank == 1))
     options = {"gradient": "sum"} if kind == "gradient" and rank == 1 else {}

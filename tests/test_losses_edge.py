@@ -174,6 +174,18 @@ def test_the_least_of_all_labels_is_no_negatives(kind: str) -> None:
     assert losses[0] == losses[1]
 
 
+def test_the_least_of_all_ids_is_no_negatives_where_keys_are_compared_with_keys() -> None:
+    q, k, negatives = torch.randn(3, 5, 8)
+    losses = []
+    for smallest in (-1, torch.iinfo(torch.int64).min):
+        ids = torch.tensor([0, smallest, smallest, 0, 1])
+        # a margin that leaves all negatives to the ids
+        loss = GISTLoss(margin=-1e3, contrast_anchors=True, contrast_positives=True)
+        guides = {"guide_query": q, "guide_key": k, "guide_negatives": negatives}
+        losses.append(loss(q, k, 2.0, negatives=negatives, query_ids=ids, key_ids=ids, **guides))
+    assert losses[0] == losses[1]
+
+
 def test_labels_that_are_all_different_are_told() -> None:
     labels = torch.arange(5)
     features = F.normalize(torch.randn(5, 8), dim=-1)

@@ -305,8 +305,7 @@ class _Sides:
             rule = f"be given for the loss {type(loss).__name__} of examples among themselves"
             raise invalid("positives", rule, None, "Key i is query i itself, and no positive. Or pass labels.")
         if loss.symmetric or arguments.paired:
-            remedy = "" if arguments.paired else " Further keys go with loss=Softmax()."
-            checks.same_length("k", k, "q", q, remedy)
+            checks.same_length("k", k, "q", q, "" if arguments.paired else " Further keys go with loss=Softmax().")
         self._check_groups("labels", arguments.query_labels, arguments.key_labels)
         self._check_groups("ids", *arguments.ids)
         if arguments.positives is not None:
@@ -337,7 +336,8 @@ class _Sides:
 
     def shards(self, arguments: Arguments, cast: torch.dtype | None) -> tuple[Shard, Shard]:
         """Rows and columns with their positives, labels and ids, and with features of the dtype `cast`."""
-        labels, ids = self._groups(arguments.query_labels, arguments.key_labels), self._groups(*arguments.ids)
+        groups = (arguments.query_labels, arguments.key_labels), arguments.ids
+        labels, ids = (self._groups(arguments, *each) for each in groups)
         positives = None if arguments.positives is None else indices(arguments, self.keys)
         (q, *more_q), (k, *more_k) = [x.detach() for x in self.rows], [x.detach() for x in self.cols]
         if cast is not None:
@@ -350,16 +350,16 @@ class _Sides:
         cols = Shard(k, labels=labels[1], ids=ids[1], others=tuple(more_k), **of_cols)
         return rows, cols
 
-    def _groups(self, of_queries: Tensor | None, of_keys: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def _groups(self, given: Arguments, of_q: Tensor | None, of_k: Tensor | None) -> tuple[Tensor | None, ...]:
         """Labels or ids of rows and columns in int64. Negatives have one of their own, unless the keys' include it."""
-        if of_queries is None or of_keys is None:
+        if of_q is None or of_k is None:
             return None, None
-        negatives, groups = len(self.cols[0]) - self.keys, of_queries.long()
-        if negatives and len(of_keys) == self.keys:
-            # the least number, in place of which a query or a key has the next
-            own = torch.full((negatives,), least := torch.iinfo(torch.int64).min, device=of_keys.device)
-            return groups.clamp(min=least + 1), torch.cat([of_keys.long().clamp(min=least + 1), own])
-        return groups, groups if of_keys is of_queries else of_keys.long()
+        groups, least = of_q.long(), torch.iinfo(torch.int64).min
+        if given.negatives is not None and given.own is None and len(of_k) == self.keys:
+            # the least number, in place of which all ranks' queries and keys have the next
+            own = torch.full((len(self.cols[0]) - self.keys,), least, device=of_k.device)
+            return groups.clamp(min=least + 1), torch.cat([of_k.long().clamp(min=least + 1), own])
+        return groups, groups if of_k is of_q else of_k.long()
 
 
 def _kind(x: Any) -> Any:

@@ -239,7 +239,7 @@ class GISTLoss(Loss):
                 Arguments(query, key, scale, self.loss, self.options, negatives=negatives, guides=guides).check()
                 M, (own, positives) = len(key), _own_positions(query, key, positives)
                 if query_ids is not None and key_ids is not None:
-                    key_ids = self._ids(query, key, own, negatives, query_ids, key_ids)
+                    query_ids, key_ids = self._ids(query, key, own, negatives, query_ids, key_ids)
                 guides = (self._sides(guide_query, guide_key, M, own),)
                 query, key = self._sides(query, key if negatives is None else joined([key, negatives]), M, own)
                 negatives = None
@@ -270,17 +270,20 @@ class GISTLoss(Loss):
 
     def _ids(
         self, query: Tensor, key: Tensor, own: Any, negatives: Tensor | None, of_rows: Tensor, of_keys: Tensor
-    ) -> Tensor:
-        """The ids of all columns of `_sides`; `of_keys`: of the keys, or of keys and negatives."""
+    ) -> tuple[Tensor, Tensor]:
+        """The ids of rows, and of all columns of `_sides`; `of_keys`: of the keys, or of keys and negatives."""
         checks.vector("query_ids", of_rows, "q", query, integer=True)
         H = 0 if negatives is None else len(negatives)
         if isinstance(of_keys, Tensor) and of_keys.shape == (len(key) + H,):
             of_keys, of_negatives = of_keys.split([len(key), H])
+            checks.vector("key_ids", of_keys, "k", key, integer=True)
         else:
             of_negatives = torch.full((H,), NOBODY, device=key.device)
-        checks.vector("key_ids", of_keys, "k", key, integer=True)
+            checks.vector("key_ids", of_keys, "k", key, integer=True)
+            # a negative without an id shares none, also where a query has the least number
+            of_rows, of_keys = (x.long().clamp(min=NOBODY + 1) for x in (of_rows, of_keys))
         anchors, of_own = [of_rows] * self.contrast_anchors, [of_keys[own]] * self.contrast_positives
-        return torch.cat([x.long() for x in (of_keys, *anchors, of_negatives, *of_own)])
+        return of_rows, torch.cat([x.long() for x in (of_keys, *anchors, of_negatives, *of_own)])
 
 
 def _own_positions(query: Tensor, key: Tensor, positives: Tensor | None) -> tuple[slice | Tensor, Tensor | None]:
