@@ -16,7 +16,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from contrastile import _dispatch, contrast
+from contrastile import GISTLoss, _dispatch, contrast
 from contrastile.losses import BalancedSigmoid, Distilled, Guided, SoftmaxInside
 from contrastile.losses.base import PairLoss
 from contrastile.losses.softmax import Softmax
@@ -136,6 +136,19 @@ def test_a_guide_that_excludes_every_negative(dtype: torch.dtype, careful_flags:
     _against_eager(_leaves(N, N), dtype, loss=Guided(margin=1.0), workspace=LITTLE, **guide)
     assert careful_flags
     assert not any(careful_flags)
+
+
+def test_a_block_without_negatives_beside_one_of_far_logits() -> None:
+    """The guide excludes all pairs of keys, whose block would have its top far above the logits of the other."""
+    query, key = (40 * _unit(N)).requires_grad_(), (40 * _unit(N)).requires_grad_()
+    guide_key = F.one_hot(torch.zeros(N, dtype=torch.int64), 2).float()
+    guides = {"guide_query": guide_key * 0.5, "guide_key": guide_key}
+    results = []
+    for backend in ("eager", "triton"):
+        loss = GISTLoss(contrast_positives=True, backend=backend)(query, key, 1.0, **guides)
+        results.append([loss.detach(), *torch.autograd.grad(loss, (query, key))])
+    for fused, plain in zip(*results[::-1], strict=True):
+        assert distance(fused, plain) <= 1e-4
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

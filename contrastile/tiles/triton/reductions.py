@@ -301,6 +301,9 @@ def merge_sums(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first,
                 gap = tl.fma(gap, soft_error, gap)
                 tl.store(stats_ptr + TEACHER_TOP * stride + at, soft_top, mask=inside)
                 tl.store(stats_ptr + X_TOP * stride + at, top, mask=inside)
+            if GUIDE == MASK:
+                # of no pair, whatever the shift is: another block's top may lie far below it
+                top = tl.where(total == 0, -float("inf"), top)
             total *= tl.math.exp2(-whole)
             # rounded once: an error of the factor 1 + error would be the same in all rows
             total = tl.fma(total, error, total)
