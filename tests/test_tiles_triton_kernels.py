@@ -543,6 +543,14 @@ def test_long_features_need_careful_kernels_only_where_logits_lie_far_apart(
             assert distance(found, true) <= (2e-2 if dtype == torch.bfloat16 else 4e-3)
 
 
+def test_equal_products_of_long_features_have_a_finite_shift() -> None:
+    """The mean of equal numbers may be rounded above all of them."""
+    for _ in range(20):
+        q, k = (x.half() for x in _collapsed(30 * _unit(N), _unit(N)))
+        shift = launch.block_constants(q, k, torch.tensor(1.0), None, EPILOGUE)[int(SHIFT.value)]
+        assert 1100 < shift < 1300
+
+
 def _fast_totals(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     constants = launch.block_constants(q, k, scale, None, EPILOGUE)
     row_part = torch.empty(1, plan.tiles_of(len(k), SHAPE.cols), len(q))

@@ -134,11 +134,13 @@ def _high_product(q_ptr, k_ptr, N, M, D, q_row_stride, q_stride, k_row_stride, k
         q = load_rows(q_ptr, row, step, D, q_row_stride, q_stride, pair >= 0, COLS)
         k = load_rows(k_ptr, col, step, D, k_row_stride, k_stride, pair >= 0, COLS)
         total += tl.sum(q * k, 1)
-    above = total >= tl.sum(total) / PAIRS
+    highest = tl.max(total)
+    # the mean of equal products may be rounded above them
+    above = total >= tl.minimum(tl.sum(total) / PAIRS, highest)
     number = tl.sum(above.to(tl.float32))
     mean = tl.sum(tl.where(above, total, 0.0)) / number
     variance = tl.sum(tl.where(above, (total - mean) * (total - mean), 0.0)) / number
-    return tl.maximum(tl.max(total), mean + (2.2 + 0.3 * tl.log2(M.to(tl.float32))) * tl.sqrt(variance))
+    return tl.maximum(highest, mean + (2.2 + 0.3 * tl.log2(M.to(tl.float32))) * tl.sqrt(variance))
 
 
 @triton.jit(do_not_specialize=ANY)
