@@ -287,6 +287,17 @@ def test_a_number_that_is_not_finite_gives_nan_where_keys_are_compared_with_keys
     assert all(x.isnan().all() for x in torch.autograd.grad(loss, leaves))
 
 
+def test_pads_before_a_positive_leave_it_the_key_of_its_query() -> None:
+    query, key, a, b = F.normalize(torch.randn(4, 9, 16), dim=-1)
+    loss, own = GISTLoss(contrast_positives=True, margin=-1.0), torch.arange(9).roll(2)
+    pads = torch.full_like(own, -1)
+    values = [
+        loss(query, key, 5.0, guide_query=a, guide_key=b, positives=positives)
+        for positives in (own, torch.stack([own, pads], 1), torch.stack([pads, own], 1))
+    ]
+    assert values[0] == values[1] == values[2]
+
+
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("reduction", ["none", "sum"])
 def test_keys_among_keys_give_losses_of_rows(reduction: Any, backend: Any) -> None:

@@ -298,7 +298,9 @@ def _own_positions(query: Tensor, key: Tensor, positives: Tensor | None) -> tupl
         if not torch.compiler.is_compiling():
             checks.in_range(positives, len(key))
         positives = positives.long()
-        first = (positives[:, None] if positives.ndim == 1 else F.pad(positives, (0, 1), value=-1))[:, 0]
+        listed = positives[:, None] if positives.ndim == 1 else F.pad(positives, (0, 1), value=-1)
+        # pads may come first; of equal numbers argmax returns the first
+        first = listed.gather(1, (listed >= 0).byte().argmax(1, keepdim=True))[:, 0]
         beyond = positives.masked_fill(positives >= len(key), torch.iinfo(torch.int64).max)
         return first.clamp(0, max(len(key) - 1, 0)), beyond
     if len(key) < len(query):
