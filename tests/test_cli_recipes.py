@@ -1,5 +1,7 @@
 """The recipes that ship are valid, and own pictures or texts need one key."""
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,8 @@ RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.toml"))
 PICTURES = [path for path in RECIPES if isinstance(load_any_recipe(path, files=False), Recipe)]
 TEXTS = sorted(set(RECIPES) - set(PICTURES))
 # recipes for one's own data
-WITHOUT_DATA = ("clip-vit-l-14", "lit-vit-b-16", "pictures")
+IMAGES, QUESTIONS = ("clip-vit-l-14", "lit-vit-b-16", "pictures"), ("colbert", "dpr", "dpr-512")
+WITHOUT_DATA = (*IMAGES, *QUESTIONS)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -27,10 +30,21 @@ def test_a_recipe_for_own_data_is_refused_without_them(name, tmp_path, monkeypat
     for verb in ("train", "compare", "doctor"):
         assert main([verb, name]) == 2
         rule = "must be given: data.source=FOLDER of images, or a .tsv, .csv, .tar or .parquet file"
+        if name in QUESTIONS:
+            rule = "must be given: data.source=FILE of questions and passages, or a BEIR folder"
         assert capsys.readouterr().err == f"{name}: data.source: {rule}\n"
     assert not any(tmp_path.iterdir())
     # no data are opened for a plan
     assert load_any_recipe(name, files=False).data.source == ""
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_the_command_in_a_recipe_can_be_typed(path):
+    comment = "".join(line.removeprefix("#") for line in path.read_text().splitlines(True) if line.startswith("#"))
+    for command in re.findall(r"contrastile train .+", comment.replace("\\\n", " ")):
+        name, *overrides = shlex.split(command)[2:]
+        assert name == path.stem
+        load_any_recipe(name, overrides, files=False)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -57,7 +71,7 @@ def test_own_texts_need_one_key(path, tmp_path):
 
 
 def test_the_two_dpr_recipes_differ_only_in_their_batch():
-    by_name = {path.stem: load_any_recipe(path) for path in TEXTS}
+    by_name = {path.stem: load_any_recipe(path, files=False) for path in TEXTS}
     small, large = by_name["dpr"], by_name["dpr-512"]
     assert (small.train.batch, large.train.batch) == (((0.0, 128),), ((0.0, 512),))
     assert large.model_copy(update={"name": "dpr", "train": small.train}) == small

@@ -24,7 +24,7 @@ SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 def shipped(name, folder, *overrides):
     """A recipe that ships, its encoders made small, on sixty questions of DPR's form."""
     (folder / "train.json").write_text(json.dumps(list(entries()), indent=1))
-    recipe = load_any_recipe(RECIPES / f"{name}.toml")
+    recipe = load_any_recipe(RECIPES / f"{name}.toml", files=False)
     sides = [side for side in ("both", "query", "passage") if getattr(recipe.model, side) is not None]
     small = [f"model.{side}.config.{key}={value}" for side in sides for key, value in SMALL.items()]
     data = [f"data.source={folder}/train.json", f"data.cache={folder}/cache", "data.mined=0"]
@@ -107,7 +107,7 @@ def test_the_dpr_settings_train_on_its_entries(tmp_path, name, precision, batch)
 
 def test_the_dpr_recipes_have_the_published_settings():
     for name, batch in (("dpr", 128), ("dpr-512", 512)):
-        recipe = load_any_recipe(RECIPES / f"{name}.toml")
+        recipe = load_any_recipe(RECIPES / f"{name}.toml", files=False)
         assert recipe.train.batch == ((0.0, batch),)
         assert (recipe.train.epochs, recipe.optim.learning_rate, recipe.train.precision) == (40.0, 2e-5, "fp16")
         assert (recipe.data.negatives, recipe.optim.clip_norm, recipe.optim.weight_decay) == (1, 2.0, 0.0)
@@ -115,7 +115,7 @@ def test_the_dpr_recipes_have_the_published_settings():
 
 def test_the_late_recipe_has_the_published_settings(tmp_path):
     """A step of it has a gradient."""
-    recipe = load_any_recipe(RECIPES / "colbert.toml")
+    recipe = load_any_recipe(RECIPES / "colbert.toml", files=False)
     model, tokenizer = recipe.model, recipe.model.tokenizer
     assert (model.features, tokenizer.query_length, tokenizer.length) == (128, 32, 180)
     assert (model.query_expansion, model.attend_to_expansion, model.skip_punctuation) == (True, False, True)

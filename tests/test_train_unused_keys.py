@@ -210,7 +210,8 @@ WORDS = [
 def test_a_shipped_recipe_takes_one_override_and_is_read_back(here, path):
     own = load_any_recipe(path, files=False)
     # recipes for one's own data have none
-    data = [] if own.data.source else ["data.source=glyphs"]
+    built_in = "glyphs" if isinstance(own, Recipe) else "docstrings"
+    data = [] if own.data.source else [f"data.source={built_in}"]
     texts = ["data.mined=0", "data.source=q.jsonl", "data.source=beir"]
     more = ["loss.kind=siglip"] if isinstance(own, Recipe) else texts
     for words in [*WORDS, *more]:

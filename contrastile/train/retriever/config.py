@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from contrastile._errors import extra
+from contrastile.data.sources import TO_BE_GIVEN
 from contrastile.train.config.base import (
     AnyRecipe,
     Clash,
@@ -37,7 +38,9 @@ SEARCH = extra("search")
 
 
 class TextDataSettings(Settings):
-    """Questions and passages. `source`: "docstrings", a file of questions, or a folder in BEIR's format."""
+    """Questions and passages. `source`: "docstrings", a file of questions, or a folder in BEIR's format. Recipes for
+    one's own texts have "", with which they are planned and not trained.
+    """
 
     source: str = "docstrings"
     packages: tuple[str, ...] = ("numpy", "scipy", "torch")
@@ -54,7 +57,8 @@ class TextDataSettings(Settings):
     cache: str = "~/.cache/contrastile"
 
     def unused(self) -> Iterable[Unused]:
-        docstrings, folder = self.source == "docstrings", Path(self.source).expanduser().is_dir()
+        docstrings = self.source == "docstrings"
+        folder = self.source != TO_BE_GIVEN and Path(self.source).expanduser().is_dir()
         # these have passages and held-out questions of their own, and no hard negatives
         whole = docstrings or folder
         yield Unused(not docstrings, "packages", ("source",))
@@ -68,6 +72,8 @@ class TextDataSettings(Settings):
         yield Unused(none, "negatives", ("mined", "source"), remedy)
 
     def training_clashes(self) -> Iterable[Clash]:
+        reason = "must be given: data.source=FILE of questions and passages, or a BEIR folder"
+        yield self.source == TO_BE_GIVEN, "source", reason
         for key, path in (("source", self.source), ("corpus", self.corpus), ("test", self.test)):
             if path is None or (key == "source" and path == "docstrings"):
                 continue
