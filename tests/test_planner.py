@@ -400,7 +400,7 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize(("words", "sentence"), [
-    ([], "`recipe` must be named; got none. Such as recipes/glyphs.toml."),
+    ([], "`recipe` must be named; got none. Such as glyphs."),
     (["RECIPE", "--gpus", "8xH100", "--batch", "4"],
      "`--batch` must be a whole number of pairs, at least one for each of the 8 ranks; got 4. Such as 65536."),
     (["RECIPE", "train.epochs=2.0", "--gpus", "H100", "--batch", "64", "--hours"],

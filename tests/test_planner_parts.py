@@ -260,6 +260,7 @@ def test_peaks_of_all_ranks_of_a_cpu_stand_beside_the_batch(tmp_path: Path) -> N
 def test_this_machine_is_that_of_the_recipes_device(monkeypatch: Any) -> None:
     gigabytes = {"cpu": 64, "cuda": 80}
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(
         "contrastile.planner.profile.free_memory", lambda device: (0, gigabytes[device.type if device else "cpu"])
     )
@@ -270,6 +271,12 @@ def test_this_machine_is_that_of_the_recipes_device(monkeypatch: Any) -> None:
     assert gpu.profile is not None
     assert (gpu.profile.name, gpu.profile.memory) == ("H100", 80)
     assert (cpu.word, cpu.device, cpu.memory, cpu.host, cpu.ranks, cpu.per_node) == ("cpu", "cpu", 64, 64, 2, 2)
+    sentence = (
+        "`--ranks` must be at most 2, the GPUs that torch sees; got 3. "
+        "Plan other machines by their names: contrastile plan RECIPE --gpus 8xH100-80GB."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        this_machine(torch.device("cuda"), 3)
 
 
 def test_numbers_for_people_have_units(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan; return 1 where the step does not fit."""
     if arguments.recipe is None and not arguments.calibrate:
-        raise invalid("recipe", "be named", "none", "Such as recipes/glyphs.toml.")
+        raise invalid("recipe", "be named", "none", "Such as glyphs.")
     batch = None if arguments.batch is None else number("--batch", arguments.batch)
     pairs = number("--hours", arguments.hours) if arguments.hours else None
     if arguments.calibrate:

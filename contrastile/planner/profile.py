@@ -180,7 +180,7 @@ def _refuse_behind(word: str, match: re.Match[str], profiles: dict[str, Profile]
 def this_machine(device: torch.device | None = None, ranks: int = 1) -> Target:
     """This machine with so many ranks, each on a GPU of its own, or all on the CPUs.
 
-    device: where a rank computes; by default the GPU if there is one.
+    device: where a rank computes; by default the GPU if there is one. Raises ValueError for more ranks than GPUs.
     """
     import torch
 
@@ -188,6 +188,9 @@ def this_machine(device: torch.device | None = None, ranks: int = 1) -> Target:
         device = torch.device("cuda" if torch.cuda.is_available() else THIS)
     profiles, host = known_profiles(), free_memory(None)[1]
     if device.type != THIS:
+        if ranks > (gpus := torch.cuda.device_count()):
+            remedy = "Plan other machines by their names: contrastile plan RECIPE --gpus 8xH100-80GB."
+            raise invalid("--ranks", f"be at most {gpus}, the GPUs that torch sees", ranks, remedy)
         name, memory = torch.cuda.get_device_name(device), free_memory(device)[1]
         profile = profiles.get(name.lower()) or next((p for p in profiles.values() if p.name in name), None)
         profile = None if profile is None else replace(profile, memory=memory)
