@@ -119,12 +119,13 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`weights` must be real numbers; got torch.complex64. Convert it with .float().": lambda: contrast(
         _x(3, 4), _x(3, 4), scale=1.0, weights=_x(3, dtype=torch.complex64)
     ),
-    "`loss` must be a loss as an object; got str. Pass Softmax(...) or Sigmoid(...) of contrastile.losses.": lambda: (
-        contrast(_x(3, 4), _x(3, 4), scale=1.0, loss="clip")
+    "`loss` must be a loss of contrastile.losses, as an object; got str. Pass Softmax(...) or Sigmoid(...), say.": (
+        lambda: contrast(_x(3, 4), _x(3, 4), scale=1.0, loss="clip")
     ),
-    "`loss` must be a loss as an object; got Softmax. Pass Softmax(...) or Sigmoid(...) of contrastile.losses.": (
-        lambda: contrast(_x(3, 4), _x(3, 4), scale=1.0, loss=Softmax)
-    ),
+    "`loss` must be a loss of contrastile.losses, as an object; got ClipLoss. Pass Softmax(...) or "
+    "Sigmoid(...), say.": lambda: contrast(_x(3, 4), _x(3, 4), scale=1.0, loss=ClipLoss()),
+    "`loss` must be a loss of contrastile.losses, as an object; got the class Softmax. Pass Softmax(...) or "
+    "Sigmoid(...), say.": lambda: contrast(_x(3, 4), _x(3, 4), scale=1.0, loss=Softmax),
     "`weights` must be on the device of `q`; got meta and cpu. Move one side first.": lambda: contrast(
         _x(3, 4), _x(3, 4), scale=1.0, weights=_meta(3)
     ),

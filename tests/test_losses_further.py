@@ -414,7 +414,7 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     '`hardness_mode` must be given with `hardness_strength`; got None. "all_negatives", say.': lambda: InfoNCELoss(
         hardness_strength=5.0
     ),
-    "`guide_key` must have as many rows as `key`; got 2 and 3. One row for each, and for each of the `negatives`.": (
+    "`guide_key` must have as many rows as `key`; got 2 and 3. Pass one row for each.": (
         lambda: GISTLoss()(_x(3, 4), _x(3, 4), 1.0, guide_query=_x(3, 5), guide_key=_x(2, 5))
     ),
     "`guide_key` must have the same feature size as `guide_query`; got 6 and 5. Project one side first.": lambda: (
@@ -444,9 +444,8 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`key` must have at least as many rows as `query`; got 2 and 3. Key i belongs to query i.": lambda: GISTLoss(
         contrast_positives=True
     )(_x(3, 4), _x(2, 4), 1.0, guide_query=_x(3, 5), guide_key=_x(2, 5)),
-    "`guide_query` must have as many rows as `query`; got 2 and 3. One row for each, and for each of the "
-    "`negatives`.": lambda: GISTLoss(contrast_positives=True)(
-        _x(3, 4), _x(3, 4), 1.0, guide_query=_x(2, 5), guide_key=_x(3, 5)
+    "`guide_query` must have as many rows as `query`; got 2 and 3. Pass one row for each.": lambda: (
+        GISTLoss(contrast_positives=True)(_x(3, 4), _x(3, 4), 1.0, guide_query=_x(2, 5), guide_key=_x(3, 5))
     ),
     "`key_ids` must be a tensor of shape [3], one entry for each row of `key`; got shape [2]. Check it.": lambda: (
         GISTLoss(contrast_positives=True)(
@@ -485,8 +484,9 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     ),
     "`dist_text_features` must have the same feature size as `dist_image_features`; got 6 and 5. Project one side "
     "first.": lambda: DistillClipLoss()(_x(3, 4), _x(3, 4), 1.0, _x(3, 5), _x(3, 6), 1.0),
-    "`dist_image_features` must have as many rows as `image_features`; got 2 and 3. One row for each, and for each of "
-    "the `negatives`.": lambda: DistillClipLoss()(_x(3, 4), _x(3, 4), 1.0, _x(2, 5), _x(3, 5), 1.0),
+    "`dist_image_features` must have as many rows as `image_features`; got 2 and 3. Pass one row for each.": lambda: (
+        DistillClipLoss()(_x(3, 4), _x(3, 4), 1.0, _x(2, 5), _x(3, 5), 1.0)
+    ),
     "`weight` must be from 0 to 1; got 1.5. 0.5 weighs teacher and labels alike.": lambda: DistillClipLoss(weight=1.5),
     "`label_smoothing` must be 0 for distillation; got 0.1. The teacher's targets are soft already.": lambda: (
         DistillClipLoss(label_smoothing=0.1)
@@ -554,10 +554,9 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`guide_negatives` must have the same feature size as `guide_key`; got 6 and 5. Project one side first.": lambda: (
         _guided_negatives(_x(2, 6))
     ),
-    "`guide_key` must have as many rows as `key`; got 4 and 5. One row for each, and for each of the `negatives`.": (
-        lambda: _guided_negatives(_x(1, 5))
-    ),
-    "`guide_q` must have as many rows as `q`; got 2 and 3. One row for each, and for each of the `negatives`.": (
+    "`guide_key` must have as many rows as `key`; got 4 and 5. Pass one row for each, and for each of the "
+    "`negatives`.": lambda: _guided_negatives(_x(1, 5)),
+    "`guide_q` must have as many rows as `q`; got 2 and 3. Pass one row for each.": (
         lambda: contrast(
             _x(3, 4), _x(3, 4), scale=1.0, loss=Guided(), guide_q=_x(2, 5), guide_k=_x(3, 5), scorer=Bilinear(4, 4)
         )

@@ -583,6 +583,8 @@ def test_few_queries_or_choices_are_named_below_the_table():
     few, many = row("held-out pairs", 2, 2), row("digits", 1797, 10)
     sentence = "Too few to say anything about the model: held-out pairs (2 among 2). More data, or a larger "
     assert table_text([many, few]).splitlines()[-1] == f"{sentence}data.held_out, helps."
+    other = table_text([row("classes, zero-shot", 240, 3)])
+    assert other.endswith("about the model: classes, zero-shot (240 among 3). More data helps.")
     assert "Too few" not in table_text([many])
 
 

@@ -101,7 +101,8 @@ def guides(pairs: Sequence[tuple[Tensor, Tensor]], q: Tensor, k: Tensor, negativ
         alike("guide_k", guide_k, "guide_q", guide_q)
         for name, x, other_name, _, n in sides:
             if len(x) != n:
-                remedy = "One row for each, and for each of the `negatives`."
+                continued = name == "guide_k" and negatives is not None
+                remedy = f"Pass one row for each{', and for each of the `negatives`' if continued else ''}."
                 raise invalid(name, f"have as many rows as `{other_name}`", f"{len(x)} and {n}", remedy)
 
 

@@ -130,9 +130,9 @@ class Arguments:
             checks.guides(self.guides, q, k, self.negatives)
         checks.own_negatives(self.own, self.negative_ids, self.query_ids, q, self.options.device)
         if not isinstance(loss, PairLoss):
-            got = loss.__name__ if isinstance(loss, type) else type(loss).__name__
-            remedy = "Pass Softmax(...) or Sigmoid(...) of contrastile.losses."
-            raise invalid("loss", "be a loss as an object", got, remedy)
+            got = f"the class {loss.__name__}" if isinstance(loss, type) else type(loss).__name__
+            remedy = "Pass Softmax(...) or Sigmoid(...), say."
+            raise invalid("loss", "be a loss of contrastile.losses, as an object", got, remedy)
         if loss.guides != len(self.guides):
             name, rule = type(loss).__name__, "be given for" if loss.guides else "be left out for"
             got = "both" if self.guides else None

@@ -196,13 +196,12 @@ def table(results: Sequence[Mapping[str, Any]], wording: Wording) -> list[list[s
 
 def few_text(results: Sequence[Mapping[str, Any]]) -> str:
     """A sentence about tests with too few queries or choices for their numbers to mean something; empty without any."""
-    few = [
-        f"{row['test']} ({row['queries']:,} among {row['choices']:,})"
-        for row in results
-        if 0 < row["queries"] < FEW_QUERIES or 0 < row["choices"] < FEW_CHOICES
-    ]
-    remedy = "More data, or a larger data.held_out, helps."
-    return f"Too few to say anything about the model: {'; '.join(few)}. {remedy}" if few else ""
+    few = [row for row in results if 0 < row["queries"] < FEW_QUERIES or 0 < row["choices"] < FEW_CHOICES]
+    if not few:
+        return ""
+    named = "; ".join(f"{row['test']} ({row['queries']:,} among {row['choices']:,})" for row in few)
+    own = ", or a larger data.held_out," if any(row["test"].startswith("held-out") for row in few) else ""
+    return f"Too few to say anything about the model: {named}. More data{own} helps."
 
 
 def table_text(results: Sequence[Mapping[str, Any]], wording: Wording = IMAGE_TEXT) -> str:
