@@ -272,9 +272,9 @@ def test_a_word_that_names_no_machine_is_refused(word: str, sentence: str, monke
     ({"gpus": 8}, "`gpus` must be [nodes x] [GPUs x] chip [- memory in GB]; got 8. "
      "Such as H200, 8xH100-80GB, or 32x8xH100-80GB for 32 nodes."),
     ({"gpus": "8xH100", "batch": "64k"},
-     "`batch` must be a whole number of pairs, at least one for each of the 8 ranks; got '64k'. Such as 65536."),
+     "`batch` must be a whole number of pairs, at least 8, one for each rank; got '64k'. Such as 65536."),
     ({"gpus": "8xH100", "batch": 64.5},
-     "`batch` must be a whole number of pairs, at least one for each of the 8 ranks; got 64.5. Such as 65536."),
+     "`batch` must be a whole number of pairs, at least 8, one for each rank; got 64.5. Such as 65536."),
     ({"pairs": 0}, "`pairs` must be a whole number of at least 1; got 0. Leave it out for the recipe's own."),
 ])  # fmt: skip
 def test_arguments_of_another_kind_are_refused(words: Any, sentence: str, tmp_path: Path) -> None:
@@ -402,7 +402,7 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(tmp_path: Path, capsys
 @pytest.mark.parametrize(("words", "sentence"), [
     ([], "`recipe` must be named; got none. Such as glyphs."),
     (["RECIPE", "--gpus", "8xH100", "--batch", "4"],
-     "`--batch` must be a whole number of pairs, at least one for each of the 8 ranks; got 4. Such as 65536."),
+     "`--batch` must be a whole number of pairs, at least 8, one for each rank; got 4. Such as 65536."),
     (["RECIPE", "train.epochs=2.0", "--gpus", "H100", "--batch", "64", "--hours"],
      "`--hours` must come with a run of known length and a chip with a profile; got H100. "
      "Give the pairs to train on, such as --hours 280M."),

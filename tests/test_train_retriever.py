@@ -201,7 +201,7 @@ def test_a_loaded_run_encodes_queries_and_passages(finished):
     assert features[0].norm().item() == pytest.approx(1.0)
     one = run.encode_passage(["def red_fox(): return house"], dimensions=4)
     assert one.shape == (1, 4)
-    assert run.encode_query([]).shape[0] == 0
+    assert run.encode_query([]).shape == run.encode_passage([]).shape == (0, 16)
     # it would be taken for its letters
     with pytest.raises(ValueError, match=r"`texts` must be a list of texts; got str\. Pass \[text\], where there is"):
         run.encode_query("where is the red fox house")

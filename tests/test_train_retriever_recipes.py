@@ -103,6 +103,7 @@ def test_the_dpr_settings_train_on_its_entries(tmp_path, name, precision, batch)
     run = contrastile.load(folder, device="cpu")
     assert sorted(run.model.encoders) == ["passage", "query"]
     assert run.encode_query(["where is the red fox house"]).shape == (1, 16)
+    assert run.encode_query([]).shape == (0, 16)
 
 
 def test_the_dpr_recipes_have_the_published_settings():

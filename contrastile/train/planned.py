@@ -70,7 +70,7 @@ def planned(
     machines = machines or this_machine(choose_device(settings.device), ranks)
     largest = max(size for _, size in settings.train.batch)
     if batch is not None:
-        rule = f"be a whole number of pairs, at least one for each of the {machines.ranks} ranks"
+        rule = f"be a whole number of pairs, at least {machines.ranks}, one for each rank"
         batch = whole_number("batch", batch, machines.ranks, "Such as 65536.", rule=rule)
     if pairs is not None:
         pairs = whole_number("pairs", pairs, 1, "Leave it out for the recipe's own.")

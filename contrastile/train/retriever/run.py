@@ -165,9 +165,8 @@ class RetrieverRun(LoadedRun):
         A tensor `[n, D]`; of a late retriever `Ragged`, the vectors `[T, D]` of all tokens that are compared.
         """
         late = self.recipe.model.kind == "late"
-        if len(store) == 0:
-            nothing = torch.empty(0, dimensions or (self.model.features if late else 0), device=self.device)
-            return Ragged(nothing, []) if late else nothing
+        if late and len(store) == 0:
+            return Ragged(torch.empty(0, dimensions or self.model.features, device=self.device), [])
         order = store.lengths.argsort(descending=True, stable=True)
         parts: list[Any] = []
         with evaluating(self.model), (progress if title else silent)(len(store), title or "", "texts") as bar:
