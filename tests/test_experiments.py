@@ -65,8 +65,9 @@ def served(monkeypatch):
 
 
 def test_all_four_ways_keep_the_activations_of_one_sub_batch(tmp_path):
-    study = FourWays(recipe=tiny_recipe(tmp_path), seeds=1)
+    study = FourWays(recipe=tiny_recipe(tmp_path, "train.epoch_steps=100"), seeds=1)
     ways = {trial.labels["way"]: trial.overrides["train"] for trial in study.trials(open_data_bundle(study.recipe))}
+    assert {train["epoch_steps"] for train in ways.values()} == {None}
     assert {way: (train["batch"], train["accumulate"], train["retain"]) for way, train in ways.items()} == {
         "sequential": (((0.0, 16),), 1, 1),
         "accumulated": (((0.0, 48),), 3, 1),
@@ -223,7 +224,7 @@ def test_all_losses_have_the_same_curves_on_two_ranks(tmp_path, command, capfd, 
 
 
 def test_the_grid_sees_equal_examples_at_the_rates_of_its_rules(tmp_path):
-    recipe = tiny_recipe(tmp_path, "train.minutes=3.0")
+    recipe = tiny_recipe(tmp_path, "train.minutes=3.0", "train.epoch_steps=100")
     rates = ["fixed", "sqrt", "linear"]
     study = BatchSizes(recipe=recipe, seeds=2, batches=[64, 16], shares=[0.5, 1.0], rates=rates)
     trials = study.trials(open_data_bundle(recipe))
@@ -236,6 +237,8 @@ def test_the_grid_sees_equal_examples_at_the_rates_of_its_rules(tmp_path):
         assert learning_rate(optim.warmup, optim, 64) == pytest.approx(times * 3e-3)
         assert learning_rate(optim.warmup, optim, 16) == pytest.approx(3e-3)
     assert recipes["0.5", "16", "fixed"].train.batch == ((0.0, 16),)
+    # few data make no batch smaller than the table says
+    assert {one.train.epoch_steps for one in recipes.values()} == {None}
     assert {trial.share for trial in trials if trial.labels["data"] == "0.5"} == {0.5}
 
 
@@ -410,11 +413,17 @@ def test_arguments_without_sense_are_refused(command, capsys, words, sentence):
 
 
 OVERRIDDEN = {
-    "compare": ([], ["train.accumulate=2", "train.minutes=1.0", "train.retain=0"]),
+    "compare": ([], ["train.accumulate=2", "train.minutes=1.0", "train.epoch_steps=2", "train.retain=0"]),
     "compare --losses": (["--losses"], ["loss.backend=dense", "loss.exchange=ring", "train.minutes=1.0"]),
     "compare --batches": (
         ["--batches", "16"],
-        ["train.batch=32", "train.minutes=1.0", "optim.rate_scaling=sqrt", "optim.base_batch=32"],
+        [
+            "train.batch=32",
+            "train.epoch_steps=2",
+            "train.minutes=1.0",
+            "optim.rate_scaling=sqrt",
+            "optim.base_batch=32",
+        ],
     ),
 }
 

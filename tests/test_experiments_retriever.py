@@ -327,7 +327,7 @@ def test_keys_that_the_comparison_sets_are_reported_of_a_recipe_and_refused_of_a
         f"{recipe}: compare of retrievers sets {keys} itself: the recipe's own values are not used"
     ]
     capsys.readouterr()
-    for word in ("train.sub_batch.query=4", "evaluate.every=0.2", "train.accumulate=2", "train.minutes=1.0"):
+    for word in ("train.sub_batch.query=4", "evaluate.every=0.2", "train.accumulate=2", "train.epoch_steps=2"):
         assert main(["compare", str(recipe), word, *runs]) == 2
         key = word.partition("=")[0].removesuffix(".query")
         assert capsys.readouterr().err.splitlines()[-1] == (

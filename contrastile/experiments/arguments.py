@@ -23,15 +23,18 @@ LENGTHS = ("train.examples", "train.epochs", "train.minutes")
 # keys that a comparison overrides with several values, beside those that get the same value in all trials
 SEVERAL = object()
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "compare": {"train.accumulate": SEVERAL, "train.minutes": SEVERAL, "train.retain": 1},
+    "compare": {
+        "train.accumulate": SEVERAL, "train.minutes": SEVERAL, "train.epoch_steps": None, "train.retain": 1
+    },
     "compare --losses": {"loss.backend": SEVERAL, "loss.exchange": SEVERAL, "train.minutes": None},
     "compare --ways": {"train.minutes": None},
     "compare --batches": {
-        "train.batch": SEVERAL, "train.minutes": None, "optim.rate_scaling": SEVERAL, "optim.base_batch": SEVERAL
+        "train.batch": SEVERAL, "train.epoch_steps": None, "train.minutes": None, "optim.rate_scaling": SEVERAL,
+        "optim.base_batch": SEVERAL,
     },
     "compare of retrievers": {
-        "train.batch": SEVERAL, "train.sub_batch": SEVERAL, "train.accumulate": SEVERAL, "train.retain": SEVERAL,
-        "train.minutes": None, "evaluate.every": 1.0,
+        "train.batch": SEVERAL, "train.epoch_steps": None, "train.sub_batch": SEVERAL, "train.accumulate": SEVERAL,
+        "train.retain": SEVERAL, "train.minutes": None, "evaluate.every": 1.0,
     },
 }  # fmt: skip
 

@@ -194,8 +194,8 @@ def update_overrides(recipe: RetrieverRecipe, way: str, batch: int, largest: int
     passages = queries * (recipe.data.positives + recipe.data.negatives)
     tokens = passages * recipe.model.tokenizer.length if way == "cached" else None
     sub_batch = {"query": queries, "passage": passages, "query_tokens": tokens, "passage_tokens": tokens}
-    train = {"batch": ((0.0, batch),), "minutes": None, "retain": 0 if way == "cached" else 1, "sub_batch": sub_batch}
-    train["accumulate"] = -(-batch // queries) if way == "accumulated" else 1
+    train: dict[str, Any] = {"batch": ((0.0, batch),), "epoch_steps": None, "minutes": None, "sub_batch": sub_batch}
+    train |= {"retain": 0 if way == "cached" else 1, "accumulate": -(-batch // queries) if way == "accumulated" else 1}
     return {"train": train, "evaluate": {"every": 1.0, "bm25": False}}
 
 

@@ -70,7 +70,7 @@ class FourWays(Study):
             for way, (batch, count) in ways.items():
                 # retain = 1 keeps the activations of one sub-batch, even where the recipe has room for more
                 train = {"batch": batch, "accumulate": count, "retain": 1, "examples": examples}
-                overrides = {"train": {**train, "epochs": None, "minutes": None}}
+                overrides = {"train": {**train, "epochs": None, "epoch_steps": None, "minutes": None}}
                 trials += [Trial({"budget": budget, "way": way}, seed, overrides) for seed in self.all_seeds]
         return trials
 
@@ -184,7 +184,9 @@ class BatchSizes(Study):
         """Seed by seed, and the longest first; at the smallest batch all rules are the same."""
         examples, smallest, trials = self.examples(data), min(self.batches), []
         for seed, batch, share in product(self.all_seeds, sorted({*self.batches}), self.shares):
-            train = {"batch": ((0.0, batch),), "epochs": None, "examples": examples, "minutes": None}
+            train = {"batch": ((0.0, batch),), "epochs": None, "examples": examples}
+            # batches have the sizes of the table, with few data too
+            train |= {"epoch_steps": None, "minutes": None}
             for rule in self.rates if batch > smallest else self.rates[:1]:
                 optim = {"rate_scaling": RATES[rule], "base_batch": None if rule == "fixed" else smallest}
                 labels = {"data": f"{share:g}", "batch": str(batch), "rate": rule}
