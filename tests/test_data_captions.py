@@ -123,6 +123,6 @@ def test_a_table_must_be_whole(tmp_path):
     path.write_text("file\ttitle\na.png\tone\n")
     assert refusal(open_captions, path) == (
         "`captions` must have a column filepath or file_name or image and one title or text or caption; "
-        "got ['file', 'title']. "
-        "Name them in the first line, separated by tabs."
+        "got ['file', 'title'] in the first line. "
+        "Name them there, separated by tabs."
     )

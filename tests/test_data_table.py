@@ -239,14 +239,17 @@ def test_a_table_without_its_columns_is_refused(album):
     album.lines[0] = "file\tcaption"
     assert refusal(album.open) == (
         "`source` must have a column filepath or file_name or image and one title or text or caption; "
-        "got ['file', 'caption']. "
-        "Name them in the first line, separated by tabs."
+        "got ['file', 'caption'] in the first line. "
+        "Name them there, separated by tabs."
     )
 
 
 def test_an_empty_table_is_refused(album):
     album.lines = []
-    assert refusal(album.open).endswith("; got []. Name them in the first line, separated by tabs.")
+    assert refusal(album.open).endswith("; got nothing in the first line. Name them there, separated by tabs.")
+    # as a spreadsheet may write it
+    album.lines = ["filepath\ttitle".encode("utf-16")]
+    assert "; got not UTF-8 in the first line. Name" in refusal(album.open)
 
 
 def test_a_table_with_nothing_to_compare_is_refused(album):

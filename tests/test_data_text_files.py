@@ -322,11 +322,13 @@ def test_a_number_cut_by_a_block_is_one_bad_entry(tmp_path, monkeypatch):
         ("cut.jsonl.gz", "`source` must be a file that can be read; got {}. "),
         ("empty.csv", "`source` must have a first line; got {}, which is empty. Name the columns there."),
         ("broken.csv", "`source` must have a first line; got {}, where it is broken. Name the columns there."),
+        ("utf16.csv", "`source` must have a first line; got {}, where it is not UTF-8. Name the columns there."),
     ],
 )
 def test_files_that_cannot_be_read_are_named(tmp_path, name, sentence):
     (tmp_path / "x.txt").write_text("a\n")
     (tmp_path / "empty.csv").write_text("")
+    (tmp_path / "utf16.csv").write_text("q,p\na,b\n", encoding="utf-16")
     (tmp_path / "broken.csv").write_text('"a"b,c\nq,p\n')
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"a": "b"}\n' * 1000)[:-20])
     assert refusal(opened, tmp_path, name).startswith(sentence.format(tmp_path / name))

@@ -241,6 +241,12 @@ def test_a_source_without_training_questions_and_too_many_dimensions_are_refused
         f'`data.source` must have questions to train on ("{folder}"); got test alone. '
         "A BEIR folder has them in qrels/train.tsv."
     )
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join(f'{{"query": "what {n}", "pos": ["p {n}"]}}\n' for n in range(3)))
+    assert refusal(RetrieverJob.open, tiny_retriever(tmp_path, f"data.source={pairs}", f"data.test={pairs}")) == (
+        f'`data.source` must have questions to train on ("{pairs}"); got held_out alone. '
+        "Those of data.test are held out: leave some for training."
+    )
     with pytest.raises(ValueError, match=r"model.dimensions: must be at most the 16 features there are; got 17"):
         tiny_retriever(tmp_path, "model.dimensions=[8, 17]")
 

@@ -216,7 +216,7 @@ def _table(path: Path, counter: SkipCounter) -> Iterator[tuple[int, Entry | str]
         else:
             names = next(rows, (0, ""))[1]
         if isinstance(names, str):
-            got = f"{path}, where it is broken" if header.strip() else f"{path}, which is empty"
+            got = f"{path}, where it is {names.removesuffix(' row')}" if header.strip() else f"{path}, which is empty"
             raise invalid("source", "have a first line", got, "Name the columns there.")
         check_names(names, path)
         for number, fields in rows:

@@ -86,7 +86,8 @@ def read_table(table: Path, folder: Path | None = None, *, name: str = "source")
     if None in known:
         rule = f"have a column {' or '.join(PATH_COLUMNS)} and one {' or '.join(CAPTION_COLUMNS)}"
         separators = "commas or tabs" if is_csv else "tabs"
-        raise invalid(name, rule, columns, f"Name them in the first line, separated by {separators}.")
+        got = f"{columns or header or 'nothing'} in the first line"
+        raise invalid(name, rule, got, f"Name them there, separated by {separators}.")
     path_column, caption_column = (columns.index(str(column)) for column in known)
 
     def row(fields: list[str] | str) -> Row | str:

@@ -235,6 +235,8 @@ def open_run_texts(recipe: RetrieverRecipe) -> TextSet:
     if len(texts.splits["train"]) == 0:
         got = ", ".join(name for name, rows in texts.splits.items() if len(rows)) or "none"
         remedy = "A BEIR folder has them in qrels/train.tsv."
+        if data.test is not None:
+            remedy = "Those of data.test are held out: leave some for training."
         raise invalid("data.source", f'have questions to train on ("{data.source}")', f"{got} alone", remedy)
     return texts
 
