@@ -83,7 +83,8 @@ def contrast(
         guide_q, guide_k: [N, G], [M, G] features of another model, constants, for losses that compare them too:
             `Guided(...)`. With `negatives`, guide_k continues over them.
         weights: [N]; the loss is Σ w·loss / Σ w, and 0 where all are 0. In a symmetric loss they weigh the keys'
-            direction too. They are constants: weights that require a gradient are refused.
+            direction too. Weights that cancel, such as 1 and -1, have no mean: the loss is not finite. They are
+            constants: weights that require a gradient are refused.
         scorer: a module whose `scorer(rows, columns)` are the scores [I, J] of a block, instead of dot products:
             x_ij = scale · Φ(q_i, k_j; Ω) + bias, gradients of its parameters Ω included (Gao et al. 2021, section
             5). Then q, k and negatives are tensors whose first axis is the batch, nested in any way; the scorer gets
