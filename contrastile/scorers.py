@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from contrastile._errors import invalid
+from contrastile._errors import invalid, truth_value
 from contrastile._types import accumulator, shape_or_type
 
 # token vectors [B, L, D], alone or with a mask [B, L] that is true where there is a token
@@ -101,6 +101,7 @@ class MaxSim(nn.Module):
 
     def __init__(self, normalize: bool = False) -> None:
         super().__init__()
+        truth_value("normalize", normalize)
         self.normalize = normalize
 
     def forward(self, rows: Tokens, columns: Tokens) -> Tensor:

@@ -83,6 +83,14 @@ EYE, IDS = torch.eye(3), torch.arange(3)
             "Encode the examples first.",
         ),
         (
+            (EYE.numpy(), EYE, IDS, IDS),
+            "`query` must be floating-point features of shape [rows, D]; got ndarray. Encode the examples first.",
+        ),
+        (
+            (EYE, EYE, [0, 1, 2], IDS),
+            "`query_ids` must be integers, one per row; got list for 3 rows. Give every row its id.",
+        ),
+        (
             (EYE, EYE.long(), IDS, IDS),
             "`key` must be floating-point features of shape [rows, D]; got torch.int64 of shape [3, 3]. "
             "Encode the examples first.",

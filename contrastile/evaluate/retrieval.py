@@ -29,14 +29,19 @@ Right = Callable[[slice, slice], Tensor]
 def check_features(query: Tensor, key: Tensor) -> None:
     """Raise ValueError unless both are floating-point `[rows, D]` with the same D and on the same device."""
     for name, features in (("query", query), ("key", key)):
-        if features.ndim != 2 or not features.is_floating_point():
-            got = f"{features.dtype} of shape {list(features.shape)}"
+        if not isinstance(features, Tensor) or features.ndim != 2 or not features.is_floating_point():
+            got = _described(features)
             raise invalid(name, "be floating-point features of shape [rows, D]", got, "Encode the examples first.")
     if query.shape[1] != key.shape[1]:
         got = f"{key.shape[1]} and {query.shape[1]}"
         raise invalid("key", "have the same feature size as `query`", got, "Project one side first.")
     if query.device != key.device:
         raise invalid("key", "be on the device of `query`", f"{key.device} and {query.device}", "Move one of them.")
+
+
+def _described(x: Tensor) -> str:
+    """The dtype and shape of a tensor; the type of anything else, which an untyped script may pass."""
+    return f"{x.dtype} of shape {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
 def _row_tiles(query: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
@@ -105,8 +110,8 @@ def recall(
     """
     check_features(query, key)
     for name, features, ids in (("query", query, query_ids), ("key", key, key_ids)):
-        if ids.shape != features.shape[:1] or ids.is_floating_point():
-            got = f"{ids.dtype} of shape {list(ids.shape)} for {len(features)} rows"
+        if not isinstance(ids, Tensor) or ids.shape != features.shape[:1] or ids.is_floating_point():
+            got = f"{_described(ids)} for {len(features)} rows"
             raise invalid(f"{name}_ids", "be integers, one per row", got, "Give every row its id.")
     _check_not_empty(query=query, key=key)
     return recall_where(query, key, lambda rows, columns: query_ids[rows, None] == key_ids[columns], ks=ks)

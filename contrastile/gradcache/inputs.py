@@ -36,7 +36,7 @@ class Ragged:
 
     Arguments:
         values: [..., Σ lengths, ...], packed in the order of the examples.
-        lengths: [B] whole numbers of at least 0, as a tensor or a list; `cu_seqlens.diff()`.
+        lengths: [B] whole numbers of at least 0, as a tensor, an array or a list; `cu_seqlens.diff()`.
         axis: the packed one.
 
     Raises ValueError where these do not fit together.
@@ -54,7 +54,8 @@ class Ragged:
     axis: int = 0
 
     def __post_init__(self) -> None:
-        lengths = self.lengths.tolist() if isinstance(self.lengths, Tensor) else self.lengths
+        # a tensor, or an array of numpy
+        lengths = self.lengths.tolist() if hasattr(self.lengths, "tolist") else self.lengths
         lengths = list(lengths) if isinstance(lengths, Iterable) else lengths
         if not isinstance(lengths, list) or not all(isinstance(length, int) and length >= 0 for length in lengths):
             got, remedy = lengths[:8] if isinstance(lengths, list) else lengths, "Count the values of each example."
