@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import re
+import sys
 from dataclasses import replace
 from itertools import product
 
@@ -18,6 +19,7 @@ from tiny_texts import ANIMALS, COLOURS, PLACES, tiny_retriever
 import contrastile
 from contrastile.cli.main import main
 from contrastile.data.texts import Passage
+from contrastile.integrations.export import export_index
 from contrastile.retrieval import index as indexing
 from contrastile.retrieval.index import Index, encode_corpus, picture_passages, run_checksums
 from contrastile.retrieval.search import Search
@@ -407,6 +409,14 @@ def test_a_full_disk_names_the_folder(trained, tmp_path, capsys, monkeypatch, wh
     assert main(["encode", str(trained), "--out", str(tmp_path / "index")]) == 1
     told = f"{tmp_path / 'index'} could not be written ({why}); free the disk and begin again\n"
     assert capsys.readouterr().err.endswith(told)
+
+
+def test_nothing_is_written_for_a_library_that_is_not_installed(run, tmp_path, monkeypatch):
+    encoded(run, tmp_path / "index")
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    with pytest.raises(ModuleNotFoundError, match="faiss"):
+        export_index(tmp_path / "index", "faiss", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_index_of_other_weights_is_refused(trained, run, tmp_path, capsys):

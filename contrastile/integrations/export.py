@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from copy import copy
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def export_run(folder: Path, library: str, target: Path) -> list[Path]:
             remedy = f'Train with model.{side} of the kind "transformers".'
             raise invalid("run", "have encoders of transformers", f'model.{side} of the kind "{kind}"', remedy)
     parts = {side: _parts(encoder, library) for side, encoder in encoders}
-    refuse_existing(target)
+    refuse_existing(target, *(["sentence_transformers"] if library == "sentence-transformers" else []))
     with written_to(target):
         for side, (tower, projection) in parts.items():
             targets[side].mkdir(parents=True)
@@ -130,8 +131,10 @@ def _parts(encoder: nn.Module, library: str) -> tuple[TextTower, nn.Linear | Non
     return tower, projection
 
 
-def refuse_existing(target: Path) -> None:
-    """Raise ValueError for a target that exists."""
+def refuse_existing(target: Path, *needed: str) -> None:
+    """Raise ValueError for a target that exists, and ImportError for a package that writing it needs."""
+    for name in needed:
+        import_module(name)
     if target.exists():
         raise invalid("--out", "be a folder that is not there yet", f'"{target}"', "Choose another one.")
 
@@ -216,7 +219,7 @@ def export_index(folder: Path, kind: str, target: Path) -> list[Path]:
     if index.kind != "single":
         remedy = "Read its .npy and .lengths.npy: the vectors of all tokens, and their number in each passage."
         raise invalid("index", "have one vector a passage", f'one of kind "{index.kind}"', remedy)
-    refuse_existing(target)
+    refuse_existing(target, *(["faiss"] if kind == "faiss" else []))
     shards = [Path(folder) / shard["name"] for shard in index.metadata["shards"]]
     features = [np.load(f"{shard}.npy", mmap_mode="r", allow_pickle=False) for shard in shards]
     with written_to(target):
