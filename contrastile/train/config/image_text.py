@@ -147,6 +147,8 @@ class DataSettings(Settings):
     def _source_is_known(cls, source: str, info: ValidationInfo) -> str:
         if source == "docstrings":
             raise ValueError('is a set of texts; set kind = "retriever" at the top of the recipe')
+        # a shell leaves ~ as it is behind data.source=
+        source = "::".join(map(os.path.expanduser, source.split("::")))
         parts = [] if source in ("glyphs", TO_BE_GIVEN) else read_source(source)
         if not needs_files(info):
             return source
