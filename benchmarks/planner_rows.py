@@ -84,6 +84,8 @@ SHARED = re.compile(r"(\d+) ranks, (\w+)")
 HOST_BOUND = ("clip triton, workspace 32 MiB 65536 x 512 bfloat16 on 1",)
 # rows up to which a loss takes the host's time: 0.27 to 0.55 ms beside an H200, 0.37 to 0.63 beside an H100
 LEAST_ROWS = 4096
+# the same in pairs times features, 4,096² of 1,024 and 8,192² of 256
+LEAST_PRODUCTS = 2**34
 # seconds of a rank alone, and of a hop, below which they are those of the host, which fills the buffers of receives:
 # 5 to 8 ms for a gather, 0.5 to 1 ms for a hop
 LEAST_ALONE, LEAST_HOP = 0.01, 1e-3
@@ -259,7 +261,7 @@ def of_call(row: dict[str, str]) -> dict[str, Any]:
     name = "clip_labels" if labels and "," in row["impl"] else "clip" if labels else kind
     which = loss_of(name, d) | ({"listed": True} if "positives" in row["impl"] else {})
     size = LossSize(N, M, W, d, profile_of(chip).memory, exchange, "triton", given=given, **which)
-    reason = HOST if W == 1 and max(N, M) <= LEAST_ROWS else None
+    reason = HOST if W == 1 and N * M * d <= LEAST_PRODUCTS else None
     # the host's time of ranks was taken from these
     return {"label": f"{row['call']}: {row['impl']}", "loss": size, "untimed": reason, "fitted": several is not None}
 
