@@ -12,7 +12,6 @@ others' features are one trained row, in long parts, because their number would 
 
 import gc
 import time
-from bisect import bisect
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -156,8 +155,11 @@ class Steps:
 
     def largest(self, card: Card, one: Plan, room: int) -> int:
         """The largest batch of all ranks whose planned peak is at most `room`."""
-        most = MOST_ROWS_TINY if card.model == "tiny" else MOST_ROWS
-        return bisect(range(most), room, lo=1, key=lambda rows: peak_of(card, one, rows * card.ranks)) * card.ranks
+        low, high = 1, MOST_ROWS_TINY if card.model == "tiny" else MOST_ROWS
+        while high - low > max(1, low // 500):
+            rows = (low + high) // 2
+            low, high = (rows, high) if peak_of(card, one, rows * card.ranks) <= room else (low, rows)
+        return low * card.ranks
 
     def loss(self, card: Card, one: Plan, indices: Tensor) -> Tensor:
         """A rank's loss, as a task of the training loop computes it."""

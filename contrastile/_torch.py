@@ -77,6 +77,16 @@ def backward_is_repeatable() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+def cudagraphs_warm_up(device: torch.device) -> bool:
+    """Return whether inductor's CUDA graphs, of mode="reduce-overhead", own all memory that is allocated now."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None or device.type != "cuda":
+        return False
+    index = torch.cuda.current_device() if device.index is None else device.index
+    manager = trees.get_manager(index, create_if_none_exists=False)
+    return manager is not None and manager.in_warmup
+
+
 def current_stream_address(device: int) -> int:
     """Address of a CUDA device's current stream; torch takes twenty times as long to return the stream itself."""
     return torch._C._cuda_getCurrentRawStream(device)

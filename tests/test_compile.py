@@ -13,6 +13,7 @@ from problems import PROBLEMS, distance
 from ranks import Pool
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 from contrastile import ClipLoss, InfoNCELoss, contrast
 from contrastile._dispatch import TILES
@@ -106,6 +107,29 @@ def test_operations_are_registered_as_they_behave(backend: str, early: int) -> N
         [0, 0, early, 9],
     )
     torch.library.opcheck(torch.ops.contrastile.forward.default, arguments)
+
+
+@pytest.mark.parametrize("wanted", [0b1101, 0b1100, 0b0101, 0b1001])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_gradients_that_come_with_the_loss_are_registered_as_they_behave(dtype: torch.dtype, wanted: int) -> None:
+    q, k = (x.to(dtype) for x in torch.randn(2, 9, 4))
+    settings = "Softmax symmetric=True", "eager mean mean", [0, 0, wanted, 9]
+    tensors = q, k, torch.tensor(2.0), *[None] * 6
+    value, *gradients = torch.ops.contrastile.forward(*tensors, None, *settings)
+    several = [bool(wanted >> at & 1) for at in range(4)]
+    arguments = value, *tensors, gradients, *settings, several
+    for operation, given in (("forward", (*tensors, None, *settings)), ("backward", arguments)):
+        operation = getattr(torch.ops.contrastile, operation).default
+        torch.library.opcheck(operation, given, test_utils="test_faketensor")
+
+
+def test_a_compiled_loss_inside_a_checkpoint_has_its_gradients() -> None:
+    torch._dynamo.reset()
+    q, k = (F.normalize(torch.randn(6, 4), dim=-1).requires_grad_() for _ in "qk")
+    step = torch.compile(lambda q, k: ClipLoss()(q, k, 2.0), backend="eager")
+    found = torch.autograd.grad(checkpoint(step, q, k, use_reentrant=False), [q, k])
+    truth = torch.autograd.grad(ClipLoss()(q, k, 2.0), [q, k])
+    assert all(distance(*pair) <= 1e-6 for pair in zip(found, truth, strict=True))
 
 
 @pytest.mark.parametrize("name", ["Softmax", "Decoupled", "Sigmoid"])

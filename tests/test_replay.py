@@ -131,6 +131,22 @@ def test_the_same_numbers_from_every_call_inside_a_compiled_graph(
 
 
 @pytest.mark.usefixtures("_played")
+def test_compiled_calls_with_other_labels_of_the_keys_have_a_graph_of_their_own() -> None:
+    torch._dynamo.reset()
+    step = torch.compile(
+        lambda q, k, a, b: contrast(q, k, scale=3.0, loss=Softmax(), query_labels=a, key_labels=b),
+        backend="aot_eager", fullgraph=True,
+    )  # fmt: skip
+    q, k = (x.double().requires_grad_() for x in torch.randn(2, 12, 5))
+    one, other = torch.arange(12) // 3, torch.arange(12) % 4
+    for labels in [one] * 4 + [other] * 4:
+        found = step(q, k, one, labels)
+        truth = contrast(q, k, scale=3.0, loss=Softmax(), query_labels=one, key_labels=labels, reduction="none").mean()
+        assert distance(found.detach(), truth.detach()) <= 1e-12
+    assert len(CAPTURED) == 2
+
+
+@pytest.mark.usefixtures("_played")
 @pytest.mark.parametrize("frozen", [(), ("q",), ("k",), ("q", "k"), ("scale",)], ids=str)
 def test_upstream_gradients_and_frozen_sides(frozen: tuple[str, ...]) -> None:
     q, k = (x.double() for x in torch.randn(2, 12, 5))

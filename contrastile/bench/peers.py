@@ -119,15 +119,14 @@ def _diagonal(q: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=1)
-def _of_one_shape(loss: Loss, *kind: Any) -> Loss:
-    """The loss compiled for features of this kind: torch compiles one function for few kinds, then runs it as it is."""
-    del kind
+def _of_one_kind(loss: Loss, _kinds: tuple[Any, ...]) -> Loss:
+    """The loss compiled for tensors of these kinds: torch compiles one function for few, then runs it as it is."""
     torch.compiler.reset()
     return torch.compile(loss, dynamic=False)
 
 
-def _compiled(loss: Loss, q: Tensor, *others: Tensor) -> Tensor:
-    return under_autocast(_of_one_shape(loss, q.shape, q.dtype), q, *others)
+def _compiled(loss: Loss, *leaves: Tensor) -> Tensor:
+    return under_autocast(_of_one_kind(loss, tuple([(x.shape, x.dtype) for x in leaves])), *leaves)
 
 
 def _wide_logits(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:

@@ -8,13 +8,13 @@ too. Where calls outside of a graph compute the gradients with the loss, the for
 (`graph.py`); the backward multiplies them by the gradient of the loss, in the graph."""
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from contrastile._dispatch import Options, choose_tiles, not_empty, workspace_on
+from contrastile._torch import cudagraphs_warm_up
 from contrastile._types import Backend, Gradient, Reduction, accumulator
 from contrastile.distributed import collectives
 from contrastile.engine import arguments as checks
@@ -78,7 +78,8 @@ def traced(arguments: Arguments) -> tuple[Callable[..., Tensor], tuple[Any, ...]
 def _early(problem: Problem, q: Tensor, k: Tensor) -> bool:
     """Return whether the gradients are computed with the loss, as in calls outside of a graph: see `plan._planned`.
 
-    A loss of both directions keeps its exponentials for that; those of larger batches have two sweeps.
+    A loss of both directions keeps its exponentials for that; those of larger batches have two sweeps. One of a single
+    direction has sums of all rows and columns from the forward to the backward, whatever its size.
     """
     if q.device.type == "cpu" or not problem.loss.symmetric:
         return True
@@ -121,14 +122,15 @@ def _at_once(
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
     """The loss, and the gradients of scale, bias and features: those of a replay where the call is small."""
     inputs, wide = (scale, bias, *features), call.plan.wide
-    # without memory of their own
+    # tensors of the gradients' dtype and shapes, with the memory of one number
     as_wide: list[Any] = [
         x if x is None or x.dtype == wide else x.new_empty((), dtype=wide).expand(x.shape) for x in inputs
     ]
-    if call.plan.small:
+    # a graph captured in a warm-up of inductor's own graphs would lie in memory that they use again
+    if call.plan.small and not cudagraphs_warm_up(call.device):
         graph = ready(call)
         if graph is None:
-            # captured as outside of the compiled graph, in which no tensor requires a gradient
+            # inputs of an operation require no gradient, and those of a captured call do
             leaves = [
                 x if x is None else x.detach().requires_grad_(want) for x, want in zip(inputs, wanted, strict=True)
             ]
@@ -136,7 +138,7 @@ def _at_once(
                 graph = ready(call, leaves)
         if graph is not None:
             value, held = graph(read(call, scale, bias))
-            return value, graph.backward(held, as_wide, _one(wide, call.device))
+            return value, graph.backward(held, as_wide, graph.number(1.0))
     tiles = call.tiles(scale, bias)
     value, sums = with_gradients(call, tiles, features, wanted)
     tiles.grad_dtypes = wide, wide
@@ -150,17 +152,13 @@ def operation_backward(
     """The gradients of scale, bias, q and k; one without elements stands for each that is not wanted."""
     *groups, results, loss, words, numbers, wanted = rest
     if any(_wanted(numbers)):
-        return _times(results, upstream, (scale, bias, q, k))
+        times = _times(results, upstream, (scale, bias, q, k))
+        return [x if want else q.new_empty(0) for x, want in zip(times, wanted, strict=True)]
     call = _call(q, k, scale, bias, groups, None, loss, words, numbers)
     tiles = call.tiles(scale, bias)
     call = call.prepared(tiles)
     gradients = backward(call, tiles, upstream, scale, bias, (q, k), results, wanted)
     return [q.new_empty(0) if gradient is None else _own_memory(gradient) for gradient in gradients]
-
-
-@cache
-def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.ones((), dtype=dtype, device=device)
 
 
 def _times(gradients: Sequence[Tensor], upstream: Tensor, inputs: Sequence[Tensor | None]) -> list[Tensor]:
@@ -195,7 +193,9 @@ def _call(
     cols = Shard(k, labels=col_labels, ids=col_ids)
     indexed = None if keys == IN_RANGE else keys
     tensors = q, k, scale, bias, *groups, weights
-    key = (loss, words, *numbers, *(x if x is None else (x.shape, x.dtype, x.device) for x in tensors))
+    kinds = [x if x is None else (x.shape, x.dtype, x.device) for x in tensors]
+    # a graph reads one tensor of labels for both sides once
+    key = (loss, words, *numbers, row_labels is col_labels, *kinds)
     plan = _plans.get(key)
     if plan is None:
         exchange = Single(cast(Gradient, gradient), Layout(None, 0, (len(q),), (len(k),)))
@@ -254,7 +254,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 
 def _backward(ctx: Any, upstream: list[Tensor]) -> tuple[Tensor | None, ...]:
-    given, results = ctx.saved_tensors[: ctx.tensors], list(ctx.saved_tensors[ctx.tensors :])
+    # each read unpacks all of them
+    saved = ctx.saved_tensors
+    given, results = saved[: ctx.tensors], list(saved[ctx.tensors :])
     of_q, of_k, of_scale, of_bias = ctx.needs_input_grad[:4]
     wanted = [of_scale, of_bias, of_q, of_k]
     if any(_wanted(ctx.settings[2])) and not torch.is_grad_enabled():

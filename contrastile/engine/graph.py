@@ -4,7 +4,7 @@ A batch of 4,096 rows keeps a GPU busy for 0.2 ms, but its thirty launches keep 
 with ids, labels or listed positives there are sixty. From the third call of a plan on they are two launches in the
 forward, one that copies features, numbers, labels and weights to the memory that the graph reads, and the graph itself,
 and one or two in the backward. Gradient sums stay in the graph's memory until their backward (`Held`): calls are
-independent of each other. Ranks of few rows have a graph before and after each transfer, which is made anew.
+independent of each other. Ranks of few rows have graphs between their transfers, which find a lost rank in every call.
 
 `Replayed` is the twin of `Operation` for such a call: nothing is left to choose, so it has none of `Operation`'s steps.
 """
@@ -234,7 +234,7 @@ class Graph:
             if self.computed:
                 value = self.value.clone()
             else:
-                tensors = [x if isinstance(x, Tensor) else self._number(x) for x in given]
+                tensors = [x if isinstance(x, Tensor) else self.number(x) for x in given]
                 value = torch.empty_like(self.value)
                 self.fill(tensors, value, stream)
                 self.replay()
@@ -243,7 +243,7 @@ class Graph:
             self.held = ref(held)
             return value, held
 
-    def _number(self, x: float) -> Tensor:
+    def number(self, x: float) -> Tensor:
         if x not in self.numbers:
             if len(self.numbers) == MOST_NUMBERS:
                 self.numbers.clear()

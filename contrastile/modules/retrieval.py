@@ -276,7 +276,6 @@ class GISTLoss(Loss):
         H = 0 if negatives is None else len(negatives)
         if isinstance(of_keys, Tensor) and of_keys.shape == (len(key) + H,):
             of_keys, of_negatives = of_keys.split([len(key), H])
-            checks.vector("key_ids", of_keys, "k", key, integer=True)
         else:
             of_negatives = torch.full((H,), NOBODY, device=key.device)
             checks.vector("key_ids", of_keys, "k", key, integer=True)

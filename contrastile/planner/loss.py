@@ -194,9 +194,9 @@ class LossSize:
         queued += self.queue * self.dimensions * self.given.itemsize
         queued += (halves + self.columns) * self.guide * self.given.itemsize if self.own else 0
         unsummed = (self.numbers - self.summed) * self.wide
-        # a gradient with zeros for constants is no accumulator
-        wide = self.given == accumulator(self.dtype)
-        joined = self.columns * self.sizes[1] * self.wide if unsummed and wide else 0
+        # the gradient with zeros for constants is a copy, also where it has the dtype of the sums
+        copied_sums = unsummed and self.given == accumulator(self.dtype)
+        joined = self.columns * self.sizes[1] * self.wide if copied_sums else 0
         throughout, end = throughout - unsummed, end - unsummed + joined
         others = (self.directions - 1) * throughout + self.directions * queued
         return throughout + others, end + others

@@ -22,7 +22,7 @@ LN2_FIRST = tl.constexpr(0.693359375)
 LN2_REST = tl.constexpr(-2.1219444005469057e-4)
 # largest exponent t of a term
 HIGHEST = tl.constexpr(100.0)
-# t of the largest logit of a usual row, as estimated where norms allow far larger ones: between both limits of a sum
+# t of the middle of rows' largest logits, as estimated where norms allow far larger ones: between both limits of a sum
 ESTIMATED = tl.constexpr(20.0)
 # a larger sum has terms whose products could exceed float32, where no norm is their bound
 HIGHEST_SUM = tl.constexpr(2.0**100)

@@ -120,11 +120,12 @@ def inner_sums(q_ptr, k_ptr, out_ptr, N, D, q_row_stride, q_stride, k_row_stride
 @triton.jit
 def _high_product(q_ptr, k_ptr, N, M, D, q_row_stride, q_stride, k_row_stride, k_stride, PAIRS: tl.constexpr,
                   COLS: tl.constexpr):  # fmt: skip
-    """The largest ⟨q, k⟩ of a usual row, from some pairs, most of them off the diagonal.
+    """The middle between the lowest and the highest of all rows' largest ⟨q, k⟩, estimated from some pairs.
 
-    Products above the mean have a mean and a deviation of their own, so that two groups of pairs, far from each other,
-    do not widen it. Of a normal distribution's rows of M values the largest lie around 2.2 + 0.3 · log2(M) of these
-    deviations above this mean.
+    Most pairs are off the diagonal. Products above the mean have a mean and a deviation of their own, so that two
+    groups of pairs, far from each other, do not widen it. Of M rows of M values of a normal distribution the middle
+    lies around 2.2 + 0.3 · log2(M) of these deviations above this mean, the median of rows' largest values around
+    1.0 + 0.3 · log2(M).
     """
     pair = tl.arange(0, PAIRS).to(tl.int64)
     row = pair * N // PAIRS
