@@ -287,3 +287,12 @@ SENTENCES: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("sentence", SENTENCES)
 def test_each_error_has_its_sentence(sentence: str) -> None:
     assert refusal(SENTENCES[sentence]) == sentence
+
+
+@pytest.mark.parametrize("negatives", [{}, {"negatives": _x(2, 4), "guide_negatives": _x(2, 2)}], ids=["", "negatives"])
+def test_ids_of_all_columns_of_pairs_are_integers_too(negatives: dict[str, Tensor]) -> None:
+    ids = {"query_ids": torch.arange(3), "key_ids": torch.rand(5 if negatives else 3)}
+    with pytest.raises(ValueError, match=r"`key_ids` must be integers; got torch\.float32"):
+        GISTLoss(contrast_anchors=True)(
+            _x(3, 4), _x(3, 4), 1.0, guide_query=_x(3, 2), guide_key=_x(3, 2), **ids, **negatives
+        )

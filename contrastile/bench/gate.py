@@ -17,7 +17,7 @@ from torch import Tensor
 from contrastile.bench.peers import Case, Loss
 from contrastile.bench.subjects import SUBJECTS
 
-# that of the end of CLIP's training: exponentials of both directions lie far apart
+# the scale at the end of CLIP's training: exponentials of both directions lie far apart
 SCALE = 100.0
 # rows on which whole results are compared with float64
 GATE_ROWS = {"cuda": 10048, "cpu": 1000}

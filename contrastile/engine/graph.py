@@ -168,7 +168,7 @@ class Graph:
         call = _padded(call)
         given, labels, q = _features(call), _labels(call), call.rows.features
         self.device, self.wide, self.exchange, self.dtype = call.device, call.plan.wide, call.exchange, q.dtype
-        # of each graph: ranks wait for each other in a replay, possibly for that of another thread
+        # one for each graph: ranks wait for each other in a replay, possibly for that of another thread
         self.lock = threading.Lock()
         ranks = len(call.exchange.layout)
         # without grad mode, the loss alone

@@ -274,11 +274,12 @@ class GISTLoss(Loss):
         """The ids of rows, and of all columns of `_sides`; `of_keys`: of the keys, or of keys and negatives."""
         checks.vector("query_ids", of_rows, "q", query, integer=True)
         H = 0 if negatives is None else len(negatives)
-        if isinstance(of_keys, Tensor) and of_keys.shape == (len(key) + H,):
+        if whole := isinstance(of_keys, Tensor) and of_keys.shape == (len(key) + H,):
             of_keys, of_negatives = of_keys.split([len(key), H])
         else:
             of_negatives = torch.full((H,), NOBODY, device=key.device)
-            checks.vector("key_ids", of_keys, "k", key, integer=True)
+        checks.vector("key_ids", of_keys, "k", key, integer=True)
+        if not whole:
             # a negative without an id shares none, also where a query has the least number
             of_rows, of_keys = (x.long().clamp(min=NOBODY + 1) for x in (of_rows, of_keys))
         anchors, of_own = [of_rows] * self.contrast_anchors, [of_keys[own]] * self.contrast_positives

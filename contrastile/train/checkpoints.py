@@ -75,7 +75,7 @@ class Checkpoints:
         if self._folder is None:
             return False
         try:
-            # ranks that do not write call them too: all ranks together gather the tensors of sharded parts
+            # ranks that do not write call `state_dict` too: all ranks together gather the tensors of sharded parts
             states = {name: part.state_dict() for name, part in parts.items()}
             if not self._writes:
                 return False
