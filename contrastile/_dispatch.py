@@ -28,7 +28,7 @@ from contrastile.losses.base import PairLoss, Shard
 from contrastile.offload import default_workspace, known_device
 from contrastile.scorers import MaxSim
 from contrastile.tiles.base import Tiles
-from contrastile.tiles.eager import Dense, Eager
+from contrastile.tiles.eager import Dense, Eager, of_dtype
 from contrastile.tiles.scored import Scorer
 
 logger = logging.getLogger("contrastile")
@@ -264,7 +264,7 @@ def _offer(name: str, loss: PairLoss, rows: Shard, cols: Shard) -> tuple[type[Ti
     if reason and rows.own is not None and not len(cols) and tiles.of_own is not None:
         tiles = tiles.of_own
         reason = tiles.declines(loss, rows, cols)
-    return (None, reason) if reason else (tiles, None)
+    return (None, reason) if reason else (of_dtype(tiles, rows.features.dtype, rows.features.device), None)
 
 
 def _say_once(message: str) -> None:

@@ -81,7 +81,8 @@ def _on_ranks(rank: int, group: object, W: int, exchange: str) -> None:
     torch.testing.assert_close(several, one, rtol=1e-5, atol=1e-6)
     for a, b in zip(torch.autograd.grad(several, own), torch.autograd.grad(one, whole), strict=True):
         assert a.dtype == torch.float32
-        torch.testing.assert_close(a, b[mine], rtol=1e-4, atol=1e-6)
+        # pairs' gradients are rounded to bf16 on a CPU that multiplies in it
+        assert distance(a, b[mine]) <= 2**-7
 
 
 @pytest.mark.parametrize("exchange", ["replicate", "gather", "ring"])
@@ -169,7 +170,7 @@ def test_float16_sides_are_joined_where_autocast_is_to_bfloat16(name: str) -> No
     assert value.item() == expected.item()
     for gradient, truth in zip(*(torch.autograd.grad(x, (a, b)) for x in (value, expected)), strict=True):
         assert gradient.dtype == torch.float16
-        assert distance(gradient, truth.double()) <= 1e-3
+        assert distance(gradient, truth.double()) <= 2**-8
 
 
 def test_float64_is_left_as_it_is() -> None:

@@ -80,7 +80,7 @@ def test_columns_gather_their_gradient_in_float32(
     assert distance(loss, truth) <= max(1.1 * distance(resident, truth), 1e-6)
     for key, gradient in gradients.items():
         assert gradient.dtype == tensors[key].dtype
-        allowed = max(1.1 * distance(resident_gradients[key], true_gradients[key]), 1e-6)
+        allowed = max(1.1 * distance(resident_gradients[key], true_gradients[key]), 1e-5)
         assert distance(gradient, true_gradients[key]) <= allowed, key
 
 

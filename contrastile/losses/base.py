@@ -151,7 +151,7 @@ Where = Diagonal | Tensor | tuple[Tensor, Tensor]
 def fill(x: Tensor, where: Where | None, value: Tensor | float) -> Tensor:
     """`x` [I, J] with `value` at these pairs, in place."""
     if isinstance(where, Diagonal):
-        where.of(x)[:] = value
+        _ = where.of(x).copy_(value) if isinstance(value, Tensor) else where.of(x).fill_(value)
     elif isinstance(where, Tensor):
         x.masked_fill_(where, value)
     elif where is not None:

@@ -209,15 +209,16 @@ class Softmax(PairLoss):
             return None
         positive = (pairs.of(x) if isinstance(pairs, Diagonal) else x[pairs]).clone()
         fill(x, pairs, -torch.inf)
-        # rows and columns share their exponentials
-        top = x.new_tensor(bounds[1]) if close else x.amax(1, keepdim=True)
+        top: Tensor | float = bounds[1]
         if not close:
             # a row without negatives has its positive alone
-            top = torch.where(top == -torch.inf, positive[:, None], top)
-        x.sub_(top).exp_()
+            most = x.amax(1)
+            top = torch.where(most == -torch.inf, positive, most)
+        # rows and columns share their exponentials
+        x.sub_(top[:, None] if isinstance(top, Tensor) else top).exp_()
         # of the negatives
         totals = torch.stack([x.sum(dim) for dim in (1, 0)[: 1 + self.symmetric]])
-        positive.sub_(top.squeeze())
+        positive.sub_(top)
         gap, share = totals.log() - positive, 1 / (len(totals) * number)
         weights = share / totals.add_(positive.exp())
         grad = x.mul_(weights[0][:, None] + weights[1] if self.symmetric else weights[0][:, None])

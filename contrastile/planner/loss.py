@@ -18,7 +18,7 @@ from contrastile.losses.softmax import Softmax
 from contrastile.offload import default_workspace
 from contrastile.scorers import MaxSim
 from contrastile.tiles.base import NARROW, ROWS_AT_ONCE, STATISTICS
-from contrastile.tiles.eager import MATRICES, MATRICES_BY_INDEX, SIDE_ACCELERATOR, SIDE_CPU
+from contrastile.tiles.eager import MATRICES, MATRICES_BY_INDEX, SIDE_ACCELERATOR, SIDE_CPU, of_dtype
 
 # bytes of fused kernels whatever the size of a block, measured: the scratch memory of their programs
 SCRATCH = 450 * 2**10
@@ -138,7 +138,7 @@ class LossSize:
         """Bytes of the block that takes most."""
         allowed = self._allowed
         try:
-            tiles = TILES[self.backend_name]()
+            tiles = of_dtype(TILES[self.backend_name](), self.dtype, self._place)
         except ImportError:
             # Triton is not installed here: a strip of 16-bit gradients
             return min(allowed, 2 * self.block[0] * self.block[1])

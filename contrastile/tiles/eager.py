@@ -8,13 +8,14 @@ rows and columns (2·N·M·D operations). The backward computes each tile again 
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from contrastile._torch import bf16_matrix_units
+from contrastile._torch import fast_bf16
 from contrastile._types import accumulator
 from contrastile.losses.base import PairLoss, Shard, Tile, fill, mark, target, with_states
 from contrastile.losses.guided import Guided
@@ -80,7 +81,7 @@ class Eager(Tiles):
         self, rows: Shard, cols: Shard, u: Sum, v: Sum, weigh: Weigh, *, mean: bool
     ) -> tuple[Tensor, Tensor | None]:
         height, sums = self.strip(rows, cols), self.no_pairs()
-        room = self.scale.new_empty(height * len(cols))
+        room = self._room(height * len(cols))
         value: Tensor | None = None
         for along, strip in self._tiles(rows, height):
             x, graph = self._logits(strip, cols, room, with_graph=True)
@@ -88,7 +89,7 @@ class Eager(Tiles):
             u_I = None if u is None else u[along]
             if mean and (result := self.loss.direct(tile, len(rows))) is not None:
                 value = result[0] if value is None else value + result[0]
-                self._add(result[1], strip, cols, u_I, v, sums)
+                self._add(result[1], graph, strip, cols, u_I, v, sums)
                 del x, graph, tile
                 continue
             if value is not None:
@@ -117,7 +118,7 @@ class Eager(Tiles):
         """
         side, shards = self._side(rows.features.dtype), (rows, cols)
         with self._repeatable():
-            room = self._room(rows, cols, side)
+            room = self._room(min(rows.features.shape[0], side) * min(cols.features.shape[0], side))
             for along_i, row_tile in self._tiles(rows, side):
                 for along_j, col_tile in self._tiles(cols, side):
                     x, graph = self._logits(row_tile, col_tile, room, with_graph=sums is not None)
@@ -155,8 +156,6 @@ class Eager(Tiles):
         out = room[: n * m].view(n, m)
         if _narrow_on_accelerator(q):
             torch.mm(q, k, out_dtype=torch.float32, out=out)
-        elif _on_matrix_units(q.dtype, q.device):
-            _add_in_two(out, q, k, fresh=True)
         else:
             torch.mm(q.to(out.dtype), k.to(out.dtype), out=out)
         # scaled after the product: scaled features would be rounded once more
@@ -166,28 +165,18 @@ class Eager(Tiles):
         """⟨q_i, k_j⟩ [I, J]."""
         return graph
 
-    def _propagate(self, tile: Tile, _graph: Any, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor) -> None:
+    def _propagate(self, tile: Tile, graph: Any, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor) -> None:
         """Add a tile's gradient to the accumulators and to the sums."""
-        self._add(self.loss.pair_grad(tile, rows, cols), rows, cols, u_I, v_J, sums)
+        self._add(self.loss.pair_grad(tile, rows, cols), graph, rows, cols, u_I, v_J, sums)
 
-    def _add(self, g_IJ: Tensor, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor) -> None:
+    def _add(self, g_IJ: Tensor, _graph: Any, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor) -> None:
         """Add g · k to u, gᵀ · q to v, and the sum of g to the sums where a bias needs it."""
         if self.bias is not None:
             sums += g_IJ.sum()
-        q, k = rows.features, cols.features
-        narrow = _on_matrix_units(q.dtype, q.device)
-        g = g_IJ.to(q.dtype) if narrow else g_IJ
         if u_I is not None:
-            add_product(u_I, g, k, fresh=self.fresh)
+            add_product(u_I, g_IJ, cols.features, fresh=self.fresh)
         if v_J is not None and len(v_J):
-            add_product(v_J, g.T[: len(v_J)], q, fresh=self.fresh)
-        if narrow:
-            # the scale's gradient, a single number, is read off u, or off v where there is no u
-            rest = g_IJ.sub_(g).to(q.dtype)
-            if u_I is not None:
-                u_I += rest @ k
-            elif v_J is not None:
-                v_J += rest.T @ q
+            add_product(v_J, g_IJ.T[: len(v_J)], rows.features, fresh=self.fresh)
 
     def _repeatable(self) -> AbstractContextManager[object]:
         """A context in which a tile is computed the same every time."""
@@ -215,19 +204,19 @@ class Eager(Tiles):
             return tiles.workspace_bytes(N, M, D, dtype)
         side, wide = tiles._side(dtype), accumulator(dtype)
         rows, cols = (min(N, side), min(M, side)) if in_tiles else tiles._largest_tile(N, M, dtype)
-        # the gradient of one direction takes the place of the logits, unless matrix units want it in bf16
+        # the gradient of one direction takes the place of the logits
         direct = type(loss) is Softmax or (type(loss) is Guided and not by_index)
-        one_way = direct and not (loss.symmetric or getattr(loss, "label_smoothing", False))
-        in_place = one_way and not _on_matrix_units(dtype, device)
+        in_place = direct and not (loss.symmetric or getattr(loss, "label_smoothing", False))
         held = TILES_HELD_CPU - in_place + GUIDED_CPU * loss.guides + loss.reads_products + LISTED_CPU * by_index
         # label smoothing reads the logits after their exponentials; logits that are far apart, as at a large scale,
         # have exponentials of their own for rows and for columns
         held += SMOOTHED_CPU if getattr(loss, "label_smoothing", 0.0) else loss.symmetric
-        # features of another dtype are converted, a side at a time; for matrix units the tile is, in two parts
-        copied = max(rows, cols) * D * wide.itemsize if dtype != wide else 0
-        if _on_matrix_units(dtype, device):
-            copied = (2 * rows * cols + max(rows, cols) * D) * dtype.itemsize
-        return int(wide.itemsize * held * rows * cols + copied)
+        return int(wide.itemsize * held * rows * cols + cls._copied(rows, cols, D, dtype))
+
+    @classmethod
+    def _copied(cls, I: int, J: int, D: int, dtype: torch.dtype) -> int:  # noqa: E741
+        """Bytes of a tile's operands in another dtype: features of one side at a time, on a CPU."""
+        return max(I, J) * D * accumulator(dtype).itemsize if dtype != accumulator(dtype) else 0
 
     def _tile(self, x: Tensor, rows: Shard, cols: Shard, graph: Any) -> Tile:
         """The tile of the logits x, to which the bias is added in place."""
@@ -244,9 +233,9 @@ class Eager(Tiles):
         guides = [a.to(x.dtype) @ b.to(x.dtype).T for a, b in zip(rows.guides, cols.guides, strict=True)]
         return tile._replace(guides=tuple(guides), target=target(rows, cols))
 
-    def _room(self, rows: Shard, cols: Shard, side: int) -> Tensor:
+    def _room(self, pairs: int) -> Tensor:
         """Memory for the logits of any tile, allocated once: an allocation costs as much as a small product."""
-        return self.scale.new_empty(min(rows.features.shape[0], side) * min(cols.features.shape[0], side))
+        return self.scale.new_empty(pairs)
 
     def _tiles(self, shard: Shard, step: int) -> Iterator[tuple[slice, Shard]]:
         n = shard.features.shape[0]
@@ -278,20 +267,94 @@ class Dense(Eager):
         cls, loss: PairLoss, N: int, M: int, D: int, dtype: torch.dtype, workspace: int, device: torch.device,
         *, by_index: bool = False, labels: bool = False, followed: bool = False,
     ) -> int:  # fmt: skip
-        del D, workspace, followed
+        del workspace, followed
         # as of a tile, exponentials of both directions where logits are far apart
+        cpu = device.type == "cpu"
         on_cpu = TILES_HELD_CPU + loss.symmetric + LISTED_CPU * by_index
-        listed = by_index and (labels or device.type != "cpu")
-        matrices = MATRICES_BY_INDEX if listed else on_cpu if device.type == "cpu" else MATRICES
-        return int(matrices * N * M * accumulator(dtype).itemsize)
+        matrices = MATRICES_BY_INDEX if by_index and (labels or not cpu) else on_cpu if cpu else MATRICES
+        return int(matrices * N * M * accumulator(dtype).itemsize + (cls._copied(N, M, D, dtype) if cpu else 0))
+
+
+@dataclass
+class Bfloat(Eager):
+    """Tiles of bf16 products on a CPU that multiplies bf16 several times as fast as float32.
+
+    torch rounds such a product to bf16. A logit is made of two: the rounded one, and the part that its rounding took
+    away, together 17 bits. So is each part of a feature's gradient that is a sum of several; one of a single part is
+    rounded once, as the gradient itself would be. The scale's gradient is summed in float32, because pairs' gradients
+    of one size are rounded in one direction.
+    """
+
+    # a tile has all columns of its rows
+    complete: bool = field(default=False, init=False, repr=False)
+
+    @property
+    def sums_products(self) -> bool:
+        return True
+
+    @property
+    def _held(self) -> int:
+        return super()._held + 1
+
+    @classmethod
+    def _copied(cls, I: int, J: int, D: int, dtype: torch.dtype) -> int:  # noqa: E741
+        # products in float32 beside the logits, and one tile in bf16
+        return (3 * I * J + max(I, J) * D) * dtype.itemsize
+
+    def _room(self, pairs: int) -> Tensor:
+        # logits and products
+        return super()._room(2 * pairs)
+
+    def _logits(self, rows: Shard, cols: Shard, room: Tensor, *, with_graph: bool) -> tuple[Tensor, Any]:
+        del with_graph
+        q, k = rows.features, cols.features.T
+        n, m = q.shape[0], k.shape[1]
+        x, products = room[: 2 * n * m].view(2, n, m)
+        rounded = torch.mm(q, k)
+        products.copy_(rounded)
+        products += torch.addmm(rounded, q, k, beta=-1, out=rounded)
+        return torch.mul(products, self.scale, out=x), products
+
+    def strips(
+        self, rows: Shard, cols: Shard, u: Sum, v: Sum, weigh: Weigh, *, mean: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        self.complete = True
+        return super().strips(rows, cols, u, v, weigh, mean=mean)
+
+    def _add(self, g_IJ: Tensor, graph: Any, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor) -> None:
+        if self.bias is not None:
+            sums[0] += g_IJ.sum()
+        sums[1] += torch.dot(g_IJ.flatten(), graph.flatten())
+        # rounded with their factor, so that the one rounding of a single part is the gradient's own
+        factor = float(self.scale) or 1.0
+        g = torch.mul(g_IJ, factor, out=torch.empty_like(g_IJ, dtype=rows.features.dtype))
+        sides = (u_I, g, cols.features, self.fresh or self.complete), (v_J, g.T, rows.features, self.fresh)
+        for total, of_side, features, single in sides:
+            if total is None or not len(total):
+                continue
+            of_side = of_side[: len(total)]
+            product = torch.mm(of_side, features)
+            _ = total.copy_(product).div_(factor) if self.fresh else total.add_(product, alpha=1 / factor)
+            if not single:
+                total.add_(torch.addmm(product, of_side, features, beta=-1, out=product), alpha=1 / factor)
+
+
+def of_dtype(tiles: type[Tiles], dtype: torch.dtype, device: torch.device) -> type[Tiles]:
+    """The tiles of products of this dtype on this device."""
+    narrow = fast_bf16 and dtype == torch.bfloat16 and device.type == "cpu"
+    return _with_bf16(tiles) if narrow and issubclass(tiles, Eager) else tiles
+
+
+@cache
+def _with_bf16(tiles: type[Eager]) -> type[Eager]:
+    """The class of these tiles with bf16 products."""
+    return Bfloat if tiles is Eager else type(f"Bfloat{tiles.__name__}", (Bfloat, tiles), {})
 
 
 def add_product(total: Tensor, g: Tensor, features: Tensor, *, fresh: bool) -> None:
     """total += g @ features, in the accumulator's dtype; `fresh`: total = g @ features."""
     keep = 0 if fresh else 1
-    if _on_matrix_units(features.dtype, features.device):
-        _add_in_two(total, g.to(features.dtype), features, fresh=fresh)
-    elif not _narrow_on_accelerator(features):
+    if not _narrow_on_accelerator(features):
         total.addmm_(g, features.to(total.dtype), beta=keep)
     elif features.dtype == torch.float16:
         narrow, unit = _in_range(g)
@@ -299,13 +362,6 @@ def add_product(total: Tensor, g: Tensor, features: Tensor, *, fresh: bool) -> N
         _ = torch.div(product, unit, out=total) if fresh else total.addcdiv_(product, unit)
     else:
         torch.addmm(total, g.to(features.dtype), features, beta=keep, out_dtype=torch.float32, out=total)
-
-
-def _add_in_two(total: Tensor, a: Tensor, b: Tensor, *, fresh: bool) -> None:
-    """total += a @ b in float32, where matrix units return bf16: the rounded product, and what rounding took away."""
-    product = torch.mm(a, b)
-    _ = total.copy_(product) if fresh else total.add_(product)
-    total += torch.addmm(product, a, b, beta=-1, out=product)
 
 
 def _in_range(g: Tensor) -> tuple[Tensor, Tensor]:
@@ -323,8 +379,3 @@ def _in_range(g: Tensor) -> tuple[Tensor, Tensor]:
 def _narrow_on_accelerator(features: Tensor) -> bool:
     """16-bit operands on a CUDA device: its tensor cores accumulate in float32 and return it."""
     return features.is_cuda and features.dtype in (torch.float16, torch.bfloat16)
-
-
-def _on_matrix_units(dtype: torch.dtype, device: torch.device) -> bool:
-    """bf16 operands on a CPU whose matrix units accumulate in float32 and return bf16."""
-    return dtype == torch.bfloat16 and device.type == "cpu" and bf16_matrix_units

@@ -370,7 +370,7 @@ class Scored(Eager):
             for part in whole.split(form.widths(shard.leaves), dim=1)
         ]
 
-    def _room(self, _rows: Shard, _cols: Shard, _side: int) -> Tensor:
+    def _room(self, _pairs: int) -> Tensor:
         # the scores bring their own memory
         return self.scale.new_empty(0)
 
