@@ -20,7 +20,7 @@ from torch import Tensor
 
 from contrastile.bench.gate import SCALE, Distance, double, step
 from contrastile.bench.subjects import SUBJECTS
-from contrastile.tiles.triton.forward import products
+from contrastile.tiles.triton.kernels.forward import products
 from contrastile.tiles.triton.launch import operand
 from contrastile.tiles.triton.plan import products_of, shape_for
 

@@ -235,7 +235,7 @@ def choose_fused(backend: Backend, scorer: Scorer, rows: Shard, cols: Shard) -> 
     if type(scorer.module) is not MaxSim or not (backend == "triton" or (backend == "auto" and device == "cuda")):
         return None
     try:
-        from contrastile.tiles.triton.late import FusedMaxSim
+        from contrastile.tiles.triton.maxsim.late import FusedMaxSim
 
         reason = FusedMaxSim.refusal(scorer, rows, cols)
     except ImportError as error:

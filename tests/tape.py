@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from contrastile._torch import DispatchMode, pytree
-from contrastile.tiles.triton import kernel
+from contrastile.tiles.triton import start
 
 # byte of a NaN in every type of floats
 POISON = 0xFF
@@ -118,9 +118,9 @@ class Tape(DispatchMode):
 
 
 def run(function: Any, grid: tuple[int, ...], **given: Any) -> None:
-    """Launch as `kernel.run`, and note it on the current tape."""
+    """Launch as `start.run`, and note it on the current tape."""
     with _disable_current_modes():
-        kernel.run(function, grid, **given)
+        start.run(function, grid, **given)
         if Tape.current is not None:
             named = pytree.tree_map(Tape.memory.named, given)
-            Tape.current._notes.append(lambda: kernel.run(function, grid, **named))
+            Tape.current._notes.append(lambda: start.run(function, grid, **named))

@@ -22,8 +22,8 @@ from contrastile.engine import graph
 from contrastile.exchange import host
 from contrastile.losses import Decoupled, Sigmoid, Softmax
 from contrastile.scorers import MaxSim
-from contrastile.tiles.triton import maxsim
-from contrastile.tiles.triton.maxsim import Documents, Entries
+from contrastile.tiles.triton.maxsim import block as maxsim
+from contrastile.tiles.triton.maxsim.block import Documents, Entries
 from contrastile.tiles.triton.plan import interpreting
 
 pytestmark = [

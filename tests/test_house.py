@@ -74,13 +74,19 @@ def _points_down(path: Path, here: str) -> None:
         if there == here:
             # within a drawer the base serves all; the others do not know each other, and its front shows them
             name = module.split(".")[2] if len(module.split(".")) > 2 else "base"
-            kernels = path.parent.name == name == "triton"
+            kernels = name == "triton" in path.parts
             front = path.stem == "__init__"
             assert here not in DRAWERS or kernels or front or name in SHARED[here], (
                 f"{path} imports its neighbour {module}"
             )
         else:
             assert there == "__version__" or there in allowed, f"{path} may not import {module}"
+
+
+def test_device_code_knows_nothing_of_the_host() -> None:
+    for path in (ROOT / "tiles" / "triton" / "kernels").glob("*.py"):
+        tiles = [module for module in _imports(path) if module.startswith("contrastile.tiles")]
+        assert all(module.startswith("contrastile.tiles.triton.kernels") for module in tiles), path
 
 
 def _module(path: Path) -> str:

@@ -24,11 +24,16 @@ from contrastile.exchange import host
 from contrastile.gradcache.memory import footprint
 from contrastile.losses import Softmax
 from contrastile.scorers import Bilinear, MaxSim
-from contrastile.tiles.triton import late, launch, maxsim, maxsim_lists, maxsim_maxima, maxsim_plan
-from contrastile.tiles.triton import scores as score_tiles
-from contrastile.tiles.triton.late import FusedMaxSim
-from contrastile.tiles.triton.maxsim import Documents, Entries
-from contrastile.tiles.triton.maxsim_plan import Tiling
+from contrastile.tiles.triton import launch
+from contrastile.tiles.triton.maxsim import block as maxsim
+from contrastile.tiles.triton.maxsim import late
+from contrastile.tiles.triton.maxsim import lists as maxsim_lists
+from contrastile.tiles.triton.maxsim import maxima as maxsim_maxima
+from contrastile.tiles.triton.maxsim import plan as maxsim_plan
+from contrastile.tiles.triton.maxsim import scores as score_tiles
+from contrastile.tiles.triton.maxsim.block import Documents, Entries
+from contrastile.tiles.triton.maxsim.late import FusedMaxSim
+from contrastile.tiles.triton.maxsim.plan import Tiling
 
 # queries, documents, tokens of each, features
 SHAPES = [(5, 6, 6, 20, 16), (3, 4, 33, 33, 24), (2, 3, 40, 3, 9)]

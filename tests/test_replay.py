@@ -41,7 +41,8 @@ from contrastile.losses import Sigmoid, Softmax
 from contrastile.scorers import MaxSim
 from contrastile.tiles.base import Accumulated
 from contrastile.tiles.eager import Eager
-from contrastile.tiles.triton import kernel, launch, own, replay, sorting
+from contrastile.tiles.triton import launch, own, replay, sorting
+from contrastile.tiles.triton import start as starting
 
 CAPTURED: list[int] = []
 # so large that two of them are kept, with what they read
@@ -391,9 +392,9 @@ def test_hooks_of_a_profiler_see_every_launch(monkeypatch: pytest.MonkeyPatch) -
 
     launches: list[Any] = []
     compiled: Any = Compiled()
-    kernel.start(compiled, (3, 1, 1), 7, (5, 6))
-    monkeypatch.setattr(kernel.triton.knobs.runtime, "launch_enter_hook", [print])
-    kernel.start(compiled, (3, 1, 1), 7, (5, 6))
+    starting.start(compiled, (3, 1, 1), 7, (5, 6))
+    monkeypatch.setattr(starting.triton.knobs.runtime, "launch_enter_hook", [print])
+    starting.start(compiled, (3, 1, 1), 7, (5, 6))
     assert launches == [(3, 1, 1, 7, "function", "metadata", None, None, None, 5, 6), ((3, 1, 1), 7, (5, 6))]
 
 

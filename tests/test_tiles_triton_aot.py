@@ -160,22 +160,16 @@ def _type(name: str, shape: Any, constants: dict[str, Any]) -> str | tuple[str, 
 
 def _kernels() -> list[Any]:
     """Every function that is launched: those that say what they are not specialized for."""
-    from contrastile.tiles.triton import (
-        backward,
-        careful,
-        exponential_kernels,
-        finish,
-        forward,
-        label_kernels,
-        label_sum_kernels,
-        maxsim_kernels,
-        order_kernels,
-        own_kernels,
-        position_kernels,
-        reductions,
-        replay_kernels,
-        score_kernels,
-    )
+    from contrastile.tiles.triton.kernels import backward, careful, finish, forward, reductions
+    from contrastile.tiles.triton.kernels import exponentials as exponential_kernels
+    from contrastile.tiles.triton.kernels import label_sums as label_sum_kernels
+    from contrastile.tiles.triton.kernels import labels as label_kernels
+    from contrastile.tiles.triton.kernels import order as order_kernels
+    from contrastile.tiles.triton.kernels import own as own_kernels
+    from contrastile.tiles.triton.kernels import positions as position_kernels
+    from contrastile.tiles.triton.kernels import replay as replay_kernels
+    from contrastile.tiles.triton.maxsim import kernels as maxsim_kernels
+    from contrastile.tiles.triton.maxsim import score_kernels
 
     modules = (
         forward, backward, careful, exponential_kernels, label_kernels, label_sum_kernels, order_kernels,
@@ -196,7 +190,7 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
 
     Every kernel and every option comes on one chip at least; EVERY: all options on one, all tile kernels on every one.
     """
-    from contrastile.tiles.triton.masks import UNROLLED
+    from contrastile.tiles.triton.kernels.masks import UNROLLED
 
     plain = {"DIAGONAL": True, "COLUMNS": True, "PRODUCTS": 1, "PARTS": 1}
     sigmoid = {"SOFTPLUS": True, "COLUMNS": False, "LOSS": True}

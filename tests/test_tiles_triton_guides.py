@@ -21,7 +21,7 @@ from contrastile.losses import BalancedSigmoid, Distilled, Guided, SoftmaxInside
 from contrastile.losses.base import PairLoss
 from contrastile.losses.softmax import Softmax
 from contrastile.tiles.triton import launch, sorting
-from contrastile.tiles.triton.arithmetic import CAREFUL
+from contrastile.tiles.triton.kernels.arithmetic import CAREFUL
 from contrastile.tiles.triton.plan import EXACT, interpreting, products_of
 
 COMPILED = not interpreting()

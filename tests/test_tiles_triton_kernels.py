@@ -28,9 +28,9 @@ from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax, SoftmaxInside, SoftmaxStats
 from contrastile.tiles.eager import Eager
 from contrastile.tiles.triton import backend, block, label_sums, launch, plan, positions, sorting
-from contrastile.tiles.triton.arithmetic import CAREFUL, SHIFT
 from contrastile.tiles.triton.backend import Triton
-from contrastile.tiles.triton.masks import UNROLLED
+from contrastile.tiles.triton.kernels.arithmetic import CAREFUL, SHIFT
+from contrastile.tiles.triton.kernels.masks import UNROLLED
 from contrastile.tiles.triton.own import FusedOwnColumns
 from contrastile.tiles.triton.plan import SHAPE_INTERPRETED, Masks, Pair, epilogue_for, interpreting, shape_for
 

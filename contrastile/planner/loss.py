@@ -362,7 +362,7 @@ class LateSize(LossSize):
     def fused(self) -> tuple[int, int, int, int]:
         """Bytes of the kernels and columns of a tile, pairs whose winning tokens are kept, and bytes with those."""
         try:
-            from contrastile.tiles.triton import maxsim
+            from contrastile.tiles.triton.maxsim import block as maxsim
         except ImportError:
             return self._allowed, self.columns, 0, 0
         cast = self.given != self.dtype

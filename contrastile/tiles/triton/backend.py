@@ -30,7 +30,6 @@ from contrastile._types import Reduction
 from contrastile.losses.base import PairLoss, Shard, Total
 from contrastile.tiles.base import ForwardResult, InFlight, Tiles
 from contrastile.tiles.triton import exponentials, label_sums, launch, plan, positions, sorting
-from contrastile.tiles.triton.arithmetic import NONFINITE, UNIT
 from contrastile.tiles.triton.block import (
     COLUMN_SUMS,
     Block,
@@ -48,6 +47,7 @@ from contrastile.tiles.triton.block import (
 )
 from contrastile.tiles.triton.exponentials import Exponentials
 from contrastile.tiles.triton.guided import Gap, Guidance, separate_sums, with_guide
+from contrastile.tiles.triton.kernels.arithmetic import NONFINITE, UNIT
 from contrastile.tiles.triton.launch import CONSTANTS, Term, Weights, on
 from contrastile.tiles.triton.own import FusedOwnColumns, OwnTiles
 from contrastile.tiles.triton.plan import Epilogue, Operand, Pair

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile.losses.base import PairLoss, Shard
-from contrastile.tiles.triton.arithmetic import POSITIVE_SHARE
+from contrastile.tiles.triton.kernels.arithmetic import POSITIVE_SHARE
 from contrastile.tiles.triton.plan import (
     ALIGNMENT,
     PIECES,
@@ -254,7 +254,7 @@ class Order:
     # positions in the block as it was given
     rows: Tensor
     cols: Tensor
-    # [5, N] and [5, M] numbers that say which of the others are positives: see `masks.py`
+    # [5, N] and [5, M] numbers that say which of the others are positives: see `kernels/masks.py`
     of_rows: Tensor
     of_cols: Tensor
     # of the part within the block

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from contrastile.tiles.base import NARROW
-from contrastile.tiles.triton import exponential_kernels, launch, sorting
+from contrastile.tiles.triton import launch, sorting
 from contrastile.tiles.triton.block import Block
+from contrastile.tiles.triton.kernels import exponentials as exponential_kernels
 from contrastile.tiles.triton.launch import Weights
 from contrastile.tiles.triton.plan import Pair, tiles_of
 from contrastile.tiles.triton.products import add_at_once, add_cols, add_rows

@@ -25,8 +25,8 @@ from torch import Tensor
 from contrastile.losses.base import Shard
 from contrastile.tiles.base import ForwardResult
 from contrastile.tiles.triton import launch, plan
-from contrastile.tiles.triton.arithmetic import LOGIT_SUM, NONFINITE, UNIT
 from contrastile.tiles.triton.block import Block, SuperTile
+from contrastile.tiles.triton.kernels.arithmetic import LOGIT_SUM, NONFINITE, UNIT
 from contrastile.tiles.triton.launch import CONSTANTS
 from contrastile.tiles.triton.plan import Epilogue, Pair
 

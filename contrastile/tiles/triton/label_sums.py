@@ -1,4 +1,4 @@
-"""Positives by label as sums: launches of `label_sum_kernels.py`, beside `sorting.py`, for a block in any order.
+"""Positives by label as sums: launches of `kernels/label_sums.py`, beside `sorting.py`, for a block in any order.
 
 Where positives are part of the denominator, as in the softmax loss, a row's loss is its log-sum-exp over all pairs less
 the mean logit of its positives, and the latter is linear in their features:
@@ -9,7 +9,7 @@ with the targets t_i of the row and t'_p of its columns. The tile kernels comput
 same time for any number of positives; labels add only sums of the features of N + M rows.
 
 A row with one positive is different: its probability may round to 1, and its target is 1. Such pairs are positives
-known by position (`position_kernels.py`), which never enter the strip.
+known by position (`kernels/positions.py`), which never enter the strip.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastile.tiles.triton import label_sum_kernels as kernels
 from contrastile.tiles.triton.block import SUMMED, Block, Order, Runs
-from contrastile.tiles.triton.kernel import run
+from contrastile.tiles.triton.kernels import label_sums as kernels
 from contrastile.tiles.triton.launch import BLOCK
 from contrastile.tiles.triton.plan import tiles_of
+from contrastile.tiles.triton.start import run
 
 # rows of a chunk and warps of its program, chunks added at once, rows and warps of one program that reads the sums
 CHUNK, CHUNK_WARPS, TILES, ROWS, WARPS = 32, 2, 64, 32, 8

@@ -17,11 +17,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from contrastile.losses.base import Total
 from contrastile.losses.decoupled import mises_fisher_exponents
-from contrastile.tiles.triton import backward, forward, reductions
-from contrastile.tiles.triton import careful as careful_kernels
-from contrastile.tiles.triton import finish as endings
 from contrastile.tiles.triton.block import Block
-from contrastile.tiles.triton.kernel import run as run
+from contrastile.tiles.triton.kernels import backward, forward, reductions
+from contrastile.tiles.triton.kernels import careful as careful_kernels
+from contrastile.tiles.triton.kernels import finish as endings
 from contrastile.tiles.triton.plan import (
     EXACT,
     PIECES,
@@ -34,6 +33,7 @@ from contrastile.tiles.triton.plan import (
     shape_for,
     tiles_of,
 )
+from contrastile.tiles.triton.start import run as run
 
 # rows of one program in kernels along one dimension
 BLOCK = 128
@@ -110,7 +110,7 @@ def block_constants(
     norms: Tensor | None = None,
     labels: bool = False,
 ) -> Tensor:
-    """The constants of x = scale · ⟨q, k⟩ + bias, as `arithmetic.py` numbers them.
+    """The constants of x = scale · ⟨q, k⟩ + bias, as `kernels/arithmetic.py` numbers them.
 
     keys, least: see the kernel; `least` serves a sum of products that is computed from that of t. norms: those of
     `feature_norms`, if known. labels: positives are exponentials too, whose sums no flag watches, so that the shift is

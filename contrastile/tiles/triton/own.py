@@ -14,7 +14,8 @@ from torch import Tensor
 from contrastile.losses.base import PairLoss, Shard
 from contrastile.tiles.base import OwnColumns, Tiles
 from contrastile.tiles.eager import Eager
-from contrastile.tiles.triton import own_kernels, plan
+from contrastile.tiles.triton import plan
+from contrastile.tiles.triton.kernels import own as own_kernels
 from contrastile.tiles.triton.launch import on, run
 
 # features that one program of one warp takes at a time, and numbers of a row's columns: with four warps, which exchange

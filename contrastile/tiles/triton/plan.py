@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from contrastile.losses.base import Formula, PairLoss
 from contrastile.losses.distilled import TeacherStats
 from contrastile.losses.softmax import SoftmaxState, SoftmaxStats
-from contrastile.tiles.triton.masks import BY_LABEL, UNROLLED
+from contrastile.tiles.triton.kernels.masks import BY_LABEL, UNROLLED
 
 # address and rows of a tensor descriptor are multiples of so many bytes
 ALIGNMENT = 16
@@ -157,7 +157,7 @@ def is_readable(x: Tensor) -> bool:
     return size == 2 and aligned and x.stride(0) >= x.shape[1]
 
 
-# uses of a guide's product, as `arithmetic.py` numbers them
+# uses of a guide's product, as `kernels/arithmetic.py` numbers them
 GUIDES = {None: 0, "mask": 1, "teacher": 2}
 # fields of a loss that the kernels compute; of exponentials also the label smoothing and the weights of negatives
 FIELDS = frozenset({"symmetric", "exclude_self", "uses_bias", "pairwise"})
@@ -295,7 +295,7 @@ class Masks:
     diagonal, self_diagonal: row i excludes column i + diagonal, and column i + self_diagonal.
     positives: [N, P] columns that each row excludes, counted so that the super-tile's first is `positives_start`.
     ids: pairs of equal ids are excluded. labels: pairs of equal labels are positive. Both as (of rows, of columns).
-    spans: [5, N] numbers in place of `positives`, which say the same of labels in rising order, see `masks.py`.
+    spans: [5, N] numbers in place of `positives`, which say the same of labels in rising order, see `kernels/masks.py`.
     """
 
     diagonal: int | None = None
@@ -339,7 +339,7 @@ class Pair:
     numbers: tuple[Tensor | None, Tensor | None] = (None, None)
     # the guide is a teacher
     taught: bool = False
-    # bits of the pairs that a guide excludes [row tiles, col tiles, 4 · rows of a tile], see `guide_kernels.py`
+    # bits of the pairs that a guide excludes [row tiles, col tiles, 4 · rows of a tile], see `kernels/guides.py`
     bits: Tensor | None = None
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Launches of the kernels of positives known by position (`position_kernels.py`), as those of `launch.py`."""
+"""Launches of the kernels of positives known by position (`kernels/positions.py`), as those of `launch.py`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import triton
 from torch import Tensor
 
 from contrastile.tiles.triton import launch
-from contrastile.tiles.triton import position_kernels as kernels
 from contrastile.tiles.triton.block import Block, Positives
+from contrastile.tiles.triton.kernels import positions as kernels
 from contrastile.tiles.triton.launch import CONSTANTS, FEW, directions, features, is_exact, truncation
 from contrastile.tiles.triton.plan import EXACT, Epilogue, products_of, shape_for, tiles_of
 

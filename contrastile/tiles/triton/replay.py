@@ -14,12 +14,13 @@ from torch import Tensor
 
 from contrastile.scorers import padded_to
 from contrastile.tiles.base import Accumulated
-from contrastile.tiles.triton import launch, replay_kernels
-from contrastile.tiles.triton.kernel import start
+from contrastile.tiles.triton import launch
+from contrastile.tiles.triton.kernels import replay as replay_kernels
+from contrastile.tiles.triton.kernels.own import own_gradients
 from contrastile.tiles.triton.launch import ROWS
 from contrastile.tiles.triton.own import gradient_programs
-from contrastile.tiles.triton.own_kernels import own_gradients
 from contrastile.tiles.triton.plan import ALIGNMENT, interpreting, tiles_of
+from contrastile.tiles.triton.start import start
 
 # numbers of one program
 BLOCK = 4096

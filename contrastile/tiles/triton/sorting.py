@@ -1,4 +1,4 @@
-"""Positives by label: a block in the order of its labels; launches of `order_kernels.py` and `label_kernels.py`.
+"""Positives by label: a block in the order of its labels; launches of `kernels/order.py` and `kernels/labels.py`.
 
 Between `launch.py` and `backend.py`. Rows and columns of a label are neighbours in that order, so that the positives of
 a tile's rows are a few columns side by side. The tile kernels leave these out as they leave out a diagonal, and small
@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from contrastile.losses.base import Shard
-from contrastile.tiles.triton import label_kernels as kernels
-from contrastile.tiles.triton import order_kernels
-from contrastile.tiles.triton.arithmetic import POSITIVE_TOP, STATS
 from contrastile.tiles.triton.block import Block, Order, SuperTile, along
-from contrastile.tiles.triton.kernel import run
+from contrastile.tiles.triton.kernels import labels as kernels
+from contrastile.tiles.triton.kernels import order as order_kernels
+from contrastile.tiles.triton.kernels.arithmetic import POSITIVE_TOP, STATS
 from contrastile.tiles.triton.launch import BLOCK, ROWS, Weights, directions, merge_parts
 from contrastile.tiles.triton.plan import Pair, products_of, shape_for, tiles_of
 from contrastile.tiles.triton.products import add_cols, add_rows
+from contrastile.tiles.triton.start import run
 
-# numbers of a row in the order of labels, see `masks.py`
+# numbers of a row in the order of labels, see `kernels/masks.py`
 NUMBERS = 5
 # labels of a side up to which they are sorted by chunks, faster than by the many kernels of a sort; labels of a chunk,
 # and those compared at once; labels and chunks of one program, and the steps that find a position in a chunk

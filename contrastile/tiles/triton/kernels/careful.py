@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from contrastile.tiles.triton.arithmetic import (
+from contrastile.tiles.triton.kernels.arithmetic import (
     ANY,
     CAREFUL,
     FACTOR,
@@ -36,10 +36,10 @@ from contrastile.tiles.triton.arithmetic import (
     store_stats,
     store_sums,
 )
-from contrastile.tiles.triton.backward import program_sums, softmax_positive, sum_per_thread
-from contrastile.tiles.triton.forward import store_quarters, tile_at, tile_products
-from contrastile.tiles.triton.guide_kernels import aside, false_negatives, load_bits
-from contrastile.tiles.triton.masks import valid_pairs
+from contrastile.tiles.triton.kernels.backward import program_sums, softmax_positive, sum_per_thread
+from contrastile.tiles.triton.kernels.forward import store_quarters, tile_at, tile_products
+from contrastile.tiles.triton.kernels.guides import aside, false_negatives, load_bits
+from contrastile.tiles.triton.kernels.masks import valid_pairs
 
 
 @triton.jit

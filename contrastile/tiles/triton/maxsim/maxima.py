@@ -2,7 +2,7 @@
 # device code: Triton compiles these functions from their source, their arguments have no Python types
 """Device code of a document's maxima: the largest product of each query token, and the first column that has it.
 
-Below `maxsim_kernels.py`. The bits of numbers that are not negative are ordered as integers are, and processors with
+Below `kernels.py`. The bits of numbers that are not negative are ordered as integers are, and processors with
 wide products compare three integers at once. So a thread takes the maximum of its 16 columns as integers. If that
 maximum is negative, so are all 16 numbers, and the largest number is the least integer. Of each column x,
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from contrastile.tiles.triton.arithmetic import INTERPRETED
+from contrastile.tiles.triton.kernels.arithmetic import INTERPRETED
 
 # threads that share a row of products in the tensor cores, and its columns that lie side by side in one of them
 LANES, SIDE = tl.constexpr(4), tl.constexpr(2)

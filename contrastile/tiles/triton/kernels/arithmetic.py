@@ -2,7 +2,7 @@
 # device code: Triton compiles these functions from their source, their arguments have no Python types
 """Numbers that kernels share: positions of a block's constants and statistics, exponents, sums of exponentials.
 
-Below `label_kernels.py`, `forward.py` and all other kernels.
+Below `labels.py`, `forward.py` and all other kernels.
 """
 
 from __future__ import annotations

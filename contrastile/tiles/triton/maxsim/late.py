@@ -1,7 +1,7 @@
-"""Tiles of late interaction: blocks of `MaxSim` scores by the kernels of `maxsim.py`.
+"""Tiles of late interaction: blocks of `MaxSim` scores by the kernels of `block.py`.
 
-Beside `backend.py`, whose place they take for the scorer `MaxSim`. `scores.py` has what lies between the scores of a
-block and their gradients.
+Beside `triton/backend.py`, whose place they take for the scorer `MaxSim`. `scores.py` has what lies between the scores
+of a block and their gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contrastile.losses.base import Shard
 from contrastile.scorers import MaxSim, tokens
 from contrastile.tiles.eager import LEAST_STRIP
 from contrastile.tiles.scored import Scorer
-from contrastile.tiles.triton.maxsim import (
+from contrastile.tiles.triton.maxsim.block import (
     LISTS,
     MOST_TOKENS,
     PAIR_BYTES,
@@ -33,8 +33,8 @@ from contrastile.tiles.triton.maxsim import (
     readable,
     scored,
 )
+from contrastile.tiles.triton.maxsim.scores import FusedScores, token_flag
 from contrastile.tiles.triton.plan import interpreting, refusal, tiles_of
-from contrastile.tiles.triton.scores import FusedScores, token_flag
 
 # features of a token up to which a tile of them fits shared memory
 MOST_FEATURES = 256

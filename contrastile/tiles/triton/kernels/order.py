@@ -2,7 +2,7 @@
 # device code: Triton compiles these functions from their source, their arguments have no Python types
 """Device code of a block in the order of its labels, in which a row's positives are neighbours.
 
-Launched by `sorting.py`; `label_kernels.py` computes the positives:
+Launched by `sorting.py`; `labels.py` computes the positives:
 
     sort_chunks        labels of each chunk in rising order
     order_labels       labels in rising order
@@ -17,8 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from contrastile.tiles.triton.arithmetic import ANY, one_side
-from contrastile.tiles.triton.masks import FIRST, HIGHEST_COLUMN, ITSELF, LOWEST_COLUMN, STOP
+from contrastile.tiles.triton.kernels.arithmetic import ANY, one_side
+from contrastile.tiles.triton.kernels.masks import FIRST, HIGHEST_COLUMN, ITSELF, LOWEST_COLUMN, STOP
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from contrastile.tiles.triton.arithmetic import MISSING, POSITIVE_COUNT, POSITIVE_TOP, POSITIVE_TOTAL
+from contrastile.tiles.triton.kernels.arithmetic import MISSING, POSITIVE_COUNT, POSITIVE_TOP, POSITIVE_TOTAL
 
 
 @triton.jit(do_not_specialize=["H"])

@@ -26,7 +26,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from contrastile.tiles.triton.arithmetic import (
+from contrastile.tiles.triton.kernels.arithmetic import (
     ANY,
     CAREFUL,
     FAINT,
@@ -46,8 +46,8 @@ from contrastile.tiles.triton.arithmetic import (
     store_sums,
     sum_per_lane,
 )
-from contrastile.tiles.triton.guide_kernels import aside, false_negatives, load_bits, set_aside, store_bits
-from contrastile.tiles.triton.masks import has_masked, valid_pairs
+from contrastile.tiles.triton.kernels.guides import aside, false_negatives, load_bits, set_aside, store_bits
+from contrastile.tiles.triton.kernels.masks import has_masked, valid_pairs
 
 # row tiles that are computed together, so that the columns' features stay in the cache
 GROUP = tl.constexpr(16)

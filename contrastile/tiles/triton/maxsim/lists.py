@@ -2,7 +2,7 @@
 # device code: Triton compiles these functions from their source, their arguments have no Python types
 """Device code of the entries that each block of tokens has won: their number, and their places in lists.
 
-Below `maxsim_kernels.py`. Each entry has a code of four bits, and a warp takes 32 entries at once. Four votes, one on
+Below `kernels.py`. Each entry has a code of four bits, and a warp takes 32 entries at once. Four votes, one on
 each bit, tell a thread which entries have the code of its own; those before it are its rank. From the same votes each
 thread counts the entries of one code, the number of the thread, so that the counts of all codes take one register.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from contrastile.tiles.triton.arithmetic import INTERPRETED
+from contrastile.tiles.triton.kernels.arithmetic import INTERPRETED
 
 # blocks of tokens that are listed by one program; codes of entries that blocks before them have won, and of all others
 FIELDS, BEFORE, OTHER = tl.constexpr(14), tl.constexpr(14), tl.constexpr(15)

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # device code: Triton compiles these functions from their source, their arguments have no Python types
-"""Device code of positives by label, in the order of labels (`order_kernels.py`), where a row's are neighbours.
+"""Device code of positives by label, in the order of labels (`order.py`), where a row's are neighbours.
 
 Launched by `sorting.py`, beside the tile kernels, which leave the positives out:
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from contrastile.tiles.triton.arithmetic import (
+from contrastile.tiles.triton.kernels.arithmetic import (
     ANY,
     CAREFUL,
     INVERSE,
@@ -38,9 +38,9 @@ from contrastile.tiles.triton.arithmetic import (
     shift_as_logarithm,
     store_stats,
 )
-from contrastile.tiles.triton.backward import probability_factor, softmax_positive
-from contrastile.tiles.triton.forward import products
-from contrastile.tiles.triton.masks import FIRST, STOP, row_spans
+from contrastile.tiles.triton.kernels.backward import probability_factor, softmax_positive
+from contrastile.tiles.triton.kernels.forward import products
+from contrastile.tiles.triton.kernels.masks import FIRST, STOP, row_spans
 
 
 @triton.jit

@@ -8,9 +8,9 @@ Launched by `scores.py`. The kernels before and behind, which compute scores and
     score_gradients  ∂loss/∂logit of each pair, and its sums
     token_flags      0, or NaN where a token that counts is not finite
 
-With `finish` and `coefficients` of `reductions.py` they replace some two hundred small operations.
+With `finish` and `coefficients` of `kernels/reductions.py` they replace some two hundred small operations.
 
-Names as in `forward.py`; BM and BN are the rows and columns of a tile of scores.
+Names as in `kernels/forward.py`; BM and BN are the rows and columns of a tile of scores.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from contrastile.tiles.triton.arithmetic import count_along, store_stats
-from contrastile.tiles.triton.careful import add_along, softmax_gradient
-from contrastile.tiles.triton.masks import equal_groups, valid_pairs
+from contrastile.tiles.triton.kernels.arithmetic import count_along, store_stats
+from contrastile.tiles.triton.kernels.careful import add_along, softmax_gradient
+from contrastile.tiles.triton.kernels.masks import equal_groups, valid_pairs
 
 # arguments that change from call to call: compiled once for all their values. Strides of scores are not among them:
 # one of them is 1, along which neighbours are loaded at once

@@ -8,7 +8,7 @@ Launched by `launch.py`. Products, masks and constants are those of `forward.py`
     gradient             one exponential per pair; each tile's gradient is one part of the strip
     scaled               accumulators to gradients
 
-The gradient kernels, also those of `careful.py` and `position_kernels.py`, return the terms of the scale's gradient.
+The gradient kernels, also those of `careful.py` and `positions.py`, return the terms of the scale's gradient.
 Programs never wait for each other.
 """
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from contrastile.tiles.triton.arithmetic import (
+from contrastile.tiles.triton.kernels.arithmetic import (
     ANY,
     CAREFUL,
     FAINT,
@@ -43,9 +43,9 @@ from contrastile.tiles.triton.arithmetic import (
     quarter,
     sum_per_lane,
 )
-from contrastile.tiles.triton.forward import products, softplus_sum, store_half, store_quarters, tile_at
-from contrastile.tiles.triton.guide_kernels import aside, false_negatives, load_bits, set_aside
-from contrastile.tiles.triton.masks import has_masked, valid_pairs
+from contrastile.tiles.triton.kernels.forward import products, softplus_sum, store_half, store_quarters, tile_at
+from contrastile.tiles.triton.kernels.guides import aside, false_negatives, load_bits, set_aside
+from contrastile.tiles.triton.kernels.masks import has_masked, valid_pairs
 
 
 @triton.jit

@@ -14,8 +14,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from contrastile.tiles.triton.arithmetic import ANY, CAREFUL, FACTOR, HIGHEST, INTERPRETED, LOG2E, MISSING, SHIFT
-from contrastile.tiles.triton.finish import sum_of
+from contrastile.tiles.triton.kernels.arithmetic import (
+    ANY,
+    CAREFUL,
+    FACTOR,
+    HIGHEST,
+    INTERPRETED,
+    LOG2E,
+    MISSING,
+    SHIFT,
+)
+from contrastile.tiles.triton.kernels.finish import sum_of
 
 # variance of a bf16 number's rounding, in units of its binade, times log2(e) / 2
 ROUNDED = tl.constexpr(2.0**-14 / 24 * 1.4426950408889634)

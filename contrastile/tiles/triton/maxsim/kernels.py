@@ -2,7 +2,7 @@
 # device code: Triton compiles these functions from their source, their arguments have no Python types
 """Device code of late interaction: scores Σ_l max_m ⟨q_il, k_jm⟩, and the gradients that follow from them.
 
-Launched by `maxsim.py`. Query tokens are entries: those of a query lie one after the other and fill whole slots of
+Launched by `block.py`. Query tokens are entries: those of a query lie one after the other and fill whole slots of
 SLOT entries, so that a tile of entries holds several short queries. Documents are [J, M, D], the tokens of each first.
 
     order_tokens        the tokens of each example that count, then its others, each in their order
@@ -26,9 +26,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from contrastile.tiles.triton.arithmetic import INTERPRETED
-from contrastile.tiles.triton.maxsim_lists import BEFORE, FIELDS, OTHER, bounds, counted, listed, places_by_step
-from contrastile.tiles.triton.maxsim_maxima import LANES, column, maxima
+from contrastile.tiles.triton.kernels.arithmetic import INTERPRETED
+from contrastile.tiles.triton.maxsim.lists import BEFORE, FIELDS, OTHER, bounds, counted, listed, places_by_step
+from contrastile.tiles.triton.maxsim.maxima import LANES, column, maxima
 
 # below every product, and finite
 LOWEST = tl.constexpr(-3.0e38)

@@ -1,7 +1,7 @@
 """Late interaction in fused kernels: blocks of `MaxSim` scores without the similarities of their tokens.
 
-Below `late.py`, whose tiles take the place of `backend.py` for the scorer `MaxSim`. The work is in three kernels of
-`maxsim_kernels.py`:
+Below `late.py`, whose tiles take the place of `triton/backend.py` for the scorer `MaxSim`. The work is in three kernels
+of `kernels.py`:
 
     scores      one sweep over the tokens of the block: 2·N·L·M·T·D operations for N queries of L and M documents of T
                 tokens. In the backward the sweep also writes the winning token of each query token and document
@@ -26,11 +26,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from contrastile.tiles.eager import LEAST_STRIP
-from contrastile.tiles.triton import maxsim_kernels as kernels
-from contrastile.tiles.triton.kernel import run
-from contrastile.tiles.triton.maxsim_lists import FIELDS
-from contrastile.tiles.triton.maxsim_plan import Tiling, documents_for, gathering_for, slot_of, tiling_for
+from contrastile.tiles.triton.maxsim import kernels
+from contrastile.tiles.triton.maxsim.lists import FIELDS
+from contrastile.tiles.triton.maxsim.plan import Tiling, documents_for, gathering_for, slot_of, tiling_for
 from contrastile.tiles.triton.plan import ALIGNMENT, interpreting, shape_for, tiles_of
+from contrastile.tiles.triton.start import run
 
 # bytes of a pair of float32 scores, logits, gradients and temporaries
 PAIR_BYTES = 24

@@ -2,7 +2,7 @@
 # device code: Triton compiles these functions from their source, their arguments have no Python types
 """Device code of the positives known by position: their logits, statistics and gradients, row by row.
 
-Launched by `launch.py`; positives by label are in the tiles, see `label_kernels.py`:
+Launched by `launch.py`; positives by label are in the tiles, see `labels.py`:
 
     listed_products      products of a guide's features
     positive_logits      their logits by a teacher
@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from contrastile.tiles.triton.arithmetic import (
+from contrastile.tiles.triton.kernels.arithmetic import (
     ANY,
     BIAS,
     INTERPRETED,
@@ -42,7 +42,7 @@ from contrastile.tiles.triton.arithmetic import (
     steps_of_rows,
     store_stats,
 )
-from contrastile.tiles.triton.backward import softmax_positive
+from contrastile.tiles.triton.kernels.backward import softmax_positive
 
 
 @triton.jit

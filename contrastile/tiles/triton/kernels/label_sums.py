@@ -10,7 +10,7 @@ Launched by `label_sums.py`, beside the tile kernels, which treat these positive
     add_to_totals        the positives' part of each row's statistics
     add_to_gradients     their part of the gradients
 
-A run is the rows of one label, which are neighbours in the order of labels; spans are those of `order_kernels.py`.
+A run is the rows of one label, which are neighbours in the order of labels; spans are those of `order.py`.
 Features, statistics and gradients stay in the order of the caller.
 """
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from contrastile.tiles.triton.arithmetic import (
+from contrastile.tiles.triton.kernels.arithmetic import (
     ANY,
     INTERPRETED,
     POSITIVE_COUNT,
@@ -29,7 +29,7 @@ from contrastile.tiles.triton.arithmetic import (
     load_rows,
     one_side,
 )
-from contrastile.tiles.triton.masks import FIRST, STOP, row_spans
+from contrastile.tiles.triton.kernels.masks import FIRST, STOP, row_spans
 
 
 @triton.jit

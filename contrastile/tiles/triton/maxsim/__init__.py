@@ -1,0 +1,1 @@
+"""Late interaction in fused kernels."""
