@@ -335,8 +335,7 @@ class Triton(Tiles):
 
     def _positive_stats(self, block: Block, stats: list[Tensor]) -> None:
         """Write the positives known by position into the statistics."""
-        positives = self._positives(block)
-        if positives is not None:
+        if (positives := self._positives(block)) is not None:
             positions.add_totals(block, positives, stats)
         if block.runs is not None:
             room = self._budget.room_for_sums(block.rows, block.cols, kept=self.exponentials is not None)
@@ -353,19 +352,21 @@ class Triton(Tiles):
         """
         positives = self._positives(block)
         if block.rows.features.dtype == torch.float16:
-            terms = [self._scaled_strips(block, u, None if v is None else _received(v), row_stats)]
+            terms, factors = self._scaled_strips(block, u, None if v is None else _received(v), row_stats)
         else:
-            terms = self._strips(block, u, v, row_stats, final=positives is None)
+            terms, factors = self._strips(block, u, v, row_stats, final=positives is None)
         self.super_tile = None
         if positives is not None:
             given = block, positives, u, None if v is None else _received(v)
-            terms.append(positions.add_gradients(*given))
+            terms.append(positions.add_gradients(*given, factors))
             if block.runs is not None:
                 label_sums.add_gradients(block, *given[2:4], terms[-1][0], self._budget.workspace)
         sums = launch.add_up(terms)
         return sums if self.sums_products else sums[1]
 
-    def _scaled_strips(self, block: Block, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None) -> Term:
+    def _scaled_strips(
+        self, block: Block, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None
+    ) -> tuple[list[Term], Tensor | None]:
         """`_strips` of fp16, whose range is small: accumulators are kept in a unit of the block's own."""
         # the power of two that brings the largest possible gradient of a pair just under fp16's range
         largest = block.largest_gradient(weighed=self._epilogue.formula.mises_fisher)
@@ -375,26 +376,27 @@ class Triton(Tiles):
         accumulators = [x for x in (u, v) if x is not None]
         for x in accumulators if not self.fresh else []:
             x.mul_(unit)
-        ((numbers, lost),) = self._strips(block, u, v, row_stats, final=False)
+        ((numbers, lost),), factors = self._strips(block, u, v, row_stats, final=False)
         inverse = 1 / unit
         for x in (*accumulators, numbers):
             x.mul_(inverse)
-        return numbers, lost
+        return [(numbers, lost)], factors
 
     def _strips(
         self, block: Block, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None, *, final: bool
-    ) -> list[Term]:
-        """Add the gradient of all pairs but the positives, one strip at a time; returns the sums of the tiles.
+    ) -> tuple[list[Term], Tensor | None]:
+        """Add the gradient of all pairs but the positives, one strip at a time.
 
+        Returns the sums of the tiles, and the factors that the kernel of the positives multiplies u by.
         A v that may leave early is added to first. Any other is added to last, because it may still be in flight and
         because the columns must stay until they have been read. It leaves then if this is the `final` addition.
         """
         weights = self._weights(block)
         if self.exponentials is not None:
-            numbers = self.exponentials.add(block, weights, u, None if v is None else _received(v))
+            given = u, None if v is None else _received(v), self._positives(block) is not None
+            numbers, factors = self.exponentials.add(block, weights, *given)
             self.exponentials, self.guidance = None, Guidance()
-            lost = launch.truncation(block.rows.features)
-            return [(x, lost) for x in numbers]
+            return [(x, launch.truncation(block.rows.features)) for x in numbers], factors
         sums = launch.new_sums(self.scale.device, 0 if block.order is None else sorting.SHARED * len(block.rows))
         strip: Tensor | None = None
         lost = launch.truncation(block.rows.features) if self.sums_products else 0.0
@@ -418,7 +420,7 @@ class Triton(Tiles):
                 sorting.add_strip(u, tile, 0, strip, fresh=first_of_row)
         self.guidance.complete(block.constants)
         self.guidance = Guidance()
-        return [(sums, lost)]
+        return [(sums, lost)], None
 
     def _weights(self, block: Block) -> Weights:
         if self.loss.pairwise:

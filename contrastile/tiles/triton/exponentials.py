@@ -62,15 +62,19 @@ class Exponentials:
         """The columns' sums have 16 bits."""
         return len(self.parts) == 2 and len(self.pair.k) >= NARROW * len(self.pair.q)
 
-    def add(self, block: Block, weights: Weights, u: Tensor | None, v: Tensor | None) -> list[Tensor]:
+    def add(
+        self, block: Block, weights: Weights, u: Tensor | None, v: Tensor | None, positives: bool
+    ) -> tuple[list[Tensor], Tensor | None]:
         """Write the gradient sums of all pairs to u and v; returns numbers that add up to Σ g · ⟨q, k⟩.
 
         weights: a [1, N] and, of a symmetric loss, b [1, M]. Where the careful flag is set, the strip becomes the
-        gradient itself.
+        gradient itself. positives: their kernel follows and multiplies u by the factors [N] of its rows, which are
+        returned too: a pass over u less.
         """
         both = len(self.parts) == 1
         launch.careful_gradient(self.pair, block, self.strip, self.sums)
         (of_rows, of_cols), factors, weighted = block.places, None, None
+        later: Tensor | None = None
         if both:
             numbers = [self._weigh_pairs(block, weights)]
         else:
@@ -79,7 +83,8 @@ class Exponentials:
             numbers.append(sorting.new_sums(block))
             sorting.label_gradients(self.pair, block, self.strip, numbers[-1], weights, factored=not both)
         if u is not None:
-            with sorting.in_order(u, of_rows, factors=factors) as total:
+            later = factors if positives and of_rows is None else None
+            with sorting.in_order(u, of_rows, factors=None if later is factors else factors) as total:
                 add_rows(total, self.pair, self.strip, fresh=True)
         if v is not None:
             with sorting.in_order(v, of_cols) as total:
@@ -87,7 +92,7 @@ class Exponentials:
                     add_cols(total, self.pair, self.strip, fresh=True)
                 else:
                     self._add_weighted(total, weighted)
-        return numbers
+        return numbers, later
 
     def _weigh_rows(self, block: Block, a: Tensor) -> tuple[Tensor, Tensor]:
         """The factors of each row's sums [N], and the rows times them; writes the rows' Σ g · ⟨q, k⟩."""

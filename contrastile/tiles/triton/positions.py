@@ -82,8 +82,10 @@ def add_totals(block: Block, positives: Positives, stats: Sequence[Tensor]) -> N
     )  # fmt: skip
 
 
-def add_gradients(block: Block, positives: Positives, u: Tensor | None, v: Tensor | None) -> tuple[Tensor, float]:
-    """Add the positives' gradient g · k to u and g · q to v, in float32.
+def add_gradients(
+    block: Block, positives: Positives, u: Tensor | None, v: Tensor | None, factors: Tensor | None = None
+) -> tuple[Tensor, float]:
+    """Add the positives' gradient g · k to u, times the factors [N] if there are some, and g · q to v, in float32.
 
     Returns g · ⟨q, k⟩ [N, P], or g for a pairwise loss, and the share that the tensor cores have lost.
     """
@@ -93,7 +95,8 @@ def add_gradients(block: Block, positives: Positives, u: Tensor | None, v: Tenso
         kernels.positive_gradients, (tiles_of(N, given["ROWS"]),), u_ptr=g_NP if u is None else u,
         u_stride=0 if u is None else u.stride(0), v_ptr=g_NP if v is None else v,
         v_stride=0 if v is None else v.stride(0), g_ptr=g_NP, inner_ptr=inner_NP, U=u is not None,
-        V=v is not None and positives.distinct, **directions(block), **given,
+        V=v is not None and positives.distinct, factors_ptr=g_NP if factors is None else factors,
+        TIMES=factors is not None, **directions(block), **given,
     )  # fmt: skip
     q = block.rows.features
     if v is not None and positives.columns is not None and not positives.distinct:

@@ -220,28 +220,31 @@ def _direction_gradient(x, rest, t, state_ptr, stride, coefficient_ptr, at, exis
 
 
 @triton.jit
-def _add_product(out_ptr, out_stride, to, x_ptr, source, row_stride, stride, g, exists, D, BLOCK: tl.constexpr):
-    """out[to] += g · x[source], row by row."""
+def _add_product(out_ptr, out_stride, to, x_ptr, source, row_stride, stride, g, exists, times, written, D,
+                 BLOCK: tl.constexpr):  # fmt: skip
+    """out[to] = out[to] · times + g · x[source], row by row of those `written`; the source need not exist."""
     for step in range(0, D, BLOCK):
         at = step + tl.arange(0, BLOCK)
-        inside = exists[:, None] & (at < D)[None, :]
+        inside = written[:, None] & (at < D)[None, :]
         x = load_rows(x_ptr, source, step, D, row_stride, stride, exists, BLOCK)
         out = out_ptr + to.to(tl.int64)[:, None] * out_stride + at[None, :]
-        tl.store(out, tl.load(out, mask=inside, other=0.0) + g[:, None] * x, mask=inside)
+        tl.store(out, tl.load(out, mask=inside, other=0.0) * times[:, None] + g[:, None] * x, mask=inside)
 
 
 @triton.jit(do_not_specialize=ANY)
 def positive_gradients(q_ptr, k_ptr, constants_ptr, columns_ptr, teacher_ptr, row_state_ptr, row_coefficient_ptr,
-                       col_state_ptr, col_coefficient_ptr, u_ptr, v_ptr, g_ptr, inner_ptr, N, M, D, diagonal,
-                       self_diagonal, per_row, q_row_stride, q_stride, k_row_stride, k_stride, row_state_stride,
-                       col_state_stride, u_stride, v_stride, smoothing, DIAGONAL: tl.constexpr, SELF: tl.constexpr,
-                       COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, GUIDE: tl.constexpr, INSIDE: tl.constexpr,
-                       U: tl.constexpr, V: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-                       PRODUCTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                       col_state_ptr, col_coefficient_ptr, u_ptr, v_ptr, g_ptr, inner_ptr, factors_ptr, N, M, D,
+                       diagonal, self_diagonal, per_row, q_row_stride, q_stride, k_row_stride, k_stride,
+                       row_state_stride, col_state_stride, u_stride, v_stride, smoothing, DIAGONAL: tl.constexpr,
+                       SELF: tl.constexpr, COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, GUIDE: tl.constexpr,
+                       INSIDE: tl.constexpr, U: tl.constexpr, V: tl.constexpr, TIMES: tl.constexpr, LEFT: tl.constexpr,
+                       RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, ROWS: tl.constexpr,
+                       BLOCK: tl.constexpr):  # fmt: skip
     """Write g [N, per_row], the gradient of the positives, and g · ⟨q, k⟩. Add g · k to u and, on the diagonal, g · q
-    to v.
+    to v. TIMES: u is multiplied by the factors [N] of its rows before.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    once = tl.full((ROWS,), 1.0, tl.float32)
     for p in range(per_row):
         col, exists, inner, x, rest = positive_logit(
             q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, diagonal, self_diagonal, per_row, q_row_stride,
@@ -262,9 +265,14 @@ def positive_gradients(q_ptr, k_ptr, constants_ptr, columns_ptr, teacher_ptr, ro
         tl.store(g_ptr + at, g, mask=row < N)
         tl.store(inner_ptr + at, g * inner, mask=row < N)
         if U:
-            _add_product(u_ptr, u_stride, row, k_ptr, col, k_row_stride, k_stride, g, exists, D, BLOCK)
+            times = once
+            written = exists
+            if TIMES:
+                times = tl.where(p == 0, tl.load(factors_ptr + row, mask=row < N, other=0.0), 1.0)
+                written = (row < N) & (exists | (p == 0))
+            _add_product(u_ptr, u_stride, row, k_ptr, col, k_row_stride, k_stride, g, exists, times, written, D, BLOCK)
         if V:
-            _add_product(v_ptr, v_stride, col, q_ptr, row, q_row_stride, q_stride, g, exists, D, BLOCK)
+            _add_product(v_ptr, v_stride, col, q_ptr, row, q_row_stride, q_stride, g, exists, once, exists, D, BLOCK)
 
 
 @triton.jit(do_not_specialize=ANY)
