@@ -22,7 +22,7 @@ from contrastile import (
     SupConLoss,
     contrast,
 )
-from contrastile.losses import DecoupledWeighted, Distilled, Hardness
+from contrastile.losses import DecoupledWeighted, Distilled, Hardness, Sigmoid
 
 N, H, D = 45, 3, 19
 # of a formula, [N]: the losses of its rows, and which of them count
@@ -123,6 +123,20 @@ def own_negatives() -> Case:
         _leaves(negatives=unit(N, H, D, seed=2)),
         {"query_ids": ids, "key_ids": ids, "negative_ids": _whole(12, N, H, seed=5), "weights": weights},
     )
+
+
+def siglip_own() -> Case:
+    """Pairs with all keys and with negatives of each query's own, and a bias."""
+
+    def formula(query: Tensor, key: Tensor, scale: Tensor, bias: Tensor, negatives: Tensor) -> list[RowLosses]:
+        x = scale * torch.cat([query @ key.T, _own_products(query, negatives)], dim=1) + bias
+        z = 2 * torch.eye(*x.shape, dtype=x.dtype) - 1
+        return [(-F.logsigmoid(z * x).sum(1), torch.ones(N, dtype=torch.bool))]
+
+    def module(**how: Any) -> nn.Module:
+        return _Contrast(loss=Sigmoid(), **how)
+
+    return Case(module, formula, _leaves(negatives=unit(N, H, D, seed=2), bias=torch.tensor(-3.0, dtype=torch.float64)))
 
 
 def own_negatives_only() -> Case:
@@ -497,6 +511,7 @@ CASES = {
     make.__name__: make
     for make in (
         own_negatives,
+        siglip_own,
         own_negatives_only,
         hardness_in_batch,
         hardness_own,

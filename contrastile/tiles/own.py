@@ -40,10 +40,11 @@ def backward(tiles: Tiles, rows: Shard, accumulated: Accumulated) -> Tensor:
         g = tiles.loss.pair_grad(_tile(tiles, strip, products), strip, strip)
         if u is not None:
             tiles.own_columns.add(g, _own(strip), u)
+        if tiles.bias is not None:
+            # the first of two sums, or the only one
+            accumulated.sums.view(-1)[0] += g.sum()
         if tiles.sums_products:
             accumulated.sums[1] += (g * products).sum()
-        elif tiles.bias is not None:
-            accumulated.sums.add_(g.sum())
         gradients[along] = g
     return gradients
 
