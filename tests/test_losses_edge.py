@@ -132,6 +132,23 @@ def test_a_bad_number_is_never_hidden(loss: object, side: str, bad: float) -> No
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("N", [1, 40])
+@pytest.mark.parametrize("backend", ["dense", "eager", "triton"])
+def test_a_bad_bias_is_never_hidden(backend: str, N: int, reduction: str, bad: float) -> None:
+    if backend == "triton":
+        pytest.importorskip("triton")
+    numbers = torch.tensor(5.0, requires_grad=True), torch.tensor(bad, requires_grad=True)
+    leaves = *F.normalize(torch.randn(2, N, 8), dim=-1).unbind(), *numbers
+    # a single pair with an infinite bias has no other than positive logits
+    value = SigLipLoss(backend=backend, reduction=reduction)(*[x.requires_grad_() for x in leaves])
+    value.sum().backward()
+    assert value.isnan().all()
+    assert all(x.grad.isnan().all() for x in leaves)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("backend", ["dense", "eager", "triton"])
 def test_a_query_to_which_no_key_counts_takes_no_part(backend: str) -> None:
     if backend == "triton":

@@ -77,6 +77,9 @@ class Call:
         plan, loss = self.plan, self.loss
         used = None if bias is None or not loss.uses_bias else self._number(bias)
         number = self._number(scale)
+        if used is not None:
+            # an infinite bias alone could leave a finite loss
+            number = number + used * 0
         if loss.least_scale:
             number = number.masked_fill(number == 0, loss.least_scale)
         tiles = plan.tiles(loss, number, used, plan.workspace)
