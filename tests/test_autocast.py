@@ -90,6 +90,23 @@ def test_three_ranks_compute_the_loss_of_one(exchange: str, pool: Pool) -> None:
     pool.check(_on_ranks, 3, 3, exchange)
 
 
+def _guided_on_ranks(rank: int, group: object, W: int, exchange: str) -> None:
+    torch.manual_seed(7)
+    every = F.normalize(torch.randn(4, W * 20, 16), dim=-1)
+    q, k, a, b = every[:, 20 * rank : 20 * rank + 20]
+    with _autocast():
+        value = GISTLoss(margin=0.1, exchange=exchange, group=group)(q, k, 10.0, guide_query=a, guide_key=b)
+    q, k = every[:2].bfloat16()
+    expected = GISTLoss(margin=0.1, exchange="single")(q, k, 10.0, guide_query=every[2], guide_key=every[3])
+    # a threshold in bf16 would exclude other pairs
+    torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("exchange", ["replicate", "gather", "ring"])
+def test_ranks_compare_similarities_of_a_guide_as_one_process_does(exchange: str, pool: Pool) -> None:
+    pool.check(_guided_on_ranks, 3, 3, exchange)
+
+
 def _learned(scorer: Bilinear, q: Tensor, k: Tensor) -> Tensor:
     return contrast(q, k, scorer=scorer, scale=10.0)
 

@@ -111,11 +111,13 @@ def _masked(tile: Tile) -> Tile:
 def listed_products(a: Tensor, b: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
     """⟨a_i, b_j⟩ [n, P] of each row and the columns j at its positions, ∞ where a position is negative."""
     out = a.new_full(positions.shape, torch.inf, dtype=dtype)
-    # without a column, no position is one
-    for start in range(0, len(a) if len(b) else 0, ROWS_AT_ONCE):
-        along = slice(start, start + ROWS_AT_ONCE)
-        some = a[along].to(dtype)
-        for product, at in zip(out[along].unbind(1), positions[along].unbind(1), strict=True):
-            similar = torch.linalg.vecdot(some, b[at.clamp(0, len(b) - 1)].to(dtype))
-            product.copy_(similar.masked_fill(at < 0, torch.inf))
+    # autocast, in which ranks compute these numbers before the call, would round them
+    with torch.autocast(a.device.type, enabled=False):
+        # without a column, no position is one
+        for start in range(0, len(a) if len(b) else 0, ROWS_AT_ONCE):
+            along = slice(start, start + ROWS_AT_ONCE)
+            some = a[along].to(dtype)
+            for product, at in zip(out[along].unbind(1), positions[along].unbind(1), strict=True):
+                similar = torch.linalg.vecdot(some, b[at.clamp(0, len(b) - 1)].to(dtype))
+                product.copy_(similar.masked_fill(at < 0, torch.inf))
     return out
