@@ -324,7 +324,8 @@ class Bfloat(Eager):
     def _add(self, g_IJ: Tensor, graph: Any, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor) -> None:
         if self.bias is not None:
             sums[0] += g_IJ.sum()
-        sums[1] += torch.dot(g_IJ.flatten(), graph.flatten())
+        # pairwise: a dot product rounds its running sum, whose terms are alike, in one direction
+        sums[1] += graph.mul_(g_IJ).sum()
         # rounded with their factor, so that the one rounding of a single part is the gradient's own
         factor = float(self.scale) or 1.0
         g = torch.mul(g_IJ, factor, out=torch.empty_like(g_IJ, dtype=rows.features.dtype))
