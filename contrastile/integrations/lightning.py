@@ -29,6 +29,13 @@ from contrastile import InfoNCELoss
 from contrastile._errors import invalid
 from contrastile.integrations.sides import Retain, check_counts, encode_sides, loss_of_sides
 
+# attributes that `encode` takes
+COUNTS = ("sub_batch", "sub_batch_tokens", "retain")
+DEFAULTS = {
+    "encoders": "forward", "sub_batch": 64, "sub_batch_tokens": None, "retain": 0, "loss": InfoNCELoss(), "scale": 20.0,
+    "logit_bias": None,
+}  # fmt: skip
+
 
 class ContrastileMixin:
     """Put before LightningModule. A subclass sets or overrides:
@@ -45,27 +52,36 @@ class ContrastileMixin:
             InfoNCE.
         logit_bias: the bias of `SigLipLoss`, a parameter, a number or a method of this name.
 
+        scale: the factor of the scores, a parameter, a number or a method of this name; 20 by default.
+
+    Each is an attribute of the class, of a class that it derives from, or one that `__init__` sets, which comes first.
     A batch is a list or tuple of the sides' inputs, or a mapping, whose values are taken in its order. A fit starts
     with ValueError for wrong sizes, encoders and losses.
     """
 
-    encoders: Sequence[str] | str = "forward"
-    sub_batch: int | Literal["auto"] | None = 64
-    sub_batch_tokens: int | None = None
-    retain: Retain = 0
-    loss: Callable[..., Tensor] = InfoNCELoss()
-
     if TYPE_CHECKING:
+        # annotated alone: as attributes they would hide those of the classes behind, and modules that `__init__` sets
+        encoders: Sequence[str] | str
+        sub_batch: int | Literal["auto"] | None
+        sub_batch_tokens: int | None
+        retain: Retain
+        loss: Callable[..., Tensor]
         log: Any
 
-    def scale(self) -> Tensor | float:
-        """The factor of the scores; 20 by default. A number as an attribute takes its place."""
-        return 20.0
+    def _setting(self, name: str) -> Any:
+        """An attribute of this name, or its default."""
+        # a loss is a module, which Python would look up behind an attribute of the class
+        set_here = getattr(self, "_modules", {}).get(name)
+        if set_here is not None:
+            return set_here
+        # the error of a property is no missing attribute
+        given = hasattr(type(self), name) or hasattr(self, name)
+        return getattr(self, name) if given else DEFAULTS[name]
 
     def on_fit_start(self) -> None:
         """Refuse wrong sizes, encoders and losses before the first batch is loaded."""
         super().on_fit_start()  # type: ignore[misc]
-        check_counts(self.sub_batch, self.sub_batch_tokens, self.retain)
+        check_counts(*map(self._setting, COUNTS))
         self._methods(2)
         self._check_loss()
 
@@ -82,15 +98,14 @@ class ContrastileMixin:
             rule = f"have two sides or more, one for each of {len(encoders)} encoders"
             raise invalid("batch", rule, len(sides), remedy)
         self._check_loss()
-        features = encode_sides(encoders, sides, self.sub_batch, self.sub_batch_tokens, self.retain)
-        # a subclass may have a number in the place of a method
-        numbers: list[Any] = [self.scale, getattr(self, "logit_bias", None)]
-        return loss_of_sides(self.loss, features, *[x() if callable(x) else x for x in numbers])
+        features = encode_sides(encoders, sides, *map(self._setting, COUNTS))
+        numbers = [self._setting(name) for name in ("scale", "logit_bias")]
+        return loss_of_sides(self._setting("loss"), features, *[x() if callable(x) else x for x in numbers])
 
     def _methods(self, sides: int) -> list[tuple[Any, str]]:
         """The module and the method of each encoder, where one name stands for this many sides."""
-        methods = []
-        for name in [self.encoders] * sides if isinstance(self.encoders, str) else self.encoders:
+        methods, encoders = [], self._setting("encoders")
+        for name in [encoders] * sides if isinstance(encoders, str) else encoders:
             path, _, method = str(name).rpartition(".")
             module: Any = self
             for inside in path.split(".") if path else ():
@@ -102,9 +117,9 @@ class ContrastileMixin:
         return methods
 
     def _check_loss(self) -> None:
-        if isinstance(self.loss, type) or not callable(self.loss):
-            name = getattr(self.loss, "__name__", "InfoNCELoss")
-            got = getattr(self.loss, "__name__", self.loss)
+        loss = self._setting("loss")
+        if isinstance(loss, type) or not callable(loss):
+            name, got = getattr(loss, "__name__", "InfoNCELoss"), getattr(loss, "__name__", loss)
             raise invalid("loss", "be a loss as an object", got, f"Write loss = {name}().")
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

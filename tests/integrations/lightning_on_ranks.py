@@ -50,8 +50,6 @@ class Base(LightningModule):
 
 class Cached(ContrastileMixin, Base):
     encoders, sub_batch, loss = ("encode_image", "encode_text"), 3, ClipLoss()
-    # the mixin comes first, and has one of its own
-    scale = Base.scale
 
 
 class Sharded(Cached):

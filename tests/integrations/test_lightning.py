@@ -105,6 +105,51 @@ def test_a_batch_of_other_sides_is_refused() -> None:
         Cached().contrastive_loss(torch.randn(2, 4, 6))
 
 
+def test_settings_of_init_and_of_classes_behind_the_mixin_count() -> None:
+    class Own(ContrastileMixin, Base):
+        encoders, sub_batch = ("encode_image", "encode_text"), 3
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.loss = SigLipLoss()
+            self.logit_bias = torch.nn.Parameter(torch.tensor(-3.0, dtype=torch.float64))
+
+    class Scaled(LightningModule):
+        encoders, sub_batch, loss = "encode", 2, ClipLoss()
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.tensor(7.0, dtype=torch.float64))
+
+        def encode(self, x: torch.Tensor) -> torch.Tensor:
+            return F.normalize(x, dim=-1)
+
+    batch = [side[:4] for side in pairs().tensors]
+    model = Own()
+    sides = model.encode_image(batch[0]), model.encode_text(batch[1])
+    truth = SigLipLoss()(*sides, model.logit_scale.exp(), -3.0)
+    torch.testing.assert_close(model.contrastive_loss(batch), truth)
+    # a module that `__init__` sets comes before an attribute of the class
+    both = type("Both", (Own,), {"loss": ClipLoss()})()
+    torch.testing.assert_close(both.contrastive_loss(batch), truth)
+
+    behind = type("Behind", (ContrastileMixin, Scaled), {})()
+    found = behind.contrastive_loss(batch)
+    torch.testing.assert_close(found, ClipLoss()(*map(behind.encode, batch), 7.0))
+    found.backward()
+    assert behind.scale.grad is not None
+
+
+def test_the_error_of_a_property_is_no_default() -> None:
+    class Misspelt(Cached):
+        @property
+        def scale(self) -> torch.Tensor:
+            return self.logit_scal.exp()
+
+    with pytest.raises(AttributeError, match="scal"):
+        Misspelt().contrastive_loss([side[:4] for side in pairs().tensors])
+
+
 REFUSED = {
     "`sub_batch` must be a whole number of at least 1; got '64'": {"sub_batch": "64"},
     "`sub_batch` must be given, or sub_batch_tokens; got None": {"sub_batch": None},
