@@ -79,6 +79,9 @@ def one_of(name: str, value: object, known: tuple[str, ...], remedy: str) -> Non
 def number(name: str, value: Any, holds: Callable[[float], bool], rule: str, remedy: str) -> None:
     """A finite number for which this holds."""
     real = isinstance(value, Real) and not isinstance(value, bool)
+    if hasattr(value, "requires_grad"):
+        # its value may follow the rule
+        raise invalid(name, "be a number", type(value).__name__, remedy)
     if not real or not math.isfinite(value) or not holds(value):
         raise invalid(name, rule, value if real else repr(value), remedy)
 

@@ -579,6 +579,7 @@ def _sentences(rank: int, group: Any) -> dict[str, str]:
         "holds a former one": nn.Sequential(former), "no such method": (wrapped, "encode_sound"),
         "not a method": (wrapped, "sub_batch"), "not a module": ("model", "encode_image"),
         "the other way round": ("encode_image", model), "two modules": (model.image, model.text),
+        "a method of the module inside": (wrapped, model.encode_image),
         "not registered": flat.encode_image, "not registered, bound": partial(flat.encode_image),
         "part of a shard": flat.image,
     }  # fmt: skip
@@ -622,6 +623,8 @@ def test_an_unreduced_gradient_is_refused(pool: Pool) -> None:
         "not a module": NAMES + "(str, 'encode_image')" + CHECK,
         "the other way round": NAMES + "(str, Pair)" + CHECK,
         "two modules": NAMES + "(Tower, Tower)" + CHECK,
+        "a method of the module inside": "`encoder` must be a module and the name of its method, or a function of it; "
+        "got encode_image of the module itself. Write (model, 'encode_image').",
         "not registered": UNKNOWN,
         "not registered, bound": UNKNOWN,
         "part of a shard": "`encoder` must be a module that FSDP2 shards, or its method; got a part of one, whose "

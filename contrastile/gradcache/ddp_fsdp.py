@@ -67,6 +67,9 @@ def unwrap(encoder: Any) -> tuple[Any, DistributedDataParallel | None]:
     if name == "forward":
         return module, wrapper
     if isinstance(module, nn.Module) and callable(name) and not isinstance(name, nn.Module):
+        if getattr(name, "__self__", None) is module:
+            got, remedy = f"{name.__name__} of the module itself", f"Write (model, {name.__name__!r})."
+            raise invalid("encoder", "be a module and the name of its method, or a function of it", got, remedy)
         return partial(name, module), wrapper
     if not isinstance(module, nn.Module) or not callable(getattr(module, str(name), None)):
         got = f"({type(module).__name__}, {repr(name) if isinstance(name, str) else type(name).__name__})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
+import warnings
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -401,8 +402,13 @@ SENTENCES = {
     "`model` must be a model of sentence-transformers; got 'all-MiniLM-L6-v2'. Load it: Sentence": lambda model: (
         CachedRankingLoss("all-MiniLM-L6-v2")
     ),
-    "`scale` must be above 0; got 0. Pass 1 / temperature.": refused(scale=0),
-    "`scale` must be above 0; got '20'. Pass 1 / temperature.": refused(scale="20"),
+    "`scale` must be above 0; got 0. Pass 1 / temperature, which": refused(scale=0),
+    "`scale` must be above 0; got '20'. Pass 1 / temperature, which is not learned.": refused(scale="20"),
+    "`scale` must be a number; got Parameter. Pass 1 / temperature, which is not learned.": refused(
+        scale=nn.Parameter(torch.tensor(20.0))
+    ),
+    "`similarity_fct` must be util.cos_sim or util.dot_score; got 'cos_sim'. Pass": refused(similarity_fct="cos_sim"),
+    "`hardness_mode` must be given with `hardness_strength`; got None.": refused(hardness_strength=5.0),
     "`gather_across_devices` must be True or False; got 'no'. Pass one of": refused(gather_across_devices="no"),
     "`directions` must be a tuple of words; got None. Pass (": refused(directions=None),
     "`retain` must be a whole number of at least 0; got 'all'.": refused(retain="all"),
@@ -455,6 +461,16 @@ SENTENCES = {
         )
     ),
 }
+
+
+def test_a_temperature_in_the_place_of_the_scale_gives_a_warning(model: Any) -> None:
+    for kind in (CachedRankingLoss, CachedSymmetricLoss):
+        with pytest.warns(UserWarning, match=f"{kind.__name__} got a scale of 0.05, as if it were a temperature"):
+            kind(model, scale=0.05)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # products of rows of any length may have small scales
+        CachedRankingLoss(model, scale=0.05, similarity_fct=util.dot_score)
 
 
 @pytest.mark.parametrize("sentence", SENTENCES)

@@ -235,7 +235,7 @@ def test_their_constructors_words(model: Any) -> None:
 
 
 SENTENCES = {
-    "`scale` must be above 0; got 0. Pass 1 / temperature.": {"scale": 0},
+    "`scale` must be above 0; got 0. Pass 1 / temperature, which": {"scale": 0},
     "`score_mini_batch_size` must be a whole number of at least 1; got 0. Leave it out": {"score_mini_batch_size": 0},
     "`similarity_fct` must be one of colbert_scores, mean_colbert_scores; got 'xtr_scores'. Pass one of": {
         "similarity_fct": scoring.xtr_scores

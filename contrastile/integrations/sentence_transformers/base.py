@@ -64,7 +64,7 @@ class CachedLoss(nn.Module):
             # a CrossEncoder scores a pair of texts together
             remedy = "Take a loss of sentence_transformers.cross_encoder.losses."
             raise invalid("model", "embed each text by itself", f"a {type(model).__name__}", remedy)
-        number("scale", scale, lambda x: x > 0, "be above 0", "Pass 1 / temperature.")
+        number("scale", scale, lambda x: x > 0, "be above 0", "Pass 1 / temperature, which is not learned.")
         retain = checked_retain(retain)
         truth_value("gather_across_devices", gather_across_devices)
         whole_number("mini_batch_size", mini_batch_size, 1, "Count the texts that the model sees at once.")
@@ -210,6 +210,9 @@ def name_of(similarity_fct: Any, default: str) -> str:
     """The name of a similarity, with its module where that is another library's; `default` for None."""
     if similarity_fct is None:
         return default
+    if not callable(similarity_fct):
+        # a name, or sentence-transformers' SimilarityFunction
+        return repr(similarity_fct)
     name, module = getattr(similarity_fct, "__name__", type(similarity_fct).__name__), similarity_fct.__module__
     return name if module.startswith(LIBRARY) else f"{module}.{name}"
 

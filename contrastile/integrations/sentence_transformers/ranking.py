@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -80,7 +81,13 @@ class CachedRankingLoss(CachedLoss):
         self.similarity_fct = similarity_fct
         self.directions, self.partition_mode = _directions(directions, partition_mode), partition_mode
         self.hardness_mode, self.hardness_strength = hardness_mode, hardness_strength
-        _ = self.similarity, self.softmax
+        similarity, _ = self.similarity, self.softmax
+        if scale < 1.0 and similarity in COSINE:
+            warnings.warn(
+                f"{type(self).__name__} got a scale of {scale:.4g}, as if it were a temperature; cosines are "
+                "multiplied by it. Pass 1 / temperature.",
+                stacklevel=2,
+            )
 
     @property
     def similarity(self) -> str:
@@ -93,8 +100,10 @@ class CachedRankingLoss(CachedLoss):
 
     @property
     def softmax(self) -> Softmax:
-        """The loss of an anchor among the documents. Raises ValueError for another mode, or a strength below 0."""
+        """The loss of an anchor among the documents. Raises ValueError for another mode, or a strength without one."""
         if self.hardness_mode is None:
+            if self.hardness_strength:
+                raise invalid("hardness_mode", "be given with `hardness_strength`", None, '"all_negatives", say.')
             return Softmax()
         return Hardness(hardness_strength=self.hardness_strength, hardness_mode=self.hardness_mode)
 
