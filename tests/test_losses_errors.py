@@ -240,6 +240,14 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`features` must be a tensor of shape [N, D] or [N, views, D]; got shape [3]. Flatten the others first.": lambda: (
         SupConLoss()(_x(3), torch.arange(3), 1.0)
     ),
+    "`labels` must be given; got None. Pass torch.arange(3) where only the views of one example are alike.": lambda: (
+        SupConLoss()(_x(3, 2, 4), None, 1.0)
+    ),
+    "`key` must have two dimensions [rows, features]; got shape [3, 2, 4]. Where each query has a list of keys, the "
+    "right one first, pass key[:, 0], negatives=key[:, 1:]; or compare token vectors by contrast(..., "
+    "scorer=MaxSim()).": lambda: InfoNCELoss()(_x(3, 4), _x(3, 2, 4), 1.0),
+    "`positives` must be indices of keys; got a mask of shape [3, 4]. Pass torch.where(mask != 0, torch.arange(4), "
+    "-1).": lambda: InfoNCELoss()(_x(3, 4), _x(4, 4), 1.0, positives=torch.eye(3, 4, dtype=torch.int64)),
     "`labels` must be a tensor of shape [3], one entry for each row of `features`; got shape [2]. Check it.": lambda: (
         SupConLoss()(_x(3, 4), torch.arange(2), 1.0)
     ),

@@ -195,6 +195,10 @@ def in_range(positives: Tensor, keys: int) -> None:
         index = most if most >= keys else least
         rule = f"index this rank's {keys} keys, or be -1"
         raise invalid("positives", rule, index, "Count from this rank's first key.")
+    if positives.ndim == 2 and positives.shape[1] >= keys > 2 and least >= 0 and most <= 1:
+        # as indices, its rows would name keys 0 and 1 many times
+        remedy = f"Pass torch.where(mask != 0, torch.arange({keys}), -1)."
+        raise invalid("positives", "be indices of keys", f"a mask of shape {list(positives.shape)}", remedy)
 
 
 def mask_out_of_range(positives: Tensor, keys: int, scale: Tensor) -> tuple[Tensor, Tensor]:

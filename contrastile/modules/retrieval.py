@@ -107,6 +107,11 @@ class InfoNCELoss(Loss):
         }  # fmt: skip
         given = key
         with self._shared_errors():
+            if isinstance(key, Tensor) and key.ndim == 3:
+                # flattened, the second key of the first query would be that of the second query
+                remedy = "Where each query has a list of keys, the right one first, pass key[:, 0], "
+                remedy += "negatives=key[:, 1:]; or compare token vectors by contrast(..., scorer=MaxSim())."
+                raise invalid("key", "have two dimensions [rows, features]", f"shape {list(key.shape)}", remedy)
             if not self.in_batch:
                 key, others = _own_keys(query, key, others)
             elif isinstance(self.loss, Hardness) and self.loss.hardness_mode == OWN:

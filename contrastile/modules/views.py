@@ -60,6 +60,9 @@ class SupConLoss(Loss):
             if not isinstance(features, Tensor) or features.ndim not in (2, 3):
                 rule = "be a tensor of shape [N, D] or [N, views, D]"
                 raise invalid("features", rule, shape_or_type(features), "Flatten the others first.")
+            if labels is None:
+                remedy = f"Pass torch.arange({len(features)}) where only the views of one example are alike."
+                raise invalid("labels", "be given", None, remedy)
             checks.vector("labels", labels, "features", features, integer=True)
         if features.ndim == 3:
             labels = labels.repeat_interleave(features.shape[1])
