@@ -63,6 +63,10 @@ def loss_of_sides(loss: Callable[..., Tensor], features: Sequence[Tensor], scale
     bias: follows the scale, if there is one. Keys behind the right ones are hard negatives, in a side of their own or
     not. Raises ValueError for fewer keys in the second side than queries.
     """
+    for each in features:
+        if isinstance(each, Mapping):
+            remedy = "Return one tensor of it, such as its pooler_output, normalised."
+            raise invalid("encoders", "return features [B, D]", f"a {type(each).__name__}", remedy)
     query, *keys = features
     if len(keys[0]) < len(query):
         remedy = "Let the data have a pair in every row."

@@ -146,6 +146,11 @@ class ContrastileMixin:
         if isinstance(loss, type) or (loss is not None and not callable(loss)):
             name = getattr(loss, "__name__", "InfoNCELoss")
             raise invalid("loss", "be a loss as an object", getattr(loss, "__name__", loss), f"Pass {name}().")
+        for name, number in (("scale", scale), ("bias", bias)):
+            if isinstance(number, Tensor) and number.requires_grad:
+                # the optimizer has the parameters of the model
+                remedy = f"Make it the model's, and pass {name}=lambda model: ..."
+                raise invalid(name, "be a number, or a function of the model", f"a {type(number).__name__}", remedy)
         several = isinstance(encoders, (list, tuple))
         self.encoders: list[Encoder] = list(encoders) if several else [encoders] * len(sides)  # type: ignore[arg-type,list-item]
         if len(self.encoders) != len(sides):

@@ -107,7 +107,7 @@ class InfoNCELoss(Loss):
         }  # fmt: skip
         given = key
         with self._shared_errors():
-            if isinstance(key, Tensor) and key.ndim == 3:
+            if isinstance(key, Tensor) and isinstance(query, Tensor) and (query.ndim, key.ndim) == (2, 3):
                 # flattened, the second key of the first query would be that of the second query
                 remedy = "Where each query has a list of keys, the right one first, pass key[:, 0], "
                 remedy += "negatives=key[:, 1:]; or compare token vectors by contrast(..., scorer=MaxSim())."

@@ -211,6 +211,15 @@ def test_methods_of_a_model_that_return_an_output_of_transformers(tmp_path: Path
         run.compute_loss(model, batch)
 
 
+def test_the_whole_output_of_a_model_is_no_features(tmp_path: Path) -> None:
+    run = trainer("ours", tmp_path, 8)
+    run.encoders = ["forward"] * 2
+    with pytest.raises(
+        ValueError, match=r"`encoders` must return features \[B, D\]; got a BaseModelOutput.*. Return one"
+    ):
+        run.compute_loss(run.model, collate([Pairs()[i] for i in range(8)]))
+
+
 @pytest.mark.parametrize("mask", [None, torch.tensor([[1, 1, 1], [1, 1, 0]])])
 def test_the_mean_of_16_bit_states_is_float32(mask: Any) -> None:
     states = torch.randn(2, 3, 8).bfloat16()
@@ -240,6 +249,10 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"sides": "query"}, "`sides` must name two columns or more; got query. Pass"),
         ({"loss": "infonce"}, r"`loss` must be a loss as an object; got infonce. Pass InfoNCELoss\(\)."),
         ({"loss": ClipLoss}, r"`loss` must be a loss as an object; got ClipLoss. Pass ClipLoss\(\)."),
+        (
+            {"scale": torch.nn.Parameter(torch.tensor(20.0))},
+            "`scale` must be a number, or a function of the model; got a Parameter. Make it the model's",
+        ),
         ({"encoders": ["a"]}, "`encoders` must be one, or one for each of 2 sides; got 1. Add some."),
         ({"encoders": "get_picture"}, "`encoders` must be functions, or names of the model's methods; got 'get_pict"),
         (
