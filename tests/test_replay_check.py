@@ -212,3 +212,53 @@ def test_only_dense_floating_point_rows_are_sketched() -> None:
     compared = [[x is not None for x in outputs] for outputs in sketches]
     assert compared == [[True] * 2 + [False] * 4, [False] * 4]
     assert ReplayCheck(sketches, []).report("nobody") is None
+
+
+class Detaching(nn.Module):
+    """A tower that detaches its features in several ways, and one that detaches its trunk alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D_IN, D)
+
+    @torch.no_grad()
+    def off(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+    @torch.inference_mode()
+    def inference(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+    def cut(self, x: Tensor) -> Tensor:
+        return self.linear(x).detach()
+
+    def trunk(self, x: Tensor) -> Tensor:
+        return self.linear(self.off(x)[:, :D_IN])
+
+
+@pytest.mark.parametrize("retain", [0, 2, 9])
+@pytest.mark.parametrize("method", ["off", "inference", "cut"])
+def test_an_encoder_that_trains_nothing_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, method: str, retain: int
+) -> None:
+    monkeypatch.setattr(replay_check, "_without_gradient", set())
+    model = Detaching()
+    sentence = (
+        rf"^`encoder` must return features with a gradient; got Detaching\.{method}, which runs Linear and detaches "
+        r"it, by no_grad, inference_mode or detach\. Take that out of the encoder; or call encode under "
+        r"torch\.no_grad\(\), if nothing is to be trained\.$"
+    )
+    with pytest.warns(UserWarning, match=sentence):
+        encode((model, method), _x(), sub_batch=SUB, retain=retain).sum().backward()
+    assert model.linear.weight.grad is None
+    # warnings are errors here
+    encode((model, method), _x(), sub_batch=SUB, retain=retain).sum().backward()
+
+
+def test_a_detached_trunk_and_an_evaluation_give_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay_check, "_without_gradient", set())
+    model = Detaching()
+    encode((model, "trunk"), _x(), sub_batch=SUB).sum().backward()
+    assert model.linear.weight.grad is not None
+    with torch.no_grad():
+        encode((model, "off"), _x(), sub_batch=SUB)

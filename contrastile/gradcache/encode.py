@@ -31,7 +31,7 @@ from contrastile.gradcache.forward import Features, Job, OutputForm, Record, det
 from contrastile.gradcache.inputs import Place, laid_out, laid_out_parts, lendable, listed
 from contrastile.gradcache.memory import AUTO, Releasable
 from contrastile.gradcache.modes import Autocast, back_propagated, first_order, in_modes, sharing_casts, without_hooks
-from contrastile.gradcache.replay_check import ReplayCheck, poll, sketched
+from contrastile.gradcache.replay_check import ReplayCheck, poll, sketched, warn_of_detached
 from contrastile.offload import numbered, present_device, settle, stream
 
 
@@ -61,8 +61,8 @@ def encode(
         inputs: a tensor is passed as `encoder(x)`, a tuple as `encoder(*x)`, a mapping as `encoder(**x)`; nesting is
             allowed. A tensor's first axis is the batch; it may be on the device or in (pinned) host memory. Packed
             values, such as the patches of images of many sizes, come as `Ragged(values, lengths)`. A list with an entry
-            for each example and no tensor in it, or a tuple of texts, is cut as well. All other values are passed on as
-            they are.
+            for each example and no tensor in it, or a tuple of texts, is cut beside a tensor. All other values are
+            passed on as they are.
         parts: in place of `inputs`, a list of the sub-batches that a data loader made, in any form that the encoder
             takes: each is passed whole, and its features follow those of the one before. If all ranks that
             DistributedDataParallel, DeepSpeed or FSDP2 joins in training pass `parts`, one may pass `[]`: it gets
@@ -87,7 +87,7 @@ def encode(
     Returns the encoder's result (tensor, tuple, dict, nested), each leaf for the whole batch. Packed values, `Ragged`,
     are joined along their first axis. A number of shape [] or [1] that is not a row for each example, such as a scale,
     must be the same for every sub-batch, and is returned so.
-    Warns once if the second pass gives other features than the first, on a GPU in a later call.
+    Warns once if the second pass gives other features than the first, on a GPU in a later call; and of detached ones.
     Raises ValueError for inputs that cannot be split, for batch normalisation in training mode, whose statistics over a
     sub-batch are not those of the batch, for modules that change a buffer when they run, for encoders that write over
     their inputs or parameters, for the module inside a DistributedDataParallel, whose gradients would not be reduced,
@@ -275,6 +275,8 @@ def second_pass(
             for index, rows in zip(replayed, stream(job.rows(values, replayed), job.device), strict=True):
                 record.random[index].restore()
                 job.with_room(partial(replay, index, rows), record.random[index])
+        if parameters and not sums.totals and any(x is not None for x in upstream):
+            warn_of_detached(job, record.form, values, wanted)
     check.report(job.name)
     if job.to_host:
         # features on the host make this an operation of the CPU, for which autograd lets no stream wait

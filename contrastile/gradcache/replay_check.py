@@ -2,6 +2,7 @@
 
 Four numbers of every row of features are saved, its products with random signs. Their distances approximate those of
 the rows (Achlioptas 2003), so the features need not stay, and may be written over.
+A second warning is of an encoder that detaches its features.
 """
 
 import warnings
@@ -13,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from contrastile._errors import invalid
 from contrastile._torch import multiply_each
 from contrastile._types import FEATURES, accumulator
-from contrastile.offload import host_room
+from contrastile.offload import host_room, stream
 
 # random products of a row
 PRODUCTS = 4
@@ -26,6 +28,8 @@ EPS_TF32 = 2.0**-10
 
 # results that a GPU still computes: the number, the event of its arrival, and the warning
 _pending: deque[tuple[Tensor, torch.cuda.Event, str]] = deque()
+# names of encoders whose features had no gradient, and that were looked into
+_without_gradient: set[str] = set()
 
 
 def tolerance(dtypes: Iterable[torch.dtype], *, accelerated: bool) -> float:
@@ -132,3 +136,33 @@ def poll() -> None:
 def _warn(worst: Tensor, sentence: str) -> None:
     if float(worst) > 1:
         warnings.warn(sentence, stacklevel=2)
+
+
+def warn_of_detached(job: Any, form: Any, values: Sequence[Tensor], wanted: Sequence[bool]) -> None:
+    """Warn where an encoder, none of whose parameters got a gradient, runs modules that are to be trained.
+
+    Plain autograd would refuse the backward. The last sub-batch runs once more, in the first backward for an encoder of
+    this name.
+    """
+    if job.name in _without_gradient or job.sharding.modules:
+        return
+    _without_gradient.add(job.name)
+    untrained: list[str] = []
+
+    def look(module: nn.Module, _inputs: Any) -> None:
+        if any(p.requires_grad for p in module.parameters(recurse=False)):
+            untrained.append(type(module).__name__)
+
+    last = len(job.bounds) - 1
+    hook = register_module_forward_pre_hook(look)
+    try:
+        for rows in stream(job.rows(values, [last]), job.device):
+            with job.autocast.entered():
+                job.run(last, rows, form, wanted)
+    finally:
+        hook.remove()
+    if untrained:
+        rule = "return features with a gradient"
+        got = f"{job.name}, which runs {untrained[0]} and detaches it, by no_grad, inference_mode or detach"
+        remedy = "Take that out of the encoder; or call encode under torch.no_grad(), if nothing is to be trained."
+        warnings.warn(str(invalid("encoder", rule, got, remedy)), stacklevel=2)
