@@ -117,6 +117,19 @@ def is_compiled(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
+def compiled_module(module: Any) -> Any:
+    """Module that torch.compile was called with; None for any other."""
+    # torch.jit's modules have another kind of dict
+    held = isinstance(module, nn.Module) and "_orig_mod" in module._modules
+    return module._modules["_orig_mod"] if held else None
+
+
+def compiled_alike(compiled: Any, module: nn.Module) -> nn.Module:
+    """The module, compiled with the options of a compiled one."""
+    alike: nn.Module = compiled.dynamo_ctx(module)
+    return alike
+
+
 def modules_of(root: nn.Module) -> list[nn.Module]:
     """The module and all inside, each once; in the order of `modules()`, which puts names together and is slower."""
     modules: dict[int, nn.Module] = {}

@@ -661,6 +661,34 @@ def test_an_encoder_that_needs_no_reduction_is_accepted(pool: Pool) -> None:
     pool.check(_allowed, 2)
 
 
+def _compiled_outside(rank: int, group: Any) -> None:
+    """Trainers compile the wrapper; the module inside is then compiled alike, and each gradient reduced."""
+    x = torch.randn(8, D_IN, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    truth = Pair()
+    truth.encode_image(x).square().sum().backward()
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    tower = Pair().image
+    compiled = torch.compile(DistributedDataParallel(tower, process_group=group), backend=backend)
+    own = x[4 * rank : 4 * rank + 4]
+    for encoder in (compiled, (compiled, lambda model, x: model(x))):
+        tower.zero_grad()
+        # the wrapper takes the mean over ranks
+        (2 * encode(encoder, own, sub_batch=2).square().sum()).backward()
+        for p, q in zip(tower.parameters(), truth.image.parameters(), strict=True):
+            assert distance(p.grad, q.grad) <= 1e-14
+    assert graphs
+    assert encode((compiled, "forward"), own, sub_batch=2).shape == (4, D)
+
+
+def test_a_compiled_wrapper_is_reduced(pool: Pool) -> None:
+    pool.check(_compiled_outside, 2)
+
+
 def _stepped_too_soon(rank: int, group: Any, kind: str) -> str:
     model = Pair()
     wrapped = DistributedDataParallel(model, process_group=group) if kind == "DDP" else shard(model, group)

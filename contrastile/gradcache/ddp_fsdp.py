@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,8 @@ NO_REDUCTION = {"reduce_grads": False, "all_reduce_grads": False}
 
 # all wrappers, noted when they are made: DistributedDataParallel leaves no mark on the module inside
 _wrappers: WeakSet[DistributedDataParallel] = WeakSet()
+# the module inside a wrapper, compiled, by the compiled wrapper
+_compiled: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
 
 
 def _note(module: nn.Module, _name: str, _part: nn.Module | None) -> None:
@@ -56,14 +58,19 @@ def unwrap(encoder: Any) -> tuple[Any, DistributedDataParallel | None]:
 
     An encoder may be a pair (module, "method"), because a wrapper does not have its module's methods, or (module,
     function). The function gets the module inside the wrapper, which would reduce after every sub-batch. The module of
-    a DeepSpeed engine runs without it, because an engine expects one backward for each of its forwards.
+    a DeepSpeed engine runs without it, because an engine expects one backward for each of its forwards. Where a wrapper
+    is compiled, as trainers do it, the module inside runs compiled.
     """
     if isinstance(encoder, partial):
         function, wrapper = unwrap(encoder.func)
         return partial(function, *encoder.args, **encoder.keywords), wrapper
     module, name = encoder if isinstance(encoder, tuple) and len(encoder) == 2 else (encoder, "forward")
+    compiled, module = module, _uncompiled_wrapper(module)
     wrapper = module if isinstance(module, DistributedDataParallel) else None
-    module = module.module if wrapper is not None or engine_of(module) is not None else module
+    if wrapper is not None and compiled is not wrapper:
+        module = _compiled_inside(compiled, wrapper)
+    else:
+        module = module.module if wrapper is not None or engine_of(module) is not None else module
     if name == "forward":
         return module, wrapper
     if isinstance(module, nn.Module) and callable(name) and not isinstance(name, nn.Module):
@@ -78,6 +85,19 @@ def unwrap(encoder: Any) -> tuple[Any, DistributedDataParallel | None]:
     if isinstance(module, _torch.fsdp_module_class()) and not _gathers(module, name):
         sys.modules["torch.distributed.fsdp"].register_fsdp_forward_method(module, name)
     return getattr(module, name), wrapper
+
+
+def _uncompiled_wrapper(module: Any) -> Any:
+    """The DistributedDataParallel that `torch.compile` got, as trainers call it; any other module as it is."""
+    inner = _torch.compiled_module(module)
+    return inner if isinstance(inner, DistributedDataParallel) else module
+
+
+def _compiled_inside(compiled: Any, wrapper: DistributedDataParallel) -> nn.Module:
+    """The module inside the wrapper, compiled as the wrapper was, once."""
+    if compiled not in _compiled:
+        _compiled[compiled] = _torch.compiled_alike(compiled, wrapper.module)
+    return _compiled[compiled]
 
 
 def engine_of(encoder: Any) -> Any:
