@@ -558,3 +558,6 @@ def test_the_last_sub_batch_of_the_last_side_runs_once(caplog: Any) -> None:
     sentence = r"`sides` must have a key for each query; got 4 and 3 rows\. Let the data have a pair in every row\."
     with pytest.raises(ValueError, match=sentence):
         loss_of_sides(InfoNCELoss(), [torch.ones(4, 2), torch.ones(3, 2)], 1.0)
+    sentence = r"`bias` must be left out with InfoNCELoss; got one\. A bias is added to the logits of SigLipLoss\."
+    with pytest.raises(ValueError, match=sentence):
+        loss_of_sides(InfoNCELoss(), [torch.ones(4, 2), torch.ones(4, 2)], 1.0, -10.0)

@@ -80,8 +80,8 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`k` must be on the device of `q`; got meta and cpu. Move one side first.": lambda: contrast(
         _x(3, 4), _meta(3, 4), scale=1.0
     ),
-    "`k` must have as many rows as `q`; got 2 and 3. Pass one row for each; a symmetric loss pairs row i with "
-    "row i. Further keys go with loss=Softmax().": lambda: contrast(_x(3, 4), _x(2, 4), scale=1.0),
+    "`k` must have as many rows as `q`; got 2 and 3. Pass one row for each: row i of one belongs to row "
+    "i of the other. Further keys go with loss=Softmax().": lambda: contrast(_x(3, 4), _x(2, 4), scale=1.0),
     "`k` must have at least as many rows as `q`; got 2 and 3. Or pass `positives`.": lambda: contrast(
         _x(3, 4), _x(2, 4), scale=1.0, loss=Softmax()
     ),
@@ -220,8 +220,8 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     f"`positive` {KEYWORDS} positive=None. Did you mean positives?": lambda: contrast(
         _x(3, 4), _x(3, 4), scale=1.0, positive=None
     ),
-    "`text_features` must have as many rows as `image_features`; got 2 and 3. Pass one row for each; a symmetric loss "
-    "pairs row i with row i.": lambda: SigLipLoss()(_x(3, 4), _x(2, 4), 1.0),
+    "`text_features` must have as many rows as `image_features`; got 2 and 3. Pass one row for each: row i "
+    "of one belongs to row i of the other.": lambda: SigLipLoss()(_x(3, 4), _x(2, 4), 1.0),
     "`ids` must be a tensor of shape [3], one entry for each row of `image_features`; got list. Convert "
     "it with torch.as_tensor.": lambda: ClipLoss()(_x(3, 4), _x(3, 4), 1.0, ids=[1, 2, 3]),
     "`logit_bias` must be a tensor of shape [] or [1]; got shape [3]. One number serves all pairs.": lambda: (
@@ -251,8 +251,8 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`labels` must be a tensor of shape [3], one entry for each row of `features`; got shape [2]. Check it.": lambda: (
         SupConLoss()(_x(3, 4), torch.arange(2), 1.0)
     ),
-    "`view_b` must have as many rows as `view_a`; got 2 and 3. Pass one row for each; a symmetric loss pairs row i "
-    "with row i.": lambda: NTXentLoss()(_x(3, 4), _x(2, 4), 1.0),
+    "`view_b` must have as many rows as `view_a`; got 2 and 3. Pass one row for each: row i of one belongs to "
+    "row i of the other.": lambda: NTXentLoss()(_x(3, 4), _x(2, 4), 1.0),
     "`label_smoothing` must be at least 0 and below 1; got 1.5. 0.1 is usual.": lambda: Softmax(label_smoothing=1.5),
     "`symmetric` must be True or False; got 'no'. Pass one of these, without quotes.": lambda: Softmax(symmetric="no"),
     "`uses_bias` must stay as Sigmoid has it; got False. Leave it out.": lambda: Sigmoid(uses_bias=False),

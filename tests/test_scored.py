@@ -564,8 +564,8 @@ SENTENCES = {
         contrast(_x(), _x(), scorer=Bilinear(4, 4), backend="triton")
     ),
     "`scale` must be given for a dot product; got None. Pass logit_scale.exp(), say.": lambda: contrast(_x(), _x()),
-    "`k` must have as many rows as `q`; got 3 and 5. Pass one row for each; a symmetric loss pairs row i with row "
-    "i. Further keys go with loss=Softmax().": lambda: contrast(_x(), _x(3), scorer=Bilinear(4, 4)),
+    "`k` must have as many rows as `q`; got 3 and 5. Pass one row for each: row i of one belongs to row i of "
+    "the other. Further keys go with loss=Softmax().": lambda: contrast(_x(), _x(3), scorer=Bilinear(4, 4)),
     "`normalize` must be True or False; got 8. Pass one of these, without quotes.": lambda: MaxSim(8),
     "`q` must be token vectors [B, L, D], alone or with a bool mask [B, L]; got shape [5, 4]. Check the "
     "encoder.": lambda: contrast(_x(), _x(), scorer=MaxSim()),

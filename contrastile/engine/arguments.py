@@ -149,7 +149,7 @@ def shared_by_queries(negatives: Any, k: Any) -> None:
 def same_length(name: str, x: Tensor, other_name: str, other: Tensor, otherwise: str = "") -> None:
     """Check that x has as many rows as other; `otherwise`: a further remedy."""
     if len(x) != len(other):
-        remedy = f"Pass one row for each; a symmetric loss pairs row i with row i.{otherwise}"
+        remedy = f"Pass one row for each: row i of one belongs to row i of the other.{otherwise}"
         raise invalid(name, f"have as many rows as `{other_name}`", f"{len(x)} and {len(other)}", remedy)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from typing import Any, Literal
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from contrastile._errors import invalid
 from contrastile.gradcache.encode import check_sizes, count
 from contrastile.gradcache.memory import AUTO, Releasable
 from contrastile.gradcache.modes import joined
+from contrastile.modules.base import Loss
 
 Retain = int | Literal["auto"]
 
@@ -61,7 +63,7 @@ def loss_of_sides(loss: Callable[..., Tensor], features: Sequence[Tensor], scale
     """loss(queries, keys, scale): the first side's features, and those of all others, one behind the other.
 
     bias: follows the scale, if there is one. Keys behind the right ones are hard negatives, in a side of their own or
-    not. Raises ValueError for fewer keys in the second side than queries.
+    not. Raises ValueError for fewer keys in the second side than queries, and for a bias that the loss does not take.
     """
     for each in features:
         if isinstance(each, Mapping):
@@ -71,4 +73,7 @@ def loss_of_sides(loss: Callable[..., Tensor], features: Sequence[Tensor], scale
     if len(keys[0]) < len(query):
         remedy = "Let the data have a pair in every row."
         raise invalid("sides", "have a key for each query", f"{len(query)} and {len(keys[0])} rows", remedy)
+    if bias is not None and isinstance(loss, Loss) and "logit_bias" not in signature(loss.forward).parameters:
+        remedy = "A bias is added to the logits of SigLipLoss."
+        raise invalid("bias", f"be left out with {type(loss).__name__}", "one", remedy)
     return loss(query, joined(keys) if len(keys) > 1 else keys[0], scale, *(() if bias is None else (bias,)))
