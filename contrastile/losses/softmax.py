@@ -217,14 +217,17 @@ class Softmax(PairLoss):
         # rows and columns share their exponentials
         x.sub_(top[:, None] if isinstance(top, Tensor) else top).exp_()
         # of the negatives
-        totals = torch.stack([x.sum(dim) for dim in (1, 0)[: 1 + self.symmetric]])
+        totals = x.sum(1)[None]
+        if self.symmetric:
+            totals = torch.cat([totals, x.sum(0)[None]])
         positive.sub_(top)
-        gap, share = totals.log() - positive, 1 / (len(totals) * number)
-        weights = share / totals.add_(positive.exp())
-        grad = x.mul_(weights[0][:, None] + weights[1] if self.symmetric else weights[0][:, None])
+        gap, share = totals.log().sub_(positive), 1 / (len(totals) * number)
+        weights = totals.add_(positive.exp_()).reciprocal_().mul_(share)
+        grad = x.mul_(weights[0][:, None] + weights[1] if self.symmetric else weights.T)
         # log(1 + exp(gap)), which is the gap itself behind the threshold
-        loss = F.softplus(gap, threshold=SPREAD).sum() * share
-        return loss, fill(grad, pairs, torch.sigmoid(gap).sum(0).mul_(-share))
+        loss = F.softplus(gap, threshold=SPREAD).sum().mul_(share)
+        of_positives = torch.sigmoid(gap)
+        return loss, fill(grad, pairs, (of_positives.sum(0) if self.symmetric else of_positives[0]).mul_(-share))
 
     def _directions(
         self, rows: Shard, cols: Shard, row_index: tuple[Any, ...], col_index: tuple[Any, ...]
