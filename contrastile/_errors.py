@@ -80,7 +80,7 @@ def number(name: str, value: Any, holds: Callable[[float], bool], rule: str, rem
     """A finite number for which this holds."""
     real = isinstance(value, Real) and not isinstance(value, bool)
     if hasattr(value, "requires_grad"):
-        # its value may follow the rule
+        # a tensor, whose value need not be the mistake
         raise invalid(name, "be a number", type(value).__name__, remedy)
     if not real or not math.isfinite(value) or not holds(value):
         raise invalid(name, rule, value if real else repr(value), remedy)

@@ -496,14 +496,6 @@ def test_weights_are_constants() -> None:
         torch.testing.assert_close(contrast(q, q, scale=1.0, weights=weights), contrast(q, q, scale=1.0))
 
 
-def test_a_small_loss_has_the_same_bits_without_gradients() -> None:
-    q, k = (F.normalize(x, dim=-1).requires_grad_() for x in torch.randn(2, 20, 8))
-    for loss in (ClipLoss(), InfoNCELoss(), SigLipLoss()):
-        with torch.no_grad():
-            alone = loss(q, k, 10.0)
-        assert torch.equal(alone, loss(q, k, 10.0).detach())
-
-
 def test_the_same_bits_every_time() -> None:
     q, k = (x.requires_grad_() for x in torch.randn(2, 300, 16))
     runs = [torch.autograd.grad(contrast(q, k, scale=3.0, workspace=2**20), [q, k]) for _ in range(3)]

@@ -68,6 +68,30 @@ def test_bf16_is_no_further_from_float64_than_twice_the_dense_formula(
         no_worse_than_twice(problem, tensors, workspace=workspace)
 
 
+@pytest.mark.parametrize("name", ["clip", "info_nce"])
+def test_gradients_within_a_narrow_cone_keep_their_digits_in_bf16(name: str, with_bf16_products: bool) -> None:
+    """Sums of pairs' gradients nearly cancel there, and those of their rounding do not."""
+    problem = PROBLEMS[name](600, 600)
+    tensors = problem.tensors(torch.float64)
+    for key in ("q", "k"):
+        cone = F.normalize(1 + 0.05 * torch.randn(600, 64), dim=-1)
+        tensors[key] = cone.bfloat16().requires_grad_()
+    exact = {key: x.detach().double().requires_grad_() for key, x in tensors.items()}
+    _, truth = problem.by_formula(exact)
+    for workspace in (None, WORKSPACE):
+        _, gradients = problem.by_tiles(tensors, workspace=workspace)
+        assert max(distance(gradients[key], truth[key]) for key in ("q", "k")) <= 5e-3
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-39, -3.0])
+def test_any_scale_is_taken_in_bf16(scale: float, with_bf16_products: bool) -> None:
+    q, k = (F.normalize(x, dim=-1).bfloat16().requires_grad_() for x in torch.randn(2, 300, 16))
+    number = torch.tensor(scale, requires_grad=True)
+    contrast(q, k, scale=number, workspace=WORKSPACE).backward()
+    assert number.grad is not None
+    assert number.grad.isfinite()
+
+
 @pytest.mark.parametrize("N", [252, 1300])
 @pytest.mark.parametrize("name", ["clip", "info_nce", "siglip"])
 def test_the_gradient_of_the_scale_is_summed_in_float32_whatever_the_products(

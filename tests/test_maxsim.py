@@ -25,10 +25,9 @@ from contrastile.gradcache.memory import footprint
 from contrastile.losses import Softmax
 from contrastile.scorers import Bilinear, MaxSim
 from contrastile.tiles.triton import launch
+from contrastile.tiles.triton.kernels import maxsim_lists, maxsim_maxima
 from contrastile.tiles.triton.maxsim import block as maxsim
 from contrastile.tiles.triton.maxsim import late
-from contrastile.tiles.triton.maxsim import lists as maxsim_lists
-from contrastile.tiles.triton.maxsim import maxima as maxsim_maxima
 from contrastile.tiles.triton.maxsim import plan as maxsim_plan
 from contrastile.tiles.triton.maxsim import scores as score_tiles
 from contrastile.tiles.triton.maxsim.block import Documents, Entries

@@ -6,6 +6,7 @@ import math
 import warnings
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -241,7 +242,7 @@ class Detaching(nn.Module):
 def test_an_encoder_that_trains_nothing_is_warned_of_once(
     monkeypatch: pytest.MonkeyPatch, method: str, retain: int
 ) -> None:
-    monkeypatch.setattr(replay_check, "_without_gradient", set())
+    monkeypatch.setattr(replay_check, "_looked_into", WeakSet())
     model = Detaching()
     sentence = (
         rf"^`encoder` must return features with a gradient; got Detaching\.{method}, which runs Linear and detaches "
@@ -256,9 +257,14 @@ def test_an_encoder_that_trains_nothing_is_warned_of_once(
 
 
 def test_a_detached_trunk_and_an_evaluation_give_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay_check, "_without_gradient", set())
+    monkeypatch.setattr(replay_check, "_looked_into", WeakSet())
     model = Detaching()
     encode((model, "trunk"), _x(), sub_batch=SUB).sum().backward()
     assert model.linear.weight.grad is not None
     with torch.no_grad():
         encode((model, "off"), _x(), sub_batch=SUB)
+
+
+def test_an_output_that_the_loss_leaves_out_is_not_detached() -> None:
+    model = Detaching()
+    encode(lambda x: (model.linear(x), x * 2), _x().requires_grad_(), sub_batch=SUB)[1].sum().backward()

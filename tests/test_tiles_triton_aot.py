@@ -28,6 +28,10 @@ from contrastile.tiles.triton.plan import SHAPES
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 # bytes of it that a multiprocessor reserves for each program
 RESERVED = 1_024
+KERNELS = "contrastile.tiles.triton.kernels"
+# sizes in which files of kernels are launched
+SIZES = {name: {"BM": 64, "BN": 64} for name in ("labels", "order")}
+SIZES |= {"label_sums": {"CHUNK": 32, "BLOCK": 64}, "own": {"COLS": 8, "BLOCK": 512}}
 TILE_KERNELS = ("totals", "maxima", "gradient", "careful_gradient")
 # six products of three pieces
 SIX = {"LEFT": 0b10_01_00_01_00_00, "RIGHT": 0b00_01_10_00_01_00, "PRODUCTS": 6, "PARTS": 3}
@@ -164,12 +168,12 @@ def _kernels() -> list[Any]:
     from contrastile.tiles.triton.kernels import exponentials as exponential_kernels
     from contrastile.tiles.triton.kernels import label_sums as label_sum_kernels
     from contrastile.tiles.triton.kernels import labels as label_kernels
+    from contrastile.tiles.triton.kernels import maxsim as maxsim_kernels
     from contrastile.tiles.triton.kernels import order as order_kernels
     from contrastile.tiles.triton.kernels import own as own_kernels
     from contrastile.tiles.triton.kernels import positions as position_kernels
     from contrastile.tiles.triton.kernels import replay as replay_kernels
-    from contrastile.tiles.triton.maxsim import kernels as maxsim_kernels
-    from contrastile.tiles.triton.maxsim import score_kernels
+    from contrastile.tiles.triton.kernels import scores as score_kernels
 
     modules = (
         forward, backward, careful, exponential_kernels, label_kernels, label_sum_kernels, order_kernels,
@@ -197,13 +201,15 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
     teacher = {"GUIDE": TEACHER, "GUIDE_PRODUCTS": 1, "FLATTEN": False}
     by_label = {"DIAGONAL": False, "POSITIVES": -1}
     several = {"DIAGONAL": False, "POSITIVES": UNROLLED.value + 1, "FLATTEN": False, "IDS": True, "SMOOTH": True}
-    for kernel in _kernels():
+    kernels = _kernels()
+    assert {f"{KERNELS}.{name}" for name in SIZES} <= {kernel.fn.__module__ for kernel in kernels}
+    for kernel in kernels:
         name = kernel.fn.__name__
         if name in LATE_KERNELS:
             if capability == 90 or (capability in (80, 100) and name == "sweep"):
                 yield kernel, name, _late(name, capability)
             continue
-        if kernel.fn.__module__.endswith(("score_kernels", "maxsim_kernels")):
+        if kernel.fn.__module__ in (f"{KERNELS}.scores", f"{KERNELS}.maxsim"):
             if capability in COMPLETE:
                 masks = {"SELF": True, "IDS": True, "LABELS": True, "ROWS_MASKED": True, "SMOOTH": True}
                 sizes = {"SIDE": 16, "STEP": 128, "BM": 64, "BN": 64, "ROWS": 64, "SLOT": 16, "CHUNK": 1024}
@@ -211,13 +217,7 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
             continue
         if name not in TILE_KERNELS:
             if capability in COMPLETE or (name, capability) == ("mask_bits", 90):
-                side = (
-                    {"BM": 64, "BN": 64} if kernel.fn.__module__.endswith((".label_kernels", "order_kernels")) else {}
-                )
-                if kernel.fn.__module__.endswith("label_sum_kernels"):
-                    side = {"CHUNK": 32, "BLOCK": 64}
-                if kernel.fn.__module__.endswith("own_kernels"):
-                    side = {"COLS": 8, "BLOCK": 512}
+                side = SIZES.get(kernel.fn.__module__.removeprefix(f"{KERNELS}."), {})
                 yield kernel, name, plain | EVERYTHING | side | {"CHANNELS": 7, "LAST": True}
                 if EVERY and name.startswith("label_"):
                     yield kernel, f"{name} tall", plain | {"COLUMNS": True, "TALL": 128, "LONG": 1024}

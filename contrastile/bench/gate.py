@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from contrastile._torch import fast_bf16
 from contrastile.bench.peers import Case, Loss
 from contrastile.bench.subjects import SUBJECTS
 
@@ -24,7 +25,7 @@ GATE_ROWS = {"cuda": 10048, "cpu": 1000}
 # relative distances from float64 that rounding explains, before the gradient's last cast
 LOSS_TOLERANCE, SCALAR_TOLERANCE = 1e-6, 1e-4
 GRADIENT_TOLERANCE = {("bfloat16", None): 1e-3, ("float16", None): 3e-4, ("float32", "high"): 1e-4}
-# the same of bf16 on a CPU, whose products are rounded to bf16
+# the same of bf16 on a CPU with instructions for it, whose products are rounded to bf16
 CPU_TOLERANCE = 2e-3
 # the limit for other dtypes, and for all: this many times the distance of the plain formula in the same dtype
 DENSE_FACTOR = 2.0
@@ -102,7 +103,7 @@ class Gate:
         self.dense = self.distance(step(reference, self.leaves)).gradient
         precision = case.precision if case.dtype == "float32" else None
         tolerance = GRADIENT_TOLERANCE.get((case.dtype, precision), math.inf)
-        if case.dtype == "bfloat16" and device.type == "cpu":
+        if case.dtype == "bfloat16" and device.type == "cpu" and fast_bf16:
             tolerance = CPU_TOLERANCE
         self.tolerance = tolerance * SUBJECTS[case.loss].rounded
 

@@ -172,10 +172,14 @@ def with_gradients(call: Call, tiles: Tiles, inputs: Sequence[Tensor], wanted: W
     """The loss and its gradient sums for an upstream gradient of 1.
 
     A pairwise loss needs one sweep for both, 6·N·M·D operations instead of 8, and so do strips over all columns. Where
-    nothing is `wanted`, the loss alone is computed; of a single strip with the pairs' gradients, in fewer operations.
+    nothing is `wanted`, the loss alone is computed.
     """
     call = call.prepared(tiles)
     (rows, cols), exchange = call.shards(inputs), call.exchange
+    if not any(wanted):
+        stats = statistics(call, tiles, rows, cols)
+        value = exchange.finish(tiles, stats, rows, cols, call.weights, call.reduction).value
+        return value, Accumulated(None, None, tiles.no_pairs())
     # statistics of a strip are not all of its rows' where these have columns of their own
     one_product = len(exchange.layout.rows) == 1 and rows.own is None
     height = tiles.strip(rows, cols) if one_product else 0
@@ -183,12 +187,7 @@ def with_gradients(call: Call, tiles: Tiles, inputs: Sequence[Tensor], wanted: W
     # products of features on a CPU, whose strips know the loss that they are part of
     mean = tiles.writes_fresh_strip and call.device.type == "cpu"
     mean = mean and call.weights is None and call.reduction == "mean"
-    at_once = height > 0 and mean and whole
-    if not any(wanted) and not at_once:
-        stats = statistics(call, tiles, rows, cols)
-        value = exchange.finish(tiles, stats, rows, cols, call.weights, call.reduction).value
-        return value, Accumulated(None, None, tiles.no_pairs())
-    if at_once or (height and not call.loss.pairwise):
+    if height and ((mean and whole) or not call.loss.pairwise):
         return in_strips(call, tiles, rows, cols, wanted, whole=whole, mean=mean)
     if not call.loss.pairwise:
         # a part of a teacher's loss is left to the backward, which knows nothing of columns that a row meets alone

@@ -74,7 +74,7 @@ def unwrap(encoder: Any) -> tuple[Any, DistributedDataParallel | None]:
     if name == "forward":
         return module, wrapper
     if isinstance(module, nn.Module) and callable(name) and not isinstance(name, nn.Module):
-        if getattr(name, "__self__", None) is module:
+        if getattr(name, "__self__", name) in (module, _torch.compiled_module(module)):
             got, remedy = f"{name.__name__} of the module itself", f"Write (model, {name.__name__!r})."
             raise invalid("encoder", "be a module and the name of its method, or a function of it", got, remedy)
         return partial(name, module), wrapper
@@ -89,7 +89,9 @@ def unwrap(encoder: Any) -> tuple[Any, DistributedDataParallel | None]:
 
 def _uncompiled_wrapper(module: Any) -> Any:
     """The DistributedDataParallel that `torch.compile` got, as trainers call it; any other module as it is."""
-    inner = _torch.compiled_module(module)
+    inner = module
+    while (compiled := _torch.compiled_module(inner)) is not None:
+        inner = compiled
     return inner if isinstance(inner, DistributedDataParallel) else module
 
 

@@ -276,7 +276,7 @@ def second_pass(
                 record.random[index].restore()
                 job.with_room(partial(replay, index, rows), record.random[index])
         if parameters and not sums.totals and any(x is not None for x in upstream):
-            warn_of_detached(job, record.form, values, wanted)
+            warn_of_detached(job, record.form, values, wanted, upstream)
     check.report(job.name)
     if job.to_host:
         # features on the host make this an operation of the CPU, for which autograd lets no stream wait

@@ -8,17 +8,18 @@ A second warning is of an encoder that detaches its features.
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import lru_cache
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from contrastile._errors import invalid
 from contrastile._torch import multiply_each
 from contrastile._types import FEATURES, accumulator
+from contrastile.gradcache.memory import as_written
 from contrastile.offload import host_room, stream
 
 # random products of a row
@@ -28,8 +29,8 @@ EPS_TF32 = 2.0**-10
 
 # results that a GPU still computes: the number, the event of its arrival, and the warning
 _pending: deque[tuple[Tensor, torch.cuda.Event, str]] = deque()
-# names of encoders whose features had no gradient, and that were looked into
-_without_gradient: set[str] = set()
+# modules of encoders whose features had no gradient, and that were looked into
+_looked_into: WeakSet[nn.Module] = WeakSet()
 
 
 def tolerance(dtypes: Iterable[torch.dtype], *, accelerated: bool) -> float:
@@ -138,15 +139,18 @@ def _warn(worst: Tensor, sentence: str) -> None:
         warnings.warn(sentence, stacklevel=2)
 
 
-def warn_of_detached(job: Any, form: Any, values: Sequence[Tensor], wanted: Sequence[bool]) -> None:
+def warn_of_detached(
+    job: Any, form: Any, values: Sequence[Tensor], wanted: Sequence[bool], upstream: Sequence[Tensor | None]
+) -> None:
     """Warn where an encoder, none of whose parameters got a gradient, runs modules that are to be trained.
 
-    Plain autograd would refuse the backward. The last sub-batch runs once more, in the first backward for an encoder of
-    this name.
+    Plain autograd would refuse the backward. The last sub-batch runs once more, in the first such backward of these
+    modules. Not under FSDP2, whose ranks run a sharded module equally often.
     """
-    if job.name in _without_gradient or job.sharding.modules:
+    modules = job.reached.modules
+    if job.sharding.modules or all(module in _looked_into for module in modules):
         return
-    _without_gradient.add(job.name)
+    _looked_into.update(modules)
     untrained: list[str] = []
 
     def look(module: nn.Module, _inputs: Any) -> None:
@@ -154,14 +158,15 @@ def warn_of_detached(job: Any, form: Any, values: Sequence[Tensor], wanted: Sequ
             untrained.append(type(module).__name__)
 
     last = len(job.bounds) - 1
-    hook = register_module_forward_pre_hook(look)
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(as_written())
+        for module in modules:
+            stack.callback(module.register_forward_pre_hook(look).remove)
         for rows in stream(job.rows(values, [last]), job.device):
             with job.autocast.entered():
-                job.run(last, rows, form, wanted)
-    finally:
-        hook.remove()
-    if untrained:
+                outputs, _ = job.run(last, rows, form, wanted)
+    used = [out for out, gradient in zip(outputs, upstream, strict=True) if gradient is not None]
+    if untrained and not any(out.requires_grad for out in used):
         rule = "return features with a gradient"
         got = f"{job.name}, which runs {untrained[0]} and detaches it, by no_grad, inference_mode or detach"
         remedy = "Take that out of the encoder; or call encode under torch.no_grad(), if nothing is to be trained."

@@ -51,10 +51,10 @@ class ContrastileMixin:
         loss: called as `loss(queries, keys, scale)`, and with `logit_bias` behind the scale if there is one; by default
             InfoNCE.
         logit_bias: the bias of `SigLipLoss`, a parameter, a number or a method of this name.
-
         scale: the factor of the scores, a parameter, a number or a method of this name; 20 by default.
 
-    Each is an attribute of the class, of a class that it derives from, or one that `__init__` sets, which comes first.
+    Each is an attribute of the class, of a class that it derives from, or one that `__init__` sets; a module of
+    `__init__` comes before an attribute of the class. Where none is set the mixin has its default, and no attribute.
     A batch is a list or tuple of the sides' inputs, or a mapping, whose values are taken in its order. A fit starts
     with ValueError for wrong sizes, encoders and losses.
     """

@@ -35,6 +35,8 @@ MATRICES, MATRICES_BY_INDEX = 3.0, 7.25
 STRIP_CPU, LEAST_STRIP = 512, 32
 # most rows of a symmetric block that is one tile on a CPU, whose two sweeps would compute every product twice
 WHOLE_CPU = 2048
+# least scale by which pairs' gradients are multiplied before they are rounded to bf16
+LEAST_FACTOR = 2.0**-60
 
 
 @dataclass
@@ -280,9 +282,9 @@ class Bfloat(Eager):
     """Tiles of bf16 products on a CPU that multiplies bf16 several times as fast as float32.
 
     torch rounds such a product to bf16. A logit is made of two: the rounded one, and the part that its rounding took
-    away, together 17 bits. So is each part of a feature's gradient that is a sum of several; one of a single part is
-    rounded once, as the gradient itself would be. The scale's gradient is summed in float32, because pairs' gradients
-    of one size are rounded in one direction.
+    away, together 17 bits. A gradient to which several tiles add is made of two as well; a gradient from one tile is
+    one product, rounded once. The scale's gradient is summed in float32, because pairs' gradients of one size are
+    rounded in one direction.
     """
 
     # a tile has all columns of its rows
@@ -298,8 +300,8 @@ class Bfloat(Eager):
 
     @classmethod
     def _copied(cls, I: int, J: int, D: int, dtype: torch.dtype) -> int:  # noqa: E741
-        # products in float32 beside the logits, and one tile in bf16
-        return (3 * I * J + max(I, J) * D) * dtype.itemsize
+        # products in float32 beside the logits, one tile and two products of features in bf16
+        return (3 * I * J + (I + J) * D) * dtype.itemsize
 
     def _room(self, pairs: int) -> Tensor:
         # logits and products
@@ -327,10 +329,17 @@ class Bfloat(Eager):
         # pairwise: a dot product rounds its running sum, whose terms are alike, in one direction
         sums[1] += graph.mul_(g_IJ).sum()
         # rounded with their factor, so that the one rounding of a single part is the gradient's own
-        factor = float(self.scale) or 1.0
-        g = torch.mul(g_IJ, factor, out=torch.empty_like(g_IJ, dtype=rows.features.dtype))
-        sides = (u_I, g, cols.features, self.fresh or self.complete), (v_J, g.T, rows.features, self.fresh)
-        for total, of_side, features, single in sides:
+        factor = float(self.scale)
+        factor = 1.0 if abs(factor) < LEAST_FACTOR else factor
+        wide = g_IJ.mul_(factor)
+        g = wide.to(rows.features.dtype)
+        # the rounding's error meets the mean of the other side: within a narrow cone all that is left of large sums
+        lost = wide.sub_(g)
+        sides = (
+            (u_I, g, cols.features, lost.sum(1), self.fresh or self.complete),
+            (v_J, g.T, rows.features, lost.sum(0), self.fresh),
+        )
+        for total, of_side, features, rest, single in sides:
             if total is None or not len(total):
                 continue
             of_side = of_side[: len(total)]
@@ -338,6 +347,7 @@ class Bfloat(Eager):
             _ = total.copy_(product).div_(factor) if self.fresh else total.add_(product, alpha=1 / factor)
             if not single:
                 total.add_(torch.addmm(product, of_side, features, beta=-1, out=product), alpha=1 / factor)
+            total.addr_(rest[: len(total)], features.mean(0, dtype=total.dtype), alpha=1 / factor)
 
 
 def of_dtype(tiles: type[Tiles], dtype: torch.dtype, device: torch.device) -> type[Tiles]:

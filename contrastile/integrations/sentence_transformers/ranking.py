@@ -86,7 +86,8 @@ class CachedRankingLoss(CachedLoss):
             warnings.warn(
                 f"{type(self).__name__} got a scale of {scale:.4g}, as if it were a temperature; cosines are "
                 "multiplied by it. Pass 1 / temperature.",
-                stacklevel=2,
+                # a loss derived from this one calls it
+                stacklevel=2 + (type(self) is not CachedRankingLoss),
             )
 
     @property

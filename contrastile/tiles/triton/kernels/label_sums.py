@@ -2,7 +2,7 @@
 # device code: Triton compiles these functions from their source, their arguments have no Python types
 """Device code of positives by label as sums: a softmax loss is linear in their features.
 
-Launched by `label_sums.py`, beside the tile kernels, which treat these positives as they treat negatives:
+Launched by `triton/label_sums.py`, beside the tile kernels, which treat these positives as they treat negatives:
 
     single_positives     the positives of rows that have only one
     chunk_sums           sums of features, or of weighted ones, of the rows of a label within each chunk

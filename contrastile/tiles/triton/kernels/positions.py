@@ -2,7 +2,7 @@
 # device code: Triton compiles these functions from their source, their arguments have no Python types
 """Device code of the positives known by position: their logits, statistics and gradients, row by row.
 
-Launched by `launch.py`; positives by label are in the tiles, see `labels.py`:
+Launched by `triton/positions.py`; positives by label are in the tiles, see `labels.py`:
 
     listed_products      products of a guide's features
     positive_logits      their logits by a teacher

@@ -1,7 +1,7 @@
 """Late interaction in fused kernels: blocks of `MaxSim` scores without the similarities of their tokens.
 
 Below `late.py`, whose tiles take the place of `triton/backend.py` for the scorer `MaxSim`. The work is in three kernels
-of `kernels.py`:
+of `triton/kernels/maxsim.py`:
 
     scores      one sweep over the tokens of the block: 2·N·L·M·T·D operations for N queries of L and M documents of T
                 tokens. In the backward the sweep also writes the winning token of each query token and document
@@ -26,8 +26,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from contrastile.tiles.eager import LEAST_STRIP
-from contrastile.tiles.triton.maxsim import kernels
-from contrastile.tiles.triton.maxsim.lists import FIELDS
+from contrastile.tiles.triton.kernels import maxsim as kernels
+from contrastile.tiles.triton.kernels.maxsim_lists import FIELDS
 from contrastile.tiles.triton.maxsim.plan import Tiling, documents_for, gathering_for, slot_of, tiling_for
 from contrastile.tiles.triton.plan import ALIGNMENT, interpreting, shape_for, tiles_of
 from contrastile.tiles.triton.start import run

@@ -1,7 +1,7 @@
 """Tiles of scores that kernels have computed: everything between the scores and their gradients.
 
 Beside `triton/backend.py`, for scorers with kernels of their own; `late.py` derives from it. Losses whose pairs are
-exponentials take three kernels here (`score_kernels.py`) and two of `triton/kernels/reductions.py`; all others take the
+exponentials take three kernels here (`triton/kernels/scores.py`) and two of `reductions.py`; all others take the
 operations of `eager.py`. Nothing waits for the device, so that small calls are captured as a CUDA graph.
 """
 
@@ -23,8 +23,8 @@ from contrastile.tiles.base import ForwardResult, InFlight
 from contrastile.tiles.scored import Form, Scored
 from contrastile.tiles.triton import launch, plan
 from contrastile.tiles.triton.block import Block, readable_side
+from contrastile.tiles.triton.kernels import scores as kernels
 from contrastile.tiles.triton.launch import on
-from contrastile.tiles.triton.maxsim import score_kernels as kernels
 from contrastile.tiles.triton.plan import Epilogue, tiles_of
 from contrastile.tiles.triton.start import run
 

@@ -2,8 +2,9 @@
 # device code: Triton compiles these functions from their source, their arguments have no Python types
 """Device code of late interaction: scores Σ_l max_m ⟨q_il, k_jm⟩, and the gradients that follow from them.
 
-Launched by `block.py`. Query tokens are entries: those of a query lie one after the other and fill whole slots of
-SLOT entries, so that a tile of entries holds several short queries. Documents are [J, M, D], the tokens of each first.
+Launched by `triton/maxsim/block.py`. Query tokens are entries: those of a query lie one after the other and fill whole
+slots of SLOT entries, so that a tile of entries holds several short queries. Documents are [J, M, D], the tokens of
+each first.
 
     order_tokens        the tokens of each example that count, then its others, each in their order
     pack_tokens         the vectors of documents in that order, the last again where a token does not count
@@ -27,8 +28,8 @@ import triton
 import triton.language as tl
 
 from contrastile.tiles.triton.kernels.arithmetic import INTERPRETED
-from contrastile.tiles.triton.maxsim.lists import BEFORE, FIELDS, OTHER, bounds, counted, listed, places_by_step
-from contrastile.tiles.triton.maxsim.maxima import LANES, column, maxima
+from contrastile.tiles.triton.kernels.maxsim_lists import BEFORE, FIELDS, OTHER, bounds, counted, listed, places_by_step
+from contrastile.tiles.triton.kernels.maxsim_maxima import LANES, column, maxima
 
 # below every product, and finite
 LOWEST = tl.constexpr(-3.0e38)

@@ -2,7 +2,7 @@
 # device code: Triton compiles these functions from their source, their arguments have no Python types
 """Device code of a document's maxima: the largest product of each query token, and the first column that has it.
 
-Below `kernels.py`. The bits of numbers that are not negative are ordered as integers are, and processors with
+Below `maxsim.py`. The bits of numbers that are not negative are ordered as integers are, and processors with
 wide products compare three integers at once. So a thread takes the maximum of its 16 columns as integers. If that
 maximum is negative, so are all 16 numbers, and the largest number is the least integer. Of each column x,
 
