@@ -24,7 +24,7 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 Scale = Annotated[float, Field(ge=1.0, le=100.0)]
 Positive = Annotated[float, Field(gt=0.0)]
-# a smaller one is 0 in float32, and 0 / 0 the update of a weight without a gradient
+# a smaller eps is 0 in float32, and updates a weight whose gradient is 0 by 0 / 0
 Eps = Annotated[float, Field(ge=1e-30, le=1.0)]
 NotNegative = Annotated[float, Field(ge=0.0)]
 Count = Annotated[int, Field(ge=1)]
@@ -46,7 +46,7 @@ Clash = tuple[Any, str, str]
 
 
 class Unused(NamedTuple):
-    """A rule of a section: `when` this is true, `key` has no effect because of the keys `by`. `reason`: what to do."""
+    """A rule of a section: if `when` is true, `key` has no effect because of the keys `by`. `reason`: the remedy."""
 
     when: bool
     key: str
@@ -57,8 +57,8 @@ class Unused(NamedTuple):
 class Settings(BaseModel):
     """A section of a recipe: exact types (the text "8" is no number), no unknown keys, finite numbers, frozen.
 
-    `instead`: for a key, the others whose place it takes. An override of it removes them from the file; where it is
-    given and has no default, their defaults are unused.
+    `instead`: for a key, the keys that it replaces. An override of the key removes these from the file; if it is given
+    and has no default, their defaults are unused.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -77,7 +77,7 @@ class Settings(BaseModel):
         return ()
 
     def either(self, first: str, second: str) -> Clash:
-        """Exactly one of two keys is given."""
+        """The clash of a section that has none, or both, of two keys."""
         wrong = (getattr(self, first) is None) == (getattr(self, second) is None)
         return wrong, "", f"must have either {first} or {second}, and not both"
 
@@ -96,12 +96,12 @@ def refuse(clashes: Iterable[Clash]) -> None:
 
 
 def one_of(*names: str) -> dict[str, tuple[str, ...]]:
-    """The `instead` of keys of which each takes the place of all others."""
+    """The `instead` of keys that replace each other."""
     return {name: tuple(other for other in names if other != name) for name in names}
 
 
 def unused_keys(section: Settings, prefix: str = "") -> Iterator[Unused]:
-    """The keys of a validated recipe that nothing would read, with their dotted names and the whole sentence."""
+    """The unused keys of a validated recipe, with their dotted names and the whole sentence."""
     fields, rules = type(section).model_fields, [*section.unused()]
     for name, others in section.instead.items():
         given = fields[name].default is None and getattr(section, name) is not None
@@ -119,7 +119,7 @@ def unused_keys(section: Settings, prefix: str = "") -> Iterator[Unused]:
 
 
 def known_keys(annotation: Any, prefix: str = "") -> Iterator[tuple[str, type[Settings]]]:
-    """Every dotted key of a section, or of a type of sections, with the section that has it: once for each kind."""
+    """Every dotted key of a section, or of a union of sections, with its section; once for each member that has it."""
     if isinstance(annotation, type) and issubclass(annotation, Settings):
         for name, field in annotation.model_fields.items():
             yield prefix + name, annotation
@@ -159,7 +159,7 @@ Choice = Annotated[bool | Literal["auto"], BeforeValidator(must(CHOICE_RULE, lam
 
 
 def on_disk(kind: str, is_there: Callable[[str], bool], got: str = "there is no") -> AfterValidator:
-    """A path that has to be there before the training."""
+    """Refuse a path that is missing before the training."""
     return AfterValidator(must(f"must be {kind}; {got} {{got}}", is_there, files=True))
 
 
@@ -168,13 +168,13 @@ FolderPath = Annotated[str, on_disk("a folder", os.path.isdir)]
 
 
 def not_installed(package: str, source: str, key: str = "") -> Clash:
-    """A package has to be installed; `source` is the argument of pip."""
+    """The clash of a package that is not installed; `source` is the argument of pip."""
     reason = f"needs the package {package}, which is not installed; run: pip install {source}"
     return find_spec(package) is None, key, reason
 
 
 def needs(package: str, source: str) -> AfterValidator:
-    """A field whose value, unless false or empty, needs an installed package; `source` is the argument of pip."""
+    """Refuse a value, unless it is false or empty, without an installed package; `source` is the argument of pip."""
     sentence = not_installed(package, source)[2]
     return AfterValidator(must(sentence, lambda value: not value or find_spec(package), files=True))
 
@@ -231,7 +231,7 @@ class OptimSettings(Settings):
     With `rate_scaling` a step of b pairs has the rate times b / base_batch ("linear"), or times its root ("sqrt").
     """
 
-    # larger ones lead from finite weights to others in a single step
+    # a larger rate can make finite weights non-finite in a single step
     learning_rate: Annotated[float, Field(gt=0.0, le=1e3)] = 1e-3
     rate_scaling: Literal["none", "sqrt", "linear"] = "none"
     base_batch: Many | None = None
@@ -431,13 +431,13 @@ class AnyRecipe(Settings):
             yield not_installed("triton", "triton", "loss.backend")
 
     def too_small_queue(self, keys: int) -> Clash:
-        """A queue of the loss has room for the keys of a step, so many for each example."""
+        """The clash of a queue that is too small for the keys of a step, `keys` for each example."""
         size, largest = getattr(self.loss, "queue", 0), keys * max(size for _, size in self.train.batch)
         reason = f"must have room for the keys of a step, {largest} at most; got {size}"
         return 0 < size < largest, "loss.queue", reason
 
     def too_few_tokens(self, side: str, length: str = "length", noun: str = "text") -> Clash:
-        """A sub-batch that is limited by tokens has room for one text; `length` is the key of a text's tokens."""
+        """The clash of a limit of tokens that is too low for one text; `length` is the key of a text's tokens."""
         recipe: Any = self
         tokens, least = recipe.train.sub_batch.tokens(side), getattr(recipe.model.tokenizer, length)
         reason = f"must be at least model.tokenizer.{length}, the tokens of one {noun}; got {tokens} and {least}"

@@ -300,7 +300,7 @@ class Recipe(AnyRecipe):
 
     @property
     def may_stream(self) -> bool:
-        """Features may wait in host memory."""
+        """True for losses whose features may wait in host memory."""
         return self.loss.kind in ("clip", "siglip", "dcl")
 
     def clashes(self) -> Iterable[Clash]:

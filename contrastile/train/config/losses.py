@@ -138,7 +138,7 @@ class OfQueries(LossSettings):
 
 
 class RetrieverLoss(OfQueries, Hardness):
-    """InfoNCELoss. `own_negatives`: a query alone meets its hard negatives; without `in_batch` nothing else."""
+    """InfoNCELoss. `own_negatives`: hard negatives meet their own query only; without `in_batch` positives do too."""
 
     own_negatives: bool = False
     in_batch: bool = True
@@ -166,7 +166,7 @@ class RetrieverDcl(OfQueries):
 
 
 class RetrieverScores(OfQueries):
-    """ScoreDistillLoss of that kind, by the scores of the data times `score_scale`; 1 − `weight` of it InfoNCELoss."""
+    """ScoreDistillLoss, by the scores of the data times `score_scale`, has the `weight`, and InfoNCELoss the rest."""
 
     own: ClassVar = LossSettings.own - {"kind"} | {"weight"}
     kind: Literal["kl", "margin_mse"]

@@ -20,7 +20,7 @@ from contrastile.train.config.base import Clash, FilePath, FolderPath, Positive,
 # names of the libraries for the size of features, and for the most tokens of a text
 WIDTHS = ("hidden_size", "d_model", "n_embd", "dim")
 LENGTHS = ("max_position_embeddings", "n_positions", "context_length")
-# small towers, in one piece: most of their weights over the square of the width, and features over the width
+# small towers, which have no layers to tell apart: nearly all weights over the square of the width, features over it
 GROWTH = {"conv": (378, 64), "words": (3, 2), "bag": (4, 1)}
 WEIGHT_BYTES = 4
 
@@ -139,7 +139,7 @@ class OpenClipModel(Settings):
             yield True, "folder", str(failure).partition("` ")[2]
 
     def described(self) -> dict[str, Any] | None:
-        """The same; None for a name."""
+        """The configuration of `config` or of the folder; None for a name."""
         return self.config if self.folder is None else read_open_clip(self.folder)["model_cfg"]
 
 
@@ -155,7 +155,7 @@ AnyWhole = Annotated[TransformersWhole | OpenClipOfPixels, Field(discriminator="
 
 
 def size_clashes(recipe: Any) -> Iterator[Clash]:
-    """Data and models fit together, by the sizes in the recipe, then by those that transformers knows."""
+    """The clashes of data and models: by the sizes in the recipe, then by the sizes that transformers knows."""
     clashes = _image_text if recipe.kind == "image-text" else _retriever
     yield from clashes(recipe)
     yield from clashes(_completed(recipe))
@@ -222,19 +222,19 @@ def _width(encoder: Any) -> int | None:
 
 
 def _too_long(config: Mapping[str, Any], model: Any) -> Clash:
-    """Texts are no longer than the model of this configuration can read."""
+    """The clash of texts that are longer than the model of this configuration can read."""
     longest, length = _number(config, *LENGTHS), model.tokenizer.length
     reason = f"must be at most the {longest} tokens of the text tower; got {length}"
     return longest is not None and length > longest, "model.tokenizer.length", reason
 
 
 def host_memory() -> int:
-    """All bytes of this machine, in whose memory every model is built first."""
+    """The bytes of memory of this machine, where every model is built first."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _too_large(model: Any, *sides: str) -> Iterator[Clash]:
-    """Small towers fit into host memory: more is a slip of the keyboard."""
+    """The clashes of small towers too large for host memory, which are slips of the keyboard."""
     memory, features = host_memory(), model.features or 0
     towers = {side: tower for side in sides if (tower := getattr(model, side)) is not None and tower.kind in GROWTH}
     for side, tower in towers.items():
@@ -247,7 +247,7 @@ def _too_large(model: Any, *sides: str) -> Iterator[Clash]:
 
 
 def _queue_too_large(recipe: Any, features: int) -> Clash:
-    """A queue of keys of so many features fits into host memory."""
+    """The clash of a queue, of keys with so many features, that is too large for host memory."""
     size, memory = getattr(recipe.loss, "queue", 0), host_memory()
     needed = WEIGHT_BYTES * size * features
     reason = f"must make a queue that fits into the {memory / 2**30:,.1f} GiB of this machine; got {size}"

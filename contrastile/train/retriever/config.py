@@ -59,7 +59,7 @@ class TextDataSettings(Settings):
     def unused(self) -> Iterable[Unused]:
         docstrings = self.source == "docstrings"
         folder = self.source != TO_BE_GIVEN and Path(self.source).expanduser().is_dir()
-        # these have passages and held-out questions of their own, and no hard negatives
+        # both have passages and held-out questions of their own, and no hard negatives
         whole = docstrings or folder
         yield Unused(not docstrings, "packages", ("source",))
         yield Unused(whole, "corpus", ("source",), "leave it out: that has its own passages")
@@ -241,7 +241,7 @@ class RetrieverRecipe(AnyRecipe):
 
     @property
     def may_stream(self) -> bool:
-        """Features may wait in host memory: no keys of earlier steps and no lists of passages lie beside them."""
+        """True for losses whose features may wait in host memory: those without a queue or lists of passages."""
         loss = self.loss
         plain = isinstance(loss, RetrieverLoss) and not loss.queue and not loss.own_negatives
         return plain or isinstance(loss, RetrieverDcl)
