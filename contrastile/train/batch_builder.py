@@ -37,7 +37,7 @@ Tokens = dict[str, Tensor]
 
 # images that are augmented at once, and whose random numbers are drawn at once
 SLICE = 512
-# the same on a GPU; images stay there if they take at most this share of its free memory
+# images augmented at once on a GPU; the images of a run stay on it if they take at most this share of its free memory
 SLICE_ON_DEVICE, SHARE_OF_DEVICE = 8192, 1 / 64
 # captions of a collection that train a tokenizer
 MOST_CAPTIONS = 1_000_000
@@ -150,7 +150,7 @@ def _make_parts(run: Run, pairs: PairSet) -> list[Path]:
 
 
 def _digest(run: Run, pairs: PairSet) -> str:
-    """A digest of all that features depend on: the tower's weights and settings, the precision, the images."""
+    """A digest of everything that changes the features: the tower's weights and settings, the precision, the images."""
     digest = hashlib.sha256()
     tower: Any = run.model.image.tower
     for name, weight in tower.state_dict().items():
@@ -205,8 +205,9 @@ def _encode(run: Run, pictures: Tensor) -> npt.NDArray[np.floating]:
 class Batch:
     """pixels `[b, C, S, S]`, tokens with `[b, L]` int64 each, ids `[b]` int64: one rank's share of a batch.
 
-    Pixels are float32 in [0, 1]; those of a collection uint8, converted on the device; precomputed features are
-    `[b, F]`. positions: those of these pairs in the batch of all ranks, whose size is the range's end; None: all.
+    pixels: float32 in [0, 1]; uint8 for a collection, converted on the device; or precomputed features `[b, F]`.
+    positions: the positions of these pairs in the batch of all ranks, whose size is the range's end. Without it this
+    is the batch of all ranks.
     """
 
     pixels: Tensor
@@ -239,7 +240,7 @@ class Batch:
             yield type(self)(self.pixels[own], tokens, self.ids[own], within)
 
 
-# of some captions of a collection: the position of each row's caption among them, their ids and tokens
+# captions of some rows of a collection: the index of each row's caption, the ids and the tokens of the captions
 _Texts = tuple[dict[int, int], Tensor, Tokens]
 
 
@@ -293,7 +294,7 @@ class BatchBuilder:
             return self._streamed(self._stream, rows, share, positions)
         drawn = None
         if self._augment:
-            # those of all ranks: neither the number of ranks nor the device may change an augmentation
+            # drawn for all ranks, because neither the number of ranks nor the device may change an augmentation
             sizes = (min(SLICE, len(rows) - start) for start in range(0, len(rows), SLICE))
             drawn = torch.cat([draw_parameters(size, self._generator) for size in sizes])[share]
         rows = rows[share]
@@ -334,7 +335,7 @@ class BatchBuilder:
         return (rows[share] - len(self._bundle.pairs)).tolist(), examples[share]
 
     def _read_texts(self, stream: Stream, rows: list[int]) -> _Texts:
-        """Captions of rows, each row once. A share without pairs gets the tokens of one empty text, for their shape."""
+        """The captions of `rows`, each row once. Without rows, one empty text gives the tokens their shape."""
         index = {row: position for position, row in enumerate(dict.fromkeys(rows))}
         captions = stream.captions(index)
         ids = torch.tensor([stream.library.identity(caption) for caption in captions], dtype=torch.int64)

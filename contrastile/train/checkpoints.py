@@ -47,7 +47,7 @@ class Checkpoints:
     """The checkpoints of one run in `folder`; without a folder none are saved and none are restored.
 
     data: the fingerprint of the training data. recipe: the recipe's keys that the training depends on. run: the run's
-    folder, which must stay in place, and whose id every checkpoint holds. Of several ranks only one `writes`.
+    folder, which must stay in place, and whose id every checkpoint holds. writes: false on all ranks but the first.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Checkpoints:
             raise invalid("checkpoints", "be the same files on all ranks", f"{damage}", remedy) from damage
 
     def _load(self, checkpoint: Path, parts: Parts, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        # a key that one of two versions does not know is not compared
+        # a checkpoint of another version may lack a key, which is then not compared
         for key, own in self._origin.items():
             if (other := plain.get("origin", {}).get(key, own)) != own:
                 got, remedy = f'"{checkpoint}", of {key} {other}', "Move it away, or train anew, without --resume."

@@ -2,8 +2,8 @@
 
 Held-out parts: recall in both directions, zero-shot by prompts, handwritten digits. Tests: zero-shot classification and
 caption retrieval, measured on samples at each probe, and whole at the end of a run and by `contrastile evaluate`.
-`evaluate/` has the arithmetic; this file selects queries and keys, and samples of them for the report. Ranks share the
-images of a test out.
+`evaluate/` has the arithmetic; this file selects queries and keys, and samples of them for the report. Each rank
+encodes a part of a test's images.
 """
 
 import base64
@@ -42,7 +42,7 @@ KS = (1, 5, 10)
 # images that are read and encoded at once
 CHUNK = 2048
 PARTS = IMAGE_TEXT.parts
-# of a test: features, the rows of their images, and the reasons why the others have none
+# features of the readable images of a test, the rows of these images, and counts of the unreadable ones by reason
 Gathered = tuple[Tensor, Indices, Counter[str]]
 AnyTest = ZeroShotSettings | RetrievalSettings
 # image files of one rank that are read and encoded at once, at least a sub-batch
@@ -59,7 +59,7 @@ MANY = 4000
 
 @dataclass(frozen=True)
 class Encoded:
-    """Images or names of a pair set: their rows, features `[n, D]` and ids `[n]`. Of equal names the first row."""
+    """Images or names of a pair set: their rows, features `[n, D]` and ids `[n]`. Equal names stand once."""
 
     rows: Indices
     features: Tensor
@@ -173,7 +173,7 @@ def _compare(test: str, queries: Encoded, keys: Encoded, *, headline: bool = Fal
 
 
 def ranks_below(choices: int) -> tuple[int, ...]:
-    """Those of `KS` at which recall is not trivially 1, and always 1."""
+    """The values of `KS` below `choices`, and always 1: with k = `choices` every recall is 1."""
     return tuple(k for k in KS if k == 1 or k < choices)
 
 
@@ -204,7 +204,7 @@ def ids_of(run: Run, pairs: PairSet, rows: Indices) -> Tensor:
 
 @dataclass(frozen=True)
 class Test:
-    """A test on other images: `measure(run, most)` of all, or of at most `most`; `name` begins its measures."""
+    """A test on other images. `measure(run, most)` takes all images, or at most `most`; `name` begins its measures."""
 
     name: str
     measure: Callable[..., list[Row]]

@@ -51,7 +51,7 @@ class RunFolder:
 
     @property
     def path(self) -> Path:
-        """The path, after `check_in_place`: all files are read and written through it."""
+        """The path, after `check_in_place`. All files of the folder are read and written by this property."""
         self.check_in_place()
         return self._path
 
@@ -138,7 +138,7 @@ def new_run(runs: str | Path, name: str) -> Iterator[RunFolder]:
 def make_folder(option: str, path: str | Path) -> None:
     """Make the folder that `option` names; raises ValueError where it cannot be written to.
 
-    Every verb calls this, or `make_way`, before anything is loaded, so that no result is lost for want of a place.
+    Every verb calls this, or `make_way`, before anything is loaded, so that every result can be written at the end.
     """
     _make(option, "a folder, or where one can be made", path, Path(path))
     if not os.access(path, os.W_OK | os.X_OK):

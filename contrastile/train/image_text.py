@@ -43,7 +43,7 @@ class ImageText(Task[Batch]):
         super().__init__(run, PairObjective(recipe.loss, **words), teacher)
         self.bundle, self.rows, self.stream = bundle, bundle.rows, bundle.pairs.stream
         self._tests = list[Test]()
-        # rows of tests that ranks measured whole, by the test's index
+        # results of the tests that several ranks measured on all images, by the test's index
         self._results: dict[int, list[Row]] = {}
         if teacher is not None:
             both = BothTokenizers(bundle.tokenizer, teacher.run.tokenizer)
@@ -53,7 +53,7 @@ class ImageText(Task[Batch]):
 
     @classmethod
     def open(cls, recipe: Recipe, begun: RunFolder | None = None) -> Self:
-        # mistakes in the tests' files come before the data are read
+        # mistakes in the files of tests are raised before the data are read
         tests = [open_test(test) for test in recipe.evaluate.tests]
         task = super().open(recipe, begun)
         task._tests = tests
@@ -93,7 +93,7 @@ class ImageText(Task[Batch]):
         self.builder.close()
 
     def loss(self, part: Batch) -> Tensor:
-        """The recipe's loss of a part of any size; activations of the retained sub-batches are held, or of one."""
+        """The recipe's loss of a part of any size; holds the activations of one sub-batch, or of the retained ones."""
         model, settings, size = self.run.model, self.run.recipe.train, self.run.recipe.train.sub_batch
         # features on the way to host memory are normalised on the device
         streamed = settings.features == "host"
@@ -103,7 +103,7 @@ class ImageText(Task[Batch]):
         tokens, others = apart(part.tokens)
         inputs: dict[str, Any] = {"ids": part.ids if streamed else part.ids.to(self.run.device)}
         if self.teacher is not None:
-            # before there are graphs
+            # encoded before the graphs of the retained sub-batches take memory
             inputs["guides"] = self.teacher.pairs(part.pixels, others)
         with self.run.autocast():
             # with retain >= 1, a batch of one sub-batch is encoded once, without a replay

@@ -34,8 +34,8 @@ class Bar:
 
     On a terminal the facts stand below the bar, in as many lines as its width needs.
 
-    begun: units done before, which do not count for the speed. Without a `stream`, and from the moment that its reader
-    has gone, as in `| head`, nothing is shown.
+    begun: units done before, which do not count for the speed. Nothing is shown without a `stream`, or once the reader
+    of the stream has ended, as `head` does.
     """
 
     def __init__(self, total: int, label: str, unit: str, begun: int = 0, stream: TextIO | None = None) -> None:
@@ -112,7 +112,7 @@ class Bar:
 def progress(total: int, action: str, unit: str, begun: int = 0) -> Iterator[Bar]:
     """Show a wait of `total` units: `with progress(54_000, "rendering", "images") as bar: ... bar.update(1)`.
 
-    Of several ranks only the first shows the bar.
+    Only the first rank shows the bar.
     """
     bar = Bar(total, action, unit, begun, sys.stderr if os.environ.get("RANK", "0") == "0" else None)
     try:
@@ -173,7 +173,7 @@ class TensorBoard(Listener):
 class WandB(Listener):
     """Scalars in a project of wandb. A resumed run continues under its id, and wandb drops the steps that it repeats.
 
-    wandb's own settings, such as WANDB_MODE=offline, say where it writes and if it sends anything.
+    wandb's own settings, such as WANDB_MODE=offline, control its files and its network.
     """
 
     def __init__(self, folder: RunFolder, project: str, recipe: Any) -> None:
@@ -296,7 +296,7 @@ class Metrics:
         if length > state_dict["bytes"]:
             self._file.truncate(state_dict["bytes"])
         elif length < state_dict["bytes"] and not self._discarded:
-            # new lines start at the begin of a line
+            # cut half a line off, so that the next line begins on its own
             path = Path(self._file.name)
             self._file.truncate(path.read_bytes().rfind(b"\n") + 1)
             logger.warning("%s has lost lines from before the checkpoint", path)
@@ -306,7 +306,7 @@ class Metrics:
 
     def __exit__(self, *_: object) -> None:
         if not self._discarded:
-            # on the disk before the files that say that the run is finished; a disk that fails has been reported
+            # synced before the files that mark the run as finished; `write` has reported a failing disk
             with suppress(OSError):
                 os.fsync(self._file.fileno())
         self._file.close()
@@ -321,7 +321,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def metrics_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The same, one after the other: those of a long run would fill the memory; no line of a removed file."""
+    """Yield the lines of `read_metrics` one by one, because a long run's would fill the memory; none without a file."""
     damaged = 0
     if not path.exists():
         return

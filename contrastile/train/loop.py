@@ -1,7 +1,7 @@
 """The outer loop of a run: data, model, optimizer, steps, evaluation, report.
 
-`run_recipe` is the whole of it; comparisons call `train`, the part between model and weights. A `Task` says what is
-trained. Every rank runs this file on its share of each batch.
+`run_recipe` makes a whole run; comparisons call `train`, which takes the steps alone. A `Task` has the model and the
+data. Every rank runs this file on its share of each batch.
 """
 
 import math
@@ -40,7 +40,7 @@ from contrastile.train.sharded import SHARDED_PARTS, ShardedPart, attempt, full,
 from contrastile.train.state import Progress, StopRequest, TrainResult, all_finite
 from contrastile.train.task import BatchPart, Task
 
-# share of the run after which its end by the clock is foretold
+# share of the run after which `foretell_end` estimates when `train.minutes` ends it
 FORETOLD = 0.1
 # the task of each kind of recipe
 TASKS: dict[str, type[Task[Any]]] = {"image-text": ImageText, "retriever": RetrieverJob}
@@ -202,9 +202,9 @@ class Trainer:
         result.planned = recipe.train.length(len(task.rows))
         self.progress = Progress(result.planned, recipe.train.minutes, recipe.evaluate.every)
         self.guard = states.NonFiniteGuard()
-        # numbers the measurements, of which two of one name may follow the same step
+        # measurements so far, which number them: two of one name may follow the same step
         self.measurements = 0
-        # that of all trained weights after the last step
+        # the norm of all trained weights after the last step
         self.weight_norm = 0.0
         self.shown: dict[str, str] = {}
         self.foretold = False
@@ -294,7 +294,7 @@ class Trainer:
         bar.update(state.sizes[-1], total=state.expected(), **self.shown, peak=size(state.peak_bytes))
 
     def foretell_end(self) -> None:
-        """Warn once, early in the run, where `train.minutes` will end it before its examples."""
+        """Warn once, early in the run, if `train.minutes` will end it before it has seen all of its examples."""
         state = self.progress
         if self.foretold or state.minutes is None or self.ranks.rank or not FORETOLD <= state.share() < 1:
             return
@@ -314,7 +314,7 @@ class Trainer:
     def probe(self) -> None:
         """Measure on samples; a failure is logged and does not end the training.
 
-        Sharded towers run on all ranks together, so there a failure on some ranks only ends it.
+        Sharded towers run on all ranks together: with these a failure on some of the ranks ends the training.
         """
         self._measure("probe", lambda: [{"recall": self.task.probe()}])
         for name, measure in self.task.tests():
@@ -362,9 +362,9 @@ def step(
 ) -> tuple[float, float]:  # fmt: skip
     """Back-propagate the loss of all parts, clip, update the weights, clamp the scale; loss and gradient norm.
 
-    All are those of the batch of all ranks, of which `parts` are this rank's shares. A `scaler` enlarges gradients in
-    fp16; they are clipped at their true size. The weights stay as they are, on every rank, if loss or norm are not
-    finite.
+    `parts` are this rank's shares of a batch; loss, norm and update are those of the batch of all ranks. A `scaler`
+    enlarges gradients in fp16; they are clipped at their true size. If loss or norm are not finite, the weights stay
+    as they are on every rank.
     """
     run = task.run
     settings: Any = run.recipe

@@ -18,7 +18,7 @@ MARK = Path("/proc/self/clear_refs")
 
 
 class PeakMemory:
-    """Peak memory since `start`: of torch's allocator on a GPU, of the process on a CPU."""
+    """Peak memory since `start`: by torch's allocator on a GPU, by the process on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -92,8 +92,8 @@ def _status(entry: str) -> int:
 def dense_need(per_example: int, batch: int, retained: int) -> dict[str, int]:
     """Additional bytes of plain autograd in a step of `batch` examples, beside a run that retains `retained` of them.
 
-    per_example: bytes of activations. beyond: the examples that autograd retains in addition. The matrix counts once,
-    in float32; a real softmax holds it more than once.
+    per_example: bytes of activations. The result's `beyond` counts the examples that autograd retains in addition. The
+    matrix counts once, in float32; a real softmax holds it more than once.
     """
     beyond = max(batch - retained, 0)
     sizes = {"activations": per_example * beyond, "matrix": 4 * batch * batch}

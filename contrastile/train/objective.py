@@ -52,9 +52,9 @@ class Objective:
         self, settings: Any, *, features: int = 0, dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> None:  # fmt: skip
-        """Make the loss, and queues of keys of so many `features`; none without.
+        """Make the loss, and with `features`, the size of a key, its queues.
 
-        device: of the products, where the features wait in host memory.
+        device: computes the products of features that wait in host memory.
         """
         self.settings = settings
         more = {} if device is None else {"device": device}
@@ -96,8 +96,8 @@ class Objective:
 class PairObjective(Objective):
     """The loss of images and texts.
 
-    Pairs of equal ids, which are those of captions, are left out, or are positives where the recipe has `labels`. A
-    loss of one direction is the mean of both.
+    Ids are those of captions. Pairs of equal ids are left out, or are positives where the recipe has `labels`. A loss
+    of one direction is computed both ways and averaged.
     """
 
     kinds: ClassVar = {
@@ -161,7 +161,7 @@ class QueryObjective(Objective):
     sides: ClassVar = ("passage",)
 
     def __init__(self, settings: Any, *, scorer: nn.Module | None = None, **words: Any) -> None:
-        """`scorer`: of token vectors, in the place of the dot product; `words`: those of `Objective`."""
+        """scorer: compares token vectors in place of the dot product. words: the arguments of `Objective`."""
         super().__init__(settings, **words)
         by_scores = settings.kind in ("kl", "margin_mse")
         if scorer is not None:
@@ -176,11 +176,13 @@ class QueryObjective(Objective):
         shared: Tensor | None = None, lists: Tensor | None = None, scores: Tensor | None = None, guides: Any = None,
         queue: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
-        """The loss of this rank's queries [b, D] and passages [L, D], which are all or the `shared` [M] of them keys.
+        """The loss of this rank's queries [b, D] and passages [L, D].
 
-        positives, lists [b, P], [b, H]: indices of each query's passages, of the keys and of all, −1 pads. key_ids
-        [L]. scores [b, H]: of the listed. guides: the other model's features of both sides, and its scale. queue: keys
-        of earlier steps, and their ids. With a scorer of token vectors, query and passage are vectors and their mask.
+        shared [M]: indices of the passages that are keys of all queries; None: all are. positives [b, P]: indices of
+        each query's positives among the keys. lists [b, H]: indices of its listed passages among all passages; scores
+        [b, H]: their scores. −1 pads both. key_ids [L]: of all passages. guides: the other model's features of both
+        sides, and its scale. queue: keys of earlier steps, and their ids. With a scorer of token vectors, query and
+        passage are vectors and their mask.
         """
         key, ids = passage, key_ids
         if shared is not None:
@@ -211,7 +213,7 @@ class QueryObjective(Objective):
 
 def _scored(loss: modules.InfoNCELoss, scorer: nn.Module) -> Callable[..., Tensor]:
     """The loss with a scorer in place of the dot product."""
-    # it has its smoothing already
+    # `loss.loss` includes the label smoothing already
     words: dict[str, Any] = vars(loss.options) | {"label_smoothing": 0.0, "scorer": scorer}
     return partial(contrast, loss=loss.loss, **words)
 
@@ -229,7 +231,7 @@ class Teacher:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of its weights and its scale, which the run that learns from it depends on."""
+        """A digest of the weights and the scale, on which the run that learns from this model depends."""
         digest = sha256(str(float(self.scale)).encode())
         for name, weight in self.run.model.state_dict().items():
             digest.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
@@ -241,7 +243,7 @@ class Teacher:
         """Features [b, G] of images and of texts, float32 of unit length, and the scale."""
         model, size = self.run.model, self.run.recipe.train.sub_batch
         with self.run.autocast():
-            # the encoders' own features of a side are gone before the next one's are there
+            # the features of one side as encoded are freed before the other side is encoded
             image = F.normalize(encode(model.encode_image, pixels, sub_batch=size.image).float(), dim=-1)
             text = F.normalize(encode(model.encode_text, tokens, **size.words("text")).float(), dim=-1)
         return image, text, self.scale
@@ -257,7 +259,7 @@ class Teacher:
 
 
 def open_teacher(recipe: Any) -> Teacher | None:
-    """The model in the folder that the recipe's loss names; None for a loss without one."""
+    """The model in the folder that the recipe's loss names; None if the loss names no folder."""
     settings: LossSettings = recipe.loss
     if not settings.other_model:
         return None
@@ -287,7 +289,7 @@ def open_teacher(recipe: Any) -> Teacher | None:
 
 
 def _folder(settings: LossSettings) -> tuple[str, Path, bool]:
-    """The key and the folder of a loss's other model, and whether that is a run; raises ValueError for no model."""
+    """The key and the folder of a loss's other model, and True for a finished run; raises ValueError for no model."""
     key, folder = f"loss.{settings.other_model}", Path(getattr(settings, str(settings.other_model)))
     finished = (folder / RECIPE).is_file()
     if not finished and not (folder / "config.json").is_file():
@@ -297,7 +299,7 @@ def _folder(settings: LossSettings) -> tuple[str, Path, bool]:
 
 
 def teacher_recipe(recipe: Any) -> Any:
-    """The recipe of the model that the recipe's loss names, whose weights are not read; None for a loss without one."""
+    """The recipe of the model that the loss of `recipe` names, None if it names none; no weights are read."""
     if not recipe.loss.other_model:
         return None
     _, folder, finished = _folder(recipe.loss)
@@ -325,7 +327,7 @@ class BothTokenizers:
         self.mask, self.token_id, self.tokens = own.mask, own.token_id, own.tokens
 
     def tokenise(self, texts: Sequence[str], length: int | None = None) -> Tokens:
-        """The tokens of both; `length`: of the model that learns."""
+        """The tokens of both; `length` is for the tokenizer of the model that learns."""
         beside = self._teacher.tokenise(texts).items()
         return {**self._own.tokenise(texts, length), **{BESIDE + name: ids for name, ids in beside}}
 

@@ -26,7 +26,7 @@ SMALLEST_FACTORED, EPS = 32, 1e-30
 COEFFICIENTS, TIMES, SMALLEST_NORM = (3.4445, -4.7750, 2.0315), 5, 1e-7
 # the usual root mean square of AdamW's updates
 RMS = 0.2
-# the layers from a tower to the common features: heads, which AdamW trains
+# name of the layer from a tower to the common features, a head, which AdamW trains
 HEAD = "projection"
 
 
@@ -55,7 +55,7 @@ class Adafactor(PerParameterOptimizer):
 
     so that decay follows the schedule of the rate, not its height; `peak` is the initial `lr` of the group. A tensor
     with more axes is factored over its two longest. State is float32: `m` and two vectors for a matrix. The momentum
-    `m` of sharded weights is sharded; the means, those of the whole matrix, are on every rank.
+    `m` of sharded weights is sharded; every rank has the means by row and by column of the whole matrix.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class CombinedOptimizer(Optimizer):
         return {name: member.state_dict() for name, member in self.members.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        # each member makes new group objects
+        # loading makes new group objects in each member
         for name, member in self.members.items():
             member.load_state_dict(state_dict[name])
         self._join_groups()
@@ -229,11 +229,12 @@ def state_bytes(model: nn.Module, settings: OptimSettings) -> int:
 
 
 def step_bytes(model: nn.Module, settings: OptimSettings) -> int:
-    """Bytes that a step takes for a moment on a GPU: of AdamW a root of every second moment, else of one matrix."""
+    """Bytes that a step takes for a moment on a GPU: AdamW for all weights at once, others for the largest of them."""
     trained = [p.nbytes for p in model.parameters() if p.requires_grad]
     if isinstance(settings, AdamWSettings):
+        # the root of every second moment
         return sum(trained)
-    # of Adafactor the square of a gradient and the root, or the root and the update; of Muon a few products more
+    # Adafactor holds the square of a gradient and its root, or the root and the update; Muon a few products
     return (2 if isinstance(settings, AdafactorSettings) else 4) * max(trained, default=0)
 
 

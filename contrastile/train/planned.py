@@ -49,9 +49,9 @@ from contrastile.train.sharded import GATHERED_ONCE
 TOKEN_TENSORS = 2
 # sub-batches of inputs on a device: the present one, and the next that is copied meanwhile
 STREAMED = 2
-# tensors that the gradient of a normalisation takes for a moment, of its inputs' size
+# tensors of the inputs' size that the gradient of a normalisation takes for a moment, for vectors of tokens
 NORMALISED = 5
-# the same of images, texts, and single vectors, beside the gradient itself
+# the same for one vector of each image or text, beside the gradient itself
 QUOTIENT = 4
 # times that clipping reads or writes the gradient: for its norm, and to multiply it
 CLIPPED = 3
@@ -64,7 +64,7 @@ def planned(
     recipe: Any, overrides: Sequence[str] = (), gpus: str | None = None, batch: int | None = None,
     pairs: int | None = None, *, ranks: int = 1,
 ) -> Plan:  # fmt: skip
-    """`contrastile.plan`. ranks: of this machine, without `gpus`; they compute on the recipe's device."""
+    """`contrastile.plan`. ranks: those of this machine, used without `gpus`; they compute on the recipe's device."""
     machines = None if gpus is None else target(gpus)
     settings: Any = recipe if isinstance(recipe, AnyRecipe) else load_any_recipe(recipe, overrides, files=False)
     machines = machines or this_machine(choose_device(settings.device), ranks)
@@ -112,7 +112,7 @@ def stages(recipe: Any, pairs: int | None = None) -> tuple[tuple[int, int], ...]
 
 
 def sub_batches(recipe: Any, rows: int) -> dict[str, tuple[int, int, int]]:
-    """Of each side of a rank's part of `rows` queries: examples, those of a sub-batch, and the tokens of one."""
+    """The examples of each side of a rank's part of `rows` queries, those of a sub-batch, and the tokens of one."""
     cut, tokens = recipe.train.sub_batch, recipe.model.tokenizer
     if isinstance(recipe, Recipe):
         sides = {"image": (rows, cut.image, 0), "text": (rows, cut.at_once("text", tokens.length), tokens.length)}
@@ -132,8 +132,8 @@ def towers(
 ) -> tuple[nn.Module, list[TowerCost]]:
     """The recipe's model without memory, and the cost of each side's sub-batch for a batch of all ranks.
 
-    device: the type on which it would run. frozen: none of its weights is trained, as a teacher's. tokenizer: that of a
-    run; otherwise as many words as the recipe allows are made up.
+    device: the type of the devices that would run it. frozen: no weight is trained, as in a teacher. tokenizer: the
+    one of a run; without it, one is trained on as many made-up words as the recipe allows.
     """
     rows = ceil(batch / ranks / recipe.train.accumulate)
     special = special_tokens(recipe.model) if _late(recipe) else ()
@@ -207,8 +207,8 @@ def plan_of(
             copies, named = wide * ((half is not None) + recipe.model.normalise), 0
             copies += cost.features if cost.name == "passage" else 0
         inputs = (STREAMED * size if on_gpu else 0) * cost.inputs
-        # a quotient's gradient, and gradients of both sides in the loss's dtype
-        # of features in 16 bits the copy in float32 is freed with the loss
+        # the gradient of a quotient, and gradients of both sides in the loss's dtype; copies in float32 of features in
+        # 16 bits are freed with the loss
         between = (NORMALISED - (half is not None)) * wide if late else QUOTIENT * wide + 2 * (wide - cost.features)
         sides.append(Side(cost, examples, inputs, copies, named, between))
     kind, queue = recipe.loss.kind, getattr(recipe.loss, "queue", 0)

@@ -45,8 +45,7 @@ def versions(*packages: str) -> dict[str, str]:
 def commit() -> str:
     """The commit of the package, with "-dirty" if a file of the package differs from it; empty where git has none.
 
-    Files beside the package, such as results that are being written, and the repository around an installed package
-    do not count.
+    Only files of the package count, not results that are written beside it, nor a repository around an installed one.
     """
 
     def git(*words: str) -> str:

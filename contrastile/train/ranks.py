@@ -29,12 +29,12 @@ from contrastile.distributed.failure import LostRankError, farewell, hang_up, lo
 from contrastile.train.checkpoints import Checkpoints, Parts
 from contrastile.train.sharded import is_sharded, settle_gradients, sharded_model
 
-# the time that ranks with their data open wait for one without
+# the time that ranks wait for one that still opens its data
 LOADING = timedelta(hours=1)
 # NCCL ends a process without a message at its timeout; the host's timeouts, which name the rank, come first
 LATER = timedelta(seconds=10)
 LOADED = "contrastile/ranks that are loaded"
-# heartbeats: seconds between two, and those left for the main thread to raise the error itself
+# seconds between two heartbeats, and seconds in which the main thread may raise the error itself
 EVERY, GRACE = 1.0, 1.0
 ALIVE, GOODBYE = 1, 0
 
@@ -48,7 +48,7 @@ class Ranks:
 
     @classmethod
     def of_environment(cls, device: str) -> Self:
-        """The ranks that torchrun started, or one process. A rank on a GPU takes that of its number on its node."""
+        """The ranks that torchrun started, or one process. A rank takes the GPU with its own number on the node."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             return cls()
@@ -198,8 +198,8 @@ class Heartbeat:
     is a dead rank, silence for the timeout a hanging one. A main thread that waits for the lost rank through Gloo is
     woken and raises the error itself.
 
-    Ranks whose launcher, torchrun, has gone get a SIGTERM of their own: they save after this step and end, where they
-    would else train on with nobody to stop them.
+    Ranks whose launcher, torchrun, has ended send themselves a SIGTERM: they save after this step and end. Otherwise
+    they would train on, and nothing would stop them.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -209,7 +209,7 @@ class Heartbeat:
         self._next, self._previous = (rank + 1) % size, (rank - 1) % size
         self._every = min(EVERY, timeout.total_seconds() / 4)
         self._done = threading.Event()
-        # None without a launcher: a rank that a shell has started may outlive it
+        # None without a launcher: a rank may outlive the shell that started it
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         # True where this process ends by an error of its own
         self._failed = False

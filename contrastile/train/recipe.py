@@ -258,7 +258,7 @@ class _Reader:
     def _suggestion(self, key: str) -> str:
         """The kinds of the section that have the key, else the known key of the nearest name, or of a synonym.
 
-        Of several with that name, the one of the same section.
+        A key of the same section is preferred to others of that name.
         """
         # the number of an entry in a list is no part of a known key
         *sections, name = (part for part in key.split(".") if not part.isdecimal())

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R", bound=AnyRecipe)
 
-# each kind of run, and its methods
+# the name of each kind of run in sentences, and its methods
 PICTURES = "of images and texts", "encode_image, encode_text and transform"
 RETRIEVER = "a retriever's", "encode_query and encode_passage"
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -74,7 +74,7 @@ def checked_list(name: str, values: Any, noun: str, *kinds: type) -> list[Any]:
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
-    """The autocast context of a precision; without effect for those that weights are stored in."""
+    """The autocast context of a precision; it has no effect unless the precision is one of `HALVES`."""
     half = HALVES.get(precision)
     return torch.autocast(device.type, dtype=half, enabled=half is not None)
 
@@ -249,8 +249,8 @@ def choose_device(name: str) -> torch.device:
 def settled(recipe: R, begun: RunFolder | None = None) -> R:
     """The recipe with choices in place of "auto": those of the run `begun`, or else the fastest of the device.
 
-    The precision is bf16 where the device has instructions for it, because emulated products are many times slower,
-    else float32. Towers are compiled where that pays.
+    The precision is bf16 where the device has instructions for it, else float32, because emulated products are many
+    times slower. Towers are compiled where that pays.
     """
     train: Any = recipe.train
     earlier: Any = None if begun is None else load_any_recipe(begun / RECIPE, files=False).train
@@ -259,7 +259,7 @@ def settled(recipe: R, begun: RunFolder | None = None) -> R:
         bf16 = earlier is None and _has_bf16(choose_device(recipe.device))
         choices["precision"] = earlier.precision if earlier is not None else "bf16" if bf16 else "float32"
     if train.compile == "auto":
-        # a run whose recipe does not say it is one of an earlier version, which compiled nothing by itself
+        # a run of an earlier version has no such key in its recipe, and compiled nothing by itself
         choices["compile"] = earlier.compile is True if earlier is not None else _pays_to_compile(recipe)
     return recipe.model_copy(update={"train": train.model_copy(update=choices)}) if choices else recipe
 
@@ -286,7 +286,7 @@ def _has_bf16(device: torch.device) -> bool:
 
 
 def begin_run(folder: RunFolder, run: LoadedRun) -> None:
-    """Write a run's first files: the tokenizer, then the recipe, whose presence tells that both are complete."""
+    """Write a run's first files: the tokenizer, then the recipe, which exists only once both are complete."""
     with tempfile.TemporaryDirectory(dir=folder.path, prefix=".tokenizer-") as temporary:
         run.tokenizer.save(Path(temporary))
         for file in Path(temporary).iterdir():
@@ -307,7 +307,7 @@ def save_run(folder: RunFolder, run: LoadedRun, metadata: dict[str, Any]) -> Non
             with as_open_makes_it(path):
                 save_model(run.model, str(path))
         except SafetensorError as failure:
-            # safetensors raises an error of its own for a full disk
+            # safetensors has an own error for a full disk
             sentence = f"the weights could not be saved into {folder.path} ({failure})"
             raise OSError(f"{sentence}; what was saved before is there, free the disk and resume") from failure
     folder.write_json(METADATA, {**metadata, "towers": run.model.settings, "weights_sha256": folder.checksum(WEIGHTS)})
@@ -324,7 +324,7 @@ def same_recipe(folder: RunFolder, recipe: AnyRecipe, verb: str = "train") -> No
     """Raise ValueError where `verb` began with a recipe that differs in a key that training depends on."""
     began = _flat(settled(load_any_recipe(folder / RECIPE, files=False), folder).model_dump(mode="json"))
     now = _flat(settled(recipe, folder).model_dump(mode="json"))
-    # keys that nothing reads may differ, and a folder may have been renamed
+    # unused keys may differ, and so may the name, because a folder may have been renamed
     free = {"name", *(rule.key for rule in unused_keys(recipe))}
     for key in sorted((began.keys() | now.keys()) - free):
         if began.get(key) != now.get(key) and not key.startswith(FREE):

@@ -1,7 +1,7 @@
 """Sharded training (FSDP2): each rank holds a part of every parameter, of its gradient and of its optimizer state.
 
-For recipes with `train.parallel = "shard"`. Checkpoints hold full tensors, which any number of ranks can resume; those
-of `torch.distributed.checkpoint` have a pickle as metadata.
+For recipes with `train.parallel = "shard"`. Checkpoints hold full tensors, which any number of ranks can resume.
+`torch.distributed.checkpoint` is not used, because its metadata are a pickle.
 """
 
 import sys
@@ -97,9 +97,9 @@ def shard(model: nn.Module, device: torch.device) -> None:
 
 @contextmanager
 def gathered_once(model: Any) -> Iterator[None]:
-    """Gather the weights of a sharded model once during a step, where they are few, not for each sub-batch and pass.
+    """Gather the weights of a sharded model once a step, if they are few, instead of for each sub-batch and pass.
 
-    Outside of it nothing stays whole: a whole would keep its values when its shards change.
+    No weight stays gathered afterwards: it would keep its values when its shards change.
     """
     few = is_sharded(model) and sum(p.nbytes for p in model.parameters()) <= GATHERED_ONCE
     if few:
@@ -114,12 +114,12 @@ def gathered_once(model: Any) -> Iterator[None]:
 
 
 def attempt(model: nn.Module) -> AbstractContextManager[None]:
-    """Leave nothing whole where a forward within fails: the whole would keep its values when its shards change."""
+    """Release gathered weights if a forward within fails: they would keep their values when their shards change."""
     return Sharding([module for module in model.modules() if is_sharded(module)]).attempt()
 
 
 def layers(tower: nn.Module) -> list[nn.Module]:
-    """The modules of a tower that are gathered one at a time: composite ones that the tower has several of.
+    """The modules of a tower that are gathered one at a time: composite modules that the tower repeats.
 
     >>> block = lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     >>> [len(layers(nn.Sequential(*parts))) for parts in ([block(), block(), nn.ReLU()], [nn.Linear(4, 4)] * 2)]
@@ -199,7 +199,7 @@ class ShardedPart:
 
 
 def _parameters_of(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameter in place of each tensor of the state that is sharded like it: a new optimizer has no state yet.
+    """The state with each sharded tensor replaced by a parameter sharded like it: a new optimizer has no state yet.
 
     All other values, such as step counts and means of a matrix, are whole on every rank.
     """

@@ -26,8 +26,8 @@ from contrastile.train.sharded import AllRanksError, local
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # skipped steps in a row that end the run
 MOST_IN_A_ROW = 3
-# a norm of the weights beyond which no training comes back: squares of float32 end at 1e38, and one step of the
-# largest learning rate and weight decay that a recipe may have must not lead from finite weights to others
+# the norm of the weights at which a run ends: squares of float32 end at 1e38, and a step at the largest learning rate
+# and weight decay of a recipe must not make finite weights non-finite before this norm is noticed
 LARGEST_NORM = 1e18
 
 
@@ -67,7 +67,7 @@ class Progress:
         self.seen, self.now, self.began = sum(self.sizes), self.seconds, time.monotonic() - self.seconds
 
     def has_time_for(self, count: int) -> bool:
-        """Tell if a step of `count` examples, at the pace of the last one, ends within the minutes."""
+        """True if a step of `count` examples, at the pace of the last step, ends within `minutes`."""
         return self.minutes is None or self.now + count * self.pace <= 60 * self.minutes
 
     def elapsed(self) -> float:
@@ -111,7 +111,7 @@ class TrainResult:
 
 
 def finished_result(folder: RunFolder) -> TrainResult | None:
-    """The result of a run whose training has finished; None of any other."""
+    """The result of a run whose training has finished; None for any other run."""
     if not (folder / METADATA).is_file():
         return None
     metadata = folder.read_json(METADATA)
@@ -149,7 +149,7 @@ class Ema:
         self._step += 1
         decay = min(self._decay, (1 + self._step) / (10 + self._step))
         for name, mean in self._means.items():
-            # of a sharded model each rank averages its own part: DTensor would look up each operation anew
+            # each rank averages its own part of a sharded model, because DTensor would look up each operation anew
             local(mean).lerp_(local(self._weights[name]).float(), 1 - decay)
 
     @contextmanager
@@ -173,7 +173,7 @@ class Ema:
 
 
 class NonFiniteGuard:
-    """Counts of the steps skipped because loss or gradient were not finite: all, and those in a row up to now."""
+    """Counts of steps skipped because loss or gradient were not finite: all, and those in a row up to the last step."""
 
     def __init__(self) -> None:
         self.skipped = 0
@@ -261,14 +261,14 @@ class HostEvent:
 class Stopwatch:
     """Marks of one step after the other; a mark names the part of the step that begins there.
 
-    event: makes one for a mark; a GPU's is the moment at which its queue reaches the mark. The optimizer's time is that
-    of the step before, because a device still runs the optimizer when its step is logged. The sum of gradients over
-    ranks counts as towers.
+    event: makes the event of a mark; a GPU's event is the moment at which its queue reaches the mark. A step is logged
+    while a device still runs its optimizer, so the optimizer's time is that of the step before. The sum of gradients
+    over ranks counts as towers.
     """
 
     def __init__(self, event: Callable[[], Any] = HostEvent) -> None:
         self._event = event
-        # None: outside any step
+        # a part of None lies outside of any step
         self._marks: list[tuple[str | None, Any]] = []
         self._began = time.perf_counter()
 
@@ -354,7 +354,7 @@ class StopRequest:
         try:
             self._handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
         except ValueError:
-            # Python sets handlers in the main thread only; in others signals keep theirs
+            # Python sets handlers in the main thread only; in another thread the present handlers stay
             self._handlers = {}
         return self
 

@@ -35,9 +35,9 @@ Measure = tuple[str, Callable[[], Sequence[Mapping[str, Any]]]]
 
 
 class BatchPart(Protocol):
-    """One rank's share of a batch of `whole` examples, or of a part of one.
+    """One rank's share of a batch of `whole` examples, or of a part of a batch.
 
-    floats: its floating-point inputs, named for error messages: they may be non-finite.
+    floats: its floating-point inputs, named for error messages, because they may be non-finite.
     """
 
     @property
@@ -52,9 +52,9 @@ P = TypeVar("P", bound=BatchPart)
 class Task(ABC, Generic[P]):
     """One training: a run, untrained or loaded, with the data that it learns from.
 
-    unit: that of its examples. wording: the terms of its report. open_data: its data, by a recipe and a tokenizer.
-    rows: the examples to train on. stream: the reader of data that do not fit into memory, with its counts of skipped
-    examples. state: its own parts of a checkpoint. teacher: another model that its loss needs.
+    unit: the name of its examples. wording: the terms of its report. open_data: opens the data of a recipe for a
+    tokenizer. rows: the examples to train on. stream: the reader of data that do not fit into memory, with its counts
+    of skipped examples. state: its own parts of a checkpoint. teacher: another model that its loss needs.
     """
 
     unit: str
@@ -105,7 +105,7 @@ class Task(ABC, Generic[P]):
 
     def compared(self, folder: RunFolder) -> Self:
         """The task itself, with a warning where a finished run is measured on other data than at its end."""
-        # runs of earlier versions do not tell
+        # runs of earlier versions have no fingerprint
         if folder.read_json(METADATA).get("data_sha256", self.measured) != self.measured:
             message = "%s: the data are not those of the training; pairs that are held out now may have been trained on"
             logger.warning(message, folder.path)
@@ -117,7 +117,7 @@ class Task(ABC, Generic[P]):
         return {} if self.teacher is None else {"teacher": self.teacher.digest[:16]}
 
     def statement(self) -> dict[str, str | int]:
-        """Values that must be equal on all ranks: those of data and recipe."""
+        """Values that must be equal on all ranks: checksums of data and recipe."""
         recipe = hashlib.sha256(to_toml(self.run.recipe).encode()).hexdigest()
         return {self.unit: len(self.rows), "data": self.data[:16], "recipe": recipe[:16], **self.origin}
 
@@ -144,7 +144,7 @@ class Task(ABC, Generic[P]):
         """Recall on a sample of each held-out part."""
 
     def tests(self, *, whole: bool = False) -> Sequence[Measure]:  # noqa: ARG002
-        """Measurements on other data, on samples or on the `whole` of them; collective over ranks."""
+        """Measurements on other data: on samples, or on all of the data if `whole`; collective over ranks."""
         return ()
 
     @property
@@ -154,7 +154,7 @@ class Task(ABC, Generic[P]):
 
     @abstractmethod
     def activations(self) -> tuple[int, int]:
-        """The bytes that autograd saves for one example, as measured, and the examples of a sub-batch."""
+        """The measured bytes that autograd saves for one example, and the examples of a sub-batch."""
 
     def metadata(self, result: TrainResult) -> dict[str, Any]:
         """The contents of run.json."""

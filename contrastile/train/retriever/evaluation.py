@@ -32,12 +32,12 @@ KS = (1, 5, 20, 100)
 # the columns of a table beside the hits at KS; rows hold the recalls at the other KS too
 CUTOFF = 10
 MEASURES = (f"nDCG@{CUTOFF}", f"MRR@{CUTOFF}", "MAP", f"recall@{KS[-1]}")
-# those that a comparison shows
+# the columns of a comparison
 COMPARED = (*(f"@{k}" for k in KS), MEASURES[0])
 PARTS = {"functions": "held-out functions", "packages": "held-out packages", "held_out": "held-out queries"}
 # questions shown of each part, passages shown to each, letters shown of each passage
 SHOWN, ANSWERS, LETTERS = 8, 4, 2400
-# the shortest word of a question that is marked in a passage, in letters, and longer ones that say nothing
+# letters of the shortest word of a question that is marked in a passage, and longer words that are not marked
 MARKED = 3
 UNMARKED = re.compile(
     "about|after|all|also|and|any|are|been|before|but|can|could|did|does|each|for|from|had|has|have|how|into|its|may|"
@@ -52,11 +52,11 @@ SENTENCE = (
 # encoded passages that are searched, as `retrieval/index.py` has them: `len`, a passage by its row, and `search`
 Searchable = Any
 Passages = Sequence[Passage] | Searchable
-# rows [n, C] of the passages that a late retriever scores for each of n questions, −1 for none; None: it scores all
+# from n questions to rows [n, C] of the passages that a late retriever scores for each, −1 for none; None: all passages
 Candidates = Callable[[Sequence[str]], Indices | None]
-# the candidates of a corpus
+# from the passages of a corpus to their candidates
 FirstStage = Callable[[Passages], Candidates]
-# scores and rows of the k best passages for each of n questions, both `[n, k]`, as arrays or tensors
+# from n questions and k to scores and rows of the k best passages of each, both `[n, k]`, as arrays or tensors
 Search = Callable[[Sequence[str], int], tuple[Any, Any]]
 
 
@@ -158,7 +158,7 @@ def _check_ids(rankings: Sequence[Rankings], texts: TextSet, index: Passages) ->
 
 
 def run_of(rankings: Rankings, texts: TextSet) -> dict[str, dict[str, float]]:
-    """Scores by ids of query and passage, as in a run file; of an id that an index holds twice, the best score."""
+    """Scores by ids of query and passage, as in a run file; an id that an index holds twice has its best score."""
     return {
         texts.queries[row].id: {passage.id: score for passage, score in reversed(rankings.ranking(query))}
         for query, row in enumerate(rankings.queries.tolist())

@@ -98,9 +98,9 @@ class TextBatchBuilder:
         self, materials: TextMaterials, recipe: RetrieverRecipe, teacher: tuple[TokenStore, TokenStore] | None = None
     ) -> None:
         self._materials, self._data, self._seed, self._teacher = materials, recipe.data, recipe.seed, teacher
-        # encoders are compiled for each length: tokens are then padded to few
+        # compiled encoders are compiled anew for each length, so texts are padded to a few lengths
         self._rounded = recipe.train.compile is True
-        # "own": each query's negatives are its own alone; "scores": the scored passages of each query are listed too
+        # "own": lists of negatives that only their own query meets; "scores": lists of each query's scored passages
         own = "own" if getattr(recipe.loss, "own_negatives", False) else ""
         self._lists = "scores" if isinstance(recipe.loss, RetrieverScores) else own
 
@@ -172,9 +172,9 @@ class TextBatchBuilder:
         )
 
     def _listed(self, one: SampledQuery, positives: Container[int]) -> dict[int, float]:
-        """The passages of a query's list with their scores: its own negatives, of 0, or its scored passages.
+        """The passages of a query's list with their scores: its own negatives, each with 0, or its scored passages.
 
-        Scored passages begin with a right one; without one the list is empty.
+        Scored passages begin with a positive; the list is empty where no positive has a score.
         """
         if self._lists == "own":
             return dict.fromkeys((row for row in one.negatives if row not in positives), 0.0)
@@ -187,7 +187,7 @@ class TextBatchBuilder:
     def _list_tensors(
         self, lists: Sequence[dict[int, float]], places: dict[int, int], shared: list[int]
     ) -> dict[str, Tensor]:
-        """The lists as indices of this rank's passages, all of one width, and the indices of the keys of all."""
+        """The lists as indices of this rank's passages, all of one width, and the indices of the shared keys."""
         scored = self._lists == "scores"
         width = self._data.negatives + (self._data.positives if scored else 0)
         indices, scores = np.full((len(lists), width), -1), np.zeros((len(lists), width), np.float32)
@@ -244,7 +244,7 @@ class RetrieverJob(Task[TextBatch]):
     def untrained(cls, recipe: RetrieverRecipe, data: TextMaterials, teacher: Teacher | None = None) -> Self:
         queries, source = data.texts.queries, recipe.data.source
         if find_spec("regex") is None and any(query.answers for query in queries):
-            # refused here, because the evaluation needs it only after the training
+            # refused before the training, because the evaluation after it needs the package
             remedy = f"Run: pip install {extra('search')}"
             raise invalid("evaluate.match", "have the package regex to look for answers", "none", remedy)
         if isinstance(recipe.loss, RetrieverScores) and not any(query.scores for query in queries):
@@ -284,7 +284,7 @@ class RetrieverJob(Task[TextBatch]):
             queries = run.encoded("query", part.queries, **words)
             passages = run.encoded("passage", part.passages, **words)
             if isinstance(model, LateRetriever) and not streamed:
-                # vectors that do not count would cost as much as others
+                # vectors that are not compared would cost as much as the others
                 passages = model.compact(passages, **part.passages)
             losses, queued = [], len(self.objective.queues) > 0
             for index, size in enumerate(sizes):
@@ -308,7 +308,7 @@ class RetrieverJob(Task[TextBatch]):
         return evaluation.ranking_measures(self.run.recipe, self.materials.texts, rankings)
 
     def report(self, folder: RunFolder, index: Searchable | None = None, first_stage: FirstStage | None = None) -> str:
-        """Search the run's passages or `index`, which may be more than fit into memory."""
+        """Search the run's passages, or an `index`, whose passages need not fit into memory."""
         passages = self.materials.passages if index is None else index
         return evaluate_and_report(folder, self.run, self.materials.texts, passages, first_stage)
 

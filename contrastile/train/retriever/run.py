@@ -38,7 +38,8 @@ TOKENISED_AT_ONCE, CHUNK = 1024, 4096
 class TokenStore:
     """Tokenised texts, each truncated to `length` tokens, concatenated without padding.
 
-    marker: a token of each text, among these, that stands first, or behind the one with which the tokenizer begins.
+    marker: a token that each text begins with, or has second where the tokenizer begins every text with one of its own.
+    It counts among the `length` tokens.
     """
 
     def __init__(self, texts: Iterable[str], tokenizer: Tokenizer, length: int, marker: int | None = None) -> None:
@@ -82,7 +83,7 @@ class TokenStore:
 
 
 def _begins(tokenizer: Tokenizer) -> int:
-    """1 where a tokenizer begins every text with the same token, such as [CLS]; else 0."""
+    """The number of tokens, 1 or 0, with which a tokenizer begins every text, such as [CLS]."""
     tokens = tokenizer.tokenise(["a", "1"])
     first, other = (ids[mask.bool()] for ids, mask in zip(tokens["input_ids"], tokens["attention_mask"], strict=True))
     return int(len(first) > 1 and len(other) > 1 and int(first[0]) == int(other[0]))
@@ -137,7 +138,7 @@ class RetrieverRun(LoadedRun):
     def encoded(self, side: Side, tokens: Tokens, *, compared: Sequence[int | None] = (), **words: Any) -> Any:
         """The encoder's features of these texts, sub-batch by sub-batch; `words`: further ones of `encode`.
 
-        compared: sizes. Instead there are features as they are compared, of each of these sizes, from the encoder.
+        compared: sizes, for each of which the encoder then returns features as they are compared.
         """
         words |= self.recipe.train.sub_batch.words(side, tokens["input_ids"].shape[1])
         encoder = getattr(self.model, f"encode_{side}")
@@ -162,7 +163,7 @@ class RetrieverRun(LoadedRun):
     ) -> Any:  # fmt: skip
         """Features of all texts of a store, without dropout, longest first; with a progress bar called `title`.
 
-        A tensor `[n, D]`; of a late retriever `Ragged`, the vectors `[T, D]` of all tokens that are compared.
+        A tensor `[n, D]`; for a late retriever a `Ragged` with the vectors `[T, D]` of all tokens that are compared.
         """
         late = self.recipe.model.kind == "late"
         if late and len(store) == 0:
@@ -242,7 +243,7 @@ def open_run_texts(recipe: RetrieverRecipe) -> TextSet:
 
 
 def training_texts(texts: TextSet, data: TextDataSettings) -> Iterator[str]:
-    """The training queries and their passages, which a tokenizer may be trained on; nothing that is held out."""
+    """The training queries and their passages, to train a tokenizer on; held-out queries are not among them."""
     train = [texts.queries[row] for row in texts.splits["train"].tolist()]
     passages = dict.fromkeys(row for query in train for row in (*query.positives, *query.negatives))
     yield from (data.query_prefix + query.text for query in train)
