@@ -26,9 +26,9 @@ Shape = tuple[int, int, int]
 # maker of progress bars: `with progress(total, "rendering", "images") as bar: ... bar.update(1)`
 ProgressFactory = Callable[[int, str, str], AbstractContextManager[Any]]
 
-# with fewer held-out captions, images of the other captions are held out too
+# with fewer held-out captions than this, images of the other captions are held out too
 FEW_CAPTIONS = 20
-# a share of bad pairs is taken of at least so many, because one bad pair among the first ten says little
+# the fewest pairs that a share of bad ones is taken of, because one bad pair among the first ten proves little
 SMALLEST_SAMPLE = 1000
 
 
@@ -39,7 +39,7 @@ def silent(*_: object) -> Iterator[Any]:
 
 
 def hash_fraction(text: str) -> float:
-    """A number in [0, 1) that depends on the text alone: the same on every machine, in every set of examples."""
+    """A number in [0, 1) that depends on the text alone, not on the machine or on the other examples."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
 
 
@@ -61,7 +61,7 @@ def hash_split(groups: Iterable[tuple[str, Sequence[int]]], share: float) -> dic
 
 
 def image_split(captions: Indices, keys: Sequence[str], share: float) -> Indices:
-    """Rows of images to hold out whose captions stay in training, which keep their first image; perhaps none.
+    """Rows of images to hold out, perhaps none. Their captions stay in training, each with its first image.
 
     captions: `[n]` ids of the training rows. keys: one for each image, equal for equal images.
     """
@@ -78,7 +78,7 @@ def sorted_rows(rows: Sequence[int]) -> Indices:
 
 
 def joined_ids(*keys: Sequence[Hashable]) -> Indices:
-    """One id per row, so that rows that agree in any of their keys, directly or through other rows, share an id.
+    """One id per row. Rows share an id if they agree in any of their keys, directly or through other rows.
 
     `keys` are columns of equal length. Ids are numbered by first appearance.
 
@@ -168,9 +168,9 @@ class SkipCounter:
 
 
 class Batches(Iterator[Tensor]):
-    """Rows of a pair set, int64 `[b]` per step: shuffled epoch after epoch, a batch may reach over into the next.
+    """Rows of a pair set, int64 `[b]` per step, shuffled anew for each epoch; a batch may extend into the next epoch.
 
-    `rows` are the training rows, `sizes` the batch size of every step; the first `step` steps cost nothing.
+    `rows` are the training rows, `sizes` the batch size of every step. The first `step` steps are passed over at once.
 
     >>> first = list(Batches(np.arange(5), sizes=[2, 2, 2], seed=0))
     >>> later = list(Batches(np.arange(5), sizes=[2, 2, 2], seed=0, step=1))
@@ -198,7 +198,7 @@ class Batches(Iterator[Tensor]):
         return rows
 
     def ahead(self, count: int) -> Tensor:
-        """The next `count` rows, in whatever batches they come."""
+        """The next `count` rows, regardless of the batches that they belong to."""
         pieces, position, end = [], self.examples, self.examples + count
         while position < end:
             epoch, start = divmod(position, len(self._rows))

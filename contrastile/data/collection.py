@@ -1,8 +1,9 @@
 """Source: the user's own images with captions, in a table or in a collection too large to be decoded beforehand.
 
-A table lies decoded in the cache. Of a collection the held-out pairs do, which are few, and an index of all pairs: the
-place of each, its caption and its hash fraction; the training pairs are read by their row in it. So `Batches` alone
-decides the order, on any number of ranks and workers, and a run resumes in the middle of an epoch at no cost.
+The cache holds all pairs of a table, decoded. It holds the held-out pairs of a collection, decoded, which are few, and
+an index of all its pairs: the place of each, its caption and its hash fraction. Training pairs of a collection are read
+by their row in the index. `Batches` alone decides the order, on any number of ranks and workers, and a run resumes in
+the middle of an epoch at no cost.
 """
 
 import hashlib
@@ -94,7 +95,7 @@ def _warn_of_one_caption(source: str, captions: npt.NDArray[Any]) -> None:
 
 
 def _first_missing(rows: Sequence[Row | str], folder: Path) -> str:
-    """The first image of a table that is no file, and the folder that its path is relative to; empty without one."""
+    """A clause about the first image of a table that is no file, and the folder of its path; empty without one."""
     path = next((row[0] for row in rows if not isinstance(row, str) and not row[0].is_file()), None)
     if path is not None and path.is_relative_to(folder):
         return f'; there is no "{path.relative_to(folder)}" in the folder "{folder}"'
@@ -202,7 +203,7 @@ class Index:
 
 
 def open_index(digest: str, sources: Sequence[Source], options: PairOptions) -> Index:
-    """The index from the cache; it is made again where manifests beside shards, or unpacked files, changed."""
+    """The index from the cache, made again if manifests beside shards, or unpacked files, have changed."""
     unpacked = options.cache / "unpacked"
 
     def usable(folder: Path) -> bool:
@@ -245,7 +246,7 @@ def _write_index(sources: Sequence[Source], unpacked: Path, progress: ProgressFa
 
 
 def _held_out(index: Index, share: float) -> npt.NDArray[np.bool_]:
-    """Pairs with the smallest hash fractions: the share, at most `MOST_HELD_OUT`, and never none or all of them."""
+    """A mask of the pairs with the smallest hash fractions: the share, at most `MOST_HELD_OUT`; never none or all."""
     distinct = np.unique(index.fractions)
     most = np.sort(index.fractions)[min(MOST_HELD_OUT, len(index) - 1)]
     bound = min(max(min(share, most), distinct[1]), distinct[-1])
@@ -253,11 +254,11 @@ def _held_out(index: Index, share: float) -> npt.NDArray[np.bool_]:
 
 
 def _held_out_images(index: Index, held_out: npt.NDArray[np.bool_], share: float) -> Indices:
-    """Pairs of other captions that are held out where few captions are, at most `MOST_HELD_OUT`."""
+    """Rows of further pairs to hold out, at most `MOST_HELD_OUT`, if few captions are held out; else none."""
     train = np.flatnonzero(~held_out)
     captions = np.unique(index.fractions[train], return_inverse=True)[1]
     if len(np.unique(index.fractions[held_out])) >= base.FEW_CAPTIONS or len(train) < 2 * (captions.max() + 1):
-        # before the keys, which take seconds for millions of pairs
+        # returned before the keys are made, which takes seconds for millions of pairs
         return train[:0]
     pieces = [(row, index.origin(row, 0)) for row in train.tolist()]
     keys = [f"{index.caption(row)} {Path(piece.path).name} {piece.offset}" for row, piece in pieces]

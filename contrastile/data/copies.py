@@ -1,8 +1,8 @@
 """Augmented copies of every training pair, in tar shards that are written ahead of a run and removed behind it.
 
 A shard holds the next pairs of the run in the run's own order; seed and example number alone decide the order and the
-augmentation. Any process of a run that misses a shard writes the same bytes, one process at a time; a shard that was
-removed, or damaged, is written again. A few shards lie on the disk at once, however large the set is.
+augmentation. A process of a run that finds no shard writes it, one process at a time, and all would write the same
+bytes. A shard that was removed or damaged is written again. A few shards are on the disk at once, for any size of set.
 """
 
 import hashlib

@@ -156,7 +156,7 @@ def as_texts(functions: Sequence[Documented], skipped: dict[str, int], held_out:
 
 
 def source_files(root: Path) -> list[Path]:
-    """The Python files under `root` without tests, in order; a file stands for itself."""
+    """The Python files under `root` without tests, in order; `root` itself if it is a file."""
     if root.is_file():
         return [root]
     return sorted(path for path in root.rglob("*.py") if not LEFT_OUT & set(path.relative_to(root).parts))
@@ -168,7 +168,7 @@ def module_name(path: Path, root: Path) -> str:
 
 
 def parse_functions(path: Path, module: str) -> Iterator[tuple[str, Function, str]]:
-    """Every function of a file: full name, node, code without docstring. None of a file that is no Python."""
+    """Every function of a file: full name, node, code without docstring; no function of a file that is no Python."""
     try:
         if path.stat().st_size > MOST_BYTES:
             return
@@ -177,7 +177,7 @@ def parse_functions(path: Path, module: str) -> Iterator[tuple[str, Function, st
             tree = ast.parse(text)
     except (OSError, SyntaxError, ValueError, RecursionError):
         return
-    # ast counts lines like this: a form feed ends none
+    # split as ast counts lines, which a form feed does not end
     lines = re.split(r"\r\n|\r|\n", text)
     waiting: list[tuple[str, ast.AST]] = [(module, tree)]
     while waiting:

@@ -96,7 +96,7 @@ class _ProgressFile(io.FileIO):
 
 @contextmanager
 def _open(path: Path, advance: Callable[[int], object]) -> Iterator[TextIO]:
-    """Open a text file. Bytes that are not UTF-8 become lone surrogates, which `is_utf8` finds: they cost one row."""
+    """Open a text file. Bytes that are not UTF-8 become lone surrogates, and `is_utf8` then refuses their row alone."""
     with io.BufferedReader(_ProgressFile(path, advance), BLOCK) as packed:
         plain: Any = gzip.GzipFile(fileobj=packed) if path.name.endswith(".gz") else packed
         with io.TextIOWrapper(plain, encoding="utf-8-sig", errors="surrogateescape", newline="") as text:
@@ -104,7 +104,7 @@ def _open(path: Path, advance: Callable[[int], object]) -> Iterator[TextIO]:
 
 
 def _json(path: Path, counter: SkipCounter) -> Iterator[tuple[int, Entry | str]]:
-    """A list of entries, or lines of entries; a list that begins with a text is itself an entry of a line."""
+    """The entries of a list, or of lines. A file that begins with a list of texts has a list as the entry of a line."""
     with _open(path, lambda _: None) as file:
         beginning = file.read(BLOCK).lstrip()
     listed = beginning.startswith("[") and not beginning[1:].lstrip().startswith('"')
@@ -112,7 +112,7 @@ def _json(path: Path, counter: SkipCounter) -> Iterator[tuple[int, Entry | str]]
 
 
 def _limited(file: TextIO, path: Path) -> Iterator[str]:
-    """The lines of a text file. A few packed bytes may be an endless line, or endless blanks: ValueError for these."""
+    """The lines of a text file; raises ValueError for endless lines or blanks, which a few packed bytes may give."""
     blanks = 0
     for number in count(1):
         line = file.readline(MOST_CHARACTERS + 1)
@@ -147,7 +147,7 @@ def _lines(path: Path, counter: SkipCounter) -> Iterator[tuple[int, Entry | str]
 
 
 def _entry(value: Any, text: str) -> Entry | str:
-    """A JSON value as an entry, a list by its numbers; or the reason why it is none."""
+    """A JSON value as an entry, a list with its indices as keys; or the reason why it is no entry."""
     if not is_utf8(text):
         return "not UTF-8"
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Images to evaluate with: of classes, for zero-shot classification, or of several captions each, for retrieval.
+"""Images to evaluate with: those with classes for zero-shot classification, those with captions for retrieval.
 
 Nothing is decoded here. Classes are sub-folders, as ImageNet has them. The known layouts:
 
@@ -30,7 +30,7 @@ WNID = re.compile(r"n\d{8}")
 
 
 class Class(NamedTuple):
-    """A class: its folder, or None where its place in the list is its number; and its names."""
+    """A class and its names. key: its folder, or None in a list without folders, where classes have numbers only."""
 
     key: str | None
     names: tuple[str, ...]
@@ -156,10 +156,11 @@ def open_class_folder(
 ) -> ClassFolder:  # fmt: skip
     """The images below `folder` and their classes.
 
-    The class of a sub-folder is the entry of its name in the file `classes`; else, where every sub-folder is a number,
-    the class of that number; else, where the file is a list of as many names, the class at its alphabetical place.
-    Without a file, the name of a sub-folder is its class, underscores read as spaces. `mapping`, a JSON file, gives a
-    sub-folder several classes. Answers are the classes that are right for some folder, or "all".
+    The class of a sub-folder is the first of these that exists: the entry of its name in the file `classes`; the class
+    of its number, if every sub-folder is a number; the class at its alphabetical place, if the file is a list of as
+    many names. Without a file, the name of a sub-folder is its class, underscores read as spaces. `mapping`, a JSON
+    file, gives a sub-folder several classes. `among`: the answers are the classes that are right for some of the
+    "folders", or "all".
     """
     root = Path(folder)
     folders = _folders(root)

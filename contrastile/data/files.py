@@ -1,7 +1,7 @@
 """Files that are written, never through a symbolic link; and the cache, folders that are made once.
 
-A folder may come from somebody else, with links under the names that are written there, which would lead to any file of
-its reader. Only the last part of a path is looked at: a folder that the user names may be a link. A folder of the cache
+A folder from somebody else may hold links under the names that this program writes, and a link may lead to any file of
+the user. Only the last part of a path is checked, so a folder that the user names may be a link. A folder of the cache
 is written under a temporary name and renamed, under a lock, so that neither a kill nor a second process leaves half of
 it. Its checksums are compared whenever it is opened; a damaged folder is made again.
 """
@@ -26,7 +26,7 @@ MANIFEST = "manifest.json"
 
 
 def new_file(path: Path) -> None:
-    """Make an empty file at `path`. An earlier file or link of that name is removed, what a link leads to is not."""
+    """Make an empty file at `path`. An earlier file or link of that name is removed, but not the target of a link."""
     path.unlink(missing_ok=True)
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
 
@@ -84,7 +84,7 @@ def read_whole(path: str | Path, most: int) -> bytes:
 
 
 def own_folder(path: Path) -> Path:
-    """The path of a folder that is written into, whether it is there or not; ValueError where it is a symbolic link."""
+    """`path`, of a folder to write into, which need not exist; ValueError where it is a symbolic link."""
     if path.is_symlink():
         raise _linked(path, "folder")
     return path

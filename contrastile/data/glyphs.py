@@ -1,7 +1,7 @@
 """Source: the built-in glyphs, images of characters from the fonts of matplotlib, each with its Unicode name.
 
-Nothing is downloaded. About 54,000 pairs of 7,300 names in 18 faces; the handwritten digits of scikit-learn, in the
-same form, are a zero-shot test of them. Two pairs share an id when they share the name or the very image, directly or
+Nothing is downloaded. There are about 54,000 pairs of 7,300 names in 18 faces. The handwritten digits of scikit-learn,
+in the same form, are a zero-shot test. Two pairs share an id when they share the name or the very image, directly or
 through other pairs: capital A is LATIN, GREEK, CYRILLIC ... CAPITAL LETTER A or ALPHA.
 
 **Splits.** "faces": two whole faces, for the names of the training set, without images that the training set has in the
@@ -135,7 +135,7 @@ def split(
 
 
 def _names_to_hold_out(names: list[str], ids: Indices, trainable: Indices, share: float) -> list[int]:
-    """Rows of whole groups in the order of their hash, until the share is reached; groups with rare words are left."""
+    """Rows of whole groups in the order of their hash, until the share is reached; groups with rare words stay."""
     left = Counter(word for name in {names[row] for row in trainable} for word in name.split())
     wanted = round(share * len(set(names)))
     rows: list[int] = []

@@ -35,7 +35,7 @@ TURNS = {
     2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
     8: "ROTATE_90",
 }  # fmt: skip
-# of an augmentation: degrees and a factor, both either way, a share of the image, the weight of a smoothed copy
+# ranges of an augmentation: degrees either way, a factor either way, a share of the image, a smoothed copy's weight
 RANGES = {"rotation": 8.0, "shear": 12.0, "scale": 1.25, "shift": 0.08, "blur": 1.0}
 # the pixels that are converted at once, so that a conversion takes no second copy of an image
 BAND = 1 << 17
@@ -161,7 +161,8 @@ def _converted(image: Image.Image, mode: str, box: tuple[int, ...]) -> Image.Ima
 def _stretch(image: Image.Image) -> tuple[float, float] | None:
     """The factor and the summand that bring pixels of 32 bits to 0 ... 255; None for other images.
 
-    Their range is 1 (with a fraction), 255 or 65,535, the first that holds them, else from the least to the largest.
+    Pixels from 0 to 1 (in fractions), to 255 or to 65,535 are divided by the first of these bounds that holds them;
+    others are stretched from the least to the largest.
     """
     if image.mode not in ("I", "F"):
         return None

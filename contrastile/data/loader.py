@@ -1,9 +1,9 @@
 """Loading of images beside the training step: one batch, decoded by threads or processes ahead of its use.
 
-Threads share one interpreter with the training step: all of them together decode about a thousand images a second, and
-slow a step on a GPU to a third. So processes feed a GPU. They are plain programs without a terminal, which get their
-tasks over a socket and end with this process. Nothing is pickled; images travel through memory that both sides map.
-torch's `DataLoader`, measured in their place, reads half as many JPEGs per second (docs/log.md).
+Threads share one interpreter with the training step: together they decode about a thousand images a second, and a step
+on a GPU takes three times as long beside them. Processes therefore feed a GPU. They are plain programs without a
+terminal, which get their tasks over a socket and end with this process. Nothing is pickled; images travel through
+memory that both sides map. torch's `DataLoader` reads half as many JPEGs per second as these processes (docs/log.md).
 """
 
 import json
@@ -217,7 +217,7 @@ class ImageLoader:
             buffer.tasks = self._tasks
 
     def _buffer(self, size: int) -> SharedBuffer:
-        """Shared memory for a batch: that of an earlier batch which nothing refers to any more."""
+        """Shared memory for a batch: an earlier batch's if nothing refers to it any more, else new memory."""
         for buffer in [buffer for buffer in self._buffers if buffer.idle]:
             if buffer.size >= size:
                 return buffer

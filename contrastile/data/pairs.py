@@ -34,7 +34,7 @@ Labels = tuple[list[str], Indices, dict[str, Indices], dict[str, int]]
 
 @dataclass(frozen=True)
 class PairOptions:
-    """The options of `open_pairs` that a source may need; see there."""
+    """The options of `open_pairs`, which describes them, that a source may need."""
 
     image_size: int
     channels: int
@@ -87,9 +87,10 @@ class Library(Protocol):
 class Stream:
     """Training pairs of a library, by row: row i of the stream is row `rows[i]` of the library.
 
-    The same pairs come `copies` times. `augmented`: the library's images are augmented already. An image that cannot be
-    read is counted in `skipped`; the pair before it replaces it: their ids are equal, so it is no negative. `workers`
-    decode: processes where `apart` is set, which leave this process free to keep a GPU busy, else threads.
+    The same pairs come `copies` times. `augmented`: the library's images are augmented already. An unreadable image is
+    counted in `skipped`, and the pair before it takes the place of its pair; equal ids keep the two from being
+    negatives of each other. `workers` decode: as processes where `apart` is set, which leaves this process free to keep
+    a GPU busy, else as threads.
     """
 
     library: Library
@@ -113,7 +114,7 @@ class Stream:
         return [self.library.caption(self.rows[row]) for row in rows]
 
     def sample_captions(self, most: int) -> list[str]:
-        """Captions to train a tokenizer on: those of one copy of the pairs, at most `most`, evenly spread."""
+        """At most `most` captions of one copy of the pairs, evenly spread, to train a tokenizer on."""
         count = len(self) // self.copies
         return self.captions(range(0, count, -(-count // most)))
 
@@ -134,7 +135,7 @@ class Stream:
     def read(
         self, rows: Sequence[int], examples: Sequence[int], crop_seed: int | None, *, tries: int = TRIES
     ) -> tuple[Tensor, list[int]]:
-        """Images `[b, C, S, S]` uint8 of `rows`, the caller's own, and the rows they are of where one replaces another.
+        """Images `[b, C, S, S]` uint8 of `rows`, the caller's own, and their rows: a good row in place of a bad one.
 
         `examples`, their numbers in the run, and `crop_seed` decide the crops; without a seed images are whole.
         """
@@ -144,7 +145,7 @@ class Stream:
         self._count(reasons, rows)
         good = [number for number, reason in enumerate(reasons) if reason is None]
         if not good and tries:
-            # the following rows replace a share without a readable image, so that a resumed run does the same
+            # the following rows replace a share without a readable image: a resumed run finds the same
             return self.read([(row + 1) % len(self) for row in rows], examples, crop_seed, tries=tries - 1)
         if not good:
             raise invalid("source", "have images that can be read", counted(self.skipped), "Look at the shards.")

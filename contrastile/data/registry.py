@@ -27,8 +27,8 @@ def open_pairs(
 
     Images are `image_size` pixels square, with 1 channel (grey) or 3 (colour), kept in a folder under `cache`; those of
     a collection's training pairs are read on demand. `held_out`: the share kept from training. `most_bad`: the share of
-    pairs that may be unusable. `weights`: how often each source of a collection comes in an epoch. `copies`: augmented
-    copies of each pair of the other sources, written to shards in the order of `seed`; see `copies.py`.
+    pairs that may be unusable. `weights`: the times that each source of a collection comes in an epoch. `copies`: the
+    number of augmented copies of each pair of other sources, written to shards in the order of `seed`; see `copies.py`.
     """
     if image_size < 8:
         raise invalid("image_size", "be at least 8 pixels", image_size, "Glyphs are legible from 32 on.")

@@ -1,7 +1,7 @@
 """Places of every pair of a collection: tar shards of key.jpg and key.txt, parquet files, tables, folders of images.
 
-Only headers and captions are read, no image. `docs/collections.md` says what is promised of damaged and hostile shards;
-no library in use keeps these promises.
+Only headers and captions are read, no image. `docs/collections.md` lists the promises about damaged and hostile shards;
+no library in use keeps them.
 """
 
 import io
@@ -109,9 +109,9 @@ def _key(name: str) -> tuple[str, str]:
 
 
 class _Headers(io.BufferedReader):
-    """A tar file of which the headers are read alone, each up to `left` bytes, set anew for each member.
+    """A tar file whose headers alone are read. `left`: the bytes that a member's header may still take.
 
-    The library parses extensions in quadratic time, in the length of a number too.
+    The library parses extensions in a time that grows with the square of their length, and of a number's in them.
     """
 
     def __init__(self, path: Path) -> None:
@@ -159,7 +159,7 @@ def _members(shard: Path) -> Iterator[tarfile.TarInfo]:
 
 
 def _pairs(shard: Path, members: Sequence[tarfile.TarInfo]) -> list[Finding]:
-    """The pair of one key, or the reason why there is none, for each pair that is lost; empty for a shard's notes."""
+    """The pair of one key, or a reason for each pair that is lost; empty for a key without image and caption."""
     named = [
         (os.path.splitext(member.name)[1].lower() if member.isreg() and not member.issparse() else "", member)
         for member in members
@@ -191,7 +191,7 @@ def _checked(path: Path, offset: int, size: int, caption: bytes) -> Finding:
         clean = " ".join(caption.decode("utf-8").split())
     except UnicodeDecodeError:
         return "not UTF-8"
-    # a disk gives zeros in the place of what it lost
+    # a disk gives zeros in place of lost bytes
     return "not a text" if "\0" in clean else Pair(str(path), offset, size, clean) if clean else "empty caption"
 
 
@@ -205,8 +205,9 @@ def find_in_table(table: Path) -> Iterator[Finding]:
 
 
 def find_in_folder(folder: Path) -> Iterator[Finding]:
-    """Every image below a folder, none outside; its caption is the .txt beside it, or where no image there has one, the
-    name of its own folder.
+    """Every image below a folder, and none outside.
+
+    Its caption is the .txt beside it, or, if no image of its own folder has one, the name of that folder.
     """
     root, paths = folder.resolve(), files_below(folder, PICTURES)
     beside = ((path, path.with_suffix(ending)) for path in paths for ending in (".TXT", ".txt"))
@@ -228,10 +229,10 @@ def find_in_folder(folder: Path) -> Iterator[Finding]:
 
 
 def state(source: Source) -> list[Any]:
-    """The state of a source, by which an index is known to be its own: paths, sizes and dates of all its files."""
+    """The state of a source, which its index depends on: paths, sizes and dates of all its files."""
     kind, paths = source.kind, list(source.paths)
     if kind == "folder":
-        # the rule of its captions was another one before
+        # renamed when the rule of captions changed, so that no index of an earlier version is used
         kind = "titled folder"
         paths = [str(path) for path in files_below(Path(paths[0]), (*PICTURES, ".txt"))]
     elif kind in TABLES:
@@ -240,7 +241,7 @@ def state(source: Source) -> list[Any]:
 
 
 def manifest_state(source: Source) -> list[Any]:
-    """The state of the manifests beside its shards; the shards are compared again when a manifest is new or changed."""
+    """The state of the manifests beside a source's shards; a new or changed manifest is compared with them again."""
     has_manifests = source.kind in (".tar", ".parquet")
     folders = sorted({os.path.dirname(path) for path in source.paths}) if has_manifests else []
     manifests = (os.path.join(folder, name) for folder in folders for name in (SIZES, SUMS))
@@ -253,7 +254,7 @@ def unpack(table: Path, cache: Path) -> Path:
     The file has a column of captions and one of images: bytes, or as `datasets` writes them, a struct of bytes and
     path, whose path is never followed. A row without a caption or an image has an empty entry.
     """
-    # files of an earlier version, which killed processes left too
+    # files of an earlier version, and the remains of its killed processes
     for leftover in (*cache.glob("*.tar"), *cache.glob("*.part-*")):
         leftover.unlink(missing_ok=True)
     settings, make = file_state(str(table.resolve())), partial(_unpack, table)

@@ -19,7 +19,7 @@ TABLES = (".tsv", ".csv")
 KINDS = (".tar", ".parquet", *TABLES)
 MOST_FILES = 1_000_000
 
-# sentences that the name of a class is put into, by the names that a recipe gives them; the words are ours
+# sentences with a place for the name of a class, by their names in a recipe; the sentences are this project's own
 PROMPTS: dict[str, tuple[str, ...]] = {
     # the most common prompt of the field
     "plain": ("a photo of a {}.",),
@@ -39,7 +39,7 @@ class Source(NamedTuple):
 
 
 def is_collection(source: str) -> bool:
-    """True for shards, parquet files, folders and several tables; False for the glyphs, one table, and no source."""
+    """True for shards, parquet files, folders and several tables; False for the glyphs, one table, or no source."""
     return source not in ("glyphs", TO_BE_GIVEN) and ("::" in source or "{" in source or not source.endswith(TABLES))
 
 

@@ -1,7 +1,7 @@
 """Tables of delimited text: rows of .csv and .tsv files, and of those that pair an image with a caption.
 
-A quote that is never closed would swallow all lines behind it. So quotes are read strictly, and a row ends within
-`ROW_LINES` lines, or is refused with the number of its first line. The first line of a table of images names the
+A quote that is never closed would swallow all lines behind it. Quotes are therefore read strictly, and a row of more
+than `ROW_LINES` lines is refused with the number of its first line. The first line of a table of images names the
 columns. A .tsv file has tabs and no quoting; a .csv file has commas, or tabs where its first line has one, and quotes.
 """
 
@@ -29,7 +29,7 @@ Row = tuple[Path, str]
 def read_rows(
     lines: Iterable[str], delimiter: str, path: Path, *, name: str = "source", quotes: bool = True
 ) -> Iterator[tuple[int, list[str] | str]]:
-    """Rows that are not empty, each with the number of its first line; of each unusable line, the reason.
+    """Rows that are not empty, each with the number of its first line; an unusable line gives the reason instead.
 
     `lines` keep their ends, and have lone surrogates for bytes that are not UTF-8. `name` is what errors call the file.
 
@@ -69,7 +69,7 @@ def read_rows(
 
 
 def read_table(table: Path, folder: Path | None = None, *, name: str = "source") -> list[Row | str]:
-    """Every row below the first: the path of its image, in `folder` or the table's own, and its caption; or why not."""
+    """Every row below the first: the path of its image, in `folder` or the table's, and its caption; or a reason."""
     try:
         with open_file(table) as file:
             content = file.read()
@@ -107,7 +107,7 @@ def read_table(table: Path, folder: Path | None = None, *, name: str = "source")
 
 
 def check_names(names: Sequence[str], path: Path, *, name: str = "source") -> None:
-    """Raise ValueError where two columns have one name: all but one would be lost."""
+    """Raise ValueError where two columns share a name, because only one of them would be read."""
     twice = [column for column, times in Counter(filter(None, names)).items() if times > 1]
     if twice:
         remedy = "Rename one of them."

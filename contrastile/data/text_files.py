@@ -22,13 +22,13 @@ from contrastile.data.base import Indices, ProgressFactory, SkipCounter, Skipped
 from contrastile.data.entries import BEIR_CORPUS, Entry, first, read_entries, read_passages, reading, text_of
 from contrastile.data.texts import Passage, Query, TextSet, text_digest
 
-# columns of a table of pairs that hold no texts
+# columns of a table of pairs that hold numbers
 NUMBERS = {"label", "labels", "score", "scores"}
-# the same for ids; pandas writes a first column without a name
+# columns that hold ids; pandas writes a first column without a name
 ROW_IDS = {"", "id", "_id", "idx", "index", "qid", "query_id", "Unnamed: 0"}
 # names of columns in any order; negatives may be numbered
 QUESTIONS, POSITIVE, NEGATIVE = ("anchor", "query", "question"), "positive", "negative"
-# the longest list that is written as Python writes it: an element takes a few hundred bytes while it is read
+# letters of the longest list in Python's form: an element takes a few hundred bytes while it is read
 LONGEST_LIST = 1 << 17
 # names of the ids of passages within an entry
 CONTEXT_IDS = ("passage_id", "psg_id", "docid", "id", "_id")
@@ -100,7 +100,7 @@ class TextSetBuilder:
         self._passage_rows: dict[bytes, int] = {}
         self._id_rows: dict[str, int] = {}
         self._query_rows: dict[str, int] = {}
-        # the number of texts with the id of another text, and the place of the first of them
+        # the number of texts that share the id of another text, and the place of the first one
         self._clashes, self._first = 0, ""
 
     def add_passage(self, passage: Passage) -> int:
@@ -260,7 +260,7 @@ def _own_scores(*lists: Any) -> list[float | None]:
 
 
 def _listed(text: str) -> Any:
-    """The list that `text` is, as Python writes it; None for any other text. `Skipped` for one that is too much."""
+    """The list that `text` is in Python's form; None for any other text. Raises `Skipped` for one that is too long."""
     if len(text) > LONGEST_LIST and text.rstrip().endswith("]"):
         raise Skipped("a list of answers that is too long")
     try:
@@ -304,7 +304,8 @@ def open_beir(
 ) -> TextSet:
     """A folder with corpus.jsonl, queries.jsonl and qrels/*.tsv; each file of qrels is a split by its name.
 
-    A passage with a question's own id is that question (ArguAna, Quora), and no result of it unless it is judged so.
+    A passage with a question's own id is that question (ArguAna, Quora). It is left out of the question's results,
+    unless it is judged to be right.
     """
     judged = sorted((folder / "qrels").glob("*.tsv"))
     missing = [name for name in (BEIR_CORPUS, "queries.jsonl") if not (folder / name).is_file()]
@@ -329,7 +330,7 @@ def open_beir(
 
 
 def _by_id(path: Path, counter: SkipCounter) -> dict[str, Passage]:
-    """The first passage of each id: judgements cannot tell the others from it."""
+    """The first passage of each id: judgements, which name ids, cannot mean another one."""
     passages: dict[str, Passage] = {}
     for passage in read_passages(path, counter):
         if passages.setdefault(passage.id, passage) is not passage:
@@ -353,7 +354,7 @@ def _judged(path: Path, texts: dict[str, str], rows: dict[str, int], counter: Sk
         elif passage not in rows:
             counter.skip("passage id not in corpus.jsonl", place)
         else:
-            # a passage that is judged to be wrong is known, and no positive
+            # a passage that is judged to be wrong is no positive, and no error
             right = grades.setdefault(query, {})
             if grade > 0:
                 right[rows[passage]] = grade

@@ -24,7 +24,7 @@ from contrastile.data.files import write_text
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[^\W\d_A-Z]+|\d+|[^\W\d_]+")
 # queries between two updates of the bar
 CHUNK = 512
-# candidates for each negative wanted, because right ones are passed over
+# candidates for each negative, because right passages among them are passed over
 CANDIDATES = 4
 PASSAGES, QUERIES, SPLITS = FILES = ("passages.jsonl", "queries.jsonl", "splits.json")
 
@@ -153,8 +153,8 @@ class BM25:
 def with_mined_negatives(texts: TextSet, count: int, *, progress: ProgressFactory = silent) -> TextSet:
     """`texts` with up to `count` hard negatives for each training query that has none.
 
-    Negatives are the first passages by BM25 that are no positive, have not the text of one, are not the query itself
-    and contain no answer. Positives of held-out queries are no candidates, so that training never shows them.
+    Negatives are the first passages by BM25 that are neither the query itself nor have the text of a positive, and
+    contain no answer. Positives of held-out queries are no candidates, so that training never shows them.
     """
     train = [row for row in texts.splits["train"].tolist() if not texts.queries[row].negatives]
     held_out = (row for name, rows in texts.splits.items() if name != "train" for row in rows.tolist())
