@@ -1,7 +1,7 @@
 """The common form of a tower, its layers that are frozen or checkpointed, and checks that a recipe fits it.
 
-Below the files that build towers. A recipe asks for frozen weights (LiT, Zhai et al. 2022) with `model.locked` and
-`model.unlocked`, and for activations that are computed again with `model.checkpointing`.
+The files that build towers import this one. `model.locked` and `model.unlocked` of a recipe freeze weights (LiT, Zhai
+et al. 2022); `model.checkpointing` computes activations again in the backward.
 """
 
 import math
@@ -115,7 +115,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def feature_size(tower: nn.Module, *inputs: Tensor) -> int:
-    """The size of a tower's features, found by running it; changes neither statistics nor random state."""
+    """The size of a tower's features, found by running it in eval mode: statistics and random state do not change."""
     with evaluating(tower), torch.no_grad():
         return int(tower(*inputs).shape[1])
 
@@ -127,7 +127,7 @@ def towers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def repeated_modules(tower: nn.Module) -> list[nn.Module]:
-    """Modules with children that share a list with others of their type, such as attention blocks; outer ones first."""
+    """Modules with children, in a list with others of their type, such as attention blocks; outer ones first."""
     repeated: list[nn.Module] = []
     for row in tower.modules():
         if isinstance(row, (nn.ModuleList, nn.Sequential)):
@@ -202,7 +202,7 @@ def checkpoint_activations(tower: nn.Module, side: str) -> None:
 def check_image_input(
     image_size: int, channels: int, *, size: int | Sequence[int] | None, colours: int | None = None
 ) -> None:
-    """Raise ValueError where an image tower takes images of another `size`, or other `colours` than one grey."""
+    """Raise ValueError where an image tower takes images of another `size`, or another number of `colours`."""
     if size is not None and size not in (image_size, [image_size, image_size], (image_size, image_size)):
         rule = f"be the {size} pixels of the image tower"
         raise invalid("image_size", rule, image_size, "Set data.image_size to it.")

@@ -1,4 +1,4 @@
-"""Towers through torch.compile: their repeated layers, in place, where that pays.
+"""Compilation of towers by torch.compile: of their repeated layers, in place.
 
 All layers of a kind share one compiled graph, so a tower of 24 layers is compiled as quickly as one of 12. Weights keep
 their names, and hooks, wrappers and checkpoints of activations around a layer stay as they are.
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from contrastile._torch import compile_graphs, replace_calls, uncompile
 from contrastile.models.base import layers_of
 
-# channels of pixels: of red, green, blue, and a mask
+# the most channels of pixels: red, green, blue, and a mask
 COLOURS = 4
 
 
 def compile_tower(tower: nn.Module) -> None:
-    """Compile the tower's layers, or all of it where it has none that repeat; for training, not for evaluation."""
+    """Compile the tower's repeated layers, or the whole tower if it has none; for training, not for evaluation."""
     for module in compiled_parts(tower):
         compile_graphs(module)
     for module in _patch_embeddings(tower):
@@ -34,7 +34,7 @@ def uncompile_tower(tower: nn.Module) -> None:
 
 
 def compiled_parts(tower: nn.Module) -> list[nn.Module]:
-    """The modules of a tower that are compiled, each for itself."""
+    """The modules of a tower that are compiled one by one."""
     # torch.compile skips modules of torch itself, unless another one is around them
     return [layer for layer in layers_of(tower) if not type(layer).__module__.startswith("torch.nn.")] or [tower]
 
@@ -68,7 +68,7 @@ def _as_product(conv: nn.Conv2d, pixels: Tensor) -> Tensor:
 
 
 def no_compiler(device: torch.device) -> str | None:
-    """Return the reason why towers are not compiled for this device by themselves; None where they can be."""
+    """Return the reason why `compile = "auto"` compiles no towers for this device; None if it may."""
     if device.type != "cuda":
         return "they run on a CPU"
     if find_spec("triton") is None:

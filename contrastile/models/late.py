@@ -1,4 +1,4 @@
-"""The retriever with many vectors: one of each token, compared by late interaction (ColBERT, Khattab and Zaharia 2020).
+"""The retriever with a vector for each token, compared by late interaction (ColBERT, Khattab and Zaharia 2020).
 
 The score of a query and a passage is Σ_l max_m ⟨q_l, k_m⟩ over the query's tokens l and the passage's tokens m.
 """
@@ -69,9 +69,9 @@ class LateRetriever(Retriever):
         return self._vectors("passage", input_ids, attention_mask), self.compared(input_ids, attention_mask)
 
     def compact(self, features: TokenFeatures, input_ids: Tensor, attention_mask: Tensor) -> TokenFeatures:
-        """Vectors of passages without those that are not compared, `[B, most, D]`, and their mask.
+        """The vectors of passages that are compared, `[B, most, D]`, and their mask.
 
-        The tokens, in host memory, say which ones these are, so that nothing waits for a device.
+        The mask follows from the tokens in host memory, so that nothing waits for a device.
         """
         mask = self.compared(input_ids.cpu(), attention_mask.cpu())
         most = max([1, *mask.sum(1).tolist()])
@@ -97,7 +97,7 @@ class LateRetriever(Retriever):
 
 
 def _punctuation(tokenizer: Tokenizer) -> list[int]:
-    """The numbers of the tokens that are made of punctuation alone, but for the sign of a blank before them."""
+    """The numbers of the tokens that are punctuation alone, after the sign of a blank before them is removed."""
     tokens = (token.lstrip("Ġ▁") for token in tokenizer.tokens(range(tokenizer.vocabulary_size)))
     return [number for number, token in enumerate(tokens) if token and not set(token).difference(string.punctuation)]
 
@@ -127,7 +127,7 @@ def build_late(settings: Settings, *, tokenizer: Tokenizer) -> LateRetriever:
 
 
 def marker(tokenizer: Tokenizer, settings: Any, side: str) -> int | None:
-    """The number of the token that marks a side's texts; None for "". Raises ValueError for one that is no token."""
+    """The number of the token that marks a side's texts; None for "". Raises ValueError if the tokenizer lacks it."""
     name = f"{side}_marker"
     token = getattr(settings, name)
     number = tokenizer.token_id(token) if token else None
@@ -139,5 +139,5 @@ def marker(tokenizer: Tokenizer, settings: Any, side: str) -> int | None:
 
 
 def special_tokens(settings: Any) -> tuple[str, ...]:
-    """The tokens that a tokenizer learned for such a retriever has beside its words."""
+    """The tokens that a tokenizer trained for a late retriever has beside its words."""
     return tuple(dict.fromkeys(token for token in (settings.query_marker, settings.passage_marker, MASK) if token))

@@ -24,7 +24,7 @@ from contrastile.models.text import Tokenizer
 
 # the text that finds the position of a tower's pooling
 TRIAL_TEXT = "a small red fox in the snow"
-# weights are float32, because half precision loses small updates; `train.precision` sets the precision of products
+# weights are float32, because half precisions lose small updates; `train.precision` sets the precision of products
 DTYPE = torch.float32
 # code in a folder is not run, nor is the user asked to allow it
 LOCAL_ONLY = {"local_files_only": True, "trust_remote_code": False}
@@ -44,8 +44,8 @@ POOLER = "pooler"
 class Library:
     """The origin of a model, a local `folder` or a `config` with its `model_type`, and the pooling of its outputs.
 
-    `pooling`, one of `POOLINGS`: "mean" over all positions without padding, "cls" the first position, "last" the last
-    one without padding, "pooler" the model's own. `mean` and `std` normalise the pixels, by default a folder's own.
+    `pooling`, one of `POOLINGS`: "mean" over all positions but padding, "cls" the first position, "last" the last one
+    but padding, "pooler" the model's own. `mean` and `std` normalise the pixels; by default they are the folder's own.
     """
 
     folder: str | None = None
@@ -55,7 +55,7 @@ class Library:
     std: list[float] | None = None
 
     def __post_init__(self) -> None:
-        # the recipe has checked that there is one of both, and its form
+        # the recipe has checked the form, and that exactly one of folder and config is given
         if (entry := remote_code(self.config)) is not None:
             raise invalid("config", RULE, entry, "Leave it out.")
         if self.folder is not None:
@@ -83,8 +83,8 @@ class Library:
         kind = entries.pop("model_type")
         with _config_errors(kind):
             config = AutoConfig.for_model(kind, **entries)
-        # defaults may be unknown to the model; a configuration with a version was written by the library, in a folder
-        # or a run, and may hold keys that other classes read
+        # defaults may be unknown to the model; the library wrote a configuration with a version, in a folder or a run,
+        # and may have added keys that other classes read
         if "transformers_version" not in entries:
             _refuse_unknown_keys({key: value for key, value in entries.items() if key not in defaults}, config)
             # the key in this version of transformers, and in older ones
@@ -145,7 +145,7 @@ def _load(folder: str, pooling: str) -> nn.Module:
 
 
 def _compare_modules(folder: Path, pooling: str) -> None:
-    """Warn where a folder of sentence-transformers pools otherwise, or has a module without a tower, such as Dense."""
+    """Warn where a folder of sentence-transformers has another pooling, or a module such as Dense that is left out."""
     modules = folder / "modules.json"
     for module in json.loads(modules.read_text(encoding="utf-8")) if modules.is_file() else ():
         kind = module["type"].rpartition(".")[2]
@@ -197,7 +197,7 @@ def _refuse_unknown_keys(entries: Mapping[str, Any], config: Any, path: str = "c
             _refuse_unknown_keys(value, getattr(config, key), f"{path}.{key}")
 
 
-# models of patches or with added tokens have other positions than the mask, and no padding
+# a model of patches, or with added tokens, has more or fewer positions than the mask, and no padding
 def _mean(output: Any, mask: Tensor | None) -> Tensor:
     states = output.last_hidden_state
     if states.ndim == 4:
@@ -249,7 +249,7 @@ class TextTower(nn.Module):
         self.model = model
         self.pooling = pooling
         self.length, self.pad = length, pad
-        # a decoder's keys and values, which it would keep for a text that goes on, by layer
+        # a decoder would cache the keys and values of each layer, to continue the text
         decodes = "use_cache" in inspect.signature(model.forward).parameters
         self.options = {"use_cache": False} if decodes else {}
 
@@ -295,7 +295,7 @@ def text_tower(library: Library, *, tokenizer: Tokenizer, model: nn.Module | Non
     base.check_text_input(tokenizer, vocabulary=config.vocab_size, longest=longest)
     pooling = _pooling_of(model, tokenizer) if library.pooling == "pooler" else library.pooling
     tower = TextTower(model, pooling)
-    # weights without values give no features to compare
+    # features of meta weights have no values to compare
     if not next(tower.parameters()).is_meta and _sees_padding(tower, tokenizer):
         tower = TextTower(model, pooling, length=tokenizer.length, pad=tokenizer.pad)
     trial = torch.full((1, min(4, tokenizer.length)), tokenizer.pad)
@@ -307,8 +307,8 @@ def text_tower(library: Library, *, tokenizer: Tokenizer, model: nn.Module | Non
 def _pooling_of(model: nn.Module, tokenizer: Tokenizer) -> str:
     """Choose "pooler", or "last" for a causal model whose pooler takes another position than the last token's.
 
-    CLIP's pooler takes that of the end token. With a tokenizer that writes none it mostly takes the first, whose state
-    depends on no other token, so that all texts with the same first word would be equal.
+    CLIP's pooler takes the position of the end token. With a tokenizer that writes no end token it mostly takes the
+    first position, whose state depends on no other token: all texts with the same first word would be equal.
     """
     if next(model.parameters()).is_meta:
         return "pooler"
@@ -317,7 +317,7 @@ def _pooling_of(model: nn.Module, tokenizer: Tokenizer) -> str:
     if mask.sum() < 2:
         return "pooler"
     other = ids.clone()
-    # a high token, because some poolers look for the highest one, but none of the end tokens
+    # a high token, because some poolers look for the highest number, but not an end token
     ends = torch.tensor(getattr(model.config, "eos_token_id", None) or []).flatten().tolist()
     other[0, 1] = next(token for token in range(tokenizer.vocabulary_size - 2, -1, -1) if token not in ends)
     with base.evaluating(model):
@@ -331,7 +331,7 @@ def _pooling_of(model: nn.Module, tokenizer: Tokenizer) -> str:
 
 @torch.no_grad()
 def _sees_padding(tower: TextTower, tokenizer: Tokenizer) -> bool:
-    """Return True where features depend on the amount of padding, as SigLIP's do, which pools the last position."""
+    """True where features depend on the amount of padding, as in SigLIP, which pools the last position."""
     text = tokenizer.tokenise(["a"])
     trimmed = {name: ids[:, : int(text["attention_mask"].sum())] for name, ids in text.items()}
     with base.evaluating(tower):

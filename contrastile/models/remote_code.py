@@ -1,4 +1,4 @@
-"""Refusal of configurations that ask for code, or for a model, that is not on this machine.
+"""Refusal of configurations that load code, or a model, from elsewhere than this machine.
 
 The argument `trust_remote_code=False` stops modules of Python alone: transformers fetches kernels for attention and
 experts from its hub, looks up backbones there, and leaves quantised weights to further packages.

@@ -16,7 +16,7 @@ from contrastile._errors import invalid, whole_number
 from contrastile.models.remote_code import refuse_remote_code
 
 PAD, UNKNOWN = "[PAD]", "[UNK]"
-# the token that stands for no word in the queries of a late retriever
+# the token that fills up the queries of a late retriever
 MASK = "[MASK]"
 # the first and last token of a text for CLIP
 CLIP_ENDS = ("<start_of_text>", "<end_of_text>")
@@ -41,8 +41,8 @@ class Tokenizer(Protocol):
 class WordTokenizer:
     """A tokenizer of the library `tokenizers`: words, single digits and punctuation marks, regardless of case.
 
-    Of the kind "words", an unknown word becomes `[UNK]`. Of the kind "bpe", it is split into subwords, and `snake_case`
-    into its parts. `pad`, `mask`: the numbers of these tokens; the mask is that of padding where there is none.
+    A tokenizer of the kind "words" makes `[UNK]` of an unknown word. The kind "bpe" splits it into subwords, and
+    `snake_case` into its parts. `pad`, `mask`: the numbers of these tokens; without a mask token, `mask` is `pad`.
     """
 
     def __init__(self, serialised: str, *, length: int) -> None:
@@ -185,7 +185,7 @@ def load_tokenizer(folder: Path, *, length: int | None = None) -> Tokenizer:
         own = (json.loads(text).get("truncation") or {}).get("max_length")
         return WordTokenizer(text, length=_checked_length(length or own, folder))
     except Exception as error:
-        # a sentence of ours
+        # the sentence of `invalid` already
         if isinstance(error, ValueError) and str(error).startswith("`"):
             raise
         got = f"{folder} ({' '.join(str(error).split()).rstrip('.') or type(error).__name__})"

@@ -1,8 +1,8 @@
 """Towers of timm and open_clip by name or configuration, with random weights or those of a local file.
 
-A name gives shapes that the library ships, and downloads nothing. A folder of open_clip has the files of its hub: a
-configuration, with the normalisation of pixels, and weights. Both libraries need torchvision, open_clip timm as well.
-Nothing but tensors is unpickled. Tested versions are in docs/models.md.
+A name stands for shapes that the library ships; nothing is downloaded. A folder of open_clip has the files of its hub:
+a configuration, with the normalisation of pixels, and weights. Both libraries need torchvision, and open_clip needs
+timm too. Only tensors are unpickled. Tested versions are in docs/models.md.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ SCALES = ("logit_scale", "logit_bias")
 # keys of models that are not an image tower with a text tower
 OTHERS = ("multimodal_cfg", "audio_cfg", "genlip_cfg", "genlap_cfg")
 CONTEXT, IMAGE_SIZE = 77, 224
-# weights in a folder of open_clip, of several the first
+# files of weights in a folder of open_clip; the first that exists is read
 WEIGHTS_FILES = ("open_clip_model.safetensors", "model.safetensors", "open_clip_pytorch_model.bin")
 
 
@@ -211,7 +211,7 @@ class OpenClip:
 
 
 class OpenClipText(nn.Module):
-    """A text side. It has no mask and was trained on padded texts, so every text is padded to its full length."""
+    """A text side. It takes no mask and was trained on padded texts, so every text is padded to `context` tokens."""
 
     def __init__(self, model: nn.Module, context: int, pad: int) -> None:
         super().__init__()

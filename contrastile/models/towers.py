@@ -96,7 +96,7 @@ def build_model(settings: base.Settings, *, tokenizer: Tokenizer) -> DualEncoder
     scale = next(scale for scale in (complete["scale"], pair.scale, SCALE) if scale is not None)
     image = Projected(pair.image.module, pair.image_projection)
     text = Projected(pair.text.module, pair.text_projection)
-    # without the folder of trained weights nothing else would say that there is a bias
+    # settings alone rebuild the shapes without the folder, so they must tell that there is a bias
     return DualEncoder(image, text, scale=scale, bias=bias, settings={**complete, **pair.settings, "bias": bias})
 
 
@@ -172,7 +172,7 @@ class Retriever(nn.Module):
         return encoder(input_ids[:, :longest], attention_mask[:, :longest])
 
     def encode_compared(self, side: str, sizes: Sequence[int | None], **tokens: Tensor) -> list[Any]:
-        """Features of a side's texts as they are compared, the first of each of these sizes; of None all."""
+        """Features of a side's texts as they are compared: the first so many for each of `sizes`, all for None."""
         features = getattr(self, f"encode_{side}")(**tokens)
         return [self.comparable(features, size) for size in sizes]
 
@@ -225,7 +225,7 @@ def encoder_towers(complete: base.Settings, tokenizer: Tokenizer) -> dict[str, b
         if complete[side] is None:
             continue
         towers[side] = base.build_tower(side, ENCODERS, complete, tokenizer)
-        # before the next tower: a seed gives the weights that it always gave
+        # before the next tower is built, so that a seed gives the weights that it gave in earlier versions
         if complete["lora"] is not None:
             add_adapters(towers[side].module, **complete["lora"])
     return towers
