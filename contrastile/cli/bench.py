@@ -26,14 +26,14 @@ LOSSES = (
     *("own_alone", "hardness_own", "queue", "clip_labels", "clip_two_labels", "siglip_labels", "siglip_balanced"),
     *("ntxent", "supcon", "supcon_in", "kl", "margin_mse"),
 )
-# seconds per measurement: of a loss, of a way to take a step; and both with --quick
+# seconds per measurement of a loss, and of a way to take a step; the same with --quick
 SECONDS, QUICK_SECONDS = {"loss": 4.0, "step": 20.0}, {"loss": 0.5, "step": 2.0}
 LONGEST = 600.0
 HOST_LIMIT = "16GiB"
 # options of `bench step` for one process only
 ONE_PROCESS = ("optimizer", "seconds", "longest", "within")
 FIGURES = (".svg", ".png", ".pdf")
-# of `bench memory`: ranks, features, and pairs of all ranks on a GPU and on a CPU
+# ranks and features of `bench memory`, and its pairs of all ranks on a GPU and on a CPU
 WORLDS, FEATURES = [8, 32, 128], 768
 MEMORY_SIZES, SMALL_MEMORY_SIZES = [2**exponent for exponent in range(15, 23)], [2**12, 2**13, 2**14]
 
@@ -219,7 +219,7 @@ def run_memory(arguments: argparse.Namespace) -> int:
 
 
 def _drawn(arguments: argparse.Namespace, *, passed: bool) -> int:
-    """Draw the figure, if there shall be one, and return the exit code; of several ranks the first draws."""
+    """Draw the figure on the first rank, if one is named, and return the exit code."""
     if arguments.figure and _rank() == 0:
         from contrastile.bench.figure import draw, draw_memory
 
@@ -242,7 +242,7 @@ def _seconds(arguments: argparse.Namespace, kind: str) -> float:
 
 
 def _make_folders(arguments: argparse.Namespace, *names: str) -> None:
-    """Make the folders of results before anything is measured; of several ranks the first writes."""
+    """Make the folders of results before anything is measured, on the first rank, which writes them."""
     for name in names if _rank() == 0 else ():
         if path := getattr(arguments, name):
             make_way(name, path)
@@ -267,7 +267,7 @@ def _known_device(name: str, *, without_cuda: bool | None = None) -> None:
 
 
 def _check_step(arguments: argparse.Namespace) -> None:
-    """Refuse words that are wrong on any machine."""
+    """Refuse arguments that are wrong on any machine."""
     _known_device(arguments.device)
     _check_figure(arguments)
     if arguments.sub_batch is not None:
@@ -291,7 +291,7 @@ def _check_figure(arguments: argparse.Namespace) -> None:
 
 
 def _cases(arguments: argparse.Namespace, standard: list[Case]) -> list[Case]:
-    """The device's own list, or everything that was named, crossed with the defaults of what was not."""
+    """The device's own list, or the options that were given, crossed with the defaults of the others."""
     from contrastile.bench.peers import Case
 
     names = ("sizes", "features", "dtype", "losses", "workspace", "precision")

@@ -1,4 +1,4 @@
-"""`contrastile doctor [RECIPE]`: the machine, the choices of "auto" on it with their reasons, the plan of a recipe."""
+"""`contrastile doctor [RECIPE]`: the machine, the choices of "auto" there with reasons, and the plan of a recipe."""
 
 import argparse
 import json

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise invalid("--index", "be left out with tests on images", f'"{arguments.index}"', "It is a retriever's.")
     known_device(arguments.device)
     _refuse_rankings(arguments)
-    # the checks of the recipe and of the tests' files come first: nothing heavy is imported for a mistake
+    # recipe and files of tests are checked before anything heavy is imported
     folder = finished_run(arguments.run)
     recipe = load_any_recipe(folder / RECIPE, files=False)
     if recipe.kind == "retriever":

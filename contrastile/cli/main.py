@@ -31,7 +31,7 @@ PACKAGES = {
     "open_clip": "open_clip_torch",
     "sentence_transformers": "sentence-transformers",
 }
-# arguments for texts other than those of the recipe's `data.source`, by the names that a user types
+# arguments that replace the texts of a recipe's `data.source`, by the names that a user types
 SOURCES = {"--texts": "texts", "corpus": "corpus"}
 # other keys of a recipe's section `data`
 FILES = ("corpus", "test", "cache")
@@ -73,7 +73,7 @@ def build_parser() -> Page:
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True, parser_class=Parser)
     for verb in chain(*VERBS.values()):
         own = verbs.add_parser(verb.__name__.rpartition(".")[2], help=verb.SUMMARY)
-        # sub-verbs have their own
+        # a verb with sub-verbs has no `run`; they set their own
         own.set_defaults(verb=getattr(verb, "run", None))
         verb.add_to(own)
     return parser
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _flush() -> None:
-    """Write what was printed; there is nothing where the output is closed, and `sys.stdout` is None."""
+    """Write all printed text; a closed output, for which `sys.stdout` is None, has none."""
     print(end="", flush=True)
 
 
@@ -149,7 +149,7 @@ def _as_typed(sentence: str, options: argparse.Namespace) -> str:
 
 
 def _parsed(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse like `parse_args`, but take key=value and what may be left out after options too.
+    """Parse like `parse_args`, but take overrides, and an optional argument, after options too.
 
     Without arguments print the help.
     """

@@ -55,7 +55,7 @@ def add_candidates(parser: argparse.ArgumentParser) -> None:
 
 
 def candidates(text: str | None, recipe: Any) -> tuple[str, int] | None:
-    """The source of --candidates and their number; raises ValueError where it is none, or the run has no need of it."""
+    """The source of --candidates and their number; ValueError for an unknown source, or a run that is not late."""
     if text is None:
         return None
     kind = getattr(recipe.model, "kind", "single")
@@ -77,7 +77,7 @@ def check_source(name: str, path: str | None) -> None:
 
 
 def index_of(arguments: argparse.Namespace, recipe: Any) -> Path:
-    """The index of --index, or the run's own; raises ValueError where it was not made, with the command that does."""
+    """The index of --index, or the run's own; where it is missing, ValueError names the command that makes it."""
     index = Path(arguments.index or Path(arguments.run) / "index")
     if not (index / INDEX).is_file():
         corpus = " FOLDER_OF_PICTURES" if recipe.kind == "image-text" else ""

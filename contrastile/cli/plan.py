@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def lines(plan: Plan, pairs: int | None = None) -> Iterator[str]:
-    """The plan for people. pairs: of the training split, where they were given."""
+    """The plan as lines of text. pairs: the size of the training split, if given."""
     step, target = plan.step, plan.target
     rows = f"{step.loss.rows:,} on each of {target.ranks} ranks" if target.ranks > 1 else "on one rank"
     parts = f", in {plan.parts} parts" if plan.parts > 1 else ""

@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(search.results_text(arguments.question, arguments.k, lines=arguments.lines))
         return 0
     if sys.stdin.isatty():
-        # arrow keys edit the line and bring earlier questions back; not every Python has it
+        # with readline, which not every Python has, arrow keys edit the line and recall earlier questions
         with suppress(ImportError):
             import_module("readline")
     print(f"{len(search.index):,} {'passages' if search.index[0].text else 'images'}; an empty line ends it")

@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     folder, overrides = Path(arguments.recipe).absolute().parent, arguments.overrides
     if arguments.resume and (folder / METRICS).is_file():
-        # the run in this folder, which may have another name since it began
+        # the folder may have been renamed since the run began
         overrides = [f"name={folder.name}", *overrides]
     recipe = load_any_recipe(arguments.recipe, overrides)
     if os.environ.get("RANK", "0") == "0":
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     outcome = run_recipe(recipe, arguments.runs, resume=arguments.resume)
     if outcome.folder is None:
-        # rank 0 reports the end; an exit code of another rank would make the launcher stop it before
+        # rank 0 reports the end; the launcher would stop it if another rank had a nonzero exit code first
         return 0
     if outcome.stopped_by is not None:
         print(f"stopped after {outcome.examples:,} {outcome.unit}; what was learned is in {outcome.folder}")

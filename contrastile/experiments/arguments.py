@@ -20,7 +20,7 @@ RATES = {"fixed": "none", "sqrt": "sqrt", "linear": "linear"}
 OF_WAYS = ("loss", "optim", "train")
 # keys of the length that all ways share
 LENGTHS = ("train.examples", "train.epochs", "train.minutes")
-# keys that a comparison overrides with several values, beside those that get the same value in all trials
+# the value, in `OVERRIDES`, of a key that gets several values; other keys get one value in all trials
 SEVERAL = object()
 OVERRIDES: dict[str, dict[str, Any]] = {
     "compare": {

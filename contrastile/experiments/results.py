@@ -11,7 +11,7 @@ from contrastile.train.folder import RunFolder
 from contrastile.train.provenance import ORIGIN
 
 RESULTS, PAGE = "compare.csv", "compare.md"
-# columns of costs; all other columns between `seed` and `failed` are measures
+# columns of costs; the other columns between `seed` and `failed` are measures
 COSTS = ("examples", "steps", "queries", "learning_rate", "seconds", "update_seconds", "update_bytes")
 
 

@@ -1,7 +1,7 @@
 """Several ways to spend a memory on a retriever: table 1 and figure 1 of the gradient cache's paper (Gao et al. 2021).
 
-`RetrieverMemory.introduction` describes the ways. Updates are timed before, one after the other in one process, since
-trials that run side by side slow each other down.
+`RetrieverMemory.introduction` describes the ways. Updates are timed before the trials, one after the other in one
+process, because trials that run side by side slow each other down.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from contrastile.train.state import TrainResult
 LOSS_SHARE, LEAST_WORKSPACE = 16, 2**20
 BM25_LABELS = {"way": "BM25", "batch": ""}
 TABLE, FIGURE = "updates.csv", "updates.svg"
-# different updates that are timed, and seconds after which no further one is drawn; one is timed in any case
+# the most updates that are timed, and the seconds after which no further one is drawn; one is always timed
 UPDATES, SECONDS = 6, 1.0
 # share of the free memory that a plain update of the figure may be expected to take
 ROOM = 0.8
@@ -200,9 +200,9 @@ def update_overrides(recipe: RetrieverRecipe, way: str, batch: int, largest: int
 
 
 def time_updates(recipe: RetrieverRecipe, materials: TextMaterials, rows: Tensor | None = None) -> Update:
-    """Time updates of a recipe's first batch size, with fresh weights; all of them of `rows` where these are given.
+    """Time updates of a recipe's first batch size, with fresh weights; with `rows`, each update has these queries.
 
-    Each update is made twice, its memory measured first and its time then, when kernels are compiled for its shapes.
+    Each update is made twice: first to measure memory, then to measure time, with kernels compiled for its shapes.
     """
     job = RetrieverJob.untrained(recipe, materials, open_teacher(recipe))
     model, seconds = job.run.model.train(), [0.0]
@@ -217,7 +217,7 @@ def time_updates(recipe: RetrieverRecipe, materials: TextMaterials, rows: Tensor
             step(job, optimizer, job.parts(batch, number, ALONE))
             return time.perf_counter() - began
 
-        # the optimizer's state, which exists from its first step on, counts even where one update is timed
+        # a first step makes the optimizer's state, which counts even if one update alone is timed
         update(0, torch.from_numpy(job.rows[:1]))
         for batch in drawn:
             batches.append(batch)

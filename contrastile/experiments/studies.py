@@ -2,8 +2,8 @@
 
 `FourWays` is table 1 of the gradient cache's paper (Gao et al. 2021): four ways to spend the memory of one sub-batch.
 `Losses` is table 3 of the Inf-CL paper (Cheng et al. 2024): one loss computed in five ways. `BatchSizes` is its figure
-5 and appendix A.3: accuracy against batch size. `Ways` are those of `contrastile compare --ways FILE`, such as several
-losses, for equal time: the first way sees the recipe's examples, the others as many as take the same time.
+5 and appendix A.3: accuracy against batch size. `Ways` compares the ways of `contrastile compare --ways FILE`, such as
+several losses, for equal time: the first way sees the recipe's examples, the others as many as take the same time.
 """
 
 import json
@@ -30,7 +30,7 @@ from contrastile.train.run import choose_device
 ENDLESS = 10**12
 BUDGETS = ("examples", "time")
 MEMORY_WAYS = ("sequential", "accumulated", "cached", "schedule")
-# of each way the exchange, and the computation of a block; the first way is the baseline
+# the exchange of each way, and its computation of a block; the first way is the baseline
 LOSS_WAYS = {
     "dense": ("replicate", "dense"),
     "OpenCLIP local": ("gather", "dense"),
@@ -39,13 +39,13 @@ LOSS_WAYS = {
     "tiled": ("ring", "tiles"),
 }
 BASELINE = "dense"
-# points of recall; a difference is shown to be none by an interval narrower than this either way
+# points of recall: an interval around 0 that is narrower than this either way shows that there is no difference
 NARROW = 1.0
 FIGURE = "compare.svg"
 PACES = "paces.json"
-# of `Ways`: steps before those that are timed, which fill a queue, and steps that are timed
+# steps of `Ways` before the timed ones, which fill a queue, and timed steps
 WARM, TIMED = 4, 4
-# a way's steps are timed so often, in turns with those of all others: caches are shared, and clocks drift
+# times that each way's steps are timed, in turns with the other ways: caches are shared, and clocks drift
 ROUNDS = 3
 
 

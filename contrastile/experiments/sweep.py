@@ -1,8 +1,8 @@
 """The sweep runner of `contrastile compare`: the trials of a study, one after the other or several at a time.
 
 A study, for a table or figure of the papers, lists trials and lays out their results. Each trial is one training by
-`train/loop.py`. Worker processes run several at a time, each on one or several ranks: an executor knows nothing of
-groups of ranks, so each rank is an executor of a single process.
+`train/loop.py`. Worker processes run several trials at a time, each on one or several ranks. An executor of Python has
+no groups of processes, so each rank is an executor of a single process.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def timed_steps(
 
 
 def training_share(data: DataBundle, share: float) -> DataBundle:
-    """Keep a share of the training pairs: the same pairs for every seed, and a subset of those of a larger share."""
+    """Keep a share of the training pairs: the same for every seed, and a subset of the pairs of a larger share."""
     if share == 1:
         return data
     subset = np.sort(np.random.default_rng(0).permutation(data.rows)[: max(1, round(share * len(data.rows)))])
@@ -204,7 +204,7 @@ def training_share(data: DataBundle, share: float) -> DataBundle:
 
 
 def compare(study: Study, runs: str | Path, *, resume: bool = False) -> Comparison:
-    """Run all trials of a study, or with `resume` those that compare.csv lacks; write the results after each one."""
+    """Run all trials of a study, or with `resume` the missing ones of compare.csv; write the results after each."""
     # mistakes in the data are reported before an earlier folder is moved aside
     data, processes = study.open(), study.jobs * study.ranks
     origin, stopped_by = provenance(choose_device(study.recipe.device), processes=processes), None
@@ -236,7 +236,7 @@ def compare(study: Study, runs: str | Path, *, resume: bool = False) -> Comparis
                 results.sort(key=study.order)
                 study.write(folder, results)
                 if processes > 1:
-                    # side by side they end in any order
+                    # trials side by side end in any order
                     sys.stderr.write(f"finished: {_named(outcome)}\n")
                 bar.update(1)
     return Comparison(folder.path, study.table(results) if results else "nothing was finished", stopped_by)
@@ -286,7 +286,7 @@ def run_parallel(
     spawn, others = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
     logs = [folder / f"crew-{group}.log" for group in range(min(jobs, len(tasks)))]
     for log in logs:
-        # a link there is refused here, with its sentence, and not in a process
+        # a symbolic link is refused in this process, where its sentence is shown
         open_in_place(log, "a").close()
     groups = [
         [
@@ -296,8 +296,8 @@ def run_parallel(
         for group, log in enumerate(logs)
     ]
     waiting, running = iter(tasks), dict[Future[Any], int]()
-    # where the ranks of a group meet: kept by this process, as by torchrun, because a port that is only chosen here may
-    # be taken before the first rank listens at it
+    # the stores at which the ranks of each group meet: this process keeps them, as torchrun does, because another
+    # program may take a free port before the first rank listens at it
     stores = dict[int, Any]()
 
     def submit(group: int) -> None:
@@ -350,7 +350,7 @@ def _start(work: Work, opening: Callable[[], Any], log: Path, device: str, proce
     processes = jobs * ranks
     gpu, sharing = assigned_gpu(process, ranks, processes)
     os.environ |= {"RANK": str(process % ranks), "LOCAL_RANK": str(gpu), "WORLD_SIZE": str(ranks)}
-    # all processes share the cores: each decodes images with its part, and a tokenizer's threads would be more
+    # each process decodes images with its part of the cores; threads of a tokenizer would exceed that part
     os.environ |= {"LOCAL_WORLD_SIZE": str(processes), "TOKENIZERS_PARALLELISM": "false", "MASTER_ADDR": "localhost"}
     with open_in_place(log, "a") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())

@@ -3,9 +3,9 @@
 Stands after a retriever's training: the bodies of `contrastile encode` and `contrastile search`. An index is a folder
 of shards, each written completely or not at all: `00000.npy` holds the features in float16 and is memory-mapped,
 `00000.ids` one id per line, `00000.jsonl` the passages, `00000.offsets.npy` the byte at which each of their lines
-begins. Of a late retriever the features are the vectors of all tokens, packed, and `00000.lengths.npy` their number in
-each passage. An image of a folder is a passage without words, whose id is its path in the folder. `index.json` lists
-the finished shards, so that an interrupted call is continued after the last of them, once features and passages are
+begins. A late retriever's features are the vectors of all tokens, packed; `00000.lengths.npy` has their number in each
+passage. An image of a folder is a passage without words, whose id is its path in the folder. `index.json` lists the
+finished shards, so that an interrupted call is continued after the last of them, once features and passages are
 verified to be the same. Its checksums protect against damage, not against somebody who writes a whole index.
 """
 
@@ -65,7 +65,7 @@ def encode_source(
     folder: RunFolder, corpus: str | None, out: Path, *, shard: int, dimensions: int | None, device: str,
     bad_rows: float | None = None,
 ) -> Index:  # fmt: skip
-    """The index of `corpus`, by default the run's own passages; of a folder of images, for a run of images."""
+    """The index of `corpus`, by default the run's own passages; for a run of images `corpus` is a folder of images."""
     made_by = run_checksums(folder)
     run: Any = load(folder.path, device=device)
     passages: Iterable[Passage]
@@ -233,10 +233,10 @@ class Index:
         return str(self.metadata.get("kind", SINGLE))
 
     def search(self, queries: Any, k: int, candidates: Indices | None = None) -> tuple[Tensor, Tensor]:
-        """The `k` best passages of each query, float `[n, D]`: scores float32 and rows int64, both `[n, k]`.
+        """The `k` best passages of each query: scores float32 and rows int64, both `[n, k]`.
 
-        Of an index of kind "late", queries are vectors `[n, L, D]` with their mask, and `candidates` `[n, C]` the rows
-        that are scored, −1 for none.
+        queries: float `[n, D]`; for an index of kind "late", vectors `[n, L, D]` with their mask. candidates: `[n, C]`,
+        the rows that such an index scores, −1 for none.
         """
         if isinstance(queries, Tensor) != (self.kind == SINGLE):
             rule = f'be encoded by a run of the index\'s kind, "{self.kind}"'
@@ -334,7 +334,7 @@ def picture_features(run: Run, passages: Sequence[Passage], title: str) -> Tenso
 
 
 def described(folder: Path, shard: str) -> dict[str, dict[str, Any]]:
-    """The entries of a shard's files: bytes, and the checksums of the blocks, one after the other in one text."""
+    """The entries of a shard's files: bytes, and the checksums of all blocks, joined to one text."""
     files = {}
     for path in (path for ending in ENDINGS if (path := folder / f"{shard}{ending}").is_file()):
         with path.open("rb") as file:
@@ -344,15 +344,15 @@ def described(folder: Path, shard: str) -> dict[str, dict[str, Any]]:
 
 
 def sealed(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of index.json with a checksum of its own, under "sha256"."""
+    """The content of index.json with its checksum under "sha256"."""
     content = {key: value for key, value in metadata.items() if key != "sha256"}
     return {**content, "sha256": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
 
 
 def check_index(folder: Path, metadata: Any, *, whole: bool = False) -> None:
-    """Raise ValueError where files of an index are not what index.json, `metadata`, says; `whole`: in any byte.
+    """Raise ValueError where files of an index differ from index.json, `metadata`; `whole`: compare every byte.
 
-    Indices of 0.1.0 have checksums of two of the four files of a shard, which only `whole` compares.
+    An index of version 0.1.0 has checksums of two of the four files of a shard, which are compared if `whole`.
     """
     if not _well_formed(metadata):
         raise invalid(INDEX, "list the shards that were written", f'others in "{folder}"', REMEDY)
@@ -382,7 +382,7 @@ def check_index(folder: Path, metadata: Any, *, whole: bool = False) -> None:
 
 
 def _well_formed(metadata: Any) -> bool:
-    """True where index.json has the keys that are read, and shards whose names lead to no other folder."""
+    """True where index.json has all keys that are read, and no name of a shard leads to another folder."""
     try:
         return {"complete", "made_by"} <= metadata.keys() and all(
             NAME.fullmatch(shard["name"])

@@ -1,8 +1,8 @@
 """Search for a terminal: a run, the index of its features, and questions in words.
 
-Above `index.py`; the body of `contrastile search`. Some passage is always the nearest one. Questions of random words of
-the corpus give the score of the nearest passage where nothing fits. A late retriever may have a first stage, which
-picks the passages whose token vectors are scored, and a page with a figure of the tokens that matched.
+The body of `contrastile search`. Every question has a nearest passage, even if no passage answers it. Questions of
+random words of the corpus give the score of a nearest passage that is no answer. A late retriever may have a first
+stage, which picks the passages whose token vectors are scored, and a page with a figure of the tokens that matched.
 """
 
 import textwrap
@@ -24,7 +24,7 @@ from contrastile.train.retriever.evaluation import Candidates, FirstStage, Passa
 from contrastile.train.retriever.run import RetrieverRun
 from contrastile.train.run import Run
 
-# made-up questions, their words, and the passages that these come from; the least passages of a corpus for them
+# made-up questions, words of each, passages that give the words; the fewest passages of a corpus with a threshold
 MADE_UP, WORDS_EACH, PASSAGES, LEAST = 64, 6, 512, 200
 # sources of candidates beside the index of a run
 BM25, ALL = "bm25", "all"
@@ -41,7 +41,7 @@ class Search:
 
     @cached_property
     def threshold(self) -> float | None:
-        """A score that most made-up questions do not reach; None for a small corpus. Below it nothing is close."""
+        """The score below which nothing is close: most made-up questions do not reach it. None for a small corpus."""
         if len(self.index) < LEAST:
             return None
         generator = np.random.default_rng(0)
