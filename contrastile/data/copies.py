@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 
 from contrastile._errors import invalid, logger
 from contrastile.data.base import Batches, Images, Indices, Shape
@@ -118,8 +119,6 @@ class Copies:
 
 
 def _png(image: Images) -> bytes:
-    from PIL import Image
-
     file = io.BytesIO()
     # Pillow takes one channel as `[S, S]`
     plain = image[0] if len(image) == 1 else np.ascontiguousarray(image.transpose(1, 2, 0))

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image, ImageFont
 
 from contrastile.data.base import Images, Indices, groups_by_id, joined_ids, sorted_by_hash, sorted_rows
 from contrastile.data.files import FORMAT
@@ -91,15 +92,11 @@ class Pen:
     """Draws characters of one face as `[size, size]` uint8, bright on dark, with one em and one baseline."""
 
     def __init__(self, face: Path, size: int) -> None:
-        from PIL import ImageFont
-
         self.side = size * SUPERSAMPLING
         # the other layout engine fails on some code points, and single characters need no shaping
         self._font = ImageFont.truetype(face, round(EM * self.side), layout_engine=ImageFont.Layout.BASIC)
 
     def draw(self, character: str) -> Images | None:
-        from PIL import Image
-
         mask, (left, top) = self._font.getmask2(character, mode="L", anchor="ms")
         ink = Image.frombytes("L", mask.size, bytes(mask)) if mask.size[0] * mask.size[1] else None
         box = ink.getbbox() if ink is not None else None

@@ -11,12 +11,10 @@ import re
 import struct
 from collections.abc import Callable, Iterator
 from itertools import repeat
-from typing import TYPE_CHECKING
+
+from PIL import Image
 
 from contrastile.data.base import Skipped
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 # the memory of a decoded image with its copies, less what is converted at once; the pixels that a header may promise
 MOST_MEMORY, MOST_PIXELS, LONGEST_SIDE = 96_000_000, 64_000_000, 65_535

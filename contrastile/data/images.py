@@ -11,20 +11,17 @@ import warnings
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from contrastile._errors import invalid
 from contrastile.data import image_limits as limits
 from contrastile.data.base import Images, Shape, Skipped
 from contrastile.data.files import read_whole
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 # the formats that Pillow decodes itself; for others it may call programs of the machine
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
@@ -49,8 +46,6 @@ def decode(file: Path | BytesIO, shape: Shape, crop: Callable[[int, int], Box] |
 
     Raises `Skipped` with the reason; for an image over the limits of `image_limits.py` before it is decoded.
     """
-    from PIL import Image
-
     try:
         # Pillow's own limit on pixels is a warning up to twice its size; the limit of `check_size` is lower
         with warnings.catch_warnings(action="ignore"):
@@ -75,8 +70,6 @@ def decode(file: Path | BytesIO, shape: Shape, crop: Callable[[int, int], Box] |
 
 def _opened(file: Path | BytesIO, shape: Shape, crop: Callable[[int, int], Box] | None) -> tuple[Image.Image, object]:
     """The image, or its part within the box, in grey or colour as it lies in the file, and its orientation."""
-    from PIL import Image
-
     content = read_whole(file, limits.MOST_BYTES) if isinstance(file, Path) else file.getvalue()
     beside, mode = limits.check_parts(content), _mode(shape)
     with Image.open(BytesIO(content), formats=FORMATS) as image:
@@ -109,14 +102,10 @@ def _mode(shape: Shape) -> str:
 
 
 def _turned(image: Image.Image, orientation: object) -> Image.Image:
-    from PIL import Image
-
     return image.transpose(Image.Transpose[TURNS[orientation]]) if orientation in TURNS else image
 
 
 def _middle(image: Image.Image, shape: Shape) -> Images:
-    from PIL import Image, ImageOps
-
     channels, size, _ = shape
     square = ImageOps.fit(image, (size, size), Image.Resampling.BICUBIC)
     return np.asarray(square).reshape(size, size, channels).transpose(2, 0, 1).copy()
@@ -142,8 +131,6 @@ def _is_plain(image: Image.Image, mode: str) -> bool:
 
 def _converted(image: Image.Image, mode: str, box: tuple[int, ...]) -> Image.Image:
     """The part of an image within `box`, in grey ("L") or in colour ("RGB"), transparent images on white."""
-    from PIL import Image
-
     if box == (0, 0, *image.size) and _is_plain(image, mode):
         return image
     stretch = _stretch(image)
@@ -180,8 +167,6 @@ def _stretch(image: Image.Image) -> tuple[float, float] | None:
 
 def _flattened(image: Image.Image, stretch: tuple[float, float] | None) -> Image.Image:
     """Transparent images on white; images of 16 or 32 bits reduced to 8, which Pillow would clip instead."""
-    from PIL import Image
-
     if image.mode.startswith("I;16"):
         return Image.fromarray((np.asarray(image, dtype=np.uint16) >> 8).astype(np.uint8))
     if stretch is not None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import safetensors.torch
 from torch import Tensor
 
 from contrastile._errors import invalid, logger
@@ -68,9 +69,6 @@ class Checkpoints:
 
         A full or broken disk is logged, unless this checkpoint `must` be saved: then OSError.
         """
-        # safetensors raises an error of its own for a full disk
-        from safetensors import SafetensorError
-
         self._saved = seconds
         if self._folder is None:
             return False
@@ -80,7 +78,8 @@ class Checkpoints:
             if not self._writes:
                 return False
             self._write(self._folder, step, states)
-        except (OSError, SafetensorError) as failure:
+        # safetensors raises an error of its own for a full disk
+        except (OSError, safetensors.SafetensorError) as failure:
             sentence = f"the state behind step {step} could not be saved into {self._folder} ({failure})"
             if must:
                 raise OSError(f"{sentence}; what was saved before is there, free the disk and resume") from failure
@@ -89,8 +88,6 @@ class Checkpoints:
         return True
 
     def _write(self, folder: Path, step: int, states: Mapping[str, Any]) -> None:
-        from safetensors.torch import save_file
-
         self._check_run()
         target, temporary = folder / f"{STEP}{step:09}", folder / f"{PART}{step}"
         if target.exists():
@@ -106,7 +103,7 @@ class Checkpoints:
                 if tensors:
                     path = temporary / f"{name}.safetensors"
                     with as_open_makes_it(path):
-                        save_file(tensors, path)
+                        safetensors.torch.save_file(tensors, path)
                     sync(path)
             write_text(temporary / PLAIN, json.dumps(plain))
             files = {path.name: _size_and_checksum(path) for path in sorted(temporary.iterdir())}
@@ -245,9 +242,6 @@ def join_tensors(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 def _read(checkpoint: Path, parts: Parts) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Plain values and tensors, every byte compared with the manifest; raises `Damage`."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     try:
         text = (checkpoint / MANIFEST).read_text(encoding="utf-8")
         files = json.loads(text)["files"]
@@ -259,10 +253,10 @@ def _read(checkpoint: Path, parts: Parts) -> tuple[dict[str, Any], dict[str, Ten
         plain = json.loads((checkpoint / PLAIN).read_text(encoding="utf-8"))
         tensors: dict[str, Tensor] = {}
         for name in sorted(files.keys() - {PLAIN}):
-            tensors |= load_file(checkpoint / name)
+            tensors |= safetensors.torch.load_file(checkpoint / name)
     except OSError as failure:
         raise Damage(f"{Path(failure.filename or checkpoint).name}: {failure.strerror}") from failure
-    except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as failure:
+    except (ValueError, KeyError, TypeError, AttributeError, safetensors.SafetensorError) as failure:
         raise Damage(f"its files cannot be read: {failure}") from failure
     if plain["parts"].keys() != parts.keys():
         remedy = "Another version of contrastile wrote it; resume with that one."

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from contrastile._errors import invalid, logger
@@ -106,9 +107,9 @@ def digits(run: Run) -> Row:
     return _compare("handwritten digits, zero-shot", images, classes, headline=True)
 
 
-def picture_samples(pairs: PairSet, held_out: HeldOut) -> Samples:
+def picture_samples(pairs: PairSet, encoded: HeldOut) -> Samples:
     """Galleries in both directions for each held-out part. The queries are random, the same every time."""
-    generator, (parts, classes), galleries = np.random.default_rng(0), held_out, []
+    generator, (parts, classes), galleries = np.random.default_rng(0), encoded, []
     for name, (pictures, names) in parts.items():
         sides = {
             True: (pictures, classes, PICTURES, "What it reads", READS.format(len(classes.rows))),
@@ -144,8 +145,6 @@ def _finds(pairs: PairSet, queries: Encoded, keys: Encoded, chosen: Indices, *, 
 
 def picture_address(picture: Images) -> str:
     """An image `[C, S, S]` uint8 as a data URL of a small PNG."""
-    from PIL import Image
-
     image = Image.fromarray(picture[0] if len(picture) == 1 else picture.transpose(1, 2, 0))
     image.thumbnail((THUMBNAIL, THUMBNAIL))
     file = io.BytesIO()

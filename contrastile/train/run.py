@@ -12,15 +12,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
+import safetensors.torch
 import torch
 import torch.nn.functional as F
+from PIL.Image import Image
 from torch import Tensor, nn
 
 from contrastile._errors import invalid, logger, printable
 from contrastile.data.files import as_open_makes_it, sync
 from contrastile.data.images import squared
+from contrastile.data.texts import Passage
 from contrastile.gradcache.encode import encode
 from contrastile.models.base import checkpoint_activations, freeze, towers_of
 from contrastile.models.compiled import compile_tower, no_compiler
@@ -32,12 +35,6 @@ from contrastile.train.config.base import unused_keys
 from contrastile.train.config.towers import GROWTH
 from contrastile.train.folder import METADATA, RECIPE, WEIGHTS, RunFolder
 from contrastile.train.recipe import load_any_recipe, to_toml
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-    from contrastile.data.texts import Passage
-
 
 R = TypeVar("R", bound=AnyRecipe)
 
@@ -105,8 +102,6 @@ class LoadedRun:
     @classmethod
     def saved(cls, folder: RunFolder, recipe: Any, device: torch.device) -> Self:
         """The run in a folder; raises ValueError where the checksum or the shapes of its weights differ."""
-        from safetensors.torch import load_model
-
         tokenizer = load_tokenizer(folder.path, length=recipe.model.tokenizer.length)
         metadata = folder.read_json(METADATA)
         if folder.checksum(WEIGHTS) != metadata["weights_sha256"]:
@@ -114,7 +109,7 @@ class LoadedRun:
             raise invalid(WEIGHTS, "be the file that the run wrote", "another checksum", remedy)
         model = cls.build(metadata["towers"], recipe, tokenizer)
         try:
-            load_model(model, folder / WEIGHTS)
+            safetensors.torch.load_model(model, folder / WEIGHTS)
         except RuntimeError as error:
             got = f'"{folder.path}", whose shapes differ'
             remedy = "Another version of contrastile wrote it; train again or install that version."
@@ -197,11 +192,9 @@ class Run(LoadedRun):
 
     def transform(self, images: Sequence[Image]) -> Tensor:
         """Pillow images of any size as uint8 `[n, C, S, S]`, in the run's size and number of channels."""
-        from PIL.Image import Image as Picture
-
         data = self.recipe.data
         shape = (data.channels, data.image_size, data.image_size)
-        pictures = checked_list("images", images, "image", Picture)
+        pictures = checked_list("images", images, "image", Image)
         squares = [torch.from_numpy(squared(picture, shape)) for picture in pictures]
         return torch.stack(squares) if squares else torch.empty(0, *shape, dtype=torch.uint8)
 
@@ -299,15 +292,12 @@ def begin_run(folder: RunFolder, run: LoadedRun) -> None:
 
 def save_run(folder: RunFolder, run: LoadedRun, metadata: dict[str, Any]) -> None:
     """Save weights and metadata, each file whole or not at all; raises OSError where the disk is full."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_model
-
     with folder.written_whole(WEIGHTS) as path:
         try:
             with as_open_makes_it(path):
-                save_model(run.model, str(path))
-        except SafetensorError as failure:
-            # safetensors has an own error for a full disk
+                safetensors.torch.save_model(run.model, str(path))
+        except safetensors.SafetensorError as failure:
+            # safetensors raises an error of its own for a full disk
             sentence = f"the weights could not be saved into {folder.path} ({failure})"
             raise OSError(f"{sentence}; what was saved before is there, free the disk and resume") from failure
     folder.write_json(METADATA, {**metadata, "towers": run.model.settings, "weights_sha256": folder.checksum(WEIGHTS)})
