@@ -56,17 +56,17 @@ class LateRetriever(Retriever):
     def encode_query(self, input_ids: Tensor, attention_mask: Tensor) -> TokenFeatures:  # type: ignore[override]
         """Tokens `[B, L]` to vectors `[B, query_length, D]`, or `[B, L, D]` without expansion, and their mask."""
         if not self.settings["query_expansion"]:
-            return self._vectors("query", input_ids, attention_mask), attention_mask.bool()
+            return self.encoder("query")(input_ids, attention_mask), attention_mask.bool()
         more = (0, max(self.settings["query_length"] - input_ids.shape[1], 0))
         attention_mask = F.pad(attention_mask, more)
         input_ids = F.pad(input_ids, more).masked_fill(attention_mask == 0, self.mask)
         every = torch.ones_like(attention_mask)
         attended = every if self.settings["attend_to_expansion"] else attention_mask
-        return self._vectors("query", input_ids, attended), every.bool()
+        return self.encoder("query")(input_ids, attended), every.bool()
 
     def encode_passage(self, input_ids: Tensor, attention_mask: Tensor) -> TokenFeatures:  # type: ignore[override]
         """Tokens `[B, L]` to vectors `[B, L, D]` and their mask."""
-        return self._vectors("passage", input_ids, attention_mask), self.compared(input_ids, attention_mask)
+        return self.encoder("passage")(input_ids, attention_mask), self.compared(input_ids, attention_mask)
 
     def compact(self, features: TokenFeatures, input_ids: Tensor, attention_mask: Tensor) -> TokenFeatures:
         """The vectors of passages that are compared, `[B, most, D]`, and their mask.
@@ -83,9 +83,6 @@ class LateRetriever(Retriever):
     def compared(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The mask of a passage's tokens whose vectors are compared, bool `[B, L]`."""
         return attention_mask.bool() & ~torch.isin(input_ids, self.punctuation.to(input_ids.device))
-
-    def _vectors(self, side: str, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        return self.encoders[side if side in self.encoders else "both"](input_ids, attention_mask)
 
     def comparable(  # type: ignore[override]
         self, features: TokenFeatures, dimensions: int | None = None
@@ -122,8 +119,8 @@ def build_late(settings: Settings, *, tokenizer: Tokenizer) -> LateRetriever:
         with evaluating(states), torch.no_grad():
             width = states(token, torch.ones_like(token)).shape[-1]
         encoders[side] = ProjectedTower(states, nn.Linear(width, complete["features"], bias=False))
-    rebuilding = {**complete, **{side: tower.settings for side, tower in towers.items()}}
-    return LateRetriever(encoders, features=complete["features"], settings=rebuilding, tokenizer=tokenizer)
+    settings = complete | {side: tower.settings for side, tower in towers.items()}
+    return LateRetriever(encoders, features=complete["features"], settings=settings, tokenizer=tokenizer)
 
 
 def marker(tokenizer: Tokenizer, settings: Any, side: str) -> int | None:

@@ -161,8 +161,12 @@ class Retriever(nn.Module):
     def encode_passage(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         return self._encode("passage", input_ids, attention_mask)
 
+    def encoder(self, side: str) -> nn.Module:
+        """The encoder of a side: its own, or the one for both."""
+        return self.encoders[side if side in self.encoders else "both"]
+
     def _encode(self, side: str, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        encoder = self.encoders[side if side in self.encoders else "both"]
+        encoder = self.encoder(side)
         if attention_mask.is_cuda or any(map(is_compiled, encoder.modules())):
             # reading the mask would synchronise with the GPU, and each width would be compiled; `encode` has trimmed
             # the tokens before the transfer
@@ -214,16 +218,14 @@ def build_retriever(settings: base.Settings, *, tokenizer: Tokenizer) -> Retriev
     if common is not None:
         for side, tower in towers.items():
             encoders[side] = base.ProjectedTower(tower.module, nn.Linear(tower.features, common, bias=False))
-    rebuilding = {**complete, **{side: tower.settings for side, tower in towers.items()}}
-    return Retriever(encoders, features=sizes.pop(), settings=rebuilding)
+    settings = complete | {side: tower.settings for side, tower in towers.items()}
+    return Retriever(encoders, features=sizes.pop(), settings=settings)
 
 
 def encoder_towers(complete: base.Settings, tokenizer: Tokenizer) -> dict[str, base.Tower]:
     """The towers of a retriever's sides with their adapters, "both" or "query" and "passage", by its settings."""
     towers: dict[str, base.Tower] = {}
-    for side in ("both", "query", "passage"):
-        if complete[side] is None:
-            continue
+    for side in (side for side in ("both", "query", "passage") if complete[side] is not None):
         towers[side] = base.build_tower(side, ENCODERS, complete, tokenizer)
         # before the next tower is built, so that a seed gives the weights that it gave in earlier versions
         if complete["lora"] is not None:

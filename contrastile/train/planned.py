@@ -172,8 +172,7 @@ def _encoder(model: Any, side: str) -> tuple[Callable[..., Tensor], nn.Module]:
     """The function that encodes a side, and the module inside."""
     if hasattr(model, "encoders"):
         # trimming padding needs values
-        encoder = model.encoders[side if side in model.encoders else "both"]
-        return encoder, encoder
+        return model.encoder(side), model.encoder(side)
     return getattr(model, f"encode_{side}"), getattr(model, side)
 
 
