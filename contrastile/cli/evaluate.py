@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from contrastile._errors import invalid
+from contrastile._errors import invalid, renamed
 from contrastile.cli.options import add_candidates, add_device, candidates, check_bad_rows, check_source, flag, index_of
 
 # options that belong to --zero-shot and to --captions, to all tests on images, and to --texts
@@ -165,10 +165,8 @@ def _measure(rankings: str, judgements: str, names: Sequence[str] | None) -> int
     from contrastile.evaluate.ranking import USUAL, means, measure, read_judgements, read_run
 
     ranked, judged = read_run(rankings), read_judgements(judgements)
-    try:
+    with renamed(names="--measures"):
         measured = means(measure(ranked, judged, names or USUAL))
-    except ValueError as error:
-        raise ValueError(str(error).replace("`names`", "`--measures`")) from None
     print(f"{len(judged):,} judged queries, {len(judged.keys() & ranked):,} of them answered")
     for name, value in measured.items():
         print(f"{name:<11} {value:.4f}")

@@ -45,11 +45,9 @@ def read_classes(path: str | Path) -> list[Class]:
     entries = (_json_entries if Path(path).suffix == ".json" else _lines)(_text(path, "classes"), path)
     classes = [Class(key, _names(value)) for key, value in entries]
     times = Counter(entry.key for entry in classes if entry.key is not None)
-    twice = next((key for key, count in times.items() if count > 1), None)
-    if twice is not None:
+    if (twice := next((key for key, count in times.items() if count > 1), None)) is not None:
         raise invalid("classes", "name each folder once", f'"{twice}" twice in {path}', "Put its names into one entry.")
-    nameless = next((number for number, entry in enumerate(classes) if not entry.names), None)
-    if nameless is not None:
+    if (nameless := next((number for number, entry in enumerate(classes) if not entry.names), None)) is not None:
         got = f"none for {classes[nameless].key or nameless} in {path}"
         raise invalid("classes", "have a name each", got, "A text, or a list of synonyms.")
     if len(classes) < 2:
@@ -169,12 +167,9 @@ def open_class_folder(
     if mapping is None:
         of_folder = _single_classes(folders, numbers, len(known), classes)
     else:
-        members = read_mapping(mapping)
-        of_folder = {
-            name: [_mapped_class(key, name, numbers, len(known)) for key in members[name]]
-            for name in folders
-            if name in members
-        }
+        members, count = read_mapping(mapping), len(known)
+        mapped = [name for name in folders if name in members]
+        of_folder = {name: [_mapped_class(key, name, numbers, count) for key in members[name]] for name in mapped}
         if not of_folder:
             remedy = "Its keys are the names of the folders."
             raise invalid("mapping", f"name folders of {root}", f"{len(members)} others", remedy)
@@ -221,8 +216,7 @@ def _single_classes(
             raise invalid("classes", "be one for each folder where they are a mere list", got, remedy)
         numbers = {name: number for number, name in enumerate(folders)}
     classes = {name: [numbers.get(name, int(name) if by_number else count)] for name in folders}
-    nameless = next((name for name, (number,) in classes.items() if number >= count), None)
-    if nameless is not None:
+    if (nameless := next((name for name, (number,) in classes.items() if number >= count), None)) is not None:
         got = f'none for "{nameless}" in {file}'
         raise invalid("classes", "name every folder", got, "Add it, or give a mapping.")
     return classes

@@ -9,7 +9,7 @@ import signal
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import chain, groupby, pairwise
 from types import FrameType
@@ -351,11 +351,9 @@ class StopRequest:
         self.signal = self.signal or number
 
     def __enter__(self) -> Self:
-        try:
+        # Python sets handlers in the main thread only; in another thread the present handlers stay
+        with suppress(ValueError):
             self._handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
-        except ValueError:
-            # Python sets handlers in the main thread only; in another thread the present handlers stay
-            self._handlers = {}
         return self
 
     def __exit__(self, *_: object) -> None:
