@@ -30,10 +30,10 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add("recipe", nargs="?", help=RECIPE)
     add("overrides", **OVERRIDES, help="as for train")
     add("--gpus", metavar="WORD", help="such as H200, 8xH100-80GB, 32x8xH100-80GB (default: this machine)")
-    size = parser.add_mutually_exclusive_group()
+    one_batch = parser.add_mutually_exclusive_group()
     batch = f"pairs of all ranks, such as 64k{UNITS}; default: the recipe's largest"
-    size.add_argument("--batch", metavar="B", help=batch)
-    size.add_argument("--largest", action="store_true", help="the largest batch that fits")
+    one_batch.add_argument("--batch", metavar="B", help=batch)
+    one_batch.add_argument("--largest", action="store_true", help="the largest batch that fits")
     hours = f"the run's time; for epochs with the PAIRS to train on, such as 280000000, or 280M{UNITS}"
     add("--hours", nargs="?", const="", metavar="PAIRS", help=hours)
     add("--calibrate", action="store_true", help="measure this machine for 20 seconds, and keep its profile")

@@ -169,10 +169,10 @@ def files_below(folder: Path, suffixes: Sequence[str]) -> list[Path]:
 
 def file_state(path: str) -> list[Any]:
     try:
-        stat = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return [os.path.abspath(path), None]
-    return [os.path.abspath(path), stat.st_size, stat.st_mtime_ns]
+    return [os.path.abspath(path), status.st_size, status.st_mtime_ns]
 
 
 def is_whole(folder: Path, files: Sequence[str]) -> bool:

@@ -211,8 +211,8 @@ class ImageLoader:
         self._keys, self._images = keys, torch.empty(shape, dtype=torch.uint8) if buffer is None else buffer.lend(shape)
         # a task that held the tensor of a shared buffer would keep it from being idle
         target = self._images.numpy() if buffer is None else buffer
-        decode, starts = partial(self._decode, target, shape), range(0, len(keys), GROUP)
-        self._tasks = [self._pool.submit(decode, start, keys[start : start + GROUP]) for start in starts]
+        task, starts = partial(self._decode, target, shape), range(0, len(keys), GROUP)
+        self._tasks = [self._pool.submit(task, start, keys[start : start + GROUP]) for start in starts]
         if buffer is not None:
             buffer.tasks = self._tasks
 

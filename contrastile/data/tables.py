@@ -82,7 +82,7 @@ def read_table(table: Path, folder: Path | None = None, *, name: str = "source")
     header = next(rows, (0, ""))[1]
     columns = [] if isinstance(header, str) else header
     check_names([column for column in columns if column in (*PATH_COLUMNS, *CAPTION_COLUMNS)], table, name=name)
-    known = [next((name for name in names if name in columns), None) for names in (PATH_COLUMNS, CAPTION_COLUMNS)]
+    known = [next((one for one in names if one in columns), None) for names in (PATH_COLUMNS, CAPTION_COLUMNS)]
     if None in known:
         rule = f"have a column {' or '.join(PATH_COLUMNS)} and one {' or '.join(CAPTION_COLUMNS)}"
         separators = "commas or tabs" if is_csv else "tabs"

@@ -208,8 +208,8 @@ def time_updates(recipe: RetrieverRecipe, materials: TextMaterials, rows: Tensor
     model, seconds = job.run.model.train(), [0.0]
     batches: list[Tensor] = []
     with Weighed(job.run.device) as weighed:
-        optimizer, size = build_optimizer(model, recipe.optim), recipe.train.batch[0][1]
-        drawn = Batches(job.rows, sizes=[size] * UPDATES, seed=recipe.seed) if rows is None else [rows] * UPDATES
+        optimizer, queries = build_optimizer(model, recipe.optim), recipe.train.batch[0][1]
+        drawn = Batches(job.rows, sizes=[queries] * UPDATES, seed=recipe.seed) if rows is None else [rows] * UPDATES
 
         def update(number: int, batch: Tensor) -> float:
             began = time.perf_counter()
@@ -280,8 +280,8 @@ def write_updates(folder: RunFolder, updates: Mapping[tuple[str, int], Update], 
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(["way", "queries", "seconds", "bytes", *origin])
-    for way, update in updates.items():
-        writer.writerow([*way, f"{update.seconds:.5f}", update.bytes, *origin.values()])
+    for labels, update in updates.items():
+        writer.writerow([*labels, f"{update.seconds:.5f}", update.bytes, *origin.values()])
     folder.write_text(TABLE, file.getvalue())
     try:
         folder.write_text(FIGURE, draw_updates(updates))

@@ -183,15 +183,15 @@ class Study(ABC):
 
 
 def timed_steps(
-    job: Any, recipe: Any, size: int, count: int, clock: Callable[[], float] = time.perf_counter
+    job: Any, recipe: Any, size: int, count: int, timer: Callable[[], float] = time.perf_counter
 ) -> list[float]:
     """Make `count` steps of `size` examples with fresh weights; return the seconds of each."""
     optimizer, seconds = build_optimizer(job.run.model.train(), recipe.optim), []
     with closing(job):
         for number, rows in enumerate(Batches(job.rows, sizes=[size] * count, seed=recipe.seed), start=1):
-            began = clock()
+            began = timer()
             step(job, optimizer, job.parts(rows, number, ALONE))
-            seconds.append(clock() - began)
+            seconds.append(timer() - began)
     return seconds
 
 

@@ -108,16 +108,16 @@ def encode_corpus(
 
 
 def _write_shards(
-    run: Run | RetrieverRun, passages: Iterable[Passage], files: RunFolder, settings: dict[str, Any]
+    run: Run | RetrieverRun, passages: Iterable[Passage], folder: RunFolder, settings: dict[str, Any]
 ) -> None:
     """Write the shards that are missing, and index.json after each of them."""
     shard, dimensions = settings["shard"], settings["dimensions"]
-    exists = (files / INDEX).is_file()
-    metadata: dict[str, Any] = files.read_json(INDEX) if exists else {**settings, "complete": False, "shards": []}
+    exists = (folder / INDEX).is_file()
+    metadata: dict[str, Any] = folder.read_json(INDEX) if exists else {**settings, "complete": False, "shards": []}
     remedy = "Choose another folder with --out, or remove this one."
     if differs := [name for name, value in settings.items() if metadata.get(name) != value]:
         raise invalid("out", "be empty, or hold the same corpus by the same run", f"another {differs[0]}", remedy)
-    check_index(files.path, metadata, whole=True)
+    check_index(folder.path, metadata, whole=True)
     stream = iter(passages)
     for finished in metadata["shards"]:
         begun = list(islice(stream, finished["passages"]))
@@ -126,17 +126,17 @@ def _write_shards(
             got = "fewer passages" if fewer else f"another passage in shard {finished['name']}"
             raise invalid("corpus", "be the one that was begun with", got, remedy)
     while chunk := list(islice(stream, shard)):
-        metadata["shards"].append(_write_shard(run, chunk, files, len(metadata["shards"]), dimensions))
+        metadata["shards"].append(_write_shard(run, chunk, folder, len(metadata["shards"]), dimensions))
         metadata["complete"] = False
-        files.write_json(INDEX, sealed(metadata))
+        folder.write_json(INDEX, sealed(metadata))
     if not metadata["shards"]:
         raise invalid("corpus", "hold passages", "none", "Name one that has some.")
     if not metadata["complete"]:
-        files.write_json(INDEX, sealed({**metadata, "complete": True}))
+        folder.write_json(INDEX, sealed({**metadata, "complete": True}))
 
 
 def _write_shard(
-    run: Run | RetrieverRun, passages: Sequence[Passage], files: RunFolder, number: int, dimensions: int | None
+    run: Run | RetrieverRun, passages: Sequence[Passage], folder: RunFolder, number: int, dimensions: int | None
 ) -> dict[str, Any]:
     """Encode and write one shard; return its entry in index.json."""
     name, lengths, title = f"{number:05}", None, f"encoding shard {number + 1}"
@@ -144,11 +144,11 @@ def _write_shard(
         encoded = picture_features(run, passages, title)
     else:
         tokens = passage_tokens(passages, run.tokenizer, run.recipe)
-        several = kind_of(run.recipe) != SINGLE
+        by_token = kind_of(run.recipe) != SINGLE
         # the vectors of a shard's tokens may be too many for float32
-        dtype = torch.float16 if several else torch.float32
+        dtype = torch.float16 if by_token else torch.float32
         encoded = run.encode_tokens("passage", tokens, dimensions=dimensions, title=title, dtype=dtype)
-        if several:
+        if by_token:
             lengths, encoded = np.array(encoded.lengths, dtype=np.int32), encoded.values
     features = encoded.half().cpu()
     if not features.isfinite().all():
@@ -156,20 +156,20 @@ def _write_shard(
         remedy = "Train with model.normalise = true, or look at the weights."
         raise invalid("features", "be numbers that float16 has, up to 65504", got, remedy)
     lines = _lines(passages)
-    with files.written_whole(f"{name}.jsonl") as path:
+    with folder.written_whole(f"{name}.jsonl") as path:
         path.write_bytes(b"".join(lines))
-    files.write_text(f"{name}.ids", "".join(json.dumps(passage.id)[1:-1] + "\n" for passage in passages))
+    folder.write_text(f"{name}.ids", "".join(json.dumps(passage.id)[1:-1] + "\n" for passage in passages))
     offsets = np.cumsum([0, *map(len, lines[:-1])], dtype=np.int64)
     arrays = {OFFSETS: offsets, ".npy": features.numpy()} | ({} if lengths is None else {LENGTHS: lengths})
     for ending, array in arrays.items():
-        with files.written_whole(f"{name}{ending}") as path, path.open("wb") as file:
+        with folder.written_whole(f"{name}{ending}") as path, path.open("wb") as file:
             np.save(file, array, allow_pickle=False)
     return {
         "name": name,
         "passages": len(passages),
-        "passages_sha256": files.checksum(f"{name}.jsonl"),
-        "sha256": files.checksum(f"{name}.npy"),
-        "files": described(files.path, name),
+        "passages_sha256": folder.checksum(f"{name}.jsonl"),
+        "sha256": folder.checksum(f"{name}.npy"),
+        "files": described(folder.path, name),
     }
 
 

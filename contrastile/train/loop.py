@@ -154,8 +154,8 @@ def train(
     checkpoints = checkpoints or Checkpoints(None, trainer.recipe.save)
     trainer.begin(checkpoints)
     stopping = StopRequest(patient=ranks.size > 1)
-    now = trainer.progress
-    bar_at = progress(now.examples, "training", task.unit, now.seen)
+    state = trainer.progress
+    bar_at = progress(state.examples, "training", task.unit, state.seen)
     with bar_at as bar, stopping as stop, ExitStack() as at_end, closing(task):
         # a run saves the weights that it measures
         at_end.callback(trainer.ema.settle)
@@ -163,18 +163,18 @@ def train(
             trainer.step()
             trainer.show(bar)
             trainer.foretell_end()
-            trainer.guard.check_weights(len(now.sizes), trainer.weight_norm, trainer.model)
-            if now.next_probe <= now.share() < 1:
-                now.next_probe += trainer.recipe.evaluate.every
+            trainer.guard.check_weights(len(state.sizes), trainer.weight_norm, trainer.model)
+            if state.next_probe <= state.share() < 1:
+                state.next_probe += trainer.recipe.evaluate.every
                 trainer.probe()
             # due by the clock that all ranks share
-            if checkpoints.due(len(now.sizes), now.now):
+            if checkpoints.due(len(state.sizes), state.now):
                 ranks.collect_counts(task.stream)
                 trainer.save(checkpoints)
         trainer.end(checkpoints)
         if result.stopped_by is None:
             # a run that train.minutes ended is complete, too
-            bar.update(0, total=now.seen)
+            bar.update(0, total=state.seen)
     if result.stopped_by is None:
         result.finished = True
         trainer.probe()
@@ -237,11 +237,11 @@ class Trainer:
 
     def agree_to_continue(self, signal: int | None) -> bool:
         """True if another step follows: all ranks ask together and get the same answer."""
-        now, steps = self.progress, len(self.progress.sizes)
-        now.now = now.elapsed()
+        state, steps = self.progress, len(self.progress.sizes)
+        state.now = state.elapsed()
         # at least one step, even where the first probe took all the time
-        over = steps > 0 and not (now.share() < 1 and now.has_time_for(self._planned()[1]))
-        now.now, over, self.result.stopped_by = self.ranks.agree(steps + 1, now.now, over, signal, self.task.stream)
+        over = steps > 0 and not (state.share() < 1 and state.has_time_for(self._planned()[1]))
+        state.now, over, self.result.stopped_by = self.ranks.agree(steps + 1, state.now, over, signal, self.task.stream)
         return self.result.stopped_by is None and not over
 
     def _planned(self) -> tuple[int, int]:
@@ -304,10 +304,10 @@ class Trainer:
             return
         sentence = f"{rate:,.0f} {self.task.unit} a second: train.minutes={state.minutes:g} will "
         sentence += f"end the training after about {expected:,} of {state.examples:,}; more minutes learn more"
-        load, cores, threads = os.getloadavg()[0], os.cpu_count() or 1, torch.get_num_threads()
-        if self.task.run.device.type == "cpu" and threads > 1 and load > cores + 1:
+        busy, cores, threads = os.getloadavg()[0], os.cpu_count() or 1, torch.get_num_threads()
+        if self.task.run.device.type == "cpu" and threads > 1 and busy > cores + 1:
             # threads of one product wait for each other, and each of them for a core
-            sentence += f"; {load:.0f} processes share {cores} cores, "
+            sentence += f"; {busy:.0f} processes share {cores} cores, "
             sentence += "where OMP_NUM_THREADS=1 may be several times as fast"
         logger.warning(sentence)
 

@@ -258,9 +258,9 @@ def evaluate_and_report(
     results, match = evaluate(run.recipe, texts, answered), run.recipe.evaluate.match
     retrieved = [rankings for rankings in answered if rankings.system == "retriever"]
     # a figure for the first passage of each question alone: it takes an encoding of both
-    size = None if isinstance(passages, TokenStore) else passages.dimensions
-    picture = partial(alignment, run, dimensions=size) if run.recipe.model.kind == "late" else None
-    questions = [question_samples(rankings, texts, match, picture) for rankings in retrieved]
+    dimensions = None if isinstance(passages, TokenStore) else passages.dimensions
+    figure = partial(alignment, run, dimensions=dimensions) if run.recipe.model.kind == "late" else None
+    questions = [question_samples(rankings, texts, match, figure) for rankings in retrieved]
     page.write_results(folder, results, beside=beside)
     write_runs(folder, texts, answered)
     titles = {sample["title"] for sample in questions}
@@ -302,9 +302,9 @@ contrastile search {run} "a question\"""",
 
 
 def question_samples(
-    answered: Rankings, texts: TextSet, match: str, picture: Callable[[str, Passage], Any] | None = None
+    answered: Rankings, texts: TextSet, match: str, figure: Callable[[str, Passage], Any] | None = None
 ) -> dict[str, Any]:
-    """Samples of one part: random questions, the same every time, with their best passages, drawn by `picture`."""
+    """Samples of one part: random questions, the same every time, with their best passages, drawn by `figure`."""
     chosen = np.random.default_rng(0).permutation(len(answered.queries))[:SHOWN]
     samples: Samples = []
     for index in chosen.tolist():
@@ -315,8 +315,8 @@ def question_samples(
         for (passage, score), one_right in zip(ranking[:ANSWERS], right, strict=False):
             pieces, name = marked(passage.text[:LETTERS], query.text), passage.title or passage.id
             shown = {"name": name, "source": passage.source, "score": score, "pieces": pieces, "right": one_right}
-            if picture is not None and not passages:
-                shown["alignment"] = picture(query.text, passage)
+            if figure is not None and not passages:
+                shown["alignment"] = figure(query.text, passage)
             passages.append(shown)
         rank = right.index(True) + 1 if any(right) else 0
         samples.append({"question": query.text, "found": passages, "place": rank})
@@ -361,15 +361,15 @@ def alignment(run: RetrieverRun, question: str, passage: Passage, *, dimensions:
     compared = read["input_ids"][model.compared(**read)].tolist()
     query, _ = run.encode_query([question], dimensions=dimensions)
     key, mask = run.encode_passage([passage], dimensions=dimensions)
-    words = question_tokens["input_ids"][0].tolist()
-    if not words or not compared:
+    asked = question_tokens["input_ids"][0].tolist()
+    if not asked or not compared:
         return None
-    similar = query[0, : len(words)] @ key[0][mask[0]].T
+    similar = query[0, : len(asked)] @ key[0][mask[0]].T
     best = similar.max(dim=1)
     columns = best.indices.unique()
     shares = (similar[:, columns] / similar.abs().max().clamp(min=1e-9)).clamp(min=0)
     return {
-        "query": run.tokenizer.tokens(words),
+        "query": run.tokenizer.tokens(asked),
         "passage": run.tokenizer.tokens([compared[column] for column in columns.tolist()]),
         "shares": [[round(share, 3) for share in row] for row in shares.tolist()],
         "best": torch.searchsorted(columns, best.indices).tolist(),
