@@ -127,7 +127,7 @@ def _text_test(arguments: argparse.Namespace) -> dict[str, Any]:
     for option in ("texts", "corpus"):
         check_source(flag(option), getattr(arguments, option))
     if name is not None and (not name or os.path.basename(name) != name):
-        raise invalid("--name", "be a name that files can have", f'"{name}"', "It begins those of the rankings.")
+        raise invalid("--name", "be a name that files can have", f'"{name}"', "Files of rankings begin with it.")
     check_bad_rows(arguments.bad_rows)
     return {"source": source, "name": name, "split": arguments.split, **_given(arguments, TEXTS)}
 

@@ -36,12 +36,12 @@ def run(arguments: argparse.Namespace) -> int:
     at_least("lines", arguments.lines, 0)
     picked = candidates(arguments.candidates, recipe)
     if arguments.page is not None and arguments.question is None:
-        raise invalid("--page", "come with a question", "none", "Name it after the run.")
+        raise invalid("--page", "come with a question", "none", "Write the question behind the run.")
     if arguments.page is not None and getattr(recipe.model, "kind", "single") != "late":
         rule, remedy = "be left out unless the run is a late retriever", "One vector a text has no tokens to show."
         raise invalid("--page", rule, f'"{arguments.page}"', remedy)
     if arguments.question is not None and not arguments.question.strip():
-        raise invalid("question", "have words", "none", "Leave it out to be asked for some.")
+        raise invalid("question", "have words", "none", "Leave the question out to type one after the other.")
     index = index_of(arguments, recipe)
     if arguments.page is not None:
         make_way("--page", arguments.page)

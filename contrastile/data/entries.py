@@ -249,7 +249,7 @@ def _parquet(path: Path, counter: SkipCounter) -> Iterator[tuple[int, Entry | st
         if isinstance(failure, OSError) and failure.errno is not None:
             raise
         got = f"{path} (at row {number + 1}: {next(iter(str(failure).splitlines()), repr(failure))})"
-        raise invalid("source", "be a whole parquet file", got, "Write it again.") from failure
+        raise invalid("source", "be a whole parquet file", got, "Write the file again.") from failure
 
 
 READERS = {".jsonl": _json, ".json": _json, ".csv": _table, ".tsv": _table, ".parquet": _parquet}

@@ -148,7 +148,7 @@ class Stream:
             # the following rows replace a share without a readable image: a resumed run finds the same
             return self.read([(row + 1) % len(self) for row in rows], examples, crop_seed, tries=tries - 1)
         if not good:
-            raise invalid("source", "have images that can be read", counted(self.skipped), "Look at the shards.")
+            raise invalid("source", "have images that can be read", counted(self.skipped), "Check its files.")
         chosen, last = list(rows), good[0]
         # a bad image is replaced by the last good one before it, or by the first good one
         for number, reason in enumerate(reasons):

@@ -59,7 +59,7 @@ def open_texts(
             raise invalid(name, f'be left out with the source "{source}"', f'"{file}"', remedy)
     files = {name: Path(file).expanduser() if file else None for name, file in (("corpus", corpus), ("test", test))}
     if files["test"] is not None and files["test"].is_dir():
-        raise invalid("test", "be a file of questions", f'the folder "{test}"', "A BEIR folder is a source of its own.")
+        raise invalid("test", "be a file of questions", f'the folder "{test}"', "Name a BEIR folder as the source.")
     if source == "docstrings":
         return open_docstrings(cache=cache, packages=packages, held_out=held_out, mined=mined, progress=progress)
     if path.is_dir():

@@ -130,7 +130,7 @@ def _write_shards(
         metadata["complete"] = False
         folder.write_json(INDEX, sealed(metadata))
     if not metadata["shards"]:
-        raise invalid("corpus", "hold passages", "none", "Name one that has some.")
+        raise invalid("corpus", "hold passages", "none", "Name a corpus that has some.")
     if not metadata["complete"]:
         folder.write_json(INDEX, sealed({**metadata, "complete": True}))
 
@@ -194,7 +194,7 @@ class Index:
         if not (self.folder / INDEX).is_file():
             raise invalid("index", f"hold an {INDEX}", f'"{folder}"', "Make it first: contrastile encode RUN")
         if engine not in ENGINES:
-            raise invalid("engine", f"be one of {', '.join(ENGINES)}", f'"{engine}"', "torch needs nothing else.")
+            raise invalid("engine", f"be one of {', '.join(ENGINES)}", f'"{engine}"', "torch needs no package.")
         self.metadata = RunFolder(self.folder).read_json(INDEX)
         check_index(self.folder, self.metadata, whole=verify)
         shards = self.metadata["shards"]
@@ -217,8 +217,8 @@ class Index:
         for shard, part, features in zip(shards, parts, self._features, strict=True):
             tokens_differ = isinstance(part, late.TokenVectors) and part.starts[-1] != len(features)
             if len(part) != shard["passages"] or tokens_differ:
-                remedy = "Encode the corpus again."
-                raise invalid("index", "hold what it says", f"another shard {shard['name']}", remedy)
+                got = f"another number of passages or vectors in shard {shard['name']}"
+                raise invalid("index", f"hold what {INDEX} lists", got, "Encode the corpus again.")
         self._search = ENGINES[engine](parts) if self.kind == SINGLE else partial(late.topk, shards=parts)
 
     def __len__(self) -> int:

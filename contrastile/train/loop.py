@@ -231,7 +231,7 @@ class Trainer:
             logger.warning(message, most, self.steps.epoch_steps, rows, self.task.unit)
         if most > rows and self.ranks.rank == 0:
             message = "train.batch is %d, of %d %s to train on: they come several times in a step."
-            logger.warning(f"{message} Less makes more steps", most, rows, self.task.unit)
+            logger.warning(f"{message} A smaller batch makes more steps", most, rows, self.task.unit)
         self.result.update(self.progress, self.guard.skipped)
         self.model.train()
 

@@ -271,14 +271,14 @@ def open_teacher(recipe: Any) -> Teacher | None:
         run = class_of(recipe).untrained(_recipe_of_transformers(recipe, folder), tokenizer)
     if run.recipe.kind != recipe.kind:
         got = f'"{folder}", of {KINDS[run.recipe.kind]}'
-        raise invalid(key, f"be a model of {KINDS[recipe.kind]}", got, "It encodes the same batch.")
+        raise invalid(key, f"be a model of {KINDS[recipe.kind]}", got, "Both models encode the same batch.")
     if getattr(run.recipe.model, "kind", "single") == "late":
         got = f'"{folder}", with a vector for each token'
         raise invalid(key, "have one vector for each text", got, 'Take a retriever of model.kind = "single".')
     if isinstance(recipe, Recipe):
         own, other = ((data.image_size, data.channels) for data in (recipe.data, run.recipe.data))
         if own != other:
-            rule, remedy = "encode images of {} pixels and {} channels", "It encodes the same batch."
+            rule, remedy = "encode images of {} pixels and {} channels", "Both models encode the same batch."
             raise invalid(key, rule.format(*own), "{} and {}".format(*other), remedy)
     run.model.eval().requires_grad_(False)
     scale = getattr(settings, "teacher_scale", None)

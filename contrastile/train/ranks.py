@@ -240,7 +240,7 @@ class Heartbeat:
                 dist.send(torch.tensor([ALIVE]), self._next, self._group)
                 if self._launcher not in (None, os.getppid()):
                     self._launcher = None
-                    logger.warning("the launcher of this rank has gone; the run stops after this step, as by SIGTERM")
+                    logger.warning("the launcher of this rank has ended; the run stops after this step, as by SIGTERM")
                     os.kill(os.getpid(), signal.SIGTERM)
             if not self._failed:
                 dist.send(torch.tensor([GOODBYE]), self._next, self._group)

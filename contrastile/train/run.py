@@ -235,7 +235,7 @@ def choose_device(name: str) -> torch.device:
         raise invalid("device", "be on this machine", f'"{name}", and torch finds no GPU', 'Use "cpu" or "auto".')
     device = torch.device(name)
     if device.index is not None and device.index >= gpus:
-        raise invalid("device", "be on this machine", f'"{name}", and torch finds {gpus}', "They are counted from 0.")
+        raise invalid("device", "be on this machine", f'"{name}", and torch finds {gpus}', "GPUs are counted from 0.")
     return device
 
 

@@ -167,8 +167,7 @@ class Task(ABC, Generic[P]):
             buffer.copy_(value)
         # "auto" counts as all, so that the report never overstates the saving
         retained = largest if retain == "auto" else at_once * max(retain, 1)
-        need = dense_need(per_example, largest, retained)
-        planned = planned_memory(self.run, largest, result.ranks)
+        need, planned = dense_need(per_example, largest, retained), planned_memory(self.run, largest, result.ranks)
         more = {"memory": need, "planned_memory": planned, "data_sha256": self.measured}
         return {**self.metadata_so_far(result), **more}
 
