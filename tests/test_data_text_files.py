@@ -476,7 +476,7 @@ def test_options_that_a_source_has_no_use_for_are_refused(tmp_path):
     for source, more, sentence in (
         ("set", {"test": "x.csv"}, '`test` must be left out with the source ".*set"; got ".*x.csv". These come with'),
         ("set", {"corpus": "x.csv"}, '`corpus` must be left out with the source ".*set"; got ".*x.csv"'),
-        ("x.csv", {"test": "set"}, '`test` must be a file of questions; got the folder ".*set". A BEIR folder is'),
+        ("x.csv", {"test": "set"}, '`test` must be a file of questions; got the folder ".*set". Name a BEIR folder'),
     ):
         with pytest.raises(ValueError, match=sentence):
             opened(tmp_path, source, **{name: str(tmp_path / path) for name, path in more.items()})
