@@ -59,7 +59,7 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tiles of 16: a small problem has several, and uneven ones; the sides that were in use."""
     used: list[int] = []
 
-    def side(self: Scored, dtype: torch.dtype) -> int:
+    def side(self: Scored) -> int:
         used.append(min(16, self.side))
         return used[-1]
 

@@ -127,7 +127,7 @@ def test_a_learned_distance_equals_the_dense_formula(
     name: str, kind: str, streaming: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = PROBLEMS[name](18, 23)
-    monkeypatch.setattr(Scored, "_side", lambda self, dtype: 5)
+    monkeypatch.setattr(Scored, "_side", lambda self: 5)
     module, (rows, cols) = scored.scorer(kind, problem.same), scored.sides(kind, problem)
     named = scored.numbers(problem)
     wanted = [*scored.leaves(rows, cols), *module.parameters(), *named.values()]
@@ -146,7 +146,7 @@ def test_one_strip_and_shard_have_the_bits_of_resident_features(
     dtype: torch.dtype, streaming: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Token vectors and a scorer that draws random numbers, whose tiles are the same."""
-    monkeypatch.setattr(Scored, "_side", lambda self, dtype: 8)
+    monkeypatch.setattr(Scored, "_side", lambda self: 8)
     mask = torch.rand(20, 4) > 0.3
     q, k = torch.randn(2, 20, 4, 6).to(dtype).requires_grad_(), torch.randn(2, 20, 6, requires_grad=True)
     mlp = PairMLP(6, 6, hidden=5, dropout=0.5)

@@ -87,7 +87,7 @@ def encode(
     Returns the encoder's result (tensor, tuple, dict, nested), each leaf for the whole batch. Packed values, `Ragged`,
     are joined along their first axis. A number of shape [] or [1] that is not a row for each example, such as a scale,
     must be the same for every sub-batch, and is returned so.
-    Warns once if the second pass gives other features than the first, on a GPU in a later call; and of detached ones.
+    Warns once of features that differ in the second pass, on a GPU in a later call, and of features that are detached.
     Raises ValueError for inputs that cannot be split, for batch normalisation in training mode, whose statistics over a
     sub-batch are not those of the batch, for modules that change a buffer when they run, for encoders that write over
     their inputs or parameters, for the module inside a DistributedDataParallel, whose gradients would not be reduced,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from typing import Any, Literal
 
 from torch import Tensor
@@ -72,7 +73,7 @@ def loss_of_sides(loss: Callable[..., Tensor], features: Sequence[Tensor], scale
     if len(keys[0]) < len(query):
         remedy = "Let the data have a pair in every row."
         raise invalid("sides", "have a key for each query", f"{len(query)} and {len(keys[0])} rows", remedy)
-    if bias is not None and isinstance(loss, Loss) and "logit_bias" not in loss.forward.__code__.co_varnames:
+    if bias is not None and isinstance(loss, Loss) and "logit_bias" not in signature(loss.forward).parameters:
         remedy = "A bias is added to the logits of SigLipLoss."
         raise invalid("bias", f"be left out with {type(loss).__name__}", "one", remedy)
     return loss(query, joined(keys) if len(keys) > 1 else keys[0], scale, *(() if bias is None else (bias,)))

@@ -60,15 +60,15 @@ class Eager(Tiles):
         return sums
 
     def strip(self, rows: Shard, cols: Shard) -> int:
-        return self._height(len(rows), len(cols), rows.features.dtype) if self.loss.rowwise else 0
+        return self._height(len(rows), len(cols)) if self.loss.rowwise else 0
 
     @property
     def _held(self) -> int:
         """Tiles that are held at once, with those of guides and of products."""
         return TILES_HELD + 2 * self.loss.guides + self.loss.reads_products
 
-    def _height(self, N: int, M: int, dtype: torch.dtype) -> int:
-        side = self._side(dtype)
+    def _height(self, N: int, M: int) -> int:
+        side = self._side()
         fit = self.workspace // (self._held * self.scale.dtype.itemsize * max(M, 1))
         if max(N, M) <= (max(side, WHOLE_CPU) if self.loss.symmetric and self.scale.device.type == "cpu" else side):
             # a dense matrix beyond the workspace takes two sweeps, which hold it once
@@ -118,7 +118,7 @@ class Eager(Tiles):
         stats: of rows and of columns, made for the first tile where they are None. With None as `stats`, or as `sums`,
         that half is not computed.
         """
-        side, shards = self._side(rows.features.dtype), (rows, cols)
+        side, shards = self._side(), (rows, cols)
         with self._repeatable():
             room = self._room(min(rows.features.shape[0], side) * min(cols.features.shape[0], side))
             for along_i, row_tile in self._tiles(rows, side):
@@ -185,12 +185,12 @@ class Eager(Tiles):
         return nullcontext()
 
     def workspace_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
-        rows, cols = self._largest_tile(N, M, dtype)
+        rows, cols = self._largest_tile(N, M)
         return accumulator(dtype).itemsize * (self._held * rows * cols + 2 * (rows + cols) * D)
 
-    def _largest_tile(self, N: int, M: int, dtype: torch.dtype) -> tuple[int, int]:
+    def _largest_tile(self, N: int, M: int) -> tuple[int, int]:
         """Rows and columns of a strip over all columns, or of a tile."""
-        height, side = self._height(N, M, dtype), self._side(dtype)
+        height, side = self._height(N, M), self._side()
         return (height, M) if height else (min(N, side), min(M, side))
 
     @classmethod
@@ -204,8 +204,8 @@ class Eager(Tiles):
         in_tiles = loss.pairwise or not followed
         if device.type != "cpu" or labels or teacher:
             return tiles.workspace_bytes(N, M, D, dtype)
-        side, wide = tiles._side(dtype), accumulator(dtype)
-        rows, cols = (min(N, side), min(M, side)) if in_tiles else tiles._largest_tile(N, M, dtype)
+        side, wide = tiles._side(), accumulator(dtype)
+        rows, cols = (min(N, side), min(M, side)) if in_tiles else tiles._largest_tile(N, M)
         # the gradient of one direction takes the place of the logits
         direct = type(loss) is Softmax or (type(loss) is Guided and not by_index)
         in_place = direct and not (loss.symmetric or getattr(loss, "label_smoothing", False))
@@ -246,7 +246,7 @@ class Eager(Tiles):
         bounds = [(start, min(start + step, n)) for start in range(0, n, step)]
         return iter([(slice(*each), shard.narrow(*each)) for each in bounds])
 
-    def _side(self, _dtype: torch.dtype) -> int:
+    def _side(self) -> int:
         """Rows, and columns, of a tile: the fastest size that fits the workspace."""
         most = SIDE_CPU if self.scale.device.type == "cpu" else SIDE_ACCELERATOR
         fit = int((self.workspace / (self._held * self.scale.dtype.itemsize)) ** 0.5)
@@ -261,7 +261,7 @@ class Dense(Eager):
     elements.
     """
 
-    def _side(self, _dtype: torch.dtype) -> int:
+    def _side(self) -> int:
         return 2**62
 
     @classmethod
@@ -289,6 +289,8 @@ class Bfloat(Eager):
 
     # a tile has all columns of its rows
     complete: bool = field(default=False, init=False, repr=False)
+    # of each gradient, the other side's features in the latest tile, and their mean
+    means: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def sums_products(self) -> bool:
@@ -339,7 +341,7 @@ class Bfloat(Eager):
             (u_I, g, cols.features, lost.sum(1), self.fresh or self.complete),
             (v_J, g.T, rows.features, lost.sum(0), self.fresh),
         )
-        for total, of_side, features, rest, single in sides:
+        for side, (total, of_side, features, rest, single) in enumerate(sides):
             if total is None or not len(total):
                 continue
             of_side = of_side[: len(total)]
@@ -347,7 +349,9 @@ class Bfloat(Eager):
             _ = total.copy_(product).div_(factor) if self.fresh else total.add_(product, alpha=1 / factor)
             if not single:
                 total.add_(torch.addmm(product, of_side, features, beta=-1, out=product), alpha=1 / factor)
-            total.addr_(rest[: len(total)], features.mean(0, dtype=total.dtype), alpha=1 / factor)
+            if side not in self.means or self.means[side][0] is not features:
+                self.means[side] = features, features.mean(0, dtype=total.dtype)
+            total.addr_(rest[: len(total)], self.means[side][1], alpha=1 / factor)
 
 
 def of_dtype(tiles: type[Tiles], dtype: torch.dtype, device: torch.device) -> type[Tiles]:

@@ -374,7 +374,7 @@ class Scored(Eager):
         # the scores bring their own memory
         return self.scale.new_empty(0)
 
-    def _side(self, _dtype: torch.dtype) -> int:
+    def _side(self) -> int:
         return self.side
 
     def workspace_bytes(self, _N: int, _M: int, _D: int, _dtype: torch.dtype) -> int:

@@ -352,7 +352,8 @@ class Triton(Tiles):
         """
         positives = self._positives(block)
         if block.rows.features.dtype == torch.float16:
-            terms, factors = self._scaled_strips(block, u, None if v is None else _received(v), row_stats)
+            # exponentials, whose rows have factors, are kept in bf16 alone
+            terms, factors = [self._scaled_strips(block, u, None if v is None else _received(v), row_stats)], None
         else:
             terms, factors = self._strips(block, u, v, row_stats, final=positives is None)
         self.super_tile = None
@@ -364,9 +365,7 @@ class Triton(Tiles):
         sums = launch.add_up(terms)
         return sums if self.sums_products else sums[1]
 
-    def _scaled_strips(
-        self, block: Block, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None
-    ) -> tuple[list[Term], Tensor | None]:
+    def _scaled_strips(self, block: Block, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None) -> Term:
         """`_strips` of fp16, whose range is small: accumulators are kept in a unit of the block's own."""
         # the power of two that brings the largest possible gradient of a pair just under fp16's range
         largest = block.largest_gradient(weighed=self._epilogue.formula.mises_fisher)
@@ -376,11 +375,11 @@ class Triton(Tiles):
         accumulators = [x for x in (u, v) if x is not None]
         for x in accumulators if not self.fresh else []:
             x.mul_(unit)
-        ((numbers, lost),), factors = self._strips(block, u, v, row_stats, final=False)
+        ((numbers, lost),), _ = self._strips(block, u, v, row_stats, final=False)
         inverse = 1 / unit
         for x in (*accumulators, numbers):
             x.mul_(inverse)
-        return [(numbers, lost)], factors
+        return numbers, lost
 
     def _strips(
         self, block: Block, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None, *, final: bool

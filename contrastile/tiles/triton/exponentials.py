@@ -83,8 +83,9 @@ class Exponentials:
             numbers.append(sorting.new_sums(block))
             sorting.label_gradients(self.pair, block, self.strip, numbers[-1], weights, factored=not both)
         if u is not None:
-            later = factors if positives and of_rows is None else None
-            with sorting.in_order(u, of_rows, factors=None if later is factors else factors) as total:
+            if positives and of_rows is None:
+                later, factors = factors, None
+            with sorting.in_order(u, of_rows, factors=factors) as total:
                 add_rows(total, self.pair, self.strip, fresh=True)
         if v is not None:
             with sorting.in_order(v, of_cols) as total:
