@@ -231,6 +231,19 @@ def nccl_options(group: Any) -> Any:
     return getattr(backend, "wrapped_pg", backend).options
 
 
+def symmetric(size: int, device: torch.device) -> tuple[Tensor, Callable[[Any], Callable[[int], Tensor]]]:
+    """Bytes that other ranks can reach, and a function of a group that returns each rank's; all ranks call it."""
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    own = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+
+    def of_rank(group: Any) -> Callable[[int], Tensor]:
+        handle = symmetric_memory.rendezvous(own, group)
+        return lambda rank: handle.get_buffer(rank, (size,), torch.uint8)
+
+    return own, of_rank
+
+
 def nccl_timeout(group: Any) -> timedelta:
     """Time-out of the group's operations between GPUs."""
     return nccl_options(group)._timeout

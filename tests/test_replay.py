@@ -421,7 +421,7 @@ def test_a_replayed_step_makes_few_python_calls(monkeypatch: pytest.MonkeyPatch)
 def test_graphs_that_are_kept_were_captured_on_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs of one stream share a workspace of cuBLAS, which goes with the first of them."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: object())
+    monkeypatch.setattr(torch.cuda, "Stream", object)
     monkeypatch.setattr(graph, "_streams", {})
     monkeypatch.setattr(graph, "_graphs", graphs := dict[int, Any]())
     for number in range(3):

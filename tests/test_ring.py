@@ -92,7 +92,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(consistency, "tally", lambda group, _, counts: group.circle.everyone(group.rank, counts))
 
 
-def _simulate(name: str, shares: list[tuple[int, int]]) -> list[tuple[Tensor, dict[str, Tensor]]]:
+def simulate(name: str, shares: list[tuple[int, int]]) -> list[tuple[Tensor, dict[str, Tensor]]]:
     circle = Circle(len(shares))
 
     def rank(place: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -109,14 +109,14 @@ NAMES = ["clip", "siglip", "info_nce_everything", "clip_ids_weights_smoothing", 
 @pytest.mark.parametrize("name", [name for name in PROBLEMS if name in NAMES])
 def test_the_rings_arithmetic_is_that_of_one_process(simulated: None, name: str, W: int) -> None:
     shares = [(3 + (2 * rank) % 5, 3 + (2 * rank) % 5) for rank in range(W)]
-    compare(_simulate(name, shares), name, shares)
+    compare(simulate(name, shares), name, shares)
 
 
 @pytest.mark.parametrize("name", ["clip", "siglip"])
 def test_the_network_changes_no_bit(pool: Pool, monkeypatch: pytest.MonkeyPatch, request: Any, name: str) -> None:
     over_gloo = pool.run(on_a_rank, 3, name, SHARES[3], HOW)
     request.getfixturevalue("simulated")
-    for (loss, gradients), (same_loss, same_gradients) in zip(over_gloo, _simulate(name, SHARES[3]), strict=True):
+    for (loss, gradients), (same_loss, same_gradients) in zip(over_gloo, simulate(name, SHARES[3]), strict=True):
         assert distance(loss, same_loss) <= 1e-15
         for key in ("q", "k"):
             assert torch.equal(gradients[key], same_gradients[key]), key

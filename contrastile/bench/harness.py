@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from contrastile._errors import invalid, written_to
 from contrastile.distributed import collectives, consistency
+from contrastile.distributed.neighbours import used_bytes
 from contrastile.offload import free_memory
 from contrastile.train.memory import Weighed
 from contrastile.train.provenance import ORIGIN, provenance
@@ -296,14 +297,18 @@ class Machine:
         return (time.perf_counter() - start) / repeats
 
     def peak(self, step: Step) -> int:
-        """Return the most bytes of tensors that a step holds at once, beside those held before it."""
+        """Return the most bytes of tensors that a step holds at once, beside those held before it.
+
+        A ring's buffers between GPUs of one node count, although they stay between steps.
+        """
         return self.time_and_peak(step)[1]
 
     def time_and_peak(self, step: Step) -> tuple[float, int]:
         """Return the seconds of a step on this rank, and its peak."""
+        used_bytes()
         with Weighed(self.device) as weighed:
             seconds = self.time(step)
-        return seconds, weighed.bytes
+        return seconds, weighed.bytes + used_bytes()
 
     def wait(self) -> None:
         if self.device.type == "cuda":

@@ -68,9 +68,13 @@ class Collective:
 
 
 class _CapturedCall(threading.local):
-    """The call that this thread captures, to be replayed later; `transfer` takes each step of its transfers."""
+    """The call that this thread captures, to be replayed later.
+
+    transfer: takes each step of the transfers that graphs cannot have. kept: memory that the graphs read.
+    """
 
     transfer: Callable[[Callable[[], None]], None] | None = None
+    kept: list[Any] | None = None
 
 
 captured_call = _CapturedCall()
@@ -113,20 +117,28 @@ class Transfer:
     arriving: list[Tensor]
     # result of `wait`, made of the tensors that arrived
     finish: Callable[[list[Tensor]], list[Tensor]] = list
+    # a captured call's graphs have both steps, which then count in no replay, and so nowhere
+    in_graph: bool = False
 
     def __post_init__(self) -> None:
         self.works: list[Any] = []
-        _carry_out(self._begin)
+        self._take(self._begin)
 
     def wait(self) -> list[Tensor]:
         """The tensors that arrived. Raises RuntimeError at a second call."""
         if state_of(self.group).in_flight is not self:
             raise _misused(f"a {self.operation} that was waited for already")
-        _carry_out(self.complete)
+        self._take(self.complete)
         return self.finish(self.arriving)
 
+    def _take(self, step: Callable[[], None]) -> None:
+        if self.in_graph:
+            step()
+        else:
+            _carry_out(step)
+
     def _begin(self) -> None:
-        with Collective(self.operation, self.group):
+        with Collective(self.operation, self.group, begins=not self.in_graph):
             self.works = self.post()
         state_of(self.group).in_flight = self
 

@@ -91,6 +91,11 @@ def most(number: int, group: Any, **statement: Any) -> int:
     return number if size(group) == 1 else max(_tally(group, {"parts": None, **statement}, [number]))[0]
 
 
+def numbers_of_ranks(group: Any, parts: str, numbers: Sequence[int]) -> list[list[int]]:
+    """Each rank's whole numbers, at most `COUNTS`, in rank order; raises where another rank is in another call."""
+    return _tally(group, {"parts": parts}, numbers)
+
+
 def any_of(flags: Sequence[bool], group: Any) -> list[bool]:
     """Return for each flag whether it is set on any rank of the group."""
     gathered = _gather(torch.tensor(flags, dtype=torch.uint8), group)

@@ -49,6 +49,9 @@ class GroupState:
     left_by: str | None = None
     # Gloo group of the same ranks, through which they compare numbers on the host
     host_group: Any = None
+    # all ranks' GPUs reach each other's memory (`neighbours.py`), and the buffers there; None: not known, none yet
+    reachable: bool | None = None
+    neighbours: Any = None
 
 
 _states: WeakKeyDictionary[Any, GroupState] = WeakKeyDictionary()
@@ -58,6 +61,11 @@ def state_of(group: Any) -> GroupState:
     """The state of a group, made at the first call."""
     group = resolved(group)
     return _states.get(group) or _states.setdefault(group, GroupState())
+
+
+def all_states() -> list[GroupState]:
+    """The states of all groups of this process."""
+    return list(_states.values())
 
 
 def resolved(group: Any) -> Any:

@@ -304,10 +304,9 @@ _lock = threading.Lock()
 
 def _free_stream() -> torch.cuda.Stream:
     """A stream on which no graph that is kept was captured: graphs of one stream would share cuBLAS's workspace."""
-    device = torch.cuda.current_device()
-    streams, taken = _streams.setdefault(device, []), [graph.apart for graph in _graphs.values()]
+    streams, taken = _streams.setdefault(torch.cuda.current_device(), []), [graph.apart for graph in _graphs.values()]
     while not (free := [stream for stream in streams if stream not in taken]):
-        streams.append(torch.cuda.Stream(device))
+        streams.append(torch.cuda.Stream())
     return free[0]
 
 
@@ -316,20 +315,21 @@ class Parts:
 
     def __init__(self) -> None:
         self._parts: list[Callable[[], None]] = []
+        # the graphs' pool, and memory beside it that they read
         self._pool: Any = None
-        # the graph that is being captured
-        self._graph: Any = None
+        self.kept: list[Any] = []
+        self._capturing: Any = None
 
     def begin(self) -> None:
         """Begin a graph."""
         graph = torch.cuda.CUDAGraph()
         # other threads may use the device meanwhile
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        self._graph = graph
+        self._capturing = graph
 
     def end(self) -> None:
         """End the graph; there is none where a transfer failed."""
-        graph, self._graph = self._graph, None
+        graph, self._capturing = self._capturing, None
         if graph is None:
             return
         with warnings.catch_warnings():
@@ -373,11 +373,11 @@ def _captured(
     apart.wait_stream(stream)
     with torch.cuda.stream(apart):
         parts.begin()
-        captured_call.transfer = parts.transfer if across_ranks else None
+        captured_call.transfer, captured_call.kept = parts.transfer if across_ranks else None, parts.kept
         try:
             results = compute()
         finally:
-            captured_call.transfer = None
+            captured_call.transfer = captured_call.kept = None
             parts.end()
         if across_ranks:
             parts.last()

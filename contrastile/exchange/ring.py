@@ -15,36 +15,37 @@ float32 gradient of the columns in place of the statistics.
 A packet is one buffer of bytes, so that a hop is one send and one receive. Both are posted before the tiles of the hop
 are launched, and waited for when the tiles need the accumulator. A packet is sent on from the buffer in which it
 arrived, with this rank's part added: two buffers serve any number of hops. An accumulator returns to its owner as soon
-as it is complete, while the tiles still compute this rank's own gradient.
+as it is complete, while the tiles still compute this rank's own gradient. What leaves begins at the start of a buffer,
+so that GPUs of one node can read it there (`neighbours.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from contrastile.distributed import collectives
-from contrastile.distributed.failure import resolved
+from contrastile.distributed.failure import resolved, state_of
+from contrastile.distributed.neighbours import ALIGNMENT, neighbours
 from contrastile.exchange.base import Exchange, Layout, Traffic, bytes_per_feature
 from contrastile.losses.base import Shard
 from contrastile.tiles.base import InFlight, Sum, Tiles
 
-# tensors of a packet begin at multiples of this number of bytes, where any kernel can read them
-ALIGNMENT = 256
-
 
 class Packet(NamedTuple):
-    """The content of a buffer: the payload of one shard, then the accumulator of another."""
+    """The content of a buffer, 0 or 1: the accumulator of one shard, then the payload of another."""
 
+    buffer: int
     bytes: Tensor
-    payload: list[Tensor]
     accumulator: Tensor
-    # offset in bytes of the accumulator
+    payload: list[Tensor]
+    # offset in bytes of the payload
     border: int
 
 
@@ -54,6 +55,16 @@ class Ring(Exchange):
 
     def parts(self) -> int:
         return len(self.layout)
+
+    def in_step(self, place: str = "operation") -> AbstractContextManager[None]:
+        if len(self.layout) > 1 and (buffers := state_of(self.layout.group).neighbours) is not None:
+            buffers.follow()
+        return super().in_step(place)
+
+    def reserved(self) -> int:
+        """Copy engines hold no multiprocessors."""
+        alone = len(self.layout) == 1
+        return super().reserved() if alone or state_of(self.layout.group).neighbours is None else 0
 
     def forward(self, tiles: Tiles, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
         row_stats: Tensor | None = None
@@ -113,8 +124,8 @@ class Ring(Exchange):
         visit: adds this rank's part to the accumulator of a shard. Ranks add in the order of the ring, so that every
         run gives the same bits.
         """
-        W, rank, sizes, group = len(self.layout), self.layout.rank, self.layout.cols, resolved(self.layout.group)
-        buffers = _Buffers(shard, returned, axis, max(sizes))
+        W, rank, sizes = len(self.layout), self.layout.rank, self.layout.cols
+        buffers = _Buffers(shard, returned, axis, max(sizes), resolved(self.layout.group))
 
         def packet(hop: int) -> Packet:
             """The packet that arrives in a hop. The last hop brings no columns."""
@@ -123,8 +134,8 @@ class Ring(Exchange):
 
         def post(hop: int, leaving: Packet, arriving: Packet) -> collectives.Transfer:
             """Start a hop's transfer. The first one has no accumulator yet, and the last one sends no columns."""
-            sent = leaving.bytes[leaving.border :] if hop == W - 1 else leaving.bytes
-            return collectives.post(sent, arriving.bytes if hop else arriving.bytes[: arriving.border], group)
+            sent = leaving.bytes[: leaving.border] if hop == W - 1 else leaving.bytes
+            return buffers.post(leaving.buffer, sent, arriving.bytes if hop else arriving.bytes[arriving.border :])
 
         leaving, arriving = buffers.packet(1, sizes[rank], 0), packet(0)
         for packed, x in zip(leaving.payload, shard.payload(), strict=True):
@@ -136,7 +147,7 @@ class Ring(Exchange):
 
             def send(hop: int = hop, leaving: Packet = arriving, arriving: Packet = following) -> None:
                 if hop == W - 1:
-                    flights.append(collectives.post(leaving.accumulator, returned, group))
+                    flights.append(buffers.post(leaving.buffer, leaving.accumulator, returned))
                 else:
                     flights.append(post(hop + 1, leaving, arriving))
 
@@ -154,15 +165,25 @@ class Ring(Exchange):
 class _Buffers:
     """Two byte buffers for packets of a payload like the shard's and an accumulator like `returned`."""
 
-    def __init__(self, shard: Shard, returned: Tensor, axis: int, most: int) -> None:
-        like = [(x, 1 if x is shard.state else 0) for x in shard.payload()]
+    def __init__(self, shard: Shard, returned: Tensor, axis: int, most: int, group: Any) -> None:
+        like = [(returned, axis), *[(x, 1 if x is shard.state else 0) for x in shard.payload()]]
         # for each tensor of a packet its dtype, its shape without the columns, and their axis
-        self.layouts = [(x.dtype, [*x.shape[:at], *x.shape[at + 1 :]], at) for x, at in [*like, (returned, axis)]]
+        self.layouts = [(x.dtype, [*x.shape[:at], *x.shape[at + 1 :]], at) for x, at in like]
         room = sum(self._sizes(most, most))
-        self.buffers = [returned.new_empty(room, dtype=torch.uint8) for _ in range(2)]
+        self.group, self.neighbours = group, neighbours(group, room, returned.device)
+        if self.neighbours is None:
+            self.buffers = [returned.new_empty(room, dtype=torch.uint8) for _ in range(2)]
+        else:
+            self.buffers = self.neighbours.buffers
         kinds = {dtype for dtype, *_ in self.layouts}
         self.views = [{dtype: buffer.view(dtype) for dtype in kinds} for buffer in self.buffers]
         self._packets: dict[tuple[int, int, int], Packet] = {}
+
+    def post(self, buffer: int, leaving: Tensor, arriving: Tensor) -> collectives.Transfer:
+        """Send the start of a buffer to the next rank, and receive what the previous one sends."""
+        if self.neighbours is None:
+            return collectives.post(leaving, arriving, self.group)
+        return self.neighbours.post(buffer, arriving)
 
     def packet(self, buffer: int, columns: int, accumulated: int) -> Packet:
         """A packet in a buffer, with a payload of `columns` columns and an accumulator of `accumulated` ones."""
@@ -176,14 +197,14 @@ class _Buffers:
         views, tensors, begin = self.views[buffer], [], 0
         counts = self._columns(columns, accumulated)
         for (dtype, others, axis), size, n in zip(self.layouts, sizes, counts, strict=True):
-            shape = [*others[:axis], n, *others[axis:]]
+            shape, view = [*others[:axis], n, *others[axis:]], views[dtype]
             strides = [prod(shape[at + 1 :]) for at in range(len(shape))]
-            tensors.append(views[dtype].as_strided(shape, strides, begin // dtype.itemsize))
+            tensors.append(view.as_strided(shape, strides, view.storage_offset() + begin // dtype.itemsize))
             begin += size
-        return Packet(self.buffers[buffer][:begin], tensors[:-1], tensors[-1], begin - sizes[-1])
+        return Packet(buffer, self.buffers[buffer][:begin], tensors[0], tensors[1:], sizes[0])
 
     def _columns(self, columns: int, accumulated: int) -> list[int]:
-        return [columns] * (len(self.layouts) - 1) + [accumulated]
+        return [accumulated] + [columns] * (len(self.layouts) - 1)
 
     def _sizes(self, columns: int, accumulated: int) -> list[int]:
         """Bytes of each tensor, up to the aligned start of the next."""

@@ -1,0 +1,232 @@
+"""Transfers around a ring by copies: without a GPU, its streams and flags are played by threads and words in memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from ctypes import c_uint32
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from problems import PROBLEMS, distance
+from test_exchange import SHARES
+from test_ring import PATIENCE, Place, simulate, simulated
+from torch import Tensor
+
+from contrastile.distributed import collectives, failure
+from contrastile.distributed import neighbours as near
+from contrastile.distributed.collectives import captured_call
+from contrastile.distributed.neighbours import Neighbours
+from contrastile.exchange import ring
+from contrastile.exchange.base import Layout
+from contrastile.exchange.ring import Ring
+
+__all__ = ["simulated"]
+
+
+class _Stream:
+    """A stream that does everything at once."""
+
+    cuda_stream = 0
+
+    def __init__(self, *_: Any) -> None:
+        self.waited: list[Any] = []
+
+    def wait_stream(self, other: Any) -> None:
+        self.waited.append(other)
+
+    def synchronize(self) -> None:
+        pass
+
+    def record_event(self) -> Any:
+        return SimpleNamespace(wait=lambda: None)
+
+
+def _played(function: str, _stream: int, address: int, value: int, _how: int) -> None:
+    """The driver's function on a word of this process."""
+    word, began = c_uint32.from_address(address), time.monotonic()
+    if function == "cuStreamWriteValue32_v2":
+        # each write is awaited before the next
+        assert word.value != value
+        word.value = value
+        return
+    assert function == "cuStreamWaitValue32_v2"
+    while word.value != value:
+        assert time.monotonic() - began < PATIENCE
+        time.sleep(0)
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(near, "_call", _played)
+    monkeypatch.setattr(torch.cuda, "Stream", _Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", _Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(near, "current_stream_address", lambda _: 0)
+
+
+def _memory(size: int) -> Tensor:
+    memory = torch.full((2 * size + near.ALIGNMENT,), 255, dtype=torch.uint8)
+    memory[-near.ALIGNMENT :] = 0
+    return memory
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch, streams: None) -> Iterator[list[int]]:
+    """Ranks that are threads read each other's buffers; yields the sizes of buffers that were made."""
+    found, sizes = dict[Place, Neighbours](), list[int]()
+
+    def of_place(group: Place, size: int, _: torch.device) -> Neighbours:
+        if group not in found or found[group].size < size:
+            sizes.append(size)
+            memory, rank, W = group.circle.everyone(group.rank, _memory(size)), group.rank, group.circle.W
+            found[group] = Neighbours(memory[rank], memory[rank - 1], memory[(rank + 1) % W], size, group)
+        return found[group]
+
+    monkeypatch.setattr(ring, "neighbours", of_place)
+    yield sizes
+    assert all(not each.memory[-near.ALIGNMENT :].any() for each in found.values())
+
+
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize("W", [2, 3, 5])
+@pytest.mark.parametrize(
+    "name", [name for name in PROBLEMS if name in ("clip", "siglip", "clip_ids_weights_smoothing")]
+)
+def test_buffers_that_are_read_have_the_bits_of_those_that_are_sent(
+    request: pytest.FixtureRequest, name: str, W: int
+) -> None:
+    shares = SHARES[3] if W == 3 else [((2 * rank) % 5, (3 * rank) % 7) for rank in range(W)]
+    sent = simulate(name, shares)
+    made = request.getfixturevalue("read")
+    for (loss, gradients), (same_loss, same_gradients) in zip(sent, simulate(name, shares), strict=True):
+        assert distance(loss, same_loss) <= 1e-15
+        assert all(torch.equal(gradients[key], same_gradients[key]) for key in ("q", "k"))
+    # larger ones for the backward, and none else
+    assert W <= len(made) <= 2 * W
+
+
+GROUP = SimpleNamespace(rank=lambda: 0, size=lambda: 3)
+HERE = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Any:
+    class Group:
+        rank, size = staticmethod(lambda: 0), staticmethod(lambda: 3)
+
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: "cuda:nccl")
+    monkeypatch.setattr(near, "any_of", lambda flags, _: list(flags))
+    return Group()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "reaches", "driver", "found"),
+    [
+        ([[0], [1], [2]], True, True, True),
+        ([[0], [1], [2]], False, True, False),
+        # each sees one GPU alone
+        ([[1], [1], [1]], True, True, False),
+        ([[0], [1], [2, "another"]], True, True, False),
+        ([[0], [1], [2]], True, False, False),
+    ],
+)
+def test_ranks_read_each_other_where_all_their_gpus_reach_each_other(
+    monkeypatch: pytest.MonkeyPatch, group: Any, ranks: list[Any], reaches: bool, driver: bool, found: bool
+) -> None:
+    asked: list[tuple[torch.device, int]] = []
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *pair: asked.append(pair) or reaches)
+    monkeypatch.setattr(near, "_driver", lambda: driver or None)
+
+    def numbers(_: Any, parts: str, own: list[int]) -> list[list[Any]]:
+        assert parts == "neighbours"
+        node, index = own
+        assert index == 1
+        return [[(elsewhere or [node])[0], each] for each, *elsewhere in ranks]
+
+    monkeypatch.setattr(near, "numbers_of_ranks", numbers)
+    assert near._reachable(group, HERE) is found
+    if found:
+        assert asked == [(HERE, 0), (HERE, 2)]
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: "cpu:gloo")
+    assert near._reachable(group, HERE) is False
+
+
+def test_buffers_grow_and_stay(monkeypatch: pytest.MonkeyPatch, group: Any, streams: None) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(near, "_reachable", lambda *_: asked.append("reachable") or True)
+
+    def symmetric(count: int, _: torch.device) -> tuple[Tensor, Callable[[Any], Callable[[int], Tensor]]]:
+        asked.append(count)
+        if count > 4000:
+            raise RuntimeError("out of memory")
+        ranks = [torch.full((count,), 255, dtype=torch.uint8) for _ in range(3)]
+        return ranks[0], lambda _: ranks.__getitem__
+
+    monkeypatch.setattr(near, "symmetric", symmetric)
+    near.used_bytes()
+    assert near.neighbours(group, 100, torch.device("cpu")) is None
+    assert near.neighbours(group, near.MOST_BYTES // 2 + 1, HERE) is None
+    assert asked == []
+    first = near.neighbours(group, 512, HERE)
+    assert first is not None
+    assert near.neighbours(group, 256, HERE) is first
+    assert (near.used_bytes(), near.used_bytes()) == (2 * 512 + 256, 0)
+    second = near.neighbours(group, 1024, HERE)
+    assert second is not None
+    # those of before stay as they are, for a graph that reads them
+    assert (len(first.buffers[1]), len(second.buffers[1])) == (512, 1024)
+    # no room on some rank: the group's backend carries everything from now on
+    assert near.neighbours(group, 4096, HERE) is None
+    assert near.neighbours(group, 256, HERE) is None
+    assert asked == ["reachable", *(2 * size + 256 for size in (512, 1024, 4096))]
+
+
+def test_another_stream_waits_for_the_one_before(monkeypatch: pytest.MonkeyPatch, streams: None) -> None:
+    memory = _memory(256)
+    buffers = Neighbours(memory, memory, memory, 256, GROUP)
+    first = buffers._reader
+    buffers.follow()
+    assert buffers._reader is first
+    monkeypatch.setattr(near, "current_stream_address", lambda _: 7)
+    buffers.follow()
+    assert buffers._reader.waited == [first]
+
+
+def test_a_transfer_within_a_graph_counts_nowhere(monkeypatch: pytest.MonkeyPatch, streams: None) -> None:
+    """Ranks that replay it, which take no step on the host, count as many operations as ranks that do not."""
+
+    class Group:
+        pass
+
+    group, memory, kept = Group(), _memory(256), list[Any]()
+    state, buffers = failure.state_of(group), Neighbours(memory, memory, memory, 256, group)
+    buffers.buffers[1][:12] = torch.arange(12)
+    arriving = torch.empty(3)
+    monkeypatch.setattr(captured_call, "kept", kept)
+    monkeypatch.setattr(captured_call, "transfer", lambda _: pytest.fail("a step between graphs"))
+    flight = buffers.post(1, arriving)
+    assert state.in_flight is flight
+    assert torch.equal(flight.wait()[0].view(torch.uint8), torch.arange(12, dtype=torch.uint8))
+    assert (state.operations, state.in_flight, kept) == (0, None, [memory])
+
+
+def test_copies_leave_all_multiprocessors_to_the_tiles(monkeypatch: pytest.MonkeyPatch, group: Any) -> None:
+    monkeypatch.setattr(collectives, "reserved_multiprocessors", lambda _: 8)
+    exchange = Ring("mean", Layout(group, 0, (3, 3), (3, 3)))
+    assert exchange.reserved() == 8
+    followed: list[str] = []
+    failure.state_of(group).neighbours = SimpleNamespace(follow=lambda: followed.append("followed"))
+    assert exchange.reserved() == 0
+    with exchange.in_step():
+        assert followed == ["followed"]
+
+
+def test_an_error_of_the_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(near, "_driver", lambda: SimpleNamespace(cuStreamWriteValue32_v2=lambda *_: 801))
+    with pytest.raises(RuntimeError, match=r"^cuStreamWriteValue32_v2 of CUDA's driver failed with error 801$"):
+        near._write(0, 0, 1)
