@@ -12,15 +12,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from problems import PROBLEMS, distance
 from test_exchange import SHARES
 from test_ring import PATIENCE, Place, simulate, simulated
 from torch import Tensor
 
+from contrastile import ClipLoss, SigLipLoss
+from contrastile.bench.memory import one_rank_of
 from contrastile.distributed import collectives, failure
 from contrastile.distributed import neighbours as near
 from contrastile.distributed.collectives import captured_call
 from contrastile.distributed.neighbours import Neighbours
+from contrastile.engine import graph
 from contrastile.exchange import ring
 from contrastile.exchange.base import Layout
 from contrastile.exchange.ring import Ring
@@ -230,3 +234,38 @@ def test_an_error_of_the_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(near, "_driver", lambda: SimpleNamespace(cuStreamWriteValue32_v2=lambda *_: 801))
     with pytest.raises(RuntimeError, match=r"^cuStreamWriteValue32_v2 of CUDA's driver failed with error 801$"):
         near._write(0, 0, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.unpoisoned
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("make", "numbers"), [(ClipLoss, (20.0,)), (SigLipLoss, (10.0, -5.0))])
+def test_copies_on_a_gpu_have_the_bits_of_transfers(
+    monkeypatch: pytest.MonkeyPatch, make: Any, numbers: tuple[float, ...]
+) -> None:
+    """One rank of three whose neighbours are itself; the third call is captured, and replayed by the fourth."""
+    here = torch.device("cuda", torch.cuda.current_device())
+
+    def made(group: Any, size: int, device: torch.device) -> Neighbours:
+        memory = torch.zeros(2 * size + near.ALIGNMENT, dtype=torch.uint8, device=device)
+        torch.cuda.synchronize()
+        return Neighbours(memory, memory, memory, size, group)
+
+    monkeypatch.setattr(near, "_made", made)
+    torch.manual_seed(0)
+    sides = [F.normalize(torch.randn(700, 256, device=here), dim=-1).bfloat16().requires_grad_() for _ in range(2)]
+    leaves = [*sides, *(torch.tensor(number, device=here, requires_grad=True) for number in numbers)]
+    results = []
+    with one_rank_of(3):
+        for reachable in (False, True):
+            graph._graphs.clear()
+            graph._calls.clear()
+            failure.state_of(None).reachable = reachable
+            loss = make(exchange="ring")
+            for _ in range(5):
+                value = loss(*leaves)
+                results.append([value.detach(), *torch.autograd.grad(value, leaves)])
+            assert len(graph._graphs) == 1
+        assert failure.state_of(None).neighbours is not None
+    first, *others = results
+    assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))

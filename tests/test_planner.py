@@ -142,6 +142,17 @@ def _step(sides: list[Side], retain: Any = 0, memory: int = 2**33, **loss: Any) 
     return StepMemory(sides, LossSize(rows, rows, 1, D, memory, **words), Held(weights, libraries=0), retain)
 
 
+def test_a_rings_buffers_within_a_node_are_held_in_the_whole_step() -> None:
+    step = _step([Side(_cost(), 16)], exchange="ring", backend="triton", device="cuda", dtype=torch.bfloat16)
+    # two buffers of 16 columns: their features in bf16, and the sums of their gradients in float32
+    buffers = 2 * 16 * D * (2 + 4)
+    within = replace(step, loss=replace(step.loss, ranks=4))
+    assert {moment.parts["exchange"] for moment in within.moments()} == {buffers}
+    for others in ({"node": 2}, {"device": "cpu", "backend": "eager"}):
+        apart = replace(step, loss=replace(within.loss, **others))
+        assert [moment.name for moment in apart.moments() if "exchange" in moment.parts] == ["loss"]
+
+
 @pytest.mark.parametrize("backend", ["dense", "eager"])
 @pytest.mark.parametrize(("batch", "retain"), [(96, 0), (96, 2), (90, 6), (1024, 0)])
 def test_the_planned_peak_is_that_of_a_real_step(batch: int, retain: int, backend: Any) -> None:

@@ -128,6 +128,11 @@ class Exchange(ABC):
         return cls.extra_bytes(layout, D, dtype)
 
     @classmethod
+    def kept_bytes(cls, _layout: Layout, _D: int, _dtype: torch.dtype) -> int:
+        """Of these, bytes on GPUs that stay between calls, for a planner."""
+        return 0
+
+    @classmethod
     def blocks(cls, layout: Layout, _D: int) -> list[tuple[int, int]]:
         """Rows and columns of each block that a rank computes, the block with most columns last; D numbers a column."""
         return [(max(layout.rows), max(layout.cols))]

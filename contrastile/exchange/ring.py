@@ -32,7 +32,7 @@ from torch import Tensor
 
 from contrastile.distributed import collectives
 from contrastile.distributed.failure import resolved, state_of
-from contrastile.distributed.neighbours import ALIGNMENT, neighbours
+from contrastile.distributed.neighbours import ALIGNMENT, MOST_BYTES, neighbours
 from contrastile.exchange.base import Exchange, Layout, Traffic, bytes_per_feature
 from contrastile.losses.base import Shard
 from contrastile.tiles.base import InFlight, Sum, Tiles
@@ -113,6 +113,11 @@ class Ring(Exchange):
     @classmethod
     def extra_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
         return 2 * max(layout.cols) * D * bytes_per_feature(dtype)
+
+    @classmethod
+    def kept_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
+        buffers, one_node = cls.extra_bytes(layout, D, dtype), layout.node in (None, len(layout))
+        return buffers if one_node and buffers <= MOST_BYTES else 0
 
     @classmethod
     def traffic(cls, layout: Layout, D: int, dtype: torch.dtype) -> Traffic:

@@ -176,6 +176,13 @@ class LossSize:
         return self.exchange_class.expected_bytes(self.layout, self.carried, self.dtype)
 
     @cached_property
+    def kept_bytes(self) -> int:
+        """Of those, bytes that stay between calls."""
+        if self.host or self.device != "cuda":
+            return 0
+        return self.exchange_class.kept_bytes(self.layout, self.carried, self.dtype)
+
+    @cached_property
     def resident(self) -> tuple[int, int]:
         """Bytes beside both: throughout, and at the end."""
         if self.host:
@@ -263,7 +270,7 @@ class LossSize:
     def peak(self) -> int:
         """The most bytes beside features, the gradients that are returned included."""
         throughout, end = self.resident
-        return max(throughout + self.workspace_bytes + self.exchange_bytes, end)
+        return max(throughout + self.workspace_bytes + self.exchange_bytes, end + self.kept_bytes)
 
     @property
     def operations(self) -> float:

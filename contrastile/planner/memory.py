@@ -119,7 +119,8 @@ class StepMemory:
         held, inputs = self.held, sum(side.inputs for side in self.sides)
         parts = {"weights": held.weights, "optimizer": held.optimizer, "average": held.average, "inputs": inputs}
         parts |= {"accumulated": held.gradients, "libraries": held.libraries, "teacher": held.teacher}
-        return {name: count for name, count in (parts | {"queue": held.queue}).items() if count}
+        parts |= {"queue": held.queue, "exchange": self.loss.kept_bytes}
+        return {name: count for name, count in parts.items() if count}
 
     def graphs(self) -> list[int]:
         """Graphs that each side keeps; of "auto" as many as `gradcache/` would find room for."""
@@ -201,10 +202,10 @@ class StepMemory:
 
     def _loss_parts(self) -> dict[str, int]:
         """Bytes of the loss while it computes blocks, or at its end, where gradients are returned."""
-        (throughout, end), blocks = self.loss.resident, self.loss.workspace_bytes
-        if end > throughout + blocks + self.loss.exchange_bytes:
+        (throughout, end), blocks, exchange = self.loss.resident, self.loss.workspace_bytes, self.loss.exchange_bytes
+        if end + self.loss.kept_bytes > throughout + blocks + exchange:
             return {"loss": end}
-        return {"loss": throughout + blocks, "exchange": self.loss.exchange_bytes}
+        return {"loss": throughout + blocks, "exchange": exchange}
 
     def peak(self) -> Moment:
         """The moment with the most bytes."""
