@@ -224,9 +224,9 @@ def without_parametrization_cache() -> Iterator[None]:
         parametrize._cache_enabled = depth
 
 
-def nccl_options(group: Any) -> Any:
-    """Options of the group's backend between GPUs."""
-    backend = group._get_backend(torch.device("cuda"))
+def backend_options(group: Any, device: str = "cuda") -> Any:
+    """Options of the group's backend for tensors on devices of this kind."""
+    backend = group._get_backend(torch.device(device))
     # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it in another backend, which in older versions has no options
     return getattr(backend, "wrapped_pg", backend).options
 
@@ -244,9 +244,9 @@ def symmetric(size: int, device: torch.device) -> tuple[Tensor, Callable[[Any], 
     return own, of_rank
 
 
-def nccl_timeout(group: Any) -> timedelta:
-    """Time-out of the group's operations between GPUs."""
-    return nccl_options(group)._timeout
+def backend_timeout(group: Any, device: str = "cuda") -> timedelta:
+    """Time-out of the group's operations on such tensors."""
+    return backend_options(group, device)._timeout
 
 
 def default_store() -> Any:

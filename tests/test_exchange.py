@@ -376,6 +376,8 @@ def test_agreements_wait_for_no_work_of_the_device(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(consistency, "_own_stream", own_stream)
     monkeypatch.setattr(consistency, "Collective", lambda *_: nullcontext())
     monkeypatch.setattr(consistency, "_carrier", lambda group: (group, torch.device("cpu")))
+    # of ranks on several hosts
+    monkeypatch.setattr(consistency, "_page", lambda *_: None)
     monkeypatch.setattr(consistency, "all_gather", gather)
     assert consistency.most(3, None) == 3
     assert consistency.tally(None, {"loss": "clip"}, (4, 5)) == [[4, 5], [4, 5]]

@@ -23,7 +23,7 @@ from refusals import refusal, unlike
 from torch.distributed.run import main as torchrun
 
 from contrastile import ClipLoss, SigLipLoss
-from contrastile._torch import nccl_timeout
+from contrastile._torch import backend_timeout
 from contrastile.distributed import collectives, consistency, failure
 from contrastile.distributed.failure import in_step, state_of
 from contrastile.exchange import gather
@@ -490,7 +490,7 @@ def _beside_itself(rank: int, group: Any) -> tuple[str, float]:
         assert voice is consistency._carrier(world)[0]
         assert voice not in (world, group)
         assert dist.get_process_group_ranks(voice) == dist.get_process_group_ranks(world)
-        assert nccl_timeout(voice) == nccl_timeout(world)
+        assert backend_timeout(voice) == backend_timeout(world)
         q = torch.eye(3, 4)
         return said, largest + ClipLoss(exchange="ring", group=world)(q, q, 1.0).item()
     finally:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contrastile._errors import invalid
-from contrastile._torch import nccl_options, post_together
+from contrastile._torch import backend_options, post_together
 from contrastile._types import Gradient
 from contrastile.distributed.failure import LostRankError, lost, progress, state_of
 from contrastile.distributed.failure import rank as rank
@@ -279,7 +279,7 @@ def reserved_multiprocessors(group: Any) -> int:
     group = resolved(group)
     if "nccl" not in dist.get_backend_config(group):
         return 0
-    config = getattr(nccl_options(group), "config", None)
+    config = getattr(backend_options(group), "config", None)
     # negative: unset
     limit: int = getattr(config, "max_ctas", -1)
     return max(0, int(os.environ.get("NCCL_MAX_CTAS") or limit))

@@ -6,6 +6,7 @@ exchange, `ddp_fsdp.py` and `train/` use it. Ranks compare on the host where pos
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -17,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contrastile._errors import invalid
-from contrastile._torch import nccl_timeout
-from contrastile.distributed import collectives
+from contrastile._torch import backend_timeout
+from contrastile.distributed import collectives, page
 from contrastile.distributed.collectives import Collective, all_gather
 from contrastile.distributed.failure import progress, resolved, size, state_of
 
@@ -133,6 +134,34 @@ def lent(group: Any, make: Callable[[], Any] | None) -> Any:
 def _gather(own: Tensor, group: Any) -> Tensor:
     """The numbers of all ranks, one rank after the other, in host memory."""
     carrier, device = _carrier(group)
+    shared = _page(group, carrier, device) if own.nbytes <= page.MOST_BYTES else None
+    if shared is None:
+        return _gather_by(carrier, device, own, group)
+    with Collective("agreement", group, carrier):
+        records = shared.gather(own.numpy().tobytes())
+        if any(len(record) != own.nbytes for record in records):
+            raise RuntimeError("ranks are in different calls")
+    return torch.frombuffer(bytearray(b"".join(records)), dtype=own.dtype)
+
+
+def _page(group: Any, carrier: Any, device: torch.device) -> Any:
+    """The page of memory that the ranks share (`page.py`), made at the first call; None where there is none."""
+    state = state_of(carrier)
+    if not state.sought:
+        state.sought, ranks, rank = True, carrier.size(), carrier.rank()
+        written, named = page.made(ranks) if rank == 0 else "", torch.zeros(page.LONGEST_PATH, dtype=torch.uint8)
+        named[: len(written)] = torch.tensor(list(written.encode()), dtype=torch.uint8)
+        path = bytes(_gather_by(carrier, device, named, group)[: len(named)].tolist()).rstrip(b"\0").decode()
+        found = page.opened(path, rank, ranks, backend_timeout(carrier, device.type).total_seconds())
+        missing = _gather_by(carrier, device, torch.tensor([found is None]), group).any()
+        if written:
+            os.unlink(written)
+        state.page = None if missing else found
+    return state.page
+
+
+def _gather_by(carrier: Any, device: torch.device, own: Tensor, group: Any) -> Tensor:
+    """The numbers of all ranks, by the group's backend."""
     with _own_stream(device):
         gathered = own.new_empty(size(group) * len(own), device=device)
         with Collective("agreement", group, carrier):
@@ -150,7 +179,7 @@ def _carrier(group: Any) -> tuple[Any, torch.device]:
     group, state = resolved(group), state_of(group)
     if state.host_group is None and not _on_host(group) and size(group) == dist.get_world_size():
         with Collective("first meeting", group):
-            state.host_group = dist.new_group(timeout=nccl_timeout(group), backend="gloo")
+            state.host_group = dist.new_group(timeout=backend_timeout(group), backend="gloo")
             # some backends connect all ranks with the first operation, which a rank without rows may skip later
             dist.all_reduce(torch.zeros(1, device=_device(group)), group=group)
     carrier = state.host_group or group

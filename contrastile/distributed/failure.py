@@ -49,6 +49,9 @@ class GroupState:
     left_by: str | None = None
     # Gloo group of the same ranks, through which they compare numbers on the host
     host_group: Any = None
+    # whether the ranks have looked for a page that they share, and the page (`page.py`); None: on several hosts
+    sought: bool = False
+    page: Any = None
     # all ranks' GPUs reach each other's memory (`neighbours.py`), and the buffers there; None: not known, none yet
     reachable: bool | None = None
     neighbours: Any = None
@@ -176,6 +179,8 @@ def hang_up(group: Any) -> None:
 
 def _close(group: Any) -> None:
     """Close the group's connections. Gloo closes all of them when one receive times out; NCCL's watchdog its own."""
+    if (page := state_of(group).page) is not None:
+        page.close()
     for receive in _receives(group).values():
         if receive is not None:
             with suppress(RuntimeError):

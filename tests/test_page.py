@@ -1,0 +1,178 @@
+"""The page of memory in which the ranks of one host compare bytes; kills of ranks are in `test_failure.py`."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from ranks import RANKS, Pool, fresh
+
+from contrastile.distributed import consistency, page
+from contrastile.distributed.failure import LostRankError, hang_up, state_of
+from contrastile.distributed.page import HEAD, Page
+
+# seconds that a rank waits for another, on a busy machine too
+PATIENCE = 60
+
+
+@pytest.fixture
+def path() -> Any:
+    made = page.made(3)
+    assert made
+    assert len(made) <= page.LONGEST_PATH
+    yield made
+    Path(made).unlink(missing_ok=True)
+
+
+def _rounds(rank: int, path: str, folder: Path) -> None:
+    """Gather some hundred times, at times slower than the others, what all ranks can compute."""
+    shared, random_ = Page(path, rank, 3, PATIENCE), random.Random(rank)
+    for number in range(400):
+        if random_.random() < 0.02:
+            time.sleep(0.003)
+        found = shared.gather(_written(rank, number))
+        assert found == [_written(other, number) for other in range(3)], number
+    (folder / str(rank)).touch()
+
+
+def _written(rank: int, number: int) -> bytes:
+    return random.Random(3 * number + rank).randbytes((number * 37) % page.MOST_BYTES)
+
+
+def test_every_rank_reads_what_all_wrote_in_the_round(path: str, tmp_path: Path) -> None:
+    with fresh(3, _rounds, path, tmp_path) as processes:
+        for process in processes:
+            process.join(PATIENCE)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["0", "1", "2"]
+
+
+def test_a_record_is_read_when_all_of_it_is_there(path: str) -> None:
+    """Some processors show the head of a record before its bytes."""
+    shared, answers = Page(path, 0, 2, PATIENCE), list[list[bytes]]()
+    thread = threading.Thread(target=lambda: answers.append(shared.gather(b"mine")))
+    with mock.patch.object(page, "TEST", PATIENCE):
+        at = page.RECORD * (2 * 1 + 1)
+        whole = HEAD.pack(1, 6, page.crc32(b"theirs", 1))
+        shared._memory[at : at + len(whole)] = whole
+        thread.start()
+        thread.join(0.05)
+        assert thread.is_alive()
+        shared._memory[at + HEAD.size : at + HEAD.size + 6] = b"theirs"
+        thread.join(PATIENCE)
+    assert answers == [[b"mine", b"theirs"]]
+
+
+def _leaves(rank: int, path: str, folder: Path, how: str) -> None:
+    """The second rank leaves before its second record; its child lives on."""
+    shared = Page(path, rank, 2, PATIENCE)
+    shared.gather(b"1")
+    if rank == 1:
+        if os.fork() == 0:
+            time.sleep(PATIENCE / 2)
+            os._exit(0)
+        if how == "closes":
+            shared.close()
+            with pytest.raises(RuntimeError, match=r"^this rank has left$"):
+                shared.gather(b"2")
+            time.sleep(PATIENCE)
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=r"^rank 1 has left$"):
+        shared.gather(b"2")
+    (folder / "found").touch()
+
+
+@pytest.mark.parametrize("how", ["killed", "closes"])
+def test_a_rank_that_has_left_is_found(path: str, tmp_path: Path, how: str) -> None:
+    with fresh(2, _leaves, path, tmp_path, how) as (first, _):
+        first.join(PATIENCE / 2)
+    assert (tmp_path / "found").exists()
+
+
+def test_a_rank_that_does_not_come_is_an_error(path: str) -> None:
+    shared = Page(path, 0, 2, 0.2)
+    with (
+        mock.patch.object(Page, "_left", return_value=False),
+        pytest.raises(RuntimeError, match=r"^rank 1 did not come within 0\.2 s$"),
+    ):
+        shared.gather(b"mine")
+
+
+def test_a_page_needs_a_system_and_a_host_that_have_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert page.opened("", 0, 2, 1.0) is None
+    assert page.opened(f"{page.FOLDER}/contrastile-of-another-host", 0, 2, 1.0) is None
+    for name, value in (("FOLDER", str(tmp_path / "nowhere")), ("fcntl", None)):
+        with monkeypatch.context() as patch:
+            patch.setattr(page, name, value)
+            assert page.made(2) == ""
+    # full, or not to be written to
+    monkeypatch.setattr(os, "ftruncate", mock.Mock(side_effect=OSError))
+    monkeypatch.setattr(page, "FOLDER", str(tmp_path))
+    assert page.made(2) == ""
+
+
+def _agreements(rank: int, group: Any, apart: bool) -> tuple[Any, ...]:
+    """Agreements of every kind, by a page or, where one rank does not reach it, by the backend."""
+    state = state_of(group)
+    state.sought, state.page = False, None
+    there, opened = set(os.listdir(page.FOLDER)), page.opened
+    with mock.patch.object(page, "opened", lambda *words: None if apart and rank == 1 else opened(*words)):
+        found = (
+            consistency.tally(group, {"loss": "clip"}, [rank, 7]),
+            consistency.agree(group, {"rank": rank, "all": 1}, free=("rank",)),
+            consistency.any_of([rank == 1, False], group),
+            consistency.most(rank, group),
+        )
+    assert (state.page is None) == apart
+    # its file has no name any more, unless another test's has
+    assert not [name for name in set(os.listdir(page.FOLDER)) - there if _is_open(name)]
+    # the next test makes another
+    state.sought, state.page = False, None
+    return found
+
+
+def _is_open(name: str) -> bool:
+    """Return whether this process has the file."""
+    links = (os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
+    return f"{page.FOLDER}/{name}" in links
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_agreements_are_the_same_by_a_page_and_by_the_backend(pool: Pool, apart: bool) -> None:
+    expected = (
+        [[rank, 7] for rank in range(RANKS)],
+        [{"rank": rank, "all": 1} for rank in range(RANKS)],
+        [True, False],
+        RANKS - 1,
+    )
+    assert pool.run(_agreements, RANKS, apart) == [expected] * RANKS
+
+
+def _in_different_calls(rank: int, group: Any) -> str:
+    with pytest.raises(LostRankError) as caught:
+        consistency.any_of([True] * (1 + rank), group)
+    return str(caught.value)
+
+
+def _apart(rank: int, path: str, folder: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    group = torch.distributed.group.WORLD
+    if rank == 0:
+        (folder / "said").write_text(_in_different_calls(rank, group))
+    else:
+        _in_different_calls(rank, group)
+    hang_up(group)
+
+
+def test_ranks_in_different_calls_are_an_error(path: str, tmp_path: Path) -> None:
+    with fresh(2, _apart, path, tmp_path) as processes:
+        for process in processes:
+            process.join(PATIENCE)
+    assert "(ranks are in different calls)" in (tmp_path / "said").read_text()
