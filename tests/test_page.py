@@ -96,6 +96,14 @@ def test_a_rank_that_has_left_is_found(path: str, tmp_path: Path, how: str) -> N
     assert (tmp_path / "found").exists()
 
 
+def test_another_thread_of_a_rank_ends_its_wait(path: str) -> None:
+    """Such as that of a heartbeat, which has found that a rank is lost."""
+    shared = Page(path, 0, 2, PATIENCE)
+    threading.Timer(0.05, shared.close).start()
+    with mock.patch.object(page, "TEST", PATIENCE), pytest.raises(RuntimeError, match=r"^this rank has left$"):
+        shared.gather(b"mine")
+
+
 def test_a_rank_that_does_not_come_is_an_error(path: str) -> None:
     shared = Page(path, 0, 2, 0.2)
     with (

@@ -147,7 +147,8 @@ def _gather(own: Tensor, group: Any) -> Tensor:
 def _page(group: Any, carrier: Any, device: torch.device) -> Any:
     """The page of memory that the ranks share (`page.py`), made at the first call; None where there is none."""
     state = state_of(carrier)
-    if not state.sought:
+    # torch's backend "fake" has no other ranks
+    if not state.sought and dist.get_backend(carrier) != "fake":
         state.sought, ranks, rank = True, carrier.size(), carrier.rank()
         written, named = page.made(ranks) if rank == 0 else "", torch.zeros(page.LONGEST_PATH, dtype=torch.uint8)
         named[: len(written)] = torch.tensor(list(written.encode()), dtype=torch.uint8)

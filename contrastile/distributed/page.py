@@ -110,6 +110,9 @@ class Page:
             if looks < LOOKS:
                 time.sleep(0)
                 continue
+            if self.closed:
+                # by another thread, which has found that a rank is lost
+                raise RuntimeError("this rank has left")
             now = time.monotonic()
             began = began or now
             if now - tested > TEST:
