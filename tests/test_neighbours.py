@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from ctypes import c_uint32
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -70,6 +73,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", _Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", _Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(near, "current_stream_address", lambda _: 0)
 
 
@@ -88,7 +92,7 @@ def read(monkeypatch: pytest.MonkeyPatch, streams: None) -> Iterator[list[int]]:
         if group not in found or found[group].size < size:
             sizes.append(size)
             memory, rank, W = group.circle.everyone(group.rank, _memory(size)), group.rank, group.circle.W
-            found[group] = Neighbours(memory[rank], memory[rank - 1], memory[(rank + 1) % W], size, group)
+            found[group] = Neighbours(memory[rank], memory[rank - 1], memory[(rank + 1) % W], size)
         return found[group]
 
     monkeypatch.setattr(ring, "neighbours", of_place)
@@ -114,15 +118,16 @@ def test_buffers_that_are_read_have_the_bits_of_those_that_are_sent(
     assert W <= len(made) <= 2 * W
 
 
-GROUP = SimpleNamespace(rank=lambda: 0, size=lambda: 3)
 HERE = torch.device("cuda", 1)
+
+
+class Group:
+    group_name = "three"
+    rank, size = staticmethod(lambda: 0), staticmethod(lambda: 3)
 
 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Any:
-    class Group:
-        rank, size = staticmethod(lambda: 0), staticmethod(lambda: 3)
-
     monkeypatch.setattr(dist, "get_backend_config", lambda _: "cuda:nccl")
     monkeypatch.setattr(near, "any_of", lambda flags, _: list(flags))
     return Group()
@@ -192,7 +197,7 @@ def test_buffers_grow_and_stay(monkeypatch: pytest.MonkeyPatch, group: Any, stre
 
 def test_another_stream_waits_for_the_one_before(monkeypatch: pytest.MonkeyPatch, streams: None) -> None:
     memory = _memory(256)
-    buffers = Neighbours(memory, memory, memory, 256, GROUP)
+    buffers = Neighbours(memory, memory, memory, 256)
     first = buffers._reader
     buffers.follow()
     assert buffers._reader is first
@@ -201,22 +206,90 @@ def test_another_stream_waits_for_the_one_before(monkeypatch: pytest.MonkeyPatch
     assert buffers._reader.waited == [first]
 
 
-def test_a_transfer_within_a_graph_counts_nowhere(monkeypatch: pytest.MonkeyPatch, streams: None) -> None:
+def test_a_copy_is_no_operation_between_graphs(monkeypatch: pytest.MonkeyPatch, streams: None) -> None:
     """Ranks that replay it, which take no step on the host, count as many operations as ranks that do not."""
-
-    class Group:
-        pass
-
-    group, memory, kept = Group(), _memory(256), list[Any]()
-    state, buffers = failure.state_of(group), Neighbours(memory, memory, memory, 256, group)
+    group, memory = Group(), _memory(256)
+    state, buffers = failure.state_of(group), Neighbours(memory, memory, memory, 256)
     buffers.buffers[1][:12] = torch.arange(12)
     arriving = torch.empty(3)
-    monkeypatch.setattr(captured_call, "kept", kept)
     monkeypatch.setattr(captured_call, "transfer", lambda _: pytest.fail("a step between graphs"))
-    flight = buffers.post(1, arriving)
+    flight = buffers.post(group, 1, arriving)
     assert state.in_flight is flight
     assert torch.equal(flight.wait()[0].view(torch.uint8), torch.arange(12, dtype=torch.uint8))
-    assert (state.operations, state.in_flight, kept) == (0, None, [memory])
+    assert (state.operations, state.in_flight) == (0, None)
+
+
+def test_ranks_that_fail_at_different_hops_have_not_failed_alike(
+    monkeypatch: pytest.MonkeyPatch, streams: None
+) -> None:
+    """Otherwise the group would stay in use, while a stream waits for a copy that another rank never posted."""
+    memory, places = _memory(256), list[str]()
+    monkeypatch.setattr(failure, "all_failed", lambda place, _: places.append(place) or False)
+    monkeypatch.setattr(failure, "farewell", str)
+    monkeypatch.setattr(failure, "hang_up", lambda _: None)
+    for hops in (0, 1, 2, 1):
+        # the same group on several ranks
+        group, buffers = Group(), Neighbours(memory, memory, memory, 256)
+        # a step that succeeded counts no longer
+        for fails in (False, True):
+            with pytest.raises(MemoryError) if fails else nullcontext(), failure.in_step(group):
+                for _ in range(hops if fails else 3):
+                    buffers.post(group, 0, torch.empty(3)).wait()
+                if fails:
+                    raise MemoryError
+    assert places[1] == places[3]
+    assert len(set(places)) == 3
+
+
+def test_a_step_that_fails_joins_the_transfer_under_way(streams: None) -> None:
+    """A capture whose streams have not met again cannot end; afterwards no event of it can be waited for."""
+    group, memory = Group(), _memory(256)
+    state, buffers = failure.state_of(group), Neighbours(memory, memory, memory, 256)
+
+    def fail() -> None:
+        buffers.post(group, 0, torch.empty(3))
+        raise MemoryError
+
+    with pytest.raises(MemoryError), near.joining(group):
+        fail()
+    assert state.in_flight is None
+
+
+def test_an_error_of_a_copy_is_no_lost_rank(monkeypatch: pytest.MonkeyPatch, streams: None) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("invalidated capture")
+
+    memory = _memory(256)
+    buffers = Neighbours(memory, memory, memory, 256)
+    monkeypatch.setattr(near, "_call", refuse)
+    monkeypatch.setattr(collectives, "lost", lambda *_: pytest.fail("a lost rank"))
+    with pytest.raises(RuntimeError, match="invalidated capture"):
+        buffers.post(Group(), 0, torch.empty(3))
+
+
+def test_a_graph_of_the_users_own_reads_no_buffers_that_may_be_replaced(
+    monkeypatch: pytest.MonkeyPatch, group: Any, streams: None
+) -> None:
+    memory = _memory(256)
+    state, buffers = failure.state_of(group), Neighbours(memory, memory, memory, 256)
+    state.reachable, state.neighbours = True, buffers
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert near.neighbours(group, 256, HERE) is None
+    monkeypatch.setattr(captured_call, "transfer", lambda _: None)
+    assert near.neighbours(group, 256, HERE) is buffers
+
+
+def test_buffers_keep_no_group_and_stay_at_the_end_of_the_process(streams: None) -> None:
+    group, memory = Group(), _memory(256)
+    state, reference = failure.state_of(group), ref(group)
+    state.neighbours = buffers = Neighbours(memory, memory, memory, 256)
+    buffers.post(group, 0, torch.empty(3)).wait()
+    del state, group
+    gc.collect()
+    assert reference() is None
+    references = sys.getrefcount(memory)
+    near._keep()
+    assert sys.getrefcount(memory) == references + 1
 
 
 def test_copies_leave_all_multiprocessors_to_the_tiles(monkeypatch: pytest.MonkeyPatch, group: Any) -> None:
@@ -249,7 +322,7 @@ def test_copies_on_a_gpu_have_the_bits_of_transfers(
     def made(group: Any, size: int, device: torch.device) -> Neighbours:
         memory = torch.zeros(2 * size + near.ALIGNMENT, dtype=torch.uint8, device=device)
         torch.cuda.synchronize()
-        return Neighbours(memory, memory, memory, size, group)
+        return Neighbours(memory, memory, memory, size)
 
     monkeypatch.setattr(near, "_made", made)
     torch.manual_seed(0)

@@ -716,6 +716,19 @@ def test_a_replay_that_waits_for_other_ranks_delays_no_other_thread(monkeypatch:
 
 
 @pytest.mark.usefixtures("_played")
+def test_a_graph_is_captured_anew_where_ranks_have_made_other_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise ranks with a graph would wait for flags beside the old ones, and ranks without it beside the new."""
+    q, k = torch.randn(2, 6, 4)
+    for at in range(2):
+        buffers = object()
+        monkeypatch.setattr(Exchange, "buffers", lambda _, buffers=buffers: buffers)
+        for _ in range(graph.CALLS + 2):
+            contrast(q, k, scale=1.0)
+        assert len(CAPTURED) == at + 1
+    assert len(graph._graphs) == 1
+
+
+@pytest.mark.usefixtures("_played")
 def test_a_graph_of_inference_mode_is_replayed_there_alone() -> None:
     q, k = torch.randn(2, 6, 4)
     for mode in (torch.inference_mode, torch.no_grad):

@@ -43,12 +43,16 @@ SENDABLE = (
 class Collective:
     """Context of an operation of all ranks: its failure becomes an error that names rank, step and operation.
 
-    carrier: the group whose connections carry it, if not this one. begins: it is no wait for one that has begun. A
-    class, because a generator takes twice as long.
+    carrier: the group whose connections carry it, if not this one. begins: it is no wait for one that has begun.
+    copied: no backend carries it, so that no error tells of a lost rank, and no replay counts it. A class, because a
+    generator takes twice as long.
     """
 
-    def __init__(self, operation: str, group: Any, carrier: Any = None, *, begins: bool = True) -> None:
-        self._operation, self._group, self._carrier, self._begins = operation, resolved(group), carrier, begins
+    def __init__(
+        self, operation: str, group: Any, carrier: Any = None, *, begins: bool = True, copied: bool = False
+    ) -> None:
+        self._operation, self._group, self._carrier = operation, resolved(group), carrier
+        self._begins, self._copied = begins, copied
 
     def __enter__(self) -> None:
         state, operation = state_of(self._group), self._operation
@@ -57,24 +61,23 @@ class Collective:
             raise LostRankError(str(invalid(operation, rule, got, "Start all ranks again.")))
         if state.in_flight is not None:
             raise _misused(f"a {state.in_flight.operation} under way, which the {operation} would meet")
-        state.operations += self._begins
+        if self._copied:
+            state.hops += self._begins
+        else:
+            state.operations += self._begins
         progress.operation = operation
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None:
             progress.operation = None
-        else:
+        elif not self._copied:
             _raise_lost(error, self._operation, self._carrier or self._group)
 
 
 class _CapturedCall(threading.local):
-    """The call that this thread captures, to be replayed later.
-
-    transfer: takes each step of the transfers that graphs cannot have. kept: memory that the graphs read.
-    """
+    """The call that this thread captures, to be replayed later; `transfer` takes each step that graphs cannot have."""
 
     transfer: Callable[[Callable[[], None]], None] | None = None
-    kept: list[Any] | None = None
 
 
 captured_call = _CapturedCall()
@@ -117,8 +120,8 @@ class Transfer:
     arriving: list[Tensor]
     # result of `wait`, made of the tensors that arrived
     finish: Callable[[list[Tensor]], list[Tensor]] = list
-    # a captured call's graphs have both steps, which then count in no replay, and so nowhere
-    in_graph: bool = False
+    # copy engines carry it: a captured call's graphs have both steps
+    copied: bool = False
 
     def __post_init__(self) -> None:
         self.works: list[Any] = []
@@ -132,20 +135,20 @@ class Transfer:
         return self.finish(self.arriving)
 
     def _take(self, step: Callable[[], None]) -> None:
-        if self.in_graph:
+        if self.copied:
             step()
         else:
             _carry_out(step)
 
     def _begin(self) -> None:
-        with Collective(self.operation, self.group, begins=not self.in_graph):
+        with Collective(self.operation, self.group, copied=self.copied):
             self.works = self.post()
         state_of(self.group).in_flight = self
 
     def complete(self) -> None:
         """Wait until nothing is under way, and let the group carry the next operation."""
         state_of(self.group).in_flight = None
-        with Collective(self.operation, self.group, begins=False):
+        with Collective(self.operation, self.group, begins=False, copied=self.copied):
             for work in self.works:
                 work.wait()
         self.works = []

@@ -43,8 +43,10 @@ class GroupState:
 
     # transfer that was posted and not waited for; kept here, because its buffers must live until it ends
     in_flight: Any = None
-    # operations that this rank has begun
+    # operations that this rank has begun, and beside them the copies between GPUs of the present step, which a graph
+    # has within it: a rank that replays it counts none
     operations: int = 0
+    hops: int = 0
     # error of its own by which this rank left the group
     left_by: str | None = None
     # Gloo group of the same ranks, through which they compare numbers on the host
@@ -232,13 +234,14 @@ def in_step(group: Any, place: str = "operation") -> Iterator[None]:
 
     place: a word for what is done, beside which the operations are counted.
     """
+    state = state_of(group)
+    state.hops = 0
     try:
         yield
     except LostRankError:
         raise
     except Exception as error:
-        state = state_of(group)
-        if all_failed(f"{place} {state.operations}", group):
+        if all_failed(f"{place} {state.operations} {state.hops}", group):
             # the next attempt fails at another place, even if no collective comes before it
             state.operations += 1
             if state.in_flight is not None:

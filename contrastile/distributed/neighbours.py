@@ -17,13 +17,16 @@ whole transfer.
 
 from __future__ import annotations
 
+import atexit
 import socket
-from contextlib import suppress
-from ctypes import CDLL, c_uint, c_uint32, c_uint64, c_void_p
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from ctypes import CDLL, c_uint, c_uint32, c_uint64, c_void_p, py_object, pythonapi
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -47,29 +50,30 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 class Neighbours:
     """Two buffers of this rank, which the next rank of a group reads, and views of the previous rank's."""
 
-    def __init__(self, own: Tensor, previous: Tensor, following: Tensor, size: int, group: Any) -> None:
+    def __init__(self, own: Tensor, previous: Tensor, following: Tensor, size: int) -> None:
         """Take memory of this rank, of the previous and of the following one: two buffers, then the flags."""
-        self.memory, self.group, self.size = own, group, size
+        self.memory, self.size = own, size
         # since the last `used_bytes`
         self.used = False
         self.buffers, self._previous = ([x[:size], x[size : 2 * size]] for x in (own, previous))
         flags = (x.data_ptr() + 2 * size for x in (own, previous, following))
         self._own_flags, self._previous_flags, self._following_flags = flags
         self._stream, self._reader = torch.cuda.Stream(own.device), torch.cuda.current_stream(own.device)
+        _all.add(self)
 
-    def post(self, number: int, arriving: Tensor) -> Transfer:
+    def post(self, group: Any, number: int, arriving: Tensor) -> Transfer:
         """Let the next rank read buffer `number`, and read the previous rank's buffer of that number into `arriving`.
 
         Raises RuntimeError where the group has a transfer under way.
         """
-        if captured_call.kept is not None:
-            captured_call.kept.append(self.memory)
-        return Transfer(self.group, RING, lambda: [self._begin(number, arriving)], [arriving], in_graph=True)
+        return Transfer(group, RING, lambda: [self._begin(number, arriving)], [arriving], copied=True)
 
     def follow(self) -> None:
         """Let the current stream wait for the one that used the buffers before it."""
         self.used = True
-        if current_stream_address(self.memory.device.index) != self._reader.cuda_stream:
+        other = current_stream_address(self.memory.device.index) != self._reader.cuda_stream
+        # a graph of the user's own uses no buffers
+        if other and not torch.cuda.is_current_stream_capturing():
             stream = torch.cuda.current_stream(self.memory.device)
             stream.wait_stream(self._reader)
             self._reader = stream
@@ -89,12 +93,39 @@ class Neighbours:
         return stream.record_event()
 
 
+_all: WeakSet[Neighbours] = WeakSet()
+
+
+@atexit.register
+def _keep() -> None:
+    """Keep the memory for good: its release would wait for copies, whose other ranks may be gone."""
+    for each in _all:
+        pythonapi.Py_IncRef(py_object(each.memory))
+
+
+@contextmanager
+def joining(group: Any) -> Iterator[None]:
+    """Let the current stream wait for a transfer under way, if the step fails: a capture ends with all its streams."""
+    try:
+        yield
+    except BaseException:
+        # the capture itself may have failed
+        with suppress(RuntimeError):
+            if (flight := state_of(group).in_flight) is not None:
+                flight.complete()
+        raise
+
+
 def neighbours(group: Any, size: int, device: torch.device) -> Neighbours | None:
     """The group's buffers, of at least `size` bytes each; None where its ranks send through their backend.
 
-    All ranks of the group call it with the same size, a multiple of `ALIGNMENT`.
+    All ranks of the group call it with the same size, a multiple of `ALIGNMENT`. None in a graph of the user's own,
+    which would read buffers that later calls replace.
     """
     if device.type != "cuda" or 2 * size > MOST_BYTES:
+        return None
+    capturing = torch.cuda.is_current_stream_capturing()
+    if capturing and captured_call.transfer is None:
         return None
     group = resolved(group)
     state = state_of(group)
@@ -106,7 +137,7 @@ def neighbours(group: Any, size: int, device: torch.device) -> Neighbours | None
         state.reachable = state.neighbours is not None
     if not state.reachable:
         return None
-    if captured_call.kept is None:
+    if not capturing:
         state.neighbours.follow()
     found: Neighbours = state.neighbours
     return found
@@ -147,7 +178,7 @@ def _made(group: Any, size: int, device: torch.device) -> Neighbours | None:
         return None
     own, of_rank = made
     memory, me, ranks = of_rank(group), group.rank(), group.size()
-    return Neighbours(own, memory((me - 1) % ranks), memory((me + 1) % ranks), size, group)
+    return Neighbours(own, memory((me - 1) % ranks), memory((me + 1) % ranks), size)
 
 
 @cache

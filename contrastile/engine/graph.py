@@ -214,7 +214,7 @@ class Graph:
                 compute()
             self.sums, self.replay, self.bytes, self.apart = _captured(compute, across_ranks=ranks > 1)
         # several ranks have computed the first call already: others may compute theirs without a graph
-        self.computed = ranks > 1
+        self.computed, self.buffers = ranks > 1, call.exchange.buffers()
         self.bytes += sum(x.nbytes for x in (*features, *own_labels))
         # vectors come first on each side, and masks get no gradient
         self.gradients = Gradients(self.sums, [*wanted[:3], wanted[2 + len(call.rows.leaves)]])
@@ -315,9 +315,7 @@ class Parts:
 
     def __init__(self) -> None:
         self._parts: list[Callable[[], None]] = []
-        # the graphs' pool, and memory beside it that they read
         self._pool: Any = None
-        self.kept: list[Any] = []
         self._capturing: Any = None
 
     def begin(self) -> None:
@@ -373,11 +371,11 @@ def _captured(
     apart.wait_stream(stream)
     with torch.cuda.stream(apart):
         parts.begin()
-        captured_call.transfer, captured_call.kept = parts.transfer if across_ranks else None, parts.kept
+        captured_call.transfer = parts.transfer if across_ranks else None
         try:
             results = compute()
         finally:
-            captured_call.transfer = captured_call.kept = None
+            captured_call.transfer = None
             parts.end()
         if across_ranks:
             parts.last()
@@ -407,13 +405,15 @@ def ready(call: Call, inputs: Sequence[Tensor | None] | None = None) -> Graph | 
     if torch.cuda.is_current_stream_capturing() or saving_is_hooked():
         return None
     # torch's precision of float32 products decides which kernels run
-    exact = call.rows.features.dtype == torch.float32
-    precision = torch.backends.cuda.matmul.fp32_precision if exact else None
+    precision = torch.backends.cuda.matmul.fp32_precision if call.rows.features.dtype == torch.float32 else None
     key = call.plan, precision, torch.is_inference_mode_enabled()
     # a capture waits for other ranks, which may wait for another thread of this process
     if not _lock.acquire(timeout=PATIENCE if len(call.exchange.layout) == 1 else 0):
         return None
     try:
+        if key in _graphs and _graphs[key].buffers is not _graphs[key].exchange.buffers():
+            # the ranks share larger ones by now, and one without a graph uses those
+            del _graphs[key]
         if key in _graphs:
             _graphs.move_to_end(key)
         elif inputs is not None:

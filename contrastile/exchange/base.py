@@ -183,6 +183,10 @@ class Exchange(ABC):
         """A context for a sweep, in which an error of one rank becomes an error of all."""
         return nullcontext() if len(self.layout.rows) == 1 else in_step(self.layout.group, place)
 
+    def buffers(self) -> Any:
+        """The buffers that ranks share for its transfers, which a graph of them keeps; None where they share none."""
+        return None
+
     def reserved(self) -> int:
         """Multiprocessors that tiles should leave to transfers between devices."""
         return 0 if len(self.layout.rows) == 1 else collectives.reserved_multiprocessors(self.layout.group)
