@@ -235,6 +235,9 @@ def symmetric(size: int, device: torch.device) -> tuple[Tensor, Callable[[Any], 
     """Bytes that other ranks can reach, and a function of a group that returns each rank's; all ranks call it."""
     from torch.distributed import _symmetric_memory as symmetric_memory
 
+    if symmetric_memory.get_backend(device) != "CUDA":
+        # NVSHMEM's memory is made by all ranks of the world together
+        raise RuntimeError("symmetric memory has another backend than CUDA")
     own = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
 
     def of_rank(group: Any) -> Callable[[int], Tensor]:

@@ -150,6 +150,7 @@ def test_ranks_read_each_other_where_all_their_gpus_reach_each_other(
     asked: list[tuple[torch.device, int]] = []
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *pair: asked.append(pair) or reaches)
     monkeypatch.setattr(near, "_driver", lambda: driver or None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
 
     def numbers(_: Any, parts: str, own: list[int]) -> list[list[Any]]:
         assert parts == "neighbours"
@@ -161,6 +162,12 @@ def test_ranks_read_each_other_where_all_their_gpus_reach_each_other(
     assert near._reachable(group, HERE) is found
     if found:
         assert asked == [(HERE, 0), (HERE, 2)]
+        # a rank that sees fewer GPUs than another uses
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        assert near._reachable(group, HERE) is False
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+        monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+        assert near._reachable(group, HERE) is False
     monkeypatch.setattr(dist, "get_backend_config", lambda _: "cpu:gloo")
     assert near._reachable(group, HERE) is False
 
@@ -265,6 +272,27 @@ def test_an_error_of_a_copy_is_no_lost_rank(monkeypatch: pytest.MonkeyPatch, str
     monkeypatch.setattr(collectives, "lost", lambda *_: pytest.fail("a lost rank"))
     with pytest.raises(RuntimeError, match="invalidated capture"):
         buffers.post(Group(), 0, torch.empty(3))
+
+
+@pytest.mark.parametrize("refused", [None, "memory", "flags", "handles"])
+def test_all_ranks_keep_to_the_backend_where_one_cannot_share_its_memory(
+    monkeypatch: pytest.MonkeyPatch, group: Any, streams: None, refused: str | None
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError(refused)
+
+    def symmetric(count: int, _: torch.device) -> Any:
+        ranks = [torch.full((count,), 255, dtype=torch.uint8) for _ in range(3)]
+        return ranks[0], refuse if refused == "handles" else lambda _: ranks.__getitem__
+
+    monkeypatch.setattr(near, "_reachable", lambda *_: True)
+    monkeypatch.setattr(near, "symmetric", refuse if refused == "memory" else symmetric)
+    if refused == "flags":
+        monkeypatch.setattr(near, "_call", refuse)
+    asked: list[list[bool]] = []
+    monkeypatch.setattr(near, "any_of", lambda flags, _: asked.append(flags) or list(flags))
+    assert (near.neighbours(group, 256, HERE) is None) is (refused is not None)
+    assert asked == [[refused in ("memory", "flags")], *([[refused == "handles"]] * (refused in (None, "handles")))]
 
 
 def test_a_graph_of_the_users_own_reads_no_buffers_that_may_be_replaced(

@@ -18,6 +18,7 @@ whole transfer.
 from __future__ import annotations
 
 import atexit
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -160,36 +161,49 @@ def _reachable(group: Any, device: torch.device) -> bool:
     nodes, indices = zip(*numbers_of_ranks(group, "neighbours", [node, device.index]), strict=True)
     # ranks that each see one GPU alone all call it 0
     near = len(set(nodes)) == 1 and len(set(indices)) == len(indices) and _driver() is not None
+    # machines whose GPUs reach each other, but lose or alter what they read
+    near = near and os.environ.get("NCCL_P2P_DISABLE", "0") == "0"
+    # ranks may see different numbers of GPUs
+    near = near and max(indices) < torch.cuda.device_count()
     others = [index for index in indices if index != device.index]
     near = near and all(torch.cuda.can_device_access_peer(device, index) for index in others)
     return not any_of([not near], group)[0]
 
 
 def _made(group: Any, size: int, device: torch.device) -> Neighbours | None:
-    """The group's buffers, made by all ranks together; None where a rank has no room for them."""
-    made = None
+    """The group's buffers, made by all ranks together; None where a rank has no room for them, or cannot reach them."""
+    made, found, me, ranks = None, None, group.rank(), group.size()
     with suppress(RuntimeError):
         own, of_rank = symmetric(2 * size + ALIGNMENT, device)
         own[-ALIGNMENT:].zero_()
-        torch.cuda.current_stream(device).synchronize()
+        stream, flags = torch.cuda.current_stream(device), own.data_ptr() + 2 * size
+        # some virtual machines refuse both
+        _write(stream.cuda_stream, flags + READY, 1)
+        _await(stream.cuda_stream, flags + READY)
+        stream.synchronize()
         made = own, of_rank
     # no rank writes a flag before it is zero
     if any_of([made is None], group)[0] or made is None:
         return None
     own, of_rank = made
-    memory, me, ranks = of_rank(group), group.rank(), group.size()
-    return Neighbours(own, memory((me - 1) % ranks), memory((me + 1) % ranks), size)
+    # ranks in containers may have no way to pass each other a handle
+    with suppress(RuntimeError):
+        memory = of_rank(group)
+        found = Neighbours(own, memory((me - 1) % ranks), memory((me + 1) % ranks), size)
+    return None if any_of([found is None], group)[0] else found
 
 
 @cache
 def _driver() -> CDLL | None:
     """CUDA's driver, by itself: torch has a write in a stream's order, and no wait for a word without a kernel."""
+    if torch.version.cuda is None:
+        return None
     try:
         driver = CDLL("libcuda.so.1")
-    except OSError:
+        for function in (driver.cuStreamWriteValue32_v2, driver.cuStreamWaitValue32_v2):
+            function.argtypes = [c_void_p, c_uint64, c_uint32, c_uint]
+    except (OSError, AttributeError):
         return None
-    for function in (driver.cuStreamWriteValue32_v2, driver.cuStreamWaitValue32_v2):
-        function.argtypes = [c_void_p, c_uint64, c_uint32, c_uint]
     return driver
 
 
