@@ -4,7 +4,7 @@ A batch of 4,096 rows keeps a GPU busy for 0.2 ms, but its thirty launches keep 
 with ids, labels or listed positives there are sixty. From the third call of a plan on they are two launches in the
 forward, one that copies features, numbers, labels and weights to the memory that the graph reads, and the graph itself,
 and one or two in the backward. Gradient sums stay in the graph's memory until their backward (`Held`): calls are
-independent of each other. Ranks of few rows have graphs between their transfers, which find a lost rank in every call.
+independent of each other. Ranks of few rows have graphs between their transfers, but copies within a node are in them.
 
 `Replayed` is the twin of `Operation` for such a call: nothing is left to choose, so it has none of `Operation`'s steps.
 """
