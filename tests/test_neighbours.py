@@ -129,6 +129,7 @@ class Group:
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(dist, "get_backend_config", lambda _: "cuda:nccl")
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
     monkeypatch.setattr(near, "any_of", lambda flags, _: list(flags))
     return Group()
 
@@ -168,6 +169,11 @@ def test_ranks_read_each_other_where_all_their_gpus_reach_each_other(
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
         monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
         assert near._reachable(group, HERE) is False
+        monkeypatch.delenv("NCCL_P2P_DISABLE")
+        # a group of some ranks
+        monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+        assert near._reachable(group, HERE) is False
+        monkeypatch.setattr(dist, "get_world_size", lambda: 3)
     monkeypatch.setattr(dist, "get_backend_config", lambda _: "cpu:gloo")
     assert near._reachable(group, HERE) is False
 
@@ -234,13 +240,12 @@ def test_ranks_that_fail_at_different_hops_have_not_failed_alike(
     monkeypatch.setattr(failure, "all_failed", lambda place, _: places.append(place) or False)
     monkeypatch.setattr(failure, "farewell", str)
     monkeypatch.setattr(failure, "hang_up", lambda _: None)
-    for hops in (0, 1, 2, 1):
-        # the same group on several ranks
+    for before, hops in ((3, 0), (3, 1), (3, 2), (0, 1)):
+        # the same group on several ranks, the last of which has replayed the step before
         group, buffers = Group(), Neighbours(memory, memory, memory, 256)
-        # a step that succeeded counts no longer
         for fails in (False, True):
             with pytest.raises(MemoryError) if fails else nullcontext(), failure.in_step(group):
-                for _ in range(hops if fails else 3):
+                for _ in range(hops if fails else before):
                     buffers.post(group, 0, torch.empty(3)).wait()
                 if fails:
                     raise MemoryError

@@ -154,7 +154,8 @@ def used_bytes() -> int:
 
 def _reachable(group: Any, device: torch.device) -> bool:
     """Return whether all ranks of the group are on one node, with a GPU each that reaches all others' memory."""
-    if "nccl" not in dist.get_backend_config(group):
+    # torch numbers the exchanges of handles in each process: one of all ranks hangs after one of some
+    if "nccl" not in dist.get_backend_config(group) or group.size() != dist.get_world_size():
         return False
     boot = BOOT.read_text() if BOOT.exists() else ""
     node = int.from_bytes(blake2b(f"{socket.gethostname()} {boot}".encode(), digest_size=7).digest())
