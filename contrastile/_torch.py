@@ -6,11 +6,13 @@ of torch may change any of these without notice; then this file changes, and no 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -241,7 +243,9 @@ def symmetric(size: int, device: torch.device) -> tuple[Tensor, Callable[[Any], 
     own = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
 
     def of_rank(group: Any) -> Callable[[int], Tensor]:
-        handle = symmetric_memory.rendezvous(own, group)
+        # nobody needs multicast here, and a node with a wrong setting of it may stand still
+        with patch.dict(os.environ, TORCH_SYMM_MEM_DISABLE_MULTICAST="1"):
+            handle = symmetric_memory.rendezvous(own, group)
         return lambda rank: handle.get_buffer(rank, (size,), torch.uint8)
 
     return own, of_rank

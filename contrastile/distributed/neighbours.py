@@ -18,6 +18,7 @@ whole transfer.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -38,6 +39,8 @@ from contrastile.distributed.collectives import RING, Transfer, captured_call
 from contrastile.distributed.consistency import any_of, numbers_of_ranks
 from contrastile.distributed.failure import all_states, resolved, state_of
 
+logger = logging.getLogger("contrastile")
+
 # bytes of both buffers, which stay between calls; with larger ones a hop takes so long that a transfer hardly matters
 MOST_BYTES = 2**30
 # sizes are multiples of this number of bytes, so that any kernel can read what begins where a tensor ends; offsets in
@@ -45,6 +48,8 @@ MOST_BYTES = 2**30
 ALIGNMENT, READY, TAKEN = 256, 0, 4
 # the driver's number for a wait until a word equals a value
 EQUAL = 1
+# bytes beside a buffer that its allocation may take
+ROOM = 2**22
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -133,9 +138,12 @@ def neighbours(group: Any, size: int, device: torch.device) -> Neighbours | None
     if state.reachable is None:
         state.reachable = _reachable(group, device)
     if state.reachable and (state.neighbours is None or state.neighbours.size < size):
-        state.neighbours = _made(group, size, device)
-        # a rank without room for them: all keep to the backend
-        state.reachable = state.neighbours is not None
+        # batches of many sizes have few sizes of buffers: 32 between a power of two and the next
+        step = max(ALIGNMENT, 1 << (size - 1).bit_length() >> 6)
+        state.neighbours = _made(group, -(-size // step) * step, device)
+        if state.neighbours is None:
+            logger.info("the ring's buffers could not be made: the group's backend carries it")
+            state.reachable = False
     if not state.reachable:
         return None
     if not capturing:
@@ -174,6 +182,9 @@ def _reachable(group: Any, device: torch.device) -> bool:
 def _made(group: Any, size: int, device: torch.device) -> Neighbours | None:
     """The group's buffers, made by all ranks together; None where a rank has no room for them, or cannot reach them."""
     made, found, me, ranks = None, None, group.rank(), group.size()
+    if torch.cuda.mem_get_info(device)[0] < 2 * (size + ROOM):
+        # what torch keeps, but nothing uses
+        torch.cuda.empty_cache()
     with suppress(RuntimeError):
         own, of_rank = symmetric(2 * size + ALIGNMENT, device)
         own[-ALIGNMENT:].zero_()
