@@ -210,7 +210,12 @@ def size_of(row: dict[str, str], exchange: str = "single", backend: str = "trito
     world, b, d = int(row["world"]), int(row["b"]), int(row["d"])
     memory = profile_of(row["chip"] or CHIPS[0]).memory
     more |= loss_of(row.get("loss", "clip"), d)
-    return LossSize(b // world, b // world, world, d, memory, exchange, backend, **more)
+    return LossSize(b // world, b // world, world, d, memory, exchange, backend, copies=_copies(row), **more)
+
+
+def _copies(row: dict[str, str]) -> bool:
+    """Copy engines carried what ranks sent; in rows of earlier days NCCL did."""
+    return row.get("date", "") > "2026-11-28"
 
 
 def loss_of(name: str, d: int) -> dict[str, Any]:
@@ -263,7 +268,7 @@ def of_call(row: dict[str, str]) -> dict[str, Any]:
     labels, M, W = kind == "labels", others[0] if others else N, int(several[1]) if several else 1
     name = "clip_labels" if labels and "," in row["impl"] else "clip" if labels else kind
     which = loss_of(name, d) | ({"listed": True} if "positives" in row["impl"] else {})
-    size = LossSize(N, M, W, d, profile_of(chip).memory, exchange, "triton", given=given, **which)
+    size = LossSize(N, M, W, d, profile_of(chip).memory, exchange, "triton", given=given, copies=_copies(row), **which)
     reason = HOST if W == 1 and N * M * d <= LEAST_PRODUCTS else None
     # the host's time of ranks was taken from these
     return {"label": f"{row['call']}: {row['impl']}", "loss": size, "untimed": reason, "fitted": several is not None}
@@ -349,7 +354,8 @@ def of_step(row: dict[str, str]) -> dict[str, Any]:
     retain: Any = count if plain else words.get(row.get("retain", "0"), 0)
     *wrapper, exchange, backend = way.split(", ") if world > 1 else ("single", "triton")
     weights, trained = (sum(getattr(side.cost, key) for side in sides) for key in ("weights", "trained"))
-    loss = LossSize(b, b, world, sides[0].cost.dimensions, profile_of(chip).memory, exchange, backend)
+    memory, copies = profile_of(chip).memory, _copies(row)
+    loss = LossSize(b, b, world, sides[0].cost.dimensions, memory, exchange, backend, copies=copies)
     # buckets of torch's wrapper stay; without one a buffer of all gradients is there for a moment
     held = Held(weights=weights, step=trained if world > 1 else 0)
     if wrapper:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from ctypes import c_uint32
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from problems import PROBLEMS, distance
 from test_exchange import SHARES
-from test_ring import PATIENCE, Place, simulate, simulated
+from test_ring import PATIENCE, Circle, Place, simulate, simulated
 from torch import Tensor
 
 from contrastile import ClipLoss, SigLipLoss
@@ -53,23 +54,22 @@ class _Stream:
         return SimpleNamespace(wait=lambda: None)
 
 
-def _played(function: str, _stream: int, address: int, value: int, _how: int) -> None:
-    """The driver's function on a word of this process."""
-    word, began = c_uint32.from_address(address), time.monotonic()
-    if function == "cuStreamWriteValue32_v2":
-        # each write is awaited before the next
-        assert word.value != value
-        word.value = value
-        return
-    assert function == "cuStreamWaitValue32_v2"
-    while word.value != value:
-        assert time.monotonic() - began < PATIENCE
-        time.sleep(0)
+def _played(_: int, orders: Sequence[tuple[int, int, int]]) -> None:
+    """The driver's function on words of this process."""
+    for kind, address, value in orders:
+        word, began = c_uint32.from_address(address), time.monotonic()
+        if kind == near.WRITE:
+            # each write is awaited before the next
+            assert word.value != value
+            word.value = value
+        while kind == near.WAIT and word.value != value:
+            assert time.monotonic() - began < PATIENCE
+            time.sleep(0)
 
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(near, "_call", _played)
+    monkeypatch.setattr(near, "in_order", _played)
     monkeypatch.setattr(torch.cuda, "Stream", _Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", _Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
@@ -92,8 +92,7 @@ def read(monkeypatch: pytest.MonkeyPatch, streams: None) -> Iterator[list[int]]:
     def of_place(group: Place, size: int, _: torch.device) -> Neighbours:
         if group not in found or found[group].size < size:
             sizes.append(size)
-            memory, rank, W = group.circle.everyone(group.rank, _memory(size)), group.rank, group.circle.W
-            found[group] = Neighbours(memory[rank], memory[rank - 1], memory[(rank + 1) % W], size)
+            found[group] = Neighbours(group.circle.everyone(group.rank, _memory(size)), group.rank, size)
         return found[group]
 
     monkeypatch.setattr(ring, "neighbours", of_place)
@@ -117,6 +116,75 @@ def test_buffers_that_are_read_have_the_bits_of_those_that_are_sent(
         assert all(torch.equal(gradients[key], same_gradients[key]) for key in ("q", "k"))
     # larger ones for the backward, and none else
     assert W <= len(made) <= 2 * W
+
+
+def _rows(rank: int, n: int) -> list[Tensor]:
+    """Tensors of a rank that travel together, of several types and shapes."""
+    generator = torch.Generator().manual_seed(rank)
+    numbers = torch.randn(n, 3, generator=generator)
+    return [numbers.bfloat16(), torch.arange(n) + 10 * rank, numbers[:, 0] > 0, numbers.double()]
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 0, 4), (0, 0, 5, 1)], ids=str)
+def test_ranks_that_read_all_others_get_what_a_backend_brings(streams: None, sizes: tuple[int, ...]) -> None:
+    circle, W = Circle(len(sizes)), len(sizes)
+
+    def rank(place: int) -> tuple[Any, ...]:
+        group, n = Place(circle, place), sizes[place]
+        buffers = Neighbours(circle.everyone(place, _memory(1024)), place, 1024)
+        flight = buffers.begin_gather(_rows(place, n), sizes, group)
+        # as a block that is computed beside it
+        assert failure.state_of(group).in_flight is flight
+        gathered = flight.wait()
+        sums = torch.arange(2.0 * sum(sizes)).view(-1, 2) * (1 + place)
+        (own,) = buffers.begin_scatter_sum(sums, sizes, group).wait()
+        # row j for another rank: 100 · this rank + that one, and j
+        leaving = [
+            torch.tensor([100 * place + other, j]) for other in range(W) if other != place for j in range(sizes[other])
+        ]
+        others = buffers.exchange_rows(torch.stack(leaving) if leaving else torch.empty(0, 2).long(), sizes, group)
+        every = buffers.every(torch.tensor(float(place)), "sum", group)
+        return gathered, own, others, every
+
+    with ThreadPoolExecutor(W) as threads:
+        results = list(threads.map(rank, range(W)))
+    expected = [torch.cat(parts) for parts in zip(*(_rows(*each) for each in enumerate(sizes)), strict=True)]
+    whole = torch.arange(2.0 * sum(sizes)).view(-1, 2) * sum(range(1, W + 1))
+    for place, (gathered, own, others, every) in enumerate(results):
+        assert all(torch.equal(x, y) for x, y in zip(gathered, expected, strict=True))
+        assert torch.equal(own, whole.split(sizes)[place])
+        assert others.tolist() == [
+            [[100 * other + place, j] for j in range(sizes[place])] for other in range(W) if other != place
+        ]
+        assert every.tolist() == list(range(W))
+
+
+def test_small_tensors_on_a_gpu_are_copied_where_ranks_have_buffers(
+    monkeypatch: pytest.MonkeyPatch, streams: None
+) -> None:
+    class OnGpu(Tensor):
+        is_cuda = True
+
+    group, called = Group(), list[str]()
+    buffers = SimpleNamespace(size=256, follow=lambda: None)
+    for name in ("begin_gather", "begin_scatter_sum", "exchange_rows"):
+        setattr(buffers, name, lambda *_, name=name: called.append(name))
+    buffers.every = lambda x, *_: torch.stack([x, x + 1])
+    failure.state_of(group).neighbours = buffers
+    x = torch.ones(2, 4).as_subclass(OnGpu)
+    collectives.begin_gather([x, x[:, 0]], [2, 2], group)
+    collectives.begin_scatter_sum(x, [1, 1], group)
+    collectives.exchange_rows(x, [2, 2], group)
+    assert collectives.total(x, group).unique().tolist() == [3]
+    assert collectives.largest(x, group).unique().tolist() == [2]
+    assert called == ["begin_gather", "begin_scatter_sum", "exchange_rows"]
+    # too many bytes, on the host, or in a graph of the user's own
+    monkeypatch.setattr(collectives, "_reduce", lambda *_: called.append("backend"))
+    collectives.total(torch.ones(129).as_subclass(OnGpu), group)
+    collectives.total(torch.ones(2, 4), group)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    collectives.largest(x, group)
+    assert called[3:] == ["backend"] * 3
 
 
 HERE = torch.device("cuda", 1)
@@ -211,7 +279,7 @@ def test_buffers_grow_and_stay(monkeypatch: pytest.MonkeyPatch, group: Any, stre
 
 def test_another_stream_waits_for_the_one_before(monkeypatch: pytest.MonkeyPatch, streams: None) -> None:
     memory = _memory(256)
-    buffers = Neighbours(memory, memory, memory, 256)
+    buffers = Neighbours([memory], 0, 256)
     first = buffers._reader
     buffers.follow()
     assert buffers._reader is first
@@ -223,7 +291,7 @@ def test_another_stream_waits_for_the_one_before(monkeypatch: pytest.MonkeyPatch
 def test_a_copy_is_no_operation_between_graphs(monkeypatch: pytest.MonkeyPatch, streams: None) -> None:
     """Ranks that replay it, which take no step on the host, count as many operations as ranks that do not."""
     group, memory = Group(), _memory(256)
-    state, buffers = failure.state_of(group), Neighbours(memory, memory, memory, 256)
+    state, buffers = failure.state_of(group), Neighbours([memory], 0, 256)
     buffers.buffers[1][:12] = torch.arange(12)
     arriving = torch.empty(3)
     monkeypatch.setattr(captured_call, "transfer", lambda _: pytest.fail("a step between graphs"))
@@ -243,7 +311,7 @@ def test_ranks_that_fail_at_different_hops_have_not_failed_alike(
     monkeypatch.setattr(failure, "hang_up", lambda _: None)
     for before, hops in ((3, 0), (3, 1), (3, 2), (0, 1)):
         # the same group on several ranks, the last of which has replayed the step before
-        group, buffers = Group(), Neighbours(memory, memory, memory, 256)
+        group, buffers = Group(), Neighbours([memory], 0, 256)
         for fails in (False, True):
             with pytest.raises(MemoryError) if fails else nullcontext(), failure.in_step(group):
                 for _ in range(hops if fails else before):
@@ -257,7 +325,7 @@ def test_ranks_that_fail_at_different_hops_have_not_failed_alike(
 def test_a_step_that_fails_joins_the_transfer_under_way(streams: None) -> None:
     """A capture whose streams have not met again cannot end; afterwards no event of it can be waited for."""
     group, memory = Group(), _memory(256)
-    state, buffers = failure.state_of(group), Neighbours(memory, memory, memory, 256)
+    state, buffers = failure.state_of(group), Neighbours([memory], 0, 256)
 
     def fail() -> None:
         buffers.post(group, 0, torch.empty(3))
@@ -273,8 +341,8 @@ def test_an_error_of_a_copy_is_no_lost_rank(monkeypatch: pytest.MonkeyPatch, str
         raise RuntimeError("invalidated capture")
 
     memory = _memory(256)
-    buffers = Neighbours(memory, memory, memory, 256)
-    monkeypatch.setattr(near, "_call", refuse)
+    buffers = Neighbours([memory], 0, 256)
+    monkeypatch.setattr(near, "in_order", refuse)
     monkeypatch.setattr(collectives, "lost", lambda *_: pytest.fail("a lost rank"))
     with pytest.raises(RuntimeError, match="invalidated capture"):
         buffers.post(Group(), 0, torch.empty(3))
@@ -294,7 +362,7 @@ def test_all_ranks_keep_to_the_backend_where_one_cannot_share_its_memory(
     monkeypatch.setattr(near, "_reachable", lambda *_: True)
     monkeypatch.setattr(near, "symmetric", refuse if refused == "memory" else symmetric)
     if refused == "flags":
-        monkeypatch.setattr(near, "_call", refuse)
+        monkeypatch.setattr(near, "in_order", refuse)
     asked: list[list[bool]] = []
     monkeypatch.setattr(near, "any_of", lambda flags, _: asked.append(flags) or list(flags))
     assert (near.neighbours(group, 256, HERE) is None) is (refused is not None)
@@ -305,7 +373,7 @@ def test_a_graph_of_the_users_own_reads_no_buffers_that_may_be_replaced(
     monkeypatch: pytest.MonkeyPatch, group: Any, streams: None
 ) -> None:
     memory = _memory(256)
-    state, buffers = failure.state_of(group), Neighbours(memory, memory, memory, 256)
+    state, buffers = failure.state_of(group), Neighbours([memory], 0, 256)
     state.reachable, state.neighbours = True, buffers
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert near.neighbours(group, 256, HERE) is None
@@ -316,7 +384,7 @@ def test_a_graph_of_the_users_own_reads_no_buffers_that_may_be_replaced(
 def test_buffers_keep_no_group_and_stay_at_the_end_of_the_process(streams: None) -> None:
     group, memory = Group(), _memory(256)
     state, reference = failure.state_of(group), ref(group)
-    state.neighbours = buffers = Neighbours(memory, memory, memory, 256)
+    state.neighbours = buffers = Neighbours([memory], 0, 256)
     buffers.post(group, 0, torch.empty(3)).wait()
     del state, group
     gc.collect()
@@ -338,9 +406,9 @@ def test_copies_leave_all_multiprocessors_to_the_tiles(monkeypatch: pytest.Monke
 
 
 def test_an_error_of_the_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(near, "_driver", lambda: SimpleNamespace(cuStreamWriteValue32_v2=lambda *_: 801))
-    with pytest.raises(RuntimeError, match=r"^cuStreamWriteValue32_v2 of CUDA's driver failed with error 801$"):
-        near._write(0, 0, 1)
+    monkeypatch.setattr(near, "_driver", lambda: SimpleNamespace(cuStreamBatchMemOp_v2=lambda *_: 801))
+    with pytest.raises(RuntimeError, match=r"^cuStreamBatchMemOp_v2 of CUDA's driver failed with error 801$"):
+        near.in_order(0, [(near.WRITE, 0, 1)])
 
 
 @pytest.mark.gpu
@@ -356,7 +424,7 @@ def test_copies_on_a_gpu_have_the_bits_of_transfers(
     def made(group: Any, size: int, device: torch.device) -> Neighbours:
         memory = torch.zeros(2 * size + near.ALIGNMENT, dtype=torch.uint8, device=device)
         torch.cuda.synchronize()
-        return Neighbours(memory, memory, memory, size)
+        return Neighbours([memory], 0, size)
 
     monkeypatch.setattr(near, "_made", made)
     torch.manual_seed(0)

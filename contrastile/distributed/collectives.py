@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 # texts in Gloo's errors; the second one is of a connection that this rank has closed itself
 GLOO_ERRORS = ("gloo", "pair closure")
 RING = "ring exchange"
+# tensors that travel together begin at multiples of this number of bytes, where any kernel can read them
+ALIGNMENT = 256
 # dtypes that every backend sends; tensors of another one are sent as bytes
 SENDABLE = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64,
@@ -166,6 +169,28 @@ def post(leaving: Tensor, arriving: Tensor, group: Any) -> Transfer:
     return Transfer(group, RING, lambda: post_together(full, group), [arriving])
 
 
+def _near(x: Tensor, count: int, group: Any) -> Any:
+    """The buffers by which copy engines carry `count` bytes of each rank; None where the group's backend does."""
+    near = state_of(group).neighbours
+    if near is None or not x.is_cuda or count > 2 * near.size:
+        return None
+    if torch.cuda.is_current_stream_capturing():
+        # a graph of the user's own would read buffers that later calls replace
+        return None if captured_call.transfer is None else near
+    near.follow()
+    return near
+
+
+def row_bytes(x: Tensor) -> int:
+    """Bytes of a row of x."""
+    return prod(x.shape[1:]) * x.itemsize
+
+
+def aligned(count: int) -> int:
+    """The number of bytes up to the next multiple of `ALIGNMENT`."""
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
 def gather_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
     """The rows [Σ sizes, ...] of all ranks' x, in rank order; ranks may have different numbers of rows."""
     return begin_gather([x], sizes, group).wait()[0]
@@ -174,6 +199,8 @@ def gather_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
 def begin_gather(tensors: Sequence[Tensor], sizes: Sequence[int], group: Any) -> Transfer:
     """Start `gather_rows` of several tensors."""
     group, largest = resolved(group), max(sizes)
+    if near := _near(tensors[0], sum(aligned(largest * row_bytes(x)) for x in tensors), group):
+        return near.begin_gather(tensors, sizes, group)
     sent = [_padded(_as_bytes(x), largest) for x in tensors]
     received = [x.new_empty((len(sizes) * largest, *x.shape[1:])) for x in sent]
 
@@ -194,6 +221,8 @@ def begin_gather(tensors: Sequence[Tensor], sizes: Sequence[int], group: Any) ->
 def begin_scatter_sum(x: Tensor, sizes: Sequence[int], group: Any) -> Transfer:
     """Start the sum over ranks of x [Σ sizes, ...], of which each rank receives its own rows."""
     group, largest = resolved(group), max(sizes)
+    if near := _near(x, x.nbytes, group):
+        return near.begin_scatter_sum(x, sizes, group)
     even = all(n == largest for n in sizes)
     padded = x if even else torch.cat([_padded(rows, largest) for rows in x.split(list(sizes))])
     own, rows = x.new_empty((largest, *x.shape[1:])), sizes[group.rank()]
@@ -210,6 +239,8 @@ def exchange_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
     x [Σ sizes of the others, ...]: the rows for each other rank.
     """
     group, W = resolved(group), len(sizes)
+    if near := _near(x, sum(sizes) * row_bytes(x), group):
+        return near.exchange_rows(x, sizes, group)
     me = group.rank()
     leaving = [0 if other == me else n for other, n in enumerate(sizes)]
     arriving = [0 if other == me else sizes[me] for other in range(W)]
@@ -225,6 +256,8 @@ def exchange_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
 
 def total(x: Tensor, group: Any) -> Tensor:
     """Σ over ranks of x, the same bits everywhere."""
+    if near := _near(x, x.nbytes, group):
+        return near.every(x, "sum over ranks", resolved(group)).sum(0)
     x = x.clone()
     sum_into(x, group, "sum over ranks")
     return x
@@ -232,6 +265,8 @@ def total(x: Tensor, group: Any) -> Tensor:
 
 def largest(x: Tensor, group: Any) -> Tensor:
     """The largest over ranks of each number of x."""
+    if near := _near(x, x.nbytes, group):
+        return near.every(x, "maximum over ranks", resolved(group)).amax(0)
     x = x.clone()
     _reduce(x, group, "maximum over ranks", dist.ReduceOp.MAX)
     return x

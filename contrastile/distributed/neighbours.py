@@ -1,18 +1,19 @@
-"""Transfers around a ring by the copy engines of GPUs that reach each other's memory, as those of one node do.
+"""Transfers between the GPUs of one node by their copy engines, where each reaches the others' memory.
 
 NCCL's transfers are kernels. While one lasts it holds multiprocessors, and a program of a large kernel whose
-multiprocessor is taken starts after the transfer. Copy engines leave all multiprocessors to the tiles.
+multiprocessor is taken starts after the transfer. And the host posts each of them, which takes it longer than few rows
+take the device. Copy engines leave all multiprocessors to the tiles, and a CUDA graph can have a whole transfer.
 
-Each rank has two buffers and two flags in symmetric memory, which the other ranks address as their own. A transfer
-reads a buffer of the previous rank:
+Each rank has two buffers, and two flags for each other rank, in symmetric memory, which the others address as their
+own. A transfer reads what other ranks have written into their buffers:
 
-    rank r − 1                              rank r
+    a rank that is read                     rank r, which reads it
     its buffer is filled: ready of r := 1   waits for ready, and sets it to 0
-                                            copies the buffer
-    waits for taken, and sets it to 0       taken of r − 1 := 1
+                                            copies from the buffer
+    waits for taken, and sets it to 0       taken of that rank := 1
 
-A stream writes the flags and waits for them, so that neither the host nor a kernel does, and a CUDA graph can have the
-whole transfer.
+A stream writes the flags and waits for them, so that neither the host nor a kernel does. In the ring each rank reads
+the one before it, and in all other transfers all others.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ import atexit
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from ctypes import CDLL, c_uint, c_uint32, c_uint64, c_void_p, py_object, pythonapi
-from functools import cache
+from ctypes import CDLL, Structure, c_uint, c_uint32, c_uint64, c_void_p, py_object, pythonapi
+from functools import cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contrastile._torch import current_stream_address, symmetric
-from contrastile.distributed.collectives import RING, Transfer, captured_call
+from contrastile.distributed.collectives import ALIGNMENT, RING, Transfer, aligned, captured_call, row_bytes
 from contrastile.distributed.consistency import any_of, numbers_of_ranks
 from contrastile.distributed.failure import all_states, resolved, state_of
 
@@ -43,28 +44,32 @@ logger = logging.getLogger("contrastile")
 
 # bytes of both buffers, which stay between calls; with larger ones a hop takes so long that a transfer hardly matters
 MOST_BYTES = 2**30
-# sizes are multiples of this number of bytes, so that any kernel can read what begins where a tensor ends; offsets in
-# bytes of the flags from the end of the second buffer
-ALIGNMENT, READY, TAKEN = 256, 0, 4
-# the driver's number for a wait until a word equals a value
-EQUAL = 1
+# kinds of flags, and the ranks for whose flags, four bytes each, there is room in `ALIGNMENT` bytes
+READY, TAKEN = 0, 1
+MOST_RANKS = ALIGNMENT // 8
+# the driver's numbers: a wait for a word and a write of one, in the order of a stream; a wait until it equals a value
+WAIT, WRITE, EQUAL = 1, 2, 1
 # bytes beside a buffer that its allocation may take
 ROOM = 2**22
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Neighbours:
-    """Two buffers of this rank, which the next rank of a group reads, and views of the previous rank's."""
+    """Two buffers of this rank, which others read, and those of all ranks of the node, in rank order.
 
-    def __init__(self, own: Tensor, previous: Tensor, following: Tensor, size: int) -> None:
-        """Take memory of this rank, of the previous and of the following one: two buffers, then the flags."""
-        self.memory, self.size = own, size
+    Transfers beside the ring's have both buffers as one. All ranks begin the same transfer, with one under way at a
+    time; `collectives.py` says what each does.
+    """
+
+    def __init__(self, memories: Sequence[Tensor], rank: int, size: int) -> None:
+        """Take the memory of each rank: two buffers of `size` bytes, then the flags."""
+        self.memory, self.size, self._rank, self._memories = memories[rank], size, rank, memories
+        self._others = [each for each in range(len(memories)) if each != rank]
         # since the last `used_bytes`
         self.used = False
-        self.buffers, self._previous = ([x[:size], x[size : 2 * size]] for x in (own, previous))
-        flags = (x.data_ptr() + 2 * size for x in (own, previous, following))
-        self._own_flags, self._previous_flags, self._following_flags = flags
-        self._stream, self._reader = torch.cuda.Stream(own.device), torch.cuda.current_stream(own.device)
+        self.buffers = [self.memory[:size], self.memory[size : 2 * size]]
+        device = self.memory.device
+        self._stream, self._reader = torch.cuda.Stream(device), torch.cuda.current_stream(device)
         _all.add(self)
 
     def post(self, group: Any, number: int, arriving: Tensor) -> Transfer:
@@ -72,7 +77,51 @@ class Neighbours:
 
         Raises RuntimeError where the group has a transfer under way.
         """
-        return Transfer(group, RING, lambda: [self._begin(number, arriving)], [arriving], copied=True)
+        W = len(self._memories)
+        previous, following = (self._rank - 1) % W, (self._rank + 1) % W
+        return self._transfer(group, RING, [(previous, number * self.size, arriving)], [following], [arriving])
+
+    def begin_gather(self, tensors: Sequence[Tensor], sizes: Sequence[int], group: Any) -> Transfer:
+        received, reads, at = [], list[tuple[int, int, Tensor]](), 0
+        for x in tensors:
+            self._write(x, at)
+            every = x.new_empty((sum(sizes), *x.shape[1:]))
+            parts = every.split(list(sizes))
+            parts[self._rank].copy_(x)
+            reads += [(other, at, parts[other]) for other in self._others]
+            received.append(every)
+            at += aligned(max(sizes) * row_bytes(x))
+        return self._transfer(group, "gather of rows", reads, self._others, received)
+
+    def begin_scatter_sum(self, x: Tensor, sizes: Sequence[int], group: Any) -> Transfer:
+        self._write(x, 0)
+        first, own = sum(sizes[: self._rank]), x.split(list(sizes))[self._rank]
+        parts = x.new_empty((len(sizes), *own.shape))
+        parts[self._rank].copy_(own)
+        reads = [(other, first * row_bytes(x), parts[other]) for other in self._others]
+        summed = partial(_first, function=partial(torch.sum, dim=0))
+        return self._transfer(group, "sum of the ranks' parts", reads, self._others, [parts], summed)
+
+    def exchange_rows(self, x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
+        self._write(x, 0)
+        rows = sizes[self._rank]
+        received = x.new_empty((len(self._others), rows, *x.shape[1:]))
+        reads = []
+        for other, part in zip(self._others, received, strict=True):
+            # of the others' rows, in rank order, there are none for itself
+            first = sum(n for each, n in enumerate(sizes[: self._rank]) if each != other)
+            reads.append((other, first * row_bytes(x), part))
+        self._transfer(group, "exchange of statistics", reads, self._others, [received]).wait()
+        return received
+
+    def every(self, x: Tensor, operation: str, group: Any) -> Tensor:
+        """x of all ranks, `[W, *x.shape]`."""
+        self._write(x, 0)
+        received = x.new_empty((len(self._memories), *x.shape))
+        received[self._rank].copy_(x)
+        reads = [(other, 0, received[other]) for other in self._others]
+        self._transfer(group, operation, reads, self._others, [received]).wait()
+        return received
 
     def follow(self) -> None:
         """Let the current stream wait for the one that used the buffers before it."""
@@ -84,19 +133,43 @@ class Neighbours:
             stream.wait_stream(self._reader)
             self._reader = stream
 
-    def _begin(self, number: int, arriving: Tensor) -> torch.cuda.Event:
+    def _write(self, x: Tensor, at: int) -> None:
+        """Write x into this rank's memory, from byte `at` on."""
+        if x.numel():
+            self.memory[at : at + x.nbytes].copy_(_bytes(x.contiguous()))
+
+    def _transfer(
+        self, group: Any, operation: str, reads: Sequence[tuple[int, int, Tensor]], readers: Sequence[int],
+        arriving: list[Tensor], finish: Callable[[list[Tensor]], list[Tensor]] = list,
+    ) -> Transfer:  # fmt: skip
+        """The transfer of `reads`: ranks, offsets in bytes in their memory, and the tensors that take what is there.
+
+        readers: the ranks that read this one's memory.
+        """
+        return Transfer(group, operation, lambda: [self._begin(reads, readers)], arriving, finish, copied=True)
+
+    def _begin(self, reads: Sequence[tuple[int, int, Tensor]], readers: Sequence[int]) -> torch.cuda.Event:
         """Post a transfer, and return the event of its end."""
-        stream, order, own = self._stream, self._stream.cuda_stream, self._own_flags
+        stream, read = self._stream, sorted({rank for rank, *_ in reads})
         stream.wait_stream(torch.cuda.current_stream(self.memory.device))
-        _write(order, self._following_flags + READY, 1)
-        _await(order, own + READY)
-        if arriving.numel():
-            received = arriving.view(torch.uint8).view(-1)
-            with torch.cuda.stream(stream):
-                received.copy_(self._previous[number][: len(received)])
-        _write(order, self._previous_flags + TAKEN, 1)
-        _await(order, own + TAKEN)
+        self._signal(READY, readers, read)
+        with torch.cuda.stream(stream):
+            for rank, at, arriving in reads:
+                if arriving.numel():
+                    _bytes(arriving).copy_(self._memories[rank][at : at + arriving.nbytes])
+        self._signal(TAKEN, read, readers)
         return stream.record_event()
+
+    def _signal(self, kind: int, told: Sequence[int], awaited: Sequence[int]) -> None:
+        """Set this rank's flag of a kind at other ranks; wait for those of others here, and set them back."""
+        written = [(WRITE, self._flag(rank, kind, self._rank), 1) for rank in told]
+        own = [self._flag(self._rank, kind, rank) for rank in awaited]
+        waits = [order for flag in own for order in ((WAIT, flag, 1), (WRITE, flag, 0))]
+        in_order(self._stream.cuda_stream, [*written, *waits])
+
+    def _flag(self, rank: int, kind: int, of: int) -> int:
+        """Address of the word in a rank's memory that another rank sets."""
+        return self._memories[rank].data_ptr() + 2 * self.size + 4 * (kind * MOST_RANKS + of)
 
 
 _all: WeakSet[Neighbours] = WeakSet()
@@ -165,6 +238,8 @@ def _reachable(group: Any, device: torch.device) -> bool:
     # torch numbers the exchanges of handles in each process: one of all ranks hangs after one of some
     if "nccl" not in dist.get_backend_config(group) or group.size() != dist.get_world_size():
         return False
+    if group.size() > MOST_RANKS:
+        return False
     boot = BOOT.read_text() if BOOT.exists() else ""
     node = int.from_bytes(blake2b(f"{socket.gethostname()} {boot}".encode(), digest_size=7).digest())
     nodes, indices = zip(*numbers_of_ranks(group, "neighbours", [node, device.index]), strict=True)
@@ -181,17 +256,16 @@ def _reachable(group: Any, device: torch.device) -> bool:
 
 def _made(group: Any, size: int, device: torch.device) -> Neighbours | None:
     """The group's buffers, made by all ranks together; None where a rank has no room for them, or cannot reach them."""
-    made, found, me, ranks = None, None, group.rank(), group.size()
+    made, found = None, None
     if torch.cuda.mem_get_info(device)[0] < 2 * (size + ROOM):
         # what torch keeps, but nothing uses
         torch.cuda.empty_cache()
     with suppress(RuntimeError):
         own, of_rank = symmetric(2 * size + ALIGNMENT, device)
         own[-ALIGNMENT:].zero_()
-        stream, flags = torch.cuda.current_stream(device), own.data_ptr() + 2 * size
+        stream, flag = torch.cuda.current_stream(device), own.data_ptr() + 2 * size
         # some virtual machines refuse both
-        _write(stream.cuda_stream, flags + READY, 1)
-        _await(stream.cuda_stream, flags + READY)
+        in_order(stream.cuda_stream, [(WRITE, flag, 1), (WAIT, flag, 1), (WRITE, flag, 0)])
         stream.synchronize()
         made = own, of_rank
     # no rank writes a flag before it is zero
@@ -200,9 +274,31 @@ def _made(group: Any, size: int, device: torch.device) -> Neighbours | None:
     own, of_rank = made
     # ranks in containers may have no way to pass each other a handle
     with suppress(RuntimeError):
-        memory = of_rank(group)
-        found = Neighbours(own, memory((me - 1) % ranks), memory((me + 1) % ranks), size)
+        memory, me = of_rank(group), group.rank()
+        found = Neighbours([own if each == me else memory(each) for each in range(group.size())], me, size)
     return None if any_of([found is None], group)[0] else found
+
+
+def in_order(stream: int, orders: Sequence[tuple[int, int, int]]) -> None:
+    """Let a stream wait for words and write words, one after the other: (WAIT or WRITE, address, value) each.
+
+    A write comes after all that the stream has done, its writes to any memory included.
+    """
+    batch = (_Order * len(orders))()
+    for order, (kind, address, value) in zip(batch, orders, strict=True):
+        order.kind, order.address, order.value, order.flags = kind, address, value, EQUAL if kind == WAIT else 0
+    driver = _driver()
+    assert driver is not None
+    if error := driver.cuStreamBatchMemOp_v2(stream, len(orders), batch, 0):
+        raise RuntimeError(f"cuStreamBatchMemOp_v2 of CUDA's driver failed with error {error}")
+
+
+class _Order(Structure):
+    """CUstreamBatchMemOpParams, of which only words of 32 bits are used."""
+
+    _fields_ = (
+        ("kind", c_uint32), ("address", c_uint64), ("value", c_uint64), ("flags", c_uint32), ("rest", c_uint64 * 2),
+    )  # fmt: skip
 
 
 @cache
@@ -212,24 +308,15 @@ def _driver() -> CDLL | None:
         return None
     try:
         driver = CDLL("libcuda.so.1")
-        for function in (driver.cuStreamWriteValue32_v2, driver.cuStreamWaitValue32_v2):
-            function.argtypes = [c_void_p, c_uint64, c_uint32, c_uint]
+        driver.cuStreamBatchMemOp_v2.argtypes = [c_void_p, c_uint, c_void_p, c_uint]
     except (OSError, AttributeError):
         return None
     return driver
 
 
-def _write(stream: int, address: int, value: int) -> None:
-    """Write a word after all that the stream has done, its writes to any memory included."""
-    _call("cuStreamWriteValue32_v2", stream, address, value, 0)
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8)
 
 
-def _await(stream: int, address: int) -> None:
-    """Let the stream wait until a word is 1, and set it to 0."""
-    _call("cuStreamWaitValue32_v2", stream, address, 1, EQUAL)
-    _write(stream, address, 0)
-
-
-def _call(function: str, *arguments: int) -> None:
-    if error := getattr(_driver(), function)(*arguments):
-        raise RuntimeError(f"{function} of CUDA's driver failed with error {error}")
+def _first(arrived: list[Tensor], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    return [function(arrived[0])]

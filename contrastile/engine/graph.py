@@ -43,10 +43,8 @@ logger = logging.getLogger("contrastile")
 MOST_ROWS = 16384
 # bytes that a graph keeps for the pairs (`Tiles.captured_bytes`)
 MOST_BYTES = 2**29
-# calls of a plan before its capture, which also compile its kernels
-CALLS = 2
-# calls of a plan whose graph was dropped before its next capture
-AGAIN = 32
+# calls of a plan before its capture, which also compile its kernels, and those before the next one of a dropped graph
+CALLS, AGAIN = 2, 32
 # graphs kept, those used last, and the bytes that they may keep together with copies of inputs, or the workspace of the
 # latest one if that is larger; a single graph may take more
 MOST_GRAPHS, GRAPHS_BYTES = 8, 2**30
@@ -196,7 +194,8 @@ class Graph:
         def compute() -> Accumulated:
             tiles = own_call.tiles(scale, others[0] if others else None)
             tiles.norms = self.fill.norms
-            value, (u, v, sums, of_own) = with_gradients(own_call, tiles, features, wanted)
+            with own_call.exchange.joining():
+                value, (u, v, sums, of_own) = with_gradients(own_call, tiles, features, wanted)
             of_pairs, of_products = tiles.pair_sums(sums, *own_call.shards(features), u, v, wanted[0])
             self.fill.deliver(value)
             # tiles of vectors that sum products have written an exact 0

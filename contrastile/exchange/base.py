@@ -24,7 +24,8 @@ from torch import Tensor
 
 from contrastile._types import Gradient, Reduction, accumulator
 from contrastile.distributed import collectives
-from contrastile.distributed.failure import in_step
+from contrastile.distributed.failure import in_step, state_of
+from contrastile.distributed.neighbours import Neighbours, joining
 from contrastile.losses.base import Gathers, Shard
 from contrastile.tiles.base import Accumulated, ForwardResult, Sum, Tiles
 
@@ -129,7 +130,12 @@ class Exchange(ABC):
 
     @classmethod
     def kept_bytes(cls, _layout: Layout, _D: int, _dtype: torch.dtype) -> int:
-        """Of these, bytes on GPUs that stay between calls, for a planner."""
+        """Of these, bytes on the GPUs of one node that stay between calls, for a planner."""
+        return 0
+
+    @classmethod
+    def staged_bytes(cls, _layout: Layout, _D: int, _dtype: torch.dtype) -> int:
+        """Bytes beside these on the GPUs of one node, which copy engines read and which stay."""
         return 0
 
     @classmethod
@@ -181,11 +187,20 @@ class Exchange(ABC):
 
     def in_step(self, place: str = "operation") -> AbstractContextManager[None]:
         """A context for a sweep, in which an error of one rank becomes an error of all."""
-        return nullcontext() if len(self.layout.rows) == 1 else in_step(self.layout.group, place)
+        if len(self.layout.rows) == 1:
+            return nullcontext()
+        if (buffers := self.buffers()) is not None:
+            buffers.follow()
+        return in_step(self.layout.group, place)
 
-    def buffers(self) -> Any:
-        """The buffers that ranks share for its transfers, which a graph of them keeps; None where they share none."""
-        return None
+    def buffers(self) -> Neighbours | None:
+        """The buffers that ranks of a node share for their transfers; None where they have none."""
+        found: Neighbours | None = state_of(self.layout.group).neighbours if len(self.layout) > 1 else None
+        return found
+
+    def joining(self) -> AbstractContextManager[None]:
+        """A context for the capture of a sweep, in which a transfer under way ends with the sweep, if that fails."""
+        return nullcontext() if self.buffers() is None else joining(self.layout.group)
 
     def reserved(self) -> int:
         """Multiprocessors that tiles should leave to transfers between devices."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from contrastile._types import accumulator
 from contrastile.distributed import collectives
+from contrastile.distributed.neighbours import neighbours
 from contrastile.exchange.base import Exchange, Layout, Traffic, bytes_per_feature, gather_shard
 from contrastile.losses.base import Shard
 from contrastile.tiles.base import STATISTICS, Sum, Tiles
@@ -26,6 +27,8 @@ from contrastile.tiles.base import STATISTICS, Sum, Tiles
 # pairs of a rank's rows and its own columns, times the numbers of a column, up to which all columns are one block: some
 # 0.1 ms of an H200's arithmetic in both passes, where a second block takes the host 0.5 ms and more
 TOGETHER = 2**33
+# bytes of all columns' gradient sums up to which copy engines carry them: more take longer on the way than on the host
+STAGED = 2**27
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Gather(Exchange):
         return 2
 
     def forward(self, tiles: Tiles, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
+        self._share(cols)
         wait = gather_shard(cols, self.layout.cols, self.layout.group, self.layout.start(0))
         own, others = self._slices()
         if self._together(cols):
@@ -87,6 +91,11 @@ class Gather(Exchange):
         return cls.extra_bytes(layout, D, dtype) + wide * (arriving + STATISTICS * others)
 
     @classmethod
+    def staged_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
+        sums = sum(layout.cols) * D * accumulator(dtype).itemsize
+        return sums if layout.node in (None, len(layout)) and sums <= STAGED else 0
+
+    @classmethod
     def traffic(cls, layout: Layout, D: int, dtype: torch.dtype) -> Traffic:
         traffic = super().traffic(layout, D, dtype)
         return traffic._replace(beside=(0.0, 0.0)) if _together(layout, D) else traffic
@@ -98,6 +107,14 @@ class Gather(Exchange):
         # its own, and the first rank meets all other columns at once
         widths = sorted((max(layout.cols), sum(layout.cols[1:])))
         return [(max(layout.rows), width) for width in widths if width]
+
+    def _share(self, cols: Shard) -> None:
+        """Make buffers that the ranks of a node read, for few columns."""
+        x, most = cols.features, max(self.layout.cols)
+        staged = self.staged_bytes(self.layout, x.shape[1:].numel(), x.dtype)
+        if staged:
+            beside = sum(collectives.aligned(most * collectives.row_bytes(each)) for each in cols.payload())
+            neighbours(self.layout.group, collectives.aligned(max(staged, beside) // 2 + 1), x.device)
 
     def _all_columns(self, tiles: Tiles, cols: Shard) -> Shard:
         """All ranks' columns, gathered in the forward, with the states and coefficients of the backward."""

@@ -22,7 +22,6 @@ so that GPUs of one node can read it there (`neighbours.py`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -31,8 +30,9 @@ import torch
 from torch import Tensor
 
 from contrastile.distributed import collectives
-from contrastile.distributed.failure import resolved, state_of
-from contrastile.distributed.neighbours import ALIGNMENT, MOST_BYTES, Neighbours, joining, neighbours
+from contrastile.distributed.collectives import aligned
+from contrastile.distributed.failure import resolved
+from contrastile.distributed.neighbours import MOST_BYTES, neighbours
 from contrastile.exchange.base import Exchange, Layout, Traffic, bytes_per_feature
 from contrastile.losses.base import Shard
 from contrastile.tiles.base import InFlight, Sum, Tiles
@@ -55,15 +55,6 @@ class Ring(Exchange):
 
     def parts(self) -> int:
         return len(self.layout)
-
-    def in_step(self, place: str = "operation") -> AbstractContextManager[None]:
-        if (buffers := self.buffers()) is not None:
-            buffers.follow()
-        return super().in_step(place)
-
-    def buffers(self) -> Neighbours | None:
-        found: Neighbours | None = state_of(self.layout.group).neighbours if len(self.layout) > 1 else None
-        return found
 
     def reserved(self) -> int:
         """Copy engines hold no multiprocessors."""
@@ -145,30 +136,29 @@ class Ring(Exchange):
             sent = leaving.bytes[: leaving.border] if hop == W - 1 else leaving.bytes
             return buffers.post(leaving.buffer, sent, arriving.bytes if hop else arriving.bytes[arriving.border :])
 
-        with nullcontext() if buffers.neighbours is None else joining(self.layout.group):
-            leaving, arriving = buffers.packet(1, sizes[rank], 0), packet(0)
-            for packed, x in zip(leaving.payload, shard.payload(), strict=True):
-                packed.copy_(x)
-            flights = [post(0, leaving, arriving)]
-            for hop in range(W):
-                last = hop == W - 1
-                following = arriving if last else packet(hop + 1)
+        leaving, arriving = buffers.packet(1, sizes[rank], 0), packet(0)
+        for packed, x in zip(leaving.payload, shard.payload(), strict=True):
+            packed.copy_(x)
+        flights = [post(0, leaving, arriving)]
+        for hop in range(W):
+            last = hop == W - 1
+            following = arriving if last else packet(hop + 1)
 
-                def send(hop: int = hop, leaving: Packet = arriving, arriving: Packet = following) -> None:
-                    if hop == W - 1:
-                        flights.append(buffers.post(leaving.buffer, leaving.accumulator, returned))
-                    else:
-                        flights.append(post(hop + 1, leaving, arriving))
+            def send(hop: int = hop, leaving: Packet = arriving, arriving: Packet = following) -> None:
+                if hop == W - 1:
+                    flights.append(buffers.post(leaving.buffer, leaving.accumulator, returned))
+                else:
+                    flights.append(post(hop + 1, leaving, arriving))
 
-                # the next shard overwrites the present one, so its transfer starts after the visit; the return of the
-                # accumulator has memory of its own, and may start early
-                travelling = InFlight(arriving.accumulator, flights[-1].wait, send, first=hop == 0, early=last)
-                visit(shard, travelling)
-                travelling.release()
-                if not last:
-                    shard = shard.unpacked(arriving.payload, self.layout.start((rank - hop - 1) % W))
-                arriving = following
-            flights[-1].wait()
+            # the next shard overwrites the present one, so its transfer starts after the visit; the return of the
+            # accumulator has memory of its own, and may start early
+            travelling = InFlight(arriving.accumulator, flights[-1].wait, send, first=hop == 0, early=last)
+            visit(shard, travelling)
+            travelling.release()
+            if not last:
+                shard = shard.unpacked(arriving.payload, self.layout.start((rank - hop - 1) % W))
+            arriving = following
+        flights[-1].wait()
 
 
 class _Buffers:
@@ -218,4 +208,4 @@ class _Buffers:
     def _sizes(self, columns: int, accumulated: int) -> list[int]:
         """Bytes of each tensor, up to the aligned start of the next."""
         counts = zip(self.layouts, self._columns(columns, accumulated), strict=True)
-        return [-(-prod(others) * n * dtype.itemsize // ALIGNMENT) * ALIGNMENT for (dtype, others, _), n in counts]
+        return [aligned(prod(others) * n * dtype.itemsize) for (dtype, others, _), n in counts]

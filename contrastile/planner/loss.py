@@ -60,8 +60,9 @@ class LossSize:
     listed: bool = False
     # by labels, which every pair compares
     labels: bool = False
-    # ranks of a node; None: all of them
+    # ranks of a node; None: all of them; and whether copy engines carry what they send each other, as between GPUs
     node: int | None = None
+    copies: bool = True
 
     @property
     def columns(self) -> int:
@@ -173,14 +174,21 @@ class LossSize:
         """Bytes of what other ranks send."""
         if self.host:
             return 0
-        return self.exchange_class.expected_bytes(self.layout, self.carried, self.dtype)
+        return self.exchange_class.expected_bytes(self.layout, self.carried, self.dtype) + self._staged
 
     @cached_property
     def kept_bytes(self) -> int:
         """Of those, bytes that stay between calls."""
-        if self.host or self.device != "cuda":
+        if self.host or self.device != "cuda" or not self.copies:
             return 0
-        return self.exchange_class.kept_bytes(self.layout, self.carried, self.dtype)
+        return self._staged + self.exchange_class.kept_bytes(self.layout, self.carried, self.dtype)
+
+    @property
+    def _staged(self) -> int:
+        """Bytes that copy engines read."""
+        if self.device != "cuda" or not self.copies:
+            return 0
+        return self.exchange_class.staged_bytes(self.layout, self.carried, self.dtype)
 
     @cached_property
     def resident(self) -> tuple[int, int]:
