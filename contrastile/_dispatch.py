@@ -46,16 +46,31 @@ WORDS = {
 # keywords of other libraries' losses, and their place here
 _RANKS = "Leave it out: a loss meets all ranks by itself, with gradients to all of them."
 _SCALE = "Pass the scale, 1 / temperature, in the call."
+_NEGATIVES = "Pass `negatives` in the call: [H, D] for all queries, [N, H, D] for each query's own."
+_UNIT = "Leave it out, and pass torch.nn.functional.normalize(x, dim=-1)."
+_MASK = "Pass token vectors and their mask as a pair, (vectors, mask)."
 FOREIGN_KEYWORDS = dict.fromkeys(
     ("local_loss", "gather_with_grad", "cache_labels", "rank", "world_size", "use_horovod",
-     "gather_across_devices", "bidirectional"), _RANKS,
-) | {
+     "gather_across_devices", "gather_distributed", "bidirectional"), _RANKS,
+) | dict.fromkeys(("mask", "query_mask", "key_mask", "attention_mask"), _MASK) | {
     "temperature": _SCALE, "base_temperature": _SCALE, "scale": "Pass it in the call.",
+    "logit_scale": "Pass it in the call, to contrast as `scale`.",
+    "logit_bias": "Pass it in the call, to contrast as `bias`.",
+    "labels": "Pass them in the call, to contrast as `query_labels` and `key_labels`.",
+    "ids": "Pass them in the call, to contrast as `query_ids` and `key_ids`.",
+    "scorer": "Pass it to contrast, the function under every loss.",
+    "normalize": _UNIT, "normalize_embeddings": _UNIT,
+    "contrast_mode": "Leave it out: every view is an anchor.",
+    "batch_size": "Leave it out: a call takes any number of rows.",
+    "hard_negatives": _NEGATIVES, "negative_keys": _NEGATIVES, "negative_mode": _NEGATIVES,
     "dist_impl": 'Pass exchange="gather" or "ring", or leave it out.',
     "mini_batch_size": "Encoders run in sub-batches: pass sub_batch to contrastile.encode.",
     "memory_bank_size": "Pass the keys of a KeyQueue in the call, as `negatives`.",
-    "negative_mode": "Pass `negatives` in the call: [H, D] for all queries, [N, H, D] for each query's own.",
 }  # fmt: skip
+
+
+def _brief(value: object) -> str:
+    return f"{value!r:.20}" if not isinstance(value, torch.Tensor) else f"a tensor {list(value.shape)}"
 
 
 @dataclass(frozen=True)
@@ -80,7 +95,7 @@ class Options:
             nearest = f"Did you mean {near[0]}?" if near else "Check the spelling."
             remedy = FOREIGN_KEYWORDS.get(name, nearest)
             rule = f"be one of the options {', '.join(known)}"
-            raise invalid(name, rule, ", ".join(f"{key}={value!r:.20}" for key, value in unknown.items()), remedy)
+            raise invalid(name, rule, ", ".join(f"{key}={_brief(value)}" for key, value in unknown.items()), remedy)
 
     def __post_init__(self) -> None:
         for name, words in WORDS.items():

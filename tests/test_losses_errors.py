@@ -14,6 +14,7 @@ from contrastile import ClipLoss, DCLLoss, GISTLoss, InfoNCELoss, KeyQueue, NTXe
 from contrastile.losses.scores import ScoreDivergence, ScoreMargins
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
+from contrastile.scorers import MaxSim
 
 
 def _x(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -210,6 +211,23 @@ SENTENCES: dict[str, Callable[[], Any]] = {
         NTXentLoss(temperature=0.5)
     ),
     f"`scale` {OPTIONS} scale=20.0. Pass it in the call.": lambda: ClipLoss(scale=20.0),
+    f"`logit_scale` {KEYWORDS} logit_scale=20.0. Pass it in the call, to contrast as `scale`.": lambda: contrast(
+        _x(3, 4), _x(3, 4), logit_scale=20.0
+    ),
+    f"`labels` {KEYWORDS} labels=a tensor [3]. Pass them in the call, to contrast as `query_labels` and "
+    "`key_labels`.": lambda: contrast(_x(3, 4), _x(3, 4), scale=1.0, labels=torch.arange(3)),
+    f"`mask` {KEYWORDS} mask=a tensor [3, 2]. Pass token vectors and their mask as a pair, (vectors, mask).": lambda: (
+        contrast(_x(3, 2, 4), _x(3, 2, 4), mask=_x(3, 2))
+    ),
+    f"`scorer` {OPTIONS} scorer=MaxSim(). Pass it to contrast, the function under every loss.": lambda: NTXentLoss(
+        scorer=MaxSim()
+    ),
+    f"`normalize` {OPTIONS} normalize=True. Leave it out, and pass torch.nn.functional.normalize(x, "
+    "dim=-1).": lambda: ClipLoss(normalize=True),
+    f"`hard_negatives` {KEYWORDS} hard_negatives=a tensor [3, 2, 4]. Pass `negatives` in the call: [H, D] for all "
+    "queries, [N, H, D] for each query's own.": lambda: contrast(
+        _x(3, 4), _x(3, 4), scale=1.0, hard_negatives=_x(3, 2, 4)
+    ),
     f"`chunk` {KEYWORDS} chunk=8. Check the spelling.": lambda: contrast(_x(3, 4), _x(3, 4), scale=1.0, chunk=8),
     f"`bakend` {OPTIONS} bakend='eager'. Did you mean backend?": lambda: ClipLoss(bakend="eager"),
     f"`sigm` {OPTIONS.replace('options', 'options sigma,')} sigm=1.0. Did you mean sigma?": lambda: (
@@ -246,8 +264,32 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`key` must have two dimensions [rows, features]; got shape [3, 2, 4]. Where each query has a list of keys, the "
     "right one first, pass key[:, 0], negatives=key[:, 1:]; or compare token vectors by contrast(..., "
     "scorer=MaxSim()).": lambda: InfoNCELoss()(_x(3, 4), _x(3, 2, 4), 1.0),
-    "`positives` must be indices of keys; got a mask of shape [3, 4]. Pass torch.where(mask != 0, torch.arange(4), "
-    "-1).": lambda: InfoNCELoss()(_x(3, 4), _x(4, 4), 1.0, positives=torch.eye(3, 4, dtype=torch.int64)),
+    "`positives` must be indices of keys; got a mask of shape [3, 4]. Of a mask make indices: torch.where(mask != 0, "
+    "torch.arange(4), -1).": lambda: (
+        InfoNCELoss()(_x(3, 4), _x(4, 4), 1.0, positives=torch.eye(3, 4, dtype=torch.int64))
+    ),
+    "`positives` must be integers; got torch.bool. Of a mask make indices: torch.where(mask != 0, torch.arange(4), "
+    "-1).": lambda: InfoNCELoss()(_x(3, 4), _x(4, 4), 1.0, positives=torch.eye(3, 4, dtype=torch.bool)),
+    "`labels` must be a tensor of shape [3], one entry for each row of `features`; got shape [3, 1]. Pass "
+    "labels[:, 0].": lambda: SupConLoss()(_x(3, 4), torch.ones(3, 1, dtype=torch.int64), 1.0),
+    "`labels` must be a tensor of shape [3], one entry for each row of `features`; got shape [3, 2]. Pass "
+    "labels.argmax(dim=1) if its rows are one-hot.": lambda: (
+        SupConLoss()(_x(3, 4), torch.ones(3, 2, dtype=torch.int64), 1.0)
+    ),
+    "`labels` must be a tensor of shape [3], one entry for each row of `features`; got list. Number the words first, "
+    "with sorted(set(labels)).index for example.": lambda: (
+        SupConLoss()(_x(3, 4), ["a", "b", "a"], 1.0)  # type: ignore[arg-type]
+    ),
+    "`view_a` must be a tensor; got list. Pass one of its tensors, or join them with torch.stack or "
+    "torch.cat.": lambda: (
+        NTXentLoss()([_x(4)] * 3, _x(3, 4), 1.0)  # type: ignore[arg-type]
+    ),
+    "`query` must be a tensor; got dict. Pass the tensor of features.": lambda: (
+        InfoNCELoss()({"last_hidden_state": _x(3, 4)}, _x(3, 4), 1.0)  # type: ignore[arg-type]
+    ),
+    "`negatives` must be a tensor; got KeyQueue. Pass its keys.": lambda: (
+        InfoNCELoss()(_x(3, 4), _x(3, 4), 1.0, negatives=KeyQueue(2, 4))  # type: ignore[arg-type]
+    ),
     "`labels` must be a tensor of shape [3], one entry for each row of `features`; got shape [2]. Check it.": lambda: (
         SupConLoss()(_x(3, 4), torch.arange(2), 1.0)
     ),

@@ -423,7 +423,7 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`guide_query` must not require a gradient; got some that do. Detach them: they are taken as constants.": lambda: (
         GISTLoss()(_x(3, 4), _x(3, 4), 1.0, guide_query=_x(3, 5).requires_grad_(), guide_key=_x(3, 5))
     ),
-    "`guide_q` must be a tensor; got NoneType. Convert it with torch.as_tensor.": lambda: contrast(
+    "`guide_q` must be a tensor; got NoneType. Pass the tensor of features.": lambda: contrast(
         _x(3, 4), _x(3, 4), scale=1.0, loss=Guided(), guide_q=None, guide_k=_x(3, 5)
     ),
     "`guide_query` must be on the device of `query`; got meta and cpu. Move one side first.": lambda: GISTLoss()(
@@ -528,7 +528,7 @@ SENTENCES: dict[str, Callable[[], Any]] = {
         _x(3, 2, 4),
         [[1.0, 2.0]] * 3,  # type: ignore[arg-type]
     ),
-    "`dist_text_features` must be a tensor; got NoneType. Convert it with torch.as_tensor.": lambda: DistillClipLoss()(
+    "`dist_text_features` must be a tensor; got NoneType. Pass the tensor of features.": lambda: DistillClipLoss()(
         _x(3, 4),
         _x(3, 4),
         1.0,
@@ -618,7 +618,7 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`query_ids` must come with `negative_ids` where in_batch=False; got one alone. Leave them out.": lambda: (
         _with_its_own(query_ids=torch.arange(3))
     ),
-    "`guide_key` must be a tensor; got NoneType. Convert it with torch.as_tensor.": lambda: GISTLoss()(
+    "`guide_key` must be a tensor; got NoneType. Pass the tensor of features.": lambda: GISTLoss()(
         _x(3, 4),
         _x(3, 4),
         1.0,

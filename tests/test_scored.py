@@ -544,6 +544,14 @@ SENTENCES = {
     "`negatives` must be nested and shaped as `k`; got [[2, 3]]. Pad both alike.": lambda: contrast(
         _x(), _x(), negatives=torch.ones(2, 3), scorer=Bilinear(4, 4), loss=Softmax()
     ),
+    "`negatives` must be nested and shaped as `k`; got [[3, 2, 4]]. Nest both alike, with a mask or without.": lambda: (
+        contrast(
+            *[(torch.ones(5, 2, 4), torch.ones(5, 2, dtype=torch.bool))] * 2,
+            negatives=torch.ones(3, 2, 4),
+            scorer=MaxSim(),
+            loss=Softmax(),
+        )
+    ),
     "`negatives` must be shared by all queries with a scorer; got shapes [[5, 3, 2, 4]]. Flatten them to [N * H, ...], "
     "negatives of every query, or leave `scorer` out.": lambda: contrast(
         *[torch.ones(5, 2, 4)] * 2, negatives=torch.ones(5, 3, 2, 4), scorer=MaxSim(normalize=True), loss=Softmax()

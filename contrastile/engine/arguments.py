@@ -46,9 +46,7 @@ def captured(*tensors: Tensor) -> bool:
 def features(name: str, x: Tensor, *, own: bool = False) -> None:
     """Check that x is [rows, features] of a supported floating dtype; `own`: or [rows, H, features]."""
     if not isinstance(x, Tensor):
-        ragged = type(x).__name__ == "Ragged"
-        remedy = "Call contrast(..., scorer=MaxSim())." if ragged else "Convert it with torch.as_tensor."
-        raise invalid(name, "be a tensor", type(x).__name__, remedy)
+        raise invalid(name, "be a tensor", type(x).__name__, _instead_of(x))
     sharded = hasattr(x, "device_mesh")
     if sharded or x.layout != torch.strided:
         got = "a DTensor" if sharded else x.layout
@@ -63,6 +61,18 @@ def features(name: str, x: Tensor, *, own: bool = False) -> None:
         raise invalid(name, "be bf16, fp16, fp32 or fp64", x.dtype, "Convert it with .float().")
     if x.shape[-1] == 0:
         raise invalid(name, "have at least one feature", f"shape {list(x.shape)}", "Check the encoder's output.")
+
+
+def _instead_of(x: object) -> str:
+    """The remedy for features that are no tensor."""
+    if type(x).__name__ in ("Ragged", "KeyQueue"):
+        return "Call contrast(..., scorer=MaxSim())." if type(x).__name__ == "Ragged" else "Pass its keys."
+    if isinstance(x, (list, tuple)) and any(isinstance(part, Tensor) for part in x):
+        # torch.as_tensor takes lists of numbers only
+        return "Pass one of its tensors, or join them with torch.stack or torch.cat."
+    if isinstance(x, (list, tuple)) or hasattr(x, "__array__"):
+        return "Convert it with torch.as_tensor."
+    return "Pass the tensor of features."
 
 
 def alike(name: str, x: Tensor, other_name: str, other: Tensor, cast: torch.dtype | None = None) -> None:
@@ -157,13 +167,23 @@ def vector(name: str, x: Tensor, rows_name: str, rows: Tensor, *, integer: bool)
     """Check that x is [n], one entry for each of the rows, on their device."""
     if not isinstance(x, Tensor) or x.shape != rows.shape[:1]:
         rule = f"be a tensor of shape [{len(rows)}], one entry for each row of `{rows_name}`"
-        remedy = "Check it." if isinstance(x, Tensor) else "Convert it with torch.as_tensor."
-        raise invalid(name, rule, shape_or_type(x), remedy)
+        raise invalid(name, rule, shape_or_type(x), _as_vector(name, x, len(rows)))
     if integer and (x.is_floating_point() or x.is_complex()):
         raise invalid(name, "be integers", x.dtype, "Number the groups first, with torch.unique for example.")
     if x.is_complex():
         raise invalid(name, "be real numbers", x.dtype, "Convert it with .float().")
     same_device(name, x, rows_name, rows)
+
+
+def _as_vector(name: str, x: object, rows: int) -> str:
+    """The remedy for a vector of another shape or type."""
+    if isinstance(x, (list, tuple)) and any(isinstance(entry, str) for entry in x):
+        return f"Number the words first, with sorted(set({name})).index for example."
+    if not isinstance(x, Tensor):
+        return "Convert it with torch.as_tensor."
+    if x.ndim != 2 or len(x) != rows:
+        return "Check it."
+    return f"Pass {name}[:, 0]." if x.shape[1] == 1 else f"Pass {name}.argmax(dim=1) if its rows are one-hot."
 
 
 def constant(name: str, x: Tensor) -> None:
@@ -179,8 +199,16 @@ def positives(x: Tensor, q: Tensor) -> None:
         remedy = "List each query's keys." if isinstance(x, Tensor) else "Convert it with torch.as_tensor."
         raise invalid("positives", rule, shape_or_type(x), remedy)
     if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
-        raise invalid("positives", "be integers", x.dtype, "Pass indices of keys, -1 where there is none.")
+        mask = x.dtype == torch.bool and x.ndim == 2
+        remedy = _of_mask(x) if mask else "Pass indices of keys, -1 where there is none."
+        raise invalid("positives", "be integers", x.dtype, remedy)
     same_device("positives", x, "q", q)
+
+
+def _of_mask(mask: Tensor) -> str:
+    """The remedy for a mask [N, M] in place of indices."""
+    device = "" if mask.device.type == "cpu" else ", device=mask.device"
+    return f"Of a mask make indices: torch.where(mask != 0, torch.arange({mask.shape[1]}{device}), -1)."
 
 
 _gpu_reads = GpuReads()
@@ -197,8 +225,9 @@ def in_range(positives: Tensor, keys: int) -> None:
         raise invalid("positives", rule, index, "Count from this rank's first key.")
     if positives.ndim == 2 and positives.shape[1] >= keys > 2 and least >= 0 and most <= 1:
         # as indices, its rows would name keys 0 and 1 many times
-        remedy = f"Pass torch.where(mask != 0, torch.arange({keys}), -1)."
-        raise invalid("positives", "be indices of keys", f"a mask of shape {list(positives.shape)}", remedy)
+        raise invalid(
+            "positives", "be indices of keys", f"a mask of shape {list(positives.shape)}", _of_mask(positives)
+        )
 
 
 def mask_out_of_range(positives: Tensor, keys: int, scale: Tensor) -> tuple[Tensor, Tensor]:

@@ -274,8 +274,8 @@ class _Sides:
         if negatives is not None:
             form, more = Form.of("negatives", negatives)
             if form.spec != col_form.spec or [x.shape[1:] for x in more] != [x.shape[1:] for x in cols]:
-                shapes = [list(x.shape) for x in more]
-                raise invalid("negatives", "be nested and shaped as `k`", shapes, "Pad both alike.")
+                remedy = "Pad both alike." if form.spec == col_form.spec else "Nest both alike, with a mask or without."
+                raise invalid("negatives", "be nested and shaped as `k`", [list(x.shape) for x in more], remedy)
             for key, negative in zip(cols, more, strict=True):
                 if (key.dtype, key.device) != (negative.dtype, negative.device):
                     got = f"{key.dtype} on {key.device} and {negative.dtype} on {negative.device}"
