@@ -61,6 +61,7 @@ def test_the_last_keys_of_all_ranks_are_held_once(pool: Pool, W: int, steps: int
 
 def test_a_queue_goes_on_where_its_checkpoint_ends() -> None:
     first, second = KeyQueue(SIZE, D), KeyQueue(SIZE, D)
+    assert repr(first) == f"KeyQueue({SIZE}, features={D})"
     for step in range(2):
         first.push(_pushed(step)[0])
     second.load_state_dict(first.state_dict())

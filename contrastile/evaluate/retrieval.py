@@ -253,8 +253,9 @@ def classified(image: Tensor, classes: Tensor, labels: Tensor, right: Tensor) ->
 
 def _shares(rank: Tensor, keys: int, ks: Sequence[int]) -> dict[int, float]:
     """The share of ranks below each k; the rank of a query without right keys is the number of keys."""
-    if not ks or any(k < 1 for k in ks):
-        raise invalid("ks", "be numbers of at least 1", list(ks), "Recall at 1, 5 and 10 is usual.")
+    if isinstance(ks, int) or not ks or any(k < 1 for k in ks):
+        got, remedy = ks if isinstance(ks, int) else list(ks), "Recall at 1, 5 and 10 is usual: ks=[1, 5, 10]."
+        raise invalid("ks", "be a list of numbers of at least 1", got, remedy)
     return {k: (rank < min(k, keys)).double().mean().item() for k in ks}
 
 

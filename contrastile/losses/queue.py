@@ -66,6 +66,9 @@ class KeyQueue(nn.Module):
         # keys pushed so far, which says where the next one goes; on the host, where nothing waits for it
         self._pushed = 0
 
+    def extra_repr(self) -> str:
+        return f"{self.size}, features={self.features}"
+
     def __len__(self) -> int:
         return min(self._pushed, self.size)
 
