@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections import UserDict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -427,6 +428,10 @@ BAD = {
     "`inputs` must be tensors whose first axis is the batch; got tuple. Tokenise texts first; bind other": lambda t: (
         encode(t, ("a",), sub_batch=4)
     ),
+    "`inputs['input_ids']` must be tensors whose first axis is the batch; got list. Make tensors of lists, as a "
+    'tokenizer does with return_tensors="pt"; bind': lambda t: encode(t, {"input_ids": [[1, 2], [3]]}, sub_batch=4),
+    "`inputs` must be tensors whose first axis is the batch; got list. Pass sub-batches of your own as "
+    "parts=[...]; bind": lambda t: encode(t, [UserDict(x=_inputs())] * 2, sub_batch=4),
     "`inputs` must be tensors whose first axis is the batch; got a tensor without": lambda t: encode(
         t, torch.tensor(1.0), sub_batch=4
     ),

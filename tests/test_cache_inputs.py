@@ -327,7 +327,7 @@ SENTENCES: dict[str, Any] = {
     "tensor's shape; wrap packed values with their lengths in contrastile.Ragged.": lambda: encode(
         LINEAR, {"a": ragged(1, 2), "b": {"c": torch.randn(3, 3)}}, sub_batch=2
     ),
-    "`inputs['b']` must be tensors whose first axis is the batch; got a tensor without axes. Convert": lambda: encode(
+    "`inputs['b']` must be tensors whose first axis is the batch; got a tensor without axes. Give each": lambda: encode(
         LINEAR, {"a": torch.randn(2, 3), "b": torch.tensor(1.0)}, sub_batch=2
     ),
     "`inputs` must be tensors whose first axis is the batch; got a sparse or nested tensor. Make it": lambda: encode(

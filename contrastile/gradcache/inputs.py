@@ -299,14 +299,26 @@ def _check(paths: Sequence[str], leaves: Sequence[Any]) -> None:
             got = type(leaf).__name__
             if isinstance(leaf, Tensor):
                 got = "a tensor without axes" if leaf.ndim == 0 else "a sparse or nested tensor"
-            texts = isinstance(leaf, (str, list, tuple))
-            remedy = "Tokenise texts first" if texts else "Convert arrays with torch.as_tensor"
-            remedy = "Make it a dict" if isinstance(leaf, Mapping) else remedy
-            remedy = "Make it dense" if isinstance(leaf, Tensor) and leaf.ndim else remedy
-            remedy = f"{remedy}; bind other arguments with functools.partial."
+            remedy = f"{_in_place_of(leaf)}; bind other arguments with functools.partial."
             raise invalid(path, "be tensors whose first axis is the batch", got, remedy)
     if not cut:
         raise invalid("inputs", "contain a tensor", "none", "Pass what the encoder takes.")
+
+
+def _in_place_of(leaf: Any) -> str:
+    """The remedy for a leaf that could not be cut."""
+    if isinstance(leaf, Mapping):
+        return "Make it a dict"
+    if isinstance(leaf, Tensor):
+        return "Make it dense" if leaf.ndim else "Give each example its own"
+    first = leaf[0] if isinstance(leaf, (list, tuple)) and leaf else leaf
+    if isinstance(first, (str, bytes)):
+        return "Tokenise texts first"
+    if isinstance(first, Mapping):
+        return "Pass sub-batches of your own as parts=[...]"
+    if isinstance(leaf, (list, tuple)):
+        return 'Make tensors of lists, as a tokenizer does with return_tensors="pt"'
+    return "Convert arrays with torch.as_tensor"
 
 
 def _is_leaf(x: Any) -> bool:
