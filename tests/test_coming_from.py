@@ -489,6 +489,16 @@ def test_pytorch_metric_learnings_losses() -> None:
     torch.testing.assert_close(found, truth)
 
 
+def test_a_queue_of_labelled_keys() -> None:
+    """The page's queue is empty; the keys of an earlier step then count as further examples, without gradients."""
+    torch.manual_seed(0)
+    model, labels = nn.Linear(5, 16), torch.arange(N) // 2
+    left = run(blocks("pytorch-metric-learning")[0], model=model, inputs=torch.randn(N, 5), labels=labels)
+    x, queue = left["x"], left["queue"]
+    torch.testing.assert_close(left["loss"], supcon(x, labels, 0.1))
+    torch.testing.assert_close((queue.keys, queue.ids), (x.detach(), labels))
+
+
 def test_a_trunk_is_cached_before_a_head_with_batch_normalisation(views: dict[str, Tensor]) -> None:
     model = Simple().double()
     truth = deepcopy(model)

@@ -6,6 +6,7 @@ pip install sentence-transformers pytorch-metric-learning lightly open_clip_torc
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,8 +16,18 @@ from further import unit
 from problems import distance
 from torch import Tensor
 
-from contrastile import DistillClipLoss, GISTLoss, InfoNCELoss, ScoreDistillLoss, SigLipLoss, SupConLoss, contrast
-from contrastile.losses import Decoupled, DecoupledWeighted
+from contrastile import (
+    DistillClipLoss,
+    GISTLoss,
+    InfoNCELoss,
+    KeyQueue,
+    NTXentLoss,
+    ScoreDistillLoss,
+    SigLipLoss,
+    SupConLoss,
+    contrast,
+)
+from contrastile.losses import Decoupled, DecoupledWeighted, Softmax
 
 N, H, D = 14, 2, 9
 
@@ -124,6 +135,40 @@ def test_supervised_loss_of_pytorch_metric_learning() -> None:
     leaves, labels = _leaves((N, D)), torch.arange(N) // 3
     ours = SupConLoss()(F.normalize(leaves[0], dim=-1), labels, 10.0)
     _equal(ours, losses.SupConLoss(temperature=0.1)(leaves[0], labels), leaves)
+
+
+def test_references_of_pytorch_metric_learning() -> None:
+    """Their labels of references must be another tensor, or the diagonal is left out."""
+    losses = pytest.importorskip("pytorch_metric_learning.losses")
+    leaves, labels = _leaves((N, D), (N, D)), torch.arange(N) // 3
+
+    def unit_rows() -> Iterator[Tensor]:
+        return (F.normalize(x, dim=-1) for x in leaves)
+
+    theirs = losses.SupConLoss(temperature=0.1)(leaves[0], labels, ref_emb=leaves[1], ref_labels=labels.flip(0))
+    ours = contrast(*unit_rows(), scale=10.0, loss=Softmax(), query_labels=labels, key_labels=labels.flip(0))
+    _equal(ours, theirs, leaves)
+    rows = torch.arange(N)
+    theirs = losses.NTXentLoss(temperature=0.1)(leaves[0], rows, ref_emb=leaves[1], ref_labels=rows.clone())
+    _equal(InfoNCELoss()(*unit_rows(), 10.0), theirs, leaves)
+    both = losses.SelfSupervisedLoss(losses.NTXentLoss(temperature=0.1))
+    _equal(NTXentLoss()(*unit_rows(), 10.0), both(*leaves), leaves)
+
+
+def test_cross_batch_memory_of_pytorch_metric_learning() -> None:
+    losses = pytest.importorskip("pytorch_metric_learning.losses")
+    labels = torch.arange(N) // 3
+    memory = losses.CrossBatchMemory(losses.SupConLoss(temperature=0.1), D, memory_size=3 * N).double()
+    queue = KeyQueue(2 * N, features=D, dtype=torch.float64)
+    for step in range(5):
+        leaves, own = [unit(N, D, seed=step).requires_grad_()], labels.roll(step)
+        x = F.normalize(leaves[0], dim=-1)
+        ours = contrast(
+            x, x.detach(), scale=10.0, loss=Softmax(exclude_self=True), negatives=queue.keys, query_labels=own,
+            key_labels=torch.cat([own, queue.ids]),
+        )  # fmt: skip
+        _equal(ours, memory(leaves[0], own), leaves)
+        queue.push(x, own)
 
 
 def test_balanced_sigmoid_of_siglip_kernel() -> None:
