@@ -3,6 +3,7 @@
 import ast
 import doctest
 import importlib
+import inspect
 import re
 import shlex
 import sys
@@ -138,6 +139,18 @@ def test_every_table_is_on_a_page():
     tables = _written_by("tables")
     pages = "".join(document.read_text(encoding="utf-8") for document in DOCUMENTS)
     assert {mark[1] for mark in tables.MARKS.findall(pages)} == set(tables.TABLES)
+
+
+def test_the_calls_of_the_losses_are_their_signatures():
+    section = (ROOT / "docs" / "losses.md").read_text(encoding="utf-8").split("## How is each loss called?")[1]
+    rows = re.findall(r"^\| (`\w+Loss`.*?) \| `\((.*?)\)` \| (.*?) ?\|$", section.split("\n## ")[0], re.MULTILINE)
+    calls = {name: (call, keywords) for names, call, keywords in rows for name in re.findall(r"\w+", names)}
+    assert set(calls) == {name for name in contrastile.__all__ if name.endswith("Loss")}
+    for name, (call, keywords) in calls.items():
+        arguments = list(inspect.signature(getattr(contrastile, name).forward).parameters.values())[1:]
+        shown = [x.replace(annotation=x.empty) for x in arguments]
+        assert call == ", ".join(str(x) for x in shown if x.kind is not x.KEYWORD_ONLY)
+        assert re.findall(r"\w+", keywords) == [x.name for x in shown if x.kind is x.KEYWORD_ONLY]
 
 
 def test_the_index_of_errors_has_those_of_functions_that_check():

@@ -127,6 +127,6 @@ except ValueError as error:
 #
 # | symptom | what to do |
 # |---|---|
-# | SupCon returns NaN | no label of the batch occurs twice: take more images of each class, or two views |
+# | SupCon returns 0, with a warning | no label of the batch occurs twice: take more images of each class, or two views |
 # | accuracy falls during SimCLR | the views destroy what matters; make them milder |
 # | your trunk has BatchNorm | [the ways out](../coming_from/views.md#batch-normalisation) |
