@@ -140,6 +140,7 @@ def contrast(
             q = padded_texts(q, 1) if isinstance(q, Ragged) else q
             k, negatives = (padded_texts(x, longest) if isinstance(x, Ragged) else x for x in (k, negatives))
             checks.shared_by_queries(negatives, k)
+            k, negatives = _of_one_length(k, negatives, scorer)
     except ValueError as error:
         share_error(error, group, exchange)
         raise
@@ -163,6 +164,24 @@ def _normalized(side: Any) -> Any:
         return side
     vectors = unit_vectors(vectors, mask)
     return (vectors, side[1]) if isinstance(side, (tuple, list)) else vectors
+
+
+def _of_one_length(k: Any, negatives: Any, scorer: Any) -> tuple[Any, Any]:
+    """Keys and negatives that are token vectors, padded to the longer of both, behind masks; any others as they are.
+
+    scorer: pads, if it has `MaxSim.pad_tokens`.
+    """
+    if negatives is None or not hasattr(scorer, "pad_tokens"):
+        return k, negatives
+    try:
+        sides = [tokens("k", k), tokens("negatives", negatives)]
+    except ValueError:
+        # of a later check
+        return k, negatives
+    lengths, masked = ({vectors.shape[1] for vectors, _ in sides}, {mask is not None for _, mask in sides})
+    if len(lengths) == len(masked) == 1:
+        return k, negatives
+    return scorer.pad_tokens(k, max(lengths)), scorer.pad_tokens(negatives, max(lengths))
 
 
 def padded_texts(texts: Ragged, least: int = 0) -> tuple[Tensor, Tensor]:

@@ -158,7 +158,7 @@ SENTENCES: dict[str, Callable[[], Any]] = {
         _x(3, 4), _x(3, 4), scale=1.0, loss=Softmax(), positives=torch.arange(3), query_labels=torch.arange(3),
         key_labels=torch.arange(3),
     ),
-    "`negatives` must be left out for a symmetric loss; got both. Take a one-way loss.": lambda: contrast(
+    "`negatives` must be left out for a symmetric loss; got both. Pass loss=Softmax(), say.": lambda: contrast(
         _x(3, 4), _x(3, 4), scale=1.0, negatives=_x(2, 4)
     ),
     "`negatives` must have the same feature size as `key`; got 5 and 4. Project one side first.": lambda: InfoNCELoss()(

@@ -595,7 +595,7 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`negatives` must have the same feature size as `key`; got 5 and 4. Project one side first.": lambda: InfoNCELoss()(
         _x(3, 4), _x(3, 4), 1.0, negatives=_x(3, 2, 5)
     ),
-    "`negatives` must be left out for a symmetric loss; got both. Take a one-way loss.": lambda: contrast(
+    "`negatives` must be left out for a symmetric loss; got both. Pass loss=Softmax(), say.": lambda: contrast(
         _x(3, 4), _x(3, 4), scale=1.0, negatives=_x(3, 2, 4)
     ),
     "`negatives` must be shared by all queries with features in host memory; got shape [3, 2, 4]. Leave `device` "

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from problems import distance
 from refusals import refusal
 from scored import KINDS, PROBLEMS, by_formula, by_tiles, gradients, leaves, numbers, scorer, sides
@@ -89,6 +90,21 @@ def test_further_negatives_are_nested_as_keys_are() -> None:
     truth = by_formula(problem, module, rows, cols, named)
     assert close(loss.detach(), truth.detach())
     assert same(gradients(loss, *groups), gradients(truth, *groups))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_negatives_may_have_another_number_of_tokens(masked: bool, normalize: bool) -> None:
+    torch.manual_seed(0)
+    q, k, more = (torch.randn(*shape, 4, dtype=torch.float64, requires_grad=True) for shape in ((3, 2), (3, 5), (6, 7)))
+    mask = torch.arange(5) < torch.tensor([[5], [2], [4]])
+    scorer = MaxSim(normalize=normalize)
+    found = contrast(q, (k, mask) if masked else k, negatives=more, scorer=scorer, scale=2.0, loss=Softmax())
+    scores = torch.cat([scorer(q, (k, mask) if masked else k), scorer(q, more)], dim=1)
+    wanted = F.cross_entropy(2.0 * scores, torch.arange(3))
+    torch.testing.assert_close(found, wanted)
+    for a, b in zip(*(torch.autograd.grad(x, [q, k, more]) for x in (found, wanted)), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_the_scale_is_1_unless_it_is_given() -> None:
@@ -544,13 +560,8 @@ SENTENCES = {
     "`negatives` must be nested and shaped as `k`; got [[2, 3]]. Pad both alike.": lambda: contrast(
         _x(), _x(), negatives=torch.ones(2, 3), scorer=Bilinear(4, 4), loss=Softmax()
     ),
-    "`negatives` must be nested and shaped as `k`; got [[3, 2, 4]]. Nest both alike, with a mask or without.": lambda: (
-        contrast(
-            *[(torch.ones(5, 2, 4), torch.ones(5, 2, dtype=torch.bool))] * 2,
-            negatives=torch.ones(3, 2, 4),
-            scorer=MaxSim(),
-            loss=Softmax(),
-        )
+    "`negatives` must be nested and shaped as `k`; got [[2, 4]]. Nest both alike.": lambda: contrast(
+        _x(), (_x(),), negatives=torch.ones(2, 4), scorer=Bilinear(4, 4), loss=Softmax()
     ),
     "`negatives` must be shared by all queries with a scorer; got shapes [[5, 3, 2, 4]]. Flatten them to [N * H, ...], "
     "negatives of every query, or leave `scorer` out.": lambda: contrast(

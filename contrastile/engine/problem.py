@@ -274,7 +274,7 @@ class _Sides:
         if negatives is not None:
             form, more = Form.of("negatives", negatives)
             if form.spec != col_form.spec or [x.shape[1:] for x in more] != [x.shape[1:] for x in cols]:
-                remedy = "Pad both alike." if form.spec == col_form.spec else "Nest both alike, with a mask or without."
+                remedy = "Pad both alike." if form.spec == col_form.spec else "Nest both alike."
                 raise invalid("negatives", "be nested and shaped as `k`", [list(x.shape) for x in more], remedy)
             for key, negative in zip(cols, more, strict=True):
                 if (key.dtype, key.device) != (negative.dtype, negative.device):
@@ -297,7 +297,7 @@ class _Sides:
         if arguments.bias is not None:
             checks.number("bias", arguments.bias, q, device)
         if loss.symmetric and (len(k) > self.keys or arguments.own is not None):
-            raise invalid("negatives", "be left out for a symmetric loss", "both", "Take a one-way loss.")
+            raise invalid("negatives", "be left out for a symmetric loss", "both", "Pass loss=Softmax(), say.")
         if loss.exclude_self and self.keys < len(q):
             rule, got = "have a row for each of `q`, which is the same example", f"{self.keys} and {len(q)}"
             raise invalid("k", rule, got, f"Leave out `exclude_self` of the loss {type(loss).__name__}.")
