@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import contrastile
-from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SupConLoss, encode
+from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SupConLoss, contrast, encode
 from contrastile.gradcache.introspect import of_its_module
 from contrastile.integrations.sentence_transformers import CachedRankingLoss
 from contrastile.integrations.sides import encode_sides, loss_of_sides
+from contrastile.losses import Softmax
 
 FOLDER = Path(contrastile.__file__).parent.parent / "docs" / "coming_from"
 PAGES = "".join(page.read_text(encoding="utf-8") for page in sorted(FOLDER.glob("*.md")))
@@ -475,6 +476,20 @@ def test_supcons_other_arguments() -> None:
     torch.testing.assert_close(found, supcon(features[:, 0], few, 0.1))
     # or counts as 0 in it: four of six anchors have a positive
     torch.testing.assert_close(found * 4 / 6, supcon(features[:, 0], few, 0.1, alone=0.0))
+
+
+def test_supcons_anchors_of_one_view_and_its_mask() -> None:
+    features, labels = F.normalize(torch.randn(N, 3, 4, dtype=torch.float64), dim=-1), torch.arange(N) // 2
+    views, alike = torch.cat(features.unbind(1)), labels[:, None] == labels
+    itself = torch.eye(3 * N, dtype=torch.bool)
+    logits = (10.0 * views @ views.T).masked_fill(itself, -torch.inf).log_softmax(dim=1)
+    positive = alike.repeat(3, 3) & ~itself
+    rows = -logits.masked_fill(~positive, 0).sum(1) / positive.sum(1)
+    loss = Softmax(exclude_self=True)
+    one = contrast(features[:, 0], views, scale=10.0, loss=loss, query_labels=labels, key_labels=labels.repeat(3))
+    torch.testing.assert_close(one, rows[:N].mean())
+    listed = torch.where(alike.float().repeat(3, 3) != 0, torch.arange(3 * N), -1)
+    torch.testing.assert_close(contrast(views, views, scale=10.0, loss=loss, positives=listed), rows.mean())
 
 
 def test_pytorch_metric_learnings_losses() -> None:
