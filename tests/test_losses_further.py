@@ -613,6 +613,8 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     ),
     "`query_ids` must be a tensor of shape [3], one entry for each row of `query`; got list. Convert it with "
     "torch.as_tensor.": lambda: _with_its_own(query_ids=[0, 1, 2], negative_ids=torch.zeros(3, 2).long()),
+    "`negative_ids` must be integers; got torch.bool. Of a mask of pads make ids: torch.where(pads, query_ids[:, "
+    "None], -1).": lambda: _with_its_own(query_ids=torch.arange(3), negative_ids=torch.ones(3, 2, dtype=torch.bool)),
     "`negative_ids` must be integers of shape [3, 2], one for each of the negatives; got list. A negative with the id "
     "of its query does not count.": lambda: _with_its_own(query_ids=torch.arange(3), negative_ids=[0, 1, 2]),
     "`query_ids` must come with `negative_ids` where in_batch=False; got one alone. Leave them out.": lambda: (

@@ -145,6 +145,10 @@ def own_negatives(
         got = f"shape {list(ids.shape)}, {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
         rule = f"be integers of shape {list(own.shape[:2])}, one for each of the negatives"
         raise invalid("negative_ids", rule, got, "A negative with the id of its query does not count.")
+    if ids.dtype == torch.bool:
+        # as ids, its truth values would be those of queries 0 and 1
+        remedy = "Of a mask of pads make ids: torch.where(pads, query_ids[:, None], -1)."
+        raise invalid("negative_ids", "be integers", ids.dtype, remedy)
 
 
 def shared_by_queries(negatives: Any, k: Any) -> None:
