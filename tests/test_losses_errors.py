@@ -270,6 +270,8 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     ),
     "`positives` must be integers; got torch.bool. Of a mask make indices: torch.where(mask != 0, torch.arange(4), "
     "-1).": lambda: InfoNCELoss()(_x(3, 4), _x(4, 4), 1.0, positives=torch.eye(3, 4, dtype=torch.bool)),
+    "`labels` must be a tensor of shape [6], one entry for each row of `features`; got shape [3]. Pass "
+    "labels.repeat(2) where views are concatenated.": lambda: SupConLoss()(_x(6, 4), torch.arange(3), 1.0),
     "`labels` must be a tensor of shape [3], one entry for each row of `features`; got shape [3, 1]. Pass "
     "labels[:, 0].": lambda: SupConLoss()(_x(3, 4), torch.ones(3, 1, dtype=torch.int64), 1.0),
     "`labels` must be a tensor of shape [3], one entry for each row of `features`; got shape [3, 2]. Pass "

@@ -185,6 +185,8 @@ def _as_vector(name: str, x: object, rows: int) -> str:
         return f"Number the words first, with sorted(set({name})).index for example."
     if not isinstance(x, Tensor):
         return "Convert it with torch.as_tensor."
+    if name == "labels" and x.ndim == 1 and 0 < len(x) < rows and rows % len(x) == 0:
+        return f"Pass labels.repeat({rows // len(x)}) where views are concatenated."
     if x.ndim != 2 or len(x) != rows:
         return "Check it."
     return f"Pass {name}[:, 0]." if x.shape[1] == 1 else f"Pass {name}.argmax(dim=1) if its rows are one-hot."
