@@ -1,6 +1,7 @@
 """The program that torchrun starts for `test_gpu_ranks.py`: one rank of a check, on its own GPU where there is one.
 
-torchrun --nproc-per-node 2 tests/on_ranks.py losses     (or `quick`: fewer kernels to compile)
+torchrun --nproc-per-node 2 tests/on_ranks.py losses     (or `quick`: fewer kernels to compile; or `shared`: all ranks
+on one GPU, which read each other's memory as those of a node do)
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
 from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss
 from contrastile.cli.main import main
-from contrastile.distributed import collectives
+from contrastile.distributed import collectives, neighbours
 from contrastile.train import loop
 from contrastile.train.ranks import Ranks
 
-EXCHANGES = ("replicate", "gather", "ring")
+EXCHANGES = ("gather", "ring", "replicate")
 LOSSES: dict[str, tuple[type, tuple[float, ...]]] = {
     "clip": (ClipLoss, (20.0,)),
     "siglip": (SigLipLoss, (10.0, -5.0)),
@@ -94,6 +96,21 @@ def losses(device: torch.device, *, quick: bool = False) -> None:
             sys.stdout.write(f"{name}: right\n")
 
 
+def share_memory() -> None:
+    """Let ranks that share a GPU copy from each other, through what CUDA shows of a process's memory to others."""
+
+    def made(group: Any, size: int, device: torch.device) -> neighbours.Neighbours:
+        memory = torch.zeros(2 * size + neighbours.ALIGNMENT, dtype=torch.uint8, device=device)
+        torch.cuda.synchronize()
+        rank, handles = group.rank(), [None] * group.size()
+        dist.all_gather_object(handles, reduce_tensor(memory), group=group)
+        memories = [memory if each == rank else open_(*words) for each, (open_, words) in enumerate(handles)]
+        dist.barrier(group)
+        return neighbours.Neighbours(memories, rank, size)
+
+    neighbours._reachable, neighbours._made = (lambda *_: True), made
+
+
 def killed(words: list[str]) -> int:
     """A training run whose second rank dies in its third step."""
     real, calls = loop.step, []
@@ -116,11 +133,16 @@ if __name__ == "__main__":
     if what == "main":
         sys.exit(main(rest))
     torch.set_num_threads(1)
-    Ranks.of_environment("auto")
+    shared = what == "shared"
+    if not shared:
+        Ranks.of_environment("auto")
     on_gpu = torch.cuda.is_available()
+    over_nccl = on_gpu and not shared
     here = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     dist.init_process_group(
-        "nccl" if on_gpu else "gloo", timeout=timedelta(minutes=2), device_id=here if on_gpu else None
+        "nccl" if over_nccl else "gloo", timeout=timedelta(minutes=2), device_id=here if over_nccl else None
     )
-    losses(here, quick=what == "quick")
+    if shared:
+        share_memory()
+    losses(here, quick=what != "losses")
     dist.destroy_process_group()

@@ -45,6 +45,14 @@ def test_losses_over_nccl(W: int) -> None:
     assert done.stdout.count(": right") == 4
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPUS, reason="needs a CUDA device")
+def test_losses_of_ranks_that_share_a_gpu_and_copy() -> None:
+    done = _torchrun(3, "shared")
+    assert done.returncode == 0, done.stderr[:2000]
+    assert done.stdout.splitlines() == [f"{name}: right" for name in QUICK]
+
+
 def _checked(rank: int, group: object) -> str:
     with redirect_stdout(StringIO()) as output:
         try:
