@@ -121,9 +121,10 @@ def test_a_page_needs_a_system_and_a_host_that_have_it(monkeypatch: pytest.Monke
             patch.setattr(page, name, value)
             assert page.made(2) == ""
     # full, or not to be written to
-    monkeypatch.setattr(os, "ftruncate", mock.Mock(side_effect=OSError))
+    monkeypatch.setattr(os, "posix_fallocate", mock.Mock(side_effect=OSError))
     monkeypatch.setattr(page, "FOLDER", str(tmp_path))
     assert page.made(2) == ""
+    assert list(tmp_path.iterdir()) == []
 
 
 def _agreements(rank: int, group: Any, apart: bool) -> tuple[Any, ...]:

@@ -40,13 +40,17 @@ def made(ranks: int) -> str:
     """The path of a new page's file; "" where this system has none."""
     if fcntl is None or not os.path.isdir(FOLDER):
         return ""
-    try:
+    with suppress(OSError):
         file, path = tempfile.mkstemp(prefix="contrastile-", dir=FOLDER)
-        os.ftruncate(file, 2 * RECORD * ranks)
-        os.close(file)
-    except OSError:
-        return ""
-    return path
+        try:
+            # reserved, because a write to memory that a full folder lacks would kill the process
+            os.posix_fallocate(file, 0, 2 * RECORD * ranks)
+            return path
+        except OSError:
+            os.unlink(path)
+        finally:
+            os.close(file)
+    return ""
 
 
 def opened(path: str, rank: int, ranks: int, timeout: float) -> Page | None:
