@@ -33,7 +33,7 @@ HEAD, RECORD = struct.Struct("=QII"), 4096
 MOST_BYTES = RECORD - HEAD.size
 # looks at a record before the rank sleeps, and seconds: of the shortest and the longest sleep, between two tests
 # of the other ranks' locks
-LOOKS, SHORTEST, LONGEST, TEST = 300, 2e-5, 1e-3, 0.05
+LOOKS, SHORTEST, LONGEST, TEST = 300, 2e-5, 1e-3, 0.005
 
 
 def made(ranks: int) -> str:
@@ -118,10 +118,11 @@ class Page:
                 # by another thread, which has found that a rank is lost
                 raise RuntimeError("this rank has left")
             now = time.monotonic()
-            began = began or now
+            if not began:
+                began = tested = now
             if now - tested > TEST:
                 # what it wrote before it left counts
-                if tested and self._left(rank) and HEAD.unpack_from(self._memory, at)[0] != self._round:
+                if self._left(rank) and HEAD.unpack_from(self._memory, at)[0] != self._round:
                     raise RuntimeError(f"rank {rank} has left")
                 tested = now
             if now - began > self._timeout:
