@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -30,11 +31,22 @@ def path() -> Any:
     assert len(made) <= page.LONGEST_PATH
     yield made
     Path(made).unlink(missing_ok=True)
+    shutil.rmtree(f"{made}-ranks", ignore_errors=True)
+
+
+def _opened(rank: int, path: str, ranks: int) -> Page:
+    """The page, once all ranks are there."""
+    shared, folder = Page(path, rank, ranks, PATIENCE), Path(f"{path}-ranks")
+    folder.mkdir(exist_ok=True)
+    (folder / str(rank)).touch()
+    while len(list(folder.iterdir())) < ranks:
+        time.sleep(0.001)
+    return shared
 
 
 def _rounds(rank: int, path: str, folder: Path) -> None:
     """Gather some hundred times, at times slower than the others, what all ranks can compute."""
-    shared, random_ = Page(path, rank, 3, PATIENCE), random.Random(rank)
+    shared, random_ = _opened(rank, path, 3), random.Random(rank)
     for number in range(400):
         if random_.random() < 0.02:
             time.sleep(0.003)
@@ -72,7 +84,7 @@ def test_a_record_is_read_when_all_of_it_is_there(path: str) -> None:
 
 def _leaves(rank: int, path: str, folder: Path, how: str) -> None:
     """The second rank leaves before its second record; its child lives on."""
-    shared = Page(path, rank, 2, PATIENCE)
+    shared = _opened(rank, path, 2)
     shared.gather(b"1")
     if rank == 1:
         if os.fork() == 0:
