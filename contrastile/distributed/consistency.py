@@ -152,11 +152,13 @@ def _page(group: Any, carrier: Any, device: torch.device) -> Any:
         state.sought, ranks, rank = True, carrier.size(), carrier.rank()
         written, named = page.made(ranks) if rank == 0 else "", torch.zeros(page.LONGEST_PATH, dtype=torch.uint8)
         named[: len(written)] = torch.tensor(list(written.encode()), dtype=torch.uint8)
-        path = bytes(_gather_by(carrier, device, named, group)[: len(named)].tolist()).rstrip(b"\0").decode()
-        found = page.opened(path, rank, ranks, backend_timeout(carrier, device.type).total_seconds())
-        missing = _gather_by(carrier, device, torch.tensor([found is None]), group).any()
-        if written:
-            os.unlink(written)
+        try:
+            path = bytes(_gather_by(carrier, device, named, group)[: len(named)].tolist()).rstrip(b"\0").decode()
+            found = page.opened(path, rank, ranks, backend_timeout(carrier, device.type).total_seconds())
+            missing = _gather_by(carrier, device, torch.tensor([found is None]), group).any()
+        finally:
+            if written:
+                os.unlink(written)
         state.page = None if missing else found
     return state.page
 
