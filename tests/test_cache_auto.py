@@ -171,6 +171,39 @@ def test_frozen_weights_do_not_count_as_graph(as_function: bool, monkeypatch: An
     assert adapted.runs == 4 + 1
 
 
+class Overwriting(nn.Module):
+    """A layer that writes over what the backward of its relu needs, behind a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.trained = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        positive = self.trained(self.frozen(x)).relu()
+        return positive.add_(1.0).square()
+
+
+@pytest.mark.parametrize("retain", [0, 1, "auto"])
+@pytest.mark.parametrize("sub_batch", [3, 6])
+def test_a_graph_that_the_encoder_writes_over_is_an_error_as_in_plain_autograd(retain: Any, sub_batch: int) -> None:
+    """The first graph of "auto", and those behind a frozen trunk, are measured by hooks."""
+    encoder, x = Overwriting(), torch.randn(6, 4)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        encoder(x).sum().backward()
+    features = encode(encoder, x, sub_batch=sub_batch, retain=retain)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        features.sum().backward()
+
+
+def test_a_frozen_weight_that_changes_before_the_backward_of_its_graph_is_an_error() -> None:
+    encoder = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False))
+    features = encode(encoder, torch.randn(6, 4), sub_batch=6, retain="auto")
+    with torch.no_grad():
+        encoder[1].weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        features.sum().backward()
+
+
 class _Alive(torch.autograd.Function):
     """An operation that counts the living graphs of its kind when it builds another one."""
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from contrastile._errors import logger
-from contrastile._torch import DispatchMode, pytree, storage_id
+from contrastile._torch import DispatchMode, pytree, storage_id, version
 from contrastile._types import accumulator
 from contrastile.offload import allocated, default_workspace, free_memory
 
@@ -94,16 +94,31 @@ class _Allocations(DispatchMode):
 
 @contextmanager
 def counting() -> Iterator[dict[int, int]]:
-    """Count the bytes of every storage that autograd saves inside, by storage. Valid while the graph lives."""
+    """Count the bytes of every storage that autograd saves inside, by storage. Valid while the graph lives.
+
+    As without the count, the backward raises RuntimeError for a saved tensor that was written over.
+    """
     sizes: dict[int, int] = {}
 
-    def note(saved: Tensor) -> Tensor:
+    def note(saved: Tensor) -> tuple[Tensor, int]:
         if _has_storage(saved):
             sizes[storage_id(saved)] = saved.untyped_storage().nbytes()
         # detached: an output saved by its own node would be a reference cycle, and a dropped graph would stay alive
-        return saved.detach()
+        held = saved.detach()
+        return held, version(held)
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
+    def unchanged(noted: tuple[Tensor, int]) -> Tensor:
+        # autograd leaves this check out where it has hooks
+        held, before = noted
+        if version(held) != before:
+            # torch's own words
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor of shape {list(held.shape)} is at version {version(held)}; expected version {before} instead."
+            )
+        return held
+
+    with torch.autograd.graph.saved_tensors_hooks(note, unchanged):
         yield sizes
 
 
