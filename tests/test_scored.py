@@ -341,6 +341,29 @@ def test_parameters_must_not_change_before_backward(frozen: bool) -> None:
         loss.backward()
 
 
+class Whitened(nn.Module):
+    """Dot products of features that are divided by running sizes, a buffer which something else updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sizes", torch.ones(4))
+        self.register_buffer("updates", torch.tensor(0))
+
+    def forward(self, rows: Tensor, columns: Tensor) -> Tensor:
+        return (rows / self.sizes) @ columns.T
+
+
+def test_a_buffer_must_not_change_before_backward() -> None:
+    """The scores computed again would be others; a count of updates changes none."""
+    module, q, k = Whitened(), torch.randn(6, 4, requires_grad=True), torch.randn(6, 4)
+    first, second = (contrast(q, k, scorer=module) for _ in range(2))
+    module.updates += 1
+    first.backward()
+    module.sizes.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.backward()
+
+
 def test_a_column_without_tokens_scores_0_and_padding_says_nothing() -> None:
     q, k = torch.randn(2, 3, 4), torch.randn(2, 5, 4)
     some, none = torch.tensor([[True, True, False]] * 2), torch.tensor([[True, False, True, False, False], [False] * 5])

@@ -188,8 +188,9 @@ class Scorer:
 
     @property
     def frozen(self) -> list[Tensor]:
-        """The parameters of the module that require no gradient."""
-        return [p for p in self.module.parameters() if not p.requires_grad and not p.is_inference()]
+        """The module's constants, on which scores depend: parameters that require no gradient, and floating buffers."""
+        buffers = [x for x in self.module.buffers() if x.is_floating_point()]
+        return [x for x in (*self.module.parameters(), *buffers) if not x.requires_grad and not x.is_inference()]
 
     @property
     def wanted(self) -> bool:
