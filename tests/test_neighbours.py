@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from problems import PROBLEMS, distance
-from test_exchange import SHARES
+from test_exchange import SHARES, compare
 from test_ring import PATIENCE, Circle, Place, simulate, simulated
 from torch import Tensor
 
@@ -29,11 +29,13 @@ from contrastile.distributed import neighbours as near
 from contrastile.distributed.collectives import captured_call
 from contrastile.distributed.neighbours import Neighbours
 from contrastile.engine import graph
-from contrastile.exchange import ring
+from contrastile.exchange import gather, ring
 from contrastile.exchange.base import Layout
 from contrastile.exchange.ring import Ring
 
 __all__ = ["simulated"]
+
+_total = collectives.total
 
 
 class _Stream:
@@ -95,7 +97,8 @@ def read(monkeypatch: pytest.MonkeyPatch, streams: None) -> Iterator[list[int]]:
             found[group] = Neighbours(group.circle.everyone(group.rank, _memory(size)), group.rank, size)
         return found[group]
 
-    monkeypatch.setattr(ring, "neighbours", of_place)
+    for module in (ring, gather):
+        monkeypatch.setattr(module, "neighbours", of_place)
     yield sizes
     assert all(not each.memory[-near.ALIGNMENT :].any() for each in found.values())
 
@@ -185,6 +188,23 @@ def test_small_tensors_on_a_gpu_are_copied_where_ranks_have_buffers(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     collectives.largest(x, group)
     assert called[3:] == ["backend"] * 3
+
+
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize("exchange", ["gather", "gather in two blocks", "ring", "replicate"])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_every_exchange_by_copies_is_one_process(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, name: str, exchange: str
+) -> None:
+    exchange, *apart = exchange.split()
+    if apart:
+        monkeypatch.setattr(gather, "TOGETHER", 0)
+    request.getfixturevalue("read")
+    # all transfers are copies, and sums of numbers too
+    monkeypatch.setattr(collectives, "total", _total)
+    monkeypatch.setattr(collectives, "_near", lambda _, count, group: gather.neighbours(group, max(count, 4096), None))
+    shares = [(4, 4), (2, 2), (6, 6)] if name in ("info_nce_everything", "nt_xent") else SHARES[3]
+    compare(simulate(name, shares, exchange), name, shares)
 
 
 HERE = torch.device("cuda", 1)

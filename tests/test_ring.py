@@ -92,11 +92,13 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(consistency, "tally", lambda group, _, counts: group.circle.everyone(group.rank, counts))
 
 
-def simulate(name: str, shares: list[tuple[int, int]]) -> list[tuple[Tensor, dict[str, Tensor]]]:
+def simulate(
+    name: str, shares: list[tuple[int, int]], exchange: str = "ring"
+) -> list[tuple[Tensor, dict[str, Tensor]]]:
     circle = Circle(len(shares))
 
     def rank(place: int) -> tuple[Tensor, dict[str, Tensor]]:
-        return on_a_rank(place, Place(circle, place), name, shares, HOW)
+        return on_a_rank(place, Place(circle, place), name, shares, HOW | {"exchange": exchange})
 
     with ThreadPoolExecutor(circle.W) as threads:
         return list(threads.map(rank, range(circle.W)))

@@ -27,8 +27,8 @@ from contrastile.tiles.base import STATISTICS, Sum, Tiles
 # pairs of a rank's rows and its own columns, times the numbers of a column, up to which all columns are one block: some
 # 0.1 ms of an H200's arithmetic in both passes, where a second block takes the host 0.5 ms and more
 TOGETHER = 2**33
-# bytes of all columns' gradient sums up to which copy engines carry them: more take longer on the way than on the host
-STAGED = 2**27
+# bytes of all columns' gradient sums up to which copy engines carry them, from memory that stays between calls
+STAGED = 2**28
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,7 @@ class Gather(Exchange):
         """All ranks' columns, gathered in the forward, with the states and coefficients of the backward."""
         sizes, group = self.layout.cols, self.layout.group
         if tiles.columns is None:
+            self._share(cols)
             return gather_shard(cols, sizes, group, self.layout.start(0))()
         columns, tiles.columns = tiles.columns, None
         if cols.state is None or cols.coefficient is None:

@@ -25,6 +25,9 @@ BLOCK_CALLS, START_CALLS = 1.2, 1.3
 # the same of ranks that replay a call, and for each doubling of their number, which agree on it; the time of one of its
 # hops over that of another call's. From the rows of h200_2_user_calls.csv and h200_4_user_calls.csv
 SHARED_CALLS, AGREED_CALLS, REPLAYED_HOP = 7.3, 1.3, 0.17
+# the same of ranks of one node whose transfers are copies within the graph: from the rows of two in
+# h200_2_user_calls.csv
+COPIED_CALLS = 5.4
 # the time of a pair beside its products, over that of a plain softmax: of a sigmoid, with a teacher's probability too,
 # with a bit of a guide's mask, and of a sigmoid with labels. From rows of 65,536 x 768 in h200_loss.csv and of
 # 32,768 rows in h200_loss_ratios.csv, a teacher's from earlier ones
@@ -166,6 +169,7 @@ def loss_seconds(loss: LossSize, profile: Profile) -> float:
     if loss.replayed:
         # from CUDA graphs, so that host and device work at once
         calls = 1.0 if loss.ranks == 1 else SHARED_CALLS + AGREED_CALLS * log2(loss.ranks)
+        calls = COPIED_CALLS if loss.kept_bytes else calls
         return hypot(calls * profile.call, device + loss.copied / profile.bandwidth)
     return max(device, blocks * BLOCK_CALLS * profile.call) + START_CALLS * profile.call
 
@@ -192,5 +196,8 @@ def exchange_seconds(loss: LossSize, profile: Profile) -> float:
     hops = traffic.hops / (2 if loss.loss.pairwise else 1)
     short = loss.replayed and loss.backend_name == "triton"
     hop, beside = (REPLAYED_HOP * profile.hop, (0.0, 0.0)) if short else (profile.hop, traffic.beside)
+    if short and loss.kept_bytes:
+        # in the graph, and by copy engines
+        hop, beside = 0.0, traffic.beside
     ways = zip(traffic.sent, (profile.link, profile.network), beside, strict=True)
     return hops * hop + sum(max(0.0, sent / rate - share * arithmetic) for sent, rate, share in ways)

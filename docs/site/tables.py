@@ -227,7 +227,9 @@ def few_rows() -> str:
     for call in calls:
         times = []
         for world in (2, 4):
-            ours, ring, *peers = rows_of(f"h200_{world}_user_calls.csv", call=call)
+            # the newest of each
+            newest = {row["impl"]: row for row in rows_of(f"h200_{world}_user_calls.csv", call=call)}
+            ours, ring, *peers = newest.values()
             faster = min(peers, key=lambda row: float(row["ms"]))
             times += [f"{float(row['ms']):.2f}, {float(row['least_ms']):.2f}" for row in (ours, ring, faster)]
         cells.append((call.removeprefix("clip ").removesuffix(" on each rank").replace("x", "×"), *times))
@@ -282,7 +284,7 @@ def two_ranks() -> str:
         for exchange in ("gather", "ring"):
             ours = last("h200_2_ranks.csv", backend=f"triton, {exchange}", b=b)
             times = (f"{float(peer[0]['ms']) / float(ours['ms']):.1f}" if peer else "" for peer in peers)
-            rows.append((title, exchange, f"{100 * float(ours['cost']) - 100:.0f} %", *times))
+            rows.append((title, exchange, f"{round(100 * float(ours['cost']) - 100)} %".replace("-", "−"), *times))
     head = (
         "pairs", "exchange", "time × ranks, above one GPU's time", "times as fast as Inf-CLIP's ring",
         "times as fast as OpenCLIP's loss",
