@@ -37,6 +37,8 @@ GLOO_ERRORS = ("gloo", "pair closure")
 RING = "ring exchange"
 # tensors that travel together begin at multiples of this number of bytes, where any kernel can read them
 ALIGNMENT = 256
+# bytes of a rank that copy engines carry beside a ring: they need room for as many again
+MOST_COPIED = 2**28
 # dtypes that every backend sends; tensors of another one are sent as bytes
 SENDABLE = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64,
@@ -172,7 +174,7 @@ def post(leaving: Tensor, arriving: Tensor, group: Any) -> Transfer:
 def _near(x: Tensor, count: int, group: Any) -> Any:
     """The buffers by which copy engines carry `count` bytes of each rank; None where the group's backend does."""
     near = state_of(group).neighbours
-    if near is None or not x.is_cuda or count > 2 * near.size:
+    if near is None or not x.is_cuda or count > min(2 * near.size, MOST_COPIED):
         return None
     if torch.cuda.is_current_stream_capturing():
         # a graph of the user's own would read buffers that later calls replace

@@ -25,7 +25,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from ctypes import CDLL, Structure, c_uint, c_uint32, c_uint64, c_void_p, py_object, pythonapi
-from functools import cache, partial
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -99,8 +99,8 @@ class Neighbours:
         parts = x.new_empty((len(sizes), *own.shape))
         parts[self._rank].copy_(own)
         reads = [(other, first * row_bytes(x), parts[other]) for other in self._others]
-        summed = partial(_first, function=partial(torch.sum, dim=0))
-        return self._transfer(group, "sum of the ranks' parts", reads, self._others, [parts], summed)
+        operation = "sum of the ranks' parts"
+        return self._transfer(group, operation, reads, self._others, [parts], lambda arrived: [arrived[0].sum(0)])
 
     def exchange_rows(self, x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
         self._write(x, 0)
@@ -316,7 +316,3 @@ def _driver() -> CDLL | None:
 
 def _bytes(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
-
-
-def _first(arrived: list[Tensor], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    return [function(arrived[0])]

@@ -27,8 +27,6 @@ from contrastile.tiles.base import STATISTICS, Sum, Tiles
 # pairs of a rank's rows and its own columns, times the numbers of a column, up to which all columns are one block: some
 # 0.1 ms of an H200's arithmetic in both passes, where a second block takes the host 0.5 ms and more
 TOGETHER = 2**33
-# bytes of all columns' gradient sums up to which copy engines carry them, from memory that stays between calls
-STAGED = 2**28
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ class Gather(Exchange):
     @classmethod
     def staged_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
         sums = sum(layout.cols) * D * accumulator(dtype).itemsize
-        return sums if layout.node in (None, len(layout)) and sums <= STAGED else 0
+        return sums if layout.node in (None, len(layout)) and sums <= collectives.MOST_COPIED else 0
 
     @classmethod
     def traffic(cls, layout: Layout, D: int, dtype: torch.dtype) -> Traffic:
