@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from ctypes import c_uint32
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 from weakref import ref
@@ -220,6 +221,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(dist, "get_backend_config", lambda _: "cuda:nccl")
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
     monkeypatch.setattr(near, "any_of", lambda flags, _: list(flags))
+    monkeypatch.setattr(near, "backend_timeout", lambda _: timedelta(minutes=10))
     return Group()
 
 
@@ -419,10 +421,12 @@ def test_copies_leave_all_multiprocessors_to_the_tiles(monkeypatch: pytest.Monke
     exchange = Ring("mean", Layout(group, 0, (3, 3), (3, 3)))
     assert exchange.reserved() == 8
     followed: list[str] = []
-    failure.state_of(group).neighbours = SimpleNamespace(follow=lambda: followed.append("followed"))
+    buffers = {name: lambda *_, name=name: followed.append(name) for name in ("follow", "watch")}
+    failure.state_of(group).neighbours = SimpleNamespace(**buffers)
     assert exchange.reserved() == 0
     with exchange.in_step():
-        assert followed == ["followed"]
+        assert followed == ["follow"]
+    assert followed == ["follow", "watch"]
 
 
 def test_an_error_of_the_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,9 +24,10 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from ctypes import CDLL, Structure, c_uint, c_uint32, c_uint64, c_void_p, py_object, pythonapi
+from ctypes import CDLL, Structure, byref, c_int, c_uint, c_uint32, c_uint64, c_void_p, py_object, pythonapi
 from functools import cache
 from hashlib import blake2b
+from math import inf
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -35,10 +36,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from contrastile._torch import current_stream_address, symmetric
+from contrastile._torch import backend_timeout, current_stream_address, symmetric
 from contrastile.distributed.collectives import ALIGNMENT, RING, Transfer, aligned, captured_call, row_bytes
 from contrastile.distributed.consistency import any_of, numbers_of_ranks
 from contrastile.distributed.failure import all_states, resolved, state_of
+from contrastile.distributed.watch import watch
 
 logger = logging.getLogger("contrastile")
 
@@ -49,6 +51,8 @@ READY, TAKEN = 0, 1
 MOST_RANKS = ALIGNMENT // 8
 # the driver's numbers: a wait for a word and a write of one, in the order of a stream; a wait until it equals a value
 WAIT, WRITE, EQUAL = 1, 2, 1
+# the mode of a thread that disturbs no capture
+RELAXED = 2
 # bytes beside a buffer that its allocation may take
 ROOM = 2**22
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -61,9 +65,13 @@ class Neighbours:
     time; `collectives.py` says what each does.
     """
 
-    def __init__(self, memories: Sequence[Tensor], rank: int, size: int) -> None:
-        """Take the memory of each rank: two buffers of `size` bytes, then the flags."""
+    def __init__(self, memories: Sequence[Tensor], rank: int, size: int, timeout: float = inf) -> None:
+        """Take the memory of each rank: two buffers of `size` bytes, then the flags.
+
+        timeout: seconds of a step after which this process ends.
+        """
         self.memory, self.size, self._rank, self._memories = memories[rank], size, rank, memories
+        self._timeout = timeout
         self._others = [each for each in range(len(memories)) if each != rank]
         # since the last `used_bytes`
         self.used = False
@@ -132,6 +140,11 @@ class Neighbours:
             stream = torch.cuda.current_stream(self.memory.device)
             stream.wait_stream(self._reader)
             self._reader = stream
+
+    def watch(self, group: Any) -> None:
+        """Let this process end where the transfers so far outlast the group's time-out."""
+        if self._timeout < inf and not torch.cuda.is_current_stream_capturing():
+            watch(group, self._timeout, _relax)
 
     def _write(self, x: Tensor, at: int) -> None:
         """Write x into this rank's memory, from byte `at` on."""
@@ -275,7 +288,8 @@ def _made(group: Any, size: int, device: torch.device) -> Neighbours | None:
     # ranks in containers may have no way to pass each other a handle
     with suppress(RuntimeError):
         memory, me = of_rank(group), group.rank()
-        found = Neighbours([own if each == me else memory(each) for each in range(group.size())], me, size)
+        memories = [own if each == me else memory(each) for each in range(group.size())]
+        found = Neighbours(memories, me, size, backend_timeout(group).total_seconds())
     return None if any_of([found is None], group)[0] else found
 
 
@@ -312,6 +326,12 @@ def _driver() -> CDLL | None:
     except (OSError, AttributeError):
         return None
     return driver
+
+
+def _relax() -> None:
+    """Let this thread look at events while another one captures a graph."""
+    if (driver := _driver()) is not None:
+        driver.cuThreadExchangeStreamCaptureMode(byref(c_int(RELAXED)))
 
 
 def _bytes(x: Tensor) -> Tensor:

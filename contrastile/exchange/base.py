@@ -13,8 +13,8 @@ that W or 1; nothing else in the library multiplies by a number of ranks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -189,9 +189,16 @@ class Exchange(ABC):
         """A context for a sweep, in which an error of one rank becomes an error of all."""
         if len(self.layout.rows) == 1:
             return nullcontext()
-        if (buffers := self.buffers()) is not None:
-            buffers.follow()
-        return in_step(self.layout.group, place)
+        buffers = self.buffers()
+        return in_step(self.layout.group, place) if buffers is None else self._copied_step(buffers, place)
+
+    @contextmanager
+    def _copied_step(self, buffers: Neighbours, place: str) -> Iterator[None]:
+        """The context of a sweep whose transfers are copies."""
+        buffers.follow()
+        with in_step(self.layout.group, place):
+            yield
+        buffers.watch(self.layout.group)
 
     def buffers(self) -> Neighbours | None:
         """The buffers that ranks of a node share for their transfers; None where they have none."""

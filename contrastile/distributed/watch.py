@@ -1,0 +1,71 @@
+"""A watch over copies between GPUs, which have no time-out of their own, as NCCL's watchdog is over its operations.
+
+A GPU that copies from another waits for it in the order of a stream, for ever if that rank is lost in the middle of a
+step. The host may wait for the GPU by then, where it learns of nothing. So a thread looks at the ends of all steps, and
+ends this process with the sentence of a lost rank.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+
+from contrastile.distributed.failure import lost
+
+# seconds between two looks
+LOOK = 1.0
+
+
+class _Step(NamedTuple):
+    end: Any
+    group: Any
+    began: float
+    timeout: float
+
+
+_steps: deque[_Step] = deque()
+_lock = threading.Lock()
+_thread: threading.Thread | None = None
+
+
+def watch(group: Any, timeout: float, prepare: Callable[[], None]) -> None:
+    """Let the process end if what the current stream has to do lasts longer than `timeout` seconds.
+
+    prepare: called by the thread before it looks at events for the first time.
+    """
+    global _thread
+    end = torch.cuda.Event()
+    end.record()
+    _steps.append(_Step(end, group, time.monotonic(), timeout))
+    if _thread is None:
+        with _lock:
+            if _thread is None:
+                _thread = threading.Thread(target=_look, args=(prepare,), daemon=True)
+                _thread.start()
+
+
+def _look(prepare: Callable[[], None]) -> None:
+    prepare()
+    # an error of the device is one of the main thread
+    with suppress(RuntimeError):
+        while True:
+            time.sleep(LOOK)
+            while _steps and _steps[0].end.query():
+                _steps.popleft()
+            if _steps and time.monotonic() - _steps[0].began > _steps[0].timeout:
+                _end(_steps[0])
+
+
+def _end(step: _Step) -> None:
+    failure = lost("copy between GPUs", step.group, RuntimeError(f"it did not end within {step.timeout:g} s"))
+    sys.stderr.write(f"{failure}\n")
+    sys.stderr.flush()
+    os._exit(1)
