@@ -8,12 +8,14 @@ import shutil
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import RANKS, Pool, fresh
 
 from contrastile.distributed import consistency, page
@@ -108,6 +110,48 @@ def test_a_rank_that_has_left_is_found(path: str, tmp_path: Path, how: str) -> N
     assert (tmp_path / "found").exists()
 
 
+def test_a_rank_that_left_while_it_wrote_is_found(path: str) -> None:
+    """Its record has the round already, and never becomes whole."""
+    shared = Page(path, 0, 2, PATIENCE, (5, 7))
+    shared._memory[page.RECORD * 3 : page.RECORD * 3 + HEAD.size] = HEAD.pack(1, 6, 0)
+    with pytest.raises(RuntimeError, match=r"^rank 7 has left$"):
+        shared.gather(b"mine")
+
+
+def test_a_rank_whose_agreement_is_interrupted_has_left(path: str) -> None:
+    """Its next record would be where another rank may still look for the last but one."""
+    shared = Page(path, 0, 2, PATIENCE)
+    with mock.patch.object(Page, "_left", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        shared.gather(b"mine")
+    with pytest.raises(RuntimeError, match=r"^this rank has left$"):
+        shared.gather(b"mine")
+
+
+def test_a_closed_file_is_not_locked(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number may be another file's by then, whose locks would be released."""
+    shared, locked = Page(path, 0, 2, PATIENCE), list[Any]()
+    shared.close()
+    monkeypatch.setattr(page.fcntl, "lockf", lambda *words: locked.append(words))
+    with pytest.raises(RuntimeError, match=r"^this rank has left$"):
+        shared._left(1)
+    assert locked == []
+
+
+def _from_threads(rank: int, path: str, folder: Path) -> None:
+    shared = _opened(rank, path, 2)
+    with ThreadPoolExecutor(3) as threads:
+        answers = list(threads.map(lambda _: shared.gather(b"%d" % rank), range(300)))
+    assert answers == [[b"0", b"1"]] * 300
+    (folder / str(rank)).touch()
+
+
+def test_threads_of_a_rank_gather_one_after_the_other(path: str, tmp_path: Path) -> None:
+    with fresh(2, _from_threads, path, tmp_path) as processes:
+        for process in processes:
+            process.join(PATIENCE)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["0", "1"]
+
+
 def test_another_thread_of_a_rank_ends_its_wait(path: str) -> None:
     """Such as that of a heartbeat, which has found that a rank is lost."""
     shared = Page(path, 0, 2, PATIENCE)
@@ -157,6 +201,35 @@ def _agreements(rank: int, group: Any, apart: bool) -> tuple[Any, ...]:
     # the next test makes another
     state.sought, state.page = False, None
     return found
+
+
+def _on_meta(rank: int, group: Any) -> tuple[Any, ...]:
+    """Agreements where torch makes tensors elsewhere, as after torch.set_default_device("cuda")."""
+    state_of(group).sought, state_of(group).page = False, None
+    with torch.device("meta"):
+        return (
+            consistency.tally(group, {"loss": "clip"}, [rank]),
+            consistency.agree(group, {"rank": rank}, free=("rank",)),
+            consistency.any_of([rank == 1, False], group),
+        )
+
+
+def test_agreements_do_not_depend_on_the_default_device(pool: Pool) -> None:
+    expected = [[0], [1]], [{"rank": 0}, {"rank": 1}], [True, False]
+    assert pool.run(_on_meta, 2) == [expected] * 2
+
+
+def _by_another_backend(rank: int, group: Any) -> bool:
+    state = state_of(group)
+    state.sought, state.page = False, None
+    with mock.patch.object(dist, "get_backend_config", return_value="cpu:mpi"):
+        consistency.tally(group, {"loss": "clip"}, [rank])
+    return state.sought
+
+
+def test_ranks_of_an_unknown_backend_have_no_page(pool: Pool) -> None:
+    """Its time-out is not known, and its ranks may be threads."""
+    assert pool.run(_by_another_backend, 2) == [False] * 2
 
 
 def _is_open(name: str) -> bool:

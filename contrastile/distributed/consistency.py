@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from io import BytesIO
 from typing import Any
@@ -47,7 +47,7 @@ def tally(group: Any, statement: dict[str, Any], counts: Sequence[int]) -> list[
 def _tally(group: Any, statement: dict[str, Any], counts: Sequence[int]) -> list[list[int]]:
     digest = IN_FULL if "error" in statement else _digest(statement)
     numbers = [digest, *counts, *[0] * (COUNTS - len(counts))]
-    gathered = _gather(torch.tensor(numbers), group).view(-1, len(numbers)).tolist()
+    gathered = _gather(_tensor(numbers), group).view(-1, len(numbers)).tolist()
     if any(digest == IN_FULL or digest != numbers[0] for digest, *_ in gathered):
         _compare(group, statement, ())
     return [numbers[1 : 1 + len(counts)] for numbers in gathered]
@@ -70,9 +70,7 @@ def _compare(group: Any, statement: dict[str, Any], free: Sequence[str]) -> list
         statement = {name: value if name in free else _short(value) for name, value in statement.items()}
     # a letter takes at most four bytes, so every sentence fits
     written = json.dumps(statement, ensure_ascii=False).encode(errors="replace")
-    own = torch.zeros(STATEMENT, dtype=torch.uint8)
-    own[: len(written)] = torch.frombuffer(bytearray(written), dtype=torch.uint8)
-    gathered = _gather(own, group).numpy().tobytes()
+    gathered = _gather(_tensor(written.ljust(STATEMENT, b"\0")), group).numpy().tobytes()
     statements = [json.loads(gathered[at : at + STATEMENT].rstrip(b"\0")) for at in range(0, len(gathered), STATEMENT)]
     for rank, other in enumerate(statements):
         if "error" in other:
@@ -99,7 +97,7 @@ def numbers_of_ranks(group: Any, parts: str, numbers: Sequence[int]) -> list[lis
 
 def any_of(flags: Sequence[bool], group: Any) -> list[bool]:
     """Return for each flag whether it is set on any rank of the group."""
-    gathered = _gather(torch.tensor(flags, dtype=torch.uint8), group)
+    gathered = _gather(_tensor(bytes(flags)), group)
     return gathered.view(size(group), -1).any(0).tolist()
 
 
@@ -131,6 +129,13 @@ def lent(group: Any, make: Callable[[], Any] | None) -> Any:
     return None if make is not None else torch.load(BytesIO(content.cpu().numpy().tobytes()), weights_only=True)
 
 
+def _tensor(numbers: Sequence[int] | bytes) -> Tensor:
+    """Numbers in host memory, whatever torch's default device is."""
+    if isinstance(numbers, bytes):
+        return torch.frombuffer(bytearray(numbers), dtype=torch.uint8)
+    return torch.tensor(numbers, device="cpu")
+
+
 def _gather(own: Tensor, group: Any) -> Tensor:
     """The numbers of all ranks, one rank after the other, in host memory."""
     carrier, device = _carrier(group)
@@ -147,17 +152,19 @@ def _gather(own: Tensor, group: Any) -> Tensor:
 def _page(group: Any, carrier: Any, device: torch.device) -> Any:
     """The page of memory that the ranks share (`page.py`), made at the first call; None where there is none."""
     state = state_of(carrier)
-    # torch's backend "fake" has no other ranks
-    if not state.sought and dist.get_backend(carrier) != "fake":
+    # of other backends no time-out is known, and ranks may be threads of one process, or be played
+    known = (f"{device.type}:{backend}" in dist.get_backend_config(carrier) for backend in ("gloo", "nccl"))
+    if not state.sought and any(known):
         state.sought, ranks, rank = True, carrier.size(), carrier.rank()
-        written, named = page.made(ranks) if rank == 0 else "", torch.zeros(page.LONGEST_PATH, dtype=torch.uint8)
-        named[: len(written)] = torch.tensor(list(written.encode()), dtype=torch.uint8)
+        written = page.made(ranks) if rank == 0 else ""
+        named = _tensor(written.encode().ljust(page.LONGEST_PATH, b"\0"))
         try:
             path = bytes(_gather_by(carrier, device, named, group)[: len(named)].tolist()).rstrip(b"\0").decode()
-            found = page.opened(path, rank, ranks, backend_timeout(carrier, device.type).total_seconds())
-            missing = _gather_by(carrier, device, torch.tensor([found is None]), group).any()
+            timeout, names = backend_timeout(carrier, device.type), dist.get_process_group_ranks(carrier)
+            found = page.opened(path, rank, ranks, timeout.total_seconds(), names)
+            missing = _gather_by(carrier, device, _tensor(bytes([found is None])), group).any()
         finally:
-            if written:
+            with suppress(FileNotFoundError):
                 os.unlink(written)
         state.page = None if missing else found
     return state.page

@@ -15,8 +15,10 @@ import os
 import struct
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from mmap import mmap
+from threading import Lock, RLock
 from zlib import crc32
 
 try:
@@ -53,46 +55,61 @@ def made(ranks: int) -> str:
     return ""
 
 
-def opened(path: str, rank: int, ranks: int, timeout: float) -> Page | None:
+def opened(path: str, rank: int, ranks: int, timeout: float, names: Sequence[int] = ()) -> Page | None:
     """The page of this file; None where this rank does not reach it, as on another host."""
     if not path:
         return None
     with suppress(OSError):
-        return Page(path, rank, ranks, timeout)
+        return Page(path, rank, ranks, timeout, names)
     return None
 
 
 class Page:
-    """A rank's place on the page. `timeout`: seconds that it waits for the others."""
+    """A rank's place on the page. `timeout`: seconds that it waits for the others; `names`: numbers in its errors."""
 
-    def __init__(self, path: str, rank: int, ranks: int, timeout: float) -> None:
+    def __init__(self, path: str, rank: int, ranks: int, timeout: float, names: Sequence[int] = ()) -> None:
+        # of threads of this rank, which gather one after the other; and of those that test a lock or close the file,
+        # whose number another file has afterwards
+        self._turn, self._use = Lock(), RLock()
         self._file, self._rank, self._ranks, self._timeout = os.open(path, os.O_RDWR), rank, ranks, timeout
-        self._memory, self._round, self.closed = mmap(self._file, 2 * RECORD * ranks), 0, False
+        self._round, self._names, self.closed = 0, names or range(ranks), False
+        self._memory = mmap(self._file, 2 * RECORD * ranks)
         # of this process alone: its children inherit none
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
 
     def gather(self, own: bytes) -> list[bytes]:
         """The bytes of every rank, in rank order.
 
-        Raises RuntimeError where a rank has left or does not come in time.
+        Raises RuntimeError where a rank has left or does not come in time. This rank has left where it raises anything,
+        such as KeyboardInterrupt: the next round would overwrite a record that others may still read.
         """
-        if self.closed:
-            raise RuntimeError("this rank has left")
-        self._round += 1
-        at = self._at(self._rank)
-        self._memory[at + HEAD.size : at + HEAD.size + len(own)] = own
-        HEAD.pack_into(self._memory, at, self._round, len(own), self._checksum(own))
-        return [own if rank == self._rank else self._read(rank) for rank in range(self._ranks)]
+        with self._turn:
+            try:
+                self._check()
+                self._round += 1
+                at = self._at(self._rank)
+                self._memory[at + HEAD.size : at + HEAD.size + len(own)] = own
+                HEAD.pack_into(self._memory, at, self._round, len(own), self._checksum(own))
+                return [own if rank == self._rank else self._read(rank) for rank in range(self._ranks)]
+            except BaseException:
+                self.close()
+                raise
 
     def close(self) -> None:
         """Leave: the others find this rank's lock released."""
-        if not self.closed:
-            self.closed = True
-            os.close(self._file)
+        with self._use:
+            if not self.closed:
+                self.closed = True
+                os.close(self._file)
 
     def __del__(self) -> None:
-        if hasattr(self, "closed"):
-            self.close()
+        # without its lock, which another thread may have held when this process was forked
+        if not getattr(self, "closed", True):
+            os.close(self._file)
+
+    def _check(self) -> None:
+        if self.closed:
+            raise RuntimeError("this rank has left")
 
     def _at(self, rank: int) -> int:
         return RECORD * (2 * rank + self._round % 2)
@@ -103,36 +120,42 @@ class Page:
 
     def _read(self, rank: int) -> bytes:
         """The bytes of another rank in this round, as soon as they are there."""
-        at, looks, began, tested = self._at(rank), 0, 0.0, 0.0
-        while True:
-            round_, length, checksum = HEAD.unpack_from(self._memory, at)
-            if round_ == self._round:
-                written = self._memory[at + HEAD.size : at + HEAD.size + length]
-                if self._checksum(written) == checksum:
-                    return written
+        looks, began, tested = 0, 0.0, 0.0
+        while (written := self._written(rank)) is None:
             looks += 1
             if looks < LOOKS:
                 time.sleep(0)
                 continue
-            if self.closed:
-                # by another thread, which has found that a rank is lost
-                raise RuntimeError("this rank has left")
+            # another thread, which has found that a rank is lost, may have closed the page
+            self._check()
             now = time.monotonic()
             if not began:
                 began = tested = now
             if now - tested > TEST:
-                # what it wrote before it left counts
-                if self._left(rank) and HEAD.unpack_from(self._memory, at)[0] != self._round:
-                    raise RuntimeError(f"rank {rank} has left")
+                # a record counts that was whole before its rank left
+                if self._left(rank) and self._written(rank) is None:
+                    raise RuntimeError(f"rank {self._names[rank]} has left")
                 tested = now
             if now - began > self._timeout:
-                raise RuntimeError(f"rank {rank} did not come within {self._timeout:g} s")
+                raise RuntimeError(f"rank {self._names[rank]} did not come within {self._timeout:g} s")
             time.sleep(min(LONGEST, max(SHORTEST, (now - began) / 10)))
+        return written
+
+    def _written(self, rank: int) -> bytes | None:
+        """The bytes of another rank in this round; None until all of them are there."""
+        at = self._at(rank)
+        round_, length, checksum = HEAD.unpack_from(self._memory, at)
+        if round_ != self._round:
+            return None
+        written = self._memory[at + HEAD.size : at + HEAD.size + length]
+        return written if self._checksum(written) == checksum else None
 
     def _left(self, rank: int) -> bool:
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
-        except OSError:
-            return False
-        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
-        return True
+        with self._use:
+            self._check()
+            try:
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+            except OSError:
+                return False
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
+            return True
