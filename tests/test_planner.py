@@ -153,6 +153,14 @@ def test_a_rings_buffers_within_a_node_are_held_in_the_whole_step() -> None:
         assert [moment.name for moment in apart.moments() if "exchange" in moment.parts] == ["loss"]
 
 
+def test_a_hierarchy_of_one_node_has_the_buffers_of_its_gather() -> None:
+    gather = _step([Side(_cost(), 16)], exchange="gather", backend="triton", device="cuda", dtype=torch.bfloat16).loss
+    gather = replace(gather, ranks=4)
+    one, several = (replace(gather, exchange="hierarchical", node=node) for node in (None, 2))
+    # the float32 sums of all columns
+    assert (gather.kept_bytes, one.kept_bytes, several.kept_bytes) == (64 * D * 4, 64 * D * 4, 0)
+
+
 @pytest.mark.parametrize("backend", ["dense", "eager"])
 @pytest.mark.parametrize(("batch", "retain"), [(96, 0), (96, 2), (90, 6), (1024, 0)])
 def test_the_planned_peak_is_that_of_a_real_step(batch: int, retain: int, backend: Any) -> None:

@@ -53,6 +53,11 @@ class Hierarchical(Exchange):
         return ring + max(Gather.expected_bytes(node, D, dtype) for node in nodes)
 
     @classmethod
+    def staged_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
+        """Those of the gather of a single node; no copies between the ranks of one node among several."""
+        return Gather.staged_bytes(layout, D, dtype) if len(_nodes(layout)) == 1 else 0
+
+    @classmethod
     def blocks(cls, layout: Layout, D: int) -> list[tuple[int, int]]:
         return max((Gather.blocks(node, D) for node in _nodes(layout)), key=lambda blocks: blocks[-1][1])
 
