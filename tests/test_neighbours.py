@@ -391,6 +391,57 @@ def test_all_ranks_keep_to_the_backend_where_one_cannot_share_its_memory(
     assert asked == [[refused in ("memory", "flags")], *([[refused == "handles"]] * (refused in (None, "handles")))]
 
 
+def test_buffers_that_inference_has_made_serve_training(
+    monkeypatch: pytest.MonkeyPatch, group: Any, streams: None
+) -> None:
+    """Lightning validates in inference mode before it trains; torch lets no tensor of it be written to outside."""
+
+    def symmetric(count: int, _: torch.device) -> Any:
+        ranks = [torch.zeros(count, dtype=torch.uint8) for _ in range(3)]
+        return ranks[0], lambda _: ranks.__getitem__
+
+    monkeypatch.setattr(near, "_reachable", lambda *_: True)
+    monkeypatch.setattr(near, "symmetric", symmetric)
+    with torch.inference_mode():
+        buffers = near.neighbours(group, 256, HERE)
+        assert buffers is not None
+        buffers._write(torch.ones(2), 0)
+    buffers._write(torch.ones(3), 0)
+    buffers.buffers[1][:4].copy_(torch.arange(4))
+
+
+def test_copies_have_no_gradient_and_keep_their_dtype(monkeypatch: pytest.MonkeyPatch, streams: None) -> None:
+    """As with a backend; a gather whose rows require a gradient would otherwise be refused."""
+    memory, x = _memory(256), torch.ones(2, 3, requires_grad=True)
+    buffers = Neighbours([memory], 0, 256)
+    (gathered,) = buffers.begin_gather([x], [2], Group()).wait()
+    (own,) = buffers.begin_scatter_sum(x, [2], Group()).wait()
+    assert torch.equal(gathered, x)
+    assert torch.equal(own, x)
+    assert not any(tensor.requires_grad for tensor in (gathered, own, memory))
+    monkeypatch.setattr(collectives, "_near", lambda *_: buffers)
+    group = Group()
+    counts = torch.arange(3, dtype=torch.int32)
+    assert [collectives.total(counts, group).dtype, collectives.largest(counts, group).dtype] == [torch.int32] * 2
+
+
+def test_the_thread_that_watches_uses_the_device_of_the_rank(monkeypatch: pytest.MonkeyPatch, streams: None) -> None:
+    used: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    monkeypatch.setattr(near, "_driver", lambda: None)
+    monkeypatch.setattr(near, "watch", lambda _group, _timeout, prepare: prepare())
+    buffers = Neighbours([_memory(256)], 0, 256, 60.0)
+    buffers.watch(Group())
+    assert used == [buffers.memory.device]
+
+
+def test_the_step_that_makes_buffers_is_watched(monkeypatch: pytest.MonkeyPatch, group: Any) -> None:
+    watched: list[Any] = []
+    with Ring("mean", Layout(group, 0, (3, 3), (3, 3))).in_step():
+        failure.state_of(group).neighbours = SimpleNamespace(watch=watched.append)
+    assert watched == [group]
+
+
 def test_a_graph_of_the_users_own_reads_no_buffers_that_may_be_replaced(
     monkeypatch: pytest.MonkeyPatch, group: Any, streams: None
 ) -> None:

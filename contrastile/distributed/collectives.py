@@ -259,7 +259,7 @@ def exchange_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
 def total(x: Tensor, group: Any) -> Tensor:
     """Σ over ranks of x, the same bits everywhere."""
     if near := _near(x, x.nbytes, group):
-        return near.every(x, "sum over ranks", resolved(group)).sum(0)
+        return near.every(x, "sum over ranks", resolved(group)).sum(0, dtype=x.dtype)
     x = x.clone()
     sum_into(x, group, "sum over ranks")
     return x

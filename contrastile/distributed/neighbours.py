@@ -25,7 +25,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from ctypes import CDLL, Structure, byref, c_int, c_uint, c_uint32, c_uint64, c_void_p, py_object, pythonapi
-from functools import cache
+from functools import cache, partial
 from hashlib import blake2b
 from math import inf
 from pathlib import Path
@@ -71,7 +71,7 @@ class Neighbours:
         timeout: seconds of a step after which this process ends.
         """
         self.memory, self.size, self._rank, self._memories = memories[rank], size, rank, memories
-        self._timeout = timeout
+        self._timeout, self._prepare = timeout, partial(_prepare, self.memory.device)
         self._others = [each for each in range(len(memories)) if each != rank]
         # since the last `used_bytes`
         self.used = False
@@ -91,7 +91,7 @@ class Neighbours:
 
     def begin_gather(self, tensors: Sequence[Tensor], sizes: Sequence[int], group: Any) -> Transfer:
         received, reads, at = [], list[tuple[int, int, Tensor]](), 0
-        for x in tensors:
+        for x in (x.detach() for x in tensors):
             self._write(x, at)
             every = x.new_empty((sum(sizes), *x.shape[1:]))
             parts = every.split(list(sizes))
@@ -102,13 +102,18 @@ class Neighbours:
         return self._transfer(group, "gather of rows", reads, self._others, received)
 
     def begin_scatter_sum(self, x: Tensor, sizes: Sequence[int], group: Any) -> Transfer:
+        x = x.detach()
         self._write(x, 0)
         first, own = sum(sizes[: self._rank]), x.split(list(sizes))[self._rank]
         parts = x.new_empty((len(sizes), *own.shape))
         parts[self._rank].copy_(own)
         reads = [(other, first * row_bytes(x), parts[other]) for other in self._others]
         operation = "sum of the ranks' parts"
-        return self._transfer(group, operation, reads, self._others, [parts], lambda arrived: [arrived[0].sum(0)])
+
+        def summed(arrived: list[Tensor]) -> list[Tensor]:
+            return [arrived[0].sum(0, dtype=x.dtype)]
+
+        return self._transfer(group, operation, reads, self._others, [parts], summed)
 
     def exchange_rows(self, x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
         self._write(x, 0)
@@ -144,7 +149,7 @@ class Neighbours:
     def watch(self, group: Any) -> None:
         """Let this process end where the transfers so far outlast the group's time-out."""
         if self._timeout < inf and not torch.cuda.is_current_stream_capturing():
-            watch(group, self._timeout, _relax)
+            watch(group, self._timeout, self._prepare)
 
     def _write(self, x: Tensor, at: int) -> None:
         """Write x into this rank's memory, from byte `at` on."""
@@ -267,11 +272,13 @@ def _reachable(group: Any, device: torch.device) -> bool:
     return not any_of([not near], group)[0]
 
 
+# a first call in inference mode would make buffers that no call outside could write
+@torch.inference_mode(False)
 def _made(group: Any, size: int, device: torch.device) -> Neighbours | None:
     """The group's buffers, made by all ranks together; None where a rank has no room for them, or cannot reach them."""
     made, found = None, None
     if torch.cuda.mem_get_info(device)[0] < 2 * (size + ROOM):
-        # what torch keeps, but nothing uses
+        # torch keeps memory that nothing uses
         torch.cuda.empty_cache()
     with suppress(RuntimeError):
         own, of_rank = symmetric(2 * size + ALIGNMENT, device)
@@ -328,8 +335,10 @@ def _driver() -> CDLL | None:
     return driver
 
 
-def _relax() -> None:
-    """Let this thread look at events while another one captures a graph."""
+def _prepare(device: torch.device) -> None:
+    """Let this thread look at a device's events, while another one captures a graph too."""
+    # a thread's first call would take memory of device 0 otherwise
+    torch.cuda.set_device(device)
     if (driver := _driver()) is not None:
         driver.cuThreadExchangeStreamCaptureMode(byref(c_int(RELAXED)))
 

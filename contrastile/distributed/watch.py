@@ -53,9 +53,9 @@ def watch(group: Any, timeout: float, prepare: Callable[[], None]) -> None:
 
 
 def _look(prepare: Callable[[], None]) -> None:
-    prepare()
     # an error of the device is one of the main thread
     with suppress(RuntimeError):
+        prepare()
         while True:
             time.sleep(LOOK)
             while _steps and _steps[0].end.query():

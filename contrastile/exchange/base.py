@@ -189,16 +189,17 @@ class Exchange(ABC):
         """A context for a sweep, in which an error of one rank becomes an error of all."""
         if len(self.layout.rows) == 1:
             return nullcontext()
-        buffers = self.buffers()
-        return in_step(self.layout.group, place) if buffers is None else self._copied_step(buffers, place)
+        return self._step_of_ranks(place)
 
     @contextmanager
-    def _copied_step(self, buffers: Neighbours, place: str) -> Iterator[None]:
-        """The context of a sweep whose transfers are copies."""
-        buffers.follow()
+    def _step_of_ranks(self, place: str) -> Iterator[None]:
+        if (buffers := self.buffers()) is not None:
+            buffers.follow()
         with in_step(self.layout.group, place):
             yield
-        buffers.watch(self.layout.group)
+        # the step may have made them
+        if (buffers := self.buffers()) is not None:
+            buffers.watch(self.layout.group)
 
     def buffers(self) -> Neighbours | None:
         """The buffers that ranks of a node share for their transfers; None where they have none."""
