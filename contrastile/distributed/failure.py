@@ -51,7 +51,7 @@ class GroupState:
     left_by: str | None = None
     # Gloo group of the same ranks, through which they compare numbers on the host
     host_group: Any = None
-    # whether the ranks have looked for a page that they share, and the page (`page.py`); None: on several hosts
+    # the ranks have looked for a page that they share, and the page (`page.py`); None: they have none
     sought: bool = False
     page: Any = None
     # all ranks' GPUs reach each other's memory (`neighbours.py`), and the buffers there; None: not known, none yet

@@ -15,8 +15,8 @@ float32 gradient of the columns in place of the statistics.
 A packet is one buffer of bytes, so that a hop is one send and one receive. Both are posted before the tiles of the hop
 are launched, and waited for when the tiles need the accumulator. A packet is sent on from the buffer in which it
 arrived, with this rank's part added: two buffers serve any number of hops. An accumulator returns to its owner as soon
-as it is complete, while the tiles still compute this rank's own gradient. What leaves begins at the start of a buffer,
-so that GPUs of one node can read it there (`neighbours.py`).
+as it is complete, while the tiles still compute this rank's own gradient. A packet that leaves begins at the start of a
+buffer, so that GPUs of one node can read it there (`neighbours.py`).
 """
 
 from __future__ import annotations
