@@ -467,6 +467,22 @@ def test_buffers_keep_no_group_and_stay_at_the_end_of_the_process(streams: None)
     assert sys.getrefcount(memory) == references + 1
 
 
+@pytest.mark.parametrize("on_host", [False, True])
+def test_buffers_of_a_group_that_lost_a_rank_outlive_it(
+    monkeypatch: pytest.MonkeyPatch, streams: None, on_host: bool
+) -> None:
+    """The release of a GPU's memory waits for its copies, one of which may wait for the lost rank."""
+    monkeypatch.setattr(failure, "_receives", lambda _: {})
+    group, host, other, memory = Group(), Group(), Group(), _memory(256)
+    state = failure.state_of(group)
+    state.host_group, state.neighbours = host, Neighbours([memory], 0, 256)
+    references = sys.getrefcount(memory)
+    failure._close(other)
+    assert sys.getrefcount(memory) == references
+    failure._close(host if on_host else group)
+    assert sys.getrefcount(memory) == references + 1
+
+
 def test_copies_leave_all_multiprocessors_to_the_tiles(monkeypatch: pytest.MonkeyPatch, group: Any) -> None:
     monkeypatch.setattr(collectives, "reserved_multiprocessors", lambda _: 8)
     exchange = Ring("mean", Layout(group, 0, (3, 3), (3, 3)))

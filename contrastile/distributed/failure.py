@@ -183,6 +183,10 @@ def _close(group: Any) -> None:
     """Close the group's connections. Gloo closes all of them when one receive times out; NCCL's watchdog its own."""
     if (page := state_of(group).page) is not None:
         page.close()
+    for each, state in list(_states.items()):
+        if state.neighbours is not None and group in (each, state.host_group):
+            # destroy_process_group would wait for a copy from a lost rank
+            state.neighbours.keep()
     for receive in _receives(group).values():
         if receive is not None:
             with suppress(RuntimeError):

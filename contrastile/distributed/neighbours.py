@@ -151,6 +151,10 @@ class Neighbours:
         if self._timeout < inf and not torch.cuda.is_current_stream_capturing():
             watch(group, self._timeout, self._prepare)
 
+    def keep(self) -> None:
+        """Keep the memory for good: its release would wait for copies, whose other ranks may be gone."""
+        pythonapi.Py_IncRef(py_object(self.memory))
+
     def _write(self, x: Tensor, at: int) -> None:
         """Write x into this rank's memory, from byte `at` on."""
         if x.numel():
@@ -195,9 +199,8 @@ _all: WeakSet[Neighbours] = WeakSet()
 
 @atexit.register
 def _keep() -> None:
-    """Keep the memory for good: its release would wait for copies, whose other ranks may be gone."""
     for each in _all:
-        pythonapi.Py_IncRef(py_object(each.memory))
+        each.keep()
 
 
 @contextmanager
