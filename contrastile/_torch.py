@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -233,6 +232,20 @@ def backend_options(group: Any, device: str = "cuda") -> Any:
     return getattr(backend, "wrapped_pg", backend).options
 
 
+@contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    """Set one variable of the process for a while, and no other: threads of backends may read theirs."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
 def symmetric(size: int, device: torch.device) -> tuple[Tensor, Callable[[Any], Callable[[int], Tensor]]]:
     """Bytes that other ranks can reach, and a function of a group that returns each rank's; all ranks call it."""
     from torch.distributed import _symmetric_memory as symmetric_memory
@@ -244,7 +257,7 @@ def symmetric(size: int, device: torch.device) -> tuple[Tensor, Callable[[Any], 
 
     def of_rank(group: Any) -> Callable[[int], Tensor]:
         # nobody needs multicast here, and a node with a wrong setting of it may stand still
-        with patch.dict(os.environ, TORCH_SYMM_MEM_DISABLE_MULTICAST="1"):
+        with environment("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"):
             handle = symmetric_memory.rendezvous(own, group)
         return lambda rank: handle.get_buffer(rank, (size,), torch.uint8)
 

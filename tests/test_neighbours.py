@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ from test_ring import PATIENCE, Circle, Place, simulate, simulated
 from torch import Tensor
 
 from contrastile import ClipLoss, SigLipLoss
+from contrastile._torch import environment
 from contrastile.bench.memory import one_rank_of
 from contrastile.distributed import collectives, failure
 from contrastile.distributed import neighbours as near
@@ -440,6 +442,21 @@ def test_the_step_that_makes_buffers_is_watched(monkeypatch: pytest.MonkeyPatch,
     with Ring("mean", Layout(group, 0, (3, 3), (3, 3))).in_step():
         failure.state_of(group).neighbours = SimpleNamespace(watch=watched.append)
     assert watched == [group]
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_one_variable_is_set_for_a_while(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
+    """Another thread may set others meanwhile."""
+    for name in ("CONTRASTILE_TEST", "CONTRASTILE_OTHER"):
+        # gone after the test
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    if before is not None:
+        monkeypatch.setenv("CONTRASTILE_TEST", before)
+    with environment("CONTRASTILE_TEST", "1"):
+        assert os.environ["CONTRASTILE_TEST"] == "1"
+        os.environ["CONTRASTILE_OTHER"] = "2"
+    assert (os.environ.get("CONTRASTILE_TEST"), os.environ["CONTRASTILE_OTHER"]) == (before, "2")
 
 
 def test_a_graph_of_the_users_own_reads_no_buffers_that_may_be_replaced(
