@@ -193,6 +193,8 @@ def _agreements(rank: int, group: Any, apart: bool) -> tuple[Any, ...]:
             consistency.tally(group, {"loss": "clip"}, [rank, 7]),
             consistency.agree(group, {"rank": rank, "all": 1}, free=("rank",)),
             consistency.any_of([rank == 1, False], group),
+            # more than a record holds
+            consistency.any_of([position == rank for position in range(3 * page.MOST_BYTES)], group)[: RANKS + 1],
             consistency.most(rank, group),
         )
     assert (state.page is None) == apart
@@ -244,6 +246,7 @@ def test_agreements_are_the_same_by_a_page_and_by_the_backend(pool: Pool, apart:
         [[rank, 7] for rank in range(RANKS)],
         [{"rank": rank, "all": 1} for rank in range(RANKS)],
         [True, False],
+        [True] * RANKS + [False],
         RANKS - 1,
     )
     assert pool.run(_agreements, RANKS, apart) == [expected] * RANKS
@@ -251,7 +254,8 @@ def test_agreements_are_the_same_by_a_page_and_by_the_backend(pool: Pool, apart:
 
 def _in_different_calls(rank: int, group: Any) -> str:
     with pytest.raises(LostRankError) as caught:
-        consistency.any_of([True] * (1 + rank), group)
+        # one of them has more than a record holds
+        consistency.any_of([True] * (1 + 2 * page.MOST_BYTES * rank), group)
     return str(caught.value)
 
 

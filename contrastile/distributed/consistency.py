@@ -139,14 +139,17 @@ def _tensor(numbers: Sequence[int] | bytes) -> Tensor:
 def _gather(own: Tensor, group: Any) -> Tensor:
     """The numbers of all ranks, one rank after the other, in host memory."""
     carrier, device = _carrier(group)
-    shared = _page(group, carrier, device) if own.nbytes <= page.MOST_BYTES else None
+    shared, rounds = _page(group, carrier, device), list[list[bytes]]()
     if shared is None:
         return _gather_by(carrier, device, own, group)
     with Collective("agreement", group, carrier):
-        records = shared.gather(own.numpy().tobytes())
-        if any(len(record) != own.nbytes for record in records):
-            raise RuntimeError("ranks are in different calls")
-    return torch.frombuffer(bytearray(b"".join(records)), dtype=own.dtype)
+        written = own.numpy().tobytes()
+        for at in range(0, len(written), page.MOST_BYTES):
+            part = written[at : at + page.MOST_BYTES]
+            rounds.append(shared.gather(part))
+            if any(len(record) != len(part) for record in rounds[-1]):
+                raise RuntimeError("ranks are in different calls")
+    return torch.frombuffer(bytearray(b"".join(map(b"".join, zip(*rounds, strict=True)))), dtype=own.dtype)
 
 
 def _page(group: Any, carrier: Any, device: torch.device) -> Any:
