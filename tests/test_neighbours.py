@@ -35,6 +35,7 @@ from contrastile.engine import graph
 from contrastile.exchange import gather, ring
 from contrastile.exchange.base import Layout
 from contrastile.exchange.ring import Ring
+from contrastile.losses.base import Shard
 
 __all__ = ["simulated"]
 
@@ -503,11 +504,14 @@ def test_buffers_of_a_group_that_lost_a_rank_outlive_it(
 def test_copies_leave_all_multiprocessors_to_the_tiles(monkeypatch: pytest.MonkeyPatch, group: Any) -> None:
     monkeypatch.setattr(collectives, "reserved_multiprocessors", lambda _: 8)
     exchange = Ring("mean", Layout(group, 0, (3, 3), (3, 3)))
-    assert exchange.reserved() == 8
+    cols, many = Shard(torch.zeros(3, 4)), Shard(torch.zeros(3, near.MOST_BYTES // 8, device="meta"))
+    assert exchange.reserved(cols) == 8
     followed: list[str] = []
     buffers = {name: lambda *_, name=name: followed.append(name) for name in ("follow", "watch")}
     failure.state_of(group).neighbours = SimpleNamespace(**buffers)
-    assert exchange.reserved() == 0
+    assert exchange.reserved(cols) == 0
+    # NCCL carries it
+    assert exchange.reserved(many) == 8
     with exchange.in_step():
         assert followed == ["follow"]
     assert followed == ["follow", "watch"]

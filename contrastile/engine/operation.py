@@ -86,7 +86,7 @@ class Call:
         tiles.fixed = self.fixed
         tiles.grad_dtypes = None if self.input_dtypes is None else (self.input_dtypes[0], self.input_dtypes[1])
         if len(self.exchange.layout.rows) > 1:
-            tiles.reserve(self.exchange.reserved())
+            tiles.reserve(self.exchange.reserved(self.cols))
         return tiles
 
     def prepared(self, tiles: Tiles) -> Call:

@@ -210,7 +210,7 @@ class Exchange(ABC):
         """A context for the capture of a sweep, in which a transfer under way ends with the sweep, if that fails."""
         return nullcontext() if self.buffers() is None else joining(self.layout.group)
 
-    def reserved(self) -> int:
+    def reserved(self, _cols: Shard) -> int:
         """Multiprocessors that tiles should leave to transfers between devices."""
         return 0 if len(self.layout.rows) == 1 else collectives.reserved_multiprocessors(self.layout.group)
 

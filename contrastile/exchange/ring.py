@@ -56,9 +56,11 @@ class Ring(Exchange):
     def parts(self) -> int:
         return len(self.layout)
 
-    def reserved(self) -> int:
-        """Copy engines hold no multiprocessors."""
-        return super().reserved() if self.buffers() is None else 0
+    def reserved(self, cols: Shard) -> int:
+        """Copy engines hold no multiprocessors; more columns than their buffers have room for are sent by NCCL."""
+        x = cols.features
+        copied = self.buffers() is not None and self.kept_bytes(self.layout, x.shape[1:].numel(), x.dtype) > 0
+        return 0 if copied else super().reserved(cols)
 
     def forward(self, tiles: Tiles, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
         row_stats: Tensor | None = None
