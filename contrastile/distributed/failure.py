@@ -181,6 +181,7 @@ def hang_up(group: Any) -> None:
 
 def _close(group: Any) -> None:
     """Close the group's connections. Gloo closes all of them when one receive times out; NCCL's watchdog its own."""
+    group = resolved(group)
     if (page := state_of(group).page) is not None:
         page.close()
     for each, state in list(_states.items()):
