@@ -469,6 +469,16 @@ def test_one_rank_short_of_memory_is_an_error_on_all(tmp_path: Path, exchange: s
             ), sentence
 
 
+def test_open_connections_are_found_whatever_the_default_device_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo refuses a tensor of a GPU, which would look like a closed connection."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: "cpu:gloo")
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1])
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "irecv", lambda tensor, *_, **__: tensor.device.type)
+    with torch.device("meta"):
+        assert failure._receives(None) == {1: "cpu"}
+
+
 def test_missing_ranks_are_named() -> None:
     both = failure._named([1, 4], {4: "KeyError: 'x'"})
     assert both[0] == "no answer from ranks 1, 4; rank 4 left by KeyError: 'x'"

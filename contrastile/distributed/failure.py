@@ -202,7 +202,7 @@ def _receives(group: Any) -> dict[int, dist.Work | None]:
             if other != dist.get_rank():
                 receives[other] = None
                 with suppress(RuntimeError):
-                    receives[other] = dist.irecv(torch.empty(1), other, group, tag=UNUSED_TAG)
+                    receives[other] = dist.irecv(torch.empty(1, device="cpu"), other, group, tag=UNUSED_TAG)
     return receives
 
 
