@@ -70,7 +70,8 @@ FOREIGN_KEYWORDS = dict.fromkeys(
 
 
 def _brief(value: object) -> str:
-    return f"{value!r:.20}" if not isinstance(value, torch.Tensor) else f"a tensor {list(value.shape)}"
+    """A value in an error: a tensor by its shape."""
+    return f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{value!r:.20}"
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,7 @@ def _near(x: Tensor, count: int, group: Any) -> Any:
     return near
 
 
-def row_bytes(x: Tensor) -> int:
+def bytes_per_row(x: Tensor) -> int:
     """Bytes of a row of x."""
     return prod(x.shape[1:]) * x.itemsize
 
@@ -201,7 +201,7 @@ def gather_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
 def begin_gather(tensors: Sequence[Tensor], sizes: Sequence[int], group: Any) -> Transfer:
     """Start `gather_rows` of several tensors."""
     group, largest = resolved(group), max(sizes)
-    if near := _near(tensors[0], sum(aligned(largest * row_bytes(x)) for x in tensors), group):
+    if near := _near(tensors[0], sum(aligned(largest * bytes_per_row(x)) for x in tensors), group):
         return near.begin_gather(tensors, sizes, group)
     sent = [_padded(_as_bytes(x), largest) for x in tensors]
     received = [x.new_empty((len(sizes) * largest, *x.shape[1:])) for x in sent]
@@ -241,7 +241,7 @@ def exchange_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
     x [Σ sizes of the others, ...]: the rows for each other rank.
     """
     group, W = resolved(group), len(sizes)
-    if near := _near(x, sum(sizes) * row_bytes(x), group):
+    if near := _near(x, sum(sizes) * bytes_per_row(x), group):
         return near.exchange_rows(x, sizes, group)
     me = group.rank()
     leaving = [0 if other == me else n for other, n in enumerate(sizes)]

@@ -43,9 +43,9 @@ class GroupState:
 
     # transfer that was posted and not waited for; kept here, because its buffers must live until it ends
     in_flight: Any = None
-    # operations that this rank has begun, and beside them the copies between GPUs of the present step, which a graph
-    # has within it: a rank that replays it counts none
+    # operations that this rank has begun
     operations: int = 0
+    # copies between GPUs that it has begun in the present step, apart: a rank that replays them in a graph counts none
     hops: int = 0
     # error of its own by which this rank left the group
     left_by: str | None = None
@@ -66,11 +66,6 @@ def state_of(group: Any) -> GroupState:
     """The state of a group, made at the first call."""
     group = resolved(group)
     return _states.get(group) or _states.setdefault(group, GroupState())
-
-
-def all_states() -> list[GroupState]:
-    """The states of all groups of this process."""
-    return list(_states.values())
 
 
 def resolved(group: Any) -> Any:

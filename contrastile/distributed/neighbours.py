@@ -1,8 +1,9 @@
 """Transfers between the GPUs of one node by their copy engines, where each reaches the others' memory.
 
-NCCL's transfers are kernels. While one lasts it holds multiprocessors, and a program of a large kernel whose
-multiprocessor is taken starts after the transfer. And the host posts each of them, which takes it longer than few rows
-take the device. Copy engines leave all multiprocessors to the tiles, and a CUDA graph can have a whole transfer.
+Above `collectives.py`, whose functions take these buffers where a group has them; `exchange/` has them made. NCCL's
+transfers are kernels. While one lasts it holds multiprocessors, and a program of a large kernel whose multiprocessor is
+taken starts after the transfer. The host posts each of them, which takes it longer than few rows take the device. Copy
+engines leave all multiprocessors to the tiles, and a CUDA graph can have a whole transfer.
 
 Each rank has two buffers, and two flags for each other rank, in symmetric memory, which the others address as their
 own. A transfer reads what other ranks have written into their buffers:
@@ -37,9 +38,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contrastile._torch import backend_timeout, current_stream_address, symmetric
-from contrastile.distributed.collectives import ALIGNMENT, RING, Transfer, aligned, captured_call, row_bytes
+from contrastile.distributed.collectives import ALIGNMENT, RING, Transfer, aligned, bytes_per_row, captured_call
 from contrastile.distributed.consistency import any_of, numbers_of_ranks
-from contrastile.distributed.failure import all_states, resolved, state_of
+from contrastile.distributed.failure import resolved, state_of
 from contrastile.distributed.watch import watch
 
 logger = logging.getLogger("contrastile")
@@ -62,7 +63,7 @@ class Neighbours:
     """Two buffers of this rank, which others read, and those of all ranks of the node, in rank order.
 
     Transfers beside the ring's have both buffers as one. All ranks begin the same transfer, with one under way at a
-    time; `collectives.py` says what each does.
+    time; `collectives.py` describes each.
     """
 
     def __init__(self, memories: Sequence[Tensor], rank: int, size: int, timeout: float = inf) -> None:
@@ -98,7 +99,7 @@ class Neighbours:
             parts[self._rank].copy_(x)
             reads += [(other, at, parts[other]) for other in self._others]
             received.append(every)
-            at += aligned(max(sizes) * row_bytes(x))
+            at += aligned(max(sizes) * bytes_per_row(x))
         return self._transfer(group, "gather of rows", reads, self._others, received)
 
     def begin_scatter_sum(self, x: Tensor, sizes: Sequence[int], group: Any) -> Transfer:
@@ -107,7 +108,7 @@ class Neighbours:
         first, own = sum(sizes[: self._rank]), x.split(list(sizes))[self._rank]
         parts = x.new_empty((len(sizes), *own.shape))
         parts[self._rank].copy_(own)
-        reads = [(other, first * row_bytes(x), parts[other]) for other in self._others]
+        reads = [(other, first * bytes_per_row(x), parts[other]) for other in self._others]
         operation = "sum of the ranks' parts"
 
         def summed(arrived: list[Tensor]) -> list[Tensor]:
@@ -123,7 +124,7 @@ class Neighbours:
         for other, part in zip(self._others, received, strict=True):
             # of the others' rows, in rank order, there are none for itself
             first = sum(n for each, n in enumerate(sizes[: self._rank]) if each != other)
-            reads.append((other, first * row_bytes(x), part))
+            reads.append((other, first * bytes_per_row(x), part))
         self._transfer(group, "exchange of statistics", reads, self._others, [received]).wait()
         return received
 
@@ -236,7 +237,7 @@ def neighbours(group: Any, size: int, device: torch.device) -> Neighbours | None
         step = max(ALIGNMENT, 1 << (size - 1).bit_length() >> 6)
         state.neighbours = _made(group, -(-size // step) * step, device)
         if state.neighbours is None:
-            logger.info("the ring's buffers could not be made: the group's backend carries it")
+            logger.info("buffers that the GPUs of a node share could not be made: the group's backend carries all")
             state.reachable = False
     if not state.reachable:
         return None
@@ -248,7 +249,7 @@ def neighbours(group: Any, size: int, device: torch.device) -> Neighbours | None
 
 def used_bytes() -> int:
     """Bytes of all buffers used since the last call of this function, which torch's allocator does not count."""
-    used = [each for state in all_states() if (each := state.neighbours) is not None and each.used]
+    used = [each for each in _all if each.used]
     for each in used:
         each.used = False
     return sum(each.memory.nbytes for each in used)
@@ -257,9 +258,8 @@ def used_bytes() -> int:
 def _reachable(group: Any, device: torch.device) -> bool:
     """Return whether all ranks of the group are on one node, with a GPU each that reaches all others' memory."""
     # torch numbers the exchanges of handles in each process: one of all ranks hangs after one of some
-    if "nccl" not in dist.get_backend_config(group) or group.size() != dist.get_world_size():
-        return False
-    if group.size() > MOST_RANKS:
+    whole = group.size() == dist.get_world_size() <= MOST_RANKS
+    if not whole or "nccl" not in dist.get_backend_config(group):
         return False
     boot = BOOT.read_text() if BOOT.exists() else ""
     node = int.from_bytes(blake2b(f"{socket.gethostname()} {boot}".encode(), digest_size=7).digest())

@@ -1,8 +1,9 @@
 """A page of memory that the ranks of one host share, in which they compare a few bytes in each step.
 
-By connections between four processes that takes half a millisecond, in shared memory some hundredths of one. A rank has
-two records, written in turn: it writes one only after it has read the last round of all ranks, so that none overwrites
-what another still reads.
+Stands on the ground of the house; `consistency.py` uses it, and `failure.py` closes it. By connections
+between four processes that takes half a millisecond, in shared memory some hundredths of one. A rank has two records,
+written in turn: it writes one only after it has read the last round of all ranks, so that no record is overwritten
+while another rank reads it.
 
 Each rank holds a lock on a byte of the page's file, which the system releases when the process ends: so the others
 find a rank that was killed. torch's process groups have no transport by shared memory, and the standard library's

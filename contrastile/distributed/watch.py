@@ -1,8 +1,8 @@
 """A watch over copies between GPUs, which have no time-out of their own, as NCCL's watchdog is over its operations.
 
-A GPU that copies from another waits for it in the order of a stream, for ever if that rank is lost in the middle of a
-step. The host may wait for the GPU by then, where it learns of nothing. So a thread looks at the ends of all steps, and
-ends this process with the sentence of a lost rank.
+Between `failure.py` and `neighbours.py`. A GPU that copies from another waits for it in the order of
+a stream, for ever if that rank is lost in the middle of a step. The host may wait for the GPU by then, and learns of no
+failure. So a thread looks at the ends of all steps, and ends this process with the sentence of a lost rank.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _thread: threading.Thread | None = None
 
 
 def watch(group: Any, timeout: float, prepare: Callable[[], None]) -> None:
-    """Let the process end if what the current stream has to do lasts longer than `timeout` seconds.
+    """End the process if the work of the current stream lasts longer than `timeout` seconds.
 
     prepare: called by the thread before it looks at events for the first time.
     """

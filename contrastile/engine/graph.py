@@ -43,7 +43,7 @@ logger = logging.getLogger("contrastile")
 MOST_ROWS = 16384
 # bytes that a graph keeps for the pairs (`Tiles.captured_bytes`)
 MOST_BYTES = 2**29
-# calls of a plan before its capture, which also compile its kernels, and those before the next one of a dropped graph
+# calls of a plan before its capture, which also compile its kernels, and before the next capture of a dropped graph
 CALLS, AGAIN = 2, 32
 # graphs kept, those used last, and the bytes that they may keep together with copies of inputs, or the workspace of the
 # latest one if that is larger; a single graph may take more

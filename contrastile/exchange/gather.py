@@ -111,7 +111,7 @@ class Gather(Exchange):
         x, most = cols.features, max(self.layout.cols)
         staged = self.staged_bytes(self.layout, x.shape[1:].numel(), x.dtype)
         if staged:
-            beside = sum(collectives.aligned(most * collectives.row_bytes(each)) for each in cols.payload())
+            beside = sum(collectives.aligned(most * collectives.bytes_per_row(each)) for each in cols.payload())
             neighbours(self.layout.group, collectives.aligned(max(staged, beside) // 2 + 1), x.device)
 
     def _all_columns(self, tiles: Tiles, cols: Shard) -> Shard:

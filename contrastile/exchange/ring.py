@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 
 from contrastile.distributed import collectives
-from contrastile.distributed.collectives import aligned
 from contrastile.distributed.failure import resolved
 from contrastile.distributed.neighbours import MOST_BYTES, neighbours
 from contrastile.exchange.base import Exchange, Layout, Traffic, bytes_per_feature
@@ -210,4 +209,4 @@ class _Buffers:
     def _sizes(self, columns: int, accumulated: int) -> list[int]:
         """Bytes of each tensor, up to the aligned start of the next."""
         counts = zip(self.layouts, self._columns(columns, accumulated), strict=True)
-        return [aligned(prod(others) * n * dtype.itemsize) for (dtype, others, _), n in counts]
+        return [collectives.aligned(prod(others) * n * dtype.itemsize) for (dtype, others, _), n in counts]
