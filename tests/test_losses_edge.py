@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from contrastile import (
     contrast,
 )  # fmt: skip
 from contrastile.engine import arguments as checks
-from contrastile.losses.base import Tile
+from contrastile.losses.base import PairLoss, Tile
 from contrastile.losses.reference import dense_sigmoid, dense_softmax
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
@@ -500,6 +501,23 @@ def test_the_same_bits_every_time() -> None:
     q, k = (x.requires_grad_() for x in torch.randn(2, 300, 16))
     runs = [torch.autograd.grad(contrast(q, k, scale=3.0, workspace=2**20), [q, k]) for _ in range(3)]
     assert all(torch.equal(x, y) for run in runs[1:] for x, y in zip(run, runs[0], strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("loss", [Softmax(), Softmax(symmetric=True), Softmax(label_smoothing=0.1), Sigmoid()])
+def test_a_loss_without_gradients_has_the_value_of_one_with_them(loss: PairLoss, dtype: torch.dtype) -> None:
+    """A softmax's bits, in one strip and in several, with the positives on a diagonal and elsewhere."""
+    q, k = (x.to(dtype) for x in torch.randn(2, 300, 16))
+    for reduction in ("mean", "sum"):
+        for workspace in (None, 2**20):
+            for positives in (None,) if loss.symmetric else (None, torch.arange(300) // 2):
+                call = partial(
+                    contrast, k=k, scale=3.0, loss=loss, reduction=reduction, workspace=workspace, positives=positives
+                )
+                with torch.no_grad():
+                    alone = call(q)
+                with_them = call(q.clone().requires_grad_()).detach()
+                torch.testing.assert_close(alone, with_them, rtol=1e-6 * loss.pairwise, atol=0)
 
 
 def test_the_sigmoid_losss_backward_can_be_repeated_and_scaled() -> None:

@@ -17,6 +17,10 @@ from contrastile.distributed.failure import LostRankError
 PATIENCE = 60
 
 
+# streams on which an event was recorded
+recorded = list[str]()
+
+
 class _EndedError(Exception):
     """In place of the end of the process."""
 
@@ -26,8 +30,8 @@ class _Event:
 
     done = True
 
-    def record(self) -> None:
-        pass
+    def record(self, stream: str) -> None:
+        recorded.append(stream)
 
     def query(self) -> bool:
         return self.done
@@ -46,6 +50,8 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(watch, "_thread", None)
     monkeypatch.setattr(watch, "_steps", watch.deque())
     monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "a stream")
+    recorded.clear()
     monkeypatch.setattr(os, "_exit", end)
     monkeypatch.setattr(watch, "lost", lambda operation, group, error: LostRankError(f"{operation}, {group}: {error}"))
     return codes
@@ -68,12 +74,30 @@ def test_a_step_that_does_not_end_ends_the_process(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_steps_that_end_are_forgotten(ended: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "APART", -1.0)
     for _ in range(3):
         watch.watch("a group", PATIENCE, lambda: None)
     began = time.monotonic()
-    while watch._steps and time.monotonic() - began < PATIENCE:
+    while len(watch._steps) > 1 and time.monotonic() - began < PATIENCE:
         time.sleep(0.001)
-    assert (len(watch._steps), ended) == (0, [])
+    assert (len(watch._steps), len(recorded), ended) == (1, 3, [])
+    _stop(monkeypatch)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_steps_of_one_stream_in_quick_succession_have_one_event(
+    ended: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "APART", PATIENCE)
+    monkeypatch.setattr(_Event, "done", False)
+    streams = ["a stream", "a stream", "another", "another", "a stream"]
+    for stream in streams:
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda stream=stream: stream)
+        watch.watch("a group", PATIENCE, lambda: None)
+    assert recorded == streams
+    assert [step.stream for step in watch._steps] == ["a stream", "another", "a stream"]
+    watch.watch("another group", PATIENCE, lambda: None)
+    assert (len(watch._steps), ended) == (4, [])
     _stop(monkeypatch)
 
 

@@ -20,12 +20,13 @@ import torch
 
 from contrastile.distributed.failure import lost
 
-# seconds between two looks
-LOOK = 1.0
+# seconds between two looks, and between two events of a stream
+LOOK, APART = 1.0, 0.05
 
 
 class _Step(NamedTuple):
     end: Any
+    stream: Any
     group: Any
     began: float
     timeout: float
@@ -42,9 +43,13 @@ def watch(group: Any, timeout: float, prepare: Callable[[], None]) -> None:
     prepare: called by the thread before it looks at events for the first time.
     """
     global _thread
-    end = torch.cuda.Event()
-    end.record()
-    _steps.append(_Step(end, group, time.monotonic(), timeout))
+    stream, now = torch.cuda.current_stream(), time.monotonic()
+    last = _steps[-1] if _steps else None
+    if last is None or last.stream != stream or last.group is not group or now - last.began > APART:
+        last = _Step(torch.cuda.Event(), stream, group, now, timeout)
+        _steps.append(last)
+    # the event moves behind this work too, if it was behind the work just before
+    last.end.record(stream)
     if _thread is None:
         with _lock:
             if _thread is None:
@@ -58,9 +63,10 @@ def _look(prepare: Callable[[], None]) -> None:
         prepare()
         while True:
             time.sleep(LOOK)
-            while _steps and _steps[0].end.query():
+            # the last event may still move
+            while len(_steps) > 1 and _steps[0].end.query():
                 _steps.popleft()
-            if _steps and time.monotonic() - _steps[0].began > _steps[0].timeout:
+            if time.monotonic() - _steps[0].began > _steps[0].timeout and not _steps[0].end.query():
                 _end(_steps[0])
 
 

@@ -176,10 +176,6 @@ def with_gradients(call: Call, tiles: Tiles, inputs: Sequence[Tensor], wanted: W
     """
     call = call.prepared(tiles)
     (rows, cols), exchange = call.shards(inputs), call.exchange
-    if not any(wanted):
-        stats = statistics(call, tiles, rows, cols)
-        value = exchange.finish(tiles, stats, rows, cols, call.weights, call.reduction).value
-        return value, Accumulated(None, None, tiles.no_pairs())
     # statistics of a strip are not all of its rows' where these have columns of their own
     one_product = len(exchange.layout.rows) == 1 and rows.own is None
     height = tiles.strip(rows, cols) if one_product else 0
@@ -189,6 +185,10 @@ def with_gradients(call: Call, tiles: Tiles, inputs: Sequence[Tensor], wanted: W
     mean = mean and call.weights is None and call.reduction == "mean"
     if height and ((mean and whole) or not call.loss.pairwise):
         return in_strips(call, tiles, rows, cols, wanted, whole=whole, mean=mean)
+    if not any(wanted):
+        stats = statistics(call, tiles, rows, cols)
+        value = exchange.finish(tiles, stats, rows, cols, call.weights, call.reduction).value
+        return value, Accumulated(None, None, tiles.no_pairs())
     if not call.loss.pairwise:
         # a part of a teacher's loss is left to the backward, which knows nothing of columns that a row meets alone
         tiles.followed = isinstance(exchange, Single) and not (rows.own is not None and rows.guides)
@@ -251,7 +251,7 @@ def in_strips(
         ends.append(end)
         return [end.state], [end.counts if call.weights is None else end.counts * call.weights[along].to(end.counts)]
 
-    sums, value = tiles.strips(rows, cols, u, v, weigh, mean=mean)
+    sums, value = tiles.strips(rows, cols, u, v, weigh, mean=mean, wanted=any(wanted))
     if whole or value is not None:
         return values[0] if value is None else value, Accumulated(u, v, sums)
     flag = tiles.nonfinite(rows, cols)

@@ -423,10 +423,10 @@ class PairLoss(ABC):
         Uses the tile up, unless the loss is pairwise.
         """
 
-    def direct(self, _tile: Tile, _number: int) -> tuple[Tensor, Tensor] | None:
+    def direct(self, _tile: Tile, _number: int, _wanted: bool) -> tuple[Tensor, Tensor | None] | None:
         """The loss of rows that meet all columns, as a part of the mean over this number of rows, and ∂loss/∂x [I, J].
 
-        It uses the tile up. None leaves the tile as it is, to the other methods.
+        It uses the tile up, with the gradient only where `wanted`. None leaves the tile as it is, to the other methods.
         """
         return None
 

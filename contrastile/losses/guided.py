@@ -90,8 +90,8 @@ class Guided(Softmax):
         margin = self.margin * least.abs() if self.margin_strategy == "relative" else self.margin
         return least - margin + TIES * torch.finfo(wide).eps * least.abs().clamp(min=1.0)
 
-    def direct(self, tile: Tile, number: int) -> tuple[Tensor, Tensor] | None:
-        return self._direct(_masked(tile), number) if type(self) is Guided else None
+    def direct(self, tile: Tile, number: int, wanted: bool) -> tuple[Tensor, Tensor | None] | None:
+        return self._direct(_masked(tile), number, wanted) if type(self) is Guided else None
 
     def absorb(self, tile: Tile) -> tuple[Tensor, ...]:
         return super().absorb(_masked(tile))

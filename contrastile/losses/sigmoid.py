@@ -60,7 +60,7 @@ class Sigmoid(PairLoss):
             losses = torch.logaddexp(torch.where(tile.positive, -tile.x, tile.x), tile.x.new_zeros(()))
         return (losses.sum(1)[None],)
 
-    def direct(self, tile: Tile, number: int) -> tuple[Tensor, Tensor] | None:
+    def direct(self, tile: Tile, number: int, wanted: bool) -> tuple[Tensor, Tensor | None] | None:
         x, positive, share = tile.x, tile.positive, 1 / number
         if type(self) is not Sigmoid or not isinstance(positive, Diagonal) or tile.bounds is None:
             return None
@@ -70,6 +70,8 @@ class Sigmoid(PairLoss):
         losses = exponential.log1p()
         positive.of(losses).copy_(torch.logaddexp(at_positive, x.new_zeros(())))
         loss = losses.sum() * share
+        if not wanted:
+            return loss, None
         grad = exponential.div_(torch.add(exponential, 1, out=losses))
         positive.of(grad).copy_(torch.sigmoid(at_positive).neg_())
         return loss, grad.mul_(share)

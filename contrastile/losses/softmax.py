@@ -196,10 +196,10 @@ class Softmax(PairLoss):
             fill(grad, tile.excluded, directions[0][1].flatten()[0] * 0)
         return grad
 
-    def direct(self, tile: Tile, number: int) -> tuple[Tensor, Tensor] | None:
-        return self._direct(tile, number) if type(self) is Softmax else None
+    def direct(self, tile: Tile, number: int, wanted: bool) -> tuple[Tensor, Tensor | None] | None:
+        return self._direct(tile, number, wanted) if type(self) is Softmax else None
 
-    def _direct(self, tile: Tile, number: int) -> tuple[Tensor, Tensor] | None:
+    def _direct(self, tile: Tile, number: int, wanted: bool) -> tuple[Tensor, Tensor | None] | None:
         x, bounds, where = tile.x, tile.bounds, tile.positive
         if self.label_smoothing or bounds is None or not all(map(math.isfinite, bounds)):
             return None
@@ -222,10 +222,12 @@ class Softmax(PairLoss):
             totals = torch.cat([totals, x.sum(0)[None]])
         positive.sub_(top)
         gap, share = totals.log().sub_(positive), 1 / (len(totals) * number)
-        weights = totals.add_(positive.exp_()).reciprocal_().mul_(share)
-        grad = x.mul_(weights[0][:, None] + weights[1] if self.symmetric else weights.T)
         # log(1 + exp(gap)), which is the gap itself behind the threshold
         loss = F.softplus(gap, threshold=SPREAD).sum().mul_(share)
+        if not wanted:
+            return loss, None
+        weights = totals.add_(positive.exp_()).reciprocal_().mul_(share)
+        grad = x.mul_(weights[0][:, None] + weights[1] if self.symmetric else weights.T)
         of_positives = torch.sigmoid(gap)
         return loss, fill(grad, pairs, (of_positives.sum(0) if self.symmetric else of_positives[0]).mul_(-share))
 

@@ -219,10 +219,11 @@ class Tiles(ABC):
         return 0
 
     def strips(
-        self, rows: Shard, cols: Shard, u: Sum, v: Sum, weigh: Weigh, *, mean: bool
+        self, rows: Shard, cols: Shard, u: Sum, v: Sum, weigh: Weigh, *, mean: bool, wanted: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Add the gradients of all pairs to u and v, strip by strip, as `backward`: 6·N·M·D operations with the loss.
 
+        Where no gradient is `wanted`, it computes the loss alone, in 2·N·M·D operations.
         Returns the sums of `backward`, and the loss where it is the `mean` of all rows and needed no `weigh`.
         """
         raise NotImplementedError

@@ -80,18 +80,19 @@ class Eager(Tiles):
         return height if height >= LEAST_STRIP else 0
 
     def strips(
-        self, rows: Shard, cols: Shard, u: Sum, v: Sum, weigh: Weigh, *, mean: bool
+        self, rows: Shard, cols: Shard, u: Sum, v: Sum, weigh: Weigh, *, mean: bool, wanted: bool
     ) -> tuple[Tensor, Tensor | None]:
         height, sums = self.strip(rows, cols), self.no_pairs()
         room = self._room(height * len(cols))
         value: Tensor | None = None
         for along, strip in self._tiles(rows, height):
-            x, graph = self._logits(strip, cols, room, with_graph=True)
+            x, graph = self._logits(strip, cols, room, with_graph=wanted)
             tile = self._tile(x, strip, cols, graph)
             u_I = None if u is None else u[along]
-            if mean and (result := self.loss.direct(tile, len(rows))) is not None:
+            if mean and (result := self.loss.direct(tile, len(rows), wanted)) is not None:
                 value = result[0] if value is None else value + result[0]
-                self._add(result[1], graph, strip, cols, u_I, v, sums)
+                if result[1] is not None:
+                    self._add(result[1], graph, strip, cols, u_I, v, sums)
                 del x, graph, tile
                 continue
             if value is not None:
@@ -99,13 +100,14 @@ class Eager(Tiles):
                 for total in (u, v):
                     if total is not None:
                         total.zero_()
-                return self.strips(rows, cols, u, v, weigh, mean=False)
+                return self.strips(rows, cols, u, v, weigh, mean=False, wanted=wanted)
             mean = False
             if self.fresh and tile.bounds is not None and all(map(math.isfinite, tile.bounds)):
                 self.flag = self.scale.new_zeros(())
-            states, coefficients = weigh(self._stats(tile, strip, cols, keep=True), along)
-            sides = with_states(strip, cols, states, coefficients)
-            self._propagate(tile, graph, *sides, u_I, v, sums)
+            states, coefficients = weigh(self._stats(tile, strip, cols, keep=wanted), along)
+            if wanted:
+                sides = with_states(strip, cols, states, coefficients)
+                self._propagate(tile, graph, *sides, u_I, v, sums)
             # free the memory for the next strip
             del x, graph, tile
         return sums, value
@@ -320,10 +322,10 @@ class Bfloat(Eager):
         return torch.mul(products, self.scale, out=x), products
 
     def strips(
-        self, rows: Shard, cols: Shard, u: Sum, v: Sum, weigh: Weigh, *, mean: bool
+        self, rows: Shard, cols: Shard, u: Sum, v: Sum, weigh: Weigh, *, mean: bool, wanted: bool
     ) -> tuple[Tensor, Tensor | None]:
         self.complete = True
-        return super().strips(rows, cols, u, v, weigh, mean=mean)
+        return super().strips(rows, cols, u, v, weigh, mean=mean, wanted=wanted)
 
     def _add(self, g_IJ: Tensor, graph: Any, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor) -> None:
         if self.bias is not None:
