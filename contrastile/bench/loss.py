@@ -23,7 +23,6 @@ from contrastile.bench.harness import Machine, Report, Row, Step, Table, Timing,
 from contrastile.bench.peers import ANY_NUMBER, DENSE, PEERS, Case, Contestant, rank_peers
 from contrastile.bench.subjects import SUBJECTS
 from contrastile.distributed import collectives
-from contrastile.distributed.neighbours import give_back
 from contrastile.exchange.hierarchical import node_size
 from contrastile.train.provenance import provenance
 
@@ -288,13 +287,9 @@ class LossBench:
 
     def _check(self, case: Case, one: Contestant, gate: Gate, leaves: list[Tensor]) -> Result | None:
         """Run a contestant at both sizes; return its distance and memory without a timing, None if it cannot go on."""
-        self.machine.wait()
         if reason := self._world.failure(one.declines(case, self.machine)):
             self.report.note(f"{one.label}: {reason}")
             return None
-        if self._across:
-            # buffers between GPUs stay, as large as for the largest size before
-            give_back(None)
         loss, results, memory, trouble = one.losses[case.loss], tuple[Tensor, ...](), (0, 0), None
         try:
             results = step(loss, gate.leaves if one.world == 1 else self.shard(gate.leaves))

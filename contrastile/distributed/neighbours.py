@@ -247,11 +247,6 @@ def neighbours(group: Any, size: int, device: torch.device) -> Neighbours | None
     return found
 
 
-def give_back(group: Any) -> None:
-    """Forget the group's buffers, on all ranks after all transfers; the next one makes buffers of its own size."""
-    state_of(group).neighbours = None
-
-
 def used_bytes() -> int:
     """Bytes of all buffers used since the last call of this function, which torch's allocator does not count."""
     used = [each for each in _all if each.used]
