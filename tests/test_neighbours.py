@@ -300,6 +300,11 @@ def test_buffers_grow_and_stay(monkeypatch: pytest.MonkeyPatch, group: Any, stre
     assert first is not None
     assert near.neighbours(group, 256, HERE) is first
     assert (near.used_bytes(), near.used_bytes()) == (2 * 512 + 256, 0)
+    # a smaller batch counts what it needs, a replayed call all
+    assert near.neighbours(group, 256, HERE) is first
+    assert near.used_bytes() == 2 * 256 + 256
+    first.follow()
+    assert near.used_bytes() == 2 * 512 + 256
     second = near.neighbours(group, 1024, HERE)
     assert second is not None
     # those of before stay as they are, for a graph that reads them

@@ -74,8 +74,8 @@ class Neighbours:
         self.memory, self.size, self._rank, self._memories = memories[rank], size, rank, memories
         self._timeout, self._prepare = timeout, partial(_prepare, self.memory.device)
         self._others = [each for each in range(len(memories)) if each != rank]
-        # since the last `used_bytes`
-        self.used = False
+        # since the last `used_bytes`: steps have used them, and bytes of what a step wrote; none where it was replayed
+        self.used, self.needed = False, 0
         self.buffers = [self.memory[:size], self.memory[size : 2 * size]]
         device = self.memory.device
         self._stream, self._reader = torch.cuda.Stream(device), torch.cuda.current_stream(device)
@@ -156,8 +156,13 @@ class Neighbours:
         """Keep the memory for good: its release would wait for copies, whose other ranks may be gone."""
         pythonapi.Py_IncRef(py_object(self.memory))
 
+    def need(self, count: int) -> None:
+        """Count this number of bytes, flags excluded, as those of a step."""
+        self.needed = max(self.needed, count)
+
     def _write(self, x: Tensor, at: int) -> None:
         """Write x into this rank's memory, from byte `at` on."""
+        self.need(at + x.nbytes)
         if x.numel():
             self.memory[at : at + x.nbytes].copy_(_bytes(x.contiguous()))
 
@@ -232,27 +237,34 @@ def neighbours(group: Any, size: int, device: torch.device) -> Neighbours | None
     state = state_of(group)
     if state.reachable is None:
         state.reachable = _reachable(group, device)
+    # batches of many sizes have few sizes of buffers: 32 between a power of two and the next
+    step = max(ALIGNMENT, 1 << (size - 1).bit_length() >> 6)
+    size = -(-size // step) * step
     if state.reachable and (state.neighbours is None or state.neighbours.size < size):
-        # batches of many sizes have few sizes of buffers: 32 between a power of two and the next
-        step = max(ALIGNMENT, 1 << (size - 1).bit_length() >> 6)
-        state.neighbours = _made(group, -(-size // step) * step, device)
+        state.neighbours = _made(group, size, device)
         if state.neighbours is None:
             logger.info("buffers that the GPUs of a node share could not be made: the group's backend carries all")
             state.reachable = False
     if not state.reachable:
         return None
-    if not capturing:
-        state.neighbours.follow()
     found: Neighbours = state.neighbours
+    found.need(2 * size)
+    if not capturing:
+        found.follow()
     return found
 
 
 def used_bytes() -> int:
-    """Bytes of all buffers used since the last call of this function, which torch's allocator does not count."""
-    used = [each for each in _all if each.used]
-    for each in used:
-        each.used = False
-    return sum(each.memory.nbytes for each in used)
+    """Bytes in buffers that the steps since the last call of this function need; torch's allocator does not count them.
+
+    Buffers stay as large as the largest batch before needed them; a step that was replayed counts them whole.
+    """
+    total = 0
+    for each in _all:
+        if each.used:
+            total += min(each.memory.nbytes, (each.needed or each.memory.nbytes) + ALIGNMENT)
+        each.used, each.needed = False, 0
+    return total
 
 
 def _reachable(group: Any, device: torch.device) -> bool:
