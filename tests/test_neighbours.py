@@ -149,7 +149,7 @@ def test_ranks_that_read_all_others_get_what_a_backend_brings(streams: None, siz
         buffers = Neighbours(circle.everyone(place, _memory(1024)), place, 1024)
         flight = buffers.begin_gather(_rows(place, n), sizes, group)
         # as a block that is computed beside it
-        assert failure.state_of(group).in_flight is flight
+        assert (failure.state_of(group).in_flight, buffers.unwatched) == (flight, True)
         gathered = flight.wait()
         sums = torch.arange(2.0 * sum(sizes)).view(-1, 2) * (1 + place)
         (own,) = buffers.begin_scatter_sum(sums, sizes, group).wait()
@@ -447,12 +447,17 @@ def test_copies_have_no_gradient_and_keep_their_dtype(monkeypatch: pytest.Monkey
 
 
 def test_the_thread_that_watches_uses_the_device_of_the_rank(monkeypatch: pytest.MonkeyPatch, streams: None) -> None:
+    """Once for all transfers of a step; a step without transfers is not watched."""
     used: list[Any] = []
     monkeypatch.setattr(torch.cuda, "set_device", used.append)
     monkeypatch.setattr(near, "_driver", lambda: None)
     monkeypatch.setattr(near, "watch", lambda _group, _timeout, prepare: prepare())
     buffers = Neighbours([_memory(256)], 0, 256, 60.0)
     buffers.watch(Group())
+    assert used == []
+    buffers.unwatched = True
+    for _ in range(2):
+        buffers.watch(Group())
     assert used == [buffers.memory.device]
 
 

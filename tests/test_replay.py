@@ -720,11 +720,11 @@ def test_a_graph_is_captured_anew_where_ranks_have_made_other_buffers(monkeypatc
     """Otherwise ranks with a graph would wait for flags beside the old ones, and ranks without it beside the new."""
     q, k = torch.randn(2, 6, 4)
     for at in range(2):
-        buffers = object()
+        buffers = SimpleNamespace(unwatched=False)
         monkeypatch.setattr(Exchange, "buffers", lambda _, buffers=buffers: buffers)
         for _ in range(graph.CALLS + 2):
             contrast(q, k, scale=1.0)
-        assert len(CAPTURED) == at + 1
+        assert (len(CAPTURED), buffers.unwatched) == (at + 1, True)
     assert len(graph._graphs) == 1
 
 

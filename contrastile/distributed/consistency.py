@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from io import BytesIO
+from struct import Struct
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from contrastile._errors import invalid
 from contrastile._torch import backend_timeout
@@ -31,6 +31,7 @@ VALUE = 160
 IN_FULL = 0
 # counts beside a digest, as many in every call, so that ranks which are in different calls can compare
 COUNTS = 5
+NUMBERS = Struct(f"{1 + COUNTS}q")
 
 
 def tally(group: Any, statement: dict[str, Any], counts: Sequence[int]) -> list[list[int]]:
@@ -47,10 +48,10 @@ def tally(group: Any, statement: dict[str, Any], counts: Sequence[int]) -> list[
 def _tally(group: Any, statement: dict[str, Any], counts: Sequence[int]) -> list[list[int]]:
     digest = IN_FULL if "error" in statement else _digest(statement)
     numbers = [digest, *counts, *[0] * (COUNTS - len(counts))]
-    gathered = _gather(_tensor(numbers), group).view(-1, len(numbers)).tolist()
+    gathered = [NUMBERS.unpack(each) for each in _gather(NUMBERS.pack(*numbers), group)]
     if any(digest == IN_FULL or digest != numbers[0] for digest, *_ in gathered):
         _compare(group, statement, ())
-    return [numbers[1 : 1 + len(counts)] for numbers in gathered]
+    return [[*numbers[1 : 1 + len(counts)]] for numbers in gathered]
 
 
 def agree(group: Any, statement: dict[str, Any], free: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -70,8 +71,7 @@ def _compare(group: Any, statement: dict[str, Any], free: Sequence[str]) -> list
         statement = {name: value if name in free else _short(value) for name, value in statement.items()}
     # a letter takes at most four bytes, so every sentence fits
     written = json.dumps(statement, ensure_ascii=False).encode(errors="replace")
-    gathered = _gather(_tensor(written.ljust(STATEMENT, b"\0")), group).numpy().tobytes()
-    statements = [json.loads(gathered[at : at + STATEMENT].rstrip(b"\0")) for at in range(0, len(gathered), STATEMENT)]
+    statements = [json.loads(each.rstrip(b"\0")) for each in _gather(written.ljust(STATEMENT, b"\0"), group)]
     for rank, other in enumerate(statements):
         if "error" in other:
             raise ValueError(f"rank {rank}: {other['error']}")
@@ -97,8 +97,7 @@ def numbers_of_ranks(group: Any, parts: str, numbers: Sequence[int]) -> list[lis
 
 def any_of(flags: Sequence[bool], group: Any) -> list[bool]:
     """Return for each flag whether it is set on any rank of the group."""
-    gathered = _gather(_tensor(bytes(flags)), group)
-    return gathered.view(size(group), -1).any(0).tolist()
+    return [any(of_ranks) for of_ranks in zip(*_gather(bytes(flags), group), strict=True)]
 
 
 def lent(group: Any, make: Callable[[], Any] | None) -> Any:
@@ -129,27 +128,19 @@ def lent(group: Any, make: Callable[[], Any] | None) -> Any:
     return None if make is not None else torch.load(BytesIO(content.cpu().numpy().tobytes()), weights_only=True)
 
 
-def _tensor(numbers: Sequence[int] | bytes) -> Tensor:
-    """Numbers in host memory, whatever torch's default device is."""
-    if isinstance(numbers, bytes):
-        return torch.frombuffer(bytearray(numbers), dtype=torch.uint8)
-    return torch.tensor(numbers, device="cpu")
-
-
-def _gather(own: Tensor, group: Any) -> Tensor:
-    """The numbers of all ranks, one rank after the other, in host memory."""
+def _gather(own: bytes, group: Any) -> list[bytes]:
+    """The bytes of all ranks, in rank order."""
     carrier, device = _carrier(group)
     shared, rounds = _page(group, carrier, device), list[list[bytes]]()
     if shared is None:
         return _gather_by(carrier, device, own, group)
     with Collective("agreement", group, carrier):
-        written = own.numpy().tobytes()
-        for at in range(0, len(written), page.MOST_BYTES):
-            part = written[at : at + page.MOST_BYTES]
+        for at in range(0, len(own), page.MOST_BYTES):
+            part = own[at : at + page.MOST_BYTES]
             rounds.append(shared.gather(part))
             if any(len(record) != len(part) for record in rounds[-1]):
                 raise RuntimeError("ranks are in different calls")
-    return torch.frombuffer(bytearray(b"".join(map(b"".join, zip(*rounds, strict=True)))), dtype=own.dtype)
+    return [b"".join(parts) for parts in zip(*rounds, strict=True)]
 
 
 def _page(group: Any, carrier: Any, device: torch.device) -> Any:
@@ -160,12 +151,12 @@ def _page(group: Any, carrier: Any, device: torch.device) -> Any:
     if not state.sought and any(known):
         state.sought, ranks, rank = True, carrier.size(), carrier.rank()
         written = page.made(ranks) if rank == 0 else ""
-        named = _tensor(written.encode().ljust(page.LONGEST_PATH, b"\0"))
+        named = written.encode().ljust(page.LONGEST_PATH, b"\0")
         try:
-            path = bytes(_gather_by(carrier, device, named, group)[: len(named)].tolist()).rstrip(b"\0").decode()
+            path = _gather_by(carrier, device, named, group)[0].rstrip(b"\0").decode()
             timeout, names = backend_timeout(carrier, device.type), dist.get_process_group_ranks(carrier)
             found = page.opened(path, rank, ranks, timeout.total_seconds(), names)
-            missing = _gather_by(carrier, device, _tensor(bytes([found is None])), group).any()
+            missing = any(map(any, _gather_by(carrier, device, bytes([found is None]), group)))
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(written)
@@ -173,13 +164,14 @@ def _page(group: Any, carrier: Any, device: torch.device) -> Any:
     return state.page
 
 
-def _gather_by(carrier: Any, device: torch.device, own: Tensor, group: Any) -> Tensor:
-    """The numbers of all ranks, by the group's backend."""
+def _gather_by(carrier: Any, device: torch.device, own: bytes, group: Any) -> list[bytes]:
+    """The bytes of all ranks, by the group's backend."""
     with _own_stream(device):
-        gathered = own.new_empty(size(group) * len(own), device=device)
+        sent = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
+        gathered = sent.new_empty(size(group) * len(own))
         with Collective("agreement", group, carrier):
-            all_gather(gathered, own.to(device), group=carrier)
-        return gathered.cpu()
+            all_gather(gathered, sent, group=carrier)
+        return [part.tobytes() for part in gathered.cpu().numpy().reshape(-1, len(own))]
 
 
 def _carrier(group: Any) -> tuple[Any, torch.device]:

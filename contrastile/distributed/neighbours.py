@@ -74,6 +74,8 @@ class Neighbours:
         self.memory, self.size, self._rank, self._memories = memories[rank], size, rank, memories
         self._timeout, self._prepare = timeout, partial(_prepare, self.memory.device)
         self._others = [each for each in range(len(memories)) if each != rank]
+        # transfers have been begun since the last `watch`
+        self.unwatched = False
         # since the last `used_bytes`: steps have used them, and bytes of what a step wrote; none where it was replayed
         self.used, self.needed = False, 0
         self.buffers = [self.memory[:size], self.memory[size : 2 * size]]
@@ -149,7 +151,8 @@ class Neighbours:
 
     def watch(self, group: Any) -> None:
         """Let this process end where the transfers so far outlast the group's time-out."""
-        if self._timeout < inf and not torch.cuda.is_current_stream_capturing():
+        if self.unwatched and self._timeout < inf and not torch.cuda.is_current_stream_capturing():
+            self.unwatched = False
             watch(group, self._timeout, self._prepare)
 
     def keep(self) -> None:
@@ -178,6 +181,7 @@ class Neighbours:
 
     def _begin(self, reads: Sequence[tuple[int, int, Tensor]], readers: Sequence[int]) -> torch.cuda.Event:
         """Post a transfer, and return the event of its end."""
+        self.unwatched = True
         stream, read = self._stream, sorted({rank for rank, *_ in reads})
         stream.wait_stream(torch.cuda.current_stream(self.memory.device))
         self._signal(READY, readers, read)

@@ -230,13 +230,13 @@ class Graph:
                 # another stream may still read the results of the last call
                 torch.cuda.current_stream().wait_stream(self.stream)
                 self.stream, self.stream_address = torch.cuda.current_stream(), stream
-            if self.computed:
-                value = self.value.clone()
-            else:
+            value = self.value.clone() if self.computed else torch.empty_like(self.value)
+            if not self.computed:
                 tensors = [x if isinstance(x, Tensor) else self.number(x) for x in given]
-                value = torch.empty_like(self.value)
                 self.fill(tensors, value, stream)
                 self.replay()
+            if self.buffers is not None:
+                self.buffers.unwatched = True
             self.computed = False
             held = Held(self.sums)
             self.held = ref(held)

@@ -23,7 +23,7 @@ from contrastile.distributed.failure import weakly
 from contrastile.engine import arguments as checks
 from contrastile.exchange.base import Exchange
 from contrastile.gradcache.modes import joined
-from contrastile.losses.base import PairLoss, Shard
+from contrastile.losses.base import PairLoss, Shard, changed
 from contrastile.offload import numbered, present_device
 from contrastile.tiles.scored import Form, Scorer
 
@@ -244,7 +244,7 @@ class Problem:
             rows, cols = exchange.layout.place(rows, cols)
         elif rows is self.rows and scale is self.scale and bias is self.bias:
             return self
-        return replace(self, scale=scale, bias=bias, rows=rows, cols=cols, indexed=indexed)
+        return changed(self, scale=scale, bias=bias, rows=rows, cols=cols, indexed=indexed)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -26,7 +26,7 @@ from contrastile._types import Gradient, Reduction, accumulator
 from contrastile.distributed import collectives
 from contrastile.distributed.failure import in_step, state_of
 from contrastile.distributed.neighbours import Neighbours, joining
-from contrastile.losses.base import Gathers, Shard
+from contrastile.losses.base import Gathers, Shard, changed
 from contrastile.tiles.base import Accumulated, ForwardResult, Sum, Tiles
 
 # pairs of a rank for each part of a pass, and bytes of features, sums and transfers, up to which ranks replay a call
@@ -77,7 +77,7 @@ class Layout:
             positives = torch.where(positives >= 0, positives + first_col, positives)
         diagonal = None if rows.diagonal is None else rows.diagonal + first_col
         # row i and column i of a rank may be one example, also where ranks have more columns than rows
-        return (replace(rows, start=first_col, diagonal=diagonal, positives=positives), replace(cols, start=first_col))
+        return (changed(rows, start=first_col, diagonal=diagonal, positives=positives), changed(cols, start=first_col))
 
 
 class Traffic(NamedTuple):
