@@ -540,6 +540,19 @@ def test_copies_leave_all_multiprocessors_to_the_tiles(monkeypatch: pytest.Monke
     assert followed == ["follow", "watch"]
 
 
+def test_a_forward_takes_no_buffers_that_its_backward_has_no_room_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(ring, "neighbours", lambda _group, size, _device: asked.append(size))
+    loss = ClipLoss(exchange="ring")
+    for most, calls in ((2**20, 2), (1000, 0)):
+        monkeypatch.setattr(ring, "MOST_BYTES", most)
+        asked.clear()
+        with one_rank_of(3):
+            q, k = (x.requires_grad_() for x in F.normalize(torch.randn(2, 5, 16), dim=-1))
+            loss(q, k, 1.0).backward()
+        assert len(asked) == calls
+
+
 def test_an_error_of_the_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(near, "_driver", lambda: SimpleNamespace(cuStreamBatchMemOp_v2=lambda *_: 801))
     with pytest.raises(RuntimeError, match=r"^cuStreamBatchMemOp_v2 of CUDA's driver failed with error 801$"):

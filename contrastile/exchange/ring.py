@@ -57,9 +57,12 @@ class Ring(Exchange):
 
     def reserved(self, cols: Shard) -> int:
         """Copy engines hold no multiprocessors; more columns than their buffers have room for are sent by NCCL."""
+        return 0 if self.buffers() is not None and self._copies(cols) else super().reserved(cols)
+
+    def _copies(self, cols: Shard) -> bool:
+        """Return whether copy engines have room for all that a step sends. Else the forward takes no buffers either."""
         x = cols.features
-        copied = self.buffers() is not None and self.kept_bytes(self.layout, x.shape[1:].numel(), x.dtype) > 0
-        return 0 if copied else super().reserved(cols)
+        return self.kept_bytes(self.layout, x.shape[1:].numel(), x.dtype) > 0
 
     def forward(self, tiles: Tiles, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
         row_stats: Tensor | None = None
@@ -125,7 +128,7 @@ class Ring(Exchange):
         run gives the same bits.
         """
         W, rank, sizes = len(self.layout), self.layout.rank, self.layout.cols
-        buffers = _Buffers(shard, returned, axis, max(sizes), resolved(self.layout.group))
+        buffers = _Buffers(shard, returned, axis, max(sizes), resolved(self.layout.group), self._copies(shard))
 
         def packet(hop: int) -> Packet:
             """The packet that arrives in a hop. The last hop brings no columns."""
@@ -165,12 +168,12 @@ class Ring(Exchange):
 class _Buffers:
     """Two byte buffers for packets of a payload like the shard's and an accumulator like `returned`."""
 
-    def __init__(self, shard: Shard, returned: Tensor, axis: int, most: int, group: Any) -> None:
+    def __init__(self, shard: Shard, returned: Tensor, axis: int, most: int, group: Any, copied: bool) -> None:
         like = [(returned, axis), *[(x, 1 if x is shard.state else 0) for x in shard.payload()]]
         # for each tensor of a packet its dtype, its shape without the columns, and their axis
         self.layouts = [(x.dtype, [*x.shape[:at], *x.shape[at + 1 :]], at) for x, at in like]
         room = sum(self._sizes(most, most))
-        self.group, self.neighbours = group, neighbours(group, room, returned.device)
+        self.group, self.neighbours = group, neighbours(group, room, returned.device) if copied else None
         if self.neighbours is None:
             self.buffers = [returned.new_empty(room, dtype=torch.uint8) for _ in range(2)]
         else:
