@@ -50,8 +50,14 @@ MIB = 2**20
 
 @pytest.fixture(autouse=True)
 def _on_the_device() -> Iterator[None]:
+    _forget()
     with CUDA:
         yield
+    _forget()
+
+
+def _forget() -> None:
+    """Drop all graphs, those of tests of other files too."""
     graph._graphs.clear()
     graph._calls.clear()
     torch.cuda.empty_cache()
