@@ -47,7 +47,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         raise _EndedError
 
     monkeypatch.setattr(watch, "LOOK", 0.005)
-    monkeypatch.setattr(watch, "_thread", None)
+    monkeypatch.setattr(watch, "_threads", ())
     monkeypatch.setattr(watch, "_steps", watch.deque())
     monkeypatch.setattr(torch.cuda, "Event", _Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "a stream")
@@ -64,12 +64,23 @@ def test_a_step_that_does_not_end_ends_the_process(
     prepared = list[int]()
     monkeypatch.setattr(_Event, "done", False)
     watch.watch("a group", 0.02, lambda: prepared.append(threading.get_ident()))
-    assert watch._thread is not None
-    watch._thread.join(PATIENCE)
+    for thread in watch._threads:
+        thread.join(PATIENCE)
     assert ended == [1]
     assert capsys.readouterr().err == "copy between GPUs, a group: it did not end within 0.02 s\n"
     # by the thread itself
-    assert prepared == [watch._thread.ident]
+    assert prepared == [watch._threads[0].ident]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_driver_that_does_not_answer_ends_the_process_too(ended: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = threading.Event()
+    monkeypatch.setattr(_Event, "query", lambda _: answer.wait(PATIENCE))
+    watch.watch("a group", 0.02, lambda: None)
+    watch._threads[1].join(PATIENCE)
+    assert (ended, watch._threads[0].is_alive()) == ([1], True)
+    answer.set()
+    _stop(monkeypatch)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -102,13 +113,15 @@ def test_steps_of_one_stream_in_quick_succession_have_one_event(
 
 
 def _stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """End the thread, as an error of the device does."""
+    """End the threads, as an error of the device does."""
 
     def refuse(_: _Event) -> bool:
         raise RuntimeError
 
     monkeypatch.setattr(_Event, "query", refuse)
-    watch.watch("a group", PATIENCE, lambda: None)
-    assert watch._thread is not None
-    watch._thread.join(PATIENCE)
-    assert not watch._thread.is_alive()
+    began = time.monotonic()
+    while any(thread.is_alive() for thread in watch._threads) and time.monotonic() - began < PATIENCE:
+        # the event of the last step is not looked at
+        watch.watch(object(), PATIENCE, lambda: None)
+        time.sleep(0.001)
+    assert not any(thread.is_alive() for thread in watch._threads)

@@ -3,6 +3,8 @@
 Between `failure.py` and `neighbours.py`. A GPU that copies from another waits for it in the order of
 a stream, for ever if that rank is lost in the middle of a step. The host may wait for the GPU by then, and learns of no
 failure. So a thread looks at the ends of all steps, and ends this process with the sentence of a lost rank.
+
+Another thread asks the driver, whose answer may wait for the GPU too, behind a call of the main thread.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +37,9 @@ class _Step(NamedTuple):
 
 _steps: deque[_Step] = deque()
 _lock = threading.Lock()
-_thread: threading.Thread | None = None
+_threads: tuple[threading.Thread, ...] = ()
+# the step about whose end the driver is asked at present, in a list of its own for each question
+_question: list[_Step] | None = None
 
 
 def watch(group: Any, timeout: float, prepare: Callable[[], None]) -> None:
@@ -42,7 +47,7 @@ def watch(group: Any, timeout: float, prepare: Callable[[], None]) -> None:
 
     prepare: called by the thread before it looks at events for the first time.
     """
-    global _thread
+    global _threads
     stream, now = torch.cuda.current_stream(), time.monotonic()
     last = _steps[-1] if _steps else None
     if last is None or last.stream != stream or last.group is not group or now - last.began > APART:
@@ -50,24 +55,53 @@ def watch(group: Any, timeout: float, prepare: Callable[[], None]) -> None:
         _steps.append(last)
     # the event moves behind this work too, if it was behind the work just before
     last.end.record(stream)
-    if _thread is None:
+    if not _threads:
         with _lock:
-            if _thread is None:
-                _thread = threading.Thread(target=_look, args=(prepare,), daemon=True)
-                _thread.start()
+            if not _threads:
+                _threads = tuple(threading.Thread(target=run, daemon=True) for run in (partial(_ask, prepare), _look))
+                for thread in _threads:
+                    thread.start()
 
 
-def _look(prepare: Callable[[], None]) -> None:
+def _ask(prepare: Callable[[], None]) -> None:
+    """Forget steps that have ended, and end the process where one has not in time."""
     # an error of the device is one of the main thread
     with suppress(RuntimeError):
         prepare()
         while True:
             time.sleep(LOOK)
-            # the last event may still move
-            while len(_steps) > 1 and _steps[0].end.query():
+            # the event of the last step may still move
+            while _steps and (len(_steps) > 1 or _late(_steps[0])):
+                if not _ended(_steps[0]):
+                    if _late(_steps[0]):
+                        _end(_steps[0])
+                    break
                 _steps.popleft()
-            if time.monotonic() - _steps[0].began > _steps[0].timeout and not _steps[0].end.query():
-                _end(_steps[0])
+
+
+def _ended(step: _Step) -> bool:
+    global _question
+    _question = [step]
+    try:
+        ended: bool = step.end.query()
+    finally:
+        _question = None
+    return ended
+
+
+def _look() -> None:
+    """End the process where a question has no answer in time. The thread that asks has had a turn between two looks."""
+    before = None
+    while _threads[0].is_alive():
+        time.sleep(LOOK)
+        question = _question
+        if question is not None and question is before and _late(question[0]):
+            _end(question[0])
+        before = question
+
+
+def _late(step: _Step) -> bool:
+    return time.monotonic() - step.began > step.timeout
 
 
 def _end(step: _Step) -> None:
