@@ -73,10 +73,15 @@ def test_a_step_that_does_not_end_ends_the_process(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_driver_that_does_not_answer_ends_the_process_too(ended: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("place", ["query", "__del__"])
+def test_a_driver_that_does_not_answer_ends_the_process_too(
+    ended: list[Any], monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """About the step itself, or at the end of the event of one before it."""
     answer = threading.Event()
-    monkeypatch.setattr(_Event, "query", lambda _: answer.wait(PATIENCE))
-    watch.watch("a group", 0.02, lambda: None)
+    monkeypatch.setattr(_Event, place, lambda _: answer.wait(PATIENCE), raising=False)
+    for group in ("a group", "another"):
+        watch.watch(group, 0.02, lambda: None)
     watch._threads[1].join(PATIENCE)
     assert (ended, watch._threads[0].is_alive()) == ([1], True)
     answer.set()

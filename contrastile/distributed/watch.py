@@ -4,7 +4,8 @@ Between `failure.py` and `neighbours.py`. A GPU that copies from another waits f
 a stream, for ever if that rank is lost in the middle of a step. The host may wait for the GPU by then, and learns of no
 failure. So a thread looks at the ends of all steps, and ends this process with the sentence of a lost rank.
 
-Another thread asks the driver, whose answer may wait for the GPU too, behind a call of the main thread.
+Another thread asks the driver, whose answer may wait for the GPU too: on an H200 the end of an old event waited for an
+allocation of pinned memory by the main thread, which waited for the copy.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class _Step(NamedTuple):
 _steps: deque[_Step] = deque()
 _lock = threading.Lock()
 _threads: tuple[threading.Thread, ...] = ()
-# the step about whose end the driver is asked at present, in a list of its own for each question
-_question: list[_Step] | None = None
+# an object for the time in which the driver is asked, another one each time
+_question: object = None
 
 
 def watch(group: Any, timeout: float, prepare: Callable[[], None]) -> None:
@@ -65,38 +66,33 @@ def watch(group: Any, timeout: float, prepare: Callable[[], None]) -> None:
 
 def _ask(prepare: Callable[[], None]) -> None:
     """Forget steps that have ended, and end the process where one has not in time."""
+    global _question
     # an error of the device is one of the main thread
     with suppress(RuntimeError):
         prepare()
         while True:
             time.sleep(LOOK)
+            _question = object()
             # the event of the last step may still move
             while _steps and (len(_steps) > 1 or _late(_steps[0])):
-                if not _ended(_steps[0]):
+                if not _steps[0].end.query():
                     if _late(_steps[0]):
                         _end(_steps[0])
                     break
                 _steps.popleft()
-
-
-def _ended(step: _Step) -> bool:
-    global _question
-    _question = [step]
-    try:
-        ended: bool = step.end.query()
-    finally:
-        _question = None
-    return ended
+            _question = None
 
 
 def _look() -> None:
     """End the process where a question has no answer in time. The thread that asks has had a turn between two looks."""
     before = None
-    while _threads[0].is_alive():
+    while True:
         time.sleep(LOOK)
+        if not _threads[0].is_alive():
+            return
         question = _question
-        if question is not None and question is before and _late(question[0]):
-            _end(question[0])
+        if question is not None and question is before and _steps and _late(_steps[0]):
+            _end(_steps[0])
         before = question
 
 
