@@ -108,7 +108,7 @@ class Options:
         if workspace is not None:
             # 2e9 is a number of bytes too
             count = int(workspace) if isinstance(workspace, float) and math.isfinite(workspace) else workspace
-            remedy, rule = "Leave it out for the default.", f"be at least {LEAST_WORKSPACE} bytes"
+            remedy, rule = "Leave it out for the default.", f"be a whole number of bytes, {LEAST_WORKSPACE} at least"
             count = whole_number("workspace", count, LEAST_WORKSPACE, remedy, rule=rule)
             object.__setattr__(self, "workspace", count)
         if self.device is not None:

@@ -414,9 +414,8 @@ class Changing(nn.Module):
 
 BAD = {
     "`encoder` must be callable": lambda t: encode(3, _inputs(), sub_batch=4),
-    "`encoder` must be on meta, as its inputs are; got cpu. Pass inputs that have values.": lambda t: encode(
-        t, _inputs().to("meta"), sub_batch=4
-    ),
+    "`inputs` must have values where the encoder's parameters have; got a tensor on meta, and an encoder on cpu. "
+    "Load them on a device that computes.": lambda t: encode(t, _inputs().to("meta"), sub_batch=4),
     "`sub_batch` must be a whole number of at least 1; got 0. Count examples, tokens, or sub-batches, or say "
     '"auto".': lambda t: encode(t, _inputs(), sub_batch=0),
     "`sub_batch_tokens` must be a whole number of at least 1; got 0. Count examples, tokens, or sub-"

@@ -297,6 +297,14 @@ def test_rows_that_are_not_of_unit_length_are_said_once(name: str) -> None:
     assert not said
 
 
+def test_features_that_are_transposed_are_said_to_be() -> None:
+    a, b = F.normalize(torch.randn(2, 16, 4), dim=-1)
+    remedy = r"Its columns have length 1: pass x\.T, whose rows are the examples\.$"
+    for dtype in (torch.float64, torch.bfloat16):
+        with pytest.warns(UserWarning, match=remedy):
+            ClipLoss()(a.T.to(dtype), b.T.to(dtype), 2.0)
+
+
 def test_a_temperature_in_the_place_of_the_scale_is_said_once() -> None:
     loss, (a, b) = NTXentLoss(), F.normalize(torch.randn(2, 4, 8), dim=-1)
     with pytest.warns(UserWarning, match="scale") as told:

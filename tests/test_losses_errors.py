@@ -98,7 +98,8 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`bias` must be on the device of `q`; got meta and cpu. Move one side first.": lambda: contrast(
         _x(3, 4), _x(3, 4), scale=1.0, bias=_meta(1)
     ),
-    "`query_ids` must be a tensor of shape [3], one entry for each row of `q`; got shape [2]. Check it.": lambda: (
+    "`query_ids` must be a tensor of shape [3], one entry for each row of `q`; got shape [2]. Pass the entries "
+    "of these 3 rows, in their order.": lambda: (
         contrast(_x(3, 4), _x(3, 4), scale=1.0, query_ids=torch.arange(2), key_ids=torch.arange(3))
     ),
     "`key_ids` must be integers; got torch.float32. Number the groups first, with torch.unique for example.": lambda: (
@@ -108,7 +109,8 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "torch.as_tensor.": lambda: InfoNCELoss()(
         _x(3, 4), _x(3, 4), 1.0, negatives=_x(2, 4), query_ids=torch.arange(3), key_ids=3
     ),
-    "`key_ids` must be a tensor of shape [5], one entry for each row of `key`; got shape []. Check it.": lambda: (
+    "`key_ids` must be a tensor of shape [5], one entry for each row of `key`; got shape []. Pass the entries "
+    "of these 5 rows, in their order.": lambda: (
         InfoNCELoss()(_x(3, 4), _x(3, 4), 1.0, negatives=_x(2, 4), query_ids=torch.arange(3), key_ids=torch.tensor(3))
     ),
     "`key_ids` must be given where `query_ids` is; got None. Pass both, or neither.": lambda: contrast(
@@ -120,13 +122,18 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`weights` must be real numbers; got torch.complex64. Convert it with .float().": lambda: contrast(
         _x(3, 4), _x(3, 4), scale=1.0, weights=_x(3, dtype=torch.complex64)
     ),
-    "`loss` must be a loss of contrastile.losses, as an object; got str. Pass Softmax(...) or Sigmoid(...), say.": (
+    "`loss` must be a loss of contrastile.losses, as an object; got str. Pass Softmax(...) or "
+    "Sigmoid(...), say. A module such as ClipLoss is called itself.": (
         lambda: contrast(_x(3, 4), _x(3, 4), scale=1.0, loss="clip")
     ),
     "`loss` must be a loss of contrastile.losses, as an object; got ClipLoss. Pass Softmax(...) or "
-    "Sigmoid(...), say.": lambda: contrast(_x(3, 4), _x(3, 4), scale=1.0, loss=ClipLoss()),
+    "Sigmoid(...), say. A module such as ClipLoss is called itself.": lambda: (
+        contrast(_x(3, 4), _x(3, 4), scale=1.0, loss=ClipLoss())
+    ),
     "`loss` must be a loss of contrastile.losses, as an object; got the class Softmax. Pass Softmax(...) or "
-    "Sigmoid(...), say.": lambda: contrast(_x(3, 4), _x(3, 4), scale=1.0, loss=Softmax),
+    "Sigmoid(...), say. A module such as ClipLoss is called itself.": lambda: (
+        contrast(_x(3, 4), _x(3, 4), scale=1.0, loss=Softmax)
+    ),
     "`weights` must be on the device of `q`; got meta and cpu. Move one side first.": lambda: contrast(
         _x(3, 4), _x(3, 4), scale=1.0, weights=_meta(3)
     ),
@@ -185,15 +192,13 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`weights` must not require a gradient; got some that do. Detach them: they are taken as constants.": lambda: (
         ClipLoss()(_x(3, 4), _x(3, 4), 1.0, weights=_x(3).requires_grad_())
     ),
-    "`workspace` must be at least 1048576 bytes; got 1000. Leave it out for the default.": lambda: ClipLoss(
-        workspace=1000
-    ),
+    "`workspace` must be a whole number of bytes, 1048576 at least; got 1000. Leave it out for the "
+    "default.": lambda: ClipLoss(workspace=1000),
     "`label_smoothing` must be at least 0 and below 1; got 'a little'. 0.1 is usual.": lambda: ClipLoss(
         label_smoothing="a little"
     ),
-    "`workspace` must be at least 1048576 bytes; got '1 GiB'. Leave it out for the default.": lambda: ClipLoss(
-        workspace="1 GiB"
-    ),
+    "`workspace` must be a whole number of bytes, 1048576 at least; got '1 GiB'. Leave it out for the "
+    "default.": lambda: ClipLoss(workspace="1 GiB"),
     "`device` must be one that torch knows; got 'gpu'. Leave it out to compute where the features are.": lambda: (
         ClipLoss(device="gpu")
     ),
@@ -245,8 +250,8 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`logit_bias` must be a tensor of shape [] or [1]; got shape [3]. One number serves all pairs.": lambda: (
         SigLipLoss()(_x(3, 4), _x(3, 4), 1.0, _x(3))
     ),
-    "`weights` must be a tensor of shape [3], one entry for each row of `image_features`; got shape [2]. Check "
-    "it.": lambda: ClipLoss()(_x(3, 4), _x(3, 4), 1.0, weights=_x(2)),
+    "`weights` must be a tensor of shape [3], one entry for each row of `image_features`; got shape [2]. Pass the "
+    "entries of these 3 rows, in their order.": lambda: ClipLoss()(_x(3, 4), _x(3, 4), 1.0, weights=_x(2)),
     "`text_features` must have the same feature size as `image_features`; got 5 and 4. Project one side "
     "first.": lambda: ClipLoss()(_x(3, 4), _x(3, 5), 1.0),
     "`key` must have the same feature size as `query`; got 5 and 4. Project one side first.": lambda: InfoNCELoss()(
@@ -278,8 +283,8 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "labels.argmax(dim=1) if its rows are one-hot.": lambda: (
         SupConLoss()(_x(3, 4), torch.ones(3, 2, dtype=torch.int64), 1.0)
     ),
-    "`labels` must be a tensor of shape [3], one entry for each row of `features`; got list. Number the words first, "
-    "with sorted(set(labels)).index for example.": lambda: (
+    "`labels` must be a tensor of shape [3], one entry for each row of `features`; got list. Pass a number for each "
+    "word, the same one on all ranks.": lambda: (
         SupConLoss()(_x(3, 4), ["a", "b", "a"], 1.0)  # type: ignore[arg-type]
     ),
     "`view_a` must be a tensor; got list. Pass one of its tensors, or join them with torch.stack or "
@@ -292,7 +297,8 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`negatives` must be a tensor; got KeyQueue. Pass its keys.": lambda: (
         InfoNCELoss()(_x(3, 4), _x(3, 4), 1.0, negatives=KeyQueue(2, 4))  # type: ignore[arg-type]
     ),
-    "`labels` must be a tensor of shape [3], one entry for each row of `features`; got shape [2]. Check it.": lambda: (
+    "`labels` must be a tensor of shape [3], one entry for each row of `features`; got shape [2]. Pass the entries "
+    "of these 3 rows, in their order.": lambda: (
         SupConLoss()(_x(3, 4), torch.arange(2), 1.0)
     ),
     "`view_b` must have as many rows as `view_a`; got 2 and 3. Pass one row for each: row i of one belongs to "

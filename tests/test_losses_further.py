@@ -447,7 +447,8 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`guide_query` must have as many rows as `query`; got 2 and 3. Pass one row for each.": lambda: (
         GISTLoss(contrast_positives=True)(_x(3, 4), _x(3, 4), 1.0, guide_query=_x(2, 5), guide_key=_x(3, 5))
     ),
-    "`key_ids` must be a tensor of shape [3], one entry for each row of `key`; got shape [2]. Check it.": lambda: (
+    "`key_ids` must be a tensor of shape [3], one entry for each row of `key`; got shape [2]. Pass the entries "
+    "of these 3 rows, in their order.": lambda: (
         GISTLoss(contrast_positives=True)(
             _x(3, 4), _x(3, 4), 1.0, guide_query=_x(3, 5), guide_key=_x(3, 5), query_ids=torch.arange(3),
             key_ids=torch.arange(2),
@@ -517,8 +518,10 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`key` must have a row or more for `lists`; got shape [0, 4]. Pass the listed keys.": lambda: ScoreDistillLoss()(
         _x(3, 4), _x(0, 4), _x(3, 2), lists=torch.full((3, 2), -1)
     ),
-    "`key` must be lists of 2 queries where they have three dimensions; got shape [3, 2, 4]. List each query's own, or "
-    "pass shared ones as [H, features].": lambda: ScoreDistillLoss()(_x(2, 4), _x(3, 2, 4), _x(3, 2)),
+    "`key` must have a list for each of the 2 queries where they have three dimensions; got shape [3, 2, 4]. "
+    "List each query's own, or pass shared ones as [H, features].": lambda: (
+        ScoreDistillLoss()(_x(2, 4), _x(3, 2, 4), _x(3, 2))
+    ),
     "`scores` must have a column or more; got shape [3, 0]. List the keys to score.": lambda: ScoreDistillLoss()(
         _x(3, 4), _x(3, 0, 4), _x(3, 0)
     ),
@@ -543,7 +546,8 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`margin` must be a finite number; got None. 0.0 is the paper's.": lambda: GISTLoss(
         margin=None  # type: ignore[arg-type]
     ),
-    "`ids` must be a tensor of shape [3], one entry for each row of `view_a`; got shape [2]. Check it.": lambda: (
+    "`ids` must be a tensor of shape [3], one entry for each row of `view_a`; got shape [2]. Pass the entries "
+    "of these 3 rows, in their order.": lambda: (
         NTXentLoss()(_x(3, 4), _x(3, 4), 1.0, ids=torch.arange(2))
     ),
     "`sigma` must be positive; got inf. The paper has 0.5.": lambda: DCLLoss(sigma=float("inf")),
@@ -567,7 +571,8 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`label_smoothing` must be 0 for a distillation of scores; got 0.1. Soften the scores instead.": lambda: (
         ScoreDistillLoss(label_smoothing=0.1)
     ),
-    "`labels` must be a tensor of shape [3], one entry for each row of `image_features`; got shape [2]. Check it.": (
+    "`labels` must be a tensor of shape [3], one entry for each row of `image_features`; got shape [2]. Pass the "
+    "entries of these 3 rows, in their order.": (
         lambda: ClipLoss()(_x(3, 4), _x(3, 4), 1.0, labels=torch.arange(2))
     ),
     "`form` must be one of out, in; got 'mean'. They are the paper's words.": lambda: SupConLoss(
@@ -590,8 +595,10 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`hardness_strength` must be at least 0; got -1.0. 5 to 9 is usual.": lambda: Hardness(hardness_strength=-1.0),
     "`negatives` must have two dimensions [rows, features], or three [queries, H, features]; got shape [4]. "
     "Pass a batch.": lambda: InfoNCELoss()(_x(3, 4), _x(3, 4), 1.0, negatives=_x(4)),
-    "`negatives` must be lists of 3 queries where they have three dimensions; got shape [2, 5, 4]. List each query's "
-    "own, or pass shared ones as [H, features].": lambda: InfoNCELoss()(_x(3, 4), _x(3, 4), 1.0, negatives=_x(2, 5, 4)),
+    "`negatives` must have a list for each of the 3 queries where they have three dimensions; got shape [2, 5, 4]. "
+    "List each query's own, or pass shared ones as [H, features].": lambda: (
+        InfoNCELoss()(_x(3, 4), _x(3, 4), 1.0, negatives=_x(2, 5, 4))
+    ),
     "`negatives` must have the same feature size as `key`; got 5 and 4. Project one side first.": lambda: InfoNCELoss()(
         _x(3, 4), _x(3, 4), 1.0, negatives=_x(3, 2, 5)
     ),

@@ -90,7 +90,9 @@ def test_a_workspace_takes_any(many: Any) -> None:
 
 @pytest.mark.parametrize("value", [True, "1 GiB", 2**20 - 1, np.int64(5), float("inf"), float("nan")], ids=named)
 def test_a_workspace_refuses_what_is_none(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"^`workspace` must be at least 1048576 bytes; got .*\. Leave it out"):
+    with pytest.raises(
+        ValueError, match=r"^`workspace` must be a whole number of bytes, 1048576 at least; got .*\. Leave"
+    ):
         Options(workspace=value)
 
 

@@ -37,7 +37,7 @@ FIGURES = (".svg", ".png", ".pdf")
 WORLDS, FEATURES = [8, 32, 128], 768
 MEMORY_SIZES, SMALL_MEMORY_SIZES = [2**exponent for exponent in range(15, 23)], [2**12, 2**13, 2**14]
 
-SUMMARY = "time and memory, beside what people run today"
+SUMMARY = "time and memory, beside other implementations"
 EXAMPLE = "contrastile bench loss --quick"
 
 

@@ -10,7 +10,7 @@ from contrastile.cli import plan
 from contrastile.cli.options import OVERRIDES, RECIPE, at_least, number
 from contrastile.train.log import size
 
-SUMMARY = 'what this machine has, and what "auto" would choose and why'
+SUMMARY = 'devices and versions of this machine, and the choices of "auto" with their reasons'
 EXAMPLE = "contrastile doctor glyphs"
 
 

@@ -131,8 +131,9 @@ def own_negatives(
             raise invalid("negative_ids", rule, "others", "Continue `key_ids` over shared negatives.")
         return
     if len(own) != len(q):
+        rule = f"have a list for each of the {len(q)} queries where they have three dimensions"
         got, remedy = f"shape {list(own.shape)}", "List each query's own, or pass shared ones as [H, features]."
-        raise invalid("negatives", f"be lists of {len(q)} queries where they have three dimensions", got, remedy)
+        raise invalid("negatives", rule, got, remedy)
     if device is not None and torch.device(device).type != q.device.type:
         got = f"shape {list(own.shape)}"
         raise invalid("negatives", "be shared by all queries with features in host memory", got, "Leave `device` out.")
@@ -182,13 +183,13 @@ def vector(name: str, x: Tensor, rows_name: str, rows: Tensor, *, integer: bool)
 def _as_vector(name: str, x: object, rows: int) -> str:
     """The remedy for a vector of another shape or type."""
     if isinstance(x, (list, tuple)) and any(isinstance(entry, str) for entry in x):
-        return f"Number the words first, with sorted(set({name})).index for example."
+        return "Pass a number for each word, the same one on all ranks."
     if not isinstance(x, Tensor):
         return "Convert it with torch.as_tensor."
     if name == "labels" and x.ndim == 1 and 0 < len(x) < rows and rows % len(x) == 0:
         return f"Pass labels.repeat({rows // len(x)}) where views are concatenated."
     if x.ndim != 2 or len(x) != rows:
-        return "Check it."
+        return f"Pass the entries of these {rows} rows, in their order."
     return f"Pass {name}[:, 0]." if x.shape[1] == 1 else f"Pass {name}.argmax(dim=1) if its rows are one-hot."
 
 

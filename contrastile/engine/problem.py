@@ -131,7 +131,7 @@ class Arguments:
         checks.own_negatives(self.own, self.negative_ids, self.query_ids, q, self.options.device)
         if not isinstance(loss, PairLoss):
             got = f"the class {loss.__name__}" if isinstance(loss, type) else type(loss).__name__
-            remedy = "Pass Softmax(...) or Sigmoid(...), say."
+            remedy = "Pass Softmax(...) or Sigmoid(...), say. A module such as ClipLoss is called itself."
             raise invalid("loss", "be a loss of contrastile.losses, as an object", got, remedy)
         if loss.guides != len(self.guides):
             name, rule = type(loss).__name__, "be given for" if loss.guides else "be left out for"

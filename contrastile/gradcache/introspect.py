@@ -125,7 +125,8 @@ def reach(
         raise invalid("encoder", "consist of Python's modules", got, remedy)
     device = device or (input_device if first is None else first.device)
     if any(leaf.is_meta and leaf.device != device for leaf in leaves):
-        raise invalid("encoder", "be on meta, as its inputs are", device, "Pass inputs that have values.")
+        rule, got = "have values where the encoder's parameters have", f"a tensor on meta, and an encoder on {device}"
+        raise invalid("inputs", rule, got, "Load them on a device that computes.")
     if not torch.is_grad_enabled():
         return Reached(modules, [], device)
     if any(map(is_lazy, parameters)):

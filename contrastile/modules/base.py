@@ -124,10 +124,14 @@ class Loss(nn.Module):
         # a length that is not finite is no sign of rows that were not normalised
         unit = not any(bool(((x - 1).abs() > LENGTH_TOLERANCE).any()) for x in lengths)
         if self.unit_rows and not unit:
+            columns = [torch.linalg.vector_norm(side.detach(), dim=0, dtype=_wide(side.dtype)) for side in sides]
+            transposed = all(bool(((x - 1).abs() < LENGTH_TOLERANCE).all()) for x in columns)
+            remedy = "Normalise them first, with torch.nn.functional.normalize(x, dim=-1)."
+            if transposed:
+                remedy = "Its columns have length 1: pass x.T, whose rows are the examples."
             # Python shows equal warnings of one line once, however many losses are made
             warnings.warn(
-                f"{type(self).__name__} got rows of length other than 1; it computes with features as given. "
-                "Normalise them first, with torch.nn.functional.normalize(x, dim=-1).",
+                f"{type(self).__name__} got rows of length other than 1; it computes with features as given. {remedy}",
                 stacklevel=5,
             )
             return
@@ -141,6 +145,10 @@ class Loss(nn.Module):
                 f"{type(self).__name__} got a scale of {value:.4g}, {why}; products are multiplied by it. {remedy}",
                 stacklevel=5,
             )
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _no_scale(value: float, *, unit: bool) -> tuple[str, str]:
