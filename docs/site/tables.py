@@ -128,7 +128,7 @@ def steps() -> str:
             rows.append((title, last(file, impl="contrastile", way=way, batch=batch, sub_batch="512", **model)))
     pace = float(plain["us_per_pair"])
     cells = ((way, f"{int(row['batch']):,}", f"{float(row['us_per_pair']) / pace:.2f}", gib(row)) for way, row in rows)
-    return table_of(("step", "pairs", "time of a pair, times the plain step's", "peak memory"), cells)
+    return table_of(("step", "pairs", "time per pair, in multiples of the plain step's", "peak memory"), cells)
 
 
 def doors(page: str) -> str:
