@@ -43,7 +43,8 @@ demo-search: $(VENV)/.train ## train a retriever for the Python code on this mac
 	$(BIN)/contrastile search runs/docstrings "bracket the minimum of a function"
 
 docs: $(VENV)/.docs ## build the documentation site, build/site/index.html; runs tutorials that changed
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@# without --quiet, which would let warnings pass
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 	@echo "build/site/index.html; to search in it: python3 -m http.server --directory build/site"
 
 tutorials: $(VENV)/.docs ## run the five tutorials anew, for the site (five to ten minutes on 2 cores)

@@ -24,6 +24,8 @@ DOCS = ROOT / "docs"
 # documents beside docs/, and the pages that they become
 BESIDE = {"README.md": "index.md", "CHANGELOG.md": "changes.md", "CONTRIBUTING.md": "contributing.md"}
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)(?=[)#\s])")
+# the first page takes the place of the README and has other headings
+README_HEADING = re.compile(r"(?<=README\.md)#[\w-]+(?=\))")
 REFERENCE: dict[str, Callable[[], str]] = {
     **{name: partial(reference.api, name) for name in reference.API},
     "command": reference.command,
@@ -76,7 +78,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return markdown
     if page.file.src_uri == "recipe.md":
         markdown = _with_types(markdown)
-    markdown = LINK.sub(lambda link: _within(link[1], page.file), markdown)
+    markdown = LINK.sub(lambda link: _within(link[1], page.file), README_HEADING.sub("", markdown))
     return FIGURE.sub(lambda figure: _figure(figure[1], figure[2], page.file), markdown)
 
 
