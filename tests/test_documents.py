@@ -171,6 +171,28 @@ def test_the_index_of_errors_has_those_of_functions_that_check():
     ]
 
 
+def test_the_index_of_errors_follows_the_branches_of_a_function():
+    tree = ast.parse("""
+def check(x):
+    if x < 0:
+        remedy = "Take its size."
+        raise invalid("x", "be positive", x, remedy)
+    remedy = "Round it."
+    if x > 9:
+        remedy = "Halve it."
+    elif x > 8:
+        remedy = "Leave it out."
+        return remedy
+    raise invalid("x", "be whole", x, remedy)
+""")
+    found = defaultdict(set)
+    _written_by("reference")._collect(tree.body[0], ROOT / "contrastile" / "losses" / "x.py", {}, found)
+    assert {row[1:3] for row in found["Losses"]} == {
+        ("be positive", "Take its size."),
+        ("be whole", "Halve it. / Round it."),
+    }
+
+
 class Tokens(nn.Module):
     """Vectors of tokens, or a score of each text."""
 

@@ -273,25 +273,52 @@ RAISED = {
 def _collect(
     scope: ast.FunctionDef, path: Path, texts: dict[str, str], found: dict[str, set[tuple[str, str, str, str]]]
 ) -> None:
-    """Add the errors that a function raises; its names stand for the text that they were given."""
+    """Add the errors that a function raises; its names stand for the texts that they have at that place."""
     source, drawer = path.relative_to(ROOT).as_posix(), path.relative_to(ROOT / "contrastile").parts[0]
     part = PARTS.get(drawer.removesuffix(".py"), drawer)
-    for node in ast.walk(scope):
-        if isinstance(node, ast.Assign) and len(node.targets) == 1:
-            _assign(node.targets[0], node.value, texts)
-    for node in ast.walk(scope):
+    for node, known in _expressions(scope.body, dict(texts)):
         if isinstance(node, ast.Call) and (_name(node.func), len(node.args)) in RAISED:
             before, *at = RAISED[_name(node.func), len(node.args)]
-            name, rule, remedy = (_text(node.args[index], texts) for index in at)
-            own = [_text(word.value, texts) for word in node.keywords if word.arg == "rule"]
+            name, rule, remedy = (_text(node.args[index], known) for index in at)
+            own = [_text(word.value, known) for word in node.keywords if word.arg == "rule"]
             rule = own[0] if own else before + rule
             if rule.strip("…. ") and (name != "…" or not before):
                 found[part].add((name, rule, remedy, source))
         elif isinstance(node, ast.Yield) and isinstance(node.value, ast.Tuple) and len(node.value.elts) == 3:
             # a rule of a recipe's section: condition, key, sentence
-            _, key, sentence = (_text(each, texts) for each in node.value.elts)
+            _, key, sentence = (_text(each, known) for each in node.value.elts)
             if sentence.startswith("must "):
                 found["Recipes"].add((key or "recipe", sentence.removeprefix("must "), "", source))
+
+
+def _expressions(body: list[ast.stmt], texts: dict[str, str]) -> Iterator[tuple[ast.AST, dict[str, str]]]:
+    """The expressions of statements in their order, with the texts that names have there.
+
+    Texts of several branches are joined. Those of a branch that ends in a raise or a return are left behind.
+    `texts` is changed, and emptied where the statements never end.
+    """
+    for statement in body:
+        blocks = [block for _, block in ast.iter_fields(statement) if block and isinstance(block, list)]
+        inner = [block for block in blocks if isinstance(block[0], ast.stmt)]
+        inner += [
+            part.body for block in blocks for part in block if isinstance(part, ast.ExceptHandler | ast.match_case)
+        ]
+        for part in ast.iter_child_nodes(statement):
+            if not isinstance(part, ast.stmt | ast.ExceptHandler | ast.match_case):
+                yield from ((node, texts) for node in ast.walk(part))
+        if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+            _assign(statement.targets[0], statement.value, texts)
+        ways = [dict(texts) for _ in inner]
+        for block, way in zip(inner, ways, strict=True):
+            yield from _expressions(block, way)
+        if not (isinstance(statement, ast.If) and statement.orelse) and not isinstance(statement, ast.With):
+            ways.insert(0, dict(texts))
+        if isinstance(statement, ast.Raise | ast.Return | ast.Continue | ast.Break):
+            ways = []
+        texts.clear()
+        for way in ways:
+            for name, text in way.items():
+                texts[name] = " / ".join(dict.fromkeys([*texts.get(name, text).split(" / "), *text.split(" / ")]))
 
 
 # the parts of the program, in a user's words
@@ -300,7 +327,8 @@ PARTS = {
     "exchange": "Losses", "_dispatch": "Losses", "_types": "Losses", "scorers": "Losses", "offload": "Losses",
     "_errors": "Losses", "_torch": "Losses", "gradcache": "The gradient cache", "distributed": "Ranks", "data": "Data",
     "models": "Models", "evaluate": "Evaluation", "train": "Training", "retrieval": "Search",
-    "experiments": "Comparisons", "bench": "Benchmarks", "cli": "The command",
+    "experiments": "Comparisons", "bench": "Benchmarks", "cli": "The command", "planner": "The planner",
+    "integrations": "Adapters of other libraries",
 }  # fmt: skip
 
 
@@ -356,7 +384,7 @@ def _assign(target: ast.expr, value: ast.expr, texts: dict[str, str]) -> None:
         for each, part in zip(target.elts, value.elts, strict=True):
             _assign(each, part, texts)
     elif isinstance(target, ast.Name):
-        texts.setdefault(target.id, _text(value, texts))
+        texts[target.id] = _text(value, texts)
 
 
 def _name(function: ast.expr) -> str:
