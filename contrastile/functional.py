@@ -77,7 +77,7 @@ def contrast(
             (not with a scorer).
         query_labels, key_labels: [N], [M] integers; pairs of equal labels are the positives.
         query_ids, key_ids: [N], [M] integers; pairs of equal ids that are not positive do not count at all. With
-            `negatives` [H, D], key_labels and key_ids may continue over them ([M + H]); else negatives have ids and
+            `negatives` [H, D], key_labels and key_ids may continue over them ([M + H]); otherwise they have ids and
             labels of their own.
         negative_ids: [N, H] integers for negatives [N, H, D]; a negative with the id of its query is a pad.
         guide_q, guide_k: [N, G], [M, G] features of another model, constants, for losses that compare them too:

@@ -100,7 +100,7 @@ def best_of(first: Matches, second: Matches, k: int) -> Matches:
 def recall(
     query: Tensor, key: Tensor, query_ids: Tensor, key_ids: Tensor, *, ks: Sequence[int] = (1, 5, 10)
 ) -> dict[int, float]:
-    """The share of queries with a right key, one of equal id, among their first k by dot product, for each k.
+    """For each k, the share of queries that have a key of equal id among their first k by dot product.
 
     query `[N, D]`, key `[M, D]`: floating point. query_ids `[N]`, key_ids `[M]`: integers.
 

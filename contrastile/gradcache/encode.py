@@ -86,8 +86,8 @@ def encode(
 
     Returns the encoder's result (tensor, tuple, dict, nested), each leaf for the whole batch. Packed values, `Ragged`,
     are joined along their first axis. A number of shape [] or [1] that is not a row for each example, such as a scale,
-    must be the same for every sub-batch, and is returned so.
-    Warns once of features that differ in the second pass, on a GPU in a later call, and of features that are detached.
+    must be the same for every sub-batch, and is returned as it is.
+    Warns once about features that differ in the second pass (on a GPU in a later call), and about detached features.
     Raises ValueError for inputs that cannot be split, for batch normalisation in training mode, whose statistics over a
     sub-batch are not those of the batch, for modules that change a buffer when they run, for encoders that write over
     their inputs or parameters, for the module inside a DistributedDataParallel, whose gradients would not be reduced,

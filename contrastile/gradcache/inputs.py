@@ -25,21 +25,22 @@ PROBE_ROWS = 2
 
 @dataclass(frozen=True)
 class Ragged:
-    """Values of a batch in one tensor, of each example as many as its length says.
+    """The values of all examples of a batch in one tensor, and the number of values of each example.
 
-    Such are the patches of images of many sizes (`pixel_values` of Qwen-VL, with `image_grid_thw`), or the tokens of
-    texts without padding (`cu_seqlens`). As an input of `encode` the encoder gets the values of its examples, a plain
-    tensor; None if they have none. It learns of lengths from an input of its own, as [B, ...] rows or ragged as well.
+    Values are, for example, the patches of images of many sizes (`pixel_values` of Qwen-VL, with `image_grid_thw`), or
+    the tokens of texts without padding (`cu_seqlens`). `encode` passes the encoder the values of a sub-batch as a plain
+    tensor, or None if it has none. The encoder gets lengths from a further input: [B, ...] rows, or ragged too.
 
     An encoder may also return one, such as a vector for each token: `encode` returns that of the whole batch, packed
-    along the first axis. `contrast(..., scorer=MaxSim())` takes it as a side. Lengths as a list spare a GPU a wait.
+    along the first axis. `contrast(..., scorer=MaxSim())` takes it as a side. Lengths on a GPU make the host wait for
+    it; a list does not.
 
     Arguments:
         values: [..., Σ lengths, ...], packed in the order of the examples.
         lengths: [B] whole numbers of at least 0, as a tensor, an array or a list; `cu_seqlens.diff()`.
-        axis: the packed one.
+        axis: the packed axis.
 
-    Raises ValueError where these do not fit together.
+    Raises ValueError if these do not fit together.
 
     >>> import torch
     >>> images = torch.tensor([1, 0, 2])

@@ -41,8 +41,9 @@ class Guided(Softmax):
         false = guide > threshold - margin
         F.cross_entropy(x.masked_fill(false & ~eye, -torch.inf), labels)
 
-    margin, margin_strategy: as above. A similarity that equals the threshold but for 16 roundings of the accumulator's
-    dtype does not exceed it, so that copies of the positive are treated alike whatever computes them.
+    margin: subtracted from the threshold as it is (margin_strategy="absolute"), or times the threshold's size
+    ("relative"). A similarity within 16 roundings of the accumulator's dtype does not exceed the threshold, so that
+    every backend treats copies of the positive alike.
 
     >>> from contrastile import contrast
     >>> q, k, a, b = torch.nn.functional.normalize(torch.randn(4, 6, 16), dim=-1)

@@ -33,7 +33,7 @@ class KeyQueue(nn.Module):
         group: the process group that shares the batch; None is the default group.
         dtype: of the keys; by default that of torch.
 
-    Raises ValueError for keys that do not fit, on all ranks what one finds wrong.
+    Raises ValueError for keys that do not fit; an error of one rank is raised on all of them.
 
     >>> from contrastile import InfoNCELoss
     >>> queue, loss = KeyQueue(6, features=8), InfoNCELoss()

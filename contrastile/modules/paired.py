@@ -28,7 +28,7 @@ class ClipLoss(PairedLoss):
     `exchange`, `group`, `gradient`, `label_smoothing`, `reduction`, `workspace`, `device`.
 
     Returns a scalar ([N] with reduction="none") in float32, or float64 for float64 features. Raises ValueError for
-    anything that does not fit together, naming it, what it must be and what it is.
+    arguments that do not fit together; the message has the argument, the rule, the value and the remedy.
 
     >>> import torch, torch.nn.functional as F
     >>> image, text = F.normalize(torch.randn(2, 8, 16), dim=-1)

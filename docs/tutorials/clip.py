@@ -195,7 +195,7 @@ print(f"relative difference of the gradients: {difference:.1e}")
 #
 # | symptom | what to do |
 # |---|---|
-# | the loss stays at log(batch), 6.2 | lower the rate of learning; train longer |
+# | the loss stays at log(batch), 6.2 | lower the learning rate; train longer |
 # | `ModuleNotFoundError` | `pip install '.[train]'` in a clone |
 # | memory ends | a smaller `BATCH`; the sub-batch alone does not change the features' size |
 # | another error | [the index of errors](../reference/errors.md) |

@@ -91,7 +91,7 @@ print(f"SimCLR's trunk, 200 labels: {accuracy(trunk, FEW):.1%}")
 # ## SupCon on the frozen trunk
 #
 # The trunk's parameters need no gradient now. `encode` notices: it runs the trunk once, keeps no graph, and replays nothing. `features` of
-# SupCon have the shape `[pictures, views, D]`.
+# SupCon have the shape `[images, views, D]`.
 
 # %%
 trunk.requires_grad_(False)
