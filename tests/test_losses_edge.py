@@ -297,9 +297,9 @@ def test_rows_that_are_not_of_unit_length_are_said_once(name: str) -> None:
     assert not said
 
 
-def test_features_that_are_transposed_are_said_to_be() -> None:
+def test_columns_of_unit_length_are_said_to_be_no_rows() -> None:
     a, b = F.normalize(torch.randn(2, 16, 4), dim=-1)
-    remedy = r"Its columns have length 1: pass x\.T, whose rows are the examples\.$"
+    remedy = r"Its columns have length 1: normalise along dim=-1, or pass x\.T if columns are the examples\.$"
     for dtype in (torch.float64, torch.bfloat16):
         with pytest.warns(UserWarning, match=remedy):
             ClipLoss()(a.T.to(dtype), b.T.to(dtype), 2.0)

@@ -125,10 +125,9 @@ class Loss(nn.Module):
         unit = not any(bool(((x - 1).abs() > LENGTH_TOLERANCE).any()) for x in lengths)
         if self.unit_rows and not unit:
             columns = [torch.linalg.vector_norm(side.detach(), dim=0, dtype=_wide(side.dtype)) for side in sides]
-            transposed = all(bool(((x - 1).abs() < LENGTH_TOLERANCE).all()) for x in columns)
             remedy = "Normalise them first, with torch.nn.functional.normalize(x, dim=-1)."
-            if transposed:
-                remedy = "Its columns have length 1: pass x.T, whose rows are the examples."
+            if all(bool(((x - 1).abs() < LENGTH_TOLERANCE).all()) for x in columns):
+                remedy = "Its columns have length 1: normalise along dim=-1, or pass x.T if columns are the examples."
             # Python shows equal warnings of one line once, however many losses are made
             warnings.warn(
                 f"{type(self).__name__} got rows of length other than 1; it computes with features as given. {remedy}",
