@@ -78,12 +78,12 @@ DOORS = {
     ),
     "door_transformers": (("trainer", "the formula as `compute_loss`, whole batch", "`ContrastileTrainer`"),),
     "door_lightning": (("lightning", "the formula in `training_step`, whole batch", "`ContrastileMixin`"),),
-    "door_accelerate": (("accelerate", "the formula, whole batch", "the code below"),),
-    "door_deepspeed": (("deepspeed", "the formula, whole batch", "the code below"),),
+    "door_accelerate": (("accelerate", "the formula, whole batch", "the code"),),
+    "door_deepspeed": (("deepspeed", "the formula, whole batch", "the code"),),
     "door_tevatron": (("tevatron", "`DenseModel`, whole batch", "the subclass"),),
-    "door_flag_embedding": (("flag-embedding", "`sub_batch_size`", "the subclass below"),),
-    "door_colpali_engine": (("colpali-engine", "`ContrastiveTrainer`, whole batch", "the subclass below"),),
-    "door_pylate": (("pylate", "`CachedContrastive`", "the subclass below"),),
+    "door_flag_embedding": (("flag-embedding", "`sub_batch_size`", "the subclass"),),
+    "door_colpali_engine": (("colpali-engine", "`ContrastiveTrainer`, whole batch", "the subclass"),),
+    "door_pylate": (("pylate", "`CachedContrastive`", "the subclass"),),
 }
 
 
