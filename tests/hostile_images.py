@@ -140,7 +140,7 @@ QUICK = (
 def decoded(path: str, cut: bool) -> str | None:
     """Decode the middle of a file, or all of it as if it were cut out; the reason why it is skipped."""
     try:
-        decode(io.BytesIO(Path(path).read_bytes()), (3, 224, 224), partial(crop_box, 0, 1) if cut else None)
+        decode(Path(path).read_bytes(), (3, 224, 224), partial(crop_box, 0, 1) if cut else None)
     except Skipped as reason:
         return str(reason)
     return None

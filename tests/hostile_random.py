@@ -50,7 +50,7 @@ def image(path: Path) -> None:
     """Decode a file whole, or a part of it."""
     content = path.read_bytes()
     for crop in (None, partial(crop_box, 0, 1)):
-        decode(io.BytesIO(content), (3, 16, 16), crop)
+        decode(content, (3, 16, 16), crop)
 
 
 def shard() -> bytes:

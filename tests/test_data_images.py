@@ -29,7 +29,7 @@ def test_formats_that_may_call_programs_are_refused():
 
 def decodes(content):
     try:
-        decode(io.BytesIO(content), (1, 8, 8))
+        decode(content, (1, 8, 8))
     except Skipped as reason:
         return str(reason)
     return None
@@ -69,7 +69,7 @@ def test_the_part_within_the_box_is_decoded(tmp_path):
     left.save(file, "JPEG", quality=95)
 
     def part(*box):
-        return decode(io.BytesIO(file.getvalue()), (3, 16, 16), lambda width, height: box)
+        return decode(file.getvalue(), (3, 16, 16), lambda width, height: box)
 
     assert part(0, 0, 150, 150).min() > 240
     assert part(250, 0, 400, 150).max() < 15
@@ -83,7 +83,7 @@ def test_the_part_is_resampled_as_pillow_does(mode, channels):
     picture = Image.effect_noise((300, 200), 60).resize((90, 70)).resize((300, 200)).convert(mode)
     file = io.BytesIO()
     picture.save(file, "PNG")
-    found = decode(io.BytesIO(file.getvalue()), (channels, 33, 33), lambda width, height: (31, 17, 251, 190))
+    found = decode(file.getvalue(), (channels, 33, 33), lambda width, height: (31, 17, 251, 190))
     plain = picture.convert("L" if channels == 1 else "RGB")
     wanted = plain.crop((31, 17, 251, 190)).resize((33, 33), Image.Resampling.BICUBIC)
     differences = found.astype(int) - np.asarray(wanted).reshape(33, 33, channels).transpose(2, 0, 1)
@@ -98,6 +98,6 @@ def test_a_turned_picture_is_cut_upright():
     exif[0x0112] = 6
     file = io.BytesIO()
     scene.save(file, "PNG", exif=exif)
-    upright = decode(io.BytesIO(file.getvalue()), (1, 16, 16), lambda width, height: (16, 0, 48, 32))[0]
+    upright = decode(file.getvalue(), (1, 16, 16), lambda width, height: (16, 0, 48, 32))[0]
     assert upright[:7].min() > 240
     assert upright[9:].max() < 15

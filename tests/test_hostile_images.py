@@ -31,7 +31,7 @@ def decoded(values, kind="TIFF", shape=(1, 8, 8)):
     """The first pixel of each column."""
     file = io.BytesIO()
     Image.fromarray(np.repeat(values[None], len(values), 0)).save(file, kind)
-    return decode(io.BytesIO(file.getvalue()), (shape[0], len(values), len(values)))[0, 0].tolist()
+    return decode(file.getvalue(), (shape[0], len(values), len(values)))[0, 0].tolist()
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_pixels_of_32_bits_are_read_by_their_range(values, grey, channels):
 
 def test_a_dark_image_of_16_bits_stays_dark():
     dark = b"P5\n3 3\n65535\n" + np.full(9, 200, ">u2").tobytes()
-    assert not decode(io.BytesIO(dark), (1, 3, 3)).any()
+    assert not decode(dark, (1, 3, 3)).any()
 
 
 def test_an_image_that_is_not_finite_is_refused():
@@ -74,6 +74,6 @@ def test_a_large_image_is_converted_in_bands_as_at_once(monkeypatch):
     for band in (1 << 20, 170):
         monkeypatch.setattr("contrastile.data.images.BAND", band)
         boxes = (None, lambda width, height: (3, 5, 41, 58))
-        cut = [decode(io.BytesIO(file.getvalue()), (3, 20, 20), box) for box in boxes]
+        cut = [decode(file.getvalue(), (3, 20, 20), box) for box in boxes]
         results.append([*cut, squared(picture, (3, 20, 20))])
     assert all(map(np.array_equal, *results))

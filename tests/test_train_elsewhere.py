@@ -103,7 +103,7 @@ def test_the_measures_are_those_of_the_features(finished):
     run = load(outcome.folder, device="cpu")
     test = recipe.evaluate.zero_shot[0]
     paths = evaluation.open_class_folder(test.folder, classes=test.classes, mapping=test.mapping).paths
-    pictures = torch.from_numpy(np.stack([decode(Path(path), (1, 16, 16)) for path in paths]))
+    pictures = torch.from_numpy(np.stack([decode(Path(path).read_bytes(), (1, 16, 16)) for path in paths]))
     image = run.encode_image(pictures).double()
     texts = [run.encode_text([name, f"{name} left"]).double().mean(dim=0) for name in NAMES.values()]
     scores = (image @ torch.nn.functional.normalize(torch.stack(texts), dim=-1).T).float()
@@ -332,7 +332,7 @@ def test_pictures_are_encoded_in_chunks(tmp_path, apart):
     bad = paths.index(str(root / "b" / "3.png"))
     assert [place for place, why in enumerate(reasons) if why] == [bad]
     for place, path in enumerate(paths):
-        assert place == bad or np.array_equal(pictures[place].numpy(), decode(Path(path), (1, 16, 16)))
+        assert place == bad or np.array_equal(pictures[place].numpy(), decode(Path(path).read_bytes(), (1, 16, 16)))
     assert not list(read_chunks([], (1, 16, 16), chunk=7, apart=apart))
 
 

@@ -10,10 +10,9 @@ import hashlib
 import json
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from contrastile.data import base
 from contrastile.data.base import Indices, ProgressFactory, Skipped
 from contrastile.data.files import cached_folder, file_state, is_whole
 from contrastile.data.images import decode
-from contrastile.data.loader import Piece
+from contrastile.data.loader import Origin, Piece
 from contrastile.data.pairs import ImageWriter, Labels, PairOptions, PairSet, Stream, cached_pairs
 from contrastile.data.shards import find_pairs, manifest_state, state
 from contrastile.data.sources import Source, read_source
@@ -39,9 +38,6 @@ MOST_HELD_OUT = 10_000
 # files of an index, by the names of its fields
 HEADER, ARRAYS = "index.json", {"where": "where.npy", "ends": "ends.npy", "fractions": "lots.npy", "text": "titles.npy"}
 
-# the caption and the image file of a row
-Reader = Callable[[Any], tuple[str, Path | BytesIO]]
-
 
 def open_table(source: str, options: PairOptions) -> PairSet:
     """The pairs of a table, decoded once into the cache, with the splits "train", "held_out" and perhaps "images".
@@ -54,13 +50,9 @@ def open_table(source: str, options: PairOptions) -> PairSet:
     digest = hashlib.sha256(json.dumps(states).encode()).hexdigest()
     settings = {**options.settings, "format": TABLE_FORMAT, "rows": digest}
 
-    def read(row: Row | str) -> tuple[str, Path]:
-        if isinstance(row, str):
-            raise Skipped(row)
-        return row[1], row[0]
-
     def make(writer: ImageWriter) -> Labels:
-        captions, digests, skipped = _decode_all(writer, rows, read, options.progress, "reading the images")
+        pairs = [row if isinstance(row, str) else (row[1], Piece(str(row[0]), 0, None)) for row in rows]
+        captions, digests, skipped = _decode_all(writer, pairs, options.progress, "reading the images")
         ids = base.joined_ids(captions, digests)
         if len(set(ids.tolist())) < 2:
             # equal captions or equal images make pairs one
@@ -103,17 +95,21 @@ def _first_missing(rows: Sequence[Row | str], folder: Path) -> str:
 
 
 def _decode_all(
-    writer: ImageWriter, rows: Sequence[Any], read: Reader, progress: ProgressFactory, title: str
+    writer: ImageWriter, pairs: Sequence[tuple[str, Origin] | str], progress: ProgressFactory, title: str
 ) -> tuple[list[str], list[bytes], dict[str, int]]:
-    """Decode what `read` returns of each row: captions, digests of images, numbers of the unusable rows by reason."""
+    """Decode pairs, or reasons in their place: captions, digests of images, counts of the unusable ones by reason."""
     captions, digests, skipped = [], [], Counter[str]()
-    with progress(len(rows), title, "images") as bar:
-        for row in rows:
+    with progress(len(pairs), title, "images") as bar:
+        for pair in pairs:
             try:
-                caption, file = read(row)
-                image = decode(file, writer.shape)
+                if isinstance(pair, str):
+                    raise Skipped(pair)
+                caption, origin = pair
+                image = decode(origin(), writer.shape)
             except Skipped as reason:
                 skipped[str(reason)] += 1
+            except OSError as failure:
+                skipped["missing picture" if isinstance(failure, FileNotFoundError) else "broken picture"] += 1
             else:
                 writer.add(image)
                 captions.append(caption)
@@ -147,15 +143,12 @@ def open_collection(source: str, options: PairOptions) -> PairSet:
     if len(images := _held_out_images(index, held_out, options.held_out)):
         parts["images"], settings["images"], held_out[images] = images, len(images), True
 
-    def read(row: int) -> tuple[str, BytesIO]:
-        return index.caption(row), BytesIO(index.origin(row, 0)())
-
     def make(writer: ImageWriter) -> Labels:
         captions: list[str] = []
         splits, skipped = {}, Counter[str]()
         for name, rows in parts.items():
-            title = "reading the held-out images"
-            decoded, _, bad = _decode_all(writer, rows.tolist(), read, options.progress, title)
+            places = [(index.caption(row), index.origin(row, 0)) for row in rows.tolist()]
+            decoded, _, bad = _decode_all(writer, places, options.progress, "reading the held-out images")
             splits[name] = np.arange(len(captions), len(captions) + len(decoded))
             captions += decoded
             skipped.update(bad)

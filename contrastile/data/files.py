@@ -73,16 +73,6 @@ def open_file(path: str | Path) -> IO[bytes]:
     return open(plain_file(str(path)), "rb")
 
 
-def read_whole(path: str | Path, most: int) -> bytes:
-    """The bytes of a file of at most `most` bytes; a longer one is an OSError."""
-    with open_file(path) as file:
-        # one byte more, because a file may grow
-        content = file.read(min(os.fstat(file.fileno()).st_size, most) + 1)
-    if len(content) > most:
-        raise OSError(errno.EOVERFLOW, f"Over {most:,} bytes", str(path))
-    return content
-
-
 def own_folder(path: Path) -> Path:
     """`path`, of a folder to write into, which need not exist; ValueError where it is a symbolic link."""
     if path.is_symlink():

@@ -10,7 +10,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from io import BytesIO
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,7 +20,6 @@ from torch import Tensor
 from contrastile._errors import invalid
 from contrastile.data import image_limits as limits
 from contrastile.data.base import Images, Shape, Skipped
-from contrastile.data.files import read_whole
 
 # the formats that Pillow decodes itself; for others it may call programs of the machine
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
@@ -41,15 +39,15 @@ BAND = 1 << 17
 Box = tuple[float, float, float, float]
 
 
-def decode(file: Path | BytesIO, shape: Shape, crop: Callable[[int, int], Box] | None = None) -> Images:
-    """One image as uint8 `[C, S, S]`, resampled: its middle square, or the box that `crop(width, height)` returns.
+def decode(content: bytes, shape: Shape, crop: Callable[[int, int], Box] | None = None) -> Images:
+    """The image of a file as uint8 `[C, S, S]`, resampled: its middle square, or the box of `crop(width, height)`.
 
     Raises `Skipped` with the reason; for an image over the limits of `image_limits.py` before it is decoded.
     """
     try:
         # Pillow's own limit on pixels is a warning up to twice its size; the limit of `check_size` is lower
         with warnings.catch_warnings(action="ignore"):
-            plain, turn = _opened(file, shape, crop)
+            plain, turn = _opened(content, shape, crop)
         plain = _turned(plain, turn)
         if crop is None:
             return _middle(plain, shape)
@@ -57,8 +55,6 @@ def decode(file: Path | BytesIO, shape: Shape, crop: Callable[[int, int], Box] |
         del plain
         # the filter of Pillow but for a rounding, in a quarter of its time
         return F.interpolate(pixels, shape[1:], mode="bicubic", antialias=True)[0].numpy()
-    except FileNotFoundError as failure:
-        raise Skipped("missing picture") from failure
     except Image.DecompressionBombError as failure:
         raise Skipped("picture over 64 megapixels") from failure
     except Skipped:
@@ -68,9 +64,8 @@ def decode(file: Path | BytesIO, shape: Shape, crop: Callable[[int, int], Box] |
         raise Skipped("broken picture") from failure
 
 
-def _opened(file: Path | BytesIO, shape: Shape, crop: Callable[[int, int], Box] | None) -> tuple[Image.Image, object]:
+def _opened(content: bytes, shape: Shape, crop: Callable[[int, int], Box] | None) -> tuple[Image.Image, object]:
     """The image, or its part within the box, in grey or colour as it lies in the file, and its orientation."""
-    content = read_whole(file, limits.MOST_BYTES) if isinstance(file, Path) else file.getvalue()
     beside, mode = limits.check_parts(content), _mode(shape)
     with Image.open(BytesIO(content), formats=FORMATS) as image:
         limits.check_size(image)

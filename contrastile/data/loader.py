@@ -19,7 +19,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from io import BytesIO
 from itertools import pairwise
 from queue import SimpleQueue
 
@@ -76,7 +75,7 @@ def fill(images: Images, origins: Sequence[Origin], examples: Sequence[int], cro
     for image, origin, example in zip(images, origins, examples, strict=False):
         try:
             box = None if crop_seed is None else partial(crop_box, crop_seed, example)
-            image[:] = decode(BytesIO(origin()), images.shape[1:], box)
+            image[:] = decode(origin(), images.shape[1:], box)
             reasons.append(None)
         except OSError as failure:
             reasons.append(f"unreadable file ({failure.strerror})")
