@@ -30,44 +30,36 @@ LEGEND = 44
 
 Column = npt.NDArray[np.float64]
 Curve = tuple[list[float], list[float]]
-# values of a step that the page draws
+# values of a step that the page draws, and the parts of its time, which earlier versions did not write
 VALUES = ("examples", "batch", "planned", "loss", "scale", "learning_rate", "seconds")
+PARTS = ("data", "loss", "optimizer", "towers")
 
 
 class StepColumns:
-    """Columns of the steps of a run by name; `shares`: columns of the parts of a step's time, where these are known.
+    """Columns of the steps of a run by name; `shares`: of the parts of a step's time, for the rows `timed` alone.
 
     others: the lines of measurements. As dictionaries the lines of 300,000 steps would fill 700 MB, as columns 30.
     """
 
     def __init__(self, lines: Iterable[dict[str, Any]]) -> None:
-        steps, shares = array("d"), dict[str, Any]()
-        # rows of the steps with shares, which earlier versions did not write
-        timed = array("q")
+        numbers, incomplete = array("d"), 0
         self.others: list[dict[str, Any]] = []
-        incomplete = 0
         for line in lines:
-            kind = line.get("kind")
-            if kind in ("probe", "test"):
+            if line.get("kind") in ("probe", "test"):
                 self.others.append(line)
-            elif kind == "step":
+            elif line.get("kind") == "step":
+                shares, absent = line.get("shares") or {}, 0.0 if line.get("shares") else math.nan
                 try:
-                    steps.extend([float(line[name]) for name in VALUES])
+                    numbers.extend([*(float(line[name]) for name in VALUES), *(shares.get(x, absent) for x in PARTS)])
                 except (KeyError, TypeError, ValueError):
                     incomplete += 1
-                    continue
-                if parts := line.get("shares"):
-                    for part in parts.keys() - shares.keys():
-                        shares[part] = array("d", [0.0]) * len(timed)
-                    for part, column in shares.items():
-                        column.append(parts.get(part, 0.0))
-                    timed.append(len(steps) // len(VALUES) - 1)
         if incomplete:
             logger.warning("%d steps of the metrics lack values and are left out", incomplete)
-        columns = np.array(steps).reshape(-1, len(VALUES)).T.copy()
-        self.columns: dict[str, Column] = dict(zip(VALUES, columns, strict=True))
-        self.shares: dict[str, Column] = {part: np.array(shares[part]) for part in sorted(shares)}
-        self.timed = np.array(timed, dtype=np.int64)
+        columns = np.array(numbers).reshape(-1, len(VALUES) + len(PARTS)).T.copy()
+        self.columns: dict[str, Column] = dict(zip(VALUES, columns, strict=False))
+        of_parts = columns[len(VALUES) :]
+        self.timed = np.flatnonzero(~np.isnan(of_parts[0]))
+        self.shares = {x: share for x, share in zip(PARTS, of_parts[:, self.timed], strict=True) if share.any()}
 
     def __len__(self) -> int:
         return len(self.columns["examples"])
