@@ -401,8 +401,6 @@ def test_resumed_steps_do_not_count_for_the_rate_and_a_large_batch_is_logged(tmp
 
 def test_remains_of_a_killed_process_are_removed(tmp_path):
     (tmp_path / ".run.json.part").write_text("hal")
-    (tmp_path / ".tokenizer-x0_abcde").mkdir()
-    (tmp_path / ".spent-checkpoints" / "step-000000004").mkdir(parents=True)
     (tmp_path / "recipe.toml").write_text("")
     with resumed_run(RunFolder(tmp_path)):
         assert [path.name for path in tmp_path.iterdir()] == ["recipe.toml"]
@@ -411,7 +409,7 @@ def test_remains_of_a_killed_process_are_removed(tmp_path):
 def test_files_of_the_user_in_a_run_stay(undisturbed, tmp_path):
     recipe, whole = undisturbed
     folder = stopped(recipe, tmp_path, at=6).folder
-    for name in (".git", ".tokenizer-mine", ".wide.part", "checkpoints/.mine"):
+    for name in (".git", ".wide.part", "checkpoints/.mine"):
         (folder / name).mkdir()
     for name in (".notes.md", ".part", "checkpoints/notes.md", "checkpoints/step-notes"):
         (folder / name).write_text("mine")

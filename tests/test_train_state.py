@@ -306,7 +306,8 @@ def test_every_step_and_rank_has_its_own_seed():
 def parts_of(pixel):
     """A batch in two parts, the second of one pixel."""
     tokens = {"input_ids": torch.zeros(1, 2, dtype=torch.int64)}
-    return [Batch(torch.full((1,), value), tokens, torch.zeros(1, dtype=torch.int64)).floats for value in (0.0, pixel)]
+    ids = torch.zeros(1, dtype=torch.int64)
+    return [Batch(torch.full((1,), value), tokens, ids, range(1)).floats for value in (0.0, pixel)]
 
 
 def test_three_skipped_steps_in_a_row_stop_the_run(caplog):

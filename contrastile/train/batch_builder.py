@@ -206,14 +206,13 @@ class Batch:
     """pixels `[b, C, S, S]`, tokens with `[b, L]` int64 each, ids `[b]` int64: one rank's share of a batch.
 
     pixels: float32 in [0, 1]; uint8 for a collection, converted on the device; or precomputed features `[b, F]`.
-    positions: the positions of these pairs in the batch of all ranks, whose size is the range's end. Without it this
-    is the batch of all ranks.
+    positions: the positions of these pairs in the batch of all ranks, whose size is the range's end.
     """
 
     pixels: Tensor
     tokens: Tokens
     ids: Tensor
-    positions: range | None = None
+    positions: range
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -221,7 +220,7 @@ class Batch:
     @property
     def whole(self) -> int:
         """The pairs of all ranks."""
-        return len(self) if self.positions is None else self.positions.stop
+        return self.positions.stop
 
     @property
     def floats(self) -> dict[str, Tensor]:
@@ -229,8 +228,7 @@ class Batch:
 
     def parts(self, count: int) -> Iterator[Self]:
         """Split the batch of all ranks into at most `count` nearly equal parts; this rank's share of each."""
-        positions = range(len(self)) if self.positions is None else self.positions
-        count = min(count, self.whole)
+        positions, count = self.positions, min(count, self.whole)
         for part in range(count):
             # the first parts are one pair longer where the division leaves a remainder
             low, high = (self.whole // count * end + min(end, self.whole % count) for end in (part, part + 1))

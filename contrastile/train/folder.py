@@ -8,9 +8,7 @@ import errno
 import fcntl
 import json
 import os
-import re
 import secrets
-import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import count
@@ -31,8 +29,6 @@ CHECKPOINTS = "checkpoints"
 RUN_ID = "run.id"
 # the recipes that are installed with the package, which the command line knows by their names
 PACKAGED = Path(__file__).parent.parent / "recipes"
-# temporary names of the program: files of `written_whole`, and folders
-UNFINISHED, FOLDERS_LEFT = re.compile(r"\..+\.part"), re.compile(r"\.tokenizer-[a-z0-9_]{8}|\.spent-checkpoints")
 # a folder that another process has made, renamed, or filled meanwhile
 TAKEN = (errno.EEXIST, errno.ENOENT, errno.ENOTEMPTY)
 # in a folder that `contrastile encode` wrote
@@ -170,12 +166,10 @@ def begun_run(runs: str | Path, name: str) -> RunFolder | None:
 
 @contextmanager
 def resumed_run(folder: RunFolder) -> Iterator[RunFolder]:
-    """The same folder, locked by this process; remains of a killed process are removed by their temporary names."""
+    """The same folder, locked by this process; files that a killed process had not written whole are removed."""
     with _locked(folder.path) as status:
-        for remains in folder.path.glob(".*"):
-            is_folder = remains.is_dir() and not remains.is_symlink()
-            if (FOLDERS_LEFT if is_folder else UNFINISHED).fullmatch(remains.name):
-                (shutil.rmtree if is_folder else os.unlink)(remains)
+        for remains in filter(Path.is_file, folder.path.glob(".*.part")):
+            remains.unlink()
         yield RunFolder(folder.path, status)
 
 

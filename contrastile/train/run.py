@@ -5,9 +5,7 @@ Nothing is unpickled: weights are safetensors with a checksum, everything else i
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -279,14 +277,11 @@ def _has_bf16(device: torch.device) -> bool:
 
 
 def begin_run(folder: RunFolder, run: LoadedRun) -> None:
-    """Write a run's first files: the tokenizer, then the recipe, which exists only once both are complete."""
-    with tempfile.TemporaryDirectory(dir=folder.path, prefix=".tokenizer-") as temporary:
-        run.tokenizer.save(Path(temporary))
-        for file in Path(temporary).iterdir():
-            sync(file)
-            os.replace(file, folder / file.name)
-    # the recipe must not be on the disk before the names of these files
-    sync(folder.path)
+    """Write a run's first files: the tokenizer, then the recipe, without which a folder is no run."""
+    run.tokenizer.save(folder.path)
+    # the recipe must not be on the disk before these files and their names
+    for path in (*folder.path.iterdir(), folder.path):
+        sync(path)
     folder.write_text(RECIPE, to_toml(run.recipe))
 
 
@@ -312,20 +307,22 @@ FREE = (
 
 def same_recipe(folder: RunFolder, recipe: AnyRecipe, verb: str = "train") -> None:
     """Raise ValueError where `verb` began with a recipe that differs in a key that training depends on."""
-    began = _flat(settled(load_any_recipe(folder / RECIPE, files=False), folder).model_dump(mode="json"))
-    now = _flat(settled(recipe, folder).model_dump(mode="json"))
-    # unused keys may differ, and so may the name, because a folder may have been renamed
-    free = {"name", *(rule.key for rule in unused_keys(recipe))}
-    for key in sorted((began.keys() | now.keys()) - free):
-        if began.get(key) != now.get(key) and not key.startswith(FREE):
+    earlier: Any = load_any_recipe(folder / RECIPE, files=False)
+    began, now = (learned_by(settled(one, folder), used_by=recipe) for one in (earlier, recipe))
+    for key in sorted(began.keys() | now.keys()):
+        if began.get(key) != now.get(key):
             again = f"contrastile {verb} {folder / RECIPE} --runs {folder.path.parent} --resume"
             remedy = f"It began with {began.get(key)}: go on with {again}, or {verb} anew, without --resume."
             raise invalid(key, "be what the run began with", now.get(key), remedy)
 
 
-def learned_by(recipe: AnyRecipe) -> dict[str, Any]:
-    """The dotted keys that training depends on, with their values, as checkpoints hold them."""
-    free = {"name", *(rule.key for rule in unused_keys(recipe))}
+def learned_by(recipe: AnyRecipe, used_by: AnyRecipe | None = None) -> dict[str, Any]:
+    """The dotted keys that training depends on, with their values, as checkpoints hold them.
+
+    Keys that have no effect in `used_by`, by default the recipe itself, are left out.
+    """
+    # a folder may have been renamed
+    free = {"name", *(rule.key for rule in unused_keys(used_by or recipe))}
     flat = _flat(recipe.model_dump(mode="json"))
     return {key: value for key, value in flat.items() if key not in free and not key.startswith(FREE)}
 
