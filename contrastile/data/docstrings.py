@@ -179,21 +179,19 @@ def parse_functions(path: Path, module: str) -> Iterator[tuple[str, Function, st
         return
     # split as ast counts lines, which a form feed does not end
     lines = re.split(r"\r\n|\r|\n", text)
-    waiting: list[tuple[str, ast.AST]] = [(module, tree)]
-    while waiting:
-        name, node = waiting.pop()
-        if isinstance(node, Function) and (code := _code(node, lines)):
+    for name, node in _functions(tree, module):
+        if code := _code(node, lines):
             yield name, node, code
-        waiting.extend((f"{name}.{child.name}", child) for child in reversed(list(_inside(node))))
 
 
-def _inside(node: ast.AST) -> Iterator[Function | ast.ClassDef]:
-    """The functions and classes of a node's body, also under an `if` or a `try`."""
+def _functions(node: ast.AST, name: str) -> Iterator[tuple[str, Function]]:
+    """The functions in a node called `name`, with their full names, also under a class, an `if` or a `try`."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, Function | ast.ClassDef):
-            yield child
-        elif isinstance(child, ast.stmt | ast.excepthandler):
-            yield from _inside(child)
+        if isinstance(child, ast.stmt | ast.excepthandler):
+            inner = f"{name}.{child.name}" if isinstance(child, Function | ast.ClassDef) else name
+            if isinstance(child, Function):
+                yield inner, child
+            yield from _functions(child, inner)
 
 
 def _code(node: Function, lines: Sequence[str]) -> str:

@@ -243,9 +243,13 @@ _Texts = tuple[dict[int, int], Tensor, Tokens]
 
 
 class BatchBuilder:
-    """Batches by rows. With `augment`, images are augmented by random numbers drawn from `seed`."""
+    """Batches by rows. With `augment`, images are augmented by random numbers drawn from `seed`.
 
-    def __init__(self, bundle: DataBundle, *, augment: bool, seed: int) -> None:
+    tokenise: makes the tokens of a collection's captions, by default as the bundle's tokenizer does.
+    """
+
+    def __init__(self, bundle: DataBundle, *, augment: bool, seed: int, tokenise: Any = None) -> None:
+        self._tokenise = tokenise or bundle.tokenizer.tokenise
         self._bundle, self._augment, self._stream = bundle, augment, bundle.pairs.stream
         images, home = bundle.pairs.images, bundle.home
         self._images_on_device = None if home is None else torch.from_numpy(np.array(images)).to(home)
@@ -337,4 +341,4 @@ class BatchBuilder:
         index = {row: position for position, row in enumerate(dict.fromkeys(rows))}
         captions = stream.captions(index)
         ids = torch.tensor([stream.library.identity(caption) for caption in captions], dtype=torch.int64)
-        return index, ids, self._bundle.tokenizer.tokenise(captions or [""])
+        return index, ids, self._tokenise(captions or [""])

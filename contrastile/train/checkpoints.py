@@ -64,28 +64,22 @@ class Checkpoints:
         by_steps = self._settings.steps is not None and step % self._settings.steps == 0
         return self._folder is not None and (by_steps or seconds - self._saved >= 60 * self._settings.minutes)
 
-    def save(self, step: int, seconds: float, parts: Parts, *, must: bool = False) -> bool:
-        """Save `parts` as they are after `step`; True on success.
-
-        A full or broken disk is logged, unless this checkpoint `must` be saved: then OSError.
-        """
+    def save(self, step: int, seconds: float, parts: Parts, *, must: bool = False) -> None:
+        """Save `parts` as they are after `step`. A full disk is logged; it is an OSError where they `must` be saved."""
         self._saved = seconds
         if self._folder is None:
-            return False
+            return
         try:
             # ranks that do not write call `state_dict` too: all ranks together gather the tensors of sharded parts
             states = {name: part.state_dict() for name, part in parts.items()}
-            if not self._writes:
-                return False
-            self._write(self._folder, step, states)
+            if self._writes:
+                self._write(self._folder, step, states)
         # safetensors raises an error of its own for a full disk
         except (OSError, safetensors.SafetensorError) as failure:
             sentence = f"the state behind step {step} could not be saved into {self._folder} ({failure})"
             if must:
                 raise OSError(f"{sentence}; what was saved before is there, free the disk and resume") from failure
             logger.warning("%s; the run goes on, and tries again when the next one is due", sentence)
-            return False
-        return True
 
     def _write(self, folder: Path, step: int, states: Mapping[str, Any]) -> None:
         self._check_run()

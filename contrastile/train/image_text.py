@@ -17,7 +17,7 @@ from contrastile.train.batch_builder import Batch, BatchBuilder, DataBundle, ope
 from contrastile.train.config import Recipe
 from contrastile.train.evaluation import Test, measure_all, open_test, probe
 from contrastile.train.folder import RunFolder
-from contrastile.train.objective import BothTokenizers, PairObjective, Teacher, apart
+from contrastile.train.objective import PairObjective, Teacher, apart, tokens_of_both
 from contrastile.train.ranks import Ranks
 from contrastile.train.report.page import IMAGE_TEXT, Row, table_text, write_report, write_results
 from contrastile.train.run import Run
@@ -45,10 +45,11 @@ class ImageText(Task[Batch]):
         self._tests = list[Test]()
         # results of the tests that several ranks measured on all images, by the test's index
         self._results: dict[int, list[Row]] = {}
+        tokenise: Any = bundle.tokenizer.tokenise
         if teacher is not None:
-            both = BothTokenizers(bundle.tokenizer, teacher.run.tokenizer)
-            bundle = replace(bundle, tokenizer=both, tokens=both.tokenise(bundle.pairs.captions))
-        self.builder = BatchBuilder(bundle, augment=recipe.data.augment, seed=recipe.seed)
+            tokenise = partial(tokens_of_both, bundle.tokenizer, teacher.run.tokenizer)
+            bundle = replace(bundle, tokens=tokenise(bundle.pairs.captions))
+        self.builder = BatchBuilder(bundle, augment=recipe.data.augment, seed=recipe.seed, tokenise=tokenise)
         self.state = {"feed": self.builder, **self.state}
 
     @classmethod

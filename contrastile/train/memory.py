@@ -2,7 +2,6 @@
 
 import gc
 import os
-import resource
 from contextlib import suppress
 from itertools import accumulate
 from operator import itemgetter
@@ -82,10 +81,7 @@ class Weighed:
 
 
 def _status(entry: str) -> int:
-    try:
-        lines = STATUS.read_text().splitlines()
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    lines = STATUS.read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{entry}:"))
 
 

@@ -318,18 +318,9 @@ def _recipe_of_transformers(recipe: Any, folder: Path) -> Any:
     return recipe.model_copy(update={"model": settings.model_validate(sections), **loss})
 
 
-class BothTokenizers:
-    """The tokenizer of the model that learns and a teacher's, whose tokens have names of their own."""
-
-    def __init__(self, own: Tokenizer, teacher: Tokenizer) -> None:
-        self._own, self._teacher = own, teacher
-        self.length, self.pad, self.vocabulary_size, self.save = own.length, own.pad, own.vocabulary_size, own.save
-        self.mask, self.token_id, self.tokens = own.mask, own.token_id, own.tokens
-
-    def tokenise(self, texts: Sequence[str], length: int | None = None) -> Tokens:
-        """The tokens of both; `length` is for the tokenizer of the model that learns."""
-        beside = self._teacher.tokenise(texts).items()
-        return {**self._own.tokenise(texts, length), **{BESIDE + name: ids for name, ids in beside}}
+def tokens_of_both(own: Tokenizer, teacher: Tokenizer, texts: Sequence[str]) -> Tokens:
+    """The tokens of the model that learns, and a teacher's by names of their own."""
+    return own.tokenise(texts) | {BESIDE + name: ids for name, ids in teacher.tokenise(texts).items()}
 
 
 def apart(tokens: Tokens) -> tuple[Tokens, Tokens]:
