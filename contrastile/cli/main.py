@@ -182,7 +182,3 @@ def _reader_has_gone() -> bool:
         return False
     _to_nowhere(output)
     return True
-
-
-if __name__ == "__main__":
-    sys.exit(main())

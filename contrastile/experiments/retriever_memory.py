@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastile._errors import invalid, logger
+from contrastile._errors import invalid
 from contrastile.data.base import Batches, held_out
 from contrastile.data.texts import BM25
 from contrastile.experiments.results import Result, by_labels, markdown, mean_percent, measures_of, seeds_of
@@ -110,16 +110,13 @@ class RetrieverMemory(Study):
         """BM25, then seed by seed, the longest runs first: side by side they end together."""
         queries = self.examples(data)
         seconds = {labels: update.seconds * queries / int(labels[1]) for labels, update in self.updates.items()}
-        trials = [Trial(BM25_LABELS, None, {})] if self.recipe.evaluate.bm25 else []
+        # BM25 answers at once
+        trials = [Trial(BM25_LABELS, None, {}, seconds=1.0)] if self.recipe.evaluate.bm25 else []
         for seed in self.all_seeds:
             for way, batch in sorted(seconds, key=lambda labels: -seconds[labels]):
                 overrides = update_overrides(self.recipe, way, int(batch), self.largest)
                 trials.append(Trial({"way": way, "batch": batch}, seed, overrides, seconds=seconds[way, batch]))
         return trials
-
-    def seconds(self, _data: TextMaterials) -> float:
-        """0, because updates are timed before the trials are listed."""
-        return 0.0
 
     def run(self, trial: Trial, data: TextMaterials, ranks: Ranks, folder: RunFolder) -> Result | int | None:
         """Train and evaluate a trial; BM25 answers without training."""
@@ -276,18 +273,14 @@ def time_sizes(
 
 
 def write_updates(folder: RunFolder, updates: Mapping[tuple[str, int], Update], origin: Mapping[str, str]) -> None:
-    """Write updates.csv, and its figure where matplotlib is installed."""
+    """Write updates.csv and its figure."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(["way", "queries", "seconds", "bytes", *origin])
     for labels, update in updates.items():
         writer.writerow([*labels, f"{update.seconds:.5f}", update.bytes, *origin.values()])
     folder.write_text(TABLE, file.getvalue())
-    try:
-        folder.write_text(FIGURE, draw_updates(updates))
-    except ModuleNotFoundError as missing:
-        # hours of training follow, which a missing figure must not prevent
-        logger.warning("%s is not drawn: %s is not installed; its numbers are in %s", FIGURE, missing.name, TABLE)
+    folder.write_text(FIGURE, draw_updates(updates))
 
 
 def draw_updates(updates: Mapping[tuple[str, int], Update]) -> str:
