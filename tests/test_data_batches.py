@@ -1,7 +1,5 @@
 """The order of the pairs: shuffled, complete, and the same when taken up again."""
 
-from itertools import islice
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +11,8 @@ ROWS = np.arange(100, 110)
 
 
 def drawn(sizes, **position):
-    return list(Batches(ROWS, sizes=sizes, **{"seed": 0, **position}))
+    batches = Batches(ROWS, **{"seed": 0, **position})
+    return [batches.take(size) for size in sizes]
 
 
 def test_an_epoch_has_every_row_once_in_batches_of_the_sizes_given():
@@ -43,35 +42,17 @@ def test_epochs_and_seeds_give_other_orders():
 @pytest.mark.parametrize("step", range(8))
 def test_a_resumed_run_sees_the_same_pairs(step):
     sizes = [3, 3, 4, 4, 1, 25, 2]
-    whole, rest = drawn(sizes), drawn(sizes, step=step)
-    assert len(rest) == len(sizes) - step
+    whole, rest = drawn(sizes), drawn(sizes[step:], examples=sum(sizes[:step]))
     assert all(torch.equal(a, b) for a, b in zip(whole[step:], rest, strict=True))
 
 
 def test_the_position_is_known():
-    batches = Batches(ROWS, sizes=[3, 4, 5], seed=0)
-    list(islice(batches, 2))
-    assert (batches.step, batches.examples) == (2, 7)
-
-
-def test_sizes_may_be_decided_on_the_way():
-    sizes: list[int] = []
-    batches = Batches(ROWS, sizes=sizes, seed=0)
-    sizes.append(4)
-    first = next(batches)
-    sizes.append(6)
-    assert torch.equal(torch.cat([first, next(batches)]), torch.cat(drawn([4, 6])))
+    batches = Batches(ROWS, seed=0)
+    batches.take(3), batches.ahead(9), batches.take(4)
+    assert batches.examples == 7
 
 
 def test_no_rows_are_refused():
-    assert refusal(Batches, ROWS[:0], sizes=[1], seed=0) == (
+    assert refusal(Batches, ROWS[:0], seed=0) == (
         "`rows` must not be empty; got no rows. Give the training split of a pair set."
     )
-
-
-@pytest.mark.parametrize("step", [-1, 3])
-def test_a_step_outside_the_run_is_refused(step):
-    with pytest.raises(ValueError) as caught:
-        Batches(ROWS, sizes=[1, 1], seed=0, step=step)
-    sentence = f"`step` must be between 0 and the 2 steps of the run; got {step}. Start again from step 0."
-    assert str(caught.value) == sentence

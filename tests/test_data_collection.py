@@ -95,28 +95,26 @@ def test_each_pair_is_seen_once_an_epoch_in_one_order_on_any_number_of_ranks(tmp
     rows, sizes = pairs.splits["train"], [12] * 40
     length = len(rows)
     # half way with one process, the rest on several, each with every so many rows of a batch
-    seen = [row for batch in list(Batches(rows, sizes=sizes[:3], seed=1)) for row in batch.tolist()]
-    parts = [
-        [batch[rank::ranks].tolist() for batch in Batches(rows, sizes=sizes, seed=1, step=3)] for rank in range(ranks)
-    ]
+    first, orders = Batches(rows, seed=1), [Batches(rows, seed=1, examples=sum(sizes[:3])) for _ in range(ranks)]
+    seen = [row for size in sizes[:3] for row in first.take(size).tolist()]
+    parts = [[order.take(size)[rank::ranks].tolist() for size in sizes[3:]] for rank, order in enumerate(orders)]
     for shares in zip(*parts, strict=True):
         batch = torch.empty(12, dtype=torch.int64)
         for rank, share in enumerate(shares):
             batch[rank::ranks] = torch.tensor(share)
         seen += batch.tolist()
-    whole = [row for batch in Batches(rows, sizes=sizes, seed=1) for row in batch.tolist()]
-    assert seen == whole
+    assert seen == Batches(rows, seed=1).take(sum(sizes)).tolist()
     for start in range(0, len(seen) - length, length):
         assert sorted(seen[start : start + length]) == rows.tolist()
 
 
 def test_rows_ahead_are_the_rows_that_come():
-    batches = Batches(np.arange(7), sizes=[3] * 9, seed=2)
+    batches = Batches(np.arange(7), seed=2)
     for _ in range(8):
-        next(batches)
+        batches.take(3)
         ahead = batches.ahead(3)
         assert torch.equal(ahead, batches.ahead(9)[:3])
-        assert torch.equal(ahead, next(Batches(np.arange(7), sizes=[3] * 99, seed=2, step=batches.step)))
+        assert torch.equal(ahead, Batches(np.arange(7), seed=2, examples=batches.examples).take(3))
 
 
 def stream_of(tmp_path, contents, **settings):

@@ -43,7 +43,7 @@ def copied(folder, pairs=None):
 
 def read(pairs, places=PLACES, seed=3):
     """Pictures and titles of the run's examples, and the pairs that the run's order asks for."""
-    rows = next(Batches(pairs.splits["train"], sizes=[places.stop], seed=seed))[places.start :]
+    rows = Batches(pairs.splits["train"], seed=seed).take(places.stop)[places.start :]
     asked = (rows - len(pairs)).tolist()
     pictures, chosen = pairs.stream.read(asked, places, None)
     return pictures.numpy().copy(), pairs.stream.captions(chosen), asked
@@ -164,7 +164,7 @@ def test_copies_of_a_recipe_are_not_cropped(tmp_path, monkeypatch):
     monkeypatch.setattr("contrastile.data.registry.open_glyphs", few)
     recipe = tiny_recipe(tmp_path, "data.source=glyphs", "data.copies=4", "seed=5")
     materials = open_data_bundle(recipe)
-    rows = next(Batches(materials.pairs.splits["train"], sizes=[40], seed=5))
+    rows = Batches(materials.pairs.splits["train"], seed=5).take(40)
     batch = BatchBuilder(materials, augment=True, seed=5).batch(rows)
     pictures, _ = materials.pairs.stream.read((rows - 12).tolist(), range(40), None)
     assert torch.equal(batch.pixels, pictures)

@@ -287,13 +287,12 @@ def test_a_full_disk_is_logged_and_does_not_end_the_run(tmp_path, monkeypatch, c
 # --- the plain parts
 
 
-def test_progress_is_restored_into_the_same_list_of_sizes():
+def test_progress_is_restored():
     progress, other = Progress(100, None, 0.1), Progress(100, None, 0.1)
     progress.sizes.extend([16] * 5 + [32] * 2)
     progress.seconds, progress.next_probe = 12.5, 0.3
-    sizes = other.sizes
     other.load_state_dict(json.loads(json.dumps(progress.state_dict())))
-    assert sizes == progress.sizes
+    assert other.sizes == progress.sizes
     assert (other.seconds, other.next_probe) == (12.5, 0.3)
 
 

@@ -167,38 +167,30 @@ class SkipCounter:
         return dict(self.skipped)
 
 
-class Batches(Iterator[Tensor]):
-    """Rows of a pair set, int64 `[b]` per step, shuffled anew for each epoch; a batch may extend into the next epoch.
+class Batches:
+    """Rows of a pair set, shuffled anew for each epoch; a batch, int64 `[b]`, may extend into the next epoch.
 
-    `rows` are the training rows, `sizes` the batch size of every step. The first `step` steps are passed over at once.
+    examples: the rows that come before the next batch.
 
-    >>> first = list(Batches(np.arange(5), sizes=[2, 2, 2], seed=0))
-    >>> later = list(Batches(np.arange(5), sizes=[2, 2, 2], seed=0, step=1))
-    >>> [torch.equal(a, b) for a, b in zip(first[1:], later)]
-    [True, True]
+    >>> whole, later = Batches(np.arange(5), seed=0), Batches(np.arange(5), seed=0, examples=2)
+    >>> torch.equal(whole.take(6)[2:], later.take(4))
+    True
     """
 
-    def __init__(self, rows: Indices, *, sizes: Sequence[int], seed: int, step: int = 0) -> None:
+    def __init__(self, rows: Indices, *, seed: int, examples: int = 0) -> None:
         if len(rows) == 0:
             raise invalid("rows", "not be empty", "no rows", "Give the training split of a pair set.")
-        if not 0 <= step <= len(sizes):
-            rule = f"be between 0 and the {len(sizes)} steps of the run"
-            raise invalid("step", rule, step, "Start again from step 0.")
-        self._rows, self._sizes, self._seed = rows, sizes, seed
-        self.step = step
-        self.examples = sum(sizes[:step])
+        self._rows, self._seed, self.examples = rows, seed, examples
         self._shuffled = (-1, rows)
 
-    def __next__(self) -> Tensor:
-        if self.step == len(self._sizes):
-            raise StopIteration
-        rows = self.ahead(self._sizes[self.step])
-        self.examples += len(rows)
-        self.step += 1
+    def take(self, count: int) -> Tensor:
+        """The batch of the next `count` rows."""
+        rows = self.ahead(count)
+        self.examples += count
         return rows
 
     def ahead(self, count: int) -> Tensor:
-        """The next `count` rows, regardless of the batches that they belong to."""
+        """The next `count` rows, which stay the next ones."""
         pieces, position, end = [], self.examples, self.examples + count
         while position < end:
             epoch, start = divmod(position, len(self._rows))

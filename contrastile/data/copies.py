@@ -41,7 +41,7 @@ class Copies:
 
     def __init__(self, pairs: PairSet, rows: Indices, *, seed: int, folder: Path) -> None:
         self._pairs, self._rows, self._seed, self._folder = pairs, rows, seed, folder
-        self._order = Batches(np.arange(len(rows)), sizes=(), seed=seed)
+        self._order = Batches(np.arange(len(rows)), seed=seed)
         self._ids = dict(zip(pairs.captions, pairs.ids.tolist(), strict=True))
         self._shard = lru_cache(IN_MEMORY)(self._load)
         self._lock = threading.Lock()

@@ -206,7 +206,7 @@ def time_updates(recipe: RetrieverRecipe, materials: TextMaterials, rows: Tensor
     batches: list[Tensor] = []
     with Weighed(job.run.device) as weighed:
         optimizer, queries = build_optimizer(model, recipe.optim), recipe.train.batch[0][1]
-        drawn = Batches(job.rows, sizes=[queries] * UPDATES, seed=recipe.seed) if rows is None else [rows] * UPDATES
+        order = Batches(job.rows, seed=recipe.seed)
 
         def update(number: int, batch: Tensor) -> float:
             began = time.perf_counter()
@@ -216,8 +216,8 @@ def time_updates(recipe: RetrieverRecipe, materials: TextMaterials, rows: Tensor
 
         # a first step makes the optimizer's state, which counts even if one update alone is timed
         update(0, torch.from_numpy(job.rows[:1]))
-        for batch in drawn:
-            batches.append(batch)
+        for _ in range(UPDATES):
+            batches.append(batch := order.take(queries) if rows is None else rows)
             seconds.append(update(len(batches), batch))
             if sum(seconds) > SECONDS:
                 break

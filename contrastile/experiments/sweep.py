@@ -187,9 +187,10 @@ def timed_steps(
 ) -> list[float]:
     """Make `count` steps of `size` examples with fresh weights; return the seconds of each."""
     optimizer, seconds = build_optimizer(job.run.model.train(), recipe.optim), []
+    batches = Batches(job.rows, seed=recipe.seed)
     with closing(job):
-        for number, rows in enumerate(Batches(job.rows, sizes=[size] * count, seed=recipe.seed), start=1):
-            began = timer()
+        for number in range(1, count + 1):
+            rows, began = batches.take(size), timer()
             step(job, optimizer, job.parts(rows, number, ALONE))
             seconds.append(timer() - began)
     return seconds

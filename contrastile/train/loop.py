@@ -221,10 +221,8 @@ class Trainer:
         if not self.ranks.restore(checkpoints, self.state, self.task.stream):
             self.metrics.load_state_dict({"bytes": 0})
             self.probe()
-        # the sampler reads the list of sizes as it grows, because the progress decides about them
-        sizes = self.progress.sizes
-        self.batches = Batches(self.task.rows, sizes=sizes, seed=self.recipe.seed, step=len(sizes))
         self.progress.start()
+        self.batches = Batches(self.task.rows, seed=self.recipe.seed, examples=self.progress.seen)
         most, rows = max(size for _, size in self.steps.batch), len(self.task.rows)
         if self.steps != self.recipe.train and self.ranks.rank == 0:
             message = "batches of %d at most: train.epoch_steps is %d, for %d %s to train on"
@@ -260,7 +258,7 @@ class Trainer:
         # torch.manual_seed would take half a millisecond to record the stack for absent devices
         begin_random(task.run.device, step_seed(self.recipe.seed, number, ranks.rank))
         self.stopwatch.start()
-        parts = task.parts(next(self.batches), number, ranks)
+        parts = task.parts(self.batches.take(count), number, ranks)
         task.expect(self.batches.ahead(count), ranks)
         self.stopwatch.mark("towers")
         with gathered_once(self.model):

@@ -58,9 +58,8 @@ class Progress:
         return {"sizes": sizes, **numbers}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the numbers. The list of sizes stays the same object, because the sampler reads it as it grows."""
-        self.sizes[:] = [size for size, count in state_dict["sizes"] for _ in range(count)]
-        vars(self).update({**state_dict, "sizes": self.sizes})
+        sizes = [size for size, count in state_dict["sizes"] for _ in range(count)]
+        vars(self).update({**state_dict, "sizes": sizes})
 
     def start(self) -> None:
         """Start the clock at the seconds that a checkpoint restored, or at 0."""
