@@ -8,6 +8,7 @@ the middle of an epoch at no cost.
 
 import hashlib
 import json
+import os
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -22,11 +23,11 @@ import numpy.typing as npt
 from contrastile._errors import invalid, logger
 from contrastile.data import base
 from contrastile.data.base import Indices, ProgressFactory, Skipped
-from contrastile.data.files import cached_folder, file_state, is_whole
+from contrastile.data.files import cached_folder, file_state
 from contrastile.data.images import decode
 from contrastile.data.loader import Origin, Piece
 from contrastile.data.pairs import ImageWriter, Labels, PairOptions, PairSet, Stream, cached_pairs
-from contrastile.data.shards import find_pairs, manifest_state, state
+from contrastile.data.shards import find_pairs, manifest_state, state, unpack
 from contrastile.data.sources import Source, read_source
 from contrastile.data.tables import Row, read_table
 
@@ -196,18 +197,18 @@ class Index:
 
 
 def open_index(digest: str, sources: Sequence[Source], options: PairOptions) -> Index:
-    """The index from the cache, made again if manifests beside shards, or unpacked files, have changed."""
+    """The index from the cache, made again if manifests beside shards have changed."""
     unpacked = options.cache / "unpacked"
-
-    def usable(folder: Path) -> bool:
-        # shards that were unpacked into the cache may be damaged or removed there, and have no checksums if an earlier
-        # version wrote them; others are the user's own
-        files = map(Path, json.loads((folder / HEADER).read_text(encoding="utf-8"))["files"])
-        return all(is_whole(path.parent, (path.name,)) for path in files if unpacked in path.parents)
-
+    tables = [Path(path) for source in sources if source.kind == ".parquet" for path in source.paths]
+    key: list[Any] = [digest, [line for source in sources for line in manifest_state(source)]]
+    if tables:
+        # the index names files there
+        key.append(os.path.abspath(unpacked))
     make = partial(_write_index, sources, unpacked, options.progress)
-    key = [digest, [line for source in sources for line in manifest_state(source)]]
-    folder = cached_folder(options.cache, "index", key, files=(HEADER, *ARRAYS.values()), make=make, usable=usable)
+    folder = cached_folder(options.cache, "index", key, files=(HEADER, *ARRAYS.values()), make=make)
+    for table in tables:
+        # a file that was damaged or removed since is unpacked again, to the same bytes
+        unpack(table, unpacked)
     header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
     return Index(**header, **{key: np.load(folder / name, mmap_mode="r") for key, name in ARRAYS.items()})
 

@@ -114,12 +114,11 @@ def checksum(path: Path) -> str:
 
 
 def cached_folder(
-    cache: Path, kind: str, settings: Any, *, files: Sequence[str], make: Callable[[Path], object],
-    usable: Callable[[Path], bool] = lambda _: True,
-) -> Path:  # fmt: skip
+    cache: Path, kind: str, settings: Any, *, files: Sequence[str], make: Callable[[Path], object]
+) -> Path:
     """The folder under `cache` of exactly these `settings`, with `files`, which `make(folder)` writes.
 
-    A folder that is damaged, or not `usable`, is made again, with a warning.
+    A folder that is damaged is made again, with a warning.
     """
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     folder = cache / f"{kind}-{digest[:16]}"
@@ -129,7 +128,7 @@ def cached_folder(
         remedy = f"Choose another one ({failure})."
         raise invalid("cache", "be a folder that can be written", cache, remedy) from failure
     with lock:
-        if folder.exists() and (damage := _damage(folder, files, usable)):
+        if folder.exists() and (damage := _damage(folder, files)):
             logger.warning("the cache %s is damaged (%s) and is made again", folder, damage)
             shutil.rmtree(folder)
         if folder.exists():
@@ -165,12 +164,7 @@ def file_state(path: str) -> list[Any]:
     return [os.path.abspath(path), status.st_size, status.st_mtime_ns]
 
 
-def is_whole(folder: Path, files: Sequence[str]) -> bool:
-    """True for a folder of the cache whose `files` have the checksums of its manifest."""
-    return _damage(folder, files, lambda _: True) is None
-
-
-def _damage(folder: Path, files: Sequence[str], usable: Callable[[Path], bool]) -> str | None:
+def _damage(folder: Path, files: Sequence[str]) -> str | None:
     """The damage of a folder, in words; None for a whole one."""
     try:
         sums = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"]
@@ -181,4 +175,4 @@ def _damage(folder: Path, files: Sequence[str], usable: Callable[[Path], bool]) 
         return f"{Path(missing.filename).name} is missing"
     except (ValueError, KeyError, TypeError, RecursionError):
         return f"{MANIFEST} cannot be read"
-    return None if usable(folder) else "files that it names are missing"
+    return None
