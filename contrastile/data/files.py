@@ -42,12 +42,8 @@ def as_open_makes_it(path: Path) -> Iterator[None]:
 
 def open_in_place(path: Path, mode: str, *, buffering: int = -1, encoding: str | None = None) -> IO[Any]:
     """The built-in `open` of a file that is written where it lies; ValueError where `path` is a symbolic link."""
-
-    def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NOFOLLOW, 0o666)
-
     try:
-        return open(path, mode, buffering, encoding, opener=opener)
+        return open(path, mode, buffering, encoding, opener=lambda name, how: os.open(name, how | os.O_NOFOLLOW, 0o666))
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise

@@ -136,15 +136,15 @@ class ImageText(Task[Batch]):
 
     def activations(self) -> tuple[int, int]:
         model, recipe, device = self.run.model, self.run.recipe, self.run.device
-        data, sub_batch, row = recipe.data, recipe.train.sub_batch, torch.zeros(1, dtype=torch.int64)
+        data, sub_batch = recipe.data, recipe.train.sub_batch
         shape = data.channels, data.image_size, data.image_size
 
         def image(count: int) -> object:
             return model.encode_image(torch.zeros(count, *shape, device=device))
 
         def text(count: int) -> object:
-            tokens: dict[str, Any] = {name: ids[row.expand(count)] for name, ids in self.bundle.tokens.items()}
-            return model.encode_text(**{name: ids.to(device) for name, ids in tokens.items()})
+            tokens: Any = self.bundle.tokens
+            return model.encode_text(**{name: ids[:1].repeat(count, 1).to(device) for name, ids in tokens.items()})
 
         texts = sub_batch.at_once("text", recipe.model.tokenizer.length)
         return bytes_per_example(image, sub_batch.image) + bytes_per_example(text, texts), sub_batch.image

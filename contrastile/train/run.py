@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from contrastile._errors import invalid, logger, printable
 from contrastile.data.files import as_open_makes_it, sync
 from contrastile.data.images import squared
+from contrastile.data.tables import is_utf8
 from contrastile.data.texts import Passage
 from contrastile.gradcache.encode import encode
 from contrastile.models.base import checkpoint_activations, freeze, towers_of
@@ -59,12 +60,9 @@ def checked_list(name: str, values: Any, noun: str, *kinds: type) -> list[Any]:
         if noun == "image" and foreign[0] == "ndarray":
             remedy = "Make them with PIL.Image.fromarray."
         raise invalid(name, f"be a list of {noun}s", f"one of {foreign[0]}", remedy)
-    for text in (item for item in items if isinstance(item, str)):
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            got, remedy = f'"{printable(text[:60])}"', "Decode them as what they are."
-            raise invalid(name, f"be {noun}s of characters that UTF-8 has", got, remedy) from None
+    if broken := [item for item in items if isinstance(item, str) and not is_utf8(item)]:
+        got, remedy = f'"{printable(broken[0][:60])}"', "Decode them as what they are."
+        raise invalid(name, f"be {noun}s of characters that UTF-8 has", got, remedy)
     return items
 
 
