@@ -25,6 +25,7 @@ def quick_measurements(monkeypatch):
 
 def cases(*words, device=CUDA):
     arguments = build_parser().parse_args(["bench", "loss", *words])
+    bench._check(arguments)
     return bench._cases(arguments, suite(device, quick=arguments.quick))
 
 

@@ -91,13 +91,15 @@ COLUMNS = {
 class Table:
     """Lines of aligned cells from rows; bytes are shown in MiB.
 
-    cells: "key=label format", with bars between them; the label may be left out where it is the row's key.
+    cells: "key=label format", with bars between them; the label may be left out where it is the row's key. A key alone
+    is one of the `columns` that no line shows.
 
-    >>> Table("name 6 | peak_bytes=MiB >4.0f").header()
+    >>> Table("name 6 | peak_bytes=MiB >4.0f | seconds").header()
     'name    MiB'
     """
 
     def __init__(self, cells: str) -> None:
+        self.columns = [re.split(r"[= ]", cell)[0] for cell in cells.split(" | ")]
         each = re.findall(r"(\w+)(?:=([^|]+))? (([<>]?\d+)[^\s|]*)", cells)
         self._cells = [(key, label or key, spec, width) for key, label, spec, width in each]
 
@@ -118,23 +120,21 @@ class Table:
 def results_file(path: Path | None, columns: Sequence[str]) -> Iterator[Callable[[Row], None]]:
     """Open a results file and yield a function that appends a row, which is on disk when it returns.
 
-    The function raises KeyError for a row without one of the columns; it does nothing where `path` is None.
+    A column that the row lacks is left empty. The function does nothing where `path` is None.
     """
     if path is None:
         yield lambda _: None
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    if old := path.exists() and path.stat().st_size > 0:
-        with path.open(newline="") as present:
-            header = next(csv.reader(present))
-        if header != [*columns]:
-            raise invalid("csv", "have the columns of a results file", f"{path}: {', '.join(header)}", "Name another.")
+    old = path.exists() and path.stat().st_size > 0
+    if old and (header := path.read_text().splitlines()[0].split(",")) != [*columns]:
+        raise invalid("csv", "have the columns of a results file", f"{path}: {', '.join(header)}", "Name another.")
     file = path.open("a", newline="")
-    writer = csv.DictWriter(file, columns, lineterminator="\n")
+    writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
 
     def write(row: Row) -> None:
         with written_to(path):
-            writer.writerow({name: row[name] for name in columns})
+            writer.writerow(row)
             file.flush()
 
     try:

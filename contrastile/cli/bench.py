@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -30,8 +30,8 @@ LOSSES = (
 SECONDS, QUICK_SECONDS = {"loss": 4.0, "step": 20.0}, {"loss": 0.5, "step": 2.0}
 LONGEST = 600.0
 HOST_LIMIT = "16GiB"
-# options of `bench step` for one process only
-ONE_PROCESS = ("optimizer", "seconds", "longest", "within")
+# options of `bench step` for one process only, and their defaults
+ONE_PROCESS = {"optimizer": False, "seconds": None, "longest": LONGEST, "within": math.inf}
 FIGURES = (".svg", ".png", ".pdf")
 # ranks and features of `bench memory`, and its pairs of all ranks on a GPU and on a CPU
 WORLDS, FEATURES = [8, 32, 128], 768
@@ -71,7 +71,6 @@ def add_to(bench: argparse.ArgumentParser) -> None:
     )
     add = step.add_argument
     ways = "such as plain, retain-0, GradCache; pool-0@64k,256k: there only; under torchrun such as ring-tiles, ddp"
-    within = "seconds for all: what would take longer is left out"
     add("--models", nargs="+", metavar="NAME", help="vit-b-16, vit-l-14 or tiny")
     add("--sizes", nargs="+", metavar="B", help="pairs per step, such as 8k; of all ranks together")
     add("--sub-batch", type=int, metavar="N", help="pairs encoded at once (default: the model's)")
@@ -79,9 +78,7 @@ def add_to(bench: argparse.ArgumentParser) -> None:
     add("--compile", action="store_true", help="each way with compiled towers too, as compiled-plain is")
     add("--dtype", choices=("bf16", "fp16", "fp32"), help="autocast's; fp32 is without (default: bf16)")
     add("--optimizer", action="store_true", help="AdamW's step too")
-    add("--longest", type=float, default=LONGEST, help="seconds a step may take (default: 600)")
-    add("--within", type=float, default=math.inf, help=within)
-    add("--figure", metavar="FILE", help="draw the rows of --csv: svg, png or pdf")
+    add("--within", type=float, default=math.inf, help="seconds for all: what would take longer is left out")
     add("--seconds", type=float, help="how long each way may be measured (default: 20)")
     add("--quick", action="store_true", help="one model, one size")
     step.set_defaults(verb=run_step)
@@ -95,10 +92,11 @@ def add_to(bench: argparse.ArgumentParser) -> None:
     add("--sizes", nargs="+", metavar="B", help="pairs of all ranks, such as 32k or 4M")
     add("--features", type=int, default=FEATURES, metavar="D", help="features per row (default: 768)")
     add("--dtype", choices=("bf16", "fp16", "fp32"), help="of the features (default: bf16; fp32 on a CPU)")
-    add("--longest", type=float, default=LONGEST, help="seconds a step may take (default: 600)")
     add("--ways", nargs="+", metavar="WORD", default=[""], help="those whose name has one of the words, such as ring")
-    add("--figure", metavar="FILE", help="draw the rows of --csv: svg, png or pdf")
     memory.set_defaults(verb=run_memory)
+    for parser in (step, memory):
+        parser.add_argument("--longest", type=float, default=LONGEST, help="seconds a step may take (default: 600)")
+        parser.add_argument("--figure", metavar="FILE", help="draw the rows of --csv: svg, png or pdf")
     csv = "write rows there, behind those that it has; its folder is made"
     for parser in (loss, step, memory):
         parser.add_argument("--csv", type=Path, metavar="FILE", help=csv)
@@ -108,28 +106,25 @@ def add_to(bench: argparse.ArgumentParser) -> None:
 
 def run_loss(arguments: argparse.Namespace) -> int:
     """Measure losses; return 1 if a result of contrastile was wrong or failed."""
-    # mistakes are reported before anything heavy is imported
-    _known_device(arguments.device)
     if arguments.seconds is not None and not arguments.seconds > 0:
         raise invalid("seconds", "be above 0", arguments.seconds, DEFAULT)
     at_least("features", min(arguments.features or (1,)), reason="Such as 512.")
-    for name in ("sizes", "workspace"):
-        _numbers(arguments, name)
-    limit = number("limit", arguments.limit or HOST_LIMIT)
     if arguments.limit and not arguments.host:
         raise invalid("limit", "come with host, which it limits", "no --host", "Add --host.")
-    if arguments.host and (_world_size() > 1 or arguments.once):
-        got = "torchrun" if _world_size() > 1 else "--once"
+    ranks = _world_size()
+    if arguments.host and (ranks > 1 or arguments.once):
+        got = "torchrun" if ranks > 1 else "--once"
         raise invalid("host", "come with neither torchrun nor once", got, "Run one process with it.")
-    _dtype(arguments.dtype or "bf16")
-    _make_folders(arguments, "csv")
+    one_of("dtype", arguments.dtype or "bf16", (*DTYPES, *DTYPES.values()), "bf16 is what most training uses.")
+    limit = number("limit", arguments.limit or HOST_LIMIT)
+    _check(arguments)
 
     import torch
 
     from contrastile.bench.harness import COLUMNS, Machine, reporting
     from contrastile.bench.loss import LossBench, suite
 
-    kind, ranks = device_of(arguments.device), _world_size()
+    kind = _device(arguments.device, has_cuda=torch.cuda.is_available())
     if arguments.profile and ranks == 1:
         raise invalid("profile", "come under torchrun", "one process", "Start several ranks, or leave it out.")
     cases = _cases(arguments, suite(torch.device(kind), quick=arguments.quick, ranks=ranks, host=arguments.host))
@@ -150,8 +145,14 @@ def run_loss(arguments: argparse.Namespace) -> int:
 
 def run_step(arguments: argparse.Namespace) -> int:
     """Measure steps; return 1 if a way of contrastile was wrong or failed."""
-    _check_step(arguments)
-    _make_folders(arguments, "csv", "figure")
+    if arguments.sub_batch is not None:
+        whole_number("sub_batch", arguments.sub_batch, 1, "Leave it out for the model's.")
+    for name in ("seconds", "longest", "within"):
+        at_least(name, getattr(arguments, name), 0)
+    ranks, given = _world_size(), [name for name, default in ONE_PROCESS.items() if getattr(arguments, name) != default]
+    if ranks > 1 and given:
+        raise invalid(given[0], "be left out under torchrun", getattr(arguments, given[0]), "Run one process with it.")
+    _check(arguments)
     # plain steps fill the memory with tensors of all sizes, and must not fail because of gaps
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
@@ -162,11 +163,11 @@ def run_step(arguments: argparse.Namespace) -> int:
     from contrastile.bench.towers import MODELS
     from contrastile.bench.ways import WAYS, rank_ways, with_compiled_towers
 
-    kind, ranks = device_of(arguments.device), _world_size()
+    kind = _device(arguments.device, has_cuda=torch.cuda.is_available())
     models, batches = standard(torch.device(kind), quick=arguments.quick)
     for name in arguments.models or ():
         one_of("models", name, tuple(MODELS), "The tiny one suits a CPU.")
-    batches = _numbers(arguments, "sizes") or [batch // ranks * ranks for batch in batches]
+    batches = arguments.sizes or [batch // ranks * ranks for batch in batches]
     ways = WAYS if ranks == 1 else rank_ways(torch.device(kind), _rank(), ranks)
     ways = {**ways, **with_compiled_towers(ways)}
     plan = _plan(arguments, batches, ways, ranks)
@@ -174,11 +175,9 @@ def run_step(arguments: argparse.Namespace) -> int:
     seconds = _seconds(arguments, "step") if ranks == 1 else RANK_SECONDS
     columns = COLUMNS["steps" if ranks == 1 else "rank steps"]
     with reporting(arguments.csv, columns, kind, "transformers") as (device, report):
-        bench = StepBench(
-            Machine(device, seconds, world=report.world), dtype, report, ways,
-            longest=arguments.longest if ranks == 1 else math.inf, within=arguments.within,
-            optimizer=arguments.optimizer,
-        )  # fmt: skip
+        machine, longest = Machine(device, seconds, world=report.world), arguments.longest if ranks == 1 else math.inf
+        limits = {"longest": longest, "within": arguments.within, "optimizer": arguments.optimizer}
+        bench = StepBench(machine, dtype, report, ways, **limits)
         for model in arguments.models or models:
             bench.measure(model, plan, arguments.sub_batch)
     return _drawn(arguments, passed=report.passed)
@@ -186,27 +185,23 @@ def run_step(arguments: argparse.Namespace) -> int:
 
 def run_memory(arguments: argparse.Namespace) -> int:
     """Measure the memory of a rank; return 1 if a way of contrastile failed."""
-    _known_device(arguments.device)
-    _check_figure(arguments)
     if _world_size() > 1:
         raise invalid("memory", "run in one process, which is a rank of any world", "torchrun", "Start it alone.")
     worlds = arguments.ranks or WORLDS
     at_least("ranks", min(worlds), 2)
     at_least("features", arguments.features)
     at_least("longest", arguments.longest, 0)
-    sizes = _numbers(arguments, "sizes")
-    for b, world in product(sizes, worlds):
-        if b % world:
-            raise invalid("sizes", f"be multiples of the {world} ranks", b, "Each rank has as many pairs.")
-    _make_folders(arguments, "csv", "figure")
+    _check(arguments)
+    for b, world in product(arguments.sizes or (), worlds):
+        _check_shares([b], world, "has")
 
     import torch
 
     from contrastile.bench.harness import COLUMNS, Machine, reporting
     from contrastile.bench.memory import TABLE, MemoryBench
 
-    kind = device_of(arguments.device)
-    sizes = sizes or (MEMORY_SIZES if kind == "cuda" else SMALL_MEMORY_SIZES)
+    kind = _device(arguments.device, has_cuda=torch.cuda.is_available())
+    sizes = arguments.sizes or (MEMORY_SIZES if kind == "cuda" else SMALL_MEMORY_SIZES)
     dtype = getattr(torch, DTYPES[arguments.dtype or ("bf16" if kind == "cuda" else "fp32")])
     with reporting(arguments.csv, COLUMNS["memory"], kind) as (device, report):
         words = {"peers": arguments.peers, "longest": arguments.longest, "words": arguments.ways}
@@ -216,6 +211,42 @@ def run_memory(arguments: argparse.Namespace) -> int:
         for world in worlds:
             bench.measure(world, sizes, arguments.features, dtype)
     return _drawn(arguments, passed=report.passed)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse what is wrong on any machine before torch is imported; sizes become numbers, folders of results are made.
+
+    A figure must be one that can be drawn. The first rank makes the folders, because it writes the results.
+    """
+    from contrastile.train.config.base import torch_is_cpu_only
+
+    _device(arguments.device, has_cuda=not torch_is_cpu_only())
+    for name in ("sizes", "workspace"):
+        if texts := getattr(arguments, name, None):
+            setattr(arguments, name, [number(name, text) for text in texts])
+    figure = getattr(arguments, "figure", None)
+    if figure and not arguments.csv:
+        raise invalid("figure", "come with csv, whose rows it draws", "none", "Add --csv FILE.")
+    if figure and not figure.endswith(FIGURES):
+        raise invalid("figure", f"end in {', '.join(FIGURES)}", f'"{figure}"', "Name another file.")
+    if figure and find_spec("matplotlib") is None:
+        raise ModuleNotFoundError(name="matplotlib")
+    for name, path in (("csv", arguments.csv), ("figure", figure)):
+        if path and _rank() == 0:
+            make_way(name, path)
+
+
+def _check_shares(sizes: Iterable[int], ranks: int, verb: str) -> None:
+    if uneven := [size for size in sizes if size % ranks]:
+        raise invalid("sizes", f"be multiples of the {ranks} ranks", uneven[0], f"Each rank {verb} as many pairs.")
+
+
+def _device(name: str, *, has_cuda: bool) -> str:
+    """Return "cpu" or "cuda"; "auto" is the GPU where there is one."""
+    one_of("device", name, ("auto", "cpu", "cuda"), DEFAULT)
+    if name == "cuda" and not has_cuda:
+        raise invalid("device", "be one that torch sees", "cuda", "Install torch for CUDA, or take cpu.")
+    return ("cuda" if has_cuda else "cpu") if name == "auto" else name
 
 
 def _drawn(arguments: argparse.Namespace, *, passed: bool) -> int:
@@ -241,55 +272,6 @@ def _seconds(arguments: argparse.Namespace, kind: str) -> float:
     return given if given is not None else (QUICK_SECONDS if arguments.quick else SECONDS)[kind]
 
 
-def _make_folders(arguments: argparse.Namespace, *names: str) -> None:
-    """Make the folders of results before anything is measured, on the first rank, which writes them."""
-    for name in names if _rank() == 0 else ():
-        if path := getattr(arguments, name):
-            make_way(name, path)
-
-
-def device_of(name: str) -> str:
-    """Return "cpu" or "cuda"; "auto" is the GPU where there is one."""
-    import torch
-
-    there = torch.cuda.is_available()
-    _known_device(name, without_cuda=not there)
-    return ("cuda" if there else "cpu") if name == "auto" else name
-
-
-def _known_device(name: str, *, without_cuda: bool | None = None) -> None:
-    """Refuse an unknown device, as far as that is possible without torch."""
-    from contrastile.train.config.base import torch_is_cpu_only
-
-    one_of("device", name, ("auto", "cpu", "cuda"), DEFAULT)
-    if name == "cuda" and (torch_is_cpu_only() if without_cuda is None else without_cuda):
-        raise invalid("device", "be one that torch sees", "cuda", "Install torch for CUDA, or take cpu.")
-
-
-def _check_step(arguments: argparse.Namespace) -> None:
-    """Refuse arguments that are wrong on any machine."""
-    _known_device(arguments.device)
-    _check_figure(arguments)
-    if arguments.sub_batch is not None:
-        whole_number("sub_batch", arguments.sub_batch, 1, "Leave it out for the model's.")
-    for name in ("seconds", "longest", "within"):
-        at_least(name, getattr(arguments, name), 0)
-    _numbers(arguments, "sizes")
-    given = [name for name in ONE_PROCESS if getattr(arguments, name) not in (None, False, math.inf, LONGEST)]
-    if _world_size() > 1 and given:
-        raise invalid(given[0], "be left out under torchrun", getattr(arguments, given[0]), "Run one process with it.")
-
-
-def _check_figure(arguments: argparse.Namespace) -> None:
-    """Refuse a figure that cannot be drawn, before anything is measured."""
-    if arguments.figure and not arguments.csv:
-        raise invalid("figure", "come with csv, whose rows it draws", "none", "Add --csv FILE.")
-    if arguments.figure and not arguments.figure.endswith(FIGURES):
-        raise invalid("figure", f"end in {', '.join(FIGURES)}", f'"{arguments.figure}"', "Name another file.")
-    if arguments.figure and find_spec("matplotlib") is None:
-        raise ModuleNotFoundError(name="matplotlib")
-
-
 def _cases(arguments: argparse.Namespace, standard: list[Case]) -> list[Case]:
     """The device's own list, or the options that were given, crossed with the defaults of the others."""
     from contrastile.bench.peers import Case
@@ -297,23 +279,14 @@ def _cases(arguments: argparse.Namespace, standard: list[Case]) -> list[Case]:
     names = ("sizes", "features", "dtype", "losses", "workspace", "precision")
     if all(getattr(arguments, name) is None for name in names):
         return standard
-    workspaces = tuple(_numbers(arguments, "workspace")) or standard[0].workspaces
-    dtype, precision = _dtype(arguments.dtype or standard[0].dtype), arguments.precision or "highest"
+    workspaces = tuple(arguments.workspace or standard[0].workspaces)
+    dtype = DTYPES.get(arguments.dtype, arguments.dtype or standard[0].dtype)
     return [
-        Case(loss, b, d, dtype, workspaces, precision)
+        Case(loss, b, d, dtype, workspaces, arguments.precision or "highest")
         for loss in arguments.losses or ["clip"]
-        for b in _numbers(arguments, "sizes") or sorted({case.b for case in standard if case.loss == loss})
+        for b in arguments.sizes or sorted({case.b for case in standard if case.loss == loss})
         for d in arguments.features or sorted({case.d for case in standard if case.loss == loss})
     ]
-
-
-def _numbers(arguments: argparse.Namespace, name: str) -> list[int]:
-    return [number(name, text) for text in getattr(arguments, name) or ()]
-
-
-def _dtype(name: str) -> str:
-    one_of("dtype", name, (*DTYPES, *DTYPES.values()), "bf16 is what most training uses.")
-    return DTYPES.get(name, name)
 
 
 def _plan(arguments: argparse.Namespace, batches: list[int], known: Mapping[str, Way], ranks: int) -> Plan:
@@ -336,6 +309,5 @@ def _plan(arguments: argparse.Namespace, batches: list[int], known: Mapping[str,
         plan[batch] = [name for name in names if arguments.peers or known[name].judged]
     for names in plan.values() if arguments.compile else ():
         names += [COMPILED + name for name in names if not known[name].compiled]
-    if uneven := [batch for batch in plan if batch % ranks]:
-        raise invalid("sizes", f"be multiples of the {ranks} ranks", uneven[0], "Each rank takes as many pairs.")
+    _check_shares(plan, ranks, "takes")
     return plan
