@@ -3,23 +3,24 @@
     python benchmarks/doors.py [DOOR ...] [--ours] [--pairs 8192] [--sub-batch 2048] [--csv FILE]
 
 Forward and backward of random texts of 8 to 64 tokens by an encoder of MiniLM's size with random weights, in
-interleaved rounds, under bf16 autocast on a GPU; no download. Each door takes 10 to 30 seconds on an H200, and the
-libraries load for 15; without a GPU sizes are small. Steps that take seconds run twice, of which the second is timed.
-The doors of FlagEmbedding, Tevatron, PyLate and colpali-engine run the code of their pages. Late interaction compares
-every token of every pair.
+interleaved rounds, under bf16 autocast on a GPU; no download. Each door takes 10 to 30 seconds on an H200; without a
+GPU sizes are small. Steps that take seconds run twice, of which the second is timed. The doors of FlagEmbedding,
+Tevatron, PyLate and colpali-engine run the code of their pages. Late interaction compares every token of every pair.
 """
 
 import os
 import re
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -67,8 +68,10 @@ VECTOR, SCORED = 128, 256
 # seconds of each loss; a step that takes longer than the second is timed once
 SECONDS, LONG_STEP = 2.0, 2.0
 # length: the most tokens of a text; retain: the argument of `encode`
-COLUMNS = "impl", "loss", "model", "batch", "sub_batch", "length", "retain", "dtype", "ms", "peak_bytes"
-TABLE = Table("loss 14 | impl=by 29 | retain 7 | batch=pairs >6 | ms >9.1f | peak_bytes=MiB >9.0f")
+TABLE = Table(
+    "impl=by 29 | loss 14 | model | batch=pairs >6 | sub_batch | length | retain 7 | dtype | ms >9.1f"
+    " | peak_bytes=MiB >9.0f"
+)
 
 
 class Embedder(nn.Module):
@@ -103,13 +106,17 @@ class TokenVectors(nn.Module):
 
 @dataclass(frozen=True)
 class Bench:
-    """Sizes of a measurement on a device, and the folder of a model with random weights."""
+    """Sizes of a measurement on a device, and the folder of a model with random weights.
+
+    until_measured: what a door needs while its steps are measured.
+    """
 
     device: torch.device
     pairs: int
     sub_batch: int
     layers: int
     folder: Path
+    until_measured: ExitStack = field(default_factory=ExitStack)
 
     @property
     def on_gpu(self) -> bool:
@@ -167,21 +174,21 @@ class Bench:
         loss = make(*models, mini_batch_size=self.sub_batch, **how)
         return self.step(loss, lambda columns: loss([dict(column) for column in columns], None))
 
-    def beside_theirs(self, theirs: Any, ours: Any, *models: Any) -> Iterator[Problem]:
-        yield beside(SENTENCES, lambda make, **how: self.of_sentences(make, *models, **how), theirs, ours)
+    def beside_theirs(self, theirs: Any, ours: Any, *models: Any) -> Problem:
+        return beside(SENTENCES, lambda make, **how: self.of_sentences(make, *models, **how), theirs, ours)
 
-    def ranking(self) -> Iterator[Problem]:
+    def ranking(self) -> Problem:
         return self.beside_theirs(losses.CachedMultipleNegativesRankingLoss, CachedRankingLoss, self.sentences())
 
-    def symmetric(self) -> Iterator[Problem]:
+    def symmetric(self) -> Problem:
         theirs = losses.CachedMultipleNegativesSymmetricRankingLoss
         return self.beside_theirs(theirs, CachedSymmetricLoss, self.sentences())
 
-    def gist(self) -> Iterator[Problem]:
+    def gist(self) -> Problem:
         guide = self.sentences().eval().requires_grad_(False)
         return self.beside_theirs(losses.CachedGISTEmbedLoss, CachedGISTLoss, self.sentences(), guide)
 
-    def multi_vector(self) -> Iterator[Problem]:
+    def multi_vector(self) -> Problem:
         from sentence_transformers import MultiVectorEncoder
         from sentence_transformers.base.modules import Dense, Normalize, Transformer
         from sentence_transformers.multi_vector_encoder.losses import CachedMultiVectorMultipleNegativesRankingLoss
@@ -202,7 +209,7 @@ class Bench:
     def arguments(self) -> TrainingArguments:
         return TrainingArguments(str(self.folder), bf16=self.on_gpu, use_cpu=not self.on_gpu, report_to=[])
 
-    def trainer(self) -> Iterator[Problem]:
+    def trainer(self) -> Problem:
         """A Trainer of transformers with the formula as its `compute_loss`, which sees the whole batch at once."""
 
         class Plain(Trainer):
@@ -220,9 +227,9 @@ class Bench:
 
             return run
 
-        yield {("transformers", ""): partial(made, Plain), **self.ours(partial(made, ContrastileTrainer))}
+        return {("transformers", ""): partial(made, Plain), **self.ours(partial(made, ContrastileTrainer))}
 
-    def lightning(self) -> Iterator[Problem]:
+    def lightning(self) -> Problem:
         """A LightningModule with the formula as its `training_step`, which sees the whole batch at once."""
         from lightning import LightningModule
 
@@ -251,7 +258,7 @@ class Bench:
             module = type("Made", (kind,), how)()
             return self.step(module, lambda columns: module.training_step(columns, 0))
 
-        yield {("lightning", ""): partial(made, Plain), **self.ours(partial(made, Cached))}
+        return {("lightning", ""): partial(made, Plain), **self.ours(partial(made, Cached))}
 
     def loop(self, name: str, prepare: Callable[[nn.Module], Any], backward: Callable[[Any, Tensor], None]) -> Problem:
         """The steps of a loop of one's own: the formula of the whole batch, and `encode` with the loss."""
@@ -272,13 +279,13 @@ class Bench:
 
         return {(name, ""): made, **self.ours(made)}
 
-    def accelerate(self) -> Iterator[Problem]:
+    def accelerate(self) -> Problem:
         from accelerate import Accelerator
 
         accelerator = Accelerator(mixed_precision="bf16" if self.on_gpu else "no", cpu=not self.on_gpu)
-        yield self.loop("accelerate", accelerator.prepare, lambda _, loss: accelerator.backward(loss))
+        return self.loop("accelerate", accelerator.prepare, lambda _, loss: accelerator.backward(loss))
 
-    def deepspeed(self) -> Iterator[Problem]:
+    def deepspeed(self) -> Problem:
         """An engine of DeepSpeed's ZeRO stage 1, of one process."""
         import deepspeed
 
@@ -290,7 +297,8 @@ class Bench:
         # its own collectives for a CPU would be compiled, for a minute
         deepspeed.ops.__compatible_ops__.clear()
         dist.init_process_group("nccl" if self.on_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-        os.environ["LOCAL_RANK"] = "0"
+        self.until_measured.callback(dist.destroy_process_group)
+        self.until_measured.enter_context(patch.dict(os.environ, LOCAL_RANK="0"))
 
         def prepare(model: nn.Module) -> Any:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -301,13 +309,9 @@ class Bench:
             # gradients of a stage are those of one step
             engine.step()
 
-        try:
-            yield self.loop("deepspeed", prepare, backward)
-        finally:
-            del os.environ["LOCAL_RANK"]
-            dist.destroy_process_group()
+        return self.loop("deepspeed", prepare, backward)
 
-    def flag_embedding(self) -> Iterator[Problem]:
+    def flag_embedding(self) -> Problem:
         """FlagEmbedding's model with `sub_batch_size`, and the subclass of its page."""
         from FlagEmbedding.finetune.embedder.encoder_only.base.modeling import BiEncoderOnlyEmbedderModel as Theirs
 
@@ -318,9 +322,9 @@ class Bench:
             model.retain = retain
             return self.step(model, lambda columns: model(*columns).loss)
 
-        yield beside("FlagEmbedding", made, Theirs, on_page("flag_embedding", "CachedModel"))
+        return beside("FlagEmbedding", made, Theirs, on_page("flag_embedding", "CachedModel"))
 
-    def tevatron(self) -> Iterator[Problem]:
+    def tevatron(self) -> Problem:
         """Tevatron's `DenseModel` of the registry, which sees the whole batch at once, and the subclass of its page."""
         from tevatron.modeling import DenseModel
 
@@ -333,9 +337,9 @@ class Bench:
             model.sub_batch, model.retain = self.sub_batch, retain
             return self.step(model, lambda columns: model(*columns).loss)
 
-        yield beside("tevatron", made, DenseModel, on_page("tevatron", "CachedModel"))
+        return beside("tevatron", made, DenseModel, on_page("tevatron", "CachedModel"))
 
-    def colpali_engine(self) -> Iterator[Problem]:
+    def colpali_engine(self) -> Problem:
         """colpali-engine's trainer, whose model sees the whole batch at once, and the subclass of its page."""
         from colpali_engine.loss.late_interaction_losses import ColbertLoss
         from colpali_engine.trainer.contrastive_trainer import ContrastiveTrainer as Theirs
@@ -354,9 +358,9 @@ class Bench:
 
             return self.step(model, loss)
 
-        yield beside("colpali-engine", made, Theirs, on_page("colpali_engine", "CachedTrainer"))
+        return beside("colpali-engine", made, Theirs, on_page("colpali_engine", "CachedTrainer"))
 
-    def pylate(self) -> Iterator[Problem]:
+    def pylate(self) -> Problem:
         """PyLate's `CachedContrastive`, and the subclass of its page."""
         from pylate.losses import CachedContrastive
 
@@ -366,7 +370,7 @@ class Bench:
         def made(kind: Any, **attributes: Any) -> Measured:
             return self.of_sentences(type("Made", (kind,), attributes) if attributes else kind, model)
 
-        yield beside("pylate", made, theirs, on_page("pylate", "TiledContrastive"))
+        return beside("pylate", made, theirs, on_page("pylate", "TiledContrastive"))
 
 
 def beside(name: str, made: Callable[..., Measured], theirs: Any, ours: Any) -> Problem:
@@ -391,33 +395,27 @@ def on_page(page: str, name: str) -> Any:
 
 
 def measure(bench: Bench, door: str, machine: Machine, report: Report, *, only_ours: bool = False) -> None:
-    for implementations in getattr(bench, door.replace("-", "_"))():
-        columns, steps, rows = bench.columns(), dict[str, Step](), dict[str, Row]()
-        for (impl, retain), make in implementations.items():
-            if only_ours and not impl.startswith(OURS):
-                continue
-            name, row = f"{impl} {retain}", {
-                "impl": impl, "loss": door, "model": f"bert-384-{bench.layers}", "batch": bench.pairs,
-                "sub_batch": bench.sub_batch, "length": LONGEST, "retain": retain,
-                "dtype": "bfloat16" if bench.on_gpu else "float32", "peak_bytes": None, "ms": None,
-            }  # fmt: skip
-            with report.failures(f"{door} by {impl}", judged=impl.startswith(OURS)):
-                try:
-                    step = partial(make(), columns)
-                    # compiles and allocates
-                    step()
-                    seconds, row["peak_bytes"] = machine.time_and_peak(step)
-                    row["ms"] = seconds * 1e3
-                    if seconds <= LONG_STEP:
-                        steps[name] = step
-                except torch.OutOfMemoryError:
-                    # of a row without a time
-                    report.note(f"{door} by {name}: out of memory")
-                rows[name] = row
-        for name, timing in machine.race(steps).items():
-            rows[name]["ms"] = timing.ms
-        for row in rows.values():
-            report.result(row)
+    problem: Problem = getattr(bench, door.replace("-", "_"))()
+    columns, steps, rows = bench.columns(), dict[str, Step](), dict[str, Row]()
+    for (impl, retain), make in problem.items():
+        if only_ours and not impl.startswith(OURS):
+            continue
+        name, row = f"{impl} {retain}", {
+            "impl": impl, "loss": door, "model": f"bert-384-{bench.layers}", "batch": bench.pairs,
+            "sub_batch": bench.sub_batch, "length": LONGEST, "retain": retain,
+            "dtype": "bfloat16" if bench.on_gpu else "float32",
+        }  # fmt: skip
+        with report.failures(f"{door} by {impl}", judged=impl.startswith(OURS), row=row):
+            step = partial(make(), columns)
+            # compiles and allocates
+            step()
+            seconds, peak = machine.time_and_peak(step)
+            rows[name] = row | {"ms": seconds * 1e3, "peak_bytes": peak}
+            if seconds <= LONG_STEP:
+                steps[name] = step
+    timings = machine.race(steps)
+    for name, row in rows.items():
+        report.result(row | ({"ms": timings[name].ms} if name in timings else {}))
 
 
 def main() -> None:
@@ -433,13 +431,13 @@ def main() -> None:
     torch.manual_seed(0)
     with (
         tempfile.TemporaryDirectory() as folder,
-        script(__doc__, COLUMNS, TABLE, *PACKAGES, seconds=SECONDS, options=words) as (options, machine, report),
+        script(__doc__, TABLE, *PACKAGES, seconds=SECONDS, options=words) as (options, machine, report),
     ):
         bench = Bench(machine.device, options.pairs, options.sub_batch, layers, Path(folder))
         bench.save()
         for door in options.doors or DOORS:
             # a library that is not installed, or has no such loss
-            with report.failures(door, judged=False):
+            with report.failures(door, judged=False), bench.until_measured:
                 measure(bench, door, machine, report, only_ours=options.ours)
 
 

@@ -35,10 +35,9 @@ from contrastile.train.ranks import ALONE
 from contrastile.train.recipe import load_recipe
 from contrastile.train.run import Run
 
-COLUMNS = "what", "way", "batch", "sub_batch", "steps", "ms", "us_per_pair", "peak_bytes", "planned_bytes", "waiting"
 TABLE = Table(
-    "what 9 | way 44 | batch >7 | ms >10.2f | us_per_pair=us/pair >8.1f | peak_bytes=peak MiB >9,.0f"
-    " | planned_bytes=planned >9,.0f"
+    "what 9 | way 44 | batch >7 | sub_batch | steps | ms >10.2f | us_per_pair=us/pair >8.1f"
+    " | peak_bytes=peak MiB >9,.0f | planned_bytes=planned >9,.0f | waiting"
 )
 RECIPE = "lit-vit-b-16"
 # words of a title: more tokens than a text tower reads
@@ -73,7 +72,7 @@ class Bench:
     def result(self, what: str, way: str, batch: int | None, ms: float, peak: int, **others: Any) -> None:
         pace = round(ms / batch * 1e3, 3) if batch else None
         row = {"what": what, "way": way, "batch": batch, "ms": round(ms, 3), "us_per_pair": pace, "peak_bytes": peak}
-        self.report.result(dict.fromkeys(COLUMNS) | row | others)
+        self.report.result(row | others)
 
     def timed(self, run: Callable[[], object]) -> tuple[float, int]:
         """Milliseconds of a step, and its peak with everything that is held before it."""
@@ -177,14 +176,11 @@ class Bench:
         self.result("recipe", way, batch, 1e3 * seconds / len(lines), peak, **more)
 
 
-PARTS = ("distances", "lit", "optimizers", "recipe")
-
-
 def main() -> None:
-    words = {"--parts": {"nargs": "+", "choices": PARTS, "default": PARTS}}
+    parts = ("distances", "lit", "optimizers", "recipe")
     with (
         TemporaryDirectory() as folder,
-        script(__doc__, COLUMNS, TABLE, "transformers", options=words) as (options, machine, report),
+        script(__doc__, TABLE, "transformers", parts=parts) as (options, machine, report),
     ):
         bench = Bench(machine, report)
         for part in options.parts:

@@ -33,10 +33,9 @@ from contrastile.train.recipe import load_any_recipe
 from contrastile.train.retriever.job import RetrieverJob
 from contrastile.train.retriever.run import RetrieverRun
 
-COLUMNS = ("what", "impl", "batch", "query_tokens", "passage_tokens", "d", "dtype", "seconds", "ratio", "peak_mib",
-           "planned_mib")  # fmt: skip
 TABLE = Table(
-    "what 13 | impl=by 20 | batch >6 | seconds >9.4f | ratio >6.3f | peak_mib=MiB >9,.1f | planned_mib=planned >9,.1f"
+    "what 13 | impl=by 20 | batch >6 | query_tokens | passage_tokens | d | dtype | seconds >9.4f | ratio >6.3f"
+    " | peak_mib=MiB >9,.1f | planned_mib=planned >9,.1f"
 )
 # queries and documents, tokens of each, features; and the seconds of each way in turns
 RATIO, SECONDS = (256, 32, 64, 128), 5.0
@@ -54,7 +53,7 @@ def plain(q: Tensor, k: Tensor) -> Tensor:
 def row(what: str, impl: str, sizes: tuple[int, ...], dtype: str, seconds: float, peak: int, **more: Any) -> Row:
     """A row; sizes: the batch, tokens of a query and of a passage, features."""
     sized = dict(zip(("batch", "query_tokens", "passage_tokens", "d"), sizes, strict=True))
-    measured = {"seconds": round(seconds, 4), "peak_mib": round(peak / MIB, 1), "ratio": None, "planned_mib": None}
+    measured = {"seconds": round(seconds, 4), "peak_mib": round(peak / MIB, 1)}
     return {"what": what, "impl": impl, "dtype": dtype, **sized, **measured, **more}
 
 
@@ -117,11 +116,9 @@ def batches(machine: Machine, report: Report, updates: list[int]) -> None:
 
 
 def main() -> None:
-    words = {
-        "--parts": {"nargs": "+", "choices": ("ratio", "batches"), "default": ["ratio", "batches"]},
-        "--sizes": {"type": int, "nargs": "+", "default": [64, 256, 1024]},
-    }
-    with script(__doc__, COLUMNS, TABLE, seconds=SECONDS, options=words) as (options, machine, report):
+    words = {"--sizes": {"type": int, "nargs": "+", "default": [64, 256, 1024]}}
+    parts = ("ratio", "batches")
+    with script(__doc__, TABLE, seconds=SECONDS, parts=parts, options=words) as (options, machine, report):
         if "ratio" in options.parts:
             ratio(machine, report)
         if "batches" in options.parts:

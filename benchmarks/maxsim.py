@@ -9,6 +9,7 @@ Peers are timed where they can be imported. TFLOP/s count 2 · pairs · tokens �
 is computed; the product is 8192³ in bf16 in the same minute. `make test-gpu` compares results with float64.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,11 +26,10 @@ from contrastile.bench.peers import both_directions
 from contrastile.losses import Softmax
 from contrastile.scorers import MaxSim
 
-COLUMNS = ("what", "impl", "queries", "documents", "query_tokens", "document_tokens", "d", "dtype", "ms", "least_ms",
-           "tflops", "product_tflops", "peak_mib")  # fmt: skip
+SIZES_OF = ("queries", "documents", "query_tokens", "document_tokens", "d")
 TABLE = Table(
-    "what 12 | impl=implementation 56 | ms >9.3f | least_ms=least >9.3f | tflops=TFLOP/s >8.1f"
-    " | product_tflops=product >8.1f | peak_mib=MiB >9,.1f"
+    f"what 12 | impl=implementation 56 | {' | '.join(SIZES_OF)} | dtype | ms >9.3f | least_ms=least >9.3f"
+    " | tflops=TFLOP/s >8.1f | product_tflops=product >8.1f | peak_mib=MiB >9,.1f"
 )
 # queries, documents, tokens of each, features
 Size = tuple[int, int, int, int, int]
@@ -78,11 +78,10 @@ class Bench:
     def measure(self, what: str, impl: str, size: Size, call: Step, dtype: torch.dtype = BF16) -> None:
         with self.report.failures(f"{what}, {impl}", judged=True):
             timing = self.machine.race({impl: call})[impl]
-            N, J, L, M, D = size
             self.report.result({
-                "what": what, "impl": impl, "queries": N, "documents": J, "query_tokens": L, "document_tokens": M,
-                "d": D, "dtype": NAMES[dtype], "ms": round(timing.ms, 4), "least_ms": round(timing.least_ms, 4),
-                "tflops": round(2e-9 * N * J * L * M * D / timing.ms, 1),
+                "what": what, "impl": impl, **dict(zip(SIZES_OF, size, strict=True)), "dtype": NAMES[dtype],
+                "ms": round(timing.ms, 4), "least_ms": round(timing.least_ms, 4),
+                "tflops": round(2e-9 * math.prod(size) / timing.ms, 1),
                 "product_tflops": round(timing.product_rate / 1e12, 1),
                 "peak_mib": round(self.machine.peak(call) / 2**20, 1),
             })  # fmt: skip
@@ -161,12 +160,11 @@ def tokens(size: Size, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
-    parts = ("losses", "shapes", "host", "ranks")
     words = {
-        "--parts": {"nargs": "+", "choices": parts, "default": ["losses"]},
+        "--parts": {"nargs": "+", "choices": ("losses", "shapes", "host", "ranks"), "default": ["losses"]},
         "--queries": {"nargs": "+", "type": int, "default": []},
     }
-    with script(__doc__, COLUMNS, TABLE, *PEERS, seconds=SECONDS, options=words) as (options, machine, report):
+    with script(__doc__, TABLE, *PEERS, seconds=SECONDS, options=words) as (options, machine, report):
         bench = Bench(machine, report, options.queries)
         for part in options.parts:
             getattr(bench, part)()

@@ -41,13 +41,9 @@ FEW, PART = 3, 32
 ABOVE = 1.03
 # pairs of a rank: no more are looked for; of the tiny model
 MOST_ROWS, MOST_ROWS_TINY = 2**22, 2**8
-COLUMNS = (
-    *("impl", "model", "gigabytes", "world", "sub_batch", "b", "expected", "outcome", "planned_bytes", "peak_bytes"),
-    *("limit_bytes", "seconds"),
-)
 TABLE = Table(
-    "impl=implementation 14 | model 9 | gigabytes=GB >4 | world=ranks >5 | b=pairs >10, | expected 8 | outcome 8"
-    " | planned_bytes=planned MiB >12,.0f | peak_bytes=peak MiB >12,.0f | seconds=s >7.1f"
+    "impl=implementation 14 | model 9 | gigabytes=GB >4 | world=ranks >5 | sub_batch | b=pairs >10, | expected 8"
+    " | outcome 8 | planned_bytes=planned MiB >12,.0f | peak_bytes=peak MiB >12,.0f | limit_bytes | seconds=s >7.1f"
 )
 
 
@@ -194,7 +190,7 @@ def peak_of(card: Card, one: Plan, batch: int) -> int:
 def main() -> None:
     all_cards = CARDS if torch.cuda.is_available() else TINY
     words = {"--impl": {"nargs": "+", "choices": IMPLS, "default": IMPLS}}
-    with script(__doc__, COLUMNS, TABLE, "transformers", options=words) as (options, machine, report):
+    with script(__doc__, TABLE, "transformers", options=words) as (options, machine, report):
         chosen = [card for card in all_cards if card.impl in options.impl]
         for (model, sub_batch), cards in groupby(chosen, lambda card: (card.model, card.sub_batch)):
             steps = Steps(model, sub_batch, report, machine)

@@ -205,11 +205,16 @@ def left_out(name: str, row: dict[str, str]) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def size_of(row: dict[str, str], exchange: str = "single", backend: str = "triton", **more: Any) -> LossSize:
+def size_of(row: dict[str, str], **more: Any) -> LossSize:
     """A row's loss, of which every rank has as many pairs; a CPU has the memory of an H200."""
-    world, b, d = int(row["world"]), int(row["b"]), int(row["d"])
-    memory = profile_of(row["chip"] or CHIPS[0]).memory
+    words = (row.get("backend") or row["way"]).split(", ")
+    exchange = next((word for word in words if word in EXCHANGES), "single")
+    backend = next((word for word in words if word in ("dense", "eager")), "triton")
+    world, b, d, dtype = int(row["world"]), int(row["b"]), int(row["d"]), getattr(torch, row["dtype"])
+    # of two levels, two nodes are measured on one host
+    more |= {"dtype": dtype, "given": dtype, "node": world // 2 if exchange == "hierarchical" else None}
     more |= loss_of(row.get("loss", "clip"), d)
+    memory = profile_of(row["chip"] or CHIPS[0]).memory
     return LossSize(b // world, b // world, world, d, memory, exchange, backend, copies=_copies(row), **more)
 
 
@@ -240,20 +245,16 @@ def _product(row: dict[str, str]) -> float:
 
 
 def of_loss(row: dict[str, str]) -> dict[str, Any]:
-    b, backend, dtype, chip = row["b"], row["backend"], getattr(torch, row["dtype"]), row["chip"]
-    exchange = next((way for way in EXCHANGES if way in backend.split(", ")), "single")
-    workspace = next((size for mark, size in WORKSPACES.items() if mark in backend), 2 * 2**30)
-    # of two levels, two nodes are measured on one host
-    node = int(row["world"]) // 2 if exchange == "hierarchical" else None
-    size = size_of(row, exchange, workspace=workspace, dtype=dtype, given=dtype, node=node)
-    label = f"{row['loss']} {backend} {b} x {row['d']} {row['dtype']} on {row['world']}"
+    backend, chip = row["backend"], row["chip"]
+    size = size_of(row, workspace=next((bytes_ for mark, bytes_ in WORKSPACES.items() if mark in backend), 2 * 2**30))
+    label = f"{row['loss']} {backend} {row['b']} x {row['d']} {row['dtype']} on {row['world']}"
     # beside a shorter step the product runs in bursts, at another clock
     clock = _product(row) / usual_product(chip) if float(row["ms"]) / 1e3 > MOST_PRODUCT_SECONDS else 1.0
-    busy = label in HOST_BOUND or int(b) <= LEAST_ROWS or (chip == "H100" and "32 MiB" in label)
+    busy = label in HOST_BOUND or int(row["b"]) <= LEAST_ROWS or (chip == "H100" and "32 MiB" in label)
     return {
         "label": label, "loss": size, "clock": clock, "untimed": HOST if busy else None,
         "precision": "high" if "precision high" in backend else "highest",
-        "half": f"{chip}, {exchange}",
+        "half": f"{chip}, {size.exchange}",
     }  # fmt: skip
 
 
@@ -276,14 +277,13 @@ def of_call(row: dict[str, str]) -> dict[str, Any]:
 
 def of_rank(row: dict[str, str]) -> dict[str, Any]:
     """One rank's loss in a world that is not there: its arithmetic, without communication."""
-    exchange, backend = row["way"].split(", ")
-    size = size_of(row, exchange, backend)
+    size = size_of(row)
     # a ring's blocks are launched one by one
-    least = max(LEAST_ALONE, LEAST_HOP * size.traffic.hops) if exchange == "ring" else LEAST_ALONE
+    least = max(LEAST_ALONE, LEAST_HOP * size.traffic.hops) if size.exchange == "ring" else LEAST_ALONE
     busy = loss_seconds(size, profile_of(row["chip"])) > least
     return {
         "label": f"{row['way']} {row['b']} x {row['d']} on {row['world']}", "loss": size, "alone": True,
-        "untimed": None if busy else HOST, "half": backend if backend == "dense" and busy else "",
+        "untimed": None if busy else HOST, "half": "dense" if size.backend == "dense" and busy else "",
     }  # fmt: skip
 
 
@@ -297,17 +297,16 @@ def of_other_loss(row: dict[str, str]) -> dict[str, Any]:
         "gist_pairs": {"own": 2, "halves": True, "guide": d, "listed": True},
     }  # fmt: skip
     size = replace(size, **others.get(name, {}))
-    fitted = b == 2**15 and name in OF_PAIRS
-    words = {"label": f"{name} {b} x {d}", "loss": size, "fitted": fitted}
+    words = {"label": f"{name} {b} x {d}", "loss": size, "fitted": b == 2**15 and name in OF_PAIRS}
     # its graph is that of the loss before it in the call
     return {**words, **({"bytes": None} if name == "clip_two_labels" and size.replayed else {})}
 
 
 def of_cpu(row: dict[str, str]) -> dict[str, Any]:
     """A loss of a CPU, alone or of one rank: bytes alone, because a CPU has no profile."""
-    exchange, backend = row["way"].split(", ") if row["file"] == "cpu_memory" else ("single", row["backend"])
-    size = size_of(row, exchange, backend, device="cpu", dtype=torch.float32, given=torch.float32)
-    label = f"{row.get('loss', 'clip')} {exchange}, {backend} {row['b']} x {row['d']} on {row['world']} CPUs"
+    size = size_of(row, device="cpu")
+    ways = f"{size.exchange}, {size.backend}"
+    label = f"{row.get('loss', 'clip')} {ways} {row['b']} x {row['d']} on {row['world']} CPUs"
     return {"label": label, "loss": size, "seconds": None}
 
 

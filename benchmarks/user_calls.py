@@ -26,8 +26,7 @@ from contrastile.bench.harness import Machine, Step, Table, not_installed, scrip
 from contrastile.bench.peers import FORMULAS, PEERS, Loss
 
 PACKAGES = "cut-cross-entropy", "siglip-kernel"
-COLUMNS = "call", "impl", "ms", "least_ms", "host_ms"
-TABLE = Table("impl=call, and by 48 | ms >8.3f | least_ms=least >8.3f | host_ms=host >8.3f")
+TABLE = Table("call | impl=call, and by 48 | ms >8.3f | least_ms=least >8.3f | host_ms=host >8.3f")
 
 
 def features(*sizes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
@@ -45,18 +44,18 @@ def step(loss: Loss, leaves: list[Tensor], *, autocast: bool = True) -> Step:
     return run
 
 
-def _with_own(loss: InfoNCELoss) -> Loss:
-    return lambda q, k, scale, negatives: loss(q, k, scale, negatives=negatives)
+def by_name(loss: Loss, *names: str, **others: Tensor) -> Loss:
+    """A loss whose leaves have these names."""
+    return lambda *leaves: loss(**dict(zip(names, leaves, strict=True)), **others)
 
 
-def _plain_with_own(q: Tensor, k: Tensor, scale: Tensor, negatives: Tensor) -> Tensor:
-    logits = torch.cat([q @ k.T, (negatives @ q[..., None])[..., 0]], 1)
-    return F.cross_entropy(scale * logits, torch.arange(len(q), device=q.device))
+def _plain_own(q: Tensor, k: Tensor, scale: Tensor, negatives: Tensor, *, in_batch: bool = True) -> Tensor:
+    logits = torch.cat([q @ k.T if in_batch else (q * k).sum(-1, keepdim=True), _of_lists(negatives, q)], 1)
+    return F.cross_entropy(scale * logits, torch.arange(len(q), device=q.device) * in_batch)
 
 
-def _plain_alone(q: Tensor, k: Tensor, scale: Tensor, negatives: Tensor) -> Tensor:
-    logits = torch.cat([(q * k).sum(-1, keepdim=True), (negatives @ q[..., None])[..., 0]], 1)
-    return F.cross_entropy(scale * logits, torch.zeros(len(q), dtype=torch.int64, device=q.device))
+def _of_lists(keys: Tensor, q: Tensor) -> Tensor:
+    return (keys @ q[..., None])[..., 0]
 
 
 def _plain_pairs(q: Tensor, k: Tensor, scale: Tensor, guide_query: Tensor, guide_key: Tensor) -> Tensor:
@@ -84,16 +83,8 @@ def _plain_queue(q: Tensor, k: Tensor, scale: Tensor, negatives: Tensor) -> Tens
     return FORMULAS["infonce"](q, torch.cat([k, negatives]), scale)
 
 
-def _with_labels(loss: SupConLoss, labels: Tensor) -> Loss:
-    return lambda x, scale: loss(x, labels, scale)
-
-
-def _of_lists(loss: Loss) -> Loss:
-    return lambda q, k, scale: loss(q, k, scale=scale)
-
-
 def _plain_scores(q: Tensor, k: Tensor, scale: Tensor, scores: Tensor) -> Tensor:
-    x = scale * (k @ q[..., None])[..., 0]
+    x = scale * _of_lists(k, q)
     return F.kl_div(x.log_softmax(1), scores.log_softmax(1), log_target=True, reduction="batchmean")
 
 
@@ -145,7 +136,7 @@ def calls(machine: Machine, *, with_peers: bool) -> Iterator[tuple[str, dict[str
         # two views of half of them, and labels of four examples each
         yield f"ntxent {b} x {d}", beside(NTXentLoss(), _plain_views, [*features((b // 2, d), (b // 2, d)), scale])
         labels = torch.randperm(b, device="cuda") // 4
-        ours, plain = _with_labels(SupConLoss(), labels), partial(_plain_labels, labels=labels)
+        ours, plain = by_name(SupConLoss(), "features", "scale", labels=labels), partial(_plain_labels, labels=labels)
         yield f"supcon {b} x {d}", beside(ours, plain, [*features((b, d)), scale])
     for b, m, d in ((256, 65536, 128), (1024, 8192, 512), (4096, 32768, 512)):
         q, k, keys = features((b, d), (b, d), (m, d))
@@ -162,13 +153,14 @@ def calls(machine: Machine, *, with_peers: bool) -> Iterator[tuple[str, dict[str
         yield f"labels {b} x 512", steps
     for b in (2048, 8192, 32768):
         q, k, listed = features((b, 512), (b, 512), (b, 8, 512))
-        with_own = beside(_with_own(InfoNCELoss()), _plain_with_own, [q, k, scale, listed])
-        yield f"negatives {b} x 8 x 512", with_own | {"contrastile, without": step(InfoNCELoss(), [q, k, scale])}
-        alone = _with_own(InfoNCELoss(in_batch=False))
-        yield f"alone {b} x 8 x 512", beside(alone, _plain_alone, [q, k, scale, listed])
+        leaves, names = [q, k, scale, listed], ("query", "key", "scale", "negatives")
+        with_own = beside(by_name(InfoNCELoss(), *names), _plain_own, leaves)
+        yield f"negatives {b} x 8 x 512", with_own | {"contrastile, without": step(InfoNCELoss(), leaves[:3])}
+        alone = by_name(InfoNCELoss(in_batch=False), *names)
+        yield f"alone {b} x 8 x 512", beside(alone, partial(_plain_own, in_batch=False), leaves)
         scores = torch.randn(b, 8, device="cuda")
         ours, plain = partial(ScoreDistillLoss(), scores=scores), partial(_plain_scores, scores=scores)
-        yield f"scores {b} x 8 x 512", beside(_of_lists(ours), plain, [q, listed, scale])
+        yield f"scores {b} x 8 x 512", beside(by_name(ours, "query", "key", "scale"), plain, [q, listed, scale])
     sigmoids = ((SigLipLoss(), {"logit_bias": -10.0}), (FORMULAS["siglip"], {"bias": -10.0}))
     for b in (1024, 2048, 4096, 8192, 16384, 32768):
         leaves = [*features((b, 768), (b, 768)), scale]
@@ -208,7 +200,7 @@ def main() -> None:
         "--only": {"default": "", "help": "the calls whose names hold this word"},
         "--peers": {"action": "store_true", "help": "public packages too"},
     }
-    with script(__doc__, COLUMNS, TABLE, *PACKAGES, options=words) as (options, machine, report):
+    with script(__doc__, TABLE, *PACKAGES, options=words) as (options, machine, report):
         machine.load()
         alone = machine.world.size == 1
         for name, steps in calls(machine, with_peers=options.peers) if alone else calls_of_ranks(machine):

@@ -192,7 +192,7 @@ def test_a_script_has_its_own_arguments_and_the_file_of_its_rows(tmp_path, monke
     monkeypatch.setattr("sys.argv", ["script.py", "one", "--rows", "4", "--csv", str(path)])
     options = {"names": {"nargs": "*"}, "--rows": {"type": int, "default": 2}}
     table = Table("what 5 | ms >4")
-    with script("What it measures.", ("what", "ms"), table, options=options) as (given, machine, report):
+    with script("What it measures.", table, options=options) as (given, machine, report):
         assert (given.names, given.rows, machine.seconds) == (["one"], 4, 0.0)
         report.result({"what": "one", "ms": 3}, " a remark")
     (row,) = read_rows(path)

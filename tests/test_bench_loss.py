@@ -10,7 +10,7 @@ from contrastile.bench import gate as bench_gate
 from contrastile.bench import loss as bench_loss
 from contrastile.bench.gate import Gate, Sample, problem
 from contrastile.bench.harness import COLUMNS, Machine, Report, Timing, read_rows, results_file
-from contrastile.bench.loss import LossBench, Result, suite
+from contrastile.bench.loss import LossBench, columns_of, suite
 from contrastile.bench.peers import DENSE, Case, Contestant
 from contrastile.bench.subjects import SUBJECTS, guides
 from contrastile.losses.reference import dense_clip
@@ -210,7 +210,7 @@ def test_rows_name_settings_other_than_the_defaults():
     case = Case("clip", 96, 16, "float32", (None, 2 * 2**30, 192 * 2**20), "high")
     entered = [one for one in bench_loss.contestants(case, torch.device("cuda"), peers=False) if one.name != "dense"]
     assert [one.backend for one in entered] == ["triton", "triton", "triton, workspace 192 MiB"]
-    row = Result(case, entered[2], bench_gate.Distance(0, 0, 0), 0, timing=Timing(1.0, 1.0)).row(CPU)
+    row = columns_of(case, entered[2], bench_gate.Distance(0, 0, 0), CPU)
     assert row["backend"] == "triton, workspace 192 MiB, precision high"
 
 

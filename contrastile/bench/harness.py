@@ -354,11 +354,17 @@ class Report:
             self.say(f"  {sentence}")
 
     @contextmanager
-    def failures(self, subject: str, *, judged: bool) -> Iterator[None]:
-        """Report any exception in one line and go on; a peer may raise anything, and so may a full memory."""
+    def failures(self, subject: str, *, judged: bool, row: Row | None = None) -> Iterator[None]:
+        """Report any exception in one line and go on; a peer may raise anything, and so may a full memory.
+
+        row: reported without its numbers where memory runs out.
+        """
         try:
             yield
         except Exception as error:
+            if row is not None and isinstance(error, torch.OutOfMemoryError):
+                self.result(row, " does not fit")
+                return
             if self.world.size > 1:
                 raise
             self.passed = self.passed and not judged
@@ -388,22 +394,25 @@ def reporting(
 
 @contextmanager
 def script(
-    doc: str | None, columns: Sequence[str], table: Table, *packages: str, seconds: float = 0.0,
+    doc: str | None, table: Table, *packages: str, seconds: float = 0.0, parts: Sequence[str] = (),
     options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Iterator[tuple[argparse.Namespace, Machine, Report]]:  # fmt: skip
     """Parse a script's `--csv` and its own arguments; yield them, the GPU or else the CPU, and a report.
 
     Under torchrun the ranks join, and the first one reports.
 
-    columns: of the file, before those of `ORIGIN`. seconds: of the machine, beside whose products times are taken,
-    unless `--seconds` is one of the arguments; 0 is for scripts that need no product.
+    table: of the lines; its columns, then those of `ORIGIN`, are those of the file. seconds: of the machine, beside
+    whose products times are taken, unless `--seconds` is one of the arguments; 0 is for scripts that need no product.
+    parts: the words of `--parts`, by default all.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write rows there, behind those that it has")
+    if parts:
+        parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     for name, words in (options or {}).items():
         parser.add_argument(name, **words)
     given, kind = parser.parse_args(), "cuda" if torch.cuda.is_available() else "cpu"
-    with reporting(given.csv, (*columns, *ORIGIN), kind, *packages) as (device, report):
+    with reporting(given.csv, (*table.columns, *ORIGIN), kind, *packages) as (device, report):
         report.begin(table)
         seconds = vars(given).get("seconds", seconds)
         yield given, Machine.of(device, seconds, report.world) if seconds else Machine(device), report

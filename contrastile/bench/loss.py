@@ -101,48 +101,32 @@ def float32_products(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-UNTIMED = Timing(0.0, 1.0)
+def columns_of(case: Case, one: Contestant, far: Distance, device: torch.device) -> Row:
+    """Return the columns of a contestant in a case: its settings, its distances from float64, and its provenance."""
+    marked = case.dtype == "float32" and case.precision != "highest"
+    backend = f"{one.backend}, precision {case.precision}" if marked else one.backend
+    return {
+        "impl": one.name, "loss": case.loss, "backend": backend, "implementation": f"{one.name} ({backend})",
+        "b": case.b, "d": case.d, "dtype": case.dtype, "world": one.world,
+        **{f"{name}_distance": distance for name, distance in vars(far).items()},
+        **provenance(device, one.package or one.name),
+    }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Result:
-    """The measurements of a contestant in a case.
+def rate_of(case: Case, one: Contestant, timing: Timing) -> float:
+    """Return operations per second and rank, of those that the loss needs at least."""
+    return SUBJECTS[case.loss].operations * case.b**2 * case.d / one.world / (timing.ms / 1e3)
 
-    beside_bytes: of the peak, without the gradients returned and the workspace. alone: the timing of one process with
-    the whole batch; None where it did not fit.
-    """
 
-    case: Case
-    contestant: Contestant
-    distance: Distance
-    peak_bytes: int
-    beside_bytes: int = 0
-    timing: Timing = UNTIMED
-    alone: Timing | None = None
-
-    @property
-    def rate(self) -> float:
-        """Operations per second and rank, of those that the loss needs at least."""
-        operations = SUBJECTS[self.case.loss].operations * self.case.b**2 * self.case.d
-        return operations / self.contestant.world / (self.timing.ms / 1e3)
-
-    def row(self, device: torch.device, dense_ms: float | None = None) -> Row:
-        """Return the columns of losses and of exchanges, and those of the tables."""
-        case, one, timing, far, alone = self.case, self.contestant, self.timing, self.distance, self.alone
-        marked = case.dtype == "float32" and case.precision != "highest"
-        backend = f"{one.backend}, precision {case.precision}" if marked else one.backend
-        return {
-            "impl": one.name, "loss": case.loss, "backend": backend, "implementation": f"{one.name} ({backend})",
-            "b": case.b, "d": case.d, "dtype": case.dtype, "world": one.world,
-            "ms": round(timing.ms, 3), "least_ms": timing.least_ms, "single_ms": round(timing.single_ms, 3),
-            "effective_tflops": round(self.rate / 1e12, 4), "ratio": round(self.rate / timing.product_rate, 4),
-            "times_dense": dense_ms and dense_ms / timing.ms,
-            "cost": alone and round(one.world * timing.ms / alone.ms, 4),
-            "single_cost": alone and round(one.world * timing.single_ms / alone.single_ms, 4),
-            "peak_bytes": self.peak_bytes, "beside_bytes": self.beside_bytes,
-            "loss_distance": far.loss, "gradient_distance": far.gradient, "scalar_distance": far.scalar,
-            **provenance(device, one.package or one.name),
-        }  # fmt: skip
+def times_of(case: Case, one: Contestant, timing: Timing, alone: Timing | None = None) -> Row:
+    """Return the columns of time; alone: of one process with the whole batch, None where it did not fit."""
+    rate = rate_of(case, one, timing)
+    return {
+        "ms": round(timing.ms, 3), "least_ms": timing.least_ms, "single_ms": round(timing.single_ms, 3),
+        "effective_tflops": round(rate / 1e12, 4), "ratio": round(rate / timing.product_rate, 4),
+        "cost": alone and round(one.world * timing.ms / alone.ms, 4),
+        "single_cost": alone and round(one.world * timing.single_ms / alone.single_ms, 4),
+    }  # fmt: skip
 
 
 @dataclass
@@ -189,18 +173,17 @@ class LossBench:
         leaves_of = {self._world.size: self.shard(leaves), 1: leaves}
         for workspaces in [(workspace,) for workspace in case.workspaces] if self._across else [case.workspaces]:
             entered = self.entries(replace(case, workspaces=workspaces), peers=self.peers and workspaces[0] == first)
-            checked, alone = [self._check(case, one, gate, leaves_of[one.world]) for one in entered], None
-            results = [result for result in checked if result is not None]
+            checked = [(one, self._check(case, one, gate, leaves_of[one.world])) for one in entered]
+            results, alone = [(one, row) for one, row in checked if row is not None], None
             # exchanges race each other; a shared CPU drifts, and all must drift alike; a GPU's clocks follow each step
-            together = [x for x in results if (x.contestant.name == OURS if self._across else device.type == "cpu")]
+            together = [x for x in results if (x[0].name == OURS if self._across else device.type == "cpu")]
             self.machine.load()
             for group in filter(None, [together, *([x] for x in results if x not in together)]):
-                ones = [result.contestant for result in group]
-                steps = {one.label: step_of(case, one, leaves_of[one.world]) for one in ones}
+                steps = {one.label: step_of(case, one, leaves_of[one.world]) for one, _ in group}
                 timings: dict[str, Timing] = {}
-                with self.report.failures(_subject(case, ones[0]), judged=ones[0].name == OURS):
+                with self.report.failures(_subject(case, group[0][0]), judged=group[0][0].name == OURS):
                     timings = self.machine.race(steps)
-                for result, one, timing in zip(group, ones, timings.values(), strict=False):
+                for (one, row), timing in zip(group, timings.values(), strict=False):
                     if self._across and one.world == 1:
                         alone = timing
                     if one.name == "dense" and dense_ms is None:
@@ -208,7 +191,8 @@ class LossBench:
                         if one.label != self._reference:
                             self._reference = one.label
                             self.report.say(f"  speed/dense: over {one.label}")
-                    self.report.result(replace(result, timing=timing, alone=alone).row(device, dense_ms))
+                    times = {"times_dense": dense_ms and dense_ms / timing.ms, **times_of(case, one, timing, alone)}
+                    self.report.result(row | times)
 
     def once(self, cases: Iterable[Case]) -> None:
         """Time one step of contrastile, for sizes where a step takes minutes; check it at its own size."""
@@ -231,9 +215,10 @@ class LossBench:
         seconds, peak = machine.time_and_peak(lambda: results.append(sample.step(loss)))
         at_size, cast = sample.distance(results[0])
         if not self._rejected(case, one, gate.red(distance) or gate.red(at_size, cast)):
-            rate, ms = machine.product_operations / product_seconds, seconds * 1e3
-            result = Result(case, one, distance.worst(at_size), peak, timing=Timing(ms, rate, ms, ms))
-            self.report.result(result.row(machine.device))
+            ms = seconds * 1e3
+            times = times_of(case, one, Timing(ms, machine.product_operations / product_seconds, ms, ms))
+            row = columns_of(case, one, distance.worst(at_size), machine.device)
+            self.report.result(row | times | {"peak_bytes": peak})
 
     def host(self, cases: Iterable[Case], limit: int) -> None:
         """Measure features in host memory beside resident ones; `limit` bytes of the device may be allocated.
@@ -256,10 +241,12 @@ class LossBench:
                 if self._rejected(case, one, gate.red(distance)):
                     continue
                 run = step_of(case, one, placed(problem(case, device, on_host=True), place))
-                result = Result(case, one, distance, machine.peak(run), timing=machine.race({name: run})[name])
-                first_rate = first_rate or result.rate
-                ratio = {"ratio": round(result.rate / first_rate, 4), "limit_bytes": limit}
-                self.report.result(result.row(device) | ratio)
+                memory = {"peak_bytes": machine.peak(run), "limit_bytes": limit}
+                timing = machine.race({name: run})[name]
+                first_rate = first_rate or rate_of(case, one, timing)
+                ratio = {"ratio": round(rate_of(case, one, timing) / first_rate, 4)}
+                row = columns_of(case, one, distance, device) | memory
+                self.report.result(row | times_of(case, one, timing) | ratio)
 
     def entries(self, case: Case, *, peers: bool) -> Iterator[Contestant]:
         """Yield the contestants; across ranks one process, the exchanges, and the peers of ranks."""
@@ -285,8 +272,8 @@ class LossBench:
         sides = (side.detach().tensor_split(size)[rank].clone().requires_grad_() for side in leaves[:2])
         return [*sides, *leaves[2:]]
 
-    def _check(self, case: Case, one: Contestant, gate: Gate, leaves: list[Tensor]) -> Result | None:
-        """Run a contestant at both sizes; return its distance and memory without a timing, None if it cannot go on."""
+    def _check(self, case: Case, one: Contestant, gate: Gate, leaves: list[Tensor]) -> Row | None:
+        """Run a contestant at both sizes; return its row without times, None if it cannot go on."""
         if reason := self._world.failure(one.declines(case, self.machine)):
             self.report.note(f"{one.label}: {reason}")
             return None
@@ -309,7 +296,7 @@ class LossBench:
             if self._rejected(case, one, self._world.failure(red)):
                 return None
         peak, beside = (int(self._world.slowest(number)) for number in memory)
-        return Result(case, one, distance, peak, beside)
+        return columns_of(case, one, distance, self.machine.device) | {"peak_bytes": peak, "beside_bytes": beside}
 
     def _rejected(self, case: Case, one: Contestant, reason: str | None) -> bool:
         if reason is not None:

@@ -22,7 +22,7 @@ from contrastile._errors import invalid
 from contrastile._torch import fake_store
 from contrastile.bench.gate import problem, step
 from contrastile.bench.harness import Machine, Report, Row, Table
-from contrastile.bench.peers import Case, Contestant, Loss, autocast_of, both_directions, rank_peers, under_autocast
+from contrastile.bench.peers import Case, Contestant, autocast_of, both_directions, rank_peers, under_autocast
 from contrastile.distributed import collectives
 from contrastile.modules import ClipLoss
 from contrastile.planner.loss import LossSize
@@ -76,7 +76,9 @@ def ways(machine: Machine, world: int) -> list[Contestant]:
     whole, strips = DENSE_BYTES, 2 * DENSE_BYTES / world
     inf_cl = next(peer for peer in rank_peers(0, world) if peer.name == "inf-cl")
     return [
-        *(_contrastile(*words, world) for words in (("gather", tiles), ("ring", tiles), ("ring", "dense"))),
+        _contrastile("gather", tiles),
+        _contrastile("ring", tiles),
+        _contrastile("ring", "dense", strips / world),
         Contestant("CLIP", "plain: all rows and columns", {"clip": partial(clip, local=False)}, pair_bytes=whole),
         _open_clip("local loss", world, with_grad=False),
         _open_clip("local loss, gathered gradients", world, with_grad=True),
@@ -85,11 +87,9 @@ def ways(machine: Machine, world: int) -> list[Contestant]:
     ]
 
 
-def _contrastile(exchange: Any, backend: Any, world: int) -> Contestant:
-    loss, block = ClipLoss(exchange=exchange, backend=backend), 2 * DENSE_BYTES / world**2
-    return Contestant(
-        "contrastile", f"{exchange}, {backend}", {"clip": loss}, pair_bytes=block if backend == "dense" else 0
-    )
+def _contrastile(exchange: Any, backend: Any, pair_bytes: float = 0) -> Contestant:
+    loss = ClipLoss(exchange=exchange, backend=backend)
+    return Contestant("contrastile", f"{exchange}, {backend}", {"clip": loss}, pair_bytes=pair_bytes)
 
 
 def _open_clip(name: str, world: int, *, with_grad: bool) -> Contestant:
@@ -194,16 +194,16 @@ class MemoryBench:
                     continue
                 if absent := way.absent(self.machine):
                     self.report.note(f"{label}: {absent}")
-                elif self.peers or way.name == "contrastile":
-                    for b in sizes:
-                        self._measure(way, world, b, d, dtype)
+                    continue
+                for b in sizes if self.peers or way.name == "contrastile" else ():
+                    self._measure(way, world, b, d, dtype)
 
     def _measure(self, way: Contestant, world: int, b: int, d: int, dtype: torch.dtype) -> None:
         machine, N, label = self.machine, b // world, f"{way.name}, {way.backend}"
+        case = Case("clip", N, d, str(dtype).removeprefix("torch."))
         row: Row = {
             "impl": way.name, "way": way.backend, "implementation": label, "world": world, "b": b, "d": d,
-            "dtype": str(dtype).removeprefix("torch."), "ms": None, "peak_bytes": None, "planned_bytes": None,
-            **provenance(machine.device, way.package or way.name),
+            "dtype": case.dtype, **provenance(machine.device, way.package or way.name),
         }  # fmt: skip
         if way.name == "contrastile":
             exchange, backend = way.backend.split(", ")
@@ -213,27 +213,18 @@ class MemoryBench:
         if ahead > self.longest:
             self.report.say(f"{TABLE.line(row).rstrip()} left out, it would take about {ahead:,.0f} s")
             return
-        with self.report.failures(label, judged=way.name == "contrastile"):
-            try:
-                if way.pair_bytes * b * b > machine.free_bytes():
-                    raise torch.OutOfMemoryError
-                row |= self._numbers(way.losses["clip"], N, d, dtype, once=ahead > ONCE_SECONDS)
-            except torch.OutOfMemoryError:
-                self.report.result(row, " does not fit")
-                return
-            self._pace[label] = row["ms"] / 1e3 / (N * b * d)
-            self.report.result(row)
-
-    def _numbers(self, loss: Loss, N: int, d: int, dtype: torch.dtype, *, once: bool) -> Row:
-        """The peak of a step beside its features, and the least milliseconds of the next, or `once` of the same."""
-        machine = self.machine
-        q, k, scale = problem(Case("clip", N, d, str(dtype).removeprefix("torch.")), machine.device)
-        run = partial(step, lambda *sides: loss(*sides, scale.detach()), [q, k])
-        if not once:
-            # compiles kernels, and makes what stays
-            run()
-        seconds, peak = machine.time_and_peak(run)
-        if not once:
-            # the first may capture a graph
-            seconds = min(machine.time(run) for _ in range(3))
-        return {"peak_bytes": peak, "ms": round(seconds * 1e3, 3)}
+        with self.report.failures(label, judged=way.name == "contrastile", row=row):
+            if way.pair_bytes * b * b > machine.free_bytes():
+                raise torch.OutOfMemoryError
+            q, k, scale = problem(case, machine.device)
+            run = partial(step, lambda *sides: way.losses["clip"](*sides, scale.detach()), [q, k])
+            once = ahead > ONCE_SECONDS
+            if not once:
+                # compiles kernels, and makes what stays
+                run()
+            seconds, peak = machine.time_and_peak(run)
+            if not once:
+                # the first may capture a graph
+                seconds = min(machine.time(run) for _ in range(3))
+            self._pace[label] = seconds / (N * b * d)
+            self.report.result(row | {"ms": round(seconds * 1e3, 3), "peak_bytes": peak})
