@@ -107,9 +107,9 @@ class StepBench:
             if ahead > min(self.longest, self.within - (time.perf_counter() - self._start)):
                 self.report.say(f"  {way.label} at {batch:,}: left out, it would take about {ahead:,.0f} s")
                 continue
-            with self.report.failures(way.label, judged=way.judged):
-                row = self._row(model, name, pairs, batch, sub_batch or pairs.towers.sub_batch)
-                self.report.result(row, " does not fit" if row["ms"] is None else "")
+            row = self._row(model, way, batch, size := sub_batch or pairs.towers.sub_batch)
+            with self.report.failures(way.label, judged=way.judged, row=row):
+                self.report.result(row | self._numbers(model, name, pairs, batch, size))
             if way.wrap is not None:
                 pairs.towers = self._towers(model)
             pairs.towers.zero_grad()
@@ -119,27 +119,29 @@ class StepBench:
         torch.manual_seed(0)
         return Towers(model, self.machine.device)
 
-    def _row(self, model: str, name: str, pairs: Pairs, batch: int, sub_batch: int) -> Row:
-        """The columns of a step on one process and across ranks; no numbers where it does not fit into memory."""
-        way, device, size = self.ways[name], self.machine.device, self.machine.world.size
-        columns: Row = {
+    def _row(self, model: str, way: Way, batch: int, sub_batch: int) -> Row:
+        """The columns of a step that name it, on one process and across ranks."""
+        return {
             "impl": way.impl, "way": way.name, "implementation": way.label, "model": model, "batch": batch,
             "sub_batch": sub_batch if way.cut else None, "retain": way.retain, "inputs": way.inputs,
-            "dtype": str(self.dtype).removeprefix("torch."), "world": size,
-            **provenance(device, "transformers", way.package or way.impl),
+            "dtype": str(self.dtype).removeprefix("torch."), "world": self.machine.world.size,
+            **provenance(self.machine.device, "transformers", way.package or way.impl),
         }  # fmt: skip
-        numbers: Row = dict.fromkeys(("ms", "us_per_pair", "ratio_to_plain", "peak_bytes"))
-        numbers |= dict.fromkeys(("data_bytes", "loss_bytes", "backbone_bytes"))
+
+    def _numbers(self, model: str, name: str, pairs: Pairs, batch: int, sub_batch: int) -> Row:
+        """The measured columns; OutOfMemoryError where the step does not fit, or did not at a smaller batch."""
+        way, known = self.ways[name], (model, name)
+        # ranks have as many pairs each, and run out of memory at the same place
+        if known in self._full:
+            raise torch.OutOfMemoryError
         try:
-            if (model, name) not in self._full:
-                numbers |= self._measured(way, pairs, batch // size, sub_batch)
-                self._pace[model, name] = pace = numbers["ms"] / batch * 1e3
-                plain = self._pace.get((model, COMPILED + "plain" if way.compiled else "plain"))
-                numbers |= {"us_per_pair": round(pace, 2), "ratio_to_plain": plain and round(pace / plain, 4)}
+            numbers = self._measured(way, pairs, batch // self.machine.world.size, sub_batch)
         except torch.OutOfMemoryError:
-            # ranks have as many pairs each, and run out of memory at the same place
-            self._full.add((model, name))
-        return columns | numbers
+            self._full.add(known)
+            raise
+        self._pace[known] = pace = numbers["ms"] / batch * 1e3
+        plain = self._pace.get((model, COMPILED + "plain" if way.compiled else "plain"))
+        return numbers | {"us_per_pair": round(pace, 2), "ratio_to_plain": plain and round(pace / plain, 4)}
 
     def _passes(self, model: str, way: Way) -> bool:
         """Report a way's distance from plain gradients; return if it may be measured."""
