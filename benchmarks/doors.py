@@ -14,7 +14,6 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -104,37 +103,24 @@ class TokenVectors(nn.Module):
         return F.normalize(vectors, dim=-1) * tokens["attention_mask"][..., None]
 
 
-@dataclass(frozen=True)
 class Bench:
-    """Sizes of a measurement on a device, and the folder of a model with random weights.
+    """Sizes of a measurement on a device, and a model with random weights in a folder."""
 
-    until_measured: what a door needs while its steps are measured.
-    """
-
-    device: torch.device
-    pairs: int
-    sub_batch: int
-    layers: int
-    folder: Path
-    until_measured: ExitStack = field(default_factory=ExitStack)
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device.type == "cuda"
-
-    @property
-    def scored(self) -> int:
-        """Queries whose scores theirs has at once, of late interaction: few, where the model sees many texts."""
-        return min(self.sub_batch, SCORED)
-
-    def save(self) -> None:
+    def __init__(self, device: torch.device, pairs: int, sub_batch: int, folder: Path) -> None:
+        self.device, self.pairs, self.sub_batch, self.folder = device, pairs, sub_batch, folder
+        self.on_gpu = device.type == "cuda"
+        self.layers = 6 if self.on_gpu else 2
+        # queries whose scores theirs has at once, of late interaction: few, where the model sees many texts
+        self.scored = min(sub_batch, SCORED)
+        # what a door needs while its steps are measured
+        self.until_measured = ExitStack()
         words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(str, range(WORDS - 5))]
-        (self.folder / "vocab.txt").write_text("\n".join(words))
-        BertTokenizerFast(str(self.folder / "vocab.txt")).save_pretrained(self.folder)
+        (folder / "vocab.txt").write_text("\n".join(words))
+        BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
         sizes = {"hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536, "vocab_size": WORDS}
         config = BertConfig(**sizes, num_hidden_layers=self.layers)
         config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
-        BertModel(config).save_pretrained(self.folder)
+        BertModel(config).save_pretrained(folder)
 
     def bert(self) -> nn.Module:
         return BertModel.from_pretrained(self.folder, add_pooling_layer=False).to(self.device).train()
@@ -316,12 +302,7 @@ class Bench:
         from FlagEmbedding.finetune.embedder.encoder_only.base.modeling import BiEncoderOnlyEmbedderModel as Theirs
 
         how = {"temperature": 1 / SCALE, "sub_batch_size": self.sub_batch, "normalize_embeddings": True}
-
-        def made(kind: Any, retain: Any = 0) -> Measured:
-            model = kind(self.bert(), sentence_pooling_method="mean", **how).train()
-            model.retain = retain
-            return self.step(model, lambda columns: model(*columns).loss)
-
+        made = partial(self.of_model, 1, how | {"sentence_pooling_method": "mean"})
         return beside("FlagEmbedding", made, Theirs, on_page("flag_embedding", "CachedModel"))
 
     def tevatron(self) -> Problem:
@@ -329,15 +310,14 @@ class Bench:
         from tevatron.modeling import DenseModel
 
         train = SimpleNamespace(negatives_x_device=False, per_device_train_batch_size=self.pairs)
-        how = {"train_args": train, "data_args": SimpleNamespace(train_n_passages=1)}
-
-        def made(kind: Any, retain: Any = 0) -> Measured:
-            bert = self.bert()
-            model = kind(bert, bert, **how).train()
-            model.sub_batch, model.retain = self.sub_batch, retain
-            return self.step(model, lambda columns: model(*columns).loss)
-
+        made = partial(self.of_model, 2, {"train_args": train, "data_args": SimpleNamespace(train_n_passages=1)})
         return beside("tevatron", made, DenseModel, on_page("tevatron", "CachedModel"))
+
+    def of_model(self, towers: int, how: dict[str, Any], kind: Any, retain: Any = 0) -> Measured:
+        """The step of a class of models, around one encoder as each of their towers, whose outputs have the loss."""
+        model = kind(*[self.bert()] * towers, **how).train()
+        model.sub_batch, model.retain = self.sub_batch, retain
+        return self.step(model, lambda columns: model(*columns).loss)
 
     def colpali_engine(self) -> Problem:
         """colpali-engine's trainer, whose model sees the whole batch at once, and the subclass of its page."""
@@ -419,7 +399,7 @@ def measure(bench: Bench, door: str, machine: Machine, report: Report, *, only_o
 
 
 def main() -> None:
-    pairs, sub_batch, layers = (8192, 256, 6) if torch.cuda.is_available() else (256, 32, 2)
+    pairs, sub_batch = (8192, 256) if torch.cuda.is_available() else (256, 32)
     words = {
         "doors": {"nargs": "*", "metavar": "DOOR", "help": f"of {', '.join(DOORS)} (default: all)"},
         "--pairs": {"type": int, "default": pairs, "help": f"pairs of texts (default: {pairs})"},
@@ -433,8 +413,7 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
         script(__doc__, TABLE, *PACKAGES, seconds=SECONDS, options=words) as (options, machine, report),
     ):
-        bench = Bench(machine.device, options.pairs, options.sub_batch, layers, Path(folder))
-        bench.save()
+        bench = Bench(machine.device, options.pairs, options.sub_batch, Path(folder))
         for door in options.doors or DOORS:
             # a library that is not installed, or has no such loss
             with report.failures(door, judged=False), bench.until_measured:

@@ -1,6 +1,6 @@
 """Features that no other file measures: learned distances, LiT, optimizers, and the first steps of the paper's recipe.
 
-    python benchmarks/features.py [--parts distances lit optimizers recipe] [--csv FILE]
+    python benchmarks/features.py [--csv FILE]
 
 Takes two minutes on an H200; without a GPU sizes are small. Steps of LiT are those of the training loop
 (`train/loop.py`), on a batch whose inputs are there, of tar shards of made-up pictures whose titles fill the text
@@ -10,6 +10,7 @@ tower. The recipe's steps read the same shards, and `waiting` is the share of th
 import gc
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -65,8 +66,8 @@ ROUNDS = 3
 class Bench:
     """Measures features in small sizes on a CPU."""
 
-    def __init__(self, machine: Machine, report: Report) -> None:
-        self.machine, self.report, self.device = machine, report, machine.device
+    def __init__(self, machine: Machine, report: Report, folder: Path) -> None:
+        self.machine, self.report, self.device, self.folder = machine, report, machine.device, folder
         self.on_gpu = self.device.type == "cuda"
 
     def result(self, what: str, way: str, batch: int | None, ms: float, peak: int, **others: Any) -> None:
@@ -83,21 +84,17 @@ class Bench:
         run()
         return 1e3 * median(self.machine.time(run) for _ in range(ROUNDS)), memory.bytes()
 
-    def distances(self, _: Path) -> None:
+    def distances(self) -> None:
         """Learned distances in tiles, beside plain autograd over the whole matrix of scores."""
-        for name, scorer, sides in self.scored():
-            for backend, way in (("auto", "tiles"), ("dense", "the whole matrix")):
-                leaves = [x.detach().requires_grad_() for x in sides]
-
-                def run(leaves: list[Tensor] = leaves, scorer: nn.Module = scorer, backend: Any = backend) -> None:
-                    contrast(*leaves, scorer=scorer, scale=20.0, backend=backend).backward()
-
-                with self.report.failures(f"{name}, {way}", judged=backend == "auto"):
-                    ms, _ = self.timed(run)
-                    for leaf in leaves:
-                        leaf.grad = None
-                    self.result("distance", f"{name}, {way}", len(sides[0]), ms, self.machine.peak(run))
-                del leaves
+        for (name, scorer, sides), backend in product(self.scored(), ("auto", "dense")):
+            label = f"{name}, {'tiles' if backend == 'auto' else 'the whole matrix'}"
+            leaves = [x.detach().requires_grad_() for x in sides]
+            run = partial(gradients, *leaves, scorer=scorer, scale=20.0, backend=backend)
+            with self.report.failures(label, judged=backend == "auto"):
+                ms, _ = self.timed(run)
+                for leaf in leaves:
+                    leaf.grad = None
+                self.result("distance", label, len(sides[0]), ms, self.machine.peak(run))
 
     def scored(self) -> Iterator[tuple[str, nn.Module, list[Tensor]]]:
         fewer, dtype = (1, torch.bfloat16) if self.on_gpu else (32, torch.float32)
@@ -105,27 +102,25 @@ class Bench:
         def sides(*shapes: tuple[int, ...]) -> list[Tensor]:
             return [F.normalize(torch.randn(shape, device=self.device), dim=-1).to(dtype) for shape in shapes]
 
-        d = 768 // fewer
-        yield f"Bilinear, {d} features", Bilinear(d, d).to(self.device, dtype), sides(*[(16384 // fewer, d)] * 2)
-        d = 256 // fewer
-        yield f"PairMLP, {d} features", PairMLP(d, d, d).to(self.device, dtype), sides(*[(2048 // fewer, d)] * 2)
-        b = 1024 // fewer
+        d, e, b = 768 // fewer, 256 // fewer, 1024 // fewer
+        yield f"Bilinear, {d} features", Bilinear(d, d).to(self.device, dtype), sides(*[(16 * b, d)] * 2)
+        yield f"PairMLP, {e} features", PairMLP(e, e, e).to(self.device, dtype), sides(*[(2 * b, e)] * 2)
         yield "MaxSim, 32 and 180 tokens of 128", MaxSim(), sides((b, 32, 128), (b, 180, 128))
 
-    def words(self, folder: Path) -> list[str]:
-        """The overrides of the recipe for the shards in `folder`, which are written where they are not there."""
-        if not (shards := folder / "shards").exists():
+    def words(self) -> list[str]:
+        """The overrides of the recipe for the shards, which are written where they are not there."""
+        if not (shards := self.folder / "shards").exists():
             shards.mkdir()
             write_shards(shards, 500 if self.on_gpu else 250, TITLE)
         last = len(list(shards.glob("*.tar"))) - 1
-        words = [f"data.source={shards}/{{00000..{last:05}}}.tar", f"data.cache={folder / 'cache'}"]
+        words = [f"data.source={shards}/{{00000..{last:05}}}.tar", f"data.cache={self.folder / 'cache'}"]
         words += [f"device={self.device.type}", "data.held_out=0.01", "evaluate={every=1.0, probe=1}"]
         # a compilation takes longer than the steps, and "auto" is planned as written
         return [*words, "train.compile=false", *(() if self.on_gpu else TINY_LIT)]
 
-    def lit(self, folder: Path) -> None:
+    def lit(self) -> None:
         batch, sub_batch = (2048, 256) if self.on_gpu else (64, 16)
-        words = [*self.words(folder), "data.augment=false"]
+        words = [*self.words(), "data.augment=false"]
         words += [f"train.sub_batch={sub_batch}", "train.retain=0", f"train.batch={batch}"]
         for way, more in LIT_WAYS.items():
             with self.report.failures(way, judged=True):
@@ -144,7 +139,7 @@ class Bench:
         self.result("LiT", way, batch, ms, peak, sub_batch=train.sub_batch.image, **more)
         job.close()
 
-    def optimizers(self, _: Path) -> None:
+    def optimizers(self) -> None:
         """Steps of optimizers on the weights of ViT-L/14 with both towers, without forward and backward."""
         words = [f"device={self.device.type}", *(() if self.on_gpu else TINY_CLIP)]
         recipe = load_recipe(CLIP, words, files=False)
@@ -164,28 +159,28 @@ class Bench:
             self.result("optimizer", label, None, ms, peak, planned_bytes=planned)
             del optimizer
 
-    def recipe(self, folder: Path) -> None:
+    def recipe(self) -> None:
         """The first steps of the paper's recipe on the shards, whose pictures are cropped at random."""
         steps, batch = (STEPS, BATCH) if self.on_gpu else (20, 32)
-        words = [*self.words(folder), f"train.examples={steps * batch}", "optim.warmup=0.05"]
+        words = [*self.words(), f"train.examples={steps * batch}", "optim.warmup=0.05"]
         words += [f"train.batch={batch}", f"train.sub_batch={batch}"]
-        lines, waits = trained(RECIPE, words, folder)
+        lines, waits = trained(RECIPE, words, self.folder)
         seconds, peak = sum(line["seconds"] for line in lines), max(line["peak_bytes"] for line in lines)
         way = f"{RECIPE}, the longest wait {max(waits) * 1e3:.0f} ms"
         more = {"sub_batch": batch, "steps": len(lines), "waiting": round(sum(waits) / seconds, 4)}
         self.result("recipe", way, batch, 1e3 * seconds / len(lines), peak, **more)
 
 
+def gradients(q: Tensor, k: Tensor, **how: Any) -> None:
+    contrast(q, k, **how).backward()
+
+
 def main() -> None:
-    parts = ("distances", "lit", "optimizers", "recipe")
-    with (
-        TemporaryDirectory() as folder,
-        script(__doc__, TABLE, "transformers", parts=parts) as (options, machine, report),
-    ):
-        bench = Bench(machine, report)
-        for part in options.parts:
-            with report.failures(part, judged=True):
-                getattr(bench, part)(Path(folder))
+    with TemporaryDirectory() as folder, script(__doc__, TABLE, "transformers") as (_, machine, report):
+        bench = Bench(machine, report, Path(folder))
+        for part in (bench.distances, bench.lit, bench.optimizers, bench.recipe):
+            with report.failures(part.__name__, judged=True):
+                part()
             gc.collect()
 
 

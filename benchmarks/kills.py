@@ -102,10 +102,9 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=6)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0, help="of the moments, not of the run")
-    parser.add_argument("--runs", default="runs/kills", metavar="FOLDER", help="its two runs are replaced")
     options = parser.parse_args()
     overrides = [*SHORT, *options.overrides]
-    recipe, runs = load_recipe(options.recipe, overrides), Path(options.runs)
+    recipe, runs = load_recipe(options.recipe, overrides), Path("runs/kills")
     cache, alone, killed = runs / "cache", runs / "undisturbed", runs / "killed"
     cache.mkdir(parents=True, exist_ok=True)
     random.seed(options.seed)

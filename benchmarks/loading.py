@@ -1,6 +1,6 @@
 """Images per second from tar shards, by processes and by threads; and the share of a training step spent waiting.
 
-    python benchmarks/loading.py [--folder FOLDER]
+    python benchmarks/loading.py
 
 The shards hold JPEGs of 256 to 500 pixels a side, smooth shapes under a little noise, 30 to 60 kB each. They are read
 through `data/collection.py` and cropped at random to 224 pixels; a rate is the images over the seconds of the clock.
@@ -10,7 +10,6 @@ the steps' time, without the first few, before the batch is there. `without data
 resident batch, while nothing else happens.
 """
 
-import argparse
 import io
 import tarfile
 import time
@@ -120,12 +119,8 @@ def waiting(words: list[str], folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", help="folder for the shards, which stay there (default: a temporary folder)")
-    given = parser.parse_args().folder
     with TemporaryDirectory() as temporary:
-        folder = Path(given or temporary)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = Path(temporary)
         source, cache = write_shards(folder, PICTURES), folder / "cache"
         size = sum(path.stat().st_size for path in folder.glob("*.tar")) / PICTURES
         print(f"{PICTURES:,} pictures of {size / 1000:.0f} kB, {cores()} cores, torch {torch.__version__}")

@@ -2,15 +2,15 @@
 
 The script behind the tables of late interaction in docs/kernels.md and docs/host_features.md. Needs a CUDA device:
 
-    python benchmarks/maxsim.py [--csv FILE] [--parts losses shapes host] [--queries 128 1024]
-    torchrun --standalone --nproc-per-node 4 benchmarks/maxsim.py --parts ranks [--csv FILE] [--queries 16384]
+    python benchmarks/maxsim.py [--csv FILE] [--parts losses shapes host]
+    torchrun --standalone --nproc-per-node 4 benchmarks/maxsim.py --parts ranks [--csv FILE]
 
 Peers are timed where they can be imported. TFLOP/s count 2 · pairs · tokens · tokens · features operations, whatever
 is computed; the product is 8192³ in bf16 in the same minute. `make test-gpu` compares results with float64.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -54,14 +54,16 @@ def pages(n: int, D: int = 128) -> Size:
 
 
 LARGE = pages(4096), pages(16384)
-# the peers take longest at the last one
-SIZES = (pages(128), pages(1024), (64, 64, 1024, 1024, 128), LARGE[1], LARGE[0])
-# other sizes, features and types
-SHAPES: tuple[tuple[Size, torch.dtype], ...] = (
-    *((pages(n), BF16) for n in (32, 64, 256)), *((pages(1024, D), BF16) for D in (64, 96, 256)),
-    (pages(1024), HALF), (pages(128), FULL), (pages(512), FULL),
-    ((16, 16, 1024, 1024, 128), BF16), ((256, 256, 1024, 1024, 128), BF16),
-)  # fmt: skip
+# by part: what rows say, and the problems; the peers take longest at the last one
+PROBLEMS: dict[str, tuple[str, list[tuple[Size, torch.dtype]]]] = {
+    "losses": ("loss", [(x, BF16) for x in (pages(128), pages(1024), (64, 64, 1024, 1024, 128), LARGE[1], LARGE[0])]),
+    # other sizes, features and types
+    "shapes": ("shape", [
+        *((pages(n), BF16) for n in (32, 64, 256)), *((pages(1024, D), BF16) for D in (64, 96, 256)),
+        (pages(1024), HALF), (pages(128), FULL), (pages(512), FULL),
+        ((16, 16, 1024, 1024, 128), BF16), ((256, 256, 1024, 1024, 128), BF16),
+    ]),
+}  # fmt: skip
 
 
 def gradients(loss: Loss, *pair: Tensor) -> Step:
@@ -72,8 +74,6 @@ def gradients(loss: Loss, *pair: Tensor) -> Step:
 class Bench:
     machine: Machine
     report: Report
-    # numbers of queries to measure; all where empty
-    queries: Sequence[int] = ()
 
     def measure(self, what: str, impl: str, size: Size, call: Step, dtype: torch.dtype = BF16) -> None:
         with self.report.failures(f"{what}, {impl}", judged=True):
@@ -86,17 +86,10 @@ class Bench:
                 "peak_mib": round(self.machine.peak(call) / 2**20, 1),
             })  # fmt: skip
 
-    def losses(self) -> None:
-        self.alone("loss", [(size, BF16) for size in SIZES])
-
-    def shapes(self) -> None:
-        self.alone("shape", SHAPES)
-
-    def alone(self, what: str, problems: Sequence[tuple[Size, torch.dtype]]) -> None:
+    def alone(self, part: str) -> None:
         """Whole symmetric losses, forward and with both gradients, ours and the peers'."""
+        what, problems = PROBLEMS[part]
         for size, dtype in problems:
-            if not self.chosen(size):
-                continue
             q, k = (x.to(dtype).requires_grad_() for x in tokens(size))
             N, J, L, M, D = size
             label = f"{N} x {J}, {L} x {M} tokens"
@@ -107,13 +100,10 @@ class Bench:
                 forward = torch.no_grad()(partial(loss, q, k))
                 self.measure(what, f"{name}, {label}", size, forward, dtype)
 
-    def chosen(self, size: Size) -> bool:
-        return not self.queries or size[0] in self.queries
-
     def host(self) -> None:
         """Losses of vectors in pinned host memory, with their gradients, beside those of resident ones."""
         ways = (("symmetric", Softmax(symmetric=True)), ("one way", Softmax()))
-        for size, (way, kind), place in product(filter(self.chosen, LARGE), ways, ("resident", "host")):
+        for size, (way, kind), place in product(LARGE, ways, ("resident", "host")):
             pair = (x if place == "resident" else x.cpu().pin_memory() for x in tokens(size))
             call = gradients(partial(ours, loss=kind, device="cuda"), *(x.requires_grad_() for x in pair))
             self.measure("loss + grads", f"{place}, {way}, {size[0]} x {size[1]}", size, call)
@@ -121,7 +111,7 @@ class Bench:
     def ranks(self) -> None:
         """Symmetric losses of a batch that the ranks share, with their gradients, by each exchange."""
         rank, W = self.machine.world.rank, self.machine.world.size
-        for size in filter(self.chosen, LARGE[::-1]):
+        for size in LARGE[::-1]:
             N, J, *others = size
             pair = [x.requires_grad_() for x in tokens((N // W, J // W, *others), seed=rank)]
             for exchange in ("gather", "ring") if W > 1 else ("single",):
@@ -160,14 +150,11 @@ def tokens(size: Size, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
-    words = {
-        "--parts": {"nargs": "+", "choices": ("losses", "shapes", "host", "ranks"), "default": ["losses"]},
-        "--queries": {"nargs": "+", "type": int, "default": []},
-    }
-    with script(__doc__, TABLE, *PEERS, seconds=SECONDS, options=words) as (options, machine, report):
-        bench = Bench(machine, report, options.queries)
+    parts = {"nargs": "+", "choices": (*PROBLEMS, "host", "ranks"), "default": ["losses"]}
+    with script(__doc__, TABLE, *PEERS, seconds=SECONDS, options={"--parts": parts}) as (options, machine, report):
+        bench = Bench(machine, report)
         for part in options.parts:
-            getattr(bench, part)()
+            bench.alone(part) if part in PROBLEMS else getattr(bench, part)()
 
 
 if __name__ == "__main__":
