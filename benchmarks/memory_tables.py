@@ -97,17 +97,15 @@ class Steps:
 
     def __init__(self, model: str, sub_batch: int, report: Report, machine: Machine) -> None:
         device = machine.device
-        # without a loss scaler: bf16, and weights that stay
+        # without a loss scaler: bf16, and weights that stay; a compilation takes longer than the steps
         words = ["optim={kind='adamw', learning_rate=1e-9}", "train.retain=0", "train.precision=bf16"]
-        # a compilation takes longer than the steps
-        words += [f"train.sub_batch={sub_batch}", f"device={device.type}", "train.compile=false"]
-        self.recipe = load_recipe(RECIPE, [*words, *MODELS[model]], files=False)
+        words += [f"train.sub_batch={sub_batch}", f"device={device.type}", "train.compile=false", *MODELS[model]]
+        self.recipe = load_recipe(RECIPE, words, files=False)
         self.report, self.machine, self.device = report, machine, device
         self._shapes, self._costs = towers(self.recipe, 8, 8 * K * sub_batch)
         data, settings = self.recipe.data, self.recipe.model.tokenizer
-        tokenizer = made_up_tokenizer(settings)
         with torch.device(device):
-            self.run = Run.untrained(self.recipe, tokenizer)
+            self.run = Run.untrained(self.recipe, made_up_tokenizer(settings))
             pixels = torch.zeros(sub_batch, data.channels, data.image_size, data.image_size)
             tokens = [torch.ones(sub_batch, settings.length, dtype=torch.int64) for _ in range(2)]
         D, net = self._costs[0].dimensions, self.run.model.train()

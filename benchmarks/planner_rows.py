@@ -310,13 +310,12 @@ def of_cpu(row: dict[str, str]) -> dict[str, Any]:
     return {"label": label, "loss": size, "seconds": None}
 
 
-# the optimizers of h200_features.csv, and the one whose row was not used for the constants of their kernels
+# the optimizers of h200_features.csv
 OPTIMIZERS = {
     "Adafactor of the recipe": [],
     "Adafactor without momentum": ["optim.betas=[0.0, 0.95]"],
     "AdamW": ["optim={kind='adamw'}"],
 }
-NEW_OPTIMIZER = "Adafactor without momentum"
 
 
 @cache
@@ -338,7 +337,8 @@ def of_plan(row: dict[str, str]) -> dict[str, Any]:
     if row.get("what") != "optimizer":
         return {**words, "seconds": None}
     way = row["way"].partition(",")[0]
-    return {**words, "update": updates()[way], "fitted": way != NEW_OPTIMIZER}
+    # the constants of the optimizers' kernels are from the other rows
+    return {**words, "update": updates()[way], "fitted": way != "Adafactor without momentum"}
 
 
 def of_step(row: dict[str, str]) -> dict[str, Any]:

@@ -72,12 +72,12 @@ def device_line(kernels: list[Kernel], begin: float) -> str:
     for kernel in kernels:
         names = (kind for kind, parts in KINDS.items() if any(part in kernel[0].lower() for part in parts))
         kinds.setdefault(next(names, "small"), []).append(kernel)
-    busy, gaps = covered(kernels)
-    working, _ = covered([kernel for kind, several in kinds.items() if kind != "communication" for kernel in several])
-    first, last = min(start for _, start, _ in kernels), max(end for *_, end in kernels)
     totals = [
-        f"{kind} {sum(e - s for _, s, e in kinds[kind]) / 1e3:.2f} ({len(kinds[kind])})" for kind in sorted(kinds)
+        f"{kind} {sum(e - s for _, s, e in each) / 1e3:.2f} ({len(each)})" for kind, each in sorted(kinds.items())
     ]
+    busy, gaps = covered(kernels)
+    working, _ = covered([kernel for kind, each in kinds.items() if kind != "communication" for kernel in each])
+    first, last = min(start for _, start, _ in kernels), max(end for *_, end in kernels)
     idle = f"alone {(busy - working) / 1e3:.2f}, idle {(last - first - busy) / 1e3:.2f} in {gaps} gaps"
     return f"device, ms (kernels): {', '.join(totals)}; {idle}, before the first {(first - begin) / 1e3:.2f}"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from contrastile import modules
 from contrastile.bench.peers import OF_A_LABEL, Loss, labels_of
@@ -30,6 +30,8 @@ OWN = 8
 
 Some = Callable[..., Tensor]
 Module = Callable[..., Loss]
+# inputs of a loss beside its two sides, by name
+Further = Callable[[Tensor, Tensor], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -85,17 +87,16 @@ def _weighted(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     return _rows(weighted)(some, q, k, scale)
 
 
-class _With(nn.Module):
+class _With:
     """A loss with further inputs, which are made of the features at the first call with them."""
 
-    def __init__(self, loss: Module, further: Callable[[Tensor, Tensor], dict[str, Any]], **how: Any) -> None:
-        super().__init__()
+    def __init__(self, loss: Module, further: Further, **how: Any) -> None:
         self.loss, self.further = loss(**how), further
-        self._of: tuple[Tensor, ...] = ()
+        self._of: tuple[Any, Any] = None, None
         self._made: dict[str, Any] = {}
 
-    def forward(self, q: Tensor, k: Tensor, *numbers: Tensor, **others: Any) -> Tensor:
-        if not self._of or self._of[0] is not q or self._of[1] is not k:
+    def __call__(self, q: Tensor, k: Tensor, *numbers: Tensor, **others: Any) -> Tensor:
+        if self._of[0] is not q or self._of[1] is not k:
             self._of, self._made = (q, k), self.further(q, k)
         return self.loss(q, k, *numbers, **self._made, **others)
 
@@ -144,13 +145,8 @@ def _some_distill(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     return (losses[0] + losses[1]) / 2
 
 
-def _negatives(k: Tensor) -> Tensor:
-    """Negatives of each query [b, H, d]: the keys that follow its own."""
-    return _neighbours(k, 1)
-
-
 def _neighbours(k: Tensor, first: int = 0) -> Tensor:
-    """Each query's own key and negatives from `first` on [b, 1 + H − first, d].
+    """Each query's own key and the H that follow it, its negatives, from `first` on [b, 1 + H − first, d].
 
     Their copies are made in float32, so that the gradients of a key are added without a rounding of each sum.
     """
@@ -160,8 +156,13 @@ def _neighbours(k: Tensor, first: int = 0) -> Tensor:
 
 def _some_own(hardness: float, some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     """Keys of the batch, and negatives of each query that weigh exp(hardness · similarity)."""
-    similar = (_negatives(k)[some] @ q[some][..., None])[..., 0]
+    similar = _products(_neighbours(k, 1), some, q)
     return F.cross_entropy(torch.cat([scale * q[some] @ k.T, scale * similar + hardness * similar.detach()], 1), some)
+
+
+def _products(keys: Tensor, some: Tensor, q: Tensor) -> Tensor:
+    """Products of a few rows with keys of their own [b, H, d]."""
+    return (keys[some] @ q[some][..., None])[..., 0]
 
 
 def _some_queue(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
@@ -179,18 +180,16 @@ def _some_balanced(some: Tensor, q: Tensor, k: Tensor, scale: Tensor, bias: Tens
 
 def _some_alone(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     """Each query's own key and negatives."""
-    keys = _neighbours(k)[some]
-    return F.cross_entropy(scale * (keys @ q[some][..., None])[..., 0], torch.zeros_like(some))
+    return F.cross_entropy(scale * _products(_neighbours(k), some, q), torch.zeros_like(some))
 
 
-class _Views(nn.Module):
+class _Views:
     """A loss of both sides as views of one example, with weights."""
 
     def __init__(self, loss: Callable[..., Any], **how: Any) -> None:
-        super().__init__()
         self.loss, self.how = loss(**how).loss, how
 
-    def forward(self, q: Tensor, k: Tensor, scale: Tensor, weights: Tensor | None = None, **further: Any) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, scale: Tensor, weights: Tensor | None = None, **further: Any) -> Tensor:
         views, both = torch.cat([q, k]), None if weights is None else weights.repeat(2)
         return contrast(views, views, scale=scale, loss=self.loss, weights=both, **further, **self.how)
 
@@ -225,27 +224,32 @@ def _lists(k: Tensor) -> tuple[Tensor, Tensor]:
 
 def _some_scores(kind: str, some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     """The distance of a few rows' logits from their scores."""
-    keys, scores = (x[some] for x in _lists(k))
-    x, s = scale * (keys @ q[some][..., None])[..., 0], scores.to(q.dtype)
+    keys, scores = _lists(k)
+    x, s = scale * _products(keys, some, q), scores[some].to(q.dtype)
     if kind == "margin_mse":
         return F.mse_loss(x[:, :1] - x[:, 1:], s[:, :1] - s[:, 1:])
     return F.kl_div(x.log_softmax(1), s.log_softmax(1), log_target=True, reduction="batchmean")
 
 
-def _with(further: Callable[[Tensor, Tensor], dict[str, Any]], loss: Module, **how: Any) -> Module:
+def _with(further: Further, loss: Module, **how: Any) -> Module:
     return partial(_With, partial(loss, **how), further)
 
 
 _labelled = partial(_with, lambda q, _: {"labels": labels_of(q)})
-_with_own = partial(_with, lambda _, k: {"negatives": _negatives(k)}, modules.InfoNCELoss)
-_hard = partial(modules.InfoNCELoss, hardness_strength=HARDNESS, hardness_mode="all_negatives")
+_two_labelled = partial(_with, lambda q, _: {"labels": _two_labels(q)})
+_with_own = partial(_with, lambda _, k: {"negatives": _neighbours(k, 1)}, modules.InfoNCELoss)
+_with_queue = partial(_with, lambda _, k: {"negatives": k.detach().roll(1, 1)}, modules.InfoNCELoss)
+_hard: dict[str, Any] = {"hardness_strength": HARDNESS}
 _guided = partial(_with, guides, modules.GISTLoss)
 _of_same_views = partial(_with, lambda q, _: dict.fromkeys(("query_labels", "key_labels"), labels_of(q).repeat(2)))
 _other_view = partial(_with, lambda q, _: {"positives": torch.arange(2 * len(q), device=q.device).roll(len(q))})
+_softmax, _sigmoid = reference.dense_softmax, reference.dense_sigmoid
+_same_two_labels = partial(_same_label, labels=_two_labels)
+_supcon, _supcon_in = partial(_Views, modules.SupConLoss), partial(_Views, partial(modules.SupConLoss, form="in"))
 SUBJECTS = {
-    "clip": Subject(_both_ways(_rows(reference.dense_softmax)), modules.ClipLoss, 8, dense=reference.dense_clip),
-    "siglip": Subject(_rows(reference.dense_sigmoid), modules.SigLipLoss, 6, bias=-10.0),
-    "infonce": Subject(_rows(reference.dense_softmax), modules.InfoNCELoss, 8),
+    "clip": Subject(_both_ways(_rows(_softmax)), modules.ClipLoss, 8, dense=reference.dense_clip),
+    "siglip": Subject(_rows(_sigmoid), modules.SigLipLoss, 6, bias=-10.0),
+    "infonce": Subject(_rows(_softmax), modules.InfoNCELoss, 8),
     "dcl": Subject(_both_ways(_rows(reference.dense_decoupled)), modules.DCLLoss, 8),
     "dclw": Subject(_both_ways(_weighted), partial(modules.DCLLoss, sigma=SIGMA), 8),
     "gist": Subject(partial(_some_gist, 0.0, False), _guided(), 12),
@@ -256,35 +260,27 @@ SUBJECTS = {
     "gist_pairs": Subject(partial(_some_gist, 0.0, True), _guided(contrast_anchors=True, contrast_positives=True), 36),
     "distill": Subject(_some_distill, _with(_teachers, modules.DistillClipLoss, weight=TEACHER_WEIGHT), 12),
     "own": Subject(partial(_some_own, 0.0), _with_own(), 8),
-    "hardness_own": Subject(
-        partial(_some_own, HARDNESS), _with_own(hardness_mode="hard_negatives", hardness_strength=HARDNESS), 8
-    ),
+    "hardness_own": Subject(partial(_some_own, HARDNESS), _with_own(hardness_mode="hard_negatives", **_hard), 8),
     "own_alone": Subject(_some_alone, _with_own(in_batch=False), 0),
-    "queue": Subject(_some_queue, _with(lambda _, k: {"negatives": k.detach().roll(1, 1)}, modules.InfoNCELoss), 16),
-    "clip_labels": Subject(_both_ways(_rows(reference.dense_softmax, _same_label)), _labelled(modules.ClipLoss), 8),
+    "queue": Subject(_some_queue, _with_queue(), 16),
+    "clip_labels": Subject(_both_ways(_rows(_softmax, _same_label)), _labelled(modules.ClipLoss), 8),
+    # no positive's gradient is larger than the others, to which the rounding of exponentials is relative
     "clip_two_labels": Subject(
-        _both_ways(_rows(reference.dense_softmax, partial(_same_label, labels=_two_labels))),
-        _with(lambda q, _: {"labels": _two_labels(q)}, modules.ClipLoss),
-        8,
-        # no positive's gradient is larger than the others, to which the rounding of exponentials is relative
-        rounded=1.25,
+        _both_ways(_rows(_softmax, _same_two_labels)), _two_labelled(modules.ClipLoss), 8, rounded=1.25
     ),
-    "siglip_labels": Subject(_rows(reference.dense_sigmoid, _same_label), _labelled(modules.SigLipLoss), 6, bias=-10.0),
+    "siglip_labels": Subject(_rows(_sigmoid, _same_label), _labelled(modules.SigLipLoss), 6, bias=-10.0),
     # a tile's sum has every positive at full weight, before the share that balance takes is subtracted
     "siglip_balanced": Subject(_some_balanced, _labelled(modules.SigLipLoss, balanced=True), 6, -10.0, OF_A_LABEL),
     # a matrix of twice the rows and columns
     "ntxent": Subject(partial(_some_views, "other"), _other_view(partial(_Views, modules.NTXentLoss)), 32),
     # beside the roundings of "clip_two_labels", the gradients of a view as a row and as a column are added in 16 bits
-    "supcon": Subject(
-        partial(_some_views, "out"), _of_same_views(partial(_Views, modules.SupConLoss)), 32, rounded=1.25
-    ),
-    "supcon_in": Subject(
-        partial(_some_views, "in"),
-        _of_same_views(partial(_Views, partial(modules.SupConLoss, form="in"))),
-        32,
-        rounded=1.25,
-    ),
+    "supcon": Subject(partial(_some_views, "out"), _of_same_views(_supcon), 32, rounded=1.25),
+    "supcon_in": Subject(partial(_some_views, "in"), _of_same_views(_supcon_in), 32, rounded=1.25),
     "kl": Subject(partial(_some_scores, "kl"), partial(_listed, "kl"), 0),
     "margin_mse": Subject(partial(_some_scores, "margin_mse"), partial(_listed, "margin_mse"), 0),
-    "hardness": Subject(_rows(partial(reference.dense_softmax, hardness=HARDNESS)), _hard, 8),
+    "hardness": Subject(
+        _rows(partial(_softmax, hardness=HARDNESS)),
+        partial(modules.InfoNCELoss, hardness_mode="all_negatives", **_hard),
+        8,
+    ),
 }

@@ -129,19 +129,17 @@ class Pairs:
 
         The towers keep the pool until the next call.
         """
-        indices = torch.arange(batch) % len(self.images)
         both = ((self.towers.image, self.images), (self.towers.text, self.texts))
         for tower, pool in both:
             tower.pool = pool.to(self.device) if inputs == "pool" else None
-        if inputs == "pool":
-            return [(tower, indices.to(self.device)) for tower, _ in both]
-        if inputs == "device":
-            return [(tower, pool.to(self.device)[indices.to(self.device)]) for tower, pool in both]
+        if inputs != "host":
+            indices = (torch.arange(batch) % len(self.images)).to(self.device)
+            return [(tower, indices if inputs == "pool" else pool.to(self.device)[indices]) for tower, pool in both]
         need, (room, _) = batch * sum(pool[0].nbytes for _, pool in both), free_memory(torch.device("cpu"))
         if need > HOST_SHARE * room:
             raise torch.OutOfMemoryError(f"inputs take {need:,} bytes of the host, and {room:,} are free")
         sides: list[tuple[Encoder, Tensor]] = []
         for tower, pool in both:
             whole = torch.empty((batch, *pool.shape[1:]), dtype=pool.dtype, pin_memory=self.device.type == "cuda")
-            sides.append((tower, torch.index_select(pool, 0, indices, out=whole)))
+            sides.append((tower, torch.index_select(pool, 0, torch.arange(batch) % len(pool), out=whole)))
         return sides
