@@ -1,8 +1,8 @@
 """Time losses as people call them, beside the plain formula and the same compiled: options, rectangles, lists.
 
 Forward and backward, in interleaved rounds: the median and the least milliseconds of a step, many steps in a row.
-"host" is the time until a step's launches are queued. With --peers also packages that compute the same, where they are
-installed. Run on an idle GPU:
+"host" is the time until a step's launches are queued, on a device that is idle before. With --peers also packages that
+compute the same, where they are installed. Run on an idle GPU:
 
     python benchmarks/user_calls.py [--only infonce] [--seconds 1] [--peers] [--csv FILE]
     torchrun --standalone --nproc-per-node 2 benchmarks/user_calls.py [--csv FILE]
@@ -10,12 +10,11 @@ installed. Run on an idle GPU:
 Under torchrun: ranks of few rows, beside OpenCLIP's class.
 """
 
-import statistics
-import time
 from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
 from itertools import product
+from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +25,8 @@ from contrastile.bench.harness import Machine, Step, Table, not_installed, scrip
 from contrastile.bench.peers import FORMULAS, PEERS, Loss
 
 PACKAGES = "cut-cross-entropy", "siglip-kernel"
+# steps in a row whose launches are timed, and how often
+HOST_STEPS, HOST_ROUNDS = 5, 9
 TABLE = Table("call | impl=call, and by 48 | ms >8.3f | least_ms=least >8.3f | host_ms=host >8.3f")
 
 
@@ -182,18 +183,6 @@ def calls_of_ranks(machine: Machine) -> Iterator[tuple[str, dict[str, Step]]]:
         yield f"clip {n} x {d} on each rank", {name: step(loss, leaves, autocast=False) for name, loss in ways.items()}
 
 
-def host_ms(run: Step, rounds: int = 9, steps: int = 5) -> float:
-    """Median milliseconds until the launches of a step are queued, on a device that is idle before."""
-    times = []
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(steps):
-            run()
-        times.append((time.perf_counter() - start) / steps * 1e3)
-    return statistics.median(times)
-
-
 def main() -> None:
     words = {
         "--seconds": {"type": float, "default": 1.0, "help": "how long each may be measured (default: 1)"},
@@ -207,7 +196,8 @@ def main() -> None:
             if options.only in name:
                 report.say(name)
                 for impl, timing in machine.race(steps).items():
-                    times = {"ms": timing.ms, "least_ms": timing.least_ms, "host_ms": host_ms(steps[impl])}
+                    host = 1e3 * median(machine.time(steps[impl], HOST_STEPS, queued=True) for _ in range(HOST_ROUNDS))
+                    times = {"ms": timing.ms, "least_ms": timing.least_ms, "host_ms": host}
                     report.result({"call": name, "impl": impl} | {key: round(ms, 3) for key, ms in times.items()})
                 # a formula of many shapes would be computed without compilation
                 torch.compiler.reset()

@@ -287,13 +287,14 @@ class Machine:
             collectives.total(torch.zeros((), device=self.device), None)
         return self.world.slowest(self.time(step, repeats))
 
-    def time(self, step: Step, repeats: int = 1) -> float:
-        """Return the seconds of one of `repeats` steps in a row on this rank."""
+    def time(self, step: Step, repeats: int = 1, *, queued: bool = False) -> float:
+        """Return the seconds of one of `repeats` steps in a row on this rank; of their launches alone if `queued`."""
         self.wait()
         start = time.perf_counter()
         for _ in range(repeats):
             step()
-        self.wait()
+        if not queued:
+            self.wait()
         return (time.perf_counter() - start) / repeats
 
     def peak(self, step: Step) -> int:
