@@ -202,9 +202,12 @@ def _statement(options: Options, loss: PairLoss, rows: Shard, cols: Shard, *, ra
         "reduction": options.reduction, "features": _shapes(rows, ragged=ragged),
         "key features": _shapes(cols, ragged=ragged), "dtype": str(rows.features.dtype),
         "device": rows.features.device.type, "positives": None if rows.positives is None else rows.positives.shape[1],
-        "labels": rows.labels is not None, "ids": rows.ids is not None,
-        "negatives of each query": rows.own is not None,
+        "labels": _given(rows.labels), "ids": _given(rows.ids), "negatives of each query": _given(rows.own),
     }  # fmt: skip
+
+
+def _given(x: object) -> str:
+    return "left out" if x is None else "given"
 
 
 def _shapes(side: Shard, *, ragged: bool) -> Any:

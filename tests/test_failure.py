@@ -217,14 +217,16 @@ def test_a_stopped_rank_ends_the_others(tmp_path: Path, victim: int) -> None:
 def _disagree(rank: int, group: Any, kind: str) -> str:
     q = torch.eye(3, 4, requires_grad=kind != "requires_grad" or rank == 2)
     exchange = "gather" if kind == "exchange" and rank == 1 else "ring"
-    return refusal(ClipLoss(exchange=exchange, group=group), q, q, 1.0)
+    ids = {"ids": torch.arange(3)} if kind == "ids" and rank == 1 else {}
+    return refusal(ClipLoss(exchange=exchange, group=group), q, q, 1.0, **ids)
 
 
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
         ("exchange", unlike("exchange", "ring", "gather")),
-        ("requires_grad", unlike("requires_grad", [False] * 4, [True, True, False, False], (0, 2))),
+        ("requires_grad", unlike("requires_grad", [], ["q", "k"], (0, 2))),
+        ("ids", unlike("ids", "left out", "given")),
     ],
 )
 def test_a_disagreement_is_an_error_before_any_exchange(pool: Pool, kind: str, sentence: str) -> None:

@@ -102,6 +102,9 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "of these 3 rows, in their order.": lambda: (
         contrast(_x(3, 4), _x(3, 4), scale=1.0, query_ids=torch.arange(2), key_ids=torch.arange(3))
     ),
+    "`ids` must be integers; got torch.bool. Number the groups first, with torch.unique for example.": lambda: (
+        ClipLoss()(_x(3, 4), _x(3, 4), 1.0, ids=torch.ones(3, dtype=torch.bool))
+    ),
     "`key_ids` must be integers; got torch.float32. Number the groups first, with torch.unique for example.": lambda: (
         contrast(_x(3, 4), _x(3, 4), scale=1.0, query_ids=torch.arange(3), key_ids=_x(3))
     ),

@@ -173,7 +173,8 @@ def vector(name: str, x: Tensor, rows_name: str, rows: Tensor, *, integer: bool)
     if not isinstance(x, Tensor) or x.shape != rows.shape[:1]:
         rule = f"be a tensor of shape [{len(rows)}], one entry for each row of `{rows_name}`"
         raise invalid(name, rule, shape_or_type(x), _as_vector(name, x, len(rows)))
-    if integer and (x.is_floating_point() or x.is_complex()):
+    # labels may be of two kinds, ids are of many
+    if integer and (x.is_floating_point() or x.is_complex() or (x.dtype == torch.bool and "ids" in name)):
         raise invalid(name, "be integers", x.dtype, "Number the groups first, with torch.unique for example.")
     if x.is_complex():
         raise invalid(name, "be real numbers", x.dtype, "Convert it with .float().")

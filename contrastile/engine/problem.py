@@ -196,9 +196,9 @@ class Problem:
         own = () if arguments.own is None else (arguments.own,)
         statement: dict[str, Any] = {}
         if not alone:
-            # ranks compute gradients together
-            given = (*sides.rows, *sides.cols, scale, bias, *parameters[:1], *own)
-            wanted = [isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled() for x in given]
+            given = zip(("q", "k", "scorer", "negatives"), (sides.rows, sides.cols, parameters[:1], own), strict=True)
+            of = [*((name, x) for name, several in given for x in several), ("scale", scale), ("bias", bias)]
+            wanted = [name for name, x in of if torch.is_grad_enabled() and getattr(x, "requires_grad", False)]
             statement = {
                 "scale": _stated(scale),
                 "bias": _stated(bias),
