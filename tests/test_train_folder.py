@@ -159,6 +159,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
         f'`run` must be the folder of a run, with recipe.toml, model.safetensors, run.json; got "{tmp_path}". '
         "Train one first: contrastile train glyphs"
     )
+    assert refusal(finished_run, tmp_path / "docstrings-late").endswith("contrastile train docstrings-late")
 
 
 def test_an_unfinished_run_is_refused_with_the_command_that_resumes_it(tmp_path):

@@ -103,7 +103,9 @@ def finished_run(path: str | Path) -> RunFolder:
     folder = Path(path)
     missing = [name for name in (RECIPE, WEIGHTS, METADATA) if not (folder / name).is_file()]
     if missing:
-        remedy = "Train one first: contrastile train glyphs"
+        # a run has its recipe's name
+        recipe = folder.name if folder.name in recipe_names() else "glyphs"
+        remedy = f"Train one first: contrastile train {recipe}"
         if RECIPE not in missing and (folder / METRICS).is_file():
             remedy = f"It has begun: contrastile train {folder / RECIPE} --runs {folder.parent} --resume"
         raise invalid("run", f"be the folder of a run, with {', '.join(missing)}", f'"{folder}"', remedy)
