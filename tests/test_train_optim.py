@@ -366,29 +366,31 @@ def test_towers_without_matrices_are_refused():
     )
 
 
-def test_muon_resumes_bit_for_bit_and_its_rate_reaches_both_members():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("settings", [AdamWSettings(), AdafactorSettings(), MuonSettings()], ids=lambda x: x.kind)
+def test_optimizers_resume_bit_for_bit_and_the_rate_reaches_all_groups(settings, dtype):
     def model():
         torch.manual_seed(3)
-        return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+        return nn.Sequential(nn.Linear(6, 40), nn.LayerNorm(40), nn.Linear(40, 40)).to(dtype)
 
     def steps(model, optimizer, lots):
         for lot in lots:
             torch.manual_seed(lot)
             set_learning_rate(optimizer, 0.01 * (lot + 1))
             optimizer.zero_grad()
-            model(torch.randn(5, 6)).square().mean().backward()
+            model(torch.randn(5, 6, dtype=dtype)).square().mean().backward()
             optimizer.step()
 
     whole = model()
-    steps(whole, build_optimizer(whole, MuonSettings()), range(6))
+    steps(whole, build_optimizer(whole, settings), range(6))
     begun = model()
-    optimizer = build_optimizer(begun, MuonSettings())
+    optimizer = build_optimizer(begun, settings)
     steps(begun, optimizer, range(3))
     tensors = {}
     plain = json.loads(json.dumps(split_tensors(optimizer.state_dict(), "optimizer", tensors)))
     resumed = model()
     resumed.load_state_dict(begun.state_dict())
-    again = build_optimizer(resumed, MuonSettings())
+    again = build_optimizer(resumed, settings)
     again.load_state_dict(join_tensors(plain, tensors))
     steps(resumed, again, range(3, 6))
     assert {group["lr"] for group in again.param_groups} == {0.06}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from contrastile._errors import invalid
+from contrastile._types import accumulator
 from contrastile.train.config import Steps
 from contrastile.train.config.base import AdafactorSettings, AdamWSettings, MuonSettings, OptimSettings
 from contrastile.train.sharded import full, shard_like
@@ -54,8 +55,9 @@ class Adafactor(PerParameterOptimizer):
         p ← p − lr m − (lr / peak) weight_decay p
 
     so that decay follows the schedule of the rate, not its height; `peak` is the initial `lr` of the group. A tensor
-    with more axes is factored over its two longest. State is float32: `m` and two vectors for a matrix. The momentum
-    `m` of sharded weights is sharded; every rank has the means by row and by column of the whole matrix.
+    with more axes is factored over its two longest. State is float32, of float64 weights float64: `m` and two vectors
+    for a matrix. The momentum `m` of sharded weights is sharded; every rank has the means by row and by column of the
+    whole matrix.
     """
 
     def __init__(
@@ -67,7 +69,8 @@ class Adafactor(PerParameterOptimizer):
             group["peak"] = group["lr"]
 
     def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        gradient = gradient.float()
+        # state that torch loads has the dtype of the weights
+        gradient = gradient.to(accumulator(gradient.dtype))
         beta1, beta2 = group["betas"]
         state["step"] = state.get("step", 0) + 1
         beta2 = min(beta2, 1 - state["step"] ** group["beta2_decay"])
