@@ -190,6 +190,20 @@ def test_answers_without_questions_and_unknown_matches_are_refused():
         has_answer("x", ["x"], "glob")
 
 
+def test_a_text_in_place_of_a_list_is_refused():
+    sentence = '`{}` must be a list of texts{}; got "{}". Put it into a list.'
+    assert refusal(has_answer, "a cat", "a dog") == sentence.format("answers", "", "a dog")
+    for name, texts in (("passages", (["a cat"], [["cat"]])), ("answers", ([["a cat"]], ["cat"]))):
+        got = "a cat" if name == "passages" else "cat"
+        assert refusal(answer_recall, *texts) == sentence.format(name, " for each question", got)
+
+
+def test_a_score_that_is_no_number_is_refused():
+    run = {"q": {"a": 1.0, "b": math.nan, "c": 3.0}}
+    sentence = "`run` must have scores that are numbers; got NaN. Look for what is not finite in the features."
+    assert refusal(measure, run, {"q": {"c": 1}}) == sentence
+
+
 def test_a_pattern_without_end_is_found_in_none(monkeypatch, caplog):
     pytest.importorskip("regex")
     monkeypatch.setattr(rankings, "LONGEST", 0.05)

@@ -189,6 +189,14 @@ def test_scores_of_packed_passages_are_exact(tmp_path, monkeypatch, memory):
     assert rows[4].tolist() == [0, -1, -1]
     with pytest.raises(ValueError, match=r"`k` must be between 1 and the 9 passages; got 10\. Ask for fewer\."):
         late.topk((vectors, mask), [key], 10)
+    # a passage whose score is not a number is the last one, wherever it stands
+    broken = late.TokenVectors.of(values.clone(), lengths)
+    broken.values[0] = math.nan
+    for shards in ([broken], [halves[1], broken], [broken, halves[1]]):
+        n = sum(map(len, shards))
+        last = late.topk((vectors[:1], mask[:1]), shards, n)[1][0, -1]
+        assert last == (len(halves[1]) if shards[0] is halves[1] else 0)
+    assert late.topk((vectors[:1], mask[:1]), [broken], 2, np.array([[0, 2]]))[1].tolist() == [[2, 0]]
     sentence = "`candidates` must be rows [N, C] of the 9 passages for {} queries; got shape {}, with rows up to {}. "
     for some, got in ((chosen[:2], ("[2, 4]", 8)), (chosen + 1, ("[5, 4]", 9)), (chosen[0], ("[4]", 8))):
         expected_sentence = sentence.format(len(vectors), *got) + "List those of each query; -1 pads."

@@ -30,12 +30,14 @@ _slow: set[str] = set()
 
 
 def ranking(scores: Mapping[str, float]) -> list[str]:
-    """Ids, the best first.
+    """Ids, the best first. Raises ValueError for a score that is NaN, which has no place among the others.
 
     >>> ranking({"a": 1.0, "b": 2.0, "c": 1.0})
     ['b', 'c', 'a']
     """
     float32 = np.fromiter(scores.values(), dtype=np.float32, count=len(scores)).tolist()
+    if any(map(math.isnan, float32)):
+        raise invalid("run", "have scores that are numbers", "NaN", "Look for what is not finite in the features.")
     return [name for _, name in sorted(zip(float32, scores, strict=True), reverse=True)]
 
 
@@ -109,6 +111,10 @@ def answer_recall(
     if len(passages) != len(answers) or not passages:
         got = f"{len(passages)} and {len(answers)}"
         raise invalid("answers", "be as many as the questions, one at least", got, "Give a list for each.")
+    for name, lists in (("passages", passages), ("answers", answers)):
+        # the letters of a text would be taken for texts
+        if single := [texts for texts in lists if isinstance(texts, str)]:
+            raise invalid(name, "be a list of texts for each question", f'"{single[0]:.60}"', "Put it into a list.")
     depth = max(ks)
     ranks = [
         next((rank for rank, text in enumerate(texts[:depth]) if has_answer(text, right, match)), depth)
@@ -127,6 +133,8 @@ def has_answer(text: str, answers: Sequence[str], match: str = "string") -> bool
     """
     if match not in MATCHES:
         raise invalid("match", f"be one of {', '.join(MATCHES)}", f'"{match}"', "DPR's question sets use string.")
+    if isinstance(answers, str):
+        raise invalid("answers", "be a list of texts", f'"{answers:.60}"', "Put it into a list.")
     if match == "regex":
         normalised = unicodedata.normalize("NFD", text)
         return any(_has_pattern(unicodedata.normalize("NFD", answer), normalised) for answer in answers)

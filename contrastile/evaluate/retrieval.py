@@ -79,7 +79,7 @@ def topk(query: Tensor, key: Tensor, k: int) -> tuple[Tensor, Tensor]:
         best = no_matches(tile)
         for columns, scores in _score_tiles(tile, key):
             keys = torch.arange(columns.start, columns.stop, device=query.device).expand(len(tile), -1)
-            best = best_of(best, (scores.nan_to_num(nan=float("-inf"), posinf=None, neginf=None), keys), k)
+            best = best_of(best, (scores, keys), k)
         values[rows], indices[rows] = best
     return values, indices
 
@@ -91,9 +91,10 @@ def no_matches(query: Tensor, k: int = 0) -> Matches:
 
 
 def best_of(first: Matches, second: Matches, k: int) -> Matches:
-    """The `k` best of both for each query, best first; of equal scores those that come first."""
+    """The `k` best of both for each query, best first, NaN last; of equal scores those that come first."""
     scores, rows = (torch.cat(both, dim=1) for both in zip(first, second, strict=True))
-    order = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    # NaN below the largest negative number, which takes the place of an infinite one
+    order = scores.nan_to_num(nan=float("-inf")).sort(dim=1, descending=True, stable=True).indices[:, :k]
     return scores.gather(1, order), rows.gather(1, order)
 
 
@@ -168,6 +169,10 @@ def both_ways(
     if owner.shape != caption.shape or owner.is_floating_point():
         got = f"{owner.dtype} of shape {list(owner.shape)} for {len(caption)}"
         raise invalid("owner", "be integers, one per caption", got, "Give every caption the row of its image.")
+    for name, rows, features in (("owner", owner, image), ("caption", caption, text)):
+        if ((rows < 0) | (rows >= len(features))).any():
+            got, remedy = f"{rows.min().item()} to {rows.max().item()}", "Number them by their places, not by their ids."
+            raise invalid(name, f"be rows of the {len(features)} features", got, remedy)
     measures: dict[str, float] = {}
     ways = {"image_to_text": (image, text, owner, caption), "text_to_image": (text, image, caption, owner)}
     for way, (query, key, query_rows, key_rows) in ways.items():
