@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_runs import write_recipe
+from refusals import refusal
+from tiny_runs import tiny_recipe, write_recipe
 from torch import Tensor, nn
 
 import contrastile
@@ -396,6 +397,33 @@ def test_features_in_host_memory_leave_the_device(tmp_path: Path, gpus: str) -> 
     # no choice of a loss that is refused there
     refused = contrastile.plan(path, *words, "loss.kind=infonce", gpus=gpus, batch=1024)
     assert not any(choice.name.startswith("features in host") for choice in refused.choices())
+
+
+@pytest.mark.parametrize(
+    ("batch", "examples"),
+    [("64", 64), ("[[0.0, 256], [0.5, 4096]]", 300), ("[[0.0, 7], [0.3, 50], [0.4, 60], [0.9, 11]]", 1000)],
+)
+def test_the_steps_of_a_run_are_those_of_its_training(tmp_path: Path, batch: str, examples: int) -> None:
+    plan = contrastile.plan(write_recipe(tmp_path), f"train.batch={batch}", f"train.examples={examples}", gpus="H200")
+    train = tiny_recipe(tmp_path, f"train.batch={batch}", f"train.examples={examples}").train
+    assert [size for size, steps in plan.stages for _ in range(steps)] == [*train.steps(9999, examples)]
+
+
+def test_few_pairs_have_the_batches_of_their_training(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path)
+    plan = contrastile.plan(path, "train.epochs=2.0", "train.batch=512", "train.epoch_steps=4", gpus="H200", pairs=100)
+    assert (plan.batch, plan.stages) == (25, ((25, 8),))
+
+
+def test_mistaken_calls_of_a_plan_are_refused(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path)
+    loaded = load_recipe(path, files=False)
+    assert refusal(contrastile.plan, loaded, "train.batch=64", gpus="H200") == (
+        "`overrides` must be left out with a recipe that was loaded; got train.batch=64. "
+        "Give them where it is loaded, or name its file."
+    )
+    sentence = "`batch` must be a whole number of at least 1; got 0. Such as 65536."
+    assert refusal(contrastile.plan(path, gpus="H200").at, 0) == sentence
 
 
 def test_the_largest_batch_fits_and_a_larger_one_does_not(tmp_path: Path, capsys: Any) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from contrastile._errors import invalid
+from contrastile._errors import invalid, whole_number
 from contrastile.exchange.host import host_bytes
 from contrastile.gradcache.memory import AUTO, MARGIN
 from contrastile.planner.memory import CONTEXT, Moment, Side, StepMemory
@@ -130,6 +130,7 @@ class Plan:
 
     def at(self, batch: int) -> Plan:
         """The same plan for another batch of all ranks, which a run of known length has throughout."""
+        batch = whole_number("batch", batch, 1, "Such as 65536.")
         rows, pairs = -(-batch // (self.target.ranks * self.parts)), sum(size * steps for size, steps in self.stages)
         # a run is never shorter than a step of its own pairs
         stages = ((batch, -(-pairs // batch)),) if pairs >= batch else ()

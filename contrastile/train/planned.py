@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contrastile._errors import logger, whole_number
+from contrastile._errors import invalid, logger, whole_number
 from contrastile.data.sources import is_collection
 from contrastile.models.base import feature_size
 from contrastile.models.compiled import compiled_parts
@@ -66,14 +66,19 @@ def planned(
 ) -> Plan:  # fmt: skip
     """`contrastile.plan`. ranks: those of this machine, used without `gpus`; they compute on the recipe's device."""
     machines = None if gpus is None else target(gpus)
+    if isinstance(recipe, AnyRecipe) and overrides:
+        remedy = "Give them where it is loaded, or name its file."
+        raise invalid("overrides", "be left out with a recipe that was loaded", ", ".join(overrides), remedy)
     settings: Any = recipe if isinstance(recipe, AnyRecipe) else load_any_recipe(recipe, overrides, files=False)
     machines = machines or this_machine(choose_device(settings.device), ranks)
-    largest = max(size for _, size in settings.train.batch)
     if batch is not None:
         rule = f"be a whole number of pairs, at least {machines.ranks}, one for each rank"
         batch = whole_number("batch", batch, machines.ranks, "Such as 65536.", rule=rule)
     if pairs is not None:
         pairs = whole_number("pairs", pairs, 1, "Leave it out for the recipe's own.")
+        # the batches of the training, which may be smaller where pairs are few
+        settings = settings.model_copy(update={"train": settings.train.fitted(pairs)})
+    largest = max(size for _, size in settings.train.batch)
     model, costs = towers(settings, machines.ranks, batch or largest, machines.device)
     plan = plan_of(settings, machines, batch or largest, model, costs, stages(settings, pairs))
     return plan if batch is None else plan.at(batch)
@@ -106,9 +111,12 @@ def stages(recipe: Any, pairs: int | None = None) -> tuple[tuple[int, int], ...]
     train = recipe.train
     if train.examples is None and pairs is None:
         return ()
-    examples, sizes = train.length(pairs or 0), [*train.batch, (1.0, 0)]
-    spans = pairwise(sizes)
-    return tuple((size, ceil((end - start) * examples / size)) for (start, size), (end, _) in spans)
+    examples, seen, steps = train.length(pairs or 0), 0, list[tuple[int, int]]()
+    for (_, size), (end, _) in pairwise([*train.batch, (1.0, 0)]):
+        # a stage begins behind the last step of the one before
+        steps.append((size, max(0, ceil((end * examples - seen) / size))))
+        seen += size * steps[-1][1]
+    return tuple(steps)
 
 
 def sub_batches(recipe: Any, rows: int) -> dict[str, tuple[int, int, int]]:
