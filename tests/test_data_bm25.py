@@ -68,7 +68,7 @@ def test_negatives_are_no_positives_no_twins_and_hold_no_answer():
         Passage("5", "zebra stripes unseen"),
     ]
     queries = [
-        Query("a", "zebra stripes", positives=(0,), answers=("Forty",)),
+        Query("a", "zebra stripes", positives=(0,), answers=("Forty", "", " ")),
         Query("b", "zebra stripes", positives=(0,), negatives=(4,)),
         Query("c", "stripes unseen", positives=(5,)),
     ]

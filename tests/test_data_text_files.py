@@ -4,12 +4,14 @@ import gzip
 import json
 import logging
 
+import numpy as np
 import pytest
 from refusals import refusal
 
 from contrastile.data.base import SkipCounter
 from contrastile.data.entries import read_entries, read_passages
 from contrastile.data.registry import open_texts
+from contrastile.train.retriever.evaluation import judgements_of
 
 
 def opened(tmp_path, source, **settings):
@@ -87,6 +89,21 @@ def test_tevatron(tmp_path):
     texts = opened(tmp_path, "x.jsonl")
     assert known(texts) == {f"q{n}": ([f"p{n}", "also"], [f"n{n}"]) for n in range(2)}
     assert [query.id for query in texts.queries] == ["70", "71"]
+
+
+def test_two_questions_with_one_id_are_two_of_a_ranking(tmp_path, caplog):
+    """Judgements and rankings go by ids: of questions with one id only the last would be measured."""
+    ids = ["0", "0", None, "q1", "0"]
+    entries = [
+        {"query_id": name, "query": f"q{n}", "positive_passages": [{"docid": f"d{n}", "text": f"p{n}"}]}
+        for n, name in enumerate(ids)
+    ]
+    lines(tmp_path / "x.jsonl", entries)
+    texts = opened(tmp_path, "x.jsonl")
+    assert [query.id for query in texts.queries] == ["0", "q1", "q2", "q3", "q4"]
+    assert len(judgements_of(np.arange(5), texts)) == 5
+    sentence = f"{tmp_path / 'x.jsonl'}: questions whose id another one has: 3; "
+    assert caplog.messages == [f"{sentence}they have new ids, by which results are told apart"]
 
 
 def test_tevatron_with_a_corpus(tmp_path):

@@ -12,6 +12,7 @@ import ast
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,6 +101,9 @@ class TextSetBuilder:
         self._passage_rows: dict[bytes, int] = {}
         self._id_rows: dict[str, int] = {}
         self._query_rows: dict[str, int] = {}
+        self._query_ids: set[str] = set()
+        # questions that have the id of another question
+        self._same_id = 0
         # the number of texts that share the id of another text, and the place of the first one
         self._clashes, self._first = 0, ""
 
@@ -129,6 +133,9 @@ class TextSetBuilder:
             texts = "texts whose id another one has: %d, the first at %s"
             message = f"%s: {texts}; they are one passage, with the first text"
             logger.warning(message, source, self._clashes, self._first)
+        if self._same_id:
+            message = "%s: questions whose id another one has: %d; they have new ids, by which results are told apart"
+            logger.warning(message, source, self._same_id)
 
     def add_questions(self, path: Path, counter: SkipCounter, *, answers_suffice: bool) -> list[int]:
         """The rows of the queries of a file, each once."""
@@ -156,7 +163,11 @@ class TextSetBuilder:
         query = Query(identity, text, tuple(positives), negatives=wrong, answers=answers, scores=all_scores)
         row = self._query_rows.setdefault(text, len(self.queries))
         if row == len(self.queries):
-            self.queries.append(query if query.id else replace(query, id=f"q{row}"))
+            self._same_id += identity in self._query_ids
+            names = chain([identity] if identity else [], (f"q{number}" for number in count(row)))
+            identity = next(name for name in names if name not in self._query_ids)
+            self._query_ids.add(identity)
+            self.queries.append(replace(query, id=identity))
         else:
             self.queries[row] = _merged(self.queries[row], query)
         return row

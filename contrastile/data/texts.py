@@ -173,7 +173,8 @@ def with_mined_negatives(texts: TextSet, count: int, *, progress: ProgressFactor
 
 def _negatives(query: Query, ranked: Iterable[int], passages: Sequence[Passage]) -> Iterable[int]:
     right = {passages[row].text for row in query.positives}
-    answers = [answer.lower() for answer in query.answers]
+    # an empty answer would be in every passage
+    answers = [answer.lower() for answer in query.answers if answer.strip()]
     for row in ranked:
         text = passages[row].text
         if row != query.itself and text not in right and not any(answer in text.lower() for answer in answers):
