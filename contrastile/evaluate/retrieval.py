@@ -171,8 +171,8 @@ def both_ways(
         raise invalid("owner", "be integers, one per caption", got, "Give every caption the row of its image.")
     for name, rows, features in (("owner", owner, image), ("caption", caption, text)):
         if ((rows < 0) | (rows >= len(features))).any():
-            got, remedy = f"{rows.min().item()} to {rows.max().item()}", "Number them by their places, not by their ids."
-            raise invalid(name, f"be rows of the {len(features)} features", got, remedy)
+            got = f"{rows.min().item()} to {rows.max().item()}"
+            raise invalid(name, f"be rows of the {len(features)} features", got, "Pass places, not ids.")
     measures: dict[str, float] = {}
     ways = {"image_to_text": (image, text, owner, caption), "text_to_image": (text, image, caption, owner)}
     for way, (query, key, query_rows, key_rows) in ways.items():
