@@ -653,6 +653,18 @@ def test_compiled_encoders_draw_the_same_random_numbers_twice(tower: Tower, way:
     torch._dynamo.reset()
 
 
+def test_graphs_of_torchs_own_modules_are_measured_where_they_are_compiled() -> None:
+    """torch.compile sees what runs inside of such a module's call: what measures its graph too."""
+    torch.manual_seed(1)
+    encoder, x = nn.Sequential(nn.Linear(D_IN, 16), nn.Tanh(), nn.Linear(16, D)), _inputs()[:, 0]
+    _, expected = _expect(encoder, x, 5)
+    encoder[2].compile(backend="aot_eager")
+    encode(encoder, x, sub_batch=8, retain="auto").square().sum().backward()
+    for name, value in _gradients(encoder).items():
+        assert distance(value, expected[name]) < 1e-5
+    torch._dynamo.reset()
+
+
 def test_a_compiled_function_builds_its_graph_in_the_first_pass_too(tower: Tower) -> None:
     compiled = torch.compile(tower.forward, backend="eager")
     assert graph_may_change_bits(compiled, [])

@@ -118,7 +118,11 @@ def counting() -> Iterator[dict[int, int]]:
             )
         return held
 
-    with torch.autograd.graph.saved_tensors_hooks(note, unchanged):
+    hooks: list[Callable[[Any], Any]] = [note, unchanged]
+    if "torch._dynamo" in sys.modules:
+        # code that runs compiled would compile them too, with the version of a tensor as a constant
+        hooks = [torch.compiler.disable(hook) for hook in hooks]
+    with torch.autograd.graph.saved_tensors_hooks(*hooks):
         yield sizes
 
 
