@@ -458,12 +458,13 @@ def test_beir(tmp_path):
 
 
 def test_beir_ids_that_are_nowhere_are_counted(tmp_path):
-    beir(tmp_path / "set", {"test": ["q0\td9\t1\n", "q8\td0\t1\n", "q0\td0\t1\n", "q0\td0\n", "q0\td1\tx\n"]})
-    assert opened(tmp_path, "set", bad_rows=0.5).skipped == {
+    bad = ["q0\td9\t1\n", "q8\td0\t1\n", "q0\td0\n", "q0\td1\tx\n", "q0\td1\t0.5\n"]
+    beir(tmp_path / "set", {"test": [*bad, "q0\td0\t1\n"]})
+    assert opened(tmp_path, "set", bad_rows=0.6).skipped == {
         "passage id not in corpus.jsonl": 1,
         "query id not in queries.jsonl": 1,
         "wrong number of columns": 1,
-        "no judgement": 1,
+        "no judgement": 2,
     }
 
 

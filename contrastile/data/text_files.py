@@ -356,11 +356,14 @@ def _judged(path: Path, texts: dict[str, str], rows: dict[str, int], counter: Sk
         # query, passage and grade, of three columns or TREC's four
         values = list(entry.values())
         try:
-            query, passage, grade = str(values[0]), str(values[-2]), int(float(values[-1]))
-        except (IndexError, ValueError, OverflowError):
+            query, passage, grade = str(values[0]), str(values[-2]), float(values[-1])
+        except (IndexError, ValueError):
             counter.skip("no judgement", place)
             continue
-        if query not in texts:
+        if not grade.is_integer():
+            # a half that was cut to 0 would make a right passage a wrong one
+            counter.skip("no judgement", place)
+        elif query not in texts:
             counter.skip("query id not in queries.jsonl", place)
         elif passage not in rows:
             counter.skip("passage id not in corpus.jsonl", place)
@@ -368,7 +371,7 @@ def _judged(path: Path, texts: dict[str, str], rows: dict[str, int], counter: Sk
             # a passage that is judged to be wrong is no positive, and no error
             right = grades.setdefault(query, {})
             if grade > 0:
-                right[rows[passage]] = grade
+                right[rows[passage]] = int(grade)
     for query, right in grades.items():
         if right:
             grades_of = () if set(right.values()) == {1} else tuple(right.values())
