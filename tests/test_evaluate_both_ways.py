@@ -86,6 +86,8 @@ def test_a_caption_of_several_images_is_right_for_each(seed, ties):
         (torch.eye(2), torch.eye(2), torch.zeros(2),
          "`owner` must be integers, one per caption; got torch.float32 of shape [2] for 2. "
          "Give every caption the row of its image."),
+        (torch.eye(2), torch.eye(2), [0, 1],
+         "`owner` must be integers, one per caption; got list for 2. Give every caption the row of its image."),
         (torch.eye(2), torch.eye(2), torch.tensor([391895, 522418]),
          "`owner` must be rows of the 2 features; got 391895 to 522418. Pass places, not ids."),
         (torch.eye(2)[:0], torch.eye(2), torch.zeros(2, dtype=torch.int64),

@@ -197,6 +197,11 @@ def test_scores_of_packed_passages_are_exact(tmp_path, monkeypatch, memory):
         last = late.topk((vectors[:1], mask[:1]), shards, n)[1][0, -1]
         assert last == (len(halves[1]) if shards[0] is halves[1] else 0)
     assert late.topk((vectors[:1], mask[:1]), [broken], 2, np.array([[0, 2]]))[1].tolist() == [[2, 0]]
+    short = late.TokenVectors.of(values, lengths[:-1])
+    for function, given in ((late.maxsim, (short,)), (late.topk, ([short], 1))):
+        assert refusal(function, (vectors, mask), *given) == (
+            "`lengths` must sum to the number of vectors; got 35 for 40. Count the tokens of each passage."
+        )
     sentence = "`candidates` must be rows [N, C] of the 9 passages for {} queries; got shape {}, with rows up to {}. "
     for some, got in ((chosen[:2], ("[2, 4]", 8)), (chosen + 1, ("[5, 4]", 9)), (chosen[0], ("[4]", 8))):
         expected_sentence = sentence.format(len(vectors), *got) + "List those of each query; -1 pads."

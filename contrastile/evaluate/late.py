@@ -56,7 +56,10 @@ class TokenVectors:
         return Ragged(torch.as_tensor(values).to(device).float(), lengths)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """The first passage of each block, and the one behind its last."""
+        """The first passage of each block, and the one behind its last. Raises ValueError for vectors of none."""
+        if self.starts[-1] != len(self.values):
+            got = f"{self.starts[-1]} for {len(self.values)}"
+            raise invalid("lengths", "sum to the number of vectors", got, "Count the tokens of each passage.")
         start = 0
         while start < len(self):
             within = np.searchsorted(self.starts, self.starts[start] + BLOCK, side="right") - 1

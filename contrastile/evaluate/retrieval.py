@@ -166,8 +166,8 @@ def both_ways(
     check_features(image, text)
     caption = torch.arange(len(text), device=text.device) if caption is None else caption
     _check_not_empty(image=image, text=text)
-    if owner.shape != caption.shape or owner.is_floating_point():
-        got = f"{owner.dtype} of shape {list(owner.shape)} for {len(caption)}"
+    if not isinstance(owner, Tensor) or owner.shape != caption.shape or owner.is_floating_point():
+        got = f"{_described(owner)} for {len(caption)}"
         raise invalid("owner", "be integers, one per caption", got, "Give every caption the row of its image.")
     for name, rows, features in (("owner", owner, image), ("caption", caption, text)):
         if ((rows < 0) | (rows >= len(features))).any():
