@@ -21,10 +21,12 @@ def plan(
     Runs on any machine; no weights are made or read, no data are opened.
 
     Arguments:
-        recipe: a TOML file, or a recipe that was loaded. overrides: other values of keys, such as "train.batch=64".
+        recipe: a TOML file, or a recipe that was loaded. overrides: other values of a file's keys, such as
+            "train.batch=64".
         gpus: the machines, such as "H200", "8xH100-80GB", or "32x8xH100-80GB" for 32 nodes of 8; by default this one.
         batch: pairs of all ranks in a step; by default the recipe's largest.
-        pairs: the size of the training split, which gives the length of a run in epochs.
+        pairs: the size of the training split, which gives the length of a run in epochs, and its batches where
+            `train.epoch_steps` makes them smaller.
 
     Returns a `Plan`: `peak` (its `bytes`, and `parts` by name), `fits`, `host`, `seconds` (None for a chip without a
     profile), `run_seconds`, `largest()`, `choices()`, `at(batch)`, and `values()` with all of it.
