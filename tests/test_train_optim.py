@@ -449,18 +449,19 @@ def test_a_warmup_longer_than_the_run_is_refused():
 # --- the average
 
 
-def test_the_ema_is_its_formula():
-    model = nn.Linear(3, 2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_ema_is_its_formula(dtype):
+    model = nn.Linear(3, 2, dtype=dtype)
     average, mean = Ema(model, 0.5), model.weight.detach().clone()
     for step in range(1, 8):
         with torch.no_grad():
-            model.weight.add_(torch.randn(2, 3))
+            model.weight.add_(torch.randn(2, 3, dtype=dtype))
         average.update()
         kept = min(0.5, (1 + step) / (10 + step))
         mean = kept * mean + (1 - kept) * model.weight.detach()
-    own = model.weight.detach().clone()
+    own, close = model.weight.detach().clone(), 32 * torch.finfo(dtype).eps
     with average.in_place():
-        torch.testing.assert_close(model.weight.detach(), mean)
+        torch.testing.assert_close(model.weight.detach(), mean, rtol=close, atol=close)
     assert torch.equal(model.weight, own)
     other = Ema(model, 0.5)
     other.load_state_dict(average.state_dict())

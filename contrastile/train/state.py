@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from contrastile._errors import logger
+from contrastile._types import accumulator
 from contrastile.train.folder import METADATA, RunFolder
 from contrastile.train.sharded import AllRanksError, local
 
@@ -120,7 +121,9 @@ def finished_result(folder: RunFolder) -> TrainResult | None:
 
 
 class Ema:
-    """Exponential moving average of a model's trained parameters, in float32; without a `decay`, the model itself.
+    """Exponential moving average of a model's trained parameters; without a `decay`, the model itself.
+
+    In float32, of float64 parameters in float64.
 
     After step t: mean ← d mean + (1 − d) weights, with d = min(decay, (1 + t) / (10 + t)), so that the average forgets
     the first steps early. It often measures better than the weights, so measurements and the saved run use it.
@@ -130,7 +133,7 @@ class Ema:
         self._decay, self._step = decay, 0
         trained = {} if decay is None else {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._weights: dict[str, nn.Parameter] = trained
-        self._means = {name: parameter.detach().float().clone() for name, parameter in trained.items()}
+        self._means = {name: p.detach().to(accumulator(p.dtype)).clone() for name, p in trained.items()}
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self._step, "means": self._means}
@@ -149,7 +152,7 @@ class Ema:
         decay = min(self._decay, (1 + self._step) / (10 + self._step))
         for name, mean in self._means.items():
             # each rank averages its own part of a sharded model, because DTensor would look up each operation anew
-            local(mean).lerp_(local(self._weights[name]).float(), 1 - decay)
+            local(mean).lerp_(local(self._weights[name]).to(mean.dtype), 1 - decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
