@@ -301,6 +301,17 @@ def test_gradients_are_reduced_by_the_losss_gradient_option(pool: Pool, how: str
     assert pool.run(_combined, 4, how) == [(1.5, expected)] * 4
 
 
+def _combined_in_float64(rank: int, group: Any) -> tuple[float, float]:
+    model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    model.weight.grad = torch.tensor([[1 / 3]], dtype=torch.float64)
+    loss = Ranks(rank, 4).combine(model, torch.tensor(1 / 3, dtype=torch.float64), "mean")
+    return loss.item(), model.weight.grad.item()
+
+
+def test_float64_is_not_rounded_on_its_way_between_ranks(pool: Pool) -> None:
+    assert pool.run(_combined_in_float64, 4) == [pytest.approx((1 / 3, 1 / 3), rel=1e-14)] * 4
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 16])
 def test_the_shares_of_all_ranks_make_the_whole_batch(tmp_path: Path, size: int) -> None:
     materials = open_data_bundle(tiny_recipe(tmp_path))

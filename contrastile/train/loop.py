@@ -17,6 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from contrastile._errors import logger
+from contrastile._types import accumulator
 from contrastile.data.base import Batches
 from contrastile.distributed.failure import all_failed
 from contrastile.gradcache.rng import begin_random
@@ -368,7 +369,7 @@ def step(
     settings: Any = run.recipe
     scaler = scaler or torch.amp.GradScaler(run.device.type, enabled=False)
     optimizer.zero_grad()
-    total = torch.zeros((), device=run.device)
+    total = torch.zeros((), device=run.device, dtype=accumulator(run.model.logit_scale.dtype))
     whole = sum(part.whole for part in parts)
     for part in parts:
         value = task.loss(part) * (part.whole / whole)

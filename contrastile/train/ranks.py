@@ -157,7 +157,8 @@ class Ranks:
     def combine(self, model: nn.Module, loss: Tensor, how: Gradient) -> Tensor:
         """Give every parameter the mean (or sum) of its gradient over ranks; return the mean of the loss.
 
-        One all-reduce of everything in float32. A parameter without a gradient on any rank gets none.
+        One all-reduce of everything in float32, of float64 weights in float64. A parameter without a gradient on any
+        rank gets none.
         """
         if self.size == 1:
             return loss
@@ -167,7 +168,8 @@ class Ranks:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         present = torch.tensor([parameter.grad is not None for parameter in parameters], device=loss.device)
         flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        buffer = torch.cat([x.reshape(-1).float() for x in (loss, present, *flat)])
+        wide = torch.float64 if any(x.dtype == torch.float64 for x in flat) else torch.float32
+        buffer = torch.cat([x.reshape(-1).to(wide) for x in (loss, present, *flat)])
         collectives.sum_into(buffer, None, "sum of gradients")
         loss, present, *flat = buffer.split([1, len(parameters), *(p.numel() for p in parameters)])
         factor = 1 / self.size if how == "mean" else 1.0
