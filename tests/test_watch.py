@@ -94,9 +94,38 @@ def test_steps_that_end_are_forgotten(ended: list[Any], monkeypatch: pytest.Monk
     for _ in range(3):
         watch.watch("a group", PATIENCE, lambda: None)
     began = time.monotonic()
-    while len(watch._steps) > 1 and time.monotonic() - began < PATIENCE:
+    while watch._steps and time.monotonic() - began < PATIENCE:
         time.sleep(0.001)
-    assert (len(watch._steps), len(recorded), ended) == (1, 3, [])
+    assert (len(watch._steps), len(recorded), ended) == (0, 3, [])
+    _stop(monkeypatch)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_slow_answer_about_a_step_that_ended_long_ago_ends_nothing(
+    ended: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last step of a training is forgotten, with its group, before an evaluation keeps the driver busy."""
+    busy = threading.Event()
+    monkeypatch.setattr(_Event, "query", lambda _: bool(busy.is_set() and time.sleep(0.1)) or True)
+    watch.watch("a group", 1.0, lambda: None)
+    time.sleep(0.5)
+    busy.set()
+    time.sleep(1.0)
+    assert (len(watch._steps), ended) == (0, [])
+    _stop(monkeypatch)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nothing_is_watched_behind_an_error_of_the_device(ended: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would forget the steps, and the groups that they have."""
+
+    def refuse() -> None:
+        raise RuntimeError
+
+    watch.watch("a group", PATIENCE, refuse)
+    watch._threads[0].join(PATIENCE)
+    watch.watch("another group", PATIENCE, lambda: None)
+    assert (len(watch._steps), ended) == (1, [])
     _stop(monkeypatch)
 
 
@@ -126,7 +155,6 @@ def _stop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Event, "query", refuse)
     began = time.monotonic()
     while any(thread.is_alive() for thread in watch._threads) and time.monotonic() - began < PATIENCE:
-        # the event of the last step is not looked at
-        watch.watch(object(), PATIENCE, lambda: None)
+        watch.watch("a group", PATIENCE, lambda: None)
         time.sleep(0.001)
     assert not any(thread.is_alive() for thread in watch._threads)

@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +48,9 @@ def watch(group: Any, timeout: float, prepare: Callable[[], None]) -> None:
     prepare: called by the thread before it looks at events for the first time.
     """
     global _threads
+    if _threads and not _threads[0].is_alive():
+        # an error of the device, which the main thread meets too
+        return
     stream, now = torch.cuda.current_stream(), time.monotonic()
     last = _steps[-1] if _steps else None
     if last is None or last.stream != stream or last.group is not group or now - last.began > APART:
@@ -59,9 +61,11 @@ def watch(group: Any, timeout: float, prepare: Callable[[], None]) -> None:
     if not _threads:
         with _lock:
             if not _threads:
-                _threads = tuple(threading.Thread(target=run, daemon=True) for run in (partial(_ask, prepare), _look))
-                for thread in _threads:
-                    thread.start()
+                asking = threading.Thread(target=_ask, args=(prepare,), daemon=True)
+                looking = threading.Thread(target=_look, args=(asking,), daemon=True)
+                asking.start()
+                looking.start()
+                _threads = asking, looking
 
 
 def _ask(prepare: Callable[[], None]) -> None:
@@ -73,8 +77,8 @@ def _ask(prepare: Callable[[], None]) -> None:
         while True:
             time.sleep(LOOK)
             _question = object()
-            # the event of the last step may still move
-            while _steps and (len(_steps) > 1 or _late(_steps[0])):
+            # the event of a younger step may still move; an old answer, about a step long ended, could come late
+            while _steps and _age(_steps[0]) > LOOK:
                 if not _steps[0].end.query():
                     if _late(_steps[0]):
                         _end(_steps[0])
@@ -83,12 +87,12 @@ def _ask(prepare: Callable[[], None]) -> None:
             _question = None
 
 
-def _look() -> None:
+def _look(asking: threading.Thread) -> None:
     """End the process where a question has no answer in time. The thread that asks has had a turn between two looks."""
     before = None
     while True:
         time.sleep(LOOK)
-        if not _threads[0].is_alive():
+        if not asking.is_alive():
             return
         question = _question
         if question is not None and question is before and _steps and _late(_steps[0]):
@@ -96,8 +100,12 @@ def _look() -> None:
         before = question
 
 
+def _age(step: _Step) -> float:
+    return time.monotonic() - step.began
+
+
 def _late(step: _Step) -> bool:
-    return time.monotonic() - step.began > step.timeout
+    return _age(step) > step.timeout
 
 
 def _end(step: _Step) -> None:
