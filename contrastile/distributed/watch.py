@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from ctypes import CDLL
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,8 @@ from contrastile.distributed.failure import lost
 
 # seconds between two looks, and between two events of a stream
 LOOK, APART = 1.0, 0.05
+# the driver's answer about an event that has not ended
+NOT_READY = 600
 
 
 class _Step(NamedTuple):
@@ -79,7 +82,7 @@ def _ask(prepare: Callable[[], None]) -> None:
             _question = object()
             # the event of a younger step may still move; an old answer, about a step long ended, could come late
             while _steps and _age(_steps[0]) > LOOK:
-                if not _steps[0].end.query():
+                if not _ended(_steps[0].end):
                     if _late(_steps[0]):
                         _end(_steps[0])
                     break
@@ -98,6 +101,16 @@ def _look(asking: threading.Thread) -> None:
         if question is not None and question is before and _steps and _late(_steps[0]):
             _end(_steps[0])
         before = question
+
+
+def _ended(end: Any) -> bool:
+    """Ask the driver itself: torch's `query` keeps Python's lock meanwhile, without which `_look` could not run."""
+    # the event that a main thread is about to record for the first time
+    if not end.cuda_event:
+        return False
+    if (answer := CDLL("libcuda.so.1").cuEventQuery(end)) not in (0, NOT_READY):
+        raise RuntimeError(f"cuEventQuery of CUDA's driver failed with error {answer}")
+    return answer == 0
 
 
 def _age(step: _Step) -> float:
