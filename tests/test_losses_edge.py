@@ -528,6 +528,17 @@ def test_a_loss_without_gradients_has_the_value_of_one_with_them(loss: PairLoss,
                 torch.testing.assert_close(alone, with_them, rtol=1e-6 * loss.pairwise, atol=0)
 
 
+def test_a_loss_of_many_pairs_without_gradients_holds_one_tile() -> None:
+    """A strip over all keys is larger than a core's cache, and takes longer than tiles."""
+    q, k = torch.randn(2, 8192, 4)
+    loss = InfoNCELoss(backend="eager")
+    with torch.no_grad():
+        loss(q, k, 0.1)
+        with Weighed(torch.device("cpu")) as weighed:
+            loss(q, k, 0.1)
+    assert weighed.bytes < 1.5 * 4 * 1024**2
+
+
 def test_the_sigmoid_losss_backward_can_be_repeated_and_scaled() -> None:
     """Its gradients come with the loss; they must survive a first backward."""
     a, b = (x.requires_grad_() for x in F.normalize(torch.randn(2, 40, 8), dim=-1))

@@ -178,7 +178,7 @@ def with_gradients(call: Call, tiles: Tiles, inputs: Sequence[Tensor], wanted: W
     (rows, cols), exchange = call.shards(inputs), call.exchange
     # statistics of a strip are not all of its rows' where these have columns of their own
     one_product = len(exchange.layout.rows) == 1 and rows.own is None
-    height = tiles.strip(rows, cols) if one_product else 0
+    height = tiles.strip(rows, cols, any(wanted)) if one_product else 0
     whole = height == len(rows)
     # products of features on a CPU, whose strips know the loss that they are part of
     mean = tiles.writes_fresh_strip and call.device.type == "cpu"

@@ -329,12 +329,11 @@ def _planned(problem: Problem, exchange: Exchange) -> Plan:
     several = len(exchange.layout) > 1
     alone = not several and options.reduction != "none"
     number = torch.ones((), dtype=accumulator(problem.dtype), device=problem.device)
-    if alone:
+    # on a CPU the loss of few pairs comes from strips without gradients too
+    if alone and (wants or problem.device.type == "cpu"):
         example = tiles(loss, number, None, workspace)
-        # one product of each strip gives loss and gradient, on a CPU the loss alone in one sweep; or the forward keeps
-        # values for the backward
-        in_strips = wants or (problem.device.type == "cpu" and example.writes_fresh_strip)
-        at_once |= in_strips and not own and bool(example.strip(problem.rows, problem.cols))
+        # one product of each strip gives loss and gradient; or the forward keeps values for the backward
+        at_once |= not own and bool(example.strip(problem.rows, problem.cols, wants))
         at_once |= wants and example.keeps(problem.rows, problem.cols) and not (own and pairwise)
     early = replayable(problem, exchange)
     replayed = early and small(problem, exchange, tiles)

@@ -214,8 +214,8 @@ class Tiles(ABC):
         # float32 features have three 16-bit pieces
         return len(rows) * len(cols) * (6 if dtype == torch.float32 else 2)
 
-    def strip(self, _rows: Shard, _cols: Shard) -> int:
-        """Rows of a strip that meets all columns, whose loss and gradient come from one product; 0 without strips."""
+    def strip(self, _rows: Shard, _cols: Shard, _wanted: bool) -> int:
+        """Rows of a strip over all columns: one product for its loss, and gradient if wanted. 0 without strips."""
         return 0
 
     def strips(

@@ -59,8 +59,10 @@ class Eager(Tiles):
         self._sweep(rows, cols, None if row_stats is None else [row_stats, None], u, v, sums)
         return sums
 
-    def strip(self, rows: Shard, cols: Shard) -> int:
-        return self._height(len(rows), len(cols)) if self.loss.rowwise else 0
+    def strip(self, rows: Shard, cols: Shard, wanted: bool) -> int:
+        height = self._height(len(rows), len(cols)) if self.loss.rowwise else 0
+        # without a gradient tiles make no more products than strips, and stay in a core's cache
+        return height if wanted or height * len(cols) <= SIDE_CPU**2 else 0
 
     @property
     def _held(self) -> int:
@@ -82,7 +84,7 @@ class Eager(Tiles):
     def strips(
         self, rows: Shard, cols: Shard, u: Sum, v: Sum, weigh: Weigh, *, mean: bool, wanted: bool
     ) -> tuple[Tensor, Tensor | None]:
-        height, sums = self.strip(rows, cols), self.no_pairs()
+        height, sums = self.strip(rows, cols, wanted), self.no_pairs()
         room = self._room(height * len(cols))
         value: Tensor | None = None
         for along, strip in self._tiles(rows, height):

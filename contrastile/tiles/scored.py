@@ -256,7 +256,7 @@ class Scored(Eager):
         # features are of any kind; one that is not finite shows in the scores
         return self.scale * 0
 
-    def strip(self, _rows: Shard, _cols: Shard) -> int:
+    def strip(self, _rows: Shard, _cols: Shard, _wanted: bool) -> int:
         # scores with their graph take more memory than tiles of products
         return 0
 

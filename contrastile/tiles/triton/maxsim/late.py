@@ -92,8 +92,8 @@ class FusedMaxSim(FusedScores):
         each = 4 * Entries.of(q[:0], None).padded + (8 * q.shape[1] * k.shape[1] if dtype == torch.float32 else 0)
         return int(len(q) * len(k) * (_pair_bytes(rows, cols) + each)) + 12 * (q.numel() + k.numel())
 
-    def strip(self, rows: Shard, cols: Shard) -> int:
-        if not self.loss.rowwise:
+    def strip(self, rows: Shard, cols: Shard, wanted: bool) -> int:
+        if not (wanted and self.loss.rowwise):
             return 0
         N, M = len(rows), len(cols)
         fit = int(self.workspace / (_pair_bytes(rows, cols) * max(M, 1)))
