@@ -1,6 +1,7 @@
 """Parquet shards: the same pairs as tar shards, damage and bombs are refused."""
 
 import hashlib
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -129,6 +130,26 @@ def test_an_unpacked_shard_that_is_removed_or_damaged_is_unpacked_again(tmp_path
     assert "is damaged" in caplog.text
     names = {path.name for path in shard.parent.parent.iterdir()}
     assert names == {shard.parent.name, f".{shard.parent.name}.lock"}
+
+
+def test_an_index_names_the_unpacked_shards_that_are_there(tmp_path, monkeypatch):
+    """After a table has moved behind its link, whose old shard was removed; and from another working folder."""
+    titles, pictures = [f"title {number}" for number in range(30)], [jpeg(number) for number in range(30)]
+    for name in ("a", "b", "cache"):
+        (tmp_path / name).mkdir()
+    table = parquet_of(tmp_path / "a" / "a.parquet", titles, pictures)
+    link = tmp_path / "a.parquet"
+    link.symlink_to(table)
+    monkeypatch.chdir(tmp_path)
+    before = opened(link, Path()).stream
+    rows = range(len(before))
+    images, _ = before.read(rows, rows, None)
+    monkeypatch.chdir(tmp_path / "b")
+    assert np.array_equal(opened(link, Path("..")).stream.read(rows, rows, None)[0], images)
+    shutil.rmtree(tmp_path / "cache" / "unpacked")
+    link.unlink()
+    link.symlink_to(table.rename(tmp_path / "b" / "a.parquet"))
+    assert np.array_equal(opened(link, Path("..")).stream.read(rows, rows, None)[0], images)
 
 
 def test_readers_of_one_parquet_file_unpack_it_once(tmp_path, monkeypatch):

@@ -198,12 +198,12 @@ class Index:
 
 def open_index(digest: str, sources: Sequence[Source], options: PairOptions) -> Index:
     """The index from the cache, made again if manifests beside shards have changed."""
-    unpacked = options.cache / "unpacked"
+    unpacked = Path(os.path.abspath(options.cache / "unpacked"))
     tables = [Path(path) for source in sources if source.kind == ".parquet" for path in source.paths]
     key: list[Any] = [digest, [line for source in sources for line in manifest_state(source)]]
     if tables:
-        # the index names files there
-        key.append(os.path.abspath(unpacked))
+        # the index names files there, whose folders are named by the tables behind links
+        key += [str(unpacked), *map(os.path.realpath, tables)]
     make = partial(_write_index, sources, unpacked, options.progress)
     folder = cached_folder(options.cache, "index", key, files=(HEADER, *ARRAYS.values()), make=make)
     for table in tables:
