@@ -193,6 +193,7 @@ def _agreements(rank: int, group: Any, apart: bool) -> tuple[Any, ...]:
             consistency.tally(group, {"loss": "clip"}, [rank, 7]),
             consistency.agree(group, {"rank": rank, "all": 1}, free=("rank",)),
             consistency.any_of([rank == 1, False], group),
+            consistency.any_of([], group),
             # more than a record holds
             consistency.any_of([position == rank for position in range(3 * page.MOST_BYTES)], group)[: RANKS + 1],
             consistency.most(rank, group),
@@ -246,6 +247,7 @@ def test_agreements_are_the_same_by_a_page_and_by_the_backend(pool: Pool, apart:
         [[rank, 7] for rank in range(RANKS)],
         [{"rank": rank, "all": 1} for rank in range(RANKS)],
         [True, False],
+        [],
         [True] * RANKS + [False],
         RANKS - 1,
     )

@@ -97,7 +97,8 @@ def numbers_of_ranks(group: Any, parts: str, numbers: Sequence[int]) -> list[lis
 
 def any_of(flags: Sequence[bool], group: Any) -> list[bool]:
     """Return for each flag whether it is set on any rank of the group."""
-    return [any(of_ranks) for of_ranks in zip(*_gather(bytes(flags), group), strict=True)]
+    # torch makes no tensor of nothing; the ranks have as many flags each
+    return [any(of_ranks) for of_ranks in zip(*_gather(bytes(flags), group), strict=True)] if flags else []
 
 
 def lent(group: Any, make: Callable[[], Any] | None) -> Any:
