@@ -174,6 +174,14 @@ def test_all_curves_of_a_figure_are_drawn_and_differ():
     assert len(set(re.findall(r'style="(fill: none;[^"]*stroke-width: 1.6[^"]*)"', svg))) == 6
 
 
+@pytest.mark.parametrize("damaged", [{"loss": None}, {"loss": "low"}, {"shares": {"data": None}}])
+def test_a_damaged_step_shifts_no_column(damaged):
+    step = {**dict.fromkeys(figures.VALUES, 1.0), "kind": "step", "shares": {"data": 1.0}}
+    steps = StepColumns([step, step | damaged, step])
+    assert steps["loss"].tolist() == [1.0, 1.0]
+    assert steps.shares["data"].tolist() == [1.0, 1.0]
+
+
 def test_guessing_is_among_the_texts_of_an_accumulated_part(monkeypatch):
     under = []
     monkeypatch.setattr(page, "curves", lambda *_, **how: under.append(how.get("under")) or "")

@@ -49,9 +49,10 @@ class StepColumns:
                 self.others.append(line)
             elif line.get("kind") == "step":
                 shares, absent = line.get("shares") or {}, 0.0 if line.get("shares") else math.nan
+                values = [*map(line.get, VALUES), *(shares.get(part, absent) for part in PARTS)]
                 try:
-                    numbers.extend([*(float(line[name]) for name in VALUES), *(shares.get(x, absent) for x in PARTS)])
-                except (KeyError, TypeError, ValueError):
+                    numbers.extend([*map(float, values)])
+                except (TypeError, ValueError):
                     incomplete += 1
         if incomplete:
             logger.warning("%d steps of the metrics lack values and are left out", incomplete)
