@@ -80,7 +80,7 @@ def _ask(prepare: Callable[[], None]) -> None:
         while True:
             time.sleep(LOOK)
             _question = object()
-            # the event of a younger step may still move; an old answer, about a step long ended, could come late
+            # the event of a younger step may still move; of a late one a slow answer would count as none
             while _steps and _age(_steps[0]) > LOOK:
                 if not _ended(_steps[0].end):
                     if _late(_steps[0]):
