@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from contrastile._dispatch import Options
 from contrastile._errors import with_names
-from contrastile._types import Backend, ExchangeName, Gradient, Reduction
+from contrastile._types import Backend, ExchangeName, Gradient, Reduction, accumulator
 from contrastile.engine import arguments as checks
 from contrastile.engine.plan import prepare, share_error
 from contrastile.engine.problem import PLAIN
@@ -124,7 +124,7 @@ class Loss(nn.Module):
         # a length that is not finite is no sign of rows that were not normalised
         unit = not any(bool(((x - 1).abs() > LENGTH_TOLERANCE).any()) for x in lengths)
         if self.unit_rows and not unit:
-            columns = [torch.linalg.vector_norm(side.detach(), dim=0, dtype=_wide(side.dtype)) for side in sides]
+            columns = [torch.linalg.vector_norm(side.detach(), dim=0, dtype=accumulator(side.dtype)) for side in sides]
             remedy = "Normalise them first, with torch.nn.functional.normalize(x, dim=-1)."
             if all(bool(((x - 1).abs() < LENGTH_TOLERANCE).all()) for x in columns):
                 remedy = "Its columns have length 1: normalise along dim=-1, or pass x.T if columns are the examples."
@@ -144,10 +144,6 @@ class Loss(nn.Module):
                 f"{type(self).__name__} got a scale of {value:.4g}, {why}; products are multiplied by it. {remedy}",
                 stacklevel=5,
             )
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _no_scale(value: float, *, unit: bool) -> tuple[str, str]:
