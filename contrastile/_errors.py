@@ -101,8 +101,8 @@ def whole_number(name: str, value: Any, least: int, remedy: str, *, rule: str = 
         number = operator.index(value)
     except TypeError:
         number = None
-    # torch's truth values have an index too
-    truth = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
+    # torch's truth values have an index too; torch.compile finds no attribute that a plain int may lack
+    truth = isinstance(value, bool) or (type(value) is not int and str(getattr(value, "dtype", "")).endswith("bool"))
     if number is None or truth or number < least or (most is not None and number > most):
         got = repr(value) if number is None or truth else number
         raise invalid(name, rule or f"be a whole number of at least {least}", got, remedy)

@@ -35,7 +35,7 @@ MOST_PLANS = 256
 
 GROUPS = "Tensor? positives, Tensor? row_labels, Tensor? row_ids, Tensor? col_labels, Tensor? col_ids"
 INPUTS = f"Tensor q, Tensor k, Tensor scale, Tensor? bias, {GROUPS}"
-SETTINGS = "str loss, str words, int[] numbers"
+SETTINGS = "str loss, str words, SymInt[] numbers"
 FORWARD = f"({INPUTS}, Tensor? weights, {SETTINGS}) -> Tensor[]"
 BACKWARD = f"(Tensor upstream, {INPUTS}, Tensor[] results, {SETTINGS}, bool[] wanted) -> Tensor[]"
 
@@ -51,7 +51,8 @@ def traceable(arguments: Arguments) -> bool:
     options, loss = arguments.options, arguments.loss
     alone = options.exchange == "single" or collectives.size(options.group) == 1
     spelled = not isinstance(loss, PairLoss) or loss.spelled is not None
-    plain = arguments.scorer is None and not arguments.guides and arguments.targets is None and arguments.own is None
+    plain = arguments.scorer is None and len(arguments.guides) == 0
+    plain = plain and arguments.targets is None and arguments.own is None
     plain = plain and not getattr(loss, "counts_positives", False)
     return alone and spelled and plain and options.device is None
 

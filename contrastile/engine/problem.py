@@ -200,15 +200,11 @@ class Problem:
             of = [*((name, x) for name, several in given for x in several), ("scale", scale), ("bias", bias)]
             wanted = [name for name, x in of if torch.is_grad_enabled() and getattr(x, "requires_grad", False)]
             statement = {
-                "scale": _stated(scale),
-                "bias": _stated(bias),
-                "weights": _stated(arguments.weights),
-                "requires_grad": wanted,
-                "key dtype": str(cols.features.dtype),
-                "device of the loss": device.type,
+                "scale": _stated(scale), "bias": _stated(bias), "weights": _stated(arguments.weights),
+                "requires_grad": wanted, "key dtype": str(cols.features.dtype), "device of the loss": device.type,
                 "scorer": None if sides.scorer is None else f"scores of {dtype}",
                 "guides": [f"{a.shape[1]} features of {a.dtype}" for a, _ in arguments.guides],
-            }
+            }  # fmt: skip
         in_range = arguments.positives is None or arguments.positives_in_range
         # one process computes the numbers of guides and labels in the call, where a graph replays that
         numbered_before = not alone or device != q.device or not (arguments.guides or loss.counts_positives)
@@ -441,8 +437,11 @@ def _device(features: torch.device, options: Options) -> torch.device:
 
 
 def as_tensor(x: Tensor | float, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A number as a tensor of the accumulator's dtype."""
-    return x if isinstance(x, Tensor) else torch.full((), float(x), dtype=accumulator(dtype), device=device)
+    """A number as a tensor of the accumulator's dtype; in a graph as a product, for what fills a tensor is fixed."""
+    if isinstance(x, Tensor):
+        return x
+    kind: Any = {"dtype": accumulator(dtype), "device": device}
+    return torch.ones((), **kind) * float(x) if torch.compiler.is_compiling() else torch.full((), float(x), **kind)
 
 
 def _stated(x: Tensor | float | None) -> Any:

@@ -114,7 +114,7 @@ class Loss(nn.Module):
 
     def _look(self, scale: Tensor | float, *sides: Tensor) -> None:
         """Warn, at the first call, about rows not of unit length, or a scale that looks like another number."""
-        if torch.compiler.is_compiling() or any(len(side) == 0 for side in sides) or checks.captured(*sides):
+        if any(len(side) == 0 for side in sides) or checks.captured(*sides):
             return
         self._unseen = False
         # reads are counted by process, because a loss may be made anew in every step
@@ -224,6 +224,6 @@ class PairedLoss(Loss):
             query_labels=labels, key_labels=labels, weights=weights, paired=True,
         )  # fmt: skip
         loss: Tensor = operation(*inputs)
-        if self._unseen:
+        if not torch.compiler.is_compiling() and self._unseen:
             self._look(logit_scale, image_features, text_features)
         return {"contrastive_loss": loss} if output_dict else loss

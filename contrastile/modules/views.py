@@ -69,8 +69,10 @@ class SupConLoss(Loss):
             features = features.flatten(0, 1)
         operation, inputs = self._prepared(features, features, scale, query_labels=labels, key_labels=labels)
         loss: Tensor = operation(*inputs)
+        if torch.compiler.is_compiling():
+            return loss
         # do not wait for a GPU, except in the first calls of the process
-        mean = self.options.reduction == "mean" and not torch.compiler.is_compiling()
+        mean = self.options.reduction == "mean"
         if mean and (self._unseen or not checks.on_gpu(loss)) and _gpu_reads.allowed(loss):
             _warn_without_positives(loss.detach(), labels)
         if self._unseen:
@@ -133,6 +135,6 @@ class NTXentLoss(Loss):
             views, views, scale, positives=other, positives_in_range=True, query_ids=ids, key_ids=ids
         )
         loss: Tensor = operation(*inputs)
-        if self._unseen:
+        if not torch.compiler.is_compiling() and self._unseen:
             self._look(scale, view_a, view_b)
         return loss
