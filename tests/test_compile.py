@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from contrastile import ClipLoss, InfoNCELoss, contrast
+from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, contrast, encode
 from contrastile._dispatch import TILES
 from contrastile.scorers import PairMLP
 from contrastile.tiles.eager import Eager
@@ -82,6 +82,51 @@ def test_one_graph_serves_all_batch_sizes(reduction: str) -> None:
         found = torch.autograd.grad(compiled(x, y, negatives), [x, y, negatives])
         assert all(distance(a, b) <= 1e-6 for a, b in zip(found, truth, strict=True))
     assert counter.frame_count == 1
+
+
+def test_one_graph_serves_listed_positives_of_all_batch_sizes() -> None:
+    torch._dynamo.reset()
+    counter, loss = CompileCounterWithBackend("eager"), InfoNCELoss()
+    compiled = torch.compile(
+        lambda q, k, p: loss(q, k, 2.0, positives=p), backend=counter, fullgraph=True, dynamic=True
+    )
+    for batch in (6, 9, 5):
+        q, k = torch.randn(batch, 4), torch.randn(2 * batch, 4)
+        positives = torch.arange(batch) * 2
+        assert distance(compiled(q, k, positives), loss(q, k, 2.0, positives=positives)) <= 1e-6
+    assert counter.frame_count == 1
+
+
+def test_one_graph_serves_all_scales_and_biases() -> None:
+    """A schedule passes other numbers in each step."""
+    torch._dynamo.reset()
+    counter, loss = CompileCounterWithBackend("aot_eager"), SigLipLoss()
+    q, k = (F.normalize(torch.randn(6, 4), dim=-1).requires_grad_() for _ in "qk")
+    compiled = torch.compile(lambda *x: loss(*x), backend=counter, fullgraph=True, dynamic=True)
+    for scale, bias in ((1.5, -1.0), (2.25, -2.0), (4.5, -3.5)):
+        found, truth = (torch.autograd.grad(way(q, k, scale, bias), [q, k]) for way in (compiled, loss))
+        assert all(distance(a, b) <= 1e-6 for a, b in zip(found, truth, strict=True))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("loss", [ClipLoss(), InfoNCELoss(), NTXentLoss()], ids=repr)
+def test_a_call_outside_of_the_graph_compiles_nothing_anew(loss: nn.Module) -> None:
+    """Such as one of a validation between two epochs."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(lambda q, k: loss(q, k, 2.0), backend=counter, fullgraph=True)
+    q, k = (F.normalize(torch.randn(6, 4), dim=-1) for _ in "qk")
+    compiled(q, k)
+    loss(q, k, 2.0)
+    compiled(q, k)
+    assert counter.frame_count == 1
+
+
+def test_a_workspace_breaks_no_graph() -> None:
+    torch._dynamo.reset()
+    q, k = torch.randn(2, 9, 4)
+    compiled = torch.compile(lambda q, k: contrast(q, k, scale=1.0, workspace=2**20), backend="eager", fullgraph=True)
+    assert compiled(q, k) == contrast(q, k, scale=1.0)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -156,6 +201,50 @@ def test_gradients_of_float16_have_room_before_the_factor_of_a_scaler() -> None:
     # without the factor most of them would be multiples of the smallest number of float16, 6e-8
     assert truth[0].abs().max() < 2.0**16 * 4e-6
     assert all(distance(x.double(), y) <= 4e-4 for x, y in zip(found, truth, strict=True))
+
+
+# torch loads its own decompositions
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_forward_mode_differentiation_of_a_graph_is_refused() -> None:
+    """Its tangents would be 0."""
+    torch._dynamo.reset()
+    q, k = torch.randn(2, 6, 4)
+    step = torch.compile(lambda q, k: torch.func.jvp(lambda q: contrast(q, k, scale=1.0), (q,), (q,)), backend="eager")
+    with pytest.raises(ValueError, match="`contrast` must be called outside of"):
+        step(q, k)
+
+
+def _encoded(q: Tensor) -> Tensor:
+    return encode(torch.sin, q, sub_batch=2)
+
+
+def _of_a_scorer(q: Tensor) -> Tensor:
+    return contrast(q, q, scorer=PairMLP(4, 4, 4))
+
+
+@pytest.mark.parametrize(("name", "call"), [("encode", _encoded), ("contrast", _of_a_scorer)])
+def test_what_breaks_a_graph_is_refused_by_export(name: str, call: Any) -> None:
+    class Model(nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            result: Tensor = call(q)
+            return result
+
+    with pytest.raises(ValueError, match=f"`{name}` must be called outside of torch.export"):
+        torch.export.export(Model(), (torch.randn(6, 4),))
+
+
+def test_a_backward_that_torch_compiles_with_other_modules_is_left_alone() -> None:
+    """The hook that notes wrappers is traced where torch makes a module while it traces."""
+    torch._dynamo.reset()
+    x = torch.randn(4, requires_grad=True)
+
+    def step(x: Tensor) -> None:
+        x.sin().sum().backward()
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(step, backend="aot_eager")(x)
+    assert x.grad is not None
+    assert distance(x.grad, x.detach().cos()) <= 1e-6
 
 
 def test_positives_out_of_range_are_found_when_the_graph_runs() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from contrastile._dispatch import Options, agreed_layout, choose_exchange, choose_fused, choose_tiles, workspace_on
 from contrastile._errors import invalid
-from contrastile._torch import func_transform
+from contrastile._torch import forward_ad_runs, func_transform
 from contrastile._types import accumulator
 from contrastile.distributed import collectives, consistency
 from contrastile.distributed.failure import weakly
@@ -27,7 +27,7 @@ from contrastile.engine.operation import Call, MakeTiles, Operation, Plan
 from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cast_features, guides, indices, leaves_of
 from contrastile.exchange import host
 from contrastile.exchange.base import Exchange, Layout, Single
-from contrastile.gradcache.modes import joined
+from contrastile.gradcache.modes import joined, uncompiled
 from contrastile.losses.base import PairLoss, Shard, changed
 from contrastile.tiles.fitting import fitting_side
 from contrastile.tiles.halves import Span, halves_of
@@ -55,12 +55,14 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
     """
     arguments = Arguments(q, k, scale, loss, options, **others)
     if torch.compiler.is_compiling():
+        if forward_ad_runs():
+            # the operation of a graph would have tangents of 0
+            raise _refusal("forward-mode differentiation")
         if traceable(arguments):
             return traced(arguments)
-        return torch.compiler.disable(_eagerly), (q, k, scale, loss, options, others)
+        return uncompiled("contrast", _eagerly), (q, k, scale, loss, options, others)
     if func_transform() is not None:
-        remedy = "Call backward, or torch.autograd.grad."
-        raise invalid("contrast", "be called outside of torch.func's transforms", "a call inside", remedy)
+        raise _refusal("torch.func's transforms")
     alone = not (dist.is_available() and dist.is_initialized())
     # other scorers have a state, and other ranks' texts other lengths
     cached = arguments.scorer is None or (alone and getattr(arguments.scorer, "stateless", False))
@@ -121,6 +123,11 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
     call = changed(_call(problem, plan, exchange), fixed=fixed)
     inputs = call, problem.scale, problem.bias, *problem.inputs
     return operation(*inputs) if plan.small else (Operation.apply, inputs)
+
+
+def _refusal(differentiation: str) -> ValueError:
+    rule = f"be called outside of {differentiation}"
+    return invalid("contrast", rule, "a call inside", "Call backward, or torch.autograd.grad.")
 
 
 def _constants(arguments: Arguments, exchange: Exchange) -> int:

@@ -46,7 +46,8 @@ _compiled: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
 
 
 def _note(module: nn.Module, _name: str, _part: nn.Module | None) -> None:
-    if isinstance(module, DistributedDataParallel):
+    # torch.compile traces hooks too, of modules that are not made yet
+    if not torch.compiler.is_compiling() and isinstance(module, DistributedDataParallel):
         _wrappers.add(module)
 
 

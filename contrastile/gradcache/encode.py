@@ -100,7 +100,7 @@ def encode(
     """
     if torch.compiler.is_compiling():
         # break the graph: an encoder compiled in the first pass alone would draw other random numbers
-        return torch.compiler.disable(encode)(
+        return modes.uncompiled("encode", encode)(
             encoder, inputs, parts=parts, sub_batch=sub_batch, sub_batch_tokens=sub_batch_tokens, retain=retain,
             device=device, features=features,
         )  # fmt: skip

@@ -68,6 +68,14 @@ def joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
         return torch.cat(list(tensors), dim)
 
 
+def uncompiled(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, to be called between two graphs of torch.compile. An exported graph cannot break: ValueError."""
+    if torch.compiler.is_exporting():
+        raise invalid(name, "be called outside of torch.export", "a call inside", "Export the encoders alone.")
+    disabled: Callable[..., Any] = torch.compiler.disable(function)
+    return disabled
+
+
 @contextmanager
 def sharing_casts(device: torch.device | None) -> Iterator[None]:
     """Cast each weight once inside. Earlier casts, which may have no graph, are not used."""
