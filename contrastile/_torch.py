@@ -95,6 +95,8 @@ def current_stream_address(device: int) -> int:
 
 # innermost transform of torch.func around a call; None outside of all
 func_transform = torch._C._functorch.peek_interpreter_stack
+# whether torch.jit.trace, or an export by it, records operations
+jit_traces = torch._C._is_tracing
 
 
 def forward_ad_runs() -> bool:

@@ -218,12 +218,15 @@ def _encoded(q: Tensor) -> Tensor:
     return encode(torch.sin, q, sub_batch=2)
 
 
-def _of_a_scorer(q: Tensor) -> Tensor:
-    return contrast(q, q, scorer=PairMLP(4, 4, 4))
+def _with_own_negatives(q: Tensor) -> Tensor:
+    loss: Tensor = InfoNCELoss()(q, q, 2.0, negatives=q[:, None])
+    return loss
 
 
-@pytest.mark.parametrize(("name", "call"), [("encode", _encoded), ("contrast", _of_a_scorer)])
-def test_what_breaks_a_graph_is_refused_by_export(name: str, call: Any) -> None:
+@pytest.mark.parametrize(("name", "call"), [("encode", _encoded), ("contrast", _with_own_negatives)])
+# tracing is deprecated, and in use
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_what_breaks_a_graph_is_refused_by_export_and_trace(name: str, call: Any) -> None:
     class Model(nn.Module):
         def forward(self, q: Tensor) -> Tensor:
             result: Tensor = call(q)
@@ -231,6 +234,9 @@ def test_what_breaks_a_graph_is_refused_by_export(name: str, call: Any) -> None:
 
     with pytest.raises(ValueError, match=f"`{name}` must be called outside of torch.export"):
         torch.export.export(Model(), (torch.randn(6, 4),))
+    # the sizes of sub-batches and tiles would be those of this call
+    with pytest.raises(ValueError, match=f"`{name}` must be called outside of torch.jit.trace"):
+        torch.jit.trace(Model(), (torch.randn(6, 4),))
 
 
 def test_a_backward_that_torch_compiles_with_other_modules_is_left_alone() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from contrastile._dispatch import Options, agreed_layout, choose_exchange, choose_fused, choose_tiles, workspace_on
 from contrastile._errors import invalid
-from contrastile._torch import forward_ad_runs, func_transform
+from contrastile._torch import forward_ad_runs, func_transform, jit_traces
 from contrastile._types import accumulator
 from contrastile.distributed import collectives, consistency
 from contrastile.distributed.failure import weakly
@@ -27,7 +27,7 @@ from contrastile.engine.operation import Call, MakeTiles, Operation, Plan
 from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cast_features, guides, indices, leaves_of
 from contrastile.exchange import host
 from contrastile.exchange.base import Exchange, Layout, Single
-from contrastile.gradcache.modes import joined, uncompiled
+from contrastile.gradcache.modes import joined, recorded, uncompiled
 from contrastile.losses.base import PairLoss, Shard, changed
 from contrastile.tiles.fitting import fitting_side
 from contrastile.tiles.halves import Span, halves_of
@@ -63,6 +63,8 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
         return uncompiled("contrast", _eagerly), (q, k, scale, loss, options, others)
     if func_transform() is not None:
         raise _refusal("torch.func's transforms")
+    if jit_traces():
+        raise recorded("contrast", "torch.jit.trace")
     alone = not (dist.is_available() and dist.is_initialized())
     # other scorers have a state, and other ranks' texts other lengths
     cached = arguments.scorer is None or (alone and getattr(arguments.scorer, "stateless", False))

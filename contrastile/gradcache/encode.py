@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from contrastile._errors import invalid, one_of, whole_number
-from contrastile._torch import add_each, add_each_, forward_ad_runs, func_transform, running_ddp, version
+from contrastile._torch import add_each, add_each_, forward_ad_runs, func_transform, jit_traces, running_ddp, version
 from contrastile._types import accumulator
 from contrastile.gradcache import ddp_fsdp, introspect, modes
 from contrastile.gradcache.auto import with_fitting_size
@@ -98,7 +98,7 @@ def encode(
     >>> features = encode(tower, torch.randn(10, 8), sub_batch=4)
     >>> features.sum().backward()
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or jit_traces():
         # break the graph: an encoder compiled in the first pass alone would draw other random numbers
         return modes.uncompiled("encode", encode)(
             encoder, inputs, parts=parts, sub_batch=sub_batch, sub_batch_tokens=sub_batch_tokens, retain=retain,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from contrastile._errors import invalid
-from contrastile._torch import accumulation_hooks, backward_hooks
+from contrastile._torch import accumulation_hooks, backward_hooks, jit_traces
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
@@ -68,10 +68,17 @@ def joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
         return torch.cat(list(tensors), dim)
 
 
+def recorded(name: str, tool: str) -> ValueError:
+    """The error of a call inside a tool that records one graph, whose sizes and numbers would be those of this call."""
+    return invalid(name, f"be called outside of {tool}", "a call inside", "Export the encoders alone.")
+
+
 def uncompiled(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, to be called between two graphs of torch.compile. An exported graph cannot break: ValueError."""
+    """The function, to be called between two graphs of torch.compile. A graph of other tools cannot break: an error."""
     if torch.compiler.is_exporting():
-        raise invalid(name, "be called outside of torch.export", "a call inside", "Export the encoders alone.")
+        raise recorded(name, "torch.export")
+    if not torch.compiler.is_compiling() and jit_traces():
+        raise recorded(name, "torch.jit.trace")
     disabled: Callable[..., Any] = torch.compiler.disable(function)
     return disabled
 
