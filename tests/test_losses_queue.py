@@ -12,6 +12,7 @@ from problems import distance
 from ranks import Pool
 from refusals import refusal
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from contrastile import InfoNCELoss, KeyQueue
 
@@ -111,6 +112,25 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     ),
     "`dtype` must be floating point; got torch.int64. Keys are features.": lambda: KeyQueue(4, D, dtype=torch.int64),
 }
+
+
+def test_pushes_compile_nothing_anew() -> None:
+    torch._dynamo.reset()
+    counter, loss = CompileCounterWithBackend("eager"), InfoNCELoss()
+    queues = [KeyQueue(12, features=4) for _ in range(2)]
+
+    def step(queue: KeyQueue, q: Tensor, k: Tensor) -> Tensor:
+        value = loss(q, k, 2.0, negatives=queue.keys)
+        queue.push(k)
+        return value
+
+    compiled = torch.compile(step, backend=counter)
+    for _ in range(6):
+        sides = torch.randn(2, 3, 4)
+        assert distance(*(way(queue, *sides) for way, queue in zip((compiled, step), queues, strict=True))) <= 1e-6
+    assert torch.equal(*(queue.keys for queue in queues))
+    # the first for the queue without keys
+    assert counter.frame_count == 2
 
 
 def test_a_queue_fits_into_memory() -> None:

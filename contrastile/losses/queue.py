@@ -7,6 +7,7 @@ loss, which lets every query meet those of all ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -83,6 +84,10 @@ class KeyQueue(nn.Module):
         return self._share(self._ids)
 
     def _share(self, held: Tensor) -> Tensor:
+        if torch.compiler.is_dynamo_compiling():
+            # break the graph, of which the number of keys would be a constant, compiled anew after each push
+            share: Callable[[Tensor], Tensor] = torch.compiler.disable(self._share)
+            return share(held)
         W = collectives.size(self.group)
         # a copy, because the next push overwrites what a graph may still read
         return held[: len(self)][collectives.rank(self.group) if W > 1 else 0 :: W].clone()
@@ -90,6 +95,9 @@ class KeyQueue(nn.Module):
     @torch.no_grad()
     def push(self, key: Tensor, ids: Tensor | None = None) -> None:
         """Push this rank's keys [n, D], detached, with their ids [n]; the oldest leave. All ranks push together."""
+        if torch.compiler.is_dynamo_compiling():
+            torch.compiler.disable(self.push)(key, ids)
+            return
         error = self._error(key, ids)
         counts = [0 if error is not None else len(key)]
         W = collectives.size(self.group)
