@@ -97,7 +97,7 @@ def numbers_of_ranks(group: Any, parts: str, numbers: Sequence[int]) -> list[lis
 
 def any_of(flags: Sequence[bool], group: Any) -> list[bool]:
     """Return for each flag whether it is set on any rank of the group."""
-    # torch makes no tensor of nothing; the ranks have as many flags each
+    # ranks have the same number of flags; a backend sends no empty tensor
     return [any(of_ranks) for of_ranks in zip(*_gather(bytes(flags), group), strict=True)] if flags else []
 
 

@@ -27,7 +27,7 @@ from contrastile.engine.operation import Call, MakeTiles, Operation, Plan
 from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cast_features, guides, indices, leaves_of
 from contrastile.exchange import host
 from contrastile.exchange.base import Exchange, Layout, Single
-from contrastile.gradcache.modes import joined, recorded, uncompiled
+from contrastile.gradcache.modes import joined, recording_error, uncompiled
 from contrastile.losses.base import PairLoss, Shard, changed
 from contrastile.tiles.fitting import fitting_side
 from contrastile.tiles.halves import Span, halves_of
@@ -64,7 +64,7 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
     if func_transform() is not None:
         raise _refusal("torch.func's transforms")
     if jit_traces():
-        raise recorded("contrast", "torch.jit.trace")
+        raise recording_error("contrast", "torch.jit.trace")
     alone = not (dist.is_available() and dist.is_initialized())
     # other scorers have a state, and other ranks' texts other lengths
     cached = arguments.scorer is None or (alone and getattr(arguments.scorer, "stateless", False))

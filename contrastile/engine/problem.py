@@ -437,7 +437,7 @@ def _device(features: torch.device, options: Options) -> torch.device:
 
 
 def as_tensor(x: Tensor | float, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A number as a tensor of the accumulator's dtype; in a graph as a product, for what fills a tensor is fixed."""
+    """A number as a tensor of the accumulator's dtype; in a graph a product, as `full` would make it a constant."""
     if isinstance(x, Tensor):
         return x
     kind: Any = {"dtype": accumulator(dtype), "device": device}

@@ -68,7 +68,7 @@ def joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
         return torch.cat(list(tensors), dim)
 
 
-def recorded(name: str, tool: str) -> ValueError:
+def recording_error(name: str, tool: str) -> ValueError:
     """The error of a call inside a tool that records one graph, whose sizes and numbers would be those of this call."""
     return invalid(name, f"be called outside of {tool}", "a call inside", "Export the encoders alone.")
 
@@ -76,9 +76,9 @@ def recorded(name: str, tool: str) -> ValueError:
 def uncompiled(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, to be called between two graphs of torch.compile. A graph of other tools cannot break: an error."""
     if torch.compiler.is_exporting():
-        raise recorded(name, "torch.export")
+        raise recording_error(name, "torch.export")
     if not torch.compiler.is_compiling() and jit_traces():
-        raise recorded(name, "torch.jit.trace")
+        raise recording_error(name, "torch.jit.trace")
     disabled: Callable[..., Any] = torch.compiler.disable(function)
     return disabled
 

@@ -85,7 +85,7 @@ class KeyQueue(nn.Module):
 
     def _share(self, held: Tensor) -> Tensor:
         if torch.compiler.is_dynamo_compiling():
-            # break the graph, of which the number of keys would be a constant, compiled anew after each push
+            # break the graph: the number of keys would be a constant in it, and each push would compile it anew
             share: Callable[[Tensor], Tensor] = torch.compiler.disable(self._share)
             return share(held)
         W = collectives.size(self.group)

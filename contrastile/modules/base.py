@@ -112,6 +112,11 @@ class Loss(nn.Module):
                 raise
             raise named from None
 
+    @property
+    def _first(self) -> bool:
+        """This is the first call; False in a graph, which would be compiled anew once the flag that it read changes."""
+        return not torch.compiler.is_compiling() and self._unseen
+
     def _look(self, scale: Tensor | float, *sides: Tensor) -> None:
         """Warn, at the first call, about rows not of unit length, or a scale that looks like another number."""
         if any(len(side) == 0 for side in sides) or checks.captured(*sides):
@@ -224,6 +229,6 @@ class PairedLoss(Loss):
             query_labels=labels, key_labels=labels, weights=weights, paired=True,
         )  # fmt: skip
         loss: Tensor = operation(*inputs)
-        if not torch.compiler.is_compiling() and self._unseen:
+        if self._first:
             self._look(logit_scale, image_features, text_features)
         return {"contrastive_loss": loss} if output_dict else loss

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar, Unpack
 
-import torch
 from torch import Tensor
 
 from contrastile._errors import truth_value
@@ -169,6 +168,6 @@ class DistillClipLoss(Loss):
             guides=((dist_image_features, dist_text_features),), guide_scale=dist_logit_scale,
         )  # fmt: skip
         loss: Tensor = operation(*inputs)
-        if not torch.compiler.is_compiling() and self._unseen:
+        if self._first:
             self._look(logit_scale, image_features, text_features)
         return loss

@@ -118,7 +118,7 @@ class InfoNCELoss(Loss):
                 _has_own(negatives, f'hardness_mode="{OWN}"')
         operation, inputs = self._prepared(query, key, scale, **others)
         loss: Tensor = operation(*inputs)
-        if not torch.compiler.is_compiling() and self._unseen:
+        if self._first:
             self._look(scale, query, given)
         return loss
 
@@ -253,7 +253,7 @@ class GISTLoss(Loss):
             weights=weights, guides=guides, halves=self.contrast_positives,
         )  # fmt: skip
         loss: Tensor = operation(*inputs)
-        if not torch.compiler.is_compiling() and self._unseen:
+        if self._first:
             self._look(scale, query[:, : key.shape[1]], key)
         return loss
 

@@ -135,6 +135,6 @@ class NTXentLoss(Loss):
             views, views, scale, positives=other, positives_in_range=True, query_ids=ids, key_ids=ids
         )
         loss: Tensor = operation(*inputs)
-        if not torch.compiler.is_compiling() and self._unseen:
+        if self._first:
             self._look(scale, view_a, view_b)
         return loss
