@@ -6,6 +6,9 @@ failure. So a thread looks at the ends of all steps, and ends this process with 
 
 Another thread asks the driver, whose answer may wait for the GPU too: on an H200 the end of an old event waited for an
 allocation of pinned memory by the main thread, which waited for the copy.
+
+Neither thread frees an event of torch, which lets go of Python's lock in a destructor: where Python ends meanwhile, C++
+aborts the process.
 """
 
 from __future__ import annotations
@@ -19,10 +22,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from ctypes import CDLL
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 
-from contrastile.distributed.failure import lost
+from contrastile._errors import invalid
+from contrastile.distributed.failure import lost, weakly
 
 # seconds between two looks, and between two events of a stream
 LOOK, APART = 1.0, 0.05
@@ -33,12 +38,15 @@ NOT_READY = 600
 class _Step(NamedTuple):
     end: Any
     stream: Any
+    # what `weakly` gives: a group that its owner destroys ends then
     group: Any
     began: float
     timeout: float
 
 
 _steps: deque[_Step] = deque()
+# steps that have ended, which the main thread frees
+_past: list[_Step] = []
 _lock = threading.Lock()
 _threads: tuple[threading.Thread, ...] = ()
 # an object for the time in which the driver is asked, another one each time
@@ -54,9 +62,10 @@ def watch(group: Any, timeout: float, prepare: Callable[[], None]) -> None:
     if _threads and not _threads[0].is_alive():
         # an error of the device, which the main thread meets too
         return
-    stream, now = torch.cuda.current_stream(), time.monotonic()
+    stream, now, group = torch.cuda.current_stream(), time.monotonic(), weakly(group)
     last = _steps[-1] if _steps else None
     if last is None or last.stream != stream or last.group is not group or now - last.began > APART:
+        _past.clear()
         last = _Step(torch.cuda.Event(), stream, group, now, timeout)
         _steps.append(last)
     # the event moves behind this work too, if it was behind the work just before
@@ -86,7 +95,7 @@ def _ask(prepare: Callable[[], None]) -> None:
                     if _late(_steps[0]):
                         _end(_steps[0])
                     break
-                _steps.popleft()
+                _past.append(_steps.popleft())
             _question = None
 
 
@@ -122,7 +131,14 @@ def _late(step: _Step) -> bool:
 
 
 def _end(step: _Step) -> None:
-    failure = lost("copy between GPUs", step.group, RuntimeError(f"it did not end within {step.timeout:g} s"))
+    operation, reason = "copy between GPUs", f"it did not end within {step.timeout:g} s"
+    group = step.group() if isinstance(step.group, ref) else step.group
+    if group is None and step.group is not None:
+        got = f"no answer in a group that has been destroyed ({reason})"
+        remedy = "See which rank ended first, and start all ranks again."
+        failure: Exception = invalid(operation, "be carried out by all ranks", got, remedy)
+    else:
+        failure = lost(operation, group, RuntimeError(reason))
     sys.stderr.write(f"{failure}\n")
     sys.stderr.flush()
     os._exit(1)
