@@ -25,9 +25,8 @@ BLOCK_CALLS, START_CALLS = 1.2, 1.3
 # the same of ranks that replay a call, and for each doubling of their number, which agree on it; the time of one of its
 # hops over that of another call's. From the rows of h200_2_user_calls.csv and h200_4_user_calls.csv
 SHARED_CALLS, AGREED_CALLS, REPLAYED_HOP = 7.3, 1.3, 0.17
-# the same of ranks of one node whose transfers are copies within the graph: from the rows of two in
-# h200_2_user_calls.csv
-COPIED_CALLS = 5.4
+# the same of ranks of one node whose transfers are copies within the graph, from later rows of these files
+COPIED_CALLS = 4.1
 # the time of a pair beside its products, over that of a plain softmax: of a sigmoid, with a teacher's probability too,
 # with a bit of a guide's mask, and of a sigmoid with labels. From rows of 65,536 x 768 in h200_loss.csv and of
 # 32,768 rows in h200_loss_ratios.csv, a teacher's from earlier ones
@@ -168,8 +167,8 @@ def loss_seconds(loss: LossSize, profile: Profile) -> float:
         device += (N + M) * loss.dimensions * SUMMED_BYTES / profile.bandwidth
     if loss.replayed:
         # from CUDA graphs, so that host and device work at once
-        calls = 1.0 if loss.ranks == 1 else SHARED_CALLS + AGREED_CALLS * log2(loss.ranks)
-        calls = COPIED_CALLS if loss.kept_bytes else calls
+        shared = COPIED_CALLS if loss.kept_bytes else SHARED_CALLS
+        calls = 1.0 if loss.ranks == 1 else shared + AGREED_CALLS * log2(loss.ranks)
         return hypot(calls * profile.call, device + loss.copied / profile.bandwidth)
     return max(device, blocks * BLOCK_CALLS * profile.call) + START_CALLS * profile.call
 
