@@ -21,7 +21,7 @@ Bounds = tuple[int, int]
 MOST_OF_ONE_GPU = 2 * 2**30 + 11 * 2**24
 
 
-def numbered(device: torch.device | str) -> torch.device:
+def with_index(device: torch.device | str) -> torch.device:
     """The device with its index: "cuda" is the current one, and tensors on it say "cuda:0"."""
     device = torch.device(device)
     if device.index is None and device.type not in ("cpu", "meta"):
@@ -70,7 +70,7 @@ def free_memory(device: torch.device | None) -> tuple[int, int]:
     if device is None or device.type != "cuda":
         return _host_memory()
     # the fraction is known only of a device with an index
-    device = numbered(device)
+    device = with_index(device)
     free, total = torch.cuda.mem_get_info(device)
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     total = int(min(1.0, torch.cuda.get_per_process_memory_fraction(device)) * total)

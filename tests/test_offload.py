@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from contrastile.gradcache.rng import begin_random
-from contrastile.offload import free_memory, numbered, settle, stream
+from contrastile.offload import free_memory, settle, stream, with_index
 
 GROUP = "/sys/fs/cgroup/memory"
 
 
 def test_a_device_without_a_number_is_the_current_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    assert numbered("cuda") == torch.device("cuda", 3)
-    assert numbered(torch.device("cuda", 1)) == torch.device("cuda", 1)
-    assert numbered("cpu") == torch.device("cpu")
-    assert numbered("meta") == torch.device("meta")
+    assert with_index("cuda") == torch.device("cuda", 3)
+    assert with_index(torch.device("cuda", 1)) == torch.device("cuda", 1)
+    assert with_index("cpu") == torch.device("cpu")
+    assert with_index("meta") == torch.device("meta")
 
 
 def test_a_device_type_without_index_and_streams_is_supported(monkeypatch):
@@ -27,7 +27,7 @@ def test_a_device_type_without_index_and_streams_is_supported(monkeypatch):
     asked = []
     alone = SimpleNamespace(manual_seed=asked.append, synchronize=lambda: asked.append("waited"))
     monkeypatch.setattr(torch, "get_device_module", lambda _: alone)
-    assert numbered("mps") == torch.device("mps", 0)
+    assert with_index("mps") == torch.device("mps", 0)
     settle(torch.device("mps", 0))
     begin_random(torch.device("mps", 0), 7)
     assert asked == ["waited", 7]

@@ -250,7 +250,7 @@ def mask_out_of_range(positives: Tensor, keys: int, scale: Tensor) -> tuple[Tens
     return positives.masked_fill(outside, -1), scale + nothing.masked_fill(outside.any().to(scale.device), torch.nan)
 
 
-def numbered(
+def with_loss_numbers(
     loss: PairLoss,
     rows: Shard,
     cols: Shard,

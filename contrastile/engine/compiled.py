@@ -8,7 +8,7 @@ too. Where calls outside of a graph compute the gradients with the loss, the for
 (`graph.py`); the backward multiplies them by the gradient of the loss, in the graph."""
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -42,6 +42,19 @@ BACKWARD = f"(Tensor upstream, {INPUTS}, Tensor[] results, {SETTINGS}, bool[] wa
 _plans: dict[Hashable, Plan] = {}
 
 
+class _Numbers(NamedTuple):
+    """The argument `numbers` of both operations."""
+
+    # global column that is the positive of the first row, or NO_DIAGONAL
+    diagonal: int
+    # bytes; 0: the default
+    workspace: int
+    # bits of the gradients of scale, bias, q and k that come with the loss
+    wanted: int
+    # number of keys that positives must be below, or IN_RANGE
+    positives_below: int
+
+
 def traceable(arguments: Arguments) -> bool:
     """Return whether the call can be written as tensors, numbers and strings.
 
@@ -68,15 +81,16 @@ def traced(arguments: Arguments) -> tuple[Callable[..., Tensor], tuple[Any, ...]
     groups = (rows.positives, rows.labels, rows.ids, cols.labels, cols.ids, problem.weights)
     words = f"{options.backend} {options.gradient} {options.reduction}"
     diagonal = NO_DIAGONAL if rows.diagonal is None else rows.diagonal
-    early = torch.is_grad_enabled() and options.reduction != "none" and _early(problem, q, k)
-    given = (problem.scale, problem.bias, q, k) if early else ()
-    wanted = sum([1 << at for at, x in enumerate(given) if x is not None and x.requires_grad])
-    keys = IN_RANGE if problem.indexed is None else problem.indexed
-    numbers = [diagonal, int(options.workspace or 0), wanted, keys]
+    at_once = torch.is_grad_enabled() and options.reduction != "none" and _is_at_once(problem, q, k)
+    inputs = (problem.scale, problem.bias, q, k) if at_once else ()
+    wanted = sum([1 << at for at, x in enumerate(inputs) if x is not None and x.requires_grad])
+    positives_below = IN_RANGE if problem.positives_below is None else problem.positives_below
+    # as in `_Numbers`
+    numbers = [diagonal, int(options.workspace or 0), wanted, positives_below]
     return _loss, (q, k, problem.scale, problem.bias, *groups, problem.loss.spelled, words, numbers)
 
 
-def _early(problem: Problem, q: Tensor, k: Tensor) -> bool:
+def _is_at_once(problem: Problem, q: Tensor, k: Tensor) -> bool:
     """Return whether the gradients are computed with the loss, as in calls outside of a graph: see `plan._planned`.
 
     A loss of both directions keeps its exponentials for that; those of larger batches have two sweeps. One of a single
@@ -101,9 +115,10 @@ def operation_forward(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, 
     accumulator's dtype: float16 has no room for them before a GradScaler's factor.
     """
     *groups, weights, loss, words, numbers = rest
-    if groups[0] is not None and numbers[-1] != IN_RANGE:
+    positives, positives_below = groups[0], _Numbers(*numbers).positives_below
+    if positives is not None and positives_below != IN_RANGE:
         # checked here, because a graph cannot read values
-        checks.in_range(groups[0], numbers[-1])
+        checks.in_range(positives, positives_below)
     call = _call(q, k, scale, bias, groups, weights, loss, words, numbers)
     with without_autocast(q.device):
         if call.plan.at_once:
@@ -153,17 +168,17 @@ def operation_backward(
     """The gradients of scale, bias, q and k; one without elements stands for each that is not wanted."""
     *groups, results, loss, words, numbers, wanted = rest
     if any(_wanted(numbers)):
-        times = _times(results, upstream, (scale, bias, q, k))
-        return [x if want else q.new_empty(0) for x, want in zip(times, wanted, strict=True)]
+        gradients = _multiplied(results, upstream, (scale, bias, q, k))
+        return [x if want else q.new_empty(0) for x, want in zip(gradients, wanted, strict=True)]
     call = _call(q, k, scale, bias, groups, None, loss, words, numbers)
     tiles = call.tiles(scale, bias)
     call = call.prepared(tiles)
-    gradients = backward(call, tiles, upstream, scale, bias, (q, k), results, wanted)
-    return [q.new_empty(0) if gradient is None else _own_memory(gradient) for gradient in gradients]
+    computed = backward(call, tiles, upstream, scale, bias, (q, k), results, wanted)
+    return [q.new_empty(0) if gradient is None else _own_memory(gradient) for gradient in computed]
 
 
-def _times(gradients: Sequence[Tensor], upstream: Tensor, inputs: Sequence[Tensor | None]) -> list[Tensor]:
-    """Gradients times a number, in the dtypes of their inputs."""
+def _multiplied(gradients: Sequence[Tensor], upstream: Tensor, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+    """Gradients times the upstream gradient, in the dtypes of their inputs."""
     return [
         (gradient * upstream).to(upstream.dtype if x is None else x.dtype)
         for gradient, x in zip(gradients, inputs, strict=True)
@@ -172,7 +187,7 @@ def _times(gradients: Sequence[Tensor], upstream: Tensor, inputs: Sequence[Tenso
 
 def _wanted(numbers: Sequence[int]) -> list[bool]:
     """The gradients of scale, bias, q and k that come with the loss."""
-    return [bool(numbers[2] >> at & 1) for at in range(4)]
+    return [bool(_Numbers(*numbers).wanted >> at & 1) for at in range(4)]
 
 
 def _own_memory(x: Tensor) -> Tensor:
@@ -188,31 +203,34 @@ def _call(
     """The call of an operation's arguments, whose plan is cached by their kind."""
     positives, row_labels, row_ids, col_labels, col_ids = groups
     backend, gradient, reduction = words.split()
-    first, workspace, wanted, keys = numbers
-    parsed, diagonal = PairLoss.parsed(loss), None if first == NO_DIAGONAL else first
+    named, parsed = _Numbers(*numbers), PairLoss.parsed(loss)
+    diagonal = None if named.diagonal == NO_DIAGONAL else named.diagonal
     rows = Shard(q, diagonal=diagonal, positives=positives, labels=row_labels, ids=row_ids)
     cols = Shard(k, labels=col_labels, ids=col_ids)
-    indexed = None if keys == IN_RANGE else keys
+    positives_below = None if named.positives_below == IN_RANGE else named.positives_below
     tensors = q, k, scale, bias, *groups, weights
-    kinds = [x if x is None else (x.shape, x.dtype, x.device) for x in tensors]
+    facts = [x if x is None else (x.shape, x.dtype, x.device) for x in tensors]
     # a graph reads one tensor of labels for both sides once
-    key = (loss, words, *numbers, row_labels is col_labels, *kinds)
+    key = (loss, words, *numbers, row_labels is col_labels, *facts)
     plan = _plans.get(key)
     if plan is None:
         exchange = Single(cast(Gradient, gradient), Layout(None, 0, (len(q),), (len(k),)))
         make = choose_tiles(cast(Backend, backend), parsed, rows, cols)
         options = Options(cast(Backend, backend), reduction=cast(Reduction, reduction))
         problem = Problem(
-            parsed, options, (q, k), scale, bias, rows, cols, weights, q.device, q.dtype, indexed, scorer=None,
-            statement={}, numbered=True,
+            parsed, options, (q, k), scale, bias, rows, cols, weights, q.device, q.dtype, positives_below, scorer=None,
+            statement={}, numbers_before_call=True,
         )  # fmt: skip
-        room, early = workspace_on(q.device, workspace or None), wanted > 0
-        replayed = early and replayable(problem, exchange) and small(problem, exchange, make)
+        workspace, at_once = workspace_on(q.device, named.workspace or None), named.wanted > 0
+        replayed = at_once and replayable(problem, exchange) and small(problem, exchange, make)
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
-        plan = _plans[key] = Plan(exchange, make, room, accumulator(q.dtype), early, replayed)
+        plan = _plans[key] = Plan(exchange, make, workspace, accumulator(q.dtype), at_once, replayed)
     assert plan.exchange is not None
-    return Call(plan, plan.exchange, parsed, rows, cols, weights, cast(Reduction, reduction), q.device, indexed=indexed)
+    return Call(
+        plan, plan.exchange, parsed, rows, cols, weights, cast(Reduction, reduction), q.device,
+        positives_below=positives_below,
+    )  # fmt: skip
 
 
 @operation_forward.register_fake
@@ -257,14 +275,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 def _backward(ctx: Any, upstream: list[Tensor]) -> tuple[Tensor | None, ...]:
     # each read unpacks all of them
     saved = ctx.saved_tensors
-    given, results = saved[: ctx.tensors], list(saved[ctx.tensors :])
+    tensors, results = saved[: ctx.tensors], list(saved[ctx.tensors :])
     of_q, of_k, of_scale, of_bias = ctx.needs_input_grad[:4]
     wanted = [of_scale, of_bias, of_q, of_k]
     if any(_wanted(ctx.settings[2])) and not torch.is_grad_enabled():
         # operations of the graph, whose derivative nobody can ask for
-        gradients = _times(results, upstream[0], (given[2], given[3], *given[:2]))
+        gradients = _multiplied(results, upstream[0], (tensors[2], tensors[3], *tensors[:2]))
     else:
-        gradients = operation_backward(upstream[0], *given, results, *ctx.settings, wanted)
+        gradients = operation_backward(upstream[0], *tensors, results, *ctx.settings, wanted)
     dscale, dbias, dq, dk = (gradient if want else None for gradient, want in zip(gradients, wanted, strict=True))
     return dq, dk, dscale, dbias, *[None] * (ctx.tensors - 4), *[None] * 4
 

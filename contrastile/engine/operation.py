@@ -66,11 +66,11 @@ class Call:
     # dtypes of the features as passed, and of their gradients, where autocast has cast those of the shards
     input_dtypes: tuple[torch.dtype, ...] | None = None
     # number of keys that positives must be below, to be checked in the call; None where that is done
-    indexed: int | None = None
+    positives_below: int | None = None
     # the shards have the numbers that the loss takes from guides and labels
-    numbered: bool = True
+    has_numbers: bool = True
     # number of the last columns, which are constants: no gradient sums are kept for them
-    fixed: int = 0
+    constant_cols: int = 0
 
     def tiles(self, scale: Tensor, bias: Tensor | None) -> Tiles:
         """The tiles of this call, with its numbers in the accumulator's dtype."""
@@ -83,7 +83,7 @@ class Call:
         if loss.least_scale:
             number = number.masked_fill(number == 0, loss.least_scale)
         tiles = plan.tiles(loss, number, used, plan.workspace)
-        tiles.fixed = self.fixed
+        tiles.constant_cols = self.constant_cols
         tiles.grad_dtypes = None if self.input_dtypes is None else (self.input_dtypes[0], self.input_dtypes[1])
         if len(self.exchange.layout.rows) > 1:
             tiles.reserve(self.exchange.reserved(self.cols))
@@ -95,14 +95,14 @@ class Call:
         A positive out of range, or a guide that is not finite, makes the scale of these tiles NaN.
         """
         call, positives = self, self.rows.positives
-        if self.indexed is not None and positives is not None:
-            positives, tiles.scale = checks.mask_out_of_range(positives, self.indexed, tiles.scale)
-            call = changed(call, rows=changed(call.rows, positives=positives), indexed=None)
-        if self.numbered:
+        if self.positives_below is not None and positives is not None:
+            positives, tiles.scale = checks.mask_out_of_range(positives, self.positives_below, tiles.scale)
+            call = changed(call, rows=changed(call.rows, positives=positives), positives_below=None)
+        if self.has_numbers:
             return call
         gathers = self.exchange.layout.gathers()
-        rows, cols, tiles.scale = checks.numbered(self.loss, call.rows, call.cols, tiles.scale, gathers, tiles)
-        return changed(call, rows=rows, cols=cols, numbered=True)
+        rows, cols, tiles.scale = checks.with_loss_numbers(self.loss, call.rows, call.cols, tiles.scale, gathers, tiles)
+        return changed(call, rows=rows, cols=cols, has_numbers=True)
 
     def _number(self, x: Tensor) -> Tensor:
         x = x.detach()

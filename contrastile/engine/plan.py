@@ -37,9 +37,9 @@ from contrastile.tiles.scored import Scored
 MOST_PLANS = 256
 # types of a scale and a bias that are whole on every rank
 NUMBERS = (*PLAIN, float, int, type(None))
-# tensors of a shard in a call that can be refilled
-PARTS = ("features", "positives", "labels", "ids", "numbers", "own", "targets", "own_excluded")
-# labels of a call that can be refilled: name in a shard, argument of the queries, argument of the keys
+# tensors of a shard that each call fills into a template anew
+REFILLED = ("features", "positives", "labels", "ids", "numbers", "own", "targets", "own_excluded")
+# labels among them: name in a shard, argument of the queries, argument of the keys
 LABELS = (("labels", "query_labels", "key_labels"), ("ids", "query_ids", "key_ids"))
 # side of a tile for backend="dense", which holds the whole block
 WHOLE = 2**62
@@ -65,27 +65,40 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
         raise _refusal("torch.func's transforms")
     if jit_traces():
         raise recording_error("contrast", "torch.jit.trace")
+    # there is no process group
     alone = not (dist.is_available() and dist.is_initialized())
     # other scorers have a state, and other ranks' texts other lengths
-    cached = arguments.scorer is None or (alone and getattr(arguments.scorer, "stateless", False))
+    cacheable = arguments.scorer is None or (alone and getattr(arguments.scorer, "stateless", False))
     # a reference to a group that has ended equals no other
     world = None if alone else weakly(dist.group.WORLD)
-    exact: Hashable = (world, arguments.signature()) if cached else None
+    exact: Hashable = (world, arguments.signature()) if cacheable else None
     plan, template = _plans.get(exact, (None, None))
-    signature = exact
-    if plan is None and cached and (of_lengths := _of_lengths(arguments)) is not None:
-        # texts of other lengths: small calls of both replay one graph
-        signature = alone, of_lengths
-        plan, template = _plans.get(signature, (None, None))
+    key = exact
+    if plan is None and cacheable and (rounded := _rounded_signature(arguments)) is not None:
+        # small calls of texts whose lengths round to the same replay one graph
+        key = world, rounded
+        plan, template = _plans.get(key, (None, None))
         if plan is not None and len(_plans) < MOST_PLANS:
             _plans[exact] = plan, template
-    if plan is not None and template is not None and type(scale) in NUMBERS and type(arguments.bias) in NUMBERS:
-        graph = ready(template) if plan.small else None
-        if graph is not None:
-            leaves = _leaves(template, arguments)
-            return Replayed.apply, (graph, _tensors(template, arguments, leaves), scale, arguments.bias, *leaves)
-        inputs = _refilled(template, arguments)
-        return operation(*inputs) if plan.small else (Operation.apply, inputs)
+    if plan is None or template is None or type(scale) not in NUMBERS or type(arguments.bias) not in NUMBERS:
+        return _checked(arguments, plan, exact, key, alone=alone)
+    graph = ready(template) if plan.small else None
+    if graph is not None:
+        leaves = _leaves(template, arguments)
+        return Replayed.apply, (graph, _graph_inputs(template, arguments, leaves), scale, arguments.bias, *leaves)
+    inputs = _refilled(template, arguments)
+    return operation(*inputs) if plan.small else (Operation.apply, inputs)
+
+
+def _checked(
+    arguments: Arguments, plan: Plan | None, exact: Hashable, key: Hashable, *, alone: bool
+) -> tuple[Any, tuple[Any, ...]]:
+    """The operation and inputs of a call that fills no template: of a new signature, a sharded scale, or several ranks.
+
+    plan: the cached one, if the signature is known. exact, key: the signature, and the same with rounded lengths of
+    texts; None where nothing is cached. alone: there is no process group.
+    """
+    options = arguments.options
     # a scorer of padded token vectors: other ranks may have longer texts
     ragged = not alone and hasattr(arguments.scorer, "pad_tokens") and options.exchange != "single"
     try:
@@ -102,28 +115,29 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
     if exchange is None:
         rows, cols = problem.rows, problem.cols
         exchange = choose_exchange(options, problem.loss, rows, cols, problem.statement, tokens)
-        if signature is not None and len(exchange.layout) > 1:
-            # all ranks make the same plan, from the rows of all
-            signature = exact, exchange.layout.rows, exchange.layout.cols
-            plan, _ = _plans.get(signature, (None, None))
-    fixed = _constants(arguments, exchange)
-    if len(exchange.layout.rows) == 1 and plan is not None:
+    several = len(exchange.layout.rows) > 1
+    if several and key is not None:
+        # all ranks make the same plan, from the rows of all
+        key = exact, exchange.layout.rows, exchange.layout.cols
+        plan, _ = _plans.get(key, (None, None))
+    constant_cols = 0 if several else _constant_negatives(arguments)
+    if plan is not None and not several:
         problem = problem.placed(exchange)
     else:
         with exchange.in_step():
             problem = _padded(problem, exchange.layout.tokens).placed(exchange)
-            if plan is None:
-                plan = _planned(problem, exchange)
-        if signature is not None:
+            plan = plan or _planned(problem, exchange)
+        if key is not None:
             if len(_plans) >= MOST_PLANS:
                 _plans.clear()
             # a later call fills its tensors into the template
             fits = alone and _refillable(arguments)
-            template = changed(_template(problem, plan, exchange), fixed=fixed) if fits else None
-            for key in {exact, signature} if not alone else {signature if plan.small else exact}:
-                _plans[key] = plan, template
-    call = changed(_call(problem, plan, exchange), fixed=fixed)
-    inputs = call, problem.scale, problem.bias, *problem.inputs
+            template = changed(_template(problem, plan, exchange), constant_cols=constant_cols) if fits else None
+            # of several ranks the exact signature tells that the checks have passed; lengths are rounded for a replay
+            for each in {key if plan.small else exact} if alone else {exact, key}:
+                _plans[each] = plan, template
+    call = changed(_call(problem, plan, exchange), constant_cols=constant_cols)
+    inputs: tuple[Any, ...] = call, problem.scale, problem.bias, *problem.inputs
     return operation(*inputs) if plan.small else (Operation.apply, inputs)
 
 
@@ -132,15 +146,15 @@ def _refusal(differentiation: str) -> ValueError:
     return invalid("contrast", rule, "a call inside", "Call backward, or torch.autograd.grad.")
 
 
-def _constants(arguments: Arguments, exchange: Exchange) -> int:
+def _constant_negatives(arguments: Arguments) -> int:
     """The number of shared negatives that get no gradient, such as a queue's keys, behind keys that get one.
 
-    0 with several ranks, whose exchanges keep sums for all columns. The queries must get a gradient: the scale's is
-    read off their sums.
+    Of one process: an exchange of several ranks keeps sums for all columns. The queries must get a gradient: the
+    scale's is read off their sums.
     """
     q, k, negatives = arguments.q, arguments.k, arguments.negatives
     plain = arguments.scorer is None and arguments.own is None and arguments.query_labels is None
-    if not plain or negatives is None or len(exchange.layout) > 1:
+    if not plain or negatives is None:
         return 0
     return len(negatives) if q.requires_grad and k.requires_grad and not negatives.requires_grad else 0
 
@@ -170,11 +184,11 @@ def _leaves(call: Call, arguments: Arguments) -> tuple[Tensor, ...]:
     return q, k if arguments.negatives is None else joined([k, arguments.negatives])
 
 
-def _of_lengths(arguments: Arguments) -> Hashable | None:
-    """The signature of token vectors [B, L, D] behind masks, with L rounded; None for other arguments."""
+def _rounded_signature(arguments: Arguments) -> Hashable | None:
+    """The signature of token vectors [B, L, D] with masks, where each L is rounded up; None for other arguments."""
     if arguments.scorer is None or not any(len(leaves_of(side)) > 1 for side in (arguments.q, arguments.k)):
         return None
-    kinds: list[Hashable] = []
+    facts: list[Hashable] = []
     for side in (arguments.q, arguments.k):
         leaves = leaves_of(side)
         if not all(isinstance(x, Tensor) and x.ndim > 1 and x.shape[:2] == leaves[0].shape[:2] for x in leaves):
@@ -182,11 +196,11 @@ def _of_lengths(arguments: Arguments) -> Hashable | None:
         if leaves[0].shape[1] == 0:
             return None
         lengths = [x.shape[1] if len(leaves) == 1 else shared_length(x.shape[1]) for x in leaves]
-        kinds += [
+        facts += [
             (type(side), type(x), len(x), length, *x.shape[2:], x.dtype, x.device, x.requires_grad)
             for x, length in zip(leaves, lengths, strict=True)
         ]
-    return arguments.cast(), replace(arguments, q=None, k=None).signature(), *kinds
+    return arguments.cast(), replace(arguments, q=None, k=None).signature(), *facts
 
 
 def _with_masks(arguments: Arguments) -> Arguments:
@@ -245,7 +259,8 @@ def _call(problem: Problem, plan: Plan, exchange: Exchange) -> Call:
     return Call(
         plan, exchange, problem.loss, problem.rows, problem.cols, weights=problem.weights,
         reduction=problem.options.reduction, device=problem.device, scorer=problem.scorer,
-        input_dtypes=problem.input_dtypes(), indexed=problem.indexed, numbered=problem.numbered,
+        input_dtypes=problem.input_dtypes(), positives_below=problem.positives_below,
+        has_numbers=problem.numbers_before_call,
     )  # fmt: skip
 
 
@@ -255,7 +270,7 @@ def _template(problem: Problem, plan: Plan, exchange: Exchange) -> Call:
     rows, cols = (
         changed(
             x,
-            **{name: _no_rows(getattr(x, name)) for name in PARTS},
+            **{name: _no_rows(getattr(x, name)) for name in REFILLED},
             guides=tuple(map(_no_rows, x.guides)),
             others=tuple(map(_no_rows, x.others)),
         )
@@ -315,7 +330,7 @@ def _labels(call: Call, arguments: Arguments) -> tuple[dict[str, Any], dict[str,
     return rows, cols
 
 
-def _tensors(call: Call, arguments: Arguments, inputs: Sequence[Tensor]) -> list[Tensor | float]:
+def _graph_inputs(call: Call, arguments: Arguments, inputs: Sequence[Tensor]) -> list[Tensor | float]:
     """The tensors of these arguments, `inputs` first, in the order in which a graph reads those of a template."""
     rows, cols = _labels(call, arguments)
     scale = 1.0 if arguments.scale is None else arguments.scale
@@ -326,30 +341,29 @@ def _tensors(call: Call, arguments: Arguments, inputs: Sequence[Tensor]) -> list
 
 def _planned(problem: Problem, exchange: Exchange) -> Plan:
     """The choices for calls of this signature."""
-    loss, options = problem.loss, problem.options
-    workspace = workspace_on(problem.device, options.workspace, alone=len(exchange.layout) == 1)
-    every = (problem.scale, problem.bias, *problem.inputs)
-    wants = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in every)
-    pairwise = loss.pairwise and options.reduction != "none"
-    # columns that belong to one row each are computed after the exchange
-    own = problem.rows.own is not None
-    at_once = wants and pairwise and not own
+    loss, options, own = problem.loss, problem.options, problem.rows.own is not None
+    several, reduced = len(exchange.layout) > 1, options.reduction != "none"
+    workspace = workspace_on(problem.device, options.workspace, alone=not several)
+    inputs = (problem.scale, problem.bias, *problem.inputs)
+    wants = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     tiles = _tiles(problem, exchange, workspace)
-    several = len(exchange.layout) > 1
-    alone = not several and options.reduction != "none"
-    number = torch.ones((), dtype=accumulator(problem.dtype), device=problem.device)
+    # one sweep of a pairwise loss gives gradients too; columns that one row meets alone are computed after the exchange
+    sweep = wants and reduced and loss.pairwise and not own
+    strips = keeps = False
     # on a CPU the loss of few pairs comes from strips without gradients too
-    if alone and (wants or problem.device.type == "cpu"):
+    if reduced and not several and (wants or problem.device.type == "cpu"):
+        number = torch.ones((), dtype=accumulator(problem.dtype), device=problem.device)
         example = tiles(loss, number, None, workspace)
-        # one product of each strip gives loss and gradient; or the forward keeps values for the backward
-        at_once |= not own and bool(example.strip(problem.rows, problem.cols, wants))
-        at_once |= wants and example.keeps(problem.rows, problem.cols) and not (own and pairwise)
-    early = replayable(problem, exchange)
-    replayed = early and small(problem, exchange, tiles)
-    if isinstance(tiles, partial) and tiles.func is Scored and problem.dtype == torch.float16:
-        # float16 underflows in the module unless the upstream gradient, a GradScaler's factor, goes through it
-        at_once = False
-    at_once |= wants and (early if several else replayed)
+        # one product of each strip gives loss and gradient
+        strips = not own and bool(example.strip(problem.rows, problem.cols, wants))
+        # the forward keeps values for a backward that follows at once
+        keeps = wants and example.keeps(problem.rows, problem.cols) and not (own and loss.pairwise)
+    # float16 underflows in a scorer unless the upstream gradient, a GradScaler's factor, goes through it
+    underflows = isinstance(tiles, partial) and tiles.func is Scored and problem.dtype == torch.float16
+    may_replay = replayable(problem, exchange)
+    replayed = may_replay and small(problem, exchange, tiles)
+    # where one rank replays loss and gradients, the others compute both too
+    at_once = ((sweep or strips or keeps) and not underflows) or (wants and (may_replay if several else replayed))
     if several and replayed:
         # a graph keeps its memory between calls
         workspace = min(workspace, MOST_BYTES)
@@ -386,11 +400,11 @@ def _tiles(problem: Problem, exchange: Exchange, workspace: int) -> MakeTiles:
 
 
 def _spans(layout: Layout) -> tuple[Span, ...]:
-    """The columns of each rank that meet the first half of rows, and behind them as many as it has rows."""
+    """The halves of rows that each rank's columns meet: the last columns, one for each of its rows, the second half."""
     spans: list[Span] = []
     for rank, (rows, cols) in enumerate(zip(layout.rows, layout.cols, strict=True)):
-        start = layout.start(rank)
-        spans += [Span(0, start, start + cols - rows), Span(1, start + cols - rows, start + cols)]
+        start, stop = layout.start(rank), layout.start(rank) + cols
+        spans += [Span(0, start, stop - rows), Span(1, stop - rows, stop)]
     return tuple(spans)
 
 

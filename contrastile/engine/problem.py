@@ -24,7 +24,7 @@ from contrastile.engine import arguments as checks
 from contrastile.exchange.base import Exchange
 from contrastile.gradcache.modes import joined
 from contrastile.losses.base import PairLoss, Shard, changed
-from contrastile.offload import numbered, present_device
+from contrastile.offload import present_device, with_index
 from contrastile.tiles.scored import Form, Scorer
 
 # types of tensors that are whole on every rank
@@ -62,7 +62,7 @@ class Arguments:
     positives_in_range: bool = False
     # [N, H] ids of negatives [N, H, D]
     negative_ids: Tensor | None = None
-    # how many of the first of them are positives
+    # number of each query's first negatives that are positives
     own_positives: int = 0
     # queries have two halves of features: the last N keys meet the second, all others the first (`tiles/halves.py`)
     halves: bool = False
@@ -163,12 +163,12 @@ class Problem:
     # the dtype in which tiles compute
     dtype: torch.dtype
     # number of keys that positives must be below; None where they are in range by construction
-    indexed: int | None
+    positives_below: int | None
     scorer: Scorer | None
     # facts that all ranks must have in common, beside what shards and options show
     statement: dict[str, Any]
     # the numbers that the loss takes from guides and labels are computed before the call, if there are any
-    numbered: bool
+    numbers_before_call: bool
 
     @classmethod
     def of(cls, arguments: Arguments, *, checked: bool, alone: bool) -> Problem:
@@ -180,11 +180,10 @@ class Problem:
             arguments.check()
         scorer, options = arguments.scorer, arguments.options
         sides = _Sides.plain(arguments) if scorer is None else _Sides.scored(arguments, scorer)
-        q, scale, bias = sides.rows[0], arguments.scale, arguments.bias
-        scale = 1.0 if scale is None else scale
         if not checked:
             sides.check(arguments)
-        loss = arguments.loss
+        q, loss, bias = sides.rows[0], arguments.loss, arguments.bias
+        scale = 1.0 if arguments.scale is None else arguments.scale
         # autocast leaves float64 as it is
         autocast = None if q.dtype == torch.float64 else arguments.cast()
         dtype = (autocast or q.dtype) if sides.scorer is None else sides.scorer.dtype
@@ -196,9 +195,10 @@ class Problem:
         own = () if arguments.own is None else (arguments.own,)
         statement: dict[str, Any] = {}
         if not alone:
-            given = zip(("q", "k", "scorer", "negatives"), (sides.rows, sides.cols, parameters[:1], own), strict=True)
-            of = [*((name, x) for name, several in given for x in several), ("scale", scale), ("bias", bias)]
-            wanted = [name for name, x in of if torch.is_grad_enabled() and getattr(x, "requires_grad", False)]
+            inputs: dict[str, tuple[Any, ...]] = {"q": sides.rows, "k": sides.cols, "scorer": parameters[:1]}
+            inputs |= {"negatives": own, "scale": (scale,), "bias": (bias,)}
+            pairs = [(name, x) for name, tensors in inputs.items() for x in tensors if torch.is_grad_enabled()]
+            wanted = [name for name, x in pairs if getattr(x, "requires_grad", False)]
             statement = {
                 "scale": _stated(scale), "bias": _stated(bias), "weights": _stated(arguments.weights),
                 "requires_grad": wanted, "key dtype": str(cols.features.dtype), "device of the loss": device.type,
@@ -207,12 +207,12 @@ class Problem:
             }  # fmt: skip
         in_range = arguments.positives is None or arguments.positives_in_range
         # one process computes the numbers of guides and labels in the call, where a graph replays that
-        numbered_before = not alone or device != q.device or not (arguments.guides or loss.counts_positives)
+        numbers_before_call = not alone or device != q.device or not (arguments.guides or loss.counts_positives)
         return cls(
             loss, options, inputs=(*sides.rows, *sides.cols, *parameters, *own), scale=as_tensor(scale, device, dtype),
             bias=None if bias is None else as_tensor(bias, device, dtype), rows=rows, cols=cols,
-            weights=arguments.weights, device=device, dtype=dtype, indexed=None if in_range else sides.keys,
-            scorer=sides.scorer, statement=statement, numbered=numbered_before,
+            weights=arguments.weights, device=device, dtype=dtype, positives_below=None if in_range else sides.keys,
+            scorer=sides.scorer, statement=statement, numbers_before_call=numbers_before_call,
         )  # fmt: skip
 
     def input_dtypes(self) -> tuple[torch.dtype, ...] | None:
@@ -229,18 +229,18 @@ class Problem:
             scale = collectives.unsharded(scale, self.options.gradient)
         if bias is not None and type(bias) not in PLAIN:
             bias = collectives.unsharded(bias, self.options.gradient)
-        indexed, several = self.indexed, len(exchange.layout.rows) > 1
-        if rows.positives is not None and indexed is not None and several:
+        positives_below, several = self.positives_below, len(exchange.layout.rows) > 1
+        if rows.positives is not None and positives_below is not None and several:
             # before positions are counted over all ranks
-            positives, scale = checks.mask_out_of_range(rows.positives, indexed, scale)
-            rows, indexed = replace(rows, positives=positives), None
-        if self.numbered:
-            rows, cols, scale = checks.numbered(self.loss, rows, cols, scale, exchange.layout.gathers())
+            positives, scale = checks.mask_out_of_range(rows.positives, positives_below, scale)
+            rows, positives_below = replace(rows, positives=positives), None
+        if self.numbers_before_call:
+            rows, cols, scale = checks.with_loss_numbers(self.loss, rows, cols, scale, exchange.layout.gathers())
         if several:
             rows, cols = exchange.layout.place(rows, cols)
         elif rows is self.rows and scale is self.scale and bias is self.bias:
             return self
-        return changed(self, scale=scale, bias=bias, rows=rows, cols=cols, indexed=indexed)
+        return changed(self, scale=scale, bias=bias, rows=rows, cols=cols, positives_below=positives_below)
 
 
 @dataclass(frozen=True)
@@ -277,8 +277,8 @@ class _Sides:
                     got = f"{key.dtype} on {key.device} and {negative.dtype} on {negative.device}"
                     rule = "have the dtypes of `k`, and lie beside it"
                     raise invalid("negatives", rule, got, "Convert one side first.")
-            together = pytree.tree_map(lambda a, b: None if a is None or b is None else joined([a, b]), k, negatives)
-            col_form, cols = Form.of("k", together)
+            all_keys = pytree.tree_map(lambda a, b: None if a is None or b is None else joined([a, b]), k, negatives)
+            col_form, cols = Form.of("k", all_keys)
         checks.same_device("k", cols[0], "q", rows[0])
         device = _device(rows[0].device, arguments.options)
         return cls(tuple(rows), tuple(cols), keys, Scorer.of(module, (row_form, rows), (col_form, cols), device))
@@ -346,20 +346,21 @@ class _Sides:
         cols = Shard(k, labels=labels[1], ids=ids[1], others=tuple(more_k), **of_cols)
         return rows, cols
 
-    def _groups(self, given: Arguments, of_q: Tensor | None, of_k: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Labels or ids of rows and columns in int64. Negatives have one of their own, unless the keys' include it."""
+    def _groups(self, arguments: Arguments, of_q: Tensor | None, of_k: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Labels or ids in int64 of rows [N], and of columns [M]; `of_k` may leave out those of the negatives."""
         if of_q is None or of_k is None:
             return None, None
-        groups, least = of_q.long(), torch.iinfo(torch.int64).min
-        if given.negatives is not None and given.own is None and len(of_k) == self.keys:
-            # the least number, in place of which all ranks' queries and keys have the next
-            own = torch.full((len(self.cols[0]) - self.keys,), least, device=of_k.device)
-            return groups.clamp(min=least + 1), torch.cat([of_k.long().clamp(min=least + 1), own])
-        return groups, groups if of_k is of_q else of_k.long()
+        of_rows = of_q.long()
+        if arguments.negatives is not None and arguments.own is None and len(of_k) == self.keys:
+            # negatives share the least number, which no query has: on all ranks it becomes the next in the others
+            least = torch.iinfo(torch.int64).min
+            of_negatives = torch.full((len(self.cols[0]) - self.keys,), least, device=of_k.device)
+            return of_rows.clamp(min=least + 1), torch.cat([of_k.long().clamp(min=least + 1), of_negatives])
+        return of_rows, of_rows if of_k is of_q else of_k.long()
 
 
 def _kind(x: Any) -> Any:
-    """The facts of an argument that do not change with the values of its tensors."""
+    """The facts of a leaf that do not change with the values of a tensor."""
     return (type(x), x.shape, x.dtype, x.device, x.layout, x.requires_grad) if isinstance(x, Tensor) else type(x)
 
 
@@ -424,7 +425,7 @@ def _device(features: torch.device, options: Options) -> torch.device:
     """The device of the computation: that of the features, or another to which host memory is streamed."""
     if options.device is None:
         return features
-    device = numbered(present_device(options.device, "where the features are"))
+    device = with_index(present_device(options.device, "where the features are"))
     if device == features:
         return device
     if features.type != "cpu":

@@ -32,7 +32,7 @@ from contrastile.gradcache.inputs import Place, laid_out, laid_out_parts, lendab
 from contrastile.gradcache.memory import AUTO, Releasable
 from contrastile.gradcache.modes import Autocast, back_propagated, first_order, in_modes, sharing_casts, without_hooks
 from contrastile.gradcache.replay_check import ReplayCheck, poll, sketched, warn_of_detached
-from contrastile.offload import numbered, present_device, settle, stream
+from contrastile.offload import present_device, settle, stream, with_index
 
 
 def encode(
@@ -126,7 +126,7 @@ def encode(
     if tokens is not None and not layout.plain:
         remedy = "Cut by examples with sub_batch."
         raise invalid("sub_batch_tokens", "come with inputs that are all rows", "packed values or lists", remedy)
-    target = None if device is None else numbered(present_device(device, "where the encoder is"))
+    target = None if device is None else with_index(present_device(device, "where the encoder is"))
     reached = introspect.reach(function, leaves, layout, target)
     ddp_fsdp.refuse_bypass(wrapper, reached.modules, reached.parameters)
     engine = ddp_fsdp.engine_of(encoder)

@@ -176,7 +176,7 @@ class Tiles(ABC):
     # partial norms of rows and columns, where a replay has computed them (`tiles/triton/launch.py`)
     norms: Tensor | None = field(default=None, init=False, repr=False)
     # number of the last columns, which are constants: v has no rows for them
-    fixed: int = field(default=0, init=False, repr=False)
+    constant_cols: int = field(default=0, init=False, repr=False)
     # products [N, H] of the rows with their own columns
     own_products: Tensor | None = field(default=None, init=False, repr=False)
     # dtypes of the gradients of rows and columns; None: those of the features
@@ -311,7 +311,7 @@ class Tiles(ABC):
         new = torch.empty if self.fresh else torch.zeros
         # contiguous rows, whatever the strides of the features
         u = new(rows.features.shape, dtype=wide, device=self.scale.device) if needs_u else None
-        size = (len(cols) - self.fixed, *cols.features.shape[1:])
+        size = (len(cols) - self.constant_cols, *cols.features.shape[1:])
         return u, new(size, dtype=wide, device=self.scale.device) if needs_v else None
 
     def gradients(
@@ -338,8 +338,8 @@ class Tiles(ABC):
         of_q, of_k = self.grad_dtypes or (rows.features.dtype, cols.features.dtype)
         dq = self.scaled(u, of_q, upstream, keep=keep) if want_q and u is not None else None
         dk = self.scaled(v, of_k, upstream, keep=keep) if want_k and v is not None else None
-        if dk is not None and self.fixed:
-            dk = torch.cat([dk, dk.new_zeros(self.fixed, dk.shape[1])])
+        if dk is not None and self.constant_cols:
+            dk = torch.cat([dk, dk.new_zeros(self.constant_cols, dk.shape[1])])
         return [dscale, dbias, dq, dk]
 
     def pair_sums(

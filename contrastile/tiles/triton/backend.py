@@ -214,7 +214,7 @@ class Triton(Tiles):
             return super().accumulators(rows, cols, wanted)
         u, _ = super().accumulators(rows, cols, (*wanted[:3], False))
         k = cols.features
-        return u, k.new_empty(len(k) - self.fixed, k.shape[1]) if wanted[3] else None
+        return u, k.new_empty(len(k) - self.constant_cols, k.shape[1]) if wanted[3] else None
 
     @property
     def sums_products(self) -> bool:
