@@ -219,7 +219,7 @@ def test_sums_are_copied_away_for_a_backward_that_is_still_to_come(monkeypatch: 
     def batch() -> Tensor:
         return torch.randn(12, 5, dtype=torch.float64, requires_grad=True)
 
-    for _ in range(graph.CALLS + 2):
+    for _ in range(graph.CALLS_BEFORE_CAPTURE + 2):
         q = batch()
         loss = contrast(q, q.detach(), scale=3.0)
         loss.backward()
@@ -240,7 +240,7 @@ def test_a_backward_that_failed_may_be_tried_again(monkeypatch: pytest.MonkeyPat
     def failing(*arguments: Any, **how: Any) -> None:
         raise MemoryError
 
-    for _ in range(graph.CALLS + 2):
+    for _ in range(graph.CALLS_BEFORE_CAPTURE + 2):
         q = torch.randn(12, 5, dtype=torch.float64, requires_grad=True)
         loss = contrast(q, q.detach(), scale=3.0)
     with monkeypatch.context() as patch:
@@ -254,7 +254,7 @@ def test_a_backward_that_failed_may_be_tried_again(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.usefixtures("_played")
 def test_kinds_that_are_not_used_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph, "AGAIN", 5)
+    monkeypatch.setattr(graph, "CALLS_BEFORE_RECAPTURE", 5)
     captured = []
     for n, calls in ((3, 3), (4, 3), (5, 3), (3, 5), (3, 1)):
         for _ in range(calls):
@@ -282,7 +282,7 @@ def _late(loss: Any, masked: bool, call: int) -> list[Tensor]:
 
 @pytest.mark.parametrize(("loss", "masked"), [(Softmax(symmetric=True), True), (Sigmoid(), False)])
 def test_late_interaction_has_the_bits_of_a_plain_call(loss: Any, masked: bool, request: pytest.FixtureRequest) -> None:
-    plain = [_late(loss, masked, call) for call in range(graph.CALLS + 1)]
+    plain = [_late(loss, masked, call) for call in range(graph.CALLS_BEFORE_CAPTURE + 1)]
     request.getfixturevalue("_played")
     for call, truth in enumerate(plain):
         assert all(torch.equal(x, y) for x, y in zip(_late(loss, masked, call), truth, strict=True))
@@ -296,7 +296,7 @@ def test_tokens_behind_a_views_end_are_not_replayed() -> None:
     q, bias = torch.randn(3, 2, 8, requires_grad=True), torch.tensor(1.0, requires_grad=True)
     arguments: dict[str, Any] = {"scorer": MaxSim(), "scale": 2.0, "loss": Softmax(), "backend": "triton", "bias": bias}
     results = []
-    for call in range(graph.CALLS + 2):
+    for call in range(graph.CALLS_BEFORE_CAPTURE + 2):
         k = (whole[:, :20], mask[:, :20]) if call else (whole[:, :20].clone(), mask[:, :20].clone())
         value = contrast(q, k, **arguments)
         results.append([value.detach(), *torch.autograd.grad(value, (q, bias))])
@@ -340,7 +340,7 @@ def test_a_call_without_gradients_is_replayed_as_the_loss_alone(monkeypatch: pyt
 
 
 def test_nothing_is_small_on_a_cpu() -> None:
-    for _ in range(graph.CALLS + 1):
+    for _ in range(graph.CALLS_BEFORE_CAPTURE + 1):
         contrast(torch.randn(3, 4, requires_grad=True), torch.randn(3, 4), scale=1.0)
     assert not graph._calls
 
@@ -355,14 +355,14 @@ def test_a_capture_that_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(graph, "_captured", failing)
     q, k = torch.randn(2, 6, 4)
-    losses = [contrast(q.requires_grad_(), k, scale=1.0).detach() for _ in range(graph.CALLS + 3)]
+    losses = [contrast(q.requires_grad_(), k, scale=1.0).detach() for _ in range(graph.CALLS_BEFORE_CAPTURE + 3)]
     assert all(torch.equal(loss, losses[0]) for loss in losses)
     assert len(tried) == 1
 
 
 @pytest.mark.usefixtures("_played")
 def test_a_checkpoint_around_a_loss_finds_what_it_saved() -> None:
-    for _ in range(graph.CALLS + 2):
+    for _ in range(graph.CALLS_BEFORE_CAPTURE + 2):
         q = torch.randn(6, 4, requires_grad=True)
         checkpoint(lambda q: contrast(q.sin(), q, scale=3.0), q, use_reentrant=False).backward()
         contrast(q, q.detach(), scale=3.0).backward()
@@ -375,7 +375,7 @@ def test_a_call_waits_shortly_for_another_threads_capture(monkeypatch: pytest.Mo
     monkeypatch.setattr(graph, "PATIENCE", 0.01)
     q = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
     with graph._lock:
-        losses = [contrast(q, q.detach(), scale=3.0) for _ in range(graph.CALLS + 2)]
+        losses = [contrast(q, q.detach(), scale=3.0) for _ in range(graph.CALLS_BEFORE_CAPTURE + 2)]
     assert not CAPTURED
     assert all(torch.equal(loss, losses[0]) for loss in losses)
 
@@ -410,7 +410,7 @@ def test_a_replayed_step_makes_few_python_calls(monkeypatch: pytest.MonkeyPatch)
         if event == "call" and any(file in frame.f_code.co_filename for file in files):
             calls.append(frame.f_code.co_name)
 
-    for _ in range(graph.CALLS + 2):
+    for _ in range(graph.CALLS_BEFORE_CAPTURE + 2):
         calls.clear()
         sys.setprofile(note)
         loss(q, k, scale, ids=ids, weights=torch.ones(6)).backward()
@@ -425,9 +425,9 @@ def test_graphs_that_are_kept_were_captured_on_streams_of_their_own(monkeypatch:
     monkeypatch.setattr(graph, "_streams", {})
     monkeypatch.setattr(graph, "_graphs", graphs := dict[int, Any]())
     for number in range(3):
-        graphs[number] = SimpleNamespace(apart=graph._free_stream())
-    first = graphs.pop(0).apart
-    assert first not in [each.apart for each in graphs.values()]
+        graphs[number] = SimpleNamespace(capture_stream=graph._free_stream())
+    first = graphs.pop(0).capture_stream
+    assert first not in [each.capture_stream for each in graphs.values()]
     assert graph._free_stream() is first
     assert len(graph._streams[0]) == 3
 
@@ -685,7 +685,7 @@ def test_an_error_in_a_replayed_call_is_one_of_all_ranks(
         raise MemoryError
 
     q, k = torch.randn(2, 6, 4, requires_grad=True)
-    losses = [contrast(q, k, scale=1.0) for _ in range(graph.CALLS + 2)]
+    losses = [contrast(q, k, scale=1.0) for _ in range(graph.CALLS_BEFORE_CAPTURE + 2)]
     monkeypatch.setattr(Exchange, "in_step", in_step)
     monkeypatch.setattr(owner, method, failing)
     with pytest.raises(MemoryError):
@@ -699,7 +699,7 @@ def test_a_replay_that_waits_for_other_ranks_delays_no_other_thread(monkeypatch:
         contrast(torch.randn(n, 4, requires_grad=True), torch.randn(n, 4), scale=1.0)
 
     for n in (3, 4):
-        for _ in range(graph.CALLS + 1):
+        for _ in range(graph.CALLS_BEFORE_CAPTURE + 1):
             call(n)
     waiting, done, (first, _) = threading.Event(), threading.Event(), graph._graphs.values()
     monkeypatch.setattr(first, "replay", lambda: (waiting.set(), done.wait(60)))
@@ -722,7 +722,7 @@ def test_a_graph_is_captured_anew_where_ranks_have_made_other_buffers(monkeypatc
     for at in range(2):
         buffers = SimpleNamespace(unwatched=False)
         monkeypatch.setattr(Exchange, "buffers", lambda _, buffers=buffers: buffers)
-        for _ in range(graph.CALLS + 2):
+        for _ in range(graph.CALLS_BEFORE_CAPTURE + 2):
             contrast(q, k, scale=1.0)
         assert (len(CAPTURED), buffers.unwatched) == (at + 1, True)
     assert len(graph._graphs) == 1
@@ -733,7 +733,7 @@ def test_a_graph_of_inference_mode_is_replayed_there_alone() -> None:
     q, k = torch.randn(2, 6, 4)
     for mode in (torch.inference_mode, torch.no_grad):
         with mode():
-            values = [contrast(q, k, scale=1.0) for _ in range(graph.CALLS + 2)]
+            values = [contrast(q, k, scale=1.0) for _ in range(graph.CALLS_BEFORE_CAPTURE + 2)]
         assert all(torch.equal(x, values[0]) for x in values)
     assert len(CAPTURED) == 2
 
@@ -786,7 +786,7 @@ def _in_new_worlds(rank: int, folder: Path) -> None:
         played = _plays(patch)
         next(played)
         _world(rank, 2, folder / "second")
-        for _ in range(graph.CALLS + 2):
+        for _ in range(graph.CALLS_BEFORE_CAPTURE + 2):
             call(exchange="gather")
         assert len(CAPTURED) == 1
         dist.destroy_process_group()

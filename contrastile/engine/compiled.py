@@ -18,7 +18,7 @@ from contrastile._torch import cudagraphs_warm_up
 from contrastile._types import Backend, Gradient, Reduction, accumulator
 from contrastile.distributed import collectives
 from contrastile.engine import arguments as checks
-from contrastile.engine.graph import read, ready, replayable, small
+from contrastile.engine.graph import graph_for, graph_inputs, replayable, small
 from contrastile.engine.operation import Call, Plan, backward, statistics, with_gradients, without_autocast
 from contrastile.engine.problem import Arguments, Problem
 from contrastile.exchange.base import Layout, Single
@@ -144,16 +144,16 @@ def _at_once(
     ]
     # a graph captured in a warm-up of inductor's own graphs would lie in memory that they use again
     if call.plan.small and not cudagraphs_warm_up(call.device):
-        graph = ready(call)
+        graph = graph_for(call)
         if graph is None:
             # inputs of an operation require no gradient, and those of a captured call do
             leaves = [
                 x if x is None else x.detach().requires_grad_(want) for x, want in zip(inputs, wanted, strict=True)
             ]
             with torch.enable_grad():
-                graph = ready(call, leaves)
+                graph = graph_for(call, leaves)
         if graph is not None:
-            value, held = graph(read(call, scale, bias))
+            value, held = graph(graph_inputs(call, scale, bias))
             return value, graph.backward(held, as_wide, graph.number(1.0))
     tiles = call.tiles(scale, bias)
     value, sums = with_gradients(call, tiles, features, wanted)

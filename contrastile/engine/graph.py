@@ -43,12 +43,12 @@ logger = logging.getLogger("contrastile")
 MOST_ROWS = 16384
 # bytes that a graph keeps for the pairs (`Tiles.captured_bytes`)
 MOST_BYTES = 2**29
-# calls of a plan before its capture, which also compile its kernels, and before the next capture of a dropped graph
-CALLS, AGAIN = 2, 32
+# calls of a plan before its capture, which also compile its kernels, and before the next capture of a dropped graph;
+# a plan whose capture failed counts from NEVER
+CALLS_BEFORE_CAPTURE, CALLS_BEFORE_RECAPTURE, NEVER = 2, 32, -(2**62)
 # graphs kept, those used last, and the bytes that they may keep together with copies of inputs, or the workspace of the
 # latest one if that is larger; a single graph may take more
 MOST_GRAPHS, GRAPHS_BYTES = 8, 2**30
-NEVER = -(2**62)
 # seconds that a call of one process waits for another thread's capture; then it is computed without a graph
 PATIENCE = 1.0
 # a graph's plan, the precision of its float32 products, and whether its tensors are those of inference mode
@@ -77,21 +77,22 @@ def small(problem: Problem, exchange: Exchange, tiles: MakeTiles) -> bool:
     """Return whether a replayable call is replayed here: fused kernels, few rows, and little memory for pairs."""
     # tiles of a scorer come as a partial application of their class
     kind: Any = getattr(tiles, "func", tiles)
-    numbers, own = [x for x in (problem.scale, problem.bias) if x is not None], problem.rows.own
+    tensors = (problem.scale, problem.bias, *problem.inputs, *_labels(problem))
     # a subclass of tensors may have its values anywhere
-    plain = all(type(x) in PLAIN for x in (*problem.inputs, *numbers, *_labels(problem)))
-    if not (plain and getattr(kind, "capturable", False)):
+    if not getattr(kind, "capturable", False) or any(x is not None and type(x) not in PLAIN for x in tensors):
         return False
-    return _fits(problem, kind) if len(exchange.layout) == 1 else own is None or own.nbytes <= MOST_BYTES
+    if len(exchange.layout) == 1:
+        return _fits(problem, kind)
+    return problem.rows.own is None or problem.rows.own.nbytes <= MOST_BYTES
 
 
 def _fits(problem: Problem, kind: Any) -> bool:
     """Return whether a call of one process has few rows, and its graph little memory."""
-    rows, cols, growth = problem.rows, problem.cols, _growth(problem)
+    rows, cols = problem.rows, problem.cols
     # a graph has a copy of what it reads, and sums as large as both sides
     copies = sum(x.nbytes for x in (*_features(problem), *rows.leaves, *cols.leaves))
     of_pairs = kind.captured_bytes(rows, cols, problem.dtype)
-    return min(len(rows), len(cols)) <= MOST_ROWS and growth * max(of_pairs, copies) <= MOST_BYTES
+    return min(len(rows), len(cols)) <= MOST_ROWS and _padding_factor(problem) * max(of_pairs, copies) <= MOST_BYTES
 
 
 def shared_length(tokens: int) -> int:
@@ -99,19 +100,19 @@ def shared_length(tokens: int) -> int:
     return rounded_length(tokens, max(tokens, MOST_ROUNDED))
 
 
-def _growth(problem: Problem) -> float:
-    """The pairs of tokens of a graph that pads masked token vectors, over those without padding."""
+def _padding_factor(problem: Problem) -> float:
+    """Pairs of tokens with the padding of a graph (`shared_length`), over those without; 1 without masks."""
     lengths = [side.leaves[0].shape[1] for side in (problem.rows, problem.cols) if side.others]
     return math.prod(shared_length(length) / length for length in lengths if length)
 
 
 def _padded(call: Call) -> Call:
     """The call with masked token vectors, and their masks, of `shared_length`."""
-    sides = [
+    rows, cols = (
         side.with_leaves([padded_to(x, shared_length(x.shape[1])) for x in side.leaves]) if side.others else side
         for side in (call.rows, call.cols)
-    ]
-    return replace(call, rows=sides[0], cols=sides[1])
+    )
+    return replace(call, rows=rows, cols=cols)
 
 
 def _labels(call: Call | Problem) -> list[Tensor]:
@@ -162,9 +163,9 @@ class Graph:
         # fused kernels have been chosen: Triton is there
         from contrastile.tiles.triton.replay import Filling, Gradients
 
-        lengths = [x.shape for x in _features(call)]
+        shapes = [x.shape for x in _features(call)]
         call = _padded(call)
-        given, labels, q = _features(call), _labels(call), call.rows.features
+        users, labels, q = _features(call), _labels(call), call.rows.features
         self.device, self.wide, self.exchange, self.dtype = call.device, call.plan.wide, call.exchange, q.dtype
         # one for each graph: ranks wait for each other in a replay, possibly for that of another thread
         self.lock = threading.Lock()
@@ -174,15 +175,15 @@ class Graph:
         # scale and bias in the accumulator's dtype, all others with the strides of a clone
         numbers = [x for x in inputs[:2] if x is not None]
         scale, *others = (torch.empty_like(x, dtype=self.wide) for x in numbers)
-        features, own_labels = ([torch.empty_like(x) for x in tensors] for tensors in (given, labels))
+        features, own_labels = ([torch.empty_like(x) for x in tensors] for tensors in (users, labels))
         own_call = _refilled(call, features, own_labels)
         if call.cols.labels is call.rows.labels:
             # one tensor for both sides, in every call of this plan
             own_call = replace(own_call, cols=replace(own_call.cols, labels=own_call.rows.labels))
-        # two sides of vectors, side by side in memory, which are compared only with each other, all with all
-        plain = call.scorer is None and ranks == 1 and all(x.is_contiguous() for x in features[:2])
-        plain = plain and features[0].shape[1] == features[1].shape[1]
-        self.fill = Filling([*features, scale, *others, *own_labels], 2 * plain)
+        # norms are those of two contiguous sides of one width, whose vectors are compared only with each other
+        measured = call.scorer is None and ranks == 1 and all(x.is_contiguous() for x in features[:2])
+        measured = measured and features[0].shape[1] == features[1].shape[1]
+        self.fill = Filling([*features, scale, *others, *own_labels], 2 * measured)
         # of scale, bias and all other inputs
         self.shapes = (None, None, *[x.shape for x in features])
         # scale and bias that were passed as Python numbers
@@ -205,13 +206,13 @@ class Graph:
 
         # before the capture, in which no kernel can be compiled
         self.value = q.new_empty((), dtype=self.wide)
-        self.fill([*given, *numbers, *labels], self.value, self.stream_address)
+        self.fill([*users, *numbers, *labels], self.value, self.stream_address)
         self.fill.deliver(self.value)
         with without_autocast(call.device):
-            if lengths != [x.shape for x in given]:
-                # the calls before had other lengths, and may have had other kernels
+            if shapes != [x.shape for x in users]:
+                # the calls before had no padding, and may have had other kernels
                 compute()
-            self.sums, self.replay, self.bytes, self.apart = _captured(compute, across_ranks=ranks > 1)
+            self.sums, self.replay, self.bytes, self.capture_stream = _captured(compute, across_ranks=ranks > 1)
         # several ranks have computed the first call already: others may compute theirs without a graph
         self.computed, self.buffers = ranks > 1, call.exchange.buffers()
         self.bytes += sum(x.nbytes for x in (*features, *own_labels))
@@ -259,9 +260,9 @@ class Graph:
             ]
             assert held.sums is not None
             *of_block, of_own = gradients if held.sums.own is not None else (*gradients, None)
-            outs, ranks = [x for x in of_block if x is not None], self.exchange.gradient_factor()
-            if ranks != 1:
-                upstream = upstream * ranks
+            outs, factor = [x for x in of_block if x is not None], self.exchange.gradient_factor()
+            if factor != 1:
+                upstream = upstream * factor
             stream = current_stream_address(self.device.index)
             self.gradients(held.sums, outs, upstream, stream)
             if of_own is not None and (q := inputs[2]) is not None:
@@ -283,8 +284,7 @@ class Replayed(torch.autograd.Function):
     def forward(
         ctx: Any, graph: Graph, given: Sequence[Tensor | float], scale: Any, bias: Any, *inputs: Tensor
     ) -> Tensor:
-        value, ctx.held = graph(given)
-        ctx.graph = graph
+        (value, ctx.held), ctx.graph = graph(given), graph
         # watched by autograd for a change in place; the queries are read again for negatives of each query
         ctx.save_for_backward(*[x if isinstance(x, Tensor) else None for x in (scale, bias, *inputs)])
         return value
@@ -303,7 +303,8 @@ _lock = threading.Lock()
 
 def _free_stream() -> torch.cuda.Stream:
     """A stream on which no graph that is kept was captured: graphs of one stream would share cuBLAS's workspace."""
-    streams, taken = _streams.setdefault(torch.cuda.current_device(), []), [graph.apart for graph in _graphs.values()]
+    streams = _streams.setdefault(torch.cuda.current_device(), [])
+    taken = [graph.capture_stream for graph in _graphs.values()]
     while not (free := [stream for stream in streams if stream not in taken]):
         streams.append(torch.cuda.Stream())
     return free[0]
@@ -366,9 +367,9 @@ def _captured(
         # torch frees no cached memory during a capture, and a rank that runs short of it fails all others; a call takes
         # 512 MiB for tiles, as much for features, sums and transfers, and in the ring up to a third of that again
         torch.cuda.empty_cache()
-    apart, before = _free_stream(), torch.cuda.memory_reserved()
-    apart.wait_stream(stream)
-    with torch.cuda.stream(apart):
+    capture_stream, before = _free_stream(), torch.cuda.memory_reserved()
+    capture_stream.wait_stream(stream)
+    with torch.cuda.stream(capture_stream):
         parts.begin()
         captured_call.transfer = parts.transfer if across_ranks else None
         try:
@@ -378,24 +379,24 @@ def _captured(
             parts.end()
         if across_ranks:
             parts.last()
-    stream.wait_stream(apart)
-    return results, parts.replay, torch.cuda.memory_reserved() - before, apart
+    stream.wait_stream(capture_stream)
+    return results, parts.replay, torch.cuda.memory_reserved() - before, capture_stream
 
 
-def operation(call: Call, scale: Tensor, bias: Tensor | None, *inputs: Tensor) -> tuple[Any, tuple[Any, ...]]:
+def small_operation(call: Call, scale: Tensor, bias: Tensor | None, *inputs: Tensor) -> tuple[Any, tuple[Any, ...]]:
     """The operation that computes a small call, and its inputs: a replay once its plan has been called often enough."""
-    graph = ready(call, (scale, bias, *inputs))
+    graph = graph_for(call, (scale, bias, *inputs))
     if graph is None:
         return Operation.apply, (call, scale, bias, *inputs)
-    return Replayed.apply, (graph, read(call, scale, bias), scale, bias, *inputs)
+    return Replayed.apply, (graph, graph_inputs(call, scale, bias), scale, bias, *inputs)
 
 
-def read(call: Call, scale: Tensor, bias: Tensor | None) -> list[Tensor]:
+def graph_inputs(call: Call, scale: Tensor, bias: Tensor | None) -> list[Tensor]:
     """The tensors of a call in the order in which its graph reads them."""
     return [*_features(call), *([scale] if bias is None else [scale, bias]), *_labels(call)]
 
 
-def ready(call: Call, inputs: Sequence[Tensor | None] | None = None) -> Graph | None:
+def graph_for(call: Call, inputs: Sequence[Tensor | None] | None = None) -> Graph | None:
     """The graph of calls like this one. With `inputs` (scale, bias, queries, keys) it is captured at the third call.
 
     None where there is none, where the capture failed, and where the user captures a graph. None under hooks of saved
@@ -426,7 +427,7 @@ def ready(call: Call, inputs: Sequence[Tensor | None] | None = None) -> Graph | 
 def _capture(key: Key, call: Call, inputs: Sequence[Tensor | None]) -> None:
     """Count a call of the plan, and capture it once that pays."""
     _calls[call.plan] = _calls.get(call.plan, 0) + 1
-    if _calls[call.plan] <= CALLS:
+    if _calls[call.plan] <= CALLS_BEFORE_CAPTURE:
         return
     try:
         # ranks that all fail to capture compute this call without a graph; one whose others raise must not
@@ -442,7 +443,7 @@ def _capture(key: Key, call: Call, inputs: Sequence[Tensor | None]) -> None:
     most = max(GRAPHS_BYTES, call.plan.workspace)
     while len(_graphs) > MOST_GRAPHS or (len(_graphs) > 1 and sum(one.bytes for one in _graphs.values()) > most):
         # batches of many lengths would be captured more often than replayed
-        _calls[_graphs.popitem(last=False)[0][0]] = CALLS - AGAIN
+        _calls[_graphs.popitem(last=False)[0][0]] = CALLS_BEFORE_CAPTURE - CALLS_BEFORE_RECAPTURE
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:

@@ -119,7 +119,7 @@ class Call:
         n, m = len(self.rows.leaves), len(self.cols.leaves)
         return self.rows.with_leaves(inputs[:n]), self.cols.with_leaves(inputs[n : n + m])
 
-    def constants(self) -> list[Tensor]:
+    def watched(self) -> list[Tensor]:
         """Tensors that the backward reads beside its inputs, saved so that autograd notices a change in place."""
         tensors = [
             x
@@ -153,9 +153,9 @@ class Operation(torch.autograd.Function):
                     tiles, stats, rows, cols, call.weights, call.reduction
                 )
                 results = [*states, *coefficients]
-        constants = call.constants()
-        ctx.call, ctx.tiles, ctx.constants = call, tiles, len(constants)
-        ctx.save_for_backward(scale, bias, *inputs, *results, *constants)
+        watched = call.watched()
+        ctx.call, ctx.tiles, ctx.watched = call, tiles, len(watched)
+        ctx.save_for_backward(scale, bias, *inputs, *results, *watched)
         return value
 
     @staticmethod
@@ -163,7 +163,7 @@ class Operation(torch.autograd.Function):
     def backward(ctx: Any, tensors: Sequence[Any], upstream: Tensor) -> tuple[Tensor | None, ...]:
         scale, bias, *saved = tensors
         wanted = ctx.needs_input_grad[1:]
-        inputs, results = saved[: len(wanted) - 2], saved[len(wanted) - 2 : len(saved) - ctx.constants]
+        inputs, results = saved[: len(wanted) - 2], saved[len(wanted) - 2 : len(saved) - ctx.watched]
         with ctx.call.exchange.in_step():
             return None, *backward(ctx.call, ctx.tiles, upstream, scale, bias, inputs, results, wanted)
 
@@ -176,14 +176,15 @@ def with_gradients(call: Call, tiles: Tiles, inputs: Sequence[Tensor], wanted: W
     """
     call = call.prepared(tiles)
     (rows, cols), exchange = call.shards(inputs), call.exchange
-    # statistics of a strip are not all of its rows' where these have columns of their own
-    one_product = len(exchange.layout.rows) == 1 and rows.own is None
-    height = tiles.strip(rows, cols, any(wanted)) if one_product else 0
+    # a strip has the statistics of its rows only where these meet no further columns
+    in_one_product = len(exchange.layout.rows) == 1 and rows.own is None
+    height = tiles.strip(rows, cols, any(wanted)) if in_one_product else 0
     whole = height == len(rows)
-    # products of features on a CPU, whose strips know the loss that they are part of
+    # strips of products on a CPU may compute their part of the mean directly (`PairLoss.direct`)
     mean = tiles.writes_fresh_strip and call.device.type == "cpu"
     mean = mean and call.weights is None and call.reduction == "mean"
-    if height and ((mean and whole) or not call.loss.pairwise):
+    # a pairwise loss takes strips only for that, its other sweep below is as short
+    if height and (not call.loss.pairwise or (mean and whole)):
         return in_strips(call, tiles, rows, cols, wanted, whole=whole, mean=mean)
     if not any(wanted):
         stats = statistics(call, tiles, rows, cols)
@@ -194,14 +195,15 @@ def with_gradients(call: Call, tiles: Tiles, inputs: Sequence[Tensor], wanted: W
         tiles.followed = isinstance(exchange, Single) and not (rows.own is not None and rows.guides)
         stats = statistics(call, tiles, rows, cols)
         result = exchange.finish(tiles, stats, rows, cols, call.weights, call.reduction)
-        carrying = with_states(rows, cols, result.states, result.coefficients)
-        return result.value, _accumulated(call, tiles, *carrying, wanted)
+        rows, cols = with_states(rows, cols, result.states, result.coefficients)
+        return result.value, _accumulated(call, tiles, rows, cols, wanted)
     flag = tiles.nonfinite(rows, cols)
     weights = flag.new_ones(len(rows)) if call.weights is None else call.weights.to(flag.dtype)
-    # summed over ranks, so that a value that is not finite makes the gradients of all of them NaN
+    # summed over ranks, so that a value that is not finite makes the gradients of all of them NaN; the sum of sizes
+    # tells weights that are all 0 from weights that cancel
     sums = [weights.sum(), flag, *([] if call.weights is None else [weights.abs().sum()])]
-    mass, flag, *size = exchange.total(torch.stack(sums)).unbind()
-    mass = divisor(size[0], mass) if size else mass
+    mass, flag, *sizes = exchange.total(torch.stack(sums)).unbind()
+    mass = divisor(sizes[0], mass) if sizes else mass
     coefficient = (weights / mass if call.reduction == "mean" else weights) + flag
     # a pairwise loss leaves no state
     rows = changed(rows, coefficient=coefficient, state=coefficient.new_empty(0, len(rows)))
@@ -234,12 +236,12 @@ def in_strips(
     """The loss and its gradient sums from one product of each strip, whose rows meet all columns.
 
     whole: there is one strip, which knows the mean's divisor, the number of rows that have a positive. Sums of several
-    strips are divided by it at the end.
+    strips are divided by it at the end. mean: strips may compute their part of the mean directly.
     """
     tiles.fresh = whole and tiles.writes_fresh_strip
     u, v = tiles.accumulators(rows, cols, wanted)
     values: list[Tensor] = []
-    ends: list[Finished] = []
+    finished: list[Finished] = []
 
     def weigh(stats: Sequence[Tensor], along: slice) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         if whole:
@@ -248,14 +250,14 @@ def in_strips(
             values.append(result.value)
             return result.states, result.coefficients
         end = call.loss.finish(stats[0])
-        ends.append(end)
+        finished.append(end)
         return [end.state], [end.counts if call.weights is None else end.counts * call.weights[along].to(end.counts)]
 
     sums, value = tiles.strips(rows, cols, u, v, weigh, mean=mean, wanted=any(wanted))
     if whole or value is not None:
         return values[0] if value is None else value, Accumulated(u, v, sums)
     flag = tiles.nonfinite(rows, cols)
-    every = Finished(*(torch.cat(parts, -1) for parts in zip(*ends, strict=True)))
+    every = Finished(*(torch.cat(parts, -1) for parts in zip(*finished, strict=True)))
     mass = every.counts if call.weights is None else every.counts * call.weights.to(every.counts.dtype)
     factor = flag + (1 / divisor((mass * every.loss).sum(), mass.sum()) if call.reduction == "mean" else 1.0)
     for total in (u, v, sums):
@@ -279,19 +281,19 @@ def backward(
     exchange, (rows, cols) = call.exchange, call.shards(inputs)
     with without_autocast(call.device):
         # the one place where gradients are multiplied for the data-parallel wrapper
-        ranks, factor = exchange.gradient_factor(), upstream.to(call.plan.wide)
-        if ranks != 1:
-            factor = factor * ranks
+        upstream, factor = upstream.to(call.plan.wide), exchange.gradient_factor()
+        if factor != 1:
+            upstream = upstream * factor
         if call.plan.at_once:
             accumulated = Accumulated(*results)
         else:
             half = len(results) // 2
-            coefficients = [coefficient * factor for coefficient in results[half:]]
+            coefficients = [coefficient * upstream for coefficient in results[half:]]
             rows, cols = with_states(rows, cols, results[:half], coefficients)
             tiles.closing = isinstance(exchange, Single) and rows.own is None
             accumulated = _accumulated(call, tiles, rows, cols, wanted)
-        # otherwise the coefficients contain the factor
-        remaining = factor if call.plan.at_once else None
+        # otherwise the coefficients contain it
+        remaining = upstream if call.plan.at_once else None
         if rows.own is None:
             return tiles.gradients(accumulated, rows, cols, wanted, (scale, bias), remaining)
         *of_block, of_own = wanted

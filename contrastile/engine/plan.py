@@ -22,7 +22,7 @@ from contrastile.distributed import collectives, consistency
 from contrastile.distributed.failure import weakly
 from contrastile.engine import arguments as checks
 from contrastile.engine.compiled import traceable, traced
-from contrastile.engine.graph import MOST_BYTES, Replayed, operation, ready, replayable, shared_length, small
+from contrastile.engine.graph import MOST_BYTES, Replayed, graph_for, replayable, shared_length, small, small_operation
 from contrastile.engine.operation import Call, MakeTiles, Operation, Plan
 from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cast_features, guides, indices, leaves_of
 from contrastile.exchange import host
@@ -82,12 +82,12 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
             _plans[exact] = plan, template
     if plan is None or template is None or type(scale) not in NUMBERS or type(arguments.bias) not in NUMBERS:
         return _checked(arguments, plan, exact, key, alone=alone)
-    graph = ready(template) if plan.small else None
+    graph = graph_for(template) if plan.small else None
     if graph is not None:
         leaves = _leaves(template, arguments)
         return Replayed.apply, (graph, _graph_inputs(template, arguments, leaves), scale, arguments.bias, *leaves)
     inputs = _refilled(template, arguments)
-    return operation(*inputs) if plan.small else (Operation.apply, inputs)
+    return small_operation(*inputs) if plan.small else (Operation.apply, inputs)
 
 
 def _checked(
@@ -138,7 +138,7 @@ def _checked(
                 _plans[each] = plan, template
     call = changed(_call(problem, plan, exchange), constant_cols=constant_cols)
     inputs: tuple[Any, ...] = call, problem.scale, problem.bias, *problem.inputs
-    return operation(*inputs) if plan.small else (Operation.apply, inputs)
+    return small_operation(*inputs) if plan.small else (Operation.apply, inputs)
 
 
 def _refusal(differentiation: str) -> ValueError:
