@@ -22,8 +22,8 @@ from contrastile.losses.base import PairLoss
 from contrastile.losses.softmax import Softmax
 from contrastile.scorers import MaxSim, padded, tokens, unit_vectors
 
-# scorer of sides that are normalised already; one module, of which tiles are measured once
-OF_UNIT_VECTORS = MaxSim()
+# the scorer of sides that are normalised already: one object, whose tiles are measured once (`tiles/fitting.py`)
+PLAIN_MAXSIM = MaxSim()
 
 
 def contrast(
@@ -132,15 +132,7 @@ def contrast(
         if label_smoothing and isinstance(loss, PairLoss):
             loss = loss.smoothed(label_smoothing)
         if scorer is not None:
-            if isinstance(scorer, MaxSim) and scorer.normalize and scorer.original:
-                # once for all tiles, which see unit vectors
-                q, k, negatives, scorer = *map(_normalized, (q, k, negatives)), OF_UNIT_VECTORS
-            # keys and negatives are one side, of texts of one length
-            longest = max([1, *(n for side in (k, negatives) if isinstance(side, Ragged) for n in side.lengths)])
-            q = padded_texts(q, 1) if isinstance(q, Ragged) else q
-            k, negatives = (padded_texts(x, longest) if isinstance(x, Ragged) else x for x in (k, negatives))
-            checks.shared_by_queries(negatives, k)
-            k, negatives = _of_one_length(k, negatives, scorer)
+            q, k, negatives, scorer = _scorer_sides(q, k, negatives, scorer)
     except ValueError as error:
         share_error(error, group, exchange)
         raise
@@ -150,6 +142,19 @@ def contrast(
         scorer=scorer, guides=() if guide_q is None and guide_k is None else ((guide_q, guide_k),),
     )  # fmt: skip
     return operation(*inputs)
+
+
+def _scorer_sides(q: Any, k: Any, negatives: Any, scorer: nn.Module) -> tuple[Any, Any, Any, nn.Module]:
+    """The sides of a scorer, with packed texts padded, and the scorer; `MaxSim` gets vectors normalised once."""
+    if isinstance(scorer, MaxSim) and scorer.normalize and scorer.original:
+        # tiles would normalise a row again for each column
+        q, k, negatives, scorer = *map(_normalized, (q, k, negatives)), PLAIN_MAXSIM
+    # keys and negatives are one side, of texts of one length
+    longest = max([1, *(n for side in (k, negatives) if isinstance(side, Ragged) for n in side.lengths)])
+    q = padded_texts(q, 1) if isinstance(q, Ragged) else q
+    k, negatives = (padded_texts(x, longest) if isinstance(x, Ragged) else x for x in (k, negatives))
+    checks.shared_by_queries(negatives, k)
+    return q, *_padded_alike(k, negatives, scorer), scorer
 
 
 def _normalized(side: Any) -> Any:
@@ -166,7 +171,7 @@ def _normalized(side: Any) -> Any:
     return (vectors, side[1]) if isinstance(side, (tuple, list)) else vectors
 
 
-def _of_one_length(k: Any, negatives: Any, scorer: Any) -> tuple[Any, Any]:
+def _padded_alike(k: Any, negatives: Any, scorer: Any) -> tuple[Any, Any]:
     """Keys and negatives that are token vectors, padded to the longer of both, behind masks; any others as they are.
 
     scorer: pads, if it has `MaxSim.pad_tokens`.
@@ -176,7 +181,7 @@ def _of_one_length(k: Any, negatives: Any, scorer: Any) -> tuple[Any, Any]:
     try:
         sides = [tokens("k", k), tokens("negatives", negatives)]
     except ValueError:
-        # of a later check
+        # a later check raises the same
         return k, negatives
     lengths, masked = ({vectors.shape[1] for vectors, _ in sides}, {mask is not None for _, mask in sides})
     if len(lengths) == len(masked) == 1:

@@ -73,19 +73,21 @@ class Loss(nn.Module):
         self.loss = self.pair_loss.smoothed(label_smoothing) if label_smoothing else self.pair_loss
         # options of this loss alone, as passed
         self.own_options: dict[str, object] = {}
-        self._unseen = True
+        self._unchecked = True
 
     def extra_repr(self) -> str:
-        default, given = vars(Options()) | self._keywords(), self.own_options | vars(self.options)
-        return ", ".join(f"{name}={value!r}" for name, value in given.items() if value != default[name])
+        defaults, chosen = vars(Options()) | self._keywords(), self.own_options | vars(self.options)
+        return ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value != defaults[name])
 
     @classmethod
     def _keywords(cls) -> dict[str, Any]:
-        """The keywords that its constructor, and those of the classes above it, name, and their defaults."""
-        several = [signature(kind).parameters.values() for kind in reversed(cls.__mro__) if issubclass(kind, Loss)]
-        own_first = [x for parameters in reversed(several) for x in parameters if x.kind is x.KEYWORD_ONLY]
-        defaults = {x.name: x.default for parameters in several for x in parameters}
-        return {x.name: defaults[x.name] for x in own_first}
+        """The keywords of its constructor, then of the constructors of the classes above it, with their defaults."""
+        keywords: dict[str, Any] = {}
+        for kind in cls.__mro__:
+            for x in signature(kind).parameters.values() if issubclass(kind, Loss) else ():
+                if x.kind is x.KEYWORD_ONLY:
+                    keywords.setdefault(x.name, x.default)
+        return keywords
 
     def _prepared(self, q: Tensor, k: Tensor, scale: Tensor | float, **others: Any) -> tuple[Any, tuple[Any, ...]]:
         """The operation that computes the loss, and its inputs. Errors have this loss's names of arguments."""
@@ -113,18 +115,19 @@ class Loss(nn.Module):
             raise named from None
 
     @property
-    def _first(self) -> bool:
-        """This is the first call; False in a graph, which would be compiled anew once the flag that it read changes."""
-        return not torch.compiler.is_compiling() and self._unseen
+    def _may_warn(self) -> bool:
+        """No call was checked yet. False in a graph, which would be compiled anew when this flag changes."""
+        return not torch.compiler.is_compiling() and self._unchecked
 
-    def _look(self, scale: Tensor | float, *sides: Tensor) -> None:
+    def _warn_of_inputs(self, scale: Tensor | float, *sides: Tensor) -> None:
         """Warn, at the first call, about rows not of unit length, or a scale that looks like another number."""
         if any(len(side) == 0 for side in sides) or checks.captured(*sides):
             return
-        self._unseen = False
+        self._unchecked = False
         # reads are counted by process, because a loss may be made anew in every step
         if not _gpu_reads.allowed(*sides, *[x for x in (scale,) if isinstance(x, Tensor)]):
             return
+        # of the first rows
         lengths = [torch.linalg.vector_norm(side.detach()[:64].float(), dim=-1) for side in sides]
         # a length that is not finite is no sign of rows that were not normalised
         unit = not any(bool(((x - 1).abs() > LENGTH_TOLERANCE).any()) for x in lengths)
@@ -143,16 +146,16 @@ class Loss(nn.Module):
         if isinstance(scale, Tensor) and type(scale) not in PLAIN:
             return
         value = float(scale.detach() if isinstance(scale, Tensor) else scale)
-        why, remedy = _no_scale(value, unit=unit)
-        if why:
+        doubt, remedy = _scale_doubt(value, unit=unit)
+        if doubt:
             warnings.warn(
-                f"{type(self).__name__} got a scale of {value:.4g}, {why}; products are multiplied by it. {remedy}",
+                f"{type(self).__name__} got a scale of {value:.4g}, {doubt}; products are multiplied by it. {remedy}",
                 stacklevel=5,
             )
 
 
-def _no_scale(value: float, *, unit: bool) -> tuple[str, str]:
-    """The reason why a number is taken for no scale, and the remedy; both empty where it may be one.
+def _scale_doubt(value: float, *, unit: bool) -> tuple[str, str]:
+    """The reason to doubt that a number is a scale, and the remedy; both empty where it may be one.
 
     unit: rows have unit length. Products of others may have small scales, such as 1 / √D.
     """
@@ -229,6 +232,6 @@ class PairedLoss(Loss):
             query_labels=labels, key_labels=labels, weights=weights, paired=True,
         )  # fmt: skip
         loss: Tensor = operation(*inputs)
-        if self._first:
-            self._look(logit_scale, image_features, text_features)
+        if self._may_warn:
+            self._warn_of_inputs(logit_scale, image_features, text_features)
         return {"contrastive_loss": loss} if output_dict else loss

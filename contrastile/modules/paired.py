@@ -168,6 +168,6 @@ class DistillClipLoss(Loss):
             guides=((dist_image_features, dist_text_features),), guide_scale=dist_logit_scale,
         )  # fmt: skip
         loss: Tensor = operation(*inputs)
-        if self._first:
-            self._look(logit_scale, image_features, text_features)
+        if self._may_warn:
+            self._warn_of_inputs(logit_scale, image_features, text_features)
         return loss

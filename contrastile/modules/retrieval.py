@@ -101,11 +101,11 @@ class InfoNCELoss(Loss):
             negative_ids: [N, H] integers for negatives [N, H, D]; one with the id of its query does not count.
             weights: [N]; the loss is Σ w·loss / Σ w.
         """
-        others: dict[str, Any] = {
+        optional: dict[str, Any] = {
             "positives": positives, "negatives": negatives, "query_ids": query_ids, "key_ids": key_ids,
             "negative_ids": negative_ids, "weights": weights,
         }  # fmt: skip
-        given = key
+        passed_key = key
         with self._shared_errors():
             if isinstance(key, Tensor) and isinstance(query, Tensor) and (query.ndim, key.ndim) == (2, 3):
                 # flattened, the second key of the first query would be that of the second query
@@ -113,13 +113,13 @@ class InfoNCELoss(Loss):
                 remedy += "negatives=key[:, 1:]; or compare token vectors by contrast(..., scorer=MaxSim())."
                 raise invalid("key", "have two dimensions [rows, features]", f"shape {list(key.shape)}", remedy)
             if not self.in_batch:
-                key, others = _own_keys(query, key, others)
+                key, optional = _own_keys(query, key, optional)
             elif isinstance(self.loss, Hardness) and self.loss.hardness_mode == OWN:
                 _has_own(negatives, f'hardness_mode="{OWN}"')
-        operation, inputs = self._prepared(query, key, scale, **others)
+        operation, inputs = self._prepared(query, key, scale, **optional)
         loss: Tensor = operation(*inputs)
-        if self._first:
-            self._look(scale, query, given)
+        if self._may_warn:
+            self._warn_of_inputs(scale, query, passed_key)
         return loss
 
 
@@ -130,25 +130,25 @@ def _has_own(negatives: Tensor | None, option: str) -> None:
         raise invalid("negatives", rule, shape_or_type(negatives), "List them.")
 
 
-def _own_keys(query: Tensor, key: Tensor, others: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-    """No shared key, and the arguments in which each query's key comes before its own negatives."""
-    negatives, ids = others["negatives"], others["negative_ids"]
+def _own_keys(query: Tensor, key: Tensor, optional: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    """Keys without rows [0, D], and the optional arguments where each query's key is the first of its negatives."""
+    negatives, ids, query_ids = (optional[name] for name in ("negatives", "negative_ids", "query_ids"))
     _has_own(negatives, "in_batch=False")
     for name in ("positives", "key_ids"):
-        if others[name] is not None:
+        if optional[name] is not None:
             raise invalid(name, "be left out with in_batch=False", "both", "Key i belongs to query i.")
     checks.features("key", key)
     checks.alike("negatives", negatives, "key", key, autocast_type(key.device))
     checks.same_length("key", key, "query", query)
     checks.same_length("negatives", negatives, "query", query)
-    checks.own_negatives(negatives, ids, others["query_ids"], query, None)
-    if ids is None and others["query_ids"] is not None:
+    checks.own_negatives(negatives, ids, query_ids, query, None)
+    if ids is None and query_ids is not None:
         raise invalid("query_ids", "come with `negative_ids` where in_batch=False", "one alone", "Leave them out.")
     if ids is not None:
-        # the key always counts
-        ids = torch.cat([others["query_ids"][:, None] + 1, ids], dim=1)
-    own = joined([key[:, None], negatives], dim=1)
-    return key[:0], {**others, "negatives": own, "negative_ids": ids, "own_positives": 1}
+        # the key always counts: its id is another one than the query's
+        ids = torch.cat([query_ids[:, None] + 1, ids], dim=1)
+    key_first = joined([key[:, None], negatives], dim=1)
+    return key[:0], {**optional, "negatives": key_first, "negative_ids": ids, "own_positives": 1}
 
 
 class GISTLoss(Loss):
@@ -242,39 +242,39 @@ class GISTLoss(Loss):
             guides = ((guide_query, guide_key),)
             if self.contrast_anchors or self.contrast_positives:
                 Arguments(query, key, scale, self.loss, self.options, negatives=negatives, guides=guides).check()
-                M, (own, positives) = len(key), _own_positions(query, key, positives)
+                M, (pair, positives) = len(key), _pair_positions(query, key, positives)
                 if query_ids is not None and key_ids is not None:
-                    query_ids, key_ids = self._ids(query, key, own, negatives, query_ids, key_ids)
-                guides = (self._sides(guide_query, guide_key, M, own),)
-                query, key = self._sides(query, key if negatives is None else joined([key, negatives]), M, own)
+                    query_ids, key_ids = self._ids(query, key, pair, negatives, query_ids, key_ids)
+                guides = (self._sides(guide_query, guide_key, M, pair),)
+                query, key = self._sides(query, key if negatives is None else joined([key, negatives]), M, pair)
                 negatives = None
         operation, inputs = self._prepared(
             query, key, scale, positives=positives, negatives=negatives, query_ids=query_ids, key_ids=key_ids,
             weights=weights, guides=guides, halves=self.contrast_positives,
         )  # fmt: skip
         loss: Tensor = operation(*inputs)
-        if self._first:
-            self._look(scale, query[:, : key.shape[1]], key)
+        if self._may_warn:
+            self._warn_of_inputs(scale, query[:, : key.shape[1]], key)
         return loss
 
-    def _sides(self, rows: Tensor, keys: Tensor, M: int, own: Any) -> tuple[Tensor, Tensor]:
-        """Rows [N, ...], and the M keys with all other columns: rows, negatives and the rows' `own` keys once more.
-
-        Where keys are compared with keys, a row has the features of its key behind its own (`tiles/halves.py`).
+    def _sides(self, rows: Tensor, keys: Tensor, M: int, pair: Any) -> tuple[Tensor, Tensor]:
+        """Rows [N, D], and the columns that they meet: M keys, the rows (contrast_anchors), and the keys behind the
+        first M, which are negatives. With contrast_positives rows are [N, 2 · D], each with its pair's key behind it,
+        and the pairs' keys are the last columns (`tiles/halves.py`).
         """
-        if isinstance(own, slice) and own.stop == len(keys):
+        if isinstance(pair, slice) and pair.stop == len(keys):
             # the gradients of three views are summed at once, and rounded once
-            keys, *both = keys.expand(3, *keys.shape).unbind()
+            keys, half, last = keys.expand(3, *keys.shape).unbind()
         else:
-            both = [keys[own]] * 2
-        given, *negatives = keys.split([M, len(keys) - M]) if len(keys) > M else [keys]
-        columns = [given, *[rows] * self.contrast_anchors, *negatives]
+            half = last = keys[pair]
+        keys, *negatives = keys.split([M, len(keys) - M]) if len(keys) > M else [keys]
+        columns = [keys, *[rows] * self.contrast_anchors, *negatives]
         if not self.contrast_positives:
             return rows, joined(columns)
-        return joined([rows, both[0]], 1), joined([*columns, both[1]])
+        return joined([rows, half], 1), joined([*columns, last])
 
     def _ids(
-        self, query: Tensor, key: Tensor, own: Any, negatives: Tensor | None, of_rows: Tensor, of_keys: Tensor
+        self, query: Tensor, key: Tensor, pair: Any, negatives: Tensor | None, of_rows: Tensor, of_keys: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The ids of rows, and of all columns of `_sides`; `of_keys`: of the keys, or of keys and negatives."""
         checks.vector("query_ids", of_rows, "q", query, integer=True)
@@ -287,14 +287,14 @@ class GISTLoss(Loss):
         if not whole:
             # a negative without an id shares none, also where a query has the least number
             of_rows, of_keys = (x.long().clamp(min=NOBODY + 1) for x in (of_rows, of_keys))
-        anchors, of_own = [of_rows] * self.contrast_anchors, [of_keys[own]] * self.contrast_positives
-        return of_rows, torch.cat([x.long() for x in (of_keys, *anchors, of_negatives, *of_own)])
+        anchors, of_pairs = [of_rows] * self.contrast_anchors, [of_keys[pair]] * self.contrast_positives
+        return of_rows, torch.cat([x.long() for x in (of_keys, *anchors, of_negatives, *of_pairs)])
 
 
-def _own_positions(query: Tensor, key: Tensor, positives: Tensor | None) -> tuple[slice | Tensor, Tensor | None]:
-    """The key of each query, of several positives the first one, and the positives among more columns than keys.
+def _pair_positions(query: Tensor, key: Tensor, positives: Tensor | None) -> tuple[slice | Tensor, Tensor | None]:
+    """The position of each query's key, of several positives the first one, and the positives among all columns.
 
-    A positive out of range, which may be read later on a device, is not the position of another column.
+    A position beyond the keys, which no check may read on a GPU, stays beyond all columns.
     """
     if positives is not None:
         checks.positives(positives, query)
@@ -430,12 +430,12 @@ def _listed_scores(scorer: nn.Module, query: Any, key: Any, lists: Tensor | None
     elif len(first) != N:
         raise invalid("key", "have a list for each `query`", f"{len(first)} and {N}", "Or pass `lists`.")
 
-    def some(side: Any, rows: Any) -> Any:
+    def picked(side: Any, rows: Any) -> Any:
         return pytree.tree_map(lambda x: x[rows] if isinstance(x, Tensor) else x, side)
 
     scores = [
         checkpoint(
-            scorer, some(query, slice(i, i + 1)), some(key, i if lists is None else lists[i].long().clamp(min=0)),
+            scorer, picked(query, slice(i, i + 1)), picked(key, i if lists is None else lists[i].long().clamp(min=0)),
             use_reentrant=False,
         )[0]
         for i in range(N)
@@ -443,7 +443,7 @@ def _listed_scores(scorer: nn.Module, query: Any, key: Any, lists: Tensor | None
     if not scores:
         # a rank without queries has the graph that the others have
         floats = [x for side in leaves.values() for x in side if x.is_floating_point()]
-        nothing = torch.stack([x.sum() * 0 for x in floats]).sum()
-        return nothing.expand(0, (first if lists is None else lists).shape[1])
+        zero = torch.stack([x.sum() * 0 for x in floats]).sum()
+        return zero.expand(0, (first if lists is None else lists).shape[1])
     stacked = torch.stack(scores)
     return stacked.to(accumulator(stacked.dtype))

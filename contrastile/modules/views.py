@@ -73,10 +73,10 @@ class SupConLoss(Loss):
             return loss
         # do not wait for a GPU, except in the first calls of the process
         mean = self.options.reduction == "mean"
-        if mean and (self._unseen or not checks.on_gpu(loss)) and _gpu_reads.allowed(loss):
+        if mean and (self._unchecked or not checks.on_gpu(loss)) and _gpu_reads.allowed(loss):
             _warn_without_positives(loss.detach(), labels)
-        if self._unseen:
-            self._look(scale, features)
+        if self._unchecked:
+            self._warn_of_inputs(scale, features)
         return loss
 
 
@@ -135,6 +135,6 @@ class NTXentLoss(Loss):
             views, views, scale, positives=other, positives_in_range=True, query_ids=ids, key_ids=ids
         )
         loss: Tensor = operation(*inputs)
-        if self._first:
-            self._look(scale, view_a, view_b)
+        if self._may_warn:
+            self._warn_of_inputs(scale, view_a, view_b)
         return loss
