@@ -280,8 +280,8 @@ def _offer(name: str, loss: PairLoss, rows: Shard, cols: Shard) -> tuple[type[Ti
     except ImportError as error:
         return None, f"{error.name} is not installed"
     reason = tiles.declines(loss, rows, cols)
-    if reason and rows.own is not None and not len(cols) and tiles.of_own is not None:
-        tiles = tiles.of_own
+    if reason and rows.own is not None and not len(cols) and tiles.own_fallback is not None:
+        tiles = tiles.own_fallback
         reason = tiles.declines(loss, rows, cols)
     return (None, reason) if reason else (of_dtype(tiles, rows.features.dtype, rows.features.device), None)
 

@@ -139,7 +139,7 @@ def test_exponentials_are_kept_for_a_backward_that_follows(n: int, scale: float,
     else:
         rows, cols = Shard(features[0], positives=torch.randint(-1, 70, (n, 3))), Shard(features[1])
     tiles = Triton(loss, torch.tensor(scale), None, 2**30)
-    tiles.followed = tiles.fresh = True
+    tiles.backward_next = tiles.fresh = True
     for found, true in zip(_followed(tiles, rows, cols), _followed(*_exact(tiles, rows, cols)), strict=True):
         # strips, weighed rows and sums in 16 bits, which the interpreter truncates where a chip rounds
         least = 1e-4 if loss.symmetric else 1e-6
@@ -162,7 +162,7 @@ def test_exponentials_are_kept_with_labels(
         Shard(_unit(70, torch.bfloat16), labels=labels.flip(0)),
     )
     tiles = Triton(loss, torch.tensor(scale), None, 2**30)
-    tiles.followed = tiles.fresh = True
+    tiles.backward_next = tiles.fresh = True
     for found, true in zip(_followed(tiles, rows, cols), _followed(*_exact(tiles, rows, cols)), strict=True):
         least = 1e-4 if loss.symmetric else 1e-5
         assert distance(found, true) <= (1e-2 if found.ndim else least * max(1.0, scale / 20)), (
@@ -193,7 +193,7 @@ def test_positives_by_label_are_sums_of_features(
     )
     tiles = Triton(loss, torch.tensor(scale), None, workspace)
     assert tiles._budget.sums_labels(rows, cols)
-    tiles.followed = tiles.fresh = True
+    tiles.backward_next = tiles.fresh = True
     exact = _exact(tiles, rows, cols)
     for of_side in zip(tiles.forward(rows, cols), exact[0].forward(*exact[1:]), strict=True):
         losses = [loss.finish(stats).loss for stats in of_side if stats is not None]
@@ -239,7 +239,7 @@ def test_sums_by_label_stay_within_the_workspace() -> None:
 @pytest.mark.usefixtures("_few_features")
 def test_exponentials_are_kept_where_they_fit() -> None:
     rows, cols = _pair(_unit(14, torch.bfloat16), _unit(300, torch.bfloat16))
-    for loss, workspace, followed, kept in (
+    for loss, workspace, backward_next, kept in (
         (Softmax(), 2**30, True, True),
         (Softmax(), 2**10, True, False),
         (Softmax(), 2**30, False, False),
@@ -248,7 +248,7 @@ def test_exponentials_are_kept_where_they_fit() -> None:
         (Softmax(label_smoothing=0.1), 2**30, True, False),
     ):
         tiles = Triton(loss, torch.tensor(20.0), None, workspace)
-        tiles.followed = followed
+        tiles.backward_next = backward_next
         tiles.forward(rows, cols)
         assert (tiles.exponentials is not None) == kept
 
@@ -301,7 +301,7 @@ def test_kept_exponentials_times_large_features_do_not_overflow(norms: tuple[flo
     *lengths, scale = norms
     rows, cols = _pair(*(torch.full((n, 8), x, dtype=torch.bfloat16) for n, x in zip((8, 40), lengths, strict=True)))
     tiles = Triton(Softmax(), torch.tensor(scale), None, 2**30)
-    tiles.followed = tiles.fresh = True
+    tiles.backward_next = tiles.fresh = True
     assert all(torch.isfinite(x).all() for x in _followed(tiles, rows, cols))
 
 

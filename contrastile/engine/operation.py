@@ -147,7 +147,7 @@ class Operation(torch.autograd.Function):
             else:
                 call = call.prepared(tiles)
                 rows, cols = call.shards(inputs)
-                tiles.continued = isinstance(call.exchange, Single)
+                tiles.backward_later = isinstance(call.exchange, Single)
                 stats = statistics(call, tiles, rows, cols)
                 value, states, coefficients = call.exchange.finish(
                     tiles, stats, rows, cols, call.weights, call.reduction
@@ -192,7 +192,7 @@ def with_gradients(call: Call, tiles: Tiles, inputs: Sequence[Tensor], wanted: W
         return value, Accumulated(None, None, tiles.no_pairs())
     if not call.loss.pairwise:
         # a part of a teacher's loss is left to the backward, which knows nothing of columns that a row meets alone
-        tiles.followed = isinstance(exchange, Single) and not (rows.own is not None and rows.guides)
+        tiles.backward_next = isinstance(exchange, Single) and not (rows.own is not None and rows.guides)
         stats = statistics(call, tiles, rows, cols)
         result = exchange.finish(tiles, stats, rows, cols, call.weights, call.reduction)
         rows, cols = with_states(rows, cols, result.states, result.coefficients)
@@ -290,7 +290,7 @@ def backward(
             half = len(results) // 2
             coefficients = [coefficient * upstream for coefficient in results[half:]]
             rows, cols = with_states(rows, cols, results[:half], coefficients)
-            tiles.closing = isinstance(exchange, Single) and rows.own is None
+            tiles.whole_backward = isinstance(exchange, Single) and rows.own is None
             accumulated = _accumulated(call, tiles, rows, cols, wanted)
         # otherwise the coefficients contain it
         remaining = upstream if call.plan.at_once else None

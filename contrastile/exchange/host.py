@@ -141,7 +141,7 @@ class Host(Exchange):
     ) -> Accumulated:
         """The gradients of q and k on the host, scaled and in their own dtypes, and [Σ g, Σ g · ⟨q, k⟩]."""
         assert row_stats is None
-        tiles.final = True
+        tiles.sums_are_gradients = True
         if len(self.layout) > 1:
             return self._accumulate_around(tiles, rows, cols, wanted)
         N, wide = len(rows), tiles.scale.dtype

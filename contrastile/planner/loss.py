@@ -144,8 +144,10 @@ class LossSize:
             # Triton is not installed here: a strip of 16-bit gradients
             return min(allowed, 2 * self.block[0] * self.block[1])
         by_index = self.exchange_class.by_index or self.listed
-        followed = self.ranks == 1 and not self.host and (self.backend_name == "triton" or not self.halves)
-        expected = partial(tiles.expected_bytes, self.loss, by_index=by_index, labels=self.labels, followed=followed)
+        follows = self.ranks == 1 and not self.host and (self.backend_name == "triton" or not self.halves)
+        expected = partial(
+            tiles.expected_bytes, self.loss, by_index=by_index, labels=self.labels, backward_next=follows
+        )
 
         def bytes_of(N: int, M: int) -> int:
             # blocks of both halves, within the workspace by their columns

@@ -147,7 +147,7 @@ class Tiles(ABC):
     checks_guides: ClassVar[bool] = False
     # arithmetic of columns that a row meets alone; tiles for calls without other columns whose loss these decline
     own_columns: ClassVar[type[OwnColumns]] = OwnColumns
-    of_own: "ClassVar[type[Tiles] | None]" = None
+    own_fallback: "ClassVar[type[Tiles] | None]" = None
 
     loss: PairLoss
     # [] in the accumulator's dtype
@@ -166,13 +166,13 @@ class Tiles(ABC):
     fresh: bool = field(default=False, init=False, repr=False)
     # the backward of the same block follows the forward at once, which may keep results for it, and leave a part of the
     # loss to it: the backward adds that to the value of `finish` in place
-    followed: bool = field(default=False, init=False, repr=False)
+    backward_next: bool = field(default=False, init=False, repr=False)
     # a backward of the same block comes later, for which the forward may keep results within the workspace
-    continued: bool = field(default=False, init=False, repr=False)
+    backward_later: bool = field(default=False, init=False, repr=False)
     # the next backward is the whole one of its rows and columns, and only the scale is missing from its sums
-    closing: bool = field(default=False, init=False, repr=False)
+    whole_backward: bool = field(default=False, init=False, repr=False)
     # u and v are the gradients of the features, scaled and in their own dtypes, and the sums those of `pair_sums`
-    final: bool = field(default=False, init=False, repr=False)
+    sums_are_gradients: bool = field(default=False, init=False, repr=False)
     # partial norms of rows and columns, where a replay has computed them (`tiles/triton/launch.py`)
     norms: Tensor | None = field(default=None, init=False, repr=False)
     # number of the last columns, which are constants: v has no rows for them
@@ -229,7 +229,7 @@ class Tiles(ABC):
         raise NotImplementedError
 
     def keeps(self, _rows: Shard, _cols: Shard) -> bool:
-        """Return whether a forward keeps results for a backward of the same block that follows at once (`followed`)."""
+        """Return whether a forward keeps results for a backward of the same block (`backward_next`)."""
         return False
 
     @abstractmethod
@@ -239,14 +239,14 @@ class Tiles(ABC):
     @classmethod
     def expected_bytes(
         cls, loss: PairLoss, N: int, M: int, D: int, dtype: torch.dtype, workspace: int, device: torch.device,
-        *, by_index: bool = False, labels: bool = False, followed: bool = False,
+        *, by_index: bool = False, labels: bool = False, backward_next: bool = False,
     ) -> int:  # fmt: skip
         """Bytes that a block takes at its peak, for a planner.
 
         device: "meta" stands for an accelerator. by_index: positives are known by their indices or labels. labels: by
-        labels. followed: the backward follows the forward at once.
+        labels. backward_next: the backward follows the forward at once.
         """
-        del by_index, labels, followed
+        del by_index, labels, backward_next
         return cls(loss, torch.empty((), device=device), None, workspace).workspace_bytes(N, M, D, dtype)
 
     def merge(self, stats: Tensor, parts: Tensor) -> None:
@@ -327,12 +327,12 @@ class Tiles(ABC):
         want_scale, want_bias, want_q, want_k = wanted
         u, v, sums, _ = accumulated
         # the accumulators are overwritten below
-        of_pairs, of_products = sums if self.final else self.pair_sums(sums, rows, cols, u, v, want_scale)
+        of_pairs, of_products = sums if self.sums_are_gradients else self.pair_sums(sums, rows, cols, u, v, want_scale)
         dscale = as_given(of_products, scale, upstream) if want_scale else None
         dbias = None
         if want_bias and bias is not None:
             dbias = as_given(of_pairs if self.loss.uses_bias else torch.zeros_like(of_pairs), bias, upstream)
-        if self.final:
+        if self.sums_are_gradients:
             return [dscale, dbias, u, v]
         keep = upstream is not None and backward_is_repeatable()
         of_q, of_k = self.grad_dtypes or (rows.features.dtype, cols.features.dtype)

@@ -200,12 +200,12 @@ class Eager(Tiles):
     @classmethod
     def expected_bytes(
         cls, loss: PairLoss, N: int, M: int, D: int, dtype: torch.dtype, workspace: int, device: torch.device,
-        *, by_index: bool = False, labels: bool = False, followed: bool = False,
+        *, by_index: bool = False, labels: bool = False, backward_next: bool = False,
     ) -> int:  # fmt: skip
         tiles = cls(loss, torch.empty((), device=device), None, workspace)
         teacher = loss.formula is not None and loss.formula.guide == "teacher"
         # a pairwise loss, and blocks of several ranks or of halves, are swept over in tiles
-        in_tiles = loss.pairwise or not followed
+        in_tiles = loss.pairwise or not backward_next
         if device.type != "cpu" or labels or teacher:
             return tiles.workspace_bytes(N, M, D, dtype)
         side, wide = tiles._side(), accumulator(dtype)
@@ -271,9 +271,9 @@ class Dense(Eager):
     @classmethod
     def expected_bytes(
         cls, loss: PairLoss, N: int, M: int, D: int, dtype: torch.dtype, workspace: int, device: torch.device,
-        *, by_index: bool = False, labels: bool = False, followed: bool = False,
+        *, by_index: bool = False, labels: bool = False, backward_next: bool = False,
     ) -> int:  # fmt: skip
-        del workspace, followed
+        del workspace, backward_next
         # as of a tile, exponentials of both directions where logits are far apart
         cpu = device.type == "cpu"
         on_cpu = TILES_HELD_CPU + loss.symmetric + LISTED_CPU * by_index

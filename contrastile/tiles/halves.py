@@ -117,7 +117,7 @@ class Halves(Tiles):
             if along.start < along.stop:
                 tiles = self.halves[half]
                 # a mask of positives out of range has changed the scale
-                tiles.scale, tiles.followed = self.scale, self.followed
+                tiles.scale, tiles.backward_next = self.scale, self.backward_next
                 yield tiles, _half(rows, half, D), cols.narrow(along.start, along.stop), (half, along)
 
 

@@ -301,14 +301,14 @@ class Scored(Eager):
     def _split(
         self, total: Tensor | None, form: Form, leaves: Sequence[Tensor], upstream: Tensor | None
     ) -> list[Tensor | None]:
-        """The gradient of each leaf: its columns of the side's accumulator, scaled unless they are `final`."""
+        """The gradient of each leaf: its columns of the side's accumulator, scaled unless `sums_are_gradients`."""
         parts = iter(() if total is None else total.split(form.widths(leaves), dim=1))
 
         def gradient(part: Tensor, leaf: Tensor) -> Tensor:
-            # a second backward reads the sums again, behind which the upstream gradient comes
-            keep = upstream is not None
-            part = part.to(leaf.dtype) if self.final else self.scaled(part, leaf.dtype, upstream, keep=keep)
-            return part.reshape(leaf.shape)
+            if not self.sums_are_gradients:
+                # with an upstream gradient, a second backward may read the sums again
+                part = self.scaled(part, leaf.dtype, upstream, keep=upstream is not None)
+            return part.to(leaf.dtype).reshape(leaf.shape)
 
         return [gradient(next(parts), leaf) if want else None for leaf, want in zip(leaves, form.wanted, strict=True)]
 

@@ -67,7 +67,7 @@ class Triton(Tiles):
     accepts_in_flight: ClassVar[bool] = True
     checks_guides: ClassVar[bool] = True
     own_columns = FusedOwnColumns
-    of_own = OwnTiles
+    own_fallback = OwnTiles
     # of each block of this call, by the forward for the backward: constants; 32-bit ids; order of labels; positives
     constants: dict[Position, Tensor] = field(default_factory=dict, compare=False, repr=False)
     groups: dict[Position, Groups] = field(default_factory=dict, compare=False, repr=False)
@@ -195,11 +195,11 @@ class Triton(Tiles):
     @classmethod
     def expected_bytes(
         cls, loss: PairLoss, N: int, M: int, D: int, dtype: torch.dtype, workspace: int, device: torch.device,
-        *, by_index: bool = False, labels: bool = False, followed: bool = False,
+        *, by_index: bool = False, labels: bool = False, backward_next: bool = False,
     ) -> int:  # fmt: skip
         del by_index
         budget = Budget(loss, device, workspace)
-        return budget.expected_bytes(N, M, D, dtype, followed=followed, labels=labels)
+        return budget.expected_bytes(N, M, D, dtype, backward_next=backward_next, labels=labels)
 
     def reserve(self, multiprocessors: int) -> None:
         """Leave so many multiprocessors to transfers: a program that finds none free waits for the shares of others."""
@@ -236,7 +236,7 @@ class Triton(Tiles):
         position = rows.start, len(rows), cols.start, len(cols)
         if position not in self.constants:
             given = rows.features, cols.features, self.scale, self.bias, self._epilogue
-            suits = self.followed and self._budget.suits(rows.features.dtype)
+            suits = self.backward_next and self._budget.suits(rows.features.dtype)
             by_sums = self._budget.sums_labels(rows, cols)
             # gradients of positives, divided by the factor of their row, add up to twice the sum of exponentials
             most = 4 if by_label(rows) and not by_sums else 1
@@ -298,8 +298,8 @@ class Triton(Tiles):
         passes = [(False, epilogue.channels), (True, epilogue.careful_channels)]
         if not epilogue.exponential:
             passes = passes[:1]
-        later = self.followed and epilogue.taught
-        keeps = self.followed and not later and self.keeps(block.rows, block.cols)
+        later = self.backward_next and epilogue.taught
+        keeps = self.backward_next and not later and self.keeps(block.rows, block.cols)
         for careful, channels in passes:
             for tile in self._super_tiles(block, None, careful=careful):
                 if keeps and not careful:
@@ -323,7 +323,7 @@ class Triton(Tiles):
                 del parts, merged
         if later or (epilogue.masked and all((*tile.first, *tile.last))):
             self.guidance = Guidance(block.position, tile.pair.bits, Gap(stats) if later else None)
-        if not self.followed:
+        if not self.backward_next:
             self.super_tile = None
         self._positive_stats(block, stats)
 
@@ -355,7 +355,7 @@ class Triton(Tiles):
             # exponentials, whose rows have factors, are kept in bf16 alone
             terms, factors = [self._scaled_strips(block, u, None if v is None else _received(v), row_stats)], None
         else:
-            terms, factors = self._strips(block, u, v, row_stats, final=positives is None)
+            terms, factors = self._strips(block, u, v, row_stats, releases=positives is None)
         self.super_tile = None
         if positives is not None:
             given = block, positives, u, None if v is None else _received(v)
@@ -375,20 +375,20 @@ class Triton(Tiles):
         accumulators = [x for x in (u, v) if x is not None]
         for x in accumulators if not self.fresh else []:
             x.mul_(unit)
-        ((numbers, lost),), _ = self._strips(block, u, v, row_stats, final=False)
+        ((numbers, lost),), _ = self._strips(block, u, v, row_stats, releases=False)
         inverse = 1 / unit
         for x in (*accumulators, numbers):
             x.mul_(inverse)
         return numbers, lost
 
     def _strips(
-        self, block: Block, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None, *, final: bool
+        self, block: Block, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None, *, releases: bool
     ) -> tuple[list[Term], Tensor | None]:
         """Add the gradient of all pairs but the positives, one strip at a time.
 
         Returns the sums of the tiles, and the factors that the kernel of the positives multiplies u by.
         A v that may leave early is added to first. Any other is added to last, because it may still be in flight and
-        because the columns must stay until they have been read. It leaves then if this is the `final` addition.
+        because the columns must stay until they have been read. It leaves then if this addition `releases` it.
         """
         weights = self._weights(block)
         if self.exponentials is not None:
@@ -411,7 +411,7 @@ class Triton(Tiles):
             if v is not None:
                 sorting.add_strip(_received(v), tile, 1, strip, fresh=first_of_col)
             if all(tile.last) and isinstance(v, InFlight):
-                if final:
+                if releases:
                     v.release()
                 # this small kernel lets the transfer start before the next product takes the whole device
                 sums = sums.sum(dtype=torch.float64)

@@ -128,17 +128,17 @@ class Budget:
         return max(self._most(N, M, copied, dtype) for copied in copies)
 
     def expected_bytes(
-        self, N: int, M: int, D: int, dtype: torch.dtype, *, followed: bool = False, labels: bool = False
+        self, N: int, M: int, D: int, dtype: torch.dtype, *, backward_next: bool = False, labels: bool = False
     ) -> int:
         """The same for features of one kind.
 
-        followed: by a backward at once, for which exponentials are kept where they fit. Its accumulators, which are not
-        among these bytes, are not there yet in the forward. labels: positives are known by label.
+        backward_next: exponentials are kept for it where they fit. Its accumulators, which are not among these bytes,
+        are not there yet in the forward. labels: positives are known by label.
         """
         given = self._expected(N, M, D, dtype, labels), PIECES[dtype]()
         # one sweep gives a pairwise loss and its gradients
         most = self._most(N, M, given[0], dtype, forward=not self.loss.pairwise)
-        if followed and self.expects_exponentials(N, M, D, dtype, labels=labels):
+        if backward_next and self.expects_exponentials(N, M, D, dtype, labels=labels):
             later = self.keeping(N, M, *given, later=True)
             most = max(most, self.keeping(N, M, *given) - 4 * (N + M) * D, later)
         if labels and self._sums(N, M, dtype):

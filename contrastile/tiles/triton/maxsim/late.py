@@ -131,7 +131,7 @@ class FusedMaxSim(FusedScores):
 
     def _keeps(self, rows: Shard, cols: Shard, bytes_of_column: int) -> bool:
         """True for a tile that the forward keeps, in the order of the backward: rows first, then columns."""
-        if not (self.continued and self.scorer.wanted):
+        if not (self.backward_later and self.scorer.wanted):
             return False
         if self.most_stored < 0:
             # by the first tile, which is as large as any

@@ -44,22 +44,22 @@ class FusedScores(Scored):
 
     def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
         del wanted
-        # `closing`, sums are float32 for a strip at a time, and take memory as tiles are met, each of which frees what
-        # the forward has kept for it
-        self.final = self.closing
+        # then sums are float32 for a strip at a time, and take memory as tiles are met, each of which frees what the
+        # forward has kept for it
+        self.sums_are_gradients = self.whole_backward
 
         def zeros(form: Form, side: Shard) -> Tensor | None:
             if not form.wanted[0]:
                 return None
-            x, n = side.features, 0 if self.closing and len(cols) else len(side)
-            return x.new_zeros(n, math.prod(x.shape[1:]), dtype=x.dtype if self.closing else self.scale.dtype)
+            x, n = side.features, 0 if self.whole_backward and len(cols) else len(side)
+            return x.new_zeros(n, math.prod(x.shape[1:]), dtype=x.dtype if self.whole_backward else self.scale.dtype)
 
         return zeros(self.scorer.rows, rows), zeros(self.scorer.cols, cols)
 
     def backward(
         self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None = None
     ) -> Tensor:
-        if not self.closing:
+        if not self.whole_backward:
             return super().backward(rows, cols, u, v, row_stats)
         assert not isinstance(v, InFlight)
         sums = self.no_pairs()
