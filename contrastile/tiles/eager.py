@@ -25,10 +25,11 @@ from contrastile.tiles.base import InFlight, Sum, Tiles, Weigh, bounds_of
 # tiles of 1,024² float32 stay in a core's cache; on an accelerator 8,192² fill its multiprocessors
 SIDE_CPU = 1024
 SIDE_ACCELERATOR = 8192
-# tiles held at once: logits, exponentials, gradient, a temporary, masks; on a CPU, which knows the logits' range, the
-# logits and their gradient; there a guide has its product and a mask, label smoothing a tile and a mask, and listed
-# positives a mask
-TILES_HELD, TILES_HELD_CPU, GUIDED_CPU, SMOOTHED_CPU, LISTED_CPU = 5, 2, 1.25, 1.25, 0.25
+# tiles held at once: logits, exponentials, gradient, a temporary, masks
+TILES_HELD = 5
+# the same on a CPU, which knows the logits' range: logits and gradient; and what is added to them by a guide (a product
+# and a mask), by label smoothing (a tile and a mask), and by listed positives (a mask)
+TILES_HELD_CPU, GUIDED_CPU, SMOOTHED_CPU, LISTED_CPU = 2, 1.25, 1.25, 0.25
 # float32 matrices of a dense block at the peak, with positives on a diagonal and by index, whose masks are matrices
 MATRICES, MATRICES_BY_INDEX = 3.0, 7.25
 # most and fewest rows of a strip over all columns on a CPU; with fewer, two sweeps over tiles are as fast
@@ -70,16 +71,15 @@ class Eager(Tiles):
         return TILES_HELD + 2 * self.loss.guides + self.loss.reads_products
 
     def _height(self, N: int, M: int) -> int:
-        side = self._side()
+        """Rows of a strip over all M columns; 0 where two sweeps over tiles take their place."""
+        side, symmetric, on_cpu = self._side(), self.loss.symmetric, self.scale.device.type == "cpu"
         fit = self.workspace // (self._held * self.scale.dtype.itemsize * max(M, 1))
-        if max(N, M) <= (max(side, WHOLE_CPU) if self.loss.symmetric and self.scale.device.type == "cpu" else side):
+        if max(N, M) <= (max(side, WHOLE_CPU) if symmetric and on_cpu else side):
             # a dense matrix beyond the workspace takes two sweeps, which hold it once
             return N if M and fit >= N else 0
-        if self.loss.symmetric:
-            # columns have their statistics after the last row
-            return 0
-        height = min(N, fit, STRIP_CPU if self.scale.device.type == "cpu" else side)
-        return height if height >= LEAST_STRIP else 0
+        height = min(N, fit, STRIP_CPU if on_cpu else side)
+        # of a symmetric loss, columns have their statistics after the last row
+        return height if height >= LEAST_STRIP and not symmetric else 0
 
     def strips(
         self, rows: Shard, cols: Shard, u: Sum, v: Sum, weigh: Weigh, *, mean: bool, wanted: bool
@@ -88,14 +88,14 @@ class Eager(Tiles):
         room = self._room(height * len(cols))
         value: Tensor | None = None
         for along, strip in self._tiles(rows, height):
-            x, graph = self._logits(strip, cols, room, with_graph=wanted)
-            tile = self._tile(x, strip, cols, graph)
+            x, context = self._logits(strip, cols, room, with_graph=wanted)
+            tile = self._tile(x, strip, cols, context)
             u_I = None if u is None else u[along]
             if mean and (result := self.loss.direct(tile, len(rows), wanted)) is not None:
                 value = result[0] if value is None else value + result[0]
                 if result[1] is not None:
-                    self._add(result[1], graph, strip, cols, u_I, v, sums)
-                del x, graph, tile
+                    self._add(result[1], context, strip, cols, u_I, v, sums)
+                del x, context, tile
                 continue
             if value is not None:
                 # a row without a positive, or a number that is not finite, behind strips without
@@ -109,9 +109,9 @@ class Eager(Tiles):
             states, coefficients = weigh(self._stats(tile, strip, cols, keep=wanted), along)
             if wanted:
                 sides = with_states(strip, cols, states, coefficients)
-                self._propagate(tile, graph, *sides, u_I, v, sums)
+                self._propagate(tile, context, *sides, u_I, v, sums)
             # free the memory for the next strip
-            del x, graph, tile
+            del x, context, tile
         return sums, value
 
     def _sweep(
@@ -127,16 +127,16 @@ class Eager(Tiles):
             room = self._room(min(rows.features.shape[0], side) * min(cols.features.shape[0], side))
             for along_i, row_tile in self._tiles(rows, side):
                 for along_j, col_tile in self._tiles(cols, side):
-                    x, graph = self._logits(row_tile, col_tile, room, with_graph=sums is not None)
-                    tile = self._tile(x, row_tile, col_tile, graph)
+                    x, context = self._logits(row_tile, col_tile, room, with_graph=sums is not None)
+                    tile = self._tile(x, row_tile, col_tile, context)
                     if stats is not None:
                         for index, tile_stats in enumerate(self._stats(tile, row_tile, col_tile)):
                             self._merge_tile(stats, index, tile_stats, (along_i, along_j)[index], shards[index])
                     if sums is not None:
                         u_I, v_J = None if u is None else u[along_i], None if v is None else v[along_j]
-                        self._propagate(tile, graph, row_tile, col_tile, u_I, v_J, sums)
+                        self._propagate(tile, context, row_tile, col_tile, u_I, v_J, sums)
                     # free the memory for the next tile
-                    del x, graph, tile
+                    del x, context, tile
 
     def _stats(self, tile: Tile, _rows: Shard, _cols: Shard, *, keep: bool = False) -> Sequence[Tensor]:
         """The statistics of a tile's rows and, if symmetric, of its columns; uses the tile up unless `keep`."""
@@ -155,7 +155,7 @@ class Eager(Tiles):
         self.merge(whole[:, along], tile_stats[None])
 
     def _logits(self, rows: Shard, cols: Shard, room: Tensor, *, with_graph: bool) -> tuple[Tensor, Any]:
-        """scale · ⟨q_i, k_j⟩ [I, J], and a context for `_products` and `_propagate`."""
+        """scale · ⟨q_i, k_j⟩ [I, J], and a context for `_products` and `_propagate`; with_graph: the latter follows."""
         del with_graph
         q, k = rows.features, cols.features.T
         n, m = q.shape[0], k.shape[1]
@@ -167,15 +167,15 @@ class Eager(Tiles):
         # scaled after the product: scaled features would be rounded once more
         return (out * self.scale, out) if self.loss.reads_products else (out.mul_(self.scale), None)
 
-    def _products(self, graph: Any) -> Tensor:
+    def _products(self, context: Any) -> Tensor:
         """⟨q_i, k_j⟩ [I, J]."""
-        return graph
+        return context
 
-    def _propagate(self, tile: Tile, graph: Any, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor) -> None:
+    def _propagate(self, tile: Tile, context: Any, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor) -> None:
         """Add a tile's gradient to the accumulators and to the sums."""
-        self._add(self.loss.pair_grad(tile, rows, cols), graph, rows, cols, u_I, v_J, sums)
+        self._add(self.loss.pair_grad(tile, rows, cols), context, rows, cols, u_I, v_J, sums)
 
-    def _add(self, g_IJ: Tensor, _graph: Any, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor) -> None:
+    def _add(self, g_IJ: Tensor, _context: Any, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor) -> None:
         """Add g · k to u, gᵀ · q to v, and the sum of g to the sums where a bias needs it."""
         if self.bias is not None:
             sums += g_IJ.sum()
@@ -224,7 +224,7 @@ class Eager(Tiles):
         """Bytes of a tile's operands in another dtype: features of one side at a time, on a CPU."""
         return max(I, J) * D * accumulator(dtype).itemsize if dtype != accumulator(dtype) else 0
 
-    def _tile(self, x: Tensor, rows: Shard, cols: Shard, graph: Any) -> Tile:
+    def _tile(self, x: Tensor, rows: Shard, cols: Shard, context: Any) -> Tile:
         """The tile of the logits x, to which the bias is added in place."""
         if self.bias is not None:
             x += self.bias
@@ -232,7 +232,7 @@ class Eager(Tiles):
         positive, excluded = mark(rows, cols, exclude_self=self.loss.exclude_self)
         if excluded is not None:
             fill(x, excluded, -torch.inf)
-        products = self._products(graph) if self.loss.reads_products else None
+        products = self._products(context) if self.loss.reads_products else None
         tile = Tile(x, positive, excluded, bounds, numbers=(rows.numbers, cols.numbers), products=products)
         if not rows.guides and rows.targets is None:
             return tile
@@ -329,33 +329,34 @@ class Bfloat(Eager):
         self.complete = True
         return super().strips(rows, cols, u, v, weigh, mean=mean, wanted=wanted)
 
-    def _add(self, g_IJ: Tensor, graph: Any, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor) -> None:
+    def _add(self, g_IJ: Tensor, context: Any, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor) -> None:
         if self.bias is not None:
             sums[0] += g_IJ.sum()
         # pairwise: a dot product rounds its running sum, whose terms are alike, in one direction
-        sums[1] += graph.mul_(g_IJ).sum()
+        sums[1] += context.mul_(g_IJ).sum()
         # rounded with their factor, so that the one rounding of a single part is the gradient's own
         factor = float(self.scale)
         factor = 1.0 if abs(factor) < LEAST_FACTOR else factor
-        wide = g_IJ.mul_(factor)
-        g = wide.to(rows.features.dtype)
-        # the rounding's error meets the mean of the other side: within a narrow cone all that is left of large sums
-        lost = wide.sub_(g)
+        exact = g_IJ.mul_(factor)
+        g = exact.to(rows.features.dtype)
+        # the rounding's error is made up for by the mean of the other side's features: in a narrow cone large sums
+        # cancel, and the error would be most of what is left
+        error = exact.sub_(g)
         sides = (
-            (u_I, g, cols.features, lost.sum(1), self.fresh or self.complete),
-            (v_J, g.T, rows.features, lost.sum(0), self.fresh),
+            (u_I, g, cols.features, error.sum(1), self.fresh or self.complete),
+            (v_J, g.T, rows.features, error.sum(0), self.fresh),
         )
-        for side, (total, of_side, features, rest, single) in enumerate(sides):
+        for side, (total, of_side, features, errors, in_one_tile) in enumerate(sides):
             if total is None or not len(total):
                 continue
             of_side = of_side[: len(total)]
             product = torch.mm(of_side, features)
             _ = total.copy_(product).div_(factor) if self.fresh else total.add_(product, alpha=1 / factor)
-            if not single:
+            if not in_one_tile:
                 total.add_(torch.addmm(product, of_side, features, beta=-1, out=product), alpha=1 / factor)
             if side not in self.means or self.means[side][0] is not features:
                 self.means[side] = features, features.mean(0, dtype=total.dtype)
-            total.addr_(rest[: len(total)], self.means[side][1], alpha=1 / factor)
+            total.addr_(errors[: len(total)], self.means[side][1], alpha=1 / factor)
 
 
 def of_dtype(tiles: type[Tiles], dtype: torch.dtype, device: torch.device) -> type[Tiles]:

@@ -17,7 +17,7 @@ from contrastile.gradcache.modes import back_propagated, without_hooks
 from contrastile.gradcache.rng import RandomState
 from contrastile.losses.base import Shard
 from contrastile.tiles.eager import SIDE_ACCELERATOR, SIDE_CPU, TILES_HELD
-from contrastile.tiles.scored import Scorer, few
+from contrastile.tiles.scored import Scorer, trial_rows
 
 # side of the first tile that is measured
 FIRST_SIDE = 4
@@ -41,16 +41,18 @@ def fitting_side(scorer: Scorer, rows: Shard, cols: Shard, sizes: tuple[int, int
 
 
 def _measure(scorer: Scorer, rows: Shard, cols: Shard, sizes: tuple[int, int], workspace: int) -> int:
+    """`fitting_side`, by tiles each of whose sides follows from the one before, until it is within a factor of 2."""
     most = min(max(sizes), SIDE_CPU if scorer.device.type == "cpu" else SIDE_ACCELERATOR)
     before, side = RandomState.capture(scorer.device), FIRST_SIDE
     try:
         while True:
+            N, M = (max(1, min(side, n)) for n in sizes)
             # a side twice as long takes at most four times as much
-            growth = (workspace / max(1, _bytes(scorer, rows, cols, *(max(1, min(side, n)) for n in sizes)))) ** 0.5
-            following = max(1, min(most, int(side * growth)))
-            if side / 2 < following < 2 * side or following == side:
-                return min(side, following) if growth < 1 else following
-            side = following
+            factor = (workspace / max(1, _bytes(scorer, rows, cols, N, M))) ** 0.5
+            fitting = max(1, min(most, int(side * factor)))
+            if side / 2 < fitting < 2 * side or fitting == side:
+                return fitting
+            side = fitting
     finally:
         before.restore()
 
@@ -60,7 +62,7 @@ def _bytes(scorer: Scorer, rows: Shard, cols: Shard, N: int, M: int) -> int:
     row_tile, col_tile = (
         each.with_leaves([x[torch.arange(n, device=x.device) % len(x)].to(scorer.device) for x in each.leaves])
         if len(each)
-        else few(each.leaves, n, scorer.device)
+        else trial_rows(each.leaves, n, scorer.device)
         for each, n in ((rows, N), (cols, M))
     )
 

@@ -41,28 +41,29 @@ class Halves(Tiles):
 
     def forward(self, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
         stats, flag = None, self.scale * 0
-        for tiles, half, part, _ in self._blocks(rows, cols):
-            of_part, _ = tiles.forward(half, part)
+        for tiles, half_rows, some_cols, _ in self._blocks(rows, cols):
+            block_stats, _ = tiles.forward(half_rows, some_cols)
+            # of one process
             if len(self.spans) == 2:
-                flag = flag + tiles.found(half, part)
+                flag = flag + tiles.found(half_rows, some_cols)
             if stats is None:
-                stats = of_part
+                stats = block_stats
             else:
-                tiles.merge(stats, of_part[None])
+                tiles.merge(stats, block_stats[None])
         self.found_flag = flag
         return self.init(rows) if stats is None else stats, None
 
     def backward(self, rows: Shard, cols: Shard, u: Sum, v: Sum | InFlight, row_stats: Tensor | None = None) -> Tensor:
         assert not isinstance(v, InFlight)
         sums, D = self.no_pairs(), cols.features.shape[1]
-        for tiles, half, part, (at, along) in self._blocks(rows, cols):
-            of_rows = None if u is None else u[:, at * D : (at + 1) * D]
+        for tiles, half_rows, some_cols, (half, along) in self._blocks(rows, cols):
+            of_rows = None if u is None else u[:, half * D : (half + 1) * D]
             of_cols = None if v is None else v[along]
             tiles.fresh = self.fresh and tiles.writes_fresh
             for total in (of_rows, of_cols) if self.fresh and not tiles.fresh else ():
                 if total is not None:
                     total.zero_()
-            sums = sums + tiles.backward(half, part, of_rows, of_cols, row_stats)
+            sums = sums + tiles.backward(half_rows, some_cols, of_rows, of_cols, row_stats)
         return sums
 
     def finish(
@@ -92,7 +93,7 @@ class Halves(Tiles):
             tiles.reserve(multiprocessors)
 
     def keeps(self, rows: Shard, cols: Shard) -> bool:
-        return all(tiles.keeps(half, part) for tiles, half, part, _ in self._blocks(rows, cols))
+        return all(tiles.keeps(*block) for tiles, *block, _ in self._blocks(rows, cols))
 
     def workspace_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
         return sum(tiles.workspace_bytes(N, M, D, dtype) for tiles in self.halves)
@@ -110,7 +111,7 @@ class Halves(Tiles):
         return make(self.loss, self.scale, self.bias, first), make(self.loss, self.scale, self.bias, second)
 
     def _blocks(self, rows: Shard, cols: Shard) -> Iterator[tuple[Tiles, Shard, Shard, tuple[int, slice]]]:
-        """The blocks within a block: tiles, rows, columns, and the half of the rows and the place of the columns."""
+        """The blocks within a block: tiles, rows with one half of their features, columns, and the places of both."""
         D = cols.features.shape[1]
         for half, start, stop in self.spans:
             along = slice(max(start - cols.start, 0), min(stop - cols.start, len(cols)))

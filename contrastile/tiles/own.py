@@ -34,14 +34,15 @@ def backward(tiles: Tiles, rows: Shard, accumulated: Accumulated) -> Tensor:
     gradients = torch.empty_like(tiles.own_products)
     for along, strip in _strips(tiles, rows):
         products, u = tiles.own_products[along], None if accumulated.u is None else accumulated.u[along]
-        given = tiles, strip, products, gradients[along]
-        if u is not None and tiles.sums_products and tiles.own_columns.backward(*given, u, accumulated.sums):
-            continue
+        if u is not None and tiles.sums_products:
+            arguments = tiles, strip, products, gradients[along], u, accumulated.sums
+            if tiles.own_columns.backward(*arguments):
+                continue
         g = tiles.loss.pair_grad(_tile(tiles, strip, products), strip, strip)
         if u is not None:
             tiles.own_columns.add(g, _own(strip), u)
         if tiles.bias is not None:
-            # the first of two sums, or the only one
+            # Σ g is the first of two sums, or the only one, of shape []
             accumulated.sums.view(-1)[0] += g.sum()
         if tiles.sums_products:
             accumulated.sums[1] += (g * products).sum()

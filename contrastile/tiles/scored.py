@@ -45,7 +45,7 @@ class Form:
 
     spec: Any
     # for each leaf whether it is a tensor; the others are None
-    given: tuple[bool, ...]
+    is_tensor: tuple[bool, ...]
     # for each tensor whether it requires a gradient
     wanted: tuple[bool, ...]
 
@@ -70,17 +70,16 @@ class Form:
         if len({x.device for x in tensors}) > 1:
             devices = ", ".join(sorted({str(x.device) for x in tensors}))
             raise invalid(name, "be on one device", devices, "Move all tensors to it.")
-        given = tuple(leaf is not None for leaf in leaves)
         wanted = tuple(x.requires_grad and torch.is_grad_enabled() for x in tensors)
         for x, want in zip(tensors, wanted, strict=True):
             if want and x.is_complex():
                 raise invalid(name, "be real where it wants a gradient", x.dtype, "Pass it by torch.view_as_real.")
-        return cls(spec, given, wanted), tensors
+        return cls(spec, tuple(leaf is not None for leaf in leaves), wanted), tensors
 
     def nested(self, tensors: Sequence[Tensor]) -> Any:
         """The tensors in their nesting."""
         following = iter(tensors)
-        return pytree.tree_unflatten([next(following) if given else None for given in self.given], self.spec)
+        return pytree.tree_unflatten([next(following) if each else None for each in self.is_tensor], self.spec)
 
     def differentiable(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors that want a gradient."""
@@ -124,9 +123,9 @@ class Scorer:
     ) -> Scorer:
         """Inspect the module by a trial on a few pairs on the device. Random states are restored."""
         if not isinstance(module, nn.Module):
-            made = isinstance(module, type) and issubclass(module, nn.Module)
-            got = f"the class {module.__name__}" if made else type(module).__name__
-            remedy = f"Make one: {module.__name__}(...)." if made else "Derive it from torch.nn.Module."
+            is_class = isinstance(module, type) and issubclass(module, nn.Module)
+            got = f"the class {module.__name__}" if is_class else type(module).__name__
+            remedy = f"Make one: {module.__name__}(...)." if is_class else "Derive it from torch.nn.Module."
             raise invalid("scorer", "be a module", got, remedy)
         wrapped = next(filter(_is_wrapped, module.modules()), None)
         if wrapped is not None:
@@ -142,18 +141,19 @@ class Scorer:
                     raise invalid("scorer", f"be on {device}, which computes its scores", x.device, "Move it there.")
         modules = list(module.modules())
         training = [one.training for one in modules]
-        autocast, other = Autocast.current(device), introspect.graph_may_change_bits(module, modules)
-        # dtype and random numbers are those of the trial
+        changes_bits = introspect.graph_may_change_bits(module, modules)
+        # the trial finds dtype and random numbers
         draft = cls(
-            module, modules, training, rows[0], cols[0], parameters, torch.float32, device, autocast, None, other
-        )
+            module, modules, training, rows[0], cols[0], parameters, torch.float32, device, Autocast.current(device),
+            seed=None, graph_changes_bits=changes_bits,
+        )  # fmt: skip
         if isinstance(module, MaxSim) and module.known:
             # its dtype follows from the inputs; a trial takes a millisecond
             (q, _), (k, _) = module.checked(rows[0].nested(rows[1]), cols[0].nested(cols[1]))
             return replace(draft, dtype=(q.flatten(0, 1)[:0].to(device) @ k.flatten(0, 1)[:0].to(device).T).dtype)
         # rows and columns differ in number, which shows a module that exchanges them
         probe = (1, 2) if len(cols[1][0]) == 2 else PROBE
-        trial = [few(tensors, n, device) for (_, tensors), n in zip((rows, cols), probe, strict=True)]
+        trial = [trial_rows(tensors, n, device) for (_, tensors), n in zip((rows, cols), probe, strict=True)]
         generators = own_generators(modules)
         before = RandomState.capture(device, own=generators)
         try:
@@ -221,7 +221,7 @@ class Scorer:
         return scores, [*self.rows.differentiable(sides[0].leaves), *self.cols.differentiable(sides[1].leaves)]
 
 
-def few(tensors: Sequence[Tensor], n: int, device: torch.device) -> Shard:
+def trial_rows(tensors: Sequence[Tensor], n: int, device: torch.device) -> Shard:
     """Copies of the first n rows for a trial, which may write over them; zeros on a rank without rows."""
     some = [x.detach()[:n] if len(x) else x.new_zeros((n, *x.shape[1:])) for x in tensors]
     first, *others = [x.to(device, copy=True) for x in some]
@@ -242,7 +242,7 @@ class Scored(Eager):
     # rows, and columns, of a tile
     side: int = field(kw_only=True)
     # indices of the parameters that a gradient has reached
-    touched: set[int] = field(default_factory=set, kw_only=True)
+    reached: set[int] = field(default_factory=set, kw_only=True)
     # a tile has been computed: this rank has pairs
     computed: bool = field(default=False, kw_only=True)
 
@@ -317,7 +317,7 @@ class Scored(Eager):
         parameters, no_pairs = self.scorer.parameters, not self.computed
         parts = sums.split([parameter.numel() for parameter in parameters])
         return [
-            part.to(parameter.dtype).reshape(parameter.shape) if index in self.touched or no_pairs else None
+            part.to(parameter.dtype).reshape(parameter.shape) if index in self.reached or no_pairs else None
             for index, (part, parameter) in enumerate(zip(parts, parameters, strict=True))
         ]
 
@@ -336,12 +336,12 @@ class Scored(Eager):
                 scores, leaves = self.scorer(rows, cols), []
         return scores.detach().to(self.scale.dtype) * self.scale, (scores, leaves)
 
-    def _products(self, graph: Any) -> Tensor:
-        return graph[0].detach().to(self.scale.dtype)
+    def _products(self, context: Any) -> Tensor:
+        return context[0].detach().to(self.scale.dtype)
 
-    def _propagate(self, tile: Tile, graph: Any, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor) -> None:
+    def _propagate(self, tile: Tile, context: Any, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor) -> None:
         """Back-propagate g through a tile's graph, into the accumulators of its leaves and into the sums."""
-        (scores, leaves), g_IJ = graph, self.loss.pair_grad(tile, rows, cols)
+        (scores, leaves), g_IJ = context, self.loss.pair_grad(tile, rows, cols)
         sums[0] += g_IJ.sum()
         sums[1] += (g_IJ * scores.detach()).sum()
         if not scores.requires_grad:
@@ -357,7 +357,7 @@ class Scored(Eager):
         parts = sums[2:].split([parameter.numel() for parameter in self.scorer.parameters])
         for index, gradient in zip(wanted, gradients[len(leaves) :], strict=True):
             if gradient is not None:
-                self.touched.add(index)
+                self.reached.add(index)
                 # an embedding's gradient may be sparse
                 parts[index].add_(gradient.to_dense().flatten())
 

@@ -139,8 +139,8 @@ class FusedMaxSim(FusedScores):
             self.most_stored = int(room / (bytes_of_column * len(cols)))
         return cols.start // self.side * self.row_tiles + rows.start // self.side < self.most_stored
 
-    def _pass_on(self, g_IJ: Tensor, context: Block, u_I: Tensor | None, v_J: Tensor | None) -> None:
-        entries, documents, best = context
+    def _pass_on(self, g_IJ: Tensor, block: Block, u_I: Tensor | None, v_J: Tensor | None) -> None:
+        entries, documents, best = block
         if best is None:
             return
         queries = None if u_I is None else partial(add_query_gradients, u_I, g_IJ, entries, documents, best)

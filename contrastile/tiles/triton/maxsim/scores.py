@@ -84,10 +84,10 @@ class FusedScores(Scored):
 
     @abstractmethod
     def _scores(self, rows: Shard, cols: Shard, *, with_graph: bool) -> tuple[Tensor, Any]:
-        """The scores [I, J], dense in either order, and a context for `_pass_on`."""
+        """The scores [I, J], dense in either order, and the block of tokens for `_pass_on`."""
 
     @abstractmethod
-    def _pass_on(self, g_IJ: Tensor, context: Any, u_I: Tensor | None, v_J: Tensor | None) -> None:
+    def _pass_on(self, g_IJ: Tensor, block: Any, u_I: Tensor | None, v_J: Tensor | None) -> None:
         """Add the gradient of the vectors to the accumulators."""
 
     @cached_property
@@ -139,13 +139,13 @@ class FusedScores(Scored):
         del room
         self.computed = True
         with on(self.scale.device):
-            scores, context = self._scores(rows, cols, with_graph=with_graph)
+            scores, block = self._scores(rows, cols, with_graph=with_graph)
         # the kernels scale what they load
-        return scores if self._epilogue else scores * self.scale, (scores, context)
+        return scores if self._epilogue else scores * self.scale, (scores, block)
 
-    def _tile(self, x: Tensor, rows: Shard, cols: Shard, graph: Any) -> Tile:
+    def _tile(self, x: Tensor, rows: Shard, cols: Shard, context: Any) -> Tile:
         # the kernels find positives and excluded pairs themselves
-        return Tile(x, None, None, None) if self._epilogue else super()._tile(x, rows, cols, graph)
+        return Tile(x, None, None, None) if self._epilogue else super()._tile(x, rows, cols, context)
 
     def _stats(self, tile: Tile, rows: Shard, cols: Shard, *, keep: bool = False) -> Sequence[Tensor]:
         epilogue = self._epilogue
@@ -162,9 +162,9 @@ class FusedScores(Scored):
         return stats
 
     def _propagate(
-        self, tile: Tile, graph: Any, rows: Shard, cols: Shard, u_I: Tensor | None, v_J: Tensor | None, sums: Tensor
+        self, tile: Tile, context: Any, rows: Shard, cols: Shard, u_I: Tensor | None, v_J: Tensor | None, sums: Tensor
     ) -> None:
-        (scores, context), epilogue = graph, self._epilogue
+        (scores, block), epilogue = context, self._epilogue
         if epilogue is None:
             g = self.loss.pair_grad(tile, rows, cols)
             parts = torch.stack([g.sum(), (g * scores).sum()])[:, None]
@@ -178,7 +178,7 @@ class FusedScores(Scored):
                 run(kernels.score_gradients, grid, out_ptr=g, sums_ptr=parts, BM=SQUARE, BN=SQUARE, **given)
         sums += parts.sum(1)
         with on(self.scale.device):
-            self._pass_on(g, context, u_I, v_J)
+            self._pass_on(g, block, u_I, v_J)
 
     def _pairs(self, scores: Tensor, rows: Shard, cols: Shard) -> dict[str, Any]:
         """The scores of a tile and its masks, as the kernels read them."""
