@@ -51,9 +51,9 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(watch, "LOOK", 0.005)
     monkeypatch.setattr(watch, "_threads", ())
     monkeypatch.setattr(watch, "_steps", watch.deque())
-    monkeypatch.setattr(watch, "_past", [])
+    monkeypatch.setattr(watch, "_to_free", [])
     monkeypatch.setattr(torch.cuda, "Event", _Event)
-    monkeypatch.setattr(watch, "_ended", _Event.query)
+    monkeypatch.setattr(watch, "_has_ended", _Event.query)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "a stream")
     recorded.clear()
     monkeypatch.setattr(os, "_exit", end)
@@ -80,7 +80,7 @@ def test_a_step_that_does_not_end_ends_the_process(
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_driver_that_does_not_answer_ends_the_process_too(ended: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     answer = threading.Event()
-    monkeypatch.setattr(watch, "_ended", lambda _: answer.wait(PATIENCE))
+    monkeypatch.setattr(watch, "_has_ended", lambda _: answer.wait(PATIENCE))
     for group in ("a group", "another"):
         watch.watch(group, 0.02, lambda: None)
     watch._threads[1].join(PATIENCE)
@@ -141,7 +141,7 @@ def test_a_slow_answer_about_a_step_that_ended_long_ago_ends_nothing(
 ) -> None:
     """The last step of a training is forgotten, with its group, before an evaluation keeps the driver busy."""
     busy = threading.Event()
-    monkeypatch.setattr(watch, "_ended", lambda _: bool(busy.is_set() and time.sleep(0.1)) or True)
+    monkeypatch.setattr(watch, "_has_ended", lambda _: bool(busy.is_set() and time.sleep(0.1)) or True)
     watch.watch("a group", 1.0, lambda: None)
     time.sleep(0.5)
     busy.set()
@@ -185,24 +185,24 @@ def test_steps_of_one_stream_in_quick_succession_have_one_event(
 def test_the_driver_is_asked_without_pythons_lock(monkeypatch: pytest.MonkeyPatch, answer: int, ended: bool) -> None:
     """Where its answer waits for a stuck copy, the other thread must run to end the process."""
     monkeypatch.setattr(watch, "CDLL", lambda _: SimpleNamespace(cuEventQuery=lambda _: answer))
-    assert watch._ended(SimpleNamespace(cuda_event=1)) is ended
+    assert watch._has_ended(SimpleNamespace(cuda_event=1)) is ended
     # an event whose first record waits
-    assert watch._ended(SimpleNamespace(cuda_event=0)) is False
+    assert watch._has_ended(SimpleNamespace(cuda_event=0)) is False
     monkeypatch.setattr(watch, "CDLL", lambda _: SimpleNamespace(cuEventQuery=lambda _: 719))
     with pytest.raises(RuntimeError, match=r"^cuEventQuery of CUDA's driver failed with error 719$"):
-        watch._ended(SimpleNamespace(cuda_event=1))
+        watch._has_ended(SimpleNamespace(cuda_event=1))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_driver_answers_about_an_event_of_torch() -> None:
     event = torch.cuda.Event()
-    assert not watch._ended(event)
+    assert not watch._has_ended(event)
     torch.cuda._sleep(10**9)
     event.record()
-    assert not watch._ended(event)
+    assert not watch._has_ended(event)
     torch.cuda.synchronize()
-    assert watch._ended(event)
+    assert watch._has_ended(event)
 
 
 def _stop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +211,7 @@ def _stop(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: _Event) -> bool:
         raise RuntimeError
 
-    monkeypatch.setattr(watch, "_ended", refuse)
+    monkeypatch.setattr(watch, "_has_ended", refuse)
     began = time.monotonic()
     while any(thread.is_alive() for thread in watch._threads) and time.monotonic() - began < PATIENCE:
         watch.watch("a group", PATIENCE, lambda: None)

@@ -132,13 +132,13 @@ def lent(group: Any, make: Callable[[], Any] | None) -> Any:
 def _gather(own: bytes, group: Any) -> list[bytes]:
     """The bytes of all ranks, in rank order."""
     carrier, device = _carrier(group)
-    shared, rounds = _page(group, carrier, device), list[list[bytes]]()
-    if shared is None:
+    memory, rounds = _page(group, carrier, device), list[list[bytes]]()
+    if memory is None:
         return _gather_by(carrier, device, own, group)
     with Collective("agreement", group, carrier):
         for at in range(0, len(own), page.MOST_BYTES):
             part = own[at : at + page.MOST_BYTES]
-            rounds.append(shared.gather(part))
+            rounds.append(memory.gather(part))
             if any(len(record) != len(part) for record in rounds[-1]):
                 raise RuntimeError("ranks are in different calls")
     return [b"".join(parts) for parts in zip(*rounds, strict=True)]
@@ -147,21 +147,21 @@ def _gather(own: bytes, group: Any) -> list[bytes]:
 def _page(group: Any, carrier: Any, device: torch.device) -> Any:
     """The page of memory that the ranks share (`page.py`), made at the first call; None where there is none."""
     state = state_of(carrier)
-    # of other backends no time-out is known, and ranks may be threads of one process, or be played
-    known = (f"{device.type}:{backend}" in dist.get_backend_config(carrier) for backend in ("gloo", "nccl"))
-    if not state.sought and any(known):
+    # of other backends no time-out is known, and their ranks may be threads of one process
+    has_timeout = (f"{device.type}:{backend}" in dist.get_backend_config(carrier) for backend in ("gloo", "nccl"))
+    if not state.sought and any(has_timeout):
         state.sought, ranks, rank = True, carrier.size(), carrier.rank()
         written = page.made(ranks) if rank == 0 else ""
         named = written.encode().ljust(page.LONGEST_PATH, b"\0")
         try:
             path = _gather_by(carrier, device, named, group)[0].rstrip(b"\0").decode()
             timeout, names = backend_timeout(carrier, device.type), dist.get_process_group_ranks(carrier)
-            found = page.opened(path, rank, ranks, timeout.total_seconds(), names)
-            missing = any(map(any, _gather_by(carrier, device, bytes([found is None]), group)))
+            opened = page.opened(path, rank, ranks, timeout.total_seconds(), names)
+            missing = any(map(any, _gather_by(carrier, device, bytes([opened is None]), group)))
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(written)
-        state.page = None if missing else found
+        state.page = None if missing else opened
     return state.page
 
 

@@ -192,16 +192,16 @@ class Neighbours:
         self._signal(TAKEN, read, readers)
         return stream.record_event()
 
-    def _signal(self, kind: int, told: Sequence[int], awaited: Sequence[int]) -> None:
-        """Set this rank's flag of a kind at other ranks; wait for those of others here, and set them back."""
-        written = [(WRITE, self._flag(rank, kind, self._rank), 1) for rank in told]
-        own = [self._flag(self._rank, kind, rank) for rank in awaited]
+    def _signal(self, kind: int, receivers: Sequence[int], senders: Sequence[int]) -> None:
+        """Set this rank's flag of a kind at the receivers; wait for those of the senders here, and set them back."""
+        writes = [(WRITE, self._flag(rank, kind, self._rank), 1) for rank in receivers]
+        own = [self._flag(self._rank, kind, rank) for rank in senders]
         waits = [order for flag in own for order in ((WAIT, flag, 1), (WRITE, flag, 0))]
-        in_order(self._stream.cuda_stream, [*written, *waits])
+        in_order(self._stream.cuda_stream, [*writes, *waits])
 
-    def _flag(self, rank: int, kind: int, of: int) -> int:
-        """Address of the word in a rank's memory that another rank sets."""
-        return self._memories[rank].data_ptr() + 2 * self.size + 4 * (kind * MOST_RANKS + of)
+    def _flag(self, rank: int, kind: int, setter: int) -> int:
+        """Address of the word in a rank's memory that another rank, the setter, sets."""
+        return self._memories[rank].data_ptr() + 2 * self.size + 4 * (kind * MOST_RANKS + setter)
 
 
 _all: WeakSet[Neighbours] = WeakSet()
@@ -251,11 +251,11 @@ def neighbours(group: Any, size: int, device: torch.device) -> Neighbours | None
             state.reachable = False
     if not state.reachable:
         return None
-    found: Neighbours = state.neighbours
-    found.need(2 * size)
+    buffers: Neighbours = state.neighbours
+    buffers.need(2 * size)
     if not capturing:
-        found.follow()
-    return found
+        buffers.follow()
+    return buffers
 
 
 def used_bytes() -> int:
@@ -274,28 +274,31 @@ def used_bytes() -> int:
 def _reachable(group: Any, device: torch.device) -> bool:
     """Return whether all ranks of the group are on one node, with a GPU each that reaches all others' memory."""
     # torch numbers the exchanges of handles in each process: one of all ranks hangs after one of some
-    whole = group.size() == dist.get_world_size() <= MOST_RANKS
-    if not whole or "nccl" not in dist.get_backend_config(group):
+    all_ranks = group.size() == dist.get_world_size() <= MOST_RANKS
+    if not all_ranks or "nccl" not in dist.get_backend_config(group):
         return False
     boot = BOOT.read_text() if BOOT.exists() else ""
     node = int.from_bytes(blake2b(f"{socket.gethostname()} {boot}".encode(), digest_size=7).digest())
     nodes, indices = zip(*numbers_of_ranks(group, "neighbours", [node, device.index]), strict=True)
-    # ranks that each see one GPU alone all call it 0
-    near = len(set(nodes)) == 1 and len(set(indices)) == len(indices) and _driver() is not None
-    # machines whose GPUs reach each other, but lose or alter what they read
-    near = near and os.environ.get("NCCL_P2P_DISABLE", "0") == "0"
-    # ranks may see different numbers of GPUs
-    near = near and max(indices) < torch.cuda.device_count()
-    others = [index for index in indices if index != device.index]
-    near = near and all(torch.cuda.can_device_access_peer(device, index) for index in others)
-    return not any_of([not near], group)[0]
+    reachable = (
+        len(set(nodes)) == 1
+        # ranks that each see one GPU alone all call it 0
+        and len(set(indices)) == len(indices)
+        and _driver() is not None
+        # machines whose GPUs reach each other, but lose or alter what they read
+        and os.environ.get("NCCL_P2P_DISABLE", "0") == "0"
+        # ranks may see different numbers of GPUs
+        and max(indices) < torch.cuda.device_count()
+        and all(torch.cuda.can_device_access_peer(device, index) for index in indices if index != device.index)
+    )
+    return not any_of([not reachable], group)[0]
 
 
 # a first call in inference mode would make buffers that no call outside could write
 @torch.inference_mode(False)
 def _made(group: Any, size: int, device: torch.device) -> Neighbours | None:
     """The group's buffers, made by all ranks together; None where a rank has no room for them, or cannot reach them."""
-    made, found = None, None
+    made, buffers = None, None
     if torch.cuda.mem_get_info(device)[0] < 2 * (size + ROOM):
         # torch keeps memory that nothing uses
         torch.cuda.empty_cache()
@@ -318,8 +321,8 @@ def _made(group: Any, size: int, device: torch.device) -> Neighbours | None:
         memories = [own if each == me else memory(each) for each in range(group.size())]
         # processes of two containers may be taken for each other, and some machines alter what is read
         if all(torch.equal(x[:ALIGNMENT].clone(), _written_by(rank, x.device)) for rank, x in enumerate(memories)):
-            found = Neighbours(memories, me, size, backend_timeout(group).total_seconds())
-    return None if any_of([found is None], group)[0] else found
+            buffers = Neighbours(memories, me, size, backend_timeout(group).total_seconds())
+    return None if any_of([buffers is None], group)[0] else buffers
 
 
 def _written_by(rank: int, device: torch.device) -> Tensor:

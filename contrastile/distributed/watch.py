@@ -46,7 +46,7 @@ class _Step(NamedTuple):
 
 _steps: deque[_Step] = deque()
 # steps that have ended, which the main thread frees
-_past: list[_Step] = []
+_to_free: list[_Step] = []
 _lock = threading.Lock()
 _threads: tuple[threading.Thread, ...] = ()
 # an object for the time in which the driver is asked, another one each time
@@ -65,7 +65,7 @@ def watch(group: Any, timeout: float, prepare: Callable[[], None]) -> None:
     stream, now, group = torch.cuda.current_stream(), time.monotonic(), weakly(group)
     last = _steps[-1] if _steps else None
     if last is None or last.stream != stream or last.group is not group or now - last.began > APART:
-        _past.clear()
+        _to_free.clear()
         last = _Step(torch.cuda.Event(), stream, group, now, timeout)
         _steps.append(last)
     # the event moves behind this work too, if it was behind the work just before
@@ -91,11 +91,11 @@ def _ask(prepare: Callable[[], None]) -> None:
             _question = object()
             # the event of a younger step may still move; of a late one a slow answer would count as none
             while _steps and _age(_steps[0]) > LOOK:
-                if not _ended(_steps[0].end):
+                if not _has_ended(_steps[0].end):
                     if _late(_steps[0]):
-                        _end(_steps[0])
+                        _end_process(_steps[0])
                     break
-                _past.append(_steps.popleft())
+                _to_free.append(_steps.popleft())
             _question = None
 
 
@@ -108,11 +108,11 @@ def _look(asking: threading.Thread) -> None:
             return
         question = _question
         if question is not None and question is before and _steps and _late(_steps[0]):
-            _end(_steps[0])
+            _end_process(_steps[0])
         before = question
 
 
-def _ended(end: Any) -> bool:
+def _has_ended(end: Any) -> bool:
     """Ask the driver itself: torch's `query` keeps Python's lock meanwhile, without which `_look` could not run."""
     # the event that a main thread is about to record for the first time
     if not end.cuda_event:
@@ -130,7 +130,7 @@ def _late(step: _Step) -> bool:
     return _age(step) > step.timeout
 
 
-def _end(step: _Step) -> None:
+def _end_process(step: _Step) -> None:
     operation, reason = "copy between GPUs", f"it did not end within {step.timeout:g} s"
     group = step.group() if isinstance(step.group, ref) else step.group
     if group is None and step.group is not None:

@@ -152,18 +152,19 @@ class Exchange(ABC):
         return Traffic(2, (0, sent) if far else (sent, 0), (1 / W, 1 / W))
 
     def parts(self) -> int:
-        """Number of parts that a pass has between its transfers; 0: they are not made anew in a replayed call."""
+        """Number of parts that a pass has between its transfers; 0: a replay cannot carry out its transfers."""
         return 0
 
     def replayable(self, D: int, dtype: torch.dtype) -> bool:
         """Return whether a call with these transfers is replayed; D numbers a column. Ranks agree."""
         layout, parts = self.layout, self.parts()
-        if parts == 0 or len(layout) == 1:
-            return len(layout) == 1
-        few = max(layout.rows) * sum(layout.cols) <= parts * REPLAYED_PAIRS
+        if len(layout) == 1:
+            return True
+        if parts == 0 or max(layout.rows) * sum(layout.cols) > parts * REPLAYED_PAIRS:
+            return False
         # a graph keeps copies of a rank's own features, and their gradient sums, too
         own = (max(layout.rows) + max(layout.cols)) * D * bytes_per_feature(dtype)
-        return few and own + self.expected_bytes(layout, D, dtype) <= REPLAYED_BYTES
+        return own + self.expected_bytes(layout, D, dtype) <= REPLAYED_BYTES
 
     def finish(
         self, tiles: Tiles, stats: Sequence[Tensor], rows: Shard, cols: Shard, weights: Tensor | None,
@@ -203,8 +204,8 @@ class Exchange(ABC):
 
     def buffers(self) -> Neighbours | None:
         """The buffers that ranks of a node share for their transfers; None where they have none."""
-        found: Neighbours | None = state_of(self.layout.group).neighbours if len(self.layout) > 1 else None
-        return found
+        shared: Neighbours | None = state_of(self.layout.group).neighbours if len(self.layout) > 1 else None
+        return shared
 
     def joining(self) -> AbstractContextManager[None]:
         """A context for the capture of a sweep, in which a transfer under way ends with the sweep, if that fails."""

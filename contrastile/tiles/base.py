@@ -266,13 +266,13 @@ class Tiles(ABC):
         """0 if the scale and all features are finite, NaN otherwise, computed without a synchronisation."""
         return nonfinite_flag(self.scale, rows.features, cols.features) if self.flag is None else self.flag
 
-    def found(self, rows: Shard, cols: Shard) -> Tensor:
-        """As `nonfinite`, of the first block after its forward, whose own result is taken if there is one."""
+    def nonfinite_after(self, rows: Shard, cols: Shard) -> Tensor:
+        """`nonfinite` of the first block after its forward, which may have computed it on the way."""
         return self.nonfinite(rows, cols)
 
     def note(self, flag: Tensor, rows: Shard, cols: Shard) -> None:
         """Have `finish` read this flag too: NaN if a column of one row alone is not finite, else 0."""
-        self.flag, self.noted = flag + self.found(rows, cols), True
+        self.flag, self.noted = flag + self.nonfinite_after(rows, cols), True
 
     def finish(
         self,

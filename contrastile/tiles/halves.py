@@ -37,7 +37,7 @@ class Halves(Tiles):
 
     spans: tuple[Span, ...] = field(kw_only=True)
     # NaN if an input of a call of one process is not finite, else 0, as the tiles have found it
-    found_flag: Tensor | None = field(default=None, init=False, repr=False)
+    forward_flag: Tensor | None = field(default=None, init=False, repr=False)
 
     def forward(self, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
         stats, flag = None, self.scale * 0
@@ -45,12 +45,12 @@ class Halves(Tiles):
             block_stats, _ = tiles.forward(half_rows, some_cols)
             # of one process
             if len(self.spans) == 2:
-                flag = flag + tiles.found(half_rows, some_cols)
+                flag = flag + tiles.nonfinite_after(half_rows, some_cols)
             if stats is None:
                 stats = block_stats
             else:
                 tiles.merge(stats, block_stats[None])
-        self.found_flag = flag
+        self.forward_flag = flag
         return self.init(rows) if stats is None else stats, None
 
     def backward(self, rows: Shard, cols: Shard, u: Sum, v: Sum | InFlight, row_stats: Tensor | None = None) -> Tensor:
@@ -70,11 +70,11 @@ class Halves(Tiles):
         self, stats: Sequence[Tensor], weights: Tensor | None, reduction: Reduction, total: Total,
         nonfinite: Callable[[], Tensor],
     ) -> ForwardResult:  # fmt: skip
-        tiles, found = self.halves[0], self.found_flag
-        if len(self.spans) > 2 or self.flag is not None or found is None:
+        tiles, flag = self.halves[0], self.forward_flag
+        if len(self.spans) > 2 or self.flag is not None or flag is None:
             return super().finish(stats, weights, reduction, total, nonfinite)
-        tiles.flag, tiles.noted = found, True
-        return tiles.finish(stats, weights, reduction, total, lambda: found)
+        tiles.flag, tiles.noted = flag, True
+        return tiles.finish(stats, weights, reduction, total, lambda: flag)
 
     def merge(self, stats: Tensor, parts: Tensor) -> None:
         self.halves[0].merge(stats, parts)

@@ -177,7 +177,7 @@ class Triton(Tiles):
         # the norms of a replay include sums of features times 0
         return self.norms[1].sum() + self.scale * 0
 
-    def found(self, rows: Shard, cols: Shard) -> Tensor:
+    def nonfinite_after(self, rows: Shard, cols: Shard) -> Tensor:
         constants = next(iter(self.constants.values()), None)
         return self.nonfinite(rows, cols) if constants is None else constants[NONFINITE.value]
 
@@ -338,7 +338,7 @@ class Triton(Tiles):
         if (positives := self._positives(block)) is not None:
             positions.add_totals(block, positives, stats)
         if block.runs is not None:
-            room = self._budget.room_for_sums(block.rows, block.cols, kept=self.exponentials is not None)
+            room = self._budget.room_for_sums(block.rows, block.cols, beside=self.exponentials is not None)
             label_sums.add_totals(block, stats, room)
 
     # the backward

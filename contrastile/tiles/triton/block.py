@@ -209,10 +209,10 @@ class Budget:
         of_labels = rows.diagonal is None and rows.labels is not None and rows.ids is None
         return of_labels and self._sums(len(rows), len(cols), rows.features.dtype)
 
-    def room_for_sums(self, rows: Shard, cols: Shard, *, kept: bool) -> int:
-        """Bytes of the workspace for sums by label; kept: beside exponentials."""
+    def room_for_sums(self, rows: Shard, cols: Shard, *, beside: bool) -> int:
+        """Bytes of the workspace for sums by label; beside: exponentials are there too."""
         given = len(rows), len(cols), *self._copies(rows, cols)
-        return self.workspace - (self.keeping(*given, later=True) if kept else 0)
+        return self.workspace - (self.keeping(*given, later=True) if beside else 0)
 
     def _sums(self, N: int, M: int, dtype: torch.dtype) -> bool:
         """Return whether the loss allows sums by label, and the workspace has room for the fewest.

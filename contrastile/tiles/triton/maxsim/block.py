@@ -186,8 +186,8 @@ def expected_bytes(
         pairs = min(tiles * rows * cols, N * M)
         # each tile frees its winners, and those of the first columns make room for the gradients of their rows
         for at in range(tiles):
-            kept = (tiles - at) * each
-            used = kept + 4 * rows * cols + by_queries + lists(kept + 8 * rows * cols if at < tiles - 1 else 0)
+            waiting = (tiles - at) * each
+            used = waiting + 4 * rows * cols + by_queries + lists(waiting + 8 * rows * cols if at < tiles - 1 else 0)
             if at < row_tiles:
                 beginning = max(beginning, used + 4 * rows * L * D * (at + 1))
             else:
