@@ -145,9 +145,9 @@ def choose_exchange(
         # nothing travels: one rank may compute a loss of its own while the others do not, for validation
         return Single(options.gradient, Layout(None, 0, (len(rows),), (len(cols),)))
     layout = agreed_layout(options, loss, rows, cols, statement, tokens)
-    longest = layout.tokens
     if name == "auto":
-        D = max(_numbers(side, length) for side, length in zip((rows, cols), longest or (None, None), strict=True))
+        most = layout.tokens or (None, None)
+        D = max(_numbers_per_row(side, length) for side, length in zip((rows, cols), most, strict=True))
         dtype = max((x.dtype for side in (rows, cols) for x in side.leaves), key=bytes_per_feature)
         name = automatic_exchange(layout, D, dtype, layout.allowed)
         _say_once(f"exchange: {name}")
@@ -173,8 +173,8 @@ def agreed_layout(
     return layout
 
 
-def _numbers(side: Shard, tokens: int | None) -> int:
-    """Numbers of a row in all tensors of a side; of so many tokens, where they differ between ranks."""
+def _numbers_per_row(side: Shard, tokens: int | None) -> int:
+    """Numbers of a row in all tensors of a side; tokens: those of the row, where they differ between ranks."""
     shapes = (x.shape[1:] if tokens is None else (tokens, *x.shape[2:]) for x in side.leaves)
     return sum(map(math.prod, shapes))
 
@@ -202,11 +202,11 @@ def _statement(options: Options, loss: PairLoss, rows: Shard, cols: Shard, *, ra
         "reduction": options.reduction, "features": _shapes(rows, ragged=ragged),
         "key features": _shapes(cols, ragged=ragged), "dtype": str(rows.features.dtype),
         "device": rows.features.device.type, "positives": None if rows.positives is None else rows.positives.shape[1],
-        "labels": _given(rows.labels), "ids": _given(rows.ids), "negatives of each query": _given(rows.own),
+        "labels": _presence(rows.labels), "ids": _presence(rows.ids), "negatives of each query": _presence(rows.own),
     }  # fmt: skip
 
 
-def _given(x: object) -> str:
+def _presence(x: object) -> str:
     return "left out" if x is None else "given"
 
 
@@ -218,7 +218,7 @@ def _shapes(side: Shard, *, ragged: bool) -> Any:
 
 
 def _triton() -> type[Tiles]:
-    """Imported at the first use: importing the library must not import Triton."""
+    """The fused tiles, imported at their first use: importing the library must not import Triton."""
     from contrastile.tiles.triton.backend import Triton
 
     return Triton
@@ -247,11 +247,11 @@ def choose_tiles(backend: Backend, loss: PairLoss, rows: Shard, cols: Shard) -> 
 
 def choose_fused(backend: Backend, scorer: Scorer, rows: Shard, cols: Shard) -> Any:
     """The tiles of a scorer that has kernels; None for those of its own operations."""
-    device = rows.features.device.type
-    if backend == "triton" and type(scorer.module) is not MaxSim:
+    has_kernels, on_gpu = type(scorer.module) is MaxSim, rows.features.device.type == "cuda"
+    if backend == "triton" and not has_kernels:
         remedy = "A scorer brings its own kernels."
         raise invalid("backend", "be auto, eager or dense with a scorer", "'triton'", remedy)
-    if type(scorer.module) is not MaxSim or not (backend == "triton" or (backend == "auto" and device == "cuda")):
+    if not has_kernels or backend in ("eager", "dense") or (backend == "auto" and not on_gpu):
         return None
     try:
         from contrastile.tiles.triton.maxsim.late import FusedMaxSim

@@ -146,7 +146,7 @@ def contrast(
 
 def _scorer_sides(q: Any, k: Any, negatives: Any, scorer: nn.Module) -> tuple[Any, Any, Any, nn.Module]:
     """The sides of a scorer, with packed texts padded, and the scorer; `MaxSim` gets vectors normalised once."""
-    if isinstance(scorer, MaxSim) and scorer.normalize and scorer.original:
+    if isinstance(scorer, MaxSim) and scorer.normalize and scorer.unmodified:
         # tiles would normalise a row again for each column
         q, k, negatives, scorer = *map(_normalized, (q, k, negatives)), PLAIN_MAXSIM
     # keys and negatives are one side, of texts of one length

@@ -105,23 +105,23 @@ class MaxSim(nn.Module):
         self.normalize = normalize
 
     def forward(self, rows: Tokens, columns: Tokens) -> Tensor:
-        (q_ILD, asking), (k_JMD, answering) = self.checked(rows, columns)
-        q_ILD, k_JMD = without_padding(q_ILD, asking), without_padding(k_JMD, answering)
+        (q_ILD, row_mask), (k_JMD, col_mask) = self.checked(rows, columns)
+        q_ILD, k_JMD = without_padding(q_ILD, row_mask), without_padding(k_JMD, col_mask)
         if self.normalize:
             q_ILD, k_JMD = unit_vectors(q_ILD), unit_vectors(k_JMD)
         if not k_JMD.shape[1]:
             # no column has a token
-            k_JMD, answering = self.pad_tokens((k_JMD, answering), 1)
+            k_JMD, col_mask = self.pad_tokens((k_JMD, col_mask), 1)
         q_ED = q_ILD.flatten(0, 1)
         if q_ED.device.type == "cpu" and not torch.compiler.is_compiling():
-            best_EJ = _BestMatches.apply(q_ED, k_JMD, answering)
+            best_EJ = _BestMatches.apply(q_ED, k_JMD, col_mask)
         else:
-            best_EJ = _similarities(q_ED, k_JMD, answering).max(-1).values
+            best_EJ = _similarities(q_ED, k_JMD, col_mask).max(-1).values
         best_ILJ = best_EJ.unflatten(0, q_ILD.shape[:2])
-        if answering is not None:
-            best_ILJ = best_ILJ.masked_fill(~answering.any(-1), 0.0)
-        if asking is not None:
-            best_ILJ = best_ILJ.masked_fill(~asking[:, :, None], 0.0)
+        if col_mask is not None:
+            best_ILJ = best_ILJ.masked_fill(~col_mask.any(-1), 0.0)
+        if row_mask is not None:
+            best_ILJ = best_ILJ.masked_fill(~row_mask[:, :, None], 0.0)
         return best_ILJ.sum(1)
 
     @staticmethod
@@ -140,19 +140,19 @@ class MaxSim(nn.Module):
         return sides
 
     @property
-    def original(self) -> bool:
+    def unmodified(self) -> bool:
         """This class itself, without hooks and not compiled: calls do what its `forward` says."""
         return type(self) is MaxSim and not (self._forward_hooks or self._forward_pre_hooks or self._compiled_call_impl)
 
     @property
-    def known(self) -> bool:
-        """`original`, of vectors as given: it draws no random numbers and has no state."""
-        return self.original and not self.normalize
+    def plain(self) -> bool:
+        """`unmodified`, of vectors as given: it draws no random numbers and has no state."""
+        return self.unmodified and not self.normalize
 
     @property
     def stateless(self) -> bool:
         """Calls depend on their arguments alone: any two such modules are the same."""
-        return self.known and not (self._parameters or self._modules or self._buffers)
+        return self.plain and not (self._parameters or self._modules or self._buffers)
 
     @staticmethod
     def tile_bytes(rows: int, columns: int, L: int, M: int, D: int, size: int) -> int:
@@ -231,7 +231,7 @@ class _BestMatches(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q_ED: Tensor, k_JMD: Tensor, answering: Tensor | None) -> Tensor:
+    def forward(ctx: Any, q_ED: Tensor, k_JMD: Tensor, col_mask: Tensor | None) -> Tensor:
         E, (J, M, _), with_graph = len(q_ED), k_JMD.shape, any(ctx.needs_input_grad)
         # autocast decides about the dtype of products
         best = torch.empty(E, J, dtype=(q_ED[:0] @ k_JMD.flatten(0, 1)[:0].T).dtype)
@@ -239,21 +239,21 @@ class _BestMatches(torch.autograd.Function):
         documents = max(1, COLUMNS // max(M, 1))
         for rows in _parts(E, ROWS):
             for cols in _parts(J, documents):
-                similar = _similarities(q_ED[rows], k_JMD[cols], None if answering is None else answering[cols])
+                similar = _similarities(q_ED[rows], k_JMD[cols], None if col_mask is None else col_mask[cols])
                 if winners is None:
                     best[rows, cols] = similar.amax(-1)
                 else:
                     best[rows, cols], winners[rows, cols] = similar.max(-1)
         if winners is not None:
-            ctx.save_for_backward(q_ED, k_JMD, winners, answering)
+            ctx.save_for_backward(q_ED, k_JMD, winners, col_mask)
         return best
 
     @staticmethod
     def backward(ctx: Any, g_EJ: Tensor) -> tuple[Tensor | None, ...]:
-        q_ED, k_JMD, winners, answering = ctx.saved_tensors
+        q_ED, k_JMD, winners, col_mask = ctx.saved_tensors
         if torch.is_grad_enabled():
             # a second derivative is wanted: autograd's own first has a graph
-            best, inputs = _similarities(q_ED, k_JMD, answering).max(-1).values, (q_ED, k_JMD)
+            best, inputs = _similarities(q_ED, k_JMD, col_mask).max(-1).values, (q_ED, k_JMD)
             wanted = [x for x, want in zip(inputs, ctx.needs_input_grad, strict=False) if want]
             gradients = iter(torch.autograd.grad(best, wanted, g_EJ, create_graph=True))
             return *[next(gradients) if want else None for want in ctx.needs_input_grad[:2]], None
@@ -274,10 +274,10 @@ class _BestMatches(torch.autograd.Function):
         return None if of_q is None else of_q.to(q_ED.dtype), of_k, None
 
 
-def _similarities(q_ED: Tensor, k_JMD: Tensor, answering: Tensor | None) -> Tensor:
-    """⟨q_e, k_jm⟩ [E, J, M]; −∞ for tokens that do not answer."""
+def _similarities(q_ED: Tensor, k_JMD: Tensor, col_mask: Tensor | None) -> Tensor:
+    """⟨q_e, k_jm⟩ [E, J, M]; −∞ for masked tokens."""
     similar = (q_ED @ k_JMD.flatten(0, 1).T).unflatten(1, k_JMD.shape[:2])
-    return similar if answering is None else similar.masked_fill(~answering, -torch.inf)
+    return similar if col_mask is None else similar.masked_fill(~col_mask, -torch.inf)
 
 
 def _parts(n: int, size: int) -> list[slice]:
@@ -291,6 +291,7 @@ def _vectors(name: str, x: Tensor, features: int) -> None:
 
 
 def tokens(name: str, side: Tokens) -> tuple[Tensor, Tensor | None]:
+    """The vectors [B, L, D] of a side of `MaxSim`, and its bool mask [B, L]. Raises ValueError for anything else."""
     both = side if isinstance(side, (tuple, list)) else (side, None)
     vectors, mask = both if len(both) == 2 else (None, None)
     shapes = [list(x.shape) if isinstance(x, Tensor) else None for x in (vectors, mask)]

@@ -82,9 +82,9 @@ class Hierarchical(Exchange):
         node, local_rank = divmod(layout.rank, size)
         ring = _part(layout, range(local_rank, W, size), between, node)
         gathers = [Gather(self.gradient, replace(each, group=within, rank=local_rank)) for each in _nodes(layout)]
-        # in the order in which the ring brings their shards: this node's first, then that of the node before
-        visits = iter(gathers[node::-1] + gathers[:node:-1])
-        return Ring(self.gradient, ring), _Node(tiles.loss, tiles.scale, tiles.bias, tiles.workspace, tiles, visits)
+        # the ring brings the shards of this node first, then those of the node before
+        in_order = iter(gathers[node::-1] + gathers[:node:-1])
+        return Ring(self.gradient, ring), _Node(tiles.loss, tiles.scale, tiles.bias, tiles.workspace, tiles, in_order)
 
 
 @dataclass

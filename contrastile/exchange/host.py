@@ -92,27 +92,28 @@ class Host(Exchange):
     def block_forward(self, tiles: Tiles, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
         """The statistics of these rows and columns. The first block of a call also finds non-finite features."""
         blocks = BlockStream(cols.leaves, self.cuts.shard, self.device)
-        row_stats, first = tiles.init(rows), tiles.flag is None
-        empty = [
+        row_stats, first_block = tiles.init(rows), tiles.flag is None
+        no_rows, no_cols = (
             self._on_device(side, slice(0, 0), [x[:0].to(self.device) for x in side.leaves]) for side in (rows, cols)
-        ]
-        flag = tiles.nonfinite(*empty)
+        )
+        flag = tiles.nonfinite(no_rows, no_cols)
         col_stats = tiles.init(cols) if tiles.loss.symmetric else None
         for along_i, strip in self._strips(rows):
-            flag = flag + tiles.nonfinite(strip, empty[1])
+            flag = flag + tiles.nonfinite(strip, no_cols)
             for _, along_j, block, _ in self._columns(blocks, cols, fresh=True):
                 block_rows, block_cols = tiles.forward(strip, block)
                 row_stats[:, along_i] = tiles.loss.merge(row_stats[:, along_i], block_rows)
                 if col_stats is not None and block_cols is not None:
                     col_stats[:, along_j] = tiles.loss.merge(col_stats[:, along_j], block_cols)
                 if along_i.start == 0:
-                    flag = flag + tiles.nonfinite(empty[0], block)
+                    flag = flag + tiles.nonfinite(no_rows, block)
             # free its memory before the next strip is copied
             del strip
-        if first:
-            # a rank without rows still has columns
-            for _, _, block, _ in self._columns(blocks, cols, fresh=True) if not len(rows) else ():
-                flag = flag + tiles.nonfinite(empty[0], block)
+        if first_block:
+            if not len(rows):
+                # no strip has met the columns
+                for _, _, block, _ in self._columns(blocks, cols, fresh=True):
+                    flag = flag + tiles.nonfinite(no_rows, block)
             tiles.flag = flag
         return row_stats, col_stats
 
@@ -143,7 +144,7 @@ class Host(Exchange):
         assert row_stats is None
         tiles.sums_are_gradients = True
         if len(self.layout) > 1:
-            return self._accumulate_around(tiles, rows, cols, wanted)
+            return self._accumulate_of_ranks(tiles, rows, cols, wanted)
         N, wide = len(rows), tiles.scale.dtype
         of_rows, of_cols = tiles.sum_rows(rows, cols, wanted)
         dq, dk = (_gradients(len(side), row) for side, row in ((rows, of_rows), (cols, of_cols)))
@@ -167,10 +168,12 @@ class Host(Exchange):
                 if running is not None and along_i.stop < N:
                     blocks.write_back(v, running[along_j], index)
                 else:
-                    products += 0 if u is not None or tiles.sums_products else inner_product(block.features, v)
+                    if u is None and not tiles.sums_products:
+                        products += inner_product(block.features, v)
                     bring_back(v, dk[along_j], index)
             if u is not None:
-                products += 0 if tiles.sums_products else inner_product(strip.features, u)
+                if not tiles.sums_products:
+                    products += inner_product(strip.features, u)
                 if dq is not None:
                     for rows_of_u, to in zip(u.split(self.cuts.shard), dq[along_i].split(self.cuts.shard), strict=True):
                         bring_back(rows_of_u, to)
@@ -179,7 +182,7 @@ class Host(Exchange):
         blocks.finish()
         return Accumulated(dq, dk, sums if tiles.sums_products else torch.stack([sums, products]))
 
-    def _accumulate_around(self, tiles: Tiles, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> Accumulated:
+    def _accumulate_of_ranks(self, tiles: Tiles, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> Accumulated:
         """`accumulate` of several ranks."""
         wide, sides = tiles.scale.dtype, tiles.sum_rows(rows, cols, wanted)
         u, v = (

@@ -90,7 +90,7 @@ class Ring(Exchange):
         sums = tiles.no_pairs()
         returned = tiles.scale.new_empty(len(cols), 0) if v is None else v
         most = max(self.layout.cols)
-        # memory for the gradient of one hop's columns; v itself serves until its sum returns
+        # memory for the gradient of one hop's columns; v is free until the sum for it returns
         hop_grad = returned if len(returned) == most else returned.new_empty(most, returned.shape[1])
 
         def visit(shard: Shard, travelling: InFlight) -> None:
@@ -101,9 +101,12 @@ class Ring(Exchange):
                     travelling.value().zero_()
                 sums.add_(tiles.backward(rows, shard, u, travelling, row_stats))
             else:
-                own = hop_grad[: len(shard)].zero_()
-                sums.add_(tiles.backward(rows, shard, u, own, row_stats))
-                (Tensor.copy_ if travelling.first else Tensor.add_)(travelling.value(), own)
+                part = hop_grad[: len(shard)].zero_()
+                sums.add_(tiles.backward(rows, shard, u, part, row_stats))
+                if travelling.first:
+                    travelling.value().copy_(part)
+                else:
+                    travelling.value().add_(part)
 
         self._around(cols, returned, 0, visit)
         return sums

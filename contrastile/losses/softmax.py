@@ -141,32 +141,32 @@ class Softmax(PairLoss):
     def finish(self, stats: Tensor) -> Finished:
         named = SoftmaxStats(*stats)
         counts = (named.positive_count > 0).to(stats.dtype)
-        # all exponentials of a row's positives may be among those of its other pairs
-        alone = (named.positive_count > 0) & (named.positive_total == 0)
-        of_positives = named.positive_total.masked_fill(alone, 1.0).log()
+        # fused sums by label include the positives' exponentials in the first total (`tiles/triton/label_sums.py`)
+        included = (named.positive_count > 0) & (named.positive_total == 0)
+        positive_log = named.positive_total.masked_fill(included, 1.0).log()
         # differences of maxima first: they are exact where their logits are alike
-        gap = (named.top - named.positive_top.masked_fill(alone, 0.0)) + (named.total.log() - of_positives)
+        gap = (named.top - named.positive_top.masked_fill(included, 0.0)) + (named.total.log() - positive_log)
         positive_share = 1 / named.positive_count.clamp(min=1)
         # mean of the positives relative to their top, as that of the negatives below
         mean = named.positive_sum * positive_share
         share = zero = torch.zeros_like(gap)
-        # exactly 0 for one positive
-        among = (of_positives - mean).masked_fill((named.positive_count == 1) & ~alone, 0.0)
-        loss = torch.where(alone, gap, torch.logaddexp(zero, gap)) + among
+        # log Σ exp of the positives above their mean: exactly 0 for one positive
+        above_mean = (positive_log - mean).masked_fill((named.positive_count == 1) & ~included, 0.0)
+        loss = torch.where(included, gap, torch.logaddexp(zero, gap)) + above_mean
         if self.label_smoothing:
             share = 1 / (named.positive_count + named.logit_count).clamp(min=1)
             others = named.logit_sum / named.logit_count.clamp(min=1)
             # difference of the positives' mean and the negatives'
             pull = (named.positive_top - finite(named.top)) + (mean - others)
             loss = loss + self.label_smoothing * (pull * (named.logit_count * share))
-        _, top, total = _joined(*named[:2], *named[4:6])
+        _, top, total = _union(*named[:2], *named[4:6])
         state = SoftmaxState(
             top,
             # without a key that counts, 0 instead of 0 · ∞
             1 / total.masked_fill(total == 0, 1.0),
             finite(named.positive_top),
-            1 / named.positive_total.masked_fill((counts == 0) | alone, 1.0),
-            torch.sigmoid(gap).masked_fill(alone, 1.0),
+            1 / named.positive_total.masked_fill((counts == 0) | included, 1.0),
+            torch.sigmoid(gap).masked_fill(included, 1.0),
             positive_share,
             share,
         )
@@ -361,7 +361,7 @@ def _logit_sum(x: Tensor, dim: int, top: Tensor, logit_sum: Tensor, count: Tenso
     torch.sum(excluded.logical_not_(), dim, dtype=x.dtype, out=count)
 
 
-def _joined(top_a: Tensor, total_a: Tensor, top_b: Tensor, total_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _union(top_a: Tensor, total_a: Tensor, top_b: Tensor, total_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Top of the union of two sets, the same where it is finite, and Σ exp(x − top)."""
     higher = torch.maximum(top_a, top_b)
     top = finite(higher)
@@ -371,6 +371,6 @@ def _joined(top_a: Tensor, total_a: Tensor, top_b: Tensor, total_b: Tensor) -> t
 def _merge(a: Tensor, b: Tensor) -> Tensor:
     """Statistics [4, ..., n], of negatives or of positives, of the union of two sets."""
     (top_a, total_a, sum_a, count_a), (top_b, total_b, sum_b, count_b) = a, b
-    higher, top, total = _joined(top_a, total_a, top_b, total_b)
+    higher, top, total = _union(top_a, total_a, top_b, total_b)
     logit_sum = (sum_a + count_a * (finite(top_a) - top)) + (sum_b + count_b * (finite(top_b) - top))
     return torch.stack([higher, total, logit_sum, count_a + count_b])

@@ -147,7 +147,7 @@ class Scorer:
             module, modules, training, rows[0], cols[0], parameters, torch.float32, device, Autocast.current(device),
             seed=None, graph_changes_bits=changes_bits,
         )  # fmt: skip
-        if isinstance(module, MaxSim) and module.known:
+        if isinstance(module, MaxSim) and module.plain:
             # its dtype follows from the inputs; a trial takes a millisecond
             (q, _), (k, _) = module.checked(rows[0].nested(rows[1]), cols[0].nested(cols[1]))
             return replace(draft, dtype=(q.flatten(0, 1)[:0].to(device) @ k.flatten(0, 1)[:0].to(device).T).dtype)

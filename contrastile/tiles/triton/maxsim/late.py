@@ -70,7 +70,7 @@ class FusedMaxSim(FusedScores):
     def refusal(cls, scorer: Scorer, rows: Shard, cols: Shard) -> str | None:
         """The reason why the kernels cannot compute this scorer; None if they can."""
         module = scorer.module
-        if not isinstance(module, MaxSim) or not module.known:
+        if not isinstance(module, MaxSim) or not module.plain:
             return f"no kernel for the scorer {type(module).__name__}"
         (q, _), (k, _) = (tokens(name, form.nested(side.leaves)) for name, form, side in _sides(scorer, rows, cols))
         if q.shape[2] > MOST_FEATURES or k.shape[1] >= MOST_TOKENS:
@@ -113,9 +113,9 @@ class FusedMaxSim(FusedScores):
         return [(side.features, side.others[0].bool() if side.others else None) for side in (rows, cols)]
 
     def _scores(self, rows: Shard, cols: Shard, *, with_graph: bool) -> tuple[Tensor, Block]:
-        (q, asking), (k, answering) = self._tokens(rows, cols)
+        (q, row_mask), (k, col_mask) = self._tokens(rows, cols)
         wide = self.scorer.dtype
-        entries, documents = Entries.of(readable(q, wide), asking), Documents.of(readable(k, wide), answering)
+        entries, documents = Entries.of(readable(q, wide), row_mask), Documents.of(readable(k, wide), col_mask)
         position = rows.start, cols.start
         if with_graph and position in self.stored:
             scores, winners = self.stored.pop(position)
