@@ -37,12 +37,9 @@ _sizes = WeakIdKeyDictionary()
 
 
 def agreed_size(
-    known: dict[Any, tuple[int, int]],
-    kind: object,
-    batch: int,
-    search: Callable[[], int],
+    known: dict[Any, tuple[int, int]], kind: object, batch: int, search: Callable[[], int],
     most: Callable[[int], int] = int,
-) -> int:
+) -> int:  # fmt: skip
     """The largest sub-batch for inputs of one kind, known or searched for; the smallest over ranks that run together.
 
     known: by kind, the size and the batch for which it was measured. most: the largest of a number over those ranks.
@@ -53,9 +50,9 @@ def agreed_size(
         return min(-most(-(size if size < batch else UNLIMITED)), batch)
 
     size, measured = known.get(kind, (0, 0))
-    # a batch that fitted whole is no measure for a larger one. A rank that knows its size searches again with those
-    # that do not, because a sharded encoder runs on all ranks
+    # a batch that fitted whole is no measure for a larger one
     size = agreed(0 if size == measured < batch else size)
+    # all ranks search where one does not know its size, because a sharded encoder runs on all of them
     if size == 0:
         failure = torch.OutOfMemoryError("encode: another rank has no room for a single example")
         try:
@@ -105,7 +102,7 @@ def with_fitting_size(
     kind = identity, job.differentiates(leaves), len(job.reached.parameters), shapes
     most = job.sharding.most if wrapper is None else partial(consistency.most, group=wrapper.process_group)
     known: dict[Any, tuple[int, int]] = _sizes.setdefault(key, {}) if key is not None else {}
-    size = agreed_size(known, kind, max(batch, 1), partial(search, job, leaves, batch), most)
+    size = agreed_size(known, kind, max(batch, 1), partial(largest_fitting, job, leaves, batch), most)
     if job.sharding.modules:
         # all ranks would have to run again
         return run(size)
@@ -121,7 +118,7 @@ def with_fitting_size(
     return result
 
 
-def search(job: Job, leaves: Sequence[Tensor], batch: int) -> int:
+def largest_fitting(job: Job, leaves: Sequence[Tensor], batch: int) -> int:
     """The largest sub-batch whose forward fits into memory, and its backward, if there is one.
 
     It follows from the bytes that an example adds; on a CUDA device it is then tried.
@@ -144,6 +141,7 @@ def search(job: Job, leaves: Sequence[Tensor], batch: int) -> int:
 
     measure = graph_bytes if differentiates else footprint
     with job.reached.random().restoring(), job.sharding.gathered(), without_hooks(parameters):
+        # one example is not measured
         few, each = halving(lambda n: bytes_per_example(encoded, n, measure) if n > 1 else 1, min(batch, FEW))
         most = batch if few == min(batch, FEW) else few
         factor = BACKWARD_TRIED if tries(job.device) else BACKWARD

@@ -139,17 +139,18 @@ def split_by_tokens(inputs: Any, tokens: int, sub_batch: int | None, *, rounded:
     # a text without any token keeps all positions, because attention then sees all of them
     lengths[lengths == 0] = length
     order = lengths.argsort(descending=True, stable=True)
-    wide = [rounded_length(each, length) if rounded else each for each in lengths[order].tolist()]
+    padded = [rounded_length(each, length) if rounded else each for each in lengths[order].tolist()]
     # the first sub-batch keeps its padding: it shows which outputs have an axis of tokens
-    wide[0] = length
+    padded[0] = length
     bounds, widths = list[Bounds](), list[int]()
     while (start := bounds[-1][1] if bounds else 0) < batch:
-        fit = max(1, tokens // wide[start])
-        bounds.append((start, min(batch, start + min(fit, sub_batch or fit))))
-        widths.append(wide[start])
-    # `fit` is the last one's, which may hold fewer: batches of texts differ in size
-    less = bounds[-1][1] - bounds[-1][0] < min(fit, sub_batch or fit)
-    return SubBatches(bounds, order, widths, length, len(bounds) - 1 if less else None)
+        fit = max(1, tokens // padded[start])
+        fit = min(fit, sub_batch or fit)
+        bounds.append((start, min(batch, start + fit)))
+        widths.append(padded[start])
+    # the last sub-batch may hold fewer texts than would fit
+    (start, stop), last = bounds[-1], len(bounds) - 1
+    return SubBatches(bounds, order, widths, length, short=last if stop - start < fit else None)
 
 
 def stand_ins(leaves: Sequence[Tensor], inputs: Any) -> list[Tensor]:

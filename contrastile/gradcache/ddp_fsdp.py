@@ -66,12 +66,12 @@ def unwrap(encoder: Any) -> tuple[Any, DistributedDataParallel | None]:
         function, wrapper = unwrap(encoder.func)
         return partial(function, *encoder.args, **encoder.keywords), wrapper
     module, name = encoder if isinstance(encoder, tuple) and len(encoder) == 2 else (encoder, "forward")
-    compiled, module = module, _uncompiled_wrapper(module)
+    passed, module = module, _uncompiled_wrapper(module)
     wrapper = module if isinstance(module, DistributedDataParallel) else None
-    if wrapper is not None and compiled is not wrapper:
-        module = _compiled_inside(compiled, wrapper)
-    else:
-        module = module.module if wrapper is not None or engine_of(module) is not None else module
+    if wrapper is not None and passed is not wrapper:
+        module = _compiled_inside(passed, wrapper)
+    elif wrapper is not None or engine_of(module) is not None:
+        module = module.module
     if name == "forward":
         return module, wrapper
     if isinstance(module, nn.Module) and callable(name) and not isinstance(name, nn.Module):
@@ -184,7 +184,7 @@ def _groups_of_call(encoder: Any, wrapper: DistributedDataParallel | None) -> li
         return [group] if torch.is_grad_enabled() and trained and collectives.size(group) > 1 else []
     module = _owner(encoder, None)
     modules = module.modules() if isinstance(module, nn.Module) else ()
-    return Sharding([each for each in modules if isinstance(each, _torch.fsdp_module_class())]).comparing()
+    return Sharding([each for each in modules if isinstance(each, _torch.fsdp_module_class())]).comparing_groups()
 
 
 def refuse_bypass(wrapper: Any, modules: Sequence[nn.Module], parameters: Sequence[Tensor]) -> None:
@@ -292,13 +292,13 @@ class Sharding:
 
         Raises ValueError on all ranks where their statements differ.
         """
-        for group in self.comparing():
+        for group in self.comparing_groups():
             value = consistency.most(value, group, **statement)
         return value
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
         """Return for each flag whether it is set on any rank: FSDP2 scatters the same gradients on all of them."""
-        for group in self.comparing():
+        for group in self.comparing_groups():
             flags = consistency.any_of(flags, group)
         return list(flags)
 
@@ -306,7 +306,7 @@ class Sharding:
     def in_step(self) -> Iterator[None]:
         """Make an error of one rank, such as too little memory, an error on all: they would wait for its shards."""
         with ExitStack() as stack:
-            for group in dict.fromkeys([*self.groups(), *self.comparing()]):
+            for group in dict.fromkeys([*self.groups(), *self.comparing_groups()]):
                 stack.enter_context(in_step(group))
                 stack.enter_context(collectives.reporting_lost_ranks("exchange of shards", group))
             yield
@@ -316,7 +316,7 @@ class Sharding:
         groups = [mesh.get_group(axis) for mesh in self._meshes for axis in range(mesh.ndim)]
         return [group for group in dict.fromkeys(groups) if collectives.size(group) > 1]
 
-    def comparing(self) -> list[Any]:
+    def comparing_groups(self) -> list[Any]:
         """The process groups through which these ranks compare: that of all ranks, where one mesh holds them.
 
         It compares on the host (`consistency.py`). Those of a mesh's axes would wait for their device, twice.
@@ -352,7 +352,7 @@ class Sharding:
             try:
                 yield
             finally:
-                self.settle()
+                self.reshard()
 
     @contextmanager
     def holding_back(self) -> Iterator[None]:
@@ -365,8 +365,8 @@ class Sharding:
         with _set_to(self._groups, NO_REDUCTION), _set_to(stay, {"reshard_after_backward": False}):
             yield
 
-    def settle(self) -> None:
-        """Shard every group again after a replay, but those that stay gathered, and make it ready for the next one."""
+    def reshard(self) -> None:
+        """Shard every group after a replay, but those that stay gathered, and make it ready for the next replay."""
         _torch.finish_fsdp_backward(self._states)
 
 

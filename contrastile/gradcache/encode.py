@@ -137,7 +137,7 @@ def encode(
         # the wrapper waits for all, and a function of its module may reach a part of them
         others = (parameter for parameter in wrapper.module.parameters() if parameter.requires_grad)
         parameters = list(dict.fromkeys([*parameters, *others]))
-    # the batch is one sub-batch until its size is known
+    # the batch counts as one sub-batch until `run` splits it
     job = Job(
         encoder=function, layout=layout, batches=SubBatches([(0, batch)]), retain=retain, to_host=features == "host",
         reached=replace(reached, parameters=parameters), autocast=Autocast.current(reached.device), sharding=sharding,
@@ -239,18 +239,14 @@ def one_pass(job: Job, leaves: Sequence[Tensor], form: OutputForm) -> list[Any]:
 
 
 def second_pass(
-    job: Job,
-    record: Record,
-    parameters: Sequence[Tensor],
-    leaves: Sequence[Tensor],
-    upstream: Sequence[Tensor | None],
+    job: Job, record: Record, parameters: Sequence[Tensor], leaves: Sequence[Tensor], upstream: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """The gradients of the parameters, and of the leaves that require one.
 
     upstream: gradients of the features, the cache. Sub-batches that retained their graph come first, without a second
     forward.
     """
-    # they may want a gradient by now, or none any more
+    # as in the first pass: by now other leaves may require a gradient
     leaves = [leaf.detach().requires_grad_(want) for leaf, want in zip(leaves, record.wanted, strict=True)]
     values, wanted = detached(leaves)
     sums = GradientSums(job, record.form, parameters, record.frozen, leaves, upstream)
@@ -262,7 +258,7 @@ def second_pass(
             outputs, inputs = job.run(index, rows, record.form, wanted)
         check.compare(index, outputs, upstream)
         sums.add(index, outputs, inputs)
-        job.sharding.settle()
+        job.sharding.reshard()
 
     mode = in_modes(job.reached.modules, record.training)
     with after.restoring(), job.sharding.in_step(), without_hooks(parameters), job.sharding.holding_back(), mode:
@@ -302,12 +298,12 @@ class GradientSums:
     upstream: Sequence[Tensor | None]
     # sums by position of the parameter
     totals: dict[int, Tensor] = field(default_factory=dict)
-    # totals that may be added to in place; the first gradient is autograd's, and may be shared
-    owned: set[int] = field(default_factory=set)
-    # gradients of leaves, by position
-    inputs: dict[int, Tensor] = field(default_factory=dict)
+    # positions of the sums that are added to in place; a first gradient is autograd's, whose memory may be shared
+    own_memory: set[int] = field(default_factory=set)
+    # gradients of the inputs, by position among the leaves
+    of_inputs: dict[int, Tensor] = field(default_factory=dict)
     # graph leaves that are no known parameter; those that the encoder made are dead after the sub-batch
-    unowned: list[ReferenceType[Tensor]] = field(default_factory=list)
+    unknown: list[ReferenceType[Tensor]] = field(default_factory=list)
 
     def add(self, index: int, outputs: Sequence[Any], inputs: list[Tensor]) -> None:
         """Back-propagate one sub-batch from its part of the cached gradients."""
@@ -331,16 +327,16 @@ class GradientSums:
         outs, gradients = zip(*pairs, strict=True)
         results = back_propagated(outs, [*(self.parameters[position] for position in trained), *inputs], gradients)
         # the host checks while the device computes
-        self._refuse_unowned(outs, inputs)
+        self._refuse_unknown(outs, inputs)
         self._accumulate({at: x for at, x in zip(trained, results, strict=False) if x is not None})
         for place, gradient in zip(self._places(index), results[len(trained) :], strict=True):
             if gradient is not None:
-                if place.tensor not in self.inputs:
-                    self.inputs[place.tensor] = torch.zeros_like(self.leaves[place.tensor])
+                if place.tensor not in self.of_inputs:
+                    self.of_inputs[place.tensor] = torch.zeros_like(self.leaves[place.tensor])
                 start, stop = self.job.bounds[index]
                 # an empty sub-batch ran on a row of another
                 if start < stop:
-                    place.of(self.inputs[place.tensor]).copy_(gradient)
+                    place.of(self.of_inputs[place.tensor]).copy_(gradient)
 
     def _places(self, index: int) -> list[Place]:
         """Places of the inputs that want a gradient; packed values of which the sub-batch has none are no input."""
@@ -357,16 +353,16 @@ class GradientSums:
     def _accumulate(self, gradients: Mapping[int, Tensor]) -> None:
         """Add gradients by position of the parameter."""
         first = {at: _as_type(x, accumulator(x.dtype)) for at, x in gradients.items() if at not in self.totals}
-        second = [at for at in gradients if at in self.totals and at not in self.owned]
-        later = [at for at in gradients if at in self.owned]
+        second = [at for at in gradients if at in self.totals and at not in self.own_memory]
+        later = [at for at in gradients if at in self.own_memory]
         # allocate before the first addition: a sub-batch that runs again after an error counts once
         sums = add_each([self.totals[at] for at in second], [gradients[at] for at in second]) if second else ()
         self.totals |= {**first, **dict(zip(second, sums, strict=True))}
-        self.owned.update(second)
+        self.own_memory.update(second)
         if later:
             add_each_([self.totals[at] for at in later], [gradients[at] for at in later])
 
-    def _refuse_unowned(self, outs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    def _refuse_unknown(self, outs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """Refuse a parameter that is not the encoder's, which would get no gradient.
 
         A tensor that the encoder made and wants a gradient of, such as features behind frozen embeddings
@@ -377,28 +373,28 @@ class GradientSums:
             if id(leaf) not in known:
                 if isinstance(leaf, nn.Parameter):
                     raise introspect.not_owned(leaf)
-                self.unowned.append(ref(leaf))
+                self.unknown.append(ref(leaf))
 
     def finish(self) -> list[Tensor | None]:
         """The sums in their parameters' dtypes, None for an unused one, and the inputs' gradients."""
-        if any(reference() is not None for reference in self.unowned):
+        if any(reference() is not None for reference in self.unknown):
             # a reference cycle may keep a dropped one alive
             gc.collect()
-        for reference in self.unowned:
+        for reference in self.unknown:
             if (leaf := reference()) is not None:
                 raise introspect.not_owned(leaf)
         # a rank of which no example reaches a parameter has zeros for it, where another rank has a gradient
         reached = self.job.sharding.any_of([position in self.totals for position in range(len(self.parameters))])
         totals: list[Tensor | None] = []
-        for position, (parameter, reaches) in enumerate(zip(self.parameters, reached, strict=True)):
+        for position, (parameter, on_any_rank) in enumerate(zip(self.parameters, reached, strict=True)):
             total = self.totals.get(position)
-            if total is None and not reaches:
+            if total is None and not on_any_rank:
                 modes.skip_hooks_without_gradient(parameter)
                 totals.append(None)
             else:
                 totals.append(torch.zeros_like(parameter) if total is None else _as_type(total, parameter.dtype))
         wanted = (index for index, leaf in enumerate(self.leaves) if leaf.requires_grad)
-        return [*totals, *map(self.inputs.get, wanted)]
+        return [*totals, *map(self.of_inputs.get, wanted)]
 
 
 def _as_type(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -419,7 +415,7 @@ def _consume_graphs(job: Job, record: Record, sums: GradientSums) -> set[int]:
                 raise
             graphs.release(index)
         else:
-            job.sharding.settle()
+            job.sharding.reshard()
             done.add(index)
     return done
 

@@ -123,8 +123,8 @@ def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 def skip_hooks_without_gradient(parameter: Tensor) -> None:
     """Keep autograd from calling the parameter's hooks with None, which it passes on where `encode` has no gradient."""
-    before, behind = backward_hooks(parameter) or {}, accumulation_hooks(parameter) or {}
-    for hooks, call in ((before, _with_gradient), (behind, _with_grad)):
+    of_gradient, after_accumulation = backward_hooks(parameter) or {}, accumulation_hooks(parameter) or {}
+    for hooks, call in ((of_gradient, _with_gradient), (after_accumulation, _with_grad)):
         for key, hook in hooks.items():
             # torch's own (`register_multi_grad_hook`) count their calls
             if getattr(hook, "func", None) is not call and getattr(hook, "__module__", "") != "torch.autograd.graph":
