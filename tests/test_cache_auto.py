@@ -539,7 +539,7 @@ def test_each_method_and_each_set_of_trained_parameters_has_its_own_size(monkeyp
 
     two, x = Two(), torch.randn(B, D)
     two.trunk.requires_grad_(False)
-    monkeypatch.setattr(auto, "search", lambda *_: next(sizes))
+    monkeypatch.setattr(auto, "largest_fitting", lambda *_: next(sizes))
 
     def encoded(encoder: Any) -> int:
         two.seen.clear()

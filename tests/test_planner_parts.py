@@ -330,7 +330,7 @@ def test_exponentials_are_planned_as_kept_where_the_kernels_keep_them(
     size = LossSize(N, M, 1, features, 2**37, "single", "triton", workspace=workspace, loss=loss)
     budget = Budget(loss, torch.device("meta"), workspace)
     rows, cols = (Shard(torch.empty(n, features, dtype=torch.bfloat16, device="meta")) for n in (N, M))
-    assert size.exponentials == budget.keeps(rows, cols) == keeps
+    assert size.exponentials == budget.keeps_exponentials(rows, cols) == keeps
     assert size.operations == (6 if keeps else 8) * N * M * features
     assert not replace(size, ranks=2, exchange="gather").exponentials
     assert not replace(size, dtype=torch.float32).exponentials

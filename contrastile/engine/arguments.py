@@ -251,12 +251,7 @@ def mask_out_of_range(positives: Tensor, keys: int, scale: Tensor) -> tuple[Tens
 
 
 def with_loss_numbers(
-    loss: PairLoss,
-    rows: Shard,
-    cols: Shard,
-    scale: Tensor,
-    gathers: Gathers,
-    tiles: Tiles | None = None,
+    loss: PairLoss, rows: Shard, cols: Shard, scale: Tensor, gathers: Gathers, tiles: Tiles | None = None
 ) -> tuple[Shard, Shard, Tensor]:
     """Both shards with the numbers that the loss takes from guides and labels, and the scale.
 
@@ -264,12 +259,12 @@ def with_loss_numbers(
     rank. gathers: see `PairLoss.counted`. tiles: those that compute the call, which may have kernels for these numbers.
     """
     if rows.guides:
-        rows = changed(
-            rows, numbers=loss.guide_numbers(rows, cols, None) if tiles is None else tiles.guide_numbers(rows, cols)
-        )
-        given = (*rows.guides, *cols.guides, *[x for x in (rows.numbers,) if x is not None])
-        if not (tiles is not None and tiles.checks_guides and len(rows) and len(cols)):
-            scale = scale + nonfinite_flag(torch.zeros_like(scale), *given)
+        numbers = loss.guide_numbers(rows, cols, None) if tiles is None else tiles.guide_numbers(rows, cols)
+        rows = changed(rows, numbers=numbers)
+        # tiles that check guides do so in a block with pairs
+        if tiles is None or not tiles.checks_guides or not len(rows) or not len(cols):
+            read = (*rows.guides, *cols.guides, *([] if numbers is None else [numbers]))
+            scale = scale + nonfinite_flag(torch.zeros_like(scale), *read)
     if loss.counts_positives:
         rows, cols = loss.counted(rows, cols, gathers, count_equal if tiles is None else tiles.count_equal)
     return rows, cols, scale

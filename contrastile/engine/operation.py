@@ -268,15 +268,9 @@ def in_strips(
 
 
 def backward(
-    call: Call,
-    tiles: Tiles,
-    upstream: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    inputs: Sequence[Tensor],
-    results: Sequence[Any],
-    wanted: Wanted,
-) -> list[Tensor | None]:
+    call: Call, tiles: Tiles, upstream: Tensor, scale: Tensor, bias: Tensor | None, inputs: Sequence[Tensor],
+    results: Sequence[Any], wanted: Wanted,
+) -> list[Tensor | None]:  # fmt: skip
     """The gradients of scale, bias and inputs; `results`: gradient sums, or states and coefficients, of the forward."""
     exchange, (rows, cols) = call.exchange, call.shards(inputs)
     with without_autocast(call.device):

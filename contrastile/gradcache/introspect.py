@@ -191,12 +191,9 @@ def _probe_function(probe: Callable[[], list[Tensor]]) -> tuple[list[nn.Module],
 
 
 def _probe(
-    encoder: Callable[..., Any],
-    leaves: Sequence[Tensor],
-    layout: Layout | Parts,
-    device: torch.device | None,
+    encoder: Callable[..., Any], leaves: Sequence[Tensor], layout: Layout | Parts, device: torch.device | None,
     own: Sequence[Generator] = (),
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """The encoder's outputs for two rows, or one part, not compiled; random generators are restored."""
     # clones, in case the encoder writes over its inputs
     few = [None if rows is None else rows.detach().clone() for rows in layout.rows(leaves, layout.probe)]

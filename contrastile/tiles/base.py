@@ -275,13 +275,9 @@ class Tiles(ABC):
         self.flag, self.noted = flag + self.nonfinite_after(rows, cols), True
 
     def finish(
-        self,
-        stats: Sequence[Tensor],
-        weights: Tensor | None,
-        reduction: Reduction,
-        total: Total,
+        self, stats: Sequence[Tensor], weights: Tensor | None, reduction: Reduction, total: Total,
         nonfinite: Callable[[], Tensor],
-    ) -> ForwardResult:
+    ) -> ForwardResult:  # fmt: skip
         """The loss of all ranks' rows from the statistics of each direction.
 
         nonfinite: 0, or NaN where an input is not finite.

@@ -206,7 +206,7 @@ class Triton(Tiles):
         self.reserved = multiprocessors
 
     def keeps(self, rows: Shard, cols: Shard) -> bool:
-        return self._epilogue.taught or self._budget.keeps(rows, cols)
+        return self._epilogue.taught or self._budget.keeps_exponentials(rows, cols)
 
     def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
         narrow = self.exponentials is not None and self.exponentials.narrow and not self.orders
@@ -236,7 +236,7 @@ class Triton(Tiles):
         position = rows.start, len(rows), cols.start, len(cols)
         if position not in self.constants:
             given = rows.features, cols.features, self.scale, self.bias, self._epilogue
-            suits = self.backward_next and self._budget.suits(rows.features.dtype)
+            suits = self.backward_next and self._budget.can_keep(rows.features.dtype)
             by_sums = self._budget.sums_labels(rows, cols)
             # gradients of positives, divided by the factor of their row, add up to twice the sum of exponentials
             most = 4 if by_label(rows) and not by_sums else 1

@@ -99,17 +99,9 @@ def feature_norms(q: Tensor, k: Tensor) -> Tensor:
 
 
 def block_constants(
-    q: Tensor,
-    k: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    epilogue: Epilogue,
-    *,
-    keys: int = 0,
-    least: float = 0.0,
-    norms: Tensor | None = None,
-    labels: bool = False,
-) -> Tensor:
+    q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, epilogue: Epilogue, *, keys: int = 0, least: float = 0.0,
+    norms: Tensor | None = None, labels: bool = False,
+) -> Tensor:  # fmt: skip
     """The constants of x = scale · ⟨q, k⟩ + bias, as `kernels/arithmetic.py` numbers them.
 
     keys, least: see the kernel; `least` serves a sum of products that is computed from that of t. norms: those of
@@ -159,14 +151,9 @@ def mask_bits(pair: Pair, constants: Tensor, *, careful: bool) -> None:
 
 
 def sums(
-    pair: Pair,
-    constants: Tensor,
-    parts: Sequence[Tensor],
-    epilogue: Epilogue,
-    strip: Tensor | None = None,
-    *,
+    pair: Pair, constants: Tensor, parts: Sequence[Tensor], epilogue: Epilogue, strip: Tensor | None = None, *,
     careful: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Write the tiles' sums to the parts: [channels, col tiles, N] and, if symmetric, [channels, row tiles, M].
 
     strip: also write the exponentials into it. careful: maxima and sums instead, where the flag is set.
@@ -181,15 +168,9 @@ def sums(
 
 
 def merge_sums(
-    parts: Sequence[Tensor],
-    stats: Sequence[Tensor],
-    constants: Tensor,
-    epilogue: Epilogue,
-    first: Sequence[bool] = (True, True),
-    last: Sequence[bool] = (True, True),
-    *,
-    careful: bool = False,
-) -> None:
+    parts: Sequence[Tensor], stats: Sequence[Tensor], constants: Tensor, epilogue: Epilogue,
+    first: Sequence[bool] = (True, True), last: Sequence[bool] = (True, True), *, careful: bool = False,
+) -> None:  # fmt: skip
     """Merge the tiles' sums [channels, tiles, n] into the statistics [K, n] of each side, in a fixed order.
 
     first: replace the statistics so far. last: low sums set the careful flag. careful: merge maxima and sums, where
@@ -270,14 +251,9 @@ def _strip(strip: Tensor, sums: Tensor, pair: Pair) -> dict[str, Any]:
 
 
 def gradient(
-    pair: Pair,
-    constants: Tensor,
-    weights: Weights,
-    strip: Tensor,
-    sums: Tensor,
-    epilogue: Epilogue,
+    pair: Pair, constants: Tensor, weights: Weights, strip: Tensor, sums: Tensor, epilogue: Epilogue,
     row_part: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write the gradient of the valid pairs into the strip, and add Σ g · ⟨q, k⟩, or Σ g, to `sums`.
 
     weights: the vectors of each direction. row_part: also write the sums of `totals`, for a pairwise loss; add what a
@@ -303,14 +279,9 @@ def careful_gradient(pair: Pair, block: Block, strip: Tensor, sums: Tensor) -> N
 
 
 def finish(
-    stats: Sequence[Tensor],
-    weights: Tensor | None,
-    numbers: tuple[Tensor, Tensor],
-    total: Total,
-    epilogue: Epilogue,
-    *,
-    mean: bool,
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    stats: Sequence[Tensor], weights: Tensor | None, numbers: tuple[Tensor, Tensor], total: Total, epilogue: Epilogue,
+    *, mean: bool,
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:  # fmt: skip
     """The loss, and each direction's state [S, n] and ∂loss/∂(each row's loss) [n], from its statistics [K, n].
 
     numbers: the constants of a block, and the scale. total: sums a small tensor over all ranks.

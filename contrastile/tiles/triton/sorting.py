@@ -174,15 +174,9 @@ def label_totals(pair: Pair, block: Block, stats: Sequence[Tensor], first: Seque
 
 
 def label_gradients(
-    pair: Pair,
-    block: Block,
-    strip: Tensor,
-    sums: Tensor,
-    weights: Weights,
-    stats: Sequence[Tensor] | None = None,
-    *,
+    pair: Pair, block: Block, strip: Tensor, sums: Tensor, weights: Weights, stats: Sequence[Tensor] | None = None, *,
     factored: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Write the gradients of a super-tile's positives into the strip, and add Σ g · ⟨q, k⟩, or Σ g, to `sums` [S, N].
 
     weights: the vectors of each direction, the last two for its positives. stats: add the loss of the positives too,

@@ -113,13 +113,9 @@ class FusedScores(Scored):
             launch.merge_parts(stats, parts, self._epilogue)
 
     def finish(
-        self,
-        stats: Sequence[Tensor],
-        weights: Tensor | None,
-        reduction: Reduction,
-        total: Total,
+        self, stats: Sequence[Tensor], weights: Tensor | None, reduction: Reduction, total: Total,
         nonfinite: Callable[[], Tensor],
-    ) -> ForwardResult:
+    ) -> ForwardResult:  # fmt: skip
         epilogue = self._epilogue
         if epilogue is None or reduction == "none" or not max(side.shape[1] for side in stats):
             return super().finish(stats, weights, reduction, total, nonfinite)
