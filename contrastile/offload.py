@@ -174,15 +174,9 @@ class BlockStream:
     """
 
     def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        rows: int,
-        device: torch.device,
-        *,
-        width: int = 0,
-        wide: torch.dtype = torch.float32,
-        totals: Tensor | None = None,
-    ) -> None:
+        self, tensors: Sequence[Tensor], rows: int, device: torch.device, *, width: int = 0,
+        wide: torch.dtype = torch.float32, totals: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """tensors: one at least, [n, ...] each. width: numbers of an accumulator's row. wide: the accumulators' dtype.
 
         totals: [n, width] in host memory, the accumulators between two sweeps.

@@ -59,7 +59,7 @@ def on_a_rank(
     problem = problems_of(name, shares)[rank]
     tensors = {key: x.detach().to(dtype).requires_grad_() for key, x in _tensors(problem, rank).items()}
     exchange, *apart = how.get("exchange", "auto").split()
-    with mock.patch.object(gather, "TOGETHER", 0) if apart else nullcontext():
+    with mock.patch.object(gather, "ONE_BLOCK", 0) if apart else nullcontext():
         return problem.by_tiles(tensors, group=group, **how | {"exchange": exchange})
 
 

@@ -356,7 +356,7 @@ def _all_short_of_memory(rank: int, group: Any, loss: type, exchange: str, metho
     def step() -> list[float]:
         q.grad = k.grad = None
         # the rank's own columns are a block of their own, as ranks of many rows have it
-        with mock.patch.object(gather, "TOGETHER", 0):
+        with mock.patch.object(gather, "ONE_BLOCK", 0):
             value = loss(exchange=exchange, group=group)(q, k, 4.0)
             value.backward()
         return [value.item(), q.grad.sum().item(), k.grad.abs().sum().item()]
@@ -412,7 +412,7 @@ def test_a_repeated_error_is_reported_under_another_name(monkeypatch: pytest.Mon
 
 def _one_short_of_memory(rank: int, folder: Path, exchange: str, method: str, calls: int) -> None:
     _joined(rank, folder)
-    gather.TOGETHER = 0
+    gather.ONE_BLOCK = 0
     if rank == 1:
         # time for other failing ranks to report: there are none
         failure.PATIENCE = 0.5

@@ -210,7 +210,7 @@ def test_every_exchange_by_copies_is_one_process(
 ) -> None:
     exchange, *apart = exchange.split()
     if apart:
-        monkeypatch.setattr(gather, "TOGETHER", 0)
+        monkeypatch.setattr(gather, "ONE_BLOCK", 0)
     request.getfixturevalue("read")
     # all transfers are copies, and sums of numbers too
     monkeypatch.setattr(collectives, "total", _total)

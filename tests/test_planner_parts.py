@@ -389,7 +389,7 @@ def test_a_ring_of_nodes_has_fewer_hops_and_a_gather_in_each(tmp_path: Path) -> 
 
 
 def _bytes_of_rank(rank: int, group: Any, exchange: Any, N: int, features: int, together: int) -> int:
-    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"), mock.patch.object(gather, "TOGETHER", together):
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"), mock.patch.object(gather, "ONE_BLOCK", together):
         torch.manual_seed(rank)
         loss = ClipLoss(exchange=exchange, backend="eager", workspace=2**20, group=group)
         q, k = (F.normalize(torch.randn(N, features), dim=-1).requires_grad_() for _ in range(2))
@@ -402,13 +402,13 @@ def _bytes_of_rank(rank: int, group: Any, exchange: Any, N: int, features: int, 
 
 @pytest.mark.parametrize(
     ("exchange", "gathered", "together"),
-    [("gather", 4, 0), ("gather", 4, gather.TOGETHER), ("ring", 0, 0), ("hierarchical", 2, 0)],
+    [("gather", 4, 0), ("gather", 4, gather.ONE_BLOCK), ("ring", 0, 0), ("hierarchical", 2, 0)],
 )
 def test_the_planned_peak_of_a_rank_is_the_measured_one(
     pool: Pool, exchange: str, gathered: int, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two nodes of two ranks; Gloo copies the columns' gradients before it sums those of ranks."""
-    monkeypatch.setattr(gather, "TOGETHER", together)
+    monkeypatch.setattr(gather, "ONE_BLOCK", together)
     N = features = 256
     measured = max(pool.run(_bytes_of_rank, 4, exchange, N, features, together))
     node = 2 if exchange == "hierarchical" else None

@@ -513,7 +513,7 @@ def _taped(rank: int, group: Any, kind: str, exchange: str) -> list[Tensor]:
                 "CUDAGraph": Tape, "current_stream": lambda: stream, "memory_reserved": lambda: 0,
                 "mem_get_info": lambda: (2**40, 2**40),
             },
-            gather: {"TOGETHER": 0 if "two" in words else gather.TOGETHER},
+            gather: {"ONE_BLOCK": 0 if "two" in words else gather.ONE_BLOCK},
             **{module: {"run": run} for module in (launch, own, sorting)},
         }.items():  # fmt: skip
             for attribute, value in values.items():

@@ -26,7 +26,7 @@ from contrastile.tiles.base import STATISTICS, Sum, Tiles
 
 # pairs of a rank's rows and its own columns, times the numbers of a column, up to which all columns are one block: some
 # 0.1 ms of an H200's arithmetic in both passes, where a second block takes the host 0.5 ms and more
-TOGETHER = 2**33
+ONE_BLOCK = 2**33
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Gather(Exchange):
         self._share(cols)
         wait = gather_shard(cols, self.layout.cols, self.layout.group, self.layout.start(0))
         own, others = self._slices()
-        if self._together(cols):
+        if self._is_one_block(cols):
             tiles.columns = wait()
             row_stats, of_all = tiles.forward(rows, tiles.columns)
             parts = [None if of_all is None else of_all[:, along] for along in (own, *others)]
@@ -63,14 +63,14 @@ class Gather(Exchange):
         return row_stats, col_stats
 
     def backward(self, tiles: Tiles, rows: Shard, cols: Shard, u: Sum, v: Sum, row_stats: Tensor | None) -> Tensor:
-        columns, together = self._all_columns(tiles, cols), self._together(cols)
+        columns, one_block = self._all_columns(tiles, cols), self._is_one_block(cols)
         v_all = None if v is None else v.new_zeros(len(columns), v.shape[1])
         sums = tiles.no_pairs()
-        for along in [slice(0, len(columns))] if together else self._slices()[1]:
+        for along in [slice(0, len(columns))] if one_block else self._slices()[1]:
             block, v_block = columns.narrow(along.start, along.stop), None if v_all is None else v_all[along]
             sums += tiles.backward(rows, block, u, v_block, row_stats)
         pending = None if v_all is None else collectives.begin_scatter_sum(v_all, self.layout.cols, self.layout.group)
-        if not together:
+        if not one_block:
             sums += tiles.backward(rows, cols, u, v, row_stats)
         if v is not None and pending is not None:
             v += pending.wait()[0]
@@ -85,7 +85,7 @@ class Gather(Exchange):
         wide, others = accumulator(dtype).itemsize, sum(layout.cols) - min(layout.cols)
         # the sum that arrives beside a block, or of a node beside the ring, and the statistics of the others' columns,
         # as sent and as received
-        arriving = 0 if _together(layout, D) and layout.starts is None else max(layout.cols) * D
+        arriving = 0 if _in_one_block(layout, D) and layout.starts is None else max(layout.cols) * D
         return cls.extra_bytes(layout, D, dtype) + wide * (arriving + STATISTICS * others)
 
     @classmethod
@@ -96,11 +96,11 @@ class Gather(Exchange):
     @classmethod
     def traffic(cls, layout: Layout, D: int, dtype: torch.dtype) -> Traffic:
         traffic = super().traffic(layout, D, dtype)
-        return traffic._replace(beside=(0.0, 0.0)) if _together(layout, D) else traffic
+        return traffic._replace(beside=(0.0, 0.0)) if _in_one_block(layout, D) else traffic
 
     @classmethod
     def blocks(cls, layout: Layout, D: int) -> list[tuple[int, int]]:
-        if _together(layout, D):
+        if _in_one_block(layout, D):
             return [(max(layout.rows), sum(layout.cols))]
         # its own, and the first rank meets all other columns at once
         widths = sorted((max(layout.cols), sum(layout.cols[1:])))
@@ -127,8 +127,8 @@ class Gather(Exchange):
         state, coefficient = both.T.contiguous().split([len(cols.state), 1])
         return replace(columns, state=state, coefficient=coefficient[0])
 
-    def _together(self, cols: Shard) -> bool:
-        return _together(self.layout, cols.features.shape[1:].numel())
+    def _is_one_block(self, cols: Shard) -> bool:
+        return _in_one_block(self.layout, cols.features.shape[1:].numel())
 
     def _slices(self) -> tuple[slice, list[slice]]:
         """This rank's own columns among all, and those before them and behind."""
@@ -137,9 +137,9 @@ class Gather(Exchange):
         return slice(first, stop), [slice(*ends) for ends in ((0, first), (stop, sum(sizes))) if ends[0] < ends[1]]
 
 
-def _together(layout: Layout, D: int) -> bool:
+def _in_one_block(layout: Layout, D: int) -> bool:
     """True where the block of a rank's own columns is too small to hide a transfer; the same on all ranks."""
-    return max(layout.rows) * max(layout.cols) * D <= TOGETHER
+    return max(layout.rows) * max(layout.cols) * D <= ONE_BLOCK
 
 
 @dataclass(frozen=True)

@@ -86,12 +86,9 @@ def tries(device: torch.device | None) -> bool:
 
 
 def with_fitting_size(
-    job: Job,
-    leaves: Sequence[Tensor],
-    batch: int,
-    wrapper: DistributedDataParallel | None,
+    job: Job, leaves: Sequence[Tensor], batch: int, wrapper: DistributedDataParallel | None,
     run: Callable[[int], Result],
-) -> Result:
+) -> Result:  # fmt: skip
     """The result of run(size) with the largest sub-batch that fits into memory, halved if it does not after all."""
     key = next(iter((*job.reached.modules, *job.reached.parameters)), None)
     shapes = tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)

@@ -113,8 +113,8 @@ def encode(
         remedy = "Pass a module, a method of one, or a function."
         raise invalid("encoder", "be callable", type(function).__name__, remedy)
     check_sizes(inputs, parts, sub_batch, sub_batch_tokens)
-    examples, retain = count("sub_batch", sub_batch, 1), count("retain", retain, 0, (AUTO,))
-    tokens = count("sub_batch_tokens", sub_batch_tokens, 1, (None,))
+    examples, retain = checked_count("sub_batch", sub_batch, 1), checked_count("retain", retain, 0, (AUTO,))
+    tokens = checked_count("sub_batch_tokens", sub_batch_tokens, 1, (None,))
     one_of("features", features, ("device", "host"), "The host has room for more.")
     if parts is not None:
         parts = listed(parts)
@@ -428,7 +428,7 @@ def _refuse_changed_parameters(ctx: Any, rule: str, got: str, remedy: str) -> No
             raise invalid("encoder", rule, f"one of shape {list(x.shape)} {got}", remedy)
 
 
-def count(name: str, value: Any, least: int, words: tuple[Any, ...] = (None, AUTO)) -> Any:
+def checked_count(name: str, value: Any, least: int, words: tuple[Any, ...] = (None, AUTO)) -> Any:
     """A checked number of examples, tokens or sub-batches, or one of the words."""
     if isinstance(value, Releasable) or ((value is None or isinstance(value, str)) and value in words):
         return value

@@ -154,13 +154,9 @@ class Job:
         )
 
     def run(
-        self,
-        index: int,
-        rows: Sequence[Tensor | None],
-        form: OutputForm,
-        wanted: Sequence[bool] | None = None,
+        self, index: int, rows: Sequence[Tensor | None], form: OutputForm, wanted: Sequence[bool] | None = None,
         examples: Bounds | None = None,
-    ) -> Graph:
+    ) -> Graph:  # fmt: skip
         """The outputs of a sub-batch, and its inputs that require a gradient.
 
         wanted: for each leaf whether it requires a gradient; None: run without a graph. examples: those in `rows`, if

@@ -98,6 +98,15 @@ def of_its_module(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def _owner(encoder: Callable[..., Any]) -> Any:
+    """The module that an encoder is, is a method of, or is marked to use alone; of other functions another object."""
+    marked = isinstance(encoder, partial) and getattr(encoder.func, of_its_module.__name__, False)
+    owner = encoder.args[0] if marked and isinstance(encoder, partial) else without_partials(encoder)
+    while not isinstance(owner, nn.Module) and (inner := _torch.uncompiled(owner)) is not None:
+        owner = without_partials(inner)
+    return getattr(owner, "__self__", owner)
+
+
 def reach(
     encoder: Callable[..., Any], leaves: Sequence[Tensor], layout: Layout | Parts, device: torch.device | None
 ) -> Reached:
@@ -105,11 +114,7 @@ def reach(
 
     device: where it computes; by default that of its parameters, or else of its inputs.
     """
-    marked = isinstance(encoder, partial) and getattr(encoder.func, of_its_module.__name__, False)
-    owner = encoder.args[0] if marked and isinstance(encoder, partial) else without_partials(encoder)
-    while not isinstance(owner, nn.Module) and (inner := _torch.uncompiled(owner)) is not None:
-        owner = without_partials(inner)
-    owner = getattr(owner, "__self__", owner)
+    owner = _owner(encoder)
     input_device = next((leaf.device for leaf in leaves), None)
     if isinstance(owner, nn.Module):
         modules, differentiable, reads_frozen = _torch.modules_of(owner), True, False

@@ -189,16 +189,10 @@ class RetainedGraphs(dict[int, Graph]):
     """
 
     def __init__(
-        self,
-        retain: int | Literal["auto"],
-        count: int,
-        device: torch.device | None,
-        *,
-        resident: Callable[[], Sequence[Tensor]] = tuple,
-        frugal: bool = False,
-        releasable: bool = False,
+        self, retain: int | Literal["auto"], count: int, device: torch.device | None, *,
+        resident: Callable[[], Sequence[Tensor]] = tuple, frugal: bool = False, releasable: bool = False,
         most: Callable[[int], int] = int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.auto, self.frugal, self.releasable = retain == AUTO, frugal, releasable
         self.count, self.device, self.most = count, device, most

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from contrastile import encode
 from contrastile._errors import invalid
-from contrastile.gradcache.encode import check_sizes, count
+from contrastile.gradcache.encode import check_sizes, checked_count
 from contrastile.gradcache.memory import AUTO, Releasable
 from contrastile.gradcache.modes import joined
 from contrastile.modules.base import Loss
@@ -20,7 +20,7 @@ Retain = int | Literal["auto"]
 
 def checked_retain(retain: Any) -> Retain:
     """`retain` as `encode` takes it. Raises ValueError for anything else, before a step is run."""
-    checked: Retain = count("retain", retain, 0, (AUTO,))
+    checked: Retain = checked_count("retain", retain, 0, (AUTO,))
     return checked
 
 
@@ -38,8 +38,8 @@ def retain_of_sides(retain: Retain, sides: int, sub_batch: int | Literal["auto"]
 def check_counts(sub_batch: Any, sub_batch_tokens: Any, retain: Any) -> None:
     """Raise ValueError for sizes that `encode` would refuse in the first step."""
     check_sizes((), None, sub_batch, sub_batch_tokens)
-    count("sub_batch", sub_batch, 1)
-    count("sub_batch_tokens", sub_batch_tokens, 1, (None,))
+    checked_count("sub_batch", sub_batch, 1)
+    checked_count("sub_batch_tokens", sub_batch_tokens, 1, (None,))
     checked_retain(retain)
 
 

@@ -232,25 +232,29 @@ class Triton(Tiles):
         """Memory for statistics, all of which the first merge writes."""
         return self.scale.new_empty(self._epilogue.stats, len(side))
 
+    def _prepare(self, rows: Shard, cols: Shard, position: Position) -> None:
+        """Compute the constants of a block, its ids and the order of its labels, for all of its passes."""
+        may_keep = self.backward_next and self._budget.can_keep(rows.features.dtype)
+        labels, by_sums = by_label(rows), self._budget.sums_labels(rows, cols)
+        # gradients of positives, divided by the factor of their row, add up to twice the sum of exponentials
+        most = 4 if labels and not by_sums else 1
+        keys = most * len(cols) if may_keep and not self.loss.symmetric else 0
+        least = exponentials.LEAST if may_keep and self.loss.symmetric and self.keeps(rows, cols) else 0.0
+        numbers = rows.features, cols.features, self.scale, self.bias, self._epilogue
+        constants = launch.block_constants(*numbers, keys=keys, least=least, norms=self.norms, labels=labels)
+        self.constants[position] = with_guide(constants, rows, cols, self._epilogue, first=not self.constants)
+        self.groups[position] = numbered_groups(rows, cols)
+        if labels:
+            ordered = sorting.ordered(rows, cols, exclude_self=self.loss.exclude_self)
+            runs = label_sums.runs(ordered, one_way=not self.loss.symmetric) if by_sums else None
+            self.orders[position] = runs or ordered
+            if runs is not None:
+                self.positives[position] = runs.listed
+
     def _block(self, rows: Shard, cols: Shard) -> Block:
         position = rows.start, len(rows), cols.start, len(cols)
         if position not in self.constants:
-            given = rows.features, cols.features, self.scale, self.bias, self._epilogue
-            suits = self.backward_next and self._budget.can_keep(rows.features.dtype)
-            by_sums = self._budget.sums_labels(rows, cols)
-            # gradients of positives, divided by the factor of their row, add up to twice the sum of exponentials
-            most = 4 if by_label(rows) and not by_sums else 1
-            keys = most * len(cols) if suits and not self.loss.symmetric else 0
-            least = exponentials.LEAST if suits and self.loss.symmetric and self.keeps(rows, cols) else 0.0
-            constants = launch.block_constants(*given, keys=keys, least=least, norms=self.norms, labels=by_label(rows))
-            self.constants[position] = with_guide(constants, rows, cols, self._epilogue, first=not self.constants)
-            self.groups[position] = numbered_groups(rows, cols)
-            if by_label(rows):
-                ordered = sorting.ordered(rows, cols, exclude_self=self.loss.exclude_self)
-                runs = label_sums.runs(ordered, one_way=not self.loss.symmetric) if by_sums else None
-                self.orders[position] = runs or ordered
-                if runs is not None:
-                    self.positives[position] = runs.listed
+            self._prepare(rows, cols, position)
         of_rows, of_cols = self.groups[position]
         rows, cols = readable_side(rows, of_rows), readable_side(cols, of_cols)
         order = self.orders.get(position)
@@ -270,10 +274,10 @@ class Triton(Tiles):
                 same_rows, same_cols = (tile is not None and tile.along[side] == at for side, at in enumerate((i, j)))
                 rows = tile.block.rows if tile and same_rows and tile.whole is block else narrow(block.rows, i)
                 part = Block(rows, narrow(block.cols, j), block.constants, self.loss, order)
-                given = (rows, None) if order is None else (block.rows, order.rows)
-                of_rows = tile.pair.of_rows if tile and same_rows else self._operands(*given)
-                given = (part.cols, None) if order is None else (block.cols, order.cols)
-                of_cols = tile.pair.of_cols if tile and same_cols else self._operands(*given)
+                row_source = (rows, None) if order is None else (block.rows, order.rows)
+                of_rows = tile.pair.of_rows if tile and same_rows else self._operands(*row_source)
+                col_source = (part.cols, None) if order is None else (block.cols, order.cols)
+                of_cols = tile.pair.of_cols if tile and same_cols else self._operands(*col_source)
                 (q, *guide_q), (k, *guide_k) = of_rows, of_cols
                 guide = (guide_q[0], guide_k[0]) if guide_q else None
                 numbers = rows.numbers, part.cols.numbers
@@ -287,8 +291,6 @@ class Triton(Tiles):
     def _operands(self, side: Shard, order: Tensor | None = None) -> list[Operand]:
         """The features, and behind them those of the guide; order: of these rows."""
         return [launch.operand(x, order) for x in (side.features, *side.guides)]
-
-    # the forward
 
     def _stats(self, block: Block, stats: list[Tensor]) -> None:
         """Write the statistics of all pairs: by fast kernels, then by careful ones, which return at once where the flag
@@ -340,8 +342,6 @@ class Triton(Tiles):
         if block.runs is not None:
             room = self._budget.room_for_sums(block.rows, block.cols, beside=self.exponentials is not None)
             label_sums.add_totals(block, stats, room)
-
-    # the backward
 
     def _grads(self, block: Block, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None) -> Tensor:
         """Add all pairs' gradient to u and v, and with `row_stats` their loss to the statistics.
