@@ -214,7 +214,11 @@ def test_every_exchange_by_copies_is_one_process(
     request.getfixturevalue("read")
     # all transfers are copies, and sums of numbers too
     monkeypatch.setattr(collectives, "total", _total)
-    monkeypatch.setattr(collectives, "_near", lambda _, count, group: gather.neighbours(group, max(count, 4096), None))
+
+    def made(_: Tensor, count: int, group: Any) -> Any:
+        return gather.neighbours(group, max(count, 4096), None)
+
+    monkeypatch.setattr(collectives, "_copy_buffers", made)
     shares = [(4, 4), (2, 2), (6, 6)] if name in ("info_nce_everything", "nt_xent") else SHARES[3]
     compare(simulate(name, shares, exchange), name, shares)
 
@@ -440,7 +444,7 @@ def test_copies_have_no_gradient_and_keep_their_dtype(monkeypatch: pytest.Monkey
     assert torch.equal(gathered, x)
     assert torch.equal(own, x)
     assert not any(tensor.requires_grad for tensor in (gathered, own, memory))
-    monkeypatch.setattr(collectives, "_near", lambda *_: buffers)
+    monkeypatch.setattr(collectives, "_copy_buffers", lambda *_: buffers)
     group = Group()
     counts = torch.arange(3, dtype=torch.int32)
     assert [collectives.total(counts, group).dtype, collectives.largest(counts, group).dtype] == [torch.int32] * 2

@@ -171,16 +171,16 @@ def post(leaving: Tensor, arriving: Tensor, group: Any) -> Transfer:
     return Transfer(group, RING, lambda: post_together(full, group), [arriving])
 
 
-def _near(x: Tensor, count: int, group: Any) -> Any:
+def _copy_buffers(x: Tensor, count: int, group: Any) -> Any:
     """The buffers by which copy engines carry `count` bytes of each rank; None where the group's backend does."""
-    near = state_of(group).neighbours
-    if near is None or not x.is_cuda or count > min(2 * near.size, MOST_COPIED):
+    buffers = state_of(group).neighbours
+    if buffers is None or not x.is_cuda or count > min(2 * buffers.size, MOST_COPIED):
         return None
     if torch.cuda.is_current_stream_capturing():
         # a graph of the user's own would read buffers that later calls replace
-        return None if captured_call.transfer is None else near
-    near.follow()
-    return near
+        return None if captured_call.transfer is None else buffers
+    buffers.follow()
+    return buffers
 
 
 def bytes_per_row(x: Tensor) -> int:
@@ -201,8 +201,8 @@ def gather_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
 def begin_gather(tensors: Sequence[Tensor], sizes: Sequence[int], group: Any) -> Transfer:
     """Start `gather_rows` of several tensors."""
     group, largest = resolved(group), max(sizes)
-    if near := _near(tensors[0], sum(aligned(largest * bytes_per_row(x)) for x in tensors), group):
-        return near.begin_gather(tensors, sizes, group)
+    if buffers := _copy_buffers(tensors[0], sum(aligned(largest * bytes_per_row(x)) for x in tensors), group):
+        return buffers.begin_gather(tensors, sizes, group)
     sent = [_padded(_as_bytes(x), largest) for x in tensors]
     received = [x.new_empty((len(sizes) * largest, *x.shape[1:])) for x in sent]
 
@@ -223,8 +223,8 @@ def begin_gather(tensors: Sequence[Tensor], sizes: Sequence[int], group: Any) ->
 def begin_scatter_sum(x: Tensor, sizes: Sequence[int], group: Any) -> Transfer:
     """Start the sum over ranks of x [Σ sizes, ...], of which each rank receives its own rows."""
     group, largest = resolved(group), max(sizes)
-    if near := _near(x, x.nbytes, group):
-        return near.begin_scatter_sum(x, sizes, group)
+    if buffers := _copy_buffers(x, x.nbytes, group):
+        return buffers.begin_scatter_sum(x, sizes, group)
     even = all(n == largest for n in sizes)
     padded = x if even else torch.cat([_padded(rows, largest) for rows in x.split(list(sizes))])
     own, rows = x.new_empty((largest, *x.shape[1:])), sizes[group.rank()]
@@ -241,8 +241,8 @@ def exchange_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
     x [Σ sizes of the others, ...]: the rows for each other rank.
     """
     group, W = resolved(group), len(sizes)
-    if near := _near(x, sum(sizes) * bytes_per_row(x), group):
-        return near.exchange_rows(x, sizes, group)
+    if buffers := _copy_buffers(x, sum(sizes) * bytes_per_row(x), group):
+        return buffers.exchange_rows(x, sizes, group)
     me = group.rank()
     leaving = [0 if other == me else n for other, n in enumerate(sizes)]
     arriving = [0 if other == me else sizes[me] for other in range(W)]
@@ -258,8 +258,8 @@ def exchange_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
 
 def total(x: Tensor, group: Any) -> Tensor:
     """Σ over ranks of x, the same bits everywhere."""
-    if near := _near(x, x.nbytes, group):
-        return near.every(x, "sum over ranks", resolved(group)).sum(0, dtype=x.dtype)
+    if buffers := _copy_buffers(x, x.nbytes, group):
+        return buffers.every(x, "sum over ranks", resolved(group)).sum(0, dtype=x.dtype)
     x = x.clone()
     sum_into(x, group, "sum over ranks")
     return x
@@ -267,8 +267,8 @@ def total(x: Tensor, group: Any) -> Tensor:
 
 def largest(x: Tensor, group: Any) -> Tensor:
     """The largest over ranks of each number of x."""
-    if near := _near(x, x.nbytes, group):
-        return near.every(x, "maximum over ranks", resolved(group)).amax(0)
+    if buffers := _copy_buffers(x, x.nbytes, group):
+        return buffers.every(x, "maximum over ranks", resolved(group)).amax(0)
     x = x.clone()
     _reduce(x, group, "maximum over ranks", dist.ReduceOp.MAX)
     return x

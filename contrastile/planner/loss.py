@@ -230,12 +230,12 @@ class LossSize:
         They do for a pairwise loss, on a GPU's ranks of few rows, and in one process for a loss of one direction, one
         that keeps its exponentials and one with a teacher.
         """
-        keeps = self.exponentials or (self.taught and self.backend_name == "triton")
+        keeps = self.exponentials or (self.has_teacher and self.backend_name == "triton")
         early = self.replayed if self.ranks > 1 else not self.loss.symmetric or keeps
         return 0 if early or self.loss.pairwise or self.host else self.summed * self.wide
 
     @property
-    def taught(self) -> bool:
+    def has_teacher(self) -> bool:
         """A teacher's features are multiplied too."""
         return self.loss.formula is not None and self.loss.formula.guide == "teacher"
 
@@ -290,7 +290,7 @@ class LossSize:
         teacher 4, and of a guide, whose mask is kept as bits, 2.
         """
         own = 6 if self.exponentials or (self.loss.pairwise and not self.host) else 8
-        every = self.pairs * (own * self.dimensions + (4 if self.taught else 2) * self.guide)
+        every = self.pairs * (own * self.dimensions + (4 if self.has_teacher else 2) * self.guide)
         return every - 2.0 * self.rows * self.directions * (self.numbers - self.summed)
 
     @property

@@ -178,7 +178,7 @@ def _pair_work(loss: LossSize) -> float:
     if loss.loss.pairwise:
         return LABELLED_PAIRS if loss.labels else SIGMOID_PAIRS
     if loss.guide:
-        return TEACHER_PAIRS if loss.taught else MASKED_PAIRS
+        return TEACHER_PAIRS if loss.has_teacher else MASKED_PAIRS
     return SUMMED_PAIRS if loss.labels else 1.0
 
 

@@ -292,7 +292,7 @@ class Bfloat(Eager):
     """
 
     # a tile has all columns of its rows
-    complete: bool = field(default=False, init=False, repr=False)
+    all_columns: bool = field(default=False, init=False, repr=False)
     # of each gradient, the other side's features in the latest tile, and their mean
     means: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
@@ -326,7 +326,7 @@ class Bfloat(Eager):
     def strips(
         self, rows: Shard, cols: Shard, u: Sum, v: Sum, weigh: Weigh, *, mean: bool, wanted: bool
     ) -> tuple[Tensor, Tensor | None]:
-        self.complete = True
+        self.all_columns = True
         return super().strips(rows, cols, u, v, weigh, mean=mean, wanted=wanted)
 
     def _add(self, g_IJ: Tensor, context: Any, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor) -> None:
@@ -343,7 +343,7 @@ class Bfloat(Eager):
         # cancel, and the error would be most of what is left
         error = exact.sub_(g)
         sides = (
-            (u_I, g, cols.features, error.sum(1), self.fresh or self.complete),
+            (u_I, g, cols.features, error.sum(1), self.fresh or self.all_columns),
             (v_J, g.T, rows.features, error.sum(0), self.fresh),
         )
         for side, (total, of_side, features, errors, in_one_tile) in enumerate(sides):

@@ -122,15 +122,7 @@ class Scorer:
         cls, module: nn.Module, rows: tuple[Form, list[Tensor]], cols: tuple[Form, list[Tensor]], device: torch.device
     ) -> Scorer:
         """Inspect the module by a trial on a few pairs on the device. Random states are restored."""
-        if not isinstance(module, nn.Module):
-            is_class = isinstance(module, type) and issubclass(module, nn.Module)
-            got = f"the class {module.__name__}" if is_class else type(module).__name__
-            remedy = f"Make one: {module.__name__}(...)." if is_class else "Derive it from torch.nn.Module."
-            raise invalid("scorer", "be a module", got, remedy)
-        wrapped = next(filter(_is_wrapped, module.modules()), None)
-        if wrapped is not None:
-            remedy = "Wrap the model that holds the scorer and calls `contrast` in its forward."
-            raise invalid("scorer", "be a module of its own", type(wrapped).__name__, remedy)
+        _check_module(module)
         parameters = tuple(p for p in module.parameters() if p.requires_grad) if torch.is_grad_enabled() else ()
         for p in parameters:
             if p.is_complex():
@@ -226,6 +218,19 @@ def trial_rows(tensors: Sequence[Tensor], n: int, device: torch.device) -> Shard
     some = [x.detach()[:n] if len(x) else x.new_zeros((n, *x.shape[1:])) for x in tensors]
     first, *others = [x.to(device, copy=True) for x in some]
     return Shard(first, others=tuple(others))
+
+
+def _check_module(module: Any) -> None:
+    """Raise ValueError for what is no module, or holds one that communicates among ranks."""
+    if not isinstance(module, nn.Module):
+        is_class = isinstance(module, type) and issubclass(module, nn.Module)
+        got = f"the class {module.__name__}" if is_class else type(module).__name__
+        remedy = f"Make one: {module.__name__}(...)." if is_class else "Derive it from torch.nn.Module."
+        raise invalid("scorer", "be a module", got, remedy)
+    wrapped = next(filter(_is_wrapped, module.modules()), None)
+    if wrapped is not None:
+        remedy = "Wrap the model that holds the scorer and calls `contrast` in its forward."
+        raise invalid("scorer", "be a module of its own", type(wrapped).__name__, remedy)
 
 
 def _is_wrapped(module: nn.Module) -> bool:

@@ -129,7 +129,7 @@ class Triton(Tiles):
             return total
 
     def merge(self, stats: Tensor, parts: Tensor) -> None:
-        if self._epilogue.taught:
+        if self._epilogue.has_teacher:
             super().merge(stats, parts)
             return
         with on(self.scale.device):
@@ -170,7 +170,7 @@ class Triton(Tiles):
     def nonfinite(self, rows: Shard, cols: Shard) -> Tensor:
         if self._epilogue.formula.guide is not None and self.constants:
             # a teacher's constants lie behind the block's
-            of_guide = next(iter(self.constants.values()))[CONSTANTS * self._epilogue.taught + NONFINITE.value]
+            of_guide = next(iter(self.constants.values()))[CONSTANTS * self._epilogue.has_teacher + NONFINITE.value]
             return super().nonfinite(rows, cols) + of_guide
         if self.flag is not None or self.norms is None:
             return super().nonfinite(rows, cols)
@@ -206,7 +206,7 @@ class Triton(Tiles):
         self.reserved = multiprocessors
 
     def keeps(self, rows: Shard, cols: Shard) -> bool:
-        return self._epilogue.taught or self._budget.keeps_exponentials(rows, cols)
+        return self._epilogue.has_teacher or self._budget.keeps_exponentials(rows, cols)
 
     def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
         narrow = self.exponentials is not None and self.exponentials.narrow and not self.orders
@@ -281,8 +281,8 @@ class Triton(Tiles):
                 (q, *guide_q), (k, *guide_k) = of_rows, of_cols
                 guide = (guide_q[0], guide_k[0]) if guide_q else None
                 numbers = rows.numbers, part.cols.numbers
-                pair = Pair(q, k, part.masks, self.reserved, guide, numbers, self._epilogue.taught)
-                if self._epilogue.masked:
+                pair = Pair(q, k, part.masks, self.reserved, guide, numbers, self._epilogue.has_teacher)
+                if self._epilogue.has_mask:
                     pair = self.guidance.masked(pair, block.constants, block, (i, j), careful=careful)
                 first, last = (j.start == 0, i.start == 0), (j.stop == len(block.cols), i.stop == len(block.rows))
                 tile = self.super_tile = SuperTile((i, j), block, part, pair, first, last)
@@ -300,7 +300,7 @@ class Triton(Tiles):
         passes = [(False, epilogue.channels), (True, epilogue.careful_channels)]
         if not epilogue.exponential:
             passes = passes[:1]
-        later = self.backward_next and epilogue.taught
+        later = self.backward_next and epilogue.has_teacher
         keeps = self.backward_next and not later and self.keeps(block.rows, block.cols)
         for careful, channels in passes:
             for tile in self._super_tiles(block, None, careful=careful):
@@ -323,7 +323,7 @@ class Triton(Tiles):
                     sorting.label_totals(tile.pair, tile.block, tile.of(stats), tile.first)
                 # freed before the next super-tile's sums are allocated, which may fill the workspace
                 del parts, merged
-        if later or (epilogue.masked and all((*tile.first, *tile.last))):
+        if later or (epilogue.has_mask and all((*tile.first, *tile.last))):
             self.guidance = Guidance(block.position, tile.pair.bits, Gap(stats) if later else None)
         if not self.backward_next:
             self.super_tile = None

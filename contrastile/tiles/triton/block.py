@@ -95,7 +95,7 @@ class Budget:
 
     def can_keep(self, dtype: torch.dtype) -> bool:
         """Return whether exponentials of this kind can be kept: in the dtype of the features."""
-        return self.epilogue.keeps and dtype == EXPONENTIAL_DTYPE
+        return self.epilogue.factorizes and dtype == EXPONENTIAL_DTYPE
 
     def keeps_exponentials(self, rows: Shard, cols: Shard) -> bool:
         """Return whether the exponentials of a whole block are kept; one direction has weighed rows beside them."""
@@ -196,7 +196,7 @@ class Budget:
 
     def bits_bytes(self, height: int, width: int) -> int:
         """Bytes of a mask's bits."""
-        return 4 * prod(bits_shape(height, width, shape_for(self.device))) if self.epilogue.masked else 0
+        return 4 * prod(bits_shape(height, width, shape_for(self.device))) if self.epilogue.has_mask else 0
 
     def held_bytes(self, N: int, M: int, copied: int, parts: int) -> int:
         """Bytes of the bits that the forward keeps for the backward: of a block that is one super-tile of it."""
@@ -204,7 +204,7 @@ class Budget:
 
     def _shared_bytes(self, height: int, width: int, copied: int) -> int:
         """The operands' pieces, a mask's bits, and a teacher's products of one tile of each program."""
-        scratch = 4 * prod(scratch_shape(height, width, self.device)) if self.epilogue.taught else 0
+        scratch = 4 * prod(scratch_shape(height, width, self.device)) if self.epilogue.has_teacher else 0
         return self.bits_bytes(height, width) + scratch + (height + width) * copied
 
     def sums_labels(self, rows: Shard, cols: Shard) -> bool:

@@ -58,9 +58,14 @@ class Exponentials:
     parts: Tensor
 
     @property
+    def symmetric(self) -> bool:
+        """Both directions have Σ e; of one direction there is Σ e · ⟨q, k⟩ too."""
+        return len(self.parts) == 1
+
+    @property
     def narrow(self) -> bool:
         """The columns' sums have 16 bits."""
-        return len(self.parts) == 2 and len(self.pair.k) >= NARROW * len(self.pair.q)
+        return not self.symmetric and len(self.pair.k) >= NARROW * len(self.pair.q)
 
     def add(
         self, block: Block, weights: Weights, u: Tensor | None, v: Tensor | None, positives: bool
@@ -71,17 +76,16 @@ class Exponentials:
         gradient itself. positives: their kernel follows and multiplies u by the factors [N] of its rows, which are
         returned too: a pass over u less.
         """
-        both = len(self.parts) == 1
         launch.careful_gradient(self.pair, block, self.strip, self.sums)
         (of_rows, of_cols), factors, weighted = block.places, None, None
         later: Tensor | None = None
-        if both:
+        if self.symmetric:
             numbers = [self._weigh_pairs(block, weights)]
         else:
             numbers, (factors, weighted) = [self.sums], self._weigh_rows(block, weights[0][0])
         if block.order is not None:
             numbers.append(sorting.new_sums(block))
-            sorting.label_gradients(self.pair, block, self.strip, numbers[-1], weights, factored=not both)
+            sorting.label_gradients(self.pair, block, self.strip, numbers[-1], weights, factored=not self.symmetric)
         if u is not None:
             if positives and of_rows is None:
                 later, factors = factors, None

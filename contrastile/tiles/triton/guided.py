@@ -98,10 +98,10 @@ def with_guide(constants: Tensor, rows: Shard, cols: Shard, epilogue: Epilogue, 
 
     first: the flag becomes NaN where the features of a guide whose products are a mask, or a threshold, are not finite.
     """
-    if epilogue.masked and first and rows.numbers is not None:
+    if epilogue.has_mask and first and rows.numbers is not None:
         ((a,), (b,)) = rows.guides, cols.guides
         constants[NONFINITE.value].add_(launch.feature_norms(a, b)[1].sum() + (rows.numbers * 0).sum())
-    if not epilogue.taught:
+    if not epilogue.has_teacher:
         return constants
     ((a,), (b,)), scale = (rows.guides, cols.guides), rows.numbers
     scale = constants.new_ones(()) if scale is None else scale[0]
@@ -112,6 +112,6 @@ def separate_sums(tile: SuperTile) -> list[Tensor]:
     """The sums of the student's exponentials, and behind them those of the teacher's, from a sweep each."""
     pair, constants, student = tile.pair, tile.block.constants, tile.block.epilogue.student
     parts = tile.block.new_parts(2)
-    launch.sums(replace(pair, guide=None, taught=False), constants, parts, student)
+    launch.sums(replace(pair, guide=None, has_teacher=False), constants, parts, student)
     launch.sums(pair.of_guide, constants[CONSTANTS:], [part[1:] for part in parts], student)
     return parts

@@ -184,7 +184,7 @@ def merge_sums(
         col_stride=stats[col].stride(0), N=N, M=M, row_tiles=row_tiles, col_tiles=col_tiles, row_first=int(first[0]),
         col_first=int(first[col]), row_last=int(last[0]), col_last=int(last[col]),
         row_part_ptr=parts[0], col_part_ptr=parts[-1], row_stats_ptr=stats[0], col_stats_ptr=stats[col], BLOCK=rows,
-        TILES=tiles, LATER=epilogue.taught and channels < epilogue.channels, **epilogue.flags,
+        TILES=tiles, LATER=epilogue.has_teacher and channels < epilogue.channels, **epilogue.flags,
     )  # fmt: skip
 
 
@@ -221,7 +221,7 @@ def direction_weights(block: Block, lifts: Sequence[Tensor] = (), *lack: Tensor)
     lengths = [len(coefficient) for _, coefficient in block.directions]
     (N, M), n = ((*lengths, 0)[:2]), sum(lengths)
     epilogue, by_label = block.epilogue, block.order is not None
-    out = block.constants.new_empty((2 if epilogue.smooth or epilogue.taught else 1) + 2 * by_label, n)
+    out = block.constants.new_empty((2 if epilogue.smooth or epilogue.has_teacher else 1) + 2 * by_label, n)
     lifts = lifts or [out]
     run(
         backward.direction_weights, (tiles_of(max(lengths), BLOCK), len(lengths)), N=N, M=M, out_ptr=out, BLOCK=BLOCK,

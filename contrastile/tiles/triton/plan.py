@@ -186,16 +186,16 @@ class Epilogue:
         return self.formula.pairs == "exponential"
 
     @cached_property
-    def taught(self) -> bool:
+    def has_teacher(self) -> bool:
         return self.formula.guide == "teacher"
 
     @cached_property
-    def masked(self) -> bool:
+    def has_mask(self) -> bool:
         return self.formula.guide == "mask"
 
     @cached_property
     def smooth(self) -> bool:
-        return self.label_smoothing > 0 and not self.taught
+        return self.label_smoothing > 0 and not self.has_teacher
 
     @cached_property
     def student(self) -> Epilogue:
@@ -203,25 +203,25 @@ class Epilogue:
         return replace(self, formula=replace(self.formula, guide=None), label_smoothing=0.0)
 
     @cached_property
-    def keeps(self) -> bool:
+    def factorizes(self) -> bool:
         """A pair's gradient is its exponential times numbers of its row and its column: without soft targets."""
-        return self.exponential and not (self.smooth or self.taught)
+        return self.exponential and not (self.smooth or self.has_teacher)
 
     @cached_property
     def sums_labels(self) -> bool:
         """Positives by label may enter as sums of features: see `label_sums.py`."""
-        return self.keeps and self.formula.linear and not self.hardness
+        return self.factorizes and self.formula.linear and not self.hardness
 
     @cached_property
     def stats(self) -> int:
         """Statistics per row."""
-        soft = len(TeacherStats._fields) if self.taught else 0
+        soft = len(TeacherStats._fields) if self.has_teacher else 0
         return len(SoftmaxStats._fields) + soft if self.exponential else 1
 
     @cached_property
     def state(self) -> int:
         """Numbers of each row for the backward."""
-        return len(SoftmaxState._fields) + 2 * self.taught
+        return len(SoftmaxState._fields) + 2 * self.has_teacher
 
     @cached_property
     def channels(self) -> int:
@@ -229,12 +229,12 @@ class Epilogue:
 
         The sum; with smoothing, also those of the logits and the pairs; with a teacher, the teacher's sum and gap.
         """
-        return 3 if self.smooth or self.taught else 1
+        return 3 if self.smooth or self.has_teacher else 1
 
     @cached_property
     def careful_channels(self) -> int:
         """Numbers that `maxima` writes per tile and row: maximum and sum; with smoothing 2 more, of a teacher 3."""
-        return 5 if self.taught else 4 if self.smooth else 2
+        return 5 if self.has_teacher else 4 if self.smooth else 2
 
     @cached_property
     def flags(self) -> dict[str, int]:
@@ -338,7 +338,7 @@ class Pair:
     guide: tuple[Operand, Operand] | None = None
     numbers: tuple[Tensor | None, Tensor | None] = (None, None)
     # the guide is a teacher
-    taught: bool = False
+    has_teacher: bool = False
     # bits of the pairs that a guide excludes [row tiles, col tiles, 4 · rows of a tile], see `kernels/guides.py`
     bits: Tensor | None = None
 
@@ -350,7 +350,7 @@ class Pair:
     def of_guide(self) -> Pair:
         """The guide's features in the place of the others."""
         assert self.guide is not None
-        return replace(self, q=self.guide[0], k=self.guide[1], guide=None, taught=False)
+        return replace(self, q=self.guide[0], k=self.guide[1], guide=None, has_teacher=False)
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
@@ -378,7 +378,7 @@ class Pair:
         shape, (of_rows, of_cols) = self.shape, self.numbers
         unused, (a, b) = self.q.data, self.guide or (self.q, self.k)
         # no descriptor where the kernel does not read it: making one takes the host as long as a launch
-        memory = (a.memory(shape.rows, shape), b.memory(shape.cols, shape)) if self.taught else (unused, unused)
+        memory = (a.memory(shape.rows, shape), b.memory(shape.cols, shape)) if self.has_teacher else (unused, unused)
         return {
             "guide_q_mem": memory[0], "guide_k_mem": memory[1], "guide_q_stride": a.data.stride(0),
             "guide_k_stride": b.data.stride(0), "G": a.width,
@@ -389,7 +389,7 @@ class Pair:
     @property
     def _scratch(self) -> Tensor:
         """Memory in which each program keeps a tile of a teacher's products, [programs, rows · cols]."""
-        if not self.taught:
+        if not self.has_teacher:
             return self.q.data
         size = scratch_shape(len(self.q), len(self.k), self.q.data.device, self.reserved)
         return self.q.data.new_empty(size, dtype=torch.float32)
@@ -397,7 +397,7 @@ class Pair:
     @property
     def flattened(self) -> bool:
         """True if features and tiles are one loop: only where no loop over positives, or a guide's, is inside."""
-        return self.shape.flatten and self.masks.per_row <= UNROLLED.value and not self.taught
+        return self.shape.flatten and self.masks.per_row <= UNROLLED.value and not self.has_teacher
 
     @cached_property
     def programs(self) -> tuple[int]:

@@ -49,7 +49,7 @@ def _arguments(block: Block, positives: Positives) -> dict[str, Any]:
     """The positives known by position, the features and, with a teacher, the positives' logits by it."""
     q, k, epilogue = block.rows.features, block.cols.features, block.epilogue
     given = _positives(block, positives, q, k, exact=as_tiles(q.dtype, epilogue))
-    if not epilogue.taught:
+    if not epilogue.has_teacher:
         return {"teacher_ptr": block.constants, **given}
     logits = block.constants.new_empty(len(q), positives.per_row)
     ((a,), (b,)) = block.rows.guides, block.cols.guides

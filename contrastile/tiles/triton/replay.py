@@ -70,8 +70,9 @@ class Filling:
         self._programs = blocks + sum(tiles_of(n, BLOCK) for n in self._lengths[measured:])
         self.norms = targets[0].new_empty(2, blocks, dtype=torch.float32) if measured else None
         norms = self._address if self.norms is None else self.norms
-        self._given = self._targets, self._lengths, D, norms, blocks
-        self._fixed = _addresses(targets), self._lengths, D, norms.data_ptr(), blocks
+        # the kernel's fixed arguments, for a launch by Triton and for one by addresses
+        self._as_tensors = self._targets, self._lengths, D, norms, blocks
+        self._as_addresses = _addresses(targets), self._lengths, D, norms.data_ptr(), blocks
         # of one program, by their kernel's names: rows and features at a time, and numbers
         self._sizes = measured, ROWS, COLS, BLOCK
         # by dtypes of the sources
@@ -87,11 +88,11 @@ class Filling:
         types = tuple([x.dtype for x in sources])
         repeated = self._launches.get(types)
         if repeated is None or interpreting():
-            tensors = (tuple(sources), *self._given, value, self._address, *self._sizes)
+            tensors = (tuple(sources), *self._as_tensors, value, self._address, *self._sizes)
             self._launches[types] = _Repeated(replay_kernels.fill, self._programs, tensors)
         else:
             ends_at = value.data_ptr(), self._address.data_ptr()
-            repeated(stream, (_addresses(sources), *self._fixed, *ends_at, *self._sizes))
+            repeated(stream, (_addresses(sources), *self._as_addresses, *ends_at, *self._sizes))
 
     def deliver(self, value: Tensor) -> None:
         """Copy the loss to the address of the last `__call__`."""
