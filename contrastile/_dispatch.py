@@ -275,6 +275,7 @@ def offers(loss: PairLoss, rows: Shard, cols: Shard) -> Iterator[tuple[str, type
 
 
 def _offer(name: str, loss: PairLoss, rows: Shard, cols: Shard) -> tuple[type[Tiles] | None, str | None]:
+    """The tiles of a backend, or those that it has for rows with columns of their own alone; else why it declines."""
     try:
         tiles = TILES[name]()
     except ImportError as error:

@@ -285,18 +285,18 @@ def _no_rows(x: Tensor | None) -> Tensor | None:
 
 def _refilled(call: Call, arguments: Arguments) -> tuple[Any, ...]:
     """The inputs of the operation: a template with the tensors of these arguments, in its dtypes."""
-    of_queries, of_keys = _labels(call, arguments)
+    row_fields, col_fields = _labels(call, arguments)
     inputs = _leaves(call, arguments)
     if call.scorer is None:
         dtype = call.rows.features.dtype
-        of_queries["features"], of_keys["features"] = cast_features(inputs[0], inputs[1], dtype)
+        row_fields["features"], col_fields["features"] = cast_features(inputs[0], inputs[1], dtype)
         if arguments.own is not None:
-            of_queries["own"] = arguments.own.detach().to(dtype)
+            row_fields["own"] = arguments.own.detach().to(dtype)
     else:
         sides = leaves_of(arguments.q), leaves_of(arguments.k)
-        for shard, (features, *masks) in zip((of_queries, of_keys), sides, strict=True):
-            shard |= {"features": features.detach(), "others": tuple(masks)}
-    rows, cols = changed(call.rows, **of_queries), changed(call.cols, **of_keys)
+        for fields, (features, *masks) in zip((row_fields, col_fields), sides, strict=True):
+            fields |= {"features": features.detach(), "others": tuple(masks)}
+    rows, cols = changed(call.rows, **row_fields), changed(call.cols, **col_fields)
     scale, bias = 1.0 if arguments.scale is None else arguments.scale, arguments.bias
     if not isinstance(scale, Tensor):
         scale = as_tensor(scale, call.device, call.plan.wide)
@@ -306,7 +306,7 @@ def _refilled(call: Call, arguments: Arguments) -> tuple[Any, ...]:
 
 
 def _labels(call: Call, arguments: Arguments) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The labels and guides of these arguments for the rows, and for the columns, of a template."""
+    """The fields of a template's rows, and of its columns, that hold labels and guides: those of these arguments."""
     rows: dict[str, Any] = {}
     cols: dict[str, Any] = {}
     if call.rows.positives is not None:

@@ -217,7 +217,7 @@ def first_pass(job: Job, leaves: Sequence[Tensor], form: OutputForm, *, grad: bo
                 record.sketches.append(sketched(outputs))
             else:
                 refuse_gradients(outputs)
-            form.shared = form.shared or job.shared(outputs, values, form, random)
+            form.shared = form.shared or job.shared_outputs(outputs, values, form, random)
             features.add(index, outputs)
             # free the graph before the next one is built
             del outputs
@@ -233,7 +233,7 @@ def one_pass(job: Job, leaves: Sequence[Tensor], form: OutputForm) -> list[Any]:
         (rows,) = stream(job.rows(leaves), job.device)
         random = job.reached.random()
         outputs, _ = job.with_room(partial(job.run, 0, rows, form), random)
-        form.shared = job.shared(outputs, leaves, form, random)
+        form.shared = job.shared_outputs(outputs, leaves, form, random)
         features.add(0, outputs)
     return features.finish()
 

@@ -236,7 +236,7 @@ class Job:
                     raise
                 random.restore()
 
-    def shared(
+    def shared_outputs(
         self, outputs: Sequence[Any], values: Sequence[Tensor], form: OutputForm, random: RandomState
     ) -> list[bool]:
         """Return for each output of the first sub-batch whether it is one number, of shape [] or [1], for all examples.
@@ -285,7 +285,7 @@ class Features:
         self.job, self.form = job, form
         form.bounds.clear()
         # for each output memory for all rows; or a list: of a shared number, packed values, or rows of unknown count
-        self.wholes: list[Any] = []
+        self.outputs: list[Any] = []
         self.devices: set[torch.device] = set()
 
     def add(self, index: int, outputs: Sequence[Any]) -> None:
@@ -296,16 +296,16 @@ class Features:
         before = self.form.bounds[-1] if self.form.bounds else [(0, 0)] * len(outputs)
         bounds = [(stop, stop + more) for (_, stop), more in zip(before, counts, strict=True)]
         self.form.bounds.append(bounds)
-        self.wholes = self.wholes or [
+        self.outputs = self.outputs or [
             [] if one or at in packed else self._room(out, count)
             for at, (out, one) in enumerate(zip(outputs, shared, strict=True))
         ]
-        for whole, rows, one, (start, stop) in zip(self.wholes, outputs, shared, bounds, strict=True):
-            if isinstance(whole, list) and rows is not None and _fits(whole, rows, None if one else stop - start):
-                whole.append(self._copy(rows))
-            elif isinstance(whole, Tensor) and rows is not None and rows.shape == (stop - start, *whole.shape[1:]):
-                whole[start:stop].copy_(rows, non_blocking=self.job.to_host)
-            elif whole is not None or rows is not None:
+        for output, rows, one, (start, stop) in zip(self.outputs, outputs, shared, bounds, strict=True):
+            if isinstance(output, list) and rows is not None and _fits(output, rows, None if one else stop - start):
+                output.append(self._copy(rows))
+            elif isinstance(output, Tensor) and rows is not None and rows.shape == (stop - start, *output.shape[1:]):
+                output[start:stop].copy_(rows, non_blocking=self.job.to_host)
+            elif output is not None or rows is not None:
                 got = "None" if rows is None else f"shape {list(rows.shape)}"
                 rule, remedy = "return rows of one shape, one for each example", "Pad all sub-batches alike."
                 raise invalid("encoder", rule, got, remedy)
@@ -334,8 +334,8 @@ class Features:
         for device in self.devices if self.job.to_host else ():
             settle(device)
         features = [
-            (_equal_number if one else joined)(whole) if isinstance(whole, list) else whole
-            for whole, one in zip(self.wholes, self.form.shared, strict=True)
+            (_equal_number if one else joined)(output) if isinstance(output, list) else output
+            for output, one in zip(self.outputs, self.form.shared, strict=True)
         ]
         for position in self.form.packed:
             self.form.lengths[position] = features[position + 1].tolist()

@@ -212,28 +212,28 @@ class RetainedGraphs(dict[int, Graph]):
 
     def measured(
         self, index: int, run: Callable[[], Graph], inputs: int, later: Callable[[Graph], int],
-        wholes: Callable[[], int] = int,
+        gathered: Callable[[], int] = int,
     ) -> Graph:  # fmt: skip
         """The graph of a sub-batch, made by `run`. The size of the first one decides how many are retained.
 
-        inputs: bytes of the sub-batch's inputs. later: bytes that the rest of the step takes beside graphs. wholes:
+        inputs: bytes of the sub-batch's inputs. later: bytes that the rest of the step takes beside graphs. gathered:
         bytes of gathered weights, which may stay for all sub-batches.
         """
         if index > 0 or not (self.auto or self.frugal):
             return run()
-        spare, before = spare_bytes(self.device) + wholes(), allocated(self.device) - wholes()
+        spare, before = spare_bytes(self.device) + gathered(), allocated(self.device) - gathered()
         with counting() as sizes:
             graph = run()
         saved = sum(size for storage, size in sizes.items() if storage not in self.resident)
         # the device counts whole blocks, and memory that autograd does not save
-        each = max(1, saved, allocated(self.device) - wholes() - before)
+        each = max(1, saved, allocated(self.device) - gathered() - before)
         features = sum(out.nbytes for out in graph[0] if isinstance(out, Tensor))
         # without rows there is nothing to measure, and the other ranks decide
         if self.frugal and (features == 0 or saved <= max(inputs, HEAD * features)):
             self.first = 0
         elif self.auto:
             beside = min(each, int(BESIDE * free_memory(self.device)[1]))
-            self.first = self.count - retained_graphs(self.count, spare - wholes(), later(graph) + beside, each)
+            self.first = self.count - retained_graphs(self.count, spare - gathered(), later(graph) + beside, each)
         self.first = self.most(self.first)
         return graph
 

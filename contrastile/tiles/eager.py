@@ -274,11 +274,13 @@ class Dense(Eager):
         *, by_index: bool = False, labels: bool = False, backward_next: bool = False,
     ) -> int:  # fmt: skip
         del workspace, backward_next
-        # as of a tile, exponentials of both directions where logits are far apart
-        cpu = device.type == "cpu"
-        on_cpu = TILES_HELD_CPU + loss.symmetric + LISTED_CPU * by_index
-        matrices = MATRICES_BY_INDEX if by_index and (labels or not cpu) else on_cpu if cpu else MATRICES
-        return int(matrices * N * M * accumulator(dtype).itemsize + (cls._copied(N, M, D, dtype) if cpu else 0))
+        matrices, copied = MATRICES_BY_INDEX if by_index else MATRICES, 0
+        if device.type == "cpu":
+            copied = cls._copied(N, M, D, dtype)
+            if not (by_index and labels):
+                # as of a tile, exponentials of both directions where logits are far apart
+                matrices = TILES_HELD_CPU + loss.symmetric + LISTED_CPU * by_index
+        return int(matrices * N * M * accumulator(dtype).itemsize + copied)
 
 
 @dataclass
