@@ -187,7 +187,8 @@ def _multiplied(gradients: Sequence[Tensor], upstream: Tensor, inputs: Sequence[
 
 def _wanted(numbers: Sequence[int]) -> list[bool]:
     """The gradients of scale, bias, q and k that come with the loss."""
-    return [bool(_Numbers(*numbers).wanted >> at & 1) for at in range(4)]
+    bits = _Numbers(*numbers).wanted
+    return [bool(bits >> at & 1) for at in range(4)]
 
 
 def _own_memory(x: Tensor) -> Tensor:

@@ -183,7 +183,7 @@ def with_gradients(call: Call, tiles: Tiles, inputs: Sequence[Tensor], wanted: W
     # strips of products on a CPU may compute their part of the mean directly (`PairLoss.direct`)
     mean = tiles.writes_fresh_strip and call.device.type == "cpu"
     mean = mean and call.weights is None and call.reduction == "mean"
-    # a pairwise loss takes strips only for that, its other sweep below is as short
+    # a pairwise loss takes strips for that alone: its own sweep below is as short
     if height and (not call.loss.pairwise or (mean and whole)):
         return in_strips(call, tiles, rows, cols, wanted, whole=whole, mean=mean)
     if not any(wanted):

@@ -70,12 +70,9 @@ class RandomState:
 
     @classmethod
     def capture(
-        cls,
-        *devices: torch.device | None,
-        own: Iterable[Generator] = (),
-        process: Iterable[str] | None = None,
+        cls, *devices: torch.device | None, own: Iterable[Generator] = (), process: Iterable[str] | None = None,
         last: RandomState | None = None,
-    ) -> RandomState:
+    ) -> RandomState:  # fmt: skip
         """The states now, of all devices but None and the CPU.
 
         process: names of the process's generators, by default all. last: the capture before; a state of the process's
