@@ -6,7 +6,8 @@
     W   ranks                                       K   statistics kept per row, S   numbers kept for the backward
 
 `scale` multiplies a dot product; a `tile` is a block of the b × b matrix; a `shard` is what a rank owns; a `sub_batch`
-is what an encoder sees at once.
+is what an encoder sees at once. `u` and `v` are the gradient sums of rows and of columns, `wide` is the dtype of such
+sums, `own` columns are those that one row meets alone, and `wanted` tells which inputs get a gradient.
 """
 
 from typing import Literal

@@ -285,8 +285,8 @@ def multiplied(entries: Entries, documents: Documents, workspace: int, *, best: 
     return entries.scores(sums), winners
 
 
-def add_query_gradients(u: Tensor, g: Tensor, entries: Entries, documents: Documents, best: Tensor) -> None:
-    """Add Σ_j g_ij · k_j,best to each query token of u [N, L · D]."""
+def add_query_gradients(u: Tensor, g: Tensor, entries: Entries, documents: Documents, winners: Tensor) -> None:
+    """Add Σ_j g_ij · (the token of document j that won it) to each query token of u [N, L · D]."""
     (N, L, _), (J, M, width) = entries.vectors.shape, documents.vectors.shape
     D = u.shape[1] // L
     gathering = gathering_for(entries.vectors)
@@ -295,8 +295,8 @@ def add_query_gradients(u: Tensor, g: Tensor, entries: Entries, documents: Docum
     BD = min(gathering.features, max(16, triton.next_power_of_2(D)))
     run(
         kernels.query_gradients, (tiles_of(entries.count, gathering.entries), tiles_of(D, BD)), warps=gathering.warps,
-        registers=gathering.registers, k_ptr=documents.vectors, best_ptr=best, weight_ptr=g,
-        tokens_ptr=_or(entries.tokens, best), out_ptr=u, N=N, J=J, L=L, M=M, D=D, k_stride=width,
+        registers=gathering.registers, k_ptr=documents.vectors, best_ptr=winners, weight_ptr=g,
+        tokens_ptr=_or(entries.tokens, winners), out_ptr=u, N=N, J=J, L=L, M=M, D=D, k_stride=width,
         entries=entries.count, row_weight_stride=g.stride(0), col_weight_stride=g.stride(1), out_stride=u.stride(0),
         BM=gathering.entries, BD=BD, PADDED=entries.padded, ROWS_MASKED=entries.tokens is not None,
         WHOLE=D % BD == 0, STAGES=gathering.stages,
@@ -304,7 +304,7 @@ def add_query_gradients(u: Tensor, g: Tensor, entries: Entries, documents: Docum
 
 
 def add_document_gradients(
-    v: Tensor, g: Tensor, entries: Entries, documents: Documents, best: Tensor, workspace: int,
+    v: Tensor, g: Tensor, entries: Entries, documents: Documents, winners: Tensor, workspace: int,
     meanwhile: Callable[[], None] | None = None,
 ) -> None:  # fmt: skip
     """Add Σ g_ij · q_il over the query tokens that each document token has won to v [J, M · D].
@@ -333,8 +333,8 @@ def add_document_gradients(
         first, turn = part * at_once, part % len(streams)
         with torch.cuda.stream(streams[turn]):
             run(
-                kernels.list_entries, (tiles_of(blocks, FIELDS.value), min(at_once, J - first)), warps=1, best_ptr=best,
-                first=first, ROWS=gathering.listed, **given, **buffers[turn],
+                kernels.list_entries, (tiles_of(blocks, FIELDS.value), min(at_once, J - first)), warps=1,
+                best_ptr=winners, first=first, ROWS=gathering.listed, **given, **buffers[turn],
             )  # fmt: skip
 
     def multiply(part: int) -> None:
@@ -343,7 +343,7 @@ def add_document_gradients(
             run(
                 kernels.document_gradients, (blocks, min(at_once, J - first), tiles_of(D, BD)),
                 warps=gathering.document_warps, registers=gathering.document_registers, q_ptr=entries.vectors,
-                weight_ptr=g, tokens_ptr=_or(entries.tokens, best), order_ptr=_or(documents.order, best),
+                weight_ptr=g, tokens_ptr=_or(entries.tokens, winners), order_ptr=_or(documents.order, winners),
                 unit_ptr=unit, out_ptr=v, N=N, L=L, D=D, q_stride=width, first=first, row_weight_stride=g.stride(0),
                 col_weight_stride=g.stride(1), out_stride=v.stride(0), BD=BD, GROUP=gathering.group,
                 PADDED=entries.padded, ROWS_MASKED=entries.tokens is not None,

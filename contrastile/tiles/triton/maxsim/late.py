@@ -45,7 +45,7 @@ class Block(NamedTuple):
 
     entries: Entries
     documents: Documents
-    best: Tensor | None
+    winners: Tensor | None
 
 
 @dataclass
@@ -118,16 +118,16 @@ class FusedMaxSim(FusedScores):
         entries, documents = Entries.of(readable(q, wide), row_mask), Documents.of(readable(k, wide), col_mask)
         position = rows.start, cols.start
         if with_graph and position in self.stored:
-            scores, winners = self.stored.pop(position)
-            return scores, Block(entries, documents, winners)
+            scores, stored = self.stored.pop(position)
+            return scores, Block(entries, documents, stored)
         keeps = not with_graph and self._keeps(rows, cols, entries.count * documents.index.itemsize + 4 * len(rows))
         if wide == torch.float32 and not interpreting():
-            scores, best = multiplied(entries, documents, self.workspace // LISTS, best=with_graph or keeps)
+            scores, winners = multiplied(entries, documents, self.workspace // LISTS, best=with_graph or keeps)
         else:
-            scores, best = scored(entries, documents, best=with_graph or keeps)
-        if keeps and best is not None:
-            self.stored[position] = scores, best
-        return scores, Block(entries, documents, best)
+            scores, winners = scored(entries, documents, best=with_graph or keeps)
+        if keeps and winners is not None:
+            self.stored[position] = scores, winners
+        return scores, Block(entries, documents, winners)
 
     def _keeps(self, rows: Shard, cols: Shard, bytes_of_column: int) -> bool:
         """True for a tile that the forward keeps, in the order of the backward: rows first, then columns."""
@@ -140,16 +140,16 @@ class FusedMaxSim(FusedScores):
         return cols.start // self.side * self.row_tiles + rows.start // self.side < self.most_stored
 
     def _pass_on(self, g_IJ: Tensor, block: Block, u_I: Tensor | None, v_J: Tensor | None) -> None:
-        entries, documents, best = block
-        if best is None:
+        entries, documents, winners = block
+        if winners is None:
             return
-        queries = None if u_I is None else partial(add_query_gradients, u_I, g_IJ, entries, documents, best)
+        queries = None if u_I is None else partial(add_query_gradients, u_I, g_IJ, entries, documents, winners)
         if v_J is not None:
             # beside the winners that are kept and this tile's, the gradients of pairs and their copy by queries
             held = sum(x.nbytes for tile in self.stored.values() for x in tile)
-            held += (best.nbytes + 3 * g_IJ.nbytes) if held else 0
+            held += (winners.nbytes + 3 * g_IJ.nbytes) if held else 0
             workspace = list_bytes(self.workspace, held)
-            add_document_gradients(v_J, g_IJ, entries, documents, best, workspace, meanwhile=queries)
+            add_document_gradients(v_J, g_IJ, entries, documents, winners, workspace, meanwhile=queries)
         elif queries is not None:
             queries()
 
