@@ -118,7 +118,8 @@ class Progress:
 
     def count(self) -> None:
         """Count one more agreement."""
-        self.step += not self.counted_by_loop
+        if not self.counted_by_loop:
+            self.step += 1
 
     def begin(self, step: int) -> None:
         """Take over a training loop's count."""

@@ -143,7 +143,7 @@ def _at_once(
         x if x is None or x.dtype == wide else x.new_empty((), dtype=wide).expand(x.shape) for x in inputs
     ]
     # a graph captured in a warm-up of inductor's own graphs would lie in memory that they use again
-    if call.plan.small and not cudagraphs_warm_up(call.device):
+    if call.plan.replayed and not cudagraphs_warm_up(call.device):
         graph = graph_for(call)
         if graph is None:
             # inputs of an operation require no gradient, and those of a captured call do

@@ -44,10 +44,10 @@ class Plan:
     workspace: int
     # accumulator dtype
     wide: torch.dtype
-    # the gradients are computed with the loss: for losses whose pairs' gradients need no statistics, and small calls
+    # the gradients are computed with the loss, for one of the reasons in `plan._planned`
     at_once: bool
     # later calls replay a graph (`graph.py`)
-    small: bool = False
+    replayed: bool = False
 
 
 @dataclass(frozen=True)

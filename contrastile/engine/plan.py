@@ -82,12 +82,12 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
             _plans[exact] = plan, template
     if plan is None or template is None or type(scale) not in NUMBERS or type(arguments.bias) not in NUMBERS:
         return _checked(arguments, plan, exact, key, alone=alone)
-    graph = graph_for(template) if plan.small else None
+    graph = graph_for(template) if plan.replayed else None
     if graph is not None:
         leaves = _leaves(template, arguments)
         return Replayed.apply, (graph, _graph_inputs(template, arguments, leaves), scale, arguments.bias, *leaves)
     inputs = _refilled(template, arguments)
-    return small_operation(*inputs) if plan.small else (Operation.apply, inputs)
+    return small_operation(*inputs) if plan.replayed else (Operation.apply, inputs)
 
 
 def _checked(
@@ -134,11 +134,11 @@ def _checked(
             fits = alone and _refillable(arguments)
             template = changed(_template(problem, plan, exchange), constant_cols=constant_cols) if fits else None
             # of several ranks the exact signature tells that the checks have passed; lengths are rounded for a replay
-            for each in {key if plan.small else exact} if alone else {exact, key}:
+            for each in {key if plan.replayed else exact} if alone else {exact, key}:
                 _plans[each] = plan, template
     call = changed(_call(problem, plan, exchange), constant_cols=constant_cols)
     inputs: tuple[Any, ...] = call, problem.scale, problem.bias, *problem.inputs
-    return small_operation(*inputs) if plan.small else (Operation.apply, inputs)
+    return small_operation(*inputs) if plan.replayed else (Operation.apply, inputs)
 
 
 def _refusal(differentiation: str) -> ValueError:
@@ -389,7 +389,7 @@ def _tiles(problem: Problem, exchange: Exchange, workspace: int) -> MakeTiles:
     fused = choose_fused(backend, scorer, rows, cols)
     if fused is not None:
         return partial(fused, scorer=scorer, side=fused.fitting_side(rows, cols, workspace))
-    if scorer.seed is not None and not exchange.once:
+    if scorer.seed is not None and not exchange.pairs_once:
         remedy = "Take gather or ring, or put the scorer in eval mode."
         raise invalid("exchange", "compute each pair once if the scorer draws random numbers", "replicate", remedy)
     if backend == "dense":

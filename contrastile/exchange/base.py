@@ -100,7 +100,7 @@ class Exchange(ABC):
     gradient: Gradient
     layout: Layout
     # every pair is computed on one rank only
-    once: ClassVar[bool] = True
+    pairs_once: ClassVar[bool] = True
     # number of times that a column is sent to another rank: for the forward and for the backward
     column_sends: ClassVar[int] = 2
     # positives on a diagonal become indices

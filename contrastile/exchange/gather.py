@@ -146,7 +146,7 @@ def _in_one_block(layout: Layout, D: int) -> bool:
 class Replicate(Exchange):
     """All-gather of rows and columns; each rank takes its own rows and columns of the common result."""
 
-    once: ClassVar[bool] = False
+    pairs_once: ClassVar[bool] = False
     by_index: ClassVar[bool] = True
 
     def forward(self, tiles: Tiles, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:

@@ -315,7 +315,7 @@ class LossSize:
     @property
     def pairs(self) -> float:
         """Pairs that a rank computes."""
-        share = 1 if self.exchange_class.once else self.ranks
+        share = 1 if self.exchange_class.pairs_once else self.ranks
         return float(self.rows * share) * self.columns * self.ranks * self.directions
 
     @property
