@@ -154,7 +154,9 @@ def _scorer_sides(q: Any, k: Any, negatives: Any, scorer: nn.Module) -> tuple[An
     q = padded_texts(q, 1) if isinstance(q, Ragged) else q
     k, negatives = (padded_texts(x, longest) if isinstance(x, Ragged) else x for x in (k, negatives))
     checks.shared_by_queries(negatives, k)
-    return q, *_padded_alike(k, negatives, scorer), scorer
+    if negatives is not None and hasattr(scorer, "pad_tokens"):
+        k, negatives = _padded_alike(k, negatives, scorer)
+    return q, k, negatives, scorer
 
 
 def _normalized(side: Any) -> Any:
@@ -174,10 +176,8 @@ def _normalized(side: Any) -> Any:
 def _padded_alike(k: Any, negatives: Any, scorer: Any) -> tuple[Any, Any]:
     """Keys and negatives that are token vectors, padded to the longer of both, behind masks; any others as they are.
 
-    scorer: pads, if it has `MaxSim.pad_tokens`.
+    scorer: has `MaxSim.pad_tokens`.
     """
-    if negatives is None or not hasattr(scorer, "pad_tokens"):
-        return k, negatives
     try:
         sides = [tokens("k", k), tokens("negatives", negatives)]
     except ValueError:
