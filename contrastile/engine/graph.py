@@ -132,8 +132,8 @@ def _refilled(call: Call, features: Sequence[Tensor], labels: Sequence[Tensor]) 
     following = iter(labels)
 
     def refilled(shard: Shard, leaves: Sequence[Tensor]) -> Shard:
-        given: dict[str, Any] = {name: next(following) for name in LABELS if getattr(shard, name) is not None}
-        return replace(shard.with_leaves(leaves), **given, guides=tuple([next(following) for _ in shard.guides]))
+        named: dict[str, Any] = {name: next(following) for name in LABELS if getattr(shard, name) is not None}
+        return replace(shard.with_leaves(leaves), **named, guides=tuple([next(following) for _ in shard.guides]))
 
     n, m = len(call.rows.leaves), len(call.rows.leaves) + len(call.cols.leaves)
     rows, cols = refilled(call.rows, features[:n]), refilled(call.cols, features[n:m])
@@ -219,8 +219,8 @@ class Graph:
         # vectors come first on each side, and masks get no gradient
         self.gradients = Gradients(self.sums, [*wanted[:3], wanted[2 + len(call.rows.leaves)]])
 
-    def __call__(self, given: Sequence[Tensor | float]) -> tuple[Tensor, Held]:
-        """The loss of these features, numbers and labels, and its gradient sums."""
+    def __call__(self, arguments: Sequence[Tensor | float]) -> tuple[Tensor, Held]:
+        """The loss of these arguments, in the order of `graph_inputs`, and its gradient sums."""
         with self.lock, _on(self.device), self.exchange.in_step():
             before, stream = self.held(), current_stream_address(self.device.index)
             if before is not None and before.sums is not None:
@@ -233,7 +233,7 @@ class Graph:
                 self.stream, self.stream_address = torch.cuda.current_stream(), stream
             value = self.value.clone() if self.computed else torch.empty_like(self.value)
             if not self.computed:
-                tensors = [x if isinstance(x, Tensor) else self.number(x) for x in given]
+                tensors = [x if isinstance(x, Tensor) else self.number(x) for x in arguments]
                 self.fill(tensors, value, stream)
                 self.replay()
             if self.buffers is not None:
@@ -272,8 +272,8 @@ class Graph:
             if not backward_is_repeatable():
                 held.sums = None
         return [
-            x if x is None or given is None or x.shape == given.shape else x[:, : given.shape[1]]
-            for x, given in zip(gradients, inputs, strict=True)
+            x if x is None or passed is None or x.shape == passed.shape else x[:, : passed.shape[1]]
+            for x, passed in zip(gradients, inputs, strict=True)
         ]
 
 
@@ -282,9 +282,9 @@ class Replayed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, graph: Graph, given: Sequence[Tensor | float], scale: Any, bias: Any, *inputs: Tensor
+        ctx: Any, graph: Graph, arguments: Sequence[Tensor | float], scale: Any, bias: Any, *inputs: Tensor
     ) -> Tensor:
-        (value, ctx.held), ctx.graph = graph(given), graph
+        (value, ctx.held), ctx.graph = graph(arguments), graph
         # watched by autograd for a change in place; the queries are read again for negatives of each query
         ctx.save_for_backward(*[x if isinstance(x, Tensor) else None for x in (scale, bias, *inputs)])
         return value

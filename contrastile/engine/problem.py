@@ -319,16 +319,16 @@ class _Sides:
 
     def _check_groups(self, name: str, of_queries: Tensor | None, of_keys: Tensor | None) -> None:
         """Check labels, or ids, of both sides; those of the keys may go on over the negatives."""
-        of_rows, of_cols, k = f"query_{name}", f"key_{name}", self.cols[0]
+        row_name, col_name, k = f"query_{name}", f"key_{name}", self.cols[0]
         if of_queries is None and of_keys is None:
             return
         if of_queries is None:
-            raise invalid(of_rows, f"be given where `{of_cols}` is", None, "Pass both, or neither.")
+            raise invalid(row_name, f"be given where `{col_name}` is", None, "Pass both, or neither.")
         if of_keys is None:
-            raise invalid(of_cols, f"be given where `{of_rows}` is", None, "Pass both, or neither.")
-        checks.vector(of_rows, of_queries, "q", self.rows[0], integer=True)
+            raise invalid(col_name, f"be given where `{row_name}` is", None, "Pass both, or neither.")
+        checks.vector(row_name, of_queries, "q", self.rows[0], integer=True)
         keys_alone = len(k) > self.keys and isinstance(of_keys, Tensor) and of_keys.shape == (self.keys,)
-        checks.vector(of_cols, of_keys, "k", k[: self.keys] if keys_alone else k, integer=True)
+        checks.vector(col_name, of_keys, "k", k[: self.keys] if keys_alone else k, integer=True)
 
     def shards(self, arguments: Arguments, cast: torch.dtype | None) -> tuple[Shard, Shard]:
         """Rows and columns with their positives, labels and ids, and with features of the dtype `cast`."""
