@@ -269,9 +269,13 @@ def test_a_table_of_one_title_is_refused(album):
     assert f"; got {len(rows)} readable, all with one caption or one image. One is" in refusal(album.open)
 
 
-def test_a_table_that_is_not_there_is_refused(tmp_path):
-    assert refusal(open_pairs, str(tmp_path / "none.tsv"), image_size=8, cache=tmp_path) == (
-        f'`source` must be "glyphs" or a file that can be read; got {tmp_path / "none.tsv"}. No such file or directory.'
+@pytest.mark.parametrize("name", ["none.tsv", "none.parquet", "none.tar", "none", "pairs.tsv::none"])
+def test_a_source_that_is_not_there_is_refused_by_its_path(album, name, monkeypatch):
+    album.open()
+    monkeypatch.chdir(album.folder)
+    assert refusal(open_pairs, name, image_size=8, cache=album.folder) == (
+        f'`source` must be a file or folder that exists; got "{name.rpartition(":")[2]}". '
+        "Check its path: a relative one begins at the folder in which the command runs."
     )
 
 

@@ -13,7 +13,7 @@ from contrastile.data.copies import with_copies
 from contrastile.data.docstrings import open_docstrings
 from contrastile.data.glyphs import open_glyphs
 from contrastile.data.pairs import PairOptions, PairSet
-from contrastile.data.sources import is_collection
+from contrastile.data.sources import TO_BE_GIVEN, is_collection, missing, read_source
 from contrastile.data.text_files import open_beir, open_text_files
 from contrastile.data.texts import TextSet, with_mined_negatives
 
@@ -35,6 +35,8 @@ def open_pairs(
     if channels not in (1, 3):
         raise invalid("channels", "be 1 (grey) or 3 (colour)", channels, "Images are converted to either.")
     _check_share(held_out)
+    if source not in ("glyphs", TO_BE_GIVEN):
+        _check_exists(next(filter(None, map(missing, read_source(source))), None))
     options = PairOptions(image_size, channels, held_out, cache, progress, weights, most_bad)
     open_source = open_glyphs if source == "glyphs" else open_collection if is_collection(source) else open_table
     pairs = open_source(source, options)
@@ -62,11 +64,18 @@ def open_texts(
         raise invalid("test", "be a file of questions", f'the folder "{test}"', "Name a BEIR folder as the source.")
     if source == "docstrings":
         return open_docstrings(cache=cache, packages=packages, held_out=held_out, mined=mined, progress=progress)
+    _check_exists(None if path.exists() else source)
     if path.is_dir():
         texts = open_beir(path, bad_rows=bad_rows, progress=progress)
     else:
         texts = open_text_files(path, **files, held_out=held_out, bad_rows=bad_rows, progress=progress)
     return with_mined_negatives(texts, mined, progress=progress)
+
+
+def _check_exists(absent: str | None) -> None:
+    if absent is not None:
+        remedy = "Check its path: a relative one begins at the folder in which the command runs."
+        raise invalid("source", "be a file or folder that exists", f'"{absent}"', remedy)
 
 
 def _check_share(held_out: float) -> None:
