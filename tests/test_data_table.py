@@ -306,6 +306,19 @@ def test_bad_rows_of_a_csv_file_are_counted(album, caplog):
     assert len(pairs) == 18
 
 
+@pytest.mark.parametrize("several", [False, True], ids=["table", "collection"])
+def test_quotes_of_a_csv_writer_in_a_tsv_file_are_a_warning(album, caplog, several):
+    album.lines[1:3] = ['pictures/0.png\t"a ""red"" one"', 'pictures/1.png\t"so-called" art"']
+    assert album.open().captions[0] == '"a ""red"" one"'
+    if several:
+        caplog.clear()
+        open_pairs(f"{album.folder}/pairs.tsv::{album.folder}/pictures", cache=album.folder / "cache", image_size=8)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{album.folder}/pairs.tsv: captions in quotes, with quotes doubled inside: 1; a .tsv file has no quoting, so "
+        "they are read as letters. Rename it to .csv, which may have tabs too, to have them read as quotes"
+    ]
+
+
 def opened_csv(album, rows, **settings):
     (album.folder / "pairs.csv").write_text("\n".join(["filepath,title", *rows]) + "\n", encoding="utf-8")
     return open_pairs(str(album.folder / "pairs.csv"), cache=album.folder / "cache", image_size=8, **settings)

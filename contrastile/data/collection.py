@@ -29,7 +29,7 @@ from contrastile.data.loader import Origin, Piece
 from contrastile.data.pairs import ImageWriter, Labels, PairOptions, PairSet, Stream, cached_pairs
 from contrastile.data.shards import find_pairs, manifest_state, state, unpack
 from contrastile.data.sources import Source, read_source
-from contrastile.data.tables import Row, read_table
+from contrastile.data.tables import Row, read_table, warn_of_quotes
 
 # increased whenever the digest of a collection, or what is cached of it, changes
 FORMAT, TABLE_FORMAT = 1, 2
@@ -47,6 +47,7 @@ def open_table(source: str, options: PairOptions) -> PairSet:
     the hash of their captions. Where few captions are held out, so are "images" of the other captions.
     """
     rows = read_table(Path(source))
+    warn_of_quotes(Path(source), rows)
     states = [row if isinstance(row, str) else [*file_state(str(row[0])), row[1]] for row in rows]
     digest = hashlib.sha256(json.dumps(states).encode()).hexdigest()
     settings = {**options.settings, "format": TABLE_FORMAT, "rows": digest}

@@ -23,7 +23,7 @@ from contrastile._errors import invalid
 from contrastile.data.base import Indices, counted
 from contrastile.data.files import files_below, open_file
 from contrastile.data.sources import PICTURES, PROMPTS
-from contrastile.data.tables import read_table
+from contrastile.data.tables import read_table, warn_of_quotes
 
 # names of ImageNet's folders
 WNID = re.compile(r"n\d{8}")
@@ -266,6 +266,7 @@ def open_captions(file: str | Path, *, images: str | Path | None = None, split: 
         pairs = _json_captions(file, folder, split or "test")
     else:
         rows = read_table(file, folder, name="captions")
+        warn_of_quotes(file, rows)
         if bad := Counter(row for row in rows if isinstance(row, str)):
             got = f"{counted(bad)} in {file}"
             raise invalid("captions", "have an image and a caption in each line", got, "Mend them.")

@@ -19,7 +19,7 @@ from contrastile._errors import invalid
 from contrastile.data.files import cached_folder, checksum, file_state, files_below, open_file, plain_file, sync
 from contrastile.data.image_limits import MOST_BYTES
 from contrastile.data.sources import PICTURES, TABLES, Source
-from contrastile.data.tables import LONGEST_CAPTION, check_names, read_table
+from contrastile.data.tables import LONGEST_CAPTION, check_names, read_table, warn_of_quotes
 
 SIZES, SUMS = "sizes.json", "SHA256SUMS"
 # two empty records end a tar file, and tools fill it up to a whole number of larger ones
@@ -196,7 +196,9 @@ def _checked(path: Path, offset: int, size: int, caption: bytes) -> Finding:
 
 
 def find_in_table(table: Path) -> Iterator[Finding]:
-    for row in read_table(table):
+    rows = read_table(table)
+    warn_of_quotes(table, rows)
+    for row in rows:
         if isinstance(row, str):
             yield row
         else:

@@ -13,7 +13,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from contrastile._errors import invalid
+from contrastile._errors import invalid, logger
 from contrastile.data.files import open_file
 
 # the most lines of a row, and the most characters of a field
@@ -104,6 +104,16 @@ def read_table(table: Path, folder: Path | None = None, *, name: str = "source")
 
     # a .tsv file may have lines of blanks
     return [row(fields) for _, fields in rows if is_csv or "".join(fields).strip()]
+
+
+def warn_of_quotes(table: Path, rows: Iterable[Row | str]) -> None:
+    """Warn where captions of a .tsv file look as if a writer of .csv files had put them into quotes."""
+    captions = [row[1] for row in rows if not isinstance(row, str)] if table.suffix != ".csv" else []
+    quoted = sum(caption[:1] == caption[-1:] == '"' and '""' in caption[1:-1] for caption in captions)
+    if quoted:
+        message = "%s: captions in quotes, with quotes doubled inside: %d; a .tsv file has no quoting, so "
+        message += "they are read as letters. Rename it to .csv, which may have tabs too, to have them read as quotes"
+        logger.warning(message, table, quoted)
 
 
 def check_names(names: Sequence[str], path: Path, *, name: str = "source") -> None:
