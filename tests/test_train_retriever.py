@@ -231,6 +231,21 @@ def test_stored_tokens_equal_those_of_the_tokenizer(finished):
     assert len(TokenStore([], tokenizer, 5)) == 0
 
 
+def test_a_source_without_held_out_questions_is_a_warning(tmp_path, caplog):
+    folder = tmp_path / "set"
+    (folder / "qrels").mkdir(parents=True)
+    (folder / "corpus.jsonl").write_text('{"_id": "d", "text": "p"}\n{"_id": "e", "text": "r"}\n')
+    (folder / "queries.jsonl").write_text('{"_id": "q", "text": "what"}\n{"_id": "s", "text": "who"}\n')
+    (folder / "qrels" / "train.tsv").write_text("query-id\tcorpus-id\tscore\nq\td\t1\ns\te\t1\n")
+    recipe = tiny_retriever(tmp_path, f"data.source={folder}")
+    caplog.clear()
+    RetrieverJob.open(recipe)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{folder}: no questions are held out, so there is nothing to measure the run on; "
+        "those of a BEIR folder are in files of qrels other than train.tsv"
+    ]
+
+
 def test_a_source_without_training_questions_and_too_many_dimensions_are_refused(tmp_path):
     folder = tmp_path / "set"
     (folder / "qrels").mkdir(parents=True)
@@ -240,6 +255,10 @@ def test_a_source_without_training_questions_and_too_many_dimensions_are_refused
     assert refusal(RetrieverJob.open, tiny_retriever(tmp_path, f"data.source={folder}")) == (
         f'`data.source` must have questions to train on ("{folder}"); got test alone. '
         "A BEIR folder has them in qrels/train.tsv."
+    )
+    (folder / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq\td\t0\n")
+    assert "; got none with a judgement above 0. " in refusal(
+        RetrieverJob.open, tiny_retriever(tmp_path, f"data.source={folder}")
     )
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text("".join(f'{{"query": "what {n}", "pos": ["p {n}"]}}\n' for n in range(3)))

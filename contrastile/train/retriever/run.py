@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from contrastile._errors import invalid
+from contrastile._errors import invalid, logger
 from contrastile.data.base import Indices, silent
 from contrastile.data.registry import open_texts
 from contrastile.data.texts import Passage, TextSet, text_digest
@@ -210,6 +210,9 @@ def open_text_materials(recipe: RetrieverRecipe, tokenizer: Tokenizer | None = N
     """Read and tokenise the texts of a recipe; without a `tokenizer`, load the recipe's or train one on the texts."""
     data, settings = recipe.data, recipe.model.tokenizer
     texts = open_run_texts(recipe)
+    if not any(len(rows) for name, rows in texts.splits.items() if name != "train"):
+        message = "%s: no questions are held out, so there is nothing to measure the run on; "
+        logger.warning(message + "those of a BEIR folder are in files of qrels other than train.tsv", data.source)
     tokenizer = tokenizer or ready_tokenizer(settings)
     if tokenizer is None:
         corpus = training_texts(texts, data)
@@ -234,11 +237,12 @@ def open_run_texts(recipe: RetrieverRecipe) -> TextSet:
     options = data.model_dump(include={"corpus", "test", "packages", "held_out", "mined", "bad_rows"})
     texts = open_texts(data.source, cache=Path(data.cache).expanduser(), progress=progress, **options)
     if len(texts.splits["train"]) == 0:
-        got = ", ".join(name for name, rows in texts.splits.items() if len(rows)) or "none"
+        held_out = ", ".join(name for name, rows in texts.splits.items() if len(rows))
+        got = f"{held_out} alone" if held_out else "none with a judgement above 0"
         remedy = "A BEIR folder has them in qrels/train.tsv."
         if data.test is not None:
             remedy = "Those of data.test are held out: leave some for training."
-        raise invalid("data.source", f'have questions to train on ("{data.source}")', f"{got} alone", remedy)
+        raise invalid("data.source", f'have questions to train on ("{data.source}")', got, remedy)
     return texts
 
 
