@@ -352,6 +352,19 @@ def test_files_that_cannot_be_read_are_named(tmp_path, name, sentence):
     assert refusal(opened, tmp_path, name).startswith(sentence.format(tmp_path / name))
 
 
+@pytest.mark.parametrize("names", ["question,answer,source", "query,text,hard_negative", "query,positive,source"])
+def test_columns_that_are_negatives_by_their_place_are_a_warning(tmp_path, caplog, names):
+    (tmp_path / "x.csv").write_text(f"{names}\na,b,c\nd,e,f\n")
+    texts = opened(tmp_path, "x.csv")
+    assert known(texts) == {
+        "a": (["b"], [] if "positive" in names else ["c"]),
+        "d": (["e"], [] if "positive" in names else ["f"]),
+    }
+    sentence = "columns read as negatives by their place: source; beside columns called question and positive, "
+    sentence = f"{tmp_path}/x.csv: {sentence}only those called negative are read"
+    assert [record.getMessage() for record in caplog.records] == [sentence] * ("answer" in names)
+
+
 def test_one_question_is_not_enough(tmp_path):
     (tmp_path / "x.csv").write_text("a,b\nq,p\n")
     assert refusal(opened, tmp_path, "x.csv") == (

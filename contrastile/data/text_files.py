@@ -81,7 +81,8 @@ def _read_files(
 class Question(NamedTuple):
     """One entry: a question with its passages, or their ids in a corpus; `answers` and `id` as they are written.
 
-    scores: a number or None for each of the positives, then of the negatives; empty where there are none.
+    scores: a number or None for each of the positives, then of the negatives; empty where there are none. unnamed: the
+    columns that are negatives by their place alone.
     """
 
     text: Any
@@ -90,6 +91,7 @@ class Question(NamedTuple):
     answers: Any = None
     id: Any = None
     scores: Sequence[float | None] = ()
+    unnamed: Sequence[str] = ()
 
 
 class TextSetBuilder:
@@ -140,11 +142,18 @@ class TextSetBuilder:
     def add_questions(self, path: Path, counter: SkipCounter, *, answers_suffice: bool) -> list[int]:
         """The rows of the queries of a file, each once."""
         rows: dict[int, None] = {}
+        unnamed: Sequence[str] = ()
         for place, entry in read_entries(path, counter):
             try:
-                rows[self._add_question(interpret(entry, place), answers_suffice)] = None
+                question = interpret(entry, place)
+                rows[self._add_question(question, answers_suffice)] = None
+                if not unnamed:
+                    unnamed = question.unnamed
             except Skipped as reason:
                 counter.skip(reason, place)
+        if unnamed:
+            message = "%s: columns read as negatives by their place: %s; beside columns called question and positive, "
+            logger.warning(message + "only those called negative are read", path, ", ".join(unnamed))
         return list(rows)
 
     def _add_question(self, question: Question, answers_suffice: bool) -> int:
@@ -244,7 +253,8 @@ def _columns(entry: Entry, place: str) -> Question:
             return Question(question, answers=_texts(answers))
     right, wrong = _plain(positive, place), [passage for text in others for passage in _plain(text, place)]
     listed = _scores(scores, [*right, *wrong]) if isinstance(scores, list) else ()
-    return Question(question, right, wrong, scores=listed)
+    unnamed = [name for name in list(texts)[2:] if "neg" not in name.lower() and not name.isdecimal()]
+    return Question(question, right, wrong, scores=listed, unnamed=unnamed)
 
 
 def _scores(values: Any, passages: Sequence[Passage]) -> list[float | None]:
