@@ -478,9 +478,11 @@ def test_pictures_of_a_folder_are_found_by_a_text(tmp_path, capsys):
     assert main(["train", recipe, "train.examples=32", "--runs", str(tmp_path)]) == 0
     assert main(["evaluate", run, "--index", "x"]) == 2
     refused = ([run], [run, recipe], [run, str(tmp_path / "cache")], [run, str(tmp_path), "--dimensions", "3"])
+    refused += ([run, str(tmp_path), "--bad-rows", "0.1"],)
     for words in refused:
-        assert main(["encode", *words]) == 2
-    assert capsys.readouterr().err.splitlines()[-5:] == [
+        assert main(["encode", *words, "--out", str(tmp_path / "refused")]) == 2
+    assert not (tmp_path / "refused").exists()
+    assert capsys.readouterr().err.splitlines()[-6:] == [
         "`--index` must be left out for images and texts; got x. It belongs to a retriever.",
         "`corpus` must be a folder of images, for this run; got none. Name it after the run: "
         "contrastile encode RUN FOLDER.",
@@ -488,6 +490,7 @@ def test_pictures_of_a_folder_are_found_by_a_text(tmp_path, capsys):
         "contrastile encode RUN FOLDER.",
         f'`corpus` must have images (.jpg, .jpeg, .png, .webp); got "{tmp_path}/cache", without any. Check its path.',
         "`--dimensions` must be left out for a run of images and texts; got 3. Prefixes of features were not trained.",
+        "`--bad-rows` must be left out for a run of images and texts; got 0.1. All images must be readable.",
     ]
     assert main(["encode", run, str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith("32 images of 16 features: ")

@@ -1,6 +1,7 @@
 """`contrastile encode RUN [CORPUS]`: write the features of passages to disk, for `contrastile search`."""
 
 import argparse
+from contextlib import suppress
 from pathlib import Path
 
 from contrastile._errors import invalid, written_to
@@ -27,22 +28,33 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the arguments before anything heavy is imported, then encode; finished shards are kept."""
-    folder, _ = finished_run_on(arguments.run, arguments.device)
+    folder, recipe = finished_run_on(arguments.run, arguments.device)
     for name in ("shard", "dimensions"):
         at_least(name, getattr(arguments, name))
     check_bad_rows(arguments.bad_rows)
     if arguments.bad_rows is not None and arguments.corpus is None:
         remedy = "The run's own passages were read with data.bad_rows."
         raise invalid("--bad-rows", "come with a corpus", "none", remedy)
+    if arguments.bad_rows is not None and recipe.kind == "image-text":
+        remedy = "All images must be readable."
+        raise invalid("--bad-rows", "be left out for a run of images and texts", arguments.bad_rows, remedy)
     check_source("corpus", arguments.corpus)
     out = Path(arguments.out) if arguments.out else own_folder(folder / "index")
+    is_new = not out.exists()
     make_folder("--out", out)
 
     from contrastile.retrieval.index import encode_source
 
     names = ("shard", "dimensions", "device", "bad_rows")
-    with written_to(out):
-        index = encode_source(folder, arguments.corpus, out, **{name: getattr(arguments, name) for name in names})
+    try:
+        with written_to(out):
+            index = encode_source(folder, arguments.corpus, out, **{name: getattr(arguments, name) for name in names})
+    except ValueError:
+        if is_new:
+            # removes an empty folder only
+            with suppress(OSError):
+                out.rmdir()
+        raise
     each = "" if index.kind == "single" else " for each token"
     print(f"{len(index):,} {'passages' if index[0].text else 'images'} of {index.dimensions} features{each}: {out}")
     print(f"to search them: contrastile search {arguments.run}" + (f" --index {out}" if arguments.out else ""))
