@@ -440,10 +440,17 @@ def test_warmup_in_epochs_and_in_steps_is_a_share_of_the_run():
     assert with_warmup(AdamWSettings(warmup=0.3), growing, 77).warmup == 0.3
 
 
-def test_a_warmup_longer_than_the_run_is_refused():
-    assert refusal(with_warmup, AdamWSettings(warmup_epochs=2.0), TrainSettings(epochs=2.0), 100) == (
-        "`optim.warmup` must be shorter than the run; got 200 of 200 examples. Warm up over less, or train longer."
-    )
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"warmup_epochs": 2.0}, "`optim.warmup_epochs` must be shorter than the run; got 2 epochs, 200 of 200"),
+        ({"warmup_steps": 50}, "`optim.warmup_steps` must be shorter than the run; got 50 steps, for 200"),
+    ],
+)
+def test_a_warmup_longer_than_the_run_is_refused_by_its_own_key(settings, sentence):
+    train = TrainSettings(epochs=2.0, batch=((0.0, 64),))
+    remedy = " examples. Warm up over less, or train longer."
+    assert refusal(with_warmup, AdamWSettings(**settings), train, 100) == sentence + remedy
 
 
 # --- the average

@@ -243,14 +243,15 @@ def step_bytes(model: nn.Module, settings: OptimSettings) -> int:
 
 def with_warmup(settings: OptimSettings, train: Steps, pairs: int) -> OptimSettings:
     """The settings with `warmup` as a share of the run, converted from steps or epochs of `pairs`."""
-    examples, seen = train.length(pairs), 0
+    examples, seen, key, got = train.length(pairs), 0, "optim.warmup", ""
     if settings.warmup_epochs is not None:
         seen = round(settings.warmup_epochs * pairs)
+        key, got = "optim.warmup_epochs", f"{settings.warmup_epochs:g} epochs, {seen:,} of {examples:,} examples"
     elif settings.warmup_steps is not None:
         seen = sum(train.steps(settings.warmup_steps, examples))
+        key, got = "optim.warmup_steps", f"{settings.warmup_steps:,} steps, for {examples:,} examples"
     if seen >= examples:
-        got = f"{seen:,} of {examples:,} examples"
-        raise invalid("optim.warmup", "be shorter than the run", got, "Warm up over less, or train longer.")
+        raise invalid(key, "be shorter than the run", got, "Warm up over less, or train longer.")
     if settings.schedule == "cooldown" and seen / examples + settings.cooldown > 1:
         got = f"{settings.cooldown:g} behind a warm-up of {seen:,} of {examples:,} examples"
         raise invalid("optim.cooldown", "leave the warm-up its share", got, "Make either shorter.")

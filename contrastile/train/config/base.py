@@ -36,7 +36,7 @@ Width = Annotated[int, Field(ge=1, le=2**20)]
 DEVICE, DEVICE_RULE = re.compile(r"auto|cpu|cuda(:[0-9]+)?"), 'be "auto", "cpu", "cuda" or "cuda:1"'
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-NAME_RULE = 'must be a folder name of letters, digits, ".", "_" and "-"; got {got}'
+NAME_RULE = 'must be a folder name of letters, digits, ".", "_" and "-", a letter or digit first; got {got}'
 
 # the smallest batch that `train.epoch_steps` leaves, because a pair needs negatives
 LEAST = 16
