@@ -162,6 +162,11 @@ def test_the_command_measures_the_named_tests_alone(finished, tmp_path, capsys):
     captions = f"{files}/coco/dataset.json"
     assert main(["evaluate", str(folder), "--captions", captions, "--name", "coco", "--split", "test"]) == 0
     assert rows_of(folder) == after
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "0.png").write_bytes(min(Path(files).glob("val/*/0.png")).read_bytes())
+    assert main(["evaluate", str(folder), "--zero-shot", str(tmp_path)]) == 2
+    sentence = f"`--zero-shot` must hold two classes at least; got 1 in {tmp_path}. There is nothing to choose from."
+    assert sentence in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

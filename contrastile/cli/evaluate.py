@@ -90,7 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
         elif index is not None or stage is not None:
             print(RetrieverJob.of_run(folder, device=device).report(folder, index, stage))
         elif tests:
-            print(evaluate_transfer(folder.path, tests, device=device))
+            with renamed(folder="--zero-shot"):
+                print(evaluate_transfer(folder.path, tests, device=device))
         else:
             print(evaluate_run(folder.path, device=device))
     print(f"report: {folder / 'report.html'}")
