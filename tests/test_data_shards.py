@@ -117,7 +117,7 @@ def test_entries_without_a_pair_are_counted_by_reason(tmp_path):
     assert [pair.caption for pair in found if not isinstance(pair, str)] == ["two words"]
     assert Counter(pair for pair in found if isinstance(pair, str)) == {
         "missing caption": 1, "missing picture": 1, "empty caption": 1, "not UTF-8": 1, "key used twice": 4,
-        "not a plain file": 2, "too large": 1,
+        "not a plain file": 2, "caption over 64 kB": 1,
     }  # fmt: skip
 
 
@@ -249,7 +249,7 @@ def test_empty_entries_and_zeros_give_no_pair(tmp_path):
         for key, picture, title in (("a", b"", b"a"), ("b", jpeg(1), bytes(9)), ("c", jpeg(2), b"x" * 70_000)):
             add(tar, f"{key}.jpg", picture)
             add(tar, f"{key}.txt", title)
-    assert list(find_in_tar(tmp_path / "a.tar")) == ["missing picture", "not a text", "too large"]
+    assert list(find_in_tar(tmp_path / "a.tar")) == ["missing picture", "not a text", "caption over 64 kB"]
 
 
 def test_sums_name_their_files_in_any_folder(tmp_path):

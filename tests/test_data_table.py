@@ -150,7 +150,7 @@ def test_copies_leave_out_captions_that_a_shard_cannot_hold(album):
     album.add("pictures/0.png", "nul \0 nul")
     album.add("pictures/1.png", "long " * 20_000)
     pairs = album.open(copies=2)
-    assert pairs.skipped == {"not a text": 1, "too large": 1}
+    assert pairs.skipped == {"not a text": 1, "caption over 64 kB": 1}
     rows = Batches(np.arange(len(pairs.stream)), seed=0).take(len(pairs.stream)).tolist()
     assert pairs.stream.read(rows, range(len(rows)), None)[1] == rows
 
@@ -249,7 +249,7 @@ def test_an_empty_table_is_refused(album):
     assert refusal(album.open).endswith("; got nothing in the first line. Name them there, separated by tabs.")
     # as a spreadsheet may write it
     album.lines = ["filepath\ttitle".encode("utf-16")]
-    assert "; got not UTF-8 in the first line. Name" in refusal(album.open)
+    assert "; got not UTF-8 in the first line. Save the file as UTF-8." in refusal(album.open)
 
 
 def test_a_table_with_nothing_to_compare_is_refused(album):

@@ -340,7 +340,7 @@ def test_a_number_cut_by_a_block_is_one_bad_entry(tmp_path, monkeypatch):
         ("cut.jsonl.gz", "`source` must be a file that can be read; got {}. "),
         ("empty.csv", "`source` must have a first line; got {}, which is empty. Name the columns there."),
         ("broken.csv", "`source` must have a first line; got {}, where it is broken. Name the columns there."),
-        ("utf16.csv", "`source` must have a first line; got {}, where it is not UTF-8. Name the columns there."),
+        ("utf16.csv", "`source` must have a first line; got {}, where it is not UTF-8. Save it as UTF-8."),
     ],
 )
 def test_files_that_cannot_be_read_are_named(tmp_path, name, sentence):

@@ -217,7 +217,8 @@ def _table(path: Path, counter: SkipCounter) -> Iterator[tuple[int, Entry | str]
             names = next(rows, (0, ""))[1]
         if isinstance(names, str):
             got = f"{path}, where it is {names.removesuffix(' row')}" if header.strip() else f"{path}, which is empty"
-            raise invalid("source", "have a first line", got, "Name the columns there.")
+            remedy = "Save it as UTF-8." if names == "not UTF-8" else "Name the columns there."
+            raise invalid("source", "have a first line", got, remedy)
         check_names(names, path)
         for number, fields in rows:
             if not isinstance(fields, str) and len(fields) != len(names):

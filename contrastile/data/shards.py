@@ -19,7 +19,7 @@ from contrastile._errors import invalid
 from contrastile.data.files import cached_folder, checksum, file_state, files_below, open_file, plain_file, sync
 from contrastile.data.image_limits import MOST_BYTES
 from contrastile.data.sources import PICTURES, TABLES, Source
-from contrastile.data.tables import LONGEST_CAPTION, check_names, read_table, warn_of_quotes
+from contrastile.data.tables import LONGEST_CAPTION, TOO_LONG, check_names, read_table, warn_of_quotes
 
 SIZES, SUMS = "sizes.json", "SHA256SUMS"
 # two empty records end a tar file, and tools fill it up to a whole number of larger ones
@@ -186,7 +186,7 @@ def _checked(path: Path, offset: int, size: int, caption: bytes) -> Finding:
     if not size:
         return "missing picture"
     if size > MOST_BYTES or len(caption) > LONGEST_CAPTION:
-        return "too large"
+        return "too large" if size > MOST_BYTES else TOO_LONG
     try:
         clean = " ".join(caption.decode("utf-8").split())
     except UnicodeDecodeError:

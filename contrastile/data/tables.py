@@ -18,8 +18,8 @@ from contrastile.data.files import open_file
 
 # the most lines of a row, and the most characters of a field
 ROW_LINES, FIELD_CHARACTERS = 16, 1 << 20
-# the most bytes of a caption
-LONGEST_CAPTION = 1 << 16
+# the most bytes of a caption, and the reason why a longer one is skipped
+LONGEST_CAPTION, TOO_LONG = 1 << 16, "caption over 64 kB"
 # names of the columns; the first one that a table has is read
 PATH_COLUMNS, CAPTION_COLUMNS = ("filepath", "file_name", "image"), ("title", "text", "caption")
 
@@ -87,7 +87,8 @@ def read_table(table: Path, folder: Path | None = None, *, name: str = "source")
         rule = f"have a column {' or '.join(PATH_COLUMNS)} and one {' or '.join(CAPTION_COLUMNS)}"
         separators = "commas or tabs" if is_csv else "tabs"
         got = f"{columns or header or 'nothing'} in the first line"
-        raise invalid(name, rule, got, f"Name them there, separated by {separators}.")
+        remedy = "Save the file as UTF-8." if header == "not UTF-8" else ""
+        raise invalid(name, rule, got, remedy or f"Name them there, separated by {separators}.")
     path_column, caption_column = (columns.index(str(column)) for column in known)
 
     def row(fields: list[str] | str) -> Row | str:
@@ -99,7 +100,7 @@ def read_table(table: Path, folder: Path | None = None, *, name: str = "source")
             return "NUL in a path"
         caption = " ".join(fields[caption_column].split())
         if "\0" in caption or len(caption.encode()) > LONGEST_CAPTION:
-            return "not a text" if "\0" in caption else "too large"
+            return "not a text" if "\0" in caption else TOO_LONG
         return ((folder or table.parent) / fields[path_column].strip(), caption) if caption else "empty caption"
 
     # a .tsv file may have lines of blanks
