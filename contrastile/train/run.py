@@ -5,6 +5,7 @@ Nothing is unpickled: weights are safetensors with a checksum, everything else i
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -307,11 +308,16 @@ def same_recipe(folder: RunFolder, recipe: AnyRecipe, verb: str = "train") -> No
     """Raise ValueError where `verb` began with a recipe that differs in a key that training depends on."""
     earlier: Any = load_any_recipe(folder / RECIPE, files=False)
     began, now = (learned_by(settled(one, folder), used_by=recipe) for one in (earlier, recipe))
+
+    def written(value: object) -> str:
+        """The value as a recipe has it."""
+        return "none" if value is None else json.dumps(value, ensure_ascii=False, default=str)
+
     for key in sorted(began.keys() | now.keys()):
         if began.get(key) != now.get(key):
             again = f"contrastile {verb} {folder / RECIPE} --runs {folder.path.parent} --resume"
-            remedy = f"It began with {began.get(key)}: go on with {again}, or {verb} anew, without --resume."
-            raise invalid(key, "be what the run began with", now.get(key), remedy)
+            remedy = f"It began with {written(began.get(key))}: go on with {again}, or {verb} anew, without --resume."
+            raise invalid(key, "be what the run began with", written(now.get(key)), remedy)
 
 
 def learned_by(recipe: AnyRecipe, used_by: AnyRecipe | None = None) -> dict[str, Any]:
