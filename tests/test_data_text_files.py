@@ -493,6 +493,16 @@ def test_judgements_without_a_line_of_names_are_all_read(tmp_path, form):
     assert texts.skipped == {}
 
 
+def test_judgements_are_read_by_the_names_of_their_columns(tmp_path):
+    folder = tmp_path / "set"
+    beir(folder, {"train": []})
+    # ids that both sides share, so that nothing is missing where they are exchanged
+    lines(folder / "queries.jsonl", [{"_id": f"d{n}", "text": f"question {n}"} for n in range(3)])
+    (folder / "qrels" / "train.tsv").write_text("corpus-id\tscore\tquery-id\nd1\t2\td0\nd2\t1\td0\n")
+    (query,) = opened(tmp_path, "set").queries
+    assert (query.id, query.positives, query.grades) == ("d0", (1, 2), (2, 1))
+
+
 def test_an_id_is_taken_once(tmp_path):
     beir(tmp_path / "set", {"train": ["q0\td0\t1\n", "q0\td1\tinf\n"]})
     with (tmp_path / "set" / "corpus.jsonl").open("a") as file:

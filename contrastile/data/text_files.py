@@ -363,10 +363,11 @@ def _judged(path: Path, texts: dict[str, str], rows: dict[str, int], counter: Sk
     """The queries of one file of judgements, with their positives."""
     grades: dict[str, dict[int, int]] = {}
     for place, entry in read_entries(path, counter):
-        # query, passage and grade, of three columns or TREC's four
+        # query, passage and grade by their names, or of three columns or TREC's four
         values = list(entry.values())
         try:
-            query, passage, grade = str(values[0]), str(values[-2]), float(values[-1])
+            query, passage = str(entry.get("query-id", values[0])), str(entry.get("corpus-id", values[-2]))
+            grade = float(entry.get("score", values[-1]))
         except (IndexError, ValueError):
             counter.skip("no judgement", place)
             continue
