@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from comparison import same
 from ranks import Pool
-from sentences import CACHED, WIDTH, N, build, columns_of, gradients, losses, step
+from sentences import CACHED, WIDTH, N, build, columns_of, gradients, losses, step, trained
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -170,6 +170,14 @@ def test_their_constructors_words(models: dict[str, Any]) -> None:
     pair = models["model"], models["alike"]
     assert CachedGISTLoss(*pair).get_config_dict() == losses.CachedGISTEmbedLoss(*pair).get_config_dict()
     assert "solatorio2024" in CachedGISTLoss(*pair).citation
+
+
+def test_a_model_card_names_no_loss_inside(models: dict[str, Any], tmp_path: Path) -> None:
+    model = deepcopy(models["model"])
+    trained(model, CachedGISTLoss(model, models["alike"]), tmp_path)
+    model.save_pretrained(str(tmp_path / "saved"))
+    card = (tmp_path / "saved" / "README.md").read_text()
+    assert [line for line in card.splitlines() if line.startswith("- loss:")] == ["- loss:CachedGISTLoss"]
 
 
 SENTENCES: dict[str, dict[str, Any]] = {

@@ -89,10 +89,11 @@ class CachedGISTLoss(CachedLoss):
         self.tokenizer = model.tokenizer
         self.margin_strategy, self.margin = margin_strategy, margin
         self.contrast_anchors, self.contrast_positives = contrast_anchors, contrast_positives
-        _ = self.loss
+        _ = self.of_embeddings
 
+    # `loss` would be a loss inside this one, which model cards name
     @property
-    def loss(self) -> GISTLoss:
+    def of_embeddings(self) -> GISTLoss:
         """The loss of embeddings. Raises ValueError for another strategy."""
         return GISTLoss(
             margin=self.margin, margin_strategy=self.margin_strategy, contrast_anchors=self.contrast_anchors,
@@ -104,7 +105,7 @@ class CachedGISTLoss(CachedLoss):
         anchors, positives, *negatives = (F.normalize(widened(x), dim=-1) for x in embeddings)
         guides = (F.normalize(widened(x.to(anchors.device)), dim=-1) for x in others)
         guide_anchors, guide_positives, *guide_negatives = guides
-        loss: Tensor = self.loss(
+        loss: Tensor = self.of_embeddings(
             anchors, positives, 1 / self.temperature, guide_query=guide_anchors, guide_key=guide_positives,
             negatives=torch.cat(negatives) if negatives else None,
             guide_negatives=torch.cat(guide_negatives) if negatives else None,
