@@ -123,8 +123,9 @@ class Flat(nn.Module):
             offsets = features["cu_seq_lens_q"][:-1]
             found = nn.functional.embedding_bag(features["input_ids"][0], self.words.weight, offsets)
         else:
-            counts = features["num_images_per_sample"].tolist()
-            patches = [int(each.prod(-1).sum()) for each in features["image_grid_thw"].split(counts)]
+            patches = features["num_images_per_sample"].tolist()
+            if "image_grid_thw" in features:
+                patches = [int(each.prod(-1).sum()) for each in features["image_grid_thw"].split(patches)]
             images = [each.sum(0) for each in self.patch(features["pixel_values"]).split(patches)]
             found = self.words(features["input_ids"]).mean(1) + torch.stack(images)
         return {**features, "sentence_embedding": found * features["factor"]}
@@ -148,11 +149,23 @@ def pictured() -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("column", [flattened, pictured])
+def illustrated() -> dict[str, Any]:
+    """As many images, of one size each, as texts."""
+    counts = torch.tensor([2, 2, 0, 0, 1, 1, 1, 1])
+    pixels = torch.randn(N, 3, dtype=torch.float64)
+    return {
+        "input_ids": torch.randint(0, 16, (N, 4)), "pixel_values": pixels, "num_images_per_sample": counts,
+        "factor": 0.5,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("column", [flattened, pictured, illustrated])
 @pytest.mark.parametrize("words", [{}, {"mini_batch_num_tokens": 6}], ids=["texts", "tokens"])
 def test_packed_inputs(column: Any, words: dict[str, Any]) -> None:
     pytest.importorskip("sentence_transformers.base.losses.gradcache")
-    if words and column is pictured:
+    if column is illustrated and CACHED > 1e-6:
+        pytest.skip("version 6 counts these images")
+    if words and column is not flattened:
         pytest.skip("the library counts tokens in a mask")
     columns, flat = [column(), column()], Flat().double()
     truth = step(losses.MultipleNegativesRankingLoss(flat), columns)

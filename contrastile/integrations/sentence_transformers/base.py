@@ -30,6 +30,8 @@ LIBRARY = "sentence_transformers"
 NOT_SHOWN = ("model", "show_progress_bar", "retain")
 # entries of a batch that are no rows, whatever their shape
 WHOLE = ("prompt_length",)
+# entries of a batch that say how many images or videos, one behind the other, each text has
+COUNTS = ("num_images_per_sample", "num_videos_per_sample")
 
 CITATION = """
 @misc{gao2021scaling,
@@ -173,7 +175,9 @@ class CachedLoss(nn.Module):
 
     def _parts(self, rows: dict[str, Tensor]) -> list[dict[str, Any]] | None:
         """Sub-batches of packed inputs (flattened texts, images of many sizes), as the library cuts them itself."""
-        if len({len(x) for x in rows.values()}) < 2 and "cu_seq_lens_q" not in rows:
+        # as many images as texts may be two of one text and none of another
+        one_each = all(bool((rows[name] == 1).all()) for name in COUNTS if name in rows)
+        if len({len(x) for x in rows.values()}) < 2 and "cu_seq_lens_q" not in rows and one_each:
             return None
         try:
             from sentence_transformers.base.losses.gradcache import _create_minibatch, _minibatch_ranges
