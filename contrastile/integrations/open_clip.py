@@ -242,8 +242,10 @@ def train_one_epoch(model: Any, data: Any, *positional: Any, sub_batch: int | No
     train = copy.copy(data["train"])
     train.dataloader = Joined(loader, args.accum_freq) if args.accum_freq > 1 else loader
     size = sub_batch or args.batch_size
-    teacher = None if teacher is None else CachedModel(teacher, size)
-    return own(CachedModel(model, size), {**data, "train": train}, *before, teacher, joined, **named)
+    if size < joined.batch_size:
+        # a batch that is encoded at once needs no cache, and its model may have batch normalisation
+        model, teacher = CachedModel(model, size), None if teacher is None else CachedModel(teacher, size)
+    return own(model, {**data, "train": train}, *before, teacher, joined, **named)
 
 
 def main(words: Sequence[str] | None = None) -> Any:

@@ -211,8 +211,9 @@ class Recorder(torch.optim.SGD):
 
 
 def epoch(
-    model: Any, loss: nn.Module, batches: list[Any], how: str, accum_freq: int, teacher: Any = None
-) -> list[Tensor]:
+    model: Any, loss: nn.Module, batches: list[Any], how: str, accum_freq: int, teacher: Any = None,
+    sub_batch: int | None = 3,
+) -> list[Tensor]:  # fmt: skip
     """Gradients of the first step, and the weights after the epoch, with their loop or with ours."""
     loader = Loader(batches)
     train = SimpleNamespace(dataloader=loader, set_epoch=lambda epoch: None)
@@ -225,7 +226,7 @@ def epoch(
     )  # fmt: skip
     positional = ({"train": train}, loss, 0, optimizer, None, None, teacher, args)
     if how == "ours":
-        ours.train_one_epoch(model, *positional, sub_batch=3, own=their_epoch)
+        ours.train_one_epoch(model, *positional, sub_batch=sub_batch, own=their_epoch)
     else:
         loader.num_batches = len(batches)
         their_epoch(model, *positional)
@@ -258,6 +259,16 @@ def test_a_teachers_batches_are_one_too() -> None:
             p.add_(0.1 * torch.randn_like(p))
     truth = epoch(deepcopy(model), theirs.DistillClipLoss(), joined(batches), "theirs", 1, told)
     same(epoch(deepcopy(model), ours.DistillClipLoss(), batches, "ours", K, told), truth, 1e-8)
+
+
+def test_a_batch_that_is_encoded_at_once_may_be_normalised() -> None:
+    model, batches = clip(), [data(N) for _ in range(2 * K)]
+    model.visual = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 16), nn.BatchNorm1d(16)).double()
+    truth = epoch(deepcopy(model), theirs.ClipLoss(), batches, "theirs", 1)
+    for sub_batch in (None, N):
+        same(epoch(deepcopy(model), ours.ClipLoss(), batches, "ours", 1, sub_batch=sub_batch), truth, 1e-8)
+    with pytest.raises(ValueError, match=r"`encoder` must treat examples one by one; got BatchNorm1d in training mode"):
+        epoch(model, ours.ClipLoss(), batches, "ours", K)
 
 
 def on_a_rank(rank: int, group: Any, model: Any, batches: list[Any]) -> list[Tensor]:
