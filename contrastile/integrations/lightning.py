@@ -133,6 +133,6 @@ class ContrastileMixin:
         """Log the loss as `val_loss` and return it."""
         del batch_idx
         loss = self.contrastive_loss(batch)
-        # the same number on all ranks
-        self.log("val_loss", loss, prog_bar=True)
+        # the mean over ranks; of a loss that covers them it is the same number, and Lightning would warn without it
+        self.log("val_loss", loss, prog_bar=True, sync_dist=True)
         return loss

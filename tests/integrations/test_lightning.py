@@ -90,8 +90,13 @@ def test_two_ranks_have_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
     subprocess.run([*command, str(tmp_path), "4"], check=True, timeout=240)
 
     truth = train(Plain(), tmp_path, 8)
+    batches = [tuple(side[at::2] for side in pairs()[start : start + 8]) for start in range(0, 32, 8) for at in (0, 1)]
+    alone = sum(Plain().training_step(batch, 0) for batch in batches) / len(batches)
     for rank in range(2):
         found = torch.load(tmp_path / f"{rank}.pt")
+        value, warned = found.pop("Alone")
+        assert value == pytest.approx(float(alone), rel=1e-6)
+        assert not warned
         # DDP, and two ways of `ModelParallelStrategy`
         assert len(found) == 3
         for weights in found.values():
