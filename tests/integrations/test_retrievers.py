@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from comparison import same
 from ranks import Pool
+from safetensors.torch import load_file
+from sentences import transformer
 from test_coming_from import blocks, gradients, run
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -71,6 +74,29 @@ def test_flag_embedding(words: dict[str, Any], size: int, listed: bool) -> None:
         with torch.no_grad():
             assert model.eval()(queries, None if words else passages).loss is None
     same(*results)
+
+
+def test_flag_embeddings_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = "FlagEmbedding.finetune.embedder.encoder_only.base"
+    runner = pytest.importorskip(f"{place}.runner")
+    lines = [json.dumps({"query": a, "pos": [b], "neg": [a + b]}) for a, b in zip("abcdefgh", "bcdefghi", strict=True)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    words = {
+        "model_name_or_path": transformer(tmp_path / "model"), "train_data": tmp_path / "pairs.jsonl", "use_cpu": True,
+        "train_group_size": 2, "per_device_train_batch_size": 4, "sub_batch_size": 3, "num_train_epochs": 1,
+        "learning_rate": 1e-3, "optim": "sgd", "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
+    }  # fmt: skip
+    found = []
+    for name, code in (("ours", blocks("FlagEmbedding")), ("theirs", [f"from {place}.__main__ import main", "main()"])):
+        how = [f"--{word}={value}" for word, value in {**words, "output_dir": tmp_path / name}.items()]
+        monkeypatch.setattr("sys.argv", ["train", *how])
+        # restores the class of the library
+        monkeypatch.setattr(runner, "BiEncoderOnlyEmbedderModel", runner.BiEncoderOnlyEmbedderModel)
+        kind = run("\n".join(code)).get("CachedModel", runner.BiEncoderOnlyEmbedderModel)
+        assert runner.BiEncoderOnlyEmbedderModel is kind
+        monkeypatch.undo()
+        found.append(load_file(tmp_path / name / "model.safetensors"))
+    same(*found, 1e-5)
 
 
 @pytest.mark.parametrize("place", ["tevatron.retriever.modeling", "tevatron.modeling"])
