@@ -135,8 +135,7 @@ class Colbert(Encoder):
 
 @pytest.mark.parametrize("expanding", [False, True], ids=["masked queries", "expanded queries"])
 def test_pylate(expanding: bool) -> None:
-    losses = pytest.importorskip("pylate.losses")
-
+    losses, scores = pytest.importorskip("pylate.losses"), pytest.importorskip("pylate.scores")
     torch.manual_seed(0)
     model, columns = Colbert(expanding).double(), [tokens(N), tokens(N, 7), tokens(N, 7)]
     ours = run(blocks("PyLate")[0])["TiledContrastive"](model, mini_batch_size=4, temperature=0.3)
@@ -146,6 +145,11 @@ def test_pylate(expanding: bool) -> None:
     # their cache back-propagates the sum, and returns the mean
     cached = losses.CachedContrastive(model, mini_batch_size=4, temperature=0.3)
     same(step(model, lambda: cached(columns)), (truth[0], {name: N * x for name, x in truth[1].items()}))
+    # words that the tiles do not know have their code
+    for words in ({"size_average": False}, {"score_metric": scores.XTRScores(k=4)}):
+        kinds = run(blocks("PyLate")[0])["TiledContrastive"], losses.CachedContrastive
+        pair = [kind(model, mini_batch_size=4, temperature=0.3, **words) for kind in kinds]
+        same(*(step(model, lambda loss=loss: loss(columns)) for loss in pair))
 
 
 class Vision(Encoder):
