@@ -98,11 +98,26 @@ if __name__ == "__main__":
     # a training that torchrun starts
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    target = Path(sys.argv[1])
-    loaded = torch.load(target / "model.pt", weights_only=False)
-    gathering = CachedRankingLoss(loaded, mini_batch_size=3, gather_across_devices=True)
-    result = trained(loaded, gathering, target, ddp_backend="gloo")
-    torch.save(result, target / f"{os.environ['RANK']}.pt")
+    target, found = Path(sys.argv[1]), {}
+    sys.path.append(str(Path(__file__).parents[1]))
+    from trainer_on_ranks import CASES, as_on_gpus, whole
+
+    if "zero 2" in CASES:
+        import deepspeed
+
+        # its own collectives for a CPU would be compiled now, for a minute
+        deepspeed.ops.__compatible_ops__.clear()
+    for case in ("ddp", "fsdp2", "zero 2"):
+        if case not in CASES:
+            continue
+        loaded = torch.load(target / "model.pt", weights_only=False)
+        words = {**CASES[case][1]}
+        if not words.pop("double", True):
+            loaded.float()
+        with as_on_gpus(bool(words)):
+            gathering = CachedRankingLoss(loaded, mini_batch_size=3, gather_across_devices=True)
+            found[case] = whole(trained(loaded, gathering, target, ddp_backend="gloo", **words))
+    torch.save(found, target / f"{os.environ['RANK']}.pt")
     torch.distributed.destroy_process_group()
     # threads that libraries leave to the end of the process may abort it, rarely and after the group has ended too
     sys.stdout.flush()

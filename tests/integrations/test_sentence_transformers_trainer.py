@@ -57,7 +57,12 @@ def test_their_trainer_on_two_ranks(model: Any, tmp_path: Path) -> None:
     subprocess.run([*command, str(tmp_path)], check=True, timeout=240)
     truth = trained(theirs, losses.MultipleNegativesRankingLoss(theirs), tmp_path, batch=8)
     for rank in range(2):
-        same(torch.load(tmp_path / f"{rank}.pt"), truth, 1e-7)
+        found = torch.load(tmp_path / f"{rank}.pt")
+        assert {"ddp", "fsdp2"} <= found.keys()
+        for case, (curve, weights) in found.items():
+            # DeepSpeed's weights are float32
+            tolerance = 1e-3 if case == "zero 2" else 1e-7
+            same((curve, {name: p.double() for name, p in weights.items()}), truth, tolerance)
 
 
 def test_their_trainer_with_several_datasets_bf16_and_a_model_card(model: Any, tmp_path: Path) -> None:
