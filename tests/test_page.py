@@ -137,6 +137,17 @@ def test_a_closed_file_is_not_locked(path: str, monkeypatch: pytest.MonkeyPatch)
     assert locked == []
 
 
+def test_a_page_that_is_freed_at_the_end_of_python_closes_its_file(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names of its module are None by then."""
+    shared = Page(path, 0, 2, PATIENCE)
+    file = shared._file
+    with monkeypatch.context() as patch:
+        patch.setattr(page, "os", None)
+        del shared
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file)
+
+
 def _from_threads(rank: int, path: str, folder: Path) -> None:
     shared = _opened(rank, path, 2)
     with ThreadPoolExecutor(3) as threads:

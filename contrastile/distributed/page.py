@@ -16,7 +16,7 @@ import os
 import struct
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from mmap import mmap
 from threading import Lock, RLock
@@ -103,10 +103,11 @@ class Page:
                 self.closed = True
                 os.close(self._file)
 
-    def __del__(self) -> None:
-        # without its lock, which another thread may have held when this process was forked
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # without its lock, which another thread may have held when this process was forked, and without a name of this
+        # module, whose names are gone by the end of Python
         if not getattr(self, "closed", True):
-            os.close(self._file)
+            close(self._file)
 
     def _check(self) -> None:
         if self.closed:
