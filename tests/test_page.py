@@ -217,6 +217,29 @@ def _agreements(rank: int, group: Any, apart: bool) -> tuple[Any, ...]:
     return found
 
 
+def _gathers_behind_a_file(rank: int, group: Any) -> list[bool]:
+    """For each gather by the backend in the first agreement whether this rank has made the page's file by then."""
+    state, gather, behind = state_of(group), consistency._gather_by, list[bool]()
+    state.sought, state.page = False, None
+
+    def gathered(*words: Any) -> list[bytes]:
+        behind.append(made.called)
+        return gather(*words)
+
+    with (
+        mock.patch.object(page, "made", wraps=page.made) as made,
+        mock.patch.object(consistency, "_gather_by", gathered),
+    ):
+        consistency.tally(group, {"loss": "clip"}, [rank])
+    state.sought, state.page = False, None
+    return behind
+
+
+def test_a_rank_waits_for_the_others_before_it_makes_a_file(pool: Pool) -> None:
+    """A signal that ends it while it waits, which may be for long, would leave the file in memory."""
+    assert pool.run(_gathers_behind_a_file, 2) == [[False, True, True], [False] * 3]
+
+
 def _on_meta(rank: int, group: Any) -> tuple[Any, ...]:
     """Agreements where torch makes tensors elsewhere, as after torch.set_default_device("cuda")."""
     state_of(group).sought, state_of(group).page = False, None

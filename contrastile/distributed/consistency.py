@@ -151,6 +151,8 @@ def _page(group: Any, carrier: Any, device: torch.device) -> Any:
     has_timeout = (f"{device.type}:{backend}" in dist.get_backend_config(carrier) for backend in ("gloo", "nccl"))
     if not state.sought and any(has_timeout):
         state.sought, ranks, rank = True, carrier.size(), carrier.rank()
+        # the file has a name from here on: a signal that ends this rank while it waits for the others would leave it
+        _gather_by(carrier, device, b"\0", group)
         written = page.made(ranks) if rank == 0 else ""
         named = written.encode().ljust(page.LONGEST_PATH, b"\0")
         try:
