@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -306,6 +307,32 @@ def test_a_second_transfer_under_way_is_refused(pool: Pool) -> None:
             f"{start}that was waited for already. {end}",
         ]
         assert arrived == str([1.0 - rank] * 2)
+
+
+def test_a_step_of_a_second_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would receive the other's shards, as gradients that are wrong without a word."""
+
+    class Group:
+        pass
+
+    group, left = Group(), list[Any]()
+    monkeypatch.setattr(failure, "farewell", lambda error: f"{type(error).__name__}")
+    monkeypatch.setattr(failure, "hang_up", left.append)
+
+    def step() -> None:
+        with in_step(group):
+            pass
+
+    # one after the other, and one within the other of a thread
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(step).result()
+        with in_step(group):
+            step()
+            assert left == []
+            with pytest.raises(RuntimeError, match=r"^`group` must carry one exchange at a time; got a step of a"):
+                threads.submit(step).result()
+    assert left == [group]
+    assert state_of(group).left_by == "RuntimeError"
 
 
 def _dropped(rank: int, group: Any) -> list[float]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from contrastile._errors import invalid
 from contrastile._torch import backend_options, post_together
 from contrastile._types import Gradient
-from contrastile.distributed.failure import LostRankError, lost, progress, state_of
+from contrastile.distributed.failure import LostRankError, lost, misused, progress, state_of
 from contrastile.distributed.failure import rank as rank
 from contrastile.distributed.failure import resolved as resolved
 from contrastile.distributed.failure import size as size
@@ -65,7 +65,7 @@ class Collective:
             rule, got = "be carried out by all ranks", f"this one, which left the others by {state.left_by}"
             raise LostRankError(str(invalid(operation, rule, got, "Start all ranks again.")))
         if state.in_flight is not None:
-            raise _misused(f"a {state.in_flight.operation} under way, which the {operation} would meet")
+            raise misused(f"a {state.in_flight.operation} under way, which the {operation} would meet")
         if self._copied:
             state.hops += self._begins
         else:
@@ -135,7 +135,7 @@ class Transfer:
     def wait(self) -> list[Tensor]:
         """The tensors that arrived. Raises RuntimeError at a second call."""
         if state_of(self.group).in_flight is not self:
-            raise _misused(f"a {self.operation} that was waited for already")
+            raise misused(f"a {self.operation} that was waited for already")
         self._take(self.complete)
         return self.finish(self.arriving)
 
@@ -323,11 +323,6 @@ def reserved_multiprocessors(group: Any) -> int:
     # negative: unset
     limit: int = getattr(config, "max_ctas", -1)
     return max(0, int(os.environ.get("NCCL_MAX_CTAS") or limit))
-
-
-def _misused(got: str) -> RuntimeError:
-    remedy = "An error or a second thread left it so; start all ranks again, and give each thread a group of its own."
-    return RuntimeError(str(invalid("group", "carry one exchange at a time", got, remedy)))
 
 
 def _as_bytes(x: Tensor) -> Tensor:

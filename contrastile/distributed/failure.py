@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -41,6 +41,8 @@ UNUSED_TAG = 31337
 class GroupState:
     """The state of one process group in this process."""
 
+    # held by the thread whose step it is: two at once would receive each other's shards
+    turn: Any = field(default_factory=threading.RLock)
     # transfer that was posted and not waited for; kept here, because its buffers must live until it ends
     in_flight: Any = None
     # operations that this rank has begun
@@ -236,6 +238,11 @@ def in_step(group: Any, place: str = "operation") -> Iterator[None]:
     place: a word for what is done, beside which the operations are counted.
     """
     state = state_of(group)
+    if not state.turn.acquire(blocking=False):
+        error = misused("a step of a second thread")
+        state.left_by = farewell(error)
+        hang_up(group)
+        raise error
     state.hops = 0
     try:
         yield
@@ -252,6 +259,14 @@ def in_step(group: Any, place: str = "operation") -> Iterator[None]:
             state.left_by = farewell(error)
             hang_up(group)
         raise
+    finally:
+        state.turn.release()
+
+
+def misused(got: str) -> RuntimeError:
+    """The error for an exchange that would meet another one of its group."""
+    remedy = "An error or a second thread left it so; start all ranks again, and give each thread a group of its own."
+    return RuntimeError(str(invalid("group", "carry one exchange at a time", got, remedy)))
 
 
 def _with_store(run: Callable[[Any], None]) -> threading.Thread:
