@@ -276,6 +276,11 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
+def is_destroyed(group: Any) -> bool:
+    """Return whether `destroy_process_group` has ended this process group."""
+    return group not in dist.distributed_c10d._world.pg_map
+
+
 def post_together(operations: Sequence[tuple[Callable[..., Any], Tensor, int]], group: Any) -> list[Any]:
     """Post sends and receives at once, as `dist.batch_isend_irecv` does, in a third of its time on the host."""
     if not operations:

@@ -364,6 +364,26 @@ def test_a_rank_outside_of_the_group_is_refused(pool: Pool) -> None:
     assert pool.run(_two_groups, 2)[1] == sentence
 
 
+def _destroyed(_: int, __: Any) -> list[str]:
+    ended = dist.new_group()
+    loss, q, said = ClipLoss(group=ended), torch.eye(3), list[str]()
+    loss(q, q, 1.0)
+    dist.destroy_process_group(ended)
+    for initialized in (True, False):
+        with mock.patch.object(dist, "is_initialized", return_value=initialized):
+            try:
+                said.append(str(loss(q, q, 1.0)))
+            except ValueError as error:
+                said.append(str(error))
+    return said
+
+
+def test_a_group_that_has_been_destroyed_is_refused(pool: Pool) -> None:
+    """Without any group the rank's own batch would pass for that of all."""
+    sentence = "`group` must exist; got one that has been destroyed. Make another, and pass that."
+    assert pool.run(_destroyed, RANKS) == [[sentence] * 2] * RANKS
+
+
 def _short_of_memory(method: str, calls: int) -> None:
     """Let the tiles of this process run out of memory at the call of that number, counted from now."""
     real, seen = getattr(Eager, method), []

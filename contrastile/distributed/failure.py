@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from contrastile._errors import invalid
-from contrastile._torch import default_store
+from contrastile._torch import default_store, is_destroyed
 
 # seconds that other ranks have for signing, twice as many if several have not; and seconds between two looks
 PATIENCE, LOOK = 1.5, 0.05
@@ -87,6 +87,9 @@ def size(group: Any) -> int:
     if group is not None and not isinstance(group, dist.ProcessGroup) and group != dist.GroupMember.NON_GROUP_MEMBER:
         remedy = "Pass what torch.distributed.new_group gives."
         raise invalid("group", "be a process group", type(group).__name__, remedy)
+    if isinstance(group, dist.ProcessGroup) and not torch.compiler.is_compiling() and is_destroyed(group):
+        # without torch.distributed the batch of this rank would pass for that of the group
+        raise invalid("group", "exist", "one that has been destroyed", "Make another, and pass that.")
     if not dist.is_initialized():
         return 1
     ranks = dist.get_world_size(group)
