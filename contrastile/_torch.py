@@ -276,6 +276,11 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
+def has_ranks() -> bool:
+    """Return whether processes have met; a graph is compiled anew where that changes, for which it is no constant."""
+    return dist.is_available() and dist.distributed_c10d._world.default_pg is not None
+
+
 def is_destroyed(group: Any) -> bool:
     """Return whether `destroy_process_group` has ended this process group."""
     return group not in dist.distributed_c10d._world.pg_map

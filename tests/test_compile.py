@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, contrast, encode
 from contrastile._dispatch import TILES
+from contrastile.bench.memory import one_rank_of
 from contrastile.scorers import PairMLP
 from contrastile.tiles.eager import Eager
 
@@ -363,6 +365,22 @@ def test_a_scorer_inside_a_compiled_step_breaks_the_graph_and_nothing_else() -> 
     # before the loss, and behind it
     inside = [[node.name for node in graph.graph.nodes if node.op.startswith("call")] for graph in graphs]
     assert inside == [["sin", "cos"], ["mul"]]
+
+
+@pytest.mark.filterwarnings("ignore:.*rows of length")
+def test_a_graph_of_one_process_is_compiled_anew_where_ranks_have_met() -> None:
+    """As after a first call before `init_process_group`: the graph has the loss of one process."""
+    torch._dynamo.reset()
+    q, k = torch.randn(2, 4, 8, dtype=torch.float64)
+    loss = ClipLoss(exchange="gather")
+
+    def step(q: Tensor, k: Tensor) -> Tensor:
+        return loss(q, k, 2.0)
+
+    compiled = torch.compile(step, backend="eager")
+    for world in (1, 2, 1):
+        with one_rank_of(world) if world > 1 else nullcontext():
+            assert compiled(q, k).item() == pytest.approx(step(q, k).item(), rel=1e-12)
 
 
 def _in_a_graph(rank: int, group: Any, exchange: str) -> tuple[list[list[str]], float]:

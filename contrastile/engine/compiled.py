@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from contrastile._dispatch import Options, choose_tiles, not_empty, workspace_on
-from contrastile._torch import cudagraphs_warm_up
+from contrastile._torch import cudagraphs_warm_up, has_ranks
 from contrastile._types import Backend, Gradient, Reduction, accumulator
 from contrastile.distributed import collectives
 from contrastile.engine import arguments as checks
@@ -62,7 +62,8 @@ def traceable(arguments: Arguments) -> bool:
     the agreement of several ranks.
     """
     options, loss = arguments.options, arguments.loss
-    alone = options.exchange == "single" or collectives.size(options.group) == 1
+    alone = options.exchange == "single" or (options.group is None and not has_ranks())
+    alone = alone or collectives.size(options.group) == 1
     spelled = not isinstance(loss, PairLoss) or loss.spelled is not None
     plain = arguments.scorer is None and len(arguments.guides) == 0
     plain = plain and arguments.targets is None and arguments.own is None
