@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -15,9 +17,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from contrastile import contrast, encode
+from contrastile.gradcache import memory
 from contrastile.gradcache.memory import footprint
 from contrastile.losses import Sigmoid, Softmax
 from contrastile.scorers import Bilinear, MaxSim, PairMLP
+from contrastile.tiles import fitting
 from contrastile.tiles.scored import Scored
 
 WORKSPACE = 2**20
@@ -179,6 +183,30 @@ def test_no_more_than_the_workspace_is_held(kind: str) -> None:
 
     step()
     assert footprint(step) <= WORKSPACE + of_batch
+
+
+def test_a_footprint_leaves_nothing_with_tensors_made_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters live on through thousands of them."""
+    made, parameter = list[Any](), nn.Parameter(torch.ones(8))
+
+    class Allocations(memory._Allocations):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(ref(self))
+
+    monkeypatch.setattr(memory, "_Allocations", Allocations)
+    assert footprint(lambda: parameter * 2) == 32
+    gc.collect()
+    assert [each() for each in made] == [None]
+
+
+def test_sides_of_few_kinds_of_inputs_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts have thousands of pairs of lengths."""
+    monkeypatch.setattr(fitting, "MOST_MEASURED", 3)
+    module = MaxSim()
+    for length in range(1, 10):
+        contrast(torch.randn(2, length, 4), torch.randn(2, 3, 4), scorer=module)
+        assert 1 <= len(fitting._measured[module]) <= 3
 
 
 def test_each_hook_fires_once_with_the_whole_gradient(tiles: list[int]) -> None:

@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -54,6 +55,8 @@ def footprint(run: Callable[[], object]) -> int:
     """
     with as_written(), _Allocations() as allocations:
         run()
+    # tensors made before live on
+    allocations.living.clear()
     return allocations.most
 
 
@@ -69,7 +72,8 @@ class _Allocations(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.present = self.most = 0
-        self.living: set[int] = set()
+        # a reference to each storage, which `_forget` follows
+        self.living: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._note((args, kwargs), counted=False)
@@ -81,14 +85,13 @@ class _Allocations(DispatchMode):
         for x in pytree.tree_leaves(tree):
             if isinstance(x, Tensor) and _has_storage(x) and (key := storage_id(x)) not in self.living:
                 storage = x.untyped_storage()
-                self.living.add(key)
                 size = storage.nbytes() if counted else 0
                 self.present += size
                 self.most = max(self.most, self.present)
-                weakref.finalize(storage, self._forget, key, size)
+                self.living[key] = weakref.ref(storage, partial(self._forget, key, size))
 
-    def _forget(self, key: int, size: int) -> None:
-        self.living.discard(key)
+    def _forget(self, key: int, size: int, _storage: object) -> None:
+        self.living.pop(key, None)
         self.present -= size
 
 

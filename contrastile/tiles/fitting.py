@@ -21,7 +21,8 @@ from contrastile.tiles.scored import Scorer, trial_rows
 
 # side of the first tile that is measured
 FIRST_SIDE = 4
-# measured sides of tiles, by module and by inputs of one kind
+# measured sides of tiles, by module and by inputs of one kind; all of a module are dropped when there are this many
+MOST_MEASURED = 4096
 _measured: WeakKeyDictionary[nn.Module, dict[Any, int]] = WeakKeyDictionary()
 
 
@@ -36,6 +37,8 @@ def fitting_side(scorer: Scorer, rows: Shard, cols: Shard, sizes: tuple[int, int
     key = (str(shapes), sizes, workspace, *setting)
     known = _measured.setdefault(scorer.module, {})
     if key not in known:
+        if len(known) >= MOST_MEASURED:
+            known.clear()
         known[key] = _measure(scorer, rows, cols, sizes, workspace)
     return known[key]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -247,7 +247,7 @@ class Epilogue:
         }  # fmt: skip
 
 
-@cache
+@lru_cache(1024)
 def epilogue_for(loss: PairLoss) -> Epilogue:
     assert loss.formula is not None
     spread = getattr(loss, "soft_share" if loss.formula.guide == "teacher" else "label_smoothing", 0.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -159,7 +159,7 @@ def _pair_bytes(rows: Shard, cols: Shard) -> float:
     return _bytes_of_pair(rows.features.shape[1:], cols.features.shape[1:], rows.features.device)
 
 
-@cache
+@lru_cache(1024)
 def _bytes_of_pair(of_row: torch.Size, of_col: torch.Size, device: torch.device) -> float:
     q, k = (torch.empty(0, *shape, device=device) for shape in (of_row, of_col))
     entries, documents = Entries.of(q, None), Documents(k)
