@@ -281,6 +281,11 @@ def has_ranks() -> bool:
     return dist.is_available() and dist.distributed_c10d._world.default_pg is not None
 
 
+def process_groups() -> list[Any]:
+    """All process groups of this process."""
+    return [*dist.distributed_c10d._world.pg_map] if dist.is_available() else []
+
+
 def is_destroyed(group: Any) -> bool:
     """Return whether `destroy_process_group` has ended this process group."""
     return group not in dist.distributed_c10d._world.pg_map

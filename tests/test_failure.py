@@ -26,7 +26,7 @@ from torch.distributed.run import main as torchrun
 from contrastile import ClipLoss, SigLipLoss
 from contrastile._torch import backend_timeout
 from contrastile.distributed import collectives, consistency, failure
-from contrastile.distributed.failure import in_step, state_of
+from contrastile.distributed.failure import LostRankError, in_step, state_of
 from contrastile.exchange import gather
 from contrastile.tiles.eager import Eager
 
@@ -362,6 +362,33 @@ def _two_groups(rank: int, group: Any) -> str:
 def test_a_rank_outside_of_the_group_is_refused(pool: Pool) -> None:
     sentence = "`group` must have this rank in it; got a group without rank 1. Pass the rank's own."
     assert pool.run(_two_groups, 2)[1] == sentence
+
+
+def _forked(rank: int, group: Any, folder: Path) -> list[float]:
+    q = torch.eye(3)
+    together, alone = ClipLoss(group=group), ClipLoss(group=group, exchange="single")
+    before = together(q, q, 1.0).item()
+    if (child := os.fork()) == 0:
+        try:
+            alone(q, q, 1.0)
+            together(q, q, 1.0)
+        except LostRankError as error:
+            (folder / str(rank)).write_text(str(error))
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    # the rank itself goes on
+    return [before, together(q, q, 1.0).item()]
+
+
+def test_a_fork_of_a_rank_is_refused_the_group(pool: Pool, tmp_path: Path) -> None:
+    """It would wait for ever for threads that it does not have, as in a worker of a DataLoader."""
+    for rank, (before, after) in enumerate(pool.run(_forked, 2, tmp_path)):
+        assert before == after
+        assert (tmp_path / str(rank)).read_text() == (
+            "`agreement` must be carried out by all ranks; got this one, which left the others by being a fork of the "
+            'rank, where exchange="single" computes. Start all ranks again.'
+        )
 
 
 def _destroyed(_: int, __: Any) -> list[str]:

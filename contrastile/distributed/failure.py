@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from contrastile._errors import invalid
-from contrastile._torch import default_store, is_destroyed
+from contrastile._torch import default_store, is_destroyed, process_groups
 
 # seconds that other ranks have for signing, twice as many if several have not; and seconds between two looks
 PATIENCE, LOOK = 1.5, 0.05
@@ -68,6 +68,16 @@ def state_of(group: Any) -> GroupState:
     """The state of a group, made at the first call."""
     group = resolved(group)
     return _states.get(group) or _states.setdefault(group, GroupState())
+
+
+def _leave_in_child() -> None:
+    """Leave all groups in a fork of this process: the threads that serve their connections are in the parent alone."""
+    for group in process_groups():
+        state_of(group).left_by = 'being a fork of the rank, where exchange="single" computes'
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_in_child)
 
 
 def resolved(group: Any) -> Any:
