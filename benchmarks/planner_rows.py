@@ -212,7 +212,7 @@ def size_of(row: dict[str, str], **more: Any) -> LossSize:
     backend = next((word for word in words if word in ("dense", "eager")), "triton")
     world, b, d, dtype = int(row["world"]), int(row["b"]), int(row["d"]), getattr(torch, row["dtype"])
     # of two levels, two nodes are measured on one host
-    more |= {"dtype": dtype, "given": dtype, "node": world // 2 if exchange == "hierarchical" else None}
+    more |= {"dtype": dtype, "feature_dtype": dtype, "node": world // 2 if exchange == "hierarchical" else None}
     more |= loss_of(row.get("loss", "clip"), d)
     memory = profile_of(row["chip"] or CHIPS[0]).memory
     return LossSize(b // world, b // world, world, d, memory, exchange, backend, copies=_copies(row), **more)
@@ -229,7 +229,7 @@ def loss_of(name: str, d: int) -> dict[str, Any]:
     while not isinstance(loss, PairLoss):
         loss = loss.loss
     listed = name in LABELLED
-    return {"loss": loss, "listed": listed, "labels": listed, "guide": d if loss.guides else 0}
+    return {"loss": loss, "indexed": listed, "labels": listed, "guide": d if loss.guides else 0}
 
 
 @cache
@@ -268,8 +268,10 @@ def of_call(row: dict[str, str]) -> dict[str, Any]:
     given = torch.float32 if "float32" in more and "bf16" not in row["impl"] else torch.bfloat16
     labels, M, W = kind == "labels", others[0] if others else N, int(several[1]) if several else 1
     name = "clip_labels" if labels and "," in row["impl"] else "clip" if labels else kind
-    which = loss_of(name, d) | ({"listed": True} if "positives" in row["impl"] else {})
-    size = LossSize(N, M, W, d, profile_of(chip).memory, exchange, "triton", given=given, copies=_copies(row), **which)
+    which = loss_of(name, d) | ({"indexed": True} if "positives" in row["impl"] else {})
+    size = LossSize(
+        N, M, W, d, profile_of(chip).memory, exchange, "triton", feature_dtype=given, copies=_copies(row), **which
+    )
     reason = HOST if W == 1 and N * M * d <= LEAST_PRODUCTS else None
     # the host's time of ranks was taken from these
     return {"label": f"{row['call']}: {row['impl']}", "loss": size, "untimed": reason, "fitted": several is not None}
@@ -290,11 +292,11 @@ def of_rank(row: dict[str, str]) -> dict[str, Any]:
 def of_other_loss(row: dict[str, str]) -> dict[str, Any]:
     """A loss beside `ClipLoss` and `SigLipLoss` in fused kernels."""
     size, name, b, d = size_of(row, workspace=2 * 2**30), row["loss"], int(row["b"]), int(row["d"])
-    views = {"rows": 2 * b, "keys": 2 * b, "listed": True}
+    views = {"rows": 2 * b, "keys": 2 * b, "indexed": True}
     others: dict[str, dict[str, Any]] = {
         "queue": {"queue": b}, "ntxent": views, "supcon": views, "supcon_in": views,
         # pairs of queries, and pairs of keys
-        "gist_pairs": {"own": 2, "halves": True, "guide": d, "listed": True},
+        "gist_pairs": {"own_columns": 2, "halves": True, "guide": d, "indexed": True},
     }  # fmt: skip
     size = replace(size, **others.get(name, {}))
     words = {"label": f"{name} {b} x {d}", "loss": size, "fitted": b == 2**15 and name in OF_PAIRS}

@@ -138,7 +138,7 @@ def test_measuring_leaves_the_random_numbers_as_they_were() -> None:
 
 def _step(sides: list[Side], retain: Any = 0, memory: int = 2**33, **loss: Any) -> StepMemory:
     rows = sides[0].examples
-    words = {"device": "cpu", "dtype": torch.float32, "given": torch.float32, **loss}
+    words = {"device": "cpu", "dtype": torch.float32, "feature_dtype": torch.float32, **loss}
     weights = sum(side.cost.weights for side in sides)
     return StepMemory(sides, LossSize(rows, rows, 1, D, memory, **words), Held(weights, libraries=0), retain)
 
@@ -199,18 +199,20 @@ def test_the_planned_peak_of_a_loss_on_a_cpu_is_the_measured_one(name: str, loss
     bench_step(module, leaves)
     with Weighed(CPU) as weighed:
         bench_step(module, leaves)
-    size = LossSize(rows, rows, 1, features, 2**35, "single", "eager", "cpu", dtype=FLOAT, given=FLOAT, loss=loss)
+    size = LossSize(
+        rows, rows, 1, features, 2**35, "single", "eager", "cpu", dtype=FLOAT, feature_dtype=FLOAT, loss=loss
+    )
     assert weighed.bytes <= size.peak <= 1.04 * weighed.bytes + 2**15
 
 
 def test_kept_graphs_follow_the_rule_of_the_gradient_cache() -> None:
     """The last sub-batch may be short, and "auto" keeps as many graphs as there is room for."""
     side = Side(replace(_cost(), graph=1000), 40)
-    assert (side.count, side.graphs(0), side.graphs(1), side.graphs(3)) == (3, 0, 500, 2500)
+    assert (side.count, side.graph_bytes(0), side.graph_bytes(1), side.graph_bytes(3)) == (3, 0, 500, 2500)
     step = _step([side, side], "auto", memory=2 * CONTEXT)
-    assert step.graphs() == [3, 3]
-    assert replace(step, loss=replace(step.loss, memory=CONTEXT // 2)).graphs() == [0, 0]
-    assert _step([side, side], 2).graphs() == [2, 2]
+    assert step.retained_graphs() == [3, 3]
+    assert replace(step, loss=replace(step.loss, memory=CONTEXT // 2)).retained_graphs() == [0, 0]
+    assert _step([side, side], 2).retained_graphs() == [2, 2]
 
 
 @pytest.mark.parametrize("settings", [

@@ -335,17 +335,17 @@ def test_exponentials_are_planned_as_kept_where_the_kernels_keep_them(
     assert not replace(size, ranks=2, exchange="gather").exponentials
     assert not replace(size, dtype=torch.float32).exponentials
     if symmetric:
-        assert (size.later == 0) == keeps
+        assert (size.backward_sums == 0) == keeps
 
 
 def test_gradients_of_ranks_of_few_rows_are_planned_to_come_with_the_loss() -> None:
     few = LossSize(4096, 4096, 4, 512, 2**37, "gather", "triton")
-    assert few.later == 0
-    assert replace(few, exchange="ring").later == 0
+    assert few.backward_sums == 0
+    assert replace(few, exchange="ring").backward_sums == 0
     more = {"rows": 2**15, "keys": 2**15}
     others = ({"exchange": "hierarchical"}, {"device": "cpu", "backend": "eager"}, more, more | {"exchange": "ring"})
     for apart in (replace(few, **other) for other in others):
-        assert apart.later == 2 * apart.rows * 512 * 4
+        assert apart.backward_sums == 2 * apart.rows * 512 * 4
 
 
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
@@ -365,7 +365,7 @@ def test_a_small_call_takes_the_hosts_time_and_the_devices() -> None:
     # one more row than is replayed has the start of a larger loss, and no graph whose memory is filled
     most = LossSize(MOST_ROWS, MOST_ROWS, 1, 512, 2**37, "single", "triton")
     assert (most.replayed, replace(most, rows=MOST_ROWS + 1, keys=MOST_ROWS + 1).replayed) == (True, False)
-    assert most.copied == 2 * MOST_ROWS * 512 * (2 + 2 + 4 + 2)
+    assert most.replay_copies == 2 * MOST_ROWS * 512 * (2 + 2 + 4 + 2)
     assert loss_seconds(most, replace(profile, call=1e-9)) > loss_seconds(
         most, replace(profile, bandwidth=1e18, call=1e-9)
     )

@@ -23,7 +23,7 @@ from torch import nn
 from contrastile.modules import ClipLoss
 from contrastile.offload import free_memory, settle, usable_cpus
 from contrastile.planner.loss import LossSize
-from contrastile.planner.profile import THIS, Profile, calibrated_path, known_profiles
+from contrastile.planner.profile import CPU, Profile, calibrated_path, known_profiles
 from contrastile.planner.seconds import EXPONENTIAL_BYTES
 from contrastile.planner.towers import Work, measure, shapes_only
 
@@ -35,12 +35,12 @@ SIDES, NUMBERS, ROWS = {"cuda": 8192, "cpu": 1024}, {"cuda": 2**28, "cpu": 2**22
 FEATURES = (512, 1024)
 # rows and features of a loss that takes the host's time alone
 SMALL = {"cuda": (1024, 512), "cpu": (64, 64)}
-PICTURE = 256
+PICTURE_SIDE = 256
 # width, heads, and tokens of a layer; examples for products to take most of the time, and one for the host to
 LAYER = {"cuda": (1024, 16, 256), "cpu": (256, 4, 64)}
 EXAMPLES = {"cuda": 64, "cpu": 8}
 # rate of products in a layer over that of bare ones, at least: a measurement may be disturbed
-LEAST = 0.5
+LEAST_SHARE = 0.5
 
 
 def calibrate(path: Path | None = None, seconds: float = SECONDS) -> Path:
@@ -57,7 +57,7 @@ def calibrate(path: Path | None = None, seconds: float = SECONDS) -> Path:
 def measured(device: torch.device, seconds: float) -> Profile:
     """The profile of a device."""
     kind, base = device.type, known_profiles()["h200"]
-    name, memory = torch.cuda.get_device_name(device) if kind == "cuda" else THIS, free_memory(device)[1]
+    name, memory = torch.cuda.get_device_name(device) if kind == "cuda" else CPU, free_memory(device)[1]
 
     def timed(step: Callable[[], object]) -> float:
         """Seconds of a step, the least of several."""
@@ -80,26 +80,28 @@ def measured(device: torch.device, seconds: float) -> Profile:
     attention = 4 * q.numel() * k.shape[2] / timed(lambda: F.scaled_dot_product_attention(q, k, v))
     x, y, z = (torch.ones(NUMBERS[kind], device=device) for _ in range(3))
     bandwidth = 3 * x.nbytes / timed(lambda: torch.add(x, y, out=z))
-    (few, small), (most, large) = (_layer(kind, device, n) for n in (1, EXAMPLES[kind]))
-    launch = timed(small) / few.kernels
+    (work_of_one, one), (work, many) = (_layer(kind, device, n) for n in (1, EXAMPLES[kind]))
+    launch = timed(one) / work_of_one.kernels
     bare = rates[torch.bfloat16]
-    busy = timed(large) - most.moved / bandwidth - most.attention / attention
-    products = min(bare, max(LEAST * bare, most.products / max(busy, 1e-9)))
-    rows, (few_features, many) = ROWS[kind], FEATURES
-    cases = ((few_features, "auto"), (many, "auto"), (few_features, "dense"))
+    busy = timed(many) - work.moved / bandwidth - work.attention / attention
+    products = min(bare, max(LEAST_SHARE * bare, work.products / max(busy, 1e-9)))
+    rows, (few_features, more_features) = ROWS[kind], FEATURES
+    cases = ((few_features, "auto"), (more_features, "auto"), (few_features, "dense"))
     tiled, wider, as_matrix = (timed(_loss(rows, features, backend, device)) for features, backend in cases)
     call = timed(_loss(*SMALL[kind], "auto", device))
     # the time per pair is a straight line over the features
-    slope = max(1e-18, (wider - tiled) / (rows**2 * (many - few_features)))
+    slope = max(1e-18, (wider - tiled) / (rows**2 * (more_features - few_features)))
     size = LossSize(rows, rows, 1, few_features, memory, device=kind, dtype=_dtype(kind))
-    each, beside = size.operations / rows**2 / few_features, EXPONENTIAL_BYTES / bandwidth if size.exponentials else 0.0
-    rest = max(1e-15, (tiled - call) / rows**2 - slope * few_features - beside)
+    # operations of a pair and feature; seconds of a pair's kept exponential, and of all else beside its products
+    operations = size.operations / rows**2 / few_features
+    exponential = EXPONENTIAL_BYTES / bandwidth if size.exponentials else 0.0
+    pair = max(1e-15, (tiled - call) / rows**2 - slope * few_features - exponential)
     dense = max(1e-15, (as_matrix / rows**2 - slope * few_features) / size.matrices)
     device_text = f"{torch.get_num_threads()} threads" if kind == "cpu" else name
     return replace(
         base, name=name, device=kind, memory=memory, products=products, attention=attention,
         float32=rates[torch.float32] / bare, bandwidth=bandwidth, launch=launch,
-        loss=each / slope, pair=rest, dense_pair=dense, call=call, decode=_decoded(seconds), cpus=usable_cpus(),
+        loss=operations / slope, pair=pair, dense_pair=dense, call=call, decode=_decoded(seconds), cpus=usable_cpus(),
         provenance=(
             f"contrastile plan --calibrate, {device_text}, torch {torch.__version__}, {datetime.now(UTC).date()}",
             "link, network, hop and block are those of the H200: one process cannot measure them",
@@ -148,7 +150,7 @@ def _decoded(seconds: float) -> float:
     from PIL import Image
 
     file = io.BytesIO()
-    Image.effect_noise((PICTURE, PICTURE), 64).convert("RGB").save(file, "JPEG")
+    Image.effect_noise((PICTURE_SIDE, PICTURE_SIDE), 64).convert("RGB").save(file, "JPEG")
     count, end = 0, (start := time.perf_counter()) + seconds
     while count == 0 or time.perf_counter() < end:
         Image.open(io.BytesIO(file.getvalue())).load()

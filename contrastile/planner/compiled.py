@@ -72,12 +72,12 @@ class _Graph:
         layer = self.written.layer
         key = str((type(layer), layer.training, torch.is_autocast_enabled("cpu"), shapes, constants, spec))
         if key not in self.graphs:
-            given = [isinstance(leaf, Tensor) for leaf in leaves]
+            is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
 
             def function(weights: dict[str, Tensor], tensors: Sequence[Tensor]) -> Any:
                 following = iter(tensors)
-                every = [next(following) if is_one else leaf for is_one, leaf in zip(given, constants, strict=True)]
-                args, kwargs = pytree.tree_unflatten(every, spec)
+                inputs = [next(following) if here else leaf for here, leaf in zip(is_tensor, constants, strict=True)]
+                args, kwargs = pytree.tree_unflatten(inputs, spec)
                 return torch.func.functional_call(self.written, weights, args, kwargs)
 
             self.graphs[key] = partitioned(function, _Kernels)
@@ -95,34 +95,33 @@ class _Kernels:
         self.nodes, self.work = list(graph.graph.nodes), Work()
         # tensors that are products or written, and the inputs; the nodes after which each is needed no more
         self.made, self.last = set[Any](), dict[Any, Any]()
-        # the tensor that a view shows; of those that are neither inputs nor products, the ones that they are made of
-        whole, fused = dict[Any, Any](), dict[Any, set[Any]]()
-        uses = dict[Any, set[Any]]()
+        # the tensor of a view; inputs of fused operations; inputs of products, of the output, and then of kernels
+        base, fused, uses = dict[Any, Any](), dict[Any, set[Any]](), dict[Any, set[Any]]()
         for node in self.nodes:
-            inputs = {whole.get(one, one) for one in node.all_input_nodes}
+            inputs = {base.get(x, x) for x in node.all_input_nodes}
             if node.op == "output":
                 uses[node] = inputs
             elif node.op == "call_function" and (not hasattr(node.target, "_schema") or is_free(node.target)):
                 # a part of a tuple, or a view
-                whole[node] = whole.get(node.args[0], node.args[0])
+                base[node] = base.get(node.args[0], node.args[0])
             elif node.op == "call_function":
                 args, words = pytree.tree_map(lambda x: getattr(x, "meta", {}).get("val", x), (node.args, node.kwargs))
-                own = work_of(node.target, args, words, node.meta["val"])
-                if own.moved:
+                work = work_of(node.target, args, words, node.meta["val"])
+                if work.moved:
                     fused[node] = inputs
                 else:
-                    self.work, uses[node] = self.work + own, inputs
+                    self.work, uses[node] = self.work + work, inputs
                     self.made.add(node)
         written, moved = set[Any]().union(*uses.values()) & fused.keys(), 0
         self.made |= written
         for node in written:
             uses[node], waiting = set[Any](), [node]
             while waiting:
-                for one in fused[waiting.pop()] - uses[node]:
-                    uses[node].add(one)
-                    if one in fused and one not in written:
-                        waiting.append(one)
-            uses[node] = {one for one in uses[node] if one not in fused or one in written}
+                for x in fused[waiting.pop()] - uses[node]:
+                    uses[node].add(x)
+                    if x in fused and x not in written:
+                        waiting.append(x)
+            uses[node] = {x for x in uses[node] if x not in fused or x in written}
             moved += sum(map(_bytes, (node, *uses[node])))
         self.work += Work(moved=moved, kernels=len(written))
         for node in self.nodes:
@@ -144,8 +143,8 @@ class _Kernels:
             for node in self.nodes[:-1]:
                 if node in self.made:
                     present[node] = pytree.tree_map_only(Tensor, _empty, node.meta["val"])
-                for one in [one for one in present if self.last.get(one) is node]:
-                    del present[one]
+                for x in [x for x in present if self.last.get(x) is node]:
+                    del present[x]
             return torch.fx.map_arg(self.nodes[-1].args[0], value)
 
 

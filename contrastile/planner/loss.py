@@ -28,12 +28,12 @@ SCRATCH = 450 * 2**10
 class LossSize:
     """The loss of `rows` rows and `keys` columns on each of `ranks` ranks, with `dimensions` features.
 
-    dtype: of the products. given: of the features. memory: bytes of the device, of which "auto" and the default
+    dtype: of the products. feature_dtype: of the features. memory: bytes of the device, of which "auto" and the default
     workspace are shares. exchange, backend: words of the losses' options. queue: a rank's keys of earlier steps, which
-    are columns too. own: columns of each row beside them, such as other rows. guide: the numbers of a row of another
-    model, which are multiplied too, and copied where there are own columns. halves: rows have two halves of so many
-    features, and numbers of the guide, the second of which meets as many columns as there are rows. directions: such
-    losses of a step, in turn.
+    are columns too. own_columns: further columns of each row alone, such as other rows. guide: features of a row of
+    another model, which are multiplied too, and copied where there are own columns. halves: a row has two vectors, and
+    two of the guide; the second ones meet as many columns as there are rows. directions: losses of these sizes in a
+    step, one after the other.
     """
 
     rows: int
@@ -46,19 +46,18 @@ class LossSize:
     device: str = "cuda"
     workspace: int | None = None
     dtype: torch.dtype = torch.bfloat16
-    given: torch.dtype = torch.bfloat16
+    feature_dtype: torch.dtype = torch.bfloat16
     loss: PairLoss = field(default_factory=partial(Softmax, symmetric=True))
     # the features wait in host memory; bytes of the device that other parts hold meanwhile
     host: bool = False
     held: int = 0
     queue: int = 0
-    own: int = 0
+    own_columns: int = 0
     guide: int = 0
     halves: bool = False
     directions: int = 1
-    # positives are known by indices or labels in every exchange
-    listed: bool = False
-    # by labels, which every pair compares
+    # positives are indices or labels in every exchange, not the diagonal; labels, which every pair compares
+    indexed: bool = False
     labels: bool = False
     # ranks of a node; None: all of them; and whether copy engines carry what they send each other, as between GPUs
     node: int | None = None
@@ -67,17 +66,17 @@ class LossSize:
     @property
     def columns(self) -> int:
         """Columns of a rank: its keys, those of the queue, and its rows' own."""
-        return self.keys + self.queue + self.own * self.rows
+        return self.keys + self.queue + self.own_columns * self.rows
 
     @property
     def summed(self) -> int:
-        """Numbers of the gradient sums: of all rows and columns but a queue's keys in one process, constants."""
-        constants = self.queue if self.ranks == 1 and not (self.host or self.own) else 0
+        """Numbers of the gradient sums: of rows and columns, without a queue's keys where these are constants."""
+        constants = self.queue if self.ranks == 1 and not (self.host or self.own_columns) else 0
         return self.numbers - constants * self.sizes[1]
 
     @property
     def carried(self) -> int:
-        """Numbers of a column that other ranks send, of rows and columns the larger one's."""
+        """Numbers of a vector that ranks exchange: a row's or a column's, the larger."""
         return max(self.sizes)
 
     @property
@@ -139,27 +138,28 @@ class LossSize:
         """Bytes of the block that takes most."""
         allowed = self._allowed
         try:
-            tiles = of_dtype(TILES[self.backend_name](), self.dtype, self._place)
+            tiles = of_dtype(TILES[self.backend_name](), self.dtype, self._torch_device)
         except ImportError:
             # Triton is not installed here: a strip of 16-bit gradients
             return min(allowed, 2 * self.block[0] * self.block[1])
-        by_index = self.exchange_class.by_index or self.listed
-        follows = self.ranks == 1 and not self.host and (self.backend_name == "triton" or not self.halves)
+        by_index = self.exchange_class.by_index or self.indexed
+        backward_next = self.ranks == 1 and not self.host and (self.backend_name == "triton" or not self.halves)
         expected = partial(
-            tiles.expected_bytes, self.loss, by_index=by_index, labels=self.labels, backward_next=follows
+            tiles.expected_bytes, self.loss, by_index=by_index, labels=self.labels, backward_next=backward_next
         )
 
         def bytes_of(N: int, M: int) -> int:
-            # blocks of both halves, within the workspace by their columns
-            parts = [expected(N, m, self.dimensions, self.dtype, allowed * m // M, self._place) for m in self._split(M)]
+            # each half's block has a share of the workspace by its columns
+            shares = [(m, allowed * m // M) for m in self._split(M)]
+            parts = [expected(N, m, self.dimensions, self.dtype, share, self._torch_device) for m, share in shares]
             return sum(parts) if self.exponentials else max(parts)
 
-        # halved until they fit, a shorter block may take more
+        # not of the largest block alone: tiles are halved until they fit, so that a shorter block may take more
         most = max(bytes_of(*block) for block in self.blocks)
         return most + (SCRATCH if self.backend_name == "triton" else 0)
 
     def _split(self, M: int) -> list[int]:
-        """M columns of a block, or those that meet the first halves of rows, and those that meet the second."""
+        """M columns of a block: all, or with `halves` those that meet the first vectors of rows, and the second."""
         second = M * self.rows // self.columns if self.halves else 0
         return [M - second, second] if second else [M]
 
@@ -194,28 +194,28 @@ class LossSize:
 
     @cached_property
     def resident(self) -> tuple[int, int]:
-        """Bytes beside both: throughout, and at the end."""
+        """Bytes beside workspace and exchange: while blocks are computed, and when gradients are returned."""
         if self.host:
-            return device_bytes(self._cuts, self.rows, self.columns, self.sizes, self.given, self.dtype), 0
-        halves = self.rows * (1 + self.halves)
-        throughout, end = _resident_bytes(halves, self.columns, self.dimensions, self.dtype, self.given)
+            return device_bytes(self._cuts, self.rows, self.columns, self.sizes, self.feature_dtype, self.dtype), 0
+        row_vectors = self.rows * (1 + self.halves)
+        throughout, end = _resident_bytes(row_vectors, self.columns, self.dimensions, self.dtype, self.feature_dtype)
         side = SIDE_ACCELERATOR if self.device == "cuda" else SIDE_CPU
         one_sweep = self.loss.pairwise or not self.loss.symmetric or max(self.rows, self.columns) <= side
         if self.ranks == 1 and self.backend_name == "eager" and one_sweep and end == throughout:
             # the gradient is computed in the forward, and the scale's is the sum of a product of this size
             end += min(self.rows, ROWS_AT_ONCE) * self.sizes[0] * self.wide
-        # the sums of those before wait for the backward; copies of all columns, where others are behind the keys, too
-        copied = self.columns + self.halves * 2 * self.rows
-        queued = copied * self.dimensions * self.given.itemsize if self.queue or self.own else 0
-        # the copy that a queue hands out
-        queued += self.queue * self.dimensions * self.given.itemsize
-        queued += (halves + self.columns) * self.guide * self.given.itemsize if self.own else 0
+        # copies of all columns, where keys are joined with others, of the keys that a queue hands out, of the guide's
+        joined = self.columns + self.halves * 2 * self.rows if self.queue or self.own_columns else 0
+        copied = (joined + self.queue) * self.dimensions
+        copied += (row_vectors + self.columns) * self.guide if self.own_columns else 0
+        copies = copied * self.feature_dtype.itemsize
         unsummed = (self.numbers - self.summed) * self.wide
         # the gradient with zeros for constants is a copy, also where it has the dtype of the sums
-        copied_sums = unsummed and self.given == accumulator(self.dtype)
-        joined = self.columns * self.sizes[1] * self.wide if copied_sums else 0
-        throughout, end = throughout - unsummed, end - unsummed + joined
-        others = (self.directions - 1) * throughout + self.directions * queued
+        if unsummed and self.feature_dtype == accumulator(self.dtype):
+            end += self.columns * self.sizes[1] * self.wide
+        throughout, end = throughout - unsummed, end - unsummed
+        # the sums and copies of the directions before wait for the backward
+        others = (self.directions - 1) * throughout + self.directions * copies
         return throughout + others, end + others
 
     @property
@@ -224,14 +224,17 @@ class LossSize:
         return 0 if self.host else self.numbers * self.dtype.itemsize
 
     @property
-    def later(self) -> int:
+    def backward_sums(self) -> int:
         """Bytes of the accumulators that the backward makes; 0 where the gradients come with the loss.
 
         They do for a pairwise loss, on a GPU's ranks of few rows, and in one process for a loss of one direction, one
         that keeps its exponentials and one with a teacher.
         """
-        keeps = self.exponentials or (self.has_teacher and self.backend_name == "triton")
-        early = self.replayed if self.ranks > 1 else not self.loss.symmetric or keeps
+        if self.ranks > 1:
+            early = self.replayed
+        else:
+            teacher = self.has_teacher and self.backend_name == "triton"
+            early = not self.loss.symmetric or self.exponentials or teacher
         return 0 if early or self.loss.pairwise or self.host else self.summed * self.wide
 
     @property
@@ -248,10 +251,10 @@ class LossSize:
             from contrastile.tiles.triton.block import Budget
         except ImportError:
             return 2 * self.rows * self.columns <= self._allowed
-        given, M = (self.dimensions, self.dtype), self.columns
+        M = self.columns
         return all(
-            Budget(self.loss, self._place, self._allowed * m // M).expects_exponentials(
-                self.rows, m, *given, labels=self.labels
+            Budget(self.loss, self._torch_device, self._allowed * m // M).expects_exponentials(
+                self.rows, m, self.dimensions, self.dtype, labels=self.labels
             )
             for m in self._split(M)
         )
@@ -265,7 +268,7 @@ class LossSize:
         return formula is not None and formula.linear and not getattr(self.loss, "label_smoothing", 0)
 
     @property
-    def _place(self) -> torch.device:
+    def _torch_device(self) -> torch.device:
         """A device whose tensors have no memory stands for a GPU."""
         return torch.device("meta" if self.device == "cuda" else "cpu")
 
@@ -273,7 +276,7 @@ class LossSize:
     def _cuts(self) -> Cut:
         """Strips and shards of features in host memory."""
         free = self.memory - self.held - self._allowed
-        of_row, of_col = (row_bytes(numbers, self.given) for numbers in self.sizes)
+        of_row, of_col = (row_bytes(numbers, self.feature_dtype) for numbers in self.sizes)
         return cut_within(self.rows, self.columns, (of_row, of_col), free, self.vectors)
 
     @property
@@ -289,9 +292,10 @@ class LossSize:
         For each pair and feature 8, of a pairwise loss in one sweep and with kept exponentials 6; for each feature of a
         teacher 4, and of a guide, whose mask is kept as bits, 2.
         """
-        own = 6 if self.exponentials or (self.loss.pairwise and not self.host) else 8
-        every = self.pairs * (own * self.dimensions + (4 if self.has_teacher else 2) * self.guide)
-        return every - 2.0 * self.rows * self.directions * (self.numbers - self.summed)
+        of_feature = 6 if self.exponentials or (self.loss.pairwise and not self.host) else 8
+        total = self.pairs * (of_feature * self.dimensions + (4 if self.has_teacher else 2) * self.guide)
+        # constants have no gradient
+        return total - 2.0 * self.rows * self.directions * (self.numbers - self.summed)
 
     @property
     def replayed(self) -> bool:
@@ -299,18 +303,18 @@ class LossSize:
         if self.host:
             return False
         if self.ranks > 1:
-            fits = self.device == "cuda" and not self.own and self.vectors == 1
+            fits = self.device == "cuda" and not self.own_columns and self.vectors == 1
             return fits and self.exchange_class("mean", self.layout).replayable(self.carried, self.dtype)
         N, M = self.block
         return min(N, M) <= MOST_ROWS and 2 * N * M <= MOST_BYTES
 
     @property
-    def copied(self) -> int:
+    def replay_copies(self) -> int:
         """Bytes that a replay moves beside its graph: features to the graph's memory, and sums from it."""
         narrow = self.exponentials and not self.loss.symmetric and self.columns >= NARROW * self.rows
         of_rows = self.sizes[0] * self.rows
         sums = of_rows * self.wide + (self.summed - of_rows) * (self.dtype.itemsize if narrow else self.wide)
-        return self.numbers * (2 * self.given.itemsize + self.dtype.itemsize) + sums
+        return self.numbers * (2 * self.feature_dtype.itemsize + self.dtype.itemsize) + sums
 
     @property
     def pairs(self) -> float:
@@ -330,20 +334,20 @@ class LossSize:
 
     @property
     def wide(self) -> int:
-        """Bytes of an accumulator."""
+        """Bytes of a number of an accumulator."""
         return accumulator(self.dtype).itemsize
 
 
-def _resident_bytes(N: int, M: int, D: int, dtype: torch.dtype, given: torch.dtype) -> tuple[int, int]:
+def _resident_bytes(N: int, M: int, D: int, dtype: torch.dtype, feature_dtype: torch.dtype) -> tuple[int, int]:
     """Bytes of a loss beside its blocks: during their computation, and at the end, when gradients are returned.
 
-    dtype: of the products. given: of the features, which are cast to `dtype`, and their gradients back. A gradient in
-    the accumulator's dtype is the accumulator.
+    N, M: vectors of rows and of columns, of D features. dtype: of the products. feature_dtype: of the features, which
+    are cast to `dtype`, and their gradients back. A gradient in the accumulator's dtype is the accumulator.
     """
     wide = accumulator(dtype)
-    casts = (N + M) * D * dtype.itemsize if given != dtype else 0
+    casts = (N + M) * D * dtype.itemsize if feature_dtype != dtype else 0
     throughout = casts + (N + M) * (D * wide.itemsize + STATISTICS * wide.itemsize)
-    return throughout, throughout + (0 if given == wide else (N + M) * D * given.itemsize)
+    return throughout, throughout + (0 if feature_dtype == wide else (N + M) * D * feature_dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -377,12 +381,15 @@ class LateSize(LossSize):
 
     @property
     def fused(self) -> tuple[int, int, int, int]:
-        """Bytes of the kernels and columns of a tile, pairs whose winning tokens are kept, and bytes with those."""
+        """Bytes of the kernels, columns of a tile, pairs whose winning tokens are kept, and bytes with those.
+
+        Columns are 0 where the gradients come with the loss. Without Triton, one tile has the workspace.
+        """
         try:
             from contrastile.tiles.triton.maxsim import block as maxsim
         except ImportError:
             return self._allowed, self.columns, 0, 0
-        cast = self.given != self.dtype
+        cast = self.feature_dtype != self.dtype
         copies = self.dtype.itemsize * (self.masked + cast)
         rows, cols = self.blocks[-1]
         return maxsim.expected_bytes(
@@ -394,9 +401,10 @@ class LateSize(LossSize):
     def workspace_bytes(self) -> int:
         if self.backend_name == "triton":
             most, _, _, beginning = self.fused
-            # `beginning` has the rows' gradients that are there by then, and those of columns are not
             of_row, of_col = self.sizes
-            return max(most, beginning - self.columns * of_col * self.given.itemsize - self.rows * of_row * self.wide)
+            # by then the rows' gradients, which `beginning` has, are there, and those of columns are not
+            resident = self.columns * of_col * self.feature_dtype.itemsize + self.rows * of_row * self.wide
+            return max(most, beginning - resident)
         rows, cols = self.blocks[-1]
         L, T = self.tokens
         tile = MaxSim.tile_bytes(rows, cols, L, T, self.dimensions, self.wide)
@@ -414,11 +422,12 @@ class LateSize(LossSize):
             return super().resident
         wide, (of_row, of_col) = self.wide, self.sizes
         stats = (self.rows + self.columns) * STATISTICS * wide
-        returned = 0 if self.given.itemsize == wide else self.given.itemsize
+        returned = 0 if self.feature_dtype.itemsize == wide else self.feature_dtype.itemsize
         if self.backend_name == "triton" and self.ranks == 1 and not self.at_once:
             # the gradients of the columns are float32 for a strip at a time
-            strip = min(self.fused[1], self.columns) * of_col * wide
-            of_columns = self.columns * of_col * self.given.itemsize
+            _, tile_columns, _, _ = self.fused
+            strip = min(tile_columns, self.columns) * of_col * wide
+            of_columns = self.columns * of_col * self.feature_dtype.itemsize
             throughout = self.rows * of_row * wide + of_columns + stats
             return throughout + strip, throughout + self.rows * of_row * returned
         sums = self.numbers * wide

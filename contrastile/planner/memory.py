@@ -21,8 +21,8 @@ from contrastile.planner.towers import TowerCost
 LIBRARIES = 2 * 32 * 2**20
 # bytes of a GPU outside torch's allocator: the context, kernels, buffers of NCCL
 CONTEXT = 2**30
-# bytes of a number of a guide's features
-GUIDE = 4
+# bytes of a number of a guide's features, which are float32
+GUIDE_NUMBER = 4
 # bytes of a CPU's random state, which `encode` keeps of each sub-batch until it is replayed
 RANDOM_STATE = 5056
 
@@ -37,9 +37,9 @@ class Side:
     # bytes of an example's features that wait for the loss's backward beside those of the encoder, or in place of them
     copies: int = 0
     # bytes of an example's features that the task holds until the loss is computed, such as normalised ones
-    named: int = 0
-    # bytes per example, for a moment, while the gradient goes back from the loss's features to the encoder's
-    between: int = 0
+    held_by_task: int = 0
+    # bytes per example while the gradient of the loss's features becomes that of the encoder's
+    normalisation: int = 0
     # features and their gradients wait in host memory
     host: bool = False
 
@@ -61,10 +61,10 @@ class Side:
     @property
     def keeps_all(self) -> bool:
         """Graphs behind frozen weights are so small that `encode` keeps them whatever `retain` is."""
-        each = max(self.cost.inputs, HEAD * self.cost.features) * self.cost.sub_batch
-        return self.cost.reads_frozen and self.cost.trained > 0 and self.cost.graph <= each
+        small = max(self.cost.inputs, HEAD * self.cost.features) * self.cost.sub_batch
+        return self.cost.reads_frozen and self.cost.trained > 0 and self.cost.graph <= small
 
-    def graphs(self, retained: int) -> int:
+    def graph_bytes(self, retained: int) -> int:
         """Bytes of the last `retained` graphs; the last sub-batch may be shorter."""
         missing = self.count * self.cost.sub_batch - self.examples
         return retained * self.cost.graph - self.cost.graph * missing // self.cost.sub_batch if retained else 0
@@ -122,8 +122,8 @@ class StepMemory:
         parts |= {"queue": held.queue, "exchange": self.loss.kept_bytes}
         return {name: count for name, count in parts.items() if count}
 
-    def graphs(self) -> list[int]:
-        """Graphs that each side keeps; of "auto" as many as `gradcache/` would find room for."""
+    def retained_graphs(self) -> list[int]:
+        """Number of graphs that each side keeps; of "auto" as many as `gradcache/` would find room for."""
         if self.retain != AUTO:
             counts = [side.count if side.keeps_all else min(self.retain, side.count) for side in self.sides]
             return [count if side.cost.trained else 0 for count, side in zip(counts, self.sides, strict=True)]
@@ -134,16 +134,16 @@ class StepMemory:
             cost, copies = side.cost, side.cost.trained // 2
             # gradients and their sums; features, their gradients and the loss's accumulators
             later = 2 * cost.trained + side.examples * (2 * cost.features + self.loss.wide * cost.dimensions)
-            each = max(1, cost.graph + copies)
-            beside = min(each, int(BESIDE * total))
-            most = side.count if side.keeps_all else retained_graphs(side.count, spare, later + beside, each)
+            graph = max(1, cost.graph + copies)
+            beside = min(graph, int(BESIDE * total))
+            most = side.count if side.keeps_all else retained_graphs(side.count, spare, later + beside, graph)
             retained.append(most if cost.trained else 0)
-            spare -= side.graphs(retained[-1]) + side.encoded + copies
+            spare -= side.graph_bytes(retained[-1]) + side.encoded + copies
         return retained
 
     def moments(self) -> list[Moment]:
         """All moments, in the order of the step."""
-        base, retained, moments = self.base(), self.graphs(), list[Moment]()
+        base, retained, moments = self.base(), self.retained_graphs(), list[Moment]()
 
         def add(name: str, **parts: int) -> None:
             moments.append(Moment(name, base | {key: value for key, value in parts.items() if value}))
@@ -151,51 +151,53 @@ class StepMemory:
         graphs = features = guided = 0
         random = sum(RANDOM_STATE * side.count for side in self.sides) if self.loss.device == "cpu" else 0
         for side in self.guides:
-            cost, own = side.cost, GUIDE * side.examples * side.cost.dimensions
+            cost, normalised = side.cost, GUIDE_NUMBER * side.examples * side.cost.dimensions
             encoded = side.examples * cost.features
             add(f"teacher, {cost.name}", features=guided + encoded, activations=cost.forward)
             # converted to float32, and normalised
-            converted = own if cost.features < GUIDE * cost.dimensions else 0
-            add(f"teacher, {cost.name}: features", features=guided + encoded + converted + own)
-            guided += own
+            converted = normalised if cost.features < GUIDE_NUMBER * cost.dimensions else 0
+            add(f"teacher, {cost.name}: features", features=guided + encoded + converted + normalised)
+            guided += normalised
         for side, count in zip(self.sides, retained, strict=True):
             features, cost = features + side.encoded, side.cost
-            built, parts = min(cost.graph, side.graphs(count)), {"features": features + guided + random}
-            alive = graphs + side.graphs(count) - built
+            built, parts = min(cost.graph, side.graph_bytes(count)), {"features": features + guided + random}
+            alive = graphs + side.graph_bytes(count) - built
             add(f"{cost.name}: first pass", graphs=alive, **parts, activations=max(cost.forward, built))
-            graphs += side.graphs(count)
+            graphs += side.graph_bytes(count)
         features = random + sum(side.features for side in self.sides)
-        named = sum(side.named * side.examples for side in self.sides)
+        of_task = sum(side.held_by_task * side.examples for side in self.sides)
         if self.guides and isinstance(self.loss.loss, Guided) and self.loss.backend_name != "triton":
             # keys of some rows, and their products with the queries
-            widths = min(self.loss.rows, ROWS_AT_ONCE) * self.guides[-1].cost.dimensions
-            add("thresholds of the guide", graphs=graphs, features=features + guided + named, loss=2 * GUIDE * widths)
-        # names are released before the backward, which makes its accumulators; copies are bytes of the loss
+            products = 2 * GUIDE_NUMBER * min(self.loss.rows, ROWS_AT_ONCE) * self.guides[-1].cost.dimensions
+            add("thresholds of the guide", graphs=graphs, features=features + guided + of_task, loss=products)
+        # the task releases its own before the backward, which makes accumulators; operands are bytes of the loss too
         operands = self.loss.operands
-        named = max(named - self.loss.later, min(named, operands) if self.loss.given == self.loss.dtype else 0)
-        add("loss", graphs=graphs, features=features + guided + named, **self._loss_parts())
+        shared = min(of_task, operands) if self.loss.feature_dtype == self.loss.dtype else 0
+        of_task = max(of_task - self.loss.backward_sums, shared)
+        add("loss", graphs=graphs, features=features + guided + of_task, **self._loss_parts())
         # gradients of the encoders' features; all else of the features is released on the way back to them
         waiting = sum(side.encoded for side in self.sides)
-        if between := max(side.between * side.examples for side in self.sides):
+        if normalisation := max(side.normalisation * side.examples for side in self.sides):
             held = features + guided + waiting + operands
-            add("gradients of features", graphs=graphs, features=held, activations=between)
+            add("gradients of features", graphs=graphs, features=held, activations=normalisation)
         gradients = 0
         for side, count in reversed(list(zip(self.sides, retained, strict=True))):
-            cost, graphs, features = side.cost, graphs - side.graphs(count), random + operands + waiting
+            cost, graphs, features = side.cost, graphs - side.graph_bytes(count), random + operands + waiting
             sums = gradients + (cost.trained if side.count > 1 else 0)
-            name, each = f"{cost.name}: second pass", min(cost.graph, side.graphs(count))
+            name, last = f"{cost.name}: second pass", min(cost.graph, side.graph_bytes(count))
             if count:
                 # the last sub-batch's graph is the first that is consumed, all others are still there
-                rest, size = graphs + side.graphs(count) - each, each / max(1, cost.graph)
-                share = max(0, cost.replay - cost.graph) + int(size * cost.graph)
-                add(name, graphs=rest, features=features, activations=share, gradients=gradients)
+                others = graphs + side.graph_bytes(count) - last
+                activations = max(0, cost.replay - cost.graph) + last
+                add(name, graphs=others, features=features, activations=activations, gradients=gradients)
             if cost.trained and count < side.count:
                 add(name, graphs=graphs, features=features, activations=cost.replay, gradients=sums)
             if cost.trained:
                 # of the first two sub-batches, and their sum, while the other graphs are there
-                held, rest = min(3, side.count + 1) * cost.trained, max(0, side.graphs(count) - each - cost.graph)
+                held = min(3, side.count + 1) * cost.trained
+                others = max(0, side.graph_bytes(count) - last - cost.graph)
                 name = f"{cost.name}: sum of gradients"
-                add(name, graphs=graphs + rest, features=features, gradients=gradients + held)
+                add(name, graphs=graphs + others, features=features, gradients=gradients + held)
             gradients, waiting = gradients + cost.trained, waiting - side.encoded
         add("optimizer", gradients=gradients, step=self.held.step)
         return moments
@@ -213,15 +215,15 @@ class StepMemory:
 
     def with_features_on_host(self) -> StepMemory:
         """The same step whose features wait in host memory: of `encode` and the loss."""
-        sides = [replace(side, host=True, copies=0, named=0, between=0) for side in self.sides]
-        graphs = sum(side.graphs(count) for side, count in zip(self.sides, self.graphs(), strict=True))
+        sides = [replace(side, host=True, copies=0, held_by_task=0, normalisation=0) for side in self.sides]
+        graphs = sum(side.graph_bytes(count) for side, count in zip(self.sides, self.retained_graphs(), strict=True))
         held = sum(self.base().values()) + graphs
         return replace(self, sides=sides, loss=replace(self.loss, host=True, held=held))
 
     def with_batch(self, rows: int, keys: int) -> StepMemory:
         """The same step for another number of examples on a rank."""
         sides, guides = (
-            [replace(side, examples=count) for side, count in zip(several, (rows, keys), strict=False)]
-            for several in (self.sides, self.guides)
+            [replace(one, examples=count) for one, count in zip(sides, (rows, keys), strict=False)]
+            for sides in (self.sides, self.guides)
         )
         return replace(self, sides=sides, guides=guides, loss=replace(self.loss, rows=rows, keys=keys))

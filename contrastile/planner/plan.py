@@ -105,7 +105,7 @@ class Plan:
         """Bytes of host memory on a node: the model, which is built there first, batches, and features that wait."""
         pairs, loss = -(-self.batch // self.target.ranks) * self.target.per_node, self.step.loss
         of_row, of_key = loss.sizes
-        waiting = host_bytes((of_row, self.keys * of_key), loss.given, loss.ranks) if loss.host else 0
+        waiting = host_bytes((of_row, self.keys * of_key), loss.feature_dtype, loss.ranks) if loss.host else 0
         return self.target.per_node * self.parameters + pairs * (BATCHES_ON_HOST * self.host_inputs + waiting)
 
     @cached_property
@@ -113,20 +113,20 @@ class Plan:
         """The seconds of a step; None for a chip without a profile."""
         if self.target.profile is None:
             return None
-        one = step_seconds(
+        part = step_seconds(
             self.step, self.target.profile, per_node=self.target.per_node, trained=self.trained,
             decoded=self.decoded * self.step.loss.rows, half=self.half, update=self.update,
         )  # fmt: skip
         # gradients of all parts are summed over ranks, and the weights moved, once
-        return replace(one, towers=self.parts * one.towers, loss=self.parts * one.loss, data=self.parts * one.data)
+        return replace(part, towers=self.parts * part.towers, loss=self.parts * part.loss, data=self.parts * part.data)
 
     @property
     def run_seconds(self) -> float | None:
         """The seconds of all steps of the run."""
         if not self.stages or self.seconds is None:
             return None
-        every = ((self.at(batch).seconds, steps) for batch, steps in self.stages)
-        return sum(steps * seconds.total for seconds, steps in every if seconds is not None)
+        stages = ((self.at(batch).seconds, steps) for batch, steps in self.stages)
+        return sum(steps * seconds.total for seconds, steps in stages if seconds is not None)
 
     def at(self, batch: int) -> Plan:
         """The same plan for another batch of all ranks, which a run of known length has throughout."""
@@ -147,16 +147,17 @@ class Plan:
         if step.loss.host:
             # strips and shards fill what graphs leave
             step = step.with_features_on_host()
-        plan, each = replace(self, step=step), self.target.ranks * self.parts
+        # batches are whole multiples of this
+        plan, unit = replace(self, step=step), self.target.ranks * self.parts
         low, high = 0, 1
-        while high <= MOST_ROWS and plan.at(high * each).fits:
+        while high <= MOST_ROWS and plan.at(high * unit).fits:
             low, high = high, 2 * high
         if low == MOST_ROWS:
             return self.most
         while high - low > max(1, low // 1000):
             middle = (low + high) // 2
-            low, high = (middle, high) if plan.at(middle * each).fits else (low, middle)
-        return low * each
+            low, high = (middle, high) if plan.at(middle * unit).fits else (low, middle)
+        return low * unit
 
     def at_largest(self) -> Plan:
         """The plan of the largest batch, without retained graphs; raises ValueError where not one pair fits."""
@@ -217,7 +218,7 @@ class Plan:
                     "name": side.cost.name, "examples": side.examples, "sub_batch": side.cost.sub_batch,
                     "sub_batches": side.count, "graph": side.cost.graph, "kept": retained,
                 }
-                for side, retained in zip(step.sides, step.graphs(), strict=True)
+                for side, retained in zip(step.sides, step.retained_graphs(), strict=True)
             ],
             "moments": [{"name": one.name, "bytes": one.bytes, "parts": one.parts} for one in step.moments()],
             "peak": {"name": self.peak.name, "bytes": self.peak.bytes, "parts": self.peak.parts},

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 COUNT = r"[1-9]\d*"
 GPUS = re.compile(rf"(?:(?P<nodes>{COUNT})x)??(?:(?P<count>{COUNT})x)?(?P<chip>[A-Za-z]\w*)(?:-(?P<memory>{COUNT})GB)?")
 # a number of GPUs behind the chip, where none is read; GeForce cards, such as the rtx4090, have an x in their names
-BEHIND = re.compile(rf"(?P<chip>[A-Za-z]\w*?)x(?P<count>{COUNT})")
+COUNT_BEHIND_CHIP = re.compile(rf"(?P<chip>[A-Za-z]\w*?)x(?P<count>{COUNT})")
 # words for a device that name no chip
 DEVICES = ("auto", "cpu", "cuda", "gpu")
 EXAMPLE = "Such as H200, 8xH100-80GB, or 32x8xH100-80GB for 32 nodes."
 # bytes of a gigabyte on the label of a GPU: torch's total of an H100 with 80 GB is 79.2 GiB
 LABELLED = 0.99 * 2**30
-# the CPUs of this machine as a device
-THIS = "cpu"
+# the CPUs of this machine: the name of their profile, and torch's type of device
+CPU = "cpu"
 # ranks of a plan, which lists the rows of each
 MOST_RANKS = 2**16
 
@@ -141,7 +141,7 @@ def target(word: str | None) -> Target:
     chip, gigabytes = match["chip"].lower(), match["memory"]
     profile = _profile_of(chip, profiles)
     if profile is None:
-        _refuse_behind(word, match, profiles)
+        _refuse_count_behind_chip(word, match, profiles)
     if profile is None and gigabytes is None:
         names = ", ".join(sorted(profile.name for profile in profiles.values()))
         rule = f"name a chip with a profile ({names}), or its memory too"
@@ -155,9 +155,9 @@ def target(word: str | None) -> Target:
     per_node, nodes = int(match["count"] or 1), int(match["nodes"] or 1)
     if profile is not None:
         profile = replace(profile, memory=memory)
-    kind = profile.device if profile is not None else THIS if chip == THIS else "cuda"
-    host = memory if kind == THIS else None
-    return Target(word, profile, memory, nodes * per_node, per_node, kind, host)
+    device = CPU if chip == CPU else "cuda" if profile is None else profile.device
+    host = memory if device == CPU else None
+    return Target(word, profile, memory, nodes * per_node, per_node, device, host)
 
 
 def _profile_of(chip: str, profiles: dict[str, Profile]) -> Profile | None:
@@ -165,9 +165,9 @@ def _profile_of(chip: str, profiles: dict[str, Profile]) -> Profile | None:
     return profiles.get(chip) or next((p for name, p in profiles.items() if chip in re.split("[ -]", name)), None)
 
 
-def _refuse_behind(word: str, match: re.Match[str], profiles: dict[str, Profile]) -> None:
+def _refuse_count_behind_chip(word: str, match: re.Match[str], profiles: dict[str, Profile]) -> None:
     """Raise ValueError for a chip such as H100x8, whose name holds the number of GPUs."""
-    behind = BEHIND.fullmatch(match["chip"])
+    behind = COUNT_BEHIND_CHIP.fullmatch(match["chip"])
     # the x of a card's name stands behind a letter, and before the three digits or more of its model
     if behind is not None and (behind["chip"][-1].isdigit() or len(behind["count"]) < 3):
         before, _, memory = word.partition(match["chip"])
@@ -185,9 +185,9 @@ def this_machine(device: torch.device | None = None, ranks: int = 1) -> Target:
     import torch
 
     if device is None:
-        device = torch.device("cuda" if torch.cuda.is_available() else THIS)
+        device = torch.device("cuda" if torch.cuda.is_available() else CPU)
     profiles, host = known_profiles(), free_memory(None)[1]
-    if device.type != THIS:
+    if device.type != CPU:
         if ranks > (gpus := torch.cuda.device_count()):
             remedy = "Plan other machines by their names: contrastile plan RECIPE --gpus 8xH100-80GB."
             raise invalid("--ranks", f"be at most {gpus}, the GPUs that torch sees", ranks, remedy)
@@ -196,4 +196,4 @@ def this_machine(device: torch.device | None = None, ranks: int = 1) -> Target:
         profile = None if profile is None else replace(profile, memory=memory)
         return Target(name, profile, memory, ranks, ranks, host=host)
     # without a profile there are no times
-    return Target(THIS, profiles.get(THIS), host, ranks, ranks, THIS, host)
+    return Target(CPU, profiles.get(CPU), host, ranks, ranks, CPU, host)

@@ -86,7 +86,7 @@ def step_seconds(
     """
     towers = waiting = 0.0
     guides = ((guide, 0) for guide in step.guides)
-    for side, retained in (*zip(step.sides, step.graphs(), strict=True), *guides):
+    for side, retained in (*zip(step.sides, step.retained_graphs(), strict=True), *guides):
         seconds, host = _tower_seconds(side, retained, profile, half)
         towers, waiting = towers + seconds, waiting + host
     loss, ranks = step.loss, step.loss.ranks
@@ -140,9 +140,10 @@ def late_seconds(loss: LateSize, profile: Profile) -> float:
     sweep = loss.operations / (profile.products * SWEEP)
     if loss.dtype == torch.float32:
         sweep *= FLOAT32_LOSS[torch.get_float32_matmul_precision()]
-    # one sweep of pairs whose winning tokens the forward keeps, two of all others
-    again = 0.0 if loss.at_once else 1 - loss.fused[2] / loss.pairs
-    device = sweep * (again + WINNERS) + gathered
+    # share of pairs with a second sweep: those whose winning tokens the forward has not kept
+    _, _, kept_pairs, _ = loss.fused
+    swept_again = 0.0 if loss.at_once else 1 - kept_pairs / loss.pairs
+    device = sweep * (swept_again + WINNERS) + gathered
     return max(LATE_CALLS * profile.call, LATE_START * profile.call + device)
 
 
@@ -169,7 +170,7 @@ def loss_seconds(loss: LossSize, profile: Profile) -> float:
         # from CUDA graphs, so that host and device work at once
         shared = COPIED_CALLS if loss.kept_bytes else SHARED_CALLS
         calls = 1.0 if loss.ranks == 1 else shared + AGREED_CALLS * log2(loss.ranks)
-        return hypot(calls * profile.call, device + loss.copied / profile.bandwidth)
+        return hypot(calls * profile.call, device + loss.replay_copies / profile.bandwidth)
     return max(device, blocks * BLOCK_CALLS * profile.call) + START_CALLS * profile.call
 
 

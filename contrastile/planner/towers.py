@@ -46,7 +46,7 @@ class Work:
 
     def times(self, factor: float) -> Work:
         """The work of `factor` such calls."""
-        return Work(*(factor * each for each in vars(self).values()))
+        return Work(*(factor * number for number in vars(self).values()))
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
         backward = "backward" in func._schema.name
         # the backward's first tensor is the gradient of the output
         q, k = inputs[backward : backward + 2]
-        each = ATTENTION_BACKWARD if backward else ATTENTION
-        return Work(attention=each * prod(q.shape) * k.shape[-2], kernels=1)
+        products = ATTENTION_BACKWARD if backward else ATTENTION
+        return Work(attention=products * prod(q.shape) * k.shape[-2], kernels=1)
     if func._overloadpacket in flop_registry:
         return Work(products=flop_registry[func._overloadpacket](*args, **kwargs, out_val=out), kernels=1)
     # an operation in place on many tensors returns none of them
@@ -187,9 +187,8 @@ def measure(
         replay = footprint(lambda: counted(grad=True))
         half = max(1, sub_batch // 2)
         # weights, and their copies in another dtype, do not grow with the examples
-        retained = (
-            (graph(sub_batch) - graph(half)) * sub_batch // max(1, sub_batch - half) if sub_batch > 1 else graph(1)
-        )
+        whole = graph(sub_batch)
+        retained = whole if sub_batch == 1 else (whole - graph(half)) * sub_batch // (sub_batch - half)
     (features,) = shape
     return TowerCost(
         name, sub_batch, sum(x.nbytes for x in weights), sum(x.nbytes for x in trained), retained, forward, replay,

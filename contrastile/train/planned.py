@@ -45,18 +45,17 @@ from contrastile.train.recipe import load_any_recipe
 from contrastile.train.run import HALVES, LoadedRun, autocast, choose_device, ready_tokenizer
 from contrastile.train.sharded import GATHERED_ONCE
 
-# numbers of a token: its index, and the mask
+# tensors of a sub-batch of texts: the indices of tokens, and the mask
 TOKEN_TENSORS = 2
 # sub-batches of inputs on a device: the present one, and the next that is copied meanwhile
-STREAMED = 2
-# tensors of the inputs' size that the gradient of a normalisation takes for a moment, for vectors of tokens
-NORMALISED = 5
-# the same for one vector of each image or text, beside the gradient itself
-QUOTIENT = 4
+STREAMED_SUB_BATCHES = 2
+# tensors of the inputs' size that the gradient of a normalisation takes for a moment: of vectors of tokens, and of one
+# vector for each image or text, beside the gradient itself
+NORMALISED_TOKENS, NORMALISED = 5, 4
 # times that clipping reads or writes the gradient: for its norm, and to multiply it
-CLIPPED = 3
+CLIPPING_PASSES = 3
 # bytes of the id of a key in a queue
-ID = 8
+ID_BYTES = 8
 CPU = torch.device("cpu")
 
 
@@ -213,10 +212,12 @@ def plan_of(
             # in float32 where they are not, without those that do not count, and normalised
             copies, named = wide * ((half is not None) + recipe.model.normalise), 0
             copies += cost.features if cost.name == "passage" else 0
-        inputs = (STREAMED * size if on_gpu else 0) * cost.inputs
+        inputs = (STREAMED_SUB_BATCHES * size if on_gpu else 0) * cost.inputs
         # the gradient of a quotient, and gradients of both sides in the loss's dtype; copies in float32 of features in
         # 16 bits are freed with the loss
-        between = (NORMALISED - (half is not None)) * wide if late else QUOTIENT * wide + 2 * (wide - cost.features)
+        between = (
+            (NORMALISED_TOKENS - (half is not None)) * wide if late else NORMALISED * wide + 2 * (wide - cost.features)
+        )
         sides.append(Side(cost, examples, inputs, copies, named, between))
     kind, queue = recipe.loss.kind, getattr(recipe.loss, "queue", 0)
     both_ways = isinstance(recipe, Recipe) and kind in ("infonce", "gist")
@@ -230,12 +231,12 @@ def plan_of(
     pair_loss = OBJECTIVES[recipe.kind](recipe.loss).pair_loss
     # not the pairs of a diagonal alone
     labels = recipe.loss.kind == "supcon" or getattr(recipe.loss, "labels", False)
-    listed = not isinstance(recipe, Recipe) or pair_loss.exclude_self or labels
+    indexed = not isinstance(recipe, Recipe) or pair_loss.exclude_self or labels
     loss = size_of(
         rows, keys * rows, ranks, dimensions, machines.memory, recipe.loss.exchange, recipe.loss.backend,
         machines.device, getattr(recipe.loss, "workspace", None), products, given,
-        pair_loss, queue=queue // ranks, own=anchors + positives, halves=positives,
-        directions=2 if both_ways else 1, listed=listed, labels=labels, node=machines.per_node,
+        pair_loss, queue=queue // ranks, own_columns=anchors + positives, halves=positives,
+        directions=2 if both_ways else 1, indexed=indexed, labels=labels, node=machines.per_node,
     )  # fmt: skip
     teacher, guides = 0, list[Side]()
     if (other := teacher_recipe(recipe)) is not None:
@@ -248,7 +249,7 @@ def plan_of(
             teacher = sum(x.nbytes for x in (*guide.parameters(), *guide.buffers()))
             guides = [Side(cost, side.examples) for cost, side in zip(guide_costs, sides, strict=True)]
             loss = replace(loss, guide=guide_costs[0].dimensions)
-    queues = (2 if both_ways else 1) * queue * (dimensions * given.itemsize + ID)
+    queues = (2 if both_ways else 1) * queue * (dimensions * given.itemsize + ID_BYTES)
     weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
     trained = sum(x.nbytes for x in model.parameters() if x.requires_grad)
     share = ranks if train.parallel == "shard" else 1
@@ -278,7 +279,7 @@ def update_work(model: nn.Module, settings: OptimSettings, share: int = 1, *, cl
     with Counted() as counter:
         optimizer.step()
     gradients = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
-    work = counter.work + Work(moved=CLIPPED * gradients * clipped)
+    work = counter.work + Work(moved=CLIPPING_PASSES * gradients * clipped)
     return replace(work, moved=work.moved / share)
 
 
