@@ -100,8 +100,8 @@ class Table:
 
     def __init__(self, cells: str) -> None:
         self.columns = [re.split(r"[= ]", cell)[0] for cell in cells.split(" | ")]
-        each = re.findall(r"(\w+)(?:=([^|]+))? (([<>]?\d+)[^\s|]*)", cells)
-        self._cells = [(key, label or key, spec, width) for key, label, spec, width in each]
+        shown = re.findall(r"(\w+)(?:=([^|]+))? (([<>]?\d+)[^\s|]*)", cells)
+        self._cells = [(key, label or key, spec, width) for key, label, spec, width in shown]
 
     def header(self) -> str:
         return " ".join(f"{label:{width}}" for _, label, _, width in self._cells)
@@ -158,7 +158,7 @@ class World(Ranks):
     def numbers(self, number: float) -> list[float]:
         if self.size == 1:
             return [number]
-        return [float(one["number"]) for one in consistency.agree(None, {"number": number}, free=["number"])]
+        return [float(rank["number"]) for rank in consistency.agree(None, {"number": number}, free=["number"])]
 
     def slowest(self, seconds: float) -> float:
         return max(self.numbers(seconds))
@@ -167,8 +167,8 @@ class World(Ranks):
         """Return the first rank's reason against going on, named by its rank; None if no rank has one."""
         if self.size == 1:
             return reason
-        stated = consistency.agree(None, {"reason": reason and reason[:200]}, free=["reason"])
-        return next((f"rank {rank}: {one['reason']}" for rank, one in enumerate(stated) if one["reason"]), None)
+        statements = consistency.agree(None, {"reason": reason and reason[:200]}, free=["reason"])
+        return next((f"rank {rank}: {x['reason']}" for rank, x in enumerate(statements) if x["reason"]), None)
 
 
 ALONE = World()
@@ -412,11 +412,11 @@ def script(
         parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     for name, words in (options or {}).items():
         parser.add_argument(name, **words)
-    given, kind = parser.parse_args(), "cuda" if torch.cuda.is_available() else "cpu"
-    with reporting(given.csv, (*table.columns, *ORIGIN), kind, *packages) as (device, report):
+    arguments, kind = parser.parse_args(), "cuda" if torch.cuda.is_available() else "cpu"
+    with reporting(arguments.csv, (*table.columns, *ORIGIN), kind, *packages) as (device, report):
         report.begin(table)
-        seconds = vars(given).get("seconds", seconds)
-        yield given, Machine.of(device, seconds, report.world) if seconds else Machine(device), report
+        seconds = vars(arguments).get("seconds", seconds)
+        yield arguments, Machine.of(device, seconds, report.world) if seconds else Machine(device), report
 
 
 def sentence_of(error: Exception) -> str:

@@ -78,7 +78,7 @@ def suite(device: torch.device, *, quick: bool, ranks: int = 1, host: bool = Fal
 def contestants(case: Case, device: torch.device, *, peers: bool) -> list[Contestant]:
     """Return the plain formulas, contrastile with each workspace, and the peers that have this loss."""
     ours = [_contrastile(case.loss, device, workspace) for workspace in case.workspaces]
-    return [one for one in (*DENSE, *ours, *(PEERS if peers else ())) if one.offers(case)]
+    return [entry for entry in (*DENSE, *ours, *(PEERS if peers else ())) if entry.offers(case)]
 
 
 def _contrastile(
@@ -101,31 +101,31 @@ def float32_products(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def columns_of(case: Case, one: Contestant, far: Distance, device: torch.device) -> Row:
+def columns_of(case: Case, entry: Contestant, far: Distance, device: torch.device) -> Row:
     """Return the columns of a contestant in a case: its settings, its distances from float64, and its provenance."""
     marked = case.dtype == "float32" and case.precision != "highest"
-    backend = f"{one.backend}, precision {case.precision}" if marked else one.backend
+    backend = f"{entry.backend}, precision {case.precision}" if marked else entry.backend
     return {
-        "impl": one.name, "loss": case.loss, "backend": backend, "implementation": f"{one.name} ({backend})",
-        "b": case.b, "d": case.d, "dtype": case.dtype, "world": one.world,
+        "impl": entry.name, "loss": case.loss, "backend": backend, "implementation": f"{entry.name} ({backend})",
+        "b": case.b, "d": case.d, "dtype": case.dtype, "world": entry.world,
         **{f"{name}_distance": distance for name, distance in vars(far).items()},
-        **provenance(device, one.package or one.name),
+        **provenance(device, entry.package or entry.name),
     }  # fmt: skip
 
 
-def rate_of(case: Case, one: Contestant, timing: Timing) -> float:
+def rate_of(case: Case, entry: Contestant, timing: Timing) -> float:
     """Return operations per second and rank, of those that the loss needs at least."""
-    return SUBJECTS[case.loss].operations * case.b**2 * case.d / one.world / (timing.ms / 1e3)
+    return SUBJECTS[case.loss].operations * case.b**2 * case.d / entry.world / (timing.ms / 1e3)
 
 
-def times_of(case: Case, one: Contestant, timing: Timing, alone: Timing | None = None) -> Row:
+def times_of(case: Case, entry: Contestant, timing: Timing, alone: Timing | None = None) -> Row:
     """Return the columns of time; alone: of one process with the whole batch, None where it did not fit."""
-    rate = rate_of(case, one, timing)
+    rate = rate_of(case, entry, timing)
     return {
         "ms": round(timing.ms, 3), "least_ms": timing.least_ms, "single_ms": round(timing.single_ms, 3),
         "effective_tflops": round(rate / 1e12, 4), "ratio": round(rate / timing.product_rate, 4),
-        "cost": alone and round(one.world * timing.ms / alone.ms, 4),
-        "single_cost": alone and round(one.world * timing.single_ms / alone.single_ms, 4),
+        "cost": alone and round(entry.world * timing.ms / alone.ms, 4),
+        "single_cost": alone and round(entry.world * timing.single_ms / alone.single_ms, 4),
     }  # fmt: skip
 
 
@@ -173,38 +173,38 @@ class LossBench:
         leaves_of = {self._world.size: self.shard(leaves), 1: leaves}
         for workspaces in [(workspace,) for workspace in case.workspaces] if self._across else [case.workspaces]:
             entered = self.entries(replace(case, workspaces=workspaces), peers=self.peers and workspaces[0] == first)
-            checked = [(one, self._check(case, one, gate, leaves_of[one.world])) for one in entered]
-            results, alone = [(one, row) for one, row in checked if row is not None], None
+            checked = [(entry, self._check(case, entry, gate, leaves_of[entry.world])) for entry in entered]
+            results, alone = [(entry, row) for entry, row in checked if row is not None], None
             # exchanges race each other; a shared CPU drifts, and all must drift alike; a GPU's clocks follow each step
             together = [x for x in results if (x[0].name == OURS if self._across else device.type == "cpu")]
             self.machine.load()
             for group in filter(None, [together, *([x] for x in results if x not in together)]):
-                steps = {one.label: step_of(case, one, leaves_of[one.world]) for one, _ in group}
+                steps = {entry.label: step_of(case, entry, leaves_of[entry.world]) for entry, _ in group}
                 timings: dict[str, Timing] = {}
                 with self.report.failures(_subject(case, group[0][0]), judged=group[0][0].name == OURS):
                     timings = self.machine.race(steps)
-                for (one, row), timing in zip(group, timings.values(), strict=False):
-                    if self._across and one.world == 1:
+                for (entry, row), timing in zip(group, timings.values(), strict=False):
+                    if self._across and entry.world == 1:
                         alone = timing
-                    if one.name == "dense" and dense_ms is None:
+                    if entry.name == "dense" and dense_ms is None:
                         dense_ms = timing.ms
-                        if one.label != self._reference:
-                            self._reference = one.label
-                            self.report.say(f"  speed/dense: over {one.label}")
-                    times = {"times_dense": dense_ms and dense_ms / timing.ms, **times_of(case, one, timing, alone)}
+                        if entry.label != self._reference:
+                            self._reference = entry.label
+                            self.report.say(f"  speed/dense: over {entry.label}")
+                    times = {"times_dense": dense_ms and dense_ms / timing.ms, **times_of(case, entry, timing, alone)}
                     self.report.result(row | times)
 
     def once(self, cases: Iterable[Case]) -> None:
         """Time one step of contrastile, for sizes where a step takes minutes; check it at its own size."""
         self.head()
         for case in cases:
-            for one in contestants(case, self.machine.device, peers=False):
-                if one.name == OURS:
-                    with float32_products(case.precision), self.report.failures(_subject(case, one), judged=True):
-                        self._once(case, one)
+            for entry in contestants(case, self.machine.device, peers=False):
+                if entry.name == OURS:
+                    with float32_products(case.precision), self.report.failures(_subject(case, entry), judged=True):
+                        self._once(case, entry)
 
-    def _once(self, case: Case, one: Contestant) -> None:
-        machine, loss = self.machine, one.losses[case.loss]
+    def _once(self, case: Case, entry: Contestant) -> None:
+        machine, loss = self.machine, entry.losses[case.loss]
         gate = Gate(case, machine.device)
         # compiles the kernels of the large step
         Sample(case.loss, gate.leaves).step(loss)
@@ -214,10 +214,10 @@ class LossBench:
         results: list[tuple[Tensor, ...]] = []
         seconds, peak = machine.time_and_peak(lambda: results.append(sample.step(loss)))
         at_size, cast = sample.distance(results[0])
-        if not self._rejected(case, one, gate.red(distance) or gate.red(at_size, cast)):
+        if not self._rejected(case, entry, gate.red(distance) or gate.red(at_size, cast)):
             ms = seconds * 1e3
-            times = times_of(case, one, Timing(ms, machine.product_operations / product_seconds, ms, ms))
-            row = columns_of(case, one, distance.worst(at_size), machine.device)
+            times = times_of(case, entry, Timing(ms, machine.product_operations / product_seconds, ms, ms))
+            row = columns_of(case, entry, distance.worst(at_size), machine.device)
             self.report.result(row | times | {"peak_bytes": peak})
 
     def host(self, cases: Iterable[Case], limit: int) -> None:
@@ -229,24 +229,24 @@ class LossBench:
         self.head(host=True)
         first_rate = 0.0
         for case, name in product(cases, ("resident", "host")):
-            one = _contrastile(case.loss, device, case.workspaces[0], name, device=device)
+            entry = _contrastile(case.loss, device, case.workspaces[0], name, device=device)
             place = device if name == "resident" else "cpu"
             with (
                 machine.limited(limit),
                 float32_products(case.precision),
-                self.report.failures(_subject(case, one), judged=name == "host"),
+                self.report.failures(_subject(case, entry), judged=name == "host"),
             ):
                 gate = Gate(case, device)
-                distance = gate.distance(step(one.losses[case.loss], placed(gate.leaves, place)))
-                if self._rejected(case, one, gate.red(distance)):
+                distance = gate.distance(step(entry.losses[case.loss], placed(gate.leaves, place)))
+                if self._rejected(case, entry, gate.red(distance)):
                     continue
-                run = step_of(case, one, placed(problem(case, device, on_host=True), place))
+                run = step_of(case, entry, placed(problem(case, device, on_host=True), place))
                 memory = {"peak_bytes": machine.peak(run), "limit_bytes": limit}
                 timing = machine.race({name: run})[name]
-                first_rate = first_rate or rate_of(case, one, timing)
-                ratio = {"ratio": round(rate_of(case, one, timing) / first_rate, 4)}
-                row = columns_of(case, one, distance, device) | memory
-                self.report.result(row | times_of(case, one, timing) | ratio)
+                first_rate = first_rate or rate_of(case, entry, timing)
+                ratio = {"ratio": round(rate_of(case, entry, timing) / first_rate, 4)}
+                row = columns_of(case, entry, distance, device) | memory
+                self.report.result(row | times_of(case, entry, timing) | ratio)
 
     def entries(self, case: Case, *, peers: bool) -> Iterator[Contestant]:
         """Yield the contestants; across ranks one process, the exchanges, and the peers of ranks."""
@@ -261,50 +261,50 @@ class LossBench:
                 continue
             how = {"group": self._own_group} if name == ONE_PROCESS else {"exchange": name}
             label = f"{name}, {reserved} multiprocessors for transfers" if reserved and name != ONE_PROCESS else name
-            one = _contrastile(case.loss, device, case.workspaces[0], label, most_rows, **how)
+            entry = _contrastile(case.loss, device, case.workspaces[0], label, most_rows, **how)
             frugal = _contrastile(case.loss, device, LEAST_WORKSPACE, name, **how).losses[case.loss]
-            yield replace(one, world=1 if name == ONE_PROCESS else size, frugal=frugal)
+            yield replace(entry, world=1 if name == ONE_PROCESS else size, frugal=frugal)
         others = rank_peers(self._world.rank, size) if peers else ()
-        yield from (replace(one, world=size) for one in others if one.offers(case))
+        yield from (replace(entry, world=size) for entry in others if entry.offers(case))
 
     def shard(self, leaves: list[Tensor]) -> list[Tensor]:
         rank, size = self._world.rank, self._world.size
         sides = (side.detach().tensor_split(size)[rank].clone().requires_grad_() for side in leaves[:2])
         return [*sides, *leaves[2:]]
 
-    def _check(self, case: Case, one: Contestant, gate: Gate, leaves: list[Tensor]) -> Row | None:
+    def _check(self, case: Case, entry: Contestant, gate: Gate, leaves: list[Tensor]) -> Row | None:
         """Run a contestant at both sizes; return its row without times, None if it cannot go on."""
-        if reason := self._world.failure(one.declines(case, self.machine)):
-            self.report.note(f"{one.label}: {reason}")
+        if reason := self._world.failure(entry.declines(case, self.machine)):
+            self.report.note(f"{entry.label}: {reason}")
             return None
-        loss, results, memory, trouble = one.losses[case.loss], tuple[Tensor, ...](), (0, 0), None
+        loss, results, memory, trouble = entry.losses[case.loss], tuple[Tensor, ...](), (0, 0), None
         try:
-            results = step(loss, gate.leaves if one.world == 1 else self.shard(gate.leaves))
-            memory = self._memory(one, step_of(case, one, leaves), leaves)
+            results = step(loss, gate.leaves if entry.world == 1 else self.shard(gate.leaves))
+            memory = self._memory(entry, step_of(case, entry, leaves), leaves)
         except Exception as error:
             trouble = sentence_of(error)
         # before a collective that a failed rank would not join
-        if self._rejected(case, one, self._world.failure(trouble)):
+        if self._rejected(case, entry, self._world.failure(trouble)):
             return None
-        distance = gate.distance(results if one.world == 1 else self._combined(results))
-        if one.name == OURS:
+        distance = gate.distance(results if entry.world == 1 else self._combined(results))
+        if entry.name == OURS:
             red = gate.red(distance)
             if red is None and not self._across and case.b > len(gate.leaves[0]):
                 sample = Sample(case.loss, leaves)
                 at_size, cast = sample.distance(sample.step(loss))
                 red, distance = gate.red(at_size, cast), distance.worst(at_size)
-            if self._rejected(case, one, self._world.failure(red)):
+            if self._rejected(case, entry, self._world.failure(red)):
                 return None
         peak, beside = (int(self._world.slowest(number)) for number in memory)
-        return columns_of(case, one, distance, self.machine.device) | {"peak_bytes": peak, "beside_bytes": beside}
+        return columns_of(case, entry, distance, self.machine.device) | {"peak_bytes": peak, "beside_bytes": beside}
 
-    def _rejected(self, case: Case, one: Contestant, reason: str | None) -> bool:
+    def _rejected(self, case: Case, entry: Contestant, reason: str | None) -> bool:
         if reason is not None:
-            self.report.passed = self.report.passed and one.name != OURS
-            self.report.note(f"{_subject(case, one)}: {reason}")
+            self.report.passed = self.report.passed and entry.name != OURS
+            self.report.note(f"{_subject(case, entry)}: {reason}")
         return reason is not None
 
-    def _memory(self, one: Contestant, run: Step, leaves: list[Tensor]) -> tuple[int, int]:
+    def _memory(self, entry: Contestant, run: Step, leaves: list[Tensor]) -> tuple[int, int]:
         """The peak beside the features, and across ranks the bytes that are neither gradients nor workspace."""
         if not self._across:
             return self.machine.peak(run), 0
@@ -312,7 +312,7 @@ class LossBench:
         run()
         if self.machine.device.type == "cpu":
             return 0, 0
-        peak, gradients, frugal = self.machine.peak(run), sum(leaf.nbytes for leaf in leaves), one.frugal
+        peak, gradients, frugal = self.machine.peak(run), sum(leaf.nbytes for leaf in leaves), entry.frugal
         if frugal is None:
             return peak, peak - gradients
         step(frugal, leaves)
@@ -329,10 +329,10 @@ class LossBench:
         return (collectives.total(value, None) / size, *gathered, *(collectives.total(x, None) / size for x in scalars))
 
 
-def step_of(case: Case, one: Contestant, leaves: list[Tensor]) -> Step:
-    loss = one.losses[case.loss]
+def step_of(case: Case, entry: Contestant, leaves: list[Tensor]) -> Step:
+    loss = entry.losses[case.loss]
     return lambda: step(loss, leaves)
 
 
-def _subject(case: Case, one: Contestant) -> str:
-    return f"{one.label}, {case}"
+def _subject(case: Case, entry: Contestant) -> str:
+    return f"{entry.label}, {case}"

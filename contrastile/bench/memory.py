@@ -73,13 +73,13 @@ def one_rank_of(world: int) -> Iterator[None]:
 def ways(machine: Machine, world: int) -> list[Contestant]:
     tiles = "triton" if machine.device.type == "cuda" else "eager"
     # bytes of a pair: of all rows and columns, and of a rank's rows and all columns for each direction
-    whole, strips = DENSE_BYTES, 2 * DENSE_BYTES / world
+    matrix, strips = DENSE_BYTES, 2 * DENSE_BYTES / world
     inf_cl = next(peer for peer in rank_peers(0, world) if peer.name == "inf-cl")
     return [
         _contrastile("gather", tiles),
         _contrastile("ring", tiles),
         _contrastile("ring", "dense", strips / world),
-        Contestant("CLIP", "plain: all rows and columns", {"clip": partial(clip, local=False)}, pair_bytes=whole),
+        Contestant("CLIP", "plain: all rows and columns", {"clip": partial(clip, local=False)}, pair_bytes=matrix),
         _open_clip("local loss", world, with_grad=False),
         _open_clip("local loss, gathered gradients", world, with_grad=True),
         Contestant("DisCo-CLIP", "decomposed", {"clip": _Decomposed.apply}, pair_bytes=strips),
@@ -126,9 +126,9 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, side: Tensor) -> Tensor:
         ctx.rows = len(side)
-        every = side.new_empty(dist.get_world_size() * len(side), side.shape[1])
-        collectives.all_gather(every, side.contiguous())
-        return every
+        rows = side.new_empty(dist.get_world_size() * len(side), side.shape[1])
+        collectives.all_gather(rows, side.contiguous())
+        return rows
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -139,9 +139,10 @@ def _gathered(side: Tensor, with_grad: bool) -> Tensor:
     """All ranks' rows; without `with_grad` this rank's rows alone have a graph."""
     if with_grad:
         return _AllGather.apply(side)
-    every = [torch.empty_like(side) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, side.detach())
-    return torch.cat([side, *every[1:]])
+    parts = [torch.empty_like(side) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, side.detach())
+    # the rank measured is the first
+    return torch.cat([side, *parts[1:]])
 
 
 class _Decomposed(torch.autograd.Function):
@@ -153,18 +154,18 @@ class _Decomposed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-        N, every = len(q), [_gathered(side, with_grad=False).requires_grad_() for side in (q, k)]
+        N, (rows, cols) = len(q), [_gathered(side, with_grad=False).requires_grad_() for side in (q, k)]
         with torch.enable_grad(), autocast_of(q):
-            loss = both_directions(scale * every[0][:N] @ every[1].T, scale * every[1][:N] @ every[0].T)
-            gradients = torch.autograd.grad(loss, every)
+            loss = both_directions(scale * rows[:N] @ cols.T, scale * cols[:N] @ rows.T)
+            gradients = torch.autograd.grad(loss, (rows, cols))
         for gradient in gradients:
             dist.all_reduce(gradient)
-        ctx.own = [gradient[:N].clone() for gradient in gradients]
+        ctx.gradients = [gradient[:N].clone() for gradient in gradients]
         return loss.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return *(gradient * own for own in ctx.own), None
+        return *(gradient * x for x in ctx.gradients), None
 
 
 @dataclass

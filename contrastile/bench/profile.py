@@ -60,8 +60,8 @@ def _step_lines(machine: Machine, step: Step) -> list[str]:
         for event in events
         if event.device_type.name == "CUDA" and event.time_range.start > call.start and not event.is_user_annotation
     ]
-    costs = sorted(profiled.key_averages(), key=lambda each: -each.self_cpu_time_total)
-    named = [f"{each.key} {each.self_cpu_time_total / 1e3:.2f} ({each.count})" for each in costs[:HOST_OPERATIONS]]
+    costs = sorted(profiled.key_averages(), key=lambda cost: -cost.self_cpu_time_total)
+    named = [f"{cost.key} {cost.self_cpu_time_total / 1e3:.2f} ({cost.count})" for cost in costs[:HOST_OPERATIONS]]
     host = f"host, ms until the call returns: {(call.end - call.start) / 1e3:.2f}; operations (calls): "
     return [*([device_line(kernels, call.start)] if kernels else []), host + ", ".join(named)]
 
@@ -72,11 +72,9 @@ def device_line(kernels: list[Kernel], begin: float) -> str:
     for kernel in kernels:
         names = (kind for kind, parts in KINDS.items() if any(part in kernel[0].lower() for part in parts))
         kinds.setdefault(next(names, "small"), []).append(kernel)
-    totals = [
-        f"{kind} {sum(e - s for _, s, e in each) / 1e3:.2f} ({len(each)})" for kind, each in sorted(kinds.items())
-    ]
+    totals = [f"{kind} {sum(e - s for _, s, e in x) / 1e3:.2f} ({len(x)})" for kind, x in sorted(kinds.items())]
     busy, gaps = covered(kernels)
-    working, _ = covered([kernel for kind, each in kinds.items() if kind != "communication" for kernel in each])
+    working, _ = covered([kernel for kind, group in kinds.items() if kind != "communication" for kernel in group])
     first, last = min(start for _, start, _ in kernels), max(end for *_, end in kernels)
     idle = f"alone {(busy - working) / 1e3:.2f}, idle {(last - first - busy) / 1e3:.2f} in {gaps} gaps"
     return f"device, ms (kernels): {', '.join(totals)}; {idle}, before the first {(first - begin) / 1e3:.2f}"

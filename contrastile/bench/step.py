@@ -184,8 +184,8 @@ class StepBench:
             memory.start()
             return machine.time_together(step)
 
-        whole = not way.cut or task.sub_batches <= WARMUP_SUB_BATCHES
-        run(task if whole else task.first(2 * sub_batch))
+        short = not way.cut or task.sub_batches <= WARMUP_SUB_BATCHES
+        run(task if short else task.first(2 * sub_batch))
         seconds, peak = [run(task)], memory.bytes()
         while len(seconds) < MOST_ROUNDS and sum(seconds) + seconds[-1] < machine.seconds:
             seconds.append(run(task))
@@ -232,15 +232,15 @@ def gate(model: str, way: Way, device: torch.device, world: World = ALONE) -> tu
     towers = Towers(model, device, dropout=GATE_DROPOUT if with_dropout else 0.0)
     sides = Pairs(towers, most=batch).sides(batch, way.inputs)
     whole = Task(towers, sides, GATE_SUB_BATCH, device, torch.float32, ClipLoss())
-    own = [(tower, leaf.chunk(world.size)[world.rank]) for tower, leaf in sides]
-    task = Task(towers, own, GATE_SUB_BATCH, device, torch.float32, way.loss)
+    share = [(tower, leaf.chunk(world.size)[world.rank]) for tower, leaf in sides]
+    task = Task(towers, share, GATE_SUB_BATCH, device, torch.float32, way.loss)
 
     def gradients(run: Callable[[Task], object], task: Task) -> list[Tensor]:
         towers.zero_grad()
         torch.manual_seed(1)
         run(task)
         parameters = (towers.logit_scale, *towers.image.parameters(), *towers.text.parameters())
-        scale, *others = (torch.zeros_like(one) if one.grad is None else one.grad.clone() for one in parameters)
+        scale, *others = (torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters)
         # sharded parameters have their gradient in parts; the scale's is whole on every rank
         return [local(scale), *map(full, others)]
 

@@ -125,8 +125,8 @@ def _some_gist(margin: float, pairs: bool, some: Tensor, q: Tensor, k: Tensor, s
         return torch.cat([query[some] @ key.T, *further], 1)
 
     guide = products(*(x.float() for x in guides(q, k).values()))
-    own = guide.gather(1, some[:, None])
-    false = (guide > own - margin * own.abs()).scatter(1, some[:, None], False)
+    positive = guide.gather(1, some[:, None])
+    false = (guide > positive - margin * positive.abs()).scatter(1, some[:, None], False)
     return F.cross_entropy((scale * products(q, k)).masked_fill(false, -torch.inf), some)
 
 

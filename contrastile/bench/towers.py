@@ -129,17 +129,17 @@ class Pairs:
 
         The towers keep the pool until the next call.
         """
-        both = ((self.towers.image, self.images), (self.towers.text, self.texts))
-        for tower, pool in both:
+        pools = ((self.towers.image, self.images), (self.towers.text, self.texts))
+        for tower, pool in pools:
             tower.pool = pool.to(self.device) if inputs == "pool" else None
         if inputs != "host":
             indices = (torch.arange(batch) % len(self.images)).to(self.device)
-            return [(tower, indices if inputs == "pool" else pool.to(self.device)[indices]) for tower, pool in both]
-        need, (room, _) = batch * sum(pool[0].nbytes for _, pool in both), free_memory(torch.device("cpu"))
+            return [(tower, indices if inputs == "pool" else pool.to(self.device)[indices]) for tower, pool in pools]
+        need, (room, _) = batch * sum(pool[0].nbytes for _, pool in pools), free_memory(torch.device("cpu"))
         if need > HOST_SHARE * room:
             raise torch.OutOfMemoryError(f"inputs take {need:,} bytes of the host, and {room:,} are free")
         sides: list[tuple[Encoder, Tensor]] = []
-        for tower, pool in both:
-            whole = torch.empty((batch, *pool.shape[1:]), dtype=pool.dtype, pin_memory=self.device.type == "cuda")
-            sides.append((tower, torch.index_select(pool, 0, torch.arange(batch) % len(pool), out=whole)))
+        for tower, pool in pools:
+            pinned = torch.empty((batch, *pool.shape[1:]), dtype=pool.dtype, pin_memory=self.device.type == "cuda")
+            sides.append((tower, torch.index_select(pool, 0, torch.arange(batch) % len(pool), out=pinned)))
         return sides

@@ -141,8 +141,8 @@ def by_hand(task: Task) -> Tensor:
     loss = task.loss_of(*features)
     loss.backward()
     after, replayed = capture(), iter(states)
-    for (tower, leaf), whole in zip(task.sides, features, strict=True):
-        gradients = cast(Tensor, whole.grad).split(task.sub_batch)
+    for (tower, leaf), side in zip(task.sides, features, strict=True):
+        gradients = cast(Tensor, side.grad).split(task.sub_batch)
         for rows, gradient in zip(leaf.split(task.sub_batch), gradients, strict=True):
             next(replayed).restore()
             with task.autocast():
