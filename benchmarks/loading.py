@@ -81,15 +81,15 @@ def write_shards(folder: Path, pictures: int, words: int = 6) -> str:
 
 def rate(stream: Stream, workers: int, batch: int, *, apart: bool) -> float:
     """Return images per second, batches read one ahead as in training."""
-    stream.workers, stream.apart, crop_seed = workers, apart, 0
+    stream.workers, stream.processes, crop_seed = workers, apart, 0
     stream.read(range(16 * workers), range(16 * workers), crop_seed)
     count, ahead = 0, range(batch)
     began = time.perf_counter()
-    stream.expect(ahead, ahead, crop_seed)
+    stream.prefetch(ahead, ahead, crop_seed)
     while (seconds := time.perf_counter() - began) < SECONDS:
         rows, start = ahead, (ahead.stop if ahead.stop + batch <= len(stream) else 0)
         ahead = range(start, start + batch)
-        stream.expect(ahead, ahead, crop_seed)
+        stream.prefetch(ahead, ahead, crop_seed)
         stream.read(rows, rows, crop_seed)
         count += batch
     stream.close()
@@ -127,7 +127,7 @@ def main() -> None:
         stream = open_pairs(source, image_size=224, channels=3, held_out=0.002, cache=cache).stream
         workers = [number for number in WORKERS if number <= cores()]
         for number, (apart, kind) in product(workers, ((True, "processes"), (False, "threads"))):
-            images = rate(stream, number, 256, apart=apart)
+            images = rate(stream, number, 256, processes=apart)
             print(f"{number:3} {kind:9}: {images:8,.0f} pictures/s, {images / number:6,.0f} each")
         if torch.cuda.is_available():
             waiting(training_words(source, cache), folder)

@@ -160,7 +160,7 @@ def test_a_share_may_be_empty_and_an_expected_batch_may_be_given_up(tmp_path):
     plain, _ = stream.read([4], [4], None)
     images, rows = stream.read([], [], None)
     assert (images.shape, rows) == ((0, *plain.shape[1:]), [])
-    stream.expect([1, 2, 3], [1, 3, 5], None)
+    stream.prefetch([1, 2, 3], [1, 3, 5], None)
     assert torch.equal(stream.read([4], [4], None)[0], plain)
 
 
@@ -228,7 +228,7 @@ def test_reading_ahead_changes_nothing(tmp_path):
     stream = stream_of(tmp_path, [file.getvalue()] * 20)
     crop = 1
     plain = stream.read(range(8), range(100, 108), crop)
-    stream.expect(range(12), range(100, 112), crop)
+    stream.prefetch(range(12), range(100, 112), crop)
     again = stream.read(range(8), range(100, 108), crop)
     assert np.array_equal(plain[0], again[0])
     assert isinstance(stream, Stream)

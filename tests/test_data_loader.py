@@ -28,7 +28,7 @@ def stream_in(folder, processes, workers=2):
     """A stream of 40 pictures, one of them broken, decoded by so many processes or threads."""
     contents = [jpeg(number) for number in range(39)] + [b"<html>"]
     stream = stream_of(folder, contents, most_bad=0.5)
-    stream.workers, stream.apart = workers, processes
+    stream.workers, stream.processes = workers, processes
     yield stream
     stream.close()
 
@@ -83,8 +83,8 @@ def test_batches_of_any_size_follow_each_other_whether_they_are_used_or_given_up
     rows = range(len(stream) - 1)
     whole = stream.read(rows, rows, 1)[0].clone()
     for size in (1, 5, 17):
-        stream.expect(range(size), range(size), 1)
-        stream.expect(range(2, 2 + size), range(2, 2 + size), 1)
+        stream.prefetch(range(size), range(size), 1)
+        stream.prefetch(range(2, 2 + size), range(2, 2 + size), 1)
         batch = stream.read(range(2, 2 + size), range(2, 2 + size), 1)[0]
         stream.read(range(size), range(size), 1)
         assert torch.equal(batch, whole[2 : 2 + size])
@@ -99,7 +99,7 @@ def test_loading_draws_no_number_of_the_run(apart):
 def test_a_file_longer_than_any_picture_is_not_read(tmp_path):
     with (tmp_path / "a.png").open("wb") as file:
         file.truncate(MOST_BYTES + 1)
-    (chunk,) = read_chunks([str(tmp_path / "a.png")], (1, 16, 16), chunk=4, apart=False)
+    (chunk,) = read_chunks([str(tmp_path / "a.png")], (1, 16, 16), chunk=4, processes=False)
     assert chunk[2] == ["too large"]
 
 
@@ -178,17 +178,17 @@ def test_a_batch_that_is_given_up_is_not_written_over_while_it_is_decoded(tmp_pa
         released.wait()
         return Piece(str(tmp_path / "a.jpg"), 0, None)
 
-    images = ImageLoader(origin, (1, 16, 16), 1, apart=True)
+    images = ImageLoader(origin, (1, 16, 16), 1, processes=True)
     try:
-        images.expect([(0, 0, None)])
+        images.prefetch([(0, 0, None)])
         address, tasks = images._images.data_ptr(), images._tasks
-        images.expect([(1, 1, None)])
+        images.prefetch([(1, 1, None)])
         assert images._images.data_ptr() != address
         released.set()
         assert tasks[0].result() == [None]
         # the buffer is lent again once the task is done
         first, _ = images.load([(1, 1, None)])
-        images.expect([(2, 2, None)])
+        images.prefetch([(2, 2, None)])
         assert images._images.data_ptr() == address != first.data_ptr()
     finally:
         released.set()

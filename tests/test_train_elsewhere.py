@@ -326,19 +326,19 @@ def test_tests_may_change_on_resume(tmp_path):
     assert "held-out pairs, picture → name" in outcome.table
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_pictures_are_encoded_in_chunks(tmp_path, apart):
+@pytest.mark.parametrize("processes", [False, True])
+def test_pictures_are_encoded_in_chunks(tmp_path, processes):
     root = class_folder(tmp_path, {"a": "A", "b": "B"}, each=10)
     paths = [str(path) for path in sorted(root.glob("*/*.png"))]
     (root / "b" / "3.png").write_bytes(b"")
-    found = list(read_chunks(paths, (1, 16, 16), chunk=7, apart=apart))
+    found = list(read_chunks(paths, (1, 16, 16), chunk=7, processes=processes))
     assert [part for part, _, _ in found] == [range(7), range(7, 14), range(14, 20)]
     pictures, reasons = torch.cat([one for _, one, _ in found]), [why for _, _, some in found for why in some]
     bad = paths.index(str(root / "b" / "3.png"))
     assert [place for place, why in enumerate(reasons) if why] == [bad]
     for place, path in enumerate(paths):
         assert place == bad or np.array_equal(pictures[place].numpy(), decode(Path(path).read_bytes(), (1, 16, 16)))
-    assert not list(read_chunks([], (1, 16, 16), chunk=7, apart=apart))
+    assert not list(read_chunks([], (1, 16, 16), chunk=7, processes=processes))
 
 
 def test_pictures_are_held_until_the_device_has_copied_them(tmp_path, monkeypatch):
@@ -358,5 +358,5 @@ def test_pictures_are_held_until_the_device_has_copied_them(tmp_path, monkeypatc
     monkeypatch.setattr(evaluation, "settle", lambda device: told.append(f"there, {device}"))
     root = class_folder(tmp_path, {"a": "A", "b": "B"}, each=3)
     run = SimpleNamespace(recipe=tiny_recipe(tmp_path), device=torch.device("cpu"), encode_image=encode_image)
-    evaluation._encode(run, sorted(map(str, root.glob("[ab]/*.png"))), "x")
+    evaluation._encode_sample(run, sorted(map(str, root.glob("[ab]/*.png"))), "x")
     assert told == ["decoded", "encoded", "there, cpu"] * 2

@@ -31,7 +31,7 @@ def _rows(job: ImageText, most: int | None) -> list[Any]:
     """24 and 6 pictures, in chunks of four, the last one short, and in one, where three of four ranks have none."""
     found = []
     for stretch in (4, 100):
-        with patch.object(evaluation, "FILES", stretch):
+        with patch.object(evaluation, "FILES_AT_ONCE", stretch):
             found += [row for test in job._tests for row in test.measure(job.run, most)]
     return found
 
@@ -121,7 +121,7 @@ def _tests(folder: Path) -> list[dict[str, Any]]:
 
 
 def _of_few_files(rank: int, words: list[str]) -> int:
-    evaluation.FILES = 4
+    evaluation.FILES_AT_ONCE = 4
     return main(words)
 
 
@@ -129,7 +129,7 @@ def _of_few_files(rank: int, words: list[str]) -> int:
 def test_at_the_end_all_ranks_measure_all_pictures(tmp_path: Path, parallel: str) -> None:
     words = (*overrides(tmp_path), *SHORT, "evaluate.probe=5", f"train.parallel={parallel}", "optim.ema=0.9")
     assert codes_of(3, tmp_path, _of_few_files, _words(tmp_path, *words, "train.sub_batch=4")) == [0] * 3
-    with patch.object(evaluation, "FILES", 4):
+    with patch.object(evaluation, "FILES_AT_ONCE", 4):
         folder = tmp_path / "runs" / "tiny"
         recipe = tiny_recipe(tmp_path, *words)
         run = load(folder, device="cpu")

@@ -131,7 +131,7 @@ def dense_clip_of(**marks: Tensor) -> Tensor:
 
 
 def test_every_loss_is_a_kind_and_every_word_of_it_a_key() -> None:
-    kinds = [item for objective in (PairObjective, QueryObjective) for item in objective.kinds.items()]
+    kinds = [item for objective in (PairObjective, QueryObjective) for item in objective.makers.items()]
     assert {getattr(modules, name) for name in modules.__all__} <= {loss for _, loss in kinds}
     sections = [get_args(get_args(section)[0]) for section in (AnyLoss, AnyRetrieverLoss)]
     for kind, loss in kinds:

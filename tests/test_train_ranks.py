@@ -320,7 +320,7 @@ def test_the_shares_of_all_ranks_make_the_whole_batch(tmp_path: Path, size: int)
     shares = [
         BatchBuilder(materials, augment=True, seed=3).batch(rows, Ranks(rank, size).share) for rank in range(size)
     ]
-    assert sum(map(len, shares)) == len(whole) == shares[0].whole == shares[-1].whole
+    assert sum(map(len, shares)) == len(whole) == shares[0].global_size == shares[-1].global_size
     for rank, share in enumerate(shares):
         assert torch.equal(share.pixels, whole.pixels[rank::size])
         assert torch.equal(share.ids, whole.ids[rank::size])
@@ -329,9 +329,9 @@ def test_the_shares_of_all_ranks_make_the_whole_batch(tmp_path: Path, size: int)
         assert len({len(each) for each in parts}) == 1
         for place, part in enumerate(whole.parts(count)):
             mine = [each[place] for each in parts]
-            assert {one.whole for one in mine} == {part.whole}
+            assert {one.global_size for one in mine} == {part.global_size}
             found = torch.cat([one.pixels for one in mine])
-            order = torch.cat([torch.arange(part.whole)[one.positions.start :: size] for one in mine])
+            order = torch.cat([torch.arange(part.global_size)[one.positions.start :: size] for one in mine])
             assert torch.equal(found, part.pixels[order])
 
 

@@ -117,7 +117,7 @@ def test_each_passage_is_on_one_rank_with_its_queries(tmp_path: Path, size: int)
     rows = torch.from_numpy(job.rows)
     (whole,) = job.parts(rows, 1, Ranks())
     shares = [job.parts(rows, 1, Ranks(rank, size))[0] for rank in range(size)]
-    assert {share.whole for share in shares} == {len(rows)}
+    assert {share.global_size for share in shares} == {len(rows)}
     assert sum(map(len, shares)) == len(rows)
     assert max(map(len, shares)) - min(map(len, shares)) <= 2
     assert sorted(torch.cat([share.key_ids for share in shares]).tolist()) == sorted(whole.key_ids.tolist())

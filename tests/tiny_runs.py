@@ -116,7 +116,7 @@ def timed(seconds: Callable[[int], float]) -> Iterator[None]:
     now, real = [0.0], loop.step
 
     def step(job: Any, optimizer: Any, parts: Any, *others: Any) -> Any:
-        now[0] += seconds(sum(part.whole for part in parts))
+        now[0] += seconds(sum(part.global_size for part in parts))
         return real(job, optimizer, parts, *others)
 
     with (

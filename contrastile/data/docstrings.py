@@ -56,13 +56,10 @@ def open_docstrings(
     # a package that was changed in place keeps its version; a broken link is no file
     states = [file_state(str(path)) for root, _ in roots for path in source_files(root) if path.is_file()]
     settings = {
-        "harvest": HARVEST,
-        "python": platform.python_version(),
+        "harvest": HARVEST, "python": platform.python_version(), "held_out": held_out, "mined": mined,
         "packages": {name: _version(name) for name in packages},
         "files": hashlib.sha256(json.dumps(states).encode()).hexdigest(),
-        "held_out": held_out,
-        "mined": mined,
-    }
+    }  # fmt: skip
 
     def make(folder: Path) -> None:
         texts = as_texts(*distinct(harvest(roots, progress)), held_out)

@@ -49,12 +49,9 @@ def font_files() -> list[Path]:
 def open_glyphs(source: str, options: PairOptions) -> PairSet:  # noqa: ARG001
     faces = font_files()
     settings = {
-        **options.settings,
-        "format": FORMAT,
-        "held_out_faces": HELD_OUT_FACES,
-        "unicode": unicodedata.unidata_version,
+        **options.settings, "format": FORMAT, "held_out_faces": HELD_OUT_FACES, "unicode": unicodedata.unidata_version,
         "faces": {face.name: hashlib.sha256(face.read_bytes()).hexdigest() for face in faces},
-    }
+    }  # fmt: skip
     return cached_pairs(options.cache, "glyphs", settings, shape=options.shape, make=partial(_draw_all, faces, options))
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 import torch
@@ -183,17 +184,18 @@ def serve(connection: socket.socket) -> None:
 
 
 class ImageLoader:
-    """Loads one batch ahead of its use, by `workers` threads; with `apart`, each leaves the decoding to a process.
+    """Loads one batch ahead of its use, by `workers` threads; with `processes`, each leaves the decoding to a process.
 
     `origin(row, example)` is the origin of a row's image; processes need a `Piece`.
     """
 
     def __init__(
-        self, origin: Callable[[int, int], Origin], shape: Shape, workers: int, *, apart: bool, timeout: float = TIMEOUT
-    ) -> None:
+        self, origin: Callable[[int, int], Origin], shape: Shape, workers: int, *, processes: bool,
+        timeout: float = TIMEOUT,
+    ) -> None:  # fmt: skip
         self._origin, self._shape = origin, shape
         self._pool = ThreadPoolExecutor(workers, "decoding")
-        self._workers = [Worker(timeout) for _ in range(workers)] if apart else []
+        self._workers = [Worker(timeout) for _ in range(workers)] if processes else []
         self._idle: SimpleQueue[Worker] = SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
@@ -203,7 +205,7 @@ class ImageLoader:
         self._images: Tensor | None = None
         self._tasks: list[Future[Reasons]] = []
 
-    def expect(self, keys: list[Key]) -> None:
+    def prefetch(self, keys: list[Key]) -> None:
         """Begin to load a batch; a batch that is under way is given up."""
         shape = (len(keys), *self._shape)
         buffer = self._buffer(math.prod(shape)) if self._workers else None
@@ -243,7 +245,7 @@ class ImageLoader:
     def load(self, keys: list[Key]) -> tuple[Tensor, Reasons]:
         """Images, uint8 `[n, C, S, S]`, the caller's own, and the reasons why some could not be read."""
         if self._images is None or self._keys[: len(keys)] != keys:
-            self.expect(keys)
+            self.prefetch(keys)
         assert self._images is not None
         images, reasons = self._images[: len(keys)], [reason for task in self._tasks for reason in task.result()]
         self._images = None
@@ -256,7 +258,7 @@ class ImageLoader:
 
 
 def read_chunks(
-    paths: Sequence[str], shape: Shape, *, chunk: int, apart: bool, timeout: float = TIMEOUT
+    paths: Sequence[str], shape: Shape, *, chunk: int, processes: bool, timeout: float = TIMEOUT
 ) -> Iterator[tuple[range, Tensor, Reasons]]:
     """Whole images of files, `chunk` at a time, the next chunk decoded meanwhile: rows, uint8 `[n, C, S, S]`, reasons.
 
@@ -264,12 +266,12 @@ def read_chunks(
     """
     chunks = [range(len(paths))[start : start + chunk] for start in range(0, len(paths), chunk)]
     workers = min(cores(), max(len(paths) // GROUP, 1))
-    loader = ImageLoader(lambda row, _: Piece(paths[row], 0, None), shape, workers, apart=apart, timeout=timeout)
-    with closing(loader):
+    how: dict[str, Any] = {"processes": processes, "timeout": timeout}
+    with closing(ImageLoader(lambda row, _: Piece(paths[row], 0, None), shape, workers, **how)) as loader:
         for rows, following in pairwise([*chunks, range(0)]):
             decoded = loader.load([(row, 0, None) for row in rows])
             if following:
-                loader.expect([(row, 0, None) for row in following])
+                loader.prefetch([(row, 0, None) for row in following])
             yield rows, *decoded
 
 

@@ -89,7 +89,7 @@ class Stream:
 
     The same pairs come `copies` times. `augmented`: the library's images are augmented already. An unreadable image is
     counted in `skipped`, and the pair before it takes the place of its pair; equal ids keep the two from being
-    negatives of each other. `workers` decode: as processes where `apart` is set, which leaves this process free to keep
+    negatives of each other. `workers` decode: with `processes` as such, which leaves this process free to keep
     a GPU busy, else as threads.
     """
 
@@ -103,7 +103,7 @@ class Stream:
     skipped: Counter[str] = field(default_factory=Counter)
     seen: int = 0
     workers: int = field(default_factory=cores)
-    apart: bool = False
+    processes: bool = False
     timeout: float = TIMEOUT
     _loader: ImageLoader | None = None
 
@@ -118,15 +118,15 @@ class Stream:
         count = len(self) // self.copies
         return self.captions(range(0, count, -(-count // most)))
 
-    def expect(self, rows: Sequence[int], examples: Sequence[int], crop_seed: int | None) -> None:
+    def prefetch(self, rows: Sequence[int], examples: Sequence[int], crop_seed: int | None) -> None:
         """Begin to decode the images that the next `read` will ask for. A batch expected before is given up."""
-        self._loading().expect(self._keys(rows, examples, crop_seed))
+        self._loading().prefetch(self._keys(rows, examples, crop_seed))
 
     def _loading(self) -> ImageLoader:
         if self._loader is None:
-            apart = self.apart and isinstance(self.library.origin(int(self.rows[0]), 0), Piece)
+            processes = self.processes and isinstance(self.library.origin(int(self.rows[0]), 0), Piece)
             origin, timeout = self.library.origin, self.timeout
-            self._loader = ImageLoader(origin, self.shape, self.workers, apart=apart, timeout=timeout)
+            self._loader = ImageLoader(origin, self.shape, self.workers, processes=processes, timeout=timeout)
         return self._loader
 
     def _keys(self, rows: Sequence[int], examples: Sequence[int], crop_seed: int | None) -> list[Key]:
@@ -158,11 +158,11 @@ class Stream:
                 images[number], chosen[number] = images[last], rows[last]
         return images, chosen
 
-    def look(self, rows: Sequence[int], following: Sequence[int]) -> tuple[Tensor, Reasons]:
+    def read_whole(self, rows: Sequence[int], following: Sequence[int]) -> tuple[Tensor, Reasons]:
         """Whole images of `rows`, none replaced, and the reasons why some have none; `following` are decoded next."""
         images = self._loading().load(self._keys(rows, rows, None))
         if following:
-            self.expect(following, following, None)
+            self.prefetch(following, following, None)
         return images
 
     @property

@@ -207,12 +207,8 @@ class Plan:
         return {
             "name": self.name,
             "target": {"gpus": target.word, "ranks": target.ranks, "memory": target.memory, "allowed": self.allowed},
-            "batch": self.batch,
-            "rows": step.loss.rows,
-            "parameters": self.parameters,
-            "trained": self.trained,
-            "exchange": step.loss.exchange_name,
-            "backend": step.loss.backend_name,
+            "batch": self.batch, "rows": step.loss.rows, "parameters": self.parameters, "trained": self.trained,
+            "exchange": step.loss.exchange_name, "backend": step.loss.backend_name,
             "sides": [
                 {
                     "name": side.cost.name, "examples": side.examples, "sub_batch": side.cost.sub_batch,
@@ -226,8 +222,7 @@ class Plan:
             "host": {"bytes": self.host, "memory": target.host, "fits": self.fits_host},
             "largest": self.largest(),
             "seconds": None if seconds is None else {**vars(seconds), "total": seconds.total},
-            "bottleneck": None if seconds is None else seconds.bottleneck,
-            "run_seconds": self.run_seconds,
+            "bottleneck": None if seconds is None else seconds.bottleneck, "run_seconds": self.run_seconds,
             "choices": [vars(choice) for choice in self.choices()],
             "provenance": [] if target.profile is None else list(target.profile.provenance),
         }  # fmt: skip

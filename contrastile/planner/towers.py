@@ -6,7 +6,7 @@ the same shapes. Weights are neither made nor read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
@@ -73,12 +73,6 @@ class TowerCost:
     replay_work: Work
     reads_frozen: bool = False
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The cost that `dataclasses.asdict` wrote."""
-        works = {name: Work(**values[name]) for name in ("forward_work", "replay_work")}
-        return cls(**{**values, **works})
-
 
 class Counted(DispatchMode):
     """Add up the work of every operation."""
@@ -140,15 +134,9 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
 
 
 def measure(
-    name: str,
-    encoder: Callable[..., Tensor],
-    inputs: Callable[[int], Any],
-    module: nn.Module,
-    sub_batch: int,
-    autocast: Callable[[], AbstractContextManager[Any]],
-    *,
-    builds_graph: bool = False,
-) -> TowerCost:
+    name: str, encoder: Callable[..., Tensor], inputs: Callable[[int], Any], module: nn.Module, sub_batch: int,
+    autocast: Callable[[], AbstractContextManager[Any]], *, builds_graph: bool = False,
+) -> TowerCost:  # fmt: skip
     """The cost of `encoder(*inputs(n))` for n = `sub_batch` examples; within `shapes_only`, like the module's making.
 
     builds_graph: the first pass builds each graph and drops it, as that of compiled towers.
@@ -233,7 +221,7 @@ def shapes_only(device: str = "cuda") -> Iterator[None]:
 
 
 @contextmanager
-def made_without_memory() -> Iterator[None]:
+def made_on_meta() -> Iterator[None]:
     """Make modules whose weights have shapes alone, on torch's device "meta"."""
     with torch.random.fork_rng(devices=[]), torch.device("meta"), _Undecided():
         yield

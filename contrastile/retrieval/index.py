@@ -165,12 +165,9 @@ def _write_shard(
         with folder.written_whole(f"{name}{ending}") as path, path.open("wb") as file:
             np.save(file, array, allow_pickle=False)
     return {
-        "name": name,
-        "passages": len(passages),
-        "passages_sha256": folder.checksum(f"{name}.jsonl"),
-        "sha256": folder.checksum(f"{name}.npy"),
-        "files": described(folder.path, name),
-    }
+        "name": name, "passages": len(passages), "passages_sha256": folder.checksum(f"{name}.jsonl"),
+        "sha256": folder.checksum(f"{name}.npy"), "files": file_entries(folder.path, name),
+    }  # fmt: skip
 
 
 def _lines(passages: Sequence[Passage]) -> list[bytes]:
@@ -211,7 +208,7 @@ class Index:
                 remedy = "Leave it out: token vectors are searched exactly, or among candidates."
                 raise invalid("engine", f'be torch for an index of kind "{self.kind}"', f'"{engine}"', remedy)
             lengths = [np.load(f"{path}{LENGTHS}", allow_pickle=False) for path in paths]
-            parts = [late.TokenVectors.of(*each) for each in zip(self._features, lengths, strict=True)]
+            parts = list(map(late.TokenVectors.of, self._features, lengths))
         # the row of each shard's first passage, then the number of passages
         self._starts = np.cumsum([0, *map(len, parts)])
         for shard, part, features in zip(shards, parts, self._features, strict=True):
@@ -245,8 +242,8 @@ class Index:
         if candidates is not None and self.kind == SINGLE:
             remedy = "All of its passages are compared at once anyway."
             raise invalid("candidates", f'be left out for an index of kind "{SINGLE}"', "some", remedy)
-        further = {} if self.kind == SINGLE else {"candidates": candidates}
-        return self._search(queries, k=min(k, len(self)), **further)
+        how = {} if self.kind == SINGLE else {"candidates": candidates}
+        return self._search(queries, k=min(k, len(self)), **how)
 
     def ids(self) -> list[str]:
         files = [path.with_suffix(".ids") for path in self._passages]
@@ -323,7 +320,7 @@ def picture_features(run: Run, passages: Sequence[Passage], title: str) -> Tenso
     data, features = run.recipe.data, []
     shape, paths = (data.channels, data.image_size, data.image_size), [passage.source for passage in passages]
     with progress(len(paths), title, "images") as bar:
-        for rows, images, reasons in read_chunks(paths, shape, chunk=CHUNK, apart=False):
+        for rows, images, reasons in read_chunks(paths, shape, chunk=CHUNK, processes=False):
             for row, reason in zip(rows, reasons, strict=True):
                 if reason is not None:
                     raise invalid("corpus", "have images that can be read", f"{reason}: {paths[row]}", "Remove it.")
@@ -333,7 +330,7 @@ def picture_features(run: Run, passages: Sequence[Passage], title: str) -> Tenso
     return torch.cat(features)
 
 
-def described(folder: Path, shard: str) -> dict[str, dict[str, Any]]:
+def file_entries(folder: Path, shard: str) -> dict[str, dict[str, Any]]:
     """The entries of a shard's files: bytes, and the checksums of all blocks, joined to one text."""
     files = {}
     for path in (path for ending in ENDINGS if (path := folder / f"{shard}{ending}").is_file()):
@@ -389,7 +386,7 @@ def _well_formed(metadata: Any) -> bool:
             and isinstance(shard["passages"], int)
             and {"sha256", "passages_sha256"} <= shard.keys()
             and shard.get("files", {}).keys() <= {f"{shard['name']}{ending}" for ending in ENDINGS}
-            and all(isinstance(one["bytes"], int) and one["blocks"] + "" for one in shard.get("files", {}).values())
+            and all(isinstance(file["bytes"], int) and file["blocks"] + "" for file in shard.get("files", {}).values())
             for shard in metadata["shards"]
         )
     except (TypeError, KeyError, AttributeError):

@@ -91,7 +91,7 @@ def open_data_bundle(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Data
     named, device = recipe.model.tokenizer, choose_device(recipe.device)
     if pairs.stream is not None:
         # decoding in other processes keeps this one free for its GPU
-        pairs.stream.apart, pairs.stream.timeout = device.type == "cuda", recipe.train.timeout
+        pairs.stream.processes, pairs.stream.timeout = device.type == "cuda", recipe.train.timeout
     tokenizer = tokenizer or ready_tokenizer(named)
     if tokenizer is None:
         train, stream = pairs.splits["train"], pairs.stream
@@ -122,7 +122,7 @@ def with_cached_features(run: Run, bundle: DataBundle) -> DataBundle:
     skipped = Counter[str]()
     for folder in folders:
         skipped.update(json.loads((folder / SKIPPED).read_text(encoding="utf-8")))
-    table = FeatureTable([np.load(one / FEATURES, mmap_mode="r", allow_pickle=False) for one in folders], PART)
+    table = FeatureTable([np.load(folder / FEATURES, mmap_mode="r", allow_pickle=False) for folder in folders], PART)
     good = np.concatenate([~np.isnan(part[:, 0]) for part in table.parts])
     check_bad(skipped, len(good), run.recipe.data.max_bad_fraction)
     rows = pairs.splits["train"]
@@ -176,7 +176,7 @@ def _write(run: Run, pairs: PairSet, rows: range, folder: Path) -> None:
             pictures = torch.from_numpy(np.array(pairs.images[chunk.start : chunk.stop]))
             bad = np.zeros(len(pictures), bool)
         else:
-            pictures, reasons = pairs.stream.look(chunk, following or ())
+            pictures, reasons = pairs.stream.read_whole(chunk, following or ())
             skipped.update(reason for reason in reasons if reason is not None)
             bad = np.array([reason is not None for reason in reasons])
         features = _encode(run, pictures)
@@ -218,8 +218,7 @@ class Batch:
         return len(self.ids)
 
     @property
-    def whole(self) -> int:
-        """The pairs of all ranks."""
+    def global_size(self) -> int:
         return self.positions.stop
 
     @property
@@ -228,10 +227,11 @@ class Batch:
 
     def parts(self, count: int) -> Iterator[Self]:
         """Split the batch of all ranks into at most `count` nearly equal parts; this rank's share of each."""
-        positions, count = self.positions, min(count, self.whole)
+        positions, count = self.positions, min(count, self.global_size)
+        size, longer = divmod(self.global_size, count)
         for part in range(count):
             # the first parts are one pair longer where the division leaves a remainder
-            low, high = (self.whole // count * end + min(end, self.whole % count) for end in (part, part + 1))
+            low, high = (size * end + min(end, longer) for end in (part, part + 1))
             own = slice(*(len(range(positions.start, end, positions.step)) for end in (low, high)))
             within = range(positions.start + own.start * positions.step - low, high - low, positions.step)
             tokens = {name: ids[own] for name, ids in self.tokens.items()}
@@ -274,11 +274,11 @@ class BatchBuilder:
         if self._stream is not None:
             self._stream.skipped, self._stream.seen = Counter(state_dict["skipped"]), state_dict["seen"]
 
-    def expect(self, rows: Tensor, share: slice = slice(None)) -> None:
+    def prefetch(self, rows: Tensor, share: slice = slice(None)) -> None:
         if self._stream is not None:
             own, examples = self._stream_rows(rows, share)
             if self._bundle.features is None:
-                self._stream.expect(own, examples, self._crop_seed)
+                self._stream.prefetch(own, examples, self._crop_seed)
             self._reader = self._reader or ThreadPoolExecutor(1, "tokenising")
             self._texts = self._reader.submit(self._read_texts, self._stream, own)
 
@@ -325,11 +325,12 @@ class BatchBuilder:
             pixels, chosen = self._bundle.features[np.array(own, np.int64)], own
         self._served += len(rows)
         texts = self._texts.result() if self._texts is not None else None
+        # rows in place of a share without a readable image were not prefetched
         if texts is None or not texts[0].keys() >= set(chosen):
             texts = self._read_texts(stream, chosen)
         index, ids, tokens = texts
-        at = torch.tensor([index[row] for row in chosen], dtype=torch.int64)
-        return Batch(pixels, {name: numbers[at] for name, numbers in tokens.items()}, ids[at], positions)
+        caption = torch.tensor([index[row] for row in chosen], dtype=torch.int64)
+        return Batch(pixels, {name: x[caption] for name, x in tokens.items()}, ids[caption], positions)
 
     def _stream_rows(self, rows: Tensor, share: slice) -> tuple[list[int], range]:
         """The rows of the stream, and their numbers among the run's examples, which seed their crops."""

@@ -23,10 +23,11 @@ from contrastile.train.folder import RUN_ID, RunFolder, free_name, run_id
 FORMAT = 1
 MANIFEST, PLAIN = "manifest.json", "state.json"
 STEP, PART, SPENT, DAMAGED = "step-", ".part-", ".spent-", "damaged-"
-# the names that a run gives; all others in the folder, such as copies, belong to the user
+# names that a run gives: of whole and of damaged checkpoints, and of remains of a killed process; all others in the
+# folder, such as copies, belong to the user
 WHOLE = re.compile(rf"{STEP}(\d{{9,}})")
-ASIDE = re.compile(rf"{DAMAGED}{STEP}\d{{9,}}-\d+")
-LEFT = re.compile(rf"{re.escape(PART)}\d+|{re.escape(SPENT)}({WHOLE.pattern}|{ASIDE.pattern})")
+RENAMED = re.compile(rf"{DAMAGED}{STEP}\d{{9,}}-\d+")
+REMAINS = re.compile(rf"{re.escape(PART)}\d+|{re.escape(SPENT)}({WHOLE.pattern}|{RENAMED.pattern})")
 
 
 class Stateful(Protocol):
@@ -149,10 +150,10 @@ class Checkpoints:
 
     def _load(self, checkpoint: Path, parts: Parts, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         # a checkpoint of another version may lack a key, which is then not compared
-        for key, own in self._origin.items():
-            if (other := plain.get("origin", {}).get(key, own)) != own:
-                got, remedy = f'"{checkpoint}", of {key} {other}', "Move it away, or train anew, without --resume."
-                raise invalid("checkpoint", f"be this run's own, of {key} {own}", got, remedy)
+        for key, value in self._origin.items():
+            if (stored := plain.get("origin", {}).get(key, value)) != value:
+                got, remedy = f'"{checkpoint}", of {key} {stored}', "Move it away, or train anew, without --resume."
+                raise invalid("checkpoint", f"be this run's own, of {key} {value}", got, remedy)
         if plain["data"] != self._data:
             remedy = "Put them back as they were, or train anew, without --resume."
             raise invalid("data", "be the pairs and the tokens that the run began with", "others", remedy)
@@ -166,7 +167,7 @@ class Checkpoints:
         if self._folder is None or not self._folder.exists():
             return
         _sweep(self._folder)
-        for spent in _folders(self._folder, WHOLE) + _folders(self._folder, ASIDE):
+        for spent in _folders(self._folder, WHOLE) + _folders(self._folder, RENAMED):
             _remove(spent)
         if not any(self._folder.iterdir()):
             self._folder.rmdir()
@@ -178,8 +179,8 @@ class Checkpoints:
 
 def _sweep(folder: Path) -> None:
     """Remove the remains of a killed process. The lock on the run's folder makes sure that nobody writes them."""
-    for left in _folders(own_folder(folder), LEFT):
-        shutil.rmtree(left, ignore_errors=True)
+    for path in _folders(own_folder(folder), REMAINS):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _folders(folder: Path, pattern: re.Pattern[str]) -> list[Path]:

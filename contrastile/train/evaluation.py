@@ -40,22 +40,22 @@ from contrastile.train.run import Run
 from contrastile.train.sharded import is_sharded
 
 KS = (1, 5, 10)
-# images that are read and encoded at once
+# images of a pair set that are read and encoded at once
 CHUNK = 2048
 PARTS = IMAGE_TEXT.parts
 # features of the readable images of a test, the rows of these images, and counts of the unreadable ones by reason
-Gathered = tuple[Tensor, Indices, Counter[str]]
+TestImages = tuple[Tensor, Indices, Counter[str]]
 AnyTest = ZeroShotSettings | RetrievalSettings
-# image files of one rank that are read and encoded at once, at least a sub-batch
-FILES = 256
+# image files of a test that a rank reads and encodes at once, at least a sub-batch
+FILES_AT_ONCE = 256
 # queries shown of each held-out part, and answers shown to each query
 PICTURES, NAMES, NEAREST = 9, 6, 5
 # the largest width of an image in the page, in pixels, so that the file stays small
 THUMBNAIL = 96
 READS = "The right name in bold; below it the five nearest of all {:,} names, the best first. Right ones are marked."
 FINDS = "Each name with the five nearest of {:,} images, the best first. Right ones are marked."
-# with fewer files threads have finished before decoding processes have started
-MANY = 4000
+# files of a rank from which on processes decode: threads have finished fewer before processes have started
+LEAST_FOR_PROCESSES = 4000
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class Test:
 def zero_shot(name: str, folder: ClassFolder, templates: Sequence[str], run: Run, most: int | None = None) -> list[Row]:
     """Top 1, top 5 and the mean per class, of all images or of a sample of at most `most`."""
     with evaluating(run.model):
-        pictures, rows, skipped = _encode(run, folder.paths, name, most)
+        pictures, rows, skipped = _encode_sample(run, folder.paths, name, most)
         names = class_features(folder.names, encode=run.encode_text, prompts=templates)
     if (alike := len(names) - len(names.unique(dim=0))) > 0:
         # ties count as wrong, so these classes cannot be recognised
@@ -232,7 +232,7 @@ def retrieval(name: str, captioned: Captioned, run: Run, most: int | None = None
     """Recall and ranks of the first right answer, in both directions, of all images or of a sample."""
     paths, owner = captioned.paths, captioned.owner
     with evaluating(run.model):
-        pictures, rows, skipped = _encode(run, paths, name, most)
+        pictures, rows, skipped = _encode_sample(run, paths, name, most)
         # the position of each image among the encoded ones, −1 for those without features
         number = np.full(len(paths), -1)
         number[rows] = np.arange(len(rows))
@@ -254,14 +254,14 @@ def retrieval(name: str, captioned: Captioned, run: Run, most: int | None = None
     return results
 
 
-def _encode(run: Run, paths: Sequence[str], name: str, most: int | None = None) -> Gathered:
-    """Encode the readable ones of all images, or of a random sample of at most `most`, the same every time.
+def _encode_sample(run: Run, paths: Sequence[str], name: str, most: int | None = None) -> TestImages:
+    """Encode all images, or a random sample of at most `most`, the same every time; unreadable ones are left out.
 
-    Raises ValueError where more than `data.max_bad_fraction` are not.
+    Raises ValueError where these are more than `data.max_bad_fraction`.
     """
     rows, most_bad = np.sort(np.random.default_rng(0).permutation(len(paths))[:most]), run.recipe.data.max_bad_fraction
     paths = [paths[row] for row in rows]
-    features, readable, skipped = _gather(run, paths, name)
+    features, readable, skipped = _encode_on_all_ranks(run, paths, name)
     if skipped.total() > most_bad * len(paths) or not len(readable):
         bad = paths[np.setdiff1d(np.arange(len(paths)), readable)[0]]
         got = f"{skipped.total():,} of {len(paths):,} that cannot ({counted(skipped)}), the first being {bad}"
@@ -272,7 +272,7 @@ def _encode(run: Run, paths: Sequence[str], name: str, most: int | None = None) 
     return features, rows[readable], skipped
 
 
-def _gather(run: Run, paths: Sequence[str], name: str) -> Gathered:
+def _encode_on_all_ranks(run: Run, paths: Sequence[str], name: str) -> TestImages:
     """Gather the features of all ranks in the order of the images; if one rank fails, all do."""
     if collectives.size(None) == 1:
         return _encode_own(run, paths, name)
@@ -292,15 +292,15 @@ def _gather(run: Run, paths: Sequence[str], name: str) -> Gathered:
     return features[order], rows[order].cpu().numpy(), skipped
 
 
-def _encode_own(run: Run, paths: Sequence[str], name: str) -> Gathered:
+def _encode_own(run: Run, paths: Sequence[str], name: str) -> TestImages:
     """Encode this rank's images: every W-th chunk, whose content does not depend on the number of ranks W."""
-    data, size = run.recipe.data, max(FILES, run.recipe.train.sub_batch.image)
-    own = np.flatnonzero(np.arange(len(paths)) // size % collectives.size(None) == collectives.rank(None))
+    data, size = run.recipe.data, max(FILES_AT_ONCE, run.recipe.train.sub_batch.image)
+    own_rows = np.flatnonzero(np.arange(len(paths)) // size % collectives.size(None) == collectives.rank(None))
     shape, features, readable, skipped = (data.channels, data.image_size, data.image_size), [], [], Counter[str]()
-    timeout = run.recipe.train.timeout
-    files, apart = [paths[row] for row in own.tolist()], run.device.type == "cuda" and len(own) >= MANY
-    with progress(len(own), f"encoding {name}", "images") as bar:
-        for part, pictures, reasons in read_chunks(files, shape, chunk=size, apart=apart, timeout=timeout):
+    timeout, files = run.recipe.train.timeout, [paths[row] for row in own_rows.tolist()]
+    processes = run.device.type == "cuda" and len(files) >= LEAST_FOR_PROCESSES
+    with progress(len(files), f"encoding {name}", "images") as bar:
+        for part, pictures, reasons in read_chunks(files, shape, chunk=size, processes=processes, timeout=timeout):
             good = [index for index, reason in enumerate(reasons) if reason is None]
             skipped.update(filter(None, reasons))
             readable += [part.start + index for index in good]
@@ -311,7 +311,7 @@ def _encode_own(run: Run, paths: Sequence[str], name: str) -> Gathered:
     if len(features) < -(-len(paths) // (size * collectives.size(None))):
         # sharded towers run on all ranks together, as often as the first rank needs them
         features.append(run.encode_image(torch.empty((0, *shape), dtype=torch.uint8)))
-    return torch.cat(features), own[np.array(readable, np.int64)], skipped
+    return torch.cat(features), own_rows[np.array(readable, np.int64)], skipped
 
 
 def open_test(test: AnyTest) -> Test:

@@ -17,7 +17,7 @@ from contrastile.train.batch_builder import Batch, BatchBuilder, DataBundle, ope
 from contrastile.train.config import Recipe
 from contrastile.train.evaluation import Test, measure_all, open_test, probe
 from contrastile.train.folder import RunFolder
-from contrastile.train.objective import PairObjective, Teacher, apart, tokens_of_both
+from contrastile.train.objective import PairObjective, Teacher, joint_tokens, split_tokens
 from contrastile.train.ranks import Ranks
 from contrastile.train.report.page import IMAGE_TEXT, Row, table_text, write_report, write_results
 from contrastile.train.run import Run
@@ -47,7 +47,7 @@ class ImageText(Task[Batch]):
         self._results: dict[int, list[Row]] = {}
         tokenise: Any = bundle.tokenizer.tokenise
         if teacher is not None:
-            tokenise = partial(tokens_of_both, bundle.tokenizer, teacher.run.tokenizer)
+            tokenise = partial(joint_tokens, bundle.tokenizer, teacher.run.tokenizer)
             bundle = replace(bundle, tokens=tokenise(bundle.pairs.captions))
         self.builder = BatchBuilder(bundle, augment=recipe.data.augment, seed=recipe.seed, tokenise=tokenise)
         self.state = {"feed": self.builder, **self.state}
@@ -66,7 +66,7 @@ class ImageText(Task[Batch]):
         return cls(run, with_cached_features(run, data), teacher)
 
     @property
-    def data(self) -> str:
+    def data_digest(self) -> str:
         pairs = self.bundle.pairs
         digest = sha256(self.rows.tobytes() + pairs.ids.tobytes())
         digest.update(pairs.stream.digest.encode() if pairs.stream is not None else b"")
@@ -79,7 +79,7 @@ class ImageText(Task[Batch]):
         return {**super().origin, "pictures": self.bundle.pairs.digest[:16]}
 
     @property
-    def measured(self) -> str:
+    def test_digest(self) -> str:
         pairs = self.bundle.pairs
         return sha256("\0".join((pairs.digest, *pairs.captions)).encode()).hexdigest()
 
@@ -87,8 +87,8 @@ class ImageText(Task[Batch]):
         """This rank's share of a batch; augmentation draws from the builder's own generator, step after step."""
         return list(self.builder.batch(rows, ranks.share).parts(self.run.recipe.train.accumulate))
 
-    def expect(self, rows: Tensor, ranks: Ranks) -> None:
-        self.builder.expect(rows, ranks.share)
+    def prefetch(self, rows: Tensor, ranks: Ranks) -> None:
+        self.builder.prefetch(rows, ranks.share)
 
     def close(self) -> None:
         self.builder.close()
@@ -101,11 +101,11 @@ class ImageText(Task[Batch]):
         towers = model.encode_image, model.encode_text
         to_image, to_text = (partial(tower, unit=True) for tower in towers) if streamed else towers
         words: dict[str, Any] = {"retain": settings.retain, "features": settings.features}
-        tokens, others = apart(part.tokens)
+        tokens, teacher_tokens = split_tokens(part.tokens)
         inputs: dict[str, Any] = {"ids": part.ids if streamed else part.ids.to(self.run.device)}
         if self.teacher is not None:
             # encoded before the graphs of the retained sub-batches take memory
-            inputs["guides"] = self.teacher.pairs(part.pixels, others)
+            inputs["guides"] = self.teacher.pairs(part.pixels, teacher_tokens)
         with self.run.autocast():
             # with retain >= 1, a batch of one sub-batch is encoded once, without a replay
             image = encode(to_image, part.pixels, sub_batch=size.image, **words)

@@ -45,16 +45,16 @@ class Bar:
         self._began = self._printed = time.monotonic()
         self._tqdm: Any = None
         self._fact_lines: list[Any] = []
-        # units and their total as the last line has them
-        self._lined: tuple[int, int] | None = None
+        # units and their total in the last line
+        self._shown: tuple[int, int] | None = None
         if stream is not None and stream.isatty():
             from tqdm import tqdm
 
             # tqdm shows nothing on a terminal of unknown size, which here counts as 80 × 24
             size = shutil.get_terminal_size()
             self._columns = size.columns - 1
-            self._made = partial(tqdm, ncols=self._columns, nrows=size.lines, file=stream)
-            self._tqdm = self._made(total=total, desc=label, initial=begun, unit=f" {unit}", unit_scale=True)
+            self._new_tqdm = partial(tqdm, ncols=self._columns, nrows=size.lines, file=stream)
+            self._tqdm = self._new_tqdm(total=total, desc=label, initial=begun, unit=f" {unit}", unit_scale=True)
 
     def update(self, n: int, *, total: int | None = None, **facts: str) -> None:
         """Add `n` finished units; `total`: a new estimate; `facts` are shown behind the bar."""
@@ -76,7 +76,7 @@ class Bar:
                     self._show_facts()
                 for line in [self._tqdm, *self._fact_lines] if last else ():
                     line.close()
-            elif self._stream is not None and not (last and self._lined == (self._done, self._total)):
+            elif self._stream is not None and not (last and self._shown == (self._done, self._total)):
                 print(self._line(), file=self._stream, flush=True)
         # writing to a closed file raises ValueError
         except (OSError, ValueError):
@@ -87,13 +87,13 @@ class Bar:
         facts = (f"{name} {value}".replace(" ", "\N{NO-BREAK SPACE}") for name, value in self._facts.items())
         lines = textwrap.wrap(" · ".join(facts), self._columns)
         while len(self._fact_lines) < len(lines):
-            self._fact_lines.append(self._made(total=0, position=len(self._fact_lines) + 1, bar_format="{desc}"))
+            self._fact_lines.append(self._new_tqdm(total=0, position=len(self._fact_lines) + 1, bar_format="{desc}"))
         line: Any
         for line, text in zip_longest(self._fact_lines, lines, fillvalue=""):
             line.set_description_str(text.replace("\N{NO-BREAK SPACE}", " "))
 
     def _line(self) -> str:
-        self._printed, self._lined = time.monotonic(), (self._done, self._total)
+        self._printed, self._shown = time.monotonic(), (self._done, self._total)
         seconds = max(self._printed - self._began, 1e-9)
         share = self._done / max(self._total, 1)
         # units of an earlier process took none of this one's time

@@ -71,7 +71,7 @@ def run_recipe(recipe: Recipe | RetrieverRecipe, runs: str | Path, *, resume: bo
         same_recipe(begun, recipe)
     task = TASKS[recipe.kind].open(recipe, begun)
     checkpoints_of = partial(
-        Checkpoints, Path(runs) / recipe.name / CHECKPOINTS, recipe.save, task.data,
+        Checkpoints, Path(runs) / recipe.name / CHECKPOINTS, recipe.save, task.data_digest,
         recipe={**learned_by(recipe), **task.origin},
     )  # fmt: skip
     if ranks.rank > 0:
@@ -127,23 +127,23 @@ def train_run(folder: RunFolder | None, task: Task[Any], checkpoints: Checkpoint
 @contextmanager
 def saved_at_end(folder: RunFolder, task: Task[Any], result: TrainResult) -> Iterator[None]:
     """Save weights and metadata when the training within has ended, or has failed after a whole step."""
-    whole = True
+    savable = True
     try:
         yield
     except KeyboardInterrupt:
         # a second signal stops at once, perhaps in the middle of a step
-        whole = False
+        savable = False
         raise
     except BaseException:
         # a failure before the first step, or one that destroyed the weights, must not overwrite those of the folder
-        whole = result.steps > 0 and all_finite(task.run.model)
+        savable = result.steps > 0 and all_finite(task.run.model)
         raise
     finally:
         # torchrun sends SIGTERM when another rank has ended; it must not interrupt the saving
         with StopRequest(patient=True) if result.ranks > 1 else nullcontext():
-            if whole and is_sharded(task.run.model):
+            if savable and is_sharded(task.run.model):
                 logger.warning("the weights were in shards, of which some are lost; resume from the newest checkpoint")
-            elif whole:
+            elif savable:
                 save_run(folder, task.run, task.metadata(result))
 
 
@@ -154,10 +154,9 @@ def train(
     trainer = Trainer(task, metrics, result, ranks)
     checkpoints = checkpoints or Checkpoints(None, trainer.recipe.save)
     trainer.begin(checkpoints)
-    stopping = StopRequest(patient=ranks.size > 1)
-    state = trainer.progress
+    state, patient = trainer.progress, ranks.size > 1
     bar_at = progress(state.examples, "training", task.unit, state.seen)
-    with bar_at as bar, stopping as stop, ExitStack() as at_end, closing(task):
+    with bar_at as bar, StopRequest(patient=patient) as stop, ExitStack() as at_end, closing(task):
         # a run saves the weights that it measures
         at_end.callback(trainer.ema.settle)
         while trainer.agree_to_continue(stop.signal):
@@ -260,14 +259,14 @@ class Trainer:
         begin_random(task.run.device, step_seed(self.recipe.seed, number, ranks.rank))
         self.stopwatch.start()
         parts = task.parts(self.batches.take(count), number, ranks)
-        task.expect(self.batches.ahead(count), ranks)
+        task.prefetch(self.batches.ahead(count), ranks)
         self.stopwatch.mark("towers")
         with gathered_once(self.model):
             value, norm = step(task, self.optimizer, parts, self.scaler, ranks)
         timing = self.stopwatch.read(count)
         # read together, because each reading waits for the device
-        both = torch.stack([full(self.model.logit_scale.exp()), optim.weight_norm(self.model)])
-        scale, self.weight_norm = both.tolist()
+        values = torch.stack([full(self.model.logit_scale.exp()), optim.weight_norm(self.model)])
+        scale, self.weight_norm = values.tolist()
         state.seen += count
         state.pace = (state.elapsed() - state.now) / count
         # an overflow of fp16 is not counted while the scaler can lower its factor
@@ -370,9 +369,9 @@ def step(
     scaler = scaler or torch.amp.GradScaler(run.device.type, enabled=False)
     optimizer.zero_grad()
     total = torch.zeros((), device=run.device, dtype=accumulator(run.model.logit_scale.dtype))
-    whole = sum(part.whole for part in parts)
+    examples = sum(part.global_size for part in parts)
     for part in parts:
-        value = task.loss(part) * (part.whole / whole)
+        value = task.loss(part) * (part.global_size / examples)
         scaler.scale(value).backward()
         total += value.detach()
     # reduced before the scaler inspects them, so that the factors of all ranks stay equal

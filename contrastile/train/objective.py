@@ -37,15 +37,15 @@ from contrastile.train.retriever.config import RetrieverSettings
 
 Tokens = dict[str, Tensor]
 # prefix of the names of a teacher's tokens, beside those of the model that learns
-BESIDE = "teacher_"
+TEACHER_PREFIX = "teacher_"
 KINDS = {"image-text": "images and texts", "retriever": "questions and passages"}
 
 
 class Objective:
     """A recipe's loss, the `queues` of its sides, and keys that wait for the end of the step to be queued."""
 
-    # the loss module of each kind, and the sides that have a queue
-    kinds: ClassVar[Mapping[str, Callable[..., Any]]]
+    # the maker of each kind's loss, and the sides that have a queue
+    makers: ClassVar[Mapping[str, Callable[..., Any]]]
     sides: ClassVar[tuple[str, ...]]
 
     def __init__(
@@ -57,10 +57,10 @@ class Objective:
         device: computes the products of features that wait in host memory.
         """
         self.settings = settings
-        more = {} if device is None else {"device": device}
+        place = {} if device is None else {"device": device}
         # errors speak of the recipe's keys
         with renamed(**{key: f"loss.{key}" for key in type(settings).model_fields}):
-            self.loss: Any = self.kinds[settings.kind](**settings.words(), **more)
+            self.loss: Any = self.makers[settings.kind](**settings.words(), **place)
         size, sides = getattr(settings, "queue", 0), self.sides if features else ()
         self.queues = nn.ModuleDict({side: KeyQueue(size, features, dtype=dtype) for side in sides if size})
         self._waiting: list[dict[str, Tensor]] = []
@@ -100,7 +100,7 @@ class PairObjective(Objective):
     of one direction is computed both ways and averaged.
     """
 
-    kinds: ClassVar = {
+    makers: ClassVar = {
         "clip": modules.ClipLoss, "siglip": modules.SigLipLoss, "dcl": modules.DCLLoss, "supcon": modules.SupConLoss,
         "ntxent": modules.NTXentLoss,
         "infonce": modules.InfoNCELoss, "gist": modules.GISTLoss, "distill": modules.DistillClipLoss,
@@ -121,11 +121,11 @@ class PairObjective(Objective):
         if kind == "gist":
             sides = ((image, guides[0]), (text, guides[1]))
             for (query, guide_query), (key, guide_key) in (sides, sides[::-1]):
-                given = {"guide_query": guide_query, "guide_key": guide_key, "query_ids": ids, "key_ids": ids}
-                losses.append(loss(query, key, scale, **given))
+                ids_of = {"query_ids": ids, "key_ids": ids}
+                losses.append(loss(query, key, scale, guide_query=guide_query, guide_key=guide_key, **ids_of))
         elif kind == "infonce":
             for query, key, side in ((image, text, "text"), (text, image, "image")):
-                keys, key_ids = _behind(key, ids, self.queued(side)) if len(self.queues) else (key, ids)
+                keys, key_ids = _with_queue(key, ids, self.queued(side)) if len(self.queues) else (key, ids)
                 losses.append(loss(query, keys, scale, query_ids=ids, key_ids=key_ids))
             self.keep(ids, image=image, text=text)
         else:
@@ -133,17 +133,17 @@ class PairObjective(Objective):
         return (losses[0] + losses[1]) / 2
 
 
-def _behind(key: Tensor, ids: Tensor, queued: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _with_queue(key: Tensor, ids: Tensor, queued: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """The keys of a batch and those of a queue, and the ids of both."""
     return torch.cat([key, queued[0]]), torch.cat([ids, queued[1]])
 
 
-def _one_way(made: Callable[..., PairLoss], *names: str) -> Callable[..., Callable[..., Tensor]]:
-    """A maker of `contrast` with a pair loss of its own; `names` are the keywords of that loss."""
+def _contrast_maker(pair_loss: Callable[..., PairLoss], *keys: str) -> Callable[..., Callable[..., Tensor]]:
+    """A maker of `contrast` with a pair loss that has no module; `keys`: its keywords among those of the recipe."""
 
     def make(**words: Any) -> Callable[..., Tensor]:
-        own = {name: words.pop(name) for name in names}
-        return partial(contrast, loss=made(**own), **words)
+        loss = pair_loss(**{key: words.pop(key) for key in keys})
+        return partial(contrast, loss=loss, **words)
 
     return make
 
@@ -153,9 +153,9 @@ def _decoupled(sigma: float | None) -> Decoupled:
 
 
 class QueryObjective(Objective):
-    kinds: ClassVar = {
-        "infonce": modules.InfoNCELoss, "gist": modules.GISTLoss, "dcl": _one_way(_decoupled, "sigma"),
-        "distill": _one_way(Distilled, "weight"),
+    makers: ClassVar = {
+        "infonce": modules.InfoNCELoss, "gist": modules.GISTLoss, "dcl": _contrast_maker(_decoupled, "sigma"),
+        "distill": _contrast_maker(Distilled, "weight"),
         "kl": modules.ScoreDistillLoss, "margin_mse": modules.ScoreDistillLoss,
     }  # fmt: skip
     sides: ClassVar = ("passage",)
@@ -188,27 +188,29 @@ class QueryObjective(Objective):
         if shared is not None:
             # features, or token vectors and their mask
             key, ids = pytree.tree_map(lambda x: x[shared], (passage, key_ids))
-        given: dict[str, Any] = {"positives": positives, "query_ids": query_ids, "key_ids": ids}
+        inputs: dict[str, Any] = {"positives": positives, "query_ids": query_ids, "key_ids": ids}
         if scores is not None:
             weight = self.settings.weight
             soft: Tensor = self.loss(query, passage, scores * self.settings.score_scale, scale, lists=lists)
             if weight == 1:
                 return soft
-            return weight * soft + (1 - weight) * self._in_batch(query, key, scale=scale, **given)
+            return weight * soft + (1 - weight) * self._in_batch(query, key, scale=scale, **inputs)
         if queue is not None:
-            key, given["key_ids"] = _behind(key, ids, queue)
+            key, inputs["key_ids"] = _with_queue(key, ids, queue)
         if guides is not None:
-            a, b, teacher_scale = guides
-            b = b if shared is None else b[shared]
-            distilled = self.settings.kind == "distill"
-            given |= {"guide_q": a * teacher_scale, "guide_k": b} if distilled else {"guide_query": a, "guide_key": b}
+            guide_query, guide_key, guide_scale = guides
+            guide_key = guide_key if shared is None else guide_key[shared]
+            if self.settings.kind == "distill":
+                inputs |= {"guide_q": guide_query * guide_scale, "guide_k": guide_key}
+            else:
+                inputs |= {"guide_query": guide_query, "guide_key": guide_key}
         if lists is not None:
             pads = torch.where(lists < 0, query_ids[:, None], key_ids[lists.clamp(min=0)])
-            given |= {"negatives": passage[lists.clamp(min=0)], "negative_ids": pads}
+            inputs |= {"negatives": passage[lists.clamp(min=0)], "negative_ids": pads}
             if not self.settings.in_batch:
                 key = key[positives[:, 0]]
-                del given["positives"], given["key_ids"]
-        return self.loss(query, key, scale=scale, **given)
+                del inputs["positives"], inputs["key_ids"]
+        return self.loss(query, key, scale=scale, **inputs)
 
 
 def _scored(loss: modules.InfoNCELoss, scorer: nn.Module) -> Callable[..., Tensor]:
@@ -224,7 +226,7 @@ OBJECTIVES: dict[str, type[Objective]] = {"image-text": PairObjective, "retrieve
 
 @dataclass(frozen=True)
 class Teacher:
-    """A model with fixed weights, and the scale of its similarities; `run` is one of the kind that learns."""
+    """A model with fixed weights, and the scale of its similarities; `run` is of the same kind as the student's."""
 
     run: Any
     scale: Tensor | float
@@ -263,7 +265,7 @@ def open_teacher(recipe: Any) -> Teacher | None:
     settings: LossSettings = recipe.loss
     if not settings.other_model:
         return None
-    key, folder, finished = _folder(settings)
+    key, folder, finished = _other_folder(settings)
     if finished:
         run: Any = load(folder, device=recipe.device)
     else:
@@ -288,7 +290,7 @@ def open_teacher(recipe: Any) -> Teacher | None:
     return Teacher(run, run.model.logit_scale.exp().float() if scale is None else scale)
 
 
-def _folder(settings: LossSettings) -> tuple[str, Path, bool]:
+def _other_folder(settings: LossSettings) -> tuple[str, Path, bool]:
     """The key and the folder of a loss's other model, and True for a finished run; raises ValueError for no model."""
     key, folder = f"loss.{settings.other_model}", Path(getattr(settings, str(settings.other_model)))
     finished = (folder / RECIPE).is_file()
@@ -302,7 +304,7 @@ def teacher_recipe(recipe: Any) -> Any:
     """The recipe of the model that the loss of `recipe` names, None if it names none; no weights are read."""
     if not recipe.loss.other_model:
         return None
-    _, folder, finished = _folder(recipe.loss)
+    _, folder, finished = _other_folder(recipe.loss)
     return load_any_recipe(folder / RECIPE, files=False) if finished else _recipe_of_transformers(recipe, folder)
 
 
@@ -318,12 +320,12 @@ def _recipe_of_transformers(recipe: Any, folder: Path) -> Any:
     return recipe.model_copy(update={"model": settings.model_validate(sections), **loss})
 
 
-def tokens_of_both(own: Tokenizer, teacher: Tokenizer, texts: Sequence[str]) -> Tokens:
+def joint_tokens(own: Tokenizer, teacher: Tokenizer, texts: Sequence[str]) -> Tokens:
     """The tokens of the model that learns, and a teacher's by names of their own."""
-    return own.tokenise(texts) | {BESIDE + name: ids for name, ids in teacher.tokenise(texts).items()}
+    return own.tokenise(texts) | {TEACHER_PREFIX + name: ids for name, ids in teacher.tokenise(texts).items()}
 
 
-def apart(tokens: Tokens) -> tuple[Tokens, Tokens]:
+def split_tokens(tokens: Tokens) -> tuple[Tokens, Tokens]:
     """The tokens of the model that learns, and the teacher's."""
-    own = {name: ids for name, ids in tokens.items() if not name.startswith(BESIDE)}
-    return own, {name.removeprefix(BESIDE): ids for name, ids in tokens.items() if name not in own}
+    own = {name: ids for name, ids in tokens.items() if not name.startswith(TEACHER_PREFIX)}
+    return own, {name.removeprefix(TEACHER_PREFIX): ids for name, ids in tokens.items() if name not in own}

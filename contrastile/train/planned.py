@@ -26,15 +26,7 @@ from contrastile.planner.loss import LateSize, LossSize
 from contrastile.planner.memory import LIBRARIES, Held, Side, StepMemory
 from contrastile.planner.plan import Plan
 from contrastile.planner.profile import Target, target, this_machine
-from contrastile.planner.towers import (
-    Counted,
-    TowerCost,
-    Work,
-    made_without_memory,
-    measure,
-    shapes_only,
-    without_memory,
-)
+from contrastile.planner.towers import Counted, TowerCost, Work, made_on_meta, measure, shapes_only, without_memory
 from contrastile.train.config import AnyRecipe, Recipe
 from contrastile.train.config.base import OptimSettings
 from contrastile.train.config.towers import without_folders
@@ -148,7 +140,7 @@ def towers(
     # weights in folders are not read, and nothing is compiled
     train = recipe.train.model_copy(update={"compile": False})
     settings = without_folders(recipe).model_copy(update={"device": "meta", "train": train})
-    with made_without_memory():
+    with made_on_meta():
         model = class_of(recipe).untrained(settings, tokenizer).model.train()
     if frozen:
         model.eval().requires_grad_(False)
@@ -200,25 +192,9 @@ def plan_of(
     train, ranks, keys = recipe.train, machines.ranks, keys_of(recipe)
     rows = ceil(batch / ranks / train.accumulate)
     half = HALVES.get(train.precision)
-    products = half or (torch.float64 if train.precision == "float64" else torch.float32)
-    given = torch.float64 if train.precision == "float64" else torch.float32
+    feature_dtype = torch.float64 if train.precision == "float64" else torch.float32
     on_gpu, late = machines.device == "cuda", _late(recipe)
-    sides = []
-    for cost, (examples, size, _) in zip(costs, sub_batches(recipe, rows).values(), strict=True):
-        # normalisation keeps features of the loss's dtype; normalised ones, and a retriever's as encoded, have names
-        wide = given.itemsize * cost.dimensions
-        copies, named = wide - cost.features, wide if isinstance(recipe, Recipe) else wide + cost.features
-        if late:
-            # in float32 where they are not, without those that do not count, and normalised
-            copies, named = wide * ((half is not None) + recipe.model.normalise), 0
-            copies += cost.features if cost.name == "passage" else 0
-        inputs = (STREAMED_SUB_BATCHES * size if on_gpu else 0) * cost.inputs
-        # the gradient of a quotient, and gradients of both sides in the loss's dtype; copies in float32 of features in
-        # 16 bits are freed with the loss
-        between = (
-            (NORMALISED_TOKENS - (half is not None)) * wide if late else NORMALISED * wide + 2 * (wide - cost.features)
-        )
-        sides.append(Side(cost, examples, inputs, copies, named, between))
+    sides = _sides(recipe, rows, costs, feature_dtype, half=half is not None, on_gpu=on_gpu)
     kind, queue = recipe.loss.kind, getattr(recipe.loss, "queue", 0)
     both_ways = isinstance(recipe, Recipe) and kind in ("infonce", "gist")
     size_of: Any = LossSize
@@ -229,12 +205,11 @@ def plan_of(
         dimensions = recipe.model.features
         size_of = partial(LateSize, tokens=tuple([cost.dimensions // dimensions for cost in costs]))
     pair_loss = OBJECTIVES[recipe.kind](recipe.loss).pair_loss
-    # not the pairs of a diagonal alone
-    labels = recipe.loss.kind == "supcon" or getattr(recipe.loss, "labels", False)
+    labels = kind == "supcon" or getattr(recipe.loss, "labels", False)
     indexed = not isinstance(recipe, Recipe) or pair_loss.exclude_self or labels
     loss = size_of(
         rows, keys * rows, ranks, dimensions, machines.memory, recipe.loss.exchange, recipe.loss.backend,
-        machines.device, getattr(recipe.loss, "workspace", None), products, given,
+        machines.device, getattr(recipe.loss, "workspace", None), half or feature_dtype, feature_dtype,
         pair_loss, queue=queue // ranks, own_columns=anchors + positives, halves=positives,
         directions=2 if both_ways else 1, indexed=indexed, labels=labels, node=machines.per_node,
     )  # fmt: skip
@@ -249,13 +224,14 @@ def plan_of(
             teacher = sum(x.nbytes for x in (*guide.parameters(), *guide.buffers()))
             guides = [Side(cost, side.examples) for cost, side in zip(guide_costs, sides, strict=True)]
             loss = replace(loss, guide=guide_costs[0].dimensions)
-    queues = (2 if both_ways else 1) * queue * (dimensions * given.itemsize + ID_BYTES)
+    queues = (2 if both_ways else 1) * queue * (dimensions * feature_dtype.itemsize + ID_BYTES)
     weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
     trained = sum(x.nbytes for x in model.parameters() if x.requires_grad)
     share = ranks if train.parallel == "shard" else 1
-    own = weights // share + (weights if share > 1 and weights <= GATHERED_ONCE else 0)
+    # shards, and whole weights during a step where they are few
+    held_weights = weights // share + (weights if share > 1 and weights <= GATHERED_ONCE else 0)
     held = Held(
-        own, state_bytes(model, recipe.optim) // share, trained // share if recipe.optim.ema else 0,
+        held_weights, state_bytes(model, recipe.optim) // share, trained // share if recipe.optim.ema else 0,
         trained if train.accumulate > 1 else 0,
         # `Ranks.combine` takes one buffer of all gradients
         max(step_bytes(model, recipe.optim) // share, trained if ranks > 1 else 0),
@@ -271,6 +247,28 @@ def plan_of(
         half is not None, recipe.may_stream,
         update_work(model, recipe.optim, share) if machines.profile is not None else Work(), lengths,
     )  # fmt: skip
+
+
+def _sides(
+    recipe: Any, rows: int, costs: Sequence[TowerCost], feature_dtype: torch.dtype, *, half: bool, on_gpu: bool
+) -> list[Side]:
+    """The sides of a rank's part of `rows` queries. half: the towers compute in 16 bits."""
+    sides = []
+    for cost, (examples, size, _) in zip(costs, sub_batches(recipe, rows).values(), strict=True):
+        # normalisation keeps features of the loss's dtype; the task holds normalised ones, and a retriever's as encoded
+        wide = feature_dtype.itemsize * cost.dimensions
+        if _late(recipe):
+            # in float32 where they are not, without those that do not count, and normalised
+            copies, held_by_task = wide * (half + recipe.model.normalise), 0
+            copies += cost.features if cost.name == "passage" else 0
+            normalisation = (NORMALISED_TOKENS - half) * wide
+        else:
+            copies, held_by_task = wide - cost.features, wide if isinstance(recipe, Recipe) else wide + cost.features
+            # gradients of both sides in the loss's dtype; float32 copies of features in 16 bits are freed with the loss
+            normalisation = NORMALISED * wide + 2 * (wide - cost.features)
+        inputs = (STREAMED_SUB_BATCHES * size if on_gpu else 0) * cost.inputs
+        sides.append(Side(cost, examples, inputs, copies, held_by_task, normalisation))
+    return sides
 
 
 def update_work(model: nn.Module, settings: OptimSettings, share: int = 1, *, clipped: bool = True) -> Work:

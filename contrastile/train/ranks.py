@@ -32,10 +32,10 @@ from contrastile.train.sharded import is_sharded, settle_gradients, sharded_mode
 # the time that ranks wait for one that still opens its data
 LOADING = timedelta(hours=1)
 # NCCL ends a process without a message at its timeout; the host's timeouts, which name the rank, come first
-LATER = timedelta(seconds=10)
+NCCL_EXTRA = timedelta(seconds=10)
 LOADED = "contrastile/ranks that are loaded"
 # seconds between two heartbeats, and seconds in which the main thread may raise the error itself
-EVERY, GRACE = 1.0, 1.0
+BEAT, GRACE = 1.0, 1.0
 ALIVE, GOODBYE = 1, 0
 
 
@@ -95,7 +95,7 @@ class Ranks:
         how: dict[str, Any] = {"backend": "gloo", "timeout": timeout}
         if run.device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
-            how = {"backend": "nccl", "timeout": timeout + LATER, "device_id": device}
+            how = {"backend": "nccl", "timeout": timeout + NCCL_EXTRA, "device_id": device}
         dist.init_process_group(store=store, rank=self.rank, world_size=self.size, **how)
         with Heartbeat(timeout):
             consistency.agree(None, {"device": run.device.type, **task.statement(), "torch": torch.__version__})
@@ -209,7 +209,7 @@ class Heartbeat:
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         rank, size = dist.get_rank(), dist.get_world_size()
         self._next, self._previous = (rank + 1) % size, (rank - 1) % size
-        self._every = min(EVERY, timeout.total_seconds() / 4)
+        self._every = min(BEAT, timeout.total_seconds() / 4)
         self._done = threading.Event()
         # None without a launcher: a rank may outlive the shell that started it
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None

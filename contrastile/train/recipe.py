@@ -99,8 +99,7 @@ def read_tables(origin: str) -> dict[str, Any]:
             reason += "; contrastile --help lists the recipes of the package"
     except IsADirectoryError:
         inside = os.path.join(origin, "recipe.toml")
-        how = f"the recipe of this run is {inside}" if os.path.exists(inside) else naming
-        reason = f"is a folder; {how}"
+        reason = f"is a folder; {f'the recipe of this run is {inside}' if os.path.exists(inside) else naming}"
     except OSError as error:
         reason = f"cannot be read ({error.strerror})"
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -264,7 +263,7 @@ class _Reader:
         *sections, name = (part for part in key.split(".") if not part.isdecimal())
         section = ".".join(sections)
         fields = [owner.model_fields for known, owner in self.known if known == f"{section}.{name}"]
-        if kinds := [_shown(kind) for each in fields if "kind" in each for kind in get_args(each["kind"].annotation)]:
+        if kinds := [_shown(kind) for x in fields if "kind" in x for kind in get_args(x["kind"].annotation)]:
             return f" with this kind; it belongs to {section}.kind = {' or '.join(kinds)}"
         name = SYNONYMS.get(name, name)
         keys = (known.rpartition(".") for known, _ in reversed(self.known))

@@ -307,7 +307,7 @@ FREE = (
 def same_recipe(folder: RunFolder, recipe: AnyRecipe, verb: str = "train") -> None:
     """Raise ValueError where `verb` began with a recipe that differs in a key that training depends on."""
     earlier: Any = load_any_recipe(folder / RECIPE, files=False)
-    began, now = (learned_by(settled(one, folder), used_by=recipe) for one in (earlier, recipe))
+    began, now = (learned_by(settled(version, folder), used_by=recipe) for version in (earlier, recipe))
 
     def written(value: object) -> str:
         """The value as a recipe has it."""

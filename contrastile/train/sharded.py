@@ -44,8 +44,8 @@ def sharded_model(task: Any, rank: int) -> Iterator[None]:
     # fully_shard cannot be undone, so the first rank fills a copy in host memory
     copy = None
     if rank == 0:
-        own = {id(p): nn.Parameter(p.detach().cpu().clone(), p.requires_grad) for p in model.parameters()}
-        copy = deepcopy(model, own)
+        on_host = {id(p): nn.Parameter(p.detach().cpu().clone(), p.requires_grad) for p in model.parameters()}
+        copy = deepcopy(model, on_host)
 
     def unshard() -> None:
         with collectives.reporting_lost_ranks("exchange of shards", None):
@@ -127,9 +127,9 @@ def layers(tower: nn.Module) -> list[nn.Module]:
     """
     # a weight that two modules share is gathered with the module that contains both
     uses = Counter(id(p) for _, p in tower.named_parameters(remove_duplicate=False))
-    own = [module for module in repeated_modules(tower) if all(uses[id(p)] == 1 for p in module.parameters())]
+    unshared = [module for module in repeated_modules(tower) if all(uses[id(p)] == 1 for p in module.parameters())]
     # fully_shard requires inner modules before outer ones
-    return [module for module in dict.fromkeys(reversed(own)) if next(module.parameters(), None) is not None]
+    return [module for module in dict.fromkeys(reversed(unshared)) if next(module.parameters(), None) is not None]
 
 
 def is_sharded(model: Any) -> bool:
@@ -147,13 +147,13 @@ def full(x: Tensor) -> Tensor:
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
-def shard_like(x: Tensor, own: Any) -> Tensor:
-    """This rank's shard of a whole tensor `x` where `own` is sharded, otherwise `x`; no collective."""
-    if not hasattr(own, "device_mesh"):
+def shard_like(x: Tensor, example: Any) -> Tensor:
+    """This rank's shard of a whole tensor `x` where `example` is sharded, otherwise `x`; no collective."""
+    if not hasattr(example, "device_mesh"):
         return x
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(x.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+    return distribute_tensor(x.to(example.device), example.device_mesh, example.placements, src_data_rank=None)
 
 
 @torch.no_grad()
@@ -194,8 +194,8 @@ class ShardedPart:
     def load_state_dict(self, state_dict: Any) -> None:
         """Take this rank's shards of the whole tensors of a checkpoint, which every rank reads; no collective."""
         part = self._part
-        own = _parameters_of(part, state_dict) if isinstance(part, Optimizer) else part.state_dict()
-        part.load_state_dict(_shards(state_dict, own))
+        examples = _parameters_of(part, state_dict) if isinstance(part, Optimizer) else part.state_dict()
+        part.load_state_dict(_shards(state_dict, examples))
 
 
 def _parameters_of(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,17 +207,17 @@ def _parameters_of(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[
         return {name: _parameters_of(member, state_dict[name]) for name, member in members.items()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
-    def own(index: int, name: str, value: Any) -> Any:
+    def example(index: int, name: str, value: Any) -> Any:
         return parameters[index] if name != "step" and value.shape == parameters[index].shape else None
 
     states = state_dict["state"].items()
-    return {"state": {index: {name: own(index, name, x) for name, x in values.items()} for index, values in states}}
+    return {"state": {index: {name: example(index, name, x) for name, x in values.items()} for index, values in states}}
 
 
-def _shards(state: Any, own: Any) -> Any:
-    """`state` with this rank's shards of the tensors that are sharded in `own`."""
-    if isinstance(own, Tensor):
-        return shard_like(state, own)
-    if isinstance(own, Mapping):
-        return {name: _shards(inner, own.get(name)) for name, inner in state.items()}
+def _shards(state: Any, examples: Any) -> Any:
+    """`state` with this rank's shards of the tensors that are sharded in `examples`."""
+    if isinstance(examples, Tensor):
+        return shard_like(state, examples)
+    if isinstance(examples, Mapping):
+        return {name: _shards(inner, examples.get(name)) for name, inner in state.items()}
     return state

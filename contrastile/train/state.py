@@ -157,12 +157,12 @@ class Ema:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Give the model the means for its weights; restore its weights afterwards."""
-        own = {name: weights.detach().clone() for name, weights in self._weights.items()}
+        weights = {name: weight.detach().clone() for name, weight in self._weights.items()}
         self.settle()
         try:
             yield
         finally:
-            self._copy(own)
+            self._copy(weights)
 
     def settle(self) -> None:
         """Give the model the means for good, when its steps have ended or failed."""
@@ -221,10 +221,13 @@ class NonFiniteGuard:
         if norm <= LARGEST_NORM or self.in_a_row:
             return
         remedy = "Lower optim.learning_rate or optim.weight_decay"
-        where = "" if all_finite(model) else f", first seen in {_first_nonfinite(model, ())}"
-        rest = "the newest checkpoint has the last finite ones" if where else "they are kept as they are now"
+        if all_finite(model):
+            where, saved = "", "they are kept as they are now"
+        else:
+            where = f", first seen in {_first_nonfinite(model, ())}"
+            saved = "the newest checkpoint has the last finite ones"
         sentence = f"the weights must stay below a norm of {LARGEST_NORM:g}; step {step} left them at {norm:g}{where}"
-        raise AllRanksError(f"{sentence}. {remedy}; {rest}.")
+        raise AllRanksError(f"{sentence}. {remedy}; {saved}.")
 
 
 def all_finite(model: nn.Module) -> bool:

@@ -35,13 +35,13 @@ Measure = tuple[str, Callable[[], Sequence[Mapping[str, Any]]]]
 
 
 class BatchPart(Protocol):
-    """One rank's share of a batch of `whole` examples, or of a part of a batch.
+    """One rank's share of a batch, or of a part of a batch.
 
-    floats: its floating-point inputs, named for error messages, because they may be non-finite.
+    global_size: the examples of all ranks' shares. floats: inputs that may be non-finite, named for error messages.
     """
 
     @property
-    def whole(self) -> int: ...
+    def global_size(self) -> int: ...
     @property
     def floats(self) -> Mapping[str, Tensor]: ...
 
@@ -95,18 +95,18 @@ class Task(ABC, Generic[P]):
 
     @property
     @abstractmethod
-    def data(self) -> str:
+    def data_digest(self) -> str:
         """The fingerprint of the training data."""
 
     @property
     @abstractmethod
-    def measured(self) -> str:
+    def test_digest(self) -> str:
         """The fingerprint of the data that `report` measures on."""
 
     def compared(self, folder: RunFolder) -> Self:
         """The task itself, with a warning where a finished run is measured on other data than at its end."""
         # runs of earlier versions have no fingerprint
-        if folder.read_json(METADATA).get("data_sha256", self.measured) != self.measured:
+        if folder.read_json(METADATA).get("data_sha256", self.test_digest) != self.test_digest:
             message = "%s: the data are not those of the training; pairs that are held out now may have been trained on"
             logger.warning(message, folder.path)
         return self
@@ -119,14 +119,14 @@ class Task(ABC, Generic[P]):
     def statement(self) -> dict[str, str | int]:
         """Values that must be equal on all ranks: checksums of data and recipe."""
         recipe = hashlib.sha256(to_toml(self.run.recipe).encode()).hexdigest()
-        return {self.unit: len(self.rows), "data": self.data[:16], "recipe": recipe[:16], **self.origin}
+        return {self.unit: len(self.rows), "data": self.data_digest[:16], "recipe": recipe[:16], **self.origin}
 
     @abstractmethod
     def parts(self, rows: Tensor, step: int, ranks: Ranks) -> Sequence[P]:
         """This rank's share of the batch of `rows`, in parts that are accumulated."""
 
-    def expect(self, rows: Tensor, ranks: Ranks) -> None:
-        """Prefetch the first rows of the next batch."""
+    def prefetch(self, rows: Tensor, ranks: Ranks) -> None:
+        """Begin to read the first rows of the next batch."""
 
     def close(self) -> None:
         """Release the reader after the last batch."""
@@ -168,8 +168,8 @@ class Task(ABC, Generic[P]):
         # "auto" counts as all, so that the report never overstates the saving
         retained = largest if retain == "auto" else at_once * max(retain, 1)
         need, planned = dense_need(per_example, largest, retained), planned_memory(self.run, largest, result.ranks)
-        more = {"memory": need, "planned_memory": planned, "data_sha256": self.measured}
-        return {**self.metadata_so_far(result), **more}
+        memory = {"memory": need, "planned_memory": planned}
+        return {**self.metadata_so_far(result), **memory, "data_sha256": self.test_digest}
 
     def metadata_so_far(self, result: TrainResult) -> dict[str, Any]:
         """The metadata without values that take the model, or long, to compute."""

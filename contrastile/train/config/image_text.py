@@ -164,11 +164,11 @@ class DataSettings(Settings):
         return source
 
     def clashes(self) -> Iterable[Clash]:
-        several = is_collection(self.source)
+        collection = is_collection(self.source)
         reason = f"must be 1 but for glyphs or a table, with data.augment; got {self.copies}"
-        yield self.copies > 1 and (several or not self.augment), "copies", reason
+        yield self.copies > 1 and (collection or not self.augment), "copies", reason
         if self.weights:
-            yield not several, "weights", f'must be left out: "{self.source}" is no collection of several sources'
+            yield not collection, "weights", f'must be left out: "{self.source}" is no collection of several sources'
             count, got = len(read_source(self.source)), len(self.weights)
             yield count != got, "weights", f"must be one for each of the {count} sources; got {got}"
 
@@ -196,12 +196,12 @@ class TrainSettings(Steps):
     @classmethod
     def _reduce_to_the_largest_batch(cls, sub_batch: SubBatch, info: ValidationInfo) -> SubBatch:
         largest = max((size for _, size in info.data.get("batch", ())), default=2**53)
-        given = {"image": sub_batch.image, "text": sub_batch.text}
+        sizes = {"image": sub_batch.image, "text": sub_batch.text}
         overridden = {"train", "train.batch"} & {*(info.context or {}).get("overrides", ())}
-        for side, size in given.items() if needs_files(info) and not overridden else ():
+        for side, size in sizes.items() if needs_files(info) and not overridden else ():
             if side in sub_batch.model_fields_set and size > largest:
                 logger.warning("train.sub_batch.%s is %d, the largest batch, instead of %d", side, largest, size)
-        return sub_batch.model_copy(update={side: min(size, largest) for side, size in given.items()})
+        return sub_batch.model_copy(update={side: min(size, largest) for side, size in sizes.items()})
 
 
 KNOWN = ", ".join(f'"{name}"' for name in PROMPTS)

@@ -58,9 +58,9 @@ class StepColumns:
             logger.warning("%d steps of the metrics lack values and are left out", incomplete)
         columns = np.array(numbers).reshape(-1, len(VALUES) + len(PARTS)).T.copy()
         self.columns: dict[str, Column] = dict(zip(VALUES, columns, strict=False))
-        of_parts = columns[len(VALUES) :]
-        self.timed = np.flatnonzero(~np.isnan(of_parts[0]))
-        self.shares = {x: share for x, share in zip(PARTS, of_parts[:, self.timed], strict=True) if share.any()}
+        shares = columns[len(VALUES) :]
+        self.timed = np.flatnonzero(~np.isnan(shares[0]))
+        self.shares = {part: share for part, share in zip(PARTS, shares[:, self.timed], strict=True) if share.any()}
 
     def __len__(self) -> int:
         return len(self.columns["examples"])

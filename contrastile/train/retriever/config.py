@@ -59,15 +59,15 @@ class TextDataSettings(Settings):
     def unused(self) -> Iterable[Unused]:
         docstrings = self.source == "docstrings"
         folder = self.source != TO_BE_GIVEN and Path(self.source).expanduser().is_dir()
-        # both have passages and held-out questions of their own, and no hard negatives
-        whole = docstrings or folder
+        # with passages and held-out questions of its own, and no hard negatives
+        complete = docstrings or folder
         yield Unused(not docstrings, "packages", ("source",))
-        yield Unused(whole, "corpus", ("source",), "leave it out: that has its own passages")
-        yield Unused(whole, "test", ("source",), "leave it out: that has its own held-out questions")
+        yield Unused(complete, "corpus", ("source",), "leave it out: that has its own passages")
+        yield Unused(complete, "test", ("source",), "leave it out: that has its own held-out questions")
         yield Unused(self.test is not None, "held_out", ("test",), "leave either out")
         yield Unused(folder, "held_out", ("source",), "leave it out: the folder says what is held out")
         yield Unused(self.mined > 0 and self.negatives == 0, "mined", ("negatives",))
-        none = self.negatives > 0 and self.mined == 0 and whole
+        none = self.negatives > 0 and self.mined == 0 and complete
         remedy = "leave it out, or have some mined: this source has none"
         yield Unused(none, "negatives", ("mined", "source"), remedy)
 
@@ -179,8 +179,8 @@ class RetrieverSettings(Settings):
     def settings(self) -> dict[str, Any]:
         """The settings of `build_retriever`, or of `build_late`."""
         if self.kind == "late":
-            own = {"query_length": self.tokenizer.query_length}
-            return self.model_dump(exclude={"tokenizer", "dimensions"}, exclude_none=True) | own
+            settings = self.model_dump(exclude={"tokenizer", "dimensions"}, exclude_none=True)
+            return settings | {"query_length": self.tokenizer.query_length}
         return self.model_dump(exclude={"tokenizer", "dimensions", "kind", *LATE_KEYS}, exclude_none=True)
 
     def clashes(self) -> Iterable[Clash]:

@@ -93,20 +93,20 @@ def rank_all(
     if first_stage is None and run.recipe.model.kind == "late" and settings.candidates:
         first_stage = partial(bm25_candidates, count=settings.candidates)
     # without candidates every passage is scored
-    among: Candidates = first_stage(corpus) if first_stage is not None else lambda _: None
+    candidates: Candidates = first_stage(corpus) if first_stage is not None else lambda _: None
     searches: dict[str, Search] = {}
     if isinstance(passages, TokenStore):
         features: Any = run.encode_tokens("passage", passages, title="encoding passages")
         if isinstance(features, Ragged):
             vectors = [late.TokenVectors.of(features.values, features.lengths)]
-            searches["retriever"] = lambda asked, k: late.topk(run.encode_query(asked), vectors, k, among(asked))
+            searches["retriever"] = lambda texts, k: late.topk(run.encode_query(texts), vectors, k, candidates(texts))
         else:
-            searches["retriever"] = lambda asked, k: topk(run.encode_query(asked), features, k)
+            searches["retriever"] = lambda texts, k: topk(run.encode_query(texts), features, k)
         if settings.bm25:
             searches["BM25"] = partial(BM25(texts.passages).search, progress=progress)
     else:
         encode = partial(run.encode_query, dimensions=passages.dimensions)
-        searches["retriever"] = lambda asked, k: passages.search(encode(asked), k, among(asked))
+        searches["retriever"] = lambda texts, k: passages.search(encode(texts), k, candidates(texts))
     rankings = [
         rank_part(texts, part, system, corpus, search, settings.depth)
         for part in held_out(texts.splits)
@@ -145,13 +145,13 @@ def rank_part(texts: TextSet, part: str, system: str, passages: Passages, search
 
 def _check_ids(rankings: Sequence[Rankings], texts: TextSet, index: Passages) -> None:
     """Raise ValueError where no passage of the index has an id that is right for any query."""
-    if any(texts.queries[row].answers for one in rankings for row in one.queries.tolist()):
+    queries = [texts.queries[row] for part in rankings for row in part.queries.tolist()]
+    if any(query.answers for query in queries):
         # a passage of any id may contain an answer
         return
-    judged = (query.positives for one in rankings for query in (texts.queries[row] for row in one.queries.tolist()))
-    right = {texts.passages[row].id for positives in judged for row in positives}
+    right = {texts.passages[row].id for query in queries for row in query.positives}
     # the whole index is read only where no ranking has such a passage
-    ranked = (row for one in rankings for row in one.rows.ravel().tolist() if row >= 0)
+    ranked = (row for part in rankings for row in part.rows.ravel().tolist() if row >= 0)
     if right and right.isdisjoint(index[row].id for row in chain(ranked, range(len(index)))):
         remedy = "Encode a corpus whose ids are those of the questions' passages."
         raise invalid("--index", "hold passages that are right for a question", f"none of {len(right):,} ids", remedy)
@@ -181,21 +181,21 @@ def evaluate(recipe: RetrieverRecipe, texts: TextSet, rankings: Sequence[Ranking
     passages, not in its title, as in the evaluation of DPR.
     """
     rows = []
-    for one in rankings:
+    for ranked in rankings:
         # measures beyond the depth of the rankings would be too low
-        depth, choices = one.rows.shape[1], len(one.passages)
-        ks, test = [k for k in KS if k <= depth], f"{PARTS.get(one.part, one.part)}, {one.system}"
-        row = partial(result_row, choices=choices, chance=1 / choices, headline=one.system == "retriever")
-        if judgements := judgements_of(one.queries, texts):
+        depth, choices = ranked.rows.shape[1], len(ranked.passages)
+        ks, test = [k for k in KS if k <= depth], f"{PARTS.get(ranked.part, ranked.part)}, {ranked.system}"
+        row = partial(result_row, choices=choices, chance=1 / choices, headline=ranked.system == "retriever")
+        if judgements := judgements_of(ranked.queries, texts):
             deep = depth >= CUTOFF or depth >= choices
             cut = [name for name in MEASURES[:-1] if deep or "@" not in name]
             names = [*(f"hit@{k}" for k in ks), *cut, *(f"recall@{k}" for k in ks)]
-            values = means(measure(run_of(one, texts), judgements, names))
+            values = means(measure(run_of(ranked, texts), judgements, names))
             hits = {k: values.pop(f"hit@{k}") for k in ks}
             rows.append(row(test, len(judgements), recall=hits, measures=values))
-        answers = {query: texts.queries[row].answers for query, row in enumerate(one.queries.tolist())}
+        answers = {query: texts.queries[row].answers for query, row in enumerate(ranked.queries.tolist())}
         if answers := {query: sought for query, sought in answers.items() if sought}:
-            passages = [[passage.text for passage, _ in one.ranking(query)] for query in answers]
+            passages = [[passage.text for passage, _ in ranked.ranking(query)] for query in answers]
             hits = answer_recall(passages, [*answers.values()], match=recipe.evaluate.match, ks=ks)
             rows.append(row(f"{test}, answers", len(answers), recall=hits, measures={}))
     return rows
@@ -204,7 +204,7 @@ def evaluate(recipe: RetrieverRecipe, texts: TextSet, rankings: Sequence[Ranking
 def ranking_measures(recipe: RetrieverRecipe, texts: TextSet, rankings: Sequence[Rankings]) -> dict[str, float]:
     """For each part the share of queries with a right passage among the first k, and nDCG@10."""
     measures: dict[str, float] = {}
-    for ranked, row in ((one, row) for one in rankings for row in evaluate(recipe, texts, [one])):
+    for ranked, row in ((x, row) for x in rankings for row in evaluate(recipe, texts, [x])):
         if row["measures"]:
             values = {f"@{k}": share for k, share in row["recall"].items()} | row["measures"]
             part = PARTS.get(ranked.part, ranked.part)
@@ -254,15 +254,15 @@ def evaluate_and_report(
     passages: the tokens of the texts' own, or an index. first_stage: the candidates that a late retriever scores.
     beside: keep the folder's results on other texts.
     """
-    answered = rank_all(run, texts, passages, first_stage)
-    results, match = evaluate(run.recipe, texts, answered), run.recipe.evaluate.match
-    retrieved = [rankings for rankings in answered if rankings.system == "retriever"]
+    rankings = rank_all(run, texts, passages, first_stage)
+    results, match = evaluate(run.recipe, texts, rankings), run.recipe.evaluate.match
+    retrieved = [ranked for ranked in rankings if ranked.system == "retriever"]
     # a figure for the first passage of each question alone: it takes an encoding of both
     dimensions = None if isinstance(passages, TokenStore) else passages.dimensions
     figure = partial(alignment, run, dimensions=dimensions) if run.recipe.model.kind == "late" else None
-    questions = [question_samples(rankings, texts, match, figure) for rankings in retrieved]
+    questions = [question_samples(ranked, texts, match, figure) for ranked in retrieved]
     page.write_results(folder, results, beside=beside)
-    write_runs(folder, texts, answered)
+    write_runs(folder, texts, rankings)
     titles = {sample["title"] for sample in questions}
     stored = page.stored_samples(folder, QUESTIONS) if beside else []
     shown = [sample for sample in stored if sample["title"] not in titles]
@@ -270,14 +270,14 @@ def evaluate_and_report(
     return page.table_text(results, WORDING)
 
 
-def write_runs(folder: RunFolder, texts: TextSet, answered: Sequence[Rankings]) -> None:
+def write_runs(folder: RunFolder, texts: TextSet, rankings: Sequence[Rankings]) -> None:
     """Write `<part>.<system>.trec` and `<part>.qrels`, the formats of trec_eval."""
     try:
-        for rankings in answered:
-            with folder.written_whole(f"{rankings.part}.qrels") as path:
-                write_judgements(path, judgements_of(rankings.queries, texts))
-            with folder.written_whole(f"{rankings.part}.{rankings.system}.trec") as path:
-                write_run(path, run_of(rankings, texts), tag=rankings.system)
+        for ranked in rankings:
+            with folder.written_whole(f"{ranked.part}.qrels") as path:
+                write_judgements(path, judgements_of(ranked.queries, texts))
+            with folder.written_whole(f"{ranked.part}.{ranked.system}.trec") as path:
+                write_run(path, run_of(ranked, texts), tag=ranked.system)
     except ValueError as reason:
         # these formats have no ids with blanks; all other files are complete
         logger.warning("run files are not written: %s", reason)
@@ -357,19 +357,19 @@ def alignment(run: RetrieverRun, question: str, passage: Passage, *, dimensions:
     model: Any = run.model
     first = torch.zeros(1, dtype=torch.int64)
     question_tokens = query_tokens([question], run.tokenizer, run.recipe).rows(first)
-    read = passage_tokens([passage], run.tokenizer, run.recipe).rows(first)
-    compared = read["input_ids"][model.compared(**read)].tolist()
+    passage_inputs = passage_tokens([passage], run.tokenizer, run.recipe).rows(first)
+    compared = passage_inputs["input_ids"][model.compared(**passage_inputs)].tolist()
     query, _ = run.encode_query([question], dimensions=dimensions)
     key, mask = run.encode_passage([passage], dimensions=dimensions)
-    asked = question_tokens["input_ids"][0].tolist()
-    if not asked or not compared:
+    question_ids = question_tokens["input_ids"][0].tolist()
+    if not question_ids or not compared:
         return None
-    similar = query[0, : len(asked)] @ key[0][mask[0]].T
+    similar = query[0, : len(question_ids)] @ key[0][mask[0]].T
     best = similar.max(dim=1)
     columns = best.indices.unique()
     shares = (similar[:, columns] / similar.abs().max().clamp(min=1e-9)).clamp(min=0)
     return {
-        "query": run.tokenizer.tokens(asked),
+        "query": run.tokenizer.tokens(question_ids),
         "passage": run.tokenizer.tokens([compared[column] for column in columns.tolist()]),
         "shares": [[round(share, 3) for share in row] for row in shares.tolist()],
         "best": torch.searchsorted(columns, best.indices).tolist(),

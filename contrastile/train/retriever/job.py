@@ -55,7 +55,7 @@ class SampledQuery:
 
 @dataclass(frozen=True)
 class TextBatch:
-    """One rank's share of a batch of `whole` queries.
+    """One rank's share of a batch; `global_size`: the queries of the batch.
 
     queries, passages: tokens, `[b, L]` and `[n, L]`. positives `[b, P]`: indices of each query's passages among the
     keys, padded with −1. query_ids `[b]`, key_ids `[n]`: a query is no negative of the passage with its id. shared
@@ -68,7 +68,7 @@ class TextBatch:
     positives: Tensor
     query_ids: Tensor
     key_ids: Tensor
-    whole: int
+    global_size: int
     shared: Tensor | None = None
     lists: Tensor | None = None
     scores: Tensor | None = None
@@ -101,8 +101,8 @@ class TextBatchBuilder:
         # compiled encoders are compiled anew for each length, so texts are padded to a few lengths
         self._rounded = recipe.train.compile is True
         # "own": lists of negatives that only their own query meets; "scores": lists of each query's scored passages
-        own = "own" if getattr(recipe.loss, "own_negatives", False) else ""
-        self._lists = "scores" if isinstance(recipe.loss, RetrieverScores) else own
+        own = getattr(recipe.loss, "own_negatives", False)
+        self._list_kind = "scores" if isinstance(recipe.loss, RetrieverScores) else "own" if own else ""
 
     def sample(self, rows: Tensor, step: int) -> list[SampledQuery]:
         """The queries at `rows` with sampled passages; copies of a passage are replaced by its first row."""
@@ -130,12 +130,11 @@ class TextBatchBuilder:
         query is a positive of it.
         """
         materials, queries, same = self._materials, self._materials.texts.queries, self._materials.same
-        own = self._lists == "own"
-        negatives = [() if own else one.negatives for one in sampled]
-        drawn = {row for one, wrong in zip(sampled, negatives, strict=True) for row in (*one.positives, *wrong)}
+        negatives = [() if self._list_kind == "own" else sample.negatives for sample in sampled]
+        drawn = {row for sample in sampled for row in sample.positives}.union(*negatives)
         # for each query the drawn passages that are listed as right, whichever query they were drawn for
-        listed = [dict.fromkeys(same[list(queries[one.query].positives)].tolist()) for one in sampled]
-        positives = [[row for row in rows if row in drawn] for rows in listed]
+        right = [dict.fromkeys(same[list(queries[sample.query].positives)].tolist()) for sample in sampled]
+        positives = [[row for row in rows if row in drawn] for rows in right]
         ranks = assign_ranks(positives, size)
         # a passage is on the rank of those for which it is right, else on that of the first one that drew it
         owners = {row: owner for rows, owner in reversed([*zip(negatives, ranks, strict=True)]) for row in rows}
@@ -143,52 +142,49 @@ class TextBatchBuilder:
         # longest first: sub-batches then have texts of similar lengths, and the first one needs the most memory
         local = [index for index, owner in enumerate(ranks) if owner == rank]
         local.sort(key=lambda index: -int(materials.queries.lengths[sampled[index].query]))
-        lists = [self._listed(sampled[index], listed[index]) for index in local] if self._lists else []
+        lists = [self._listed(sampled[index], right[index]) for index in local] if self._list_kind else []
         shared = {row for row, owner in owners.items() if owner == rank}
         # a passage of a list is encoded on every rank that lists it
         keys = torch.tensor(sorted(shared.union(*lists)), dtype=torch.int64)
         keys = keys[materials.passages.lengths[keys].argsort(descending=True, stable=True)]
         places = {row: place for place, row in enumerate(keys.tolist())}
-        of_all = [place for row, place in places.items() if row in shared]
-        columns = {int(keys[place]): column for column, place in enumerate(of_all)}
+        shared_places = [place for row, place in places.items() if row in shared]
+        columns = {int(keys[place]): column for column, place in enumerate(shared_places)}
         # the width of the positives is the same on every rank
         padded = np.full((len(local), max(map(len, positives), default=1)), -1)
         for row, index in enumerate(local):
             padded[row, : len(positives[index])] = [columns[passage] for passage in positives[index]]
         rows = torch.tensor([sampled[index].query for index in local], dtype=torch.int64)
         # the passage that is no negative of a query: its own text where that is a passage, else its positive
-        itself = [(sampled[index].positives[0], queries[sampled[index].query].itself) for index in local]
-        ids = [positive if own_text is None else int(same[own_text]) for positive, own_text in itself]
+        candidates = [(sampled[index].positives[0], queries[sampled[index].query].itself) for index in local]
+        ids = [positive if itself is None else int(same[itself]) for positive, itself in candidates]
         teacher = None if self._teacher is None else (self._teacher[0].rows(rows), self._teacher[1].rows(keys))
         return TextBatch(
             queries=materials.queries.rows(rows, rounded=self._rounded),
             passages=materials.passages.rows(keys, rounded=self._rounded),
-            positives=torch.from_numpy(padded),
-            query_ids=torch.tensor(ids, dtype=torch.int64),
-            key_ids=keys,
-            whole=len(sampled),
-            teacher_tokens=teacher,
-            **(self._list_tensors(lists, places, of_all) if self._lists else {}),
-        )
+            positives=torch.from_numpy(padded), query_ids=torch.tensor(ids, dtype=torch.int64), key_ids=keys,
+            global_size=len(sampled), teacher_tokens=teacher,
+            **(self._list_tensors(lists, places, shared_places) if self._list_kind else {}),
+        )  # fmt: skip
 
-    def _listed(self, one: SampledQuery, positives: Container[int]) -> dict[int, float]:
+    def _listed(self, sample: SampledQuery, positives: Container[int]) -> dict[int, float]:
         """The passages of a query's list with their scores: its own negatives, each with 0, or its scored passages.
 
         Scored passages begin with a positive; the list is empty where no positive has a score.
         """
-        if self._lists == "own":
-            return dict.fromkeys((row for row in one.negatives if row not in positives), 0.0)
-        same, scores = self._materials.same, dict(self._materials.texts.queries[one.query].scores)
+        if self._list_kind == "own":
+            return dict.fromkeys((row for row in sample.negatives if row not in positives), 0.0)
+        same, scores = self._materials.same, dict(self._materials.texts.queries[sample.query].scores)
         scored = {int(same[row]): score for row, score in scores.items()}
-        if not any(row in scored for row in one.positives):
+        if not any(row in scored for row in sample.positives):
             return {}
-        return {row: scored[row] for row in (*one.positives, *one.negatives) if row in scored}
+        return {row: scored[row] for row in (*sample.positives, *sample.negatives) if row in scored}
 
     def _list_tensors(
         self, lists: Sequence[dict[int, float]], places: dict[int, int], shared: list[int]
     ) -> dict[str, Tensor]:
         """The lists as indices of this rank's passages, all of one width, and the indices of the shared keys."""
-        scored = self._lists == "scores"
+        scored = self._list_kind == "scores"
         width = self._data.negatives + (self._data.positives if scored else 0)
         indices, scores = np.full((len(lists), width), -1), np.zeros((len(lists), width), np.float32)
         for row, listed in enumerate(lists):
@@ -253,7 +249,7 @@ class RetrieverJob(Task[TextBatch]):
         return cls(RetrieverRun.untrained(recipe, data.tokenizer), data, teacher)
 
     @property
-    def data(self) -> str:
+    def data_digest(self) -> str:
         digest = sha256(self.materials.texts.digest().encode())
         for store in (self.materials.queries, self.materials.passages):
             digest.update(store.to_bytes())
@@ -262,7 +258,7 @@ class RetrieverJob(Task[TextBatch]):
         return digest.hexdigest()
 
     @property
-    def measured(self) -> str:
+    def test_digest(self) -> str:
         return self.materials.texts.digest()
 
     def parts(self, rows: Tensor, step: int, ranks: Ranks) -> list[TextBatch]:
@@ -292,12 +288,12 @@ class RetrieverJob(Task[TextBatch]):
                     keys, ids = self.objective.queued("passage")
                     inputs["queue"] = model.comparable(keys, size), ids
                 # the loss makes its products in autocast's dtype
-                both: Any = (queries, passages)
-                sides = [side[index] if streamed else model.comparable(side, size) for side in both]
+                encoded: Any = (queries, passages)
+                sides = [side[index] if streamed else model.comparable(side, size) for side in encoded]
                 losses.append(self._loss(*sides, model.logit_scale.exp(), **inputs))
             if queued:
-                of_all = inputs.get("shared", slice(None))
-                self.objective.keep(inputs["key_ids"][of_all], passage=passages[of_all].float())
+                shared = inputs.get("shared", slice(None))
+                self.objective.keep(inputs["key_ids"][shared], passage=passages[shared].float())
         return torch.stack(losses).mean()
 
     def probe(self) -> dict[str, dict[str, float]]:
@@ -333,11 +329,11 @@ class RetrieverJob(Task[TextBatch]):
         return total, sub_batch.at_once("query", run.recipe.model.tokenizer.query_length)
 
     def metadata(self, result: TrainResult) -> dict[str, Any]:
-        return {**super().metadata(result), "texts_sha256": self.measured}
+        return {**super().metadata(result), "texts_sha256": self.test_digest}
 
     def metadata_so_far(self, result: TrainResult) -> dict[str, Any]:
-        own = {"unit": self.unit, "passages": len(self.materials.texts.passages)}
-        return {**super().metadata_so_far(result), **own}
+        passages = len(self.materials.texts.passages)
+        return {**super().metadata_so_far(result), "unit": self.unit, "passages": passages}
 
 
 def evaluate_texts(
