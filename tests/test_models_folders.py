@@ -12,7 +12,7 @@ import torch
 from refusals import refusal
 from safetensors.torch import load_file, save_file
 
-from contrastile.models.remote_code import FETCHING, OWN, remote_code
+from contrastile.models.remote_code import DOWNLOADING, SHIPPED, remote_code
 from contrastile.models.text import load_tokenizer, train_tokenizer
 from contrastile.models.towers import build_model, build_retriever
 from contrastile.train.recipe import RecipeError, load_any_recipe
@@ -213,13 +213,13 @@ def test_the_allowed_implementations_are_those_of_the_library():
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    assert {*OWN["attn_implementation"]} <= {"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()}
-    assert {*OWN["experts_implementation"]} <= {"eager", *ALL_EXPERTS_FUNCTIONS.valid_keys()}
+    assert {*SHIPPED["attn_implementation"]} <= {"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()}
+    assert {*SHIPPED["experts_implementation"]} <= {"eager", *ALL_EXPERTS_FUNCTIONS.valid_keys()}
     models = Path(transformers.__file__).parent / "models"
     asking = {
         path.parent.name for path in models.glob("*/modeling_*.py") if re.search(r"\bget_kernel\(", path.read_text())
     }
-    assert asking == {*FETCHING}
+    assert asking == {*DOWNLOADING}
 
 
 @pytest.fixture

@@ -85,11 +85,11 @@ def maxsim(query: TokenFeatures, key: TokenVectors) -> Tensor:
     >>> maxsim(query, TokenVectors.of(torch.eye(2)[[0, 0, 1]], [1, 0, 2]))
     tensor([[1., 0., 2.]])
     """
-    parts = [_of_block(query, key, start, stop) for start, stop in key.blocks()]
+    parts = [_block_scores(query, key, start, stop) for start, stop in key.blocks()]
     return torch.cat(parts, 1) if parts else query[0].new_empty(len(query[0]), 0)
 
 
-def _of_block(query: TokenFeatures, key: TokenVectors, start: int, stop: int) -> Tensor:
+def _block_scores(query: TokenFeatures, key: TokenVectors, start: int, stop: int) -> Tensor:
     """The scores `[N, stop − start]` of consecutive passages."""
     vectors, mask = query
     values, lengths = key.values[key.starts[start] : key.starts[stop]], np.diff(key.starts[start : stop + 1])
@@ -98,7 +98,7 @@ def _of_block(query: TokenFeatures, key: TokenVectors, start: int, stop: int) ->
     block = TokenVectors.of(values.to(vectors.device).float(), lengths)
     scores = vectors.new_empty((len(vectors), stop - start), dtype=torch.float32)
     height, scorer = max(1, ROW_TOKENS // max(1, vectors.shape[1])), MaxSim()
-    for columns in _of_like_length(lengths):
+    for columns in _tiles_by_length(lengths):
         passages = padded_texts(block.ragged(columns, vectors.device))
         along = torch.from_numpy(columns).to(scores.device)
         for first in range(0, len(vectors), height):
@@ -108,7 +108,7 @@ def _of_block(query: TokenFeatures, key: TokenVectors, start: int, stop: int) ->
     return scores
 
 
-def _of_like_length(lengths: Positions) -> Iterator[Positions]:
+def _tiles_by_length(lengths: Positions) -> Iterator[Positions]:
     """Passages of a block in tiles, the shortest first, so that little of a tile is padding."""
     order, start = lengths.argsort(kind="stable"), 0
     while start < len(order):
@@ -138,19 +138,19 @@ def topk(query: TokenFeatures, shards: Sequence[TokenVectors], k: int, candidate
             raise invalid("candidates", rule, f"shape {got}, with rows up to {highest}", remedy)
         scores, rows = no_matches(vectors, k)
         for row, chosen in enumerate(candidates):
-            one = slice(row, row + 1)
-            scores[one], rows[one] = _among((vectors[one], query[1][one]), shards, k, chosen)
+            at = slice(row, row + 1)
+            scores[at], rows[at] = _best_candidates((vectors[at], query[1][at]), shards, k, chosen)
         return scores, rows
     best, first = no_matches(vectors), 0
     for shard in shards:
         for start, stop in shard.blocks():
             rows = torch.arange(first + start, first + stop, device=vectors.device).expand(len(vectors), -1)
-            best = best_of(best, (_of_block(query, shard, start, stop), rows), k)
+            best = best_of(best, (_block_scores(query, shard, start, stop), rows), k)
         first += len(shard)
     return best
 
 
-def _among(query: TokenFeatures, shards: Sequence[TokenVectors], k: int, candidates: Positions) -> Matches:
+def _best_candidates(query: TokenFeatures, shards: Sequence[TokenVectors], k: int, candidates: Positions) -> Matches:
     """The `k` best of the candidates of one query, scores and rows `[1, k]`."""
     # in the order of rows, which decides among equal scores
     chosen, best, first = np.unique(candidates[candidates >= 0]), no_matches(query[0]), 0

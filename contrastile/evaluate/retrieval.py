@@ -229,10 +229,10 @@ def class_features(
     synonyms = [(name,) if isinstance(name, str) else name for name in names]
     if not synonyms or not all(synonyms):
         raise invalid("names", "not be empty", "no names", "Give every class its name.")
-    owner = torch.tensor([row for row, several in enumerate(synonyms) for _ in several])
+    owner = torch.tensor([row for row, group in enumerate(synonyms) for _ in group])
     sums: list[Tensor] = []
     for prompt in prompts:
-        texts = [prompt.replace("{}", name) for several in synonyms for name in several]
+        texts = [prompt.replace("{}", name) for group in synonyms for name in group]
         unit = F.normalize(encode(texts).float(), dim=-1)
         zeros = unit.new_zeros(len(synonyms), unit.shape[1])
         sums.append(zeros.index_add_(0, owner.to(unit.device), unit))

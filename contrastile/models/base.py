@@ -122,7 +122,7 @@ def feature_size(tower: nn.Module, *inputs: Tensor) -> int:
 
 def towers_of(model: nn.Module) -> list[nn.Module]:
     """The towers of a model of either kind: its modules, or the members of a ModuleDict of them."""
-    children = [one.values() if isinstance(one, nn.ModuleDict) else [one] for one in model.children()]
+    children = [child.values() if isinstance(child, nn.ModuleDict) else [child] for child in model.children()]
     return [*chain.from_iterable(children)]
 
 

@@ -57,12 +57,12 @@ class LateRetriever(Retriever):
         """Tokens `[B, L]` to vectors `[B, query_length, D]`, or `[B, L, D]` without expansion, and their mask."""
         if not self.settings["query_expansion"]:
             return self.encoder("query")(input_ids, attention_mask), attention_mask.bool()
-        more = (0, max(self.settings["query_length"] - input_ids.shape[1], 0))
-        attention_mask = F.pad(attention_mask, more)
-        input_ids = F.pad(input_ids, more).masked_fill(attention_mask == 0, self.mask)
-        every = torch.ones_like(attention_mask)
-        attended = every if self.settings["attend_to_expansion"] else attention_mask
-        return self.encoder("query")(input_ids, attended), every.bool()
+        padding = (0, max(self.settings["query_length"] - input_ids.shape[1], 0))
+        attention_mask = F.pad(attention_mask, padding)
+        input_ids = F.pad(input_ids, padding).masked_fill(attention_mask == 0, self.mask)
+        all_tokens = torch.ones_like(attention_mask)
+        attended = all_tokens if self.settings["attend_to_expansion"] else attention_mask
+        return self.encoder("query")(input_ids, attended), all_tokens.bool()
 
     def encode_passage(self, input_ids: Tensor, attention_mask: Tensor) -> TokenFeatures:  # type: ignore[override]
         """Tokens `[B, L]` to vectors `[B, L, D]` and their mask."""
@@ -129,7 +129,7 @@ def marker(tokenizer: Tokenizer, settings: Any, side: str) -> int | None:
     token = getattr(settings, name)
     number = tokenizer.token_id(token) if token else None
     if token and number is None:
-        unused = next((each for each in ("[unused0]", "[unused1]") if tokenizer.token_id(each) is not None), None)
+        unused = next((word for word in ("[unused0]", "[unused1]") if tokenizer.token_id(word) is not None), None)
         remedy = 'Name one of its tokens, or "" for none' + (f"; it has {unused}." if unused else ".")
         raise invalid(f"model.{name}", "be a token of the tokenizer", f'"{token}"', remedy)
     return number

@@ -95,10 +95,10 @@ class Library:
         return config
 
     def normalisation(self) -> tuple[list[float], list[float]]:
-        own: dict[str, Any] = {}
+        table: dict[str, Any] = {}
         if self.folder is not None and (path := Path(self.folder) / "preprocessor_config.json").is_file():
-            own = read_table(path)
-        return self.mean or own.get("image_mean") or [0.5], self.std or own.get("image_std") or [0.5]
+            table = read_table(path)
+        return self.mean or table.get("image_mean") or [0.5], self.std or table.get("image_std") or [0.5]
 
 
 def _check_files(folder: Path) -> None:
@@ -316,17 +316,17 @@ def _pooling_of(model: nn.Module, tokenizer: Tokenizer) -> str:
     ids, mask = text["input_ids"], text["attention_mask"]
     if mask.sum() < 2:
         return "pooler"
+    # the same text with another second token: a high one, because some poolers look for the highest number, but no end
     other = ids.clone()
-    # a high token, because some poolers look for the highest number, but not an end token
     ends = torch.tensor(getattr(model.config, "eos_token_id", None) or []).flatten().tolist()
     other[0, 1] = next(token for token in range(tokenizer.vocabulary_size - 2, -1, -1) if token not in ends)
     with base.evaluating(model):
-        outputs = [model(input_ids=one, attention_mask=mask) for one in (ids, other)]
-    states = [one.last_hidden_state for one in outputs]
-    pooled, last = ([pool(one, mask) for one in outputs] for pool in (_pooler, _last))
+        outputs = [model(input_ids=tokens, attention_mask=mask) for tokens in (ids, other)]
+    states = [output.last_hidden_state for output in outputs]
+    pooled, last = ([pool(output, mask) for output in outputs] for pool in (_pooler, _last))
     causal = torch.equal(states[0][:, 0], states[1][:, 0])
-    takes_one = pooled[0].shape == last[0].shape and bool((states[0] == pooled[0][:, None]).all(dim=2).any())
-    return "last" if causal and takes_one and not all(map(torch.equal, pooled, last)) else "pooler"
+    is_state = pooled[0].shape == last[0].shape and bool((states[0] == pooled[0][:, None]).all(dim=2).any())
+    return "last" if causal and is_state and not all(map(torch.equal, pooled, last)) else "pooler"
 
 
 @torch.no_grad()

@@ -18,12 +18,12 @@ CODE = {
     "trust_remote_code", "use_kernels",
 }  # fmt: skip
 # implementations that torch and transformers ship, by the entry that selects one
-OWN = {
+SHIPPED = {
     "attn_implementation": ("eager", "sdpa", "flex_attention"),
     "experts_implementation": ("eager", "batched_mm", "grouped_mm"),
 }
 # models of transformers that download a kernel on a GPU by default
-FETCHING = ("mra", "rwkv", "sam3_video", "yoso")
+DOWNLOADING = ("mra", "rwkv", "sam3_video", "yoso")
 # entries with a model's name in timm, and the model type for which transformers does not look it up on the hub
 TIMM_NAMES, OF_TIMM = ("architecture", "backbone"), "timm_backbone"
 # files of a folder from which transformers reads its classes
@@ -51,13 +51,13 @@ def remote_code(entries: object) -> str | None:
 
 
 def _is_remote(key: str, value: Any, entries: Mapping[Any, Any]) -> bool:
-    own = OWN.get(key.strip("_").removesuffix("_internal"))
-    if own is not None:
-        return any(name not in (None, *own) for name in _leaves(value))
+    shipped = SHIPPED.get(key.strip("_").removesuffix("_internal"))
+    if shipped is not None:
+        return any(name not in (None, *shipped) for name in _leaves(value))
     if key in TIMM_NAMES and isinstance(value, str):
         looked_up = key == "backbone" and entries.get("model_type") != OF_TIMM
         return looked_up or ":" in value or "/" in value
-    return (key in CODE and bool(value)) or (key == "model_type" and value in FETCHING)
+    return (key in CODE and bool(value)) or (key == "model_type" and value in DOWNLOADING)
 
 
 def _leaves(value: Any) -> list[Any]:

@@ -64,7 +64,10 @@ class WordTokenizer:
     def tokenise(self, texts: Sequence[str], length: int | None = None) -> dict[str, Tensor]:
         """`input_ids` and `attention_mask`, int64 `[B, length]`, by default its own; longer texts are truncated."""
         encoded = self._engine.encode_batch(list(texts))
-        rows = {"input_ids": [one.ids for one in encoded], "attention_mask": [one.attention_mask for one in encoded]}
+        rows = {
+            "input_ids": [text.ids for text in encoded],
+            "attention_mask": [text.attention_mask for text in encoded],
+        }
         return {name: torch.tensor(ids).view(len(encoded), self.length)[:, :length] for name, ids in rows.items()}
 
     def token_id(self, token: str) -> int | None:
@@ -177,13 +180,13 @@ def load_tokenizer(folder: Path, *, length: int | None = None) -> Tokenizer:
     # the libraries raise errors of many types, tokenizers a bare Exception
     try:
         if config.is_file():
-            own = json.loads(config.read_text(encoding="utf-8")).get("model_max_length")
-            return FolderTokenizer(folder, length=_checked_length(length or own, folder))
+            limit = json.loads(config.read_text(encoding="utf-8")).get("model_max_length")
+            return FolderTokenizer(folder, length=_checked_length(length or limit, folder))
         if not serialised.is_file():
             raise invalid("folder", "hold a tokenizer.json", folder, "Point to a run or to a saved tokenizer.")
         text = serialised.read_text(encoding="utf-8")
-        own = (json.loads(text).get("truncation") or {}).get("max_length")
-        return WordTokenizer(text, length=_checked_length(length or own, folder))
+        limit = (json.loads(text).get("truncation") or {}).get("max_length")
+        return WordTokenizer(text, length=_checked_length(length or limit, folder))
     except Exception as error:
         # the sentence of `invalid` already
         if isinstance(error, ValueError) and str(error).startswith("`"):

@@ -63,12 +63,12 @@ def read_weights(checkpoint: str | Path) -> dict[str, Tensor]:
 
 def load_weights_into(module: nn.Module, weights: dict[str, Tensor], checkpoint: str | Path) -> None:
     """Load exactly the module's weights; raises ValueError with the names that are missing, extra or of other shape."""
-    own = module.state_dict()
-    shared = own.keys() & weights.keys()
+    expected = module.state_dict()
+    shared = expected.keys() & weights.keys()
     text = base.differences(
-        lacking=own.keys() - weights.keys(),
-        besides=weights.keys() - own.keys(),
-        reshaped={name for name in shared if own[name].shape != weights[name].shape},
+        lacking=expected.keys() - weights.keys(),
+        besides=weights.keys() - expected.keys(),
+        reshaped={name for name in shared if expected[name].shape != weights[name].shape},
     )
     if text:
         remedy = "Name the model that it is of, and the size of its images."
@@ -106,8 +106,8 @@ def timm_tower(
         classifier = tuple(f"{layer}." for layer in ((names,) if isinstance(names, str) else names))
         weights = {key: value for key, value in read_weights(checkpoint).items() if not key.startswith(classifier)}
         load_weights_into(model, weights, checkpoint)
-    own = timm.data.resolve_model_data_config(model)
-    mean, std = list(mean or own["mean"]), list(std or own["std"])
+    pixels = timm.data.resolve_model_data_config(model)
+    mean, std = list(mean or pixels["mean"]), list(std or pixels["std"])
     tower = base.PixelTower(model, config["in_chans"], mean, std)
     features = base.feature_size(tower, torch.zeros(1, channels, image_size, image_size))
     return base.Tower(tower, features, {"name": name, "config": config, "mean": mean, "std": std})
@@ -189,9 +189,9 @@ class OpenClip:
         import open_clip
 
         base.check_image_input(image_size, channels, size=self.shapes["vision_cfg"].get("image_size", IMAGE_SIZE))
-        own = self._described.get("preprocess_cfg", {})
-        mean = list(self.mean or own.get("mean") or open_clip.OPENAI_DATASET_MEAN)
-        std = list(self.std or own.get("std") or open_clip.OPENAI_DATASET_STD)
+        pixels = self._described.get("preprocess_cfg", {})
+        mean = list(self.mean or pixels.get("mean") or open_clip.OPENAI_DATASET_MEAN)
+        std = list(self.std or pixels.get("std") or open_clip.OPENAI_DATASET_STD)
         tower = base.PixelTower(self.model.visual, 3, mean, std)
         features = base.feature_size(tower, torch.zeros(1, channels, image_size, image_size))
         return base.Tower(tower, features, {"config": self.shapes, "mean": mean, "std": std})

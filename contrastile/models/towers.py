@@ -82,7 +82,7 @@ def build_model(settings: base.Settings, *, tokenizer: Tokenizer) -> DualEncoder
 
     `features`: the size of the common features. `image`, `text`: a table each, its `kind` one of `IMAGE_TOWERS` and
     `TEXT_TOWERS`, the rest that tower's own settings. Or `both` instead of the two: a CLIP or SigLIP, its `kind` one
-    of `WHOLE`. `scale`, `bias`: the initial values. `image_size`, `channels`: of the images.
+    of `PAIRS`. `scale`, `bias`: the initial values. `image_size`, `channels`: of the images.
 
     >>> from contrastile.models.text import train_tokenizer
     >>> tokenizer = train_tokenizer(["LATIN SMALL LETTER A"], length=4)
@@ -103,14 +103,14 @@ def build_model(settings: base.Settings, *, tokenizer: Tokenizer) -> DualEncoder
 def _separate_towers(settings: base.Settings, tokenizer: Tokenizer) -> base.TowerPair:
     image = base.build_tower("image", IMAGE_TOWERS, settings, tokenizer)
     text = base.build_tower("text", TEXT_TOWERS, settings, tokenizer)
-    first, second = (nn.Linear(tower.features, settings["features"], bias=False) for tower in (image, text))
-    return base.TowerPair(image, text, first, second, {"image": image.settings, "text": text.settings})
+    visual, textual = (nn.Linear(tower.features, settings["features"], bias=False) for tower in (image, text))
+    return base.TowerPair(image, text, visual, textual, {"image": image.settings, "text": text.settings})
 
 
 def _whole_model(settings: base.Settings, tokenizer: Tokenizer) -> base.TowerPair:
     own = dict(settings["both"])
     kind = own.pop("kind", "transformers")
-    origin, build = WHOLE[kind]
+    origin, build = PAIRS[kind]
     pair = build(origin(**own), **_image_input(settings), tokenizer=tokenizer)
     return replace(pair, settings={"both": {"kind": kind, **pair.settings}})
 
@@ -137,7 +137,7 @@ TEXT_TOWERS: dict[str, base.TowerBuilder] = {
     "open_clip": lambda own, _, tokenizer: OpenClip(**own).text(tokenizer=tokenizer),
 }
 # the settings of a model with both towers, and the function that builds its towers
-WHOLE: dict[str, tuple[Callable[..., Any], Callable[..., base.TowerPair]]] = {
+PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., base.TowerPair]]] = {
     "transformers": (Library, whole_model),
     "open_clip": (OpenClip, OpenClip.pair),
 }

@@ -25,7 +25,7 @@ from contrastile.train.retriever.run import RetrieverRun
 from contrastile.train.run import Run
 
 # made-up questions, words of each, passages that give the words; the fewest passages of a corpus with a threshold
-MADE_UP, WORDS_EACH, PASSAGES, LEAST = 64, 6, 512, 200
+QUESTIONS, WORDS, PASSAGES, LEAST_PASSAGES = 64, 6, 512, 200
 # sources of candidates beside the index of a run
 BM25, ALL = "bm25", "all"
 # share of the made-up questions whose best score is below the threshold
@@ -42,14 +42,14 @@ class Search:
     @cached_property
     def threshold(self) -> float | None:
         """The score below which nothing is close: most made-up questions do not reach it. None for a small corpus."""
-        if len(self.index) < LEAST:
+        if len(self.index) < LEAST_PASSAGES:
             return None
         generator = np.random.default_rng(0)
         rows = np.sort(generator.permutation(len(self.index))[:PASSAGES])
         vocabulary = sorted({word for row in rows.tolist() for word in words(self.index[row].text) if len(word) > 2})
         if not vocabulary:
             return None
-        questions = [" ".join(generator.choice(vocabulary, WORDS_EACH)) for _ in range(MADE_UP)]
+        questions = [" ".join(generator.choice(vocabulary, WORDS)) for _ in range(QUESTIONS)]
         scores, _ = self.best(questions, 1)
         return float(scores.quantile(BELOW))
 
@@ -65,8 +65,8 @@ class Search:
             features = self.run.encode_query(questions, dimensions=self.index.dimensions)
         if isinstance(features, Tensor):
             return self.index.search(features, k)
-        among = None if self.candidates is None else self.candidates(questions)
-        scores, rows = self.index.search(features, k, among)
+        candidates = None if self.candidates is None else self.candidates(questions)
+        scores, rows = self.index.search(features, k, candidates)
         return scores / features[1].sum(1, keepdim=True).clamp(min=1), rows
 
     def results_text(self, question: str, k: int, *, lines: int) -> str:
