@@ -297,7 +297,7 @@ def _plan(arguments: argparse.Namespace, batches: list[int], known: Mapping[str,
     plan: Plan = {}
     for word in arguments.ways or ():
         name, at, sizes = word.partition("@")
-        uncompiled = tuple(each for each in known if not each.startswith(COMPILED))
+        uncompiled = tuple(way for way in known if not way.startswith(COMPILED))
         one_of("ways", name.removeprefix(COMPILED), uncompiled, "Leave it out for all.")
         for batch in [number("ways", size) for size in sizes.split(",")] if at else batches:
             plan.setdefault(batch, []).append(name)

@@ -70,8 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace, *, pairs: bool) -> None:
     """Refuse options of another kind of recipe or comparison, and numbers that are too small."""
     given = {name: value for name, value in vars(arguments).items() if value is not None}
-    other, owner = (OF_RETRIEVERS, "a retriever") if pairs else (OF_PAIRS, "images and texts")
-    for name in other:
+    refused, owner = (OF_RETRIEVERS, "a retriever") if pairs else (OF_PAIRS, "images and texts")
+    for name in refused:
         if name in given:
             raise invalid(f"--{name}", "be left out for this recipe", given[name], f"It belongs to {owner}.")
     for name, needed in (("data", "batches"), ("rates", "batches"), ("ranks", "losses")):
@@ -116,10 +116,10 @@ def _of_pairs(recipe: Any, arguments: argparse.Namespace, sizes: dict[str, list[
 
     from contrastile.experiments.studies import BatchSizes, FourWays, Losses
 
-    many: dict[str, Any] = {"recipe": recipe, "seeds": arguments.seeds, "jobs": arguments.jobs}
+    common: dict[str, Any] = {"recipe": recipe, "seeds": arguments.seeds, "jobs": arguments.jobs}
     if kind == "--losses":
-        return Losses(**many, ranks=arguments.ranks or 2)
-    return BatchSizes(**many, batches=sizes["batches"], shares=shares, rates=rates) if kind else FourWays(**many)
+        return Losses(**common, ranks=arguments.ranks or 2)
+    return BatchSizes(**common, batches=sizes["batches"], shares=shares, rates=rates) if kind else FourWays(**common)
 
 
 def _of_retrievers(recipe: Any, arguments: argparse.Namespace, sizes: dict[str, list[int]]) -> Study:
@@ -132,5 +132,5 @@ def _of_retrievers(recipe: Any, arguments: argparse.Namespace, sizes: dict[str, 
 
     from contrastile.experiments.retriever_memory import RetrieverMemory, limit_loss
 
-    many: dict[str, Any] = {"recipe": limit_loss(recipe, memory), "seeds": arguments.seeds, "jobs": arguments.jobs}
-    return RetrieverMemory(**many, memory=memory, batches=batches, sizes=sizes["updates"])
+    common: dict[str, Any] = {"recipe": limit_loss(recipe, memory), "seeds": arguments.seeds, "jobs": arguments.jobs}
+    return RetrieverMemory(**common, memory=memory, batches=batches, sizes=sizes["updates"])

@@ -73,10 +73,10 @@ def lines(values: dict[str, Any]) -> Iterator[str]:
     for auto in values["auto"]:
         yield f'\n"auto" on {auto["device"]}:'
         cases: dict[str, list[str]] = {}
-        for one in auto["backends"]:
-            declined = "".join(f"; {name} declined: {reason}" for name, reason in one["declined"].items())
-            cases.setdefault(one["takes"] + declined, []).append(f"{one['loss']} {one['dtype']}")
-        yield from (f"  backend {choice} (for {', '.join(several)})" for choice, several in cases.items())
+        for case in auto["backends"]:
+            declined = "".join(f"; {name} declined: {reason}" for name, reason in case["declined"].items())
+            cases.setdefault(case["takes"] + declined, []).append(f"{case['loss']} {case['dtype']}")
+        yield from (f"  backend {choice} (for {', '.join(names)})" for choice, names in cases.items())
         if not auto["device"].startswith("cuda"):
             yield "  not asked here: triton, for NVIDIA devices; dense, by its name alone, because it holds the matrix"
         yield f"  exchange {_exchange(auto['exchange'])}"

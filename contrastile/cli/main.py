@@ -72,10 +72,10 @@ def build_parser() -> Page:
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True, parser_class=Parser)
     for verb in chain(*VERBS.values()):
-        own = verbs.add_parser(verb.__name__.rpartition(".")[2], help=verb.SUMMARY)
+        verb_parser = verbs.add_parser(verb.__name__.rpartition(".")[2], help=verb.SUMMARY)
         # a verb with sub-verbs has no `run`; they set their own
-        own.set_defaults(verb=getattr(verb, "run", None))
-        verb.add_to(own)
+        verb_parser.set_defaults(verb=getattr(verb, "run", None))
+        verb.add_to(verb_parser)
     return parser
 
 
@@ -128,8 +128,8 @@ def _explained(error: Exception) -> tuple[str, int]:
     if isinstance(error, OSError | FloatingPointError):
         return str(error), 1
     # torch has a class of its own for a GPU without memory, and none for the host
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    full = bool(kinds & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
+    classes = {base.__name__ for base in type(error).__mro__}
+    full = bool(classes & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
     return f"memory ran out: {' '.join(str(error).split())}", int(full)
 
 
@@ -141,8 +141,8 @@ def _as_typed(sentence: str, options: argparse.Namespace) -> str:
     name = opening[1]
     typed = flag(name) if flag(name) in re.findall(r"--[\w-]+", options.parser.format_usage()) else name
     if name == "source":
-        given = (word for word, key in SOURCES.items() if getattr(options, key, None) is not None)
-        typed = next(given, "data.source")
+        sources = (word for word, key in SOURCES.items() if getattr(options, key, None) is not None)
+        typed = next(sources, "data.source")
     elif name in FILES and hasattr(options, "overrides"):
         typed = f"data.{name}"
     return sentence.replace(name, typed, 1)

@@ -31,10 +31,7 @@ class Result:
 
 
 def to_csv(results: Iterable[Result]) -> str:
-    rows = [
-        {**one.labels, "seed": one.seed, **one.costs, **one.measures, "failed": one.failed, **one.origin}
-        for one in results
-    ]
+    rows = [{**x.labels, "seed": x.seed, **x.costs, **x.measures, "failed": x.failed, **x.origin} for x in results]
     last = ["failed", *ORIGIN]
     columns = dict.fromkeys(name for row in rows for name in row if name not in last)
     file = io.StringIO()

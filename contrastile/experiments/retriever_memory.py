@@ -124,20 +124,18 @@ class RetrieverMemory(Study):
             return super().run(trial, data, ranks, folder)
         texts, search, depth = data.texts, BM25(data.texts.passages).search, self.recipe.evaluate.depth
         parts = held_out(texts.splits)
-        answered = [rank_part(texts, part, "BM25", texts.passages, search, depth) for part in parts]
-        return Result(trial.labels, None, measures=ranking_measures(self.recipe, texts, answered))
+        rankings = [rank_part(texts, part, "BM25", texts.passages, search, depth) for part in parts]
+        return Result(trial.labels, None, measures=ranking_measures(self.recipe, texts, rankings))
 
     def costs(self, trial: Trial, trained: TrainResult) -> dict[str, float]:
         """Add the costs of an update, measured alone, to those of a training beside others."""
         optim, update = self.recipe.optim, self.updates[tuple(trial.labels.values())]
         return {
-            "steps": trained.steps,
-            "queries": trained.examples,
+            "steps": trained.steps, "queries": trained.examples,
             "learning_rate": optim.learning_rate * rate_factor(optim, int(trial.labels["batch"])),
-            "seconds": round(trained.seconds, 3),
-            "update_seconds": round(update.seconds, 5),
+            "seconds": round(trained.seconds, 3), "update_seconds": round(update.seconds, 5),
             "update_bytes": update.bytes,
-        }
+        }  # fmt: skip
 
     def order(self, result: Result) -> tuple[int, int]:
         """Way and seed; BM25 last. Raise ValueError for an earlier result of another memory or other batches."""
@@ -158,12 +156,12 @@ class RetrieverMemory(Study):
         rows = []
         for labels, group in by_labels(results).items():
             way, batch = labels
-            made = took = ["", ""]
+            trained = took = ["", ""]
             if update := self.updates.get(labels):
                 steps, failed = int(group[0].costs["steps"]), sum(bool(result.failed) for result in group)
                 way += f" ({failed} of {len(group)} failed)" if failed else ""
-                made, took = [f"{int(batch):,}", f"{steps:,}"], [f"{update.seconds * steps:.1f}", size(update.bytes)]
-            rows.append([way, *made, *(mean_percent(group, f"{part} {name}") for name in COMPARED), *took])
+                trained, took = [f"{int(batch):,}", f"{steps:,}"], [f"{update.seconds * steps:.1f}", size(update.bytes)]
+            rows.append([way, *trained, *(mean_percent(group, f"{part} {name}") for name in COMPARED), *took])
         return markdown(["way", "batch", "updates", *COMPARED, "seconds", "memory"], rows)
 
     def introduction(self, results: Sequence[Result]) -> str:

@@ -132,7 +132,7 @@ class Losses(Study):
         columns = (head for test in tests for head in (f"{test}, @1", f"from {BASELINE}, points"))
         rows = []
         for way, group in ((way, groups[way,]) for way in LOSS_WAYS if (way,) in groups):
-            cells = (cell for test in tests for cell in (spread(group, test), _gap(results, way, test)))
+            cells = (cell for test in tests for cell in (spread(group, test), _marked_gap(results, way, test)))
             rows.append([way, *LOSS_WAYS[way], mean_cost(group, "seconds"), *cells])
         return markdown(["way", "exchange", "block", "seconds", *columns], rows)
 
@@ -147,9 +147,9 @@ are taken seed by seed, mean and 95 % interval in points; (!) where 0 lies outsi
 {NARROW:g} point either way."""
 
 
-def _gap(results: Sequence[Result], way: str, test: str) -> str:
-    gap = difference(results, way, test) if way != BASELINE else None
-    return f"{gap[0]:+.2f} ± {gap[1]:.2f}{'' if negligible(*gap) else ' (!)'}" if gap else ""
+def _marked_gap(results: Sequence[Result], way: str, test: str) -> str:
+    interval = difference(results, way, test) if way != BASELINE else None
+    return f"{interval[0]:+.2f} ± {interval[1]:.2f}{'' if negligible(*interval) else ' (!)'}" if interval else ""
 
 
 def difference(results: Sequence[Result], way: str, test: str, baseline: str = BASELINE) -> tuple[float, float] | None:
@@ -159,7 +159,7 @@ def difference(results: Sequence[Result], way: str, test: str, baseline: str = B
     """
     from scipy.stats import t  # type: ignore[import-untyped]
 
-    recalls = {(one.labels["way"], one.seed): one.measures[test] for one in results if test in one.measures}
+    recalls = {(x.labels["way"], x.seed): x.measures[test] for x in results if test in x.measures}
     seeds = [seed for name, seed in recalls if name == way and (baseline, seed) in recalls]
     gaps = [100 * (recalls[way, seed] - recalls[baseline, seed]) for seed in seeds]
     if len(gaps) < 2:
@@ -231,9 +231,10 @@ def draw(results: Sequence[Result]) -> str:
     for panel, test in zip(figure.subplots(1, max(len(tests), 1), squeeze=False)[0], tests, strict=False):
         for (share, colour), (rule, dash) in lines:
             groups = {int(batch): rules.get(rule, []) for (data, batch), rules in points.items() if data == share}
-            percents = {batch: [100 * one.measures[test] for one in groups[batch] if test in one.measures]
-                        for batch in sorted(groups)}  # fmt: skip
-            measured = {batch: values for batch, values in percents.items() if values}
+            percents = {
+                batch: [100 * x.measures[test] for x in groups[batch] if test in x.measures] for batch in groups
+            }
+            measured = {batch: percents[batch] for batch in sorted(percents) if percents[batch]}
             means = [statistics.mean(values) for values in measured.values()]
             deviations = [statistics.stdev(values) if len(values) > 1 else 0 for values in measured.values()]
             label = f"{float(share):.0%} of the pairs, {rule} rate"
@@ -253,13 +254,14 @@ def _rules(results: Sequence[Result]) -> list[str]:
 
 
 def _points(results: Sequence[Result]) -> dict[tuple[str, str], dict[str, list[Result]]]:
-    smallest, rules = min((one.labels["batch"] for one in results), key=int), _rules(results)
+    smallest, all_rules = min((result.labels["batch"] for result in results), key=int), _rules(results)
     points: dict[tuple[str, str], dict[str, list[Result]]] = {}
     for result in results:
         share, batch, rule = result.labels.values()
         groups = points.setdefault((share, batch), {})
-        for each in rules if batch == smallest else [rule]:
-            groups.setdefault(each, []).append(result)
+        # trained once at the smallest batch, where all rules are the same
+        for name in all_rules if batch == smallest else [rule]:
+            groups.setdefault(name, []).append(result)
     return points
 
 
@@ -328,13 +330,13 @@ class Ways(Study):
 
     def introduction(self, results: Sequence[Result]) -> str:
         first, *_ = self.recipes
-        examples = next((int(one.costs["examples"]) for one in results if one.labels["way"] == first), 0)
+        examples = next((int(x.costs["examples"]) for x in results if x.labels["way"] == first), 0)
         keys, of_first = {way: _keys(recipe) for way, recipe in self.recipes.items()}, _keys(self.recipes[first])
         shown = {
-            way: {name: section for name, section in own.items() if name == "loss" or section != of_first[name]}
-            for way, own in keys.items()
+            way: {name: section for name, section in sections.items() if name == "loss" or section != of_first[name]}
+            for way, sections in keys.items()
         }
-        ways = "\n".join(f"- {way}: `{json.dumps(own)}`" for way, own in shown.items())
+        ways = "\n".join(f"- {way}: `{json.dumps(sections)}`" for way, sections in shown.items())
         return f"""\
 Every way learns for the time that {first} takes for {examples:,} examples, by steps that were timed
 beforehand; seconds are those of the training itself, beside whatever else the machine did. Mean and standard deviation
@@ -346,8 +348,9 @@ and sections that differ from those of {first}:
 
 def gap(results: Sequence[Result], way: str, test: str, first: str) -> str:
     """Write the difference of a way from the first, and half of its 95 % interval; nothing for the first."""
-    both = difference(results, way, test, first) if way != first else None
-    return f"{round(both[0], 1) + 0.0:+.1f} ± {both[1]:.1f}" if both else ""
+    interval = difference(results, way, test, first) if way != first else None
+    # plus 0.0, so that no difference is -0.0
+    return f"{round(interval[0], 1) + 0.0:+.1f} ± {interval[1]:.1f}" if interval else ""
 
 
 def _keys(recipe: Any) -> dict[str, Any]:

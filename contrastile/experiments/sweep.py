@@ -176,7 +176,7 @@ class Study(ABC):
         return Result(trial.labels, trial.seed, self.costs(trial, trained), measures, failed)
 
     def write(self, folder: RunFolder, results: Sequence[Result]) -> None:
-        machines = dict.fromkeys(f"{one.origin['chip']} · {one.origin['versions']}" for one in results)
+        machines = dict.fromkeys(f"{result.origin['chip']} · {result.origin['versions']}" for result in results)
         page = [f"# {self.recipe.name}: {self.title}", self.introduction(results), self.table(results)]
         folder.write_text(RESULTS, to_csv(results))
         folder.write_text(PAGE, "\n\n".join([*page, "  \n".join(machines)]) + "\n")

@@ -77,11 +77,10 @@ def export_pair(folder: Path, library: str, target: Path) -> list[Path]:
     return [target]
 
 
-def _kinds(run: Run, library: str, remedy: str) -> None:
+def _check_library(run: Run, library: str, remedy: str) -> None:
     """Raise ValueError unless both towers are models of the library."""
     settings = run.model.settings
-    kinds = [settings[side]["kind"] for side in ("both", "image", "text") if settings.get(side)]
-    kinds = kinds[:1] if settings["both"] else kinds
+    kinds = [settings[side]["kind"] for side in (("both",) if settings["both"] else ("image", "text"))]
     if set(kinds) != {library}:
         raise invalid("run", f"have towers that are a model of {library}", " and ".join(kinds), remedy)
 
@@ -101,7 +100,7 @@ def _write_open_clip(run: Run, target: Path) -> None:
     from safetensors.torch import save_file
 
     both = run.model.settings["both"] or {}
-    _kinds(run, "open_clip", 'Train with model.both = {kind = "open_clip", name = "ViT-B-16"}, or its config.')
+    _check_library(run, "open_clip", 'Train with model.both = {kind = "open_clip", name = "ViT-B-16"}, or its config.')
     # the class with both towers as modules of their own
     config = {**deepcopy(both["config"]), "custom_text": True}
     config.pop("init_logit_bias", None)
@@ -144,7 +143,7 @@ def _read_open_clip(target: Path, run: Run) -> tuple[Any, Callable[[Tensor], Ten
 def _write(run: Run, target: Path) -> None:
     """Write a CLIP, a SigLIP or a VisionTextDualEncoder of transformers, its tokenizer and its image processor."""
     remedy = 'Train with model.both, or model.image and model.text, of the kind "transformers".'
-    _kinds(run, "transformers", remedy)
+    _check_library(run, "transformers", remedy)
     image: Any = run.model.image.tower
     text: Any = run.model.text.tower
     poolings, whole = [image.pooling, text.pooling], run.model.settings["both"] is not None

@@ -48,14 +48,13 @@ def encode_sides(
     sub_batch_tokens: int | None, retain: Retain,
 ) -> list[Tensor]:  # fmt: skip
     """Features [N, D] of each side. sub_batch_tokens: limits the sides with an `attention_mask`."""
-    features = []
-    retained = retain_of_sides(retain, len(encoders), sub_batch)
-    for encoder, batch, each in zip(encoders, inputs, retained, strict=True):
+    features, retains = [], retain_of_sides(retain, len(encoders), sub_batch)
+    for encoder, batch, of_side in zip(encoders, inputs, retains, strict=True):
         tokens = sub_batch_tokens if isinstance(batch, Mapping) and "attention_mask" in batch else None
         if sub_batch is None and tokens is None and sub_batch_tokens is not None:
             remedy = 'Say how many of its examples are encoded at once, or "auto".'
             raise invalid("sub_batch", "be given for a side without an `attention_mask`", None, remedy)
-        features.append(encode(encoder, batch, sub_batch=sub_batch, sub_batch_tokens=tokens, retain=each))
+        features.append(encode(encoder, batch, sub_batch=sub_batch, sub_batch_tokens=tokens, retain=of_side))
     return features
 
 
@@ -65,10 +64,10 @@ def loss_of_sides(loss: Callable[..., Tensor], features: Sequence[Tensor], scale
     bias: follows the scale, if there is one. Keys behind the right ones are hard negatives, in a side of their own or
     not. Raises ValueError for fewer keys in the second side than queries, and for a bias that the loss does not take.
     """
-    for each in features:
-        if isinstance(each, Mapping):
+    for output in features:
+        if isinstance(output, Mapping):
             remedy = "Return one tensor of it, such as its pooler_output, normalised."
-            raise invalid("encoders", "return features [B, D]", f"a {type(each).__name__}", remedy)
+            raise invalid("encoders", "return features [B, D]", f"a {type(output).__name__}", remedy)
     query, *keys = features
     if len(keys[0]) < len(query):
         remedy = "Let the data have a pair in every row."

@@ -151,8 +151,8 @@ class ContrastileMixin:
                 # the optimizer has the parameters of the model
                 remedy = f"Make it the model's, and pass {name}=lambda model: ..."
                 raise invalid(name, "be a number, or a function of the model", f"a {type(number).__name__}", remedy)
-        several = isinstance(encoders, (list, tuple))
-        self.encoders: list[Encoder] = list(encoders) if several else [encoders] * len(sides)  # type: ignore[arg-type,list-item]
+        is_list = isinstance(encoders, (list, tuple))
+        self.encoders: list[Encoder] = list(encoders) if is_list else [encoders] * len(sides)  # type: ignore[arg-type,list-item]
         if len(self.encoders) != len(sides):
             raise invalid("encoders", f"be one, or one for each of {len(sides)} sides", len(self.encoders), "Add some.")
         check_counts(sub_batch, sub_batch_tokens, retain)
@@ -160,21 +160,21 @@ class ContrastileMixin:
         self.sides, self.scale, self.bias, self.retain = tuple(sides), scale, bias, retain
         self.contrastive_loss = InfoNCELoss() if loss is None else loss
         super().__init__(*positional, **named)
-        for each in self.encoders:
-            if not callable(getattr(self.model, each, None) if isinstance(each, str) else each):
+        for encoder in self.encoders:
+            if not callable(getattr(self.model, encoder, None) if isinstance(encoder, str) else encoder):
                 rule = "be functions, or names of the model's methods"
-                raise invalid("encoders", rule, repr(each), "Check the name.")
+                raise invalid("encoders", rule, repr(encoder), "Check the name.")
         # the columns of both sides are no arguments of the model's forward
         self.args.remove_unused_columns = False
         smoothing = self.args.label_smoothing_factor
-        for name, given, none, remedy in (
+        for name, value, unset, remedy in (
             ("compute_loss_func", self.compute_loss_func, None, "Pass loss=..., called as loss(queries, keys, scale)."),
             ("compute_metrics", self.compute_metrics, None, "Evaluate features with contrastile.evaluate."),
             ("label_smoothing_factor", smoothing, 0, "Pass loss=InfoNCELoss(label_smoothing=...)."),
         ):
             # the Trainer would leave it out without a word
-            if given != none:
-                raise invalid(name, f"be {none}", getattr(given, "__name__", given), remedy)
+            if value != unset:
+                raise invalid(name, f"be {unset}", getattr(value, "__name__", value), remedy)
         if self.args.n_gpu > 1:
             raise invalid("n_gpu", "be 1", self.args.n_gpu, "Launch one process for each GPU, with torchrun.")
         refuse_zero_3(getattr(self.accelerator.state, "deepspeed_plugin", None))
@@ -197,7 +197,7 @@ class ContrastileMixin:
         # accelerate puts autocast on the model's forward alone, which methods and the loss would miss
         with self.accelerator.autocast():
             features = encode_sides(
-                [method_encoder(model, each) if isinstance(each, str) else (model, each) for each in self.encoders],
+                [method_encoder(model, x) if isinstance(x, str) else (model, x) for x in self.encoders],
                 [self.inputs_of(inputs, side) for side in self.sides],
                 self.sub_batch, self.sub_batch_tokens, self.retain,
             )  # fmt: skip
@@ -217,9 +217,9 @@ class ContrastileMixin:
         if side in inputs:
             return inputs[side]
         # of "key" and "key_2" the second has "key_2_..."
-        longer = tuple(f"{each}_" for each in self.sides if each.startswith(f"{side}_"))
-        own = [name for name in inputs if name.startswith(f"{side}_") and not f"{name}_".startswith(longer)]
-        prefixed = {name.removeprefix(f"{side}_"): inputs[name] for name in own}
+        longer = tuple(f"{other}_" for other in self.sides if other.startswith(f"{side}_"))
+        names = [name for name in inputs if name.startswith(f"{side}_") and not f"{name}_".startswith(longer)]
+        prefixed = {name.removeprefix(f"{side}_"): inputs[name] for name in names}
         if not prefixed:
             remedy = "Name the columns in `sides`, or let the collator return them."
             raise invalid("inputs", f"hold {side} or {side}_...", sorted(inputs), remedy)
