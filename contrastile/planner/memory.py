@@ -148,6 +148,7 @@ class StepMemory:
         def add(name: str, **parts: int) -> None:
             moments.append(Moment(name, base | {key: value for key, value in parts.items() if value}))
 
+        # bytes held so far: of retained graphs, of features, and of the guide's or the teacher's features
         graphs = features = guided = 0
         random = sum(RANDOM_STATE * side.count for side in self.sides) if self.loss.device == "cpu" else 0
         for side in self.guides:

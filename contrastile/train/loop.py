@@ -209,16 +209,17 @@ class Trainer:
         self.shown: dict[str, str] = {}
         self.foretold = False
         # the parts of a checkpoint, under the names that earlier versions gave them
-        self.state: Parts = {
+        self.checkpointed: Parts = {
             "model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, "average": self.ema,
             "guard": self.guard, "metrics": metrics, "course": self.progress, **task.state,
         }  # fmt: skip
         if is_sharded(self.model):
-            self.state = {**self.state, **{name: ShardedPart(self.state[name]) for name in SHARDED_PARTS}}
+            sharded = {name: ShardedPart(self.checkpointed[name]) for name in SHARDED_PARTS}
+            self.checkpointed = {**self.checkpointed, **sharded}
 
     def begin(self, checkpoints: Checkpoints) -> None:
         """Restore the newest checkpoint, or probe the untrained model."""
-        if not self.ranks.restore(checkpoints, self.state, self.task.stream):
+        if not self.ranks.restore(checkpoints, self.checkpointed, self.task.stream):
             self.metrics.load_state_dict({"bytes": 0})
             self.probe()
         self.progress.start()
@@ -339,7 +340,7 @@ class Trainer:
             self.metrics.write("failure", examples=examples, what=name, why=repr(failure), **failed)
 
     def save(self, checkpoints: Checkpoints, *, must: bool = False) -> None:
-        checkpoints.save(len(self.progress.sizes), self.progress.now, self.state, must=must)
+        checkpoints.save(len(self.progress.sizes), self.progress.now, self.checkpointed, must=must)
 
     def end(self, checkpoints: Checkpoints) -> None:
         """Collect the counts of all ranks, save a stopped run's checkpoint, log an end by `train.minutes`."""

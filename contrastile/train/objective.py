@@ -271,23 +271,28 @@ def open_teacher(recipe: Any) -> Teacher | None:
     else:
         tokenizer = load_tokenizer(folder, length=recipe.model.tokenizer.length)
         run = class_of(recipe).untrained(_recipe_of_transformers(recipe, folder), tokenizer)
-    if run.recipe.kind != recipe.kind:
-        got = f'"{folder}", of {KINDS[run.recipe.kind]}'
-        raise invalid(key, f"be a model of {KINDS[recipe.kind]}", got, "Both models encode the same batch.")
-    if getattr(run.recipe.model, "kind", "single") == "late":
-        got = f'"{folder}", with a vector for each token'
-        raise invalid(key, "have one vector for each text", got, 'Take a retriever of model.kind = "single".')
-    if isinstance(recipe, Recipe):
-        own, other = ((data.image_size, data.channels) for data in (recipe.data, run.recipe.data))
-        if own != other:
-            rule, remedy = "encode images of {} pixels and {} channels", "Both models encode the same batch."
-            raise invalid(key, rule.format(*own), "{} and {}".format(*other), remedy)
+    _check_batch(recipe, run.recipe, key, folder)
     run.model.eval().requires_grad_(False)
     scale = getattr(settings, "teacher_scale", None)
     if scale is None and settings.other_model == "teacher" and not finished and not isinstance(recipe, Recipe):
         remedy = "Its products are multiplied by it; 20 suits features of unit length."
         raise invalid("loss.teacher_scale", "be given for a teacher without a scale of its own", f'"{folder}"', remedy)
     return Teacher(run, run.model.logit_scale.exp().float() if scale is None else scale)
+
+
+def _check_batch(recipe: Any, other: Any, key: str, folder: Path) -> None:
+    """Raise ValueError where the model of the recipe `other`, in `folder`, cannot encode the batches of `recipe`."""
+    if other.kind != recipe.kind:
+        got = f'"{folder}", of {KINDS[other.kind]}'
+        raise invalid(key, f"be a model of {KINDS[recipe.kind]}", got, "Both models encode the same batch.")
+    if getattr(other.model, "kind", "single") == "late":
+        got = f'"{folder}", with a vector for each token'
+        raise invalid(key, "have one vector for each text", got, 'Take a retriever of model.kind = "single".')
+    if isinstance(recipe, Recipe):
+        shape, theirs = ((data.image_size, data.channels) for data in (recipe.data, other.data))
+        if shape != theirs:
+            rule, remedy = "encode images of {} pixels and {} channels", "Both models encode the same batch."
+            raise invalid(key, rule.format(*shape), "{} and {}".format(*theirs), remedy)
 
 
 def _other_folder(settings: LossSettings) -> tuple[str, Path, bool]:

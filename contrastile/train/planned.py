@@ -188,7 +188,7 @@ def plan_of(
     recipe: Any, machines: Target, batch: int, model: nn.Module, costs: Sequence[TowerCost],
     lengths: tuple[tuple[int, int], ...] = (),
 ) -> Plan:  # fmt: skip
-    """The plan of a recipe whose towers are measured."""
+    """The plan of a recipe whose towers are measured: its sides, its loss, and the bytes held throughout a step."""
     train, ranks, keys = recipe.train, machines.ranks, keys_of(recipe)
     rows = ceil(batch / ranks / train.accumulate)
     half = HALVES.get(train.precision)
