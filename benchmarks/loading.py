@@ -79,9 +79,9 @@ def write_shards(folder: Path, pictures: int, words: int = 6) -> str:
     return f"{folder}/{{00000..{last:05}}}.tar"
 
 
-def rate(stream: Stream, workers: int, batch: int, *, apart: bool) -> float:
+def rate(stream: Stream, workers: int, batch: int, *, processes: bool) -> float:
     """Return images per second, batches read one ahead as in training."""
-    stream.workers, stream.processes, crop_seed = workers, apart, 0
+    stream.workers, stream.processes, crop_seed = workers, processes, 0
     stream.read(range(16 * workers), range(16 * workers), crop_seed)
     count, ahead = 0, range(batch)
     began = time.perf_counter()
@@ -126,8 +126,8 @@ def main() -> None:
         print(f"{PICTURES:,} pictures of {size / 1000:.0f} kB, {cores()} cores, torch {torch.__version__}")
         stream = open_pairs(source, image_size=224, channels=3, held_out=0.002, cache=cache).stream
         workers = [number for number in WORKERS if number <= cores()]
-        for number, (apart, kind) in product(workers, ((True, "processes"), (False, "threads"))):
-            images = rate(stream, number, 256, processes=apart)
+        for number, (processes, kind) in product(workers, ((True, "processes"), (False, "threads"))):
+            images = rate(stream, number, 256, processes=processes)
             print(f"{number:3} {kind:9}: {images:8,.0f} pictures/s, {images / number:6,.0f} each")
         if torch.cuda.is_available():
             waiting(training_words(source, cache), folder)

@@ -398,7 +398,8 @@ def tower_costs() -> dict[tuple[str, int], list[TowerCost]]:
     costs: dict[tuple[str, int], list[TowerCost]] = {}
     for entry in json.loads(TOWERS.read_text()):
         model = entry.pop("model")
-        costs.setdefault((model, entry["sub_batch"]), []).append(TowerCost.from_dict(entry))
+        works = {name: Work(**entry.pop(name)) for name in ("forward_work", "replay_work")}
+        costs.setdefault((model, entry["sub_batch"]), []).append(TowerCost(**entry, **works))
     return costs
 
 
