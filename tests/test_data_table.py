@@ -249,7 +249,7 @@ def test_an_empty_table_is_refused(album):
     assert refusal(album.open).endswith("; got nothing in the first line. Name them there, separated by tabs.")
     # as a spreadsheet may write it
     album.lines = ["filepath\ttitle".encode("utf-16")]
-    assert "; got not UTF-8 in the first line. Save the file as UTF-8." in refusal(album.open)
+    assert "; got not UTF-8 in the first line. Save it as UTF-8." in refusal(album.open)
 
 
 def test_a_table_with_nothing_to_compare_is_refused(album):

@@ -91,12 +91,7 @@ def test_a_driver_that_does_not_answer_ends_the_process_too(ended: list[Any], mo
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_steps_that_end_are_forgotten(ended: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "APART", -1.0)
-    for _ in range(3):
-        watch.watch("a group", PATIENCE, lambda: None)
-    began = time.monotonic()
-    while watch._steps and time.monotonic() - began < PATIENCE:
-        time.sleep(0.001)
+    _take_three_steps(monkeypatch)
     assert (len(watch._steps), len(recorded), ended) == (0, 3, [])
     _stop(monkeypatch)
 
@@ -106,12 +101,7 @@ def test_the_main_thread_frees_the_events(ended: list[Any], monkeypatch: pytest.
     """In another thread their destructor aborts a process that ends meanwhile."""
     freed = list[int]()
     monkeypatch.setattr(_Event, "__del__", lambda _: freed.append(threading.get_ident()), raising=False)
-    monkeypatch.setattr(watch, "APART", -1.0)
-    for _ in range(3):
-        watch.watch("a group", PATIENCE, lambda: None)
-    began = time.monotonic()
-    while watch._steps and time.monotonic() - began < PATIENCE:
-        time.sleep(0.001)
+    _take_three_steps(monkeypatch)
     assert not freed
     watch.watch("a group", PATIENCE, lambda: None)
     assert (freed, ended) == ([threading.get_ident()] * 3, [])
@@ -203,6 +193,16 @@ def test_the_driver_answers_about_an_event_of_torch() -> None:
     assert not watch._has_ended(event)
     torch.cuda.synchronize()
     assert watch._has_ended(event)
+
+
+def _take_three_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Watch three steps with an event each, until the thread has seen their ends."""
+    monkeypatch.setattr(watch, "APART", -1.0)
+    for _ in range(3):
+        watch.watch("a group", PATIENCE, lambda: None)
+    began = time.monotonic()
+    while watch._steps and time.monotonic() - began < PATIENCE:
+        time.sleep(0.001)
 
 
 def _stop(monkeypatch: pytest.MonkeyPatch) -> None:

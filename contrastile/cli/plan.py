@@ -107,8 +107,8 @@ def lines(plan: Plan, pairs: int | None = None) -> Iterator[str]:
         yield f"  {parts}{data}"
         if plan.run_seconds is not None:
             count = sum(steps for _, steps in plan.stages)
-            data = "" if pairs is None else f", with {pairs:,} pairs to train on"
-            yield f"  run: {_seconds(plan.run_seconds)} for {count:,} steps{data}"
+            of_pairs = "" if pairs is None else f", with {pairs:,} pairs to train on"
+            yield f"  run: {_seconds(plan.run_seconds)} for {count:,} steps{of_pairs}"
     yield "\nother choices, all else equal:"
     choices = list(plan.choices())
     width = max(len(choice.name) for choice in choices)

@@ -87,8 +87,8 @@ def read_table(table: Path, folder: Path | None = None, *, name: str = "source")
         rule = f"have a column {' or '.join(PATH_COLUMNS)} and one {' or '.join(CAPTION_COLUMNS)}"
         separators = "commas or tabs" if is_csv else "tabs"
         got = f"{columns or header or 'nothing'} in the first line"
-        remedy = "Save the file as UTF-8." if header == "not UTF-8" else ""
-        raise invalid(name, rule, got, remedy or f"Name them there, separated by {separators}.")
+        remedy = "Save it as UTF-8." if header == "not UTF-8" else f"Name them there, separated by {separators}."
+        raise invalid(name, rule, got, remedy)
     path_column, caption_column = (columns.index(str(column)) for column in known)
 
     def row(fields: list[str] | str) -> Row | str:
