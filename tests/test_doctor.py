@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_runs import write_recipe
 
+from contrastile import cli
 from contrastile._dispatch import TILES, choose_tiles
 from contrastile.bench.doctor import backend_choice, broken, device_fault, examine, exchange_choice
 from contrastile.cli.doctor import lines
@@ -74,6 +75,16 @@ def test_the_reported_exchange_follows_the_memory(monkeypatch, dtype, each):
         monkeypatch.setattr("contrastile._dispatch.device_memory", lambda device, memory=memory: memory)
         choice = exchange_choice(3, 100, 8, dtype, CPU)
         assert (choice["takes"], choice["gathered"]) == (name, needed)
+
+
+def test_the_reported_exchange_is_the_ring_between_gpus_that_reach_each_other(monkeypatch):
+    monkeypatch.setattr("contrastile.bench.doctor.gathering_allowed", lambda _: 2**40)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
+    for ranks, name in ((2, "ring"), (3, "gather")):
+        choice = exchange_choice(ranks, 2**15, 768, torch.bfloat16, torch.device("cuda:0"))
+        assert (choice["takes"], choice["copied"]) == (name, name == "ring")
+        assert (", by copy engines" in cli.doctor._exchange(choice)) is choice["copied"]
 
 
 def test_a_containers_limit_lowers_the_cpus(tmp_path):

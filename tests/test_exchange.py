@@ -21,6 +21,7 @@ from torch import Tensor
 from contrastile import ClipLoss, NTXentLoss, SigLipLoss, SupConLoss, _dispatch, contrast
 from contrastile.distributed import consistency
 from contrastile.exchange import gather
+from contrastile.exchange.base import Layout
 from contrastile.losses.base import PairLoss
 from contrastile.losses.guided import Guided
 from contrastile.losses.sigmoid import Sigmoid
@@ -285,6 +286,42 @@ def test_auto_counts_an_accumulator_in_its_own_type(pool: Pool, dtype: torch.dty
     # ranks take the same where the device of one has less memory
     for memory in ((enough - 16, enough - 16), (enough, enough - 16)):
         assert pool.run(_taken, 2, dtype, *memory) == [("ring", True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "allowed", "copied", "taken"),
+    [
+        (4096, 2**40, True, "ring"),
+        (4096, 2**40, False, "gather"),
+        (4096, 0, False, "ring"),
+        # one block a rank; more than the buffers of copies hold
+        (2048, 2**40, True, "gather"),
+        (2**17, 2**40, True, "gather"),
+        (2**17, 0, True, "ring"),
+    ],
+)
+def test_auto_takes_the_ring_for_many_columns_that_copy_engines_carry(
+    rows: int, allowed: int, copied: bool, taken: str
+) -> None:
+    layout = Layout(None, 0, (rows,) * 4, (rows,) * 4)
+    assert _dispatch.automatic_exchange(layout, 768, torch.bfloat16, allowed, lambda: copied) == taken
+
+
+def test_auto_asks_for_copies_on_all_ranks_or_on_none(pool: Pool) -> None:
+    """Ranks of few columns ask too, where another has many."""
+    assert pool.run(_asked, 2, 4, 4) == [0, 0]
+    assert pool.run(_asked, 2, 4, 12) == [1, 1]
+
+
+def _asked(rank: int, group: Any, *rows: int) -> int:
+    """The number of times that a rank asks whether copy engines carry transfers, with blocks of 4 x 4 x 8 as one."""
+    asked: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_dispatch, "copies_carry", lambda *given: asked.append(given))
+        patch.setattr(gather, "ONE_BLOCK", 4 * 4 * 8)
+        q = torch.ones(rows[rank], 8)
+        contrast(q, q, scale=1.0, group=group)
+    return len(asked)
 
 
 def _shouted(rank: int, group: Any) -> str:

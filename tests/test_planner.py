@@ -162,6 +162,15 @@ def test_a_hierarchy_of_one_node_has_the_buffers_of_its_gather() -> None:
     assert (gather.kept_bytes, one.kept_bytes, several.kept_bytes) == (64 * D * 4, 64 * D * 4, 0)
 
 
+@pytest.mark.parametrize(
+    ("changes", "taken"),
+    [({}, "ring"), ({"copies": False}, "gather"), ({"node": 2}, "gather"), ({"device": "cpu"}, "gather")],
+)
+def test_auto_is_planned_as_the_losses_choose(changes: dict[str, Any], taken: str) -> None:
+    size = LossSize(8192, 8192, 4, 768, 2**37, backend="triton", device="cuda", dtype=torch.bfloat16)
+    assert replace(size, **changes).exchange_name == taken
+
+
 @pytest.mark.parametrize("backend", ["dense", "eager"])
 @pytest.mark.parametrize(("batch", "retain"), [(96, 0), (96, 2), (90, 6), (1024, 0)])
 def test_the_planned_peak_is_that_of_a_real_step(batch: int, retain: int, backend: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from contrastile._dispatch import automatic_exchange, gathering_allowed, offers, workspace_on
+from contrastile.distributed.neighbours import reach_each_other
 from contrastile.exchange.base import Layout
 from contrastile.exchange.gather import Gather
 from contrastile.gradcache.memory import spare_bytes
@@ -119,11 +120,12 @@ def backend_choice(loss: PairLoss, dtype: torch.dtype, device: torch.device) -> 
 
 
 def exchange_choice(ranks: int, batch: int, features: int, dtype: torch.dtype, device: torch.device) -> Values:
-    """The exchange "auto" takes between ranks, and the bytes of a gather."""
+    """The exchange "auto" takes between ranks of one node, and the bytes of a gather."""
     if ranks == 1:
         return {"takes": "single", "ranks": 1}
     rows = tuple(batch // ranks + (rank < batch % ranks) for rank in range(ranks))
     layout = Layout(None, 0, rows, rows)
-    sizes = {"ranks": ranks, "batch": batch, "features": features}
-    needs = {"gathered": Gather.extra_bytes(layout, features, dtype), "allowed": gathering_allowed(device)}
-    return {"takes": automatic_exchange(layout, features, dtype, gathering_allowed(device)), **sizes, **needs}
+    allowed, copied = gathering_allowed(device), device.type == "cuda" and reach_each_other(device, range(ranks))
+    takes = automatic_exchange(layout, features, dtype, allowed, lambda: copied)
+    sizes = {"ranks": ranks, "batch": batch, "features": features, "copied": copied}
+    return {"takes": takes, **sizes, "gathered": Gather.extra_bytes(layout, features, dtype), "allowed": allowed}

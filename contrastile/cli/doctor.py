@@ -88,4 +88,6 @@ def _exchange(exchange: dict[str, Any]) -> str:
     if "gathered" not in exchange:
         return exchange["takes"] + ": one process; --ranks N asks for more"
     needs = f"gathering {exchange['batch']:,} rows of {exchange['features']} takes {size(exchange['gathered'])} a rank"
-    return f"{exchange['takes']} between {exchange['ranks']} ranks: {needs}, allowed is {size(exchange['allowed'])}"
+    carried = ", by copy engines" if exchange["copied"] else ""
+    ranks = f"{exchange['ranks']} ranks{carried}"
+    return f"{exchange['takes']} between {ranks}: {needs}, allowed is {size(exchange['allowed'])}"

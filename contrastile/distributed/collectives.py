@@ -221,7 +221,7 @@ def begin_gather(tensors: Sequence[Tensor], sizes: Sequence[int], group: Any) ->
 
 
 def begin_scatter_sum(x: Tensor, sizes: Sequence[int], group: Any) -> Transfer:
-    """Start the sum over ranks of x [Σ sizes, ...], of which each rank receives its own rows."""
+    """Start the sum over ranks of x [Σ sizes, ...], of which each rank receives its own rows; x may be written over."""
     group, largest = resolved(group), max(sizes)
     if buffers := _copy_buffers(x, x.nbytes, group):
         return buffers.begin_scatter_sum(x, sizes, group)

@@ -105,11 +105,15 @@ class Neighbours:
         return self._transfer(group, "gather of rows", reads, self._others, received)
 
     def begin_scatter_sum(self, x: Tensor, sizes: Sequence[int], group: Any) -> Transfer:
-        x = x.detach()
+        x = x.detach().contiguous()
         self._write(x, 0)
         first, own = sum(sizes[: self._rank]), x.split(list(sizes))[self._rank]
-        parts = x.new_empty((len(sizes), *own.shape))
-        parts[self._rank].copy_(own)
+        if len(set(sizes)) == 1:
+            # x has been copied: the others' parts arrive in its memory, beside its own
+            parts = x.view(len(sizes), *own.shape)
+        else:
+            parts = x.new_empty((len(sizes), *own.shape))
+            parts[self._rank].copy_(own)
         reads = [(other, first * bytes_per_row(x), parts[other]) for other in self._others]
         operation = "sum of the ranks' parts"
 
@@ -229,33 +233,40 @@ def joining(group: Any) -> Iterator[None]:
 def neighbours(group: Any, size: int, device: torch.device) -> Neighbours | None:
     """The group's buffers, of at least `size` bytes each; None where its ranks send through their backend.
 
-    All ranks of the group call it with the same size, a multiple of `ALIGNMENT`. None in a graph of the user's own,
-    which would read buffers that later calls replace.
+    All ranks of the group call it with the same size, a multiple of `ALIGNMENT`.
     """
-    if device.type != "cuda" or 2 * size > MOST_BYTES:
-        return None
-    capturing = torch.cuda.is_current_stream_capturing()
-    if capturing and captured_call.transfer is None:
+    if 2 * size > MOST_BYTES or not copies_carry(group, device):
         return None
     group = resolved(group)
     state = state_of(group)
-    if state.reachable is None:
-        state.reachable = _reachable(group, device)
     # batches of many sizes have few sizes of buffers: 32 between a power of two and the next
     step = max(ALIGNMENT, 1 << (size - 1).bit_length() >> 6)
     size = -(-size // step) * step
-    if state.reachable and (state.neighbours is None or state.neighbours.size < size):
+    if state.neighbours is None or state.neighbours.size < size:
         state.neighbours = _made(group, size, device)
         if state.neighbours is None:
             logger.info("buffers that the GPUs of a node share could not be made: the group's backend carries all")
             state.reachable = False
-    if not state.reachable:
-        return None
+            return None
     buffers: Neighbours = state.neighbours
     buffers.need(2 * size)
-    if not capturing:
+    if not torch.cuda.is_current_stream_capturing():
         buffers.follow()
     return buffers
+
+
+def copies_carry(group: Any, device: torch.device) -> bool:
+    """Return whether copy engines carry the transfers of a group. All of its ranks call it.
+
+    False in a graph of the user's own, which would read buffers that later calls replace.
+    """
+    if device.type != "cuda" or (torch.cuda.is_current_stream_capturing() and captured_call.transfer is None):
+        return False
+    group = resolved(group)
+    state = state_of(group)
+    if state.reachable is None:
+        state.reachable = _reachable(group, device)
+    return state.reachable
 
 
 def used_bytes() -> int:
@@ -287,11 +298,16 @@ def _reachable(group: Any, device: torch.device) -> bool:
         and _driver() is not None
         # machines whose GPUs reach each other, but lose or alter what they read
         and os.environ.get("NCCL_P2P_DISABLE", "0") == "0"
-        # ranks may see different numbers of GPUs
-        and max(indices) < torch.cuda.device_count()
-        and all(torch.cuda.can_device_access_peer(device, index) for index in indices if index != device.index)
+        and reach_each_other(device, indices)
     )
     return not any_of([not reachable], group)[0]
+
+
+def reach_each_other(device: torch.device, indices: Sequence[int]) -> bool:
+    """Return whether a GPU of this process reaches the memory of those of these indices; it may see fewer GPUs."""
+    if max(indices) >= torch.cuda.device_count():
+        return False
+    return all(torch.cuda.can_device_access_peer(device, index) for index in indices if index != device.index)
 
 
 # a first call in inference mode would make buffers that no call outside could write

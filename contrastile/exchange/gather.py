@@ -85,22 +85,23 @@ class Gather(Exchange):
         wide, others = accumulator(dtype).itemsize, sum(layout.cols) - min(layout.cols)
         # the sum that arrives beside a block, or of a node beside the ring, and the statistics of the others' columns,
         # as sent and as received
-        arriving = 0 if _in_one_block(layout, D) and layout.starts is None else max(layout.cols) * D
+        arriving = 0 if in_one_block(layout, D) and layout.starts is None else max(layout.cols) * D
         return cls.extra_bytes(layout, D, dtype) + wide * (arriving + STATISTICS * others)
 
     @classmethod
     def staged_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
+        """The sums of all columns' gradients, beside which nothing arrives where ranks have as many columns each."""
         sums = sum(layout.cols) * D * accumulator(dtype).itemsize
         return sums if layout.node in (None, len(layout)) and sums <= collectives.MOST_COPIED else 0
 
     @classmethod
     def traffic(cls, layout: Layout, D: int, dtype: torch.dtype) -> Traffic:
         traffic = super().traffic(layout, D, dtype)
-        return traffic._replace(beside=(0.0, 0.0)) if _in_one_block(layout, D) else traffic
+        return traffic._replace(beside=(0.0, 0.0)) if in_one_block(layout, D) else traffic
 
     @classmethod
     def blocks(cls, layout: Layout, D: int) -> list[tuple[int, int]]:
-        if _in_one_block(layout, D):
+        if in_one_block(layout, D):
             return [(max(layout.rows), sum(layout.cols))]
         # its own, and the first rank meets all other columns at once
         widths = sorted((max(layout.cols), sum(layout.cols[1:])))
@@ -128,7 +129,7 @@ class Gather(Exchange):
         return replace(columns, state=state, coefficient=coefficient[0])
 
     def _is_one_block(self, cols: Shard) -> bool:
-        return _in_one_block(self.layout, cols.features.shape[1:].numel())
+        return in_one_block(self.layout, cols.features.shape[1:].numel())
 
     def _slices(self) -> tuple[slice, list[slice]]:
         """This rank's own columns among all, and those before them and behind."""
@@ -137,7 +138,7 @@ class Gather(Exchange):
         return slice(first, stop), [slice(*ends) for ends in ((0, first), (stop, sum(sizes))) if ends[0] < ends[1]]
 
 
-def _in_one_block(layout: Layout, D: int) -> bool:
+def in_one_block(layout: Layout, D: int) -> bool:
     """True where the block of a rank's own columns is too small to hide a transfer; the same on all ranks."""
     return max(layout.rows) * max(layout.cols) * D <= ONE_BLOCK
 

@@ -108,7 +108,7 @@ class LossSize:
             return "ring"
         if self.exchange != "auto":
             return self.exchange
-        return automatic_exchange(self.layout, self.carried, self.dtype, self.memory // GATHERED_SHARE)
+        return automatic_exchange(self.layout, self.carried, self.dtype, self.memory // GATHERED_SHARE, self._copied)
 
     @cached_property
     def backend_name(self) -> str:
@@ -181,16 +181,18 @@ class LossSize:
     @cached_property
     def kept_bytes(self) -> int:
         """Of those, bytes that stay between calls."""
-        if self.host or self.device != "cuda" or not self.copies:
+        if self.host or not self._copied():
             return 0
         return self._staged + self.exchange_class.kept_bytes(self.layout, self.carried, self.dtype)
 
     @property
     def _staged(self) -> int:
         """Bytes that copy engines read."""
-        if self.device != "cuda" or not self.copies:
-            return 0
-        return self.exchange_class.staged_bytes(self.layout, self.carried, self.dtype)
+        return self.exchange_class.staged_bytes(self.layout, self.carried, self.dtype) if self._copied() else 0
+
+    def _copied(self) -> bool:
+        """Return whether copy engines carry what few columns need."""
+        return self.device == "cuda" and self.copies
 
     @cached_property
     def resident(self) -> tuple[int, int]:
