@@ -9,29 +9,28 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
-from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
 
 from contrastile._errors import invalid, one_of, whole_number
-from contrastile._torch import add_each, add_each_, forward_ad_runs, func_transform, jit_traces, running_ddp, version
-from contrastile._types import accumulator
+from contrastile._torch import forward_ad_runs, func_transform, jit_traces, running_ddp, version
 from contrastile.gradcache import ddp_fsdp, introspect, modes
 from contrastile.gradcache.auto import with_fitting_size
 from contrastile.gradcache.batching import SubBatches, split, split_by_tokens, stand_ins
 from contrastile.gradcache.ddp_fsdp import Sharding
 from contrastile.gradcache.forward import Features, Job, OutputForm, Record, detached, differentiable, refuse_gradients
-from contrastile.gradcache.inputs import Place, laid_out, laid_out_parts, lendable, listed
+from contrastile.gradcache.inputs import Layout, Parts, laid_out, laid_out_parts, lendable, listed
+from contrastile.gradcache.introspect import Reached
 from contrastile.gradcache.memory import AUTO, Releasable
-from contrastile.gradcache.modes import Autocast, back_propagated, first_order, in_modes, sharing_casts, without_hooks
+from contrastile.gradcache.modes import Autocast, first_order, in_modes, sharing_casts, without_hooks
 from contrastile.gradcache.replay_check import ReplayCheck, poll, sketched, warn_of_detached
+from contrastile.gradcache.sums import GradientSums
 from contrastile.offload import present_device, settle, stream, with_index
 
 
@@ -116,13 +115,7 @@ def encode(
     examples, retain = checked_count("sub_batch", sub_batch, 1), checked_count("retain", retain, 0, (AUTO,))
     tokens = checked_count("sub_batch_tokens", sub_batch_tokens, 1, (None,))
     one_of("features", features, ("device", "host"), "The host has room for more.")
-    if parts is not None:
-        parts = listed(parts)
-        borrowed = ddp_fsdp.lent_part(encoder, wrapper, partial(lendable, parts) if parts else None)
-    layout, leaves = laid_out(inputs) if parts is None else laid_out_parts(parts, borrowed)
-    batch = layout.batch
-    if batch == 0 and parts is None:
-        leaves = stand_ins(leaves, inputs)
+    layout, leaves = _laid_out(encoder, wrapper, inputs, parts)
     if tokens is not None and not layout.plain:
         remedy = "Cut by examples with sub_batch."
         raise invalid("sub_batch_tokens", "come with inputs that are all rows", "packed values or lists", remedy)
@@ -130,19 +123,8 @@ def encode(
     reached = introspect.reach(function, leaves, layout, target)
     ddp_fsdp.refuse_bypass(wrapper, reached.modules, reached.parameters)
     engine = ddp_fsdp.engine_of(encoder)
-    ddp_fsdp.refuse_missing_autocast(engine, reached.device)
-    sharding = Sharding.of(function, reached.modules)
-    parameters = sharding.wholes_of(reached.parameters, reached.modules)
-    if wrapper is not None and parameters:
-        # the wrapper waits for all, and a function of its module may reach a part of them
-        others = (parameter for parameter in wrapper.module.parameters() if parameter.requires_grad)
-        parameters = list(dict.fromkeys([*parameters, *others]))
-    # the batch counts as one sub-batch until `run` splits it
-    job = Job(
-        encoder=function, layout=layout, batches=SubBatches([(0, batch)]), retain=retain, to_host=features == "host",
-        reached=replace(reached, parameters=parameters), autocast=Autocast.current(reached.device), sharding=sharding,
-        graph_changes_bits=introspect.graph_may_change_bits(function, reached.modules), engine=engine,
-    )  # fmt: skip
+    job = _job(function, wrapper, layout, reached, engine, retain=retain, to_host=features == "host")
+    batch, parameters = layout.batch, job.reached.parameters
     form, rounded = OutputForm(), tokens is not None and introspect.runs_compiled(function, reached.modules)
     # evaluation reduces nothing, so it needs no forward of the wrapper
     wrapper = wrapper if parameters else None
@@ -153,14 +135,14 @@ def encode(
             if tokens is None
             else split_by_tokens(inputs, tokens, size, rounded=rounded)
         )
-        batches = batches.extended(sharding.most(len(batches.bounds), retain=retain))
+        batches = batches.extended(job.sharding.most(len(batches.bounds), retain=retain))
         planned, ordered = replace(job, batches=batches), batches.sort(leaves)
         if not planned.differentiates(ordered):
             return form.unsort(first_pass(planned, ordered, form, grad=False)[0], batches)
         # DistributedDataParallel waits for all parameters, also for those that no example reaches: inputs of `_Encode`
         if planned.retains_the_batch and wrapper is None and running_ddp() is None:
             return form.unsort(one_pass(planned, ordered, form), batches)
-        with sharding.in_step():
+        with job.sharding.in_step():
             return form.unsort(_Encode.apply(planned, form, ordered, *parameters, *differentiable(ordered)), batches)
 
     # a search for the size handles its own errors, outside of `in_step`
@@ -168,6 +150,39 @@ def encode(
     with introspect.refusing_batch_norm(reached.modules):
         outputs = encoded() if wrapper is None else ddp_fsdp.as_forward_of(wrapper, encoded)
     return form.unflatten(outputs)
+
+
+def _laid_out(
+    encoder: Any, wrapper: Any, inputs: Any, parts: Sequence[Any] | None
+) -> tuple[Layout | Parts, list[Tensor]]:  # fmt: skip
+    """The layout of the batch, and its tensors.
+
+    A rank without parts has those that another lends it, a batch without examples stand-ins of their shapes.
+    """
+    if parts is None:
+        layout, leaves = laid_out(inputs)
+        return layout, leaves if layout.batch else stand_ins(leaves, inputs)
+    parts = listed(parts)
+    borrowed = ddp_fsdp.lent_part(encoder, wrapper, partial(lendable, parts) if parts else None)
+    return laid_out_parts(parts, borrowed)
+
+
+def _job(
+    function: Any, wrapper: Any, layout: Layout | Parts, reached: Reached, engine: Any, **settings: Any
+) -> Job:  # fmt: skip
+    """The work of both passes, with the batch as one sub-batch, and with the wrapper's parameters."""
+    ddp_fsdp.refuse_missing_autocast(engine, reached.device)
+    sharding = Sharding.of(function, reached.modules)
+    parameters = sharding.wholes_of(reached.parameters, reached.modules)
+    if wrapper is not None and parameters:
+        # the wrapper waits for all, and a function of its module may reach a part of them
+        others = (parameter for parameter in wrapper.module.parameters() if parameter.requires_grad)
+        parameters = list(dict.fromkeys([*parameters, *others]))
+    return Job(
+        encoder=function, layout=layout, batches=SubBatches([(0, layout.batch)]),
+        reached=replace(reached, parameters=parameters), autocast=Autocast.current(reached.device), sharding=sharding,
+        graph_changes_bits=introspect.graph_may_change_bits(function, reached.modules), engine=engine, **settings,
+    )  # fmt: skip
 
 
 class _Encode(torch.autograd.Function):
@@ -278,128 +293,6 @@ def second_pass(
         # features on the host make this an operation of the CPU, for which autograd lets no stream wait
         settle(job.device)
     return sums.finish()
-
-
-@dataclass
-class GradientSums:
-    """Sums of gradients over sub-batches.
-
-    frozen: parameters that get no gradient, because they wanted none in the first pass. leaves: all tensors of the
-    inputs. upstream: gradients of each output of the encoder, for the whole batch. The first sub-batch's gradients stay
-    as autograd returned them; adding the second's allocates the accumulators, to which all others are added in place.
-    So a step takes few kernels for all parameters, and copies nothing.
-    """
-
-    job: Job
-    form: OutputForm
-    parameters: Sequence[Tensor]
-    frozen: Sequence[Tensor]
-    leaves: Sequence[Tensor]
-    upstream: Sequence[Tensor | None]
-    # sums by position of the parameter
-    totals: dict[int, Tensor] = field(default_factory=dict)
-    # positions of the sums that are added to in place; a first gradient is autograd's, whose memory may be shared
-    own_memory: set[int] = field(default_factory=set)
-    # gradients of the inputs, by position among the leaves
-    of_inputs: dict[int, Tensor] = field(default_factory=dict)
-    # graph leaves that are no known parameter; those that the encoder made are dead after the sub-batch
-    unknown: list[ReferenceType[Tensor]] = field(default_factory=list)
-
-    def add(self, index: int, outputs: Sequence[Any], inputs: list[Tensor]) -> None:
-        """Back-propagate one sub-batch from its part of the cached gradients."""
-        pairs = [
-            # gradients that wait on the host are copied now; that of a shared number counts once
-            (out, (whole if shared else whole[slice(*rows)]).to(out.device, non_blocking=True))
-            for out, whole, shared, rows in zip(
-                outputs, self.upstream, self.form.shared, self.form.bounds[index], strict=True
-            )
-            if out is not None and out.requires_grad and whole is not None and (index == 0 or not shared)
-        ]
-        for out, cached in pairs:
-            if out.shape != cached.shape:
-                got = f"{list(cached.shape)} and {list(out.shape)}"
-                remedy = "Change nothing that it depends on before the backward."
-                raise invalid("encoder", "return features of one shape in both passes", got, remedy)
-        # a parameter that was frozen after the first pass gets no gradient, as in plain autograd
-        trained = [position for position, parameter in enumerate(self.parameters) if parameter.requires_grad]
-        if not pairs or not (trained or inputs):
-            return
-        outs, gradients = zip(*pairs, strict=True)
-        results = back_propagated(outs, [*(self.parameters[position] for position in trained), *inputs], gradients)
-        # the host checks while the device computes
-        self._refuse_unknown(outs, inputs)
-        self._accumulate({at: x for at, x in zip(trained, results, strict=False) if x is not None})
-        for place, gradient in zip(self._places(index), results[len(trained) :], strict=True):
-            if gradient is not None:
-                if place.tensor not in self.of_inputs:
-                    self.of_inputs[place.tensor] = torch.zeros_like(self.leaves[place.tensor])
-                start, stop = self.job.bounds[index]
-                # an empty sub-batch ran on a row of another
-                if start < stop:
-                    place.of(self.of_inputs[place.tensor]).copy_(gradient)
-
-    def _places(self, index: int) -> list[Place]:
-        """Places of the inputs that want a gradient; packed values of which the sub-batch has none are no input."""
-        if not differentiable(self.leaves):
-            return []
-        bounds = self.job.batches.encoded[index]
-        rows = self.job.layout.rows(self.leaves, bounds)
-        return [
-            place
-            for place, row in zip(self.job.layout.places(bounds), rows, strict=True)
-            if row is not None and self.leaves[place.tensor].requires_grad
-        ]
-
-    def _accumulate(self, gradients: Mapping[int, Tensor]) -> None:
-        """Add gradients by position of the parameter."""
-        first = {at: _as_type(x, accumulator(x.dtype)) for at, x in gradients.items() if at not in self.totals}
-        second = [at for at in gradients if at in self.totals and at not in self.own_memory]
-        later = [at for at in gradients if at in self.own_memory]
-        # allocate before the first addition: a sub-batch that runs again after an error counts once
-        sums = add_each([self.totals[at] for at in second], [gradients[at] for at in second]) if second else ()
-        self.totals |= {**first, **dict(zip(second, sums, strict=True))}
-        self.own_memory.update(second)
-        if later:
-            add_each_([self.totals[at] for at in later], [gradients[at] for at in later])
-
-    def _refuse_unknown(self, outs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """Refuse a parameter that is not the encoder's, which would get no gradient.
-
-        A tensor that the encoder made and wants a gradient of, such as features behind frozen embeddings
-        (`enable_input_require_grads` of transformers), needs none.
-        """
-        known = {id(x) for x in (*self.parameters, *inputs, *self.frozen)}
-        for leaf in introspect.graph_leaves(outs):
-            if id(leaf) not in known:
-                if isinstance(leaf, nn.Parameter):
-                    raise introspect.not_owned(leaf)
-                self.unknown.append(ref(leaf))
-
-    def finish(self) -> list[Tensor | None]:
-        """The sums in their parameters' dtypes, None for an unused one, and the inputs' gradients."""
-        if any(reference() is not None for reference in self.unknown):
-            # a reference cycle may keep a dropped one alive
-            gc.collect()
-        for reference in self.unknown:
-            if (leaf := reference()) is not None:
-                raise introspect.not_owned(leaf)
-        # a rank of which no example reaches a parameter has zeros for it, where another rank has a gradient
-        reached = self.job.sharding.any_of([position in self.totals for position in range(len(self.parameters))])
-        totals: list[Tensor | None] = []
-        for position, (parameter, on_any_rank) in enumerate(zip(self.parameters, reached, strict=True)):
-            total = self.totals.get(position)
-            if total is None and not on_any_rank:
-                modes.skip_hooks_without_gradient(parameter)
-                totals.append(None)
-            else:
-                totals.append(torch.zeros_like(parameter) if total is None else _as_type(total, parameter.dtype))
-        wanted = (index for index, leaf in enumerate(self.leaves) if leaf.requires_grad)
-        return [*totals, *map(self.of_inputs.get, wanted)]
-
-
-def _as_type(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x.to(dtype), without a call of torch where there is nothing to do; a model has hundreds of parameters."""
-    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _consume_graphs(job: Job, record: Record, sums: GradientSums) -> set[int]:
