@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from problems import PROBLEMS, distance
 from ranks import Pool
+from refusals import refusal
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -150,7 +151,7 @@ def test_operations_are_registered_as_they_behave(backend: str, early: int) -> N
         None,
         None,
         "Softmax symmetric=True label_smoothing=0.1",
-        f"{backend} mean mean",
+        f"one {backend} mean mean",
         [0, 0, early, 9],
     )
     torch.library.opcheck(torch.ops.contrastile.forward.default, arguments)
@@ -160,7 +161,7 @@ def test_operations_are_registered_as_they_behave(backend: str, early: int) -> N
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 def test_gradients_that_come_with_the_loss_are_registered_as_they_behave(dtype: torch.dtype, wanted: int) -> None:
     q, k = (x.to(dtype) for x in torch.randn(2, 9, 4))
-    settings = "Softmax symmetric=True", "eager mean mean", [0, 0, wanted, 9]
+    settings = "Softmax symmetric=True", "one eager mean mean", [0, 0, wanted, 9]
     tensors = q, k, torch.tensor(2.0), *[None] * 6
     value, *gradients = torch.ops.contrastile.forward(*tensors, None, *settings)
     several = [bool(wanted >> at & 1) for at in range(4)]
@@ -186,7 +187,7 @@ def test_gradients_have_memory_of_their_own(backend: str, early: int, name: str)
     if backend == "triton":
         pytest.importorskip("triton")
     q, k = torch.randn(2, 9, 4)
-    settings = f"{name} symmetric={name != 'Sigmoid'}", f"{backend} mean mean", [0, 0, early, 9]
+    settings = f"{name} symmetric={name != 'Sigmoid'}", f"one {backend} mean mean", [0, 0, early, 9]
     tensors = q, k, torch.tensor(2.0), torch.tensor(-1.0), *[None] * 5
     _, *swept = torch.ops.contrastile.forward(*tensors, None, *settings)
     gradients = torch.ops.contrastile.backward(torch.tensor(1.0), *tensors, swept, *settings, [True] * 4)
@@ -381,6 +382,19 @@ def test_a_graph_of_one_process_is_compiled_anew_where_ranks_have_met() -> None:
     for world in (1, 2, 1):
         with one_rank_of(world) if world > 1 else nullcontext():
             assert compiled(q, k).item() == pytest.approx(step(q, k).item(), rel=1e-12)
+
+
+def test_a_graph_of_a_group_of_one_is_refused_in_a_larger_group() -> None:
+    torch._dynamo.reset()
+    q, k = torch.randn(2, 4, 8, dtype=torch.float64)
+    compiled, alone = (torch.compile(ClipLoss(**how), backend="eager") for how in ({}, {"exchange": "single"}))
+    with one_rank_of(1):
+        value = compiled(q, k, 2.0)
+        assert alone(q, k, 2.0) == value
+    with one_rank_of(2):
+        sentence = "`group` must be that for which the loss was compiled; got one of 2 ranks, after one of 1. "
+        assert refusal(compiled, q, k, 2.0) == sentence + "Call torch.compiler.reset() after it is made."
+        assert alone(q, k, 2.0) == value
 
 
 def _in_a_graph(rank: int, group: Any, exchange: str) -> tuple[list[list[str]], float]:

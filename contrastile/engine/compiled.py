@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from contrastile._dispatch import Options, choose_tiles, not_empty, workspace_on
+from contrastile._errors import invalid
 from contrastile._torch import cudagraphs_warm_up, has_ranks
 from contrastile._types import Backend, Gradient, Reduction, accumulator
 from contrastile.distributed import collectives
@@ -28,6 +29,8 @@ from contrastile.losses.base import PairLoss, Shard
 NO_DIAGONAL = -(2**40)
 # in place of the number of keys: positives are in range
 IN_RANGE = -1
+# the ranks of a call: all of the default group, which has one, or one alone
+ALL, ONE = "all", "one"
 # bytes of the workspace for each pair whose exponential is kept, and the most that a default workspace has room for
 KEPT_BYTES, MOST_KEPT_BYTES = 2.16, 2.16 * 2**30
 # cached plans; all are dropped when more kinds of calls than that have been seen
@@ -80,7 +83,9 @@ def traced(arguments: Arguments) -> tuple[Callable[..., Tensor], tuple[Any, ...]
     # autocast's cast is an operation of the graph
     q, k = (x.to(problem.dtype) for x in problem.inputs)
     groups = (rows.positives, rows.labels, rows.ids, cols.labels, cols.ids, problem.weights)
-    words = f"{options.backend} {options.gradient} {options.reduction}"
+    # a graph is compiled anew where ranks have met, but not where other ones have
+    ranks = ALL if options.group is None and options.exchange != "single" else ONE
+    words = f"{ranks} {options.backend} {options.gradient} {options.reduction}"
     diagonal = NO_DIAGONAL if rows.diagonal is None else rows.diagonal
     at_once = torch.is_grad_enabled() and options.reduction != "none" and _is_at_once(problem, q, k)
     inputs = (problem.scale, problem.bias, q, k) if at_once else ()
@@ -116,6 +121,9 @@ def operation_forward(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, 
     accumulator's dtype: float16 has no room for them before a GradScaler's factor.
     """
     *groups, weights, loss, words, numbers = rest
+    if words.startswith(ALL) and (size := collectives.size(None)) > 1:
+        rule, remedy = "be that for which the loss was compiled", "Call torch.compiler.reset() after it is made."
+        raise invalid("group", rule, f"one of {size} ranks, after one of 1", remedy)
     positives, positives_below = groups[0], _Numbers(*numbers).positives_below
     if positives is not None and positives_below != IN_RANGE:
         # checked here, because a graph cannot read values
@@ -204,7 +212,7 @@ def _call(
 ) -> Call:  # fmt: skip
     """The call of an operation's arguments, whose plan is cached by their kind."""
     positives, row_labels, row_ids, col_labels, col_ids = groups
-    backend, gradient, reduction = words.split()
+    _, backend, gradient, reduction = words.split()
     named, parsed = _Numbers(*numbers), PairLoss.parsed(loss)
     diagonal = None if named.diagonal == NO_DIAGONAL else named.diagonal
     rows = Shard(q, diagonal=diagonal, positives=positives, labels=row_labels, ids=row_ids)
