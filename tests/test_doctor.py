@@ -10,8 +10,8 @@ from tiny_runs import write_recipe
 
 from contrastile import cli
 from contrastile._dispatch import TILES, choose_tiles
-from contrastile.bench.doctor import backend_choice, broken, device_fault, examine, exchange_choice
 from contrastile.cli.doctor import lines
+from contrastile.cli.machine import backend_choice, broken, device_fault, examine, exchange_choice
 from contrastile.cli.main import main
 from contrastile.losses.base import Shard
 from contrastile.losses.softmax import Softmax
@@ -78,7 +78,7 @@ def test_the_reported_exchange_follows_the_memory(monkeypatch, dtype, each):
 
 
 def test_the_reported_exchange_is_the_ring_between_gpus_that_reach_each_other(monkeypatch):
-    monkeypatch.setattr("contrastile.bench.doctor.gathering_allowed", lambda _: 2**40)
+    monkeypatch.setattr("contrastile.cli.machine.gathering_allowed", lambda _: 2**40)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
     for ranks, name in ((2, "ring"), (3, "gather")):

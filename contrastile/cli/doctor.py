@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         recipe = load_any_recipe(arguments.recipe, arguments.overrides)
 
-    from contrastile.bench.doctor import broken, examine
+    from contrastile.cli.machine import broken, examine
 
     values, planned = examine(ranks=arguments.ranks, **sizes), None
     if recipe is not None:
