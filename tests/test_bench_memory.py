@@ -132,19 +132,6 @@ def test_the_command_writes_rows_and_draws_them(tmp_path: Path, capsys: pytest.C
     assert "inf-cl, ring: is not installed" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("words", "sentence"), [
-    (["--ranks", "1"], "`--ranks` must be at least 2; got 1. Leave it out for the default."),
-    (["--figure", "x.svg"], "`--figure` must come with csv, whose rows it draws; got none. Add --csv FILE."),
-    (["--longest", "-1"], "`--longest` must be at least 0; got -1.0. Leave it out for the default."),
-    (["--features", "0"], "`--features` must be at least 1; got 0. Leave it out for the default."),
-    (["--ranks", "3", "--sizes", "32"],
-     "`--sizes` must be multiples of the 3 ranks; got 32. Each rank has as many pairs."),
-])  # fmt: skip
-def test_mistakes_are_one_line(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "memory", *words]) == 2
-    assert capsys.readouterr().err == sentence + "\n"
-
-
 def test_a_word_of_no_way_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--ranks", "2", "--sizes", "32", "--device", "cpu"]
     assert main(["bench", "memory", *words, "--ways", "ring", "wheel"]) == 2
