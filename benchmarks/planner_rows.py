@@ -36,17 +36,6 @@ RESULTS = Path(__file__).parent / "results"
 TOWERS = RESULTS / "planner_towers.json"
 # chips with a profile
 CHIPS = ("H200", "H100")
-# the names of the files of each kind
-FILES = {
-    "losses": r"h\d+_(loss|\d+_ranks)",
-    "calls": r"h\d+_(\d+_)?user_calls",
-    "other losses": r"h\d+_loss_ratios",
-    "ranks": r"h\d+_memory",
-    "steps": r"h\d+_((\d+_)?step|towers)",
-    "tokens": r"h\d+_(\d+_)?maxsim",
-    "carried": r"h\d+_(features|largest)|(h\d+_)?late_batches",
-    "cpu": r"cpu_(loss|memory)",
-}
 # losses whose 32,768 rows gave the time of their pairs
 OF_PAIRS = ("gist", "gist_relative", "siglip_labels", "siglip_balanced")
 # behind the name of a model whose towers are compiled, and of a way whose inputs are indices
@@ -160,8 +149,9 @@ def rows(kind: str) -> Iterator[dict[str, str]]:
 
     Shorter names of files come first, so that rows are counted in the same order when files are added.
     """
-    names = (path.stem for path in RESULTS.glob("*.csv"))
-    for name in sorted((name for name in names if re.fullmatch(FILES[kind], name)), key=lambda name: (len(name), name)):
+    pattern, _ = KINDS[kind]
+    names = [path.stem for path in RESULTS.glob("*.csv") if re.fullmatch(pattern, path.stem)]
+    for name in sorted(names, key=lambda name: (len(name), name)):
         for row in read_rows(RESULTS / f"{name}.csv"):
             if left_out(name, row) is None:
                 yield row | {"file": name, "chip": next((chip for chip in CHIPS if chip in row["chip"]), "")}
@@ -173,7 +163,7 @@ def cases(kind: str) -> Iterator[Case]:
     for row in rows(kind):
         peak, ms = row.get("peak_bytes"), row.get("ms")
         words = {"bytes": int(peak) if peak else None, "seconds": float(ms) / 1e3 if ms else None}
-        words |= {"other_code": OTHER_CODE.get((row["file"], peak or row.get("peak_mib"))), **KINDS[kind](row)}
+        words |= {"other_code": OTHER_CODE.get((row["file"], peak or row.get("peak_mib"))), **KINDS[kind][1](row)}
         if half := words.pop("half", ""):
             counts[half] += 1
             words["fitted"] = counts[half] % 2 == 1
@@ -184,7 +174,7 @@ def left_out(name: str, row: dict[str, str]) -> str | None:
     """The reason why a row of a file is no case; None for one that is."""
     if reason := FILES_LEFT_OUT.get(re.sub(r"^h\d+_", "", name)):
         return reason
-    kind = next((kind for kind, names in FILES.items() if re.fullmatch(names, name)), None)
+    kind = next((kind for kind, (names, _) in KINDS.items() if re.fullmatch(names, name)), None)
     impl, plan = row.get("impl", OURS), row.get("planned_bytes") or row.get("planned_mib")
     ours: Any = OURS
     if kind == "tokens":
@@ -403,8 +393,14 @@ def tower_costs() -> dict[tuple[str, int], list[TowerCost]]:
     return costs
 
 
-# what the planner needs of a row, by kind
-KINDS: dict[str, Callable[[dict[str, str]], dict[str, Any]]] = {
-    "losses": of_loss, "calls": of_call, "other losses": of_other_loss, "ranks": of_rank, "steps": of_step,
-    "tokens": of_tokens, "carried": of_plan, "cpu": of_cpu,
-}  # fmt: skip
+# by kind: the names of its files, and what the planner needs of a row
+KINDS: dict[str, tuple[str, Callable[[dict[str, str]], dict[str, Any]]]] = {
+    "losses": (r"h\d+_(loss|\d+_ranks)", of_loss),
+    "calls": (r"h\d+_(\d+_)?user_calls", of_call),
+    "other losses": (r"h\d+_loss_ratios", of_other_loss),
+    "ranks": (r"h\d+_memory", of_rank),
+    "steps": (r"h\d+_((\d+_)?step|towers)", of_step),
+    "tokens": (r"h\d+_(\d+_)?maxsim", of_tokens),
+    "carried": (r"h\d+_(features|largest)|(h\d+_)?late_batches", of_plan),
+    "cpu": (r"cpu_(loss|memory)", of_cpu),
+}
