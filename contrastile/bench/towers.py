@@ -97,6 +97,11 @@ class Towers(nn.Module):
     def encode_text(self, inputs: Tensor) -> Tensor:
         return self.text(inputs)
 
+    def forward(self, images: Tensor, texts: Tensor) -> dict[str, Tensor]:
+        """Both features and the scale, as open_clip's training loop has them."""
+        scale = self.logit_scale.exp()
+        return {"image_features": self.image(images), "text_features": self.text(texts), "logit_scale": scale}
+
     def checkpointing(self, wanted: bool) -> None:
         """Recompute each layer's activations in the backward, or keep them."""
         for layer in self.modules():

@@ -217,19 +217,6 @@ def cached_ranking(task: Task) -> Tensor:
     return value.detach()
 
 
-class _Clip(nn.Module):
-    """Both towers as a model of open_clip's training loop."""
-
-    def __init__(self, task: Task) -> None:
-        super().__init__()
-        self.image, self.text = (tower for tower, _ in task.sides)
-        self.logit_scale = task.towers.logit_scale
-
-    def forward(self, images: Tensor, texts: Tensor) -> dict[str, Tensor]:
-        scale = self.logit_scale.exp()
-        return {"image_features": self.image(images), "text_features": self.text(texts), "logit_scale": scale}
-
-
 class _Loader(list[Any]):
     """A batch as the loader of open_clip's training loop."""
 
@@ -249,7 +236,7 @@ def open_clip(task: Task) -> Tensor:
     )  # fmt: skip
     data = Namespace(dataloader=_Loader(task), set_epoch=lambda _: None)
     optimizer = Namespace(zero_grad=lambda: None, step=lambda: None)
-    train(_Clip(task), {"train": data}, loss, 0, optimizer, None, None, None, arguments)
+    train(task.towers, {"train": data}, loss, 0, optimizer, None, None, None, arguments)
     return torch.zeros(())
 
 
