@@ -10,7 +10,7 @@ from contrastile.bench import gate as bench_gate
 from contrastile.bench import loss as bench_loss
 from contrastile.bench.gate import Gate, Sample, problem
 from contrastile.bench.harness import COLUMNS, Machine, Report, Timing, read_rows, results_file
-from contrastile.bench.loss import LossBench, columns_of, suite
+from contrastile.bench.loss import LossBench, columns_of
 from contrastile.bench.peers import DENSE, Case, Contestant
 from contrastile.bench.subjects import SUBJECTS, guides
 from contrastile.losses.reference import dense_clip
@@ -193,17 +193,6 @@ def test_features_are_of_unit_length():
     assert torch.allclose(q.norm(dim=1), torch.ones(4000), atol=1e-5)
     assert torch.allclose(k.norm(dim=1), torch.ones(4000), atol=1e-5)
     assert scale.item() == 100
-
-
-def test_the_cases_of_a_gpu_include_all_documented_sizes():
-    cases = suite(torch.device("cuda"), quick=False)
-    both = (2 * 2**30, 192 * 2**20)
-    for b in (2**16, 2**18):
-        for d in (512, 768, 1024):
-            assert Case("clip", b, d, "bfloat16", both) in cases
-    for b, d, loss in ((4096, 512, "clip"), (8192, 512, "clip"), (32768, 512, "clip"), (65536, 768, "siglip")):
-        assert Case(loss, b, d, "bfloat16", both[:1]) in cases
-    assert {case.precision for case in cases if case.dtype == "float32"} == {"high", "highest"}
 
 
 def test_rows_name_settings_other_than_the_defaults():

@@ -334,32 +334,6 @@ def test_sizes_and_ways_of_ranks(monkeypatch):
     assert plans[1] == {9: ["compiled-fsdp", "open_clip"], 96: ["compiled-pool-ddp"]}
 
 
-def _on_a_rank(rank, group, path):
-    world, ways = World(rank, 4), rank_ways(CPU, rank, 4)
-    ways = {name: ways[name] for name in STANDARD}
-    once, path = patch.multiple(harness, **ONCE), path if rank == 0 else None
-    with once, results_file(path, COLUMNS["rank steps"]) as write:
-        report = Report(lambda line: None, write, world)
-        bench = StepBench(Machine(CPU, world=world), torch.float32, report, ways, longest=math.inf)
-        bench.measure("tiny", {32: list(ways), 64: ["ring-tiles"]}, sub_batch=5)
-    return report.passed
-
-
-def test_the_four_losses_across_ranks(pool, tmp_path):
-    assert pool.run(_on_a_rank, 4, tmp_path / "rows.csv") == [True] * 4
-    rows = read_rows(tmp_path / "rows.csv")
-    ways = ["replicate, dense", "gather, dense", "ring, dense", "ring, eager"]
-    assert [(row["way"], row["batch"]) for row in rows] == [*((way, "32") for way in ways), ("ring, eager", "64")]
-    each = 3 * 32 * 32 + 96
-    sizes = {("4", str(batch), str(batch // 4 * each)) for batch in (32, 64)}
-    assert {(row["world"], row["batch"], row["data_bytes"]) for row in rows} == sizes
-    assert all(row[name] for row in rows for name in ("ms", "us_per_pair", "loss_bytes", "backbone_bytes"))
-    # times and memory beside each other, as for one device
-    draw(tmp_path / "rows.csv", tmp_path / "figure.svg")
-    assert series(rows, "tiny")[1].keys() == {f"contrastile, {row['way']}" for row in rows}
-    assert "ring, eager" in (tmp_path / "figure.svg").read_text()
-
-
 def _peer(name, **parts):
     """A stand-in for a package that is not installed."""
     module = module_from_spec(ModuleSpec(name, None))
@@ -367,8 +341,8 @@ def _peer(name, **parts):
     return module
 
 
-def _further_ways(rank, group, path):
-    """Measure the ways beside the four losses; return what was said, how the models are wrapped, and a peer's words."""
+def _on_a_rank(rank, group, path):
+    """Measure the ways; return whether all passed, what was said, how the models are wrapped, and a peer's words."""
     lines, world = [], World(rank, 4)
     # Inf-CL's loss gives each rank the sum of the scale's gradients
     seen, one_way = [], InfoNCELoss()
@@ -381,7 +355,7 @@ def _further_ways(rank, group, path):
     with once, patch.dict(sys.modules, peers), results_file(path, COLUMNS["rank steps"]) as write:
         report = Report(lines.append, write, world)
         bench = StepBench(Machine(CPU, world=world), torch.float32, report, ways, longest=math.inf)
-        bench.measure("tiny", {32: FURTHER}, sub_batch=8)
+        bench.measure("tiny", {32: [*STANDARD, *FURTHER], 64: ["ring-tiles"]}, sub_batch=5)
     wrapped = {}
     for name in ("ddp", "fsdp"):
         towers = Towers("tiny", CPU)
@@ -391,19 +365,26 @@ def _further_ways(rank, group, path):
     return report.passed, lines, wrapped, seen[0]
 
 
-def test_wrappers_gathered_tiles_and_peers_losses_across_ranks(pool, tmp_path):
-    passed, lines, wrapped, how = pool.run(_further_ways, 4, tmp_path / "rows.csv")[0]
-    assert passed
-    rows = {f"{row['impl']}, {row['way']}": row for row in read_rows(tmp_path / "rows.csv")}
-    assert [*rows] == [
-        "contrastile, gather, eager", "contrastile, DDP, auto, eager", "contrastile, FSDP2, auto, eager",
-        "inf-cl, ring", "open_clip, local loss, gathered gradients", "contrastile, DDP, auto, eager, from a pool",
+def test_losses_wrappers_and_peers_across_ranks(pool, tmp_path):
+    path, picture = tmp_path / "rows.csv", tmp_path / "figure.svg"
+    answers = pool.run(_on_a_rank, 4, path)
+    assert all(passed for passed, *_ in answers)
+    _, lines, wrapped, how = answers[0]
+    rows = [(f"{row['impl']}, {row['way']}", row) for row in read_rows(path)]
+    assert [(name, row["world"], row["batch"]) for name, row in rows] == [
+        *((name, "4", "32") for name in (
+            "contrastile, replicate, dense", "contrastile, gather, dense", "contrastile, ring, dense",
+            "contrastile, ring, eager", "contrastile, gather, eager", "contrastile, DDP, auto, eager",
+            "contrastile, FSDP2, auto, eager", "inf-cl, ring", "open_clip, local loss, gathered gradients",
+            "contrastile, DDP, auto, eager, from a pool",
+        )),
+        ("contrastile, ring, eager", "4", "64"),
     ]  # fmt: skip
-    for name, row in rows.items():
+    for name, row in rows:
         assert all(row[column] for column in ("ms", "us_per_pair", "loss_bytes", "backbone_bytes"))
-        # 8 pairs of images and texts, or as many indices into 256 pairs
-        each = 3 * 32 * 32 + 96
-        assert int(row["data_bytes"]) == (256 * each + 2 * 8 * 8 if "pool" in name else 8 * each)
+        # a rank's pairs of images and texts, or as many indices into 256 pairs
+        each, pairs = 3 * 32 * 32 + 96, int(row["batch"]) // 4
+        assert int(row["data_bytes"]) == (256 * each + 2 * 8 * pairs if "pool" in name else pairs * each)
         (line,) = (line for line in lines if line.startswith(f"  {name}: "))
         towers, scale = (float(number) for number in re.findall(r"\d\.\de[+-]\d\d", line))
         assert towers < GATE_TOLERANCE
@@ -414,6 +395,10 @@ def test_wrappers_gathered_tiles_and_peers_losses_across_ranks(pool, tmp_path):
         "ddp": ("DistributedDataParallel", "encode_text", 0), "fsdp": ("FSDPTowers", "encode_text", 7),
     }  # fmt: skip
     assert how == {"local_loss": True, "gather_with_grad": True, "rank": 0, "world_size": 4}
+    # times and memory beside each other, as for one device
+    draw(path, picture)
+    assert series(read_rows(path), "tiny")[1].keys() == {name for name, _ in rows}
+    assert "ring, eager" in picture.read_text()
 
 
 def test_a_png_is_small(tmp_path):
