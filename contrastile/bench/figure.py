@@ -4,17 +4,12 @@ Compare figure 1 of Gao et al. 2021 (speed of a cached update beside accumulatio
 batch) and 1 (memory of the loss) of Cheng et al. 2024. Called by `contrastile bench step` and `memory` with `--figure`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from contrastile._errors import invalid
 from contrastile.bench.harness import read_rows
 from contrastile.bench.ways import PLACES
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 # batch, microseconds per pair, GiB, and the place of the inputs
 Point = tuple[int, float, float, str]
@@ -110,7 +105,7 @@ def _draw(grid: list[list[Panel]], xlabel: str, target: Path, *, logarithmic: bo
         image.save(target, optimize=True)
 
 
-def _lines(panel: Axes, lines: dict[str, list[Point]], styles: dict[str, int], column: int) -> None:
+def _lines(panel: Any, lines: dict[str, list[Point]], styles: dict[str, int], column: int) -> None:
     """Draw one column of the ways' points; hollow where inputs are not on the device."""
     for name, points in lines.items():
         ours, at = name.startswith("contrastile"), styles[name]
