@@ -146,12 +146,14 @@ class Bench:
             columns.append({name: x.to(self.device) for name, x in tokens.items()})
         return columns
 
-    def step(self, module: nn.Module, loss: Callable[[Columns], Tensor]) -> Measured:
+    def step(
+        self, module: Any, loss: Callable[[Columns], Tensor], backward: Callable[[Tensor], None] = Tensor.backward
+    ) -> Measured:
         def run(columns: Columns) -> None:
             module.zero_grad()
             with self.autocast():
                 value = loss(columns)
-            value.backward()
+            backward(value)
 
         return run
 
@@ -252,16 +254,12 @@ class Bench:
         def made(**how: Any) -> Measured:
             model = prepare(Embedder(self.bert()))
 
-            def run(columns: Columns) -> None:
-                model.zero_grad()
-                with self.autocast():
-                    if how:
-                        loss = InfoNCELoss()(*(encode((model, "embed"), x, **how) for x in columns), SCALE)
-                    else:
-                        loss = formula(*(model(**x) for x in columns))
-                backward(model, loss)
+            def loss(columns: Columns) -> Tensor:
+                if not how:
+                    return formula(*(model(**x) for x in columns))
+                return InfoNCELoss()(*(encode((model, "embed"), x, **how) for x in columns), SCALE)
 
-            return run
+            return self.step(model, loss, partial(backward, model))
 
         return {(name, ""): made, **self.ours(made)}
 
@@ -398,7 +396,7 @@ def measure(bench: Bench, door: str, machine: Machine, report: Report, *, only_o
         report.result(row | ({"ms": timings[name].ms} if name in timings else {}))
 
 
-def main() -> None:
+if __name__ == "__main__":
     pairs, sub_batch = (8192, 256) if torch.cuda.is_available() else (256, 32)
     words = {
         "doors": {"nargs": "*", "metavar": "DOOR", "help": f"of {', '.join(DOORS)} (default: all)"},
@@ -418,7 +416,3 @@ def main() -> None:
             # a library that is not installed, or has no such loss
             with report.failures(door, judged=False), bench.until_measured:
                 measure(bench, door, machine, report, only_ours=options.ours)
-
-
-if __name__ == "__main__":
-    main()

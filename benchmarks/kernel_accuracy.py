@@ -33,23 +33,6 @@ CASES = [
 ]
 
 
-def main() -> None:
-    print(f"{'products':10} {'d':>5} {'lost':>10} {'of the upper':>12} {'per feature':>12}")
-    for dtype, d in PRODUCTS:
-        lost, upper = truncation(*features(2048, d, 0.0, dtype))
-        print(f"{str(dtype)[6:]:10} {d:5} {lost:10.2e} {upper:12.2e} {f'2^{math.log2(upper / d):.2f}':>12}", flush=True)
-    print(f"{'loss':7} {'dtype':9} {'d':>5} {'cosine':>6} {'value':>9}   loss, gradients, scale | dense")
-    for loss, dtype, d, cosine in CASES:
-        subject = SUBJECTS[loss]
-        scalars = [torch.tensor(x, device="cuda") for x in (SCALE, subject.bias) if x is not None]
-        leaves = [x.requires_grad_() for x in (*features(ROWS, d, cosine, dtype), *scalars)]
-        true = step(subject.reference, double(leaves))
-        ways = (subject.module(backend="triton"), subject.reference)
-        ours, dense = (Distance.between(step(way, leaves), true) for way in ways)
-        distances = " | ".join(f"{x.loss:.1e} {x.gradient:.1e} {x.scalar:.1e}" for x in (ours, dense))
-        print(f"{loss:7} {str(dtype)[6:]:9} {d:5} {cosine:6} {float(true[0]):9.2e}   {distances}", flush=True)
-
-
 def features(n: int, d: int, cosine: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return unit features whose pairs have about this cosine."""
     torch.manual_seed(d)
@@ -83,4 +66,17 @@ def truncation(q: Tensor, k: Tensor) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    main()
+    print(f"{'products':10} {'d':>5} {'lost':>10} {'of the upper':>12} {'per feature':>12}")
+    for dtype, d in PRODUCTS:
+        lost, upper = truncation(*features(2048, d, 0.0, dtype))
+        print(f"{str(dtype)[6:]:10} {d:5} {lost:10.2e} {upper:12.2e} {f'2^{math.log2(upper / d):.2f}':>12}", flush=True)
+    print(f"{'loss':7} {'dtype':9} {'d':>5} {'cosine':>6} {'value':>9}   loss, gradients, scale | dense")
+    for loss, dtype, d, cosine in CASES:
+        subject = SUBJECTS[loss]
+        scalars = [torch.tensor(x, device="cuda") for x in (SCALE, subject.bias) if x is not None]
+        leaves = [x.requires_grad_() for x in (*features(ROWS, d, cosine, dtype), *scalars)]
+        true = step(subject.reference, double(leaves))
+        ways = (subject.module(backend="triton"), subject.reference)
+        ours, dense = (Distance.between(step(way, leaves), true) for way in ways)
+        distances = " | ".join(f"{x.loss:.1e} {x.gradient:.1e} {x.scalar:.1e}" for x in (ours, dense))
+        print(f"{loss:7} {str(dtype)[6:]:9} {d:5} {cosine:6} {float(true[0]):9.2e}   {distances}", flush=True)

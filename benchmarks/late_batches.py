@@ -8,8 +8,6 @@ gradients: the tiles of `contrast` and the plain formula in turns, so that both 
 tensors, without the parameters. On a GPU sub-batches have 1,024 texts, and the workspace of the loss has 1 GiB.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from statistics import median
 from types import SimpleNamespace
@@ -20,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile import contrast
+from contrastile.bench.gate import step
 from contrastile.bench.harness import Machine, Report, Row, Table, script
 from contrastile.bench.peers import both_directions
 from contrastile.losses import Softmax
@@ -60,15 +59,12 @@ def row(what: str, impl: str, sizes: tuple[int, ...], dtype: str, seconds: float
 def ratio(machine: Machine, report: Report) -> None:
     b, L, T, D = RATIO
     q, k = (F.normalize(torch.randn(b, n, D, device=machine.device), dim=-1).requires_grad_() for n in (L, T))
-    tiles: Any = partial(contrast, scorer=MaxSim(), loss=Softmax(symmetric=True), scale=1.0, backend="eager")
-
-    def gradients(loss: Any) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(loss(q, k), (q, k))
-
-    steps = {"contrastile, eager": partial(gradients, tiles), "plain formula": partial(gradients, plain)}
-    for ours, true in zip(*(step() for step in steps.values()), strict=True):
+    tiles = partial(contrast, scorer=MaxSim(), loss=Softmax(symmetric=True), scale=1.0, backend="eager")
+    losses = {"contrastile, eager": tiles, "plain formula": plain}
+    runs = {name: partial(step, loss, [q, k]) for name, loss in losses.items()}
+    for ours, true in zip(*(run()[1:] for run in runs.values()), strict=True):
         assert torch.allclose(ours, true, atol=1e-5), "other gradients"
-    peaks, timings = {name: machine.peak(step) for name, step in steps.items()}, machine.race(steps)
+    peaks, timings = {name: machine.peak(run) for name, run in runs.items()}, machine.race(runs)
     for name, timing in timings.items():
         times = round(timing.ms / timings["plain formula"].ms, 3)
         report.result(row("loss + grads", name, RATIO, "float32", timing.ms / 1e3, peaks[name], ratio=times))
@@ -101,29 +97,28 @@ def batches(machine: Machine, report: Report, updates: list[int]) -> None:
         marks = {name: x.to(machine.device) for name, x in marks.items()}
         part: Any = SimpleNamespace(queries=texts[0], passages=texts[1], inputs=lambda _, marks=marks: marks)
 
-        def step(part: Any = part) -> None:
+        def update(part: Any = part) -> None:
             optimizer.zero_grad()
             RetrieverJob.loss(job, part).backward()
             optimizer.step()
 
         # the first update also makes the optimizer's state
         if b == updates[0]:
-            step()
-        first, peak = machine.time_and_peak(step)
-        seconds = median(machine.time(step) for _ in range(3)) if first < LONG_UPDATE else first
+            update()
+        first, peak = machine.time_and_peak(update)
+        seconds = median(machine.time(update) for _ in range(3)) if first < LONG_UPDATE else first
         sizes = (b, *lengths, run.model.features)
         report.result(row("update", "contrastile", sizes, precision, seconds, peak, planned_mib=planned))
 
 
-def main() -> None:
-    words = {"--sizes": {"type": int, "nargs": "+", "default": [64, 256, 1024]}}
+if __name__ == "__main__":
     parts = ("ratio", "batches")
-    with script(__doc__, TABLE, seconds=SECONDS, parts=parts, options=words) as (options, machine, report):
+    words = {
+        "--parts": {"nargs": "+", "choices": parts, "default": parts},
+        "--sizes": {"type": int, "nargs": "+", "default": [64, 256, 1024]},
+    }
+    with script(__doc__, TABLE, seconds=SECONDS, options=words) as (options, machine, report):
         if "ratio" in options.parts:
             ratio(machine, report)
         if "batches" in options.parts:
             batches(machine, report, options.sizes)
-
-
-if __name__ == "__main__":
-    main()

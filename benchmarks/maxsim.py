@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile import contrast
+from contrastile.bench.gate import step
 from contrastile.bench.harness import Machine, Report, Step, Table, not_installed, script
 from contrastile.bench.peers import both_directions
 from contrastile.losses import Softmax
@@ -66,10 +67,6 @@ PROBLEMS: dict[str, tuple[str, list[tuple[Size, torch.dtype]]]] = {
 }  # fmt: skip
 
 
-def gradients(loss: Loss, *pair: Tensor) -> Step:
-    return lambda: torch.autograd.grad(loss(*pair), pair)
-
-
 @dataclass(frozen=True)
 class Bench:
     machine: Machine
@@ -96,7 +93,7 @@ class Bench:
             if (D, dtype) != (128, BF16):
                 label += f", d = {D}, {NAMES[dtype]}"
             for name, loss in self.implementations(size):
-                self.measure(f"{what} + grads", f"{name}, {label}", size, gradients(loss, q, k), dtype)
+                self.measure(f"{what} + grads", f"{name}, {label}", size, partial(step, loss, [q, k]), dtype)
                 forward = torch.no_grad()(partial(loss, q, k))
                 self.measure(what, f"{name}, {label}", size, forward, dtype)
 
@@ -105,7 +102,7 @@ class Bench:
         ways = (("symmetric", Softmax(symmetric=True)), ("one way", Softmax()))
         for size, (way, kind), place in product(LARGE, ways, ("resident", "host")):
             pair = (x if place == "resident" else x.cpu().pin_memory() for x in tokens(size))
-            call = gradients(partial(ours, loss=kind, device="cuda"), *(x.requires_grad_() for x in pair))
+            call = partial(step, partial(ours, loss=kind, device="cuda"), [x.requires_grad_() for x in pair])
             self.measure("loss + grads", f"{place}, {way}, {size[0]} x {size[1]}", size, call)
 
     def ranks(self) -> None:
@@ -115,7 +112,7 @@ class Bench:
             N, J, *others = size
             pair = [x.requires_grad_() for x in tokens((N // W, J // W, *others), seed=rank)]
             for exchange in ("gather", "ring") if W > 1 else ("single",):
-                call = gradients(partial(ours, exchange=exchange), *pair)
+                call = partial(step, partial(ours, exchange=exchange), pair)
                 self.measure("loss + grads", f"{W} ranks, {exchange}, {N} x {J}", size, call)
 
     def implementations(self, size: Size) -> Iterator[tuple[str, Loss]]:
@@ -149,13 +146,9 @@ def tokens(size: Size, seed: int = 0) -> tuple[Tensor, Tensor]:
     return F.normalize(q, dim=-1).bfloat16(), F.normalize(k, dim=-1).bfloat16()
 
 
-def main() -> None:
+if __name__ == "__main__":
     parts = {"nargs": "+", "choices": (*PROBLEMS, "host", "ranks"), "default": ["losses"]}
     with script(__doc__, TABLE, *PEERS, seconds=SECONDS, options={"--parts": parts}) as (options, machine, report):
         bench = Bench(machine, report)
         for part in options.parts:
             bench.alone(part) if part in PROBLEMS else getattr(bench, part)()
-
-
-if __name__ == "__main__":
-    main()

@@ -298,14 +298,13 @@ class Machine:
         return (time.perf_counter() - start) / repeats
 
     def peak(self, step: Step) -> int:
-        """Return the most bytes of tensors that a step holds at once, beside those held before it.
-
-        A ring's buffers between GPUs of one node count, although they stay between steps.
-        """
         return self.time_and_peak(step)[1]
 
     def time_and_peak(self, step: Step) -> tuple[float, int]:
-        """Return the seconds of a step on this rank, and its peak."""
+        """Return a step's seconds on this rank, and the most bytes of tensors beside those held before it.
+
+        A ring's buffers between GPUs of one node count, although they stay between steps.
+        """
         used_bytes()
         with Weighed(self.device) as weighed:
             seconds = self.time(step)
@@ -395,7 +394,7 @@ def reporting(
 
 @contextmanager
 def script(
-    doc: str | None, table: Table, *packages: str, seconds: float = 0.0, parts: Sequence[str] = (),
+    doc: str | None, table: Table, *packages: str, seconds: float = 0.0,
     options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Iterator[tuple[argparse.Namespace, Machine, Report]]:  # fmt: skip
     """Parse a script's `--csv` and its own arguments; yield them, the GPU or else the CPU, and a report.
@@ -404,12 +403,9 @@ def script(
 
     table: of the lines; its columns, then those of `ORIGIN`, are those of the file. seconds: of the machine, beside
     whose products times are taken, unless `--seconds` is one of the arguments; 0 is for scripts that need no product.
-    parts: the words of `--parts`, by default all.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write rows there, behind those that it has")
-    if parts:
-        parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     for name, words in (options or {}).items():
         parser.add_argument(name, **words)
     arguments, kind = parser.parse_args(), "cuda" if torch.cuda.is_available() else "cpu"
