@@ -163,8 +163,8 @@ class Steps:
             if card.impl == OURS:
                 words = {name: getattr(one.step.loss, name) for name in ("exchange", "backend", "workspace")}
                 return ClipLoss(**words)(q, k, SCALE)
-        local = card.impl != "CLIP"
-        return clip(q, k, SCALE, local=local, with_grad=local, autocast=self.run.autocast())
+            local = card.impl != "CLIP"
+            return clip(q, k, SCALE, local=local, with_grad=local)
 
     def take(self, card: Card, one: Plan, batch: int) -> None:
         indices = torch.arange(batch // card.ranks, device=self.device)

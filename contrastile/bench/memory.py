@@ -6,7 +6,7 @@ communication, and gradients are those of a batch that repeats this rank's.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -74,12 +74,13 @@ def ways(machine: Machine, world: int) -> list[Contestant]:
     tiles = "triton" if machine.device.type == "cuda" else "eager"
     # bytes of a pair: of all rows and columns, and of a rank's rows and all columns for each direction
     matrix, strips = DENSE_BYTES, 2 * DENSE_BYTES / world
+    plain = partial(under_autocast, partial(clip, local=False))
     inf_cl = next(peer for peer in rank_peers(0, world) if peer.name == "inf-cl")
     return [
         _contrastile("gather", tiles),
         _contrastile("ring", tiles),
         _contrastile("ring", "dense", strips / world),
-        Contestant("CLIP", "plain: all rows and columns", {"clip": partial(clip, local=False)}, pair_bytes=matrix),
+        Contestant("CLIP", "plain: all rows and columns", {"clip": plain}, pair_bytes=matrix),
         _open_clip("local loss", world, with_grad=False),
         _open_clip("local loss, gathered gradients", world, with_grad=True),
         Contestant("DisCo-CLIP", "decomposed", {"clip": _Decomposed.apply}, pair_bytes=strips),
@@ -96,28 +97,25 @@ def _open_clip(name: str, world: int, *, with_grad: bool) -> Contestant:
     """open_clip's class where it is installed, else the same formula in plain PyTorch."""
     try:
         how = {"local_loss": True, "gather_with_grad": with_grad, "rank": 0, "world_size": world}
-        loss = partial(under_autocast, import_module("open_clip").ClipLoss(**how))
+        loss = import_module("open_clip").ClipLoss(**how)
     # torchvision beside another torch raises a RuntimeError
     except (ImportError, RuntimeError):
         name, loss = f"{name}, written out", partial(clip, local=True, with_grad=with_grad)
-    return Contestant("open_clip", name, {"clip": loss}, pair_bytes=2 * DENSE_BYTES / world, package="open_clip_torch")
+    losses, pair_bytes = {"clip": partial(under_autocast, loss)}, 2 * DENSE_BYTES / world
+    return Contestant("open_clip", name, losses, pair_bytes=pair_bytes, package="open_clip_torch")
 
 
-def clip(
-    q: Tensor, k: Tensor, scale: Tensor | float, *, local: bool, with_grad: bool = False,
-    autocast: AbstractContextManager[Any] | None = None,
-) -> Tensor:  # fmt: skip
-    """The loss of CLIP's training code in plain PyTorch, under `autocast`; by default that of the features' dtype.
+def clip(q: Tensor, k: Tensor, scale: Tensor | float, *, local: bool, with_grad: bool = False) -> Tensor:
+    """The loss of CLIP's training code in plain PyTorch. Every rank gathers all rows of both sides.
 
-    Every rank gathers all rows of both sides. `local`: it compares its own rows with all columns, in both directions
-    (OpenCLIP's local loss); otherwise all rows with all columns. with_grad: gathered rows hand gradients back.
+    `local`: it compares its own rows with all columns, in both directions (OpenCLIP's local loss); otherwise all rows
+    with all columns. with_grad: gathered rows hand gradients back.
     """
     images, texts = (_gathered(side, with_grad) for side in (q, k))
-    with autocast or autocast_of(q):
-        if local:
-            return both_directions(scale * q @ texts.T, scale * k @ images.T)
-        logits = scale * images @ texts.T
-        return both_directions(logits, logits.T)
+    if local:
+        return both_directions(scale * q @ texts.T, scale * k @ images.T)
+    logits = scale * images @ texts.T
+    return both_directions(logits, logits.T)
 
 
 class _AllGather(torch.autograd.Function):
