@@ -396,7 +396,7 @@ def measure(bench: Bench, door: str, machine: Machine, report: Report, *, only_o
         report.result(row | ({"ms": timings[name].ms} if name in timings else {}))
 
 
-if __name__ == "__main__":
+def main() -> None:
     pairs, sub_batch = (8192, 256) if torch.cuda.is_available() else (256, 32)
     words = {
         "doors": {"nargs": "*", "metavar": "DOOR", "help": f"of {', '.join(DOORS)} (default: all)"},
@@ -416,3 +416,7 @@ if __name__ == "__main__":
             # a library that is not installed, or has no such loss
             with report.failures(door, judged=False), bench.until_measured:
                 measure(bench, door, machine, report, only_ours=options.ours)
+
+
+if __name__ == "__main__":
+    main()

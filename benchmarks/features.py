@@ -175,10 +175,14 @@ def gradients(q: Tensor, k: Tensor, **how: Any) -> None:
     contrast(q, k, **how).backward()
 
 
-if __name__ == "__main__":
+def main() -> None:
     with TemporaryDirectory() as folder, script(__doc__, TABLE, "transformers") as (_, machine, report):
         bench = Bench(machine, report, Path(folder))
         for part in (bench.distances, bench.lit, bench.optimizers, bench.recipe):
             with report.failures(part.__name__, judged=True):
                 part()
             gc.collect()
+
+
+if __name__ == "__main__":
+    main()

@@ -116,7 +116,7 @@ def costs() -> dict[str, str]:
     }
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="replace the table of docs/architecture.md")
     write = parser.parse_args().write
@@ -129,3 +129,7 @@ if __name__ == "__main__":
     print(table, end="")
     if write:
         PAGE.write_text(f"{head}{BEGIN}{table}{END}{tail}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -65,7 +65,7 @@ def truncation(q: Tensor, k: Tensor) -> tuple[float, float]:
     return float(missing.sum() / true.square().sum()), float(missing[upper].sum() / true[upper].square().sum())
 
 
-if __name__ == "__main__":
+def main() -> None:
     print(f"{'products':10} {'d':>5} {'lost':>10} {'of the upper':>12} {'per feature':>12}")
     for dtype, d in PRODUCTS:
         lost, upper = truncation(*features(2048, d, 0.0, dtype))
@@ -80,3 +80,7 @@ if __name__ == "__main__":
         ours, dense = (Distance.between(step(way, leaves), true) for way in ways)
         distances = " | ".join(f"{x.loss:.1e} {x.gradient:.1e} {x.scalar:.1e}" for x in (ours, dense))
         print(f"{loss:7} {str(dtype)[6:]:9} {d:5} {cosine:6} {float(true[0]):9.2e}   {distances}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

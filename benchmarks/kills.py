@@ -95,7 +95,7 @@ def kill(ranks: list[subprocess.Popen[bytes]], victims: list[int]) -> None:
             process.wait()
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recipe", help="such as recipes/glyph-shards.toml")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
@@ -128,3 +128,7 @@ if __name__ == "__main__":
     if rows[1][1] < options.kills:
         sys.exit("\nit was finished before all kills; take more pairs, train.examples=80_000")
     print("\nthe same, bit for bit")
+
+
+if __name__ == "__main__":
+    main()

@@ -111,7 +111,7 @@ def batches(machine: Machine, report: Report, updates: list[int]) -> None:
         report.result(row("update", "contrastile", sizes, precision, seconds, peak, planned_mib=planned))
 
 
-if __name__ == "__main__":
+def main() -> None:
     parts = ("ratio", "batches")
     words = {
         "--parts": {"nargs": "+", "choices": parts, "default": parts},
@@ -122,3 +122,7 @@ if __name__ == "__main__":
             ratio(machine, report)
         if "batches" in options.parts:
             batches(machine, report, options.sizes)
+
+
+if __name__ == "__main__":
+    main()

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from contrastile.bench.harness import Machine
-from contrastile.cli.main import main
+from contrastile.cli.main import main as main_command
 from contrastile.data.loader import cores
 from contrastile.data.pairs import Stream
 from contrastile.data.registry import open_pairs
@@ -98,7 +98,7 @@ def rate(stream: Stream, workers: int, batch: int, *, processes: bool) -> float:
 
 def trained(recipe: str, words: list[str], folder: Path) -> tuple[list[dict[str, Any]], list[float]]:
     """Train a recipe; return the lines of its steps but the first few, and the seconds that each waited for data."""
-    main(["train", recipe, *words, "--runs", str(folder / "runs")])
+    main_command(["train", recipe, *words, "--runs", str(folder / "runs")])
     lines = read_metrics(next((folder / "runs").glob("*/metrics.jsonl")))
     steps = [line for line in lines if line["kind"] == "step"][WARMUP:]
     return steps, [line["seconds"] * line["shares"].get("data", 0.0) for line in steps]
@@ -118,7 +118,7 @@ def waiting(words: list[str], folder: Path) -> None:
     print(f"without data: {size / alone:,.0f} pairs/s")
 
 
-if __name__ == "__main__":
+def main() -> None:
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
         source, cache = write_shards(folder, PICTURES), folder / "cache"
@@ -131,3 +131,7 @@ if __name__ == "__main__":
             print(f"{number:3} {kind:9}: {images:8,.0f} pictures/s, {images / number:6,.0f} each")
         if torch.cuda.is_available():
             waiting(training_words(source, cache), folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -21,7 +21,7 @@ LIMIT_GIB = 139.8
 TICKS = {"4k": 2**12, "16k": 2**14, "64k": 2**16, "256k": 2**18, "1M": 2**20, "4M": 2**22}
 
 
-if __name__ == "__main__":
+def main() -> None:
     figure = Figure(figsize=(8.4, 3.0), layout="constrained")
     rows = [row for row in read_rows(ROOT / "benchmarks/results/h200_loss.csv") if row.items() >= ROWS.items()]
     panels = {"memory beside the features, GiB": ("peak_bytes", 2**30), "forward and backward, milliseconds": ("ms", 1)}
@@ -40,3 +40,7 @@ if __name__ == "__main__":
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     figure.savefig(ROOT / "docs" / "h200_loss.png", dpi=96, metadata={"Software": None})
+
+
+if __name__ == "__main__":
+    main()

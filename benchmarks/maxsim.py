@@ -146,9 +146,13 @@ def tokens(size: Size, seed: int = 0) -> tuple[Tensor, Tensor]:
     return F.normalize(q, dim=-1).bfloat16(), F.normalize(k, dim=-1).bfloat16()
 
 
-if __name__ == "__main__":
+def main() -> None:
     parts = {"nargs": "+", "choices": (*PROBLEMS, "host", "ranks"), "default": ["losses"]}
     with script(__doc__, TABLE, *PEERS, seconds=SECONDS, options={"--parts": parts}) as (options, machine, report):
         bench = Bench(machine, report)
         for part in options.parts:
             bench.alone(part) if part in PROBLEMS else getattr(bench, part)()
+
+
+if __name__ == "__main__":
+    main()

@@ -185,7 +185,7 @@ def peak_of(card: Card, one: Plan, batch: int) -> int:
     return dense_peak(step, dense_bytes(card.impl, step) + gathered)
 
 
-if __name__ == "__main__":
+def main() -> None:
     all_cards = CARDS if torch.cuda.is_available() else TINY
     words = {"--impl": {"nargs": "+", "choices": IMPLS, "default": IMPLS}}
     with script(__doc__, TABLE, "transformers", options=words) as (options, machine, report):
@@ -197,3 +197,7 @@ if __name__ == "__main__":
                     steps.measure(card)
             del steps
             gc.collect()
+
+
+if __name__ == "__main__":
+    main()

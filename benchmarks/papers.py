@@ -162,8 +162,12 @@ def gb(count: float) -> str:
     return f"{count / 2**30:.2f}"
 
 
-if __name__ == "__main__":
+def main() -> None:
     plans = {(model, ranks): planned(model, ranks) for model in MODELS for ranks in (8, 32)}
     for table in (table_1(plans), table_2(plans), disco(), figure_4()):
         print(table, "\n")
     print("\n".join(map(twelve_million, ("H100-80GB", "H200"))), "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -183,7 +183,7 @@ def calls_of_ranks(machine: Machine) -> Iterator[tuple[str, dict[str, Step]]]:
         yield f"clip {n} x {d} on each rank", {name: step(loss, leaves, autocast=False) for name, loss in ways.items()}
 
 
-if __name__ == "__main__":
+def main() -> None:
     words = {
         "--seconds": {"type": float, "default": 1.0, "help": "how long each may be measured (default: 1)"},
         "--only": {"default": "", "help": "the calls whose names hold this word"},
@@ -201,3 +201,7 @@ if __name__ == "__main__":
                     report.result({"call": name, "impl": impl} | {key: round(ms, 3) for key, ms in times.items()})
                 # a formula of many shapes would be computed without compilation
                 torch.compiler.reset()
+
+
+if __name__ == "__main__":
+    main()

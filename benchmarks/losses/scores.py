@@ -13,8 +13,8 @@ from pathlib import Path
 import contrastile
 from contrastile.train.retriever.run import RetrieverRun, open_run_texts
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
+
+def main(folder: Path) -> None:
     run = contrastile.load(folder)
     assert isinstance(run, RetrieverRun)
     texts = open_run_texts(run.recipe)
@@ -33,3 +33,7 @@ if __name__ == "__main__":
             files[split != "train"].write(json.dumps(entry) + "\n")
     for file in files:
         file.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
