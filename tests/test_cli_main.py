@@ -112,6 +112,7 @@ WORDS = {
     ),
     "evaluate x.trec --judgements x.qrels --zero-shot x": "`--zero-shot` must be left out with --judgements; got x. ",
     "evaluate x.trec --judgements x.qrels --index x": "`--index` must be left out with --judgements; got x. ",
+    "evaluate x.trec --judgements x.qrels --device cpu": "`--device` must be left out with --judgements; got cpu. ",
     "evaluate x.trec --judgements x.qrels --bad-rows 0.1": "`--bad-rows` must be left out with --judgements; got 0.1. ",
     "evaluate {folder}/pictures --texts {folder}": "`--texts` must be left out for images and texts; got {folder}. ",
     "evaluate {folder}/texts --texts {folder}/no": '`--texts` must be a file or folder; got "{folder}/no". ',
@@ -319,12 +320,13 @@ def test_an_output_that_is_closed_or_full_or_without_bars(tmp_path, output, envi
     assert done.stdout == ("" if output else "?.trec x.qrels None\n")
 
 
-def test_a_long_name_of_a_measure_is_apart_from_its_value(tmp_path, capsys):
+def test_values_of_measures_are_aligned_behind_a_long_name(tmp_path, capsys):
     (tmp_path / "x.trec").write_text("q Q0 d 1 1 x\n")
     (tmp_path / "x.qrels").write_text("q 0 d 1\n")
     files = [str(tmp_path / "x.trec"), "--judgements", str(tmp_path / "x.qrels")]
     assert main(["evaluate", *files, "--measures", "recall@10000", "MAP"]) == 0
-    assert capsys.readouterr().out.splitlines()[1:] == ["recall@10000 1.0000", "MAP         1.0000"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["1 judged query, 1 of them answered", "recall@10000 1.0000", "MAP          1.0000"]
 
 
 def test_an_empty_batch_of_a_plan_is_refused(capsys):

@@ -144,6 +144,21 @@ def test_judgements_of_trec_and_of_beir_are_read(tmp_path):
         read_judgements(tmp_path / "beir")
 
 
+def test_a_mark_of_the_byte_order_is_no_part_of_an_id(tmp_path):
+    for name, read, line in (("x.trec", read_run, "q Q0 a 1 0.5 tag\n"), ("x.qrels", read_judgements, "q 0 a 1\n")):
+        (tmp_path / name).write_text(line, encoding="utf-8-sig")
+        assert [*read(tmp_path / name)] == ["q"]
+
+
+def test_a_passage_with_two_grades_is_refused(tmp_path):
+    path = tmp_path / "x.qrels"
+    path.write_text("q 0 a 1\nq 0 a 1\n")
+    assert read_judgements(path) == {"q": {"a": 1}}
+    path.write_text("q 0 a 1\nq 0 a 0\n")
+    sentence = f'`judgements` must have one grade of each passage per query; got "q 0 a 0" at {path}:2. Leave one of'
+    assert refusal(read_judgements, path).startswith(sentence)
+
+
 @pytest.mark.parametrize(
     ("text", "answers", "found"),
     [
@@ -202,6 +217,11 @@ def test_a_score_that_is_no_number_is_refused():
     run = {"q": {"a": 1.0, "b": math.nan, "c": 3.0}}
     sentence = "`run` must have scores that are numbers; got NaN. Look for what is not finite in the features."
     assert refusal(measure, run, {"q": {"c": 1}}) == sentence
+
+
+def test_scores_beyond_float32_are_equal():
+    """Without a warning, which the tests turn into an error."""
+    assert ranking({"a": 1e300, "b": 1e39, "c": -1e300, "d": 0.0}) == ["b", "a", "d", "c"]
 
 
 def test_a_pattern_without_end_is_found_in_none(monkeypatch, caplog):

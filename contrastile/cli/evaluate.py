@@ -49,7 +49,9 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure rankings, or load a run, measure it and write its report again."""
     if arguments.judgements is not None:
-        _refuse(arguments, OF_RUNS, "be left out with --judgements", "Rankings are measured as they are.")
+        # the default of --device counts as left out
+        names = OF_RUNS if arguments.device == "auto" else ("device", *OF_RUNS)
+        _refuse(arguments, names, "be left out with --judgements", "Rankings are measured as they are.")
         return _measure(arguments.run, arguments.judgements, arguments.measures)
 
     from contrastile.train.config.base import known_device
@@ -168,7 +170,9 @@ def _measure(rankings: str, judgements: str, names: Sequence[str] | None) -> int
     ranked, judged = read_run(rankings), read_judgements(judgements)
     with renamed(names="--measures"):
         measured = means(measure(ranked, judged, names or USUAL))
-    print(f"{len(judged):,} judged queries, {len(judged.keys() & ranked):,} of them answered")
+    queries = "query" if len(judged) == 1 else "queries"
+    print(f"{len(judged):,} judged {queries}, {len(judged.keys() & ranked):,} of them answered")
+    width = max(11, *map(len, measured))
     for name, value in measured.items():
-        print(f"{name:<11} {value:.4f}")
+        print(f"{name:<{width}} {value:.4f}")
     return 0

@@ -35,7 +35,9 @@ def ranking(scores: Mapping[str, float]) -> list[str]:
     >>> ranking({"a": 1.0, "b": 2.0, "c": 1.0})
     ['b', 'c', 'a']
     """
-    float32 = np.fromiter(scores.values(), dtype=np.float32, count=len(scores)).tolist()
+    # scores beyond float32 are infinite and equal, as in trec_eval
+    with np.errstate(over="ignore"):
+        float32 = np.fromiter(scores.values(), dtype=np.float32, count=len(scores)).tolist()
     if any(map(math.isnan, float32)):
         raise invalid("run", "have scores that are numbers", "NaN", "Look for what is not finite in the features.")
     return [name for _, name in sorted(zip(float32, scores, strict=True), reverse=True)]
@@ -223,14 +225,17 @@ def read_judgements(path: str | Path) -> dict[str, dict[str, int]]:
             continue
         if len(fields) not in (3, 4) or not grade.is_integer():
             raise invalid("judgements", 'have lines of "query 0 passage grade"', quoted, "Mend the file.")
-        judgements.setdefault(fields[0], {})[fields[-2]] = int(grade)
+        grades = judgements.setdefault(fields[0], {})
+        if grades.setdefault(fields[-2], int(grade)) != grade:
+            raise invalid("judgements", "have one grade of each passage per query", quoted, "Leave one of them out.")
     return judgements
 
 
 def _fields(path: Path, name: str) -> Iterator[tuple[str, list[str]]]:
     """The fields of each line that has some, behind a quotation of the line with its place."""
     try:
-        with path.open(encoding="utf-8") as file:
+        # a mark of the byte order would become part of the first id
+        with path.open(encoding="utf-8-sig") as file:
             for number, text in enumerate(file, start=1):
                 if fields := text.split():
                     yield f'"{" ".join(fields)[:60]}" at {path}:{number}', fields
