@@ -471,14 +471,45 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(tmp_path: Path, capsys
      "`--gpus` must have room for weights, gradients, optimizer and one pair; got 0.1 GiB of them, and room for "
      "0.0 GiB on 9xT4-1GB. Take GPUs with more memory, or with weights and gradients in parts: "
      'train.parallel="shard".'),
-    (["RECIPE", "--gpus", "T4-2GB", "--largest", "train.sub_batch=1M", "train.batch=2M"],
-     "`train.sub_batch` must be small enough for one pair on each rank to fit; got 1048576. Take half of it."),
 ])  # fmt: skip
 def test_what_the_command_refuses(words: list[str], sentence: str, tmp_path: Path, capsys: Any) -> None:
     path = write_recipe(tmp_path)
-    big = [word.replace("1M", str(2**20)).replace("2M", str(2**21)) if "train." in word else word for word in words]
-    assert main(["plan", *(str(path) if word == "RECIPE" else word for word in big)]) == 2
+    assert main(["plan", *(str(path) if word == "RECIPE" else word for word in words)]) == 2
     assert capsys.readouterr().err == sentence + "\n"
+
+
+def test_a_batch_of_fewer_pairs_than_a_sub_batch_has_the_sub_batches_of_larger_ones(tmp_path: Path) -> None:
+    """A plan that begins at few pairs says about all others, and about other sub-batches, what their own plans do."""
+    path = write_recipe(tmp_path)
+
+    def planned(batch: int, sub_batch: int = 48) -> Any:
+        words = [f"train.sub_batch={sub_batch}", "train.batch=4096", "train.retain=0"]
+        return contrastile.plan(path, *words, gpus="2xT4-2GB", batch=batch)
+
+    few, many = planned(8), planned(4096)
+    assert [side.cost.sub_batch for side in few.step.sides] == [4, 4]
+    assert few.largest() == many.largest()
+    assert few.at(4096).peak == many.peak
+    assert many.at(8).peak.bytes == pytest.approx(few.peak.bytes, rel=0.02)
+    for name, sub_batch in (("half", 24), ("twice", 96)):
+        choice = next(one for one in few.choices() if one.name.startswith(name))
+        assert choice.name == f"{name} the sub-batch: {sub_batch} and {sub_batch}"
+        assert choice.peak == few.peak.bytes == planned(8, sub_batch).peak.bytes
+        assert choice.largest == pytest.approx(planned(4096, sub_batch).largest(), rel=0.01)
+
+
+def test_the_largest_batch_may_be_smaller_than_a_sub_batch(tmp_path: Path) -> None:
+    words = [f"train.batch={2**22}", f"train.sub_batch={2**22}"]
+    plan = contrastile.plan(write_recipe(tmp_path), *words, gpus="T4-2GB")
+    largest = plan.at_largest()
+    assert not plan.fits
+    assert largest.fits
+    assert largest.step.sides[0].cost.sub_batch == largest.batch < 2**22
+
+
+def test_a_sub_batch_of_one_has_no_half(tmp_path: Path) -> None:
+    plan = contrastile.plan(write_recipe(tmp_path), "train.sub_batch=1", gpus="H100")
+    assert [one.name for one in plan.choices() if "sub-batch" in one.name] == ["twice the sub-batch: 2 and 2"]
 
 
 def test_the_report_shows_the_plan_beside_the_measured_peak() -> None:

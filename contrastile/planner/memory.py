@@ -42,11 +42,21 @@ class Side:
     normalisation: int = 0
     # features and their gradients wait in host memory
     host: bool = False
+    # the cost of a whole sub-batch, where the examples are fewer; None: `cost` is that of a whole one
+    whole: TowerCost | None = None
 
     @property
     def count(self) -> int:
         """Sub-batches."""
         return ceil(self.examples / self.cost.sub_batch)
+
+    def with_examples(self, examples: int) -> Side:
+        """The same side for another number of examples, of which a sub-batch has as many as there are at most."""
+        whole = self.whole or self.cost
+        size = min(whole.sub_batch, examples)
+        cost = self.cost if size == self.cost.sub_batch else whole.of(size)
+        inputs = self.inputs // self.cost.sub_batch * size
+        return replace(self, examples=examples, cost=cost, inputs=inputs, whole=whole)
 
     @property
     def features(self) -> int:
@@ -224,7 +234,7 @@ class StepMemory:
     def with_batch(self, rows: int, keys: int) -> StepMemory:
         """The same step for another number of examples on a rank."""
         sides, guides = (
-            [replace(one, examples=count) for one, count in zip(sides, (rows, keys), strict=False)]
+            [one.with_examples(count) for one, count in zip(sides, (rows, keys), strict=False)]
             for sides in (self.sides, self.guides)
         )
         return replace(self, sides=sides, guides=guides, loss=replace(self.loss, rows=rows, keys=keys))

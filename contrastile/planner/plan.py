@@ -23,8 +23,6 @@ MOST_ROWS = 2**28
 # batches in host memory: the present one, and the next that is read meanwhile
 BATCHES_ON_HOST = 2
 GIB = 2**30
-# fields of a cost that grow with the sub-batch, except the number of kernels
-WORKS = ("forward_work", "replay_work")
 
 
 @dataclass(frozen=True)
@@ -161,16 +159,12 @@ class Plan:
 
     def at_largest(self) -> Plan:
         """The plan of the largest batch, without retained graphs; raises ValueError where not one pair fits."""
-        largest, sub_batch = self.largest(), max(side.cost.sub_batch for side in self.step.sides)
-        held = sum(count for name, count in self.step.base().items() if name != "inputs") + self.trained
-        if not largest and (sub_batch == 1 or held > self.allowed):
+        if not (largest := self.largest()):
+            held = sum(count for name, count in self.step.base().items() if name != "inputs") + self.trained
             room = f"room for {max(0, self.allowed) / GIB:.1f} GiB on {self.target.word}"
             rule = "have room for weights, gradients, optimizer and one pair"
             remedy = 'Take GPUs with more memory, or with weights and gradients in parts: train.parallel="shard".'
             raise invalid("gpus", rule, f"{held / GIB:.1f} GiB of them, and {room}", remedy)
-        if not largest:
-            rule, size = "be small enough for one pair on each rank to fit", self.step.sides[0].cost.sub_batch
-            raise invalid("train.sub_batch", rule, size, "Take half of it.")
         return replace(self, step=replace(self.step, retain=0)).at(largest)
 
     def choices(self) -> Iterator[Choice]:
@@ -191,8 +185,10 @@ class Plan:
                 yield self._choice(f"retain {retain}", replace(step, retain=retain))
         for name, factor in (("half", 0.5), ("twice", 2.0)):
             sides = [_with_sub_batch(side, factor) for side in step.sides]
-            sizes = " and ".join(str(side.cost.sub_batch) for side in sides)
-            yield self._choice(f"{name} the sub-batch: {sizes}", replace(step, sides=sides))
+            wholes = [(side.whole or side.cost).sub_batch for side in sides]
+            if wholes != [(side.whole or side.cost).sub_batch for side in step.sides]:
+                sizes = " and ".join(map(str, wholes))
+                yield self._choice(f"{name} the sub-batch: {sizes}", replace(step, sides=sides))
 
     def _choice(self, name: str, step: StepMemory, **loss: Any) -> Choice:
         plan = replace(self, step=step)
@@ -229,14 +225,6 @@ class Plan:
 
 
 def _with_sub_batch(side: Side, factor: float) -> Side:
-    """The side with another sub-batch. All bytes but those of the weights' 16-bit copies grow with it."""
-    cost = side.cost
-    size = max(1, int(cost.sub_batch * factor))
-    share = size / cost.sub_batch
-    copies = min(cost.trained // 2, max(0, cost.replay - cost.graph))
-    work = {name: replace(getattr(cost, name).times(share), kernels=getattr(cost, name).kernels) for name in WORKS}
-    changed = replace(
-        cost, sub_batch=size, graph=int(share * cost.graph), forward=int(share * cost.forward),
-        replay=int(share * (cost.replay - copies)) + copies, **work,
-    )  # fmt: skip
-    return replace(side, cost=changed)
+    """The side with another sub-batch."""
+    whole = side.whole or side.cost
+    return replace(side, whole=whole.of(max(1, int(whole.sub_batch * factor)))).with_examples(side.examples)

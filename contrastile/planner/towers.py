@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, ClassVar, Self
 
@@ -72,6 +72,19 @@ class TowerCost:
     forward_work: Work
     replay_work: Work
     reads_frozen: bool = False
+
+    def of(self, size: int) -> Self:
+        """The cost of sub-batches of `size`: all bytes but those of the weights' 16-bit copies grow with them."""
+        if size == self.sub_batch:
+            return self
+        share, copies = size / self.sub_batch, min(self.trained // 2, max(0, self.replay - self.graph))
+        forward, replay = (
+            replace(work.times(share), kernels=work.kernels) for work in (self.forward_work, self.replay_work)
+        )
+        return replace(
+            self, sub_batch=size, graph=int(share * self.graph), forward=int(share * self.forward),
+            replay=int(share * (self.replay - copies)) + copies, forward_work=forward, replay_work=replay,
+        )  # fmt: skip
 
 
 class Counted(DispatchMode):

@@ -46,6 +46,8 @@ STREAMED_SUB_BATCHES = 2
 NORMALISED_TOKENS, NORMALISED = 5, 4
 # times that clipping reads or writes the gradient: for its norm, and to multiply it
 CLIPPING_PASSES = 3
+# rows that are more than any sub-batch
+UNLIMITED = 2**40
 # bytes of the id of a key in a queue
 ID_BYTES = 8
 CPU = torch.device("cpu")
@@ -72,6 +74,12 @@ def planned(
     largest = max(size for _, size in settings.train.batch)
     model, costs = towers(settings, machines.ranks, batch or largest, machines.device)
     plan = plan_of(settings, machines, batch or largest, model, costs, stages(settings, pairs))
+    most = max(size for _, size, _ in sub_batches(settings, UNLIMITED).values())
+    if any(side.examples < most for side in plan.step.sides):
+        # larger batches than this one have larger sub-batches
+        _, wholes = towers(settings, 1, most * settings.train.accumulate, machines.device)
+        sides = [replace(side, whole=cost) for side, cost in zip(plan.step.sides, wholes, strict=True)]
+        plan = replace(plan, step=replace(plan.step, sides=sides))
     return plan if batch is None else plan.at(batch)
 
 
