@@ -77,8 +77,10 @@ def test_a_slower_way_sees_fewer_examples(tmp_path: Path) -> None:
     [
         ("[ways]\na = []", "`--ways` must name a file with a table `ways` of two lists or more; got "),
         ("[ways]\na = []\nb = 3", "`--ways` must name a file with a table `ways` of two lists or more; got "),
-        ("[ways]\na = []\n'b/c' = []",
-         '`--ways` must name ways without /; got "b/c". The name is that of a file, too.'),
+        *((f"[ways]\na = []\n{name} = []",
+           "`--ways` must name ways by a line of 1 to 100 bytes without / and |; got ")
+          for name in ("'b/c'", "'b|c'", '"b\\nc"', "''", "'" + 51 * "é" + "'")),
+        ("[ways]\n'a b' = []\na_b = []", '`--ways` must name ways whose files differ; got "a b" and "a_b". '),
         ("[ways]\na = []\nb = ['data.negatives=1']",
          "`--ways` must override keys of loss, optim, train; got 'data.negatives=1' in "),
         ("[ways]\na = []\nb = ['train.epochs=2.0']",

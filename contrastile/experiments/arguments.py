@@ -4,7 +4,7 @@ Below the studies, and called by the command line.
 """
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -18,6 +18,8 @@ from contrastile.train.recipe import load_any_recipe, touched
 RATES = {"fixed": "none", "sqrt": "sqrt", "linear": "linear"}
 # sections that may differ between ways
 OF_WAYS = ("loss", "optim", "train")
+# bytes of the name of a way, which is the beginning of a file's name
+LONGEST_NAME = 100
 # keys of the length that all ways share
 LENGTHS = ("train.examples", "train.epochs", "train.minutes")
 # the value, in `OVERRIDES`, of a key that gets several values; other keys get one value in all trials
@@ -69,8 +71,7 @@ def read_ways(path: str, origin: str, overrides: Sequence[str]) -> dict[str, Any
         raise invalid("--ways", "be a TOML file with a table `ways`", f'"{path}" ({reason})', remedy) from None
     if not isinstance(ways, dict) or len(ways) < 2 or not all(isinstance(words, list) for words in ways.values()):
         raise invalid("--ways", "name a file with a table `ways` of two lists or more", f'"{path}"', remedy)
-    if slashed := next((name for name in ways if "/" in name), None):
-        raise invalid("--ways", "name ways without /", f'"{slashed}"', "The name is that of a file, too.")
+    _check_names(ways)
     for text in chain(*ways.values()):
         if not isinstance(text, str) or text.split(".")[0] not in OF_WAYS:
             rule, remedy = f"override keys of {', '.join(OF_WAYS)}", "All ways share data and model."
@@ -79,6 +80,19 @@ def read_ways(path: str, origin: str, overrides: Sequence[str]) -> dict[str, Any
             remedy = "All ways take the time of the first; give its length behind the recipe."
             raise invalid("--ways", "say nothing about the length", f"{text!r} in {path}", remedy)
     return {name: load_any_recipe(origin, [*overrides, *words]) for name, words in ways.items()}
+
+
+def _check_names(ways: Iterable[str]) -> None:
+    """Raise ValueError for names that are none of a file or of a cell in a table, or are those of one file."""
+    files = dict[str, str]()
+    for name in ways:
+        wrong = not name.strip() or not name.isprintable() or {"/", "|"} & {*name}
+        if wrong or len(name.encode()) > LONGEST_NAME:
+            rule = f"name ways by a line of 1 to {LONGEST_NAME} bytes without / and |"
+            raise invalid("--ways", rule, f"{name!r:.60}", "The name is that of a file, too.")
+        if (other := files.setdefault(name.replace(" ", "_"), name)) != name:
+            remedy = "The blanks of a name are _ in that of its file."
+            raise invalid("--ways", "name ways whose files differ", f'"{other}" and "{name}"', remedy)
 
 
 def large_and_small(recipe: Recipe) -> tuple[int, int]:

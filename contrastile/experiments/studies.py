@@ -283,7 +283,7 @@ class Ways(Study):
                 remedy = "Give it another name, or begin anew."
                 raise invalid("--ways", f'leave "{way}" as it began', json.dumps(keys[way]), remedy)
         missing = [way for way in self.recipes if way not in known]
-        with progress(max(1, ROUNDS * len(missing)), "timing steps", "ways") as bar:
+        with progress(max(1, ROUNDS * len(missing)), "timing steps", "timings") as bar:
             for way in ROUNDS * missing:
                 pace = self._pace(self.recipes[way], data)
                 known[way] = min(pace, *known.get(way, [pace])[:1]), keys[way]
