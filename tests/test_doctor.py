@@ -81,10 +81,25 @@ def test_the_reported_exchange_is_the_ring_between_gpus_that_reach_each_other(mo
     monkeypatch.setattr("contrastile.cli.machine.gathering_allowed", lambda _: 2**40)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
-    for ranks, name in ((2, "ring"), (3, "gather")):
+    monkeypatch.setattr("contrastile.distributed.neighbours._driver", object)
+    for ranks, disabled, name in ((2, "0", "ring"), (2, "1", "gather"), (3, "0", "gather")):
+        monkeypatch.setenv("NCCL_P2P_DISABLE", disabled)
         choice = exchange_choice(ranks, 2**15, 768, torch.bfloat16, torch.device("cuda:0"))
         assert (choice["takes"], choice["copied"]) == (name, name == "ring")
         assert (", by copy engines" in cli.doctor._exchange(choice)) is choice["copied"]
+
+
+@pytest.mark.parametrize(("features", "taken"), [("device", "gather"), ("host", "ring")])
+def test_the_exchange_of_a_recipe_is_that_of_its_plan(tmp_path, capsys, features, taken):
+    path = str(write_recipe(tmp_path))
+    assert main(["doctor", path, "train.accumulate=2", f"train.features={features}", "--ranks", "3", "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    exchange = values["auto"][0]["exchange"]
+    assert exchange["takes"] == values["recipe"]["exchange"] == taken
+    if taken == "gather":
+        # 48 pairs in two parts
+        assert [exchange[name] for name in ("batch", "features", "dtype")] == [24, 16, "float32"]
+    assert ("host memory" in cli.doctor._exchange(exchange)) == (taken == "ring")
 
 
 def test_a_containers_limit_lowers_the_cpus(tmp_path):

@@ -284,6 +284,14 @@ def test_ranks_read_each_other_where_all_their_gpus_reach_each_other(
     assert near._reachable(group, HERE) is False
 
 
+def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(near, "_driver", object)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda _, index: index == 0)
+    assert near.reach_each_other(torch.device("cuda"), range(2))
+
+
 def test_buffers_grow_and_stay(monkeypatch: pytest.MonkeyPatch, group: Any, streams: None) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(near, "_reachable", lambda *_: asked.append("reachable") or True)

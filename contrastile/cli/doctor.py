@@ -40,11 +40,15 @@ def run(arguments: argparse.Namespace) -> int:
 
     from contrastile.cli.machine import broken, examine
 
-    values, planned = examine(ranks=arguments.ranks, **sizes), None
+    planned, of_loss = None, dict[str, Any](sizes)
     if recipe is not None:
         from contrastile.train.planned import planned as plan_of
 
         planned = plan_of(recipe, ranks=arguments.ranks)
+        loss = planned.step.loss
+        of_loss = {"batch": loss.columns * loss.ranks, "features": loss.carried, "dtype": loss.dtype}
+        of_loss["host"] = loss.host
+    values = examine(ranks=arguments.ranks, **of_loss)
     if arguments.json:
         print(json.dumps(values | {"recipe": planned and planned.values()}, indent=1))
     else:
@@ -85,9 +89,12 @@ def lines(values: dict[str, Any]) -> Iterator[str]:
 
 
 def _exchange(exchange: dict[str, Any]) -> str:
+    if exchange["ranks"] > 1 and "gathered" not in exchange:
+        return f"{exchange['takes']} between {exchange['ranks']} ranks: the features wait in host memory"
     if "gathered" not in exchange:
         return exchange["takes"] + ": one process; --ranks N asks for more"
-    needs = f"gathering {exchange['batch']:,} rows of {exchange['features']} takes {size(exchange['gathered'])} a rank"
+    rows = f"{exchange['batch']:,} row{'s' * (exchange['batch'] != 1)} of {exchange['features']} in {exchange['dtype']}"
+    needs = f"gathering {rows} takes {size(exchange['gathered'])} a rank"
     carried = ", by copy engines" if exchange["copied"] else ""
     ranks = f"{exchange['ranks']} ranks{carried}"
     return f"{exchange['takes']} between {ranks}: {needs}, allowed is {size(exchange['allowed'])}"

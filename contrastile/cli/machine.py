@@ -31,8 +31,12 @@ OPTIONAL = ("triton", "timm", "open_clip_torch", "faiss-cpu", "peft")
 TEST_SIDE = 64
 
 
-def examine(*, ranks: int = 1, batch: int = 32_768, features: int = 512) -> Values:
+def examine(
+    *, ranks: int = 1, batch: int = 32_768, features: int = 512, dtype: torch.dtype = torch.float32, host: bool = False
+) -> Values:  # fmt: skip
     """Return versions, devices and choices for a global `batch` over `ranks`.
+
+    dtype: of the loss's products. host: its features wait in host memory.
 
     >>> values = examine()
     >>> values["devices"][0]["name"], broken(values)
@@ -63,7 +67,7 @@ def examine(*, ranks: int = 1, batch: int = 32_768, features: int = 512) -> Valu
                     for name, loss in LOSSES.items()
                     for dtype in DTYPES
                 ],
-                "exchange": exchange_choice(ranks, batch, features, torch.float32, device),
+                "exchange": exchange_choice(ranks, batch, features, dtype, device, host=host),
                 "workspace": workspace_on(device, None, alone=True),
                 "room": spare_bytes(device),
             }
@@ -119,13 +123,16 @@ def backend_choice(loss: PairLoss, dtype: torch.dtype, device: torch.device) -> 
     return {"takes": None, "declined": declined}
 
 
-def exchange_choice(ranks: int, batch: int, features: int, dtype: torch.dtype, device: torch.device) -> Values:
+def exchange_choice(
+    ranks: int, batch: int, features: int, dtype: torch.dtype, device: torch.device, *, host: bool = False
+) -> Values:  # fmt: skip
     """The exchange "auto" takes between ranks of one node, and the bytes of a gather."""
-    if ranks == 1:
-        return {"takes": "single", "ranks": 1}
+    if ranks == 1 or host:
+        return {"takes": "single" if ranks == 1 else "ring", "ranks": ranks}
     rows = tuple(batch // ranks + (rank < batch % ranks) for rank in range(ranks))
     layout = Layout(None, 0, rows, rows)
     allowed, copied = gathering_allowed(device), device.type == "cuda" and reach_each_other(device, range(ranks))
     takes = automatic_exchange(layout, features, dtype, allowed, lambda: copied)
-    sizes = {"ranks": ranks, "batch": batch, "features": features, "copied": copied}
+    sizes = {"ranks": ranks, "batch": batch, "features": features, "dtype": str(dtype).removeprefix("torch.")}
+    sizes["copied"] = copied
     return {"takes": takes, **sizes, "gathered": Gather.extra_bytes(layout, features, dtype), "allowed": allowed}

@@ -295,19 +295,21 @@ def _reachable(group: Any, device: torch.device) -> bool:
         len(set(nodes)) == 1
         # ranks that each see one GPU alone all call it 0
         and len(set(indices)) == len(indices)
-        and _driver() is not None
-        # machines whose GPUs reach each other, but lose or alter what they read
-        and os.environ.get("NCCL_P2P_DISABLE", "0") == "0"
         and reach_each_other(device, indices)
     )
     return not any_of([not reachable], group)[0]
 
 
 def reach_each_other(device: torch.device, indices: Sequence[int]) -> bool:
-    """Return whether a GPU of this process reaches the memory of those of these indices; it may see fewer GPUs."""
-    if max(indices) >= torch.cuda.device_count():
+    """Return whether a GPU of this process may copy from those of these indices; it may see fewer GPUs.
+
+    NCCL_P2P_DISABLE stands for machines whose GPUs reach each other, but lose or alter what they read.
+    """
+    allowed = os.environ.get("NCCL_P2P_DISABLE", "0") == "0" and _driver() is not None
+    if not allowed or len(indices) > MOST_RANKS or max(indices) >= torch.cuda.device_count():
         return False
-    return all(torch.cuda.can_device_access_peer(device, index) for index in indices if index != device.index)
+    own = torch.cuda.current_device() if device.index is None else device.index
+    return all(torch.cuda.can_device_access_peer(device, index) for index in indices if index != own)
 
 
 # a first call in inference mode would make buffers that no call outside could write

@@ -97,7 +97,8 @@ def measured(device: torch.device, seconds: float) -> Profile:
     exponential = EXPONENTIAL_BYTES / bandwidth if size.exponentials else 0.0
     pair = max(1e-15, (tiled - call) / rows**2 - slope * few_features - exponential)
     dense = max(1e-15, (as_matrix / rows**2 - slope * few_features) / size.matrices)
-    device_text = f"{torch.get_num_threads()} threads" if kind == "cpu" else name
+    threads = torch.get_num_threads()
+    device_text = f"{threads} thread{'s' * (threads != 1)}" if kind == "cpu" else name
     return replace(
         base, name=name, device=kind, memory=memory, products=products, attention=attention,
         float32=rates[torch.float32] / bare, bandwidth=bandwidth, launch=launch,

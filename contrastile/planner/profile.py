@@ -101,6 +101,8 @@ class Target:
     device: str = "cuda"
     # bytes of a node's host memory, known of this machine alone
     host: int | None = None
+    # copy engines carry what the GPUs of a node send each other
+    copies: bool = True
 
     def __post_init__(self) -> None:
         if self.ranks > MOST_RANKS:
@@ -184,6 +186,8 @@ def this_machine(device: torch.device | None = None, ranks: int = 1) -> Target:
     """
     import torch
 
+    from contrastile.distributed.neighbours import reach_each_other
+
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else CPU)
     profiles, host = known_profiles(), free_memory(None)[1]
@@ -194,6 +198,7 @@ def this_machine(device: torch.device | None = None, ranks: int = 1) -> Target:
         name, memory = torch.cuda.get_device_name(device), free_memory(device)[1]
         profile = profiles.get(name.lower()) or next((p for p in profiles.values() if p.name in name), None)
         profile = None if profile is None else replace(profile, memory=memory)
-        return Target(name, profile, memory, ranks, ranks, host=host)
+        copies = reach_each_other(torch.device("cuda", 0), range(ranks))
+        return Target(name, profile, memory, ranks, ranks, host=host, copies=copies)
     # without a profile there are no times
     return Target(CPU, profiles.get(CPU), host, ranks, ranks, CPU, host)

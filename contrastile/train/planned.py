@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from contrastile._errors import invalid, logger, whole_number
 from contrastile.data.sources import is_collection
+from contrastile.distributed.neighbours import reach_each_other
 from contrastile.models.base import feature_size
 from contrastile.models.compiled import compiled_parts
 from contrastile.models.late import special_tokens
@@ -92,7 +93,8 @@ def planned_memory(run: LoadedRun, batch: int, ranks: int) -> dict[str, int] | N
         return None
     try:
         memory = free_memory(run.device)[1]
-        machines = Target(str(run.device), None, memory, ranks, ranks, run.device.type)
+        copies = reach_each_other(run.device, range(ranks))
+        machines = Target(str(run.device), None, memory, ranks, ranks, run.device.type, copies=copies)
         model, costs = towers(run.recipe, ranks, batch, tokenizer=run.tokenizer)
         return plan_of(run.recipe, machines, batch, model, costs).peak.parts
     except Exception as error:
@@ -220,6 +222,7 @@ def plan_of(
         machines.device, getattr(recipe.loss, "workspace", None), half or feature_dtype, feature_dtype,
         pair_loss, queue=queue // ranks, own_columns=anchors + positives, halves=positives,
         directions=2 if both_ways else 1, indexed=indexed, labels=labels, node=machines.per_node,
+        copies=machines.copies,
     )  # fmt: skip
     teacher, guides = 0, list[Side]()
     if (other := teacher_recipe(recipe)) is not None:
