@@ -173,8 +173,9 @@ def test_the_command_measures_the_named_tests_alone(finished, tmp_path, capsys):
     ("words", "sentence"),
     [
         (["--classes", "x"], "`--classes` must come with --zero-shot; got no --zero-shot. Say what to measure on."),
-        (["--split", "x"], "`--split` must come with --captions; got no --captions. Say what to measure on."),
-        (["--name", "x"], "`--name` must come with one test; got 0. Measure them one after the other."),
+        (["--split", "x"], "`--split` must come with --captions or --texts; got neither. Say what to measure on."),
+        (["--name", "x"],
+         "`--name` must come with one test; got none. Name it: --zero-shot, --captions or --texts."),
         (["--zero-shot", "x", "--captions", "y", "--name", "z"],
          "`--name` must come with one test; got 2. Measure them one after the other."),
         (["--zero-shot", "nowhere"],

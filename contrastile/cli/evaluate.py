@@ -138,6 +138,8 @@ def _text_test(arguments: argparse.Namespace) -> dict[str, Any]:
 def _picture_tests(arguments: argparse.Namespace) -> list[Any]:
     if arguments.texts is not None:
         return []
+    if arguments.captions is None:
+        _refuse(arguments, ("split",), "come with --captions or --texts", "Say what to measure on.", "neither")
     from contrastile.train.config.image_text import RetrievalSettings, ZeroShotSettings
 
     tests: list[Any] = []
@@ -148,7 +150,8 @@ def _picture_tests(arguments: argparse.Namespace) -> list[Any]:
         else:
             tests.append(settings(**{key: source}, name=arguments.name, **_given(arguments, names)))
     if arguments.name is not None and len(tests) != 1:
-        raise invalid("--name", "come with one test", len(tests), "Measure them one after the other.")
+        remedy = "Measure them one after the other." if tests else "Name it: --zero-shot, --captions or --texts."
+        raise invalid("--name", "come with one test", len(tests) or "none", remedy)
     return tests
 
 
