@@ -355,7 +355,13 @@ def test_the_plan_of_a_recipe(tmp_path: Path, capsys: Any) -> None:
     assert values["peak"]["bytes"] == max(moment["bytes"] for moment in values["moments"])
     # another batch, given or found, is that of the whole run
     assert plan.at(32).stages == contrastile.plan(path, gpus="2xH100", batch=32).stages == ((32, 15),)
+    few = contrastile.plan(path, "train.examples=481", gpus="2xH100")
+    assert few.stages == ((16, 16), (48, 5))
+    assert (few.at(8).stages, few.at(480).stages) == (((8, 61),), ((480, 2),))
     assert plan.at(32).run_seconds == pytest.approx(15 * plan.at(32).seconds.total)
+    # the last step is shorter, and none of a larger batch than the run has pairs
+    assert plan.at(100).stages == contrastile.plan(path, gpus="2xH100", batch=100).stages == ((100, 5),)
+    assert (plan.at(480).stages, plan.at(482).stages) == (((480, 1),), ())
     # the same recipe, loaded, and nothing of the data is opened
     (tmp_path / "pictures.tsv").unlink()
     assert contrastile.plan(load_recipe(path, files=False), gpus="2xH100").values() == values
@@ -467,6 +473,8 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(tmp_path: Path, capsys
     (["RECIPE", "--gpus", "T4-2GB", "--hours"],
      "`--hours` must come with a run of known length and a chip with a profile; got T4-2GB. "
      "Measure such a machine: contrastile plan --calibrate, there."),
+    (["RECIPE", "--gpus", "H100", "--batch", "4k", "--hours"],
+     "`--hours` must come with a batch of at most the run's 480 pairs; got 4,096. Such as --batch 480."),
     (["RECIPE", "--gpus", "9xT4-1GB", "--largest"],
      "`--gpus` must have room for weights, gradients, optimizer and one pair; got 0.1 GiB of them, and room for "
      "0.0 GiB on 9xT4-1GB. Take GPUs with more memory, or with weights and gradients in parts: "

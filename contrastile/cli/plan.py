@@ -59,11 +59,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.largest:
         planned = planned.at_largest()
     if arguments.hours is not None and planned.run_seconds is None:
-        rule = "come with a run of known length and a chip with a profile"
+        rule, got = "come with a run of known length and a chip with a profile", arguments.gpus or planned.target.word
         remedy = "Measure such a machine: contrastile plan --calibrate, there."
         if planned.target.profile is not None:
             remedy = "Give the pairs to train on, such as --hours 280M."
-        raise invalid("--hours", rule, arguments.gpus or planned.target.word, remedy)
+            if planned.examples:
+                rule, got = f"come with a batch of at most the run's {planned.examples:,} pairs", f"{planned.batch:,}"
+                remedy = f"Such as --batch {min(4096, planned.examples)}."
+        raise invalid("--hours", rule, got, remedy)
     print(json.dumps(planned.values(), indent=1) if arguments.json else "\n".join(lines(planned, pairs)))
     return 0 if planned.fits else 1
 

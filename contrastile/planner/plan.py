@@ -49,7 +49,8 @@ class Plan:
     whose gradients are accumulated. parameters, trained: bytes of the whole model's. host_inputs: bytes of a pair
     in host memory. decoded: images of a pair that are decoded. half: towers compute in 16 bits. on_host: features
     may wait in host memory. update: the optimizer's work in a step, the clipping of the gradient included. stages:
-    batch and steps of each stage of the run; none where its length is not known.
+    batch and steps of each stage of the run; none where its length is not known. examples: those of the run, whose
+    last step may be shorter; 0 for those of all steps.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Plan:
     on_host: bool
     update: Work
     stages: tuple[tuple[int, int], ...] = ()
+    examples: int = 0
 
     @cached_property
     def peak(self) -> Moment:
@@ -129,9 +131,10 @@ class Plan:
     def at(self, batch: int) -> Plan:
         """The same plan for another batch of all ranks, which a run of known length has throughout."""
         batch = whole_number("batch", batch, 1, "Such as 65536.")
-        rows, pairs = -(-batch // (self.target.ranks * self.parts)), sum(size * steps for size, steps in self.stages)
+        rows, examples = -(-batch // (self.target.ranks * self.parts)), sum(size * steps for size, steps in self.stages)
+        examples = min(examples, self.examples or examples)
         # a run is never shorter than a step of its own pairs
-        stages = ((batch, -(-pairs // batch)),) if pairs >= batch else ()
+        stages = ((batch, -(-examples // batch)),) if examples >= batch else ()
         return replace(self, batch=batch, step=self.step.with_batch(rows, self.keys * rows), stages=stages)
 
     @property

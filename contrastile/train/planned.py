@@ -75,6 +75,8 @@ def planned(
     largest = max(size for _, size in settings.train.batch)
     model, costs = towers(settings, machines.ranks, batch or largest, machines.device)
     plan = plan_of(settings, machines, batch or largest, model, costs, stages(settings, pairs))
+    if plan.stages:
+        plan = replace(plan, examples=settings.train.length(pairs or 0))
     most = max(size for _, size, _ in sub_batches(settings, UNLIMITED).values())
     if any(side.examples < most for side in plan.step.sides):
         # larger batches than this one have larger sub-batches
