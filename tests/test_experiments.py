@@ -143,8 +143,8 @@ def test_an_interrupted_comparison_goes_on(tmp_path, command, capsys):
     assert main([*command, "--resume", "optim.learning_rate=1e-4"]) == 2
     assert last_error(capsys) == (
         "`optim.learning_rate` must be what the run began with; got 0.0001. "
-        f"It began with 0.003: go on with contrastile compare {folder}/recipe.toml --runs {folder.parent} --resume, "
-        "or compare anew, without --resume."
+        f"It began with 0.003: go on with contrastile compare {folder}/recipe.toml --seeds 1 --runs {folder.parent} "
+        "--resume, or compare anew, without --resume."
     )
 
 

@@ -54,6 +54,15 @@ def test_ways_of_a_retriever_are_compared_and_resumed(
     assert capsys.readouterr().out.splitlines()[0].startswith("| way | steps | examples | seconds | held-out ")
     assert compared(tmp_path, WAYS.replace("own_negatives=true", "queue=100"), "--seeds", "1", "--resume")[0] == 2
     assert '`--ways` must leave "own" as it began; got ' in capsys.readouterr().err
+    # the command that goes on with another recipe's comparison names its ways and seeds
+    (tmp_path / "ways.toml").write_text(WAYS)
+    assert compared(tmp_path, WAYS, "--seeds", "1", "--resume", "seed=5")[0] == 2
+    again = capsys.readouterr().err.partition("go on with contrastile ")[2].partition(", or compare")[0]
+    assert again.split() == [
+        "compare", f"{folder}/recipe.toml", "--ways", f"{tmp_path}/ways.toml", "--seeds", "1",
+        "--runs", f"{tmp_path}/runs", "--resume",
+    ]  # fmt: skip
+    assert main(again.split()) == 0
 
 
 def test_a_slower_way_sees_fewer_examples(tmp_path: Path) -> None:

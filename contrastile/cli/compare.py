@@ -7,16 +7,19 @@ plain, accumulated and cached batches, beside BM25. Both: ways of one's own, suc
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from contrastile._errors import invalid
-from contrastile.cli.options import OVERRIDES, RECIPE, at_least, number
+from contrastile.cli.options import OVERRIDES, RECIPE, at_least, flag, number
 
 if TYPE_CHECKING:
     from contrastile.experiments.sweep import Study
 
-MEMORY, BATCHES = 2**30, [128, 512, 4096, 16384]
-# options of one kind of recipe only
+MEMORY, BATCHES, SEEDS = 2**30, [128, 512, 4096, 16384], 3
+# options that choose a comparison and its trials; those of one kind of recipe only
+OF_COMPARISON = ("losses", "ways", "batches", "data", "rates", "ranks", "seeds", "memory", "updates")
 OF_PAIRS, OF_RETRIEVERS = ("losses", "data", "rates", "ranks"), ("memory", "updates")
 
 SUMMARY = "train many times: one memory or one loss in several ways, several losses, or batch sizes"
@@ -35,7 +38,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add("--rates", nargs="+", metavar="RULE", help="of --batches: fixed, sqrt and linear")
     add("--ranks", type=int, help="processes of a run of --losses (default: 2)")
     add("--jobs", type=int, default=1, help="runs at a time, except where time is compared (default: 1)")
-    add("--seeds", type=int, default=3, help="seeds of each way (default: 3)")
+    add("--seeds", type=int, default=SEEDS, help="seeds of each way (default: 3)")
     add("--runs", default="runs", metavar="FOLDER", help="where the results go, made if missing (default: runs)")
     add("--resume", action="store_true", help="go on with what was interrupted, or with more seeds")
     add("--memory", metavar="BYTES", help="of a retriever: what a plain step may take (default: 1GiB)")
@@ -58,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from contrastile.experiments.sweep import compare
 
+    study = replace(study, options=tuple(_options(arguments)))
     comparison = compare(study, arguments.runs, resume=arguments.resume)
     print(comparison.table)
     print(f"results: {comparison.folder}")
@@ -73,7 +77,8 @@ def _check(arguments: argparse.Namespace, *, pairs: bool) -> None:
     refused, owner = (OF_RETRIEVERS, "a retriever") if pairs else (OF_PAIRS, "images and texts")
     for name in refused:
         if name in given:
-            raise invalid(f"--{name}", "be left out for this recipe", given[name], f"It belongs to {owner}.")
+            got = f"--{name}" if given[name] is True else given[name]
+            raise invalid(f"--{name}", "be left out for this recipe", got, f"It belongs to {owner}.")
     for name, needed in (("data", "batches"), ("rates", "batches"), ("ranks", "losses")):
         if name in given and needed not in given:
             raise invalid(f"--{name}", f"come with --{needed}", f"no --{needed}", "It belongs to that comparison.")
@@ -83,6 +88,15 @@ def _check(arguments: argparse.Namespace, *, pairs: bool) -> None:
     at_least("ranks", arguments.ranks, 2, "On one process there is nothing to exchange.")
     if pairs and arguments.jobs > 1 and not given.keys() & {"losses", "batches", "ways"}:
         raise invalid("jobs", "be 1 where time is compared", arguments.jobs, "Runs side by side slow each other down.")
+
+
+def _options(arguments: argparse.Namespace) -> Iterator[str]:
+    """The options that choose a comparison and the number of its trials, as they were written."""
+    for name in OF_COMPARISON:
+        value = getattr(arguments, name)
+        if value is not None and (name, value) != ("seeds", SEEDS):
+            yield flag(name)
+            yield from () if value is True else map(str, value if isinstance(value, list) else [value])
 
 
 def _of_ways(recipe: Any, arguments: argparse.Namespace, _: dict[str, list[int]]) -> Study:

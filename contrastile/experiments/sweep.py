@@ -95,13 +95,15 @@ class Comparison:
 class Study(ABC):
     """One table or figure: its trials, and the layout of their results.
 
-    `jobs` trials run at a time, each on `ranks` processes, which get a pickled copy of the study.
+    `jobs` trials run at a time, each on `ranks` processes, which get a pickled copy of the study. `options`: those of
+    the command that choose the study.
     """
 
     recipe: Any
     seeds: int = 3
     jobs: int = 1
     ranks: int = 1
+    options: tuple[str, ...] = ()
     # the end of the folder's name, and the heading of compare.md
     suffix: ClassVar[str] = "compare"
     title: ClassVar[str]
@@ -212,7 +214,7 @@ def compare(study: Study, runs: str | Path, *, resume: bool = False) -> Comparis
     name = f"{study.recipe.name}-{study.suffix}"
     begun = begun_run(runs, name) if resume else None
     if begun is not None:
-        same_recipe(begun, study.recipe, "compare")
+        same_recipe(begun, study.recipe, "compare", study.options)
     with resumed_run(begun) if begun is not None else new_run(runs, name) as folder:
         if begun is None:
             folder.write_text(RECIPE, to_toml(study.recipe))

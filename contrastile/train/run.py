@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -304,8 +305,11 @@ FREE = (
 )
 
 
-def same_recipe(folder: RunFolder, recipe: AnyRecipe, verb: str = "train") -> None:
-    """Raise ValueError where `verb` began with a recipe that differs in a key that training depends on."""
+def same_recipe(folder: RunFolder, recipe: AnyRecipe, verb: str = "train", options: Sequence[str] = ()) -> None:
+    """Raise ValueError where `verb` began with a recipe that differs in a key that training depends on.
+
+    options: those of the command beside recipe and folder.
+    """
     earlier: Any = load_any_recipe(folder / RECIPE, files=False)
     began, now = (learned_by(settled(version, folder), used_by=recipe) for version in (earlier, recipe))
 
@@ -315,7 +319,8 @@ def same_recipe(folder: RunFolder, recipe: AnyRecipe, verb: str = "train") -> No
 
     for key in sorted(began.keys() | now.keys()):
         if began.get(key) != now.get(key):
-            again = f"contrastile {verb} {folder / RECIPE} --runs {folder.path.parent} --resume"
+            words = ["contrastile", verb, str(folder / RECIPE), *options, "--runs", str(folder.path.parent), "--resume"]
+            again = shlex.join(words)
             remedy = f"It began with {written(began.get(key))}: go on with {again}, or {verb} anew, without --resume."
             raise invalid(key, "be what the run began with", written(now.get(key)), remedy)
 
