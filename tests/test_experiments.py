@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import re
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -230,6 +231,8 @@ def test_the_grid_sees_equal_examples_at_the_rates_of_its_rules(tmp_path):
     trials = study.trials(open_data_bundle(recipe))
     # at the smallest batch all rules are one
     assert len(trials) == 2 * 2 * (1 + 3)
+    again = replace(study, batches=[64, 16, 16], shares=[0.5, 1.0, 0.5], rates=[*rates, "fixed"])
+    assert again.trials(open_data_bundle(recipe)) == trials
     recipes = {tuple(trial.labels.values()): overridden(recipe, trial.overrides) for trial in trials}
     assert {(one.train.examples, one.train.minutes) for one in recipes.values()} == {(480, None)}
     for rule, times in {"fixed": 1, "sqrt": 2, "linear": 4}.items():

@@ -183,13 +183,15 @@ class BatchSizes(Study):
     def trials(self, data: DataBundle) -> list[Trial]:
         """Seed by seed, and the longest first; at the smallest batch all rules are the same."""
         examples, smallest, trials = self.examples(data), min(self.batches), []
-        for seed, batch, share in product(self.all_seeds, sorted({*self.batches}), self.shares):
+        # what is named twice is trained once
+        shares, rates = {f"{share:g}": share for share in self.shares}, [*dict.fromkeys(self.rates)]
+        for seed, batch, (data_label, share) in product(self.all_seeds, sorted({*self.batches}), shares.items()):
             train = {"batch": ((0.0, batch),), "epochs": None, "examples": examples}
             # batches have the sizes of the table, with few data too
             train |= {"epoch_steps": None, "minutes": None}
-            for rule in self.rates if batch > smallest else self.rates[:1]:
+            for rule in rates if batch > smallest else rates[:1]:
                 optim = {"rate_scaling": RATES[rule], "base_batch": None if rule == "fixed" else smallest}
-                labels = {"data": f"{share:g}", "batch": str(batch), "rate": rule}
+                labels = {"data": data_label, "batch": str(batch), "rate": rule}
                 trials.append(Trial(labels, seed, {"train": train, "optim": optim}, share))
         return trials
 
