@@ -294,6 +294,8 @@ def test_numbers_for_people_have_units(tmp_path: Path) -> None:
     # the table writes the largest batch as the line above it does
     text, largest = "\n".join(lines(plan)), f"{plan.largest():,}"
     assert f"largest batch, without kept graphs: {largest}, with " in text
+    assert [line for line in text.splitlines() if line.endswith(" ")] == []
+    assert next(lines(contrastile.plan(path, gpus="T4-2GB", batch=1))).startswith("tiny on T4-2GB: 1 pair a step, ")
     rows = [line for line in text.split("other choices")[1].splitlines() if "exchange single, backend auto" in line]
     assert f"  {largest}  " in rows[0]
     seconds = (0.0123, 90.0, 1_500.0, 36_000.0)

@@ -83,7 +83,7 @@ def lines(plan: Plan, pairs: int | None = None) -> Iterator[str]:
     yield f"  loss: exchange {step.loss.exchange_name}, backend {step.loss.backend_name}"
     yield f"\npeak of a rank: {size(plan.peak.bytes)}, {plan.peak.name}"
     for name, count in sorted(plan.peak.parts.items(), key=lambda part: -part[1]):
-        yield f"  {name:12} {size(count):>10}  {'█' * round(WIDTH * count / plan.peak.bytes)}"
+        yield f"  {name:12} {size(count):>10}  {'█' * round(WIDTH * count / plan.peak.bytes)}".rstrip()
     verdict = "fits" if plan.peak.bytes <= plan.allowed else "DOES NOT FIT"
     shared = f", which {plan.sharing} ranks share" if plan.sharing > 1 else ""
     yield f"  {verdict}: a rank may take {size(plan.allowed)} of {size(target.memory)}{shared}"
