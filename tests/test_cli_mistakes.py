@@ -167,6 +167,7 @@ MISTAKES = [
      "train.sub_batch.text_tokens: must be at least model.tokenizer.length, the tokens of one caption; got 8 and 16"),
     ("[train]\nexamples = 10\nsub_batch = 0", "train.sub_batch: must be at least 1; got 0"),
     ("seed = 3", "train: missing"),
+    ("kind = 'retriever'", "train: missing"),
     (STEPS + "epochs = 2.0", "train: must have either examples or epochs, and not both"),
     (STEPS + "[trian]\nexamples = 3", "trian: unknown key (did you mean train?)"),
     ("zzz = 1.0\n" + STEPS, "zzz: unknown key"),

@@ -244,8 +244,10 @@ class _Reader:
         if kind == "extra_forbidden":
             return f"unknown key{self._suggestion(key)}"
         if kind == "missing":
-            chosen = f"{key.rpartition('.')[0]}.kind"
-            value = _value_at(chosen, self.tables)
+            # a whole table is missing in a recipe of any kind
+            table = key.rpartition(".")[0]
+            chosen = f"{table}.kind"
+            value = _value_at(chosen, self.tables) if table else None
             return "missing" if value is None else f"missing; {chosen} = {_shown(value)} needs it"
         if kind in ("value_error", "clash"):
             return mistake["msg"].removeprefix("Value error, ")
