@@ -51,7 +51,9 @@ def test_ways_of_a_retriever_are_compared_and_resumed(
     capsys.readouterr()
     # a finished comparison has nothing left to do; another way of that name is refused
     assert compared(tmp_path, WAYS, "--seeds", "1", "--resume")[0] == 0
-    assert capsys.readouterr().out.splitlines()[0].startswith("| way | steps | examples | seconds | held-out ")
+    output = capsys.readouterr()
+    assert output.out.splitlines()[0].startswith("| way | steps | examples | seconds | held-out ")
+    assert "timing steps" not in output.err
     assert compared(tmp_path, WAYS.replace("own_negatives=true", "queue=100"), "--seeds", "1", "--resume")[0] == 2
     assert '`--ways` must leave "own" as it began; got ' in capsys.readouterr().err
     # the command that goes on with another recipe's comparison names its ways and seeds

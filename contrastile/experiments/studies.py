@@ -284,14 +284,18 @@ class Ways(Study):
             if keys.get(way, began) != began:
                 remedy = "Give it another name, or begin anew."
                 raise invalid("--ways", f'leave "{way}" as it began', json.dumps(keys[way]), remedy)
-        missing = [way for way in self.recipes if way not in known]
-        with progress(max(1, ROUNDS * len(missing)), "timing steps", "timings") as bar:
-            for way in ROUNDS * missing:
+        if missing := [way for way in self.recipes if way not in known]:
+            self._time(missing, keys, known, data)
+        folder.write_json(PACES, known)
+        return replace(self, paces={way: pace for way, (pace, _) in known.items()})
+
+    def _time(self, ways: Sequence[str], keys: Mapping[str, Any], known: dict[str, Any], data: Any) -> None:
+        """Add the least pace of each way, and its keys, to those that are known."""
+        with progress(ROUNDS * len(ways), "timing steps", "timings") as bar:
+            for way in ROUNDS * [*ways]:
                 pace = self._pace(self.recipes[way], data)
                 known[way] = min(pace, *known.get(way, [pace])[:1]), keys[way]
                 bar.update(1)
-        folder.write_json(PACES, known)
-        return replace(self, paces={way: pace for way, (pace, _) in known.items()})
 
     def _pace(self, recipe: Any, data: Any) -> float:
         clock = time.process_time if choose_device(recipe.device).type == "cpu" else time.perf_counter
