@@ -18,7 +18,7 @@ from ranks import Pool
 from refusals import refusal, unlike
 from torch import Tensor
 
-from contrastile import ClipLoss, NTXentLoss, SigLipLoss, SupConLoss, _dispatch, contrast
+from contrastile import ClipLoss, GISTLoss, NTXentLoss, SigLipLoss, SupConLoss, _dispatch, contrast
 from contrastile.distributed import consistency
 from contrastile.exchange import gather
 from contrastile.exchange.base import Layout
@@ -197,16 +197,22 @@ def test_ids_of_types_that_a_backend_does_not_send(pool: Pool, dtype: torch.dtyp
     assert pool.run(_by_ids, 2, dtype, exchange) == [truth] * 2
 
 
-def _by_least_id(rank: int, group: Any, smallest: int) -> Tensor:
+def _by_least_id(rank: int, group: Any, smallest: int, guided: bool) -> Tensor:
     q, negatives = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(rank)).double()
     ids = torch.tensor([0, smallest, smallest, 0, 1])
     # the second rank has none
     some = negatives[: 2 - 2 * rank]
-    return contrast(q, q, scale=1.0, loss=Softmax(), negatives=some, query_ids=ids, key_ids=ids, group=group)
+    if not guided:
+        return contrast(q, q, scale=1.0, loss=Softmax(), negatives=some, query_ids=ids, key_ids=ids, group=group)
+    # a margin that leaves all negatives to the ids
+    loss = GISTLoss(margin=-1e3, contrast_anchors=True, contrast_positives=True, group=group)
+    guides = {"guide_query": q, "guide_key": q, "guide_negatives": some}
+    return loss(q, q, 1.0, negatives=some, query_ids=ids, key_ids=ids, **guides)
 
 
-def test_the_least_of_all_ids_is_no_negatives_of_another_rank(pool: Pool) -> None:
-    assert pool.run(_by_least_id, 2, -1) == pool.run(_by_least_id, 2, torch.iinfo(torch.int64).min)
+@pytest.mark.parametrize("guided", [False, True])
+def test_the_least_of_all_ids_is_no_negatives_of_another_rank(pool: Pool, guided: bool) -> None:
+    assert pool.run(_by_least_id, 2, -1, guided) == pool.run(_by_least_id, 2, torch.iinfo(torch.int64).min, guided)
 
 
 def _sentence(rank: int, group: Any, kind: str) -> str:

@@ -146,7 +146,7 @@ def _own_keys(query: Tensor, key: Tensor, optional: dict[str, Any]) -> tuple[Ten
         raise invalid("query_ids", "come with `negative_ids` where in_batch=False", "one alone", "Leave them out.")
     if ids is not None:
         # the key always counts: its id is another one than the query's
-        ids = torch.cat([query_ids[:, None] + 1, ids], dim=1)
+        ids = torch.cat([query_ids.long()[:, None] + 1, ids.long()], dim=1)
     key_first = joined([key[:, None], negatives], dim=1)
     return key[:0], {**optional, "negatives": key_first, "negative_ids": ids, "own_positives": 1}
 
@@ -279,7 +279,8 @@ class GISTLoss(Loss):
         """The ids of rows, and of all columns of `_sides`; `of_keys`: of the keys, or of keys and negatives."""
         checks.vector("query_ids", of_rows, "q", query, integer=True)
         H = 0 if negatives is None else len(negatives)
-        if whole := isinstance(of_keys, Tensor) and of_keys.shape == (len(key) + H,):
+        # a rank without negatives does as those that have some without ids
+        if whole := H > 0 and isinstance(of_keys, Tensor) and of_keys.shape == (len(key) + H,):
             of_keys, of_negatives = of_keys.split([len(key), H])
         else:
             of_negatives = torch.full((H,), NOBODY, device=key.device)
