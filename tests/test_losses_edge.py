@@ -181,6 +181,23 @@ def test_ids_of_any_integers_leave_negatives_to_nobody(dtype: torch.dtype) -> No
     assert wide == narrow
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64], ids=str)
+def test_positions_and_ids_of_own_negatives_may_be_unsigned(dtype: torch.dtype) -> None:
+    q, k, own = torch.randn(5, 8), torch.randn(5, 8), torch.randn(5, 2, 8)
+    positions, ids = torch.tensor([4, 0, 1, 3, 1]), torch.tensor([0, 1, 1, 0, 255])
+    of_own = torch.tensor([[0, 1], [2, 3], [1, 1], [255, 4], [255, 0]])
+    wide, narrow = (
+        [
+            InfoNCELoss()(q, k, 1.0, positives=p, negatives=own, query_ids=each, negative_ids=others),
+            InfoNCELoss(in_batch=False)(q, k, 1.0, negatives=own, query_ids=each, negative_ids=others),
+            GISTLoss(contrast_positives=True)(q, k, 1.0, guide_query=q, guide_key=k, positives=p),
+            ScoreDistillLoss()(q, k, own[..., 0], lists=p[:, None].expand(5, 2)),
+        ]
+        for p, each, others in ((positions, ids, of_own), (positions.to(dtype), ids.to(dtype), of_own))
+    )
+    assert wide == narrow
+
+
 @pytest.mark.parametrize("kind", ["labels", "ids"])
 def test_the_least_of_all_labels_is_no_negatives(kind: str) -> None:
     q, k, negatives = torch.randn(5, 8), torch.randn(5, 8), torch.randn(3, 8)

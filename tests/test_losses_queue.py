@@ -107,6 +107,9 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`ids` must be integers of shape [1], one for each key; got shape [1], torch.complex64. Or leave them out.": (
         lambda: KeyQueue(4, D).push(torch.ones(1, D), torch.ones(1, dtype=torch.complex64))
     ),
+    "`ids` must be integers of shape [1], one for each key; got shape [1], torch.bool. Or leave them out.": (
+        lambda: KeyQueue(4, D).push(torch.ones(1, D), torch.ones(1, dtype=torch.bool))
+    ),
     "`key` must be floating point; got torch.int64. Convert it with .float().": lambda: KeyQueue(4, D).push(
         torch.ones(1, D).long()
     ),

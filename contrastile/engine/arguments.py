@@ -118,7 +118,8 @@ def guides(pairs: Sequence[tuple[Tensor, Tensor]], q: Tensor, k: Tensor, negativ
 
 def own_excluded(ids: Tensor | None, query_ids: Tensor | None) -> Tensor | None:
     """The mask [N, H] of each query's own negatives that have its id."""
-    return None if ids is None or query_ids is None else ids == query_ids[:, None]
+    # torch compares no unsigned types with others
+    return None if ids is None or query_ids is None else ids.long() == query_ids.long()[:, None]
 
 
 def own_negatives(
@@ -226,7 +227,7 @@ def in_range(positives: Tensor, keys: int) -> None:
     """Check that all positives index a key or are −1, where they may be read; else `mask_out_of_range` does."""
     if positives.numel() == 0 or captured(positives) or not _gpu_reads.allowed(positives):
         return
-    least, most = (int(bound) for bound in torch.aminmax(positives))
+    least, most = (int(bound) for bound in torch.aminmax(positives.long()))
     if least < -1 or most >= keys:
         index = most if most >= keys else least
         rule = f"index this rank's {keys} keys, or be -1"

@@ -129,7 +129,8 @@ class KeyQueue(nn.Module):
             if isinstance(x, Tensor) and x.device != self._keys.device:
                 got = f"{x.device} and {self._keys.device}"
                 return invalid(name, "be on the device of the queue", got, "Move the queue with .to(device).")
-        whole = isinstance(ids, Tensor) and not ids.is_floating_point() and not ids.is_complex()
+        # truth values would be the ids 0 and 1
+        whole = isinstance(ids, Tensor) and not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
         if ids is not None and (not whole or ids.shape != key.shape[:1]):
             got = f"shape {list(ids.shape)}, {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
             return invalid("ids", f"be integers of shape [{len(key)}], one for each key", got, "Or leave them out.")
