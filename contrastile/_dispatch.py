@@ -211,7 +211,8 @@ def _statement(options: Options, loss: PairLoss, rows: Shard, cols: Shard, *, ra
         "reduction": options.reduction, "features": _shapes(rows, ragged=ragged),
         "key features": _shapes(cols, ragged=ragged), "dtype": str(rows.features.dtype),
         "device": rows.features.device.type, "positives": None if rows.positives is None else rows.positives.shape[1],
-        "labels": _presence(rows.labels), "ids": _presence(rows.ids), "negatives of each query": _presence(rows.own),
+        "labels": _presence(rows.labels), "ids": _presence(rows.ids), "in_batch": not rows.own_positives,
+        "negatives of each query": _presence(rows.own),
     }  # fmt: skip
 
 

@@ -18,7 +18,17 @@ from ranks import Pool
 from refusals import refusal, unlike
 from torch import Tensor
 
-from contrastile import ClipLoss, GISTLoss, NTXentLoss, SigLipLoss, SupConLoss, _dispatch, contrast
+from contrastile import (
+    ClipLoss,
+    DistillClipLoss,
+    GISTLoss,
+    InfoNCELoss,
+    NTXentLoss,
+    SigLipLoss,
+    SupConLoss,
+    _dispatch,
+    contrast,
+)  # fmt: skip
 from contrastile.distributed import consistency
 from contrastile.exchange import gather
 from contrastile.exchange.base import Layout
@@ -272,6 +282,27 @@ def test_what_a_class_finds_wrong_on_one_rank_is_raised_on_all(pool: Pool, name:
     first, second = pool.run(_of_a_class, 2, name)
     assert first == second
     assert first.startswith("rank 1: `")
+
+
+def _of_other_options(rank: int, group: Any, name: str) -> str:
+    """Options that show neither in the loss nor in the features of a rank."""
+    q, own = torch.nn.functional.normalize(torch.ones(3, 4), dim=-1), torch.ones(3, 2, 4)
+    calls = {
+        "in_batch": lambda: InfoNCELoss(in_batch=rank > 0, group=group)(q, q, 1.0, negatives=own),
+        "contrast_anchors": lambda: GISTLoss(contrast_anchors=rank > 0, group=group)(
+            q, q, 1.0, guide_query=q, guide_key=q
+        ),
+        "dist_logit_scale": lambda: DistillClipLoss(group=group)(q, q, 1.0, q, q, 2.0 + rank),
+    }
+    return refusal(calls[name])
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [unlike("in_batch", False, True), unlike("contrast_anchors", False, True), unlike("dist_logit_scale", 2.0, 3.0)],
+)
+def test_other_options_of_one_rank_are_raised_on_all(pool: Pool, sentence: str) -> None:
+    assert pool.run(_of_other_options, 2, sentence.split("`")[1]) == [sentence] * 2
 
 
 def _taken(rank: int, group: Any, dtype: torch.dtype, *memory: int) -> tuple[str, bool]:

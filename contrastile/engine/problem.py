@@ -64,8 +64,8 @@ class Arguments:
     negative_ids: Tensor | None = None
     # number of each query's first negatives that are positives
     own_positives: int = 0
-    # queries have two halves of features: the last N keys meet the second, all others the first (`tiles/halves.py`)
-    halves: bool = False
+    # queries meet each other; so do their keys, as second halves of queries, which the last N keys meet (`halves.py`)
+    among: tuple[bool, bool] = (False, False)
 
     def signature(self) -> Hashable:
         """The facts that checks and plan depend on: calls of equal signature differ in the values of tensors alone."""
@@ -84,7 +84,7 @@ class Arguments:
         group = self.options.group
         words = {**vars(self.options), "group": group and weakly(group)}.values()
         return (
-            *words, self.loss, self.paired, self.positives_in_range, self.own_positives, self.halves, self.cast(),
+            *words, self.loss, self.paired, self.positives_in_range, self.own_positives, self.among, self.cast(),
             # one tensor of labels for both sides is sorted once
             torch.is_grad_enabled(), self.query_labels is self.key_labels, *kinds,
         )  # fmt: skip
@@ -118,7 +118,7 @@ class Arguments:
         """Raise ValueError for arguments that do not go together. A scorer's inputs are checked by its probe."""
         q, k, loss, scored = self.q, self.k, self.loss, self.scorer is not None
         # those of two halves are made of checked ones
-        if not (scored or self.halves):
+        if not (scored or self.among[1]):
             checks.features("q", q)
             checks.features("k", k)
             checks.alike("k", k, "q", q, self.cast())
@@ -198,12 +198,13 @@ class Problem:
             inputs: dict[str, tuple[Any, ...]] = {"q": sides.rows, "k": sides.cols, "scorer": parameters[:1]}
             inputs |= {"negatives": own, "scale": (scale,), "bias": (bias,)}
             pairs = [(name, x) for name, tensors in inputs.items() for x in tensors if torch.is_grad_enabled()]
-            wanted = [name for name, x in pairs if getattr(x, "requires_grad", False)]
             statement = {
                 "scale": _stated(scale), "bias": _stated(bias), "weights": _stated(arguments.weights),
-                "requires_grad": wanted, "key dtype": str(cols.features.dtype), "device of the loss": device.type,
+                "requires_grad": [name for name, x in pairs if getattr(x, "requires_grad", False)],
+                "key dtype": str(cols.features.dtype), "device of the loss": device.type,
                 "scorer": None if sides.scorer is None else f"scores of {dtype}",
                 "guides": [f"{a.shape[1]} features of {a.dtype}" for a, _ in arguments.guides],
+                "guide_scale": _stated(arguments.guide_scale), "contrast_anchors": arguments.among[0],
             }  # fmt: skip
         in_range = arguments.positives is None or arguments.positives_in_range
         # one process computes the numbers of guides and labels in the call, where a graph replays that
@@ -322,10 +323,9 @@ class _Sides:
         row_name, col_name, k = f"query_{name}", f"key_{name}", self.cols[0]
         if of_queries is None and of_keys is None:
             return
-        if of_queries is None:
-            raise invalid(row_name, f"be given where `{col_name}` is", None, "Pass both, or neither.")
-        if of_keys is None:
-            raise invalid(col_name, f"be given where `{row_name}` is", None, "Pass both, or neither.")
+        if of_queries is None or of_keys is None:
+            missing, given = (row_name, col_name) if of_queries is None else (col_name, row_name)
+            raise invalid(missing, f"be given where `{given}` is", None, "Pass both, or neither.")
         checks.vector(row_name, of_queries, "q", self.rows[0], integer=True)
         keys_alone = len(k) > self.keys and isinstance(of_keys, Tensor) and of_keys.shape == (self.keys,)
         checks.vector(col_name, of_keys, "k", k[: self.keys] if keys_alone else k, integer=True)

@@ -125,6 +125,7 @@ class DistillClipLoss(Loss):
 
     names: ClassVar[dict[str, str]] = {
         **PairedLoss.names, "guide_q": "dist_image_features", "guide_k": "dist_text_features",
+        "guide_scale": "dist_logit_scale",
     }  # fmt: skip
     pair_loss = Distilled(symmetric=True)
 

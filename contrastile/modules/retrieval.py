@@ -250,7 +250,7 @@ class GISTLoss(Loss):
                 negatives = None
         operation, inputs = self._prepared(
             query, key, scale, positives=positives, negatives=negatives, query_ids=query_ids, key_ids=key_ids,
-            weights=weights, guides=guides, halves=self.contrast_positives,
+            weights=weights, guides=guides, among=(self.contrast_anchors, self.contrast_positives),
         )  # fmt: skip
         loss: Tensor = operation(*inputs)
         if self._may_warn:
