@@ -558,8 +558,15 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`guide_negatives` must have the same feature size as `guide_key`; got 6 and 5. Project one side first.": lambda: (
         _guided_negatives(_x(2, 6))
     ),
-    "`guide_key` must have as many rows as `key`; got 4 and 5. Pass one row for each, and for each of the "
-    "`negatives`.": lambda: _guided_negatives(_x(1, 5)),
+    "`guide_negatives` must have as many rows as `negatives`; got 1 and 2. Pass one row for each: row i of one belongs "
+    "to row i of the other.": lambda: _guided_negatives(_x(1, 5)),
+    "`guide_negatives` must not require a gradient; got some that do. Detach them: they are taken as constants.": (
+        lambda: _guided_negatives(_x(2, 5).requires_grad_())
+    ),
+    "`guide_key` must have as many rows as `key`; got 5 and 6. Pass one row for each, and for each of the "
+    "`negatives`.": lambda: GISTLoss()(
+        _x(4, 4), _x(4, 4), 1.0, guide_query=_x(4, 5), guide_key=_x(3, 5), negatives=_x(2, 4), guide_negatives=_x(2, 5)
+    ),
     "`guide_q` must have as many rows as `q`; got 2 and 3. Pass one row for each.": (
         lambda: contrast(
             _x(3, 4), _x(3, 4), scale=1.0, loss=Guided(), guide_q=_x(2, 5), guide_k=_x(3, 5), scorer=Bilinear(4, 4)
@@ -642,7 +649,30 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`positives` must be left out with in_batch=False; got both. Key i belongs to query i.": lambda: InfoNCELoss(
         in_batch=False
     )(_x(3, 4), _x(3, 4), 1.0, negatives=_x(3, 2, 4), positives=torch.arange(3)),
+    "`query` must be a tensor; got NoneType. Pass the tensor of features.": lambda: InfoNCELoss(in_batch=False)(
+        None, _x(3, 4), 1.0, negatives=_x(3, 2, 4)  # type: ignore[arg-type]
+    ),
+    "`query` must be a tensor; got list. Convert it with torch.as_tensor.": lambda: ScoreDistillLoss()(
+        [0.5], _x(3, 4), _x(3, 2), lists=torch.zeros(3, 2).long()  # type: ignore[arg-type]
+    ),
+    "`negative_ids` must be on the device of `query_ids`; got meta and cpu. Move one side first.": lambda: (
+        _with_its_own(query_ids=torch.arange(3), negative_ids=torch.zeros(3, 2, device="meta").long())
+    ),
+    "`dist_image_features` must be on the device of `image_features`; got meta and cpu. Move one side first.": lambda: (
+        DistillClipLoss()(
+            _x(3, 4), _x(3, 4), 1.0, _x(3, 5).to("meta"), _x(3, 5).to("meta"), torch.tensor(2.0)
+        )
+    ),
+    "`scorer` must return a tensor [1, 2] for a query and the 2 keys of its list; got shape [2, 1]. One score for each "
+    "pair.": lambda: ScoreDistillLoss()(_x(3, 4), _x(3, 2, 4), _x(3, 2), scorer=Transposed(4, 4)),
 }  # fmt: skip
+
+
+class Transposed(Bilinear):
+    """A distance of columns to rows."""
+
+    def forward(self, rows: Tensor, columns: Tensor) -> Tensor:
+        return super().forward(rows, columns).T
 
 
 def test_ids_of_own_negatives_are_never_without_those_of_queries() -> None:

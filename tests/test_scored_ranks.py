@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from contrastile import contrast, encode
+from contrastile import ScoreDistillLoss, contrast, encode
 from contrastile.distributed import collectives
 from contrastile.engine import plan
 from contrastile.exchange import host
@@ -339,3 +339,22 @@ def test_an_error_of_a_scorer_when_it_is_looked_at_is_told_to_all(pool: Pool, ev
     answers = pool.run(_broken, 3, everywhere)
     assert [found for found, _ in answers] == [others, own, others]
     assert all(value == pytest.approx(math.log(9)) for _, value in answers)
+
+
+def _of_lists(rank: int, group: Any, dtype: torch.dtype) -> tuple[float, Tensor | None]:
+    """The loss, and the gradient of the scorer, where the second rank has no query."""
+    torch.manual_seed(0)
+    module, n = Bilinear(4, 4).to(dtype), 0 if rank == 1 else 3
+    query, key, scores = torch.randn(n, 4, dtype=dtype), torch.randn(n, 2, 4, dtype=dtype), torch.randn(n, 2)
+    loss = ScoreDistillLoss(group=group)(query, key, scores, scorer=module)
+    loss.backward()
+    return float(loss.detach()), module.weight.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_a_rank_without_lists_has_the_dtype_and_the_parameters_of_the_others(pool: Pool, dtype: torch.dtype) -> None:
+    (loss, gradient), (same_loss, zeros) = pool.run(_of_lists, 2, dtype)
+    assert loss == same_loss
+    assert gradient.any()
+    # a wrapper waits for it
+    assert torch.equal(zeros, torch.zeros_like(gradient))

@@ -147,6 +147,7 @@ def own_negatives(
         got = f"shape {list(ids.shape)}, {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
         rule = f"be integers of shape {list(own.shape[:2])}, one for each of the negatives"
         raise invalid("negative_ids", rule, got, "A negative with the id of its query does not count.")
+    same_device("negative_ids", ids, "query_ids", query_ids)
     if ids.dtype == torch.bool:
         # as ids, its truth values would be those of queries 0 and 1
         remedy = "Of a mask of pads make ids: torch.where(pads, query_ids[:, None], -1)."

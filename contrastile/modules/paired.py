@@ -159,7 +159,8 @@ class DistillClipLoss(Loss):
         """
         with self._shared_errors():
             checks.features("dist_image_features", dist_image_features)
-            checks.number("dist_logit_scale", dist_logit_scale, dist_image_features)
+            checks.features("image_features", image_features)
+            checks.number("dist_logit_scale", dist_logit_scale, image_features)
             if isinstance(dist_logit_scale, Tensor):
                 checks.constant("dist_logit_scale", dist_logit_scale)
             checks.features("dist_text_features", dist_text_features)

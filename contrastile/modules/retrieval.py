@@ -8,11 +8,9 @@ from typing import Any, ClassVar, Literal, Unpack
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from contrastile._errors import invalid, one_of, truth_value
-from contrastile._torch import pytree
-from contrastile._types import accumulator, shape_or_type
+from contrastile._types import shape_or_type
 from contrastile.engine import arguments as checks
 from contrastile.engine.problem import Arguments, autocast_type
 from contrastile.gradcache.modes import joined
@@ -22,6 +20,7 @@ from contrastile.losses.queue import NOBODY
 from contrastile.losses.scores import ScoreDivergence, ScoreMargins
 from contrastile.losses.softmax import Softmax
 from contrastile.modules.base import How, Loss
+from contrastile.modules.listed import check_lists, listed_scores
 
 
 class InfoNCELoss(Loss):
@@ -134,6 +133,7 @@ def _own_keys(query: Tensor, key: Tensor, optional: dict[str, Any]) -> tuple[Ten
     """Keys without rows [0, D], and the optional arguments where each query's key is the first of its negatives."""
     negatives, ids, query_ids = (optional[name] for name in ("negatives", "negative_ids", "query_ids"))
     _has_own(negatives, "in_batch=False")
+    checks.features("query", query)
     for name in ("positives", "key_ids"):
         if optional[name] is not None:
             raise invalid(name, "be left out with in_batch=False", "both", "Key i belongs to query i.")
@@ -234,10 +234,15 @@ class GISTLoss(Loss):
             if (negatives is None) != (guide_negatives is None):
                 got = None if guide_negatives is None else "some"
                 raise invalid("guide_negatives", "be given just where `negatives` is", got, "Pass both, or neither.")
-            if guide_negatives is not None:
+            if negatives is not None and guide_negatives is not None:
                 checks.features("guide_key", guide_key)
                 checks.features("guide_negatives", guide_negatives)
                 checks.alike("guide_negatives", guide_negatives, "guide_key", guide_key)
+                checks.constant("guide_negatives", guide_negatives)
+                checks.features("negatives", negatives, own=True)
+                # a later check refuses those of each query alone
+                if negatives.ndim == 2:
+                    checks.same_length("guide_negatives", guide_negatives, "negatives", negatives)
                 guide_key = joined([guide_key, guide_negatives])
             guides = ((guide_query, guide_key),)
             if self.contrast_anchors or self.contrast_positives:
@@ -371,7 +376,7 @@ class ScoreDistillLoss(Loss):
         with self._shared_errors():
             if scorer is not None:
                 # a score is its own product with 1
-                key = _listed_scores(scorer, query, key, lists)[..., None]
+                key = listed_scores(scorer, query, key, lists)[..., None]
                 query = key.new_ones(len(key), 1)
             own = self._listed(query, key, scores, None if scorer is not None else lists)
         # a pad has the id of every query
@@ -392,8 +397,9 @@ class ScoreDistillLoss(Loss):
                 rule = "be [N, P, D], or [M, D] with `lists`"
                 raise invalid("key", rule, shape_or_type(key), "List each query's keys.")
         else:
+            checks.features("query", query)
             checks.features("key", key)
-            _check_lists(lists, query, len(key))
+            check_lists(lists, query, len(key))
         listed = key if lists is None else lists
         if not isinstance(scores, Tensor) or scores.shape != listed.shape[:2] or not scores.is_floating_point():
             got = f"shape {list(scores.shape)}, {scores.dtype}" if isinstance(scores, Tensor) else type(scores).__name__
@@ -407,44 +413,3 @@ class ScoreDistillLoss(Loss):
         checks.same_device("scores", scores, "key", listed)
         # 8-bit indices would be a mask
         return key if lists is None else key[lists.long().clamp(0, len(key) - 1)]
-
-
-def _check_lists(lists: Tensor, query: Tensor, keys: int) -> None:
-    """Check that lists [N, P] index this number of keys."""
-    checks.positives(lists, query)
-    if lists.ndim != 2:
-        raise invalid("lists", "have two dimensions [N, P]", f"shape {list(lists.shape)}", "List several keys.")
-    checks.in_range(lists, keys)
-
-
-def _listed_scores(scorer: nn.Module, query: Any, key: Any, lists: Tensor | None) -> Tensor:
-    """The scores [N, P] of each query and the keys of its list, in float32 or better, with the graph of one list."""
-    leaves = {name: [x for x in pytree.tree_leaves(side) if isinstance(x, Tensor)] for name, side in
-              (("query", query), ("key", key))}  # fmt: skip
-    for name, tensors in leaves.items():
-        if not tensors or any(x.ndim < (1 if name == "query" or lists is not None else 2) for x in tensors):
-            rule = "be made of tensors [N, ...]" if name == "query" else "be made of tensors [N, P, ...], or [M, ...]"
-            raise invalid(name, rule, [list(x.shape) for x in tensors] or "none", "As the scorer reads them.")
-    N, (first, *_) = len(leaves["query"][0]), leaves["key"]
-    if lists is not None:
-        _check_lists(lists, leaves["query"][0], len(first))
-    elif len(first) != N:
-        raise invalid("key", "have a list for each `query`", f"{len(first)} and {N}", "Or pass `lists`.")
-
-    def picked(side: Any, rows: Any) -> Any:
-        return pytree.tree_map(lambda x: x[rows] if isinstance(x, Tensor) else x, side)
-
-    scores = [
-        checkpoint(
-            scorer, picked(query, slice(i, i + 1)), picked(key, i if lists is None else lists[i].long().clamp(min=0)),
-            use_reentrant=False,
-        )[0]
-        for i in range(N)
-    ]  # fmt: skip
-    if not scores:
-        # a rank without queries has the graph that the others have
-        floats = [x for side in leaves.values() for x in side if x.is_floating_point()]
-        zero = torch.stack([x.sum() * 0 for x in floats]).sum()
-        return zero.expand(0, (first if lists is None else lists).shape[1])
-    stacked = torch.stack(scores)
-    return stacked.to(accumulator(stacked.dtype))

@@ -1,0 +1,58 @@
+"""Lists of keys, one for each query, and their scores by a learned distance; part of `ScoreDistillLoss`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from contrastile._errors import invalid
+from contrastile._torch import pytree
+from contrastile._types import accumulator, shape_or_type
+from contrastile.engine import arguments as checks
+
+
+def check_lists(lists: Tensor, query: Tensor, keys: int) -> None:
+    """Check that lists [N, P] index this number of keys."""
+    checks.positives(lists, query)
+    if lists.ndim != 2:
+        raise invalid("lists", "have two dimensions [N, P]", f"shape {list(lists.shape)}", "List several keys.")
+    checks.in_range(lists, keys)
+
+
+def listed_scores(scorer: nn.Module, query: Any, key: Any, lists: Tensor | None) -> Tensor:
+    """The scores [N, P] of each query and the keys of its list, in float32 or better, with the graph of one list."""
+    leaves = {name: [x for x in pytree.tree_leaves(side) if isinstance(x, Tensor)] for name, side in
+              (("query", query), ("key", key))}  # fmt: skip
+    for name, tensors in leaves.items():
+        if not tensors or any(x.ndim < (1 if name == "query" or lists is not None else 2) for x in tensors):
+            rule = "be made of tensors [N, ...]" if name == "query" else "be made of tensors [N, P, ...], or [M, ...]"
+            raise invalid(name, rule, [list(x.shape) for x in tensors] or "none", "As the scorer reads them.")
+    N, (first, *_) = len(leaves["query"][0]), leaves["key"]
+    if lists is not None:
+        check_lists(lists, leaves["query"][0], len(first))
+    elif len(first) != N:
+        raise invalid("key", "have a list for each `query`", f"{len(first)} and {N}", "Or pass `lists`.")
+    P = (first if lists is None else lists).shape[1]
+
+    def picked(side: Any, rows: Any) -> Any:
+        return pytree.tree_map(lambda x: x[rows] if isinstance(x, Tensor) else x, side)
+
+    def scored(i: int) -> Tensor:
+        one, keys = picked(query, slice(i, i + 1)), picked(key, i if lists is None else lists[i].long().clamp(min=0))
+        scores: Any = checkpoint(scorer, one, keys, use_reentrant=False)
+        if not isinstance(scores, Tensor) or scores.shape != (1, P):
+            rule = f"return a tensor {[1, P]} for a query and the {P} keys of its list"
+            raise invalid("scorer", rule, shape_or_type(scores), "One score for each pair.")
+        return scores[0]
+
+    if not N:
+        # the graph and the dtype that other ranks have: their wrapper waits for the gradients of all parameters
+        floats = [x for side in leaves.values() for x in side if x.is_floating_point()]
+        parameters = scorer.parameters() if isinstance(scorer, nn.Module) else ()
+        zero = sum([x.sum().to(accumulator(x.dtype)) * 0 for x in (*floats, *parameters)], first.new_zeros(()).float())
+        return zero.expand(0, P)
+    stacked = torch.stack([scored(i) for i in range(N)])
+    return stacked.to(accumulator(stacked.dtype))
