@@ -438,6 +438,10 @@ BAD = {
     "`inputs` must have the same first axis, the batch; got 4 for inputs[0] and 5 for inputs[1].": lambda t: encode(
         t, (torch.randn(4, 3), torch.randn(5, 3)), sub_batch=4
     ),
+    "`encoder` must treat examples one by one; got BatchNorm1d without running statistics, whose statistics over a "
+    "sub-batch are not those of the batch. Take GroupNorm or LayerNorm.": lambda t: encode(
+        nn.BatchNorm1d(D_IN, track_running_stats=False).eval(), torch.randn(8, D_IN), sub_batch=4
+    ),
     "`encoder` must treat examples one by one; got BatchNorm1d in training mode": lambda t: encode(
         nn.Sequential(nn.Linear(D_IN, 4), nn.BatchNorm1d(4)), torch.randn(8, D_IN), sub_batch=4
     ),

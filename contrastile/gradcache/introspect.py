@@ -277,8 +277,11 @@ def _refuse_batch_norm(module: nn.Module, name: str = "encoder") -> None:
     """Raise ValueError for a batch normalisation whose statistics over a part are not those of the batch."""
     # checked when it runs: the encoder may have put it in eval mode
     if _normalises_over_rows(module):
-        got = f"{type(module).__name__} in training mode, whose statistics over a sub-batch are not those of the batch"
-        remedy = "Put it in eval mode, or take GroupNorm or LayerNorm."
+        # eval mode reads running statistics, if there are any
+        averages = module.running_mean is not None
+        mode = "in training mode" if averages else "without running statistics"
+        got = f"{type(module).__name__} {mode}, whose statistics over a sub-batch are not those of the batch"
+        remedy = f"{'Put it in eval mode, or take' if averages else 'Take'} GroupNorm or LayerNorm."
         if name == "encoder":
             remedy += " Or call the encoder itself, or cache only the part before it."
         raise invalid(name, "treat examples one by one", got, remedy)
