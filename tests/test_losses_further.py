@@ -31,7 +31,7 @@ from contrastile import (
 from contrastile.losses import BalancedSigmoid, Guided, Hardness, Sigmoid, Softmax
 from contrastile.losses.base import Finished
 from contrastile.losses.reference import dense_decoupled, mises_fisher_weights
-from contrastile.scorers import Bilinear
+from contrastile.scorers import Bilinear, MaxSim
 from contrastile.tiles import eager
 from contrastile.tiles.base import Tiles
 
@@ -662,6 +662,12 @@ SENTENCES: dict[str, Callable[[], Any]] = {
         DistillClipLoss()(
             _x(3, 4), _x(3, 4), 1.0, _x(3, 5).to("meta"), _x(3, 5).to("meta"), torch.tensor(2.0)
         )
+    ),
+    "`query` must have the same first axis; got [3, 4]. Check each tensor's shape.": lambda: ScoreDistillLoss()(
+        (_x(3, 5, 4), torch.ones(4, 5).bool()), _x(3, 5, 4), _x(3, 2), lists=torch.zeros(3, 2).long(), scorer=MaxSim()
+    ),
+    "`key` must be on the device of `query`; got meta and cpu. Move one side first.": lambda: ScoreDistillLoss()(
+        _x(3, 5, 4), _x(3, 5, 4).to("meta"), _x(3, 2), lists=torch.zeros(3, 2).long(), scorer=MaxSim()
     ),
     "`scorer` must return a tensor [1, 2] for a query and the 2 keys of its list; got shape [2, 1]. One score for each "
     "pair.": lambda: ScoreDistillLoss()(_x(3, 4), _x(3, 2, 4), _x(3, 2), scorer=Transposed(4, 4)),

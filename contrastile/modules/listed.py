@@ -30,6 +30,11 @@ def listed_scores(scorer: nn.Module, query: Any, key: Any, lists: Tensor | None)
         if not tensors or any(x.ndim < (1 if name == "query" or lists is not None else 2) for x in tensors):
             rule = "be made of tensors [N, ...]" if name == "query" else "be made of tensors [N, P, ...], or [M, ...]"
             raise invalid(name, rule, [list(x.shape) for x in tensors] or "none", "As the scorer reads them.")
+        if len(sizes := {len(x) for x in tensors}) > 1:
+            # rows of the longer ones would be left out
+            raise invalid(name, "have the same first axis", sorted(sizes), "Check each tensor's shape.")
+        for x in tensors:
+            checks.same_device(name, x, "query", leaves["query"][0])
     N, (first, *_) = len(leaves["query"][0]), leaves["key"]
     if lists is not None:
         check_lists(lists, leaves["query"][0], len(first))
