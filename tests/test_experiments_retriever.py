@@ -339,7 +339,7 @@ def test_options_of_pairs_and_small_numbers_are_refused(tmp_path, capsys):
     for words in (["--losses"], ["--ranks", "2"], ["--seeds", "0"], ["--jobs", "0"]):
         assert main(["compare", str(write_text_recipe(tmp_path)), *words]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "`--losses` must be left out for this recipe; got True. It belongs to images and texts.",
+        "`--losses` must be left out for this recipe; got --losses. It belongs to images and texts.",
         "`--ranks` must be left out for this recipe; got 2. It belongs to images and texts.",
         "`--seeds` must be at least 1; got 0. Three show a spread.",
         "`--jobs` must be at least 1; got 0. So many runs are made at a time.",
