@@ -435,29 +435,6 @@ def test_a_cached_function_of_parameters_has_no_graph() -> None:
             assert distance(_gradient(holder), torch.cat([g.flatten() for g in plain])) <= 1e-12
 
 
-def test_a_learned_bias_of_scores_changes_the_last_digits_at_most() -> None:
-    class Biased(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bias, self.passes = nn.Parameter(torch.randn(1, 1, 7, 7)), list[Tensor]()
-
-        def forward(self, x: Tensor) -> Tensor:
-            out = F.scaled_dot_product_attention(x, x, x, attn_mask=self.bias * 1)
-            self.passes.append(out.detach())
-            return out
-
-    biased = Biased()
-    _total(encode(biased, torch.randn(B, 1, 7, 8), sub_batch=SUB)).backward()
-    first, second = torch.cat(biased.passes[:4]), torch.cat(biased.passes[4:])
-    assert distance(second, first) <= 1e-6
-
-
-def test_a_lazy_encoder_is_encoded_once_it_has_run() -> None:
-    lazy = nn.LazyLinear(D).double()
-    lazy(_x()[:2])
-    _check(lazy, lazy, _x())
-
-
 def test_an_outer_graph_serves_a_single_sub_batch() -> None:
     """The outer graph is back-propagated once, so the tensors before it get their gradient."""
     parts = nn.ModuleDict({"linear": _linear(), "before": _linear(D_IN, D_IN)})

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from contrastile import ClipLoss, NTXentLoss, SigLipLoss, contrast, encode
+from contrastile import ClipLoss, SigLipLoss, encode
 from contrastile.gradcache.inputs import PROBE_ROWS
 from contrastile.gradcache.introspect import of_its_module
-from contrastile.scorers import MaxSim
 
 B, D_IN, D, SUB = 23, 6, 8, 5
 
@@ -83,74 +82,6 @@ def test_stochastic_depth_drops_the_same_layers_again(x: Tensor, retain: Any) ->
     again = deep.kept[len(first) :]
     assert len(first) == len(again) == 4 * 5
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
-
-
-def test_one_encoder_for_two_views_of_a_batch(x: Tensor, y: Tensor) -> None:
-    """SimCLR: every parameter has the sum of both gradients, and its hook sees it once."""
-    torch.manual_seed(0)
-    deep, seen = Deep(), []
-    _compare(deep, lambda encoding: NTXentLoss()(encoding(deep, x), encoding(deep, y), 5.0))
-    deep.project.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-    torch.manual_seed(3)
-    NTXentLoss()(encode(deep, x, sub_batch=SUB), encode(deep, y, sub_batch=SUB), 5.0).backward()
-    # autograd sums over both calls first
-    assert len(seen) == 1
-
-
-def test_each_prefix_of_the_features_may_have_its_loss(x: Tensor, y: Tensor) -> None:
-    """Matryoshka: a dict of prefixes, or the slices taken behind encode."""
-    torch.manual_seed(0)
-    deep = Deep()
-
-    class Prefixes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.deep = deep
-
-        def forward(self, rows: Tensor) -> dict[str, Tensor]:
-            whole = self.deep(rows)
-            return {str(width): F.normalize(whole[:, :width], dim=-1) for width in (2, 4, 8)}
-
-    def inside(encoding: Any) -> Tensor:
-        one, other = encoding(Prefixes(), x), encoding(Prefixes(), y)
-        assert {name: tuple(rows.shape) for name, rows in one.items()} == {"2": (B, 2), "4": (B, 4), "8": (B, 8)}
-        return sum(ClipLoss()(one[name], other[name], 10.0) for name in one)
-
-    def behind(encoding: Any) -> Tensor:
-        one, other = encoding(deep, x), encoding(deep, y)
-        return sum(
-            ClipLoss()(F.normalize(one[:, :width], dim=-1), F.normalize(other[:, :width], dim=-1), 10.0)
-            for width in (2, 4, 8)
-        )
-
-    for value in (inside, behind):
-        _compare(deep, value)
-
-
-class Tokens(nn.Module):
-    """Token vectors [B, L, D] with their mask, and a bias for each example."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lift, self.bias = nn.Linear(2, D), nn.Linear(D_IN, 1)
-        self.double()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        vectors = self.lift(F.dropout(x, 0.2).unflatten(1, (3, 2)))
-        return F.normalize(vectors, dim=-1), x[:, ::2] > -0.5, self.bias(x)[:, 0]
-
-
-def test_token_vectors_a_mask_and_a_bias(x: Tensor, y: Tensor) -> None:
-    torch.manual_seed(0)
-    tokens, maxsim = Tokens(), MaxSim()
-
-    def value(encoding: Any) -> Tensor:
-        (q, q_mask, q_bias), (k, k_mask, k_bias) = encoding(tokens, x), encoding(tokens, y)
-        assert q.shape == (B, 3, D)
-        assert q_mask.dtype == torch.bool
-        return contrast((q, q_mask), (k, k_mask), scorer=maxsim, scale=3.0) + (q_bias * k_bias).mean()
-
-    _compare(tokens, value)
 
 
 @pytest.mark.parametrize("as_function", [False, True])
@@ -278,29 +209,6 @@ def test_a_number_that_becomes_rows_is_refused(x: Tensor) -> None:
     outputs = iter([torch.zeros(PROBE_ROWS), torch.zeros(SUB), torch.zeros(())])
     with pytest.raises(ValueError, match=r"`encoder` must return rows of one shape.* got shape \[\]"):
         encode(lambda rows: (rows, next(outputs)), x, sub_batch=SUB)
-
-
-def test_bf16_gradients_are_as_near_as_float32_sums(x: Tensor) -> None:
-    """Features bit for bit; gradients as near to float32 sums as those of single sub-batches are."""
-    torch.manual_seed(0)
-    deep, rows = Deep().bfloat16(), x.bfloat16()
-    torch.manual_seed(3)
-    plain = _by_parts(deep, rows)
-    truth = [torch.zeros(p.shape) for p in deep.parameters()]
-    for part in plain.split(SUB):
-        for total, g in zip(
-            truth, torch.autograd.grad(part.sum(), list(deep.parameters()), retain_graph=True), strict=True
-        ):
-            total += g
-    torch.manual_seed(3)
-    features = encode(deep, rows, sub_batch=SUB)
-    assert torch.equal(features, plain)
-    features.sum().backward()
-    # a sum in float32, rounded once
-    for p, total in zip(deep.parameters(), truth, strict=True):
-        assert p.grad is not None
-        assert p.grad.dtype == torch.bfloat16
-        assert distance(p.grad, total) <= 2**-8
 
 
 def test_hooks_of_modules_run_in_both_passes(x: Tensor) -> None:

@@ -133,17 +133,6 @@ def test_ready_made_sub_batches(model: Embedder, retain: Any) -> None:
     torch.testing.assert_close(found, truth, rtol=1e-9, atol=1e-12)
 
 
-def test_dropout_is_replayed_on_packed_values() -> None:
-    inputs, model = batch(), Embedder(dropout=0.3).double()
-    found = []
-    for retain in (0, N):
-        model.zero_grad()
-        torch.manual_seed(3)
-        loss, each = back(encode(model, packed(inputs), sub_batch=2, retain=retain), model)
-        found.append((loss, {name: gradient.clone() for name, gradient in each.items()}))
-    torch.testing.assert_close(found[0], found[1])
-
-
 def test_gradients_of_packed_inputs_and_of_parts(model: Embedder) -> None:
     inputs = batch()
     pixels = inputs["pixel_values"].requires_grad_()
