@@ -12,10 +12,9 @@ from problems import PROBLEMS, Problem, distance
 from ranks import Pool
 from torch import Tensor, nn
 
-from contrastile import ClipLoss, GISTLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss, contrast, encode
+from contrastile import ClipLoss, GISTLoss, InfoNCELoss, NTXentLoss, SigLipLoss, contrast, encode
 from contrastile.engine import plan
 from contrastile.exchange import host
-from contrastile.scorers import Bilinear
 
 
 def _autocast(dtype: torch.dtype = torch.bfloat16) -> torch.autocast:
@@ -107,22 +106,6 @@ def test_ranks_compare_similarities_of_a_guide_as_one_process_does(exchange: str
     pool.check(_guided_on_ranks, 3, 3, exchange)
 
 
-def _learned(scorer: Bilinear, q: Tensor, k: Tensor) -> Tensor:
-    return contrast(q, k, scorer=scorer, scale=10.0)
-
-
-def test_a_learned_distance_multiplies_in_the_type_of_autocast() -> None:
-    scorer, types = Bilinear(16, 16), []
-    scorer.register_forward_hook(lambda module, inputs, scores: types.append(scores.dtype))
-    q, k = (F.normalize(torch.randn(20, 16), dim=-1).requires_grad_() for _ in "qk")
-    with _autocast():
-        loss = _learned(scorer, q, k)
-    loss.backward()
-    assert set(types) == {torch.bfloat16}
-    assert q.grad is not None
-    assert (loss.dtype, q.grad.dtype) == (torch.float32, torch.float32)
-
-
 def test_calls_of_equal_shapes_inside_and_outside_do_not_share_a_plan() -> None:
     loss, (q, k) = ClipLoss(), (F.normalize(torch.randn(40, 16), dim=-1) for _ in "qk")
     outside = loss(q, k, 20.0)
@@ -199,20 +182,3 @@ def test_float64_is_left_as_it_is() -> None:
             rtol=1e-12,
             atol=0,
         )
-
-
-def test_every_loss_casts() -> None:
-    a, b = (F.normalize(torch.randn(12, 16), dim=-1) for _ in "ab")
-    labels = torch.arange(12) // 3
-    calls: list[tuple[nn.Module, tuple[object, ...]]] = [
-        (SigLipLoss(), (10.0, -5.0)),
-        (InfoNCELoss(), (10.0,)),
-        (NTXentLoss(), (10.0,)),
-    ]
-    for loss, others in calls:
-        outside = loss(a, b, *others)
-        with _autocast():
-            inside = loss(a, b, *others)
-        assert 0 < abs(float(inside - outside)) < 0.05 * abs(float(outside))
-    with _autocast():
-        assert SupConLoss()(a, labels, 10.0) != SupConLoss()(a.double(), labels, 10.0)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import contrastile
-from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SupConLoss, contrast, encode
+from contrastile import ClipLoss, InfoNCELoss, SupConLoss, contrast, encode
 from contrastile.gradcache.introspect import of_its_module
 from contrastile.integrations.sentence_transformers import CachedRankingLoss
 from contrastile.integrations.sides import encode_sides, loss_of_sides
@@ -410,14 +410,6 @@ def test_tevatrons_model() -> None:
     same((loss.detach(), gradients(model.encoder)), truth)
 
 
-def test_equal_texts_are_not_negatives_of_each_other() -> None:
-    query, key, ids = torch.randn(N, 4), torch.randn(N, 4), torch.tensor([0, 1, 2, 0, 4, 5])
-    scores = query @ key.T
-    scores[0, 3] = scores[3, 0] = -torch.inf
-    found = InfoNCELoss()(query, key, 1.0, query_ids=ids, key_ids=ids)
-    torch.testing.assert_close(found, F.cross_entropy(scores, torch.arange(N)))
-
-
 # --- pictures alone
 
 
@@ -490,18 +482,6 @@ def test_supcons_anchors_of_one_view_and_its_mask() -> None:
     torch.testing.assert_close(one, rows[:N].mean())
     listed = torch.where(alike.float().repeat(3, 3) != 0, torch.arange(3 * N), -1)
     torch.testing.assert_close(contrast(views, views, scale=10.0, loss=loss, positives=listed), rows.mean())
-
-
-def test_pytorch_metric_learnings_losses() -> None:
-    losses = pytest.importorskip("pytorch_metric_learning.losses")
-    a, b = F.normalize(torch.randn(2, N, 4), dim=-1)
-    labels = torch.arange(N).repeat(2)
-    torch.testing.assert_close(
-        NTXentLoss()(a, b, 1 / 0.3), losses.NTXentLoss(temperature=0.3)(torch.cat([a, b]), labels)
-    )
-    found = SupConLoss()(torch.stack([a, b], dim=1), torch.arange(N) // 2, 1 / 0.3)
-    truth = losses.SupConLoss(temperature=0.3)(torch.cat([a, b]), (torch.arange(N) // 2).repeat(2))
-    torch.testing.assert_close(found, truth)
 
 
 def test_a_queue_of_labelled_keys() -> None:

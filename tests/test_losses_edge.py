@@ -231,49 +231,6 @@ def test_labels_that_are_all_different_are_told() -> None:
     assert SupConLoss()(features * torch.nan, labels, 1.0).isnan()
 
 
-def test_negatives_are_keys_of_every_query() -> None:
-    q, k, negatives = torch.randn(5, 8), torch.randn(5, 8), torch.randn(3, 8)
-    ids = torch.tensor([0, 1, 1, 2, 3])
-    loss = contrast(q, k, scale=2.0, loss=Softmax(), negatives=negatives, query_ids=ids, key_ids=ids)
-    excluded = (ids[:, None] == ids[None, :]) & ~torch.eye(5, dtype=torch.bool)
-    x = 2.0 * q @ torch.cat([k, negatives]).T
-    x[:, :5].masked_fill_(excluded, -torch.inf)
-    assert distance(loss, F.cross_entropy(x, torch.arange(5))) <= 1e-6
-
-
-def test_ids_of_negatives_are_masked_too() -> None:
-    q, k, negatives = torch.randn(2, 8), torch.randn(2, 8), torch.randn(2, 8)
-    key_ids = torch.tensor([0, 1, 1, 0])
-    loss = contrast(
-        q, k, scale=2.0, loss=Softmax(), negatives=negatives, query_ids=torch.tensor([0, 1]), key_ids=key_ids
-    )
-    x = 2.0 * q @ torch.cat([k, negatives]).T
-    x[0, 3] = x[1, 2] = -torch.inf
-    assert distance(loss, F.cross_entropy(x, torch.arange(2))) <= 1e-6
-
-
-def test_five_losses_by_name() -> None:
-    a, b = F.normalize(torch.randn(2, 12, 16), dim=-1)
-    labels = torch.arange(12) // 3
-    both = torch.cat([a, b])
-    other = torch.arange(24).roll(12)
-    itself = torch.eye(24, dtype=torch.bool)
-    views = torch.stack([a, b], dim=1)
-    view_labels = labels.repeat_interleave(2)
-    pairs = view_labels[:, None] == view_labels[None, :]
-    expected = {
-        ClipLoss()(a, b, 5.0, 2.0): (F.cross_entropy(5 * a @ b.T, torch.arange(12))
-                                     + F.cross_entropy(5 * b @ a.T, torch.arange(12))) / 2,
-        SigLipLoss()(a, b, 5.0, -3.0): dense_sigmoid(a, b, 5.0, -3.0),
-        InfoNCELoss()(a, b, 5.0): F.cross_entropy(5 * a @ b.T, torch.arange(12)),
-        NTXentLoss()(a, b, 5.0): F.cross_entropy((5 * both @ both.T).masked_fill(itself, -torch.inf), other),
-        SupConLoss()(views, labels, 5.0): dense_softmax(
-            views.flatten(0, 1), views.flatten(0, 1), 5.0, positive=pairs & ~itself, excluded=itself
-        ),
-    }  # fmt: skip
-    assert all(distance(loss, truth) <= 1e-6 for loss, truth in expected.items())
-
-
 def test_open_clips_call_returns_its_dictionary() -> None:
     a, b = F.normalize(torch.randn(2, 4, 16), dim=-1)
     assert ClipLoss()(a, b, torch.tensor([5.0]), output_dict=True)["contrastive_loss"] == ClipLoss()(a, b, 5.0)

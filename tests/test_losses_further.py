@@ -543,18 +543,11 @@ SENTENCES: dict[str, Callable[[], Any]] = {
         weight="half"  # type: ignore[arg-type]
     ),
     "`margin` must be a finite number; got nan. 0.0 is the paper's.": lambda: GISTLoss(margin=float("nan")),
-    "`margin` must be a finite number; got None. 0.0 is the paper's.": lambda: GISTLoss(
-        margin=None  # type: ignore[arg-type]
-    ),
     "`ids` must be a tensor of shape [3], one entry for each row of `view_a`; got shape [2]. Pass the entries "
     "of these 3 rows, in their order.": lambda: (
         NTXentLoss()(_x(3, 4), _x(3, 4), 1.0, ids=torch.arange(2))
     ),
     "`sigma` must be positive; got inf. The paper has 0.5.": lambda: DCLLoss(sigma=float("inf")),
-    "`hardness_strength` must be at least 0; got '5'. 5 to 9 is usual.": lambda: InfoNCELoss(
-        hardness_mode="all_negatives",
-        hardness_strength="5",  # type: ignore[arg-type]
-    ),
     "`guide_negatives` must have the same feature size as `guide_key`; got 6 and 5. Project one side first.": lambda: (
         _guided_negatives(_x(2, 6))
     ),

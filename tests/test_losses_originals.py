@@ -1,6 +1,7 @@
 """Losses equal the classes that users know, loss and gradients, in float64; skipped where a library is not installed.
 
-pip install sentence-transformers pytorch-metric-learning lightly open_clip_torch siglip-kernel
+pip install sentence-transformers pytorch-metric-learning lightly siglip-kernel
+Hardness, the guided loss and the one of open_clip's teachers are compared in `integrations`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ from problems import distance
 from torch import Tensor
 
 from contrastile import (
-    DistillClipLoss,
-    GISTLoss,
     InfoNCELoss,
     KeyQueue,
     NTXentLoss,
@@ -36,33 +35,12 @@ def _leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
     return [unit(*shape, seed=seed).requires_grad_() for seed, shape in enumerate(shapes)]
 
 
-def _products(a: Tensor, b: Tensor) -> Tensor:
-    return a @ b.T
-
-
-def _equal(ours: Tensor, theirs: Tensor, leaves: list[Tensor], constant: float = 0.0) -> None:
-    """Equal losses, but for a constant, and equal gradients."""
-    difference, size = (ours + constant - theirs).detach(), theirs.detach()
+def _equal(ours: Tensor, theirs: Tensor, leaves: list[Tensor]) -> None:
+    """Equal losses and equal gradients."""
+    difference, size = (ours - theirs).detach(), theirs.detach()
     assert abs(float(difference)) <= 1e-12 * max(1.0, abs(float(size)))
     for a, b in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(theirs, leaves), strict=True):
         assert distance(a, b) <= 1e-12
-
-
-@pytest.mark.parametrize("mode", [None, "in_batch_negatives", "hard_negatives", "all_negatives"])
-def test_hardness_of_sentence_transformers(mode: Any) -> None:
-    """Their hard negatives are negatives of all queries, and those of the query itself have their own weight."""
-    losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
-    anchor, positive, *negatives = leaves = _leaves(*[(N, D)] * (2 + H))
-    hardness: Any = {"hardness_mode": mode, "hardness_strength": 5.0} if mode else {}
-    # their default normalises, which takes the radial part of the gradients away
-    theirs = losses.MultipleNegativesRankingLoss(None, scale=20.0, similarity_fct=_products, **hardness)
-    rows = torch.arange(N)
-    # a key behind the first N has the id of its query, which meets it among its own negatives
-    ours = InfoNCELoss(**hardness)(
-        anchor, torch.cat([positive, *negatives]), 20.0, negatives=torch.stack(negatives, 1), query_ids=rows,
-        key_ids=rows.repeat(1 + H), negative_ids=torch.full((N, H), -1),
-    )  # fmt: skip
-    _equal(ours, theirs.compute_loss_from_embeddings(leaves, None), leaves)
 
 
 # of theirs, a tensor made of a tensor
@@ -79,45 +57,6 @@ def test_decoupled_losses_of_lightly(sigma: float | None) -> None:
         for q, k in itertools.permutations([F.normalize(a, dim=-1), F.normalize(b, dim=-1)])
     ]
     _equal((ours[0] + ours[1]) / 2, theirs(a, b), leaves)
-
-
-@pytest.mark.parametrize("contrast_positives", [False, True])
-@pytest.mark.parametrize("contrast_anchors", [False, True])
-@pytest.mark.parametrize("strategy", ["absolute", "relative"])
-def test_guided_loss_of_sentence_transformers(strategy: Any, contrast_anchors: bool, contrast_positives: bool) -> None:
-    """Theirs normalises."""
-    losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
-    leaves = _leaves(*[(N, D)] * (2 + H))
-    guide = unit(N, 5, seed=11)
-    # alike enough that some exceed the threshold, and not all do
-    guides = [guide, *(unit(N, 5, seed=12 + index, near=guide) for index in range(1 + H))]
-    theirs = losses.CachedGISTEmbedLoss.__new__(losses.CachedGISTEmbedLoss)
-    torch.nn.Module.__init__(theirs)
-    theirs.temperature, theirs.mini_batch_size, theirs.show_progress_bar = 0.05, 5, False
-    theirs.margin, theirs.margin_strategy, theirs.gather_across_devices = 0.1, strategy, False
-    theirs.contrast_anchors, theirs.contrast_positives = contrast_anchors, contrast_positives
-    theirs.similarity_fct = torch.nn.CosineSimilarity(dim=-1)
-    theirs.cross_entropy_loss = torch.nn.CrossEntropyLoss()
-    anchor, positive, *negatives = [F.normalize(x, dim=-1) for x in leaves]
-    guide_anchor, guide_positive, *guide_negatives = guides
-    pairs = {"contrast_anchors": contrast_anchors, "contrast_positives": contrast_positives}
-    loss = GISTLoss(margin=0.1, margin_strategy=strategy, **pairs)(
-        anchor, positive, 20.0, negatives=torch.cat(negatives), guide_query=guide_anchor, guide_key=guide_positive,
-        guide_negatives=torch.cat(guide_negatives),
-    )  # fmt: skip
-    _equal(loss, theirs.calculate_loss([[x] for x in leaves], [[x] for x in guides]), leaves)
-
-
-def test_distillation_of_open_clip() -> None:
-    """Theirs is a cross-entropy: the mean entropy of the teacher more than ours, a constant."""
-    losses = pytest.importorskip("open_clip.loss")
-    leaves = _leaves((N, D), (N, D))
-    teacher = unit(N, 5, seed=21), unit(N, 5, seed=22)
-    hard, soft = losses.DistillClipLoss()(*leaves, 20.0, *teacher, 15.0)
-    t = 15.0 * teacher[0] @ teacher[1].T
-    entropy = sum(float(-(x.softmax(1) * x.log_softmax(1)).sum(1).mean()) for x in (t, t.T)) / 2
-    ours = DistillClipLoss(weight=0.3)(*leaves, 20.0, *teacher, 15.0)
-    _equal(ours, 0.7 * hard + 0.3 * soft, leaves, constant=0.3 * entropy)
 
 
 @pytest.mark.parametrize("kind", ["kl", "margin_mse"])

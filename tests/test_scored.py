@@ -264,20 +264,6 @@ def _with_dropout(q: Tensor, k: Tensor, module: nn.Module) -> Tensor:
     return contrast(q, k, scorer=module, scale=2.0)
 
 
-def test_two_views_and_a_learned_distance(tiles: list[int]) -> None:
-    """NTXentLoss in the words of `contrast`, as the docs have it."""
-    N, scale = 9, 3.0
-    module = Bilinear(4, 4).double()
-    views = torch.randn(2 * N, 4, dtype=torch.float64, requires_grad=True)
-    other = torch.arange(2 * N).roll(N)
-    found = contrast(views, views, scorer=module, scale=scale, loss=Softmax(exclude_self=True), positives=other)
-    scores = (scale * module(views, views)).masked_fill(torch.eye(2 * N, dtype=torch.bool), -torch.inf)
-    truth = torch.nn.functional.cross_entropy(scores, other)
-    wanted = (views, module.weight)
-    assert close(found.detach(), truth.detach())
-    assert same([*torch.autograd.grad(found, wanted)], [*torch.autograd.grad(truth, wanted)])
-
-
 def test_dropout_is_replayed(tiles: list[int]) -> None:
     """The gradient is that of the loss with the very same numbers dropped, as finite differences see it."""
     module = PairMLP(3, 3, hidden=4, dropout=0.4).double()

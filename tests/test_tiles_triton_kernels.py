@@ -434,17 +434,6 @@ def test_every_run_gives_the_same_bits() -> None:
         assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
 
 
-def test_features_with_dense_columns_give_the_same_result() -> None:
-    q, k = (_unit(SHAPE.rows + 6, torch.float32).requires_grad_() for _ in range(2))
-    across = [x.detach().T.contiguous().T.requires_grad_() for x in (q, k)]
-    losses = [contrast(*pair, scale=20.0, backend="triton", reduction="none") for pair in ((q, k), across)]
-    assert _alike(*(loss.detach() for loss in losses))
-    straight, found = (
-        torch.autograd.grad(loss.sum(), pair) for loss, pair in zip(losses, ((q, k), across), strict=True)
-    )
-    assert all(_alike(x, y) for x, y in zip(found, straight, strict=True))
-
-
 def test_shards_of_columns_merge_into_the_whole() -> None:
     tiles, (rows, cols) = _tiles(), _pair(_unit(N), _unit(N))
     shards = [cols.narrow(0, 21), cols.narrow(21, N)]
@@ -725,13 +714,6 @@ def test_no_rows_give_empty_statistics() -> None:
     assert stats.shape == (8, 0)
     assert col_stats is not None
     assert torch.equal(col_stats, tiles.init(Shard(_unit(5))))
-
-
-def test_symmetric_smoothing_equals_the_dense_formula_over_many_super_tiles() -> None:
-    q, k = _unit(90, torch.float32), _unit(90, torch.float32)
-    loss = contrast(q, k, scale=20.0, label_smoothing=0.1, backend="triton", workspace=2**20)
-    truth = dense_softmax(q.double(), k.double(), 20.0, symmetric=True, label_smoothing=0.1)
-    assert distance(loss, truth) <= 1e-6
 
 
 @pytest.mark.parametrize("labels", [False, True])

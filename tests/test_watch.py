@@ -15,9 +15,9 @@ import torch
 from contrastile.distributed import watch
 from contrastile.distributed.failure import LostRankError
 
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 # seconds that the thread may take on a busy machine
 PATIENCE = 60
-
 
 # streams on which an event was recorded
 recorded = list[str]()
@@ -61,7 +61,6 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return codes
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_step_that_does_not_end_ends_the_process(
     ended: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,7 +76,6 @@ def test_a_step_that_does_not_end_ends_the_process(
     assert prepared == [watch._threads[0].ident]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_driver_that_does_not_answer_ends_the_process_too(ended: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     answer = threading.Event()
     monkeypatch.setattr(watch, "_has_ended", lambda _: answer.wait(PATIENCE))
@@ -89,14 +87,12 @@ def test_a_driver_that_does_not_answer_ends_the_process_too(ended: list[Any], mo
     _stop(monkeypatch)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_steps_that_end_are_forgotten(ended: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     _take_three_steps(monkeypatch)
     assert (len(watch._steps), len(recorded), ended) == (0, 3, [])
     _stop(monkeypatch)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_the_main_thread_frees_the_events(ended: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """In another thread their destructor aborts a process that ends meanwhile."""
     freed = list[int]()
@@ -108,7 +104,6 @@ def test_the_main_thread_frees_the_events(ended: list[Any], monkeypatch: pytest.
     _stop(monkeypatch)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_step_of_a_group_that_is_gone_ends_the_process_too(
     ended: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,7 +120,6 @@ def test_a_step_of_a_group_that_is_gone_ends_the_process_too(
     }
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_slow_answer_about_a_step_that_ended_long_ago_ends_nothing(
     ended: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +134,6 @@ def test_a_slow_answer_about_a_step_that_ended_long_ago_ends_nothing(
     _stop(monkeypatch)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_nothing_is_watched_behind_an_error_of_the_device(ended: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody would forget the steps, and the groups that they have."""
 
@@ -154,7 +147,6 @@ def test_nothing_is_watched_behind_an_error_of_the_device(ended: list[Any], monk
     _stop(monkeypatch)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_steps_of_one_stream_in_quick_succession_have_one_event(
     ended: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
