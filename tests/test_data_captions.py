@@ -23,12 +23,6 @@ def test_karpathy_s_split_has_all_captions(tmp_path):
     assert len(open_captions(path, split="test").paths) == 4
 
 
-def test_a_file_nested_without_end_is_refused(tmp_path):
-    path = tmp_path / "x.json"
-    path.write_text("[" * 200_000)
-    assert refusal(open_captions, path).startswith("`captions` must be Karpathy's JSON; got ")
-
-
 def test_pictures_may_lie_flat_as_flickr_s_do(tmp_path):
     path = karpathy(tmp_path, below="", split="val")
     assert open_captions(path, split="val").paths[0] == str(tmp_path / "0.png")
@@ -67,6 +61,8 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
     ("content", "why"),
     [
         ("[", "JSONDecodeError('Expecting value: line 1 column 2 (char 1)')"),
+        # nested without end
+        ("[" * 200_000, "RecursionError"),
         ("{}", "KeyError('images')"),
         ('{"images": [{"split": "test", "filename": "x"}]}', "KeyError('sentences')"),
         ('{"images": [3]}', "TypeError(\"'int' object is not subscriptable\")"),
@@ -77,10 +73,9 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
 def test_other_json_is_refused(tmp_path, content, why):
     path = tmp_path / "x.json"
     path.write_text(content)
-    assert refusal(open_captions, path) == (
-        f"`captions` must be Karpathy's JSON; got {path} ({why}). "
-        "Each of `images` has split, filename and sentences with raw."
-    )
+    said = refusal(open_captions, path)
+    assert said.startswith(f"`captions` must be Karpathy's JSON; got {path} ({why}")
+    assert said.endswith(" Each of `images` has split, filename and sentences with raw.")
 
 
 @pytest.mark.parametrize("place", ["../x.png", "/etc/x.png", "link/x.png"])

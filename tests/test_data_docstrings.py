@@ -140,9 +140,7 @@ def parts(texts):
 
 
 def test_the_split_of_a_function_does_not_depend_on_the_others(opened, tmp_path):
-    before = {
-        texts.queries[row].id: name for texts in [opened()] for name, rows in texts.splits.items() for row in rows
-    }
+    before = parts(opened())
     (tmp_path / "many" / "aaa.py").write_text('def f():\n    """Is new among all of these."""\n    return 1\n')
     found = parts(opened(mined=2))
     assert len(found) == 201

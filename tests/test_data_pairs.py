@@ -1,14 +1,9 @@
 """Common ground of all sources: ids, splits by hash, and the refusal of settings that make no sense."""
 
-import ast
-from graphlib import TopologicalSorter
-from pathlib import Path
-
 import numpy as np
 import pytest
 from refusals import refusal
 
-import contrastile.data
 from contrastile.data.base import groups_by_id, hash_fraction, joined_ids, sorted_by_hash
 from contrastile.data.registry import open_pairs
 
@@ -62,14 +57,3 @@ def test_groups_come_in_the_order_of_their_hash():
 )
 def test_settings_that_make_no_sense_are_refused(tmp_path, settings, sentence):
     assert refusal(open_pairs, "glyphs", cache=tmp_path, **{"image_size": 32, **settings}) == sentence
-
-
-def test_files_of_the_data_folder_import_each_other_in_one_direction():
-    imports = {}
-    for path in Path(contrastile.data.__path__[0]).glob("*.py"):
-        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
-        names = [(node.module or "").split(".") for node in nodes]
-        imports[path.stem] = {name[2] for name in names if name[:2] == ["contrastile", "data"] and len(name) > 2}
-    order = list(TopologicalSorter(imports).static_order())
-    assert order[-1] == "registry"
-    assert imports["base"] == set()

@@ -183,15 +183,6 @@ def test_a_header_that_is_damaged_is_noticed(tmp_path):
             list(find_in_tar(shard))
 
 
-def test_a_member_that_claims_a_tebibyte_is_noticed(tmp_path):
-    with tarfile.open(tmp_path / "a.tar", "w") as tar:
-        info = tarfile.TarInfo("a.jpg")
-        info.size = 1 << 40
-        tar.addfile(info)
-    with pytest.raises(ValueError, match="must be whole shards"):
-        list(find_in_tar(tmp_path / "a.tar"))
-
-
 def told_anew(content, header, **fields):
     """The shard with other fields in the header at `header`, under a checksum that is right."""
     places = {"size": 124, "type": 156}
@@ -266,7 +257,7 @@ def test_sums_name_their_files_in_any_folder(tmp_path):
     with pytest.raises(ValueError, match="`SHA256SUMS` must be lines of a checksum and a file; got"):
         list(find_in_tar(shard))
     (tmp_path / "SHA256SUMS").unlink()
-    for sizes in ('{"a.tar": "four"}', '{"a.tar": [4]}'):
+    for sizes in ('{"a.tar": "four"}', '{"a.tar": [4]}', "["):
         (tmp_path / "sizes.json").write_text(sizes)
         with pytest.raises(ValueError, match=r"`sizes.json` must be an object of shards and their numbers of pairs"):
             list(find_in_tar(shard))
@@ -283,14 +274,6 @@ def test_sizes_and_sums_are_compared_where_they_are_given(tmp_path):
         f"`source` must be whole shards ({shard}); got 4 pairs where sizes.json says 5. "
         "Copy that shard again; it is cut or damaged."
     )
-    (tmp_path / "sizes.json").write_text("[")
-    with pytest.raises(ValueError, match=r"`sizes.json` must be an object of shards and their numbers of pairs"):
-        list(find_in_tar(shard))
-    content = bytearray(shard.read_bytes())
-    content[600] ^= 1
-    shard.write_bytes(content)
-    with pytest.raises(ValueError, match="another checksum than SHA256SUMS says"):
-        list(find_in_tar(shard))
 
 
 def test_folders_of_pictures(tmp_path):

@@ -340,15 +340,6 @@ def test_a_stray_quote_of_a_csv_file_is_refused_by_its_line(album, closed):
     )
 
 
-def test_all_lines_of_a_broken_row_of_a_csv_file_are_counted(album):
-    rows = [f'pictures/{n}.png,"shade {n}"' for n in range(20)]
-    # it is closed where the title after next begins
-    rows[3:5] = ['pictures/3.png,"an open quote', "pictures/4.png,plain"]
-    pairs = opened_csv(album, rows)
-    assert pairs.captions == [f"shade {n}" for n in (0, 1, 2, *range(6, 20))]
-    assert pairs.skipped == {"broken row": 3}
-
-
 def test_quotes_that_are_right_are_read(album):
     rows = ['pictures/0.png,"a ""word""\nof\n\nlines, and commas"', 'pictures/1.png,a 5" screen', 'pictures/2.png,""']
     rows += [f'pictures/{n}.png,"' + "\n" * 15 + f'{n}"' for n in (3, 4)]
