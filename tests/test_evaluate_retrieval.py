@@ -44,17 +44,6 @@ def test_recall_equals_a_count_on_the_whole_matrix_with_ties(ids):
         assert share == pytest.approx(sum(rank < k for rank in expected) / 16)
 
 
-def test_any_of_several_right_keys_counts():
-    key = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.5, 0.5]])
-    assert ranks_of(torch.tensor([[1.0, 0.0]]), key, torch.tensor([7]), torch.tensor([7, 8, 7])) == [0]
-    assert ranks_of(torch.tensor([[0.0, 1.0]]), key, torch.tensor([7]), torch.tensor([7, 8, 7])) == [1]
-
-
-def test_a_collapsed_model_has_no_recall():
-    same = torch.ones(20, 4)
-    assert recall(same, same, torch.arange(20), torch.arange(20), ks=(1, 19, 20)) == {1: 0.0, 19: 0.0, 20: 1.0}
-
-
 def test_nan_scores_are_not_right():
     features = torch.full((4, 3), float("nan"))
     assert recall(features, torch.eye(4)[:, :3], torch.arange(4), torch.arange(4), ks=(1, 3)) == {1: 0.0, 3: 0.0}

@@ -18,11 +18,6 @@ def test_one_prompt_gives_the_unit_feature_of_its_text():
     assert class_features(["A", "B"], encode=encode).tolist() == [[1.0, 0.0], [0.0, 1.0]]
 
 
-def test_prompts_are_averaged_as_unit_features():
-    features = class_features(["A", "B"], encode=encode, prompts=["{}", "letter {}"])
-    torch.testing.assert_close(features, torch.tensor([[0.5**0.5, 0.5**0.5], [0.0, 1.0]]))
-
-
 def test_a_name_with_braces_is_not_formatted():
     seen = []
     class_features(["{}"], encode=lambda texts: seen.extend(texts) or torch.ones(1, 2), prompts=["a {} here"])
@@ -43,12 +38,6 @@ def test_no_classes_are_refused():
     assert refusal(class_features, [], encode=encode) == (
         "`names` must not be empty; got no names. Give every class its name."
     )
-
-
-def test_synonyms_are_averaged_as_unit_features():
-    one, two = class_features([("A", "letter A"), "B"], encode=encode)
-    torch.testing.assert_close(one, torch.tensor([0.5**0.5, 0.5**0.5]))
-    assert two.tolist() == [0.0, 1.0]
 
 
 def test_prompts_and_synonyms_are_one_mean():

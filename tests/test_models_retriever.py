@@ -42,11 +42,6 @@ def test_a_subword_tokenizer_is_saved_and_loaded(tokenizer, tmp_path):
     assert again.tokenise(TEXTS)["input_ids"].tolist() == tokenizer.tokenise(TEXTS)["input_ids"].tolist()
 
 
-def test_a_length_per_call_truncates(tokenizer):
-    tokens = tokenizer.tokenise(TEXTS, 3)
-    assert tokens["input_ids"].shape == tokens["attention_mask"].shape == (3, 3)
-
-
 def test_one_encoder_serves_both_sides_and_separate_ones_differ(tokenizer):
     side, tokens = {"kind": "words", "width": 8}, tokenizer.tokenise(TEXTS)
     both = built(tokenizer)
@@ -75,12 +70,13 @@ def test_a_bag_is_the_weighted_mean_of_its_words(tokenizer):
         torch.testing.assert_close(features, expected)
 
 
-def test_last_pooling_takes_the_last_token(tokenizer):
-    model = built(tokenizer, both=library(pooling="last"))
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_pooling_takes_the_mean_of_a_texts_tokens_or_the_last_one(tokenizer, pooling):
+    model = built(tokenizer, both=library(pooling=pooling))
     tokens = tokenizer.tokenise(TEXTS)
     states = model.encoders["both"].model(**tokens).last_hidden_state
-    last = tokens["attention_mask"].sum(dim=1) - 1
-    expected = torch.stack([states[row, place] for row, place in enumerate(last)])
+    own = [states[row, :count] for row, count in enumerate(tokens["attention_mask"].sum(dim=1))]
+    expected = torch.stack([some.mean(dim=0) if pooling == "mean" else some[-1] for some in own])
     torch.testing.assert_close(model.encode_passage(**tokens), expected)
 
 
