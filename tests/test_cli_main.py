@@ -91,6 +91,10 @@ WORDS = {
         '`run` must be a run\'s folder, or a file of rankings; got "{folder}/pictures/model.safetensors". Name the '
     ),
     "evaluate {folder}/pictures --device tpu": '`--device` must be "auto", "cpu", "cuda" or "cuda:1"; got "tpu". ',
+    "evaluate {folder}/pictures --classes x": "`--classes` must come with --zero-shot; got no --zero-shot. Say what",
+    "evaluate {folder}/pictures --split x": "`--split` must come with --captions or --texts; got neither. ",
+    "evaluate {folder}/pictures --name x": "`--name` must come with one test; got none. Name it: --zero-shot, --captions or",
+    "evaluate {folder}/pictures --zero-shot x --captions y --name z": "`--name` must come with one test; got 2. ",
     "evaluate {folder}/pictures --zero-shot {folder}/no": (
         '`--zero-shot` must be a folder; there is no "{folder}/no".\n'
     ),
@@ -136,17 +140,44 @@ WORDS = {
     "evaluate {folder}/texts --index {folder}/x": "contrastile encode {folder}/texts --out {folder}/x\n",
     "search {folder}/texts hello --index {folder}/x": "contrastile encode {folder}/texts --out {folder}/x\n",
     "search {folder}/texts _": "`question` must have words; got none. ",
+    "search {folder}/texts red -k 0": "`-k` must be at least 1; got 0. Leave it out for the default.\n",
+    "search {folder}/texts red --lines -1": "`--lines` must be at least 0; got -1. Leave it out for the default.\n",
     "encode {folder}/pictures {folder}/no": '`corpus` must be a file or folder; got "{folder}/no". ',
     "encode {folder}/texts {folder}/no.jsonl": '`corpus` must be a file or folder; got "{folder}/no.jsonl". ',
     "encode {folder}/texts --shard 0": "`--shard` must be at least 1; got 0. ",
     "encode {folder}/texts --dimensions 0": "`--dimensions` must be at least 1; got 0. ",
     "encode {folder}/texts --bad-rows 0.5": "`--bad-rows` must come with a corpus; got none. ",
-    "compare {folder}/x.toml --jobs 0": "`--jobs` must be at least 1; got 0. ",
-    "compare {folder}/x.toml --losses --seeds 1": "`--seeds` must be at least 2; got 1. ",
-    "compare {folder}/x.toml --data 0.1": "`--data` must come with --batches; got no --batches. ",
+    "compare {folder}/x.toml --seeds 0": "`--seeds` must be at least 1; got 0. Three show a spread.\n",
+    "compare {folder}/x.toml --batches 16 --seeds 0": "`--seeds` must be at least 1; got 0. Three show a spread.\n",
+    "compare {folder}/x.toml --jobs 0": "`--jobs` must be at least 1; got 0. So many runs are made at a time.\n",
+    "compare {folder}/x.toml --jobs 2": (
+        "`--jobs` must be 1 where time is compared; got 2. Runs side by side slow each other down.\n"
+    ),
+    "compare {folder}/x.toml --losses --jobs 0": (
+        "`--jobs` must be at least 1; got 0. So many runs are made at a time.\n"
+    ),
+    "compare {folder}/x.toml --losses --seeds 1": (
+        "`--seeds` must be at least 2; got 1. An interval needs a spread; five are usual.\n"
+    ),
+    "compare {folder}/x.toml --losses --ranks 1": (
+        "`--ranks` must be at least 2; got 1. On one process there is nothing to exchange.\n"
+    ),
+    "compare {folder}/x.toml --data 0.1": (
+        "`--data` must come with --batches; got no --batches. It belongs to that comparison.\n"
+    ),
+    "compare {folder}/x.toml --memory 1GiB": (
+        "`--memory` must be left out for this recipe; got 1GiB. It belongs to a retriever.\n"
+    ),
+    "compare {folder}/texts/recipe.toml --losses": (
+        "`--losses` must be left out for this recipe; got --losses. It belongs to images and texts.\n"
+    ),
+    "compare {folder}/texts/recipe.toml --ranks 2": (
+        "`--ranks` must be left out for this recipe; got 2. It belongs to images and texts.\n"
+    ),
+    "compare {folder}/texts/recipe.toml --seeds 0": "`--seeds` must be at least 1; got 0. Three show a spread.\n",
     "compare {folder}/x.toml --rates sqrt": "`--rates` must come with --batches; got no --batches. ",
     "compare {folder}/x.toml --ranks 3": "`--ranks` must come with --losses; got no --losses. ",
-    "compare {folder}/x.toml --batches abc": f"`--batches` {SIZES} 'abc'. ",
+    "compare {folder}/x.toml --batches 0": f"`--batches` {SIZES} '0'. Such as 4096, 64k, 1M, 192MiB or 2GiB.\n",
     "compare {folder}/x.toml --batches 64 train.examples=1": (
         f"`--batches` {SIZES} 'train.examples=1'. Write key=value before the options.\n"
     ),
@@ -241,6 +272,17 @@ def test_a_wrong_argument_is_one_line_before_torch_is_loaded(words, tmp_path, an
     assert complaint.count("\n") == 1
 
 
+@pytest.mark.parametrize("verb", ["train", "compare"])
+def test_a_mistake_between_sections_is_one_line_before_anything_heavy_is_loaded(verb, tmp_path, answered):
+    """Only the last of the checks finds it."""
+    sections = "[train]\nexamples = 10\nsub_batch = {text_tokens = 8}\n[model]\nboth = {config = {model_type = 'clip'}}"
+    (tmp_path / "x.toml").write_text(sections)
+    rule = "must be at least model.tokenizer.length, the tokens of one caption; got 8 and 16"
+    line = f"{tmp_path}/x.toml: train.sub_batch.text_tokens: {rule}\n"
+    assert answered(verb, str(tmp_path / "x.toml"), "--runs", str(tmp_path / "runs")) == (2, "", line, [])
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.skipif(torch.version.cuda is not None or torch.version.hip is not None, reason="this torch knows GPUs")
 @pytest.mark.parametrize(
     "words",
@@ -250,9 +292,9 @@ def test_a_wrong_argument_is_one_line_before_torch_is_loaded(words, tmp_path, an
         "bench loss --device cuda", "bench step --device cuda",
     ],
 )  # fmt: skip
-def test_a_gpu_without_a_torch_for_it_is_one_line_before_torch_is_loaded(words, tmp_path):
+def test_a_gpu_without_a_torch_for_it_is_one_line_before_torch_is_loaded(words, tmp_path, answered):
     (tmp_path / "x.toml").write_text("[train]\nexamples = 10\n")
-    code, output, complaint, loaded = loaded_by(*words.format(folder=tmp_path).split())
+    code, output, complaint, loaded = answered(*words.format(folder=tmp_path).split())
     assert (code, output, [name for name in loaded if name == "torch"]) == (2, "", [])
     alone = 'device: must be "auto" or "cpu": the torch that is installed is for CPUs alone; got'
     sentences = (
@@ -410,14 +452,6 @@ def test_train_and_evaluate_print_the_table_and_the_report(tmp_path, capsys):
     assert capsys.readouterr().err.endswith(sentence)
 
 
-def test_training_twice_keeps_both_runs(tmp_path):
-    recipe = write_recipe(tmp_path)
-    for _ in range(2):
-        assert main(["train", str(recipe), "train.examples=32", "--runs", str(tmp_path / "runs")]) == 0
-    assert (tmp_path / "runs/tiny/report.html").is_file()
-    assert (tmp_path / "runs/tiny-1/report.html").is_file()
-
-
 def test_ctrl_c_keeps_the_run_and_prints_how_to_resume(tmp_path):
     recipe = write_recipe(tmp_path)
     command = [sys.executable, "-m", "contrastile", "train", str(recipe), "train.examples=100000000"]
@@ -464,7 +498,6 @@ def test_resume_starts_or_continues_a_run_and_refuses_another_recipe(tmp_path, c
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["train"], "the following arguments are required: recipe"),
         (["train", "recipes/glyphs.toml", "--resume", "optim.rate=1"], "optim.rate=1: optim.rate: unknown key"),
         (["train", "recipes/glyphs.toml", "--resume", "seed"], "unrecognized arguments: seed"),
         (["evaluate", "x", "a=1"], "unrecognized arguments: a=1"),

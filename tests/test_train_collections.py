@@ -5,7 +5,6 @@ import signal
 
 import pytest
 import torch
-from refusals import refusal
 from test_train_resume import killed
 from tiny_runs import interrupted, left, same_run, tiny_recipe, write_pictures, write_shards
 
@@ -84,16 +83,3 @@ def test_a_changed_collection_is_refused_on_resume(undisturbed, tmp_path, monkey
     write_shards(tmp_path)
     with pytest.raises(ValueError, match="`data` must be the pairs and the tokens that the run began with"):
         run_recipe(recipe, tmp_path / "runs", resume=True)
-
-
-@pytest.mark.parametrize(
-    ("override", "sentence"),
-    [
-        ("data.source=nowhere/{0..3}.tar", 'data.source: no such file "nowhere/0.tar"'),
-        ("data.source=pipe:cat x", 'data.source: must name files on this machine; got "pipe:cat x"'),
-        ("data.weights=[0]", "data.weights.0: must be at least 1; got 0"),
-        ("data.max_bad_fraction=2.0", "data.max_bad_fraction: must be at most 1; got 2.0"),
-    ],
-)
-def test_mistakes_are_one_line(tmp_path, override, sentence):
-    assert refusal(tiny_recipe, tmp_path, override) == f"{override}: {sentence}"

@@ -115,12 +115,6 @@ def test_the_measures_are_those_of_the_features(finished):
     assert metrics["imagenet-zeroshot-val-top5"] == pytest.approx((ahead < 5).double().mean().item())
 
 
-def test_training_raises_zero_shot_accuracy(tmp_path):
-    recipe = tiny_recipe(tmp_path, *overrides(tmp_path), "train.examples=3000", "train.batch=32", "data.augment=false")
-    rows = rows_of(run_recipe(recipe, tmp_path / "runs").folder)
-    assert rows["imagenet, zero-shot"]["recall"]["1"] > 3 * rows["imagenet, zero-shot"]["chance"]
-
-
 @pytest.mark.parametrize("killed_in", ["measure_all", "write_report"])
 def test_metrics_of_a_run_that_is_killed_in_its_evaluation_are_those_of_the_undisturbed(
     finished, tmp_path, monkeypatch, killed_in
@@ -167,24 +161,6 @@ def test_the_command_measures_the_named_tests_alone(finished, tmp_path, capsys):
     assert main(["evaluate", str(folder), "--zero-shot", str(tmp_path)]) == 2
     sentence = f"`--zero-shot` must hold two classes at least; got 1 in {tmp_path}. There is nothing to choose from."
     assert sentence in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["--classes", "x"], "`--classes` must come with --zero-shot; got no --zero-shot. Say what to measure on."),
-        (["--split", "x"], "`--split` must come with --captions or --texts; got neither. Say what to measure on."),
-        (["--name", "x"],
-         "`--name` must come with one test; got none. Name it: --zero-shot, --captions or --texts."),
-        (["--zero-shot", "x", "--captions", "y", "--name", "z"],
-         "`--name` must come with one test; got 2. Measure them one after the other."),
-        (["--zero-shot", "nowhere"],
-         '`--zero-shot` must be a folder; there is no "nowhere".'),
-    ],
-)  # fmt: skip
-def test_options_that_do_not_fit_are_refused(finished, capsys, words, sentence):
-    assert main(["evaluate", str(finished[1].folder), *words]) == 2
-    assert capsys.readouterr().err == f"{sentence}\n"
 
 
 @pytest.mark.parametrize(

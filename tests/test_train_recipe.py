@@ -149,15 +149,6 @@ def test_weights_of_a_folder_need_its_tokenizer(recipe_file, tmp_path):
         assert known.model.tokenizer.folder == f"{tmp_path}/bert"
 
 
-@pytest.mark.parametrize(("overrides", "key"), [(["data.mined=1"], "data.mined"), ([], "evaluate.bm25")])
-def test_a_package_that_is_used_late_is_missed_at_once(recipe_file, monkeypatch, overrides, key):
-    monkeypatch.setattr("contrastile.train.config.base.find_spec", lambda _: None)
-    assert refusal(load_any_recipe, recipe_file, ["kind=retriever", *overrides]).endswith(
-        f"{key}: needs the package bm25s, which is not installed; run: pip install '.[search]'"
-    )
-    assert load_any_recipe(recipe_file, ["kind=retriever", "evaluate.bm25=false"]).data.mined == 0
-
-
 def test_a_line_break_in_an_override_stays_one_line(recipe_file):
     assert "\n" not in complaint("name=a\nb")
 

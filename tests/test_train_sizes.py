@@ -1,6 +1,7 @@
 """Sizes that do not fit are refused before any library is loaded, if the recipe or a config.json has them."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,7 +58,6 @@ def test_dimensions_above_the_width_are_refused_when_the_model_is_built(tmp_path
 
 
 def test_a_missing_device_is_refused_before_data_is_opened(tmp_path, monkeypatch):
-    from tiny_runs import tiny_recipe
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(image_text, "open_data_bundle", None)
@@ -110,37 +110,6 @@ def test_the_estimate_of_weights_matches_the_towers():
         assert made[kind].features == outputs * 96
 
 
-TRANSFORMERS = {
-    "pictures of another size than a model has by default": (
-        "model.both={config={model_type='clip'}}",
-        "data.image_size: must be the 224 pixels of the image tower; got 16",
-    ),
-    "one model for both that has one side": (
-        "model.both={config={model_type='bert'}}",
-        "model.both: must be a model of images and texts; got bert. "
-        "Take a CLIP or a SigLIP, or give the two sides a tower each.",
-    ),
-}
-
-
-@pytest.mark.parametrize("mistake", TRANSFORMERS)
-def test_transformers_refuses_a_model_when_the_recipe_is_loaded(tmp_path, mistake):
-    pytest.importorskip("transformers")
-    override, line = TRANSFORMERS[mistake]
-    assert refusal(tiny_recipe, tmp_path, override) in (f"{tmp_path}/tiny.toml: {line}", f"{override}: {line}")
-
-
-def test_transformers_refuses_an_encoder_when_the_recipe_is_loaded(tmp_path):
-    pytest.importorskip("transformers")
-    model = "model.both={kind='transformers', config={model_type='bert'}}"
-    for word, line in {
-        "model.dimensions=[769]": "model.dimensions: must be at most the 768 features there are; got 769",
-        "model.tokenizer.length=513": "model.tokenizer.length: must be at most the 512 tokens of the text tower; "
-        "got 513",
-    }.items():
-        assert refusal(tiny_retriever, tmp_path, model, word) == f"{word}: {line}"
-
-
 def test_columns_of_a_table_may_have_any_of_their_names(here):
     (here / "x.toml").write_text(f"{STEPS}[data]\nsource = 'other.tsv'\n")
     assert load_any_recipe("x.toml").data.source == "other.tsv"
@@ -157,6 +126,16 @@ PACKAGES = {
         "pyarrow",
         "data.source: needs the package pyarrow, which is not installed; run: pip install '.[data]'",
     ),
+    "negatives by BM25": (
+        f"{TEXTS}[data]\nmined = 1",
+        "bm25s",
+        "data.mined: needs the package bm25s, which is not installed; run: pip install '.[search]'",
+    ),
+    "results of BM25": (
+        TEXTS,
+        "bm25s",
+        "evaluate.bm25: needs the package bm25s, which is not installed; run: pip install '.[search]'",
+    ),
     "a collection in parquet": (
         f"{STEPS}[data]\nsource = 'q.parquet'",
         "pyarrow",
@@ -169,9 +148,12 @@ PACKAGES = {
 def test_a_package_that_is_used_late_is_missed_at_once(here, monkeypatch, asked):
     text, package, line = PACKAGES[asked]
     (here / "q.parquet").write_bytes(b"")
-    (here / "x.toml").write_text(f"{text}\n" + "[evaluate]\nbm25 = false\n" * ("retriever" in text))
-    monkeypatch.setattr(base, "find_spec", lambda name: None if name == package else object())
+    without = "retriever" in text and package != "bm25s"
+    (here / "x.toml").write_text(f"{text}\n" + "[evaluate]\nbm25 = false\n" * without)
+    monkeypatch.setattr(base, "find_spec", lambda name: None if name == package else SimpleNamespace(origin=None))
     assert refusal(load_any_recipe, "x.toml") == f"x.toml: {line}"
+    if package == "bm25s":
+        assert load_any_recipe("x.toml", ["data.mined=0", "evaluate.bm25=false"]).data.mined == 0
 
 
 def test_answers_need_their_package_before_the_first_step(tmp_path, monkeypatch):
