@@ -130,12 +130,6 @@ def test_ranks_have_the_curve_of_one_process(tmp_path: Path, W: int, overrides: 
     assert contrastile.load(together).encode_text(["letter A"]).shape == (1, 16)
 
 
-def test_all_ranks_use_the_first_ranks_clock(tmp_path: Path) -> None:
-    folder = _trained(tmp_path, 2, "train.examples=10000000", "train.minutes=0.01")
-    assert 0 < _steps(folder)[-1]["examples"] < 10_000_000
-    assert "2 ranks, each with" in (folder / "report.html").read_text()
-
-
 def _with_clocks(rank: int, words: list[str]) -> int:
     """On the first rank a pair takes a second; by the other one's clock there is no end of time."""
     with timed(lambda count: count * (rank == 0)):
@@ -144,8 +138,10 @@ def _with_clocks(rank: int, words: list[str]) -> int:
 
 def test_the_first_rank_decides_if_time_remains_for_a_step(tmp_path: Path) -> None:
     assert codes_of(2, tmp_path, _with_clocks, _words(tmp_path, "train.minutes=2.0")) == [0, 0]
-    lines = read_metrics(tmp_path / "runs" / "tiny" / "metrics.jsonl")
+    folder = tmp_path / "runs" / "tiny"
+    lines = read_metrics(folder / "metrics.jsonl")
     assert [line["examples"] for line in lines if line["kind"] in ("step", "end")] == [16, 32, 48, 64, 112, 112]
+    assert "2 ranks, each with" in (folder / "report.html").read_text()
 
 
 def _late_signal(rank: int, words: list[str], how: int) -> int:
@@ -161,24 +157,6 @@ def _late_signal(rank: int, words: list[str], how: int) -> int:
 
     loop.step = step
     return main(words)
-
-
-def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
-    # the first one says it for all: a launcher ends a run with the first rank that fails
-    assert codes_of(3, tmp_path, _late_signal, _words(tmp_path), signal.SIGTERM) == [128 + signal.SIGTERM, 0, 0]
-    folder = tmp_path / "runs" / "tiny"
-    assert json.loads((folder / "run.json").read_text())["examples"] == 48
-    assert len(_steps(folder)) == 3
-    assert "held-out pairs" in loop.evaluate_run(folder)
-
-
-def test_a_killed_rank_ends_the_run_and_the_weights_are_saved(tmp_path: Path) -> None:
-    with Launched(3, tmp_path, _late_signal, _words(tmp_path), signal.SIGKILL) as launched:
-        assert launched.codes() == [1, -signal.SIGKILL, 1]
-        for rank in (0, 2):
-            assert f"got no answer from rank 1, on rank {rank} in step 3 (" in launched.said(rank)
-    assert json.loads((tmp_path / "runs" / "tiny" / "run.json").read_text())["examples"] == 32
-    assert weights(tmp_path / "runs" / "tiny")
 
 
 def _busy(rank: int, victim: int, how: int) -> int:
@@ -368,28 +346,24 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused(
     assert Ranks.of_environment("cpu") == Ranks(3, 4)
 
 
-def test_a_rank_without_rows_has_the_loss_of_all(tmp_path: Path) -> None:
-    folder = _trained(tmp_path, 3, "train.batch=2", "train.sub_batch=2", "train.examples=4")
-    assert all(math.isfinite(line["loss"]) for line in _steps(folder))
-
-
 SAVED = ("train.examples=160", "save.steps=4", "evaluate.every=1.0", "optim.ema=0.9")
 
 
-def stopped_and_resumed(folder: Path, words: list[str], whole: Path) -> None:
-    """Two ranks that are stopped after three steps and go on give the files of a run that was not stopped."""
-    assert codes_of(2, folder, _late_signal, words, signal.SIGTERM) == [128 + signal.SIGTERM, 0]
+def stopped_and_resumed(folder: Path, words: list[str], whole: Path, W: int = 2) -> None:
+    """Ranks that are stopped after three steps and go on give the files of a run that was not stopped."""
+    # the first one says it for all: a launcher ends a run with the first rank that fails
+    assert codes_of(W, folder, _late_signal, words, signal.SIGTERM) == [128 + signal.SIGTERM, *[0] * (W - 1)]
     assert (folder / "runs/tiny/checkpoints/step-000000003").is_dir()
-    assert codes_of(2, folder, _main, [*words, "--resume"]) == [0, 0]
+    assert codes_of(W, folder, _main, [*words, "--resume"]) == [0] * W
     same_run(folder / "runs" / "tiny", whole)
 
 
-def test_a_stopped_run_resumes_bit_identically_on_as_many_ranks(tmp_path: Path) -> None:
-    whole = _trained(tmp_path, 2, *SAVED).rename(tmp_path / "whole")
+def test_a_signal_to_one_rank_stops_all_and_they_resume_bit_identically(tmp_path: Path) -> None:
+    whole = _trained(tmp_path, 3, *SAVED).rename(tmp_path / "whole")
     words, folder = _words(tmp_path, *SAVED), tmp_path / "runs" / "tiny"
-    stopped_and_resumed(tmp_path, words, whole)
+    stopped_and_resumed(tmp_path, words, whole, W=3)
     # it is through: all ranks see that, and measure it again at most
-    assert codes_of(2, tmp_path, _main, [*words, "--resume"]) == [0, 0]
+    assert codes_of(3, tmp_path, _main, [*words, "--resume"]) == [0] * 3
     same_run(folder, whole)
 
 
@@ -432,13 +406,18 @@ def test_kills_at_random_moments_on_two_ranks_leave_the_result_bit_identical(tmp
     same_run(tmp_path / "runs" / "tiny", whole)
 
 
-def test_a_run_resumed_on_other_ranks_has_the_curve_of_one_process(tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_run_and_other_ranks_go_on_with_the_curve_of_one_process(tmp_path: Path) -> None:
     (tmp_path / "alone").mkdir()
     alone = run_recipe(tiny_recipe(tmp_path / "alone", *SAVED), tmp_path / "alone" / "runs").folder
-    words = _words(tmp_path, *SAVED, "save.steps=2")
-    assert codes_of(3, tmp_path, _late_signal, words, signal.SIGKILL) == [1, -signal.SIGKILL, 1]
+    words, folder = _words(tmp_path, *SAVED, "save.steps=2"), tmp_path / "runs" / "tiny"
+    with Launched(3, tmp_path, _late_signal, words, signal.SIGKILL) as launched:
+        assert launched.codes() == [1, -signal.SIGKILL, 1]
+        for rank in (0, 2):
+            assert f"got no answer from rank 1, on rank {rank} in step 3 (" in launched.said(rank)
+    assert json.loads((folder / "run.json").read_text())["examples"] == 32
+    assert weights(folder)
     assert codes_of(2, tmp_path, _main, [*words, "--resume"]) == [0, 0]
-    for one, other in zip(_steps(alone), _steps(tmp_path / "runs" / "tiny"), strict=True):
+    for one, other in zip(_steps(alone), _steps(folder), strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-4, abs=1e-4)
 
 
@@ -518,29 +497,24 @@ def _nothing_to_see(rank: int, words: list[str]) -> int:
     return main(words)
 
 
-def test_checkpoints_outside_a_shared_file_system_are_refused(tmp_path: Path) -> None:
-    words = _words(tmp_path, *SAVED)
+def test_checkpoints_that_not_all_ranks_can_read_are_refused_and_the_run_stays(tmp_path: Path) -> None:
+    words, folder = _words(tmp_path, *SAVED), tmp_path / "runs" / "tiny"
     assert codes_of(2, tmp_path, _late_signal, words, signal.SIGTERM) == [128 + signal.SIGTERM, 0]
-    kept = weights(tmp_path / "runs" / "tiny")
+    kept = weights(folder)
     with Launched(2, tmp_path, _nothing_to_see, [*words, "--resume"]) as launched:
         assert launched.codes() == [1, 2]
         assert launched.said(1).splitlines()[-1] == (
             "`checkpoints` must be the same files on all ranks; got manifest.json: No such file or directory. "
             "Put the folder of runs on a file system that all ranks share."
         )
-    assert all(torch.equal(value, kept[name]) for name, value in weights(tmp_path / "runs" / "tiny").items())
-
-
-def test_damaged_checkpoints_are_an_error_on_all_ranks(tmp_path: Path) -> None:
-    words = _words(tmp_path, *SAVED)
-    assert codes_of(2, tmp_path, _late_signal, words, signal.SIGTERM) == [128 + signal.SIGTERM, 0]
-    (tmp_path / "runs" / "tiny" / "checkpoints" / "step-000000003" / "manifest.json").unlink()
+    (folder / "checkpoints" / "step-000000003" / "manifest.json").unlink()
     with Launched(2, tmp_path, _main, [*words, "--resume"]) as launched:
         assert launched.codes() == [2, 2]
         for rank in range(2):
             assert launched.said(rank).splitlines()[-1].startswith("rank 0: `checkpoints` must hold one that is whole")
     # parameters learned before are not written over
-    assert json.loads((tmp_path / "runs" / "tiny" / "run.json").read_text())["examples"] == 48
+    assert all(torch.equal(value, kept[name]) for name, value in weights(folder).items())
+    assert json.loads((folder / "run.json").read_text())["examples"] == 48
 
 
 def test_ranks_in_half_precision_skip_the_same_steps(tmp_path: Path) -> None:

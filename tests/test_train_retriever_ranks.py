@@ -102,13 +102,6 @@ def _answer_some_twice(texts: Path, *, every: int) -> None:
     texts.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
 
 
-def test_ranks_may_have_different_numbers_of_positives(tmp_path: Path) -> None:
-    words = _words(tmp_path, *SHORT, *SEVERAL, "train.batch=4", "train.examples=60")
-    _answer_some_twice(tmp_path / "texts.jsonl", every=30)
-    with Launched(2, tmp_path, _main, words) as launched:
-        assert launched.codes() == [0, 0], launched.said(0)
-
-
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_each_passage_is_on_one_rank_with_its_queries(tmp_path: Path, size: int) -> None:
     write_text_recipe(tmp_path)

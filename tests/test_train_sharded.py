@@ -20,7 +20,7 @@ from test_train_ranks import Launched, _late_signal, _main, _spoilt, _steps, _tr
 from test_train_resume import DROPOUT
 from test_train_retriever import bert
 from test_train_retriever_ranks import _trained as _trained_retriever
-from tiny_runs import compiling, same_run, tiny_recipe, weights, write_recipe
+from tiny_runs import compiling, same_run, tiny_recipe, weights
 from tiny_texts import tiny_retriever
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -388,11 +388,3 @@ def test_towers_that_share_weights_are_refused(pool: Pool) -> None:
         '"replicate".'
     )
     assert pool.run(_of_one_piece, 4) == [sentence] * 4
-
-
-def test_another_word_for_sharding_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_recipe(tmp_path)
-    assert main(["train", str(path), "train.parallel=fsdp", "--runs", str(tmp_path / "runs")]) == 2
-    sentence = "train.parallel: must be 'replicate' or 'shard'; got \"fsdp\""
-    assert capsys.readouterr().err.strip().endswith(sentence)
-    assert not (tmp_path / "runs").exists()
