@@ -1,7 +1,6 @@
 """A small run of a retriever: its batches, exact gradients, results, files, stops and resumes."""
 
 import json
-import math
 import signal
 from unittest.mock import patch
 
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from ranks import FIGURES
 from refusals import refusal
-from tiny_runs import interrupted, same_run, weights
+from tiny_runs import interrupted, same_run
 from tiny_texts import tiny_retriever
 
 import contrastile
@@ -20,7 +19,7 @@ from contrastile.models.towers import Retriever
 from contrastile.modules import InfoNCELoss
 from contrastile.train.load import load
 from contrastile.train.log import read_metrics
-from contrastile.train.loop import evaluate_run, run_recipe, step
+from contrastile.train.loop import run_recipe, step
 from contrastile.train.optim import build_optimizer
 from contrastile.train.recipe import RecipeError, load_any_recipe, load_recipe
 from contrastile.train.report import page as report_page
@@ -71,11 +70,6 @@ def test_a_run_leaves_its_files_and_no_others(finished):
     ]  # fmt: skip
 
 
-def test_the_resolved_recipe_reads_back(finished):
-    recipe, outcome = finished
-    assert load_any_recipe(outcome.folder / "recipe.toml") == settled(recipe)
-
-
 def test_metrics_have_a_line_for_every_step_and_the_loss_falls(finished):
     lines = read_metrics(finished[1].folder / "metrics.jsonl")
     steps, probes = ([line for line in lines if line["kind"] == kind] for kind in ("step", "probe"))
@@ -84,15 +78,6 @@ def test_metrics_have_a_line_for_every_step_and_the_loss_falls(finished):
     assert [probe["examples"] for probe in probes] == [0, 160, 320]
     assert set(probes[0]["recall"]["held_out"]) == {"1", "5"}
     assert np.isfinite(probes[0]["recall"]["held_out"]["1"])
-
-
-def test_the_same_seed_gives_the_same_weights_and_another_gives_others(finished, tmp_path):
-    recipe, outcome = finished
-    first = weights(outcome.folder)
-    again = weights(run_recipe(recipe, tmp_path).folder)
-    other = weights(run_recipe(recipe.model_copy(update={"seed": 1}), tmp_path).folder)
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert not torch.equal(first["encoders.both.words.weight"], other["encoders.both.words.weight"])
 
 
 def test_the_table_has_answers_and_bm25(finished):
@@ -171,13 +156,6 @@ def test_answers_are_matched_in_texts_not_in_titles(tmp_path):
     assert (row["test"], row["recall"]) == ("held-out queries, retriever, answers", {"1": 0.0})
     # where no passage is listed, the page ticks those with an answer
     assert [(ask["place"], [one["right"] for one in ask["found"]]) for ask in page["asks"]] == [(2, [False, True])]
-
-
-def test_evaluating_again_gives_the_same(finished):
-    _, outcome = finished
-    before = (outcome.folder / "evaluation.json").read_text()
-    assert evaluate_run(outcome.folder) == outcome.table
-    assert (outcome.folder / "evaluation.json").read_text() == before
 
 
 def test_the_report_marks_the_words_of_the_question(finished):
@@ -392,49 +370,6 @@ def test_accumulated_parts_have_their_own_negatives(tmp_path):
     assert together > said + 0.3
 
 
-def test_a_nan_loss_does_not_change_the_weights(tmp_path):
-    recipe = tiny_retriever(tmp_path)
-    materials, run, feed = made(recipe)
-    with torch.no_grad():
-        run.model.encoders["both"].words.weight[3:, 0] = math.nan
-    before = {name: value.clone() for name, value in run.model.state_dict().items()}
-    parts = feed.parts(feed.sample(torch.from_numpy(materials.texts.splits["train"][:8]), 1), 1)
-    value, norm = step(RetrieverJob(run, materials), build_optimizer(run.model, recipe.optim), parts)
-    assert math.isnan(value)
-    assert math.isnan(norm)
-    for name, value in run.model.state_dict().items():
-        torch.testing.assert_close(value, before[name], equal_nan=True, rtol=0, atol=0)
-
-
-def test_a_stopped_run_saves_its_weights(tmp_path):
-    with interrupted(at=3):
-        outcome = run_recipe(tiny_retriever(tmp_path), tmp_path / "runs")
-    assert (outcome.stopped_by, outcome.examples) == (signal.SIGINT, 48)
-    assert "held-out queries, retriever" in evaluate_run(outcome.folder)
-
-
-def test_non_finite_steps_are_skipped_and_counted(tmp_path, monkeypatch):
-    real, calls = RetrieverJob.loss, []
-
-    def spoilt(job, part):
-        calls.append(1)
-        return real(job, part) * (math.nan if len(calls) in (2, 3, 5) else 1.0)
-
-    monkeypatch.setattr(RetrieverJob, "loss", spoilt)
-    folder = run_recipe(tiny_retriever(tmp_path, "train.batch=40"), tmp_path / "runs").folder
-    kinds = [line["kind"] for line in read_metrics(folder / "metrics.jsonl") if line["kind"] != "probe"]
-    assert kinds == ["step", "skip", "skip", "step", "skip", "step", "step", "step"]
-    assert json.loads((folder / "run.json").read_text())["skipped_steps"] == 3
-    assert all(value.isfinite().all() for value in weights(folder).values())
-
-
-def test_a_failed_probe_does_not_end_the_training(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(RetrieverJob, "probe", lambda _: 1 / 0)
-    outcome = run_recipe(tiny_retriever(tmp_path), tmp_path / "runs")
-    assert outcome.examples == 320
-    assert "the probe after 0 queries failed, the training goes on: ZeroDivisionError" in caplog.text
-
-
 @pytest.mark.parametrize("side", ["query", "passage"])
 def test_sub_batches_may_be_limited_by_tokens(tmp_path, monkeypatch, side):
     """The gradients are those of texts cut by number; no sub-batch has more tokens than were allowed."""
@@ -457,16 +392,6 @@ def test_sub_batches_may_be_limited_by_tokens(tmp_path, monkeypatch, side):
     assert 30 < max(seen) <= 40
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-7)
-
-
-def test_encoders_of_transformers_train_and_load(tmp_path):
-    recipe = swapped(
-        tmp_path, bert("query", "cls"), bert("passage", "cls"), "train.examples=32", "train.precision=bf16"
-    )
-    outcome = run_recipe(recipe, tmp_path / "runs")
-    run = contrastile.load(outcome.folder, device="cpu")
-    assert run.encode_query(["where"]).shape == (1, 16)
-    assert sorted(run.model.encoders) == ["passage", "query"]
 
 
 def test_prefixes_and_titles_are_read_by_the_encoders(tmp_path):

@@ -1,10 +1,8 @@
 """Questions that are passages too, as in BEIR's ArguAna and Quora, are neither their own results nor negatives."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -165,42 +163,6 @@ def test_a_question_is_not_among_its_results(tmp_path):
     assert compared.measures["test @1"] == results(folder)["BM25"]["recall"]["1"]
 
 
-def test_measures_are_those_of_trec_eval_without_identical_ids(tmp_path):
-    pytrec_eval = pytest.importorskip("pytrec_eval")
-    recipe = recipe_of(tmp_path, beir(tmp_path / "set"))
-    folder = run_recipe(recipe, tmp_path / "runs").folder
-    run = contrastile.load(folder, device="cpu")
-    texts = open_text_materials(recipe).texts
-    asked = [texts.queries[row] for row in texts.splits["test"]]
-    scores = run.encode_query([query.text for query in asked]) @ run.encode_passage(texts.passages).T
-    everything = {
-        query.id: {
-            passage.id: float(score)
-            for passage, score in zip(texts.passages, row, strict=True)
-            # as BEIR's evaluation does with ignore_identical_ids
-            if passage.id != query.id
-        }
-        for query, row in zip(asked, scores, strict=True)
-    }
-    judged = read_judgements(folder / "test.qrels")
-    theirs = pytrec_eval.RelevanceEvaluator(judged, {"ndcg_cut.10", "map", "success.1"}).evaluate(everything)
-    for ours, name in (("nDCG@10", "ndcg_cut_10"), ("MAP", "map")):
-        mean = np.mean([one[name] for one in theirs.values()])
-        assert results(folder)["retriever"]["measures"][ours] == pytest.approx(mean, abs=1e-12)
-    mean = np.mean([one["success_1"] for one in theirs.values()])
-    assert results(folder)["retriever"]["recall"]["1"] == pytest.approx(mean, abs=1e-12)
-
-
-def test_a_corpus_of_the_depths_size_loses_no_other_passage(tmp_path):
-    # as deep as there are passages: those who find themselves have one result less
-    folder = run_recipe(recipe_of(tmp_path, beir(tmp_path / "set"), "evaluate.depth=12"), tmp_path / "runs").folder
-    found = read_run(folder / "test.retriever.trec")
-    assert {query: len(ranking) for query, ranking in found.items()} == {
-        **{f"a{n}": 11 for n in range(8, 12)}, "q": 12
-    }  # fmt: skip
-    assert "What it finds: test" in (folder / "report.html").read_text()
-
-
 def test_transfer_evaluation_and_index_leave_out_the_question_itself(tmp_path):
     folder = run_recipe(tiny_retriever(tmp_path, "train.examples=64"), tmp_path / "runs").folder
     other = beir(tmp_path / "set", more=["a longer way to say no", "no"])
@@ -214,10 +176,3 @@ def test_transfer_evaluation_and_index_leave_out_the_question_itself(tmp_path):
             **{f"a{n}": 13 for n in range(8, 12)}, "q": 14
         }  # fmt: skip
         assert not any(query in ranking for query, ranking in found.items())
-
-
-def test_a_question_that_is_judged_right_for_itself_is_retrieved(tmp_path: Path):
-    recipe = recipe_of(tmp_path, beir(tmp_path / "set", judged_itself=set(range(12))))
-    folder = run_recipe(recipe, tmp_path / "runs").folder
-    found = read_run(folder / "test.retriever.trec")
-    assert all(query in ranking for query, ranking in found.items() if query != "q")

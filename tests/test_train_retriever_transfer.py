@@ -1,6 +1,7 @@
 """A finished retriever measured on other texts than its recipe's: folders in BEIR's format and files of questions."""
 
 import json
+import shutil
 
 import pytest
 from tiny_texts import ANIMALS, COLOURS, PLACES, entries, tiny_retriever
@@ -15,10 +16,17 @@ WORDS = [(colour, animal, place) for place in PLACES for animal in ANIMALS[:3] f
 OWN = ["held-out queries, retriever", "held-out queries, retriever, answers"]
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    recipe = tiny_retriever(folder, "evaluate.bm25=false", "data.query_prefix='where '", "train.examples=160")
+    return run_recipe(recipe, folder / "runs").folder
+
+
 @pytest.fixture
-def finished(tmp_path):
-    recipe = tiny_retriever(tmp_path, "evaluate.bm25=false", "data.query_prefix='where '", "train.examples=160")
-    return run_recipe(recipe, tmp_path / "runs").folder
+def finished(trained, tmp_path):
+    """A copy of the trained run that a test may write to."""
+    return shutil.copytree(trained, tmp_path / "finished")
 
 
 def lines(path, rows):
