@@ -2,13 +2,12 @@
 
 import fcntl
 import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from ranks import fresh
 from refusals import refusal
 from tiny_runs import interrupted, tiny_recipe
 
@@ -43,7 +42,7 @@ def test_of_runs_that_begin_at_once_one_begins_and_the_others_get_the_sentence(t
     count, exists = 8, Path.exists
     # the threads change between two looks at the folder, as processes on several cores do
     monkeypatch.setattr(Path, "exists", lambda path: (exists(path), time.sleep(0))[0])
-    for attempt in range(20):
+    for attempt in range(6):
         runs, said = tmp_path / str(attempt), []
         together, done = threading.Barrier(count), threading.Barrier(count)
 
@@ -89,12 +88,15 @@ def test_a_folder_that_is_renamed_before_it_is_locked_is_refused_and_stays(tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["glyphs", "glyphs-1"]
 
 
+def _dies(_, folder):
+    with new_run(folder, "glyphs"):
+        os._exit(9)
+
+
 def test_a_killed_process_releases_its_lock(tmp_path):
-    program = (
-        "import os; from contrastile.train.folder import new_run\n"
-        f"with new_run({str(tmp_path)!r}, 'glyphs'): os._exit(9)"
-    )
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 9
+    with fresh(1, _dies, tmp_path) as (process,):
+        process.join()
+    assert process.exitcode == 9
     with new_run(tmp_path, "glyphs") as folder:
         assert folder.path == tmp_path / "glyphs"
     assert (tmp_path / "glyphs-1").is_dir()

@@ -52,17 +52,6 @@ def test_every_trained_parameter_is_in_one_group():
     )
 
 
-def test_the_scale_does_not_decay():
-    model = small_model()
-    optimizer = build_optimizer(model, AdamWSettings(learning_rate=0.1, weight_decay=0.5))
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    weight = model[2].weight.detach().clone()
-    optimizer.step()
-    assert model.logit_scale.item() == 2.0
-    assert not torch.equal(model[2].weight, weight)
-
-
 @pytest.mark.parametrize(
     ("settings", "kind"),
     [(AdamWSettings(), torch.optim.AdamW), (AdafactorSettings(), Adafactor), (MuonSettings(), CombinedOptimizer)],
@@ -74,31 +63,19 @@ def test_the_recipe_names_the_optimizer(settings, kind):
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
-        (AdamWSettings(learning_rate=0.3, betas=(0.5, 0.6), eps=1e-3), {"eps": 1e-3}),
-        (AdafactorSettings(learning_rate=0.3, betas=(0.5, 0.6), beta2_decay=-0.7), {"beta2_decay": -0.7}),
+        (AdamWSettings(learning_rate=0.3, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.2), {"eps": 1e-3}),
+        (
+            AdafactorSettings(learning_rate=0.3, betas=(0.5, 0.6), beta2_decay=-0.7, weight_decay=0.2),
+            {"beta2_decay": -0.7},
+        ),
     ],
 )
 def test_optimizers_take_their_settings(settings, names):
-    group = build_optimizer(small_model(), settings).param_groups[0]
+    decaying, free = build_optimizer(small_model(), settings).param_groups
     expected = {"lr": 0.3, "betas": (0.5, 0.6), **names}
-    assert {name: group[name] for name in expected} == expected
-
-
-@pytest.mark.parametrize(
-    "settings", [kind(learning_rate=0.1) for kind in (AdamWSettings, AdafactorSettings, MuonSettings)]
-)
-def test_every_optimizer_lowers_a_loss(settings):
-    model = nn.Linear(4, 1)
-    x, y = torch.randn(64, 4), torch.randn(64, 1)
-    optimizer = build_optimizer(model, settings)
-    losses = []
-    for _ in range(20):
-        optimizer.zero_grad()
-        loss = (model(x) - y).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
+    for group, decay in ((decaying, 0.2), (free, 0.0)):
+        assert {name: group[name] for name in expected} == expected
+        assert group["weight_decay"] == decay
 
 
 @pytest.mark.parametrize(
@@ -111,12 +88,6 @@ def test_every_optimizer_lowers_a_loss(settings):
 def test_the_rate_rises_linearly_and_falls_as_half_a_cosine_to_its_final_share(progress, warmup, final, share):
     settings = AdamWSettings(learning_rate=2.0, warmup=warmup, final=final)
     assert learning_rate(progress, settings) == pytest.approx(2.0 * share, abs=1e-12)
-
-
-def test_the_rate_reaches_every_group():
-    optimizer = build_optimizer(small_model(), AdamWSettings())
-    set_learning_rate(optimizer, 0.125)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]
 
 
 @pytest.mark.parametrize(("before", "after"), [(-1.0, 0.0), (3.0, 3.0), (5.0, math.log(100.0))])
@@ -139,45 +110,6 @@ def test_a_gradient_is_clipped_to_a_positive_norm(clip_norm, norm):
 # --- Adafactor
 
 
-def dense_adafactor(weight, gradients, rates, peak, beta1, beta2, decay):
-    """The formula in float64, its second moments whole and then replaced by their best product of means."""
-    weight, momentum = weight.double().clone(), torch.zeros_like(weight, dtype=torch.float64)
-    square = torch.zeros_like(momentum)
-    for t, (gradient, rate) in enumerate(zip(gradients, rates, strict=True), start=1):
-        kept = min(beta2, 1 - t**-0.8)
-        square = kept * square + (1 - kept) * (gradient.double() ** 2 + 1e-30)
-        shown = square
-        if weight.ndim > 1 and sorted(weight.shape)[-2] >= 32:
-            first, second = sorted(range(weight.ndim), key=lambda axis: weight.shape[axis])[:-3:-1]
-            rows, columns = square.mean(first, keepdim=True), square.mean(second, keepdim=True)
-            shown = rows * columns / square.mean((first, second), keepdim=True)
-        momentum = beta1 * momentum + (1 - beta1) * gradient.double() / shown.sqrt()
-        weight = weight - rate * momentum - rate / peak * decay * weight
-    return weight
-
-
-@pytest.mark.parametrize("shape", [(5,), (40, 31), (40, 33), (33, 40), (64, 64), (3, 40, 2, 36)])
-def test_adafactor_is_its_formula(shape):
-    weight = torch.nn.Parameter(torch.randn(shape))
-    gradients, rates = torch.randn(30, *shape), [0.1 * (step + 1) / 30 for step in range(30)]
-    expected = dense_adafactor(weight.detach(), gradients, rates, 0.1, 0.9, 0.95, 0.01)
-    optimizer = Adafactor([weight], lr=0.1, betas=(0.9, 0.95), weight_decay=0.01)
-    for gradient, rate in zip(gradients, rates, strict=True):
-        set_learning_rate(optimizer, rate)
-        weight.grad = gradient
-        optimizer.step()
-    assert (weight.detach().double() - expected).abs().max() < 1e-5 * expected.abs().max()
-
-
-def test_squares_of_one_row_and_one_column_are_kept_exactly():
-    """Where g² is an outer product, the factors lose nothing: every element moves by its sign."""
-    row, column = torch.rand(50, 1) + 0.1, torch.rand(1, 40) + 0.1
-    weight = torch.nn.Parameter(torch.zeros(50, 40))
-    weight.grad = row * column * torch.randn(50, 40).sign()
-    Adafactor([weight], lr=1.0, betas=(0.0, 0.95)).step()
-    torch.testing.assert_close(weight.detach(), -weight.grad.sign(), rtol=1e-5, atol=1e-5)
-
-
 def test_adafactors_state_of_a_matrix_is_two_vectors():
     weight = torch.nn.Parameter(torch.zeros(64, 128))
     weight.grad = torch.ones_like(weight)
@@ -185,16 +117,6 @@ def test_adafactors_state_of_a_matrix_is_two_vectors():
     optimizer.step()
     kept = sum(value.numel() for value in optimizer.state[weight].values() if isinstance(value, torch.Tensor))
     assert kept == 64 + 128
-
-
-def test_adafactors_decay_follows_the_schedule_and_not_the_height_of_the_rate():
-    for peak in (1e-3, 1e-1):
-        weight = torch.nn.Parameter(torch.ones(4))
-        optimizer = Adafactor([weight], lr=peak, weight_decay=0.5)
-        set_learning_rate(optimizer, peak / 4)
-        weight.grad = torch.zeros(4)
-        optimizer.step()
-        assert weight.tolist() == [0.875] * 4
 
 
 def big_vision_adafactor(weight, gradients, schedule, peak, decay, *, momentum=0.9, cap=0.95, power=0.8, least=32):
@@ -230,14 +152,17 @@ def big_vision_adafactor(weight, gradients, schedule, peak, decay, *, momentum=0
     return weight
 
 
-@pytest.mark.parametrize("shape", [(7,), (31, 90), (32, 90), (90, 32), (48, 48), (34, 3, 40)])
-def test_adafactor_equals_big_visions(shape):
+@pytest.mark.parametrize(
+    ("shape", "power"),
+    [((7,), 0.8), ((31, 90), 0.8), ((32, 90), 0.8), ((90, 32), 0.8), ((48, 48), 0.7), ((34, 3, 40), 0.8)],
+)
+def test_adafactor_equals_big_visions(shape, power):
     lots = np.random.default_rng(0)
     start, gradients = lots.normal(size=shape).astype(np.float32), lots.normal(size=(40, *shape)).astype(np.float32)
     peak, decay, schedule = 0.03, 1e-2, [min((step + 1) / 10, 1.0) for step in range(40)]
-    expected = big_vision_adafactor(start, gradients, schedule, peak, decay)
+    expected = big_vision_adafactor(start, gradients, schedule, peak, decay, power=power)
     weight = torch.nn.Parameter(torch.from_numpy(start.copy()))
-    optimizer = Adafactor([weight], lr=peak, betas=(0.9, 0.95), weight_decay=decay)
+    optimizer = Adafactor([weight], lr=peak, betas=(0.9, 0.95), weight_decay=decay, beta2_decay=-power)
     for gradient, height in zip(gradients, schedule, strict=True):
         set_learning_rate(optimizer, peak * height)
         weight.grad = torch.from_numpy(gradient)
@@ -246,38 +171,6 @@ def test_adafactor_equals_big_visions(shape):
 
 
 # --- Muon
-
-
-def muon_formula(weight, gradients, rate, momentum, decay):
-    """M ← μ M + (1 − μ) G; U = (1 − μ) G + μ M; five times X ← aX + (bA + cA²)X with A = XXᵀ; in NumPy's float64."""
-    weight, average = weight.astype(np.float64), np.zeros(weight.shape)
-    for gradient in gradients.astype(np.float64):
-        average = momentum * average + (1 - momentum) * gradient
-        x = (1 - momentum) * gradient + momentum * average
-        flat = x.shape[0] <= x.shape[1]
-        x = (x if flat else x.T) / np.linalg.norm(x)
-        for _ in range(5):
-            gram = x @ x.T
-            x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-        weight = (1 - rate * decay) * weight - rate * 0.2 * math.sqrt(max(weight.shape)) * (x if flat else x.T)
-    return weight
-
-
-@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32), (3, 50)])
-def test_muon_is_its_formula(shape):
-    lots = np.random.default_rng(1)
-    start, gradients = lots.normal(size=shape).astype(np.float32), lots.normal(size=(8, *shape)).astype(np.float32)
-    layer = nn.Linear(shape[1], shape[0])
-    with torch.no_grad():
-        layer.weight.copy_(torch.from_numpy(start))
-    optimizer = build_optimizer(layer, MuonSettings(learning_rate=0.02, weight_decay=0.5))
-    for gradient in gradients:
-        layer.weight.grad = torch.from_numpy(gradient)
-        optimizer.step()
-    expected = muon_formula(start, gradients, 0.02, 0.95, 0.5)
-    moved = np.linalg.norm(expected - start)
-    # its iteration runs in bfloat16, which has three digits
-    assert np.linalg.norm(layer.weight.detach().numpy() - expected) < 0.02 * moved
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (1, 7)])
@@ -308,23 +201,6 @@ def test_muon_creates_its_state_once(monkeypatch):
             weight.grad = torch.randn_like(weight)
         optimizer.step()
     assert made == [(3, 5), (4, 2)]
-
-
-def test_an_update_of_muon_has_nearly_equal_singular_values_and_the_size_of_adamws():
-    layer = nn.Linear(60, 40)
-    before = layer.weight.detach().clone()
-    layer.weight.grad = torch.randn(40, 3) @ torch.diag(torch.tensor([30.0, 10.0, 3.0])) @ torch.randn(3, 60)
-    layer.weight.grad += 1e-3 * torch.randn(40, 60)
-    build_optimizer(layer, MuonSettings(learning_rate=1e-2, weight_decay=0.0)).step()
-    update = (layer.weight.detach() - before) / 1e-2
-    singular = torch.linalg.svdvals(update / (0.2 * math.sqrt(60)))[:3]
-    assert ((singular > 0.5) & (singular < 1.3)).all()
-    full = nn.Linear(60, 40)
-    full.weight.grad = torch.randn(40, 60)
-    before = full.weight.detach().clone()
-    build_optimizer(full, MuonSettings(learning_rate=1e-2, weight_decay=0.0)).step()
-    # AdamW's first step has a root mean square of 1, its later ones of about 0.2 to 0.4
-    assert 0.1 < ((full.weight.detach() - before) / 1e-2).square().mean().sqrt() < 0.3
 
 
 class Towered(nn.Module):

@@ -159,15 +159,6 @@ def test_a_second_signal_stops_at_once(undisturbed, tmp_path):
     same_run(run_recipe(recipe, tmp_path, resume=True).folder, whole)
 
 
-def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(undisturbed, tmp_path, caplog):
-    recipe, whole = undisturbed
-    folder = stopped(recipe, tmp_path, at=6).folder
-    with (folder / "checkpoints" / "step-000000006" / "optimizer.safetensors").open("r+b") as file:
-        file.truncate(100)
-    same_run(run_recipe(recipe, tmp_path, resume=True).folder, whole)
-    assert "step-000000006 is damaged (the checksum of optimizer.safetensors does not agree)" in caplog.text
-
-
 def test_a_failing_evaluation_is_an_error_and_loses_nothing(undisturbed, tmp_path, monkeypatch):
     recipe, whole = undisturbed
     with monkeypatch.context() as patched:
@@ -295,14 +286,16 @@ def test_damaged_lines_of_metrics_are_left_out(tmp_path, caplog):
     assert f"3 lines of {path} are damaged and are left out" in caplog.text
 
 
-@pytest.mark.parametrize("damage", [lambda text: "", lambda text: text[:700], lambda text: text.replace("id", "ix", 1)])
-def test_a_damaged_tokenizer_is_refused(undisturbed, tmp_path, damage):
+def test_a_damaged_tokenizer_is_refused(undisturbed, tmp_path):
     recipe, _ = undisturbed
-    folder = stopped(recipe, tmp_path, at=6).folder
-    path = folder / "tokenizer.json"
-    path.write_text(damage(path.read_text()))
-    with pytest.raises(ValueError, match=r"^`tokenizer` must be one that can be read; got .*Restore or replace it\.$"):
-        run_recipe(recipe, tmp_path, resume=True)
+    path = stopped(recipe, tmp_path, at=2).folder / "tokenizer.json"
+    whole = path.read_text()
+    for damaged in ("", whole[:700], whole.replace("id", "ix", 1)):
+        path.write_text(damaged)
+        with pytest.raises(
+            ValueError, match=r"^`tokenizer` must be one that can be read; got .*Restore or replace it\.$"
+        ):
+            run_recipe(recipe, tmp_path, resume=True)
 
 
 def test_a_non_finite_step_is_skipped_and_counted(tmp_path, monkeypatch):
