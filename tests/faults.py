@@ -251,12 +251,8 @@ def of_run(folder: Path) -> dict[str, Any]:
     run = folder / "tiny"
     names = sorted(path.name for path in run.iterdir())
     measured = [path for path in sorted(run.iterdir()) if path.suffix in (".trec", ".qrels")]
-    lines = [
-        {key: value for key, value in line.items() if key not in MEASURED}
-        for line in read_metrics(run / "metrics.jsonl")
-    ]
     files = {path.name: _checksum(path) for path in (*measured, run / "model.safetensors", run / "evaluation.json")}
-    return {"files": names, "metrics": lines, **files}
+    return {"files": names, "metrics": _without_times(run / "metrics.jsonl"), **files}
 
 
 def of_index(folder: Path) -> dict[str, Any]:

@@ -333,14 +333,3 @@ def test_keys_that_the_comparison_sets_are_reported_of_a_recipe_and_refused_of_a
         assert capsys.readouterr().err.splitlines()[-1] == (
             f"{word}: {key}: has no effect: compare of retrievers sets it itself; leave it out"
         )
-
-
-def test_options_of_pairs_and_small_numbers_are_refused(tmp_path, capsys):
-    for words in (["--losses"], ["--ranks", "2"], ["--seeds", "0"], ["--jobs", "0"]):
-        assert main(["compare", str(write_text_recipe(tmp_path)), *words]) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        "`--losses` must be left out for this recipe; got --losses. It belongs to images and texts.",
-        "`--ranks` must be left out for this recipe; got 2. It belongs to images and texts.",
-        "`--seeds` must be at least 1; got 0. Three show a spread.",
-        "`--jobs` must be at least 1; got 0. So many runs are made at a time.",
-    ]
