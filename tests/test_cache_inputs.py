@@ -335,11 +335,7 @@ SENTENCES: dict[str, Any] = {
     "`parts` must be a list of sub-batches; got Tensor. Pass [part, part, ...]": lambda: encode(
         LINEAR, parts=torch.randn(2, 3)
     ),
-    "`parts` must be a list of sub-batches; got dict. Pass [part, part, ...]": lambda: encode(
-        LINEAR, parts={"x": torch.randn(2, 3)}
-    ),
     "`lengths` must be a list of whole numbers of at least 0; got 2. Count": lambda: Ragged(torch.randn(2, 3), 2),
-    "`lengths` must be a list of whole numbers of at least 0; got None. Count": lambda: Ragged(torch.randn(2, 3), None),
     "`parts` must come without inputs and a size; got both. Leave the others out": lambda: encode(
         LINEAR, parts=[torch.randn(2, 3)], sub_batch=2
     ),

@@ -336,7 +336,6 @@ def test_a_number_cut_by_a_block_is_one_bad_entry(tmp_path, monkeypatch):
             "`source` must end in .jsonl, .json, .csv, .tsv, .parquet; got {}. Or give a folder in BEIR's format.",
         ),
         ("none.jsonl", '`source` must be a file or folder that exists; got "{}". Check its path: a relative one'),
-        ("beir/none", '`source` must be a file or folder that exists; got "{}". Check its path: a relative one'),
         ("cut.jsonl.gz", "`source` must be a file that can be read; got {}. "),
         ("empty.csv", "`source` must have a first line; got {}, which is empty. Name the columns there."),
         ("broken.csv", "`source` must have a first line; got {}, where it is broken. Name the columns there."),

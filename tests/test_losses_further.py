@@ -547,7 +547,6 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "of these 3 rows, in their order.": lambda: (
         NTXentLoss()(_x(3, 4), _x(3, 4), 1.0, ids=torch.arange(2))
     ),
-    "`sigma` must be positive; got inf. The paper has 0.5.": lambda: DCLLoss(sigma=float("inf")),
     "`guide_negatives` must have the same feature size as `guide_key`; got 6 and 5. Project one side first.": lambda: (
         _guided_negatives(_x(2, 6))
     ),

@@ -12,7 +12,7 @@ from refusals import refusal
 from tiny_runs import interrupted, tiny_recipe
 
 from contrastile.cli.main import main
-from contrastile.train.folder import RunFolder, finished_run, make_folder, make_way, new_run, run_id
+from contrastile.train.folder import RunFolder, finished_run, make_way, new_run, run_id
 from contrastile.train.loop import run_recipe
 
 
@@ -179,14 +179,6 @@ def test_damaged_json_is_refused_by_name(tmp_path):
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(ValueError, match=r"`run\.json` must be JSON; got .*: Expecting property name"):
         RunFolder(tmp_path).read_json("run.json")
-
-
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(
-        ValueError, match=r"`--runs` must be a folder, or where one can be made; got .*Not a directory\."
-    ):
-        make_folder("--runs", tmp_path / "file" / "runs")
 
 
 def test_an_unwritable_file_is_refused_in_advance(tmp_path, monkeypatch):
