@@ -102,15 +102,17 @@ def _answer_some_twice(texts: Path, *, every: int) -> None:
     texts.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
 
 
-@pytest.mark.parametrize("size", [2, 3, 7])
-def test_each_passage_is_on_one_rank_with_its_queries(tmp_path: Path, size: int) -> None:
+@pytest.mark.parametrize(("size", "every"), [(2, 4), (3, 4), (7, 30)])
+def test_each_passage_is_on_one_rank_with_its_queries(tmp_path: Path, size: int, every: int) -> None:
     write_text_recipe(tmp_path)
-    _answer_some_twice(tmp_path / "texts.jsonl", every=4)
+    _answer_some_twice(tmp_path / "texts.jsonl", every=every)
     job = RetrieverJob.open(load_any_recipe(tmp_path / "tiny.toml", SEVERAL))
     rows = torch.from_numpy(job.rows)
     (whole,) = job.parts(rows, 1, Ranks())
     shares = [job.parts(rows, 1, Ranks(rank, size))[0] for rank in range(size)]
     assert {share.global_size for share in shares} == {len(rows)}
+    # the width of the positives too, whichever rank has queries with two
+    assert {share.positives.shape[1] for share in shares} == {whole.positives.shape[1]} == {2}
     assert sum(map(len, shares)) == len(rows)
     assert max(map(len, shares)) - min(map(len, shares)) <= 2
     assert sorted(torch.cat([share.key_ids for share in shares]).tolist()) == sorted(whole.key_ids.tolist())
