@@ -93,7 +93,7 @@ WORDS = {
     "evaluate {folder}/pictures --device tpu": '`--device` must be "auto", "cpu", "cuda" or "cuda:1"; got "tpu". ',
     "evaluate {folder}/pictures --classes x": "`--classes` must come with --zero-shot; got no --zero-shot. Say what",
     "evaluate {folder}/pictures --split x": "`--split` must come with --captions or --texts; got neither. ",
-    "evaluate {folder}/pictures --name x": "`--name` must come with one test; got none. Name it: --zero-shot, --captions or",
+    "evaluate {folder}/pictures --name x": "`--name` must come with one test; got none. Name it: --zero-shot, ",
     "evaluate {folder}/pictures --zero-shot x --captions y --name z": "`--name` must come with one test; got 2. ",
     "evaluate {folder}/pictures --zero-shot {folder}/no": (
         '`--zero-shot` must be a folder; there is no "{folder}/no".\n'

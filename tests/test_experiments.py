@@ -137,7 +137,7 @@ def test_every_way_is_run_for_equal_examples_and_for_equal_time_and_goes_on_when
     assert main([*command, "--resume", "optim.learning_rate=1e-4"]) == 2
     assert last_error(capsys) == (
         "`optim.learning_rate` must be what the run began with; got 0.0001. "
-        f"It began with 0.003: go on with contrastile compare {folder}/recipe.toml --seeds 1 --runs {folder.parent} "
+        f"It began with 0.003: go on with contrastile compare {folder}/recipe.toml --seeds 2 --runs {folder.parent} "
         "--resume, or compare anew, without --resume."
     )
 
