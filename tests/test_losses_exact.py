@@ -107,6 +107,17 @@ def test_the_gradient_of_the_scale_is_summed_in_float32_whatever_the_products(
         assert distance(gradients["scale"], truth["scale"]) <= 1e-4
 
 
+def test_float32_at_scale_20_is_good_to_a_millionth() -> None:
+    problem = PROBLEMS["clip"](507, 507)
+    tensors = problem.tensors(torch.float32)
+    exact = {key: x.detach().double().requires_grad_() for key, x in tensors.items()}
+    truth, true_gradients = problem.by_formula(exact)
+    loss, gradients = problem.by_tiles(tensors)
+    assert distance(loss, truth) <= 1e-6
+    for key, gradient in gradients.items():
+        assert distance(gradient, true_gradients[key]) <= 1e-6, key
+
+
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_gradcheck(name: str) -> None:
     problem = PROBLEMS[name](9, 11)
