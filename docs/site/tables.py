@@ -277,12 +277,12 @@ def h200_peers() -> str:
 
 
 def two_ranks() -> str:
-    """Times of a loss on two H200s beside one GPU and beside other implementations."""
+    """Times of `ClipLoss` on two H200s beside one GPU and beside other implementations."""
     rows = []
     for b, title in (("65536", "64k"), ("131072", "128k"), ("262144", "256k")):
-        peers = [rows_of("h200_2_ranks.csv", impl=impl, b=b) for impl in ("inf-cl", "open_clip")]
+        peers = [rows_of("h200_2_ranks.csv", impl=impl, loss="clip", b=b) for impl in ("inf-cl", "open_clip")]
         for exchange in ("gather", "ring"):
-            ours = last("h200_2_ranks.csv", backend=f"triton, {exchange}", b=b)
+            ours = last("h200_2_ranks.csv", loss="clip", backend=f"triton, {exchange}", b=b)
             times = (f"{float(peer[0]['ms']) / float(ours['ms']):.1f}" if peer else "" for peer in peers)
             rows.append((title, exchange, f"{round(100 * float(ours['cost']) - 100)} %".replace("-", "−"), *times))
     head = (
