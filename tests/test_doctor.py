@@ -82,10 +82,18 @@ def test_the_reported_exchange_is_the_ring_between_gpus_that_reach_each_other(mo
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
     monkeypatch.setattr("contrastile.distributed.neighbours._driver", object)
-    for ranks, disabled, name in ((2, "0", "ring"), (2, "1", "gather"), (3, "0", "gather")):
+    cases = (
+        (2, "0", 2**15, "ring", True),
+        (2, "1", 2**15, "gather", False),
+        (3, "0", 2**15, "gather", False),
+        # few rows in one block; more than buffers hold
+        (2, "0", 2**11, "gather", True),
+        (2, "0", 2**20, "gather", False),
+    )
+    for ranks, disabled, batch, name, copied in cases:
         monkeypatch.setenv("NCCL_P2P_DISABLE", disabled)
-        choice = exchange_choice(ranks, 2**15, 768, torch.bfloat16, torch.device("cuda:0"))
-        assert (choice["takes"], choice["copied"]) == (name, name == "ring")
+        choice = exchange_choice(ranks, batch, 768, torch.bfloat16, torch.device("cuda:0"))
+        assert (choice["takes"], choice["copied"]) == (name, copied)
         assert (", by copy engines" in cli.doctor._exchange(choice)) is choice["copied"]
 
 

@@ -96,5 +96,7 @@ def _exchange(exchange: dict[str, Any]) -> str:
     rows = f"{exchange['batch']:,} row{'s' * (exchange['batch'] != 1)} of {exchange['features']} in {exchange['dtype']}"
     needs = f"gathering {rows} takes {size(exchange['gathered'])} a rank"
     carried = ", by copy engines" if exchange["copied"] else ""
+    if exchange["copied"] and exchange["takes"] == "ring":
+        carried += ", in the time of a gather and with less memory"
     ranks = f"{exchange['ranks']} ranks{carried}"
     return f"{exchange['takes']} between {ranks}: {needs}, allowed is {size(exchange['allowed'])}"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from contrastile._dispatch import automatic_exchange, gathering_allowed, offers, workspace_on
+from contrastile._dispatch import EXCHANGES, automatic_exchange, gathering_allowed, offers, workspace_on
 from contrastile.distributed.neighbours import reach_each_other
 from contrastile.exchange.base import Layout
 from contrastile.exchange.gather import Gather
@@ -131,8 +131,10 @@ def exchange_choice(
         return {"takes": "single" if ranks == 1 else "ring", "ranks": ranks}
     rows = tuple(batch // ranks + (rank < batch % ranks) for rank in range(ranks))
     layout = Layout(None, 0, rows, rows)
-    allowed, copied = gathering_allowed(device), device.type == "cuda" and reach_each_other(device, range(ranks))
-    takes = automatic_exchange(layout, features, dtype, allowed, lambda: copied)
+    allowed, reached = gathering_allowed(device), device.type == "cuda" and reach_each_other(device, range(ranks))
+    takes = automatic_exchange(layout, features, dtype, allowed, lambda: reached)
     sizes = {"ranks": ranks, "batch": batch, "features": features, "dtype": str(dtype).removeprefix("torch.")}
-    sizes["copied"] = copied
+    # copies need buffers, which a large batch exceeds
+    buffers = (each(layout, features, dtype) for each in (EXCHANGES[takes].kept_bytes, EXCHANGES[takes].staged_bytes))
+    sizes["copied"] = reached and any(buffers)
     return {"takes": takes, **sizes, "gathered": Gather.extra_bytes(layout, features, dtype), "allowed": allowed}
