@@ -191,8 +191,8 @@ def automatic_exchange(
 ) -> ExchangeName:  # fmt: skip
     """The ring if copy engines carry it and columns are many, gather if its bytes are allowed, else the ring.
 
-    With copies the ring takes the time of gather and a third of its memory; few columns are one block in gather and W
-    blocks in the ring. copied: asks whether copy engines carry transfers, on all ranks at once.
+    With copies the ring takes the time of gather and less memory; few columns are one block in gather and W blocks in
+    the ring. copied: asks whether copy engines carry transfers, on all ranks at once.
     """
     if Ring.kept_bytes(layout, D, dtype) and not in_one_block(layout, D) and copied():
         return "ring"
