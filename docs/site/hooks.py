@@ -31,6 +31,8 @@ REFERENCE: dict[str, Callable[[], str]] = {
     "command": reference.command,
     "errors": reference.errors,
 }
+# weight of a page among the results of a search, by the beginning of its name: records after pages for users
+SEARCH = {"start/": 2.0, "log.md": 0.05, "changes.md": 0.05}
 # <!-- figure: name | what it shows -->
 FIGURE = re.compile(r"<!-- figure: (\w+) \| (.+?) -->")
 LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "bash"}
@@ -73,9 +75,12 @@ def on_nav(nav: Any, config: Any, files: Files) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Turn links that leave docs/ into links within the site."""
+    """Turn links that leave docs/ into links within the site, and weigh the page for the search."""
     if page.file.src_uri.startswith("source/"):
         return markdown
+    for beginning, boost in SEARCH.items():
+        if page.file.src_uri.startswith(beginning):
+            page.meta["search"] = {"boost": boost}
     if page.file.src_uri == "recipe.md":
         markdown = _with_types(markdown)
     markdown = LINK.sub(lambda link: _within(link[1], page.file), README_HEADING.sub("", markdown))
