@@ -11,7 +11,7 @@ JOBS   ?= 3
 	test-gpu-multi lint format bench clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # Threads for the cores that other programs leave free during one second, one at least: more threads than free cores are many
 # times slower, because they wait for each other. OMP_NUM_THREADS, where it is set, decides.
