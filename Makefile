@@ -47,7 +47,7 @@ docs: $(VENV)/.docs ## build the documentation site, build/site/index.html; runs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 	@echo "build/site/index.html; to search in it: python3 -m http.server --directory build/site"
 
-tutorials: $(VENV)/.docs ## run the five tutorials anew, for the site (five to ten minutes on 2 cores)
+tutorials: $(VENV)/.docs ## run the five tutorials anew, for the site (two to ten minutes on 2 cores)
 	$(BIN)/python docs/site/tutorials.py
 
 # With bytecode kept, whatever the shell says: without it every one of some sixty processes compiles the tests anew.

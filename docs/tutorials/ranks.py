@@ -113,7 +113,7 @@ for name in one:
 # | you want | you write |
 # |---|---|
 # | GPUs | `init_process_group("nccl")`, and model and inputs on `cuda:LOCAL_RANK` |
-# | FSDP2 | `fully_shard(model)` instead of the wrapper; `encode((model, "encode_image"), ...)` |
+# | FSDP2 | `fully_shard(model)` instead of the wrapper; `encode((model, "encode_image"), ...)`; a scale of shape `[1]`, `nn.Parameter(torch.ones(1) * 2.66)` |
 # | to see which exchange is used | the log says it once; `contrastile doctor --ranks 8` before you start |
 # | a loss of each rank for itself | `ClipLoss(exchange="single")` |
 # | the training job of the command | `torchrun ... -m contrastile train RECIPE`: the same curve as one process |
