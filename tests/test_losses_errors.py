@@ -11,6 +11,7 @@ from refusals import refusal
 from torch import Tensor
 
 from contrastile import ClipLoss, DCLLoss, GISTLoss, InfoNCELoss, KeyQueue, NTXentLoss, SigLipLoss, SupConLoss, contrast
+from contrastile.losses.hardness import Hardness
 from contrastile.losses.scores import ScoreDivergence, ScoreMargins
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
@@ -318,6 +319,8 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "them.": lambda: InfoNCELoss(hardness_mode="hard_negatives", hardness_strength=5.0)(
         _x(3, 4), _x(3, 4), 1.0, negatives=_x(2, 4)
     ),
+    "`negatives` must be [N, H, D], each query's own, with hardness_mode=\"hard_negatives\"; got None. List "
+    "them.": lambda: contrast(_x(3, 4), _x(3, 4), scale=1.0, loss=Hardness(hardness_mode="hard_negatives")),
     "`positives` must index this rank's 3 keys, or be -1; got 6. Count from this rank's first key.": lambda: GISTLoss(
         contrast_anchors=True
     )(_x(3, 4), _x(3, 4), 1.0, guide_query=_x(3, 2), guide_key=_x(3, 2), positives=torch.tensor([0, 1, 6])),

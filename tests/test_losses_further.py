@@ -639,7 +639,7 @@ SENTENCES: dict[str, Callable[[], Any]] = {
         negatives=_x(2, 4),
         guide_negatives=_x(2, 5),  # type: ignore[arg-type]
     ),
-    "`negatives` must be [N, H, D], each query's own, with in_batch=False; got NoneType. List them.": lambda: (
+    "`negatives` must be [N, H, D], each query's own, with in_batch=False; got None. List them.": lambda: (
         InfoNCELoss(in_batch=False)(_x(3, 4), _x(3, 4), 1.0)
     ),
     "`positives` must be left out with in_batch=False; got both. Key i belongs to query i.": lambda: InfoNCELoss(

@@ -16,6 +16,7 @@ from contrastile._errors import invalid
 from contrastile._torch import pytree
 from contrastile._types import FEATURES, shape_or_type
 from contrastile.losses.base import Gathers, PairLoss, Shard, changed, count_equal
+from contrastile.losses.hardness import OWN, Hardness
 from contrastile.tiles.base import Tiles, nonfinite_flag
 
 # calls of a process that read values of one kind on a GPU: a read waits for the device, which a step must not
@@ -114,6 +115,33 @@ def guides(pairs: Sequence[tuple[Tensor, Tensor]], q: Tensor, k: Tensor, negativ
                 continued = name == "guide_k" and negatives is not None
                 remedy = f"Pass one row for each{', and for each of the `negatives`' if continued else ''}."
                 raise invalid(name, f"have as many rows as `{other_name}`", f"{len(x)} and {n}", remedy)
+
+
+def pair_loss(loss: PairLoss, guides: int, targets: Tensor | None, negatives: Any) -> None:
+    """Check that the loss is one of pairs, and that its guides, targets and negatives are given.
+
+    guides: number of pairs of further features.
+    """
+    if not isinstance(loss, PairLoss):
+        got = f"the class {loss.__name__}" if isinstance(loss, type) else type(loss).__name__
+        remedy = "Pass Softmax(...) or Sigmoid(...), say. A module such as ClipLoss is called itself."
+        raise invalid("loss", "be a loss of contrastile.losses, as an object", got, remedy)
+    if loss.guides != guides:
+        name, rule = type(loss).__name__, "be given for" if loss.guides else "be left out for"
+        got = "both" if guides else None
+        raise invalid("guide_q", f"{rule} the loss {name}", got, "Further features go with a loss that reads them.")
+    if loss.reads_targets and targets is None:
+        raise invalid("loss", "be one of pairs", type(loss).__name__, "ScoreDistillLoss gives it its lists.")
+    if isinstance(loss, Hardness) and loss.hardness_mode == OWN:
+        has_own(negatives, f'hardness_mode="{OWN}"')
+
+
+def has_own(negatives: Any, option: str) -> None:
+    """Check that the negatives are each query's own, as this option of the loss needs them."""
+    if not isinstance(negatives, Tensor) or negatives.ndim != 3:
+        rule = f"be [N, H, D], each query's own, with {option}"
+        got = None if negatives is None else shape_or_type(negatives)
+        raise invalid("negatives", rule, got, "List them.")
 
 
 def own_excluded(ids: Tensor | None, query_ids: Tensor | None) -> Tensor | None:

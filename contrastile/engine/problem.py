@@ -129,16 +129,7 @@ class Arguments:
                 checks.alike("negatives", self.negatives, "k", k, self.cast())
             checks.guides(self.guides, q, k, self.negatives)
         checks.own_negatives(self.own, self.negative_ids, self.query_ids, q, self.options.device)
-        if not isinstance(loss, PairLoss):
-            got = f"the class {loss.__name__}" if isinstance(loss, type) else type(loss).__name__
-            remedy = "Pass Softmax(...) or Sigmoid(...), say. A module such as ClipLoss is called itself."
-            raise invalid("loss", "be a loss of contrastile.losses, as an object", got, remedy)
-        if loss.guides != len(self.guides):
-            name, rule = type(loss).__name__, "be given for" if loss.guides else "be left out for"
-            got = "both" if self.guides else None
-            raise invalid("guide_q", f"{rule} the loss {name}", got, "Further features go with a loss that reads them.")
-        if loss.reads_targets and self.targets is None:
-            raise invalid("loss", "be one of pairs", type(loss).__name__, "ScoreDistillLoss gives it its lists.")
+        checks.pair_loss(loss, len(self.guides), self.targets, self.negatives)
         if self.bias is not None and not loss.takes_bias:
             rule = f"be left out for the loss {type(loss).__name__}"
             raise invalid("bias", rule, "one", "Its weights of positives keep a bias from cancelling.")

@@ -15,7 +15,7 @@ from contrastile.engine import arguments as checks
 from contrastile.engine.problem import Arguments, autocast_type
 from contrastile.gradcache.modes import joined
 from contrastile.losses.guided import Guided
-from contrastile.losses.hardness import IN_BATCH, OWN, Hardness
+from contrastile.losses.hardness import IN_BATCH, Hardness
 from contrastile.losses.queue import NOBODY
 from contrastile.losses.scores import ScoreDivergence, ScoreMargins
 from contrastile.losses.softmax import Softmax
@@ -113,8 +113,6 @@ class InfoNCELoss(Loss):
                 raise invalid("key", "have two dimensions [rows, features]", f"shape {list(key.shape)}", remedy)
             if not self.in_batch:
                 key, optional = _own_keys(query, key, optional)
-            elif isinstance(self.loss, Hardness) and self.loss.hardness_mode == OWN:
-                _has_own(negatives, f'hardness_mode="{OWN}"')
         operation, inputs = self._prepared(query, key, scale, **optional)
         loss: Tensor = operation(*inputs)
         if self._may_warn:
@@ -122,17 +120,10 @@ class InfoNCELoss(Loss):
         return loss
 
 
-def _has_own(negatives: Tensor | None, option: str) -> None:
-    """Check that the negatives are each query's own, as this option of the loss needs them."""
-    if not isinstance(negatives, Tensor) or negatives.ndim != 3:
-        rule = f"be [N, H, D], each query's own, with {option}"
-        raise invalid("negatives", rule, shape_or_type(negatives), "List them.")
-
-
 def _own_keys(query: Tensor, key: Tensor, optional: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
     """Keys without rows [0, D], and the optional arguments where each query's key is the first of its negatives."""
     negatives, ids, query_ids = (optional[name] for name in ("negatives", "negative_ids", "query_ids"))
-    _has_own(negatives, "in_batch=False")
+    checks.has_own(negatives, "in_batch=False")
     checks.features("query", query)
     for name in ("positives", "key_ids"):
         if optional[name] is not None:
