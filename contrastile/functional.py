@@ -24,6 +24,7 @@ from contrastile.scorers import MaxSim, padded, tokens, unit_vectors
 
 # the scorer of sides that are normalised already: one object, whose tiles are measured once (`tiles/fitting.py`)
 PLAIN_MAXSIM = MaxSim()
+PLAIN_MAXSIM.gets_unit_vectors = True
 
 
 def contrast(

@@ -99,6 +99,9 @@ class MaxSim(nn.Module):
     torch.Size([8, 5, 16])
     """
 
+    # the caller has normalised both sides
+    gets_unit_vectors = False
+
     def __init__(self, normalize: bool = False) -> None:
         super().__init__()
         truth_value("normalize", normalize)

@@ -24,7 +24,7 @@ from contrastile.distributed import collectives
 from contrastile.engine import plan
 from contrastile.exchange import host
 from contrastile.losses import Sigmoid
-from contrastile.scorers import Bilinear, PairMLP
+from contrastile.scorers import Bilinear, MaxSim, PairMLP
 
 EXCHANGES = ["replicate", "gather", "ring"]
 SHARES = {1: [(13, 13)], 2: [(9, 9), (4, 4)], 3: [(8, 8), (0, 0), (11, 11)], 4: [(6, 9), (7, 7), (2, 5), (6, 6)]}
@@ -239,6 +239,15 @@ def test_numbers_of_every_type_travel(pool: Pool, exchange: str, dtype: torch.dt
     assert distance(torch.stack([gradient for _, gradient in answers]).mean(0), module.table.weight.grad) <= 1e-12
 
 
+class Projected(Bilinear):
+    """The same parameters, and other scores."""
+
+
+def _stated(name: str, modules: int, dtype: str = "float32", training: int | None = None) -> str:
+    of = modules if training is None else training
+    return f"scores of torch.{dtype}, {name}, {of} of {modules} modules in training"
+
+
 def _sentence(rank: int, group: Any, kind: str) -> str:
     q, module = torch.ones(3, 4), Bilinear(4, 4)
     how: dict[str, Any] = {}
@@ -252,6 +261,12 @@ def _sentence(rank: int, group: Any, kind: str) -> str:
     if kind == "one":
         # nothing else would tell them apart
         module, how = (module.requires_grad_(False) if rank == 1 else None), {"scale": 1.0}
+    if kind == "class" and rank == 1:
+        module = Projected(4, 4)
+    if kind == "mode":
+        module.train(rank == 0)
+    if kind == "normalize":
+        q, module = torch.ones(3, 2, 4), MaxSim(normalize=rank == 1)
     if kind == "shapes" and rank == 1:
         q, module = torch.ones(3, 5), Bilinear(5, 5)
     if kind == "random":
@@ -268,8 +283,14 @@ def _sentence(rank: int, group: Any, kind: str) -> str:
     [
         ("shapes", unlike("features", 4, 5)),
         ("key dtype", unlike("key dtype", "torch.int64", "torch.int32")),
-        ("scores", unlike("scorer", "scores of torch.float32", "scores of torch.float64")),
-        ("one", unlike("scorer", None, "scores of torch.float32")),
+        ("scores", unlike("scorer", _stated("Read", 2), _stated("Read", 2, "float64"))),
+        ("one", unlike("scorer", None, _stated("Bilinear", 1))),
+        ("class", unlike("scorer", _stated("Bilinear", 1), _stated("Projected", 1))),
+        ("mode", unlike("scorer", _stated("Bilinear", 1), _stated("Bilinear", 1, training=0))),
+        (
+            "normalize",
+            unlike("scorer", "scores of torch.float32, MaxSim", "scores of torch.float32, MaxSim, normalize=True"),
+        ),
         (
             "random",
             "`exchange` must compute each pair once if the scorer draws random numbers; got replicate. Take gather or "

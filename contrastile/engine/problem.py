@@ -193,7 +193,7 @@ class Problem:
                 "scale": _stated(scale), "bias": _stated(bias), "weights": _stated(arguments.weights),
                 "requires_grad": [name for name, x in pairs if getattr(x, "requires_grad", False)],
                 "key dtype": str(cols.features.dtype), "device of the loss": device.type,
-                "scorer": None if sides.scorer is None else f"scores of {dtype}",
+                "scorer": None if sides.scorer is None else sides.scorer.stated,
                 "guides": [f"{a.shape[1]} features of {a.dtype}" for a, _ in arguments.guides],
                 "guide_scale": _stated(arguments.guide_scale), "contrast_anchors": arguments.among[0],
             }  # fmt: skip

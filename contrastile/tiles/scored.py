@@ -179,6 +179,15 @@ class Scorer:
                 raise invalid("scorer", "own every parameter that it uses", got, remedy)
 
     @property
+    def stated(self) -> str:
+        """What ranks compare: the dtype of the scores, the module's class, and its modes where they may matter."""
+        module = self.module
+        unit = isinstance(module, MaxSim) and (module.normalize or module.gets_unit_vectors)
+        mattering = not getattr(module, "stateless", False)
+        modes = f", {sum(self.training)} of {len(self.training)} modules in training" if mattering else ""
+        return f"scores of {self.dtype}, {type(module).__name__}{', normalize=True' if unit else ''}{modes}"
+
+    @property
     def frozen(self) -> list[Tensor]:
         """The module's constants, on which scores depend: parameters that require no gradient, and floating buffers."""
         buffers = [x for x in self.module.buffers() if x.is_floating_point()]
