@@ -207,7 +207,9 @@ def gathering_allowed(device: torch.device) -> int:
 def _statement(options: Options, loss: PairLoss, rows: Shard, cols: Shard, *, ragged: bool) -> dict[str, Any]:
     """The facts that ranks must have in common. The exchange comes first: it decides what else must agree."""
     return {
-        "exchange": options.exchange, "loss": repr(loss), "backend": options.backend, "gradient": options.gradient,
+        # rows with two halves, as `Problem.statement` says, are named before their feature size
+        "exchange": options.exchange, "loss": repr(loss), "contrast_positives": False,
+        "backend": options.backend, "gradient": options.gradient,
         "reduction": options.reduction, "features": _shapes(rows, ragged=ragged),
         "key features": _shapes(cols, ragged=ragged), "dtype": str(rows.features.dtype),
         "device": rows.features.device.type, "positives": None if rows.positives is None else rows.positives.shape[1],

@@ -292,6 +292,9 @@ def _of_other_options(rank: int, group: Any, name: str) -> str:
         "contrast_anchors": lambda: GISTLoss(contrast_anchors=rank > 0, group=group)(
             q, q, 1.0, guide_query=q, guide_key=q
         ),
+        "contrast_positives": lambda: GISTLoss(contrast_positives=rank > 0, group=group)(
+            q, q, 1.0, guide_query=q, guide_key=q
+        ),
         "dist_logit_scale": lambda: DistillClipLoss(group=group)(q, q, 1.0, q, q, 2.0 + rank),
     }
     return refusal(calls[name])
@@ -299,7 +302,10 @@ def _of_other_options(rank: int, group: Any, name: str) -> str:
 
 @pytest.mark.parametrize(
     "sentence",
-    [unlike("in_batch", False, True), unlike("contrast_anchors", False, True), unlike("dist_logit_scale", 2.0, 3.0)],
+    [
+        *(unlike(name, False, True) for name in ("in_batch", "contrast_anchors", "contrast_positives")),
+        unlike("dist_logit_scale", 2.0, 3.0),
+    ],
 )
 def test_other_options_of_one_rank_are_raised_on_all(pool: Pool, sentence: str) -> None:
     assert pool.run(_of_other_options, 2, sentence.split("`")[1]) == [sentence] * 2

@@ -195,7 +195,8 @@ class Problem:
                 "key dtype": str(cols.features.dtype), "device of the loss": device.type,
                 "scorer": None if sides.scorer is None else sides.scorer.stated,
                 "guides": [f"{a.shape[1]} features of {a.dtype}" for a, _ in arguments.guides],
-                "guide_scale": _stated(arguments.guide_scale), "contrast_anchors": arguments.among[0],
+                "guide_scale": _stated(arguments.guide_scale),
+                "contrast_anchors": arguments.among[0], "contrast_positives": arguments.among[1],
             }  # fmt: skip
         in_range = arguments.positives is None or arguments.positives_in_range
         # one process computes the numbers of guides and labels in the call, where a graph replays that
