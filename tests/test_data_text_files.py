@@ -481,6 +481,14 @@ def test_beir_ids_that_are_nowhere_are_counted(tmp_path):
     }
 
 
+def test_beir_passages_have_one_grade_of_a_query(tmp_path):
+    beir(tmp_path / "set", {"test": ["q0\td0\t1\n", "q1\td0\t2\n", "q0\td0\t1\n", "q0\td0\t0\n"]})
+    assert refusal(opened, tmp_path, "set") == (
+        '`judgements` must have one grade of each passage per query; got "q0 d0 0" at '
+        f"{tmp_path}/set/qrels/test.tsv:5. Leave one of them out."
+    )
+
+
 @pytest.mark.parametrize("form", ["{}\t{}\t1\n", "{}\t0\t{}\t1\n"])
 def test_judgements_without_a_line_of_names_are_all_read(tmp_path, form):
     beir(tmp_path / "set", {"test": ["q2\td2\t1\n"]})

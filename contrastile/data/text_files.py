@@ -360,7 +360,7 @@ def _by_id(path: Path, counter: SkipCounter) -> dict[str, Passage]:
 
 
 def _judged(path: Path, texts: dict[str, str], rows: dict[str, int], counter: SkipCounter) -> Iterator[Query]:
-    """The queries of one file of judgements, with their positives."""
+    """The queries of one file of judgements, with their positives; a passage has one grade of a query."""
     grades: dict[str, dict[int, int]] = {}
     for place, entry in read_entries(path, counter):
         # query, passage and grade by their names, or of three columns or TREC's four
@@ -378,13 +378,12 @@ def _judged(path: Path, texts: dict[str, str], rows: dict[str, int], counter: Sk
             counter.skip("query id not in queries.jsonl", place)
         elif passage not in rows:
             counter.skip("passage id not in corpus.jsonl", place)
-        else:
-            # a passage that is judged to be wrong is no positive, and no error
-            right = grades.setdefault(query, {})
-            if grade > 0:
-                right[rows[passage]] = int(grade)
-    for query, right in grades.items():
-        if right:
+        elif grades.setdefault(query, {}).setdefault(rows[passage], int(grade)) != grade:
+            got = f'"{query} {passage} {int(grade)}" at {place}'
+            raise invalid("judgements", "have one grade of each passage per query", got, "Leave one of them out.")
+    for query, judged in grades.items():
+        # a passage that is judged to be wrong is no positive, and no error
+        if right := {row: grade for row, grade in judged.items() if grade > 0}:
             grades_of = () if set(right.values()) == {1} else tuple(right.values())
             itself = rows.get(query)
             itself = None if itself in right else itself
