@@ -105,6 +105,12 @@ def test_a_file_of_other_columns_is_refused_and_left_alone(tmp_path):
     assert path.read_text() == "a,b\n1,2\n"
 
 
+def test_a_file_that_cannot_be_made_is_refused():
+    message = r'`csv` must be a file that can be written to; got "/proc/x.csv"\. No such file or directory\.'
+    with pytest.raises(ValueError, match=message):
+        results_file(Path("/proc/x.csv"), COLUMNS["losses"]).__enter__()
+
+
 def test_a_full_disk_is_an_error_with_the_files_name():
     message = r"/dev/full could not be written \(No space left on device\); free the disk and begin again"
     with pytest.raises(OSError, match=message), results_file(Path("/dev/full"), ["b"]) as write:

@@ -189,6 +189,8 @@ def test_an_unwritable_file_is_refused_in_advance(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"`csv` must be a file, or where one can be made; got .*x\.csv\"\. Not a dir"):
         make_way("csv", tmp_path / "file" / "some" / "x.csv")
+    with pytest.raises(ValueError, match=r"`csv` must be a file that can be written to; got .* File name too long"):
+        make_way("csv", tmp_path / ("x" * 300))
     # the file that is there is not touched
     make_way("csv", tmp_path / "file")
     monkeypatch.setattr("os.access", lambda path, mode: False)

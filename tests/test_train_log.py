@@ -51,6 +51,15 @@ def test_a_slow_rate_is_shown_in_seconds_each():
     assert stream.getvalue() == "comparing  30% · 3 runs · 3 s each · 0:21 left\n"
 
 
+@pytest.mark.parametrize(("units", "one"), [("runs", "1 run"), ("queries", "1 query")])
+def test_one_unit_is_in_the_singular(units, one):
+    stream = io.StringIO()
+    bar = Bar(4, "comparing", units, stream=stream)
+    bar.update(1)
+    bar.close()
+    assert f" 25% · {one} · " in stream.getvalue()
+
+
 def test_resumed_units_do_not_count_for_the_rate():
     stream = io.StringIO()
     bar = Bar(10, "training", "pairs", 5, stream)

@@ -27,6 +27,7 @@ from contrastile._errors import invalid, written_to
 from contrastile.distributed import collectives, consistency
 from contrastile.distributed.neighbours import used_bytes
 from contrastile.offload import free_memory
+from contrastile.train.folder import WRITABLE, refused
 from contrastile.train.memory import Weighed
 from contrastile.train.provenance import ORIGIN, provenance
 from contrastile.train.ranks import Ranks
@@ -129,7 +130,8 @@ def results_file(path: Path | None, columns: Sequence[str]) -> Iterator[Callable
     old = path.exists() and path.stat().st_size > 0
     if old and (header := path.read_text().splitlines()[0].split(",")) != [*columns]:
         raise invalid("csv", "have the columns of a results file", f"{path}: {', '.join(header)}", "Name another.")
-    file = path.open("a", newline="")
+    with refused("csv", WRITABLE, path):
+        file = path.open("a", newline="")
     writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
 
     def write(row: Row) -> None:

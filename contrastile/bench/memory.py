@@ -70,8 +70,9 @@ def one_rank_of(world: int) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def ways(machine: Machine, world: int) -> list[Contestant]:
-    tiles = "triton" if machine.device.type == "cuda" else "eager"
+def ways(device: torch.device, world: int) -> list[Contestant]:
+    """Contestants of a world, contrastile's first."""
+    tiles = "triton" if device.type == "cuda" else "eager"
     # bytes of a pair: of all rows and columns, and of a rank's rows and all columns for each direction
     matrix, strips = DENSE_BYTES, 2 * DENSE_BYTES / world
     plain = partial(under_autocast, partial(clip, local=False))
@@ -86,6 +87,14 @@ def ways(machine: Machine, world: int) -> list[Contestant]:
         Contestant("DisCo-CLIP", "decomposed", {"clip": _Decomposed.apply}, pair_bytes=strips),
         inf_cl,
     ]
+
+
+def check_words(words: Sequence[str], device: torch.device, world: int) -> None:
+    """Raise ValueError for a word that is part of no way's name."""
+    known = [f"{way.name}, {way.backend}" for way in ways(device, world)]
+    for word in words:
+        if not any(word in label for label in known):
+            raise invalid("ways", f"be words of {'; '.join(known)}", repr(word), "Leave it out for all.")
 
 
 def _contrastile(exchange: Any, backend: Any, pair_bytes: float = 0) -> Contestant:
@@ -184,11 +193,8 @@ class MemoryBench:
     def measure(self, world: int, sizes: Sequence[int], d: int, dtype: torch.dtype) -> None:
         """Measure all ways of a world; report each result as soon as it is there."""
         with one_rank_of(world):
-            known = {f"{way.name}, {way.backend}": way for way in ways(self.machine, world)}
-            for word in self.words:
-                if not any(word in label for label in known):
-                    raise invalid("ways", f"be words of {'; '.join(known)}", repr(word), "Leave it out for all.")
-            for label, way in known.items():
+            for way in ways(self.machine.device, world):
+                label = f"{way.name}, {way.backend}"
                 if not any(word in label for word in self.words):
                     continue
                 if absent := way.absent(self.machine):

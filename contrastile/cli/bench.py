@@ -198,9 +198,10 @@ def run_memory(arguments: argparse.Namespace) -> int:
     import torch
 
     from contrastile.bench.harness import COLUMNS, Machine, reporting
-    from contrastile.bench.memory import TABLE, MemoryBench
+    from contrastile.bench.memory import TABLE, MemoryBench, check_words
 
     kind = _device(arguments.device, has_cuda=torch.cuda.is_available())
+    check_words(arguments.ways, torch.device(kind), worlds[0])
     sizes = arguments.sizes or (MEMORY_SIZES if kind == "cuda" else SMALL_MEMORY_SIZES)
     dtype = getattr(torch, DTYPES[arguments.dtype or ("bf16" if kind == "cuda" else "fp32")])
     with reporting(arguments.csv, COLUMNS["memory"], kind) as (device, report):

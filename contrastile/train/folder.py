@@ -31,6 +31,7 @@ RUN_ID = "run.id"
 PACKAGED = Path(__file__).parent.parent / "recipes"
 # a folder that another process has made, renamed, or filled meanwhile
 TAKEN = (errno.EEXIST, errno.ENOENT, errno.ENOTEMPTY)
+WRITABLE = "a file that can be written to"
 # in a folder that `contrastile encode` wrote
 INDEX = "index.json"
 
@@ -147,13 +148,22 @@ def make_way(option: str, path: str | Path) -> None:
     """Make the folder of the file that `option` names; raises ValueError where the file cannot be written."""
     path = Path(path)
     _make(option, "a file, or where one can be made", path, path.parent)
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise invalid(option, "be a file that can be written to", f'"{path}"', "Name another one.")
+    with refused(option, WRITABLE, path):
+        writable = not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
+    if not writable:
+        raise invalid(option, f"be {WRITABLE}", f'"{path}"', "Name another one.")
 
 
 def _make(option: str, rule: str, path: str | Path, folder: Path) -> None:
-    try:
+    with refused(option, rule, path):
         folder.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def refused(option: str, rule: str, path: str | Path) -> Iterator[None]:
+    """Raise an operating system's error as a ValueError that names the option, except that of a full disk."""
+    try:
+        yield
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise
