@@ -111,7 +111,10 @@ def test_every_way_is_run_for_equal_examples_and_for_equal_time_and_goes_on_when
     assert "held-out pairs, picture → name" in rows[0]
     page = (folder / "compare.md").read_text()
     output = capsys.readouterr()
-    assert re.search(r"^16 runs: about [0-9:]+ one after the other$", output.err, re.MULTILINE)
+    sentence = (
+        "16 runs: about [0-9:]+ of training, one after the other; evaluation and the start of processes add to it"
+    )
+    assert re.search(f"^{sentence}$", output.err, re.MULTILINE)
     named = re.findall(r"^run (\d+) of 16: budget (\w+), way (\w+), seed (\d)$", output.err, re.MULTILINE)
     assert [tuple(words[1:]) for words in named] == every
     assert "| time | schedule |" in page
