@@ -34,6 +34,7 @@ from contrastile.train.recipe import load_any_recipe
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.job import TextBatchBuilder
 from contrastile.train.retriever.run import TextMaterials, open_text_materials
+from contrastile.train.state import NonFiniteGuard
 
 SCALE, D = 10.0, 6
 
@@ -199,6 +200,18 @@ def texts_of(folder: Path, kind: str, *overrides: str) -> tuple[RetrieverRecipe,
     write_scored(folder)
     recipe = read(TEXTS.format(folder=folder, kind=kind), folder, *overrides)
     return recipe, open_text_materials(recipe)
+
+
+def test_scores_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    recipe, materials = texts_of(tmp_path, "margin_mse")
+    builder = TextBatchBuilder(materials, recipe)
+    batch = builder.batch(builder.sample(torch.from_numpy(materials.texts.splits["train"][:4]), 1))
+    assert batch.scores is not None
+    batch.scores[0, 0] = torch.inf
+    guard = NonFiniteGuard()
+    guard.in_a_row = 2
+    with pytest.raises(FloatingPointError, match="first seen in the scores of the batch, and"):
+        guard.passes(3, float("nan"), 1.0, nn.Linear(2, 2), [batch.floats])
 
 
 @cache
