@@ -450,6 +450,31 @@ def test_later_bytes_count_sums_features_and_gradients() -> None:
     # features, their gradient and the loss's accumulator, for the whole batch
     assert later_bytes([], 0, [torch.zeros(4, 5, requires_grad=True), torch.zeros(4), None], 2.5) == 50 * 3 * 4
     assert later_bytes([], 0, [torch.zeros(4, 5, dtype=torch.bfloat16, requires_grad=True)], 1) == 20 * (2 + 2 + 4)
+    # vectors of tokens have normalised copies too
+    tokens = torch.zeros(2, 2, 5, dtype=torch.bfloat16, requires_grad=True)
+    assert later_bytes([], 0, [tokens], 1) == 20 * (2 + 2 + 4 + 4 * memory.TOKEN_TENSORS)
+
+
+@pytest.mark.parametrize(("later", "left"), [(9, 89), (100, 79), (400, 49), (5000, 0)])
+def test_a_later_call_releases_graphs_where_its_features_have_no_room(monkeypatch: Any, later: int, left: int) -> None:
+    """Graphs of 10 bytes on a device of 1,000; 890 are taken, and 19 free beside margin and workspace."""
+    used, device = 0, torch.device("cuda", 0)
+    monkeypatch.setattr(memory, "_calls", weakref.WeakValueDictionary())
+    monkeypatch.setattr(memory, "free_memory", lambda _: (1000 - used, 1000))
+    monkeypatch.setattr(memory, "allocated", lambda _: used)
+
+    def graph() -> Any:
+        nonlocal used
+        used += 10
+        return [], []
+
+    first, second = (RetainedGraphs("auto", 99, device, releasable=True) for _ in range(2))
+    first[0] = first.measured(0, graph, 1, lambda _: 0)
+    first.update(dict.fromkeys(range(first.first, 99), first[0]))
+    del first[0]
+    used = 10 * len(first)
+    second.measured(0, graph, 1, lambda _: later)
+    assert (len(first), 99 - second.first) == (left, 0)
 
 
 class _Owned(nn.Module):

@@ -222,6 +222,11 @@ def test_kept_graphs_follow_the_rule_of_the_gradient_cache() -> None:
     assert step.retained_graphs() == [3, 3]
     assert replace(step, loss=replace(step.loss, memory=CONTEXT // 2)).retained_graphs() == [0, 0]
     assert _step([side, side], 2).retained_graphs() == [2, 2]
+    # a later side with large features takes back what the first one has
+    first = Side(replace(_cost(), graph=2**26), 320)
+    for features, kept in ((0, 12), (2**19, 7), (2**22, 0)):
+        sides = [first, replace(first, cost=replace(first.cost, features=features))]
+        assert _step(sides, "auto", memory=2 * CONTEXT).retained_graphs() == [kept, 0]
 
 
 @pytest.mark.parametrize("settings", [

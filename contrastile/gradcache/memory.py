@@ -40,6 +40,9 @@ MARGIN_CPU, SHARE_CPU = 0.1, 0.6
 # room beside the retained graphs: that of one more graph, at most this share of the memory; a backward needs it while
 # graphs are there, and so does a sub-batch of another tower
 BESIDE = 1 / 10
+# tensors in the accumulator's dtype that vectors of tokens take beside features, gradient and accumulator: their
+# normalised copies, and those of the moment at which the copies' gradient becomes theirs
+TOKEN_TENSORS = 6
 # size of the graph of a trained head behind a frozen trunk, in features: the trunk's, and a hidden layer or two
 HEAD = 16
 
@@ -171,8 +174,9 @@ def later_bytes(parameters: Sequence[Tensor], inputs: int, outputs: Sequence[Any
         total += x.numel() * (wide + x.dtype.itemsize * (1 if wide == x.dtype.itemsize else 2))
     for x in outputs:
         if isinstance(x, Tensor) and x.requires_grad:
-            # features, their gradient, and the loss's accumulator
-            total += int(times * x.numel()) * (2 * x.dtype.itemsize + accumulator(x.dtype).itemsize)
+            # features, their gradient, and the loss's accumulator; vectors of tokens have more than two axes
+            wide = accumulator(x.dtype).itemsize * (1 + TOKEN_TENSORS * (x.ndim > 2))
+            total += int(times * x.numel()) * (2 * x.dtype.itemsize + wide)
     return total
 
 
@@ -199,6 +203,8 @@ class RetainedGraphs(dict[int, Graph]):
         super().__init__()
         self.auto, self.frugal, self.releasable = retain == AUTO, frugal, releasable
         self.count, self.device, self.most = count, device, most
+        # bytes of a graph, 0 until one is measured
+        self.each = 0
         # the first sub-batch that retains its graph, as all behind it do
         self.first = 0 if retain == AUTO else count - retain
         self.resident = {storage_id(x) for x in resident() if _has_storage(x)} if self.auto or frugal else set()
@@ -229,14 +235,19 @@ class RetainedGraphs(dict[int, Graph]):
             graph = run()
         saved = sum(size for storage, size in sizes.items() if storage not in self.resident)
         # the device counts whole blocks, and memory that autograd does not save
-        each = max(1, saved, allocated(self.device) - gathered() - before)
+        each = self.each = max(1, saved, allocated(self.device) - gathered() - before)
         features = sum(out.nbytes for out in graph[0] if isinstance(out, Tensor))
         # without rows there is nothing to measure, and the other ranks decide
         if self.frugal and (features == 0 or saved <= max(inputs, HEAD * features)):
             self.first = 0
         elif self.auto:
             beside = min(each, int(BESIDE * free_memory(self.device)[1]))
-            self.first = self.count - retained_graphs(self.count, spare - gathered(), later(graph) + beside, each)
+            spare, others = spare - gathered(), later(graph) + beside
+            # earlier calls did not know what the features of this one take
+            while self.releasable and spare < others and (earlier := _oldest(self.device)) and earlier.each:
+                earlier.pop(min(earlier))
+                spare += earlier.each
+            self.first = self.count - retained_graphs(self.count, spare, others, each)
         self.first = self.most(self.first)
         return graph
 
@@ -262,11 +273,15 @@ def free_a_graph(device: torch.device | None) -> bool:
 
     It is the oldest graph of the first call, whose backward comes last.
     """
-    graphs = next((g for _, g in sorted(_calls.items()) if g and g.device == device), None)
-    if graphs is None:
+    if (graphs := _oldest(device)) is None:
         return False
     graphs.release(min(graphs))
     return True
+
+
+def _oldest(device: torch.device | None) -> RetainedGraphs | None:
+    """The graphs of the first call that has some on the device."""
+    return next((graphs for _, graphs in sorted(_calls.items()) if graphs and graphs.device == device), None)
 
 
 def _has_storage(x: Tensor) -> bool:

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
-from contrastile.gradcache.memory import AUTO, BESIDE, HEAD, MARGIN, retained_graphs
+from contrastile.gradcache.memory import AUTO, BESIDE, HEAD, MARGIN, TOKEN_TENSORS, retained_graphs
 from contrastile.losses.guided import ROWS_AT_ONCE, Guided
 from contrastile.offload import default_workspace
-from contrastile.planner.loss import LossSize
+from contrastile.planner.loss import LateSize, LossSize
 from contrastile.planner.towers import TowerCost
 
 # bytes that libraries of matrix products keep on a GPU: two workspaces of cuBLAS
@@ -143,9 +143,16 @@ class StepMemory:
         for side in self.sides:
             cost, copies = side.cost, side.cost.trained // 2
             # gradients and their sums; features, their gradients and the loss's accumulators
-            later = 2 * cost.trained + side.examples * (2 * cost.features + self.loss.wide * cost.dimensions)
+            sums = self.loss.wide * (1 + TOKEN_TENSORS * isinstance(self.loss, LateSize))
+            later = 2 * cost.trained + side.examples * (2 * cost.features + sums * cost.dimensions)
             graph = max(1, cost.graph + copies)
             beside = min(graph, int(BESIDE * total))
+            # a later side takes back what earlier ones have too much
+            for index, earlier in enumerate(self.sides[: len(retained)]):
+                missing = max(0, later + beside - spare)
+                released = min(retained[index], ceil(missing / max(1, earlier.cost.graph)))
+                retained[index] -= released
+                spare += released * earlier.cost.graph
             most = side.count if side.keeps_all else retained_graphs(side.count, spare, later + beside, graph)
             retained.append(most if cost.trained else 0)
             spare -= side.graph_bytes(retained[-1]) + side.encoded + copies
