@@ -79,6 +79,20 @@ def test_every_exchange_is_compared_with_one_process(pool: Pool, tmp_path: Path,
         assert [float(line.split()[at]) for line in answers[0][0]] == expected_costs
 
 
+@pytest.mark.parametrize("name", ["clip_labels", "clip_two_labels", "siglip_balanced", "supcon"])
+def test_ranks_have_their_part_of_the_labels_of_the_whole_batch(pool: Pool, name: str) -> None:
+    # 21 rows of each rank, which are no whole number of labels
+    (lines, passed), *_ = pool.run(_run, RANKS, Case(name, 84, 16, "float32"), None, "")
+    assert passed
+    assert len(_names(lines)) == len(WAYS)
+
+
+def test_copies_of_other_ranks_keys_are_left_out(pool: Pool) -> None:
+    (lines, passed), *_ = pool.run(_run, RANKS, Case("own", 84, 16, "float32"), None, "")
+    assert passed
+    assert lines == ["  own is left out across ranks: its queries have copies of other ranks' keys"]
+
+
 def test_two_levels_are_measured_between_nodes(pool: Pool) -> None:
     (lines, passed), *_ = pool.run(_run, RANKS, CASE, None, "nodes")
     assert passed

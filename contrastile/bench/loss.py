@@ -163,6 +163,9 @@ class LossBench:
             if case.b % (size := self._world.size):
                 self.report.note(f"{case.b} rows are left out: they cannot be shared evenly by {size} ranks")
                 continue
+            if self._across and SUBJECTS[case.loss].of_neighbours:
+                self.report.note(f"{case.loss} is left out across ranks: its queries have copies of other ranks' keys")
+                continue
             with float32_products(case.precision):
                 self._measure(case)
 

@@ -140,9 +140,9 @@ def _trained(module: str, name: str, **how: Any) -> Loss:
     return lambda *leaves: under_autocast(getattr(import_module(module), name)(**how), *leaves)
 
 
-def labels_of(x: Tensor) -> Tensor:
-    """Labels [b] of rows, `OF_A_LABEL` of each."""
-    return torch.arange(len(x), device=x.device) // OF_A_LABEL
+def labels_of(x: Tensor, before: int = 0) -> Tensor:
+    """Labels [b] of rows, `OF_A_LABEL` of each; before: rows of the batch that are before these."""
+    return torch.arange(before, before + len(x), device=x.device) // OF_A_LABEL
 
 
 def _siglip_plus(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
 """The losses of `bench loss` by name: a plain formula, contrastile's module, and the operations that each needs.
 
 Under `gate.py`, which compares the two. Inputs beside two sides, such as labels or a guide, follow from the features or
-from the row alone, so that both have the same. A formula is the mean loss of a few rows, those `some` [n] of b.
+from the row among those of all ranks, so that both have the same. A formula is the mean loss of a few rows, those
+`some` [n] of b.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from contrastile import modules
 from contrastile.bench.peers import OF_A_LABEL, Loss, labels_of
+from contrastile.distributed import collectives, consistency
 from contrastile.functional import contrast
 from contrastile.losses import reference
 
@@ -51,6 +53,7 @@ class Subject:
     summed: float = 1.0
     dense: Loss | None = None
     rounded: float = 1.0
+    of_neighbours: bool = False
 
     @property
     def reference(self) -> Loss:
@@ -62,9 +65,9 @@ def _own_key(some: Tensor, x: Tensor) -> Tensor:
     return some[:, None] == torch.arange(len(x), device=x.device)
 
 
-def _two_labels(x: Tensor) -> Tensor:
-    """Labels [b] of rows: 0 and 1 in turns."""
-    return torch.arange(len(x), device=x.device) % 2
+def _two_labels(x: Tensor, before: int = 0) -> Tensor:
+    """Labels [b] of rows: 0 and 1 in turns; before: as in `labels_of`."""
+    return torch.arange(before, before + len(x), device=x.device) % 2
 
 
 def _same_label(some: Tensor, x: Tensor, labels: Callable[[Tensor], Tensor] = labels_of) -> Tensor:
@@ -235,13 +238,32 @@ def _with(further: Further, loss: Module, **how: Any) -> Module:
     return partial(_With, partial(loss, **how), further)
 
 
-_labelled = partial(_with, lambda q, _: {"labels": labels_of(q)})
-_two_labelled = partial(_with, lambda q, _: {"labels": _two_labels(q)})
+def _labelled(
+    loss: Module, names: Sequence[str] = ("labels",), views: int = 1, labels: Callable[..., Tensor] = labels_of
+) -> Module:
+    """A loss with labels by these names, for all views of the examples one after the other."""
+
+    def made(**how: Any) -> Loss:
+        group = how.get("group")
+        return _With(loss, lambda q, _: dict.fromkeys(names, labels(q, _rows_before(q, group)).repeat(views)), **how)
+
+    return made
+
+
+def _rows_before(x: Tensor, group: Any) -> int:
+    """The rows of the ranks before this one."""
+    if collectives.size(group) == 1:
+        return 0
+    sizes = consistency.numbers_of_ranks(group, "rows of a benchmark", [len(x)])
+    return sum(rows for (rows,) in sizes[: collectives.rank(group)])
+
+
+_two_labelled = partial(_labelled, labels=_two_labels)
 _with_own = partial(_with, lambda _, k: {"negatives": _neighbours(k, 1)}, modules.InfoNCELoss)
 _with_queue = partial(_with, lambda _, k: {"negatives": k.detach().roll(1, 1)}, modules.InfoNCELoss)
 _hard: dict[str, Any] = {"hardness_strength": HARDNESS}
 _guided = partial(_with, guides, modules.GISTLoss)
-_of_same_views = partial(_with, lambda q, _: dict.fromkeys(("query_labels", "key_labels"), labels_of(q).repeat(2)))
+_of_same_views = partial(_labelled, names=("query_labels", "key_labels"), views=2)
 _other_view = partial(_with, lambda q, _: {"positives": torch.arange(2 * len(q), device=q.device).roll(len(q))})
 _softmax, _sigmoid = reference.dense_softmax, reference.dense_sigmoid
 _same_two_labels = partial(_same_label, labels=_two_labels)
@@ -259,9 +281,11 @@ SUBJECTS = {
     # three times the columns
     "gist_pairs": Subject(partial(_some_gist, 0.0, True), _guided(contrast_anchors=True, contrast_positives=True), 36),
     "distill": Subject(_some_distill, _with(_teachers, modules.DistillClipLoss, weight=TEACHER_WEIGHT), 12),
-    "own": Subject(partial(_some_own, 0.0), _with_own(), 8),
-    "hardness_own": Subject(partial(_some_own, HARDNESS), _with_own(hardness_mode="hard_negatives", **_hard), 8),
-    "own_alone": Subject(_some_alone, _with_own(in_batch=False), 0),
+    "own": Subject(partial(_some_own, 0.0), _with_own(), 8, of_neighbours=True),
+    "hardness_own": Subject(
+        partial(_some_own, HARDNESS), _with_own(hardness_mode="hard_negatives", **_hard), 8, of_neighbours=True
+    ),
+    "own_alone": Subject(_some_alone, _with_own(in_batch=False), 0, of_neighbours=True),
     "queue": Subject(_some_queue, _with_queue(), 16),
     "clip_labels": Subject(_both_ways(_rows(_softmax, _same_label)), _labelled(modules.ClipLoss), 8),
     # no positive's gradient is larger than the others, to which the rounding of exponentials is relative
@@ -270,14 +294,16 @@ SUBJECTS = {
     ),
     "siglip_labels": Subject(_rows(_sigmoid, _same_label), _labelled(modules.SigLipLoss), 6, bias=-10.0),
     # a tile's sum has every positive at full weight, before the share that balance takes is subtracted
-    "siglip_balanced": Subject(_some_balanced, _labelled(modules.SigLipLoss, balanced=True), 6, -10.0, OF_A_LABEL),
+    "siglip_balanced": Subject(
+        _some_balanced, _labelled(partial(modules.SigLipLoss, balanced=True)), 6, -10.0, OF_A_LABEL
+    ),
     # a matrix of twice the rows and columns
     "ntxent": Subject(partial(_some_views, "other"), _other_view(partial(_Views, modules.NTXentLoss)), 32),
     # beside the roundings of "clip_two_labels", the gradients of a view as a row and as a column are added in 16 bits
     "supcon": Subject(partial(_some_views, "out"), _of_same_views(_supcon), 32, rounded=1.25),
     "supcon_in": Subject(partial(_some_views, "in"), _of_same_views(_supcon_in), 32, rounded=1.25),
-    "kl": Subject(partial(_some_scores, "kl"), partial(_listed, "kl"), 0),
-    "margin_mse": Subject(partial(_some_scores, "margin_mse"), partial(_listed, "margin_mse"), 0),
+    "kl": Subject(partial(_some_scores, "kl"), partial(_listed, "kl"), 0, of_neighbours=True),
+    "margin_mse": Subject(partial(_some_scores, "margin_mse"), partial(_listed, "margin_mse"), 0, of_neighbours=True),
     "hardness": Subject(
         _rows(partial(_softmax, hardness=HARDNESS)),
         partial(modules.InfoNCELoss, hardness_mode="all_negatives", **_hard),
