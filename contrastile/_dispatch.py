@@ -130,12 +130,12 @@ EXCHANGES: dict[str, type[Exchange]] = {
 
 def choose_exchange(
     options: Options, loss: PairLoss, rows: Shard, cols: Shard, statement: dict[str, Any],
-    tokens: tuple[int, int] | None = None,
+    tokens: tuple[int, int] | None = None, unnamed: tuple[bool, bool] = (False, False),
 ) -> Exchange:  # fmt: skip
     """The exchange by name; for "auto" that of `automatic_exchange`, the same on all ranks.
 
     statement: further facts that all ranks must have in common, such as which inputs require a gradient. tokens: those
-    of a row and of a column on this rank, where they may differ.
+    of a row and of a column on this rank, where they may differ. unnamed: as in `Problem`.
     """
     name, group = options.exchange, options.group
     W = collectives.size(group)
@@ -145,7 +145,7 @@ def choose_exchange(
     if name == "single":
         # nothing travels: one rank may compute a loss of its own while the others do not, for validation
         return Single(options.gradient, Layout(None, 0, (len(rows),), (len(cols),)))
-    layout = agreed_layout(options, loss, rows, cols, statement, tokens)
+    layout = agreed_layout(options, loss, rows, cols, statement, tokens, unnamed)
     if name == "auto":
         most = layout.tokens or (None, None)
         D = max(_numbers_per_row(side, length) for side, length in zip((rows, cols), most, strict=True))
@@ -160,16 +160,17 @@ def choose_exchange(
 
 def agreed_layout(
     options: Options, loss: PairLoss, rows: Shard, cols: Shard, statement: dict[str, Any],
-    tokens: tuple[int, int] | None = None,
+    tokens: tuple[int, int] | None = None, unnamed: tuple[bool, bool] = (False, False),
 ) -> Layout:  # fmt: skip
     """The rows and columns of every rank, and the most tokens; raises where the ranks' statements differ."""
     group = collectives.resolved(options.group)
     statement = _statement(options, loss, rows, cols, ragged=tokens is not None) | statement
     allowed = gathering_allowed(rows.features.device)
-    counted = consistency.tally(group, statement, (len(rows), len(cols), allowed, *(tokens or (0, 0))))
-    of_rows, of_cols, allowances, *lengths = (tuple(each) for each in zip(*counted, strict=True))
+    counted = consistency.tally(group, statement, (len(rows), len(cols), allowed, *unnamed, *(tokens or (0, 0))))
+    of_rows, of_cols, allowances, labels, ids, *lengths = (tuple(each) for each in zip(*counted, strict=True))
     longest = None if tokens is None else (max(lengths[0]), max(lengths[1]))
-    layout = Layout(group, collectives.rank(group), of_rows, of_cols, tokens=longest, allowed=min(allowances))
+    shared: dict[str, Any] = {"allowed": min(allowances), "unnamed": (any(labels), any(ids))}
+    layout = Layout(group, collectives.rank(group), of_rows, of_cols, tokens=longest, **shared)
     not_empty(sum(layout.rows))
     return layout
 

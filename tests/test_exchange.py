@@ -225,6 +225,26 @@ def test_the_least_of_all_ids_is_no_negatives_of_another_rank(pool: Pool, guided
     assert pool.run(_by_least_id, 2, -1, guided) == pool.run(_by_least_id, 2, torch.iinfo(torch.int64).min, guided)
 
 
+def _with_ids(rank: int, group: Any, one: int, other: int, guided: bool, lack: bool) -> Tensor:
+    """The second rank has no negatives; lack: those of the first have no ids."""
+    q, negatives = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(rank)).double()
+    ids, some = torch.tensor([0, one, other, 0, 5]), negatives[: 2 - 2 * rank]
+    words = {"query_ids": ids, "key_ids": ids if lack else torch.cat([ids, torch.tensor([5, one])[: len(some)]])}
+    if not guided:
+        return contrast(q, q, scale=1.0, loss=Softmax(), negatives=some, group=group, **words)
+    loss = GISTLoss(margin=-1e3, contrast_anchors=True, contrast_positives=True, group=group)
+    return loss(q, q, 1.0, negatives=some, guide_query=q, guide_key=q, guide_negatives=some, **words)
+
+
+@pytest.mark.parametrize("guided", [False, True])
+def test_ranks_without_negatives_have_the_ids_of_the_others(pool: Pool, guided: bool) -> None:
+    """Ids of both ranks' queries meet, also the least number, and with named negatives it is not the next one."""
+    least = torch.iinfo(torch.int64).min
+    assert pool.run(_with_ids, 2, least, least + 1, guided, False) == pool.run(_with_ids, 2, 10, 11, guided, False)
+    # negatives without an id take the least number, so that both are one id on all ranks
+    assert pool.run(_with_ids, 2, least, least + 1, guided, True) == pool.run(_with_ids, 2, 10, 10, guided, True)
+
+
 def _sentence(rank: int, group: Any, kind: str) -> str:
     q = torch.ones(3, 4 + (kind == "features" and rank == 1))
     options = {"gradient": "sum"} if kind == "gradient" and rank == 1 else {}

@@ -30,7 +30,7 @@ VALUE = 160
 # value in place of a statement's digest that requests the full statements
 IN_FULL = 0
 # counts beside a digest, as many in every call, so that ranks which are in different calls can compare
-COUNTS = 5
+COUNTS = 7
 NUMBERS = Struct(f"{1 + COUNTS}q")
 
 

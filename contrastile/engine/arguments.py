@@ -12,11 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from contrastile._dispatch import Options
 from contrastile._errors import invalid
 from contrastile._torch import pytree
 from contrastile._types import FEATURES, shape_or_type
+from contrastile.distributed import collectives
 from contrastile.losses.base import Gathers, PairLoss, Shard, changed, count_equal
 from contrastile.losses.hardness import OWN, Hardness
+from contrastile.losses.queue import NOBODY
+from contrastile.offload import present_device, with_index
 from contrastile.tiles.base import Tiles, nonfinite_flag
 
 # calls of a process that read values of one kind on a GPU: a read waits for the device, which a step must not
@@ -298,6 +302,27 @@ def with_loss_numbers(
     if loss.counts_positives:
         rows, cols = loss.counted(rows, cols, gathers, count_equal if tiles is None else tiles.count_equal)
     return rows, cols, scale
+
+
+def computing_device(features: torch.device, options: Options) -> torch.device:
+    """The device of the computation: that of the features, or another to which host memory is streamed."""
+    if options.device is None:
+        return features
+    device = with_index(present_device(options.device, "where the features are"))
+    if device == features:
+        return device
+    if features.type != "cpu":
+        got = f"{device}, and features on {features}"
+        raise invalid("device", "be where the features are, unless those are in host memory", got, "Leave it out.")
+    if collectives.size(options.group) > 1 and options.exchange not in ("auto", "ring", "single"):
+        rule = "be auto, ring or single for features in host memory"
+        raise invalid("exchange", rule, repr(options.exchange), "Take ring.")
+    return device
+
+
+def above_least(x: Tensor) -> Tensor:
+    """Labels or ids in int64, where the least number, that of negatives without one, becomes the next."""
+    return x.long().clamp(min=NOBODY + 1)
 
 
 def number(name: str, x: Tensor | float, q: Tensor, device: torch.device | str | None = None) -> None:

@@ -114,7 +114,7 @@ def _checked(
     exchange = plan.exchange if plan is not None and alone else None
     if exchange is None:
         rows, cols = problem.rows, problem.cols
-        exchange = choose_exchange(options, problem.loss, rows, cols, problem.statement, tokens)
+        exchange = choose_exchange(options, problem.loss, rows, cols, problem.statement, tokens, problem.unnamed)
     several = len(exchange.layout.rows) > 1
     if several and key is not None:
         # all ranks make the same plan, from the rows of all
@@ -417,7 +417,7 @@ def _streamed(problem: Problem, tokens: tuple[int, int] | None) -> tuple[Callabl
     workspace = workspace_on(device, options.workspace)
     layout, carrier = Layout(None, 0, (len(rows),), (len(cols),)), None
     if collectives.size(options.group) > 1 and options.exchange != "single":
-        layout = agreed_layout(options, problem.loss, rows, cols, problem.statement, tokens)
+        layout = agreed_layout(options, problem.loss, rows, cols, problem.statement, tokens, problem.unnamed)
         carrier = consistency.carrier_on_host(options.group)
     dtype = problem.dtype if problem.scorer is None else None
     with Single(options.gradient, layout).in_step():

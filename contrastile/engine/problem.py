@@ -24,7 +24,7 @@ from contrastile.engine import arguments as checks
 from contrastile.exchange.base import Exchange
 from contrastile.gradcache.modes import joined
 from contrastile.losses.base import PairLoss, Shard, changed
-from contrastile.offload import present_device, with_index
+from contrastile.losses.queue import NOBODY
 from contrastile.tiles.scored import Form, Scorer
 
 # types of tensors that are whole on every rank
@@ -66,6 +66,8 @@ class Arguments:
     own_positives: int = 0
     # queries meet each other; so do their keys, as second halves of queries, which the last N keys meet (`halves.py`)
     among: tuple[bool, bool] = (False, False)
+    # some of `key_ids` are those of negatives without an id, which are the least number
+    unnamed: bool = False
 
     def signature(self) -> Hashable:
         """The facts that checks and plan depend on: calls of equal signature differ in the values of tensors alone."""
@@ -160,6 +162,8 @@ class Problem:
     statement: dict[str, Any]
     # the numbers that the loss takes from guides and labels are computed before the call, if there are any
     numbers_before_call: bool
+    # there are negatives without a label, and without an id, on this rank
+    unnamed: tuple[bool, bool] = (False, False)
 
     @classmethod
     def of(cls, arguments: Arguments, *, checked: bool, alone: bool) -> Problem:
@@ -178,7 +182,7 @@ class Problem:
         # autocast leaves float64 as it is
         autocast = None if q.dtype == torch.float64 else arguments.cast()
         dtype = (autocast or q.dtype) if sides.scorer is None else sides.scorer.dtype
-        device = _device(q.device, options)
+        device = checks.computing_device(q.device, options)
         # features in host memory are cast on the device
         cast = dtype if sides.scorer is None and device == q.device else None
         rows, cols = sides.shards(arguments, cast)
@@ -206,6 +210,7 @@ class Problem:
             bias=None if bias is None else as_tensor(bias, device, dtype), rows=rows, cols=cols,
             weights=arguments.weights, device=device, dtype=dtype, positives_below=None if in_range else sides.keys,
             scorer=sides.scorer, statement=statement, numbers_before_call=numbers_before_call,
+            unnamed=(False, False) if alone else sides.unnamed(arguments),
         )  # fmt: skip
 
     def input_dtypes(self) -> tuple[torch.dtype, ...] | None:
@@ -227,6 +232,10 @@ class Problem:
             # before positions are counted over all ranks
             positives, scale = checks.mask_out_of_range(rows.positives, positives_below, scale)
             rows, positives_below = replace(rows, positives=positives), None
+        for name, here, anywhere in zip(("labels", "ids"), self.unnamed, exchange.layout.unnamed, strict=True):
+            if anywhere and not here:
+                # as on the ranks that have such negatives
+                rows, cols = (changed(side, **{name: checks.above_least(getattr(side, name))}) for side in (rows, cols))
         if self.numbers_before_call:
             rows, cols, scale = checks.with_loss_numbers(self.loss, rows, cols, scale, exchange.layout.gathers())
         if several:
@@ -273,7 +282,7 @@ class _Sides:
             all_keys = pytree.tree_map(lambda a, b: None if a is None or b is None else joined([a, b]), k, negatives)
             col_form, cols = Form.of("k", all_keys)
         checks.same_device("k", cols[0], "q", rows[0])
-        device = _device(rows[0].device, arguments.options)
+        device = checks.computing_device(rows[0].device, arguments.options)
         return cls(tuple(rows), tuple(cols), keys, Scorer.of(module, (row_form, rows), (col_form, cols), device))
 
     def check(self, arguments: Arguments) -> None:
@@ -325,7 +334,7 @@ class _Sides:
     def shards(self, arguments: Arguments, cast: torch.dtype | None) -> tuple[Shard, Shard]:
         """Rows and columns with their positives, labels and ids, and with features of the dtype `cast`."""
         groups = (arguments.query_labels, arguments.key_labels), arguments.ids
-        labels, ids = (self._groups(arguments, *each) for each in groups)
+        labels, ids = (self._groups(*each) for each in groups)
         positives = None if arguments.positives is None else indices(arguments, self.keys)
         (q, *more_q), (k, *more_k) = [x.detach() for x in self.rows], [x.detach() for x in self.cols]
         if cast is not None:
@@ -338,16 +347,20 @@ class _Sides:
         cols = Shard(k, labels=labels[1], ids=ids[1], others=tuple(more_k), **of_cols)
         return rows, cols
 
-    def _groups(self, arguments: Arguments, of_q: Tensor | None, of_k: Tensor | None) -> tuple[Tensor | None, ...]:
+    def unnamed(self, arguments: Arguments) -> tuple[bool, bool]:
+        """Whether there are negatives without a label, and without an id."""
+        labels, ids = (x is not None and len(x) < len(self.cols[0]) for x in (arguments.key_labels, arguments.ids[1]))
+        return labels, ids or arguments.unnamed
+
+    def _groups(self, of_q: Tensor | None, of_k: Tensor | None) -> tuple[Tensor | None, ...]:
         """Labels or ids in int64 of rows [N], and of columns [M]; `of_k` may leave out those of the negatives."""
         if of_q is None or of_k is None:
             return None, None
         of_rows = of_q.long()
-        if arguments.negatives is not None and arguments.own is None and len(of_k) == self.keys:
+        if unnamed := len(self.cols[0]) - len(of_k):
             # negatives share the least number, which no query has: on all ranks it becomes the next in the others
-            least = torch.iinfo(torch.int64).min
-            of_negatives = torch.full((len(self.cols[0]) - self.keys,), least, device=of_k.device)
-            return of_rows.clamp(min=least + 1), torch.cat([of_k.long().clamp(min=least + 1), of_negatives])
+            of_negatives = torch.full((unnamed,), NOBODY, device=of_k.device)
+            return checks.above_least(of_rows), torch.cat([checks.above_least(of_k), of_negatives])
         return of_rows, of_rows if of_k is of_q else of_k.long()
 
 
@@ -411,22 +424,6 @@ def _own(arguments: Arguments, cast: torch.dtype | None) -> dict[str, Any]:
     own = own.detach() if cast is None else own.detach().to(cast)
     excluded = checks.own_excluded(arguments.negative_ids, arguments.query_ids)
     return {"own": own, "own_excluded": excluded, "own_positives": arguments.own_positives}
-
-
-def _device(features: torch.device, options: Options) -> torch.device:
-    """The device of the computation: that of the features, or another to which host memory is streamed."""
-    if options.device is None:
-        return features
-    device = with_index(present_device(options.device, "where the features are"))
-    if device == features:
-        return device
-    if features.type != "cpu":
-        got = f"{device}, and features on {features}"
-        raise invalid("device", "be where the features are, unless those are in host memory", got, "Leave it out.")
-    if collectives.size(options.group) > 1 and options.exchange not in ("auto", "ring", "single"):
-        rule = "be auto, ring or single for features in host memory"
-        raise invalid("exchange", rule, repr(options.exchange), "Take ring.")
-    return device
 
 
 def as_tensor(x: Tensor | float, device: torch.device, dtype: torch.dtype) -> Tensor:

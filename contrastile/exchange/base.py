@@ -54,6 +54,8 @@ class Layout:
     node: int | None = None
     # bytes of gathered columns that "auto" allows on every rank
     allowed: int = 0
+    # some rank has negatives without a label, and without an id
+    unnamed: tuple[bool, bool] = (False, False)
 
     def __len__(self) -> int:
         return len(self.rows)

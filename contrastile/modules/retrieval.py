@@ -235,18 +235,18 @@ class GISTLoss(Loss):
                 if negatives.ndim == 2:
                     checks.same_length("guide_negatives", guide_negatives, "negatives", negatives)
                 guide_key = joined([guide_key, guide_negatives])
-            guides = ((guide_query, guide_key),)
+            guides, unnamed = ((guide_query, guide_key),), False
             if self.contrast_anchors or self.contrast_positives:
                 Arguments(query, key, scale, self.loss, self.options, negatives=negatives, guides=guides).check()
                 M, (pair, positives) = len(key), _pair_positions(query, key, positives)
                 if query_ids is not None and key_ids is not None:
-                    query_ids, key_ids = self._ids(query, key, pair, negatives, query_ids, key_ids)
+                    query_ids, key_ids, unnamed = self._ids(query, key, pair, negatives, query_ids, key_ids)
                 guides = (self._sides(guide_query, guide_key, M, pair),)
                 query, key = self._sides(query, key if negatives is None else joined([key, negatives]), M, pair)
                 negatives = None
         operation, inputs = self._prepared(
             query, key, scale, positives=positives, negatives=negatives, query_ids=query_ids, key_ids=key_ids,
-            weights=weights, guides=guides, among=(self.contrast_anchors, self.contrast_positives),
+            weights=weights, guides=guides, among=(self.contrast_anchors, self.contrast_positives), unnamed=unnamed,
         )  # fmt: skip
         loss: Tensor = operation(*inputs)
         if self._may_warn:
@@ -271,21 +271,24 @@ class GISTLoss(Loss):
 
     def _ids(
         self, query: Tensor, key: Tensor, pair: Any, negatives: Tensor | None, of_rows: Tensor, of_keys: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The ids of rows, and of all columns of `_sides`; `of_keys`: of the keys, or of keys and negatives."""
+    ) -> tuple[Tensor, Tensor, bool]:
+        """The ids of rows, and of all columns of `_sides`, and whether there are negatives without an id.
+
+        of_keys: the ids of the keys, or of keys and negatives.
+        """
         checks.vector("query_ids", of_rows, "q", query, integer=True)
         H = 0 if negatives is None else len(negatives)
-        # a rank without negatives does as those that have some without ids
-        if whole := H > 0 and isinstance(of_keys, Tensor) and of_keys.shape == (len(key) + H,):
+        unnamed = H > 0 and not (isinstance(of_keys, Tensor) and of_keys.shape == (len(key) + H,))
+        if H > 0 and not unnamed:
             of_keys, of_negatives = of_keys.split([len(key), H])
         else:
             of_negatives = torch.full((H,), NOBODY, device=key.device)
         checks.vector("key_ids", of_keys, "k", key, integer=True)
-        if not whole:
+        if unnamed:
             # a negative without an id shares none, also where a query has the least number
-            of_rows, of_keys = (x.long().clamp(min=NOBODY + 1) for x in (of_rows, of_keys))
+            of_rows, of_keys = checks.above_least(of_rows), checks.above_least(of_keys)
         anchors, of_pairs = [of_rows] * self.contrast_anchors, [of_keys[pair]] * self.contrast_positives
-        return of_rows, torch.cat([x.long() for x in (of_keys, *anchors, of_negatives, *of_pairs)])
+        return of_rows, torch.cat([x.long() for x in (of_keys, *anchors, of_negatives, *of_pairs)]), unnamed
 
 
 def _pair_positions(query: Tensor, key: Tensor, positives: Tensor | None) -> tuple[slice | Tensor, Tensor | None]:
