@@ -348,7 +348,7 @@ class _Sides:
         return rows, cols
 
     def unnamed(self, arguments: Arguments) -> tuple[bool, bool]:
-        """Whether there are negatives without a label, and without an id."""
+        """Return True for labels, and for ids, where some negatives have none."""
         labels, ids = (x is not None and len(x) < len(self.cols[0]) for x in (arguments.key_labels, arguments.ids[1]))
         return labels, ids or arguments.unnamed
 

@@ -180,7 +180,7 @@ class Scorer:
 
     @property
     def stated(self) -> str:
-        """What ranks compare: the dtype of the scores, the module's class, and its modes where they may matter."""
+        """The words that ranks compare: dtype of the scores, class of the module, its modes where they may matter."""
         module = self.module
         unit = isinstance(module, MaxSim) and (module.normalize or module.gets_unit_vectors)
         mattering = not getattr(module, "stateless", False)
