@@ -30,6 +30,7 @@ from contrastile import (
     contrast,
 )  # fmt: skip
 from contrastile.distributed import consistency
+from contrastile.engine import plan
 from contrastile.exchange import gather
 from contrastile.exchange.base import Layout
 from contrastile.losses.base import PairLoss
@@ -385,6 +386,29 @@ def _asked(rank: int, group: Any, *rows: int) -> int:
         q = torch.ones(rows[rank], 8)
         contrast(q, q, scale=1.0, group=group)
     return len(asked)
+
+
+def _planned_for(_rank: int, group: Any) -> list[str]:
+    """The exchanges for which calls of one signature are planned where "auto" takes two in turns."""
+    names, planned, known = iter(["ring", "gather"] * 2), list[str](), plan._planned
+
+    def noted(problem: Any, exchange: Any) -> Any:
+        planned.append(type(exchange).__name__)
+        return known(problem, exchange)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_dispatch, "automatic_exchange", lambda *_: next(names))
+        patch.setattr(plan, "_planned", noted)
+        patch.setattr(plan, "_plans", {})
+        for _ in range(4):
+            q = torch.ones(8, 4)
+            contrast(q, q, scale=1.0, group=group)
+    return planned
+
+
+def test_a_plan_is_that_of_the_exchange_which_auto_takes(pool: Pool) -> None:
+    """Copies carry nothing in a graph of the user's own, where "auto" may take another exchange than before."""
+    assert pool.run(_planned_for, 2) == [["Ring", "Gather"]] * 2
 
 
 def _shouted(rank: int, group: Any) -> str:

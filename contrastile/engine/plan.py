@@ -117,8 +117,8 @@ def _checked(
         exchange = choose_exchange(options, problem.loss, rows, cols, problem.statement, tokens, problem.unnamed)
     several = len(exchange.layout.rows) > 1
     if several and key is not None:
-        # all ranks make the same plan, from the rows of all
-        key = exact, exchange.layout.rows, exchange.layout.cols
+        # all ranks make the same plan, from the rows of all; "auto" may take two exchanges for one signature
+        key = exact, type(exchange), exchange.layout.rows, exchange.layout.cols
         plan, _ = _plans.get(key, (None, None))
     constant_cols = 0 if several else _constant_negatives(arguments)
     if plan is not None and not several:
