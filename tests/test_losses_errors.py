@@ -321,6 +321,11 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     ),
     "`negatives` must be [N, H, D], each query's own, with hardness_mode=\"hard_negatives\"; got None. List "
     "them.": lambda: contrast(_x(3, 4), _x(3, 4), scale=1.0, loss=Hardness(hardness_mode="hard_negatives")),
+    "`scorer` must be left out with hardness_mode=\"hard_negatives\"; got one. Take another mode: with a scorer all "
+    "queries share the negatives.": lambda: contrast(
+        _x(3, 5, 4), _x(3, 6, 4), scale=1.0, scorer=MaxSim(), loss=Hardness(hardness_mode="hard_negatives"),
+        negatives=_x(2, 6, 4),
+    ),
     "`positives` must index this rank's 3 keys, or be -1; got 6. Count from this rank's first key.": lambda: GISTLoss(
         contrast_anchors=True
     )(_x(3, 4), _x(3, 4), 1.0, guide_query=_x(3, 2), guide_key=_x(3, 2), positives=torch.tensor([0, 1, 6])),

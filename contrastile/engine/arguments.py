@@ -121,10 +121,10 @@ def guides(pairs: Sequence[tuple[Tensor, Tensor]], q: Tensor, k: Tensor, negativ
                 raise invalid(name, f"have as many rows as `{other_name}`", f"{len(x)} and {n}", remedy)
 
 
-def pair_loss(loss: PairLoss, guides: int, targets: Tensor | None, negatives: Any) -> None:
+def pair_loss(loss: PairLoss, guides: int, targets: Tensor | None, negatives: Any, *, scored: bool) -> None:
     """Check that the loss is one of pairs, and that its guides, targets and negatives are given.
 
-    guides: number of pairs of further features.
+    guides: number of pairs of further features. scored: a scorer compares the sides.
     """
     if not isinstance(loss, PairLoss):
         got = f"the class {loss.__name__}" if isinstance(loss, type) else type(loss).__name__
@@ -137,7 +137,12 @@ def pair_loss(loss: PairLoss, guides: int, targets: Tensor | None, negatives: An
     if loss.reads_targets and targets is None:
         raise invalid("loss", "be one of pairs", type(loss).__name__, "ScoreDistillLoss gives it its lists.")
     if isinstance(loss, Hardness) and loss.hardness_mode == OWN:
-        has_own(negatives, f'hardness_mode="{OWN}"')
+        option = f'hardness_mode="{OWN}"'
+        if scored:
+            # negatives of three dimensions are vectors of tokens then
+            remedy = "Take another mode: with a scorer all queries share the negatives."
+            raise invalid("scorer", f"be left out with {option}", "one", remedy)
+        has_own(negatives, option)
 
 
 def has_own(negatives: Any, option: str) -> None:

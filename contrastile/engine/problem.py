@@ -131,7 +131,7 @@ class Arguments:
                 checks.alike("negatives", self.negatives, "k", k, self.cast())
             checks.guides(self.guides, q, k, self.negatives)
         checks.own_negatives(self.own, self.negative_ids, self.query_ids, q, self.options.device)
-        checks.pair_loss(loss, len(self.guides), self.targets, self.negatives)
+        checks.pair_loss(loss, len(self.guides), self.targets, self.negatives, scored=scored)
         if self.bias is not None and not loss.takes_bias:
             rule = f"be left out for the loss {type(loss).__name__}"
             raise invalid("bias", rule, "one", "Its weights of positives keep a bias from cancelling.")
