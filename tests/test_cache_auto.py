@@ -477,6 +477,22 @@ def test_a_later_call_releases_graphs_where_its_features_have_no_room(monkeypatc
     assert (len(first), 99 - second.first) == (left, 0)
 
 
+def test_graphs_behind_a_frozen_trunk_stay_where_a_later_call_has_no_room(monkeypatch: Any) -> None:
+    """They free little memory, and the trunk would run again."""
+    device, graph = torch.device("cuda", 0), ([torch.zeros(1)], list[Any]())
+    monkeypatch.setattr(memory, "_calls", weakref.WeakValueDictionary())
+    monkeypatch.setattr(memory, "free_memory", lambda _: (10_000, 10_000))
+    monkeypatch.setattr(memory, "allocated", lambda _: 0)
+    trunk, first, second = (
+        RetainedGraphs("auto", 9, device, frugal=frugal, releasable=True) for frugal in (True, False, False)
+    )
+    for graphs in (trunk, first):
+        graphs.measured(0, lambda: graph, 1, lambda _: 0)
+        graphs.update(dict.fromkeys(range(9), graph))
+    second.measured(0, lambda: graph, 1, lambda _: 2**20)
+    assert (len(trunk), len(first), 9 - second.first) == (9, 0, 0)
+
+
 class _Owned(nn.Module):
     def __init__(self, inner: nn.Module, how: Any) -> None:
         super().__init__()

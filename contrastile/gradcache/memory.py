@@ -41,7 +41,7 @@ MARGIN_CPU, SHARE_CPU = 0.1, 0.6
 # graphs are there, and so does a sub-batch of another tower
 BESIDE = 1 / 10
 # tensors in the accumulator's dtype that vectors of tokens take beside features, gradient and accumulator: their
-# normalised copies, and those of the moment at which the copies' gradient becomes theirs
+# normalised copies, and what the backward of the normalisation holds
 TOKEN_TENSORS = 6
 # size of the graph of a trained head behind a frozen trunk, in features: the trunk's, and a hidden layer or two
 HEAD = 16
@@ -203,7 +203,7 @@ class RetainedGraphs(dict[int, Graph]):
         super().__init__()
         self.auto, self.frugal, self.releasable = retain == AUTO, frugal, releasable
         self.count, self.device, self.most = count, device, most
-        # bytes of a graph, 0 until one is measured
+        # bytes of each of the graphs that are retained because there was room; 0 for all others
         self.each = 0
         # the first sub-batch that retains its graph, as all behind it do
         self.first = 0 if retain == AUTO else count - retain
@@ -235,7 +235,7 @@ class RetainedGraphs(dict[int, Graph]):
             graph = run()
         saved = sum(size for storage, size in sizes.items() if storage not in self.resident)
         # the device counts whole blocks, and memory that autograd does not save
-        each = self.each = max(1, saved, allocated(self.device) - gathered() - before)
+        each = max(1, saved, allocated(self.device) - gathered() - before)
         features = sum(out.nbytes for out in graph[0] if isinstance(out, Tensor))
         # without rows there is nothing to measure, and the other ranks decide
         if self.frugal and (features == 0 or saved <= max(inputs, HEAD * features)):
@@ -243,11 +243,11 @@ class RetainedGraphs(dict[int, Graph]):
         elif self.auto:
             beside = min(each, int(BESIDE * free_memory(self.device)[1]))
             spare, others = spare - gathered(), later(graph) + beside
-            # earlier calls did not know what the features of this one take
-            while self.releasable and spare < others and (earlier := _oldest(self.device)) and earlier.each:
+            # earlier calls did not know what the features of this one take; graphs behind a frozen trunk are too small
+            while self.releasable and spare < others and (earlier := _oldest(self.device, sized=True)):
                 earlier.pop(min(earlier))
                 spare += earlier.each
-            self.first = self.count - retained_graphs(self.count, spare, others, each)
+            self.first, self.each = self.count - retained_graphs(self.count, spare, others, each), each
         self.first = self.most(self.first)
         return graph
 
@@ -279,9 +279,10 @@ def free_a_graph(device: torch.device | None) -> bool:
     return True
 
 
-def _oldest(device: torch.device | None) -> RetainedGraphs | None:
-    """The graphs of the first call that has some on the device."""
-    return next((graphs for _, graphs in sorted(_calls.items()) if graphs and graphs.device == device), None)
+def _oldest(device: torch.device | None, *, sized: bool = False) -> RetainedGraphs | None:
+    """The graphs of the first call that has some on the device; sized: of those whose `each` is known."""
+    calls = (graphs for _, graphs in sorted(_calls.items()) if graphs and graphs.device == device)
+    return next((graphs for graphs in calls if graphs.each or not sized), None)
 
 
 def _has_storage(x: Tensor) -> bool:

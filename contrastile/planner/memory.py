@@ -51,7 +51,7 @@ class Side:
         return ceil(self.examples / self.cost.sub_batch)
 
     def with_examples(self, examples: int) -> Side:
-        """The same side for another number of examples, of which a sub-batch has as many as there are at most."""
+        """The same side for another number of examples; a sub-batch has no more than these."""
         whole = self.whole or self.cost
         size = min(whole.sub_batch, examples)
         cost = self.cost if size == self.cost.sub_batch else whole.of(size)
@@ -147,9 +147,9 @@ class StepMemory:
             later = 2 * cost.trained + side.examples * (2 * cost.features + sums * cost.dimensions)
             graph = max(1, cost.graph + copies)
             beside = min(graph, int(BESIDE * total))
-            # a later side takes back what earlier ones have too much
+            # a later side takes graphs back from earlier ones, but not those behind frozen weights
             for index, earlier in enumerate(self.sides[: len(retained)]):
-                missing = max(0, later + beside - spare)
+                missing = 0 if earlier.keeps_all else max(0, later + beside - spare)
                 released = min(retained[index], ceil(missing / max(1, earlier.cost.graph)))
                 retained[index] -= released
                 spare += released * earlier.cost.graph
