@@ -95,6 +95,10 @@ def test_the_reported_exchange_is_the_ring_between_gpus_that_reach_each_other(mo
         choice = exchange_choice(ranks, batch, 768, torch.bfloat16, torch.device("cuda:0"))
         assert (choice["takes"], choice["copied"]) == (name, copied)
         assert (", by copy engines" in cli.doctor._exchange(choice)) is choice["copied"]
+    # few rows among many columns, such as a queue's, are one block too
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "0")
+    how = 2, 2**15, 768, torch.bfloat16, torch.device("cuda:0")
+    assert [exchange_choice(*how, rows=rows)["takes"] for rows in (2**10, 2**15)] == ["gather", "ring"]
 
 
 @pytest.mark.parametrize(("features", "taken"), [("device", "gather"), ("host", "ring")])

@@ -32,11 +32,13 @@ TEST_SIDE = 64
 
 
 def examine(
-    *, ranks: int = 1, batch: int = 32_768, features: int = 512, dtype: torch.dtype = torch.float32, host: bool = False
+    *, ranks: int = 1, batch: int = 32_768, features: int = 512, dtype: torch.dtype = torch.float32,
+    host: bool = False, rows: int | None = None,
 ) -> Values:  # fmt: skip
     """Return versions, devices and choices for a global `batch` over `ranks`.
 
-    dtype: of the loss's products. host: its features wait in host memory.
+    dtype: of the loss's products. host: its features wait in host memory. rows: those of the loss over all ranks, where
+    `batch` columns are more.
 
     >>> values = examine()
     >>> values["devices"][0]["name"], broken(values)
@@ -67,7 +69,7 @@ def examine(
                     for name, loss in LOSSES.items()
                     for dtype in DTYPES
                 ],
-                "exchange": exchange_choice(ranks, batch, features, dtype, device, host=host),
+                "exchange": exchange_choice(ranks, batch, features, dtype, device, host=host, rows=rows),
                 "workspace": workspace_on(device, None, alone=True),
                 "room": spare_bytes(device),
             }
@@ -124,13 +126,14 @@ def backend_choice(loss: PairLoss, dtype: torch.dtype, device: torch.device) -> 
 
 
 def exchange_choice(
-    ranks: int, batch: int, features: int, dtype: torch.dtype, device: torch.device, *, host: bool = False
+    ranks: int, batch: int, features: int, dtype: torch.dtype, device: torch.device, *, host: bool = False,
+    rows: int | None = None,
 ) -> Values:  # fmt: skip
-    """The exchange "auto" takes between ranks of one node, and the bytes of a gather."""
+    """The exchange "auto" takes between ranks of one node, and the bytes of a gather; rows: as in `examine`."""
     if ranks == 1 or host:
         return {"takes": "single" if ranks == 1 else "ring", "ranks": ranks}
-    rows = tuple(batch // ranks + (rank < batch % ranks) for rank in range(ranks))
-    layout = Layout(None, 0, rows, rows)
+    of_rows, of_cols = (tuple(n // ranks + (rank < n % ranks) for rank in range(ranks)) for n in (rows or batch, batch))
+    layout = Layout(None, 0, of_rows, of_cols)
     allowed, reached = gathering_allowed(device), device.type == "cuda" and reach_each_other(device, range(ranks))
     takes = automatic_exchange(layout, features, dtype, allowed, lambda: reached)
     sizes = {"ranks": ranks, "batch": batch, "features": features, "dtype": str(dtype).removeprefix("torch.")}
