@@ -208,7 +208,7 @@ def gathering_allowed(device: torch.device) -> int:
 def _statement(options: Options, loss: PairLoss, rows: Shard, cols: Shard, *, ragged: bool) -> dict[str, Any]:
     """The facts that ranks must have in common. The exchange comes first: it decides what else must agree."""
     return {
-        # rows with two halves, as `Problem.statement` says, are named before their feature size
+        # the value is in `Problem.statement`; named before the feature sizes, which differ where it does
         "exchange": options.exchange, "loss": repr(loss), "contrast_positives": False,
         "backend": options.backend, "gradient": options.gradient,
         "reduction": options.reduction, "features": _shapes(rows, ragged=ragged),

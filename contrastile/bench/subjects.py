@@ -43,7 +43,8 @@ class Subject:
     operations: per b² d. A softmax needs its logits twice, before and after the normaliser is known, and two products
     for the gradients; a sigmoid needs its logits once; lists have no rate. summed: how many times the loss is the sum
     that is rounded. dense: the plain formula of all rows, where another one is usual. rounded: how many times the
-    rounding of other losses their gradients in 16 bits may have.
+    rounding of other losses their gradients in 16 bits may have. of_neighbours: queries have copies of the next rows'
+    keys, which across ranks may be those of another one.
     """
 
     sampled: Some

@@ -301,9 +301,9 @@ def _reachable(group: Any, device: torch.device) -> bool:
 
 
 def reach_each_other(device: torch.device, indices: Sequence[int]) -> bool:
-    """Return whether a GPU of this process may copy from those of these indices; it may see fewer GPUs.
+    """Return whether a GPU of this process may copy from those of these indices; False where it does not see them all.
 
-    NCCL_P2P_DISABLE stands for machines whose GPUs reach each other, but lose or alter what they read.
+    NCCL_P2P_DISABLE is set on machines whose GPUs reach each other, but lose or alter what they read.
     """
     allowed = os.environ.get("NCCL_P2P_DISABLE", "0") == "0" and _driver() is not None
     if not allowed or len(indices) > MOST_RANKS or max(indices) >= torch.cuda.device_count():

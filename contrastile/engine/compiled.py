@@ -29,7 +29,7 @@ from contrastile.losses.base import PairLoss, Shard
 NO_DIAGONAL = -(2**40)
 # in place of the number of keys: positives are in range
 IN_RANGE = -1
-# the ranks of a call: all of the default group, which has one, or one alone
+# words for the ranks of a call: those of the default group, of which there is one, or this rank alone
 ALL, ONE = "all", "one"
 # bytes of the workspace for each pair whose exponential is kept, and the most that a default workspace has room for
 KEPT_BYTES, MOST_KEPT_BYTES = 2.16, 2.16 * 2**30
@@ -83,7 +83,7 @@ def traced(arguments: Arguments) -> tuple[Callable[..., Tensor], tuple[Any, ...]
     # autocast's cast is an operation of the graph
     q, k = (x.to(problem.dtype) for x in problem.inputs)
     groups = (rows.positives, rows.labels, rows.ids, cols.labels, cols.ids, problem.weights)
-    # a graph is compiled anew where ranks have met, but not where other ones have
+    # torch compiles a graph anew once there is a group, but not for a larger group: the operation looks at the size
     ranks = ALL if options.group is None and options.exchange != "single" else ONE
     words = f"{ranks} {options.backend} {options.gradient} {options.reduction}"
     diagonal = NO_DIAGONAL if rows.diagonal is None else rows.diagonal

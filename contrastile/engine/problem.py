@@ -64,9 +64,9 @@ class Arguments:
     negative_ids: Tensor | None = None
     # number of each query's first negatives that are positives
     own_positives: int = 0
-    # queries meet each other; so do their keys, as second halves of queries, which the last N keys meet (`halves.py`)
+    # queries are columns too; keys are rows too, as second halves of rows that meet the last N columns (`halves.py`)
     among: tuple[bool, bool] = (False, False)
-    # some of `key_ids` are those of negatives without an id, which are the least number
+    # `key_ids` has the least number for negatives that have no id
     unnamed: bool = False
 
     def signature(self) -> Hashable:
@@ -162,7 +162,7 @@ class Problem:
     statement: dict[str, Any]
     # the numbers that the loss takes from guides and labels are computed before the call, if there are any
     numbers_before_call: bool
-    # there are negatives without a label, and without an id, on this rank
+    # labels and ids: True where negatives of this rank have none
     unnamed: tuple[bool, bool] = (False, False)
 
     @classmethod
@@ -348,7 +348,7 @@ class _Sides:
         return rows, cols
 
     def unnamed(self, arguments: Arguments) -> tuple[bool, bool]:
-        """Return True for labels, and for ids, where some negatives have none."""
+        """Return for labels and for ids whether some negatives have none."""
         labels, ids = (x is not None and len(x) < len(self.cols[0]) for x in (arguments.key_labels, arguments.ids[1]))
         return labels, ids or arguments.unnamed
 
@@ -357,9 +357,9 @@ class _Sides:
         if of_q is None or of_k is None:
             return None, None
         of_rows = of_q.long()
-        if unnamed := len(self.cols[0]) - len(of_k):
+        if missing := len(self.cols[0]) - len(of_k):
             # negatives share the least number, which no query has: on all ranks it becomes the next in the others
-            of_negatives = torch.full((unnamed,), NOBODY, device=of_k.device)
+            of_negatives = torch.full((missing,), NOBODY, device=of_k.device)
             return checks.above_least(of_rows), torch.cat([checks.above_least(of_k), of_negatives])
         return of_rows, of_rows if of_k is of_q else of_k.long()
 

@@ -54,7 +54,7 @@ class Layout:
     node: int | None = None
     # bytes of gathered columns that "auto" allows on every rank
     allowed: int = 0
-    # some rank has negatives without a label, and without an id
+    # labels and ids: True where negatives of some rank have none
     unnamed: tuple[bool, bool] = (False, False)
 
     def __len__(self) -> int:

@@ -90,7 +90,7 @@ class Gather(Exchange):
 
     @classmethod
     def staged_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
-        """The sums of all columns' gradients, beside which nothing arrives where ranks have as many columns each."""
+        """The sums of all columns' gradients; parts of ranks with as many columns each arrive in their memory."""
         sums = sum(layout.cols) * D * accumulator(dtype).itemsize
         return sums if layout.node in (None, len(layout)) and sums <= collectives.MOST_COPIED else 0
 

@@ -191,7 +191,7 @@ class LossSize:
         return self.exchange_class.staged_bytes(self.layout, self.carried, self.dtype) if self._copied() else 0
 
     def _copied(self) -> bool:
-        """Return whether copy engines carry what few columns need."""
+        """Return whether copy engines carry transfers within a node."""
         return self.device == "cuda" and self.copies
 
     @cached_property
