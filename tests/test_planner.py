@@ -227,6 +227,8 @@ def test_kept_graphs_follow_the_rule_of_the_gradient_cache() -> None:
     for features, kept in ((0, 12), (2**19, 7), (2**22, 0)):
         sides = [first, replace(first, cost=replace(first.cost, features=features))]
         assert _step(sides, "auto", memory=2 * CONTEXT).retained_graphs() == [kept, 0]
+    # ranks that shard their weights encode equally often, and take none back
+    assert replace(_step(sides, "auto", memory=2 * CONTEXT), sharded=True).retained_graphs() == [12, 0]
     # graphs behind frozen weights stay
     trunk = Side(replace(_cost(), graph=1, reads_frozen=True), 320)
     assert trunk.keeps_all

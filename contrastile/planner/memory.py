@@ -115,7 +115,8 @@ class Moment:
 class StepMemory:
     """The step whose memory is planned. `retain`: graphs that each side keeps, or "auto".
 
-    guides: the same batch by a guide or a teacher, whose features in float32 stay until the loss's backward.
+    guides: the same batch by a guide or a teacher, whose features in float32 stay until the loss's backward. sharded:
+    ranks have parts of the weights, and run each sub-batch equally often.
     """
 
     sides: Sequence[Side]
@@ -123,6 +124,7 @@ class StepMemory:
     held: Held
     retain: int | Literal["auto"] = 0
     guides: Sequence[Side] = ()
+    sharded: bool = False
 
     def base(self) -> dict[str, int]:
         """Parts that every moment has."""
@@ -149,7 +151,7 @@ class StepMemory:
             beside = min(graph, int(BESIDE * total))
             # a later side takes graphs back from earlier ones, but not those behind frozen weights
             for index, earlier in enumerate(self.sides[: len(retained)]):
-                missing = 0 if earlier.keeps_all else max(0, later + beside - spare)
+                missing = 0 if earlier.keeps_all or self.sharded else max(0, later + beside - spare)
                 released = min(retained[index], ceil(missing / max(1, earlier.cost.graph)))
                 retained[index] -= released
                 spare += released * earlier.cost.graph

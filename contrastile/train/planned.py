@@ -252,7 +252,7 @@ def plan_of(
     )  # fmt: skip
     pictures = isinstance(recipe, Recipe) and is_collection(recipe.data.source) and not recipe.model.precompute
     inputs = sum(side.examples * side.cost.inputs for side in sides) // max(1, rows)
-    step = StepMemory(sides, loss, held, train.retain, guides)
+    step = StepMemory(sides, loss, held, train.retain, guides, sharded=share > 1)
     if train.features == "host":
         step = step.with_features_on_host()
     return Plan(
