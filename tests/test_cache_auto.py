@@ -477,6 +477,28 @@ def test_a_later_call_releases_graphs_where_its_features_have_no_room(monkeypatc
     assert (len(first), 99 - second.first) == (left, 0)
 
 
+def test_sub_batches_whose_graph_a_later_call_released_are_encoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    towers, x = [nn.Sequential(nn.Linear(8, 64), nn.Dropout(), nn.Linear(64, 4)) for _ in "ab"], torch.randn(32, 8)
+    monkeypatch.setattr(memory, "_calls", weakref.WeakValueDictionary())
+
+    def gradients(retain: Any, *spare: int) -> list[Tensor]:
+        """The gradients of both towers, with so many bytes to spare at the first sub-batch of each."""
+        left = iter(spare)
+        monkeypatch.setattr(memory, "spare_bytes", lambda _: next(left))
+        torch.manual_seed(0)
+        first, second = (encode(tower, x, sub_batch=4, retain=retain) for tower in towers)
+        counts.append([len(graphs) for _, graphs in sorted(memory._calls.items())])
+        return list(torch.autograd.grad((first * second).sum(), [p for tower in towers for p in tower.parameters()]))
+
+    counts: list[list[int]] = []
+    truth = gradients(0)
+    for spare in (10**9, 100):
+        assert all(map(torch.allclose, gradients("auto", 10**9, spare), truth))
+    (kept, _), (fewer, none) = counts[1:]
+    assert (kept, none) == (8, 0)
+    assert 0 < fewer < 8
+
+
 def test_graphs_behind_a_frozen_trunk_stay_where_a_later_call_has_no_room(monkeypatch: Any) -> None:
     """They free little memory, and the trunk would run again."""
     device, graph = torch.device("cuda", 0), ([torch.zeros(1)], list[Any]())
