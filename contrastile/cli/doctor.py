@@ -8,7 +8,7 @@ from typing import Any
 from contrastile._errors import extra, invalid
 from contrastile.cli import plan
 from contrastile.cli.options import OVERRIDES, RECIPE, at_least, number
-from contrastile.train.log import size
+from contrastile.train.log import quantity, size
 
 SUMMARY = 'devices and versions of this machine, and the choices of "auto" with their reasons'
 EXAMPLE = "contrastile doctor glyphs"
@@ -60,8 +60,7 @@ def lines(values: dict[str, Any]) -> Iterator[str]:
     system, torch = values["system"], values["torch"]
     yield f"contrastile {system['contrastile']}, Python {system['python']}, {system['system']}"
     nccl = f", NCCL {torch['nccl']}" if torch["nccl"] else ", no NCCL"
-    threads = f"{torch['threads']} thread{'s' * (torch['threads'] != 1)}"
-    yield f"torch {torch['version']}, CUDA {torch['cuda'] or 'none'}{nccl}, {threads}"
+    yield f"torch {torch['version']}, CUDA {torch['cuda'] or 'none'}{nccl}, {quantity(torch['threads'], 'threads')}"
     yield f"{system['cpus']:g} CPUs, {size(system['free'])} of {size(system['memory'])} memory free"
     for device in values["devices"]:
         if device["broken"] is not None:
@@ -93,7 +92,7 @@ def _exchange(exchange: dict[str, Any]) -> str:
         return f"{exchange['takes']} between {exchange['ranks']} ranks: the features wait in host memory"
     if "gathered" not in exchange:
         return exchange["takes"] + ": one process; --ranks N asks for more"
-    rows = f"{exchange['batch']:,} row{'s' * (exchange['batch'] != 1)} of {exchange['features']} in {exchange['dtype']}"
+    rows = f"{quantity(exchange['batch'], 'rows')} of {exchange['features']} in {exchange['dtype']}"
     needs = f"gathering {rows} takes {size(exchange['gathered'])} a rank"
     carried = ", by copy engines" if exchange["copied"] else ""
     if exchange["copied"] and exchange["takes"] == "ring":

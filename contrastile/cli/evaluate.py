@@ -169,12 +169,12 @@ def _check_files(test: Any) -> None:
 
 def _measure(rankings: str, judgements: str, names: Sequence[str] | None) -> int:
     from contrastile.evaluate.ranking import USUAL, means, measure, read_judgements, read_run
+    from contrastile.train.log import quantity
 
     ranked, judged = read_run(rankings), read_judgements(judgements)
     with renamed(names="--measures"):
         measured = means(measure(ranked, judged, names or USUAL))
-    queries = "query" if len(judged) == 1 else "queries"
-    print(f"{len(judged):,} judged {queries}, {len(judged.keys() & ranked):,} of them answered")
+    print(f"{quantity(len(judged), 'judged queries')}, {len(judged.keys() & ranked):,} of them answered")
     width = max(11, *map(len, measured))
     for name, value in measured.items():
         print(f"{name:<{width}} {value:.4f}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from contrastile._errors import invalid
 from contrastile.cli.options import OVERRIDES, RECIPE, number
-from contrastile.train.log import size
+from contrastile.train.log import quantity, size
 
 if TYPE_CHECKING:
     from contrastile.planner.plan import Plan
@@ -76,7 +76,7 @@ def lines(plan: Plan, pairs: int | None = None) -> Iterator[str]:
     step, target = plan.step, plan.target
     rows = f"{step.loss.rows:,} on each of {target.ranks} ranks" if target.ranks > 1 else "on one rank"
     parts = f", in {plan.parts} parts" if plan.parts > 1 else ""
-    yield f"{plan.name} on {target.word}: {plan.batch:,} pair{'s' * (plan.batch != 1)} a step, {rows}{parts}"
+    yield f"{plan.name} on {target.word}: {quantity(plan.batch, 'pairs')} a step, {rows}{parts}"
     for side, retained in zip(step.sides, step.retained_graphs(), strict=True):
         graphs = f"{retained:,} of {side.count:,} graphs kept, {size(side.cost.graph)} each"
         yield f"  {side.cost.name}: sub-batches of {side.cost.sub_batch:,}, {graphs}"

@@ -36,7 +36,7 @@ from contrastile.experiments.results import PAGE, RESULTS, Result, read_results,
 from contrastile.offload import usable_cpus
 from contrastile.train.batch_builder import DataBundle
 from contrastile.train.folder import RECIPE, RunFolder, begun_run, new_run, resumed_run
-from contrastile.train.log import Metrics, clock, counted, progress
+from contrastile.train.log import Metrics, clock, progress, quantity
 from contrastile.train.loop import TASKS, step, train
 from contrastile.train.objective import open_teacher
 from contrastile.train.optim import build_optimizer
@@ -224,9 +224,9 @@ def compare(study: Study, runs: str | Path, *, resume: bool = False) -> Comparis
         trials = [trial for trial in study.trials(data) if (trial.labels, trial.seed) not in finished]
         if trials:
             expected = sum(trial.seconds for trial in trials) or len(trials) * study.seconds(data)
-            number = counted(len(trials), "runs")
-            added = "evaluation and the start of processes add to it"
-            sys.stderr.write(f"{number}: about {clock(expected)} of training, one after the other; {added}\n")
+            training = f"about {clock(expected)} of training, one after the other"
+            beside = "evaluation and the start of processes add to it"
+            sys.stderr.write(f"{quantity(len(trials), 'runs')}: {training}; {beside}\n")
         if results:
             study.write(folder, results)
         outcomes = _outcomes(study, trials, data, results, folder)

@@ -100,7 +100,7 @@ class Bar:
         rate = (self._done - self._begun) / seconds
         parts = [
             f"{self._label} {share:4.0%}",
-            counted(self._done, self._unit),
+            quantity(self._done, self._unit),
             f"{rate:,.0f} {self._unit}/s" if rate >= 1 or not rate else f"{1 / rate:,.0f} s each",
             f"{clock((self._total - self._done) / rate)} left" if rate and share < 1 else f"{clock(seconds)} taken",
             *(f"{name} {value}" for name, value in self._facts.items()),
@@ -121,8 +121,8 @@ def progress(total: int, action: str, unit: str, begun: int = 0) -> Iterator[Bar
         bar.close()
 
 
-def counted(number: int, unit: str) -> str:
-    """A number behind which the unit is in the plural, except of one: 1 of "queries" is "1 query"."""
+def quantity(number: int, unit: str) -> str:
+    """A number and its unit, which is given in the plural: 1 of "queries" is "1 query"."""
     singular = f"{unit[:-3]}y" if unit.endswith("ies") else unit.removesuffix("s")
     return f"{number:,} {singular if number == 1 else unit}"
 
