@@ -379,3 +379,34 @@ def test_a_rank_without_lists_has_the_dtype_and_the_parameters_of_the_others(poo
     assert gradient.any()
     # a wrapper waits for it
     assert torch.equal(zeros, torch.zeros_like(gradient))
+
+
+def _of_other_lists(rank: int, group: Any, kind: str) -> str:
+    module: Any = Bilinear(4, 4).requires_grad_(False)
+    if kind == "class" and rank == 1:
+        module = Projected(4, 4).requires_grad_(False)
+    if kind == "mode":
+        module.train(rank == 0)
+    if kind == "function" and rank == 1:
+        module = module.forward
+    query = torch.ones(3, 2, 4) if kind == "normalize" else torch.ones(3, 4)
+    if kind == "normalize":
+        module = MaxSim(normalize=rank == 1)
+    key = query[:, None].expand(3, 2, *query.shape[1:])
+    if kind == "one" and rank == 1:
+        module, query, key = None, torch.ones(3, 1), torch.ones(3, 2, 1)
+    return refusal(ScoreDistillLoss(group=group), query, key, torch.ones(3, 2), scorer=module)
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "other"),
+    [
+        ("class", "Bilinear, 1 of 1 modules in training", "Projected, 1 of 1 modules in training"),
+        ("mode", "Bilinear, 1 of 1 modules in training", "Bilinear, 0 of 1 modules in training"),
+        ("function", "Bilinear, 1 of 1 modules in training", "method"),
+        ("normalize", "MaxSim", "MaxSim, normalize=True"),
+        ("one", "Bilinear, 1 of 1 modules in training", None),
+    ],
+)
+def test_ranks_compare_the_scorers_of_their_lists(pool: Pool, kind: str, own: str, other: str | None) -> None:
+    assert pool.run(_of_other_lists, 2, kind) == [unlike("scorer", own, other)] * 2

@@ -50,6 +50,8 @@ class Arguments:
     key_ids: Tensor | None = None
     weights: Tensor | None = None
     scorer: nn.Module | None = None
+    # words of the scorer whose scores are the features
+    scored_by: str | None = None
     # pairs of further features of queries and keys, constants, such as a teacher's
     guides: tuple[tuple[Tensor, Tensor], ...] = ()
     # factor of the guides' product
@@ -197,7 +199,7 @@ class Problem:
                 "scale": _stated(scale), "bias": _stated(bias), "weights": _stated(arguments.weights),
                 "requires_grad": [name for name, x in pairs if getattr(x, "requires_grad", False)],
                 "key dtype": str(cols.features.dtype), "device of the loss": device.type,
-                "scorer": None if sides.scorer is None else sides.scorer.stated,
+                "scorer": arguments.scored_by if sides.scorer is None else sides.scorer.stated,
                 "guides": [f"{a.shape[1]} features of {a.dtype}" for a, _ in arguments.guides],
                 "guide_scale": _stated(arguments.guide_scale),
                 "contrast_anchors": arguments.among[0], "contrast_positives": arguments.among[1],

@@ -21,6 +21,7 @@ from contrastile.losses.scores import ScoreDivergence, ScoreMargins
 from contrastile.losses.softmax import Softmax
 from contrastile.modules.base import How, Loss
 from contrastile.modules.listed import check_lists, listed_scores
+from contrastile.tiles.scored import in_words
 
 
 class InfoNCELoss(Loss):
@@ -380,8 +381,9 @@ class ScoreDistillLoss(Loss):
         # autocast would round the scores of a scorer
         with nullcontext() if scorer is None else torch.autocast(own.device.type, enabled=False):
             operation, inputs = self._prepared(
-                query, own[:0, 0], scale, negatives=own, own_positives=1, targets=scores, weights=weights, **ids
-            )
+                query, own[:0, 0], scale, negatives=own, own_positives=1, targets=scores, weights=weights,
+                scored_by=None if scorer is None else in_words(scorer), **ids,
+            )  # fmt: skip
             return operation(*inputs)
 
     def _listed(self, query: Tensor, key: Tensor, scores: Tensor, lists: Tensor | None) -> Tensor:

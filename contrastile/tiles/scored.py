@@ -180,12 +180,8 @@ class Scorer:
 
     @property
     def stated(self) -> str:
-        """The words that ranks compare: dtype of the scores, class of the module, its modes where they may matter."""
-        module = self.module
-        unit = isinstance(module, MaxSim) and (module.normalize or module.gets_unit_vectors)
-        mattering = not getattr(module, "stateless", False)
-        modes = f", {sum(self.training)} of {len(self.training)} modules in training" if mattering else ""
-        return f"scores of {self.dtype}, {type(module).__name__}{', normalize=True' if unit else ''}{modes}"
+        """The words that ranks compare, with the dtype of the scores."""
+        return f"scores of {self.dtype}, {in_words(self.module)}"
 
     @property
     def frozen(self) -> list[Tensor]:
@@ -220,6 +216,15 @@ class Scorer:
         with torch.enable_grad():
             scores = self(*sides)
         return scores, [*self.rows.differentiable(sides[0].leaves), *self.cols.differentiable(sides[1].leaves)]
+
+
+def in_words(module: Any) -> str:
+    """The words that ranks compare: class of a module, or of a function; its modes where they may matter."""
+    unit = isinstance(module, MaxSim) and (module.normalize or module.gets_unit_vectors)
+    mattering = isinstance(module, nn.Module) and not getattr(module, "unmodified", False)
+    training = [one.training for one in module.modules()] if mattering else []
+    modes = f", {sum(training)} of {len(training)} modules in training" if mattering else ""
+    return f"{type(module).__name__}{', normalize=True' if unit else ''}{modes}"
 
 
 def trial_rows(tensors: Sequence[Tensor], n: int, device: torch.device) -> Shard:
