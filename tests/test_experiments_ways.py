@@ -56,12 +56,12 @@ def test_ways_of_a_retriever_are_compared_and_resumed(
     assert "timing steps" not in output.err
     assert compared(tmp_path, WAYS.replace("own_negatives=true", "queue=100"), "--seeds", "1", "--resume")[0] == 2
     assert '`--ways` must leave "own" as it began; got ' in capsys.readouterr().err
-    # the command that goes on with another recipe's comparison names its ways and seeds
+    # the command that goes on with another recipe's comparison names its ways, its seeds and runs at a time
     (tmp_path / "ways.toml").write_text(WAYS)
-    assert compared(tmp_path, WAYS, "--seeds", "1", "--resume", "seed=5")[0] == 2
+    assert compared(tmp_path, WAYS, "--seeds", "1", "--jobs", "2", "--resume", "seed=5")[0] == 2
     again = capsys.readouterr().err.partition("go on with contrastile ")[2].partition(", or compare")[0]
     assert again.split() == [
-        "compare", f"{folder}/recipe.toml", "--ways", f"{tmp_path}/ways.toml", "--seeds", "1",
+        "compare", f"{folder}/recipe.toml", "--ways", f"{tmp_path}/ways.toml", "--seeds", "1", "--jobs", "2",
         "--runs", f"{tmp_path}/runs", "--resume",
     ]  # fmt: skip
     assert main(again.split()) == 0

@@ -17,9 +17,9 @@ from contrastile.cli.options import OVERRIDES, RECIPE, at_least, flag, number
 if TYPE_CHECKING:
     from contrastile.experiments.sweep import Study
 
-MEMORY, BATCHES, SEEDS = 2**30, [128, 512, 4096, 16384], 3
-# options that choose a comparison and its trials; those of one kind of recipe only
-OF_COMPARISON = ("losses", "ways", "batches", "data", "rates", "ranks", "seeds", "memory", "updates")
+MEMORY, BATCHES, SEEDS, JOBS = 2**30, [128, 512, 4096, 16384], 3, 1
+# options that choose a comparison, its trials and how many run at a time; those of one kind of recipe only
+OF_COMPARISON = ("losses", "ways", "batches", "data", "rates", "ranks", "seeds", "jobs", "memory", "updates")
 OF_PAIRS, OF_RETRIEVERS = ("losses", "data", "rates", "ranks"), ("memory", "updates")
 
 SUMMARY = "train many times: one memory or one loss in several ways, several losses, or batch sizes"
@@ -37,7 +37,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add("--data", type=float, nargs="+", metavar="SHARE", help="of --batches: such as 0.1 1")
     add("--rates", nargs="+", metavar="RULE", help="of --batches: fixed, sqrt and linear")
     add("--ranks", type=int, help="processes of a run of --losses (default: 2)")
-    add("--jobs", type=int, default=1, help="runs at a time, except where time is compared (default: 1)")
+    add("--jobs", type=int, default=JOBS, help="runs at a time, except where time is compared (default: 1)")
     add("--seeds", type=int, default=SEEDS, help="seeds of each way (default: 3)")
     add("--runs", default="runs", metavar="FOLDER", help="where the results go, made if missing (default: runs)")
     add("--resume", action="store_true", help="go on with what was interrupted, or with more seeds")
@@ -91,10 +91,10 @@ def _check(arguments: argparse.Namespace, *, pairs: bool) -> None:
 
 
 def _options(arguments: argparse.Namespace) -> Iterator[str]:
-    """The options that choose a comparison and the number of its trials, as they were written."""
+    """The options that choose a comparison, its trials and how many run at a time, as they were written."""
     for name in OF_COMPARISON:
         value = getattr(arguments, name)
-        if value is not None and (name, value) != ("seeds", SEEDS):
+        if value is not None and (name, value) not in [("seeds", SEEDS), ("jobs", JOBS)]:
             yield flag(name)
             yield from () if value is True else map(str, value if isinstance(value, list) else [value])
 
