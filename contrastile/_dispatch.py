@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from numbers import Real
 from typing import Any, get_args
 
@@ -20,6 +20,7 @@ import torch
 from contrastile._errors import SMOOTHING, invalid, one_of, whole_number
 from contrastile._types import Backend, ExchangeName, Gradient, Reduction
 from contrastile.distributed import collectives, consistency
+from contrastile.distributed.failure import in_step
 from contrastile.distributed.neighbours import copies_carry
 from contrastile.exchange.base import Exchange, Layout, Single, bytes_per_feature
 from contrastile.exchange.gather import Gather, Replicate, in_one_block
@@ -150,7 +151,9 @@ def choose_exchange(
         most = layout.tokens or (None, None)
         D = max(_numbers_per_row(side, length) for side, length in zip((rows, cols), most, strict=True))
         dtype = max((x.dtype for side in (rows, cols) for x in side.leaves), key=bytes_per_feature)
-        name = automatic_exchange(layout, D, dtype, layout.allowed, lambda: copies_carry(group, rows.features.device))
+        with in_step(group):
+            copied = partial(copies_carry, group, rows.features.device)
+            name = automatic_exchange(layout, D, dtype, layout.allowed, copied)
         _say_once(f"exchange: {name}")
     if name == "replicate" and loss.exclude_self and layout.rows != layout.cols:
         rule = "meet the ranks' columns in turn for a loss of examples among themselves with further keys"

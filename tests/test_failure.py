@@ -23,7 +23,7 @@ from ranks import RANKS, Pool, fresh
 from refusals import refusal, unlike
 from torch.distributed.run import main as torchrun
 
-from contrastile import ClipLoss, SigLipLoss
+from contrastile import ClipLoss, SigLipLoss, _dispatch
 from contrastile._torch import backend_timeout
 from contrastile.distributed import collectives, consistency, failure
 from contrastile.distributed.failure import LostRankError, in_step, state_of
@@ -411,9 +411,9 @@ def test_a_group_that_has_been_destroyed_is_refused(pool: Pool) -> None:
     assert pool.run(_destroyed, RANKS) == [[sentence] * 2] * RANKS
 
 
-def _short_of_memory(method: str, calls: int) -> None:
+def _short_of_memory(method: str, calls: int, where: Any = Eager) -> None:
     """Let the tiles of this process run out of memory at the call of that number, counted from now."""
-    real, seen = getattr(Eager, method), []
+    real, seen = getattr(where, method), []
 
     def tiles(*arguments: Any) -> Any:
         seen.append(1)
@@ -421,7 +421,7 @@ def _short_of_memory(method: str, calls: int) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.")
         return real(*arguments)
 
-    setattr(Eager, method, tiles)
+    setattr(where, method, tiles)
 
 
 def _all_short_of_memory(rank: int, group: Any, loss: type, exchange: str, method: str, calls: int) -> list[float]:
@@ -491,6 +491,8 @@ def _one_short_of_memory(rank: int, folder: Path, exchange: str, method: str, ca
         # time for other failing ranks to report: there are none
         failure.PATIENCE = 0.5
     loss, features = ClipLoss(exchange=exchange), torch.eye(4, 8)
+    # as on GPUs of one node that are new to the group
+    _dispatch.copies_carry = lambda *_: consistency.any_of([False], None)[0]
 
     def step() -> None:
         loss(features.requires_grad_(), features, 10.0).backward()
@@ -499,7 +501,7 @@ def _one_short_of_memory(rank: int, folder: Path, exchange: str, method: str, ca
     for _ in range(STEP - 1):
         step()
     if rank == 1:
-        _short_of_memory(method, calls)
+        _short_of_memory(method, calls, _dispatch if method == "copies_carry" else Eager)
     for _ in range(2):
         try:
             step()
@@ -512,11 +514,17 @@ def _one_short_of_memory(rank: int, folder: Path, exchange: str, method: str, ca
     raise SystemExit(1)
 
 
-@pytest.mark.parametrize("method", ["forward", "backward"])
 @pytest.mark.parametrize(
     # of gather's backward the last call has this rank's own columns: the others have all that they need
-    ("exchange", "calls"),
-    [("ring", 2), ("ring", 3), ("gather", 2), ("gather", 3), ("replicate", 1)],
+    ("exchange", "method", "calls"),
+    [
+        *(
+            (exchange, method, calls)
+            for exchange, calls in (("ring", 2), ("ring", 3), ("gather", 2), ("gather", 3), ("replicate", 1))
+            for method in ("forward", "backward")
+        ),
+        ("auto", "copies_carry", 1),
+    ],
 )
 def test_one_rank_short_of_memory_is_an_error_on_all(tmp_path: Path, exchange: str, method: str, calls: int) -> None:
     with fresh(W, _one_short_of_memory, tmp_path, exchange, method, calls) as processes:
