@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from contrastile import encode
+from contrastile import Ragged, encode
 from contrastile.gradcache import auto, forward, memory
 from contrastile.gradcache.memory import AUTO, Releasable, RetainedGraphs, footprint, later_bytes, spare_bytes
 from contrastile.offload import default_workspace
@@ -453,6 +453,18 @@ def test_later_bytes_count_sums_features_and_gradients() -> None:
     # vectors of tokens have normalised copies too
     tokens = torch.zeros(2, 2, 5, dtype=torch.bfloat16, requires_grad=True)
     assert later_bytes([], 0, [tokens], 1) == 20 * (2 + 2 + 4 + 4 * memory.TOKEN_TENSORS)
+
+
+def test_packed_vectors_of_tokens_reserve_as_much_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, known, reserved = nn.Linear(4, 6), forward.later_bytes, list[int]()
+    monkeypatch.setattr(forward, "later_bytes", lambda *given: reserved.append(known(*given)) or reserved[-1])
+
+    def packed(x: Tensor) -> dict[str, Any]:
+        return {"tokens": Ragged(layer(x).flatten(0, 1), [3] * len(x))}
+
+    for encoder in (layer, packed):
+        encode(encoder, torch.randn(5, 3, 4), sub_batch=2, retain="auto")
+    assert reserved[0] == reserved[1] > 5 * 3 * 6 * 4 * memory.TOKEN_TENSORS
 
 
 @pytest.mark.parametrize(("later", "left"), [(9, 89), (100, 79), (400, 49), (5000, 0)])

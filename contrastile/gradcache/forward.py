@@ -202,7 +202,8 @@ class Job:
             outputs, inputs = graph
             times = self.bounds[-1][1] / max(1, self.bounds[0][1])
             input_bytes = int(times * sum(x.nbytes for x in inputs))
-            return later_bytes(self.reached.parameters, input_bytes, () if self.to_host else outputs, times)
+            outputs = [] if self.to_host else outputs
+            return later_bytes(self.reached.parameters, input_bytes, outputs, times, record.form.packed)
 
         while graphs.builds(index):
             try:

@@ -162,20 +162,23 @@ def spare_bytes(device: torch.device | None) -> int:
     return max(0, int(free - MARGIN * total) - default_workspace(total))
 
 
-def later_bytes(parameters: Sequence[Tensor], inputs: int, outputs: Sequence[Any], times: float) -> int:
+def later_bytes(
+    parameters: Sequence[Tensor], inputs: int, outputs: Sequence[Any], times: float, packed: Sequence[int] = ()
+) -> int:
     """Bytes that a step takes after its first sub-batch, beside graphs: features, gradients, running sums.
 
     `inputs`: bytes of those that want a gradient. `outputs`: the first sub-batch's; a batch has `times` as many.
+    `packed`: positions of packed ones, which have one axis fewer.
     """
     total = inputs
     for x in parameters:
         wide = accumulator(x.dtype).itemsize
         # the running sum, a backward's own gradient, and the sum in the parameter's dtype
         total += x.numel() * (wide + x.dtype.itemsize * (1 if wide == x.dtype.itemsize else 2))
-    for x in outputs:
+    for at, x in enumerate(outputs):
         if isinstance(x, Tensor) and x.requires_grad:
             # features, their gradient, and the loss's accumulator; vectors of tokens have more than two axes
-            wide = accumulator(x.dtype).itemsize * (1 + TOKEN_TENSORS * (x.ndim > 2))
+            wide = accumulator(x.dtype).itemsize * (1 + TOKEN_TENSORS * (x.ndim + (at in packed) > 2))
             total += int(times * x.numel()) * (2 * x.dtype.itemsize + wide)
     return total
 
