@@ -24,7 +24,7 @@ from contrastile.bench.peers import Case
 from contrastile.bench.subjects import HARDNESS, SUBJECTS
 from contrastile.cli.main import main
 from contrastile.cli.plan import lines
-from contrastile.gradcache.memory import footprint, graph_bytes
+from contrastile.gradcache.memory import MARGIN, footprint, graph_bytes
 from contrastile.losses import Guided, Hardness, Sigmoid, Softmax
 from contrastile.planner import calibrate as calibration
 from contrastile.planner.loss import LossSize
@@ -229,6 +229,13 @@ def test_kept_graphs_follow_the_rule_of_the_gradient_cache() -> None:
         assert _step(sides, "auto", memory=2 * CONTEXT).retained_graphs() == [kept, 0]
     # ranks that shard their weights encode equally often, and take none back
     assert replace(_step(sides, "auto", memory=2 * CONTEXT), sharded=True).retained_graphs() == [12, 0]
+    # where the second pass of a later side has no room, encode releases the oldest ones; a CPU reports no lack
+    late = [first, replace(first, cost=replace(first.cost, replay=2**26 * 6))]
+    small = {"device": "cuda", "backend": "eager"}
+    for released, words, kept in ((True, small, 8), (False, small, 12), (True, {"device": "cpu"}, 12)):
+        step = replace(_step(late, "auto", memory=2 * CONTEXT, **words), sharded=not released)
+        assert step.retained_graphs() == [kept, 0]
+        assert (step.peak().bytes <= 2 * CONTEXT * (1 - MARGIN) - CONTEXT) == (kept == 8)
     # graphs behind frozen weights stay
     trunk = Side(replace(_cost(), graph=1, reads_frozen=True), 320)
     assert trunk.keeps_all

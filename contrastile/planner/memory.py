@@ -135,7 +135,22 @@ class StepMemory:
         return {name: count for name, count in parts.items() if count}
 
     def retained_graphs(self) -> list[int]:
-        """Number of graphs that each side keeps; of "auto" as many as `gradcache/` would find room for."""
+        """Number of graphs that each side keeps; of "auto" as many as `gradcache/` would find room for.
+
+        Where `encode` runs out of memory on a GPU, it releases the oldest ones.
+        """
+        retained, room = self._begun_graphs(), int((1 - MARGIN) * self.loss.memory) - CONTEXT
+        while self.retain in (AUTO, 0) and self.loss.device == "cuda" and not self.sharded and any(retained):
+            # moments of `encode` alone have a colon
+            missing = max(moment.bytes for moment in self.moments(retained) if ":" in moment.name) - room
+            if missing <= 0:
+                break
+            oldest = next(index for index, count in enumerate(retained) if count)
+            retained[oldest] -= min(retained[oldest], max(1, missing // max(1, self.sides[oldest].cost.graph)))
+        return retained
+
+    def _begun_graphs(self) -> list[int]:
+        """Number of graphs that the first pass of each side finds room for."""
         if self.retain != AUTO:
             counts = [side.count if side.keeps_all else min(self.retain, side.count) for side in self.sides]
             return [count if side.cost.trained else 0 for count, side in zip(counts, self.sides, strict=True)]
@@ -160,9 +175,10 @@ class StepMemory:
             spare -= side.graph_bytes(retained[-1]) + side.encoded + copies
         return retained
 
-    def moments(self) -> list[Moment]:
-        """All moments, in the order of the step."""
-        base, retained, moments = self.base(), self.retained_graphs(), list[Moment]()
+    def moments(self, retained: Sequence[int] | None = None) -> list[Moment]:
+        """All moments, in the order of the step. retained: graphs of each side; None: `retained_graphs`."""
+        base, moments = self.base(), list[Moment]()
+        retained = self.retained_graphs() if retained is None else retained
 
         def add(name: str, **parts: int) -> None:
             moments.append(Moment(name, base | {key: value for key, value in parts.items() if value}))
