@@ -371,6 +371,13 @@ def test_auto_takes_the_ring_for_many_columns_that_copy_engines_carry(
     assert _dispatch.automatic_exchange(layout, 768, torch.bfloat16, allowed, lambda: copied) == taken
 
 
+def test_auto_counts_the_padding_of_uneven_ranks() -> None:
+    """A gather by a backend has room for as many columns of each rank as the largest has."""
+    uneven, allowed = Layout(None, 0, (8, 2, 2), (8, 2, 2)), 3 * 8 * 4 * (2 + 4)
+    for bytes_allowed, taken in ((allowed, "gather"), (allowed - 1, "ring")):
+        assert _dispatch.automatic_exchange(uneven, 4, torch.bfloat16, bytes_allowed, lambda: False) == taken
+
+
 def test_auto_asks_for_copies_on_all_ranks_or_on_none(pool: Pool) -> None:
     """Ranks of few columns ask too, where another has many."""
     assert pool.run(_asked, 2, 4, 4) == [0, 0]

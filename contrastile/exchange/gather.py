@@ -78,7 +78,8 @@ class Gather(Exchange):
 
     @classmethod
     def extra_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
-        return sum(layout.cols) * D * bytes_per_feature(dtype)
+        # backends carry as many rows of each rank
+        return len(layout) * max(layout.cols) * D * bytes_per_feature(dtype)
 
     @classmethod
     def expected_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
