@@ -129,6 +129,12 @@ def test_judgements_of_trec_and_of_beir_are_read(tmp_path):
     (tmp_path / "trec").write_text("q 0 a 1\nq 0 b -1\n")
     (tmp_path / "beir").write_text("query-id\tcorpus-id\tscore\nq\ta\t1\nq\tb\t-1\n")
     assert read_judgements(tmp_path / "trec") == read_judgements(tmp_path / "beir") == {"q": {"a": 1, "b": -1}}
+    # columns in another order, and of other names
+    (tmp_path / "beir").write_text("corpus-id\tscore\tquery-id\na\t1\tq\nb\t-1\tq\n")
+    assert read_judgements(tmp_path / "beir") == {"q": {"a": 1, "b": -1}}
+    for names in ("topic\tdocument\tgrade", "topic\tcorpus-id\tquery-id"):
+        (tmp_path / "beir").write_text(f"{names}\nq\ta\t1\nq\tb\t-1\n")
+        assert read_judgements(tmp_path / "beir") == {"q": {"a": 1, "b": -1}}
     (tmp_path / "beir").write_text("q\ta\t1\nq\tb\tgood\n")
     with pytest.raises(ValueError, match=re.escape(f'got "q b good" at {tmp_path}/beir:2. Mend the file.')):
         read_judgements(tmp_path / "beir")

@@ -217,16 +217,22 @@ def read_run(path: str | Path) -> dict[str, dict[str, float]]:
 
 
 def read_judgements(path: str | Path) -> dict[str, dict[str, int]]:
-    """Read judgements of TREC (`query 0 passage grade`) or BEIR (`query passage grade` after a line of names)."""
+    """Read judgements of TREC (`query 0 passage grade`) or BEIR (`query passage grade` after a line of names).
+
+    Columns that are named query-id, corpus-id and score may have any order.
+    """
     judgements: dict[str, dict[str, int]] = {}
+    names: Sequence[str] = ()
     for number, (quoted, fields) in enumerate(_fields(Path(path), "judgements")):
-        grade = _number(fields[-1])
-        if number == 0 and math.isnan(grade) and len(fields) == 3:
+        if number == 0 and math.isnan(_number(fields[-1])) and len(fields) == 3:
+            names = fields if {*fields} == {"query-id", "corpus-id", "score"} else ()
             continue
+        named = dict(zip(names, fields, strict=True)) if len(names) == len(fields) else {}
+        grade = _number(named.get("score", fields[-1]))
         if len(fields) not in (3, 4) or not grade.is_integer():
             raise invalid("judgements", 'have lines of "query 0 passage grade"', quoted, "Mend the file.")
-        grades = judgements.setdefault(fields[0], {})
-        if grades.setdefault(fields[-2], int(grade)) != grade:
+        grades = judgements.setdefault(named.get("query-id", fields[0]), {})
+        if grades.setdefault(named.get("corpus-id", fields[-2]), int(grade)) != grade:
             raise invalid("judgements", "have one grade of each passage per query", quoted, "Leave one of them out.")
     return judgements
 
