@@ -199,7 +199,7 @@ def test_a_users_own_sigterm_handler_stays(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sys, "stderr", None)
     before = signal.signal(signal.SIGTERM, lambda number, _frame: seen.append(number))
     try:
-        with failure._before_sigterm():
+        with failure.before_sigterm():
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0)
             assert seen == [signal.SIGTERM]

@@ -240,6 +240,32 @@ def test_a_rank_waits_for_the_others_before_it_makes_a_file(pool: Pool) -> None:
     assert pool.run(_gathers_behind_a_file, 2) == [[False, True, True], [False] * 3]
 
 
+def _ended_while_its_file_has_a_name(rank: int, folder: Path) -> None:
+    store, gather = dist.FileStore(f"{folder}/meet", 2), consistency._gather_by
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+
+    def gathered(*words: Any) -> list[bytes]:
+        if made.called:
+            (folder / "path").write_text(paths[0])
+            os.kill(os.getpid(), signal.SIGTERM)
+        return gather(*words)
+
+    paths, known = list[str](), page.made
+    with (
+        mock.patch.object(page, "made", side_effect=lambda W: paths.append(known(W)) or paths[0]) as made,
+        mock.patch.object(consistency, "_gather_by", gathered),
+    ):
+        consistency.tally(None, {"loss": "clip"}, [rank])
+
+
+def test_a_rank_that_is_ended_leaves_no_file(tmp_path: Path) -> None:
+    with fresh(2, _ended_while_its_file_has_a_name, tmp_path) as (first, second):
+        first.join(PATIENCE)
+        second.join(PATIENCE)
+    assert first.exitcode == -signal.SIGTERM
+    assert not Path((tmp_path / "path").read_text()).exists()
+
+
 def _on_meta(rank: int, group: Any) -> tuple[Any, ...]:
     """Agreements where torch makes tensors elsewhere, as after torch.set_default_device("cuda")."""
     state_of(group).sought, state_of(group).page = False, None

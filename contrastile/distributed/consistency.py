@@ -21,7 +21,7 @@ from contrastile._errors import invalid
 from contrastile._torch import backend_timeout
 from contrastile.distributed import collectives, page
 from contrastile.distributed.collectives import Collective, all_gather
-from contrastile.distributed.failure import progress, resolved, size, state_of
+from contrastile.distributed.failure import before_sigterm, progress, resolved, size, state_of
 
 # bytes of a rank's full statement, letters of a sentence in it, and letters of any other value
 STATEMENT = 2048
@@ -153,16 +153,17 @@ def _page(group: Any, carrier: Any, device: torch.device) -> Any:
         state.sought, ranks, rank = True, carrier.size(), carrier.rank()
         # the file has a name from here on: a signal that ends this rank while it waits for the others would leave it
         _gather_by(carrier, device, b"\0", group)
-        written = page.made(ranks) if rank == 0 else ""
-        named = written.encode().ljust(page.LONGEST_PATH, b"\0")
-        try:
-            path = _gather_by(carrier, device, named, group)[0].rstrip(b"\0").decode()
-            timeout, names = backend_timeout(carrier, device.type), dist.get_process_group_ranks(carrier)
-            opened = page.opened(path, rank, ranks, timeout.total_seconds(), names)
-            missing = any(map(any, _gather_by(carrier, device, bytes([opened is None]), group)))
-        finally:
-            with suppress(FileNotFoundError):
-                os.unlink(written)
+        with before_sigterm():
+            written = page.made(ranks) if rank == 0 else ""
+            named = written.encode().ljust(page.LONGEST_PATH, b"\0")
+            try:
+                path = _gather_by(carrier, device, named, group)[0].rstrip(b"\0").decode()
+                timeout, names = backend_timeout(carrier, device.type), dist.get_process_group_ranks(carrier)
+                opened = page.opened(path, rank, ranks, timeout.total_seconds(), names)
+                missing = any(map(any, _gather_by(carrier, device, bytes([opened is None]), group)))
+            finally:
+                with suppress(FileNotFoundError):
+                    os.unlink(written)
         state.page = None if missing else opened
     return state.page
 

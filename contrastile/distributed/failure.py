@@ -150,7 +150,7 @@ def lost(operation: str, group: Any, error: Exception) -> LostRankError:
     Closes this rank's connections, so that ranks which wait for it learn of the failure at once.
     """
     message = str(error).strip().split("\n")[0].rpartition("] ")[2].split(". ")[0]
-    with _before_sigterm() as sentences:
+    with before_sigterm() as sentences:
         missing, remedy = _named(*_missing(group))
         got = f"{missing}, on rank {dist.get_rank()} in step {progress.step} ({message})"
         sentences.append(str(invalid(operation, "be carried out by all ranks", got, remedy)))
@@ -158,8 +158,8 @@ def lost(operation: str, group: Any, error: Exception) -> LostRankError:
 
 
 @contextmanager
-def _before_sigterm() -> Iterator[list[str]]:
-    """Delay SIGTERM until the sentences are known, and write them before the process ends by it.
+def before_sigterm() -> Iterator[list[str]]:
+    """Delay SIGTERM until the block ends, and write its sentences before the process ends by it.
 
     torchrun sends SIGTERM to all ranks as soon as one has ended. A handler of the user's own stays in place.
     """
