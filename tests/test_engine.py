@@ -10,11 +10,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
+from counted import Counted
 from problems import distance
 from ranks import Pool
 from torch import Tensor
 
-from contrastile import ClipLoss, InfoNCELoss, contrast
+from contrastile import ClipLoss, InfoNCELoss, SigLipLoss, contrast
 from contrastile._dispatch import Options, choose_tiles
 from contrastile.engine import plan
 from contrastile.engine.plan import prepare
@@ -50,6 +51,13 @@ def test_a_step_like_the_last_one_makes_few_python_calls() -> None:
     # before the plan was kept: 193 and 91 calls, through 18 files
     assert len(forward) + len(backward) <= 133
     assert len(set(forward)) <= 9
+
+
+@pytest.mark.parametrize("loss", [InfoNCELoss(), ClipLoss(), SigLipLoss()], ids=lambda loss: type(loss).__name__)
+def test_without_grad_mode_a_loss_has_no_products_for_gradients(loss: Any) -> None:
+    with torch.no_grad(), Counted() as counted:
+        loss(*_inputs(40))
+    assert sum(count for name, count in counted.ran.items() if "mm" in name) == 1
 
 
 def test_a_second_call_of_a_signature_is_not_checked_again() -> None:

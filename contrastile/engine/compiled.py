@@ -235,7 +235,7 @@ def _call(
         replayed = at_once and replayable(problem, exchange) and small(problem, exchange, make)
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
-        plan = _plans[key] = Plan(exchange, make, workspace, accumulator(q.dtype), at_once, replayed)
+        plan = _plans[key] = Plan(exchange, make, workspace, accumulator(q.dtype), at_once, replayed=replayed)
     assert plan.exchange is not None
     return Call(
         plan, plan.exchange, parsed, rows, cols, weights, cast(Reduction, reduction), q.device,

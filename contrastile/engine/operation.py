@@ -46,6 +46,8 @@ class Plan:
     wide: torch.dtype
     # the gradients are computed with the loss, for one of the reasons in `plan._planned`
     at_once: bool
+    # a gradient is wanted; without grad mode, autograd still asks for those of inputs that require one
+    wants: bool = True
     # later calls replay a graph (`graph.py`)
     replayed: bool = False
 
@@ -143,7 +145,8 @@ class Operation(torch.autograd.Function):
         with call.exchange.in_step(), without_autocast(call.device):
             results: Sequence[Any] = ()
             if call.plan.at_once:
-                value, results = with_gradients(call, tiles, inputs, ctx.needs_input_grad[1:])
+                wanted = [want and call.plan.wants for want in ctx.needs_input_grad[1:]]
+                value, results = with_gradients(call, tiles, inputs, wanted)
             else:
                 call = call.prepared(tiles)
                 rows, cols = call.shards(inputs)

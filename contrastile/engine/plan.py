@@ -369,7 +369,7 @@ def _planned(problem: Problem, exchange: Exchange) -> Plan:
         workspace = min(workspace, MOST_BYTES)
     # a cached plan must not keep a process group alive
     cached = None if several or exchange.layout.group is not None else exchange
-    return Plan(cached, tiles, workspace, accumulator(problem.dtype), at_once, replayed)
+    return Plan(cached, tiles, workspace, accumulator(problem.dtype), at_once, wants, replayed)
 
 
 def _tiles(problem: Problem, exchange: Exchange, workspace: int) -> MakeTiles:
