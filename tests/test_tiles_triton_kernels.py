@@ -770,6 +770,12 @@ def test_decoupled_positives_by_label_are_exact(loss: Decoupled, scale: float, r
     _against_float64(_unit(n), _unit(m), scale=scale, loss=loss, reduction=reduction, workspace=2**20, **labels)
 
 
+@pytest.mark.parametrize("loss", [Softmax(), Softmax(symmetric=True, label_smoothing=0.1)], ids=str)
+def test_the_loss_of_each_row_is_weighed(loss: Softmax) -> None:
+    labels = {"query_labels": torch.arange(N) % 7, "key_labels": torch.arange(N) % 6}
+    _against_float64(_unit(N), _unit(N), 20.0, loss=loss, reduction="none", weights=torch.rand(N), **labels)
+
+
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_a_row_whose_only_keys_are_positives_has_no_decoupled_loss(symmetric: bool) -> None:
     """All other keys of some rows have their ids; and, on another step, of all rows."""

@@ -150,7 +150,7 @@ class Triton(Tiles):
     ) -> ForwardResult:  # fmt: skip
         # the first block has this rank's own columns: together, the ranks check all features
         constants = next(iter(self.constants.values()), None)
-        fused = self._epilogue.formula.denominator is not None and reduction != "none"
+        fused = self._epilogue.formula.denominator is not None
         # of features streamed from the host the constants are those of one block, and the flag of all
         fused = fused and (self.flag is None or self.noted)
         if constants is None and self.noted:
@@ -165,7 +165,7 @@ class Triton(Tiles):
         stats = [side.contiguous() for side in stats]
         with on(self.scale.device):
             given = stats, weights, (constants, self.scale), total, self._epilogue
-            return self.guidance.noted(ForwardResult(*launch.finish(*given, mean=reduction == "mean")))
+            return self.guidance.noted(ForwardResult(*launch.finish(*given, reduction)))
 
     def nonfinite(self, rows: Shard, cols: Shard) -> Tensor:
         if self._epilogue.formula.guide is not None and self.constants:

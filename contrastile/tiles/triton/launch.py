@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from contrastile._types import Reduction
 from contrastile.losses.base import Total
 from contrastile.losses.decoupled import mises_fisher_exponents
 from contrastile.tiles.triton.block import Block
@@ -47,8 +48,8 @@ ROWS = 16
 FAR, PAIRS, COLS = 160.0, 512, 16
 # partial norms that are read at once
 NORMS = 4096
-# constants of a block; rows that `finish` writes: each row's loss, its weight, and from the third on the state
-CONSTANTS, WEIGHT, STATE = 9, 1, 2
+# constants of a block; rows that `finish` writes before the state
+CONSTANTS, STATE = 9, 2
 # products of fp16 have more bits than those of bf16, and lose more to truncation
 TRUNCATION_FLOAT16 = 1.25
 # each direction's vectors [V, n]: see `direction_weights`
@@ -280,9 +281,9 @@ def careful_gradient(pair: Pair, block: Block, strip: Tensor, sums: Tensor) -> N
 
 def finish(
     stats: Sequence[Tensor], weights: Tensor | None, numbers: tuple[Tensor, Tensor], total: Total, epilogue: Epilogue,
-    *, mean: bool,
+    reduction: Reduction,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:  # fmt: skip
-    """The loss, and each direction's state [S, n] and ∂loss/∂(each row's loss) [n], from its statistics [K, n].
+    """The loss [], or [N], and each direction's state [S, n] and ∂loss/∂(each row's loss) [n], from statistics [K, n].
 
     numbers: the constants of a block, and the scale. total: sums a small tensor over all ranks.
     """
@@ -309,11 +310,12 @@ def finish(
         kernels_ptr=kernels, out_ptr=out, weights_ptr=constants if weights is None else weights, sums_ptr=sums,
         smoothing=epilogue.label_smoothing, WEIGHTS=weights is not None, **epilogue.flags, **given,
     )  # fmt: skip
-    value, coefficients = constants.new_empty(()), constants.new_empty(n)
+    each = reduction == "none"
+    value, coefficients = constants.new_empty(N if each else ()), constants.new_empty(n)
     # at least one program: a rank without rows has a value too
     run(
-        endings.coefficients, (max(tiles_of(n, BLOCK), 1),), weight_ptr=out[WEIGHT], totals_ptr=total(sums.sum(1)),
-        out_ptr=coefficients, value_ptr=value, N=N, n=n, MEAN=mean, SIDES=sides, BLOCK=BLOCK,
+        endings.coefficients, (max(tiles_of(n, BLOCK), 1),), rows_ptr=out, totals_ptr=total(sums.sum(1)),
+        out_ptr=coefficients, value_ptr=value, N=N, n=n, MEAN=reduction != "sum", EACH=each, SIDES=sides, BLOCK=BLOCK,
     )  # fmt: skip
     return value, list(out[STATE:].split(lengths, 1)), list(coefficients.split(lengths))
 

@@ -190,11 +190,15 @@ def finish(row_stats_ptr, row_stats_stride, N, col_stats_ptr, col_stats_stride, 
 
 
 @triton.jit(do_not_specialize=ANY)
-def coefficients(weight_ptr, totals_ptr, out_ptr, value_ptr, N, n, MEAN: tl.constexpr, SIDES: tl.constexpr,
-                 BLOCK: tl.constexpr):  # fmt: skip
-    """The loss, and ∂loss/∂(each row's loss) of the N rows and then the columns, from the totals of `finish`'s sums."""
+def coefficients(rows_ptr, totals_ptr, out_ptr, value_ptr, N, n, MEAN: tl.constexpr, EACH: tl.constexpr,
+                 SIDES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """The loss, and ∂loss/∂(each row's loss) of the N rows and then the columns, from rows and totals of `finish`.
+
+    With MEAN and EACH, N losses instead, whose mean over all ranks' rows is the loss (`tiles.base.reduced`).
+    """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
+    weight_ptr = rows_ptr + n.to(tl.int64) + at
     loss = tl.load(totals_ptr)
     mass = tl.load(totals_ptr + SIDES)
     other_loss = loss
@@ -212,9 +216,19 @@ def coefficients(weight_ptr, totals_ptr, out_ptr, value_ptr, N, n, MEAN: tl.cons
     else:
         value = 0.5 * loss + 0.5 * other_loss
         factor = 1.0 / SIDES
-    tl.store(out_ptr + at, tl.load(weight_ptr + at, mask=inside, other=0.0) * factor + nonfinite, mask=inside)
-    if tl.program_id(0) == 0:
-        tl.store(value_ptr, value + nonfinite)
+    weighed = tl.load(weight_ptr, mask=inside, other=0.0) * factor
+    stored = at == 0
+    if EACH:
+        stored = at < N
+        value = weighed * tl.load(rows_ptr + at, mask=stored, other=0.0)
+        if SIDES == 2:
+            other_weighed = tl.load(weight_ptr + N, mask=stored, other=0.0) * ((1.0 / SIDES) / other_mass)
+            value += other_weighed * tl.load(rows_ptr + N + at, mask=stored, other=0.0)
+        # ranks' rows together; the caller's mean divides by this rank's
+        value *= tl.load(totals_ptr + 2 * SIDES)
+        weighed *= N
+    tl.store(value_ptr + at, value + nonfinite, mask=stored)
+    tl.store(out_ptr + at, weighed + nonfinite, mask=inside)
 
 
 @triton.jit

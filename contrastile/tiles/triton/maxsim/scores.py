@@ -117,13 +117,13 @@ class FusedScores(Scored):
         nonfinite: Callable[[], Tensor],
     ) -> ForwardResult:  # fmt: skip
         epilogue = self._epilogue
-        if epilogue is None or reduction == "none" or not max(side.shape[1] for side in stats):
+        if epilogue is None or not max(side.shape[1] for side in stats):
             return super().finish(stats, weights, reduction, total, nonfinite)
         weights = None if weights is None else weights.to(torch.float32).contiguous()
         stats = [side.contiguous() for side in stats]
-        constants, mean = nonfinite().expand(launch.CONSTANTS).contiguous(), reduction == "mean"
+        numbers = nonfinite().expand(launch.CONSTANTS).contiguous(), self.scale
         with on(self.scale.device):
-            return ForwardResult(*launch.finish(stats, weights, (constants, self.scale), total, epilogue, mean=mean))
+            return ForwardResult(*launch.finish(stats, weights, numbers, total, epilogue, reduction))
 
     def scaled(self, total: Tensor, dtype: torch.dtype, upstream: Tensor | None, *, keep: bool) -> Tensor:
         # rows of tokens are few and long, and a program has whole rows
