@@ -33,6 +33,7 @@ from contrastile import (
     DistillClipLoss,
     GISTLoss,
     InfoNCELoss,
+    KeyQueue,
     NTXentLoss,
     ScoreDistillLoss,
     SigLipLoss,
@@ -45,18 +46,27 @@ PLAIN = {loss.__name__: loss for loss in (ClipLoss, SigLipLoss, InfoNCELoss, Sup
 FURTHER: dict[str, Any] = {
     "DistillClipLoss": DistillClipLoss,
     "GISTLoss": GISTLoss,
+    "GISTLoss, pairs": partial(GISTLoss, contrast_anchors=True, contrast_positives=True),
+    "ClipLoss, labels": ClipLoss,
+    "SigLipLoss, labels": SigLipLoss,
     "SigLipLoss, balanced": partial(SigLipLoss, balanced=True),
     "SupConLoss, in": partial(SupConLoss, form="in"),
     "DCLLoss": DCLLoss,
     "DCLLoss, sigma": partial(DCLLoss, sigma=0.5),
     "InfoNCELoss, hardness": partial(InfoNCELoss, hardness_mode="all_negatives", hardness_strength=5.0),
+    "InfoNCELoss, own negatives": InfoNCELoss,
+    "InfoNCELoss, own negatives alone": partial(InfoNCELoss, in_batch=False),
+    "InfoNCELoss, queue": InfoNCELoss,
     "ScoreDistillLoss": ScoreDistillLoss,
+    "ScoreDistillLoss, margins": partial(ScoreDistillLoss, kind="margin_mse"),
 }
 LOSSES = {**PLAIN, **FURTHER}
-BIASED = ("SigLipLoss", "SigLipLoss, balanced")
+BIASED = ("SigLipLoss", "SigLipLoss, labels", "SigLipLoss, balanced")
 EXCHANGES = ("replicate", "gather", "ring")
 WRAPPERS = ("plain", "DDP", "FSDP2")
 D_IN, D = 5, 4
+# keys of earlier steps, of all ranks: more than a batch has
+QUEUE = 16
 # each rank's examples, for every one of two micro-batches: uneven, and one rank without any
 SHARES = {1: [12], 2: [7, 5], 3: [5, 0, 7], 4: [2, 5, 1, 4]}
 MICRO_BATCHES = 2
@@ -130,12 +140,20 @@ def loss_of(name: str, out: Sequence[Any], labels: Tensor | None, **how: Any) ->
     others = [torch.cat([x.detach()[:, 1:], labels[:, None].sin()], 1) for x in (image, text)]
     if name == "DistillClipLoss":
         return loss(image, text, scale, *others, 7.0)
-    if name == "GISTLoss":
+    if name.startswith("GISTLoss"):
         return loss(image, text, scale, guide_query=others[0], guide_key=others[1])
-    if name == "ScoreDistillLoss":
+    if name.startswith("InfoNCELoss, own"):
+        return loss(image, text, scale, negatives=torch.stack([text.flip(1), image.roll(1, 1)], 1))
+    if name == "InfoNCELoss, queue":
+        queue = KeyQueue(QUEUE, features=D, group=how.get("group"), dtype=image.dtype)
+        queue.push(text.roll(1, 1))
+        return loss(image, text, scale, negatives=queue.keys)
+    if name.startswith("ScoreDistillLoss"):
         keys = torch.stack([text, text.flip(1)], 1)
         return loss(image, keys, torch.stack([labels.cos(), labels.sin()], 1).to(image.dtype), scale)
-    if name == "SigLipLoss, balanced":
+    if name == "ClipLoss, labels":
+        return loss(image, text, scale, labels=labels)
+    if name in ("SigLipLoss, labels", "SigLipLoss, balanced"):
         return loss(image, text, scale, bias, labels=labels)
     return loss(image, text, scale, bias) if bias is not None else loss(image, text, scale)
 

@@ -27,7 +27,7 @@ from ranks import Pool
     [
         *((W, "plain", EXCHANGES, [(True, MICRO_BATCHES)], PLAIN) for W in (1, 2, 3, 4)),
         # the other losses with every exchange, behind `encode`: test_losses_further.py
-        (3, "plain", ["ring"], [(True, MICRO_BATCHES)], FURTHER),
+        *((W, "plain", ["ring"], [(True, MICRO_BATCHES)], FURTHER) for W in (1, 2, 3, 4)),
         # a wrapper meets features, whatever loss and exchange made their gradients
         *((W, wrapper, ["gather"], [(True, MICRO_BATCHES)], PLAIN) for wrapper in WRAPPERS[1:] for W in (1, 3)),
         *((2, wrapper, ["gather"], WAYS, PLAIN) for wrapper in WRAPPERS),
