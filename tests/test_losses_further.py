@@ -41,6 +41,7 @@ FUSED = [
     "unicl",
     "siglip_labels",
     "own_negatives",
+    "siglip_own",
     "own_negatives_only",
     "scores_kl",
     "scores_margin",
@@ -51,6 +52,8 @@ FUSED = [
     "dclw_labels",
     "gist_absolute",
     "gist_relative",
+    "gist_listed_pairs",
+    "gist_all_pairs",
     "distill_clip",
     "siglip_balanced",
     "sup_con_in",
@@ -78,7 +81,7 @@ def test_float64_equals_the_plain_formula(name: str, reduction: str) -> None:
             assert distance(gradient, true_gradients[key]) <= 1e-12, key
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scale", [20.0, 100.0])
 @pytest.mark.parametrize("name", CASES)
 def test_no_further_from_float64_than_twice_the_plain_formula(name: str, scale: float, dtype: torch.dtype) -> None:

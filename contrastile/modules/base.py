@@ -220,11 +220,11 @@ class PairedLoss(Loss):
         Arguments:
             image_features, text_features: [N, D], of one dtype: bf16, fp16, fp32 or fp64; rows of unit length.
             logit_scale, logit_bias: numbers, or tensors of shape [] or [1]; the scale itself, not its logarithm. A bias
-                changes nothing in a softmax; its gradient is 0.
+                changes nothing in a softmax, where its gradient is 0; `SigLipLoss` needs one.
             output_dict: return `{"contrastive_loss": loss}`, as open_clip's losses can.
             ids: [N] integers; pairs of equal ids are not negatives of each other.
-            labels: [N] integers; all pairs of equal labels are positives, the loss of a row their mean (UniCL, Yang et
-                al. 2022).
+            labels: [N] integers; all pairs of equal labels are positives. A softmax takes the mean of a row's
+                positives (UniCL, Yang et al. 2022), `SigLipLoss` the sum of all pairs.
             weights: [N]; the loss is Σ w·loss / Σ w.
         """
         operation, inputs = self._prepared(
