@@ -17,6 +17,16 @@ WAYS = (
     ("DisCo-CLIP, decomposed", "DisCo-CLIP", "decomposed"),
     ("CLIP, plain", "CLIP", "plain: all rows and columns"),
 )
+# GB of the loss in table 1 of Inf-CL, by ranks and loss, for 32k to 256k pairs and a million; "" where it has none
+PUBLISHED_SIZES = (15, 16, 17, 18, 20)
+PUBLISHED = {
+    ("8", "CLIP"): ("16.67", "66.11", "", "", ""),
+    ("8", "OpenCLIP"): ("2.27", "8.63", "33.64", "", ""),
+    ("8", "Inf-CL"): ("0.18", "0.36", "0.72", "1.45", "6.53"),
+    ("32", "CLIP"): ("16.66", "66.11", "", "", ""),
+    ("32", "OpenCLIP"): ("0.71", "2.45", "8.98", "34.35", ""),
+    ("32", "Inf-CL"): ("0.05", "0.09", "0.18", "0.35", "1.44"),
+}
 # of the estimates: operations per second, measured on an H200 at 768 features (h200_loss.csv); bytes of a feature in
 # bf16 and of an accumulator; ms that a hop adds in one pass, measured on four H200s (contrastile bench loss --profile)
 RATE, D, FEATURE, WIDE, HOP_MS = 600e12, 768, 2, 4, 0.5
@@ -43,6 +53,20 @@ def rank_memory() -> str:
             lines.append((world, name, *(cell(rows, b) for b in SIZES)))
     heads = (f"{b // 2**10}k" if b < 2**20 else f"{b // 2**20}M" for b in SIZES)
     return table_of(("ranks", "loss", *heads), lines)
+
+
+def rank_losses() -> str:
+    """GB of a rank's loss in Inf-CL's table 1, and GiB of the same loss here, ours for that of the paper."""
+    lines = []
+    for (world, name), published in PUBLISHED.items():
+        impl, way = {"CLIP": WAYS[6][1:], "OpenCLIP": WAYS[4][1:], "Inf-CL": WAYS[1][1:]}[name]
+        cells = []
+        for exponent, gigabytes in zip(PUBLISHED_SIZES, published, strict=True):
+            rows = rows_of("h200_memory.csv", impl=impl, way=way, world=world, b=str(2**exponent))
+            here = gib_text(rows[-1]["peak_bytes"]) if rows and rows[-1]["peak_bytes"] else ""
+            cells.append(f"{gigabytes or '–'}, {here}" if here else gigabytes)
+        lines.append((world, name, *cells))
+    return table_of(("ranks", "loss", "32k", "64k", "128k", "256k", "1M"), lines)
 
 
 def gib_text(count: str) -> str:
@@ -105,5 +129,5 @@ def estimated_cost() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    each.__name__: each for each in (rank_memory, largest, features, hidden_hops, estimated_cost)
+    each.__name__: each for each in (rank_memory, rank_losses, largest, features, hidden_hops, estimated_cost)
 }

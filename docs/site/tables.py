@@ -39,6 +39,7 @@ LOSSES = {
     "hardness": "`InfoNCELoss`, hardness",
     "queue": "`InfoNCELoss`, a queue of as many keys",
     "own": "`InfoNCELoss`, eight negatives of each query",
+    "hardness_own": "`InfoNCELoss`, the same with hardness",
     "own_alone": "`InfoNCELoss(in_batch=False)`, the same",
     "dcl": "`DCLLoss`",
     "dclw": "`DCLLoss(sigma=0.5)`",
@@ -333,19 +334,21 @@ def sub_batches() -> str:
 
 
 def loss_ratios() -> str:
-    """Time of each loss over that of `ClipLoss` of the same rows."""
-    shapes = ("8192", "512"), ("32768", "512"), ("32768", "768")
-    cells = ((title, *(_over_clip(loss, b, d) for b, d in shapes)) for loss, title in LOSSES.items())
-    return table_of(("loss", "8,192 × 512", "32,768 × 512", "32,768 × 768"), cells)
+    """Time and memory of each loss over those of `ClipLoss` of the same rows."""
+    shapes = (("8192", "512"), ("32768", "512"), ("32768", "768"))
+    cases = (*((*shape, "ms") for shape in shapes), *((*shape, "peak_bytes") for shape in shapes[:2]))
+    cells = ((title, *(_over_clip(loss, *case) for case in cases)) for loss, title in LOSSES.items())
+    heads = ("8,192 × 512", "32,768 × 512", "32,768 × 768", "memory, 8,192", "32,768 × 512")
+    return table_of(("loss", *heads), cells)
 
 
-def _over_clip(loss: str, b: str, d: str) -> str:
+def _over_clip(loss: str, b: str, d: str, column: str) -> str:
     rows, clips = (rows_of("h200_loss_ratios.csv", loss=name, b=b, d=d) for name in (loss, "clip"))
     if not rows:
         return ""
     # of the same run where it measured both
     beside = [clip for clip in clips if clip["commit"] == rows[-1]["commit"]] or clips
-    return f"{float(rows[-1]['ms']) / float(beside[0]['ms']):.2f}"
+    return f"{float(rows[-1][column]) / float(beside[0][column]):.2f}"
 
 
 # ending of a way's name, and text of a cell, for inputs that are not on the device
