@@ -429,6 +429,12 @@ def test_features_in_host_memory_leave_the_device(tmp_path: Path, gpus: str) -> 
     assert host.largest() == host.most > device.largest()
     assert "no limit" in "\n".join(lines(host))
     assert host.step.loss.exchange_name == ("ring" if ranks > 1 else "single")
+    # no exchange that a call refuses there
+    exchanges = {choice.name.split(", ")[0] for choice in host.choices() if choice.name.startswith("exchange")}
+    assert exchanges == {f"exchange {host.step.loss.exchange_name}"}
+    if ranks > 1:
+        with pytest.raises(ValueError, match=r"`loss\.exchange` must be auto, ring or single for features in host"):
+            contrastile.plan(path, *words, "train.features=host", "loss.exchange=gather", gpus=gpus, batch=64)
     # no choice of a loss that is refused there
     refused = contrastile.plan(path, *words, "loss.kind=infonce", gpus=gpus, batch=1024)
     assert not any(choice.name.startswith("features in host") for choice in refused.choices())

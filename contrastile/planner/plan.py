@@ -175,6 +175,9 @@ class Plan:
         step = self.step
         blocks = [("replicate", "dense"), ("gather", "dense"), ("gather", "auto"), ("ring", "auto")]
         blocks += [("hierarchical", "auto")] * (self.target.ranks > self.target.per_node)
+        if step.loss.host:
+            # ranks whose features wait in host memory form a ring
+            blocks = [("ring", "dense"), ("ring", "auto")]
         if step.loss.ranks == 1:
             blocks = [("single", "dense"), ("single", "auto")]
         for exchange, backend in blocks:

@@ -254,6 +254,10 @@ def plan_of(
     inputs = sum(side.examples * side.cost.inputs for side in sides) // max(1, rows)
     step = StepMemory(sides, loss, held, train.retain, guides, sharded=share > 1)
     if train.features == "host":
+        exchange = recipe.loss.exchange
+        if ranks > 1 and exchange not in ("auto", "ring", "single"):
+            rule = "be auto, ring or single for features in host memory"
+            raise invalid("loss.exchange", rule, repr(exchange), "Take ring.")
         step = step.with_features_on_host()
     return Plan(
         recipe.name, machines, batch, step, keys, train.accumulate, weights, trained, inputs, int(pictures),
