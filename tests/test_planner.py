@@ -429,6 +429,10 @@ def test_features_in_host_memory_leave_the_device(tmp_path: Path, gpus: str) -> 
     assert host.largest() == host.most > device.largest()
     assert "no limit" in "\n".join(lines(host))
     assert host.step.loss.exchange_name == ("ring" if ranks > 1 else "single")
+    # features of a CPU are in host memory already
+    here = contrastile.plan(path, "train.retain=0", "device=cpu")
+    assert not any(choice.name.startswith("features in host") for choice in here.choices())
+    assert here.peak == contrastile.plan(path, "train.retain=0", "device=cpu", "train.features=host").peak
     # no exchange that a call refuses there
     exchanges = {choice.name.split(", ")[0] for choice in host.choices() if choice.name.startswith("exchange")}
     assert exchanges == {f"exchange {host.step.loss.exchange_name}"}

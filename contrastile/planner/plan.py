@@ -184,7 +184,7 @@ class Plan:
             words: dict[str, Any] = {"exchange": exchange, "backend": backend}
             name = f"exchange {exchange}, backend {backend}"
             yield self._choice(name, replace(step, loss=replace(step.loss, **words)), **words)
-        if self.on_host and not step.loss.host:
+        if self.on_host and not step.loss.host and self.target.device != "cpu":
             yield self._choice("features in host memory", step.with_features_on_host())
         for retain in (0, AUTO):
             if retain != step.retain:

@@ -253,7 +253,8 @@ def plan_of(
     pictures = isinstance(recipe, Recipe) and is_collection(recipe.data.source) and not recipe.model.precompute
     inputs = sum(side.examples * side.cost.inputs for side in sides) // max(1, rows)
     step = StepMemory(sides, loss, held, train.retain, guides, sharded=share > 1)
-    if train.features == "host":
+    # on a CPU they are there already
+    if train.features == "host" and machines.device != "cpu":
         exchange = recipe.loss.exchange
         if ranks > 1 and exchange not in ("auto", "ring", "single"):
             rule = "be auto, ring or single for features in host memory"
