@@ -57,7 +57,7 @@ def _run(rank: int, group: Any, case: Case, path: Path | None, spoil: str) -> tu
 
 
 def _names(lines: list[str]) -> list[str]:
-    return [line[33:77].strip() for line in lines if not line.startswith("  ")]
+    return [line[40:84].strip() for line in lines if not line.startswith("  ")]
 
 
 @pytest.mark.parametrize("name", ["clip", "siglip"])

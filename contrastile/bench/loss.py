@@ -40,7 +40,7 @@ MOST_ALONE = 2**19
 EXCHANGES = {"gather": ANY_NUMBER, "ring": ANY_NUMBER, "hierarchical": ANY_NUMBER, "replicate": 2**15}
 
 _START = (
-    "loss 8 | b >8 | d >5 | dtype 9 | implementation 44 | ms >10.2f | least_ms=least ms >10.2f"
+    "loss 15 | b >8 | d >5 | dtype 9 | implementation 44 | ms >10.2f | least_ms=least ms >10.2f"
     " | effective_tflops=TFLOP/s >8.3g | ratio >6.3f"
 )
 _PEAK, _FAR = "peak_bytes=extra MiB >9,.0f", "loss_distance=loss >8.0e | gradient_distance=gradient >8.0e"
