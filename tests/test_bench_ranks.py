@@ -201,6 +201,28 @@ def _profiled(rank: int, group: Any) -> list[str]:
     return lines
 
 
+def _host(rank: int, group: Any, path: Path) -> bool:
+    patch = pytest.MonkeyPatch()
+    for name, steps in (("WARMUP_STEPS", 1), ("RANK_ROUNDS", 1), ("ROW_STEPS", 2), ("ROW_SECONDS", 0.0)):
+        patch.setattr(harness, name, steps)
+    try:
+        with results_file(path if rank == 0 else None, COLUMNS["host"]) as write:
+            report = Report(lambda _: None, write, World(rank, RANKS))
+            LossBench(_machine(rank), False, report).host([CASE], 2**30)
+    finally:
+        patch.undo()
+    return report.passed
+
+
+def test_features_in_host_memory_are_measured_in_a_ring(pool: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    assert all(pool.run(_host, RANKS, path))
+    rows = read_rows(path)
+    assert [row["backend"] for row in rows] == [f"eager, {place}, ring of {RANKS}" for place in ("resident", "host")]
+    assert rows[0]["ratio"] == "1.0"
+    assert all(float(row["ms"]) > 0 < int(row["peak_bytes"]) for row in rows)
+
+
 @pytest.mark.unpoisoned
 def test_the_profile_has_the_host_operations_of_every_exchange(pool: Pool) -> None:
     lines = pool.run(_profiled, RANKS)[0]

@@ -192,7 +192,7 @@ WORDS = {
     "bench loss --seconds nan": "`--seconds` must be above 0; got nan. Leave it out for the default.\n",
     "bench loss --limit 1GiB": "`--limit` must come with host, which it limits; got no --host. ",
     "bench loss --host --limit x": f"`--limit` {SIZES} 'x'. ",
-    "bench loss --host --once": "`--host` must come with neither torchrun nor once; got --once. ",
+    "bench loss --host --once": "`--host` must come without once; got --once. ",
     "bench step --sizes abc": f"`--sizes` {SIZES} 'abc'. ",
     "bench step --sub-batch 0": "`--sub-batch` must be a whole number of at least 1; got 0. Leave it out for the",
     "bench step --figure x.svg": "`--figure` must come with csv, whose rows it draws; got none. Add --csv FILE.\n",

@@ -226,25 +226,29 @@ class LossBench:
     def host(self, cases: Iterable[Case], limit: int) -> None:
         """Measure features in host memory beside resident ones; `limit` bytes of the device may be allocated.
 
-        The ratio of a row is that to the first resident loss.
+        Several ranks are a ring, whose packets of features in host memory travel over Gloo. The ratio of a row is that
+        to the first resident loss.
         """
-        machine, device = self.machine, self.machine.device
+        machine, device, size = self.machine, self.machine.device, self._world.size
         self.head(host=True)
-        first_rate = 0.0
+        first_rate, ring = 0.0, {"exchange": "ring"} if self._across else {}
         for case, name in product(cases, ("resident", "host")):
-            entry = _contrastile(case.loss, device, case.workspaces[0], name, device=device)
-            place = device if name == "resident" else "cpu"
+            label = f"{name}, ring of {size}" if self._across else name
+            entry = _contrastile(case.loss, device, case.workspaces[0], label, device=device, **ring)
+            entry, place = replace(entry, world=size), device if name == "resident" else "cpu"
             with (
                 machine.limited(limit),
                 float32_products(case.precision),
                 self.report.failures(_subject(case, entry), judged=name == "host"),
             ):
                 gate = Gate(case, device)
-                distance = gate.distance(step(entry.losses[case.loss], placed(gate.leaves, place)))
-                if self._rejected(case, entry, gate.red(distance)):
+                results = step(entry.losses[case.loss], placed(self.shard(gate.leaves), place))
+                distance = gate.distance(self._combined(tuple([x.to(device) for x in results])))
+                if self._rejected(case, entry, self._world.failure(gate.red(distance))):
                     continue
-                run = step_of(case, entry, placed(problem(case, device, on_host=True), place))
-                memory = {"peak_bytes": machine.peak(run), "limit_bytes": limit}
+                run = step_of(case, entry, placed(self.shard(problem(case, device, on_host=True)), place))
+                peak = int(self._world.slowest(machine.peak(run)))
+                memory = {"peak_bytes": peak, "limit_bytes": limit}
                 timing = machine.race({name: run})[name]
                 first_rate = first_rate or rate_of(case, entry, timing)
                 ratio = {"ratio": round(rate_of(case, entry, timing) / first_rate, 4)}
@@ -271,9 +275,13 @@ class LossBench:
         yield from (replace(entry, world=size) for entry in others if entry.offers(case))
 
     def shard(self, leaves: list[Tensor]) -> list[Tensor]:
+        """This rank's rows of both sides, pinned where the sides are, and all else."""
         rank, size = self._world.rank, self._world.size
-        sides = (side.detach().tensor_split(size)[rank].clone().requires_grad_() for side in leaves[:2])
-        return [*sides, *leaves[2:]]
+        if size == 1:
+            return leaves
+        shares = [side.detach().tensor_split(size)[rank].clone() for side in leaves[:2]]
+        sides = (x.pin_memory() if side.is_pinned() else x for x, side in zip(shares, leaves[:2], strict=True))
+        return [*(x.requires_grad_() for x in sides), *leaves[2:]]
 
     def _check(self, case: Case, entry: Contestant, gate: Gate, leaves: list[Tensor]) -> Row | None:
         """Run a contestant at both sizes; return its row without times, None if it cannot go on."""
@@ -327,6 +335,8 @@ class LossBench:
         A rank's features have W times the gradient of the whole, which a wrapper's mean divides by W.
         """
         size, (value, dq, dk, *scalars) = self._world.size, results
+        if size == 1:
+            return results
         rows = [int(number) for number in self._world.numbers(len(dq))]
         gathered = [collectives.gather_rows(gradient, rows, None) / size for gradient in (dq, dk)]
         return (collectives.total(value, None) / size, *gathered, *(collectives.total(x, None) / size for x in scalars))

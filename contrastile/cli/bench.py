@@ -112,9 +112,8 @@ def run_loss(arguments: argparse.Namespace) -> int:
     if arguments.limit and not arguments.host:
         raise invalid("limit", "come with host, which it limits", "no --host", "Add --host.")
     ranks = _world_size()
-    if arguments.host and (ranks > 1 or arguments.once):
-        got = "torchrun" if ranks > 1 else "--once"
-        raise invalid("host", "come with neither torchrun nor once", got, "Run one process with it.")
+    if arguments.host and arguments.once:
+        raise invalid("host", "come without once", "--once", "Leave one of them out.")
     one_of("dtype", arguments.dtype or "bf16", (*DTYPES, *DTYPES.values()), "bf16 is what most training uses.")
     limit = number("limit", arguments.limit or HOST_LIMIT)
     _check(arguments)
