@@ -418,3 +418,33 @@ def test_the_planned_peak_of_a_rank_is_the_measured_one(
     node = 2 if exchange == "hierarchical" else None
     size = LossSize(N, N, 4, features, 2**35, exchange, "eager", "cpu", 2**20, torch.float, torch.float, node=node)
     assert measured <= size.peak + gathered * N * features * 4 <= 1.15 * measured
+
+
+@pytest.mark.parametrize("negatives", [1, 7, 15])
+@pytest.mark.parametrize("words", [
+    ("loss.own_negatives=true",), ("loss.own_negatives=true", "loss.in_batch=false"), ("loss.kind=kl",),
+    ("loss.kind=margin_mse",), ("loss.kind=kl", "loss.weight=0.5"),
+], ids=str)  # fmt: skip
+def test_passages_of_a_list_are_planned(tmp_path: Path, words: tuple[str, ...], negatives: int) -> None:
+    N, D = 1200, 256
+    recipe = tiny_retriever(tmp_path, *WORDS, *words, f"model.features={D}", f"data.negatives={negatives}")
+    objective, rows = QueryObjective(recipe.loss, features=D), torch.arange(N)
+    own = torch.arange(N, N * (1 + negatives)).view(N, negatives)
+    scored = {"lists": torch.cat([rows[:, None], own], 1), "scores": torch.randn(N, 1 + negatives)}
+    marks: dict[str, Any] = {"shared": rows, "lists": own} if "own" in words[0] else scored
+    marks |= {"positives": rows[:, None], "query_ids": rows, "key_ids": torch.arange(N * (1 + negatives))}
+    sides = [F.normalize(torch.randn(n, D), dim=-1).requires_grad_() for n in (N, N * (1 + negatives))]
+
+    def step() -> None:
+        torch.autograd.grad(objective(*sides, torch.tensor(20.0), **marks), sides)
+
+    step()
+    with Weighed(CPU) as weighed:
+        step()
+    plan = plan_of(recipe, target(None), N, *towers(recipe, 1, N, "cpu"))
+    parts = next(moment.parts for moment in plan.step.moments() if moment.name == "loss")
+    # a loss of lists alone has no sums of queries' gradients, which are planned
+    most = 1.17 if negatives == 1 else 1.07
+    assert 0.95 <= (parts["loss"] + parts["lists"]) / weighed.bytes <= most
+    few = [moment.parts.get("lists") for moment in plan.at(N // 2).step.moments()]
+    assert set(few) == {None, parts["lists"] // 2}

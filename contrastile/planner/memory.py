@@ -116,7 +116,8 @@ class StepMemory:
     """The step whose memory is planned. `retain`: graphs that each side keeps, or "auto".
 
     guides: the same batch by a guide or a teacher, whose features in float32 stay until the loss's backward. sharded:
-    ranks have parts of the weights, and run each sub-batch equally often.
+    ranks have parts of the weights, and run each sub-batch equally often. listed: bytes of a row's listed keys, which
+    are copied for the loss, and of the copies' gradients.
     """
 
     sides: Sequence[Side]
@@ -125,6 +126,7 @@ class StepMemory:
     retain: int | Literal["auto"] = 0
     guides: Sequence[Side] = ()
     sharded: bool = False
+    listed: int = 0
 
     def base(self) -> dict[str, int]:
         """Parts that every moment has."""
@@ -210,7 +212,8 @@ class StepMemory:
         operands = self.loss.operands
         shared = min(of_task, operands) if self.loss.feature_dtype == self.loss.dtype else 0
         of_task = max(of_task - self.loss.backward_sums, shared)
-        add("loss", graphs=graphs, features=features + guided + of_task, **self._loss_parts())
+        lists = self.listed * self.loss.rows
+        add("loss", graphs=graphs, features=features + guided + of_task, lists=lists, **self._loss_parts())
         # gradients of the encoders' features; all else of the features is released on the way back to them
         waiting = sum(side.encoded for side in self.sides)
         if normalisation := max(side.normalisation * side.examples for side in self.sides):

@@ -30,6 +30,7 @@ from contrastile.planner.profile import Target, target, this_machine
 from contrastile.planner.towers import Counted, TowerCost, Work, made_on_meta, measure, shapes_only, without_memory
 from contrastile.train.config import AnyRecipe, Recipe
 from contrastile.train.config.base import OptimSettings
+from contrastile.train.config.losses import RetrieverScores
 from contrastile.train.config.towers import without_folders
 from contrastile.train.load import class_of
 from contrastile.train.objective import OBJECTIVES, teacher_recipe
@@ -196,6 +197,18 @@ def _inputs(recipe: Any, length: int, n: int) -> list[Tensor]:
     return [torch.zeros(n, data.channels, data.image_size, data.image_size, dtype=dtype)]
 
 
+def _listed(recipe: Any) -> int:
+    """Vectors of a query's listed passages beside all passages: copies of them, and the gradients of the copies."""
+    data, loss = recipe.data, recipe.loss
+    if getattr(loss, "own_negatives", False):
+        # the keys of all queries are taken out of the passages too, and again where they meet their own query alone
+        return 2 * (data.negatives + 1) + (not loss.in_batch)
+    if isinstance(loss, RetrieverScores):
+        # with another loss both have a gradient of all passages
+        return (2 + (loss.weight < 1)) * (data.positives + data.negatives)
+    return 0
+
+
 def plan_of(
     recipe: Any, machines: Target, batch: int, model: nn.Module, costs: Sequence[TowerCost],
     lengths: tuple[tuple[int, int], ...] = (),
@@ -252,7 +265,8 @@ def plan_of(
     )  # fmt: skip
     pictures = isinstance(recipe, Recipe) and is_collection(recipe.data.source) and not recipe.model.precompute
     inputs = sum(side.examples * side.cost.inputs for side in sides) // max(1, rows)
-    step = StepMemory(sides, loss, held, train.retain, guides, sharded=share > 1)
+    listed = _listed(recipe) * dimensions * feature_dtype.itemsize
+    step = StepMemory(sides, loss, held, train.retain, guides, sharded=share > 1, listed=listed)
     # on a CPU they are there already
     if train.features == "host" and machines.device != "cpu":
         exchange = recipe.loss.exchange
