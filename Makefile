@@ -61,7 +61,7 @@ test-integrations: .venv-integrations/.done .venv-sentences-5/.done .venv-open-c
 	.venv-integrations/bin/python -m pytest tests/integrations
 	.venv-sentences-5/bin/python -m pytest tests/integrations/test_sentence_transformers*.py
 	.venv-open-clip/bin/python -m pytest tests/integrations/test_open_clip.py tests/integrations/test_export_pairs.py \
-		tests/integrations/test_retrievers.py -k 'open_clip or colpali'
+		tests/integrations/test_retrievers.py tests/integrations/test_losses.py -k 'open_clip or colpali or lightly'
 	.venv-open-clip-2/bin/python -m pytest tests/integrations/test_open_clip.py tests/integrations/test_export_pairs.py -k open_clip
 
 test-faults: $(VENV)/.dev ## kill, tear and fail file events of every command that writes, a sample of 30 (a minute on 2 cores)
@@ -101,7 +101,7 @@ PINNED := --constraint constraints.txt --constraint constraints-integrations.txt
 	$(@D)/bin/python -m pip install --quiet $(PINNED) --editable '.[train,search,integrations]' pytest pytest-timeout peft faiss-cpu \
 		deepspeed
 	@# without what they require, which is older: only their losses are loaded
-	$(@D)/bin/python -m pip install --quiet $(PINNED) --no-deps FlagEmbedding pylate tevatron
+	$(@D)/bin/python -m pip install --quiet $(PINNED) --no-deps FlagEmbedding pylate tevatron pytorch-metric-learning siglip-kernel
 	@touch $@
 
 # Environments that stand on the one above, whose packages follow their own: a second torch would take a minute and 1.6 GB.
@@ -123,7 +123,7 @@ ON_INTEGRATIONS = test -d $(@D) || $(PYTHON) -m venv $(@D); \
 .venv-open-clip/.done: .venv-integrations/.done
 	$(ON_INTEGRATIONS)
 	$(@D)/bin/python -m pip install --quiet $(PINNED) open_clip_torch webdataset pandas braceexpand
-	$(@D)/bin/python -m pip install --quiet $(PINNED) --no-deps colpali-engine
+	$(@D)/bin/python -m pip install --quiet $(PINNED) --no-deps colpali-engine lightly lightly_utils
 	@touch $@
 
 # the last version 2 of open_clip

@@ -1,7 +1,6 @@
 """Losses equal the classes that users know, loss and gradients, in float64; skipped where a library is not installed.
 
-pip install sentence-transformers pytorch-metric-learning lightly siglip-kernel
-Hardness, the guided loss and the one of open_clip's teachers are compared in `integrations`.
+Hardness, the guided loss and the one of open_clip's teachers are compared with their adapters.
 """
 
 from __future__ import annotations
