@@ -504,7 +504,7 @@ def sup_con_in() -> Case:
         return SupConLoss(form="in", **how)
 
     features, _, scale = _leaves().values()
-    return Case(module, formula, {"features": features, "scale": scale}, {"labels": _whole(15, N, seed=6)})
+    return Case(module, formula, {"features": features, "scale": scale}, _classes())
 
 
 CASES = {

@@ -364,6 +364,22 @@ def test_ids_of_shared_negatives_may_follow_those_of_keys() -> None:
     assert not torch.equal(case.by_tiles(tensors)[0], truth)
 
 
+@pytest.mark.parametrize("kind", ["supcon", "ntxent"])
+def test_weights_of_examples_are_those_of_their_views(kind: str) -> None:
+    a, b = F.normalize(torch.randn(2, 9, 6, dtype=torch.float64), dim=-1).requires_grad_()
+    weights, views = torch.rand(9) + 0.1, torch.cat([a, b])
+    x = (5 * views @ views.T).fill_diagonal_(-torch.inf)
+    naive = F.cross_entropy(x, torch.arange(18).roll(9), reduction="none")
+    naive = (weights.double().repeat(2) * naive).sum() / (2 * weights.sum())
+    if kind == "supcon":
+        loss = SupConLoss()(torch.stack([a, b], 1), torch.arange(9), 5.0, weights=weights)
+    else:
+        loss = NTXentLoss()(a, b, 5.0, weights=weights)
+    torch.testing.assert_close(loss, naive, rtol=1e-6, atol=0)
+    gradients = (torch.autograd.grad(value, a, retain_graph=True)[0] for value in (loss, naive))
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-9)
+
+
 def test_one_positive_each_is_balanced() -> None:
     tensors = CASES["siglip_balanced"]().tensors(torch.float64)
     plain = SigLipLoss()(**tensors)
@@ -580,6 +596,10 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`labels` must be a tensor of shape [3], one entry for each row of `image_features`; got shape [2]. Pass the "
     "entries of these 3 rows, in their order.": (
         lambda: ClipLoss()(_x(3, 4), _x(3, 4), 1.0, labels=torch.arange(2))
+    ),
+    "`weights` must be a tensor of shape [3], one entry for each row of `features`; got shape [6]. Pass the entries of "
+    "these 3 rows, in their order.": lambda: (
+        SupConLoss()(_x(3, 2, 4), torch.arange(3), 1.0, weights=_x(6))
     ),
     "`form` must be one of out, in; got 'mean'. They are the paper's words.": lambda: SupConLoss(
         form="mean"  # type: ignore[arg-type]

@@ -48,13 +48,16 @@ class SupConLoss(Loss):
         if form == "in":
             self.loss = SoftmaxInside(exclude_self=True, label_smoothing=self.options.label_smoothing)
 
-    def forward(self, features: Tensor, labels: Tensor, scale: Tensor | float) -> Tensor:
+    def forward(
+        self, features: Tensor, labels: Tensor, scale: Tensor | float, *, weights: Tensor | None = None
+    ) -> Tensor:
         """Return the loss of N examples, over the batch of all ranks.
 
         Arguments:
             features: [N, D], or [N, views, D] for several views of each example; rows of unit length.
             labels: [N] integers; examples of equal labels are positives of each other.
             scale: a number, or a tensor of shape [] or [1]: 1 / temperature.
+            weights: [N]; the loss is Σ w·loss / Σ w, over all views of an example.
         """
         with self._shared_errors():
             if not isinstance(features, Tensor) or features.ndim not in (2, 3):
@@ -64,10 +67,15 @@ class SupConLoss(Loss):
                 remedy = f"Pass torch.arange({len(features)}) where only the views of one example are alike."
                 raise invalid("labels", "be given", None, remedy)
             checks.vector("labels", labels, "features", features, integer=True)
+            if weights is not None:
+                checks.vector("weights", weights, "features", features, integer=False)
         if features.ndim == 3:
-            labels = labels.repeat_interleave(features.shape[1])
-            features = features.flatten(0, 1)
-        operation, inputs = self._prepared(features, features, scale, query_labels=labels, key_labels=labels)
+            views, features = features.shape[1], features.flatten(0, 1)
+            labels = labels.repeat_interleave(views)
+            weights = None if weights is None else weights.repeat_interleave(views)
+        operation, inputs = self._prepared(
+            features, features, scale, query_labels=labels, key_labels=labels, weights=weights
+        )
         loss: Tensor = operation(*inputs)
         if torch.compiler.is_compiling():
             return loss
@@ -112,13 +120,17 @@ class NTXentLoss(Loss):
     names: ClassVar[dict[str, str]] = {"q": "view_a", "k": "view_b"}
     pair_loss = Softmax(exclude_self=True)
 
-    def forward(self, view_a: Tensor, view_b: Tensor, scale: Tensor | float, *, ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self, view_a: Tensor, view_b: Tensor, scale: Tensor | float, *, ids: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return the loss of N examples in two views, over the batch of all ranks.
 
         Arguments:
             view_a, view_b: [N, D], of one dtype; rows of unit length.
             scale: a number, or a tensor of shape [] or [1]: 1 / temperature.
             ids: [N] integers; views of two examples with equal ids are not negatives of each other.
+            weights: [N]; the loss is Σ w·loss / Σ w, over both views of an example.
         """
         with self._shared_errors():
             checks.features("view_a", view_a)
@@ -128,11 +140,14 @@ class NTXentLoss(Loss):
             if ids is not None:
                 checks.vector("ids", ids, "view_a", view_a, integer=True)
                 ids = ids.repeat(2)
+            if weights is not None:
+                checks.vector("weights", weights, "view_a", view_a, integer=False)
+                weights = weights.repeat(2)
         views = joined([view_a, view_b])
         N = len(view_a)
         other = torch.arange(2 * N, device=views.device).roll(N)
         operation, inputs = self._prepared(
-            views, views, scale, positives=other, positives_in_range=True, query_ids=ids, key_ids=ids
+            views, views, scale, positives=other, positives_in_range=True, query_ids=ids, key_ids=ids, weights=weights
         )
         loss: Tensor = operation(*inputs)
         if self._may_warn:
