@@ -384,6 +384,29 @@ def distill_clip() -> Case:
     return Case(module, formula, leaves, constants)
 
 
+def distill_clip_labels() -> Case:
+    """Both directions, with positives by label, of which some are excluded as negatives of others by ids."""
+    case = distill_clip()
+    labels = _whole(15, N, seed=6)
+
+    def formula(
+        image_features: Tensor, text_features: Tensor, logit_scale: Tensor, dist_image_features: Tensor,
+        dist_text_features: Tensor, dist_logit_scale: Tensor, ids: Tensor, labels: Tensor,
+    ) -> list[RowLosses]:  # fmt: skip
+        positive = labels[:, None] == labels
+        excluded = (ids[:, None] == ids) & ~positive
+        x = (logit_scale * image_features @ text_features.T).masked_fill(excluded, -torch.inf)
+        t = dist_logit_scale * dist_image_features @ dist_text_features.T
+        t = t.to(x.dtype).masked_fill(excluded, -torch.inf)
+        return [
+            (0.7 * hard + 0.3 * _kl(a, b), torch.ones(N).bool())
+            for a, b in ((x, t), (x.T, t.T))
+            for hard in [-(a.log_softmax(1).masked_fill(~positive, 0.0)).sum(1) / positive.sum(1)]
+        ]
+
+    return Case(case.module, formula, case.leaves, {**case.constants, "labels": labels})
+
+
 def distill_labels() -> Case:
     """One direction, several positives, the teacher alone."""
 
@@ -524,6 +547,7 @@ CASES = {
         gist_listed_pairs,
         gist_all_pairs,
         distill_clip,
+        distill_clip_labels,
         distill_labels,
         scores_kl,
         scores_margin,

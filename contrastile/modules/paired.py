@@ -144,6 +144,7 @@ class DistillClipLoss(Loss):
         dist_logit_scale: Tensor | float,
         *,
         ids: Tensor | None = None,
+        labels: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> Tensor:
         """Return the loss of N pairs, with a teacher's features of them, over the batch of all ranks.
@@ -155,6 +156,8 @@ class DistillClipLoss(Loss):
                 rows of unit length; constants.
             dist_logit_scale: the teacher's scale, a number or a tensor of shape [] or [1], a constant.
             ids: [N] integers; pairs of equal ids are not negatives of each other.
+            labels: [N] integers; all pairs of equal labels are positives, of whose hard losses a row has the mean. On a
+                GPU eager tiles compute it.
             weights: [N]; the loss is Σ w·loss / Σ w.
         """
         with self._shared_errors():
@@ -166,8 +169,9 @@ class DistillClipLoss(Loss):
             checks.features("dist_text_features", dist_text_features)
             checks.alike("dist_text_features", dist_text_features, "dist_image_features", dist_image_features)
         operation, inputs = self._prepared(
-            image_features, text_features, logit_scale, query_ids=ids, key_ids=ids, weights=weights, paired=True,
-            guides=((dist_image_features, dist_text_features),), guide_scale=dist_logit_scale,
+            image_features, text_features, logit_scale, query_ids=ids, key_ids=ids, query_labels=labels,
+            key_labels=labels, weights=weights, paired=True, guides=((dist_image_features, dist_text_features),),
+            guide_scale=dist_logit_scale,
         )  # fmt: skip
         loss: Tensor = operation(*inputs)
         if self._may_warn:
