@@ -421,14 +421,6 @@ def test_negatives_of_each_query_under_autocast() -> None:
     assert {x.dtype for x in gradients.values()} == {torch.float32}
 
 
-def test_the_fused_kernels_decline_weights_of_negatives_with_positives_by_label() -> None:
-    pytest.importorskip("triton")
-    with pytest.raises(ValueError, match="no kernel for Hardness with positives by label"):
-        CASES["hardness_symmetric_positives"]().module(backend="triton")(
-            _x(3, 4), _x(3, 4), torch.ones(()), query_labels=torch.arange(3), key_labels=torch.arange(3)
-        )
-
-
 def _with_its_own(**ids: Any) -> Tensor:
     return InfoNCELoss(in_batch=False)(_x(3, 4), _x(3, 4), 1.0, negatives=_x(3, 2, 4), **ids)
 

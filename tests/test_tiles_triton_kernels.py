@@ -770,6 +770,13 @@ def test_decoupled_positives_by_label_are_exact(loss: Decoupled, scale: float, r
     _against_float64(_unit(n), _unit(m), scale=scale, loss=loss, reduction=reduction, workspace=2**20, **labels)
 
 
+@pytest.mark.parametrize("scale", [20.0, -50.0])
+@pytest.mark.parametrize("loss", [Hardness(hardness_strength=30.0), Hardness(symmetric=True, hardness_strength=5.0)])
+def test_positives_by_label_have_no_hardness_weights(loss: Hardness, scale: float) -> None:
+    labels = {"query_labels": torch.arange(N) % 7, "key_labels": torch.arange(N) % 9}
+    _against_float64(_unit(N), _unit(N), scale=scale, loss=loss, **labels)
+
+
 @pytest.mark.parametrize("loss", [Softmax(), Softmax(symmetric=True, label_smoothing=0.1)], ids=str)
 def test_the_loss_of_each_row_is_weighed(loss: Softmax) -> None:
     labels = {"query_labels": torch.arange(N) % 7, "key_labels": torch.arange(N) % 6}

@@ -87,7 +87,7 @@ class Triton(Tiles):
         unknown = plan.unknown_part(loss)
         if unknown is not None:
             return f"no kernel for {unknown}"
-        if by_label(rows) and (plan.epilogue_for(loss).hardness or rows.guides):
+        if by_label(rows) and rows.guides:
             return f"no kernel for {type(loss).__name__} with positives by label"
         reasons = (plan.refusal(x.dtype, rows.features.device) for x in (rows.features, *rows.guides))
         return next(filter(None, reasons), None)

@@ -49,7 +49,7 @@ FAR, PAIRS, COLS = 160.0, 512, 16
 # partial norms that are read at once
 NORMS = 4096
 # constants of a block; rows that `finish` writes before the state
-CONSTANTS, STATE = 9, 2
+CONSTANTS, STATE = 10, 2
 # products of fp16 have more bits than those of bf16, and lose more to truncation
 TRUNCATION_FLOAT16 = 1.25
 # each direction's vectors [V, n]: see `direction_weights`

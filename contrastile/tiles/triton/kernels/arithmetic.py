@@ -33,11 +33,13 @@ LOWEST_SUM = tl.constexpr(2.0**-60)
 # exponents of negatives that a guide leaves are raised to this: a sum of 0 has no pair, and needs no careful form
 FAINT = tl.constexpr(-120.0)
 # positions of a block's constants: factor and shift of t; unit of a 16-bit strip; bias and scale, for logits computed
-# in float32; careful flag; 0, or NaN if a feature or the scale is not finite; a correction of the factor; and the
-# largest sum that is trusted
-FACTOR, SHIFT, UNIT, BIAS, SCALE, CAREFUL, NONFINITE, REST, LIMIT = (tl.constexpr(position) for position in range(9))
+# in float32; careful flag; 0, or NaN if a feature or the scale is not finite; a correction of the factor; the largest
+# sum that is trusted; and the factor of positives, which have no hardness weights
+FACTOR, SHIFT, UNIT, BIAS, SCALE, CAREFUL, NONFINITE, REST, LIMIT, POSITIVE_FACTOR = (
+    tl.constexpr(position) for position in range(10)
+)
 # position at which those of a teacher's logits begin
-TEACHERS = tl.constexpr(9)
+TEACHERS = tl.constexpr(10)
 # values of GUIDE: negatives where the guide's product exceeds the row's number do not count; or the product, as logit
 # of a teacher, gives soft targets
 MASK, TEACHER = tl.constexpr(1), tl.constexpr(2)
@@ -95,6 +97,12 @@ def log1p(x):
 def exponent_constants(constants_ptr):
     """Factor, shift and rest of `exponents`."""
     return tl.load(constants_ptr + FACTOR), tl.load(constants_ptr + SHIFT), tl.load(constants_ptr + REST)
+
+
+@triton.jit
+def positive_constants(constants_ptr):
+    """Factor, shift and rest of the `exponents` of positives."""
+    return tl.load(constants_ptr + POSITIVE_FACTOR), tl.load(constants_ptr + SHIFT), tl.load(constants_ptr + REST)
 
 
 @triton.jit

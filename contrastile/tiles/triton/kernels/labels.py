@@ -27,13 +27,13 @@ from contrastile.tiles.triton.kernels.arithmetic import (
     STATE_TOP,
     UNIT,
     count_along,
-    exponent_constants,
     exponents,
     finite,
     load_positive_state,
     load_stats,
     log1p,
     merge_exponentials,
+    positive_constants,
     quarter,
     shift_as_logarithm,
     store_stats,
@@ -125,7 +125,7 @@ def label_totals(q_ptr, k_ptr, constants_ptr, stats_ptr, stats_stride, part_ptr,
     own = row_spans(spans_ptr, spans_stride, spans_start, rows, N)
     start, end = _tile_range(spans_ptr, spans_stride, spans_start, i, N, M, BM, BN)
     end = tl.where(left, start, end)
-    constants = exponent_constants(constants_ptr)
+    constants = positive_constants(constants_ptr)
     total = tl.zeros((BM,), tl.float32)
     logit_sum, count = total, total
     top = total - float("inf")
@@ -224,7 +224,7 @@ def label_gradients(q_ptr, k_ptr, strip_ptr, constants_ptr, row_state_ptr, row_c
     rows = i * BM + tl.arange(0, BM)
     own = row_spans(spans_ptr, spans_stride, spans_start, rows, N)
     start, end = _tile_range(spans_ptr, spans_stride, spans_start, i, N, M, BM, BN)
-    constants = exponent_constants(constants_ptr)
+    constants = positive_constants(constants_ptr)
     unit = tl.load(constants_ptr + UNIT)
     shift = tl.load(constants_ptr + SHIFT).to(tl.float64)
     sums = tl.zeros((BM,), tl.float32)

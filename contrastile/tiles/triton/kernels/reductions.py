@@ -34,6 +34,7 @@ from contrastile.tiles.triton.kernels.arithmetic import (
     MASK,
     MOST_EXPONENTIALS,
     NONFINITE,
+    POSITIVE_FACTOR,
     POSITIVE_TOP,
     REST,
     SCALE,
@@ -170,7 +171,8 @@ def block_constants(norms_ptr, scale_ptr, bias_ptr, out_ptr, q_ptr, k_ptr, N, M,
         zero += tl.load(norms_ptr + blocks + block, mask=block < blocks, other=0.0)
     scale = tl.load(scale_ptr)
     # in float64, because every logit has their rounding error; negatives have the weight exp(hardness · ⟨q, k⟩)
-    binary = (scale.to(tl.float64) + hardness) * LOG2E
+    positive_binary = scale.to(tl.float64) * LOG2E
+    binary = positive_binary + hardness * LOG2E
     bias = scale * 0.0
     if BIASED:
         bias = tl.load(bias_ptr)
@@ -182,7 +184,9 @@ def block_constants(norms_ptr, scale_ptr, bias_ptr, out_ptr, q_ptr, k_ptr, N, M,
     rounding = tl.where(offset == 0, 1.0, shift.to(tl.float64) / tl.where(offset == 0, 1.0, offset))
     rest = (binary + binary * truncation) * rounding - factor.to(tl.float64)
     if not SOFTPLUS:
-        largest = tl.abs(binary.to(tl.float32)) * tl.sqrt(tl.max(q_norm)) * tl.sqrt(tl.max(k_norm))
+        # a negative scale may be closer to 0 with the weights
+        most = tl.maximum(tl.abs(binary), tl.abs(positive_binary)).to(tl.float32)
+        largest = most * tl.sqrt(tl.max(q_norm)) * tl.sqrt(tl.max(k_norm))
         # a whole number, for `shift_as_logarithm`
         shift = tl.ceil(tl.maximum(largest - HIGHEST, 0.0))
         # not where products overflow
@@ -193,6 +197,7 @@ def block_constants(norms_ptr, scale_ptr, bias_ptr, out_ptr, q_ptr, k_ptr, N, M,
             limit = scale * 0.0 + HIGHEST_SUM
     tl.store(out_ptr + LIMIT, limit)
     tl.store(out_ptr + FACTOR, factor)
+    tl.store(out_ptr + POSITIVE_FACTOR, (positive_binary + positive_binary * truncation).to(tl.float32))
     tl.store(out_ptr + REST, rest.to(tl.float32))
     tl.store(out_ptr + SHIFT, shift)
     tl.store(out_ptr + UNIT, 1.0)
