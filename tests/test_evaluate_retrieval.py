@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from counted import Counted
 from refusals import refusal
 
 from contrastile.evaluate.retrieval import both_ways, chance, ranks, recall, topk
@@ -32,6 +33,12 @@ def ranks_of(query, key, query_ids, key_ids):
 
 def whole_numbers(rows):
     return torch.randint(-2, 3, (rows, 3)).float()
+
+
+def test_scores_of_few_keys_are_computed_once():
+    with Counted() as counted:
+        ranks_of(torch.randn(14, 3), torch.randn(5, 3), torch.arange(14), torch.arange(5))
+    assert counted.multiplications == 14 * 5 * 3
 
 
 @pytest.mark.parametrize("ids", [1, 3, 10, 100])

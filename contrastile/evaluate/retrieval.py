@@ -133,15 +133,17 @@ def ranks(query: Tensor, key: Tensor, right: Right, aside: Right | None = None) 
     """
     result = torch.empty(len(query), dtype=torch.int64, device=query.device)
     for rows, tile in _row_tiles(query, torch.float64):
+        # two passes over the keys; the scores of a few are computed once
+        few = [*_score_tiles(tile, key)] if len(key) <= COLUMNS else None
         best = torch.full((len(tile), 1), float("-inf"), device=query.device)
         any_right = torch.zeros((len(tile), 1), dtype=torch.bool, device=query.device)
-        for columns, scores in _score_tiles(tile, key):
+        for columns, scores in few or _score_tiles(tile, key):
             hits = right(rows, columns)
             any_right |= hits.any(dim=1, keepdim=True)
             scores = scores.masked_fill(~hits | scores.isnan(), float("-inf"))
             best = torch.maximum(best, scores.amax(dim=1, keepdim=True))
         rank = torch.zeros((len(tile), 1), dtype=torch.int64, device=query.device)
-        for columns, scores in _score_tiles(tile, key):
+        for columns, scores in few or _score_tiles(tile, key):
             # not `scores >= best`, which is false for NaN
             ahead = ~right(rows, columns) & ~(scores < best)
             if aside is not None:
