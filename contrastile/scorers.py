@@ -117,7 +117,9 @@ class MaxSim(nn.Module):
             k_JMD, col_mask = self.pad_tokens((k_JMD, col_mask), 1)
         q_ED = q_ILD.flatten(0, 1)
         if q_ED.device.type == "cpu" and not torch.compiler.is_compiling():
-            best_EJ = _BestMatches.apply(q_ED, k_JMD, col_mask)
+            # without grad mode, autograd still asks for the gradients of inputs that require one
+            sides = (q_ED, k_JMD) if torch.is_grad_enabled() else (q_ED.detach(), k_JMD.detach())
+            best_EJ = _BestMatches.apply(*sides, col_mask)
         else:
             best_EJ = _similarities(q_ED, k_JMD, col_mask).max(-1).values
         best_ILJ = best_EJ.unflatten(0, q_ILD.shape[:2])

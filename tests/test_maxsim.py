@@ -65,6 +65,28 @@ def test_a_cpu_holds_a_part_of_the_similarities(monkeypatch: pytest.MonkeyPatch,
         assert torch.equal(MaxSim()((pair[0], masks[0]), (pair[1], masks[1])), results[1][0])
 
 
+def test_without_a_graph_a_cpu_keeps_no_winners() -> None:
+    q, k = (torch.randn(3, length, 4, requires_grad=True) for length in (4, 5))
+    # the first call measures a tile with its graph
+    contrast(q, k, scorer=MaxSim())
+    with Counted() as counted:
+        contrast(q, k, scorer=MaxSim())
+        with torch.no_grad():
+            MaxSim()(q, k)
+    assert (counted.ran["amax"] > 1, counted.ran["max"]) == (True, 0)
+
+
+def test_a_tile_is_measured_once_for_all_modules_without_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_plans", {})
+    q, k = (torch.randn(3, length, 11) for length in (7, 13))
+    contrast(q, k, scorer=MaxSim())
+    with Counted() as counted:
+        # another signature, planned anew
+        contrast(q, k, scorer=MaxSim(), weights=torch.ones(3))
+    # the product of the one tile, and an empty one that shows its dtype
+    assert counted.multiplications == 3 * 7 * 11 * 3 * 13
+
+
 @pytest.mark.parametrize("normalize", [False, True])
 def test_padding_may_hold_anything_on_a_cpu(normalize: bool) -> None:
     pair = [torch.randn(3, length, 4, dtype=torch.float64).requires_grad_() for length in (4, 5)]

@@ -203,10 +203,9 @@ def test_a_footprint_leaves_nothing_with_tensors_made_before(monkeypatch: pytest
 def test_sides_of_few_kinds_of_inputs_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts have thousands of pairs of lengths."""
     monkeypatch.setattr(fitting, "MOST_MEASURED", 3)
-    module = MaxSim()
     for length in range(1, 10):
-        contrast(torch.randn(2, length, 4), torch.randn(2, 3, 4), scorer=module)
-        assert 1 <= len(fitting._measured[module]) <= 3
+        contrast(torch.randn(2, length, 4), torch.randn(2, 3, 4), scorer=MaxSim())
+        assert 1 <= len(fitting._measured[MaxSim]) <= 3
 
 
 def test_each_hook_fires_once_with_the_whole_gradient(tiles: list[int]) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
 
 from contrastile._types import accumulator
 from contrastile.gradcache.memory import footprint
@@ -21,9 +20,10 @@ from contrastile.tiles.scored import Scorer, trial_rows
 
 # side of the first tile that is measured
 FIRST_SIDE = 4
-# measured sides of tiles, by module and by inputs of one kind; all of a module are dropped when there are this many
+# measured sides of tiles, by module (by class where it has no state) and by inputs of one kind; all of a module are
+# dropped when there are this many
 MOST_MEASURED = 4096
-_measured: WeakKeyDictionary[nn.Module, dict[Any, int]] = WeakKeyDictionary()
+_measured: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
 
 
 def fitting_side(scorer: Scorer, rows: Shard, cols: Shard, sizes: tuple[int, int], workspace: int) -> int:
@@ -35,7 +35,9 @@ def fitting_side(scorer: Scorer, rows: Shard, cols: Shard, sizes: tuple[int, int
     shapes = [(x.shape[1:], x.dtype) for side in (rows, cols) for x in side.leaves]
     setting = (scorer.rows.wanted, scorer.cols.wanted, len(scorer.parameters), scorer.dtype, scorer.module.training)
     key = (str(shapes), sizes, workspace, *setting)
-    known = _measured.setdefault(scorer.module, {})
+    # any two stateless modules are the same
+    of: Any = type(scorer.module) if getattr(scorer.module, "stateless", False) else scorer.module
+    known = _measured.setdefault(of, {})
     if key not in known:
         if len(known) >= MOST_MEASURED:
             known.clear()
