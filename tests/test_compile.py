@@ -152,7 +152,7 @@ def test_operations_are_registered_as_they_behave(backend: str, early: int) -> N
         None,
         "Softmax symmetric=True label_smoothing=0.1",
         f"one {backend} mean mean",
-        [0, 0, early, 9],
+        [0, 0, early, 9, 0],
     )
     torch.library.opcheck(torch.ops.contrastile.forward.default, arguments)
 
@@ -161,7 +161,7 @@ def test_operations_are_registered_as_they_behave(backend: str, early: int) -> N
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 def test_gradients_that_come_with_the_loss_are_registered_as_they_behave(dtype: torch.dtype, wanted: int) -> None:
     q, k = (x.to(dtype) for x in torch.randn(2, 9, 4))
-    settings = "Softmax symmetric=True", "one eager mean mean", [0, 0, wanted, 9]
+    settings = "Softmax symmetric=True", "one eager mean mean", [0, 0, wanted, 9, 0]
     tensors = q, k, torch.tensor(2.0), *[None] * 6
     value, *gradients = torch.ops.contrastile.forward(*tensors, None, *settings)
     several = [bool(wanted >> at & 1) for at in range(4)]
@@ -187,7 +187,7 @@ def test_gradients_have_memory_of_their_own(backend: str, early: int, name: str)
     if backend == "triton":
         pytest.importorskip("triton")
     q, k = torch.randn(2, 9, 4)
-    settings = f"{name} symmetric={name != 'Sigmoid'}", f"one {backend} mean mean", [0, 0, early, 9]
+    settings = f"{name} symmetric={name != 'Sigmoid'}", f"one {backend} mean mean", [0, 0, early, 9, 0]
     tensors = q, k, torch.tensor(2.0), torch.tensor(-1.0), *[None] * 5
     _, *swept = torch.ops.contrastile.forward(*tensors, None, *settings)
     gradients = torch.ops.contrastile.backward(torch.tensor(1.0), *tensors, swept, *settings, [True] * 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,7 +18,10 @@ from torch import Tensor
 
 from contrastile import ClipLoss, InfoNCELoss, SigLipLoss, contrast
 from contrastile._dispatch import Options, choose_tiles
+from contrastile.engine import compiled as engine_compiled
+from contrastile.engine import operation as engine_operation
 from contrastile.engine import plan
+from contrastile.engine.operation import with_gradients
 from contrastile.engine.plan import prepare
 from contrastile.losses import Decoupled
 from contrastile.losses.base import Finished, PairLoss, Shard, Tile
@@ -58,6 +62,28 @@ def test_without_grad_mode_a_loss_has_no_products_for_gradients(loss: Any) -> No
     with torch.no_grad(), Counted() as counted:
         loss(*_inputs(40))
     assert sum(count for name, count in counted.ran.items() if "mm" in name) == 1
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("trained", ["q and k", "k"])
+def test_constant_negatives_have_no_products_for_gradients(
+    monkeypatch: pytest.MonkeyPatch, trained: str, compiled: bool
+) -> None:
+    torch._dynamo.reset()
+    N, H, D = 8, 64, 4
+    q, k = (torch.randn(N, D, requires_grad=name in trained) for name in ("q", "k"))
+    negatives, loss, counted = torch.randn(H, D), InfoNCELoss(), Counted()
+
+    def sweep(*arguments: Any) -> Any:
+        # within the operation: a graph does not run while operations around it are counted
+        with counted:
+            return with_gradients(*arguments)
+
+    monkeypatch.setattr(engine_compiled if compiled else engine_operation, "with_gradients", sweep)
+    step = partial(loss, q, k, 2.0, negatives=negatives)
+    torch.autograd.backward((torch.compile(step, backend="aot_eager", fullgraph=True) if compiled else step)())
+    of_queries = N * (N + H) * D if "q" in trained else 0
+    assert counted.multiplications == N * (N + H) * D + of_queries + N * N * D
 
 
 def test_a_second_call_of_a_signature_is_not_checked_again() -> None:

@@ -56,6 +56,8 @@ class _Numbers(NamedTuple):
     wanted: int
     # number of keys that positives must be below, or IN_RANGE
     positives_below: int
+    # number of the last columns, which get no gradient
+    constant_cols: int
 
 
 def traceable(arguments: Arguments) -> bool:
@@ -72,6 +74,19 @@ def traceable(arguments: Arguments) -> bool:
     plain = plain and arguments.targets is None and arguments.own is None
     plain = plain and not getattr(loss, "counts_positives", False)
     return alone and spelled and plain and options.device is None
+
+
+def constant_negatives(arguments: Arguments) -> int:
+    """The number of shared negatives that get no gradient, such as a queue's keys, behind keys that get one.
+
+    Of one process: an exchange of several ranks keeps sums for all columns. The scale's gradient is read off the sums
+    of the queries, or off those of all columns.
+    """
+    q, k, negatives = arguments.q, arguments.k, arguments.negatives
+    plain = arguments.scorer is None and arguments.own is None and arguments.query_labels is None
+    if not plain or negatives is None or negatives.requires_grad or not k.requires_grad:
+        return 0
+    return len(negatives) if q.requires_grad or not getattr(arguments.scale, "requires_grad", False) else 0
 
 
 def traced(arguments: Arguments) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
@@ -92,7 +107,7 @@ def traced(arguments: Arguments) -> tuple[Callable[..., Tensor], tuple[Any, ...]
     wanted = sum([1 << at for at, x in enumerate(inputs) if x is not None and x.requires_grad])
     positives_below = IN_RANGE if problem.positives_below is None else problem.positives_below
     # as in `_Numbers`
-    numbers = [diagonal, int(options.workspace or 0), wanted, positives_below]
+    numbers = [diagonal, int(options.workspace or 0), wanted, positives_below, constant_negatives(arguments)]
     return _loss, (q, k, problem.scale, problem.bias, *groups, problem.loss.spelled, words, numbers)
 
 
@@ -239,7 +254,7 @@ def _call(
     assert plan.exchange is not None
     return Call(
         plan, plan.exchange, parsed, rows, cols, weights, cast(Reduction, reduction), q.device,
-        positives_below=positives_below,
+        positives_below=positives_below, constant_cols=named.constant_cols,
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from contrastile._types import accumulator
 from contrastile.distributed import collectives, consistency
 from contrastile.distributed.failure import weakly
 from contrastile.engine import arguments as checks
-from contrastile.engine.compiled import traceable, traced
+from contrastile.engine.compiled import constant_negatives, traceable, traced
 from contrastile.engine.graph import MOST_BYTES, Replayed, graph_for, replayable, shared_length, small, small_operation
 from contrastile.engine.operation import Call, MakeTiles, Operation, Plan
 from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cast_features, guides, indices, leaves_of
@@ -120,7 +120,7 @@ def _checked(
         # all ranks make the same plan, from the rows of all; "auto" may take two exchanges for one signature
         key = exact, type(exchange), exchange.layout.rows, exchange.layout.cols
         plan, _ = _plans.get(key, (None, None))
-    constant_cols = 0 if several else _constant_negatives(arguments)
+    constant_cols = 0 if several else constant_negatives(arguments)
     if plan is not None and not several:
         problem = problem.placed(exchange)
     else:
@@ -144,19 +144,6 @@ def _checked(
 def _refusal(differentiation: str) -> ValueError:
     rule = f"be called outside of {differentiation}"
     return invalid("contrast", rule, "a call inside", "Call backward, or torch.autograd.grad.")
-
-
-def _constant_negatives(arguments: Arguments) -> int:
-    """The number of shared negatives that get no gradient, such as a queue's keys, behind keys that get one.
-
-    Of one process: an exchange of several ranks keeps sums for all columns. The queries must get a gradient: the
-    scale's is read off their sums.
-    """
-    q, k, negatives = arguments.q, arguments.k, arguments.negatives
-    plain = arguments.scorer is None and arguments.own is None and arguments.query_labels is None
-    if not plain or negatives is None:
-        return 0
-    return len(negatives) if q.requires_grad and k.requires_grad and not negatives.requires_grad else 0
 
 
 def _refillable(arguments: Arguments) -> bool:
