@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import scored
 import torch
 import torch.nn.functional as F
 from counted import Counted
-from problems import distance
+from problems import PROBLEMS, distance
 from ranks import Pool
 from torch import Tensor
 
@@ -62,6 +63,31 @@ def test_without_grad_mode_a_loss_has_no_products_for_gradients(loss: Any) -> No
     with torch.no_grad(), Counted() as counted:
         loss(*_inputs(40))
     assert sum(count for name, count in counted.ran.items() if "mm" in name) == 1
+
+
+@pytest.mark.parametrize("kind", ["product", "bilinear", "mlp", "maxsim"])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_without_grad_mode_inputs_that_require_a_gradient_cost_no_more(name: str, kind: str) -> None:
+    problem = PROBLEMS[name](12, 15)
+
+    def cost(wants: bool) -> tuple[int, dict[str, int]]:
+        if kind == "product":
+            tensors = {key: x.requires_grad_(wants) for key, x in problem.tensors(torch.float64).items()}
+            step = partial(problem._call, contrast, problem.tiled, tensors)
+        else:
+            (rows, cols), named = scored.sides(kind, problem), scored.numbers(problem)
+            for x in (*scored.leaves(rows, cols), *named.values()):
+                x.requires_grad_(wants)
+            module = scored.scorer(kind, problem.same).requires_grad_(wants)
+            step = partial(scored.by_tiles, problem, module, rows, cols, named)
+        with torch.no_grad():
+            # the first call is planned
+            step()
+            with Counted() as counted:
+                step()
+        return counted.multiplications, {at: n for at, n in counted.ran.items() if at != "detach"}
+
+    assert cost(wants=True) == cost(wants=False)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

@@ -30,6 +30,7 @@ from contrastile import (
     contrast,
 )  # fmt: skip
 from contrastile.distributed import consistency
+from contrastile.distributed.failure import state_of
 from contrastile.engine import plan
 from contrastile.exchange import gather
 from contrastile.exchange.base import Layout
@@ -106,6 +107,26 @@ def test_as_one_process(pool: Pool, name: str, W: int, exchange: str) -> None:
     if name in ("info_nce_everything", "nt_xent") and (0, 0) in shares:
         shares = [(N or 2, M or 2) for N, M in shares]
     check(pool, name, shares, exchange=exchange)
+
+
+def _sent_without_gradients(rank: int, group: Any, exchange: Any) -> list[int]:
+    del rank
+    q, k = (torch.eye(3, 4, requires_grad=True) for _ in "qk")
+    sent = []
+    for loss in (ClipLoss, InfoNCELoss, SigLipLoss):
+        before = state_of(group).operations
+        with torch.no_grad():
+            loss(exchange=exchange, group=group)(q, k, 2.0)
+        sent.append(state_of(group).operations - before)
+    return sent
+
+
+@pytest.mark.parametrize(("exchange", "sent"), [("gather", [4, 3, 3]), ("ring", [6, 6, 6]), ("replicate", [5, 5, 5])])
+def test_without_grad_mode_ranks_send_columns_and_statistics_alone(pool: Pool, exchange: str, sent: list[int]) -> None:
+    """The agreement, columns by gather or hops, statistics of a symmetric loss, and the sum over ranks."""
+    # the first call of a group meets the ranks
+    pool.run(_sent_without_gradients, 3, exchange)
+    assert pool.run(_sent_without_gradients, 3, exchange) == [sent] * 3
 
 
 def _on_a_node(
