@@ -15,6 +15,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from contrastile import InfoNCELoss, KeyQueue
+from contrastile.distributed.failure import state_of
+from contrastile.losses.queue import NOBODY
 
 SIZE, D = 7, 5
 # keys that each rank pushes in a step, uneven, and one without any
@@ -58,6 +60,23 @@ def test_the_last_keys_of_all_ranks_are_held_once(pool: Pool, W: int, steps: int
     excluded = (own[:, None] == torch.cat([own, ids])) & ~torch.eye(5, 5 + len(ids), dtype=torch.bool)
     truth = torch.nn.functional.cross_entropy(x.masked_fill(excluded, -torch.inf), torch.arange(5))
     assert all(distance(loss, truth) <= 1e-12 for loss, *_ in answers)
+
+
+def _sent_by_pushes(rank: int, group: Any) -> list[int]:
+    queue, key, sent = KeyQueue(8, D, group=group), torch.ones(2, D), []
+    for ids in (None, torch.tensor([rank, 7])):
+        before = state_of(group).operations
+        queue.push(key, ids)
+        sent.append(state_of(group).operations - before)
+    assert queue._ids.tolist() == [NOBODY] * 4 + [0, 7, 1, 7]
+    return sent
+
+
+def test_a_push_without_ids_sends_keys_alone(pool: Pool) -> None:
+    """Beside the ranks' agreement."""
+    # the first call of a group meets the ranks
+    pool.run(_sent_by_pushes, 2)
+    assert pool.run(_sent_by_pushes, 2) == [[2, 3]] * 2
 
 
 def test_a_queue_goes_on_where_its_checkpoint_ends() -> None:

@@ -110,13 +110,14 @@ class KeyQueue(nn.Module):
         if sum(counts) > self.size:
             rule = f"have at most {self.size} rows over all ranks, the size of the queue"
             raise invalid("key", rule, sum(counts), "Make the queue larger.")
-        key = key.detach().to(self._keys.dtype)
-        ids = torch.full((len(key),), NOBODY, device=key.device) if ids is None else ids.long()
+        key, ids = key.detach().to(self._keys.dtype), None if ids is None else ids.long()
         if W > 1:
-            key, ids = (collectives.gather_rows(x.contiguous(), counts, self.group) for x in (key, ids))
+            key = collectives.gather_rows(key.contiguous(), counts, self.group)
+            # on all ranks or on none
+            ids = None if ids is None else collectives.gather_rows(ids.contiguous(), counts, self.group)
         places = torch.arange(self._pushed, self._pushed + len(key), device=self._keys.device) % self.size
         self._keys[places] = key
-        self._ids[places] = ids
+        self._ids[places] = NOBODY if ids is None else ids
         self._pushed += len(key)
 
     def _error(self, key: Tensor, ids: Tensor | None) -> ValueError | None:
