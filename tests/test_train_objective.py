@@ -11,6 +11,7 @@ from typing import Any, get_args
 import pytest
 import torch
 import torch.nn.functional as F
+from counted import Counted
 from ranks import Pool
 from refusals import refusal
 from safetensors.torch import save_file
@@ -167,6 +168,20 @@ def test_only_the_keys_of_a_step_that_was_taken_are_queued(tmp_path: Path) -> No
     # a ring of six: the first two of the last step's took the last places
     assert ids.tolist() == [2, 2, 0, 0, 2, 2]
     torch.testing.assert_close(keys[[4, 5, 0, 1]], -unit(2, 2, D, seed=2).flatten(0, 1))
+
+
+def test_the_keys_of_a_queue_have_no_products_for_gradients(tmp_path: Path) -> None:
+    H = 64
+    objective = PairObjective(read(f"[loss]\nkind = 'infonce'\nqueue = {H}", tmp_path).loss, features=D)
+    for seed in range(2):
+        objective.keep(torch.arange(H), image=unit(H, D, seed=seed), text=unit(H, D, seed=seed))
+        objective.end_step(True)
+    image, text = (x.float().requires_grad_() for x in (IMAGE, TEXT))
+    with Counted() as counted:
+        objective(image, text, torch.tensor(SCALE), None, ids=IDS).backward()
+    N = len(IDS)
+    # both ways, for the logits and the queries each, and for the batch's own keys
+    assert counted.multiplications == 2 * (2 * N * (N + H) * D + N * N * D)
 
 
 # queries and passages

@@ -125,17 +125,17 @@ class PairObjective(Objective):
                 losses.append(loss(query, key, scale, guide_query=guide_query, guide_key=guide_key, **ids_of))
         elif kind == "infonce":
             for query, key, side in ((image, text, "text"), (text, image, "image")):
-                keys, key_ids = _with_queue(key, ids, self.queued(side)) if len(self.queues) else (key, ids)
-                losses.append(loss(query, keys, scale, query_ids=ids, key_ids=key_ids))
+                keys = _with_queue(ids, self.queued(side)) if len(self.queues) else {"key_ids": ids}
+                losses.append(loss(query, key, scale, query_ids=ids, **keys))
             self.keep(ids, image=image, text=text)
         else:
             return loss(image, text, scale, bias, **{"labels" if self.settings.labels else "ids": ids})
         return (losses[0] + losses[1]) / 2
 
 
-def _with_queue(key: Tensor, ids: Tensor, queued: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The keys of a batch and those of a queue, and the ids of both."""
-    return torch.cat([key, queued[0]]), torch.cat([ids, queued[1]])
+def _with_queue(ids: Tensor, queued: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """The keys of a queue as negatives, which get no gradient, and the ids of a batch's keys and of these."""
+    return {"negatives": queued[0], "key_ids": torch.cat([ids, queued[1]])}
 
 
 def _contrast_maker(pair_loss: Callable[..., PairLoss], *keys: str) -> Callable[..., Callable[..., Tensor]]:
@@ -196,7 +196,7 @@ class QueryObjective(Objective):
                 return soft
             return weight * soft + (1 - weight) * self._in_batch(query, key, scale=scale, **inputs)
         if queue is not None:
-            key, inputs["key_ids"] = _with_queue(key, ids, queue)
+            inputs |= _with_queue(ids, queue)
         if guides is not None:
             guide_query, guide_key, guide_scale = guides
             guide_key = guide_key if shared is None else guide_key[shared]
@@ -205,6 +205,9 @@ class QueryObjective(Objective):
             else:
                 inputs |= {"guide_query": guide_query, "guide_key": guide_key}
         if lists is not None:
+            if queue is not None:
+                # negatives of each query take the place of those of all
+                key = torch.cat([key, inputs["negatives"]])
             pads = torch.where(lists < 0, query_ids[:, None], key_ids[lists.clamp(min=0)])
             inputs |= {"negatives": passage[lists.clamp(min=0)], "negative_ids": pads}
             if not self.settings.in_batch:
