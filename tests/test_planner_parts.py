@@ -36,7 +36,7 @@ from contrastile.planner.profile import target, this_machine
 from contrastile.planner.seconds import UPDATE_LAUNCHES, exchange_seconds, loss_seconds, update_seconds
 from contrastile.planner.towers import measure, shapes_only
 from contrastile.scorers import MaxSim
-from contrastile.tiles.triton.block import Budget
+from contrastile.tiles.triton.budget import Budget
 from contrastile.train.image_text import ImageText
 from contrastile.train.memory import Weighed
 from contrastile.train.objective import QueryObjective, Teacher

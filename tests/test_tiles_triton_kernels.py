@@ -27,7 +27,7 @@ from contrastile.losses.reference import dense_decoupled, dense_softmax
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax, SoftmaxInside, SoftmaxStats
 from contrastile.tiles.eager import Eager
-from contrastile.tiles.triton import backend, block, label_sums, launch, plan, positions, sorting
+from contrastile.tiles.triton import backend, block, budget, label_sums, launch, plan, positions, sorting
 from contrastile.tiles.triton.backend import Triton
 from contrastile.tiles.triton.kernels.arithmetic import CAREFUL, SHIFT
 from contrastile.tiles.triton.kernels.masks import UNROLLED
@@ -108,7 +108,7 @@ def test_every_problem_is_no_further_from_float64_than_twice_the_dense_formula(n
 
 @pytest.fixture
 def _few_features(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block, "LEAST_FEATURES", 1)
+    monkeypatch.setattr(budget, "LEAST_FEATURES", 1)
 
 
 def _followed(tiles: Triton | Eager, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor, Tensor]:

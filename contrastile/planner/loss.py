@@ -250,7 +250,7 @@ class LossSize:
         if self.backend_name != "triton" or self.ranks > 1 or self.host:
             return False
         try:
-            from contrastile.tiles.triton.block import Budget
+            from contrastile.tiles.triton.budget import Budget
         except ImportError:
             return 2 * self.rows * self.columns <= self._allowed
         M = self.columns

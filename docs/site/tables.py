@@ -431,6 +431,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "four_ranks_compiled": partial(four_ranks, compiled=True),
     "formula": partial(side_by_loss, "clip", "512", (4096, 8192, 32768, 65536), FORMULA),
     "siglip": partial(side_by_loss, "siglip", "768", (4096, 8192, 65536), SIGLIP),
+    "siglip_plus": partial(side_by_loss, "siglip_balanced", "768", (8192, 32768), SIGLIP),
     "vit_b": partial(side_by_side, *VIT_B),
     "vit_l": partial(side_by_side, *VIT_L),
     **papers_tables.TABLES,

@@ -13,7 +13,7 @@ split into two or three bf16 pieces, by torch's float32 matmul precision: three 
 
 A guide's features are a second pair of operands (`guided.py`).
 
-`block.py` cuts the block, `plan.py` derives the kernels' options from the loss, `launch.py` launches.
+`budget.py` cuts the block, `plan.py` derives the kernels' options from the loss, `launch.py` launches.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ from contrastile.losses.base import PairLoss, Shard, Total
 from contrastile.tiles.base import ForwardResult, InFlight, Tiles
 from contrastile.tiles.triton import exponentials, label_sums, launch, plan, positions, sorting
 from contrastile.tiles.triton.block import (
-    COLUMN_SUMS,
     Block,
-    Budget,
     Groups,
     Order,
     Positives,
@@ -45,6 +43,7 @@ from contrastile.tiles.triton.block import (
     numbered_groups,
     readable_side,
 )
+from contrastile.tiles.triton.budget import COLUMN_SUMS, Budget
 from contrastile.tiles.triton.exponentials import Exponentials
 from contrastile.tiles.triton.guided import Gap, Guidance, separate_sums, with_guide
 from contrastile.tiles.triton.kernels.arithmetic import NONFINITE, UNIT

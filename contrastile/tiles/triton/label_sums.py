@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastile.tiles.triton.block import SUMMED, Block, Order, Runs
+from contrastile.tiles.triton.block import Block, Order, Runs
+from contrastile.tiles.triton.budget import SUMMED
 from contrastile.tiles.triton.kernels import label_sums as kernels
 from contrastile.tiles.triton.launch import BLOCK
 from contrastile.tiles.triton.plan import tiles_of

@@ -1,8 +1,8 @@
 """The operands that the kernels read and write, and the options of the kernels: decided without a launch.
 
-Below `block.py`, which cuts a block into super-tiles, and `launch.py`, which hands these values to kernels. From small
-to large: the shape of a tile on each chip, and the work on it that a loss needs; operands, masks and the strip of a
-super-tile.
+Below `block.py`, `budget.py`, which cuts a block into super-tiles, and `launch.py`, which hands these values to
+kernels. From small to large: the shape of a tile on each chip, and the work on it that a loss needs; operands, masks
+and the strip of a super-tile.
 """
 
 from __future__ import annotations

@@ -1,0 +1,245 @@
+"""The cut of a block into super-tiles within the workspace: the bytes of each pass, decided without a launch.
+
+Beside `block.py`; `backend.py` loops over the super-tiles, and the planner reads the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from contrastile.losses.base import PairLoss, Shard
+from contrastile.tiles.triton.block import by_label
+from contrastile.tiles.triton.plan import (
+    PIECES,
+    Epilogue,
+    bits_shape,
+    epilogue_for,
+    is_readable,
+    padded,
+    scratch_shape,
+    shape_for,
+    strip_shape,
+    tiles_of,
+)
+
+# dtype of features, and of a strip, whose range is that of exponentials; float32 features would have three strips
+EXPONENTIAL_DTYPE = torch.bfloat16
+# features from which a pair's product in a symmetric loss takes longer than one read and write of its exponential, by
+# the times at 512 and at 768
+LEAST_FEATURES = 320
+# sums of a tile's column where exponentials are kept, see `exponential_tile`
+COLUMN_SUMS = 4
+# features whose sums by label are in memory at once, at least
+SUMMED = 64
+
+
+class Copies(NamedTuple):
+    """Bytes that the order of labels, or a width that kernels do not read, adds to a super-tile."""
+
+    # of each row and of each column: its features
+    each: int = 0
+    # of each row, or of each column, of which there are more: the sum of its gradient, one side at a time
+    longest: int = 0
+
+
+# function from height and width of a super-tile, its copies, and the number of 16-bit pieces of its features, to the
+# bytes of a pass over it
+Cost = Callable[[int, int, Copies, int], int]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes that each pass over a super-tile takes, and the largest super-tile within the workspace."""
+
+    loss: PairLoss
+    device: torch.device
+    # bytes
+    workspace: int
+    # height and width of super-tiles found so far
+    _sizes: dict[tuple[int | None, int, int, Copies, int], tuple[int, int]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    @cached_property
+    def epilogue(self) -> Epilogue:
+        return epilogue_for(self.loss)
+
+    def forward_bytes(self, height: int, width: int, copied: Copies, _parts: int) -> int:
+        """The tiles' numbers, and what all passes share."""
+        sums = self._sums_bytes(height, width, self.epilogue.careful_channels)
+        return sums + self._shared_bytes(height, width, copied)
+
+    def backward_bytes(self, height: int, width: int, copied: Copies, parts: int) -> int:
+        """The strip, the sums of a loss computed in the same sweep, and what all passes share."""
+        rows, cols = strip_shape(height, width, parts, shape_for(self.device))
+        sums = self._sums_bytes(height, width, self.epilogue.channels) if self.loss.pairwise else 0
+        return 2 * rows * cols + sums + self._shared_bytes(height, width, copied)
+
+    def backward_beside_bits(self, held: int) -> Cost:
+        """The backward's cost beside the bits that the forward has kept."""
+
+        def cost(height: int, width: int, copied: Copies, parts: int) -> int:
+            of_tile = self.bits_bytes(height, width) if held else 0
+            return self.backward_bytes(height, width, copied, parts) + held - of_tile
+
+        return cost
+
+    def keeping_bytes(self, height: int, width: int, copied: Copies, parts: int, *, later: bool = False) -> int:
+        """The strip of a forward that keeps exponentials, and the tiles' sums: two of each row, or one of each row and
+        several of each column. later: in the backward, which needs those of rows alone.
+        """
+        each, channels = (COLUMN_SUMS, 1) if self.loss.symmetric else (1, 2)
+        sums = self._sums_bytes(height, width, channels, 0 if later else each)
+        return self.backward_bytes(height, width, copied, parts) + sums
+
+    def can_keep(self, dtype: torch.dtype) -> bool:
+        """Return whether exponentials of this kind can be kept: in the dtype of the features."""
+        return self.epilogue.factorizes and dtype == EXPONENTIAL_DTYPE
+
+    def keeps_exponentials(self, rows: Shard, cols: Shard) -> bool:
+        """Return whether the exponentials of a whole block are kept."""
+        if not (self.can_keep(rows.features.dtype) and self._is_faster(rows.features.shape[1])):
+            return False
+        sizes = len(rows), len(cols), *self._copies(rows, cols)
+        needed = self.keeping_bytes(*sizes) + self._weighed_bytes(*rows.features.shape)
+        if self.sums_labels(rows, cols):
+            needed = max(needed, self.keeping_bytes(*sizes, later=True) + self._least_sums_bytes(len(rows), len(cols)))
+        return needed <= self.workspace
+
+    def super_tiles(self, rows: Shard, cols: Shard, held: int | None) -> Iterator[tuple[slice, slice]]:
+        """Rows and columns of each super-tile of a block, row by row.
+
+        held: bytes of the bits that the forward has kept, beside which the backward works; None in the forward.
+        """
+        N, M = len(rows), len(cols)
+        key = held, N, M, *self._copies(rows, cols)
+        if key not in self._sizes:
+            cost = self.forward_bytes if held is None else self.backward_beside_bits(held)
+            self._sizes[key] = self._largest(*key[1:], cost)
+        height, width = self._sizes[key]
+        for i in range(0, N, height):
+            for j in range(0, M, width):
+                yield slice(i, min(i + height, N)), slice(j, min(j + width, M))
+
+    def most_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
+        """The bytes of the largest pass over a block, with features copied or not, by label or not."""
+        copies = (Copies(), self._copied(D, dtype), self._ordered(D, dtype))
+        return max(self._most_bytes(N, M, copied, dtype) for copied in copies)
+
+    def expected_bytes(
+        self, N: int, M: int, D: int, dtype: torch.dtype, *, backward_next: bool = False, labels: bool = False
+    ) -> int:
+        """The same for features of one kind.
+
+        backward_next: exponentials are kept for it where they fit. Its accumulators, which are not among these bytes,
+        are not there yet in the forward. labels: positives are known by label.
+        """
+        sizes = N, M, self._expected_copied(N, M, D, dtype, labels), PIECES[dtype]()
+        # one sweep gives a pairwise loss and its gradients
+        most = self._most_bytes(*sizes[:3], dtype, forward=not self.loss.pairwise)
+        if backward_next and self.expects_exponentials(N, M, D, dtype, labels=labels):
+            later = self.keeping_bytes(*sizes, later=True) + self._weighed_bytes(N, D)
+            most = max(most, self.keeping_bytes(*sizes) - 4 * (N + M) * D, later)
+        if labels and self._can_sum_labels(N, M, dtype):
+            most = max(most, min(16 * max(N, M) * padded(D, shape_for(self.device)), self.workspace))
+        return most
+
+    def expects_exponentials(self, N: int, M: int, D: int, dtype: torch.dtype, *, labels: bool = False) -> bool:
+        """Return whether exponentials are kept for a backward that follows at once, as in `keeps_exponentials`."""
+        if not (self._is_faster(D) and self.can_keep(dtype)):
+            return False
+        copied = self._expected_copied(N, M, D, dtype, labels)
+        return self.keeping_bytes(N, M, copied, PIECES[dtype]()) <= self.workspace
+
+    def _expected_copied(self, N: int, M: int, D: int, dtype: torch.dtype, labels: bool) -> Copies:
+        """What is copied of features: 16-bit features of a usual width are read as they are."""
+        if labels and not self._can_sum_labels(N, M, dtype):
+            return self._ordered(D, dtype)
+        return Copies() if dtype.itemsize == 2 and D % 8 == 0 else self._copied(D, dtype)
+
+    def _most_bytes(self, N: int, M: int, copied: Copies, dtype: torch.dtype, *, forward: bool = True) -> int:
+        sizes = copied, PIECES[dtype]()
+        passes = [self.backward_beside_bits(self.held_bytes(N, M, *sizes)), *[self.forward_bytes] * forward]
+        return max(cost(*self._largest(N, M, *sizes, cost), *sizes) for cost in passes)
+
+    def _weighed_bytes(self, N: int, D: int) -> int:
+        """The rows times their factors, beside the exponentials of one direction."""
+        return 0 if self.loss.symmetric else 2 * N * D
+
+    def _is_faster(self, features: int) -> bool:
+        """Return whether kept exponentials are faster."""
+        return not self.loss.symmetric or features >= LEAST_FEATURES
+
+    def _largest(self, N: int, M: int, copied: Copies, parts: int, cost: Cost) -> tuple[int, int]:
+        """Rows and columns of a super-tile: the longer side halved, in whole tiles, until it fits the workspace."""
+        shape = shape_for(self.device)
+        height, width = N, M
+        while cost(height, width, copied, parts) > self.workspace and max(height, width) > shape.rows:
+            if height >= width:
+                height = tiles_of(height, 2 * shape.rows) * shape.rows
+            else:
+                width = tiles_of(width, 2 * shape.cols) * shape.cols
+        return height, width
+
+    def _copies(self, rows: Shard, cols: Shard) -> tuple[Copies, int]:
+        """What is copied of both sides, and the number of pieces of their features."""
+        every = []
+        for q, k in zip((rows.features, *rows.guides), (cols.features, *cols.guides), strict=True):
+            if by_label(rows) and not self.sums_labels(rows, cols):
+                every.append(self._ordered(q.shape[1], q.dtype))
+            elif not (is_readable(q) and is_readable(k)):
+                every.append(self._copied(q.shape[1], q.dtype))
+        return Copies(*map(sum, zip(*every, strict=True))), PIECES[rows.features.dtype]()
+
+    def _sums_bytes(self, height: int, width: int, channels: int, each: int = 1) -> int:
+        shape = shape_for(self.device)
+        of_cols = each * self.loss.symmetric * tiles_of(height, shape.rows) * width
+        return 4 * channels * (tiles_of(width, shape.cols) * height + of_cols)
+
+    def bits_bytes(self, height: int, width: int) -> int:
+        """Bytes of a mask's bits."""
+        return 4 * prod(bits_shape(height, width, shape_for(self.device))) if self.epilogue.has_mask else 0
+
+    def held_bytes(self, N: int, M: int, copied: Copies, parts: int) -> int:
+        """Bytes of the bits that the forward keeps for the backward: of a block that is one super-tile of it."""
+        return self.bits_bytes(N, M) if self._largest(N, M, copied, parts, self.forward_bytes) == (N, M) else 0
+
+    def _shared_bytes(self, height: int, width: int, copied: Copies) -> int:
+        """The operands' pieces, a mask's bits, and a teacher's products of one tile of each program."""
+        scratch = 4 * prod(scratch_shape(height, width, self.device)) if self.epilogue.has_teacher else 0
+        of_copies = (height + width) * copied.each + max(height, width) * copied.longest
+        return self.bits_bytes(height, width) + scratch + of_copies
+
+    def sums_labels(self, rows: Shard, cols: Shard) -> bool:
+        """True if positives by label enter as sums of features, in a block of any order: see `label_sums.py`."""
+        of_labels = rows.diagonal is None and rows.labels is not None and rows.ids is None
+        return of_labels and self._can_sum_labels(len(rows), len(cols), rows.features.dtype)
+
+    def room_for_sums(self, rows: Shard, cols: Shard, *, beside: bool) -> int:
+        """Bytes of the workspace for sums by label; beside: exponentials are there too."""
+        sizes = len(rows), len(cols), *self._copies(rows, cols)
+        return self.workspace - (self.keeping_bytes(*sizes, later=True) if beside else 0)
+
+    def _can_sum_labels(self, N: int, M: int, dtype: torch.dtype) -> bool:
+        """Return whether the loss allows sums by label, and the workspace has room for the fewest.
+
+        In float32 the difference of a probability and its target is more precise than that of their sums.
+        """
+        return self.epilogue.sums_labels and dtype.itemsize == 2 and self._least_sums_bytes(N, M) <= self.workspace
+
+    def _least_sums_bytes(self, N: int, M: int) -> int:
+        """Bytes of the fewest features' sums by label, two of each row and column."""
+        return 16 * SUMMED * max(N, M)
+
+    def _copied(self, D: int, dtype: torch.dtype) -> Copies:
+        return Copies(2 * PIECES[dtype]() * padded(D, shape_for(self.device)))
+
+    def _ordered(self, D: int, dtype: torch.dtype) -> Copies:
+        """Features in the order of labels, and sums of gradients."""
+        return self._copied(D, dtype)._replace(longest=4 * D)
