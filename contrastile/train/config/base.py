@@ -9,10 +9,10 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import pairwise
 from operator import attrgetter
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
@@ -190,16 +190,11 @@ def known_device(name: str) -> str:
 
 
 def torch_is_cpu_only() -> bool:
-    """True where the installed torch supports no GPU, by its version file: loading torch takes seconds.
+    """True where a torch for CPUs alone is installed, by its version: loading torch takes seconds.
 
     False where torch is loaded already, because torch itself is then asked a moment later.
     """
-    spec = find_spec("torch")
-    if spec is None or spec.origin is None or "torch" in sys.modules:
-        return False
-    version = Path(spec.origin).parent / "version.py"
-    text = version.read_text(encoding="utf-8") if version.is_file() else ""
-    return all(re.search(rf"^{name}\b.*= None$", text, re.MULTILINE) for name in ("cuda", "hip"))
+    return "torch" not in sys.modules and version("torch").endswith("+cpu")
 
 
 class LossSettings(Settings):
