@@ -252,6 +252,15 @@ def test_a_teacher_of_listed_positives() -> None:
     _against_eager(_leaves(N, M), loss=Distilled(weight=0.4), positives=positives, **_teacher(N, M))
 
 
+@pytest.mark.parametrize("loss", [TEACHER, Distilled(weight=0.4), Distilled(weight=1.0)])
+@pytest.mark.parametrize("number", [2, 15, 100])
+def test_a_teacher_of_positives_by_label(loss: Distilled, number: int) -> None:
+    """Rows with many positives, with one, and with none."""
+    labels = {"query_labels": torch.randint(number, (N,)), "key_labels": torch.randint(number, (N,))}
+    weights = torch.rand(N)
+    _against_eager(_leaves(N, N), torch.float16, loss=loss, weights=weights, **labels, **_teacher(N, N))
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (1, 2)])
 def test_few_rows_have_a_teacher(shape: tuple[int, int]) -> None:
     n, m = shape

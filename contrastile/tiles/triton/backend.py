@@ -86,7 +86,8 @@ class Triton(Tiles):
         unknown = plan.unknown_part(loss)
         if unknown is not None:
             return f"no kernel for {unknown}"
-        if by_label(rows) and rows.guides:
+        sums_labels = plan.epilogue_for(loss).sums_labels and rows.ids is None and rows.features.dtype.itemsize == 2
+        if by_label(rows) and rows.guides and not sums_labels:
             return f"no kernel for {type(loss).__name__} with positives by label"
         reasons = (plan.refusal(x.dtype, rows.features.device) for x in (rows.features, *rows.guides))
         return next(filter(None, reasons), None)

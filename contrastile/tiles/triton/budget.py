@@ -229,9 +229,11 @@ class Budget:
     def _can_sum_labels(self, N: int, M: int, dtype: torch.dtype) -> bool:
         """Return whether the loss allows sums by label, and the workspace has room for the fewest.
 
-        In float32 the difference of a probability and its target is more precise than that of their sums.
+        In float32 the difference of a probability and its target is more precise than that of their sums. Beside a
+        teacher there is no other way.
         """
-        return self.epilogue.sums_labels and dtype.itemsize == 2 and self._least_sums_bytes(N, M) <= self.workspace
+        fits = self.epilogue.has_teacher or self._least_sums_bytes(N, M) <= self.workspace
+        return self.epilogue.sums_labels and dtype.itemsize == 2 and fits
 
     def _least_sums_bytes(self, N: int, M: int) -> int:
         """Bytes of the fewest features' sums by label, two of each row and column."""

@@ -103,6 +103,7 @@ def _arguments(block: Block) -> dict[str, Any]:
     assert block.runs is not None
     order, given = block.runs.order, dict[str, Any]()
     given |= {"D": block.rows.features.shape[1], "N": len(block.rows), "M": len(block.cols)}
+    given |= {"smoothing": block.epilogue.label_smoothing}
     sides = (("row", block.rows, order.rows, order.of_rows), ("col", block.cols, order.cols, order.of_cols))
     for (name, shard, places, spans), singles in zip(sides, block.runs.singles, strict=True):
         x = shard.features

@@ -210,7 +210,7 @@ class Epilogue:
     @cached_property
     def sums_labels(self) -> bool:
         """Positives by label may enter as sums of features: see `label_sums.py`."""
-        return self.factorizes and self.formula.linear and not self.hardness
+        return self.has_teacher or (self.factorizes and self.formula.linear and not self.hardness)
 
     @cached_property
     def stats(self) -> int:

@@ -67,14 +67,14 @@ def single_positives(row_spans_ptr, row_order_ptr, row_out_ptr, N, col_spans_ptr
 
 
 @triton.jit
-def _targets(side, places, inside):
+def _targets(side, places, inside, smoothing):
     """The target of each positive of these rows, times their coefficient; 0 for rows of a single one.
 
-    side: their state, its stride, their coefficients, and their only positives.
+    side: their state, its stride, their coefficients, and their only positives. smoothing: a teacher's share.
     """
     state_ptr, state_stride, coefficient_ptr, singles_ptr = side
     target = tl.load(state_ptr + POSITIVE_SHARE * state_stride + places, mask=inside, other=0.0)
-    target *= tl.load(coefficient_ptr + places, mask=inside, other=0.0)
+    target *= tl.load(coefficient_ptr + places, mask=inside, other=0.0) * (1.0 - smoothing)
     return tl.where(tl.load(singles_ptr + places, mask=inside, other=0) < 0, target, 0.0)
 
 
@@ -96,7 +96,7 @@ def _sums_of_equal(same, x, PIECES: tl.constexpr):
 def chunk_sums(row_x_ptr, row_order_ptr, row_spans_ptr, row_state_ptr, row_state_stride, row_coefficient_ptr,
                row_singles_ptr, N, row_x_row_stride, row_x_stride, col_x_ptr, col_order_ptr, col_spans_ptr,
                col_state_ptr, col_state_stride, col_coefficient_ptr, col_singles_ptr, M, col_x_row_stride, col_x_stride,
-               out_ptr, out_step, D, first_feature, width, PLAIN: tl.constexpr, WEIGHED: tl.constexpr,
+               out_ptr, out_step, D, first_feature, width, smoothing, PLAIN: tl.constexpr, WEIGHED: tl.constexpr,
                PIECES: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Write the sum of each run within a chunk of the order, at its first row there, of `width` features.
 
@@ -131,7 +131,7 @@ def chunk_sums(row_x_ptr, row_order_ptr, row_spans_ptr, row_state_ptr, row_state
     if side >= 2 - WEIGHED:
         state = one_side(of_cols, (col_state_ptr, col_state_stride, col_coefficient_ptr, col_singles_ptr),
                          (row_state_ptr, row_state_stride, row_coefficient_ptr, row_singles_ptr))  # fmt: skip
-        weights = _targets(state, places, inside)
+        weights = _targets(state, places, inside, smoothing)
         out += tl.where(side < PLAIN, out_step, 0)
         tl.store(out, _sums_of_equal(same, weights[:, None] * x, 2), mask=written)
 
@@ -222,7 +222,7 @@ def add_to_gradients(row_x_ptr, row_order_ptr, row_spans_ptr, row_state_ptr, row
                      row_singles_ptr, N, row_x_row_stride, row_x_stride, row_out_ptr, row_out_stride, col_x_ptr,
                      col_order_ptr, col_spans_ptr, col_state_ptr, col_state_stride, col_coefficient_ptr,
                      col_singles_ptr, M, col_x_row_stride, col_x_stride, col_out_ptr, col_out_stride, sums_ptr,
-                     sums_step, inner_ptr, D, first_feature, width, COLUMNS: tl.constexpr, U: tl.constexpr,
+                     sums_step, inner_ptr, D, first_feature, width, smoothing, COLUMNS: tl.constexpr, U: tl.constexpr,
                      ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Subtract the targets of positives times the other side's features from the gradients of rows and of columns.
 
@@ -244,9 +244,9 @@ def add_to_gradients(row_x_ptr, row_order_ptr, row_spans_ptr, row_state_ptr, row
     itself = tl.load(other_order_ptr + itself, mask=own, other=0)
     plain = of_rows | COLUMNS
     weighed = (of_rows == 0) | COLUMNS
-    target = _targets(state, places, several & plain)
+    target = _targets(state, places, several & plain, smoothing)
     left = tl.where(own, target, 0.0)
-    left += _targets(one_side(of_rows, col_state, row_state), itself, own & weighed)
+    left += _targets(one_side(of_rows, col_state, row_state), itself, own & weighed, smoothing)
     sums_ptr += side.to(tl.int64) * sums_step * (2 if COLUMNS else 1)
     second = tl.where(plain, sums_step, 0)
     inner = tl.zeros((ROWS,), tl.float32)
