@@ -127,7 +127,9 @@ def _followed(tiles: Triton | Eager, rows: Shard, cols: Shard) -> tuple[Tensor, 
     ("n", "scale", "loss"),
     [(45, 20.0, Softmax()), (45, 3000.0, Softmax()), (14, 20.0, Decoupled())]
     + [(45, scale, SYMMETRIC) for scale in (20.0, 3000.0)]
-    + [(14, 20.0, Decoupled(symmetric=True)), (14, 20.0, Hardness(symmetric=True, hardness_strength=2.0))],
+    # at a scale of −2 the weights cancel the logits of negatives
+    + [(14, scale, Hardness(symmetric=True, hardness_strength=2.0)) for scale in (20.0, -2.0)]
+    + [(14, 20.0, Decoupled(symmetric=True))],
     ids=str,
 )
 @pytest.mark.usefixtures("_few_features")

@@ -156,8 +156,8 @@ def block_constants(norms_ptr, scale_ptr, bias_ptr, out_ptr, q_ptr, k_ptr, N, M,
     the largest logit that PAIRS pairs let expect, and a sum above HIGHEST_SUM sets the careful flag (`merge_sums`).
 
     keys: those of a block whose exponentials may be kept (`exponentials.py`), else 0: the careful flag is set where
-    their sums times features could exceed float32. least: the flag is also set where all logits are closer to 0, in
-    powers of 2.
+    their sums times features could exceed float32. least: the flag is also set where all logits of negatives are closer
+    to 0, in powers of 2.
     """
     at = tl.arange(0, BLOCK)
     q_norm = tl.zeros((BLOCK,), tl.float32)
@@ -185,15 +185,16 @@ def block_constants(norms_ptr, scale_ptr, bias_ptr, out_ptr, q_ptr, k_ptr, N, M,
     rest = (binary + binary * truncation) * rounding - factor.to(tl.float64)
     if not SOFTPLUS:
         # a negative scale may be closer to 0 with the weights
-        most = tl.maximum(tl.abs(binary), tl.abs(positive_binary)).to(tl.float32)
-        largest = most * tl.sqrt(tl.max(q_norm)) * tl.sqrt(tl.max(k_norm))
+        product = tl.sqrt(tl.max(q_norm)) * tl.sqrt(tl.max(k_norm))
+        of_negatives = tl.abs(binary.to(tl.float32)) * product
+        largest = tl.maximum(of_negatives, tl.abs(positive_binary.to(tl.float32)) * product)
         # a whole number, for `shift_as_logarithm`
         shift = tl.ceil(tl.maximum(largest - HIGHEST, 0.0))
         # not where products overflow
         if (largest > far) & (largest < 1e18):
-            product = _high_product(
+            high = _high_product(
                 q_ptr, k_ptr, N, M, D, q_row_stride, q_stride, k_row_stride, k_stride, PAIRS, COLS)  # fmt: skip
-            shift = tl.minimum(shift, tl.ceil(tl.maximum(product * binary.to(tl.float32) - ESTIMATED, 0.0)))
+            shift = tl.minimum(shift, tl.ceil(tl.maximum(high * binary.to(tl.float32) - ESTIMATED, 0.0)))
             limit = scale * 0.0 + HIGHEST_SUM
     tl.store(out_ptr + LIMIT, limit)
     tl.store(out_ptr + FACTOR, factor)
@@ -206,7 +207,7 @@ def block_constants(norms_ptr, scale_ptr, bias_ptr, out_ptr, q_ptr, k_ptr, N, M,
     size = tl.sqrt(tl.max(k_norm)) * tl.maximum(1.0, tl.sqrt(tl.max(q_norm)))
     careful = keys.to(tl.float32) * size > MOST_EXPONENTIALS
     if not SOFTPLUS:
-        careful = careful | (largest < least)
+        careful = careful | (of_negatives < least)
     tl.store(out_ptr + CAREFUL, tl.where(careful, 1.0, 0.0))
     tl.store(out_ptr + NONFINITE, tl.sum(zero) + scale * 0.0)
 
