@@ -435,6 +435,31 @@ def test_the_sums_of_a_super_tile_are_freed_before_the_next_ones(monkeypatch: py
     assert len(made) > 4
 
 
+@pytest.mark.parametrize("labels", [False, True])
+def test_copied_features_of_a_super_tile_are_freed_before_the_next_ones(
+    monkeypatch: pytest.MonkeyPatch, labels: bool
+) -> None:
+    """A row of super-tiles has one copy of its rows, and one of the columns of one super-tile."""
+    n = 4 * SHAPE.rows
+    rows, cols = _pair(_unit(n, torch.float32), _unit(n, torch.float32))
+    if labels:
+        rows, cols = (replace(side, diagonal=None, labels=torch.arange(n) % 7) for side in (rows, cols))
+    copies: list[weakref.ref[Tensor]] = []
+    known = launch.operand
+
+    def copied(x: Tensor, order: Tensor | None = None) -> plan.Operand:
+        assert sum(one() is not None for one in copies) <= 1
+        copies.append(weakref.ref((operand := known(x, order)).data))
+        return operand
+
+    tiles = _tiles(loss=Decoupled(symmetric=True), workspace=2**12)
+    sides = _with_states(tiles, rows, cols)
+    monkeypatch.setattr(launch, "operand", copied)
+    tiles.forward(rows, cols)
+    tiles.backward(*sides, torch.zeros(n, D), torch.zeros(n, D))
+    assert len(copies) > 4
+
+
 def test_every_run_gives_the_same_bits() -> None:
     rows, cols = _pair(_unit(N), _unit(N))
     first = _gradients(_tiles(), rows, cols)

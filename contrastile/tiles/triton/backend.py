@@ -49,7 +49,7 @@ from contrastile.tiles.triton.guided import Gap, Guidance, separate_sums, with_g
 from contrastile.tiles.triton.kernels.arithmetic import NONFINITE, UNIT
 from contrastile.tiles.triton.launch import CONSTANTS, Term, Weights, on
 from contrastile.tiles.triton.own import FusedOwnColumns, OwnTiles
-from contrastile.tiles.triton.plan import Epilogue, Operand, Pair
+from contrastile.tiles.triton.plan import Epilogue, Pair
 
 # a strip in fp16 holds gradients up to 2 to this power
 UNIT_POWER = 14
@@ -267,36 +267,38 @@ class Triton(Tiles):
 
     def _super_tiles(self, block: Block, held: int | None, *, careful: bool = False) -> Iterator[SuperTile]:
         """The block's super-tiles with their operands, which neighbours and the next pass share."""
-        for i, j in self._budget.super_tiles(block.rows, block.cols, held):
-            tile = self.super_tile
-            if tile is None or tile.along != (i, j) or tile.whole is not block:
-                order = None if block.order is None else block.order.narrow(i, j)
-                same_rows, same_cols = (tile is not None and tile.along[side] == at for side, at in enumerate((i, j)))
-                rows = tile.block.rows if tile and same_rows and tile.whole is block else narrow(block.rows, i)
-                part = Block(rows, narrow(block.cols, j), block.constants, self.loss, order)
-                row_source = (rows, None) if order is None else (block.rows, order.rows)
-                of_rows = tile.pair.of_rows if tile and same_rows else self._operands(*row_source)
-                col_source = (part.cols, None) if order is None else (block.cols, order.cols)
-                of_cols = tile.pair.of_cols if tile and same_cols else self._operands(*col_source)
-                (q, *guide_q), (k, *guide_k) = of_rows, of_cols
-                guide = (guide_q[0], guide_k[0]) if guide_q else None
-                numbers = rows.numbers, part.cols.numbers
-                pair = Pair(q, k, part.masks, self.reserved, guide, numbers, self._epilogue.has_teacher)
-                if self._epilogue.has_mask:
-                    pair = self.guidance.masked(pair, block.constants, block, (i, j), careful=careful)
-                first, last = (j.start == 0, i.start == 0), (j.stop == len(block.cols), i.stop == len(block.rows))
-                tile = self.super_tile = SuperTile((i, j), block, part, pair, first, last)
-            yield tile
+        sizes = self._budget.super_tiles(block.rows, block.cols, held)
+        return (self._super_tile(block, along_i, along_j, careful=careful) for along_i, along_j in sizes)
 
-    def _operands(self, side: Shard, order: Tensor | None = None) -> list[Operand]:
-        """The features, and behind them those of the guide; order: of these rows."""
-        return [launch.operand(x, order) for x in (side.features, *side.guides)]
+    def _super_tile(self, block: Block, i: slice, j: slice, *, careful: bool) -> SuperTile:
+        """The super-tile of these rows and columns; nothing else may hold the one before, whose memory it takes."""
+        tile = self.super_tile
+        if tile is not None and tile.along == (i, j) and tile.whole is block:
+            return tile
+        order = None if block.order is None else block.order.narrow(i, j)
+        same_rows, same_cols = (tile is not None and tile.along[side] == at for side, at in enumerate((i, j)))
+        rows = tile.block.rows if tile and same_rows and tile.whole is block else narrow(block.rows, i)
+        part = Block(rows, narrow(block.cols, j), block.constants, self.loss, order)
+        of_rows = tile.pair.of_rows if tile and same_rows else None
+        of_cols = tile.pair.of_cols if tile and same_cols else None
+        # freed before other operands are copied, which may fill the workspace
+        tile = self.super_tile = None
+        of_rows = of_rows or launch.operands(*((rows, None) if order is None else (block.rows, order.rows)))
+        of_cols = of_cols or launch.operands(*((part.cols, None) if order is None else (block.cols, order.cols)))
+        guide = (of_rows[1], of_cols[1]) if len(of_rows) > 1 else None
+        numbers = rows.numbers, part.cols.numbers
+        pair = Pair(of_rows[0], of_cols[0], part.masks, self.reserved, guide, numbers, self._epilogue.has_teacher)
+        if self._epilogue.has_mask:
+            pair = self.guidance.masked(pair, block.constants, block, (i, j), careful=careful)
+        first, last = (j.start == 0, i.start == 0), (j.stop == len(block.cols), i.stop == len(block.rows))
+        self.super_tile = SuperTile((i, j), block, part, pair, first, last)
+        return self.super_tile
 
     def _stats(self, block: Block, stats: list[Tensor]) -> None:
         """Write the statistics of all pairs: by fast kernels, then by careful ones, which return at once where the flag
         is not set.
         """
-        epilogue = self._epilogue
+        epilogue, constants = self._epilogue, block.constants
         passes = [(False, epilogue.channels), (True, epilogue.careful_channels)]
         if not epilogue.exponential:
             passes = passes[:1]
@@ -313,18 +315,16 @@ class Triton(Tiles):
                     parts = separate_sums(tile)
                 else:
                     # where the careful flag is set, the exponentials are not read
-                    strip = None if self.exponentials is None else self.exponentials.strip
-                    memory = None if strip is None else strip.view(torch.float32).flatten()
+                    memory = None if (kept := self.exponentials) is None else kept.strip.view(torch.float32).flatten()
                     parts = tile.block.new_parts(channels, memory)
-                    launch.sums(tile.pair, block.constants, parts, epilogue, careful=careful)
-                merged = (parts, tile.of(stats), block.constants, epilogue, tile.first, tile.last)
-                launch.merge_sums(*merged, careful=careful)
+                    launch.sums(tile.pair, constants, parts, epilogue, careful=careful)
+                launch.merge_sums(parts, tile.of(stats), constants, epilogue, tile.first, tile.last, careful=careful)
                 if block.order is not None and not careful:
                     sorting.label_totals(tile.pair, tile.block, tile.of(stats), tile.first)
-                # freed before the next super-tile's sums are allocated, which may fill the workspace
-                del parts, merged
-        if later or (epilogue.has_mask and all((*tile.first, *tile.last))):
-            self.guidance = Guidance(block.position, tile.pair.bits, Gap(stats) if later else None)
+                # freed before the next super-tile's sums and operands are allocated, which may fill the workspace
+                del parts, tile
+        if (latest := self.super_tile) and (later or (epilogue.has_mask and all((*latest.first, *latest.last)))):
+            self.guidance = Guidance(block.position, latest.pair.bits, Gap(stats) if later else None)
         if not self.backward_next:
             self.super_tile = None
         self._positive_stats(block, stats)
@@ -417,6 +417,7 @@ class Triton(Tiles):
                 sums = sums.sum(dtype=torch.float64)
             if u is not None and early:
                 sorting.add_strip(u, tile, 0, strip, fresh=first_of_row)
+            del tile
         self.guidance.complete(block.constants)
         self.guidance = Guidance()
         return [(sums, lost)], None

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from contrastile._types import Reduction
-from contrastile.losses.base import Total
+from contrastile.losses.base import Shard, Total
 from contrastile.losses.decoupled import mises_fisher_exponents
 from contrastile.tiles.triton.block import Block
 from contrastile.tiles.triton.kernels import backward, forward, reductions
@@ -78,6 +78,11 @@ def operand(x: Tensor, order: Tensor | None = None) -> Operand:
         PARTS=parts, ORDERED=order is not None, ROWS=ROWS, BLOCK=BLOCK,
     )  # fmt: skip
     return Operand(data, width, parts)
+
+
+def operands(side: Shard, order: Tensor | None = None) -> list[Operand]:
+    """The features of a side, and behind them those of its guide; order: of these rows."""
+    return [operand(x, order) for x in (side.features, *side.guides)]
 
 
 def features(q: Tensor, k: Tensor) -> dict[str, Any]:
