@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, make_dataclass, replace
 from typing import Any
 
@@ -172,6 +173,31 @@ def test_exponentials_are_kept_with_labels(
             distance(found, true),
         )
     assert tiles.exponentials is None
+
+
+@pytest.mark.parametrize("loss", [SoftmaxInside(), SoftmaxInside(symmetric=True)], ids=str)
+@pytest.mark.usefixtures("_few_features")
+def test_sums_in_the_order_of_labels_exist_for_one_side_at_a_time(
+    loss: PairLoss, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where exponentials are kept, and where they are not."""
+    made: list[weakref.ref[Tensor]] = []
+    in_order = sorting.in_order
+
+    @contextmanager
+    def recorded(total: Tensor, order: Tensor | None, **given: Any) -> Iterator[Tensor]:
+        with in_order(total, order, **given) as part:
+            assert all(one() is None for one in made)
+            made.append(weakref.ref(part))
+            yield part
+
+    monkeypatch.setattr(sorting, "in_order", recorded)
+    rows, cols = (Shard(_unit(70, torch.bfloat16), labels=torch.arange(70) % 9) for _ in range(2))
+    for kept in (True, False):
+        tiles = Triton(loss, torch.tensor(20.0), None, 2**30)
+        tiles.backward_next = tiles.fresh = kept
+        _followed(tiles, rows, cols)
+    assert len(made) == 4
 
 
 # each loss in two of three ways: at once, with few features at a time, by the careful kernels

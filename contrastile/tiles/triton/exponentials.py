@@ -91,6 +91,8 @@ class Exponentials:
                 later, factors = factors, None
             with sorting.in_order(u, of_rows, factors=factors) as total:
                 add_rows(total, self.pair, self.strip, fresh=True)
+            # freed before the columns' sums in the order of labels are allocated
+            del total
         if v is not None:
             with sorting.in_order(v, of_cols) as total:
                 if weighted is None:
