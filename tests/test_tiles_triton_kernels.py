@@ -288,6 +288,23 @@ def test_exponentials_are_kept_where_they_fit() -> None:
         assert (tiles.exponentials is not None) == kept
 
 
+@pytest.mark.parametrize("features", [D, D + 4])
+def test_weighed_rows_beside_kept_exponentials_fit_the_workspace(features: int) -> None:
+    """They are as wide as the copies of features that kernels cannot read."""
+    rows, cols = _pair(_unit(300, torch.bfloat16, features), _unit(70, torch.bfloat16, features))
+    workspace = 2**12
+    while not budget.Budget(Softmax(), rows.features.device, workspace).keeps_exponentials(rows, cols):
+        workspace += 64
+    tiles = Triton(Softmax(), torch.tensor(20.0), None, workspace)
+    tiles.backward_next = True
+    tiles.forward(rows, cols)
+    kept = tiles.exponentials
+    assert kept is not None
+    q, k = kept.pair.q, kept.pair.k
+    copies = [side.data for side in (q, k)] if features > D else []
+    assert sum(x.nbytes for x in (kept.strip, kept.parts, *copies)) + 2 * len(q) * q.width <= workspace
+
+
 @pytest.mark.usefixtures("_few_features")
 def test_a_call_that_keeps_exponentials_has_its_gradients_with_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their memory is free before the backward. A loss alone keeps none."""

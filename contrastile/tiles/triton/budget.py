@@ -107,7 +107,7 @@ class Budget:
         if not (self.can_keep(rows.features.dtype) and self._is_faster(rows.features.shape[1])):
             return False
         sizes = len(rows), len(cols), *self._copies(rows, cols)
-        needed = self.keeping_bytes(*sizes) + self._weighed_bytes(*rows.features.shape)
+        needed = self.keeping_bytes(*sizes) + self._weighed_bytes(len(rows), rows.features.shape[1], sizes[2])
         if self.sums_labels(rows, cols):
             needed = max(needed, self.keeping_bytes(*sizes, later=True) + self._least_sums_bytes(len(rows), len(cols)))
         return needed <= self.workspace
@@ -144,7 +144,7 @@ class Budget:
         # one sweep gives a pairwise loss and its gradients
         most = self._most_bytes(*sizes[:3], dtype, forward=not self.loss.pairwise)
         if backward_next and self.expects_exponentials(N, M, D, dtype, labels=labels):
-            later = self.keeping_bytes(*sizes, later=True) + self._weighed_bytes(N, D)
+            later = self.keeping_bytes(*sizes, later=True) + self._weighed_bytes(N, D, sizes[2])
             most = max(most, self.keeping_bytes(*sizes) - 4 * (N + M) * D, later)
         if labels and self._can_sum_labels(N, M, dtype):
             most = max(most, min(16 * max(N, M) * padded(D, shape_for(self.device)), self.workspace))
@@ -168,9 +168,9 @@ class Budget:
         passes = [self.backward_beside_bits(self.held_bytes(N, M, *sizes)), *[self.forward_bytes] * forward]
         return max(cost(*self._largest(N, M, *sizes, cost), *sizes) for cost in passes)
 
-    def _weighed_bytes(self, N: int, D: int) -> int:
-        """The rows times their factors, beside the exponentials of one direction."""
-        return 0 if self.loss.symmetric else 2 * N * D
+    def _weighed_bytes(self, N: int, D: int, copied: Copies) -> int:
+        """The rows times their factors, as wide as the operand, beside the exponentials of one direction."""
+        return 0 if self.loss.symmetric else 2 * N * (padded(D, shape_for(self.device)) if copied.each else D)
 
     def _is_faster(self, features: int) -> bool:
         """Return whether kept exponentials are faster."""
