@@ -158,7 +158,7 @@ class Budget:
         return self.keeping_bytes(N, M, copied, PIECES[dtype]()) <= self.workspace
 
     def _expected_copied(self, N: int, M: int, D: int, dtype: torch.dtype, labels: bool) -> Copies:
-        """What is copied of features: 16-bit features of a usual width are read as they are."""
+        """The copies of a usual call: 16-bit features of a usual width are read as they are."""
         if labels and not self._can_sum_labels(N, M, dtype):
             return self._ordered(D, dtype)
         return Copies() if dtype.itemsize == 2 and D % 8 == 0 else self._copied(D, dtype)
@@ -188,7 +188,7 @@ class Budget:
         return height, width
 
     def _copies(self, rows: Shard, cols: Shard) -> tuple[Copies, int]:
-        """What is copied of both sides, and the number of pieces of their features."""
+        """The copies of both sides, and the number of pieces of their features."""
         every = []
         for q, k in zip((rows.features, *rows.guides), (cols.features, *cols.guides), strict=True):
             if by_label(rows) and not self.sums_labels(rows, cols):
