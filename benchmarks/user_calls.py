@@ -34,13 +34,14 @@ def features(*sizes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> li
     return [F.normalize(torch.randn(size, device="cuda"), dim=-1).to(dtype).requires_grad_() for size in sizes]
 
 
-def step(loss: Loss, leaves: list[Tensor], *, autocast: bool = True) -> Step:
-    """A forward and backward pass under bf16 autocast, as a training loop runs it."""
+def step(loss: Loss, leaves: list[Tensor], *, autocast: bool = True, grad: bool = True) -> Step:
+    """A forward and backward pass under bf16 autocast, as a training loop runs it; or, as in validation, a forward."""
 
     def run() -> None:
-        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast), torch.set_grad_enabled(grad):
             value = loss(*leaves)
-        torch.autograd.grad(value, leaves)
+        if grad:
+            torch.autograd.grad(value, leaves)
 
     return run
 
@@ -48,6 +49,11 @@ def step(loss: Loss, leaves: list[Tensor], *, autocast: bool = True) -> Step:
 def by_name(loss: Loss, *names: str, **others: Tensor) -> Loss:
     """A loss whose leaves have these names."""
     return lambda *leaves: loss(**dict(zip(names, leaves, strict=True)), **others)
+
+
+def _plain_rows(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+    x, own = scale * q @ k.T, torch.arange(len(q), device=q.device)
+    return (F.cross_entropy(x, own, reduction="none") + F.cross_entropy(x.T, own, reduction="none")).sum() / 2
 
 
 def _plain_own(q: Tensor, k: Tensor, scale: Tensor, negatives: Tensor, *, in_batch: bool = True) -> Tensor:
@@ -116,6 +122,12 @@ def calls(machine: Machine, *, with_peers: bool) -> Iterator[tuple[str, dict[str
         steps = {f"contrastile, {name}": step(partial(ClipLoss(), **given), leaves) for name, given in options.items()}
         steps["contrastile, smoothing"] = step(ClipLoss(label_smoothing=0.1), leaves)
         yield f"clip {b} x 512, options", {**steps, "plain": step(clip, leaves)}
+        of_rows, losses = ClipLoss(reduction="none"), {"clip": (ClipLoss(), clip), "infonce": (InfoNCELoss(), one_way)}
+        yield f"rows {b} x 512", beside(lambda *given, loss=of_rows: loss(*given).sum(), _plain_rows, leaves)
+        for name, (ours, plain) in losses.items():
+            ways = {"contrastile": ours, "plain": plain, "compiled": torch.compile(plain, dynamic=False)}
+            steps = {way: step(loss, leaves, grad=False) for way, loss in ways.items()}
+            yield f"validation of {name} {b} x 512", steps
     for n, m, d in ((1024, 65536, 768), (4096, 32768, 768), (2048, 131072, 512), (1024, 4096, 512)):
         for kind, dtype in (("", torch.bfloat16), (", float32 features", torch.float32)):
             leaves = [*features((n, d), (m, d), dtype=dtype), scale]
