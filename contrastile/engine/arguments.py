@@ -17,6 +17,7 @@ from contrastile._errors import invalid
 from contrastile._torch import pytree
 from contrastile._types import FEATURES, shape_or_type
 from contrastile.distributed import collectives
+from contrastile.exchange import host
 from contrastile.losses.base import Gathers, PairLoss, Shard, changed, count_equal
 from contrastile.losses.hardness import OWN, Hardness
 from contrastile.losses.queue import NOBODY
@@ -319,9 +320,7 @@ def computing_device(features: torch.device, options: Options) -> torch.device:
     if features.type != "cpu":
         got = f"{device}, and features on {features}"
         raise invalid("device", "be where the features are, unless those are in host memory", got, "Leave it out.")
-    if collectives.size(options.group) > 1 and options.exchange not in ("auto", "ring", "single"):
-        rule = "be auto, ring or single for features in host memory"
-        raise invalid("exchange", rule, repr(options.exchange), "Take ring.")
+    host.check_exchange(options.exchange, collectives.size(options.group))
     return device
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from contrastile._errors import invalid
 from contrastile._types import accumulator
 from contrastile.exchange.base import Exchange
 from contrastile.exchange.ring import Ring
@@ -51,6 +52,12 @@ def cut(rows: Shard, cols: Shard, device: torch.device, workspace: int) -> Cut:
     # the last axis has the features of a vector
     vectors = max(1, math.prod(cols.features.shape[1:-1]))
     return cut_within(len(rows), len(cols), (of_row, of_col), free_memory(device)[0] - workspace, vectors)
+
+
+def check_exchange(name: str, ranks: int, argument: str = "exchange") -> None:
+    """Check that several ranks do not name another exchange than the ring for features in host memory."""
+    if ranks > 1 and name not in ("auto", "ring", "single"):
+        raise invalid(argument, "be auto, ring or single for features in host memory", repr(name), "Take ring.")
 
 
 def row_bytes(numbers: int, dtype: torch.dtype) -> int:

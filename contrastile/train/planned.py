@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from contrastile._errors import invalid, logger, whole_number
 from contrastile.data.sources import is_collection
 from contrastile.distributed.neighbours import reach_each_other
+from contrastile.exchange import host
 from contrastile.models.base import feature_size
 from contrastile.models.compiled import compiled_parts
 from contrastile.models.late import special_tokens
@@ -269,10 +270,7 @@ def plan_of(
     step = StepMemory(sides, loss, held, train.retain, guides, sharded=share > 1, listed=listed)
     # on a CPU they are there already
     if train.features == "host" and machines.device != "cpu":
-        exchange = recipe.loss.exchange
-        if ranks > 1 and exchange not in ("auto", "ring", "single"):
-            rule = "be auto, ring or single for features in host memory"
-            raise invalid("loss.exchange", rule, repr(exchange), "Take ring.")
+        host.check_exchange(recipe.loss.exchange, ranks, "loss.exchange")
         step = step.with_features_on_host()
     return Plan(
         recipe.name, machines, batch, step, keys, train.accumulate, weights, trained, inputs, int(pictures),

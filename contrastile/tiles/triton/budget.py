@@ -1,6 +1,6 @@
 """The cut of a block into super-tiles within the workspace: the bytes of each pass, decided without a launch.
 
-Beside `block.py`; `backend.py` loops over the super-tiles, and the planner reads the bytes.
+Above `block.py`; `backend.py` loops over the super-tiles, and the planner reads the bytes.
 """
 
 from __future__ import annotations

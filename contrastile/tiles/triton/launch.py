@@ -22,6 +22,7 @@ from contrastile.tiles.triton.block import Block
 from contrastile.tiles.triton.kernels import backward, forward, reductions
 from contrastile.tiles.triton.kernels import careful as careful_kernels
 from contrastile.tiles.triton.kernels import finish as endings
+from contrastile.tiles.triton.kernels.arithmetic import TEACHERS
 from contrastile.tiles.triton.plan import (
     EXACT,
     PIECES,
@@ -49,7 +50,7 @@ FAR, PAIRS, COLS = 160.0, 512, 16
 # partial norms that are read at once
 NORMS = 4096
 # constants of a block; rows that `finish` writes before the state
-CONSTANTS, STATE = 10, 2
+CONSTANTS, STATE = TEACHERS.value, endings.STATE.value
 # products of fp16 have more bits than those of bf16, and lose more to truncation
 TRUNCATION_FLOAT16 = 1.25
 # each direction's vectors [V, n]: see `direction_weights`

@@ -39,7 +39,7 @@ FACTOR, SHIFT, UNIT, BIAS, SCALE, CAREFUL, NONFINITE, REST, LIMIT, POSITIVE_FACT
     tl.constexpr(position) for position in range(10)
 )
 # position at which those of a teacher's logits begin
-TEACHERS = tl.constexpr(10)
+TEACHERS = tl.constexpr(POSITIVE_FACTOR.value + 1)
 # values of GUIDE: negatives where the guide's product exceeds the row's number do not count; or the product, as logit
 # of a teacher, gives soft targets
 MASK, TEACHER = tl.constexpr(1), tl.constexpr(2)
@@ -94,15 +94,9 @@ def log1p(x):
 
 
 @triton.jit
-def exponent_constants(constants_ptr):
-    """Factor, shift and rest of `exponents`."""
-    return tl.load(constants_ptr + FACTOR), tl.load(constants_ptr + SHIFT), tl.load(constants_ptr + REST)
-
-
-@triton.jit
-def positive_constants(constants_ptr):
-    """Factor, shift and rest of the `exponents` of positives."""
-    return tl.load(constants_ptr + POSITIVE_FACTOR), tl.load(constants_ptr + SHIFT), tl.load(constants_ptr + REST)
+def exponent_constants(constants_ptr, factor: tl.constexpr = FACTOR):
+    """Factor, shift and rest of `exponents`; factor: its position, POSITIVE_FACTOR for positives by label."""
+    return tl.load(constants_ptr + factor), tl.load(constants_ptr + SHIFT), tl.load(constants_ptr + REST)
 
 
 @triton.jit

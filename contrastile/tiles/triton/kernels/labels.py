@@ -21,19 +21,20 @@ from contrastile.tiles.triton.kernels.arithmetic import (
     INVERSE,
     LN2,
     LOG2E,
+    POSITIVE_FACTOR,
     POSITIVE_TOP,
     SHARE,
     SHIFT,
     STATE_TOP,
     UNIT,
     count_along,
+    exponent_constants,
     exponents,
     finite,
     load_positive_state,
     load_stats,
     log1p,
     merge_exponentials,
-    positive_constants,
     quarter,
     shift_as_logarithm,
     store_stats,
@@ -125,7 +126,7 @@ def label_totals(q_ptr, k_ptr, constants_ptr, stats_ptr, stats_stride, part_ptr,
     own = row_spans(spans_ptr, spans_stride, spans_start, rows, N)
     start, end = _tile_range(spans_ptr, spans_stride, spans_start, i, N, M, BM, BN)
     end = tl.where(left, start, end)
-    constants = positive_constants(constants_ptr)
+    constants = exponent_constants(constants_ptr, POSITIVE_FACTOR)
     total = tl.zeros((BM,), tl.float32)
     logit_sum, count = total, total
     top = total - float("inf")
@@ -224,7 +225,7 @@ def label_gradients(q_ptr, k_ptr, strip_ptr, constants_ptr, row_state_ptr, row_c
     rows = i * BM + tl.arange(0, BM)
     own = row_spans(spans_ptr, spans_stride, spans_start, rows, N)
     start, end = _tile_range(spans_ptr, spans_stride, spans_start, i, N, M, BM, BN)
-    constants = positive_constants(constants_ptr)
+    constants = exponent_constants(constants_ptr, POSITIVE_FACTOR)
     unit = tl.load(constants_ptr + UNIT)
     shift = tl.load(constants_ptr + SHIFT).to(tl.float64)
     sums = tl.zeros((BM,), tl.float32)
