@@ -19,9 +19,7 @@ from torch import Tensor
 
 from contrastile import ClipLoss, InfoNCELoss, SigLipLoss, contrast
 from contrastile._dispatch import Options, choose_tiles
-from contrastile.engine import compiled as engine_compiled
-from contrastile.engine import operation as engine_operation
-from contrastile.engine import plan
+from contrastile.engine import operation, plan, small
 from contrastile.engine.operation import with_gradients
 from contrastile.engine.plan import prepare
 from contrastile.losses import Decoupled
@@ -105,7 +103,7 @@ def test_constant_negatives_have_no_products_for_gradients(
         with counted:
             return with_gradients(*arguments)
 
-    monkeypatch.setattr(engine_compiled if compiled else engine_operation, "with_gradients", sweep)
+    monkeypatch.setattr(small if compiled else operation, "with_gradients", sweep)
     step = partial(loss, q, k, 2.0, negatives=negatives)
     torch.autograd.backward((torch.compile(step, backend="aot_eager", fullgraph=True) if compiled else step)())
     of_queries = N * (N + H) * D if "q" in trained else 0
@@ -294,10 +292,10 @@ def _guided(rank: int, group: Any, parts: int, **how: Any) -> tuple[Tensor, Tens
     positives, targets = torch.tensor([[0, n - 1, -1]] * n), torch.rand(9, 3, dtype=torch.float64)[own]
     rows = q[own].requires_grad_()
     options = Options(group=group, gradient="sum", **how)
-    operation, inputs = prepare(
+    function, inputs = prepare(
         rows, k[own], 2.0, Taught(), options, positives=positives, guides=((a[own], b[own]),), targets=targets
     )
-    value = operation(*inputs)
+    value = function(*inputs)
     (gradient,) = torch.autograd.grad(value, [rows])
     return value.detach(), gradient
 

@@ -228,6 +228,10 @@ def _with_options(name: str, seed: int) -> Any:
         options |= {"weights": weights}
     if "smoothing" in name:
         options |= {"label_smoothing": 0.1}
+    if "rows" in name:
+        return lambda q, k, scale: (
+            contrast(q, k, scale=scale, reduction="none", **options) @ torch.linspace(0, 2, len(q))
+        )
     return lambda q, k, scale: contrast(q, k, scale=scale, **options)
 
 
@@ -302,6 +306,10 @@ def test_a_replay_takes_its_inputs_as_a_plain_call_does(loss: Any, monkeypatch: 
         "gist ids",
         "distill ids",
         "balanced labels",
+        "clip rows",
+        "dcl ids weights rows",
+        "siglip ids weights rows",
+        "infonce ids rows",
     ],
 )
 def test_a_small_call_replayed_has_the_bits_of_a_plain_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +324,7 @@ def test_a_small_call_replayed_has_the_bits_of_a_plain_one(name: str, monkeypatc
             plain = _step(loss, leaves)
         apart = [float((x.double() - y.double()).abs().max()) for x, y in zip(found, plain, strict=True)]
         assert apart == [0.0] * len(apart), call
-    assert len(graph._graphs) == 1 + ("apart" in name)
+    assert len(graph._graphs) == 1 + ("apart" in name) + ("rows" in name)
 
 
 def test_calls_that_are_replayed_know_nothing_of_each_other() -> None:

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from problems import PROBLEMS, distance
+from problems import PROBLEMS, distance, with_gradients
 from ranks import Pool, fresh
 from tape import Tape, run
 from torch import Tensor
@@ -96,6 +96,23 @@ def _plain(name: str, *shape: int) -> tuple[dict[str, Tensor], Tensor, dict[str,
     problem = PROBLEMS[name](*shape)
     tensors = problem.tensors(torch.float64)
     return tensors, *problem.by_tiles(tensors)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_losses_of_rows_and_their_gradients_are_replayed(name: str, request: pytest.FixtureRequest) -> None:
+    """Rows have different upstream gradients. Between loss and backward another batch is replayed."""
+    problem, batches = PROBLEMS[name](30, 40), [PROBLEMS[name](30, 40).tensors(torch.float64, seed=n) for n in range(2)]
+    truths = [problem.by_tiles(tensors, reduction="none") for tensors in batches]
+    request.getfixturevalue("_played")
+    for module in (plan, compiled):
+        request.getfixturevalue("monkeypatch").setattr(module, "replayable", lambda *_: True)
+    for _ in range(4):
+        losses = [problem._call(contrast, problem.tiled | {"reduction": "none"}, tensors) for tensors in batches]
+        for loss, tensors, (truth, true_gradients) in zip(losses, batches, truths, strict=True):
+            _, gradients = with_gradients(loss, tensors)
+            assert distance(loss.detach(), truth) <= 1e-12
+            assert all(distance(gradients[key], true_gradients[key]) <= 1e-12 for key in tensors)
+    assert len(CAPTURED) == 2
 
 
 @pytest.mark.parametrize("name", PROBLEMS)

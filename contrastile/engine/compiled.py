@@ -15,13 +15,14 @@ from torch import Tensor
 
 from contrastile._dispatch import Options, choose_tiles, not_empty, workspace_on
 from contrastile._errors import invalid
-from contrastile._torch import cudagraphs_warm_up, has_ranks
+from contrastile._torch import has_ranks
 from contrastile._types import Backend, Gradient, Reduction, accumulator
 from contrastile.distributed import collectives
 from contrastile.engine import arguments as checks
-from contrastile.engine.graph import graph_for, graph_inputs, replayable, small
-from contrastile.engine.operation import Call, Plan, backward, statistics, with_gradients, without_autocast
+from contrastile.engine.graph import replayable, small
+from contrastile.engine.operation import Call, Plan, backward, statistics, without_autocast
 from contrastile.engine.problem import Arguments, Problem
+from contrastile.engine.small import at_once
 from contrastile.exchange.base import Layout, Single
 from contrastile.gradcache.modes import refusal
 from contrastile.losses.base import PairLoss, Shard
@@ -143,10 +144,10 @@ def operation_forward(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, 
     if positives is not None and positives_below != IN_RANGE:
         # checked here, because a graph cannot read values
         checks.in_range(positives, positives_below)
-    call = _call(q, k, scale, bias, groups, weights, loss, words, numbers)
+    call, inputs = _call(q, k, scale, bias, groups, weights, loss, words, numbers), (scale, bias, q, k)
     with without_autocast(q.device):
         if call.plan.at_once:
-            value, gradients = _at_once(call, scale, bias, (q, k), _wanted(numbers))
+            value, gradients = at_once(call, inputs, _wanted(numbers), [_as_wide(x, call.plan.wide) for x in inputs])
             return [value, *(q.new_empty(0) if x is None else _own_memory(x) for x in gradients)]
         tiles = call.tiles(scale, bias)
         call = call.prepared(tiles)
@@ -155,34 +156,6 @@ def operation_forward(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, 
         value, states, coefficients = call.exchange.finish(tiles, stats, rows, cols, weights, call.reduction)
     # outputs of an operation share no memory
     return [value, *(x.clone() for x in (*states, *coefficients))]
-
-
-def _at_once(
-    call: Call, scale: Tensor, bias: Tensor | None, features: tuple[Tensor, Tensor], wanted: Sequence[bool]
-) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """The loss, and the gradients of scale, bias and features: those of a replay where the call is small."""
-    inputs, wide = (scale, bias, *features), call.plan.wide
-    # tensors of the gradients' dtype and shapes, with the memory of one number
-    as_wide: list[Any] = [
-        x if x is None or x.dtype == wide else x.new_empty((), dtype=wide).expand(x.shape) for x in inputs
-    ]
-    # a graph captured in a warm-up of inductor's own graphs would lie in memory that they use again
-    if call.plan.replayed and not cudagraphs_warm_up(call.device):
-        graph = graph_for(call)
-        if graph is None:
-            # inputs of an operation require no gradient, and those of a captured call do
-            leaves = [
-                x if x is None else x.detach().requires_grad_(want) for x, want in zip(inputs, wanted, strict=True)
-            ]
-            with torch.enable_grad():
-                graph = graph_for(call, leaves)
-        if graph is not None:
-            value, held = graph(graph_inputs(call, scale, bias))
-            return value, graph.backward(held, as_wide, graph.number(1.0))
-    tiles = call.tiles(scale, bias)
-    value, sums = with_gradients(call, tiles, features, wanted)
-    tiles.grad_dtypes = wide, wide
-    return value, tiles.gradients(sums, *call.shards(features), wanted, (as_wide[0], as_wide[1]), None)
 
 
 @torch.library.custom_op("contrastile::backward", mutates_args=(), schema=BACKWARD)
@@ -199,6 +172,11 @@ def operation_backward(
     call = call.prepared(tiles)
     computed = backward(call, tiles, upstream, scale, bias, (q, k), results, wanted)
     return [q.new_empty(0) if gradient is None else _own_memory(gradient) for gradient in computed]
+
+
+def _as_wide(x: Tensor | None, wide: torch.dtype) -> Tensor | None:
+    """A tensor of this shape and dtype, with the memory of one number."""
+    return x if x is None or x.dtype == wide else x.new_empty((), dtype=wide).expand(x.shape)
 
 
 def _multiplied(gradients: Sequence[Tensor], upstream: Tensor, inputs: Sequence[Tensor | None]) -> list[Tensor]:

@@ -6,7 +6,7 @@ forward, one that copies features, numbers, labels and weights to the memory tha
 and one or two in the backward. Gradient sums stay in the graph's memory until their backward (`Held`): calls are
 independent of each other. Ranks of few rows have graphs between their transfers, but copies within a node are in them.
 
-`Replayed` is the twin of `Operation` for such a call: nothing is left to choose, so it has none of `Operation`'s steps.
+`small.py` has the operations that replay them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ from torch import Tensor
 from contrastile._torch import backward_is_repeatable, current_stream_address, saving_is_hooked
 from contrastile.distributed.collectives import captured_call
 from contrastile.distributed.failure import LostRankError, state_of
-from contrastile.engine.operation import Call, MakeTiles, Operation, Plan, with_gradients, without_autocast
+from contrastile.engine.operation import Call, MakeTiles, Plan, with_gradients, without_autocast
 from contrastile.engine.problem import PLAIN, Problem
 from contrastile.exchange.base import Exchange
 from contrastile.gradcache.batching import rounded_length
-from contrastile.gradcache.modes import first_order
 from contrastile.losses.base import Shard
 from contrastile.scorers import padded_to
 from contrastile.tiles.base import Accumulated
@@ -68,7 +67,7 @@ def replayable(problem: Problem, exchange: Exchange) -> bool:
         rows.features.is_cuda
         and (alone or problem.scorer is None)
         and exchange.replayable(problem.cols.features.shape[-1], problem.dtype)
-        and problem.options.reduction != "none"
+        and (alone or problem.options.reduction != "none")
         and (rows.own is None or not problem.loss.pairwise)
     )
 
@@ -90,7 +89,7 @@ def _fits(problem: Problem, kind: Any) -> bool:
     """Return whether a call of one process has few rows, and its graph little memory."""
     rows, cols = problem.rows, problem.cols
     # a graph has a copy of what it reads, and sums as large as both sides
-    copies = sum(x.nbytes for x in (*_features(problem), *rows.leaves, *cols.leaves))
+    copies = sum(x.nbytes for x in (*features_of(problem), *rows.leaves, *cols.leaves))
     of_pairs = kind.captured_bytes(rows, cols, problem.dtype)
     return min(len(rows), len(cols)) <= MOST_ROWS and _padding_factor(problem) * max(of_pairs, copies) <= MOST_BYTES
 
@@ -116,19 +115,19 @@ def _padded(call: Call) -> Call:
 
 
 def _labels(call: Call | Problem) -> list[Tensor]:
-    """The tensors beside scale, bias and features that the tiles read."""
+    """The tensors beside scale, bias and features that the call reads."""
     named = [x for shard in (call.rows, call.cols) for x in (*(getattr(shard, name) for name in LABELS), *shard.guides)]
-    return [x for x in (*named, call.weights) if x is not None]
+    return [x for x in (*named, call.weights, getattr(call, "upstream", None)) if x is not None]
 
 
-def _features(call: Call | Problem) -> list[Tensor]:
+def features_of(call: Call | Problem) -> list[Tensor]:
     """The features of both sides, one tensor each, or the vectors and the mask of a scorer; the rows' own columns."""
     own = call.rows.own
     return [*call.rows.leaves, *call.cols.leaves, *([] if own is None else [own])]
 
 
 def _refilled(call: Call, features: Sequence[Tensor], labels: Sequence[Tensor]) -> Call:
-    """The call with these features and labels, in the order of `_features` and `_labels`."""
+    """The call with these features and labels, in the order of `features_of` and `_labels`."""
     following = iter(labels)
 
     def refilled(shard: Shard, leaves: Sequence[Tensor]) -> Shard:
@@ -138,7 +137,8 @@ def _refilled(call: Call, features: Sequence[Tensor], labels: Sequence[Tensor]) 
     n, m = len(call.rows.leaves), len(call.rows.leaves) + len(call.cols.leaves)
     rows, cols = refilled(call.rows, features[:n]), refilled(call.cols, features[n:m])
     rows = replace(rows, own=None if rows.own is None else features[m])
-    return replace(call, rows=rows, cols=cols, weights=None if call.weights is None else next(following))
+    weights, upstream = (None if x is None else next(following) for x in (call.weights, call.upstream))
+    return replace(call, rows=rows, cols=cols, weights=weights, upstream=upstream)
 
 
 class Held:
@@ -163,15 +163,16 @@ class Graph:
         # fused kernels have been chosen: Triton is there
         from contrastile.tiles.triton.replay import Filling, Gradients
 
-        shapes = [x.shape for x in _features(call)]
+        shapes = [x.shape for x in features_of(call)]
         call = _padded(call)
-        users, labels, q = _features(call), _labels(call), call.rows.features
+        users, labels, q = features_of(call), _labels(call), call.rows.features
         self.device, self.wide, self.exchange, self.dtype = call.device, call.plan.wide, call.exchange, q.dtype
         # one for each graph: ranks wait for each other in a replay, possibly for that of another thread
         self.lock = threading.Lock()
         ranks = len(call.exchange.layout)
-        # without grad mode, the loss alone
-        self.wanted = wanted = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
+        # without grad mode the loss alone, and that of each row before its upstream gradient is known
+        wants = torch.is_grad_enabled() and call.plan.at_once
+        self.wanted = wanted = [wants and x is not None and x.requires_grad for x in inputs]
         # scale and bias in the accumulator's dtype, all others with the strides of a clone
         numbers = [x for x in inputs[:2] if x is not None]
         scale, *others = (torch.empty_like(x, dtype=self.wide) for x in numbers)
@@ -198,14 +199,16 @@ class Graph:
             with own_call.exchange.joining():
                 value, (u, v, sums, of_own) = with_gradients(own_call, tiles, features, wanted)
             of_pairs, of_products = tiles.pair_sums(sums, *own_call.shards(features), u, v, wanted[0])
-            self.fill.deliver(value)
+            if call.upstream is None:
+                self.fill.deliver(value)
             # tiles of vectors that sum products have written an exact 0
             zero = not (call.loss.uses_bias or (tiles.sums_products and call.scorer is None))
             of_bias = torch.zeros_like(of_pairs) if zero else of_pairs
             return Accumulated(u, v, torch.stack([tiles.scale, of_products, of_bias]), of_own)
 
         # before the capture, in which no kernel can be compiled
-        self.value = q.new_empty((), dtype=self.wide)
+        of_rows = call.reduction == "none" and call.upstream is None
+        self.value = q.new_empty((len(q),) if of_rows else (), dtype=self.wide)
         self.fill([*users, *numbers, *labels], self.value, self.stream_address)
         self.fill.deliver(self.value)
         with without_autocast(call.device):
@@ -275,24 +278,6 @@ class Graph:
             x if x is None or passed is None or x.shape == passed.shape else x[:, : passed.shape[1]]
             for x, passed in zip(gradients, inputs, strict=True)
         ]
-
-
-class Replayed(torch.autograd.Function):
-    """The loss of a call that is captured, differentiable in scale, bias and all other inputs."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, graph: Graph, arguments: Sequence[Tensor | float], scale: Any, bias: Any, *inputs: Tensor
-    ) -> Tensor:
-        (value, ctx.held), ctx.graph = graph(arguments), graph
-        # watched by autograd for a change in place; the queries are read again for negatives of each query
-        ctx.save_for_backward(*[x if isinstance(x, Tensor) else None for x in (scale, bias, *inputs)])
-        return value
-
-    @staticmethod
-    @first_order("contrast")
-    def backward(ctx: Any, inputs: Sequence[Tensor | None], upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.graph.backward(ctx.held, inputs, upstream)
 
 
 _graphs: OrderedDict[Key, Graph] = OrderedDict()
@@ -383,17 +368,9 @@ def _captured(
     return results, parts.replay, torch.cuda.memory_reserved() - before, capture_stream
 
 
-def small_operation(call: Call, scale: Tensor, bias: Tensor | None, *inputs: Tensor) -> tuple[Any, tuple[Any, ...]]:
-    """The operation that computes a small call, and its inputs: a replay once its plan has been called often enough."""
-    graph = graph_for(call, (scale, bias, *inputs))
-    if graph is None:
-        return Operation.apply, (call, scale, bias, *inputs)
-    return Replayed.apply, (graph, graph_inputs(call, scale, bias), scale, bias, *inputs)
-
-
 def graph_inputs(call: Call, scale: Tensor, bias: Tensor | None) -> list[Tensor]:
     """The tensors of a call in the order in which its graph reads them."""
-    return [*_features(call), *([scale] if bias is None else [scale, bias]), *_labels(call)]
+    return [*features_of(call), *([scale] if bias is None else [scale, bias]), *_labels(call)]
 
 
 def graph_for(call: Call, inputs: Sequence[Tensor | None] | None = None) -> Graph | None:

@@ -50,6 +50,8 @@ class Plan:
     wants: bool = True
     # later calls replay a graph (`graph.py`)
     replayed: bool = False
+    # of losses of rows that are replayed (`small.Rows`): the plan of their gradients
+    of_rows: Plan | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class Call:
     has_numbers: bool = True
     # number of the last columns, which are constants: no gradient sums are kept for them
     constant_cols: int = 0
+    # for reduction="none", where gradients come with the loss: the upstream gradient [N] of each row's loss
+    upstream: Tensor | None = None
 
     def tiles(self, scale: Tensor, bias: Tensor | None) -> Tiles:
         """The tiles of this call, with its numbers in the accumulator's dtype."""
@@ -120,6 +124,10 @@ class Call:
             return changed(self.rows, features=q, own=own), changed(self.cols, features=k)
         n, m = len(self.rows.leaves), len(self.cols.leaves)
         return self.rows.with_leaves(inputs[:n]), self.cols.with_leaves(inputs[n : n + m])
+
+    def times_upstream(self, coefficients: Sequence[Tensor], along: slice = slice(None)) -> list[Tensor]:
+        """Coefficients of these rows, and of a symmetric loss's columns, times their upstream gradients, if any."""
+        return [x if self.upstream is None else x * self.upstream[along] for x in coefficients]
 
     def watched(self) -> list[Tensor]:
         """Tensors that the backward reads beside its inputs, saved so that autograd notices a change in place."""
@@ -198,7 +206,7 @@ def with_gradients(call: Call, tiles: Tiles, inputs: Sequence[Tensor], wanted: W
         tiles.backward_next = isinstance(exchange, Single) and not (rows.own is not None and rows.guides)
         stats = statistics(call, tiles, rows, cols)
         result = exchange.finish(tiles, stats, rows, cols, call.weights, call.reduction)
-        rows, cols = with_states(rows, cols, result.states, result.coefficients)
+        rows, cols = with_states(rows, cols, result.states, call.times_upstream(result.coefficients))
         return result.value, _accumulated(call, tiles, rows, cols, wanted)
     flag = tiles.nonfinite(rows, cols)
     weights = flag.new_ones(len(rows)) if call.weights is None else call.weights.to(flag.dtype)
@@ -207,7 +215,8 @@ def with_gradients(call: Call, tiles: Tiles, inputs: Sequence[Tensor], wanted: W
     sums = [weights.sum(), flag, *([] if call.weights is None else [weights.abs().sum()])]
     mass, flag, *sizes = exchange.total(torch.stack(sums)).unbind()
     mass = divisor(sizes[0], mass) if sizes else mass
-    coefficient = (weights / mass if call.reduction == "mean" else weights) + flag
+    number = {"mean": 1, "none": len(rows)}.get(call.reduction)
+    (coefficient,) = call.times_upstream([(weights * (number / mass) if number else weights) + flag])
     # a pairwise loss leaves no state
     rows = changed(rows, coefficient=coefficient, state=coefficient.new_empty(0, len(rows)))
     row_stats = tiles.init(rows)
@@ -251,10 +260,11 @@ def in_strips(
             flag = partial(tiles.nonfinite, rows, cols)
             result = tiles.finish(stats, call.weights, call.reduction, call.exchange.total, flag)
             values.append(result.value)
-            return result.states, result.coefficients
+            return result.states, call.times_upstream(result.coefficients)
         end = call.loss.finish(stats[0])
         finished.append(end)
-        return [end.state], [end.counts if call.weights is None else end.counts * call.weights[along].to(end.counts)]
+        coefficient = end.counts if call.weights is None else end.counts * call.weights[along].to(end.counts)
+        return [end.state], call.times_upstream([coefficient], along)
 
     sums, value = tiles.strips(rows, cols, u, v, weigh, mean=mean, wanted=any(wanted))
     if whole or value is not None:
@@ -262,7 +272,8 @@ def in_strips(
     flag = tiles.nonfinite(rows, cols)
     every = Finished(*(torch.cat(parts, -1) for parts in zip(*finished, strict=True)))
     mass = every.counts if call.weights is None else every.counts * call.weights.to(every.counts.dtype)
-    factor = flag + (1 / divisor((mass * every.loss).sum(), mass.sum()) if call.reduction == "mean" else 1.0)
+    number = {"mean": 1, "none": len(rows)}.get(call.reduction)
+    factor = flag + (number / divisor((mass * every.loss).sum(), mass.sum()) if number else 1.0)
     for total in (u, v, sums):
         if total is not None:
             total.mul_(factor)
@@ -291,15 +302,24 @@ def backward(
             accumulated = _accumulated(call, tiles, rows, cols, wanted)
         # otherwise the coefficients contain it
         remaining = upstream if call.plan.at_once else None
-        if rows.own is None:
-            return tiles.gradients(accumulated, rows, cols, wanted, (scale, bias), remaining)
-        *of_block, of_own = wanted
-        gradient = None
-        if of_own and accumulated.own is not None:
-            dtype = rows.own.dtype if call.input_dtypes is None else call.input_dtypes[2]
-            number = tiles.scale if remaining is None else tiles.scale * remaining
-            gradient = own.gradient(tiles, accumulated.own, rows.features, number, dtype)
-        return [*tiles.gradients(accumulated, rows, cols, of_block, (scale, bias), remaining), gradient]
+        return gradients(call, tiles, accumulated, (rows, cols), (scale, bias), wanted, remaining)
+
+
+def gradients(
+    call: Call, tiles: Tiles, sums: Accumulated, shards: tuple[Shard, Shard], numbers: tuple[Tensor, Tensor | None],
+    wanted: Wanted, upstream: Tensor | None,
+) -> list[Tensor | None]:  # fmt: skip
+    """The gradients of scale, bias and all other inputs from their sums; `numbers`, `upstream`: `Tiles.gradients`."""
+    rows, cols = shards
+    if rows.own is None:
+        return tiles.gradients(sums, rows, cols, wanted, numbers, upstream)
+    *of_block, of_own = wanted
+    gradient = None
+    if of_own and sums.own is not None:
+        dtype = rows.own.dtype if call.input_dtypes is None else call.input_dtypes[2]
+        number = tiles.scale if upstream is None else tiles.scale * upstream
+        gradient = own.gradient(tiles, sums.own, rows.features, number, dtype)
+    return [*tiles.gradients(sums, rows, cols, of_block, numbers, upstream), gradient]
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:

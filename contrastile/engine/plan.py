@@ -22,9 +22,10 @@ from contrastile.distributed import collectives, consistency
 from contrastile.distributed.failure import weakly
 from contrastile.engine import arguments as checks
 from contrastile.engine.compiled import constant_negatives, traceable, traced
-from contrastile.engine.graph import MOST_BYTES, Replayed, graph_for, replayable, shared_length, small, small_operation
+from contrastile.engine.graph import MOST_BYTES, graph_for, replayable, shared_length, small
 from contrastile.engine.operation import Call, MakeTiles, Operation, Plan
 from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cast_features, guides, indices, leaves_of
+from contrastile.engine.small import Replayed, small_operation
 from contrastile.exchange import host
 from contrastile.exchange.base import Exchange, Layout, Single
 from contrastile.gradcache.modes import joined, recording_error, uncompiled
@@ -82,7 +83,7 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
             _plans[exact] = plan, template
     if plan is None or template is None or type(scale) not in NUMBERS or type(arguments.bias) not in NUMBERS:
         return _checked(arguments, plan, exact, key, alone=alone)
-    graph = graph_for(template) if plan.replayed else None
+    graph = graph_for(template) if plan.replayed and plan.of_rows is None else None
     if graph is not None:
         leaves = _leaves(template, arguments)
         return Replayed.apply, (graph, _graph_inputs(template, arguments, leaves), scale, arguments.bias, *leaves)
@@ -356,7 +357,11 @@ def _planned(problem: Problem, exchange: Exchange) -> Plan:
         workspace = min(workspace, MOST_BYTES)
     # a cached plan must not keep a process group alive
     cached = None if several or exchange.layout.group is not None else exchange
-    return Plan(cached, tiles, workspace, accumulator(problem.dtype), at_once, wants, replayed)
+    of_rows = None
+    if at_once and not reduced:
+        # the losses of rows come without gradients
+        of_rows, at_once = Plan(cached, tiles, workspace, accumulator(problem.dtype), at_once, wants, replayed), False
+    return Plan(cached, tiles, workspace, accumulator(problem.dtype), at_once, wants, replayed, of_rows)
 
 
 def _tiles(problem: Problem, exchange: Exchange, workspace: int) -> MakeTiles:

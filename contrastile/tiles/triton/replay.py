@@ -95,8 +95,10 @@ class Filling:
             repeated(stream, (_addresses(sources), *self._as_addresses, *ends_at, *self._sizes))
 
     def deliver(self, value: Tensor) -> None:
-        """Copy the loss to the address of the last `__call__`."""
-        launch.run(replay_kernels.deliver, (1,), value_ptr=value, address_ptr=self._address)
+        """Copy the loss, or that of each row, to the address of the last `__call__`."""
+        programs = (tiles_of(value.numel(), BLOCK),)
+        launch.run(replay_kernels.deliver, programs, value_ptr=value, address_ptr=self._address, length=value.numel(),
+                   BLOCK=BLOCK)  # fmt: skip
 
 
 class Gradients:

@@ -60,9 +60,11 @@ def fill(sources, targets, lengths, D, norms_ptr, norms_blocks, value_ptr, addre
 
 
 @triton.jit(do_not_specialize_on_alignment=["value_ptr", "address_ptr"])
-def deliver(value_ptr, address_ptr):
-    """Store the value at the address that `fill` has noted."""
-    tl.store(tl.load(address_ptr).to(value_ptr.dtype), tl.load(value_ptr))
+def deliver(value_ptr, address_ptr, length, BLOCK: tl.constexpr):
+    """Store the values at the address that `fill` has noted."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(value_ptr + at, mask=at < length)
+    tl.store(tl.load(address_ptr).to(value_ptr.dtype) + at, values, mask=at < length)
 
 
 @triton.jit(do_not_specialize_on_alignment=["upstream_ptr"])
