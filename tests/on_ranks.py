@@ -25,7 +25,8 @@ from contrastile.distributed import collectives, neighbours
 from contrastile.train import loop
 from contrastile.train.ranks import Ranks
 
-EXCHANGES = ("gather", "ring", "replicate")
+# the last one is a ring of features in host memory
+EXCHANGES = ("gather", "ring", "replicate", "host")
 LOSSES: dict[str, tuple[type, tuple[float, ...]]] = {
     "clip": (ClipLoss, (20.0,)),
     "siglip": (SigLipLoss, (10.0, -5.0)),
@@ -82,10 +83,13 @@ def losses(device: torch.device, *, quick: bool = False) -> None:
             mine = [leaf.detach().split(sizes)[rank].clone().requires_grad_() for leaf in whole[:2]]
             own_ids = None if ids is None else ids.split(sizes)[rank]
             for exchange in EXCHANGES:
+                how: dict[str, Any] = {"exchange": exchange}
+                if exchange == "host":
+                    mine, how = [x.detach().cpu().requires_grad_() for x in mine], {"device": device}
                 # the third call is captured, and replayed by the fourth
-                for _ in range(4 if exchange != "replicate" and device.type == "cuda" else 1):
-                    value, dq, dk, *scalars = _step(make(exchange=exchange), [*mine, *whole[2:]], own_ids)
-                rows = [collectives.gather_rows(gradient.double(), sizes, None) / W for gradient in (dq, dk)]
+                for _ in range(4 if exchange in ("gather", "ring") and device.type == "cuda" else 1):
+                    value, dq, dk, *scalars = _step(make(**how), [*mine, *whole[2:]], own_ids)
+                rows = [collectives.gather_rows(x.to(device).double(), sizes, None) / W for x in (dq, dk)]
                 found = [value, *rows, *(collectives.total(x, None) / W for x in scalars)]
                 far = _distances(found, true)
                 # the scalars' gradients are sums with cancellation, which the plain formula may hit by chance
@@ -132,6 +136,8 @@ if __name__ == "__main__":
         sys.exit(killed(rest))
     if what == "main":
         sys.exit(main(rest))
+    # a packet by way of the GPUs has several parts
+    collectives.STAGED = 2**17
     torch.set_num_threads(1)
     shared = what == "shared"
     if not shared:

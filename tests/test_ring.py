@@ -73,7 +73,7 @@ class Posted:
 def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages of ranks in a ring, without torch.distributed."""
 
-    def post(leaving: Tensor, arriving: Tensor, group: Place) -> Posted:
+    def post(leaving: Tensor, arriving: Tensor, group: Place, _: Any = None) -> Posted:
         following = (group.rank + 1) % group.circle.W
         group.circle.queues[following].put(leaving.clone())
         return Posted(group, arriving)
@@ -132,7 +132,7 @@ class Air:
     arriving: Tensor | None = None
     posted: int = 0
 
-    def post(self, leaving: Tensor, arriving: Tensor, group: Any) -> Air:
+    def post(self, leaving: Tensor, arriving: Tensor, group: Any, _: Any = None) -> Air:
         assert self.leaving is None
         assert self.arriving is None
         assert not _share(leaving, arriving)

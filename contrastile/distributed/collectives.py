@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -37,6 +38,8 @@ GLOO_ERRORS = ("gloo", "pair closure")
 RING = "ring exchange"
 # tensors that travel together begin at multiples of this number of bytes, where any kernel can read them
 ALIGNMENT = 256
+# bytes of host memory that travel by way of a GPU at a time, with as much of its memory in both directions
+STAGED = 2**25
 # bytes of a rank that copy engines carry beside a ring: they need room for as many again
 MOST_COPIED = 2**28
 # dtypes that every backend sends; tensors of another one are sent as bytes
@@ -159,16 +162,60 @@ class Transfer:
         self.works = []
 
 
-def post(leaving: Tensor, arriving: Tensor, group: Any) -> Transfer:
+def post(leaving: Tensor, arriving: Tensor, group: Any, gpu: torch.device | None = None) -> Transfer:
     """Send a tensor to the next rank of the ring and receive another from the previous one.
 
-    Raises RuntimeError where the group has a transfer under way.
+    gpu: this rank's, by way of which tensors in host memory travel. Raises RuntimeError where the group has a transfer
+    under way.
     """
     group = resolved(group)
     ranks, me = group.size(), group.rank()
-    operations = [(group.send, leaving, (me + 1) % ranks), (group.recv, arriving, (me - 1) % ranks)]
-    full = [each for each in operations if each[1].numel()]
-    return Transfer(group, RING, lambda: post_together(full, group), [arriving])
+
+    def posted(leaving: Tensor = leaving, arriving: Tensor = arriving) -> list[Any]:
+        operations = [(group.send, leaving, (me + 1) % ranks), (group.recv, arriving, (me - 1) % ranks)]
+        return post_together([each for each in operations if each[1].numel()], group)
+
+    staged = posted if gpu is None else partial(_staged, leaving, arriving, gpu, posted)
+    return Transfer(group, RING, staged, [arriving])
+
+
+def has_nccl(group: Any) -> bool:
+    """Return whether NCCL carries the group's tensors on GPUs."""
+    return "cuda:nccl" in dist.get_backend_config(resolved(group))
+
+
+def _staged(
+    leaving: Tensor, arriving: Tensor, gpu: torch.device, posted: Callable[[Tensor, Tensor], list[Any]]
+) -> list[Any]:
+    """Copy parts of a tensor in host memory to the GPU, post them, and copy what arrives to host memory.
+
+    The host waits for the result, which it reads next; nothing else waits for this.
+    """
+    sides = [x.view(-1).view(torch.uint8) for x in (leaving, arriving)]
+    stream = torch.cuda.Stream(gpu)
+    with torch.cuda.stream(stream):
+        memory = [x.new_empty(min(len(x), STAGED), device=gpu) for x in sides]
+        for start in range(0, max(map(len, sides)), STAGED):
+            parts = [x[start : start + STAGED] for x in sides]
+            out, into = (room[: len(part)] for room, part in zip(memory, parts, strict=True))
+            out.copy_(parts[0], non_blocking=True)
+            for work in posted(out, into):
+                # the stream waits, not the host
+                work.wait()
+            parts[1].copy_(into, non_blocking=True)
+        return [_Arrival(stream.record_event(), memory)]
+
+
+@dataclass
+class _Arrival:
+    """The end of a transfer by way of a GPU, whose memory is kept until then."""
+
+    event: torch.cuda.Event
+    memory: list[Tensor]
+
+    def wait(self) -> None:
+        """Wait until all that arrives is in host memory."""
+        self.event.synchronize()
 
 
 def _copy_buffers(x: Tensor, count: int, group: Any) -> Any:

@@ -195,11 +195,16 @@ def _carrier(group: Any) -> tuple[Any, torch.device]:
     return carrier, _device(carrier)
 
 
-def carrier_on_host(group: Any) -> Any:
-    """The group of the same ranks that carries tensors in host memory; raises ValueError where there is none."""
-    carrier, device = _carrier(group)
-    if device.type != "cpu":
-        got = f"one for tensors on {device.type} alone"
+def carrier_on_host(group: Any, device: torch.device) -> Any:
+    """The group of the same ranks that carries tensors in host memory; raises ValueError where there is none.
+
+    NCCL does, by way of the GPUs that compute (`collectives.post`).
+    """
+    if device.type == "cuda" and collectives.has_nccl(group):
+        return resolved(group)
+    carrier, its_device = _carrier(group)
+    if its_device.type != "cpu":
+        got = f"one for tensors on {its_device.type} alone"
         remedy = "Make it with backend='cpu:gloo,cuda:nccl', or take the group of all ranks."
         raise invalid("group", "carry features in host memory", got, remedy)
     return carrier

@@ -410,7 +410,7 @@ def _streamed(problem: Problem, tokens: tuple[int, int] | None) -> tuple[Callabl
     layout, carrier = Layout(None, 0, (len(rows),), (len(cols),)), None
     if collectives.size(options.group) > 1 and options.exchange != "single":
         layout = agreed_layout(options, problem.loss, rows, cols, problem.statement, tokens, problem.unnamed)
-        carrier = consistency.carrier_on_host(options.group)
+        carrier = consistency.carrier_on_host(options.group, device)
     dtype = problem.dtype if problem.scorer is None else None
     with Single(options.gradient, layout).in_step():
         problem = _padded(problem, layout.tokens)

@@ -18,13 +18,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from contrastile._errors import invalid
 from contrastile._types import accumulator
+from contrastile.distributed.collectives import has_nccl
 from contrastile.exchange.base import Exchange
 from contrastile.exchange.ring import Ring
 from contrastile.losses.base import Shard
@@ -87,7 +88,7 @@ class Host(Exchange):
     # the dtype in which features are multiplied on the device; None: as given, for a scorer
     dtype: torch.dtype | None
     cuts: Cut
-    # group that carries tensors in host memory between several ranks
+    # group that carries tensors in host memory between several ranks: over NCCL by way of their GPUs, else over Gloo
     carrier: Any = None
 
     def forward(self, tiles: Tiles, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
@@ -201,14 +202,15 @@ class Host(Exchange):
             sums = torch.stack([x.to(sums) for x in tiles.pair_sums(sums, rows, cols, u, v, wanted[0])])
         scale = tiles.scale.cpu()
         dq, dk = (
-            None if total is None or to is None else to.copy_(total.mul_(scale))
+            None if total is None or to is None else torch.mul(total, scale, out=to)
             for total, to in ((u, _gradients(len(rows), sides[0])), (v, _gradients(len(cols), sides[1])))
         )
         return Accumulated(dq, dk, sums)
 
     @property
     def _ring(self) -> Ring:
-        return Ring(self.gradient, replace(self.layout, group=self.carrier))
+        gpu = self.device if self.device.type == "cuda" and has_nccl(self.carrier) else None
+        return Ring(self.gradient, replace(self.layout, group=self.carrier), gpu)
 
     def _as_tiles(self, tiles: Tiles) -> _Blocks:
         return _Blocks(tiles.loss, tiles.scale.cpu(), tiles.bias, tiles.workspace, tiles, self)
@@ -242,15 +244,17 @@ class _Blocks(Tiles):
 
     tiles: Tiles
     host: Host
+    # a device adds its part to what has arrived; another sum on the host would take three passes over host memory
+    accepts_in_flight: ClassVar[bool] = True
 
     def forward(self, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
         row_stats, col_stats = self.host.block_forward(self.tiles, rows, without_features_on(cols, self.host.device))
         return row_stats.cpu(), None if col_stats is None else col_stats.cpu()
 
     def backward(self, rows: Shard, cols: Shard, u: Sum, v: Sum | InFlight, row_stats: Tensor | None = None) -> Tensor:
-        assert not isinstance(v, InFlight)
         assert row_stats is None
-        return self.host.block_backward(self.tiles, rows, without_features_on(cols, self.host.device), u, v)
+        so_far = v.value() if isinstance(v, InFlight) else v
+        return self.host.block_backward(self.tiles, rows, without_features_on(cols, self.host.device), u, so_far)
 
     def init(self, shard: Shard) -> Tensor:
         return self.tiles.init(shard).cpu()

@@ -34,6 +34,7 @@ from contrastile.distributed.failure import resolved
 from contrastile.distributed.neighbours import MOST_BYTES, neighbours
 from contrastile.exchange.base import Exchange, Layout, Traffic, bytes_per_feature
 from contrastile.losses.base import Shard
+from contrastile.offload import host_room
 from contrastile.tiles.base import InFlight, Sum, Tiles
 
 
@@ -51,6 +52,9 @@ class Packet(NamedTuple):
 @dataclass(frozen=True)
 class Ring(Exchange):
     """W hops, each of which fetches the next shard while the present one is computed."""
+
+    # by way of which tensors in host memory travel
+    gpu: torch.device | None = None
 
     def parts(self) -> int:
         return len(self.layout)
@@ -131,7 +135,8 @@ class Ring(Exchange):
         run gives the same bits.
         """
         W, rank, sizes = len(self.layout), self.layout.rank, self.layout.cols
-        buffers = _Buffers(shard, returned, axis, max(sizes), resolved(self.layout.group), self._copies(shard))
+        group, copied = resolved(self.layout.group), self._copies(shard)
+        buffers = _Buffers(shard, returned, axis, max(sizes), group, copied, self.gpu)
 
         def packet(hop: int) -> Packet:
             """The packet that arrives in a hop. The last hop brings no columns."""
@@ -171,14 +176,19 @@ class Ring(Exchange):
 class _Buffers:
     """Two byte buffers for packets of a payload like the shard's and an accumulator like `returned`."""
 
-    def __init__(self, shard: Shard, returned: Tensor, axis: int, most: int, group: Any, copied: bool) -> None:
+    def __init__(
+        self, shard: Shard, returned: Tensor, axis: int, most: int, group: Any, copied: bool,
+        gpu: torch.device | None,
+    ) -> None:  # fmt: skip
         like = [(returned, axis), *[(x, 1 if x is shard.state else 0) for x in shard.payload()]]
         # for each tensor of a packet its dtype, its shape without the columns, and their axis
         self.layouts = [(x.dtype, [*x.shape[:at], *x.shape[at + 1 :]], at) for x, at in like]
         room = sum(self._sizes(most, most))
-        self.group, self.neighbours = group, neighbours(group, room, returned.device) if copied else None
+        self.group, self.gpu, self.neighbours = group, gpu, neighbours(group, room, returned.device) if copied else None
         if self.neighbours is None:
-            self.buffers = [returned.new_empty(room, dtype=torch.uint8) for _ in range(2)]
+            # copies from and to a GPU run beside its computation where host memory is pinned
+            empty = returned.new_empty if gpu is None else host_room
+            self.buffers = [empty([room], dtype=torch.uint8) for _ in range(2)]
         else:
             self.buffers = self.neighbours.buffers
         kinds = {dtype for dtype, *_ in self.layouts}
@@ -188,7 +198,7 @@ class _Buffers:
     def post(self, buffer: int, leaving: Tensor, arriving: Tensor) -> collectives.Transfer:
         """Send the start of a buffer to the next rank, and receive what the previous one sends."""
         if self.neighbours is None:
-            return collectives.post(leaving, arriving, self.group)
+            return collectives.post(leaving, arriving, self.group, self.gpu)
         return self.neighbours.post(self.group, buffer, arriving)
 
     def packet(self, buffer: int, columns: int, accumulated: int) -> Packet:
