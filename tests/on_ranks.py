@@ -86,6 +86,7 @@ def losses(device: torch.device, *, quick: bool = False) -> None:
                 how: dict[str, Any] = {"exchange": exchange}
                 if exchange == "host":
                     mine, how = [x.detach().cpu().requires_grad_() for x in mine], {"device": device}
+                    own_ids = None if own_ids is None else own_ids.cpu()
                 # the third call is captured, and replayed by the fourth
                 for _ in range(4 if exchange in ("gather", "ring") and device.type == "cuda" else 1):
                     value, dq, dk, *scalars = _step(make(**how), [*mine, *whole[2:]], own_ids)

@@ -26,7 +26,7 @@ RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 FILES = {
     "(cpu|h200)_loss|h200_loss_ratios": "losses",
     "h200_[248]_ranks": "exchanges",
-    "h200_host_features": "host",
+    "h200(_2)?_host_features": "host",
     "h200_[248]_step": "rank steps",
     "h200_(step|towers)": "steps",
 }

@@ -116,7 +116,7 @@ def _padded(call: Call) -> Call:
 
 def _labels(call: Call | Problem) -> list[Tensor]:
     """The tensors beside scale, bias and features that the call reads."""
-    named = [x for shard in (call.rows, call.cols) for x in (*(getattr(shard, name) for name in LABELS), *shard.guides)]
+    named = [x for shard in (call.rows, call.cols) for x in (*[getattr(shard, name) for name in LABELS], *shard.guides)]
     return [x for x in (*named, call.weights, getattr(call, "upstream", None)) if x is not None]
 
 
