@@ -14,9 +14,8 @@ from contrastile.bench import gate as bench_gate
 from contrastile.bench import harness
 from contrastile.bench import loss as bench_loss
 from contrastile.bench.harness import COLUMNS, Machine, Report, Timing, World, read_rows, results_file
-from contrastile.bench.loss import Distance, LossBench, columns_of, times_of
+from contrastile.bench.loss import Distance, LossBench, columns_of, device_line, profile, times_of
 from contrastile.bench.peers import Case, Contestant, rank_peers
-from contrastile.bench.profile import device_line, profile
 from contrastile.losses.reference import dense_clip
 
 CPU = torch.device("cpu")

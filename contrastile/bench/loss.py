@@ -4,19 +4,23 @@
 
 Stands on `harness.py`, `peers.py` and `gate.py`. A wrong result of contrastile has no speed; peers are shown with their
 distance. A failure is named and costs its own rows only. Under torchrun the exchanges are compared with one process
-that has the whole batch, and a failure on one rank leaves the contestant out on all. Features in host memory are
-compared with resident ones.
+that has the whole batch, and a failure on one rank leaves the contestant out on all; `--profile` shows the time of one
+step on the first rank, from an idle device on, by its use: host, kinds of kernels, communication alone, and idle.
+Features in host memory are compared with resident ones.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import profile as torch_profile
 
 from contrastile.bench.gate import GATE_ROWS, SAMPLE_ROWS, Distance, Gate, Sample, placed, problem, step
 from contrastile.bench.harness import Machine, Report, Row, Step, Table, Timing, sentence_of
@@ -38,6 +42,17 @@ MOST_ALONE = 2**19
 # exchanges across ranks and the most rows of each; replicate does the work of all ranks on each, and hierarchical is
 # measured where there are several nodes
 EXCHANGES = {"gather": ANY_NUMBER, "ring": ANY_NUMBER, "hierarchical": ANY_NUMBER, "replicate": 2**15}
+
+# the name of a step in a profile, and the operations of the host that it shows
+STEP, HOST_OPERATIONS = "one step", 8
+# kinds of kernels by parts of their names, the first that fits; all others are small
+KINDS = {
+    "communication": ("nccl",),
+    "tiles": ("totals", "maxima", "gradient"),
+    "products": ("gemm", "nvjet", "cutlass", "splitk"),
+}
+# name, and begin and end in microseconds
+Kernel = tuple[str, float, float]
 
 _START = (
     "loss 15 | b >8 | d >5 | dtype 9 | implementation 44 | ms >10.2f | least_ms=least ms >10.2f"
@@ -343,9 +358,72 @@ class LossBench:
 
 
 def step_of(case: Case, entry: Contestant, leaves: list[Tensor]) -> Step:
-    loss = entry.losses[case.loss]
-    return lambda: step(loss, leaves)
+    return partial(step, entry.losses[case.loss], leaves)
 
 
 def _subject(case: Case, entry: Contestant) -> str:
     return f"{entry.label}, {case}"
+
+
+def profile(bench: LossBench, case: Case) -> None:
+    """Say where a step's time goes, for one process with the whole batch and for every exchange."""
+    leaves = problem(case, bench.machine.device)
+    leaves_of = {bench.machine.world.size: bench.shard(leaves), 1: leaves}
+    for one in bench.entries(case, peers=False):
+        if one.declines(case, bench.machine) is not None:
+            continue
+        run = step_of(case, one, leaves_of[one.world])
+        # compiles kernels, connects
+        run()
+        bench.report.say(f"{one.label}, {case}")
+        for line in _step_lines(bench.machine, run):
+            bench.report.say(f"    {line}")
+
+
+def _step_lines(machine: Machine, run: Step) -> list[str]:
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if machine.device.type == "cuda" else [])]
+    first = machine.world.rank == 0
+    with torch_profile(activities=activities, acc_events=True) if first else nullcontext() as profiled:
+        machine.world.slowest(0.0)
+        machine.wait()
+        with record_function(STEP):
+            run()
+        machine.wait()
+    machine.world.slowest(0.0)
+    if profiled is None:
+        return []
+    events = profiled.events()
+    (call,) = (event.time_range for event in events if event.name == STEP)
+    kernels = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in events
+        if event.device_type.name == "CUDA" and event.time_range.start > call.start and not event.is_user_annotation
+    ]
+    costs = sorted(profiled.key_averages(), key=lambda cost: -cost.self_cpu_time_total)
+    named = [f"{cost.key} {cost.self_cpu_time_total / 1e3:.2f} ({cost.count})" for cost in costs[:HOST_OPERATIONS]]
+    host = f"host, ms until the call returns: {(call.end - call.start) / 1e3:.2f}; operations (calls): "
+    return [*([device_line(kernels, call.start)] if kernels else []), host + ", ".join(named)]
+
+
+def device_line(kernels: list[Kernel], begin: float) -> str:
+    """Return the device's milliseconds by kind of kernel."""
+    kinds: dict[str, list[Kernel]] = {}
+    for kernel in kernels:
+        names = (kind for kind, parts in KINDS.items() if any(part in kernel[0].lower() for part in parts))
+        kinds.setdefault(next(names, "small"), []).append(kernel)
+    totals = [f"{kind} {sum(e - s for _, s, e in x) / 1e3:.2f} ({len(x)})" for kind, x in sorted(kinds.items())]
+    busy, gaps = covered(kernels)
+    working, _ = covered([kernel for kind, group in kinds.items() if kind != "communication" for kernel in group])
+    first, last = min(start for _, start, _ in kernels), max(end for *_, end in kernels)
+    idle = f"alone {(busy - working) / 1e3:.2f}, idle {(last - first - busy) / 1e3:.2f} in {gaps} gaps"
+    return f"device, ms (kernels): {', '.join(totals)}; {idle}, before the first {(first - begin) / 1e3:.2f}"
+
+
+def covered(kernels: list[Kernel]) -> tuple[float, int]:
+    """Return the microseconds in which a kernel runs, and the number of gaps between them."""
+    total, gaps, end = 0.0, -1, float("-inf")
+    for begin, stop in sorted(times for _, *times in kernels):
+        gaps += begin > end
+        total += max(0.0, stop - max(begin, end))
+        end = max(end, stop)
+    return total, max(gaps, 0)

@@ -121,7 +121,7 @@ def run_loss(arguments: argparse.Namespace) -> int:
     import torch
 
     from contrastile.bench.harness import COLUMNS, Machine, reporting
-    from contrastile.bench.loss import LossBench, suite
+    from contrastile.bench.loss import LossBench, profile, suite
 
     kind = _device(arguments.device, has_cuda=torch.cuda.is_available())
     if arguments.profile and ranks == 1:
@@ -135,8 +135,6 @@ def run_loss(arguments: argparse.Namespace) -> int:
         else:
             (bench.once if arguments.once else bench.measure)(cases)
         if arguments.profile:
-            from contrastile.bench.profile import profile
-
             for case in cases:
                 profile(bench, case)
     return 0 if report.passed else 1
