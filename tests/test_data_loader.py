@@ -19,7 +19,7 @@ from test_data_shards import jpeg
 
 from contrastile.cli import main as main_module
 from contrastile.data import loader
-from contrastile.data.image_limits import MOST_BYTES
+from contrastile.data.images import MOST_BYTES
 from contrastile.data.loader import ImageLoader, Piece, SharedBuffer, Worker, read_chunks
 
 

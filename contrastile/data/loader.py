@@ -29,8 +29,7 @@ from torch import Tensor
 
 from contrastile.data.base import Images, Shape, Skipped
 from contrastile.data.files import open_file
-from contrastile.data.image_limits import MOST_BYTES
-from contrastile.data.images import crop_box, decode
+from contrastile.data.images import MOST_BYTES, crop_box, decode
 from contrastile.offload import usable_cpus
 
 # images of a task

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from contrastile._errors import invalid
 from contrastile.data.files import cached_folder, checksum, file_state, files_below, open_file, plain_file, sync
-from contrastile.data.image_limits import MOST_BYTES
+from contrastile.data.images import MOST_BYTES
 from contrastile.data.sources import PICTURES, TABLES, Source
 from contrastile.data.tables import LONGEST_CAPTION, TOO_LONG, check_names, read_table, warn_of_quotes
 
