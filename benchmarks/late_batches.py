@@ -22,8 +22,8 @@ from contrastile.bench.gate import step
 from contrastile.bench.harness import Machine, Report, Row, Table, script
 from contrastile.bench.peers import both_directions
 from contrastile.losses import Softmax
-from contrastile.models.late import special_tokens
-from contrastile.planner.profile import target
+from contrastile.models.towers import special_tokens
+from contrastile.planner.profile import this_machine
 from contrastile.scorers import MaxSim
 from contrastile.train.objective import QueryObjective
 from contrastile.train.optim import build_optimizer
@@ -84,7 +84,7 @@ def batches(machine: Machine, report: Report, updates: list[int]) -> None:
     optimizer, lengths = build_optimizer(run.model, recipe.optim), (settings.query_length, settings.length)
     generator = torch.Generator().manual_seed(0)
     for b in updates:
-        plan = plan_of(recipe, target(None), b, *towers(recipe, 1, b, machine.device.type))
+        plan = plan_of(recipe, this_machine(), b, *towers(recipe, 1, b, machine.device.type))
         held = plan.step.held
         # those of libraries are there since the first update
         planned = round((plan.peak.bytes - held.weights - held.optimizer - held.libraries) / MIB, 1)

@@ -22,10 +22,9 @@ from planner_rows import CHIPS, COMPILED, KINDS, TOWERS, Case, cases, profile_of
 
 from contrastile.bench.towers import Pairs, Towers
 from contrastile.experiments.results import markdown
-from contrastile.models.compiled import compiled_parts
-from contrastile.planner.compiled import as_compiled
+from contrastile.models.base import compiled_parts
 from contrastile.planner.profile import Profile
-from contrastile.planner.towers import measure, shapes_only
+from contrastile.planner.towers import as_compiled, measure, shapes_only
 
 SUB_BATCHES = {"vit-b-16": (128, 256, 512, 1024), "vit-l-14": (192, 384)}
 # the rates that rows of a kind can tell

@@ -15,8 +15,8 @@ from tokenizers import processors
 from contrastile import Ragged
 from contrastile.evaluate import late
 from contrastile.functional import padded_texts
-from contrastile.models.late import build_late, marker
 from contrastile.models.text import WordTokenizer, train_tokenizer
+from contrastile.models.towers import build_late, marker
 from contrastile.scorers import MaxSim
 from contrastile.train.recipe import RecipeError
 from contrastile.train.retriever.job import RetrieverJob

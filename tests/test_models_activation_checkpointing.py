@@ -12,9 +12,8 @@ from tiny_runs import tiny_recipe
 from torch import nn
 
 from contrastile.gradcache.memory import graph_bytes
-from contrastile.models import compiled
-from contrastile.models.base import checkpoint_activations
-from contrastile.models.compiled import compile_tower, uncompile_tower
+from contrastile.models import base
+from contrastile.models.base import checkpoint_activations, compile_tower, uncompile_tower
 from contrastile.models.text import train_tokenizer
 from contrastile.models.towers import build_model
 from contrastile.train.batch_builder import open_data_bundle
@@ -134,7 +133,7 @@ def test_a_tower_is_compiled_layer_by_layer_or_as_a_whole_for_training_alone(mon
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_patches_are_embedded_by_a_product_in_training(monkeypatch, bias):
-    monkeypatch.setattr(compiled, "compile_graphs", lambda _: None)
+    monkeypatch.setattr(base, "compile_graphs", lambda _: None)
     conv = nn.Conv2d(3, 8, kernel_size=(4, 2), stride=(4, 2), bias=bias, dtype=torch.float64)
     others = [nn.Conv2d(3, 8, 4, 2), nn.Conv2d(3, 8, 4, 4, padding=1), nn.Conv2d(8, 8, 2, 2)]
     others.append(nn.Conv2d(4, 8, 2, 2, groups=4))
@@ -146,7 +145,7 @@ def test_patches_are_embedded_by_a_product_in_training(monkeypatch, bias):
     found = torch.autograd.grad(out := tower(leaves[0]), leaves, upstream)
     assert not out.is_contiguous(), "a product has its features last"
     assert all(distance(a, b) < 1e-14 for a, b in zip(found, truth, strict=True))
-    assert compiled._patch_embeddings(nn.Sequential(conv, *others)) == [conv]
+    assert base._patch_embeddings(nn.Sequential(conv, *others)) == [conv]
 
 
 def test_measuring_activations_does_not_change_batch_statistics(tmp_path):

@@ -29,14 +29,14 @@ from contrastile.losses import Guided, Hardness, Sigmoid, Softmax
 from contrastile.planner import calibrate as calibration
 from contrastile.planner.loss import LossSize
 from contrastile.planner.memory import CONTEXT, Held, Side, StepMemory
-from contrastile.planner.profile import Profile, known_profiles, target
+from contrastile.planner.profile import Profile, known_profiles, target, this_machine
 from contrastile.planner.seconds import exchange_seconds, step_seconds
 from contrastile.planner.towers import TowerCost, Work, measure, shapes_only
 from contrastile.train.config.base import AdafactorSettings, AdamWSettings, MuonSettings
 from contrastile.train.memory import Weighed
 from contrastile.train.optim import build_optimizer, state_bytes
 from contrastile.train.planned import planned_memory
-from contrastile.train.recipe import load_recipe
+from contrastile.train.recipe import load_any_recipe
 from contrastile.train.report.figures import StepColumns, memory_bars
 from contrastile.train.report.page import IMAGE_TEXT, _figures
 
@@ -344,7 +344,7 @@ def test_a_profile_with_a_wrong_key_is_refused() -> None:
 
 def test_this_machine_is_calibrated_once_and_found_again(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert target(None).profile is None
+    assert this_machine().profile is None
     for name, value in (
         ("SIDES", {"cpu": 64}), ("NUMBERS", {"cpu": 64}), ("ROWS", {"cpu": 64}), ("LAYER", {"cpu": (32, 2, 8)}),
     ):  # fmt: skip
@@ -352,7 +352,7 @@ def test_this_machine_is_calibrated_once_and_found_again(tmp_path: Path, monkeyp
     monkeypatch.setattr("contrastile.planner.calibrate.calibrate.__defaults__", (None, 0.0))
     assert main(["plan", "--calibrate"]) == 0
     assert capsys.readouterr().out == f"profile: {tmp_path}/contrastile/profile.toml\n"
-    profile = target(None).profile
+    profile = this_machine().profile
     assert profile is not None
     assert (profile.name, profile.device) == ("cpu", "cpu")
     assert "--calibrate" in profile.provenance[0]
@@ -382,7 +382,7 @@ def test_the_plan_of_a_recipe(tmp_path: Path, capsys: Any) -> None:
     assert (plan.at(480).stages, plan.at(482).stages) == (((480, 1),), ())
     # the same recipe, loaded, and nothing of the data is opened
     (tmp_path / "pictures.tsv").unlink()
-    assert contrastile.plan(load_recipe(path, files=False), gpus="2xH100").values() == values
+    assert contrastile.plan(load_any_recipe(path, files=False), gpus="2xH100").values() == values
     text = "\n".join(lines(plan))
     assert "tiny on 2xH100: 48 pairs a step, 24 on each of 2 ranks" in text
     assert "  image: sub-batches of 16, 1 of 2 graphs kept" in text
@@ -462,7 +462,7 @@ def test_few_pairs_have_the_batches_of_their_training(tmp_path: Path) -> None:
 
 def test_mistaken_calls_of_a_plan_are_refused(tmp_path: Path) -> None:
     path = write_recipe(tmp_path)
-    loaded = load_recipe(path, files=False)
+    loaded = load_any_recipe(path, files=False)
     assert refusal(contrastile.plan, loaded, "train.batch=64", gpus="H200") == (
         "`overrides` must be left out with a recipe that was loaded; got train.batch=64. "
         "Give them where it is loaded, or name its file."

@@ -29,12 +29,11 @@ from contrastile.engine.graph import MOST_ROWS
 from contrastile.exchange import gather
 from contrastile.losses import Sigmoid, Softmax
 from contrastile.losses.base import Shard
-from contrastile.models.late import special_tokens
-from contrastile.planner.compiled import as_compiled
+from contrastile.models.towers import special_tokens
 from contrastile.planner.loss import LateSize, LossSize
 from contrastile.planner.profile import target, this_machine
 from contrastile.planner.seconds import UPDATE_LAUNCHES, exchange_seconds, loss_seconds, update_seconds
-from contrastile.planner.towers import measure, shapes_only
+from contrastile.planner.towers import as_compiled, measure, shapes_only
 from contrastile.scorers import MaxSim
 from contrastile.tiles.triton.budget import Budget
 from contrastile.train.image_text import ImageText
@@ -42,7 +41,7 @@ from contrastile.train.memory import Weighed
 from contrastile.train.objective import QueryObjective, Teacher
 from contrastile.train.planned import made_up_tokenizer, plan_of, planned, towers
 from contrastile.train.ranks import ALONE
-from contrastile.train.recipe import load_any_recipe, load_recipe
+from contrastile.train.recipe import load_any_recipe
 from contrastile.train.retriever.job import RetrieverJob
 from contrastile.train.retriever.run import RetrieverRun
 
@@ -104,7 +103,7 @@ def test_the_planned_peak_is_that_of_a_real_step(
     run.model.zero_grad()
     with Weighed(CPU) as weighed:
         step()
-    plan = plan_of(recipe, target(None), batch, *towers(recipe, 1, batch, "cpu"))
+    plan = plan_of(recipe, this_machine(), batch, *towers(recipe, 1, batch, "cpu"))
     held = plan.step.held
     planned = plan.peak.bytes - held.weights - held.optimizer - held.teacher - held.queue
     assert plan.peak.name == moment
@@ -116,12 +115,12 @@ def test_the_planned_peak_is_that_of_a_real_step(
 def test_features_of_pictures_and_texts_are_released_as_planned(tmp_path: Path) -> None:
     """Of many features the gradient of their normalisation takes most."""
     words = ["train.batch=400", "train.sub_batch=32", "train.retain=0", "model.features=4096", "device=cpu"]
-    job = ImageText.open(load_recipe(write_recipe(tmp_path), words))
+    job = ImageText.open(load_any_recipe(write_recipe(tmp_path), words))
     (part,) = job.parts(torch.from_numpy(np.resize(job.rows, 400)), 1, ALONE)
     with Weighed(CPU) as weighed:
         job.loss(part).backward()
     recipe = job.run.recipe
-    plan = plan_of(recipe, target(None), 400, *towers(recipe, 1, 400, "cpu", tokenizer=job.run.tokenizer))
+    plan = plan_of(recipe, this_machine(), 400, *towers(recipe, 1, 400, "cpu", tokenizer=job.run.tokenizer))
     held = plan.step.held
     assert plan.peak.name == "gradients of features"
     assert plan.peak.bytes - held.weights - held.optimizer == pytest.approx(weighed.bytes, rel=0.01)
@@ -264,7 +263,7 @@ def test_this_machine_is_that_of_the_recipes_device(monkeypatch: Any) -> None:
     monkeypatch.setattr(
         "contrastile.planner.profile.free_memory", lambda device: (0, gigabytes[device.type if device else "cpu"])
     )
-    monkeypatch.setattr("contrastile.distributed.neighbours.reach_each_other", lambda _, ranks: len(ranks) < 2)
+    monkeypatch.setattr("contrastile.planner.profile.reach_each_other", lambda _, ranks: len(ranks) < 2)
     gpu, cpu = (this_machine(torch.device(name), 2) for name in ("cuda", "cpu"))
     assert (gpu.copies, this_machine(torch.device("cuda")).copies) == (False, True)
     assert (gpu.word, gpu.device, gpu.memory, gpu.host, gpu.ranks, gpu.per_node) == (
@@ -441,7 +440,7 @@ def test_passages_of_a_list_are_planned(tmp_path: Path, words: tuple[str, ...], 
     step()
     with Weighed(CPU) as weighed:
         step()
-    plan = plan_of(recipe, target(None), N, *towers(recipe, 1, N, "cpu"))
+    plan = plan_of(recipe, this_machine(), N, *towers(recipe, 1, N, "cpu"))
     parts = next(moment.parts for moment in plan.step.moments() if moment.name == "loss")
     # a loss of lists alone has no sums of queries' gradients, which are planned
     most = 1.17 if negatives == 1 else 1.07

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from contrastile._errors import one_of
-from contrastile.models.compiled import compile_tower, uncompile_tower
+from contrastile.models.base import compile_tower, uncompile_tower
 from contrastile.offload import free_memory
 
 # different examples; larger batches repeat them

@@ -6,8 +6,6 @@ a fraction of the time that autograd and modules take. Rates between several GPU
 over from the profile of the H200; the profile says so.
 """
 
-from __future__ import annotations
-
 import io
 import time
 from collections.abc import Callable

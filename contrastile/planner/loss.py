@@ -155,8 +155,7 @@ class LossSize:
             return sum(parts) if self.exponentials else max(parts)
 
         # not of the largest block alone: tiles are halved until they fit, so that a shorter block may take more
-        most = max(bytes_of(*block) for block in self.blocks)
-        return most + (SCRATCH if self.backend_name == "triton" else 0)
+        return max(bytes_of(*block) for block in self.blocks) + (SCRATCH if self.backend_name == "triton" else 0)
 
     def _split(self, M: int) -> list[int]:
         """M columns of a block: all, or with `halves` those that meet the first vectors of rows, and the second."""

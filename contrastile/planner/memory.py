@@ -4,12 +4,10 @@ The moments are those of a cached step (Gao et al. 2021): each side's first pass
 the opposite order, the optimizer. The largest is the peak (Inf-CL, equation 10: data + max(loss, backbone)).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Literal
+from typing import Literal, Self
 
 from contrastile.gradcache.memory import AUTO, BESIDE, HEAD, MARGIN, TOKEN_TENSORS, retained_graphs
 from contrastile.losses.guided import ROWS_AT_ONCE, Guided
@@ -50,7 +48,7 @@ class Side:
         """Sub-batches."""
         return ceil(self.examples / self.cost.sub_batch)
 
-    def with_examples(self, examples: int) -> Side:
+    def with_examples(self, examples: int) -> Self:
         """The same side for another number of examples; a sub-batch has no more than these."""
         whole = self.whole or self.cost
         size = min(whole.sub_batch, examples)
@@ -252,14 +250,14 @@ class StepMemory:
         """The moment with the most bytes."""
         return max(self.moments(), key=lambda moment: moment.bytes)
 
-    def with_features_on_host(self) -> StepMemory:
+    def with_features_on_host(self) -> Self:
         """The same step whose features wait in host memory: of `encode` and the loss."""
         sides = [replace(side, host=True, copies=0, held_by_task=0, normalisation=0) for side in self.sides]
         graphs = sum(side.graph_bytes(count) for side, count in zip(self.sides, self.retained_graphs(), strict=True))
         held = sum(self.base().values()) + graphs
         return replace(self, sides=sides, loss=replace(self.loss, host=True, held=held))
 
-    def with_batch(self, rows: int, keys: int) -> StepMemory:
+    def with_batch(self, rows: int, keys: int) -> Self:
         """The same step for another number of examples on a rank."""
         sides, guides = (
             [one.with_examples(count) for one, count in zip(sides, (rows, keys), strict=False)]

@@ -3,12 +3,10 @@
 Above `memory.py` and `seconds.py`; `train/planned.py` makes the plan of a recipe.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 from contrastile._errors import invalid, whole_number
 from contrastile.exchange.host import host_bytes
@@ -128,7 +126,7 @@ class Plan:
         stages = ((self.at(batch).seconds, steps) for batch, steps in self.stages)
         return sum(steps * seconds.total for seconds, steps in stages if seconds is not None)
 
-    def at(self, batch: int) -> Plan:
+    def at(self, batch: int) -> Self:
         """The same plan for another batch of all ranks, which a run of known length has throughout."""
         batch = whole_number("batch", batch, 1, "Such as 65536.")
         rows, examples = -(-batch // (self.target.ranks * self.parts)), sum(size * steps for size, steps in self.stages)
@@ -160,7 +158,7 @@ class Plan:
             low, high = (middle, high) if plan.at(middle * unit).fits else (low, middle)
         return low * unit
 
-    def at_largest(self) -> Plan:
+    def at_largest(self) -> Self:
         """The plan of the largest batch, without retained graphs; raises ValueError where not one pair fits."""
         if not (largest := self.largest()):
             held = sum(count for name, count in self.step.base().items() if name != "inputs") + self.trained

@@ -4,21 +4,19 @@ The package has profiles of the H200 and of the H100 (`profiles/`, each with its
 of this machine.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import tomllib
 from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
+
+import torch
 
 from contrastile._errors import invalid
+from contrastile.distributed.neighbours import reach_each_other
 from contrastile.offload import free_memory
-
-if TYPE_CHECKING:
-    import torch
 
 # nodes, GPUs of a node, chip, memory
 COUNT = r"[1-9]\d*"
@@ -125,8 +123,8 @@ def calibrated_path() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "contrastile" / "profile.toml"
 
 
-def target(word: str | None) -> Target:
-    """The machines of a word such as "8xH100-80GB"; of None this machine, with one rank.
+def target(word: str) -> Target:
+    """The machines of a word such as "8xH100-80GB".
 
     A chip without a profile needs its memory, and gets no times. Gigabytes are those on the label: 80 GB of an H100
     are 80 · 2³⁰ bytes but a hundredth, which the driver keeps.
@@ -134,8 +132,6 @@ def target(word: str | None) -> Target:
     >>> target("32x8xH100-80GB").ranks
     256
     """
-    if word is None:
-        return this_machine()
     profiles = known_profiles()
     match = GPUS.fullmatch(word) if isinstance(word, str) else None
     if match is None:
@@ -184,10 +180,6 @@ def this_machine(device: torch.device | None = None, ranks: int = 1) -> Target:
 
     device: where a rank computes; by default the GPU if there is one. Raises ValueError for more ranks than GPUs.
     """
-    import torch
-
-    from contrastile.distributed.neighbours import reach_each_other
-
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else CPU)
     profiles, host = known_profiles(), free_memory(None)[1]

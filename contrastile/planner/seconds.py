@@ -42,7 +42,6 @@ EXPONENTIAL_BYTES = 4
 # h200_maxsim.csv, and a profile of 16,384² pairs; gathering between theirs
 SWEEP, WINNERS, GATHERED, LATE_CALLS, LATE_START = 0.896, 1.31, 100.0, 1.8, 0.47
 
-
 NO_WORK = Work()
 
 

@@ -18,17 +18,24 @@ from contrastile._errors import invalid, logger, whole_number
 from contrastile.data.sources import is_collection
 from contrastile.distributed.neighbours import reach_each_other
 from contrastile.exchange import host
-from contrastile.models.base import feature_size
-from contrastile.models.compiled import compiled_parts
-from contrastile.models.late import special_tokens
+from contrastile.models.base import compiled_parts, feature_size
 from contrastile.models.text import train_tokenizer
+from contrastile.models.towers import special_tokens
 from contrastile.offload import free_memory
-from contrastile.planner.compiled import as_compiled
 from contrastile.planner.loss import LateSize, LossSize
 from contrastile.planner.memory import LIBRARIES, Held, Side, StepMemory
 from contrastile.planner.plan import Plan
 from contrastile.planner.profile import Target, target, this_machine
-from contrastile.planner.towers import Counted, TowerCost, Work, made_on_meta, measure, shapes_only, without_memory
+from contrastile.planner.towers import (
+    Counted,
+    TowerCost,
+    Work,
+    as_compiled,
+    made_on_meta,
+    measure,
+    shapes_only,
+    without_memory,
+)
 from contrastile.train.config import AnyRecipe, Recipe
 from contrastile.train.config.base import OptimSettings
 from contrastile.train.config.losses import RetrieverScores

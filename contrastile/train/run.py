@@ -3,8 +3,6 @@
 Nothing is unpickled: weights are safetensors with a checksum, everything else is text.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -26,8 +24,7 @@ from contrastile.data.images import squared
 from contrastile.data.tables import is_utf8
 from contrastile.data.texts import Passage
 from contrastile.gradcache.encode import encode
-from contrastile.models.base import checkpoint_activations, freeze, towers_of
-from contrastile.models.compiled import compile_tower, no_compiler
+from contrastile.models.base import checkpoint_activations, compile_tower, freeze, no_compiler, towers_of
 from contrastile.models.text import Tokenizer, load_tokenizer
 from contrastile.models.timm_openclip import clip_tokenizer
 from contrastile.models.towers import DualEncoder, build_model

@@ -19,7 +19,7 @@ from torch import Tensor
 from contrastile._errors import extra, invalid
 from contrastile.data.text_files import open_beir, open_questions
 from contrastile.gradcache.memory import bytes_per_example
-from contrastile.models.late import LateRetriever
+from contrastile.models.towers import LateRetriever
 from contrastile.scorers import MaxSim
 from contrastile.train.config.losses import RetrieverScores
 from contrastile.train.folder import RunFolder

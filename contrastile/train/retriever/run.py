@@ -21,9 +21,8 @@ from contrastile.gradcache.batching import rounded_length
 from contrastile.gradcache.encode import encode
 from contrastile.gradcache.inputs import Ragged
 from contrastile.models.base import evaluating
-from contrastile.models.late import build_late, marker, special_tokens
 from contrastile.models.text import Tokenizer, train_tokenizer
-from contrastile.models.towers import Retriever, build_retriever
+from contrastile.models.towers import Retriever, build_late, build_retriever, marker, special_tokens
 from contrastile.train.log import progress
 from contrastile.train.retriever.config import RetrieverRecipe, TextDataSettings
 from contrastile.train.run import LoadedRun, checked_list, ready_tokenizer
