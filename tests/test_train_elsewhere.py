@@ -24,7 +24,7 @@ from contrastile.train.image_text import ImageText
 from contrastile.train.load import load
 from contrastile.train.log import read_metrics
 from contrastile.train.loop import run_recipe
-from contrastile.train.recipe import RecipeError, load_recipe
+from contrastile.train.recipe import RecipeError, load_any_recipe
 
 LETTERS = {f"n{number:08}": letter for number, letter in enumerate("ABCDEFGH")}
 NAMES = {folder: f"letter {letter}" for folder, letter in LETTERS.items()}
@@ -190,7 +190,7 @@ def test_the_command_measures_the_named_tests_alone(finished, tmp_path, capsys):
 def test_mistakes_in_a_recipe_are_one_line(tmp_path, override, sentence):
     override = override.replace("{}", str(tmp_path))
     with pytest.raises(RecipeError) as caught:
-        load_recipe(write_recipe(tmp_path), [override])
+        load_any_recipe(write_recipe(tmp_path), [override])
     reason = sentence.replace("{}", str(tmp_path)).replace("{name}", tmp_path.name)
     assert str(caught.value).endswith(f": {reason}")
 
@@ -238,11 +238,11 @@ def test_a_few_bad_pictures_are_left_out_and_counted(finished, tmp_path, caplog)
     )  # fmt: skip
     root = class_folder(tmp_path / "val", LETTERS)
     (root / "n00000002" / "1.png").write_bytes(b"<html>")
-    (row,) = open_test(ZeroShotSettings(folder=str(root))).measure(run)
+    (row,) = open_test(ZeroShotSettings(folder=str(root)))(run)
     assert (row["queries"], row["skipped"]) == (23, {"broken picture": 1})
     path = karpathy(tmp_path / "coco")
     (tmp_path / "coco" / "val" / "3.png").unlink()
-    there, back = open_test(RetrievalSettings(captions=str(path))).measure(run)
+    there, back = open_test(RetrievalSettings(captions=str(path)))(run)
     assert (there["queries"], there["choices"], back["queries"]) == (5, 15, 15)
     assert there["skipped"] == {"unreadable file (No such file or directory)": 1}
     assert "1 of 24 images are left out (broken picture: 1)" in caplog.text
@@ -267,7 +267,7 @@ def test_equal_captions_are_one_answer_and_one_query(tmp_path):
         recipe=tiny_recipe(tmp_path), device=torch.device("cpu"), model=torch.nn.Identity(), encode_text=encode_text,
         encode_image=lambda pictures: torch.eye(3)[pictures[:, 0, 0, 0].long()],
     )  # fmt: skip
-    there, back = open_test(RetrievalSettings(captions=str(tmp_path / "captions.tsv"))).measure(run)
+    there, back = open_test(RetrievalSettings(captions=str(tmp_path / "captions.tsv")))(run)
     assert sorted(encoded) == sorted(names)
     assert (there["queries"], there["choices"], there["recall"]) == (6, 4, {"1": 1.0})
     assert (back["queries"], back["choices"], back["recall"]) == (4, 6, {"1": 0.75, "5": 1.0})

@@ -46,6 +46,8 @@ PARTS = IMAGE_TEXT.parts
 # features of the readable images of a test, the rows of these images, and counts of the unreadable ones by reason
 TestImages = tuple[Tensor, Indices, Counter[str]]
 AnyTest = ZeroShotSettings | RetrievalSettings
+# from a run to the rows of a test, on all of its images or on at most so many
+Measurement = Callable[..., list[Row]]
 # image files of a test that a rank reads and encodes at once, at least a sub-batch
 FILES_AT_ONCE = 256
 # queries shown of each held-out part, and answers shown to each query
@@ -138,8 +140,7 @@ def _finds(pairs: PairSet, queries: Encoded, keys: Encoded, chosen: Indices, *, 
             for row, is_right in zip(keys.rows[nearest], right, strict=True)
         ]
         row = queries.rows[index]
-        find = {"query": shown(row, as_picture=by_picture), "truth": pairs.captions[row], "answers": answers}
-        finds.append(find)
+        finds.append({"query": shown(row, as_picture=by_picture), "truth": pairs.captions[row], "answers": answers})
     return finds
 
 
@@ -199,14 +200,6 @@ def encode_pictures(run: Run, images: Images, rows: Indices, label: str) -> Tens
 
 def ids_of(run: Run, pairs: PairSet, rows: Indices) -> Tensor:
     return torch.from_numpy(pairs.ids[rows]).to(run.device)
-
-
-@dataclass(frozen=True)
-class Test:
-    """A test on other images. `measure(run, most)` takes all images, or at most `most`; `name` begins its measures."""
-
-    name: str
-    measure: Callable[..., list[Row]]
 
 
 def zero_shot(name: str, folder: ClassFolder, templates: Sequence[str], run: Run, most: int | None = None) -> list[Row]:
@@ -314,15 +307,14 @@ def _encode_own(run: Run, paths: Sequence[str], name: str) -> TestImages:
     return torch.cat(features), own_rows[np.array(readable, np.int64)], skipped
 
 
-def open_test(test: AnyTest) -> Test:
+def open_test(test: AnyTest) -> Measurement:
     """Open a test: read its lists, no image yet; raises ValueError where the lists do not fit together."""
     if isinstance(test, RetrievalSettings):
-        captioned = open_captions(test.captions, images=test.images, split=test.split)
-        return Test(test.called, partial(retrieval, test.called, captioned))
+        return partial(retrieval, test.called, open_captions(test.captions, images=test.images, split=test.split))
     folder = open_class_folder(test.folder, classes=test.classes, mapping=test.mapping, among=test.among)
     if folder.left_out:
         logger.warning("%s: %d folders have no class and are left out", test.called, folder.left_out)
-    return Test(test.called, partial(zero_shot, test.called, folder, read_prompts(test.templates)))
+    return partial(zero_shot, test.called, folder, read_prompts(test.templates))
 
 
 def metrics_line(row: Row, **more: Any) -> dict[str, Any]:
@@ -340,7 +332,7 @@ def measure_all(run: Run, folder: RunFolder, results: Mapping[int, list[Row]]) -
     tests, examples = run.recipe.evaluate.tests, folder.read_json(METADATA)["examples"]
     for index, test in enumerate(tests):
         try:
-            measured = results.get(index) or open_test(test).measure(run)
+            measured = results.get(index) or open_test(test)(run)
             lines += [("test", metrics_line(row, whole=True)) for row in measured]
         except Exception as failure:
             logger.warning("the test %s failed, the others go on: %r", test.called, failure)
@@ -360,9 +352,9 @@ def measure_all(run: Run, folder: RunFolder, results: Mapping[int, list[Row]]) -
 def evaluate_transfer(path: str | Path, tests: Sequence[AnyTest], *, device: str = "auto") -> str:
     """Measure a finished run on `tests` alone, add their rows to its results and its report; a table of them."""
     folder = finished_run(path)
-    opened = [open_test(test) for test in tests]
+    measurements = [open_test(test) for test in tests]
     run: Any = load(folder.path, device=device)
-    rows = [row for test in opened for row in test.measure(run)]
+    rows = [row for measure in measurements for row in measure(run)]
     write_results(folder, rows, beside=True)
     write_report(folder)
     return table_text(rows)

@@ -15,7 +15,7 @@ from contrastile.models.base import evaluating
 from contrastile.train import evaluation
 from contrastile.train.batch_builder import Batch, BatchBuilder, DataBundle, open_data_bundle, with_cached_features
 from contrastile.train.config import Recipe
-from contrastile.train.evaluation import Test, measure_all, open_test, probe
+from contrastile.train.evaluation import Measurement, measure_all, open_test, probe
 from contrastile.train.folder import RunFolder
 from contrastile.train.objective import PairObjective, Teacher, joint_tokens, split_tokens
 from contrastile.train.ranks import Ranks
@@ -42,7 +42,7 @@ class ImageText(Task[Batch]):
         words: dict[str, Any] = {"features": features, "dtype": run.model.logit_scale.dtype, "device": device}
         super().__init__(run, PairObjective(recipe.loss, **words), teacher)
         self.bundle, self.rows, self.stream = bundle, bundle.rows, bundle.pairs.stream
-        self._tests = list[Test]()
+        self._tests = list[tuple[str, Measurement]]()
         # results of the tests that several ranks measured on all images, by the test's index
         self._results: dict[int, list[Row]] = {}
         tokenise: Any = bundle.tokenizer.tokenise
@@ -55,7 +55,7 @@ class ImageText(Task[Batch]):
     @classmethod
     def open(cls, recipe: Recipe, begun: RunFolder | None = None) -> Self:
         # mistakes in the files of tests are raised before the data are read
-        tests = [open_test(test) for test in recipe.evaluate.tests]
+        tests = [(test.called, open_test(test)) for test in recipe.evaluate.tests]
         task = super().open(recipe, begun)
         task._tests = tests
         return task
@@ -121,13 +121,13 @@ class ImageText(Task[Batch]):
     def tests(self, *, whole: bool = False) -> list[Measure]:
         """Transfer evaluation; the report reuses the rows of `whole` tests."""
 
-        def measure(index: int, test: Test) -> list[Row]:
+        def measure(index: int, test: Measurement) -> list[Row]:
             if not whole:
-                return [evaluation.metrics_line(row) for row in test.measure(self.run, self.run.recipe.evaluate.probe)]
-            self._results[index] = test.measure(self.run)
+                return [evaluation.metrics_line(row) for row in test(self.run, self.run.recipe.evaluate.probe)]
+            self._results[index] = test(self.run)
             return [evaluation.metrics_line(row, whole=True) for row in self._results[index]]
 
-        return [(test.name, partial(measure, index, test)) for index, test in enumerate(self._tests)]
+        return [(name, partial(measure, index, test)) for index, (name, test) in enumerate(self._tests)]
 
     @property
     def skipped(self) -> Counter[str]:
