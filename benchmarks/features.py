@@ -33,7 +33,7 @@ from contrastile.train.memory import PeakMemory
 from contrastile.train.optim import build_optimizer, state_bytes, step_bytes
 from contrastile.train.planned import made_up_tokenizer, planned_memory
 from contrastile.train.ranks import ALONE
-from contrastile.train.recipe import load_recipe
+from contrastile.train.recipe import load_any_recipe
 from contrastile.train.run import Run
 
 TABLE = Table(
@@ -124,7 +124,7 @@ class Bench:
         words += [f"train.sub_batch={sub_batch}", "train.retain=0", f"train.batch={batch}"]
         for way, more in LIT_WAYS.items():
             with self.report.failures(way, judged=True):
-                self._lit(way, ImageText.open(load_recipe(RECIPE, [*words, *more])), batch)
+                self._lit(way, ImageText.open(load_any_recipe(RECIPE, [*words, *more])), batch)
             gc.collect()
 
     def _lit(self, way: str, job: ImageText, batch: int) -> None:
@@ -142,7 +142,7 @@ class Bench:
     def optimizers(self) -> None:
         """Steps of optimizers on the weights of ViT-L/14 with both towers, without forward and backward."""
         words = [f"device={self.device.type}", *(() if self.on_gpu else TINY_CLIP)]
-        recipe = load_recipe(CLIP, words, files=False)
+        recipe = load_any_recipe(CLIP, words, files=False)
         tokenizer = made_up_tokenizer(recipe.model.tokenizer)
         with torch.device(self.device):
             model = Run.untrained(recipe, tokenizer).model
@@ -151,7 +151,7 @@ class Bench:
         weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
         gradients = sum(parameter.nbytes for parameter in model.parameters())
         for way, more in OPTIMIZERS.items():
-            settings = load_recipe(CLIP, [*words, *more], files=False).optim
+            settings = load_any_recipe(CLIP, [*words, *more], files=False).optim
             optimizer = build_optimizer(model, settings)
             ms, peak = self.timed(optimizer.step)
             planned = weights + gradients + state_bytes(model, settings) + step_bytes(model, settings)

@@ -23,7 +23,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from contrastile.experiments.results import markdown
 from contrastile.train.folder import CHECKPOINTS, EVALUATION, METRICS, WEIGHTS
 from contrastile.train.log import MEASURED, read_metrics
-from contrastile.train.recipe import load_recipe
+from contrastile.train.recipe import load_any_recipe
 
 # about a minute of steps on two cores, and a checkpoint every few seconds
 SHORT = ("train.examples=40_000", "save.steps=10", "evaluate.every=0.25", "evaluate.digits=false", "train.timeout=60.0")
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the moments, not of the run")
     options = parser.parse_args()
     overrides = [*SHORT, *options.overrides]
-    recipe, runs = load_recipe(options.recipe, overrides), Path("runs/kills")
+    recipe, runs = load_any_recipe(options.recipe, overrides), Path("runs/kills")
     cache, alone, killed = runs / "cache", runs / "undisturbed", runs / "killed"
     cache.mkdir(parents=True, exist_ok=True)
     random.seed(options.seed)

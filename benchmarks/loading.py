@@ -33,7 +33,7 @@ from contrastile.train.log import read_metrics
 from contrastile.train.loop import step
 from contrastile.train.optim import build_optimizer
 from contrastile.train.ranks import ALONE
-from contrastile.train.recipe import load_recipe
+from contrastile.train.recipe import load_any_recipe
 
 # pictures, those of a shard, and numbers of workers
 PICTURES, SHARD, WORKERS = 2000, 250, (1, 2, 4, 8, 12, 16)
@@ -110,7 +110,7 @@ def waiting(words: list[str], folder: Path) -> None:
     total, size = sum(line["seconds"] for line in steps), steps[-1]["batch"]
     wait = f"waiting {sum(waits) / total:.1%} (longest {max(waits):.3f} s)"
     print(f"{len(steps)} steps of {size}: {size * len(steps) / total:,.0f} pairs/s, {wait}")
-    job = ImageText.open(load_recipe(RECIPE, words))
+    job = ImageText.open(load_any_recipe(RECIPE, words))
     optimizer = build_optimizer(job.run.model, job.run.recipe.optim)
     resident = job.parts(torch.from_numpy(job.rows[:size]), 0, ALONE)
     job.close()

@@ -32,7 +32,7 @@ from contrastile.planner.profile import target
 from contrastile.train.memory import PeakMemory
 from contrastile.train.optim import build_optimizer
 from contrastile.train.planned import made_up_tokenizer, plan_of, towers
-from contrastile.train.recipe import load_recipe
+from contrastile.train.recipe import load_any_recipe
 from contrastile.train.run import Run
 
 # sub-batches of a side that run through its tower, each at the head of a part of so many
@@ -100,7 +100,7 @@ class Steps:
         # without a loss scaler: bf16, and weights that stay; a compilation takes longer than the steps
         words = ["optim={kind='adamw', learning_rate=1e-9}", "train.retain=0", "train.precision=bf16"]
         words += [f"train.sub_batch={sub_batch}", f"device={device.type}", "train.compile=false", *MODELS[model]]
-        self.recipe = load_recipe(RECIPE, words, files=False)
+        self.recipe = load_any_recipe(RECIPE, words, files=False)
         self.report, self.machine, self.device = report, machine, device
         self._shapes, self._costs = towers(self.recipe, 8, 8 * K * sub_batch)
         data, settings = self.recipe.data, self.recipe.model.tokenizer

@@ -28,7 +28,7 @@ from contrastile.planner.profile import Profile, target
 from contrastile.planner.seconds import exchange_seconds, loss_seconds, step_seconds, update_seconds
 from contrastile.planner.towers import TowerCost, Work, made_on_meta
 from contrastile.train.planned import made_up_tokenizer, update_work
-from contrastile.train.recipe import load_recipe
+from contrastile.train.recipe import load_any_recipe
 from contrastile.train.run import Run
 
 CLIP = "clip-vit-l-14"
@@ -314,10 +314,10 @@ OPTIMIZERS = {
 @cache
 def updates() -> dict[str, Work]:
     """The work of optimizers on the weights of the paper's recipe, without clipping."""
-    recipe = load_recipe(CLIP, files=False).model_copy(update={"device": "meta"})
+    recipe = load_any_recipe(CLIP, files=False).model_copy(update={"device": "meta"})
     with made_on_meta():
         model = Run.untrained(recipe, made_up_tokenizer(recipe.model.tokenizer)).model
-    settings = {name: load_recipe(CLIP, words, files=False).optim for name, words in OPTIMIZERS.items()}
+    settings = {name: load_any_recipe(CLIP, words, files=False).optim for name, words in OPTIMIZERS.items()}
     return {name: update_work(model, optim, clipped=False) for name, optim in settings.items()}
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from refusals import refusal
 
-from contrastile.train.recipe import load_any_recipe, load_recipe, to_toml
+from contrastile.train.recipe import load_any_recipe, to_toml
 
 STEPS = "[train]\nexamples = 1000\n"
 RETRIEVER = "kind = 'retriever'\n"
@@ -298,7 +298,7 @@ def test_kernels_that_cannot_run_here_are_one_line(recipe_file, monkeypatch):
 def test_a_configuration_that_transformers_wrote_may_hold_any_key(recipe_file, config):
     pytest.importorskip("transformers")
     recipe_file.write_text(f"{STEPS}[model]\nimage = {{kind = 'transformers', config = {{{config}}}}}\n")
-    assert load_recipe("x.toml").model.image.config["model_type"] == "vit"
+    assert load_any_recipe("x.toml").model.image.config["model_type"] == "vit"
 
 
 def test_class_folders_without_pictures_are_one_line(recipe_file):
@@ -314,27 +314,27 @@ def test_class_folders_without_pictures_are_one_line(recipe_file):
 
 def test_a_sub_batch_above_the_largest_batch_is_reduced_with_a_warning(recipe_file, caplog):
     recipe_file.write_text(f"{STEPS}batch = [[0.0, 32], [0.5, 64]]\nsub_batch = {{image = 128, text = 48}}\n")
-    sub_batch = load_recipe("x.toml").train.sub_batch
+    sub_batch = load_any_recipe("x.toml").train.sub_batch
     assert (sub_batch.image, sub_batch.text) == (64, 48)
     assert caplog.messages == ["train.sub_batch.image is 64, the largest batch, instead of 128"]
     caplog.clear()
     # a smaller batch on the command line needs no notice
-    recipe = load_recipe("x.toml", ["train.batch=8"])
+    recipe = load_any_recipe("x.toml", ["train.batch=8"])
     assert (recipe.train.sub_batch.image, recipe.train.sub_batch.text) == (8, 8)
     assert caplog.messages == []
     # as it is written into the run's folder it fits
     recipe_file.write_text(to_toml(recipe))
-    assert load_recipe("x.toml") == recipe
+    assert load_any_recipe("x.toml") == recipe
     assert caplog.messages == []
 
 
 def test_default_sub_batches_fit_the_batch(recipe_file):
     recipe_file.write_text(f"{STEPS}batch = 32\nsub_batch = {{image = 8}}\n")
-    sub_batch = load_recipe("x.toml").train.sub_batch
+    sub_batch = load_any_recipe("x.toml").train.sub_batch
     assert (sub_batch.image, sub_batch.text) == (8, 32)
     recipe_file.write_text(f"{STEPS}batch = 32\n")
-    recipe = load_recipe("x.toml")
+    recipe = load_any_recipe("x.toml")
     assert (recipe.train.sub_batch.image, recipe.train.sub_batch.text) == (32, 32)
     # and what was written of it is a recipe like any other
     recipe_file.write_text(to_toml(recipe))
-    assert load_recipe("x.toml") == recipe
+    assert load_any_recipe("x.toml") == recipe

@@ -9,7 +9,7 @@ from tiny_runs import write_pictures
 
 from contrastile.cli.main import main
 from contrastile.train.config import Recipe
-from contrastile.train.recipe import RecipeError, load_any_recipe, load_recipe
+from contrastile.train.recipe import RecipeError, load_any_recipe
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.toml"))
 PICTURES = [path for path in RECIPES if isinstance(load_any_recipe(path, files=False), Recipe)]
@@ -81,9 +81,9 @@ def test_the_two_dpr_recipes_differ_only_in_their_batch():
 @pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.stem)
 def test_own_pictures_need_one_key(path, tmp_path, monkeypatch):
     write_pictures(tmp_path)
-    recipe = load_recipe(path, [f"data.source={tmp_path}/pictures.tsv"])
+    recipe = load_any_recipe(path, [f"data.source={tmp_path}/pictures.tsv"])
     assert recipe.data.source == f"{tmp_path}/pictures.tsv"
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert load_recipe(path, ["data.source=~/pictures.tsv"]) == recipe
-    joined = load_recipe(path, ["data.source=~/x.tsv::~/{a,b}.tar", "data.copies=1"], files=False).data.source
+    assert load_any_recipe(path, ["data.source=~/pictures.tsv"]) == recipe
+    joined = load_any_recipe(path, ["data.source=~/x.tsv::~/{a,b}.tar", "data.copies=1"], files=False).data.source
     assert joined == f"{tmp_path}/x.tsv::{tmp_path}/{{a,b}}.tar"

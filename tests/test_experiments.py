@@ -24,7 +24,7 @@ from contrastile.train.log import read_metrics
 from contrastile.train.optim import learning_rate
 from contrastile.train.provenance import chip
 from contrastile.train.ranks import Ranks
-from contrastile.train.recipe import load_recipe, to_toml
+from contrastile.train.recipe import load_any_recipe, to_toml
 from contrastile.train.state import TrainResult
 
 
@@ -419,7 +419,7 @@ def test_keys_that_a_comparison_sets_are_reported_of_a_recipe_and_refused_of_an_
         assert main(["compare", str(recipe), *overrides, *rest]) == 2
         key = overrides[0].partition("=")[0]
         assert last_error(capsys) == f"{overrides[0]}: {key}: has no effect: {comparison} sets it itself; leave it out"
-    recipe.write_text(to_toml(load_recipe(recipe, words)))
+    recipe.write_text(to_toml(load_any_recipe(recipe, words)))
     caplog.clear()
     assert main(["compare", str(recipe), *rest]) == 0
     keys = ", ".join(word.partition("=")[0] for word in words)
@@ -427,7 +427,7 @@ def test_keys_that_a_comparison_sets_are_reported_of_a_recipe_and_refused_of_an_
         f"{recipe}: {comparison} sets {keys} itself: the recipe's own values are not used"
     ]
     # defaults, and values that the comparison sets too, are no loss
-    recipe.write_text(to_toml(load_recipe(write_recipe(tmp_path), ["train.retain=1", "train.batch=256"])))
+    recipe.write_text(to_toml(load_any_recipe(write_recipe(tmp_path), ["train.retain=1", "train.batch=256"])))
     caplog.clear()
     assert main(["compare", str(recipe), *rest]) == 0
     assert not [one for one in caplog.messages if "itself" in one]

@@ -29,7 +29,7 @@ from contrastile.train.log import Metrics, read_metrics
 from contrastile.train.loop import run_recipe, step
 from contrastile.train.optim import build_optimizer
 from contrastile.train.ranks import ALONE
-from contrastile.train.recipe import load_recipe
+from contrastile.train.recipe import load_any_recipe
 from contrastile.train.report import figures, page
 from contrastile.train.report.figures import StepColumns
 from contrastile.train.report.page import IMAGE_TEXT, _figures, memory_saved, table_text, write_report
@@ -643,7 +643,7 @@ def test_the_precision_follows_the_cpu_and_stays_that_of_the_run(tmp_path, monke
     recipe = tiny_recipe(tmp_path, "train.examples=64", "train.precision=auto")
     with interrupted(at=2):
         folder = run_recipe(recipe, tmp_path / "runs").folder
-    assert load_recipe(folder / "recipe.toml", files=False).train.precision == precision
+    assert load_any_recipe(folder / "recipe.toml", files=False).train.precision == precision
     for name, there in (("avx512_bf16", True), ("amx_bf16", True), ("avx512bf", False)):
         cpu.write_text(f"flags : fma {name} amx\n")
         assert run_of_pairs._has_bf16(torch.device("cpu")) is there

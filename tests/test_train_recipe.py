@@ -9,7 +9,7 @@ import pytest
 import tomli_w
 from refusals import refusal
 
-from contrastile.train.recipe import RecipeError, load_any_recipe, load_recipe, to_toml
+from contrastile.train.recipe import RecipeError, load_any_recipe, to_toml
 
 RECIPE = """
 [train]
@@ -28,7 +28,7 @@ def recipe_file(tmp_path, monkeypatch):
 
 
 def complaint(*overrides, path="x.toml"):
-    return refusal(load_recipe, path, overrides)
+    return refusal(load_any_recipe, path, overrides)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_the_name_of_another_library_in_the_right_section_leads_to_the_key(recip
 
 
 def test_an_override_takes_the_place_of_what_it_excludes(recipe_file):
-    train = load_recipe(recipe_file, ["train.epochs=2.0"]).train
+    train = load_any_recipe(recipe_file, ["train.epochs=2.0"]).train
     assert (train.examples, train.epochs) == (None, 2.0)
     assert complaint("train.epochs=2.0", "train.examples=9") == (
         "train.epochs=2.0: train: must have either examples or epochs, and not both"
@@ -106,7 +106,7 @@ def test_an_override_takes_the_place_of_what_it_excludes(recipe_file):
 def test_a_share_takes_the_place_of_steps_that_warm_up(tmp_path, told):
     path = tmp_path / "x.toml"
     path.write_text(f"[train]\nepochs = 1.0\n[optim]\n{told}\n")
-    optim = load_recipe(path, ["optim.warmup=0.25"]).optim
+    optim = load_any_recipe(path, ["optim.warmup=0.25"]).optim
     assert (optim.warmup, optim.warmup_steps, optim.warmup_epochs) == (0.25, None, None)
 
 
@@ -116,10 +116,10 @@ def test_a_model_for_both_takes_the_place_of_two_towers(tmp_path):
         "[data]\nimage_size = 224\n[model.image]\nkind = 'conv'\n[model.text]\nkind = 'words'\n[train]\nepochs = 1.0\n"
     )
     both = "model.both={kind='transformers', config={model_type='clip'}}"
-    model = load_recipe(path, [both]).model
+    model = load_any_recipe(path, [both]).model
     assert (model.image, model.text, model.both.config) == (None, None, {"model_type": "clip"})
     with pytest.raises(RecipeError, match="model: must have either both or image and text"):
-        load_recipe(path, [both, "model.text={kind='words'}"])
+        load_any_recipe(path, [both, "model.text={kind='words'}"])
 
 
 def test_two_encoders_take_the_place_of_one(tmp_path):
@@ -169,7 +169,7 @@ def test_a_line_break_in_an_override_stays_one_line(recipe_file):
     ],
 )
 def test_an_override_is_a_toml_value_or_a_bare_word(recipe_file, overrides, key, value):
-    assert attrgetter(key)(load_recipe(recipe_file, overrides)) == value
+    assert attrgetter(key)(load_any_recipe(recipe_file, overrides)) == value
 
 
 @pytest.mark.parametrize(
@@ -202,22 +202,22 @@ def test_a_written_recipe_reads_back_the_same(recipe_file, tmp_path, overrides):
 
 
 def test_a_written_recipe_holds_every_default(recipe_file):
-    tables = tomllib.loads(to_toml(load_recipe(recipe_file)))
+    tables = tomllib.loads(to_toml(load_any_recipe(recipe_file)))
     assert tables["optim"]["learning_rate"] == 1e-3
     assert tables["train"]["sub_batch"] == {"image": 256, "text": 256}
 
 
 def test_a_recipe_reads_back_where_its_files_are_gone(recipe_file, tmp_path):
     (tmp_path / "mine.tsv").write_text("filepath\ttitle\n")
-    text = to_toml(load_recipe(recipe_file, ["data.source=mine.tsv"]))
+    text = to_toml(load_any_recipe(recipe_file, ["data.source=mine.tsv"]))
     (tmp_path / "mine.tsv").unlink()
     (tmp_path / "resolved.toml").write_text(text)
-    assert load_recipe("resolved.toml", files=False).data.source == "mine.tsv"
+    assert load_any_recipe("resolved.toml", files=False).data.source == "mine.tsv"
 
 
 def test_the_recipe_of_the_loading_benchmark_is_valid(tmp_path):
     loading = runpy.run_path(str(Path(__file__).parent.parent / "benchmarks" / "loading.py"))
     (tmp_path / "a.tar").touch()
-    recipe = load_recipe(loading["RECIPE"], loading["training_words"](tmp_path / "a.tar", tmp_path))
+    recipe = load_any_recipe(loading["RECIPE"], loading["training_words"](tmp_path / "a.tar", tmp_path))
     assert recipe.train.batch == ((0.0, 1024),)
     assert recipe.model.both.config["vision_config"] == {"patch_size": 16}

@@ -17,11 +17,10 @@ import contrastile
 from contrastile.data.texts import Passage, Query, TextSet
 from contrastile.models.towers import Retriever
 from contrastile.modules import InfoNCELoss
-from contrastile.train.load import load
 from contrastile.train.log import read_metrics
 from contrastile.train.loop import run_recipe, step
 from contrastile.train.optim import build_optimizer
-from contrastile.train.recipe import RecipeError, load_any_recipe, load_recipe
+from contrastile.train.recipe import load_any_recipe
 from contrastile.train.report import page as report_page
 from contrastile.train.report.page import table
 from contrastile.train.retriever.evaluation import WORDING, Rankings, evaluate, question_samples
@@ -187,12 +186,6 @@ def test_a_loaded_run_encodes_queries_and_passages(finished):
         run.encode_passage("def red_fox(): return house")
     assert run.recipe == settled(recipe)
     assert repr(run).endswith(": encode_query and encode_passage; 0.0 million parameters on cpu>")
-
-
-def test_a_run_of_the_other_kind_is_refused_by_name(finished):
-    with pytest.raises(RecipeError, match='kind: must be "image-text" here; got "retriever"'):
-        load_recipe(finished[1].folder / "recipe.toml", files=False)
-    assert load(finished[1].folder).model is not None
 
 
 def test_stored_tokens_equal_those_of_the_tokenizer(finished):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from contrastile.train import loop, state
 from contrastile.train.config import Recipe
 from contrastile.train.log import MEASURED, read_metrics
-from contrastile.train.recipe import load_recipe
+from contrastile.train.recipe import load_any_recipe
 
 RECIPE = """
 [data]
@@ -91,7 +91,7 @@ def write_recipe(folder: Path, name: str = "tiny") -> Path:
 
 def tiny_recipe(folder: Path, *overrides: str) -> Recipe:
     """The recipe, read."""
-    return load_recipe(write_recipe(folder), overrides)
+    return load_any_recipe(write_recipe(folder), overrides)
 
 
 def write_shards(folder: Path, shards: int = 3) -> str:

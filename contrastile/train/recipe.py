@@ -54,14 +54,6 @@ class RecipeError(ValueError):
         super().__init__(" ".join(line.splitlines()))
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, files: bool = True) -> Recipe:
-    """Load the recipe of images and texts at `path`, as `load_any_recipe` does."""
-    recipe = load_any_recipe(path, overrides, files=files)
-    if not isinstance(recipe, Recipe):
-        raise RecipeError(f'{path}: kind: must be "image-text" here; got "{recipe.kind}"')
-    return recipe
-
-
 def load_any_recipe(path: str | Path, overrides: Sequence[str] = (), *, files: bool = True) -> Recipe | RetrieverRecipe:
     """Load the recipe at `path`, with `overrides` such as "optim.learning_rate=1e-3" put over it.
 
