@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from contrastile._errors import invalid, renamed
-from contrastile.cli.options import add_candidates, add_device, candidates, check_bad_rows, check_source, flag, index_of
+from contrastile.cli import options
+from contrastile.cli.options import candidates, check_bad_rows, check_source, finished_run_on, flag, index_of
+from contrastile.train.folder import make_folder, one_writer
 
 # options that belong to --zero-shot and to --captions, to all tests on images, and to --texts
 ZERO_SHOT, CAPTIONS = ("classes", "templates", "mapping", "among"), ("images", "split")
@@ -42,8 +44,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add("--bad-rows", type=float, metavar="SHARE", help="unusable rows allowed in --texts (default: the recipe's)")
     add("--split", help="of Karpathy's JSON (default: test), or of --texts (default: all but train)")
     add("--name", help="name of the measures (default: the folder's or file's name)")
-    add_candidates(parser)
-    add_device(parser)
+    options.add_candidates(parser)
+    options.add_device(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -54,18 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
         _refuse(arguments, names, "be left out with --judgements", "Rankings are measured as they are.")
         return _measure(arguments.run, arguments.judgements, arguments.measures)
 
-    from contrastile.train.config.base import known_device
-    from contrastile.train.folder import RECIPE, finished_run, make_folder, one_writer
-    from contrastile.train.recipe import load_any_recipe
-
     texts, tests = _text_test(arguments), _picture_tests(arguments)
     if tests and arguments.index is not None:
         raise invalid("--index", "be left out with tests on images", f'"{arguments.index}"', "It is a retriever's.")
-    known_device(arguments.device)
     _refuse_rankings(arguments)
     # recipe and files of tests are checked before anything heavy is imported
-    folder = finished_run(arguments.run)
-    recipe = load_any_recipe(folder / RECIPE, files=False)
+    folder, recipe = finished_run_on(arguments.run, arguments.device)
     if recipe.kind == "retriever":
         _refuse(arguments, PICTURES, "be left out for a retriever", "It belongs to a run of images and texts.")
     else:
