@@ -76,7 +76,6 @@ def ways(device: torch.device, world: int) -> list[Contestant]:
     # bytes of a pair: of all rows and columns, and of a rank's rows and all columns for each direction
     matrix, strips = DENSE_BYTES, 2 * DENSE_BYTES / world
     plain = partial(under_autocast, partial(clip, local=False))
-    inf_cl = next(peer for peer in rank_peers(0, world) if peer.name == "inf-cl")
     return [
         _contrastile("gather", tiles),
         _contrastile("ring", tiles),
@@ -85,7 +84,7 @@ def ways(device: torch.device, world: int) -> list[Contestant]:
         _open_clip("local loss", world, with_grad=False),
         _open_clip("local loss, gathered gradients", world, with_grad=True),
         Contestant("DisCo-CLIP", "decomposed", {"clip": _Decomposed.apply}, pair_bytes=strips),
-        inf_cl,
+        next(peer for peer in rank_peers(0, world) if peer.name == "inf-cl"),
     ]
 
 

@@ -11,7 +11,8 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain, count
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -114,10 +115,7 @@ def _json(path: Path, counter: SkipCounter) -> Iterator[tuple[int, Entry | str]]
 def _limited(file: TextIO, path: Path) -> Iterator[str]:
     """The lines of a text file; raises ValueError for endless lines or blanks, which a few packed bytes may give."""
     blanks = 0
-    for number in count(1):
-        line = file.readline(MOST_CHARACTERS + 1)
-        if not line:
-            return
+    for number, line in enumerate(iter(partial(file.readline, MOST_CHARACTERS + 1), ""), start=1):
         blanks = blanks + len(line) if line.isspace() else 0
         if len(line) > MOST_CHARACTERS:
             raise _too_long(path, number)

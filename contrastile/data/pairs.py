@@ -4,8 +4,6 @@ A `PairSet` lies decoded in the cache. The pairs of a set too large for that are
 `Stream`, the next batch ahead of its use.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -13,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -68,7 +66,7 @@ class PairSet:
     ids: Indices
     splits: dict[str, Indices]
     skipped: dict[str, int]
-    stream: Stream | None = None
+    stream: "Stream | None" = None
     digest: str = ""
 
     def __len__(self) -> int:
@@ -211,7 +209,7 @@ class ImageWriter:
         self._file.write(image.tobytes())
         self.written += 1
 
-    def __enter__(self) -> ImageWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -4,11 +4,9 @@ Beside `retrieval.py`, which does the same for one vector a text. Passages are p
 memory-mapped; blocks of them are padded length by length, and compared tile by tile.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +35,7 @@ class TokenVectors:
     starts: Positions
 
     @classmethod
-    def of(cls, values: Any, lengths: Sequence[int] | Positions) -> TokenVectors:
+    def of(cls, values: Any, lengths: Sequence[int] | Positions) -> Self:
         return cls(values, np.cumsum([0, *lengths], dtype=np.int64))
 
     def __len__(self) -> int:

@@ -8,8 +8,6 @@ collapsed model, all of whose features are equal, has a recall of 0 and not of 1
 to float32: keys with equal features, such as equal captions of two images, have equal scores.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 import torch

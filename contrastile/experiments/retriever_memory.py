@@ -4,8 +4,6 @@
 process, because trials that run side by side slow each other down.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import statistics
@@ -14,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count, product
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -82,7 +80,7 @@ class RetrieverMemory(Study):
     updates: Mapping[tuple[str, ...], Update] = field(default_factory=dict)
     title = "the same memory in several ways"
 
-    def prepared(self, data: TextMaterials, folder: RunFolder) -> RetrieverMemory:
+    def prepared(self, data: TextMaterials, folder: RunFolder) -> Self:
         """Find the largest plain batch, and time an update of each way; the figure's updates too, where wanted."""
         study = replace(self, largest=fitting_batch(self.recipe, data, self.memory))
         ways = study.ways()
@@ -123,9 +121,8 @@ class RetrieverMemory(Study):
         if trial.labels != BM25_LABELS:
             return super().run(trial, data, ranks, folder)
         texts, search, depth = data.texts, BM25(data.texts.passages).search, self.recipe.evaluate.depth
-        parts = held_out(texts.splits)
-        rankings = [rank_part(texts, part, "BM25", texts.passages, search, depth) for part in parts]
-        return Result(trial.labels, None, measures=ranking_measures(self.recipe, texts, rankings))
+        parts = (rank_part(texts, part, "BM25", texts.passages, search, depth) for part in held_out(texts.splits))
+        return Result(trial.labels, None, measures=ranking_measures(self.recipe, texts, list(parts)))
 
     def costs(self, trial: Trial, trained: TrainResult) -> dict[str, float]:
         """Add the costs of an update, measured alone, to those of a training beside others."""
@@ -248,8 +245,7 @@ def by_length(materials: TextMaterials) -> Tensor:
     def tokens(row: int) -> int:
         return max(int(lengths[passage]) for passage in (*queries[row].positives, *queries[row].negatives))
 
-    rows = sorted(materials.texts.splits["train"].tolist(), key=tokens, reverse=True)
-    return torch.tensor(rows, dtype=torch.int64)
+    return torch.tensor(sorted(materials.rows.tolist(), key=tokens, reverse=True), dtype=torch.int64)
 
 
 def time_sizes(

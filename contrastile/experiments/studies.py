@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any
+from typing import Any, Self
 
 from contrastile._errors import invalid
 from contrastile.experiments.arguments import OF_WAYS, RATES, large_and_small
@@ -276,7 +276,7 @@ class Ways(Study):
     suffix = "ways"
     title = "several ways for equal time"
 
-    def prepared(self, data: Any, folder: RunFolder) -> Study:
+    def prepared(self, data: Any, folder: RunFolder) -> Self:
         """Measure the paces of ways that the folder does not have; raise ValueError for ways of other keys."""
         known = folder.read_json(PACES) if (folder / PACES).is_file() else {}
         keys = {way: _keys(recipe) for way, recipe in self.recipes.items()}
@@ -285,17 +285,14 @@ class Ways(Study):
                 remedy = "Give it another name, or begin anew."
                 raise invalid("--ways", f'leave "{way}" as it began', json.dumps(keys[way]), remedy)
         if missing := [way for way in self.recipes if way not in known]:
-            self._time(missing, keys, known, data)
+            # the least pace of each way counts
+            with progress(ROUNDS * len(missing), "timing steps", "timings") as bar:
+                for way in ROUNDS * missing:
+                    pace = self._pace(self.recipes[way], data)
+                    known[way] = min(pace, *known.get(way, [pace])[:1]), keys[way]
+                    bar.update(1)
         folder.write_json(PACES, known)
         return replace(self, paces={way: pace for way, (pace, _) in known.items()})
-
-    def _time(self, ways: Sequence[str], keys: Mapping[str, Any], known: dict[str, Any], data: Any) -> None:
-        """Add the least pace of each way, and its keys, to those that are known."""
-        with progress(ROUNDS * len(ways), "timing steps", "timings") as bar:
-            for way in ROUNDS * [*ways]:
-                pace = self._pace(self.recipes[way], data)
-                known[way] = min(pace, *known.get(way, [pace])[:1]), keys[way]
-                bar.update(1)
 
     def _pace(self, recipe: Any, data: Any) -> float:
         clock = time.process_time if choose_device(recipe.device).type == "cpu" else time.perf_counter

@@ -5,8 +5,6 @@ A study, for a table or figure of the papers, lists trials and lays out their re
 no groups of processes, so each rank is an executor of a single process.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import multiprocessing
@@ -24,7 +22,7 @@ from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from threading import Thread
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 import torch
@@ -124,7 +122,7 @@ class Study(ABC):
     def table(self, results: Sequence[Result]) -> str:
         """Write the tables in Markdown."""
 
-    def prepared(self, _data: Any, _folder: RunFolder) -> Study:
+    def prepared(self, _data: Any, _folder: RunFolder) -> Self:
         """Measure quantities that the trials depend on; return the study that has them."""
         return self
 

@@ -9,8 +9,6 @@ finished shards, so that an interrupted call is continued after the last of them
 verified to be the same. Its checksums protect against damage, not against somebody who writes a whole index.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -56,6 +54,9 @@ ENDINGS = (".npy", ".ids", ".jsonl", OFFSETS, LENGTHS)
 NAME = re.compile(r"\d{5,}")
 REMEDY = "Restore it, or remove the folder and encode again."
 
+# scores float32 and rows int64 of the k best passages of each query, both [n, k]
+SearchEngine = Callable[..., tuple[Tensor, Tensor]]
+
 
 def run_checksums(run_folder: RunFolder) -> dict[str, str]:
     return {name: run_folder.checksum(name) for name in (WEIGHTS, RECIPE)}
@@ -64,7 +65,7 @@ def run_checksums(run_folder: RunFolder) -> dict[str, str]:
 def encode_source(
     folder: RunFolder, corpus: str | None, out: Path, *, shard: int, dimensions: int | None, device: str,
     bad_rows: float | None = None,
-) -> Index:  # fmt: skip
+) -> "Index":  # fmt: skip
     """The index of `corpus`, by default the run's own passages; for a run of images `corpus` is a folder of images."""
     made_by = run_checksums(folder)
     run: Any = load(folder.path, device=device)
@@ -91,7 +92,7 @@ def _read_passages(source: Path, bad_rows: float) -> Iterator[Passage]:
 def encode_corpus(
     run: Run | RetrieverRun, passages: Iterable[Passage], folder: Path, *, corpus: str, made_by: dict[str, str],
     shard: int = 65_536, dimensions: int | None = None,
-) -> Index:  # fmt: skip
+) -> "Index":  # fmt: skip
     """Write the features of `passages` into `folder`, `shard` of them per file; continue an earlier call.
 
     `corpus` and `made_by` identify the contents. Passages appended to the corpus are added; other changes are refused.
@@ -282,8 +283,6 @@ def _faiss_search(shards: Sequence[Any]) -> SearchEngine:
     return search
 
 
-# scores float32 and rows int64 of the k best passages of each query, both [n, k]
-SearchEngine = Callable[..., tuple[Tensor, Tensor]]
 ENGINES: dict[str, Callable[[Sequence[Any]], SearchEngine]] = {
     "torch": lambda shards: partial(_torch_search, shards=shards), "faiss": _faiss_search,
 }  # fmt: skip

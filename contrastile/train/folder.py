@@ -139,7 +139,8 @@ def make_folder(option: str, path: str | Path) -> None:
 
     Every verb calls this, or `make_way`, before anything is loaded, so that every result can be written at the end.
     """
-    _make(option, "a folder, or where one can be made", path, Path(path))
+    with refused(option, "a folder, or where one can be made", path):
+        Path(path).mkdir(parents=True, exist_ok=True)
     if not os.access(path, os.W_OK | os.X_OK):
         raise invalid(option, "be a folder that can be written to", f'"{path}"', "Name another one.")
 
@@ -147,16 +148,12 @@ def make_folder(option: str, path: str | Path) -> None:
 def make_way(option: str, path: str | Path) -> None:
     """Make the folder of the file that `option` names; raises ValueError where the file cannot be written."""
     path = Path(path)
-    _make(option, "a file, or where one can be made", path, path.parent)
+    with refused(option, "a file, or where one can be made", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     with refused(option, WRITABLE, path):
         writable = not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
     if not writable:
         raise invalid(option, f"be {WRITABLE}", f'"{path}"', "Name another one.")
-
-
-def _make(option: str, rule: str, path: str | Path, folder: Path) -> None:
-    with refused(option, rule, path):
-        folder.mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager

@@ -36,8 +36,6 @@ from contrastile.train.config.losses import AnyLoss, ClipSettings
 from contrastile.train.config.towers import AnyImageTower, AnyTextTower, AnyWhole, OpenClipModel, size_clashes
 
 Side = Literal["image", "text"]
-
-
 Vocabulary = Annotated[int, Field(ge=8, le=2**24)]
 TokenizerFolder = Annotated[
     str, on_disk("a folder with a tokenizer.json", lambda folder: Path(folder, "tokenizer.json").is_file(), "got")
