@@ -12,33 +12,15 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, fie
 
 from contrastile._errors import extra, logger
 from contrastile.data.sources import PICTURES, PROMPTS, TO_BE_GIVEN, is_collection, missing, read_source
-from contrastile.train.config.base import (
-    AnyRecipe,
-    Clash,
-    Count,
-    FilePath,
-    FolderPath,
-    Settings,
-    Share,
-    Steps,
-    SubBatches,
-    Unused,
-    Width,
-    must,
-    needs_files,
-    not_installed,
-    on_disk,
-    one_of,
-    refuse,
-    same_for,
-)
+from contrastile.train.config import base
+from contrastile.train.config.base import Clash, Count, FilePath, FolderPath, Settings, Unused, Width, must, needs_files
 from contrastile.train.config.losses import AnyLoss, ClipSettings
 from contrastile.train.config.towers import AnyImageTower, AnyTextTower, AnyWhole, OpenClipModel, size_clashes
 
 Side = Literal["image", "text"]
 Vocabulary = Annotated[int, Field(ge=8, le=2**24)]
 TokenizerFolder = Annotated[
-    str, on_disk("a folder with a tokenizer.json", lambda folder: Path(folder, "tokenizer.json").is_file(), "got")
+    str, base.on_disk("a folder with a tokenizer.json", lambda folder: Path(folder, "tokenizer.json").is_file(), "got")
 ]
 
 
@@ -158,7 +140,7 @@ class DataSettings(Settings):
         if absent is not None:
             raise ValueError(f'no such file "{absent}"')
         if any(part.kind == ".parquet" for part in parts):
-            refuse([not_installed("pyarrow", extra("data"))])
+            base.refuse([base.not_installed("pyarrow", extra("data"))])
         return source
 
     def clashes(self) -> Iterable[Clash]:
@@ -171,21 +153,21 @@ class DataSettings(Settings):
             yield count != got, "weights", f"must be one for each of the {count} sources; got {got}"
 
 
-class SubBatch(SubBatches):
+class SubBatch(base.SubBatches):
     """Images and texts that an encoder sees at once; with `text_tokens`, as many texts as so many tokens allow."""
 
     image: Count = 256
     text: Count = 256
     text_tokens: Count | None = None
-    instead: ClassVar = one_of("text", "text_tokens")
+    instead: ClassVar = base.one_of("text", "text_tokens")
 
 
-class TrainSettings(Steps):
+class TrainSettings(base.Steps):
     """Training steps on images and texts. A sub-batch above the largest batch is reduced to it. "float64" is for
     comparing ways to compute the same: after a hundred steps rounding still does not show.
     """
 
-    sub_batch: Annotated[SubBatch, same_for("image", "text"), Field(validate_default=True)] = SubBatch()
+    sub_batch: Annotated[SubBatch, base.same_for("image", "text"), Field(validate_default=True)] = SubBatch()
     precision: Literal["auto", "float32", "float64", "bf16", "fp16"] = "float32"
     features: Literal["device", "host"] = "device"
     smallest_part: ClassVar[int] = 2
@@ -203,7 +185,7 @@ class TrainSettings(Steps):
 
 
 KNOWN = ", ".join(f'"{name}"' for name in PROMPTS)
-Templates = Annotated[str, on_disk(f"{KNOWN} or a file", lambda name: name in PROMPTS or os.path.isfile(name))]
+Templates = Annotated[str, base.on_disk(f"{KNOWN} or a file", lambda name: name in PROMPTS or os.path.isfile(name))]
 
 
 class ZeroShotSettings(Settings):
@@ -264,7 +246,7 @@ GAPS = must(
 class EvaluateSettings(Settings):
     """Probes of recall at each fraction `every` of the run, digits, and tests on other images."""
 
-    every: Share = 0.1
+    every: base.Share = 0.1
     probe: Count = 1000
     prompts: Annotated[tuple[str, ...], AfterValidator(GAPS)] = ("{}",)
     digits: bool = True
@@ -282,7 +264,7 @@ class EvaluateSettings(Settings):
                 yield names.count(name) > 1, "", f'must have tests of different names; got "{name}" twice'
 
 
-class Recipe(AnyRecipe):
+class Recipe(base.AnyRecipe):
     """A whole run of images and texts."""
 
     kind: Literal["image-text"] = "image-text"

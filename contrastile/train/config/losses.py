@@ -9,18 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from contrastile.train.config.base import (
-    Clash,
-    FolderPath,
-    Fraction,
-    LossSettings,
-    NotNegative,
-    Positive,
-    Scale,
-    Unused,
-    Whole,
-    kind_or,
-)
+from contrastile.train.config import base
+from contrastile.train.config.base import Clash, FolderPath, Fraction, LossSettings, Positive, Scale, Unused, kind_or
 
 
 class Hardness(LossSettings):
@@ -28,9 +18,9 @@ class Hardness(LossSettings):
 
     kind: Literal["infonce"] = "infonce"
     label_smoothing: Fraction = 0.0
-    hardness_strength: NotNegative = 0.0
+    hardness_strength: base.NotNegative = 0.0
     hardness_mode: str = "all_negatives"
-    queue: Whole = 0
+    queue: base.Whole = 0
 
     def words(self) -> dict[str, Any]:
         words = super().words()

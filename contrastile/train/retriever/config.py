@@ -9,25 +9,8 @@ from pydantic import Field, model_validator
 
 from contrastile._errors import extra
 from contrastile.data.sources import TO_BE_GIVEN
-from contrastile.train.config.base import (
-    AnyRecipe,
-    Clash,
-    Count,
-    Fraction,
-    Positive,
-    Settings,
-    Share,
-    Steps,
-    SubBatches,
-    Unused,
-    Whole,
-    Width,
-    kind_or,
-    needs,
-    not_installed,
-    one_of,
-    same_for,
-)
+from contrastile.train.config import base
+from contrastile.train.config.base import Clash, Count, Fraction, Settings, Unused, Whole, Width, needs, not_installed
 from contrastile.train.config.image_text import LearnedTokenizer, Vocabulary, without_tokenizer
 from contrastile.train.config.losses import AnyRetrieverLoss, RetrieverDcl, RetrieverLoss
 from contrastile.train.config.towers import TransformersModel, WordsTower, size_clashes
@@ -104,14 +87,14 @@ class TransformersEncoder(TransformersModel):
     pooling: Literal["mean", "cls", "last", "pooler"] = "mean"
 
 
-AnyEncoder = Annotated[BagTower | WordsTower | TransformersEncoder, Field(discriminator="kind"), kind_or("bag")]
+AnyEncoder = Annotated[BagTower | WordsTower | TransformersEncoder, Field(discriminator="kind"), base.kind_or("bag")]
 
 
 class LoraSettings(Settings):
     """Low-rank adapters of the library peft: they alone are trained, in the layers called `targets`."""
 
     rank: Count = 8
-    alpha: Positive = 16.0
+    alpha: base.Positive = 16.0
     dropout: Fraction = 0.0
     targets: tuple[str, ...] = ("query", "value")
 
@@ -193,20 +176,20 @@ class RetrieverSettings(Settings):
         yield self.lora is not None and small, "", 'must have encoders of kind "transformers" with lora'
 
 
-class TextSubBatch(SubBatches):
+class TextSubBatch(base.SubBatches):
     """Texts that each encoder sees at once or, with `query_tokens` and `passage_tokens`, so many tokens of them."""
 
     query: Count = 64
     passage: Count = 64
     query_tokens: Count | None = None
     passage_tokens: Count | None = None
-    instead: ClassVar = one_of("query", "query_tokens") | one_of("passage", "passage_tokens")
+    instead: ClassVar = base.one_of("query", "query_tokens") | base.one_of("passage", "passage_tokens")
 
 
-class RetrieverSteps(Steps):
+class RetrieverSteps(base.Steps):
     """Training steps on questions and passages: their sub-batches and precision."""
 
-    sub_batch: Annotated[TextSubBatch, same_for("query", "passage")] = TextSubBatch()
+    sub_batch: Annotated[TextSubBatch, base.same_for("query", "passage")] = TextSubBatch()
     precision: Literal["auto", "float32", "bf16", "fp16"] = "float32"
     features: Literal["device", "host"] = "device"
 
@@ -217,7 +200,7 @@ class RetrieverEvaluation(Settings):
     `candidates`: the first passages of BM25 that a late retriever scores; 0: all.
     """
 
-    every: Share = 0.1
+    every: base.Share = 0.1
     probe: Count = 500
     depth: Count = 100
     match: Literal["string", "regex"] = "string"
@@ -225,7 +208,7 @@ class RetrieverEvaluation(Settings):
     candidates: Annotated[Whole, needs("bm25s", SEARCH)] = 0
 
 
-class RetrieverRecipe(AnyRecipe):
+class RetrieverRecipe(base.AnyRecipe):
     """A whole run of a retriever."""
 
     kind: Literal["retriever"] = "retriever"
