@@ -267,7 +267,6 @@ def time_sizes(
 
 
 def write_updates(folder: RunFolder, updates: Mapping[tuple[str, int], Update], origin: Mapping[str, str]) -> None:
-    """Write updates.csv and its figure."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(["way", "queries", "seconds", "bytes", *origin])

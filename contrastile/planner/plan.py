@@ -229,6 +229,5 @@ class Plan:
 
 
 def _with_sub_batch(side: Side, factor: float) -> Side:
-    """The side with another sub-batch."""
     whole = side.whole or side.cost
     return replace(side, whole=whole.of(max(1, int(whole.sub_batch * factor)))).with_examples(side.examples)

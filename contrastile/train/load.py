@@ -41,7 +41,6 @@ def load(run: str | Path, *, device: str = "auto") -> LoadedRun:
 
 
 def class_of(recipe: Any) -> type[LoadedRun]:
-    """The class of the runs of a recipe."""
     with naming_the_extra():
         from contrastile.train.retriever.run import RetrieverRun
         from contrastile.train.run import Run

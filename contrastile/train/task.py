@@ -191,5 +191,4 @@ class Task(ABC, Generic[P]):
         """Evaluate the model, write results and report into the folder; the table of results as text."""
 
     def set_model(self, model: Any) -> None:
-        """Replace the model."""
         self.run = replace(self.run, model=model)

@@ -220,8 +220,6 @@ def assign_ranks(positives: Sequence[Sequence[int]], size: int) -> list[int]:
 
 
 class RetrieverJob(Task[TextBatch]):
-    """The job of a retriever's recipe."""
-
     unit = "queries"
     wording = evaluation.WORDING
     open_data = staticmethod(open_text_materials)
