@@ -1,7 +1,5 @@
 """`contrastile bench loss`, `step` and `memory`: time and memory of losses and steps, beside public packages."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import os
@@ -270,7 +268,7 @@ def _seconds(arguments: argparse.Namespace, kind: str) -> float:
     return given if given is not None else (QUICK_SECONDS if arguments.quick else SECONDS)[kind]
 
 
-def _cases(arguments: argparse.Namespace, standard: list[Case]) -> list[Case]:
+def _cases(arguments: argparse.Namespace, standard: "list[Case]") -> "list[Case]":
     """The device's own list, or the options that were given, crossed with the defaults of the others."""
     from contrastile.bench.peers import Case
 
@@ -287,7 +285,7 @@ def _cases(arguments: argparse.Namespace, standard: list[Case]) -> list[Case]:
     ]
 
 
-def _plan(arguments: argparse.Namespace, batches: list[int], known: Mapping[str, Way], ranks: int) -> Plan:
+def _plan(arguments: argparse.Namespace, batches: list[int], known: "Mapping[str, Way]", ranks: int) -> Plan:
     """The ways that are measured at each size; a way with sizes of its own is measured there only."""
     from contrastile.bench.step import usual
     from contrastile.bench.ways import COMPILED, STANDARD

@@ -4,8 +4,6 @@ Pairs: one memory spent in four ways, one loss in five, or accuracy against batc
 plain, accumulated and cached batches, beside BM25. Both: ways of one's own, such as several losses.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from dataclasses import replace
@@ -99,7 +97,7 @@ def _options(arguments: argparse.Namespace) -> Iterator[str]:
             yield from () if value is True else map(str, value if isinstance(value, list) else [value])
 
 
-def _of_ways(recipe: Any, arguments: argparse.Namespace, _: dict[str, list[int]]) -> Study:
+def _of_ways(recipe: Any, arguments: argparse.Namespace, _: dict[str, list[int]]) -> "Study":
     from contrastile.experiments.arguments import read_ways, report_overrides
 
     report_overrides("compare --ways", recipe, arguments.recipe, arguments.overrides)
@@ -110,7 +108,7 @@ def _of_ways(recipe: Any, arguments: argparse.Namespace, _: dict[str, list[int]]
     return Ways(recipe=recipe, seeds=arguments.seeds, jobs=arguments.jobs, recipes=recipes)
 
 
-def _of_pairs(recipe: Any, arguments: argparse.Namespace, sizes: dict[str, list[int]]) -> Study:
+def _of_pairs(recipe: Any, arguments: argparse.Namespace, sizes: dict[str, list[int]]) -> "Study":
     from contrastile.experiments.arguments import RATES, large_and_small, report_overrides
 
     kind = "--losses" if arguments.losses else "--batches" if arguments.batches else ""
@@ -136,7 +134,7 @@ def _of_pairs(recipe: Any, arguments: argparse.Namespace, sizes: dict[str, list[
     return BatchSizes(**common, batches=sizes["batches"], shares=shares, rates=rates) if kind else FourWays(**common)
 
 
-def _of_retrievers(recipe: Any, arguments: argparse.Namespace, sizes: dict[str, list[int]]) -> Study:
+def _of_retrievers(recipe: Any, arguments: argparse.Namespace, sizes: dict[str, list[int]]) -> "Study":
     from contrastile.experiments.arguments import report_overrides
 
     batches, memory = sizes["batches"] or BATCHES, sizes["memory"][0]

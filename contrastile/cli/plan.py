@@ -1,7 +1,5 @@
 """`contrastile plan RECIPE`: the memory and the time of a run on machines that need not be there."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterator
@@ -71,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if planned.fits else 1
 
 
-def lines(plan: Plan, pairs: int | None = None) -> Iterator[str]:
+def lines(plan: "Plan", pairs: int | None = None) -> Iterator[str]:
     """The plan as lines of text. pairs: the size of the training split, if given."""
     step, target = plan.step, plan.target
     rows = f"{step.loss.rows:,} on each of {target.ranks} ranks" if target.ranks > 1 else "on one rank"

@@ -3,8 +3,6 @@
 Optional packages are imported when a run is loaded, so that the library without extras has this name too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
     from contrastile.train.run import LoadedRun
 
 
-def load(run: str | Path, *, device: str = "auto") -> LoadedRun:
+def load(run: str | Path, *, device: str = "auto") -> "LoadedRun":
     """The encoders and tokenizer of a finished run, ready to encode; nothing of the data is needed.
 
     Arguments:
@@ -40,7 +38,7 @@ def load(run: str | Path, *, device: str = "auto") -> LoadedRun:
     return class_of(recipe).saved(folder, recipe, choose_device(device))
 
 
-def class_of(recipe: Any) -> type[LoadedRun]:
+def class_of(recipe: Any) -> "type[LoadedRun]":
     with naming_the_extra():
         from contrastile.train.retriever.run import RetrieverRun
         from contrastile.train.run import Run

@@ -3,8 +3,6 @@
 Optional packages are imported when a plan is made, so that the library without extras has this name too.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from contrastile.train.load import naming_the_extra
@@ -15,7 +13,7 @@ if TYPE_CHECKING:
 
 def plan(
     recipe: Any, *overrides: str, gpus: str | None = None, batch: int | None = None, pairs: int | None = None
-) -> Plan:
+) -> "Plan":
     """Plan a step of a recipe: bytes of every part on each rank, seconds, the largest batch, other choices.
 
     Runs on any machine; no weights are made or read, no data are opened.

@@ -3,8 +3,6 @@
 Text stays text and colours are variables of the page's style, so a figure fits light and dark screens.
 """
 
-from __future__ import annotations
-
 import io
 import math
 from array import array
@@ -163,7 +161,7 @@ def memory_bars(planned: Mapping[str, int], measured: int) -> str:
     return _svg(figure)
 
 
-def _canvas(title: str, unit: str) -> tuple[Figure, Axes]:
+def _canvas(title: str, unit: str) -> "tuple[Figure, Axes]":
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -181,7 +179,7 @@ def _canvas(title: str, unit: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def as_svg(figure: Figure, *, transparent: bool = False) -> str:
+def as_svg(figure: "Figure", *, transparent: bool = False) -> str:
     """The figure as text. Equal numbers give equal bytes: dates and other metadata are left out."""
     import matplotlib
 
@@ -192,7 +190,7 @@ def as_svg(figure: Figure, *, transparent: bool = False) -> str:
     return page.getvalue()
 
 
-def _svg(figure: Figure) -> str:
+def _svg(figure: "Figure") -> str:
     svg = as_svg(figure, transparent=True)
     for colour, variable in VARIABLES.items():
         svg = svg.replace(colour, variable)
