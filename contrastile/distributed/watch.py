@@ -11,8 +11,6 @@ Neither thread frees an event of torch, which lets go of Python's lock in a dest
 aborts the process.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -4,8 +4,6 @@ Stands below `encode.py`, which runs the sub-batches. torch's `backward` would a
 and run the hooks of each parameter once per sub-batch.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

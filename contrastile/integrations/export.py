@@ -4,8 +4,6 @@ Called by `contrastile export`, as `export_pairs.py` is for images and texts. No
 what it writes.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from copy import copy

@@ -4,8 +4,6 @@ Called by `contrastile export`, beside `export.py`, which has retrievers and the
 folder once before it is there: tokens and features of a trial batch are the run's, bit for bit, or an error says so.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable

@@ -18,8 +18,6 @@ the LightningModule by `fully_shard`, or a module that holds all parameters, who
 `encoders = ("model.encode_image", "model.encode_text")`. `FSDPStrategy`, which is FSDP1, is refused by `encode`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 

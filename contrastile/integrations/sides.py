@@ -1,7 +1,5 @@
 """The sides of a batch, such as images and texts, through the gradient cache; shared by the adapters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any, Literal

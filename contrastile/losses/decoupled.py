@@ -8,8 +8,6 @@ whose gradient does not vanish where the positive is already the most similar ke
 Positives and negatives are summed apart by the softmax, so only the end of a row differs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar

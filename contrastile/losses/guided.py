@@ -9,8 +9,6 @@ guide's similarity of its positive t_i = min_{p ∈ P(i)} ⟨a_i, b_p⟩, the ne
 leave the denominator of the softmax. The guide's similarities are a second product of each tile, which is its mask.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

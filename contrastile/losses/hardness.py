@@ -9,8 +9,6 @@ where weights are constants: no gradient goes through them, as in sentence-trans
 (equation 5) weigh the negatives of the batch so, Schechter Vera et al. 2025 (EmbeddingGemma) those of the query itself.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

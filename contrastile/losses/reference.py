@@ -4,8 +4,6 @@ No other code of the library computes with these functions. Tests compare every 
 benchmarks time them as the plain formula of today's training code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -8,8 +8,6 @@ For row i with logits x_ip = scale · ⟨q_i, k_ip⟩ and scores s_ip of its P k
 A row's list is one tile, so that its loss is its only statistic. No other key is compared.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

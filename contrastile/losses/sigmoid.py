@@ -8,8 +8,6 @@ with x_ij = scale · ⟨q_i, k_j⟩ + bias. The mean over rows is the sum over a
 k_i the positives of row i and k'_j those of column j, over all ranks: a number of the row plus one of the column.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -18,8 +18,6 @@ al. 2020),
 which is satisfied by one similar positive, where the mean of logarithms wants all of them.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple

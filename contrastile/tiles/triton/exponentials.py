@@ -16,8 +16,6 @@ direction divided by the factor of their row.
 A block of several super-tiles has no memory to keep all of its strips.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -13,8 +13,6 @@ in powers of 2. A lift, the difference of the two sums' binades, makes it as sma
 correct bits. Each tile adds up γ_i w q_ij (t_ij − x_ij); the lifts' part follows from the sums of the forward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import log

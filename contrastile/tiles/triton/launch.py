@@ -4,8 +4,6 @@ Between `plan.py`, whose values are the kernels' arguments, and `backend.py`, wh
 function waits for the device.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext

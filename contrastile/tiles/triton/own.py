@@ -3,8 +3,6 @@
 Beside `backend.py`. Plain PyTorch would make a float32 copy of the columns for each of its operations.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

@@ -1,7 +1,5 @@
 """Launches of the kernels of positives known by position (`kernels/positions.py`), as those of `launch.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

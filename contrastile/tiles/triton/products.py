@@ -3,8 +3,6 @@
 Between `plan.py`, which cuts features into pieces, and `backend.py`, which knows where the sums go.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ Beside `launch.py`, which launches what is between them. Triton's own dispatch, 
 longer on the host than the graph itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

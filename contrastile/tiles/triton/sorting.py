@@ -5,8 +5,6 @@ a tile's rows are a few columns side by side. The tile kernels leave these out a
 kernels compute them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

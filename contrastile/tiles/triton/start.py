@@ -4,8 +4,6 @@ Below `launch.py`, which knows the arguments of each kernel. Triton's own dispat
 than many of these kernels run, so it is used once for each signature.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any

@@ -1,11 +1,7 @@
-# mypy: ignore-errors
-# device code: Triton compiles these functions from their source, their arguments have no Python types
 """Numbers that kernels share: positions of a block's constants and statistics, exponents, sums of exponentials.
 
 Below `labels.py`, `forward.py` and all other kernels.
 """
-
-from __future__ import annotations
 
 import triton
 import triton.language as tl

@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# device code: Triton compiles these functions from their source, their arguments have no Python types
 """Device code of the backward: a super-tile's gradient as one 16-bit strip, and the end of a call.
 
 Launched by `launch.py`. Products, masks and constants are those of `forward.py`:
@@ -11,8 +9,6 @@ Launched by `launch.py`. Products, masks and constants are those of `forward.py`
 The gradient kernels, also those of `careful.py` and `positions.py`, return the terms of the scale's gradient.
 Programs never wait for each other.
 """
-
-from __future__ import annotations
 
 import triton
 import triton.language as tl

@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# device code: Triton compiles these functions from their source, their arguments have no Python types
 """Device code of the careful forms: maxima before exponentials, for features of any size.
 
 Launched by `launch.py`. Both kernels return at once where the careful flag is not set:
@@ -7,8 +5,6 @@ Launched by `launch.py`. Both kernels return at once where the careful flag is n
     maxima              the careful form of `totals` in `forward.py`
     careful_gradient    the careful form of `gradient` in `backward.py`: an exponential per direction
 """
-
-from __future__ import annotations
 
 import triton
 import triton.language as tl

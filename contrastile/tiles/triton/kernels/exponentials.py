@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# device code: Triton compiles these functions from their source, their arguments have no Python types
 """Device code between a strip of kept exponentials and the products with the features (see `exponentials.py`).
 
     weighted_rows     one direction: the factor of each row, and the rows times it
@@ -8,8 +6,6 @@
 
 Where the careful flag is set, `careful_gradient` has written the strip, which holds gradients.
 """
-
-from __future__ import annotations
 
 import triton
 import triton.language as tl

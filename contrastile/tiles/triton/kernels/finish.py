@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# device code: Triton compiles these functions from their source, their arguments have no Python types
 """Device code of the end of a call: from statistics to the loss, and to ∂loss/∂(each row's loss).
 
 Launched by `launch.py` after the kernels of `reductions.py`:
@@ -10,8 +8,6 @@ Launched by `launch.py` after the kernels of `reductions.py`:
 With `scaled` of `backward.py` they replace some eighty small operations, or twice as many with a teacher or weights of
 positives, for which the host needs longer than the device for a small batch.
 """
-
-from __future__ import annotations
 
 import triton
 import triton.language as tl

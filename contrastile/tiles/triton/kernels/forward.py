@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# device code: Triton compiles these functions from their source, their arguments have no Python types
 """Device code of the forward: products of a super-tile, and their sums.
 
 Launched by `launch.py`; shared with the files beside it. Kernels with the shape of a matrix product differ in their
@@ -20,8 +18,6 @@ that such a sum needs no care. The factor compensates the tensor cores' truncati
 Names: `_ptr` points to memory, `_mem` to memory or a descriptor of it; N and M are the rows and columns of the
 super-tile, BM and BN those of a tile, D is the padded feature size, and G that of a guide.
 """
-
-from __future__ import annotations
 
 import triton
 import triton.language as tl

@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# device code: Triton compiles these functions from their source, their arguments have no Python types
 """Device code of a guide's bit or product for each pair of a tile, in the order in which threads hold the products.
 
 Above `arithmetic.py`, below `forward.py`, whose `mask_bits` writes the bits of a mask and whose `tile_products` writes
@@ -7,8 +5,6 @@ a teacher's products. A thread of the tensor cores of Hopper chips reads and wri
 and without shared memory: a tile's rows are BM // 64, 4 warps, 2 and 8, its columns BN // 8, 4 threads and 2. Other
 chips exchange the same numbers between threads.
 """
-
-from __future__ import annotations
 
 import triton
 import triton.language as tl

@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# device code: Triton compiles these functions from their source, their arguments have no Python types
 """Device code of positives by label as sums: a softmax loss is linear in their features.
 
 Launched by `triton/label_sums.py`, beside the tile kernels, which treat these positives as they treat negatives:
@@ -13,8 +11,6 @@ Launched by `triton/label_sums.py`, beside the tile kernels, which treat these p
 A run is the rows of one label, which are neighbours in the order of labels; spans are those of `order.py`.
 Features, statistics and gradients stay in the order of the caller.
 """
-
-from __future__ import annotations
 
 import triton
 import triton.language as tl

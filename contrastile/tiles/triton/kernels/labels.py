@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# device code: Triton compiles these functions from their source, their arguments have no Python types
 """Device code of positives by label, in the order of labels (`order.py`), where a row's are neighbours.
 
 Launched by `sorting.py`, beside the tile kernels, which leave the positives out:
@@ -9,8 +7,6 @@ Launched by `sorting.py`, beside the tile kernels, which leave the positives out
 
 A row tile meets its positives in few tiles, so that these kernels compute a small part of the products again.
 """
-
-from __future__ import annotations
 
 import triton
 import triton.language as tl

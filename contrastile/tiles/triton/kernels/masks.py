@@ -1,12 +1,8 @@
-# mypy: ignore-errors
-# device code: Triton compiles these functions from their source, their arguments have no Python types
 """Device code of masks: the pairs of a tile that count.
 
 Below `forward.py`. `masks` holds the excluded positions: the two diagonals, and the positives by index with their
 number per row, stride and first column; and the ids of rows and columns, of which equal ones are excluded.
 """
-
-from __future__ import annotations
 
 import triton
 import triton.language as tl

@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# device code: Triton compiles these functions from their source, their arguments have no Python types
 """Device code of late interaction: scores Σ_l max_m ⟨q_il, k_jm⟩, and the gradients that follow from them.
 
 Launched by `triton/maxsim/block.py`. Query tokens are entries: those of a query lie one after the other and fill whole
@@ -21,8 +19,6 @@ The first four serve masks of tokens alone. No sum depends on the order in which
 Names: L and M are the tokens of a query and of a document, N and J their numbers, e numbers entries, BM and BN are the
 entries and tokens of a tile, BD is the feature size as a power of two. Indices of tokens lie below 2^31.
 """
-
-from __future__ import annotations
 
 import triton
 import triton.language as tl

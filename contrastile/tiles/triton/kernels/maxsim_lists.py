@@ -1,13 +1,9 @@
-# mypy: ignore-errors
-# device code: Triton compiles these functions from their source, their arguments have no Python types
 """Device code of the entries that each block of tokens has won: their number, and their places in lists.
 
 Below `maxsim.py`. Each entry has a code of four bits, and a warp takes 32 entries at once. Four votes, one on
 each bit, tell a thread which entries have the code of its own; those before it are its rank. From the same votes each
 thread counts the entries of one code, the number of the thread, so that the counts of all codes take one register.
 """
-
-from __future__ import annotations
 
 import triton
 import triton.language as tl

@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# device code: Triton compiles these functions from their source, their arguments have no Python types
 """Device code of a document's maxima: the largest product of each query token, and the first column that has it.
 
 Below `maxsim.py`. The bits of numbers that are not negative are ordered as integers are, and processors with
@@ -11,8 +9,6 @@ maximum is negative, so are all 16 numbers, and the largest number is the least 
 is 0 for a maximum and 2^c for any other, in one operation. The numbers 2^c fall from column to column, so that the
 highest bit that no column has set is that of the first maximum.
 """
-
-from __future__ import annotations
 
 import triton
 import triton.language as tl

@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# device code: Triton compiles these functions from their source, their arguments have no Python types
 """Device code of a block in the order of its labels, in which a row's positives are neighbours.
 
 Launched by `sorting.py`; `labels.py` computes the positives:
@@ -11,8 +9,6 @@ Launched by `sorting.py`; `labels.py` computes the positives:
     move_ordered       numbers of rows in the order of labels, and back
     add_ordered        sums of gradients in the order of the caller
 """
-
-from __future__ import annotations
 
 import triton
 import triton.language as tl

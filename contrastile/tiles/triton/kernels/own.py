@@ -1,12 +1,8 @@
-# mypy: ignore-errors
-# device code: Triton compiles these functions from their source, their arguments have no Python types
 """Device code of columns [N, H, D] that each row [N, D] meets alone: products, sums for the rows, and gradients.
 
 Launched by `triton/own.py`. Every kernel reads or writes the columns once, which is all of its time; a program has one
 row. Offsets have 64 bits: in a view of another layout the columns of one row may be 2³¹ numbers apart.
 """
-
-from __future__ import annotations
 
 import triton
 import triton.language as tl

@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# device code: Triton compiles these functions from their source, their arguments have no Python types
 """Device code of the positives known by position: their logits, statistics and gradients, row by row.
 
 Launched by `triton/positions.py`; positives by label are in the tiles, see `labels.py`:
@@ -10,8 +8,6 @@ Launched by `triton/positions.py`; positives by label are in the tiles, see `lab
     positive_gradients   their gradient, added to the accumulators directly
     add_pairs            the same for the columns, where a column may have several
 """
-
-from __future__ import annotations
 
 import triton
 import triton.language as tl

@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# device code: Triton compiles these functions from their source, their arguments have no Python types
 """Device code whose work grows with N · D or with N, not with N · M.
 
 Launched by `launch.py`, before, between and after the kernels of `forward.py` and `backward.py`:
@@ -10,8 +8,6 @@ Launched by `launch.py`, before, between and after the kernels of `forward.py` a
 
 The end of a call is in `finish.py`.
 """
-
-from __future__ import annotations
 
 import triton
 import triton.language as tl

@@ -1,12 +1,8 @@
-# mypy: ignore-errors
-# device code: Triton compiles these functions from their source, their arguments have no Python types
 """Device code of the two ends of a replayed call: inputs into a graph's memory, the loss and the gradients out of it.
 
 Launched by `triton/replay.py`. Tensors of one end differ in dtype and length and are arguments as tuples, so that all
 of them take one launch.
 """
-
-from __future__ import annotations
 
 import triton
 import triton.language as tl

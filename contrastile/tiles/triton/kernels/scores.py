@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# device code: Triton compiles these functions from their source, their arguments have no Python types
 """Device code between the scores of a block and their gradients, for scores that lie in memory.
 
 Launched by `triton/maxsim/scores.py`. The kernels before and behind, which compute scores and pass gradients on, are a
@@ -13,8 +11,6 @@ With `finish` and `coefficients` of `reductions.py` they replace some two hundre
 
 Names as in `forward.py`; BM and BN are the rows and columns of a tile of scores.
 """
-
-from __future__ import annotations
 
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ Beside `triton/backend.py`, whose place they take for the scorer `MaxSim`. `scor
 of a block and their gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
