@@ -29,7 +29,6 @@ from contrastile.tiles.triton.kernels import maxsim_lists, maxsim_maxima
 from contrastile.tiles.triton.maxsim import block as maxsim
 from contrastile.tiles.triton.maxsim import late
 from contrastile.tiles.triton.maxsim import plan as maxsim_plan
-from contrastile.tiles.triton.maxsim import scores as score_tiles
 from contrastile.tiles.triton.maxsim.block import Documents, Entries
 from contrastile.tiles.triton.maxsim.late import FusedMaxSim
 from contrastile.tiles.triton.maxsim.plan import Tiling
@@ -522,13 +521,13 @@ def test_a_forward_keeps_the_winners_with_which_the_backward_begins(
 ) -> None:
     """As many tiles as fit, which the first backward takes and a second one computes again: the same bits."""
     sweeps: list[bool] = []
-    made = late.scored
+    made = maxsim.scored
 
     def scored(*given: Any, best: bool) -> Any:
         sweeps.append(best)
         return made(*given, best=best)
 
-    monkeypatch.setattr(late, "scored", scored)
+    monkeypatch.setattr(maxsim, "scored", scored)
     monkeypatch.setattr(FusedMaxSim, "strip", lambda *_: 0)
     monkeypatch.setattr(FusedMaxSim, "fitting_side", lambda *_: 2)
     q, k = (torch.randn(n, 2, 16).half().requires_grad_() for n in (6, 6))
@@ -571,7 +570,7 @@ def test_few_operations_lie_around_the_kernels(
     q, k = (torch.randn(4, n, 16).half().requires_grad_() for n in (3, 5))
     sides = [(x, torch.ones(x.shape[:2], dtype=torch.bool)) if masked else x for x in (q, k)]
     launches: list[None] = []
-    for module in (maxsim, launch, score_tiles):
+    for module in (maxsim, launch, late):
         monkeypatch.setattr(module, "run", lambda *_, **__: launches.append(None))
     counts = []
     # the first call of a kind is planned

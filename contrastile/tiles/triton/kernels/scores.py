@@ -1,13 +1,13 @@
 """Device code between the scores of a block and their gradients, for scores that lie in memory.
 
-Launched by `triton/maxsim/scores.py`. The kernels before and behind, which compute scores and pass gradients on, are a
+Launched by `triton/maxsim/late.py`. The kernels before and behind, which compute scores and pass gradients on, are a
 scorer's own:
 
     score_stats      statistics of rows and columns, as losses/softmax.py counts them
     score_gradients  ∂loss/∂logit of each pair, and its sums
     token_flags      0, or NaN where a token that counts is not finite
 
-With `finish` and `coefficients` of `reductions.py` they replace some two hundred small operations.
+With `finish` and `coefficients` of `finish.py` they replace some two hundred small operations.
 
 Names as in `forward.py`; BM and BN are the rows and columns of a tile of scores.
 """
