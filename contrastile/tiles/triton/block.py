@@ -16,15 +16,7 @@ from torch import Tensor
 
 from contrastile.losses.base import PairLoss, Shard
 from contrastile.tiles.triton.kernels.arithmetic import POSITIVE_SHARE
-from contrastile.tiles.triton.plan import (
-    ALIGNMENT,
-    Epilogue,
-    Masks,
-    Pair,
-    epilogue_for,
-    shape_for,
-    tiles_of,
-)
+from contrastile.tiles.triton.plan import ALIGNMENT, Epilogue, Masks, Pair, epilogue_for, shape_for, tiles_of
 
 # 32-bit ids by name, of rows and of columns
 Groups = tuple[dict[str, Tensor], dict[str, Tensor]]

@@ -14,19 +14,9 @@ from typing import NamedTuple
 import torch
 
 from contrastile.losses.base import PairLoss, Shard
+from contrastile.tiles.triton import plan
 from contrastile.tiles.triton.block import by_label
-from contrastile.tiles.triton.plan import (
-    PIECES,
-    Epilogue,
-    bits_shape,
-    epilogue_for,
-    is_readable,
-    padded,
-    scratch_shape,
-    shape_for,
-    strip_shape,
-    tiles_of,
-)
+from contrastile.tiles.triton.plan import PIECES, Epilogue, padded, shape_for, tiles_of
 
 # dtype of features, and of a strip, whose range is that of exponentials; float32 features would have three strips
 EXPONENTIAL_DTYPE = torch.bfloat16
@@ -68,7 +58,7 @@ class Budget:
 
     @cached_property
     def epilogue(self) -> Epilogue:
-        return epilogue_for(self.loss)
+        return plan.epilogue_for(self.loss)
 
     def forward_bytes(self, height: int, width: int, copied: Copies, _parts: int) -> int:
         """The tiles' numbers, and what all passes share."""
@@ -77,7 +67,7 @@ class Budget:
 
     def backward_bytes(self, height: int, width: int, copied: Copies, parts: int) -> int:
         """The strip, the sums of a loss computed in the same sweep, and what all passes share."""
-        rows, cols = strip_shape(height, width, parts, shape_for(self.device))
+        rows, cols = plan.strip_shape(height, width, parts, shape_for(self.device))
         sums = self._sums_bytes(height, width, self.epilogue.channels) if self.loss.pairwise else 0
         return 2 * rows * cols + sums + self._shared_bytes(height, width, copied)
 
@@ -165,7 +155,9 @@ class Budget:
 
     def _most_bytes(self, N: int, M: int, copied: Copies, dtype: torch.dtype, *, forward: bool = True) -> int:
         sizes = copied, PIECES[dtype]()
-        passes = [self.backward_beside_bits(self.held_bytes(N, M, *sizes)), *[self.forward_bytes] * forward]
+        # the forward keeps the bits of a block that is one super-tile of it
+        whole = self._largest(N, M, *sizes, self.forward_bytes) == (N, M)
+        passes = [self.backward_beside_bits(self.bits_bytes(N, M) * whole), *[self.forward_bytes] * forward]
         return max(cost(*self._largest(N, M, *sizes, cost), *sizes) for cost in passes)
 
     def _weighed_bytes(self, N: int, D: int, copied: Copies) -> int:
@@ -193,7 +185,7 @@ class Budget:
         for q, k in zip((rows.features, *rows.guides), (cols.features, *cols.guides), strict=True):
             if by_label(rows) and not self.sums_labels(rows, cols):
                 every.append(self._ordered(q.shape[1], q.dtype))
-            elif not (is_readable(q) and is_readable(k)):
+            elif not (plan.is_readable(q) and plan.is_readable(k)):
                 every.append(self._copied(q.shape[1], q.dtype))
         return Copies(*map(sum, zip(*every, strict=True))), PIECES[rows.features.dtype]()
 
@@ -204,15 +196,11 @@ class Budget:
 
     def bits_bytes(self, height: int, width: int) -> int:
         """Bytes of a mask's bits."""
-        return 4 * prod(bits_shape(height, width, shape_for(self.device))) if self.epilogue.has_mask else 0
-
-    def held_bytes(self, N: int, M: int, copied: Copies, parts: int) -> int:
-        """Bytes of the bits that the forward keeps for the backward: of a block that is one super-tile of it."""
-        return self.bits_bytes(N, M) if self._largest(N, M, copied, parts, self.forward_bytes) == (N, M) else 0
+        return 4 * prod(plan.bits_shape(height, width, shape_for(self.device))) if self.epilogue.has_mask else 0
 
     def _shared_bytes(self, height: int, width: int, copied: Copies) -> int:
         """The operands' pieces, a mask's bits, and a teacher's products of one tile of each program."""
-        scratch = 4 * prod(scratch_shape(height, width, self.device)) if self.epilogue.has_teacher else 0
+        scratch = 4 * prod(plan.scratch_shape(height, width, self.device)) if self.epilogue.has_teacher else 0
         of_copies = (height + width) * copied.each + max(height, width) * copied.longest
         return self.bits_bytes(height, width) + scratch + of_copies
 

@@ -26,9 +26,8 @@ from contrastile.tiles.base import NARROW
 from contrastile.tiles.triton import launch, sorting
 from contrastile.tiles.triton.block import Block
 from contrastile.tiles.triton.kernels import exponentials as exponential_kernels
-from contrastile.tiles.triton.launch import Weights
+from contrastile.tiles.triton.launch import Weights, add_at_once, add_cols, add_rows
 from contrastile.tiles.triton.plan import Pair, tiles_of
-from contrastile.tiles.triton.products import add_at_once, add_cols, add_rows
 
 # power of two that keeps a_i · q_i within the range of bf16: a_i lies between 2^−137 and 2^60
 UNIT = 2.0**40

@@ -1,4 +1,4 @@
-"""Launches: one function per kernel, which takes tensors and launches it.
+"""Launches: one function per kernel, which takes tensors and launches it, and the vendor's matrix products of a strip.
 
 Between `plan.py`, whose values are the kernels' arguments, and `backend.py`, which knows the order of the passes. No
 function waits for the device.
@@ -16,23 +16,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from contrastile._types import Reduction
 from contrastile.losses.base import Shard, Total
 from contrastile.losses.decoupled import mises_fisher_exponents
+from contrastile.tiles.triton import plan
 from contrastile.tiles.triton.block import Block
 from contrastile.tiles.triton.kernels import backward, forward, reductions
 from contrastile.tiles.triton.kernels import careful as careful_kernels
 from contrastile.tiles.triton.kernels import finish as endings
 from contrastile.tiles.triton.kernels.arithmetic import TEACHERS
-from contrastile.tiles.triton.plan import (
-    EXACT,
-    PIECES,
-    Epilogue,
-    Operand,
-    Pair,
-    is_readable,
-    most_programs,
-    padded,
-    shape_for,
-    tiles_of,
-)
+from contrastile.tiles.triton.plan import PIECES, Epilogue, Operand, Pair, shape_for, tiles_of
 from contrastile.tiles.triton.start import run as run
 
 # rows of one program in kernels along one dimension
@@ -51,6 +41,9 @@ NORMS = 4096
 CONSTANTS, STATE = TEACHERS.value, endings.STATE.value
 # products of fp16 have more bits than those of bf16, and lose more to truncation
 TRUNCATION_FLOAT16 = 1.25
+# terms of an inner sum where float32's full precision is requested: the tensor cores truncate sums of terms of
+# different sizes by 2⁻³⁰ a term, and those of like terms not at all; half of it is made up for
+INNER, MADE_UP = 512, 0.5
 # each direction's vectors [V, n]: see `direction_weights`
 Weights = list[Tensor]
 # terms of a sum, and the share of it that the tensor cores have lost
@@ -65,10 +58,10 @@ def on(device: torch.device) -> AbstractContextManager[None]:
 
 def operand(x: Tensor, order: Tensor | None = None) -> Operand:
     """x [n, D] itself where the kernels can read it, else a copy in pieces; order: of these rows."""
-    if order is None and is_readable(x):
+    if order is None and plan.is_readable(x):
         return Operand(x, x.shape[1], 1)
     n, D = x.shape if order is None else (len(order), x.shape[1])
-    parts, width = PIECES[x.dtype](), padded(D, shape_for(x.device))
+    parts, width = PIECES[x.dtype](), plan.padded(D, shape_for(x.device))
     dtype = torch.bfloat16 if x.dtype == torch.float32 else x.dtype
     data = torch.empty(n, parts * width, dtype=dtype, device=x.device)
     run(
@@ -136,7 +129,7 @@ def inner_product(x: Tensor, total: Tensor) -> Tensor:
 
 def is_exact(dtype: torch.dtype) -> bool:
     """True for float32 features whose products keep all digits: torch's matmul precision is "highest"."""
-    return PIECES[dtype]() == EXACT
+    return PIECES[dtype]() == plan.EXACT
 
 
 def truncation(q: Tensor) -> float:
@@ -242,7 +235,7 @@ def new_sums(device: torch.device, rows: int = 0) -> Tensor:
 
 
 def sums_of_programs(device: torch.device) -> int:
-    return most_programs(device) * shape_for(device).rows
+    return plan.most_programs(device) * shape_for(device).rows
 
 
 def _strip(strip: Tensor, sums: Tensor, pair: Pair) -> dict[str, Any]:
@@ -347,3 +340,43 @@ def scaled(total: Tensor, scale: Tensor, times: Tensor | None, dtype: torch.dtyp
         TIMES=times is not None, ROWS=ROWS, BLOCK=BLOCK,
     )  # fmt: skip
     return out
+
+
+def add_rows(u: Tensor, pair: Pair, strip: Tensor, *, fresh: bool) -> None:
+    """u += g @ k of a super-tile whose gradient g is in the strip; `fresh`: u = g @ k."""
+    g = pair.strip_pieces(strip)
+    for of_g, of_k, inner in _strip_products(pair):
+        _add_product(u, g[of_g], pair.k.piece(of_k, u.shape[1]), inner, fresh=fresh)
+        fresh = False
+
+
+def add_cols(v: Tensor, pair: Pair, strip: Tensor, *, fresh: bool) -> None:
+    """v += gᵀ @ q of as many columns as v has rows; `fresh`: v = gᵀ @ q."""
+    g = pair.strip_pieces(strip)
+    for of_g, of_q, inner in _strip_products(pair):
+        _add_product(v, g[of_g].T[: len(v)], pair.q.piece(of_q, v.shape[1]), inner, fresh=fresh)
+        fresh = False
+
+
+def _strip_products(pair: Pair) -> list[tuple[int, int, int | None]]:
+    """Pieces of the gradient and of the features that are multiplied, and terms of an inner sum."""
+    parts = pair.q.parts
+    # of three pieces, the product of the largest must be as exact as the last are small
+    return [(g, x, INNER if parts == plan.EXACT and g == x == 0 else None) for g, x in plan.piece_products(parts)]
+
+
+def _add_product(total: Tensor, g: Tensor, x: Tensor, inner: int | None, *, fresh: bool) -> None:
+    """total += g @ x in float32, from 16-bit operands, with at most `inner` terms at once; fresh: no values yet."""
+    n, lost = (len(x), 0.0) if inner is None else (inner, MADE_UP * plan.shape_for(x.device).truncation)
+    for start in range(0, len(x), n):
+        terms = x[start : start + n]
+        keep = 0.0 if fresh and start == 0 else 1.0
+        add_at_once(total, g[:, start : start + n], terms, keep, 1 + lost * len(terms))
+
+
+def add_at_once(total: Tensor, g: Tensor, x: Tensor, keep: float, times: float = 1.0) -> None:
+    """total = keep · total + times · g @ x; with `keep` 0 the values of total are not read."""
+    if total.is_cuda:
+        torch.addmm(total, g, x, alpha=times, beta=keep, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(g.float(), x.float(), alpha=times, beta=keep)

@@ -89,10 +89,10 @@ def interpreting() -> bool:
 
 
 @cache
-def _capability(device: torch.device) -> int:
+def _shape_of_chip(device: torch.device) -> Shape:
     # a planner's device stands for the chip of most measurements
     major, minor = (9, 0) if device.type == "meta" else torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+    return SHAPES[max(known for known in SHAPES if known <= 10 * major + minor)]
 
 
 def shape_for(device: torch.device) -> Shape:
@@ -100,14 +100,13 @@ def shape_for(device: torch.device) -> Shape:
     # a planner's device stands for a chip
     if interpreting() and device.type != "meta":
         return SHAPE_INTERPRETED
-    capability = _capability(device)
-    return SHAPES.get(capability) or SHAPES[max(known for known in SHAPES if known <= capability)]
+    return _shape_of_chip(device)
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
     if device.type == "meta":
-        # those of the chip of most measurements, as `_capability`
+        # those of the chip of most measurements, as `_shape_of_chip`
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -138,16 +137,11 @@ def piece_products(parts: int) -> list[tuple[int, int]]:
 
 
 @cache
-def products_of(parts: int) -> dict[str, Any]:
+def products_of(parts: int, prefix: str = "") -> dict[str, Any]:
     """The kernels' arguments LEFT and RIGHT, the indices of multiplied pieces in two bits each, and their number."""
     pairs = piece_products(parts)
     left, right = (sum(piece << 2 * at for at, piece in enumerate(side)) for side in zip(*pairs, strict=True))
-    return {"LEFT": left, "RIGHT": right, "PRODUCTS": len(pairs)}
-
-
-@cache
-def _guide_products(parts: int) -> dict[str, Any]:
-    return {f"GUIDE_{name}": value for name, value in products_of(parts).items()}
+    return {f"{prefix}LEFT": left, f"{prefix}RIGHT": right, f"{prefix}PRODUCTS": len(pairs)}
 
 
 def is_readable(x: Tensor) -> bool:
@@ -238,7 +232,6 @@ class Epilogue:
 
     @cached_property
     def flags(self) -> dict[str, int]:
-        """The kernels' constexpr arguments."""
         decoupled = self.formula.denominator == "negatives"
         return {
             "SOFTPLUS": not self.exponential, "DECOUPLED": decoupled, "SMOOTH": self.smooth,
@@ -365,12 +358,10 @@ class Pair:
 
     @property
     def of_rows(self) -> list[Operand]:
-        """The rows' operands."""
         return [self.q] if self.guide is None else [self.q, self.guide[0]]
 
     @property
     def of_cols(self) -> list[Operand]:
-        """The columns' operands."""
         return [self.k] if self.guide is None else [self.k, self.guide[1]]
 
     @property
@@ -384,7 +375,7 @@ class Pair:
             "guide_k_stride": b.data.stride(0), "G": a.width,
             "row_numbers_ptr": unused if of_rows is None else of_rows,
             "col_numbers_ptr": unused if of_cols is None else of_cols,
-        } | _guide_products(a.parts)  # fmt: skip
+        } | products_of(a.parts, "GUIDE_")  # fmt: skip
 
     @property
     def _scratch(self) -> Tensor:

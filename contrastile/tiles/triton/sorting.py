@@ -18,9 +18,8 @@ from contrastile.tiles.triton.block import Block, Order, SuperTile, along
 from contrastile.tiles.triton.kernels import labels as kernels
 from contrastile.tiles.triton.kernels import order as order_kernels
 from contrastile.tiles.triton.kernels.arithmetic import POSITIVE_TOP, STATS
-from contrastile.tiles.triton.launch import BLOCK, ROWS, Weights, directions, merge_parts
+from contrastile.tiles.triton.launch import BLOCK, ROWS, Weights, add_cols, add_rows, directions, merge_parts
 from contrastile.tiles.triton.plan import Pair, products_of, shape_for, tiles_of
-from contrastile.tiles.triton.products import add_cols, add_rows
 from contrastile.tiles.triton.start import run
 
 # numbers of a row in the order of labels, see `kernels/masks.py`
@@ -160,7 +159,7 @@ def label_totals(pair: Pair, block: Block, stats: Sequence[Tensor], first: Seque
     """
     for columns, (of_side, is_first) in enumerate(zip(stats, first, strict=False)):
         given = _products(pair, block, columns=bool(columns)) | block.epilogue.flags
-        shares = _has_tall(given["M"]) and max(given["N"], given["M"]) <= MOST_SHARED and not block.loss.pairwise
+        shares = given["M"] > MANY and max(given["N"], given["M"]) <= MOST_SHARED and not block.loss.pairwise
         shared = SHARED if shares else 1
         of_positives = of_side[POSITIVE_TOP.value : STATS.value]
         parts = of_side.new_empty(shared - 1, len(of_positives), given["N"])
@@ -201,15 +200,10 @@ def _run_tiles(
     warps: of both. shared: programs for the columns of a tall one.
     """
     tall = pair.shape.rows
-    given |= {"TALL": tall, "LONG": LONG if _has_tall(given["M"]) else 0, "stages": stages}
+    given |= {"TALL": tall, "LONG": LONG if given["M"] > MANY else 0, "stages": stages}
     run(kernel, (tiles_of(given["N"], tall // 2),), BM=tall // 2, BN=tall // 2, warps=warps[0], **given)
     if given["LONG"]:
         run(kernel, (tiles_of(given["N"], tall), shared), BM=tall, BN=tall, warps=warps[1], **given)
-
-
-def _has_tall(M: int) -> bool:
-    """True for so many columns of a block that tall tiles are launched."""
-    return M > MANY
 
 
 def _products(pair: Pair, block: Block, *, columns: bool = False) -> dict[str, Any]:
