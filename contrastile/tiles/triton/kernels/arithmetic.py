@@ -201,11 +201,10 @@ def shift_as_logarithm(shift):
 
 
 @triton.jit
-def store_sums(first, second, third, at, stride, inside):
-    """Store three sums, one stride apart: with a teacher Σ 2^x of the logits, Σ 2^t of its own, and Σ 2^t (t − x)."""
-    tl.store(at, first, mask=inside)
-    tl.store(at + stride, second, mask=inside)
-    tl.store(at + 2 * stride, third, mask=inside)
+def store_rows(values, at, stride, inside):
+    """Store a tuple of numbers, one stride apart."""
+    for row in tl.static_range(len(values)):
+        tl.store(at + row * stride, values[row], mask=inside)
 
 
 @triton.jit
@@ -222,7 +221,7 @@ def _added(a, b, c, other_a, other_b, other_c):
 
 @triton.jit
 def store_column_sums(a, b, c, at, stride, inside):
-    """Store the sums of three tiles along columns, as `store_sums`; warps wait for each other once, not thrice."""
+    """Store the sums of three tiles along columns, as `store_rows`; warps wait for each other once, not thrice."""
     of_a, of_b, of_c = tl.reduce((a, b, c), 0, _added)
     # [columns, 2, 2], the last of which is not stored
     sums = tl.join(tl.join(of_a, of_c), tl.join(of_b, of_b))

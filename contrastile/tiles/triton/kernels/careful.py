@@ -29,8 +29,8 @@ from contrastile.tiles.triton.kernels.arithmetic import (
     merge_exponentials,
     merge_teachers,
     quarter,
+    store_rows,
     store_stats,
-    store_sums,
 )
 from contrastile.tiles.triton.kernels.backward import program_sums, softmax_positive, sum_per_thread
 from contrastile.tiles.triton.kernels.forward import store_quarters, tile_at, tile_products
@@ -138,12 +138,12 @@ def maxima(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
                 _store_columns(x, negative, col_at, stride, cols < M, SMOOTH)
                 if GUIDE == TEACHER:
                     of_top, of_soft, of_gap, _ = _teacher(x, t, negative, 0)
-                    store_sums(of_top, of_soft, of_gap, col_at + 2 * stride, stride, cols < M)
+                    store_rows((of_top, of_soft, of_gap), col_at + 2 * stride, stride, cols < M)
         row_at = row_part_ptr + j.to(tl.int64) * N + rows
         stride = col_tiles.to(tl.int64) * N
         store_stats(top, total, logit_sum, count, row_at, stride, rows < N, SMOOTH)
         if GUIDE == TEACHER:
-            store_sums(teacher_top, soft, gap, row_at + 2 * stride, stride, rows < N)
+            store_rows((teacher_top, soft, gap), row_at + 2 * stride, stride, rows < N)
 
 
 @triton.jit

@@ -14,18 +14,11 @@ import triton.language as tl
 
 from contrastile.tiles.triton.kernels.arithmetic import (
     ANY,
-    INVERSE,
     LOGIT_COUNT,
     LOGIT_SUM,
-    MISSING,
     NONFINITE,
-    POSITIVE_INVERSE,
-    POSITIVE_SHARE,
     POSITIVE_TOP,
-    SHARE,
-    STATE_POSITIVE_TOP,
     STATE_TEACHER_TOP,
-    STATE_TOP,
     TEACHER,
     TEACHER_INVERSE,
     TEACHER_TOP,
@@ -37,6 +30,7 @@ from contrastile.tiles.triton.kernels.arithmetic import (
     log1p,
     merge_exponentials,
     one_side,
+    store_rows,
 )
 
 # rows that `finish` writes before the state
@@ -165,13 +159,9 @@ def finish(row_stats_ptr, row_stats_stride, N, col_stats_ptr, col_stats_stride, 
     weight = counts.to(tl.float32)
     if WEIGHTS:
         weight *= tl.load(weights_ptr + at, mask=inside, other=0.0)
-    tl.store(state + STATE_TOP * length, finite(denominator_top), mask=inside)
-    tl.store(state + INVERSE * length, inverse, mask=inside)
-    tl.store(state + STATE_POSITIVE_TOP * length, finite(positive_top), mask=inside)
-    tl.store(state + POSITIVE_INVERSE * length, positive_inverse, mask=inside)
-    tl.store(state + MISSING * length, missing, mask=inside)
-    tl.store(state + POSITIVE_SHARE * length, positive_share, mask=inside)
-    tl.store(state + SHARE * length, share, mask=inside)
+    # as `SoftmaxState`
+    numbers = (finite(denominator_top), inverse, finite(positive_top), positive_inverse, missing, positive_share, share)
+    store_rows(numbers, state, length, inside)
     tl.store(out + LOSS * length, loss, mask=inside)
     tl.store(out + WEIGHT * length, weight, mask=inside)
     tl.store(sums_ptr + side * blocks + block, tl.sum(loss * weight))

@@ -39,7 +39,7 @@ from contrastile.tiles.triton.kernels.arithmetic import (
     product_less_one,
     quarter,
     store_column_sums,
-    store_sums,
+    store_rows,
     sum_per_lane,
 )
 from contrastile.tiles.triton.kernels.guides import aside, false_negatives, load_bits, set_aside, store_bits
@@ -59,7 +59,7 @@ def tile_at(tile, row_tiles, col_tiles):
 
 
 @triton.jit
-def _load_features(mem, stride, row, col, n, width, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
+def load_features(mem, stride, row, col, n, width, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
     """[ROWS, COLS] of the features at (row, col), 0 outside; by TMA where available."""
     if TMA:
         piece = mem.load([row, col])
@@ -85,8 +85,8 @@ def products(q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM: tl.constexpr, 
             product = step // D
             left = step + (((LEFT >> (2 * product)) & 3) - product) * D
             right = step + (((RIGHT >> (2 * product)) & 3) - product) * D
-        q = _load_features(q_mem, q_stride, i * BM, left, N, width, BM, BK, TMA)
-        k = _load_features(k_mem, k_stride, j * BN, right, M, width, BN, BK, TMA)
+        q = load_features(q_mem, q_stride, i * BM, left, N, width, BM, BK, TMA)
+        k = load_features(k_mem, k_stride, j * BN, right, M, width, BN, BK, TMA)
         if INTERPRETED:
             q = q.to(tl.float32)
             k = k.to(tl.float32)
@@ -202,8 +202,8 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
            SMOOTH: tl.constexpr, KEEP: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
     """Per tile: Σ 2^t of the valid pairs, along rows [channel, col tile, N] and columns [channel, row tile, M].
 
-    SMOOTH adds two channels, see `_store_logits`; so does GUIDE == TEACHER, see `store_sums`. SOFTPLUS sums
-    softplus(x), along rows only. KEEP also writes 2^t into a strip, see `exponential_tile`.
+    SMOOTH adds two channels, see `_store_logits`; GUIDE == TEACHER adds Σ 2^t of its own t, and Σ 2^t (t − x). SOFTPLUS
+    sums softplus(x), along rows only. KEEP also writes 2^t into a strip, see `exponential_tile`.
     """
     ids = (row_ids_ptr, col_ids_ptr)
     masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start, ids)
@@ -247,7 +247,7 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
                 if COLUMNS:
                     col_at = col_part_ptr + i.to(tl.int64) * M + cols
                     store_column_sums(e, f, apart, col_at, col_stride, cols < M)
-            store_sums(tl.sum(total, 1), tl.sum(soft, 1), tl.sum(gap, 1), row_at, row_stride, rows < N)
+            store_rows((tl.sum(total, 1), tl.sum(soft, 1), tl.sum(gap, 1)), row_at, row_stride, rows < N)
         elif KEEP:
             total = exponential_tile(acc, constants, masks, col_part_ptr, out_mem, out_stride, i, j, N, M, BM, BN,
                               DIAGONAL, SELF, POSITIVES, IDS, PRODUCTS, TMA)  # fmt: skip

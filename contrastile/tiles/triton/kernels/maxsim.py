@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from contrastile.tiles.triton.kernels.arithmetic import INTERPRETED
+from contrastile.tiles.triton.kernels.forward import load_features
 from contrastile.tiles.triton.kernels.maxsim_lists import BEFORE, FIELDS, OTHER, bounds, counted, listed, places_by_step
 from contrastile.tiles.triton.kernels.maxsim_maxima import LANES, column, maxima
 
@@ -138,19 +139,6 @@ def entry_tokens(e, tokens_ptr, N, L, entries, PADDED: tl.constexpr, MASKED: tl.
     return token.to(tl.int64), query.to(tl.int64), valid
 
 
-@triton.jit
-def _load_tokens(mem, stride, row, rows, D, BN: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr):
-    """[BN, BD] features of the tokens from this row on, 0 outside; by TMA where available."""
-    if TMA:
-        piece = mem.load([row, 0])
-    else:
-        at = row + tl.arange(0, BN)
-        d = tl.arange(0, BD)
-        inside = (at < rows)[:, None] & (d < D)[None, :]
-        piece = tl.load(mem + at.to(tl.int64)[:, None] * stride + d[None, :], mask=inside, other=0.0)
-    return piece
-
-
 @triton.jit(do_not_specialize=ANY)
 def sweep(q_ptr, k_mem, tokens_ptr, lengths_ptr, sums_ptr, best_ptr, N, J, L, M, D, q_stride, k_stride, entries, slots,
           documents, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, SLOT: tl.constexpr, PADDED: tl.constexpr,
@@ -195,7 +183,7 @@ def sweep(q_ptr, k_mem, tokens_ptr, lengths_ptr, sums_ptr, best_ptr, N, J, L, M,
         # the last tile begins earlier, so that all its tokens are those of the document
         most_begin = tl.maximum(n - BN, 0)
         for start in range(0, n, BN):
-            k = _load_tokens(k_mem, k_stride, j * M + tl.minimum(start, most_begin), J * M, D, BN, BD, TMA)
+            k = load_features(k_mem, k_stride, j * M + tl.minimum(start, most_begin), 0, J * M, D, BN, BD, TMA)
             s = tl.dot(q, k.T)
             if SHORT:
                 s = tl.where((cols < n)[None, :], s, LOWEST)

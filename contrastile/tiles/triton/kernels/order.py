@@ -13,8 +13,7 @@ Launched by `sorting.py`; `labels.py` computes the positives:
 import triton
 import triton.language as tl
 
-from contrastile.tiles.triton.kernels.arithmetic import ANY, one_side
-from contrastile.tiles.triton.kernels.masks import FIRST, HIGHEST_COLUMN, ITSELF, LOWEST_COLUMN, STOP
+from contrastile.tiles.triton.kernels.arithmetic import ANY, one_side, store_rows
 
 
 @triton.jit
@@ -133,12 +132,7 @@ def spans(row_labels_ptr, row_order_ptr, row_places_ptr, row_out_ptr, N, col_lab
         highest = tl.where(inside, tl.maximum(stop, itself + 1), 0)
         lowest = first * 0 + tl.min(lowest)
         highest = first * 0 + tl.max(highest)
-    out = out_ptr + at
-    tl.store(out + FIRST * n, first, mask=inside)
-    tl.store(out + STOP * n, stop, mask=inside)
-    tl.store(out + ITSELF * n, itself, mask=inside)
-    tl.store(out + LOWEST_COLUMN * n, lowest, mask=inside)
-    tl.store(out + HIGHEST_COLUMN * n, highest, mask=inside)
+    store_rows((first, stop, itself, lowest, highest), out_ptr + at, n, inside)
 
 
 @triton.jit(do_not_specialize=ANY)
