@@ -36,22 +36,9 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
-    "ClipLoss",
-    "DCLLoss",
-    "DistillClipLoss",
-    "GISTLoss",
-    "InfoNCELoss",
-    "KeyQueue",
-    "NTXentLoss",
-    "Ragged",
-    "ScoreDistillLoss",
-    "SigLipLoss",
-    "SupConLoss",
-    "contrast",
-    "encode",
-    "load",
-    "plan",
-]
+    "ClipLoss", "DCLLoss", "DistillClipLoss", "GISTLoss", "InfoNCELoss", "KeyQueue", "NTXentLoss", "Ragged",
+    "ScoreDistillLoss", "SigLipLoss", "SupConLoss", "contrast", "encode", "load", "plan",
+]  # fmt: skip
 
 # the module of each public name, imported when the name is first used, so that the command line can refuse a bad recipe
 # before torch is loaded

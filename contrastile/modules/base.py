@@ -177,31 +177,17 @@ class PairedLoss(Loss):
 
     @overload
     def forward(
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        logit_scale: Tensor | float,
-        logit_bias: Tensor | float | None = None,
-        output_dict: Literal[False] = False,
-        *,
-        ids: Tensor | None = None,
-        labels: Tensor | None = None,
-        weights: Tensor | None = None,
-    ) -> Tensor: ...
+        self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor | float,
+        logit_bias: Tensor | float | None = None, output_dict: Literal[False] = False, *, ids: Tensor | None = None,
+        labels: Tensor | None = None, weights: Tensor | None = None,
+    ) -> Tensor: ...  # fmt: skip
 
     @overload
     def forward(
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        logit_scale: Tensor | float,
-        logit_bias: Tensor | float | None = None,
-        *,
-        output_dict: Literal[True],
-        ids: Tensor | None = None,
-        labels: Tensor | None = None,
-        weights: Tensor | None = None,
-    ) -> dict[str, Tensor]: ...
+        self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor | float,
+        logit_bias: Tensor | float | None = None, *, output_dict: Literal[True], ids: Tensor | None = None,
+        labels: Tensor | None = None, weights: Tensor | None = None,
+    ) -> dict[str, Tensor]: ...  # fmt: skip
 
     def forward(
         self,
