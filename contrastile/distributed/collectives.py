@@ -231,7 +231,6 @@ def _copy_buffers(x: Tensor, count: int, group: Any) -> Any:
 
 
 def bytes_per_row(x: Tensor) -> int:
-    """Bytes of a row of x."""
     return prod(x.shape[1:]) * x.itemsize
 
 
@@ -307,18 +306,14 @@ def total(x: Tensor, group: Any) -> Tensor:
     """Σ over ranks of x, the same bits everywhere."""
     if buffers := _copy_buffers(x, x.nbytes, group):
         return buffers.every(x, "sum over ranks", resolved(group)).sum(0, dtype=x.dtype)
-    x = x.clone()
-    sum_into(x, group, "sum over ranks")
-    return x
+    return _reduce(x.clone(), group, "sum over ranks", dist.ReduceOp.SUM)
 
 
 def largest(x: Tensor, group: Any) -> Tensor:
     """The largest over ranks of each number of x."""
     if buffers := _copy_buffers(x, x.nbytes, group):
         return buffers.every(x, "maximum over ranks", resolved(group)).amax(0)
-    x = x.clone()
-    _reduce(x, group, "maximum over ranks", dist.ReduceOp.MAX)
-    return x
+    return _reduce(x.clone(), group, "maximum over ranks", dist.ReduceOp.MAX)
 
 
 def sum_into(x: Tensor, group: Any, operation: str) -> None:
@@ -326,12 +321,13 @@ def sum_into(x: Tensor, group: Any, operation: str) -> None:
     _reduce(x, group, operation, dist.ReduceOp.SUM)
 
 
-def _reduce(x: Tensor, group: Any, operation: str, kind: Any) -> None:
+def _reduce(x: Tensor, group: Any, operation: str, kind: Any) -> Tensor:
     def carry() -> None:
         with Collective(operation, group):
             dist.all_reduce(x, kind, group=group)
 
     _carry_out(carry)
+    return x
 
 
 def broadcast(x: Tensor, group: Any, source: int = 0) -> None:

@@ -92,7 +92,9 @@ class Neighbours:
         previous, following = (self._rank - 1) % W, (self._rank + 1) % W
         return self._transfer(group, RING, [(previous, number * self.size, arriving)], [following], [arriving])
 
-    def begin_gather(self, tensors: Sequence[Tensor], sizes: Sequence[int], group: Any) -> Transfer:
+    def begin_gather(
+        self, tensors: Sequence[Tensor], sizes: Sequence[int], group: Any, operation: str = "gather of rows"
+    ) -> Transfer:
         received, reads, at = [], list[tuple[int, int, Tensor]](), 0
         for x in (x.detach() for x in tensors):
             self._write(x, at)
@@ -102,7 +104,7 @@ class Neighbours:
             reads += [(other, at, parts[other]) for other in self._others]
             received.append(every)
             at += aligned(max(sizes) * bytes_per_row(x))
-        return self._transfer(group, "gather of rows", reads, self._others, received)
+        return self._transfer(group, operation, reads, self._others, received)
 
     def begin_scatter_sum(self, x: Tensor, sizes: Sequence[int], group: Any) -> Transfer:
         x = x.detach().contiguous()
@@ -136,12 +138,7 @@ class Neighbours:
 
     def every(self, x: Tensor, operation: str, group: Any) -> Tensor:
         """x of all ranks, `[W, *x.shape]`."""
-        self._write(x, 0)
-        received = x.new_empty((len(self._memories), *x.shape))
-        received[self._rank].copy_(x)
-        reads = [(other, 0, received[other]) for other in self._others]
-        self._transfer(group, operation, reads, self._others, [received]).wait()
-        return received
+        return self.begin_gather([x[None]], [1] * len(self._memories), group, operation).wait()[0]
 
     def follow(self) -> None:
         """Let the current stream wait for the one that used the buffers before it."""

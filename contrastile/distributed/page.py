@@ -58,8 +58,6 @@ def made(ranks: int) -> str:
 
 def opened(path: str, rank: int, ranks: int, timeout: float, names: Sequence[int] = ()) -> Page | None:
     """The page of this file; None where this rank does not reach it, as on another host."""
-    if not path:
-        return None
     with suppress(OSError):
         return Page(path, rank, ranks, timeout, names)
     return None

@@ -69,7 +69,10 @@ def unwrap(encoder: Any) -> tuple[Any, DistributedDataParallel | None]:
     passed, module = module, _uncompiled_wrapper(module)
     wrapper = module if isinstance(module, DistributedDataParallel) else None
     if wrapper is not None and passed is not wrapper:
-        module = _compiled_inside(passed, wrapper)
+        # compiled as the wrapper was, once
+        if passed not in _compiled:
+            _compiled[passed] = _torch.compiled_alike(passed, wrapper.module)
+        module = _compiled[passed]
     elif wrapper is not None or engine_of(module) is not None:
         module = module.module
     if name == "forward":
@@ -94,13 +97,6 @@ def _uncompiled_wrapper(module: Any) -> Any:
     while (compiled := _torch.compiled_module(inner)) is not None:
         inner = compiled
     return inner if isinstance(inner, DistributedDataParallel) else module
-
-
-def _compiled_inside(compiled: Any, wrapper: DistributedDataParallel) -> nn.Module:
-    """The module inside the wrapper, compiled as the wrapper was, once."""
-    if compiled not in _compiled:
-        _compiled[compiled] = _torch.compiled_alike(compiled, wrapper.module)
-    return _compiled[compiled]
 
 
 def engine_of(encoder: Any) -> Any:

@@ -167,9 +167,7 @@ def _laid_out(
     return laid_out_parts(parts, borrowed)
 
 
-def _job(
-    function: Any, wrapper: Any, layout: Layout | Parts, reached: Reached, engine: Any, **settings: Any
-) -> Job:  # fmt: skip
+def _job(function: Any, wrapper: Any, layout: Layout | Parts, reached: Reached, engine: Any, **settings: Any) -> Job:
     """The work of both passes, with the batch as one sub-batch, and with the wrapper's parameters."""
     ddp_fsdp.refuse_missing_autocast(engine, reached.device)
     sharding = Sharding.of(function, reached.modules)

@@ -16,12 +16,6 @@ from contrastile.modules.base import Loss
 Retain = int | Literal["auto"]
 
 
-def checked_retain(retain: Any) -> Retain:
-    """`retain` as `encode` takes it. Raises ValueError for anything else, before a step is run."""
-    checked: Retain = checked_count("retain", retain, 0, (AUTO,))
-    return checked
-
-
 def retain_of_sides(retain: Retain, sides: int, sub_batch: int | Literal["auto"] | None = None) -> list[Retain]:
     """`retain` of each side's call of `encode`, in the order of the calls.
 
@@ -38,7 +32,7 @@ def check_counts(sub_batch: Any, sub_batch_tokens: Any, retain: Any) -> None:
     check_sizes((), None, sub_batch, sub_batch_tokens)
     checked_count("sub_batch", sub_batch, 1)
     checked_count("sub_batch_tokens", sub_batch_tokens, 1, (None,))
-    checked_retain(retain)
+    checked_count("retain", retain, 0, (AUTO,))
 
 
 def encode_sides(

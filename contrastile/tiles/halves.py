@@ -112,22 +112,15 @@ class Halves(Tiles):
 
     def _blocks(self, rows: Shard, cols: Shard) -> Iterator[tuple[Tiles, Shard, Shard, tuple[int, slice]]]:
         """The blocks within a block: tiles, rows with one half of their features, columns, and the places of both."""
-        D = cols.features.shape[1]
         for half, start, stop in self.spans:
             along = slice(max(start - cols.start, 0), min(stop - cols.start, len(cols)))
             if along.start < along.stop:
                 tiles = self.halves[half]
                 # a mask of positives out of range has changed the scale
                 tiles.scale, tiles.backward_next = self.scale, self.backward_next
-                yield tiles, _half(rows, half, D), cols.narrow(along.start, along.stop), (half, along)
-
-
-def _half(rows: Shard, half: int, D: int) -> Shard:
-    guides = []
-    for guide in rows.guides:
-        G = guide.shape[1] // 2
-        guides.append(guide[:, half * G : (half + 1) * G])
-    return changed(rows, features=rows.features[:, half * D : (half + 1) * D], guides=tuple(guides))
+                features, *guides = (x.chunk(2, dim=1)[half] for x in (rows.features, *rows.guides))
+                half_rows = changed(rows, features=features, guides=tuple(guides))
+                yield tiles, half_rows, cols.narrow(along.start, along.stop), (half, along)
 
 
 @cache

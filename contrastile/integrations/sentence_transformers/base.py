@@ -22,8 +22,10 @@ from contrastile import encode
 from contrastile._errors import invalid, number, truth_value, whole_number
 from contrastile._types import accumulator
 from contrastile.engine.plan import share_error
+from contrastile.gradcache.encode import checked_count
 from contrastile.gradcache.introspect import of_its_module
-from contrastile.integrations.sides import Retain, checked_retain, retain_of_sides
+from contrastile.gradcache.memory import AUTO
+from contrastile.integrations.sides import Retain, retain_of_sides
 
 LIBRARY = "sentence_transformers"
 # words of a constructor that the model card leaves out
@@ -67,7 +69,7 @@ class CachedLoss(nn.Module):
             remedy = "Take a loss of sentence_transformers.cross_encoder.losses."
             raise invalid("model", "embed each text by itself", f"a {type(model).__name__}", remedy)
         number("scale", scale, lambda x: x > 0, "be above 0", "Pass 1 / temperature, which is not learned.")
-        retain = checked_retain(retain)
+        retain = checked_count("retain", retain, 0, (AUTO,))
         truth_value("gather_across_devices", gather_across_devices)
         whole_number("mini_batch_size", mini_batch_size, 1, "Count the texts that the model sees at once.")
         if mini_batch_num_tokens is not None:
@@ -139,9 +141,8 @@ class CachedLoss(nn.Module):
         return [self._embed(column, self.model, retain) for column, retain in zip(columns, retained, strict=True)]
 
     @staticmethod
-    def _output(model: Any, features: dict[str, Any], width: int) -> Any:
-        """Embeddings of some rows; `width`: positions of the column's longest text, 0 where there are no texts."""
-        del width
+    def _output(model: Any, features: dict[str, Any], _width: int) -> Any:
+        """Embeddings of some rows; `_width`: positions of the column's longest text, 0 where there are no texts."""
         return model(features)["sentence_embedding"]
 
     def _embed(self, features: Mapping[str, Any], model: Any, retain: Retain = 0) -> Any:
@@ -233,8 +234,7 @@ class _Differentiated(torch.autograd.Function):
     """A number whose gradients with respect to the embeddings are known."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor], *embeddings: Tensor) -> Tensor:
-        del embeddings
+    def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor], *_embeddings: Tensor) -> Tensor:
         ctx.save_for_backward(*gradients)
         return value.clone()
 

@@ -85,8 +85,7 @@ class CachedMultiVectorLoss(CachedLoss):
             (query, mask), (documents, masks), scale=self.scale, loss=Softmax(), scorer=MaxSim(), exchange=self.exchange
         )
 
-    def _embed_columns(self, columns: Sequence[Mapping[str, Any]], labels: Tensor | None) -> tuple[list[Tensor], Any]:
-        del labels
+    def _embed_columns(self, columns: Sequence[Mapping[str, Any]], _labels: Tensor | None) -> tuple[list[Tensor], Any]:
         if Layers.of(self.model) is not None:
             remedy = "Train the layers of a SentenceTransformer."
             raise invalid("loss", "be called by a trainer or MatryoshkaLoss", "AdaptiveLayerLoss", remedy)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from contrastile._types import Reduction
 from contrastile.losses.base import Shard, Tile, Total
 from contrastile.scorers import MaxSim, tokens
-from contrastile.tiles.base import ForwardResult, InFlight
+from contrastile.tiles.base import ForwardResult, InFlight, Sum
 from contrastile.tiles.eager import LEAST_STRIP
 from contrastile.tiles.scored import Form, Scored, Scorer
 from contrastile.tiles.triton import launch, plan
@@ -39,12 +39,8 @@ SQUARE = 64
 TOKENS, FEATURES = 64, 64
 
 
-class TokenBlock(NamedTuple):
-    """A block's tokens, as the kernels read them, and the winning tokens [J, entries] where gradients are wanted."""
-
-    entries: Entries
-    documents: Documents
-    winners: Tensor | None
+# a block's tokens, as the kernels read them, and the winning tokens [J, entries] where gradients are wanted
+TokenBlock = tuple[Entries, Documents, Tensor | None]
 
 
 @dataclass
@@ -99,8 +95,7 @@ class FusedMaxSim(Scored):
         # the columns have their statistics only after all rows
         return fit if fit >= LEAST_STRIP and not self.loss.symmetric else 0
 
-    def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
-        del wanted
+    def accumulators(self, rows: Shard, cols: Shard, _wanted: Sequence[bool]) -> tuple[Sum, Sum]:
         # then sums are float32 for a strip at a time, and take memory as tiles are met, each of which frees what the
         # forward has kept for it
         self.sums_are_gradients = self.whole_backward
@@ -117,9 +112,7 @@ class FusedMaxSim(Scored):
         self.row_tiles, self.most_stored = tiles_of(len(rows), self.side), -1
         return super().forward(rows, cols)
 
-    def backward(
-        self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None = None
-    ) -> Tensor:
+    def backward(self, rows: Shard, cols: Shard, u: Sum, v: Sum | InFlight, row_stats: Tensor | None = None) -> Tensor:
         if not self.whole_backward:
             return super().backward(rows, cols, u, v, row_stats)
         assert not isinstance(v, InFlight)
@@ -187,8 +180,7 @@ class FusedMaxSim(Scored):
         with on(self.scale.device):
             return launch.scaled(total.view(-1, width), self.scale, upstream, dtype, keep=keep)
 
-    def _logits(self, rows: Shard, cols: Shard, room: Tensor, *, with_graph: bool) -> tuple[Tensor, Any]:
-        del room
+    def _logits(self, rows: Shard, cols: Shard, _room: Tensor, *, with_graph: bool) -> tuple[Tensor, Any]:
         self.computed = True
         with on(self.scale.device):
             scores, block = self._scores(rows, cols, with_graph=with_graph)
@@ -213,9 +205,7 @@ class FusedMaxSim(Scored):
             )  # fmt: skip
         return stats
 
-    def _propagate(
-        self, tile: Tile, context: Any, rows: Shard, cols: Shard, u_I: Tensor | None, v_J: Tensor | None, sums: Tensor
-    ) -> None:
+    def _propagate(self, tile: Tile, context: Any, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor) -> None:
         (scores, block), epilogue = context, self._epilogue
         if epilogue is None:
             g = self.loss.pair_grad(tile, rows, cols)
@@ -274,7 +264,7 @@ class FusedMaxSim(Scored):
         position = rows.start, cols.start
         if with_graph and position in self.stored:
             scores, stored = self.stored.pop(position)
-            return scores, TokenBlock(entries, documents, stored)
+            return scores, (entries, documents, stored)
         keeps = not with_graph and self._keeps(rows, cols, entries.count * documents.index.itemsize + 4 * len(rows))
         if wide == torch.float32 and not interpreting():
             room = self.workspace // maxsim.LISTS
@@ -283,7 +273,7 @@ class FusedMaxSim(Scored):
             scores, winners = maxsim.scored(entries, documents, best=with_graph or keeps)
         if keeps and winners is not None:
             self.stored[position] = scores, winners
-        return scores, TokenBlock(entries, documents, winners)
+        return scores, (entries, documents, winners)
 
     def _keeps(self, rows: Shard, cols: Shard, bytes_of_column: int) -> bool:
         """True for a tile that the forward keeps, in the order of the backward: rows first, then columns."""
@@ -296,18 +286,18 @@ class FusedMaxSim(Scored):
             self.most_stored = int(room / (bytes_of_column * len(cols)))
         return cols.start // self.side * self.row_tiles + rows.start // self.side < self.most_stored
 
-    def _pass_on(self, g_IJ: Tensor, block: TokenBlock, u_I: Tensor | None, v_J: Tensor | None) -> None:
+    def _pass_on(self, g_IJ: Tensor, block: TokenBlock, u_I: Sum, v_J: Sum) -> None:
         """Add the gradient of the vectors to the accumulators."""
-        winners = block.winners
+        entries, documents, winners = block
         if winners is None:
             return
-        queries = None if u_I is None else partial(maxsim.add_query_gradients, u_I, g_IJ, *block[:2], winners)
+        queries = None if u_I is None else partial(maxsim.add_query_gradients, u_I, g_IJ, entries, documents, winners)
         if v_J is not None:
             # beside the winners that are kept and this tile's, the gradients of pairs and their copy by queries
             held = sum(x.nbytes for tile in self.stored.values() for x in tile)
             held += (winners.nbytes + 3 * g_IJ.nbytes) if held else 0
             workspace = maxsim.list_bytes(self.workspace, held)
-            maxsim.add_document_gradients(v_J, g_IJ, *block[:2], winners, workspace, meanwhile=queries)
+            maxsim.add_document_gradients(v_J, g_IJ, entries, documents, winners, workspace, meanwhile=queries)
         elif queries is not None:
             queries()
 
