@@ -4,8 +4,6 @@ Stands on the ground of the house: everything may import it, and nothing else na
 of torch may change any of these without notice; then this file changes, and no other.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -282,7 +280,6 @@ def has_ranks() -> bool:
 
 
 def process_groups() -> list[Any]:
-    """All process groups of this process."""
     return [*dist.distributed_c10d._world.pg_map] if dist.is_available() else []
 
 
@@ -328,7 +325,6 @@ def fsdp_states(modules: Sequence[Any]) -> list[Any]:
 
 
 def fsdp_groups(state: Any) -> list[Any]:
-    """Groups of parameters of a state."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         # torch 2.11 has one or none

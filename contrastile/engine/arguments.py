@@ -96,7 +96,6 @@ def alike(name: str, x: Tensor, other_name: str, other: Tensor, cast: torch.dtyp
 
 
 def same_device(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
-    """Check that x and other are on one device."""
     if x.device != other.device:
         rule, got = f"be on the device of `{other_name}`", f"{x.device} and {other.device}"
         raise invalid(name, rule, got, "Move one side first.")

@@ -107,7 +107,6 @@ class Job:
 
     @property
     def device(self) -> torch.device | None:
-        """Device on which the encoder computes."""
         return self.reached.device
 
     @property
@@ -362,7 +361,6 @@ def _equal_number(numbers: Sequence[Tensor]) -> Tensor:
 
 
 def differentiable(leaves: Sequence[Tensor | None]) -> list[Tensor]:
-    """The leaves that want a gradient."""
     return [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
 
 

@@ -92,7 +92,6 @@ class Place:
     axis: int = 0
 
     def of(self, x: Tensor) -> Tensor:
-        """A view of the part."""
         return x[(*[slice(None)] * self.axis, self.rows)]
 
 
@@ -147,7 +146,6 @@ class Layout:
         return _arguments(leaves, self.tensors, rows, self.structure)
 
     def count(self, bounds: Bounds, _outputs: Sequence[Any]) -> int:
-        """The number of these examples."""
         return bounds[1] - bounds[0]
 
 
@@ -171,11 +169,9 @@ class Parts:
         return [Place(first + index, slice(None)) for index in range(len(positions))]
 
     def rows(self, tensors: Sequence[Tensor], bounds: Bounds) -> list[Tensor | None]:
-        """All tensors of the part."""
         return [tensors[place.tensor] for place in self.places(bounds)]
 
     def arguments(self, rows: Sequence[Tensor | None], bounds: Bounds) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The encoder's arguments and keywords for the part."""
         structure, others, positions, _ = self.parts[bounds[0]]
         return _arguments(list(others), positions, rows, structure)
 

@@ -64,7 +64,6 @@ class Reached:
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """Types of all parameters."""
         return {x.dtype for x in self.every}
 
     @cached_property

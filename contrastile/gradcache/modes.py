@@ -47,7 +47,6 @@ class Autocast:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Run with these settings."""
         with ExitStack() as stack:
             for setting in self.settings:
                 stack.enter_context(torch.autocast(**setting))

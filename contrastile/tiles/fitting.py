@@ -3,8 +3,6 @@
 Beside `scored.py`, for scorers of which only a trial shows how much memory their graph takes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 from weakref import WeakKeyDictionary
 

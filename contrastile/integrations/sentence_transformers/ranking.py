@@ -110,7 +110,6 @@ class CachedRankingLoss(CachedLoss):
 
     @property
     def temperature(self) -> float:
-        """1 / scale."""
         return 1.0 / self.scale
 
     def compute_loss_from_embeddings(self, embeddings: Sequence[Tensor], labels: Tensor | None = None) -> Tensor:

@@ -126,7 +126,6 @@ class Documents:
 
     @property
     def index(self) -> torch.dtype:
-        """Type of the index of a token."""
         return torch.uint8 if self.vectors.shape[1] < MOST_SMALL else torch.int16
 
     @property

@@ -1,7 +1,5 @@
 """Forms of late interaction's kernels on a chip, as measured (docs/kernels.md)."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import NamedTuple
 
