@@ -18,12 +18,6 @@ LN2_FIRST = tl.constexpr(0.693359375)
 LN2_REST = tl.constexpr(-2.1219444005469057e-4)
 # largest exponent t of a term
 HIGHEST = tl.constexpr(100.0)
-# t of the middle of rows' largest logits, as estimated where norms allow far larger ones: between both limits of a sum
-ESTIMATED = tl.constexpr(20.0)
-# a larger sum has terms whose products could exceed float32, where no norm is their bound
-HIGHEST_SUM = tl.constexpr(2.0**100)
-# keys times the norms of features beyond which sums of such exponentials times features could exceed float32
-MOST_EXPONENTIALS = tl.constexpr(2.0**27)
 # a smaller sum may have lost terms that matter
 LOWEST_SUM = tl.constexpr(2.0**-60)
 # exponents of negatives that a guide leaves are raised to this: a sum of 0 has no pair, and needs no careful form
@@ -74,12 +68,6 @@ def one_side(of_rows, row, col):
 def count_along(x, valid, axis: tl.constexpr):
     """Number of valid pairs along `axis`, computed from x to keep its layout: masks lie across the threads."""
     return tl.sum(tl.where(valid, x * 0.0 + 1.0, 0.0), axis)
-
-
-@triton.jit
-def product_less_one(a, b):
-    """(1 + a)(1 + b) − 1, to full precision for small a and b too."""
-    return a + b + a * b
 
 
 @triton.jit
@@ -212,21 +200,6 @@ def sum_per_lane(x, BM: tl.constexpr, WIDTH: tl.constexpr):
     """Partial sums of the rows of x as [BM, 4]: within threads, in the layout that the tensor cores return."""
     left, right = tl.split(tl.reshape(x, (BM, WIDTH // 2, 2)))
     return tl.sum(tl.reshape(left + right, (BM, WIDTH // 8, 4)), 1)
-
-
-@triton.jit
-def _added(a, b, c, other_a, other_b, other_c):
-    return a + other_a, b + other_b, c + other_c
-
-
-@triton.jit
-def store_column_sums(a, b, c, at, stride, inside):
-    """Store the sums of three tiles along columns, as `store_rows`; warps wait for each other once, not thrice."""
-    of_a, of_b, of_c = tl.reduce((a, b, c), 0, _added)
-    # [columns, 2, 2], the last of which is not stored
-    sums = tl.join(tl.join(of_a, of_c), tl.join(of_b, of_b))
-    number = 2 * tl.arange(0, 2)[None, :, None] + tl.arange(0, 2)[None, None, :]
-    tl.store(at[:, None, None] + number * stride, sums, mask=inside[:, None, None] & (number < 3))
 
 
 @triton.jit

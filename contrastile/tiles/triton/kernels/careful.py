@@ -65,13 +65,6 @@ def add_along(top, total, logit_sum, count, x, valid, axis: tl.constexpr, SUMS: 
 
 
 @triton.jit
-def _store_columns(x, valid, at, stride, inside, SUMS: tl.constexpr):
-    """Store the statistics of the columns of x."""
-    top, total = _max_and_sum(x, valid, 0)
-    store_stats(top, total, _sum_below(x, valid, top, 0), count_along(x, valid, 0), at, stride, inside, SUMS)
-
-
-@triton.jit
 def _teacher(x, t, valid, axis: tl.constexpr):
     """A teacher's statistics of the valid pairs along `axis`: top, sum, gap, and the top of x."""
     hidden = tl.where(valid, t, -float("inf"))
@@ -135,7 +128,9 @@ def maxima(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
             if COLUMNS:
                 col_at = col_part_ptr + i.to(tl.int64) * M + cols
                 stride = row_tiles.to(tl.int64) * M
-                _store_columns(x, negative, col_at, stride, cols < M, SMOOTH)
+                of_top, of_total = _max_and_sum(x, negative, 0)
+                below, number = _sum_below(x, negative, of_top, 0), count_along(x, negative, 0)
+                store_stats(of_top, of_total, below, number, col_at, stride, cols < M, SMOOTH)
                 if GUIDE == TEACHER:
                     of_top, of_soft, of_gap, _ = _teacher(x, t, negative, 0)
                     store_rows((of_top, of_soft, of_gap), col_at + 2 * stride, stride, cols < M)

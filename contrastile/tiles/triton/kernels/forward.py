@@ -36,9 +36,7 @@ from contrastile.tiles.triton.kernels.arithmetic import (
     exponent_constants,
     exponents,
     log1p,
-    product_less_one,
     quarter,
-    store_column_sums,
     store_rows,
     sum_per_lane,
 )
@@ -109,6 +107,12 @@ def tile_products(q_mem, k_mem, q_stride, k_stride, D, guide_q_mem, guide_k_mem,
 
 
 @triton.jit
+def _product_less_one(a, b):
+    """(1 + a)(1 + b) − 1, to full precision for small a and b too."""
+    return a + b + a * b
+
+
+@triton.jit
 def softplus_sum(t, BM: tl.constexpr, BN: tl.constexpr):
     """Σ_j log(1 + 2^t_ij): one exponential per pair, and one logarithm for many.
 
@@ -116,8 +120,23 @@ def softplus_sum(t, BM: tl.constexpr, BN: tl.constexpr):
     """
     e = tl.math.exp2(tl.abs(t) * -1.0)
     # the product less 1 keeps the digits of small terms
-    growth = tl.reduce(tl.reshape(e, (BM, BN // 8, 8)), 1, product_less_one)
+    growth = tl.reduce(tl.reshape(e, (BM, BN // 8, 8)), 1, _product_less_one)
     return tl.sum(log1p(growth), 1) + tl.sum(tl.maximum(t, 0.0), 1) * LN2
+
+
+@triton.jit
+def _added(a, b, c, other_a, other_b, other_c):
+    return a + other_a, b + other_b, c + other_c
+
+
+@triton.jit
+def _store_column_sums(a, b, c, at, stride, inside):
+    """Store the sums of three tiles along columns, as `store_rows`; warps wait for each other once, not thrice."""
+    of_a, of_b, of_c = tl.reduce((a, b, c), 0, _added)
+    # [columns, 2, 2], the last of which is not stored
+    sums = tl.join(tl.join(of_a, of_c), tl.join(of_b, of_b))
+    number = 2 * tl.arange(0, 2)[None, :, None] + tl.arange(0, 2)[None, None, :]
+    tl.store(at[:, None, None] + number * stride, sums, mask=inside[:, None, None] & (number < 3))
 
 
 @triton.jit
@@ -246,7 +265,7 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
                 gap += sum_per_lane(apart, BM, WIDTH)
                 if COLUMNS:
                     col_at = col_part_ptr + i.to(tl.int64) * M + cols
-                    store_column_sums(e, f, apart, col_at, col_stride, cols < M)
+                    _store_column_sums(e, f, apart, col_at, col_stride, cols < M)
             store_rows((tl.sum(total, 1), tl.sum(soft, 1), tl.sum(gap, 1)), row_at, row_stride, rows < N)
         elif KEEP:
             total = exponential_tile(acc, constants, masks, col_part_ptr, out_mem, out_stride, i, j, N, M, BM, BN,

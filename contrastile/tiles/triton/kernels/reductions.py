@@ -16,11 +16,9 @@ from contrastile.tiles.triton.kernels.arithmetic import (
     ANY,
     BIAS,
     CAREFUL,
-    ESTIMATED,
     FACTOR,
     GAP,
     HIGHEST,
-    HIGHEST_SUM,
     LIMIT,
     LN2,
     LOG2E,
@@ -28,7 +26,6 @@ from contrastile.tiles.triton.kernels.arithmetic import (
     LOGIT_SUM,
     LOWEST_SUM,
     MASK,
-    MOST_EXPONENTIALS,
     NONFINITE,
     POSITIVE_FACTOR,
     POSITIVE_TOP,
@@ -55,6 +52,13 @@ from contrastile.tiles.triton.kernels.arithmetic import (
     steps_of_rows,
     store_stats,
 )
+
+# t of the middle of rows' largest logits, as estimated where norms allow far larger ones: between both limits of a sum
+ESTIMATED = tl.constexpr(20.0)
+# a larger sum has terms whose products could exceed float32, where no norm is their bound
+HIGHEST_SUM = tl.constexpr(2.0**100)
+# keys times the norms of features beyond which sums of such exponentials times features could exceed float32
+MOST_EXPONENTIALS = tl.constexpr(2.0**27)
 
 
 @triton.jit(do_not_specialize=ANY)
