@@ -55,6 +55,8 @@ FUSED = [
     "gist_listed_pairs",
     "gist_all_pairs",
     "distill_clip",
+    "distill_clip_labels",
+    "distill_labels",
     "siglip_balanced",
     "sup_con_in",
 ]
@@ -138,6 +140,25 @@ def test_ranks_have_the_gradients_of_one_process(pool: Pool, W: int, exchange: s
             assert distance(combined, true) <= 1e-12, (name, key)
 
 
+def _fused_labels(rank: int, group: Any, exchange: str) -> tuple[Tensor, dict[str, Tensor]]:
+    case = CASES["distill_clip_labels"]().of_rank(rank, SHARES[3])
+    return case.by_tiles(case.tensors(torch.float32), backend="triton", exchange=exchange, group=group)
+
+
+@pytest.mark.parametrize("exchange", ["gather", "ring"])
+def test_fused_kernels_compute_a_teacher_of_labels_and_ids_on_ranks(pool: Pool, exchange: str) -> None:
+    """A row's label may have one row in a block and several in others."""
+    pytest.importorskip("triton")
+    case = CASES["distill_clip_labels"]()
+    truth, true_gradients = case.by_formula(case.tensors(torch.float64))
+    answers = pool.run(_fused_labels, 3, exchange)
+    assert all(distance(loss, truth) <= 1e-6 for loss, _ in answers)
+    for key, true in true_gradients.items():
+        parts = [gradients[key] for _, gradients in answers]
+        combined = torch.cat(parts) / 3 if true.ndim else torch.stack(parts).mean(0)
+        assert distance(combined, true) <= 1e-5, key
+
+
 # of Dynamo itself, about a tensor that it hands over a break
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("name", ["own_negatives", "siglip_balanced"])
@@ -149,13 +170,6 @@ def test_torch_compile_computes_it_beside_its_graph(name: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda **named: case.module()(**named) * 2, backend="eager")
     assert distance(compiled(**tensors, **case.constants).detach(), 2 * truth) <= 1e-12
-
-
-def test_the_fused_kernels_decline_a_teacher_with_positives_by_label() -> None:
-    pytest.importorskip("triton")
-    case = CASES["distill_labels"]()
-    with pytest.raises(ValueError, match="It declines: no kernel for Distilled with positives by label"):
-        case.by_tiles(case.tensors(torch.float32), backend="triton")
 
 
 @pytest.mark.parametrize("student", [torch.float32, torch.bfloat16])

@@ -39,7 +39,7 @@ SIX = {"LEFT": 0b10_01_00_01_00_00, "RIGHT": 0b00_01_10_00_01_00, "PRODUCTS": 6,
 EVERYTHING = {"U": True, "V": True, "WEIGHTS": True, "SMOOTH": True, "BIASED": True, "SIDES": 2}
 EVERYTHING |= {"MEAN": True, "TIMES": True, "GUIDE": 2, "SELF": True, "ADD": True, "ORDERED": True, "STEPS": 14}
 EVERYTHING |= {"MEASURED": 1, "CHUNK": 128, "SLOTS": 64, "STORED": True, "TALL": 128, "LONG": 1024, "LATER": True}
-EVERYTHING |= {"LABELS": True, "PLAIN": 2, "WEIGHED": 2, "PIECES": 2, "KINDS": 2, "MERGE": True}
+EVERYTHING |= {"LABELS": True, "PLAIN": 2, "WEIGHED": 2, "PIECES": 3, "KINDS": 2, "MERGE": True}
 EVERYTHING |= {"GRADIENT": True, "EXCLUDED": True, "EACH": True}
 # strides and sizes that are multiples of 16 where features are
 ALIGNED = ("D", "G", "entries", *(f"{name}_stride" for name in ("q", "k", "guide_q", "guide_k", "out", "bits")))
@@ -200,7 +200,7 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
     sigmoid = {"SOFTPLUS": True, "COLUMNS": False, "LOSS": True}
     teacher = {"GUIDE": TEACHER, "GUIDE_PRODUCTS": 1, "FLATTEN": False}
     by_label = {"DIAGONAL": False, "POSITIVES": -1}
-    several = {"DIAGONAL": False, "POSITIVES": UNROLLED.value + 1, "FLATTEN": False, "IDS": True, "SMOOTH": True}
+    several = {"DIAGONAL": False, "POSITIVES": UNROLLED.value + 1, "FLATTEN": False, "IDS": 2, "SMOOTH": True}
     kernels = _kernels()
     assert {f"{KERNELS}.{name}" for name in SIZES} <= {kernel.fn.__module__ for kernel in kernels}
     for kernel in kernels:

@@ -254,11 +254,27 @@ def test_a_teacher_of_listed_positives() -> None:
 
 @pytest.mark.parametrize("loss", [TEACHER, Distilled(weight=0.4), Distilled(weight=1.0)])
 @pytest.mark.parametrize("number", [2, 15, 100])
-def test_a_teacher_of_positives_by_label(loss: Distilled, number: int) -> None:
-    """Rows with many positives, with one, and with none."""
-    labels = {"query_labels": torch.randint(number, (N,)), "key_labels": torch.randint(number, (N,))}
-    weights = torch.rand(N)
-    _against_eager(_leaves(N, N), torch.float16, loss=loss, weights=weights, **labels, **_teacher(N, N))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_a_teacher_of_positives_by_label(loss: Distilled, number: int, dtype: torch.dtype) -> None:
+    """Rows with many positives, with one, and with none; pairs of equal ids and labels, and of equal ids alone."""
+    groups: dict[str, Any] = {f"{side}_labels": torch.randint(number, (N,)) for side in ("query", "key")}
+    if number != 15:
+        groups |= {f"{side}_ids": torch.randint(20, (N,)) for side in ("query", "key")}
+    workspace = LITTLE if number == 2 else None
+    _against_eager(
+        _leaves(N, N), dtype, loss=loss, weights=torch.rand(N), workspace=workspace, **groups, **_teacher(N, N)
+    )
+
+
+def test_a_teachers_loss_keeps_its_digits_where_positives_are_close() -> None:
+    """Of float32 features: log-sum-exp and mean are near 100, with the rounding error of the tiles' factor in both."""
+    labels, same = torch.arange(N) % 3, torch.eye(3, D)[torch.arange(N) % 3]
+    given = {"query_labels": labels, "key_labels": labels, "guide_q": 50 * same, "guide_k": same, "loss": TEACHER}
+    found, true = (
+        contrast(same.to(dtype), same.to(dtype), scale=99.9, backend=backend, **given)
+        for backend, dtype in (("triton", torch.float32), ("eager", torch.float64))
+    )
+    assert (found - true).abs() <= 1e-6
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 2)])

@@ -23,6 +23,7 @@ from contrastile import contrast
 from contrastile._types import Reduction
 from contrastile.losses.base import Finished, Formula, PairLoss, Shard
 from contrastile.losses.decoupled import Decoupled, DecoupledWeighted
+from contrastile.losses.distilled import Distilled
 from contrastile.losses.hardness import Hardness
 from contrastile.losses.reference import dense_decoupled, dense_softmax
 from contrastile.losses.sigmoid import Sigmoid
@@ -222,10 +223,11 @@ def test_positives_by_label_are_sums_of_features(
     of_rows, of_cols = ((torch.arange(n) * 2 // n) * torch.arange(n) for n in map(len, features))
     of_rows = of_cols if loss.exclude_self else torch.where(of_rows == 60, of_rows - 1, of_rows)
     order = torch.randperm(75)
-    rows = Shard(features[0], labels=of_rows[order])
-    cols = Shard(
-        features[0] if loss.exclude_self else features[1], labels=of_cols[order] if loss.exclude_self else of_cols
-    )
+    rows = Shard(features[0], labels=of_rows[order], ids=None if workspace < 2**30 else torch.arange(75) % 13)
+    cols = rows if loss.exclude_self else Shard(features[1], labels=of_cols)
+    if rows.ids is not None and cols is not rows:
+        # of which some are those of positives
+        cols = replace(cols, ids=torch.arange(110) % 17)
     tiles = Triton(loss, torch.tensor(scale), None, workspace)
     assert tiles._budget.sums_labels(rows, cols)
     tiles.backward_next = tiles.fresh = True
@@ -256,19 +258,18 @@ def test_a_single_positive_by_label_keeps_all_digits(loss: Softmax) -> None:
 
 
 def test_sums_by_label_stay_within_the_workspace() -> None:
-    """With less, or in float32, whose digits they would lose, a block has the order of its labels."""
+    """With less, or in float32, a block has the order of its labels; a teacher has sums in any case."""
     labels = torch.arange(70) % 3
     for dtype, workspace, loss, summed in (
         (torch.float16, 2**20, SYMMETRIC, True),
         (torch.float16, 2**15, SYMMETRIC, False),
         (torch.float32, 2**20, SYMMETRIC, False),
+        (torch.float32, 2**15, Distilled(), True),
         (torch.float16, 2**20, SoftmaxInside(), False),
         (torch.float16, 2**20, Softmax(label_smoothing=0.1), False),
     ):
-        sides = [Shard(_unit(70, dtype), labels=labels) for _ in range(2)]
+        sides = [Shard(_unit(70, dtype), labels=labels, ids=labels) for _ in range(2)]
         assert _tiles(loss=loss, workspace=workspace)._budget.sums_labels(*sides) == summed
-    rows = Shard(_unit(70), labels=labels, ids=labels)
-    assert not _tiles()._budget.sums_labels(rows, rows)
 
 
 @pytest.mark.usefixtures("_few_features")
@@ -970,10 +971,11 @@ def test_exponentials_with_a_bias_or_without_statistics_are_declined(field: str)
 
 def test_groups_are_numbered_in_32_bits() -> None:
     ids = torch.tensor([2**40, -7, 2**40 + 2**32, 5, -7])
-    numbered = backend.numbered_groups(Shard(_unit(3), ids=ids[:3]), Shard(_unit(2), ids=ids[3:]))
-    both = torch.cat([side["ids"] for side in numbered])
-    assert both.dtype == torch.int32
-    assert both.tolist() == [2, 0, 3, 1, 0]
+    sides = Shard(_unit(3), ids=ids[:3], labels=-ids[:3]), Shard(_unit(2), ids=ids[3:], labels=-ids[3:])
+    for labels, expected in ((False, [2, 0, 3, 1, 0]), (True, [[2, 1], [0, 3], [3, 0], [1, 2], [0, 3]])):
+        both = torch.cat([side["ids"] for side in backend.numbered_groups(*sides, labels=labels)])
+        assert both.dtype == torch.int32
+        assert both.tolist() == expected
 
 
 @pytest.mark.unpoisoned

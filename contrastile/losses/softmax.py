@@ -143,7 +143,7 @@ class Softmax(PairLoss):
         included = (named.positive_count > 0) & (named.positive_total == 0)
         positive_log = named.positive_total.masked_fill(included, 1.0).log()
         # differences of maxima first: they are exact where their logits are alike
-        gap = (named.top - named.positive_top.masked_fill(included, 0.0)) + (named.total.log() - positive_log)
+        gap = (named.top - named.positive_top) + (named.total.log() - positive_log)
         positive_share = 1 / named.positive_count.clamp(min=1)
         # mean of the positives relative to their top, as that of the negatives below
         mean = named.positive_sum * positive_share

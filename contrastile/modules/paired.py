@@ -156,8 +156,7 @@ class DistillClipLoss(Loss):
                 rows of unit length; constants.
             dist_logit_scale: the teacher's scale, a number or a tensor of shape [] or [1], a constant.
             ids: [N] integers; pairs of equal ids are not negatives of each other.
-            labels: [N] integers; all pairs of equal labels are positives, of whose hard losses a row has the mean. On a
-                GPU eager tiles compute it in float32 and with ids.
+            labels: [N] integers; all pairs of equal labels are positives, of whose hard losses a row has the mean.
             weights: [N]; the loss is Σ w·loss / Σ w.
         """
         with self._shared_errors():

@@ -86,9 +86,6 @@ class Triton(Tiles):
         unknown = plan.unknown_part(loss)
         if unknown is not None:
             return f"no kernel for {unknown}"
-        sums_labels = plan.epilogue_for(loss).sums_labels and rows.ids is None and rows.features.dtype.itemsize == 2
-        if by_label(rows) and rows.guides and not sums_labels:
-            return f"no kernel for {type(loss).__name__} with positives by label"
         reasons = (plan.refusal(x.dtype, rows.features.device) for x in (rows.features, *rows.guides))
         return next(filter(None, reasons), None)
 
@@ -243,7 +240,7 @@ class Triton(Tiles):
         numbers = rows.features, cols.features, self.scale, self.bias, self._epilogue
         constants = launch.block_constants(*numbers, keys=keys, least=least, norms=self.norms, labels=labels)
         self.constants[position] = with_guide(constants, rows, cols, self._epilogue, first=not self.constants)
-        self.groups[position] = numbered_groups(rows, cols)
+        self.groups[position] = numbered_groups(rows, cols, labels=by_sums)
         if labels:
             ordered = sorting.ordered(rows, cols, exclude_self=self.loss.exclude_self)
             runs = label_sums.runs(ordered, one_way=not self.loss.symmetric) if by_sums else None

@@ -216,16 +216,25 @@ def narrow(side: Shard, at: slice) -> Shard:
     return side if at.stop - at.start == len(side) else side.narrow(at.start, at.stop)
 
 
-def numbered_groups(rows: Shard, cols: Shard) -> Groups:
-    """Ids of both sides numbered from 0 in 32 bits: those of a tile must fit its registers."""
+def numbered_groups(rows: Shard, cols: Shard, *, labels: bool) -> Groups:
+    """Ids of both sides numbered from 0 in 32 bits: those of a tile must fit its registers.
+
+    labels: behind each id [n, 2] its label, because the tiles have the positives too, which ids do not exclude.
+    """
     if rows.ids is None or cols.ids is None:
         return {}, {}
-    values, order = torch.cat([rows.ids, cols.ids]).sort()
-    first = torch.zeros_like(values, dtype=torch.int32)
-    first[1:] = values[1:] != values[:-1]
-    numbers = torch.empty_like(first).scatter_(0, order, first.cumsum(0, dtype=torch.int32))
+    numbers = _numbered(rows.ids, cols.ids)
+    if labels and rows.labels is not None and cols.labels is not None:
+        numbers = torch.stack([numbers, _numbered(rows.labels, cols.labels)], dim=1)
     of_rows, of_cols = numbers.split([len(rows), len(cols)])
     return {"ids": of_rows}, {"ids": of_cols}
+
+
+def _numbered(rows: Tensor, cols: Tensor) -> Tensor:
+    values, order = torch.cat([rows, cols]).sort()
+    first = torch.zeros_like(values, dtype=torch.int32)
+    first[1:] = values[1:] != values[:-1]
+    return torch.empty_like(first).scatter_(0, order, first.cumsum(0, dtype=torch.int32))
 
 
 def readable_side(side: Shard, groups: dict[str, Tensor]) -> Shard:

@@ -206,7 +206,7 @@ class Budget:
 
     def sums_labels(self, rows: Shard, cols: Shard) -> bool:
         """True if positives by label enter as sums of features, in a block of any order: see `label_sums.py`."""
-        of_labels = rows.diagonal is None and rows.labels is not None and rows.ids is None
+        of_labels = rows.diagonal is None and rows.labels is not None
         return of_labels and self._can_sum_labels(len(rows), len(cols), rows.features.dtype)
 
     def room_for_sums(self, rows: Shard, cols: Shard, *, beside: bool) -> int:
@@ -220,8 +220,8 @@ class Budget:
         In float32 the difference of a probability and its target is more precise than that of their sums. Beside a
         teacher there is no other way.
         """
-        fits = self.epilogue.has_teacher or self._least_sums_bytes(N, M) <= self.workspace
-        return self.epilogue.sums_labels and dtype.itemsize == 2 and fits
+        prefers = dtype.itemsize == 2 and self._least_sums_bytes(N, M) <= self.workspace
+        return self.epilogue.sums_labels and (prefers or self.epilogue.has_teacher)
 
     def _least_sums_bytes(self, N: int, M: int) -> int:
         """Bytes of the fewest features' sums by label, two of each row and column."""

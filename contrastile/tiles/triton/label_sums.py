@@ -25,7 +25,7 @@ from contrastile.tiles.triton.block import Block, Order, Runs
 from contrastile.tiles.triton.budget import SUMMED
 from contrastile.tiles.triton.kernels import label_sums as kernels
 from contrastile.tiles.triton.launch import BLOCK
-from contrastile.tiles.triton.plan import tiles_of
+from contrastile.tiles.triton.plan import EXACT, tiles_of
 from contrastile.tiles.triton.start import run
 
 # rows of a chunk and warps of its program, chunks added at once, rows and warps of one program that reads the sums
@@ -87,8 +87,8 @@ def _summed(
     width = min(tiles_of(D, SUMMED), max(1, room // (each * SUMMED))) * SUMMED
     out = block.constants.new_empty(sides * kinds, max(N, M), width)
     given |= {"width": width, "out_ptr": out, "out_step": out.stride(0), "sums_ptr": out, "sums_step": out.stride(0)}
-    # features in bf16 are one piece
-    pieces = 1 if block.rows.features.dtype == torch.bfloat16 else 2
+    # of 8 bits each
+    pieces = {torch.bfloat16: 1, torch.float16: 2, torch.float32: EXACT}[block.rows.features.dtype]
     for first in range(0, D, width):
         given |= {"first_feature": first}
         chunks, blocks = tiles_of(max(N, M), CHUNK), tiles_of(min(width, D - first), SUMMED)

@@ -287,7 +287,8 @@ class Masks:
 
     diagonal, self_diagonal: row i excludes column i + diagonal, and column i + self_diagonal.
     positives: [N, P] columns that each row excludes, counted so that the super-tile's first is `positives_start`.
-    ids: pairs of equal ids are excluded. labels: pairs of equal labels are positive. Both as (of rows, of columns).
+    ids: pairs of equal ids are excluded; [n, 2] with labels behind them, except pairs of equal labels.
+    labels: pairs of equal labels are positive. Both as (of rows, of columns).
     spans: [5, N] numbers in place of `positives`, which say the same of labels in rising order, see `kernels/masks.py`.
     """
 
@@ -314,7 +315,7 @@ class Masks:
             "positives_start": self.positives_start, "row_ids_ptr": row_ids, "col_ids_ptr": col_ids,
             "row_labels_ptr": row_labels, "col_labels_ptr": col_labels, "DIAGONAL": self.diagonal is not None,
             "SELF": self.self_diagonal is not None, "POSITIVES": number,
-            "IDS": self.ids is not None, "LABELS": self.labels is not None,
+            "IDS": 0 if self.ids is None else self.ids[0].ndim, "LABELS": self.labels is not None,
         }  # fmt: skip
 
 

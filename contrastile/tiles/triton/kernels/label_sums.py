@@ -18,10 +18,14 @@ import triton.language as tl
 from contrastile.tiles.triton.kernels.arithmetic import (
     ANY,
     INTERPRETED,
+    LN2,
     POSITIVE_COUNT,
     POSITIVE_SHARE,
     POSITIVE_SUM,
+    POSITIVE_TOP,
+    REST,
     SCALE,
+    TOP,
     load_rows,
     one_side,
 )
@@ -81,10 +85,12 @@ def _sums_of_equal(same, x, PIECES: tl.constexpr):
         total = tl.dot(same, x)
     else:
         chosen = same.to(tl.bfloat16)
-        first = x.to(tl.bfloat16)
-        total = tl.dot(chosen, first)
-        if PIECES == 2:
-            total = tl.dot(chosen, (x - first.to(tl.float32)).to(tl.bfloat16), total)
+        piece = x.to(tl.bfloat16)
+        total = tl.dot(chosen, piece)
+        for _ in tl.static_range(PIECES - 1):
+            x = x - piece.to(tl.float32)
+            piece = x.to(tl.bfloat16)
+            total = tl.dot(chosen, piece, total)
     return total
 
 
@@ -129,7 +135,7 @@ def chunk_sums(row_x_ptr, row_order_ptr, row_spans_ptr, row_state_ptr, row_state
                          (row_state_ptr, row_state_stride, row_coefficient_ptr, row_singles_ptr))  # fmt: skip
         weights = _targets(state, places, inside, smoothing)
         out += tl.where(side < PLAIN, out_step, 0)
-        tl.store(out, _sums_of_equal(same, weights[:, None] * x, 2), mask=written)
+        tl.store(out, _sums_of_equal(same, weights[:, None] * x, max(PIECES, 2)), mask=written)
 
 
 @triton.jit(do_not_specialize=ANY)
@@ -184,7 +190,8 @@ def add_to_totals(row_x_ptr, row_order_ptr, row_spans_ptr, row_singles_ptr, N, r
                   D, first_feature, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Add the logits of positives to the statistics of rows (program_id 1 = 0) and columns (1), from sums of features.
 
-    The first features come with the number of positives.
+    They are relative to the top of all pairs, which are there already, and have the rounding error that the factor of
+    the tiles has, because the loss is the difference of both. The first features come with the number of positives.
     """
     of_rows = tl.program_id(1) == 0
     row = (row_order_ptr, row_spans_ptr, row_singles_ptr, N, row_x_ptr, row_x_row_stride, row_x_stride)
@@ -203,14 +210,18 @@ def add_to_totals(row_x_ptr, row_order_ptr, row_spans_ptr, row_singles_ptr, N, r
         total -= load_rows(other_x_ptr, itself, feature, D, other_row_stride, other_stride, own, BLOCK)
         inner += tl.sum(x * total, 1)
     stats = stats_ptr + places
-    inner *= tl.load(constants_ptr + SCALE)
+    scale = tl.load(constants_ptr + SCALE) - tl.load(constants_ptr + REST).to(tl.float64) * LN2
+    logits = inner.to(tl.float64) * scale
     if first_feature == 0:
+        top = tl.load(stats + TOP * stride, mask=several, other=0.0)
+        logits -= count * top.to(tl.float64)
+        tl.store(stats + POSITIVE_TOP * stride, top, mask=several)
         tl.store(stats + POSITIVE_COUNT * stride, count.to(tl.float32), mask=several)
     else:
-        inner += tl.load(stats + POSITIVE_SUM * stride, mask=several, other=0.0)
+        logits += tl.load(stats + POSITIVE_SUM * stride, mask=several, other=0.0)
     # all warps have read before one of them writes
     tl.debug_barrier()
-    tl.store(stats + POSITIVE_SUM * stride, inner, mask=several)
+    tl.store(stats + POSITIVE_SUM * stride, logits.to(tl.float32), mask=several)
 
 
 @triton.jit(do_not_specialize=ANY)

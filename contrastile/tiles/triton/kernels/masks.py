@@ -1,7 +1,8 @@
 """Device code of masks: the pairs of a tile that count.
 
 Below `forward.py`. `masks` holds the excluded positions: the two diagonals, and the positives by index with their
-number per row, stride and first column; and the ids of rows and columns, of which equal ones are excluded.
+number per row, stride and first column; and the ids of rows and columns, of which equal ones are excluded. With IDS = 2
+each id has a label behind it, and pairs of equal labels are not excluded.
 """
 
 import triton
@@ -92,7 +93,10 @@ def valid_pairs(rows, cols, N, M, masks, DIAGONAL: tl.constexpr, SELF: tl.conste
                 col = _column(positives_at + p, rows < N, positives_start)
                 valid = valid & (cols[None, :] != col[:, None])
     if IDS:
-        valid = valid & (equal_groups(ids, rows, cols, N, M) == 0)
+        excluded = equal_groups(ids, rows * IDS, cols * IDS, N * IDS, M * IDS)
+        if IDS == 2:
+            excluded = excluded & (equal_groups(ids, rows * 2 + 1, cols * 2 + 1, N * 2, M * 2) == 0)
+        valid = valid & (excluded == 0)
     return valid
 
 
