@@ -131,6 +131,8 @@ def test_a_bad_row_is_skipped_with_its_reason(album, caplog, line, write, reason
         pairs = album.open()
     assert (len(pairs), pairs.skipped) == (20, {reason: 1})
     assert f"1 of 21 rows are skipped ({reason}: 1)" in caplog.text
+    unread = line.startswith(b"x" if isinstance(line, bytes) else "x")
+    assert (f"the first image that is skipped ({reason}): {album.folder / 'x.png'}" in caplog.text) == unread
 
 
 def test_too_many_bad_rows_are_an_error_also_from_the_cache(album):

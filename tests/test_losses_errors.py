@@ -270,11 +270,13 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`labels` must be a tensor of shape [6], one entry for each row of `features`; got shape [3]. Pass "
     "labels.repeat(2) where views are concatenated.": lambda: SupConLoss()(_x(6, 4), torch.arange(3), 1.0),
     "`labels` must be a tensor of shape [3], one entry for each row of `features`; got shape [3, 1]. Pass "
-    "labels[:, 0].": lambda: SupConLoss()(_x(3, 4), torch.ones(3, 1, dtype=torch.int64), 1.0),
+    "`labels`[:, 0].": lambda: SupConLoss()(_x(3, 4), torch.ones(3, 1, dtype=torch.int64), 1.0),
     "`labels` must be a tensor of shape [3], one entry for each row of `features`; got shape [3, 2]. Pass "
-    "labels.argmax(dim=1) if its rows are one-hot.": lambda: (
+    "`labels`.argmax(dim=1) if its rows are one-hot.": lambda: (
         SupConLoss()(_x(3, 4), torch.ones(3, 2, dtype=torch.int64), 1.0)
     ),
+    "`ids` must be a tensor of shape [3], one entry for each row of `image_features`; got shape [3, 1]. Pass "
+    "`ids`[:, 0].": lambda: ClipLoss()(_x(3, 4), _x(3, 4), 1.0, ids=torch.ones(3, 1, dtype=torch.int64)),
     "`labels` must be a tensor of shape [3], one entry for each row of `features`; got list. Pass a number for each "
     "word, the same one on all ranks.": lambda: (
         SupConLoss()(_x(3, 4), ["a", "b", "a"], 1.0)  # type: ignore[arg-type]

@@ -356,9 +356,10 @@ def test_a_failure_that_destroys_the_weights_leaves_those_of_the_folder(finished
     assert all(torch.equal(value, before[name]) for name, value in weights(folder).items())
 
 
-def test_a_locked_tower_stays_and_its_projection_learns(tmp_path):
+def test_a_locked_tower_stays_and_its_projection_learns(tmp_path, caplog):
     recipe = tiny_recipe(tmp_path, "model.locked=['image']", "train.examples=64")
     began = ImageText.open(recipe).run.model.state_dict()
+    assert "model.locked: the image tower keeps random weights, for it has no folder or checkpoint" in caplog.text
     trained = weights(run_recipe(recipe, tmp_path / "runs").folder)
     moved = {name for name, value in trained.items() if not torch.equal(value, began[name])}
     assert "image.projection.weight" in moved

@@ -213,7 +213,7 @@ def test_a_source_without_held_out_questions_is_a_warning(tmp_path, caplog):
     RetrieverJob.open(recipe)
     assert [record.getMessage() for record in caplog.records] == [
         f"{folder}: no questions are held out, so there is nothing to measure the run on; "
-        "those of a BEIR folder are in files of qrels other than train.tsv"
+        "those of a BEIR folder are in files of qrels other than train.tsv, with grades above 0"
     ]
 
 

@@ -108,10 +108,14 @@ def _decode_all(
                     raise Skipped(pair)
                 caption, origin = pair
                 image = decode(origin(), writer.shape)
-            except Skipped as reason:
-                skipped[str(reason)] += 1
-            except OSError as failure:
-                skipped["missing picture" if isinstance(failure, FileNotFoundError) else "broken picture"] += 1
+            except (Skipped, OSError) as failure:
+                missing = isinstance(failure, FileNotFoundError)
+                read = "missing picture" if missing else "broken picture"
+                reason = str(failure) if isinstance(failure, Skipped) else read
+                skipped[reason] += 1
+                # the counts do not tell which image is broken; a missing one is named beside them
+                if skipped[reason] == 1 and not missing and not isinstance(pair, str) and isinstance(pair[1], Piece):
+                    logger.warning("the first image that is skipped (%s): %s", reason, pair[1].path)
             else:
                 writer.add(image)
                 captions.append(caption)

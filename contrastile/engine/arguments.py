@@ -230,7 +230,8 @@ def _as_vector(name: str, x: object, rows: int) -> str:
         return f"Pass labels.repeat({rows // len(x)}) where views are concatenated."
     if x.ndim != 2 or len(x) != rows:
         return f"Pass the entries of these {rows} rows, in their order."
-    return f"Pass {name}[:, 0]." if x.shape[1] == 1 else f"Pass {name}.argmax(dim=1) if its rows are one-hot."
+    # in quotes, so that a loss puts its own name for the argument there
+    return f"Pass `{name}`[:, 0]." if x.shape[1] == 1 else f"Pass `{name}`.argmax(dim=1) if its rows are one-hot."
 
 
 def constant(name: str, x: Tensor) -> None:

@@ -50,7 +50,10 @@ class ConvTower(nn.Module):
 
 
 class WordsTower(nn.Module):
-    """Tokens `[B, L]` to features `[B, features]`: words mixed with positions and neighbours; mean and maximum."""
+    """Tokens `[B, L]` to features `[B, features]`: words mixed with positions and neighbours; mean and maximum.
+
+    Both are 0 for a text without a token, such as a blank.
+    """
 
     def __init__(self, *, vocabulary: int, length: int, width: int = 128) -> None:
         super().__init__()
@@ -67,7 +70,7 @@ class WordsTower(nn.Module):
         mask, x = attention_mask[..., None].bool(), self.states(input_ids, attention_mask)
         mean = (x * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
         highest = x.masked_fill(~mask, torch.finfo(x.dtype).min).amax(dim=1)
-        return torch.cat([mean, highest], dim=1)
+        return torch.cat([mean, highest.masked_fill(~mask.any(dim=1), 0.0)], dim=1)
 
     def states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """`[B, L]` twice to a vector for each token, `[B, L, width]`; masked ones are neighbours of none."""

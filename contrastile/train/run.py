@@ -164,7 +164,7 @@ class Run(LoadedRun):
 
     @classmethod
     def model_of(cls, recipe: Recipe, tokenizer: Tokenizer) -> DualEncoder:
-        pretrained = any(getattr(recipe.model.both, origin, None) for origin in ("folder", "checkpoint"))
+        pretrained = _has_weights(recipe.model.both)
         settings = {
             **recipe.model.model_dump(exclude=HOW_TRAINED, exclude_none=True),
             "image_size": recipe.data.image_size,
@@ -174,6 +174,9 @@ class Run(LoadedRun):
         }
         model = cls.build(settings, recipe, tokenizer)
         for side in recipe.model.locked:
+            if not _has_weights(recipe.model.both or getattr(recipe.model, side)):
+                message = "model.locked: the %s tower keeps random weights, for it has no folder or checkpoint; "
+                logger.warning(message + "name one, or leave the tower out of model.locked", side)
             freeze(getattr(model, side).tower, side, recipe.model.unlocked.get(side, 0))
         for side in recipe.model.checkpointing:
             checkpoint_activations(getattr(model, side), side)
@@ -212,6 +215,11 @@ class Run(LoadedRun):
             return self.encode_text([""])[:0]
         tokens, sub_batch = self.tokenizer.tokenise(texts), self.recipe.train.sub_batch.words("text")
         return F.normalize(encode(self.model.encode_text, tokens, **sub_batch).float(), dim=-1)
+
+
+def _has_weights(tower: Any) -> bool:
+    """True for a recipe's tower whose weights come from a file."""
+    return any(getattr(tower, origin, None) for origin in ("folder", "checkpoint"))
 
 
 def ready_tokenizer(settings: Any) -> Tokenizer | None:

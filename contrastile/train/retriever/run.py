@@ -211,7 +211,8 @@ def open_text_materials(recipe: RetrieverRecipe, tokenizer: Tokenizer | None = N
     texts = open_run_texts(recipe)
     if not any(len(rows) for name, rows in texts.splits.items() if name != "train"):
         message = "%s: no questions are held out, so there is nothing to measure the run on; "
-        logger.warning(message + "those of a BEIR folder are in files of qrels other than train.tsv", data.source)
+        message += "those of a BEIR folder are in files of qrels other than train.tsv, with grades above 0"
+        logger.warning(message, data.source)
     tokenizer = tokenizer or ready_tokenizer(settings)
     if tokenizer is None:
         corpus = training_texts(texts, data)
