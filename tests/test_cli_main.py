@@ -211,6 +211,8 @@ WORDS = {
     "compare {folder}/x.toml --runs {folder}/x.toml/x": "`--runs` must be a folder, or where one can be made; got ",
     "train x=1": "x=1: no such file; a recipe comes before key=value, ",
     "train nothing": "nothing: no such file; contrastile --help lists the recipes of the package\n",
+    "plan nothing": "nothing: no such file; contrastile --help lists the recipes of the package\n",
+    "plan {folder}/x.toml --gpus lots": "`--gpus` must name a chip with a profile (H100, H200), or its memory too; ",
     "compare {folder}/none.toml": "{folder}/none.toml: no such file\n",
     "train {folder}/x.toml --runs {folder}/x.toml": "`--runs` must be a folder, or where one can be made; got ",
 }

@@ -306,6 +306,8 @@ BEHIND = {
      "Such as 2x8xA800-80GB."),
     *[(word, f"`gpus` must name a chip with a profile (H100, H200), or its memory too; got '{word}'. "
        "Leave it out for this machine.") for word in ("cuda", "8xgpu", "cpu")],
+    ("lots", "`gpus` must name a chip with a profile (H100, H200), or its memory too; got 'lots'. "
+     "Such as H200, 8xH100-80GB, or 32x8xH100-80GB for 32 nodes."),
     *[(word, f"`gpus` must have the number of GPUs before the chip; got '{word}'. Such as {right}.")
       for word, right in BEHIND.items()],
     ("9999x8xH100", "`ranks` must be at most 65,536; got 79,992. Plan for fewer GPUs."),

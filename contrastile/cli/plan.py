@@ -51,9 +51,18 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.recipe is None:
         return 0
 
+    from contrastile.train.recipe import load_any_recipe
+
+    # mistakes in it and in the machines are found before torch is loaded
+    recipe = load_any_recipe(arguments.recipe, arguments.overrides, files=False)
+    if arguments.gpus is not None:
+        from contrastile.planner.profile import target
+
+        target(arguments.gpus)
+
     from contrastile.train.plan import plan
 
-    planned = plan(arguments.recipe, *arguments.overrides, gpus=arguments.gpus, batch=batch, pairs=pairs)
+    planned = plan(recipe, gpus=arguments.gpus, batch=batch, pairs=pairs)
     if arguments.largest:
         planned = planned.at_largest()
     if arguments.hours is not None and planned.run_seconds is None:

@@ -4,19 +4,20 @@ The package has profiles of the H200 and of the H100 (`profiles/`, each with its
 of this machine.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import tomllib
 from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Self
-
-import torch
+from typing import TYPE_CHECKING, Any, Self
 
 from contrastile._errors import invalid
-from contrastile.distributed.neighbours import reach_each_other
-from contrastile.offload import free_memory
+
+if TYPE_CHECKING:
+    import torch
 
 # nodes, GPUs of a node, chip, memory
 COUNT = r"[1-9]\d*"
@@ -143,7 +144,9 @@ def target(word: str) -> Target:
     if profile is None and gigabytes is None:
         names = ", ".join(sorted(profile.name for profile in profiles.values()))
         rule = f"name a chip with a profile ({names}), or its memory too"
-        remedy = "Leave it out for this machine." if chip in DEVICES else f"Such as {word}-80GB."
+        # names of chips have digits
+        chips = f"Such as {word}-80GB." if re.search(r"\d", chip) else EXAMPLE
+        remedy = "Leave it out for this machine." if chip in DEVICES else chips
         raise invalid("gpus", rule, repr(word), remedy)
     memory = profile.memory if profile is not None else 0
     if gigabytes is not None:
@@ -180,6 +183,12 @@ def this_machine(device: torch.device | None = None, ranks: int = 1) -> Target:
 
     device: where a rank computes; by default the GPU if there is one. Raises ValueError for more ranks than GPUs.
     """
+    # for this machine alone: a word that names no other one is refused before torch is loaded
+    import torch
+
+    from contrastile.distributed.neighbours import reach_each_other
+    from contrastile.offload import free_memory
+
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else CPU)
     profiles, host = known_profiles(), free_memory(None)[1]
