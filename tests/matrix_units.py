@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from contrastile.tiles.triton import plan, positions, products
+from contrastile.tiles.triton import launch, plan, positions
 
 # terms added at a time; bits of float64 that a sum of 24 bits lacks
 TERMS, LOWEST = 16, (1 << 29) - 1
@@ -46,7 +46,7 @@ def emulated() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
         patch.setattr(interpreter.ReduceOps, "sum", pairwise)
-        patch.setattr(products, "add_at_once", add_at_once)
+        patch.setattr(launch, "add_at_once", add_at_once)
         # few programs and steps: each costs the interpreter more than its arithmetic
         shape = replace(plan.SHAPE_INTERPRETED, rows=128, cols=128, depth=128, truncation=plan.SHAPES[90].truncation)
         patch.setattr(positions, "FEATURES_MULTIPLIED", shape.depth)

@@ -261,9 +261,9 @@ def test_this_machine_is_that_of_the_recipes_device(monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(
-        "contrastile.planner.profile.free_memory", lambda device: (0, gigabytes[device.type if device else "cpu"])
+        "contrastile.offload.free_memory", lambda device: (0, gigabytes[device.type if device else "cpu"])
     )
-    monkeypatch.setattr("contrastile.planner.profile.reach_each_other", lambda _, ranks: len(ranks) < 2)
+    monkeypatch.setattr("contrastile.distributed.neighbours.reach_each_other", lambda _, ranks: len(ranks) < 2)
     gpu, cpu = (this_machine(torch.device(name), 2) for name in ("cuda", "cpu"))
     assert (gpu.copies, this_machine(torch.device("cuda")).copies) == (False, True)
     assert (gpu.word, gpu.device, gpu.memory, gpu.host, gpu.ranks, gpu.per_node) == (

@@ -32,7 +32,7 @@ def _rows(job: ImageText, most: int | None) -> list[Any]:
     found = []
     for stretch in (4, 100):
         with patch.object(evaluation, "FILES_AT_ONCE", stretch):
-            found += [row for test in job._tests for row in test.measure(job.run, most)]
+            found += [row for _, measure in job._tests for row in measure(job.run, most)]
     return found
 
 
@@ -67,10 +67,10 @@ def _fails_on_one(rank: int, group: Any, recipe: Recipe) -> list[str]:
             raise MemoryError("no room for pictures")
         return real(*arguments, **words)
 
-    for test in job._tests:
+    for _, measure in job._tests:
         with patch.object(evaluation, "read_chunks", read_chunks):
             try:
-                test.measure(job.run)
+                measure(job.run)
             except (ValueError, MemoryError) as error:
                 told.append(str(error))
     # none of them waits for another
@@ -133,7 +133,7 @@ def test_at_the_end_all_ranks_measure_all_pictures(tmp_path: Path, parallel: str
         folder = tmp_path / "runs" / "tiny"
         recipe = tiny_recipe(tmp_path, *words)
         run = load(folder, device="cpu")
-        alone = [row for test in ImageText.open(recipe)._tests for row in test.measure(run)]
+        alone = [row for _, measure in ImageText.open(recipe)._tests for row in measure(run)]
     lines = _tests(folder)
     assert [(line["examples"], line["queries"], line.get("whole", False)) for line in lines] == [
         *[(0, 5, False), (0, 5, False), (0, 15, False)],
