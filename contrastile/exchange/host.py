@@ -199,7 +199,10 @@ class Host(Exchange):
         )
         sums = self._ring.backward(self._as_tiles(tiles), rows, cols, u, v, None)
         if not tiles.sums_products:
-            sums = torch.stack([x.to(sums) for x in tiles.pair_sums(sums, rows, cols, u, v, wanted[0])])
+            # both are on the host, where kernels of the tiles cannot read them
+            x, total = (rows.features, u) if u is not None else (cols.features, v)
+            products = sums if total is None or not wanted[0] else inner_product(x, total).to(sums)
+            sums = torch.stack([sums, products])
         scale = tiles.scale.cpu()
         dq, dk = (
             None if total is None or to is None else torch.mul(total, scale, out=to)
