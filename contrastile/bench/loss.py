@@ -241,8 +241,8 @@ class LossBench:
     def host(self, cases: Iterable[Case], limit: int) -> None:
         """Measure features in host memory beside resident ones; `limit` bytes of the device may be allocated.
 
-        Several ranks are a ring, whose packets of features in host memory travel over Gloo. The ratio of a row is that
-        to the first resident loss.
+        Several ranks are a ring, whose packets wait in host memory. The ratio of a row is that to the first resident
+        loss.
         """
         machine, device, size = self.machine, self.machine.device, self._world.size
         self.head(host=True)
