@@ -26,7 +26,7 @@ from contrastile.losses import Softmax
 from contrastile.losses.base import Shard
 from contrastile.offload import BlockStream
 from contrastile.scorers import Bilinear, MaxSim, PairMLP
-from contrastile.tiles.base import Tiles
+from contrastile.tiles.eager import Eager
 from contrastile.tiles.scored import Scored
 
 # rows of a strip and columns of a shard: several of both, one of either, and one of both
@@ -233,8 +233,8 @@ def _on_a_rank(
         mock.patch.dict(plan._plans, clear=True),
         mock.patch.object(plan, "waits_on_host", return_value=True),
         mock.patch.object(host, "cut", return_value=host.Cut(*cuts)),
-        # kernels cannot read host memory, where features and sums are
-        mock.patch.object(Tiles, "inner_product", None),
+        # a device's tiles cannot read host memory, where features and sums are
+        mock.patch.object(Eager, "inner_product", None),
     ):
         return on_a_rank(rank, group, name, shares, how)
 

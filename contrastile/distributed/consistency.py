@@ -198,13 +198,13 @@ def _carrier(group: Any) -> tuple[Any, torch.device]:
 def carrier_on_host(group: Any, device: torch.device) -> Any:
     """The group of the same ranks that carries tensors in host memory; raises ValueError where there is none.
 
-    NCCL does, by way of the GPUs that compute (`collectives.post`).
+    device: where this rank computes. NCCL carries them by way of GPUs (`collectives.post`).
     """
     if device.type == "cuda" and collectives.has_nccl(group):
         return resolved(group)
-    carrier, its_device = _carrier(group)
-    if its_device.type != "cpu":
-        got = f"one for tensors on {its_device.type} alone"
+    carrier, carried = _carrier(group)
+    if carried.type != "cpu":
+        got = f"one for tensors on {carried.type} alone"
         remedy = "Make it with backend='cpu:gloo,cuda:nccl', or take the group of all ranks."
         raise invalid("group", "carry features in host memory", got, remedy)
     return carrier

@@ -125,6 +125,12 @@ class Call:
         n, m = len(self.rows.leaves), len(self.cols.leaves)
         return self.rows.with_leaves(inputs[:n]), self.cols.with_leaves(inputs[n : n + m])
 
+    def over_mass(self, x: Tensor, mass: Tensor) -> Tensor:
+        """x divided by the mass for "mean", by mass / N for "none", whose mean is the loss, and by 1 for "sum"."""
+        if self.reduction == "sum":
+            return x
+        return x / mass if self.reduction == "mean" else x / mass * len(self.rows)
+
     def times_upstream(self, coefficients: Sequence[Tensor], along: slice = slice(None)) -> list[Tensor]:
         """Coefficients of these rows, and of a symmetric loss's columns, times their upstream gradients, if any."""
         return [x if self.upstream is None else x * self.upstream[along] for x in coefficients]
@@ -180,7 +186,7 @@ class Operation(torch.autograd.Function):
 
 
 def with_gradients(call: Call, tiles: Tiles, inputs: Sequence[Tensor], wanted: Wanted) -> tuple[Tensor, Accumulated]:
-    """The loss and its gradient sums for an upstream gradient of 1.
+    """The loss and its gradient sums, for an upstream gradient of 1 or those of the rows (`Call.upstream`).
 
     A pairwise loss needs one sweep for both, 6·N·M·D operations instead of 8, and so do strips over all columns. Where
     nothing is `wanted`, the loss alone is computed.
@@ -215,8 +221,7 @@ def with_gradients(call: Call, tiles: Tiles, inputs: Sequence[Tensor], wanted: W
     sums = [weights.sum(), flag, *([] if call.weights is None else [weights.abs().sum()])]
     mass, flag, *sizes = exchange.total(torch.stack(sums)).unbind()
     mass = divisor(sizes[0], mass) if sizes else mass
-    number = {"mean": 1, "none": len(rows)}.get(call.reduction)
-    (coefficient,) = call.times_upstream([(weights * (number / mass) if number else weights) + flag])
+    (coefficient,) = call.times_upstream([call.over_mass(weights, mass) + flag])
     # a pairwise loss leaves no state
     rows = changed(rows, coefficient=coefficient, state=coefficient.new_empty(0, len(rows)))
     row_stats = tiles.init(rows)
@@ -272,8 +277,7 @@ def in_strips(
     flag = tiles.nonfinite(rows, cols)
     every = Finished(*(torch.cat(parts, -1) for parts in zip(*finished, strict=True)))
     mass = every.counts if call.weights is None else every.counts * call.weights.to(every.counts.dtype)
-    number = {"mean": 1, "none": len(rows)}.get(call.reduction)
-    factor = flag + (number / divisor((mass * every.loss).sum(), mass.sum()) if number else 1.0)
+    factor = flag + call.over_mass(torch.ones_like(flag), divisor((mass * every.loss).sum(), mass.sum()))
     for total in (u, v, sums):
         if total is not None:
             total.mul_(factor)

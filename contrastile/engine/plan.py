@@ -357,11 +357,9 @@ def _planned(problem: Problem, exchange: Exchange) -> Plan:
         workspace = min(workspace, MOST_BYTES)
     # a cached plan must not keep a process group alive
     cached = None if several or exchange.layout.group is not None else exchange
-    of_rows = None
-    if at_once and not reduced:
-        # the losses of rows come without gradients
-        of_rows, at_once = Plan(cached, tiles, workspace, accumulator(problem.dtype), at_once, wants, replayed), False
-    return Plan(cached, tiles, workspace, accumulator(problem.dtype), at_once, wants, replayed, of_rows)
+    plan = Plan(cached, tiles, workspace, accumulator(problem.dtype), at_once, wants, replayed)
+    # losses of rows are computed first, and their gradients in the backward, by this plan
+    return plan if reduced or not at_once else replace(plan, at_once=False, of_rows=plan)
 
 
 def _tiles(problem: Problem, exchange: Exchange, workspace: int) -> MakeTiles:

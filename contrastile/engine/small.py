@@ -1,5 +1,6 @@
-"""The operations of small calls on a GPU, which replay a graph (`graph.py`) once it is captured.
+"""The operations of small calls on a GPU, which replay a graph once it is captured.
 
+Between `plan.py` and `graph.py`, whose graphs they replay; `compiled.py` calls `at_once` in its own operation.
 `Replayed` is the twin of `Operation` for such a call: nothing is left to choose, so it has none of `Operation`'s steps.
 `Rows` is the twin for reduction="none", whose rows have upstream gradients of their own: one graph computes the losses,
 and another one, in the backward, the gradients of their sum weighed by those.

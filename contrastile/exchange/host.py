@@ -10,6 +10,7 @@ strip it goes back in the features' dtype. With n strips, n · M · D numbers mo
 on the device are statistics.
 
 Several ranks are a ring whose packets are in host memory; the strips and shards of a rank are the tiles of the ring.
+The packets travel by way of the GPUs where the group has NCCL, else over Gloo.
 The columns' gradient then travels in float32, and the rows' gradient stays on the host in float32 between two hops.
 """
 
@@ -88,7 +89,7 @@ class Host(Exchange):
     # the dtype in which features are multiplied on the device; None: as given, for a scorer
     dtype: torch.dtype | None
     cuts: Cut
-    # group that carries tensors in host memory between several ranks: over NCCL by way of their GPUs, else over Gloo
+    # group that carries tensors in host memory between several ranks
     carrier: Any = None
 
     def forward(self, tiles: Tiles, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
@@ -197,12 +198,11 @@ class Host(Exchange):
             None if row is None else host_room((len(side), row.numbers), wide).zero_()
             for side, row in zip((rows, cols), sides, strict=True)
         )
-        sums = self._ring.backward(self._as_tiles(tiles), rows, cols, u, v, None)
+        blocks = self._as_tiles(tiles)
+        sums = self._ring.backward(blocks, rows, cols, u, v, None)
         if not tiles.sums_products:
-            # both are on the host, where kernels of the tiles cannot read them
-            x, total = (rows.features, u) if u is not None else (cols.features, v)
-            products = sums if total is None or not wanted[0] else inner_product(x, total).to(sums)
-            sums = torch.stack([sums, products])
+            # features and sums are on the host, where kernels of the tiles cannot read them
+            sums = torch.stack([x.to(sums) for x in blocks.pair_sums(sums, rows, cols, u, v, wanted[0])])
         scale = tiles.scale.cpu()
         dq, dk = (
             None if total is None or to is None else torch.mul(total, scale, out=to)

@@ -53,7 +53,7 @@ class Packet(NamedTuple):
 class Ring(Exchange):
     """W hops, each of which fetches the next shard while the present one is computed."""
 
-    # by way of which tensors in host memory travel
+    # this rank's, by way of which tensors in host memory travel; None: the group's backend carries all tensors itself
     gpu: torch.device | None = None
 
     def parts(self) -> int:
