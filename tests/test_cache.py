@@ -383,59 +383,50 @@ class Changing(nn.Module):
 
 BAD = {
     "`encoder` must be callable": lambda t: encode(3, _inputs(), sub_batch=4),
-    "`inputs` must have values where the encoder's parameters have; got a tensor on meta, and an encoder on cpu. "
-    "Load them on a device that computes.": lambda t: encode(t, _inputs().to("meta"), sub_batch=4),
-    "`sub_batch` must be a whole number of at least 1; got 0. Count examples, tokens, or sub-batches, or say "
-    '"auto".': lambda t: encode(t, _inputs(), sub_batch=0),
-    "`sub_batch_tokens` must be a whole number of at least 1; got 0. Count examples, tokens, or sub-"
-    "batches.": lambda t: encode(t, _inputs(), sub_batch_tokens=0),
+    "`inputs` must have values where the encoder's parameters have; got a tensor on meta, and an encoder on cpu. Load "
+    "them on a device that computes.": lambda t: encode(t, _inputs().to("meta"), sub_batch=4),
+    '`sub_batch` must be a whole number of at least 1; got 0. Count examples, tokens, or sub-batches, or say "auto".':
+        lambda t: encode(t, _inputs(), sub_batch=0),
+    "`sub_batch_tokens` must be a whole number of at least 1; got 0. Count examples, tokens, or sub-batches.":
+        lambda t: encode(t, _inputs(), sub_batch_tokens=0),
     "`sub_batch` must be a whole number of at least 1; got 2.5.": lambda t: encode(t, _inputs(), sub_batch=2.5),
     "`retain` must be a whole number of at least 0; got -1.": lambda t: encode(t, _inputs(), sub_batch=4, retain=-1),
     "`inputs` must be tensors whose first axis is the batch; got ndarray. Convert arrays with torch.as_tensor; bind "
     "other arguments with functools.partial.": lambda t: encode(t, _inputs().numpy(), sub_batch=4),
-    "`inputs` must be tensors whose first axis is the batch; got tuple. Tokenise texts first; bind other": lambda t: (
-        encode(t, ("a",), sub_batch=4)
-    ),
+    "`inputs` must be tensors whose first axis is the batch; got tuple. Tokenise texts first; bind other":
+        lambda t: encode(t, ("a",), sub_batch=4),
     "`inputs['input_ids']` must be tensors whose first axis is the batch; got list. Make tensors of lists, as a "
     'tokenizer does with return_tensors="pt"; bind': lambda t: encode(t, {"input_ids": [[1, 2], [3]]}, sub_batch=4),
-    "`inputs` must be tensors whose first axis is the batch; got list. Pass sub-batches of your own as "
-    "parts=[...]; bind": lambda t: encode(t, [UserDict(x=_inputs())] * 2, sub_batch=4),
-    "`inputs` must be tensors whose first axis is the batch; got a tensor without": lambda t: encode(
-        t, torch.tensor(1.0), sub_batch=4
-    ),
+    "`inputs` must be tensors whose first axis is the batch; got list. Pass sub-batches of your own as parts=[...]; "
+    "bind": lambda t: encode(t, [UserDict(x=_inputs())] * 2, sub_batch=4),
+    "`inputs` must be tensors whose first axis is the batch; got a tensor without":
+        lambda t: encode(t, torch.tensor(1.0), sub_batch=4),
     "`inputs` must contain a tensor; got none.": lambda t: encode(t, (None,), sub_batch=4),
-    "`inputs` must have the same first axis, the batch; got 4 for inputs[0] and 5 for inputs[1].": lambda t: encode(
-        t, (torch.randn(4, 3), torch.randn(5, 3)), sub_batch=4
-    ),
+    "`inputs` must have the same first axis, the batch; got 4 for inputs[0] and 5 for inputs[1].":
+        lambda t: encode(t, (torch.randn(4, 3), torch.randn(5, 3)), sub_batch=4),
     "`encoder` must treat examples one by one; got BatchNorm1d without running statistics, whose statistics over a "
-    "sub-batch are not those of the batch. Take GroupNorm or LayerNorm.": lambda t: encode(
-        nn.BatchNorm1d(D_IN, track_running_stats=False).eval(), torch.randn(8, D_IN), sub_batch=4
-    ),
-    "`encoder` must treat examples one by one; got BatchNorm1d in training mode": lambda t: encode(
-        nn.Sequential(nn.Linear(D_IN, 4), nn.BatchNorm1d(4)), torch.randn(8, D_IN), sub_batch=4
-    ),
-    "`encoder` must return features; got nothing. See whether it has a `return`.": lambda t: encode(
-        lambda x: None, _inputs(), sub_batch=8
-    ),
-    "`encoder` must return the same structure each time": lambda t: encode(
-        Changing("structure"), torch.randn(8, D_IN), sub_batch=4
-    ),
-    "`encoder` must return rows of one shape, one for each example; got shape [4, 2].": lambda t: encode(
-        Changing("shape"), torch.randn(8, D_IN), sub_batch=4
-    ),
-    "`encoder` must return tensors whose first axis is the sub-batch of 4; got shape [5].": lambda t: encode(
-        Changing("sum"), torch.randn(8, D_IN), sub_batch=4
-    ),
-    "`encoder` must return dense tensors; got a sparse or nested one. Call to_dense() there, or return "
-    "Ragged(values, lengths).": lambda t: encode(lambda x: t.embed(x).to_sparse(), torch.randn(8, D_IN), sub_batch=4),
+    "sub-batch are not those of the batch. Take GroupNorm or LayerNorm.":
+        lambda t: encode(nn.BatchNorm1d(D_IN, track_running_stats=False).eval(), torch.randn(8, D_IN), sub_batch=4),
+    "`encoder` must treat examples one by one; got BatchNorm1d in training mode":
+        lambda t: encode(nn.Sequential(nn.Linear(D_IN, 4), nn.BatchNorm1d(4)), torch.randn(8, D_IN), sub_batch=4),
+    "`encoder` must return features; got nothing. See whether it has a `return`.":
+        lambda t: encode(lambda x: None, _inputs(), sub_batch=8),
+    "`encoder` must return the same structure each time":
+        lambda t: encode(Changing("structure"), torch.randn(8, D_IN), sub_batch=4),
+    "`encoder` must return rows of one shape, one for each example; got shape [4, 2].":
+        lambda t: encode(Changing("shape"), torch.randn(8, D_IN), sub_batch=4),
+    "`encoder` must return tensors whose first axis is the sub-batch of 4; got shape [5].":
+        lambda t: encode(Changing("sum"), torch.randn(8, D_IN), sub_batch=4),
+    "`encoder` must return dense tensors; got a sparse or nested one. Call to_dense() there, or return Ragged(values, "
+    "lengths).": lambda t: encode(lambda x: t.embed(x).to_sparse(), torch.randn(8, D_IN), sub_batch=4),
     "`inputs` must be left as it is by the encoder; got one of shape [8, 6] that it writes over. Clone it there, or "
     "work out of place.": lambda t: encode(lambda x: t.embed(x.mul_(2)), torch.randn(8, D_IN), sub_batch=4),
-    "`inputs` must be left as it is by the encoder; got one of shape [8, 7] that it": lambda t: encode(
-        lambda input_ids, attention_mask: input_ids.mul_(2) * attention_mask,
-        {"input_ids": torch.ones(8, 7), "attention_mask": torch.ones(8, 7)},
-        sub_batch_tokens=14,
-    ),
-}
+    "`inputs` must be left as it is by the encoder; got one of shape [8, 7] that it":
+        lambda t: encode(
+            lambda input_ids, attention_mask: input_ids.mul_(2) * attention_mask,
+            {"input_ids": torch.ones(8, 7), "attention_mask": torch.ones(8, 7)}, sub_batch_tokens=14,
+        ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("sentence", BAD)

@@ -302,47 +302,35 @@ LINEAR, PARTED = nn.Linear(3, 2), nn.Linear(3, 2)
 # as DeepSpeed marks what its ZeRO stage 3 keeps in parts
 PARTED.weight.ds_id = 1
 SENTENCES: dict[str, Any] = {
-    "`lengths` must sum to the size of the packed axis; got 3 for 4. Count the values": lambda: Ragged(
-        torch.randn(4, 2), [1, 2]
-    ),
-    "`lengths` must be a list of whole numbers of at least 0; got [1, -1]. Count": lambda: Ragged(
-        torch.randn(0, 2), [1, -1]
-    ),
+    "`lengths` must sum to the size of the packed axis; got 3 for 4. Count the values":
+        lambda: Ragged(torch.randn(4, 2), [1, 2]),
+    "`lengths` must be a list of whole numbers of at least 0; got [1, -1]. Count":
+        lambda: Ragged(torch.randn(0, 2), [1, -1]),
     "`values` must be a tensor with an axis 2; got [3, 3]. Pass what is packed": lambda: ragged(1, 2, axis=2),
-    "`inputs` must hold an example where one is Ragged; got none. Leave the call out.": lambda: encode(
-        LINEAR, ragged(), sub_batch=2
-    ),
+    "`inputs` must hold an example where one is Ragged; got none. Leave the call out.":
+        lambda: encode(LINEAR, ragged(), sub_batch=2),
     "`inputs` must have the same first axis, the batch; got 2 for inputs['a'] and 3 for inputs['b']['c']. Check each "
-    "tensor's shape; wrap packed values with their lengths in contrastile.Ragged.": lambda: encode(
-        LINEAR, {"a": ragged(1, 2), "b": {"c": torch.randn(3, 3)}}, sub_batch=2
-    ),
-    "`inputs['b']` must be tensors whose first axis is the batch; got a tensor without axes. Give each": lambda: encode(
-        LINEAR, {"a": torch.randn(2, 3), "b": torch.tensor(1.0)}, sub_batch=2
-    ),
-    "`inputs` must be tensors whose first axis is the batch; got a sparse or nested tensor. Make it": lambda: encode(
-        LINEAR, torch.eye(3).to_sparse(), sub_batch=2
-    ),
-    "`inputs['b']` must be tensors whose first axis is the batch; got ndarray. Convert": lambda: encode(
-        LINEAR, {"a": torch.randn(2, 3), "b": torch.randn(2).numpy()}, sub_batch=2
-    ),
-    "`sub_batch_tokens` must come with inputs that are all rows; got packed values or lists. Cut by": lambda: encode(
-        LINEAR, {"attention_mask": torch.ones(2, 3), "b": ["x", "y"]}, sub_batch_tokens=2
-    ),
-    "`encoder` must hold its parameters whole; got parameters of DeepSpeed's ZeRO stage 3. Shard with fully_shard": (
-        lambda: encode(PARTED, torch.randn(2, 3), sub_batch=2)
-    ),
+    "tensor's shape; wrap packed values with their lengths in contrastile.Ragged.":
+        lambda: encode(LINEAR, {"a": ragged(1, 2), "b": {"c": torch.randn(3, 3)}}, sub_batch=2),
+    "`inputs['b']` must be tensors whose first axis is the batch; got a tensor without axes. Give each":
+        lambda: encode(LINEAR, {"a": torch.randn(2, 3), "b": torch.tensor(1.0)}, sub_batch=2),
+    "`inputs` must be tensors whose first axis is the batch; got a sparse or nested tensor. Make it":
+        lambda: encode(LINEAR, torch.eye(3).to_sparse(), sub_batch=2),
+    "`inputs['b']` must be tensors whose first axis is the batch; got ndarray. Convert":
+        lambda: encode(LINEAR, {"a": torch.randn(2, 3), "b": torch.randn(2).numpy()}, sub_batch=2),
+    "`sub_batch_tokens` must come with inputs that are all rows; got packed values or lists. Cut by":
+        lambda: encode(LINEAR, {"attention_mask": torch.ones(2, 3), "b": ["x", "y"]}, sub_batch_tokens=2),
+    "`encoder` must hold its parameters whole; got parameters of DeepSpeed's ZeRO stage 3. Shard with fully_shard":
+        lambda: encode(PARTED, torch.randn(2, 3), sub_batch=2),
     NO_PARTS: lambda: encode(LINEAR, parts=[]),
-    "`parts` must be a list of sub-batches; got Tensor. Pass [part, part, ...]": lambda: encode(
-        LINEAR, parts=torch.randn(2, 3)
-    ),
+    "`parts` must be a list of sub-batches; got Tensor. Pass [part, part, ...]":
+        lambda: encode(LINEAR, parts=torch.randn(2, 3)),
     "`lengths` must be a list of whole numbers of at least 0; got 2. Count": lambda: Ragged(torch.randn(2, 3), 2),
-    "`parts` must come without inputs and a size; got both. Leave the others out": lambda: encode(
-        LINEAR, parts=[torch.randn(2, 3)], sub_batch=2
-    ),
-    "`encoder` must return rows of one shape, one for each example; got shape [2, 4]. Pad": lambda: encode(
-        nn.Identity(), parts=[torch.randn(2, 3), torch.randn(2, 4)]
-    ),
-}
+    "`parts` must come without inputs and a size; got both. Leave the others out":
+        lambda: encode(LINEAR, parts=[torch.randn(2, 3)], sub_batch=2),
+    "`encoder` must return rows of one shape, one for each example; got shape [2, 4]. Pad":
+        lambda: encode(nn.Identity(), parts=[torch.randn(2, 3), torch.randn(2, 4)]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("sentence", SENTENCES)

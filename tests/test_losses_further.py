@@ -440,262 +440,188 @@ def _with_its_own(**ids: Any) -> Tensor:
 
 
 SENTENCES: dict[str, Callable[[], Any]] = {
-    '`hardness_mode` must be given with `hardness_strength`; got None. "all_negatives", say.': lambda: InfoNCELoss(
-        hardness_strength=5.0
-    ),
-    "`guide_key` must have as many rows as `key`; got 2 and 3. Pass one row for each.": (
-        lambda: GISTLoss()(_x(3, 4), _x(3, 4), 1.0, guide_query=_x(3, 5), guide_key=_x(2, 5))
-    ),
-    "`guide_key` must have the same feature size as `guide_query`; got 6 and 5. Project one side first.": lambda: (
-        GISTLoss()(_x(3, 4), _x(3, 4), 1.0, guide_query=_x(3, 5), guide_key=_x(3, 6))
-    ),
-    "`guide_query` must not require a gradient; got some that do. Detach them: they are taken as constants.": lambda: (
-        GISTLoss()(_x(3, 4), _x(3, 4), 1.0, guide_query=_x(3, 5).requires_grad_(), guide_key=_x(3, 5))
-    ),
-    "`guide_q` must be a tensor; got NoneType. Pass the tensor of features.": lambda: contrast(
-        _x(3, 4), _x(3, 4), scale=1.0, loss=Guided(), guide_q=None, guide_k=_x(3, 5)
-    ),
-    "`guide_query` must be on the device of `query`; got meta and cpu. Move one side first.": lambda: GISTLoss()(
-        _x(3, 4), _x(3, 4), 1.0, guide_query=torch.ones(3, 5, device="meta"), guide_key=_x(3, 5)
-    ),
-    "`guide_q` must be given for the loss Guided; got None. Further features go with a loss that reads them.": lambda: (
-        contrast(_x(3, 4), _x(3, 4), scale=1.0, loss=Guided())
-    ),
-    "`guide_q` must be left out for the loss Softmax; got both. Further features go with a loss that reads them.": (
-        lambda: contrast(_x(3, 4), _x(3, 4), scale=1.0, loss=Softmax(), guide_q=_x(3, 5), guide_k=_x(3, 5))
-    ),
-    "`guide_negatives` must be given just where `negatives` is; got None. Pass both, or neither.": lambda: GISTLoss()(
-        _x(3, 4), _x(3, 4), 1.0, guide_query=_x(3, 5), guide_key=_x(3, 5), negatives=_x(2, 4)
-    ),
-    "`key` must have a row or more for `positives`; got none. Pass the keys of this rank's queries.": lambda: GISTLoss(
-        contrast_anchors=True
-    )(_x(3, 4), _x(0, 4), 1.0, guide_query=_x(3, 5), guide_key=_x(0, 5), positives=torch.full((3, 0), -1)),
-    "`key` must have at least as many rows as `query`; got 2 and 3. Key i belongs to query i.": lambda: GISTLoss(
-        contrast_positives=True
-    )(_x(3, 4), _x(2, 4), 1.0, guide_query=_x(3, 5), guide_key=_x(2, 5)),
-    "`guide_query` must have as many rows as `query`; got 2 and 3. Pass one row for each.": lambda: (
-        GISTLoss(contrast_positives=True)(_x(3, 4), _x(3, 4), 1.0, guide_query=_x(2, 5), guide_key=_x(3, 5))
-    ),
-    "`key_ids` must be a tensor of shape [3], one entry for each row of `key`; got shape [2]. Pass the entries "
-    "of these 3 rows, in their order.": lambda: (
-        GISTLoss(contrast_positives=True)(
+    '`hardness_mode` must be given with `hardness_strength`; got None. "all_negatives", say.':
+        lambda: InfoNCELoss(hardness_strength=5.0),
+    "`guide_key` must have as many rows as `key`; got 2 and 3. Pass one row for each.":
+        lambda: GISTLoss()(_x(3, 4), _x(3, 4), 1.0, guide_query=_x(3, 5), guide_key=_x(2, 5)),
+    "`guide_key` must have the same feature size as `guide_query`; got 6 and 5. Project one side first.":
+        lambda: GISTLoss()(_x(3, 4), _x(3, 4), 1.0, guide_query=_x(3, 5), guide_key=_x(3, 6)),
+    "`guide_query` must not require a gradient; got some that do. Detach them: they are taken as constants.":
+        lambda: GISTLoss()(_x(3, 4), _x(3, 4), 1.0, guide_query=_x(3, 5).requires_grad_(), guide_key=_x(3, 5)),
+    "`guide_q` must be a tensor; got NoneType. Pass the tensor of features.":
+        lambda: contrast(_x(3, 4), _x(3, 4), scale=1.0, loss=Guided(), guide_q=None, guide_k=_x(3, 5)),
+    "`guide_query` must be on the device of `query`; got meta and cpu. Move one side first.":
+        lambda: GISTLoss()(_x(3, 4), _x(3, 4), 1.0, guide_query=torch.ones(3, 5, device="meta"), guide_key=_x(3, 5)),
+    "`guide_q` must be given for the loss Guided; got None. Further features go with a loss that reads them.":
+        lambda: contrast(_x(3, 4), _x(3, 4), scale=1.0, loss=Guided()),
+    "`guide_q` must be left out for the loss Softmax; got both. Further features go with a loss that reads them.":
+        lambda: contrast(_x(3, 4), _x(3, 4), scale=1.0, loss=Softmax(), guide_q=_x(3, 5), guide_k=_x(3, 5)),
+    "`guide_negatives` must be given just where `negatives` is; got None. Pass both, or neither.":
+        lambda: GISTLoss()(_x(3, 4), _x(3, 4), 1.0, guide_query=_x(3, 5), guide_key=_x(3, 5), negatives=_x(2, 4)),
+    "`key` must have a row or more for `positives`; got none. Pass the keys of this rank's queries.":
+        lambda: GISTLoss(contrast_anchors=True)(
+            _x(3, 4), _x(0, 4), 1.0, guide_query=_x(3, 5), guide_key=_x(0, 5), positives=torch.full((3, 0), -1),
+        ),
+    "`key` must have at least as many rows as `query`; got 2 and 3. Key i belongs to query i.":
+        lambda: GISTLoss(contrast_positives=True)(_x(3, 4), _x(2, 4), 1.0, guide_query=_x(3, 5), guide_key=_x(2, 5)),
+    "`guide_query` must have as many rows as `query`; got 2 and 3. Pass one row for each.":
+        lambda: GISTLoss(contrast_positives=True)(_x(3, 4), _x(3, 4), 1.0, guide_query=_x(2, 5), guide_key=_x(3, 5)),
+    "`key_ids` must be a tensor of shape [3], one entry for each row of `key`; got shape [2]. Pass the entries of "
+    "these 3 rows, in their order.":
+        lambda: GISTLoss(contrast_positives=True)(
             _x(3, 4), _x(3, 4), 1.0, guide_query=_x(3, 5), guide_key=_x(3, 5), query_ids=torch.arange(3),
             key_ids=torch.arange(2),
-        )
-    ),
-    "`negatives` must be shared by all queries with a guide; got shape [3, 2, 4]. Pass them as [H, "
-    "features].": lambda: contrast(
-        _x(3, 4), _x(3, 4), scale=1.0, loss=Guided(), guide_q=_x(3, 5), guide_k=_x(3, 5), negatives=_x(3, 2, 4)
-    ),
-    "`query_labels` must be left out for a guided loss; got some. Pass `positives`.": lambda: contrast(
-        _x(3, 4),
-        _x(3, 4),
-        scale=1.0,
-        loss=Guided(),
-        guide_q=_x(3, 5),
-        guide_k=_x(3, 5),
-        query_labels=torch.arange(3),
-        key_labels=torch.arange(3),
-    ),
-    "`margin_strategy` must be one of absolute, relative; got 'both'. They are sentence-transformers' words.": lambda: (
-        GISTLoss(margin_strategy="both")  # type: ignore[arg-type]
-    ),
-    "`symmetric` must be False for a sigmoid loss; got True. Leave it out: each pair counts once for both sides.": (
-        lambda: Sigmoid(symmetric=True)
-    ),
-    "`symmetric` must be False for a guided loss; got True. Add the loss of the exchanged sides for both directions.": (
-        lambda: Guided(symmetric=True)
-    ),
-    "`dist_logit_scale` must be a number or a tensor of shape [] or [1]; got NoneType. Pass logit_scale.exp(), say.": (
-        lambda: DistillClipLoss()(_x(3, 4), _x(3, 4), 1.0, _x(3, 5), _x(3, 5), None)  # type: ignore[arg-type]
-    ),
-    "`dist_logit_scale` must not require a gradient; got some that do. Detach them: they are taken as constants.": (
-        lambda: DistillClipLoss()(_x(3, 4), _x(3, 4), 1.0, _x(3, 5), _x(3, 5), _x(1).requires_grad_())
-    ),
+        ),
+    "`negatives` must be shared by all queries with a guide; got shape [3, 2, 4]. Pass them as [H, features].":
+        lambda: contrast(
+            _x(3, 4), _x(3, 4), scale=1.0, loss=Guided(), guide_q=_x(3, 5), guide_k=_x(3, 5), negatives=_x(3, 2, 4),
+        ),
+    "`query_labels` must be left out for a guided loss; got some. Pass `positives`.":
+        lambda: contrast(
+            _x(3, 4), _x(3, 4), scale=1.0, loss=Guided(), guide_q=_x(3, 5), guide_k=_x(3, 5),
+            query_labels=torch.arange(3), key_labels=torch.arange(3),
+        ),
+    "`margin_strategy` must be one of absolute, relative; got 'both'. They are sentence-transformers' words.":
+        lambda: GISTLoss(margin_strategy="both"),
+    "`symmetric` must be False for a sigmoid loss; got True. Leave it out: each pair counts once for both sides.":
+        lambda: Sigmoid(symmetric=True),
+    "`symmetric` must be False for a guided loss; got True. Add the loss of the exchanged sides for both directions.":
+        lambda: Guided(symmetric=True),
+    "`dist_logit_scale` must be a number or a tensor of shape [] or [1]; got NoneType. Pass logit_scale.exp(), say.":
+        lambda: DistillClipLoss()(_x(3, 4), _x(3, 4), 1.0, _x(3, 5), _x(3, 5), None),
+    "`dist_logit_scale` must not require a gradient; got some that do. Detach them: they are taken as constants.":
+        lambda: DistillClipLoss()(_x(3, 4), _x(3, 4), 1.0, _x(3, 5), _x(3, 5), _x(1).requires_grad_()),
     "`dist_text_features` must have the same feature size as `dist_image_features`; got 6 and 5. Project one side "
     "first.": lambda: DistillClipLoss()(_x(3, 4), _x(3, 4), 1.0, _x(3, 5), _x(3, 6), 1.0),
-    "`dist_image_features` must have as many rows as `image_features`; got 2 and 3. Pass one row for each.": lambda: (
-        DistillClipLoss()(_x(3, 4), _x(3, 4), 1.0, _x(2, 5), _x(3, 5), 1.0)
-    ),
+    "`dist_image_features` must have as many rows as `image_features`; got 2 and 3. Pass one row for each.":
+        lambda: DistillClipLoss()(_x(3, 4), _x(3, 4), 1.0, _x(2, 5), _x(3, 5), 1.0),
     "`weight` must be from 0 to 1; got 1.5. 0.5 weighs teacher and labels alike.": lambda: DistillClipLoss(weight=1.5),
-    "`label_smoothing` must be 0 for distillation; got 0.1. The teacher's targets are soft already.": lambda: (
-        DistillClipLoss(label_smoothing=0.1)
-    ),
+    "`label_smoothing` must be 0 for distillation; got 0.1. The teacher's targets are soft already.":
+        lambda: DistillClipLoss(label_smoothing=0.1),
     "`scores` must be floating point of shape [3, 2], one for each listed key; got shape [3, 4], torch.float32. Score "
     "the keys that are listed, with anything for pads.": lambda: ScoreDistillLoss()(_x(3, 4), _x(3, 2, 4), _x(3, 4)),
-    "`scores` must not require a gradient; got some that do. Detach them: they are taken as constants.": lambda: (
-        ScoreDistillLoss()(_x(3, 4), _x(3, 2, 4), _x(3, 2).requires_grad_())
-    ),
-    "`scores` must be on the device of `key`; got meta and cpu. Move one side first.": lambda: ScoreDistillLoss()(
-        _x(3, 4), _x(3, 2, 4), torch.ones(3, 2, device="meta")
-    ),
-    "`key` must be [N, P, D], or [M, D] with `lists`; got shape [3, 4]. List each query's keys.": lambda: (
-        ScoreDistillLoss()(_x(3, 4), _x(3, 4), _x(3, 2))
-    ),
-    "`lists` must index this rank's 5 keys, or be -1; got 5. Count from this rank's first key.": lambda: (
-        ScoreDistillLoss()(_x(3, 4), _x(5, 4), _x(3, 2), lists=torch.tensor([[0, 5]] * 3))
-    ),
-    "`lists` must have two dimensions [N, P]; got shape [3]. List several keys.": lambda: ScoreDistillLoss()(
-        _x(3, 4), _x(5, 4), _x(3, 2), lists=torch.arange(3)
-    ),
-    "`lists` must index this rank's 5 keys, or be -1; got -2. Count from this rank's first key.": lambda: (
-        ScoreDistillLoss()(_x(3, 4), _x(5, 4), _x(3, 2), lists=torch.tensor([[0, -2]] * 3))
-    ),
-    "`lists` must be integers; got torch.float32. Pass indices of keys, -1 where there is none.": lambda: (
-        ScoreDistillLoss()(_x(3, 4), _x(5, 4), _x(3, 2), lists=_x(3, 2))
-    ),
-    "`key` must have a row or more for `lists`; got shape [0, 4]. Pass the listed keys.": lambda: ScoreDistillLoss()(
-        _x(3, 4), _x(0, 4), _x(3, 2), lists=torch.full((3, 2), -1)
-    ),
-    "`key` must have a list for each of the 2 queries where they have three dimensions; got shape [3, 2, 4]. "
-    "List each query's own, or pass shared ones as [H, features].": lambda: (
-        ScoreDistillLoss()(_x(2, 4), _x(3, 2, 4), _x(3, 2))
-    ),
-    "`scores` must have a column or more; got shape [3, 0]. List the keys to score.": lambda: ScoreDistillLoss()(
-        _x(3, 4), _x(3, 0, 4), _x(3, 0)
-    ),
+    "`scores` must not require a gradient; got some that do. Detach them: they are taken as constants.":
+        lambda: ScoreDistillLoss()(_x(3, 4), _x(3, 2, 4), _x(3, 2).requires_grad_()),
+    "`scores` must be on the device of `key`; got meta and cpu. Move one side first.":
+        lambda: ScoreDistillLoss()(_x(3, 4), _x(3, 2, 4), torch.ones(3, 2, device="meta")),
+    "`key` must be [N, P, D], or [M, D] with `lists`; got shape [3, 4]. List each query's keys.":
+        lambda: ScoreDistillLoss()(_x(3, 4), _x(3, 4), _x(3, 2)),
+    "`lists` must index this rank's 5 keys, or be -1; got 5. Count from this rank's first key.":
+        lambda: ScoreDistillLoss()(_x(3, 4), _x(5, 4), _x(3, 2), lists=torch.tensor([[0, 5]] * 3)),
+    "`lists` must have two dimensions [N, P]; got shape [3]. List several keys.":
+        lambda: ScoreDistillLoss()(_x(3, 4), _x(5, 4), _x(3, 2), lists=torch.arange(3)),
+    "`lists` must index this rank's 5 keys, or be -1; got -2. Count from this rank's first key.":
+        lambda: ScoreDistillLoss()(_x(3, 4), _x(5, 4), _x(3, 2), lists=torch.tensor([[0, -2]] * 3)),
+    "`lists` must be integers; got torch.float32. Pass indices of keys, -1 where there is none.":
+        lambda: ScoreDistillLoss()(_x(3, 4), _x(5, 4), _x(3, 2), lists=_x(3, 2)),
+    "`key` must have a row or more for `lists`; got shape [0, 4]. Pass the listed keys.":
+        lambda: ScoreDistillLoss()(_x(3, 4), _x(0, 4), _x(3, 2), lists=torch.full((3, 2), -1)),
+    "`key` must have a list for each of the 2 queries where they have three dimensions; got shape [3, 2, 4]. List "
+    "each query's own, or pass shared ones as [H, features].":
+        lambda: ScoreDistillLoss()(_x(2, 4), _x(3, 2, 4), _x(3, 2)),
+    "`scores` must have a column or more; got shape [3, 0]. List the keys to score.":
+        lambda: ScoreDistillLoss()(_x(3, 4), _x(3, 0, 4), _x(3, 0)),
     "`scores` must be floating point of shape [3, 2], one for each listed key; got list. Score the keys that are "
-    "listed, with anything for pads.": lambda: ScoreDistillLoss()(
-        _x(3, 4),
-        _x(3, 2, 4),
-        [[1.0, 2.0]] * 3,  # type: ignore[arg-type]
-    ),
-    "`dist_text_features` must be a tensor; got NoneType. Pass the tensor of features.": lambda: DistillClipLoss()(
-        _x(3, 4),
-        _x(3, 4),
-        1.0,
-        _x(3, 5),
-        None,
-        1.0,  # type: ignore[arg-type]
-    ),
-    "`weight` must be from 0 to 1; got 'half'. 0.5 weighs teacher and labels alike.": lambda: DistillClipLoss(
-        weight="half"  # type: ignore[arg-type]
-    ),
+    "listed, with anything for pads.": lambda: ScoreDistillLoss()(_x(3, 4), _x(3, 2, 4), [[1.0, 2.0]] * 3),
+    "`dist_text_features` must be a tensor; got NoneType. Pass the tensor of features.":
+        lambda: DistillClipLoss()(_x(3, 4), _x(3, 4), 1.0, _x(3, 5), None, 1.0),
+    "`weight` must be from 0 to 1; got 'half'. 0.5 weighs teacher and labels alike.":
+        lambda: DistillClipLoss(weight="half"),
     "`margin` must be a finite number; got nan. 0.0 is the paper's.": lambda: GISTLoss(margin=float("nan")),
-    "`ids` must be a tensor of shape [3], one entry for each row of `view_a`; got shape [2]. Pass the entries "
-    "of these 3 rows, in their order.": lambda: (
-        NTXentLoss()(_x(3, 4), _x(3, 4), 1.0, ids=torch.arange(2))
-    ),
-    "`guide_negatives` must have the same feature size as `guide_key`; got 6 and 5. Project one side first.": lambda: (
-        _guided_negatives(_x(2, 6))
-    ),
-    "`guide_negatives` must have as many rows as `negatives`; got 1 and 2. Pass one row for each: row i of one belongs "
-    "to row i of the other.": lambda: _guided_negatives(_x(1, 5)),
-    "`guide_negatives` must not require a gradient; got some that do. Detach them: they are taken as constants.": (
-        lambda: _guided_negatives(_x(2, 5).requires_grad_())
-    ),
-    "`guide_key` must have as many rows as `key`; got 5 and 6. Pass one row for each, and for each of the "
-    "`negatives`.": lambda: GISTLoss()(
-        _x(4, 4), _x(4, 4), 1.0, guide_query=_x(4, 5), guide_key=_x(3, 5), negatives=_x(2, 4), guide_negatives=_x(2, 5)
-    ),
-    "`guide_q` must have as many rows as `q`; got 2 and 3. Pass one row for each.": (
+    "`ids` must be a tensor of shape [3], one entry for each row of `view_a`; got shape [2]. Pass the entries of "
+    "these 3 rows, in their order.": lambda: NTXentLoss()(_x(3, 4), _x(3, 4), 1.0, ids=torch.arange(2)),
+    "`guide_negatives` must have the same feature size as `guide_key`; got 6 and 5. Project one side first.":
+        lambda: _guided_negatives(_x(2, 6)),
+    "`guide_negatives` must have as many rows as `negatives`; got 1 and 2. Pass one row for each: row i of one "
+    "belongs to row i of the other.": lambda: _guided_negatives(_x(1, 5)),
+    "`guide_negatives` must not require a gradient; got some that do. Detach them: they are taken as constants.":
+        lambda: _guided_negatives(_x(2, 5).requires_grad_()),
+    "`guide_key` must have as many rows as `key`; got 5 and 6. Pass one row for each, and for each of the `negatives`.":
+        lambda: GISTLoss()(
+            _x(4, 4), _x(4, 4), 1.0, guide_query=_x(4, 5), guide_key=_x(3, 5), negatives=_x(2, 4),
+            guide_negatives=_x(2, 5),
+        ),
+    "`guide_q` must have as many rows as `q`; got 2 and 3. Pass one row for each.":
         lambda: contrast(
-            _x(3, 4), _x(3, 4), scale=1.0, loss=Guided(), guide_q=_x(2, 5), guide_k=_x(3, 5), scorer=Bilinear(4, 4)
-        )
-    ),
-    "`kind` must be one of kl, margin_mse; got 'mse'. Leave it out for the divergence.": lambda: ScoreDistillLoss(
-        kind="mse"  # type: ignore[arg-type]
-    ),
-    "`label_smoothing` must be 0 for a distillation of scores; got 0.1. Soften the scores instead.": lambda: (
-        ScoreDistillLoss(label_smoothing=0.1)
-    ),
+            _x(3, 4), _x(3, 4), scale=1.0, loss=Guided(), guide_q=_x(2, 5), guide_k=_x(3, 5), scorer=Bilinear(4, 4),
+        ),
+    "`kind` must be one of kl, margin_mse; got 'mse'. Leave it out for the divergence.":
+        lambda: ScoreDistillLoss(kind="mse"),
+    "`label_smoothing` must be 0 for a distillation of scores; got 0.1. Soften the scores instead.":
+        lambda: ScoreDistillLoss(label_smoothing=0.1),
     "`labels` must be a tensor of shape [3], one entry for each row of `image_features`; got shape [2]. Pass the "
-    "entries of these 3 rows, in their order.": (
-        lambda: ClipLoss()(_x(3, 4), _x(3, 4), 1.0, labels=torch.arange(2))
-    ),
-    "`weights` must be a tensor of shape [3], one entry for each row of `features`; got shape [6]. Pass the entries of "
-    "these 3 rows, in their order.": lambda: (
-        SupConLoss()(_x(3, 2, 4), torch.arange(3), 1.0, weights=_x(6))
-    ),
-    "`form` must be one of out, in; got 'mean'. They are the paper's words.": lambda: SupConLoss(
-        form="mean"  # type: ignore[arg-type]
-    ),
-    "`label_smoothing` must be 0 for the mean inside; got 0.1. Leave it out, or take the softmax loss.": lambda: (
-        SupConLoss(form="in", label_smoothing=0.1)
-    ),
-    "`positives` must be left out for the balanced sigmoid loss; got some. Pass labels.": lambda: contrast(
-        _x(3, 4), _x(3, 4), scale=1.0, loss=BalancedSigmoid(), positives=torch.arange(3)
-    ),
+    "entries of these 3 rows, in their order.": lambda: ClipLoss()(_x(3, 4), _x(3, 4), 1.0, labels=torch.arange(2)),
+    "`weights` must be a tensor of shape [3], one entry for each row of `features`; got shape [6]. Pass the entries "
+    "of these 3 rows, in their order.": lambda: SupConLoss()(_x(3, 2, 4), torch.arange(3), 1.0, weights=_x(6)),
+    "`form` must be one of out, in; got 'mean'. They are the paper's words.": lambda: SupConLoss(form="mean"),
+    "`label_smoothing` must be 0 for the mean inside; got 0.1. Leave it out, or take the softmax loss.":
+        lambda: SupConLoss(form="in", label_smoothing=0.1),
+    "`positives` must be left out for the balanced sigmoid loss; got some. Pass labels.":
+        lambda: contrast(_x(3, 4), _x(3, 4), scale=1.0, loss=BalancedSigmoid(), positives=torch.arange(3)),
     "`sigma` must be positive; got 0.0. The paper has 0.5.": lambda: DCLLoss(sigma=0.0),
     "`logit_bias` must be left out for the loss DecoupledWeighted; got one. Its weights of positives keep a bias from "
     "cancelling.": lambda: DCLLoss(sigma=0.5)(_x(3, 4), _x(3, 4), 1.0, 0.0),
-    "`label_smoothing` must be 0 for the decoupled loss; got 0.1. Leave it out, or take the softmax loss.": lambda: (
-        DCLLoss(label_smoothing=0.1)
-    ),
+    "`label_smoothing` must be 0 for the decoupled loss; got 0.1. Leave it out, or take the softmax loss.":
+        lambda: DCLLoss(label_smoothing=0.1),
     "`hardness_mode` must be one of in_batch_negatives, hard_negatives, all_negatives; got 'all'. They are "
     "sentence-transformers' words.": lambda: Hardness(hardness_mode="all"),
     "`hardness_strength` must be at least 0; got -1.0. 5 to 9 is usual.": lambda: Hardness(hardness_strength=-1.0),
-    "`negatives` must have two dimensions [rows, features], or three [queries, H, features]; got shape [4]. "
-    "Pass a batch.": lambda: InfoNCELoss()(_x(3, 4), _x(3, 4), 1.0, negatives=_x(4)),
+    "`negatives` must have two dimensions [rows, features], or three [queries, H, features]; got shape [4]. Pass a "
+    "batch.": lambda: InfoNCELoss()(_x(3, 4), _x(3, 4), 1.0, negatives=_x(4)),
     "`negatives` must have a list for each of the 3 queries where they have three dimensions; got shape [2, 5, 4]. "
-    "List each query's own, or pass shared ones as [H, features].": lambda: (
-        InfoNCELoss()(_x(3, 4), _x(3, 4), 1.0, negatives=_x(2, 5, 4))
-    ),
-    "`negatives` must have the same feature size as `key`; got 5 and 4. Project one side first.": lambda: InfoNCELoss()(
-        _x(3, 4), _x(3, 4), 1.0, negatives=_x(3, 2, 5)
-    ),
-    "`negatives` must be left out for a symmetric loss; got both. Pass loss=Softmax(), say.": lambda: contrast(
-        _x(3, 4), _x(3, 4), scale=1.0, negatives=_x(3, 2, 4)
-    ),
-    "`negatives` must be shared by all queries with features in host memory; got shape [3, 2, 4]. Leave `device` "
-    "out.": lambda: InfoNCELoss(device="meta")(_x(3, 4), _x(3, 4), 1.0, negatives=_x(3, 2, 4)),
+    "List each query's own, or pass shared ones as [H, features].":
+        lambda: InfoNCELoss()(_x(3, 4), _x(3, 4), 1.0, negatives=_x(2, 5, 4)),
+    "`negatives` must have the same feature size as `key`; got 5 and 4. Project one side first.":
+        lambda: InfoNCELoss()(_x(3, 4), _x(3, 4), 1.0, negatives=_x(3, 2, 5)),
+    "`negatives` must be left out for a symmetric loss; got both. Pass loss=Softmax(), say.":
+        lambda: contrast(_x(3, 4), _x(3, 4), scale=1.0, negatives=_x(3, 2, 4)),
+    "`negatives` must be shared by all queries with features in host memory; got shape [3, 2, 4]. Leave `device` out.":
+        lambda: InfoNCELoss(device="meta")(_x(3, 4), _x(3, 4), 1.0, negatives=_x(3, 2, 4)),
     "`negative_ids` must go with `negatives` of three dimensions [queries, H, features]; got others. Continue "
-    "`key_ids` over shared negatives.": lambda: InfoNCELoss()(
-        _x(3, 4), _x(3, 4), 1.0, negatives=_x(2, 4), negative_ids=torch.arange(2)
-    ),
-    "`query_ids` must be given where `negative_ids` is; got None. Pass both, or neither.": lambda: InfoNCELoss()(
-        _x(3, 4), _x(3, 4), 1.0, negatives=_x(3, 2, 4), negative_ids=torch.zeros(3, 2).long()
-    ),
+    "`key_ids` over shared negatives.":
+        lambda: InfoNCELoss()(_x(3, 4), _x(3, 4), 1.0, negatives=_x(2, 4), negative_ids=torch.arange(2)),
+    "`query_ids` must be given where `negative_ids` is; got None. Pass both, or neither.":
+        lambda: InfoNCELoss()(_x(3, 4), _x(3, 4), 1.0, negatives=_x(3, 2, 4), negative_ids=torch.zeros(3, 2).long()),
     "`negative_ids` must be integers of shape [3, 2], one for each of the negatives; got shape [3], torch.int64. A "
-    "negative with the id of its query does not count.": lambda: InfoNCELoss()(
-        _x(3, 4), _x(3, 4), 1.0, negatives=_x(3, 2, 4), query_ids=torch.arange(3), negative_ids=torch.arange(3)
-    ),
+    "negative with the id of its query does not count.":
+        lambda: InfoNCELoss()(
+            _x(3, 4), _x(3, 4), 1.0, negatives=_x(3, 2, 4), query_ids=torch.arange(3), negative_ids=torch.arange(3),
+        ),
     "`query_ids` must be a tensor of shape [3], one entry for each row of `query`; got list. Convert it with "
     "torch.as_tensor.": lambda: _with_its_own(query_ids=[0, 1, 2], negative_ids=torch.zeros(3, 2).long()),
     "`negative_ids` must be integers; got torch.bool. Of a mask of pads make ids: torch.where(pads, query_ids[:, "
     "None], -1).": lambda: _with_its_own(query_ids=torch.arange(3), negative_ids=torch.ones(3, 2, dtype=torch.bool)),
     "`negative_ids` must be integers of shape [3, 2], one for each of the negatives; got list. A negative with the id "
     "of its query does not count.": lambda: _with_its_own(query_ids=torch.arange(3), negative_ids=[0, 1, 2]),
-    "`query_ids` must come with `negative_ids` where in_batch=False; got one alone. Leave them out.": lambda: (
-        _with_its_own(query_ids=torch.arange(3))
-    ),
-    "`guide_key` must be a tensor; got NoneType. Pass the tensor of features.": lambda: GISTLoss()(
-        _x(3, 4),
-        _x(3, 4),
-        1.0,
-        guide_query=_x(3, 5),
-        guide_key=None,
-        negatives=_x(2, 4),
-        guide_negatives=_x(2, 5),  # type: ignore[arg-type]
-    ),
-    "`negatives` must be [N, H, D], each query's own, with in_batch=False; got None. List them.": lambda: (
-        InfoNCELoss(in_batch=False)(_x(3, 4), _x(3, 4), 1.0)
-    ),
-    "`positives` must be left out with in_batch=False; got both. Key i belongs to query i.": lambda: InfoNCELoss(
-        in_batch=False
-    )(_x(3, 4), _x(3, 4), 1.0, negatives=_x(3, 2, 4), positives=torch.arange(3)),
-    "`query` must be a tensor; got NoneType. Pass the tensor of features.": lambda: InfoNCELoss(in_batch=False)(
-        None, _x(3, 4), 1.0, negatives=_x(3, 2, 4)  # type: ignore[arg-type]
-    ),
-    "`query` must be a tensor; got list. Convert it with torch.as_tensor.": lambda: ScoreDistillLoss()(
-        [0.5], _x(3, 4), _x(3, 2), lists=torch.zeros(3, 2).long()  # type: ignore[arg-type]
-    ),
-    "`negative_ids` must be on the device of `query_ids`; got meta and cpu. Move one side first.": lambda: (
-        _with_its_own(query_ids=torch.arange(3), negative_ids=torch.zeros(3, 2, device="meta").long())
-    ),
-    "`dist_image_features` must be on the device of `image_features`; got meta and cpu. Move one side first.": lambda: (
-        DistillClipLoss()(
-            _x(3, 4), _x(3, 4), 1.0, _x(3, 5).to("meta"), _x(3, 5).to("meta"), torch.tensor(2.0)
-        )
-    ),
-    "`query` must have the same first axis; got [3, 4]. Check each tensor's shape.": lambda: ScoreDistillLoss()(
-        (_x(3, 5, 4), torch.ones(4, 5).bool()), _x(3, 5, 4), _x(3, 2), lists=torch.zeros(3, 2).long(), scorer=MaxSim()
-    ),
-    "`key` must be on the device of `query`; got meta and cpu. Move one side first.": lambda: ScoreDistillLoss()(
-        _x(3, 5, 4), _x(3, 5, 4).to("meta"), _x(3, 2), lists=torch.zeros(3, 2).long(), scorer=MaxSim()
-    ),
-    "`scorer` must return a tensor [1, 2] for a query and the 2 keys of its list; got shape [2, 1]. One score for each "
-    "pair.": lambda: ScoreDistillLoss()(_x(3, 4), _x(3, 2, 4), _x(3, 2), scorer=Transposed(4, 4)),
+    "`query_ids` must come with `negative_ids` where in_batch=False; got one alone. Leave them out.":
+        lambda: _with_its_own(query_ids=torch.arange(3)),
+    "`guide_key` must be a tensor; got NoneType. Pass the tensor of features.":
+        lambda: GISTLoss()(
+            _x(3, 4), _x(3, 4), 1.0, guide_query=_x(3, 5), guide_key=None, negatives=_x(2, 4), guide_negatives=_x(2, 5),
+        ),
+    "`negatives` must be [N, H, D], each query's own, with in_batch=False; got None. List them.":
+        lambda: InfoNCELoss(in_batch=False)(_x(3, 4), _x(3, 4), 1.0),
+    "`positives` must be left out with in_batch=False; got both. Key i belongs to query i.":
+        lambda: InfoNCELoss(in_batch=False)(_x(3, 4), _x(3, 4), 1.0, negatives=_x(3, 2, 4), positives=torch.arange(3)),
+    "`query` must be a tensor; got NoneType. Pass the tensor of features.":
+        lambda: InfoNCELoss(in_batch=False)(None, _x(3, 4), 1.0, negatives=_x(3, 2, 4)),
+    "`query` must be a tensor; got list. Convert it with torch.as_tensor.":
+        lambda: ScoreDistillLoss()([0.5], _x(3, 4), _x(3, 2), lists=torch.zeros(3, 2).long()),
+    "`negative_ids` must be on the device of `query_ids`; got meta and cpu. Move one side first.":
+        lambda: _with_its_own(query_ids=torch.arange(3), negative_ids=torch.zeros(3, 2, device="meta").long()),
+    "`dist_image_features` must be on the device of `image_features`; got meta and cpu. Move one side first.":
+        lambda: DistillClipLoss()(_x(3, 4), _x(3, 4), 1.0, _x(3, 5).to("meta"), _x(3, 5).to("meta"), torch.tensor(2.0)),
+    "`query` must have the same first axis; got [3, 4]. Check each tensor's shape.":
+        lambda: ScoreDistillLoss()(
+            (_x(3, 5, 4), torch.ones(4, 5).bool()), _x(3, 5, 4), _x(3, 2), lists=torch.zeros(3, 2).long(),
+            scorer=MaxSim(),
+        ),
+    "`key` must be on the device of `query`; got meta and cpu. Move one side first.":
+        lambda: ScoreDistillLoss()(
+            _x(3, 5, 4), _x(3, 5, 4).to("meta"), _x(3, 2), lists=torch.zeros(3, 2).long(), scorer=MaxSim(),
+        ),
+    "`scorer` must return a tensor [1, 2] for a query and the 2 keys of its list; got shape [2, 1]. One score for "
+    "each pair.": lambda: ScoreDistillLoss()(_x(3, 4), _x(3, 2, 4), _x(3, 2), scorer=Transposed(4, 4)),
 }  # fmt: skip
 
 

@@ -108,32 +108,24 @@ def test_a_push_after_the_loss_changes_no_gradient() -> None:
 SENTENCES: dict[str, Callable[[], Any]] = {
     "`size` must be a whole number of at least 1; got 0. Pass the number of keys to keep.": lambda: KeyQueue(0, D),
     "`features` must be a whole number of at least 1; got 0. Pass the size of a key.": lambda: KeyQueue(4, 0),
-    "`key` must be a tensor [n, 5]; got shape [3, 4]. Pass the features of the keys.": lambda: KeyQueue(4, D).push(
-        torch.ones(3, 4)
-    ),
-    "`key` must be on the device of the queue; got meta and cpu. Move the queue with .to(device).": lambda: KeyQueue(
-        4, D
-    ).push(torch.ones(3, D, device="meta")),
-    "`key` must have at most 4 rows over all ranks, the size of the queue; got 5. Make the queue larger.": lambda: (
-        KeyQueue(4, D).push(torch.ones(5, D))
-    ),
-    "`ids` must be integers of shape [3], one for each key; got shape [2], torch.int64. Or leave them out.": lambda: (
-        KeyQueue(4, D).push(torch.ones(3, D), torch.arange(2))
-    ),
-    "`ids` must be integers of shape [1], one for each key; got list. Or leave them out.": lambda: KeyQueue(4, D).push(
-        torch.ones(1, D), [7]
-    ),  # type: ignore[arg-type]
-    "`ids` must be integers of shape [1], one for each key; got shape [1], torch.complex64. Or leave them out.": (
-        lambda: KeyQueue(4, D).push(torch.ones(1, D), torch.ones(1, dtype=torch.complex64))
-    ),
-    "`ids` must be integers of shape [1], one for each key; got shape [1], torch.bool. Or leave them out.": (
-        lambda: KeyQueue(4, D).push(torch.ones(1, D), torch.ones(1, dtype=torch.bool))
-    ),
-    "`key` must be floating point; got torch.int64. Convert it with .float().": lambda: KeyQueue(4, D).push(
-        torch.ones(1, D).long()
-    ),
+    "`key` must be a tensor [n, 5]; got shape [3, 4]. Pass the features of the keys.":
+        lambda: KeyQueue(4, D).push(torch.ones(3, 4)),
+    "`key` must be on the device of the queue; got meta and cpu. Move the queue with .to(device).":
+        lambda: KeyQueue(4, D).push(torch.ones(3, D, device="meta")),
+    "`key` must have at most 4 rows over all ranks, the size of the queue; got 5. Make the queue larger.":
+        lambda: KeyQueue(4, D).push(torch.ones(5, D)),
+    "`ids` must be integers of shape [3], one for each key; got shape [2], torch.int64. Or leave them out.":
+        lambda: KeyQueue(4, D).push(torch.ones(3, D), torch.arange(2)),
+    "`ids` must be integers of shape [1], one for each key; got list. Or leave them out.":
+        lambda: KeyQueue(4, D).push(torch.ones(1, D), [7]),
+    "`ids` must be integers of shape [1], one for each key; got shape [1], torch.complex64. Or leave them out.":
+        lambda: KeyQueue(4, D).push(torch.ones(1, D), torch.ones(1, dtype=torch.complex64)),
+    "`ids` must be integers of shape [1], one for each key; got shape [1], torch.bool. Or leave them out.":
+        lambda: KeyQueue(4, D).push(torch.ones(1, D), torch.ones(1, dtype=torch.bool)),
+    "`key` must be floating point; got torch.int64. Convert it with .float().":
+        lambda: KeyQueue(4, D).push(torch.ones(1, D).long()),
     "`dtype` must be floating point; got torch.int64. Keys are features.": lambda: KeyQueue(4, D, dtype=torch.int64),
-}
+}  # fmt: skip
 
 
 def test_pushes_compile_nothing_anew() -> None:

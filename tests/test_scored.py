@@ -533,123 +533,101 @@ def _x(n: int = 5) -> Tensor:
 
 
 SENTENCES = {
-    "`scorer` must be a module; got builtin_function_or_method. Derive it from torch.nn.Module.": lambda: contrast(
-        _x(), _x(), scorer=torch.mm
-    ),
-    "`scorer` must return a tensor [2, 3] for 2 rows and 3 columns; got shape [2]. One score for each pair.": lambda: (
-        contrast(_x(), _x(), scorer=Odd(lambda rows, _: rows.sum(1)))
-    ),
-    "`scorer` must return a tensor [1, 2] for 1 rows and 2 columns; got shape [2, 1]. One score for each "
-    "pair.": lambda: contrast(_x(2), _x(2), scorer=Odd(lambda rows, cols: cols @ rows.T)),
-    "`scorer` must have real parameters; got torch.complex64. Hold what torch.view_as_real makes of them.": lambda: (
-        contrast(_x(), _x(), scorer=nn.Linear(4, 4, dtype=torch.complex64))
-    ),
-    "`q` must be real where it wants a gradient; got torch.complex64. Pass it by torch.view_as_real.": lambda: contrast(
-        _x().to(torch.complex64).requires_grad_(), _x(), scorer=Odd(lambda rows, cols: rows.real @ cols.T)
-    ),
+    "`scorer` must be a module; got builtin_function_or_method. Derive it from torch.nn.Module.":
+        lambda: contrast(_x(), _x(), scorer=torch.mm),
+    "`scorer` must return a tensor [2, 3] for 2 rows and 3 columns; got shape [2]. One score for each pair.":
+        lambda: contrast(_x(), _x(), scorer=Odd(lambda rows, _: rows.sum(1))),
+    "`scorer` must return a tensor [1, 2] for 1 rows and 2 columns; got shape [2, 1]. One score for each pair.":
+        lambda: contrast(_x(2), _x(2), scorer=Odd(lambda rows, cols: cols @ rows.T)),
+    "`scorer` must have real parameters; got torch.complex64. Hold what torch.view_as_real makes of them.":
+        lambda: contrast(_x(), _x(), scorer=nn.Linear(4, 4, dtype=torch.complex64)),
+    "`q` must be real where it wants a gradient; got torch.complex64. Pass it by torch.view_as_real.":
+        lambda: contrast(
+            _x().to(torch.complex64).requires_grad_(), _x(), scorer=Odd(lambda rows, cols: rows.real @ cols.T),
+        ),
     "`scorer` must compute in each call all that it differentiates; got a part of the graph that was made before. "
-    "Compute that inside too, or pass it as a feature, a row for each example.": lambda: contrast(
-        _x(), _x(), scorer=Made()
-    ).backward(),
-    "`scorer` must return floating point; got torch.int64. Convert it with .float().": lambda: contrast(
-        _x(), _x(), scorer=Odd(lambda rows, cols: (rows @ cols.T).long())
-    ),
+    "Compute that inside too, or pass it as a feature, a row for each example.":
+        lambda: contrast(_x(), _x(), scorer=Made()).backward(),
+    "`scorer` must return floating point; got torch.int64. Convert it with .float().":
+        lambda: contrast(_x(), _x(), scorer=Odd(lambda rows, cols: (rows @ cols.T).long())),
     "`scorer` must own every parameter that it uses; got one of shape [2, 2] elsewhere. Register what holds them as a "
-    "submodule, or pass the tensor with the features.": lambda: contrast(
-        _x(), _x(), scorer=Odd(lambda rows, cols: rows @ cols.T + stranger.sum())
-    ),
+    "submodule, or pass the tensor with the features.":
+        lambda: contrast(_x(), _x(), scorer=Odd(lambda rows, cols: rows @ cols.T + stranger.sum())),
     "`scorer` must treat examples one by one; got BatchNorm1d in training mode, whose statistics over a sub-batch are "
-    "not those of the batch. Put it in eval mode, or take GroupNorm or LayerNorm.": lambda: contrast(
-        _x(), _x(), scorer=Normed()
-    ),
-    "`scorer` must treat pairs one by one; got Counting, which changes a buffer when it runs. Put it in eval "
-    "mode.": lambda: contrast(_x(), _x(), scorer=Counting()),
-    "`scorer` must treat pairs one by one; got Averaging, which changes a buffer when it runs. Put it in eval "
-    "mode.": lambda: contrast(_x(), _x(), scorer=Averaging()),
-    "`k` must be left as it is by the scorer; got one of shape [3, 4] that it writes over. Clone it there, or work out "
-    "of place.": lambda: contrast(_x(), _x(), scorer=Odd(lambda rows, cols: rows @ cols.mul_(2).T)),
-    "`q` must have rows of 5 features, as the scorer reads them; got shape [2, 4]. Project one side first.": lambda: (
-        contrast(_x(), _x(), scorer=Bilinear(5, 4))
-    ),
-    "`k` must have rows of 6 features, as the scorer reads them; got shape [3, 4]. Project one side first.": lambda: (
-        contrast(_x(), _x(), scorer=PairMLP(4, 6, hidden=2))
-    ),
-    "`k` must have rows of 4 features, as the scorer reads them; got shape [5, 2, 3]. Project one side "
-    "first.": lambda: contrast(torch.ones(5, 2, 4), torch.ones(5, 2, 3), scorer=MaxSim()),
-    "`q` must be made of tensors whose first axis is the batch; got str. Keep the rest in `scorer`.": lambda: contrast(
-        {"tokens": _x(), "name": "query"}, _x(), scorer=Bilinear(4, 4)
-    ),
-    "`k` must be made of tensors whose first axis is the batch; got a tensor without axes. Keep the rest in "
-    "`scorer`.": lambda: contrast(_x(), torch.ones(()), scorer=Bilinear(4, 4)),
-    "`k` must contain a tensor; got none. Pass what the scorer reads of each example.": lambda: contrast(
-        _x(), [None], scorer=Bilinear(4, 4)
-    ),
-    "`k` must have the same first axis, the batch; got [3, 5]. Check each tensor's shape.": lambda: contrast(
-        _x(), (_x(), _x(3)), scorer=Bilinear(4, 4)
-    ),
-    "`q` must be on one device; got cpu, meta. Move all tensors to it.": lambda: contrast(
-        (_x(), _x().to("meta")), _x(), scorer=Bilinear(4, 4)
-    ),
-    "`k` must be on the device of `q`; got meta and cpu. Move one side first.": lambda: contrast(
-        _x(), _x().to("meta"), scorer=Bilinear(4, 4)
-    ),
-    "`negatives` must be nested and shaped as `k`; got [[2, 3]]. Pad both alike.": lambda: contrast(
-        _x(), _x(), negatives=torch.ones(2, 3), scorer=Bilinear(4, 4), loss=Softmax()
-    ),
-    "`negatives` must be nested and shaped as `k`; got [[2, 4]]. Nest both alike.": lambda: contrast(
-        _x(), (_x(),), negatives=torch.ones(2, 4), scorer=Bilinear(4, 4), loss=Softmax()
-    ),
-    "`negatives` must be shared by all queries with a scorer; got shapes [[5, 3, 2, 4]]. Flatten them to [N * H, ...], "
-    "negatives of every query, or leave `scorer` out.": lambda: contrast(
-        *[torch.ones(5, 2, 4)] * 2, negatives=torch.ones(5, 3, 2, 4), scorer=MaxSim(normalize=True), loss=Softmax()
-    ),
+    "not those of the batch. Put it in eval mode, or take GroupNorm or LayerNorm.":
+        lambda: contrast(_x(), _x(), scorer=Normed()),
+    "`scorer` must treat pairs one by one; got Counting, which changes a buffer when it runs. Put it in eval mode.":
+        lambda: contrast(_x(), _x(), scorer=Counting()),
+    "`scorer` must treat pairs one by one; got Averaging, which changes a buffer when it runs. Put it in eval mode.":
+        lambda: contrast(_x(), _x(), scorer=Averaging()),
+    "`k` must be left as it is by the scorer; got one of shape [3, 4] that it writes over. Clone it there, or work "
+    "out of place.": lambda: contrast(_x(), _x(), scorer=Odd(lambda rows, cols: rows @ cols.mul_(2).T)),
+    "`q` must have rows of 5 features, as the scorer reads them; got shape [2, 4]. Project one side first.":
+        lambda: contrast(_x(), _x(), scorer=Bilinear(5, 4)),
+    "`k` must have rows of 6 features, as the scorer reads them; got shape [3, 4]. Project one side first.":
+        lambda: contrast(_x(), _x(), scorer=PairMLP(4, 6, hidden=2)),
+    "`k` must have rows of 4 features, as the scorer reads them; got shape [5, 2, 3]. Project one side first.":
+        lambda: contrast(torch.ones(5, 2, 4), torch.ones(5, 2, 3), scorer=MaxSim()),
+    "`q` must be made of tensors whose first axis is the batch; got str. Keep the rest in `scorer`.":
+        lambda: contrast({"tokens": _x(), "name": "query"}, _x(), scorer=Bilinear(4, 4)),
+    "`k` must be made of tensors whose first axis is the batch; got a tensor without axes. Keep the rest in `scorer`.":
+        lambda: contrast(_x(), torch.ones(()), scorer=Bilinear(4, 4)),
+    "`k` must contain a tensor; got none. Pass what the scorer reads of each example.":
+        lambda: contrast(_x(), [None], scorer=Bilinear(4, 4)),
+    "`k` must have the same first axis, the batch; got [3, 5]. Check each tensor's shape.":
+        lambda: contrast(_x(), (_x(), _x(3)), scorer=Bilinear(4, 4)),
+    "`q` must be on one device; got cpu, meta. Move all tensors to it.":
+        lambda: contrast((_x(), _x().to("meta")), _x(), scorer=Bilinear(4, 4)),
+    "`k` must be on the device of `q`; got meta and cpu. Move one side first.":
+        lambda: contrast(_x(), _x().to("meta"), scorer=Bilinear(4, 4)),
+    "`negatives` must be nested and shaped as `k`; got [[2, 3]]. Pad both alike.":
+        lambda: contrast(_x(), _x(), negatives=torch.ones(2, 3), scorer=Bilinear(4, 4), loss=Softmax()),
+    "`negatives` must be nested and shaped as `k`; got [[2, 4]]. Nest both alike.":
+        lambda: contrast(_x(), (_x(),), negatives=torch.ones(2, 4), scorer=Bilinear(4, 4), loss=Softmax()),
+    "`negatives` must be shared by all queries with a scorer; got shapes [[5, 3, 2, 4]]. Flatten them to [N * H, "
+    "...], negatives of every query, or leave `scorer` out.":
+        lambda: contrast(
+            *[torch.ones(5, 2, 4)] * 2, negatives=torch.ones(5, 3, 2, 4), scorer=MaxSim(normalize=True), loss=Softmax(),
+        ),
     "`negative_ids` must go with `negatives` of three dimensions [queries, H, features]; got others. Continue "
-    "`key_ids` over shared negatives.": lambda: contrast(
-        _x(), _x(), negatives=_x(), negative_ids=torch.ones(5, 1), scorer=Bilinear(4, 4), loss=Softmax()
-    ),
+    "`key_ids` over shared negatives.":
+        lambda: contrast(
+            _x(), _x(), negatives=_x(), negative_ids=torch.ones(5, 1), scorer=Bilinear(4, 4), loss=Softmax(),
+        ),
     "`negatives` must have the dtypes of `k`, and lie beside it; got torch.float32 on cpu and torch.float64 on cpu. "
-    "Convert one side first.": lambda: contrast(
-        _x(), _x(), negatives=_x().double(), scorer=Bilinear(4, 4), loss=Softmax()
-    ),
+    "Convert one side first.":
+        lambda: contrast(_x(), _x(), negatives=_x().double(), scorer=Bilinear(4, 4), loss=Softmax()),
     "`negatives` must have the dtypes of `k`, and lie beside it; got torch.float32 on cpu and torch.float32 on meta. "
-    "Convert one side first.": lambda: contrast(
-        _x(), _x(), negatives=_x().to("meta"), scorer=Bilinear(4, 4), loss=Softmax()
-    ),
-    "`backend` must be auto, eager or dense with a scorer; got 'triton'. A scorer brings its own kernels.": lambda: (
-        contrast(_x(), _x(), scorer=Bilinear(4, 4), backend="triton")
-    ),
+    "Convert one side first.":
+        lambda: contrast(_x(), _x(), negatives=_x().to("meta"), scorer=Bilinear(4, 4), loss=Softmax()),
+    "`backend` must be auto, eager or dense with a scorer; got 'triton'. A scorer brings its own kernels.":
+        lambda: contrast(_x(), _x(), scorer=Bilinear(4, 4), backend="triton"),
     "`scale` must be given for a dot product; got None. Pass logit_scale.exp(), say.": lambda: contrast(_x(), _x()),
-    "`k` must have as many rows as `q`; got 3 and 5. Pass one row for each: row i of one belongs to row i of "
-    "the other. Further keys go with loss=Softmax().": lambda: contrast(_x(), _x(3), scorer=Bilinear(4, 4)),
+    "`k` must have as many rows as `q`; got 3 and 5. Pass one row for each: row i of one belongs to row i of the "
+    "other. Further keys go with loss=Softmax().": lambda: contrast(_x(), _x(3), scorer=Bilinear(4, 4)),
     "`normalize` must be True or False; got 8. Pass one of these, without quotes.": lambda: MaxSim(8),
-    "`q` must be token vectors [B, L, D], alone or with a bool mask [B, L]; got shape [5, 4]. Check the "
-    "encoder.": lambda: contrast(_x(), _x(), scorer=MaxSim()),
+    "`q` must be token vectors [B, L, D], alone or with a bool mask [B, L]; got shape [5, 4]. Check the encoder.":
+        lambda: contrast(_x(), _x(), scorer=MaxSim()),
     "`k` must be token vectors [B, L, D], alone or with a bool mask [B, L]; got shape [5, 2, 4] and a mask [5, 2], "
-    "torch.float32. Pass attention_mask.bool(), say.": lambda: contrast(
-        torch.ones(5, 2, 4), (torch.ones(5, 2, 4), torch.ones(5, 2)), scorer=MaxSim()
-    ),
-    "`q` must be floating point; got torch.int64. Convert it with .float().": lambda: contrast(
-        torch.ones(5, 2, 4).long(), torch.randn(5, 2, 4), scorer=MaxSim()
-    ),
-    "`k` must have the dtype of `q`; got torch.float64 and torch.float32. Convert one side first.": lambda: contrast(
-        torch.randn(5, 2, 4), torch.randn(5, 2, 4).double(), scorer=MaxSim()
-    ),
-    "`q` must be made of tensors with one shape for all rows; got a nested tensor. Pass "
-    "Ragged(x.values(), x.offsets().diff()), or padding and a mask.": lambda: contrast(
-        torch.nested.as_nested_tensor([torch.randn(n, 4) for n in (2, 3)], layout=torch.jagged),
-        torch.randn(2, 5, 4),
-        scorer=MaxSim(),
-    ),
-    "`q` must be token vectors [B, L, D], alone or with a bool mask [B, L]; got dict. Check the encoder.": lambda: (
-        contrast({"tokens": torch.ones(5, 2, 4), "mask": torch.ones(5, 2).bool()}, _x(), scorer=MaxSim())
-    ),
-    "`q` must be token vectors [B, L, D], alone or with a bool mask [B, L]; got tuple. Check the encoder.": lambda: (
-        contrast((torch.ones(5, 2, 4), torch.ones(5, 2).bool(), _x()), _x(), scorer=MaxSim())
-    ),
-    "`scorer` must be a module; got the class MaxSim. Make one: MaxSim(...).": lambda: contrast(
-        _x(), _x(), scorer=MaxSim
-    ),
-}
+    "torch.float32. Pass attention_mask.bool(), say.":
+        lambda: contrast(torch.ones(5, 2, 4), (torch.ones(5, 2, 4), torch.ones(5, 2)), scorer=MaxSim()),
+    "`q` must be floating point; got torch.int64. Convert it with .float().":
+        lambda: contrast(torch.ones(5, 2, 4).long(), torch.randn(5, 2, 4), scorer=MaxSim()),
+    "`k` must have the dtype of `q`; got torch.float64 and torch.float32. Convert one side first.":
+        lambda: contrast(torch.randn(5, 2, 4), torch.randn(5, 2, 4).double(), scorer=MaxSim()),
+    "`q` must be made of tensors with one shape for all rows; got a nested tensor. Pass Ragged(x.values(), "
+    "x.offsets().diff()), or padding and a mask.":
+        lambda: contrast(
+            torch.nested.as_nested_tensor([torch.randn(n, 4) for n in (2, 3)], layout=torch.jagged),
+            torch.randn(2, 5, 4), scorer=MaxSim(),
+        ),
+    "`q` must be token vectors [B, L, D], alone or with a bool mask [B, L]; got dict. Check the encoder.":
+        lambda: contrast({"tokens": torch.ones(5, 2, 4), "mask": torch.ones(5, 2).bool()}, _x(), scorer=MaxSim()),
+    "`q` must be token vectors [B, L, D], alone or with a bool mask [B, L]; got tuple. Check the encoder.":
+        lambda: contrast((torch.ones(5, 2, 4), torch.ones(5, 2).bool(), _x()), _x(), scorer=MaxSim()),
+    "`scorer` must be a module; got the class MaxSim. Make one: MaxSim(...).":
+        lambda: contrast(_x(), _x(), scorer=MaxSim),
+}  # fmt: skip
 
 
 class Normed(Bilinear):
