@@ -19,8 +19,8 @@ def plan(
     Runs on any machine; no weights are made or read, no data are opened.
 
     Arguments:
-        recipe: a TOML file, or a recipe that was loaded. overrides: other values of a file's keys, such as
-            "train.batch=64".
+        recipe: a TOML file, a recipe of the package by its name, or one that was loaded. overrides: other values of its
+            keys, such as "train.batch=64".
         gpus: the machines, such as "H200", "8xH100-80GB", or "32x8xH100-80GB" for 32 nodes of 8; by default this one.
         batch: pairs of all ranks in a step; by default the recipe's largest.
         pairs: the size of the training split, which gives the length of a run in epochs, and its batches where
@@ -31,8 +31,8 @@ def plan(
     Raises ValueError for a word of `gpus` that names no machine, and ModuleNotFoundError where the extra `train` is not
     installed.
 
-    >>> step = plan("recipes/glyphs.toml", gpus="8xH100-80GB", batch=65_536)              # doctest: +SKIP
-    >>> step.peak.bytes, step.seconds.total, step.largest()                                # doctest: +SKIP
+    >>> step = plan("glyphs", gpus="8xH100-80GB", batch=65_536)              # doctest: +SKIP
+    >>> step.peak.bytes, step.seconds.total, step.largest()                  # doctest: +SKIP
     """
     with naming_the_extra():
         from contrastile.train.planned import planned
