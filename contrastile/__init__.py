@@ -5,10 +5,10 @@
     loss  = ClipLoss()(image, text, model.logit_scale.exp())
     loss.backward()
 
-CLIP is `ClipLoss`, SigLIP `SigLipLoss`, SimCLR `NTXentLoss`, SupCon `SupConLoss`, DPR `InfoNCELoss`; GradCache is
-`encode`, and `Ragged` its input where values are packed; `contrast` is the function under all losses, also with a
-learned distance of `contrastile.scorers`; `load` gives the towers of a finished
-run, `plan` the memory and the time of one to come.
+CLIP is `ClipLoss`, SigLIP `SigLipLoss`, SimCLR `NTXentLoss`, SupCon `SupConLoss`, and DPR `InfoNCELoss`. GradCache is
+`encode`; `Ragged` is its input of packed values. `contrast` is the function under all losses, and takes a learned
+distance of `contrastile.scorers` too. `load` returns the encoders of a finished run. `plan` returns the memory and the
+time of a run to come.
 """
 
 from importlib import import_module

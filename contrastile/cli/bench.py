@@ -54,10 +54,10 @@ def add_to(bench: argparse.ArgumentParser) -> None:
     add("--losses", nargs="+", choices=LOSSES, metavar="LOSS", help=", ".join(LOSSES))
     add("--workspace", nargs="+", metavar="BYTES", help="contrastile's, such as 2GiB")
     add("--precision", choices=("high", "highest"), help="of float32 products (default: highest)")
-    add("--once", action="store_true", help="one step of contrastile's alone, for sizes of minutes")
+    add("--once", action="store_true", help="one step of contrastile alone, for sizes that take minutes")
     add("--host", action="store_true", help="features in host memory, beside resident ones")
-    add("--limit", metavar="BYTES", help="of --host: the device's memory that may be allocated (default: 16GiB)")
-    add("--profile", action="store_true", help="under torchrun: also where the time of a step goes")
+    add("--limit", metavar="BYTES", help="with --host: the device's memory that may be allocated (default: 16GiB)")
+    add("--profile", action="store_true", help="under torchrun: split the time of a step into its parts")
     add("--seconds", type=float, help="how long each may be measured (default: 4)")
     add("--quick", action="store_true", help="few and small sizes, half a second for each")
     loss.set_defaults(verb=run_loss)
@@ -76,21 +76,21 @@ def add_to(bench: argparse.ArgumentParser) -> None:
     add("--compile", action="store_true", help="each way with compiled towers too, as compiled-plain is")
     add("--dtype", choices=("bf16", "fp16", "fp32"), help="autocast's; fp32 is without (default: bf16)")
     add("--optimizer", action="store_true", help="AdamW's step too")
-    add("--within", type=float, default=math.inf, help="seconds for all: what would take longer is left out")
+    add("--within", type=float, default=math.inf, help="seconds for all: rows that would take longer are left out")
     add("--seconds", type=float, help="how long each way may be measured (default: 20)")
     add("--quick", action="store_true", help="one model, one size")
     step.set_defaults(verb=run_step)
     memory = kinds.add_parser(
         "memory",
-        help="a rank's loss in a world of any size, on one device",
+        help="a loss on one rank of many, measured on one device",
         description="The papers' memory tables: one rank of ranks that are not there. Times lack communication.",
     )
     add = memory.add_argument
-    add("--ranks", nargs="+", type=int, metavar="W", help="sizes of the world (default: 8 32 128)")
+    add("--ranks", nargs="+", type=int, metavar="W", help="numbers of ranks (default: 8 32 128)")
     add("--sizes", nargs="+", metavar="B", help="pairs of all ranks, such as 32k or 4M")
     add("--features", type=int, default=FEATURES, metavar="D", help="features per row (default: 768)")
     add("--dtype", choices=("bf16", "fp16", "fp32"), help="of the features (default: bf16; fp32 on a CPU)")
-    add("--ways", nargs="+", metavar="WORD", default=[""], help="those whose name has one of the words, such as ring")
+    add("--ways", nargs="+", metavar="WORD", default=[""], help="only ways whose names have a WORD, such as ring")
     memory.set_defaults(verb=run_memory)
     for parser in (step, memory):
         parser.add_argument("--longest", type=float, default=LONGEST, help="seconds a step may take (default: 600)")

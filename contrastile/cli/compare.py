@@ -20,7 +20,7 @@ MEMORY, BATCHES, SEEDS, JOBS = 2**30, [128, 512, 4096, 16384], 3, 1
 OF_COMPARISON = ("losses", "ways", "batches", "data", "rates", "ranks", "seeds", "jobs", "memory", "updates")
 OF_PAIRS, OF_RETRIEVERS = ("losses", "data", "rates", "ranks"), ("memory", "updates")
 
-SUMMARY = "train many times: one memory or one loss in several ways, several losses, or batch sizes"
+SUMMARY = "train many times for one table: batch sizes, losses, ways to use one memory"
 EXAMPLE = "contrastile compare glyphs train.examples=100_000"
 
 
@@ -32,15 +32,15 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     kind("--losses", action="store_true", default=None, help="one loss computed in five ways, on --ranks")
     kind("--ways", metavar="FILE", help="a TOML table of ways, each with its overrides, for equal time")
     kind("--batches", nargs="+", metavar="SIZE", help=sizes)
-    add("--data", type=float, nargs="+", metavar="SHARE", help="of --batches: such as 0.1 1")
-    add("--rates", nargs="+", metavar="RULE", help="of --batches: fixed, sqrt and linear")
+    add("--data", type=float, nargs="+", metavar="SHARE", help="with --batches: shares of the data, such as 0.1 1")
+    add("--rates", nargs="+", metavar="RULE", help="with --batches: rules of the learning rate, fixed, sqrt or linear")
     add("--ranks", type=int, help="processes of a run of --losses (default: 2)")
     add("--jobs", type=int, default=JOBS, help="runs at a time, except where time is compared (default: 1)")
     add("--seeds", type=int, default=SEEDS, help="seeds of each way (default: 3)")
     add("--runs", default="runs", metavar="FOLDER", help="where the results go, made if missing (default: runs)")
     add("--resume", action="store_true", help="go on with what was interrupted, or with more seeds")
-    add("--memory", metavar="BYTES", help="of a retriever: what a plain step may take (default: 1GiB)")
-    add("--updates", nargs="+", metavar="SIZE", help="of a retriever: time updates of these sizes")
+    add("--memory", metavar="BYTES", help="for a retriever: what a plain step may take (default: 1GiB)")
+    add("--updates", nargs="+", metavar="SIZE", help="for a retriever: time updates of these sizes")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -16,9 +16,9 @@ EXAMPLE = "contrastile doctor glyphs"
 
 def add_to(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("recipe", nargs="?", help=f"{RECIPE}: also what it would use")
+    add("recipe", nargs="?", help=f"{RECIPE}; adds its plan on this machine")
     add("overrides", **OVERRIDES, help="as for train")
-    add("--ranks", type=int, default=1, metavar="N", help="for so many processes (default: 1)")
+    add("--ranks", type=int, default=1, metavar="N", help="number of ranks, which are processes (default: 1)")
     add("--batch", metavar="B", help="pairs of all ranks, without a recipe, such as 64k (default: 32k)")
     add("--features", type=int, metavar="D", help="features, without a recipe (default: 512)")
     add("--json", action="store_true", help="the same as JSON")

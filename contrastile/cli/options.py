@@ -50,7 +50,7 @@ def check_bad_rows(fraction: float | None) -> None:
 
 
 def add_candidates(parser: argparse.ArgumentParser) -> None:
-    text = "of a late retriever: score the first N passages (default: 1000) of bm25, or of another run's index; or all"
+    text = "for a late retriever: score the first N passages (default: 1000) of bm25, or of another run's index; or all"
     parser.add_argument("--candidates", metavar="SOURCE[:N]", help=text)
 
 

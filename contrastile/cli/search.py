@@ -24,7 +24,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add("--engine", default="torch", help="torch, or faiss where it is installed (default: torch)")
     add("--lines", type=int, default=4, metavar="N", help="lines of each passage (default: 4)")
     add("--verify", action="store_true", help="compare every byte of the index with its checksum first")
-    add("--page", metavar="FILE", help="of a late retriever: write an HTML page that shows which tokens matched")
+    add("--page", metavar="FILE", help="for a late retriever: write an HTML page that shows which tokens matched")
     add_candidates(parser)
     add_device(parser)
 

@@ -83,10 +83,10 @@ class Layout:
 
 
 class Traffic(NamedTuple):
-    """Transfers that a rank waits for in both passes, for a planner: first of its own node, then of others.
+    """Transfers that a rank waits for in both passes, for a planner. Pairs: of its own node, then of other nodes.
 
-    hops: transfers, each of which takes a while at least. sent: bytes that arrive. beside: the share of the rank's
-    arithmetic that runs meanwhile.
+    hops: number of transfers, each of which takes a least time. sent: bytes that arrive. beside: the share of the
+    rank's arithmetic that runs meanwhile.
     """
 
     hops: int
@@ -132,12 +132,12 @@ class Exchange(ABC):
 
     @classmethod
     def kept_bytes(cls, _layout: Layout, _D: int, _dtype: torch.dtype) -> int:
-        """Of these, bytes on the GPUs of one node that stay between calls, for a planner."""
+        """The part of these that stays between calls on the GPUs of one node, for a planner."""
         return 0
 
     @classmethod
     def staged_bytes(cls, _layout: Layout, _D: int, _dtype: torch.dtype) -> int:
-        """Bytes beside these on the GPUs of one node, which copy engines read and which stay."""
+        """Further bytes on the GPUs of one node, which copy engines read and which stay between calls."""
         return 0
 
     @classmethod
@@ -154,7 +154,7 @@ class Exchange(ABC):
         return Traffic(2, (0, sent) if far else (sent, 0), (1 / W, 1 / W))
 
     def parts(self) -> int:
-        """Number of parts that a pass has between its transfers; 0: a replay cannot carry out its transfers."""
+        """Number of parts that a pass has between its transfers; 0: its transfers cannot be replayed."""
         return 0
 
     def replayable(self, D: int, dtype: torch.dtype) -> bool:
@@ -210,7 +210,7 @@ class Exchange(ABC):
         return shared
 
     def joining(self) -> AbstractContextManager[None]:
-        """A context for the capture of a sweep, in which a transfer under way ends with the sweep, if that fails."""
+        """A context for the capture of a sweep: if the sweep fails, a transfer under way ends with it."""
         return nullcontext() if self.buffers() is None else joining(self.layout.group)
 
     def reserved(self, _cols: Shard) -> int:

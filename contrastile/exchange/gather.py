@@ -1,14 +1,14 @@
 """Gather: every rank gets all columns, computes its own rows against them, and returns the columns' gradients.
 
 The decomposition of DisCo-CLIP (Chen et al. 2023, equations 5 to 8) and of OpenCLIP's local loss with gathered
-gradients; rows and columns have their statistics from one sweep. It is as fast as the ring, and simpler, where all
-columns and their accumulators fit into memory, b · D numbers each. Communication overlaps with the block of the rank's
-own columns: the forward computes it first, while the other columns arrive, the backward last, while gradients are sent.
-A small block hides less than a second one costs the host: ranks of few rows compute all columns in one block.
-The gathered columns stay from the forward to the backward.
+gradients; rows and columns have their statistics from one sweep. If all columns and their accumulators, b · D numbers
+each, fit into memory, it is simpler than the ring, and over NCCL at least as fast. Communication overlaps with the
+block of the rank's own columns: the forward computes it first, while the other columns arrive, and the backward last,
+while gradients are sent. Ranks of few rows compute all columns in one block, because launching a second one takes
+longer than the transfer that it hides. The gathered columns stay from the forward to the backward.
 
-Replicate: every rank gets all rows too and computes the whole matrix, as CLIP's own training did. The baseline of the
-papers' tables: b² work and, with dense tiles, b² memory on every rank.
+Replicate: every rank gets all rows too and computes the whole matrix, as CLIP's own training did. It is the baseline of
+the papers' tables: b² work and, with dense tiles, b² memory on every rank.
 """
 
 from dataclasses import dataclass, replace
@@ -91,7 +91,7 @@ class Gather(Exchange):
 
     @classmethod
     def staged_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
-        """The sums of all columns' gradients; parts of ranks with as many columns each arrive in their memory."""
+        """The sums of all columns' gradients, in whose memory the parts of other ranks arrive."""
         sums = sum(layout.cols) * D * accumulator(dtype).itemsize
         return sums if layout.node in (None, len(layout)) and sums <= collectives.MOST_COPIED else 0
 

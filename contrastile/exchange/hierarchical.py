@@ -2,8 +2,8 @@
 
 Between nodes a shard travels one hop at a time, as in a ring of nodes. Within a node, where links are fast, ranks
 gather the shards that arrived. With L ranks on a node, W ranks take W / L hops instead of W, and hold the columns of L
-ranks instead of one. Both levels are the exchanges of `ring.py` and `gather.py`; the gather of a node is the tiles of
-the ring.
+ranks instead of one. Both levels are the exchanges of `ring.py` and `gather.py`: for the ring the gather of a node is a
+kind of tiles.
 """
 
 import os

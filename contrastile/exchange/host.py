@@ -10,8 +10,8 @@ strip it goes back in the features' dtype. With n strips, n · M · D numbers mo
 on the device are statistics.
 
 Several ranks are a ring whose packets are in host memory; the strips and shards of a rank are the tiles of the ring.
-The packets travel by way of the GPUs where the group has NCCL, else over Gloo.
-The columns' gradient then travels in float32, and the rows' gradient stays on the host in float32 between two hops.
+Packets travel through the GPUs if the group has NCCL, else over Gloo. The columns' gradient travels in float32, and the
+rows' gradient waits on the host in float32 between two hops.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class _Blocks(Tiles):
 
     tiles: Tiles
     host: Host
-    # a device adds its part to what has arrived; another sum on the host would take three passes over host memory
+    # the device adds its part to what has arrived: a sum on the host would take three passes over host memory
     accepts_in_flight: ClassVar[bool] = True
 
     def forward(self, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:

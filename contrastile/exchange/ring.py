@@ -53,14 +53,14 @@ class Packet(NamedTuple):
 class Ring(Exchange):
     """W hops, each of which fetches the next shard while the present one is computed."""
 
-    # this rank's, by way of which tensors in host memory travel; None: the group's backend carries all tensors itself
+    # this rank's GPU, through which tensors in host memory travel; None: the group's backend carries all tensors itself
     gpu: torch.device | None = None
 
     def parts(self) -> int:
         return len(self.layout)
 
     def reserved(self, cols: Shard) -> int:
-        """Copy engines hold no multiprocessors; more columns than their buffers have room for are sent by NCCL."""
+        """None for copy engines. NCCL sends more columns than their buffers have room for, and needs some."""
         return 0 if self.buffers() is not None and self._copies(cols) else super().reserved(cols)
 
     def _copies(self, cols: Shard) -> bool:

@@ -1,7 +1,7 @@
 """The size of a sub-batch for `sub_batch="auto"`.
 
-Used by `encode.py`. The bytes of an example are measured on a few; on a GPU the size that follows is then tried. If
-memory still runs out, the batch is encoded again with half the size, which is remembered.
+Used by `encode.py`. A few examples show the bytes of one, and with the free memory the size; on a GPU this size is then
+tried. If memory still runs out, the batch is encoded again with half the size, which is remembered.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 UNLIMITED = 2**62
 # examples on which the bytes of one are measured
 FEW = 8
-# bytes of forward and backward together, in graphs: without a trial, and before one
+# bytes of forward and backward together, in multiples of a graph's: if no trial follows, and if one does
 BACKWARD, BACKWARD_TRIED = 2.0, 1.25
 
 # sizes by kind of inputs, for each encoder, by one of its modules or parameters

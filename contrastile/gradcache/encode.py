@@ -63,9 +63,9 @@ def encode(
             for each example and no tensor in it, or a tuple of texts, is cut beside a tensor. All other values are
             passed on as they are.
         parts: in place of `inputs`, a list of the sub-batches that a data loader made, in any form that the encoder
-            takes: each is passed whole, and its features follow those of the one before. If all ranks that
-            DistributedDataParallel, DeepSpeed or FSDP2 joins in training pass `parts`, one may pass `[]`: it gets
-            features without rows, and runs the encoder on a sub-batch of another rank, whose gradients are dropped.
+            takes: each is passed whole, and its features follow those of the one before. A rank without examples may
+            pass `[]`, in training under DistributedDataParallel, DeepSpeed or FSDP2, if all ranks pass `parts`: it gets
+            features without rows, and runs the encoder on a sub-batch of another rank without adding to gradients.
         sub_batch: examples encoded at once. The last sub-batch may be shorter; a compiled encoder runs uncompiled
             on it. "auto": as many as fit into memory, measured at the first call for an encoder and remembered,
             and halved if memory runs out later. Ranks that a wrapper joins take the smallest size of any.
@@ -75,9 +75,9 @@ def encode(
             text without any token keeps all its positions. `sub_batch` is a further limit. A compiled encoder is
             compiled for each length, so lengths are rounded up for it.
         retain: number of sub-batches, the last ones, whose graph is kept from the first pass; they need no second
-            forward. "auto": as many as memory allows; with room for all, caching costs nothing. Graphs behind a frozen
-            trunk, which hold little more than its features, are all kept as long as there is room, for any `retain`.
-            With 1 or more, a batch of one sub-batch is plain autograd, outside of wrappers.
+            forward. "auto": as many as memory allows; with room for all, caching costs nothing. With 1 or more, a batch
+            of one sub-batch is plain autograd, outside of wrappers. Behind a frozen trunk all graphs are kept while
+            there is room, for any `retain`: they hold little more than the trunk's features.
         device: device on which the encoder computes; by default that of its parameters.
         features: memory in which the features wait. "host": pinned host memory, to which each sub-batch's features are
             copied at once; a loss with `device=` reads them there, and their gradients come back from there sub-batch
@@ -87,10 +87,10 @@ def encode(
     are joined along their first axis. A number of shape [] or [1] that is not a row for each example, such as a scale,
     must be the same for every sub-batch, and is returned as it is.
     Warns once about features that differ in the second pass (on a GPU in a later call), and about detached features.
-    Raises ValueError for inputs that cannot be split, for batch normalisation in training mode, whose statistics over a
-    sub-batch are not those of the batch, for modules that change a buffer when they run, for encoders that write over
-    their inputs or parameters, for the module inside a DistributedDataParallel, whose gradients would not be reduced,
-    for modules of torch.jit, and for `checkpoint(..., use_reentrant=True)`.
+    Raises ValueError for inputs that cannot be split; for batch normalisation in training mode, and modules that change
+    a buffer when they run; for encoders that write over their inputs or parameters; for the module inside a
+    DistributedDataParallel, whose gradients would not be reduced; for modules of torch.jit; and for
+    `checkpoint(..., use_reentrant=True)`.
 
     >>> from torch import nn
     >>> tower = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4))

@@ -100,7 +100,7 @@ class Job:
     reached: Reached
     autocast: Autocast
     sharding: Sharding
-    # without a graph the encoder may compute other bits, so that the first pass builds each graph and drops it
+    # the encoder may compute other bits without a graph: the first pass builds each graph and drops it
     graph_changes_bits: bool
     # engine of DeepSpeed, which must run the backward
     engine: Any = None
@@ -147,7 +147,7 @@ class Job:
             self.device,
             resident=lambda: [*self.reached.resident, *self.sharding.wholes(), *leaves],
             frugal=frugal,
-            # a number that the user gave is kept, and other ranks would have to replay as well
+            # a number that the user gave is kept; with sharded modules the other ranks would have to replay too
             releasable=(self.retain in (AUTO, 0) or isinstance(self.retain, Releasable)) and not self.sharding.modules,
             most=self.sharding.most,
         )

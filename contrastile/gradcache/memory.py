@@ -191,10 +191,10 @@ def retained_graphs(count: int, spare: int, others: int, each: int) -> int:
 class RetainedGraphs(dict[int, Graph]):
     """Graphs that one call of `encode` retains from its first pass, by sub-batch.
 
-    retain: number of the `count` sub-batches, the last ones, that retain their graph; of "auto" as many as fit.
+    retain: number of the `count` sub-batches, the last ones, that retain their graph; "auto": as many as fit.
     resident: lists tensors that are in memory in any case: parameters, buffers, inputs. frugal: retain all graphs if
     the first one is smaller than the inputs of its sub-batch, or than HEAD times its features. Graphs behind a frozen
-    trunk are: they hold the trunk's features, and the trunk runs once. releasable: any call that runs out of memory may
+    trunk are so small, because they hold only the trunk's features. releasable: any call that runs out of memory may
     release them. most: the largest of a number over ranks that must run equally often.
     """
 

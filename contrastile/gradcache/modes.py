@@ -121,7 +121,7 @@ def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 
 def skip_hooks_without_gradient(parameter: Tensor) -> None:
-    """Keep autograd from calling the parameter's hooks with None, which it passes on where `encode` has no gradient."""
+    """Skip the parameter's hooks if `encode` returns no gradient for it: autograd would call them with None."""
     of_gradient, after_accumulation = backward_hooks(parameter) or {}, accumulation_hooks(parameter) or {}
     for hooks, call in ((of_gradient, _with_gradient), (after_accumulation, _with_grad)):
         for key, hook in hooks.items():

@@ -4,8 +4,8 @@ For row i with positives P(i) and the other keys N(i) that count,
 
     loss_i = log Σ_{j ∈ N(i)} exp x_ij − mean_{p ∈ P(i)} x_ip ,
 
-whose gradient does not vanish where the positive is already the most similar key, as InfoNCE's does in small batches.
-Positives and negatives are summed apart by the softmax, so only the end of a row differs.
+whose gradient does not vanish where the positive is already the most similar key. That of InfoNCE does in small
+batches. The softmax sums positives and negatives separately, so only `finish` differs.
 """
 
 from collections.abc import Sequence

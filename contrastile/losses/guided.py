@@ -1,4 +1,4 @@
-"""GIST: a guide says which negatives are false (Solatorio 2024).
+"""GIST: a guide finds false negatives (Solatorio 2024).
 
 A guide is another model, with features a_i of the queries and b_j of the keys. For row i with positives P(i) and the
 guide's similarity of its positive t_i = min_{p ∈ P(i)} ⟨a_i, b_p⟩, the negatives j with
@@ -6,7 +6,7 @@ guide's similarity of its positive t_i = min_{p ∈ P(i)} ⟨a_i, b_p⟩, the ne
     ⟨a_i, b_j⟩ > t_i − margin            ("absolute")
     ⟨a_i, b_j⟩ > t_i − margin · |t_i|    ("relative")
 
-leave the denominator of the softmax. The guide's similarities are a second product of each tile, which is its mask.
+leave the denominator of the softmax. The guide's similarities are a second product of each tile, and mask the first.
 """
 
 from dataclasses import dataclass

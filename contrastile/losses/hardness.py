@@ -6,7 +6,8 @@ For row i with positives P(i) and the other keys N(i) that count,
     w_ij = exp(β ⟨q_i, k_j⟩),
 
 where weights are constants: no gradient goes through them, as in sentence-transformers' losses. Lan et al. 2025
-(equation 5) weigh the negatives of the batch so, Schechter Vera et al. 2025 (EmbeddingGemma) those of the query itself.
+(equation 5) weigh the negatives of the batch in this way, and Schechter Vera et al. 2025 (EmbeddingGemma) those of the
+query itself.
 """
 
 from dataclasses import dataclass

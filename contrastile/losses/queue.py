@@ -1,8 +1,8 @@
 """A queue of keys of earlier steps, further negatives of a small batch (MoCo, He et al. 2020; cross-batch memory).
 
-Stands beside the losses, which take its keys as `negatives`. Every rank holds the keys of all ranks, so that the state
-of any one is that of the queue, whatever the number of ranks that load it; each hands its own share of them to the
-loss, which lets every query meet those of all ranks.
+Stands beside the losses, which take its keys as `negatives`. Every rank holds the keys of all ranks, so that one rank's
+state is that of the whole queue, and any number of ranks may load it. A rank passes its own share of the keys to the
+loss, which compares every query with the shares of all ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class KeyQueue(nn.Module):
     """The last `size` keys that were pushed, detached, with their ids: a ring buffer (MoCo, He et al. 2020).
 
     Naively `keys = torch.cat([keys, key.detach()])[-size:]`, for the keys of all ranks, but in another order: new keys
-    take the places of the oldest. It is part of a checkpoint by its `state_dict`, and has no parameters.
+    take the places of the oldest. The queue has a `state_dict` for checkpoints, and no parameters.
 
     Arguments:
         size: keys that are held, of all ranks together.
@@ -57,14 +57,14 @@ class KeyQueue(nn.Module):
         dtype = dtype or torch.get_default_dtype()
         if not dtype.is_floating_point:
             raise invalid("dtype", "be floating point", dtype, "Keys are features.")
-        # a host promises memory that it does not have
+        # a system may promise more memory than it has
         needed, memory = self.size * self.features * dtype.itemsize, free_memory(None)[1]
         if needed > memory:
             rule = f"make keys that fit into the {memory / 2**30:,.1f} GiB of this machine"
             raise invalid("size", rule, f"{self.size}, for {needed / 2**30:,.1f} GiB", "Hold fewer.")
         self.register_buffer("_keys", torch.zeros(self.size, self.features, dtype=dtype))
         self.register_buffer("_ids", torch.full((self.size,), NOBODY))
-        # keys pushed so far, which says where the next one goes; on the host, where nothing waits for it
+        # keys pushed so far, hence the place of the next one; on the host, so that nothing waits for a device
         self._pushed = 0
 
     def extra_repr(self) -> str:

@@ -5,7 +5,7 @@ For row i with logits x_ip = scale · ⟨q_i, k_ip⟩ and scores s_ip of its P k
     divergence    Σ_p t_ip (log t_ip − log softmax(x_i)_p) with t_i = softmax(s_i)     (ColBERTv2, RocketQAv2)
     margins       mean_{p > 0} ((x_i0 − x_ip) − (s_i0 − s_ip))²                        (Hofstätter et al. 2020)
 
-A row's list is one tile, so that its loss is its only statistic. No other key is compared.
+A row's list is in one tile, so that its loss is its only statistic. No other key is compared.
 """
 
 from dataclasses import dataclass

@@ -4,18 +4,18 @@ For row i with positives P(i) among the keys A(i) that are not excluded, and ε 
 
     loss_i = log Σ_{j ∈ A(i)} exp x_ij − (1 − ε) mean_{p ∈ P(i)} x_ip − ε mean_{j ∈ A(i)} x_ij .
 
-Positives and negatives are summed apart. With n_i and p_i the two log-sum-exps, the first two terms are
-`log(1 + exp(n_i − p_i)) + (p_i − mean x_ip)`, whose second part is exactly 0 for one positive: a model that is
-confident to 1e-8 keeps all digits of its loss, and of its gradient, where `lse − x` would cancel
-(docs/numerics.md). Sums of logits are kept relative to the largest of them, as the exponentials are: a mean of
-logits near 100 would be rounded by 1e-5, and the loss is a difference of such means.
+Positives and negatives are summed separately. With n_i and p_i the log-sum-exps of negatives and positives, the first
+two terms are `log(1 + exp(n_i − p_i)) + (p_i − mean x_ip)`, whose second part is exactly 0 for one positive. So a loss
+of 1e-8 and its gradient keep all digits, which cancel in `lse − x` (docs/numerics.md). Sums of logits are kept relative
+to the largest of them, as the exponentials are: a mean of logits near 100 would be rounded by 1e-5, and the loss is a
+difference of such means.
 
 `SoftmaxInside` has the mean of the positives inside the logarithm (Khosla et al. 2020, equation 3; MIL-NCE, Miech et
 al. 2020),
 
     loss_i = −log( 1 / |P(i)| · Σ_{p ∈ P(i)} exp x_ip / Σ_{j ∈ A(i)} exp x_ij ) ,
 
-which is satisfied by one similar positive, where the mean of logarithms wants all of them.
+which is low with one similar positive. The mean of logarithms is low only if all positives are similar.
 """
 
 import math
@@ -47,7 +47,7 @@ class SoftmaxStats(NamedTuple):
 
 
 class SoftmaxState(NamedTuple):
-    """Inputs of the backward per row: p_ij = exp(x_ij − top) · inverse, which rounds less than exp(x_ij − lse)."""
+    """Numbers of a row for the backward: p_ij = exp(x_ij − top) · inverse, which rounds less than exp(x_ij − lse)."""
 
     # the largest logit of all keys that count, and 1 / the sum of exponentials relative to it
     top: Tensor
@@ -70,7 +70,7 @@ class Softmax(PairLoss):
 
     Naively `F.cross_entropy(x, positives)` with logits x [N, M], or the mean of it and of the transposed. With
     `exclude_self` row i and key i are the same example, which is not compared with itself (SimCLR, SupCon). Positives
-    are then listed, or given by labels, and further keys follow those of the rows.
+    are then listed or given by labels, and the first N keys are the rows themselves.
 
     >>> from contrastile import contrast
     >>> views = torch.nn.functional.normalize(torch.randn(8, 16), dim=-1)

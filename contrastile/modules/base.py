@@ -1,7 +1,7 @@
 """The base of the loss modules: their options, and their own names for the arguments of `contrast`.
 
-Losses compute with features as given, under autocast in its dtype. The first call warns about rows that are not of unit
-length, in a loss of cosines, and about a scale that is negative, or looks like a temperature or a logarithm.
+Losses compute with features as given, under autocast in its dtype. The first call warns about a scale that is negative,
+or looks like a temperature or a logarithm. Losses of cosines also warn about rows that are not of unit length.
 """
 
 from __future__ import annotations

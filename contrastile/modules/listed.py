@@ -54,7 +54,7 @@ def listed_scores(scorer: nn.Module, query: Any, key: Any, lists: Tensor | None)
         return scores[0]
 
     if not N:
-        # the graph and the dtype that other ranks have: their wrapper waits for the gradients of all parameters
+        # with the graph and the dtype of other ranks, because a wrapper waits for the gradients of all parameters
         floats = [x for side in leaves.values() for x in side if x.is_floating_point()]
         parameters = scorer.parameters() if isinstance(scorer, nn.Module) else ()
         zero = sum([x.sum().to(accumulator(x.dtype)) * 0 for x in (*floats, *parameters)], first.new_zeros(()).float())

@@ -110,7 +110,7 @@ class DistillClipLoss(Loss):
         loss = (1 - weight) * hard + weight * soft
 
     where kl(t, x) is `F.kl_div(x.log_softmax(1), t.log_softmax(1), log_target=True, reduction="batchmean")`. open_clip
-    returns hard and soft apart. Its soft is a cross-entropy, larger by the teacher's entropy, which has no gradient.
+    returns hard and soft separately. Its soft loss is larger by the teacher's entropy, which has no gradient.
     Made as `DistillClipLoss(weight=0.5, **how)`, with the options of `contrast` except `label_smoothing`; returns and
     raises what `ClipLoss` does.
 
@@ -156,7 +156,7 @@ class DistillClipLoss(Loss):
                 rows of unit length; constants.
             dist_logit_scale: the teacher's scale, a number or a tensor of shape [] or [1], a constant.
             ids: [N] integers; pairs of equal ids are not negatives of each other.
-            labels: [N] integers; all pairs of equal labels are positives, of whose hard losses a row has the mean.
+            labels: [N] integers; all pairs of equal labels are positives. The hard loss of a row is the mean over them.
             weights: [N]; the loss is Σ w·loss / Σ w.
         """
         with self._shared_errors():

@@ -35,7 +35,9 @@ API: dict[str, tuple[str, str, dict[str, str]]] = {
     ),
     "pair_losses": (
         "Which values does `contrast` take as its loss?",
-        "`contrast(q, k, loss=...)` takes one of these, and any subclass of `PairLoss`.",
+        "`contrast(q, k, loss=...)` takes one of these, and any subclass of `PairLoss`. `symmetric=True` is the mean "
+        "of both directions, where the loss allows it. With `exclude_self=True` row i and key i are the same example, "
+        "which is not compared with itself. Leave `uses_bias` and `pairwise` as they are.",
         dict.fromkeys(contrastile.losses.__all__, "contrastile.losses"),
     ),
     "encode": (
