@@ -40,7 +40,7 @@ EVERYTHING = {"U": True, "V": True, "WEIGHTS": True, "SMOOTH": True, "BIASED": T
 EVERYTHING |= {"MEAN": True, "TIMES": True, "GUIDE": 2, "SELF": True, "ADD": True, "ORDERED": True, "STEPS": 14}
 EVERYTHING |= {"MEASURED": 1, "CHUNK": 128, "SLOTS": 64, "STORED": True, "TALL": 128, "LONG": 1024, "LATER": True}
 EVERYTHING |= {"LABELS": True, "PLAIN": 2, "WEIGHED": 2, "PIECES": 3, "KINDS": 2, "MERGE": True}
-EVERYTHING |= {"GRADIENT": True, "EXCLUDED": True, "EACH": True}
+EVERYTHING |= {"IDS": True, "GRADIENT": True, "EXCLUDED": True, "EACH": True}
 # strides and sizes that are multiples of 16 where features are
 ALIGNED = ("D", "G", "entries", *(f"{name}_stride" for name in ("q", "k", "guide_q", "guide_k", "out", "bits")))
 # arguments of several tensors
@@ -134,11 +134,12 @@ def _type(name: str, shape: Any, constants: dict[str, Any]) -> str | tuple[str, 
     of_texts = ("tokens_ptr", "lengths_ptr", "list_ptr", "bounds_ptr", "begins_ptr", "order_ptr")
     by_label = constants.get("POSITIVES") == -1 and name == "positives_ptr"
     by_label |= name.endswith("spans_ptr") or (name in ("row_out_ptr", "col_out_ptr") and "STEPS" in constants)
-    if name.endswith(("ids_ptr", "bits_ptr", *of_texts)) or by_label:
+    if name.endswith(("bits_ptr", *of_texts)) or by_label:
         return "*i32"
     if name == "strip_ptr":
         return "*bf16"
     indices = (
+        "ids_ptr",
         "labels_ptr",
         "sorted_ptr",
         "chunks_ptr",
@@ -164,7 +165,7 @@ def _type(name: str, shape: Any, constants: dict[str, Any]) -> str | tuple[str, 
 
 def _kernels() -> list[Any]:
     """Every function that is launched: those that say what they are not specialized for."""
-    from contrastile.tiles.triton.kernels import backward, careful, finish, forward, reductions
+    from contrastile.tiles.triton.kernels import backward, careful, finish, forward, guides, reductions
     from contrastile.tiles.triton.kernels import exponentials as exponential_kernels
     from contrastile.tiles.triton.kernels import label_sums as label_sum_kernels
     from contrastile.tiles.triton.kernels import labels as label_kernels
@@ -176,7 +177,7 @@ def _kernels() -> list[Any]:
     from contrastile.tiles.triton.kernels import scores as score_kernels
 
     modules = (
-        forward, backward, careful, exponential_kernels, label_kernels, label_sum_kernels, order_kernels,
+        forward, backward, careful, guides, exponential_kernels, label_kernels, label_sum_kernels, order_kernels,
         replay_kernels, position_kernels, reductions, finish, maxsim_kernels, score_kernels, own_kernels,
     )  # fmt: skip
     return [
@@ -200,7 +201,7 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
     sigmoid = {"SOFTPLUS": True, "COLUMNS": False, "LOSS": True}
     teacher = {"GUIDE": TEACHER, "GUIDE_PRODUCTS": 1, "FLATTEN": False}
     by_label = {"DIAGONAL": False, "POSITIVES": -1}
-    several = {"DIAGONAL": False, "POSITIVES": UNROLLED.value + 1, "FLATTEN": False, "IDS": 2, "SMOOTH": True}
+    several = {"DIAGONAL": False, "POSITIVES": UNROLLED.value + 1, "FLATTEN": False, "BITS": True, "SMOOTH": True}
     kernels = _kernels()
     assert {f"{KERNELS}.{name}" for name in SIZES} <= {kernel.fn.__module__ for kernel in kernels}
     for kernel in kernels:
@@ -246,9 +247,9 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
             if EVERY:
                 yield kernel, f"{name} teacher, six products", plain | SIX | teacher
                 yield kernel, f"{name} teacher of ranks", plain | teacher
-                yield kernel, f"{name} mask", plain | {"GUIDE": 1, "COLUMNS": False}
+                yield kernel, f"{name} mask", plain | {"GUIDE": 1, "BITS": True, "COLUMNS": False}
         if capability == 90 and (EVERY or name != "maxima"):
-            yield kernel, f"{name} six products, ids, smooth, several positives", plain | SIX | several
+            yield kernel, f"{name} six products, bits, smooth, several positives", plain | SIX | several
             if EVERY and name == "gradient":
                 yield kernel, f"{name} six products, sigmoid", plain | SIX | sigmoid
         if capability == (90 if EVERY else 80):

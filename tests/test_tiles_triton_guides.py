@@ -163,7 +163,7 @@ def test_a_guide_that_is_not_finite_makes_the_loss_nan(side: str, reduction: str
 
 def test_the_bits_of_a_mask_are_those_of_the_forward_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """One super-tile of the forward has the bits of several of the backward."""
-    masks, gradients = (_counted(monkeypatch, launch, name) for name in ("mask_bits", "gradient"))
+    masks, gradients = (_counted(monkeypatch, launch, name) for name in ("excluded_bits", "gradient"))
     # between the bytes of both passes: 2 more bytes for each number of a strip than of its bits
     workspace = 2**21 if COMPILED else 36_000
     _against_eager(_leaves(N, M), loss=Guided(), workspace=workspace, **_guide(N, M))

@@ -29,7 +29,7 @@ from contrastile.losses.reference import dense_decoupled, dense_softmax
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax, SoftmaxInside, SoftmaxStats
 from contrastile.tiles.eager import Eager
-from contrastile.tiles.triton import backend, block, budget, label_sums, launch, plan, positions, sorting
+from contrastile.tiles.triton import block, budget, label_sums, launch, plan, positions, sorting
 from contrastile.tiles.triton.backend import Triton
 from contrastile.tiles.triton.kernels.arithmetic import CAREFUL, SHIFT
 from contrastile.tiles.triton.kernels.masks import UNROLLED
@@ -969,13 +969,20 @@ def test_exponentials_with_a_bias_or_without_statistics_are_declined(field: str)
     assert Triton.declines(replace(SYMMETRIC, **{field: True}), rows, cols) == f"no kernel for Softmax.{field}"
 
 
-def test_groups_are_numbered_in_32_bits() -> None:
-    ids = torch.tensor([2**40, -7, 2**40 + 2**32, 5, -7])
-    sides = Shard(_unit(3), ids=ids[:3], labels=-ids[:3]), Shard(_unit(2), ids=ids[3:], labels=-ids[3:])
-    for labels, expected in ((False, [2, 0, 3, 1, 0]), (True, [[2, 1], [0, 3], [3, 0], [1, 2], [0, 3]])):
-        both = torch.cat([side["ids"] for side in backend.numbered_groups(*sides, labels=labels)])
-        assert both.dtype == torch.int32
-        assert both.tolist() == expected
+@pytest.mark.parametrize("labels", [False, True])
+def test_ids_and_labels_are_compared_in_64_bits(labels: bool) -> None:
+    """Those of neighbours differ in the upper half of their bits alone; every third label is that of another id."""
+    numbers = torch.arange(40) % 8 * 2**32 + 2**40
+    given = {"query_ids": numbers, "key_ids": numbers}
+    if labels:
+        of_labels = numbers.roll(1).where(torch.arange(40) % 3 == 0, numbers)
+        given |= {"query_labels": of_labels, "key_labels": of_labels}
+    leaves, results = [x.requires_grad_() for x in (_unit(40), _unit(40))], []
+    for name in ("eager", "triton"):
+        loss = contrast(*leaves, scale=20.0, loss=SYMMETRIC, backend=name, **given)
+        results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    for eager, fused in zip(*results, strict=True):
+        torch.testing.assert_close(fused, eager, rtol=0.02, atol=1e-3)
 
 
 @pytest.mark.unpoisoned

@@ -32,7 +32,6 @@ from contrastile.tiles.base import ForwardResult, InFlight, Tiles
 from contrastile.tiles.triton import exponentials, label_sums, launch, plan, positions, sorting
 from contrastile.tiles.triton.block import (
     Block,
-    Groups,
     Order,
     Positives,
     Runs,
@@ -40,7 +39,6 @@ from contrastile.tiles.triton.block import (
     along,
     by_label,
     narrow,
-    numbered_groups,
     readable_side,
 )
 from contrastile.tiles.triton.budget import COLUMN_SUMS, Budget
@@ -67,9 +65,8 @@ class Triton(Tiles):
     checks_guides: ClassVar[bool] = True
     own_columns = FusedOwnColumns
     own_fallback = OwnTiles
-    # of each block of this call, by the forward for the backward: constants; 32-bit ids; order of labels; positives
+    # of each block of this call, by the forward for the backward: constants; order of labels; positives
     constants: dict[Position, Tensor] = field(default_factory=dict, compare=False, repr=False)
-    groups: dict[Position, Groups] = field(default_factory=dict, compare=False, repr=False)
     orders: dict[Position, Order | Runs] = field(default_factory=dict, compare=False, repr=False)
     positives: dict[tuple[int, ...], Positives | None] = field(default_factory=dict, compare=False, repr=False)
     # latest super-tile of the present block: the next pass reuses its operands, since it is often the only one
@@ -230,7 +227,7 @@ class Triton(Tiles):
         return self.scale.new_empty(self._epilogue.stats, len(side))
 
     def _prepare(self, rows: Shard, cols: Shard, position: Position) -> None:
-        """Compute the constants of a block, its ids and the order of its labels, for all of its passes."""
+        """Compute the constants of a block, and the order of its labels, for all of its passes."""
         may_keep = self.backward_next and self._budget.can_keep(rows.features.dtype)
         labels, by_sums = by_label(rows), self._budget.sums_labels(rows, cols)
         # gradients of positives, divided by the factor of their row, add up to twice the sum of exponentials
@@ -240,7 +237,6 @@ class Triton(Tiles):
         numbers = rows.features, cols.features, self.scale, self.bias, self._epilogue
         constants = launch.block_constants(*numbers, keys=keys, least=least, norms=self.norms, labels=labels)
         self.constants[position] = with_guide(constants, rows, cols, self._epilogue, first=not self.constants)
-        self.groups[position] = numbered_groups(rows, cols, labels=by_sums)
         if labels:
             ordered = sorting.ordered(rows, cols, exclude_self=self.loss.exclude_self)
             runs = label_sums.runs(ordered, one_way=not self.loss.symmetric) if by_sums else None
@@ -252,8 +248,7 @@ class Triton(Tiles):
         position = rows.start, len(rows), cols.start, len(cols)
         if position not in self.constants:
             self._prepare(rows, cols, position)
-        of_rows, of_cols = self.groups[position]
-        rows, cols = readable_side(rows, of_rows), readable_side(cols, of_cols)
+        rows, cols = readable_side(rows), readable_side(cols)
         order = self.orders.get(position)
         if isinstance(order, Runs):
             rows = replace(rows, positives=order.columns(cols.start))
@@ -285,8 +280,7 @@ class Triton(Tiles):
         guide = (of_rows[1], of_cols[1]) if len(of_rows) > 1 else None
         numbers = rows.numbers, part.cols.numbers
         pair = Pair(of_rows[0], of_cols[0], part.masks, self.reserved, guide, numbers, self._epilogue.has_teacher)
-        if self._epilogue.has_mask:
-            pair = self.guidance.masked(pair, block.constants, block, (i, j), careful=careful)
+        pair = self.guidance.masked(pair, block, (i, j), careful=careful)
         first, last = (j.start == 0, i.start == 0), (j.stop == len(block.cols), i.stop == len(block.rows))
         self.super_tile = SuperTile((i, j), block, part, pair, first, last)
         return self.super_tile
@@ -320,8 +314,9 @@ class Triton(Tiles):
                     sorting.label_totals(tile.pair, tile.block, tile.of(stats), tile.first)
                 # freed before the next super-tile's sums and operands are allocated, which may fill the workspace
                 del parts, tile
-        if (latest := self.super_tile) and (later or (epilogue.has_mask and all((*latest.first, *latest.last)))):
-            self.guidance = Guidance(block.position, latest.pair.bits, Gap(stats) if later else None)
+        if latest := self.super_tile:
+            whole = all((*latest.first, *latest.last))
+            self.guidance = Guidance(block.position, latest.pair.bits if whole else None, Gap(stats) if later else None)
         if not self.backward_next:
             self.super_tile = None
         self._positive_stats(block, stats)

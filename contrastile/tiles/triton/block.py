@@ -18,9 +18,6 @@ from contrastile.losses.base import PairLoss, Shard
 from contrastile.tiles.triton.kernels.arithmetic import POSITIVE_SHARE
 from contrastile.tiles.triton.plan import ALIGNMENT, Epilogue, Masks, Pair, epilogue_for, shape_for, tiles_of
 
-# 32-bit ids by name, of rows and of columns
-Groups = tuple[dict[str, Tensor], dict[str, Tensor]]
-
 
 @dataclass(frozen=True)
 class Positives:
@@ -141,7 +138,7 @@ class Block:
             positives=rows.positives if rows.diagonal is None else None,
             positives_start=cols.start if self.order is None else self.order.first_col,
             ids=_both(rows.ids, cols.ids),
-            labels=_both(rows.labels, cols.labels) if by_label(rows) and self.order is None else None,
+            labels=_both(rows.labels, cols.labels) if rows.diagonal is None and self.order is None else None,
             spans=None if self.order is None else self.order.of_rows,
         )
 
@@ -216,30 +213,10 @@ def narrow(side: Shard, at: slice) -> Shard:
     return side if at.stop - at.start == len(side) else side.narrow(at.start, at.stop)
 
 
-def numbered_groups(rows: Shard, cols: Shard, *, labels: bool) -> Groups:
-    """Ids of both sides numbered from 0 in 32 bits: those of a tile must fit its registers.
-
-    labels: behind each id [n, 2] its label, because the tiles have the positives too, which ids do not exclude.
-    """
-    if rows.ids is None or cols.ids is None:
-        return {}, {}
-    numbers = _numbered(rows.ids, cols.ids)
-    if labels and rows.labels is not None and cols.labels is not None:
-        numbers = torch.stack([numbers, _numbered(rows.labels, cols.labels)], dim=1)
-    of_rows, of_cols = numbers.split([len(rows), len(cols)])
-    return {"ids": of_rows}, {"ids": of_cols}
-
-
-def _numbered(rows: Tensor, cols: Tensor) -> Tensor:
-    values, order = torch.cat([rows, cols]).sort()
-    first = torch.zeros_like(values, dtype=torch.int32)
-    first[1:] = values[1:] != values[:-1]
-    return torch.empty_like(first).scatter_(0, order, first.cumsum(0, dtype=torch.int32))
-
-
-def readable_side(side: Shard, groups: dict[str, Tensor]) -> Shard:
+def readable_side(side: Shard) -> Shard:
     """All but the features as the kernels read it: the last axis dense, which it is not after a transfer."""
-    given = {name: getattr(side, name) for name in ("positives", "state", "coefficient", "numbers")}
-    dense = {name: x.contiguous() for name, x in given.items() if x is not None and x.numel() and x.stride(-1) != 1}
-    changed: dict[str, Any] = dense | groups
-    return replace(side, **changed) if changed else side
+    given = {name: getattr(side, name) for name in ("positives", "ids", "labels", "state", "coefficient", "numbers")}
+    dense: dict[str, Any] = {
+        name: x.contiguous() for name, x in given.items() if x is not None and x.numel() and x.stride(-1) != 1
+    }
+    return replace(side, **dense) if dense else side

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from math import prod
 from typing import NamedTuple
 
@@ -30,12 +31,14 @@ SUMMED = 64
 
 
 class Copies(NamedTuple):
-    """Bytes that the order of labels, or a width that kernels do not read, adds to a super-tile."""
+    """Bytes that the order of labels, a width that kernels do not read, or excluded pairs add to a super-tile."""
 
     # of each row and of each column: its features
     each: int = 0
     # of each row, or of each column, of which there are more: the sum of its gradient, one side at a time
     longest: int = 0
+    # each pair has a bit
+    bits: bool = False
 
 
 # function from height and width of a super-tile, its copies, and the number of 16-bit pieces of its features, to the
@@ -75,7 +78,7 @@ class Budget:
         """The backward's cost beside the bits that the forward has kept."""
 
         def cost(height: int, width: int, copied: Copies, parts: int) -> int:
-            of_tile = self.bits_bytes(height, width) if held else 0
+            of_tile = self._bits_bytes(height, width, copied) if held else 0
             return self.backward_bytes(height, width, copied, parts) + held - of_tile
 
         return cost
@@ -97,10 +100,12 @@ class Budget:
         if not (self.can_keep(rows.features.dtype) and self._is_faster(rows.features.shape[1])):
             return False
         sizes = len(rows), len(cols), *self._copies(rows, cols)
-        needed = self.keeping_bytes(*sizes) + self._weighed_bytes(len(rows), rows.features.shape[1], sizes[2])
+        later = self.keeping_bytes(*sizes, later=True)
+        weighed = self._weighed_bytes(len(rows), rows.features.shape[1], sizes[2])
+        needed = self.keeping_bytes(*sizes) + weighed - self._spare_bytes(rows, cols)
         if self.sums_labels(rows, cols):
-            needed = max(needed, self.keeping_bytes(*sizes, later=True) + self._least_sums_bytes(len(rows), len(cols)))
-        return needed <= self.workspace
+            needed = max(needed, later + self._least_sums_bytes(*sizes[:2]) - self._spare_bytes(rows, cols))
+        return max(needed, later + weighed) <= self.workspace
 
     def super_tiles(self, rows: Shard, cols: Shard, held: int | None) -> Iterator[tuple[slice, slice]]:
         """Rows and columns of each super-tile of a block, row by row.
@@ -118,9 +123,10 @@ class Budget:
                 yield slice(i, min(i + height, N)), slice(j, min(j + width, M))
 
     def most_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
-        """The bytes of the largest pass over a block, with features copied or not, by label or not."""
+        """The bytes of the largest pass over a block, with features copied or not, by label or not, with ids or not."""
         copies = (Copies(), self._copied(D, dtype), self._ordered(D, dtype))
-        return max(self._most_bytes(N, M, copied, dtype) for copied in copies)
+        every = [copied._replace(bits=bits) for copied, bits in product(copies, (self.epilogue.has_mask, True))]
+        return max(self._most_bytes(N, M, copied, dtype) for copied in every)
 
     def expected_bytes(
         self, N: int, M: int, D: int, dtype: torch.dtype, *, backward_next: bool = False, labels: bool = False
@@ -150,15 +156,23 @@ class Budget:
     def _expected_copied(self, N: int, M: int, D: int, dtype: torch.dtype, labels: bool) -> Copies:
         """The copies of a usual call: 16-bit features of a usual width are read as they are."""
         if labels and not self._can_sum_labels(N, M, dtype):
-            return self._ordered(D, dtype)
-        return Copies() if dtype.itemsize == 2 and D % 8 == 0 else self._copied(D, dtype)
+            copied = self._ordered(D, dtype)
+        else:
+            copied = Copies() if dtype.itemsize == 2 and D % 8 == 0 else self._copied(D, dtype)
+        return copied._replace(bits=self.epilogue.has_mask)
 
     def _most_bytes(self, N: int, M: int, copied: Copies, dtype: torch.dtype, *, forward: bool = True) -> int:
         sizes = copied, PIECES[dtype]()
         # the forward keeps the bits of a block that is one super-tile of it
         whole = self._largest(N, M, *sizes, self.forward_bytes) == (N, M)
-        passes = [self.backward_beside_bits(self.bits_bytes(N, M) * whole), *[self.forward_bytes] * forward]
+        passes = [self.backward_beside_bits(self._bits_bytes(N, M, copied) * whole), *[self.forward_bytes] * forward]
         return max(cost(*self._largest(N, M, *sizes, cost), *sizes) for cost in passes)
+
+    def _spare_bytes(self, rows: Shard, cols: Shard) -> int:
+        """Bytes of the bits of a block beside its kept exponentials that the backward's accumulators take later."""
+        copied, _ = self._copies(rows, cols)
+        accumulators = 4 * (len(rows) + len(cols)) * rows.features.shape[1]
+        return min(self._bits_bytes(len(rows), len(cols), copied), accumulators)
 
     def _weighed_bytes(self, N: int, D: int, copied: Copies) -> int:
         """The rows times their factors, as wide as the operand, beside the exponentials of one direction."""
@@ -187,22 +201,24 @@ class Budget:
                 every.append(self._ordered(q.shape[1], q.dtype))
             elif not (plan.is_readable(q) and plan.is_readable(k)):
                 every.append(self._copied(q.shape[1], q.dtype))
-        return Copies(*map(sum, zip(*every, strict=True))), PIECES[rows.features.dtype]()
+        bits = self.epilogue.has_mask or (rows.ids is not None and cols.ids is not None)
+        each, longest = sum(copied.each for copied in every), sum(copied.longest for copied in every)
+        return Copies(each, longest, bits), PIECES[rows.features.dtype]()
 
     def _sums_bytes(self, height: int, width: int, channels: int, each: int = 1) -> int:
         shape = shape_for(self.device)
         of_cols = each * self.loss.symmetric * tiles_of(height, shape.rows) * width
         return 4 * channels * (tiles_of(width, shape.cols) * height + of_cols)
 
-    def bits_bytes(self, height: int, width: int) -> int:
-        """Bytes of a mask's bits."""
-        return 4 * prod(plan.bits_shape(height, width, shape_for(self.device))) if self.epilogue.has_mask else 0
+    def _bits_bytes(self, height: int, width: int, copied: Copies) -> int:
+        """Bytes of the bits of excluded pairs."""
+        return 4 * prod(plan.bits_shape(height, width, shape_for(self.device))) if copied.bits else 0
 
     def _shared_bytes(self, height: int, width: int, copied: Copies) -> int:
-        """The operands' pieces, a mask's bits, and a teacher's products of one tile of each program."""
+        """The operands' pieces, the bits of pairs, and a teacher's products of one tile of each program."""
         scratch = 4 * prod(plan.scratch_shape(height, width, self.device)) if self.epilogue.has_teacher else 0
         of_copies = (height + width) * copied.each + max(height, width) * copied.longest
-        return self.bits_bytes(height, width) + scratch + of_copies
+        return self._bits_bytes(height, width, copied) + scratch + of_copies
 
     def sums_labels(self, rows: Shard, cols: Shard) -> bool:
         """True if positives by label enter as sums of features, in a block of any order: see `label_sums.py`."""
@@ -211,8 +227,10 @@ class Budget:
 
     def room_for_sums(self, rows: Shard, cols: Shard, *, beside: bool) -> int:
         """Bytes of the workspace for sums by label; beside: exponentials are there too."""
+        if not beside:
+            return self.workspace
         sizes = len(rows), len(cols), *self._copies(rows, cols)
-        return self.workspace - (self.keeping_bytes(*sizes, later=True) if beside else 0)
+        return self.workspace - self.keeping_bytes(*sizes, later=True) + self._spare_bytes(rows, cols)
 
     def _can_sum_labels(self, N: int, M: int, dtype: torch.dtype) -> bool:
         """Return whether the loss allows sums by label, and the workspace has room for the fewest.

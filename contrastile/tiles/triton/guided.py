@@ -1,7 +1,8 @@
-"""Bits of the pairs that a guide excludes, from a kernel of their own before those of the tiles; a teacher's constants.
+"""Bits of excluded pairs, from kernels of their own before those of the tiles; a teacher's constants.
 
-Between `launch.py` and `backend.py`. A tile's registers hold one product, so a guide's product comes first: a mask has
-one bit for each pair. A teacher needs no kernel of its own: each program sets a tile of its products aside.
+Between `launch.py` and `backend.py`. A tile's registers hold one product, and no ids. So a guide's product comes first,
+as do comparisons of ids, and leave one bit for each pair. A teacher needs no kernel of its own: each program sets a
+tile of its products aside.
 
 A backward that follows at once needs both products of a pair anyway, and adds what the loss lacks. The forward then
 has two plain sweeps, of the student and of the teacher. With q_i the teacher's softmax, w the weight of its loss and
@@ -53,14 +54,17 @@ class Guidance:
     bits: Tensor | None = None
     gap: Gap | None = None
 
-    def masked(self, pair: Pair, constants: Tensor, block: Block, at: tuple[slice, slice], *, careful: bool) -> Pair:
-        """The pair with the bits of its pairs; careful: for the careful kernels alone."""
+    def masked(self, pair: Pair, block: Block, at: tuple[slice, slice], *, careful: bool) -> Pair:
+        """The operands with the bits of their pairs, if any are excluded; careful: for the careful kernels alone."""
+        has_mask = block.epilogue.has_mask
+        if pair.masks.ids is None and not has_mask:
+            return pair
         size = plan.bits_shape(len(pair.q), len(pair.k), pair.shape)
         if self.bits is not None and self.position == block.position:
             i, j = at[0].start // pair.shape.rows, at[1].start // pair.shape.cols
             return replace(pair, bits=self.bits[i : i + size[0], j : j + size[1]])
-        pair = replace(pair, bits=torch.empty(size, dtype=torch.int32, device=constants.device))
-        launch.mask_bits(pair, constants, careful=careful)
+        pair = replace(pair, bits=torch.empty(size, dtype=torch.int32, device=block.constants.device))
+        launch.excluded_bits(pair, block.constants, mask=has_mask, careful=careful)
         return pair
 
     @property

@@ -18,7 +18,7 @@ from contrastile.losses.base import Shard, Total
 from contrastile.losses.decoupled import mises_fisher_exponents
 from contrastile.tiles.triton import plan
 from contrastile.tiles.triton.block import Block
-from contrastile.tiles.triton.kernels import backward, forward, reductions
+from contrastile.tiles.triton.kernels import backward, forward, guides, reductions
 from contrastile.tiles.triton.kernels import careful as careful_kernels
 from contrastile.tiles.triton.kernels import finish as endings
 from contrastile.tiles.triton.kernels.arithmetic import TEACHERS
@@ -139,13 +139,18 @@ def truncation(q: Tensor) -> float:
     return shape_for(q.device).truncation * q.shape[1] * (TRUNCATION_FLOAT16 if q.dtype == torch.float16 else 1.0)
 
 
-def mask_bits(pair: Pair, constants: Tensor, *, careful: bool) -> None:
-    """Write the bits of the pairs that a guide excludes; `careful`: where the flag is set."""
-    guide = pair.of_guide
-    run(
-        forward.mask_bits, guide.programs, constants_ptr=constants, careful=int(careful), FLATTEN=guide.flattened,
-        **guide.arguments,
-    )  # fmt: skip
+def excluded_bits(pair: Pair, constants: Tensor, *, mask: bool, careful: bool) -> None:
+    """Write the bits of the pairs of equal ids, and with `mask` of those that the guide excludes.
+
+    careful: where the flag is set.
+    """
+    assert pair.bits is not None
+    given: dict[str, Any] = {"constants_ptr": constants, "careful": int(careful)}
+    if pair.masks.ids is not None:
+        run(guides.id_bits, (math.prod(pair.bits.shape[:2]),), **given, **pair.arguments)
+    if mask:
+        guide = pair.of_guide
+        run(forward.mask_bits, guide.programs, FLATTEN=guide.flattened, **given, **guide.arguments)
 
 
 def sums(

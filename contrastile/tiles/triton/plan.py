@@ -287,7 +287,7 @@ class Masks:
 
     diagonal, self_diagonal: row i excludes column i + diagonal, and column i + self_diagonal.
     positives: [N, P] columns that each row excludes, counted so that the super-tile's first is `positives_start`.
-    ids: pairs of equal ids are excluded; [n, 2] with labels behind them, except pairs of equal labels.
+    ids: pairs of equal ids are excluded, but not from the positives by label.
     labels: pairs of equal labels are positive. Both as (of rows, of columns).
     spans: [5, N] numbers in place of `positives`, which say the same of labels in rising order, see `kernels/masks.py`.
     """
@@ -315,7 +315,7 @@ class Masks:
             "positives_start": self.positives_start, "row_ids_ptr": row_ids, "col_ids_ptr": col_ids,
             "row_labels_ptr": row_labels, "col_labels_ptr": col_labels, "DIAGONAL": self.diagonal is not None,
             "SELF": self.self_diagonal is not None, "POSITIVES": number,
-            "IDS": 0 if self.ids is None else self.ids[0].ndim, "LABELS": self.labels is not None,
+            "IDS": self.ids is not None, "LABELS": self.labels is not None,
         }  # fmt: skip
 
 
@@ -333,7 +333,7 @@ class Pair:
     numbers: tuple[Tensor | None, Tensor | None] = (None, None)
     # the guide is a teacher
     has_teacher: bool = False
-    # bits of the pairs that a guide excludes [row tiles, col tiles, 4 · rows of a tile], see `kernels/guides.py`
+    # bits of pairs that a guide or their ids exclude [row tiles, col tiles, 4 · rows of a tile]: `kernels/guides.py`
     bits: Tensor | None = None
 
     @cached_property
@@ -354,7 +354,8 @@ class Pair:
             "k_stride": k.data.stride(0), "N": len(q), "M": len(k), "D": q.width, "BM": shape.rows, "BN": shape.cols,
             "BK": shape.depth, "TMA": shape.tma, "warps": shape.warps, "stages": shape.stages,
             "bits_ptr": q.data if self.bits is None else self.bits,
-            "bits_stride": 0 if self.bits is None else self.bits.stride(0), "scratch_ptr": self._scratch,
+            "bits_stride": 0 if self.bits is None else self.bits.stride(0), "BITS": self.bits is not None,
+            "scratch_ptr": self._scratch,
         }  # fmt: skip
 
     @property

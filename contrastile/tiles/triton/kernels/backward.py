@@ -40,7 +40,7 @@ from contrastile.tiles.triton.kernels.arithmetic import (
     sum_per_lane,
 )
 from contrastile.tiles.triton.kernels.forward import products, softplus_sum, store_half, store_quarters, tile_at
-from contrastile.tiles.triton.kernels.guides import aside, false_negatives, load_bits, set_aside
+from contrastile.tiles.triton.kernels.guides import aside, excluded_pairs, load_bits, set_aside
 from contrastile.tiles.triton.kernels.masks import has_masked, valid_pairs
 
 
@@ -162,9 +162,10 @@ def program_sums(sums_ptr, BM: tl.constexpr):
 
 
 @triton.jit
-def _teacher_tile(acc, teachers, masks, c_ptr, d_ptr, scratch_ptr, i, j, N, M, BM: tl.constexpr, BN: tl.constexpr,
-                  DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr,
-                  COLUMNS: tl.constexpr, LATER: tl.constexpr, PRODUCTS: tl.constexpr):  # fmt: skip
+def _teacher_tile(acc, teachers, masks, words, c_ptr, d_ptr, scratch_ptr, i, j, N, M, BM: tl.constexpr,
+                  BN: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr,
+                  BITS: tl.constexpr, COLUMNS: tl.constexpr, LATER: tl.constexpr,
+                  PRODUCTS: tl.constexpr):  # fmt: skip
     """Set 2^t · (c_i + d_j) of a teacher's tile aside, before the student's product needs the registers.
 
     LATER: returns Σ 2^t · (c_i + d_j) · t per thread.
@@ -178,8 +179,10 @@ def _teacher_tile(acc, teachers, masks, c_ptr, d_ptr, scratch_ptr, i, j, N, M, B
         cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
         t = exponents(quarter(acc, at, BM, BN), teachers, False, PRODUCTS)
         f = tl.math.exp2(t)
-        if IDS or masked:
-            f = tl.where(valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES, IDS), f, 0.0)
+        if BITS:
+            f = tl.where(excluded_pairs(words, at * WIDTH, BM, WIDTH), 0.0, f)
+        if masked:
+            f = tl.where(valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES), f, 0.0)
         if COLUMNS:
             f = f * (c + _load_vector(d_ptr, cols, M)[None, :])
         else:
@@ -194,12 +197,12 @@ def _teacher_tile(acc, teachers, masks, c_ptr, d_ptr, scratch_ptr, i, j, N, M, B
 
 @triton.jit(do_not_specialize=ANY)
 def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row_a_ptr, col_b_ptr, sums_ptr,
-             row_part_ptr, positives_ptr, row_ids_ptr, col_ids_ptr, bits_ptr, scratch_ptr, q_stride, k_stride,
-             guide_q_stride, guide_k_stride, N, M, D, G, diagonal, self_diagonal, positives, positives_stride,
-             positives_start, part_stride, out_stride, bits_stride, vectors_step, BM: tl.constexpr, BN: tl.constexpr,
+             row_part_ptr, positives_ptr, bits_ptr, scratch_ptr, q_stride, k_stride, guide_q_stride, guide_k_stride, N,
+             M, D, G, diagonal, self_diagonal, positives, positives_stride, positives_start, part_stride, out_stride,
+             bits_stride, vectors_step, BM: tl.constexpr, BN: tl.constexpr,
              BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, GUIDE: tl.constexpr,
              GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr, TMA: tl.constexpr,
-             DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr,
+             DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, BITS: tl.constexpr,
              COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, SMOOTH: tl.constexpr, LOSS: tl.constexpr,
              PARTS: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
     """Write the gradient of the valid pairs, 2^t · (a_i + b_j) − (c_i + d_j), into the strip [PARTS, N, M].
@@ -218,8 +221,7 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
     A softmax's tile is processed in quarters: the products stay in registers until their gradients are known, and
     spilling them costs more than all else. A teacher's tile becomes a gradient before the student's product begins.
     """
-    ids = (row_ids_ptr, col_ids_ptr)
-    masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start, ids)
+    masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
     row_tiles = tl.cdiv(N, BM)
     col_tiles = tl.cdiv(M, BN)
     constants = exponent_constants(constants_ptr)
@@ -237,12 +239,13 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
         i, j = tile_at(tile, row_tiles, col_tiles)
         rows = i * BM + tl.arange(0, BM)
+        words = load_bits(bits_ptr, bits_stride, i, j, BM, BITS)
         if GUIDE == TEACHER:
             acc = products(guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, i, j, N, M, G, BM, BN, BK,
                            GUIDE_LEFT, GUIDE_RIGHT, GUIDE_PRODUCTS, TMA)  # fmt: skip
             gap = _teacher_tile(
-                acc, teachers, masks, row_a_ptr + vectors_step, col_b_ptr + vectors_step, scratch_ptr, i, j, N, M, BM,
-                BN, DIAGONAL, SELF, POSITIVES, IDS, COLUMNS, LATER, GUIDE_PRODUCTS)  # fmt: skip
+                acc, teachers, masks, words, row_a_ptr + vectors_step, col_b_ptr + vectors_step, scratch_ptr, i, j, N,
+                M, BM, BN, DIAGONAL, SELF, POSITIVES, BITS, COLUMNS, LATER, GUIDE_PRODUCTS)  # fmt: skip
             if LATER:
                 gaps += gap
         acc = products(q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA)
@@ -251,8 +254,10 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
         if SOFTPLUS:
             cols = j * BN + tl.arange(0, BN)
             t = exponents(acc, constants, SOFTPLUS, PRODUCTS)
-            if IDS or masked:
-                t = tl.where(valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES, IDS), t, -float("inf"))
+            if BITS:
+                t = tl.where(excluded_pairs(words, 0, BM, BN), -float("inf"), t)
+            if masked:
+                t = tl.where(valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES), t, -float("inf"))
             if LOSS:
                 loss = softplus_sum(t, BM, BN)
                 tl.store(row_part_ptr + j.to(tl.int64) * N + rows, loss, mask=rows < N)
@@ -267,19 +272,19 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
             if COLUMNS and GUIDE != TEACHER:
                 # loaded before the quarters, because loads do not overtake stores
                 b = tl.broadcast_to(_load_vector(col_b_ptr, j * BN + tl.arange(0, BN), M)[None, :], (BM, BN))
-            if GUIDE == MASK:
-                words = load_bits(bits_ptr, bits_stride, i, j, BM)
             for at in tl.static_range(4):
                 part = quarter(acc, at, BM, BN)
                 cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
                 t = exponents(part, constants, SOFTPLUS, PRODUCTS)
                 if GUIDE == MASK:
-                    false = false_negatives(words, at * WIDTH, BM, WIDTH)
-                    t = tl.where(false, -float("inf"), tl.maximum(t, FAINT))
-                if IDS or SMOOTH or masked:
-                    valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES, IDS)
-                    if GUIDE == MASK and SMOOTH:
-                        valid = valid & (false == 0)
+                    t = tl.maximum(t, FAINT)
+                if BITS:
+                    excluded = excluded_pairs(words, at * WIDTH, BM, WIDTH)
+                    t = tl.where(excluded, -float("inf"), t)
+                if SMOOTH or masked:
+                    valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
+                    if BITS and SMOOTH:
+                        valid = valid & (excluded == 0)
                     t = tl.where(valid, t, -float("inf"))
                 e = tl.math.exp2(t)
                 g = e

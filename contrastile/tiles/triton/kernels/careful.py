@@ -15,7 +15,6 @@ from contrastile.tiles.triton.kernels.arithmetic import (
     FACTOR,
     INVERSE,
     LN2,
-    MASK,
     SHARE,
     STATE_TEACHER_TOP,
     STATE_TOP,
@@ -34,7 +33,7 @@ from contrastile.tiles.triton.kernels.arithmetic import (
 )
 from contrastile.tiles.triton.kernels.backward import program_sums, softmax_positive, sum_per_thread
 from contrastile.tiles.triton.kernels.forward import store_quarters, tile_at, tile_products
-from contrastile.tiles.triton.kernels.guides import aside, false_negatives, load_bits
+from contrastile.tiles.triton.kernels.guides import aside, excluded_pairs, load_bits
 from contrastile.tiles.triton.kernels.masks import valid_pairs
 
 
@@ -78,11 +77,11 @@ def _teacher(x, t, valid, axis: tl.constexpr):
 
 @triton.jit(do_not_specialize=ANY)
 def maxima(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, col_part_ptr, positives_ptr,
-           row_ids_ptr, col_ids_ptr, bits_ptr, scratch_ptr, q_stride, k_stride, guide_q_stride, guide_k_stride, N, M, D,
-           G, diagonal, self_diagonal, positives, positives_stride, positives_start, bits_stride, BM: tl.constexpr,
-           BN: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr,
+           bits_ptr, scratch_ptr, q_stride, k_stride, guide_q_stride, guide_k_stride, N, M, D, G, diagonal,
+           self_diagonal, positives, positives_stride, positives_start, bits_stride, BM: tl.constexpr, BN: tl.constexpr,
+           BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr,
            GUIDE: tl.constexpr, GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr,
-           TMA: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr,
+           TMA: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, BITS: tl.constexpr,
            COLUMNS: tl.constexpr, SMOOTH: tl.constexpr):  # fmt: skip
     """The careful form of `totals`. Runs where the careful flag is set.
 
@@ -90,8 +89,7 @@ def maxima(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
     TEACHER behind the first two the teacher's top, Σ exp(t − teacher's top) and the sum of these terms times
     (t − teacher's top) − (x − top). Layout as in `totals`.
     """
-    ids = (row_ids_ptr, col_ids_ptr)
-    masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start, ids)
+    masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
     row_tiles = tl.cdiv(N, BM)
     col_tiles = tl.cdiv(M, BN)
     factor = tl.load(constants_ptr + FACTOR)
@@ -110,14 +108,13 @@ def maxima(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
         total = tl.zeros((BM,), tl.float32)
         logit_sum, count = total, total
         teacher_top, soft, gap = top, total, total
-        if GUIDE == MASK:
-            words = load_bits(bits_ptr, bits_stride, i, j, BM)
+        words = load_bits(bits_ptr, bits_stride, i, j, BM, BITS)
         for at in tl.static_range(4):
             x = quarter(acc, at, BM, BN) * factor * LN2
             cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
-            negative = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES, IDS)
-            if GUIDE == MASK:
-                negative = negative & (false_negatives(words, at * WIDTH, BM, WIDTH) == 0)
+            negative = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
+            if BITS:
+                negative = negative & (excluded_pairs(words, at * WIDTH, BM, WIDTH) == 0)
             before = top
             top, total, logit_sum, count = add_along(top, total, logit_sum, count, x, negative, 1, SMOOTH)
             if GUIDE == TEACHER:
@@ -169,17 +166,16 @@ def softmax_gradient(x, t, positive, several, state_ptr, state_stride, coefficie
 @triton.jit(do_not_specialize=ANY)
 def careful_gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row_state_ptr, row_coefficient_ptr,
                      col_state_ptr, col_coefficient_ptr, row_state_stride, col_state_stride, sums_ptr, positives_ptr,
-                     row_ids_ptr, col_ids_ptr, bits_ptr, scratch_ptr, q_stride, k_stride, guide_q_stride,
-                     guide_k_stride, N, M, D, G, diagonal, self_diagonal, positives, positives_stride, positives_start,
-                     part_stride, out_stride, bits_stride, smoothing, BM: tl.constexpr, BN: tl.constexpr,
+                     bits_ptr, scratch_ptr, q_stride, k_stride, guide_q_stride, guide_k_stride, N, M, D, G, diagonal,
+                     self_diagonal, positives, positives_stride, positives_start, part_stride, out_stride, bits_stride,
+                     smoothing, BM: tl.constexpr, BN: tl.constexpr,
                      BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr,
                      GUIDE: tl.constexpr, GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr,
                      GUIDE_PRODUCTS: tl.constexpr, TMA: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr,
-                     POSITIVES: tl.constexpr, IDS: tl.constexpr, COLUMNS: tl.constexpr,
+                     POSITIVES: tl.constexpr, BITS: tl.constexpr, COLUMNS: tl.constexpr,
                      PARTS: tl.constexpr):  # fmt: skip
     """The careful form of `gradient`: an exponential per direction."""
-    ids = (row_ids_ptr, col_ids_ptr)
-    masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start, ids)
+    masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
     row_tiles = tl.cdiv(N, BM)
     col_tiles = tl.cdiv(M, BN)
     factor = tl.load(constants_ptr + FACTOR)
@@ -197,15 +193,14 @@ def careful_gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_
             TMA)  # fmt: skip
         rows = i * BM + tl.arange(0, BM)
         WIDTH: tl.constexpr = BN // 4
-        if GUIDE == MASK:
-            words = load_bits(bits_ptr, bits_stride, i, j, BM)
+        words = load_bits(bits_ptr, bits_stride, i, j, BM, BITS)
         for at in tl.static_range(4):
             part = quarter(acc, at, BM, BN)
             cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
             x = part * factor * LN2
-            valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES, IDS)
-            if GUIDE == MASK:
-                valid = valid & (false_negatives(words, at * WIDTH, BM, WIDTH) == 0)
+            valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
+            if BITS:
+                valid = valid & (excluded_pairs(words, at * WIDTH, BM, WIDTH) == 0)
             t = x
             if GUIDE == TEACHER:
                 t = aside(scratch_ptr, at, BM, BN) * teacher_factor * LN2

@@ -40,7 +40,7 @@ from contrastile.tiles.triton.kernels.arithmetic import (
     store_rows,
     sum_per_lane,
 )
-from contrastile.tiles.triton.kernels.guides import aside, false_negatives, load_bits, set_aside, store_bits
+from contrastile.tiles.triton.kernels.guides import aside, excluded_pairs, load_bits, set_aside, store_bits
 from contrastile.tiles.triton.kernels.masks import has_masked, valid_pairs
 
 # row tiles that are computed together, so that the columns' features stay in the cache
@@ -177,9 +177,9 @@ def store_quarters(out_mem, out_stride, left, right, i, j, at: tl.constexpr, par
 
 
 @triton.jit
-def exponential_tile(acc, constants, masks, col_part_ptr, out_mem, out_stride, i, j, N, M, BM: tl.constexpr,
-              BN: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr,
-              PRODUCTS: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+def exponential_tile(acc, constants, masks, words, col_part_ptr, out_mem, out_stride, i, j, N, M, BM: tl.constexpr,
+                     BN: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr,
+                     BITS: tl.constexpr, PRODUCTS: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """Write a tile's exponentials 2^t into the strip, and their sums along columns; returns those along rows.
 
     In quarters, as `gradient` does. Columns have four sums, [4 · row tiles, M], one of each warp: sums across warps
@@ -193,8 +193,10 @@ def exponential_tile(acc, constants, masks, col_part_ptr, out_mem, out_stride, i
         cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
         part = quarter(acc, at, BM, BN)
         t = exponents(part, constants, False, PRODUCTS)
-        if IDS or masked:
-            t = tl.where(valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES, IDS), t, -float("inf"))
+        if BITS:
+            t = tl.where(excluded_pairs(words, at * WIDTH, BM, WIDTH), -float("inf"), t)
+        if masked:
+            t = tl.where(valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES), t, -float("inf"))
         e = tl.math.exp2(t)
         if at == 0:
             total = sum_per_lane(e, BM, WIDTH)
@@ -212,20 +214,19 @@ def exponential_tile(acc, constants, masks, col_part_ptr, out_mem, out_stride, i
 
 @triton.jit(do_not_specialize=ANY)
 def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, col_part_ptr, positives_ptr,
-           row_ids_ptr, col_ids_ptr, bits_ptr, scratch_ptr, out_mem, out_stride, q_stride, k_stride, guide_q_stride,
-           guide_k_stride, N, M, D, G, diagonal, self_diagonal, positives, positives_stride, positives_start,
-           bits_stride, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-           PRODUCTS: tl.constexpr, GUIDE: tl.constexpr, GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr,
-           GUIDE_PRODUCTS: tl.constexpr, TMA: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr,
-           POSITIVES: tl.constexpr, IDS: tl.constexpr, COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr,
-           SMOOTH: tl.constexpr, KEEP: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
+           bits_ptr, scratch_ptr, out_mem, out_stride, q_stride, k_stride, guide_q_stride, guide_k_stride, N, M, D, G,
+           diagonal, self_diagonal, positives, positives_stride, positives_start, bits_stride, BM: tl.constexpr,
+           BN: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr,
+           GUIDE: tl.constexpr, GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr,
+           TMA: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, BITS: tl.constexpr,
+           COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, SMOOTH: tl.constexpr, KEEP: tl.constexpr,
+           FLATTEN: tl.constexpr):  # fmt: skip
     """Per tile: Σ 2^t of the valid pairs, along rows [channel, col tile, N] and columns [channel, row tile, M].
 
     SMOOTH adds two channels, see `_store_logits`; GUIDE == TEACHER adds Σ 2^t of its own t, and Σ 2^t (t − x). SOFTPLUS
     sums softplus(x), along rows only. KEEP also writes 2^t into a strip, see `exponential_tile`.
     """
-    ids = (row_ids_ptr, col_ids_ptr)
-    masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start, ids)
+    masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
     row_tiles = tl.cdiv(N, BM)
     col_tiles = tl.cdiv(M, BN)
     constants = exponent_constants(constants_ptr)
@@ -233,6 +234,7 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
         teachers = exponent_constants(constants_ptr + TEACHERS)
     for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=FLATTEN):
         i, j = tile_at(tile, row_tiles, col_tiles)
+        words = load_bits(bits_ptr, bits_stride, i, j, BM, BITS)
         acc = tile_products(
             q_mem, k_mem, q_stride, k_stride, D, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, G,
             scratch_ptr, i, j, N, M, BM, BN, BK, LEFT, RIGHT, PRODUCTS, GUIDE, GUIDE_LEFT, GUIDE_RIGHT, GUIDE_PRODUCTS,
@@ -253,8 +255,12 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
                 x = exponents(quarter(acc, at, BM, BN), constants, SOFTPLUS, PRODUCTS)
                 t = exponents(aside(scratch_ptr, at, BM, BN), teachers, SOFTPLUS, GUIDE_PRODUCTS)
                 apart = t - x
-                if IDS or masked:
-                    valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES, IDS)
+                if BITS:
+                    excluded = excluded_pairs(words, at * WIDTH, BM, WIDTH)
+                    x = tl.where(excluded, -float("inf"), x)
+                    t = tl.where(excluded, -float("inf"), t)
+                if masked:
+                    valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
                     x = tl.where(valid, x, -float("inf"))
                     t = tl.where(valid, t, -float("inf"))
                 e = tl.math.exp2(x)
@@ -268,18 +274,20 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
                     _store_column_sums(e, f, apart, col_at, col_stride, cols < M)
             store_rows((tl.sum(total, 1), tl.sum(soft, 1), tl.sum(gap, 1)), row_at, row_stride, rows < N)
         elif KEEP:
-            total = exponential_tile(acc, constants, masks, col_part_ptr, out_mem, out_stride, i, j, N, M, BM, BN,
-                              DIAGONAL, SELF, POSITIVES, IDS, PRODUCTS, TMA)  # fmt: skip
+            total = exponential_tile(acc, constants, masks, words, col_part_ptr, out_mem, out_stride, i, j, N, M, BM,
+                                     BN, DIAGONAL, SELF, POSITIVES, BITS, PRODUCTS, TMA)  # fmt: skip
             tl.store(row_at, total, mask=rows < N)
         else:
             t = exponents(acc, constants, SOFTPLUS, PRODUCTS)
             if GUIDE == MASK:
-                false = false_negatives(load_bits(bits_ptr, bits_stride, i, j, BM), 0, BM, BN)
-                t = tl.where(false, -float("inf"), tl.maximum(t, FAINT))
-            if IDS or SMOOTH or has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES):
-                valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES, IDS)
-                if GUIDE == MASK and SMOOTH:
-                    valid = valid & (false == 0)
+                t = tl.maximum(t, FAINT)
+            if BITS:
+                excluded = excluded_pairs(words, 0, BM, BN)
+                t = tl.where(excluded, -float("inf"), t)
+            if SMOOTH or has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES):
+                valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
+                if BITS and SMOOTH:
+                    valid = valid & (excluded == 0)
                 t = tl.where(valid, t, -float("inf"))
             if SOFTPLUS:
                 total = softplus_sum(t, BM, BN)
@@ -299,10 +307,11 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
 @triton.jit(do_not_specialize=ANY)
 def mask_bits(q_mem, k_mem, bits_ptr, constants_ptr, row_numbers_ptr, q_stride, k_stride, N, M, D, bits_stride, careful,
               BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-              PRODUCTS: tl.constexpr, TMA: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
+              PRODUCTS: tl.constexpr, TMA: tl.constexpr, IDS: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
     """Write a bit for each pair whose product exceeds the number of its row; see `store_bits`.
 
-    careful: for the careful kernels, which return at once where the flag is not set, as this one does.
+    IDS: beside the bits of `id_bits`. careful: for the careful kernels, which return at once where the flag is not set,
+    as this one does.
     """
     row_tiles = tl.cdiv(N, BM)
     col_tiles = tl.cdiv(M, BN)
@@ -313,7 +322,7 @@ def mask_bits(q_mem, k_mem, bits_ptr, constants_ptr, row_numbers_ptr, q_stride, 
         acc = products(q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA)
         rows = i * BM + tl.arange(0, BM)
         threshold = tl.load(row_numbers_ptr + rows, mask=rows < N, other=0.0)
-        words = tl.zeros((BM, 4), tl.int32)
+        words = load_bits(bits_ptr, bits_stride, i, j, BM, IDS)
         for at in tl.static_range(4):
             exceeds = quarter(acc, at, BM, BN) > threshold[:, None]
             words = store_bits(bits_ptr, bits_stride, exceeds, words, i, j, at, BM, BN)

@@ -1,8 +1,7 @@
-"""Device code of masks: the pairs of a tile that count.
+"""Device code of masks by position: the pairs of a tile that count, unless a bit of `guides.py` excludes them.
 
 Below `forward.py`. `masks` holds the excluded positions: the two diagonals, and the positives by index with their
-number per row, stride and first column; and the ids of rows and columns, of which equal ones are excluded. With IDS = 2
-each id has a label behind it, and pairs of equal labels are not excluded.
+number per row, stride and first column.
 """
 
 import triton
@@ -43,7 +42,7 @@ def _any_in_tile(positives_at, inside, positives_start, j, BN: tl.constexpr):
 def has_masked(i, j, N, M, masks, BM: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr,
                POSITIVES: tl.constexpr):  # fmt: skip
     """True if the tile has a pair that is excluded by its position, or reaches over the edge."""
-    diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start, _ = masks
+    diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start = masks
     masked = ((i + 1) * BM > N) | ((j + 1) * BN > M)
     if DIAGONAL:
         masked = masked | ((diagonal + i * BM < (j + 1) * BN) & (diagonal + (i + 1) * BM > j * BN))
@@ -68,10 +67,9 @@ def has_masked(i, j, N, M, masks, BM: tl.constexpr, BN: tl.constexpr, DIAGONAL: 
 
 
 @triton.jit
-def valid_pairs(rows, cols, N, M, masks, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr,
-                IDS: tl.constexpr):  # fmt: skip
-    """Mask of the pairs that exist and are excluded neither by their position nor by their ids."""
-    diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start, ids = masks
+def valid_pairs(rows, cols, N, M, masks, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr):
+    """Mask of the pairs that exist and are not excluded by their position."""
+    diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start = masks
     valid = (rows < N)[:, None] & (cols < M)[None, :]
     if DIAGONAL:
         valid = valid & (cols[None, :] != (rows + diagonal)[:, None])
@@ -92,18 +90,4 @@ def valid_pairs(rows, cols, N, M, masks, DIAGONAL: tl.constexpr, SELF: tl.conste
             for p in range(positives):
                 col = _column(positives_at + p, rows < N, positives_start)
                 valid = valid & (cols[None, :] != col[:, None])
-    if IDS:
-        excluded = equal_groups(ids, rows * IDS, cols * IDS, N * IDS, M * IDS)
-        if IDS == 2:
-            excluded = excluded & (equal_groups(ids, rows * 2 + 1, cols * 2 + 1, N * 2, M * 2) == 0)
-        valid = valid & (excluded == 0)
     return valid
-
-
-@triton.jit
-def equal_groups(groups, rows, cols, N, M):
-    """Mask of the pairs whose ids, or labels, are equal."""
-    row_groups_ptr, col_groups_ptr = groups
-    row_groups = tl.load(row_groups_ptr + rows, mask=rows < N, other=0)
-    col_groups = tl.load(col_groups_ptr + cols, mask=cols < M, other=0)
-    return row_groups[:, None] == col_groups[None, :]

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from contrastile.tiles.triton.kernels.arithmetic import count_along, store_stats
 from contrastile.tiles.triton.kernels.careful import add_along, softmax_gradient
-from contrastile.tiles.triton.kernels.masks import equal_groups, valid_pairs
+from contrastile.tiles.triton.kernels.masks import valid_pairs
 
 # arguments that change from call to call: compiled once for all their values. Strides of scores are not among them:
 # one of them is 1, along which neighbours are loaded at once
@@ -27,19 +27,28 @@ ANY = ("N", "M", "diagonal", "self_diagonal", "positives", "positives_stride", "
 
 
 @triton.jit
+def _equal_groups(groups, rows, cols, N, M):
+    """Mask of the pairs whose ids, or labels, are equal."""
+    row_groups_ptr, col_groups_ptr = groups
+    row_groups = tl.load(row_groups_ptr + rows, mask=rows < N, other=0)
+    col_groups = tl.load(col_groups_ptr + cols, mask=cols < M, other=0)
+    return row_groups[:, None] == col_groups[None, :]
+
+
+@triton.jit
 def _load_pairs(scores_ptr, scale_ptr, row_stride, col_stride, rows, cols, N, M, masks, ids, labels,
                 DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr,
                 LABELS: tl.constexpr):  # fmt: skip
     """Scores and logits of a tile, and masks of its positives and of its negatives."""
-    there = valid_pairs(rows, cols, N, M, masks, False, SELF, 0, False)
+    there = valid_pairs(rows, cols, N, M, masks, False, SELF, 0)
     at = rows.to(tl.int64)[:, None] * row_stride + cols.to(tl.int64)[None, :] * col_stride
     s = tl.load(scores_ptr + at, mask=(rows < N)[:, None] & (cols < M)[None, :], other=0.0)
-    negative = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES, False)
+    negative = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
     if LABELS:
-        negative = negative & (equal_groups(labels, rows, cols, N, M) == 0)
+        negative = negative & (_equal_groups(labels, rows, cols, N, M) == 0)
     positive = there & (negative == 0)
     if IDS:
-        negative = negative & (equal_groups(ids, rows, cols, N, M) == 0)
+        negative = negative & (_equal_groups(ids, rows, cols, N, M) == 0)
     return s, s * tl.load(scale_ptr), positive, negative
 
 
@@ -86,7 +95,7 @@ def score_stats(scores_ptr, scale_ptr, row_stats_ptr, col_stats_ptr, positives_p
     SIDE: rows, or columns, of a program, which meet STEP of the others at a time.
     """
     ids = (row_ids_ptr, col_ids_ptr)
-    masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start, ids)
+    masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
     labels = (row_labels_ptr, col_labels_ptr)
     if tl.program_id(1) == 0:
         _store_side(scores_ptr, scale_ptr, row_stride, col_stride, N, M, masks, ids, labels, row_stats_ptr,
@@ -105,7 +114,7 @@ def score_gradients(scores_ptr, scale_ptr, out_ptr, sums_ptr, row_state_ptr, row
                     BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """Write g = ∂loss/∂logit of each pair with the strides of the scores, and sums [2, programs] of g and g · score."""
     ids = (row_ids_ptr, col_ids_ptr)
-    masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start, ids)
+    masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
     labels = (row_labels_ptr, col_labels_ptr)
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     cols = tl.program_id(1) * BN + tl.arange(0, BN)

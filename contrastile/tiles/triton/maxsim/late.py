@@ -211,7 +211,7 @@ class FusedMaxSim(Scored):
             g = self.loss.pair_grad(tile, rows, cols)
             parts = torch.stack([g.sum(), (g * scores).sum()])[:, None]
         else:
-            rows, cols = readable_side(rows, {}), readable_side(cols, {})
+            rows, cols = readable_side(rows), readable_side(cols)
             g, grid = torch.empty_like(scores), (tiles_of(len(rows), SQUARE), tiles_of(len(cols), SQUARE))
             parts = scores.new_empty(2, grid[0] * grid[1])
             given = launch.directions(Block(rows, cols, self.scale, self.loss))
@@ -224,7 +224,7 @@ class FusedMaxSim(Scored):
 
     def _pairs(self, scores: Tensor, rows: Shard, cols: Shard) -> dict[str, Any]:
         """The scores of a tile and its masks, as the kernels read them."""
-        rows = readable_side(rows, {})
+        rows = readable_side(rows)
         masks = Block(rows, cols, self.scale, self.loss).masks
         return masks.arguments(scores) | {
             "scores_ptr": scores, "scale_ptr": self.scale, "row_stride": scores.stride(0),
