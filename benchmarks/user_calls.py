@@ -173,13 +173,21 @@ def calls(machine: Machine, *, with_peers: bool) -> Iterator[tuple[str, dict[str
         for n, given in labels.items():
             steps[f"contrastile, {n} labels"] = step(partial(ClipLoss(), labels=given), leaves, autocast=False)
         yield f"labels {b} x 512", steps
-    leaves, constants = [*features((8192, 512), (8192, 512)), scale], features((8192, 512), (8192, 512))
-    names, (ids, labels) = ("dist_image_features", "dist_text_features"), torch.randint(2000, (2, 8192), device="cuda")
-    teacher = dict(zip(names, [x.detach() for x in constants], strict=True))
-    losses = {"clip": ClipLoss(), "teacher": partial(DistillClipLoss(), **teacher, dist_logit_scale=30.0)}
-    options = {"none": {}, "ids": {"ids": ids}, "labels": {"labels": labels}, "both": {"ids": ids, "labels": labels}}
-    ways = {(name, option): partial(losses[name], **options[option]) for name, option in product(losses, options)}
-    yield "teacher 8192 x 512", {f"contrastile, {', '.join(names)}": step(loss, leaves) for names, loss in ways.items()}
+    names = "dist_image_features", "dist_text_features"
+    for b in (8192, 32768):
+        leaves, constants = [*features((b, 512), (b, 512)), scale], features((b, 512), (b, 512))
+        ids, labels = torch.randint(2000, (2, b), device="cuda")
+        teacher = dict(zip(names, [x.detach() for x in constants], strict=True))
+        losses = {"clip": ClipLoss(), "teacher": partial(DistillClipLoss(), **teacher, dist_logit_scale=30.0)}
+        options = {"none": {}, "ids": {"ids": ids}, "labels": {"labels": labels}}
+        options["both"] = options["ids"] | options["labels"]
+        yield (
+            f"teacher {b} x 512",
+            {
+                f"contrastile, {name}, {option}": step(partial(losses[name], **options[option]), leaves)
+                for name, option in product(losses, options)
+            },
+        )
     for b in (2048, 8192, 32768):
         q, k, listed = features((b, 512), (b, 512), (b, 8, 512))
         leaves, names = [q, k, scale, listed], ("query", "key", "scale", "negatives")

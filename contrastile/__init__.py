@@ -11,6 +11,7 @@ distance of `contrastile.scorers` too. `load` returns the encoders of a finished
 time of a run to come.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,8 @@ _HOMES = dict.fromkeys(__all__, "modules") | {
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module 'contrastile' has no attribute {name!r}")
+        # name and module let Python suggest the name that was meant
+        raise AttributeError(f"module 'contrastile' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     value = getattr(import_module(f"contrastile.{_HOMES[name]}"), name)
     globals()[name] = value
     return value

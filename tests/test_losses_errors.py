@@ -195,8 +195,8 @@ SENTENCES: dict[str, Callable[[], Any]] = {
         lambda: InfoNCELoss()(_x(3, 4), _x(3, 5), 1.0),
     "`features` must be floating point; got torch.int64. Convert it with .float().":
         lambda: SupConLoss()(_x(3, 4, dtype=torch.int64), torch.arange(3), 1.0),
-    "`features` must be a tensor of shape [N, D] or [N, views, D]; got shape [3]. Flatten the others first.":
-        lambda: SupConLoss()(_x(3), torch.arange(3), 1.0),
+    "`features` must be a tensor of shape [N, D] or [N, views, D]; got shape [3]. Pass features first, then labels; "
+    "flatten further axes.": lambda: SupConLoss()(_x(3), torch.arange(3), 1.0),
     "`labels` must be given; got None. Pass torch.arange(3) where only the views of one example are alike.":
         lambda: SupConLoss()(_x(3, 2, 4), None, 1.0),
     "`key` must have two dimensions [rows, features]; got shape [3, 2, 4]. Where each query has a list of keys, the "

@@ -66,6 +66,13 @@ def test_the_command_line_of_open_clip_names_what_is_missing(monkeypatch, capsys
     assert complaint.count("\n") == 1
 
 
+def test_a_misspelt_name_is_told_the_one_that_was_meant():
+    with pytest.raises(AttributeError, match="module 'contrastile' has no attribute 'CLIPLoss'") as caught:
+        contrastile.CLIPLoss  # noqa: B018
+    # Python suggests a name of this module that is like it
+    assert (caught.value.name, caught.value.obj) == ("CLIPLoss", contrastile)
+
+
 def test_pip_is_given_the_clone_where_the_package_lies_in_one(tmp_path):
     # the tests run in a clone
     assert extra("train") == "'.[train]'"

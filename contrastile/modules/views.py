@@ -62,7 +62,8 @@ class SupConLoss(Loss):
         with self._shared_errors():
             if not isinstance(features, Tensor) or features.ndim not in (2, 3):
                 rule = "be a tensor of shape [N, D] or [N, views, D]"
-                raise invalid("features", rule, shape_or_type(features), "Flatten the others first.")
+                remedy = "Pass features first, then labels; flatten further axes."
+                raise invalid("features", rule, shape_or_type(features), remedy)
             if labels is None:
                 remedy = f"Pass torch.arange({len(features)}) where only the views of one example are alike."
                 raise invalid("labels", "be given", None, remedy)
