@@ -63,6 +63,22 @@ def test_without_grad_mode_a_loss_has_no_products_for_gradients(loss: Any) -> No
     assert sum(count for name, count in counted.ran.items() if "mm" in name) == 1
 
 
+@pytest.mark.parametrize("option", ["label_smoothing", "sum", "none", "weights", "negatives"])
+def test_options_of_one_tile_cost_no_more_products_or_exponentials(option: str) -> None:
+    (q, k, scale), N, H = _inputs(40), 40, 2
+    how = {"label_smoothing": {"label_smoothing": 0.1}, "sum": {"reduction": "sum"}, "none": {"reduction": "none"}}
+    given = {"weights": {"weights": torch.rand(N)}, "negatives": {"negatives": torch.randn(N, H, q.shape[1])}}
+    step = partial(InfoNCELoss(**how.get(option, {})), q, k, scale, **given.get(option, {}))
+    # within the operation: a count around autograd would miss the backward of another thread
+    with Counted() as counted:
+        step().sum().backward()
+    own = H if option == "negatives" else 0
+    assert counted.multiplications == 3 * N * N * q.shape[1] + 2 * N * own * q.shape[1]
+    if not own:
+        # of the logits, in place
+        assert counted.ran["exp_"] == 1
+
+
 @pytest.mark.parametrize("kind", ["product", "bilinear", "mlp", "maxsim"])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_without_grad_mode_inputs_that_require_a_gradient_cost_no_more(name: str, kind: str) -> None:

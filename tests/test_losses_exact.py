@@ -177,6 +177,35 @@ def test_the_size_of_tiles_changes_nothing(name: str, scale: float, backend: str
     assert all(distance(other_gradients[key], one_gradients[key]) <= 1e-13 for key in tensors)
 
 
+@pytest.mark.parametrize("N", [1, 40])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scale", [-5.0, 20.0, 300.0])
+@pytest.mark.parametrize("listed", [False, True], ids=["symmetric", "listed"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_options_of_one_tile_are_exact_and_their_backward_runs_again(
+    reduction: str, listed: bool, scale: float, dtype: torch.dtype, N: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eager, "fast_bf16", True)
+    monkeypatch.setattr(plan, "_plans", {})
+    positive, weights = torch.eye(N, dtype=torch.bool).roll(1, 1), torch.rand(N) * (torch.arange(N) % 3 != 1)
+    how = {"weights": weights, "label_smoothing": 0.1, "reduction": reduction}
+    tiled = {"loss": Softmax(), "positives": positive.int().argmax(1)} if listed else {}
+    dense = {"positive": positive} if listed else {"symmetric": True}
+    problem = Problem(N, N, tiled | how, dense | how | {"weights": weights.to(dtype)})
+    tensors = problem.tensors(dtype, scale=scale)
+    if dtype == torch.float64:
+        (loss, gradients), (truth, true_gradients) = problem.by_tiles(tensors), problem.by_formula(tensors)
+        assert (loss - truth).abs().max() <= 1e-12 * truth.abs().max().clamp(min=1)
+        for key, gradient in gradients.items():
+            assert (gradient - true_gradients[key]).abs().max() <= 1e-12 * abs(scale), key
+    elif dtype == torch.float32:
+        no_worse_than_twice(problem, tensors, (1e-6, 1e-5))
+    loss, inputs = problem._call(contrast, problem.tiled, tensors), list(tensors.values())
+    upstream = torch.randn_like(loss) * (torch.arange(loss.numel()).view(loss.shape) % 4 != 2)
+    once = torch.autograd.grad(loss, inputs, upstream, retain_graph=True)
+    assert all(map(torch.equal, once, torch.autograd.grad(loss, inputs, upstream)))
+
+
 def test_strips_behind_which_a_row_has_no_positive() -> None:
     """Strips are computed at once where each row has one positive; the last row, of another strip, has none."""
     q, k = (F.normalize(x, dim=-1).requires_grad_() for x in torch.randn(2, 600, 16, dtype=torch.float64))

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -197,11 +196,10 @@ def with_gradients(call: Call, tiles: Tiles, inputs: Sequence[Tensor], wanted: W
     in_one_product = len(exchange.layout.rows) == 1 and rows.own is None
     height = tiles.strip(rows, cols, any(wanted)) if in_one_product else 0
     whole = height == len(rows)
-    # strips of products on a CPU may compute their part of the mean directly (`PairLoss.direct`)
-    mean = tiles.writes_fresh_strip and call.device.type == "cpu"
-    mean = mean and call.weights is None and call.reduction == "mean"
+    # one strip on a CPU may compute the mean directly (`PairLoss.direct`)
+    mean = whole and call.device.type == "cpu" and call.weights is None and call.reduction == "mean"
     # a pairwise loss takes strips for that alone: its own sweep below is as short
-    if height and (not call.loss.pairwise or (mean and whole)):
+    if height and (not call.loss.pairwise or mean):
         return in_strips(call, tiles, rows, cols, wanted, whole=whole, mean=mean)
     if not any(wanted):
         stats = statistics(call, tiles, rows, cols)
@@ -253,23 +251,24 @@ def in_strips(
     """The loss and its gradient sums from one product of each strip, whose rows meet all columns.
 
     whole: there is one strip, which knows the mean's divisor, the number of rows that have a positive. Sums of several
-    strips are divided by it at the end. mean: strips may compute their part of the mean directly.
+    strips are divided by it at the end. mean: the strip may compute the mean directly.
     """
     tiles.fresh = whole and tiles.writes_fresh_strip
     u, v = tiles.accumulators(rows, cols, wanted)
     values: list[Tensor] = []
     finished: list[Finished] = []
 
-    def weigh(stats: Sequence[Tensor], along: slice) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    def weigh(directions: Sequence[Finished], along: slice) -> list[Tensor]:
         if whole:
-            flag = partial(tiles.nonfinite, rows, cols)
-            result = tiles.finish(stats, call.weights, call.reduction, call.exchange.total, flag)
+            total, flag = call.exchange.total, tiles.nonfinite(rows, cols)
+            result = reduced(directions, call.weights, call.reduction, total, flag)
             values.append(result.value)
-            return result.states, call.times_upstream(result.coefficients)
-        end = call.loss.finish(stats[0])
-        finished.append(end)
+            return call.times_upstream(result.coefficients)
+        (end,) = directions
+        # states differ in size between strips, and are of no more use
+        finished.append(end._replace(state=end.state[:0]))
         coefficient = end.counts if call.weights is None else end.counts * call.weights[along].to(end.counts)
-        return [end.state], call.times_upstream([coefficient], along)
+        return call.times_upstream([coefficient], along)
 
     sums, value = tiles.strips(rows, cols, u, v, weigh, mean=mean, wanted=any(wanted))
     if whole or value is not None:

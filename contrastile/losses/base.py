@@ -204,7 +204,7 @@ def _positive(rows: Shard, cols: Shard) -> Diagonal | Tensor | None:
     if rows.diagonal is not None:
         return _diagonal(rows, cols, rows.diagonal)
     if rows.positives is not None:
-        return _indexed(rows.positives - cols.start, rows.positives, len(cols))
+        return _indexed(rows.positives, cols)
     if rows.labels is not None and cols.labels is not None:
         return rows.labels[:, None] == cols.labels[None, :]
     return None
@@ -244,27 +244,26 @@ def _without(pairs: tuple[Tensor, Tensor], positive: Diagonal | Tensor | None) -
     return row[others], column[others]
 
 
-def _indexed(column: Tensor, listed: Tensor, J: int) -> Tensor | None:
-    """Mask [I, J] of the listed positives, by their column in the tile; None if, on a CPU, none is inside."""
-    inside = (column >= 0) & (column < J) & (listed >= 0)
-    # on an accelerator this would wait for the device
-    if inside.device.type == "cpu" and not inside.any():
+def _indexed(positives: Tensor, cols: Shard) -> Tensor | None:
+    """Mask [I, J] of the listed positives; None if none is inside, on a CPU, where this waits for no device."""
+    columns, J = _columns(positives, cols), len(cols)
+    if columns.device.type == "cpu" and not (columns < J).any():
         return None
-    # one column more than the tile has receives all the pads
-    marks = torch.zeros(inside.shape[0], J + 1, dtype=torch.bool, device=inside.device)
-    marks.scatter_(1, torch.where(inside, column, J), True)
-    return marks[:, :J]
+    return columns.new_zeros(len(columns), J + 1, dtype=torch.bool).scatter_(1, columns, True)[:, :J]
 
 
 def target(rows: Shard, cols: Shard) -> Tensor | None:
     """The weights of the tile's listed positives [I, J]; None where the rows have none."""
     if rows.targets is None or rows.positives is None:
         return None
-    column, J = rows.positives - cols.start, cols.features.shape[0]
-    inside = (column >= 0) & (column < J) & (rows.positives >= 0)
-    # one column more than the tile has receives all the pads
-    weights = rows.targets.new_zeros(len(rows), J + 1)
-    return weights.scatter_add_(1, torch.where(inside, column, J), rows.targets)[:, :J]
+    weights = rows.targets.new_zeros(len(rows), len(cols) + 1)
+    return weights.scatter_add_(1, _columns(rows.positives, cols), rows.targets)[:, :-1]
+
+
+def _columns(positives: Tensor, cols: Shard) -> Tensor:
+    """The tile's column [I, P] of each listed positive; one behind the last column receives all the pads."""
+    column, J = positives - cols.start, len(cols)
+    return torch.where((column >= 0) & (column < J) & (positives >= 0), column, J)
 
 
 def divisor(sums: Tensor, mass: Tensor) -> Tensor:
@@ -278,6 +277,10 @@ class Finished(NamedTuple):
     loss: Tensor  # [n] loss of each row, 0 where it has none
     counts: Tensor  # [n] 1 where the row has a loss, 0 where it has no positive
     state: Tensor  # [S, n] numbers of each row for the backward
+
+
+# results of each direction, and a function from ∂loss/∂losses [K, n], or one number, and `keep` to ∂loss/∂x [I, J]
+Direct = tuple[list[Finished], Callable[[Tensor | float, bool], Tensor]]
 
 
 @dataclass(frozen=True)
@@ -423,11 +426,8 @@ class PairLoss(ABC):
         Uses the tile up, unless the loss is pairwise.
         """
 
-    def direct(self, _tile: Tile, _number: int, _wanted: bool) -> tuple[Tensor, Tensor | None] | None:
-        """The loss of rows that meet all columns, as a part of the mean over this number of rows, and ∂loss/∂x [I, J].
-
-        It uses the tile up, with the gradient only where `wanted`. None leaves the tile as it is, to the other methods.
-        """
+    def direct(self, _tile: Tile) -> Direct | None:
+        """The results of rows that meet all columns, which use the tile up; None leaves it to the other methods."""
         return None
 
     @abstractmethod

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from contrastile._errors import invalid, number, one_of
 from contrastile._types import accumulator
-from contrastile.losses.base import Formula, Products, Shard, Tile, fill
+from contrastile.losses.base import Direct, Formula, Products, Shard, Tile, fill
 from contrastile.losses.softmax import Softmax
 
 STRATEGIES = ("absolute", "relative")
@@ -89,8 +89,8 @@ class Guided(Softmax):
         margin = self.margin * least.abs() if self.margin_strategy == "relative" else self.margin
         return least - margin + TIES * torch.finfo(wide).eps * least.abs().clamp(min=1.0)
 
-    def direct(self, tile: Tile, number: int, wanted: bool) -> tuple[Tensor, Tensor | None] | None:
-        return self._direct(_masked(tile), number, wanted) if type(self) is Guided else None
+    def direct(self, tile: Tile) -> Direct | None:
+        return self._direct(_masked(tile)) if type(self) is Guided else None
 
     def absorb(self, tile: Tile) -> tuple[Tensor, ...]:
         return super().absorb(_masked(tile))

@@ -8,7 +8,7 @@ with x_ij = scale · ⟨q_i, k_j⟩ + bias. The mean over rows is the sum over a
 k_i the positives of row i and k'_j those of column j, over all ranks: a number of the row plus one of the column.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from contrastile._errors import invalid
 from contrastile._types import accumulator
-from contrastile.losses.base import SPREAD, Count, Diagonal, Finished, Formula, Gathers, PairLoss, Shard, Tile, changed
+from contrastile.losses.base import SPREAD, Count, Diagonal, Direct, Finished, Formula, Gathers, PairLoss, Shard, Tile
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Sigmoid(PairLoss):
             losses = torch.logaddexp(torch.where(tile.positive, -tile.x, tile.x), tile.x.new_zeros(()))
         return (losses.sum(1)[None],)
 
-    def direct(self, tile: Tile, number: int, wanted: bool) -> tuple[Tensor, Tensor | None] | None:
-        x, positive, share = tile.x, tile.positive, 1 / number
+    def direct(self, tile: Tile) -> Direct | None:
+        x, positive = tile.x, tile.positive
         if type(self) is not Sigmoid or not isinstance(positive, Diagonal) or tile.bounds is None:
             return None
         if not -torch.inf < tile.bounds[0] <= tile.bounds[1] <= SPREAD:
@@ -67,12 +67,13 @@ class Sigmoid(PairLoss):
         at_positive, exponential = -positive.of(x), x.exp_()
         losses = exponential.log1p()
         positive.of(losses).copy_(torch.logaddexp(at_positive, x.new_zeros(())))
-        loss = losses.sum() * share
-        if not wanted:
-            return loss, None
-        grad = exponential.div_(torch.add(exponential, 1, out=losses))
-        positive.of(grad).copy_(torch.sigmoid(at_positive).neg_())
-        return loss, grad.mul_(share)
+
+        def pair_grad(coefficients: Tensor | float, keep: bool) -> Tensor:
+            grad = exponential.div(exponential + 1) if keep else exponential.div_(exponential + 1)
+            positive.of(grad).copy_(torch.sigmoid(at_positive).neg_())
+            return grad.mul_(coefficients.T if isinstance(coefficients, Tensor) else coefficients)
+
+        return [self.finish(losses.sum(1)[None])], pair_grad
 
     def merge(self, a: Tensor, b: Tensor) -> Tensor:
         return a + b
@@ -128,7 +129,7 @@ class BalancedSigmoid(Sigmoid):
             itself = (rows.labels == cols.labels[:N]).to(numbers[0].dtype)
             numbers = [torch.cat([n[:N] - itself, n[N:]]) for n in numbers]
         shares = [0.5 / n.clamp(min=1).to(wide) for n in numbers]
-        return changed(rows, numbers=shares[0]), changed(cols, numbers=shares[-1])
+        return replace(rows, numbers=shares[0]), replace(cols, numbers=shares[-1])
 
     def absorb(self, tile: Tile) -> tuple[Tensor, ...]:
         weights = _weights(tile)

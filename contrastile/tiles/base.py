@@ -72,8 +72,8 @@ class ForwardResult(NamedTuple):
     coefficients: list[Tensor]
 
 
-# function from a strip's statistics of each direction and its slice of the rows to their states and coefficients
-Weigh = Callable[[Sequence[Tensor], slice], tuple[Sequence[Tensor], Sequence[Tensor]]]
+# function from the results of a strip's directions and its slice of the rows to the coefficients [n] of each
+Weigh = Callable[[Sequence[Finished], slice], Sequence[Tensor]]
 
 
 # an accumulator of gradients; None where they are not wanted

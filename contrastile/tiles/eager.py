@@ -6,7 +6,7 @@ rows and columns (2·N·M·D operations). The backward computes each tile again 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,12 +15,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from contrastile._torch import fast_bf16
-from contrastile._types import accumulator
-from contrastile.losses.base import PairLoss, Shard, Tile, fill, mark, target, with_states
+from contrastile._torch import backward_is_repeatable, fast_bf16
+from contrastile._types import Reduction, accumulator
+from contrastile.losses.base import Direct, PairLoss, Shard, Tile, Total, fill, mark, target, with_states
 from contrastile.losses.guided import Guided
 from contrastile.losses.softmax import Softmax
-from contrastile.tiles.base import InFlight, Sum, Tiles, Weigh, bounds_of
+from contrastile.tiles.base import ForwardResult, InFlight, Sum, Tiles, Weigh, bounds_of, reduced
 
 # tiles of 1,024² float32 stay in a core's cache; on an accelerator 8,192² fill its multiprocessors
 SIDE_CPU = 1024
@@ -47,17 +47,48 @@ class Eager(Tiles):
     # the logits are products of features: also, where all of them are finite, so are the features
     writes_fresh_strip: ClassVar[bool] = True
 
+    # of a block of one tile on a CPU, until its backward: the direct loss or the tile, and the context of its products
+    kept: tuple[Direct | Tile, Any] | None = field(default=None, init=False, repr=False)
+
     def forward(self, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
         stats: list[Tensor | None] = [None, None]
-        self._sweep(rows, cols, stats, None, None, None)
+        keeps = self.backward_later or (self.backward_next and rows.own is not None)
+        on_cpu, pairs = self.scale.device.type == "cpu", len(rows) * len(cols)
+        if keeps and on_cpu and pairs and self.strip(rows, cols, True) == len(rows):
+            x, context = self._logits(rows, cols, self._room(pairs), with_graph=True)
+            tile = self._tile(x, rows, cols, context)
+            direct = self._direct(tile, whole=True) if rows.own is None else None
+            self.kept = direct or tile, context
+            of_tile = self._stats(tile, rows, cols, keep=True) if direct is None else [each.loss for each in direct[0]]
+            stats[: len(of_tile)] = of_tile
+        else:
+            self._sweep(rows, cols, stats, None, None, None)
         # a block without pairs has no tile
         row_stats = self.init(rows) if stats[0] is None else stats[0]
         return row_stats, self.init(cols) if self.loss.symmetric and stats[1] is None else stats[1]
 
+    def finish(
+        self, stats: Sequence[Tensor], weights: Tensor | None, reduction: Reduction, total: Total,
+        nonfinite: Callable[[], Tensor],
+    ) -> ForwardResult:  # fmt: skip
+        if self.kept is None or isinstance(self.kept[0], Tile):
+            return super().finish(stats, weights, reduction, total, nonfinite)
+        return reduced(self.kept[0][0], weights, reduction, total, nonfinite())
+
     def backward(self, rows: Shard, cols: Shard, u: Sum, v: Sum | InFlight, row_stats: Tensor | None = None) -> Tensor:
         assert not isinstance(v, InFlight)
         sums = self.no_pairs()
-        self._sweep(rows, cols, None if row_stats is None else [row_stats, None], u, v, sums)
+        if self.kept is None:
+            self._sweep(rows, cols, None if row_stats is None else [row_stats, None], u, v, sums)
+            return sums
+        (made, context), again = self.kept, self.backward_later and backward_is_repeatable()
+        if not again:
+            self.kept = None
+        elif context is not None:
+            context = context.clone()
+        if again and isinstance(made, Tile):
+            made = made._replace(x=made.x.clone())
+        self._propagate_made(made, context, rows, cols, u, v, sums, keep=again)
         return sums
 
     def strip(self, rows: Shard, cols: Shard, wanted: bool) -> int:
@@ -86,33 +117,27 @@ class Eager(Tiles):
     ) -> tuple[Tensor, Tensor | None]:
         height, sums = self.strip(rows, cols, wanted), self.no_pairs()
         room = self._room(height * len(cols))
-        value: Tensor | None = None
         for along, strip in self._tiles(rows, height):
             x, context = self._logits(strip, cols, room, with_graph=wanted)
             tile = self._tile(x, strip, cols, context)
-            u_I = None if u is None else u[along]
-            if mean and (result := self.loss.direct(tile, len(rows), wanted)) is not None:
-                value = result[0] if value is None else value + result[0]
-                if result[1] is not None:
-                    self._add(result[1], context, strip, cols, u_I, v, sums)
-                del x, context, tile
-                continue
-            if value is not None:
-                # a row without a positive, or a number that is not finite, behind strips without
-                for total in (u, v):
-                    if total is not None:
-                        total.zero_()
-                return self.strips(rows, cols, u, v, weigh, mean=False, wanted=wanted)
-            mean = False
-            if self.fresh and tile.bounds is not None and all(map(math.isfinite, tile.bounds)):
-                self.flag = self.scale.new_zeros(())
-            states, coefficients = weigh(self._stats(tile, strip, cols, keep=wanted), along)
+            u_I, direct = None if u is None else u[along], self._direct(tile, whole=self.fresh)
+            if mean and direct is not None:
+                share = 1 / (len(direct[0]) * len(rows))
+                if wanted:
+                    self._add(direct[1](share, False), context, strip, cols, u_I, v, sums)
+                return sums, torch.stack([each.loss for each in direct[0]]).sum().mul_(share)
+            if direct is None:
+                stats = self._stats(tile, strip, cols, keep=wanted)
+                directions = self.loss.finish_all(stats, self.scale, lambda local, **_: local)
+            else:
+                directions = direct[0]
+            coefficients = weigh(directions, along)
             if wanted:
-                sides = with_states(strip, cols, states, coefficients)
-                self._propagate(tile, context, *sides, u_I, v, sums)
+                sides = with_states(strip, cols, [each.state for each in directions], coefficients)
+                self._propagate_made(direct or tile, context, *sides, u_I, v, sums)
             # free the memory for the next strip
-            del x, context, tile
-        return sums, value
+            del x, context, tile, direct
+        return sums, None
 
     def _sweep(
         self, rows: Shard, cols: Shard, stats: list[Tensor | None] | None, u: Sum, v: Sum, sums: Tensor | None
@@ -174,6 +199,25 @@ class Eager(Tiles):
     def _propagate(self, tile: Tile, context: Any, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor) -> None:
         """Add a tile's gradient to the accumulators and to the sums."""
         self._add(self.loss.pair_grad(tile, rows, cols), context, rows, cols, u_I, v_J, sums)
+
+    def _direct(self, tile: Tile, *, whole: bool) -> Direct | None:
+        """The direct loss of a tile that has all columns of its rows; `whole`: and all rows."""
+        if tile.bounds is None:
+            return None
+        if whole and all(map(math.isfinite, tile.bounds)):
+            self.flag = self.scale.new_zeros(())
+        return self.loss.direct(tile)
+
+    def _propagate_made(
+        self, made: Direct | Tile, context: Any, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor,
+        *, keep: bool = False,
+    ) -> None:  # fmt: skip
+        """`_propagate`, with the gradient of a direct loss where there is one."""
+        if isinstance(made, Tile):
+            self._propagate(made, context, rows, cols, u_I, v_J, sums)
+        else:
+            coefficients = [side.coefficient for side in (rows, cols)[: len(made[0])] if side.coefficient is not None]
+            self._add(made[1](torch.stack(coefficients), keep), context, rows, cols, u_I, v_J, sums)
 
     def _add(self, g_IJ: Tensor, _context: Any, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor) -> None:
         """Add g · k to u, gᵀ · q to v, and the sum of g to the sums where a bias needs it."""
