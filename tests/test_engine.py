@@ -69,7 +69,6 @@ def test_options_of_one_tile_cost_no_more_products_or_exponentials(option: str) 
     how = {"label_smoothing": {"label_smoothing": 0.1}, "sum": {"reduction": "sum"}, "none": {"reduction": "none"}}
     given = {"weights": {"weights": torch.rand(N)}, "negatives": {"negatives": torch.randn(N, H, q.shape[1])}}
     step = partial(InfoNCELoss(**how.get(option, {})), q, k, scale, **given.get(option, {}))
-    # within the operation: a count around autograd would miss the backward of another thread
     with Counted() as counted:
         step().sum().backward()
     own = H if option == "negatives" else 0
