@@ -190,7 +190,9 @@ def left_out(name: str, row: dict[str, str]) -> str | None:
         SHORT: row.get("model", "").startswith("bert"),
         "no gradients": kind == "tokens" and row["what"] != "loss + grads",
         OWN_KEYS: row.get("loss") in OF_ROWS or row.get("call", "").startswith(("negatives", "alone", "scores")),
-        BENCHED: row.get("call", "").startswith(("gist", "ntxent", "supcon", "queue", "rows", "validation")),
+        BENCHED: row.get("call", "").startswith(
+            ("gist", "ntxent", "supcon", "queue", "rows", "validation", "teacher")
+        ),
         EAGER: kind in ("other losses", "tokens") and "eager" in impl + row.get("backend", ""),
     }  # fmt: skip
     return next((reason for reason, holds in reasons.items() if holds), None)

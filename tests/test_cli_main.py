@@ -523,6 +523,20 @@ def test_a_wrong_argument_is_one_line_that_names_the_help(
     assert line.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("trian glyphs", "(did you mean train?)"),
+        ("train glyphs --resum", "--resum (did you mean --resume?)"),
+        ("train glyphs --batch 3", "(keys of the recipe are written without dashes, such as train.batch=64)"),
+    ],
+)
+def test_a_wrong_word_is_told_the_one_that_was_meant(words: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(words.split())
+    assert f"{hint}. See: contrastile " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("answer", ["pass", "raise ImportError('cannot load module more than once per process')"])
 def test_ctrl_c_while_a_library_loads_ends_quietly_whatever_the_library_makes_of_it(tmp_path, answer):
     (tmp_path / "torch.py").write_text(

@@ -11,7 +11,8 @@ import select
 import signal
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -47,6 +48,9 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(parser=self)
 
     def error(self, message: str) -> NoReturn:
+        # argparse itself suggests names from Python 3.14 on
+        if choice := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            message += _meant(choice[1], re.findall(r"[\w-]+", choice[2]))
         self.exit(2, f"{self.prog}: {message}. See: {self.prog} --help\n")
 
 
@@ -163,11 +167,25 @@ def _parsed(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespa
         setattr(options, left_out[0], more.pop(0))
     unknown = [word for word in more if word.startswith("-") or "=" not in word or not hasattr(options, "overrides")]
     if unknown:
-        hint = " (put a question of several words into quotes)" if "[question]" in usage else ""
+        hint = _hint(unknown[0], usage, has_keys=hasattr(options, "overrides"))
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if more:
         options.overrides = [*options.overrides, *more]
     return options
+
+
+def _hint(word: str, usage: str, *, has_keys: bool) -> str:
+    """Advice on a word that a verb does not know, or nothing. has_keys: the verb takes keys of a recipe."""
+    if not word.startswith("--"):
+        return " (put a question of several words into quotes)" if "[question]" in usage else ""
+    of_keys = " (keys of the recipe are written without dashes, such as train.batch=64)" if has_keys else ""
+    return _meant(word, re.findall(r"--[\w-]+", usage)) or of_keys
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    """The known word that is most like a misspelt one, as a question; nothing if none is."""
+    near = get_close_matches(word, list(known), n=1, cutoff=0.7)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def _reader_has_gone() -> bool:
