@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -196,8 +197,9 @@ def with_gradients(call: Call, tiles: Tiles, inputs: Sequence[Tensor], wanted: W
     in_one_product = len(exchange.layout.rows) == 1 and rows.own is None
     height = tiles.strip(rows, cols, any(wanted)) if in_one_product else 0
     whole = height == len(rows)
-    # one strip on a CPU may compute the mean directly (`PairLoss.direct`)
-    mean = whole and call.device.type == "cpu" and call.weights is None and call.reduction == "mean"
+    # one strip of products on a CPU may compute the mean directly (`PairLoss.direct`)
+    mean = whole and tiles.writes_fresh_strip and call.device.type == "cpu"
+    mean = mean and call.weights is None and call.reduction == "mean"
     # a pairwise loss takes strips for that alone: its own sweep below is as short
     if height and (not call.loss.pairwise or mean):
         return in_strips(call, tiles, rows, cols, wanted, whole=whole, mean=mean)
@@ -258,17 +260,17 @@ def in_strips(
     values: list[Tensor] = []
     finished: list[Finished] = []
 
-    def weigh(directions: Sequence[Finished], along: slice) -> list[Tensor]:
+    def weigh(stats: Sequence[Tensor], direct: Sequence[Finished], along: slice) -> tuple[list[Tensor], list[Tensor]]:
         if whole:
-            total, flag = call.exchange.total, tiles.nonfinite(rows, cols)
-            result = reduced(directions, call.weights, call.reduction, total, flag)
+            given, flag = (call.weights, call.reduction, call.exchange.total), partial(tiles.nonfinite, rows, cols)
+            result = reduced(direct, *given, flag()) if direct else tiles.finish(stats, *given, flag)
             values.append(result.value)
-            return call.times_upstream(result.coefficients)
-        (end,) = directions
+            return result.states, call.times_upstream(result.coefficients)
+        (end,) = direct or [call.loss.finish(stats[0])]
         # states differ in size between strips, and are of no more use
         finished.append(end._replace(state=end.state[:0]))
         coefficient = end.counts if call.weights is None else end.counts * call.weights[along].to(end.counts)
-        return call.times_upstream([coefficient], along)
+        return [end.state], call.times_upstream([coefficient], along)
 
     sums, value = tiles.strips(rows, cols, u, v, weigh, mean=mean, wanted=any(wanted))
     if whole or value is not None:

@@ -248,7 +248,8 @@ class Softmax(PairLoss):
             return fill(grad, pairs, of_positives.sum(0).neg_())
 
         # every row has a loss, and a state is not needed
-        return [Finished(loss, torch.ones_like(loss), loss.new_empty(0, len(loss))) for loss in losses], pair_grad
+        count = losses.new_ones(()).expand(losses.shape[1])
+        return [Finished(loss, count, loss.new_empty(0, len(loss))) for loss in losses], pair_grad
 
     def _directions(
         self, rows: Shard, cols: Shard, row_index: tuple[Any, ...], col_index: tuple[Any, ...]

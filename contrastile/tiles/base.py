@@ -72,8 +72,9 @@ class ForwardResult(NamedTuple):
     coefficients: list[Tensor]
 
 
-# function from the results of a strip's directions and its slice of the rows to the coefficients [n] of each
-Weigh = Callable[[Sequence[Finished], slice], Sequence[Tensor]]
+# function from a strip's statistics of each direction, or its direct results, and its slice of the rows to states and
+# coefficients
+Weigh = Callable[[Sequence[Tensor], Sequence[Finished], slice], tuple[Sequence[Tensor], Sequence[Tensor]]]
 
 
 # an accumulator of gradients; None where they are not wanted

@@ -30,6 +30,8 @@ TILES_HELD = 5
 # the same on a CPU, which knows the logits' range: logits and gradient; and what is added to them by a guide (a product
 # and a mask), by label smoothing (a tile and a mask), and by listed positives (a mask)
 TILES_HELD_CPU, GUIDED_CPU, SMOOTHED_CPU, LISTED_CPU = 2, 1.25, 1.25, 0.25
+# numbers of each row and column beside them
+NUMBERS_CPU = 4
 # float32 matrices of a dense block at the peak, with positives on a diagonal and by index, whose masks are matrices
 MATRICES, MATRICES_BY_INDEX = 3.0, 7.25
 # most and fewest rows of a strip over all columns on a CPU; with fewer, two sweeps over tiles are as fast
@@ -47,7 +49,8 @@ class Eager(Tiles):
     # the logits are products of features: also, where all of them are finite, so are the features
     writes_fresh_strip: ClassVar[bool] = True
 
-    # of a block of one tile on a CPU, until its backward: the direct loss or the tile, and the context of its products
+    # of a block that is one tile on a CPU, from its forward to its backward: the direct loss or the tile, and the
+    # context of its products, which the backward would compute again
     kept: tuple[Direct | Tile, Any] | None = field(default=None, init=False, repr=False)
 
     def forward(self, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
@@ -59,6 +62,7 @@ class Eager(Tiles):
             tile = self._tile(x, rows, cols, context)
             direct = self._direct(tile, whole=True) if rows.own is None else None
             self.kept = direct or tile, context
+            # losses in the place of statistics: of one block nothing is merged, and `finish` reads the direct loss
             of_tile = self._stats(tile, rows, cols, keep=True) if direct is None else [each.loss for each in direct[0]]
             stats[: len(of_tile)] = of_tile
         else:
@@ -126,14 +130,10 @@ class Eager(Tiles):
                 if wanted:
                     self._add(direct[1](share, False), context, strip, cols, u_I, v, sums)
                 return sums, torch.stack([each.loss for each in direct[0]]).sum().mul_(share)
-            if direct is None:
-                stats = self._stats(tile, strip, cols, keep=wanted)
-                directions = self.loss.finish_all(stats, self.scale, lambda local, **_: local)
-            else:
-                directions = direct[0]
-            coefficients = weigh(directions, along)
+            stats = self._stats(tile, strip, cols, keep=wanted) if direct is None else ()
+            states, coefficients = weigh(stats, direct[0] if direct else (), along)
             if wanted:
-                sides = with_states(strip, cols, [each.state for each in directions], coefficients)
+                sides = with_states(strip, cols, states, coefficients)
                 self._propagate_made(direct or tile, context, *sides, u_I, v, sums)
             # free the memory for the next strip
             del x, context, tile, direct
@@ -254,14 +254,16 @@ class Eager(Tiles):
             return tiles.workspace_bytes(N, M, D, dtype)
         side, wide = tiles._side(), accumulator(dtype)
         rows, cols = (min(N, side), min(M, side)) if in_tiles else tiles._largest_tile(N, M)
+        smoothed = bool(getattr(loss, "label_smoothing", 0.0))
         # the gradient of one direction takes the place of the logits
-        direct = type(loss) is Softmax or (type(loss) is Guided and not by_index)
-        in_place = direct and not (loss.symmetric or getattr(loss, "label_smoothing", False))
+        in_place = type(loss) is Softmax or (type(loss) is Guided and not (by_index or smoothed))
+        in_place = in_place and not loss.symmetric
         held = TILES_HELD_CPU - in_place + GUIDED_CPU * loss.guides + loss.reads_products + LISTED_CPU * by_index
         # label smoothing reads the logits after their exponentials; logits that are far apart, as at a large scale,
         # have exponentials of their own for rows and for columns
-        held += SMOOTHED_CPU if getattr(loss, "label_smoothing", 0.0) else loss.symmetric
-        return int(wide.itemsize * held * rows * cols + cls._copied(rows, cols, D, dtype))
+        held += 0 if in_place else SMOOTHED_CPU if smoothed else loss.symmetric
+        numbers = NUMBERS_CPU * (rows + cols)
+        return int(wide.itemsize * (held * rows * cols + numbers) + cls._copied(rows, cols, D, dtype))
 
     @classmethod
     def _copied(cls, I: int, J: int, D: int, dtype: torch.dtype) -> int:  # noqa: E741
