@@ -1,12 +1,12 @@
 """Device code of a bit, or a teacher's product, for each pair of a tile, in the order in which threads hold products.
 
 Above `arithmetic.py`, below `forward.py`, whose `mask_bits` writes the bits of a guide's mask and whose `tile_products`
-writes a teacher's products. Bits of equal ids come from `id_bits`: a tile's kernel has no registers left for the ids of
-its rows and columns, and four words of a row are all that a thread holds of the bits of its 128 pairs.
+writes a teacher's products. `id_bits` writes the bits of equal ids: the kernels of tiles have no registers for ids of
+rows and columns, and a thread of theirs holds the bits of its 128 pairs in four words.
 
-A thread of the tensor cores of Hopper chips reads and writes its own numbers, 16 bytes at a time
-and without shared memory: a tile's rows are BM // 64, 4 warps, 2 and 8, its columns BN // 8, 4 threads and 2. Other
-chips exchange the same numbers between threads.
+A thread of the tensor cores of Hopper chips reads and writes its own numbers, 16 bytes at a time and without shared
+memory: a tile's rows are BM // 64, 4 warps, 2 and 8, its columns BN // 8, 4 threads and 2. Other chips exchange the
+same numbers between threads.
 """
 
 import triton
