@@ -204,7 +204,11 @@ def _positive(rows: Shard, cols: Shard) -> Diagonal | Tensor | None:
     if rows.diagonal is not None:
         return _diagonal(rows, cols, rows.diagonal)
     if rows.positives is not None:
-        return _indexed(rows.positives, cols)
+        columns = _columns(rows.positives, cols)
+        # a device would have to be waited for
+        if columns.device.type == "cpu" and not (columns < len(cols)).any():
+            return None
+        return columns.new_zeros(len(columns), len(cols) + 1, dtype=torch.bool).scatter_(1, columns, True)[:, :-1]
     if rows.labels is not None and cols.labels is not None:
         return rows.labels[:, None] == cols.labels[None, :]
     return None
@@ -244,14 +248,6 @@ def _without(pairs: tuple[Tensor, Tensor], positive: Diagonal | Tensor | None) -
     return row[others], column[others]
 
 
-def _indexed(positives: Tensor, cols: Shard) -> Tensor | None:
-    """Mask [I, J] of the listed positives; None if none is inside, on a CPU, where this waits for no device."""
-    columns, J = _columns(positives, cols), len(cols)
-    if columns.device.type == "cpu" and not (columns < J).any():
-        return None
-    return columns.new_zeros(len(columns), J + 1, dtype=torch.bool).scatter_(1, columns, True)[:, :J]
-
-
 def target(rows: Shard, cols: Shard) -> Tensor | None:
     """The weights of the tile's listed positives [I, J]; None where the rows have none."""
     if rows.targets is None or rows.positives is None:
@@ -279,8 +275,12 @@ class Finished(NamedTuple):
     state: Tensor  # [S, n] numbers of each row for the backward
 
 
-# results of each direction, and a function from ∂loss/∂losses [K, n], or one number, and `keep` to ∂loss/∂x [I, J]
-Direct = tuple[list[Finished], Callable[[Tensor | float, bool], Tensor]]
+class Direct(NamedTuple):
+    """The loss of a tile whose rows meet all columns, without statistics, and its gradient."""
+
+    results: list[Finished]  # of each direction
+    # ∂loss/∂x [I, J] from ∂loss/∂losses [K, n], or one number; True leaves what it reads for another call
+    pair_grad: Callable[[Tensor | float, bool], Tensor]
 
 
 @dataclass(frozen=True)
@@ -427,7 +427,7 @@ class PairLoss(ABC):
         """
 
     def direct(self, _tile: Tile) -> Direct | None:
-        """The results of rows that meet all columns, which use the tile up; None leaves it to the other methods."""
+        """The loss of rows that meet all columns, which uses the tile up; None leaves it to the other methods."""
         return None
 
     @abstractmethod

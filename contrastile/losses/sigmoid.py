@@ -8,7 +8,7 @@ with x_ij = scale · ⟨q_i, k_j⟩ + bias. The mean over rows is the sum over a
 k_i the positives of row i and k'_j those of column j, over all ranks: a number of the row plus one of the column.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -16,7 +16,19 @@ from torch import Tensor
 
 from contrastile._errors import invalid
 from contrastile._types import accumulator
-from contrastile.losses.base import SPREAD, Count, Diagonal, Direct, Finished, Formula, Gathers, PairLoss, Shard, Tile
+from contrastile.losses.base import (
+    SPREAD,
+    Count,
+    Diagonal,
+    Direct,
+    Finished,
+    Formula,
+    Gathers,
+    PairLoss,
+    Shard,
+    Tile,
+    changed,
+)
 
 
 @dataclass(frozen=True)
@@ -67,13 +79,16 @@ class Sigmoid(PairLoss):
         at_positive, exponential = -positive.of(x), x.exp_()
         losses = exponential.log1p()
         positive.of(losses).copy_(torch.logaddexp(at_positive, x.new_zeros(())))
+        end = self.finish(losses.sum(1)[None])
 
         def pair_grad(coefficients: Tensor | float, keep: bool) -> Tensor:
-            grad = exponential.div(exponential + 1) if keep else exponential.div_(exponential + 1)
+            # in the memory of the losses
+            above = torch.add(exponential, 1, out=losses)
+            grad = torch.div(exponential, above, out=above if keep else exponential)
             positive.of(grad).copy_(torch.sigmoid(at_positive).neg_())
             return grad.mul_(coefficients.T if isinstance(coefficients, Tensor) else coefficients)
 
-        return [self.finish(losses.sum(1)[None])], pair_grad
+        return Direct([end], pair_grad)
 
     def merge(self, a: Tensor, b: Tensor) -> Tensor:
         return a + b
@@ -129,7 +144,7 @@ class BalancedSigmoid(Sigmoid):
             itself = (rows.labels == cols.labels[:N]).to(numbers[0].dtype)
             numbers = [torch.cat([n[:N] - itself, n[N:]]) for n in numbers]
         shares = [0.5 / n.clamp(min=1).to(wide) for n in numbers]
-        return replace(rows, numbers=shares[0]), replace(cols, numbers=shares[-1])
+        return changed(rows, numbers=shares[0]), changed(cols, numbers=shares[-1])
 
     def absorb(self, tile: Tile) -> tuple[Tensor, ...]:
         weights = _weights(tile)

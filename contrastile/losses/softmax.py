@@ -249,7 +249,7 @@ class Softmax(PairLoss):
 
         # every row has a loss, and a state is not needed
         count = losses.new_ones(()).expand(losses.shape[1])
-        return [Finished(loss, count, loss.new_empty(0, len(loss))) for loss in losses], pair_grad
+        return Direct([Finished(loss, count, loss.new_empty(0, len(loss))) for loss in losses], pair_grad)
 
     def _directions(
         self, rows: Shard, cols: Shard, row_index: tuple[Any, ...], col_index: tuple[Any, ...]

@@ -30,8 +30,6 @@ TILES_HELD = 5
 # the same on a CPU, which knows the logits' range: logits and gradient; and what is added to them by a guide (a product
 # and a mask), by label smoothing (a tile and a mask), and by listed positives (a mask)
 TILES_HELD_CPU, GUIDED_CPU, SMOOTHED_CPU, LISTED_CPU = 2, 1.25, 1.25, 0.25
-# numbers of each row and column beside them
-NUMBERS_CPU = 4
 # float32 matrices of a dense block at the peak, with positives on a diagonal and by index, whose masks are matrices
 MATRICES, MATRICES_BY_INDEX = 3.0, 7.25
 # most and fewest rows of a strip over all columns on a CPU; with fewer, two sweeps over tiles are as fast
@@ -63,7 +61,9 @@ class Eager(Tiles):
             direct = self._direct(tile, whole=True) if rows.own is None else None
             self.kept = direct or tile, context
             # losses in the place of statistics: of one block nothing is merged, and `finish` reads the direct loss
-            of_tile = self._stats(tile, rows, cols, keep=True) if direct is None else [each.loss for each in direct[0]]
+            of_tile = (
+                self._stats(tile, rows, cols, keep=True) if direct is None else [end.loss for end in direct.results]
+            )
             stats[: len(of_tile)] = of_tile
         else:
             self._sweep(rows, cols, stats, None, None, None)
@@ -77,7 +77,7 @@ class Eager(Tiles):
     ) -> ForwardResult:  # fmt: skip
         if self.kept is None or isinstance(self.kept[0], Tile):
             return super().finish(stats, weights, reduction, total, nonfinite)
-        return reduced(self.kept[0][0], weights, reduction, total, nonfinite())
+        return reduced(self.kept[0].results, weights, reduction, total, nonfinite())
 
     def backward(self, rows: Shard, cols: Shard, u: Sum, v: Sum | InFlight, row_stats: Tensor | None = None) -> Tensor:
         assert not isinstance(v, InFlight)
@@ -126,12 +126,13 @@ class Eager(Tiles):
             tile = self._tile(x, strip, cols, context)
             u_I, direct = None if u is None else u[along], self._direct(tile, whole=self.fresh)
             if mean and direct is not None:
-                share = 1 / (len(direct[0]) * len(rows))
+                # with one number for all coefficients: small batches take a fifth longer with those of each row
+                share = 1 / (len(direct.results) * len(rows))
                 if wanted:
-                    self._add(direct[1](share, False), context, strip, cols, u_I, v, sums)
-                return sums, torch.stack([each.loss for each in direct[0]]).sum().mul_(share)
+                    self._add(direct.pair_grad(share, False), context, strip, cols, u_I, v, sums)
+                return sums, torch.stack([end.loss for end in direct.results]).sum().mul_(share)
             stats = self._stats(tile, strip, cols, keep=wanted) if direct is None else ()
-            states, coefficients = weigh(stats, direct[0] if direct else (), along)
+            states, coefficients = weigh(stats, direct.results if direct else (), along)
             if wanted:
                 sides = with_states(strip, cols, states, coefficients)
                 self._propagate_made(direct or tile, context, *sides, u_I, v, sums)
@@ -216,8 +217,8 @@ class Eager(Tiles):
         if isinstance(made, Tile):
             self._propagate(made, context, rows, cols, u_I, v_J, sums)
         else:
-            coefficients = [side.coefficient for side in (rows, cols)[: len(made[0])] if side.coefficient is not None]
-            self._add(made[1](torch.stack(coefficients), keep), context, rows, cols, u_I, v_J, sums)
+            coefficients = [side.coefficient for side in (rows, cols) if side.coefficient is not None]
+            self._add(made.pair_grad(torch.stack(coefficients), keep), context, rows, cols, u_I, v_J, sums)
 
     def _add(self, g_IJ: Tensor, _context: Any, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor) -> None:
         """Add g · k to u, gᵀ · q to v, and the sum of g to the sums where a bias needs it."""
@@ -262,8 +263,8 @@ class Eager(Tiles):
         # label smoothing reads the logits after their exponentials; logits that are far apart, as at a large scale,
         # have exponentials of their own for rows and for columns
         held += 0 if in_place else SMOOTHED_CPU if smoothed else loss.symmetric
-        numbers = NUMBERS_CPU * (rows + cols)
-        return int(wide.itemsize * (held * rows * cols + numbers) + cls._copied(rows, cols, D, dtype))
+        # with four numbers of each row and column
+        return int(wide.itemsize * (held * rows * cols + 4 * (rows + cols)) + cls._copied(rows, cols, D, dtype))
 
     @classmethod
     def _copied(cls, I: int, J: int, D: int, dtype: torch.dtype) -> int:  # noqa: E741

@@ -102,10 +102,10 @@ class Budget:
         sizes = len(rows), len(cols), *self._copies(rows, cols)
         later = self.keeping_bytes(*sizes, later=True)
         weighed = self._weighed_bytes(len(rows), rows.features.shape[1], sizes[2])
-        needed = self.keeping_bytes(*sizes) + weighed - self._spare_bytes(rows, cols)
+        needed = self.keeping_bytes(*sizes) + weighed
         if self.sums_labels(rows, cols):
-            needed = max(needed, later + self._least_sums_bytes(*sizes[:2]) - self._spare_bytes(rows, cols))
-        return max(needed, later + weighed) <= self.workspace
+            needed = max(needed, later + self._least_sums_bytes(*sizes[:2]))
+        return max(needed - self._spare_bytes(rows, cols), later + weighed) <= self.workspace
 
     def super_tiles(self, rows: Shard, cols: Shard, held: int | None) -> Iterator[tuple[slice, slice]]:
         """Rows and columns of each super-tile of a block, row by row.
@@ -169,7 +169,7 @@ class Budget:
         return max(cost(*self._largest(N, M, *sizes, cost), *sizes) for cost in passes)
 
     def _spare_bytes(self, rows: Shard, cols: Shard) -> int:
-        """Bytes of the bits of a block beside its kept exponentials that the backward's accumulators take later."""
+        """Bytes that bits may take in a forward which keeps exponentials: those of the backward's accumulators."""
         copied, _ = self._copies(rows, cols)
         accumulators = 4 * (len(rows) + len(cols)) * rows.features.shape[1]
         return min(self._bits_bytes(len(rows), len(cols), copied), accumulators)

@@ -45,7 +45,7 @@ class Gap:
 
 @dataclass
 class Guidance:
-    """Values kept by a block's forward for its backward: the bits of a whole mask, or the gap of a teacher's loss.
+    """Values kept by a block's forward for its backward: the bits of all its pairs, and the gap of a teacher's loss.
 
     position: of the block.
     """
