@@ -109,9 +109,12 @@ def calls(machine: Machine, *, with_peers: bool) -> Iterator[tuple[str, dict[str
     clip, one_way = FORMULAS["clip"], FORMULAS["infonce"]
     scale = torch.tensor(100.0, device="cuda", requires_grad=True)
 
-    def beside(ours: Loss, plain: Loss, leaves: list[Tensor], **more: Step) -> dict[str, Step]:
-        ways = {"plain": step(plain, leaves), "compiled": step(torch.compile(plain, dynamic=False), leaves)}
-        return {"contrastile": step(ours, leaves), **more, **ways}
+    def beside(
+        ours: Loss, plain: Loss, leaves: list[Tensor], *, autocast: bool = True, **more: Step
+    ) -> dict[str, Step]:
+        ways = {"plain": plain, "compiled": torch.compile(plain, dynamic=False)}
+        steps = {name: step(loss, leaves, autocast=autocast) for name, loss in ways.items()}
+        return {"contrastile": step(ours, leaves, autocast=autocast), **more, **steps}
 
     def peers(name: str, leaves: list[Tensor]) -> dict[str, Step]:
         """Packages that take these features as they are."""
@@ -124,6 +127,10 @@ def calls(machine: Machine, *, with_peers: bool) -> Iterator[tuple[str, dict[str
         # as part of a compiled function
         more["compiled contrastile"] = step(torch.compile(ClipLoss(), dynamic=False), [*wide, scale])
         yield f"clip {b} x {d}, float32 features under autocast", beside(ClipLoss(), clip, [*wide, scale], **more)
+    for n, m, d in ((1024, 1024, 512), (4096, 4096, 512), (256, 16384, 768), (1024, 8192, 512), (4096, 32768, 256)):
+        leaves = [*features((n, d), (m, d), dtype=torch.float32), scale]
+        name, ours, plain = ("clip", ClipLoss(), clip) if n == m else ("infonce", InfoNCELoss(), one_way)
+        yield f"{name} {n} x {m} x {d}, float32 without autocast", beside(ours, plain, leaves, autocast=False)
     for b in (1024, 4096):
         leaves = [*features((b, 512), (b, 512)), scale]
         ids, weights = torch.randint(b // 3, (b,), device="cuda"), torch.rand(b, device="cuda")

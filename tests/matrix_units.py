@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from contrastile.tiles.triton import launch, plan, positions
+from contrastile.tiles.triton import launch, plan
 
 # terms added at a time; bits of float64 that a sum of 24 bits lacks
 TERMS, LOWEST = 16, (1 << 29) - 1
@@ -49,7 +49,6 @@ def emulated() -> Iterator[None]:
         patch.setattr(launch, "add_at_once", add_at_once)
         # few programs and steps: each costs the interpreter more than its arithmetic
         shape = replace(plan.SHAPE_INTERPRETED, rows=128, cols=128, depth=128, truncation=plan.SHAPES[90].truncation)
-        patch.setattr(positions, "FEATURES_MULTIPLIED", shape.depth)
         patch.setattr(plan, "SHAPE_INTERPRETED", shape)
         yield
 
@@ -57,7 +56,7 @@ def emulated() -> Iterator[None]:
 def truncated_product(a: Any, b: Any, acc: Any) -> Any:
     """acc + a @ b, 16 terms at a time, each sum truncated to 24 bits (docs/numerics.md)."""
     a, b = a.astype(np.float64), b.astype(np.float64)
-    for start in range(0, a.shape[1], TERMS):
-        acc = acc + a[:, start : start + TERMS] @ b[start : start + TERMS]
+    for start in range(0, a.shape[-1], TERMS):
+        acc = acc + a[..., start : start + TERMS] @ b[..., start : start + TERMS, :]
         acc = (acc.view(np.int64) & ~LOWEST).view(np.float64)
     return acc

@@ -34,7 +34,7 @@ SIZES = {name: {"BM": 64, "BN": 64} for name in ("labels", "order")}
 SIZES |= {"label_sums": {"CHUNK": 32, "BLOCK": 64}, "own": {"COLS": 8, "BLOCK": 512}}
 TILE_KERNELS = ("totals", "maxima", "gradient", "careful_gradient")
 # six products of three pieces
-SIX = {"LEFT": 0b10_01_00_01_00_00, "RIGHT": 0b00_01_10_00_01_00, "PRODUCTS": 6, "PARTS": 3}
+SIX = {"LEFT": 0b10_01_00_01_00_00, "RIGHT": 0b00_01_10_00_01_00, "PRODUCTS": 6, "PARTS": 3, "LISTED": True}
 # every option of the small kernels
 EVERYTHING = {"U": True, "V": True, "WEIGHTS": True, "SMOOTH": True, "BIASED": True, "SIDES": 2}
 EVERYTHING |= {"MEAN": True, "TIMES": True, "GUIDE": 2, "SELF": True, "ADD": True, "ORDERED": True, "STEPS": 14}
@@ -226,7 +226,7 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
                     further = {"DECOUPLED": True, "MISES_FISHER": True, "WEIGHTS": True}
                     yield kernel, f"{name} decoupled", plain | further
                 if "PRODUCTS" in kernel.arg_names:
-                    yield kernel, f"{name} six products", plain | EVERYTHING | SIX | {"ROWS": 64, "BLOCK": 32}
+                    yield kernel, f"{name} six products", plain | EVERYTHING | SIX
             continue
         busy = f"{name} plain" in BUSY
         if not busy and capability in BUSY_ON:

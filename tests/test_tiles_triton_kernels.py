@@ -19,7 +19,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from contrastile import contrast
+from contrastile import _dispatch, contrast
 from contrastile._types import Reduction
 from contrastile.losses.base import Finished, Formula, PairLoss, Shard
 from contrastile.losses.decoupled import Decoupled, DecoupledWeighted
@@ -359,25 +359,28 @@ def test_kept_exponentials_times_large_features_do_not_overflow(norms: tuple[flo
 
 
 @pytest.mark.parametrize(
-    ("listed", "loss"),
+    ("listed", "loss", "workspace"),
     [
-        (UNROLLED.value, Softmax()),
-        (UNROLLED.value + 1, Decoupled(exclude_self=True)),
-        (11, Softmax(label_smoothing=0.1, exclude_self=True)),
+        (UNROLLED.value, Softmax(), 2**30),
+        (UNROLLED.value, Softmax(), 2**14),
+        (UNROLLED.value + 1, Decoupled(exclude_self=True), 2**14),
+        (11, Softmax(label_smoothing=0.1, exclude_self=True), 2**30),
     ],
     ids=str,
 )
-def test_any_number_of_positives_by_index_is_exact(listed: int, loss: PairLoss) -> None:
+def test_any_number_of_positives_by_index_is_exact(
+    listed: int, loss: PairLoss, workspace: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # less has several super-tiles
+    monkeypatch.setattr(_dispatch, "LEAST_WORKSPACE", 1)
     n, m = N, N + SHAPE.cols
     # once more than there are, in places that come again, and with pads; one row with none
     positives = torch.randint(-1, m, (n, listed)).masked_fill(torch.arange(n)[:, None] == 3, -1)
     ids = {"query_ids": torch.arange(n) % 7, "key_ids": torch.arange(m) % 9}
     leaves = [_unit(rows, torch.float32).requires_grad_() for rows in (n, m)]
     wide = [x.detach().double().requires_grad_() for x in leaves]
-    found, truth = (
-        contrast(*sides, scale=20.0, loss=loss, positives=positives, backend=backend, **ids)
-        for sides, backend in ((leaves, "triton"), (wide, "eager"))
-    )
+    given: Any = {"scale": 20.0, "loss": loss, "positives": positives, "workspace": workspace, **ids}
+    found, truth = (contrast(*sides, backend=kind, **given) for sides, kind in ((leaves, "triton"), (wide, "eager")))
     assert distance(found.detach(), truth.detach()) <= 1e-6
     gradients = torch.autograd.grad(found, leaves), torch.autograd.grad(truth, wide)
     assert all(distance(x, y) <= 1e-5 for x, y in zip(*gradients, strict=True))

@@ -246,6 +246,10 @@ class Graph:
             self.held = ref(held)
             return value, held
 
+    def loss(self, arguments: Sequence[Tensor | float]) -> Tensor:
+        """The loss alone, without gradients."""
+        return self(arguments)[0]
+
     def number(self, x: float) -> Tensor:
         if x not in self.numbers:
             if len(self.numbers) == MOST_NUMBERS:

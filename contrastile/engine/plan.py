@@ -86,7 +86,11 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
     graph = graph_for(template) if plan.replayed and plan.of_rows is None else None
     if graph is not None:
         leaves = _leaves(template, arguments)
-        return Replayed.apply, (graph, _graph_inputs(template, arguments, leaves), scale, arguments.bias, *leaves)
+        of_graph = _graph_inputs(template, arguments, leaves)
+        if not plan.wants:
+            # an autograd function takes as long as the replay
+            return graph.loss, (of_graph,)
+        return Replayed.apply, (graph, of_graph, scale, arguments.bias, *leaves)
     inputs = _refilled(template, arguments)
     return small_operation(*inputs) if plan.replayed else (Operation.apply, inputs)
 
@@ -352,8 +356,8 @@ def _planned(problem: Problem, exchange: Exchange) -> Plan:
     replayed = may_replay and small(problem, exchange, tiles)
     # where one rank replays loss and gradients, the others compute both too
     at_once = ((sweep or strips or keeps) and not underflows) or (wants and (may_replay if several else replayed))
-    if several and replayed:
-        # a graph keeps its memory between calls
+    if replayed and (several or (problem.scorer is None and problem.dtype == torch.float32)):
+        # a graph keeps its memory between calls; a strip of float32 has three pieces
         workspace = min(workspace, MOST_BYTES)
     # a cached plan must not keep a process group alive
     cached = None if several or exchange.layout.group is not None else exchange

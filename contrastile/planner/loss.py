@@ -167,7 +167,8 @@ class LossSize:
         """Bytes that a block may take."""
         default = default_workspace(self.memory, alone=self.ranks == 1 and not self.host and self.device == "cuda")
         allowed = default if self.workspace is None else self.workspace
-        graph = self.ranks > 1 and self.replayed and self.backend_name == "triton"
+        limited = self.ranks > 1 or (self.vectors == 1 and self.dtype == torch.float32)
+        graph = limited and self.replayed and self.backend_name == "triton"
         return min(allowed, MOST_BYTES) if graph else allowed
 
     @cached_property

@@ -7,9 +7,10 @@ alone. Two acts, each a loop over super-tiles as large as the workspace allows:
     backward    `gradient` computes each super-tile again and writes its gradient as a 16-bit strip; the vendor's matrix
                 product adds the strip times the features to float32 accumulators, 6·N·M·D operations
 
-Positives known by position (the diagonal, or indices) are computed in float32 by the loss's own formulas and never
-enter the strip. Positives by label are sums of features (`label_sums.py`) or tiles (`sorting.py`). float32 features are
-split into two or three bf16 pieces, by torch's float32 matmul precision: three or six products of the same kernels.
+Positives known by position (the diagonal, or indices) are computed in float32 by the loss's own formulas, of float32
+features from the tiles' products, and never enter the strip. Positives by label are sums of features
+(`label_sums.py`) or tiles (`sorting.py`). float32 features are split into two or three bf16 pieces, by torch's float32
+matmul precision: three or six products of the same kernels.
 
 A guide's features are a second pair of operands (`guided.py`).
 
@@ -241,8 +242,6 @@ class Triton(Tiles):
             ordered = sorting.ordered(rows, cols, exclude_self=self.loss.exclude_self)
             runs = label_sums.runs(ordered, one_way=not self.loss.symmetric) if by_sums else None
             self.orders[position] = runs or ordered
-            if runs is not None:
-                self.positives[position] = runs.listed
 
     def _block(self, rows: Shard, cols: Shard) -> Block:
         position = rows.start, len(rows), cols.start, len(cols)
@@ -279,7 +278,10 @@ class Triton(Tiles):
         of_cols = of_cols or launch.operands(*((part.cols, None) if order is None else (block.cols, order.cols)))
         guide = (of_rows[1], of_cols[1]) if len(of_rows) > 1 else None
         numbers = rows.numbers, part.cols.numbers
-        pair = Pair(of_rows[0], of_cols[0], part.masks, self.reserved, guide, numbers, self._epilogue.has_teacher)
+        products = None if (positives := self._positives(block)) is None else positives.products
+        listed = None if products is None else along(products, i, 0)
+        given = part.masks, self.reserved, guide, numbers, self._epilogue.has_teacher
+        pair = Pair(of_rows[0], of_cols[0], *given, listed=listed)
         pair = self.guidance.masked(pair, block, (i, j), careful=careful)
         first, last = (j.start == 0, i.start == 0), (j.stop == len(block.cols), i.stop == len(block.rows))
         self.super_tile = SuperTile((i, j), block, part, pair, first, last)
@@ -324,7 +326,11 @@ class Triton(Tiles):
     def _positives(self, block: Block) -> Positives | None:
         """The positives known by position, as those of the forward."""
         if block.position not in self.positives:
-            self.positives[block.position] = block.positives()
+            positives = block.positives() if block.runs is None else block.runs.listed
+            if positives is not None and positions.as_tiles(block.rows.features.dtype, self._epilogue):
+                products = block.constants.new_empty(len(block.rows), positives.per_row)
+                positives = replace(positives, products=products)
+            self.positives[block.position] = positives
         return self.positives[block.position]
 
     def _positive_stats(self, block: Block, stats: list[Tensor]) -> None:

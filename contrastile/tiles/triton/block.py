@@ -27,6 +27,10 @@ class Positives:
     diagonal: int | None
     # no column is listed twice, as on a diagonal
     distinct: bool = False
+    # memory for their products [N, P] in the order of the given lists, which each pass over the tiles writes
+    # (`store_listed`), and the places [N, P] of `columns` in these lists; None where they have the same order
+    products: Tensor | None = None
+    places: Tensor | None = None
 
     @property
     def per_row(self) -> int:
@@ -165,16 +169,16 @@ class Block:
             return Positives(None, diagonal, distinct=True) if -N < diagonal < M else None
         if rows.positives is None or not rows.positives.shape[1]:
             return None
-        columns = rows.positives
+        columns, places = rows.positives, None
         if columns.shape[1] > 1:
-            columns = columns.sort(dim=1).values
+            columns, places = columns.sort(dim=1)
             # a column listed twice is one positive
             repeated = F.pad(columns[:, 1:] == columns[:, :-1], (1, 0))
             columns = columns.masked_fill(repeated, -1)
         inside = (columns >= max(0, cols.start)) & (columns < cols.start + M)
         if self.loss.exclude_self:
             inside &= columns != torch.arange(rows.start, rows.start + N, device=columns.device)[:, None]
-        return Positives(torch.where(inside, columns - cols.start, -1), None)
+        return Positives(torch.where(inside, columns - cols.start, -1), None, places=places)
 
 
 @dataclass(frozen=True)

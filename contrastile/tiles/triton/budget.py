@@ -69,10 +69,11 @@ class Budget:
         return sums + self._shared_bytes(height, width, copied)
 
     def backward_bytes(self, height: int, width: int, copied: Copies, parts: int) -> int:
-        """The strip, the sums of a loss computed in the same sweep, and what all passes share."""
+        """The strip, sums of parts, those of a loss computed in the same sweep, and what all passes share."""
         rows, cols = plan.strip_shape(height, width, parts, shape_for(self.device))
         sums = self._sums_bytes(height, width, self.epilogue.channels) if self.loss.pairwise else 0
-        return 2 * rows * cols + sums + self._shared_bytes(height, width, copied)
+        strip = 2 * rows * cols
+        return strip + plan.parts_bytes(strip, parts) + sums + self._shared_bytes(height, width, copied)
 
     def backward_beside_bits(self, held: int) -> Cost:
         """The backward's cost beside the bits that the forward has kept."""

@@ -349,17 +349,17 @@ def scaled(total: Tensor, scale: Tensor, times: Tensor | None, dtype: torch.dtyp
 
 def add_rows(u: Tensor, pair: Pair, strip: Tensor, *, fresh: bool) -> None:
     """u += g @ k of a super-tile whose gradient g is in the strip; `fresh`: u = g @ k."""
-    g = pair.strip_pieces(strip)
+    g, room = pair.strip_pieces(strip), plan.parts_bytes(strip.nbytes, pair.q.parts)
     for of_g, of_k, inner in _strip_products(pair):
-        _add_product(u, g[of_g], pair.k.piece(of_k, u.shape[1]), inner, fresh=fresh)
+        _add_product(u, g[of_g], pair.k.piece(of_k, u.shape[1]), inner, room, fresh=fresh)
         fresh = False
 
 
 def add_cols(v: Tensor, pair: Pair, strip: Tensor, *, fresh: bool) -> None:
     """v += gᵀ @ q of as many columns as v has rows; `fresh`: v = gᵀ @ q."""
-    g = pair.strip_pieces(strip)
+    g, room = pair.strip_pieces(strip), plan.parts_bytes(strip.nbytes, pair.q.parts)
     for of_g, of_q, inner in _strip_products(pair):
-        _add_product(v, g[of_g].T[: len(v)], pair.q.piece(of_q, v.shape[1]), inner, fresh=fresh)
+        _add_product(v, g[of_g].T[: len(v)], pair.q.piece(of_q, v.shape[1]), inner, room, fresh=fresh)
         fresh = False
 
 
@@ -370,18 +370,36 @@ def _strip_products(pair: Pair) -> list[tuple[int, int, int | None]]:
     return [(g, x, INNER if parts == plan.EXACT and g == x == 0 else None) for g, x in plan.piece_products(parts)]
 
 
-def _add_product(total: Tensor, g: Tensor, x: Tensor, inner: int | None, *, fresh: bool) -> None:
-    """total += g @ x in float32, from 16-bit operands, with at most `inner` terms at once; fresh: no values yet."""
+def _add_product(total: Tensor, g: Tensor, x: Tensor, inner: int | None, room: int, *, fresh: bool) -> None:
+    """total += g @ x in float32, from 16-bit operands, with at most `inner` terms at once; fresh: no values yet.
+
+    room: bytes for the sums of several such parts, which one launch computes. A part of few rows takes less time than
+    its launch.
+    """
     n, lost = (len(x), 0.0) if inner is None else (inner, MADE_UP * plan.shape_for(x.device).truncation)
-    for start in range(0, len(x), n):
-        terms = x[start : start + n]
+    start, most = 0, room // max(total.nbytes, 1)
+    while start < len(x):
         keep = 0.0 if fresh and start == 0 else 1.0
-        add_at_once(total, g[:, start : start + n], terms, keep, 1 + lost * len(terms))
+        parts = min(most, (len(x) - start) // n)
+        stop = min(start + max(parts, 1) * n, len(x))
+        of_g, terms = g[:, start:stop], x[start:stop]
+        if parts > 1:
+            sums = total.new_empty(parts, *total.shape)
+            of_parts = of_g.unflatten(1, (parts, n)).transpose(0, 1), terms.unflatten(0, (parts, n))
+            add_at_once(sums, *of_parts, 0.0, 1 + lost * n)
+            if keep:
+                total.add_(sums.sum(0))
+            else:
+                torch.sum(sums, 0, out=total)
+        else:
+            add_at_once(total, of_g, terms, keep, 1 + lost * len(terms))
+        start = stop
 
 
 def add_at_once(total: Tensor, g: Tensor, x: Tensor, keep: float, times: float = 1.0) -> None:
-    """total = keep · total + times · g @ x; with `keep` 0 the values of total are not read."""
+    """total = keep · total + times · g @ x, also of batches; with `keep` 0 the values of total are not read."""
+    add = torch.addmm if total.ndim == 2 else torch.baddbmm
     if total.is_cuda:
-        torch.addmm(total, g, x, alpha=times, beta=keep, out_dtype=torch.float32, out=total)
+        add(total, g, x, alpha=times, beta=keep, out_dtype=torch.float32, out=total)
     else:
-        total.addmm_(g.float(), x.float(), alpha=times, beta=keep)
+        add(total, g.float(), x.float(), alpha=times, beta=keep, out=total)

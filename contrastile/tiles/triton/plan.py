@@ -29,6 +29,8 @@ PROGRAMS_INTERPRETED = 3
 # 16-bit pieces of a float32 number, by the precision of torch's float32 products; EXACT of them hold all digits
 EXACT = 3
 PIECES_FLOAT32 = {"bf16": 1, "tf32": 2, "ieee": EXACT, "none": EXACT}
+# bytes of the sums of parts above which each part takes longer than its launch
+MOST_PARTS = 2**24
 # 16-bit pieces of each dtype that has kernels
 PIECES: dict[torch.dtype, Callable[[], int]] = {
     **dict.fromkeys((torch.bfloat16, torch.float16), lambda: 1),
@@ -134,6 +136,11 @@ def piece_products(parts: int) -> list[tuple[int, int]]:
     Each piece of a number is 2⁻⁸ of the piece before, so only pairs whose indices add up to less than `parts` matter.
     """
     return [(left, order - left) for order in reversed(range(parts)) for left in range(order + 1)]
+
+
+def parts_bytes(strip: int, parts: int) -> int:
+    """Bytes for sums over several parts of an inner dimension, beside the bytes of a strip: `launch._add_product`."""
+    return min(strip // 8, MOST_PARTS) if parts == EXACT else 0
 
 
 @cache
@@ -335,6 +342,8 @@ class Pair:
     has_teacher: bool = False
     # bits of pairs that a guide or their ids exclude [row tiles, col tiles, 4 · rows of a tile]: `kernels/guides.py`
     bits: Tensor | None = None
+    # products of the positives known by position [N, P], which the tiles of features in pieces write
+    listed: Tensor | None = None
 
     @cached_property
     def shape(self) -> Shape:
@@ -344,7 +353,7 @@ class Pair:
     def of_guide(self) -> Pair:
         """The guide's features in the place of the others."""
         assert self.guide is not None
-        return replace(self, q=self.guide[0], k=self.guide[1], guide=None, has_teacher=False)
+        return replace(self, q=self.guide[0], k=self.guide[1], guide=None, has_teacher=False, listed=None)
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
@@ -355,7 +364,8 @@ class Pair:
             "BK": shape.depth, "TMA": shape.tma, "warps": shape.warps, "stages": shape.stages,
             "bits_ptr": q.data if self.bits is None else self.bits,
             "bits_stride": 0 if self.bits is None else self.bits.stride(0), "BITS": self.bits is not None,
-            "scratch_ptr": self._scratch,
+            "scratch_ptr": self._scratch, "listed_ptr": q.data if self.listed is None else self.listed,
+            "LISTED": self.listed is not None,
         }  # fmt: skip
 
     @property

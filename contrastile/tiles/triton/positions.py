@@ -11,33 +11,33 @@ from contrastile.tiles.triton import launch
 from contrastile.tiles.triton.block import Block, Positives
 from contrastile.tiles.triton.kernels import positions as kernels
 from contrastile.tiles.triton.launch import CONSTANTS, FEW, directions, features, is_exact, truncation
-from contrastile.tiles.triton.plan import EXACT, Epilogue, products_of, shape_for, tiles_of
+from contrastile.tiles.triton.plan import EXACT, Epilogue, piece_products, tiles_of
 
 # rows of one program that computes positives, and features at a time: more programs share few rows
 POSITIVES, POSITIVES_FEW = (16, 128), (8, 256)
-# rows of one program that multiplies them in the tensor cores, the least that takes a Hopper chip's wide instruction,
-# and features at a time
-ROWS_MULTIPLIED, FEATURES_MULTIPLIED = 64, 32
+# products of pieces that a product of the tiles adds up
+SUMMED = len(piece_products(EXACT))
 # listed positives up to which each one reads all of them, in place of a sort, and those read at once
 SCANNED, SCAN = 8192, 1024
 
 
 def as_tiles(dtype: torch.dtype, epilogue: Epilogue) -> bool:
-    """Return whether positives have the products and rounding errors of the tiles: with all pieces; else float32.
+    """Return whether positives have the products of the tiles, with all pieces; else products of their own in float32.
 
     With hardness weights the tiles have another factor, that of the negatives.
     """
     return is_exact(dtype) and not epilogue.hardness
 
 
-def _positives(block: Block, positives: Positives, q: Tensor, k: Tensor, *, exact: bool) -> dict[str, Any]:
-    """The positives known by position, and features; exact: multiplied in pieces, as the tiles do."""
-    columns, shape = positives.columns, shape_for(q.device)
+def _positives(block: Block, positives: Positives, q: Tensor, k: Tensor, products: Tensor | None) -> dict[str, Any]:
+    """The positives known by position, features, and products of these by the tiles, if there are."""
+    columns, unused = positives.columns, block.constants
     rows, width = POSITIVES_FEW if len(q) <= FEW else POSITIVES
-    if exact:
-        rows, width = min(shape.rows, ROWS_MULTIPLIED), FEATURES_MULTIPLIED
-    return features(q, k) | products_of(EXACT if exact else 1) | {"ROWS": rows, "BLOCK": width} | {
-        "columns_ptr": block.constants if columns is None else columns, "per_row": positives.per_row,
+    if products is not None and positives.places is not None:
+        products = products.gather(1, positives.places)
+    return features(q, k) | {"ROWS": rows, "BLOCK": width} | {
+        "columns_ptr": unused if columns is None else columns, "per_row": positives.per_row,
+        "products_ptr": unused if products is None else products, "PRODUCTS": 1 if products is None else SUMMED,
         "N": len(block.rows), "M": len(block.cols), "diagonal": positives.diagonal or 0, "DIAGONAL": columns is None,
         "self_diagonal": block.self_diagonal or 0, "SELF": block.self_diagonal is not None,
     }  # fmt: skip
@@ -46,12 +46,12 @@ def _positives(block: Block, positives: Positives, q: Tensor, k: Tensor, *, exac
 def _arguments(block: Block, positives: Positives) -> dict[str, Any]:
     """The positives known by position, the features and, with a teacher, the positives' logits by it."""
     q, k, epilogue = block.rows.features, block.cols.features, block.epilogue
-    given = _positives(block, positives, q, k, exact=as_tiles(q.dtype, epilogue))
+    given = _positives(block, positives, q, k, positives.products)
     if not epilogue.has_teacher:
         return {"teacher_ptr": block.constants, **given}
     logits = block.constants.new_empty(len(q), positives.per_row)
     ((a,), (b,)) = block.rows.guides, block.cols.guides
-    of_teacher = _positives(block, positives, a, b, exact=False)
+    of_teacher = _positives(block, positives, a, b, None)
     launch.run(
         kernels.positive_logits, (tiles_of(len(q), of_teacher["ROWS"]),),
         constants_ptr=block.constants[CONSTANTS:], out_ptr=logits, **epilogue.flags, **of_teacher,
@@ -101,7 +101,7 @@ def add_gradients(
         add_columns(v, q, positives.columns, g_NP)
     if not block.epilogue.exponential:
         return g_NP, 0.0
-    return inner_NP, truncation(q) if as_tiles(q.dtype, block.epilogue) else 0.0
+    return inner_NP, 0.0 if positives.products is None else truncation(q)
 
 
 def add_columns(v: Tensor, q: Tensor, columns: Tensor, g_NP: Tensor) -> None:

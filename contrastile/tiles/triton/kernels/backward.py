@@ -41,7 +41,7 @@ from contrastile.tiles.triton.kernels.arithmetic import (
 )
 from contrastile.tiles.triton.kernels.forward import products, softplus_sum, store_half, store_quarters, tile_at
 from contrastile.tiles.triton.kernels.guides import aside, excluded_pairs, load_bits, set_aside
-from contrastile.tiles.triton.kernels.masks import has_masked, valid_pairs
+from contrastile.tiles.triton.kernels.masks import has_masked, store_listed, valid_pairs
 
 
 @triton.jit
@@ -197,20 +197,20 @@ def _teacher_tile(acc, teachers, masks, words, c_ptr, d_ptr, scratch_ptr, i, j, 
 
 @triton.jit(do_not_specialize=ANY)
 def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row_a_ptr, col_b_ptr, sums_ptr,
-             row_part_ptr, positives_ptr, bits_ptr, scratch_ptr, q_stride, k_stride, guide_q_stride, guide_k_stride, N,
-             M, D, G, diagonal, self_diagonal, positives, positives_stride, positives_start, part_stride, out_stride,
-             bits_stride, vectors_step, BM: tl.constexpr, BN: tl.constexpr,
-             BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, GUIDE: tl.constexpr,
+             row_part_ptr, positives_ptr, listed_ptr, bits_ptr, scratch_ptr, q_stride, k_stride, guide_q_stride,
+             guide_k_stride, N, M, D, G, diagonal, self_diagonal, positives, positives_stride, positives_start,
+             part_stride, out_stride, bits_stride, vectors_step, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+             LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, GUIDE: tl.constexpr,
              GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr, TMA: tl.constexpr,
-             DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, BITS: tl.constexpr,
-             COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, SMOOTH: tl.constexpr, LOSS: tl.constexpr,
-             PARTS: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
+             DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, LISTED: tl.constexpr,
+             BITS: tl.constexpr, COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, SMOOTH: tl.constexpr,
+             LOSS: tl.constexpr, PARTS: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
     """Write the gradient of the valid pairs, 2^t · (a_i + b_j) − (c_i + d_j), into the strip [PARTS, N, M].
 
     SMOOTH subtracts c and d, GUIDE == TEACHER their product with a teacher's exponentials. SOFTPLUS writes a_i · σ(x);
     with LOSS it also writes the sums of `totals`. Where the careful flag is set, the strip is left to
     `careful_gradient`. Each program adds Σ g · ⟨q, k⟩ of its tiles, or Σ g with SOFTPLUS, to its own row of `sums`
-    [programs, BM].
+    [programs, BM]. LISTED also writes the products of positives, see `store_listed`.
 
     With a teacher's t and the student's x, LOSS also adds Σ 2^t · (c_i + d_j) · (t − x) to the program's number in
     `row_part` [programs], without the shift of x, which `direction_weights` adds: see `Gap` in `guided.py`.
@@ -251,6 +251,9 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
         acc = products(q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA)
         a = _load_vector(row_a_ptr, rows, N)[:, None]
         masked = has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES)
+        if LISTED:  # noqa: SIM102 - known when compiled
+            if masked:
+                store_listed(acc, listed_ptr, i, j, N, M, masks, BM, BN, DIAGONAL, POSITIVES)
         if SOFTPLUS:
             cols = j * BN + tl.arange(0, BN)
             t = exponents(acc, constants, SOFTPLUS, PRODUCTS)

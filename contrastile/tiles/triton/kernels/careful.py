@@ -34,7 +34,7 @@ from contrastile.tiles.triton.kernels.arithmetic import (
 from contrastile.tiles.triton.kernels.backward import program_sums, softmax_positive, sum_per_thread
 from contrastile.tiles.triton.kernels.forward import store_quarters, tile_at, tile_products
 from contrastile.tiles.triton.kernels.guides import aside, excluded_pairs, load_bits
-from contrastile.tiles.triton.kernels.masks import valid_pairs
+from contrastile.tiles.triton.kernels.masks import store_listed, valid_pairs
 
 
 @triton.jit
@@ -166,14 +166,13 @@ def softmax_gradient(x, t, positive, several, state_ptr, state_stride, coefficie
 @triton.jit(do_not_specialize=ANY)
 def careful_gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row_state_ptr, row_coefficient_ptr,
                      col_state_ptr, col_coefficient_ptr, row_state_stride, col_state_stride, sums_ptr, positives_ptr,
-                     bits_ptr, scratch_ptr, q_stride, k_stride, guide_q_stride, guide_k_stride, N, M, D, G, diagonal,
-                     self_diagonal, positives, positives_stride, positives_start, part_stride, out_stride, bits_stride,
-                     smoothing, BM: tl.constexpr, BN: tl.constexpr,
-                     BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr,
-                     GUIDE: tl.constexpr, GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr,
-                     GUIDE_PRODUCTS: tl.constexpr, TMA: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr,
-                     POSITIVES: tl.constexpr, BITS: tl.constexpr, COLUMNS: tl.constexpr,
-                     PARTS: tl.constexpr):  # fmt: skip
+                     listed_ptr, bits_ptr, scratch_ptr, q_stride, k_stride, guide_q_stride, guide_k_stride, N, M, D, G,
+                     diagonal, self_diagonal, positives, positives_stride, positives_start, part_stride, out_stride,
+                     bits_stride, smoothing, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr,
+                     RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, GUIDE: tl.constexpr, GUIDE_LEFT: tl.constexpr,
+                     GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr, TMA: tl.constexpr, DIAGONAL: tl.constexpr,
+                     SELF: tl.constexpr, POSITIVES: tl.constexpr, LISTED: tl.constexpr, BITS: tl.constexpr, COLUMNS:
+                     tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
     """The careful form of `gradient`: an exponential per direction."""
     masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
     row_tiles = tl.cdiv(N, BM)
@@ -191,6 +190,8 @@ def careful_gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_
             q_mem, k_mem, q_stride, k_stride, D, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, G,
             scratch_ptr, i, j, N, M, BM, BN, BK, LEFT, RIGHT, PRODUCTS, GUIDE, GUIDE_LEFT, GUIDE_RIGHT, GUIDE_PRODUCTS,
             TMA)  # fmt: skip
+        if LISTED:
+            store_listed(acc, listed_ptr, i, j, N, M, masks, BM, BN, DIAGONAL, POSITIVES)
         rows = i * BM + tl.arange(0, BM)
         WIDTH: tl.constexpr = BN // 4
         words = load_bits(bits_ptr, bits_stride, i, j, BM, BITS)

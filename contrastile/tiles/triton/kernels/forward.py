@@ -41,7 +41,7 @@ from contrastile.tiles.triton.kernels.arithmetic import (
     sum_per_lane,
 )
 from contrastile.tiles.triton.kernels.guides import aside, excluded_pairs, load_bits, set_aside, store_bits
-from contrastile.tiles.triton.kernels.masks import has_masked, valid_pairs
+from contrastile.tiles.triton.kernels.masks import has_masked, store_listed, valid_pairs
 
 # row tiles that are computed together, so that the columns' features stay in the cache
 GROUP = tl.constexpr(16)
@@ -213,18 +213,19 @@ def exponential_tile(acc, constants, masks, words, col_part_ptr, out_mem, out_st
 
 
 @triton.jit(do_not_specialize=ANY)
-def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, col_part_ptr, positives_ptr,
+def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, col_part_ptr, positives_ptr, listed_ptr,
            bits_ptr, scratch_ptr, out_mem, out_stride, q_stride, k_stride, guide_q_stride, guide_k_stride, N, M, D, G,
-           diagonal, self_diagonal, positives, positives_stride, positives_start, bits_stride, BM: tl.constexpr,
-           BN: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr,
-           GUIDE: tl.constexpr, GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr,
-           TMA: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, BITS: tl.constexpr,
-           COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, SMOOTH: tl.constexpr, KEEP: tl.constexpr,
+           diagonal, self_diagonal, positives, positives_stride, positives_start, bits_stride, BM: tl.constexpr, BN:
+           tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, GUIDE:
+           tl.constexpr, GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr, TMA:
+           tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, LISTED: tl.constexpr,
+           BITS: tl.constexpr, COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, SMOOTH: tl.constexpr, KEEP: tl.constexpr,
            FLATTEN: tl.constexpr):  # fmt: skip
     """Per tile: Σ 2^t of the valid pairs, along rows [channel, col tile, N] and columns [channel, row tile, M].
 
     SMOOTH adds two channels, see `_store_logits`; GUIDE == TEACHER adds Σ 2^t of its own t, and Σ 2^t (t − x). SOFTPLUS
-    sums softplus(x), along rows only. KEEP also writes 2^t into a strip, see `exponential_tile`.
+    sums softplus(x), along rows only. KEEP also writes 2^t into a strip, see `exponential_tile`. LISTED also writes
+    the products of positives, see `store_listed`.
     """
     masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
     row_tiles = tl.cdiv(N, BM)
@@ -243,6 +244,9 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
         cols = j * BN + tl.arange(0, BN)
         row_at = row_part_ptr + j.to(tl.int64) * N + rows
         col_at = col_part_ptr + i.to(tl.int64) * M + cols
+        if LISTED:  # noqa: SIM102 - known when compiled
+            if has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES):
+                store_listed(acc, listed_ptr, i, j, N, M, masks, BM, BN, DIAGONAL, POSITIVES)
         if GUIDE == TEACHER:
             masked = has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES)
             row_stride = col_tiles.to(tl.int64) * N

@@ -91,3 +91,35 @@ def valid_pairs(rows, cols, N, M, masks, DIAGONAL: tl.constexpr, SELF: tl.conste
                 col = _column(positives_at + p, rows < N, positives_start)
                 valid = valid & (cols[None, :] != col[:, None])
     return valid
+
+
+@triton.jit
+def _store_column(acc, col, at, rows, cols, N, M, first, BN: tl.constexpr):
+    """Store the number of each row's column, where that lies in the tile."""
+    here = tl.sum(tl.where(cols[None, :] == col[:, None], acc, 0.0), 1)
+    tl.store(at, here, mask=(rows < N) & (col >= first) & (col < tl.minimum(first + BN, M)))
+
+
+@triton.jit
+def store_listed(acc, listed_ptr, i, j, N, M, masks, BM: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr,
+                 POSITIVES: tl.constexpr):  # fmt: skip
+    """Write ⟨q, k⟩ of the positives that lie in tile (i, j) to `listed` [N, positives], for `positions.py`.
+
+    So they have the rounding errors of the tiles. A difference between a positive and negatives like it would remain
+    where their gradients cancel.
+    """
+    diagonal, _, positives_ptr, positives, positives_stride, positives_start = masks
+    rows = i * BM + tl.arange(0, BM)
+    cols = j * BN + tl.arange(0, BN)
+    if DIAGONAL:
+        _store_column(acc, rows + diagonal, listed_ptr + rows, rows, cols, N, M, j * BN, BN)
+    else:
+        at = rows.to(tl.int64)
+        if POSITIVES <= UNROLLED:
+            for p in tl.static_range(POSITIVES):
+                col = _column(positives_ptr + at * positives_stride + p, rows < N, positives_start)
+                _store_column(acc, col, listed_ptr + at * positives + p, rows, cols, N, M, j * BN, BN)
+        else:
+            for p in range(positives):
+                col = _column(positives_ptr + at * positives_stride + p, rows < N, positives_start)
+                _store_column(acc, col, listed_ptr + at * positives + p, rows, cols, N, M, j * BN, BN)

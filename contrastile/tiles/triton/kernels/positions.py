@@ -15,7 +15,6 @@ import triton.language as tl
 from contrastile.tiles.triton.kernels.arithmetic import (
     ANY,
     BIAS,
-    INTERPRETED,
     LN2,
     POSITIVE_TOP,
     SCALE,
@@ -35,31 +34,20 @@ from contrastile.tiles.triton.kernels.arithmetic import (
     merge_exponentials,
     merge_teachers,
     shift_as_logarithm,
-    steps_of_rows,
     store_stats,
 )
 from contrastile.tiles.triton.kernels.backward import softmax_positive
 
 
 @triton.jit
-def _piece(x, steps, index):
-    """The bf16 piece of a float32 number with this index, as `split_features` makes it."""
-    first = ((x + steps[:, None]) - steps[:, None]).to(tl.bfloat16)
-    rest = x - first.to(tl.float32)
-    second = rest.to(tl.bfloat16)
-    third = (rest - second.to(tl.float32)).to(tl.bfloat16)
-    return tl.where(index == 0, first, tl.where(index == 1, second, third))
-
-
-@triton.jit
-def positive_logit(q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, diagonal, self_diagonal, per_row,
-                   q_row_stride, q_stride, k_row_stride, k_stride, DIAGONAL: tl.constexpr, SELF: tl.constexpr,
-                   SOFTPLUS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr,
-                   ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def positive_logit(q_ptr, k_ptr, constants_ptr, columns_ptr, products_ptr, row, p, N, M, D, diagonal, self_diagonal,
+                   per_row, q_row_stride, q_stride, k_row_stride, k_stride, DIAGONAL: tl.constexpr, SELF: tl.constexpr,
+                   SOFTPLUS: tl.constexpr, PRODUCTS: tl.constexpr, ROWS: tl.constexpr,
+                   BLOCK: tl.constexpr):  # fmt: skip
     """Column of each row's p-th positive, the mask of rows that have one, ⟨q, k⟩, and the logit as a sum of two.
 
-    With several PRODUCTS, ⟨q, k⟩ and the logit have the rounding errors that `products` and `totals` make, because a
-    difference between a positive and negatives like it would remain where their gradients cancel.
+    Of several PRODUCTS, ⟨q, k⟩ is one of `products` [N, per_row], which the tiles have written (`store_listed`), and
+    the logit is rounded as in `totals`.
     """
     if DIAGONAL:
         col = (row + diagonal).to(tl.int64)
@@ -69,26 +57,12 @@ def positive_logit(q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, di
     else:
         col = tl.load(columns_ptr + row.to(tl.int64) * per_row + p, mask=row < N, other=-1)
         exists = col >= 0
+    rest = tl.zeros((ROWS,), tl.float32)
     if PRODUCTS > 1:
-        q_steps = steps_of_rows(q_ptr, row, D, q_row_stride, q_stride, exists, ROWS, BLOCK)
-        k_steps = steps_of_rows(k_ptr, col, D, k_row_stride, k_stride, exists, ROWS, BLOCK)
-        acc = tl.zeros((ROWS, ROWS), tl.float32)
-        for product in range(PRODUCTS):
-            for step in range(0, D, BLOCK):
-                q = _piece(load_rows(q_ptr, row, step, D, q_row_stride, q_stride, exists, BLOCK), q_steps,
-                           (LEFT >> (2 * product)) & 3)  # fmt: skip
-                k = _piece(load_rows(k_ptr, col, step, D, k_row_stride, k_stride, exists, BLOCK), k_steps,
-                           (RIGHT >> (2 * product)) & 3)  # fmt: skip
-                if INTERPRETED:
-                    q = q.to(tl.float32)
-                    k = k.to(tl.float32)
-                acc = tl.dot(q, k.T, acc)
-        at = tl.arange(0, ROWS)
-        inner = tl.sum(tl.where(at[:, None] == at[None, :], acc, 0.0), 1)
+        inner = tl.load(products_ptr + row.to(tl.int64) * per_row + p, mask=exists, other=0.0)
         t = exponents(inner, exponent_constants(constants_ptr), SOFTPLUS, PRODUCTS)
         if SOFTPLUS:
             top = t * LN2
-            rest = tl.zeros((ROWS,), tl.float32)
         else:
             whole = tl.floor(t)
             top, error = shift_as_logarithm(tl.load(constants_ptr + SHIFT) + whole)
@@ -100,7 +74,6 @@ def positive_logit(q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, di
             k = load_rows(k_ptr, col, step, D, k_row_stride, k_stride, exists, BLOCK)
             inner += tl.sum(q * k, 1)
         top = inner * tl.load(constants_ptr + SCALE) + tl.load(constants_ptr + BIAS)
-        rest = tl.zeros((ROWS,), tl.float32)
     return col, exists, inner, top, rest
 
 
@@ -122,16 +95,17 @@ def listed_products(q_ptr, k_ptr, columns_ptr, out_ptr, N, M, D, per_row, q_row_
 
 
 @triton.jit(do_not_specialize=ANY)
-def positive_logits(q_ptr, k_ptr, constants_ptr, columns_ptr, out_ptr, N, M, D, diagonal, self_diagonal, per_row,
-                    q_row_stride, q_stride, k_row_stride, k_stride, DIAGONAL: tl.constexpr, SELF: tl.constexpr,
-                    SOFTPLUS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr,
-                    ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def positive_logits(q_ptr, k_ptr, constants_ptr, columns_ptr, products_ptr, out_ptr, N, M, D, diagonal, self_diagonal,
+                    per_row, q_row_stride, q_stride, k_row_stride, k_stride, DIAGONAL: tl.constexpr, SELF: tl.constexpr,
+                    SOFTPLUS: tl.constexpr, PRODUCTS: tl.constexpr, ROWS: tl.constexpr,
+                    BLOCK: tl.constexpr):  # fmt: skip
     """Write the logits [N, per_row] of the positives, rounded."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     for p in range(per_row):
         _, _, _, logit, rest = positive_logit(
-            q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, diagonal, self_diagonal, per_row, q_row_stride,
-            q_stride, k_row_stride, k_stride, DIAGONAL, SELF, SOFTPLUS, LEFT, RIGHT, PRODUCTS, ROWS, BLOCK)  # fmt: skip
+            q_ptr, k_ptr, constants_ptr, columns_ptr, products_ptr, row, p, N, M, D, diagonal, self_diagonal, per_row,
+            q_row_stride, q_stride, k_row_stride, k_stride, DIAGONAL, SELF, SOFTPLUS, PRODUCTS, ROWS,
+            BLOCK)  # fmt: skip
         tl.store(out_ptr + row.to(tl.int64) * per_row + p, logit + rest, mask=row < N)
 
 
@@ -144,11 +118,11 @@ def _add_to_teacher(top, total, gap, x_top, t, x, exists):
 
 
 @triton.jit(do_not_specialize=ANY)
-def positive_totals(q_ptr, k_ptr, constants_ptr, columns_ptr, teacher_ptr, row_stats_ptr, col_stats_ptr, N, M, D,
-                    diagonal, self_diagonal, per_row, q_row_stride, q_stride, k_row_stride, k_stride, row_stats_stride,
-                    col_stats_stride, DIAGONAL: tl.constexpr, SELF: tl.constexpr, COLUMNS: tl.constexpr,
-                    SOFTPLUS: tl.constexpr, GUIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-                    PRODUCTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def positive_totals(q_ptr, k_ptr, constants_ptr, columns_ptr, products_ptr, teacher_ptr, row_stats_ptr, col_stats_ptr,
+                    N, M, D, diagonal, self_diagonal, per_row, q_row_stride, q_stride, k_row_stride, k_stride,
+                    row_stats_stride, col_stats_stride, DIAGONAL: tl.constexpr, SELF: tl.constexpr, COLUMNS:
+                    tl.constexpr, SOFTPLUS: tl.constexpr, GUIDE: tl.constexpr, PRODUCTS: tl.constexpr, ROWS:
+                    tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Write the positives into the statistics of their rows and, on the diagonal, of their columns."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     top = tl.full((ROWS,), -float("inf"), tl.float32)
@@ -160,8 +134,9 @@ def positive_totals(q_ptr, k_ptr, constants_ptr, columns_ptr, teacher_ptr, row_s
         soft_top, soft, gap, x_top = load_stats(teacher_at, row_stats_stride, row < N, 0.0)
     for p in range(per_row):
         col, exists, _, logit, rest = positive_logit(
-            q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, diagonal, self_diagonal, per_row, q_row_stride,
-            q_stride, k_row_stride, k_stride, DIAGONAL, SELF, SOFTPLUS, LEFT, RIGHT, PRODUCTS, ROWS, BLOCK)  # fmt: skip
+            q_ptr, k_ptr, constants_ptr, columns_ptr, products_ptr, row, p, N, M, D, diagonal, self_diagonal, per_row,
+            q_row_stride, q_stride, k_row_stride, k_stride, DIAGONAL, SELF, SOFTPLUS, PRODUCTS, ROWS,
+            BLOCK)  # fmt: skip
         if SOFTPLUS:
             x = logit + rest
             total += tl.where(exists, log1p(tl.exp(-tl.abs(x))) + tl.maximum(-x, 0.0), 0.0)
@@ -228,14 +203,13 @@ def _add_product(out_ptr, out_stride, to, x_ptr, source, row_stride, stride, g, 
 
 
 @triton.jit(do_not_specialize=ANY)
-def positive_gradients(q_ptr, k_ptr, constants_ptr, columns_ptr, teacher_ptr, row_state_ptr, row_coefficient_ptr,
-                       col_state_ptr, col_coefficient_ptr, u_ptr, v_ptr, g_ptr, inner_ptr, factors_ptr, N, M, D,
-                       diagonal, self_diagonal, per_row, q_row_stride, q_stride, k_row_stride, k_stride,
-                       row_state_stride, col_state_stride, u_stride, v_stride, smoothing, DIAGONAL: tl.constexpr,
-                       SELF: tl.constexpr, COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, GUIDE: tl.constexpr,
-                       INSIDE: tl.constexpr, U: tl.constexpr, V: tl.constexpr, TIMES: tl.constexpr, LEFT: tl.constexpr,
-                       RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, ROWS: tl.constexpr,
-                       BLOCK: tl.constexpr):  # fmt: skip
+def positive_gradients(q_ptr, k_ptr, constants_ptr, columns_ptr, products_ptr, teacher_ptr, row_state_ptr,
+                       row_coefficient_ptr, col_state_ptr, col_coefficient_ptr, u_ptr, v_ptr, g_ptr, inner_ptr,
+                       factors_ptr, N, M, D, diagonal, self_diagonal, per_row, q_row_stride, q_stride, k_row_stride,
+                       k_stride, row_state_stride, col_state_stride, u_stride, v_stride, smoothing, DIAGONAL:
+                       tl.constexpr, SELF: tl.constexpr, COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, GUIDE:
+                       tl.constexpr, INSIDE: tl.constexpr, U: tl.constexpr, V: tl.constexpr, TIMES: tl.constexpr,
+                       PRODUCTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Write g [N, per_row], the gradient of the positives, and g · ⟨q, k⟩. Add g · k to u and, on the diagonal, g · q
     to v. TIMES: u is multiplied by the factors [N] of its rows before.
     """
@@ -243,8 +217,9 @@ def positive_gradients(q_ptr, k_ptr, constants_ptr, columns_ptr, teacher_ptr, ro
     once = tl.full((ROWS,), 1.0, tl.float32)
     for p in range(per_row):
         col, exists, inner, x, rest = positive_logit(
-            q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, diagonal, self_diagonal, per_row, q_row_stride,
-            q_stride, k_row_stride, k_stride, DIAGONAL, SELF, SOFTPLUS, LEFT, RIGHT, PRODUCTS, ROWS, BLOCK)  # fmt: skip
+            q_ptr, k_ptr, constants_ptr, columns_ptr, products_ptr, row, p, N, M, D, diagonal, self_diagonal, per_row,
+            q_row_stride, q_stride, k_row_stride, k_stride, DIAGONAL, SELF, SOFTPLUS, PRODUCTS, ROWS,
+            BLOCK)  # fmt: skip
         if SOFTPLUS:
             g = -tl.load(row_coefficient_ptr + row, mask=exists, other=0.0) / (1.0 + tl.exp(x + rest))
         else:
