@@ -252,19 +252,21 @@ def of_loss(row: dict[str, str]) -> dict[str, Any]:
 
 
 def of_call(row: dict[str, str]) -> dict[str, Any]:
-    """A whole call of users, forward and backward under autocast: seconds alone."""
+    """A whole call of users, forward and backward, under autocast in all but some of float32: seconds alone."""
     call, _, more = row["call"].removesuffix(" on each rank").partition(",")
     kind, *numbers = call.replace(" x", "").split()
     several, chip = re.match(r"h\d+_(\d+)_", row["file"]), row["chip"]
     exchange = "ring" if "ring" in row["impl"] else "gather" if several else "single"
     N, *others, d = map(int, numbers)
     given = torch.float32 if "float32" in more and "bf16" not in row["impl"] else torch.bfloat16
+    products = torch.float32 if "without autocast" in more else torch.bfloat16
     labels, M, W = kind == "labels", others[0] if others else N, int(several[1]) if several else 1
     name = "clip_labels" if labels and "," in row["impl"] else "clip" if labels else kind
     which = loss_of(name, d) | ({"indexed": True} if "positives" in row["impl"] else {})
     size = LossSize(
-        N, M, W, d, profile_of(chip).memory, exchange, "triton", feature_dtype=given, copies=_copies(row), **which
-    )
+        N, M, W, d, profile_of(chip).memory, exchange, "triton", dtype=products, feature_dtype=given,
+        copies=_copies(row), **which,
+    )  # fmt: skip
     reason = HOST if W == 1 and N * M * d <= LEAST_PRODUCTS else None
     # the host's time of ranks was taken from these
     return {"label": f"{row['call']}: {row['impl']}", "loss": size, "untimed": reason, "fitted": several is not None}

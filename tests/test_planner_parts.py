@@ -334,6 +334,12 @@ def test_exponentials_are_planned_as_kept_where_the_kernels_keep_them(
     budget = Budget(loss, torch.device("meta"), workspace)
     rows, cols = (Shard(torch.empty(n, features, dtype=torch.bfloat16, device="meta")) for n in (N, M))
     assert size.exponentials == budget.keeps_exponentials(rows, cols) == keeps
+    # pairs of equal ids have a bit each, for which a forward has the room of the gradient sums
+    with_ids, ids = replace(size, ids=True), [torch.empty(n, dtype=torch.int64, device="meta") for n in (N, M)]
+    marked = [replace(side, ids=x) for side, x in zip((rows, cols), ids, strict=True)]
+    assert with_ids.exponentials == budget.keeps_exponentials(*marked)
+    if max(size.workspace_bytes, with_ids.workspace_bytes) < workspace:
+        assert N * M // 16 < with_ids.workspace_bytes - size.workspace_bytes <= N * M // 8
     assert size.operations == (6 if keeps else 8) * N * M * features
     assert not replace(size, ranks=2, exchange="gather").exponentials
     assert not replace(size, dtype=torch.float32).exponentials

@@ -56,9 +56,11 @@ class LossSize:
     guide: int = 0
     halves: bool = False
     directions: int = 1
-    # positives are indices or labels in every exchange, not the diagonal; labels, which every pair compares
+    # positives are indices or labels in every exchange, not the diagonal; labels, which every pair compares; pairs of
+    # equal ids are left out
     indexed: bool = False
     labels: bool = False
+    ids: bool = False
     # ranks of a node; None: all of them; and whether copy engines carry what they send each other, as between GPUs
     node: int | None = None
     copies: bool = True
@@ -145,8 +147,9 @@ class LossSize:
         by_index = self.exchange_class.by_index or self.indexed
         backward_next = self.ranks == 1 and not self.host and (self.backend_name == "triton" or not self.halves)
         expected = partial(
-            tiles.expected_bytes, self.loss, by_index=by_index, labels=self.labels, backward_next=backward_next
-        )
+            tiles.expected_bytes, self.loss, by_index=by_index, labels=self.labels, ids=self.ids,
+            backward_next=backward_next,
+        )  # fmt: skip
 
         def bytes_of(N: int, M: int) -> int:
             # each half's block has a share of the workspace by its columns
@@ -256,7 +259,7 @@ class LossSize:
         M = self.columns
         return all(
             Budget(self.loss, self._torch_device, self._allowed * m // M).expects_exponentials(
-                self.rows, m, self.dimensions, self.dtype, labels=self.labels
+                self.rows, m, self.dimensions, self.dtype, labels=self.labels, ids=self.ids
             )
             for m in self._split(M)
         )

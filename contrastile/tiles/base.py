@@ -240,14 +240,14 @@ class Tiles(ABC):
     @classmethod
     def expected_bytes(
         cls, loss: PairLoss, N: int, M: int, D: int, dtype: torch.dtype, workspace: int, device: torch.device,
-        *, by_index: bool = False, labels: bool = False, backward_next: bool = False,
+        *, by_index: bool = False, labels: bool = False, ids: bool = False, backward_next: bool = False,
     ) -> int:  # fmt: skip
         """Bytes that a block takes at its peak, for a planner.
 
         device: "meta" stands for an accelerator. by_index: positives are known by their indices or labels. labels: by
-        labels. backward_next: the backward follows the forward at once.
+        labels. ids: of pairs that are left out. backward_next: the backward follows the forward at once.
         """
-        del by_index, labels, backward_next
+        del by_index, labels, ids, backward_next
         return cls(loss, torch.empty((), device=device), None, workspace).workspace_bytes(N, M, D, dtype)
 
     def merge(self, stats: Tensor, parts: Tensor) -> None:

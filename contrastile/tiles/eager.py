@@ -245,8 +245,9 @@ class Eager(Tiles):
     @classmethod
     def expected_bytes(
         cls, loss: PairLoss, N: int, M: int, D: int, dtype: torch.dtype, workspace: int, device: torch.device,
-        *, by_index: bool = False, labels: bool = False, backward_next: bool = False,
+        *, by_index: bool = False, labels: bool = False, ids: bool = False, backward_next: bool = False,
     ) -> int:  # fmt: skip
+        del ids
         tiles = cls(loss, torch.empty((), device=device), None, workspace)
         teacher = loss.formula is not None and loss.formula.guide == "teacher"
         # a pairwise loss, and blocks of several ranks or of halves, are swept over in tiles
@@ -258,10 +259,9 @@ class Eager(Tiles):
         smoothed = bool(getattr(loss, "label_smoothing", 0.0))
         # the gradient of one direction takes the place of the logits
         in_place = type(loss) is Softmax or (type(loss) is Guided and not (by_index or smoothed))
-        in_place = in_place and not loss.symmetric
+        in_place &= not loss.symmetric
         held = TILES_HELD_CPU - in_place + GUIDED_CPU * loss.guides + loss.reads_products + LISTED_CPU * by_index
-        # label smoothing reads the logits after their exponentials; logits that are far apart, as at a large scale,
-        # have exponentials of their own for rows and for columns
+        # smoothing reads the logits after their exponentials; logits far apart have these for rows and for columns
         held += 0 if in_place else SMOOTHED_CPU if smoothed else loss.symmetric
         # with four numbers of each row and column
         return int(wide.itemsize * (held * rows * cols + 4 * (rows + cols)) + cls._copied(rows, cols, D, dtype))
@@ -318,9 +318,9 @@ class Dense(Eager):
     @classmethod
     def expected_bytes(
         cls, loss: PairLoss, N: int, M: int, D: int, dtype: torch.dtype, workspace: int, device: torch.device,
-        *, by_index: bool = False, labels: bool = False, backward_next: bool = False,
+        *, by_index: bool = False, labels: bool = False, ids: bool = False, backward_next: bool = False,
     ) -> int:  # fmt: skip
-        del workspace, backward_next
+        del workspace, ids, backward_next
         matrices, copied = MATRICES_BY_INDEX if by_index else MATRICES, 0
         if device.type == "cpu":
             copied = cls._copied(N, M, D, dtype)

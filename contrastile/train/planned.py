@@ -244,8 +244,8 @@ def plan_of(
         rows, keys * rows, ranks, dimensions, machines.memory, recipe.loss.exchange, recipe.loss.backend,
         machines.device, getattr(recipe.loss, "workspace", None), half or feature_dtype, feature_dtype,
         pair_loss, queue=queue // ranks, own_columns=anchors + positives, halves=positives,
-        directions=2 if both_ways else 1, indexed=indexed, labels=labels, node=machines.per_node,
-        copies=machines.copies,
+        directions=2 if both_ways else 1, indexed=indexed, labels=labels, ids=not labels,
+        node=machines.per_node, copies=machines.copies,
     )  # fmt: skip
     teacher, guides = 0, list[Side]()
     if (other := teacher_recipe(recipe)) is not None:

@@ -190,11 +190,11 @@ class Triton(Tiles):
     @classmethod
     def expected_bytes(
         cls, loss: PairLoss, N: int, M: int, D: int, dtype: torch.dtype, workspace: int, device: torch.device,
-        *, by_index: bool = False, labels: bool = False, backward_next: bool = False,
+        *, by_index: bool = False, labels: bool = False, ids: bool = False, backward_next: bool = False,
     ) -> int:  # fmt: skip
         del by_index
         budget = Budget(loss, device, workspace)
-        return budget.expected_bytes(N, M, D, dtype, backward_next=backward_next, labels=labels)
+        return budget.expected_bytes(N, M, D, dtype, backward_next=backward_next, labels=labels, ids=ids)
 
     def reserve(self, multiprocessors: int) -> None:
         """Leave so many multiprocessors to transfers: a program that finds none free waits for the shares of others."""

@@ -130,37 +130,40 @@ class Budget:
         return max(self._most_bytes(N, M, copied, dtype) for copied in every)
 
     def expected_bytes(
-        self, N: int, M: int, D: int, dtype: torch.dtype, *, backward_next: bool = False, labels: bool = False
-    ) -> int:
+        self, N: int, M: int, D: int, dtype: torch.dtype, *, backward_next: bool = False, labels: bool = False,
+        ids: bool = False,
+    ) -> int:  # fmt: skip
         """The same for features of one kind.
 
         backward_next: exponentials are kept for it where they fit. Its accumulators, which are not among these bytes,
-        are not there yet in the forward. labels: positives are known by label.
+        are not there yet in the forward. labels: positives are known by label. ids: pairs of equal ones are left out.
         """
-        sizes = N, M, self._expected_copied(N, M, D, dtype, labels), PIECES[dtype]()
+        sizes = N, M, self._expected_copied(N, M, D, dtype, labels, ids), PIECES[dtype]()
         # one sweep gives a pairwise loss and its gradients
         most = self._most_bytes(*sizes[:3], dtype, forward=not self.loss.pairwise)
-        if backward_next and self.expects_exponentials(N, M, D, dtype, labels=labels):
+        if backward_next and self.expects_exponentials(N, M, D, dtype, labels=labels, ids=ids):
             later = self.keeping_bytes(*sizes, later=True) + self._weighed_bytes(N, D, sizes[2])
             most = max(most, self.keeping_bytes(*sizes) - 4 * (N + M) * D, later)
         if labels and self._can_sum_labels(N, M, dtype):
             most = max(most, min(16 * max(N, M) * padded(D, shape_for(self.device)), self.workspace))
         return most
 
-    def expects_exponentials(self, N: int, M: int, D: int, dtype: torch.dtype, *, labels: bool = False) -> bool:
+    def expects_exponentials(
+        self, N: int, M: int, D: int, dtype: torch.dtype, *, labels: bool = False, ids: bool = False
+    ) -> bool:
         """Return whether exponentials are kept for a backward that follows at once, as in `keeps_exponentials`."""
         if not (self._is_faster(D) and self.can_keep(dtype)):
             return False
-        copied = self._expected_copied(N, M, D, dtype, labels)
-        return self.keeping_bytes(N, M, copied, PIECES[dtype]()) <= self.workspace
+        copied = self._expected_copied(N, M, D, dtype, labels, ids)
+        return self.keeping_bytes(N, M, copied, PIECES[dtype]()) - self._spare(N, M, D, copied) <= self.workspace
 
-    def _expected_copied(self, N: int, M: int, D: int, dtype: torch.dtype, labels: bool) -> Copies:
+    def _expected_copied(self, N: int, M: int, D: int, dtype: torch.dtype, labels: bool, ids: bool) -> Copies:
         """The copies of a usual call: 16-bit features of a usual width are read as they are."""
         if labels and not self._can_sum_labels(N, M, dtype):
             copied = self._ordered(D, dtype)
         else:
             copied = Copies() if dtype.itemsize == 2 and D % 8 == 0 else self._copied(D, dtype)
-        return copied._replace(bits=self.epilogue.has_mask)
+        return copied._replace(bits=self.epilogue.has_mask or ids)
 
     def _most_bytes(self, N: int, M: int, copied: Copies, dtype: torch.dtype, *, forward: bool = True) -> int:
         sizes = copied, PIECES[dtype]()
@@ -172,8 +175,10 @@ class Budget:
     def _spare_bytes(self, rows: Shard, cols: Shard) -> int:
         """Bytes that bits may take in a forward which keeps exponentials: those of the backward's accumulators."""
         copied, _ = self._copies(rows, cols)
-        accumulators = 4 * (len(rows) + len(cols)) * rows.features.shape[1]
-        return min(self._bits_bytes(len(rows), len(cols), copied), accumulators)
+        return self._spare(len(rows), len(cols), rows.features.shape[1], copied)
+
+    def _spare(self, N: int, M: int, D: int, copied: Copies) -> int:
+        return min(self._bits_bytes(N, M, copied), 4 * (N + M) * D)
 
     def _weighed_bytes(self, N: int, D: int, copied: Copies) -> int:
         """The rows times their factors, as wide as the operand, beside the exponentials of one direction."""
