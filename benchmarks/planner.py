@@ -36,8 +36,8 @@ RATES = {
 # kinds of rows as docs/planner.md calls them
 TITLES = {
     "losses": "`ClipLoss` and `SigLipLoss`, one to four H200s, one H100",
-    "calls": "users' calls: `ClipLoss`, `InfoNCELoss` and `SigLipLoss` under autocast and in float32, `ClipLoss` of few "
-    "rows on two and four GPUs",
+    "calls": "users' calls: `ClipLoss`, `InfoNCELoss` and `SigLipLoss` under autocast and in float32, `ClipLoss` of "
+    "few rows on two and four GPUs",
     "other losses": "each loss beside `ClipLoss`, 8k and 32k rows, one H200",
     "ranks": "losses of one rank of 8 to 128",
     "steps": "steps of ViT-B/16 and ViT-L/14, one to eight H200s, one H100, compiled ones too, under DDP and FSDP2",

@@ -167,16 +167,16 @@ class Tile(NamedTuple):
     excluded: Where | None
     # lowest and highest logit of the tile; None on an accelerator, for which the host would wait
     bounds: tuple[float, float] | None
-    # [I, J] each: products of the shards' guides, such as a teacher's logits
-    guides: tuple[Tensor, ...] = ()
+    guides: tuple[Tensor, ...] = ()  # [I, J] each: products of the shards' guides, such as a teacher's logits
     # `Shard.numbers` of the rows [I] and of the columns [J]
     numbers: tuple[Tensor | None, Tensor | None] = (None, None)
     # [I, J] weight of each listed positive, 0 elsewhere
     target: Tensor | None = None
     # [I, J] products ⟨q, k⟩, where the loss reads them beside the logits
     products: Tensor | None = None
-    # the columns are those of `Shard.own`
-    own: bool = False
+    own: bool = False  # the columns are those of `Shard.own`
+    # `Labels` of labelled.py, in the place of positives
+    labels: Any = None
 
 
 def mark(rows: Shard, cols: Shard, *, exclude_self: bool) -> tuple[Diagonal | Tensor | None, Where | None]:

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from contrastile._torch import backward_is_repeatable, fast_bf16
 from contrastile._types import Reduction, accumulator
-from contrastile.losses.base import Direct, PairLoss, Shard, Tile, Total, fill, mark, target, with_states
+from contrastile.losses.base import Direct, PairLoss, Shard, Tile, Total, changed, fill, mark, target, with_states
 from contrastile.losses.guided import Guided
+from contrastile.losses.labelled import few_labels
 from contrastile.losses.softmax import Softmax
 from contrastile.tiles.base import ForwardResult, InFlight, Sum, Tiles, Weigh, bounds_of, reduced
 
@@ -57,7 +58,7 @@ class Eager(Tiles):
         on_cpu, pairs = self.scale.device.type == "cpu", len(rows) * len(cols)
         if keeps and on_cpu and pairs and self.strip(rows, cols, True) == len(rows):
             x, context = self._logits(rows, cols, self._room(pairs), with_graph=True)
-            tile = self._tile(x, rows, cols, context)
+            tile = self._tile(x, rows, cols, context, direct=rows.own is None)
             direct = self._direct(tile, whole=True) if rows.own is None else None
             self.kept = direct or tile, context
             # losses in the place of statistics: of one block nothing is merged, and `finish` reads the direct loss
@@ -123,7 +124,7 @@ class Eager(Tiles):
         room = self._room(height * len(cols))
         for along, strip in self._tiles(rows, height):
             x, context = self._logits(strip, cols, room, with_graph=wanted)
-            tile = self._tile(x, strip, cols, context)
+            tile = self._tile(x, strip, cols, context, direct=True)
             u_I, direct = None if u is None else u[along], self._direct(tile, whole=self.fresh)
             if mean and direct is not None:
                 # with one number for all coefficients: small batches take a fifth longer with those of each row
@@ -271,16 +272,18 @@ class Eager(Tiles):
         """Bytes of a tile's operands in another dtype: features of one side at a time, on a CPU."""
         return max(I, J) * D * accumulator(dtype).itemsize if dtype != accumulator(dtype) else 0
 
-    def _tile(self, x: Tensor, rows: Shard, cols: Shard, context: Any) -> Tile:
-        """The tile of the logits x, to which the bias is added in place."""
+    def _tile(self, x: Tensor, rows: Shard, cols: Shard, context: Any, *, direct: bool = False) -> Tile:
+        """The tile of the logits x, to which the bias is added in place; direct: the loss may be computed directly."""
         if self.bias is not None:
             x += self.bias
-        bounds = bounds_of(x)
-        positive, excluded = mark(rows, cols, exclude_self=self.loss.exclude_self)
+        bounds, loss = bounds_of(x), self.loss
+        labels = few_labels(loss, rows, cols, bounds) if direct and type(loss) is Softmax else None
+        marked = rows if labels is None else changed(rows, labels=None)
+        positive, excluded = mark(marked, cols, exclude_self=loss.exclude_self)
         if excluded is not None:
             fill(x, excluded, -torch.inf)
-        products = self._products(context) if self.loss.reads_products else None
-        tile = Tile(x, positive, excluded, bounds, numbers=(rows.numbers, cols.numbers), products=products)
+        products, numbers = self._products(context) if loss.reads_products else None, (rows.numbers, cols.numbers)
+        tile = Tile(x, positive, excluded, bounds, numbers=numbers, products=products, labels=labels)
         if not rows.guides and rows.targets is None:
             return tile
         guides = [a.to(x.dtype) @ b.to(x.dtype).T for a, b in zip(rows.guides, cols.guides, strict=True)]
@@ -434,10 +437,7 @@ def add_product(total: Tensor, g: Tensor, features: Tensor, *, fresh: bool) -> N
 
 
 def _in_range(g: Tensor) -> tuple[Tensor, Tensor]:
-    """g times a power of two as fp16, and that power.
-
-    In a mean over many pairs most entries of g are below the smallest number of fp16.
-    """
+    """g times a power of two as fp16, and that power: in a mean over many pairs most of g is below fp16's range."""
     most = torch.linalg.vector_norm(g, ord=torch.inf)
     # below 2^15, the end of fp16's range; 126 is the largest power that float32 can invert
     power = (14 - torch.log2(most).ceil()).clamp(max=126)
