@@ -61,9 +61,10 @@ def few_labels(loss: PairLoss, rows: Shard, cols: Shard, bounds: tuple[float, fl
     return Labels(of_sides, (F.one_hot(of_sides[0], len(values)), F.one_hot(of_sides[1], len(values))), counts)
 
 
-def direct_by_labels(tile: Tile, labels: Labels, *, symmetric: bool, smoothing: float) -> Direct:
+def direct_by_labels(loss: PairLoss, tile: Tile) -> Direct:
     """The loss of a tile with few labels, and its gradient: see `Softmax`."""
-    x, itself = tile.x, tile.excluded
+    x, itself, symmetric, smoothing = tile.x, tile.excluded, loss.symmetric, getattr(loss, "label_smoothing", 0.0)
+    labels: Labels = tile.labels
     assert tile.bounds is not None
     assert itself is None or isinstance(itself, Diagonal)
     rows, cols = (side.to(x.dtype) for side in labels.indicators)
@@ -99,7 +100,7 @@ def direct_by_labels(tile: Tile, labels: Labels, *, symmetric: bool, smoothing: 
 
     # every row has a loss, and a state is not needed
     count = losses.new_ones(()).expand(losses.shape[1])
-    return Direct([Finished(loss, count, loss.new_empty(0, len(loss))) for loss in losses], pair_grad)
+    return Direct([Finished(each, count, each.new_empty(0, len(each))) for each in losses], pair_grad)
 
 
 def _sums(x: Tensor, indicators: Tensor) -> Tensor:

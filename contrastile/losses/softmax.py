@@ -29,7 +29,6 @@ from torch import Tensor
 
 from contrastile._errors import SMOOTHING, number
 from contrastile.losses.base import FEW, SPREAD, Diagonal, Direct, Finished, Formula, PairLoss, Shard, Tile, fill
-from contrastile.losses.labelled import direct_by_labels
 
 
 class SoftmaxStats(NamedTuple):
@@ -202,8 +201,6 @@ class Softmax(PairLoss):
         return self._direct(tile) if type(self) is Softmax else None
 
     def _direct(self, tile: Tile) -> Direct | None:
-        if tile.labels is not None:
-            return direct_by_labels(tile, tile.labels, symmetric=self.symmetric, smoothing=self.label_smoothing)
         x, bounds, where, smoothing = tile.x, tile.bounds, tile.positive, self.label_smoothing
         # a mean of logits leaves excluded pairs out
         if bounds is None or not all(map(math.isfinite, bounds)) or (smoothing and tile.excluded is not None):

@@ -19,7 +19,7 @@ from contrastile._torch import backward_is_repeatable, fast_bf16
 from contrastile._types import Reduction, accumulator
 from contrastile.losses.base import Direct, PairLoss, Shard, Tile, Total, changed, fill, mark, target, with_states
 from contrastile.losses.guided import Guided
-from contrastile.losses.labelled import few_labels
+from contrastile.losses.labelled import direct_by_labels, few_labels
 from contrastile.losses.softmax import Softmax
 from contrastile.tiles.base import ForwardResult, InFlight, Sum, Tiles, Weigh, bounds_of, reduced
 
@@ -208,7 +208,7 @@ class Eager(Tiles):
             return None
         if whole and all(map(math.isfinite, tile.bounds)):
             self.flag = self.scale.new_zeros(())
-        return self.loss.direct(tile)
+        return self.loss.direct(tile) if tile.labels is None else direct_by_labels(self.loss, tile)
 
     def _propagate_made(
         self, made: Direct | Tile, context: Any, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor,
