@@ -146,8 +146,9 @@ class MaxSim(nn.Module):
 
     @property
     def unmodified(self) -> bool:
-        """This class itself, without hooks and not compiled: calls do what its `forward` says."""
-        return type(self) is MaxSim and not (self._forward_hooks or self._forward_pre_hooks or self._compiled_call_impl)
+        """This class itself, without hooks or another `forward`, and not compiled: calls do what its `forward` says."""
+        changed = self._forward_hooks or self._forward_pre_hooks or self._compiled_call_impl or "forward" in vars(self)
+        return type(self) is MaxSim and not changed
 
     @property
     def plain(self) -> bool:
@@ -158,6 +159,12 @@ class MaxSim(nn.Module):
     def stateless(self) -> bool:
         """Calls depend on their arguments alone: any two such modules are the same."""
         return self.plain and not (self._parameters or self._modules or self._buffers)
+
+    def alike(self) -> MaxSim:
+        """Another module that scores alike: cached plans keep it, and this one may change."""
+        other = MaxSim()
+        other.gets_unit_vectors = self.gets_unit_vectors
+        return other
 
     @staticmethod
     def tile_bytes(rows: int, columns: int, L: int, M: int, D: int, size: int) -> int:

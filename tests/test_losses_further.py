@@ -622,7 +622,45 @@ SENTENCES: dict[str, Callable[[], Any]] = {
         ),
     "`scorer` must return a tensor [1, 2] for a query and the 2 keys of its list; got shape [2, 1]. One score for "
     "each pair.": lambda: ScoreDistillLoss()(_x(3, 4), _x(3, 2, 4), _x(3, 2), scorer=Transposed(4, 4)),
+    "`scorer` must be a module; got the class MaxSim. Make one: MaxSim(...).":
+        lambda: ScoreDistillLoss()(_x(3, 5, 4), _x(3, 2, 5, 4), _x(3, 2), scorer=MaxSim),
+    "`scorer` must return floating point; got torch.int64. Convert it with .float().":
+        lambda: ScoreDistillLoss()(_x(3, 4), _x(3, 2, 4), _x(3, 2), scorer=Counted(4, 4)),
+    "`scorer` must keep its parameters and buffers until the backward; got changed ones. Call backward before they "
+    "change.": lambda: _overwritten(Bilinear(4, 4)),
 }  # fmt: skip
+
+
+class Counted(Bilinear):
+    """Scores that are whole numbers."""
+
+    def forward(self, rows: Tensor, columns: Tensor) -> Tensor:
+        return super().forward(rows, columns).long()
+
+
+def _overwritten(scorer: Bilinear) -> None:
+    loss = ScoreDistillLoss()(_x(3, 4), _x(3, 2, 4), _x(3, 2), scorer=scorer)
+    with torch.no_grad():
+        scorer.weight.mul_(2)
+    loss.backward()
+
+
+class Moded(Bilinear):
+    """A distance that depends on its mode."""
+
+    def forward(self, rows: Tensor, columns: Tensor) -> Tensor:
+        scores = super().forward(rows, columns)
+        return scores.tanh() if self.training else scores
+
+
+def test_lists_are_scored_again_in_the_mode_of_the_call() -> None:
+    scorer, query, key, scores = Moded(4, 4).double(), _x(3, 4).double(), _x(3, 2, 4).double(), _x(3, 2).double()
+    gradients = []
+    for later in (True, False):
+        loss = ScoreDistillLoss()(query, key, scores, scorer=scorer.train())
+        scorer.train(later)
+        gradients.append(torch.autograd.grad(loss, scorer.weight)[0])
+    assert torch.equal(*gradients)
 
 
 class Transposed(Bilinear):

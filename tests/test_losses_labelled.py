@@ -67,6 +67,18 @@ def test_few_labels_give_the_plain_formulas_loss_and_gradients(loss: Softmax, re
         assert distance(one, exact) <= 1e-12
 
 
+def test_an_example_may_have_another_label_as_a_key() -> None:
+    q, k, labels = _sides(torch.float64)
+    other, itself = labels.clone(), torch.eye(len(labels), dtype=torch.bool)
+    other[:2] = labels[2]
+    found = contrast(
+        q, k, scale=9.0, loss=Softmax(exclude_self=True), query_labels=labels, key_labels=other, reduction="none"
+    )
+    targets = F.normalize(((labels[:, None] == other) & ~itself).double(), p=1, dim=1)
+    log_p = (9.0 * q @ k.T).masked_fill(itself, -torch.inf).log_softmax(1).masked_fill(itself, 0.0)
+    assert distance(found, -(targets * log_p).sum(1)) <= 1e-12
+
+
 @DIRECTIONS
 def test_gradients_of_like_features_are_no_further_from_0_than_twice_the_plain_formulas(loss: Softmax) -> None:
     _, _, labels = _sides(torch.float32)

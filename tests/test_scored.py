@@ -323,9 +323,17 @@ def test_autocast_reaches_the_scorer_in_both_passes() -> None:
     assert len(seen) > 2
 
 
-def test_float16_gradients_are_scaled_before_they_pass_the_scorer() -> None:
+class Widened(Bilinear):
+    """Scores that autocast makes in 16 bits, in float32."""
+
+    def forward(self, rows: Tensor, columns: Tensor) -> Tensor:
+        return super().forward(rows, columns).float()
+
+
+@pytest.mark.parametrize("kind", [Bilinear, Widened])
+def test_float16_gradients_are_scaled_before_they_pass_the_scorer(kind: type[Bilinear]) -> None:
     """A pair's gradient of 1e-7 is there with a GradScaler's factor, and gone without."""
-    module, factor = Bilinear(4, 4), 2.0**12
+    module, factor = kind(4, 4), 2.0**12
     q, k = torch.randn(16, 4), torch.randn(24, 4, requires_grad=True)
 
     def negatives(amp: bool) -> Tensor:
@@ -335,6 +343,22 @@ def test_float16_gradients_are_scaled_before_they_pass_the_scorer() -> None:
         return of_keys[16:] / factor
 
     assert distance(negatives(True), negatives(False)) < 2e-2
+
+
+@pytest.mark.parametrize("change", ["normalize", "hook", "forward"])
+def test_a_scorer_that_changes_after_a_call_changes_no_other(change: str) -> None:
+    q, k = torch.randn(2, 4, 3, 2).double()
+    first = MaxSim()
+    before = contrast(q, k, scorer=first)
+    if change == "normalize":
+        first.normalize = True
+    elif change == "hook":
+        first.register_forward_hook(lambda *given: given[-1] * 2)
+    else:
+        first.forward = lambda rows, columns: 2 * MaxSim.forward(first, rows, columns)  # type: ignore[method-assign]
+    assert contrast(q, k, scorer=first) != before
+    assert contrast(q, k, scorer=MaxSim()) == before
+    assert contrast(q, k, scorer=first) != before
 
 
 def test_scores_that_are_not_numbers_make_a_loss_that_is_none() -> None:

@@ -30,6 +30,7 @@ from contrastile.exchange import host
 from contrastile.exchange.base import Exchange, Layout, Single
 from contrastile.gradcache.modes import joined, recording_error, uncompiled
 from contrastile.losses.base import PairLoss, Shard, changed
+from contrastile.scorers import MaxSim
 from contrastile.tiles.fitting import fitting_side
 from contrastile.tiles.halves import Span, halves_of
 from contrastile.tiles.scored import Scored
@@ -104,6 +105,9 @@ def _checked(
     texts; None where nothing is cached. alone: there is no process group.
     """
     options = arguments.options
+    if key is not None and isinstance(arguments.scorer, MaxSim):
+        # a plan outlives the user's module, which may change
+        arguments = replace(arguments, scorer=arguments.scorer.alike())
     # a scorer of padded token vectors: other ranks may have longer texts
     ragged = not alone and hasattr(arguments.scorer, "pad_tokens") and options.exchange != "single"
     try:
@@ -351,7 +355,11 @@ def _planned(problem: Problem, exchange: Exchange) -> Plan:
         # the forward keeps values for a backward that follows at once
         keeps = wants and example.keeps(problem.rows, problem.cols) and not (own and loss.pairwise)
     # float16 underflows in a scorer unless the upstream gradient, a GradScaler's factor, goes through it
-    underflows = isinstance(tiles, partial) and tiles.func is Scored and problem.dtype == torch.float16
+    underflows = False
+    if problem.scorer is not None and isinstance(tiles, partial) and tiles.func is Scored:
+        # also behind scores of float32
+        types = {*problem.scorer.autocast.dtypes, *[x.dtype for x in problem.inputs], problem.dtype}
+        underflows = torch.float16 in types
     may_replay = replayable(problem, exchange)
     replayed = may_replay and small(problem, exchange, tiles)
     # where one rank replays loss and gradients, the others compute both too

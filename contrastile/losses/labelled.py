@@ -54,8 +54,10 @@ def few_labels(loss: PairLoss, rows: Shard, cols: Shard, bounds: tuple[float, fl
         first = rows.start - cols.start
         if first < 0 or first + len(rows) > len(cols):
             return None
-        counts[0].sub_(1)
-        counts[1][first : first + len(rows)] -= 1
+        # an example may have another label as a key
+        itself = (of_sides[0] == of_sides[1][first : first + len(rows)]).long()
+        counts[0].sub_(itself)
+        counts[1][first : first + len(rows)] -= itself
     if min(int(side.min()) for side in counts[: 1 + loss.symmetric]) < 2:
         return None
     return Labels(of_sides, (F.one_hot(of_sides[0], len(values)), F.one_hot(of_sides[1], len(values))), counts)

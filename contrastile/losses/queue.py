@@ -55,7 +55,7 @@ class KeyQueue(nn.Module):
         self.features = whole_number("features", features, 1, "Pass the size of a key.")
         self.group = group
         dtype = dtype or torch.get_default_dtype()
-        if not dtype.is_floating_point:
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise invalid("dtype", "be floating point", dtype, "Keys are features.")
         # a system may promise more memory than it has
         needed, memory = self.size * self.features * dtype.itemsize, free_memory(None)[1]

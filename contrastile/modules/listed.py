@@ -12,6 +12,9 @@ from contrastile._errors import invalid
 from contrastile._torch import pytree
 from contrastile._types import accumulator, shape_or_type
 from contrastile.engine import arguments as checks
+from contrastile.gradcache.introspect import refusing_batch_norm, refusing_state
+from contrastile.gradcache.modes import in_modes
+from contrastile.tiles.scored import check_module
 
 
 def check_lists(lists: Tensor, query: Tensor, keys: int) -> None:
@@ -40,24 +43,42 @@ def listed_scores(scorer: nn.Module, query: Any, key: Any, lists: Tensor | None)
         check_lists(lists, leaves["query"][0], len(first))
     elif len(first) != N:
         raise invalid("key", "have a list for each `query`", f"{len(first)} and {N}", "Or pass `lists`.")
-    P = (first if lists is None else lists).shape[1]
+    if lists is not None and N and not len(first):
+        raise invalid("key", "have a row or more for `lists`", f"shape {list(first.shape)}", "Pass the listed keys.")
+    check_module(scorer)
+    P, modules = (first if lists is None else lists).shape[1], list(scorer.modules())
+    training = [one.training for one in modules]
+    constants = [x for x in (*scorer.parameters(), *scorer.buffers()) if not x.is_inference()]
+    versions = [x._version for x in constants]
 
     def picked(side: Any, rows: Any) -> Any:
         return pytree.tree_map(lambda x: x[rows] if isinstance(x, Tensor) else x, side)
 
+    def score(one: Any, keys: Any) -> Tensor:
+        # again in the backward, as in the forward
+        if [x._version for x in constants] != versions:
+            rule, remedy = "keep its parameters and buffers until the backward", "Call backward before they change."
+            raise invalid("scorer", rule, "changed ones", remedy)
+        with in_modes(modules, training):
+            scores: Tensor = scorer(one, keys)
+        return scores
+
     def scored(i: int) -> Tensor:
         one, keys = picked(query, slice(i, i + 1)), picked(key, i if lists is None else lists[i].long().clamp(min=0))
-        scores: Any = checkpoint(scorer, one, keys, use_reentrant=False)
+        scores: Any = checkpoint(score, one, keys, use_reentrant=False)
         if not isinstance(scores, Tensor) or scores.shape != (1, P):
             rule = f"return a tensor {[1, P]} for a query and the {P} keys of its list"
             raise invalid("scorer", rule, shape_or_type(scores), "One score for each pair.")
+        if not scores.is_floating_point():
+            raise invalid("scorer", "return floating point", scores.dtype, "Convert it with .float().")
         return scores[0]
 
     if not N:
         # with the graph and the dtype of other ranks, because a wrapper waits for the gradients of all parameters
         floats = [x for side in leaves.values() for x in side if x.is_floating_point()]
-        parameters = scorer.parameters() if isinstance(scorer, nn.Module) else ()
-        zero = sum([x.sum().to(accumulator(x.dtype)) * 0 for x in (*floats, *parameters)], first.new_zeros(()).float())
+        graph = (*floats, *scorer.parameters())
+        zero = sum([x.sum().to(accumulator(x.dtype)) * 0 for x in graph], first.new_zeros(()).float())
         return zero.expand(0, P)
-    stacked = torch.stack([scored(i) for i in range(N)])
+    with refusing_batch_norm(modules, "scorer"), refusing_state(modules, "scorer", "pairs"):
+        stacked = torch.stack([scored(i) for i in range(N)])
     return stacked.to(accumulator(stacked.dtype))

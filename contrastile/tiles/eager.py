@@ -54,7 +54,7 @@ class Eager(Tiles):
 
     def forward(self, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
         stats: list[Tensor | None] = [None, None]
-        keeps = self.backward_later or (self.backward_next and rows.own is not None)
+        keeps = self.writes_fresh_strip and (self.backward_later or (self.backward_next and rows.own is not None))
         on_cpu, pairs = self.scale.device.type == "cpu", len(rows) * len(cols)
         if keeps and on_cpu and pairs and self.strip(rows, cols, True) == len(rows):
             x, context = self._logits(rows, cols, self._room(pairs), with_graph=True)

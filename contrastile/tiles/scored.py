@@ -122,7 +122,7 @@ class Scorer:
         cls, module: nn.Module, rows: tuple[Form, list[Tensor]], cols: tuple[Form, list[Tensor]], device: torch.device
     ) -> Scorer:
         """Inspect the module by a trial on a few pairs on the device. Random states are restored."""
-        _check_module(module)
+        check_module(module)
         parameters = tuple(p for p in module.parameters() if p.requires_grad) if torch.is_grad_enabled() else ()
         for p in parameters:
             if p.is_complex():
@@ -234,7 +234,7 @@ def trial_rows(tensors: Sequence[Tensor], n: int, device: torch.device) -> Shard
     return Shard(first, others=tuple(others))
 
 
-def _check_module(module: Any) -> None:
+def check_module(module: Any) -> None:
     """Raise ValueError for what is no module, or holds one that communicates among ranks."""
     if not isinstance(module, nn.Module):
         is_class = isinstance(module, type) and issubclass(module, nn.Module)
