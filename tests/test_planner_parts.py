@@ -39,7 +39,7 @@ from contrastile.tiles.triton.budget import Budget
 from contrastile.train.image_text import ImageText
 from contrastile.train.memory import Weighed
 from contrastile.train.objective import QueryObjective, Teacher
-from contrastile.train.planned import made_up_tokenizer, plan_of, planned, towers
+from contrastile.train.planned import keys_of, made_up_tokenizer, plan_of, planned, towers
 from contrastile.train.ranks import ALONE
 from contrastile.train.recipe import load_any_recipe
 from contrastile.train.retriever.job import RetrieverJob
@@ -164,6 +164,13 @@ def test_token_vectors_in_host_memory_leave_a_strip_and_three_shards() -> None:
     assert waiting.peak < resident.peak / 2
     # statistics first, and winners with the gradients
     assert (waiting.at_once, resident.at_once) == (False, True)
+
+
+def test_a_source_without_hard_negatives_has_one_passage_for_each_question(tmp_path: Path) -> None:
+    given = write_text_recipe(tmp_path)
+    (folder := tmp_path / "beir").mkdir()
+    for words, keys in ([], 3), ([f"data.source={folder}"], 1), ([f"data.source={folder}", "data.mined=3"], 3):
+        assert keys_of(load_any_recipe(str(given), words, files=False)) == keys
 
 
 @pytest.mark.parametrize(("words", "numbers"), [((), 32 + 2 * 32), (LATE, 12 * 32 + 2 * 24 * 32)])

@@ -316,6 +316,27 @@ def passages_of(folder):
     return [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.parametrize(("line", "shown"), [
+    ("word " * 32, ("word " * 32).rstrip()), ("word " * 33, "word " * 31 + "[...]"),
+    ("字" * 161, "字" * 154 + " [...]"), ("a " + "字" * 161, "a " + "字" * 152 + " [...]"),
+])  # fmt: skip
+def test_long_lines_of_a_passage_are_cut(trained, tmp_path, capsys, line, shown):
+    index = tmp_path / "a b"
+    (tmp_path / "c.jsonl").write_text(json.dumps({"_id": "p", "text": line.strip()}), encoding="utf-8")
+    assert main(["encode", str(trained), str(tmp_path / "c.jsonl"), "--out", str(index)]) == 0
+    assert capsys.readouterr().out.endswith(f"to search them: contrastile search {trained} --index '{index}'\n")
+    assert main(["search", str(trained), "red_cat", "--index", str(index)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].strip() == shown
+
+
+@pytest.mark.parametrize("words", [["encode", "--out"], ["search", "red_cat", "--index"]])
+def test_a_path_of_no_characters_is_refused(trained, capsys, words):
+    verb, *others = words
+    assert main([verb, str(trained), *others, ""]) == 2
+    sentence = f'`{others[-1]}` must name a file or folder; got "". Leave it out for the run\'s own.\n'
+    assert capsys.readouterr().err == sentence
+
+
 def test_a_folder_of_code_is_encoded_and_searched(trained, tmp_path, capsys):
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "mod.py").write_text("def red_fox():\n    return 'house'\n\n\ndef blue_owl():\n    return 1\n")

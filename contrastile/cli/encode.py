@@ -1,11 +1,12 @@
 """`contrastile encode RUN [CORPUS]`: write the features of passages to disk, for `contrastile search`."""
 
 import argparse
+import shlex
 from contextlib import suppress
 from pathlib import Path
 
 from contrastile._errors import invalid, written_to
-from contrastile.cli.options import add_device, at_least, check_bad_rows, check_source, finished_run_on
+from contrastile.cli.options import add_device, at_least, check_bad_rows, check_source, finished_run_on, named
 from contrastile.data.files import own_folder
 from contrastile.train.folder import make_folder
 
@@ -39,6 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         remedy = "All images must be readable."
         raise invalid("--bad-rows", "be left out for a run of images and texts", arguments.bad_rows, remedy)
     check_source("corpus", arguments.corpus)
+    named("--out", arguments.out)
     out = Path(arguments.out) if arguments.out else own_folder(folder / "index")
     is_new = not out.exists()
     make_folder("--out", out)
@@ -57,5 +59,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise
     each = "" if index.kind == "single" else " for each token"
     print(f"{len(index):,} {'passages' if index[0].text else 'images'} of {index.dimensions} features{each}: {out}")
-    print(f"to search them: contrastile search {arguments.run}" + (f" --index {out}" if arguments.out else ""))
+    words = ["contrastile", "search", arguments.run, *(["--index", str(out)] if arguments.out else [])]
+    print(f"to search them: {shlex.join(words)}")
     return 0

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +77,19 @@ def check_source(name: str, path: str | None) -> None:
         raise invalid(name, "be a file or folder", f'"{path}"', "Check its path.")
 
 
+def named(name: str, path: str | None) -> None:
+    """Check that a path is not empty, as that of an unset variable is."""
+    if path == "":
+        raise invalid(name, "name a file or folder", '""', "Leave it out for the run's own.")
+
+
 def index_of(arguments: argparse.Namespace, recipe: Any) -> Path:
     """The index of --index, or the run's own; where it is missing, ValueError names the command that makes it."""
+    named("--index", arguments.index)
     index = Path(arguments.index or Path(arguments.run) / "index")
     if not (index / INDEX).is_file():
-        corpus = " FOLDER_OF_PICTURES" if recipe.kind == "image-text" else ""
-        command = f"contrastile encode {arguments.run}{corpus}" + (f" --out {index}" if arguments.index else "")
+        words = ["encode", arguments.run, *(["FOLDER_OF_PICTURES"] if recipe.kind == "image-text" else [])]
+        command = shlex.join(["contrastile", *words, *(["--out", str(index)] if arguments.index else [])])
         raise invalid("index", f"hold an {INDEX}", f'"{index}"', f"Make it first: {command}")
     return index
 

@@ -55,6 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     # mistakes in it and in the machines are found before torch is loaded
     recipe = load_any_recipe(arguments.recipe, arguments.overrides, files=False)
+    if pairs is not None and recipe.train.examples is not None:
+        got = f"{arguments.hours} beside train.examples={recipe.train.examples}"
+        raise invalid("--hours", "come without pairs for a run of known length", got, "Or train for epochs of them.")
     if arguments.gpus is not None:
         from contrastile.planner.profile import target
 

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 from pathlib import Path
 
 from contrastile.cli.options import OVERRIDES, RECIPE
@@ -39,9 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if outcome.stopped_by is not None:
         print(f"stopped after {outcome.examples:,} {outcome.unit}; what was learned is in {outcome.folder}")
-        again = f"contrastile train {outcome.folder / RECIPE} --runs {arguments.runs} --resume"
-        print(f"to go on with it: the same command with --resume, or {again}")
-        print(f"to evaluate it: contrastile evaluate {outcome.folder}")
+        again = ["contrastile", "train", str(outcome.folder / RECIPE), "--runs", arguments.runs, "--resume"]
+        print(f"to go on with it: the same command with --resume, or {shlex.join(again)}")
+        print(f"to evaluate it: {shlex.join(['contrastile', 'evaluate', str(outcome.folder)])}")
         return 128 + outcome.stopped_by
     print(outcome.table)
     print(f"report: {outcome.folder / 'report.html'}")

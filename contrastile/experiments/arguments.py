@@ -64,7 +64,7 @@ def read_ways(path: str, origin: str, overrides: Sequence[str]) -> dict[str, Any
     """Read the ways of a comparison: under `[ways]`, the overrides of the recipe at `origin` for each."""
     remedy = 'Such as clip = [] and siglip = ["loss.kind=siglip"].'
     try:
-        ways = tomllib.loads(Path(path).read_text(encoding="utf-8")).get("ways")
+        ways = tomllib.loads(Path(path).read_text(encoding="utf-8-sig")).get("ways")
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         reason = "not a text in UTF-8" if isinstance(error, UnicodeDecodeError) else f"not valid TOML: {error}"
         reason = getattr(error, "strerror", None) or reason

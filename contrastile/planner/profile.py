@@ -114,7 +114,7 @@ def known_profiles() -> dict[str, Profile]:
     profiles = {}
     for path in (*shipped, calibrated_path()):
         if path.is_file():
-            profile = Profile.of(tomllib.loads(path.read_text(encoding="utf-8")), str(path))
+            profile = Profile.of(tomllib.loads(path.read_text(encoding="utf-8-sig")), str(path))
             profiles[profile.name.lower()] = profile
     return profiles
 

@@ -14,6 +14,7 @@ import json
 import os
 import random
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -291,8 +292,9 @@ ENGINES: dict[str, Callable[[Sequence[Any]], SearchEngine]] = {
 def open_index(folder: RunFolder, index: str | Path, *, engine: str = "torch", verify: bool = False) -> Index:
     """The index of a run; raises ValueError where another run, or other weights, made it."""
     opened = Index(index, engine=engine, verify=verify)
-    kind = kind_of(load_any_recipe(folder / RECIPE, files=False))
-    remedy = f"Encode the corpus again: contrastile encode {folder.path}"
+    recipe = load_any_recipe(folder / RECIPE, files=False)
+    kind, corpus = kind_of(recipe), ["FOLDER_OF_PICTURES"] if recipe.kind == "image-text" else []
+    remedy = f"Encode the corpus again: {shlex.join(['contrastile', 'encode', str(folder.path), *corpus])}"
     if opened.kind != kind:
         raise invalid("index", f'be of the run\'s kind, "{kind}"', f'"{index}", of kind "{opened.kind}"', remedy)
     if opened.metadata["made_by"] != run_checksums(folder):

@@ -86,10 +86,16 @@ class Search:
             name = f"{passage.title} ({passage.id})" if passage.title else passage.id
             source = f"\n        {printable(passage.source)}" if passage.source else ""
             text = passage.text.splitlines()
-            body = [printable(textwrap.shorten(line, 160) if len(line) > 160 else line) for line in text[:lines]]
+            body = [printable(_shortened(line)) for line in text[:lines]]
             joined = "\n".join([*body, "…"] if len(text) > lines else body)
             blocks.append(f"{score:6.3f}  {printable(name)}{source}\n{textwrap.indent(joined, ' ' * 10)}".rstrip())
         return "\n\n".join(blocks)
+
+
+def _shortened(line: str) -> str:
+    """At most 160 characters of a line, in whole words but for longer ones."""
+    # a placeholder of its own would take the place of a long first word
+    return line if len(line) <= 160 else textwrap.shorten(line, 154, placeholder="") + " [...]"
 
 
 def open_search(

@@ -144,7 +144,7 @@ def sub_batches(recipe: Any, rows: int) -> dict[str, tuple[int, int, int]]:
 
 def keys_of(recipe: Any) -> int:
     """Keys for each query."""
-    return 1 if isinstance(recipe, Recipe) else recipe.data.positives + recipe.data.negatives
+    return 1 if isinstance(recipe, Recipe) else recipe.data.positives + recipe.data.hard_negatives
 
 
 def towers(

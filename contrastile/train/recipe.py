@@ -80,7 +80,7 @@ def read_tables(origin: str) -> dict[str, Any]:
     naming = f"a recipe is a TOML file that names its data: contrastile train RECIPE data.source={origin}"
     path = packaged if os.path.basename(origin) == origin and not os.path.exists(origin) else Path(origin)
     try:
-        return tomllib.loads((path if path.is_file() else Path(origin)).read_text(encoding="utf-8"))
+        return tomllib.loads((path if path.is_file() else Path(origin)).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         reason = "no such file"
         if "=" in origin:

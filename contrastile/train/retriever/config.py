@@ -39,9 +39,18 @@ class TextDataSettings(Settings):
     title_separator: str = " "
     cache: str = "~/.cache/contrastile"
 
+    @property
+    def _is_folder(self) -> bool:
+        return self.source != TO_BE_GIVEN and Path(self.source).expanduser().is_dir()
+
+    @property
+    def hard_negatives(self) -> int:
+        """Hard negatives of each question: none of a source that has none, unless they are mined."""
+        none = self.mined == 0 and (self.source == "docstrings" or self._is_folder)
+        return 0 if none else self.negatives
+
     def unused(self) -> Iterable[Unused]:
-        docstrings = self.source == "docstrings"
-        folder = self.source != TO_BE_GIVEN and Path(self.source).expanduser().is_dir()
+        docstrings, folder = self.source == "docstrings", self._is_folder
         # with passages and held-out questions of its own, and no hard negatives
         complete = docstrings or folder
         yield Unused(not docstrings, "packages", ("source",))
@@ -50,7 +59,7 @@ class TextDataSettings(Settings):
         yield Unused(self.test is not None, "held_out", ("test",), "leave either out")
         yield Unused(folder, "held_out", ("source",), "leave it out: the folder says what is held out")
         yield Unused(self.mined > 0 and self.negatives == 0, "mined", ("negatives",))
-        none = self.negatives > 0 and self.mined == 0 and complete
+        none = self.negatives > self.hard_negatives
         remedy = "leave it out, or have some mined: this source has none"
         yield Unused(none, "negatives", ("mined", "source"), remedy)
 

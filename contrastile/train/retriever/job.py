@@ -322,7 +322,7 @@ class RetrieverJob(Task[TextBatch]):
 
             return bytes_per_example(forward, sub_batch.at_once(side, max(int(store.lengths[median]), 1)))
 
-        passages = run.recipe.data.positives + run.recipe.data.negatives
+        passages = run.recipe.data.positives + run.recipe.data.hard_negatives
         total = measured("query", materials.queries) + measured("passage", materials.passages) * passages
         return total, sub_batch.at_once("query", run.recipe.model.tokenizer.query_length)
 
