@@ -45,10 +45,13 @@ def listed_scores(scorer: nn.Module, query: Any, key: Any, lists: Tensor | None)
         raise invalid("key", "have a list for each `query`", f"{len(first)} and {N}", "Or pass `lists`.")
     if lists is not None and N and not len(first):
         raise invalid("key", "have a row or more for `lists`", f"shape {list(first.shape)}", "Pass the listed keys.")
-    check_module(scorer)
-    P, modules = (first if lists is None else lists).shape[1], list(scorer.modules())
+    function = callable(scorer) and not isinstance(scorer, (nn.Module, type))
+    if not function:
+        check_module(scorer)
+    P, modules = (first if lists is None else lists).shape[1], [] if function else list(scorer.modules())
+    parameters, buffers = ([], []) if function else (list(scorer.parameters()), list(scorer.buffers()))
     training = [one.training for one in modules]
-    constants = [x for x in (*scorer.parameters(), *scorer.buffers()) if not x.is_inference()]
+    constants = [x for x in (*parameters, *buffers) if not x.is_inference()]
     versions = [x._version for x in constants]
 
     def picked(side: Any, rows: Any) -> Any:
@@ -76,7 +79,7 @@ def listed_scores(scorer: nn.Module, query: Any, key: Any, lists: Tensor | None)
     if not N:
         # with the graph and the dtype of other ranks, because a wrapper waits for the gradients of all parameters
         floats = [x for side in leaves.values() for x in side if x.is_floating_point()]
-        graph = (*floats, *scorer.parameters())
+        graph = (*floats, *parameters)
         zero = sum([x.sum().to(accumulator(x.dtype)) * 0 for x in graph], first.new_zeros(()).float())
         return zero.expand(0, P)
     with refusing_batch_norm(modules, "scorer"), refusing_state(modules, "scorer", "pairs"):

@@ -58,7 +58,7 @@ class Eager(Tiles):
         on_cpu, pairs = self.scale.device.type == "cpu", len(rows) * len(cols)
         if keeps and on_cpu and pairs and self.strip(rows, cols, True) == len(rows):
             x, context = self._logits(rows, cols, self._room(pairs), with_graph=True)
-            tile = self._tile(x, rows, cols, context, direct=rows.own is None)
+            tile = self._tile(x, rows, cols, context, by_label=rows.own is None and rows.labels is not None)
             direct = self._direct(tile, whole=True) if rows.own is None else None
             self.kept = direct or tile, context
             # losses in the place of statistics: of one block nothing is merged, and `finish` reads the direct loss
@@ -124,7 +124,7 @@ class Eager(Tiles):
         room = self._room(height * len(cols))
         for along, strip in self._tiles(rows, height):
             x, context = self._logits(strip, cols, room, with_graph=wanted)
-            tile = self._tile(x, strip, cols, context, direct=True)
+            tile = self._tile(x, strip, cols, context, by_label=strip.labels is not None)
             u_I, direct = None if u is None else u[along], self._direct(tile, whole=self.fresh)
             if mean and direct is not None:
                 # with one number for all coefficients: small batches take a fifth longer with those of each row
@@ -272,12 +272,12 @@ class Eager(Tiles):
         """Bytes of a tile's operands in another dtype: features of one side at a time, on a CPU."""
         return max(I, J) * D * accumulator(dtype).itemsize if dtype != accumulator(dtype) else 0
 
-    def _tile(self, x: Tensor, rows: Shard, cols: Shard, context: Any, *, direct: bool = False) -> Tile:
-        """The tile of the logits x, to which the bias is added in place; direct: the loss may be computed directly."""
+    def _tile(self, x: Tensor, rows: Shard, cols: Shard, context: Any, *, by_label: bool = False) -> Tile:
+        """The tile of the logits x, to which the bias is added in place; by_label: few labels have a direct loss."""
         if self.bias is not None:
             x += self.bias
         bounds, loss = bounds_of(x), self.loss
-        labels = few_labels(loss, rows, cols, bounds) if direct and type(loss) is Softmax else None
+        labels = few_labels(loss, rows, cols, bounds) if by_label and type(loss) is Softmax else None
         marked = rows if labels is None else changed(rows, labels=None)
         positive, excluded = mark(marked, cols, exclude_self=loss.exclude_self)
         if excluded is not None:

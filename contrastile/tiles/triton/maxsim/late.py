@@ -187,9 +187,9 @@ class FusedMaxSim(Scored):
         # the kernels scale what they load
         return scores if self._epilogue else scores * self.scale, (scores, block)
 
-    def _tile(self, x: Tensor, rows: Shard, cols: Shard, context: Any, *, direct: bool = False) -> Tile:
+    def _tile(self, x: Tensor, rows: Shard, cols: Shard, context: Any, *, by_label: bool = False) -> Tile:
         # the kernels find positives and excluded pairs themselves
-        return Tile(x, None, None, None) if self._epilogue else super()._tile(x, rows, cols, context, direct=direct)
+        return Tile(x, None, None, None) if self._epilogue else super()._tile(x, rows, cols, context, by_label=by_label)
 
     def _stats(self, tile: Tile, rows: Shard, cols: Shard, *, keep: bool = False) -> Sequence[Tensor]:
         epilogue = self._epilogue
