@@ -19,7 +19,7 @@ from contrastile.losses.softmax import Softmax
 LABELS = torch.tensor([7, -3, 7, 0, -3, 0, 7, -3, 0, 0, 7, 7, -3])
 # one of 32 labels is few
 COPIES = 9
-DIRECTIONS = pytest.mark.parametrize(
+LOSSES = pytest.mark.parametrize(
     "loss",
     [
         Softmax(), Softmax(symmetric=True), Softmax(exclude_self=True), Softmax(symmetric=True, label_smoothing=0.2),
@@ -48,7 +48,7 @@ def _plain(loss: Softmax, x: Tensor, labels: Tensor) -> Tensor:
     return torch.stack(of_sides).mean(0)
 
 
-@DIRECTIONS
+@LOSSES
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_few_labels_give_the_plain_formulas_loss_and_gradients(loss: Softmax, reduction: Any) -> None:
     q, k, labels = _sides(torch.float64)
@@ -79,7 +79,7 @@ def test_an_example_may_have_another_label_as_a_key() -> None:
     assert distance(found, -(targets * log_p).sum(1)) <= 1e-12
 
 
-@DIRECTIONS
+@LOSSES
 def test_gradients_of_like_features_are_no_further_from_0_than_twice_the_plain_formulas(loss: Softmax) -> None:
     _, _, labels = _sides(torch.float32)
     q = F.normalize(torch.randn(1, 5), dim=-1).expand(len(labels), -1)

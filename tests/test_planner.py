@@ -506,7 +506,7 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(tmp_path: Path, capsys
     (["RECIPE", "--gpus", "H100", "--batch", "4k", "--hours"],
      "`--hours` must come with a batch of at most the run's 480 pairs; got 4,096. Such as --batch 480."),
     (["RECIPE", "--gpus", "H100", "--hours", "280M"],
-     "`--hours` must come without pairs for a run of known length; got 280M beside train.examples=480. "
+     "`--hours` must be left out for a run of known length; got 293,601,280 beside train.examples=480. "
      "Or train for epochs of them."),
     (["RECIPE", "--gpus", "9xT4-1GB", "--largest"],
      "`--gpus` must have room for weights, gradients, optimizer and one pair; got 0.1 GiB of them, and room for "

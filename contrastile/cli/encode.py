@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from contrastile._errors import invalid, written_to
-from contrastile.cli.options import add_device, at_least, check_bad_rows, check_source, finished_run_on, named
+from contrastile.cli.options import add_device, at_least, check_bad_rows, check_path, check_source, finished_run_on
 from contrastile.data.files import own_folder
 from contrastile.train.folder import make_folder
 
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         remedy = "All images must be readable."
         raise invalid("--bad-rows", "be left out for a run of images and texts", arguments.bad_rows, remedy)
     check_source("corpus", arguments.corpus)
-    named("--out", arguments.out)
+    check_path("--out", arguments.out)
     out = Path(arguments.out) if arguments.out else own_folder(folder / "index")
     is_new = not out.exists()
     make_folder("--out", out)

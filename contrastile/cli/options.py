@@ -77,7 +77,7 @@ def check_source(name: str, path: str | None) -> None:
         raise invalid(name, "be a file or folder", f'"{path}"', "Check its path.")
 
 
-def named(name: str, path: str | None) -> None:
+def check_path(name: str, path: str | None) -> None:
     """Check that a path is not empty, as that of an unset variable is."""
     if path == "":
         raise invalid(name, "name a file or folder", '""', "Leave it out for the run's own.")
@@ -85,7 +85,7 @@ def named(name: str, path: str | None) -> None:
 
 def index_of(arguments: argparse.Namespace, recipe: Any) -> Path:
     """The index of --index, or the run's own; where it is missing, ValueError names the command that makes it."""
-    named("--index", arguments.index)
+    check_path("--index", arguments.index)
     index = Path(arguments.index or Path(arguments.run) / "index")
     if not (index / INDEX).is_file():
         words = ["encode", arguments.run, *(["FOLDER_OF_PICTURES"] if recipe.kind == "image-text" else [])]

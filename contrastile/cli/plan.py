@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from contrastile._errors import invalid
+from contrastile._errors import invalid, renamed
 from contrastile.cli.options import OVERRIDES, RECIPE, number
 from contrastile.train.log import quantity, size
 
@@ -55,9 +55,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     # mistakes in it and in the machines are found before torch is loaded
     recipe = load_any_recipe(arguments.recipe, arguments.overrides, files=False)
-    if pairs is not None and recipe.train.examples is not None:
-        got = f"{arguments.hours} beside train.examples={recipe.train.examples}"
-        raise invalid("--hours", "come without pairs for a run of known length", got, "Or train for epochs of them.")
     if arguments.gpus is not None:
         from contrastile.planner.profile import target
 
@@ -65,7 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     from contrastile.train.plan import plan
 
-    planned = plan(recipe, gpus=arguments.gpus, batch=batch, pairs=pairs)
+    with renamed(pairs="--hours"):
+        planned = plan(recipe, gpus=arguments.gpus, batch=batch, pairs=pairs)
     if arguments.largest:
         planned = planned.at_largest()
     if arguments.hours is not None and planned.run_seconds is None:

@@ -79,6 +79,9 @@ def planned(
         batch = whole_number("batch", batch, machines.ranks, "Such as 65536.", rule=rule)
     if pairs is not None:
         pairs = whole_number("pairs", pairs, 1, "Leave it out for the recipe's own.")
+        if settings.train.examples is not None and settings.train.epoch_steps is None:
+            got = f"{pairs:,} beside train.examples={settings.train.examples}"
+            raise invalid("pairs", "be left out for a run of known length", got, "Or train for epochs of them.")
         # the batches of the training, which may be smaller where pairs are few
         settings = settings.model_copy(update={"train": settings.train.fitted(pairs)})
     largest = max(size for _, size in settings.train.batch)
