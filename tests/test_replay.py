@@ -222,15 +222,21 @@ def test_keys_of_each_query_are_replayed(loss: partial[Any], given: tuple[str, .
 
 
 @pytest.mark.usefixtures("_played")
-def test_constant_negatives_are_replayed() -> None:
-    loss, plain = InfoNCELoss(), InfoNCELoss(reduction="none")
-    for _ in range(4):
-        leaves = [x.requires_grad_() for x in torch.randn(2, 12, 5, dtype=torch.float64)]
-        negatives = torch.randn(7, 5, dtype=torch.float64)
-        values = loss(*leaves, 0.7, negatives=negatives), plain(*leaves, 0.7, negatives=negatives).mean()
-        for x, y in zip(*(torch.autograd.grad(3 * value, leaves) for value in values), strict=True):
+@pytest.mark.parametrize("trained", ["qk", "q"])
+def test_constant_negatives_are_replayed_from_where_they_are(trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queue's keys are not joined with those of the step once the call is replayed."""
+    loss, plain, joins = InfoNCELoss(), InfoNCELoss(reduction="none"), []
+    monkeypatch.setattr(plan, "joined", lambda tensors: (joins.append(tensors), torch.cat(tensors))[1])
+    for _ in range(5):
+        q, k = (x.requires_grad_(name in trained) for name, x in zip("qk", torch.randn(2, 12, 5).double(), strict=True))
+        leaves, ids = [x for x in (q, k) if x.requires_grad], torch.arange(19) // 2
+        given = {"negatives": torch.randn(7, 5).double(), "query_ids": ids[:12], "key_ids": ids}
+        truth, before = plain(q, k, 0.7, **given).mean(), len(joins)
+        value = loss(q, k, 0.7, **given)
+        for x, y in zip(*(torch.autograd.grad(3 * each, leaves) for each in (value, truth)), strict=True):
             assert distance(x, y) <= 1e-12
     assert len(CAPTURED) == 1
+    assert len(joins) == before
 
 
 @pytest.mark.usefixtures("_played")

@@ -78,14 +78,14 @@ def traceable(arguments: Arguments) -> bool:
 
 
 def constant_negatives(arguments: Arguments) -> int:
-    """The number of shared negatives that get no gradient, such as a queue's keys, behind keys that get one.
+    """The number of shared negatives that get no gradient, such as a queue's keys.
 
     Of one process: an exchange of several ranks keeps sums for all columns. The scale's gradient is read off the sums
     of the queries, or off those of all columns.
     """
-    q, k, negatives = arguments.q, arguments.k, arguments.negatives
+    q, negatives = arguments.q, arguments.negatives
     plain = arguments.scorer is None and arguments.own is None and arguments.query_labels is None
-    if not plain or negatives is None or negatives.requires_grad or not k.requires_grad:
+    if not plain or negatives is None or negatives.requires_grad:
         return 0
     return len(negatives) if q.requires_grad or not getattr(arguments.scale, "requires_grad", False) else 0
 

@@ -126,6 +126,14 @@ def features_of(call: Call | Problem) -> list[Tensor]:
     return [*call.rows.leaves, *call.cols.leaves, *([] if own is None else [own])]
 
 
+def _apart(call: Call, features: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The features with constant keys, such as a queue's, apart: they are copied from where they are, unjoined."""
+    if not call.constant_cols:
+        return features
+    q, k = features
+    return q, k[: -call.constant_cols], k[-call.constant_cols :]
+
+
 def _refilled(call: Call, features: Sequence[Tensor], labels: Sequence[Tensor]) -> Call:
     """The call with these features and labels, in the order of `features_of` and `_labels`."""
     following = iter(labels)
@@ -165,7 +173,7 @@ class Graph:
 
         shapes = [x.shape for x in features_of(call)]
         call = _padded(call)
-        users, labels, q = features_of(call), _labels(call), call.rows.features
+        users, labels, q = _apart(call, features_of(call)), _labels(call), call.rows.features
         self.device, self.wide, self.exchange, self.dtype = call.device, call.plan.wide, call.exchange, q.dtype
         # one for each graph: ranks wait for each other in a replay, possibly for that of another thread
         self.lock = threading.Lock()
@@ -176,7 +184,7 @@ class Graph:
         # scale and bias in the accumulator's dtype, all others with the strides of a clone
         numbers = [x for x in inputs[:2] if x is not None]
         scale, *others = (torch.empty_like(x, dtype=self.wide) for x in numbers)
-        features, own_labels = ([torch.empty_like(x) for x in tensors] for tensors in (users, labels))
+        features, own_labels = ([torch.empty_like(x) for x in tensors] for tensors in (features_of(call), labels))
         own_call = _refilled(call, features, own_labels)
         if call.cols.labels is call.rows.labels:
             # one tensor for both sides, in every call of this plan
@@ -184,9 +192,10 @@ class Graph:
         # norms are those of two contiguous sides of one width, whose vectors are compared only with each other
         measured = call.scorer is None and ranks == 1 and all(x.is_contiguous() for x in features[:2])
         measured = measured and features[0].shape[1] == features[1].shape[1]
-        self.fill = Filling([*features, scale, *others, *own_labels], 2 * measured)
-        # of scale, bias and all other inputs
-        self.shapes = (None, None, *[x.shape for x in features])
+        sides, targets = 3 if call.constant_cols else 2, _apart(call, features)
+        self.fill = Filling([*targets, scale, *others, *own_labels], sides * measured)
+        # of scale, bias and all other inputs, where texts are padded
+        self.shapes = (None, None, *[x.shape if call.scorer is not None else None for x in features])
         # scale and bias that were passed as Python numbers
         self.numbers: dict[float, Tensor] = {}
         # a reference to the sums of the latest call, alive until its backward
@@ -374,7 +383,7 @@ def _captured(
 
 def graph_inputs(call: Call, scale: Tensor, bias: Tensor | None) -> list[Tensor]:
     """The tensors of a call in the order in which its graph reads them."""
-    return [*features_of(call), *([scale] if bias is None else [scale, bias]), *_labels(call)]
+    return [*_apart(call, features_of(call)), *([scale] if bias is None else [scale, bias]), *_labels(call)]
 
 
 def graph_for(call: Call, inputs: Sequence[Tensor | None] | None = None) -> Graph | None:

@@ -86,8 +86,10 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
         return _checked(arguments, plan, exact, key, alone=alone)
     graph = graph_for(template) if plan.replayed and plan.of_rows is None else None
     if graph is not None:
-        leaves = _leaves(template, arguments)
-        of_graph = _graph_inputs(template, arguments, leaves)
+        # constant keys are copied from where they are
+        apart = (arguments.negatives,) if template.constant_cols else ()
+        leaves = (q, k) if apart else _leaves(template, arguments)
+        of_graph = _graph_inputs(template, arguments, (*leaves, *apart))
         if not plan.wants:
             # an autograd function takes as long as the replay
             return graph.loss, (of_graph,)

@@ -12,6 +12,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from contrastile._torch import backward_is_repeatable
 from contrastile._types import Reduction, accumulator
@@ -336,7 +337,7 @@ class Tiles(ABC):
         dq = self.scaled(u, of_q, upstream, keep=keep) if want_q and u is not None else None
         dk = self.scaled(v, of_k, upstream, keep=keep) if want_k and v is not None else None
         if dk is not None and self.constant_cols:
-            dk = torch.cat([dk, dk.new_zeros(self.constant_cols, dk.shape[1])])
+            dk = pad(dk, (0, 0, 0, self.constant_cols))
         return [dscale, dbias, dq, dk]
 
     def pair_sums(

@@ -30,8 +30,8 @@ BLOCK = 128
 # rows of one program that merges the sums of tiles, and tiles added at once: few rows are shared by more programs
 FEW = 4096
 MERGED, MERGED_FEW = (128, 16), (16, 128)
-# rows of one program that reads features, `BLOCK` features at a time
-ROWS = 16
+# rows of one program that reads features, `BLOCK` features at a time; those of one that splits them, and its warps
+ROWS, SPLIT_ROWS, SPLIT_WARPS = 16, 8, 8
 # a logit in powers of 2 that norms allow, above which the shift is estimated from some pairs; those pairs, and their
 # features that are read at once
 FAR, PAIRS, COLS = 160.0, 512, 16
@@ -65,9 +65,9 @@ def operand(x: Tensor, order: Tensor | None = None) -> Operand:
     dtype = torch.bfloat16 if x.dtype == torch.float32 else x.dtype
     data = torch.empty(n, parts * width, dtype=dtype, device=x.device)
     run(
-        reductions.split_features, (tiles_of(n, ROWS), tiles_of(width, BLOCK)), x_ptr=x, out_ptr=data, n=n, D=D,
-        order_ptr=x if order is None else order, row_stride=x.stride(0), feature_stride=x.stride(1), width=width,
-        PARTS=parts, ORDERED=order is not None, ROWS=ROWS, BLOCK=BLOCK,
+        reductions.split_features, (tiles_of(n, SPLIT_ROWS),), x_ptr=x, out_ptr=data, n=n, D=D, width=width,
+        order_ptr=x if order is None else order, row_stride=x.stride(0), feature_stride=x.stride(1), PARTS=parts,
+        ORDERED=order is not None, ROWS=SPLIT_ROWS, BLOCK=BLOCK, warps=SPLIT_WARPS,
     )  # fmt: skip
     return Operand(data, width, parts)
 

@@ -69,21 +69,22 @@ def split_features(x_ptr, out_ptr, order_ptr, n, D, row_stride, feature_stride, 
     ORDERED: the rows order[0], order[1], ... of x.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = rows.to(tl.int64)
     if ORDERED:
         source = tl.load(order_ptr + rows, mask=rows < n, other=0)
-    x = load_rows(x_ptr, source, tl.program_id(1) * BLOCK, D, row_stride, feature_stride, rows < n, BLOCK)
-    out = rows.to(tl.int64)[:, None] * (PARTS * width) + cols[None, :]
-    within = (rows < n)[:, None] & (cols < width)[None, :]
     if PARTS == 3:
         steps = steps_of_rows(x_ptr, source, D, row_stride, feature_stride, rows < n, ROWS, BLOCK)[:, None]
-    for part in tl.static_range(PARTS):
-        piece = x.to(out_ptr.dtype.element_ty)
-        if part == 0 and PARTS == 3:
-            piece = ((x + steps) - steps).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + out + part * width, piece, mask=within)
-        x = x - piece.to(tl.float32)
+    for first in range(0, width, BLOCK):
+        cols = first + tl.arange(0, BLOCK)
+        x = load_rows(x_ptr, source, first, D, row_stride, feature_stride, rows < n, BLOCK)
+        out = rows.to(tl.int64)[:, None] * (PARTS * width) + cols[None, :]
+        within = (rows < n)[:, None] & (cols < width)[None, :]
+        for part in tl.static_range(PARTS):
+            piece = x.to(out_ptr.dtype.element_ty)
+            if part == 0 and PARTS == 3:
+                piece = ((x + steps) - steps).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + out + part * width, piece, mask=within)
+            x = x - piece.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=ANY)
