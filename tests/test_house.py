@@ -128,7 +128,7 @@ def test_the_root_holds_ten_files_at_most() -> None:
 
 # imports allowed between neighbours in a drawer: its base, and the general case of others; kernels fill several files
 SHARED = {
-    "losses": {"base", "softmax", "sigmoid"},
+    "losses": {"base", "pairs", "softmax", "sigmoid"},
     "tiles": {"base", "eager", "scored"},
     "exchange": {"base", "gather", "ring"},
 }

@@ -144,8 +144,7 @@ class Diagonal:
         return slice(first, stop), slice(first + self.offset, stop + self.offset)
 
 
-# pairs of a tile: a diagonal, a mask [I, J], or row and column of each pair
-Where = Diagonal | Tensor | tuple[Tensor, Tensor]
+Where = Diagonal | Tensor | tuple[Tensor, Tensor]  # pairs of a tile; a mask [I, J], or row and column of each
 
 
 def fill(x: Tensor, where: Where | None, value: Tensor | float) -> Tensor:
@@ -281,6 +280,7 @@ class Direct(NamedTuple):
     results: list[Finished]  # of each direction
     # ∂loss/∂x [I, J] from ∂loss/∂losses [K, n], or one number; True leaves what it reads for another call
     pair_grad: Callable[[Tensor | float, bool], Tensor]
+    every: bool = True  # each row has a loss
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from contrastile._errors import number
-from contrastile.losses.base import Finished, Formula, Total, divisor
+from contrastile.losses.base import Direct, Finished, Formula, Tile, Total, divisor
+from contrastile.losses.pairs import direct_by_pairs
 from contrastile.losses.softmax import Softmax, SoftmaxState, SoftmaxStats, finite
 
 
@@ -36,6 +37,9 @@ class Decoupled(Softmax):
 
     formula = Formula("exponential", denominator="negatives")
     unsmoothed = "the decoupled loss", "Leave it out, or take the softmax loss."
+
+    def direct(self, tile: Tile) -> Direct | None:
+        return direct_by_pairs(self, tile) if type(self) is Decoupled else None
 
     def finish(self, stats: Tensor) -> Finished:
         return self._finished(stats, None)

@@ -22,13 +22,13 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile._errors import SMOOTHING, number
-from contrastile.losses.base import FEW, SPREAD, Diagonal, Direct, Finished, Formula, PairLoss, Shard, Tile, fill
+from contrastile.losses.base import SPREAD, Diagonal, Direct, Finished, Formula, PairLoss, Shard, Tile, fill
+from contrastile.losses.pairs import MOST, direct_by_pairs, few_pairs
 
 
 class SoftmaxStats(NamedTuple):
@@ -131,8 +131,8 @@ class Softmax(PairLoss):
                 _exponential_sum(x, dim, named.top, named.total, use_up=last)
             if self.label_smoothing:
                 # −∞ are the positives alone where nothing is excluded
-                listed = tile.positive if isinstance(tile.positive, Diagonal) and tile.excluded is None else None
-                _logit_sum(x, dim, named.top, named.logit_sum, named.logit_count, listed)
+                alone = tile.positive if isinstance(tile.positive, Diagonal) and tile.excluded is None else None
+                _logit_sum(x, dim, named.top, named.logit_sum, named.logit_count, alone)
         return tuple(stats)
 
     def merge(self, a: Tensor, b: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ class Softmax(PairLoss):
             on_diagonal = self._positive_grad(positive.of(x), self._directions(rows, cols, along[:1], along[1:]))
             grad = self._negative_grad(tile, directions)
             positive.of(grad).copy_(on_diagonal)
-        elif positive is not None and (pairs := _few(positive)) is not None:
+        elif positive is not None and (pairs := few_pairs(positive)) is not None:
             at_positive = self._positive_grad(x[pairs], self._directions(rows, cols, pairs[:1], pairs[1:]))
             grad = fill(self._negative_grad(tile, directions), pairs, at_positive)
         elif positive is not None:
@@ -206,8 +206,10 @@ class Softmax(PairLoss):
         if bounds is None or not all(map(math.isfinite, bounds)) or (smoothing and tile.excluded is not None):
             return None
         close = bounds[1] - bounds[0] <= SPREAD
-        pairs = _one_each(where) if isinstance(where, Tensor) and not self.symmetric else where
-        if pairs is None or isinstance(pairs, Tensor) or (self.symmetric and not close):
+        pairs = few_pairs(where, MOST) if isinstance(where, Tensor) else where
+        if not (isinstance(pairs, Diagonal) or (pairs is not None and not self.symmetric and _one_each(pairs, len(x)))):
+            return None if smoothing or pairs is None else direct_by_pairs(self, tile, pairs)
+        if self.symmetric and not close:
             return None
         positive = (pairs.of(x) if isinstance(pairs, Diagonal) else x[pairs]).clone()
         fill(x, pairs, -torch.inf)
@@ -312,6 +314,9 @@ class SoftmaxInside(Softmax):
     formula = Formula("exponential", denominator="all", inside=True)
     unsmoothed = "the mean inside", "Leave it out, or take the softmax loss."
 
+    def direct(self, tile: Tile) -> Direct | None:
+        return direct_by_pairs(self, tile) if type(self) is SoftmaxInside else None
+
     def finish(self, stats: Tensor) -> Finished:
         named, whole = SoftmaxStats(*stats), super().finish(stats)
         gap = (named.top - named.positive_top) + (named.total.log() - named.positive_total.log())
@@ -334,7 +339,7 @@ def _absorb_positives(x: Tensor, positive: Diagonal | Tensor, dim: int, named: S
         named.positive_top[along] = positive.of(x)
         named.positive_total[along].fill_(1.0)
         named.positive_count[along].fill_(1.0)
-    elif (pairs := _few(positive)) is not None:
+    elif (pairs := few_pairs(positive)) is not None:
         x = x[pairs]
         counted = x != -torch.inf
         x, of_row = x[counted], pairs[1 - dim][counted]
@@ -349,22 +354,9 @@ def _absorb_positives(x: Tensor, positive: Diagonal | Tensor, dim: int, named: S
         _logit_sum(x, dim, named.positive_top, named.positive_sum, named.positive_count)
 
 
-def _few(positive: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Row and column of each positive; None if they are many, or on a device, where a count would wait."""
-    if positive.device.type != "cpu":
-        return None
-    # in NumPy, which takes a sixth of the time of torch's `nonzero`
-    marks = positive.contiguous().numpy()
-    if np.count_nonzero(marks) > FEW * marks.size:
-        return None
-    row, column = np.divmod(np.flatnonzero(marks), positive.shape[1])
-    return torch.from_numpy(row), torch.from_numpy(column)
-
-
-def _one_each(positive: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Row and column of each positive where every row has one; else None."""
-    pairs = _few(positive)
-    return pairs if pairs is not None and torch.equal(pairs[0], torch.arange(len(positive))) else None
+def _one_each(pairs: tuple[Tensor, Tensor], n: int) -> bool:
+    """True if each of n rows has one of these pairs."""
+    return len(pairs[0]) == n and torch.equal(pairs[0], torch.arange(n))
 
 
 def finite(top: Tensor) -> Tensor:

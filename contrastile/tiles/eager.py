@@ -126,7 +126,7 @@ class Eager(Tiles):
             x, context = self._logits(strip, cols, room, with_graph=wanted)
             tile = self._tile(x, strip, cols, context, by_label=strip.labels is not None)
             u_I, direct = None if u is None else u[along], self._direct(tile, whole=self.fresh)
-            if mean and direct is not None:
+            if mean and direct is not None and direct.every:
                 # with one number for all coefficients: small batches take a fifth longer with those of each row
                 share = 1 / (len(direct.results) * len(rows))
                 if wanted:
