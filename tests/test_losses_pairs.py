@@ -14,6 +14,7 @@ from contrastile import contrast
 from contrastile.losses import pairs
 from contrastile.losses.base import Shard, Tile, mark
 from contrastile.losses.decoupled import Decoupled
+from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax, SoftmaxInside
 
 # 0 to 3 and those above 8 appear once
@@ -123,6 +124,24 @@ def test_a_loss_near_0_keeps_its_digits() -> None:
     (gradient,) = torch.autograd.grad(value[0], leaf)
     assert distance(gradient[0, 1], torch.exp(torch.tensor(-30.0, dtype=torch.float64))) <= 1e-5
     assert distance(gradient[0, 0], -8 * torch.exp(torch.tensor(-30.0, dtype=torch.float64))) <= 1e-5
+
+
+@pytest.mark.parametrize(("bias", "direct"), [(-9.0, True), (-80.0, False)])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_sigmoid_loss_of_labels(bias: float, direct: bool, reduction: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Far logits have no exponential of their own."""
+    if direct and reduction == "mean":
+        monkeypatch.setattr(Sigmoid, "absorb", None)
+    q, k = _sides(torch.float64)
+    numbers = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (9.0, bias))
+    leaves = [q.requires_grad_(), k.requires_grad_(), *numbers]
+    given = {"query_labels": LABELS, "key_labels": LABELS, "loss": Sigmoid(), "reduction": reduction}
+    value = contrast(q, k, scale=leaves[2], bias=leaves[3], **given)
+    signs = 2.0 * (LABELS[:, None] == LABELS) - 1.0
+    truth = -F.logsigmoid(signs * (leaves[2] * q @ k.T + leaves[3])).sum() / (len(q) if reduction == "mean" else 1)
+    assert distance(value.detach(), truth.detach()) <= 1e-12
+    for one, exact in zip(*(torch.autograd.grad(x, leaves) for x in (value, truth)), strict=True):
+        assert distance(one, exact) <= 1e-12
 
 
 def test_masks_are_read_where_lists_do_not_do() -> None:

@@ -62,30 +62,37 @@ class Sigmoid(PairLoss):
         return torch.zeros(1, n, dtype=dtype, device=device)
 
     def absorb(self, tile: Tile) -> tuple[Tensor, ...]:
-        losses = torch.logaddexp(tile.x, tile.x.new_zeros(()))
-        if isinstance(tile.positive, Diagonal):
-            at_positive = tile.positive.of(tile.x)
-            tile.positive.of(losses).copy_(torch.logaddexp(-at_positive, at_positive.new_zeros(())))
-        elif tile.positive is not None:
-            losses = torch.logaddexp(torch.where(tile.positive, -tile.x, tile.x), tile.x.new_zeros(()))
+        x, positive = tile.x, tile.positive
+        losses = torch.logaddexp(torch.where(positive, -x, x) if isinstance(positive, Tensor) else x, x.new_zeros(()))
+        if isinstance(positive, Diagonal):
+            positive.of(losses).copy_(torch.logaddexp(-positive.of(x), x.new_zeros(())))
         return (losses.sum(1)[None],)
 
     def direct(self, tile: Tile) -> Direct | None:
-        x, positive = tile.x, tile.positive
-        if type(self) is not Sigmoid or not isinstance(positive, Diagonal) or tile.bounds is None:
+        x, positive, bounds = tile.x, tile.positive, tile.bounds
+        if type(self) is not Sigmoid or bounds is None or not -torch.inf < bounds[0] <= bounds[1] <= SPREAD:
             return None
-        if not -torch.inf < tile.bounds[0] <= tile.bounds[1] <= SPREAD:
-            return None
-        at_positive, exponential = -positive.of(x), x.exp_()
+        at_positive = -positive.of(x) if isinstance(positive, Diagonal) else x
+        sign = None
+        if isinstance(positive, Tensor):
+            if bounds[0] < -SPREAD:
+                return None
+            sign = torch.ones_like(x).masked_fill_(positive, -1.0)
+            x.mul_(sign)
+        exponential = x.exp_()
         losses = exponential.log1p()
-        positive.of(losses).copy_(torch.logaddexp(at_positive, x.new_zeros(())))
+        if isinstance(positive, Diagonal):
+            positive.of(losses).copy_(torch.logaddexp(at_positive, x.new_zeros(())))
         end = self.finish(losses.sum(1)[None])
 
         def pair_grad(coefficients: Tensor | float, keep: bool) -> Tensor:
             # in the memory of the losses
             above = torch.add(exponential, 1, out=losses)
             grad = torch.div(exponential, above, out=above if keep else exponential)
-            positive.of(grad).copy_(torch.sigmoid(at_positive).neg_())
+            if isinstance(positive, Diagonal):
+                positive.of(grad).copy_(torch.sigmoid(at_positive).neg_())
+            elif sign is not None:
+                grad.mul_(sign)
             return grad.mul_(coefficients.T if isinstance(coefficients, Tensor) else coefficients)
 
         return Direct([end], pair_grad)
