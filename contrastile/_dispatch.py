@@ -30,7 +30,8 @@ from contrastile.losses.base import PairLoss, Shard
 from contrastile.offload import default_workspace, known_device
 from contrastile.scorers import MaxSim
 from contrastile.tiles.base import Tiles
-from contrastile.tiles.eager import Dense, Eager, of_dtype
+from contrastile.tiles.bfloat import of_dtype
+from contrastile.tiles.eager import Dense, Eager
 from contrastile.tiles.scored import Scorer
 
 logger = logging.getLogger("contrastile")

@@ -11,7 +11,7 @@ from torch import Tensor
 from contrastile import contrast
 from contrastile.engine import plan
 from contrastile.losses import Softmax
-from contrastile.tiles import eager
+from contrastile.tiles import bfloat, eager
 
 # in float64 this cuts tiles of 161 rows, so that the larger shapes have several, and uneven ones
 WORKSPACE = 2**20
@@ -52,7 +52,7 @@ def test_no_further_from_float64_than_twice_the_dense_formula(name: str, scale: 
 @pytest.fixture(params=[False, True], ids=["float32 products", "bf16 products"])
 def with_bf16_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Tiles of CPUs with and without instructions for bf16, whichever this one is."""
-    monkeypatch.setattr(eager, "fast_bf16", request.param)
+    monkeypatch.setattr(bfloat, "fast_bf16", request.param)
     monkeypatch.setattr(plan, "_plans", {})
     return bool(request.param)
 
@@ -185,7 +185,7 @@ def test_the_size_of_tiles_changes_nothing(name: str, scale: float, backend: str
 def test_options_of_one_tile_are_exact_and_their_backward_runs_again(
     reduction: str, listed: bool, scale: float, dtype: torch.dtype, N: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eager, "fast_bf16", True)
+    monkeypatch.setattr(bfloat, "fast_bf16", True)
     monkeypatch.setattr(plan, "_plans", {})
     positive, weights = torch.eye(N, dtype=torch.bool).roll(1, 1), torch.rand(N) * (torch.arange(N) % 3 != 1)
     how = {"weights": weights, "label_smoothing": 0.1, "reduction": reduction}

@@ -194,8 +194,7 @@ def with_gradients(call: Call, tiles: Tiles, inputs: Sequence[Tensor], wanted: W
     call = call.prepared(tiles)
     (rows, cols), exchange = call.shards(inputs), call.exchange
     # a strip has the statistics of its rows only where these meet no further columns
-    in_one_product = len(exchange.layout.rows) == 1 and rows.own is None
-    height = tiles.strip(rows, cols, any(wanted)) if in_one_product else 0
+    height = tiles.strip(rows, cols, any(wanted)) if len(exchange.layout.rows) == 1 else 0
     whole = height == len(rows)
     # one strip of products on a CPU may compute the mean directly (`PairLoss.direct`)
     mean = whole and tiles.writes_fresh_strip and call.device.type == "cpu"
@@ -241,10 +240,16 @@ def _accumulated(call: Call, tiles: Tiles, rows: Shard, cols: Shard, wanted: Wan
     """The gradient sums of all pairs, with those of the rows' own columns."""
     if rows.own is None:
         return call.exchange.accumulate(tiles, rows, cols, wanted)
-    of_scale, of_bias, of_q, of_k, _ = wanted
-    # the scale's gradient is read off the rows' accumulator, which has the products of their own columns too
-    accumulated = call.exchange.accumulate(tiles, rows, cols, (of_scale, of_bias, of_q or of_scale, of_k))
+    accumulated = call.exchange.accumulate(tiles, rows, cols, with_scale(wanted))
     return accumulated._replace(own=own.backward(tiles, rows, accumulated))
+
+
+def with_scale(wanted: Wanted) -> Wanted:
+    """The sums wanted of a block beside own columns, whose products the rows' accumulator alone has: the scale's
+    gradient is read off it.
+    """
+    of_scale, of_bias, of_q, of_k, _ = wanted
+    return of_scale, of_bias, of_q or of_scale, of_k
 
 
 def in_strips(
@@ -256,7 +261,7 @@ def in_strips(
     strips are divided by it at the end. mean: the strip may compute the mean directly.
     """
     tiles.fresh = whole and tiles.writes_fresh_strip
-    u, v = tiles.accumulators(rows, cols, wanted)
+    u, v = tiles.accumulators(rows, cols, wanted if rows.own is None else with_scale(wanted))
     values: list[Tensor] = []
     finished: list[Finished] = []
 
@@ -274,7 +279,7 @@ def in_strips(
 
     sums, value = tiles.strips(rows, cols, u, v, weigh, mean=mean, wanted=any(wanted))
     if whole or value is not None:
-        return values[0] if value is None else value, Accumulated(u, v, sums)
+        return values[0] if value is None else value, Accumulated(u, v, sums, tiles.own_gradients)
     flag = tiles.nonfinite(rows, cols)
     every = Finished(*(torch.cat(parts, -1) for parts in zip(*finished, strict=True)))
     mass = every.counts if call.weights is None else every.counts * call.weights.to(every.counts.dtype)

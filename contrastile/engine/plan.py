@@ -353,7 +353,7 @@ def _planned(problem: Problem, exchange: Exchange) -> Plan:
         number = torch.ones((), dtype=accumulator(problem.dtype), device=problem.device)
         example = tiles(loss, number, None, workspace)
         # one product of each strip gives loss and gradient
-        strips = not own and bool(example.strip(problem.rows, problem.cols, wants))
+        strips = bool(example.strip(problem.rows, problem.cols, wants))
         # the forward keeps values for a backward that follows at once
         keeps = wants and example.keeps(problem.rows, problem.cols) and not (own and loss.pairwise)
     # float16 underflows in a scorer unless the upstream gradient, a GradScaler's factor, goes through it

@@ -18,7 +18,8 @@ from contrastile.losses.softmax import Softmax
 from contrastile.offload import default_workspace
 from contrastile.scorers import MaxSim
 from contrastile.tiles.base import NARROW, ROWS_AT_ONCE, STATISTICS
-from contrastile.tiles.eager import MATRICES, MATRICES_BY_INDEX, SIDE_ACCELERATOR, SIDE_CPU, of_dtype
+from contrastile.tiles.bfloat import of_dtype
+from contrastile.tiles.eager import MATRICES, MATRICES_BY_INDEX, SIDE_ACCELERATOR, SIDE_CPU
 
 # bytes of fused kernels whatever the size of a block, measured: the scratch memory of their programs
 SCRATCH = 450 * 2**10

@@ -179,8 +179,9 @@ class Tiles(ABC):
     norms: Tensor | None = field(default=None, init=False, repr=False)
     # number of the last columns, which are constants: v has no rows for them
     constant_cols: int = field(default=0, init=False, repr=False)
-    # products [N, H] of the rows with their own columns
+    # of the rows with their own columns [N, H]: products; the gradients of logits, of a strip that they are part of
     own_products: Tensor | None = field(default=None, init=False, repr=False)
+    own_gradients: Tensor | None = field(default=None, init=False, repr=False)
     # dtypes of the gradients of rows and columns; None: those of the features
     grad_dtypes: tuple[torch.dtype, torch.dtype] | None = field(default=None, init=False, repr=False)
 
@@ -217,7 +218,7 @@ class Tiles(ABC):
         return 2 * len(rows) * len(cols)
 
     def strip(self, _rows: Shard, _cols: Shard, _wanted: bool) -> int:
-        """Rows of a strip over all columns: one product for its loss, and gradient if wanted. 0 without strips."""
+        """Rows of a strip over all columns, own ones too: one product for its loss, and gradient if wanted. 0: none."""
         return 0
 
     def strips(

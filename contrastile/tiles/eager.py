@@ -9,19 +9,19 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from contrastile._torch import backward_is_repeatable, fast_bf16
+from contrastile._torch import backward_is_repeatable
 from contrastile._types import Reduction, accumulator
 from contrastile.losses.base import Direct, PairLoss, Shard, Tile, Total, changed, fill, mark, target, with_states
 from contrastile.losses.guided import Guided
 from contrastile.losses.labelled import direct_by_labels, few_labels
 from contrastile.losses.softmax import Softmax
-from contrastile.tiles.base import ForwardResult, InFlight, Sum, Tiles, Weigh, bounds_of, reduced
+from contrastile.tiles.base import ForwardResult, InFlight, Sum, Tiles, Weigh, bounds_of, nonfinite_flag, reduced
 
 # tiles of 1,024² float32 stay in a core's cache; on an accelerator 8,192² fill its multiprocessors
 SIDE_CPU = 1024
@@ -37,8 +37,6 @@ MATRICES, MATRICES_BY_INDEX = 3.0, 7.25
 STRIP_CPU, LEAST_STRIP = 512, 32
 # most rows of a symmetric block that is one tile on a CPU, whose two sweeps would compute every product twice
 WHOLE_CPU = 2048
-# least scale by which pairs' gradients are multiplied before they are rounded to bf16
-LEAST_FACTOR = 2.0**-60
 
 
 @dataclass
@@ -56,7 +54,7 @@ class Eager(Tiles):
         stats: list[Tensor | None] = [None, None]
         keeps = self.writes_fresh_strip and (self.backward_later or (self.backward_next and rows.own is not None))
         on_cpu, pairs = self.scale.device.type == "cpu", len(rows) * len(cols)
-        if keeps and on_cpu and pairs and self.strip(rows, cols, True) == len(rows):
+        if keeps and on_cpu and pairs and self.loss.rowwise and self._height(len(rows), len(cols)) == len(rows):
             x, context = self._logits(rows, cols, self._room(pairs), with_graph=True)
             tile = self._tile(x, rows, cols, context, by_label=rows.own is None and rows.labels is not None)
             direct = self._direct(tile, whole=True) if rows.own is None else None
@@ -98,8 +96,9 @@ class Eager(Tiles):
 
     def strip(self, rows: Shard, cols: Shard, wanted: bool) -> int:
         height = self._height(len(rows), len(cols)) if self.loss.rowwise else 0
+        joins = rows.own is None or (height == len(rows) and self._joins(rows.own) and not rows.own_positives)
         # without a gradient tiles make no more products than strips, and stay in a core's cache
-        return height if wanted or height * len(cols) <= SIDE_CPU**2 else 0
+        return height if joins and (wanted or height * len(cols) <= SIDE_CPU**2) else 0
 
     @property
     def _held(self) -> int:
@@ -124,7 +123,9 @@ class Eager(Tiles):
         room = self._room(height * len(cols))
         for along, strip in self._tiles(rows, height):
             x, context = self._logits(strip, cols, room, with_graph=wanted)
-            tile = self._tile(x, strip, cols, context, by_label=strip.labels is not None)
+            tile = self._tile(x, strip, cols, context, by_label=strip.labels is not None and strip.own is None)
+            if strip.own is not None:
+                tile = self._with_own(tile, strip, cols)
             u_I, direct = None if u is None else u[along], self._direct(tile, whole=self.fresh)
             if mean and direct is not None and direct.every:
                 # with one number for all coefficients: small batches take a fifth longer with those of each row
@@ -223,10 +224,16 @@ class Eager(Tiles):
 
     def _add(self, g_IJ: Tensor, _context: Any, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor) -> None:
         """Add g · k to u, gᵀ · q to v, and the sum of g to the sums where a bias needs it."""
+        g_IJ, of_own = g_IJ[:, : len(cols)], g_IJ[:, len(cols) :]
         if self.bias is not None:
             sums += g_IJ.sum()
         if u_I is not None:
             add_product(u_I, g_IJ, cols.features, fresh=self.fresh)
+            if of_own.numel():
+                assert rows.own is not None
+                self.own_columns.add(of_own, rows.own, u_I)
+        if of_own.numel():
+            self.own_gradients = of_own
         if v_J is not None and len(v_J):
             add_product(v_J, g_IJ.T[: len(v_J)], rows.features, fresh=self.fresh)
 
@@ -289,6 +296,34 @@ class Eager(Tiles):
         guides = [a.to(x.dtype) @ b.to(x.dtype).T for a, b in zip(rows.guides, cols.guides, strict=True)]
         return tile._replace(guides=tuple(guides), target=target(rows, cols))
 
+    def _joins(self, own: Tensor) -> bool:
+        """Return whether these own columns are part of a strip that has all rows."""
+        return type(self) is Eager and type(self.loss) is Softmax and own.device.type == "cpu" and own.shape[1] > 0
+
+    def _with_own(self, tile: Tile, rows: Shard, cols: Shard) -> Tile:
+        """The tile [I, J + H] with the logits of own columns behind those of all."""
+        assert rows.own is not None
+        assert tile.bounds is not None
+        x = tile.x.new_empty(rows.own.shape[:2])
+        self.own_columns.products(rows.features, rows.own, x, torch.zeros_like(self.scale))
+        least, most = zip(tile.bounds, bounds_of(x.mul_(self.scale)) or (), strict=True)
+        bounds = min(least), max(most)
+        if not all(map(math.isfinite, (*least, *most))):
+            self.flag, bounds = (
+                nonfinite_flag(self.scale, rows.features, cols.features, rows.own),
+                (-math.inf, math.inf),
+            )
+        marks, excluded = rows.own_excluded, tile.excluded
+        if marks is not None:
+            fill(x, marks, -torch.inf)
+            of_all = fill(torch.zeros_like(tile.x, dtype=torch.bool), excluded, True)
+            excluded = torch.cat([of_all, marks], 1)
+        elif isinstance(excluded, Tensor):
+            excluded = F.pad(excluded, (0, x.shape[1]))
+        positive = tile.positive
+        positive = F.pad(positive, (0, x.shape[1])) if isinstance(positive, Tensor) else positive
+        return tile._replace(x=torch.cat([tile.x, x], 1), positive=positive, excluded=excluded, bounds=bounds)
+
     def _room(self, pairs: int) -> Tensor:
         """Memory for the logits of any tile, allocated once: an allocation costs as much as a small product."""
         return self.scale.new_empty(pairs)
@@ -331,96 +366,6 @@ class Dense(Eager):
                 # as of a tile, exponentials of both directions where logits are far apart
                 matrices = TILES_HELD_CPU + loss.symmetric + LISTED_CPU * by_index
         return int(matrices * N * M * accumulator(dtype).itemsize + copied)
-
-
-@dataclass
-class Bfloat(Eager):
-    """Tiles of bf16 products on a CPU that multiplies bf16 several times as fast as float32.
-
-    torch rounds such a product to bf16. A logit is made of two: the rounded one, and the part that its rounding took
-    away, together 17 bits. A gradient to which several tiles add is made of two as well; a gradient from one tile is
-    one product, rounded once. The scale's gradient is summed in float32, because pairs' gradients of one size are
-    rounded in one direction.
-    """
-
-    # a tile has all columns of its rows
-    all_columns: bool = field(default=False, init=False, repr=False)
-    # of each gradient, the other side's features in the latest tile, and their mean
-    means: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
-
-    @property
-    def sums_products(self) -> bool:
-        return True
-
-    @property
-    def _held(self) -> int:
-        return super()._held + 1
-
-    @classmethod
-    def _copied(cls, I: int, J: int, D: int, dtype: torch.dtype) -> int:  # noqa: E741
-        # products in float32 beside the logits, one tile and two products of features in bf16
-        return (3 * I * J + (I + J) * D) * dtype.itemsize
-
-    def _room(self, pairs: int) -> Tensor:
-        # logits and products
-        return super()._room(2 * pairs)
-
-    def _logits(self, rows: Shard, cols: Shard, room: Tensor, *, with_graph: bool) -> tuple[Tensor, Any]:
-        del with_graph
-        q, k = rows.features, cols.features.T
-        n, m = q.shape[0], k.shape[1]
-        x, products = room[: 2 * n * m].view(2, n, m)
-        rounded = torch.mm(q, k)
-        products.copy_(rounded)
-        products += torch.addmm(rounded, q, k, beta=-1, out=rounded)
-        return torch.mul(products, self.scale, out=x), products
-
-    def strips(
-        self, rows: Shard, cols: Shard, u: Sum, v: Sum, weigh: Weigh, *, mean: bool, wanted: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        self.all_columns = True
-        return super().strips(rows, cols, u, v, weigh, mean=mean, wanted=wanted)
-
-    def _add(self, g_IJ: Tensor, context: Any, rows: Shard, cols: Shard, u_I: Sum, v_J: Sum, sums: Tensor) -> None:
-        if self.bias is not None:
-            sums[0] += g_IJ.sum()
-        # pairwise: a dot product rounds its running sum, whose terms are alike, in one direction
-        sums[1] += context.mul_(g_IJ).sum()
-        # rounded with their factor, so that the one rounding of a single part is the gradient's own
-        factor = float(self.scale)
-        factor = 1.0 if abs(factor) < LEAST_FACTOR else factor
-        exact = g_IJ.mul_(factor)
-        g = exact.to(rows.features.dtype)
-        # the rounding's error is made up for by the mean of the other side's features: in a narrow cone large sums
-        # cancel, and the error would be most of what is left
-        error = exact.sub_(g)
-        sides = (
-            (u_I, g, cols.features, error.sum(1), self.fresh or self.all_columns),
-            (v_J, g.T, rows.features, error.sum(0), self.fresh),
-        )
-        for side, (total, of_side, features, errors, in_one_tile) in enumerate(sides):
-            if total is None or not len(total):
-                continue
-            of_side = of_side[: len(total)]
-            product = torch.mm(of_side, features)
-            _ = total.copy_(product).div_(factor) if self.fresh else total.add_(product, alpha=1 / factor)
-            if not in_one_tile:
-                total.add_(torch.addmm(product, of_side, features, beta=-1, out=product), alpha=1 / factor)
-            if side not in self.means or self.means[side][0] is not features:
-                self.means[side] = features, features.mean(0, dtype=total.dtype)
-            total.addr_(errors[: len(total)], self.means[side][1], alpha=1 / factor)
-
-
-def of_dtype(tiles: type[Tiles], dtype: torch.dtype, device: torch.device) -> type[Tiles]:
-    """The tiles of products of this dtype on this device."""
-    narrow = fast_bf16 and dtype == torch.bfloat16 and device.type == "cpu"
-    return _with_bf16(tiles) if narrow and issubclass(tiles, Eager) else tiles
-
-
-@cache
-def _with_bf16(tiles: type[Eager]) -> type[Eager]:
-    """The class of these tiles with bf16 products."""
-    return Bfloat if tiles is Eager else type(f"Bfloat{tiles.__name__}", (Bfloat, tiles), {})
 
 
 def add_product(total: Tensor, g: Tensor, features: Tensor, *, fresh: bool) -> None:
