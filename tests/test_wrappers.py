@@ -516,6 +516,47 @@ def test_trials_of_sizes_leave_fsdp2_as_it_was(pool: Pool) -> None:
     assert pool.run(_gathers_in_steps, 2, "auto") == pool.run(_gathers_in_steps, 2, 7)
 
 
+class ByMethods(Pair):
+    """A model whose forward calls its methods."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Any, ...]:
+        return self.encode_image(x), self.encode_text(y), *self.numbers()
+
+
+def _methods_then_forward(rank: int, group: Any, registered: bool) -> None:
+    model, truth = shard(ByMethods(), group, reshard_after_forward=True), _truth(ByMethods())
+    for name in ("encode_image", "encode_text") if registered else ():
+        register_fsdp_forward_method(model, name)
+    x, y, labels = _mine(rank, group)
+    for forward in (False, True, False):
+        model.zero_grad()
+        out = encode(model, (x, y), sub_batch=2) if forward else (*_both(model, x, y), *model.numbers())
+        loss_of("ClipLoss", out, labels, group=group).backward()
+        _compare(_found(model), truth)
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_methods_and_the_forward_that_calls_them_under_fsdp2(pool: Pool, registered: bool) -> None:
+    pool.check(_methods_then_forward, 2, registered)
+
+
+def _named_in_encode(rank: int, group: Any) -> None:
+    plain, model = ByMethods(), shard(ByMethods(), group, reshard_after_forward=True)
+    x, y, _ = _mine(rank, group)
+    for feature in _both(model, x, y):
+        feature.sum().backward()
+    with torch.no_grad():
+        # the scale is whole behind the methods
+        assert torch.equal(model(x, y)[2], plain.numbers()[0])
+        register_fsdp_forward_method(model, "encode_text")
+        encode((model, "encode_text"), y, sub_batch=3)
+        torch.testing.assert_close(model.encode_text(y), plain.encode_text(y))
+
+
+def test_encode_leaves_the_methods_of_an_fsdp2_module_as_they_are(pool: Pool) -> None:
+    pool.check(_named_in_encode, 2)
+
+
 def _mixed(rank: int, group: Any) -> None:
     """bfloat16 parameters, float32 shards and reduction: sums of sub-batches are rounded once."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -86,9 +86,10 @@ def unwrap(encoder: Any) -> tuple[Any, DistributedDataParallel | None]:
         got = f"({type(module).__name__}, {repr(name) if isinstance(name, str) else type(name).__name__})"
         remedy = "Check the name, as in (model, 'encode_image')."
         raise invalid("encoder", "be callable, or a module and the name of its method", got, remedy)
-    if isinstance(module, _torch.fsdp_module_class()) and not _gathers(module, name):
-        sys.modules["torch.distributed.fsdp"].register_fsdp_forward_method(module, name)
-    return getattr(module, name), wrapper
+    method = getattr(module, name)
+    if isinstance(module, _torch.fsdp_module_class()) and not _gathers(method):
+        method = _gathering(module, name)
+    return method, wrapper
 
 
 def _uncompiled_wrapper(module: Any) -> Any:
@@ -220,9 +221,25 @@ def _unreduced(parameters: Sequence[Tensor]) -> bool:
     )
 
 
-def _gathers(module: nn.Module, name: str) -> bool:
-    # FSDP2 wraps a method that gathers the parameters, and puts it on the instance
-    return hasattr(vars(module).get(name), "__wrapped__")
+def _gathering(module: nn.Module, name: str) -> Any:
+    """The method as FSDP2 registers it; the module is left without, because its forward may call the method itself.
+
+    There a registered one would shard the parameters that the rest of the forward reads.
+    """
+    own = {key: value for key, value in vars(module).items() if key == name}
+    _fsdp_register()(module, name)
+    method = vars(module).pop(name)
+    vars(module).update(own)
+    return method
+
+
+def _gathers(method: Any) -> bool:
+    # FSDP2's wrapper around a method has the method's name and FSDP2's globals
+    return getattr(method, "__globals__", None) is _fsdp_register().__globals__
+
+
+def _fsdp_register() -> Any:
+    return sys.modules["torch.distributed.fsdp"].register_fsdp_forward_method
 
 
 @dataclass(frozen=True)
@@ -236,7 +253,7 @@ class Sharding:
         """The sharded ones of the modules. Raises ValueError for a method that does not gather its parameters."""
         encoder = without_partials(encoder)
         owner, name = getattr(encoder, "__self__", None), getattr(encoder, "__name__", "")
-        if isinstance(owner, _torch.fsdp_module_class()) and not _gathers(owner, name):
+        if isinstance(owner, _torch.fsdp_module_class()) and not _gathers(encoder):
             got = f"{name} of {type(owner).__name__}, which does not gather its parameters"
             raise invalid("encoder", "be a forward method that FSDP2 knows", got, f"Pass (module, {name!r}).")
         return cls([module for module in modules if isinstance(module, _torch.fsdp_module_class())])

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from contrastile._errors import invalid
 from contrastile._torch import pytree, without_parametrization_cache
 from contrastile._types import shape_or_type
+from contrastile.distributed import collectives
 from contrastile.gradcache.batching import SubBatches
 from contrastile.gradcache.ddp_fsdp import Sharding
 from contrastile.gradcache.inputs import Layout, Parts, Ragged, flatten_outputs
@@ -357,7 +358,9 @@ def _equal_number(numbers: Sequence[Tensor]) -> Tensor:
     if len(numbers) > 1 and bool(other.any()):
         got = f"{every[other][0]:.6g} after {every[0].item():.6g}"
         raise invalid("encoder", "return the same number for all examples", got, "Return one for each.")
-    return every[0].clone()
+    number = every[0].clone()
+    # sharded where the forward calls a method that is registered with FSDP2; the replays compute it whole
+    return number if number.requires_grad else collectives.unsharded(number, "sum")
 
 
 def differentiable(leaves: Sequence[Tensor | None]) -> list[Tensor]:

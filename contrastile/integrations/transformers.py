@@ -53,7 +53,7 @@ def method_encoder(model: nn.Module, method: str) -> tuple[nn.Module, str | Call
     The features of transformers' `get_image_features` are such an output since version 5. The result of `forward`,
     or of a compiled method, is taken as it is.
     """
-    # refuses a name of no method, and has FSDP2 gather parameters for it
+    # refuses a name of no method
     unwrap((model, method))
     if method == "forward" or uncompiled(getattr(model, method)) is not None:
         # a call of the model, with its hooks; or compiled, which `encode` has to see
@@ -61,7 +61,8 @@ def method_encoder(model: nn.Module, method: str) -> tuple[nn.Module, str | Call
 
     @of_its_module
     def features(module: nn.Module, /, *inputs: Any, **named: Any) -> Any:
-        out = getattr(module, method)(*inputs, **named)
+        # of a module that FSDP2 shards, the method that gathers its parameters
+        out = unwrap((module, method))[0](*inputs, **named)
         return getattr(out, "pooler_output", out)
 
     # a size "auto" is remembered by this name
