@@ -133,6 +133,21 @@ def test_ready_made_sub_batches(model: Embedder, retain: Any) -> None:
     torch.testing.assert_close(found, truth, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("sizes", [(1, 1, 5), (5, 1, 1), (1, 4, 2)])
+def test_a_scale_beside_parts_of_one_row(sizes: tuple[int, ...]) -> None:
+    tower, log_scale = nn.Linear(3, 2), nn.Parameter(torch.ones(1))
+    x = torch.randn(N, 3)
+
+    def encoder(rows: Tensor) -> tuple[Tensor, Tensor]:
+        return tower(rows), log_scale.exp()
+
+    def back(outputs: tuple[Tensor, Tensor]) -> Any:
+        loss = (outputs[0].square() * outputs[1]).sum()
+        return [each.detach() for each in outputs], torch.autograd.grad(loss, [*tower.parameters(), log_scale])
+
+    torch.testing.assert_close(back(encode(encoder, parts=x.split(sizes))), back(encoder(x)))
+
+
 def test_gradients_of_packed_inputs_and_of_parts(model: Embedder) -> None:
     inputs = batch()
     pixels = inputs["pixel_values"].requires_grad_()

@@ -85,7 +85,7 @@ def encode(
 
     Returns the encoder's result (tensor, tuple, dict, nested), each leaf for the whole batch. Packed values, `Ragged`,
     are joined along their first axis. A number of shape [] or [1] that is not a row for each example, such as a scale,
-    must be the same for every sub-batch, and is returned as it is.
+    must be the same for every sub-batch, and is returned as it is. It must have shape [] where all parts have one row.
     Warns once about features that differ in the second pass (on a GPU in a later call), and about detached features.
     Raises ValueError for inputs that cannot be split; for batch normalisation in training mode, and modules that change
     a buffer when they run; for encoders that write over their inputs or parameters; for the module inside a

@@ -293,6 +293,10 @@ class Features:
         """Copy a sub-batch's outputs to their rows."""
         shared, packed = self.form.shared, self.form.packed
         count = self.job.layout.count(self.job.bounds[index], self.form.by_example(outputs))
+        # a number of shape [1] was taken for a row while each part had one
+        for at, (out, before) in enumerate(zip(outputs, self.outputs, strict=False)):
+            is_number = at not in packed and count != 1 and isinstance(out, Tensor) and out.shape == (1,)
+            shared[at] |= is_number and isinstance(before, list) and all(x.shape == (1,) for x in before)
         counts = [len(out) if at in packed else count for at, out in enumerate(outputs)]
         before = self.form.bounds[-1] if self.form.bounds else [(0, 0)] * len(outputs)
         bounds = [(stop, stop + more) for (_, stop), more in zip(before, counts, strict=True)]
