@@ -148,6 +148,17 @@ def test_a_scale_beside_parts_of_one_row(sizes: tuple[int, ...]) -> None:
     torch.testing.assert_close(back(encode(encoder, parts=x.split(sizes))), back(encoder(x)))
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_are_refused(layout: torch.layout) -> None:
+    def nested(rows: Tensor) -> Tensor:
+        return torch.nested.as_nested_tensor([rows[:1], rows[1:]], layout=layout)
+
+    x = torch.randn(4, 3)
+    assert "got a sparse or nested tensor" in refusal(encode, LINEAR, nested(x), sub_batch=2)
+    assert "got a sparse or nested one" in refusal(encode, lambda rows: nested(LINEAR(rows)), x, sub_batch=2)
+
+
 def test_gradients_of_packed_inputs_and_of_parts(model: Embedder) -> None:
     inputs = batch()
     pixels = inputs["pixel_values"].requires_grad_()

@@ -54,7 +54,7 @@ class OutputForm:
         if self.structure is None:
             if all(out is None for out in outputs):
                 raise invalid("encoder", "return features", "nothing", "See whether it has a `return`.")
-            if any(isinstance(out, Tensor) and out.layout != torch.strided for out in outputs):
+            if any(isinstance(out, Tensor) and (out.layout != torch.strided or out.is_nested) for out in outputs):
                 remedy = "Call to_dense() there, or return Ragged(values, lengths)."
                 raise invalid("encoder", "return dense tensors", "a sparse or nested one", remedy)
             self.structure, self.packed = structure, packed

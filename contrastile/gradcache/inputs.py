@@ -287,7 +287,7 @@ def _check(paths: Sequence[str], leaves: Sequence[Any]) -> None:
     cut = any(isinstance(leaf, (Tensor, Ragged)) for leaf in leaves)
     for path, leaf in zip(paths, leaves, strict=True):
         if isinstance(leaf, Tensor):
-            refused = leaf.ndim == 0 or leaf.layout is not torch.strided
+            refused = leaf.ndim == 0 or leaf.layout is not torch.strided or leaf.is_nested
         else:
             # an array, or a mapping that pytree does not know, would not be cut
             array = hasattr(leaf, "__array__") and getattr(leaf, "ndim", 0) > 0
