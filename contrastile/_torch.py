@@ -93,6 +93,8 @@ def current_stream_address(device: int) -> int:
 
 # innermost transform of torch.func around a call; None outside of all
 func_transform = torch._C._functorch.peek_interpreter_stack
+# whether a gradient is one of many at once, as of torch.autograd.grad(is_grads_batched=True)
+is_batched = torch._C._functorch.is_legacy_batchedtensor
 # whether torch.jit.trace, or an export by it, records operations
 jit_traces = torch._C._is_tracing
 

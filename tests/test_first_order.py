@@ -112,3 +112,16 @@ def test_transforms_and_tangents_are_refused() -> None:
         "`contrast` must be called outside of torch.func's transforms; got a call inside. Call backward, or "
         "torch.autograd.grad."
     )
+
+
+@pytest.mark.parametrize("name", ["encode", "contrast"])
+def test_many_gradients_at_once_are_refused(name: str) -> None:
+    tower, x, (q, k) = nn.Linear(4, 8), torch.randn(5, 4), _rows()
+    out = encode(tower, x, sub_batch=2) if name == "encode" else contrast(q, k, scale=5.0, reduction="none")
+    at, upstream = tower.weight if name == "encode" else q, torch.randn(3, *out.shape)
+    sentence = (
+        f"`{name}` must be differentiated outside of torch.func; got a backward inside, as of is_grads_batched=True. "
+        "Call torch.autograd.grad for one gradient at a time."
+    )
+    assert refusal(torch.autograd.grad, out, at, upstream, retain_graph=True, is_grads_batched=True) == sentence
+    assert refusal(vmap(lambda each: torch.autograd.grad(out, at, each, retain_graph=True)), upstream) == sentence

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from contrastile._errors import invalid
-from contrastile._torch import accumulation_hooks, backward_hooks, jit_traces
+from contrastile._torch import accumulation_hooks, backward_hooks, func_transform, is_batched, jit_traces
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
@@ -180,12 +180,19 @@ def first_order(name: str) -> Callable[[Backward], Backward]:
         @wraps(backward)
         def once(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
             saved = ctx.saved_tensors
-            if not torch.is_grad_enabled():
-                return backward(ctx, saved, *upstream)
-            with torch.no_grad():
-                gradients = backward(ctx, saved, *upstream)
-            inputs = (*upstream, *saved, *getattr(ctx, "parameters", ()))
-            return _Refusing.apply(name, gradients, *inputs)
+            try:
+                if not torch.is_grad_enabled():
+                    return backward(ctx, saved, *upstream)
+                with torch.no_grad():
+                    gradients = backward(ctx, saved, *upstream)
+                inputs = (*upstream, *saved, *getattr(ctx, "parameters", ()))
+                return _Refusing.apply(name, gradients, *inputs)
+            except RuntimeError as error:
+                # vmap refuses many operations, and takes others: one sub-batch, the mean of few rows
+                if func_transform() is None and not any(x is not None and is_batched(x) for x in upstream):
+                    raise
+                rule, got = "be differentiated outside of torch.func", "a backward inside, as of is_grads_batched=True"
+                raise invalid(name, rule, got, "Call torch.autograd.grad for one gradient at a time.") from error
 
         return once
 
