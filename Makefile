@@ -26,7 +26,7 @@ demo: $(VENV)/.train ## train and evaluate an image-text model on built-in data 
 	echo "It takes about 5 minutes on two free cores, 17 at most; here it uses $$threads of $$cores cores."; \
 	if [ $$threads -lt 2 ]; then echo "That is less than two free cores: it takes longer, and may see fewer pairs and learn less."; fi; \
 	echo; echo "$(BIN)/contrastile train recipes/glyphs.toml"; \
-	$(BIN)/contrastile train recipes/glyphs.toml && $(BIN)/contrastile evaluate runs/glyphs
+	$(BIN)/contrastile train recipes/glyphs.toml
 
 demo-ranks: $(VENV)/.train ## a short run of the same on two ranks under torchrun (half a minute)
 	@echo "Takes 20 steps of the demo on two ranks, to show that they train together: it is not meant to learn anything, so"
@@ -134,14 +134,17 @@ ON_INTEGRATIONS = test -d $(@D) || $(PYTHON) -m venv $(@D); \
 		open_clip_torch==2.32.0 webdataset pandas braceexpand
 	@touch $@
 
+# as a path: a script beside the clone would find the clone's folder, of the same name, before setuptools' own finder
+EDITABLE := --config-settings editable_mode=compat --editable
+
 $(VENV)/.train: $(BIN)/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,search]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(EDITABLE) '.[train,search]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.train pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,search,data,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(EDITABLE) '.[train,search,data,dev]'
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.train pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,search,docs]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(EDITABLE) '.[train,search,docs]'
 	@touch $@

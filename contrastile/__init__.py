@@ -1,7 +1,7 @@
 """contrastile: exact contrastive losses without the b × b matrix, and batches of any size.
 
-    image = F.normalize(encode(model.encode_image, pixels, sub_batch=256), dim=-1)
-    text  = F.normalize(encode(model.encode_text, tokens, sub_batch=1024), dim=-1)
+    image = F.normalize(encode((model, "encode_image"), pixels, sub_batch=256), dim=-1)
+    text  = F.normalize(encode((model, "encode_text"), tokens, sub_batch=1024), dim=-1)
     loss  = ClipLoss()(image, text, model.logit_scale.exp())
     loss.backward()
 

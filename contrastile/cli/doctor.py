@@ -81,7 +81,7 @@ def lines(values: dict[str, Any]) -> Iterator[str]:
             cases.setdefault(case["takes"] + declined, []).append(f"{case['loss']} {case['dtype']}")
         yield from (f"  backend {choice} (for {', '.join(names)})" for choice, names in cases.items())
         if not auto["device"].startswith("cuda"):
-            yield "  not asked here: triton, for NVIDIA devices; dense, by its name alone, because it holds the matrix"
+            yield "  others: triton, on NVIDIA devices; dense, which holds the matrix, if it is named"
         yield f"  exchange {_exchange(auto['exchange'])}"
         yield f"  workspace {size(auto['workspace'])}: 1/64 of the memory; on one GPU 1/32, up to 2.2 GiB, if more"
         yield f"  retain, sub_batch: {size(auto['room'])} to share among graphs"

@@ -60,7 +60,7 @@ class Ring(Exchange):
         return len(self.layout)
 
     def reserved(self, cols: Shard) -> int:
-        """None for copy engines. NCCL sends more columns than their buffers have room for, and needs some."""
+        """0 with copy engines; NCCL, which sends more columns than their buffers have room for, needs some."""
         return 0 if self.buffers() is not None and self._copies(cols) else super().reserved(cols)
 
     def _copies(self, cols: Shard) -> bool:
@@ -95,7 +95,8 @@ class Ring(Exchange):
         returned = tiles.scale.new_empty(len(cols), 0) if v is None else v
         most = max(self.layout.cols)
         # memory for the gradient of one hop's columns; v is free until the sum for it returns
-        hop_grad = returned if len(returned) == most else returned.new_empty(most, returned.shape[1])
+        unread = v is None or tiles.accepts_in_flight or len(returned) == most
+        hop_grad = returned if unread else returned.new_empty(most, returned.shape[1])
 
         def visit(shard: Shard, travelling: InFlight) -> None:
             if v is None:

@@ -287,11 +287,13 @@ class Softmax(PairLoss):
 
     def _positive_grad(self, x: Tensor, directions: list[tuple[SoftmaxState, Tensor]]) -> Tensor:
         """p − (1 − ε)/|P| where p is the probability of a positive, written so that p → 1 loses no digits."""
-        grad = torch.zeros_like(x)
+        grad, inside = torch.zeros_like(x), self.formula is not None and self.formula.inside
         for state, coefficient in directions:
             # probability among the positives alone: exactly 1 when there is one
             among = (x - state.positive_top).exp_().mul_(state.positive_inverse)
-            value = (among - state.positive_share) - among * state.missing
+            value = among * -state.missing
+            if not inside:
+                value = (among - state.positive_share) + value
             if self.label_smoothing:
                 value = value + self.label_smoothing * state.positive_share
             grad.addcmul_(value, coefficient)
@@ -322,14 +324,6 @@ class SoftmaxInside(Softmax):
         gap = (named.top - named.positive_top) + (named.total.log() - named.positive_total.log())
         loss = torch.logaddexp(torch.zeros_like(gap), gap) + named.positive_count.clamp(min=1).log()
         return whole._replace(loss=torch.where(whole.counts > 0, loss, torch.zeros_like(loss)))
-
-    def _positive_grad(self, x: Tensor, directions: list[tuple[SoftmaxState, Tensor]]) -> Tensor:
-        """p − among, where among is the probability among the positives: −among · (1 − the positives' probability)."""
-        grad = torch.zeros_like(x)
-        for state, coefficient in directions:
-            among = (x - state.positive_top).exp_().mul_(state.positive_inverse)
-            grad.addcmul_(among.mul_(state.missing), coefficient, value=-1)
-        return grad
 
 
 def _absorb_positives(x: Tensor, positive: Diagonal | Tensor, dim: int, named: SoftmaxStats) -> None:

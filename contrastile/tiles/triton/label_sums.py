@@ -6,8 +6,8 @@ the mean logit of its positives, and the latter is linear in their features:
     Σ_{p ∈ P(i)} ⟨q_i, k_p⟩ = ⟨q_i, S⟩        u_i −= t_i · S + Σ_{p ∈ P(i)} t'_p k_p        S = Σ_{p ∈ P(i)} k_p
 
 with the targets t_i of the row and t'_p of its columns, which beside a teacher have the hard loss's weight. The tile
-kernels compute all pairs as without labels, in the
-same time for any number of positives; labels add only sums of the features of N + M rows.
+kernels compute all pairs as without labels, in the same time for any number of positives; labels add only sums of the
+features of N + M rows.
 
 A row with one positive is different: its probability may round to 1, and its target is 1. Such pairs are positives
 known by position (`kernels/positions.py`), which never enter the strip.
