@@ -334,6 +334,24 @@ def test_arguments_of_another_kind_are_refused(words: Any, sentence: str, tmp_pa
     assert str(error.value) == sentence
 
 
+@pytest.mark.parametrize("words", [(), ("device=cpu",)])
+def test_kernels_are_not_planned_on_a_cpu(words: tuple[str, ...], tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    rule = '`loss.backend` must be "auto", "eager" or "dense" on a CPU; got "triton"'
+    assert refusal(contrastile.plan, write_recipe(tmp_path), "loss.backend=triton", *words) == (
+        f"{rule}. Or name GPUs to plan, such as 8xH100-80GB."
+    )
+
+
+@pytest.mark.parametrize("kind", ["kl", "margin_mse"])
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_losses_of_scores_are_planned_on_gpus_as_eager_tiles_compute_them(kind: str, backend: str) -> None:
+    plan = contrastile.plan("docstrings", f"loss.kind={kind}", f"loss.backend={backend}", gpus="8xH100-80GB")
+    assert plan.step.loss.backend_name == "eager"
+    assert plan.fits
+
+
 def test_a_profile_with_a_wrong_key_is_refused() -> None:
     values = asdict(known_profiles()["h100"])
     for wrong in ({**values, "speed": 1.0}, {**values, "loss": 0}, {k: v for k, v in values.items() if k != "hop"}):

@@ -116,9 +116,11 @@ class LossSize:
     @cached_property
     def backend_name(self) -> str:
         """The backend; of "auto" fused kernels on a GPU, for every dtype but float64."""
-        if self.backend != "auto":
-            return self.backend
-        return "triton" if self.device == "cuda" and self.dtype != torch.float64 else "eager"
+        automatic = "triton" if self.device == "cuda" and self.dtype != torch.float64 else "eager"
+        name = automatic if self.backend == "auto" else self.backend
+        # a loss of lists alone has no kernels of its own, but token vectors have theirs whatever the loss
+        eager = self.loss.formula is None and self.vectors == 1
+        return "eager" if name == "triton" and eager else name
 
     @property
     def exchange_class(self) -> type[Exchange]:

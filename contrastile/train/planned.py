@@ -3,6 +3,7 @@
 `planner/` adds up what every part of a step declares.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -74,6 +75,9 @@ def planned(
         raise invalid("overrides", "be left out with a recipe that was loaded", ", ".join(overrides), remedy)
     settings: Any = recipe if isinstance(recipe, AnyRecipe) else load_any_recipe(recipe, overrides, files=False)
     machines = machines or this_machine(choose_device(settings.device), ranks)
+    if settings.loss.backend == "triton" and machines.device == "cpu" and "TRITON_INTERPRET" not in os.environ:
+        rule, remedy = 'be "auto", "eager" or "dense" on a CPU', "Or name GPUs to plan, such as 8xH100-80GB."
+        raise invalid("loss.backend", rule, '"triton"', remedy)
     if batch is not None:
         rule = f"be a whole number of pairs, at least {machines.ranks}, one for each rank"
         batch = whole_number("batch", batch, machines.ranks, "Such as 65536.", rule=rule)
