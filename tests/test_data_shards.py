@@ -121,6 +121,21 @@ def test_entries_without_a_pair_are_counted_by_reason(tmp_path):
     }  # fmt: skip
 
 
+def test_folders_and_files_beside_the_pairs_are_no_bad_pairs(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name in (".", "./set", "./set/one.jpg.d", "./set/odd.jpg"):
+            add(tar, name, b"", type=tarfile.DIRTYPE)
+        add(tar, "./set/LICENSE", b"free")
+        add(tar, "./set/latest", b"", type=tarfile.SYMTYPE, linkname="LICENSE")
+        add(tar, "./set/one.jpg", jpeg(1))
+        add(tar, "./set/one", b"", type=tarfile.DIRTYPE)
+        add(tar, "./set/one.txt", b"one")
+        add(tar, "./set/link.txt", b"", type=tarfile.SYMTYPE, linkname="one.txt")
+    (tmp_path / "sizes.json").write_text('{"a.tar": 2}')
+    (pair, reason) = find_in_tar(tmp_path / "a.tar")
+    assert (pair.caption, reason) == ("one", "not a plain file")
+
+
 def test_names_in_a_shard_never_become_paths(tmp_path):
     inside = tmp_path / "inside"
     inside.mkdir()

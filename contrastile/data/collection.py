@@ -33,6 +33,8 @@ from contrastile.data.tables import Row, read_table, warn_of_quotes
 
 # increased whenever the digest of a collection, or what is cached of it, changes
 FORMAT, TABLE_FORMAT = 1, 2
+# increased whenever other members of a shard count as bad pairs; the digest stays
+INDEX_FORMAT = 2
 # the most pairs that are held out, whatever the share: they are decoded beforehand and compared with each other
 MOST_HELD_OUT = 10_000
 
@@ -205,7 +207,7 @@ def open_index(digest: str, sources: Sequence[Source], options: PairOptions) -> 
     """The index from the cache, made again if manifests beside shards have changed."""
     unpacked = Path(os.path.abspath(options.cache / "unpacked"))
     tables = [Path(path) for source in sources if source.kind == ".parquet" for path in source.paths]
-    key: list[Any] = [digest, [line for source in sources for line in manifest_state(source)]]
+    key: list[Any] = [INDEX_FORMAT, digest, [line for source in sources for line in manifest_state(source)]]
     if tables:
         # the index names files there, whose folders are named by the tables behind links
         key += [str(unpacked), *map(os.path.realpath, tables)]

@@ -61,7 +61,8 @@ def find_in_tar(shard: Path, unpacked: Path | None = None) -> Iterator[Finding]:
     _compare_sum(shard)
     tar = shard if unpacked is None else unpack(shard, unpacked)
     count = 0
-    for _, members in groupby(_members(tar), key=lambda member: _key(member.name)):
+    files = (member for member in _members(tar) if not member.isdir())
+    for _, members in groupby(files, key=lambda member: _key(member.name)):
         findings = _pairs(tar, list(members))
         count += bool(findings)
         yield from findings
@@ -160,14 +161,12 @@ def _members(shard: Path) -> Iterator[tarfile.TarInfo]:
 
 def _pairs(shard: Path, members: Sequence[tarfile.TarInfo]) -> list[Finding]:
     """The pair of one key, or a reason for each pair that is lost; empty for a key without image and caption."""
-    named = [
-        (os.path.splitext(member.name)[1].lower() if member.isreg() and not member.issparse() else "", member)
-        for member in members
-    ]
-    images = [member for suffix, member in named if suffix in PICTURES]
-    texts = [member for suffix, member in named if suffix == ".txt"]
+    named = [(os.path.splitext(member.name)[1].lower(), member) for member in members]
+    plain = [(suffix, member) for suffix, member in named if member.isreg() and not member.issparse()]
+    images = [member for suffix, member in plain if suffix in PICTURES]
+    texts = [member for suffix, member in plain if suffix == ".txt"]
     if not images and not texts:
-        return [] if all(suffix for suffix, _ in named) else ["not a plain file"]
+        return ["not a plain file"] if any(suffix in (*PICTURES, ".txt") for suffix, _ in named) else []
     if not images:
         return ["missing picture"] * len(texts)
     if not texts:
