@@ -27,6 +27,13 @@ def test_formats_that_may_call_programs_are_refused():
     assert decodes(postscript) == "broken picture"
 
 
+@pytest.mark.parametrize(("mode", "value"), [("I", 70_000), ("I", -5), ("F", 1e6), ("F", -0.5)])
+def test_a_picture_of_one_value_beyond_the_usual_ranges_is_black(mode, value):
+    plain = io.BytesIO()
+    Image.new(mode, (8, 8), value).save(plain, "TIFF")
+    assert not decode(plain.getvalue(), (1, 8, 8)).any()
+
+
 def decodes(content):
     try:
         decode(content, (1, 8, 8))

@@ -182,7 +182,8 @@ def _stretch(image: Image.Image) -> tuple[float, float] | None:
     largest = next((largest for largest in ranges if low >= 0 and high <= largest), None)
     if largest is not None:
         return 255 / largest, 0.0
-    return 255 / (high - low), -255 * low / (high - low)
+    # one value alone is black
+    return (255 / (high - low), -255 * low / (high - low)) if high > low else (0.0, 0.0)
 
 
 def _flattened(image: Image.Image, stretch: tuple[float, float] | None) -> Image.Image:
