@@ -81,6 +81,14 @@ def test_probes_come_at_the_start_between_and_at_the_end(finished):
     assert set(probes[0]["recall"]) == {"held_out"}
 
 
+def test_a_step_past_several_probes_makes_one(tmp_path):
+    words = ("train.examples=96", "train.batch=[[0.0, 48], [0.5, 2]]", "evaluate.every=0.1")
+    folder = run_recipe(tiny_recipe(tmp_path, *words), tmp_path / "runs").folder
+    probes = [line["examples"] for line in read_metrics(folder / "metrics.jsonl") if line["kind"] == "probe"]
+    # at the first step behind each tenth
+    assert probes == [0, 48, 58, 68, 78, 88, 96]
+
+
 def test_the_table_has_recall_and_chance_of_every_test(finished):
     _, outcome = finished
     results = json.loads((outcome.folder / "evaluation.json").read_text())

@@ -165,7 +165,9 @@ def train(
             trainer.foretell_end()
             trainer.guard.check_weights(len(state.sizes), trainer.weight_norm, trainer.model)
             if state.next_probe <= state.share() < 1:
-                state.next_probe += trainer.recipe.evaluate.every
+                # one probe for all that a large step has passed
+                every = trainer.recipe.evaluate.every
+                state.next_probe += every * (1 + (state.share() - state.next_probe) // every)
                 trainer.probe()
             # due by the clock that all ranks share
             if checkpoints.due(len(state.sizes), state.now):
