@@ -252,7 +252,7 @@ MORE_SCORES = "scores of another number than passages"
 )
 def test_a_bad_row_is_counted_and_the_others_are_used(tmp_path, caplog, name, bad, reason):
     good = [b'{"a": "q%d", "b": "p%d"}' % (n, n) if name == "x.jsonl" else b"q%d,p%d" % (n, n) for n in range(4)]
-    rows = [*([] if name == "x.jsonl" else [b"a,b"]), *good[:2], bad, *good[2:]]
+    rows = [*([] if name == "x.jsonl" else [b"question,positive"]), *good[:2], bad, *good[2:]]
     (tmp_path / name).write_bytes(b"\n".join(rows) + b"\n")
     line = 3 if name == "x.jsonl" else 4
     with caplog.at_level(logging.WARNING, logger="contrastile"):
@@ -362,6 +362,20 @@ def test_columns_that_are_negatives_by_their_place_are_a_warning(tmp_path, caplo
     sentence = "columns read as negatives by their place: source; beside columns called question and positive, "
     sentence = f"{tmp_path}/x.csv: {sentence}only those called negative are read"
     assert [record.getMessage() for record in caplog.records] == [sentence] * ("answer" in names)
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        ("a b c\tanswer one", "a b c, answer one"), ("Question\tReply", ""), ("qid\ttext", ""),
+        ("why\t" + 99 * "x", f"why, {75 * 'x'}"),
+    ],
+)  # fmt: skip
+def test_a_first_line_that_names_no_known_column_is_a_warning(tmp_path, caplog, names, shown):
+    (tmp_path / "x.tsv").write_text(f"{names}\nd e f\tanswer two\ng h i\tanswer three\nj\tk\n")
+    assert len([*read_entries(tmp_path / "x.tsv", SkipCounter())]) == 3
+    sentence = f"{tmp_path}/x.tsv: the first line is taken as names of columns: {shown}; if it is a pair, "
+    assert caplog.messages == [f"{sentence}put names above it, such as question and positive"] * bool(shown)
 
 
 def test_one_question_is_not_enough(tmp_path):

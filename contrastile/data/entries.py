@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
-from contrastile._errors import invalid
+from contrastile._errors import invalid, logger
 from contrastile.data.base import ProgressFactory, SkipCounter, Skipped
 from contrastile.data.docstrings import LEFT_OUT, module_name, parse_functions, source_files
 from contrastile.data.files import open_file, plain_file
@@ -37,6 +37,14 @@ JUDGED = re.compile(r"^\S+\t(?P<trec>\S+\t)?\S+\t-?[\d.]+\s*$")
 BEIR_CORPUS = "corpus.jsonl"
 # names of the columns of passages: BEIR, DPR and MS MARCO, Tevatron
 IDS, TEXTS = ("_id", "id", "docid", "passage_id"), ("text", "document_text", "contents")
+# columns of a table of pairs that hold numbers
+NUMBERS = {"label", "labels", "score", "scores"}
+# columns that hold ids; pandas writes a first column without a name
+ROW_IDS = {"", "id", "_id", "idx", "index", "qid", "query_id", "Unnamed: 0"}
+# names of columns in any order; negatives may be numbered
+QUESTIONS, POSITIVE, NEGATIVE = ("anchor", "query", "question"), "positive", "negative"
+# a first line that has none of these may be a row
+NAMES = {*IDS, *TEXTS, *NUMBERS, *ROW_IDS, *QUESTIONS, POSITIVE, "answer", "answers", "title", "passage"}
 
 Entry = Mapping[str, Any]
 
@@ -218,6 +226,9 @@ def _table(path: Path, counter: SkipCounter) -> Iterator[tuple[int, Entry | str]
             remedy = "Save it as UTF-8." if names == "not UTF-8" else "Name the columns there."
             raise invalid("source", "have a first line", got, remedy)
         check_names(names, path)
+        if not NAMES & {*names, *map(str.lower, names)}:
+            message = "%s: the first line is taken as names of columns: %.80s; if it is a pair, put names above it, "
+            logger.warning(message + "such as question and positive", path, ", ".join(names))
         for number, fields in rows:
             if not isinstance(fields, str) and len(fields) != len(names):
                 yield number, "wrong number of columns"

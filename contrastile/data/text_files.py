@@ -20,15 +20,22 @@ import numpy as np
 
 from contrastile._errors import invalid, logger, renamed
 from contrastile.data.base import Indices, ProgressFactory, SkipCounter, Skipped, hash_split, sorted_rows
-from contrastile.data.entries import BEIR_CORPUS, Entry, first, read_entries, read_passages, reading, text_of
+from contrastile.data.entries import (
+    BEIR_CORPUS,
+    NEGATIVE,
+    NUMBERS,
+    POSITIVE,
+    QUESTIONS,
+    ROW_IDS,
+    Entry,
+    first,
+    read_entries,
+    read_passages,
+    reading,
+    text_of,
+)
 from contrastile.data.texts import Passage, Query, TextSet, text_digest
 
-# columns of a table of pairs that hold numbers
-NUMBERS = {"label", "labels", "score", "scores"}
-# columns that hold ids; pandas writes a first column without a name
-ROW_IDS = {"", "id", "_id", "idx", "index", "qid", "query_id", "Unnamed: 0"}
-# names of columns in any order; negatives may be numbered
-QUESTIONS, POSITIVE, NEGATIVE = ("anchor", "query", "question"), "positive", "negative"
 # letters of the longest list in Python's form: an element takes a few hundred bytes while it is read
 LONGEST_LIST = 1 << 17
 # names of the ids of passages within an entry
