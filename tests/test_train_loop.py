@@ -475,6 +475,18 @@ def test_a_step_that_would_exceed_the_minutes_is_not_taken(tmp_path, caplog, cap
     assert "; train.minutes ended the run after 112 of 480 pairs" in (outcome.folder / "report.html").read_text()
 
 
+@pytest.mark.parametrize("examples", [480, 10**12])
+def test_a_warmup_of_steps_takes_them_where_minutes_end_the_run(tmp_path, examples):
+    words = ("train.minutes=2.0", "train.batch=16", f"train.examples={examples}", "optim.warmup_steps=4")
+    with timed(lambda count: count):
+        folder = run_recipe(tiny_recipe(tmp_path, *words), tmp_path / "runs").folder
+    rates = [line["learning_rate"] for line in read_metrics(folder / "metrics.jsonl") if line["kind"] == "step"]
+    assert rates[:4] == pytest.approx([3e-3 * (number + 0.5) / 4 for number in range(4)])
+    # then the schedule, by the clock
+    assert len(rates) == 7
+    assert max(rates[4:]) < 0.75 * 3e-3
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_an_end_by_the_clock_is_foretold(tmp_path, caplog, monkeypatch, threads):
     monkeypatch.setattr(loop.os, "getloadavg", lambda: (5.2, 0.0, 0.0))

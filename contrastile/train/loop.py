@@ -256,7 +256,8 @@ class Trainer:
         planned, count = self._planned()
         state.sizes.append(count)
         number = len(state.sizes)
-        rate = optim.learning_rate(state.share(ahead=count / 2), self.optim, planned)
+        seen = (state.seen + count / 2) / state.examples
+        rate = optim.learning_rate(state.share(ahead=count / 2), self.optim, planned, seen)
         optim.set_learning_rate(self.optimizer, rate)
         # torch.manual_seed would take half a millisecond to record the stack for absent devices
         begin_random(task.run.device, step_seed(self.recipe.seed, number, ranks.rank))

@@ -242,7 +242,7 @@ def step_bytes(model: nn.Module, settings: OptimSettings) -> int:
 
 
 def with_warmup(settings: OptimSettings, train: Steps, pairs: int) -> OptimSettings:
-    """The settings with `warmup` as a share of the run, converted from steps or epochs of `pairs`."""
+    """The settings with `warmup` as a share of the run's examples, converted from steps or epochs of `pairs`."""
     examples, seen, key, got = train.length(pairs), 0, "optim.warmup", ""
     if settings.warmup_epochs is not None:
         seen = round(settings.warmup_epochs * pairs)
@@ -258,14 +258,19 @@ def with_warmup(settings: OptimSettings, train: Steps, pairs: int) -> OptimSetti
     return settings.model_copy(update={"warmup": seen / examples}) if seen else settings
 
 
-def learning_rate(progress: float, settings: OptimSettings, batch: int | None = None) -> float:
+def learning_rate(
+    progress: float, settings: OptimSettings, batch: int | None = None, seen: float | None = None
+) -> float:
     """The rate after the share `progress` of the run: a linear rise over `warmup`, then the `schedule`.
 
+    seen: the share of the run's examples, which is less where minutes end it; a warm-up in steps or epochs goes by it.
     The last rate is `final` times the highest, except for a constant schedule; `rate_factor` multiplies all rates.
     """
     highest = settings.learning_rate * rate_factor(settings, batch)
-    if progress < settings.warmup:
-        return highest * progress / settings.warmup
+    in_examples = settings.warmup_steps is not None or settings.warmup_epochs is not None
+    risen = seen if seen is not None and in_examples else progress
+    if risen < settings.warmup:
+        return highest * risen / settings.warmup
     height = SCHEDULES[settings.schedule](min(progress, 1.0), settings)
     return highest * (settings.final + (1.0 - settings.final) * height)
 
