@@ -62,6 +62,26 @@ def served(monkeypatch):
     return set(multiprocessing.active_children())
 
 
+# --- the trials of all studies
+
+
+@pytest.mark.parametrize(
+    ("batch", "overrides", "sentence"),
+    [
+        (4, ["train.accumulate=4"], "train.accumulate: must leave parts of 2 at least; got 4 of a batch of 4"),
+        (128, ["loss.kind=infonce", "loss.queue=64"],
+         "loss.queue: must have room for the keys of a step, 128 at most; got 64"),
+        (48, ["optim.warmup_steps=2"], "optim.warmup_steps: must be shorter than the run; got 2 steps, 96 of 64"),
+        (8, ["optim.warmup_epochs=20.0"], "`optim.warmup_epochs` must be shorter than the run; got 20 epochs, "),
+    ],
+)  # fmt: skip
+def test_a_mistake_of_one_trial_is_found_before_the_first(tmp_path, command, capsys, batch, overrides, sentence):
+    recipe, *words = command[1:]
+    assert main(["compare", recipe, *overrides, *words, "--batches", "8", str(batch)]) == 2
+    assert last_error(capsys).startswith(f"data 1, batch {batch}, rate fixed: {sentence}")
+    assert not [*(tmp_path / "runs").iterdir()]
+
+
 # --- the same memory in four ways
 
 

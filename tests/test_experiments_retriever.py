@@ -180,6 +180,13 @@ def test_no_way_encodes_more_at_once_than_a_plain_step(tmp_path):
     assert accumulated == [16, 1, 1]
 
 
+def test_a_mistake_of_one_trial_is_found_before_updates_are_timed(tmp_path):
+    recipe = tiny_retriever(tmp_path, "loss.queue=100")
+    sentence = "way cached, batch 48: loss.queue: must have room for the keys of a step, 144 at most; got 100"
+    assert refusal(compare, study_of(recipe, batches=[16, 48]), tmp_path / "runs") == sentence
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_memory_that_holds_the_first_batch_is_refused(tmp_path, four_fit):
     assert refusal(compare, study_of(tiny_retriever(tmp_path), batches=[4]), tmp_path) == (
         "`memory` must hold a plain step of 1 query, but not of 4, the first batch; got 1 MiB, into which 4 fit. "

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refusal
 from tiny_runs import tiny_recipe
 from tiny_texts import write_text_recipe
 
@@ -70,8 +72,12 @@ def test_ways_of_a_retriever_are_compared_and_resumed(
 def test_a_slower_way_sees_fewer_examples(tmp_path: Path) -> None:
     first = tiny_recipe(tmp_path)
     second = tiny_recipe(tmp_path, "loss.kind=siglip", "train.batch=32")
+    warmed = tiny_recipe(tmp_path, "train.batch=32", "optim.warmup_steps=2")
     study = Ways(recipe=first, recipes={"a": first, "b": second}, seeds=2, paces={"a": 1.0, "b": 1.5})
-    trials = study.trials(open_data_bundle(first))
+    trials = study.trials(data := open_data_bundle(first))
+    slow = replace(study, paces={"a": 1.0, "b": 20.0}, recipes={"a": first, "b": warmed})
+    sentence = "way b: optim.warmup_steps: must be shorter than the run; got 2 steps, 32 of 24 examples"
+    assert refusal(slow.check, data) == sentence
     assert [(trial.labels["way"], trial.seed) for trial in trials] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
     train = trials[1].overrides["train"]
     assert (train.examples, train.batch, trials[1].overrides["loss"].kind) == (320, ((0.0, 32),), "siglip")

@@ -107,7 +107,9 @@ class RetrieverMemory(Study):
     def trials(self, data: TextMaterials) -> list[Trial]:
         """BM25, then seed by seed, the longest runs first: side by side they end together."""
         queries = self.examples(data)
-        seconds = {labels: update.seconds * queries / int(labels[1]) for labels, update in self.updates.items()}
+        # before they are timed, the cached batches
+        updates = self.updates or {("cached", str(batch)): Update(0.0, 0) for batch in self.batches}
+        seconds = {labels: update.seconds * queries / int(labels[1]) for labels, update in updates.items()}
         # BM25 answers at once
         trials = [Trial(BM25_LABELS, None, {}, seconds=1.0)] if self.recipe.evaluate.bm25 else []
         for seed in self.all_seeds:

@@ -302,15 +302,16 @@ class Ways(Study):
 
     def trials(self, data: Any) -> list[Trial]:
         """Seed by seed; sections that may differ are overridden as a whole."""
-        examples, (first, *_) = self.examples(data), self.recipes
-        trials = []
+        examples, (first, *_), trials = self.examples(data), self.recipes, []
+        # before they are measured, all ways are as fast as the first
+        paces = {**dict.fromkeys(self.recipes, 1.0), **self.paces}
         for seed in self.all_seeds:
             for way, recipe in self.recipes.items():
-                count = max(1, round(examples * self.paces[first] / self.paces[way]))
+                count = max(1, round(examples * paces[first] / paces[way]))
                 train = recipe.train.model_copy(update={"examples": count, "epochs": None, "minutes": None})
                 evaluate = {"every": 1.0} | ({"bm25": False} if recipe.kind == "retriever" else {})
                 overrides = {"loss": recipe.loss, "optim": recipe.optim, "train": train, "evaluate": evaluate}
-                trials.append(Trial({"way": way}, seed, overrides, seconds=count * self.paces[way]))
+                trials.append(Trial({"way": way}, seed, overrides, seconds=count * paces[way]))
         return trials
 
     def order(self, result: Result) -> tuple[int, int | None]:

@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -33,11 +33,12 @@ from contrastile.data.files import open_in_place
 from contrastile.experiments.results import PAGE, RESULTS, Result, read_results, to_csv
 from contrastile.offload import usable_cpus
 from contrastile.train.batch_builder import DataBundle
+from contrastile.train.config.base import Settings
 from contrastile.train.folder import RECIPE, RunFolder, begun_run, new_run, resumed_run
 from contrastile.train.log import Metrics, clock, progress, quantity
 from contrastile.train.loop import TASKS, step, train
 from contrastile.train.objective import open_teacher
-from contrastile.train.optim import build_optimizer
+from contrastile.train.optim import build_optimizer, with_warmup
 from contrastile.train.provenance import provenance
 from contrastile.train.ranks import ALONE, Ranks
 from contrastile.train.recipe import to_toml
@@ -78,6 +79,14 @@ def overridden(settings: T, overrides: Mapping[str, Any]) -> T:
         for name, value in overrides.items()
     }
     return table.model_copy(update=values)
+
+
+def clashes(section: Settings, prefix: str = "") -> Iterator[str]:
+    """The sentences about keys that clash in a recipe which was overridden after it was checked."""
+    for name, value in section:
+        if isinstance(value, Settings):
+            yield from clashes(value, f"{prefix}{name}.")
+    yield from (f"{prefix}{key}".rstrip(".") + f": {reason}" for wrong, key, reason in section.clashes() if wrong)
 
 
 @dataclass(frozen=True)
@@ -129,6 +138,17 @@ class Study(ABC):
     def ready(self, trial: Trial, _results: Sequence[Result]) -> Trial:
         """Complete a trial that depends on earlier results, directly before it starts."""
         return trial
+
+    def check(self, data: Any) -> None:
+        """Raise ValueError for a trial whose keys clash, or whose warm-up is longer than its training."""
+        for trial in self.trials(data):
+            recipe, pairs = overridden(self.recipe, trial.overrides), max(1, round(trial.share * len(data.rows)))
+            try:
+                if clash := next(clashes(recipe), None):
+                    raise ValueError(clash)
+                with_warmup(recipe.optim, recipe.train.fitted(pairs), pairs)
+            except ValueError as error:
+                raise ValueError(f"{_named(replace(trial, seed=None))}: {error}") from None
 
     @property
     def all_seeds(self) -> range:
@@ -206,8 +226,9 @@ def training_share(data: DataBundle, share: float) -> DataBundle:
 
 def compare(study: Study, runs: str | Path, *, resume: bool = False) -> Comparison:
     """Run all trials of a study, or with `resume` the missing ones of compare.csv; write the results after each."""
-    # mistakes in the data are reported before an earlier folder is moved aside
+    # mistakes in data and trials are reported before an earlier folder is moved aside
     data, processes = study.open(), study.jobs * study.ranks
+    study.check(data)
     origin, stopped_by = provenance(choose_device(study.recipe.device), processes=processes), None
     name = f"{study.recipe.name}-{study.suffix}"
     begun = begun_run(runs, name) if resume else None
@@ -217,6 +238,8 @@ def compare(study: Study, runs: str | Path, *, resume: bool = False) -> Comparis
         if begun is None:
             folder.write_text(RECIPE, to_toml(study.recipe))
         study = study.prepared(data, folder)
+        # the lengths of its trials may depend on what was measured
+        study.check(data)
         results = sorted(read_results(folder), key=study.order)
         finished = [(result.labels, result.seed) for result in results]
         trials = [trial for trial in study.trials(data) if (trial.labels, trial.seed) not in finished]
