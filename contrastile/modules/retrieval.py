@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from typing import Any, ClassVar, Literal, Unpack
 
@@ -22,6 +23,10 @@ from contrastile.losses.softmax import Softmax
 from contrastile.modules.base import How, Loss
 from contrastile.modules.listed import check_lists, listed_scores
 from contrastile.tiles.scored import in_words
+
+_gpu_reads = checks.GpuReads()
+# fewest queries whose keys may look like groups, and standard deviations of the mean by which they must
+LEAST, DEVIATIONS = 8, 5.0
 
 
 class InfoNCELoss(Loss):
@@ -117,8 +122,28 @@ class InfoNCELoss(Loss):
         operation, inputs = self._prepared(query, key, scale, **optional)
         loss: Tensor = operation(*inputs)
         if self._may_warn:
+            if positives is None and negatives is None:
+                _warn_of_order(query, key)
             self._warn_of_inputs(scale, query, passed_key)
         return loss
+
+
+def _warn_of_order(query: Tensor, key: Tensor) -> None:
+    """Warn about keys in groups, one for each query with its positive first, where the first N keys are taken."""
+    group = len(key) // max(len(query), 1)
+    if len(query) < LEAST or group < 2 or len(key) != len(query) * group or checks.captured(query, key):
+        return
+    if not _gpu_reads.allowed(query, key):
+        return
+    # of the first rows, but for the first one, whose key is the same in both orders
+    q, taken, grouped = (x.detach()[1:64].float() for x in (query, key[: len(query)], key[::group]))
+    gap = torch.linalg.vecdot(q, grouped) - torch.linalg.vecdot(q, taken)
+    if bool(gap.mean() > DEVIATIONS * gap.std() / len(gap) ** 0.5):
+        warnings.warn(
+            f"InfoNCELoss takes key i for that of query i, and got keys that look like groups of {group}, one for each "
+            f"query with its positive first. If they are, pass positives=torch.arange(0, {len(key)}, {group}).",
+            stacklevel=5,
+        )
 
 
 def _own_keys(query: Tensor, key: Tensor, optional: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
