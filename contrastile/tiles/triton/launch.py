@@ -44,6 +44,8 @@ TRUNCATION_FLOAT16 = 1.25
 # terms of an inner sum where float32's full precision is requested: the tensor cores truncate sums of terms of
 # different sizes by 2⁻³⁰ a term, and those of like terms not at all; half of it is made up for
 INNER, MADE_UP = 512, 0.5
+# most rows of features in three pieces whose products with a gradient are joined
+STACKED = 1024
 # each direction's vectors [V, n]: see `direction_weights`
 Weights = list[Tensor]
 # terms of a sum, and the share of it that the tensor cores have lost
@@ -356,8 +358,20 @@ def add_rows(u: Tensor, pair: Pair, strip: Tensor, *, fresh: bool) -> None:
 
 
 def add_cols(v: Tensor, pair: Pair, strip: Tensor, *, fresh: bool) -> None:
-    """v += gᵀ @ q of as many columns as v has rows; `fresh`: v = gᵀ @ q."""
+    """v += gᵀ @ q of as many columns as v has rows; `fresh`: v = gᵀ @ q.
+
+    Products of few rows take as long as v is read and written. Of three pieces those of one order are one product then,
+    of pieces below each other.
+    """
     g, room = pair.strip_pieces(strip), plan.parts_bytes(strip.nbytes, pair.q.parts)
+    n, parts = len(pair.q), pair.q.parts
+    if n <= STACKED and len(strip) == parts * n and parts * n * v.shape[1] * strip.itemsize <= room:
+        q = torch.cat([pair.q.piece(part, v.shape[1]) for part in reversed(range(parts))])
+        for order in reversed(range(parts)):
+            rows = (order + 1) * n
+            _add_product(v, strip[:rows, : len(v)].T, q[-rows:], None if order else INNER, room - q.nbytes, fresh=fresh)
+            fresh = False
+        return
     for of_g, of_q, inner in _strip_products(pair):
         _add_product(v, g[of_g].T[: len(v)], pair.q.piece(of_q, v.shape[1]), inner, room, fresh=fresh)
         fresh = False
