@@ -306,7 +306,7 @@ def test_buffers_grow_and_stay(monkeypatch: pytest.MonkeyPatch, group: Any, stre
     monkeypatch.setattr(near, "symmetric", symmetric)
     near.used_bytes()
     assert near.neighbours(group, 100, torch.device("cpu")) is None
-    assert near.neighbours(group, near.MOST_BYTES // 2 + 1, HERE) is None
+    assert near.neighbours(group, near.MOST_BUFFER_BYTES // 2 + 1, HERE) is None
     assert asked == []
     first = near.neighbours(group, 512, HERE)
     assert first is not None
@@ -539,7 +539,7 @@ def test_buffers_of_a_group_that_lost_a_rank_outlive_it(
 def test_copies_leave_all_multiprocessors_to_the_tiles(monkeypatch: pytest.MonkeyPatch, group: Any) -> None:
     monkeypatch.setattr(collectives, "reserved_multiprocessors", lambda _: 8)
     exchange = Ring("mean", Layout(group, 0, (3, 3), (3, 3)))
-    cols, many = Shard(torch.zeros(3, 4)), Shard(torch.zeros(3, near.MOST_BYTES // 8, device="meta"))
+    cols, many = Shard(torch.zeros(3, 4)), Shard(torch.zeros(3, near.MOST_BUFFER_BYTES // 8, device="meta"))
     assert exchange.reserved(cols) == 8
     followed: list[str] = []
     buffers = {name: lambda *_, name=name: followed.append(name) for name in ("follow", "watch")}
@@ -557,7 +557,7 @@ def test_a_forward_takes_no_buffers_that_its_backward_has_no_room_in(monkeypatch
     monkeypatch.setattr(ring, "neighbours", lambda _group, size, _device: asked.append(size))
     loss = ClipLoss(exchange="ring")
     for most, calls in ((2**20, 2), (1000, 0)):
-        monkeypatch.setattr(ring, "MOST_BYTES", most)
+        monkeypatch.setattr(ring, "MOST_BUFFER_BYTES", most)
         asked.clear()
         with one_rank_of(3):
             q, k = (x.requires_grad_() for x in F.normalize(torch.randn(2, 5, 16), dim=-1))

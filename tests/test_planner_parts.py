@@ -25,7 +25,7 @@ import contrastile
 from contrastile import ClipLoss
 from contrastile.cli import plan as cli
 from contrastile.cli.plan import lines
-from contrastile.engine.graph import MOST_ROWS
+from contrastile.engine.graph import MOST_GRAPH_ROWS
 from contrastile.exchange import gather
 from contrastile.losses import Sigmoid, Softmax
 from contrastile.losses.base import Shard
@@ -379,9 +379,9 @@ def test_a_small_call_takes_the_hosts_time_and_the_devices() -> None:
     for loss in (Softmax(symmetric=True), Sigmoid()):
         assert loss_seconds(replace(small, loss=loss), profile) == pytest.approx(profile.call, rel=0.05)
     # one more row than is replayed has the start of a larger loss, and no graph whose memory is filled
-    most = LossSize(MOST_ROWS, MOST_ROWS, 1, 512, 2**37, "single", "triton")
-    assert (most.replayed, replace(most, rows=MOST_ROWS + 1, keys=MOST_ROWS + 1).replayed) == (True, False)
-    assert most.replay_copies == 2 * MOST_ROWS * 512 * (2 + 2 + 4 + 2)
+    most = LossSize(MOST_GRAPH_ROWS, MOST_GRAPH_ROWS, 1, 512, 2**37, "single", "triton")
+    assert (most.replayed, replace(most, rows=MOST_GRAPH_ROWS + 1, keys=MOST_GRAPH_ROWS + 1).replayed) == (True, False)
+    assert most.replay_copies == 2 * MOST_GRAPH_ROWS * 512 * (2 + 2 + 4 + 2)
     assert loss_seconds(most, replace(profile, call=1e-9)) > loss_seconds(
         most, replace(profile, bandwidth=1e18, call=1e-9)
     )

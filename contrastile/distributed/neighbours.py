@@ -46,7 +46,7 @@ from contrastile.distributed.watch import watch
 logger = logging.getLogger("contrastile")
 
 # bytes of both buffers, which stay between calls; with larger ones a hop takes so long that a transfer hardly matters
-MOST_BYTES = 2**30
+MOST_BUFFER_BYTES = 2**30
 # kinds of flags, and the ranks for whose flags, four bytes each, there is room in `ALIGNMENT` bytes
 READY, TAKEN = 0, 1
 MOST_RANKS = ALIGNMENT // 8
@@ -232,7 +232,7 @@ def neighbours(group: Any, size: int, device: torch.device) -> Neighbours | None
 
     All ranks of the group call it with the same size, a multiple of `ALIGNMENT`.
     """
-    if 2 * size > MOST_BYTES or not copies_carry(group, device):
+    if 2 * size > MOST_BUFFER_BYTES or not copies_carry(group, device):
         return None
     group = resolved(group)
     state = state_of(group)

@@ -39,9 +39,9 @@ from contrastile.tiles.base import Accumulated
 logger = logging.getLogger("contrastile")
 
 # rows of a small batch's shorter side: longer ones keep the device busy for longer than the host
-MOST_ROWS = 16384
+MOST_GRAPH_ROWS = 16384
 # bytes that a graph keeps for the pairs (`Tiles.captured_bytes`)
-MOST_BYTES = 2**29
+MOST_GRAPH_BYTES = 2**29
 # calls of a plan before its capture, which also compile its kernels, and before the next capture of a dropped graph;
 # a plan whose capture failed counts from NEVER
 CALLS_BEFORE_CAPTURE, CALLS_BEFORE_RECAPTURE, NEVER = 2, 32, -(2**62)
@@ -82,7 +82,7 @@ def small(problem: Problem, exchange: Exchange, tiles: MakeTiles) -> bool:
         return False
     if len(exchange.layout) == 1:
         return _fits(problem, kind)
-    return problem.rows.own is None or problem.rows.own.nbytes <= MOST_BYTES
+    return problem.rows.own is None or problem.rows.own.nbytes <= MOST_GRAPH_BYTES
 
 
 def _fits(problem: Problem, kind: Any) -> bool:
@@ -91,7 +91,10 @@ def _fits(problem: Problem, kind: Any) -> bool:
     # a graph has a copy of what it reads, and sums as large as both sides
     copies = sum(x.nbytes for x in (*features_of(problem), *rows.leaves, *cols.leaves))
     of_pairs = kind.captured_bytes(rows, cols, problem.dtype)
-    return min(len(rows), len(cols)) <= MOST_ROWS and _padding_factor(problem) * max(of_pairs, copies) <= MOST_BYTES
+    return (
+        min(len(rows), len(cols)) <= MOST_GRAPH_ROWS
+        and _padding_factor(problem) * max(of_pairs, copies) <= MOST_GRAPH_BYTES
+    )
 
 
 def shared_length(tokens: int) -> int:

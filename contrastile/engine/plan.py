@@ -22,7 +22,7 @@ from contrastile.distributed import collectives, consistency
 from contrastile.distributed.failure import weakly
 from contrastile.engine import arguments as checks
 from contrastile.engine.compiled import constant_negatives, traceable, traced
-from contrastile.engine.graph import MOST_BYTES, graph_for, replayable, shared_length, small
+from contrastile.engine.graph import MOST_GRAPH_BYTES, graph_for, replayable, shared_length, small
 from contrastile.engine.operation import Call, MakeTiles, Operation, Plan
 from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cast_features, guides, indices, leaves_of
 from contrastile.engine.small import Replayed, small_operation
@@ -62,7 +62,7 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
             raise _refusal("forward-mode differentiation")
         if traceable(arguments):
             return traced(arguments)
-        return uncompiled("contrast", _eagerly), (q, k, scale, loss, options, others)
+        return uncompiled("contrast", _outside_graph), (q, k, scale, loss, options, others)
     if func_transform() is not None:
         raise _refusal("torch.func's transforms")
     if jit_traces():
@@ -73,17 +73,17 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
     cacheable = arguments.scorer is None or (alone and getattr(arguments.scorer, "stateless", False))
     # a reference to a group that has ended equals no other
     world = None if alone else weakly(dist.group.WORLD)
-    exact: Hashable = (world, arguments.signature()) if cacheable else None
-    plan, template = _plans.get(exact, (None, None))
-    key = exact
+    signature: Hashable = (world, arguments.signature()) if cacheable else None
+    plan, template = _plans.get(signature, (None, None))
+    key = signature
     if plan is None and cacheable and (rounded := _rounded_signature(arguments)) is not None:
         # small calls of texts whose lengths round to the same replay one graph
         key = world, rounded
         plan, template = _plans.get(key, (None, None))
         if plan is not None and len(_plans) < MOST_PLANS:
-            _plans[exact] = plan, template
+            _plans[signature] = plan, template
     if plan is None or template is None or type(scale) not in NUMBERS or type(arguments.bias) not in NUMBERS:
-        return _checked(arguments, plan, exact, key, alone=alone)
+        return _new_call(arguments, plan, signature, key, alone=alone)
     graph = graph_for(template) if plan.replayed and plan.of_rows is None else None
     if graph is not None:
         # constant keys are copied from where they are
@@ -98,12 +98,12 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
     return small_operation(*inputs) if plan.replayed else (Operation.apply, inputs)
 
 
-def _checked(
-    arguments: Arguments, plan: Plan | None, exact: Hashable, key: Hashable, *, alone: bool
+def _new_call(
+    arguments: Arguments, plan: Plan | None, signature: Hashable, key: Hashable, *, alone: bool
 ) -> tuple[Any, tuple[Any, ...]]:
     """The operation and inputs of a call that fills no template: of a new signature, a sharded scale, or several ranks.
 
-    plan: the cached one, if the signature is known. exact, key: the signature, and the same with rounded lengths of
+    plan: the cached one, if the signature is known. signature, key: the signature, and the same with rounded lengths of
     texts; None where nothing is cached. alone: there is no process group.
     """
     options = arguments.options
@@ -129,7 +129,7 @@ def _checked(
     several = len(exchange.layout.rows) > 1
     if several and key is not None:
         # all ranks make the same plan, from the rows of all; "auto" may take two exchanges for one signature
-        key = exact, type(exchange), exchange.layout.rows, exchange.layout.cols
+        key = signature, type(exchange), exchange.layout.rows, exchange.layout.cols
         plan, _ = _plans.get(key, (None, None))
     constant_cols = 0 if several else constant_negatives(arguments)
     if plan is not None and not several:
@@ -144,8 +144,8 @@ def _checked(
             # a later call fills its tensors into the template
             fits = alone and _refillable(arguments)
             template = changed(_template(problem, plan, exchange), constant_cols=constant_cols) if fits else None
-            # of several ranks the exact signature tells that the checks have passed; lengths are rounded for a replay
-            for each in {key if plan.replayed else exact} if alone else {exact, key}:
+            # of several ranks the signature tells that the checks have passed; lengths are rounded for a replay
+            for each in {key if plan.replayed else signature} if alone else {signature, key}:
                 _plans[each] = plan, template
     call = changed(_call(problem, plan, exchange), constant_cols=constant_cols)
     inputs: tuple[Any, ...] = call, problem.scale, problem.bias, *problem.inputs
@@ -228,7 +228,7 @@ def _padded(problem: Problem, tokens: tuple[int, int] | None) -> Problem:
     return replace(problem, inputs=(*of_rows, *of_cols, *others), rows=rows, cols=cols)
 
 
-def _eagerly(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, others: dict[str, Any]) -> Tensor:
+def _outside_graph(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, others: dict[str, Any]) -> Tensor:
     """The loss of a call that torch.compile cannot trace."""
     operation, inputs = prepare(q, k, scale, loss, options, **others)
     return operation(*inputs)
@@ -368,7 +368,7 @@ def _planned(problem: Problem, exchange: Exchange) -> Plan:
     at_once = ((sweep or strips or keeps) and not underflows) or (wants and (may_replay if several else replayed))
     if replayed and (several or (problem.scorer is None and problem.dtype == torch.float32)):
         # a graph keeps its memory between calls; a strip of float32 has three pieces
-        workspace = min(workspace, MOST_BYTES)
+        workspace = min(workspace, MOST_GRAPH_BYTES)
     # a cached plan must not keep a process group alive
     cached = None if several or exchange.layout.group is not None else exchange
     plan = Plan(cached, tiles, workspace, accumulator(problem.dtype), at_once, wants, replayed)

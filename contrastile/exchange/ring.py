@@ -31,7 +31,7 @@ from torch import Tensor
 
 from contrastile.distributed import collectives
 from contrastile.distributed.failure import resolved
-from contrastile.distributed.neighbours import MOST_BYTES, neighbours
+from contrastile.distributed.neighbours import MOST_BUFFER_BYTES, neighbours
 from contrastile.exchange.base import Exchange, Layout, Traffic, bytes_per_feature
 from contrastile.losses.base import Shard
 from contrastile.offload import host_room
@@ -123,7 +123,7 @@ class Ring(Exchange):
     @classmethod
     def kept_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
         buffers, one_node = cls.extra_bytes(layout, D, dtype), layout.node in (None, len(layout))
-        return buffers if one_node and buffers <= MOST_BYTES else 0
+        return buffers if one_node and buffers <= MOST_BUFFER_BYTES else 0
 
     @classmethod
     def traffic(cls, layout: Layout, D: int, dtype: torch.dtype) -> Traffic:

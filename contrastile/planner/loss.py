@@ -10,7 +10,7 @@ import torch
 
 from contrastile._dispatch import EXCHANGES, GATHERED_SHARE, TILES, automatic_exchange
 from contrastile._types import accumulator
-from contrastile.engine.graph import MOST_BYTES, MOST_ROWS
+from contrastile.engine.graph import MOST_GRAPH_BYTES, MOST_GRAPH_ROWS
 from contrastile.exchange.base import Exchange, Layout, Traffic
 from contrastile.exchange.host import Cut, cut_within, device_bytes, row_bytes
 from contrastile.losses.base import PairLoss
@@ -175,7 +175,7 @@ class LossSize:
         allowed = default if self.workspace is None else self.workspace
         limited = self.ranks > 1 or (self.vectors == 1 and self.dtype == torch.float32)
         graph = limited and self.replayed and self.backend_name == "triton"
-        return min(allowed, MOST_BYTES) if graph else allowed
+        return min(allowed, MOST_GRAPH_BYTES) if graph else allowed
 
     @cached_property
     def exchange_bytes(self) -> int:
@@ -314,7 +314,7 @@ class LossSize:
             fits = self.device == "cuda" and not self.own_columns and self.vectors == 1
             return fits and self.exchange_class("mean", self.layout).replayable(self.carried, self.dtype)
         N, M = self.block
-        return min(N, M) <= MOST_ROWS and 2 * N * M <= MOST_BYTES
+        return min(N, M) <= MOST_GRAPH_ROWS and 2 * N * M <= MOST_GRAPH_BYTES
 
     @property
     def replay_copies(self) -> int:
