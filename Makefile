@@ -24,7 +24,7 @@ demo: $(VENV)/.train ## train and evaluate an image-text model on built-in data 
 	@echo "fonts that it never saw, names that it never saw, handwritten digits. Nothing is downloaded."
 	@cores=$$(env -u OMP_NUM_THREADS nproc); threads=$(FREE); export OMP_NUM_THREADS=$$threads; \
 	echo "It takes about 5 minutes on two free cores, 17 at most; here it uses $$threads of $$cores cores."; \
-	if [ $$threads -lt 2 ]; then echo "That is less than two free cores: it takes longer, and may see fewer pairs and learn less."; fi; \
+	if [ $$threads -lt 2 ]; then echo "That is less than two free cores: it takes longer, and may see fewer pairs and learn less. OMP_NUM_THREADS=2 make demo takes two."; fi; \
 	echo; echo "$(BIN)/contrastile train recipes/glyphs.toml"; \
 	$(BIN)/contrastile train recipes/glyphs.toml
 
