@@ -28,7 +28,7 @@ EXAMPLE = "contrastile evaluate runs/glyphs"
 
 def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="a run folder, such as runs/glyphs, or a file of rankings in TREC's form")
-    titles = "rankings of any system", "tests on images, for a run of images and texts", "texts and index, for a retriever"
+    titles = "rankings of any system", "tests of a run of images and texts", "texts and index of a retriever"
     rankings, images, texts = (parser.add_argument_group(title).add_argument for title in titles)
     rankings("--judgements", metavar="FILE", help="judgements, TREC's or BEIR's qrels")
     rankings("--measures", nargs="+", metavar="NAME", help="such as nDCG@10 recall@1000 MAP")
