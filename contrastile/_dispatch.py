@@ -10,14 +10,13 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache, partial
 from numbers import Real
-from typing import Any, get_args
+from typing import Any, Never, get_args
 
 import torch
 
-from contrastile._errors import SMOOTHING, invalid, one_of, whole_number
+from contrastile._errors import SMOOTHING, invalid, one_of, unknown_keyword, whole_number
 from contrastile._types import Backend, ExchangeName, Gradient, Reduction
 from contrastile.distributed import collectives, consistency
 from contrastile.distributed.failure import in_step
@@ -46,36 +45,6 @@ WORDS = {
     "reduction": get_args(Reduction),
 }
 
-# keywords of other libraries' losses, and their place here
-_RANKS = "Leave it out: a loss meets all ranks by itself, with gradients to all of them."
-_SCALE = "Pass the scale, 1 / temperature, in the call."
-_NEGATIVES = "Pass `negatives` in the call: [H, D] for all queries, [N, H, D] for each query's own."
-_UNIT = "Leave it out, and pass torch.nn.functional.normalize(x, dim=-1)."
-_MASK = "Pass token vectors and their mask as a pair, (vectors, mask)."
-FOREIGN_KEYWORDS = dict.fromkeys(
-    ("local_loss", "gather_with_grad", "cache_labels", "rank", "world_size", "use_horovod",
-     "gather_across_devices", "gather_distributed", "bidirectional"), _RANKS,
-) | dict.fromkeys(("mask", "query_mask", "key_mask", "attention_mask"), _MASK) | {
-    "temperature": _SCALE, "base_temperature": _SCALE, "scale": "Pass it in the call.",
-    "logit_scale": "Pass it in the call, to contrast as `scale`.",
-    "logit_bias": "Pass it in the call, to contrast as `bias`.",
-    "labels": "Pass them in the call, to contrast as `query_labels` and `key_labels`.",
-    "ids": "Pass them in the call, to contrast as `query_ids` and `key_ids`.",
-    "scorer": "Pass it to contrast, the function under every loss.",
-    "normalize": _UNIT, "normalize_embeddings": _UNIT,
-    "contrast_mode": "Leave it out: every view is an anchor.",
-    "batch_size": "Leave it out: a call takes any number of rows.",
-    "hard_negatives": _NEGATIVES, "negative_keys": _NEGATIVES, "negative_mode": _NEGATIVES,
-    "dist_impl": 'Pass exchange="gather" or "ring", or leave it out.',
-    "mini_batch_size": "Encoders run in sub-batches: pass sub_batch to contrastile.encode.",
-    "memory_bank_size": "Pass the keys of a KeyQueue in the call, as `negatives`.",
-}  # fmt: skip
-
-
-def _brief(value: object) -> str:
-    """A value in an error: a tensor by its shape."""
-    return f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{value!r:.20}"
-
 
 @dataclass(frozen=True)
 class Options:
@@ -91,15 +60,9 @@ class Options:
     device: torch.device | str | None = None
 
     @classmethod
-    def refuse(cls, unknown: Mapping[str, object], others: tuple[str, ...] = ()) -> None:
+    def refuse(cls, unknown: Mapping[str, object], others: tuple[str, ...] = ()) -> Never:
         """Raise for keywords that are no option; `others`: names that the called function knows beside them."""
-        for name in unknown:
-            known = dict.fromkeys([*others, *cls.__dataclass_fields__])
-            near = get_close_matches(name, known, n=1, cutoff=0.75)
-            nearest = f"Did you mean {near[0]}?" if near else "Check the spelling."
-            remedy = FOREIGN_KEYWORDS.get(name, nearest)
-            rule = f"be one of the options {', '.join(known)}"
-            raise invalid(name, rule, ", ".join(f"{key}={_brief(value)}" for key, value in unknown.items()), remedy)
+        raise unknown_keyword(unknown, [*others, *cls.__dataclass_fields__])
 
     def __post_init__(self) -> None:
         for name, words in WORDS.items():

@@ -9,8 +9,9 @@ import logging
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,32 @@ SMOOTHING = "be at least 0 and below 1", "0.1 is usual."
 # error numbers of a full disk
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
+# keywords of other libraries, and their place here
+_RANKS = "Leave it out: a loss meets all ranks by itself, with gradients to all of them."
+_SCALE = "Pass the scale, 1 / temperature, in the call."
+_NEGATIVES = "Pass `negatives` in the call: [H, D] for all queries, [N, H, D] for each query's own."
+_UNIT = "Leave it out, and pass torch.nn.functional.normalize(x, dim=-1)."
+_MASK = "Pass token vectors and their mask as a pair, (vectors, mask)."
+_SUB_BATCH = "Encoders run in sub-batches: pass sub_batch to contrastile.encode."
+FOREIGN_KEYWORDS = dict.fromkeys(
+    ("local_loss", "gather_with_grad", "cache_labels", "rank", "world_size", "use_horovod",
+     "gather_across_devices", "gather_distributed", "bidirectional"), _RANKS,
+) | dict.fromkeys(("mask", "query_mask", "key_mask", "attention_mask"), _MASK) | {
+    "temperature": _SCALE, "base_temperature": _SCALE, "scale": "Pass it in the call.",
+    "logit_scale": "Pass it in the call, to contrast as `scale`.",
+    "logit_bias": "Pass it in the call, to contrast as `bias`.",
+    "labels": "Pass them in the call, to contrast as `query_labels` and `key_labels`.",
+    "ids": "Pass them in the call, to contrast as `query_ids` and `key_ids`.",
+    "scorer": "Pass it to contrast, the function under every loss.",
+    "normalize": _UNIT, "normalize_embeddings": _UNIT,
+    "contrast_mode": "Leave it out: every view is an anchor.",
+    "batch_size": "Leave it out of a loss, which takes any number of rows; pass sub_batch to encode.",
+    "hard_negatives": _NEGATIVES, "negative_keys": _NEGATIVES, "negative_mode": _NEGATIVES,
+    "dist_impl": 'Pass exchange="gather" or "ring", or leave it out.',
+    "mini_batch_size": _SUB_BATCH, "micro_batch_size": _SUB_BATCH, "chunk_size": _SUB_BATCH,
+    "memory_bank_size": "Pass the keys of a KeyQueue in the call, as `negatives`.",
+}  # fmt: skip
+
 
 def invalid(name: str, rule: str, got: object, remedy: str) -> ValueError:
     """The error of an argument: the rule, what was got, and the remedy.
@@ -34,6 +61,19 @@ def invalid(name: str, rule: str, got: object, remedy: str) -> ValueError:
     '`sub_batch` must be at least 1; got 0. Pass the number of examples that fit at once.'
     """
     return ValueError(f"`{name}` must {rule}; got {got}. {remedy}")
+
+
+def unknown_keyword(
+    unknown: Mapping[str, Any], known: Iterable[str], what: str = "options", remedy: str = ""
+) -> ValueError:
+    """The error of keywords that a call does not know; remedy: before those of the table."""
+    known, name = list(dict.fromkeys(known)), next(iter(unknown))
+    near = get_close_matches(name, known, n=1, cutoff=0.75)
+    nearest = f"Did you mean {near[0]}?" if near else "Check the spelling."
+    # a tensor by its shape
+    words = [f"a tensor {list(x.shape)}" if hasattr(x, "shape") else f"{x!r:.20}" for x in unknown.values()]
+    got = ", ".join(map("=".join, zip(unknown, words, strict=True)))
+    return invalid(name, f"be one of the {what} {', '.join(known)}", got, remedy or FOREIGN_KEYWORDS.get(name, nearest))
 
 
 def with_names(error: ValueError, names: Mapping[str, str]) -> ValueError:

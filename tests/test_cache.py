@@ -381,8 +381,16 @@ class Changing(nn.Module):
         return out.sum(0)
 
 
+KEYWORDS = "must be one of the options parts, sub_batch, sub_batch_tokens, retain, device, features; got"
 BAD = {
     "`encoder` must be callable": lambda t: encode(3, _inputs(), sub_batch=4),
+    "`encoder` must have a forward, or be a module and the name of its method; got ModuleDict. Name the method that "
+    "encodes, as in (model, 'encode_image').": lambda t: encode(nn.ModuleDict({"tower": t}), _inputs()),
+    f"`chunk_size` {KEYWORDS} chunk_size=4. Encoders run in sub-batches: pass sub_batch to contrastile.encode.":
+        lambda t: encode(t, _inputs(), chunk_size=4),
+    f"`batch_size` {KEYWORDS} batch_size=4. Leave it out of a loss, which takes any number of rows; pass sub_batch to "
+    "encode.": lambda t: encode(t, _inputs(), batch_size=4),
+    f"`sub_batches` {KEYWORDS} sub_batches=4. Did you mean sub_batch?": lambda t: encode(t, _inputs(), sub_batches=4),
     "`inputs` must have values where the encoder's parameters have; got a tensor on meta, and an encoder on cpu. Load "
     "them on a device that computes.": lambda t: encode(t, _inputs().to("meta"), sub_batch=4),
     '`sub_batch` must be a whole number of at least 1; got 0. Count examples, tokens, or sub-batches, or say "auto".':

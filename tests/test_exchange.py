@@ -315,11 +315,12 @@ def _of_a_class(rank: int, group: Any, name: str) -> str:
         "ClipLoss": lambda: ClipLoss(group=group)(q, q[:rows], 1.0),
         "SupConLoss": lambda: SupConLoss(group=group)(q, torch.arange(rows), 1.0),
         "NTXentLoss": lambda: NTXentLoss(group=group)(q, q[:rows], 1.0),
+        "InfoNCELoss": lambda: InfoNCELoss(group=group)(q, q, 1.0, **{"label" if rank == 1 else "weights": q[:, 0]}),
     }
     return refusal(calls[name])
 
 
-@pytest.mark.parametrize("name", ["ClipLoss", "SupConLoss", "NTXentLoss"])
+@pytest.mark.parametrize("name", ["ClipLoss", "SupConLoss", "NTXentLoss", "InfoNCELoss"])
 def test_what_a_class_finds_wrong_on_one_rank_is_raised_on_all(pool: Pool, name: str) -> None:
     first, second = pool.run(_of_a_class, 2, name)
     assert first == second

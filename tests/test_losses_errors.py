@@ -40,7 +40,26 @@ KEYWORDS = OPTIONS.replace(
     "options ", "options scale, bias, loss, positives, negatives, query_labels, key_labels, query_ids, key_ids, "
     "negative_ids, guide_q, guide_k, weights, scorer, ",
 )  # fmt: skip
+CALL = "must be one of the arguments of InfoNCELoss: query, key, scale, positives, negatives, query_ids, key_ids, "
+CALL += "negative_ids, weights; got"
+PAIRED = "image_features, text_features, logit_scale, logit_bias, output_dict, ids, labels, weights; got"
 SENTENCES: dict[str, Callable[[], Any]] = {
+    f"`scale` must be one of the arguments of SigLipLoss: {PAIRED} scale=10.0. Did you mean logit_scale?":
+        lambda: SigLipLoss()(_x(3, 4), _x(3, 4), scale=10.0),
+    f"`key_ids` must be one of the arguments of ClipLoss: {PAIRED} key_ids=a tensor [3]. Did you mean ids?":
+        lambda: ClipLoss()(_x(3, 4), _x(3, 4), 10.0, key_ids=torch.arange(3)),
+    f"`logit_scale` {CALL} logit_scale=10.0. Did you mean scale?":
+        lambda: InfoNCELoss()(_x(3, 4), _x(3, 4), logit_scale=10.0),
+    f"`temperature` {CALL} temperature=0.1. Pass the scale, 1 / temperature, in the call.":
+        lambda: InfoNCELoss()(_x(3, 4), _x(3, 4), temperature=0.1),
+    f"`reduction` {CALL} reduction='none'. Pass it to the constructor, InfoNCELoss(...).":
+        lambda: InfoNCELoss()(_x(3, 4), _x(3, 4), 10.0, reduction="none"),
+    f"`weigths` {CALL} weigths=a tensor [3]. Did you mean weights?":
+        lambda: InfoNCELoss()(_x(3, 4), _x(3, 4), 10.0, weigths=_x(3)),
+    "`logit_scale` must be given in the call of DCLLoss; got none. Write DCLLoss(...)(image_features, text_features, "
+    "logit_scale), with * before a tuple of them.": lambda: DCLLoss()(_x(3, 4), text_features=_x(3, 4)),
+    "`guide_query` must be given in the call of GISTLoss; got none. Write GISTLoss(...)(query, key, scale, "
+    "guide_query=..., guide_key=...), with * before a tuple of them.": lambda: GISTLoss()(_x(3, 4), _x(3, 4), 10.0),
     "`q` must have two dimensions [rows, features]; got shape [3, 2, 4]. Flatten the others first, or compare token "
     "vectors by contrast(..., scorer=MaxSim()).": lambda: contrast(_x(3, 2, 4), _x(3, 2, 4), scale=1.0),
     "`positives` must be a tensor of shape [3] or [3, P]; got list. Convert it with torch.as_tensor.":

@@ -698,3 +698,8 @@ def test_a_third_of_three_margins_has_the_digits_of_float64() -> None:
     found = ScoreDistillLoss(kind="margin_mse")(query, key, scores)
     gradients = (torch.autograd.grad(value, query)[0] for value in (found, plain))
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-14)
+
+
+def test_an_error_of_a_scorer_stays_what_it_is() -> None:
+    with pytest.raises(TypeError, match=r"^Identity.forward\(\) takes 2 positional arguments but 3 were given$"):
+        ScoreDistillLoss()(torch.ones(3, 4), torch.ones(3, 2, 4), torch.ones(3, 2), scorer=nn.Identity())

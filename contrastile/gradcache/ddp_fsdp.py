@@ -76,6 +76,9 @@ def unwrap(encoder: Any) -> tuple[Any, DistributedDataParallel | None]:
     elif wrapper is not None or engine_of(module) is not None:
         module = module.module
     if name == "forward":
+        if isinstance(module, nn.Module) and getattr(module.forward, "__func__", None) is nn.Module.forward:
+            got, remedy = type(module).__name__, "Name the method that encodes, as in (model, 'encode_image')."
+            raise invalid("encoder", "have a forward, or be a module and the name of its method", got, remedy)
         return module, wrapper
     if isinstance(module, nn.Module) and callable(name) and not isinstance(name, nn.Module):
         if getattr(name, "__self__", name) in (module, _torch.compiled_module(module)):

@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 import torch
 from torch import Tensor, nn
 
-from contrastile._errors import invalid, one_of, whole_number
+from contrastile._errors import invalid, one_of, unknown_keyword, whole_number
 from contrastile._torch import forward_ad_runs, func_transform, jit_traces, running_ddp, version
 from contrastile.gradcache import ddp_fsdp, introspect, modes
 from contrastile.gradcache.auto import with_fitting_size
@@ -44,6 +45,7 @@ def encode(
     retain: int | Literal["auto"] = 0,
     device: torch.device | str | None = None,
     features: Literal["device", "host"] = "device",
+    **unknown: Never,
 ) -> Any:
     """Features of a batch of any size, with the activations of one sub-batch in memory at a time.
 
@@ -97,6 +99,8 @@ def encode(
     >>> features = encode(tower, torch.randn(10, 8), sub_batch=4)
     >>> features.sum().backward()
     """
+    if unknown:
+        raise unknown_keyword(unknown, list(signature(encode).parameters)[2:-1])
     if torch.compiler.is_compiling() or jit_traces():
         # break the graph: an encoder compiled in the first pass alone would draw other random numbers
         return modes.uncompiled("encode", encode)(

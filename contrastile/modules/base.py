@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from contrastile._dispatch import Options
-from contrastile._errors import with_names
+from contrastile._errors import invalid, unknown_keyword, with_names
 from contrastile._types import Backend, ExchangeName, Gradient, Reduction, accumulator
 from contrastile.engine import arguments as checks
 from contrastile.engine.plan import prepare, share_error
@@ -74,6 +74,33 @@ class Loss(nn.Module):
         # options of this loss alone, as passed
         self.own_options: dict[str, object] = {}
         self._unchecked = True
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        try:
+            return super().__call__(*inputs, **named)
+        except TypeError:
+            refused = self._refused(inputs, named)
+            if refused is None:
+                raise
+        share_error(refused, self.options.group, self.options.exchange)
+        raise refused
+
+    def _refused(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> ValueError | None:
+        """The error of a call that `forward` does not take; None where the arguments are its own."""
+        kind, takes = type(self).__name__, signature(self.forward).parameters
+        unknown = {name: value for name, value in named.items() if name not in takes}
+        for name in unknown:
+            # `scale` for `logit_scale`, `key_ids` for `ids`
+            alike = [f"Did you mean {x}?" for x in takes if x.endswith(f"_{name}") or name.endswith(f"_{x}")]
+            own = [f"Pass it to the constructor, {kind}(...)."] if name in self._keywords() else []
+            return unknown_keyword(unknown, takes, f"arguments of {kind}:", next(iter(own + alike), ""))
+        required = {name: x for name, x in takes.items() if x.default is x.empty}
+        missing = [name for name in list(takes)[len(inputs) :] if name in required and name not in named]
+        if not missing:
+            return None
+        call = ", ".join(name + "=..." * (x.kind is x.KEYWORD_ONLY) for name, x in required.items())
+        remedy = f"Write {kind}(...)({call}), with * before a tuple of them."
+        return invalid(missing[0], f"be given in the call of {kind}", "none", remedy)
 
     def extra_repr(self) -> str:
         defaults, chosen = vars(Options()) | self._keywords(), self.own_options | vars(self.options)
@@ -139,7 +166,7 @@ class Loss(nn.Module):
             # Python shows equal warnings of one line once, however many losses are made
             warnings.warn(
                 f"{type(self).__name__} got rows of length other than 1; it computes with features as given. {remedy}",
-                stacklevel=5,
+                stacklevel=6,
             )
             return
         # the read of a sharded module's scale would be a collective
@@ -150,7 +177,7 @@ class Loss(nn.Module):
         if doubt:
             warnings.warn(
                 f"{type(self).__name__} got a scale of {value:.4g}, {doubt}; products are multiplied by it. {remedy}",
-                stacklevel=5,
+                stacklevel=6,
             )
 
 
@@ -206,7 +233,8 @@ class PairedLoss(Loss):
         Arguments:
             image_features, text_features: [N, D], of one dtype: bf16, fp16, fp32 or fp64; rows of unit length.
             logit_scale, logit_bias: numbers, or tensors of shape [] or [1]; the scale itself, not its logarithm. A bias
-                changes nothing in a softmax, where its gradient is 0; `SigLipLoss` needs one.
+                changes nothing in a softmax, where its gradient is 0. `SigLipLoss` takes 0 without one, and each of a
+                row's N - 1 negatives begins with a loss near log 2; the paper's is learned and begins at -10.
             output_dict: return `{"contrastive_loss": loss}`, as open_clip's losses can.
             ids: [N] integers; pairs of equal ids are not negatives of each other.
             labels: [N] integers; all pairs of equal labels are positives. A softmax takes the mean of a row's

@@ -142,7 +142,7 @@ def _warn_of_order(query: Tensor, key: Tensor) -> None:
         warnings.warn(
             f"InfoNCELoss takes key i for that of query i, and got keys that look like groups of {group}, one for each "
             f"query with its positive first. If they are, pass positives=torch.arange(0, {len(key)}, {group}).",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 

@@ -95,7 +95,7 @@ def _warn_without_positives(loss: Tensor, labels: Tensor) -> None:
         warnings.warn(
             "SupConLoss got labels that are all different: no example has a positive, and the loss is 0. Draw "
             "several examples of each label, or pass several views.",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 
