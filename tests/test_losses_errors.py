@@ -58,8 +58,6 @@ SENTENCES: dict[str, Callable[[], Any]] = {
         lambda: InfoNCELoss()(_x(3, 4), _x(3, 4), 10.0, weigths=_x(3)),
     "`logit_scale` must be given in the call of DCLLoss; got none. Write DCLLoss(...)(image_features, text_features, "
     "logit_scale), with * before a tuple of them.": lambda: DCLLoss()(_x(3, 4), text_features=_x(3, 4)),
-    "`guide_query` must be given in the call of GISTLoss; got none. Write GISTLoss(...)(query, key, scale, "
-    "guide_query=..., guide_key=...), with * before a tuple of them.": lambda: GISTLoss()(_x(3, 4), _x(3, 4), 10.0),
     "`q` must have two dimensions [rows, features]; got shape [3, 2, 4]. Flatten the others first, or compare token "
     "vectors by contrast(..., scorer=MaxSim()).": lambda: contrast(_x(3, 2, 4), _x(3, 2, 4), scale=1.0),
     "`positives` must be a tensor of shape [3] or [3, P]; got list. Convert it with torch.as_tensor.":

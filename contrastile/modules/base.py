@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any, ClassVar, Literal, Never, TypedDict, overload
@@ -75,32 +75,22 @@ class Loss(nn.Module):
         self.own_options: dict[str, object] = {}
         self._unchecked = True
 
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
-        try:
-            return super().__call__(*inputs, **named)
-        except TypeError:
-            refused = self._refused(inputs, named)
-            if refused is None:
-                raise
-        share_error(refused, self.options.group, self.options.exchange)
-        raise refused
-
-    def _refused(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> ValueError | None:
-        """The error of a call that `forward` does not take; None where the arguments are its own."""
-        kind, takes = type(self).__name__, signature(self.forward).parameters
-        unknown = {name: value for name, value in named.items() if name not in takes}
-        for name in unknown:
+    def _refuse(self, unknown: Mapping[str, Any], missing: str) -> Never:
+        """Raise, on all ranks, for keywords that `forward` does not have, or else for an argument that is not given."""
+        kind, (*takes, _) = type(self).__name__, signature(self.forward).parameters
+        if unknown:
+            name = next(iter(unknown))
             # `scale` for `logit_scale`, `key_ids` for `ids`
             alike = [f"Did you mean {x}?" for x in takes if x.endswith(f"_{name}") or name.endswith(f"_{x}")]
             own = [f"Pass it to the constructor, {kind}(...)."] if name in self._keywords() else []
-            return unknown_keyword(unknown, takes, f"arguments of {kind}:", next(iter(own + alike), ""))
-        required = {name: x for name, x in takes.items() if x.default is x.empty}
-        missing = [name for name in list(takes)[len(inputs) :] if name in required and name not in named]
-        if not missing:
-            return None
-        call = ", ".join(name + "=..." * (x.kind is x.KEYWORD_ONLY) for name, x in required.items())
-        remedy = f"Write {kind}(...)({call}), with * before a tuple of them."
-        return invalid(missing[0], f"be given in the call of {kind}", "none", remedy)
+            error = unknown_keyword(unknown, takes, f"arguments of {kind}:", next(iter(own + alike), ""))
+        else:
+            remedy = (
+                f"Write {kind}(...)({', '.join(takes[: takes.index(missing) + 1])}), with * before a tuple of them."
+            )
+            error = invalid(missing, f"be given in the call of {kind}", "none", remedy)
+        share_error(error, self.options.group, self.options.exchange)
+        raise error
 
     def extra_repr(self) -> str:
         defaults, chosen = vars(Options()) | self._keywords(), self.own_options | vars(self.options)
@@ -166,7 +156,7 @@ class Loss(nn.Module):
             # Python shows equal warnings of one line once, however many losses are made
             warnings.warn(
                 f"{type(self).__name__} got rows of length other than 1; it computes with features as given. {remedy}",
-                stacklevel=6,
+                stacklevel=5,
             )
             return
         # the read of a sharded module's scale would be a collective
@@ -177,7 +167,7 @@ class Loss(nn.Module):
         if doubt:
             warnings.warn(
                 f"{type(self).__name__} got a scale of {value:.4g}, {doubt}; products are multiplied by it. {remedy}",
-                stacklevel=6,
+                stacklevel=5,
             )
 
 
@@ -220,13 +210,14 @@ class PairedLoss(Loss):
         self,
         image_features: Tensor,
         text_features: Tensor,
-        logit_scale: Tensor | float,
+        logit_scale: Tensor | float | None = None,
         logit_bias: Tensor | float | None = None,
         output_dict: bool = False,
         *,
         ids: Tensor | None = None,
         labels: Tensor | None = None,
         weights: Tensor | None = None,
+        **unknown: Never,
     ) -> Tensor | dict[str, Tensor]:
         """Return the loss of N pairs, over the batch of all ranks.
 
@@ -241,6 +232,8 @@ class PairedLoss(Loss):
                 positives (UniCL, Yang et al. 2022), `SigLipLoss` the sum of all pairs.
             weights: [N]; the loss is Σ w·loss / Σ w.
         """
+        if unknown or logit_scale is None:
+            self._refuse(unknown, "logit_scale")
         operation, inputs = self._prepared(
             image_features, text_features, logit_scale, bias=logit_bias, query_ids=ids, key_ids=ids,
             query_labels=labels, key_labels=labels, weights=weights, paired=True,

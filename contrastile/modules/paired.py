@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Unpack
+from typing import ClassVar, Never, Unpack
 
 from torch import Tensor
 
@@ -146,6 +146,7 @@ class DistillClipLoss(Loss):
         ids: Tensor | None = None,
         labels: Tensor | None = None,
         weights: Tensor | None = None,
+        **unknown: Never,
     ) -> Tensor:
         """Return the loss of N pairs, with a teacher's features of them, over the batch of all ranks.
 
@@ -159,6 +160,8 @@ class DistillClipLoss(Loss):
             labels: [N] integers; all pairs of equal labels are positives. The hard loss of a row is the mean over them.
             weights: [N]; the loss is Σ w·loss / Σ w.
         """
+        if unknown:
+            self._refuse(unknown, "logit_scale")
         with self._shared_errors():
             checks.features("dist_image_features", dist_image_features)
             checks.features("image_features", image_features)

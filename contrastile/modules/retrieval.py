@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import nullcontext
-from typing import Any, ClassVar, Literal, Unpack
+from typing import Any, ClassVar, Literal, Never, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -85,7 +85,7 @@ class InfoNCELoss(Loss):
         self,
         query: Tensor,
         key: Tensor,
-        scale: Tensor | float,
+        scale: Tensor | float | None = None,
         *,
         positives: Tensor | None = None,
         negatives: Tensor | None = None,
@@ -93,6 +93,7 @@ class InfoNCELoss(Loss):
         key_ids: Tensor | None = None,
         negative_ids: Tensor | None = None,
         weights: Tensor | None = None,
+        **unknown: Never,
     ) -> Tensor:
         """Return the loss of N queries among the keys of all ranks.
 
@@ -106,6 +107,8 @@ class InfoNCELoss(Loss):
             negative_ids: [N, H] integers for negatives [N, H, D]; one with the id of its query does not count.
             weights: [N]; the loss is Σ w·loss / Σ w.
         """
+        if unknown or scale is None:
+            self._refuse(unknown, "scale")
         optional: dict[str, Any] = {
             "positives": positives, "negatives": negatives, "query_ids": query_ids, "key_ids": key_ids,
             "negative_ids": negative_ids, "weights": weights,
@@ -142,7 +145,7 @@ def _warn_of_order(query: Tensor, key: Tensor) -> None:
         warnings.warn(
             f"InfoNCELoss takes key i for that of query i, and got keys that look like groups of {group}, one for each "
             f"query with its positive first. If they are, pass positives=torch.arange(0, {len(key)}, {group}).",
-            stacklevel=6,
+            stacklevel=5,
         )
 
 
@@ -235,6 +238,7 @@ class GISTLoss(Loss):
         query_ids: Tensor | None = None,
         key_ids: Tensor | None = None,
         weights: Tensor | None = None,
+        **unknown: Never,
     ) -> Tensor:
         """Return the loss of N queries among the keys of all ranks, without those that the guide takes for positives.
 
@@ -247,6 +251,8 @@ class GISTLoss(Loss):
             query_ids, key_ids: [N], [M] integers; pairs of equal ids that are not positive do not count.
             weights: [N]; the loss is Σ w·loss / Σ w.
         """
+        if unknown:
+            self._refuse(unknown, "scale")
         with self._shared_errors():
             if (negatives is None) != (guide_negatives is None):
                 got = None if guide_negatives is None else "some"
@@ -378,6 +384,7 @@ class ScoreDistillLoss(Loss):
         lists: Tensor | None = None,
         weights: Tensor | None = None,
         scorer: nn.Module | None = None,
+        **unknown: Never,
     ) -> Tensor:
         """Return the distance of N queries' scores from a teacher's, over the batch of all ranks.
 
@@ -393,6 +400,8 @@ class ScoreDistillLoss(Loss):
                 key as `contrast` takes them: nested tensors [N, ...] and [N, P, ...], or [M, ...] with `lists`. It
                 scores one query's list at a time, and again in the backward.
         """
+        if unknown:
+            self._refuse(unknown, "scores")
         with self._shared_errors():
             if scorer is not None:
                 # a score is its own product with 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import ClassVar, Literal, Unpack
+from typing import ClassVar, Literal, Never, Unpack
 
 import torch
 from torch import Tensor
@@ -49,8 +49,9 @@ class SupConLoss(Loss):
             self.loss = SoftmaxInside(exclude_self=True, label_smoothing=self.options.label_smoothing)
 
     def forward(
-        self, features: Tensor, labels: Tensor, scale: Tensor | float, *, weights: Tensor | None = None
-    ) -> Tensor:
+        self, features: Tensor, labels: Tensor, scale: Tensor | float | None = None, *, weights: Tensor | None = None,
+        **unknown: Never,
+    ) -> Tensor:  # fmt: skip
         """Return the loss of N examples, over the batch of all ranks.
 
         Arguments:
@@ -59,6 +60,8 @@ class SupConLoss(Loss):
             scale: a number, or a tensor of shape [] or [1]: 1 / temperature.
             weights: [N]; the loss is Σ w·loss / Σ w, over all views of an example.
         """
+        if unknown or scale is None:
+            self._refuse(unknown, "scale")
         with self._shared_errors():
             if not isinstance(features, Tensor) or features.ndim not in (2, 3):
                 rule = "be a tensor of shape [N, D] or [N, views, D]"
@@ -95,7 +98,7 @@ def _warn_without_positives(loss: Tensor, labels: Tensor) -> None:
         warnings.warn(
             "SupConLoss got labels that are all different: no example has a positive, and the loss is 0. Draw "
             "several examples of each label, or pass several views.",
-            stacklevel=6,
+            stacklevel=5,
         )
 
 
@@ -122,8 +125,8 @@ class NTXentLoss(Loss):
     pair_loss = Softmax(exclude_self=True)
 
     def forward(
-        self, view_a: Tensor, view_b: Tensor, scale: Tensor | float, *, ids: Tensor | None = None,
-        weights: Tensor | None = None,
+        self, view_a: Tensor, view_b: Tensor, scale: Tensor | float | None = None, *, ids: Tensor | None = None,
+        weights: Tensor | None = None, **unknown: Never,
     ) -> Tensor:  # fmt: skip
         """Return the loss of N examples in two views, over the batch of all ranks.
 
@@ -133,6 +136,8 @@ class NTXentLoss(Loss):
             ids: [N] integers; views of two examples with equal ids are not negatives of each other.
             weights: [N]; the loss is Σ w·loss / Σ w, over both views of an example.
         """
+        if unknown or scale is None:
+            self._refuse(unknown, "scale")
         with self._shared_errors():
             checks.features("view_a", view_a)
             checks.features("view_b", view_b)
