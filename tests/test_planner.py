@@ -31,11 +31,11 @@ from contrastile.planner.loss import LossSize
 from contrastile.planner.memory import CONTEXT, Held, Side, StepMemory
 from contrastile.planner.profile import Profile, known_profiles, target, this_machine
 from contrastile.planner.seconds import exchange_seconds, step_seconds
-from contrastile.planner.towers import TowerCost, Work, measure, shapes_only
+from contrastile.planner.towers import Counted, TowerCost, Work, measure, shapes_only
 from contrastile.train.config.base import AdafactorSettings, AdamWSettings, MuonSettings
 from contrastile.train.memory import Weighed
 from contrastile.train.optim import build_optimizer, state_bytes
-from contrastile.train.planned import planned_memory
+from contrastile.train.planned import planned_memory, update_work
 from contrastile.train.recipe import load_any_recipe
 from contrastile.train.report.figures import StepColumns, memory_bars
 from contrastile.train.report.page import IMAGE_TEXT, _figures
@@ -245,8 +245,8 @@ def test_kept_graphs_follow_the_rule_of_the_gradient_cache() -> None:
 @pytest.mark.parametrize("settings", [
     AdamWSettings(), AdafactorSettings(), AdafactorSettings(betas=(0.0, 0.95)), MuonSettings(),
 ])  # fmt: skip
-def test_the_state_of_an_optimizer_has_the_declared_bytes(settings: Any) -> None:
-    model = nn.Sequential(nn.Linear(40, 48), nn.Linear(48, 20), nn.Conv2d(3, 5, 3))
+def test_an_optimizer_has_the_declared_state_and_work(settings: Any) -> None:
+    model = nn.Sequential(nn.Linear(40, 48), nn.Linear(48, 48), nn.Linear(48, 48), nn.Conv2d(3, 5, 3))
     model[0].bias.requires_grad_(False)
     optimizer = build_optimizer(model, settings)
     for parameter in model.parameters():
@@ -255,6 +255,11 @@ def test_the_state_of_an_optimizer_has_the_declared_bytes(settings: Any) -> None
     members = getattr(optimizer, "members", {"": optimizer}).values()
     states = [x for member in members for state in member.state.values() for name, x in state.items() if name != "step"]
     assert state_bytes(model, settings) == sum(x.nbytes for x in states)
+    for group in optimizer.param_groups:
+        group.update({"foreach": True} if "foreach" in group else {})
+    with Counted() as counter:
+        optimizer.step()
+    assert update_work(model, settings, clipped=False) == counter.work
 
 
 def test_seconds_are_those_of_the_slower_of_device_and_host() -> None:

@@ -6,6 +6,7 @@ Adafactor: Shazeer & Stern (arXiv:1804.04235) in the form of Zhai et al., "Scali
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -210,25 +211,44 @@ def build_optimizer(model: nn.Module, settings: OptimSettings) -> Optimizer:
     return CombinedOptimizer(Muon(inner, rate, settings.momentum, decay), adamw)
 
 
+def members_of(optimizer: Optimizer) -> list[Any]:
+    """The optimizers in one that combines several, or the one itself."""
+    return list(optimizer.members.values()) if isinstance(optimizer, CombinedOptimizer) else [optimizer]
+
+
 def stepped_without_memory(model: nn.Module, settings: OptimSettings) -> Optimizer:
-    """The optimizer after its first step, with a gradient for each weight, all on the device "meta"."""
+    """The optimizer after its first step, with a gradient for each weight, all on the device "meta".
+
+    Where each weight is updated alone, one stands for all of its shape in a group; their number is the group's `alike`.
+    """
     optimizer = build_optimizer(model, settings)
-    for group in optimizer.param_groups:
-        group["params"] = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in group["params"]]
-        for parameter in group["params"]:
-            parameter.grad = torch.empty_like(parameter)
-        # torch's AdamW updates many tensors at once, as on a GPU
-        if "foreach" in group:
-            group["foreach"] = True
+    for member in members_of(optimizer):
+        each_alone, groups = isinstance(member, PerParameterOptimizer), list[dict[str, Any]]()
+        for group in member.param_groups:
+            shapes = [(p.shape, p.dtype) for p in group["params"]]
+            for some, alike in [([one], n) for one, n in Counter(shapes).items()] if each_alone else [(shapes, 1)]:
+                parameters = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in some]
+                for parameter in parameters:
+                    parameter.grad = torch.empty_like(parameter)
+                groups.append({**group, "params": parameters, "alike": alike})
+                # torch's AdamW updates many tensors at once, as on a GPU
+                if not each_alone:
+                    groups[-1]["foreach"] = True
+        member.param_groups = groups
     optimizer.step()
     return optimizer
 
 
 def state_bytes(model: nn.Module, settings: OptimSettings) -> int:
     """Bytes of the optimizer's state after its first step, but for the counts of steps."""
-    optimizer: Any = stepped_without_memory(model, settings)
-    states = [state for one in getattr(optimizer, "members", {"": optimizer}).values() for state in one.state.values()]
-    return sum(x.nbytes for state in states for name, x in state.items() if name != "step")
+    return sum(
+        group["alike"] * x.nbytes
+        for member in members_of(stepped_without_memory(model, settings))
+        for group in member.param_groups
+        for parameter in group["params"]
+        for name, x in member.state[parameter].items()
+        if name != "step"
+    )
 
 
 def step_bytes(model: nn.Module, settings: OptimSettings) -> int:

@@ -43,7 +43,7 @@ from contrastile.train.config.losses import RetrieverScores
 from contrastile.train.config.towers import without_folders
 from contrastile.train.load import class_of
 from contrastile.train.objective import OBJECTIVES, teacher_recipe
-from contrastile.train.optim import state_bytes, step_bytes, stepped_without_memory
+from contrastile.train.optim import members_of, state_bytes, step_bytes, stepped_without_memory
 from contrastile.train.recipe import load_any_recipe
 from contrastile.train.run import HALVES, LoadedRun, autocast, choose_device, ready_tokenizer
 from contrastile.train.sharded import GATHERED_ONCE
@@ -93,11 +93,11 @@ def planned(
     plan = plan_of(settings, machines, batch or largest, model, costs, stages(settings, pairs))
     if plan.stages:
         plan = replace(plan, examples=settings.train.length(pairs or 0))
-    most = max(size for _, size, _ in sub_batches(settings, UNLIMITED).values())
-    if any(side.examples < most for side in plan.step.sides):
+    wholes = [size for _, size, _ in sub_batches(settings, UNLIMITED).values()]
+    if any(side.cost.sub_batch < size for side, size in zip(plan.step.sides, wholes, strict=True)):
         # larger batches than this one have larger sub-batches
-        _, wholes = towers(settings, 1, most * settings.train.accumulate, machines.device)
-        sides = [replace(side, whole=cost) for side, cost in zip(plan.step.sides, wholes, strict=True)]
+        _, costs = towers(settings, 1, max(wholes) * settings.train.accumulate, machines.device)
+        sides = [replace(side, whole=cost) for side, cost in zip(plan.step.sides, costs, strict=True)]
         plan = replace(plan, step=replace(plan.step, sides=sides))
     return plan if batch is None else plan.at(batch)
 
@@ -320,8 +320,16 @@ def update_work(model: nn.Module, settings: OptimSettings, share: int = 1, *, cl
     optimizer = stepped_without_memory(model, settings)
     with Counted() as counter:
         optimizer.step()
-    gradients = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
+    gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     work = counter.work + Work(moved=CLIPPING_PASSES * gradients * clipped)
+    for member in members_of(optimizer):
+        for group in member.param_groups:
+            # the weights that one stands for
+            if others := group["alike"] - 1:
+                (parameter,) = group["params"]
+                with Counted() as counter, torch.no_grad():
+                    member.update(parameter, parameter.grad, member.state[parameter], group)
+                work += counter.work.times(others)
     return replace(work, moved=work.moved / share)
 
 
