@@ -562,6 +562,22 @@ def test_a_batch_of_fewer_pairs_than_a_sub_batch_has_the_sub_batches_of_larger_o
         assert choice.largest == pytest.approx(planned(4096, sub_batch).largest(), rel=0.01)
 
 
+@pytest.mark.parametrize("batch", [512, 2**15, 2**17])
+def test_the_largest_batch_of_a_choice_is_that_of_its_own_step(tmp_path: Path, batch: int) -> None:
+    """Kept graphs count, and another sub-batch is whole."""
+    words = ["train.sub_batch=1024", "train.batch=4096", "train.retain=0"]
+    plan = contrastile.plan(write_recipe(tmp_path), *words, gpus="T4-2GB", batch=batch)
+    choices = {choice.name.split(":")[0]: choice for choice in plan.choices()}
+    assert all(choice.fits == (choice.largest >= batch) for choice in choices.values())
+    kept = replace(plan, step=replace(plan.step, retain="auto"))
+    assert kept.at(choices["retain auto"].largest).fits
+    # room for a step of one whole sub-batch, but not of one of twice the size
+    room = plan.at(1024).peak.bytes
+    small = replace(plan.at(1024), target=replace(plan.target, memory=int((room + CONTEXT) / (1 - MARGIN)) + 2**10))
+    assert small.fits
+    assert next(one.largest for one in small.at(4096).choices() if one.name.startswith("twice")) == 0
+
+
 def test_the_largest_batch_may_be_smaller_than_a_sub_batch(tmp_path: Path) -> None:
     words = [f"train.batch={2**22}", f"train.sub_batch={2**22}"]
     plan = contrastile.plan(write_recipe(tmp_path), *words, gpus="T4-2GB")

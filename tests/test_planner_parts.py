@@ -304,6 +304,10 @@ def test_numbers_for_people_have_units(tmp_path: Path) -> None:
     assert next(lines(contrastile.plan(path, gpus="T4-2GB", batch=1))).startswith("tiny on T4-2GB: 1 pair a step, ")
     rows = [line for line in text.split("other choices")[1].splitlines() if "exchange single, backend auto" in line]
     assert f"  {largest}  " in rows[0]
+    # a schedule has steps of several sizes, and this run fewer pairs than fit
+    text = "\n".join(lines(contrastile.plan(path, "train.batch=[[0.0, 48], [0.5, 96]]", gpus="H100")))
+    assert "\nstep of the largest batch: " in text
+    assert "of host memory on a node; the run has 480 pairs\n" in text
     seconds = (0.0123, 90.0, 1_500.0, 36_000.0)
     assert [cli._seconds(each) for each in seconds] == ["12.3 ms", "90.0 s", "25.0 min", "10.0 hours"]
 

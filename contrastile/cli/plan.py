@@ -18,7 +18,7 @@ UNITS = " (k: times 1,024; M: times 1,048,576)"
 WIDTH = 40
 
 SUMMARY = "the batch that fits, and the time of a run, on any machines"
-EXAMPLE = "contrastile plan clip-vit-l-14 --gpus 8xH100-80GB --largest"
+EXAMPLE = "contrastile plan clip-vit-l-14 --gpus 8xH100-80GB --batch 32k"
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -106,7 +106,8 @@ def lines(plan: "Plan", pairs: int | None = None) -> Iterator[str]:
     most = "no limit" if largest else "none, not a pair for each rank fits"
     if 0 < largest < plan.most:
         most = f"{largest:,}, with {size(plan.at(largest).host)} of host memory on a node"
-    yield f"  largest batch, without kept graphs: {most}"
+    whole_run = f"; the run has {plan.examples:,} pairs" if 0 < plan.examples < largest else ""
+    yield f"  largest batch, without kept graphs: {most}{whole_run}"
     seconds = plan.seconds
     if seconds is None:
         yield "  no times: this chip has no profile (--calibrate makes one of this machine)"
@@ -114,7 +115,8 @@ def lines(plan: "Plan", pairs: int | None = None) -> Iterator[str]:
         names = ("towers", "loss", "communication", "optimizer")
         parts = ", ".join(f"{name} {_seconds(getattr(seconds, name))}" for name in names)
         data = f"; data {_seconds(seconds.data)} meanwhile" if seconds.data else ""
-        yield f"\nstep: {_seconds(seconds.total)}, most of it {seconds.bottleneck}"
+        which = "step of the largest batch" if len(plan.stages) > 1 else "step"
+        yield f"\n{which}: {_seconds(seconds.total)}, most of it {seconds.bottleneck}"
         yield f"  {parts}{data}"
         if plan.run_seconds is not None:
             count = sum(steps for _, steps in plan.stages)

@@ -3,10 +3,10 @@
 Above `memory.py` and `seconds.py`; `train/planned.py` makes the plan of a recipe.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from contrastile._errors import invalid, whole_number
 from contrastile.exchange.host import host_bytes
@@ -140,9 +140,9 @@ class Plan:
         """The largest batch of all ranks in the search."""
         return MOST_ROWS * self.target.ranks * self.parts
 
-    def largest(self, **loss: Any) -> int:
-        """The largest batch of all ranks that fits, without retained graphs; `loss`: changed fields of its sizes."""
-        step = replace(self.step, retain=0, loss=replace(self.step.loss, **loss))
+    def largest(self, *, retain: int | Literal["auto"] = 0, **loss: Any) -> int:
+        """The largest batch of all ranks that fits, by default without retained graphs; `loss`: changed sizes of it."""
+        step = replace(self.step, retain=retain, loss=replace(self.step.loss, **loss))
         if step.loss.host:
             # strips and shards fill what graphs leave
             step = step.with_features_on_host()
@@ -181,7 +181,7 @@ class Plan:
         for exchange, backend in blocks:
             words: dict[str, Any] = {"exchange": exchange, "backend": backend}
             name = f"exchange {exchange}, backend {backend}"
-            yield self._choice(name, replace(step, loss=replace(step.loss, **words)), **words)
+            yield self._choice(name, replace(step, loss=replace(step.loss, **words)))
         if self.on_host and not step.loss.host and self.target.device != "cpu":
             yield self._choice("features in host memory", step.with_features_on_host())
         for retain in (0, AUTO):
@@ -192,11 +192,17 @@ class Plan:
             wholes = [(side.whole or side.cost).sub_batch for side in sides]
             if wholes != [(side.whole or side.cost).sub_batch for side in step.sides]:
                 sizes = " and ".join(map(str, wholes))
-                yield self._choice(f"{name} the sub-batch: {sizes}", replace(step, sides=sides))
+                yield self._choice(f"{name} the sub-batch: {sizes}", replace(step, sides=sides), whole=_whole(sides))
 
-    def _choice(self, name: str, step: StepMemory, **loss: Any) -> Choice:
+    def _choice(self, name: str, step: StepMemory, *, whole: bool = False) -> Choice:
+        """The choice of a step; `whole`: its largest batch has whole sub-batches."""
         plan = replace(self, step=step)
-        seconds, largest = plan.seconds, plan.largest(**loss)
+        seconds, largest = plan.seconds, plan.largest(retain=step.retain)
+        if whole and largest and not _whole(plan.at(largest).step.sides):
+            largest = 0
+        if plan.fits:
+            # the search ends at the first batch that does not fit, where "auto" may keep a graph too many
+            largest = max(largest, self.batch)
         total = None if seconds is None else seconds.total
         host = plan.at(largest).host if largest else 0
         return Choice(name, plan.peak.bytes, plan.fits, plan.host, total, largest, host)
@@ -226,6 +232,11 @@ class Plan:
             "choices": [vars(choice) for choice in self.choices()],
             "provenance": [] if target.profile is None else list(target.profile.provenance),
         }  # fmt: skip
+
+
+def _whole(sides: Sequence[Side]) -> bool:
+    """No sub-batch is shorter because its rank has fewer examples."""
+    return all(side.whole is None or side.cost.sub_batch == side.whole.sub_batch for side in sides)
 
 
 def _with_sub_batch(side: Side, factor: float) -> Side:
