@@ -298,22 +298,22 @@ def test_a_temperature_in_the_place_of_the_scale_is_said_once() -> None:
 
 
 def test_keys_in_groups_are_said_once_where_the_first_ones_are_taken() -> None:
-    q = F.normalize(torch.randn(12, 8), dim=-1)
-    groups = F.normalize(torch.stack([q + 0.1 * torch.randn(12, 8), *torch.randn(2, 12, 8)], 1), dim=-1)
+    q = F.normalize(torch.randn(40, 8), dim=-1)
+    groups = F.normalize(torch.stack([q + 0.1 * torch.randn(40, 8), *torch.randn(2, 40, 8)], 1), dim=-1)
     loss, flat, behind = InfoNCELoss(), groups.flatten(0, 1), groups.transpose(0, 1).flatten(0, 1)
     with pytest.warns(UserWarning, match="groups") as told:
         loss(q, flat, 5.0)
     assert [(str(one.message), one.filename) for one in told] == [
         ("InfoNCELoss takes key i for that of query i, and got keys that look like groups of 3, one for each query "
-         "with its positive first. If they are, pass positives=torch.arange(0, 36, 3).", __file__)
+         "with its positive first. If they are, pass positives=torch.arange(0, 120, 3).", __file__)
     ]  # fmt: skip
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         loss(q, flat, 5.0)
-        InfoNCELoss()(q, flat, 5.0, positives=torch.arange(0, 36, 3))
+        InfoNCELoss()(q, flat, 5.0, positives=torch.arange(0, 120, 3))
         InfoNCELoss()(q, behind, 5.0)
-        InfoNCELoss()(q, F.normalize(torch.randn(36, 8), dim=-1), 5.0)
-        InfoNCELoss()(q, q[:1].expand(36, 8), 5.0)
+        InfoNCELoss()(q, F.normalize(torch.randn(120, 8), dim=-1), 5.0)
+        InfoNCELoss()(q, q[:1].expand(120, 8), 5.0)
         InfoNCELoss()(q, flat[:-1], 5.0)
     assert not said
 

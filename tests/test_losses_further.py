@@ -33,7 +33,7 @@ from contrastile.losses.base import Finished
 from contrastile.losses.reference import dense_decoupled, mises_fisher_weights
 from contrastile.scorers import Bilinear, MaxSim
 from contrastile.tiles import eager
-from contrastile.tiles.base import Tiles
+from contrastile.tiles.base import OwnColumns, Tiles
 
 SHARES = {1: [N], 2: [28, N - 28], 3: [20, 0, N - 20]}
 # those that a fused kernel computes
@@ -703,3 +703,22 @@ def test_a_third_of_three_margins_has_the_digits_of_float64() -> None:
 def test_an_error_of_a_scorer_stays_what_it_is() -> None:
     with pytest.raises(TypeError, match=r"^Identity.forward\(\) takes 2 positional arguments but 3 were given$"):
         ScoreDistillLoss()(torch.ones(3, 4), torch.ones(3, 2, 4), torch.ones(3, 2), scorer=nn.Identity())
+
+
+def test_a_loss_keeps_the_gradients_of_own_columns_alone() -> None:
+    """Not the strip [N, M + H] that they were part of, until the loss itself is freed."""
+    q, k, own = (torch.randn(*shape, requires_grad=True) for shape in ((12, 8), (300, 8), (12, 2, 8)))
+    loss: Any = InfoNCELoss()(q, k, 0.1, negatives=own)
+    kept = loss.grad_fn.tiles.own_gradients
+    assert kept.shape == (12, 2)
+    assert kept.untyped_storage().nbytes() == kept.nbytes
+
+
+def test_own_columns_of_16_bits_are_copied_within_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = []
+    products = OwnColumns.products
+    monkeypatch.setattr(OwnColumns, "products", lambda q, own, *out: (copied.append(len(own)), products(q, own, *out)))
+    q, k, own = (torch.randn(*shape).half() for shape in ((200, 32), (200, 32), (200, 100, 32)))
+    contrast(q, k, scale=1.0, loss=Softmax(), negatives=own, workspace=2**20)
+    assert sum(copied) == 200
+    assert max(copied) * 100 * 32 * 4 <= 2**20

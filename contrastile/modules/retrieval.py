@@ -26,7 +26,7 @@ from contrastile.tiles.scored import in_words
 
 _gpu_reads = checks.GpuReads()
 # fewest queries whose keys may look like groups, and standard deviations of the mean by which they must
-LEAST, DEVIATIONS = 8, 5.0
+LEAST, DEVIATIONS = 32, 5.0
 
 
 class InfoNCELoss(Loss):

@@ -125,7 +125,9 @@ class Eager(Tiles):
             x, context = self._logits(strip, cols, room, with_graph=wanted)
             tile = self._tile(x, strip, cols, context, by_label=strip.labels is not None and strip.own is None)
             if strip.own is not None:
+                # alone: a strip with own columns has all rows
                 tile = self._with_own(tile, strip, cols)
+                room = x = tile.x
             u_I, direct = None if u is None else u[along], self._direct(tile, whole=self.fresh)
             if mean and direct is not None and direct.every:
                 # with one number for all coefficients: small batches take a fifth longer with those of each row
@@ -233,7 +235,8 @@ class Eager(Tiles):
                 assert rows.own is not None
                 self.own_columns.add(of_own, rows.own, u_I)
         if of_own.numel():
-            self.own_gradients = of_own
+            # not a view, which would keep the whole strip
+            self.own_gradients = of_own.clone()
         if v_J is not None and len(v_J):
             add_product(v_J, g_IJ.T[: len(v_J)], rows.features, fresh=self.fresh)
 
@@ -297,8 +300,11 @@ class Eager(Tiles):
         return tile._replace(guides=tuple(guides), target=target(rows, cols))
 
     def _joins(self, own: Tensor) -> bool:
-        """Return whether these own columns are part of a strip that has all rows."""
-        return type(self) is Eager and type(self.loss) is Softmax and own.device.type == "cpu" and own.shape[1] > 0
+        """Return whether these own columns are part of a strip that has all rows; copies of them take the workspace."""
+        wide = self.scale.dtype
+        fit = own.dtype == wide or own.numel() * wide.itemsize <= self.workspace
+        known = type(self) is Eager and type(self.loss) is Softmax and own.device.type == "cpu"
+        return known and fit and own.shape[1] > 0
 
     def _with_own(self, tile: Tile, rows: Shard, cols: Shard) -> Tile:
         """The tile [I, J + H] with the logits of own columns behind those of all."""

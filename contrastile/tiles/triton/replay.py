@@ -55,7 +55,7 @@ class Filling:
     """Copies tensors to the memory that a graph reads, each in the dtype of its target, in one launch.
 
     Targets have no gaps. measured: number of the first ones whose rows' norms are computed on the way, as
-    `launch.norms` does: two [n, D], or none.
+    `launch.feature_norms` does: two or three [n, D], or none.
     """
 
     def __init__(self, targets: Sequence[Tensor], measured: int = 0) -> None:
