@@ -73,6 +73,19 @@ def with_gradients(loss: Tensor, tensors: dict[str, Tensor]) -> tuple[Tensor, di
     return loss.detach(), dict(zip(tensors, gradients, strict=True))
 
 
+def assert_same(call: Callable[[], Tensor], truth: Tensor, leaves: list[Tensor]) -> None:
+    """Assert that a loss in float64, with gradients twice and without, is the truth."""
+    found = call()
+    assert distance(found.detach(), truth.detach()) <= 1e-12
+    with torch.no_grad():
+        assert distance(call(), truth) <= 1e-12
+    upstream = torch.rand_like(truth)
+    gradients = [torch.autograd.grad((x * upstream).sum(), leaves, retain_graph=True) for x in (found, found, truth)]
+    for one, again, exact in zip(*gradients, strict=True):
+        assert torch.equal(one, again)
+        assert distance(one, exact) <= 1e-12
+
+
 def distance(x: Tensor, truth: Tensor) -> float:
     """‖x − truth‖ / ‖truth‖."""
     difference = (x.double() - truth.double()).norm()

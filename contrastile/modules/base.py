@@ -75,7 +75,7 @@ class Loss(nn.Module):
         self.own_options: dict[str, object] = {}
         self._unchecked = True
 
-    def _refuse(self, unknown: Mapping[str, Any], missing: str) -> Never:
+    def _refuse(self, unknown: Mapping[str, Any], missing: str = "") -> Never:
         """Raise, on all ranks, for keywords that `forward` does not have, or else for an argument that is not given."""
         kind, (*takes, _) = type(self).__name__, signature(self.forward).parameters
         if unknown:
@@ -85,9 +85,8 @@ class Loss(nn.Module):
             own = [f"Pass it to the constructor, {kind}(...)."] if name in self._keywords() else []
             error = unknown_keyword(unknown, takes, f"arguments of {kind}:", next(iter(own + alike), ""))
         else:
-            remedy = (
-                f"Write {kind}(...)({', '.join(takes[: takes.index(missing) + 1])}), with * before a tuple of them."
-            )
+            call = ", ".join(takes[: takes.index(missing) + 1])
+            remedy = f"Write {kind}(...)({call}), with * before a tuple of them."
             error = invalid(missing, f"be given in the call of {kind}", "none", remedy)
         share_error(error, self.options.group, self.options.exchange)
         raise error

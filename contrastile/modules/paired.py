@@ -161,7 +161,7 @@ class DistillClipLoss(Loss):
             weights: [N]; the loss is Σ w·loss / Σ w.
         """
         if unknown:
-            self._refuse(unknown, "logit_scale")
+            self._refuse(unknown)
         with self._shared_errors():
             checks.features("dist_image_features", dist_image_features)
             checks.features("image_features", image_features)

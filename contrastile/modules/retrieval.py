@@ -252,7 +252,7 @@ class GISTLoss(Loss):
             weights: [N]; the loss is Σ w·loss / Σ w.
         """
         if unknown:
-            self._refuse(unknown, "scale")
+            self._refuse(unknown)
         with self._shared_errors():
             if (negatives is None) != (guide_negatives is None):
                 got = None if guide_negatives is None else "some"
@@ -401,7 +401,7 @@ class ScoreDistillLoss(Loss):
                 scores one query's list at a time, and again in the backward.
         """
         if unknown:
-            self._refuse(unknown, "scores")
+            self._refuse(unknown)
         with self._shared_errors():
             if scorer is not None:
                 # a score is its own product with 1

@@ -300,7 +300,7 @@ class Eager(Tiles):
         return tile._replace(guides=tuple(guides), target=target(rows, cols))
 
     def _joins(self, own: Tensor) -> bool:
-        """Return whether these own columns are part of a strip that has all rows; copies of them take the workspace."""
+        """Return whether these own columns are part of a strip that has all rows: copies must fit the workspace."""
         wide = self.scale.dtype
         fit = own.dtype == wide or own.numel() * wide.itemsize <= self.workspace
         known = type(self) is Eager and type(self.loss) is Softmax and own.device.type == "cpu"
@@ -312,22 +312,21 @@ class Eager(Tiles):
         assert tile.bounds is not None
         x = tile.x.new_empty(rows.own.shape[:2])
         self.own_columns.products(rows.features, rows.own, x, torch.zeros_like(self.scale))
-        least, most = zip(tile.bounds, bounds_of(x.mul_(self.scale)) or (), strict=True)
-        bounds = min(least), max(most)
-        if not all(map(math.isfinite, (*least, *most))):
-            self.flag, bounds = (
-                nonfinite_flag(self.scale, rows.features, cols.features, rows.own),
-                (-math.inf, math.inf),
-            )
-        marks, excluded = rows.own_excluded, tile.excluded
+        every = [*tile.bounds, *map(float, torch.aminmax(x.mul_(self.scale)))]
+        bounds = min(every), max(every)
+        if not all(map(math.isfinite, every)):
+            # excluded columns count too
+            self.flag = nonfinite_flag(self.scale, rows.features, cols.features, rows.own)
+            bounds = -math.inf, math.inf
+        marks, positive, excluded = rows.own_excluded, tile.positive, tile.excluded
         if marks is not None:
             fill(x, marks, -torch.inf)
             of_all = fill(torch.zeros_like(tile.x, dtype=torch.bool), excluded, True)
             excluded = torch.cat([of_all, marks], 1)
         elif isinstance(excluded, Tensor):
             excluded = F.pad(excluded, (0, x.shape[1]))
-        positive = tile.positive
-        positive = F.pad(positive, (0, x.shape[1])) if isinstance(positive, Tensor) else positive
+        if isinstance(positive, Tensor):
+            positive = F.pad(positive, (0, x.shape[1]))
         return tile._replace(x=torch.cat([tile.x, x], 1), positive=positive, excluded=excluded, bounds=bounds)
 
     def _room(self, pairs: int) -> Tensor:
