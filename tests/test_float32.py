@@ -46,11 +46,11 @@ def test_no_gradient_is_twice_as_far_from_float64_as_the_plain_formula(kind: str
 
 
 def test_products_of_few_rows_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients of 128 queries and 640 keys, whose pieces are multiplied in one product for each of three orders."""
+    """Gradients of 100 queries and 640 keys, whose pieces are multiplied in one product for each of three orders."""
     products, add = [], launch._add_product
     monkeypatch.setattr(launch, "_add_product", lambda *given, **how: (products.append(given), add(*given, **how))[1])
     with torch.device(DEVICE):
-        q, k = (F.normalize(torch.randn(n, 8), dim=-1).requires_grad_() for n in (128, 640))
+        q, k = (F.normalize(torch.randn(n, 8), dim=-1).requires_grad_() for n in (100, 640))
     found = []
     for most in (launch.STACKED, 0):
         monkeypatch.setattr(launch, "STACKED", most)
@@ -61,6 +61,6 @@ def test_products_of_few_rows_are_joined(monkeypatch: pytest.MonkeyPatch) -> Non
     # those of the queries' gradient are six in both
     assert (few, many) == (9, 12)
     logits = 20.0 * q.double() @ k.double().T
-    truth = torch.autograd.grad(F.cross_entropy(logits, torch.arange(128, device=q.device)), (q, k))
+    truth = torch.autograd.grad(F.cross_entropy(logits, torch.arange(100, device=q.device)), (q, k))
     for one, other, exact in zip(joined, apart, truth, strict=True):
         assert distance(one, exact) <= 2 * distance(other, exact)

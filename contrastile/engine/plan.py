@@ -348,11 +348,10 @@ def _planned(problem: Problem, exchange: Exchange) -> Plan:
     # one sweep of a pairwise loss gives gradients too; columns that one row meets alone are computed after the exchange
     sweep = wants and reduced and loss.pairwise and not own
     strips = keeps = False
-    # on a CPU the loss of few pairs comes from strips without gradients too
-    if reduced and not several and (wants or problem.device.type == "cpu"):
+    if reduced and not several:
         number = torch.ones((), dtype=accumulator(problem.dtype), device=problem.device)
         example = tiles(loss, number, None, workspace)
-        # one product of each strip gives loss and gradient
+        # one product of each strip gives loss and gradient, or the loss of few pairs alone
         strips = bool(example.strip(problem.rows, problem.cols, wants))
         # the forward keeps values for a backward that follows at once
         keeps = wants and example.keeps(problem.rows, problem.cols) and not (own and loss.pairwise)

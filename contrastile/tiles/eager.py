@@ -97,8 +97,8 @@ class Eager(Tiles):
     def strip(self, rows: Shard, cols: Shard, wanted: bool) -> int:
         height = self._height(len(rows), len(cols)) if self.loss.rowwise else 0
         joins = rows.own is None or (height == len(rows) and self._joins(rows.own) and not rows.own_positives)
-        # without a gradient tiles make no more products than strips, and stay in a core's cache
-        return height if joins and (wanted or height * len(cols) <= SIDE_CPU**2) else 0
+        # without a gradient tiles make no more products than strips, and on a CPU stay in a core's cache
+        return height if joins and (wanted or height * len(cols) <= self._side() ** 2) else 0
 
     @property
     def _held(self) -> int:
@@ -114,7 +114,7 @@ class Eager(Tiles):
             return N if M and fit >= N else 0
         height = min(N, fit, STRIP_CPU if on_cpu else side)
         # of a symmetric loss, columns have their statistics after the last row
-        return height if height >= LEAST_STRIP and not symmetric else 0
+        return height if height >= min(N, LEAST_STRIP) and not symmetric else 0
 
     def strips(
         self, rows: Shard, cols: Shard, u: Sum, v: Sum, weigh: Weigh, *, mean: bool, wanted: bool

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from contrastile._types import Reduction
@@ -364,9 +365,12 @@ def add_cols(v: Tensor, pair: Pair, strip: Tensor, *, fresh: bool) -> None:
     of pieces below each other.
     """
     g, room = pair.strip_pieces(strip), plan.parts_bytes(strip.nbytes, pair.q.parts)
-    n, parts = len(pair.q), pair.q.parts
+    parts = pair.q.parts
+    # those of whole tiles: the gradient of rows that are not there is 0
+    n = tiles_of(len(pair.q), pair.shape.rows) * pair.shape.rows
     if n <= STACKED and len(strip) == parts * n and parts * n * v.shape[1] * strip.itemsize <= room:
-        q = torch.cat([pair.q.piece(part, v.shape[1]) for part in reversed(range(parts))])
+        q = pair.q.data.unflatten(1, (parts, -1)).movedim(1, 0).flip(0)
+        q = pad(q, (0, v.shape[1] - pair.q.width, 0, n - len(pair.q))).flatten(0, 1)
         for order in reversed(range(parts)):
             rows = (order + 1) * n
             _add_product(v, strip[:rows, : len(v)].T, q[-rows:], None if order else INNER, room - q.nbytes, fresh=fresh)
