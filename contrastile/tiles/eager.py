@@ -97,8 +97,8 @@ class Eager(Tiles):
     def strip(self, rows: Shard, cols: Shard, wanted: bool) -> int:
         height = self._height(len(rows), len(cols)) if self.loss.rowwise else 0
         joins = rows.own is None or (height == len(rows) and self._joins(rows.own) and not rows.own_positives)
-        # without a gradient tiles make no more products than strips, and on a CPU stay in a core's cache
-        return height if joins and (wanted or height * len(cols) <= self._side() ** 2) else 0
+        # without a gradient tiles make no more products than strips, and stay in a core's cache
+        return height if joins and (wanted or height * len(cols) <= SIDE_CPU**2) else 0
 
     @property
     def _held(self) -> int:
