@@ -272,6 +272,35 @@ def test_sums_by_label_stay_within_the_workspace() -> None:
         assert _tiles(loss=loss, workspace=workspace)._budget.sums_labels(*sides) == summed
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("symmetric", "kind"), [(True, "diagonal"), (True, "labels"), (False, "listed")])
+def test_label_smoothing_is_sums_of_features(
+    symmetric: bool, kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows with one positive, several and none, with weights, in one super-tile and in several."""
+    monkeypatch.setattr(budget, "LEAST_SMOOTHED", 0)
+    loss, labels = Softmax(symmetric=symmetric, label_smoothing=0.2), torch.arange(70) ** 2 % 19
+    weights, given = torch.rand(70), dict[str, Any]()
+    if kind == "labels":
+        given = {"query_labels": labels, "key_labels": labels.roll(3).where(labels > 1, 50)}
+    if kind == "listed":
+        given["positives"] = torch.stack([labels, labels.where(labels > 5, -1).roll(2)], 1).where(
+            labels[:, None] > 0, -1
+        )
+    features = [_unit(n, dtype, 24) for n in (70, 70 if symmetric else 133)]
+    for workspace in (2**30, 2**20):
+        found = []
+        for backend, narrow, wide in (("triton", dtype, torch.float32), ("eager", torch.float64, torch.float64)):
+            q, k, scale = leaves = [x.to(narrow) for x in features] + [torch.tensor(20.0, dtype=wide)]
+            options: dict[str, Any] = {"backend": backend, "workspace": workspace, "weights": weights.to(wide)}
+            value = contrast(
+                q.requires_grad_(), k.requires_grad_(), scale=scale.requires_grad_(), loss=loss, **given, **options
+            )
+            found.append((value.detach(), *torch.autograd.grad(value, leaves)))
+        bounds = (1e-6, 1e-2, 1e-2, 1e-5)
+        assert all(distance(x, y) <= bound for x, y, bound in zip(*found, bounds, strict=True))
+
+
 @pytest.mark.usefixtures("_few_features")
 def test_exponentials_are_kept_where_they_fit() -> None:
     rows, cols = _pair(_unit(14, torch.bfloat16), _unit(300, torch.bfloat16))

@@ -30,7 +30,7 @@ from torch import Tensor
 from contrastile._types import Reduction
 from contrastile.losses.base import PairLoss, Shard, Total
 from contrastile.tiles.base import ForwardResult, InFlight, Tiles
-from contrastile.tiles.triton import exponentials, label_sums, launch, plan, positions, sorting
+from contrastile.tiles.triton import exponentials, label_sums, launch, plan, positions, smoothing, sorting
 from contrastile.tiles.triton.block import (
     Block,
     Order,
@@ -204,8 +204,8 @@ class Triton(Tiles):
         return self._epilogue.has_teacher or self._budget.keeps_exponentials(rows, cols)
 
     def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
-        narrow = self.exponentials is not None and self.exponentials.narrow and not self.orders
-        if not narrow or self.grad_dtypes not in (None, (torch.bfloat16, torch.bfloat16)):
+        kept = None if self.orders or self._epilogue.smooth else self.exponentials
+        if kept is None or not kept.narrow or self.grad_dtypes not in (None, (torch.bfloat16, torch.bfloat16)):
             return super().accumulators(rows, cols, wanted)
         u, _ = super().accumulators(rows, cols, (*wanted[:3], False))
         k = cols.features
@@ -229,7 +229,7 @@ class Triton(Tiles):
 
     def _prepare(self, rows: Shard, cols: Shard, position: Position) -> None:
         """Compute the constants of a block, and the order of its labels, for all of its passes."""
-        may_keep = self.backward_next and self._budget.can_keep(rows.features.dtype)
+        may_keep = self.backward_next and self._budget.can_keep(rows, cols)
         labels, by_sums = by_label(rows), self._budget.sums_labels(rows, cols)
         # gradients of positives, divided by the factor of their row, add up to twice the sum of exponentials
         most = 4 if labels and not by_sums else 1
@@ -247,14 +247,14 @@ class Triton(Tiles):
         position = rows.start, len(rows), cols.start, len(cols)
         if position not in self.constants:
             self._prepare(rows, cols, position)
+        summed = self._budget.sums_smoothing(rows, cols)
         rows, cols = readable_side(rows), readable_side(cols)
-        order = self.orders.get(position)
+        order, runs = self.orders.get(position), None
         if isinstance(order, Runs):
-            rows = replace(rows, positives=order.columns(cols.start))
-            return Block(rows, cols, self.constants[position], self.loss, runs=order)
-        if order is not None:
+            rows, order, runs = replace(rows, positives=order.columns(cols.start)), None, order
+        elif order is not None:
             rows, cols = sorting.ordered_sides(rows, cols, order)
-        return Block(rows, cols, self.constants[position], self.loss, order)
+        return Block(rows, cols, self.constants[position], self.loss, order, runs, summed)
 
     def _super_tiles(self, block: Block, held: int | None, *, careful: bool = False) -> Iterator[SuperTile]:
         """The block's super-tiles with their operands, which neighbours and the next pass share."""
@@ -269,7 +269,7 @@ class Triton(Tiles):
         order = None if block.order is None else block.order.narrow(i, j)
         same_rows, same_cols = (tile is not None and tile.along[side] == at for side, at in enumerate((i, j)))
         rows = tile.block.rows if tile and same_rows and tile.whole is block else narrow(block.rows, i)
-        part = Block(rows, narrow(block.cols, j), block.constants, self.loss, order)
+        part = replace(block, rows=rows, cols=narrow(block.cols, j), order=order, runs=None)
         of_rows = tile.pair.of_rows if tile and same_rows else None
         of_cols = tile.pair.of_cols if tile and same_cols else None
         # freed before other operands are copied, which may fill the workspace
@@ -288,10 +288,8 @@ class Triton(Tiles):
         return self.super_tile
 
     def _stats(self, block: Block, stats: list[Tensor]) -> None:
-        """Write the statistics of all pairs: by fast kernels, then by careful ones, which return at once where the flag
-        is not set.
-        """
-        epilogue, constants = self._epilogue, block.constants
+        """Write the statistics of all pairs: by fast kernels, then by careful ones, which run where a flag is set."""
+        epilogue, constants = block.epilogue, block.constants
         passes = [(False, epilogue.channels), (True, epilogue.careful_channels)]
         if not epilogue.exponential:
             passes = passes[:1]
@@ -340,6 +338,8 @@ class Triton(Tiles):
         if block.runs is not None:
             room = self._budget.room_for_sums(block.rows, block.cols, beside=self.exponentials is not None)
             label_sums.add_totals(block, stats, room)
+        if block.sums_smoothing:
+            smoothing.add_totals(block, stats, self.scale)
 
     def _grads(self, block: Block, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None) -> Tensor:
         """Add all pairs' gradient to u and v, and with `row_stats` their loss to the statistics.
@@ -348,12 +348,12 @@ class Triton(Tiles):
         accumulators are too inexact for the latter: they have passed 16 bits and truncating tensor cores,
         and attraction and repulsion often cancel to a few percent.
         """
-        positives = self._positives(block)
+        (shares, block), positives = smoothing.without_shares(block), self._positives(block)
         if block.rows.features.dtype == torch.float16:
             # exponentials, whose rows have factors, are kept in bf16 alone
             terms, factors = [self._scaled_strips(block, u, None if v is None else _received(v), row_stats)], None
         else:
-            terms, factors = self._strips(block, u, v, row_stats, releases=positives is None)
+            terms, factors = self._strips(block, u, v, row_stats, releases=positives is None and not shares)
         self.super_tile = None
         if positives is not None:
             given = block, positives, u, None if v is None else _received(v)
@@ -361,6 +361,8 @@ class Triton(Tiles):
             if block.runs is not None:
                 label_sums.add_gradients(block, *given[2:4], terms[-1][0], self._budget.workspace)
         sums = launch.add_up(terms)
+        if shares:
+            smoothing.add_gradients(block, shares, u, None if v is None else _received(v), sums)
         return sums if self.sums_products else sums[1]
 
     def _scaled_strips(self, block: Block, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None) -> Term:
@@ -428,7 +430,7 @@ class Triton(Tiles):
 
     def _fill(self, tile: SuperTile, weights: Weights, strip: Tensor, sums: Tensor, row_stats: Tensor | None) -> None:
         """Write the super-tile's gradient into the strip, and with `row_stats` merge its loss into them."""
-        epilogue, constants = self._epilogue, tile.block.constants
+        epilogue, constants = tile.block.epilogue, tile.block.constants
         vectors = [along(x, at) for x, at in zip(weights, tile.along, strict=False)]
         parts = [] if row_stats is None else tile.block.new_parts(epilogue.channels)
         launch.gradient(tile.pair, constants, vectors, strip, sums, epilogue, *self.guidance.sums, *parts)

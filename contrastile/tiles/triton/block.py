@@ -93,10 +93,12 @@ class Block:
     order: Order | None = None
     # with positives by label that are sums of features: see `label_sums.py`
     runs: Runs | None = None
+    # with label smoothing that is: see `smoothing.py`
+    sums_smoothing: bool = False
 
     @cached_property
     def epilogue(self) -> Epilogue:
-        return epilogue_for(self.loss)
+        return epilogue_for(self.loss, self.sums_smoothing)
 
     @cached_property
     def directions(self) -> list[tuple[Tensor, Tensor]]:

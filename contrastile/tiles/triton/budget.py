@@ -28,6 +28,9 @@ LEAST_FEATURES = 320
 COLUMN_SUMS = 4
 # features whose sums by label are in memory at once, at least
 SUMMED = 64
+# largest label smoothing ε that enters as sums: probabilities near 1/M are rounded to 16 bits before ε/M is subtracted,
+# by 1/(1 − ε) times as much as the difference would be; and fewest pairs, whose tiles take longer than sums' launches
+MOST_SMOOTHING, LEAST_SMOOTHED = 0.25, 2**27
 
 
 class Copies(NamedTuple):
@@ -92,13 +95,30 @@ class Budget:
         sums = self._sums_bytes(height, width, channels, 0 if later else each)
         return self.backward_bytes(height, width, copied, parts) + sums
 
-    def can_keep(self, dtype: torch.dtype) -> bool:
-        """Return whether exponentials of this kind can be kept: in the dtype of the features."""
-        return self.epilogue.factorizes and dtype == EXPONENTIAL_DTYPE
+    def can_keep(self, rows: Shard, cols: Shard) -> bool:
+        """Return whether exponentials of this kind can be kept."""
+        return self._can_keep(rows.features.dtype, self.sums_smoothing(rows, cols))
+
+    def _can_keep(self, dtype: torch.dtype, sums_smoothing: bool) -> bool:
+        """The same for features of a dtype: it is that of the exponentials."""
+        return plan.epilogue_for(self.loss, sums_smoothing).factorizes and dtype == EXPONENTIAL_DTYPE
+
+    def sums_smoothing(self, rows: Shard, cols: Shard) -> bool:
+        """Return whether label smoothing enters as sums of features: see `smoothing.py`."""
+        in_tiles = by_label(rows) and not self.sums_labels(rows, cols)
+        sizes = len(rows), len(cols), rows.features.dtype
+        return not in_tiles and self._can_sum_smoothing(*sizes, ids=_have_ids(rows, cols))
+
+    def _can_sum_smoothing(self, N: int, M: int, dtype: torch.dtype, *, ids: bool) -> bool:
+        """Return whether the loss allows it: an excluded pair has no share, and float32 is more precise in tiles."""
+        epilogue, loss = self.epilogue, self.loss
+        little = epilogue.smooth and epilogue.label_smoothing <= MOST_SMOOTHING
+        every = not (ids or loss.exclude_self or epilogue.hardness or epilogue.formula.guide)
+        return little and every and dtype.itemsize == 2 and N * M >= LEAST_SMOOTHED
 
     def keeps_exponentials(self, rows: Shard, cols: Shard) -> bool:
         """Return whether the exponentials of a whole block are kept."""
-        if not (self.can_keep(rows.features.dtype) and self._is_faster(rows.features.shape[1])):
+        if not (self.can_keep(rows, cols) and self._is_faster(rows.features.shape[1])):
             return False
         sizes = len(rows), len(cols), *self._copies(rows, cols)
         later = self.keeping_bytes(*sizes, later=True)
@@ -144,7 +164,7 @@ class Budget:
         if backward_next and self.expects_exponentials(N, M, D, dtype, labels=labels, ids=ids):
             later = self.keeping_bytes(*sizes, later=True) + self._weighed_bytes(N, D, sizes[2])
             most = max(most, self.keeping_bytes(*sizes) - 4 * (N + M) * D, later)
-        if labels and self._can_sum_labels(N, M, dtype):
+        if labels and self._can_sum_labels(N, M, dtype, ids=ids):
             most = max(most, min(16 * max(N, M) * padded(D, shape_for(self.device)), self.workspace))
         return most
 
@@ -152,14 +172,16 @@ class Budget:
         self, N: int, M: int, D: int, dtype: torch.dtype, *, labels: bool = False, ids: bool = False
     ) -> bool:
         """Return whether exponentials are kept for a backward that follows at once, as in `keeps_exponentials`."""
-        if not (self._is_faster(D) and self.can_keep(dtype)):
+        in_tiles = labels and not self._can_sum_labels(N, M, dtype, ids=ids)
+        sums_smoothing = not in_tiles and self._can_sum_smoothing(N, M, dtype, ids=ids)
+        if not (self._is_faster(D) and self._can_keep(dtype, sums_smoothing)):
             return False
         copied = self._expected_copied(N, M, D, dtype, labels, ids)
         return self.keeping_bytes(N, M, copied, PIECES[dtype]()) - self._spare(N, M, D, copied) <= self.workspace
 
     def _expected_copied(self, N: int, M: int, D: int, dtype: torch.dtype, labels: bool, ids: bool) -> Copies:
         """The copies of a usual call: 16-bit features of a usual width are read as they are."""
-        if labels and not self._can_sum_labels(N, M, dtype):
+        if labels and not self._can_sum_labels(N, M, dtype, ids=ids):
             copied = self._ordered(D, dtype)
         else:
             copied = Copies() if dtype.itemsize == 2 and D % 8 == 0 else self._copied(D, dtype)
@@ -207,7 +229,7 @@ class Budget:
                 every.append(self._ordered(q.shape[1], q.dtype))
             elif not (plan.is_readable(q) and plan.is_readable(k)):
                 every.append(self._copied(q.shape[1], q.dtype))
-        bits = self.epilogue.has_mask or (rows.ids is not None and cols.ids is not None)
+        bits = self.epilogue.has_mask or _have_ids(rows, cols)
         each, longest = sum(copied.each for copied in every), sum(copied.longest for copied in every)
         return Copies(each, longest, bits), PIECES[rows.features.dtype]()
 
@@ -229,7 +251,8 @@ class Budget:
     def sums_labels(self, rows: Shard, cols: Shard) -> bool:
         """True if positives by label enter as sums of features, in a block of any order: see `label_sums.py`."""
         of_labels = rows.diagonal is None and rows.labels is not None
-        return of_labels and self._can_sum_labels(len(rows), len(cols), rows.features.dtype)
+        sizes = len(rows), len(cols), rows.features.dtype
+        return of_labels and self._can_sum_labels(*sizes, ids=_have_ids(rows, cols))
 
     def room_for_sums(self, rows: Shard, cols: Shard, *, beside: bool) -> int:
         """Bytes of the workspace for sums by label; beside: exponentials are there too."""
@@ -238,14 +261,15 @@ class Budget:
         sizes = len(rows), len(cols), *self._copies(rows, cols)
         return self.workspace - self.keeping_bytes(*sizes, later=True) + self._spare_bytes(rows, cols)
 
-    def _can_sum_labels(self, N: int, M: int, dtype: torch.dtype) -> bool:
+    def _can_sum_labels(self, N: int, M: int, dtype: torch.dtype, *, ids: bool) -> bool:
         """Return whether the loss allows sums by label, and the workspace has room for the fewest.
 
         In float32 the difference of a probability and its target is more precise than that of their sums. Beside a
         teacher there is no other way.
         """
         prefers = dtype.itemsize == 2 and self._least_sums_bytes(N, M) <= self.workspace
-        return self.epilogue.sums_labels and (prefers or self.epilogue.has_teacher)
+        epilogue = plan.epilogue_for(self.loss, self._can_sum_smoothing(N, M, dtype, ids=ids))
+        return epilogue.sums_labels and (prefers or epilogue.has_teacher)
 
     def _least_sums_bytes(self, N: int, M: int) -> int:
         """Bytes of the fewest features' sums by label, two of each row and column."""
@@ -257,3 +281,8 @@ class Budget:
     def _ordered(self, D: int, dtype: torch.dtype) -> Copies:
         """Features in the order of labels, and sums of gradients."""
         return self._copied(D, dtype)._replace(longest=4 * D)
+
+
+def _have_ids(rows: Shard, cols: Shard) -> bool:
+    """Return whether pairs of equal ids are excluded."""
+    return rows.ids is not None and cols.ids is not None

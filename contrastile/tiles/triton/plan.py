@@ -170,13 +170,14 @@ class Epilogue:
     """The work on a tile of products: the formula that a loss declares, and its numbers.
 
     label_smoothing: the share of the targets that is spread, evenly or by a teacher. hardness: β of the negatives.
-    sigma: σ of the weights of positives.
+    sigma: σ of the weights of positives. sums_smoothing: label smoothing enters as sums of features (`smoothing.py`).
     """
 
     formula: Formula
     label_smoothing: float = 0.0
     hardness: float = 0.0
     sigma: float = 0.0
+    sums_smoothing: bool = False
 
     @cached_property
     def exponential(self) -> bool:
@@ -196,7 +197,7 @@ class Epilogue:
 
     @cached_property
     def smooth(self) -> bool:
-        return self.label_smoothing > 0 and not self.has_teacher
+        return self.label_smoothing > 0 and not (self.has_teacher or self.sums_smoothing)
 
     @cached_property
     def student(self) -> Epilogue:
@@ -248,10 +249,11 @@ class Epilogue:
 
 
 @lru_cache(1024)
-def epilogue_for(loss: PairLoss) -> Epilogue:
+def epilogue_for(loss: PairLoss, sums_smoothing: bool = False) -> Epilogue:
     assert loss.formula is not None
     spread = getattr(loss, "soft_share" if loss.formula.guide == "teacher" else "label_smoothing", 0.0)
-    return Epilogue(loss.formula, spread, getattr(loss, "block_hardness", 0.0), getattr(loss, "sigma", 0.0))
+    numbers = getattr(loss, "block_hardness", 0.0), getattr(loss, "sigma", 0.0)
+    return Epilogue(loss.formula, spread, *numbers, sums_smoothing)
 
 
 def unknown_part(loss: PairLoss) -> str | None:
