@@ -132,7 +132,9 @@ def test_accelerates_loop() -> None:
     # its methods do not normalise by themselves
     for side in ("encode_image", "encode_text"):
         setattr(model, side, partial(getattr(model, side), normalize=True))
-    accelerator = SimpleNamespace(autocast=nullcontext, unwrap_model=lambda x: x, backward=lambda loss: loss.backward())
+    accelerator = SimpleNamespace(
+        autocast=nullcontext, unwrap_model=lambda x, keep_torch_compile: x, backward=lambda loss: loss.backward()
+    )
     left = run(blocks("Accelerate")[0], accelerator=accelerator, model=model, images=images, texts=texts)
     same((left["loss"].detach(), gradients(model)), clip_truth(truth, images, texts))
 

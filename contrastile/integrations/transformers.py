@@ -202,7 +202,9 @@ class ContrastileMixin:
                 [self.inputs_of(inputs, side) for side in self.sides],
                 self.sub_batch, self.sub_batch_tokens, self.retain,
             )  # fmt: skip
-            numbers = [x(self.accelerator.unwrap_model(model)) if callable(x) else x for x in (self.scale, self.bias)]
+            # else accelerate would take the wrapper out of a compiled model for good
+            bare = self.accelerator.unwrap_model(model, keep_torch_compile=False)
+            numbers = [x(bare) if callable(x) else x for x in (self.scale, self.bias)]
             loss = loss_of_sides(self.contrastive_loss, features, *numbers)
         return (loss, dict(zip(self.sides, features, strict=True))) if return_outputs else loss
 

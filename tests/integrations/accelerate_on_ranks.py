@@ -1,4 +1,4 @@
-"""Steps under `Accelerator.prepare` that torchrun may start: writes the weights after two accumulated steps."""
+"""Steps under `Accelerator.prepare` that torchrun may start: writes the weights after two steps of each case."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 from contrastile import ClipLoss, encode
 
 STEPS, ACCUMULATED = 2, 2
+CASES: dict[str, dict[str, Any]] = {"ddp": {}, "ddp, compiled": {"dynamo_backend": "EAGER"}}
 
 
 class Model(nn.Module):
@@ -35,13 +37,14 @@ class Model(nn.Module):
         return self.encode_image(x), self.encode_text(y)
 
 
-def cached(prepared: Any, x: Tensor, y: Tensor) -> Tensor:
+def cached(accelerator: Accelerator, prepared: Any, x: Tensor, y: Tensor) -> Tensor:
     image = encode((prepared, "encode_image"), x, sub_batch=3)
     text = encode((prepared, "encode_text"), y, sub_batch=3)
-    return ClipLoss()(image, text, getattr(prepared, "module", prepared).logit_scale.exp())
+    bare = accelerator.unwrap_model(prepared, keep_torch_compile=False)
+    return ClipLoss()(image, text, bare.logit_scale.exp())
 
 
-def plain(prepared: Any, x: Tensor, y: Tensor) -> Tensor:
+def plain(_accelerator: Any, prepared: Any, x: Tensor, y: Tensor) -> Tensor:
     return ClipLoss(backend="dense")(*prepared(x, y), prepared.logit_scale.exp())
 
 
@@ -54,7 +57,7 @@ def trained(loss: Callable[..., Tensor], **how: Any) -> list[Tensor]:
         sides = torch.randn(2, 8, 6, dtype=torch.float64, generator=generator)
         x, y = sides.chunk(accelerator.num_processes, 1)[accelerator.process_index]
         with accelerator.accumulate(prepared), accelerator.autocast():
-            accelerator.backward(loss(prepared, x, y))
+            accelerator.backward(loss(accelerator, prepared, x, y))
             optimizer.step()
             optimizer.zero_grad()
     return [p.detach() for p in model.parameters()]
@@ -63,6 +66,10 @@ def trained(loss: Callable[..., Tensor], **how: Any) -> list[Tensor]:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    torch.save(trained(cached), Path(sys.argv[1]) / f"{Accelerator().process_index}.pt")
+    results = {}
+    for case, words in CASES.items():
+        AcceleratorState._reset_state()
+        results[case] = trained(cached, **words)
+    torch.save(results, Path(sys.argv[1]) / f"{Accelerator().process_index}.pt")
     # torch's threads of a group that is still there may abort an interpreter that ends
     Accelerator().end_training()

@@ -141,6 +141,7 @@ def test_two_ranks_have_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
         truth.train()
         truths[double] = result(truth)
     wrappers = {"ddp": "DistributedDataParallel", "fsdp2": "FSDPModel", "zero": "DeepSpeedEngine"}
+    wrappers["compiled"] = "OptimizedModule"
     for rank in range(2):
         results = torch.load(tmp_path / f"{rank}.pt")
         assert results.keys() == CASES.keys()

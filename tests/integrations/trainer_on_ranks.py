@@ -122,8 +122,11 @@ def zero(stage: int) -> dict[str, Any]:
     return {"deepspeed": config, "double": False}
 
 
+COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
 # wrappers of a Trainer, with the kind of encoder
-CASES = {"ddp": ("ours", {}), "fsdp2": ("ours", FSDP2), "fsdp2, a method": ("method", FSDP2)}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp": ("ours", {}), "compiled": ("ours", COMPILED), "fsdp2": ("ours", FSDP2), "fsdp2, a method": ("method", FSDP2),
+}  # fmt: skip
 if find_spec("deepspeed"):
     CASES |= {"zero 1": ("ours", zero(1)), "zero 2": ("method", zero(2))}
 
@@ -169,7 +172,7 @@ if __name__ == "__main__":
         deepspeed.ops.__compatible_ops__.clear()
     target, results, run = Path(sys.argv[1]), {}, None
     for case, (kind, words) in CASES.items():
-        with as_on_gpus(bool(words)):
+        with as_on_gpus("fsdp" in words or "deepspeed" in words):
             run = trainer(kind, target, int(sys.argv[2]), ddp_backend="gloo", max_grad_norm=0.0, **words)
             run.train()
             results[case] = (type(run.model_wrapped).__name__, *whole(result(run)))
