@@ -191,16 +191,13 @@ class ContrastileMixin:
     ) -> Any:
         """The loss of a batch; with `return_outputs` also the features by side."""
         del num_items_in_batch
-        if others := [name for name, x in inputs.items() if isinstance(x, Mapping) and name not in self.sides]:
-            got = f"{', '.join(self.sides)} with {others[0]} in the batch"
-            remedy = "Pass sides=(...) to the trainer too, or leave it out of the batch."
-            raise invalid("sides", "name every side of a batch", got, remedy)
+        batch = [self.inputs_of(inputs, side) for side in self.sides]
+        self._refuse_unnamed(inputs, batch)
         # accelerate puts autocast on the model's forward alone, which methods and the loss would miss
         with self.accelerator.autocast():
             features = encode_sides(
                 [method_encoder(model, x) if isinstance(x, str) else (model, x) for x in self.encoders],
-                [self.inputs_of(inputs, side) for side in self.sides],
-                self.sub_batch, self.sub_batch_tokens, self.retain,
+                batch, self.sub_batch, self.sub_batch_tokens, self.retain,
             )  # fmt: skip
             # else accelerate would take the wrapper out of a compiled model for good
             bare = self.accelerator.unwrap_model(model, keep_torch_compile=False)
@@ -227,6 +224,21 @@ class ContrastileMixin:
             remedy = "Name the columns in `sides`, or let the collator return them."
             raise invalid("inputs", f"hold {side} or {side}_...", sorted(inputs), remedy)
         return prefixed
+
+    def _refuse_unnamed(self, inputs: Mapping[str, Any], batch: Sequence[Any]) -> None:
+        """Raise for what looks like a further side: a mapping, `X_<entry of a side>`, features or pixels of one."""
+        entries = {name for x in batch if isinstance(x, Mapping) for name in x}
+        shapes = {x.shape[1:] for x in batch if isinstance(x, Tensor) and x.ndim > 1}
+        # "key_2_..." is no "2_..." of "key"
+        named = {f"{side}_{name}" for side in self.sides for name in entries if name.isidentifier()}
+        for name, x in inputs.items():
+            alike = isinstance(x, Tensor) and x.is_floating_point() and x.shape[1:] in shapes
+            if name in named.union(self.sides):
+                continue
+            if isinstance(x, Mapping) or alike or name.endswith(tuple(f"_{entry}" for entry in entries)):
+                got = f"{', '.join(self.sides)} with {name} in the batch"
+                remedy = "Pass sides=(...) to the trainer too, or leave it out of the batch."
+                raise invalid("sides", "name every side of a batch", got, remedy)
 
     def prediction_step(
         self, model: Any, inputs: Mapping[str, Any], prediction_loss_only: bool, ignore_keys: Any = None

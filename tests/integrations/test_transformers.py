@@ -181,6 +181,29 @@ def test_texts_and_hard_negatives(tmp_path: Path) -> None:
             adapter.TextPairs(None, sides)([rows[0], {**rows[1], "negative": text}])
 
 
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [
+        ({"negative_input_ids": torch.ones(2, 3)}, "negative_input_ids"),
+        ({"key_2_input_ids": torch.ones(2, 3)}, "key_2_input_ids"),
+        ({"query": torch.ones(2, 4), "negative": torch.ones(2, 4)}, "negative"),
+        ({"query": {"input_ids": 0}, "query_2_input_ids": torch.ones(2, 3)}, "query_2_input_ids"),
+    ],
+)
+def test_a_side_that_the_trainer_was_not_told(tmp_path: Path, more: dict[str, Any], name: str) -> None:
+    run = trainer("ours", tmp_path, 8)
+    batch = {"query_input_ids": 0, "key_input_ids": 1, **more}
+    with pytest.raises(ValueError, match=f"`sides` must name every side of a batch; got query, key with {name} in the"):
+        run.compute_loss(run.model, batch)
+
+
+def test_further_entries_of_a_batch_that_are_no_sides(tmp_path: Path) -> None:
+    run = trainer("ours", tmp_path, 8)
+    batch = collate([Pairs()[i] for i in range(8)])
+    more = {"labels": torch.arange(8), "query_index": torch.arange(8), "teacher": torch.ones(8, 5)}
+    torch.testing.assert_close(run.compute_loss(run.model, {**batch, **more}), run.compute_loss(run.model, batch))
+
+
 def test_a_side_that_begins_as_another(tmp_path: Path) -> None:
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
     run = adapter.ContrastileTrainer(model=Model(), args=arguments, sub_batch=1, sides=("query", "key", "key_2"))
