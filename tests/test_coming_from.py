@@ -568,3 +568,17 @@ def test_the_last_sub_batch_of_the_last_side_runs_once(caplog: Any) -> None:
     sentence = r"`bias` must be left out with InfoNCELoss; got one\. A bias is added to the logits of SigLipLoss\."
     with pytest.raises(ValueError, match=sentence):
         loss_of_sides(InfoNCELoss(), [torch.ones(4, 2), torch.ones(4, 2)], 1.0, -10.0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "got"),
+    [
+        (contrastile.GISTLoss(), "GISTLoss, which needs guide_query, guide_key. Call it in a compute_loss of your own"),
+        (SupConLoss(), "SupConLoss, which needs labels. Call it in a compute_loss"),
+        (contrastile.ScoreDistillLoss(), "ScoreDistillLoss, which needs scores. Call it in a compute_loss"),
+        (ClipLoss(reduction="none"), "one of every row, by reduction='none'. Leave it out, for the mean."),
+    ],
+)
+def test_losses_of_other_arguments_than_two_sides_and_a_scale(loss: nn.Module, got: str) -> None:
+    with pytest.raises(ValueError, match=f"`loss` must .*; got {got}"):
+        loss_of_sides(loss, [torch.ones(4, 2), torch.ones(4, 2)], 1.0)

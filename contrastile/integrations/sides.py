@@ -54,8 +54,11 @@ def loss_of_sides(loss: Callable[..., Tensor], features: Sequence[Tensor], scale
     """loss(queries, keys, scale): the first side's features, and those of all others, one behind the other.
 
     bias: follows the scale, if there is one. Keys behind the right ones are hard negatives, in a side of their own or
-    not. Raises ValueError for fewer keys in the second side than queries, and for a bias that the loss does not take.
+    not. Raises ValueError for fewer keys in the second side than queries, for a bias that the loss does not take, and
+    for a loss that needs more arguments or returns no number.
     """
+    if isinstance(loss, Loss):
+        _refuse_other_calls(loss)
     for output in features:
         if isinstance(output, Mapping):
             remedy = "Return one tensor of it, such as its pooler_output, normalised."
@@ -68,3 +71,16 @@ def loss_of_sides(loss: Callable[..., Tensor], features: Sequence[Tensor], scale
         remedy = "A bias is added to the logits of SigLipLoss."
         raise invalid("bias", f"be left out with {type(loss).__name__}", "one", remedy)
     return loss(query, joined(keys) if len(keys) > 1 else keys[0], scale, *(() if bias is None else (bias,)))
+
+
+def _refuse_other_calls(loss: Loss) -> None:
+    """Raise for a loss of further arguments than two sides and a scale, and for one of every row."""
+    takes = [x for x in signature(loss.forward).parameters.values() if x.kind is not x.VAR_KEYWORD]
+    needs = [x.name for x in takes[2:] if x.default is x.empty and not x.name.endswith("scale")]
+    if needs or takes[1].name == "labels":
+        got = f"{type(loss).__name__}, which needs {', '.join(needs or ['labels'])}"
+        remedy = "Call it in a compute_loss of your own (Trainer), or in a training_step (Lightning)."
+        raise invalid("loss", "take two sides and a scale alone", got, remedy)
+    if loss.options.reduction == "none":
+        remedy = "Leave it out, for the mean."
+        raise invalid("loss", "return a number to train on", "one of every row, by reduction='none'", remedy)
