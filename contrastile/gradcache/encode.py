@@ -73,9 +73,10 @@ def encode(
             and halved if memory runs out later. Ranks that a wrapper joins take the smallest size of any.
         sub_batch_tokens: tokens encoded at once, padding included, for a mapping with an `attention_mask` [batch,
             length], which is 0 at padding. Texts are sorted by length, so that short ones share a sub-batch, and
-            trimmed to the longest of their sub-batch, in every tensor whose second axis is as long as the mask's. A
-            text without any token keeps all its positions. `sub_batch` is a further limit. A compiled encoder is
-            compiled for each length, so lengths are rounded up for it.
+            trimmed to the longest of their sub-batch, in every tensor whose second axis is as long as the mask's. An
+            encoder in which padding counts, as in a convolution over tokens, gets other features. A text without any
+            token keeps all its positions. `sub_batch` is a further limit. A compiled encoder is compiled for each
+            length, so lengths are rounded up for it.
         retain: number of sub-batches, the last ones, whose graph is kept from the first pass; they need no second
             forward. "auto": as many as memory allows; with room for all, caching costs nothing. With 1 or more, a batch
             of one sub-batch is plain autograd, outside of wrappers. Behind a frozen trunk all graphs are kept while

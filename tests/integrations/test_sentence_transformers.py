@@ -102,6 +102,15 @@ def test_prompts_and_features_that_are_no_tensors(model: Any, more: dict[str, An
     same(step(CachedRankingLoss(model, mini_batch_size=3), columns), truth)
 
 
+@pytest.mark.parametrize("words", [{}, {"mini_batch_num_tokens": 40}])
+def test_padding_that_a_convolution_reads_is_not_trimmed(model: Any, words: dict[str, Any]) -> None:
+    modules = [deepcopy(model[0]), models.CNN(WIDTH, 8, [1, 3]), models.Pooling(WIDTH)]
+    convolving = SentenceTransformer(modules=modules, device="cpu").double()
+    columns = columns_of(convolving, "ab")
+    truth = step(losses.MultipleNegativesRankingLoss(convolving), columns)
+    same(step(CachedRankingLoss(convolving, mini_batch_size=3, **words), columns), truth)
+
+
 def test_a_router_gets_its_task(model: Any) -> None:
     heads = {"query": [models.Dense(WIDTH, WIDTH)], "document": [models.Dense(WIDTH, WIDTH)]}
     routed = SentenceTransformer(modules=[*deepcopy(model), models.Router(heads, "document")], device="cpu").double()

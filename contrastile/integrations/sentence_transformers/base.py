@@ -169,9 +169,10 @@ class CachedLoss(nn.Module):
         elif mask is not None and mask.ndim == 2 and width and len(mask) > self.mini_batch_size:
             # no further limit: it puts texts of like length together, and trims them
             tokens = self.mini_batch_size * width
-        if "query_expansion_positions" in rows:
-            # positions behind a text that the mask leaves out, and the score does not: no row is trimmed
-            tokens, size = None, self.mini_batch_size if size else max(1, (tokens or 0) // width)
+        if tokens is not None and width and ("query_expansion_positions" in rows or _reads_padding(model)):
+            # positions that the mask leaves out, and the score or the model does not: no row is trimmed
+            size = size or max(1, tokens // width)
+            tokens = None
         return encode((model, embedding), rows, sub_batch=size, sub_batch_tokens=tokens, retain=retain)
 
     def _parts(self, rows: dict[str, Tensor]) -> list[dict[str, Any]] | None:
@@ -228,6 +229,11 @@ def _width(rows: Mapping[str, Tensor]) -> int:
         return int(rows["cu_seq_lens_q"].diff().max())
     texts = [rows[name] for name in ("attention_mask", "input_ids") if name in rows]
     return texts[0].shape[1] if texts and texts[0].ndim > 1 else 0
+
+
+def _reads_padding(model: nn.Module) -> bool:
+    """Return whether the number of padding positions may change the embeddings of a text."""
+    return any(isinstance(module, (nn.Conv1d, nn.RNNBase)) for module in model.modules())
 
 
 class _Differentiated(torch.autograd.Function):
