@@ -384,6 +384,8 @@ class Changing(nn.Module):
 KEYWORDS = "must be one of the options parts, sub_batch, sub_batch_tokens, retain, device, features; got"
 BAD = {
     "`encoder` must be callable": lambda t: encode(3, _inputs(), sub_batch=4),
+    "`encoder` must be an object; got the class Linear. Pass Linear(...).":
+        lambda t: encode(nn.Linear, _inputs(), sub_batch=4),
     "`encoder` must have a forward, or be a module and the name of its method; got ModuleDict. Name the method that "
     "encodes, as in (model, 'encode_image').": lambda t: encode(nn.ModuleDict({"tower": t}), _inputs()),
     f"`chunk_size` {KEYWORDS} chunk_size=4. Encoders run in sub-batches: pass sub_batch to contrastile.encode.":
@@ -423,6 +425,9 @@ BAD = {
         lambda t: encode(Changing("structure"), torch.randn(8, D_IN), sub_batch=4),
     "`encoder` must return rows of one shape, one for each example; got shape [4, 2].":
         lambda t: encode(Changing("shape"), torch.randn(8, D_IN), sub_batch=4),
+    "`encoder` must return rows of one shape, one for each example; got shape [3, 3]. Leave it out: a second size that "
+    "follows the sub-batch, as of logits, cannot be joined.":
+        lambda t: encode(lambda x: x @ x.T, torch.randn(7, D_IN), sub_batch=4),
     "`encoder` must return tensors whose first axis is the sub-batch of 4; got shape [5].":
         lambda t: encode(Changing("sum"), torch.randn(8, D_IN), sub_batch=4),
     "`encoder` must return dense tensors; got a sparse or nested one. Call to_dense() there, or return Ragged(values, "

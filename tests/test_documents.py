@@ -149,8 +149,9 @@ def test_the_calls_of_the_losses_are_their_signatures():
     for name, (call, keywords) in calls.items():
         arguments = list(inspect.signature(getattr(contrastile, name).forward).parameters.values())[1:]
         shown = [x.replace(annotation=x.empty) for x in arguments if x.kind is not x.VAR_KEYWORD]
-        # a missing scale is refused in a sentence
-        shown = [x.replace(default=x.empty) if x.name.endswith("scale") and x.default is None else x for x in shown]
+        # a missing scale is refused in a sentence, and so are labels where they come before it
+        needed = [x.default is None and x.name.endswith(("scale", "labels")) for x in shown]
+        shown = [x.replace(default=x.empty) if need else x for x, need in zip(shown, needed, strict=True)]
         assert call == ", ".join(str(x) for x in shown if x.kind is not x.KEYWORD_ONLY)
         assert re.findall(r"\w+", keywords) == [x.name for x in shown if x.kind is x.KEYWORD_ONLY]
 

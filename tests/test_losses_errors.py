@@ -215,7 +215,9 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`features` must be a tensor of shape [N, D] or [N, views, D]; got shape [3]. Pass features first, then labels; "
     "flatten further axes.": lambda: SupConLoss()(_x(3), torch.arange(3), 1.0),
     "`labels` must be given; got None. Pass torch.arange(3) where only the views of one example are alike.":
-        lambda: SupConLoss()(_x(3, 2, 4), None, 1.0),
+        lambda: SupConLoss()(_x(3, 2, 4)),
+    "`mask` must be one of the arguments of SupConLoss: features, labels, scale, weights; got mask=a tensor [3, 3]. "
+    "Pass labels: examples of equal labels are positives.": lambda: SupConLoss()(_x(3, 2, 4), mask=torch.eye(3)),
     "`key` must have two dimensions [rows, features]; got shape [3, 2, 4]. Where each query has a list of keys, the "
     "right one first, pass key[:, 0], negatives=key[:, 1:]; or compare token vectors by contrast(..., "
     "scorer=MaxSim()).": lambda: InfoNCELoss()(_x(3, 4), _x(3, 2, 4), 1.0),
@@ -233,6 +235,8 @@ SENTENCES: dict[str, Callable[[], Any]] = {
         lambda: SupConLoss()(_x(3, 4), torch.ones(3, 2, dtype=torch.int64), 1.0),
     "`ids` must be a tensor of shape [3], one entry for each row of `image_features`; got shape [3, 1]. Pass `ids`[:, "
     "0].": lambda: ClipLoss()(_x(3, 4), _x(3, 4), 1.0, ids=torch.ones(3, 1, dtype=torch.int64)),
+    "`weights` must be a tensor of shape [3], one entry for each row of `image_features`; got shape [3, 3]. Pass the "
+    "entries of these 3 rows, in their order.": lambda: ClipLoss()(_x(3, 4), _x(3, 4), 1.0, weights=_x(3, 3)),
     "`labels` must be a tensor of shape [3], one entry for each row of `features`; got list. Pass a number for each "
     "word, the same one on all ranks.": lambda: SupConLoss()(_x(3, 4), ["a", "b", "a"], 1.0),
     "`view_a` must be a tensor; got list. Pass one of its tensors, or join them with torch.stack or torch.cat.":

@@ -265,6 +265,11 @@ def test_a_detached_trunk_and_an_evaluation_give_no_warning(monkeypatch: pytest.
         encode((model, "off"), _x(), sub_batch=SUB)
 
 
+def test_a_function_that_detaches_has_features_without_a_graph() -> None:
+    model = Detaching()
+    assert not encode(lambda x: model.linear(x).detach(), _x(), sub_batch=SUB).requires_grad
+
+
 def test_an_output_that_the_loss_leaves_out_is_not_detached() -> None:
     model = Detaching()
     encode(lambda x: (model.linear(x), x * 2), _x().requires_grad_(), sub_batch=SUB)[1].sum().backward()

@@ -228,10 +228,12 @@ def _as_vector(name: str, x: object, rows: int) -> str:
         return "Convert it with torch.as_tensor."
     if name == "labels" and x.ndim == 1 and 0 < len(x) < rows and rows % len(x) == 0:
         return f"Pass labels.repeat({rows // len(x)}) where views are concatenated."
-    if x.ndim != 2 or len(x) != rows:
-        return f"Pass the entries of these {rows} rows, in their order."
     # in quotes, so that a loss puts its own name for the argument there
-    return f"Pass `{name}`[:, 0]." if x.shape[1] == 1 else f"Pass `{name}`.argmax(dim=1) if its rows are one-hot."
+    if x.shape == (rows, 1):
+        return f"Pass `{name}`[:, 0]."
+    if "labels" in name and x.ndim == 2 and len(x) == rows:
+        return f"Pass `{name}`.argmax(dim=1) if its rows are one-hot."
+    return f"Pass the entries of these {rows} rows, in their order."
 
 
 def constant(name: str, x: Tensor) -> None:

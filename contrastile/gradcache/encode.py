@@ -89,7 +89,8 @@ def encode(
     Returns the encoder's result (tensor, tuple, dict, nested), each leaf for the whole batch. Packed values, `Ragged`,
     are joined along their first axis. A number of shape [] or [1] that is not a row for each example, such as a scale,
     must be the same for every sub-batch, and is returned as it is. It must have shape [] where all parts have one row.
-    Warns once about features that differ in the second pass (on a GPU in a later call), and about detached features.
+    Warns once about features that differ in the second pass (on a GPU in a later call), and about those that a module
+    or its method detaches; those of another function then have no graph, as without `encode`.
     Raises ValueError for inputs that cannot be split; for batch normalisation in training mode, and modules that change
     a buffer when they run; for encoders that write over their inputs or parameters; for the module inside a
     DistributedDataParallel, whose gradients would not be reduced; for modules of torch.jit; and for
@@ -113,6 +114,8 @@ def encode(
         raise invalid("encode", rule, got, "Call backward, or torch.autograd.grad.")
     poll()
     function, wrapper = ddp_fsdp.unwrap(encoder)
+    if isinstance(function, type):
+        raise invalid("encoder", "be an object", f"the class {function.__name__}", f"Pass {function.__name__}(...).")
     if not callable(function):
         remedy = "Pass a module, a method of one, or a function."
         raise invalid("encoder", "be callable", type(function).__name__, remedy)

@@ -305,7 +305,8 @@ class Features:
             [] if one or at in packed else self._room(out, count)
             for at, (out, one) in enumerate(zip(outputs, shared, strict=True))
         ]
-        for output, rows, one, (start, stop) in zip(self.outputs, outputs, shared, bounds, strict=True):
+        first = [stop for _, stop in self.form.bounds[0]]
+        for output, rows, one, (start, stop), width in zip(self.outputs, outputs, shared, bounds, first, strict=True):
             if isinstance(output, list) and rows is not None and _fits(output, rows, None if one else stop - start):
                 output.append(self._copy(rows))
             elif isinstance(output, Tensor) and rows is not None and rows.shape == (stop - start, *output.shape[1:]):
@@ -313,6 +314,8 @@ class Features:
             elif output is not None or rows is not None:
                 got = "None" if rows is None else f"shape {list(rows.shape)}"
                 rule, remedy = "return rows of one shape, one for each example", "Pad all sub-batches alike."
+                if rows is not None and rows.ndim > 1 and rows.shape[1] == len(rows) and _is_square(output, width):
+                    remedy = "Leave it out: a second size that follows the sub-batch, as of logits, cannot be joined."
                 raise invalid("encoder", rule, got, remedy)
         self.devices.update(out.device for out in outputs if out is not None)
 
@@ -353,6 +356,12 @@ def _fits(before: Sequence[Tensor], rows: Tensor, count: int | None) -> bool:
     if count is None:
         return not before or rows.shape == before[0].shape
     return len(rows) == count and (not before or rows.shape[1:] == before[0].shape[1:])
+
+
+def _is_square(output: Tensor | Sequence[Tensor], rows: int) -> bool:
+    """Return whether the first sub-batch, of this many rows, had as many columns."""
+    before = output if isinstance(output, Tensor) else next(iter(output), None)
+    return before is not None and before.shape[1:2] == (rows,)
 
 
 def _equal_number(numbers: Sequence[Tensor]) -> Tensor:

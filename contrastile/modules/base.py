@@ -50,6 +50,8 @@ class Loss(nn.Module):
     # this loss's own name for each argument of `contrast`
     names: ClassVar[dict[str, str]] = {}
     pair_loss: ClassVar[PairLoss]
+    # remedies for keywords of other libraries' losses of this kind
+    instead: ClassVar[dict[str, str]] = {}
     # rows of another length are a mistake
     unit_rows: ClassVar[bool] = True
 
@@ -83,7 +85,8 @@ class Loss(nn.Module):
             # `scale` for `logit_scale`, `key_ids` for `ids`
             alike = [f"Did you mean {x}?" for x in takes if x.endswith(f"_{name}") or name.endswith(f"_{x}")]
             own = [f"Pass it to the constructor, {kind}(...)."] if name in self._keywords() else []
-            error = unknown_keyword(unknown, takes, f"arguments of {kind}:", next(iter(own + alike), ""))
+            remedy = next(iter(own + alike), self.instead.get(name, ""))
+            error = unknown_keyword(unknown, takes, f"arguments of {kind}:", remedy)
         else:
             call = ", ".join(takes[: takes.index(missing) + 1])
             remedy = f"Write {kind}(...)({call}), with * before a tuple of them."

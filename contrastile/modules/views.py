@@ -40,6 +40,7 @@ class SupConLoss(Loss):
 
     names: ClassVar[dict[str, str]] = {"q": "features", "k": "features"}
     pair_loss = Softmax(exclude_self=True)
+    instead: ClassVar[dict[str, str]] = {"mask": "Pass labels: examples of equal labels are positives."}
 
     def __init__(self, *, form: Literal["out", "in"] = "out", **how: Unpack[How]) -> None:
         super().__init__(**how)
@@ -49,8 +50,8 @@ class SupConLoss(Loss):
             self.loss = SoftmaxInside(exclude_self=True, label_smoothing=self.options.label_smoothing)
 
     def forward(
-        self, features: Tensor, labels: Tensor, scale: Tensor | float | None = None, *, weights: Tensor | None = None,
-        **unknown: Never,
+        self, features: Tensor, labels: Tensor | None = None, scale: Tensor | float | None = None, *,
+        weights: Tensor | None = None, **unknown: Never,
     ) -> Tensor:  # fmt: skip
         """Return the loss of N examples, over the batch of all ranks.
 
@@ -60,14 +61,15 @@ class SupConLoss(Loss):
             scale: a number, or a tensor of shape [] or [1]: 1 / temperature.
             weights: [N]; the loss is Σ w·loss / Σ w, over all views of an example.
         """
-        if unknown or scale is None:
+        if unknown or (scale is None and labels is not None):
             self._refuse(unknown, "scale")
         with self._shared_errors():
             if not isinstance(features, Tensor) or features.ndim not in (2, 3):
                 rule = "be a tensor of shape [N, D] or [N, views, D]"
                 remedy = "Pass features first, then labels; flatten further axes."
                 raise invalid("features", rule, shape_or_type(features), remedy)
-            if labels is None:
+            # a missing scale alone is refused above
+            if labels is None or scale is None:
                 remedy = f"Pass torch.arange({len(features)}) where only the views of one example are alike."
                 raise invalid("labels", "be given", None, remedy)
             checks.vector("labels", labels, "features", features, integer=True)
