@@ -451,6 +451,9 @@ SENTENCES = {
             [columns_of(model, "a")[0], *({**x, **parts(x, 7)[0]} for x in columns_of(model, "bc"))]
         )
     ),
+    "`sentence_features` must have an anchor for each positive; got 7 for 8. Let the dataset": lambda model: (
+        CachedSymmetricLoss(model)([parts(columns_of(model, "a")[0], 7)[0], *columns_of(model, "b")])
+    ),
     "`mini_batch_size` must be a whole number of at least 1; got 0. Count the texts": refused(mini_batch_size=0),
     "`mini_batch_num_tokens` must be a whole number of at least 1; got '9'. Count": refused(mini_batch_num_tokens="9"),
     "`show_progress_bar` must be False; got True. Leave it out: the trainer shows its own.": refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,14 @@ def test_a_model_card_names_no_loss_inside(models: dict[str, Any], tmp_path: Pat
     model.save_pretrained(str(tmp_path / "saved"))
     card = (tmp_path / "saved" / "README.md").read_text()
     assert [line for line in card.splitlines() if line.startswith("- loss:")] == ["- loss:CachedGISTLoss"]
+
+
+def test_a_scale_in_the_place_of_the_temperature_gives_a_warning(models: dict[str, Any]) -> None:
+    with pytest.warns(UserWarning, match="CachedGISTLoss got a temperature of 20, as if it were a scale; cosines are"):
+        CachedGISTLoss(models["model"], models["alike"], temperature=20.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        CachedGISTLoss(models["model"], models["alike"])
 
 
 SENTENCES: dict[str, dict[str, Any]] = {

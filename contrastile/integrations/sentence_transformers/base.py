@@ -88,6 +88,11 @@ class CachedLoss(nn.Module):
         return {name: getattr(self, "similarity" if name == "similarity_fct" else name) for name in words}
 
     @property
+    def both_ways(self) -> bool:
+        """True where an anchor meets other anchors, or a positive searches too: each positive needs an anchor then."""
+        return False
+
+    @property
     def exchange(self) -> Literal["auto", "single"]:
         """The exchange of `contrast`: between all ranks, or none."""
         return "auto" if self.gather_across_devices else "single"
@@ -104,9 +109,12 @@ class CachedLoss(nn.Module):
         layers = Layers.of(self.model)
         embed = partial(self._embed_columns, columns, labels)
         embeddings, others = embed() if layers is None else layers.chosen(embed)
-        if len(embeddings[1]) < len(embeddings[0]):
-            got, remedy = f"{len(embeddings[1])} for {len(embeddings[0])}", "Let the dataset have a pair in every row."
-            error = invalid("sentence_features", "have a positive for each anchor", got, remedy)
+        anchors, positives = map(len, embeddings[:2])
+        if positives < anchors or (positives > anchors and self.both_ways):
+            got, rule = f"{positives} for {anchors}", "have a positive for each anchor"
+            if positives > anchors:
+                got, rule = f"{anchors} for {positives}", "have an anchor for each positive"
+            error = invalid("sentence_features", rule, got, "Let the dataset have a pair in every row.")
             # other ranks are about to compare their arguments with this one's
             share_error(error, None, self.exchange)
             raise error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -90,6 +91,12 @@ class CachedGISTLoss(CachedLoss):
         self.margin_strategy, self.margin = margin_strategy, margin
         self.contrast_anchors, self.contrast_positives = contrast_anchors, contrast_positives
         _ = self.of_embeddings
+        if temperature > 1.0:
+            warnings.warn(
+                f"{type(self).__name__} got a temperature of {temperature:.4g}, as if it were a scale; cosines are "
+                "divided by it. Pass 1 / scale.",
+                stacklevel=2,
+            )
 
     # `loss` would be a loss inside this one, which model cards name
     @property

@@ -109,6 +109,10 @@ class CachedRankingLoss(CachedLoss):
         return Hardness(hardness_strength=self.hardness_strength, hardness_mode=self.hardness_mode)
 
     @property
+    def both_ways(self) -> bool:
+        return len(self.directions) > 1
+
+    @property
     def temperature(self) -> float:
         return 1.0 / self.scale
 
