@@ -60,13 +60,14 @@ def unwrap(encoder: Any) -> tuple[Any, DistributedDataParallel | None]:
     An encoder may be a pair (module, "method"), because a wrapper does not have its module's methods, or (module,
     function). The function gets the module inside the wrapper, which would reduce after every sub-batch. The module of
     a DeepSpeed engine runs without it, because an engine expects one backward for each of its forwards. Where a wrapper
-    is compiled, as trainers do it, the module inside runs compiled.
+    is compiled, as trainers do it, the module inside runs compiled. Lightning's Fabric has a module around a wrapper.
     """
     if isinstance(encoder, partial):
         function, wrapper = unwrap(encoder.func)
         return partial(function, *encoder.args, **encoder.keywords), wrapper
     module, name = encoder if isinstance(encoder, tuple) and len(encoder) == 2 else (encoder, "forward")
-    passed, module = module, _uncompiled_wrapper(module)
+    passed = _inside_fabric(module)
+    module = _uncompiled_wrapper(passed)
     wrapper = module if isinstance(module, DistributedDataParallel) else None
     if wrapper is not None and passed is not wrapper:
         # compiled as the wrapper was, once
@@ -93,6 +94,12 @@ def unwrap(encoder: Any) -> tuple[Any, DistributedDataParallel | None]:
     if isinstance(module, _torch.fsdp_module_class()) and not _gathers(method):
         method = _gathering(module, name)
     return method, wrapper
+
+
+def _inside_fabric(module: Any) -> Any:
+    """The DistributedDataParallel around which lightning's Fabric has put a module; any other module as it is."""
+    inner = getattr(module, "_forward_module", None)
+    return inner if isinstance(_uncompiled_wrapper(inner), DistributedDataParallel) else module
 
 
 def _uncompiled_wrapper(module: Any) -> Any:

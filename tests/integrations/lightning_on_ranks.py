@@ -11,12 +11,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lightning import LightningModule, Trainer
+from lightning.fabric import Fabric
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from contrastile import ClipLoss
+from contrastile import ClipLoss, encode
 from contrastile.integrations.lightning import ContrastileMixin
 
 COUNT = 32
@@ -124,6 +125,36 @@ def weights(model: LightningModule) -> dict[str, Tensor]:
     return {**found, "logit_scale": found["logit_scale"].reshape(())}
 
 
+class Bare(nn.Module):
+    """The methods of the encoders, in no LightningModule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        base = Base()
+        self.image, self.text, self.logit_scale = base.image, base.text, base.logit_scale
+
+    encode_image, encode_text = Base.encode_image, Base.encode_text
+
+
+def fabric_trained(compiled: dict[str, Any], batch: int) -> dict[str, Tensor]:
+    """The weights after the steps of a loop of Fabric, under its DistributedDataParallel."""
+    fabric, bare = Fabric(accelerator="cpu", devices=2, strategy="ddp"), Bare()
+    fabric.launch()
+    module = torch.compile(bare, **compiled) if compiled else bare
+    model, optimizer = fabric.setup(module, torch.optim.SGD(bare.parameters(), lr=0.1))
+    for start in range(0, COUNT, 2 * batch):
+        # as `DistributedSampler` deals them out
+        image, text = (side[fabric.global_rank :: 2] for side in pairs()[start : start + 2 * batch])
+        with fabric.autocast():
+            image = encode((model, "encode_image"), image, sub_batch=3)
+            text = encode((model, "encode_text"), text, sub_batch=3)
+            loss = ClipLoss()(image, text, model.logit_scale.exp())
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach().clone() for name, p in bare.named_parameters()}
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -144,6 +175,8 @@ if __name__ == "__main__":
             found["Alone"] = values["val_loss"], [text for text in map(str, said) if "sync_dist" in text]
         trainer.fit(model, loader)
         found[kind.__name__] = weights(model)
+    for case, words in (("Fabric", {}), ("Fabric, compiled", {"backend": "eager"})):
+        found[case] = fabric_trained(words, int(sys.argv[2]))
     torch.save(found, Path(sys.argv[1]) / f"{rank}.pt")
     # trainers keep groups, of which torch's threads may abort an interpreter that ends
     os._exit(0)
