@@ -22,10 +22,9 @@ def quicken() -> None:
 
     The interpreter replaces the language's own functions when a kernel is called, and again when that calls another
     function, where all are replaced already. It adds whole numbers twice, to see whether they overflow, and then says
-    so only where it debugs.
+    so only where it debugs. Features are split 64 rows at a time, because a program takes as long for 8.
     """
     try:
-        from triton.language import core, semantic
         from triton.runtime import interpreter
     except ImportError:
         return
@@ -36,32 +35,34 @@ def quicken() -> None:
     interpreter._patch_builtin, interpreter._get_np_dtype = _patch(interpreter), _numpy_type(interpreter)
     interpreter._patch_attr = _patch_attribute(interpreter)
     interpreter._patch_lang = _patch_once(interpreter)
+    interpreter.InterpretedFunction.run = _launch(interpreter)
     interpreter.InterpreterBuilder.create_fma = _fused(interpreter)
     interpreter._convert_float = _bfloat16(interpreter)
     _lighten(interpreter)
-    _pass_equal_types(core, semantic.TritonSemantic, _remember_shapes(core))
+    _pass_equal_types(interpreter, _remember_shapes(interpreter.tl.core))
+    from contrastile.tiles.triton import launch
+
+    launch.SPLIT_ROWS = 64
 
 
 def _bfloat16(interpreter: ModuleType) -> Callable[..., Any]:
     """Casts between float32 and bfloat16 to nearest, as a GPU rounds, in shifts of whole arrays.
 
     The interpreter cuts digits off, or rounds up without a carry. Its own way is kept for other types, and for arrays
-    with subnormal numbers or NaN.
+    with NaN that lose bits.
     """
     import numpy as np
 
     convert, language = interpreter._convert_float, interpreter.tl
 
     def cast(x: Any, source: Any, target: Any, rounding: Any) -> Any:
-        wide = (source, target) == (language.bfloat16, language.float32)
-        if not wide and (source, target) != (language.float32, language.bfloat16):
+        if source is language.bfloat16 and target is language.float32:
+            return x.view(np.uint16).astype(np.uint32) << 16
+        if source is not language.float32 or target is not language.bfloat16:
             return convert(x, source, target, rounding)
-        bits = x.view(np.uint16 if wide else np.uint32)
-        size = bits & (0x7FFF if wide else 0x7FFFFFFF)
-        if np.any((size < (0x80 if wide else 0x800000)) & (size > 0) | (size > (0x7F80 if wide else 0x7F800000))):
+        bits = x.view(np.uint32)
+        if ((bits & 0x7FFFFFFF) > 0x7F800000).any():
             return convert(x, source, target, rounding)
-        if wide:
-            return bits.astype(np.uint32) << 16
         return (bits + (0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
     return cast
@@ -81,6 +82,11 @@ def _lighten(interpreter: ModuleType) -> None:
         data = operation(lhs.data, rhs.data)
         return handle(data, lhs.dtype) if data.itemsize <= lhs.data.itemsize else general(self, lhs, rhs, operation)
 
+    def stretched(_: Any, x: Any, sizes: Any) -> Any:
+        data = np.empty(sizes, x.data.dtype)
+        data[...] = x.data
+        return handle(data, x.dtype.scalar)
+
     def splat(_: Any, kind: Any, x: Any) -> Any:
         data = np.empty(kind.shape, x.data.dtype)
         data[...] = x.data
@@ -91,7 +97,7 @@ def _lighten(interpreter: ModuleType) -> None:
         return handle(x.data.reshape(*shape[:axis], 1, *shape[axis:]), x.dtype.scalar)
 
     handle.__init__, builder.binary_op = made, binary
-    builder.create_splat, builder.create_expand_dims = splat, expanded
+    builder.create_splat, builder.create_expand_dims, builder.create_broadcast = splat, expanded, stretched
 
 
 def _remember_shapes(core: ModuleType) -> Callable[[Any, tuple[int, ...]], Any]:
@@ -134,13 +140,17 @@ def _remember_shapes(core: ModuleType) -> Callable[[Any, tuple[int, ...]], Any]:
     return typed
 
 
-def _pass_equal_types(core: ModuleType, semantic: Any, typed: Callable[[Any, tuple[int, ...]], Any]) -> None:
+def _pass_equal_types(interpreter: ModuleType, typed: Callable[[Any, tuple[int, ...]], Any]) -> None:
     """Let operands pass at once whose types or shapes are the same object, or numbers that take the tensor's type.
 
     Their types are otherwise compared by name, and their shapes size by size, at every operation.
     """
+    import numpy as np
+
+    core, semantic = interpreter.tl.core, interpreter.TritonSemantic
     check, cast, broadcast = semantic.binary_op_type_checking_impl, semantic.cast, semantic.broadcast_impl_value
     unwrap, tensor, expand, constexpr = core._unwrap_if_constexpr, core.tensor, semantic.expand_dims, core.constexpr
+    handle = interpreter.TensorHandle
     # types by their number, because Triton's hash of a type is that of its name; bits of whole numbers, 0 of others
     bits = {id(core.int32): 31, id(core.int64): 63, id(core.float32): 0, id(core.float64): 0}
     kinds = {id(kind): kind for kind in (core.int32, core.int64, core.float32, core.float64)}
@@ -222,12 +232,31 @@ def _pass_equal_types(core: ModuleType, semantic: Any, typed: Callable[[Any, tup
         kind = typed(x.dtype, (*sizes[:axis], 1, *sizes[axis:]))
         return tensor(self.builder.create_expand_dims(x.handle, axis), kind)
 
+    def arithmetic(name: str, operation: Callable[..., Any]) -> None:
+        """Numbers of one type are computed with at once, when their shapes are one."""
+        general = getattr(semantic, name)
+
+        def compute(self: Any, lhs: Any, rhs: Any, sanitize_overflow: Any) -> Any:
+            if type(lhs) is type(rhs) is tensor and lhs.dtype is rhs.dtype and id(lhs.dtype) in bits:
+                lhs, rhs = joined(self, lhs, rhs)
+            elif type(lhs) is tensor and joins(rhs, lhs.dtype):
+                rhs = number(self, str(rhs), rhs, lhs.type)
+            elif type(rhs) is tensor and joins(lhs, rhs.dtype):
+                lhs = number(self, str(lhs), lhs, rhs.type)
+            else:
+                return general(self, lhs, rhs, sanitize_overflow)
+            return tensor(handle(operation(lhs.handle.data, rhs.handle.data), lhs.dtype), lhs.type)
+
+        setattr(semantic, name, compute)
+
     def unwrapped(value: Any) -> Any:
         kind = type(value)
         return value if kind in plain else value.value if kind is constexpr else unwrap(value)
 
     semantic.binary_op_type_checking_impl, semantic.cast, semantic.broadcast_impl_value = checked, converted, joined
     semantic.expand_dims, core._unwrap_if_constexpr = expanded, unwrapped
+    for name, operation in {"add": np.add, "sub": np.subtract, "mul": np.multiply}.items():
+        arithmetic(name, operation)
 
 
 def _fused(interpreter: ModuleType) -> Callable[..., Any]:
@@ -271,7 +300,7 @@ def _patch(interpreter: ModuleType) -> Callable[..., None]:
 
 
 def _patch_once(interpreter: ModuleType) -> Callable[[Any], Any]:
-    """Until a kernel has ended nothing is replaced again, but for a function that has other modules of the language."""
+    """The language's functions stay replaced: nothing is compiled in this process, and no other code calls them."""
     real, language = interpreter._patch_lang, (interpreter.tl, interpreter.tl.core)
     done: set[int] = set()
 
@@ -281,17 +310,40 @@ def _patch_once(interpreter: ModuleType) -> Callable[[Any], Any]:
 
     def patch(function: Any) -> Any:
         modules = of(function)
-        if modules and modules <= done:
-            return None
-        scope = real(function)
-        if not done:
-            restore = scope.restore
-            # the kernel's own scope is the one that is put back
-            scope.restore = lambda: (done.clear(), restore())
-        done.update(modules)
-        return scope
+        if not (modules and modules <= done):
+            real(function)
+            done.update(modules)
+        return interpreter._LangPatchScope()
 
     return patch
+
+
+def _launch(interpreter: ModuleType) -> Callable[..., None]:
+    """Run a kernel on arguments in host memory as they are; the interpreter copies all of their memory onto itself."""
+    real, convert = interpreter.InterpretedFunction.run, interpreter._implicit_cvt
+    builder = interpreter.interpreter_builder
+
+    @cache
+    def known(function: Any, names: tuple[str, ...]) -> tuple[Any, frozenset[str]]:
+        return function, frozenset(interpreter.GridExecutor(function, names, None).constexprs)
+
+    def run(self: Any, *positional: Any, grid: Any, warmup: bool, **given: Any) -> None:
+        names = tuple(self.arg_names)
+        if positional or warmup or self.pre_run_hooks or callable(grid) or names != tuple(given):
+            real(self, *positional, grid=grid, warmup=warmup, **given)
+            return
+        function, constants = known(self.rewrite(), names)
+        interpreter._patch_lang(function)
+        arguments = {name: value if name in constants else convert(value) for name, value in given.items()}
+        builder.set_grid_dim(*(*grid, 1, 1)[:3])
+        try:
+            for place in product(*map(range, (*grid, 1, 1)[:3])):
+                builder.set_grid_idx(*place)
+                function(**arguments)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    return run
 
 
 def _numpy_type(interpreter: ModuleType) -> Callable[[Any], Any]:

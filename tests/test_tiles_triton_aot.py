@@ -13,8 +13,10 @@ import os
 import re
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -74,9 +76,14 @@ LATE_SMALL = {"BM": 64, "BN": 64, "BD": 32, "SLOT": 8, "GROUP": 32}
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], dict[str, int]]]:
-    """Bytes of shared memory that each kernel takes on a capability."""
-    folder = tmp_path_factory.mktemp("cache")
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
+    """Bytes of shared memory that each kernel takes on a capability.
+
+    Triton keeps what it compiles, by a hash of the kernel, its options and the compiler: the next run of the suite
+    compiles the kernels that changed since.
+    """
+    folder, here = tmp_path_factory.mktemp("compiled"), Path(__file__)
+    kept = here.parents[1] / "build" / f"kernels-{zlib.crc32(here.read_bytes()):08x}{'-every' * EVERY}"
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(kept)}
     with (folder / "err").open("w") as said:
         process = subprocess.Popen(
             [sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said,
