@@ -247,6 +247,20 @@ def test_the_least_of_all_ids_is_no_negatives_of_another_rank(pool: Pool, guided
     assert pool.run(_by_least_id, 2, -1, guided) == pool.run(_by_least_id, 2, torch.iinfo(torch.int64).min, guided)
 
 
+def _lacking(rank: int, group: Any, exchange: str, lacking: bool) -> Tensor:
+    """The second rank has no query; lacking: but for one without a positive."""
+    a, b = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(rank)).double()
+    positives = torch.tensor([[3, 1], [2, 4]]) if rank != 1 else torch.full((int(lacking), 2), -1)
+    loss = GISTLoss(contrast_positives=True, margin=-1e3, exchange=exchange, group=group)  # type: ignore[arg-type]
+    a = a[: len(positives)]
+    return loss(a, b, 1.0, guide_query=a, guide_key=b, positives=positives)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_query_without_a_positive_adds_no_key_on_another_rank(pool: Pool, exchange: str) -> None:
+    torch.testing.assert_close(pool.run(_lacking, 3, exchange, True), pool.run(_lacking, 3, exchange, False))
+
+
 def _with_ids(rank: int, group: Any, one: int, other: int, guided: bool, lack: bool) -> Tensor:
     """The second rank has no negatives; lack: those of the first have no ids."""
     q, negatives = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(rank)).double()

@@ -320,6 +320,23 @@ def test_pads_before_a_positive_leave_it_the_key_of_its_query() -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_query_without_a_positive_adds_no_key_to_the_keys_of_others(dtype: torch.dtype, backend: Any) -> None:
+    query, key, a, b = F.normalize(torch.randn(4, 9, 16), dim=-1)
+    a, b, own, ids = a.to(dtype), b.to(dtype), torch.arange(1, 9), torch.arange(9) % 4
+    results = []
+    for n, positives in ((8, own), (9, torch.cat([own, torch.tensor([-1])]))):
+        leaves = query.clone().requires_grad_(), key.clone().requires_grad_()
+        value = GISTLoss(contrast_positives=True, margin=-1e3, backend=backend)(
+            leaves[0][:n], leaves[1], 5.0, guide_query=a[:n], guide_key=b, positives=positives,
+            query_ids=ids[:n], key_ids=ids,
+        )  # fmt: skip
+        results.append([value.detach(), *torch.autograd.grad(value, leaves)])
+    for found, true in zip(*results, strict=True):
+        torch.testing.assert_close(found, true, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("reduction", ["none", "sum"])
 def test_keys_among_keys_give_losses_of_rows(reduction: Any, backend: Any) -> None:
     query, key, a, b = (F.normalize(torch.randn(n, 16), dim=-1) for n in (37, 45, 37, 45))

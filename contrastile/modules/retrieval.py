@@ -27,6 +27,8 @@ from contrastile.tiles.scored import in_words
 _gpu_reads = checks.GpuReads()
 # fewest queries whose keys may look like groups, and standard deviations of the mean by which they must
 LEAST, DEVIATIONS = 32, 5.0
+# further features of a guide, 16 bytes in 16 bits, and their value, whose product is beyond any threshold
+MARKS, FAR = 8, 2.0**15
 
 
 class InfoNCELoss(Loss):
@@ -191,7 +193,7 @@ class GISTLoss(Loss):
         x = torch.cat([query @ key.T, query @ query.T, key[:N] @ key[:N].T], 1) * scale
 
     with the guide's similarities likewise, each compared with that of the row's own pair. With `positives` the first
-    one of a query is its key in the last product.
+    one of a query is its key in the last product, to which a query without one adds no key.
 
     >>> import torch, torch.nn.functional as F
     >>> query, key, guide_query, guide_key = F.normalize(torch.randn(4, 8, 16), dim=-1)
@@ -270,10 +272,10 @@ class GISTLoss(Loss):
             guides, unnamed = ((guide_query, guide_key),), False
             if self.contrast_anchors or self.contrast_positives:
                 Arguments(query, key, scale, self.loss, self.options, negatives=negatives, guides=guides).check()
-                M, (pair, positives) = len(key), _pair_positions(query, key, positives)
+                M, (pair, positives, lacking) = len(key), _pair_positions(query, key, positives)
                 if query_ids is not None and key_ids is not None:
                     query_ids, key_ids, unnamed = self._ids(query, key, pair, negatives, query_ids, key_ids)
-                guides = (self._sides(guide_query, guide_key, M, pair),)
+                guides = (self._sides(guide_query, guide_key, M, pair, lacking),)
                 query, key = self._sides(query, key if negatives is None else joined([key, negatives]), M, pair)
                 negatives = None
         operation, inputs = self._prepared(
@@ -285,10 +287,10 @@ class GISTLoss(Loss):
             self._warn_of_inputs(scale, query[:, : key.shape[1]], key)
         return loss
 
-    def _sides(self, rows: Tensor, keys: Tensor, M: int, pair: Any) -> tuple[Tensor, Tensor]:
-        """Rows [N, D], and the columns that they meet: M keys, the rows (contrast_anchors), and the keys behind the
-        first M, which are negatives. With contrast_positives rows are [N, 2 · D], each with its pair's key behind it,
-        and the pairs' keys are the last columns (`tiles/halves.py`).
+    def _sides(self, rows: Tensor, keys: Tensor, M: int, pair: Any, lacking: Any = None) -> tuple[Tensor, Tensor]:
+        """Rows [N, D], and their columns: M keys, the rows (contrast_anchors), and the keys behind the first M, which
+        are negatives. With contrast_positives rows are [N, 2 · D], each with its pair's key behind it, and pairs' keys
+        are the last columns (`tiles/halves.py`); a guide's further features exclude those that are `lacking`.
         """
         if isinstance(pair, slice) and pair.stop == len(keys):
             # the gradients of three views are summed at once, and rounded once
@@ -296,10 +298,13 @@ class GISTLoss(Loss):
         else:
             half = last = keys[pair]
         keys, *negatives = keys.split([M, len(keys) - M]) if len(keys) > M else [keys]
-        columns = [keys, *[rows] * self.contrast_anchors, *negatives]
+        cols = joined([keys, *[rows] * self.contrast_anchors, *negatives, *[last] * self.contrast_positives])
         if not self.contrast_positives:
-            return rows, joined(columns)
-        return joined([rows, half], 1), joined([*columns, last])
+            return rows, cols
+        if lacking is not None:
+            rows, half, cols = (F.pad(x, (0, MARKS), value=v) for x, v in ((rows, 0.0), (half, FAR), (cols, 0.0)))
+            cols[len(cols) - len(rows) :, -MARKS:] = FAR * lacking[:, None]
+        return joined([rows, half], 1), cols
 
     def _ids(
         self, query: Tensor, key: Tensor, pair: Any, negatives: Tensor | None, of_rows: Tensor, of_keys: Tensor
@@ -323,8 +328,8 @@ class GISTLoss(Loss):
         return of_rows, torch.cat([x.long() for x in (of_keys, *anchors, of_negatives, *of_pairs)]), unnamed
 
 
-def _pair_positions(query: Tensor, key: Tensor, positives: Tensor | None) -> tuple[slice | Tensor, Tensor | None]:
-    """The position of each query's key, of several positives the first one, and the positives among all columns.
+def _pair_positions(query: Tensor, key: Tensor, positives: Tensor | None) -> tuple[Any, Tensor | None, Tensor | None]:
+    """The position of each query's key, its first positive; the positives among all columns; marks of queries without.
 
     A position beyond the keys, which no check may read on a GPU, stays beyond all columns.
     """
@@ -339,11 +344,11 @@ def _pair_positions(query: Tensor, key: Tensor, positives: Tensor | None) -> tup
         # pads may come first; of equal numbers argmax returns the first
         first = listed.gather(1, (listed >= 0).byte().argmax(1, keepdim=True))[:, 0]
         beyond = positives.masked_fill(positives >= len(key), torch.iinfo(torch.int64).max)
-        return first.clamp(0, max(len(key) - 1, 0)), beyond
+        return first.clamp(0, max(len(key) - 1, 0)), beyond, first < 0
     if len(key) < len(query):
         got = f"{len(key)} and {len(query)}"
         raise invalid("key", "have at least as many rows as `query`", got, "Key i belongs to query i.")
-    return slice(len(query)), None
+    return slice(len(query)), None, None
 
 
 class ScoreDistillLoss(Loss):
