@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from numbers import Real
-from typing import Any, Never, get_args
+from typing import Any, Never, Self, get_args
 
 import torch
 
@@ -58,6 +58,10 @@ class Options:
     reduction: Reduction = "mean"
     workspace: int | None = None
     device: torch.device | str | None = None
+
+    def __deepcopy__(self, memo: object) -> Self:
+        # nothing in it changes, and a process group cannot be copied
+        return self
 
     @classmethod
     def refuse(cls, unknown: Mapping[str, object], others: tuple[str, ...] = ()) -> Never:

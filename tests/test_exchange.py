@@ -341,6 +341,23 @@ def test_what_a_class_finds_wrong_on_one_rank_is_raised_on_all(pool: Pool, name:
     assert first.startswith("rank 1: `")
 
 
+def _within_a_group(rank: int, group: Any) -> list[str]:
+    """Ranks that have other numbers among all processes than in their group, of which the second differs."""
+    q = torch.ones(3, 4)
+    with mock.patch.object(torch.distributed, "get_process_group_ranks", lambda group: [4, 7]):
+        return [
+            refusal(lambda: ClipLoss(group=group)(q, q, float(rank))),
+            refusal(lambda: ClipLoss(group=group)(q, q[: 3 - rank], 1.0)),
+        ]
+
+
+def test_errors_within_a_group_name_ranks_among_all(pool: Pool) -> None:
+    first, second = pool.run(_within_a_group, 2)
+    assert first == second
+    assert first[0] == unlike("logit_scale", 0.0, 1.0, (4, 7))
+    assert first[1].startswith("rank 7: `text_features`")
+
+
 def _of_other_options(rank: int, group: Any, name: str) -> str:
     """Options that show neither in the loss nor in the features of a rank."""
     q, own = torch.nn.functional.normalize(torch.ones(3, 4), dim=-1), torch.ones(3, 2, 4)

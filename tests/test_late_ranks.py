@@ -114,6 +114,19 @@ def test_ranks_with_vectors_of_other_sizes_are_refused(pool: Pool) -> None:
     assert pool.run(other_features, 2) == [sentence] * 2
 
 
+def _misshapen(rank: int, group: Any, name: str) -> str:
+    fit, other = torch.zeros(3, 2, 4), (torch.zeros(3, 2, 4), torch.ones(3, 2))
+    sides = {"q": fit, "k": fit, "negatives": fit} | {name: other if rank == 1 else fit}
+    return refusal(contrast, **sides, loss=Softmax(), scorer=MaxSim(), group=group)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "negatives"])
+def test_an_error_names_the_side_whose_mask_is_wrong(pool: Pool, name: str) -> None:
+    first, second = pool.run(_misshapen, 2, name)
+    assert first == second
+    assert first.startswith(f"rank 1: `{name}` must be token vectors")
+
+
 class Projected(nn.Module):
     """MaxSim of projected tokens."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from further import unit
 from problems import distance
 from ranks import Pool
-from refusals import refusal
+from refusals import refusal, unlike
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -166,3 +167,40 @@ def _wrong(rank: int, group: Any) -> str:
 def test_a_wrong_key_of_one_rank_is_an_error_on_all(pool: Pool) -> None:
     sentence = "`key` must be a tensor [n, 5]; got shape [1, 6]. Pass the features of the keys."
     assert all(sentence in answer for answer in pool.run(_wrong, 2))
+
+
+def _alike(rank: int, group: Any, kind: str) -> str:
+    dtype = torch.float64 if kind == "dtype" and rank == 1 else torch.float32
+    queue, saved = KeyQueue(4, D, group=group, dtype=dtype), KeyQueue(4, D, group=group)
+    saved.push(torch.ones(2, D))
+    if kind == "keys" and rank == 1:
+        queue.load_state_dict(saved.state_dict())
+    return refusal(queue.push, torch.ones(1, D))
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [unlike("dtype of the queue", "torch.float32", "torch.float64"), unlike("keys pushed before", 0, 4)],
+)
+def test_queues_that_differ_are_an_error_on_all_ranks(pool: Pool, sentence: str) -> None:
+    assert pool.run(_alike, 2, sentence.split("`")[1].split()[0]) == [sentence] * 2
+
+
+def _copied(rank: int, group: Any) -> list[Any]:
+    held = torch.nn.ModuleList([InfoNCELoss(group=group), KeyQueue(4, D, group=group)])
+    loss, queue = copied = deepcopy(held)
+    key = unit(2, D, seed=rank).float()
+    queue.push(key)
+    assert len(held[1]) == 0
+    # the copy of the copy holds its keys, and both meet the other rank
+    return [copied[1].group is loss.options.group is group, loss(key, key, 5.0, negatives=deepcopy(queue).keys)]
+
+
+def test_losses_and_queues_of_a_group_can_be_copied(pool: Pool) -> None:
+    (shared, first), (also_shared, second) = pool.run(_copied, 2)
+    assert shared
+    assert also_shared
+    assert first == second
+    truth = torch.cat([unit(2, D, seed=rank) for rank in range(2)])
+    x = 5.0 * truth @ torch.cat([truth, truth]).T
+    assert distance(first, torch.nn.functional.cross_entropy(x, torch.arange(4))) <= 1e-6

@@ -72,15 +72,17 @@ def _compare(group: Any, statement: dict[str, Any], free: Sequence[str]) -> list
     # a letter takes at most four bytes, so every sentence fits
     written = json.dumps(statement, ensure_ascii=False).encode(errors="replace")
     statements = [json.loads(each.rstrip(b"\0")) for each in _gather(written.ljust(STATEMENT, b"\0"), group)]
-    for rank, other in enumerate(statements):
+    # as they are numbered among all processes
+    ranks = dist.get_process_group_ranks(resolved(group))
+    for rank, other in zip(ranks, statements, strict=True):
         if "error" in other:
             raise ValueError(f"rank {rank}: {other['error']}")
     # ranks in different calls state different names; a short statement says in which call
     for name in dict.fromkeys(name for other in sorted(statements, key=len) for name in other):
         values = [other.get(name) for other in statements]
         if name not in free and any(value != values[0] for value in values):
-            odd = next(rank for rank, value in enumerate(values) if value != values[0])
-            got = f"{values[0]!r} on rank 0 and {values[odd]!r} on rank {odd}"
+            odd, value = next((rank, x) for rank, x in zip(ranks, values, strict=True) if x != values[0])
+            got = f"{values[0]!r} on rank {ranks[0]} and {value!r} on rank {odd}"
             raise invalid(name, "be the same on all ranks", got, "Build the loss and its inputs alike everywhere.")
     return statements
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contrastile._dispatch import Options, agreed_layout, choose_exchange, choose_fused, choose_tiles, workspace_on
-from contrastile._errors import invalid
+from contrastile._errors import invalid, renamed
 from contrastile._torch import forward_ad_runs, func_transform, jit_traces
 from contrastile._types import accumulator
 from contrastile.distributed import collectives, consistency
@@ -204,8 +204,13 @@ def _rounded_signature(arguments: Arguments) -> Hashable | None:
 def _with_masks(arguments: Arguments) -> Arguments:
     """The arguments with a mask beside every side's token vectors: other ranks may have padding."""
     scorer: Any = arguments.scorer
-    negatives = None if arguments.negatives is None else scorer.pad_tokens(arguments.negatives)
-    return replace(arguments, q=scorer.pad_tokens(arguments.q), k=scorer.pad_tokens(arguments.k), negatives=negatives)
+    sides: dict[str, Any] = {}
+    for name in ("q", "k", "negatives"):
+        side = getattr(arguments, name)
+        # errors name `q`, whichever side is padded
+        with renamed(q=name):
+            sides[name] = None if side is None else scorer.pad_tokens(side)
+    return replace(arguments, **sides)
 
 
 def _tokens(shard: Shard) -> int:

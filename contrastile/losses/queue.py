@@ -8,7 +8,8 @@ loss, which compares every query with the shares of all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from copy import deepcopy
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,8 @@ class KeyQueue(nn.Module):
         group: the process group that shares the batch; None is the default group.
         dtype: of the keys; by default that of torch.
 
-    Raises ValueError for keys that do not fit; an error of one rank is raised on all of them.
+    Raises ValueError for keys that do not fit, and for ranks that hold another number of keys, as where some of them
+    loaded a checkpoint; an error of one rank is raised on all of them.
 
     >>> from contrastile import InfoNCELoss
     >>> queue, loss = KeyQueue(6, features=8), InfoNCELoss()
@@ -70,6 +72,13 @@ class KeyQueue(nn.Module):
     def extra_repr(self) -> str:
         return f"{self.size}, features={self.features}"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # a process group cannot be copied
+        memo[id(self.group)] = self.group
+        other = memo[id(self)] = object.__new__(type(self))
+        other.__dict__.update(deepcopy(self.__dict__, memo))
+        return other
+
     def __len__(self) -> int:
         return min(self._pushed, self.size)
 
@@ -102,7 +111,10 @@ class KeyQueue(nn.Module):
         counts = [0 if error is not None else len(key)]
         W = collectives.size(self.group)
         if W > 1:
-            agreed = {"queue": [self.size, self.features], "ids": ids is not None}
+            agreed = {
+                "queue": [self.size, self.features], "dtype of the queue": str(self._keys.dtype),
+                "keys pushed before": self._pushed, "ids": ids is not None,
+            }  # fmt: skip
             statement = agreed if error is None else {"error": str(error)}
             counts = [n for (n,) in consistency.tally(self.group, statement, counts)]
         if error is not None:
