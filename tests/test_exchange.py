@@ -344,7 +344,7 @@ def test_what_a_class_finds_wrong_on_one_rank_is_raised_on_all(pool: Pool, name:
 def _within_a_group(rank: int, group: Any) -> list[str]:
     """Ranks that have other numbers among all processes than in their group, of which the second differs."""
     q = torch.ones(3, 4)
-    with mock.patch.object(torch.distributed, "get_process_group_ranks", lambda group: [4, 7]):
+    with mock.patch.object(torch.distributed, "get_process_group_ranks", return_value=[4, 7]):
         return [
             refusal(lambda: ClipLoss(group=group)(q, q, float(rank))),
             refusal(lambda: ClipLoss(group=group)(q, q[: 3 - rank], 1.0)),
