@@ -100,6 +100,12 @@ def test_images_and_captions_that_do_not_fit_are_refused(image, text, owner, sen
     assert refusal(both_ways, image, text, owner) == sentence
 
 
+def test_captions_that_are_no_rows_are_refused():
+    sentence = "`caption` must be integers, one per pair; got {}. Give every pair the row of its caption."
+    for caption, got in (([0, 1], "list"), (torch.zeros(2), "torch.float32 of shape [2]")):
+        assert refusal(both_ways, torch.eye(2), torch.eye(2), torch.arange(2), caption) == sentence.format(got)
+
+
 def test_equal_keys_are_tied_in_all_tiles():
     query = F.normalize(torch.randn(40, 37), dim=-1)
     key = F.normalize(torch.randn(1, 37), dim=-1).expand(23, -1)

@@ -120,6 +120,7 @@ def test_recall_at_zero_and_chance_of_no_queries_are_refused():
     sentence = "`ks` must be a list of numbers of at least 1; got {}. Recall at 1, 5 and 10 is usual: ks=[1, 5, 10]."
     assert refusal(recall, EYE, EYE, IDS, IDS, ks=[0]) == sentence.format([0])
     assert refusal(recall, EYE, EYE, IDS, IDS, ks=5) == sentence.format(5)
+    assert refusal(recall, EYE, EYE, IDS, IDS, ks=["1"]) == sentence.format(["1"])
     assert refusal(chance, IDS[:0], IDS) == (
         "`query_ids` must not be empty; got no queries. There is nothing to measure."
     )

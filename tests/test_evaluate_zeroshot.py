@@ -35,6 +35,9 @@ def test_no_classes_are_refused():
     assert refusal(class_features, [], encode=encode) == (
         "`names` must not be empty; got no names. Give every class its name."
     )
+    assert refusal(class_features, "cat", encode=encode) == (
+        "`names` must be a list of names; got 'cat'. Its letters would be classes."
+    )
 
 
 def test_prompts_and_synonyms_are_one_mean():

@@ -224,6 +224,9 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`positives` must be indices of keys; got a mask of shape [3, 4]. Of a mask make indices: torch.where(mask != 0, "
     "torch.arange(4), -1).":
         lambda: InfoNCELoss()(_x(3, 4), _x(4, 4), 1.0, positives=torch.eye(3, 4, dtype=torch.int64)),
+    "`positives` must be indices of keys; got a mask of shape [2, 3]. Of a mask make indices: torch.where(mask != 0, "
+    "torch.arange(3), -1).":
+        lambda: InfoNCELoss()(_x(2, 4), _x(3, 4), 1.0, positives=torch.tensor([[0, 1, 1], [1, 1, 1]]).byte()),
     "`positives` must be integers; got torch.bool. Of a mask make indices: torch.where(mask != 0, torch.arange(4), "
     "-1).": lambda: InfoNCELoss()(_x(3, 4), _x(4, 4), 1.0, positives=torch.eye(3, 4, dtype=torch.bool)),
     "`labels` must be a tensor of shape [6], one entry for each row of `features`; got shape [3]. Pass "

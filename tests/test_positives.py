@@ -130,6 +130,13 @@ def test_an_unread_positive_beyond_the_keys_is_no_other_column(monkeypatch: pyte
         assert torch.autograd.grad(value, q)[0].isnan().all()
 
 
+def test_lists_of_the_first_two_keys_are_taken_with_a_warning() -> None:
+    q, k = torch.randn(2, 4), torch.randn(3, 4)
+    with pytest.warns(UserWarning, match="of 0 and 1 alone are taken as indices of keys"):
+        value = InfoNCELoss()(q, k, 2.0, positives=torch.tensor([[0, 1, 1], [1, 1, 1]]))
+    assert torch.equal(value, InfoNCELoss()(q, k, 2.0, positives=torch.tensor([[0, 1], [1, -1]])))
+
+
 @pytest.mark.usefixtures("on_gpu")
 def test_the_only_row_with_an_unread_positive_out_of_range_is_nan_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "MOST_READS", 0)

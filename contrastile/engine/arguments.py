@@ -5,6 +5,7 @@ range, and rows of unit length. On a GPU they do so in the first `MOST_READS` ca
 """
 
 import itertools
+import warnings
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
@@ -274,10 +275,11 @@ def in_range(positives: Tensor, keys: int) -> None:
         rule = f"index this rank's {keys} keys, or be -1"
         raise invalid("positives", rule, index, "Count from this rank's first key.")
     if positives.ndim == 2 and positives.shape[1] >= keys > 2 and least >= 0 and most <= 1:
-        # as indices, its rows would name keys 0 and 1 many times
-        raise invalid(
-            "positives", "be indices of keys", f"a mask of shape {list(positives.shape)}", _of_mask(positives)
-        )
+        # as indices, its rows would name keys 0 and 1 many times; a list may name key 1 so, as its last one
+        if positives.element_size() == 1 or bool(((positives == 0).sum(1) > 1).any()):
+            got = f"a mask of shape {list(positives.shape)}"
+            raise invalid("positives", "be indices of keys", got, _of_mask(positives))
+        warnings.warn(f"Positives of 0 and 1 alone are taken as indices of keys. {_of_mask(positives)}", stacklevel=2)
 
 
 def mask_out_of_range(positives: Tensor, keys: int, scale: Tensor) -> tuple[Tensor, Tensor]:

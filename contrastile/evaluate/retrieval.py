@@ -9,6 +9,7 @@ to float32: keys with equal features, such as equal captions of two images, have
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Real
 
 import torch
 import torch.nn.functional as F
@@ -164,8 +165,11 @@ def both_ways(
     0.6666666666666666
     """
     check_features(image, text)
-    caption = torch.arange(len(text), device=text.device) if caption is None else caption
     _check_not_empty(image=image, text=text)
+    if caption is not None and (not isinstance(caption, Tensor) or caption.ndim != 1 or caption.is_floating_point()):
+        rule, remedy = "be integers, one per pair", "Give every pair the row of its caption."
+        raise invalid("caption", rule, _described(caption), remedy)
+    caption = torch.arange(len(text), device=text.device) if caption is None else caption
     if not isinstance(owner, Tensor) or owner.shape != caption.shape or owner.is_floating_point():
         got = f"{_described(owner)} for {len(caption)}"
         raise invalid("owner", "be integers, one per caption", got, "Give every caption the row of its image.")
@@ -226,6 +230,8 @@ def class_features(
     if not prompts or any(prompt.count("{}") != 1 for prompt in prompts):
         remedy = 'For example "a photo of {}".'
         raise invalid("prompts", "have one {} each, the place of the name", list(prompts), remedy)
+    if isinstance(names, str):
+        raise invalid("names", "be a list of names", repr(names), "Its letters would be classes.")
     synonyms = [(name,) if isinstance(name, str) else name for name in names]
     if not synonyms or not all(synonyms):
         raise invalid("names", "not be empty", "no names", "Give every class its name.")
@@ -258,8 +264,9 @@ def classified(image: Tensor, classes: Tensor, labels: Tensor, right: Tensor) ->
 
 def _shares(rank: Tensor, keys: int, ks: Sequence[int]) -> dict[int, float]:
     """The share of ranks below each k; the rank of a query without right keys is the number of keys."""
-    if isinstance(ks, int) or not ks or any(k < 1 for k in ks):
-        got, remedy = ks if isinstance(ks, int) else list(ks), "Recall at 1, 5 and 10 is usual: ks=[1, 5, 10]."
+    several = not isinstance(ks, (int, str))
+    if not several or not ks or any(not isinstance(k, Real) or k < 1 for k in ks):
+        got, remedy = list(ks) if several else ks, "Recall at 1, 5 and 10 is usual: ks=[1, 5, 10]."
         raise invalid("ks", "be a list of numbers of at least 1", got, remedy)
     return {k: (rank < min(k, keys)).double().mean().item() for k in ks}
 
