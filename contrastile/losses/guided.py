@@ -25,6 +25,8 @@ STRATEGIES = ("absolute", "relative")
 ROWS_AT_ONCE = 8192
 # roundings within which a similarity equals that of the positive
 TIES = 16
+# further features of a guide, 16 bytes in 16 bits, and their value, whose product is beyond any threshold
+MARKS, FAR = 8, 2.0**15
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from contrastile._types import shape_or_type
 from contrastile.engine import arguments as checks
 from contrastile.engine.problem import Arguments, autocast_type
 from contrastile.gradcache.modes import joined
-from contrastile.losses.guided import Guided
+from contrastile.losses.guided import FAR, MARKS, Guided
 from contrastile.losses.hardness import IN_BATCH, Hardness
 from contrastile.losses.queue import NOBODY
 from contrastile.losses.scores import ScoreDivergence, ScoreMargins
@@ -27,8 +27,6 @@ from contrastile.tiles.scored import in_words
 _gpu_reads = checks.GpuReads()
 # fewest queries whose keys may look like groups, and standard deviations of the mean by which they must
 LEAST, DEVIATIONS = 32, 5.0
-# further features of a guide, 16 bytes in 16 bits, and their value, whose product is beyond any threshold
-MARKS, FAR = 8, 2.0**15
 
 
 class InfoNCELoss(Loss):
@@ -298,13 +296,15 @@ class GISTLoss(Loss):
         else:
             half = last = keys[pair]
         keys, *negatives = keys.split([M, len(keys) - M]) if len(keys) > M else [keys]
-        cols = joined([keys, *[rows] * self.contrast_anchors, *negatives, *[last] * self.contrast_positives])
-        if not self.contrast_positives:
-            return rows, cols
-        if lacking is not None:
-            rows, half, cols = (F.pad(x, (0, MARKS), value=v) for x, v in ((rows, 0.0), (half, FAR), (cols, 0.0)))
-            cols[len(cols) - len(rows) :, -MARKS:] = FAR * lacking[:, None]
-        return joined([rows, half], 1), cols
+        pieces = [keys, *[rows] * self.contrast_anchors, *negatives, *[last] * self.contrast_positives]
+        if lacking is None or not self.contrast_positives:
+            return joined([rows, half], 1) if self.contrast_positives else rows, joined(pieces)
+        (N, G), lengths = rows.shape, [len(x) for x in pieces]
+        cols = rows.new_zeros(sum(lengths), G + MARKS)
+        for x, place in zip(pieces, cols.split(lengths), strict=True):
+            place[:, :G] = x
+        cols[len(cols) - N :, G:] = FAR * lacking[:, None]
+        return joined([rows, rows.new_zeros(N, MARKS), half, rows.new_full((N, MARKS), FAR)], 1), cols
 
     def _ids(
         self, query: Tensor, key: Tensor, pair: Any, negatives: Tensor | None, of_rows: Tensor, of_keys: Tensor

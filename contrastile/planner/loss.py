@@ -14,6 +14,7 @@ from contrastile.engine.graph import MOST_GRAPH_BYTES, MOST_GRAPH_ROWS
 from contrastile.exchange.base import Exchange, Layout, Traffic
 from contrastile.exchange.host import Cut, cut_within, device_bytes, row_bytes
 from contrastile.losses.base import PairLoss
+from contrastile.losses.guided import MARKS
 from contrastile.losses.softmax import Softmax
 from contrastile.offload import default_workspace
 from contrastile.scorers import MaxSim
@@ -215,7 +216,7 @@ class LossSize:
         # copies of all columns, where keys are joined with others, of the keys that a queue hands out, of the guide's
         joined = self.columns + self.halves * 2 * self.rows if self.queue or self.own_columns else 0
         copied = (joined + self.queue) * self.dimensions
-        copied += (row_vectors + self.columns) * self.guide if self.own_columns else 0
+        copied += (row_vectors + self.columns) * (self.guide + MARKS) if self.guide and self.own_columns else 0
         copies = copied * self.feature_dtype.itemsize
         unsummed = (self.numbers - self.summed) * self.wide
         # the gradient with zeros for constants is a copy, also where it has the dtype of the sums
