@@ -301,6 +301,19 @@ def test_label_smoothing_is_sums_of_features(
         assert all(distance(x, y) <= bound for x, y, bound in zip(*found, bounds, strict=True))
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_summed_label_smoothing_of_a_block_of_further_columns(symmetric: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a rank's rows meet the columns of all ranks, in one block or in several, in either order of their sizes."""
+    monkeypatch.setattr(budget, "LEAST_SMOOTHED", 0)
+    for N, M in ((33, 110), (110, 33)):
+        rows, cols = _pair(*(_unit(n, torch.bfloat16) for n in (N, M)))
+        tiles = _tiles(loss=Softmax(symmetric=symmetric, label_smoothing=0.2))
+        tiles.backward_next = tiles.fresh = True
+        assert tiles._budget.sums_smoothing(rows, cols)
+        found, true = _followed(tiles, rows, cols), _followed(*_exact(tiles, rows, cols))
+        assert all(distance(x, y) <= (1e-2 if x.ndim else 1e-5) for x, y in zip(found, true, strict=True))
+
+
 @pytest.mark.usefixtures("_few_features")
 def test_exponentials_are_kept_where_they_fit() -> None:
     rows, cols = _pair(_unit(14, torch.bfloat16), _unit(300, torch.bfloat16))

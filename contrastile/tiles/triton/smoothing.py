@@ -53,16 +53,15 @@ def without_shares(block: Block) -> tuple[list[Tensor], Block]:
 
 def add_gradients(block: Block, shares: Sequence[Tensor], u: Tensor | None, v: Tensor | None, sums: Tensor) -> None:
     """Subtract c_i + d_j of all pairs from their gradient: from u, v, and Σ g · ⟨q, k⟩, the second of the sums."""
-    q, k, both = block.rows.features, block.cols.features, len(shares) == 2
-    ones = [torch.ones_like(share) for share in shares]
+    q, k, (c, *d) = block.rows.features, block.cols.features, shares
     # of a symmetric loss Σ k_j and Σ d_j k_j, and Σ q_i and Σ c_i q_i; of one direction the first and the last
-    of_k = torch.stack([_weighed(k, each) for each in (None, *shares[1:])])
-    of_q = torch.stack([_weighed(q, each) for each in ([None] * both + [shares[0]])])
+    of_k = torch.stack([_weighed(k, None), *[_weighed(k, each) for each in d]])
+    of_q = torch.stack([*[_weighed(q, None) for _ in d], _weighed(q, c)])
     if u is not None:
-        u.addmm_(torch.stack([shares[0], *ones[1:]], 1), of_k, alpha=-1)
+        u.addmm_(torch.stack([c, *[torch.ones_like(c) for _ in d]], 1), of_k, alpha=-1)
     if v is not None:
-        factors = torch.stack([*shares[1:], torch.ones(len(k), device=v.device)], 1)
-        v.addmm_(factors[: len(v)], of_q, alpha=-1)
+        # the last columns may have no sums
+        v.addmm_(torch.stack([*d, torch.ones(len(k), device=v.device)], 1)[: len(v)], of_q, alpha=-1)
     sums[1] -= (of_q.flip(0) * of_k).sum()
 
 
