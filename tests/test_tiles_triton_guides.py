@@ -207,6 +207,19 @@ def test_a_teacher_of_several_super_tiles_with_ids() -> None:
     )
 
 
+def test_a_teacher_of_tiles_of_which_one_has_equal_ids() -> None:
+    n = 4 * N
+    leaves, teacher, ids = _leaves(n, n), _teacher(n, n), torch.arange(n)
+    # the same example twice
+    for x in (*leaves[:2], ids):
+        x.detach()[n // 2] = x.detach()[5]
+    given = {"loss": TEACHER, "query_ids": ids, "key_ids": ids, **teacher}
+    _against_eager(leaves, **given)
+    with torch.no_grad():
+        alone, fused = (contrast(*leaves[:2], scale=leaves[2], backend=name, **given) for name in ("eager", "triton"))
+    torch.testing.assert_close(fused, alone, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize(("scale", "teacher"), [(20.0, 1000.0), (1000.0, 1000.0)])
 def test_a_teacher_where_the_careful_kernels_run(scale: float, teacher: float) -> None:
     """Most logits are far below the largest possible ones, of the teacher or of the student too."""

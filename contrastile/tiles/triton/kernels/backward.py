@@ -40,7 +40,7 @@ from contrastile.tiles.triton.kernels.arithmetic import (
     sum_per_lane,
 )
 from contrastile.tiles.triton.kernels.forward import products, softplus_sum, store_half, store_quarters, tile_at
-from contrastile.tiles.triton.kernels.guides import aside, excluded_pairs, load_bits, set_aside
+from contrastile.tiles.triton.kernels.guides import aside, excluded_pairs, has_bits, load_bits, set_aside
 from contrastile.tiles.triton.kernels.masks import has_masked, store_listed, valid_pairs
 
 
@@ -173,16 +173,19 @@ def _teacher_tile(acc, teachers, masks, words, c_ptr, d_ptr, scratch_ptr, i, j, 
     WIDTH: tl.constexpr = BN // 4
     rows = i * BM + tl.arange(0, BM)
     masked = has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES)
+    if BITS:
+        masked = masked | has_bits(words)
     c = _load_vector(c_ptr, rows, N)[:, None]
     gaps = 0.0
     for at in tl.static_range(4):
         cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
         t = exponents(quarter(acc, at, BM, BN), teachers, False, PRODUCTS)
         f = tl.math.exp2(t)
-        if BITS:
-            f = tl.where(excluded_pairs(words, at * WIDTH, BM, WIDTH), 0.0, f)
         if masked:
-            f = tl.where(valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES), f, 0.0)
+            valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
+            if BITS:
+                valid = valid & (excluded_pairs(words, at * WIDTH, BM, WIDTH) == 0)
+            f = tl.where(valid, f, 0.0)
         if COLUMNS:
             f = f * (c + _load_vector(d_ptr, cols, M)[None, :])
         else:
@@ -251,6 +254,8 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
         acc = products(q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA)
         a = _load_vector(row_a_ptr, rows, N)[:, None]
         masked = has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES)
+        if GUIDE == TEACHER and BITS:
+            masked = masked | has_bits(words)
         if LISTED:  # noqa: SIM102 - known when compiled
             if masked:
                 store_listed(acc, listed_ptr, i, j, N, M, masks, BM, BN, DIAGONAL, POSITIVES)
@@ -281,13 +286,12 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
                 t = exponents(part, constants, SOFTPLUS, PRODUCTS)
                 if GUIDE == MASK:
                     t = tl.maximum(t, FAINT)
-                if BITS:
-                    excluded = excluded_pairs(words, at * WIDTH, BM, WIDTH)
-                    t = tl.where(excluded, -float("inf"), t)
+                if BITS and GUIDE != TEACHER:
+                    t = tl.where(excluded_pairs(words, at * WIDTH, BM, WIDTH), -float("inf"), t)
                 if SMOOTH or masked:
                     valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
-                    if BITS and SMOOTH:
-                        valid = valid & (excluded == 0)
+                    if BITS and (SMOOTH or GUIDE == TEACHER):
+                        valid = valid & (excluded_pairs(words, at * WIDTH, BM, WIDTH) == 0)
                     t = tl.where(valid, t, -float("inf"))
                 e = tl.math.exp2(t)
                 g = e

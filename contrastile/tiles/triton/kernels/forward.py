@@ -40,7 +40,14 @@ from contrastile.tiles.triton.kernels.arithmetic import (
     store_rows,
     sum_per_lane,
 )
-from contrastile.tiles.triton.kernels.guides import aside, excluded_pairs, load_bits, set_aside, store_bits
+from contrastile.tiles.triton.kernels.guides import (
+    aside,
+    excluded_pairs,
+    has_bits,
+    load_bits,
+    set_aside,
+    store_bits,
+)
 from contrastile.tiles.triton.kernels.masks import has_masked, store_listed, valid_pairs
 
 # row tiles that are computed together, so that the columns' features stay in the cache
@@ -249,6 +256,8 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
                 store_listed(acc, listed_ptr, i, j, N, M, masks, BM, BN, DIAGONAL, POSITIVES)
         if GUIDE == TEACHER:
             masked = has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES)
+            if BITS:
+                masked = masked | has_bits(words)
             row_stride = col_tiles.to(tl.int64) * N
             col_stride = row_tiles.to(tl.int64) * M
             total = tl.zeros((BM, 4), tl.float32)
@@ -259,12 +268,10 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
                 x = exponents(quarter(acc, at, BM, BN), constants, SOFTPLUS, PRODUCTS)
                 t = exponents(aside(scratch_ptr, at, BM, BN), teachers, SOFTPLUS, GUIDE_PRODUCTS)
                 apart = t - x
-                if BITS:
-                    excluded = excluded_pairs(words, at * WIDTH, BM, WIDTH)
-                    x = tl.where(excluded, -float("inf"), x)
-                    t = tl.where(excluded, -float("inf"), t)
                 if masked:
                     valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
+                    if BITS:
+                        valid = valid & (excluded_pairs(words, at * WIDTH, BM, WIDTH) == 0)
                     x = tl.where(valid, x, -float("inf"))
                     t = tl.where(valid, t, -float("inf"))
                 e = tl.math.exp2(x)

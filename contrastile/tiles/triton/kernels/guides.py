@@ -60,6 +60,12 @@ def excluded_pairs(words, first: tl.constexpr, BM: tl.constexpr, WIDTH: tl.const
     return tl.reshape(bits, (BM, WIDTH)) != 0
 
 
+@triton.jit
+def has_bits(words):
+    """True if a bit excludes a pair of the tile. Beside a teacher few tiles have one, and others need not look."""
+    return tl.max(tl.max((words != 0).to(tl.int32), 1), 0) > 0
+
+
 @triton.jit(do_not_specialize=ANY)
 def id_bits(bits_ptr, constants_ptr, row_ids_ptr, col_ids_ptr, row_labels_ptr, col_labels_ptr, N, M, bits_stride,
             careful, BM: tl.constexpr, BN: tl.constexpr, LABELS: tl.constexpr):  # fmt: skip
