@@ -14,6 +14,7 @@ from problems import distance, no_worse_than_twice
 from ranks import Pool
 from refusals import refusal
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from contrastile import (
     ClipLoss,
@@ -417,6 +418,41 @@ def test_one_positive_each_is_balanced() -> None:
     assert distance(SigLipLoss(balanced=True)(**tensors).detach(), plain.detach()) <= 1e-15
     labels = torch.arange(N).flip(0)
     assert distance(SigLipLoss(balanced=True)(**tensors, labels=labels).detach(), plain.detach()) <= 1e-15
+
+
+class _Written(TorchDispatchMode):
+    """Numbers that operations return within the block."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.numbers += result.numel() if isinstance(result, Tensor) else 0
+        return result
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_the_backward_of_scores_by_a_scorer_grows_with_the_number_of_queries(listed: bool) -> None:
+    written = []
+    for n in (40, 80):
+        query, key = torch.randn(n, 4, requires_grad=True), torch.randn(n, 3, 4, requires_grad=True)
+        keys, lists = (key.flatten(0, 1), torch.randint(3 * n, (n, 3))) if listed else (key, None)
+        loss = ScoreDistillLoss()(query, keys, torch.randn(n, 3), lists=lists, scorer=Bilinear(4, 4))
+        with _Written() as mode:
+            loss.backward()
+        written.append(mode.numbers)
+    assert written[1] <= 2.1 * written[0]
+
+
+def test_gradients_of_keys_in_many_lists_are_summed_in_float32() -> None:
+    n = 1024
+    query, key, scores = torch.randn(n, 8).bfloat16(), torch.randn(4, 8).bfloat16(), torch.randn(n, 4)
+    lists, result = torch.arange(4).expand(n, 4), []
+    for dtype in (torch.bfloat16, torch.float64):
+        x = key.to(dtype).requires_grad_()
+        loss = ScoreDistillLoss()(query.to(dtype), x, scores.to(dtype), lists=lists)
+        result += torch.autograd.grad(loss, x)
+    assert distance(*result) <= 5e-3
 
 
 def test_a_score_that_is_not_finite() -> None:

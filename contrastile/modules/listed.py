@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,19 @@ def check_lists(lists: Tensor, query: Tensor, keys: int) -> None:
     if lists.ndim != 2:
         raise invalid("lists", "have two dimensions [N, P]", f"shape {list(lists.shape)}", "List several keys.")
     checks.in_range(lists, keys)
+
+
+def listed_rows(x: Tensor, index: Tensor) -> Tensor:
+    """x[index], and of 16-bit numbers on a CPU with gradients that are summed in float32, as a GPU does."""
+    narrow = x.is_floating_point() and x.device.type == "cpu" and x.dtype.itemsize == 2
+    return x.float()[index].to(x.dtype) if narrow else x[index]
+
+
+def _parts(side: Any, cut: Callable[[Tensor], Sequence[Tensor]], N: int) -> list[Any]:
+    """The side of each query: its part of every tensor, and all else whole."""
+    leaves, structure = pytree.tree_flatten(side)
+    cuts = [cut(x) if isinstance(x, Tensor) else [x] * N for x in leaves]
+    return [pytree.tree_unflatten(list(parts), structure) for parts in zip(*cuts, strict=True)]
 
 
 def listed_scores(scorer: nn.Module, query: Any, key: Any, lists: Tensor | None) -> Tensor:
@@ -54,9 +68,6 @@ def listed_scores(scorer: nn.Module, query: Any, key: Any, lists: Tensor | None)
     constants = [x for x in (*parameters, *buffers) if not x.is_inference()]
     versions = [x._version for x in constants]
 
-    def picked(side: Any, rows: Any) -> Any:
-        return pytree.tree_map(lambda x: x[rows] if isinstance(x, Tensor) else x, side)
-
     def score(one: Any, keys: Any) -> Tensor:
         # again in the backward, as in the forward
         if [x._version for x in constants] != versions:
@@ -67,8 +78,7 @@ def listed_scores(scorer: nn.Module, query: Any, key: Any, lists: Tensor | None)
         return scores
 
     def scored(i: int) -> Tensor:
-        one, keys = picked(query, slice(i, i + 1)), picked(key, i if lists is None else lists[i].long().clamp(min=0))
-        scores: Any = checkpoint(score, one, keys, use_reentrant=False)
+        scores: Any = checkpoint(score, queries[i], keys_of[i], use_reentrant=False)
         if not isinstance(scores, Tensor) or scores.shape != (1, P):
             rule = f"return a tensor {[1, P]} for a query and the {P} keys of its list"
             raise invalid("scorer", rule, shape_or_type(scores), "One score for each pair.")
@@ -82,6 +92,11 @@ def listed_scores(scorer: nn.Module, query: Any, key: Any, lists: Tensor | None)
         graph = (*floats, *parameters)
         zero = sum([x.sum().to(accumulator(x.dtype)) * 0 for x in graph], first.new_zeros(()).float())
         return zero.expand(0, P)
+    # cut at once: the gradient of each part alone would be as long as the whole
+    if lists is not None:
+        index = lists.long().clamp(min=0)
+        key = pytree.tree_map(lambda x: listed_rows(x, index) if isinstance(x, Tensor) else x, key)
+    queries, keys_of = _parts(query, lambda x: x.split(1), N), _parts(key, Tensor.unbind, N)
     with refusing_batch_norm(modules, "scorer"), refusing_state(modules, "scorer", "pairs"):
         stacked = torch.stack([scored(i) for i in range(N)])
     return stacked.to(accumulator(stacked.dtype))

@@ -21,7 +21,7 @@ from contrastile.losses.queue import NOBODY
 from contrastile.losses.scores import ScoreDivergence, ScoreMargins
 from contrastile.losses.softmax import Softmax
 from contrastile.modules.base import How, Loss
-from contrastile.modules.listed import check_lists, listed_scores
+from contrastile.modules.listed import check_lists, listed_rows, listed_scores
 from contrastile.tiles.scored import in_words
 
 _gpu_reads = checks.GpuReads()
@@ -447,4 +447,4 @@ class ScoreDistillLoss(Loss):
         checks.constant("scores", scores)
         checks.same_device("scores", scores, "key", listed)
         # 8-bit indices would be a mask
-        return key if lists is None else key[lists.long().clamp(0, len(key) - 1)]
+        return key if lists is None else listed_rows(key, lists.long().clamp(0, len(key) - 1))
