@@ -192,5 +192,5 @@ def _padded_alike(k: Any, negatives: Any, scorer: Any) -> tuple[Any, Any]:
 
 def padded_texts(texts: Ragged, least: int = 0) -> tuple[Tensor, Tensor]:
     """Packed vectors as `[B, L, D]` with their mask `[B, L]`; L is the longest text's number of tokens, or `least`."""
-    lengths = torch.tensor(texts.lengths, dtype=torch.int64).to(texts.values.device, non_blocking=True)
+    lengths = torch.tensor(texts.lengths, dtype=torch.int64, device="cpu").to(texts.values.device, non_blocking=True)
     return padded(texts.values.movedim(texts.axis, 0), lengths, max((least, *texts.lengths)))

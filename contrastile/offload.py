@@ -17,8 +17,8 @@ from torch import Tensor
 from contrastile._errors import invalid
 
 Bounds = tuple[int, int]
-# 2 bytes for each of 32,768² pairs, and 0.16 GiB that a block takes beside them
-MOST_OF_ONE_GPU = 2 * 2**30 + 11 * 2**24
+# 2 bytes for each of 32,768² pairs, and 0.25 GiB that a block of up to 1,024 features takes beside them, with ids too
+MOST_OF_ONE_GPU = 2 * 2**30 + 2**28
 
 
 def with_index(device: torch.device | str) -> torch.device:

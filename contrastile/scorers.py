@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from contrastile._errors import invalid, truth_value
+from contrastile._torch import forward_ad_runs, func_transform
 from contrastile._types import accumulator, shape_or_type
 
 # token vectors [B, L, D], alone or with a mask [B, L] that is true where there is a token
@@ -41,7 +42,7 @@ class Bilinear(nn.Module):
 
     def forward(self, rows: Tensor, columns: Tensor) -> Tensor:
         for name, x, features in zip(("q", "k"), (rows, columns), self.weight.shape, strict=True):
-            _vectors(name, x, features)
+            _rows(name, x, features, self.weight)
         return rows @ self.weight @ columns.T
 
 
@@ -73,8 +74,8 @@ class PairMLP(nn.Module):
         self.output = nn.Linear(hidden, 1)
 
     def forward(self, rows: Tensor, columns: Tensor) -> Tensor:
-        _vectors("q", rows, self.rows.in_features)
-        _vectors("k", columns, self.columns.in_features)
+        _rows("q", rows, self.rows.in_features, self.rows.weight)
+        _rows("k", columns, self.columns.in_features, self.columns.weight)
         hidden_IJH = F.gelu(self.rows(rows)[:, None] + self.columns(columns)[None, :])
         return self.output(self.dropout(hidden_IJH)).squeeze(-1)
 
@@ -116,7 +117,8 @@ class MaxSim(nn.Module):
             # no column has a token
             k_JMD, col_mask = self.pad_tokens((k_JMD, col_mask), 1)
         q_ED = q_ILD.flatten(0, 1)
-        if q_ED.device.type == "cpu" and not torch.compiler.is_compiling():
+        differentiated = torch.compiler.is_compiling() or func_transform() is not None or forward_ad_runs()
+        if q_ED.device.type == "cpu" and not differentiated:
             # without grad mode, autograd still asks for the gradients of inputs that require one
             sides = (q_ED, k_JMD) if torch.is_grad_enabled() else (q_ED.detach(), k_JMD.detach())
             best_EJ = _BestMatches.apply(*sides, col_mask)
@@ -138,10 +140,7 @@ class MaxSim(nn.Module):
         for name, x in (("q", q), ("k", k)):
             if not x.is_floating_point():
                 raise invalid(name, "be floating point", x.dtype, "Convert it with .float().")
-        # vectors in host memory are compared on another device
-        cast = any(map(torch.is_autocast_enabled, (q.device.type, "cuda")))
-        if q.dtype != k.dtype and not cast:
-            raise invalid("k", "have the dtype of `q`", f"{k.dtype} and {q.dtype}", "Convert one side first.")
+        _alike("k", k, "`q`", q)
         return sides
 
     @property
@@ -246,8 +245,8 @@ class _BestMatches(torch.autograd.Function):
     def forward(ctx: Any, q_ED: Tensor, k_JMD: Tensor, col_mask: Tensor | None) -> Tensor:
         E, (J, M, _), with_graph = len(q_ED), k_JMD.shape, any(ctx.needs_input_grad)
         # autocast decides about the dtype of products
-        best = torch.empty(E, J, dtype=(q_ED[:0] @ k_JMD.flatten(0, 1)[:0].T).dtype)
-        winners = torch.empty(E, J, dtype=torch.int32) if with_graph else None
+        best = q_ED.new_empty(E, J, dtype=(q_ED[:0] @ k_JMD.flatten(0, 1)[:0].T).dtype)
+        winners = q_ED.new_empty(E, J, dtype=torch.int32) if with_graph else None
         documents = max(1, COLUMNS // max(M, 1))
         for rows in _parts(E, ROWS):
             for cols in _parts(J, documents):
@@ -275,7 +274,7 @@ class _BestMatches(torch.autograd.Function):
             torch.zeros_like(x) if want else None for x, want in zip((q, k), ctx.needs_input_grad, strict=False)
         )
         if of_q is not None:
-            first = torch.arange(J) * M
+            first = torch.arange(J, device=g.device) * M
             for rows in _parts(len(q), ROWS):
                 of_q[rows] = F.embedding_bag(winners[rows] + first, k, per_sample_weights=g[rows], mode="sum")
         if of_k is not None:
@@ -294,6 +293,22 @@ def _similarities(q_ED: Tensor, k_JMD: Tensor, col_mask: Tensor | None) -> Tenso
 
 def _parts(n: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, n, size)]
+
+
+def _alike(name: str, x: Tensor, whose: str, other: Tensor) -> None:
+    """Require one dtype, unless autocast casts both; vectors in host memory are compared on another device."""
+    if x.dtype != other.dtype and not any(map(torch.is_autocast_enabled, (x.device.type, "cuda"))):
+        remedy = "Convert one of them first, or call under autocast."
+        raise invalid(name, f"have the dtype of {whose}", f"{x.dtype} and {other.dtype}", remedy)
+
+
+def _rows(name: str, x: Tensor, features: int, weight: Tensor) -> None:
+    """Check a side whose examples are single vectors."""
+    if isinstance(x, (tuple, list)) or getattr(x, "ndim", 2) > 2:
+        rule, remedy = "have one vector for each example", "MaxSim scores token vectors."
+        raise invalid(name, rule, shape_or_type(x), remedy)
+    _vectors(name, x, features)
+    _alike(name, x, "the scorer's weights", weight)
 
 
 def _vectors(name: str, x: Tensor, features: int) -> None:

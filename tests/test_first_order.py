@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss, contrast, encode
 from contrastile.losses import Sigmoid
-from contrastile.scorers import Bilinear
+from contrastile.scorers import Bilinear, MaxSim
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 LABELS = torch.tensor([0, 0, 1, 1, 2])
@@ -112,6 +112,13 @@ def test_transforms_and_tangents_are_refused() -> None:
         "`contrast` must be called outside of torch.func's transforms; got a call inside. Call backward, or "
         "torch.autograd.grad."
     )
+    # scores alone are like any other function
+    tokens = torch.randn(2, 3, 4, 8)
+    own, plain = (
+        grad(lambda q, scores=scores: scores(q, tokens[1]).sum())(tokens[0])
+        for scores in (MaxSim(), lambda q, k: (q[:, None, :, None] * k[:, None]).sum(-1).amax(-1).sum(-1))
+    )
+    torch.testing.assert_close(own, plain)
 
 
 @pytest.mark.parametrize("name", ["encode", "contrast"])

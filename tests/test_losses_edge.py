@@ -17,10 +17,12 @@ from torch import Tensor
 import contrastile
 from contrastile import (
     ClipLoss,
+    DCLLoss,
     DistillClipLoss,
     GISTLoss,
     InfoNCELoss,
     NTXentLoss,
+    Ragged,
     ScoreDistillLoss,
     SigLipLoss,
     SupConLoss,
@@ -32,7 +34,7 @@ from contrastile.losses.reference import dense_sigmoid, dense_softmax
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
 from contrastile.modules import base
-from contrastile.scorers import Bilinear
+from contrastile.scorers import Bilinear, MaxSim, PairMLP
 from contrastile.train.memory import Weighed
 
 N, D = 203, 24
@@ -550,3 +552,18 @@ def test_a_dense_matrix_beyond_the_workspace_is_held_once(workspace: int, matric
     with Weighed(torch.device("cpu")) as weighed:
         loss(q, k, 20.0).backward()
     assert matrices - 0.4 <= weighed.bytes / (4 * 1500**2) <= matrices
+
+
+def test_losses_do_not_depend_on_the_default_device() -> None:
+    """As after torch.set_default_device("cuda"), with features on the CPU."""
+    q, k = (F.normalize(torch.randn(40, 4), dim=-1).requires_grad_() for _ in "qk")
+    tokens, positives = torch.randn(7, 2, 4, requires_grad=True), torch.randint(40, (40,))
+    packed, mlp = Ragged(tokens.flatten(0, 1), [2] * 7), PairMLP(4, 4, hidden=4, dropout=0.3)
+    with torch.device("meta"):
+        losses = [
+            ClipLoss()(q, k, 10.0), SigLipLoss()(q, k, 10.0, -10.0), DCLLoss()(q, k, 10.0), NTXentLoss()(q, k, 10.0),
+            InfoNCELoss()(q, k, 10.0, positives=positives), contrast(tokens, tokens, scorer=MaxSim()),
+            contrast(packed, tokens, scorer=MaxSim()), contrast(q, k, scorer=mlp),
+        ]  # fmt: skip
+        sum(losses).backward()
+    assert all(loss.device.type == "cpu" for loss in losses)

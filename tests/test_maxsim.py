@@ -22,7 +22,7 @@ from contrastile._dispatch import LEAST_WORKSPACE
 from contrastile.engine import plan
 from contrastile.exchange import host
 from contrastile.gradcache.memory import footprint
-from contrastile.losses import Softmax
+from contrastile.losses import Softmax, SoftmaxInside
 from contrastile.scorers import Bilinear, MaxSim
 from contrastile.tiles.triton import launch
 from contrastile.tiles.triton.kernels import maxsim_lists, maxsim_maxima
@@ -112,6 +112,16 @@ def test_sides_without_tokens_score_0(lengths: tuple[int, int]) -> None:
     loss = contrast(*pair, scorer=MaxSim(), loss=Softmax())
     torch.testing.assert_close(loss.detach(), torch.tensor(3.0).log())
     assert all(not of_side.any() for of_side in torch.autograd.grad(loss, pair))
+
+
+def test_positives_in_the_denominator_alone_by_kernels() -> None:
+    pair = [torch.randn(5, 2, 8, requires_grad=True) for _ in range(2)]
+    results = [
+        gradients(contrast(*pair, scorer=MaxSim(), loss=SoftmaxInside(), backend=name), pair)
+        for name in ("eager", "triton")
+    ]
+    for eager, fused in zip(*results, strict=True):
+        torch.testing.assert_close(fused, eager, rtol=1e-5, atol=1e-6)
 
 
 def test_a_mask_of_floats_packs_nothing() -> None:

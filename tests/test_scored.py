@@ -401,6 +401,17 @@ def test_a_buffer_must_not_change_before_backward() -> None:
         second.backward()
 
 
+def test_a_score_of_minus_infinity_adds_nothing_to_the_gradient_of_the_scale() -> None:
+    q, k, scale = torch.randn(4, 3), torch.randn(5, 3), torch.tensor(2.0, requires_grad=True)
+    mask = torch.tensor([0.0, 0.0, 0.0, 0.0, -math.inf])
+    masked = Odd(lambda rows, columns: rows @ columns[0].T + columns[1])
+    found, true = (
+        torch.autograd.grad(contrast(q, keys, scorer=scorer, loss=Softmax(), scale=scale), scale)[0]
+        for keys, scorer in (((k, mask), masked), (k[:4], Bilinear(3, 3)))
+    )
+    torch.testing.assert_close(found, true)
+
+
 def test_a_column_without_tokens_scores_0_and_padding_says_nothing() -> None:
     q, k = torch.randn(2, 3, 4), torch.randn(2, 5, 4)
     some, none = torch.tensor([[True, True, False]] * 2), torch.tensor([[True, False, True, False, False], [False] * 5])
@@ -590,6 +601,10 @@ SENTENCES = {
         lambda: contrast(_x(), _x(), scorer=Bilinear(5, 4)),
     "`k` must have rows of 6 features, as the scorer reads them; got shape [3, 4]. Project one side first.":
         lambda: contrast(_x(), _x(), scorer=PairMLP(4, 6, hidden=2)),
+    "`q` must have the dtype of the scorer's weights; got torch.bfloat16 and torch.float32. Convert one of them first, "
+    "or call under autocast.": lambda: contrast(_x().bfloat16(), _x().bfloat16(), scorer=PairMLP(4, 4, hidden=2)),
+    "`q` must have one vector for each example; got shape [2, 2, 4]. MaxSim scores token vectors.":
+        lambda: contrast(torch.ones(5, 2, 4), torch.ones(5, 2, 4), scorer=Bilinear(4, 4)),
     "`k` must have rows of 4 features, as the scorer reads them; got shape [5, 2, 3]. Project one side first.":
         lambda: contrast(torch.ones(5, 2, 4), torch.ones(5, 2, 3), scorer=MaxSim()),
     "`q` must be made of tensors whose first axis is the batch; got str. Keep the rest in `scorer`.":
@@ -637,7 +652,8 @@ SENTENCES = {
         lambda: contrast(torch.ones(5, 2, 4), (torch.ones(5, 2, 4), torch.ones(5, 2)), scorer=MaxSim()),
     "`q` must be floating point; got torch.int64. Convert it with .float().":
         lambda: contrast(torch.ones(5, 2, 4).long(), torch.randn(5, 2, 4), scorer=MaxSim()),
-    "`k` must have the dtype of `q`; got torch.float64 and torch.float32. Convert one side first.":
+    "`k` must have the dtype of `q`; got torch.float64 and torch.float32. Convert one of them first, or "
+    "call under autocast.":
         lambda: contrast(torch.randn(5, 2, 4), torch.randn(5, 2, 4).double(), scorer=MaxSim()),
     "`q` must be made of tensors with one shape for all rows; got a nested tensor. Pass Ragged(x.values(), "
     "x.offsets().diff()), or padding and a mask.":
@@ -666,3 +682,10 @@ class Normed(Bilinear):
 @pytest.mark.parametrize("sentence", SENTENCES)
 def test_each_error_has_its_sentence(sentence: str) -> None:
     assert refusal(SENTENCES[sentence]) == sentence
+
+
+def test_an_error_of_a_trial_says_how_the_scorer_was_called() -> None:
+    with pytest.raises(RuntimeError, match="must match the size") as caught:
+        contrast(_x(), _x(), scorer=nn.CosineSimilarity())
+    note = "The scorer failed in a trial with 2 rows and 3 other columns, for which it returns scores [2, 3]."
+    assert caught.value.__notes__ == [note]

@@ -77,9 +77,9 @@ class SubBatches:
         """Packed values, and the lengths of their examples, in the batch's own order."""
         if self.order is None:
             return values, lengths
-        position, before = self.order.argsort(), torch.tensor(lengths, dtype=torch.int64)
+        position, before = self.order.argsort(), torch.tensor(lengths, dtype=torch.int64, device="cpu")
         starts, after = (before.cumsum(0) - before)[position], before[position]
-        index = (starts - (after.cumsum(0) - after)).repeat_interleave(after) + torch.arange(len(values))
+        index = (starts - (after.cumsum(0) - after)).repeat_interleave(after) + torch.arange(len(values), device="cpu")
         return values.index_select(0, index.to(values.device)), after.tolist()
 
     def trim(self, index: int, rows: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -54,7 +54,9 @@ def direct_by_pairs(loss: PairLoss, tile: Tile, pairs: Pairs | None = None) -> D
         return None
     if isinstance(pairs, Diagonal):
         rows, cols = pairs.along(x)
-        pairs = torch.arange(rows.start, rows.stop), torch.arange(cols.start, cols.stop)
+        pairs = (
+            torch.arange(rows.start, rows.stop, device=x.device), torch.arange(cols.start, cols.stop, device=x.device),
+        )  # fmt: skip
     sides = pairs[: 1 + symmetric]
     numbers = torch.stack([side.bincount(minlength=n) for side in sides]).to(x.dtype)
     if numbers.numel() and numbers.max() > TERMS:

@@ -350,7 +350,7 @@ def _absorb_positives(x: Tensor, positive: Diagonal | Tensor, dim: int, named: S
 
 def _one_each(pairs: tuple[Tensor, Tensor], n: int) -> bool:
     """True if each of n rows has one of these pairs."""
-    return len(pairs[0]) == n and torch.equal(pairs[0], torch.arange(n))
+    return len(pairs[0]) == n and torch.equal(pairs[0], torch.arange(n, device=pairs[0].device))
 
 
 def finite(top: Tensor) -> Tensor:

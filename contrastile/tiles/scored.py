@@ -158,13 +158,17 @@ class Scorer:
             ):
                 scores, leaves = draft.with_graph(*trial)
             after = RandomState.capture(device, own=generators, last=before)
+        except (RuntimeError, IndexError) as error:
+            called = f"a trial with {probe[0]} rows and {probe[1]} other columns"
+            error.add_note(f"The scorer failed in {called}, for which it returns scores {list(probe)}.")
+            raise
         finally:
             before.restore()
         if after.drew_own(before):
             rule, got = "draw from torch's, Python's or NumPy's own generators", "one that is an attribute of a module"
             raise invalid("scorer", rule, got, "A tile begins them anew each time it is computed.")
         draft._check(scores, leaves)
-        seed = None if before.same(after) else int(torch.randint(2**62, ()))
+        seed = None if before.same(after) else int(torch.randint(2**62, (), device="cpu"))
         return replace(draft, dtype=scores.dtype, seed=seed, process=tuple(before.drawn(after).process))
 
     def _check(self, scores: Tensor, leaves: Sequence[Tensor]) -> None:
@@ -362,7 +366,8 @@ class Scored(Eager):
         """Back-propagate g through a tile's graph, into the accumulators of its leaves and into the sums."""
         (scores, leaves), g_IJ = context, self.loss.pair_grad(tile, rows, cols)
         sums[0] += g_IJ.sum()
-        sums[1] += (g_IJ * scores.detach()).sum()
+        # a score of −∞ has no gradient
+        sums[1] += (g_IJ * scores.detach()).masked_fill_(g_IJ == 0, 0.0).sum()
         if not scores.requires_grad:
             return
         # a parameter that was frozen after the forward gets no gradient, as in plain autograd

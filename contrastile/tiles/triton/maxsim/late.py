@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from contrastile._types import Reduction
-from contrastile.losses.base import Shard, Tile, Total
+from contrastile.losses.base import Direct, Shard, Tile, Total
 from contrastile.scorers import MaxSim, tokens
 from contrastile.tiles.base import ForwardResult, InFlight, Sum
 from contrastile.tiles.eager import LEAST_STRIP
@@ -94,6 +94,9 @@ class FusedMaxSim(Scored):
             return N if M else 0
         # the columns have their statistics only after all rows
         return fit if fit >= LEAST_STRIP and not self.loss.symmetric else 0
+
+    def _direct(self, tile: Tile, *, whole: bool) -> Direct | None:
+        """None: gradients of a tile go to tokens, by kernels of their own."""
 
     def accumulators(self, rows: Shard, cols: Shard, _wanted: Sequence[bool]) -> tuple[Sum, Sum]:
         # then sums are float32 for a strip at a time, and take memory as tiles are met, each of which frees what the
