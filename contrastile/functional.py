@@ -103,7 +103,7 @@ def contrast(
             over all ranks' rows is "mean". Call backward from the mean of a rank's rows: the gradients are then those
             of "mean", also where ranks have unequal numbers of rows.
         workspace: bytes that may be used beside inputs, outputs and accumulators; by default 1/64 of the device's
-            memory; on one GPU 1/32, up to 2.2 GiB, if that is more.
+            memory; on one GPU 1/32, up to 2.25 GiB, if that is more.
         device: device of the computation, and of the scorer's parameters, for features in host memory: they are
             streamed to it, and their gradients back. By default that of the features. Several ranks form a ring
             through host memory.

@@ -83,7 +83,7 @@ def lines(values: dict[str, Any]) -> Iterator[str]:
         if not auto["device"].startswith("cuda"):
             yield "  others: triton, on NVIDIA devices; dense, which holds the matrix, if it is named"
         yield f"  exchange {_exchange(auto['exchange'])}"
-        yield f"  workspace {size(auto['workspace'])}: 1/64 of the memory; on one GPU 1/32, up to 2.2 GiB, if more"
+        yield f"  workspace {size(auto['workspace'])}: 1/64 of the memory; on one GPU 1/32, up to 2.25 GiB, if more"
         yield f"  retain, sub_batch: {size(auto['room'])} to share among graphs"
 
 
