@@ -19,9 +19,9 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["BatchNorm", "DispatchMode", "pytree"]
+__all__ = ["BatchNorm", "pytree"]
 
 if dist.is_available() and not dist.is_initialized():
     # default arguments of this keep the group of all ranks that is there when torch first loads it, with its threads
@@ -33,6 +33,14 @@ add_each, add_each_, multiply_each = torch._foreach_add, torch._foreach_add_, to
 fast_bf16: bool = any(getattr(torch.cpu, f"_is_{name}_supported", bool)() for name in ("avx512_bf16", "amx_tile"))
 # shapes that torch.compile may compile a function for; 8 by default
 COMPILED_SHAPES = 128
+
+
+class DispatchMode(TorchDispatchMode):
+    """A mode for functions that run uncompiled: torch imports torch._dynamo for any other, which takes 1.5 seconds."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def without_values() -> Any:

@@ -434,7 +434,7 @@ def test_spare_bytes_leave_a_margin(monkeypatch: Any) -> None:
     monkeypatch.setattr(memory, "free_memory", lambda _: (100_000, 128_000))
     assert spare_bytes(torch.device("cuda")) == 100_000 - 0.06 * 128_000 - 4_000
     # a loss takes 1/64 of a large memory
-    assert [default_workspace(gib * 2**30) / 2**30 for gib in (32, 64, 80, 160, 192)] == [1, 2, 2.171875, 2.5, 3]
+    assert [default_workspace(gib * 2**30) / 2**30 for gib in (32, 64, 80, 160, 192)] == [1, 2, 2.25, 2.5, 3]
     # others want a CPU's memory too
     assert spare_bytes(torch.device("cpu")) == spare_bytes(None) == int(0.6 * (100_000 - 12_800))
     monkeypatch.setattr(memory, "free_memory", lambda _: (1_000, 128_000))
