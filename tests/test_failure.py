@@ -172,7 +172,8 @@ def test_torchrun_ends_the_others(tmp_path: Path) -> None:
     assert len(codes) == W - 1
     assert set(codes) <= {"-15", "1"}
     for sentence in re.findall("`.+` must be carried out by all ranks.*", output):
-        assert re.search(r"got no answer from rank 2, on rank [01] in step 4 \(", sentence), sentence
+        # torchrun may have ended another by then
+        assert re.search(r"got no answer from ranks? ([01], )?2, on rank [01] in step 4 \(", sentence), sentence
 
 
 def _train_till_sigterm(rank: int, folder: Path, *arguments: Any) -> None:
