@@ -59,15 +59,49 @@ def test_dpr(tmp_path, form, monkeypatch):
     assert (texts.passages[0].id, texts.passages[0].title) == ("id0", "T")
 
 
-@pytest.mark.parametrize("identity", ["id", "", "index"])
+@pytest.mark.parametrize("identity", ["id", "", "index", "doc_id", "question_id", "Unnamed: 0"])
 def test_a_column_of_ids_is_no_text(tmp_path, identity):
     lines(tmp_path / "x.jsonl", [{identity: f"7{n}", "question": f"q{n}", "answer": f"p{n}"} for n in range(3)])
     assert known(opened(tmp_path, "x.jsonl")) == {f"q{n}": ([f"p{n}"], []) for n in range(3)}
 
 
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize("names", ["ID, Question ,Answer,LABEL", "qid,QUERY,pid,Passage,label"])
+def test_names_have_any_case(tmp_path, names, ending):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    header, source = names.split(","), f"x.{ending}"
+    values = {"question": "q{}", "query": "q{}", "answer": "p{}", "passage": "p{}", "label": "{}"}
+    texts = [[values.get(name.strip().lower(), "7").format(n) for name in header] for n in range(3)]
+    rows = [dict(zip(header, row, strict=True)) for row in texts]
+    if ending == "csv":
+        (tmp_path / source).write_text("\n".join(",".join(row) for row in (header, *texts)) + "\n")
+    elif ending == "jsonl":
+        lines(tmp_path / source, rows)
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / source)
+    texts = opened(tmp_path, source, bad_rows=0.5)
+    assert known(texts) == {"q1": (["p1"], []), "q2": (["p2"], [])}
+    assert texts.skipped == {"a pair that is no match": 1}
+
+
+def test_names_that_differ_by_case_alone_are_one(tmp_path):
+    (tmp_path / "x.csv").write_text("query,positive,Positive\nq,p,n\n")
+    assert f'names; got "positive" twice in {tmp_path}/x.csv' in refusal(opened, tmp_path, "x.csv")
+    lines(tmp_path / "x.jsonl", [{"query": "q", "Query": "r", "positive": "p"}])
+    assert "1 of 1 (two keys of one name: 1)" in refusal(opened, tmp_path, "x.jsonl")
+
+
 def test_a_question_behind_another_column_is_no_positive(tmp_path):
     lines(tmp_path / "x.jsonl", [{"answer": f"p{n}", "question": f"q{n}"} for n in range(3)])
     assert "3 of 3 (question not the first column: 3)" in refusal(opened, tmp_path, "x.jsonl")
+
+
+@pytest.mark.parametrize("name", ["Positive", "answer", "passage", "negative_1"])
+def test_a_passage_is_no_question(tmp_path, name):
+    lines(tmp_path / "x.jsonl", [{"id": n, name: f"p{n}", "text": f"q{n}"} for n in range(3)])
+    assert f"3 of 3 ({name.lower()} where the question belongs: 3)" in refusal(opened, tmp_path, "x.jsonl")
 
 
 def test_dpr_falls_back_to_its_easy_negatives(tmp_path):

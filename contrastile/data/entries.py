@@ -9,7 +9,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -39,12 +39,14 @@ BEIR_CORPUS = "corpus.jsonl"
 IDS, TEXTS = ("_id", "id", "docid", "passage_id"), ("text", "document_text", "contents")
 # columns of a table of pairs that hold numbers
 NUMBERS = {"label", "labels", "score", "scores"}
-# columns that hold ids; pandas writes a first column without a name
-ROW_IDS = {"", "id", "_id", "idx", "index", "qid", "query_id", "Unnamed: 0"}
+# columns that hold ids, of the row, the question or the passage; pandas writes a first column without a name
+ROW_IDS = {"", *IDS, "doc_id", "pid", "idx", "index", "qid", "query_id", "question_id", "unnamed: 0"}
 # names of columns in any order; negatives may be numbered
 QUESTIONS, POSITIVE, NEGATIVE = ("anchor", "query", "question"), "positive", "negative"
+# names of columns that are no question, whatever their place
+PASSAGES = {POSITIVE, "answer", "answers", "passage"}
 # a first line that has none of these may be a row
-NAMES = {*IDS, *TEXTS, *NUMBERS, *ROW_IDS, *QUESTIONS, POSITIVE, "answer", "answers", "title", "passage"}
+NAMES = {*TEXTS, *NUMBERS, *ROW_IDS, *QUESTIONS, *PASSAGES, "title"}
 
 Entry = Mapping[str, Any]
 
@@ -58,17 +60,21 @@ def reading(sources: list[Path], progress: ProgressFactory) -> Iterator[SkipCoun
 
 
 def read_entries(path: Path, counter: SkipCounter) -> Iterator[tuple[str, Entry]]:
-    """The entries of a file behind the places "file:line" where they begin; rows that are no entry are counted."""
+    """The entries of a file behind the places "file:line" where they begin; rows that are no entry are counted.
+
+    Names of columns and keys of entries are in lower case, and without blanks around them.
+    """
     kind = _kind(path)
     if kind not in READERS:
         raise invalid("source", f"end in {', '.join(READERS)}", path, "Or give a folder in BEIR's format.")
     try:
         for line, row in READERS[kind](path, counter):
             counter.rows += 1
-            if isinstance(row, str):
-                counter.skip(row, f"{path}:{line}")
+            entry = row if isinstance(row, str) else dict(zip(folded(row), row.values(), strict=True))
+            if isinstance(entry, str) or len(entry) < len(row):
+                counter.skip(entry if isinstance(entry, str) else "two keys of one name", f"{path}:{line}")
             else:
-                yield f"{path}:{line}", row
+                yield f"{path}:{line}", entry
     except FileNotFoundError:
         raise invalid("source", "be a file that exists", path, "Check its path.") from None
     except (OSError, EOFError, zlib.error) as failure:
@@ -86,6 +92,10 @@ def text_of(value: Any) -> str:
 
 def first(entry: Entry, names: tuple[str, ...]) -> object:
     return next((entry[name] for name in names if name in entry), None)
+
+
+def folded(names: Iterable[str]) -> list[str]:
+    return [name.strip().lower() for name in names]
 
 
 def _kind(path: Path) -> str:
@@ -225,8 +235,8 @@ def _table(path: Path, counter: SkipCounter) -> Iterator[tuple[int, Entry | str]
             got = f"{path}, where it is {names.removesuffix(' row')}" if header.strip() else f"{path}, which is empty"
             remedy = "Save it as UTF-8." if names == "not UTF-8" else "Name the columns there."
             raise invalid("source", "have a first line", got, remedy)
-        check_names(names, path)
-        if not NAMES & {*names, *map(str.lower, names)}:
+        check_names(folded(names), path)
+        if NAMES.isdisjoint(folded(names)):
             message = "%s: the first line is taken as names of columns: %.80s; if it is a pair, put names above it, "
             logger.warning(message + "such as question and positive", path, ", ".join(names))
         for number, fields in rows:
@@ -246,7 +256,7 @@ def _parquet(path: Path, counter: SkipCounter) -> Iterator[tuple[int, Entry | st
     remaining = MOST_TIMES * size + MOST_MORE
     try:
         with open_file(path) as source, pq.ParquetFile(source) as file:
-            check_names(file.schema_arrow.names, path)
+            check_names(folded(file.schema_arrow.names), path)
             for batch in file.iter_batches(batch_size=ROWS):
                 if (remaining := remaining - batch.nbytes) < 0:
                     got = f"more in {path} up to row {number + batch.num_rows}"

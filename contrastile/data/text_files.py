@@ -24,6 +24,7 @@ from contrastile.data.entries import (
     BEIR_CORPUS,
     NEGATIVE,
     NUMBERS,
+    PASSAGES,
     POSITIVE,
     QUESTIONS,
     ROW_IDS,
@@ -249,8 +250,11 @@ def _columns(entry: Entry, place: str) -> Question:
     if anchor is not None and POSITIVE in texts:
         numbered = {key: value for key, value in texts.items() if key.startswith(NEGATIVE)}
         texts = {anchor: texts[anchor], POSITIVE: texts[POSITIVE], **numbered}
-    if anchor not in (None, next(iter(texts), None)):
+    head = next(iter(texts), "")
+    if anchor not in (None, head):
         raise Skipped(f"{anchor} not the first column")
+    if head in PASSAGES or head.startswith(NEGATIVE):
+        raise Skipped(f"{head} where the question belongs")
     if len(texts) < 2:
         raise Skipped("no positives")
     question, positive, *others = texts.values()
@@ -260,7 +264,7 @@ def _columns(entry: Entry, place: str) -> Question:
             return Question(question, answers=_texts(answers))
     right, wrong = _plain(positive, place), [passage for text in others for passage in _plain(text, place)]
     listed = _scores(scores, [*right, *wrong]) if isinstance(scores, list) else ()
-    unnamed = [name for name in list(texts)[2:] if "neg" not in name.lower() and not name.isdecimal()]
+    unnamed = [name for name in list(texts)[2:] if "neg" not in name and not name.isdecimal()]
     return Question(question, right, wrong, scores=listed, unnamed=unnamed)
 
 
