@@ -19,6 +19,7 @@ import contrastile
 from contrastile.cli import export
 from contrastile.cli import main as entry
 from contrastile.cli.main import VERBS, build_parser, main
+from contrastile.data.sources import PICTURES
 from contrastile.train.config import base
 from contrastile.train.folder import one_writer
 from contrastile.train.recipe import load_any_recipe
@@ -102,7 +103,7 @@ WORDS = {
         '`--zero-shot` must have a folder with a sub-folder for each class; "{folder}/texts" has none.\n'
     ),
     "evaluate {folder}/pictures --zero-shot {folder}": (
-        '`--zero-shot` must have a folder with images (.jpg, .jpeg, .png, .webp) of each class; "{folder}" has none'
+        f'`--zero-shot` must have a folder with images ({", ".join(PICTURES)}) of each class; "{{folder}}" has none'
     ),
     "evaluate {folder}/pictures --captions {folder}/no": '`--captions` must be a file; there is no "{folder}/no".\n',
     "evaluate {folder}/pictures --captions {folder}/x.toml --images {folder}/no": (

@@ -5,6 +5,7 @@ import json
 import pytest
 from refusals import refusal
 
+from contrastile.data.sources import PICTURES
 from contrastile.train.recipe import load_any_recipe, to_toml
 
 STEPS = "[train]\nexamples = 1000\n"
@@ -303,7 +304,7 @@ def test_a_configuration_that_transformers_wrote_may_hold_any_key(recipe_file, c
 
 def test_class_folders_without_pictures_are_one_line(recipe_file):
     recipe_file.write_text(f"{STEPS}[evaluate]\nzero_shot = [{{folder = 'val'}}]\n")
-    pictures = "images (.jpg, .jpeg, .png, .webp) of each class"
+    pictures = f"images ({', '.join(PICTURES)}) of each class"
     for folder, missing in (("", "a sub-folder for each class"), ("cat", pictures), ("dog/deep", pictures)):
         (recipe_file.parent / "val/.cache" / folder).mkdir(parents=True)
         (recipe_file.parent / "val" / folder).mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from refusals import refusal
 from tiny_tests import class_folder
 
 from contrastile.data.evaluation_sets import open_class_folder, read_classes, read_mapping, read_prompts
-from contrastile.data.sources import PROMPTS
+from contrastile.data.sources import PICTURES, PROMPTS
 
 WNIDS = [f"n{number:08}" for number in (1440764, 1443537, 1484850, 2012849)]
 NAMES = ["tench", "goldfish", "white shark", "crane"]
@@ -192,7 +192,7 @@ def test_folders_that_are_none_are_refused(tmp_path):
     )
     (tmp_path / "a").mkdir()
     assert refusal(open_class_folder, tmp_path) == (
-        f'`folder` must hold images (.jpg, .jpeg, .png, .webp); got "{tmp_path}". Look at its sub-folders.'
+        f'`folder` must hold images ({", ".join(PICTURES)}); got "{tmp_path}". Look at its sub-folders.'
     )
     class_folder(tmp_path, {"a": "A"})
     assert refusal(open_class_folder, tmp_path) == (

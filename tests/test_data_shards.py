@@ -13,7 +13,7 @@ from refusals import refusal
 
 from contrastile.data.registry import open_pairs
 from contrastile.data.shards import find_in_folder, find_in_tar
-from contrastile.data.sources import braces, read_source
+from contrastile.data.sources import FORMATS, braces, read_source
 
 
 def jpeg(number, size=(24, 16)):
@@ -54,6 +54,23 @@ def test_braces_count_and_choose():
     assert list(braces("a/{098..101}.tar")) == ["a/098.tar", "a/099.tar", "a/100.tar", "a/101.tar"]
     assert list(braces("{a,b}{1..2}")) == ["a1", "a2", "b1", "b2"]
     assert list(braces("plain")) == ["plain"]
+
+
+def test_every_format_that_is_decoded_is_a_picture_of_a_folder_and_a_shard(tmp_path):
+    (tmp_path / "pictures").mkdir()
+    endings = [(kind, ending) for kind, endings in FORMATS.items() for ending in endings]
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for number, (kind, ending) in enumerate(endings):
+            file = io.BytesIO()
+            Image.new("L", (24, 16), number).save(file, kind)
+            for suffix, content in ((ending, file.getvalue()), (".txt", f"picture {number}".encode())):
+                add(tar, f"{number}{suffix}", content)
+                (tmp_path / f"pictures/{number}{suffix}").write_bytes(content)
+    for source in ("pictures", "a.tar"):
+        pairs = opened(tmp_path / source, tmp_path)
+        assert len(pairs) + len(pairs.stream) == len(endings)
+        pairs.stream.read(range(len(pairs.stream)), range(len(pairs.stream)), None)
+        assert (pairs.skipped, pairs.stream.skipped) == ({}, {})
 
 
 def test_sources_are_joined():

@@ -18,6 +18,7 @@ from tiny_texts import ANIMALS, COLOURS, PLACES, tiny_retriever
 
 import contrastile
 from contrastile.cli.main import main
+from contrastile.data.sources import PICTURES
 from contrastile.data.texts import Passage
 from contrastile.integrations.export import export_index
 from contrastile.retrieval import index as indexing
@@ -492,7 +493,7 @@ def test_pictures_of_a_folder_are_found_by_a_text(tmp_path, capsys):
         "contrastile encode RUN FOLDER.",
         f'`corpus` must be a folder of images, for this run; got "{recipe}". Name it after the run: '
         "contrastile encode RUN FOLDER.",
-        f'`corpus` must have images (.jpg, .jpeg, .png, .webp); got "{tmp_path}/cache", without any. Check its path.',
+        f'`corpus` must have images ({", ".join(PICTURES)}); got "{tmp_path}/cache", without any. Check its path.',
         "`--dimensions` must be left out for a run of images and texts; got 3. Prefixes of features were not trained.",
         "`--bad-rows` must be left out for a run of images and texts; got 0.1. All images must be readable.",
     ]

@@ -34,7 +34,7 @@ from contrastile.data.tables import Row, read_table, warn_of_quotes
 # increased whenever the digest of a collection, or what is cached of it, changes
 FORMAT, TABLE_FORMAT = 1, 2
 # increased whenever other members of a shard count as bad pairs; the digest stays
-INDEX_FORMAT = 2
+INDEX_FORMAT = 3
 # the most pairs that are held out, whatever the share: they are decoded beforehand and compared with each other
 MOST_HELD_OUT = 10_000
 
@@ -147,7 +147,8 @@ def open_collection(source: str, options: PairOptions) -> PairSet:
         raise invalid("source", "hold at least two pairs that differ in their captions", got, remedy)
     held_out = _held_out(index, options.held_out)
     parts = {"held_out": np.flatnonzero(held_out)}
-    settings = {"format": FORMAT, "index": digest, "held_out": options.held_out, "channels": options.channels}
+    settings = {"format": FORMAT, "index": [digest, len(index)], "held_out": options.held_out}
+    settings["channels"] = options.channels
     if len(images := _held_out_images(index, held_out, options.held_out)):
         parts["images"], settings["images"], held_out[images] = images, len(images), True
 

@@ -23,9 +23,8 @@ from torch import Tensor
 
 from contrastile._errors import invalid
 from contrastile.data.base import Images, Shape, Skipped
+from contrastile.data.sources import FORMATS
 
-# the formats that Pillow decodes itself; for others it may call programs of the machine
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 # random crops: their share of the image's area, their width over height, and the draws until one lies within the image
 CROP_SCALE, CROP_RATIO, CROP_TRIES = (0.08, 1.0), (3 / 4, 4 / 3), 10
 # Pillow's names of the turns that the values of EXIF's orientation ask for
@@ -93,7 +92,7 @@ def decode(content: bytes, shape: Shape, crop: Callable[[int, int], Box] | None 
 def _opened(content: bytes, shape: Shape, crop: Callable[[int, int], Box] | None) -> tuple[Image.Image, object]:
     """The image, or its part within the box, in grey or colour as it lies in the file, and its orientation."""
     beside, mode = check_parts(content), _mode(shape)
-    with Image.open(BytesIO(content), formats=FORMATS) as image:
+    with Image.open(BytesIO(content), formats=(*FORMATS,)) as image:
         check_size(image)
         width, height = image.size
         left, top, right, bottom = crop(width, height) if crop else (0, 0, width, height)

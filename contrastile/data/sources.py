@@ -14,7 +14,13 @@ from typing import NamedTuple
 
 # the source of a recipe for one's own data, until it is given
 TO_BE_GIVEN = ""
-PICTURES = (".jpg", ".jpeg", ".png", ".webp")
+# the formats of images that Pillow decodes itself, by its names, with the endings of their files; for others it may
+# call programs of the machine
+FORMATS = {
+    "JPEG": (".jpg", ".jpeg", ".jpe", ".jfif"), "PNG": (".png",), "WEBP": (".webp",), "GIF": (".gif",),
+    "BMP": (".bmp",), "TIFF": (".tif", ".tiff"), "PPM": (".ppm", ".pgm", ".pbm", ".pnm"),
+}  # fmt: skip
+PICTURES = tuple(ending for endings in FORMATS.values() for ending in endings)
 TABLES = (".tsv", ".csv")
 KINDS = (".tar", ".parquet", *TABLES)
 MOST_FILES = 1_000_000
