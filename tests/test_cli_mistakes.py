@@ -222,6 +222,11 @@ MISTAKES = [
      "model.tokenizer.length: must be at most the 40 tokens of the text tower; got 256"),
     (TEXTS + "[model]\nboth = {kind = 'transformers', config = {model_type = 'bert'}}\ntokenizer = {length = 513}",
      "model.tokenizer.length: must be at most the 512 tokens of the text tower; got 513"),
+    (TEXTS + "[model]\nboth = {kind = 'transformers', config = {model_type = 'roberta'}}\ntokenizer = {length = 512}",
+     "model.tokenizer.length: must be at most the 511 tokens of the text tower; got 512"),
+    (TEXTS + "[model.both]\nkind = 'transformers'\nconfig = {model_type = 'mpnet', max_position_embeddings = 130, "
+     "pad_token_id = 1}\n[model.tokenizer]\nlength = 129",
+     "model.tokenizer.length: must be at most the 128 tokens of the text tower; got 129"),
     (RETRIEVER + "[model.tokenizer]\nlength = 8\n" + STEPS,
      "model.tokenizer: must have a query_length of at most length; got 64 and 8"),
     (RETRIEVER + "[model]\nboth = {}\nquery = {}\n" + STEPS,

@@ -314,6 +314,10 @@ REFUSED = {
         {"text": library(**BERT["config"], max_position_embeddings=4)},
         "`length` must be at most the 4 tokens of the text tower; got 6. Set model.tokenizer.length to it.",
     ),
+    "captions too long behind a padding": (
+        {"text": library(**{**BERT["config"], "model_type": "roberta", "max_position_embeddings": 6})},
+        "`length` must be at most the 5 tokens of the text tower; got 6. Set model.tokenizer.length to it.",
+    ),
     "one tower for both": (
         {"both": VIT},
         "`both` must be a model with vision_model and text_model; got ViTModel. "

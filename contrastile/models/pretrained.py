@@ -291,8 +291,7 @@ def image_tower(library: Library, *, image_size: int, channels: int, model: nn.M
 def text_tower(library: Library, *, tokenizer: Tokenizer, model: nn.Module | None = None) -> base.Tower:
     model = model or library.build(vocab_size=tokenizer.vocabulary_size, pad_token_id=tokenizer.pad)
     config: Any = model.config
-    longest = getattr(config, "max_position_embeddings", None)
-    base.check_text_input(tokenizer, vocabulary=config.vocab_size, longest=longest)
+    base.check_text_input(tokenizer, vocabulary=config.vocab_size, longest=_longest(model))
     pooling = _pooling_of(model, tokenizer) if library.pooling == "pooler" else library.pooling
     tower = TextTower(model, pooling)
     # features of meta weights have no values to compare
@@ -301,6 +300,20 @@ def text_tower(library: Library, *, tokenizer: Tokenizer, model: nn.Module | Non
     trial = torch.full((1, min(4, tokenizer.length)), tokenizer.pad)
     features = base.feature_size(tower, trial, torch.ones_like(trial))
     return base.Tower(tower, features, {"config": _plain(config), "pooling": pooling})
+
+
+def _longest(model: nn.Module) -> int | None:
+    """The most tokens of a text. RoBERTa and models like it number positions from that of their padding + 1."""
+    longest = getattr(model.config, "max_position_embeddings", None)
+    # XLNet, without such a limit, has -1
+    if longest is None or longest < 0:
+        return None
+    paddings = (
+        getattr(module, "padding_idx", None)
+        for name, module in model.named_modules()
+        if name.endswith("position_embeddings")
+    )
+    return int(longest) - max((padding + 1 for padding in paddings if padding is not None), default=0)
 
 
 @torch.no_grad()

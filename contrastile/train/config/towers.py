@@ -20,6 +20,11 @@ from contrastile.train.config.base import Clash, FilePath, FolderPath, Positive,
 # names of the libraries for the size of features, and for the most tokens of a text
 WIDTHS = ("hidden_size", "d_model", "n_embd", "dim")
 LENGTHS = ("max_position_embeddings", "n_positions", "context_length")
+# types of models that number positions from that of their padding + 1
+BEHIND_PADDING = {
+    "altclip_text_model", "camembert", "data2vec-text", "ibert", "longformer", "luke", "mpnet", "roberta",
+    "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+}  # fmt: skip
 # small towers, which have no layers to tell apart: nearly all weights over the square of the width, features over it
 GROWTH = {"conv": (378, 64), "words": (3, 2), "bag": (4, 1)}
 WEIGHT_BYTES = 4
@@ -224,8 +229,14 @@ def _width(encoder: Any) -> int | None:
 def _too_long(config: Mapping[str, Any], model: Any) -> Clash:
     """The clash of texts that are longer than the model of this configuration can read."""
     longest, length = _number(config, *LENGTHS), model.tokenizer.length
+    # XLNet, without such a limit, has -1
+    if longest is None or longest < 0:
+        return False, "", ""
+    if config.get("model_type") in BEHIND_PADDING:
+        # a configuration without a padding token is built with that of the tokenizer, 0 if it is learned
+        longest -= 1 + (config.get("pad_token_id") or 0)
     reason = f"must be at most the {longest} tokens of the text tower; got {length}"
-    return longest is not None and length > longest, "model.tokenizer.length", reason
+    return length > longest, "model.tokenizer.length", reason
 
 
 def host_memory() -> int:
@@ -281,10 +292,12 @@ def _completed(recipe: Any) -> Any:
         reason = f'must have a model_type that transformers knows; got "{kind}"'
         hint = f" (did you mean {near[0]}?)" if near else ""
         base.refuse([(kind not in CONFIG_MAPPING, f"model.{side}.{origin}", reason + hint)])
-        # the images' size and channels complete a configuration that does not name them
-        pixels = {"image_size": recipe.data.image_size, "num_channels": recipe.data.channels} if side == "image" else {}
+        # what the data and the tokenizer say completes a configuration that does not name it
+        defaults = {"pad_token_id": 0}
+        if side == "image":
+            defaults = {"image_size": recipe.data.image_size, "num_channels": recipe.data.channels}
         try:
-            described = Library(folder=tower.folder, config=tower.config).described(**pixels)
+            described = Library(folder=tower.folder, config=tower.config).described(**defaults)
         except ValueError as failure:
             key, _, reason = str(failure).removeprefix("`").partition("` ")
             base.refuse([(True, f"model.{side}.{key}", reason)])
