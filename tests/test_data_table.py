@@ -289,6 +289,7 @@ def test_a_source_that_is_not_there_is_refused_by_its_path(album, name, monkeypa
         ("filepath\ttitle", "pictures/{n}.png\tshade, number {n}"),
         ("\ufefffile_name,text", 'pictures/{n}.png,"shade,\nnumber {n}"'),
         ("caption,image", '"shade, number {n}",pictures/{n}.png'),
+        ("filepath;title", "pictures/{n}.png;shade, number {n}"),
     ],
 )
 def test_a_csv_file_is_a_table_too(album, first, line):

@@ -86,6 +86,13 @@ def test_names_have_any_case(tmp_path, names, ending):
     assert texts.skipped == {"a pair that is no match": 1}
 
 
+def test_a_csv_file_may_have_semicolons(tmp_path):
+    (tmp_path / "x.csv").write_text('question;"passage"\nq,0;p0\nq1;"p;1"\n')
+    assert known(opened(tmp_path, "x.csv")) == {"q,0": (["p0"], []), "q1": (["p;1"], [])}
+    (tmp_path / "x.csv").write_text("query,positive;1\nq0,p;0\nq1,p1\n")
+    assert known(opened(tmp_path, "x.csv")) == {"q0": (["p;0"], []), "q1": (["p1"], [])}
+
+
 def test_names_that_differ_by_case_alone_are_one(tmp_path):
     (tmp_path / "x.csv").write_text("query,positive,Positive\nq,p,n\n")
     assert f'names; got "positive" twice in {tmp_path}/x.csv' in refusal(opened, tmp_path, "x.csv")

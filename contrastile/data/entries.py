@@ -20,7 +20,7 @@ from contrastile._errors import invalid, logger
 from contrastile.data.base import ProgressFactory, SkipCounter, Skipped
 from contrastile.data.docstrings import LEFT_OUT, module_name, parse_functions, source_files
 from contrastile.data.files import open_file, plain_file
-from contrastile.data.tables import check_names, is_utf8, read_rows
+from contrastile.data.tables import check_names, comma, is_utf8, read_rows
 from contrastile.data.texts import Passage
 
 # the characters of a JSON list that are read at once, of the longest line or entry, and of blanks in a row
@@ -224,7 +224,7 @@ def _table(path: Path, counter: SkipCounter) -> Iterator[tuple[int, Entry | str]
         lines = _limited(file, path)
         header = next(lines, "")
         tabs = _kind(path) == ".tsv" or bool(LISTED.search(header))
-        rows = read_rows(chain([header], lines), "\t" if tabs else ",", path)
+        rows = read_rows(chain([header], lines), "\t" if tabs else comma(header), path)
         if LISTED.search(header):
             names: list[str] | str = ["question", "answers"]
         elif tabs and (judged := JUDGED.search(header)):

@@ -2,7 +2,8 @@
 
 A quote that is never closed would swallow all lines behind it. Quotes are therefore read strictly, and a row of more
 than `ROW_LINES` lines is refused with the number of its first line. The first line of a table of images names the
-columns. A .tsv file has tabs and no quoting; a .csv file has commas, or tabs where its first line has one, and quotes.
+columns. A .tsv file has tabs and no quoting; a .csv file has commas, or tabs where its first line has one, or
+semicolons, and quotes.
 """
 
 import codecs
@@ -77,7 +78,8 @@ def read_table(table: Path, folder: Path | None = None, *, name: str = "source")
         rule = 'be "glyphs" or a file that can be read' if name == "source" else "be a file that can be read"
         raise invalid(name, rule, table, f"{failure.strerror}.") from failure
     text, is_csv = content.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogateescape"), table.suffix == ".csv"
-    delimiter = "," if is_csv and "\t" not in text.partition("\n")[0] else "\t"
+    first = text.partition("\n")[0]
+    delimiter = comma(first) if is_csv and "\t" not in first else "\t"
     rows = read_rows(StringIO(text, newline=""), delimiter, table, name=name, quotes=is_csv)
     header = next(rows, (0, ""))[1]
     columns = [] if isinstance(header, str) else header
@@ -85,7 +87,7 @@ def read_table(table: Path, folder: Path | None = None, *, name: str = "source")
     known = [next((one for one in names if one in columns), None) for names in (PATH_COLUMNS, CAPTION_COLUMNS)]
     if None in known:
         rule = f"have a column {' or '.join(PATH_COLUMNS)} and one {' or '.join(CAPTION_COLUMNS)}"
-        separators = "commas or tabs" if is_csv else "tabs"
+        separators = "commas, semicolons or tabs" if is_csv else "tabs"
         got = f"{columns or header or 'nothing'} in the first line"
         remedy = "Save it as UTF-8." if header == "not UTF-8" else f"Name them there, separated by {separators}."
         raise invalid(name, rule, got, remedy)
@@ -105,6 +107,14 @@ def read_table(table: Path, folder: Path | None = None, *, name: str = "source")
 
     # a .tsv file may have lines of blanks
     return [row(fields) for _, fields in rows if is_csv or "".join(fields).strip()]
+
+
+def comma(first: str) -> str:
+    """The mark between the fields of a .csv file: a semicolon where its first line has one and neither comma nor tab.
+
+    Spreadsheets write semicolons where a comma is the decimal mark. Split at commas, such a line is a single name.
+    """
+    return ";" if ";" in first and not {",", "\t"} & {*first} else ","
 
 
 def warn_of_quotes(table: Path, rows: Iterable[Row | str]) -> None:
