@@ -73,6 +73,11 @@ def test_every_format_that_is_decoded_is_a_picture_of_a_folder_and_a_shard(tmp_p
         assert (pairs.skipped, pairs.stream.skipped) == ({}, {})
 
 
+def test_endings_of_sources_have_any_case():
+    kinds = [source.kind for source in read_source("A.CSV::B.TSV::C.Tar::d.PARQUET::e")]
+    assert kinds == [".csv", ".tsv", ".tar", ".parquet", "folder"]
+
+
 def test_sources_are_joined():
     kinds = [(source.kind, len(source.paths)) for source in read_source("a/{0..4}.tar::b/pictures::c/x.parquet")]
     assert kinds == [(".tar", 5), ("folder", 1), (".parquet", 1)]

@@ -292,10 +292,11 @@ def test_a_source_that_is_not_there_is_refused_by_its_path(album, name, monkeypa
         ("filepath;title", "pictures/{n}.png;shade, number {n}"),
     ],
 )
-def test_a_csv_file_is_a_table_too(album, first, line):
+@pytest.mark.parametrize("name", ["pairs.csv", "PAIRS.CSV"])
+def test_a_csv_file_is_a_table_too(album, first, line, name):
     text = "\n".join([first, *(line.format(n=n) for n in range(20))])
-    (album.folder / "pairs.csv").write_text(text, encoding="utf-8")
-    pairs = open_pairs(str(album.folder / "pairs.csv"), cache=album.folder / "cache", image_size=8, channels=3)
+    (album.folder / name).write_text(text, encoding="utf-8")
+    pairs = open_pairs(str(album.folder / name), cache=album.folder / "cache", image_size=8, channels=3)
     assert pairs.captions == [f"shade, number {shade}" for shade in range(20)]
     assert pairs.images[:, 0, 4, 4].tolist() == [shade * 10 for shade in range(20)]
 

@@ -46,7 +46,9 @@ class Source(NamedTuple):
 
 def is_collection(source: str) -> bool:
     """True for shards, parquet files, folders and several tables; False for the glyphs, one table, or no source."""
-    return source not in ("glyphs", TO_BE_GIVEN) and ("::" in source or "{" in source or not source.endswith(TABLES))
+    return source not in ("glyphs", TO_BE_GIVEN) and (
+        "::" in source or "{" in source or not source.lower().endswith(TABLES)
+    )
 
 
 def read_source(text: str) -> list[Source]:
@@ -67,7 +69,7 @@ def _source(pattern: str) -> Source:
         # a pattern would silently match fewer files where one is lost
         raise ValueError(f'must count its files, as in "shards/{{000..099}}.tar"; got "{pattern}"')
     paths = tuple(braces(pattern))
-    kind = next((kind for kind in KINDS if pattern.endswith(kind)), "folder")
+    kind = next((kind for kind in KINDS if pattern.lower().endswith(kind)), "folder")
     if kind == "folder" and (len(paths) > 1 or re.search(r"\.(gz|tgz|zip|json|jsonl)$", pattern)):
         ends = f"{', '.join(KINDS[:-1])} or {KINDS[-1]}"
         raise ValueError(f'must end in {ends}, or be a folder of images or "glyphs"; got "{pattern}"')

@@ -77,7 +77,7 @@ def read_table(table: Path, folder: Path | None = None, *, name: str = "source")
     except OSError as failure:
         rule = 'be "glyphs" or a file that can be read' if name == "source" else "be a file that can be read"
         raise invalid(name, rule, table, f"{failure.strerror}.") from failure
-    text, is_csv = content.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogateescape"), table.suffix == ".csv"
+    text, is_csv = content.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogateescape"), _is_csv(table)
     first = text.partition("\n")[0]
     delimiter = comma(first) if is_csv and "\t" not in first else "\t"
     rows = read_rows(StringIO(text, newline=""), delimiter, table, name=name, quotes=is_csv)
@@ -109,6 +109,10 @@ def read_table(table: Path, folder: Path | None = None, *, name: str = "source")
     return [row(fields) for _, fields in rows if is_csv or "".join(fields).strip()]
 
 
+def _is_csv(table: Path) -> bool:
+    return table.suffix.lower() == ".csv"
+
+
 def comma(first: str) -> str:
     """The mark between the fields of a .csv file: a semicolon where its first line has one and neither comma nor tab.
 
@@ -119,7 +123,7 @@ def comma(first: str) -> str:
 
 def warn_of_quotes(table: Path, rows: Iterable[Row | str]) -> None:
     """Warn where captions of a .tsv file look as if a writer of .csv files had put them into quotes."""
-    captions = [row[1] for row in rows if not isinstance(row, str)] if table.suffix != ".csv" else []
+    captions = [row[1] for row in rows if not isinstance(row, str)] if not _is_csv(table) else []
     quoted = sum(caption[:1] == caption[-1:] == '"' and '""' in caption[1:-1] for caption in captions)
     if quoted:
         message = "%s: captions in quotes, with quotes doubled inside: %d; a .tsv file has no quoting, so "
