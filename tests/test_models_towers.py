@@ -323,6 +323,11 @@ REFUSED = {
         "`both` must be a model with vision_model and text_model; got ViTModel. "
         "Take a CLIP or a SigLIP, or give the two sides a tower each.",
     ),
+    "a side without a pooler": (
+        {"both": {**CLIP, "config": {**CLIP["config"], "model_type": "chinese_clip"}}},
+        "`both` must be a model whose sides have poolers; got ChineseCLIPModel. "
+        "Take a CLIP or a SigLIP, or give the two sides a tower each.",
+    ),
 }  # fmt: skip
 
 

@@ -354,12 +354,18 @@ def _sees_padding(tower: TextTower, tokenizer: Tokenizer) -> bool:
 
 def whole_model(library: Library, *, image_size: int, channels: int, tokenizer: Tokenizer) -> base.TowerPair:
     model: Any = library.build()
+    remedy = "Take a CLIP or a SigLIP, or give the two sides a tower each."
     if not (hasattr(model, "vision_model") and hasattr(model, "text_model")):
-        remedy = "Take a CLIP or a SigLIP, or give the two sides a tower each."
         raise invalid("both", "be a model with vision_model and text_model", type(model).__name__, remedy)
     pooled = replace(library, pooling="pooler")
-    image = image_tower(pooled, image_size=image_size, channels=channels, model=model.vision_model)
-    text = text_tower(pooled, tokenizer=tokenizer, model=model.text_model)
+    try:
+        image = image_tower(pooled, image_size=image_size, channels=channels, model=model.vision_model)
+        text = text_tower(pooled, tokenizer=tokenizer, model=model.text_model)
+    except ValueError as error:
+        # a recipe has no pooling of `both`
+        if not str(error).startswith("`pooling`"):
+            raise
+        raise invalid("both", "be a model whose sides have poolers", type(model).__name__, remedy) from error
     visual, textual = (getattr(model, f"{name}_projection", nn.Identity()) for name in ("visual", "text"))
     settings = {"config": _plain(model.config), "mean": image.settings["mean"], "std": image.settings["std"]}
     pair = base.TowerPair(image, text, visual, textual, settings)
