@@ -339,6 +339,24 @@ def test_arguments_of_another_kind_are_refused(words: Any, sentence: str, tmp_pa
     assert str(error.value) == sentence
 
 
+@pytest.mark.parametrize(("gpus", "precision"), [
+    ("H200", "bf16"), ("4xA800-80GB", "bf16"), ("V100-32GB", "float32"), ("8xT4-16GB", "float32"),
+    ("rtx2080ti-11GB", "float32"), ("P100-16GB", "float32"),
+])  # fmt: skip
+def test_a_precision_of_auto_is_the_one_that_a_run_takes(gpus: str, precision: str, tmp_path: Path) -> None:
+    path = write_recipe(tmp_path)
+    auto = contrastile.plan(path, "train.precision=auto", gpus=gpus)
+    assert auto.values() == contrastile.plan(path, f"train.precision={precision}", gpus=gpus).values()
+    assert f"products in {'bfloat16' if precision == 'bf16' else 'float32'}" in "\n".join(lines(auto))
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_precision_of_auto_is_that_of_this_machine(bf16: bool, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("contrastile.train.planned.has_bf16", lambda device: bf16)
+    plan = contrastile.plan(write_recipe(tmp_path), "train.precision=auto", "device=cpu")
+    assert plan.values()["dtype"] == ("bfloat16" if bf16 else "float32")
+
+
 @pytest.mark.parametrize("words", [(), ("device=cpu",)])
 def test_kernels_are_not_planned_on_a_cpu(words: tuple[str, ...], tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

@@ -665,7 +665,7 @@ def test_the_precision_follows_the_cpu_and_stays_that_of_the_run(tmp_path, monke
     assert load_any_recipe(folder / "recipe.toml", files=False).train.precision == precision
     for name, there in (("avx512_bf16", True), ("amx_bf16", True), ("avx512bf", False)):
         cpu.write_text(f"flags : fma {name} amx\n")
-        assert run_of_pairs._has_bf16(torch.device("cpu")) is there
+        assert run_of_pairs.has_bf16(torch.device("cpu")) is there
     # another machine goes on with the precision that the run began with, by either recipe
     cpu.write_text("flags : bf16\n" if precision == "float32" else "flags :\n")
     named = recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": precision})})

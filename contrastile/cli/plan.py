@@ -88,7 +88,8 @@ def lines(plan: "Plan", pairs: int | None = None) -> Iterator[str]:
     for side, retained in zip(step.sides, step.retained_graphs(), strict=True):
         graphs = f"{retained:,} of {side.count:,} graphs kept, {size(side.cost.graph)} each"
         yield f"  {side.cost.name}: sub-batches of {side.cost.sub_batch:,}, {graphs}"
-    yield f"  loss: exchange {step.loss.exchange_name}, backend {step.loss.backend_name}"
+    products = str(step.loss.dtype).removeprefix("torch.")
+    yield f"  loss: exchange {step.loss.exchange_name}, backend {step.loss.backend_name}, products in {products}"
     yield f"\npeak of a rank: {size(plan.peak.bytes)}, {plan.peak.name}"
     for name, count in sorted(plan.peak.parts.items(), key=lambda part: -part[1]):
         yield f"  {name:12} {size(count):>10}  {'█' * round(WIDTH * count / plan.peak.bytes)}".rstrip()

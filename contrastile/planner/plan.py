@@ -215,6 +215,7 @@ class Plan:
             "target": {"gpus": target.word, "ranks": target.ranks, "memory": target.memory, "allowed": self.allowed},
             "batch": self.batch, "rows": step.loss.rows, "parameters": self.parameters, "trained": self.trained,
             "exchange": step.loss.exchange_name, "backend": step.loss.backend_name,
+            "dtype": str(step.loss.dtype).removeprefix("torch."),
             "sides": [
                 {
                     "name": side.cost.name, "examples": side.examples, "sub_batch": side.cost.sub_batch,

@@ -26,6 +26,8 @@ GPUS = re.compile(rf"(?:(?P<nodes>{COUNT})x)??(?:(?P<count>{COUNT})x)?(?P<chip>[
 COUNT_BEHIND_CHIP = re.compile(rf"(?P<chip>[A-Za-z]\w*?)x(?P<count>{COUNT})")
 # words for a device that name no chip
 DEVICES = ("auto", "cpu", "cuda", "gpu")
+# NVIDIA's chips below compute capability 8.0, which have no instructions for bf16
+OLDER = re.compile(r"([kmpt]\d|v100|gtx|rtx20\d\d|rtx8000|titan)\w*")
 EXAMPLE = "Such as H200, 8xH100-80GB, or 32x8xH100-80GB for 32 nodes."
 # bytes of a gigabyte on the label of a GPU: torch's total of an H100 with 80 GB is 79.2 GiB
 LABELLED = 0.99 * 2**30
@@ -102,6 +104,8 @@ class Target:
     host: int | None = None
     # copy engines carry what the GPUs of a node send each other
     copies: bool = True
+    # a GPU has instructions for bf16
+    bf16: bool = True
 
     def __post_init__(self) -> None:
         if self.ranks > MOST_RANKS:
@@ -158,7 +162,8 @@ def target(word: str) -> Target:
         profile = replace(profile, memory=memory)
     device = CPU if chip == CPU else "cuda" if profile is None else profile.device
     host = memory if device == CPU else None
-    return Target(word, profile, memory, nodes * per_node, per_node, device, host)
+    bf16 = OLDER.fullmatch(chip) is None
+    return Target(word, profile, memory, nodes * per_node, per_node, device, host, bf16=bf16)
 
 
 def _profile_of(chip: str, profiles: dict[str, Profile]) -> Profile | None:

@@ -45,7 +45,7 @@ from contrastile.train.load import class_of
 from contrastile.train.objective import OBJECTIVES, teacher_recipe
 from contrastile.train.optim import members_of, state_bytes, step_bytes, stepped_without_memory
 from contrastile.train.recipe import load_any_recipe
-from contrastile.train.run import HALVES, LoadedRun, autocast, choose_device, ready_tokenizer
+from contrastile.train.run import HALVES, LoadedRun, autocast, choose_device, has_bf16, ready_tokenizer
 from contrastile.train.sharded import GATHERED_ONCE
 
 # tensors of a sub-batch of texts: the indices of tokens, and the mask
@@ -75,6 +75,11 @@ def planned(
         raise invalid("overrides", "be left out with a recipe that was loaded", ", ".join(overrides), remedy)
     settings: Any = recipe if isinstance(recipe, AnyRecipe) else load_any_recipe(recipe, overrides, files=False)
     machines = machines or this_machine(choose_device(settings.device), ranks)
+    if settings.train.precision == "auto":
+        here = choose_device(settings.device) if gpus is None else CPU
+        bf16 = machines.bf16 if gpus is not None and machines.device != "cpu" else has_bf16(here)
+        train = settings.train.model_copy(update={"precision": "bf16" if bf16 else "float32"})
+        settings = settings.model_copy(update={"train": train})
     if settings.loss.backend == "triton" and machines.device == "cpu" and "TRITON_INTERPRET" not in os.environ:
         rule, remedy = 'be "auto", "eager" or "dense" on a CPU', "Or name GPUs to plan, such as 8xH100-80GB."
         raise invalid("loss.backend", rule, '"triton"', remedy)

@@ -252,7 +252,7 @@ def settled(recipe: R, begun: RunFolder | None = None) -> R:
     earlier: Any = None if begun is None else load_any_recipe(begun / RECIPE, files=False).train
     choices: dict[str, Any] = {}
     if train.precision == "auto":
-        bf16 = earlier is None and _has_bf16(choose_device(recipe.device))
+        bf16 = earlier is None and has_bf16(choose_device(recipe.device))
         choices["precision"] = earlier.precision if earlier is not None else "bf16" if bf16 else "float32"
     if train.compile == "auto":
         # a run of an earlier version has no such key in its recipe, and compiled nothing by itself
@@ -274,7 +274,7 @@ def _pays_to_compile(recipe: Any) -> bool:
     return reason is None
 
 
-def _has_bf16(device: torch.device) -> bool:
+def has_bf16(device: torch.device) -> bool:
     """True for a GPU of compute capability 8 or more, and for a CPU that lists the instructions."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
