@@ -54,6 +54,8 @@ WORDS = (
 LATE = ("model.kind=late",)
 GUIDED = ("loss.kind=gist", "loss.guide={folder}/guide")
 QUEUED = ("loss.queue=4096",)
+SHORTER = "model.dimensions=[8,16]"
+WIDER = ("model.features=256", "model.dimensions=[64,128]")
 
 
 def write_guide(folder: Path, features: int = 256) -> Path:
@@ -69,6 +71,8 @@ def write_guide(folder: Path, features: int = 256) -> Path:
     (GUIDED, 100, "thresholds of the guide"), (QUEUED, 100, "loss"),
     ((*GUIDED, "loss.contrast_anchors=true", "loss.contrast_positives=true"), 300, "loss"),
     ((*LATE, "loss.learn_scale=false"), 100, "gradients of features"),
+    ((*LATE, SHORTER), 100, "gradients of features"), ((*QUEUED, SHORTER), 100, "loss"),
+    (WIDER, 100, "gradients of features"), ((*WIDER, "train.precision=bf16"), 100, "loss"),
 ])  # fmt: skip
 def test_the_planned_peak_is_that_of_a_real_step(
     tmp_path: Path, words: tuple[str, ...], batch: int, moment: str
@@ -110,6 +114,18 @@ def test_the_planned_peak_is_that_of_a_real_step(
     assert weighed.bytes <= 1.06 * planned
     # with a guide a plan has the masks of both directions, of which one has none
     assert planned <= 1.27 * weighed.bytes
+
+
+@pytest.mark.parametrize("words", [(), LATE, ("train.features=host",)], ids=str)
+def test_each_number_of_features_has_a_loss_of_its_own(words: tuple[str, ...], tmp_path: Path) -> None:
+    path, lone = write_text_recipe(tmp_path), {"gpus": "H100", "batch": 4096}
+    plain, nested = (contrastile.plan(path, *WORDS, *words, *more, **lone) for more in ((), (SHORTER,)))
+    eight, sixteen = (replace(nested.step.loss, dimensions=size) for size in (8, 16))
+    further = sum(loss_seconds(size, target("H100").profile) for size in (eight, sixteen))
+    assert nested.seconds.loss == pytest.approx(plain.seconds.loss + further)
+    # in host memory the 8 and 16 of the 32 features wait too
+    on_device = contrastile.plan(path, *WORDS, *words, "train.features=device", **lone)
+    assert 4 * (nested.host - plain.host) == 3 * (plain.host - on_device.host)
 
 
 def test_features_of_pictures_and_texts_are_released_as_planned(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ the opposite order, the optimizer. The largest is the peak (Inf-CL, equation 10:
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil
 from typing import Literal, Self
 
@@ -115,7 +116,8 @@ class StepMemory:
 
     guides: the same batch by a guide or a teacher, whose features in float32 stay until the loss's backward. sharded:
     ranks have parts of the weights, and run each sub-batch equally often. listed: bytes of a row's listed keys, which
-    are copied for the loss, and of the copies' gradients.
+    are copied for the loss, and of the copies' gradients. sizes: numbers of features, of which the first so many have a
+    further loss of their own.
     """
 
     sides: Sequence[Side]
@@ -125,6 +127,12 @@ class StepMemory:
     guides: Sequence[Side] = ()
     sharded: bool = False
     listed: int = 0
+    sizes: Sequence[int] = ()
+
+    @cached_property
+    def losses(self) -> list[LossSize]:
+        """The loss of all features, and those of the first so many."""
+        return [self.loss, *(replace(self.loss, dimensions=size) for size in self.sizes)]
 
     def base(self) -> dict[str, int]:
         """Parts that every moment has."""
@@ -207,15 +215,16 @@ class StepMemory:
             products = 2 * GUIDE_NUMBER * min(self.loss.rows, ROWS_AT_ONCE) * self.guides[-1].cost.dimensions
             add("thresholds of the guide", graphs=graphs, features=features + guided + of_task, loss=products)
         # the task releases its own before the backward, which makes accumulators; operands are bytes of the loss too
-        operands = self.loss.operands
-        shared = min(of_task, operands) if self.loss.feature_dtype == self.loss.dtype else 0
+        operands = sum(one.operands for one in self.losses)
+        shared = min(of_task, self.loss.operands) if self.loss.feature_dtype == self.loss.dtype else 0
         of_task = max(of_task - self.loss.backward_sums, shared)
         lists = self.listed * self.loss.rows
         add("loss", graphs=graphs, features=features + guided + of_task, lists=lists, **self._loss_parts())
         # gradients of the encoders' features; all else of the features is released on the way back to them
         waiting = sum(side.encoded for side in self.sides)
         if normalisation := max(side.normalisation * side.examples for side in self.sides):
-            held = features + guided + waiting + operands
+            # and of the first so many features, which come first
+            held = features + guided + (2 if self.sizes else 1) * waiting + operands
             add("gradients of features", graphs=graphs, features=held, activations=normalisation)
         gradients = 0
         for side, count in reversed(list(zip(self.sides, retained, strict=True))):
@@ -242,6 +251,13 @@ class StepMemory:
     def _loss_parts(self) -> dict[str, int]:
         """Bytes of the loss while it computes blocks, or at its end, where gradients are returned."""
         (throughout, end), blocks, exchange = self.loss.resident, self.loss.workspace_bytes, self.loss.exchange_bytes
+        # what other losses hold until the backward. Operands in the features' dtype are the features, or joined copies,
+        # which are counted; the keys that a queue hands out are there once
+        for one in self.losses[1:] if not self.loss.host else ():
+            joined = one.queue > 0 or one.own_columns > 0
+            others = one.resident[0] - one.queue * one.dimensions * one.feature_dtype.itemsize
+            others += 0 if joined or one.feature_dtype != one.dtype else one.operands
+            throughout, end = throughout + others, end + others
         if end + self.loss.kept_bytes > throughout + blocks + exchange:
             return {"loss": end}
         return {"loss": throughout + blocks, "exchange": exchange}

@@ -102,8 +102,9 @@ class Plan:
     def host(self) -> int:
         """Bytes of host memory on a node: the model, which is built there first, batches, and features that wait."""
         pairs, loss = -(-self.batch // self.target.ranks) * self.target.per_node, self.step.loss
-        of_row, of_key = loss.sizes
-        waiting = host_bytes((of_row, self.keys * of_key), loss.feature_dtype, loss.ranks) if loss.host else 0
+        waiting = 0
+        for of_row, of_key in (one.sizes for one in self.step.losses if loss.host):
+            waiting += host_bytes((of_row, self.keys * of_key), loss.feature_dtype, loss.ranks)
         return self.target.per_node * self.parameters + pairs * (BATCHES_ON_HOST * self.host_inputs + waiting)
 
     @cached_property

@@ -88,13 +88,13 @@ def step_seconds(
     for side, retained in (*zip(step.sides, step.retained_graphs(), strict=True), *guides):
         seconds, host = _tower_seconds(side, retained, profile, half)
         towers, waiting = towers + seconds, waiting + host
-    loss, ranks = step.loss, step.loss.ranks
+    ranks = step.loss.ranks
     link = profile.link if ranks <= per_node else profile.network
     reduced = 2 * trained * (ranks - 1) / ranks / link
     return StepSeconds(
         towers,
-        loss_seconds(loss, profile),
-        exchange_seconds(loss, profile) + reduced,
+        sum(loss_seconds(loss, profile) for loss in step.losses),
+        sum(exchange_seconds(loss, profile) for loss in step.losses) + reduced,
         update_seconds(update, profile),
         decoded / (profile.decode * profile.cpus),
         waiting / towers if towers else 0.0,

@@ -130,6 +130,11 @@ def _late(recipe: Any) -> bool:
     return getattr(recipe.model, "kind", "single") == "late"
 
 
+def _sizes(recipe: Any) -> tuple[int, ...]:
+    """Numbers of features, of which the first so many have a loss of their own beside that of all."""
+    return getattr(recipe.model, "dimensions", ())
+
+
 def stages(recipe: Any, pairs: int | None = None) -> tuple[tuple[int, int], ...]:
     """Batch size and number of steps of each stage of a run; none for one in epochs of an unknown number of pairs."""
     train = recipe.train
@@ -285,8 +290,9 @@ def plan_of(
     )  # fmt: skip
     pictures = isinstance(recipe, Recipe) and is_collection(recipe.data.source) and not recipe.model.precompute
     inputs = sum(side.examples * side.cost.inputs for side in sides) // max(1, rows)
-    listed = _listed(recipe) * dimensions * feature_dtype.itemsize
-    step = StepMemory(sides, loss, held, train.retain, guides, sharded=share > 1, listed=listed)
+    sizes = _sizes(recipe)
+    listed = _listed(recipe) * (dimensions + sum(sizes)) * feature_dtype.itemsize
+    step = StepMemory(sides, loss, held, train.retain, guides, sharded=share > 1, listed=listed, sizes=sizes)
     # on a CPU they are there already
     if train.features == "host" and machines.device != "cpu":
         host.check_exchange(recipe.loss.exchange, ranks, "loss.exchange")
@@ -315,6 +321,9 @@ def _sides(
             copies, held_by_task = wide - cost.features, wide if isinstance(recipe, Recipe) else wide + cost.features
             # gradients of both sides in the loss's dtype; float32 copies of features in 16 bits are freed with the loss
             normalisation = NORMALISED * wide + 2 * (wide - cost.features)
+        # of the first so many features too; normalisation keeps views of float32
+        dimensions = recipe.model.features if _late(recipe) else cost.dimensions
+        copies += wide * sum(_sizes(recipe)) // dimensions * (half + (_late(recipe) and recipe.model.normalise))
         inputs = (STREAMED_SUB_BATCHES * size if on_gpu else 0) * cost.inputs
         sides.append(Side(cost, examples, inputs, copies, held_by_task, normalisation))
     return sides
