@@ -48,7 +48,7 @@ EXCHANGES = ("replicate", "gather", "ring", "hierarchical")
 
 RUN, SHORT = "seconds of a whole run, beside others", "texts shorter than the encoder's limit, with which it is planned"
 EAGER = "eager tiles on a GPU, of a loss that has kernels"
-OWN_KEYS = "keys of each row alone, which no size has"
+OWN_KEYS = "keys of each row alone, of which two rates were taken"
 BENCHED = "losses whose rows are those of the bench"
 LIBRARIES = "models and loops of other libraries"
 HELD = "tensors of the bench itself in the peak, and no time of copies in the plan"

@@ -29,6 +29,7 @@ from contrastile.engine.graph import MOST_GRAPH_ROWS
 from contrastile.exchange import gather
 from contrastile.losses import Sigmoid, Softmax
 from contrastile.losses.base import Shard
+from contrastile.losses.scores import ScoreDivergence
 from contrastile.models.towers import special_tokens
 from contrastile.planner.loss import LateSize, LossSize
 from contrastile.planner.profile import target, this_machine
@@ -450,6 +451,30 @@ def test_the_planned_peak_of_a_rank_is_the_measured_one(
     node = 2 if exchange == "hierarchical" else None
     size = LossSize(N, N, 4, features, 2**35, exchange, "eager", "cpu", 2**20, torch.float, torch.float, node=node)
     assert measured <= size.peak + gathered * N * features * 4 <= 1.15 * measured
+
+
+@pytest.mark.parametrize(("words", "columns", "listed"), [
+    ((), 3, 0), (("loss.own_negatives=true",), 1, 2), (("loss.own_negatives=true", "loss.in_batch=false"), 0, 3),
+    (("loss.kind=kl",), 0, 3), (("loss.kind=margin_mse",), 0, 3), (("loss.kind=kl", "loss.weight=0.5"), 3, 3),
+], ids=str)  # fmt: skip
+def test_a_loss_of_lists_has_the_time_of_its_own_products(
+    tmp_path: Path, words: tuple[str, ...], columns: int, listed: int
+) -> None:
+    """Every query meets `columns` keys of each query, and `listed` ones alone."""
+    plan = contrastile.plan(write_text_recipe(tmp_path), *words, gpus="H200", batch=2**16)
+    size = plan.step.loss
+    assert (size.columns, size.listed) == (columns * 2**16, listed)
+    assert plan.seconds.loss == loss_seconds(size, target("H200").profile)
+    # pairs of all queries take most
+    assert (plan.seconds.loss > 5e-3) == (columns > 0)
+
+
+@pytest.mark.parametrize(("keys", "loss", "call"), [(1, Softmax(), 6.126), (0, ScoreDivergence(), 1.173)])
+def test_lists_of_eight_take_what_a_gpu_took(keys: int, loss: Any, call: float) -> None:
+    """The rows of 32,768 x 8 x 512 in h200_user_calls.csv."""
+    words = {"loss": loss, "feature_dtype": torch.float32, "indexed": True, "listed": 8}
+    size = LossSize(2**15, keys * 2**15, 1, 512, target("H200").memory, **words)
+    assert 1e3 * loss_seconds(size, target("H200").profile) == pytest.approx(call, rel=0.1)
 
 
 @pytest.mark.parametrize("negatives", [1, 7, 15])

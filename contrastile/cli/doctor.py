@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         planned = plan_of(recipe, ranks=arguments.ranks)
         loss = planned.step.loss
-        of_loss = {"batch": loss.columns * loss.ranks, "features": loss.carried, "dtype": loss.dtype}
+        of_loss = {"batch": (loss.columns or loss.rows) * loss.ranks, "features": loss.carried, "dtype": loss.dtype}
         of_loss |= {"host": loss.host, "rows": loss.rows * loss.ranks}
     values = examine(ranks=arguments.ranks, **of_loss)
     if arguments.json:

@@ -18,7 +18,7 @@ from contrastile.losses.guided import MARKS
 from contrastile.losses.softmax import Softmax
 from contrastile.offload import default_workspace
 from contrastile.scorers import MaxSim
-from contrastile.tiles.base import NARROW, ROWS_AT_ONCE, STATISTICS
+from contrastile.tiles.base import NARROW, ROWS_AT_ONCE, STATISTICS, OwnColumns
 from contrastile.tiles.bfloat import of_dtype
 from contrastile.tiles.eager import MATRICES, MATRICES_BY_INDEX, SIDE_ACCELERATOR, SIDE_CPU
 
@@ -32,7 +32,8 @@ class LossSize:
 
     dtype: of the products. feature_dtype: of the features. memory: bytes of the device, of which "auto" and the default
     workspace are shares. exchange, backend: words of the losses' options. queue: a rank's keys of earlier steps, which
-    are columns too. own_columns: further columns of each row alone, such as other rows. guide: features of a row of
+    are columns too. own_columns: further columns of each row, such as other rows. listed: vectors that each row meets
+    alone, beside the columns. guide: features of a row of
     another model, which are multiplied too, and copied where there are own columns. halves: a row has two vectors, and
     two of the guide; the second ones meet as many columns as there are rows. directions: losses of these sizes in a
     step, one after the other.
@@ -55,6 +56,7 @@ class LossSize:
     held: int = 0
     queue: int = 0
     own_columns: int = 0
+    listed: int = 0
     guide: int = 0
     halves: bool = False
     directions: int = 1
@@ -143,6 +145,11 @@ class LossSize:
     def workspace_bytes(self) -> int:
         """Bytes of the block that takes most."""
         allowed = self._allowed
+        if not self.columns:
+            # PyTorch copies strips of the lists, before their gradients are there
+            listed = self.listed * self.rows * self.dimensions
+            copies = 0 if self.backend_name == "triton" else OwnColumns.copies * self.wide * listed
+            return max(0, min(allowed, copies) - listed * self.feature_dtype.itemsize)
         try:
             tiles = of_dtype(TILES[self.backend_name](), self.dtype, self._torch_device)
         except ImportError:
@@ -207,7 +214,12 @@ class LossSize:
         if self.host:
             return device_bytes(self._cuts, self.rows, self.columns, self.sizes, self.feature_dtype, self.dtype), 0
         row_vectors = self.rows * (1 + self.halves)
-        throughout, end = _resident_bytes(row_vectors, self.columns, self.dimensions, self.dtype, self.feature_dtype)
+        vectors = row_vectors + self.columns
+        # features are cast to the dtype of the products, and gradients back, unless these are the accumulators
+        casts = vectors * self.dimensions * self.dtype.itemsize if self.feature_dtype != self.dtype else 0
+        throughout = casts + vectors * (self.dimensions + STATISTICS) * self.wide
+        cast_back = self.feature_dtype != accumulator(self.dtype)
+        end = throughout + cast_back * vectors * self.dimensions * self.feature_dtype.itemsize
         side = SIDE_ACCELERATOR if self.device == "cuda" else SIDE_CPU
         one_sweep = self.loss.pairwise or not self.loss.symmetric or max(self.rows, self.columns) <= side
         if self.ranks == 1 and self.backend_name == "eager" and one_sweep and end == throughout:
@@ -230,7 +242,7 @@ class LossSize:
     @property
     def operands(self) -> int:
         """Bytes of both sides in the dtype of the products, which stay as long as the loss's graph."""
-        return 0 if self.host else self.numbers * self.dtype.itemsize
+        return 0 if self.host else (self.numbers + self.listed * self.rows * self.dimensions) * self.dtype.itemsize
 
     @property
     def backward_sums(self) -> int:
@@ -254,7 +266,7 @@ class LossSize:
     @cached_property
     def exponentials(self) -> bool:
         """The backward has the forward's exponentials: of one process, by fused kernels, where they fit."""
-        if self.backend_name != "triton" or self.ranks > 1 or self.host:
+        if self.backend_name != "triton" or self.ranks > 1 or self.host or not self.columns:
             return False
         try:
             from contrastile.tiles.triton.budget import Budget
@@ -345,18 +357,6 @@ class LossSize:
     def wide(self) -> int:
         """Bytes of a number of an accumulator."""
         return accumulator(self.dtype).itemsize
-
-
-def _resident_bytes(N: int, M: int, D: int, dtype: torch.dtype, feature_dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes of a loss beside its blocks: during their computation, and at the end, when gradients are returned.
-
-    N, M: vectors of rows and of columns, of D features. dtype: of the products. feature_dtype: of the features, which
-    are cast to `dtype`, and their gradients back. A gradient in the accumulator's dtype is the accumulator.
-    """
-    wide = accumulator(dtype)
-    casts = (N + M) * D * dtype.itemsize if feature_dtype != dtype else 0
-    throughout = casts + (N + M) * (D * wide.itemsize + STATISTICS * wide.itemsize)
-    return throughout, throughout + (0 if feature_dtype == wide else (N + M) * D * feature_dtype.itemsize)
 
 
 @dataclass(frozen=True)

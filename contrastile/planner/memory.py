@@ -275,8 +275,9 @@ class StepMemory:
 
     def with_batch(self, rows: int, keys: int) -> Self:
         """The same step for another number of examples on a rank."""
+        loss = replace(self.loss, rows=rows, keys=self.loss.keys // self.loss.rows * rows)
         sides, guides = (
             [one.with_examples(count) for one, count in zip(sides, (rows, keys), strict=False)]
             for sides in (self.sides, self.guides)
         )
-        return replace(self, sides=sides, guides=guides, loss=replace(self.loss, rows=rows, keys=keys))
+        return replace(self, sides=sides, guides=guides, loss=loss)

@@ -36,6 +36,9 @@ SIGMOID_PAIRS, TEACHER_PAIRS, MASKED_PAIRS, LABELLED_PAIRS = 1.5, 5.2, 3.2, 3.2
 SUMMED_PAIRS, SUMMED_BYTES = 1.3, 40
 # bytes of a pair whose kept exponential is multiplied by numbers of its row and column in place
 EXPONENTIAL_BYTES = 4
+# of vectors that a row meets alone: bytes that move for each feature, by the kernels and in PyTorch, and there the
+# host's time in calls. From "negatives" and "scores" of 8 vectors in h200_user_calls.csv
+LISTED_BYTES, LISTED_BYTES_EAGER, LISTED_CALLS = 8, 20, 3.2
 # of token vectors: a sweep's rate over that of towers' products; the time of a sweep that notes the winning tokens over
 # that of one that does not; operations in the time of gathering a byte of them, from caches; the host's time, and its
 # time before the device begins, in calls. From the rows of 1,024² and of 128² pairs of 32 x 180 tokens in
@@ -157,8 +160,10 @@ def loss_seconds(loss: LossSize, profile: Profile) -> float:
     # a dense block moves its matrices; a tiled one is computed within the workspace, block by block
     pair = profile.dense_pair * loss.matrices if loss.backend_name == "dense" else profile.pair * _pair_work(loss)
     device = loss.operations / (profile.loss * speed) + loss.pairs * pair
+    listed = (LISTED_BYTES if fused else LISTED_BYTES_EAGER) * loss.listed * loss.rows * loss.dimensions
+    device += listed * loss.directions / profile.bandwidth
     if not fused:
-        return hypot(profile.call, device)
+        return hypot((LISTED_CALLS if loss.listed else 1) * profile.call, device)
     blocks = ceil(2 * N * M / max(1, loss.workspace_bytes))
     device += blocks * profile.block
     if loss.exponentials and loss.loss.symmetric:

@@ -222,16 +222,22 @@ def _inputs(recipe: Any, length: int, n: int) -> list[Tensor]:
     return [torch.zeros(n, data.channels, data.image_size, data.image_size, dtype=dtype)]
 
 
-def _listed(recipe: Any) -> int:
-    """Vectors of a query's listed passages beside all passages: copies of them, and the gradients of the copies."""
-    data, loss = recipe.data, recipe.loss
+def _compared(recipe: Any) -> tuple[int, int, int]:
+    """Keys of a query that meet all queries; listed passages that meet it alone; and the vectors that these take.
+
+    Those are copies of them, the gradients of the copies, and the gradient of passages that meet no other query.
+    """
+    loss, keys = recipe.loss, keys_of(recipe)
+    positives, negatives = (1, 0) if isinstance(recipe, Recipe) else (recipe.data.positives, recipe.data.negatives)
     if getattr(loss, "own_negatives", False):
         # the keys of all queries are taken out of the passages too, and again where they meet their own query alone
-        return 2 * (data.negatives + 1) + (not loss.in_batch)
+        shared, listed = (positives, negatives) if loss.in_batch else (0, 1 + negatives)
+        return shared, listed, 2 * (negatives + 1) + (not loss.in_batch) + keys - shared
     if isinstance(loss, RetrieverScores):
+        listed, shared = positives + negatives, keys if loss.weight < 1 else 0
         # with another loss both have a gradient of all passages
-        return (2 + (loss.weight < 1)) * (data.positives + data.negatives)
-    return 0
+        return shared, listed, (2 + (loss.weight < 1)) * listed + keys - shared
+    return keys, 0, 0
 
 
 def plan_of(
@@ -257,10 +263,11 @@ def plan_of(
     pair_loss = OBJECTIVES[recipe.kind](recipe.loss).pair_loss
     labels = kind == "supcon" or getattr(recipe.loss, "labels", False)
     indexed = not isinstance(recipe, Recipe) or pair_loss.exclude_self or labels
+    shared, listed, copied = _compared(recipe)
     loss = size_of(
-        rows, keys * rows, ranks, dimensions, machines.memory, recipe.loss.exchange, recipe.loss.backend,
+        rows, shared * rows, ranks, dimensions, machines.memory, recipe.loss.exchange, recipe.loss.backend,
         machines.device, getattr(recipe.loss, "workspace", None), half or feature_dtype, feature_dtype,
-        pair_loss, queue=queue // ranks, own_columns=anchors + positives, halves=positives,
+        pair_loss, queue=queue // ranks, own_columns=anchors + positives, halves=positives, listed=listed,
         directions=2 if both_ways else 1, indexed=indexed, labels=labels, ids=not labels,
         node=machines.per_node, copies=machines.copies,
     )  # fmt: skip
@@ -291,8 +298,8 @@ def plan_of(
     pictures = isinstance(recipe, Recipe) and is_collection(recipe.data.source) and not recipe.model.precompute
     inputs = sum(side.examples * side.cost.inputs for side in sides) // max(1, rows)
     sizes = _sizes(recipe)
-    listed = _listed(recipe) * (dimensions + sum(sizes)) * feature_dtype.itemsize
-    step = StepMemory(sides, loss, held, train.retain, guides, sharded=share > 1, listed=listed, sizes=sizes)
+    copies = copied * (dimensions + sum(sizes)) * feature_dtype.itemsize
+    step = StepMemory(sides, loss, held, train.retain, guides, sharded=share > 1, listed=copies, sizes=sizes)
     # on a CPU they are there already
     if train.features == "host" and machines.device != "cpu":
         host.check_exchange(recipe.loss.exchange, ranks, "loss.exchange")
