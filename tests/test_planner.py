@@ -503,6 +503,19 @@ def test_few_pairs_have_the_batches_of_their_training(tmp_path: Path) -> None:
     assert (plan.batch, plan.stages) == (25, ((25, 8),))
 
 
+def test_a_key_without_effect_is_refused_as_training_refuses_it(tmp_path: Path, capsys: Any) -> None:
+    words = [str(write_recipe(tmp_path)), "optim.cooldown=0.1"]
+    (tmp_path / "pictures.tsv").unlink()
+    line = 'optim.cooldown=0.1: optim.cooldown: has no effect with optim.schedule = "cosine"; leave it out, or set '
+    assert refusal(contrastile.plan, *words).startswith(line)
+    assert main(["plan", *words]) == 2
+    assert line in capsys.readouterr().err
+    # a run's own recipe has every key of the version that wrote it
+    (tmp_path / "metrics.jsonl").touch()
+    Path(words[0]).write_text(Path(words[0]).read_text().replace("[optim]", "[optim]\ncooldown = 0.1"))
+    assert contrastile.plan(words[0], gpus="H100").fits
+
+
 def test_mistaken_calls_of_a_plan_are_refused(tmp_path: Path) -> None:
     path = write_recipe(tmp_path)
     loaded = load_any_recipe(path, files=False)

@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     from contrastile.train.recipe import load_any_recipe
 
     # mistakes in it and in the machines are found before torch is loaded
-    recipe = load_any_recipe(arguments.recipe, arguments.overrides, files=False)
+    recipe = load_any_recipe(arguments.recipe, arguments.overrides, files=False, effects=True)
     if arguments.gpus is not None:
         from contrastile.planner.profile import target
 

@@ -73,7 +73,9 @@ def planned(
     if isinstance(recipe, AnyRecipe) and overrides:
         remedy = "Give them where it is loaded, or name its file."
         raise invalid("overrides", "be left out with a recipe that was loaded", ", ".join(overrides), remedy)
-    settings: Any = recipe if isinstance(recipe, AnyRecipe) else load_any_recipe(recipe, overrides, files=False)
+    settings: Any = recipe
+    if not isinstance(recipe, AnyRecipe):
+        settings = load_any_recipe(recipe, overrides, files=False, effects=True)
     machines = machines or this_machine(choose_device(settings.device), ranks)
     if settings.train.precision == "auto":
         here = choose_device(settings.device) if gpus is None else CPU

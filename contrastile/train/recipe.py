@@ -54,21 +54,24 @@ class RecipeError(ValueError):
         super().__init__(" ".join(line.splitlines()))
 
 
-def load_any_recipe(path: str | Path, overrides: Sequence[str] = (), *, files: bool = True) -> Recipe | RetrieverRecipe:
+def load_any_recipe(
+    path: str | Path, overrides: Sequence[str] = (), *, files: bool = True, effects: bool | None = None
+) -> Recipe | RetrieverRecipe:
     """Load the recipe at `path`, with `overrides` such as "optim.learning_rate=1e-3" put over it.
 
     A name such as "glyphs", where there is no file of that name, is that of a packaged recipe.
 
     An override takes the place of a key that it excludes, as `train.examples` does of `train.epochs`. Keys of the file
     that an override makes unused, as `optim.schedule` may `optim.cooldown`, are left out with a warning. With `files`,
-    for a recipe that is to be trained, its files and folders must exist, every key that it gives must have an effect,
-    and transformers must know its models; for these last ones alone the library is loaded.
+    for a recipe that is to be trained, its files and folders must exist, and transformers must know its models; for
+    these last ones alone the library is loaded. With `effects`, by default as `files`, every key that it gives must
+    have an effect.
 
     Raises `RecipeError` with one line such as
     `recipes/x.toml: optim.learning_rte: unknown key (did you mean optim.learning_rate?)`.
     """
     reader = _Reader(str(path), overrides)
-    if files:
+    if files if effects is None else effects:
         reader.remove_unused()
     recipe: Any = reader.validated(files=files)
     return recipe
