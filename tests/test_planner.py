@@ -350,6 +350,18 @@ def test_a_precision_of_auto_is_the_one_that_a_run_takes(gpus: str, precision: s
     assert f"products in {'bfloat16' if precision == 'bf16' else 'float32'}" in "\n".join(lines(auto))
 
 
+@pytest.mark.parametrize(("gpus", "backend"), [
+    ("A800-80GB", "triton"), ("rtx4090-24GB", "triton"), ("V100-32GB", "eager"), ("8xT4-16GB", "eager"),
+    ("rtx2080ti-11GB", "eager"), ("8xMI300X-192GB", "eager"),
+])  # fmt: skip
+def test_chips_without_fused_kernels_have_eager_tiles(gpus: str, backend: str, tmp_path: Path) -> None:
+    path = write_recipe(tmp_path)
+    assert contrastile.plan(path, gpus=gpus).step.loss.backend_name == backend
+    if backend == "eager":
+        sentence = f'`loss.backend` must be "auto", "eager" or "dense" on {gpus}; got "triton". '
+        assert refusal(contrastile.plan, path, "loss.backend=triton", gpus=gpus).startswith(sentence)
+
+
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_precision_of_auto_is_that_of_this_machine(bf16: bool, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("contrastile.train.planned.has_bf16", lambda device: bf16)

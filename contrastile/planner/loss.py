@@ -65,9 +65,10 @@ class LossSize:
     indexed: bool = False
     labels: bool = False
     ids: bool = False
-    # ranks of a node; None: all of them; and whether copy engines carry what they send each other, as between GPUs
+    # ranks of a node, None: all; copy engines carry what they send each other, as between GPUs; GPUs have fused kernels
     node: int | None = None
     copies: bool = True
+    kernels: bool = True
 
     @property
     def columns(self) -> int:
@@ -118,8 +119,8 @@ class LossSize:
 
     @cached_property
     def backend_name(self) -> str:
-        """The backend; of "auto" fused kernels on a GPU, for every dtype but float64."""
-        automatic = "triton" if self.device == "cuda" and self.dtype != torch.float64 else "eager"
+        """The backend; of "auto" fused kernels on a GPU that has them, for every dtype but float64."""
+        automatic = "triton" if self.device == "cuda" and self.kernels and self.dtype != torch.float64 else "eager"
         name = automatic if self.backend == "auto" else self.backend
         # a loss of lists alone has no kernels of its own, but token vectors have theirs whatever the loss
         eager = self.loss.formula is None and self.vectors == 1

@@ -26,8 +26,10 @@ GPUS = re.compile(rf"(?:(?P<nodes>{COUNT})x)??(?:(?P<count>{COUNT})x)?(?P<chip>[
 COUNT_BEHIND_CHIP = re.compile(rf"(?P<chip>[A-Za-z]\w*?)x(?P<count>{COUNT})")
 # words for a device that name no chip
 DEVICES = ("auto", "cpu", "cuda", "gpu")
-# NVIDIA's chips below compute capability 8.0, which have no instructions for bf16
+# NVIDIA's chips below compute capability 8.0, which have neither instructions for bf16 nor fused kernels; and AMD's,
+# which lack the kernels
 OLDER = re.compile(r"([kmpt]\d|v100|gtx|rtx20\d\d|rtx8000|titan)\w*")
+AMD = re.compile(r"mi\d\w*")
 EXAMPLE = "Such as H200, 8xH100-80GB, or 32x8xH100-80GB for 32 nodes."
 # bytes of a gigabyte on the label of a GPU: torch's total of an H100 with 80 GB is 79.2 GiB
 LABELLED = 0.99 * 2**30
@@ -104,8 +106,9 @@ class Target:
     host: int | None = None
     # copy engines carry what the GPUs of a node send each other
     copies: bool = True
-    # a GPU has instructions for bf16
+    # a GPU has instructions for bf16, and the fused kernels
     bf16: bool = True
+    kernels: bool = True
 
     def __post_init__(self) -> None:
         if self.ranks > MOST_RANKS:
@@ -163,7 +166,8 @@ def target(word: str) -> Target:
     device = CPU if chip == CPU else "cuda" if profile is None else profile.device
     host = memory if device == CPU else None
     bf16 = OLDER.fullmatch(chip) is None
-    return Target(word, profile, memory, nodes * per_node, per_node, device, host, bf16=bf16)
+    kernels = bf16 and AMD.fullmatch(chip) is None
+    return Target(word, profile, memory, nodes * per_node, per_node, device, host, bf16=bf16, kernels=kernels)
 
 
 def _profile_of(chip: str, profiles: dict[str, Profile]) -> Profile | None:
@@ -181,6 +185,17 @@ def _refuse_count_behind_chip(word: str, match: re.Match[str], profiles: dict[st
         label = 80 if profile is None else round(profile.memory / LABELLED)
         right = f"{before}{behind['count']}x{behind['chip']}{memory or f'-{label}GB'}"
         raise invalid("gpus", "have the number of GPUs before the chip", repr(word), f"Such as {right}.")
+
+
+def has_kernels(device: torch.device) -> bool:
+    """True where the fused kernels run on a GPU of this machine."""
+    import torch
+
+    try:
+        from contrastile.tiles.triton.plan import refusal
+    except ImportError:
+        return False
+    return refusal(torch.bfloat16, device) is None
 
 
 def this_machine(device: torch.device | None = None, ranks: int = 1) -> Target:
@@ -205,6 +220,7 @@ def this_machine(device: torch.device | None = None, ranks: int = 1) -> Target:
         profile = profiles.get(name.lower()) or next((p for p in profiles.values() if p.name in name), None)
         profile = None if profile is None else replace(profile, memory=memory)
         copies = reach_each_other(torch.device("cuda", 0), range(ranks))
-        return Target(name, profile, memory, ranks, ranks, host=host, copies=copies)
+        kernels = has_kernels(device)
+        return Target(name, profile, memory, ranks, ranks, host=host, copies=copies, kernels=kernels)
     # without a profile there are no times
     return Target(CPU, profiles.get(CPU), host, ranks, ranks, CPU, host)

@@ -26,7 +26,7 @@ from contrastile.offload import free_memory
 from contrastile.planner.loss import LateSize, LossSize
 from contrastile.planner.memory import LIBRARIES, Held, Side, StepMemory
 from contrastile.planner.plan import Plan
-from contrastile.planner.profile import Target, target, this_machine
+from contrastile.planner.profile import Target, has_kernels, target, this_machine
 from contrastile.planner.towers import (
     Counted,
     TowerCost,
@@ -82,8 +82,10 @@ def planned(
         bf16 = machines.bf16 if gpus is not None and machines.device != "cpu" else has_bf16(here)
         train = settings.train.model_copy(update={"precision": "bf16" if bf16 else "float32"})
         settings = settings.model_copy(update={"train": train})
-    if settings.loss.backend == "triton" and machines.device == "cpu" and "TRITON_INTERPRET" not in os.environ:
-        rule, remedy = 'be "auto", "eager" or "dense" on a CPU', "Or name GPUs to plan, such as 8xH100-80GB."
+    cpu = machines.device == "cpu"
+    if settings.loss.backend == "triton" and not ("TRITON_INTERPRET" in os.environ if cpu else machines.kernels):
+        rule = f'be "auto", "eager" or "dense" on {"a CPU" if cpu else machines.word}'
+        remedy = "Or name GPUs to plan, such as 8xH100-80GB."
         raise invalid("loss.backend", rule, '"triton"', remedy)
     if batch is not None:
         rule = f"be a whole number of pairs, at least {machines.ranks}, one for each rank"
@@ -119,7 +121,8 @@ def planned_memory(run: LoadedRun, batch: int, ranks: int) -> dict[str, int] | N
     try:
         memory = free_memory(run.device)[1]
         copies = reach_each_other(run.device, range(ranks))
-        machines = Target(str(run.device), None, memory, ranks, ranks, run.device.type, copies=copies)
+        words = {"copies": copies, "kernels": has_kernels(run.device)}
+        machines = Target(str(run.device), None, memory, ranks, ranks, run.device.type, **words)
         model, costs = towers(run.recipe, ranks, batch, tokenizer=run.tokenizer)
         return plan_of(run.recipe, machines, batch, model, costs).peak.parts
     except Exception as error:
@@ -271,7 +274,7 @@ def plan_of(
         machines.device, getattr(recipe.loss, "workspace", None), half or feature_dtype, feature_dtype,
         pair_loss, queue=queue // ranks, own_columns=anchors + positives, halves=positives, listed=listed,
         directions=2 if both_ways else 1, indexed=indexed, labels=labels, ids=not labels,
-        node=machines.per_node, copies=machines.copies,
+        node=machines.per_node, copies=machines.copies, kernels=machines.kernels,
     )  # fmt: skip
     teacher, guides = 0, list[Side]()
     if (other := teacher_recipe(recipe)) is not None:
