@@ -394,6 +394,13 @@ def test_graphs_of_ranks_keep_few_bytes_of_rows_too(exchange: str) -> None:
     assert not replace(many, host=True).replayed
 
 
+def test_a_loss_in_float64_is_no_faster_than_in_float32() -> None:
+    size = LossSize(2**14, 2**14, 1, 512, 2**37, backend="eager", dtype=torch.float32, feature_dtype=torch.float32)
+    double = replace(size, dtype=torch.float64, feature_dtype=torch.float64)
+    profile = target("H200").profile
+    assert loss_seconds(double, profile) == loss_seconds(size, profile)
+
+
 def test_a_small_call_takes_the_hosts_time_and_the_devices() -> None:
     profile = target("H200").profile
     small = LossSize(256, 256, 1, 512, 2**37, "single", "triton")

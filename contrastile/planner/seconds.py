@@ -46,6 +46,8 @@ LISTED_BYTES, LISTED_BYTES_EAGER, LISTED_CALLS = 8, 20, 3.2
 SWEEP, WINNERS, GATHERED, LATE_CALLS, LATE_START = 0.896, 1.31, 100.0, 1.8, 0.47
 
 NO_WORK = Work()
+# bytes of a number in 16 bits
+HALF = 2
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ def loss_seconds(loss: LossSize, profile: Profile) -> float:
     """Seconds of a rank's pairs: those of the device, or for small losses those of the host's calls."""
     if isinstance(loss, LateSize):
         return late_seconds(loss, profile)
-    wide, fused = loss.dtype == torch.float32, loss.backend_name == "triton"
+    wide, fused = loss.dtype.itemsize > HALF, loss.backend_name == "triton"
     factor = 1 / FLOAT32_LOSS[torch.get_float32_matmul_precision()] if fused else profile.float32
     speed = factor if wide else 1.0
     N, M = loss.block
