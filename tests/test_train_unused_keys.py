@@ -166,6 +166,13 @@ def _as_told(text, key):
     return json.loads(text.split(f"{key} = ")[1].split("\n")[0])
 
 
+def test_an_override_of_one_side_leaves_the_number_of_both_to_the_other(here):
+    for name, kind, sides in (("x", STEPS, ("image", "text")), ("y", TEXTS, ("query", "passage"))):
+        (here / f"{name}.toml").write_text(f"{kind}sub_batch = 16\n")
+        sub_batch = load_any_recipe(f"{name}.toml", [f"train.sub_batch.{sides[0]}=8"]).train.sub_batch
+        assert [getattr(sub_batch, side) for side in sides] == [8, 16]
+
+
 def test_a_number_of_texts_takes_the_place_of_a_number_of_tokens(here):
     (here / "x.toml").write_text(f"{STEPS}sub_batch = {{text_tokens = 512}}\n")
     sub_batch = load_any_recipe("x.toml", ["train.sub_batch.text=32"]).train.sub_batch

@@ -26,6 +26,9 @@ from contrastile.train.retriever.config import RetrieverRecipe
 # the recipes by their key `kind`; a file without it has the first
 KINDS: dict[str, type[AnyRecipe]] = {"image-text": Recipe, "retriever": RetrieverRecipe}
 
+# the sides of each kind, for all of which one number of `train.sub_batch` stands
+SIDES = {"image-text": ("image", "text"), "retriever": ("query", "passage")}
+
 # names of other programs for a key
 SYNONYMS = {
     "lr": "learning_rate", "wd": "weight_decay", **dict.fromkeys(("src", "path"), "source"), "batch_size": "batch",
@@ -159,7 +162,11 @@ class _Reader:
             raise RecipeError(f"{override}: an override is written key=value, as in optim.learning_rate=1e-3")
         table = self.tables
         for depth, part in enumerate(sections, start=1):
-            table = table.setdefault(part, {})
+            inner = table.setdefault(part, {})
+            if parts[:depth] == ["train", "sub_batch"] and type(inner) is int:
+                sides = SIDES.get(str(self.tables.get("kind", "image-text")), ())
+                inner = table[part] = dict.fromkeys(sides, inner)
+            table = inner
             if not isinstance(table, dict):
                 raise RecipeError(f"{override}: {'.'.join(parts[:depth])}: has no keys of its own")
         table[name] = _parse(value.strip(), override)
