@@ -27,7 +27,7 @@ def cases(*words, device=CUDA):
 
 
 def test_a_size_may_have_a_unit():
-    assert [number("sizes", text) for text in ("96", "4k", "64k", "1M")] == [96, 4096, 65536, 2**20]
+    assert [number("sizes", text) for text in ("96", "4k", "64K", "1m", "65_536")] == [96, 4096, 2**16, 2**20, 2**16]
     assert [number("workspace", text) for text in ("192MiB", "2GiB")] == [192 * 2**20, 2**31]
 
 

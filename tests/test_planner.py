@@ -287,6 +287,7 @@ def test_a_ring_is_hidden_by_its_arithmetic_but_for_its_hops() -> None:
 @pytest.mark.parametrize(("word", "ranks", "per_node", "gibibytes"), [
     ("H200", 1, 1, 139.8), ("8xH100-80GB", 8, 8, 79.2), ("32x8xH100-80GB", 256, 8, 79.2), ("4xA800-80GB", 4, 4, 79.2),
     ("2xh100-94GB", 2, 2, 93.1), ("2xrtx4090-24GB", 2, 2, 23.8), ("gtx1080-8GB", 1, 1, 7.9),
+    ("8Xh100-80gb", 8, 8, 79.2),
 ])  # fmt: skip
 def test_machines_by_a_word(word: str, ranks: int, per_node: int, gibibytes: float) -> None:
     machines = target(word)
@@ -306,9 +307,9 @@ BEHIND = {
     ("0xH100", "`gpus` must be [nodes x] [GPUs x] chip [- memory in GB]; got '0xH100'. "
      "Such as H200, 8xH100-80GB, or 32x8xH100-80GB for 32 nodes."),
     ("8xA800", "`gpus` must name a chip with a profile (H100, H200), or its memory too; got '8xA800'. "
-     "Such as 8xA800-80GB."),
+     "Add its gigabytes, as 8xA100-80GB does."),
     ("2x8xA800", "`gpus` must name a chip with a profile (H100, H200), or its memory too; got '2x8xA800'. "
-     "Such as 2x8xA800-80GB."),
+     "Add its gigabytes, as 8xA100-80GB does."),
     *[(word, f"`gpus` must name a chip with a profile (H100, H200), or its memory too; got '{word}'. "
        "Leave it out for this machine.") for word in ("cuda", "8xgpu", "cpu")],
     ("lots", "`gpus` must name a chip with a profile (H100, H200), or its memory too; got 'lots'. "
@@ -574,6 +575,10 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(tmp_path: Path, capsys
     (["RECIPE", "--gpus", "H100", "--hours", "280M"],
      "`--hours` must be left out for a run of known length; got 293,601,280 beside train.examples=480. "
      "Or train for epochs of them."),
+    (["RECIPE", "--gpus", "H100", "--batch", "64q"],
+     "`--batch` must be whole numbers above 0, perhaps with a unit; got '64q'. Such as 4096, 64k or 1M pairs."),
+    (["RECIPE", "--gpus", "H100", "--batch", "999999999999999999999"],
+     "`--batch` must be at most 268,435,456 pairs; got 999,999,999,999,999,999,999. Plan a smaller one."),
     (["RECIPE", "--gpus", "9xT4-1GB", "--largest"],
      "`--gpus` must have room for weights, gradients, optimizer and one pair; got 0.1 GiB of them, and room for "
      "0.0 GiB on 9xT4-1GB. Take GPUs with more memory, or with weights and gradients in parts: "

@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the examination; return 1 where a device is broken."""
     for name in ("ranks", "features"):
         at_least(name, getattr(arguments, name))
-    batch = None if arguments.batch is None else number("--batch", arguments.batch)
+    batch = None if arguments.batch is None else number("--batch", arguments.batch, plan.PAIRS)
     sizes = {name: n for name, n in (("batch", batch), ("features", arguments.features)) if n is not None}
     recipe = None
     if arguments.recipe is not None:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,10 @@ from contrastile._errors import invalid
 from contrastile.train.folder import INDEX, RunFolder, finished_run
 from contrastile.train.folder import RECIPE as RECIPE_FILE
 
-UNITS = {"": 1, "k": 2**10, "M": 2**20, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+# in lower case
+UNITS = {"": 1, "k": 2**10, "m": 2**20, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+SIZE = re.compile(r"(\d{1,3}(?:_\d{3})+|\d{1,30})([a-z]*)", re.IGNORECASE | re.ASCII)
+SIZES = "Such as 4096, 64k, 1M, 192MiB or 2GiB."
 RECIPE = "a TOML file, or a recipe of the package by its name, such as glyphs"
 OVERRIDES: dict[str, Any] = {"nargs": "*", "default": [], "metavar": "key=value"}
 DEFAULT = "Leave it out for the default."
@@ -31,18 +35,17 @@ def at_least(name: str, number: float | None, least: int = 1, reason: str = DEFA
         raise invalid(flag(name), f"be at least {least}", number, reason)
 
 
-def number(name: str, text: str) -> int:
-    """Return a size written with a unit.
+def number(name: str, text: str, remedy: str = SIZES) -> int:
+    """Return a size written with a unit, in any case.
 
     >>> number("sizes", "64k"), number("workspace", "2GiB")
     (65536, 2147483648)
     """
-    digits = text.rstrip("kMGKiB")
-    unit = text[len(digits) :]
-    if not digits.isdecimal() or int(digits) == 0 or unit not in UNITS:
-        remedy = "Write key=value before the options." if "=" in text else "Such as 4096, 64k, 1M, 192MiB or 2GiB."
+    match = SIZE.fullmatch(text)
+    if match is None or int(match[1]) == 0 or match[2].lower() not in UNITS:
+        remedy = "Write key=value before the options." if "=" in text else remedy
         raise invalid(name, "be whole numbers above 0, perhaps with a unit", repr(text), remedy)
-    return int(digits) * UNITS[unit]
+    return int(match[1]) * UNITS[match[2].lower()]
 
 
 def check_bad_rows(fraction: float | None) -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 # units of a number of pairs, for the help
 UNITS = " (k: times 1,024; M: times 1,048,576)"
+PAIRS = "Such as 4096, 64k or 1M pairs."
 # characters of a bar that shows a part's share of the memory
 WIDTH = 40
 
@@ -42,8 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the plan; return 1 where the step does not fit."""
     if arguments.recipe is None and not arguments.calibrate:
         raise invalid("recipe", "be named", "none", "Such as glyphs.")
-    batch = None if arguments.batch is None else number("--batch", arguments.batch)
-    pairs = number("--hours", arguments.hours) if arguments.hours else None
+    batch = None if arguments.batch is None else number("--batch", arguments.batch, PAIRS)
+    pairs = number("--hours", arguments.hours, PAIRS) if arguments.hours else None
     if arguments.calibrate:
         from contrastile.planner.calibrate import calibrate
 

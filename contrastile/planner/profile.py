@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 
 # nodes, GPUs of a node, chip, memory
 COUNT = r"[1-9]\d*"
-GPUS = re.compile(rf"(?:(?P<nodes>{COUNT})x)??(?:(?P<count>{COUNT})x)?(?P<chip>[A-Za-z]\w*)(?:-(?P<memory>{COUNT})GB)?")
+GPUS = re.compile(
+    rf"(?:(?P<nodes>{COUNT})x)??(?:(?P<count>{COUNT})x)?(?P<chip>[A-Za-z]\w*)(?:-(?P<memory>{COUNT})GB)?", re.IGNORECASE
+)
 # a number of GPUs behind the chip, where none is read; GeForce cards, such as the rtx4090, have an x in their names
-COUNT_BEHIND_CHIP = re.compile(rf"(?P<chip>[A-Za-z]\w*?)x(?P<count>{COUNT})")
+COUNT_BEHIND_CHIP = re.compile(rf"(?P<chip>[A-Za-z]\w*?)x(?P<count>{COUNT})", re.IGNORECASE)
 # words for a device that name no chip
 DEVICES = ("auto", "cpu", "cuda", "gpu")
 # NVIDIA's chips below compute capability 8.0, which have neither instructions for bf16 nor fused kernels; and AMD's,
@@ -152,7 +154,7 @@ def target(word: str) -> Target:
         names = ", ".join(sorted(profile.name for profile in profiles.values()))
         rule = f"name a chip with a profile ({names}), or its memory too"
         # names of chips have digits
-        chips = f"Such as {word}-80GB." if re.search(r"\d", chip) else EXAMPLE
+        chips = "Add its gigabytes, as 8xA100-80GB does." if re.search(r"\d", chip) else EXAMPLE
         remedy = "Leave it out for this machine." if chip in DEVICES else chips
         raise invalid("gpus", rule, repr(word), remedy)
     memory = profile.memory if profile is not None else 0

@@ -25,7 +25,7 @@ from contrastile.models.towers import special_tokens
 from contrastile.offload import free_memory
 from contrastile.planner.loss import LateSize, LossSize
 from contrastile.planner.memory import LIBRARIES, Held, Side, StepMemory
-from contrastile.planner.plan import Plan
+from contrastile.planner.plan import MOST_ROWS, Plan
 from contrastile.planner.profile import Target, has_kernels, target, this_machine
 from contrastile.planner.towers import (
     Counted,
@@ -90,6 +90,8 @@ def planned(
     if batch is not None:
         rule = f"be a whole number of pairs, at least {machines.ranks}, one for each rank"
         batch = whole_number("batch", batch, machines.ranks, "Such as 65536.", rule=rule)
+        if batch > (most := MOST_ROWS * machines.ranks * settings.train.accumulate):
+            raise invalid("batch", f"be at most {most:,} pairs", f"{batch:,}", "Plan a smaller one.")
     if pairs is not None:
         pairs = whole_number("pairs", pairs, 1, "Leave it out for the recipe's own.")
         if settings.train.examples is not None and settings.train.epoch_steps is None:
