@@ -72,6 +72,11 @@ def test_a_wrong_result_is_red(wrong_loss, what):
     assert gate.red(gate.distance(wrong_loss)).startswith(what)
 
 
+def test_a_loss_of_zero_is_no_distance_from_itself():
+    gate = Gate(replace(CASE, b=1), CPU)
+    assert gate.red(gate.distance(ClipLoss())) is None
+
+
 def test_a_gradient_in_16_bits_may_be_as_far_as_its_cast_and_no_further():
     gate = Gate(replace(CASE, dtype="bfloat16"), CPU)
     assert 1e-3 < gate.cast < 3e-3

@@ -117,7 +117,7 @@ def test_every_pair_of_a_shard_is_found(tmp_path):
 def test_entries_without_a_pair_are_counted_by_reason(tmp_path):
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         add(tar, "good.jpg", jpeg(1))
-        add(tar, "good.txt", b" two \n words ")
+        add(tar, "good.txt", b"\xef\xbb\xbf two \n words ")
         add(tar, "picture only.jpg", jpeg(1))
         add(tar, "text only.txt", b"text")
         add(tar, "empty.jpg", jpeg(1))

@@ -525,6 +525,13 @@ def test_beir(tmp_path):
     assert (texts.passages[2].id, texts.passages[2].title) == ("d2", "t2")
 
 
+def test_a_file_of_judgements_without_right_passages_is_named(tmp_path, caplog):
+    beir(tmp_path / "set", {"dev": ["q1\td1\t0\n"], "test": ["q0\td0\t1\n"]})
+    assert len(opened(tmp_path, "set").splits["test"]) == 1
+    (said,) = caplog.messages
+    assert said == f"{tmp_path}/set/qrels/dev.tsv: no question has a right passage by this file, and dev is left out"
+
+
 def test_beir_ids_that_are_nowhere_are_counted(tmp_path):
     bad = ["q0\td9\t1\n", "q8\td0\t1\n", "q0\td0\n", "q0\td1\tx\n", "q0\td1\t0.5\n"]
     beir(tmp_path / "set", {"test": [*bad, "q0\td0\t1\n"]})
@@ -539,7 +546,7 @@ def test_beir_ids_that_are_nowhere_are_counted(tmp_path):
 def test_beir_passages_have_one_grade_of_a_query(tmp_path):
     beir(tmp_path / "set", {"test": ["q0\td0\t1\n", "q1\td0\t2\n", "q0\td0\t1\n", "q0\td0\t0\n"]})
     assert refusal(opened, tmp_path, "set") == (
-        '`judgements` must have one grade of each passage per query; got "q0 d0 0" at '
+        '`source` must have one grade of each passage per query; got "q0 d0 0" at '
         f"{tmp_path}/set/qrels/test.tsv:5. Leave one of them out."
     )
 

@@ -655,3 +655,9 @@ def test_a_plan_that_fails_costs_a_finished_run_nothing(caplog: Any) -> None:
     run.device = SimpleNamespace(type="cuda")
     assert planned_memory(run, 64, 1) is None
     assert "no plan of the memory" in caplog.text
+
+
+def test_a_model_that_makes_a_parameter_by_itself_has_a_plan() -> None:
+    config = '{model_type="xlnet", d_model=32, n_layer=1, n_head=2, d_inner=32}'
+    both = f'model.both={{kind="transformers", config={config}, pooling="mean"}}'
+    assert contrastile.plan("docstrings-bert", both, gpus="H200", batch=64).peak.bytes > 0

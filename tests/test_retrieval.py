@@ -338,6 +338,15 @@ def test_a_path_of_no_characters_is_refused(trained, capsys, words):
     assert capsys.readouterr().err == sentence
 
 
+def test_a_passage_of_an_id_that_was_seen_is_left_out_and_counted(trained, tmp_path, caplog):
+    rows = [{"_id": name, "text": text} for name, text in (("a", "red fox"), ("b", "blue owl"), ("a", "green house"))]
+    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "index"
+    assert main(["encode", str(trained), str(tmp_path / "corpus.jsonl"), "--out", str(out), "--bad-rows", "0.5"]) == 0
+    assert [passage["text"] for passage in passages_of(out)] == ["red fox", "blue owl"]
+    assert any("id seen before: 1" in message for message in caplog.messages)
+
+
 def test_a_folder_of_code_is_encoded_and_searched(trained, tmp_path, capsys):
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "mod.py").write_text("def red_fox():\n    return 'house'\n\n\ndef blue_owl():\n    return 1\n")

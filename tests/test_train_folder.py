@@ -117,6 +117,16 @@ def test_a_file_is_replaced_only_by_a_complete_one(tmp_path):
     assert (folder / "note").read_text() == "whole"
 
 
+def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    sentence = rf"^{tmp_path}/note could not be written \(No space left on device\); free the disk and begin again$"
+    with pytest.raises(OSError, match=sentence):
+        RunFolder(tmp_path).write_json("note", 1)
+
+
 @pytest.mark.parametrize("there", ["another one", "none"])
 def test_a_locked_folder_that_was_moved_is_refused(tmp_path, there):
     with new_run(tmp_path, "glyphs") as folder:

@@ -166,6 +166,10 @@ def test_texts_that_cannot_be_measured_are_refused(finished, tmp_path, capsys):
         given = more.format(folder=tmp_path).split()
         assert main([*words, str(tmp_path / "colours"), *given]) == 2
         assert sentence.format(folder=tmp_path) in capsys.readouterr().err
+    (qrels,) = (tmp_path / "colours/qrels").iterdir()
+    qrels.write_text("query-id\tcorpus-id\tscore\n")
+    assert main([*words, str(tmp_path / "colours")]) == 2
+    assert "`--texts` must have a question with a right passage; got " in capsys.readouterr().err
     lines(tmp_path / "answers.jsonl", [{"question": "which owl", "answer": "['owl']"}])
     assert main([*words, str(tmp_path / "answers.jsonl")]) == 2
     assert "`--texts` must come with passages to look among; got " in capsys.readouterr().err

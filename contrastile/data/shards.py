@@ -187,7 +187,7 @@ def _checked(path: Path, offset: int, size: int, caption: bytes) -> Finding:
     if size > MOST_BYTES or len(caption) > LONGEST_CAPTION:
         return "too large" if size > MOST_BYTES else TOO_LONG
     try:
-        clean = " ".join(caption.decode("utf-8").split())
+        clean = " ".join(caption.decode("utf-8-sig").split())
     except UnicodeDecodeError:
         return "not UTF-8"
     # a disk gives zeros in place of lost bytes

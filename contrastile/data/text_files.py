@@ -354,6 +354,8 @@ def open_beir(
             start = len(queries)
             queries.extend(_judged(path, texts, rows, counter))
             splits[path.stem] = sorted_rows(range(start, len(queries)))
+            if len(queries) == start:
+                logger.warning("%s: no question has a right passage by this file, and %s is left out", path, path.stem)
     if count := sum(query.itself is not None for query in queries):
         message = "%s: %d of %d questions have a passage's id, which is taken for the question itself: no result of it"
         logger.warning(message, folder, count, len(queries))
@@ -391,7 +393,7 @@ def _judged(path: Path, texts: dict[str, str], rows: dict[str, int], counter: Sk
             counter.skip("passage id not in corpus.jsonl", place)
         elif grades.setdefault(query, {}).setdefault(rows[passage], int(grade)) != grade:
             got = f'"{query} {passage} {int(grade)}" at {place}'
-            raise invalid("judgements", "have one grade of each passage per query", got, "Leave one of them out.")
+            raise invalid("source", "have one grade of each passage per query", got, "Leave one of them out.")
     for query, judged in grades.items():
         # a passage that is judged to be wrong is no positive, and no error
         if right := {row: grade for row, grade in judged.items() if grade > 0}:

@@ -294,8 +294,11 @@ def text_tower(library: Library, *, tokenizer: Tokenizer, model: nn.Module | Non
     base.check_text_input(tokenizer, vocabulary=config.vocab_size, longest=_longest(model))
     pooling = _pooling_of(model, tokenizer) if library.pooling == "pooler" else library.pooling
     tower = TextTower(model, pooling)
+    if shapes := any(x.is_meta for x in tower.parameters()):
+        # XLNet makes a parameter on the CPU by itself
+        tower.to("meta")
     # features of meta weights have no values to compare
-    if not next(tower.parameters()).is_meta and _sees_padding(tower, tokenizer):
+    if not shapes and _sees_padding(tower, tokenizer):
         tower = TextTower(model, pooling, length=tokenizer.length, pad=tokenizer.pad)
     trial = torch.full((1, min(4, tokenizer.length)), tokenizer.pad)
     features = base.feature_size(tower, trial, torch.ones_like(trial))

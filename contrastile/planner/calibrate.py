@@ -78,7 +78,9 @@ def measured(device: torch.device, seconds: float) -> Profile:
     attention = 4 * q.numel() * k.shape[2] / timed(lambda: F.scaled_dot_product_attention(q, k, v))
     x, y, z = (torch.ones(NUMBERS[kind], device=device) for _ in range(3))
     bandwidth = 3 * x.nbytes / timed(lambda: torch.add(x, y, out=z))
-    (work_of_one, one), (work, many) = (_layer(kind, device, n) for n in (1, EXAMPLES[kind]))
+    # a CPU without instructions for bf16 takes ten times as long for its products as for the kernels' launches
+    work_of_one, one = _layer(kind, device, 1, half=kind != "cpu")
+    work, many = _layer(kind, device, EXAMPLES[kind])
     launch = timed(one) / work_of_one.kernels
     bare = rates[torch.bfloat16]
     busy = timed(many) - work.moved / bandwidth - work.attention / attention
@@ -108,17 +110,17 @@ def measured(device: torch.device, seconds: float) -> Profile:
     )  # fmt: skip
 
 
-def _layer(kind: str, device: torch.device, examples: int) -> tuple[Work, Callable[[], object]]:
-    """A layer of a transformer for so many examples, forward and backward under autocast, and its work."""
+def _layer(kind: str, device: torch.device, examples: int, *, half: bool = True) -> tuple[Work, Callable[[], object]]:
+    """A layer of a transformer for so many examples, forward and backward, and its work; half: under autocast."""
     width, heads, tokens = LAYER[kind]
 
     def layer() -> nn.Module:
         return nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
 
-    context = partial(torch.autocast, device_type=kind, dtype=torch.bfloat16)
+    context = partial(torch.autocast, device_type=kind, dtype=torch.bfloat16, enabled=half)
     with shapes_only():
         counted = layer()
-        on_cpu = partial(torch.autocast, device_type="cpu", dtype=torch.bfloat16)
+        on_cpu = partial(torch.autocast, device_type="cpu", dtype=torch.bfloat16, enabled=half)
         cost = measure("layer", counted, lambda n: [torch.empty(n, tokens, width)], counted, examples, on_cpu)
     real, x = layer().to(device), torch.randn(examples, tokens, width, device=device)
 

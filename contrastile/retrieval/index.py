@@ -28,7 +28,7 @@ from torch import Tensor
 
 from contrastile._errors import invalid, whole_number
 from contrastile.data.base import Indices, SkipCounter
-from contrastile.data.entries import read_passages
+from contrastile.data.entries import BEIR_CORPUS, read_passages
 from contrastile.data.files import checksum, file_state, files_below
 from contrastile.data.loader import read_chunks
 from contrastile.data.sources import PICTURES
@@ -85,8 +85,16 @@ def encode_source(
 
 
 def _read_passages(source: Path, bad_rows: float) -> Iterator[Passage]:
-    tally = SkipCounter()
-    yield from read_passages(source, tally)
+    tally, seen = SkipCounter(), set[str]()
+    # functions of one name are different passages
+    by_id = (source / BEIR_CORPUS).is_file() or (source.is_file() and source.suffix != ".py")
+    for passage in read_passages(source, tally):
+        if by_id and passage.id in seen:
+            tally.skip("id seen before", passage.source)
+        else:
+            yield passage
+        if by_id:
+            seen.add(passage.id)
     tally.close(source, bad_rows, allowed_by="--bad-rows")
 
 

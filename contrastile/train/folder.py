@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from contrastile._errors import invalid, logger
+from contrastile._errors import invalid, logger, written_to
 from contrastile.data.files import checksum, new_file
 
 RECIPE = "recipe.toml"
@@ -81,7 +81,7 @@ class RunFolder:
             temporary.unlink(missing_ok=True)
 
     def write_text(self, name: str, text: str) -> None:
-        with self.written_whole(name) as path:
+        with written_to(self.path / name), self.written_whole(name) as path:
             path.write_text(text, encoding="utf-8")
 
     def write_json(self, name: str, value: Any) -> None:

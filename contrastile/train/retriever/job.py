@@ -358,10 +358,13 @@ def evaluate_texts(
     else:
         texts = open_beir(source, **options)
     available = [part for part, rows in texts.splits.items() if len(rows)]
+    if not available:
+        remedy = "Judgements have columns of a query, a passage and a grade above 0, between tabs."
+        raise invalid("--texts", "have a question with a right passage", f'"{source}" without one', remedy)
     chosen = [part for part in available if part != "train"] if split is None else [split]
     if not chosen or chosen[0] not in available:
         got = "none" if split is None else f'"{split}"'
-        rule = f'be one of the parts of "{source}" with questions ({", ".join(available) or "none"})'
+        rule = f'be one of the parts of "{source}" with questions ({", ".join(available)})'
         raise invalid("--split", rule, got, "Name one of them.")
     if index is None and not texts.passages:
         remedy = "Name a --corpus or an --index."
