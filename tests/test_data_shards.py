@@ -1,5 +1,6 @@
 """Shards: every pair is found, every cut is noticed, nothing leaves the folder."""
 
+import gzip
 import hashlib
 import io
 import json
@@ -298,6 +299,12 @@ def test_sums_name_their_files_in_any_folder(tmp_path):
         (tmp_path / "sizes.json").write_text(sizes)
         with pytest.raises(ValueError, match=r"`sizes.json` must be an object of shards and their numbers of pairs"):
             list(find_in_tar(shard))
+
+
+def test_a_compressed_shard_is_called_that(tmp_path):
+    shard = write_shard(tmp_path / "a.tar", range(4))
+    shard.write_bytes(gzip.compress(shard.read_bytes()))
+    assert refusal(list, find_in_tar(shard)).endswith("Unpack that shard with gunzip.")
 
 
 def test_sizes_and_sums_are_compared_where_they_are_given(tmp_path):

@@ -68,9 +68,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.largest:
         planned = planned.at_largest()
     if arguments.hours is not None and planned.run_seconds is None:
-        rule, got = "come with a run of known length and a chip with a profile", arguments.gpus or planned.target.word
+        rule, got = "come with a chip with a profile", arguments.gpus or planned.target.word
         remedy = "Measure such a machine: contrastile plan --calibrate, there."
         if planned.target.profile is not None:
+            rule, got = "come with a run of known length", "none"
             remedy = "Give the pairs to train on, such as --hours 280M."
             if planned.examples:
                 rule, got = f"come with a batch of at most the run's {planned.examples:,} pairs", f"{planned.batch:,}"

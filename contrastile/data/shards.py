@@ -26,6 +26,8 @@ SIZES, SUMS = "sizes.json", "SHA256SUMS"
 TAIL, LONGEST_TAIL = 2 * tarfile.BLOCKSIZE, 2 * tarfile.BLOCKSIZE + tarfile.RECORDSIZE
 # the most bytes of a member's header with its extensions, and of a number in it
 MOST_HEADER, MOST_DIGITS, DIGITS = 1 << 16, 256, re.compile(rb"\d+")
+# the first bytes of a compressed file
+GZIP = b"\x1f\x8b"
 
 # columns of parquet files, and rows of them that are in memory at once
 CAPTION_COLUMNS, IMAGE_COLUMNS, ROWS = ("title", "text", "caption", "TEXT"), ("image", "jpg", "png", "picture"), 8
@@ -73,7 +75,10 @@ def find_in_tar(shard: Path, unpacked: Path | None = None) -> Iterator[Finding]:
 
 def _damaged(shard: Path, got: object) -> ValueError:
     reason = " ".join(str(got).split()).rstrip(".") or repr(got)
-    return invalid("source", f"be whole shards ({shard})", reason, "Copy that shard again; it is cut or damaged.")
+    with open(shard, "rb") as file:
+        compressed = file.read(len(GZIP)) == GZIP
+    remedy = "Unpack that shard with gunzip." if compressed else "Copy that shard again; it is cut or damaged."
+    return invalid("source", f"be whole shards ({shard})", reason, remedy)
 
 
 def _compare_sum(shard: Path) -> None:
