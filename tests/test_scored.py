@@ -687,5 +687,5 @@ def test_each_error_has_its_sentence(sentence: str) -> None:
 def test_an_error_of_a_trial_says_how_the_scorer_was_called() -> None:
     with pytest.raises(RuntimeError, match="must match the size") as caught:
         contrast(_x(), _x(), scorer=nn.CosineSimilarity())
-    note = "The scorer failed in a trial with 2 rows and 3 other columns, for which it returns scores [2, 3]."
+    note = "The scorer failed in a trial with 2 rows and 3 other columns, which must return scores [2, 3]."
     assert caught.value.__notes__ == [note]

@@ -95,6 +95,7 @@ def first(entry: Entry, names: tuple[str, ...]) -> object:
 
 
 def folded(names: Iterable[str]) -> list[str]:
+    """Names as they are compared: in lower case, without blanks around them."""
     return [name.strip().lower() for name in names]
 
 

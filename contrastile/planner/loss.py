@@ -33,10 +33,9 @@ class LossSize:
     dtype: of the products. feature_dtype: of the features. memory: bytes of the device, of which "auto" and the default
     workspace are shares. exchange, backend: words of the losses' options. queue: a rank's keys of earlier steps, which
     are columns too. own_columns: further columns of each row, such as other rows. listed: vectors that each row meets
-    alone, beside the columns. guide: features of a row of
-    another model, which are multiplied too, and copied where there are own columns. halves: a row has two vectors, and
-    two of the guide; the second ones meet as many columns as there are rows. directions: losses of these sizes in a
-    step, one after the other.
+    alone, beside the columns. guide: features of a row of another model, which are multiplied too, and copied where
+    there are own columns. halves: a row has two vectors, and two of the guide; the second ones meet as many columns as
+    there are rows. directions: losses of these sizes in a step, one after the other.
     """
 
     rows: int

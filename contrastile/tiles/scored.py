@@ -160,7 +160,7 @@ class Scorer:
             after = RandomState.capture(device, own=generators, last=before)
         except (RuntimeError, IndexError) as error:
             called = f"a trial with {probe[0]} rows and {probe[1]} other columns"
-            error.add_note(f"The scorer failed in {called}, for which it returns scores {list(probe)}.")
+            error.add_note(f"The scorer failed in {called}, which must return scores {list(probe)}.")
             raise
         finally:
             before.restore()
