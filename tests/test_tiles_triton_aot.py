@@ -54,7 +54,7 @@ TEACHER = 2
 BUSY = ("totals plain", "gradient plain", "totals sigmoid", "gradient sigmoid")
 STORED = ("totals kept", "gradient kept")
 # the same where they are compiled
-GUIDED = ("totals teacher", "gradient teacher", "totals mask", "gradient mask")
+GUIDED = ("totals teacher", "gradient teacher", "gradient kept teacher", "totals mask", "gradient mask")
 # every kernel and option on every chip, for `make test-kernels`
 EVERY = "CONTRASTILE_EVERY_KERNEL" in os.environ
 # capabilities compiled for: the oldest, the main one and the newest have all ways to load a tile
@@ -247,10 +247,13 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
         if busy:
             yield kernel, f"{name} sigmoid", plain | sigmoid
         if busy and capability == 90:
-            yield kernel, f"{name} kept", plain | {"LOSS": True, "COLUMNS": name == "totals", "KEEP": True}
+            yield kernel, f"{name} kept", plain | {"LOSS": True, "COLUMNS": name == "totals", "KEEP": 1}
         if capability in GUIDED_ON and (EVERY or busy):
             # with the loss's gap, as in a call with gradients
             yield kernel, f"{name} teacher", plain | teacher | {"LOSS": True}
+            if name == "gradient":
+                kept = {"LOSS": True, "KEPT": True, "DIAGONAL": False}
+                yield kernel, f"{name} kept teacher", plain | teacher | kept
             if EVERY:
                 yield kernel, f"{name} teacher, six products", plain | SIX | teacher
                 yield kernel, f"{name} teacher of ranks", plain | teacher

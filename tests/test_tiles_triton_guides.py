@@ -21,7 +21,7 @@ from contrastile import GISTLoss, _dispatch, contrast
 from contrastile.losses import BalancedSigmoid, Distilled, Guided, SoftmaxInside
 from contrastile.losses.base import PairLoss
 from contrastile.losses.softmax import Softmax
-from contrastile.tiles.triton import launch, sorting
+from contrastile.tiles.triton import budget, launch, sorting
 from contrastile.tiles.triton.kernels.arithmetic import CAREFUL
 from contrastile.tiles.triton.plan import EXACT, interpreting, products_of
 
@@ -192,6 +192,33 @@ def test_a_teacher_of_features_in_bf16() -> None:
     found = _result("triton", torch.bfloat16, leaves, **given)
     # the interpreter truncates what a chip rounds
     for x, true, allowed in zip(found, truth, (1e-5, 1e-2, 1e-2, 1e-3), strict=True):
+        assert distance(x, true) <= allowed
+
+
+@pytest.mark.parametrize("scale", [20.0, 1000.0])
+@pytest.mark.parametrize("labels", [False, True])
+def test_a_teachers_exponentials_are_kept(labels: bool, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 16 bits, for the backward behind; at a scale of 1000 the careful kernels run."""
+    monkeypatch.setattr(budget, "LEAST_FEATURES", 1)
+    kept, fill = list[bool](), launch.gradient
+
+    def spied(*given: Any, **options: Any) -> None:
+        kept.append(options["kept"])
+        fill(*given, **options)
+
+    monkeypatch.setattr(launch, "gradient", spied)
+    leaves = [x.bfloat16().float() if x.ndim else x for x in _leaves(N, N, scale)]
+    given: dict[str, Any] = {"loss": TEACHER, "weights": torch.rand(N), **_teacher(N, N, torch.bfloat16, scale)}
+    if scale > 100:
+        given["guide_q"] = -given["guide_q"].abs()
+    given |= {f"{side}_ids": torch.arange(N) % 30 for side in ("query", "key")}
+    if labels:
+        given |= {f"{side}_labels": torch.randint(15, (N,)) for side in ("query", "key")}
+    truth = _result("eager", torch.float64, leaves, **given)
+    found = _result("triton", torch.bfloat16, leaves, **given)
+    assert kept == [True]
+    # the interpreter truncates what a chip rounds
+    for x, true, allowed in zip(found, truth, (2e-4, 1e-2, 1e-2, 2e-3), strict=True):
         assert distance(x, true) <= allowed
 
 

@@ -42,7 +42,7 @@ from contrastile.tiles.triton.block import (
     narrow,
     readable_side,
 )
-from contrastile.tiles.triton.budget import COLUMN_SUMS, Budget
+from contrastile.tiles.triton.budget import Budget
 from contrastile.tiles.triton.exponentials import Exponentials
 from contrastile.tiles.triton.guided import Gap, Guidance, separate_sums, with_guide
 from contrastile.tiles.triton.kernels.arithmetic import NONFINITE, UNIT
@@ -229,7 +229,7 @@ class Triton(Tiles):
 
     def _prepare(self, rows: Shard, cols: Shard, position: Position) -> None:
         """Compute the constants of a block, and the order of its labels, for all of its passes."""
-        may_keep = self.backward_next and self._budget.can_keep(rows, cols)
+        may_keep = self.backward_next and self._budget.can_keep(rows, cols) and not self._epilogue.has_teacher
         labels, by_sums = by_label(rows), self._budget.sums_labels(rows, cols)
         # gradients of positives, divided by the factor of their row, add up to twice the sum of exponentials
         most = 4 if labels and not by_sums else 1
@@ -290,23 +290,21 @@ class Triton(Tiles):
     def _stats(self, block: Block, stats: list[Tensor]) -> None:
         """Write the statistics of all pairs: by fast kernels, then by careful ones, which run where a flag is set."""
         epilogue, constants = block.epilogue, block.constants
-        passes = [(False, epilogue.channels), (True, epilogue.careful_channels)]
-        if not epilogue.exponential:
-            passes = passes[:1]
+        passes = [(False, epilogue.channels), (True, epilogue.careful_channels)][: 1 + epilogue.exponential]
         later = self.backward_next and epilogue.has_teacher
-        keeps = self.backward_next and not later and self.keeps(block.rows, block.cols)
+        keeps = self.backward_next and self._budget.keeps_exponentials(block.rows, block.cols)
+        strip: Tensor | None = None
         for careful, channels in passes:
             for tile in self._super_tiles(block, None, careful=careful):
-                if keeps and not careful:
-                    # one direction: with the sums of the scale's gradient; both: with several sums of each column
-                    each = COLUMN_SUMS if self.loss.symmetric else 1
-                    parts = tile.block.new_parts(channels + (not self.loss.symmetric), each=each)
-                    self.exponentials = exponentials.written(tile.pair, block, parts)
-                elif later and not careful:
-                    parts = separate_sums(tile)
+                if later and not careful:
+                    strip = tile.pair.new_strip() if keeps else None
+                    parts = separate_sums(tile, strip)
+                elif keeps and not careful:
+                    self.exponentials, parts = exponentials.written(tile.pair, block)
+                    strip = self.exponentials.strip
                 else:
                     # where the careful flag is set, the exponentials are not read
-                    memory = None if (kept := self.exponentials) is None else kept.strip.view(torch.float32).flatten()
+                    memory = None if strip is None else strip.view(torch.float32).flatten()
                     parts = tile.block.new_parts(channels, memory)
                     launch.sums(tile.pair, constants, parts, epilogue, careful=careful)
                 launch.merge_sums(parts, tile.of(stats), constants, epilogue, tile.first, tile.last, careful=careful)
@@ -316,7 +314,8 @@ class Triton(Tiles):
                 del parts, tile
         if latest := self.super_tile:
             whole = all((*latest.first, *latest.last))
-            self.guidance = Guidance(block.position, latest.pair.bits if whole else None, Gap(stats) if later else None)
+            of_teacher = (Gap(stats), strip) if later else ()
+            self.guidance = Guidance(block.position, latest.pair.bits if whole else None, *of_teacher)
         if not self.backward_next:
             self.super_tile = None
         self._positive_stats(block, stats)
@@ -336,7 +335,8 @@ class Triton(Tiles):
         if (positives := self._positives(block)) is not None:
             positions.add_totals(block, positives, stats)
         if block.runs is not None:
-            room = self._budget.room_for_sums(block.rows, block.cols, beside=self.exponentials is not None)
+            kept = self.exponentials is not None or self.guidance.strip is not None
+            room = self._budget.room_for_sums(block.rows, block.cols, beside=kept)
             label_sums.add_totals(block, stats, room)
         if block.sums_smoothing:
             smoothing.add_totals(block, stats, self.scale)
@@ -397,7 +397,7 @@ class Triton(Tiles):
             self.exponentials, self.guidance = None, Guidance()
             return [(x, launch.truncation(block.rows.features)) for x in numbers], factors
         sums = launch.new_sums(self.scale.device, 0 if block.order is None else sorting.SHARED * len(block.rows))
-        strip: Tensor | None = None
+        strip = self.guidance.strip
         lost = launch.truncation(block.rows.features) if self.sums_products else 0.0
         early = isinstance(v, InFlight) and v.early
         for tile in self._super_tiles(block, self.guidance.held(block)):
@@ -433,7 +433,7 @@ class Triton(Tiles):
         epilogue, constants = tile.block.epilogue, tile.block.constants
         vectors = [along(x, at) for x, at in zip(weights, tile.along, strict=False)]
         parts = [] if row_stats is None else tile.block.new_parts(epilogue.channels)
-        launch.gradient(tile.pair, constants, vectors, strip, sums, epilogue, *self.guidance.sums, *parts)
+        launch.gradient(tile.pair, constants, vectors, strip, sums, epilogue, *parts, **self.guidance.of_teacher)
         stats = None if row_stats is None else tile.of([row_stats])
         if stats is not None:
             # not first: add to the statistics so far

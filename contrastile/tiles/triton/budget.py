@@ -68,13 +68,14 @@ class Budget:
 
     def forward_bytes(self, height: int, width: int, copied: Copies, _parts: int) -> int:
         """The tiles' numbers, and what all passes share."""
-        sums = self._sums_bytes(height, width, self.epilogue.careful_channels)
+        sums = self._sums_bytes(height, width, *2 * (self.epilogue.careful_channels,))
         return sums + self._shared_bytes(height, width, copied)
 
     def backward_bytes(self, height: int, width: int, copied: Copies, parts: int) -> int:
         """The strip, sums of parts, those of a loss computed in the same sweep, and what all passes share."""
         rows, cols = plan.strip_shape(height, width, parts, shape_for(self.device))
-        sums = self._sums_bytes(height, width, self.epilogue.channels) if self.loss.pairwise else 0
+        channels = self.epilogue.channels if self.loss.pairwise else 0
+        sums = self._sums_bytes(height, width, channels, channels)
         strip = 2 * rows * cols
         return strip + plan.parts_bytes(strip, parts) + sums + self._shared_bytes(height, width, copied)
 
@@ -89,10 +90,14 @@ class Budget:
 
     def keeping_bytes(self, height: int, width: int, copied: Copies, parts: int, *, later: bool = False) -> int:
         """The strip of a forward that keeps exponentials, and the tiles' sums: two of each row, or one of each row and
-        several of each column. later: in the backward, which needs those of rows alone.
+        several of each column; of a teacher's exponentials also those of the student's. later: in the backward, which
+        needs those of rows alone, beside a teacher none.
         """
-        each, channels = (COLUMN_SUMS, 1) if self.loss.symmetric else (1, 2)
-        sums = self._sums_bytes(height, width, channels, 0 if later else each)
+        if self.epilogue.has_teacher:
+            sums = 0 if later else self._teacher_bytes(height, width)
+        else:
+            of_rows, of_cols = (1, COLUMN_SUMS) if self.loss.symmetric else (2, 0)
+            sums = self._sums_bytes(height, width, of_rows, 0 if later else of_cols)
         return self.backward_bytes(height, width, copied, parts) + sums
 
     def can_keep(self, rows: Shard, cols: Shard) -> bool:
@@ -101,7 +106,9 @@ class Budget:
 
     def _can_keep(self, dtype: torch.dtype, sums_smoothing: bool) -> bool:
         """The same for features of a dtype: it is that of the exponentials."""
-        return plan.epilogue_for(self.loss, sums_smoothing).factorizes and dtype == EXPONENTIAL_DTYPE
+        epilogue = plan.epilogue_for(self.loss, sums_smoothing)
+        factorizes = epilogue.factorizes or (epilogue.has_teacher and self.loss.symmetric)
+        return factorizes and dtype == EXPONENTIAL_DTYPE
 
     def sums_smoothing(self, rows: Shard, cols: Shard) -> bool:
         """Return whether label smoothing enters as sums of features: see `smoothing.py`."""
@@ -117,8 +124,9 @@ class Budget:
         return little and every and dtype.itemsize == 2 and N * M >= LEAST_SMOOTHED
 
     def keeps_exponentials(self, rows: Shard, cols: Shard) -> bool:
-        """Return whether the exponentials of a whole block are kept."""
-        if not (self.can_keep(rows, cols) and self._is_faster(rows.features.shape[1])):
+        """Return whether the exponentials of a whole block, or a teacher's, are kept."""
+        saved = rows.guides[0] if self.epilogue.has_teacher else rows.features
+        if not (self.can_keep(rows, cols) and saved.dtype == EXPONENTIAL_DTYPE and self._is_faster(saved.shape[1])):
             return False
         sizes = len(rows), len(cols), *self._copies(rows, cols)
         later = self.keeping_bytes(*sizes, later=True)
@@ -195,12 +203,17 @@ class Budget:
         return max(cost(*self._largest(N, M, *sizes, cost), *sizes) for cost in passes)
 
     def _spare_bytes(self, rows: Shard, cols: Shard) -> int:
-        """Bytes that bits may take in a forward which keeps exponentials: those of the backward's accumulators."""
+        """Bytes of a forward which keeps exponentials that are free in the backward, for its accumulators."""
         copied, _ = self._copies(rows, cols)
         return self._spare(len(rows), len(cols), rows.features.shape[1], copied)
 
     def _spare(self, N: int, M: int, D: int, copied: Copies) -> int:
-        return min(self._bits_bytes(N, M, copied), 4 * (N + M) * D)
+        sums = self._teacher_bytes(N, M) if self.epilogue.has_teacher else 0
+        return min(self._bits_bytes(N, M, copied) + sums, 4 * (N + M) * D)
+
+    def _teacher_bytes(self, N: int, M: int) -> int:
+        """The tiles' sums in a forward that keeps a teacher's exponentials: see `guided.separate_sums`."""
+        return self._sums_bytes(N, M, 2, 1 + COLUMN_SUMS)
 
     def _weighed_bytes(self, N: int, D: int, copied: Copies) -> int:
         """The rows times their factors, as wide as the operand, beside the exponentials of one direction."""
@@ -233,10 +246,10 @@ class Budget:
         each, longest = sum(copied.each for copied in every), sum(copied.longest for copied in every)
         return Copies(each, longest, bits), PIECES[rows.features.dtype]()
 
-    def _sums_bytes(self, height: int, width: int, channels: int, each: int = 1) -> int:
-        shape = shape_for(self.device)
-        of_cols = each * self.loss.symmetric * tiles_of(height, shape.rows) * width
-        return 4 * channels * (tiles_of(width, shape.cols) * height + of_cols)
+    def _sums_bytes(self, height: int, width: int, of_rows: int, of_cols: int) -> int:
+        """Numbers of each row of a tile, and of each column."""
+        shape, of_cols = shape_for(self.device), of_cols * self.loss.symmetric
+        return 4 * (of_rows * tiles_of(width, shape.cols) * height + of_cols * tiles_of(height, shape.rows) * width)
 
     def _bits_bytes(self, height: int, width: int, copied: Copies) -> int:
         """Bytes of the bits of excluded pairs."""

@@ -16,7 +16,6 @@ direction divided by the factor of their row.
 A block of several super-tiles has no memory to keep all of its strips.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor
 from contrastile.tiles.base import NARROW
 from contrastile.tiles.triton import launch, sorting
 from contrastile.tiles.triton.block import Block
+from contrastile.tiles.triton.budget import COLUMN_SUMS
 from contrastile.tiles.triton.kernels import exponentials as exponential_kernels
 from contrastile.tiles.triton.launch import Weights, add_at_once, add_cols, add_rows
 from contrastile.tiles.triton.plan import Pair, tiles_of
@@ -142,14 +142,18 @@ class Exponentials:
         return total
 
 
-def written(pair: Pair, block: Block, parts: Sequence[Tensor]) -> Exponentials:
-    """Write the strip, and to the parts each tile's sums, as `launch.sums`; of one direction also Σ e · ⟨q, k⟩."""
+def written(pair: Pair, block: Block) -> tuple[Exponentials, list[Tensor]]:
+    """Write the strip; and each tile's sums, as `launch.sums`: of one direction also Σ e · ⟨q, k⟩, of both several of
+    each column.
+    """
     strip, constants, epilogue = pair.new_strip(), block.constants, block.epilogue
-    if len(parts) == 2:
+    if block.loss.symmetric:
+        parts = block.new_parts(1, each=COLUMN_SUMS)
         launch.sums(pair, constants, parts, epilogue, strip)
-        return Exponentials(pair, strip, launch.new_sums(constants.device), parts[0])
-    (part,) = parts
-    sums = launch.new_sums(constants.device, len(pair.q))
-    # weights are not read: memory of their length
-    launch.gradient(pair, constants, [part[0]], strip, sums, epilogue, part)
-    return Exponentials(pair, strip, sums, part)
+        sums = launch.new_sums(constants.device)
+    else:
+        parts = block.new_parts(2)
+        sums = launch.new_sums(constants.device, len(pair.q))
+        # weights are not read: memory of their length
+        launch.gradient(pair, constants, [parts[0][0]], strip, sums, epilogue, parts[0])
+    return Exponentials(pair, strip, sums, parts[0]), parts

@@ -33,6 +33,8 @@ TEACHERS = tl.constexpr(POSITIVE_FACTOR.value + 1)
 # values of GUIDE: negatives where the guide's product exceeds the row's number do not count; or the product, as logit
 # of a teacher, gives soft targets
 MASK, TEACHER = tl.constexpr(1), tl.constexpr(2)
+# values of KEEP: a forward writes exponentials, and adds up them, or what their rounding to 16 bits leaves of them
+EXACT, ROUNDED = tl.constexpr(1), tl.constexpr(2)
 # rows of a softmax's statistics, and of its state
 TOP, TOTAL, LOGIT_SUM, LOGIT_COUNT, POSITIVE_TOP, POSITIVE_TOTAL, POSITIVE_SUM, POSITIVE_COUNT = (
     tl.constexpr(row) for row in range(len(SoftmaxStats._fields))
@@ -52,7 +54,7 @@ ANY = ("N", "M", "n", "diagonal", "self_diagonal", "positives", "positives_strid
        "stats_stride", "row_stats_stride", "col_stats_stride", "row_state_stride", "col_state_stride", "row_tiles",
        "col_tiles", "row_first", "row_last", "col_first", "col_last", "q_blocks", "blocks", "truncation", "careful",
        "keys", "smoothing", "m", "spans_stride", "spans_start", "row_stride", "col_stride", "x_lost",
-       "y_lost")  # fmt: skip
+       "y_lost", "step")  # fmt: skip
 
 
 @triton.jit
@@ -75,6 +77,34 @@ def log1p(x):
     """log(1 + x) for x ≥ 0, exact to float32 for small x too."""
     series = x * (1.0 - x * (0.5 - x * (0.3333333333 - x * (0.25 - x * 0.2))))
     return tl.where(x < 0.03, series, tl.math.log2(1.0 + x) * LN2)
+
+
+@triton.jit
+def packed(e, strip_mem, TMA: tl.constexpr):
+    """Numbers of at least 0 in the 16 bits of a strip: float32's exponent, and 8 bits of its fraction.
+
+    bf16 keeps 7 of them, and a sign.
+    """
+    dtype: tl.constexpr = strip_mem.dtype if TMA else strip_mem.dtype.element_ty
+    bits = (e.to(tl.int32, bitcast=True) + 0x4000) >> 15
+    return bits.to(tl.int16).to(dtype, bitcast=True)
+
+
+@triton.jit
+def unpacked(x):
+    """The numbers that `packed` has written, in float32."""
+    return (x.to(tl.uint16, bitcast=True).to(tl.int32) << 15).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def log2(x):
+    """The logarithm of a normal number, in one instruction; at most −126, also of 0."""
+    if INTERPRETED:
+        value = tl.where(x > 0, tl.math.log2(x), -126.0)
+    else:
+        value = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f, f", [x], dtype=tl.float32, is_pure=True,
+                                          pack=1)  # fmt: skip
+    return tl.maximum(value, -126.0)
 
 
 @triton.jit

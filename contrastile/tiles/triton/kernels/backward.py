@@ -35,11 +35,19 @@ from contrastile.tiles.triton.kernels.arithmetic import (
     exponents,
     halves,
     load_positive_state,
+    log2,
     one_side,
     quarter,
     sum_per_lane,
 )
-from contrastile.tiles.triton.kernels.forward import products, softplus_sum, store_half, store_quarters, tile_at
+from contrastile.tiles.triton.kernels.forward import (
+    load_quarters,
+    products,
+    softplus_sum,
+    store_half,
+    store_quarters,
+    tile_at,
+)
 from contrastile.tiles.triton.kernels.guides import aside, excluded_pairs, has_bits, load_bits, set_aside
 from contrastile.tiles.triton.kernels.masks import has_masked, store_listed, valid_pairs
 
@@ -80,9 +88,11 @@ def _positive_vectors(state_ptr, stride, at, inside, shift, smoothing, SMOOTH: t
 @triton.jit(do_not_specialize=ANY)
 def direction_weights(row_state_ptr, row_state_stride, row_coefficient_ptr, N, col_state_ptr, col_state_stride,
                       col_coefficient_ptr, M, constants_ptr, row_lift_ptr, col_lift_ptr, lack_ptr, out_ptr, smoothing,
-                      SMOOTH: tl.constexpr, GUIDE: tl.constexpr, LATER: tl.constexpr, INSIDE: tl.constexpr,
+                      step, SMOOTH: tl.constexpr, GUIDE: tl.constexpr, LATER: tl.constexpr, INSIDE: tl.constexpr,
                       LABELS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Write the vectors of `gradient`, times the unit of the strip: [2, N + M].
+    """Write the vectors of `gradient`, times the unit of the strip: [2, step], those of the columns behind the rows'.
+
+    Zeros follow up to whole blocks of each side: `gradient` reads them without a mask, and so two numbers at once.
 
     First coefficient · exp(−top) · inverse under the shift, then the part that smoothing subtracts, or the like factor
     of a teacher's exponentials. A sum of exponentials too low under the shift sets the careful flag. LATER: also the
@@ -90,12 +100,14 @@ def direction_weights(row_state_ptr, row_state_stride, row_coefficient_ptr, N, c
 
     LABELS: then two vectors of the positives by label, whose gradient is 2^t times the first less the second.
     """
-    state_ptr, stride, coefficient_ptr, lift_ptr, n, begin = one_side(
-        tl.program_id(1) == 0, (row_state_ptr, row_state_stride, row_coefficient_ptr, row_lift_ptr, N, 0),
-        (col_state_ptr, col_state_stride, col_coefficient_ptr, col_lift_ptr, M, N))  # fmt: skip
-    weight_ptr = out_ptr + begin
+    state_ptr, stride, coefficient_ptr, lift_ptr, n, begin, first = one_side(
+        tl.program_id(1) == 0, (row_state_ptr, row_state_stride, row_coefficient_ptr, row_lift_ptr, N, 0, 0),
+        (col_state_ptr, col_state_stride, col_coefficient_ptr, col_lift_ptr, M, N, tl.cdiv(N, BLOCK) * BLOCK),
+    )  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    weight_at = out_ptr + first + at
     inside = at < n
+    exists = at < tl.cdiv(n, BLOCK) * BLOCK
     shift = tl.load(constants_ptr + SHIFT)
     coefficient = tl.load(coefficient_ptr + at, mask=inside, other=0.0) * tl.load(constants_ptr + UNIT)
     top = tl.load(state_ptr + STATE_TOP * stride + at, mask=inside, other=0.0)
@@ -108,7 +120,7 @@ def direction_weights(row_state_ptr, row_state_stride, row_coefficient_ptr, N, c
         soft = probability_factor(top, inverse, tl.load(constants_ptr + TEACHERS + SHIFT))
         low += tl.max((inside & (soft > 2.0 / LOWEST_SUM)).to(tl.int32))
         soft *= coefficient * smoothing
-        tl.store(weight_ptr + N + M + at, soft, mask=inside)
+        tl.store(weight_at + step, tl.where(inside, soft, 0.0), mask=exists)
         if LATER:
             lift = tl.load(lift_ptr + at, mask=inside, other=0.0)
             total = tl.load(lift_ptr + at + n, mask=inside, other=0.0)
@@ -118,16 +130,16 @@ def direction_weights(row_state_ptr, row_state_stride, row_coefficient_ptr, N, c
     if LABELS:
         slope, taken = _positive_vectors(state_ptr, stride, at, inside, shift, smoothing, SMOOTH, INSIDE)
         low += tl.max((inside & (tl.abs(slope) > 2.0 / LOWEST_SUM)).to(tl.int32))
-        behind = weight_ptr + (2 if SMOOTH else 1) * (N + M) + at
+        behind = weight_at + (2 if SMOOTH else 1) * step
         tl.store(behind, coefficient * slope, mask=inside)
-        tl.store(behind + N + M, coefficient * taken, mask=inside)
+        tl.store(behind + step, coefficient * taken, mask=inside)
     # every program writes the same value
     if low != 0:
         tl.store(constants_ptr + CAREFUL, 1.0)
-    tl.store(weight_ptr + at, coefficient * weight, mask=inside)
+    tl.store(weight_at, tl.where(inside, coefficient * weight, 0.0), mask=exists)
     if SMOOTH:
         share = tl.load(state_ptr + SHARE * stride + at, mask=inside, other=0.0)
-        tl.store(weight_ptr + N + M + at, coefficient * share * smoothing, mask=inside)
+        tl.store(weight_at + step, coefficient * share * smoothing, mask=exists)
 
 
 @triton.jit
@@ -146,12 +158,6 @@ def sum_per_thread(x, BM: tl.constexpr, WIDTH: tl.constexpr):
     """Partial sums of x as [BM // 32, 8, 4]: one number per thread."""
     lanes = sum_per_lane(x, BM, WIDTH)
     return tl.sum(tl.sum(tl.reshape(lanes, (2, BM // 32, 2, 8, 4)), 0), 1)
-
-
-@triton.jit
-def _load_vector(ptr, at, n):
-    """One number per row, or column; 0 outside."""
-    return tl.load(ptr + at, mask=at < n, other=0.0)
 
 
 @triton.jit
@@ -175,7 +181,7 @@ def _teacher_tile(acc, teachers, masks, words, c_ptr, d_ptr, scratch_ptr, i, j, 
     masked = has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES)
     if BITS:
         masked = masked | has_bits(words)
-    c = _load_vector(c_ptr, rows, N)[:, None]
+    c = tl.load(c_ptr + rows)[:, None]
     gaps = 0.0
     for at in tl.static_range(4):
         cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
@@ -187,7 +193,7 @@ def _teacher_tile(acc, teachers, masks, words, c_ptr, d_ptr, scratch_ptr, i, j, 
                 valid = valid & (excluded_pairs(words, at * WIDTH, BM, WIDTH) == 0)
             f = tl.where(valid, f, 0.0)
         if COLUMNS:
-            f = f * (c + _load_vector(d_ptr, cols, M)[None, :])
+            f = f * (c + tl.load(d_ptr + cols)[None, :])
         else:
             f = f * c
         set_aside(scratch_ptr, f, at, BM, BN)
@@ -207,13 +213,16 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
              GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr, TMA: tl.constexpr,
              DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, LISTED: tl.constexpr,
              BITS: tl.constexpr, COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, SMOOTH: tl.constexpr,
-             LOSS: tl.constexpr, PARTS: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
+             LOSS: tl.constexpr, KEPT: tl.constexpr, PARTS: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
     """Write the gradient of the valid pairs, 2^t · (a_i + b_j) − (c_i + d_j), into the strip [PARTS, N, M].
 
     SMOOTH subtracts c and d, GUIDE == TEACHER their product with a teacher's exponentials. SOFTPLUS writes a_i · σ(x);
     with LOSS it also writes the sums of `totals`. Where the careful flag is set, the strip is left to
     `careful_gradient`. Each program adds Σ g · ⟨q, k⟩ of its tiles, or Σ g with SOFTPLUS, to its own row of `sums`
     [programs, BM]. LISTED also writes the products of positives, see `store_listed`.
+
+    With KEPT the strip holds a teacher's exponentials, as `exponential_tile` has rounded them, 0 where a pair does not
+    count: each tile is read before it is written.
 
     With a teacher's t and the student's x, LOSS also adds Σ 2^t · (c_i + d_j) · (t − x) to the program's number in
     `row_part` [programs], without the shift of x, which `direction_weights` adds: see `Gap` in `guided.py`.
@@ -224,6 +233,8 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
     A softmax's tile is processed in quarters: the products stay in registers until their gradients are known, and
     spilling them costs more than all else. A teacher's tile becomes a gradient before the student's product begins.
     """
+    # whole blocks, see `direction_weights`
+    vectors_step = tl.multiple_of(vectors_step, 16)
     masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
     row_tiles = tl.cdiv(N, BM)
     col_tiles = tl.cdiv(M, BN)
@@ -243,7 +254,7 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
         i, j = tile_at(tile, row_tiles, col_tiles)
         rows = i * BM + tl.arange(0, BM)
         words = load_bits(bits_ptr, bits_stride, i, j, BM, BITS)
-        if GUIDE == TEACHER:
+        if GUIDE == TEACHER and not KEPT:
             acc = products(guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, i, j, N, M, G, BM, BN, BK,
                            GUIDE_LEFT, GUIDE_RIGHT, GUIDE_PRODUCTS, TMA)  # fmt: skip
             gap = _teacher_tile(
@@ -252,7 +263,10 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
             if LATER:
                 gaps += gap
         acc = products(q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA)
-        a = _load_vector(row_a_ptr, rows, N)[:, None]
+        if SOFTPLUS:
+            a = tl.load(row_a_ptr + rows, mask=rows < N, other=0.0)[:, None]
+        elif not KEEP:
+            a = tl.load(row_a_ptr + rows)[:, None]
         masked = has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES)
         if GUIDE == TEACHER and BITS:
             masked = masked | has_bits(words)
@@ -279,7 +293,7 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
             WIDTH: tl.constexpr = BN // 4
             if COLUMNS and GUIDE != TEACHER:
                 # loaded before the quarters, because loads do not overtake stores
-                b = tl.broadcast_to(_load_vector(col_b_ptr, j * BN + tl.arange(0, BN), M)[None, :], (BM, BN))
+                b = tl.broadcast_to(tl.load(col_b_ptr + j * BN + tl.arange(0, BN))[None, :], (BM, BN))
             for at in tl.static_range(4):
                 part = quarter(acc, at, BM, BN)
                 cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
@@ -294,6 +308,12 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
                         valid = valid & (excluded_pairs(words, at * WIDTH, BM, WIDTH) == 0)
                     t = tl.where(valid, t, -float("inf"))
                 e = tl.math.exp2(t)
+                if KEPT:
+                    if at % 2 == 0:
+                        f, of_right = load_quarters(out_mem, out_stride, i, j, at, BM, BN, TMA)
+                    else:
+                        f = of_right
+                    e = tl.where(f > 0, e, 0.0)
                 g = e
                 if KEEP:
                     if at == 0:
@@ -304,18 +324,27 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
                         inner += sum_per_lane(e * part, BM, WIDTH)
                 elif GUIDE == TEACHER and COLUMNS:
                     # the columns' vectors stay in memory: the registers hold a teacher's numbers
-                    g = e * (a + _load_vector(col_b_ptr, cols, M)[None, :])
+                    g = e * (a + tl.load(col_b_ptr + cols)[None, :])
                 else:
                     g = e * (a + quarter(b, at, BM, BN) if COLUMNS else a)
                 if GUIDE == TEACHER:
-                    of_teacher = aside(scratch_ptr, at, BM, BN)
+                    if KEPT:
+                        c = tl.load(row_a_ptr + vectors_step + rows)[:, None]
+                        if COLUMNS:
+                            c = c + tl.load(col_b_ptr + vectors_step + cols)[None, :]
+                        of_teacher = f * c
+                        if LATER:
+                            apart = tl.fma(part, -constants[0], log2(f))
+                            gaps += sum_per_thread(of_teacher * apart, BM, WIDTH)
+                    else:
+                        of_teacher = aside(scratch_ptr, at, BM, BN)
                     g = g - of_teacher
-                    if LATER:
+                    if LATER and not KEPT:
                         gaps -= sum_per_thread(of_teacher * part, BM, WIDTH) * constants[0]
                 if SMOOTH:
-                    g = g - _load_vector(row_a_ptr + vectors_step, rows, N)[:, None]
+                    g = g - tl.load(row_a_ptr + vectors_step + rows)[:, None]
                     if COLUMNS:
-                        g = g - _load_vector(col_b_ptr + vectors_step, cols, M)[None, :]
+                        g = g - tl.load(col_b_ptr + vectors_step + cols)[None, :]
                     g = tl.where(valid, g, 0.0)
                 if not KEEP:
                     sums += sum_per_thread(g * part, BM, WIDTH)

@@ -15,10 +15,10 @@ from contrastile.tiles.triton.kernels.arithmetic import (
     CAREFUL,
     FACTOR,
     HIGHEST,
-    INTERPRETED,
     LOG2E,
     MISSING,
     SHIFT,
+    log2,
 )
 from contrastile.tiles.triton.kernels.finish import sum_of
 
@@ -52,17 +52,6 @@ def weighted_rows(q_ptr, out_ptr, weights_ptr, inner_ptr, factors_ptr, sums_ptr,
         at = tile.to(tl.int64)[:, None] * N + rows[None, :]
         total += tl.sum(tl.load(inner_ptr + at, mask=inside, other=0.0), 0)
     tl.store(sums_ptr + rows, tl.where(fast, total * weight, 0.0), mask=rows < N)
-
-
-@triton.jit
-def _log2(x):
-    """The logarithm of a normal number, in one instruction; at most −126, also of 0."""
-    if INTERPRETED:
-        value = tl.where(x > 0, tl.math.log2(x), -126.0)
-    else:
-        value = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f, f", [x], dtype=tl.float32, is_pure=True,
-                                          pack=1)  # fmt: skip
-    return tl.maximum(value, -126.0)
 
 
 @triton.jit
@@ -104,7 +93,7 @@ def weighted_pairs(strip_ptr, out_stride, row_part_ptr, row_a_ptr, col_b_ptr, su
         # from 1 to 2; the variance falls with its square, here a parabola
         part = ((e.to(tl.int32, bitcast=True) & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
         share = tl.fma(part, tl.fma(part, 0.7222, -2.9167), 3.1945)
-        t = tl.fma(share, -ROUNDED, _log2(e))
+        t = tl.fma(share, -ROUNDED, log2(e))
         rounded = _of_tiles(e, ROWS, BLOCK, BN)
         of_t = _of_tiles(g * t, ROWS, BLOCK, BN)
         of_g = _of_tiles(g, ROWS, BLOCK, BN)

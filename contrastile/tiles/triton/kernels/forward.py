@@ -29,16 +29,20 @@ from contrastile.tiles.triton.kernels.arithmetic import (
     INTERPRETED,
     LN2,
     MASK,
+    ROUNDED,
     TEACHER,
     TEACHERS,
     binade,
     count_along,
     exponent_constants,
     exponents,
+    halves,
     log1p,
+    packed,
     quarter,
     store_rows,
     sum_per_lane,
+    unpacked,
 )
 from contrastile.tiles.triton.kernels.guides import (
     aside,
@@ -184,27 +188,46 @@ def store_quarters(out_mem, out_stride, left, right, i, j, at: tl.constexpr, par
 
 
 @triton.jit
+def load_quarters(strip_mem, strip_stride, i, j, at: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                  TMA: tl.constexpr):  # fmt: skip
+    """The quarters `at` and `at` + 1 of tile (i, j) of a strip of one piece, which has whole tiles."""
+    WIDTH: tl.constexpr = BN // 2
+    half = load_features(strip_mem, strip_stride, i * BM, j * BN + at // 2 * WIDTH, (i + 1) * BM, (j + 1) * BN, BM,
+                         WIDTH, TMA)  # fmt: skip
+    return halves(unpacked(half), BM, WIDTH)
+
+
+@triton.jit
 def exponential_tile(acc, constants, masks, words, col_part_ptr, out_mem, out_stride, i, j, N, M, BM: tl.constexpr,
                      BN: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr,
-                     BITS: tl.constexpr, PRODUCTS: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+                     BITS: tl.constexpr, PRODUCTS: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """Write a tile's exponentials 2^t into the strip, and their sums along columns; returns those along rows.
 
-    In quarters, as `gradient` does. Columns have four sums, [4 · row tiles, M], one of each warp: sums across warps
+    In quarters, as `gradient` does. Columns have four sums, [4, row tiles, M], one of each warp: sums across warps
     take the shared memory that the strip needs, and wait for each other.
+
+    ROUNDED: sums are those of the rounded numbers, which are above 0 where a pair counts, and 0 elsewhere.
     """
     WIDTH: tl.constexpr = BN // 4
     rows = i * BM + tl.arange(0, BM)
     masked = has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES)
-    warps = 4 * i + tl.arange(0, 4)
+    warps = i + tl.arange(0, 4) * tl.cdiv(N, BM)
     for at in tl.static_range(4):
         cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
         part = quarter(acc, at, BM, BN)
         t = exponents(part, constants, False, PRODUCTS)
+        if KEEP == ROUNDED:
+            t = tl.maximum(t, FAINT)
         if BITS:
             t = tl.where(excluded_pairs(words, at * WIDTH, BM, WIDTH), -float("inf"), t)
         if masked:
             t = tl.where(valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES), t, -float("inf"))
         e = tl.math.exp2(t)
+        if KEEP == ROUNDED:
+            stored = packed(e, out_mem, TMA)
+            e = unpacked(stored)
+        else:
+            stored = e
         if at == 0:
             total = sum_per_lane(e, BM, WIDTH)
         else:
@@ -213,9 +236,9 @@ def exponential_tile(acc, constants, masks, words, col_part_ptr, out_mem, out_st
         col_at = col_part_ptr + warps.to(tl.int64)[:, None] * M + cols[None, :]
         tl.store(col_at, of_cols, mask=tl.broadcast_to((cols < M)[None, :], (4, WIDTH)))
         if at % 2 == 0:
-            left = e
+            left = stored
         else:
-            store_quarters(out_mem, out_stride, left, e, i, j, at, 0, BM, BN, 1, TMA)
+            store_quarters(out_mem, out_stride, left, stored, i, j, at, 0, BM, BN, 1, TMA)
     return tl.sum(total, 1)
 
 
@@ -286,7 +309,7 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
             store_rows((tl.sum(total, 1), tl.sum(soft, 1), tl.sum(gap, 1)), row_at, row_stride, rows < N)
         elif KEEP:
             total = exponential_tile(acc, constants, masks, words, col_part_ptr, out_mem, out_stride, i, j, N, M, BM,
-                                     BN, DIAGONAL, SELF, POSITIVES, BITS, PRODUCTS, TMA)  # fmt: skip
+                                     BN, DIAGONAL, SELF, POSITIVES, BITS, PRODUCTS, KEEP, TMA)  # fmt: skip
             tl.store(row_at, total, mask=rows < N)
         else:
             t = exponents(acc, constants, SOFTPLUS, PRODUCTS)
