@@ -273,7 +273,9 @@ def test_sums_by_label_stay_within_the_workspace() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("symmetric", "kind"), [(True, "diagonal"), (True, "labels"), (False, "listed")])
+@pytest.mark.parametrize(
+    ("symmetric", "kind"), [(True, "diagonal"), (True, "labels"), (False, "listed"), (True, "ids"), (False, "ids")]
+)
 def test_label_smoothing_is_sums_of_features(
     symmetric: bool, kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,6 +285,10 @@ def test_label_smoothing_is_sums_of_features(
     weights, given = torch.rand(70), dict[str, Any]()
     if kind == "labels":
         given = {"query_labels": labels, "key_labels": labels.roll(3).where(labels > 1, 50)}
+    if kind == "ids":
+        # pairs have equal ids, or not; few keys count in some rows
+        ids = torch.cat([labels // 5, torch.arange(63) % 4])
+        given = {"query_ids": labels // 5, "key_ids": ids[: 70 if symmetric else 133].roll(3)}
     if kind == "listed":
         given["positives"] = torch.stack([labels, labels.where(labels > 5, -1).roll(2)], 1).where(
             labels[:, None] > 0, -1
@@ -301,12 +307,17 @@ def test_label_smoothing_is_sums_of_features(
         assert all(distance(x, y) <= bound for x, y, bound in zip(*found, bounds, strict=True))
 
 
+@pytest.mark.parametrize("ids", [False, True])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_summed_label_smoothing_of_a_block_of_further_columns(symmetric: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_summed_label_smoothing_of_a_block_of_further_columns(
+    symmetric: bool, ids: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a rank's rows meet the columns of all ranks, in one block or in several, in either order of their sizes."""
     monkeypatch.setattr(budget, "LEAST_SMOOTHED", 0)
     for N, M in ((33, 110), (110, 33)):
         rows, cols = _pair(*(_unit(n, torch.bfloat16) for n in (N, M)))
+        if ids:
+            rows, cols = (replace(side, ids=torch.arange(len(side)) % 13) for side in (rows, cols))
         tiles = _tiles(loss=Softmax(symmetric=symmetric, label_smoothing=0.2))
         tiles.backward_next = tiles.fresh = True
         assert tiles._budget.sums_smoothing(rows, cols)

@@ -334,12 +334,12 @@ class Triton(Tiles):
         """Write the positives known by position into the statistics."""
         if (positives := self._positives(block)) is not None:
             positions.add_totals(block, positives, stats)
-        if block.runs is not None:
-            kept = self.exponentials is not None or self.guidance.strip is not None
-            room = self._budget.room_for_sums(block.rows, block.cols, beside=kept)
-            label_sums.add_totals(block, stats, room)
-        if block.sums_smoothing:
-            smoothing.add_totals(block, stats, self.scale)
+        if block.runs is not None or block.sums_smoothing:
+            room = self._budget.room_for_sums(block.rows, block.cols, self.exponentials, self.guidance.strip)
+            if block.runs is not None:
+                label_sums.add_totals(block, stats, room)
+            if block.sums_smoothing:
+                smoothing.add_totals(block, stats, self.scale, room)
 
     def _grads(self, block: Block, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None) -> Tensor:
         """Add all pairs' gradient to u and v, and with `row_stats` their loss to the statistics.
@@ -362,7 +362,7 @@ class Triton(Tiles):
                 label_sums.add_gradients(block, *given[2:4], terms[-1][0], self._budget.workspace)
         sums = launch.add_up(terms)
         if shares:
-            smoothing.add_gradients(block, shares, u, None if v is None else _received(v), sums)
+            smoothing.add_gradients(block, shares, u, None if v is None else _received(v), sums, self._budget.workspace)
         return sums if self.sums_products else sums[1]
 
     def _scaled_strips(self, block: Block, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None) -> Term:

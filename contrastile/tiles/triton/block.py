@@ -126,6 +126,11 @@ class Block:
         return (None, None) if self.order is None else (self.order.rows, self.order.cols)
 
     @property
+    def has_ids(self) -> bool:
+        """Pairs of equal ids are excluded."""
+        return self.rows.ids is not None and self.cols.ids is not None
+
+    @property
     def position(self) -> tuple[int, ...]:
         return self.rows.start, len(self.rows), self.cols.start, len(self.cols)
 

@@ -114,10 +114,14 @@ class Budget:
         """Return whether label smoothing enters as sums of features: see `smoothing.py`."""
         in_tiles = by_label(rows) and not self.sums_labels(rows, cols)
         sizes = len(rows), len(cols), rows.features.dtype
-        return not in_tiles and self._can_sum_smoothing(*sizes, ids=_have_ids(rows, cols))
+        ids = _have_ids(rows, cols) and rows.diagonal != rows.start
+        return not in_tiles and self._can_sum_smoothing(*sizes, ids=ids)
 
     def _can_sum_smoothing(self, N: int, M: int, dtype: torch.dtype, *, ids: bool) -> bool:
-        """Return whether the loss allows it: an excluded pair has no share, and float32 is more precise in tiles."""
+        """Return whether the loss allows it: an excluded pair has no share, and float32 is more precise in tiles.
+
+        ids: pairs of equal ones are excluded, beside other positives than those on the diagonal.
+        """
         epilogue, loss = self.epilogue, self.loss
         little = epilogue.smooth and epilogue.label_smoothing <= MOST_SMOOTHING
         every = not (ids or loss.exclude_self or epilogue.hardness or epilogue.formula.guide)
@@ -132,7 +136,7 @@ class Budget:
         later = self.keeping_bytes(*sizes, later=True)
         weighed = self._weighed_bytes(len(rows), rows.features.shape[1], sizes[2])
         needed = self.keeping_bytes(*sizes) + weighed
-        if self.sums_labels(rows, cols):
+        if self.sums_labels(rows, cols) or (_have_ids(rows, cols) and self.sums_smoothing(rows, cols)):
             needed = max(needed, later + self._least_sums_bytes(*sizes[:2]))
         return max(needed - self._spare_bytes(rows, cols), later + weighed) <= self.workspace
 
@@ -181,7 +185,7 @@ class Budget:
     ) -> bool:
         """Return whether exponentials are kept for a backward that follows at once, as in `keeps_exponentials`."""
         in_tiles = labels and not self._can_sum_labels(N, M, dtype, ids=ids)
-        sums_smoothing = not in_tiles and self._can_sum_smoothing(N, M, dtype, ids=ids)
+        sums_smoothing = not in_tiles and self._can_sum_smoothing(N, M, dtype, ids=ids and labels)
         if not (self._is_faster(D) and self._can_keep(dtype, sums_smoothing)):
             return False
         copied = self._expected_copied(N, M, D, dtype, labels, ids)
@@ -267,9 +271,9 @@ class Budget:
         sizes = len(rows), len(cols), rows.features.dtype
         return of_labels and self._can_sum_labels(*sizes, ids=_have_ids(rows, cols))
 
-    def room_for_sums(self, rows: Shard, cols: Shard, *, beside: bool) -> int:
-        """Bytes of the workspace for sums by label; beside: exponentials are there too."""
-        if not beside:
+    def room_for_sums(self, rows: Shard, cols: Shard, *kept: object) -> int:
+        """Bytes of the workspace for sums by label; kept: exponentials that are there too, or None."""
+        if all(strip is None for strip in kept):
             return self.workspace
         sizes = len(rows), len(cols), *self._copies(rows, cols)
         return self.workspace - self.keeping_bytes(*sizes, later=True) + self._spare_bytes(rows, cols)
